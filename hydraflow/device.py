@@ -6,8 +6,10 @@ configuration and planning ask for cores without needing it.
 
 from __future__ import annotations
 
+import ctypes
 import os
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -178,6 +180,18 @@ def cpu_has_bf16() -> bool:
     except OSError:
         return False
     return "avx512_bf16" in flags or "amx_bf16" in flags
+
+
+def return_memory(device_type: str) -> None:
+    """Gives memory that is allocated and not used back to the device or the host; allocators keep it
+    otherwise."""
+    if device_type == "cpu":
+        with suppress(AttributeError):  # a C library other than glibc
+            ctypes.CDLL(None).malloc_trim(0)
+        return
+    import torch
+
+    torch.cuda.empty_cache()
 
 
 def keep_allocations(device_type: str, most: int) -> None:

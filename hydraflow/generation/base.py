@@ -115,5 +115,8 @@ class GenerationEngine(Protocol):
         between the `first` and the `last`. ValueError names what does not fit, and after the last part what
         did not come."""
 
+    def sleep(self) -> None:
+        """Gives back the memory of weights and caches, until `update_weights` begins with a first part."""
+
     def held(self) -> Mapping[str, Tensor]:
         """The weights by Hugging Face name, tied ones under each of their names; not to be changed."""

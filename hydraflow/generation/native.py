@@ -19,6 +19,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedConfig, PreTrainedModel
 from transformers.initialization import no_init_weights
 
+from hydraflow.device import return_memory
 from hydraflow.generation.base import LENGTH, STOP, GenerationOutput, GenerationRequest, SamplingParams
 from hydraflow.generation.decode import CachedForward, WaveDecoder, WaveResult
 from hydraflow.generation.layout import Wave, request_order, waves
@@ -49,6 +50,8 @@ class NativeEngine:
         self._eos = end_tokens(generation_config or model.generation_config, model.config)
         self._not_ready = ""
         self._loader = WeightLoader(model)
+        self._empty: dict[Tensor, torch.Size] = {}
+        """While it sleeps: its weights, and the shapes that they have otherwise."""
 
     @classmethod
     def from_config(
@@ -98,11 +101,22 @@ class NativeEngine:
             "the last update_weights failed half-way, so the weights are a mixture: update them again"
         )
         if first:
+            for tensor, shape in self._empty.items():
+                tensor.data = tensor.new_empty(shape)
+            self._empty = {}
             self._loader = WeightLoader(self._model)
         self._loader.load(stream)
         if last:
             self._loader.require_all()
             self._not_ready = ""
+
+    def sleep(self) -> None:
+        """See `GenerationEngine`. It has caches only while it generates."""
+        self._not_ready = "the engine sleeps: update its weights first"
+        for tensor in set(self.held().values()) - set(self._empty):  # tied weights are one tensor
+            self._empty[tensor] = tensor.shape
+            tensor.data = tensor.new_empty(0)
+        return_memory(self._forward.device.type)
 
     def held(self) -> Mapping[str, Tensor]:
         """See `GenerationEngine`."""

@@ -89,7 +89,7 @@ def build_roles(config: PPOConfig, plan: BatchPlan, runtime: Runtime, *, skipped
         ref=train.get("ref"),
         reward=score.role("reward"),
         advantage=train["advantage"],
-        link=_link(config, train["actor"], train.get("rollout")),
+        link=_link(config, plan, train["actor"], train.get("rollout")),
     )
 
 
@@ -130,12 +130,14 @@ def _require_other_gpus(one: _Place, other: _Place) -> None:
         raise ConfigError.one(key, str(other.devices), rule, remedy)
 
 
-def _link(config: PPOConfig, actor: RoleGroup, rollout: RoleGroup | None) -> WeightLink:
+def _link(config: PPOConfig, plan: BatchPlan, actor: RoleGroup, rollout: RoleGroup | None) -> WeightLink:
     if rollout is None:
         return NoRollout()
     if rollout.group is actor.group:
         return SameProcess(rollout)
-    link = ObjectStore(actor, rollout, config.actor_rollout_ref.rollout)
+    devices = plan.layouts["rollout"].devices
+    beside = [role for role, layout in plan.layouts.items() if role != "rollout" and layout.devices & devices]
+    link = ObjectStore(actor, rollout, config.actor_rollout_ref.rollout, beside)
     rollout.group.recovery = Recovery(link.restore, link.config.max_retries)
     return link
 

@@ -8,7 +8,7 @@ made.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Protocol
@@ -34,7 +34,10 @@ class WeightLink(Protocol):
         generation engine holds them."""
 
     def first_difference(self, replica: int) -> str | None:
-        """The first weight of a generation process that is not the actor's; None: all are."""
+        """The first weight of a generation process that is not the actor's; None: all are, or it sleeps."""
+
+    def sampled(self) -> None:
+        """The generation engine is not needed until the next publish."""
 
 
 def load_model_directory(rollout: RoleGroup, max_retries: int) -> None:
@@ -60,6 +63,9 @@ class NoRollout:
         """See `WeightLink`."""
         return None
 
+    def sampled(self) -> None:
+        """See `WeightLink`."""
+
 
 @dataclass
 class SameProcess:
@@ -77,6 +83,9 @@ class SameProcess:
         found: str | None = self.rollout.call(RolloutWorker.first_difference_from_actor)[replica]
         return found
 
+    def sampled(self) -> None:
+        """See `WeightLink`: it stays as it is."""
+
 
 @dataclass
 class ObjectStore:
@@ -85,21 +94,26 @@ class ObjectStore:
     actor: RoleGroup
     rollout: RoleGroup
     config: RolloutConfig
+    beside: Sequence[str] = ()
+    """Roles in other processes on the rollout's devices: it sleeps while they work."""
     published: int = field(default=0, init=False)
     """Publishes so far."""
     _version: int = field(default=NO_VERSION, init=False)
     _sending: bool = field(default=False, init=False)
     """Whether weights are on their way to all generation processes."""
+    _sleeps: bool = field(default=False, init=False)
 
     def publish(self, version: int) -> Callable[[], None]:
         """See `WeightLink`. The first bucket is asked for at once, the others while the caller waits."""
         checked = self.published % self.config.verify_weights_every == 0
         self.published += 1
-        self._version, self._sending = version, True
+        self._version, self._sending, self._sleeps = version, True, False
         return partial(self._arrive, checked, self._ask(0, checked))
 
     def first_difference(self, replica: int) -> str | None:
         """See `WeightLink`."""
+        if self._sleeps:
+            return None
         found: list[str | None] = []
 
         def compare(bucket: StoredValue) -> Future:
@@ -112,10 +126,16 @@ class ObjectStore:
         self._send(self._ask(0, False), False, compare)
         return next((one for one in found if one is not None), None)
 
+    def sampled(self) -> None:
+        """See `WeightLink`."""
+        if self.beside:
+            self._sleeps = True
+            self.rollout.call(RolloutWorker.sleep, self.beside)
+
     def restore(self, rank: int) -> None:
         """Gives a new process of the generation engine the weights that the others hold. While all of them
         are being sent it does nothing: they are sent once more."""
-        if not self._sending and self._version != NO_VERSION:
+        if not self._sending and not self._sleeps and self._version != NO_VERSION:
             load = partial(self.rollout.call_rank, rank, RolloutWorker.load_bucket)
             self._send(self._ask(0, True), True, load)
 

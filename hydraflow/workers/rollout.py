@@ -70,6 +70,8 @@ class RolloutWorker(Worker):
         )
         self.version: int | None = None
         """Of the weights: the training steps that made them."""
+        self.sleeps_beside: Sequence[str] = ()
+        """While it sleeps: the roles that work on its devices."""
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
     def sync_from_actor(self, version: int) -> None:
@@ -102,7 +104,7 @@ class RolloutWorker(Worker):
         GuardStop when it has a checksum, and that of what is held now is another one.
         """
         bucket: Bucket = stored.read()
-        self.version = None
+        self.version, self.sleeps_beside = None, ()
         first = bucket.number == 0
         self.engine.update_weights(bucket.tensors(), first=first, last=bucket.last)
         if bucket.checksum is not None and not bucket.arrived_as(self.engine.held()):
@@ -119,6 +121,13 @@ class RolloutWorker(Worker):
         """The first tensor of the bucket that is not the one held; None: all are."""
         return first_difference(self.engine.held(), stored.read().tensors())
 
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
+    def sleep(self, beside: Sequence[str]) -> None:
+        """Gives back the memory of the weights until new ones come, for other roles that work on the same
+        devices."""
+        self.engine.sleep()
+        self.version, self.sleeps_beside = None, beside
+
     @register(dispatch_mode=mesh_mode("rollout"), blocking=False, read_only=True)
     def generate(self, batch: DataProto) -> DataProto:
         """Samples as `meta_info["sampling"]` says. `meta_info["visit"]` is the second part of the key of
@@ -128,6 +137,8 @@ class RolloutWorker(Worker):
         promised = batch.meta_info["version"]
         if self.version != promised:
             held = "none that are complete" if self.version is None else f"those of version {self.version}"
+            if self.sleeps_beside:
+                held = f"none: it sleeps while {' and '.join(self.sleeps_beside)} work on its devices"
             raise GuardStop(
                 f"generation rank {self.process.rank} was to sample with weights of version {promised}, and"
                 f" holds {held}"

@@ -1,6 +1,7 @@
 """The engine against plain forwards of the same models, and its promise that neighbours do not matter."""
 
 import numpy as np
+import psutil
 import pytest
 import torch
 from torch import Tensor
@@ -283,6 +284,42 @@ def test_an_engine_from_a_configuration_samples_as_the_model_once_it_has_its_wei
     empty.update_weights(weights(model).items())
     request, params = make_request([3, 9], samples=4), SamplingParams(max_tokens=10)
     assert rows(empty.generate(request, params)) == rows(NativeEngine(model).generate(request, params))
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3 tied"])
+def test_what_wakes_up_samples_as_before(name: str) -> None:
+    model = make(CONFIGS[name])
+    engine, stream = NativeEngine(model), weights(model)
+    request, params = make_request([3, 9], samples=4), SamplingParams(max_tokens=10)
+    before = rows(engine.generate(request, params))
+    for _ in range(2):
+        engine.sleep()  # a second one changes nothing
+    with pytest.raises(RuntimeError, match="the engine sleeps"):
+        engine.generate(request, params)
+    first, *others = stream.items()
+    engine.update_weights([first], last=False)
+    engine.update_weights(others, first=False)
+    assert rows(engine.generate(request, params)) == before
+
+
+def test_a_sleeping_engine_needs_no_memory_for_its_weights() -> None:
+    large = {"hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 8, "vocab_size": 20_000}
+    config = LlamaConfig(**large, num_attention_heads=8, num_key_value_heads=8)
+    engine = NativeEngine.from_config(config, device="cpu", dtype=torch.float32)
+    shapes = {name: tensor.shape for name, tensor in engine.held().items()}
+    size = sum(4 * shape.numel() for shape in shapes.values())
+    assert size > 150e6
+
+    def fill() -> int:
+        """Bytes that the process holds in memory, with weights in the engine."""
+        zero = torch.zeros(())
+        engine.update_weights((name, zero.expand(shape)) for name, shape in shapes.items())
+        return psutil.Process().memory_info().rss
+
+    awake = fill()
+    engine.sleep()
+    assert awake - psutil.Process().memory_info().rss > 0.8 * size
+    assert abs(fill() - awake) < 0.2 * size
 
 
 def test_tied_weights_may_come_under_both_names_but_must_agree() -> None:

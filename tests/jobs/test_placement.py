@@ -3,6 +3,7 @@ processes report."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from hydraflow.jobs.ppo import PPOJob
 from hydraflow.schema import PPOConfig
 from hydraflow.trainer import roles
 from hydraflow.trainer.source import TrajectorySource
+from hydraflow.trainer.weight_links import ObjectStore
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("ray_session")]
 
@@ -34,7 +36,9 @@ SMALL_BUCKETS = [
 
 
 class WatchedJob(PPOJob):
-    """Notes which process each role has on each device."""
+    """Notes which process each role has on each device, and beside whom the rollout slept."""
+
+    beside: list[Sequence[str]]
 
     def source(self, plan: BatchPlan, runtime: Runtime, *others: Any) -> TrajectorySource:
         self.plan, self.pids = plan, {}
@@ -61,7 +65,16 @@ def train(folder: Path, cache: Path, *overrides: str) -> tuple[WatchedJob, list[
         "data.val_max_samples=4",
     ]
     job = WatchedJob(load("ppo", PPOConfig, [*given, *overrides]))
-    job.run()
+    job.beside = []
+
+    class Link(ObjectStore):
+        def sampled(self) -> None:
+            job.beside.append(self.beside)
+            super().sampled()
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(roles, "ObjectStore", Link)
+        job.run()
     compared = [
         {
             name: value
@@ -104,6 +117,8 @@ def test_roles_apart_share_no_process_and_change_no_number(fused: Any, apart: An
     assert rows == fused and len(rows) == 2
     found = [pid for on_devices in processes(job).values() for pid in on_devices.values()]
     assert len(set(found)) == len(found) == 8
+    slept = [set(beside) for beside in job.beside]
+    assert slept == [{"actor", "critic", "ref"}] * 2
 
 
 def test_roles_share_processes_where_they_have_the_same_devices(
@@ -122,8 +137,9 @@ def test_a_checkpoint_of_one_placement_resumes_in_another(
     fused: Any, apart: Any, tmp_path: Path, recipe_cache: Path
 ) -> None:
     resumed = ["trainer.resume_mode=resume_path", f"trainer.resume_from_path={apart[0]}/global_step_1"]
-    _, rows = train(tmp_path, recipe_cache, *ELSEWHERE, *resumed)
+    job, rows = train(tmp_path, recipe_cache, *ELSEWHERE, *resumed)
     assert rows == fused[1:]
+    assert job.beside == [[]], "nobody else is on its devices, so it never sleeps"
 
 
 def test_generation_processes_that_die_are_replaced_and_change_no_number(
