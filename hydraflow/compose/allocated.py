@@ -17,12 +17,14 @@ from hydraflow.system.allocation import Allocation
 from hydraflow.system.printing import count
 
 NODES, DEVICES, CPUS = "trainer.nnodes", "trainer.n_gpus_per_node", "ray_init.num_cpus"
+ROLLOUT_NODES = "actor_rollout_ref.rollout.nnodes"
 BESIDE = 1
 """Processes per machine to which Ray gives a CPU besides the training processes: the one for rewards."""
 
 
 def take(schema: type, leaves: dict[str, Any], origins: dict[str, str], given: Allocation | None) -> None:
-    """Fills in unset keys: nodes of a running cluster, GPUs, CPUs of this run's own cluster."""
+    """Fills in unset keys: nodes of a running cluster, without those that the rollout has of its own; GPUs;
+    CPUs of this run's own cluster."""
     if given is None or schema not in (PPOConfig, SFTConfig, GenerateConfig):
         return
     local = leaves.get("ray_init.address", "local") == "local"
@@ -37,6 +39,10 @@ def take(schema: type, leaves: dict[str, Any], origins: dict[str, str], given: A
         value = getattr(given, field)
         if value is None or key in origins:
             continue
+        if key == NODES:
+            value -= int(leaves.get(ROLLOUT_NODES) or 0)
+            if value < 1:
+                continue  # `contradictions` says why
         processes = int(leaves.get(DEVICES) or CPU_PROCESSES)
         if key == CPUS and not (local and value >= processes + BESIDE):
             continue
@@ -48,9 +54,12 @@ def contradictions(config: Any, given: Allocation | None) -> Iterator[Problem]:
     if given is None or not isinstance(config, PPOConfig | SFTConfig | GenerateConfig):
         return
     trainer, on_gpus = config.trainer, given.gpus is not None and config.trainer.device != "cpu"
-    if given.nodes is not None and trainer.nnodes > given.nodes:
+    own = config.actor_rollout_ref.rollout.nnodes if isinstance(config, PPOConfig) else 0
+    if given.nodes is not None and trainer.nnodes + own > given.nodes:
         rule = f"Slurm gave job {given.job} {count(given.nodes, 'node')} ({given.source('nodes')})"
-        remedy = f"{NODES}={given.nodes} or sbatch --nodes={trainer.nnodes}"
+        rule += f", and the rollout has {own} of its own" if own else ""
+        fewer = f"{NODES}={given.nodes - own}" if given.nodes > own else f"{ROLLOUT_NODES}=0"
+        remedy = f"{fewer} or sbatch --nodes={trainer.nnodes + own}"
         yield Problem(NODES, trainer.nnodes, rule, remedy)
     if on_gpus and trainer.n_gpus_per_node is not None and trainer.n_gpus_per_node > (given.gpus or 0):
         gpus = count(given.gpus or 0, "GPU")

@@ -35,8 +35,6 @@ AFTERWARDS = ["ray_init.address=auto"]
 class JobSettings:
     """The settings that the job's scripts read."""
 
-    nodes: int
-    """Machines that the run uses."""
     cpus: int
     """CPUs that Ray counts on each: at least one for each process, whatever cores there are."""
     gpus: int
@@ -57,7 +55,7 @@ class JobSettings:
     def from_shell(cls, text: str) -> JobSettings:
         """What `to_shell` wrote.
 
-        >>> settings = JobSettings(nodes=2, cpus=9, gpus=8, run_folder="/my runs/1", start_timeout=300)
+        >>> settings = JobSettings(cpus=9, gpus=8, run_folder="/my runs/1", start_timeout=300)
         >>> JobSettings.from_shell(settings.to_shell()) == settings
         True
         """
@@ -89,11 +87,13 @@ def job_settings_of(config: Config, given: Allocation | None) -> JobSettings:
     on_cpus = trainer.device == "cpu"
     gpus = given.gpus if given else None
     processes = trainer.n_gpus_per_node or (None if on_cpus else gpus) or CPU_PROCESSES
+    if isinstance(config, PPOConfig) and config.actor_rollout_ref.rollout.nnodes:
+        processes = max(processes, config.actor_rollout_ref.rollout.n_gpus_per_node)
     cpus = config.ray_init.num_cpus or max((given.cpus if given else None) or 0, processes + BESIDE)
     folder = "" if isinstance(config, GenerateConfig) else _run_folder(config, given)
     counted = 0 if on_cpus else -1 if gpus is None else gpus
     wait, goes_on = round(trainer.start_timeout), int(_goes_on(config, folder, given))
-    return JobSettings(trainer.nnodes, cpus, counted, folder, wait, goes_on)
+    return JobSettings(cpus, counted, folder, wait, goes_on)
 
 
 def _goes_on(config: Config, folder: str, given: Allocation | None) -> bool:

@@ -300,7 +300,7 @@ def test_the_first_node_trains_and_ends_its_ray(tmp_path: Path, code: int) -> No
 def test_a_run_folder_with_any_name_reaches_the_training(tmp_path: Path) -> None:
     """Hydra would read brackets, commas and quotes in it."""
     run = tmp_path / "it's [mine], (2)" / "a=b"
-    given = JobSettings(nodes=1, cpus=1, gpus=0, run_folder=str(run), start_timeout=1)
+    given = JobSettings(cpus=1, gpus=0, run_folder=str(run), start_timeout=1)
     told = (first_node(tmp_path, facts=given.to_shell()) / "training").read_text().splitlines()
     assert load("ppo", PPOConfig, told).trainer.default_local_dir == str(run)
 

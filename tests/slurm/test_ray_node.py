@@ -15,7 +15,7 @@ from hydraflow.slurm.ports import hold
 from hydraflow.slurm.ray_node import _common, _head, await_head, job_nodes, object_store, own_name
 from hydraflow.system.allocation import Allocation
 
-FACTS = JobSettings(nodes=2, cpus=9, gpus=8, run_folder="/runs/1", start_timeout=300)
+FACTS = JobSettings(cpus=9, gpus=8, run_folder="/runs/1", start_timeout=300)
 
 
 def test_every_option_is_one_of_ray_start_and_no_port_is_left_to_rays_defaults() -> None:
@@ -47,7 +47,7 @@ def test_every_option_is_one_of_ray_start_and_no_port_is_left_to_rays_defaults()
 
 def test_gpus_that_slurm_does_not_count_are_found_by_ray() -> None:
     held = hold(1)
-    words = _common("10.0.0.1", Path("/tmp/x"), JobSettings(1, 3, -1, "", 300), held)
+    words = _common("10.0.0.1", Path("/tmp/x"), JobSettings(3, -1, "", 300), held)
     held.release()
     assert not [word for word in words if word.startswith("--num-gpus")]
 
@@ -65,7 +65,7 @@ def test_what_the_nodes_must_know() -> None:
     config.trainer.nnodes, config.trainer.default_local_dir = 4, "/shared/a b"
     given = Allocation("12", nodes=4, gpus=8, cpus=64)
     assert job_settings_of(config, given) == JobSettings(
-        nodes=4, cpus=64, gpus=8, run_folder="/shared/a b", start_timeout=300
+        cpus=64, gpus=8, run_folder="/shared/a b", start_timeout=300
     )
     config.trainer.device, config.trainer.n_gpus_per_node, config.trainer.default_local_dir = "cpu", 96, None
     found = job_settings_of(config, given)
@@ -78,7 +78,7 @@ def test_what_the_nodes_must_know() -> None:
     config.ray_init.num_cpus = 5
     assert job_settings_of(config, given).cpus == 5
     assert job_settings_of(GenerateConfig(), None) == JobSettings(
-        nodes=1, cpus=3, gpus=-1, run_folder="", start_timeout=300
+        cpus=3, gpus=-1, run_folder="", start_timeout=300
     )
 
 
@@ -101,7 +101,7 @@ def test_the_head_is_there_when_something_listens(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("folder", ["/my runs/1", "/a\nb", '/it\'s "quoted"', "", "/a=b", "/$HOME;x\ty"])
 def test_facts_come_through_a_shell_as_they_were(folder: str) -> None:
-    facts = JobSettings(nodes=2, cpus=9, gpus=-1, run_folder=folder, start_timeout=300, goes_on=1)
+    facts = JobSettings(cpus=9, gpus=-1, run_folder=folder, start_timeout=300, goes_on=1)
     assert JobSettings.from_shell(facts.to_shell()) == facts
     script = facts.to_shell() + 'printf "%s." "$HF_RUN_FOLDER"'
     assert (

@@ -25,17 +25,20 @@ from slurm.cluster import Cluster, Job
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
 STEPS = 40
 LONG = 300.0
+ROLLOUT_APART = [f"actor_rollout_ref.rollout.{size}=1" for size in ("nnodes", "n_gpus_per_node")]
 
 
-def arguments(cluster: Cluster, *more: str, steps: int = STEPS) -> list[str]:
-    """The default recipe, small; one process on each node."""
+def arguments(cluster: Cluster, *more: str, steps: int = STEPS, ranks: int = 1) -> list[str]:
+    """The default recipe, small; one process on each of the trainer's nodes, or several."""
     fixed = [
         f"recipe.cache_dir={cluster.cache}",
         f"trainer.total_training_steps={steps}",
         "trainer.save_freq=4",
         "trainer.test_freq=-1",
+        "actor_rollout_ref.actor.optim.lr_scheduler_type=constant",  # runs of any length begin alike
+        "actor_rollout_ref.actor.optim.lr_warmup_steps=0",
     ]
-    return ["--", *SMALL_RECIPE, *SMALL_STEPS, "trainer.n_gpus_per_node=1", *fixed, *more]
+    return ["--", *SMALL_RECIPE, *SMALL_STEPS, f"trainer.n_gpus_per_node={ranks}", *fixed, *more]
 
 
 def numbers(job: Job) -> list[dict[str, float]]:
@@ -51,15 +54,21 @@ def weights(job: Job) -> dict[str, torch.Tensor]:
 
 
 @pytest.fixture(scope="module")
-def whole(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Job:
-    """A run that nothing stopped, after another one that ran on the same nodes at the same time."""
+def both(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> tuple[Job, Job]:
+    """A run that nothing stopped, and another one that ran on the same nodes at the same time: it trains on
+    the one and samples on the other."""
     home = tmp_path_factory.mktemp("whole")
     first = cluster.submit(*arguments(cluster), home=home, name="first")
     first.await_step(1, LONG)  # the recipe is made
-    other = cluster.submit(*arguments(cluster, steps=4), home=home, name="other")
+    other = cluster.submit(*arguments(cluster, *ROLLOUT_APART, steps=4, ranks=2), home=home, name="other")
     assert first.await_state("COMPLETED", "FAILED", seconds=LONG) == "COMPLETED", first.said()[-4000:]
     assert other.await_state("COMPLETED", "FAILED", seconds=LONG) == "COMPLETED", other.said()[-4000:]
-    return first
+    return first, other
+
+
+@pytest.fixture(scope="module")
+def whole(both: tuple[Job, Job]) -> Job:
+    return both[0]
 
 
 def test_the_default_recipe_trains_over_two_nodes(whole: Job) -> None:
@@ -72,6 +81,14 @@ def test_the_default_recipe_trains_over_two_nodes(whole: Job) -> None:
         "each node wrote its half"
     )
     assert "ended with 0" in whole.said()
+
+
+def test_the_rollout_may_have_a_node_of_its_own_and_changes_no_number(both: tuple[Job, Job]) -> None:
+    whole, apart = both
+    assert re.search(r"trainer: machines +1 machines +follows", apart.said())
+    assert re.search(r"rollout: machines +1 machines", apart.said())
+    assert [row["step"] for row in numbers(apart)] == [0, 1, 2, 3, 4]
+    assert numbers(apart)[:4] == numbers(whole)[:4], "the last step is validated"
 
 
 def test_the_jobs_folder_is_the_users_alone_and_its_token_is_gone(whole: Job) -> None:

@@ -119,6 +119,22 @@ def test_what_is_debugged_has_one_process_whatever_slurm_gave(job: pytest.Monkey
     assert (config.trainer.nnodes, config.trainer.n_gpus_per_node) == (1, None)
 
 
+def test_the_rollouts_own_nodes_are_nodes_of_the_job(job: pytest.MonkeyPatch) -> None:
+    own = "actor_rollout_ref.rollout.nnodes"
+    assert load("ppo", PPOConfig, [JOIN, f"{own}=1"]).trainer.nnodes == 3
+    with pytest.raises(ConfigError) as caught:
+        load("ppo", PPOConfig, [JOIN, f"{own}=3", "trainer.nnodes=2"])
+    assert (
+        "trainer.nnodes=2: Slurm gave job 42 4 nodes (SLURM_JOB_NUM_NODES=4), and the rollout has 3 of its"
+        " own\n"
+        "      -> trainer.nnodes=1 or sbatch --nodes=5"
+    ) in str(caught.value)
+    with pytest.raises(
+        ConfigError, match=r"rollout has 4 of its own\n.*rollout.nnodes=0 or sbatch --nodes=5"
+    ):
+        load("ppo", PPOConfig, [JOIN, f"{own}=4"])
+
+
 def test_contradictions_name_both_sides_and_come_together(job: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError) as caught:
         load("ppo", PPOConfig, [JOIN, "trainer.nnodes=5", "trainer.n_gpus_per_node=9", "algorithm.lam=2"])
