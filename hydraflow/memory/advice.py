@@ -100,7 +100,10 @@ def _fsdp_changes(inputs: EstimateInputs, role: str, prefix: str) -> Iterator[Ch
     slower = "weights come over from host memory at every use: slower passes"
     rows += [
         ("fsdp_size", -1, 2, "one copy of the model over all devices: more traffic between machines"),
-        ("param_offload", True, 1 if reference else 3, slower),
+        ("param_offload", True, 1 if reference else 2, "weights move to the device and back for every call"),
+        ("offload_policy", True, 1, slower)
+        if reference
+        else ("offload_policy", True, 3, f"{slower}, and AdamW runs on the CPU"),
     ]
     if not reference:
         moves = "moments move to the device and back at every optimizer step"
