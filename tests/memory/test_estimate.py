@@ -314,6 +314,14 @@ def test_advice_makes_it_fit() -> None:
     assert report.advice[0].override.startswith("actor_rollout_ref.rollout.max_num_seqs=")
 
 
+@pytest.mark.parametrize("memory", [8, 16])
+def test_advice_names_no_key_that_other_advice_leaves_without_effect(memory: int) -> None:
+    report = report_of(configured(cluster__device_memory_gib=memory))
+    overrides = [advice.override for advice in report.advice]
+    offloaded = [one for one in overrides if "_offload=" in one or "offload_policy=" in one]
+    assert offloaded == [f"{POLICY}.actor.fsdp_config.offload_policy=true"]
+
+
 def test_advice_that_is_not_enough_says_so() -> None:
     fits, tight = report_of(configured()), report_of(configured(cluster__device_memory_gib=1))
     assert (fits.missing_after_advice, fits.missing[1] <= 0) == (0, True)
