@@ -148,3 +148,4 @@ def test_a_field_is_not_read_because_another_class_has_one_of_that_name(kind: ty
 def test_an_estimate_alone_makes_nothing_of_an_option(kind: type, field: str) -> None:
     assert not is_read(RUNS[schema.PPOConfig], kind, field)
     assert is_read(RUNS[schema.PPOConfig], FSDPConfig, "param_offload")
+    assert is_read(RUNS[schema.PPOConfig], FSDPConfig, "offload_policy")

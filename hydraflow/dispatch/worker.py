@@ -87,6 +87,9 @@ class Worker:
         """This worker's coordinates in a named mesh; by default every rank is a data rank of its own."""
         return Coordinates(self.process.rank, self.process.world_size, True)
 
+    def after_call(self) -> None:
+        """Runs when one of its methods has returned to the controller's call; not when it failed."""
+
     def close(self) -> None:
         """Ends what the worker started, for a process that outlives it."""
 
@@ -264,6 +267,7 @@ class WorkerProcess:
         started = time.perf_counter()
         with span(call.method), record_function(f"{call.role}.{call.method}"):
             answer = getattr(self.workers[call.role], call.method)(*ready[: len(call.args)], **named)
+            self.workers[call.role].after_call()
         seconds = time.perf_counter() - started
         with span("write"):
             reply, columns = _reply(answer if call.wanted else None, shards, call.returns_columns)

@@ -133,7 +133,7 @@ class TrainEngine(Protocol):
 
     def weights(self, *, to: int | None = None) -> Iterator[tuple[str, torch.Tensor]]:
         """Full weights by Hugging Face name, adapters merged. Borrowed: copy what must outlive the next
-        update.
+        update. Until the iterator is exhausted the weights do not `rest`; then they do.
 
         to: the only rank that gets values; the others, which must exhaust the iterator too, get tensors on
         the meta device.
@@ -156,3 +156,7 @@ class TrainEngine(Protocol):
 
     def stored_bytes(self, contents: Collection[str]) -> int:
         """Bytes of this rank's part of a checkpoint, without small files."""
+
+    def rest(self) -> None:
+        """Moves to host memory what the configuration says, until it is used again. Results stay the
+        same, bit by bit."""

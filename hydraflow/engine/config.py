@@ -19,6 +19,12 @@ DECAYS = Rule(
     lambda value: len(value) == 2 and all(0 <= beta < 1 for beta in value),
 )
 
+ON_THE_HOST = no_effect_when(
+    lambda s: s.offload_policy,
+    "{s}.offload_policy=true keeps weights and optimizer state in host memory all the time",
+    "{s}.offload_policy=false",
+)
+
 
 @dataclass
 class OptimConfig:
@@ -83,11 +89,14 @@ class FSDPConfig:
     """Dtype of the gradient reduction across ranks."""
     reshard_after_forward: bool = option(True, shapes_training=False)
     """Free gathered weights between forward and backward: less memory, one more all-gather."""
-    param_offload: bool = option(False, shapes_training=False)
-    """Keep sharded weights, gradients and optimizer state in host memory during training (fully_shard's CPU
-    offload policy)."""
-    optimizer_offload: bool = option(False, shapes_training=False)
+    param_offload: bool = option(False, shapes_training=False, no_effect=ON_THE_HOST)
+    """Keep sharded weights in host memory while the role is idle; they move to the device for each of its
+    calls."""
+    optimizer_offload: bool = option(False, shapes_training=False, no_effect=ON_THE_HOST)
     """Keep the optimizer state in host memory between updates."""
+    offload_policy: bool = option(False, shapes_training=False)
+    """Keep sharded weights, gradients and optimizer state in host memory during training, too (fully_shard's
+    CPU offload policy): each layer comes over at every use, and AdamW runs on the CPU."""
     head_chunk_tokens: int = option(2048, ge=1, shapes_training=False)
     """Chunk size, in tokens, in which logits are computed for log-probabilities."""
     wrap_policy: WrapPolicyConfig = option(factory=WrapPolicyConfig, shapes_training=False)

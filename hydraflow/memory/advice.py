@@ -54,17 +54,40 @@ class Change:
         return f"{self.key}={value}"
 
 
-def advise(
-    inputs: EstimateInputs, report: MemoryReport, measure: Callable[[EstimateInputs], MemoryReport]
+Measure = Callable[[EstimateInputs], MemoryReport]
+
+
+def advise(inputs: EstimateInputs, report: MemoryReport, measure: Measure) -> list[Advice]:
+    """Changes in order, the largest saving for the least harm first; none that a later one leaves without
+    effect."""
+    left_out: set[str] = set()
+    while True:
+        found = list(_advise(inputs, report, measure, left_out))
+        overrides = {advice.override for advice in found}
+        replaced = {one for one in overrides if _with_policy(one) in overrides}
+        if not replaced:
+            return found
+        left_out |= replaced
+
+
+def _with_policy(override: str) -> str | None:
+    """The override that does all that this one does, and more."""
+    section, _, name = override.rpartition(".")
+    weaker = section.endswith(".fsdp_config") and name in ("param_offload=true", "optimizer_offload=true")
+    return f"{section}.offload_policy=true" if weaker else None
+
+
+def _advise(
+    inputs: EstimateInputs, report: MemoryReport, measure: Measure, left_out: set[str]
 ) -> Iterator[Advice]:
-    """Changes in order, the largest saving for the least harm first."""
     for _ in range(_MOST):
         where, excess = report.missing
         if excess <= 0:
             return
         saving = []
         for change in changes(inputs):
-            if (changed := _apply(inputs, change)) is not None:
+            changed = None if change.override in left_out else _apply(inputs, change)
+            if changed is not None:
                 after = measure(changed)
                 saving.append((change, changed, after, excess - after.missing[1]))
         saving = [one for one in saving if one[3] >= LEAST_SHARE * excess]
@@ -100,7 +123,10 @@ def _fsdp_changes(inputs: EstimateInputs, role: str, prefix: str) -> Iterator[Ch
     slower = "weights come over from host memory at every use: slower passes"
     rows += [
         ("fsdp_size", -1, 2, "one copy of the model over all devices: more traffic between machines"),
-        ("param_offload", True, 1 if reference else 3, slower),
+        ("param_offload", True, 1 if reference else 2, "weights move to the device and back for every call"),
+        ("offload_policy", True, 1, slower)
+        if reference
+        else ("offload_policy", True, 3, f"{slower}, and AdamW runs on the CPU"),
     ]
     if not reference:
         moves = "moments move to the device and back at every optimizer step"

@@ -9,7 +9,7 @@ the batch, which are small beside the model.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from hydraflow.memory.activations import (
     LayerCosts,
@@ -55,8 +55,12 @@ class FSDPModelMemory:
     """Collectives of host tensors copy once more inside (gloo)."""
     reshard: bool
     """fsdp_config.reshard_after_forward"""
+    offload_policy: bool
+    """Shards are on the host all the time."""
     param_offload: bool
+    """Weights are on the host while the role rests."""
     optimizer_offload: bool
+    """Moments are on the host but for an optimizer step."""
     checkpointing: bool
     chunk: int
     """fsdp_config.head_chunk_tokens"""
@@ -64,21 +68,27 @@ class FSDPModelMemory:
     """Has a vocabulary as output; a critic has one number."""
 
     @property
-    def resting(self) -> MemoryParts:
-        """Shards of weights and optimizer state."""
+    def held(self) -> MemoryParts:
+        """While the role works: shards of weights and optimizer state."""
         weights, moments = self._share(self.units.every), self._share(2 * self.units.trained)
-        if self.param_offload:
+        if self.offload_policy:
             return MemoryParts(host=weights + moments + self._share(self.units.trained))
         if self.optimizer_offload:
             return MemoryParts(weights=weights, host=moments)
         return MemoryParts(weights=weights, optimizer=moments)
+
+    @property
+    def resting(self) -> MemoryParts:
+        """While others work."""
+        held = self.held
+        return replace(held, weights=0, host=held.host + held.weights) if self.param_offload else held
 
     def forward(self, tokens: MicroBatchTokens, *, entropy: bool = False) -> MemoryParts:
         """A forward-only pass: the larger of a layer's and the head's computation."""
         around, logits = self._around(tokens), self._head(tokens, entropy=entropy)
         layer = MemoryParts(gathered=self._gathered(3), activations=around + self._costs(tokens).forward)
         head = MemoryParts(gathered=self._gathered(1), activations=around, logits=logits)
-        return self.resting + fullest(self._arriving(), layer, head)
+        return self.held + fullest(self._arriving(), layer, head)
 
     def update(
         self,
@@ -96,12 +106,12 @@ class FSDPModelMemory:
             *self._last_moments(tokens, accumulates),
         ]
         trained = self.units.trained
-        offloaded = self.optimizer_offload and not self.param_offload
+        offloaded = self.optimizer_offload and not self.offload_policy
         step = MemoryParts(
-            gradients=0 if self.param_offload else self._share(trained),
+            gradients=0 if self.offload_policy else self._share(trained),
             optimizer=self._share(2 * trained) if offloaded else 0,
         )
-        return self.resting + fullest(step, *moments)
+        return self.held + fullest(step, *moments)
 
     def _head_moments(
         self, tokens: MicroBatchTokens, accumulates: bool, *, entropy: bool, trained_entropy: bool

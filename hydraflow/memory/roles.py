@@ -7,7 +7,7 @@ In: `BatchPlan`, `PPOConfig`, shapes, limits. Out: one `RoleMemory` per role tha
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from hydraflow.batch_plan.layout import Layout
 from hydraflow.batch_plan.parts import MicroPlan, RolePlan
@@ -72,7 +72,8 @@ def _actor(inputs: EstimateInputs, layout: Layout) -> Estimate:
         entropy=True,
         trained_entropy=policy.actor.entropy_coeff != 0,
     )
-    sync = engine.resting + MemoryParts(weight_sync=_sent(inputs, layout))
+    sending = replace(engine.resting, weights=engine.held.weights)
+    sync = sending + MemoryParts(weight_sync=_sent(inputs, layout))
     return engine.resting, {"log_probs": fullest(*forwards), "update": update, "sync": sync}
 
 
@@ -165,6 +166,7 @@ def _sharded(
         ranks=max(1, layout.shard),
         host_copies=on_host,
         reshard=fsdp.reshard_after_forward,
+        offload_policy=fsdp.offload_policy and not on_host,
         param_offload=fsdp.param_offload and not on_host,
         optimizer_offload=fsdp.optimizer_offload and not on_host,
         checkpointing=trained and model.enable_gradient_checkpointing,

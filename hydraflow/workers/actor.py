@@ -126,6 +126,8 @@ class ActorWorker(EngineWorker):
                 stream, version=version, max_bytes=max_bytes, dtype=kind, checked=checked
             )
         bucket = next(self._outgoing)
+        if bucket is not None and bucket.last:
+            self._outgoing = iter(())  # it would keep the last bucket's tensors on the device
         return None if bucket is None else (StoredValue.of(bucket), bucket.last)
 
     def _loss(self, old: OldFrom, denominators: Denominators, first: bool) -> LossFn:

@@ -61,6 +61,7 @@ class EngineWorker(Worker):
         self.engine: TrainEngine = TRAIN_ENGINES[strategy].load()(
             model, fsdp, optim, head=head, device=device, total_steps=total_steps, field=field, seed=seed
         )
+        self.engine.rest()
 
     def micro_batcher(self, plan: MicroPlan, what: str) -> MicroBatcher:
         """The micro-batches of one kind of pass, to be kept; `what` names it in messages."""
@@ -79,6 +80,10 @@ class EngineWorker(Worker):
     def mesh_coordinates(self, mesh: str) -> Coordinates:
         """Which share of a batch this process gets; results are collected from every data rank."""
         return Coordinates(self.engine.data_rank, self.engine.data_size, True)
+
+    def after_call(self) -> None:
+        """Makes room for the other roles of the device."""
+        self.engine.rest()
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def save_hf(self, directory: str) -> None:

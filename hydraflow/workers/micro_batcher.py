@@ -85,7 +85,7 @@ class MicroBatcher:
             raise DoesNotFit(
                 f"{self.what}: rank {alone.rank} has no memory for a single row of {alone.tokens} tokens."
                 " What makes room: fewer tokens (data.max_prompt_length, data.max_response_length),"
-                " model.enable_gradient_checkpointing=true, fsdp_config.param_offload=true, a smaller"
+                " model.enable_gradient_checkpointing=true, fsdp_config.offload_policy=true, a smaller"
                 " fsdp_config.head_chunk_tokens, more devices."
             )
         self.plan = self._half(engine, rows, max(report.tokens for report in reports))

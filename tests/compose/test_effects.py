@@ -19,6 +19,14 @@ CASES = [
     (f"{ACTOR}.megatron.param_offload=true", [], f"{ACTOR}.strategy=megatron"),
     (f"{ACTOR}.fsdp_config.param_offload=true", [f"{ACTOR}.strategy=megatron"], f"{ACTOR}.strategy=fsdp2"),
     (f"{REF}.megatron.param_offload=true", [f"{ACTOR}.use_kl_loss=true"], f"{ACTOR}.strategy=megatron"),
+    *(
+        (
+            f"{ACTOR}.fsdp_config.{name}=true",
+            [f"{ACTOR}.fsdp_config.offload_policy=true"],
+            f"{ACTOR}.fsdp_config.offload_policy=false",
+        )
+        for name in ("param_offload", "optimizer_offload")
+    ),
     ("critic.megatron.dtype=bf16", [], "critic.strategy=megatron"),
     ("critic.optim.lr=1", ["algorithm.adv_estimator=grpo"], "algorithm.adv_estimator=gae"),
     ("critic.model.path=x", ["critic.enable=false", "algorithm.adv_estimator=rloo"], "critic.enable=true"),

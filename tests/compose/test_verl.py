@@ -105,6 +105,7 @@ def test_help_says_what_becomes_of_verls_keys():
             2,
         ),
         ("critic.fsdp.param_offload", True, "critic.fsdp_config.param_offload", True),
+        ("critic.fsdp_config.offload_policy", True, "critic.fsdp_config.offload_policy", True),
         ("critic.model.fsdp_config.param_offload", True, "critic.fsdp_config.param_offload", True),
         ("ray_kwargs.ray_init.num_cpus", 8, "ray_init.num_cpus", 8),
         ("ray_kwargs.timeline_json_file", "t.json", "ray_init.timeline_file", "t.json"),

@@ -50,7 +50,14 @@ class Probe(Worker):
 
     def __init__(self, process: ProcessContext, offset: int = 0):
         super().__init__(process)
-        self.offset = offset
+        self.offset, self.calls_over = offset, 0
+
+    def after_call(self) -> None:
+        self.calls_over += 1
+
+    @register(Dispatch.ONE_TO_ALL)
+    def count_calls_over(self) -> int:
+        return self.calls_over
 
     def mesh_coordinates(self, mesh: str) -> Coordinates:
         """A 2 x 2 x 2 mesh in Megatron's order: tensor rank fastest, then data, then pipeline; collected from

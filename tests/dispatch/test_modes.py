@@ -82,6 +82,12 @@ def test_a_mode_of_the_users(groups: dict[int, WorkerGroup], batch_of: BatchOf) 
         register_dispatch_mode(probes.REVERSE_AND_SUM, probes._reverse, probes._sum)
 
 
+def test_a_worker_hears_when_a_call_of_its_own_is_over(probe: RoleGroup) -> None:
+    before = probe.call(Probe.count_calls_over)
+    probe.call(Probe.nothing)
+    assert probe.call(Probe.count_calls_over) == [count + 2 for count in before]
+
+
 def test_a_mesh_in_which_every_rank_is_a_data_rank(probe: RoleGroup, batch_of: BatchOf) -> None:
     data = probe.fetch(probe.call(Probe.flat_rows, batch_of(5)))
     assert data.get("y").tolist() == [0, 1, 2, 3, 4]

@@ -29,11 +29,11 @@ def free_port() -> int:
         return probe.getsockname()[1]
 
 
-def serve(rank: int, size: int, port: int, pipe: Connection) -> None:
+def serve(rank: int, size: int, port: int, device_type: str, pipe: Connection) -> None:
     """A rank: runs what it is told until told nothing."""
     torch.set_num_threads(1)
     process_group.start(
-        rank=rank, world_size=size, address="127.0.0.1", port=port, device_type="cpu", timeout_s=120
+        rank=rank, world_size=size, address="127.0.0.1", port=port, device_type=device_type, timeout_s=120
     )
     while (job := pipe.recv()) is not None:
         function, args = job
@@ -47,13 +47,13 @@ def serve(rank: int, size: int, port: int, pipe: Connection) -> None:
 class Ranks:
     """Ranks, two unless told otherwise, that run functions of `rank_jobs`."""
 
-    def __init__(self, size: int = 2) -> None:
+    def __init__(self, size: int = 2, device_type: str = "cpu") -> None:
         context, port = mp.get_context("forkserver"), free_port()
         context.set_forkserver_preload(PRELOADED)
         pairs = [context.Pipe() for _ in range(size)]
         self.pipes = [mine for mine, _ in pairs]
         self.processes = [
-            context.Process(target=serve, args=(rank, size, port, theirs), daemon=True)
+            context.Process(target=serve, args=(rank, size, port, device_type, theirs), daemon=True)
             for rank, (_, theirs) in enumerate(pairs)
         ]
         for process in self.processes:

@@ -8,8 +8,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from engine.memory_apart import RestingEngine
 
 from hydraflow import metrics
+from hydraflow.device import current_device
 from hydraflow.engine.base import ModelOutput
 from hydraflow.engine.config import FSDPConfig, OptimConfig
 from hydraflow.engine.fsdp.engine import FSDPEngine
@@ -24,12 +26,14 @@ ROWS = 8
 
 
 def make_engine(path: str, options: Mapping[str, Any] | None = None) -> FSDPEngine:
-    """An engine of that model; options: `model`, `fsdp`, `optim` (None: frozen), `head`, `total_steps`."""
+    """An engine of that model; options: `model`, `fsdp`, `optim` (None: frozen), `head`, `total_steps`. With
+    param_offload it rests after each call, in a memory apart."""
     options = dict(options or {})
     optim = options.pop("optim", {})
-    return FSDPEngine(
+    fsdp = FSDPConfig(**{"dtype": "fp32", **options.pop("fsdp", {})})
+    return (RestingEngine if fsdp.param_offload else FSDPEngine)(
         ModelConfig(path=path, **options.pop("model", {})),
-        FSDPConfig(**{"dtype": "fp32", **options.pop("fsdp", {})}),
+        fsdp,
         None
         if optim is None
         else OptimConfig(**{"lr": 1e-2, "clip_grad": 1e9, "weight_decay": 0.1, **optim}),
@@ -96,6 +100,7 @@ def full_weights(engine: FSDPEngine) -> dict[str, torch.Tensor]:
 
 
 def gradients(engine: FSDPEngine) -> dict[str, torch.Tensor]:
+    engine._param_offload.wake()
     return {
         name: p.grad.full_tensor().clone()
         for name, p in engine.module.named_parameters()
@@ -286,3 +291,25 @@ def write_on_a_full_disk(path: str, directory: str) -> str:
         FileSystem.create_stream = whole  # type: ignore[method-assign]
     engine.snapshot(CONTENTS).write(Path(directory) / "second")
     return told
+
+
+def train_and_rest(path: str, device_type: str, fsdp: Mapping[str, Any]) -> dict[str, Any]:
+    """Steps with an engine of that device which rests after each: the bytes that every rest frees there, and
+    the weights at the end."""
+    device = current_device(device_type, 0)
+    config = FSDPConfig(model_dtype="fp64", dtype="fp64", **fsdp)
+    engine = FSDPEngine(ModelConfig(path=path), config, OptimConfig(lr=1e-2), head="policy", device=device)
+    freed = []
+    for step in range(3):
+        engine.forward([make_batch(step)])
+        step_once(engine, step)
+        before = _allocated(device)
+        engine.rest()
+        freed.append(before - _allocated(device))
+    shards = sum(p.to_local().nbytes for p in engine.module.parameters())
+    weights = {name: tensor.cpu() for name, tensor in full_weights(engine).items()}
+    return {"freed": freed, "shards": shards, "weights": weights}
+
+
+def _allocated(device: torch.device) -> int:
+    return 0 if device.type == "cpu" else torch.get_device_module(device).memory_allocated(device)

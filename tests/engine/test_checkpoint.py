@@ -65,7 +65,9 @@ def test_any_number_of_ranks_reads_it_bit_by_bit(
 OTHER_LAYOUTS = {
     "kept gathered": {"reshard_after_forward": False},
     "one unit": {"wrap_policy": {"min_num_params": 10**9}},
-    "parameters in host memory": {"param_offload": True},
+    "parameters rest in host memory": {"param_offload": True},
+    "parameters stay in host memory": {"offload_policy": True},
+    "everything rests in host memory": {"param_offload": True, "optimizer_offload": True},
     "moments in host memory": {"optimizer_offload": True},
 }
 

@@ -167,6 +167,20 @@ def test_offloaded_moments_are_on_the_host() -> None:
     assert moved.host.offload == 8 * plain.roles[0].resting.optimizer
 
 
+def test_offloaded_weights_leave_the_device_to_the_other_roles() -> None:
+    """Two roles rest while others sample, and one of them while the other works; its own passes need all of
+    its weights."""
+    actor, reference = f"{POLICY}__actor__fsdp_config__param_offload", f"{POLICY}__ref__fsdp_config__"
+    kl = {f"{POLICY}__actor__use_kl_loss": True}
+    plain = report_of(configured(**kl))
+    moved = report_of(configured(**kl, **{actor: True, f"{reference}param_offload": True}))
+    weights = plain.roles[0].resting.weights
+    saved = {name: size - moved.groups[0].phases[name] for name, size in plain.groups[0].phases.items()}
+    assert saved == {"sample": 2 * weights, "log_probs": weights, "update": weights, "sync": weights}
+    assert moved.host.offload == 8 * 2 * weights
+    assert [role.phases for role in moved.roles[1:]] == [role.phases for role in plain.roles[1:]]
+
+
 def test_offloading_on_a_cpu_moves_nothing() -> None:
     keys = {
         "cluster__device": "cpu",
@@ -174,10 +188,11 @@ def test_offloading_on_a_cpu_moves_nothing() -> None:
         f"{POLICY}__rollout__name": "native",
     }
     plain = report_of(configured(**keys))
-    moved = report_of(configured(**keys, **{f"{POLICY}__actor__fsdp_config__param_offload": True}))
-    assert plain.groups == moved.groups
+    for key in ("param_offload", "offload_policy", "optimizer_offload"):
+        moved = report_of(configured(**keys, **{f"{POLICY}__actor__fsdp_config__{key}": True}))
+        assert plain.groups == moved.groups
+        assert plain.host.offload == moved.host.offload == 0
     assert plain.host.running == 8 * plain.groups[0].peak
-    assert plain.host.offload == moved.host.offload == 0
 
 
 def test_hybrid_sharding_holds_more() -> None:
@@ -297,6 +312,14 @@ def test_advice_makes_it_fit() -> None:
         peak = after
     assert report_of(config).fits
     assert report.advice[0].override.startswith("actor_rollout_ref.rollout.max_num_seqs=")
+
+
+@pytest.mark.parametrize("memory", [8, 16])
+def test_advice_names_no_key_that_other_advice_leaves_without_effect(memory: int) -> None:
+    report = report_of(configured(cluster__device_memory_gib=memory))
+    overrides = [advice.override for advice in report.advice]
+    offloaded = [one for one in overrides if "_offload=" in one or "offload_policy=" in one]
+    assert offloaded == [f"{POLICY}.actor.fsdp_config.offload_policy=true"]
 
 
 def test_advice_that_is_not_enough_says_so() -> None:

@@ -32,6 +32,7 @@ def sharded(
         ranks=2,
         host_copies=False,
         reshard=True,
+        offload_policy=False,
         param_offload=False,
         optimizer_offload=False,
         checkpointing=True,
@@ -59,9 +60,10 @@ def test_shards_at_rest() -> None:
     assert resting.weights == 4 * UNTIED.parameters // 2
     assert resting.optimizer == 2 * resting.weights
     assert replace(model, optimizer_offload=True).resting.host == resting.optimizer
-    offloaded = replace(model, param_offload=True).resting
+    offloaded = replace(model, offload_policy=True).resting
     assert offloaded.total == 0
     assert offloaded.host == resting.weights * 4  # weights, gradients and two moments
+    assert replace(model, offload_policy=True, param_offload=True).resting == offloaded
     assert sharded(trained=False).resting.optimizer == 0
 
 
@@ -97,9 +99,18 @@ def test_a_tied_embedding_gets_two_gradients_and_their_sum() -> None:
 
 
 def test_offloaded_weights_leave_what_is_gathered() -> None:
-    parts = update(replace(sharded(), param_offload=True), accumulates=False)
+    parts = update(replace(sharded(), offload_policy=True), accumulates=False)
     assert parts.weights == parts.optimizer == 0
     assert parts.gathered > 0
+
+
+def test_weights_that_rest_on_the_host_are_on_the_device_in_a_pass() -> None:
+    plain, model = sharded(), replace(sharded(), param_offload=True)
+    assert model.resting == MemoryParts(optimizer=plain.resting.optimizer, host=plain.resting.weights)
+    both = replace(model, optimizer_offload=True).resting
+    assert (both.total, both.host) == (0, 3 * plain.resting.weights)
+    assert update(model, accumulates=True) == update(plain, accumulates=True)
+    assert model.forward(ONE) == plain.forward(ONE)
 
 
 def test_without_resharding_the_whole_model_is_gathered() -> None:

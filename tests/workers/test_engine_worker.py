@@ -20,7 +20,10 @@ class NoEngine:
     """Takes an engine's arguments and builds nothing."""
 
     def __init__(self, *args: object, **kwargs: object):
-        pass
+        self.rests = 0
+
+    def rest(self) -> None:
+        self.rests += 1
 
 
 def test_a_collective_waits_as_long_as_a_call_may_take(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -28,7 +31,10 @@ def test_a_collective_waits_as_long_as_a_call_may_take(monkeypatch: pytest.Monke
     monkeypatch.setattr(process_group, "start", told.update)
     monkeypatch.setitem(engine_worker.TRAIN_ENGINES, "none", Implementation(f"{__name__}:NoEngine"))
     here = replace(process(rank=1, world_size=2), timeout_s=7200.0)
-    EngineWorker(here, "none", ModelConfig(), FSDPConfig(), None, head="policy", total_steps=1, field="model")
+    worker = EngineWorker(
+        here, "none", ModelConfig(), FSDPConfig(), None, head="policy", total_steps=1, field="model"
+    )
+    assert worker.engine.rests == 1, "other roles start beside it"  # type: ignore[attr-defined]
     assert told == dict(
         rank=1, world_size=2, address="127.0.0.1", port=0, device_type="cpu", timeout_s=7200.0, listen_fd=None
     )

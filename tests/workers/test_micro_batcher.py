@@ -79,7 +79,7 @@ def test_a_single_row_that_does_not_fit(tiny: str, ranks: Ranks) -> None:
     assert DoesNotFit.exit_code == 3
     assert (
         first.startswith("update of the actor: rank 1 has no memory for a single row of ")
-        and "param_offload=true" in first
+        and "offload_policy=true" in first
     )
 
 

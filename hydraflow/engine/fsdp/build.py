@@ -60,7 +60,7 @@ def build_model(
     if trained and model.enable_gradient_checkpointing:
         module.hf.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     shard(module, fsdp, mesh, device)
-    module.to_empty(device="cpu" if fsdp.param_offload else device)
+    module.to_empty(device="cpu" if fsdp.offload_policy else device)
     source = _read_on_rank_zero(config, model, head=head, dtype=dtype, field=field)
     _fill_parameters(module, source, device, torch.Generator().manual_seed(seed))
     _fill_buffers(module, source, device)
@@ -74,7 +74,7 @@ def shard(module: PolicyModel | ValueModel, fsdp: FSDPConfig, mesh: DeviceMesh, 
         mesh=mesh,
         mp_policy=_precision(fsdp, device),
         offload_policy=(
-            CPUOffloadPolicy(pin_memory=device.type != "cpu") if fsdp.param_offload else OffloadPolicy()
+            CPUOffloadPolicy(pin_memory=device.type != "cpu") if fsdp.offload_policy else OffloadPolicy()
         ),
         reshard_after_forward=fsdp.reshard_after_forward,
     )

@@ -28,6 +28,7 @@ from hydraflow.engine.config import FSDPConfig, OptimConfig
 from hydraflow.engine.fsdp import checkpoint, export, lora
 from hydraflow.engine.fsdp.build import build_model
 from hydraflow.engine.fsdp.oom_recovery import CollectiveCounter, PassRunner
+from hydraflow.engine.fsdp.param_offload import ParamOffload
 from hydraflow.metrics import Metric
 from hydraflow.models.config import ModelConfig
 from hydraflow.models.packing import PackedBatch, pack
@@ -70,6 +71,8 @@ class FSDPEngine:
             field=field,
             seed=seed,
         )
+        rests = fsdp.param_offload and not fsdp.offload_policy and device.type != "cpu"
+        self._param_offload = ParamOffload(self.module, device, rests=rests)
         self._collectives = CollectiveCounter(self.module, device)
         self._norm: float | None = None
         """Norm of the gradient that `optimizer_step` will apply."""
@@ -89,6 +92,7 @@ class FSDPEngine:
         adapter: bool = True,
     ) -> DataProto:
         """See `TrainEngine`. Float32 columns on the CPU (float64 when the model computes in it)."""
+        self._param_offload.wake()
         self.module.eval()
         runner: PassRunner[tuple[torch.Tensor, ...]] = PassRunner(self._collectives)
         with nullcontext() if adapter else lora.adapters_off(self.module):
@@ -117,6 +121,7 @@ class FSDPEngine:
     ) -> dict[str, Metric]:
         """See `TrainEngine`. Only tokens whose response_mask is set pass through the head."""
         assert self._optim is not None, "a frozen model is not trained"
+        self._param_offload.wake()
         self.module.train()
         runner: PassRunner[dict[str, Metric]] = PassRunner(self._collectives)
         learn = partial(self._learn, loss_fn=loss_fn, temperature=temperature, entropy=entropy)
@@ -137,6 +142,7 @@ class FSDPEngine:
         """See `TrainEngine`. All ranks see the same norm, so either all skip or none."""
         assert self._optimizer is not None and self._optim is not None, "a frozen model is not trained"
         assert self._norm is not None, "optimizer_step needs a gradient"
+        self._param_offload.wake()
         norm, self._norm = self._norm, None
         finite = norm < float("inf")  # false for NaN, too
         if finite:
@@ -156,7 +162,9 @@ class FSDPEngine:
 
     def weights(self, *, to: int | None = None) -> Iterator[tuple[str, torch.Tensor]]:
         """See `TrainEngine`."""
-        return export.stream(self.module, to=to)
+        with self._param_offload.borrowed():
+            yield from export.stream(self.module, to=to)
+        self._param_offload.rest()
 
     def reduce(self, values: torch.Tensor, how: str = "sum") -> torch.Tensor:
         """See `TrainEngine`."""
@@ -164,11 +172,13 @@ class FSDPEngine:
 
     def save_hf(self, directory: str | Path) -> None:
         """See `TrainEngine`."""
+        self._param_offload.wake()
         export.save_hf(self.module, self._model, Path(directory), field=self._field)
 
     def snapshot(self, contents: Collection[str]) -> checkpoint.FSDPSnapshot:
         """See `TrainEngine`."""
         assert self._optimizer is not None, "a frozen model has no state of its own"
+        self._param_offload.wake()
         self._free_gathered_weights()
         return checkpoint.snapshot(
             self.module,
@@ -183,6 +193,7 @@ class FSDPEngine:
     def load(self, directory: str | Path, contents: Collection[str]) -> None:
         """See `TrainEngine`."""
         assert self._optimizer is not None, "a frozen model has no state of its own"
+        self._param_offload.wake()
         self._free_gathered_weights()
         step = checkpoint.load(self.module, self._optimizer, Path(directory), contents)
         if self._fsdp.optimizer_offload:
@@ -195,6 +206,10 @@ class FSDPEngine:
         """See `TrainEngine`."""
         assert self._optimizer is not None, "a frozen model has no state of its own"
         return checkpoint.stored_bytes(self.module, self._optimizer, contents)
+
+    def rest(self) -> None:
+        """See `TrainEngine`."""
+        self._param_offload.rest()
 
     def _learn(
         self, data: DataProto, loss_fn: LossFn, temperature: float, entropy: bool
@@ -274,7 +289,7 @@ class FSDPEngine:
     def _move_optimizer_state(self, device: torch.device) -> None:
         """Moves only the moments: AdamW decides where its step count is."""
         assert self._optimizer is not None
-        if self._fsdp.param_offload:
+        if self._fsdp.offload_policy:
             return
         for state in self._optimizer.state.values():
             for name in ("exp_avg", "exp_avg_sq"):

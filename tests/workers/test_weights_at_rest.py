@@ -1,0 +1,69 @@
+"""When the weights of a worker with param_offload are on the device: for a call of its own, and while they
+are read, be it in the call of another worker or in several calls. On a CPU nothing moves, so the host memory
+is one apart."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from engine.memory_apart import MemoryApart
+from workers.by_hand import make_actor, make_prompts, make_rollout
+
+from hydraflow.dispatch.transport import StoredValue
+from hydraflow.engine.config import FSDPConfig
+from hydraflow.engine.fsdp.engine import FSDPEngine
+from hydraflow.protocol.batch import DataProto
+from hydraflow.workers.actor import ActorWorker
+from hydraflow.workers.training import ROWS_PER_RANK
+
+
+def resting_actor(path: str, monkeypatch: pytest.MonkeyPatch) -> tuple[ActorWorker, list[str]]:
+    """An actor whose weights rest in a memory apart, as on a GPU; the moves that they make."""
+    monkeypatch.setattr(StoredValue, "of", lambda bucket: bucket)
+    actor = make_actor(path, FSDPConfig(dtype="fp32", param_offload=True))
+    engine = actor.engine
+    assert isinstance(engine, FSDPEngine)
+    engine._param_offload = apart = MemoryApart(engine.module)
+    actor.after_call()
+    return actor, apart.moves
+
+
+def test_weights_move_once_for_each_call(tiny: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An update of two mini-batches among them; between the calls they rest."""
+    actor, moves = resting_actor(tiny, monkeypatch)
+    rollout = make_rollout(tiny, actor=actor)  # gets the weights in its own call, after which they rest again
+    assert moves == ["rest", "wake", "rest"]
+    batch = rollout.generate(make_prompts())
+    learnt = batch.select(["prompts", "responses", "response_mask"])
+    columns = {"old_log_probs": batch.get("rollout_log_probs"), "advantages": batch.get("rollout_log_probs")}
+    optimizer_steps: list[int] = []
+    optimizer = actor.engine._optimizer  # type: ignore[attr-defined]
+    optimizer.register_step_post_hook(lambda *_: optimizer_steps.append(1))
+    batch = DataProto.from_dict({**dict(learnt.items()), **columns}, meta_info={ROWS_PER_RANK: [6, 6]})
+    for call in (lambda: actor.compute_log_prob(learnt), lambda: actor.update(batch, step=1)):
+        moves.clear()
+        call()
+        actor.after_call()
+        assert moves == ["wake", "rest"]
+    assert len(optimizer_steps) == 2
+
+
+def test_weights_rest_once_the_last_bucket_is_sent(tiny: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Calls of other kinds may come between two buckets."""
+    actor, moves = resting_actor(tiny, monkeypatch)
+    wanted = {name: tensor.clone() for name, tensor in make_actor(tiny).engine.weights()}
+    moves.clear()
+    found, last, number = {}, False, 0
+    while not last:
+        sent = actor.send_bucket(number, version=1, max_bytes=4096, dtype="fp32", checked=True)
+        assert sent is not None
+        bucket, last = sent
+        found.update(bucket.tensors())  # type: ignore[attr-defined]
+        actor.after_call()
+        assert moves == ["wake"] or last
+        actor.skip_step()
+        actor.after_call()
+        number += 1
+    assert moves == ["wake", "rest"] and number > 2
+    assert found.keys() == wanted.keys()
+    assert all(torch.equal(tensor, wanted[name]) for name, tensor in found.items())
