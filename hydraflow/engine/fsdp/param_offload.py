@@ -15,6 +15,8 @@ from contextlib import contextmanager
 import torch
 from torch import nn
 
+from hydraflow.device import return_memory
+
 HOST = torch.device("cpu")
 
 
@@ -55,4 +57,4 @@ class ParamOffload:
         """FSDP2 frees gathered weights first, and notes where the shards are afterwards."""
         self._module.to(device)
         if device == HOST:
-            torch.get_device_module(self._device).empty_cache()
+            return_memory(self._device.type)
