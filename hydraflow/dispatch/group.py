@@ -172,7 +172,7 @@ class WorkerGroup(Group):
         self.error: HydraflowError | None = None
         self._meshes: dict[tuple[str, str], list[Coordinates]] = {}
         self._reservation = reservation
-        self._env_vars, self._device_type = env_vars or {}, device_type
+        self._env_vars, self._device_type = dict(env_vars or {}), device_type
         self._hosts = [self._host(rank) for rank in range(self.world_size)]
         self._rendezvous = self._hosts[0].rendezvous.remote()
         self.processes = {}
@@ -184,8 +184,10 @@ class WorkerGroup(Group):
         nsight = nsight_options(observability, "+".join(self.roles), rank, self._device_type)
         options = self._reservation.actor_options(rank, observability.environment(), nsight)
         host: Any = ray.remote(WorkerHost).options(**options)
-        limits = (self._reservation.pool.threads, self.channel.timeouts.call)
-        settings = (self._env_vars, self._device_type, *limits, sys.path, observability)
+        threads = self._reservation.pool.threads
+        variables = {"OMP_NUM_THREADS": str(threads)} | self._env_vars  # set before torch is imported
+        limits = (threads, self.channel.timeouts.call)
+        settings = (variables, self._device_type, *limits, sys.path, observability)
         return host.remote(self.rank_infos[rank], *settings, next(iter(self.roles)))
 
     def _build(self, ranks: Sequence[int]) -> list[dict[int, ObjectRef]]:

@@ -133,8 +133,8 @@ class Reservation:
     def actor_options(
         self, rank: int, environment: Mapping[str, str], nsight: Mapping[str, str] | None
     ) -> dict[str, Any]:
-        """Ray's options for the process of a rank. `environment`: variables to set. `nsight`: options
-        of Nsight Systems."""
+        """Ray's options for the process of a rank. `environment`: variables that Ray itself reads. `nsight`:
+        options of Nsight Systems."""
         pool = self.pool
         place = PlacementGroupSchedulingStrategy(self.group, placement_group_bundle_index=self.bundles[rank])
         options: dict[str, Any] = dict(
@@ -142,10 +142,8 @@ class Reservation:
             num_gpus=pool.gpus_per_process / pool.groups,
             scheduling_strategy=place,
         )
-        # Ray itself sets 1 thread for a process of one CPU; a runtime_env costs 0.4 s at start-up, so it is
-        # used only where needed.
-        variables = ({"OMP_NUM_THREADS": str(pool.threads)} if pool.threads > 1 else {}) | dict(environment)
-        wanted = {"env_vars": variables, "nsight": dict(nsight or {})}
+        # a runtime_env costs 0.4 s and a process that Ray has started in advance, so few things need it
+        wanted = {"env_vars": dict(environment), "nsight": dict(nsight or {})}
         runtime_env = {name: value for name, value in wanted.items() if value}
         return options | ({"runtime_env": runtime_env} if runtime_env else {})
 

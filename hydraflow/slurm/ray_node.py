@@ -97,6 +97,7 @@ def _head(held: ReservedPorts, dashboard: bool) -> list[str]:
     ray_port, client_port, dashboard_port, _ = held.ports
     return [
         "--head",
+        "--no-monitor",  # of an autoscaler
         f"--port={ray_port}",
         f"--ray-client-server-port={client_port}",
         f"--include-dashboard={str(dashboard).lower()}",
