@@ -18,6 +18,7 @@ from hydraflow.system.printing import count
 
 NODES, DEVICES, CPUS = "trainer.nnodes", "trainer.n_gpus_per_node", "ray_init.num_cpus"
 ROLLOUT_NODES = "actor_rollout_ref.rollout.nnodes"
+ROLLOUT_DEVICES = "actor_rollout_ref.rollout.n_gpus_per_node"
 BESIDE = 1
 """Processes per machine to which Ray gives a CPU besides the training processes: the one for rewards."""
 
@@ -58,9 +59,15 @@ def contradictions(config: Any, given: Allocation | None) -> Iterator[Problem]:
     if given.nodes is not None and trainer.nnodes + own > given.nodes:
         rule = f"Slurm gave job {given.job} {count(given.nodes, 'node')} ({given.source('nodes')})"
         rule += f", and the rollout has {own} of its own" if own else ""
-        fewer = f"{NODES}={given.nodes - own}" if given.nodes > own else f"{ROLLOUT_NODES}=0"
+        fewer = (
+            f"{NODES}={given.nodes - own}"
+            if given.nodes > own
+            else f"{ROLLOUT_NODES}=0 {NODES}={given.nodes}"
+        )
         remedy = f"{fewer} or sbatch --nodes={trainer.nnodes + own}"
         yield Problem(NODES, trainer.nnodes, rule, remedy)
+    if on_gpus and own and isinstance(config, PPOConfig):
+        yield from _rollout_gpus(config.actor_rollout_ref.rollout.n_gpus_per_node, given)
     if on_gpus and trainer.n_gpus_per_node is not None and trainer.n_gpus_per_node > (given.gpus or 0):
         gpus = count(given.gpus or 0, "GPU")
         rule = f"Slurm gave job {given.job} {gpus} on this node ({given.source('gpus')})"
@@ -68,6 +75,14 @@ def contradictions(config: Any, given: Allocation | None) -> Iterator[Problem]:
         yield Problem(DEVICES, trainer.n_gpus_per_node, rule, remedy)
     elif on_gpus and given.cpus is not None and config.ray_init.num_cpus is None:
         yield from _cores(trainer.n_gpus_per_node or given.gpus or 0, given)
+
+
+def _rollout_gpus(wanted: int, given: Allocation) -> Iterator[Problem]:
+    if wanted > (given.gpus or 0):
+        gpus = count(given.gpus or 0, "GPU")
+        rule = f"Slurm gave job {given.job} {gpus} on each node ({given.source('gpus')})"
+        remedy = f"{ROLLOUT_DEVICES}={given.gpus} or sbatch --gpus-per-node={wanted}"
+        yield Problem(ROLLOUT_DEVICES, wanted, rule, remedy)
 
 
 def _cores(processes: int, given: Allocation) -> Iterator[Problem]:

@@ -12,6 +12,8 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from hydraflow.batch_plan.layout import Devices
+from hydraflow.batch_plan.mapping import parse
 from hydraflow.batch_plan.roles import fills_by_tokens, needs_critic, needs_reference
 from hydraflow.batch_plan.settings import value_at
 from hydraflow.compose.patterns import fits
@@ -92,24 +94,42 @@ _ROLES = (
 
 
 def _rollout_is_with_actor(config: PPOConfig) -> bool:
-    actor, rollout = config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout
-    same_devices = not rollout.nnodes and rollout.device_mapping in (None, actor.device_mapping)
+    return _rollout_is_with(config, config.actor_rollout_ref.actor.device_mapping)
+
+
+def _rollout_is_with_a_model(config: PPOConfig) -> bool:
+    policy, critic = config.actor_rollout_ref, config.critic
+    mappings = [policy.actor.device_mapping, policy.ref.device_mapping, critic.device_mapping]
+    return any(_rollout_is_with(config, mapping) for mapping in mappings)
+
+
+def _rollout_is_with(config: PPOConfig, mapping: object) -> bool:
+    """Whether the rollout shares its processes with a role that has this mapping."""
+    rollout = config.actor_rollout_ref.rollout
+    same_devices = not rollout.nnodes and _devices(rollout.device_mapping) in (None, _devices(mapping))
     return config.trainer.debug.local or (
         config.trainer.fuse_roles and same_devices and rollout.name == "native"
     )
 
 
+def _devices(mapping: object) -> Devices | None:
+    try:
+        return None if mapping is None else parse(mapping).devices
+    except ValueError:  # the plan says so
+        return None
+
+
 _PLACES = (
     NoEffectRule(
         f"{ROLLOUT}.{{update_weights_bucket_megabytes,verify_weights_every}}",
-        lambda c: _rollout_is_with_actor(c),
+        _rollout_is_with_actor,
         "the rollout reads the actor's weights in the same process",
         "trainer.fuse_roles=false",
     ),
     NoEffectRule(
         f"{ROLLOUT}.max_retries",
-        lambda c: _rollout_is_with_actor(c) and not c.trainer.debug.rollout_only,
-        "the rollout shares its processes with the actor: their death ends the run",
+        lambda c: _rollout_is_with_a_model(c) and not c.trainer.debug.rollout_only,
+        "the rollout shares its processes with another role: their death ends the run",
         "trainer.fuse_roles=false",
     ),
     NoEffectRule(

@@ -108,8 +108,8 @@ class PendingCalls:
         self.head: RayHead | None = None
         """Ray's control service, checked while waiting; None: not checked."""
         self.interrupt: Callable[[], None] | None = None
-        """Called a few times a second while waiting; an exception ends the wait, and the calls stay
-        pending."""
+        """Called a few times a second while waiting; an exception ends the wait, and the calls stay pending,
+        but for those of a process that was just being replaced."""
         self.pending: dict[ObjectRef, PendingCall] = {}
         self._died: list[tuple[PendingCall, Failure]] = []
         """Calls whose process is to be replaced."""
@@ -131,7 +131,8 @@ class PendingCalls:
             self._take(ready)
 
     def peek(self) -> None:
-        """Processes the answers that have arrived, without waiting."""
+        """Processes the answers that have arrived, without waiting for others; a process that has died is
+        replaced first."""
         self._take(self._ready([], 0.0))
 
     def _ready(self, wanted: list[ObjectRef], seconds: float) -> list[ObjectRef]:
@@ -141,28 +142,32 @@ class PendingCalls:
         return done + _answered([ref for ref in self.pending if ref not in wanted], 0)
 
     def _take(self, refs: Sequence[ObjectRef]) -> None:
-        failures = []
+        failures, again = [], None
         for call, failure in self._keep(refs):
             if failure.died and (call.group, call.rank) == self._replaced:
-                raise ReplacementDied(failure)
-            if failure.died and call.group.may_replace(call):
+                again = failure
+            elif failure.died and call.group.may_replace(call):
                 self._died.append((call, failure))
             else:
                 failures.append((call, failure))
         if failures:
             self._fail(failures)
+        if again is not None:
+            raise ReplacementDied(again)
         while self._died and self._replaced is None:
             self._replace(*self._died[0])
 
     def _replace(self, first: PendingCall, failure: Failure) -> None:
         """Has a process replaced. Deaths of others meanwhile are seen to afterwards."""
         lost = [call for call, _ in self._died if _same_process(call, first)]
-        self._died = [died for died in self._died if not _same_process(died[0], first)]
         lost += [call for call in self.pending.values() if _same_process(call, first)]
         self.forget(first.group, first.rank)
         self._replaced = first.group, first.rank
         try:
             first.group.replace(sorted(lost, key=lambda call: call.deadline), failure.cause)
+        except BaseException:
+            self.forget(first.group, first.rank)
+            raise
         finally:
             self._replaced = None
 
@@ -241,6 +246,7 @@ class PendingCalls:
             return call.group is group and (rank is None or call.rank == rank)
 
         self.pending = {ref: call for ref, call in self.pending.items() if not dropped(call)}
+        self._died = [died for died in self._died if not dropped(died[0])]
 
 
 def _same_process(one: PendingCall, other: PendingCall) -> bool:

@@ -199,7 +199,7 @@ class WorkerGroup(Group):
             ({}, lambda rank: [self._hosts[rank].build.remote(roles, self._rendezvous)]),
         ]
         return [
-            self._ask(ask, ranks, WORKER_PROCESS, "__init__", answers=answers, seconds=seconds)
+            self._ask(ask, ranks, WORKER_PROCESS, "__init__", answers=answers, seconds=seconds, resend=False)
             for answers, ask in starting
         ]
 
@@ -290,8 +290,12 @@ class WorkerGroup(Group):
         return results
 
     def may_replace(self, call: PendingCall) -> bool:
-        """Whether the group goes on without the process that died with this call."""
-        return self.recovery is not None and call.attempts < self.recovery.max_retries
+        """Whether the group goes on without the process that died with this call. Not where its machine is
+        lost: its place was there."""
+        if self.recovery is None or call.attempts >= self.recovery.max_retries:
+            return False
+        machine = self.processes[call.rank].node_id
+        return any(node["NodeID"] == machine and node["Alive"] for node in ray.nodes())
 
     def replace(self, lost: Sequence[PendingCall], cause: str) -> None:
         """Starts another process for the rank of these calls, restores it and makes them again. WorkerError
@@ -319,6 +323,7 @@ class WorkerGroup(Group):
                 self._owe(replace(call, deadline=deadline, attempts=call.attempts + 1), call.again())
 
     def _start_again(self, rank: int, recovery: Recovery) -> None:
+        ray.kill(self._hosts[rank])  # Ray may only have lost sight of it
         self._hosts[rank] = self._host(rank)
         self.replaced += 1
         for refs in self._build([rank]):

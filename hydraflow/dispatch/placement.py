@@ -30,7 +30,10 @@ FEWER_NODES = (
     "trainer.nnodes=1 and no machines of the rollout's own, or ray_init.address=auto where a Ray cluster of"
     " enough machines is running"
 )
-_REMEDY = "ask for fewer processes (trainer.n_gpus_per_node), or add machines to the Ray cluster"
+_REMEDY = (
+    "ask for fewer processes (trainer.n_gpus_per_node, actor_rollout_ref.rollout.n_gpus_per_node), or add"
+    " machines to the Ray cluster"
+)
 
 
 @dataclass(frozen=True)

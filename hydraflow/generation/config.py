@@ -81,8 +81,8 @@ class SamplingConfig:
     dtype: str = option("auto", choices=("auto", "fp32", "bf16", "fp16", "fp64"))
     """Dtype of the engine; auto: as actor.fsdp_config.dtype."""
     max_retries: int = option(3, ge=0, shapes_training=False)
-    """How often a request, or weights, may be sent again because a generation process has died that does not
-    hold the actor as well; 0: its death ends the run."""
+    """How often a request, or weights, may be sent again because a generation process has died that holds
+    no other role; 0: its death ends the run."""
 
 
 @dataclass

@@ -135,10 +135,11 @@ def _link(config: PPOConfig, plan: BatchPlan, actor: RoleGroup, rollout: RoleGro
         return NoRollout()
     if rollout.group is actor.group:
         return SameProcess(rollout)
-    devices = plan.layouts["rollout"].devices
-    beside = [role for role, layout in plan.layouts.items() if role != "rollout" and layout.devices & devices]
+    own, devices = rollout.group.roles, plan.layouts["rollout"].devices
+    beside = [role for role, layout in plan.layouts.items() if role not in own and layout.devices & devices]
     link = ObjectStore(actor, rollout, config.actor_rollout_ref.rollout, beside)
-    rollout.group.recovery = Recovery(link.restore, link.config.max_retries)
+    if list(own) == ["rollout"]:  # a model that is trained cannot be made again
+        rollout.group.recovery = Recovery(link.restore, link.config.max_retries)
     return link
 
 

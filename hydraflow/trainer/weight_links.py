@@ -34,7 +34,8 @@ class WeightLink(Protocol):
         generation engine holds them."""
 
     def first_difference(self, replica: int) -> str | None:
-        """The first weight of a generation process that is not the actor's; None: all are, or it sleeps."""
+        """The first weight of a generation process that is not the actor's; None: all are, or it sleeps
+        and the checksums of the first publish said so."""
 
     def sampled(self) -> None:
         """The generation engine is not needed until the next publish."""
@@ -102,29 +103,32 @@ class ObjectStore:
     _sending: bool = field(default=False, init=False)
     """Whether weights are on their way to all generation processes."""
     _sleeps: bool = field(default=False, init=False)
+    _asked: Future = field(default_factory=lambda: CompletedFuture(None), init=False)
+    """The bucket that the actor makes. Nothing else holds it, so its memory is free once it is loaded."""
 
     def publish(self, version: int) -> Callable[[], None]:
         """See `WeightLink`. The first bucket is asked for at once, the others while the caller waits."""
         checked = self.published % self.config.verify_weights_every == 0
         self.published += 1
         self._version, self._sending, self._sleeps = version, True, False
-        return partial(self._arrive, checked, self._ask(0, checked))
+        self._ask(0, checked)
+        return partial(self._arrive, checked)
 
     def first_difference(self, replica: int) -> str | None:
         """See `WeightLink`."""
         if self._sleeps:
             return None
-        found: list[str | None] = []
+        compared: list[Future] = []
 
         def compare(bucket: StoredValue) -> Future:
-            difference: Future = self.rollout.call_rank(
-                replica, RolloutWorker.first_difference_in_bucket, bucket
-            )
-            found.extend(difference.get())
+            difference = self.rollout.call_rank(replica, RolloutWorker.first_difference_in_bucket, bucket)
+            compared.append(difference)
             return difference
 
-        self._send(self._ask(0, False), False, compare)
-        return next((one for one in found if one is not None), None)
+        self._ask(0, False)
+        self._send(False, compare)
+        found: list[str] = [name for future in compared for name in future.get() if name is not None]
+        return found[0] if found else None
 
     def sampled(self) -> None:
         """See `WeightLink`."""
@@ -137,28 +141,30 @@ class ObjectStore:
         are being sent it does nothing: they are sent once more."""
         if not self._sending and not self._sleeps and self._version != NO_VERSION:
             load = partial(self.rollout.call_rank, rank, RolloutWorker.load_bucket)
-            self._send(self._ask(0, True), True, load)
+            self._ask(0, True)
+            self._send(True, load)
 
-    def _arrive(self, checked: bool, asked: Future) -> None:
+    def _arrive(self, checked: bool) -> None:
         load = partial(self.rollout.call, RolloutWorker.load_bucket)
         for _ in range(self.config.max_retries + 1):
-            if self._send(asked, checked, load):
+            if self._send(checked, load):
                 self._sending = False
                 return
-            asked = self._ask(0, checked)
+            self._ask(0, checked)
         raise GuardStop(
             f"generation processes died {self.config.max_retries + 1} times while they received weights of"
             f" version {self._version}; actor_rollout_ref.rollout.max_retries={self.config.max_retries}"
         )
 
-    def _send(self, asked: Future, checked: bool, load: Callable[[StoredValue], Future]) -> bool:
+    def _send(self, checked: bool, load: Callable[[StoredValue], Future]) -> bool:
         """Sends all buckets, of which the first has been asked for. False when a generation process was
         replaced meanwhile."""
         replaced = self.rollout.group.replaced
         loading: Future = CompletedFuture(None)
         number, is_last = 0, False
         while not is_last:
-            bucket, is_last = asked.get()[0]
+            bucket, is_last = self._asked.get()[0]
+            self._asked = CompletedFuture(None)
             loading.get()  # the bucket before this one
             if self.rollout.group.replaced != replaced:
                 return False
@@ -166,11 +172,10 @@ class ObjectStore:
             del bucket  # it is gone once it is loaded
             number += 1
             if not is_last:
-                asked = self._ask(number, checked)
+                self._ask(number, checked)
         loading.get()
         return self.rollout.group.replaced == replaced
 
-    def _ask(self, number: int, checked: bool) -> Future:
+    def _ask(self, number: int, checked: bool) -> None:
         size, dtype = self.config.update_weights_bucket_megabytes * MEGABYTE, self.config.dtype
-        asked: Future = self.actor.call(ActorWorker.send_bucket, number, self._version, size, dtype, checked)
-        return asked
+        self._asked = self.actor.call(ActorWorker.send_bucket, number, self._version, size, dtype, checked)

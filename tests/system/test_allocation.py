@@ -130,9 +130,13 @@ def test_the_rollouts_own_nodes_are_nodes_of_the_job(job: pytest.MonkeyPatch) ->
         "      -> trainer.nnodes=1 or sbatch --nodes=5"
     ) in str(caught.value)
     with pytest.raises(
-        ConfigError, match=r"rollout has 4 of its own\n.*rollout.nnodes=0 or sbatch --nodes=5"
+        ConfigError,
+        match=r"rollout has 4 of its own\n.*rollout.nnodes=0 trainer.nnodes=4 or sbatch --nodes=5",
     ):
         load("ppo", PPOConfig, [JOIN, f"{own}=4"])
+    per_node = "actor_rollout_ref.rollout.n_gpus_per_node"
+    with pytest.raises(ConfigError, match=rf"{per_node}=9: Slurm gave job 42 8 GPUs .*\n.*{per_node}=8 or"):
+        load("ppo", PPOConfig, [JOIN, f"{own}=1", f"{per_node}=9"])
 
 
 def test_contradictions_name_both_sides_and_come_together(job: pytest.MonkeyPatch) -> None:
