@@ -138,7 +138,7 @@ def _link(config: PPOConfig, plan: BatchPlan, actor: RoleGroup, rollout: RoleGro
     own, devices = rollout.group.roles, plan.layouts["rollout"].devices
     beside = [role for role, layout in plan.layouts.items() if role not in own and layout.devices & devices]
     link = ObjectStore(actor, rollout, config.actor_rollout_ref.rollout, beside)
-    if list(own) == ["rollout"]:  # a model that is trained cannot be made again
+    if len(own) == 1:  # a model that is trained cannot be made again
         rollout.group.recovery = Recovery(link.restore, link.config.max_retries)
     return link
 
