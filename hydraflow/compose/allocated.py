@@ -66,23 +66,16 @@ def contradictions(config: Any, given: Allocation | None) -> Iterator[Problem]:
         )
         remedy = f"{fewer} or sbatch --nodes={trainer.nnodes + own}"
         yield Problem(NODES, trainer.nnodes, rule, remedy)
-    if on_gpus and own and isinstance(config, PPOConfig):
-        yield from _rollout_gpus(config.actor_rollout_ref.rollout.n_gpus_per_node, given)
-    if on_gpus and trainer.n_gpus_per_node is not None and trainer.n_gpus_per_node > (given.gpus or 0):
-        gpus = count(given.gpus or 0, "GPU")
-        rule = f"Slurm gave job {given.job} {gpus} on this node ({given.source('gpus')})"
-        remedy = f"{DEVICES}={given.gpus} or sbatch --gpus-per-node={trainer.n_gpus_per_node}"
-        yield Problem(DEVICES, trainer.n_gpus_per_node, rule, remedy)
-    elif on_gpus and given.cpus is not None and config.ray_init.num_cpus is None:
+    asked = {DEVICES: trainer.n_gpus_per_node or 0}
+    if own and isinstance(config, PPOConfig):
+        asked[ROLLOUT_DEVICES] = config.actor_rollout_ref.rollout.n_gpus_per_node
+    too_many = {key: gpus for key, gpus in asked.items() if on_gpus and gpus > (given.gpus or 0)}
+    for key, gpus in too_many.items():
+        there = f"{count(given.gpus or 0, 'GPU')} on this node ({given.source('gpus')})"
+        remedy = f"{key}={given.gpus} or sbatch --gpus-per-node={gpus}"
+        yield Problem(key, gpus, f"Slurm gave job {given.job} {there}", remedy)
+    if DEVICES not in too_many and on_gpus and given.cpus is not None and config.ray_init.num_cpus is None:
         yield from _cores(trainer.n_gpus_per_node or given.gpus or 0, given)
-
-
-def _rollout_gpus(wanted: int, given: Allocation) -> Iterator[Problem]:
-    if wanted > (given.gpus or 0):
-        gpus = count(given.gpus or 0, "GPU")
-        rule = f"Slurm gave job {given.job} {gpus} on each node ({given.source('gpus')})"
-        remedy = f"{ROLLOUT_DEVICES}={given.gpus} or sbatch --gpus-per-node={wanted}"
-        yield Problem(ROLLOUT_DEVICES, wanted, rule, remedy)
 
 
 def _cores(processes: int, given: Allocation) -> Iterator[Problem]:

@@ -130,11 +130,6 @@ class PendingCalls:
                 self._late()
             self._take(ready)
 
-    def peek(self) -> None:
-        """Processes the answers that have arrived, without waiting for others; a process that has died is
-        replaced first."""
-        self._take(self._ready([], 0.0))
-
     def _ready(self, wanted: list[ObjectRef], seconds: float) -> list[ObjectRef]:
         """Waits until all of `wanted` have answered, at most `seconds`; returns those that have, of these
         calls and of others."""
@@ -295,11 +290,6 @@ class CallFuture(Future):
             raise self.group.error
         answers = [self.answers[rank] for rank in self.collectors]
         return self.collect([one.batch() if isinstance(one, Receipt) else one for one in answers])
-
-    def done(self) -> bool:
-        """Whether `get` would return at once. WorkerError when a pending call has failed."""
-        self.calls.peek()
-        return len(self.answers) == len(self.refs) or self.group.error is not None
 
     def shards(self, parts: int, padding: bool) -> list[LateShard]:
         receipts = tuple(self.refs[rank] for rank in self.collectors)

@@ -3,16 +3,27 @@ real processes (`jobs/test_placement.py`)."""
 
 from __future__ import annotations
 
+import os
+import signal
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from workers.test_rollout import MAX_TOKENS, listed, make_prompts
 
 from hydraflow.batch_plan.resolve import resolve_plan
 from hydraflow.compose.loading import load
+from hydraflow.dispatch.config import RayInitConfig
+from hydraflow.dispatch.group import Timeouts
+from hydraflow.dispatch.placement import ResourcePool
+from hydraflow.dispatch.runtime import Runtime
+from hydraflow.dispatch.worker import RoleSpec
+from hydraflow.generation.config import SamplingConfig
+from hydraflow.models.config import ModelConfig
 from hydraflow.schema import PPOConfig
 from hydraflow.trainer.roles import _link, _places
-from hydraflow.trainer.weight_links import ObjectStore, SameProcess
+from hydraflow.trainer.weight_links import ObjectStore, SameProcess, load_model_directory
+from hydraflow.workers.rollout import RolloutSpec, RolloutWorker
 
 GAE = ["algorithm.adv_estimator=gae", "algorithm.use_kl_in_reward=true", "trainer.n_gpus_per_node=4"]
 PLACE = {
@@ -33,6 +44,25 @@ def linked(*overrides: str, **places: str) -> tuple[Any, Any]:
         group = SimpleNamespace(roles=dict.fromkeys(place.roles), recovery=None, replaced=0)
         of_role |= {role: SimpleNamespace(group=group) for role in place.roles}
     return _link(config, plan, of_role["actor"], of_role["rollout"]), of_role["rollout"].group
+
+
+def test_a_run_that_trains_nothing_reads_the_weights_again_for_a_new_process(
+    ray_session: None, tiny: str
+) -> None:
+    spec = RolloutSpec(ModelConfig(path=tiny), SamplingConfig(dtype="fp32"), max_tokens=MAX_TOKENS, seed=5)
+    with Runtime(RayInitConfig(), Timeouts(start=120, call=60)) as runtime:
+        runtime.start([ResourcePool("sampling", [1])])
+        group = runtime.group("sampling", {"rollout": RoleSpec(RolloutWorker, (spec,))})
+        runtime.await_ready()
+        role = group.role("rollout")
+        load_model_directory(role, 1)
+
+        def sampled() -> list[list[int]]:
+            return listed(runtime.fetch(role.call(RolloutWorker.generate, make_prompts()).get()), "responses")
+
+        before = sampled()
+        os.kill(group.processes[0].pid, signal.SIGKILL)
+        assert sampled() == before and group.replaced == 1
 
 
 def test_a_rollout_with_the_actor_takes_its_weights_from_the_same_process() -> None:
