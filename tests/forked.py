@@ -6,15 +6,20 @@ every command. The child has the working directory, environment, arguments and s
 its module or file as `__main__`, and leaves as an interpreter leaves: an exit code, or a stack trace. What
 differs from a process of its own: the libraries are imported, /proc shows the server's command line and
 environment, and all commands share one seed of hashes.
+
+The workers' template (`hydraflow/dispatch/template.py`), which a command starts with its Ray, is a fork, too:
+of a second server, which has imported the libraries and not Ray.
 """
 
 from __future__ import annotations
 
 import atexit
 import gc
+import importlib.util
 import json
 import os
 import runpy
+import select
 import signal
 import socket
 import subprocess
@@ -24,7 +29,7 @@ import threading
 import traceback
 from contextlib import suppress
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import psutil
 
@@ -162,6 +167,102 @@ def preload() -> None:
     load("ppo", PPOConfig, ["recipe=arithmetic"])
 
 
+class ForkedTemplate:
+    """What `template.start_server` returns in a command that was forked."""
+
+    def __init__(self, pid: int):
+        self.pid = pid
+        self._process = psutil.Process(pid)
+
+    def kill(self) -> None:
+        with suppress(psutil.NoSuchProcess):
+            self._process.kill()
+
+    def send_signal(self, number: int) -> None:
+        with suppress(psutil.NoSuchProcess):
+            self._process.send_signal(number)
+
+    def wait(self) -> None:
+        self._process.wait(timeout=30)
+
+
+def fork_templates(requests: socket.socket, server: Any, commands: int) -> None:
+    """Forks a template of workers for every process that sends its id, a listening socket and one for the
+    answer, until the process behind the descriptor `commands` ends."""
+    awaited = select.poll()
+    awaited.register(requests, select.POLLIN)
+    awaited.register(commands, select.POLLIN)
+    while commands not in [descriptor for descriptor, _ in awaited.poll()]:
+        message, descriptors, _, _ = socket.recv_fds(requests, 8, 2)
+        listener, answers = (socket.socket(fileno=descriptor) for descriptor in descriptors)
+        try:
+            command = os.pidfd_open(int.from_bytes(message, "big"))
+        except ProcessLookupError:  # it was killed meanwhile
+            listener.close()
+            answers.close()
+            continue
+        pid = os.fork()
+        if pid == 0:
+            for inherited in (requests, answers):
+                inherited.close()
+            os.close(commands)
+            asked = server.serve(listener, command)
+            if asked is not None:
+                server.become(**asked)
+            return
+        os.close(command)
+        listener.close()
+        with answers:
+            answers.sendall(pid.to_bytes(8, "big"))
+
+
+def import_server() -> Any:
+    """`template_server.py`, without its package, which imports Ray."""
+    path = Path(__file__).parents[1] / "hydraflow" / "dispatch" / "template_server.py"
+    spec = importlib.util.spec_from_file_location("template_server", path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def start_templates() -> socket.socket:
+    """Imports the libraries of workers and forks the process that forks their templates; returns where to ask
+    for one."""
+    from hydraflow.dispatch.environment import shared_variables
+
+    server = import_server()
+    mine, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)
+    os.environ.update(shared_variables())
+    server.prepare()
+    assert server.threads() == 1
+    commands = os.getpid()
+    if os.fork() == 0:
+        mine.close()
+        connection.close()
+        signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for a template that has ended
+        fork_templates(theirs, server, os.pidfd_open(commands))
+        sys.exit(0)
+    theirs.close()
+    return mine
+
+
+def use_templates(templates: socket.socket) -> None:
+    """In a command: its Ray gets a forked template."""
+    from hydraflow.dispatch import template
+
+    def start_server(listener: socket.socket) -> ForkedTemplate:
+        mine, theirs = socket.socketpair()
+        with mine, theirs:
+            descriptors = [listener.fileno(), theirs.fileno()]
+            socket.send_fds(templates, [os.getpid().to_bytes(8, "big")], descriptors)
+            theirs.close()
+            mine.settimeout(60)
+            return ForkedTemplate(int.from_bytes(mine.recv(8), "big"))
+
+    template.start_server = start_server  # type: ignore[assignment]
+
+
 def serve(requests: socket.socket) -> dict | None:
     """Forks for every request and reports the child's id and exit code, each with the command's number.
     Returns the request in a child, and None at the end."""
@@ -231,7 +332,9 @@ def leave(code: int) -> NoReturn:
 if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's Ctrl-C is for the tests and the command
     connection = socket.socket(fileno=int(sys.argv[1]))
+    templates = None
     if sys.argv[2:]:
+        templates = start_templates()
         gc.disable()
         preload()
         gc.enable()
@@ -239,4 +342,6 @@ if __name__ == "__main__":
     gc.freeze()  # a child that collected garbage would copy every page
     asked = serve(connection)
     if asked is not None:
+        if templates is not None:
+            use_templates(templates)
         leave(become(**asked))

@@ -48,6 +48,10 @@ ALLOWED = {
         "pickle.Unpickler",
     ): "what processes of one run send each other; no file",
     (
+        "hydraflow/dispatch/template_server.py",
+        "runpy.run_path",
+    ): "Ray's own worker script, asked for through a socket that only this user reaches",
+    (
         "hydraflow/engine/fsdp/reader.py",
         "torch.distributed.checkpoint.FileSystemReader",
     ): "its unpickling is overridden there",

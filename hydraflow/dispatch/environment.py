@@ -33,8 +33,7 @@ def variables(rank: int, *, node_ip: str, environ: Mapping[str, str] = os.enviro
     for name, folder in COMPILER_CACHES.items():
         base = Path(environ[name]) if environ.get(name) else node_folder() / folder
         found[name] = str(base / f"rank_{rank}")
-    if not environ.get(MODULES):
-        found[MODULES] = str(node_folder() / "hf_modules")
+    found |= shared_variables(environ)
     named = environ.get(VARIABLE)
     address = node_address(environ=environ) if named else node_ip
     if interface := interface_of(address):
@@ -44,6 +43,12 @@ def variables(rank: int, *, node_ip: str, environ: Mapping[str, str] = os.enviro
         if named and not environ.get("NCCL_SOCKET_IFNAME"):
             found["NCCL_SOCKET_IFNAME"] = f"={interface}"
     return found
+
+
+def shared_variables(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """Those of them that are the same in all processes of a node, and that transformers reads when it is
+    imported."""
+    return {} if environ.get(MODULES) else {MODULES: str(node_folder() / "hf_modules")}
 
 
 def settle(rank: int, *, node_ip: str = LOOPBACK, given: Mapping[str, str] = MappingProxyType({})) -> None:

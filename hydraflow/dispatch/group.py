@@ -37,6 +37,7 @@ from hydraflow.dispatch.profile import Profile
 from hydraflow.dispatch.profiler import nsight_options
 from hydraflow.dispatch.shards import Future
 from hydraflow.dispatch.stacks import ProcessInfo
+from hydraflow.dispatch.template import has_template
 from hydraflow.dispatch.timeline import Timeline
 from hydraflow.dispatch.transport import ArgumentPacker, Traffic, read_columns
 from hydraflow.dispatch.worker import Call, RoleSpec
@@ -46,6 +47,8 @@ from hydraflow.protocol.remote import RemoteBatch, materialise
 
 log = logging.getLogger(__name__)
 WORKER_PROCESS = "worker process"
+NOT_FORKED = "HYDRAFLOW_NOT_FORKED"
+"""A variable for Ray to set, which gives the worker a process that has imported nothing (`template.py`)."""
 Ask = Callable[[int], list[ObjectRef]]
 """Makes a call to a rank; its results to come."""
 
@@ -182,10 +185,13 @@ class WorkerGroup(Group):
         """Starts the process of a rank."""
         observability = self.channel.observability
         nsight = nsight_options(observability, "+".join(self.roles), rank, self._device_type)
-        options = self._reservation.actor_options(rank, observability.environment(), nsight)
+        environment = observability.environment()
+        if has_template() and (self._env_vars or self._device_type != "cpu"):
+            environment = {**environment, NOT_FORKED: "1"}  # libraries may read variables when imported
+        options = self._reservation.actor_options(rank, environment, nsight)
         host: Any = ray.remote(WorkerHost).options(**options)
         threads = self._reservation.pool.threads
-        variables = {"OMP_NUM_THREADS": str(threads)} | self._env_vars  # set before torch is imported
+        variables = {"OMP_NUM_THREADS": str(threads)} | self._env_vars
         limits = (threads, self.channel.timeouts.call)
         settings = (variables, self._device_type, *limits, sys.path, observability)
         return host.remote(self.rank_infos[rank], *settings, next(iter(self.roles)))

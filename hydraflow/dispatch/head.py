@@ -11,6 +11,7 @@ import time
 import ray
 
 from hydraflow.dispatch.processes import end_processes, own_ray_processes
+from hydraflow.dispatch.template import end_template, stop_forking
 from hydraflow.errors import EnvironmentFault
 from hydraflow.system.network import unreachable
 
@@ -54,5 +55,7 @@ class RayHead:
 def end_without_head() -> None:
     """Disconnects from Ray and ends the processes that this one started: workers would look for the head for
     a minute before they exit."""
+    stop_forking()
     end_processes(own_ray_processes(), grace=0.0)
+    end_template()
     ray.shutdown()

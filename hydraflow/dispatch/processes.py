@@ -13,6 +13,8 @@ from contextlib import suppress
 import psutil
 from ray._private import worker as ray_worker
 
+from hydraflow.dispatch.template import forked_workers
+
 GRACE = 3.0
 """Seconds for processes to exit by themselves once Ray has asked them to: its agents would look for it for a
 minute."""
@@ -25,7 +27,7 @@ def own_ray_processes() -> list[psutil.Process]:
     node = ray_worker._global_node
     if node is None:
         return []
-    found = []
+    found = forked_workers()
     for pid in [info.process.pid for infos in node.all_processes.values() for info in infos]:
         with suppress(psutil.NoSuchProcess):
             found += [one := psutil.Process(pid), *one.children(recursive=True)]

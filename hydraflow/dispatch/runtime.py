@@ -26,6 +26,7 @@ from hydraflow.dispatch.processes import end_processes
 from hydraflow.dispatch.spans import Span, now
 from hydraflow.dispatch.stacks import NamedProcess, names_of, write_stacks
 from hydraflow.dispatch.start import start_ray, stop_ray
+from hydraflow.dispatch.template import end_template, forked_workers, stop_forking
 from hydraflow.dispatch.timeline import Timeline, ray_events
 from hydraflow.dispatch.transport import Traffic
 from hydraflow.dispatch.worker import RoleSpec
@@ -97,7 +98,9 @@ class Runtime:
 
     def _start(self, pools: Sequence[ResourcePool]) -> None:
         console = self.observability.logs is not None and self.observability.logs.console is not None
-        self._owns_ray = start_ray(self.ray_init, cpus_needed(pools), console=console) or self._owns_ray
+        forks = self.device_type == "cpu"
+        started = start_ray(self.ray_init, cpus_needed(pools), console=console, forks=forks)
+        self._owns_ray = started or self._owns_ray
         self.channel.calls.stacks = self._write_stacks
         self.channel.calls.head = self.channel.calls.head or RayHead(ray.get_runtime_context().gcs_address)
         growing = self.ray_init.address != "local" and ALL_JOINED not in os.environ
@@ -117,7 +120,9 @@ class Runtime:
             self.stop()
         if self._guard is not None:
             self._guard.stop()
-            end_processes(self._guard.children(), grace=0.0)
+            stop_forking()
+            end_processes([*forked_workers(), *self._guard.children()], grace=0.0)
+            end_template()
 
     def group(self, pool: str, roles: Mapping[str, RoleSpec], devices: Sequence[int] | None = None) -> Group:
         """A group in a reserved pool, on all of its devices or on some, with a process on each; they start in

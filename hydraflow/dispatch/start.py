@@ -13,7 +13,7 @@ import signal
 import socket
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import ray
@@ -28,7 +28,9 @@ from hydraflow.dispatch.config import RayInitConfig
 from hydraflow.dispatch.placement import FEWER_NODES, ResourcePool, cpus_needed
 from hydraflow.dispatch.private import close_to_others
 from hydraflow.dispatch.processes import end_processes, own_ray_processes
+from hydraflow.dispatch.template import end_template, stop_forking, workers_from_template
 from hydraflow.errors import ConfigError
+from hydraflow.system.interrupts import blocked
 
 PROMPT_FREEING = {"free_objects_batch_size": 1}
 """Ray's setting: memory of an object is free at once when no reference is left. By default Ray waits for a
@@ -37,35 +39,40 @@ PROBE_SECONDS = 5.0
 """Seconds for a cluster's address to accept a connection."""
 
 
-def start_ray(config: RayInitConfig, cpus: float, gpus: int | None = None, *, console: bool = False) -> bool:
+def start_ray(
+    config: RayInitConfig,
+    cpus: float,
+    gpus: int | None = None,
+    *,
+    console: bool = False,
+    forks: bool = True,
+) -> bool:
     """Starts or joins Ray; True when it is ours to stop. A Ray that this process is already connected to is
     used unchanged.
 
     cpus: logical CPUs that the pools need; a local cluster declares at least that many, whatever the machine
     has. gpus: GPUs that a local cluster declares; None: all that Ray finds. console: show here what processes
-    write to Ray's files, deduplicated (RAY_DEDUP_LOGS=0 in the environment shows all). ConfigError when there
-    is no cluster at the address. The processes of a local cluster ignore SIGUSR1, with which Slurm warns
-    every process of a step: only this one handles it."""
+    write to Ray's files, deduplicated (RAY_DEDUP_LOGS=0 in the environment shows all). forks: a local
+    cluster forks its workers from a template (`template.py`). ConfigError when there is no cluster at the
+    address. The processes of a local cluster ignore SIGUSR1, with which Slurm warns every process of a step:
+    only this one handles it."""
     if ray.is_initialized():
         return False
     handler = signal.getsignal(signal.SIGTERM)
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})
-    try:
-        _start(config, cpus, gpus, console)
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+    with blocked(signal.SIGUSR1):
+        _start(config, cpus, gpus, console, forks)
     if threading.current_thread() is threading.main_thread():
         # ray.init replaces the handler with which a run saves before it ends.
         signal.signal(signal.SIGTERM, handler)
     return True
 
 
-def _start(config: RayInitConfig, cpus: float, gpus: int | None, console: bool) -> None:
+def _start(config: RayInitConfig, cpus: float, gpus: int | None, console: bool, forks: bool) -> None:
     quiet: dict[str, Any] = dict(include_dashboard=False, log_to_driver=console, logging_level=logging.ERROR)
     if config.address == "local":
         cores = _local_cpus(config, math.ceil(cpus))
         private: dict[str, Any] = dict(_temp_dir=str(close_to_others()), _system_config=PROMPT_FREEING)
-        with _without_services(log_monitor=console):
+        with workers_from_template() if forks else nullcontext(), _without_services(log_monitor=console):
             ray.init(address="local", num_cpus=cores, num_gpus=gpus, **private, **quiet)
     else:
         _join(config.address, quiet)
@@ -144,6 +151,8 @@ def _probe(address: str) -> str | None:
 
 def stop_ray() -> None:
     """Disconnects from Ray; a cluster that this process started ends with all its processes."""
+    stop_forking()
     processes = own_ray_processes()
+    end_template()
     ray.shutdown()
     end_processes(processes)

@@ -45,6 +45,16 @@ _ADOPT_ORPHANS = 36
 """PR_SET_CHILD_SUBREAPER of prctl(2)."""
 
 
+@contextmanager
+def blocked(number: signal.Signals) -> Iterator[None]:
+    """The signal waits inside; processes that are started inside are born with it blocked."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {number})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
 class ShutdownState:
     """Whether this process is shutting down, since when, and with which exit code."""
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -45,8 +47,17 @@ def groups(runtime: Runtime) -> dict[int, WorkerGroup]:
 def local() -> Group:
     """The same roles in this process."""
     runtime = LocalRuntime(RayInitConfig(), Timeouts(start=120, call=60))
-    runtime.start([ResourcePool("here", [1])])
+    with patch.dict(os.environ):
+        runtime.start([ResourcePool("here", [1])])
     return runtime.group("here", {"probe": RoleSpec(Probe), "other": RoleSpec(Probe, (7,))})
+
+
+@pytest.fixture(autouse=True)
+def own_environment() -> Iterator[None]:
+    """A local runtime sets variables of its process, which later tests must not inherit: collectives on the
+    loopback interface would keep the nodes of a Slurm apart."""
+    with patch.dict(os.environ):
+        yield
 
 
 @pytest.fixture(params=[*SIZES, "local"])

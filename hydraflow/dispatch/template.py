@@ -1,0 +1,116 @@
+"""The template of a local cluster's worker processes, from the side of the process that starts Ray.
+
+A worker process needs four seconds of a core to import torch, tensordict and transformers. Here one process
+imports them (`template_server.py`), and forks for every worker that Ray starts (`template_client.py`), which
+then needs half a second; all share the libraries' memory. Left out on purpose: clusters that are joined, and
+GPUs, because a fork must not share what their libraries may have opened.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import psutil
+from ray._private.node import Node
+
+from hydraflow.dispatch.environment import shared_variables
+from hydraflow.dispatch.template_client import ADDRESS
+from hydraflow.dispatch.template_server import LIBRARIES
+from hydraflow.system.interrupts import blocked
+from hydraflow.system.node_folder import session_folder
+
+HERE = Path(__file__).parent
+
+
+def start_server(listener: socket.socket) -> subprocess.Popen[bytes]:
+    """The process that forks; it ends with this one. A terminal's Ctrl-C is for this one alone, from the
+    first moment on."""
+    words = [str(listener.fileno()), str(os.getpid()), json.dumps(sys.path), json.dumps(LIBRARIES)]
+    with blocked(signal.SIGINT):
+        return subprocess.Popen(
+            [sys.executable, str(HERE / "template_server.py"), *words],
+            env=os.environ | shared_variables() | {"OMP_NUM_THREADS": "1"},  # no threads before a fork
+            pass_fds=[listener.fileno()],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,  # a command's report
+        )
+
+
+class Template:
+    """The process that forks, from the side of the one that started it."""
+
+    def __init__(self) -> None:
+        self.address = session_folder() / f"template.{os.getpid()}.{secrets.token_hex(4)}"
+        self.address.parent.mkdir(parents=True, exist_ok=True)
+        with socket.socket(socket.AF_UNIX) as listener:
+            listener.bind(str(self.address))
+            listener.listen(1024)
+            self.process = start_server(listener)
+
+    def stop(self) -> None:
+        """Ends it, but no worker."""
+        self.address.unlink(missing_ok=True)
+        self.process.kill()
+        self.process.wait()
+
+    def workers(self) -> list[psutil.Process]:
+        """The live ones that were forked from it, with all descendants."""
+        with suppress(psutil.NoSuchProcess):
+            return psutil.Process(self.process.pid).children(recursive=True)
+        return []
+
+
+STARTED: list[Template] = []
+"""The template of this process's Ray, while there is one."""
+
+
+def forked_workers() -> list[psutil.Process]:
+    """The live workers of this process's Ray that were forked, with all descendants."""
+    return [worker for template in STARTED for worker in template.workers()]
+
+
+def has_template() -> bool:
+    """Whether this process's Ray forks its workers."""
+    return bool(STARTED)
+
+
+def stop_forking() -> None:
+    """No worker is forked from now on: `forked_workers` are all that there will be."""
+    for template in STARTED:
+        template.process.send_signal(signal.SIGSTOP)
+
+
+def end_template() -> None:
+    """Ends the template of this process's Ray, if there is one."""
+    while STARTED:
+        STARTED.pop().stop()
+
+
+@contextmanager
+def workers_from_template() -> Iterator[None]:
+    """A Ray that is started inside forks its workers, until `end_template`."""
+    end_template()
+    STARTED.append(Template())
+    start = Node.start_raylet
+
+    def start_raylet(node: Node, *args: Any, **kwargs: Any) -> None:
+        node._ray_params.setup_worker_path = str(HERE / "template_client.py")
+        start(node, *args, **kwargs)
+
+    os.environ[ADDRESS] = str(STARTED[0].address)
+    setattr(Node, start.__name__, start_raylet)
+    try:
+        yield
+    finally:
+        setattr(Node, start.__name__, start)
+        del os.environ[ADDRESS]

@@ -1,0 +1,156 @@
+"""The template of worker processes: imports the libraries once, and forks for each worker.
+
+In: a listening socket, a search path and modules, as arguments; then requests (`template_client.py`). Out:
+worker processes, which import only what is left. The template ends with the process that started it, the
+workers as Ray ends them. It has one thread, because a fork copies no other. It does not import Ray, which
+reads its settings when it is imported: each worker has its own.
+"""
+
+from __future__ import annotations
+
+import gc
+import importlib
+import json
+import os
+import random
+import resource
+import runpy
+import select
+import signal
+import socket
+import sys
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+LIBRARIES = (
+    "torch",
+    "torch.distributed.checkpoint.state_dict",
+    "torch.distributed.fsdp",
+    "tensordict",
+    "transformers.modeling_utils",
+    "transformers.models.auto.modeling_auto",
+    "transformers.generation",
+)
+"""What a worker imports; none of them may start a thread or import Ray."""
+
+
+def serve(listener: socket.socket, starter: int) -> dict[str, Any] | None:
+    """Forks for every request until the process behind the descriptor `starter` (pidfd_open) ends. Returns
+    the request in a worker, and None at the end."""
+    awaited = select.poll()
+    awaited.register(listener, select.POLLIN)
+    awaited.register(starter, select.POLLIN)
+    while starter not in [descriptor for descriptor, _ in awaited.poll()]:
+        if (request := _forked(listener)) is not None:
+            os.close(starter)
+            return request
+    return None
+
+
+def _forked(listener: socket.socket) -> dict[str, Any] | None:
+    """Takes a request and forks; the request in the worker, None in the template. A client without an answer
+    becomes the worker itself."""
+    try:
+        connection, _ = listener.accept()
+    except OSError:
+        time.sleep(0.1)  # too many open files, for example
+        return None
+    with connection:
+        streams: list[int] = []
+        try:
+            connection.settimeout(10.0)
+            size, streams, _, _ = socket.recv_fds(connection, 8, 3)
+            message = bytearray()
+            while len(message) < int.from_bytes(size, "big"):
+                if not (part := connection.recv(1 << 16)):
+                    raise ConnectionError("the client has gone")
+                message += part
+            if os.fork() == 0:
+                return _begin(listener, connection, streams, message)
+        except OSError:
+            pass
+        for stream in streams:
+            os.close(stream)
+        return None
+
+
+def _begin(
+    listener: socket.socket, connection: socket.socket, streams: list[int], message: bytearray
+) -> dict[str, Any]:
+    """In a worker: takes the client's streams, answers, and returns the request."""
+    try:
+        listener.close()
+        for number, stream in enumerate(streams):
+            os.dup2(stream, number)
+            os.close(stream)
+        connection.sendall(b"1")
+        request: dict[str, Any] = json.loads(message)
+        return request
+    except (OSError, ValueError):
+        os._exit(1)
+
+
+def become(
+    argv: list[str],
+    environ: dict[str, str],
+    cwd: str,
+    signals: list[int],
+    oom_score: str,
+    files: tuple[int, int],
+) -> None:
+    """Runs Ray's worker script in this process."""
+    for number in (signal.SIGCHLD, signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
+    with suppress(OSError):  # only ever higher than the template's, which everyone may set
+        Path("/proc/self/oom_score_adj").write_text(oom_score)
+    with suppress(OSError, ValueError):  # the hard limit can only be lowered
+        resource.setrlimit(resource.RLIMIT_NOFILE, (files[0], files[1]))
+    random.seed()
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.seed()
+    os.chdir(cwd)
+    os.environ.clear()
+    os.environ.update(environ)
+    sys.argv = argv
+    sys.path.insert(0, str(Path(argv[0]).parent))
+    signal.pthread_sigmask(signal.SIG_SETMASK, signals)
+    runpy.run_path(argv[0], run_name="__main__")
+
+
+def threads() -> int:
+    """Of this process; libraries start them, too."""
+    return len(os.listdir("/proc/self/task"))
+
+
+def prepare(modules: Sequence[str] = LIBRARIES) -> None:
+    """Imports the modules, and takes what is there out of garbage collection, which would copy it in every
+    worker."""
+    gc.disable()
+    for name in modules:
+        with suppress(ImportError, OSError, RuntimeError, AttributeError):  # a worker that needs it says so
+            importlib.import_module(name)
+    assert "ray" not in sys.modules, "Ray would keep the template's settings"
+    gc.freeze()
+    gc.enable()
+
+
+if __name__ == "__main__":
+    listening, parent = socket.socket(fileno=int(sys.argv[1])), int(sys.argv[2])
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # blocked until here
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # workers that have ended are not waited for
+    sys.path[:] = json.loads(sys.argv[3])
+    prepare(json.loads(sys.argv[4]))
+    asked = None
+    with suppress(ProcessLookupError):
+        starting = os.pidfd_open(parent)
+        if os.getppid() == parent and threads() == 1:  # with more, Ray starts workers as it always does
+            asked = serve(listening, starting)
+    if asked is not None:
+        become(**asked)
+    else:
+        with suppress(OSError):
+            os.unlink(listening.getsockname())
+        os._exit(0)  # waits for no thread

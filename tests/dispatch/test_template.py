@@ -1,0 +1,148 @@
+"""Workers of a local cluster are forked from a template, and are what Ray's own would be."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import resource
+import signal
+import socket
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import pytest
+import torch
+
+from hydraflow.dispatch import template, template_client, template_server
+from hydraflow.dispatch.modes import Dispatch, register
+from hydraflow.dispatch.template_client import ADDRESS
+from hydraflow.dispatch.worker import Worker
+from hydraflow.system.node_folder import session_folder
+
+pytestmark = pytest.mark.slow
+TESTS = Path(__file__).parents[1]
+SERVER, CLIENT = Path(template_server.__file__), Path(template_client.__file__)
+
+
+class Newborn(Worker):
+    """Says how its process came to be."""
+
+    @register(Dispatch.ONE_TO_ALL)
+    def facts(self) -> dict[str, Any]:
+        with torch.enable_grad():
+            torch.ones(3, requires_grad=True).sum().backward()  # starts a thread
+        return {
+            "pid": os.getpid(),
+            "parent": psutil.Process(os.getppid()).cmdline()[1],
+            "blocked": sorted(int(number) for number in signal.pthread_sigmask(signal.SIG_BLOCK, [])),
+            "files": resource.getrlimit(resource.RLIMIT_NOFILE),
+            "oom_score": int(Path("/proc/self/oom_score_adj").read_text()),
+            "cwd": os.getcwd(),
+            "variables": sorted(name for name in os.environ if name.startswith(("RAY_JOB", "RAY_RAYLET"))),
+            "handlers": [repr(signal.getsignal(one)) for one in (signal.SIGINT, signal.SIGCHLD)],
+            "path": sys.path[0],
+            "threads": torch.get_num_threads(),
+            "random": [random.random(), float(np.random.rand())],
+        }
+
+
+PROGRAM = """
+import json, os, resource, sys, time
+from dispatch.test_template import Newborn
+from hydraflow.dispatch.config import RayInitConfig, RuntimeEnvConfig
+from hydraflow.dispatch.group import Timeouts
+from hydraflow.dispatch.placement import ResourcePool
+from hydraflow.dispatch.runtime import Runtime
+from hydraflow.dispatch import template
+from hydraflow.dispatch.worker import RoleSpec
+
+if __name__ == "__main__":
+    asked = json.loads(sys.argv[1])
+    resource.setrlimit(resource.RLIMIT_NOFILE, (2000, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
+    template.LIBRARIES += tuple(asked.get("libraries", []))
+    runtime_env = RuntimeEnvConfig(asked.get("variables", {}))
+    with Runtime(RayInitConfig(runtime_env=runtime_env), Timeouts(start=60, call=60)) as runtime:
+        runtime.start([ResourcePool("pool", [2], threads=2)])
+        role = runtime.group("pool", {"newborn": RoleSpec(Newborn)}).role("newborn")
+        runtime.await_ready()
+        print(json.dumps(role.call(Newborn.facts)), flush=True)
+        if "wait" in asked:
+            print([started.process.pid for started in template.STARTED], flush=True)
+            time.sleep(60)
+"""
+
+
+def run(tmp_path: Path, asked: dict[str, Any]) -> subprocess.Popen[str]:
+    (tmp_path / "program.py").write_text(textwrap.dedent(PROGRAM))
+    (tmp_path / "busy.py").write_text("import threading\nthreading.Timer(60, print).start()\n")
+    environ = {**os.environ, "PYTHONPATH": os.pathsep.join([str(TESTS.parent), str(TESTS)])}
+    words = [sys.executable, str(tmp_path / "program.py"), json.dumps(asked)]
+    return subprocess.Popen(words, cwd=tmp_path, stdout=subprocess.PIPE, text=True, env=environ)
+
+
+def test_a_forked_worker_differs_from_rays_own_in_its_parent_only(tmp_path: Path) -> None:
+    """Ray starts its own for variables that a library may read, and where a library has started a thread."""
+    found = []
+    for asked in ({}, {"variables": {"SOME": "variable"}}, {"libraries": ["busy"]}):
+        with run(tmp_path, asked) as process:
+            assert process.stdout is not None
+            found.append(json.loads(process.stdout.readline()))
+            assert process.wait(timeout=60) == 0
+    forked, own, left = found
+    assert all(one.pop("parent").endswith("dispatch/template_server.py") for one in forked)
+    assert not any(one.pop("parent").endswith("dispatch/template_server.py") for one in [*own, *left])
+    pids = [one.pop("pid") for several in found for one in several]
+    drawn = [one.pop("random") for several in found for one in several]
+    assert len(set(pids)) == 6 and len({number for numbers in drawn for number in numbers}) == 12
+    assert forked == own == left and forked[0]["threads"] == 2 and forked[0]["variables"]
+
+
+def test_half_a_request_costs_no_worker(tmp_path: Path) -> None:
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(str(tmp_path / "socket"))
+        listener.listen()
+        words = [str(listener.fileno()), str(os.getpid()), json.dumps(sys.path), "[]"]
+        server = subprocess.Popen(
+            [sys.executable, str(SERVER), *words], pass_fds=[listener.fileno()], stdin=subprocess.DEVNULL
+        )
+    for _ in range(2):
+        with socket.socket(socket.AF_UNIX) as client:
+            client.connect(str(tmp_path / "socket"))
+            client.sendall((1000).to_bytes(8, "big") + b"half")
+    (tmp_path / "worker.py").write_text("import sys; print('worker', *sys.argv[1:], flush=True)")
+    environ = {**os.environ, ADDRESS: str(tmp_path / "socket")}
+    words = [sys.executable, str(CLIENT), str(tmp_path / "worker.py"), "--language=PYTHON", "given"]
+    done = subprocess.run(words, env=environ, capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout == "worker given\n"
+    server.kill()
+    server.wait()
+
+
+def test_ctrl_c_does_not_reach_a_template_that_is_only_starting() -> None:
+    with socket.socket(socket.AF_UNIX) as listener:
+        server = template.start_server(listener)
+    for _ in range(20):
+        server.send_signal(signal.SIGINT)
+        time.sleep(0.02)
+    assert server.poll() is None
+    server.kill()
+    server.wait()
+
+
+def test_a_killed_command_leaves_no_template(tmp_path: Path) -> None:
+    with run(tmp_path, {"wait": True}) as process:
+        assert process.stdout is not None
+        workers = [psutil.Process(one["pid"]) for one in json.loads(process.stdout.readline())]
+        templates = [psutil.Process(pid) for pid in json.loads(process.stdout.readline())]
+        assert len(templates) == 1 and len(workers) == 2
+        assert len(list(session_folder().glob(f"template.{process.pid}.*"))) == 1
+        process.kill()
+        assert psutil.wait_procs([*templates, *workers], timeout=20)[1] == []
+        assert not list(session_folder().glob(f"template.{process.pid}.*"))
