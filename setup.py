@@ -54,7 +54,7 @@ EXTRAS = {
         *(package for packages in TRACKERS.values() for package in packages),
     ],
     "slurm": ["hydra-submitit-launcher>=1.2"],
-    "vllm": ["vllm"],
+    "vllm": ["vllm>=0.32"],
     "flash-attn": ["flash-attn"],
     "megatron": ["megatron-core>=0.16"],
     **TRACKERS,

@@ -12,6 +12,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import importlib
+import importlib.util
 import math
 import operator
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -65,8 +66,25 @@ class Planned:
 
 
 @dataclass(frozen=True)
+class Library:
+    """A library that only some choices need."""
+
+    package: str
+    """Name to import."""
+    name: str
+    """In messages."""
+    install: str
+    """A command."""
+
+    @property
+    def is_installed(self) -> bool:
+        """Whether it can be found; it is not imported."""
+        return importlib.util.find_spec(self.package) is not None
+
+
+@dataclass(frozen=True)
 class Implementation:
-    """A named choice: where its code is, which keys it reads, whether it is implemented yet."""
+    """A named choice: where its code is, which keys it reads, what it needs, whether it is implemented."""
 
     where: str = ""
     """module:attribute; empty: not implemented yet."""
@@ -74,6 +92,8 @@ class Implementation:
     """Names of keys, besides the one that chooses, that have an effect with this choice."""
     planned: str = ""
     """What it would do, if it is not implemented yet."""
+    needs: Library | None = None
+    """A library that is not always installed."""
 
     def load(self) -> Any:
         """The class or function itself."""
@@ -108,6 +128,8 @@ class Option:
     """The key of the same section whose value is used for null."""
     verl: tuple[str, ...] = ()
     """verl's other names of the key, from the same section on."""
+    needs: Mapping[str, Library] = dataclasses.field(default_factory=dict)
+    """By value: a library that it needs and that is not always installed."""
 
 
 def option(
@@ -152,6 +174,7 @@ def option(
         size=size,
         follows=follows,
         verl=verl,
+        needs=_needed_by(choices),
     )
     if factory is not dataclasses.MISSING:
         return dataclasses.field(default_factory=factory, metadata={_KEY: facts})
@@ -322,6 +345,11 @@ def _planned_choices(choices: Collection[str] | Mapping[str, Implementation]) ->
     return tuple(
         Planned(functools.partial(operator.eq, name), named.planned) for name, named in table if named.planned
     )
+
+
+def _needed_by(choices: Collection[str] | Mapping[str, Implementation]) -> dict[str, Library]:
+    table = choices.items() if isinstance(choices, Mapping) else ()
+    return {name: named.needs for name, named in table if named.needs}
 
 
 def why_idle(section: Any, key: str) -> tuple[str, str] | None:

@@ -34,7 +34,7 @@ DOORS = {
     "wandb": ["tracking/wandb.py"],
     "mlflow": ["tracking/mlflow.py"],
     "swanlab": ["tracking/swanlab.py"],
-    "vllm": ["generation/vllm.py"],
+    "vllm": ["generation/vllm.py", "generation/vllm_worker.py"],
     "megatron": ["engine/megatron/*"],
 }
 """Library -> the only files below hydraflow/ that may use it."""

@@ -90,11 +90,11 @@ def test_grpo_on_64_machines(tmp_path: Path) -> None:
     assert (actor["optimizer_steps_per_step"], actor["total_optimizer_steps"]) == (4, 400)
     assert (plan["rollout"]["replicas"], plan["rollout"]["trajectories_per_engine"]) == (128, 128)
     assert report["placement"] == "colocated"
+    assert any("shares with actor they take turns" in note for note in report["notes"])
     assert ["0-511", "0-63", "512", "■", "■"] in [line.split() for line in report["picture"]]
     assert any("/cluster/train.parquet is not on this machine" in note for note in report["notes"])
-    assert {"actor_rollout_ref.actor.strategy", "actor_rollout_ref.rollout.name"} <= {
-        one["field"] for one in report["not_runnable_yet"]
-    }
+    key = "actor_rollout_ref.rollout.tensor_model_parallel_size"
+    assert {"actor_rollout_ref.actor.strategy", key} <= {one["field"] for one in report["not_runnable_yet"]}
     assert report["memory"] is not None
 
 

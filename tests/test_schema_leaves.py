@@ -10,7 +10,7 @@ import pytest
 from hydraflow import schema
 from hydraflow.algorithms.config import ESTIMATORS, POLICY_LOSSES, AlgorithmConfig
 from hydraflow.engine.config import TRAIN_ENGINES, FSDPConfig, MegatronConfig, OptimConfig
-from hydraflow.generation.config import GENERATION_ENGINES, RolloutConfig
+from hydraflow.generation.config import GENERATION_ENGINES
 from hydraflow.models.config import ModelConfig, ModelSourceConfig
 from hydraflow.options import option_of
 from hydraflow.trainer.config import TrainerConfig
@@ -143,7 +143,7 @@ def test_a_field_is_not_read_because_another_class_has_one_of_that_name(kind: ty
 
 
 @pytest.mark.parametrize(
-    ("kind", "field"), [(MegatronConfig, "param_offload"), (RolloutConfig, "gpu_memory_utilization")]
+    ("kind", "field"), [(MegatronConfig, "param_offload"), (MegatronConfig, "grad_offload")]
 )
 def test_an_estimate_alone_makes_nothing_of_an_option(kind: type, field: str) -> None:
     assert not is_read(RUNS[schema.PPOConfig], kind, field)

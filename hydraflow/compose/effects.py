@@ -18,6 +18,7 @@ from hydraflow.batch_plan.roles import fills_by_tokens, needs_critic, needs_refe
 from hydraflow.batch_plan.settings import value_at
 from hydraflow.compose.patterns import fits
 from hydraflow.errors import Problem, shown
+from hydraflow.generation.config import GENERATION_ENGINES
 from hydraflow.options import why_idle
 from hydraflow.schema import GenerateConfig, PPOConfig, SFTConfig
 from hydraflow.system.allocation import allocation
@@ -107,9 +108,9 @@ def _rollout_is_with(config: PPOConfig, mapping: object) -> bool:
     """Whether the rollout shares its processes with a role that has this mapping."""
     rollout = config.actor_rollout_ref.rollout
     same_devices = not rollout.nnodes and _devices(rollout.device_mapping) in (None, _devices(mapping))
-    return config.trainer.debug.local or (
-        config.trainer.fuse_roles and same_devices and rollout.name == "native"
-    )
+    engine = GENERATION_ENGINES.get(rollout.name)
+    shares = engine is not None and not engine.own_process
+    return config.trainer.debug.local or (config.trainer.fuse_roles and same_devices and shares)
 
 
 def _devices(mapping: object) -> Devices | None:

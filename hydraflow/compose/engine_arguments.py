@@ -40,6 +40,7 @@ MEGATRON = ArgumentLibrary(
 )
 OPEN_TO: dict[str, ArgumentLibrary] = {
     "actor_rollout_ref.rollout.engine_kwargs.vllm": VLLM,
+    "rollout.engine_kwargs.vllm": VLLM,
     "actor_rollout_ref.actor.megatron.override_transformer_config": MEGATRON,
     "actor_rollout_ref.ref.megatron.override_transformer_config": MEGATRON,
     "critic.megatron.override_transformer_config": MEGATRON,

@@ -17,11 +17,19 @@ from hydraflow.algorithms.config import ESTIMATORS
 from hydraflow.batch_plan.roles import needs_critic
 from hydraflow.batch_plan.settings import value_at
 from hydraflow.errors import Problem, shown
-from hydraflow.generation.config import GENERATION_ENGINES
+from hydraflow.generation.config import (
+    GENERATION_ENGINES,
+    LEAST_VLLM_TEMPERATURE,
+    VLLM_ARGUMENTS,
+    RolloutConfig,
+    SamplingConfig,
+)
 from hydraflow.models.config import ModelConfig
 from hydraflow.options import walk
 from hydraflow.schema import EvalConfig, GenerateConfig, PPOConfig, SFTConfig
 from hydraflow.workers.config import ActorConfig, CriticConfig
+
+ROLLOUT = "actor_rollout_ref.rollout"
 
 
 def problems(config: object, *, planning: bool = False) -> list[Problem]:
@@ -115,6 +123,45 @@ def _engines_that_hold_whole_models(config: PPOConfig) -> Iterator[Problem]:
         if (size := getattr(rollout, name)) > 1:
             rule = f"{section}.name={rollout.name} holds the whole model on each device"
             yield Problem(f"{section}.{name}", size, rule, f"{section}.{name}=1 or {section}.name={other}")
+
+
+def _engine_arguments_are_free(config: PPOConfig | GenerateConfig) -> Iterator[Problem]:
+    key, rollout = _rollout_of(config)
+    for name, value in rollout.engine_kwargs.vllm.items():
+        if name in VLLM_ARGUMENTS:
+            what, section = f"{key}.engine_kwargs.vllm.{name}", VLLM_ARGUMENTS[name].replace(ROLLOUT, key)
+            remedy = f"{section}=..." if " " not in section else f"leave out {what}"
+            yield Problem(what, shown(value), f"is set by {section}", remedy)
+
+
+def _vllm_samples_like_this(config: PPOConfig | GenerateConfig) -> Iterator[Problem]:
+    key, rollout = _rollout_of(config)
+    if rollout.name != "vllm":
+        return
+    sampled = {f"{key}.temperature": rollout.temperature}
+    if isinstance(rollout, RolloutConfig) and rollout.val_kwargs.do_sample:
+        sampled[f"{key}.val_kwargs.temperature"] = rollout.val_kwargs.temperature
+    for name, value in sampled.items():
+        if 0 < value < LEAST_VLLM_TEMPERATURE:
+            rule = f"vLLM samples at {LEAST_VLLM_TEMPERATURE} or above"
+            yield Problem(name, value, rule, f"{name}={LEAST_VLLM_TEMPERATURE}, or 0 for greedy")
+    if rollout.dtype == "fp64":
+        yield Problem(f"{key}.dtype", "fp64", "vLLM computes in 32 or 16 bits", f"{key}.dtype=fp32")
+
+
+def _rollout_of(config: PPOConfig | GenerateConfig) -> tuple[str, SamplingConfig]:
+    """The rollout's section, and its path."""
+    if isinstance(config, PPOConfig):
+        return ROLLOUT, config.actor_rollout_ref.rollout
+    return "rollout", config.rollout
+
+
+def _engine_has_a_process(config: PPOConfig) -> Iterator[Problem]:
+    engine = GENERATION_ENGINES.get(config.actor_rollout_ref.rollout.name)
+    if config.trainer.debug.local and engine is not None and engine.own_process:
+        name = config.actor_rollout_ref.rollout.name
+        rule = "trainer.debug.local=true runs all roles in one process; this engine shares none"
+        yield Problem(f"{ROLLOUT}.name", name, rule, f"{ROLLOUT}.name=native or trainer.debug.local=false")
 
 
 def _ulysses_packs(config: PPOConfig) -> Iterator[Problem]:
@@ -256,6 +303,9 @@ CROSS_RULES: dict[type, tuple[Callable[[Any], Iterator[Problem]], ...]] = {
         _warmup_has_a_critic,
         _validation_samples,
         _engines_that_hold_whole_models,
+        _engine_arguments_are_free,
+        _vllm_samples_like_this,
+        _engine_has_a_process,
         _ulysses_packs,
         _reward_model_has_a_path,
         _partial_rollout_is_stale,
@@ -273,7 +323,7 @@ CROSS_RULES: dict[type, tuple[Callable[[Any], Iterator[Problem]], ...]] = {
         _one_process_is_debugged,
         _profiled_steps_are_named,
     ),
-    GenerateConfig: (_one_process_is_debugged,),
+    GenerateConfig: (_one_process_is_debugged, _engine_arguments_are_free, _vllm_samples_like_this),
 }
 """Rules across fields."""
 NEEDED: dict[type, tuple[str, ...]] = {

@@ -1,8 +1,10 @@
-"""Features that the planner accepts but that are not implemented yet.
+"""What the planner accepts but cannot run here: features that are not implemented yet, and libraries that are
+not installed.
 
-In: a configuration. Out: one problem per key, which says what the key would do. This is declared beside the
-key's field (`options.py`), and removed when the feature is implemented; here are the rules across keys. Left
-out on purpose: whether the batch sizes fit together (`batch_plan/`), and which values are legal (`rules.py`).
+In: a configuration. Out: one problem per key, which says what the key would do or needs. This is declared
+beside the key's field (`options.py`), and removed when the feature is implemented; here are the rules across
+keys. Left out on purpose: whether the batch sizes fit together (`batch_plan/`), and which values are legal
+(`rules.py`).
 """
 
 from __future__ import annotations
@@ -19,13 +21,14 @@ Config = PPOConfig | SFTConfig | GenerateConfig
 
 
 def problems(config: Config) -> list[Problem]:
-    """One problem for each key that has an effect and asks for an unimplemented feature.
+    """One problem for each key that has an effect and asks for an unimplemented feature or a missing library.
 
     >>> config = PPOConfig()
-    >>> config.actor_rollout_ref.rollout.name = "vllm"
+    >>> config.reward.reward_model.enable = True
     >>> print(*problems(config))
-    actor_rollout_ref.rollout.name=vllm: is not implemented yet, only planned: it would sample with vLLM
-          -> actor_rollout_ref.rollout.name=native
+    reward.reward_model.enable=true: is not implemented yet, only planned: it would score responses with \
+model_path=null
+          -> reward.reward_model.enable=false
     """
     defaults = {leaf.key: leaf.value for leaf in walk(type(config)())}
     found = []
@@ -35,6 +38,12 @@ def problems(config: Config) -> list[Problem]:
                 rule = f"is not implemented yet, only planned: it would {what}"
                 remedy = f"{leaf.key}={shown(defaults[leaf.key])}"
                 found.append(Problem(leaf.key, shown(leaf.value), rule, remedy))
+        library = leaf.option.needs.get(str(leaf.value))
+        if library and not library.is_installed and without_effect(config, leaf.key) is None:
+            remedy = f"{library.install}; or {leaf.key}={shown(defaults[leaf.key])}"
+            found.append(
+                Problem(leaf.key, leaf.value, f"needs {library.name}, which is not installed", remedy)
+            )
     return found
 
 

@@ -216,8 +216,8 @@ def is_of_another_version(key: str, value: Any) -> bool:
 def suggested(problem: Problem, value: Any) -> Problem:
     """The problem of an unknown key, with verl's nearest key first if none of ours is as near.
 
-    >>> print(suggested(Problem("actor_rollout_ref.rollout.enfrce_eager", True, "unknown key"), True).remedy)
-    actor_rollout_ref.rollout.enforce_eager=true
+    >>> print(suggested(Problem("actor_rollout_ref.rollout.free_cache_engin", 1, "unknown key"), True).remedy)
+    actor_rollout_ref.rollout.free_cache_engine=true
     """
     ours = leaf_keys(PPOConfig)
     others = [key for key in {**verl_leaves(), **aliases(PPOConfig)} if key not in ours]

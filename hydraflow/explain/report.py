@@ -28,6 +28,7 @@ from hydraflow.explain.picture import picture
 from hydraflow.explain.steps import ppo_step, sft_step
 from hydraflow.explain.svg import StepPicture
 from hydraflow.explain.words import Phase, generate_phases, ppo_phases, sft_phases
+from hydraflow.generation.config import GENERATION_ENGINES
 from hydraflow.memory.estimate import estimate
 from hydraflow.memory.limits import limits_of
 from hydraflow.memory.report import MemoryReport
@@ -108,9 +109,21 @@ def _ppo_report(config: PPOConfig, command: Command) -> Report:
     if models.policy:
         memory = estimate(plan, config, models.policy, limits=limits, critic_shape=models.critic)
     phases = ppo_phases(plan, config, exact=rollout_is_exact(config, limits.bytes_of))
-    notes = [*_file_notes(config, prompts, held_out), *models.notes]
+    notes = [*_file_notes(config, prompts, held_out), *models.notes, *_turn_notes(config, plan)]
     step, placement = ppo_step(plan), plan.placement
     return _report(config, "ppo", plan, phases, command, notes, step, placement=placement, memory=memory)
+
+
+def _turn_notes(config: PPOConfig, plan: BatchPlan) -> Iterator[str]:
+    """Where a generation engine in processes of its own shares devices."""
+    name, own = config.actor_rollout_ref.rollout.name, plan.layouts["rollout"].devices
+    others = {role: layout.devices for role, layout in plan.layouts.items() if role != "rollout"}
+    beside = [role for role, devices in others.items() if devices & own]
+    if GENERATION_ENGINES[name].own_process and beside:
+        yield (
+            f"{name} has processes of its own; on the devices that it shares with {' and '.join(beside)} they"
+            " take turns: it gives back its memory while they work"
+        )
 
 
 def _sft_report(config: SFTConfig, command: Command) -> Report:

@@ -10,10 +10,16 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
+import torch
 from torch import Tensor
+
+from hydraflow.generation.config import SamplingConfig
+
+if TYPE_CHECKING:
+    from transformers import GenerationConfig
 
 STOP, LENGTH = "stop", "length"
 """Why a response ended: an end token, or `max_tokens`."""
@@ -100,6 +106,23 @@ class GenerationOutput:
     top-p."""
     finish_reason: np.ndarray
     """Objects (B,): 'stop' or 'length'."""
+
+
+@dataclass(frozen=True)
+class EngineSpec:
+    """How the engine of one process is built; it starts without weights."""
+
+    rollout: SamplingConfig
+    device: torch.device
+    dtype: torch.dtype
+    generation_config: GenerationConfig | None
+    """Where end tokens come from; None: the model's configuration."""
+    longest_row: int
+    """Tokens of the longest prompt and response."""
+    replicas: int = 1
+    """Engines of this run."""
+    seed: int = 0
+    """For draws that have no key (vLLM with chunked prefill on a CPU); each replica's is another."""
 
 
 class GenerationEngine(Protocol):

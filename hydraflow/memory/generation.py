@@ -21,6 +21,8 @@ ROOM = 16
 """generation/cache.py: tokens of room at least, when a cache grows."""
 FILTERED = 2**23
 """generation/sampling.py: logits that are turned into probabilities at one time."""
+CPU_BLOCK = 128
+"""Tokens in a block of vLLM's cache on a CPU."""
 _SAMPLING_BYTES = 20
 """Per logit that is filtered: float32 log-probabilities and two float64 tensors."""
 
@@ -104,6 +106,12 @@ class VllmMemory:
     def sample(self, sequences: int, length: int) -> MemoryParts:
         """`sequences` rows of `length` tokens at a time."""
         return self.reserved(sequences * self.row_bytes(length))
+
+    def sample_on_cpu(self, max_num_seqs: int, length: int, most: int | None) -> MemoryParts:
+        """Where it takes what it is allowed to sample at a time, in whole blocks, and one block that it does
+        not use; at most `most` bytes of cache."""
+        demand = (max_num_seqs * -(-length // CPU_BLOCK) + 1) * self.row_bytes(CPU_BLOCK)
+        return self.reserved(demand if most is None else min(demand, most))
 
     def row_bytes(self, length: int) -> int:
         """Cache of one row on each device; key-value heads fewer than devices are held several times."""

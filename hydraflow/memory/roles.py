@@ -107,7 +107,14 @@ def _rollout(inputs: EstimateInputs, layout: Layout) -> Estimate:
     shared = any(len(layout.devices & other.devices) for other in others)
     share, whole = rollout.gpu_memory_utilization, inputs.limits.device_bytes
     vllm = VllmMemory(inputs.shape, number, layout.tensor, layout.pipeline, share, whole, shared)
-    received = MemoryParts(weights=vllm.weights, weight_sync=rollout.update_weights_bucket_megabytes * 2**20)
+    received = MemoryParts(weights=vllm.weights, weight_sync=_weight_bucket(inputs))
+    if inputs.limits.device_type == "cpu":
+        longest, host = rollout.max_model_len or rows.prompt + rows.response, inputs.limits.host_bytes
+        most = None if host is None else int(share * host / plan.replicas)
+        awake = vllm.sample_on_cpu(rollout.max_num_seqs, longest, most)
+        # the first bucket takes the cache again, and the last one clears it
+        received = replace(awake, weight_sync=received.weight_sync)
+        return vllm.resting if shared else awake, {"sample": awake, "sync": received}
     return vllm.resting, {"sample": vllm.sample(sequences, rows.prompt + rows.response), "sync": received}
 
 
@@ -206,5 +213,12 @@ def _sent(inputs: EstimateInputs, layout: Layout) -> int:
         adapters = adapter_numbers(shape, policy.model.lora_rank, policy.model.target_modules) * shape.layers
         sent += adapters * kept + 2 * (shape.hidden * max(shape.q_width, shape.intermediate)) * kept
     if policy.rollout.name == "vllm":
-        sent += policy.rollout.update_weights_bucket_megabytes * 2**20
+        sent += _weight_bucket(inputs)
     return sent
+
+
+def _weight_bucket(inputs: EstimateInputs) -> int:
+    """Bytes of a bucket of weights on their way to a rollout in another process."""
+    rollout = inputs.config.actor_rollout_ref.rollout
+    weights = inputs.shape.parameters * inputs.limits.bytes_of(rollout.dtype)
+    return min(rollout.update_weights_bucket_megabytes * 2**20, weights)

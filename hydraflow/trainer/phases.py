@@ -48,6 +48,8 @@ def step_phases(config: PPOConfig) -> tuple[StepPhase, ...]:
     critic, reference = needs_critic(config), needs_reference(config)
     in_reward = ("old_log_probs", "ref_log_prob") if config.algorithm.use_kl_in_reward else ()
     in_loss = ("ref_log_prob",) if config.actor_rollout_ref.actor.use_kl_loss else ()
+    if config.algorithm.rollout_correction.rollout_is:
+        in_loss = (*in_loss, "rollout_log_probs")
     values = ("values",) if critic else ()
     phases = (
         StepPhase(

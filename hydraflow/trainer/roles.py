@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from itertools import combinations
 from pathlib import Path
 
+from hydraflow.algorithms.correction import Truncation
 from hydraflow.batch_plan.layout import Devices
 from hydraflow.batch_plan.resolve import BatchPlan
 from hydraflow.batch_plan.roles import own_reference
@@ -21,6 +22,7 @@ from hydraflow.dispatch.placement import ResourcePool
 from hydraflow.dispatch.runtime import Runtime
 from hydraflow.dispatch.worker import RoleSpec
 from hydraflow.errors import ConfigError
+from hydraflow.generation.config import GENERATION_ENGINES, RolloutConfig
 from hydraflow.models.config import ModelConfig
 from hydraflow.schema import PPOConfig
 from hydraflow.trainer.machine import SCORE, TRAIN, Machine, training_pool
@@ -99,27 +101,33 @@ def pool_of(config: PPOConfig, plan: BatchPlan, machine: Machine) -> ResourcePoo
     places = _places(config, plan)
     if machine.device_type != "cpu":
         for one, other in combinations(places, 2):
-            _require_other_gpus(one, other)
+            _require_other_gpus(one, other, config.actor_rollout_ref.rollout)
     on_nodes = [pool.devices_per_node for pool in plan.cluster.pools for _ in range(pool.nodes)]
     users = Counter(device for place in places for device in place.devices.listed())
     return training_pool(machine, devices=on_nodes, groups=max(users.values()))
 
 
 def _places(config: PPOConfig, plan: BatchPlan) -> list[_Place]:
-    """The worker groups: one for each set of devices, or with `trainer.fuse_roles=false` for each role."""
+    """The worker groups: one for each set of devices, or with `trainer.fuse_roles=false` for each role. A
+    generation engine that shares no process has its own."""
     fused = config.trainer.fuse_roles or config.trainer.debug.local
+    alone = {"rollout"} if GENERATION_ENGINES[config.actor_rollout_ref.rollout.name].own_process else set()
     places: dict[tuple[Devices, str], _Place] = {}
     for role, layout in plan.layouts.items():
-        key = layout.devices, "" if fused else role
+        key = layout.devices, "" if fused and role not in alone else role
         places.setdefault(key, _Place([], layout.devices)).roles.append(role)
     actor = next(place for place in places.values() if "actor" in place.roles)
     actor.roles.append("advantage")
     return list(places.values())
 
 
-def _require_other_gpus(one: _Place, other: _Place) -> None:
+def _require_other_gpus(one: _Place, other: _Place, rollout: RolloutConfig) -> None:
     role, first = other.roles[0], one.roles[0]
     key, missing = f"{SECTIONS[role]}.device_mapping", "several processes on one GPU are not implemented yet"
+    if role == "rollout" and GENERATION_ENGINES[rollout.name].own_process and one.devices & other.devices:
+        rule = f"needs processes of its own, on GPUs that the {first} has; {missing}"
+        remedy = f"{key}=<GPUs that no other role has>, or {SECTIONS[role]}.nnodes=1"
+        raise ConfigError.one(f"{SECTIONS[role]}.name", rollout.name, rule, remedy)
     if one.devices == other.devices:
         rule = f"gives {first} and {role} processes of their own on GPUs {one.devices}; {missing}"
         remedy = f"trainer.fuse_roles=true, or {key}=<GPUs that no other role has>"
@@ -170,6 +178,7 @@ def _training_roles(config: PPOConfig, plan: BatchPlan, skip_limits: SkipLimits)
         total_steps=plan.total_steps,
         seed=config.trainer.seed,
         skip_limits=skip_limits,
+        correction=rollout_correction(config),
     )
     roles = {"actor": RoleSpec(ActorWorker, (actor,))}
     if not config.trainer.debug.train_only:
@@ -198,6 +207,12 @@ def _training_roles(config: PPOConfig, plan: BatchPlan, skip_limits: SkipLimits)
     return roles
 
 
+def rollout_correction(config: PPOConfig) -> Truncation | None:
+    """Importance weights of the policy loss, if there are any."""
+    asked = config.algorithm.rollout_correction
+    return Truncation(asked.rollout_is, asked.rollout_is_threshold) if asked.rollout_is else None
+
+
 def critic_model(config: PPOConfig) -> ModelConfig:
     """The critic starts from its own model, or from the actor's."""
     critic = config.critic.model
@@ -207,7 +222,11 @@ def critic_model(config: PPOConfig) -> ModelConfig:
 def _rollout_role(config: PPOConfig) -> RoleSpec:
     policy = config.actor_rollout_ref
     spec = RolloutSpec(
-        policy.model, policy.rollout, max_tokens=config.data.max_response_length, seed=config.trainer.seed
+        policy.model,
+        policy.rollout,
+        max_prompt=config.data.max_prompt_length,
+        max_tokens=config.data.max_response_length,
+        seed=config.trainer.seed,
     )
     return RoleSpec(RolloutWorker, (spec,))
 

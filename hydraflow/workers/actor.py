@@ -15,6 +15,7 @@ from torch import Tensor
 from hydraflow.algorithms.actor_loss import ActorLoss
 from hydraflow.algorithms.aggregate import Denominators
 from hydraflow.algorithms.config import POLICY_LOSSES, OldFrom
+from hydraflow.algorithms.correction import Truncation
 from hydraflow.batch_plan.parts import MicroPlan, RolePlan
 from hydraflow.device import resolve_dtype
 from hydraflow.dispatch.modes import Dispatch, mesh_mode, register
@@ -55,6 +56,8 @@ class ActorSpec:
     """Seeds the initialisation of new weights (adapters)."""
     skip_limits: SkipLimits = SkipLimits()
     """Limits on optimizer steps skipped for a non-finite gradient."""
+    correction: Truncation | None = None
+    """Importance weights of the policy loss."""
 
 
 class ActorWorker(EngineWorker):
@@ -141,6 +144,7 @@ class ActorWorker(EngineWorker):
             kl_type=actor.kl_loss_type,
             old_is_this_pass=old == OldFrom.FIRST_PASS,
             denominators=denominators,
+            correction=self.spec.correction,
         )
         if not first or old == OldFrom.RECOMPUTE:
             return loss

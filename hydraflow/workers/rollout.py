@@ -18,7 +18,13 @@ from hydraflow.dispatch.modes import Dispatch, mesh_mode, register
 from hydraflow.dispatch.transport import StoredValue
 from hydraflow.dispatch.worker import ProcessContext, Worker
 from hydraflow.errors import GuardStop
-from hydraflow.generation.base import GenerationEngine, GenerationOutput, GenerationRequest, SamplingParams
+from hydraflow.generation.base import (
+    EngineSpec,
+    GenerationEngine,
+    GenerationOutput,
+    GenerationRequest,
+    SamplingParams,
+)
 from hydraflow.generation.config import GENERATION_ENGINES, SamplingConfig
 from hydraflow.generation.weights import first_difference
 from hydraflow.models.config import ModelSourceConfig
@@ -35,6 +41,8 @@ class RolloutSpec:
 
     model: ModelSourceConfig
     rollout: SamplingConfig
+    max_prompt: int
+    """Longest prompt."""
     max_tokens: int
     """Longest response."""
     seed: int
@@ -61,13 +69,17 @@ class RolloutWorker(Worker):
     def __init__(self, process: ProcessContext, spec: RolloutSpec):
         super().__init__(process)
         self.spec = spec
-        self.engine: GenerationEngine = GENERATION_ENGINES[spec.rollout.name].load()(
-            load_config(spec.model),
-            dtype=resolve_dtype(spec.rollout.dtype, process.device_type),
-            device=current_device(process.device_type, process.local_rank),
-            max_num_seqs=spec.rollout.max_num_seqs,
-            generation_config=load_generation_config(spec.model),
+        engine_spec = EngineSpec(
+            spec.rollout,
+            current_device(process.device_type, process.local_rank),
+            resolve_dtype(spec.rollout.dtype, process.device_type),
+            load_generation_config(spec.model),
+            longest_row=spec.max_prompt + spec.max_tokens,
+            replicas=process.world_size,
+            seed=(spec.seed + process.rank) % 2**31,
         )
+        build = GENERATION_ENGINES[spec.rollout.name].load()
+        self.engine: GenerationEngine = build(load_config(spec.model), engine_spec)
         self.version: int | None = None
         """Of the weights: the training steps that made them."""
         self.sleeps_beside: Sequence[str] = ()

@@ -180,7 +180,14 @@ class Rank:
         self.config, self.plan = config, plan
         self.actor = context.roles["actor"] = ActorWorker(context, actor)
         self.rollout = RolloutWorker(
-            context, RolloutSpec(policy.model, policy.rollout, max_tokens=response, seed=1)
+            context,
+            RolloutSpec(
+                policy.model,
+                policy.rollout,
+                max_prompt=config.data.max_prompt_length,
+                max_tokens=response,
+                seed=1,
+            ),
         )
 
     def sync(self) -> None:

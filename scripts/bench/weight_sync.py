@@ -74,7 +74,9 @@ def roles(model: str) -> dict[str, RoleSpec]:
         total_steps=1,
         seed=0,
     )
-    rollout = RolloutSpec(ModelConfig(path=model), SamplingConfig(dtype="fp32"), max_tokens=1, seed=0)
+    rollout = RolloutSpec(
+        ModelConfig(path=model), SamplingConfig(dtype="fp32"), max_prompt=1, max_tokens=1, seed=0
+    )
     return {"actor": RoleSpec(ActorWorker, (actor,)), "rollout": RoleSpec(RolloutWorker, (rollout,))}
 
 

@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from hydraflow import metrics
 from hydraflow.algorithms.actor_loss import ActorLoss
 from hydraflow.algorithms.aggregate import LOSS_AGG_MODES, Denominators
-from hydraflow.algorithms.config import POLICY_LOSSES
+from hydraflow.algorithms.config import POLICY_LOSSES, ROLLOUT_IS_LEVELS
+from hydraflow.algorithms.correction import Truncation
 from hydraflow.algorithms.critic_loss import ValueLoss
 from hydraflow.algorithms.kl import KL_ESTIMATORS
 from hydraflow.algorithms.sft_loss import SFTLoss
@@ -56,6 +57,7 @@ def make_rows(seed: int, dtype: torch.dtype = torch.float64) -> dict[str, torch.
         "x_log_probs",
         "x_entropy",
         "x_values",
+        "rollout_log_probs",
     )
     return rows | {name: (draw() * mask).to(dtype) for name in names}
 
@@ -129,6 +131,12 @@ def test_kl_penalty(kl_type, agg_mode):
     check_law(actor(agg_mode=agg_mode, kl_coef=0.3, kl_type=kl_type), make_rows(seed=2))
 
 
+@pytest.mark.parametrize("level", ROLLOUT_IS_LEVELS)
+@pytest.mark.parametrize("agg_mode", LOSS_AGG_MODES)
+def test_truncated_importance_weights(level, agg_mode):
+    check_law(actor(agg_mode=agg_mode, correction=Truncation(level, 1.5)), make_rows(seed=6))
+
+
 @pytest.mark.parametrize("agg_mode", LOSS_AGG_MODES)
 def test_value_loss(agg_mode):
     check_law(
@@ -155,8 +163,9 @@ def test_everything_together_in_float32():
     padding=st.integers(0, 3),
     agg_mode=st.sampled_from(list(LOSS_AGG_MODES)),
     loss_mode=st.sampled_from(list(POLICY_LOSSES)),
+    level=st.sampled_from([None, *ROLLOUT_IS_LEVELS]),
 )
-def test_any_split_of_any_rows(seed, order, cuts, rank_cut, padding, agg_mode, loss_mode):
+def test_any_split_of_any_rows(seed, order, cuts, rank_cut, padding, agg_mode, loss_mode, level):
     rows = make_rows(seed)
     edges = [0, *sorted(cuts | {rank_cut} - {0, B}), B]
     parts = [(start, list(order[start:stop])) for start, stop in zip(edges, edges[1:])]
@@ -164,7 +173,10 @@ def test_any_split_of_any_rows(seed, order, cuts, rank_cut, padding, agg_mode, l
         [part for start, part in parts if start < rank_cut],
         [part for start, part in parts if start >= rank_cut],
     ]
-    loss_of = actor(loss_mode=loss_mode, agg_mode=agg_mode, entropy_coeff=0.05, kl_coef=0.2)
+    correction = Truncation(level, 1.5) if level else None
+    loss_of = actor(
+        loss_mode=loss_mode, agg_mode=agg_mode, entropy_coeff=0.05, kl_coef=0.2, correction=correction
+    )
     whole = evaluate(loss_of, rows, [[list(range(B))]])
     assert_same(whole, evaluate(loss_of, rows, [ranks[0], ranks[1]], padding=padding), 1e-12)
 

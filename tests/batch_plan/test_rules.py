@@ -122,7 +122,7 @@ def test_every_role_has_a_row_for_each_of_its_ranks(role):
 def test_without_chunks_a_forward_holds_a_prompt():
     config = small(rollout__name="vllm", rollout__max_num_seqs=8, rollout__max_num_batched_tokens=16)
     assert resolve(config)
-    config.actor_rollout_ref.rollout.engine_kwargs.vllm["enable_chunked_prefill"] = False
+    config.actor_rollout_ref.rollout.enable_chunked_prefill = False
     assert "a whole row of 24 tokens" in broken(config)[f"{ROLLOUT}.max_num_batched_tokens"].rule
 
 

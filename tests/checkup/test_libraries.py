@@ -42,7 +42,19 @@ def test_a_requirement_that_is_not_met(tmp_path: Path, monkeypatch: pytest.Monke
     assert second == "made-up needs no-such-thing>=2, which is not installed"
 
 
-def test_vllm_that_is_asked_for_and_missing() -> None:
+@pytest.mark.parametrize("asked", ["2.0.0", "2.0.0+cpu"])
+def test_a_build_for_cpus_is_its_version_and_itself(
+    asked: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    distribution(tmp_path, "made-for-cpus", "2.0.0+cpu")
+    distribution(tmp_path, "made-up-too", "1.0", f"made-for-cpus=={asked}", "made-for-cpus==2.0.0+gpu")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    [found] = broken_requirements("made-up-too")
+    assert found.startswith("made-up-too needs made-for-cpus==2.0.0+gpu")
+
+
+def test_vllm_that_is_asked_for_and_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     [found] = findings(CheckContext(configured(actor_rollout_ref__rollout__name="vllm")), "vLLM and torch")
     assert found.state is State.PROBLEM and "vllm" in found.remedy
     assert states(findings(CheckContext(configured()), "vLLM and torch")) == [State.SKIPPED]

@@ -229,7 +229,7 @@ def test_the_plans_rules_stand_in_the_same_report(tmp_path):
         "algorithm.kl_penalty=k9",
         "data.train_batch_size=96",
         "actor_rollout_ref.actor.ppo_mini_batch_size=36",
-        "actor_rollout_ref.rollout.name=vllm",
+        "algorithm.filter_groups.enable=true",
         "trainer.default_hdfs_dir=x",
     ]
     result = hydraflow("main_ppo", *wrong, cwd=tmp_path)

@@ -52,18 +52,22 @@ def test_missing_files_alone_are_left_to_the_job():
     assert config.model.path == NOWHERE
 
 
-def test_supervised_training_and_generation_refuse_what_is_only_planned():
-    size = "ulysses_sequence_parallel_size"
-    for name, schema, word in (
-        ("sft", SFTConfig, f"fsdp_config.{size}=2"),
-        ("generate", GenerateConfig, "rollout.name=vllm"),
-    ):
-        paths = {"sft": ["data.train_files"], "generate": ["data.path", "output.path"]}[name]
-        given = [f"{path}=a.parquet" for path in ("model.path", *paths)]
-        with pytest.raises(ConfigError) as caught:
-            load_command(name, schema, [*given, "trainer.device=cpu", word], judges=(judge,))
-        [problem] = [one for one in caught.value.problems if "not implemented yet" in one.rule]
-        assert f"{problem.field}={problem.value}" == word
+def test_supervised_training_refuses_what_is_only_planned():
+    word = "fsdp_config.ulysses_sequence_parallel_size=2"
+    given = [f"{path}=a.parquet" for path in ("model.path", "data.train_files")]
+    with pytest.raises(ConfigError) as caught:
+        load_command("sft", SFTConfig, [*given, "trainer.device=cpu", word], judges=(judge,))
+    [problem] = [one for one in caught.value.problems if "not implemented yet" in one.rule]
+    assert f"{problem.field}={problem.value}" == word
+
+
+def test_generation_refuses_what_needs_a_missing_library(monkeypatch):
+    monkeypatch.setattr("hydraflow.options.Library.is_installed", False)
+    given = [f"{path}=a.parquet" for path in ("model.path", "data.path", "output.path")]
+    with pytest.raises(ConfigError) as caught:
+        load_command("generate", GenerateConfig, [*given, "rollout.name=vllm"], judges=(judge,))
+    [problem] = [one for one in caught.value.problems if "not installed" in one.rule]
+    assert problem.field == "rollout.name" and "scripts/install_vllm_cpu.sh" in problem.remedy
 
 
 def test_files_that_a_run_does_not_read_need_not_be_there(tmp_path):

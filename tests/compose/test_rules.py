@@ -11,7 +11,7 @@ from hydraflow.compose.keys import known_keys
 from hydraflow.compose.rules import problems
 from hydraflow.data.config import PromptConfig, SFTDataConfig
 from hydraflow.engine.config import TRAIN_ENGINES, OptimConfig
-from hydraflow.generation.config import GENERATION_ENGINES
+from hydraflow.generation.config import GENERATION_ENGINES, VLLM_ARGUMENTS
 from hydraflow.options import option_of
 from hydraflow.schema import EvalConfig, GenerateConfig, PPOConfig, SFTConfig
 from hydraflow.trainer.config import LOGGERS
@@ -276,3 +276,42 @@ def test_two_dumps_in_one_folder_are_refused(again, tmp_path, monkeypatch):
         "trainer.validation_data_dir",
         "trainer.validation_data_dir=out-val",
     )
+
+
+@pytest.mark.parametrize("name", VLLM_ARGUMENTS)
+def test_what_the_trainer_tells_vllm_cannot_be_given_again(name):
+    config, generate = valid(), GenerateConfig()
+    for rollout in (config.actor_rollout_ref.rollout, generate.rollout):
+        rollout.name, rollout.engine_kwargs.vllm = "vllm", {name: 1, "block_size": 32}
+    assert [problem.field for problem in problems(config)] == [f"{ROLLOUT}.engine_kwargs.vllm.{name}"]
+    found = {problem.field: problem for problem in problems(generate)}
+    assert ROLLOUT not in str(found[f"rollout.engine_kwargs.vllm.{name}"])
+
+
+def test_a_refused_argument_of_vllm_says_which_key_sets_it():
+    config = valid()
+    key = f"{ROLLOUT}.engine_kwargs.vllm"
+    config.actor_rollout_ref.rollout.engine_kwargs.vllm = {"dtype": "half", "logprobs_mode": "raw_logits"}
+    first, second = map(str, problems(config))
+    assert first == f"{key}.dtype=half: is set by {ROLLOUT}.dtype\n      -> {ROLLOUT}.dtype=..."
+    assert "is set by the trainer: softmax(logits / temperature) before top-k and top-p" in second
+    assert second.endswith(f"-> leave out {key}.logprobs_mode")
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "also"),
+    [
+        (f"{ROLLOUT}.temperature", 0.005, {}),
+        (f"{ROLLOUT}.val_kwargs.temperature", 0.005, {f"{ROLLOUT}.val_kwargs.do_sample": True}),
+        (f"{ROLLOUT}.dtype", "fp64", {}),
+        (f"{ROLLOUT}.name", "vllm", {f"{DEBUG}.local": True}),
+    ],
+)
+def test_what_vllm_does_not_do_is_refused(key, value, also):
+    config = valid()
+    for one, given in {**also, key: value}.items():
+        put(config, one, given)
+    put(config, f"{ROLLOUT}.name", "native")
+    assert problems(config) == []
+    put(config, f"{ROLLOUT}.name", "vllm")
+    assert [problem.field for problem in problems(config)] == [key]

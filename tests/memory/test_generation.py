@@ -12,7 +12,14 @@ from hydraflow.engine.fsdp import gather
 from hydraflow.generation import cache, decode, layout, sampling
 from hydraflow.memory import generation, roles
 from hydraflow.memory.activations import RowSizes
-from hydraflow.memory.generation import NativeEngineMemory, VllmMemory, cache_room, kv_numbers, padded_width
+from hydraflow.memory.generation import (
+    CPU_BLOCK,
+    NativeEngineMemory,
+    VllmMemory,
+    cache_room,
+    kv_numbers,
+    padded_width,
+)
 from hydraflow.memory.shape import ModelShape
 
 SHAPE = ModelShape("llama", 1000, 64, 3, 8, 2, 8, 128, tied=True, dense_layers=3)
@@ -69,6 +76,15 @@ def test_vllm_takes_its_share() -> None:
     assert engine.resting.total == 0
     alone = VllmMemory(SHAPE, 2, tensor=2, pipeline=1, share=0.5, device_bytes=10**9, shared=False)
     assert alone.resting == parts
+
+
+def test_vllms_cache_on_a_cpu_is_whole_blocks_within_its_share() -> None:
+    engine = VllmMemory(SHAPE, 4, tensor=1, pipeline=1, share=0.5, device_bytes=None, shared=True)
+    blocks = 10 * 2 + 1  # two for a row of 200 tokens, one is never used
+    whole = blocks * CPU_BLOCK * kv_numbers(SHAPE) * 4
+    assert engine.sample_on_cpu(10, 200, None).kv_cache == whole
+    assert engine.sample_on_cpu(10, 200, whole + 1).kv_cache == whole
+    assert engine.sample_on_cpu(10, 200, 1000).kv_cache == 1000
 
 
 @pytest.mark.parametrize(("tensor", "width"), [(1, 16), (2, 8), (4, 8)])

@@ -50,3 +50,14 @@ def test_one_gpu_holds_processes_of_one_group() -> None:
     assert "shares GPUs 1 with the actor, which is on 0-1" in problem.rule
     assert f"{ROLLOUT}.device_mapping=0-1" in problem.remedy and ACTOR not in problem.remedy
     assert pool("cuda", 2).groups == 1
+
+
+def test_vllm_needs_gpus_of_its_own() -> None:
+    with pytest.raises(ConfigError) as caught:
+        pool("cuda", 2, rollout__name="vllm")
+    [problem] = caught.value.problems
+    assert (problem.field, problem.value) == (f"{ROLLOUT}.name", "vllm")
+    assert "on GPUs that the actor has; several processes on one GPU" in problem.rule
+    assert f"{ROLLOUT}.device_mapping=" in problem.remedy
+    alone = dict(actor__device_mapping="[0,1]", rollout__device_mapping="[2,3]")
+    pool("cuda", 4, rollout__name="vllm", **alone)

@@ -49,7 +49,9 @@ def linked(*overrides: str, **places: str) -> tuple[Any, Any]:
 def test_a_run_that_trains_nothing_reads_the_weights_again_for_a_new_process(
     ray_session: None, tiny: str
 ) -> None:
-    spec = RolloutSpec(ModelConfig(path=tiny), SamplingConfig(dtype="fp32"), max_tokens=MAX_TOKENS, seed=5)
+    spec = RolloutSpec(
+        ModelConfig(path=tiny), SamplingConfig(dtype="fp32"), max_prompt=8, max_tokens=MAX_TOKENS, seed=5
+    )
     with Runtime(RayInitConfig(), Timeouts(start=120, call=60)) as runtime:
         runtime.start([ResourcePool("sampling", [1])])
         group = runtime.group("sampling", {"rollout": RoleSpec(RolloutWorker, (spec,))})

@@ -48,7 +48,9 @@ def make_rollout(
     path: str, rank: int = 0, world_size: int = 1, actor: ActorWorker | None = None
 ) -> RolloutWorker:
     """With the weights of the actor, which is in the same process, or of the model directory."""
-    spec = RolloutSpec(ModelConfig(path=path), SamplingConfig(dtype="fp32"), max_tokens=MAX_TOKENS, seed=5)
+    spec = RolloutSpec(
+        ModelConfig(path=path), SamplingConfig(dtype="fp32"), max_prompt=8, max_tokens=MAX_TOKENS, seed=5
+    )
     worker = RolloutWorker(process(rank, world_size, **({} if actor is None else {"actor": actor})), spec)
     worker.load_weights() if actor is None else worker.sync_from_actor(0)
     return worker

@@ -1,0 +1,328 @@
+"""The generation engine that runs vLLM in this process (`rollout.name=vllm`).
+
+In: prompts, sampling settings, and a stream of weights. Out: responses with the log-probability of every
+token, under the one convention of all engines: softmax(logits / temperature), before top-k and top-p. vLLM
+batches the requests, shares the prompts' cache and maps Hugging Face names to its own; `vllm_worker.py` runs
+beside the model. `LLMEngine` is driven here, by the calls themselves: `AsyncLLM` would start another process
+for each engine, which a killed worker leaves behind with its shared memory.
+Left out on purpose: vLLM's tokenizer, its server, and its statistics.
+"""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import json
+import os
+import tempfile
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import psutil
+import torch
+from packaging.version import Version
+from torch import Tensor
+from transformers import AutoModelForCausalLM, PreTrainedConfig
+from transformers.initialization import no_init_weights
+
+from hydraflow.errors import ConfigError
+from hydraflow.generation.base import (
+    LENGTH,
+    STOP,
+    EngineSpec,
+    GenerationOutput,
+    GenerationRequest,
+    Key,
+    SamplingParams,
+)
+from hydraflow.generation.config import MINIMUM_VLLM, VLLM
+from hydraflow.generation.native import end_tokens
+from hydraflow.generation.vllm_worker import WeightReceiver
+from hydraflow.generation.weights import Arrivals
+from hydraflow.models.loading import first_line
+from hydraflow.protocol import ragged
+from hydraflow.system.importing import importing
+
+REQUIRED = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine is in this process
+    "VLLM_USE_V2_MODEL_RUNNER": "0",  # the other one has another sampler
+}
+"""Environment variables that vLLM reads while it starts."""
+DEFAULTS = {
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # replicas would all be bound to the same cores
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_LOGGING_LEVEL": "WARNING",
+    "VLLM_LOGGING_STREAM": "ext://sys.stderr",
+    "VLLM_HOST_IP": "127.0.0.1",
+}
+"""Others, where the user has not set them."""
+
+
+class VllmEngine:
+    """A `GenerationEngine` around vLLM's `LLMEngine`."""
+
+    def __init__(self, engine: Any, arrivals: Arrivals, eos: Sequence[int]):
+        """engine: a `LLMEngine` without weights. arrivals: of the Hugging Face model, perhaps on the meta
+        device. eos: its end tokens."""
+        self._engine, self._arrivals, self._eos = engine, arrivals, tuple(eos)
+        self._not_ready = "the engine has no weights yet: call update_weights first"
+        self._shapes = {name: tensor.shape for name, tensor in arrivals.known.items()}
+        self._vocabulary: int = engine.model_config.get_vocab_size()
+        self._context: int = engine.model_config.max_model_len
+        config = engine.vllm_config
+        # vLLM takes a draw back after each part of a prompt but the last; generators on a CPU cannot do that.
+        self._seeds = not (
+            config.device_config.device_type == "cpu" and config.scheduler_config.enable_chunked_prefill
+        )
+        self._rpc(WeightReceiver.hydraflow_prepare_sampler)
+
+    def generate(self, request: GenerationRequest, params: SamplingParams) -> GenerationOutput:
+        """Samples every prompt. See `GenerationOutput` for the order of rows.
+
+        ValueError: a prompt that does not fit the context or the vocabulary. RuntimeError: without weights.
+        FloatingPointError: log-probabilities are not numbers.
+        """
+        from vllm.inputs.engine import tokens_input
+
+        if self._not_ready:
+            raise RuntimeError(self._not_ready)
+        self._check(request.prompts, params)
+        names: list[str] = []
+        try:
+            for i, (prompt, samples, key) in enumerate(zip(request.prompts, request.samples, request.keys)):
+                tokens = prompt.tolist()
+                for sample in range(samples):
+                    names.append(f"{i}-{sample}")
+                    seed = seed_of(key, sample) if self._seeds else None
+                    how = self._sampling_params(params, seed)
+                    self._engine.add_request(names[-1], tokens_input(tokens), how)
+            completions = dict(self._finished())
+        except BaseException:
+            self._engine.abort_request(names)
+            raise
+        return _output([completions[name] for name in names])
+
+    def update_weights(
+        self, stream: Iterable[tuple[str, Tensor]], *, first: bool = True, last: bool = True
+    ) -> None:
+        """See `GenerationEngine`. After the last part nothing is left of the old weights: their keys and
+        values are cleared too, because masked attention still multiplies them, and NaN times 0 is NaN."""
+        self._not_ready = (
+            "the last update_weights failed half-way, so the weights are a mixture: update them again"
+        )
+        if first:
+            self._arrivals.forget()
+            self._rpc(WeightReceiver.hydraflow_wake_weights)
+        self._rpc(WeightReceiver.hydraflow_load_weights, self._checked(stream))
+        if last:
+            self._arrivals.require_all()
+            self._rpc(WeightReceiver.hydraflow_clear_cache)
+            if not self._engine.reset_prefix_cache():
+                raise RuntimeError("vLLM kept the cache of old weights: requests are still running")
+            self._not_ready = ""
+
+    def sleep(self) -> None:
+        """See `GenerationEngine`."""
+        self._not_ready = "the engine sleeps: update its weights first"
+        self._rpc(WeightReceiver.hydraflow_rest)
+
+    def held(self) -> Mapping[str, Tensor]:
+        """See `GenerationEngine`. Read from vLLM's own parameters, in which q, k and v are one tensor, and
+        gate and up are one."""
+        held: Mapping[str, Tensor] = self._rpc(WeightReceiver.hydraflow_read_weights, self._shapes)
+        return held
+
+    def _rpc(self, method: Callable[..., Any], *args: Any) -> Any:
+        (answer,) = self._engine.collective_rpc(method.__name__, args=args)
+        return answer
+
+    def _finished(self) -> Iterator[tuple[str, Any]]:
+        """The completions of all requests, in the order in which they end."""
+        while self._engine.has_unfinished_requests():
+            for output in self._engine.step():
+                if output.finished:
+                    yield output.request_id, output.outputs[0]
+
+    def _checked(self, stream: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        """The stream for vLLM's loader, tied weights once. Copied, because the stream is borrowed, and a
+        loader may keep what it has read until a fused layer is complete."""
+        for name, tensor in stream:
+            earlier = self._arrivals.note(name, tensor.shape)
+            if earlier == name:
+                yield self._arrivals.first_name(name), tensor.clone()
+            elif not torch.equal(held := self.held()[earlier], tensor.to(held)):
+                self._arrivals.refuse_other(name, earlier)
+
+    def _sampling_params(self, params: SamplingParams, seed: int | None) -> Any:
+        from vllm import SamplingParams as VllmParams
+        from vllm.sampling_params import RequestOutputKind
+
+        stops = {*params.stop_token_ids, *(() if params.ignore_eos else self._eos)}
+        return VllmParams(
+            max_tokens=params.max_tokens,
+            temperature=params.temperature,
+            top_k=params.top_k,
+            top_p=params.top_p,
+            seed=seed,
+            ignore_eos=True,  # the end tokens are among the stops: vLLM would take them from a file
+            stop_token_ids=sorted(stops),
+            logprobs=0,
+            flat_logprobs=True,
+            detokenize=False,
+            output_kind=RequestOutputKind.FINAL_ONLY,
+        )
+
+    def _check(self, prompts: Sequence[Tensor], params: SamplingParams) -> None:
+        for i, prompt in enumerate(prompts):
+            if len(prompt) + params.max_tokens > self._context:
+                raise ValueError(
+                    f"prompt {i} has {len(prompt)} tokens; with max_tokens={params.max_tokens} that is"
+                    f" {len(prompt) + params.max_tokens}, more than rollout.max_model_len={self._context}"
+                )
+            low, high = (int(x) for x in prompt.aminmax())
+            if low < 0 or high >= self._vocabulary:
+                raise ValueError(
+                    f"prompt {i} holds token {high if high >= self._vocabulary else low}; the vocabulary has"
+                    f" {self._vocabulary} tokens"
+                )
+
+
+def build(config: PreTrainedConfig, spec: EngineSpec) -> VllmEngine:
+    """The engine of a rollout process. ConfigError: vLLM does not run this, or is another version than
+    needed."""
+    set_environment()
+    with no_init_weights(), torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(copy.deepcopy(config), dtype=spec.dtype)
+    model.tie_weights()
+    eos = end_tokens(spec.generation_config or model.generation_config, config)
+    with tempfile.TemporaryDirectory(prefix="hydraflow-vllm-") as folder:
+        saved = copy.deepcopy(config)
+        saved.architectures = [type(model).__name__]
+        saved.save_pretrained(folder)
+        engine = _start(folder, spec)
+    return VllmEngine(engine, Arrivals(model), eos)
+
+
+def set_environment() -> None:
+    """What vLLM must find before it is imported."""
+    os.environ.update(REQUIRED)
+    for name, value in DEFAULTS.items():
+        os.environ.setdefault(name, value)
+
+
+def seed_of(key: Key, sample: int) -> int:
+    """The seed of one sample's draws: 63 bits of a hash, of which torch's generator on a CPU uses 32."""
+    parts = [part if isinstance(part, str) else int(part) for part in key]
+    digest = hashlib.blake2b(json.dumps([*parts, sample]).encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1
+
+
+def _output(completions: Sequence[Any]) -> GenerationOutput:
+    """Rows in the request's order."""
+    if odd := {one.finish_reason for one in completions} - {STOP, LENGTH}:
+        raise RuntimeError(f"vLLM ended requests with {', '.join(sorted(map(str, odd)))}")
+    tokens = [token for one in completions for token in one.token_ids]
+    log_probs = torch.tensor([value for one in completions for value in one.logprobs.logprobs])  # (N,)
+    if not bool(log_probs.isfinite().all()):
+        raise FloatingPointError("log-probabilities of sampled tokens are not finite: the weights are broken")
+    lengths = torch.tensor([len(one.token_ids) for one in completions])
+    return GenerationOutput(
+        ragged.from_parts(torch.tensor(tokens, dtype=torch.int64), lengths),
+        ragged.from_parts(log_probs, lengths.clone()),
+        np.array([one.finish_reason for one in completions], dtype=object),
+    )
+
+
+def _start(folder: str, spec: EngineSpec) -> Any:
+    """A `LLMEngine` with random weights for the configuration in that folder."""
+    with importing():
+        import vllm
+        from vllm.platforms import current_platform
+        from vllm.v1.engine.llm_engine import LLMEngine
+    key, found, ours = "actor_rollout_ref.rollout.name", str(vllm.__version__), spec.device.type
+    if Version(found) < Version(MINIMUM_VLLM):
+        rule = f"needs vLLM {MINIMUM_VLLM} or newer; {found} is installed"
+        raise ConfigError.one(key, "vllm", rule, VLLM.install)
+    if (theirs := current_platform.device_type) != ours:
+        rule = f"the installed vLLM {found} is built for {theirs or 'no device here'}, the run is on {ours}"
+        raise ConfigError.one(key, "vllm", rule, f"{VLLM.install}, or {key}=native")
+    if ours == "cpu":
+        _keep_weights_plain()
+    try:
+        config = vllm.EngineArgs(**arguments(folder, spec)).create_engine_config()
+        if ours == "cpu":
+            _require_kernel(config.model_config.get_head_size())
+            if config.cache_config.kv_cache_memory_bytes is None:
+                config.cache_config.kv_cache_memory_bytes = _cache_bytes(config, spec)
+        return LLMEngine.from_vllm_config(config, disable_log_stats=True)
+    except (ValueError, TypeError, NotImplementedError) as error:
+        rule = f"vLLM {found} refuses this model or these settings: {_reason(error)}"
+        raise ConfigError.one(key, "vllm", rule, f"{key}=native, or other settings") from error
+
+
+def _reason(error: Exception) -> str:
+    """What is wrong, in one line. Errors of pydantic begin with a count."""
+    from pydantic import ValidationError
+
+    if not isinstance(error, ValidationError):
+        return first_line(error)
+    first = error.errors()[0]
+    field = ".".join(map(str, first["loc"]))
+    return f"{field}: {first['msg']}" if field else str(first["msg"])
+
+
+def _require_kernel(head: int) -> None:
+    """ValueError: vLLM would find out in the first forward pass."""
+    from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
+
+    if head not in (sizes := CPUAttentionBackend.get_supported_head_sizes()):
+        known = ", ".join(map(str, sizes))
+        raise ValueError(f"on a CPU it has no attention for heads of size {head}, only for {known}")
+
+
+def arguments(folder: str, spec: EngineSpec) -> dict[str, Any]:
+    """vLLM's arguments; `generation.config.VLLM_ARGUMENTS` lists those that users cannot give."""
+    rollout, on_cpu = spec.rollout, spec.device.type == "cpu"
+    longest, budget = rollout.max_model_len or spec.longest_row, rollout.max_num_batched_tokens
+    chunked = rollout.enable_chunked_prefill
+    return {
+        "model": folder,
+        "skip_tokenizer_init": True,
+        "load_format": "dummy",  # the actor's weights come before the first request
+        "dtype": str(spec.dtype).removeprefix("torch."),
+        "seed": spec.seed,
+        "max_model_len": longest,
+        "max_num_seqs": rollout.max_num_seqs,
+        "max_num_batched_tokens": max(budget, longest) if chunked is None and on_cpu else budget,
+        "gpu_memory_utilization": rollout.gpu_memory_utilization,
+        "enforce_eager": on_cpu if rollout.enforce_eager is None else rollout.enforce_eager,
+        "enable_prefix_caching": rollout.enable_prefix_caching,
+        "enable_chunked_prefill": not on_cpu if chunked is None else chunked,
+        "distributed_executor_backend": "uni",
+        "worker_extension_cls": f"{WeightReceiver.__module__}.{WeightReceiver.__qualname__}",
+        "logprobs_mode": "raw_logprobs",
+        **rollout.engine_kwargs.vllm,
+    }
+
+
+def _keep_weights_plain() -> None:
+    """Leaves linear weights as they are loaded. vLLM would pack them for oneDNN or AMX and empty the
+    parameters: what is loaded later would not reach a tied head, and could not come in parts."""
+    from vllm import _custom_ops
+    from vllm.model_executor.layers import utils
+
+    _custom_ops._supports_onednn = False
+    utils.check_cpu_sgl_kernel = lambda n, k, dtype: False
+
+
+def _cache_bytes(config: Any, spec: EngineSpec) -> int:
+    """Bytes of the key-value cache on a CPU: what `max_num_seqs` rows need, and at most the engine's share of
+    the machine's memory. vLLM would take all of that share."""
+    model, block = config.model_config, config.cache_config.block_size
+    heads, width = model.get_num_kv_heads(config.parallel_config), model.get_head_size()
+    layers = model.get_num_layers(config.parallel_config)
+    blocks = spec.rollout.max_num_seqs * -(-model.max_model_len // block) + 1  # one is never used
+    needed = 2 * layers * heads * width * model.dtype.itemsize * blocks * block
+    share = spec.rollout.gpu_memory_utilization * psutil.virtual_memory().total / spec.replicas
+    return min(needed, int(share))

@@ -1,0 +1,139 @@
+"""What runs inside of vLLM's worker, beside the model: loading, reading back and dropping weights, and the
+log-probabilities that training needs.
+
+In: calls from `vllm.py`, by name. vLLM mixes `WeightReceiver` into its worker class (`worker_extension_cls`),
+so `self` is that worker. Left out on purpose: weights that vLLM keeps in another form than they are loaded
+(quantised, or divided among devices). vLLM is imported where it is used: this module is also read where it
+is not installed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hydraflow.device import return_memory
+
+LEAST_TEMPERATURE = 1e-5
+"""vLLM takes the most probable token below."""
+
+
+def tempered_sampler(logprobs_mode: str) -> Any:
+    """A sampler of vLLM's whose log-probabilities are those of softmax(logits / temperature) before top-k and
+    top-p, as in training.
+
+    vLLM's own modes leave out the temperature (`raw_logprobs`) or count only what the filters keep
+    (`processed_logprobs`). Greedy rows have temperature 1.
+    """
+    from vllm.v1.outputs import LogprobsTensors
+    from vllm.v1.sample.sampler import Sampler
+
+    class TemperedSampler(Sampler):
+        temperature: Tensor | None = None  # (B,) while it samples; None: all rows are greedy
+
+        def forward(self, logits: Tensor, sampling_metadata: Any, *args: Any, **kwargs: Any) -> Any:
+            self.temperature = sampling_metadata.temperature
+            try:
+                return super().forward(logits, sampling_metadata, *args, **kwargs)
+            finally:
+                self.temperature = None
+
+        def compute_logprobs(self, logits: Tensor) -> Tensor:
+            """float32 (B, V)."""
+            if self.temperature is not None:
+                is_greedy = self.temperature < LEAST_TEMPERATURE
+                logits = logits.float() / torch.where(is_greedy, 1.0, self.temperature)[:, None]
+            return logits.log_softmax(dim=-1, dtype=torch.float32)
+
+        @staticmethod
+        def gather_logprobs(logprobs: Tensor, num_logprobs: int, token_ids: Tensor) -> LogprobsTensors:
+            """Those of the sampled tokens alone. vLLM would also rank each of them among all tokens."""
+            assert num_logprobs == 0, "only the sampled tokens' are asked for"
+            ids, no_ranks = token_ids[:, None], torch.zeros_like(token_ids, dtype=torch.int32)
+            return LogprobsTensors(ids.to(torch.int32), logprobs.gather(-1, ids), no_ranks)
+
+    return TemperedSampler(logprobs_mode)
+
+
+class WeightReceiver:
+    """The methods that are added to vLLM's worker."""
+
+    model_runner: Any
+    vllm_config: Any
+    _empty: dict[Tensor, torch.Size]
+    """While it rests: its weights, and the shapes that they have otherwise."""
+    _cache_bytes: dict[Tensor, int]
+    """While it rests: its caches, and the bytes of their memory otherwise."""
+
+    def hydraflow_prepare_sampler(self) -> None:
+        """Puts our sampler in the place of vLLM's."""
+        self.model_runner.sampler = tempered_sampler(self.model_runner.model_config.logprobs_mode)
+        self._empty, self._cache_bytes = {}, {}
+
+    def hydraflow_load_weights(self, stream: Iterable[tuple[str, Tensor]]) -> None:
+        """Loads some of the weights, by Hugging Face names, with the loader of vLLM's model class."""
+        from vllm.config import set_current_vllm_config
+
+        with torch.no_grad(), set_current_vllm_config(self.vllm_config):
+            loader: Any = self._model()
+            loader.load_weights(stream)
+
+    def hydraflow_read_weights(self, shapes: Mapping[str, torch.Size]) -> dict[str, Tensor]:
+        """The weights by Hugging Face name."""
+        return dict(read_back(self._model(), shapes))
+
+    def hydraflow_clear_cache(self) -> None:
+        """Sets all keys and values to zero."""
+        for cache in self._caches():
+            cache.zero_()
+
+    def hydraflow_rest(self) -> None:
+        """Gives back the memory of weights and cache."""
+        for weight in set(self._model().parameters()) - set(self._empty):
+            self._empty[weight] = weight.shape
+            weight.data = weight.new_empty(0)
+        for cache in self._caches():
+            # layers hold views, so the memory itself must shrink; it may be one for all layers
+            if nbytes := cache.untyped_storage().nbytes():
+                self._cache_bytes[cache] = nbytes
+                cache.untyped_storage().resize_(0)
+        return_memory(self.model_runner.device.type)
+
+    def hydraflow_wake_weights(self) -> None:
+        """Reallocates the memory, uninitialised."""
+        for weight, shape in self._empty.items():
+            weight.data = weight.new_empty(shape)
+        for cache, nbytes in self._cache_bytes.items():
+            cache.untyped_storage().resize_(nbytes)
+        self._empty, self._cache_bytes = {}, {}
+
+    def _model(self) -> nn.Module:
+        model: nn.Module = self.model_runner.get_model()
+        return model
+
+    def _caches(self) -> list[Tensor]:
+        caches: list[Tensor] = self.model_runner.kv_caches
+        return caches
+
+
+def read_back(model: nn.Module, shapes: Mapping[str, torch.Size]) -> Iterator[tuple[str, Tensor]]:
+    """Finds each Hugging Face weight among vLLM's parameters: under its own name, or as rows of a fused one.
+    ValueError: it is nowhere."""
+    held = {**dict(model.named_parameters(remove_duplicate=False)), **dict(model.named_buffers())}
+    fused: Mapping[str, list[str]] = getattr(model, "packed_modules_mapping", {})
+    place = {part: (whole, parts) for whole, parts in fused.items() for part in parts}
+    for name, shape in shapes.items():
+        if name in held:
+            yield name, held[name][: shape[0]] if shape else held[name]  # a vocabulary may be padded
+            continue
+        *before, module, kind = name.split(".")
+        whole, parts = place.get(module, ("", []))
+        found = held.get(".".join([*before, whole, kind]))
+        if found is None:
+            raise ValueError(f"weight {name} cannot be read from vLLM's {type(model).__name__}")
+        sizes = [shapes[".".join([*before, part, kind])][0] for part in parts]
+        start = sum(sizes[: parts.index(module)])
+        yield name, found[start : start + shape[0]]

@@ -1,0 +1,193 @@
+"""Measures tokens per second of the rollout engines, beside vLLM by itself and transformers' `generate`.
+
+    python scripts/bench/generation.py [--engines native,vllm,raw_vllm,transformers] [--models 1M,30M]
+                                       [--lengths equal,ragged] [--sequences 512]
+
+Each case has a process of its own, with one thread, random fp32 weights, 8 samples of each prompt of 16
+tokens, and one smaller call first that is not counted. Responses have 64 tokens (equal), or end by chance,
+after 256 tokens at most (ragged). native and vllm are what a rollout process runs, with log-probabilities and
+seeds.
+raw_vllm is `vllm.LLM` with the same arguments and log-probabilities; transformers gives none. Prints one JSON
+object per case: tokens, seconds, tokens per second, and seconds of processor time for 1000 tokens.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import tempfile
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+PROMPT_TOKENS, SAMPLES = 16, 8
+SIZES: Mapping[str, Mapping[str, int]] = {
+    "1M": dict(vocab_size=1024, hidden_size=128, intermediate_size=384, num_hidden_layers=4)
+    | dict(num_attention_heads=4, num_key_value_heads=2, head_dim=32),
+    "30M": dict(vocab_size=8192, hidden_size=512, intermediate_size=1536, num_hidden_layers=8)
+    | dict(num_attention_heads=8, num_key_value_heads=4, head_dim=64),
+}
+LONGEST = {"equal": 64, "ragged": 256}
+MEAN_LENGTH = 85
+"""Of ragged responses, were there no longest one."""
+Sample = Callable[[int], int]
+"""Samples so many sequences; returns the number of tokens."""
+
+
+def config_of(size: str) -> Any:
+    from transformers import AutoConfig
+
+    return AutoConfig.for_model("qwen3", **SIZES[size], tie_word_embeddings=True, dtype="float32")
+
+
+def model_of(size: str) -> Any:
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    torch.manual_seed(0)
+    return AutoModelForCausalLM.from_config(config_of(size), dtype=torch.float32).eval()
+
+
+def prompts_of(size: str, count: int) -> list[Any]:
+    import torch
+
+    draw = torch.Generator().manual_seed(1)
+    return list(torch.randint(2, SIZES[size]["vocab_size"], (count, PROMPT_TOKENS), generator=draw))
+
+
+def stops_of(size: str, lengths: str) -> list[int]:
+    """Tokens that end a ragged response: of nearly equal probabilities, so many of them."""
+    return list(range(SIZES[size]["vocab_size"] // MEAN_LENGTH)) if lengths == "ragged" else []
+
+
+def ours(name: str, size: str, lengths: str, sequences: int) -> Sample:
+    """A rollout engine as its process builds it."""
+    import torch
+
+    from hydraflow.generation.base import EngineSpec, GenerationRequest, SamplingParams
+    from hydraflow.generation.config import GENERATION_ENGINES, RolloutConfig
+    from hydraflow.protocol import ragged
+
+    longest = PROMPT_TOKENS + LONGEST[lengths]
+    rollout = RolloutConfig(name=name, max_num_seqs=sequences)
+    spec = EngineSpec(rollout, torch.device("cpu"), torch.float32, None, longest_row=longest)
+    engine = GENERATION_ENGINES[name].load()(config_of(size), spec)
+    engine.update_weights(model_of(size).named_parameters())
+    stops = tuple(stops_of(size, lengths))
+    params = SamplingParams(max_tokens=LONGEST[lengths], ignore_eos=True, stop_token_ids=stops)
+
+    def sample(count: int) -> int:
+        prompts = prompts_of(size, count // SAMPLES)
+        keys = [(0, 0, str(i)) for i in range(len(prompts))]
+        output = engine.generate(GenerationRequest(prompts, [SAMPLES] * len(prompts), keys), params)
+        return int(ragged.lengths(output.responses).sum())
+
+    return sample
+
+
+def raw_vllm(size: str, lengths: str, sequences: int) -> Sample:
+    """vLLM's own class, with the arguments that ours would give it."""
+    import torch
+
+    from hydraflow.generation.base import EngineSpec
+    from hydraflow.generation.config import RolloutConfig
+    from hydraflow.generation.vllm import arguments, set_environment
+
+    set_environment()
+    from vllm import LLM, SamplingParams
+
+    longest = PROMPT_TOKENS + LONGEST[lengths]
+    rollout = RolloutConfig(name="vllm", max_num_seqs=sequences)
+    spec = EngineSpec(rollout, torch.device("cpu"), torch.float32, None, longest_row=longest)
+    folder = tempfile.mkdtemp()
+    model_of(size).save_pretrained(folder)
+    given = arguments(folder, spec) | {"load_format": "auto", "kv_cache_memory_bytes": 2**31}
+    llm = LLM(**given)
+    params = SamplingParams(
+        n=SAMPLES,
+        max_tokens=LONGEST[lengths],
+        ignore_eos=True,
+        stop_token_ids=stops_of(size, lengths),
+        logprobs=0,
+        detokenize=False,
+    )
+
+    def sample(count: int) -> int:
+        prompts = [{"prompt_token_ids": prompt.tolist()} for prompt in prompts_of(size, count // SAMPLES)]
+        found = llm.generate(prompts, params, use_tqdm=False)
+        return sum(len(one.token_ids) for output in found for one in output.outputs)
+
+    return sample
+
+
+def transformers(size: str, lengths: str, sequences: int) -> Sample:
+    """`generate` on all sequences at once."""
+    import torch
+
+    model, stops = model_of(size), stops_of(size, lengths)
+    padding = SIZES[size]["vocab_size"] - 1
+    how = dict(do_sample=True, top_k=0, max_new_tokens=LONGEST[lengths], pad_token_id=padding)
+    how["eos_token_id"] = stops or None
+
+    @torch.inference_mode()
+    def sample(count: int) -> int:
+        ids = torch.stack(prompts_of(size, count // SAMPLES)).repeat_interleave(SAMPLES, 0)
+        new = model.generate(ids, attention_mask=torch.ones_like(ids), **how)[:, PROMPT_TOKENS:]
+        ends = torch.isin(new, torch.tensor(stops, dtype=new.dtype))
+        return int(torch.where(ends.any(1), ends.int().argmax(1) + 1, new.shape[1]).sum())
+
+    return sample
+
+
+def measure(engine: str, size: str, lengths: str, sequences: int, results: Any) -> None:
+    """One case, in this process."""
+    import torch
+
+    torch.set_num_threads(1)
+    others = {"raw_vllm": raw_vllm, "transformers": transformers}
+    start = time.perf_counter()
+    case = size, lengths, sequences
+    sample = others[engine](*case) if engine in others else ours(engine, *case)
+    sample(4 * SAMPLES)
+    begun, spent = time.perf_counter(), time.process_time()
+    tokens = sample(sequences)
+    seconds, spent = time.perf_counter() - begun, time.process_time() - spent
+    results.put(
+        {
+            "engine": engine,
+            "model": size,
+            "lengths": lengths,
+            "sequences": sequences,
+            "tokens": tokens,
+            "seconds": round(seconds, 2),
+            "tokens_per_second": round(tokens / seconds),
+            "cpu_seconds_per_1000": round(1000 * spent / tokens, 4),
+            "start_seconds": round(begun - start, 1),
+        }
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--engines", default="native,vllm,raw_vllm,transformers")
+    parser.add_argument("--models", default="1M,30M")
+    parser.add_argument("--lengths", default="equal,ragged")
+    parser.add_argument("--sequences", type=int, default=512)
+    given = parser.parse_args()
+    context = multiprocessing.get_context("spawn")
+    results = context.Queue()
+    for size in given.models.split(","):
+        for lengths in given.lengths.split(","):
+            for engine in given.engines.split(","):
+                case = engine, size, lengths, given.sequences
+                process = context.Process(target=measure, args=(*case, results))
+                process.start()
+                process.join()
+                if process.exitcode:
+                    raise SystemExit(f"{' '.join(map(str, case))} failed: see above")
+                print(json.dumps(results.get(timeout=60)), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,357 @@
+"""vLLM against plain forwards and the native engine: the same tokens, log-probabilities in the trainer's
+convention, and after every update nothing of the old weights."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from typing import Any
+
+import psutil
+import pytest
+import torch
+from generation.test_native import CONFIGS, END, VOCABULARY, expected_log_probs, make, rows, weights
+from generation.vllm_process import EngineProcess, needs_vllm
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from hydraflow.generation.base import GenerationOutput, GenerationRequest, SamplingParams
+from hydraflow.generation.config import EngineKwargs
+from hydraflow.generation.native import NativeEngine
+from hydraflow.generation.vllm import VllmEngine
+from hydraflow.memory.generation import CPU_BLOCK, VllmMemory
+from hydraflow.memory.shape import shape_of
+from hydraflow.protocol import ragged
+from hydraflow.weights.buckets import checksum_of
+
+pytestmark = [needs_vllm, pytest.mark.slow]
+
+GREEDY = SamplingParams(max_tokens=20, temperature=0)
+NEAR = 1e-5
+MORE_THAN_A_BLOCK = CPU_BLOCK + 30
+"""Only whole blocks of vLLM's cache are kept for later requests."""
+
+
+def config_of(name: str) -> Any:
+    config = copy.deepcopy(CONFIGS[name])
+    config.head_dim, config.max_position_embeddings = 32, 256  # vLLM has no kernels for smaller heads
+    return config
+
+
+MODELS = {"tied": config_of("qwen3 tied"), "untied": config_of("llama")}
+
+
+@pytest.fixture(scope="module", params=MODELS)
+def name(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture(scope="module")
+def process(name: str) -> Iterator[EngineProcess]:
+    engine = EngineProcess(MODELS[name], max_num_seqs=64)
+    yield engine
+    engine.stop()
+
+
+@pytest.fixture(scope="module")
+def models(name: str) -> list[PreTrainedModel]:
+    """Three whose weights differ in every tensor."""
+    made = [make(MODELS[name]) for _ in range(3)]
+    for i, model in enumerate(made):
+        for number, parameter in enumerate(model.parameters()):
+            draw = torch.Generator().manual_seed(100 * i + number)
+            parameter.data.add_(torch.randn(parameter.shape, generator=draw) * 0.1)
+    return made
+
+
+@pytest.fixture
+def engine(process: EngineProcess, models: list[PreTrainedModel]) -> EngineProcess:
+    """With the first model's weights."""
+    load(process, models[0])
+    return process
+
+
+# What the process runs; it imports this file.
+
+
+def generate(engine: VllmEngine, request: GenerationRequest, params: SamplingParams) -> GenerationOutput:
+    return engine.generate(request, params)
+
+
+def update(
+    engine: VllmEngine, parts: list[list[tuple[str, Tensor]]], first: bool = True, last: bool = True
+) -> None:
+    for number, part in enumerate(parts):
+        ends = last and number == len(parts) - 1
+        engine.update_weights(iter(part), first=first and number == 0, last=ends)
+
+
+def update_borrowed(engine: VllmEngine, stream: list[tuple[str, Tensor]]) -> None:
+    """Every tensor comes in the same memory, and is gone when the next one is asked for."""
+    buffer = torch.empty(max(tensor.numel() for _, tensor in stream))
+
+    def borrowed() -> Iterator[tuple[str, Tensor]]:
+        for name, tensor in stream:
+            view = buffer[: tensor.numel()].view(tensor.shape)
+            yield name, view.copy_(tensor)
+            buffer.fill_(7.0)
+
+    engine.update_weights(borrowed())
+
+
+def held(engine: VllmEngine) -> dict[str, Tensor]:
+    return {name: tensor.clone() for name, tensor in engine.held().items()}
+
+
+def sleep(engine: VllmEngine) -> tuple[int, int]:
+    """Bytes that it needs, before and after; its cache's are written to."""
+    checksum_of(engine.held().values())  # as after a transfer; numpy then shares the weights' memory
+    before = psutil.Process().memory_info().rss
+    engine.sleep()
+    return before, psutil.Process().memory_info().rss
+
+
+def cache_bytes(engine: VllmEngine) -> int:
+    caches = engine._engine.model_executor.driver_worker.worker.model_runner.kv_caches
+    storages = [cache.untyped_storage() for cache in caches]
+    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
+
+
+def fail_while_it_samples(engine: VllmEngine, request: GenerationRequest, params: SamplingParams) -> str:
+    step, engine._engine.step = engine._engine.step, lambda: 1 / 0
+    try:
+        engine.generate(request, params)
+    except ZeroDivisionError:
+        return "failed"
+    finally:
+        engine._engine.step = step
+    return "did not fail"
+
+
+def load(process: EngineProcess, model: PreTrainedModel, per_part: int = 1000) -> None:
+    stream = list(weights(model).items())
+    process.run(update, [stream[at : at + per_part] for at in range(0, len(stream), per_part)])
+
+
+def request_of(lengths: list[int], samples: int = 1, seed: int = 5) -> GenerationRequest:
+    draw = torch.Generator().manual_seed(seed)
+    prompts = [torch.randint(2, VOCABULARY, (n,), generator=draw) for n in lengths]
+    return GenerationRequest(
+        prompts, [samples] * len(lengths), [(0, 7, f"uid{i}") for i in range(len(lengths))]
+    )
+
+
+def largest_gap(
+    model: PreTrainedModel, request: GenerationRequest, output: GenerationOutput, temperature: float
+) -> float:
+    owner = [i for i, n in enumerate(request.samples) for _ in range(n)]
+    found = zip(ragged.rows(output.responses), ragged.rows(output.log_probs), owner, strict=True)
+    return max(
+        float((log_probs - expected_log_probs(model, request.prompts[i], row, temperature)).abs().max())
+        for row, log_probs, i in found
+    )
+
+
+def test_greedy_is_native_token_for_token(engine: EngineProcess, models: list[PreTrainedModel]) -> None:
+    request = request_of([1, 3, 9, 17, 40])
+    output = engine.run(generate, request, GREEDY)
+    expected = NativeEngine(models[0]).generate(request, GREEDY)
+    assert rows(output) == rows(expected)
+    assert list(output.finish_reason) == list(expected.finish_reason)
+    assert largest_gap(models[0], request, output, 1.0) < NEAR
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+@pytest.mark.parametrize("filters", [{}, {"top_p": 0.8}, {"top_k": 4}, {"top_k": 9, "top_p": 0.9}])
+def test_log_probs_are_the_trainers_whatever_is_filtered(
+    engine: EngineProcess, models: list[PreTrainedModel], temperature: float, filters: dict[str, Any]
+) -> None:
+    request = request_of([3, 8, 17], samples=8)
+    params = SamplingParams(max_tokens=16, temperature=temperature, **filters)
+    output = engine.run(generate, request, params)
+    assert largest_gap(models[0], request, output, temperature) < NEAR
+    if temperature != 1:
+        assert largest_gap(models[0], request, output, 1.0) > 0.01, "the temperature makes a difference"
+
+
+def test_filters_leave_out_what_native_leaves_out(
+    engine: EngineProcess, models: list[PreTrainedModel]
+) -> None:
+    request = request_of([6], samples=400)
+    for params in (SamplingParams(max_tokens=1, top_k=3), SamplingParams(max_tokens=1, top_p=0.5)):
+        sampled = {row[0] for row in rows(engine.run(generate, request, params))}
+        native = {row[0] for row in rows(NativeEngine(models[0]).generate(request, params))}
+        assert sampled == native and len(sampled) < VOCABULARY / 2
+
+
+def test_samples_follow_the_distribution(engine: EngineProcess, models: list[PreTrainedModel]) -> None:
+    """4000 first tokens of one prompt: each share within 4.5 standard deviations of its probability. Draws
+    that depend on each other would not be."""
+    request = GenerationRequest([torch.tensor([5, 9, 3])], [4000], [(1, "x")])
+    output = engine.run(generate, request, SamplingParams(max_tokens=1))
+    shares = torch.bincount(ragged.parts(output.responses)[0], minlength=VOCABULARY) / 4000
+    with torch.no_grad():
+        probs = models[0](input_ids=request.prompts[0][None]).logits[0, -1].softmax(-1)
+    assert float(((shares - probs) / (probs * (1 - probs) / 4000).sqrt()).abs().max()) < 4.5
+
+
+def test_samples_depend_on_their_key_and_not_on_what_else_is_sampled(engine: EngineProcess) -> None:
+    request, params = request_of([3, 9, 17, 40], samples=4), SamplingParams(max_tokens=16, ignore_eos=True)
+    together = rows(engine.run(generate, request, params))
+    for i in (2, 0):
+        alone = GenerationRequest([request.prompts[i]], [4], [request.keys[i]])
+        assert rows(engine.run(generate, alone, params)) == together[4 * i : 4 * i + 4]
+    other = GenerationRequest([request.prompts[2]], [4], [(0, 8, "uid2")])
+    assert rows(engine.run(generate, other, params)) != together[8:12]
+
+
+def test_end_tokens(engine: EngineProcess, models: list[PreTrainedModel]) -> None:
+    request = request_of([5, 6, 7, 12], samples=20)
+    params = SamplingParams(max_tokens=15)
+    output = engine.run(generate, request, params)
+    assert set(output.finish_reason) == {"stop", "length"}, "both occur"
+    for row, reason in zip(rows(output), output.finish_reason):
+        assert END not in row[:-1] and (row[-1] == END) == (reason == "stop")
+    free = engine.run(generate, request, SamplingParams(max_tokens=15, ignore_eos=True))
+    assert [f[: len(s)] for f, s in zip(rows(free), rows(output))] == rows(output)
+    stops = SamplingParams(max_tokens=15, temperature=0, stop_token_ids=(7, 8), ignore_eos=True)
+    assert rows(engine.run(generate, request, stops)) == rows(
+        NativeEngine(models[0]).generate(request, stops)
+    )
+
+
+@pytest.mark.parametrize("per_part", [1, 5, 1000], ids=["a tensor", "five tensors", "all"])
+def test_three_updates_in_a_row(process: EngineProcess, models: list[PreTrainedModel], per_part: int) -> None:
+    """In parts of one tensor, every boundary splits q, k and v, and gate and up. Afterwards the weights are
+    those that were sent, also the head of a tied model, and so are the log-probabilities."""
+    request = request_of([3, 9, 17], samples=2)
+    for model in (models[1], models[2], models[0]):
+        load(process, model, per_part)
+        output = process.run(generate, request, SamplingParams(max_tokens=16))
+        assert largest_gap(model, request, output, 1.0) < NEAR
+        found = process.run(held)
+        assert set(weights(model)) <= set(found)
+        assert all(torch.equal(found[name], tensor) for name, tensor in weights(model).items())
+
+
+def test_a_borrowed_stream(process: EngineProcess, models: list[PreTrainedModel]) -> None:
+    process.run(update_borrowed, list(weights(models[1]).items()))
+    found = process.run(held)
+    assert all(torch.equal(found[name], tensor) for name, tensor in weights(models[1]).items())
+
+
+def test_keys_and_values_of_old_weights_are_not_used(
+    engine: EngineProcess, models: list[PreTrainedModel]
+) -> None:
+    """The prompt's first block is kept for later requests, until the weights change. Of as many tokens, the
+    sums differ more."""
+    request = request_of([MORE_THAN_A_BLOCK])
+    for model in (models[0], models[1], models[0]):
+        load(engine, model)
+        for _ in range(2):  # the second time from the cache
+            output = engine.run(generate, request, SamplingParams(max_tokens=16))
+            assert largest_gap(model, request, output, 1.0) < 10 * NEAR
+
+
+def test_weights_that_are_not_numbers_leave_nothing_behind(
+    engine: EngineProcess, models: list[PreTrainedModel]
+) -> None:
+    request = request_of([3, 9, MORE_THAN_A_BLOCK], samples=4)
+    broken = copy.deepcopy(models[0])
+    for parameter in broken.parameters():
+        parameter.data.fill_(torch.nan)
+    load(engine, broken)
+    with pytest.raises(FloatingPointError, match="not finite"):
+        engine.run(generate, request, SamplingParams(max_tokens=16))
+    load(engine, models[0])
+    output = engine.run(generate, request, SamplingParams(max_tokens=16))
+    assert largest_gap(models[0], request, output, 1.0) < 10 * NEAR
+
+
+def test_it_sleeps(engine: EngineProcess, models: list[PreTrainedModel]) -> None:
+    request = request_of([3, 9])
+    before = rows(engine.run(generate, request, GREEDY))
+    awake, asleep = engine.run(sleep)
+    config = MODELS["tied"]  # both have the same cache
+    numbers = 2 * config.num_hidden_layers * config.num_key_value_heads * 32
+    assert awake - asleep > 0.8 * 4 * numbers * 64 * 256, "64 rows of 256 tokens"
+    engine.run(sleep)  # a second one changes nothing
+    with pytest.raises(RuntimeError, match="the engine sleeps"):
+        engine.run(generate, request, GREEDY)
+    load(engine, models[0], per_part=3)
+    assert rows(engine.run(generate, request, GREEDY)) == before
+
+
+def test_its_cache_is_what_the_plan_estimates(name: str, engine: EngineProcess) -> None:
+    shape = shape_of(MODELS[name].to_dict())
+    planned = VllmMemory(shape, 4, tensor=1, pipeline=1, share=0.5, device_bytes=None, shared=True)
+    assert engine.run(cache_bytes) == planned.sample_on_cpu(64, 256, None).kv_cache
+
+
+def test_an_engine_that_failed_samples_the_next_request(engine: EngineProcess) -> None:
+    request = request_of([3, 9], samples=4)
+    before = rows(engine.run(generate, request, GREEDY))
+    assert engine.run(fail_while_it_samples, request_of([5, 7], samples=3), GREEDY) == "failed"
+    assert rows(engine.run(generate, request, GREEDY)) == before
+
+
+def test_what_does_not_fit_is_refused(engine: EngineProcess, models: list[PreTrainedModel]) -> None:
+    with pytest.raises(ValueError, match="prompt 1 has 250 tokens; .* is 270, more than .*max_model_len=256"):
+        engine.run(generate, request_of([3, 250]), GREEDY)
+    with pytest.raises(ValueError, match="prompt 0 holds token 23; the vocabulary has 23"):
+        engine.run(generate, GenerationRequest([torch.tensor([23])], [1], [(0,)]), GREEDY)
+    first, *others = weights(models[0]).items()
+    with pytest.raises(ValueError, match="has no weight model.norms.weight; did you mean model.norm.weight?"):
+        engine.run(update, [[("model.norms.weight", torch.ones(32))]])
+    with pytest.raises(ValueError, match=rf"weight {first[0]} has shape \(2, 2\)"):
+        engine.run(update, [[(first[0], torch.ones(2, 2))]])
+    with pytest.raises(ValueError, match=f"1 of .* did not come: {first[0]}"):
+        engine.run(update, [others])
+    with pytest.raises(RuntimeError, match="failed half-way"):
+        engine.run(generate, request_of([3]), GREEDY)
+
+
+def test_tied_weights_may_come_under_both_names_but_must_agree(
+    name: str, engine: EngineProcess, models: list[PreTrainedModel]
+) -> None:
+    if name == "untied":
+        pytest.skip("this model's head is its own")
+    stream = list(weights(models[1]).items())
+    embedding = dict(stream)["model.embed_tokens.weight"]
+    engine.run(update, [[*stream, ("lm_head.weight", embedding)]])
+    only_head = [("lm_head.weight", embedding), *stream[1:]]
+    load(engine, models[0])
+    engine.run(update, [only_head])
+    request = request_of([3, 9])
+    assert largest_gap(models[1], request, engine.run(generate, request, GREEDY), 1.0) < NEAR
+    with pytest.raises(ValueError, match="are one tensor .* but came with different values"):
+        engine.run(update, [[*stream, ("lm_head.weight", embedding + 1)]])
+
+
+def test_what_vllm_does_not_run_is_refused() -> None:
+    """A model, an argument with a wrong value, an older version: before anything is sampled."""
+    small, short = copy.deepcopy(MODELS["untied"]), copy.deepcopy(MODELS["untied"])
+    small.head_dim, short.max_position_embeddings = 8, 64
+    wrong = EngineKwargs({"kv_cache_dtype": "int3"})
+    for process, words in (
+        (EngineProcess(small), "refuses .* no attention for heads of size 8"),
+        (EngineProcess(short), "refuses .*max_model_len .256. is greater"),
+        (EngineProcess(MODELS["untied"], engine_kwargs=wrong), "refuses .*: cache_dtype: Input should be"),
+        (EngineProcess(MODELS["untied"], needed="99.1"), "needs vLLM 99.1 or newer; .* is installed"),
+    ):
+        with pytest.raises(RuntimeError, match=f"rollout.name=vllm: .*{words}"):
+            process.run(held)
+        process.stop()
+
+
+def test_prompts_in_parts() -> None:
+    """With chunked prefill, which on a CPU goes without seeds."""
+    process = EngineProcess(
+        MODELS["tied"], max_num_seqs=8, max_num_batched_tokens=16, enable_chunked_prefill=True
+    )
+    model = make(MODELS["tied"])
+    load(process, model)
+    request, params = request_of([40, 100], samples=2), SamplingParams(max_tokens=8, temperature=0.7)
+    assert largest_gap(model, request, process.run(generate, request, params), 0.7) < 10 * NEAR
+    assert rows(process.run(generate, request, GREEDY)) == rows(NativeEngine(model).generate(request, GREEDY))
+    process.stop()

@@ -1,0 +1,110 @@
+"""Training that samples with vLLM: where it runs, that the trainer agrees with it, and what happens when one
+of its processes dies."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pyarrow.parquet as parquet
+import pytest
+from generation.vllm_process import needs_vllm
+from jobs.command import assert_refused, hydraflow
+from jobs.dying import dying_worker
+from jobs.test_placement import ACTOR, CRITIC, GPUS, ROLLOUT, SMALL_BUCKETS, processes, train
+
+from hydraflow.models.tiny import make_model
+from hydraflow.trainer import roles
+
+pytestmark = [
+    needs_vllm,
+    pytest.mark.slow,
+    pytest.mark.timeout(600),
+    pytest.mark.usefixtures("ray_session"),
+]
+
+SECTION, CORR = "actor_rollout_ref.rollout", "rollout_corr/rollout_is"
+VLLM = [f"{SECTION}.name=vllm", f"{SECTION}.max_num_seqs=32"]
+FILTERED = [f"{SECTION}.temperature=0.7", f"{SECTION}.top_p=0.95", f"{SECTION}.top_k=12"]
+CORRECTED = ["algorithm.rollout_correction.rollout_is=token"]
+STEPS = ["trainer.total_training_steps=3", "trainer.test_freq=3"]
+
+
+@pytest.fixture(scope="module")
+def colocated(tmp_path_factory: pytest.TempPathFactory, recipe_cache: Path) -> Any:
+    folder = tmp_path_factory.mktemp("colocated")
+    saved = ["trainer.save_freq=1", "trainer.max_actor_ckpt_to_keep=3", "trainer.max_critic_ckpt_to_keep=3"]
+    return folder, *train(
+        folder, recipe_cache, f"{GPUS}=2", *VLLM, *FILTERED, *CORRECTED, *STEPS, *SMALL_BUCKETS, *saved
+    )
+
+
+def test_it_has_processes_of_its_own_and_sleeps_beside_the_trainer(colocated: Any) -> None:
+    _, job, rows = colocated
+    on_device = processes(job)
+    assert not set(on_device["rollout"].values()) & set(on_device["actor"].values())
+    assert on_device["actor"] == on_device["critic"] == on_device["ref"]
+    assert [set(beside) for beside in job.beside] == [{"actor", "critic", "ref"}] * len(rows)
+
+
+def test_the_trainer_agrees_with_it_in_every_step_though_tokens_were_filtered(colocated: Any) -> None:
+    """Both replicas got other weights before each step."""
+    *_, rows = colocated
+    assert len(rows) == 3 and all(row["training/rollout_probs_diff_max"] < 1e-5 for row in rows)
+    assert all(row["actor/grad_norm"] > 0 for row in rows)
+    weights = [(row[f"{CORR}_mean"], row[f"{CORR}_ratio_fraction_high"]) for row in rows]
+    assert all(mean == pytest.approx(1, abs=1e-4) and high == 0 for mean, high in weights)
+
+
+def test_its_own_devices_and_its_deaths_change_no_number(
+    colocated: Any, tmp_path: Path, recipe_cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rank 0 is killed while it is idle, while it receives weights, and while it samples."""
+    deaths = {"idle": 1, "receiving": 1, "sampling": 1}
+    monkeypatch.setattr(roles, "RolloutWorker", dying_worker(deaths, tmp_path))
+    before = left_in_memory()
+    places = [f"{GPUS}=4", f"{ACTOR}=[0,1]", f"{CRITIC}=[0,1]", f"{ROLLOUT}=[2,3]"]
+    job, rows = train(
+        tmp_path / "run", recipe_cache, *places, *VLLM, *FILTERED, *CORRECTED, *STEPS, *SMALL_BUCKETS
+    )
+    assert rows == colocated[-1]
+    assert job.beside == [[], [], []] and len(list(tmp_path.glob("died *"))) == 3
+    assert left_in_memory() == before
+
+
+def left_in_memory() -> set[str]:
+    """What engines in processes of their own leave in shared memory when they are killed."""
+    return {name for name in os.listdir("/dev/shm") if name.startswith(("vllm", "psm_", "sem."))}
+
+
+def test_a_resumed_run_has_the_same_numbers(colocated: Any, tmp_path: Path, recipe_cache: Path) -> None:
+    """Each sample has a seed of its own: its draws do not depend on what was sampled before."""
+    resumed = ["trainer.resume_mode=resume_path", f"trainer.resume_from_path={colocated[0]}/global_step_2"]
+    _, rows = train(
+        tmp_path, recipe_cache, f"{GPUS}=2", *VLLM, *FILTERED, *CORRECTED, *STEPS, *SMALL_BUCKETS, *resumed
+    )
+    assert rows == colocated[-1][2:]
+
+
+def test_main_generate_writes_what_native_writes(prompts: Path, tmp_path: Path) -> None:
+    """Greedy, with weights that are larger than at the start of a training, so that no two tokens are
+    nearly as probable."""
+    model = make_model(tmp_path / "model", hidden=64, layers=2, heads=2, kv_heads=1)
+    given = [f"model.path={model}", f"data.path={prompts}", "data.max_response_length=8"]
+    given += ["rollout.temperature=0", "trainer.n_gpus_per_node=1", "model.override_config={}"]
+    found = {}
+    for name in ("native", "vllm"):
+        done = hydraflow(
+            "main_generate", *given, f"rollout.name={name}", f"output.path={name}.parquet", cwd=tmp_path
+        )
+        assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+        found[name] = parquet.read_table(tmp_path / f"{name}.parquet")["responses"].to_pylist()
+    assert found["vllm"] == found["native"]
+
+
+def test_a_model_that_it_does_not_run_is_refused(tmp_path: Path, prompts: Path, tiny: str) -> None:
+    """The tiny model's heads are of size 16, which has no attention kernel on a CPU."""
+    given = [f"model.path={tiny}", f"data.path={prompts}", "output.path=x.parquet", "rollout.name=vllm"]
+    done = hydraflow("main_generate", *given, "trainer.n_gpus_per_node=1", cwd=tmp_path)
+    assert_refused(done, "rollout.name=vllm", "no attention for heads of size 16")
