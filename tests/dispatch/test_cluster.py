@@ -25,7 +25,9 @@ from hydraflow.errors import HydraflowError
 address, what = sys.argv[1:3]
 begun = time.monotonic()
 try:
-    if what == "join":
+    if what == "silence":
+        print("silent", cluster.silence(address))
+    elif what == "join":
         print("joined", start_ray(RayInitConfig(address=address), 1))
         stop_ray()
     elif what == "look":
@@ -134,6 +136,10 @@ def test_no_token_is_told_at_once(head: Head, tmp_path: Path) -> None:
         f"RAY_AUTH_TOKEN_PATH is set but file cannot be opened or is empty: {tmp_path}/nowhere" in said
         and seconds < 5
     )
+
+
+def test_whether_a_ray_answers_needs_no_token(head: Head, tmp_path: Path) -> None:
+    assert head.tell("silence", token=tmp_path / "nowhere")[0] == "silent None\n"
 
 
 def test_nodes_that_do_not_come_are_named_after_the_limit(head: Head) -> None:

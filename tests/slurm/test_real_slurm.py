@@ -49,6 +49,16 @@ def numbers(job: Job) -> list[dict[str, float]]:
     ]
 
 
+def differing(ours: list[dict[str, float]], theirs: list[dict[str, float]]) -> list[str]:
+    """What differs, each with its step."""
+    return [
+        f"step {step}, {key}: {one.get(key)}, {other.get(key)}"
+        for step, (one, other) in enumerate(zip(ours, theirs, strict=True))
+        for key in sorted(one.keys() | other.keys())
+        if one.get(key) != other.get(key)
+    ]
+
+
 def weights(job: Job) -> dict[str, torch.Tensor]:
     return load_file(job.folder / "final_model" / "actor" / "model.safetensors")
 
@@ -88,7 +98,7 @@ def test_the_rollout_may_have_a_node_of_its_own_and_changes_no_number(both: tupl
     assert re.search(r"trainer: machines +1 machines +follows", apart.said())
     assert re.search(r"rollout: machines +1 machines", apart.said())
     assert [row["step"] for row in numbers(apart)] == [0, 1, 2, 3, 4]
-    assert numbers(apart)[:4] == numbers(whole)[:4], "the last step is validated"
+    assert differing(numbers(apart)[:4], numbers(whole)[:4]) == [], "the last step is validated"
 
 
 def test_the_jobs_folder_is_the_users_alone_and_its_token_is_gone(whole: Job) -> None:
@@ -127,7 +137,7 @@ def test_a_job_that_was_told_to_stop_and_then_killed_ends_with_the_same_numbers(
 
     assert job.await_state("COMPLETED", "FAILED", seconds=LONG) == "COMPLETED", job.said()[-4000:]
     assert job.fact("Restarts") == "2"
-    assert numbers(job) == numbers(whole)
+    assert differing(numbers(job), numbers(whole)) == []
     mine, theirs = weights(job), weights(whole)
     assert mine.keys() == theirs.keys() and all(torch.equal(mine[name], theirs[name]) for name in mine)
 
