@@ -1,14 +1,16 @@
-"""Pools of processes on the cluster's nodes, and the check that the cluster has room for them before any
+"""Pools of devices on the cluster's nodes, and the check that the cluster has room for them before any
 process starts.
 
-In: `ResourcePool`s. Out: `Reservation`s (Ray placement groups) with one `RankInfo` per process, nodes in the
-order of their addresses. Left out on purpose: which role runs in which pool (the caller's table), and Ray's
-start (`runtime`).
+In: `ResourcePool`s. Out: `Reservation`s with one `RankInfo` per process, nodes in the order of their
+addresses. A placement group of Ray's holds the devices that a pool has on one node, with a bundle for each
+device, so that all processes on a device get the same GPU and no other. Left out on purpose: which role runs
+in which pool (the caller's table), and Ray's start (`runtime`).
 """
 
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -38,47 +40,51 @@ _REMEDY = (
 
 @dataclass(frozen=True)
 class ResourcePool:
-    """Processes on nodes.
+    """Devices on nodes: GPUs, or places for a process on a CPU.
 
-    >>> ResourcePool("train", [2, 2], gpus_per_process=1).demand()
+    >>> ResourcePool("train", [2, 2], gpus=1).demand()
     [{'CPU': 2.0, 'GPU': 2.0}, {'CPU': 2.0, 'GPU': 2.0}]
     """
 
     name: str
-    processes_on_nodes: Sequence[int]
-    """Number of processes of a group on each node; the nodes are different ones."""
-    gpus_per_process: float = 0
-    """0 or 1, usually."""
-    cpus_per_process: float = 1
-    """Logical CPUs that Ray reserves for a process; not its threads."""
+    devices_on_nodes: Sequence[int]
+    """Number of devices on each node; the nodes are different ones."""
+    gpus: float = 0
+    """GPUs that Ray reserves for a device: 1, or 0 on a CPU."""
+    cpus: float = 1
+    """Logical CPUs that Ray reserves for a device; not the threads of its processes."""
     threads: int = 1
     """Threads of torch and OpenMP in each process."""
     groups: int = 1
-    """Largest number of worker groups with a process in the same place; each gets its share of CPUs and
-    GPUs."""
+    """Largest number of worker groups with a process on the same device; each gets its share of what is
+    reserved."""
 
     def __post_init__(self) -> None:
-        if not self.processes_on_nodes or min(self.processes_on_nodes) < 1:
-            rule, counts = "needs at least one process on every node", list(self.processes_on_nodes)
+        if not self.devices_on_nodes or min(self.devices_on_nodes) < 1:
+            rule, counts = "needs at least one device on every node", list(self.devices_on_nodes)
             raise ConfigError.one(f"resource pool {self.name}", counts, rule)
 
     @property
     def size(self) -> int:
-        """Total number of processes."""
-        return sum(self.processes_on_nodes)
+        """Total number of devices."""
+        return sum(self.devices_on_nodes)
+
+    def bundle(self) -> dict[str, float]:
+        """Resources of one device."""
+        reserved = {"CPU": float(self.cpus), "GPU": float(self.gpus)}
+        return {kind: amount for kind, amount in reserved.items() if amount}
 
     def demand(self) -> list[dict[str, float]]:
         """Resources that the pool needs on each node."""
-        per_process = {"CPU": self.cpus_per_process, "GPU": self.gpus_per_process}
+        of_device = self.bundle()
         return [
-            {kind: float(amount * count) for kind, amount in per_process.items() if amount}
-            for count in self.processes_on_nodes
+            {kind: amount * count for kind, amount in of_device.items()} for count in self.devices_on_nodes
         ]
 
 
 def cpus_needed(pools: Sequence[ResourcePool]) -> float:
     """Logical CPUs that all pools need together."""
-    return sum(pool.cpus_per_process * pool.size for pool in pools)
+    return sum(pool.cpus * pool.size for pool in pools)
 
 
 def shortfall(pools: Sequence[ResourcePool], nodes: Sequence[Mapping[str, float]]) -> list[Problem]:
@@ -88,8 +94,8 @@ def shortfall(pools: Sequence[ResourcePool], nodes: Sequence[Mapping[str, float]
     """
     problems = []
     for pool in pools:
-        if len(pool.processes_on_nodes) > len(nodes):
-            rule = f"needs {len(pool.processes_on_nodes)} nodes, the cluster has {len(nodes)}"
+        if len(pool.devices_on_nodes) > len(nodes):
+            rule = f"needs {len(pool.devices_on_nodes)} nodes, the cluster has {len(nodes)}"
             problems.append(Problem(f"resource pool {pool.name}", None, rule, FEWER_NODES))
     for kind in ("CPU", "GPU"):
         amounts = [node.get(kind, 0.0) for node in nodes]
@@ -108,42 +114,50 @@ def shortfall(pools: Sequence[ResourcePool], nodes: Sequence[Mapping[str, float]
 
 
 @dataclass(frozen=True)
+class _Node:
+    """What a pool has reserved on one node."""
+
+    group: PlacementGroup
+    id: str
+    name: str
+    """Host name."""
+    address: str
+
+
+@dataclass(frozen=True)
 class Reservation:
-    """A reserved place on the cluster, for all processes of a pool or for some."""
+    """A reserved place on the cluster, for all devices of a pool or for some."""
 
     pool: ResourcePool
-    group: PlacementGroup
-    rank_infos: list[RankInfo]
-    bundles: list[int]
-    """Bundle of the placement group by rank."""
+    places: list[tuple[_Node, int]]
+    """By rank: its node, and the device's bundle there."""
+
+    @property
+    def rank_infos(self) -> list[RankInfo]:
+        """By rank."""
+        nodes = [node.id for node, _ in self.places]
+        several = len(set(nodes)) > 1
+        return [
+            RankInfo(rank, len(nodes), nodes[:rank].count(node.id), node.name, several)
+            for rank, (node, _) in enumerate(self.places)
+        ]
 
     def part(self, devices: Sequence[int]) -> Reservation:
         """The place of a group on some of the pool's devices; rank i is on `devices[i]`."""
-        bundles = [self.bundles[device] for device in devices]
-        several = len(set(bundles)) > 1
-        rank_infos = [
-            RankInfo(
-                rank,
-                len(devices),
-                bundles[:rank].count(bundles[rank]),
-                self.rank_infos[device].node,
-                several,
-            )
-            for rank, device in enumerate(devices)
-        ]
-        return Reservation(self.pool, self.group, rank_infos, bundles)
+        return Reservation(self.pool, [self.places[device] for device in devices])
 
     def actor_options(
         self, rank: int, environment: Mapping[str, str], nsight: Mapping[str, str] | None
     ) -> dict[str, Any]:
         """Ray's options for the process of a rank. `environment`: variables that Ray itself reads. `nsight`:
         options of Nsight Systems."""
-        pool = self.pool
-        place = PlacementGroupSchedulingStrategy(self.group, placement_group_bundle_index=self.bundles[rank])
+        pool, (node, bundle) = self.pool, self.places[rank]
         options: dict[str, Any] = dict(
-            num_cpus=pool.cpus_per_process / pool.groups,
-            num_gpus=pool.gpus_per_process / pool.groups,
-            scheduling_strategy=place,
+            num_cpus=pool.cpus / pool.groups,
+            num_gpus=pool.gpus / pool.groups,
+            scheduling_strategy=PlacementGroupSchedulingStrategy(
+                node.group, placement_group_bundle_index=bundle
+            ),
         )
         # a runtime_env costs 0.4 s and a process that Ray has started in advance, so few things need it
         wanted = {"env_vars": dict(environment), "nsight": dict(nsight or {})}
@@ -162,16 +176,46 @@ def reserve(pools: Sequence[ResourcePool], *, timeout: float, growing: bool) -> 
         raise ConfigError(problems)
     for problem in problems:
         log.warning("waiting up to %g s for the cluster to grow: %s", timeout, problem)
-    groups = []
-    for pool in pools:
-        spread = len(pool.processes_on_nodes) > 1
-        groups.append(placement_group(pool.demand(), strategy="STRICT_SPREAD" if spread else "STRICT_PACK"))
-    ready = [group.ready() for group in groups]
-    if ready and ray.wait(ready, num_returns=len(ready), timeout=timeout)[1]:
-        for group in groups:
-            remove_placement_group(group)
-        raise ConfigError(shortfall(pools, _totals()) or [_busy(pools, timeout)])
-    return {pool.name: _seated(pool, group) for pool, group in zip(pools, groups, strict=True)}
+    deadline = time.monotonic() + timeout
+    nodes: dict[str, list[_Node]] = {pool.name: [] for pool in pools}
+    for pool, count in sorted(_parts(pools), key=lambda part: _size(*part), reverse=True):
+        group = _place(pool, count, nodes[pool.name])
+        if not _is_placed(group, deadline):
+            for reserved in [group, *(node.group for of_pool in nodes.values() for node in of_pool)]:
+                remove_placement_group(reserved)
+            raise ConfigError(shortfall(pools, _totals()) or [_busy(pools, timeout)])
+        nodes[pool.name].append(_node_of(group))
+    return {pool.name: _seated(pool, nodes[pool.name]) for pool in pools}
+
+
+def _parts(pools: Sequence[ResourcePool]) -> list[tuple[ResourcePool, int]]:
+    """The devices of each pool on each of its nodes."""
+    return [(pool, count) for pool in pools for count in pool.devices_on_nodes]
+
+
+def _size(pool: ResourcePool, count: int) -> tuple[float, float]:
+    """What finds a place first: a part that needs many GPUs fits on few nodes."""
+    return pool.gpus * count, pool.cpus * count
+
+
+def _place(pool: ResourcePool, count: int, taken: Sequence[_Node]) -> PlacementGroup:
+    """Asks Ray for that many devices on a node that is none of `taken`."""
+    others = [{"ray.io/node-id": f"!in({','.join(node.id for node in taken)})"}] * count if taken else None
+    return placement_group([pool.bundle()] * count, strategy="STRICT_PACK", bundle_label_selector=others)
+
+
+def _is_placed(group: PlacementGroup, deadline: float) -> bool:
+    """Waits; in short parts, because Ray's own wait cannot be interrupted."""
+    while not group.wait(0.5):
+        if time.monotonic() > deadline:
+            return False
+    return True
+
+
+def _node_of(group: PlacementGroup) -> _Node:
+    (node_id,) = set(placement_group_table(group)["bundles_to_node_id"].values())
+    node = next(node for node in ray.nodes() if node["NodeID"] == node_id)
+    return _Node(group, node_id, node["NodeManagerHostname"], str(node["NodeManagerAddress"]))
 
 
 def _totals() -> list[dict[str, float]]:
@@ -187,31 +231,25 @@ def _busy(pools: Sequence[ResourcePool], timeout: float) -> Problem:
     return Problem("resource pools", None, rule, remedy)
 
 
-def _seated(pool: ResourcePool, group: PlacementGroup) -> Reservation:
-    """Ranks go node by node, in the order of the nodes' addresses where these have equally many, so that two
-    runs on the same nodes number them alike."""
-    nodes = {node["NodeID"]: node for node in ray.nodes()}
-    placed = placement_group_table(group)["bundles_to_node_id"]
+def _seated(pool: ResourcePool, nodes: Sequence[_Node]) -> Reservation:
+    """Ranks go node by node, in the order of the nodes' addresses where these have equally many devices, so
+    that two runs on the same nodes number them alike. `nodes`: the largest first."""
 
-    def address(bundle: int) -> list[int]:
-        parts = str(nodes[placed[bundle]]["NodeManagerAddress"]).split(".")
+    def address(node: _Node) -> list[int]:
+        parts = node.address.split(".")
         return [int(part) if part.isdigit() else 0 for part in parts]
 
-    # of nodes with equally many processes the first is the one with the lowest address
-    counts, order = pool.processes_on_nodes, sorted(placed)
-    for count in set(counts):
-        alike = [bundle for bundle in placed if counts[bundle] == count]
-        for place, bundle in zip(sorted(alike), sorted(alike, key=address), strict=True):
-            order[place] = bundle
-    bundles = [bundle for bundle in order for _ in range(pool.processes_on_nodes[bundle])]
-    local = [number for bundle in order for number in range(pool.processes_on_nodes[bundle])]
-    names = [nodes[placed[bundle]]["NodeManagerHostname"] for bundle in bundles]
-    several = len(order) > 1
-    rank_infos = [RankInfo(rank, pool.size, local[rank], names[rank], several) for rank in range(pool.size)]
-    return Reservation(pool, group, rank_infos, bundles)
+    alike = {
+        count: iter(sorted((node for node in nodes if node.group.bundle_count == count), key=address))
+        for count in set(pool.devices_on_nodes)
+    }
+    ordered = [next(alike[count]) for count in pool.devices_on_nodes]
+    return Reservation(
+        pool, [(node, bundle) for node in ordered for bundle in range(node.group.bundle_count)]
+    )
 
 
 def release(reservations: Sequence[Reservation]) -> None:
     """Releases the placement groups."""
-    for reservation in reservations:
-        remove_placement_group(reservation.group)
+    for group in {id(node.group): node.group for place in reservations for node, _ in place.places}.values():
+        remove_placement_group(group)

@@ -111,7 +111,7 @@ def require_room(config: RayInitConfig, pools: Sequence[ResourcePool]) -> None:
     another cluster are known once it is joined."""
     if config.address != "local" or ray.is_initialized():
         return
-    nodes = max(len(pool.processes_on_nodes) for pool in pools)
+    nodes = max(len(pool.devices_on_nodes) for pool in pools)
     if nodes > 1:
         rule = f"starts Ray on this machine alone, and the run needs {nodes} nodes"
         raise ConfigError.one("ray_init.address", "local", rule, FEWER_NODES)

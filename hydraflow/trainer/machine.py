@@ -62,7 +62,7 @@ def training_pool(machine: Machine, *, devices: Sequence[int] | None = None, gro
     return ResourcePool(
         TRAIN,
         devices or [machine.processes_per_node] * machine.nodes,
-        gpus_per_process=0 if machine.device_type == "cpu" else 1,
+        gpus=0 if machine.device_type == "cpu" else 1,
         threads=machine.threads,
         groups=groups,
     )

@@ -9,20 +9,17 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, replace
-from itertools import combinations
 from pathlib import Path
 
 from hydraflow.algorithms.correction import Truncation
 from hydraflow.batch_plan.layout import Devices
 from hydraflow.batch_plan.resolve import BatchPlan
 from hydraflow.batch_plan.roles import own_reference
-from hydraflow.batch_plan.topology import SECTIONS
 from hydraflow.dispatch.group import Recovery, RoleGroup
 from hydraflow.dispatch.placement import ResourcePool
 from hydraflow.dispatch.runtime import Runtime
 from hydraflow.dispatch.worker import RoleSpec
-from hydraflow.errors import ConfigError
-from hydraflow.generation.config import GENERATION_ENGINES, RolloutConfig
+from hydraflow.generation.config import GENERATION_ENGINES
 from hydraflow.models.config import ModelConfig
 from hydraflow.schema import PPOConfig
 from hydraflow.trainer.machine import SCORE, TRAIN, Machine, training_pool
@@ -96,12 +93,8 @@ def build_roles(config: PPOConfig, plan: BatchPlan, runtime: Runtime, *, skipped
 
 
 def pool_of(config: PPOConfig, plan: BatchPlan, machine: Machine) -> ResourcePool:
-    """The devices of the plan's cluster, for all worker groups. ConfigError when two of them would share a
-    GPU."""
+    """The devices of the plan's cluster, for all worker groups."""
     places = _places(config, plan)
-    if machine.device_type != "cpu":
-        for one, other in combinations(places, 2):
-            _require_other_gpus(one, other, config.actor_rollout_ref.rollout)
     on_nodes = [pool.devices_per_node for pool in plan.cluster.pools for _ in range(pool.nodes)]
     users = Counter(device for place in places for device in place.devices.listed())
     return training_pool(machine, devices=on_nodes, groups=max(users.values()))
@@ -119,23 +112,6 @@ def _places(config: PPOConfig, plan: BatchPlan) -> list[_Place]:
     actor = next(place for place in places.values() if "actor" in place.roles)
     actor.roles.append("advantage")
     return list(places.values())
-
-
-def _require_other_gpus(one: _Place, other: _Place, rollout: RolloutConfig) -> None:
-    role, first = other.roles[0], one.roles[0]
-    key, missing = f"{SECTIONS[role]}.device_mapping", "several processes on one GPU are not implemented yet"
-    if role == "rollout" and GENERATION_ENGINES[rollout.name].own_process and one.devices & other.devices:
-        rule = f"needs processes of its own, on GPUs that the {first} has; {missing}"
-        remedy = f"{key}=<GPUs that no other role has>, or {SECTIONS[role]}.nnodes=1"
-        raise ConfigError.one(f"{SECTIONS[role]}.name", rollout.name, rule, remedy)
-    if one.devices == other.devices:
-        rule = f"gives {first} and {role} processes of their own on GPUs {one.devices}; {missing}"
-        remedy = f"trainer.fuse_roles=true, or {key}=<GPUs that no other role has>"
-        raise ConfigError.one("trainer.fuse_roles", False, rule, remedy)
-    if shared := one.devices & other.devices:
-        rule = f"shares GPUs {shared} with the {first}, which is on {one.devices}; {missing}"
-        remedy = f"{key}={one.devices} trainer.fuse_roles=true, or {key}=<GPUs that no other role has>"
-        raise ConfigError.one(key, str(other.devices), rule, remedy)
 
 
 def _link(config: PPOConfig, plan: BatchPlan, actor: RoleGroup, rollout: RoleGroup | None) -> WeightLink:

@@ -27,10 +27,7 @@ def runtime(ray_session: None) -> Iterator[Runtime]:
     """Groups of 1, 2 and 4 processes with the roles `probe` and `other`."""
     with Runtime(RayInitConfig(), Timeouts(start=120, call=60)) as runtime:
         runtime.start(
-            [
-                ResourcePool(f"of{size}", [size], cpus_per_process=0.25, threads=2 if size == 1 else 1)
-                for size in SIZES
-            ]
+            [ResourcePool(f"of{size}", [size], cpus=0.25, threads=2 if size == 1 else 1) for size in SIZES]
         )
         for size in SIZES:
             runtime.group(f"of{size}", {"probe": RoleSpec(Probe), "other": RoleSpec(Probe, (7,))})

@@ -37,7 +37,7 @@ def start(ray_session: None) -> Iterator[Start]:
     def make(cls: type = Troubled, role: str = "troubled", ready: bool = True, **limits: float) -> RoleGroup:
         if not runtimes:
             runtimes.append(Runtime(RayInitConfig(), Timeouts(**{"start": 120, "call": 60, **limits})))
-        runtimes[0].start([ResourcePool(role, [2], cpus_per_process=0.25)])
+        runtimes[0].start([ResourcePool(role, [2], cpus=0.25)])
         group = runtimes[0].group(role, {role: RoleSpec(cls)})
         if ready:
             runtimes[0].await_ready()

@@ -26,7 +26,7 @@ BatchOf = Callable[[int], DataProto]
 @pytest.fixture(scope="module")
 def mesh(ray_session: None) -> Iterator[RoleGroup]:
     with Runtime(RayInitConfig(), Timeouts(start=120, call=60)) as runtime:
-        runtime.start([ResourcePool("mesh", [8], cpus_per_process=0.125)])
+        runtime.start([ResourcePool("mesh", [8], cpus=0.125)])
         group = runtime.group("mesh", {"probe": RoleSpec(Probe)})
         group.await_ready()
         yield group.role("probe")

@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+import json
+import os
+import subprocess
+import sys
+import tempfile
 import time
+from pathlib import Path
 
 import pytest
 import ray
@@ -17,7 +23,7 @@ NODE = {"CPU": 8.0, "GPU": 2.0}
 
 
 def test_what_fits_is_not_refused() -> None:
-    pools = [ResourcePool("train", [2, 2], gpus_per_process=1), ResourcePool("reward", [4])]
+    pools = [ResourcePool("train", [2, 2], gpus=1), ResourcePool("reward", [4])]
     assert shortfall(pools, [NODE, NODE]) == [] and cpus_needed(pools) == 8
 
 
@@ -27,8 +33,8 @@ def test_what_fits_is_not_refused() -> None:
         (ResourcePool("train", [1, 1, 1]), "needs 3 nodes, the cluster has 2"),
         (ResourcePool("train", [9, 8]), "need 17 CPUs together, the cluster has 16"),
         (ResourcePool("train", [9, 1]), "needs 9 CPUs on one node, the largest has 8"),
-        (ResourcePool("train", [3, 2], gpus_per_process=1), "need 5 GPUs together, the cluster has 4"),
-        (ResourcePool("train", [3, 1], gpus_per_process=1), "needs 3 GPUs on one node, the largest has 2"),
+        (ResourcePool("train", [3, 2], gpus=1), "need 5 GPUs together, the cluster has 4"),
+        (ResourcePool("train", [3, 1], gpus=1), "needs 3 GPUs on one node, the largest has 2"),
     ],
 )
 def test_what_never_fits_is_named(pool: ResourcePool, rule: str) -> None:
@@ -39,7 +45,7 @@ def test_what_never_fits_is_named(pool: ResourcePool, rule: str) -> None:
 
 
 def test_a_pool_without_processes_is_refused() -> None:
-    with pytest.raises(ConfigError, match="at least one process on every node"):
+    with pytest.raises(ConfigError, match="at least one device on every node"):
         ResourcePool("train", [2, 0])
 
 
@@ -64,7 +70,7 @@ def test_what_only_a_joined_cluster_shows_is_not_said_to_be_before_the_start(ray
 def test_a_cluster_that_may_grow_is_given_its_time(ray_session: None) -> None:
     begun = time.monotonic()
     with pytest.raises(ConfigError, match="needs 2 nodes, the cluster has 1"):
-        reserve([ResourcePool("train", [1, 1], cpus_per_process=0.1)], timeout=1, growing=True)
+        reserve([ResourcePool("train", [1, 1], cpus=0.1)], timeout=1, growing=True)
     assert 1 <= time.monotonic() - begun < 10
 
 
@@ -75,7 +81,7 @@ def test_a_job_whose_nodes_have_all_joined_does_not_wait_for_one_that_is_gone(
     runtime = Runtime(RayInitConfig(address="auto"), Timeouts(start=60, call=60))
     begun = time.monotonic()
     with pytest.raises(ConfigError, match="needs 2 nodes, the cluster has 1"):
-        runtime.start([ResourcePool("train", [1, 1], cpus_per_process=0.1)])
+        runtime.start([ResourcePool("train", [1, 1], cpus=0.1)])
     assert time.monotonic() - begun < 10
 
 
@@ -91,3 +97,23 @@ def test_a_busy_cluster_is_named_after_a_bounded_wait(ray_session: None) -> None
     again = reserve([ResourcePool("second", [free])], timeout=30, growing=False)
     assert [rank_info.local_rank for rank_info in again["second"].rank_infos] == list(range(free))
     release(list(again.values()))
+
+
+@pytest.mark.slow
+def test_all_processes_on_a_device_see_the_same_gpu_and_no_other() -> None:
+    groups = [[0, 1, 2, 3], [1, 2], [3, 2]]
+    program = Path(__file__).with_name("fake_gpus.py")
+    with tempfile.TemporaryDirectory(dir="/tmp") as folder:  # paths of sockets must be short
+        environ = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "RAY_TMPDIR": folder}
+        words = [sys.executable, str(program), json.dumps(groups)]
+        done = subprocess.run(words, env=environ, capture_output=True, timeout=120)
+    assert done.returncode == 0, done.stderr.decode()
+    found = json.loads(done.stdout.splitlines()[-1])
+    seen: dict[int, set[tuple[str, str]]] = {}
+    for devices, places in zip(groups, found, strict=True):
+        for device, (node, gpus, _) in zip(devices, places, strict=True):
+            seen.setdefault(device, set()).add((node, gpus))
+    assert all(len(gpus) == 1 for gpus in seen.values()) and len(set.union(*seen.values())) == 4, found
+    nodes, gpus = zip(*(next(iter(seen[device])) for device in range(4)), strict=True)
+    assert nodes[0] == nodes[1] != nodes[2] == nodes[3] and sorted(gpus) == ["0", "0", "1", "1"]
+    assert [[local for _, _, local in places] for places in found] == [[0, 1, 0, 1], [0, 0], [0, 1]]

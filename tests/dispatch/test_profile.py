@@ -48,7 +48,7 @@ def test_operators_of_a_step_on_the_ranks_that_were_asked_for(
     with Runtime(
         RayInitConfig(), Timeouts(start=120, call=60), observability=watched(tmp_path, "torch", ranks=ranks)
     ) as runtime:
-        runtime.start([ResourcePool("pool", [2], cpus_per_process=0.25)])
+        runtime.start([ResourcePool("pool", [2], cpus=0.25)])
         runtime.group("pool", {"probe": RoleSpec(Probe)})
         runtime.await_ready()
         train(runtime)

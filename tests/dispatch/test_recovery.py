@@ -56,7 +56,7 @@ class Fragile(Worker):
 @pytest.fixture(scope="module")
 def runtime(ray_session: None) -> Iterator[Runtime]:
     with Runtime(RayInitConfig(), Timeouts(start=120, call=60)) as runtime:
-        runtime.start([ResourcePool("fragile", [2], cpus_per_process=0.5, groups=2)])
+        runtime.start([ResourcePool("fragile", [2], cpus=0.5, groups=2)])
         yield runtime
 
 

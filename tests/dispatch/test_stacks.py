@@ -28,8 +28,8 @@ def runtime(tmp_path: Path, ray_session: None) -> Iterator[Runtime]:
     with Runtime(RayInitConfig(), Timeouts(start=120, call=3), observability=observability) as runtime:
         runtime.start(
             [
-                ResourcePool("pair", [2], cpus_per_process=0.25),
-                ResourcePool("beside", [1], cpus_per_process=0.25),
+                ResourcePool("pair", [2], cpus=0.25),
+                ResourcePool("beside", [1], cpus=0.25),
             ]
         )
         yield runtime
@@ -102,7 +102,7 @@ def test_a_start_that_takes_too_long(tmp_path: Path, ray_session: None) -> None:
     with Runtime(
         RayInitConfig(), Timeouts(start=12, call=60), observability=Observability(stacks=str(tmp_path))
     ) as runtime:
-        runtime.start([ResourcePool("pool", [1], cpus_per_process=0.25)])
+        runtime.start([ResourcePool("pool", [1], cpus=0.25)])
         runtime.group("pool", {"slow": RoleSpec(Slow)})
         with pytest.raises(WorkerError, match="no answer in 12 seconds; stacks of all workers: "):
             runtime.await_ready()

@@ -140,7 +140,7 @@ def test_without_a_file_nothing_is_kept() -> None:
 def test_real_workers_and_real_ray(tmp_path: Path, ray_session: None) -> None:
     file = tmp_path / "t.json"
     with Runtime(RayInitConfig(timeline_file=str(file)), Timeouts(start=120, call=60)) as runtime:
-        runtime.start([ResourcePool("pool", [2], cpus_per_process=0.25)])
+        runtime.start([ResourcePool("pool", [2], cpus=0.25)])
         role = runtime.group("pool", {"probe": RoleSpec(Probe), "other": RoleSpec(Probe, (7,))}).role("probe")
         runtime.await_ready()
         role.call(Probe.nothing)
