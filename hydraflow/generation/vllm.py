@@ -36,7 +36,7 @@ from hydraflow.generation.base import (
     Key,
     SamplingParams,
 )
-from hydraflow.generation.config import MINIMUM_VLLM, VLLM
+from hydraflow.generation.config import MINIMUM_VLLM, VLLM, splits_prompts
 from hydraflow.generation.native import end_tokens
 from hydraflow.generation.vllm_worker import WeightReceiver
 from hydraflow.generation.weights import Arrivals
@@ -240,7 +240,7 @@ def _start(folder: str, spec: EngineSpec) -> Any:
         import vllm
         from vllm.platforms import current_platform
         from vllm.v1.engine.llm_engine import LLMEngine
-    key, found, ours = "actor_rollout_ref.rollout.name", str(vllm.__version__), spec.device.type
+    key, found, ours = f"{spec.section}.name", str(vllm.__version__), spec.device.type
     if Version(found) < Version(MINIMUM_VLLM):
         rule = f"needs vLLM {MINIMUM_VLLM} or newer; {found} is installed"
         raise ConfigError.one(key, "vllm", rule, VLLM.install)
@@ -284,21 +284,19 @@ def _require_kernel(head: int) -> None:
 def arguments(folder: str, spec: EngineSpec) -> dict[str, Any]:
     """vLLM's arguments; `generation.config.VLLM_ARGUMENTS` lists those that users cannot give."""
     rollout, on_cpu = spec.rollout, spec.device.type == "cpu"
-    longest, budget = rollout.max_model_len or spec.longest_row, rollout.max_num_batched_tokens
-    chunked = rollout.enable_chunked_prefill
     return {
         "model": folder,
         "skip_tokenizer_init": True,
         "load_format": "dummy",  # the actor's weights come before the first request
         "dtype": str(spec.dtype).removeprefix("torch."),
         "seed": spec.seed,
-        "max_model_len": longest,
+        "max_model_len": rollout.max_model_len or spec.longest_row,
         "max_num_seqs": rollout.max_num_seqs,
-        "max_num_batched_tokens": max(budget, longest) if chunked is None and on_cpu else budget,
+        "max_num_batched_tokens": rollout.max_num_batched_tokens,
         "gpu_memory_utilization": rollout.gpu_memory_utilization,
         "enforce_eager": on_cpu if rollout.enforce_eager is None else rollout.enforce_eager,
         "enable_prefix_caching": rollout.enable_prefix_caching,
-        "enable_chunked_prefill": not on_cpu if chunked is None else chunked,
+        "enable_chunked_prefill": splits_prompts(rollout, spec.device.type),
         "distributed_executor_backend": "uni",
         "worker_extension_cls": f"{WeightReceiver.__module__}.{WeightReceiver.__qualname__}",
         "logprobs_mode": "raw_logprobs",
