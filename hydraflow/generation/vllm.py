@@ -21,11 +21,13 @@ from typing import Any
 import numpy as np
 import psutil
 import torch
+import torch.distributed as dist
 from packaging.version import Version
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedConfig
 from transformers.initialization import no_init_weights
 
+from hydraflow.device import collective_backend
 from hydraflow.errors import ConfigError
 from hydraflow.generation.base import (
     LENGTH,
@@ -267,6 +269,9 @@ def _start(folder: str, spec: EngineSpec) -> Any:
         raise ConfigError.one(key, "vllm", rule, f"{VLLM.install}, or {key}=native")
     if ours == "cpu":
         _keep_weights_plain()
+    if not dist.is_initialized():
+        # else vLLM makes this group of one by a file in TMPDIR, which a killed process leaves, or by a port
+        dist.init_process_group(collective_backend(ours), store=dist.HashStore(), rank=0, world_size=1)
     try:
         config = vllm.EngineArgs(**arguments(folder, spec)).create_engine_config()
         if config.model_config.use_mla:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -115,6 +116,11 @@ def cache_bytes(engine: VllmEngine) -> int:
     caches = engine._engine.model_executor.driver_worker.worker.model_runner.kv_caches
     storages = [cache.untyped_storage() for cache in caches]
     return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
+
+
+def listening(engine: VllmEngine) -> set[str]:
+    """Addresses at which the process can be reached."""
+    return {one.laddr.ip for one in psutil.Process().net_connections() if one.status == psutil.CONN_LISTEN}
 
 
 def fail_while_it_samples(engine: VllmEngine, request: GenerationRequest, params: SamplingParams) -> str:
@@ -368,13 +374,25 @@ def test_weights_that_could_not_be_compared_are_refused_at_once() -> None:
     experts = Qwen3MoeConfig(**larger, num_experts=2, moe_intermediate_size=32)
     latent = DeepseekV3Config(**larger, q_lora_rank=None, kv_lora_rank=16)
     for config, words in (
-        (experts, "Qwen3MoeForCausalLM [^\n]*: weight model.layers.0.mlp.experts.gate_up_proj cannot be read"),
+        (
+            experts,
+            "Qwen3MoeForCausalLM [^\n]*: weight model.layers.0.mlp.experts.gate_up_proj cannot be read",
+        ),
         (latent, "DeepseekV3ForCausalLM [^\n]* attention .MLA. do not follow new weights\n"),
     ):
         process = EngineProcess(config)
         with pytest.raises(RuntimeError, match=rf"vllm: vLLM does not hold [^\n]*{words}(?s:.*)name=native"):
             process.run(held)
         process.stop()
+
+
+def test_it_leaves_no_file_and_no_open_port(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    process = EngineProcess(MODELS["tied"])
+    assert process.run(listening) <= {"127.0.0.1", "::1"}
+    assert list(tmp_path.glob("vllm_dist*")) == []
+    process.stop()
 
 
 def test_prompts_in_parts() -> None:
