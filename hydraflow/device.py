@@ -116,6 +116,19 @@ def planned_devices(device: str) -> int:
     return (0 if device == "cpu" else listed_gpus()) or CPU_PROCESSES
 
 
+def planned_type(device: str, described: str | None = None) -> str:
+    """cpu or gpu, as far as that is known without torch. device: `trainer.device`. described:
+    `cluster.device`, which comes first.
+
+    >>> planned_type("auto", "h100"), planned_type("cpu")
+    ('gpu', 'cpu')
+    """
+    named = described or device
+    if named == "auto":
+        return "gpu" if listed_gpus() else "cpu"
+    return "cpu" if named == "cpu" else "gpu"
+
+
 def gpu_runtime() -> str | None:
     """The version of CUDA that torch was built for; None: it was built without."""
     import torch

@@ -5,13 +5,14 @@ In: numbers from workers. Out: one float per name. Token-weighted means stay exa
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
 class Metric:
-    """A value and its weight under one way of reducing it: mean (weighted), sum or max.
+    """A value and its weight under one way of reducing it: mean (weighted), sum, max or std (unbiased).
 
     >>> merge([{"loss": mean(2.0, weight=1)}, {"loss": mean(5.0, weight=2)}])["loss"].value
     4.0
@@ -20,6 +21,8 @@ class Metric:
     how: str
     value: float
     weight: float = 1.0
+    center: float = 0.0
+    """Of a standard deviation: the mean."""
 
     def __add__(self, other: Metric) -> Metric:
         assert self.how == other.how, f"one metric reduced both by {self.how} and by {other.how}"
@@ -27,9 +30,22 @@ class Metric:
             weight = self.weight + other.weight
             total = self.value * self.weight + other.value * other.weight
             return Metric("mean", total / weight if weight else 0.0, weight)
+        if self.how == "std":
+            return self._spread_with(other)
         if self.how == "sum":
             return Metric("sum", self.value + other.value)
         return Metric("max", max(self.value, other.value))
+
+    def _spread_with(self, other: Metric) -> Metric:
+        """Chan, Golub, LeVeque 1979: from two parts' standard deviations and means."""
+        count = self.weight + other.weight
+        if not (self.weight and other.weight):
+            return self if self.weight else other
+        apart = other.center - self.center
+        squares = sum(part.value**2 * (part.weight - 1) for part in (self, other))
+        squares += apart**2 * self.weight * other.weight / count
+        center = self.center + apart * other.weight / count
+        return Metric("std", math.sqrt(squares / (count - 1)), count, center)
 
 
 def mean(value: float, weight: float = 1.0) -> Metric:
@@ -45,6 +61,16 @@ def summed(value: float) -> Metric:
 def maximum(value: float) -> Metric:
     """A metric of which the maximum is kept."""
     return Metric("max", float(value))
+
+
+def spread(value: float, weight: float, center: float) -> Metric:
+    """The unbiased standard deviation of `weight` numbers with the mean `center`; merged exactly.
+
+    >>> parts = [{"gap": spread(0.0, 1, center=1.0)}, {"gap": spread(2**0.5, 2, center=4.0)}]  # 1; 3 and 5
+    >>> merge(parts)["gap"].value
+    2.0
+    """
+    return Metric("std", float(value), float(weight), float(center))
 
 
 def merge(parts: Iterable[Mapping[str, Metric]]) -> dict[str, Metric]:

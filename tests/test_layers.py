@@ -28,7 +28,7 @@ DOORS = {
     "ray": ["dispatch/*"],
     "hydra": ["compose/*", "main_*.py"],
     "omegaconf": ["compose/*", "main_*.py"],
-    "torch.distributed": ["engine/*", "model_merger/split.py"],
+    "torch.distributed": ["engine/*", "model_merger/split.py", "generation/vllm.py"],
     "torch.utils.tensorboard": ["tracking/tensorboard.py"],
     "tensorboard": ["tracking/tensorboard.py"],
     "wandb": ["tracking/wandb.py"],

@@ -34,13 +34,17 @@ def rollout_probs_diff(old_log_probs: Tensor, rollout_log_probs: Tensor, mask: T
     gap = (ours - theirs).abs()
     spread = gap.std() if len(gap) > 1 else torch.zeros_like(gap[0])
     summary = torch.stack([gap.mean(), gap.max(), spread, *_correlation(ours, theirs)]).tolist()
-    names = (
-        "rollout_probs_diff_mean",
-        "rollout_probs_diff_max",
-        "rollout_probs_diff_std",
-        "rollout_actor_probs_pearson_corr",
-    )
-    return {f"training/{name}": value for name, value in zip(names, summary)}
+    names = (*map(probs_diff_name, ("mean", "max", "std")), "training/rollout_actor_probs_pearson_corr")
+    return dict(zip(names, summary))
+
+
+def probs_diff_name(what: str, replica: int | None = None) -> str:
+    """The metric's name: verl's for all tokens; for those of one generation process, its number is added.
+
+    >>> probs_diff_name("max"), probs_diff_name("max", 1)
+    ('training/rollout_probs_diff_max', 'training/rollout_probs_diff_max/replica-1')
+    """
+    return f"training/rollout_probs_diff_{what}" + ("" if replica is None else f"/replica-{replica}")
 
 
 def _correlation(x: Tensor, y: Tensor) -> list[Tensor]:

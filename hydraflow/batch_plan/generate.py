@@ -9,10 +9,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
+from hydraflow.batch_plan.engine_rules import engine_violations
 from hydraflow.batch_plan.layout import Cluster, Devices, Layout, Pool
 from hydraflow.batch_plan.parts import Plan, Quantity, no_sizes
 from hydraflow.batch_plan.repair import Violation, problems
 from hydraflow.batch_plan.settings import Settings, value_at
+from hydraflow.device import planned_type
 from hydraflow.errors import ConfigError
 from hydraflow.schema import GenerateConfig
 
@@ -63,7 +65,16 @@ def resolve_generate_plan(
     settings = Settings(config, GenerateConfig(), origins or {})
 
     def judge(values: Mapping[str, object]) -> list[Violation]:
-        return no_sizes(settings.changed(values))
+        changed = settings.changed(values)
+        rollout, data = changed.config.rollout, changed.config.data
+        limits = engine_violations(
+            rollout,
+            "rollout",
+            longest_prompt=data.max_prompt_length,
+            longest_response=data.max_response_length,
+            device_type=planned_type(changed.config.trainer.device),
+        )
+        return no_sizes(changed) or list(limits)
 
     if judge({}):
         raise ConfigError(problems(judge, lambda key: value_at(config, key)))

@@ -10,10 +10,12 @@ from collections.abc import Callable, Iterator
 from functools import partial
 
 from hydraflow.batch_plan import targets
+from hydraflow.batch_plan.engine_rules import engine_violations
 from hydraflow.batch_plan.parts import RoleRequest, divisors
 from hydraflow.batch_plan.repair import BATCH, BUDGET, MICRO, Fix, Violation
 from hydraflow.batch_plan.request import SAMPLES, TRAIN_BATCH, Request
 from hydraflow.batch_plan.topology import PER_NODE, ROLLOUT
+from hydraflow.device import planned_type
 
 GEN_BATCH = "data.gen_batch_size"
 
@@ -134,28 +136,15 @@ def _token_budgets_hold_a_row(request: Request) -> Iterator[Violation]:
 
 
 def _engine_holds_a_row(request: Request) -> Iterator[Violation]:
-    """vLLM refuses rows above max_model_len, and budgets below its sequences or an unchunked prompt."""
-    rollout, row = request.rollout, request.longest_row
-    if rollout.name != "vllm":
-        return
-    longest, key = rollout.max_model_len, f"{ROLLOUT}.max_model_len"
-    if longest is not None and longest < row:
-        sum_ = f"{request.longest_prompt} + {request.longest_response} = {row}"
-        fitting: list[Fix] = [{key: None}, {key: row}]
-        text = f"must hold the longest row, {sum_} tokens"
-        yield Violation("max_model_len", BUDGET, key, longest, text, fitting)
-    key = f"{ROLLOUT}.max_num_batched_tokens"
-    tokens, most = rollout.max_num_batched_tokens, rollout.max_num_seqs
-    whole = rollout.enable_chunked_prefill is False
-    least = max(most, longest or row) if whole else most
-    if tokens >= least:
-        return
-    because = "vLLM decodes one token of each sequence at a time"
-    text = f"must be at least {ROLLOUT}.max_num_seqs={most}: {because}"
-    if tokens >= most:
-        because = f"{ROLLOUT}.enable_chunked_prefill=false"
-        text = f"must hold a whole row of {longest or row} tokens, because {because}"
-    yield Violation("max_num_batched_tokens", BUDGET, key, tokens, text, [{key: least}])
+    """vLLM's limits hold the longest row."""
+    config = request.settings.config
+    yield from engine_violations(
+        request.rollout,
+        ROLLOUT,
+        longest_prompt=request.longest_prompt,
+        longest_response=request.longest_response,
+        device_type=planned_type(config.trainer.device, config.cluster.device),
+    )
 
 
 def _filter_can_fill_a_step(request: Request) -> Iterator[Violation]:

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
+from hydraflow.batch_plan.generate import resolve_generate_plan
 from hydraflow.batch_plan.resolve import resolve_plan
 from hydraflow.batch_plan.roles import needs_critic
 from hydraflow.batch_plan.settings import value_at
@@ -42,6 +43,9 @@ def judge(config: PPOConfig | SFTConfig | GenerateConfig, command: Command) -> l
     elif isinstance(config, SFTConfig):
         supervised = config
         faults.passes(lambda: resolve_sft_plan(supervised, conversations=None, **known))
+    else:
+        generation = config
+        faults.passes(lambda: resolve_generate_plan(generation, prompts=None, **known))
     return [*faults.problems, *not_runnable(config)]
 
 

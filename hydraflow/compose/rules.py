@@ -23,6 +23,7 @@ from hydraflow.generation.config import (
     VLLM_ARGUMENTS,
     RolloutConfig,
     SamplingConfig,
+    engine_dtype,
 )
 from hydraflow.models.config import ModelConfig
 from hydraflow.options import walk
@@ -127,10 +128,14 @@ def _engines_that_hold_whole_models(config: PPOConfig) -> Iterator[Problem]:
 
 def _engine_arguments_are_free(config: PPOConfig | GenerateConfig) -> Iterator[Problem]:
     key, rollout = _rollout_of(config)
+    known = {leaf.key for leaf in walk(config)}
     for name, value in rollout.engine_kwargs.vllm.items():
         if name in VLLM_ARGUMENTS:
-            what, section = f"{key}.engine_kwargs.vllm.{name}", VLLM_ARGUMENTS[name].replace(ROLLOUT, key)
-            remedy = f"{section}=..." if " " not in section else f"leave out {what}"
+            what, sets = f"{key}.engine_kwargs.vllm.{name}", VLLM_ARGUMENTS[name]
+            section = sets.replace("actor_rollout_ref.", key.removesuffix("rollout"))
+            if " " not in section and section not in known:
+                section = "this command, which gives each replica one device"
+            remedy = f"{section}=..." if section in known else f"leave out {what}"
             yield Problem(what, shown(value), f"is set by {section}", remedy)
 
 
@@ -145,8 +150,11 @@ def _vllm_samples_like_this(config: PPOConfig | GenerateConfig) -> Iterator[Prob
         if 0 < value < LEAST_VLLM_TEMPERATURE:
             rule = f"vLLM samples at {LEAST_VLLM_TEMPERATURE} or above"
             yield Problem(name, value, rule, f"{name}={LEAST_VLLM_TEMPERATURE}, or 0 for greedy")
-    if rollout.dtype == "fp64":
-        yield Problem(f"{key}.dtype", "fp64", "vLLM computes in 32 or 16 bits", f"{key}.dtype=fp32")
+    actor = config.actor_rollout_ref.actor if isinstance(config, PPOConfig) else ActorConfig()
+    if engine_dtype(rollout.dtype, actor.fsdp_config.compute_dtype) == "fp64":
+        rule = "vLLM computes in 32 or 16 bits"
+        rule += ", and auto is the actor's fp64" if rollout.dtype == "auto" else ""
+        yield Problem(f"{key}.dtype", rollout.dtype, rule, f"{key}.dtype=fp32")
 
 
 def _rollout_of(config: PPOConfig | GenerateConfig) -> tuple[str, SamplingConfig]:

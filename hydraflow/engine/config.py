@@ -84,7 +84,8 @@ class FSDPConfig:
     model_dtype: str = option("fp32", choices=DTYPES, verl=("mixed_precision.reduce_dtype",))
     """Dtype of the stored weights and optimizer state (fp64 is meant for proofs)."""
     dtype: str = option("auto", choices=("auto", *DTYPES), verl=("mixed_precision.param_dtype",))
-    """Dtype of the forward and backward pass; auto: bf16 where the device computes in it, else fp32."""
+    """Dtype of the forward and backward pass; auto: bf16 where the device computes in it, else fp32,
+    and fp64 with weights in fp64."""
     reduce_dtype: str = option("fp32", choices=DTYPES, verl=("mixed_precision.reduce_dtype",))
     """Dtype of the gradient reduction across ranks."""
     reshard_after_forward: bool = option(True, shapes_training=False)
@@ -110,6 +111,15 @@ class FSDPConfig:
         planned=Planned(lambda value: value > 1, "share the tokens of a row among {value} devices"),
     )
     """Ulysses sequence-parallel size: devices that share the tokens of one row."""
+
+    @property
+    def compute_dtype(self) -> str:
+        """`dtype`, where auto with weights in fp64 is fp64.
+
+        >>> FSDPConfig().compute_dtype, FSDPConfig(model_dtype="fp64").compute_dtype
+        ('auto', 'fp64')
+        """
+        return "fp64" if self.dtype == "auto" and self.model_dtype == "fp64" else self.dtype
 
 
 @dataclass

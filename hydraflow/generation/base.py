@@ -121,6 +121,8 @@ class EngineSpec:
     """Tokens of the longest prompt and response."""
     replicas: int = 1
     """Engines of this run."""
+    section: str = "actor_rollout_ref.rollout"
+    """Where the configuration has `rollout`, for messages."""
     seed: int = 0
     """For draws that have no key (vLLM with chunked prefill on a CPU); each replica's is another."""
 

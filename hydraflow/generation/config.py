@@ -147,7 +147,8 @@ class SamplingConfig:
     """Fraction of a device's memory for the engine: weights, activations and KV cache. On a CPU the most that
     the KV caches of all its replicas may take of the machine's memory."""
     max_num_batched_tokens: int = option(8192, size=True, shapes_training=False, no_effect=OTHER_ENGINE)
-    """Maximum tokens one replica processes in one forward pass."""
+    """Maximum tokens one replica processes in one forward pass; without chunked prefill at least the longest
+    row."""
     max_model_len: int | None = option(None, size=True, shapes_training=False, no_effect=OTHER_ENGINE)
     """Maximum sequence length of the engine; null: data.max_prompt_length + data.max_response_length."""
     enforce_eager: bool | None = option(None, shapes_training=False, no_effect=OTHER_ENGINE)
@@ -162,6 +163,20 @@ class SamplingConfig:
     max_retries: int = option(3, ge=0, shapes_training=False)
     """How often a request, or weights, may be sent again because a generation process has died that holds
     no other role; 0: its death ends the run."""
+
+
+def engine_dtype(asked: str, trainer: str) -> str:
+    """The engine's dtype. asked: `rollout.dtype`. trainer: the actor's.
+
+    >>> engine_dtype("auto", "fp32"), engine_dtype("bf16", "fp32")
+    ('fp32', 'bf16')
+    """
+    return trainer if asked == "auto" else asked
+
+
+def splits_prompts(rollout: SamplingConfig, device_type: str) -> bool:
+    """Whether vLLM may take a part of a prompt (chunked prefill)."""
+    return device_type != "cpu" if rollout.enable_chunked_prefill is None else rollout.enable_chunked_prefill
 
 
 @dataclass

@@ -21,11 +21,13 @@ from typing import Any
 import numpy as np
 import psutil
 import torch
+import torch.distributed as dist
 from packaging.version import Version
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedConfig
 from transformers.initialization import no_init_weights
 
+from hydraflow.device import collective_backend
 from hydraflow.errors import ConfigError
 from hydraflow.generation.base import (
     LENGTH,
@@ -36,8 +38,9 @@ from hydraflow.generation.base import (
     Key,
     SamplingParams,
 )
-from hydraflow.generation.config import MINIMUM_VLLM, VLLM
+from hydraflow.generation.config import MINIMUM_VLLM, VLLM, splits_prompts
 from hydraflow.generation.native import end_tokens
+from hydraflow.generation.vllm_weights import pattern, wanted_weights
 from hydraflow.generation.vllm_worker import WeightReceiver
 from hydraflow.generation.weights import Arrivals
 from hydraflow.models.loading import first_line
@@ -62,12 +65,12 @@ DEFAULTS = {
 class VllmEngine:
     """A `GenerationEngine` around vLLM's `LLMEngine`."""
 
-    def __init__(self, engine: Any, arrivals: Arrivals, eos: Sequence[int]):
-        """engine: a `LLMEngine` without weights. arrivals: of the Hugging Face model, perhaps on the meta
-        device. eos: its end tokens."""
-        self._engine, self._arrivals, self._eos = engine, arrivals, tuple(eos)
+    def __init__(self, engine: Any, model: nn.Module, eos: Sequence[int]):
+        """engine: a `LLMEngine` without weights. model: the Hugging Face model, perhaps on the meta device.
+        eos: its end tokens."""
+        self._engine, self._arrivals, self._eos = engine, Arrivals(model), tuple(eos)
         self._not_ready = "the engine has no weights yet: call update_weights first"
-        self._shapes = {name: tensor.shape for name, tensor in arrivals.known.items()}
+        self._wanted = wanted_weights(model, self._arrivals)
         self._vocabulary: int = engine.model_config.get_vocab_size()
         self._context: int = engine.model_config.max_model_len
         config = engine.vllm_config
@@ -130,8 +133,21 @@ class VllmEngine:
     def held(self) -> Mapping[str, Tensor]:
         """See `GenerationEngine`. Read from vLLM's own parameters, in which q, k and v are one tensor, and
         gate and up are one."""
-        held: Mapping[str, Tensor] = self._rpc(WeightReceiver.hydraflow_read_weights, self._shapes)
+        held: Mapping[str, Tensor] = self._rpc(WeightReceiver.hydraflow_read_weights, self._wanted)
         return held
+
+    def require_readable(self) -> None:
+        """Loads a pattern as weights and reads it back. ValueError names a weight that vLLM does not know, or
+        keeps in another form: what it holds could never be compared with the trainer's."""
+        wanted, known = self._wanted.items(), self._arrivals.known
+        sent = pattern({name: known[name] for name, weight in wanted if weight.tied_to is None})
+        copies = ((name, tensor.clone()) for name, tensor in sent.items())
+        self._rpc(WeightReceiver.hydraflow_load_weights, copies)
+        held = self.held()
+        for name, weight in wanted:
+            expected = sent.get(weight.tied_to or name)
+            if expected is not None and not torch.equal(held[name].cpu(), expected):
+                raise ValueError(f"weight {name} is not read back as it was loaded")
 
     def _rpc(self, method: Callable[..., Any], *args: Any) -> Any:
         (answer,) = self._engine.collective_rpc(method.__name__, args=args)
@@ -200,8 +216,12 @@ def build(config: PreTrainedConfig, spec: EngineSpec) -> VllmEngine:
         saved = copy.deepcopy(config)
         saved.architectures = [type(model).__name__]
         saved.save_pretrained(folder)
-        engine = _start(folder, spec)
-    return VllmEngine(engine, Arrivals(model), eos)
+        engine = VllmEngine(_start(folder, spec), model, eos)
+    try:
+        engine.require_readable()
+    except (ValueError, LookupError, AssertionError, AttributeError) as error:
+        raise _other_form(spec, type(model).__name__, first_line(error)) from error
+    return engine
 
 
 def set_environment() -> None:
@@ -240,7 +260,7 @@ def _start(folder: str, spec: EngineSpec) -> Any:
         import vllm
         from vllm.platforms import current_platform
         from vllm.v1.engine.llm_engine import LLMEngine
-    key, found, ours = "actor_rollout_ref.rollout.name", str(vllm.__version__), spec.device.type
+    key, found, ours = f"{spec.section}.name", str(vllm.__version__), spec.device.type
     if Version(found) < Version(MINIMUM_VLLM):
         rule = f"needs vLLM {MINIMUM_VLLM} or newer; {found} is installed"
         raise ConfigError.one(key, "vllm", rule, VLLM.install)
@@ -249,16 +269,29 @@ def _start(folder: str, spec: EngineSpec) -> Any:
         raise ConfigError.one(key, "vllm", rule, f"{VLLM.install}, or {key}=native")
     if ours == "cpu":
         _keep_weights_plain()
+    if not dist.is_initialized():
+        # else vLLM makes this group of one by a file in TMPDIR, which a killed process leaves, or by a port
+        dist.init_process_group(collective_backend(ours), store=dist.HashStore(), rank=0, world_size=1)
     try:
         config = vllm.EngineArgs(**arguments(folder, spec)).create_engine_config()
+        if config.model_config.use_mla:
+            why = "products of the weights of its attention (MLA) do not follow new weights"
+            raise _other_form(spec, config.model_config.architectures[0], why)
         if ours == "cpu":
             _require_kernel(config.model_config.get_head_size())
             if config.cache_config.kv_cache_memory_bytes is None:
                 config.cache_config.kv_cache_memory_bytes = _cache_bytes(config, spec)
         return LLMEngine.from_vllm_config(config, disable_log_stats=True)
+    except ConfigError:
+        raise
     except (ValueError, TypeError, NotImplementedError) as error:
         rule = f"vLLM {found} refuses this model or these settings: {_reason(error)}"
         raise ConfigError.one(key, "vllm", rule, f"{key}=native, or other settings") from error
+
+
+def _other_form(spec: EngineSpec, model: str, why: str) -> ConfigError:
+    rule = f"vLLM does not hold the weights of {model} in the form in which they are sent: {why}"
+    return ConfigError.one(f"{spec.section}.name", "vllm", rule, f"{spec.section}.name=native")
 
 
 def _reason(error: Exception) -> str:
@@ -284,21 +317,19 @@ def _require_kernel(head: int) -> None:
 def arguments(folder: str, spec: EngineSpec) -> dict[str, Any]:
     """vLLM's arguments; `generation.config.VLLM_ARGUMENTS` lists those that users cannot give."""
     rollout, on_cpu = spec.rollout, spec.device.type == "cpu"
-    longest, budget = rollout.max_model_len or spec.longest_row, rollout.max_num_batched_tokens
-    chunked = rollout.enable_chunked_prefill
     return {
         "model": folder,
         "skip_tokenizer_init": True,
         "load_format": "dummy",  # the actor's weights come before the first request
         "dtype": str(spec.dtype).removeprefix("torch."),
         "seed": spec.seed,
-        "max_model_len": longest,
+        "max_model_len": rollout.max_model_len or spec.longest_row,
         "max_num_seqs": rollout.max_num_seqs,
-        "max_num_batched_tokens": max(budget, longest) if chunked is None and on_cpu else budget,
+        "max_num_batched_tokens": rollout.max_num_batched_tokens,
         "gpu_memory_utilization": rollout.gpu_memory_utilization,
         "enforce_eager": on_cpu if rollout.enforce_eager is None else rollout.enforce_eager,
         "enable_prefix_caching": rollout.enable_prefix_caching,
-        "enable_chunked_prefill": not on_cpu if chunked is None else chunked,
+        "enable_chunked_prefill": splits_prompts(rollout, spec.device.type),
         "distributed_executor_backend": "uni",
         "worker_extension_cls": f"{WeightReceiver.__module__}.{WeightReceiver.__qualname__}",
         "logprobs_mode": "raw_logprobs",

@@ -3,19 +3,20 @@ log-probabilities that training needs.
 
 In: calls from `vllm.py`, by name. vLLM mixes `WeightReceiver` into its worker class (`worker_extension_cls`),
 so `self` is that worker. Left out on purpose: weights that vLLM keeps in another form than they are loaded
-(quantised, or divided among devices). vLLM is imported where it is used: this module is also read where it
-is not installed.
+(quantised, divided among devices, or the experts of a mixture, which its kernels repack). vLLM is imported
+where it is used: this module is also read where it is not installed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from hydraflow.device import return_memory
+from hydraflow.generation.vllm_weights import HFWeight, read_back
 
 LEAST_TEMPERATURE = 1e-5
 """vLLM takes the most probable token below."""
@@ -81,9 +82,9 @@ class WeightReceiver:
             loader: Any = self._model()
             loader.load_weights(stream)
 
-    def hydraflow_read_weights(self, shapes: Mapping[str, torch.Size]) -> dict[str, Tensor]:
+    def hydraflow_read_weights(self, wanted: Mapping[str, HFWeight]) -> dict[str, Tensor]:
         """The weights by Hugging Face name."""
-        return dict(read_back(self._model(), shapes))
+        return read_back(self._model(), wanted)
 
     def hydraflow_clear_cache(self) -> None:
         """Sets all keys and values to zero."""
@@ -117,23 +118,3 @@ class WeightReceiver:
     def _caches(self) -> list[Tensor]:
         caches: list[Tensor] = self.model_runner.kv_caches
         return caches
-
-
-def read_back(model: nn.Module, shapes: Mapping[str, torch.Size]) -> Iterator[tuple[str, Tensor]]:
-    """Finds each Hugging Face weight among vLLM's parameters: under its own name, or as rows of a fused one.
-    ValueError: it is nowhere."""
-    held = {**dict(model.named_parameters(remove_duplicate=False)), **dict(model.named_buffers())}
-    fused: Mapping[str, list[str]] = getattr(model, "packed_modules_mapping", {})
-    place = {part: (whole, parts) for whole, parts in fused.items() for part in parts}
-    for name, shape in shapes.items():
-        if name in held:
-            yield name, held[name][: shape[0]] if shape else held[name]  # a vocabulary may be padded
-            continue
-        *before, module, kind = name.split(".")
-        whole, parts = place.get(module, ("", []))
-        found = held.get(".".join([*before, whole, kind]))
-        if found is None:
-            raise ValueError(f"weight {name} cannot be read from vLLM's {type(model).__name__}")
-        sizes = [shapes[".".join([*before, part, kind])][0] for part in parts]
-        start = sum(sizes[: parts.index(module)])
-        yield name, found[start : start + shape[0]]

@@ -132,7 +132,9 @@ def _sample_all(config: GenerateConfig, asked: GenerateInputs) -> list[list[list
     """For each prompt the token ids of its responses."""
     most, seed, pool = config.data.max_response_length, config.trainer.seed, training_pool(asked.machine)
     longest = config.data.max_prompt_length
-    spec = RolloutSpec(config.model, config.rollout, max_prompt=longest, max_tokens=most, seed=seed)
+    spec = RolloutSpec(
+        config.model, config.rollout, max_prompt=longest, max_tokens=most, seed=seed, section="rollout"
+    )
     observability = Observability(debug=config.debug)
     runtime = open_runtime(config.trainer, config.ray_init, asked.machine, [pool], observability)
     try:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import psutil
 
-from hydraflow.device import CPU_PROCESSES, cgroup_folders, cpu_has_bf16, listed_gpus
+from hydraflow.device import CPU_PROCESSES, cgroup_folders, cpu_has_bf16, listed_gpus, planned_type
 from hydraflow.engine.config import FSDPConfig
 from hydraflow.schema import PPOConfig
 from hydraflow.system.allocation import allocation
@@ -60,10 +60,8 @@ class BytesPerNumber:
     def of(cls, fsdp: FSDPConfig, limits: MemoryLimits) -> BytesPerNumber:
         """The sizes for a model's configuration, resolved as in `engine/fsdp/build.py`."""
         kept, compute, reduced = (
-            limits.bytes_of(name) for name in (fsdp.model_dtype, fsdp.dtype, fsdp.reduce_dtype)
+            limits.bytes_of(name) for name in (fsdp.model_dtype, fsdp.compute_dtype, fsdp.reduce_dtype)
         )
-        if fsdp.dtype == "auto" and kept == 8:
-            compute = kept
         return cls(kept, compute, compute if compute == 8 else reduced)
 
 
@@ -80,7 +78,7 @@ def limits_of(config: PPOConfig) -> MemoryLimits:
 
 def machine_limits(trainer: RunConfig, cluster: ClusterConfig) -> MemoryLimits:
     """The same for commands whose configuration describes no machines: `ClusterConfig()` means this one."""
-    device_type = _device_type(trainer, cluster)
+    device_type = planned_type(trainer.device, cluster.device)
     elsewhere = device_type != "cpu" and not listed_gpus()
     host: float | None = None if elsewhere else host_memory().total
     if cluster.host_memory_gib:
@@ -133,11 +131,3 @@ def _number(file: Path) -> int | None:
         return int(file.read_text())
     except (OSError, ValueError):
         return None
-
-
-def _device_type(trainer: RunConfig, cluster: ClusterConfig) -> str:
-    if cluster.device is not None:
-        return "cpu" if cluster.device == "cpu" else "gpu"
-    if trainer.device != "auto":
-        return "cpu" if trainer.device == "cpu" else "gpu"
-    return "gpu" if listed_gpus() else "cpu"

@@ -13,6 +13,7 @@ from hydraflow.batch_plan.layout import Layout
 from hydraflow.batch_plan.parts import MicroPlan, RolePlan
 from hydraflow.batch_plan.resolve import BatchPlan
 from hydraflow.engine.config import FSDPConfig
+from hydraflow.generation.config import engine_dtype
 from hydraflow.memory.activations import MicroBatchTokens, RowSizes, tokens_of
 from hydraflow.memory.fsdp import FSDPModelMemory, adapter_numbers, units_of
 from hydraflow.memory.generation import NativeEngineMemory, VllmMemory
@@ -97,7 +98,7 @@ def _reference(inputs: EstimateInputs, layout: Layout) -> Estimate:
 
 def _rollout(inputs: EstimateInputs, layout: Layout) -> Estimate:
     rollout, plan = inputs.config.actor_rollout_ref.rollout, inputs.plan.rollout
-    number = inputs.limits.bytes_of(rollout.dtype)
+    number = _engine_number(inputs)
     rows = inputs.rows(inputs.config.actor_rollout_ref.model)
     sequences = max(1, min(rollout.max_num_seqs, plan.trajectories_per_engine))
     if layout.engine == "native":
@@ -220,5 +221,11 @@ def _sent(inputs: EstimateInputs, layout: Layout) -> int:
 def _weight_bucket(inputs: EstimateInputs) -> int:
     """Bytes of a bucket of weights on their way to a rollout in another process."""
     rollout = inputs.config.actor_rollout_ref.rollout
-    weights = inputs.shape.parameters * inputs.limits.bytes_of(rollout.dtype)
+    weights = inputs.shape.parameters * _engine_number(inputs)
     return min(rollout.update_weights_bucket_megabytes * 2**20, weights)
+
+
+def _engine_number(inputs: EstimateInputs) -> int:
+    """Bytes of a number of the generation engine."""
+    policy = inputs.config.actor_rollout_ref
+    return inputs.limits.bytes_of(engine_dtype(policy.rollout.dtype, policy.actor.fsdp_config.compute_dtype))

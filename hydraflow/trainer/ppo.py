@@ -222,7 +222,7 @@ class PPOTrainer:
         names = list(self.reads["actor"])
         if self.old == OldFrom.FIRST_PASS:
             names.remove("old_log_probs")
-            names = list(dict.fromkeys([*names, "rollout_log_probs"]))  # at least to be compared
+            names = list(dict.fromkeys([*names, "rollout_log_probs", "replica"]))  # at least to be compared
         inputs = self.mini_batched(batch, names, self.plan.actor, step)
         inputs.meta_info[OLD_FROM] = self.old
         updating: Future = self.roles.actor.call(ActorWorker.update, inputs, step)

@@ -19,7 +19,7 @@ from hydraflow.dispatch.group import Recovery, RoleGroup
 from hydraflow.dispatch.placement import ResourcePool
 from hydraflow.dispatch.runtime import Runtime
 from hydraflow.dispatch.worker import RoleSpec
-from hydraflow.generation.config import GENERATION_ENGINES
+from hydraflow.generation.config import GENERATION_ENGINES, RolloutConfig, engine_dtype
 from hydraflow.models.config import ModelConfig
 from hydraflow.schema import PPOConfig
 from hydraflow.trainer.machine import SCORE, TRAIN, Machine, training_pool
@@ -121,7 +121,7 @@ def _link(config: PPOConfig, plan: BatchPlan, actor: RoleGroup, rollout: RoleGro
         return SameProcess(rollout)
     own, devices = rollout.group.roles, plan.layouts["rollout"].devices
     beside = [role for role, layout in plan.layouts.items() if role not in own and layout.devices & devices]
-    link = ObjectStore(actor, rollout, config.actor_rollout_ref.rollout, beside)
+    link = ObjectStore(actor, rollout, _rollout(config), beside)
     if len(own) == 1:  # a model that is trained cannot be made again
         rollout.group.recovery = Recovery(link.restore, link.config.max_retries)
     return link
@@ -195,11 +195,17 @@ def critic_model(config: PPOConfig) -> ModelConfig:
     return critic if critic.path else replace(critic, path=config.actor_rollout_ref.model.path)
 
 
-def _rollout_role(config: PPOConfig) -> RoleSpec:
+def _rollout(config: PPOConfig) -> RolloutConfig:
+    """The section, with the dtype that it has."""
     policy = config.actor_rollout_ref
+    dtype = engine_dtype(policy.rollout.dtype, policy.actor.fsdp_config.compute_dtype)
+    return replace(policy.rollout, dtype=dtype)
+
+
+def _rollout_role(config: PPOConfig) -> RoleSpec:
     spec = RolloutSpec(
-        policy.model,
-        policy.rollout,
+        config.actor_rollout_ref.model,
+        _rollout(config),
         max_prompt=config.data.max_prompt_length,
         max_tokens=config.data.max_response_length,
         seed=config.trainer.seed,

@@ -16,13 +16,14 @@ from hydraflow.algorithms.actor_loss import ActorLoss
 from hydraflow.algorithms.aggregate import Denominators
 from hydraflow.algorithms.config import POLICY_LOSSES, OldFrom
 from hydraflow.algorithms.correction import Truncation
+from hydraflow.algorithms.diagnostics import probs_diff_name
 from hydraflow.batch_plan.parts import MicroPlan, RolePlan
 from hydraflow.device import resolve_dtype
 from hydraflow.dispatch.modes import Dispatch, mesh_mode, register
 from hydraflow.dispatch.transport import StoredValue
 from hydraflow.dispatch.worker import ProcessContext
 from hydraflow.engine.base import LossFn, ModelOutput
-from hydraflow.metrics import Metric, maximum, mean
+from hydraflow.metrics import Metric, maximum, mean, spread
 from hydraflow.models.config import ModelConfig
 from hydraflow.protocol.batch import DataProto
 from hydraflow.weights.buckets import Bucket, buckets
@@ -160,13 +161,25 @@ def _compared_with_rollout(loss: ActorLoss, column: str) -> LossFn:
         value, metrics = loss(output, columns)
         mask = columns["response_mask"].bool()
         assert output.log_probs is not None, "a policy gives log-probabilities"
-        difference = (output.log_probs.detach().exp() - columns[column].exp()).abs()[mask]
-        found = {
-            "training/rollout_probs_diff_mean": mean(
-                float(difference.mean()) if len(difference) else 0.0, weight=len(difference)
-            ),
-            "training/rollout_probs_diff_max": maximum(float(difference.max()) if len(difference) else 0.0),
-        }
+        gap = (output.log_probs.detach().exp() - columns[column].exp()).abs()  # (B, R)
+        found = probs_diff_metrics(gap[mask])
+        if "replica" in columns:
+            for number in columns["replica"].unique().tolist():
+                of_replica = columns["replica"] == number
+                found |= probs_diff_metrics(gap[of_replica][mask[of_replica]], number)
         return value, metrics | found
 
     return compared
+
+
+def probs_diff_metrics(gap: Tensor, replica: int | None = None) -> dict[str, Metric]:
+    """gap (N,): differences of sampled tokens' probabilities. replica: the process that sampled them."""
+    count, center = len(gap), float(gap.mean()) if len(gap) else 0.0
+    metrics = {
+        probs_diff_name("mean", replica): mean(center, weight=count),
+        probs_diff_name("max", replica): maximum(float(gap.max()) if count else 0.0),
+    }
+    if replica is None:
+        std = float(gap.std()) if count > 1 else 0.0
+        metrics[probs_diff_name("std")] = spread(std, count, center)
+    return metrics

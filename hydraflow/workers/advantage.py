@@ -13,7 +13,7 @@ import torch
 
 from hydraflow.algorithms.advantages import estimate_advantages
 from hydraflow.algorithms.config import ESTIMATORS, AlgorithmConfig
-from hydraflow.algorithms.diagnostics import rollout_probs_diff
+from hydraflow.algorithms.diagnostics import probs_diff_name, rollout_probs_diff
 from hydraflow.algorithms.groups import group_scores
 from hydraflow.algorithms.kl import kl_penalty
 from hydraflow.algorithms.kl_control import make_kl_controller
@@ -125,10 +125,12 @@ class AdvantageWorker(Worker):
         replica = torch.repeat_interleave(batch.get("replica"), lengths)[mask]  # (trained tokens,)
         gap = (ours[mask].double().exp() - theirs[mask].double().exp()).abs()
         entropy = {"actor/entropy": float(columns["entropys"][mask].mean())}
-        return RolloutComparison(
-            rollout_probs_diff(ours, theirs, mask) | entropy,
-            {int(number): float(gap[replica == number].mean()) for number in replica.unique()},
-        )
+        of_replica = {int(number): gap[replica == number] for number in replica.unique()}
+        by_replica = {number: float(gaps.mean()) for number, gaps in of_replica.items()}
+        metrics = rollout_probs_diff(ours, theirs, mask) | entropy
+        metrics |= {probs_diff_name("mean", number): value for number, value in by_replica.items()}
+        metrics |= {probs_diff_name("max", number): float(gaps.max()) for number, gaps in of_replica.items()}
+        return RolloutComparison(metrics, by_replica)
 
     @register(dispatch_mode=Dispatch.RANK_ZERO)
     def load_state_dict(self, state: dict[str, float]) -> None:

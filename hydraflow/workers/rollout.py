@@ -47,6 +47,8 @@ class RolloutSpec:
     """Longest response."""
     seed: int
     """First part of the key of every random draw."""
+    section: str = "actor_rollout_ref.rollout"
+    """Where the configuration has `rollout`, and beside it `model`; for messages."""
 
 
 @dataclass(frozen=True)
@@ -76,6 +78,7 @@ class RolloutWorker(Worker):
             load_generation_config(spec.model),
             longest_row=spec.max_prompt + spec.max_tokens,
             replicas=process.world_size,
+            section=spec.section,
             seed=(spec.seed + process.rank) % 2**31,
         )
         build = GENERATION_ENGINES[spec.rollout.name].load()
@@ -98,9 +101,9 @@ class RolloutWorker(Worker):
         """Loads the weights of the model directory, version 0."""
         config = load_config(self.spec.model)
         dtype = resolve_dtype(self.spec.rollout.dtype, self.process.device_type)
-        self.engine.update_weights(
-            read_weights(config, self.spec.model, head="policy", dtype=dtype, field="model").items()
-        )
+        field = f"{self.spec.section.removesuffix('rollout')}model"
+        weights = read_weights(config, self.spec.model, head="policy", dtype=dtype, field=field)
+        self.engine.update_weights(weights.items())
         self.version = 0
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, read_only=True)

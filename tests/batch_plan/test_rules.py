@@ -1,9 +1,11 @@
 """Broken rules: each names its key and its numbers, and remedies repair; all of them are reported at once."""
 
 import pytest
-from batch_plan.plans import ACTOR, ROLLOUT, broken, resolve, small
+from batch_plan.plans import ACTOR, ROLLOUT, broken, configured, resolve, small
 
-from hydraflow.schema import PPOConfig
+from hydraflow.batch_plan.generate import resolve_generate_plan
+from hydraflow.errors import ConfigError
+from hydraflow.schema import GenerateConfig, PPOConfig
 
 
 @pytest.mark.parametrize(
@@ -121,9 +123,44 @@ def test_every_role_has_a_row_for_each_of_its_ranks(role):
 
 def test_without_chunks_a_forward_holds_a_prompt():
     config = small(rollout__name="vllm", rollout__max_num_seqs=8, rollout__max_num_batched_tokens=16)
+    config.trainer.device = "cuda"
     assert resolve(config)
     config.actor_rollout_ref.rollout.enable_chunked_prefill = False
     assert "a whole row of 24 tokens" in broken(config)[f"{ROLLOUT}.max_num_batched_tokens"].rule
+
+
+def test_on_a_cpu_a_forward_holds_a_row_unless_chunks_are_asked_for():
+    key = f"{ROLLOUT}.max_num_batched_tokens"
+    config = small(rollout__name="vllm", rollout__max_num_seqs=8, rollout__max_num_batched_tokens=23)
+    config.trainer.device = "cpu"
+    problem = broken(config)[key]
+    assert f"24 tokens, because {ROLLOUT}.enable_chunked_prefill=null on a CPU" in problem.rule
+    assert problem.remedy == f"{key}=24"
+    config.actor_rollout_ref.rollout.enable_chunked_prefill = True
+    assert resolve(config)
+
+
+@pytest.mark.parametrize(
+    ("values", "field", "remedy"),
+    [
+        (dict(max_model_len=20), "max_model_len", "rollout.max_model_len=24 or rollout.max_model_len=null"),
+        (dict(max_num_batched_tokens=512), "max_num_batched_tokens", "rollout.max_num_batched_tokens=1024"),
+        (
+            dict(max_num_batched_tokens=16, max_num_seqs=8, enable_chunked_prefill=False),
+            "max_num_batched_tokens",
+            "rollout.max_num_batched_tokens=24",
+        ),
+    ],
+)
+def test_generation_alone_has_the_limits_too(values, field, remedy):
+    config = configured(GenerateConfig, data__max_prompt_length=16, data__max_response_length=8)
+    for key, value in {**values, "name": "vllm"}.items():
+        setattr(config.rollout, key, value)
+    with pytest.raises(ConfigError) as caught:
+        resolve_generate_plan(config, prompts=None)
+    assert [(problem.field, problem.remedy) for problem in caught.value.problems] == [
+        (f"rollout.{field}", remedy)
+    ]
 
 
 def test_all_broken_rules_are_named_at_once():

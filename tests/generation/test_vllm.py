@@ -5,15 +5,16 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
 import torch
-from generation.test_native import CONFIGS, END, VOCABULARY, expected_log_probs, make, rows, weights
+from generation.test_native import CONFIGS, END, SMALL, VOCABULARY, expected_log_probs, make, rows, weights
 from generation.vllm_process import EngineProcess, needs_vllm
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import DeepseekV3Config, PreTrainedModel, Qwen3MoeConfig
 
 from hydraflow.generation.base import GenerationOutput, GenerationRequest, SamplingParams
 from hydraflow.generation.config import EngineKwargs
@@ -115,6 +116,11 @@ def cache_bytes(engine: VllmEngine) -> int:
     caches = engine._engine.model_executor.driver_worker.worker.model_runner.kv_caches
     storages = [cache.untyped_storage() for cache in caches]
     return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
+
+
+def listening(engine: VllmEngine) -> set[str]:
+    """Addresses at which the process can be reached."""
+    return {one.laddr.ip for one in psutil.Process().net_connections() if one.status == psutil.CONN_LISTEN}
 
 
 def fail_while_it_samples(engine: VllmEngine, request: GenerationRequest, params: SamplingParams) -> str:
@@ -342,6 +348,51 @@ def test_what_vllm_does_not_run_is_refused() -> None:
         with pytest.raises(RuntimeError, match=f"rollout.name=vllm: .*{words}"):
             process.run(held)
         process.stop()
+
+
+def test_weights_that_vllm_holds_under_another_form_or_name_are_read_back() -> None:
+    """GPT-2's are transposed; Gemma 2 has no head of its own."""
+    gpt2, gemma = copy.deepcopy(CONFIGS["gpt2"]), config_of("gemma2, window in every other layer")
+    gpt2.n_embd, gpt2.n_head, gpt2.n_positions = 64, 2, 256
+    gemma.attn_logit_softcapping = None  # the plain forward's SDPA has none
+    for config in (gpt2, gemma):
+        process, model = EngineProcess(config, max_num_seqs=8), make(config)
+        load(process, model, per_part=3)
+        found = process.run(held)
+        assert set(weights(model)) <= set(found)
+        assert all(torch.equal(found[name], tensor) for name, tensor in weights(model).items())
+        request = request_of([3, 9, 17], samples=2)
+        output = process.run(generate, request, SamplingParams(max_tokens=16))
+        assert largest_gap(model, request, output, 1.0) < 10 * NEAR
+        process.stop()
+
+
+def test_weights_that_could_not_be_compared_are_refused_at_once() -> None:
+    """Before anything is sent: experts, which vLLM's kernels have repacked, and a latent attention, of which
+    products of weights are kept."""
+    larger = {**SMALL, "head_dim": 32, "max_position_embeddings": 256}
+    experts = Qwen3MoeConfig(**larger, num_experts=2, moe_intermediate_size=32)
+    latent = DeepseekV3Config(**larger, q_lora_rank=None, kv_lora_rank=16)
+    for config, words in (
+        (
+            experts,
+            "Qwen3MoeForCausalLM [^\n]*: weight model.layers.0.mlp.experts.gate_up_proj cannot be read",
+        ),
+        (latent, "DeepseekV3ForCausalLM [^\n]* attention .MLA. do not follow new weights\n"),
+    ):
+        process = EngineProcess(config)
+        with pytest.raises(RuntimeError, match=rf"vllm: vLLM does not hold [^\n]*{words}(?s:.*)name=native"):
+            process.run(held)
+        process.stop()
+
+
+def test_it_leaves_no_file_and_no_open_port(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    process = EngineProcess(MODELS["tied"])
+    assert process.run(listening) <= {"127.0.0.1", "::1"}
+    assert list(tmp_path.glob("vllm_dist*")) == []
+    process.stop()
 
 
 def test_prompts_in_parts() -> None:

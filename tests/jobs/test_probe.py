@@ -118,7 +118,9 @@ def test_one_optimizer_step_needs_no_pass_of_its_own(
     PPOJob(config(tmp_path, recipe_cache, *more)).run()
     assert len(passes) == (2 if in_reward else 1)
     rows = [row for row in read_steps(tmp_path) if row["step"] > 0]
-    assert all(row["training/rollout_probs_diff_mean"] > 0 for row in rows)
+    names = [f"training/rollout_probs_diff_{what}" for what in ("mean", "max", "std")]
+    names += [f"{name}/replica-0" for name in names[:2]]
+    assert all(row[name] > 0 for row in rows for name in names)
     if not in_reward:
         assert [row["actor/ppo_kl"] for row in rows] == [0.0, 0.0]
         assert [row["actor/pg_clipfrac"] for row in rows] == [0.0, 0.0]

@@ -155,6 +155,9 @@ def test_the_distance_to_the_generator_counts_trained_tokens() -> None:
     assert found.metrics["training/rollout_probs_diff_mean"] == pytest.approx(0.125)
     assert found.metrics["actor/entropy"] == 1.5
     assert found.by_replica == {0: pytest.approx(0.25), 3: 0.0}
+    for what in ("mean", "max"):
+        assert found.metrics[f"training/rollout_probs_diff_{what}/replica-0"] == pytest.approx(0.25)
+        assert found.metrics[f"training/rollout_probs_diff_{what}/replica-3"] == 0.0
 
 
 def test_nothing_is_compared_where_no_token_is_trained() -> None:

@@ -103,10 +103,8 @@ def _layers(hf: nn.Module) -> list[nn.Module]:
 
 def _precision(fsdp: FSDPConfig, device: torch.device) -> MixedPrecisionPolicy:
     kept, compute, reduce = (
-        resolve_dtype(name, device.type) for name in (fsdp.model_dtype, fsdp.dtype, fsdp.reduce_dtype)
+        resolve_dtype(name, device.type) for name in (fsdp.model_dtype, fsdp.compute_dtype, fsdp.reduce_dtype)
     )
-    if fsdp.dtype == "auto" and kept == torch.float64:
-        compute = kept
     if compute == torch.float64:
         reduce = compute
     return MixedPrecisionPolicy(
