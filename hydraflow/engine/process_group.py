@@ -24,23 +24,29 @@ def start(
     device_type: str,
     timeout_s: float,
     listen_fd: int | None = None,
+    group_size: int | None = None,
 ) -> None:
     """Waits until all ranks have joined, at most `timeout_s` seconds; a second call in the same process does
     nothing.
 
-    listen_fd: on rank 0, a bound socket that has held the port until now; it is taken over. Raises torch's
-    DistStoreError or DistNetworkError when the others do not join, and any collective raises after
-    `timeout_s`.
+    group_size: that many neighbouring ranks are a group without the others; None: all are one. listen_fd: on
+    rank 0, a bound socket that has held the port until now; it is taken over. Raises torch's DistStoreError
+    or DistNetworkError when the others do not join, and any collective raises after `timeout_s`.
     """
+    size = group_size or world_size
     if dist.is_initialized():
-        assert (dist.get_rank(), dist.get_world_size()) == (rank, world_size), (
+        assert (dist.get_rank(), dist.get_world_size()) == (rank % size, size), (
             "a process has one place among its ranks"
         )
         return
     timeout = timedelta(seconds=timeout_s)
     store = dist.TCPStore(address, port, world_size, rank == 0, timeout, master_listen_fd=listen_fd)
     dist.init_process_group(
-        collective_backend(device_type), store=store, rank=rank, world_size=world_size, timeout=timeout
+        collective_backend(device_type),
+        store=dist.PrefixStore(f"group {rank // size}", store),
+        rank=rank % size,
+        world_size=size,
+        timeout=timeout,
     )
 
 

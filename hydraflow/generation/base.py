@@ -119,8 +119,13 @@ class EngineSpec:
     """Where end tokens come from; None: the model's configuration."""
     longest_row: int
     """Tokens of the longest prompt and response."""
-    replicas: int = 1
-    """Engines of this run."""
+    processes: int = 1
+    """Of all engines of this run."""
+    tensor_parallel: int = 1
+    """Processes among which the engine's model is divided; they are a group of torch.distributed, and all of
+    them get the same calls."""
+    rank: int = 0
+    """This process's place among them."""
     section: str = "actor_rollout_ref.rollout"
     """Where the configuration has `rollout`, for messages."""
     seed: int = 0

@@ -200,7 +200,7 @@ class RolloutConfig(SamplingConfig):
     """Fill those micro-batches by tokens (dynamic batch size); null: actor.use_dynamic_bsz."""
     log_prob_max_token_len_per_gpu: int | None = option(None, size=True, shapes_training=False)
     """Token budget per device of those passes; null: actor.ppo_max_token_len_per_gpu."""
-    tensor_model_parallel_size: int = option(1, size=True, shapes_training=False, planned=MORE_DEVICES)
+    tensor_model_parallel_size: int = option(1, size=True, shapes_training=False)
     """Tensor-parallel size of one engine replica."""
     data_parallel_size: int = option(1, size=True, shapes_training=False, planned=MORE_DEVICES)
     """Data-parallel size inside one engine replica."""

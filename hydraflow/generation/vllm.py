@@ -41,7 +41,7 @@ from hydraflow.generation.base import (
 from hydraflow.generation.config import MINIMUM_VLLM, VLLM, splits_prompts
 from hydraflow.generation.native import end_tokens
 from hydraflow.generation.vllm_weights import pattern, wanted_weights
-from hydraflow.generation.vllm_worker import WeightReceiver
+from hydraflow.generation.vllm_worker import WeightReceiver, executor_in_group
 from hydraflow.generation.weights import Arrivals
 from hydraflow.models.loading import first_line
 from hydraflow.protocol import ragged
@@ -281,7 +281,9 @@ def _start(folder: str, spec: EngineSpec) -> Any:
             _require_kernel(config.model_config.get_head_size())
             if config.cache_config.kv_cache_memory_bytes is None:
                 config.cache_config.kv_cache_memory_bytes = _cache_bytes(config, spec)
-        return LLMEngine.from_vllm_config(config, disable_log_stats=True)
+        if spec.tensor_parallel == 1:
+            return LLMEngine.from_vllm_config(config, disable_log_stats=True)
+        return LLMEngine(config, executor_in_group(spec.rank), log_stats=False)
     except ConfigError:
         raise
     except (ValueError, TypeError, NotImplementedError) as error:
@@ -330,7 +332,8 @@ def arguments(folder: str, spec: EngineSpec) -> dict[str, Any]:
         "enforce_eager": on_cpu if rollout.enforce_eager is None else rollout.enforce_eager,
         "enable_prefix_caching": rollout.enable_prefix_caching,
         "enable_chunked_prefill": splits_prompts(rollout, spec.device.type),
-        "distributed_executor_backend": "uni",
+        "tensor_parallel_size": spec.tensor_parallel,
+        "distributed_executor_backend": "uni" if spec.tensor_parallel == 1 else "external_launcher",
         "worker_extension_cls": f"{WeightReceiver.__module__}.{WeightReceiver.__qualname__}",
         "logprobs_mode": "raw_logprobs",
         **rollout.engine_kwargs.vllm,
@@ -355,5 +358,5 @@ def _cache_bytes(config: Any, spec: EngineSpec) -> int:
     layers = model.get_num_layers(config.parallel_config)
     blocks = spec.rollout.max_num_seqs * -(-model.max_model_len // block) + 1  # one is never used
     needed = 2 * layers * heads * width * model.dtype.itemsize * blocks * block
-    share = spec.rollout.gpu_memory_utilization * psutil.virtual_memory().total / spec.replicas
+    share = spec.rollout.gpu_memory_utilization * psutil.virtual_memory().total / spec.processes
     return min(needed, int(share))

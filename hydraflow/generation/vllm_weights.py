@@ -8,7 +8,7 @@ repacked that memory by then: what is loaded again reads back right and computes
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -63,33 +63,51 @@ def pattern(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
     }
 
 
-def read_back(model: nn.Module, wanted: Mapping[str, HFWeight]) -> dict[str, Tensor]:
-    """Finds each Hugging Face weight among vLLM's parameters: under its own name, as rows of a fused one, or
-    under the name of the weight it is tied to. ValueError: it is nowhere."""
-    held = {**dict(model.named_parameters(remove_duplicate=False)), **dict(model.named_buffers())}
-    found: dict[str, Tensor] = {}
-    for name, weight in wanted.items():
-        tensor = _rows_of_fused(model, held, name, wanted) if name not in held else held[name]
+Whole = Callable[[nn.Module, str, Tensor], Tensor]
+"""Module, name in the module, tensor -> the tensor of a model that is not divided."""
+
+
+class HeldWeights(Mapping[str, Tensor]):
+    """Each Hugging Face weight among vLLM's parameters: under its own name, as rows of a fused one, or under
+    the name of the weight it is tied to. ValueError when one is read that is nowhere.
+
+    A model that is divided among devices is put together weight by weight as they are read, by a collective:
+    all processes of the engine must read the same ones in the same order.
+    """
+
+    def __init__(self, model: nn.Module, wanted: Mapping[str, HFWeight], whole: Whole):
+        self._model, self._wanted, self._whole = model, wanted, whole
+        self._held = {**dict(model.named_parameters(remove_duplicate=False)), **dict(model.named_buffers())}
+        self._fused: Mapping[str, list[str]] = getattr(model, "packed_modules_mapping", {})
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._wanted)
+
+    def __len__(self) -> int:
+        return len(self._wanted)
+
+    def __getitem__(self, name: str) -> Tensor:
+        weight = self._wanted[name]
+        tensor = self._put_together(name) if name in self._held else self._rows_of_fused(name)
         if tensor is None and weight.tied_to is not None:
-            tensor = found[weight.tied_to]
+            return self[weight.tied_to]
         if tensor is None:
-            raise ValueError(f"weight {name} cannot be read back from {type(model).__name__}")
+            raise ValueError(f"weight {name} cannot be read back from {type(self._model).__name__}")
         if weight.transposed:
             tensor = tensor.t()
-        found[name] = tensor[: weight.shape[0]] if weight.shape else tensor  # a vocabulary may be padded
-    return found
+        return tensor[: weight.shape[0]] if weight.shape else tensor  # a vocabulary may be padded
 
+    def _put_together(self, name: str) -> Tensor:
+        path, _, kind = name.rpartition(".")
+        return self._whole(self._model.get_submodule(path), kind, self._held[name])
 
-def _rows_of_fused(
-    model: nn.Module, held: Mapping[str, Tensor], name: str, wanted: Mapping[str, HFWeight]
-) -> Tensor | None:
-    """The rows that are this weight in a parameter made of several (q, k and v); None: there is none."""
-    fused: Mapping[str, list[str]] = getattr(model, "packed_modules_mapping", {})
-    *before, module, kind = name.split(".") if "." in name else ("", "", name)
-    for whole, parts in fused.items():
-        found = held.get(".".join([*before, whole, kind]))
-        if module in parts and found is not None:
-            sizes = [wanted[".".join([*before, part, kind])].shape[0] for part in parts]
-            start = sum(sizes[: parts.index(module)])
-            return found[start : start + sizes[parts.index(module)]]
-    return None
+    def _rows_of_fused(self, name: str) -> Tensor | None:
+        """The rows that are this weight in a parameter made of several (q, k and v); None: there is none."""
+        *before, module, kind = name.split(".") if "." in name else ("", "", name)
+        for whole, parts in self._fused.items():
+            fused = ".".join([*before, whole, kind])
+            if module in parts and fused in self._held:
+                sizes = [self._wanted[".".join([*before, part, kind])].shape[0] for part in parts]
+                start = sum(sizes[: parts.index(module)])
+                return self._put_together(fused)[start : start + sizes[parts.index(module)]]
+        return None

@@ -2,9 +2,11 @@
 log-probabilities that training needs.
 
 In: calls from `vllm.py`, by name. vLLM mixes `WeightReceiver` into its worker class (`worker_extension_cls`),
-so `self` is that worker. Left out on purpose: weights that vLLM keeps in another form than they are loaded
-(quantised, divided among devices, or the experts of a mixture, which its kernels repack). vLLM is imported
-where it is used: this module is also read where it is not installed.
+so `self` is that worker. Where a model is divided among devices (tensor parallelism), each has a process with
+an engine of its own; they get the same calls, so they schedule alike, and their forward passes meet in
+collectives. Left out on purpose: weights that vLLM keeps in another form than they are loaded (quantised, or
+the experts of a mixture, which its kernels repack). vLLM is imported where it is used: this module is also
+read where it is not installed.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from hydraflow.device import return_memory
-from hydraflow.generation.vllm_weights import HFWeight, read_back
+from hydraflow.generation.vllm_weights import HeldWeights, HFWeight
 
 LEAST_TEMPERATURE = 1e-5
 """vLLM takes the most probable token below."""
@@ -59,6 +61,54 @@ def tempered_sampler(logprobs_mode: str) -> Any:
     return TemperedSampler(logprobs_mode)
 
 
+def executor_in_group(rank: int) -> Any:
+    """An executor for an engine in each process of a group that is there already. It uses no shared memory,
+    which processes that are killed would leave."""
+    from vllm.distributed.device_communicators.shm_broadcast import MessageQueue
+    from vllm.v1.executor.uniproc_executor import ExecutorWithExternalLauncher
+
+    class ExecutorInGroup(ExecutorWithExternalLauncher):
+        def _init_executor(self) -> None:
+            # a queue for broadcasts, which engines that all get the same calls do not need
+            make = MessageQueue.create_from_process_group
+            MessageQueue.create_from_process_group = lambda *args, **kwargs: None
+            try:
+                super()._init_executor()
+            finally:
+                MessageQueue.create_from_process_group = make
+
+        def _distributed_args(self) -> tuple[str, int, int]:
+            # On a CPU, ranks that share this name would share memory. Each process sees one device.
+            return f"file://rank{rank}", rank, 0
+
+    return ExecutorInGroup
+
+
+def whole(module: nn.Module, kind: str, part: Tensor) -> Tensor:
+    """A parameter or buffer, as one device would hold it. A collective, where the module is divided.
+
+    kind: its name in the module.
+    """
+    from vllm.distributed import get_tp_group
+    from vllm.model_executor.layers.linear import ColumnParallelLinear, RowParallelLinear
+    from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
+
+    if getattr(module, "tp_size", 1) == 1:
+        return part
+    if isinstance(module, RowParallelLinear):
+        return get_tp_group().all_gather(part.contiguous(), dim=1) if kind == "weight" else part
+    if not isinstance(module, ColumnParallelLinear | VocabParallelEmbedding):
+        return part
+    ranks = get_tp_group().all_gather(part.contiguous(), dim=0).chunk(module.tp_size)
+    if isinstance(module, VocabParallelEmbedding):
+        return torch.cat(ranks)
+    of_ranks = zip(*(rank.split(module.output_partition_sizes) for rank in ranks), strict=True)
+    copies = getattr(module, "num_kv_head_replicas", 1)  # ranks that hold the same keys and values
+    return torch.cat(
+        [torch.cat(pieces[:: 1 if number == 0 else copies]) for number, pieces in enumerate(of_ranks)]
+    )
+
+
 class WeightReceiver:
     """The methods that are added to vLLM's worker."""
 
@@ -82,9 +132,9 @@ class WeightReceiver:
             loader: Any = self._model()
             loader.load_weights(stream)
 
-    def hydraflow_read_weights(self, wanted: Mapping[str, HFWeight]) -> dict[str, Tensor]:
+    def hydraflow_read_weights(self, wanted: Mapping[str, HFWeight]) -> HeldWeights:
         """The weights by Hugging Face name."""
-        return read_back(self._model(), wanted)
+        return HeldWeights(self._model(), wanted, whole)
 
     def hydraflow_clear_cache(self) -> None:
         """Sets all keys and values to zero."""

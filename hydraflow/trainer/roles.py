@@ -122,7 +122,8 @@ def _link(config: PPOConfig, plan: BatchPlan, actor: RoleGroup, rollout: RoleGro
     own, devices = rollout.group.roles, plan.layouts["rollout"].devices
     beside = [role for role, layout in plan.layouts.items() if role not in own and layout.devices & devices]
     link = ObjectStore(actor, rollout, _rollout(config), beside)
-    if len(own) == 1:  # a model that is trained cannot be made again
+    # a model that is trained cannot be made again, nor can one process of an engine on several devices
+    if len(own) == 1 and plan.layouts["rollout"].tensor == 1:
         rollout.group.recovery = Recovery(link.restore, link.config.max_retries)
     return link
 
@@ -209,6 +210,7 @@ def _rollout_role(config: PPOConfig) -> RoleSpec:
         max_prompt=config.data.max_prompt_length,
         max_tokens=config.data.max_response_length,
         seed=config.trainer.seed,
+        tensor_parallel=config.actor_rollout_ref.rollout.tensor_model_parallel_size,
     )
     return RoleSpec(RolloutWorker, (spec,))
 

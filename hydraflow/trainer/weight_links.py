@@ -121,13 +121,14 @@ class ObjectStore:
         compared: list[Future] = []
 
         def compare(bucket: StoredValue) -> Future:
-            difference = self.rollout.call_rank(replica, RolloutWorker.first_difference_in_bucket, bucket)
-            compared.append(difference)
-            return difference
+            # on all ranks: an engine on several devices puts its weights together
+            compared.append(self.rollout.call(RolloutWorker.first_difference_in_bucket, bucket))
+            return compared[-1]
 
         self._ask(0, False)
         self._send(False, compare)
-        found: list[str] = [name for future in compared for name in future.get() if name is not None]
+        rank = replica * self.config.tensor_model_parallel_size
+        found: list[str] = [name for future in compared if (name := future.get()[rank]) is not None]
         return found[0] if found else None
 
     def sampled(self) -> None:

@@ -13,10 +13,10 @@ from hydraflow.batch_plan.parts import MicroPlan, RolePlan
 from hydraflow.device import current_device
 from hydraflow.dispatch.modes import Coordinates, Dispatch, register
 from hydraflow.dispatch.worker import ProcessContext, Worker
-from hydraflow.engine import process_group
 from hydraflow.engine.base import TrainEngine
 from hydraflow.engine.config import TRAIN_ENGINES, FSDPConfig, OptimConfig
 from hydraflow.models.config import ModelConfig
+from hydraflow.workers.joining import join_group
 from hydraflow.workers.micro_batcher import MicroBatcher
 from hydraflow.workers.saving import save_part
 from hydraflow.workers.skipping import SkipGuard, SkipLimits
@@ -47,15 +47,7 @@ class EngineWorker(Worker):
         seed: int = 0,
     ):
         super().__init__(process)
-        process_group.start(
-            rank=process.rank,
-            world_size=process.world_size,
-            address=process.master_addr,
-            port=process.master_port,
-            device_type=process.device_type,
-            timeout_s=process.timeout_s,
-            listen_fd=process.listen_fd,
-        )
+        join_group(process)
         self._micro_batchers: list[MicroBatcher] = []
         device = current_device(process.device_type, process.local_rank)
         self.engine: TrainEngine = TRAIN_ENGINES[strategy].load()(

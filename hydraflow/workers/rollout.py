@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from hydraflow.device import current_device, resolve_dtype
-from hydraflow.dispatch.modes import Dispatch, mesh_mode, register
+from hydraflow.dispatch.modes import Coordinates, Dispatch, mesh_mode, register
 from hydraflow.dispatch.transport import StoredValue
 from hydraflow.dispatch.worker import ProcessContext, Worker
 from hydraflow.errors import GuardStop
@@ -33,6 +33,7 @@ from hydraflow.protocol.batch import DataProto
 from hydraflow.protocol.fields import FINISH_REASONS
 from hydraflow.protocol.ragged import from_parts, parts, rows, take
 from hydraflow.weights.buckets import Bucket
+from hydraflow.workers.joining import join_group
 
 
 @dataclass(frozen=True)
@@ -47,6 +48,8 @@ class RolloutSpec:
     """Longest response."""
     seed: int
     """First part of the key of every random draw."""
+    tensor_parallel: int = 1
+    """Neighbouring ranks that have one engine together."""
     section: str = "actor_rollout_ref.rollout"
     """Where the configuration has `rollout`, and beside it `model`; for messages."""
 
@@ -71,15 +74,21 @@ class RolloutWorker(Worker):
     def __init__(self, process: ProcessContext, spec: RolloutSpec):
         super().__init__(process)
         self.spec = spec
+        self.replica = process.rank // spec.tensor_parallel
+        """Number of its engine."""
+        if spec.tensor_parallel > 1:
+            join_group(process, spec.tensor_parallel)
         engine_spec = EngineSpec(
             spec.rollout,
             current_device(process.device_type, process.local_rank),
             resolve_dtype(spec.rollout.dtype, process.device_type),
             load_generation_config(spec.model),
             longest_row=spec.max_prompt + spec.max_tokens,
-            replicas=process.world_size,
+            processes=process.world_size,
+            tensor_parallel=spec.tensor_parallel,
+            rank=process.rank % spec.tensor_parallel,
             section=spec.section,
-            seed=(spec.seed + process.rank) % 2**31,
+            seed=(spec.seed + self.replica) % 2**31,
         )
         build = GENERATION_ENGINES[spec.rollout.name].load()
         self.engine: GenerationEngine = build(load_config(spec.model), engine_spec)
@@ -87,6 +96,11 @@ class RolloutWorker(Worker):
         """Of the weights: the training steps that made them."""
         self.sleeps_beside: Sequence[str] = ()
         """While it sleeps: the roles that work on its devices."""
+
+    def mesh_coordinates(self, mesh: str) -> Coordinates:
+        """The ranks of one engine get the same rows; the first of them answers."""
+        size, rank = self.spec.tensor_parallel, self.process.rank
+        return Coordinates(self.replica, self.process.world_size // size, rank % size == 0)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
     def sync_from_actor(self, version: int) -> None:
@@ -166,7 +180,7 @@ class RolloutWorker(Worker):
             keys=[(self.spec.seed, visit, str(uid)) for uid in batch.non_tensor_batch["uid"]],
         )
         output = self.engine.generate(request, self._params(sampling_spec))
-        return _trajectories(batch.get("prompts"), request.samples, output, promised, self.process.rank)
+        return _trajectories(batch.get("prompts"), request.samples, output, promised, self.replica)
 
     def _params(self, sampling_spec: SamplingSpec) -> SamplingParams:
         return SamplingParams(

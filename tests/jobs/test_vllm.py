@@ -73,6 +73,23 @@ def test_its_own_devices_and_its_deaths_change_no_number(
     assert left_in_memory() == before
 
 
+def test_a_replica_on_two_devices_agrees_with_the_trainer(
+    colocated: Any, tmp_path: Path, recipe_cache: Path
+) -> None:
+    before = left_in_memory()
+    divided = [f"{SECTION}.tensor_model_parallel_size=2"]
+    job, rows = train(tmp_path, recipe_cache, f"{GPUS}=2", *VLLM, *FILTERED, *STEPS, *SMALL_BUCKETS, *divided)
+    assert len(set(processes(job)["rollout"].values())) == 2 and [set(beside) for beside in job.beside]
+    for row, whole in zip(rows, colocated[-1], strict=True):
+        assert row["training/rollout_probs_diff_max"] < 1e-5 and row["actor/grad_norm"] > 0
+        assert [name for name in row if "/replica-" in name] == [
+            f"training/rollout_probs_diff_{what}/replica-0" for what in ("mean", "max")
+        ]
+        # sums of floats in another order may draw another token, but not at the start
+        assert row["step"] != 1 or row["critic/score/mean"] == whole["critic/score/mean"]
+    assert left_in_memory() == before
+
+
 def left_in_memory() -> set[str]:
     """What engines in processes of their own leave in shared memory when they are killed."""
     return {name for name in os.listdir("/dev/shm") if name.startswith(("vllm", "psm_", "sem."))}

@@ -1,0 +1,107 @@
+"""vLLM with a model that is divided among two devices (tensor parallelism): what one device computes."""
+
+from __future__ import annotations
+
+import copy
+import socket
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+from generation.test_native import make, rows, weights
+from generation.test_vllm import (
+    GREEDY,
+    MODELS,
+    NEAR,
+    generate,
+    held,
+    largest_gap,
+    listening,
+    request_of,
+    sleep,
+    update,
+)
+from generation.vllm_process import EngineProcess, needs_vllm
+from transformers import PreTrainedModel
+
+from hydraflow.generation.base import SamplingParams
+from hydraflow.generation.native import NativeEngine
+
+pytestmark = [needs_vllm, pytest.mark.slow]
+
+
+def one_head_of_keys() -> Any:
+    """Both devices hold the same keys and values."""
+    config = copy.deepcopy(MODELS["untied"])
+    config.num_key_value_heads = 1
+    return config
+
+
+class Divided:
+    """The processes of one engine. All run the same functions."""
+
+    def __init__(self, config: Any, **rollout: Any):
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            port = free.getsockname()[1]
+        self.processes = [EngineProcess(config, place=(rank, 2, port), **rollout) for rank in range(2)]
+
+    def run(self, function: Callable[..., Any], *args: Any) -> list[Any]:
+        for process in self.processes:
+            process.ask(function, *args)
+        return [process.answer() for process in self.processes]
+
+    def stop(self) -> None:
+        for process in self.processes:
+            process.stop()
+
+
+@pytest.fixture(scope="module", params=["tied", "one head of keys and values"])
+def config(request: pytest.FixtureRequest) -> Any:
+    return MODELS["tied"] if request.param == "tied" else one_head_of_keys()
+
+
+@pytest.fixture(scope="module")
+def engine(config: Any) -> Iterator[Divided]:
+    engine = Divided(config, max_num_seqs=16)
+    yield engine
+    engine.stop()
+
+
+def load(engine: Divided, model: PreTrainedModel, per_part: int) -> None:
+    stream = list(weights(model).items())
+    engine.run(update, [stream[at : at + per_part] for at in range(0, len(stream), per_part)])
+
+
+@pytest.mark.parametrize("per_part", [1, 1000], ids=["tensor by tensor", "at once"])
+def test_weights_samples_and_log_probs_are_those_of_one_device(
+    engine: Divided, config: Any, per_part: int
+) -> None:
+    model = make(config)
+    for parameter in model.parameters():
+        parameter.data.add_(per_part / 5000)
+    load(engine, model, per_part)
+    for found in engine.run(held):
+        assert all(torch.equal(found[name], tensor) for name, tensor in weights(model).items())
+    request = request_of([1, 3, 9, 17, 40], samples=3)
+    for output in engine.run(generate, request, GREEDY):
+        assert rows(output) == rows(NativeEngine(model).generate(request, GREEDY))
+    sampled = engine.run(generate, request, SamplingParams(max_tokens=16, temperature=0.7, top_p=0.9))
+    assert rows(sampled[0]) == rows(sampled[1]), "all processes draw the same tokens"
+    assert largest_gap(model, request, sampled[0], 0.7) < NEAR
+
+
+def test_it_sleeps_and_leaves_nothing(engine: Divided, config: Any) -> None:
+    model = make(config)
+    load(engine, model, 5)
+    engine.run(sleep)
+    load(engine, model, 5)
+    request = request_of([5, 7])
+    assert rows(engine.run(generate, request, GREEDY)[0]) == rows(
+        NativeEngine(model).generate(request, GREEDY)
+    )
+    maps = [file.path for one in engine.processes for file in psutil.Process(one.process.pid).memory_maps()]
+    assert not [path for path in maps if path.startswith("/dev/shm") and Path(path).exists()]
+    assert set.union(*engine.run(listening)) <= {"127.0.0.1", "::1"}
