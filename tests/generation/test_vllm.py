@@ -311,7 +311,7 @@ def test_what_does_not_fit_is_refused(engine: EngineProcess, models: list[PreTra
         engine.run(update, [[("model.norms.weight", torch.ones(32))]])
     with pytest.raises(ValueError, match=rf"weight {first[0]} has shape \(2, 2\)"):
         engine.run(update, [[(first[0], torch.ones(2, 2))]])
-    with pytest.raises(ValueError, match=f"1 of .* did not come: {first[0]}"):
+    with pytest.raises(ValueError, match=f"1 of .* are missing: {first[0]}"):
         engine.run(update, [others])
     with pytest.raises(RuntimeError, match="failed half-way"):
         engine.run(generate, request_of([3]), GREEDY)
@@ -330,7 +330,7 @@ def test_tied_weights_may_come_under_both_names_but_must_agree(
     engine.run(update, [only_head])
     request = request_of([3, 9])
     assert largest_gap(models[1], request, engine.run(generate, request, GREEDY), 1.0) < NEAR
-    with pytest.raises(ValueError, match="are one tensor .* but came with different values"):
+    with pytest.raises(ValueError, match="are one tensor .* but were sent with different values"):
         engine.run(update, [[*stream, ("lm_head.weight", embedding + 1)]])
 
 
