@@ -14,7 +14,7 @@ import torch
 from generation.test_native import CONFIGS, END, SMALL, VOCABULARY, expected_log_probs, make, rows, weights
 from generation.vllm_process import EngineProcess, needs_vllm
 from torch import Tensor
-from transformers import DeepseekV3Config, PreTrainedModel, Qwen3MoeConfig
+from transformers import DeepseekV3Config, Olmo2Config, PreTrainedModel, Qwen3MoeConfig
 
 from hydraflow.generation.base import GenerationOutput, GenerationRequest, SamplingParams
 from hydraflow.generation.config import EngineKwargs
@@ -372,12 +372,14 @@ def test_weights_that_could_not_be_compared_are_refused_at_once() -> None:
     products of weights are kept."""
     larger = {**SMALL, "head_dim": 32, "max_position_embeddings": 256}
     experts = Qwen3MoeConfig(**larger, num_experts=2, moe_intermediate_size=32)
+    by_transformers = Olmo2Config(**{name: value for name, value in larger.items() if name != "head_dim"})
     latent = DeepseekV3Config(**larger, q_lora_rank=None, kv_lora_rank=16)
     for config, words in (
         (
             experts,
             "Qwen3MoeForCausalLM [^\n]*: weight model.layers.0.mlp.experts.gate_up_proj cannot be read",
         ),
+        (by_transformers, "Olmo2ForCausalLM [^\n]* transformers' own class"),
         (latent, "DeepseekV3ForCausalLM [^\n]* attention .MLA. do not follow new weights\n"),
     ):
         process = EngineProcess(config)
