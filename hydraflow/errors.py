@@ -183,6 +183,10 @@ class DoesNotFit(EnvironmentFault):
     """A single row needs more memory than a device has."""
 
 
+class StoreFull(EnvironmentFault):
+    """A machine has no room for what its processes pass to each other."""
+
+
 class WorkerError(HydraflowError):
     """A worker died, raised or did not answer in time. Picklable."""
 

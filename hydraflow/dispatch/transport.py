@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import io
 import pickle
+import socket
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -22,7 +23,7 @@ from ray import ObjectRef, cloudpickle
 
 from hydraflow.dispatch.shards import is_batch, split
 from hydraflow.dispatch.spans import Span
-from hydraflow.errors import EnvironmentFault
+from hydraflow.errors import EnvironmentFault, StoreFull
 from hydraflow.protocol import wire
 from hydraflow.protocol.batch import DataProto
 from hydraflow.protocol.remote import Column, ColumnRef, RemoteBatch
@@ -98,6 +99,21 @@ class _Unpickler(pickle.Unpickler):
         return self.refs[number]
 
 
+def _put(value: object) -> ObjectRef:
+    """Puts a value into this machine's object store. StoreFull where neither shared memory nor the disk that
+    Ray turns to then has room."""
+    try:
+        return ray.put(value)
+    except (ray.exceptions.OutOfDiskError, ray.exceptions.ObjectStoreFullError) as error:
+        raise StoreFull(
+            f"Ray's object store on {socket.gethostname()} is full, and so is the disk of its temporary"
+            f" folder ({type(error).__name__}). Free the disk, enlarge /dev/shm (docker run --shm-size=...),"
+            " or keep less there: smaller buckets of weights"
+            " (actor_rollout_ref.rollout.update_weights_bucket_megabytes), fewer or shorter trajectories"
+            " (data.train_batch_size, data.max_response_length)."
+        ) from None
+
+
 def pack(value: object) -> Payload:
     """Pickles a value; arrays stay views of their memory. Lambdas and local functions work. Raises
     PicklingError or TypeError."""
@@ -128,7 +144,7 @@ class StoredValue:
     @classmethod
     def of(cls, value: object) -> StoredValue:
         """Puts a value into this process's object store."""
-        return cls(ray.put(pack(value)))
+        return cls(_put(pack(value)))
 
     def read(self) -> Any:
         """The value; its arrays may be read-only views of shared memory. RayError when the process that made
@@ -160,7 +176,7 @@ class ArgumentPacker:
         if payload.nbytes <= INLINE_LIMIT:
             return payload
         self.traffic.sent += payload.nbytes
-        return ray.put(payload)
+        return _put(payload)
 
 
 def unpack_all(packed: Sequence[Payload | ObjectRef]) -> list[Any]:
@@ -216,9 +232,9 @@ def put_batch(data: DataProto) -> Receipt:
         return Receipt(0, {}, dict(data.meta_info))
     encoded = _encoded(data)
     if sum(column.nbytes for column in encoded.values()) <= BUNDLE_LIMIT:
-        bundle = ray.put(encoded)
+        bundle = _put(encoded)
         return Receipt(len(data), dict.fromkeys(encoded, bundle), dict(data.meta_info), bundled=True)
-    refs: dict[str, ObjectRef | None] = {name: ray.put(column) for name, column in encoded.items()}
+    refs: dict[str, ObjectRef | None] = {name: _put(column) for name, column in encoded.items()}
     return Receipt(len(data), refs, dict(data.meta_info))
 
 

@@ -45,7 +45,14 @@ from hydraflow.dispatch.transport import (
     unpack_all,
     with_columns,
 )
-from hydraflow.errors import ConfigError, DoesNotFit, GuardStop, HydraflowError, WorkerError
+from hydraflow.errors import (
+    ConfigError,
+    DoesNotFit,
+    GuardStop,
+    HydraflowError,
+    StoreFull,
+    WorkerError,
+)
 from hydraflow.protocol.batch import DataProto
 from hydraflow.protocol.remote import materialise
 from hydraflow.system.importing import importing
@@ -308,7 +315,7 @@ def _cut(value: Any) -> Any:
     return part_of(join(receipts), value)
 
 
-DECISIONS = (GuardStop, DoesNotFit)
+DECISIONS = (GuardStop, DoesNotFit, StoreFull)
 """Errors shown to the user verbatim: the worker is intact, but the run cannot continue."""
 AS_THEY_ARE = (WorkerError, *DECISIONS)
 """Errors that reach the controller unchanged."""

@@ -143,7 +143,7 @@ class GenerationEngine(Protocol):
     ) -> None:
         """Loads weights from (Hugging Face name, full tensor) pairs: all of the model, or a part of them
         between the `first` and the `last`. ValueError names what does not fit, and after the last part what
-        did not come."""
+        is missing."""
 
     def sleep(self) -> None:
         """Gives back the memory of weights and caches, until `update_weights` begins with a first part."""

@@ -274,9 +274,7 @@ def _start(folder: str, spec: EngineSpec) -> Any:
         dist.init_process_group(collective_backend(ours), store=dist.HashStore(), rank=0, world_size=1)
     try:
         config = vllm.EngineArgs(**arguments(folder, spec)).create_engine_config()
-        if config.model_config.use_mla:
-            why = "products of the weights of its attention (MLA) do not follow new weights"
-            raise _other_form(spec, config.model_config.architectures[0], why)
+        _require_own_weights(config.model_config, spec)
         if ours == "cpu":
             _require_kernel(config.model_config.get_head_size())
             if config.cache_config.kv_cache_memory_bytes is None:
@@ -289,6 +287,19 @@ def _start(folder: str, spec: EngineSpec) -> Any:
     except (ValueError, TypeError, NotImplementedError) as error:
         rule = f"vLLM {found} refuses this model or these settings: {_reason(error)}"
         raise ConfigError.one(key, "vllm", rule, f"{key}=native, or other settings") from error
+
+
+def _require_own_weights(model: Any, spec: EngineSpec) -> None:
+    """ConfigError for a model whose weights would be read back right, and fail later."""
+    name = model.architectures[0]
+    if model.use_mla:
+        why = "products of the weights of its attention (MLA) do not follow new weights"
+        raise _other_form(spec, name, why)
+    if model.using_transformers_backend():
+        why = (
+            "it would run transformers' own class, changed so that this process can make no more models of it"
+        )
+        raise _other_form(spec, name, why)
 
 
 def _other_form(spec: EngineSpec, model: str, why: str) -> ConfigError:

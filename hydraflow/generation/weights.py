@@ -19,8 +19,8 @@ _SHOWN = 5
 
 
 class Arrivals:
-    """Which weights of a model have come, by the names and shapes of the Hugging Face model. Tied weights may
-    come under one of their names or under several."""
+    """Which weights of a model have arrived, by the names and shapes of the Hugging Face model. Tied weights
+    may be sent under one of their names or under several."""
 
     def __init__(self, model: nn.Module):
         self._kind = type(model).__name__
@@ -29,8 +29,8 @@ class Arrivals:
         self._arrived: dict[int, str] = {}
 
     def note(self, name: str, shape: torch.Size) -> str:
-        """Notes that a weight comes; the name under which it came first. ValueError: an unknown name or a
-        wrong shape."""
+        """Notes that a weight has arrived, and returns the name under which it first did. ValueError: an
+        unknown name or a wrong shape."""
         target = self.known.get(name)
         if target is None:
             raise ValueError(f"{self._kind} has no weight {name}{_hint(name, self.known)}")
@@ -49,19 +49,19 @@ class Arrivals:
         self._arrived = {}
 
     def refuse_other(self, name: str, earlier: str) -> NoReturn:
-        """ValueError: two different tensors came for tied weights."""
+        """ValueError: two different tensors were sent for tied weights."""
         raise ValueError(
-            f"weights {earlier} and {name} are one tensor in {self._kind} (tied), but came with different"
-            " values"
+            f"weights {earlier} and {name} are one tensor in {self._kind} (tied), but were sent with"
+            " different values"
         )
 
     def require_all(self) -> None:
-        """ValueError names the weights that have not come."""
+        """ValueError names the weights that have not arrived."""
         missing = [name for key, name in self._needed.items() if key not in self._arrived]
         if missing:
             more = f" and {len(missing) - _SHOWN} more" if len(missing) > _SHOWN else ""
             raise ValueError(
-                f"{len(missing)} of {len(self._needed)} weights of {self._kind} did not come:"
+                f"{len(missing)} of {len(self._needed)} weights of {self._kind} are missing:"
                 f" {', '.join(missing[:_SHOWN])}{more}"
             )
 

@@ -136,7 +136,8 @@ def build_sampling_roles(config: PPOConfig, plan: BatchPlan, runtime: Runtime) -
     score = runtime.group(SCORE, {"reward": _reward_role(config)})
     runtime.await_ready()
     roles = SamplingRoles(train.role("rollout"), score.role("reward"))
-    load_model_directory(roles.rollout, config.actor_rollout_ref.rollout.max_retries)
+    alone = plan.layouts["rollout"].tensor == 1  # else one process of an engine cannot be made again
+    load_model_directory(roles.rollout, config.actor_rollout_ref.rollout.max_retries if alone else 0)
     return roles
 
 

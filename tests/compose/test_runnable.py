@@ -17,7 +17,7 @@ def test_the_defaults_run():
     [
         (dict(actor__strategy="megatron"), "actor_rollout_ref.actor.strategy"),
         (dict(critic__strategy="megatron"), "critic.strategy"),
-        (dict(rollout__tensor_model_parallel_size=2), "actor_rollout_ref.rollout.tensor_model_parallel_size"),
+        (dict(rollout__data_parallel_size=2), "actor_rollout_ref.rollout.data_parallel_size"),
         (
             dict(actor__fsdp_config__ulysses_sequence_parallel_size=2),
             "actor_rollout_ref.actor.fsdp_config.ulysses_sequence_parallel_size",

@@ -343,7 +343,7 @@ def test_weights_that_do_not_fit_are_named_and_leave_the_engine_unusable_until_a
         ValueError, match=r"model.norm.weight has shape \(31,\), but LlamaForCausalLM needs \(32,\)"
     ):
         engine.update_weights([("model.norm.weight", torch.zeros(31))])
-    with pytest.raises(ValueError, match="1 of 21 weights of LlamaForCausalLM did not come: lm_head.weight"):
+    with pytest.raises(ValueError, match="1 of 21 weights of LlamaForCausalLM are missing: lm_head.weight"):
         engine.update_weights((name, t) for name, t in good.items() if name != "lm_head.weight")
     with pytest.raises(RuntimeError, match="mixture"):
         engine.generate(make_request([3]), SamplingParams(max_tokens=2))

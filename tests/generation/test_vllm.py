@@ -14,7 +14,7 @@ import torch
 from generation.test_native import CONFIGS, END, SMALL, VOCABULARY, expected_log_probs, make, rows, weights
 from generation.vllm_process import EngineProcess, needs_vllm
 from torch import Tensor
-from transformers import DeepseekV3Config, PreTrainedModel, Qwen3MoeConfig
+from transformers import DeepseekV3Config, Olmo2Config, PreTrainedModel, Qwen3MoeConfig
 
 from hydraflow.generation.base import GenerationOutput, GenerationRequest, SamplingParams
 from hydraflow.generation.config import EngineKwargs
@@ -311,7 +311,7 @@ def test_what_does_not_fit_is_refused(engine: EngineProcess, models: list[PreTra
         engine.run(update, [[("model.norms.weight", torch.ones(32))]])
     with pytest.raises(ValueError, match=rf"weight {first[0]} has shape \(2, 2\)"):
         engine.run(update, [[(first[0], torch.ones(2, 2))]])
-    with pytest.raises(ValueError, match=f"1 of .* did not come: {first[0]}"):
+    with pytest.raises(ValueError, match=f"1 of .* are missing: {first[0]}"):
         engine.run(update, [others])
     with pytest.raises(RuntimeError, match="failed half-way"):
         engine.run(generate, request_of([3]), GREEDY)
@@ -330,7 +330,7 @@ def test_tied_weights_may_come_under_both_names_but_must_agree(
     engine.run(update, [only_head])
     request = request_of([3, 9])
     assert largest_gap(models[1], request, engine.run(generate, request, GREEDY), 1.0) < NEAR
-    with pytest.raises(ValueError, match="are one tensor .* but came with different values"):
+    with pytest.raises(ValueError, match="are one tensor .* but were sent with different values"):
         engine.run(update, [[*stream, ("lm_head.weight", embedding + 1)]])
 
 
@@ -372,12 +372,14 @@ def test_weights_that_could_not_be_compared_are_refused_at_once() -> None:
     products of weights are kept."""
     larger = {**SMALL, "head_dim": 32, "max_position_embeddings": 256}
     experts = Qwen3MoeConfig(**larger, num_experts=2, moe_intermediate_size=32)
+    by_transformers = Olmo2Config(**{name: value for name, value in larger.items() if name != "head_dim"})
     latent = DeepseekV3Config(**larger, q_lora_rank=None, kv_lora_rank=16)
     for config, words in (
         (
             experts,
             "Qwen3MoeForCausalLM [^\n]*: weight model.layers.0.mlp.experts.gate_up_proj cannot be read",
         ),
+        (by_transformers, "Olmo2ForCausalLM [^\n]* transformers' own class"),
         (latent, "DeepseekV3ForCausalLM [^\n]* attention .MLA. do not follow new weights\n"),
     ):
         process = EngineProcess(config)

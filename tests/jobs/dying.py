@@ -1,4 +1,4 @@
-"""Generation processes that die at chosen moments."""
+"""Generation processes that die or hang at chosen moments."""
 
 from __future__ import annotations
 
@@ -47,3 +47,18 @@ def dying_worker(deaths: Mapping[str, int], folder: Path) -> type[RolloutWorker]
             return sampled
 
     return Dying
+
+
+def hanging_worker(folder: Path) -> type[RolloutWorker]:
+    """A class whose process of rank 1 stops in its first call of `generate`. Every process notes its id in
+    `folder`."""
+
+    class Hanging(RolloutWorker):
+        @register(dispatch_mode=mesh_mode("rollout"), blocking=False, read_only=True)
+        def generate(self, batch: DataProto) -> DataProto:
+            (folder / f"process {os.getpid()}").touch()
+            if self.process.rank == 1:
+                os.kill(os.getpid(), signal.SIGSTOP)
+            return super().generate(batch)
+
+    return Hanging

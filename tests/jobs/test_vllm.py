@@ -7,13 +7,15 @@ import os
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pyarrow.parquet as parquet
 import pytest
 from generation.vllm_process import needs_vllm
-from jobs.command import assert_refused, hydraflow
-from jobs.dying import dying_worker
+from jobs.command import assert_refused, hydraflow, wait_for
+from jobs.dying import dying_worker, hanging_worker
 from jobs.test_placement import ACTOR, CRITIC, GPUS, ROLLOUT, SMALL_BUCKETS, processes, train
 
+from hydraflow.errors import WorkerError
 from hydraflow.models.tiny import make_model
 from hydraflow.trainer import roles
 
@@ -51,7 +53,9 @@ def test_it_has_processes_of_its_own_and_sleeps_beside_the_trainer(colocated: An
 def test_the_trainer_agrees_with_it_in_every_step_though_tokens_were_filtered(colocated: Any) -> None:
     """Both replicas got other weights before each step."""
     *_, rows = colocated
-    assert len(rows) == 3 and all(row["training/rollout_probs_diff_max"] < 1e-5 for row in rows)
+    names = [f"training/rollout_probs_diff_{what}" for what in ("mean", "max", "std")]
+    names += [f"{name}/replica-{number}" for name in names[:2] for number in (0, 1)]
+    assert len(rows) == 3 and all(0 < row[name] < 1e-5 for row in rows for name in names)
     assert all(row["actor/grad_norm"] > 0 for row in rows)
     weights = [(row[f"{CORR}_mean"], row[f"{CORR}_ratio_fraction_high"]) for row in rows]
     assert all(mean == pytest.approx(1, abs=1e-4) and high == 0 for mean, high in weights)
@@ -87,6 +91,19 @@ def test_a_replica_on_two_devices_agrees_with_the_trainer(
         ]
         # sums of floats in another order may draw another token, but not at the start
         assert row["step"] != 1 or row["critic/score/mean"] == whole["critic/score/mean"]
+    assert left_in_memory() == before
+
+
+def test_a_replica_that_hangs_is_named_and_leaves_no_process(
+    tmp_path: Path, recipe_cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(roles, "RolloutWorker", hanging_worker(tmp_path))
+    before, limit = left_in_memory(), "trainer.rpc_timeout=45"
+    with pytest.raises(WorkerError, match=r"^rollout rank 1 .* in generate.*: no answer in 45 seconds"):
+        train(tmp_path / "run", recipe_cache, f"{GPUS}=2", *VLLM, *STEPS, limit)
+    replicas = [int(note.name.split()[1]) for note in tmp_path.glob("process *")]
+    assert len(replicas) == 2
+    wait_for(lambda: not any(map(psutil.pid_exists, replicas)), 30, "the end of both")
     assert left_in_memory() == before
 
 

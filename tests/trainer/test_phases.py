@@ -63,7 +63,13 @@ def row_of(phase: StepPhase) -> list[str]:
 
 @pytest.mark.parametrize(
     ("rollout", "trained", "exact"),
-    [("fp32", "fp32", True), ("fp64", "fp64", True), ("bf16", "bf16", False), ("bf16", "fp32", False)],
+    [
+        ("fp32", "fp32", True),
+        ("auto", "fp32", True),
+        ("fp64", "fp64", True),
+        ("bf16", "bf16", False),
+        ("bf16", "fp32", False),
+    ],
 )
 def test_log_probs_are_taken_from_the_engine_in_the_same_wide_type(
     rollout: str, trained: str, exact: bool

@@ -9,7 +9,7 @@ from batch_plan.plans import resolve, small
 
 from hydraflow.dispatch.placement import ResourcePool
 from hydraflow.trainer.machine import Machine
-from hydraflow.trainer.roles import pool_of
+from hydraflow.trainer.roles import _rollout, pool_of
 
 
 def pool(device: str, devices: int, **values: Any) -> ResourcePool:
@@ -44,3 +44,19 @@ def test_a_gpu_is_shared_by_the_groups_on_it() -> None:
     assert pool("cuda", 2, rollout__name="vllm") == ResourcePool("train", [2], gpus=1, groups=2)
     alone = dict(actor__device_mapping="[0,1]", rollout__device_mapping="[2,3]")
     assert pool("cuda", 4, rollout__name="vllm", **alone).groups == 1
+
+
+@pytest.mark.parametrize(
+    ("asked", "trainer", "sampled"),
+    [
+        ("auto", dict(dtype="fp32"), "fp32"),
+        ("auto", dict(model_dtype="fp64"), "fp64"),
+        ("auto", {}, "auto"),
+        ("bf16", dict(dtype="fp32"), "bf16"),
+    ],
+)
+def test_the_engine_has_the_trainers_dtype_unless_it_is_given(
+    asked: str, trainer: dict[str, str], sampled: str
+) -> None:
+    values = {f"actor__fsdp_config__{name}": value for name, value in trainer.items()}
+    assert _rollout(small(rollout__dtype=asked, **values)).dtype == sampled

@@ -1,0 +1,63 @@
+"""An object store without room, nor room on the disk behind it: a Ray of its own with 80 MB of shared memory,
+for which every disk is full."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from hydraflow.dispatch.config import RayInitConfig
+from hydraflow.dispatch.group import Timeouts
+from hydraflow.dispatch.modes import Dispatch, register
+from hydraflow.dispatch.placement import ResourcePool
+from hydraflow.dispatch.runtime import Runtime
+from hydraflow.dispatch.transport import StoredValue
+from hydraflow.dispatch.worker import RoleSpec, Worker
+from hydraflow.errors import HydraflowError
+
+FULL = {"RAY_DEFAULT_OBJECT_STORE_MAX_MEMORY_BYTES": "80000000", "RAY_local_fs_capacity_threshold": "0.0001"}
+MEGABYTE = 2**20
+
+
+class Sender(Worker):
+    """Keeps what it sends."""
+
+    @register(dispatch_mode=Dispatch.RANK_ZERO)
+    def send(self, megabytes: int) -> StoredValue:
+        return StoredValue.of(np.ones(megabytes * MEGABYTE, dtype=np.uint8))
+
+
+def main() -> None:
+    """Sends what fits, then what does not."""
+    with Runtime(RayInitConfig(), Timeouts(start=120, call=60)) as runtime:
+        runtime.start([ResourcePool("here", [1])])
+        sender = runtime.group("here", {"sender": RoleSpec(Sender)}).role("sender")
+        runtime.await_ready()
+        sender.call(Sender.send, 20)
+        print("20 MB are sent", flush=True)
+        try:
+            sender.call(Sender.send, 200)
+        except HydraflowError as error:
+            print(f"{type(error).__name__} {error.exit_code}: {error}", flush=True)
+
+
+@pytest.mark.slow
+def test_the_error_says_what_is_full_and_what_makes_room(tmp_path: Path) -> None:
+    paths = os.pathsep.join([str(Path(__file__).parents[1]), str(Path(__file__).parents[2])])
+    done = subprocess.run(
+        [sys.executable, "-c", "from dispatch.test_full_store import main; main()"],
+        env={**os.environ, **FULL, "PYTHONPATH": paths},
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=180,
+    )
+    sent, refused = done.stdout.splitlines()[-2:]
+    assert sent == "20 MB are sent", done.stderr[-3000:]
+    assert refused.startswith("StoreFull 3: Ray's object store on ") and "is full" in refused
+    assert "actor_rollout_ref.rollout.update_weights_bucket_megabytes" in refused
