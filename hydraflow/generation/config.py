@@ -81,6 +81,7 @@ VLLM_ARGUMENTS = {
     "skip_tokenizer_init": "the trainer, which has the tokenizer",
     "distributed_executor_backend": "the placement of roles",
     "worker_extension_cls": "the trainer's own extension",
+    "enable_sleep_mode": "the placement of roles",
     "logprobs_mode": "the trainer: softmax(logits / temperature) before top-k and top-p",
     "disable_log_stats": "the trainer, which reads no statistics of vLLM",
     "speculative_config": "the trainer, which needs every token's log-probability from the model itself",

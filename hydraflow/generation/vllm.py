@@ -347,6 +347,7 @@ def arguments(folder: str, spec: EngineSpec) -> dict[str, Any]:
         "distributed_executor_backend": "uni" if spec.tensor_parallel == 1 else "external_launcher",
         "worker_extension_cls": f"{WeightReceiver.__module__}.{WeightReceiver.__qualname__}",
         "logprobs_mode": "raw_logprobs",
+        "enable_sleep_mode": not on_cpu,
         **rollout.engine_kwargs.vllm,
     }
 

@@ -11,7 +11,7 @@ read where it is not installed.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -114,15 +114,20 @@ class WeightReceiver:
 
     model_runner: Any
     vllm_config: Any
+    sleep: Callable[..., None]
+    wake_up: Callable[[], None]
+    """Of vLLM's worker; on a CPU they do nothing."""
+    _asleep: bool
+    """On a GPU: whether vLLM's allocator has given its memory back."""
     _empty: dict[Tensor, torch.Size]
-    """While it rests: its weights, and the shapes that they have otherwise."""
+    """On a CPU, while it rests: its weights, and the shapes that they have otherwise."""
     _cache_bytes: dict[Tensor, int]
-    """While it rests: its caches, and the bytes of their memory otherwise."""
+    """On a CPU, while it rests: its caches, and the bytes of their memory otherwise."""
 
     def hydraflow_prepare_sampler(self) -> None:
         """Puts our sampler in the place of vLLM's."""
         self.model_runner.sampler = tempered_sampler(self.model_runner.model_config.logprobs_mode)
-        self._empty, self._cache_bytes = {}, {}
+        self._empty, self._cache_bytes, self._asleep = {}, {}, False
 
     def hydraflow_load_weights(self, stream: Iterable[tuple[str, Tensor]]) -> None:
         """Loads some of the weights, by Hugging Face names, with the loader of vLLM's model class."""
@@ -143,6 +148,11 @@ class WeightReceiver:
 
     def hydraflow_rest(self) -> None:
         """Gives back the memory of weights and cache."""
+        if self.model_runner.device.type != "cpu":
+            if not self._asleep:
+                self.sleep(level=2)  # weights come back at the same addresses, which CUDA graphs hold
+            self._asleep = True
+            return
         for weight in set(self._model().parameters()) - set(self._empty):
             self._empty[weight] = weight.shape
             weight.data = weight.new_empty(0)
@@ -151,10 +161,13 @@ class WeightReceiver:
             if nbytes := cache.untyped_storage().nbytes():
                 self._cache_bytes[cache] = nbytes
                 cache.untyped_storage().resize_(0)
-        return_memory(self.model_runner.device.type)
+        return_memory("cpu")
 
     def hydraflow_wake_weights(self) -> None:
         """Reallocates the memory, uninitialised."""
+        if self._asleep:
+            self.wake_up()
+            self._asleep = False
         for weight, shape in self._empty.items():
             weight.data = weight.new_empty(shape)
         for cache, nbytes in self._cache_bytes.items():
