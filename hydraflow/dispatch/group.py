@@ -36,7 +36,7 @@ from hydraflow.dispatch.placement import Reservation
 from hydraflow.dispatch.profile import Profile
 from hydraflow.dispatch.profiler import nsight_options
 from hydraflow.dispatch.shards import Future
-from hydraflow.dispatch.stacks import ProcessInfo
+from hydraflow.dispatch.stacks import NamedProcess, ProcessInfo, names_of
 from hydraflow.dispatch.template import has_template
 from hydraflow.dispatch.timeline import Timeline
 from hydraflow.dispatch.transport import ArgumentPacker, Traffic, read_columns
@@ -94,6 +94,8 @@ class Group(ABC):
     channel: Channel
     processes: dict[int, ProcessInfo]
     """The processes that have reported where they run, by rank."""
+    former: Sequence[NamedProcess] = ()
+    """Those that have been replaced."""
 
     world_size: int
     """Number of ranks."""
@@ -330,6 +332,8 @@ class WorkerGroup(Group):
 
     def _start_again(self, rank: int, recovery: Recovery) -> None:
         ray.kill(self._hosts[rank])  # Ray may only have lost sight of it
+        if rank in self.processes:
+            self.former = [*self.former, *names_of({rank: self.processes[rank]}, list(self.roles))]
         self._hosts[rank] = self._host(rank)
         self.replaced += 1
         for refs in self._build([rank]):

@@ -148,7 +148,7 @@ class Runtime:
 
     def end(self, group: Group) -> None:
         """Ends one group and frees its place in the pool."""
-        self._ended += names_of(group.processes, list(group.roles))
+        self._ended += [*group.former, *names_of(group.processes, list(group.roles))]
         group.stop()
         self.groups.remove(group)
 
@@ -227,7 +227,9 @@ class Runtime:
     def _write_timeline(self, *, with_ray: bool) -> None:
         if not self.timeline.wanted:
             return
-        workers = {process.facts.worker_id: process.name for process in [*self._ended, *self._processes()]}
+        former = [process for group in self.groups for process in group.former]
+        known = [*self._ended, *former, *self._processes()]
+        workers = {process.facts.worker_id: process.name for process in known}
         self.timeline.write(ray_events() if with_ray else [], workers)
         self.timeline.path = None  # a second call of `stop` writes nothing
 

@@ -113,6 +113,8 @@ def test_calls_are_made_again_on_every_rank_that_died(
     assert product(runtime, role) == [0, 3, 6, 9]
     assert role.group.replaced == 2
     assert not set(before) & set(role.call(Fragile.learn, 3).get())
+    former = {process.facts.pid: process.name for process in role.group.former}
+    assert [former[pid] for pid in before] == ["fragile rank 0", "fragile rank 1"], "for the timeline"
 
 
 def test_a_process_may_die_while_it_is_restored(runtime: Runtime, role: RoleGroup, folder: Path) -> None:
