@@ -134,6 +134,12 @@ _PLACES = (
         "trainer.fuse_roles=false",
     ),
     NoEffectRule(
+        f"{ROLLOUT}.max_retries",
+        lambda c: c.actor_rollout_ref.rollout.tensor_model_parallel_size > 1,
+        "the death of one process of a replica on several devices ends the run",
+        f"{ROLLOUT}.tensor_model_parallel_size=1",
+    ),
+    NoEffectRule(
         "trainer.fuse_roles",
         lambda c: c.trainer.debug.local,
         "trainer.debug.local=true runs all roles in one process",

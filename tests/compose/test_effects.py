@@ -93,6 +93,11 @@ CASES = [
     (f"{ROLLOUT}.update_weights_bucket_megabytes=64", [], "trainer.fuse_roles=false"),
     (f"{ROLLOUT}.verify_weights_every=1", [], f"trainer.n_gpus_per_node=2 {ROLLOUT}.device_mapping=0"),
     (f"{ROLLOUT}.max_retries=1", [], "trainer.fuse_roles=false"),
+    (
+        f"{ROLLOUT}.max_retries=1",
+        [f"{ROLLOUT}.name=vllm", f"{ROLLOUT}.tensor_model_parallel_size=2"],
+        f"{ROLLOUT}.tensor_model_parallel_size=1",
+    ),
     ("trainer.fuse_roles=false", ["trainer.debug.local=true"], "trainer.debug.local=false"),
     (
         f"{REF}.fsdp_config.param_offload=true",
