@@ -165,6 +165,8 @@ class PPOTrainer:
         # a resumed run logs what it would have without the stop
         if step == 1 or self.old == OldFrom.RECOMPUTE:
             self.metrics |= compared.metrics
+            if self.old != OldFrom.ROLLOUT:  # else the update's own pass measures them, without replicas
+                self.metrics |= compared.of_replicas
         return self.with_old(batch)
 
     def with_old(self, batch: RemoteBatch) -> RemoteBatch:

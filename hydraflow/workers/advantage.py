@@ -42,6 +42,8 @@ class RolloutComparison:
     trained."""
 
     metrics: dict[str, float]
+    of_replicas: dict[str, float]
+    """Metrics of each generation process."""
     by_replica: dict[int, float]
     """Mean difference of the probabilities, by generation process."""
 
@@ -120,7 +122,7 @@ class AdvantageWorker(Worker):
         columns = _flat(batch)
         mask, lengths = columns["response_mask"].bool(), parts(batch.get("response_mask"))[1]
         if not mask.any():
-            return RolloutComparison({}, {})
+            return RolloutComparison({}, {}, {})
         ours, theirs = columns["old_log_probs"], columns["rollout_log_probs"]
         replica = torch.repeat_interleave(batch.get("replica"), lengths)[mask]  # (trained tokens,)
         gap = (ours[mask].double().exp() - theirs[mask].double().exp()).abs()
@@ -128,9 +130,9 @@ class AdvantageWorker(Worker):
         of_replica = {int(number): gap[replica == number] for number in replica.unique()}
         by_replica = {number: float(gaps.mean()) for number, gaps in of_replica.items()}
         metrics = rollout_probs_diff(ours, theirs, mask) | entropy
-        metrics |= {probs_diff_name("mean", number): value for number, value in by_replica.items()}
-        metrics |= {probs_diff_name("max", number): float(gaps.max()) for number, gaps in of_replica.items()}
-        return RolloutComparison(metrics, by_replica)
+        means = {probs_diff_name("mean", number): value for number, value in by_replica.items()}
+        greatest = {probs_diff_name("max", number): float(gaps.max()) for number, gaps in of_replica.items()}
+        return RolloutComparison(metrics, means | greatest, by_replica)
 
     @register(dispatch_mode=Dispatch.RANK_ZERO)
     def load_state_dict(self, state: dict[str, float]) -> None:

@@ -156,8 +156,8 @@ def test_the_distance_to_the_generator_counts_trained_tokens() -> None:
     assert found.metrics["actor/entropy"] == 1.5
     assert found.by_replica == {0: pytest.approx(0.25), 3: 0.0}
     for what in ("mean", "max"):
-        assert found.metrics[f"training/rollout_probs_diff_{what}/replica-0"] == pytest.approx(0.25)
-        assert found.metrics[f"training/rollout_probs_diff_{what}/replica-3"] == 0.0
+        assert found.of_replicas[f"training/rollout_probs_diff_{what}/replica-0"] == pytest.approx(0.25)
+        assert found.of_replicas[f"training/rollout_probs_diff_{what}/replica-3"] == 0.0
 
 
 def test_nothing_is_compared_where_no_token_is_trained() -> None:
@@ -165,7 +165,7 @@ def test_nothing_is_compared_where_no_token_is_trained() -> None:
     columns = {name: column([[-1.0, -2.0]]) for name in names}
     columns |= {"replica": torch.tensor([0]), "response_mask": ragged.from_rows([torch.tensor([0, 0])])}
     found = make_worker().compare_with_rollout(DataProto.from_dict(columns))
-    assert (found.metrics, found.by_replica) == ({}, {})
+    assert (found.metrics, found.of_replicas, found.by_replica) == ({}, {}, {})
 
 
 @given(
