@@ -206,8 +206,8 @@ def test_a_key_without_effect_is_accepted_and_said(key, value, said):
         (f"{ROLLOUT}.multi_turn.enable", True, "hold conversations of several turns"),
         ("reward_model.reward_kwargs.overlong_buffer_cfg.len", 4096, "be handed to the reward manager"),
         (
-            "algorithm.rollout_correction.rollout_rs",
-            "token_k1",
+            f"{ACTOR}.tis_imp_ratio_cap",
+            2.0,
             "correct for the difference between rollout and training probabilities",
         ),
         (f"{ACTOR}.veomni.param_offload", True, "set up another training engine"),
