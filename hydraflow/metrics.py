@@ -6,13 +6,20 @@ In: numbers from workers. Out: one float per name. Token-weighted means stay exa
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+
+FROM_MOMENTS: dict[str, Callable[[float, float], float]] = {
+    "eff_sample_size": lambda mean, square: mean * mean / square if square else 0.0,
+    "exp_of_mean": lambda mean, square: math.exp(mean),
+}
+"""How a metric follows from the mean of its values and the mean of their squares."""
 
 
 @dataclass(frozen=True)
 class Metric:
-    """A value and its weight under one way of reducing it: mean (weighted), sum, max or std (unbiased).
+    """A value and its weight under one way of reducing it: mean (weighted), sum, max, min, std (unbiased),
+    or a name of FROM_MOMENTS.
 
     >>> merge([{"loss": mean(2.0, weight=1)}, {"loss": mean(5.0, weight=2)}])["loss"].value
     4.0
@@ -23,18 +30,25 @@ class Metric:
     weight: float = 1.0
     center: float = 0.0
     """Of a standard deviation: the mean."""
+    moments: tuple[float, float] = (0.0, 0.0)
+    """Of FROM_MOMENTS: the mean of the values and that of their squares."""
 
     def __add__(self, other: Metric) -> Metric:
         assert self.how == other.how, f"one metric reduced both by {self.how} and by {other.how}"
         if self.how == "mean":
-            weight = self.weight + other.weight
-            total = self.value * self.weight + other.value * other.weight
-            return Metric("mean", total / weight if weight else 0.0, weight)
+            return mean(self._mean_with(other, self.value, other.value), self.weight + other.weight)
+        if self.how in FROM_MOMENTS:
+            moments = [self._mean_with(other, *pair) for pair in zip(self.moments, other.moments)]
+            return from_moments(self.how, moments[0], moments[1], self.weight + other.weight)
         if self.how == "std":
             return self._spread_with(other)
         if self.how == "sum":
             return Metric("sum", self.value + other.value)
-        return Metric("max", max(self.value, other.value))
+        return Metric(self.how, (max if self.how == "max" else min)(self.value, other.value))
+
+    def _mean_with(self, other: Metric, mine: float, its: float) -> float:
+        weight = self.weight + other.weight
+        return (mine * self.weight + its * other.weight) / weight if weight else 0.0
 
     def _spread_with(self, other: Metric) -> Metric:
         """Chan, Golub, LeVeque 1979: from two parts' standard deviations and means."""
@@ -61,6 +75,21 @@ def summed(value: float) -> Metric:
 def maximum(value: float) -> Metric:
     """A metric of which the maximum is kept."""
     return Metric("max", float(value))
+
+
+def minimum(value: float) -> Metric:
+    """A metric of which the minimum is kept."""
+    return Metric("min", float(value))
+
+
+def from_moments(how: str, mean: float, square: float, weight: float) -> Metric:
+    """A metric of `weight` values that have this mean and this mean of squares; `how`: of FROM_MOMENTS.
+
+    >>> parts = [{"size": from_moments("eff_sample_size", x, x * x, weight=1)} for x in (1.0, 3.0)]
+    >>> merge(parts)["size"].value  # 2 squared, of (1 + 9) / 2
+    0.8
+    """
+    return Metric(how, FROM_MOMENTS[how](mean, square), weight, moments=(mean, square))
 
 
 def spread(value: float, weight: float, center: float) -> Metric:

@@ -13,7 +13,8 @@ from torch import Tensor
 
 from hydraflow import metrics
 from hydraflow.algorithms.aggregate import Denominators, token_weights
-from hydraflow.algorithms.correction import Truncation
+from hydraflow.algorithms.correction import Correction
+from hydraflow.algorithms.correction_metrics import correction_metrics
 from hydraflow.algorithms.kl import KL_ESTIMATORS
 from hydraflow.algorithms.masked import keep
 from hydraflow.algorithms.policy_loss import PolicyLoss
@@ -25,8 +26,8 @@ from hydraflow.metrics import Metric
 class ActorLoss:
     """loss = sum of weights * (policy loss - entropy_coeff * entropy + kl_coef * KL), for one mini-batch.
 
-    Columns read: response_mask, old_log_probs, advantages; ref_log_prob where `kl_coef` is given,
-    rollout_log_probs where `correction` is. Metrics:
+    Columns read: response_mask, old_log_probs, advantages; ref_log_prob where `kl_coef` is given; where
+    `correction` is, rollout_log_probs or, if it needs the mini-batch, rollout_is_weights. Metrics:
     actor/pg_loss and actor/kl_loss are sums (parts of the mini-batch's loss), the others means over tokens.
     """
 
@@ -45,8 +46,8 @@ class ActorLoss:
     """Weight of the KL penalty; None: no such term and no reference needed."""
     kl_type: str = "low_var_kl"
     """A name of KL_ESTIMATORS."""
-    correction: Truncation | None = None
-    """Importance weights of the policy loss."""
+    correction: Correction | None = None
+    """Of the policy loss. What needs the mini-batch is done before (`workers/correcting.py`)."""
 
     def __call__(
         self, output: PolicyOutput, columns: Mapping[str, Tensor]
@@ -58,13 +59,9 @@ class ActorLoss:
         advantages = keep(columns["advantages"], mask)
         weights = token_weights(mask, self.agg_mode, self.denominators, self.scale_factor, dtype=logp.dtype)
         terms = self.policy_loss(logp, old_logp, advantages, mask)
-        stats, policy = dict(terms.stats), terms.loss
-        if self.correction is not None:
-            sampled = keep(columns["rollout_log_probs"], mask)
-            importance, truncated = self.correction.weights(old_logp, sampled)
-            stats["rollout_corr/rollout_is_mean"] = importance
-            stats["rollout_corr/rollout_is_ratio_fraction_high"] = truncated
-            policy = policy * importance
+        stats = dict(terms.stats)
+        importance, found = self._importance(columns, logp, old_logp)
+        policy = terms.loss if importance is None else terms.loss * importance
         loss = (policy * weights).sum()
         sums = {"actor/pg_loss": loss}
         if output.entropy is not None:
@@ -76,5 +73,20 @@ class ActorLoss:
             kl = KL_ESTIMATORS[self.kl_type](logp, keep(columns["ref_log_prob"], mask))
             sums["actor/kl_loss"] = (kl * weights).sum()
             loss = loss + self.kl_coef * sums["actor/kl_loss"]
-        coefficients = {} if self.kl_coef is None else {"actor/kl_coef": metrics.mean(self.kl_coef)}
-        return loss, token_metrics(mask, stats, sums) | coefficients
+        if self.kl_coef is not None:
+            found["actor/kl_coef"] = metrics.mean(self.kl_coef)
+        return loss, token_metrics(mask, stats, sums) | found
+
+    def _importance(
+        self, columns: Mapping[str, Tensor], logp: Tensor, old_logp: Tensor
+    ) -> tuple[Tensor | None, dict[str, Metric]]:
+        """Weights (B, R) of the policy loss, if there are any, without gradients; and metrics."""
+        if self.correction is None:
+            return None, {}
+        weighting, mask = self.correction.weighting, columns["response_mask"]
+        if self.correction.needs_mini_batch:
+            return None if weighting is None else keep(columns["rollout_is_weights"], mask), {}
+        trained = logp.detach() if self.correction.of_current_policy else old_logp
+        sampled = keep(columns["rollout_log_probs"], mask)
+        found = correction_metrics(self.correction, trained, sampled, mask)
+        return None if weighting is None else weighting.weights(weighting.ratios(trained - sampled)), found

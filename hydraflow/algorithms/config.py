@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import Any
 
-from hydraflow.options import Implementation, Planned, Switch, no_effect_when, option, unless, unread
+from hydraflow.options import Implementation, Planned, Rule, Switch, no_effect_when, option, unless, unread
 
 
 @dataclass(frozen=True)
@@ -112,23 +114,123 @@ class FilterGroupsConfig:
 
 
 ROLLOUT_IS_LEVELS = ("token", "sequence")
+REJECTION_RULES = (
+    *(f"{over}_{form}" for over in ("token", "seq_sum", "seq_mean") for form in ("k1", "k2", "k3")),
+    *("seq_max_k2", "seq_max_k3"),
+)
+BYPASS_LOSSES = {
+    "ppo_clip": Implementation(),
+    "reinforce": Implementation("hydraflow.algorithms.reinforce:reinforce"),
+}
+"""By the name that `rollout_correction.loss_type` gives; without code: the loss that
+`actor.policy_loss.loss_mode` names."""
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """A threshold: one number, or two."""
+
+    upper: float
+    lower: float | None = None
+
+    @classmethod
+    def read(cls, value: Any) -> Bounds | None:
+        """From a number or text; None where it is neither one positive number nor two in order.
+
+        >>> Bounds.read("0.5_2.0"), Bounds.read(2), Bounds.read("2_1")
+        (Bounds(upper=2.0, lower=0.5), Bounds(upper=2.0, lower=None), None)
+        """
+        if isinstance(value, bool) or not isinstance(value, int | float | str):
+            return None
+        try:
+            numbers = [float(part) for part in str(value).split("_")]
+        except ValueError:
+            return None
+        if len(numbers) > 2 or not all(map(math.isfinite, numbers)):
+            return None
+        lower, upper = (None, *numbers)[-2:]
+        if upper is None or upper <= 0 or (lower is not None and not 0 <= lower < upper):
+            return None
+        return cls(upper, lower)
+
+
+def listed_in(value: Any) -> list[Any]:
+    """The entries of a list, or of text with commas; one of anything else."""
+    if isinstance(value, str):
+        return [part.strip() for part in value.split(",")]
+    return value if isinstance(value, list) else [value]
+
+
+def _are_rejection_rules(value: Any) -> bool:
+    names = listed_in(value)
+    return set(map(str, names)) <= set(REJECTION_RULES) and len(set(map(str, names))) == len(names) > 0
+
+
+THRESHOLD = Rule(
+    "must be a number above 0, or two bounds such as 0.5_5.0", lambda value: Bounds.read(value) is not None
+)
+THRESHOLDS = Rule(
+    "must list numbers above 0, or pairs of bounds such as 0.5_2.0",
+    lambda value: bool(listed_in(value)) and None not in map(Bounds.read, listed_in(value)),
+    example="0.5_2.0",
+)
+REJECTIONS = Rule(
+    f"must list rules, each once: {', '.join(REJECTION_RULES)}", _are_rejection_rules, REJECTION_RULES
+)
+
+
+RATIO_IN_LOSS = no_effect_when(
+    lambda s: s.bypass_mode and s.loss_type == "ppo_clip",
+    "{s}.bypass_mode=true with {s}.loss_type=ppo_clip has this ratio in the loss itself",
+    "{s}.loss_type=reinforce",
+)
+NO_WEIGHTS = no_effect_when(lambda s: s.rollout_is is None, "{s}.rollout_is=null", "{s}.rollout_is=token")
 
 
 @dataclass
 class RolloutCorrectionConfig:
-    """Correction for samples whose probabilities differ between the generation engine and the trainer."""
+    """Correction for samples whose probabilities differ between the generation engine and the trainer. The
+    ratio is the trainer's probability to the engine's."""
 
-    rollout_is: str | None = option(None, choices=ROLLOUT_IS_LEVELS)
-    """Truncated importance sampling: weight each token's policy loss by the ratio of the trainer's old
-    probability to the generation engine's, of the token or of the whole sequence; null: no weights."""
-    rollout_is_threshold: float = option(
-        2.0,
-        gt=0,
+    rollout_is: str | None = option(None, choices=ROLLOUT_IS_LEVELS, no_effect=RATIO_IN_LOSS)
+    """Importance sampling: weight each token's policy loss by the ratio, of the token or of the whole
+    sequence; null: no weights."""
+    rollout_is_threshold: Any = option(2.0, rule=THRESHOLD, no_effect=(NO_WEIGHTS, RATIO_IN_LOSS))
+    """Upper limit of these weights (truncated importance sampling); or two bounds, such as 0.5_5.0, outside
+    of which a weight is 0 (IcePop)."""
+    rollout_is_batch_normalize: bool = option(False, no_effect=(NO_WEIGHTS, RATIO_IN_LOSS))
+    """Divide these weights by their mean over the mini-batch, of tokens or of sequences."""
+    rollout_rs: Any = option(None, rule=REJECTIONS)
+    """Rejection sampling: rules that leave tokens or whole sequences out of the policy's loss, in a list or
+    separated by commas; null: none."""
+    rollout_rs_threshold: Any = option(
+        None,
+        rule=THRESHOLDS,
         no_effect=no_effect_when(
-            lambda s: s.rollout_is is None, "{s}.rollout_is=null", "{s}.rollout_is=token"
+            lambda s: s.rollout_rs is None, "{s}.rollout_rs=null", "{s}.rollout_rs=token_k1"
         ),
     )
-    """Upper limit of these weights."""
+    """For each rule, or for all of them: bounds of the ratio, such as 0.5_2.0, for k1 (of a single number the
+    lower bound is the reciprocal), the largest divergence for k2 and k3."""
+    bypass_mode: bool = False
+    """Take the engine's log-probabilities for the old ones, so that the trainer does not compute them again.
+    The ratio is then that of the policy being trained."""
+    loss_type: str = option("ppo_clip", choices=tuple(BYPASS_LOSSES), no_effect=unless("bypass_mode"))
+    """Policy loss of bypass_mode: ppo_clip, the actor's own loss; or reinforce, without a clip."""
+
+
+def is_corrected(section: RolloutCorrectionConfig) -> bool:
+    """Whether any of it is on."""
+    return section.bypass_mode or section.rollout_is is not None or section.rollout_rs is not None
+
+
+def bounded_rules(section: RolloutCorrectionConfig) -> list[tuple[str, Bounds]]:
+    """The rejection rules with their thresholds, one for all of them repeated."""
+    if section.rollout_rs is None:
+        return []
+    rules, thresholds = listed_in(section.rollout_rs), listed_in(section.rollout_rs_threshold)
+    found = [bounds for bounds in map(Bounds.read, thresholds) if bounds is not None]
+    return list(zip(rules, found * len(rules) if len(found) == 1 else found))
 
 
 @dataclass

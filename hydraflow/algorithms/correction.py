@@ -1,39 +1,131 @@
-"""Corrects for samples whose probabilities differ between the generation engine and the trainer: truncated
-importance sampling (TIS).
+"""Corrects for samples whose probabilities differ between the generation engine and the trainer: importance
+weights of the policy's loss, and rejection of tokens or whole sequences.
 
-In: log-probabilities of the sampled tokens from both, (B, R), 0 where the mask is 0. Out: a weight for each
-token's policy loss. It looks along a row, never across rows. Left out on purpose: rejecting tokens or whole
-responses, and ratios to the engine's own log-probabilities (bypass).
+In: log-probabilities of the sampled tokens from both, (B, R), and the mask. Out: weights, and a smaller mask.
+Everything looks along a row, never across rows, except for the mean that normalized weights are divided by:
+its parts add up, and `workers/correcting.py` adds them over the mini-batch. Left out on purpose: metrics
+(`correction_metrics.py`), and the loss (`actor_loss.py`).
+
+r is the ratio of a token's probability in the trainer to that in the engine.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
+
+from hydraflow.algorithms.masked import keep
 
 LOG_RATIO_BOUND = 20.0
 
 
 @dataclass(frozen=True)
-class Truncation:
-    """Truncated importance weights (Espeholt et al. 2018, https://arxiv.org/abs/1802.01561: rho of V-trace;
-    Yao et al. 2025, "Your efficient RL framework secretly brings you off-policy RL training").
+class Weighting:
+    """Importance weights (Espeholt et al. 2018, https://arxiv.org/abs/1802.01561: rho of V-trace; Yao et al.
+    2025, "Your efficient RL framework secretly brings you off-policy RL training").
 
-        token:     w_t = min(exp(old_t - rollout_t), threshold)
-        sequence:  w_t = min(exp(sum over the row's tokens of (old - rollout)), threshold)
+        token:     ratio_t = r_t
+        sequence:  ratio_t = product of the row's r
+
+        w_t = min(ratio_t, upper)                               without a lower bound
+        w_t = ratio_t if lower <= ratio_t <= upper, else 0      with one (IcePop)
     """
 
     level: str
     """A name of ROLLOUT_IS_LEVELS."""
-    threshold: float
-    """Upper limit of a weight."""
+    upper: float
+    lower: float | None = None
+    normalized: bool = False
+    """Divided by the mini-batch's mean weight."""
 
-    def weights(self, old_logp: Tensor, rollout_logp: Tensor) -> tuple[Tensor, Tensor]:
-        """The weights and whether each was truncated, both (B, R) of the log-probabilities' type; without
-        gradients."""
-        log_ratio = (old_logp - rollout_logp).detach()
+    def ratios(self, log_ratio: Tensor) -> Tensor:
+        """(B, R) from log r, which is 0 where nothing is trained."""
         if self.level == "sequence":
             log_ratio = log_ratio.sum(dim=-1, keepdim=True).expand_as(log_ratio)
-        ratio = log_ratio.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND).exp()
-        return ratio.clamp(max=self.threshold), (ratio > self.threshold).to(ratio.dtype)
+        return log_ratio.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND).exp()
+
+    def weights(self, ratios: Tensor) -> Tensor:
+        """(B, R), not normalized."""
+        if self.lower is None:
+            return ratios.clamp(max=self.upper)
+        return torch.where((ratios >= self.lower) & (ratios <= self.upper), ratios, 0.0)
+
+    def total(self, weights: Tensor, mask: Tensor) -> tuple[float, float]:
+        """Sum and number of the weights of which the mean is 1 after normalization: those of trained tokens,
+        or at sequence level one for each row that has any. Sums of several parts add up."""
+        if self.level == "token":
+            return float(keep(weights, mask).sum()), float(mask.sum())
+        has_any = mask.any(dim=1)
+        return float(keep(weights[:, 0], has_any).sum()) if weights.numel() else 0.0, float(has_any.sum())
+
+
+_DIVERGENCES: dict[str, Callable[[Tensor], Tensor]] = {
+    "k1": lambda log_ratio: -log_ratio,
+    "k2": lambda log_ratio: 0.5 * log_ratio.square(),
+    "k3": lambda log_ratio: torch.expm1(log_ratio) - log_ratio,
+}
+"""Of one token (Schulman 2020, http://joschu.net/blog/kl-approx.html); from log r."""
+_OVER_ROWS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "token": lambda values, mask: values,
+    "seq_sum": lambda values, mask: values.sum(dim=1, keepdim=True),
+    "seq_mean": lambda values, mask: values.sum(1, keepdim=True) / mask.sum(1, keepdim=True).clamp(min=1),
+    "seq_max": lambda values, mask: values.amax(dim=1, keepdim=True),
+}
+"""From values that are 0 where nothing is trained."""
+
+
+@dataclass(frozen=True)
+class Rejection:
+    """A rule that leaves out tokens, or whole sequences, that are too far from the trainer's policy.
+
+    `token_k2` looks at each token, `seq_sum_k2`, `seq_mean_k2` and `seq_max_k2` at the row's sum, mean and
+    largest value. k1 = -log r, k2 = (log r)^2 / 2, k3 = r - 1 - log r.
+
+        k1:      kept if lower <= exp(-k1) <= upper: the ratio, the row's product, its geometric mean
+        others:  kept if at most upper
+    """
+
+    rule: str
+    """A name of REJECTION_RULES."""
+    upper: float
+    lower: float = 0.0
+    """Of k1 alone."""
+
+    def measure(self, log_ratio: Tensor, mask: Tensor) -> Tensor:
+        """What is compared, (B, R), the same for all of a row's tokens where rows are looked at."""
+        over, _, form = self.rule.rpartition("_")
+        values = keep(_DIVERGENCES[form](log_ratio.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)), mask)
+        return _OVER_ROWS[over](values, mask).expand_as(values)
+
+    def keeps(self, measure: Tensor) -> Tensor:
+        """Which tokens (B, R) are kept."""
+        if not self.rule.endswith("_k1"):
+            return measure <= self.upper
+        ratio = (-measure).exp()
+        return (ratio >= self.lower) & (ratio <= self.upper)
+
+
+@dataclass(frozen=True)
+class Correction:
+    """What is done about the difference."""
+
+    weighting: Weighting | None = None
+    rejections: tuple[Rejection, ...] = ()
+    of_current_policy: bool = False
+    """r is that of the policy being trained, as each pass finds it; else of the policy before the step."""
+
+    @property
+    def needs_mini_batch(self) -> bool:
+        """Whether what happens to a token depends on more than its row's forward pass: on counts of the mask
+        that rejection leaves, or on the mean weight."""
+        return bool(self.rejections) or (self.weighting is not None and self.weighting.normalized)
+
+    def kept(self, log_ratio: Tensor, mask: Tensor) -> Tensor:
+        """The mask (B, R) without what any rule rejects."""
+        kept = mask
+        for rejection in self.rejections:
+            kept = kept & rejection.keeps(rejection.measure(log_ratio, mask))
+        return kept

@@ -146,6 +146,36 @@ _PLACES = (
         "trainer.debug.local=false",
     ),
 )
+
+
+def _computes_like_the_engine(config: PPOConfig) -> bool:
+    """Whether both probabilities of a sampled token are the same number: the native engine takes them for
+    the old ones where it computes in the trainer's dtype. (dtype=auto depends on the device.)"""
+    rollout, fsdp = config.actor_rollout_ref.rollout, config.actor_rollout_ref.actor.fsdp_config
+    same = {rollout.dtype, fsdp.dtype, fsdp.model_dtype} in ({"fp32"}, {"fp64"})
+    replays = config.trainer.debug.load_rollouts is not None
+    return rollout.name == "native" and same and not replays
+
+
+def _has_no_clip(config: PPOConfig) -> bool:
+    correction = config.algorithm.rollout_correction
+    return correction.bypass_mode and correction.loss_type == "reinforce"
+
+
+_CORRECTION = (
+    NoEffectRule(
+        "algorithm.rollout_correction.{rollout_is,rollout_is_*,rollout_rs,rollout_rs_threshold}",
+        lambda c: _computes_like_the_engine(c) and not c.algorithm.rollout_correction.bypass_mode,
+        f"{ROLLOUT}.name=native computes in the trainer's dtype, so every ratio is 1",
+        f"{ROLLOUT}.name=vllm",
+    ),
+    NoEffectRule(
+        f"{ACTOR}.{{clip_ratio,clip_ratio_*,tau_pos,tau_neg,policy_loss.loss_mode}}",
+        _has_no_clip,
+        "algorithm.rollout_correction.loss_type=reinforce is the policy loss",
+        "algorithm.rollout_correction.loss_type=ppo_clip",
+    ),
+)
 _BATCHES = (
     *_micro_batch_rules(
         "critic",
@@ -237,6 +267,7 @@ RULES: dict[type, tuple[NoEffectRule, ...]] = {
     PPOConfig: (
         *_ROLES,
         *_PLACES,
+        *_CORRECTION,
         *_BATCHES,
         *_VALIDATION,
         *_PARTS,

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from math import inf, isfinite
 from typing import Any
 
-from hydraflow.algorithms.config import ESTIMATORS
+from hydraflow.algorithms.config import ESTIMATORS, REJECTIONS, THRESHOLDS, Bounds, listed_in
 from hydraflow.batch_plan.roles import needs_critic
 from hydraflow.batch_plan.settings import value_at
 from hydraflow.errors import Problem, shown
@@ -96,6 +96,45 @@ def _values_come_from_a_critic(config: PPOConfig) -> Iterator[Problem]:
         other = next(name for name, estimator in ESTIMATORS.items() if not estimator.critic)
         remedy = f"critic.enable=null or algorithm.adv_estimator={other}"
         yield Problem("critic.enable", "false", rule, remedy)
+
+
+def _weights_keep_equal_probabilities(config: PPOConfig) -> Iterator[Problem]:
+    asked, key = config.algorithm.rollout_correction, "algorithm.rollout_correction.rollout_is_threshold"
+    bounds = Bounds.read(asked.rollout_is_threshold)
+    if bounds is not None and not (bounds.lower or 0) <= 1 <= bounds.upper:
+        rule = "must leave the weight of equal probabilities at 1; two bounds need decimal points, as 0.5_5.0"
+        yield Problem(key, shown(asked.rollout_is_threshold), rule, f"{key}=2.0")
+
+
+def _rejection_has_thresholds(config: PPOConfig) -> Iterator[Problem]:
+    asked, key = config.algorithm.rollout_correction, "algorithm.rollout_correction.rollout_rs_threshold"
+    given = asked.rollout_rs_threshold
+    if asked.rollout_rs is None or not REJECTIONS.holds(asked.rollout_rs):
+        return
+    rules = listed_in(asked.rollout_rs)
+    usual = {rule: "0.5_2.0" if rule.endswith("_k1") else "0.01" for rule in rules}
+    remedy = f"{key}='{','.join(usual.values())}'"
+    if given is None:
+        yield Problem(key, "null", f"must be given: rollout_rs={','.join(rules)} rejects by it", remedy)
+    elif THRESHOLDS.holds(given):
+        bounds = [found for found in map(Bounds.read, listed_in(given)) if found]
+        if len(bounds) not in (1, len(rules)):
+            rule = f"has {len(bounds)} thresholds; rollout_rs has {len(rules)} rules"
+            yield Problem(key, shown(given), rule, remedy)
+            return
+        pairs = zip(rules, bounds * len(rules) if len(bounds) == 1 else bounds)
+        if why := next((why for one in pairs if (why := _misfit(*one))), None):
+            yield Problem(key, shown(given), why, remedy)
+
+
+def _misfit(rule: str, bounds: Bounds) -> str | None:
+    """Why a threshold is not one of this rejection rule."""
+    if not rule.endswith("_k1"):
+        return None if bounds.lower is None else f"{rule} has no lower bound: its divergence is at least 0"
+    if bounds.lower is None:
+        return None if bounds.upper > 1 else f"{rule} takes two bounds such as 0.5_2.0, or one number above 1"
+    contains = bounds.lower <= 1 <= bounds.upper
+    return None if contains else f"the bounds of {rule} must contain 1, the ratio of equal probabilities"
 
 
 def _warmup_has_a_critic(config: PPOConfig) -> Iterator[Problem]:
@@ -308,6 +347,8 @@ CROSS_RULES: dict[type, tuple[Callable[[Any], Iterator[Problem]], ...]] = {
         _recipe_makes_model_and_data,
         _training_samples,
         _values_come_from_a_critic,
+        _weights_keep_equal_probabilities,
+        _rejection_has_thresholds,
         _warmup_has_a_critic,
         _validation_samples,
         _engines_that_hold_whole_models,

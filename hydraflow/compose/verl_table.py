@@ -104,6 +104,8 @@ DTYPES = {
 }
 STRATEGIES = {"fsdp": "fsdp2"}
 ENGINES = {"hf": "native"}
+REJECTION_RULES = {"token": "token_k1", "sequence": "seq_sum_k1", "geometric": "seq_mean_k1"}
+"""Names of earlier versions."""
 FILTER_METRICS = {"reward": "score", "seq_final_reward": "seq_reward"}
 UNBUILT_ENGINES = ("sglang", "trtllm")
 UNBUILT_STRATEGIES = ("fsdp_turbo", "veomni", "torchtitan", "automodel", "mindspeed")

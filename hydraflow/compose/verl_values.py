@@ -14,6 +14,7 @@ from hydraflow.compose.verl_table import (
     DTYPES,
     ENGINES,
     FILTER_METRICS,
+    REJECTION_RULES,
     STRATEGIES,
     UNBUILT_ENGINES,
     UNBUILT_STRATEGIES,
@@ -40,6 +41,8 @@ def our_value(key: str, value: Any) -> tuple[Any, str | None]:
         new = ENGINES.get(str(value), value)
     elif key == "algorithm.filter_groups.metric":
         new = FILTER_METRICS.get(str(value), value)
+    elif key == "algorithm.rollout_correction.rollout_rs":
+        new = REJECTION_RULES.get(str(value), value)
     elif name == "save_contents" and value == ["hf_model"]:
         new, why = ["model", "hf_model"], ", since a run resumes from model"
     elif (name, value) in (("lr_warmup_steps", None), ("test_freq", 0)):

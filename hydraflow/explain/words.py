@@ -103,6 +103,8 @@ def _old_log_probs(plan: BatchPlan, config: PPOConfig, exact: bool) -> str:
     first = _pass(plan, "actor", plan.old_log_prob)
     compares = f"in the first step after a start the actor computes its own and compares them, {first}"
     match old_from(config, plan, exact=exact):
+        case OldFrom.ROLLOUT if config.algorithm.rollout_correction.bypass_mode:
+            return f"those of the generation engine, by bypass_mode; {compares}"
         case OldFrom.ROLLOUT:
             return f"those of the generation engine, which computes as the actor does; {compares}"
         case OldFrom.FIRST_PASS:

@@ -96,8 +96,12 @@ UPDATES = {
     "live": Field(
         "bool (B,)", "false for a row that only fills up a data rank's share, and is not trained on"
     ),
+    "rollout_is_weights": Field(
+        "ragged float32 (B, R)", "importance weight of each token's policy loss, where a correction has any"
+    ),
 }
-"""Made by the controller where the rows of a mini-batch do not divide by the data ranks."""
+"""Of a mini-batch: made by the controller where its rows do not divide by the data ranks, and by the actor
+where it corrects for samples of another policy."""
 
 ALGORITHMS = {
     "advantages": Field("ragged float32 (B, R)", "how much better each token was than expected"),

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from hydraflow.algorithms.config import OldFrom
+from hydraflow.algorithms.config import OldFrom, is_corrected
 from hydraflow.batch_plan.plans import BatchPlan
 from hydraflow.batch_plan.roles import needs_critic, needs_reference, own_reference
 from hydraflow.generation.config import engine_dtype
@@ -49,7 +49,7 @@ def step_phases(config: PPOConfig) -> tuple[StepPhase, ...]:
     critic, reference = needs_critic(config), needs_reference(config)
     in_reward = ("old_log_probs", "ref_log_prob") if config.algorithm.use_kl_in_reward else ()
     in_loss = ("ref_log_prob",) if config.actor_rollout_ref.actor.use_kl_loss else ()
-    if config.algorithm.rollout_correction.rollout_is:
+    if is_corrected(config.algorithm.rollout_correction):
         in_loss = (*in_loss, "rollout_log_probs")
     values = ("values",) if critic else ()
     phases = (
@@ -101,10 +101,16 @@ def reference_worker(config: PPOConfig) -> str:
 def old_from(config: PPOConfig, plan: BatchPlan, *, exact: bool, mini_batches: int = 1) -> OldFrom:
     """The choice for one batch. `exact`: the generation engine's own are the trainer's to the last bits, and
     of the newest weights. `mini_batches`: of the batch."""
-    if exact:
+    correction = config.algorithm.rollout_correction
+    if exact or correction.bypass_mode:
         return OldFrom.ROLLOUT
+    before = (
+        config.algorithm.use_kl_in_reward
+        or correction.rollout_rs is not None
+        or (correction.rollout_is is not None and correction.rollout_is_batch_normalize)
+    )
     once = plan.actor.optimizer_steps_per_step == mini_batches == 1
-    return OldFrom.FIRST_PASS if once and not config.algorithm.use_kl_in_reward else OldFrom.RECOMPUTE
+    return OldFrom.FIRST_PASS if once and not before else OldFrom.RECOMPUTE
 
 
 def rollout_is_exact(config: PPOConfig, bytes_of: Callable[[str], int]) -> bool:

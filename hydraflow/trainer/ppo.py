@@ -142,7 +142,8 @@ class PPOTrainer:
 
         The first fresh batch after a start always computes them, and stops the run if they are not those of
         the generation engine. So does every replayed batch, which uses the generation engine's own only if
-        they are near enough: the run that sampled it may have had other weights.
+        they are near enough: the run that sampled it may have had other weights. With
+        `rollout_correction.bypass_mode` they are used in any case.
         """
         known = self.runtime.fetch(columns(taken.rows, ["group", "versions"]))
         newest = bool((known.get("versions") == self.version).all())
@@ -159,7 +160,8 @@ class PPOTrainer:
         if compared.by_replica and max(compared.by_replica.values()) > limit:
             if newest and not taken.replayed and not self._compared:
                 raise GuardStop(self._disagreement(compared.by_replica, limit))
-            self.old = OldFrom.RECOMPUTE
+            if not self.config.algorithm.rollout_correction.bypass_mode:
+                self.old = OldFrom.RECOMPUTE
         elif compared.by_replica and newest:
             self._compared = True
         # a resumed run logs what it would have without the stop

@@ -11,7 +11,8 @@ from collections import Counter
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from hydraflow.algorithms.correction import Truncation
+from hydraflow.algorithms.config import BYPASS_LOSSES, Bounds, bounded_rules, is_corrected
+from hydraflow.algorithms.correction import Correction, Rejection, Weighting
 from hydraflow.batch_plan.layout import Devices
 from hydraflow.batch_plan.resolve import BatchPlan
 from hydraflow.batch_plan.roles import own_reference
@@ -21,6 +22,7 @@ from hydraflow.dispatch.runtime import Runtime
 from hydraflow.dispatch.worker import RoleSpec
 from hydraflow.generation.config import GENERATION_ENGINES, RolloutConfig, engine_dtype
 from hydraflow.models.config import ModelConfig
+from hydraflow.options import Implementation
 from hydraflow.schema import PPOConfig
 from hydraflow.trainer.machine import SCORE, TRAIN, Machine, training_pool
 from hydraflow.trainer.weight_links import (
@@ -157,6 +159,7 @@ def _training_roles(config: PPOConfig, plan: BatchPlan, skip_limits: SkipLimits)
         seed=config.trainer.seed,
         skip_limits=skip_limits,
         correction=rollout_correction(config),
+        loss=_loss_instead(config),
     )
     roles = {"actor": RoleSpec(ActorWorker, (actor,))}
     if not config.trainer.debug.train_only:
@@ -185,10 +188,37 @@ def _training_roles(config: PPOConfig, plan: BatchPlan, skip_limits: SkipLimits)
     return roles
 
 
-def rollout_correction(config: PPOConfig) -> Truncation | None:
-    """Importance weights of the policy loss, if there are any."""
+def rollout_correction(config: PPOConfig) -> Correction | None:
+    """The correction of the policy loss, if there is one."""
+    asked, weighting = config.algorithm.rollout_correction, None
+    if not is_corrected(asked):
+        return None
+    if asked.rollout_is and not (asked.bypass_mode and asked.loss_type == "ppo_clip"):
+        limits = Bounds.read(asked.rollout_is_threshold)
+        assert limits is not None, "its rule holds"
+        normalized = asked.rollout_is_batch_normalize
+        weighting = Weighting(asked.rollout_is, limits.upper, limits.lower, normalized)
+    return Correction(
+        weighting,
+        tuple(rejection(rule, bounds) for rule, bounds in bounded_rules(asked)),
+        of_current_policy=asked.bypass_mode,
+    )
+
+
+def rejection(rule: str, bounds: Bounds) -> Rejection:
+    """A rejection rule with its threshold; the lower bound of a ratio is by default the reciprocal."""
+    lower = bounds.lower
+    if lower is None:
+        lower = 1 / bounds.upper if rule.endswith("_k1") else 0.0
+    return Rejection(rule, bounds.upper, lower)
+
+
+def _loss_instead(config: PPOConfig) -> Implementation | None:
+    """The policy loss in place of `actor.policy_loss.loss_mode`, if there is one."""
     asked = config.algorithm.rollout_correction
-    return Truncation(asked.rollout_is, asked.rollout_is_threshold) if asked.rollout_is else None
+    return (
+        BYPASS_LOSSES[asked.loss_type] if asked.bypass_mode and BYPASS_LOSSES[asked.loss_type].where else None
+    )
 
 
 def critic_model(config: PPOConfig) -> ModelConfig:

@@ -15,7 +15,7 @@ from torch import Tensor
 from hydraflow.algorithms.actor_loss import ActorLoss
 from hydraflow.algorithms.aggregate import Denominators
 from hydraflow.algorithms.config import POLICY_LOSSES, OldFrom
-from hydraflow.algorithms.correction import Truncation
+from hydraflow.algorithms.correction import Correction
 from hydraflow.algorithms.diagnostics import probs_diff_name
 from hydraflow.batch_plan.parts import MicroPlan, RolePlan
 from hydraflow.device import resolve_dtype
@@ -25,9 +25,11 @@ from hydraflow.dispatch.worker import ProcessContext
 from hydraflow.engine.base import LossFn, ModelOutput
 from hydraflow.metrics import Metric, maximum, mean, spread
 from hydraflow.models.config import ModelConfig
+from hydraflow.options import Implementation
 from hydraflow.protocol.batch import DataProto
 from hydraflow.weights.buckets import Bucket, buckets
 from hydraflow.workers.config import ActorConfig
+from hydraflow.workers.correcting import Corrector
 from hydraflow.workers.engine_worker import EngineWorker
 from hydraflow.workers.skipping import SkipLimits
 from hydraflow.workers.training import forward_in_order
@@ -57,8 +59,10 @@ class ActorSpec:
     """Seeds the initialisation of new weights (adapters)."""
     skip_limits: SkipLimits = SkipLimits()
     """Limits on optimizer steps skipped for a non-finite gradient."""
-    correction: Truncation | None = None
-    """Importance weights of the policy loss."""
+    correction: Correction | None = None
+    """Of the policy loss, for samples of another policy."""
+    loss: Implementation | None = None
+    """Policy loss in place of the one that `actor` names."""
 
 
 class ActorWorker(EngineWorker):
@@ -84,15 +88,13 @@ class ActorWorker(EngineWorker):
         self.learner = self.make_learner(
             spec.plan, spec.skip_limits, what="update of the actor", role="actor", prefix="actor"
         )
+        self.correct = self._corrector(spec.correction)
         self._outgoing: Iterator[Bucket | None] = iter(())
 
     @register(dispatch_mode=mesh_mode("actor"), read_only=True)
     def compute_log_prob(self, batch: DataProto) -> DataProto:
         """`old_log_probs` and `entropys` of the responses under the current weights."""
-        output = forward_in_order(
-            self.engine, batch, self.log_prob_batcher, temperature=self.spec.temperature, entropy=True
-        )
-        return output.rename("log_probs", "old_log_probs")
+        return self._log_probs(batch, entropy=True).rename("log_probs", "old_log_probs")
 
     @register(dispatch_mode=mesh_mode("actor"), read_only=True)
     def compute_ref_log_prob(self, batch: DataProto) -> DataProto:
@@ -111,7 +113,9 @@ class ActorWorker(EngineWorker):
         Where there was none, the first optimizer step compares its own with the generation engine's.
         """
         loss = partial(self._loss, batch.meta_info.get(OLD_FROM, OldFrom.RECOMPUTE))
-        return self.learner.learn(batch, loss, step, temperature=self.spec.temperature, entropy=True)
+        return self.learner.learn(
+            batch, loss, step, temperature=self.spec.temperature, entropy=True, correct=self.correct
+        )
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False, read_only=True)
     def send_bucket(
@@ -134,10 +138,28 @@ class ActorWorker(EngineWorker):
             self._outgoing = iter(())  # it would keep the last bucket's tensors on the device
         return None if bucket is None else (StoredValue.of(bucket), bucket.last)
 
+    def _log_probs(self, batch: DataProto, *, entropy: bool = False) -> DataProto:
+        temperature = self.spec.temperature
+        return forward_in_order(
+            self.engine, batch, self.log_prob_batcher, temperature=temperature, entropy=entropy
+        )
+
+    def _corrector(self, correction: Correction | None) -> Corrector | None:
+        """None: nothing depends on a whole mini-batch."""
+        if correction is None or not correction.needs_mini_batch:
+            return None
+
+        def log_probs(rows: DataProto) -> Tensor:
+            inputs = rows.select(["prompts", "responses", "response_mask"])
+            found: Tensor = self._log_probs(inputs).get("log_probs")
+            return found
+
+        return Corrector(correction, self.engine, log_probs)
+
     def _loss(self, old: OldFrom, denominators: Denominators, first: bool) -> LossFn:
         actor = self.spec.actor
         loss = ActorLoss(
-            policy_loss=POLICY_LOSSES[actor.policy_loss.loss_mode].bound(actor),
+            policy_loss=(self.spec.loss or POLICY_LOSSES[actor.policy_loss.loss_mode]).bound(actor),
             agg_mode=actor.loss_agg_mode,
             scale_factor=actor.loss_scale_factor or self.spec.response_tokens,
             entropy_coeff=actor.entropy_coeff,

@@ -31,6 +31,8 @@ from hydraflow.workers.skipping import SkipGuard
 ROWS_PER_RANK = "rows_per_rank"
 """Key of a batch's meta_info: for each mini-batch, the rows of every data rank."""
 
+Correct = Callable[[DataProto], tuple[DataProto, dict[str, Metric]]]
+"""Changes a mini-batch before its optimizer step, above all its mask."""
 LossFactory = Callable[[Denominators, bool], LossFn]
 """Builds a mini-batch's loss from its denominators; the flag marks the first optimizer step of a training
 step."""
@@ -58,6 +60,7 @@ class Learner:
         *,
         temperature: float = 1.0,
         entropy: bool = False,
+        correct: Correct | None = None,
     ) -> dict[str, Metric]:
         """Takes every optimizer step of training step `step`, the first of which is 1.
 
@@ -71,8 +74,13 @@ class Learner:
         denominators = global_denominators(self.engine, mini_batches)
         of_rows, of_steps = [], []
         for number in range(len(mini_batches) * self.plan.epochs):
-            rows = mini_batches[number % len(mini_batches)]
-            loss = make_loss(denominators[number % len(mini_batches)], number == 0)
+            rows, counts = mini_batches[number % len(mini_batches)], denominators[number % len(mini_batches)]
+            if correct is not None:
+                with span("correction"):
+                    rows, corrected = correct(rows)
+                of_rows.append(corrected)
+                [counts] = global_denominators(self.engine, [rows])
+            loss = make_loss(counts, number == 0)
             with span("gradient"):
                 passes = partial(
                     self.engine.forward_backward, loss_fn=loss, temperature=temperature, entropy=entropy

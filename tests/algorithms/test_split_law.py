@@ -3,7 +3,8 @@ were split into micro-batches and ranks, in which order they came, or how far th
 1e-12.
 """
 
-from dataclasses import dataclass
+import functools
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
@@ -13,12 +14,16 @@ from hypothesis import strategies as st
 from hydraflow import metrics
 from hydraflow.algorithms.actor_loss import ActorLoss
 from hydraflow.algorithms.aggregate import LOSS_AGG_MODES, Denominators
-from hydraflow.algorithms.config import POLICY_LOSSES, ROLLOUT_IS_LEVELS
-from hydraflow.algorithms.correction import Truncation
+from hydraflow.algorithms.config import POLICY_LOSSES, REJECTION_RULES, ROLLOUT_IS_LEVELS
+from hydraflow.algorithms.correction import Correction, Rejection, Weighting
 from hydraflow.algorithms.critic_loss import ValueLoss
 from hydraflow.algorithms.kl import KL_ESTIMATORS
+from hydraflow.algorithms.reinforce import reinforce
 from hydraflow.algorithms.sft_loss import SFTLoss
+from hydraflow.protocol import ragged
+from hydraflow.protocol.batch import DataProto
 from hydraflow.workers.config import ActorConfig
+from hydraflow.workers.correcting import Corrector
 
 B, R = 6, 5
 SCALE = 16.0
@@ -66,14 +71,16 @@ def padded(x: torch.Tensor, columns: int) -> torch.Tensor:
     return torch.nn.functional.pad(x, (0, columns))
 
 
-def evaluate(loss_of, rows, ranks: list[Split], padding: int = 0):
+def evaluate(loss_of, rows, ranks: list[Split], padding: int = 0, correction: Correction | None = None):
     """The summed loss, the gradient of every output (B, R), and the merged metrics, with each rank's part
-    computed apart."""
+    computed apart. `correction`: one that needs the mini-batch."""
+    total, reports = 0.0, []
+    if correction is not None:
+        rows, reports = corrected(correction, rows, ranks)
     # What the ranks do: count their own masks, add the counts up.
     counts = [Denominators.count(rows["response_mask"][sum(split, [])]) for split in ranks]
     loss_fn = loss_of(sum(counts[1:], counts[0]))
     leaves = {name: rows[f"x_{name}"].clone().requires_grad_() for name in ("log_probs", "entropy", "values")}
-    total, reports = 0.0, []
     for split in ranks:
         for number, part in enumerate(split):
             width = padding * (number + 1)  # micro-batches of different widths
@@ -88,23 +95,64 @@ def evaluate(loss_of, rows, ranks: list[Split], padding: int = 0):
     return total, gradients, metrics.values(metrics.merge(reports))
 
 
+class Reduction:
+    """An engine of which only the sum over data ranks is wanted: first it notes a rank's part, then it gives
+    the sum of all."""
+
+    def __init__(self) -> None:
+        self.noted: list[torch.Tensor] = []
+        self.complete = False
+
+    def reduce(self, values: torch.Tensor) -> torch.Tensor:
+        if not self.complete:
+            self.noted.append(values)
+        return torch.stack(self.noted).sum(0)
+
+
+def corrected(correction: Correction, rows, ranks: list[Split]):
+    """The rows as the ranks have them after their mini-batch is corrected, and each rank's metrics."""
+    lengths = [int(mask.nonzero().max()) + 1 if mask.any() else 2 for mask in rows["response_mask"]]
+    whole = DataProto.from_dict(
+        {
+            name: ragged.from_rows([row[:length] for row, length in zip(column, lengths)])
+            for name, column in rows.items()
+        }
+    )
+    engine, found = Reduction(), dict(rows)
+    parts = {rank: order for rank, split in enumerate(ranks) if (order := sum(split, []))}
+    corrector = Corrector(correction, engine, lambda part: part.get("x_log_probs"))  # type: ignore[arg-type]
+    for order in parts.values():
+        corrector(whole.select_idxs(order))
+    engine.complete, reports = True, []
+    for order in parts.values():
+        part, report = corrector(whole.select_idxs(order))
+        reports.append(report)
+        for name in ("response_mask", "rollout_is_weights"):
+            if name in part.keys():
+                column = ragged.to_padded(part.get(name), R)
+                found.setdefault(name, torch.zeros(B, R, dtype=column.dtype))
+                found[name] = found[name].clone()
+                found[name][order] = column
+    return found, reports
+
+
 def assert_same(one, other, tolerance: float) -> None:
     assert one[0] == pytest.approx(other[0], abs=tolerance)
     assert one[1].keys() == other[1].keys() and one[1]
     for name, gradient in one[1].items():
-        assert gradient.abs().sum() > 0
         assert torch.allclose(gradient, other[1][name], rtol=0, atol=tolerance), name
-    assert one[2] == pytest.approx(other[2], abs=tolerance)
+    assert one[2] == pytest.approx(other[2], abs=tolerance, rel=tolerance)
 
 
-def check_law(loss_of, rows, tolerance: float = 1e-12) -> None:
-    whole = evaluate(loss_of, rows, [[list(range(B))]])
+def check_law(loss_of, rows, tolerance: float = 1e-12, **options) -> None:
+    whole = evaluate(loss_of, rows, [[list(range(B))]], **options)
+    assert all(gradient.abs().sum() > 0 for gradient in whole[1].values())
     for split in SPLITS.values():
-        assert_same(whole, evaluate(loss_of, rows, [split]), tolerance)
-        assert_same(whole, evaluate(loss_of, rows, [split], padding=3), tolerance)
+        assert_same(whole, evaluate(loss_of, rows, [split], **options), tolerance)
+        assert_same(whole, evaluate(loss_of, rows, [split], padding=3, **options), tolerance)
     two_ranks = [[[0, 3], [5]], [[1], [2, 4]]]
-    assert_same(whole, evaluate(loss_of, rows, two_ranks), tolerance)
-    assert_same(whole, evaluate(loss_of, rows, two_ranks, padding=2), tolerance)
+    assert_same(whole, evaluate(loss_of, rows, two_ranks, **options), tolerance)
+    assert_same(whole, evaluate(loss_of, rows, two_ranks, padding=2, **options), tolerance)
 
 
 def actor(loss_mode="vanilla", **options):
@@ -131,10 +179,56 @@ def test_kl_penalty(kl_type, agg_mode):
     check_law(actor(agg_mode=agg_mode, kl_coef=0.3, kl_type=kl_type), make_rows(seed=2))
 
 
-@pytest.mark.parametrize("level", ROLLOUT_IS_LEVELS)
+LIMITS = dict.fromkeys(REJECTION_RULES, 2.5) | {
+    "seq_sum_k2": 4.0,
+    "seq_sum_k3": 8.0,
+    "seq_mean_k1": 1.2,
+    "seq_mean_k2": 0.8,
+}
+"""Some of the rows' tokens are beyond them, and some are not."""
+CORRECTIONS = {
+    f"{level} {kind}": Correction(Weighting(level, 1.5, lower, normalized))
+    for level in ROLLOUT_IS_LEVELS
+    for kind, lower, normalized in [("TIS", None, False), ("IcePop", 0.4, False), ("normalized", None, True)]
+} | {
+    **{rule: Correction(rejections=(Rejection(rule, LIMITS[rule], 0.3),)) for rule in REJECTION_RULES},
+    "everything": Correction(
+        Weighting("sequence", 2.0, 0.2, normalized=True),
+        (Rejection("token_k1", 2.5, 0.3), Rejection("seq_max_k2", 2.0)),
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "of_current_policy"),
+    [
+        (name, of_current_policy)
+        for name, correction in CORRECTIONS.items()
+        for of_current_policy in (False, True)
+        if correction.weighting is not None or not of_current_policy
+    ],
+)
 @pytest.mark.parametrize("agg_mode", LOSS_AGG_MODES)
-def test_truncated_importance_weights(level, agg_mode):
-    check_law(actor(agg_mode=agg_mode, correction=Truncation(level, 1.5)), make_rows(seed=6))
+def test_corrections(name, agg_mode, of_current_policy):
+    correction = replace(CORRECTIONS[name], of_current_policy=of_current_policy)
+    needs = correction if correction.needs_mini_batch else None
+    policy_loss = reinforce if of_current_policy else POLICY_LOSSES["vanilla"].bound(ActorConfig())
+    loss_of = functools.partial(
+        ActorLoss,
+        policy_loss=policy_loss,
+        agg_mode=agg_mode,
+        scale_factor=SCALE,
+        correction=correction,
+        entropy_coeff=0.1,
+    )
+    check_law(lambda denominators: loss_of(denominators=denominators), make_rows(seed=6), correction=needs)
+
+
+@pytest.mark.parametrize("rule", REJECTION_RULES)
+def test_every_rejection_of_these_tests_leaves_some_tokens_out(rule):
+    rows = make_rows(seed=6)
+    after, _ = corrected(CORRECTIONS[rule], rows, [[list(range(B))]])
+    assert 0 < after["response_mask"].sum() < rows["response_mask"].sum()
 
 
 @pytest.mark.parametrize("agg_mode", LOSS_AGG_MODES)
@@ -163,9 +257,9 @@ def test_everything_together_in_float32():
     padding=st.integers(0, 3),
     agg_mode=st.sampled_from(list(LOSS_AGG_MODES)),
     loss_mode=st.sampled_from(list(POLICY_LOSSES)),
-    level=st.sampled_from([None, *ROLLOUT_IS_LEVELS]),
+    correction=st.sampled_from([None, *CORRECTIONS.values()]),
 )
-def test_any_split_of_any_rows(seed, order, cuts, rank_cut, padding, agg_mode, loss_mode, level):
+def test_any_split_of_any_rows(seed, order, cuts, rank_cut, padding, agg_mode, loss_mode, correction):
     rows = make_rows(seed)
     edges = [0, *sorted(cuts | {rank_cut} - {0, B}), B]
     parts = [(start, list(order[start:stop])) for start, stop in zip(edges, edges[1:])]
@@ -173,12 +267,12 @@ def test_any_split_of_any_rows(seed, order, cuts, rank_cut, padding, agg_mode, l
         [part for start, part in parts if start < rank_cut],
         [part for start, part in parts if start >= rank_cut],
     ]
-    correction = Truncation(level, 1.5) if level else None
+    needs = correction if correction is not None and correction.needs_mini_batch else None
     loss_of = actor(
         loss_mode=loss_mode, agg_mode=agg_mode, entropy_coeff=0.05, kl_coef=0.2, correction=correction
     )
-    whole = evaluate(loss_of, rows, [[list(range(B))]])
-    assert_same(whole, evaluate(loss_of, rows, [ranks[0], ranks[1]], padding=padding), 1e-12)
+    whole = evaluate(loss_of, rows, [[list(range(B))]], correction=needs)
+    assert_same(whole, evaluate(loss_of, rows, ranks, padding=padding, correction=needs), 1e-12)
 
 
 def test_the_law_can_fail():

@@ -14,6 +14,13 @@ from hydraflow.schema import PPOConfig, SFTConfig
 
 OWN = ["actor_rollout_ref.model.path=model", "data.train_files=train.parquet"]
 ACTOR, REF, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.ref", "actor_rollout_ref.rollout"
+CORRECTION = "algorithm.rollout_correction"
+BYPASS = [f"{CORRECTION}.bypass_mode=true"]
+IN_FLOAT32 = [
+    f"{ROLLOUT}.dtype=fp32",
+    f"{ACTOR}.fsdp_config.dtype=fp32",
+    f"{ACTOR}.fsdp_config.model_dtype=fp32",
+]
 
 CASES = [
     (f"{ACTOR}.megatron.param_offload=true", [], f"{ACTOR}.strategy=megatron"),
@@ -69,6 +76,32 @@ CASES = [
     ("algorithm.norm_adv_by_std_in_grpo=false", [], "algorithm.adv_estimator=grpo"),
     ("algorithm.kl_penalty=mse", [], "algorithm.use_kl_in_reward=true"),
     ("algorithm.kl_ctrl.horizon=5", ["algorithm.use_kl_in_reward=true"], "algorithm.kl_ctrl.type=adaptive"),
+    (f"{CORRECTION}.rollout_is_threshold=3.0", [], f"{CORRECTION}.rollout_is=token"),
+    (f"{CORRECTION}.rollout_is_batch_normalize=true", [], f"{CORRECTION}.rollout_is=sequence"),
+    (f"{CORRECTION}.rollout_rs_threshold=3.0", [], f"{CORRECTION}.rollout_rs=token_k1"),
+    (f"{CORRECTION}.loss_type=reinforce", [], f"{CORRECTION}.bypass_mode=true"),
+    *(
+        (
+            f"{CORRECTION}.{key}",
+            [f"{CORRECTION}.rollout_is=token", *BYPASS],
+            f"{CORRECTION}.loss_type=reinforce",
+        )
+        for key in ("rollout_is=token", "rollout_is_threshold=3.0", "rollout_is_batch_normalize=true")
+    ),
+    *(
+        (f"{ACTOR}.{key}", [*BYPASS, f"{CORRECTION}.loss_type=reinforce"], f"{CORRECTION}.loss_type=ppo_clip")
+        for key in (
+            "clip_ratio=0.1",
+            "clip_ratio_c=4.0",
+            "clip_ratio_low=0.1",
+            "policy_loss.loss_mode=vanilla",
+        )
+    ),
+    *(
+        (f"{CORRECTION}.{key}", IN_FLOAT32, f"{ROLLOUT}.name=vllm")
+        for key in ("rollout_is=token", "rollout_rs=token_k1")
+    ),
+    (f"{CORRECTION}.rollout_rs=token_k1", IN_FLOAT32, f"{CORRECTION}.bypass_mode=true"),
     ("algorithm.filter_groups.metric=score", [], "algorithm.filter_groups.enable=true"),
     ("data.gen_batch_size=2048", [], "algorithm.filter_groups.enable=true"),
     ("actor_rollout_ref.model.lora_alpha=4", [], "actor_rollout_ref.model.lora_rank=8"),

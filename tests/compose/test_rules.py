@@ -5,8 +5,16 @@ import math
 from dataclasses import fields
 
 import pytest
+import yaml
 
-from hydraflow.algorithms.config import ESTIMATORS, POLICY_LOSSES, KLControlConfig
+from hydraflow.algorithms.config import (
+    ESTIMATORS,
+    POLICY_LOSSES,
+    REJECTION_RULES,
+    KLControlConfig,
+    bounded_rules,
+    listed_in,
+)
 from hydraflow.compose.keys import known_keys
 from hydraflow.compose.rules import problems
 from hydraflow.data.config import PromptConfig, SFTDataConfig
@@ -200,6 +208,94 @@ def test_debugging_keys_fit_each_other(given, found):
     told = problems(config)
     assert [problem.field for problem in told] == found
     assert all(problem.remedy for problem in told)
+
+
+CORRECTION = "algorithm.rollout_correction"
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"rollout_is_threshold": "0.5_5.0"},
+        {"rollout_is_threshold": "2"},
+        {"rollout_rs": "token_k1", "rollout_rs_threshold": "0.5_2.0"},
+        {"rollout_rs": "token_k1", "rollout_rs_threshold": 2},
+        {"rollout_rs": "token_k1, seq_max_k2", "rollout_rs_threshold": "0.6_1.6, 2.5"},
+        {"rollout_rs": ["seq_sum_k1", "seq_mean_k3"], "rollout_rs_threshold": ["0_1.6", 0.01]},
+        {"rollout_rs": ["token_k1", "seq_mean_k3"], "rollout_rs_threshold": 1.5},
+        {"rollout_rs": list(REJECTION_RULES), "rollout_rs_threshold": 2.0},
+    ],
+)
+def test_rollout_corrections_as_in_verl_are_legal(given):
+    config = valid()
+    for key, value in given.items():
+        put(config, f"{CORRECTION}.{key}", value)
+    assert problems(config) == []
+    rules = bounded_rules(config.algorithm.rollout_correction)
+    assert [rule for rule, _ in rules] == listed_in(given.get("rollout_rs", []))
+
+
+@pytest.mark.parametrize(
+    ("given", "field", "said"),
+    [
+        ({"rollout_is": "geometric"}, "rollout_is", "must be token or sequence"),
+        (
+            {"rollout_is_threshold": "5_0.5"},
+            "rollout_is_threshold",
+            "must be a number above 0, or two bounds",
+        ),
+        ({"rollout_is_threshold": 0}, "rollout_is_threshold", "must be a number above 0"),
+        ({"rollout_is_threshold": True}, "rollout_is_threshold", "must be a number above 0"),
+        ({"rollout_is_threshold": "1_2_3"}, "rollout_is_threshold", "must be a number above 0"),
+        ({"rollout_is_threshold": "nan"}, "rollout_is_threshold", "must be a number above 0"),
+        ({"rollout_is_threshold": 0.55}, "rollout_is_threshold", "two bounds need decimal points"),
+        ({"rollout_is_threshold": "1.5_2.0"}, "rollout_is_threshold", "weight of equal probabilities at 1"),
+        ({"rollout_rs": "seq_max_k1"}, "rollout_rs", "must list rules, each once: token_k1"),
+        ({"rollout_rs": "token_k1,token_k1"}, "rollout_rs", "must list rules, each once: token_k1"),
+        ({"rollout_rs": []}, "rollout_rs", "must list rules, each once: token_k1"),
+        (
+            {"rollout_rs": "token_k1"},
+            "rollout_rs_threshold",
+            "must be given: rollout_rs=token_k1 rejects by it",
+        ),
+        (
+            {"rollout_rs": "token_k1,token_k2", "rollout_rs_threshold": "2,2,2"},
+            "rollout_rs_threshold",
+            "has 3 thresholds; rollout_rs has 2 rules",
+        ),
+        (
+            {"rollout_rs": "token_k1", "rollout_rs_threshold": 0.5},
+            "rollout_rs_threshold",
+            "token_k1 takes two bounds such as 0.5_2.0, or one number above 1",
+        ),
+        (
+            {"rollout_rs": "token_k1", "rollout_rs_threshold": "0.2_0.5"},
+            "rollout_rs_threshold",
+            "the bounds of token_k1 must contain 1",
+        ),
+        (
+            {"rollout_rs": "seq_max_k2", "rollout_rs_threshold": "0.5_2.0"},
+            "rollout_rs_threshold",
+            "seq_max_k2 has no lower bound",
+        ),
+        (
+            {"rollout_rs": "token_k1", "rollout_rs_threshold": "2;3"},
+            "rollout_rs_threshold",
+            "must list numbers above 0, or pairs of bounds such as 0.5_2.0",
+        ),
+        ({"loss_type": "reinforced"}, "loss_type", "must be ppo_clip or reinforce"),
+    ],
+)
+def test_rollout_corrections_that_make_no_sense(given, field, said):
+    config = valid()
+    for key, value in given.items():
+        put(config, f"{CORRECTION}.{key}", value)
+    [problem] = problems(config)
+    assert problem.field == f"{CORRECTION}.{field}" and said in problem.rule
+    key, _, value = problem.remedy.partition("=")
+    assert key == problem.field
+    put(config, key, yaml.safe_load(value))
+    assert [other.field for other in problems(config)] in ([], [f"{CORRECTION}.rollout_rs_threshold"])
 
 
 def test_a_critic_warm_up_needs_a_critic():

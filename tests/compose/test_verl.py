@@ -13,7 +13,7 @@ from hydraflow.compose.loading import load_command
 from hydraflow.compose.patterns import fits
 from hydraflow.compose.tree import check, flatten, nested
 from hydraflow.compose.verl_defaults import leaves
-from hydraflow.compose.verl_table import FOLLOWS, Alias, aliases, tables
+from hydraflow.compose.verl_table import FOLLOWS, REJECTION_RULES, Alias, aliases, tables
 from hydraflow.compose.verl_trees import config_file
 from hydraflow.errors import ConfigError
 from hydraflow.schema import EvalConfig, GenerateConfig, PPOConfig, SFTConfig
@@ -21,6 +21,7 @@ from hydraflow.schema import EvalConfig, GenerateConfig, PPOConfig, SFTConfig
 KEYS = known_keys(PPOConfig)
 ROOT = Path(__file__).parents[2]
 ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
+CORRECTION = "algorithm.rollout_correction.rollout_rs"
 OWN = ["actor_rollout_ref.model.path=model", "data.train_files=train.parquet"]
 
 
@@ -122,6 +123,7 @@ def test_help_says_what_becomes_of_verls_keys():
         (f"{ACTOR}.fsdp_config.model_dtype", "bfloat16", f"{ACTOR}.fsdp_config.model_dtype", "bf16"),
         (f"{ACTOR}.optim.lr_warmup_steps", None, f"{ACTOR}.optim.lr_warmup_steps", -1),
         (f"{ROLLOUT}.name", "hf", f"{ROLLOUT}.name", "native"),
+        *((CORRECTION, old, CORRECTION, new) for old, new in REJECTION_RULES.items()),
         ("trainer.logger", "console", "trainer.logger", ["console"]),
         ("trainer.logger", ["console", "clearml"], "trainer.logger", ["console", "file", "tensorboard"]),
         ("trainer.val_generations_to_log_to_wandb", 4, "trainer.log_val_generations", 4),
@@ -206,8 +208,8 @@ def test_a_key_without_effect_is_accepted_and_said(key, value, said):
         (f"{ROLLOUT}.multi_turn.enable", True, "hold conversations of several turns"),
         ("reward_model.reward_kwargs.overlong_buffer_cfg.len", 4096, "be handed to the reward manager"),
         (
-            "algorithm.rollout_correction.rollout_rs",
-            "token_k1",
+            f"{ACTOR}.tis_imp_ratio_cap",
+            2.0,
             "correct for the difference between rollout and training probabilities",
         ),
         (f"{ACTOR}.veomni.param_offload", True, "set up another training engine"),

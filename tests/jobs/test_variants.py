@@ -168,3 +168,55 @@ def test_adapters_with_themselves_switched_off_as_reference_on_one_rank_and_two(
             "actor/ppo_kl",
         ):
             assert two[name] == pytest.approx(one[name], rel=1e-6, abs=1e-9), name
+
+
+CORRECTION, COARSE = "algorithm.rollout_correction", ["actor_rollout_ref.rollout.dtype=bf16"]
+"""Sampled in 16 bits and trained in 32, so that the two probabilities of a token differ."""
+
+
+def test_weights_and_rejection(tmp_path: Path, recipe_cache: Path) -> None:
+    rows = train(
+        tmp_path,
+        recipe_cache,
+        *LOCAL,
+        *COARSE,
+        f"{CORRECTION}.rollout_is=token",
+        f"{CORRECTION}.rollout_is_threshold=0.5_5.0",
+        f"{CORRECTION}.rollout_is_batch_normalize=true",
+        f"{CORRECTION}.rollout_rs=[token_k1,seq_max_k3]",
+        f"{CORRECTION}.rollout_rs_threshold=[1.004,1e-4]",
+    )
+    for row in rows:
+        assert 0 < row["rollout_corr/rollout_rs_token_k1_masked_fraction"] < 1
+        assert 0 < row["rollout_corr/rollout_rs_masked_fraction"] < 1
+        assert row["rollout_corr/rollout_is_batch_norm_factor"] == pytest.approx(1, abs=0.02)
+        assert row["actor/grad_norm"] > 0 and row["rollout_corr/kl"] != 0
+
+
+@pytest.mark.parametrize("where", [[], LOCAL], ids=["two ranks", "one rank"])
+def test_bypass_with_a_policy_gradient(tmp_path: Path, recipe_cache: Path, where: list[str]) -> None:
+    """Two mini-batches in two epochs: what is rejected is new in each optimizer step."""
+    rows = train(
+        tmp_path,
+        recipe_cache,
+        *where,
+        *COARSE,
+        f"{ACTOR}.ppo_epochs=2",
+        f"{ACTOR}.loss_agg_mode=seq-mean-token-sum",
+        f"{CORRECTION}.bypass_mode=true",
+        f"{CORRECTION}.loss_type=reinforce",
+        f"{CORRECTION}.rollout_is=sequence",
+        f"{CORRECTION}.rollout_rs=seq_mean_k1",
+        f"{CORRECTION}.rollout_rs_threshold=1.01",
+    )
+    for row in rows:
+        assert row["actor/grad_norm"] > 0 and "actor/pg_clipfrac" not in row
+        assert 0 < row["rollout_corr/rollout_rs_masked_fraction"] < 1
+        assert 0 < row["rollout_corr/rollout_is_std"] < 1
+
+
+def test_bypass_with_a_clipped_loss(tmp_path: Path, recipe_cache: Path) -> None:
+    rows = train(tmp_path, recipe_cache, *LOCAL, *COARSE, f"{CORRECTION}.bypass_mode=true")
+    for row in rows:
+        assert row["actor/ppo_kl"] != 0 and row["rollout_corr/k3_kl"] > 0
+        assert row["actor/grad_norm"] > 0 and "rollout_corr/rollout_is_mean" not in row

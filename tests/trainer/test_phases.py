@@ -5,12 +5,15 @@ from __future__ import annotations
 import importlib
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from hydraflow.algorithms.config import OldFrom
+from hydraflow.batch_plan.resolve import resolve_plan
 from hydraflow.protocol.fields import FIELDS
 from hydraflow.schema import PPOConfig
-from hydraflow.trainer.phases import StepPhase, rollout_is_exact, step_phases
+from hydraflow.trainer.phases import StepPhase, old_from, rollout_is_exact, step_phases
 
 README = (Path(__file__).parents[2] / "README.md").read_text()
 
@@ -44,6 +47,30 @@ def test_the_columns_that_a_kl_term_needs() -> None:
     assert "ref_log_prob" not in reads("actor", in_reward=True)
     assert {"old_log_probs", "ref_log_prob"} <= reads("advantages", in_reward=True)
     assert not {"old_log_probs", "ref_log_prob"} & reads("advantages", in_loss=True)
+
+
+@pytest.mark.parametrize(
+    ("given", "source"),
+    [
+        ({}, OldFrom.FIRST_PASS),
+        ({"rollout_is": "token"}, OldFrom.FIRST_PASS),
+        ({"rollout_is": "token", "rollout_is_batch_normalize": True}, OldFrom.RECOMPUTE),
+        ({"rollout_is_batch_normalize": True}, OldFrom.FIRST_PASS),
+        ({"rollout_rs": "token_k1"}, OldFrom.RECOMPUTE),
+        ({"bypass_mode": True, "rollout_rs": "token_k1"}, OldFrom.ROLLOUT),
+    ],
+)
+def test_old_log_probs_are_there_before_the_update_where_a_correction_needs_them(
+    given: dict[str, Any], source: OldFrom
+) -> None:
+    made = config()
+    made.data.train_batch_size = made.actor_rollout_ref.actor.ppo_mini_batch_size = 8
+    for name, value in given.items():
+        setattr(made.algorithm.rollout_correction, name, value)
+    assert old_from(made, resolve_plan(made, prompts=None), exact=False) == source
+    [update] = [phase for phase in step_phases(made) if phase.name == "actor"]
+    asked = bool({"rollout_is", "rollout_rs", "bypass_mode"} & given.keys())
+    assert ("rollout_log_probs" in update.reads) == asked
 
 
 def test_the_table_of_the_readme_is_this_list() -> None:

@@ -20,6 +20,7 @@ from workers.by_hand import process
 from hydraflow.algorithms.actor_loss import ActorLoss
 from hydraflow.algorithms.aggregate import Denominators
 from hydraflow.algorithms.config import POLICY_LOSSES
+from hydraflow.algorithms.correction import Correction
 from hydraflow.algorithms.critic_loss import ValueLoss
 from hydraflow.batch_plan.parts import MicroPlan, RolePlan
 from hydraflow.engine.base import LossFn, ModelOutput
@@ -27,6 +28,7 @@ from hydraflow.engine.config import FSDPConfig, OptimConfig
 from hydraflow.engine.fsdp.engine import FSDPEngine
 from hydraflow.metrics import Metric
 from hydraflow.models.config import ModelConfig
+from hydraflow.options import Implementation
 from hydraflow.protocol import ragged
 from hydraflow.protocol.batch import DataProto
 from hydraflow.trainer.mini_batches import cut_mini_batches, dispatched
@@ -149,6 +151,8 @@ class Training:
     lr: float = 1e-3
     weight_decay: float = 0.1
     clip_grad: float = 1e9
+    correction: Correction | None = None
+    loss: Implementation | None = None
 
     def plan(self, data_ranks: int) -> RolePlan:
         return RolePlan.simple(data_ranks=data_ranks, mini_batch_trajectories=4, epochs=2, micro=self.micro)
@@ -197,5 +201,7 @@ def make_worker(
         total_steps=1,
         seed=0,
         skip_limits=skip_limits or SkipLimits(),
+        correction=training.correction,
+        loss=training.loss,
     )
     return ActorWorker(here, spec)

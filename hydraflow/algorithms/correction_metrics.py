@@ -1,0 +1,137 @@
+"""What a rollout correction did, and how far the trainer's policy is from the generation engine's.
+
+In: log-probabilities of the sampled tokens from both, (B, R), and the mask before any rejection. Out:
+metrics under verl's names (`rollout_corr/`) that merge exactly over micro-batches and ranks: of tokens, or of
+the rows that have a trained token.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from hydraflow.algorithms.correction import LOG_RATIO_BOUND, Correction, Rejection, Weighting
+from hydraflow.algorithms.masked import keep
+from hydraflow.metrics import Metric, from_moments, maximum, mean, minimum, spread
+
+PREFIX = "rollout_corr"
+
+
+@dataclass(frozen=True)
+class _Tokens:
+    """Rows with at least one trained token."""
+
+    mask: Tensor
+    """bool (B, R)."""
+    log_ratio: Tensor
+    """(B, R), 0 where the mask is 0."""
+
+    def rows(self, values: Tensor) -> Tensor:
+        """The mean over each row's trained tokens, (B,)."""
+        return keep(values, self.mask).sum(1) / self.mask.sum(1)
+
+
+@torch.no_grad()
+def correction_metrics(
+    correction: Correction, trained: Tensor, sampled: Tensor, mask: Tensor
+) -> dict[str, Metric]:
+    """`trained` and `sampled` are log-probabilities; values where the mask is 0 never matter. {} where
+    nothing is trained."""
+    some = mask.bool().any(dim=1)
+    mask = mask.bool()[some].cpu()
+    trained, sampled = (keep(logp[some].double().cpu(), mask) for logp in (trained, sampled))
+    if not len(mask):
+        return {}
+    tokens = _Tokens(mask, trained - sampled)
+    found = _policy_gap(tokens, trained, sampled)
+    if correction.weighting is not None:
+        found |= _of_weights(correction.weighting, tokens)
+    for rejection in correction.rejections:
+        found |= _of_rejection(rejection, tokens)
+    if correction.rejections:
+        lost = mask & ~correction.kept(tokens.log_ratio, mask)
+        found |= _lost("rollout_rs_", lost, mask)
+    return {f"{PREFIX}/{name}": metric for name, metric in found.items()}
+
+
+def _policy_gap(tokens: _Tokens, trained: Tensor, sampled: Tensor) -> dict[str, Metric]:
+    ours, theirs = -tokens.rows(trained), -tokens.rows(sampled)  # (B,) log-perplexities
+    bounded = tokens.log_ratio.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
+    of_token = bounded[tokens.mask]
+    of_row = tokens.log_ratio.sum(1).clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
+    means = {
+        "kl": -tokens.log_ratio[tokens.mask],
+        "k3_kl": torch.expm1(of_token) - of_token,
+        "training_ppl": ours.exp(),
+        "training_log_ppl": ours,
+        "rollout_ppl": theirs.exp(),
+        "rollout_log_ppl": theirs,
+        "log_ppl_diff": theirs - ours,
+        "log_ppl_abs_diff": (theirs - ours).abs(),
+        "chi2_token": torch.expm1(2 * of_token),
+        "chi2_seq": torch.expm1(2 * of_row),
+    }
+    return {name: mean(float(values.mean()), len(values)) for name, values in means.items()} | {
+        "log_ppl_diff_max": maximum(float((theirs - ours).max())),
+        "log_ppl_diff_min": minimum(float((theirs - ours).min())),
+        "ppl_ratio": from_moments("exp_of_mean", float((ours - theirs).mean()), 0.0, len(ours)),
+    }
+
+
+def _of_weights(weighting: Weighting, tokens: _Tokens) -> dict[str, Metric]:
+    """Of the weights before they are normalized; the largest and smallest ratios are those before the
+    threshold."""
+    ratios = weighting.ratios(tokens.log_ratio)
+    weights = weighting.weights(ratios)
+    per_row, ratio_of_row = tokens.rows(weights), tokens.rows(ratios)
+    low = 1.0 / weighting.upper if weighting.lower is None else weighting.lower
+    chosen, ratio = weights[tokens.mask], ratios[tokens.mask]
+    name = "rollout_is_"
+    found = _spread(name, chosen) | _spread(f"{name}seq_", per_row)
+    found |= {f"{name}max": maximum(float(ratio.max())), f"{name}min": minimum(float(ratio.min()))}
+    square = float(chosen.square().mean())
+    found[f"{name}eff_sample_size"] = from_moments(
+        "eff_sample_size", float(chosen.mean()), square, len(chosen)
+    )
+    found[f"{name}seq_max_deviation"] = maximum(float((per_row - 1.0).abs().max()))
+    shares = {
+        "ratio_fraction_high": ratio > weighting.upper,
+        "ratio_fraction_low": ratio < low,
+        "seq_fraction_high": ratio_of_row > weighting.upper,
+        "seq_fraction_low": ratio_of_row < low,
+    }
+    if weighting.lower is not None:
+        shares["oob_ratio"] = shares["ratio_fraction_high"] | shares["ratio_fraction_low"]
+    return found | {f"{name}{what}": _share(of) for what, of in shares.items()}
+
+
+def _of_rejection(rejection: Rejection, tokens: _Tokens) -> dict[str, Metric]:
+    name, measure = f"rollout_rs_{rejection.rule}_", rejection.measure(tokens.log_ratio, tokens.mask)
+    of_token = rejection.rule.startswith("token_")
+    values = measure[tokens.mask] if of_token else measure[:, 0]
+    return _spread(name, values) | _lost(name, tokens.mask & ~rejection.keeps(measure), tokens.mask)
+
+
+def _lost(name: str, lost: Tensor, mask: Tensor) -> dict[str, Metric]:
+    """The shares of tokens that are rejected, and of rows that lose any."""
+    return {
+        f"{name}masked_fraction": _share(lost[mask]),
+        f"{name}seq_masked_fraction": _share(lost.any(dim=1)),
+    }
+
+
+def _share(of: Tensor) -> Metric:
+    return mean(float(of.double().mean()), len(of))
+
+
+def _spread(name: str, values: Tensor) -> dict[str, Metric]:
+    average = float(values.mean())
+    std = float(values.std()) if len(values) > 1 else 0.0
+    return {
+        f"{name}mean": mean(average, len(values)),
+        f"{name}std": spread(std, len(values), average),
+        f"{name}max": maximum(float(values.max())),
+        f"{name}min": minimum(float(values.min())),
+    }
