@@ -384,11 +384,13 @@ def test_the_bench_of_a_step(recipe_cache: Path) -> None:
 
 @pytest.mark.slow
 def test_the_bench_of_weights() -> None:
-    run = [sys.executable, "scripts/bench/weight_sync.py", "--models", "small", "--publishes", "1"]
+    run = [sys.executable, "scripts/bench/weight_sync.py", "--models", "small", "--publishes", "3"]
+    run += ["--bucket-megabytes", "16"]
     done = subprocess.run(run, cwd=ROOT, capture_output=True, text=True, timeout=240, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     found = json.loads(done.stdout)
-    assert found["buckets"] == 2 and found["held_at_most"] == found["bytes"]
+    assert found["buckets"] > 6 and found["two_buckets"] < 0.3 * found["bytes"]
+    assert 0.4 * found["two_buckets"] < found["held_at_most"] < 2.5 * found["two_buckets"]
     assert found["object_store_share"] > 0 and found["same_process_share"] > 0
 
 

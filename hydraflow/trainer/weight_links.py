@@ -2,8 +2,9 @@
 
 In: the groups of both. Out: weights of a version that the generation engine holds, or an error; the actor's
 are unchanged either way. Between processes the bytes stay in Ray's object store, which is shared memory on a
-node; the controller passes references. At most two buckets exist at a time: one is loaded while the next is
-made.
+node; the controller passes references. At most two buckets are in use at a time: one is loaded while the next
+is made. Ray frees their memory some milliseconds later, so that of small buckets is taken three or four times
+(`scripts/bench/weight_sync.py` measures it).
 """
 
 from __future__ import annotations

@@ -6,13 +6,15 @@ For each model (random fp32 weights, written on the spot) the run's own workers 
 and one rollout process: both roles in the same process, and then in two that Ray's object store joins. A
 publish hands over all weights. The first one is not counted, and it alone compares checksums. The copy rate
 is that of one thread that copies one array onto another. Prints one JSON object per model: bytes per second,
-of the median and of the fastest publish, and the medians' shares of the copy rate.
+of the median and of the fastest publish, and the medians' shares of the copy rate; and the most memory that
+the object store has taken for it.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import statistics
 import tempfile
 import time
@@ -22,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -104,6 +107,14 @@ def object_store(model: str, bucket_megabytes: int) -> Iterator[ObjectStore]:
         yield ObjectStore(actor, rollout, how)
 
 
+def store_bytes() -> int:
+    """Memory that Ray's object store has ever taken, of the Ray that this process has started: the pages of
+    its file, which keeps them."""
+    raylets = [one for one in psutil.Process().children(recursive=True) if one.name() == "raylet"]
+    files = [file for raylet in raylets for file in Path(f"/proc/{raylet.pid}/fd").iterdir()]
+    return sum(os.stat(file).st_blocks * 512 for file in files if "plasma" in os.readlink(file))
+
+
 def rates(size: int, work: Callable[[], Any], times: int) -> dict[str, float]:
     """Bytes per second of `times` calls that move `size` bytes each; one before them is not counted."""
     taken = []
@@ -138,15 +149,17 @@ def measure(name: str, publishes: int, bucket_megabytes: int) -> dict[str, Any]:
         with same_process(folder) as link:
             within = rates(size, lambda: link.publish(1)(), publishes)
         with object_store(folder, bucket_megabytes) as link:
+            before = store_bytes()
             between = rates(size, lambda: link.publish(1)(), publishes)
+            held = store_bytes() - before
             sizes = bucket_sizes(link.actor, bucket_megabytes)
     found = {"memory_copy": copy_rates(publishes), "same_process": within, "object_store": between}
     shares = {
         f"{link}_share": round(found[link]["median"] / found["memory_copy"]["median"], 3)
         for link in ("same_process", "object_store")
     }
-    held = max(sum(sizes[first : first + 2]) for first in range(len(sizes)))
-    facts = {"model": name, "bytes": size, "buckets": len(sizes), "held_at_most": held}
+    pair = max(sum(sizes[first : first + 2]) for first in range(len(sizes)))
+    facts = {"model": name, "bytes": size, "buckets": len(sizes), "two_buckets": pair, "held_at_most": held}
     return facts | found | shares
 
 

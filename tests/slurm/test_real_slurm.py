@@ -35,6 +35,7 @@ def arguments(cluster: Cluster, *more: str, steps: int = STEPS, ranks: int = 1) 
         f"trainer.total_training_steps={steps}",
         "trainer.save_freq=4",
         "trainer.test_freq=-1",
+        "trainer.threads_per_process=1",  # sums of several threads are rounded differently on some processors
         "actor_rollout_ref.actor.optim.lr_scheduler_type=constant",  # runs of any length begin alike
         "actor_rollout_ref.actor.optim.lr_warmup_steps=0",
     ]
