@@ -11,7 +11,6 @@ from dataclasses import dataclass
 
 FROM_MOMENTS: dict[str, Callable[[float, float], float]] = {
     "eff_sample_size": lambda mean, square: mean * mean / square if square else 0.0,
-    "exp_of_mean": lambda mean, square: math.exp(mean),
 }
 """How a metric follows from the mean of its values and the mean of their squares."""
 

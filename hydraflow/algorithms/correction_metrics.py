@@ -68,15 +68,15 @@ def _policy_gap(tokens: _Tokens, trained: Tensor, sampled: Tensor) -> dict[str, 
         "training_log_ppl": ours,
         "rollout_ppl": theirs.exp(),
         "rollout_log_ppl": theirs,
-        "log_ppl_diff": theirs - ours,
-        "log_ppl_abs_diff": (theirs - ours).abs(),
+        "log_ppl_diff": ours - theirs,
+        "log_ppl_abs_diff": (ours - theirs).abs(),
+        "ppl_ratio": (ours - theirs).clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND).exp(),
         "chi2_token": torch.expm1(2 * of_token),
         "chi2_seq": torch.expm1(2 * of_row),
     }
     return {name: mean(float(values.mean()), len(values)) for name, values in means.items()} | {
-        "log_ppl_diff_max": maximum(float((theirs - ours).max())),
-        "log_ppl_diff_min": minimum(float((theirs - ours).min())),
-        "ppl_ratio": from_moments("exp_of_mean", float((ours - theirs).mean()), 0.0, len(ours)),
+        "log_ppl_diff_max": maximum(float((ours - theirs).max())),
+        "log_ppl_diff_min": minimum(float((ours - theirs).min())),
     }
 
 

@@ -90,8 +90,8 @@ class BatchPlan(Plan):
     prompts_per_step: int
     samples_per_prompt: int
     trajectories_per_step: int
-    rollout_ranks: int
-    """Engines that sample, each a part of the trajectories."""
+    rollout_devices: int
+    """Devices that sample."""
     actor: RolePlan
     critic: RolePlan | None
     old_log_prob: MicroPlan

@@ -154,7 +154,7 @@ def _plan(request: Request, topology: Topology) -> BatchPlan:
         prompts_per_step=request.q,
         samples_per_prompt=request.n,
         trajectories_per_step=s,
-        rollout_ranks=layouts["rollout"].data_ranks,
+        rollout_devices=len(layouts["rollout"].devices),
         actor=trained(request.actor),
         critic=trained(request.critic) if request.critic else None,
         old_log_prob=old_log_prob,

@@ -18,7 +18,7 @@ from hydraflow.batch_plan.roles import fills_by_tokens, needs_critic, needs_refe
 from hydraflow.batch_plan.settings import value_at
 from hydraflow.compose.patterns import fits
 from hydraflow.errors import Problem, shown
-from hydraflow.generation.config import GENERATION_ENGINES
+from hydraflow.generation.config import GENERATION_ENGINES, engine_dtype
 from hydraflow.options import why_idle
 from hydraflow.schema import GenerateConfig, PPOConfig, SFTConfig
 from hydraflow.system.allocation import allocation
@@ -149,12 +149,12 @@ _PLACES = (
 
 
 def _computes_like_the_engine(config: PPOConfig) -> bool:
-    """Whether both probabilities of a sampled token are the same number: the native engine takes them for
-    the old ones where it computes in the trainer's dtype. (dtype=auto depends on the device.)"""
+    """Whether both probabilities of a sampled token are the same number. What `auto` is depends on the
+    device."""
     rollout, fsdp = config.actor_rollout_ref.rollout, config.actor_rollout_ref.actor.fsdp_config
-    same = {rollout.dtype, fsdp.dtype, fsdp.model_dtype} in ({"fp32"}, {"fp64"})
+    dtypes = {engine_dtype(rollout.dtype, fsdp.compute_dtype), fsdp.compute_dtype, fsdp.model_dtype}
     replays = config.trainer.debug.load_rollouts is not None
-    return rollout.name == "native" and same and not replays
+    return rollout.name == "native" and dtypes in ({"fp32"}, {"fp64"}) and not replays
 
 
 def _has_no_clip(config: PPOConfig) -> bool:

@@ -113,7 +113,7 @@ def _rejection_has_thresholds(config: PPOConfig) -> Iterator[Problem]:
         return
     rules = listed_in(asked.rollout_rs)
     usual = {rule: "0.5_2.0" if rule.endswith("_k1") else "0.01" for rule in rules}
-    remedy = f"{key}='{','.join(usual.values())}'"
+    remedy = f"'{key}=[{','.join(usual.values())}]'"
     if given is None:
         yield Problem(key, "null", f"must be given: rollout_rs={','.join(rules)} rejects by it", remedy)
     elif THRESHOLDS.holds(given):

@@ -82,6 +82,7 @@ VLLM_ARGUMENTS = {
     "distributed_executor_backend": "the placement of roles",
     "worker_extension_cls": "the trainer's own extension",
     "enable_sleep_mode": "the placement of roles",
+    "disable_custom_all_reduce": "the placement of roles",
     "logprobs_mode": "the trainer: softmax(logits / temperature) before top-k and top-p",
     "disable_log_stats": "the trainer, which reads no statistics of vLLM",
     "speculative_config": "the trainer, which needs every token's log-probability from the model itself",
@@ -141,7 +142,7 @@ class SamplingConfig:
     stop_token_ids: list[int] = field(default_factory=list)
     """Stop tokens besides the model's own end-of-sequence tokens."""
     max_num_seqs: int = option(1024, size=True, shapes_training=False)
-    """Maximum number of sequences decoded concurrently per rollout process."""
+    """Maximum number of sequences decoded concurrently per rollout replica."""
     dtype: str = option("auto", choices=("auto", "fp32", "bf16", "fp16", "fp64"))
     """Dtype of the engine; auto: as actor.fsdp_config.dtype."""
     gpu_memory_utilization: float = option(0.5, gt=0, lt=1, shapes_training=False, no_effect=OTHER_ENGINE)

@@ -284,7 +284,7 @@ def _start(folder: str, spec: EngineSpec) -> Any:
         return LLMEngine(config, executor_in_group(spec.rank), log_stats=False)
     except ConfigError:
         raise
-    except (ValueError, TypeError, NotImplementedError) as error:
+    except (ValueError, TypeError, NotImplementedError, AssertionError) as error:
         rule = f"vLLM {found} refuses this model or these settings: {_reason(error)}"
         raise ConfigError.one(key, "vllm", rule, f"{key}=native, or other settings") from error
 
@@ -348,6 +348,8 @@ def arguments(folder: str, spec: EngineSpec) -> dict[str, Any]:
         "worker_extension_cls": f"{WeightReceiver.__module__}.{WeightReceiver.__qualname__}",
         "logprobs_mode": "raw_logprobs",
         "enable_sleep_mode": not on_cpu,
+        # it asks the driver about devices of other processes, which this one does not see
+        "disable_custom_all_reduce": spec.tensor_parallel > 1,
         **rollout.engine_kwargs.vllm,
     }
 

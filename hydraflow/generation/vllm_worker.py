@@ -11,7 +11,7 @@ read where it is not installed.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -104,9 +104,16 @@ def whole(module: nn.Module, kind: str, part: Tensor) -> Tensor:
         return torch.cat(ranks)
     of_ranks = zip(*(rank.split(module.output_partition_sizes) for rank in ranks), strict=True)
     copies = getattr(module, "num_kv_head_replicas", 1)  # ranks that hold the same keys and values
-    return torch.cat(
-        [torch.cat(pieces[:: 1 if number == 0 else copies]) for number, pieces in enumerate(of_ranks)]
-    )
+    first, *others = of_ranks  # where there are copies, the first part is that of the queries
+    return torch.cat([_joined(first, 1), *(_joined(pieces, copies) for pieces in others)])
+
+
+def _joined(pieces: Sequence[Tensor], copies: int) -> Tensor:
+    """The pieces of all ranks, of which `copies` neighbours must hold the same. ValueError: they do not."""
+    for first in range(0, len(pieces), copies):
+        if any(not torch.equal(pieces[first], piece) for piece in pieces[first + 1 : first + copies]):
+            raise ValueError(f"ranks {first} to {first + copies - 1} hold different keys and values")
+    return torch.cat(tuple(pieces[::copies]))
 
 
 class WeightReceiver:
@@ -115,7 +122,7 @@ class WeightReceiver:
     model_runner: Any
     vllm_config: Any
     sleep: Callable[..., None]
-    wake_up: Callable[[], None]
+    wake_up: Callable[[list[str]], None]
     """Of vLLM's worker; on a CPU they do nothing."""
     _asleep: bool
     """On a GPU: whether vLLM's allocator has given its memory back."""
@@ -143,14 +150,16 @@ class WeightReceiver:
 
     def hydraflow_clear_cache(self) -> None:
         """Sets all keys and values to zero."""
+        if self._asleep:
+            self.wake_up(["kv_cache"])
+            self._asleep = False
         for cache in self._caches():
             cache.zero_()
 
     def hydraflow_rest(self) -> None:
         """Gives back the memory of weights and cache."""
         if self.model_runner.device.type != "cpu":
-            if not self._asleep:
-                self.sleep(level=2)  # weights come back at the same addresses, which CUDA graphs hold
+            self.sleep(level=2)  # all comes back at the same addresses, which CUDA graphs hold
             self._asleep = True
             return
         for weight in set(self._model().parameters()) - set(self._empty):
@@ -164,10 +173,10 @@ class WeightReceiver:
         return_memory("cpu")
 
     def hydraflow_wake_weights(self) -> None:
-        """Reallocates the memory, uninitialised."""
+        """Reallocates the memory, uninitialised; on a GPU that of the cache comes back when all weights are
+        there."""
         if self._asleep:
-            self.wake_up()
-            self._asleep = False
+            self.wake_up(["weights"])
         for weight, shape in self._empty.items():
             weight.data = weight.new_empty(shape)
         for cache, nbytes in self._cache_bytes.items():

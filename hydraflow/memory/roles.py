@@ -111,7 +111,7 @@ def _rollout(inputs: EstimateInputs, layout: Layout) -> Estimate:
     received = MemoryParts(weights=vllm.weights, weight_sync=_weight_bucket(inputs))
     if inputs.limits.device_type == "cpu":
         longest, host = rollout.max_model_len or rows.prompt + rows.response, inputs.limits.host_bytes
-        most = None if host is None else int(share * host / plan.replicas)
+        most = None if host is None else int(share * host / len(layout.devices))
         awake = vllm.sample_on_cpu(rollout.max_num_seqs, longest, most)
         # the first bucket takes the cache again, and the last one clears it
         received = replace(awake, weight_sync=received.weight_sync)

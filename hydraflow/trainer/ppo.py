@@ -270,7 +270,7 @@ class PPOTrainer:
             " dtypes."
         )
         return (
-            f"generation process {worst} and the trainer disagree: sampled tokens' probabilities differ by"
+            f"generation replica {worst} and the trainer disagree: sampled tokens' probabilities differ by"
             f" {by_replica[worst]:.4f} on average, actor_rollout_ref.rollout.probs_diff_limit is {limit}."
             f" {cause}"
         )
@@ -278,8 +278,8 @@ class PPOTrainer:
     def _throughput(
         self, tokens: int, rows: int, seconds: dict[str, float], before: Traffic
     ) -> dict[str, float]:
-        """`perf/throughput` is tokens per second and process, as in verl. `perf/idle_share/<role>`: share of
-        the step in which no method of the role ran.
+        """`perf/throughput` is tokens per second and device of the rollout, as in verl.
+        `perf/idle_share/<role>`: share of the step in which no method of the role ran.
 
         `perf/dispatch_share`: share of the step in which no worker's method ran: the controller's and Ray's
         own time; 0 where concurrent methods add up to more than the step.
@@ -289,7 +289,7 @@ class PPOTrainer:
         perf = {
             "perf/total_num_tokens": float(tokens),
             "perf/time_per_step": per_step,
-            "perf/throughput": tokens / per_step / self.plan.rollout_ranks,
+            "perf/throughput": tokens / per_step / self.plan.rollout_devices,
             "perf/dispatch_share": max(0.0, 1 - sum(busy.values())),
             "perf/controller_bytes_per_trajectory": (now.total - before.total) / rows,
         }

@@ -8,6 +8,7 @@ advantages between the models' passes. The reward function has a process of its 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -77,10 +78,14 @@ def build_roles(config: PPOConfig, plan: BatchPlan, runtime: Runtime, *, skipped
     skip_limits = SkipLimits(config.trainer.max_skipped_steps, str(skipped))
     specs = _training_roles(config, plan, skip_limits)
     train: dict[str, RoleGroup] = {}
-    for place in _places(config, plan):
+    # an engine in processes of its own first
+    for place in sorted(_places(config, plan), key=lambda place: place.roles != ["rollout"]):
         if roles := {name: spec for name, spec in specs.items() if name in place.roles}:
             group = runtime.group(TRAIN, roles, place.devices.listed())
             train |= {name: group.role(name) for name in roles}
+            if _measures_memory(config, roles) and (beside := _beside(plan, roles)):
+                group.await_ready()  # nothing else may start meanwhile
+                train["rollout"].call(RolloutWorker.sleep, beside)
     score = runtime.group(SCORE, {"reward": _reward_role(config)})
     runtime.await_ready()
     return Roles(
@@ -121,20 +126,31 @@ def _link(config: PPOConfig, plan: BatchPlan, actor: RoleGroup, rollout: RoleGro
         return NoRollout()
     if rollout.group is actor.group:
         return SameProcess(rollout)
-    own, devices = rollout.group.roles, plan.layouts["rollout"].devices
-    beside = [role for role, layout in plan.layouts.items() if role not in own and layout.devices & devices]
-    link = ObjectStore(actor, rollout, _rollout(config), beside)
+    own = rollout.group.roles
+    tensor = plan.layouts["rollout"].tensor
+    link = ObjectStore(actor, rollout, _rollout(config), _beside(plan, own), tensor)
     # a model that is trained cannot be made again, nor can one process of an engine on several devices
-    if len(own) == 1 and plan.layouts["rollout"].tensor == 1:
+    if len(own) == 1 and tensor == 1:
         rollout.group.recovery = Recovery(link.restore, link.config.max_retries)
     return link
+
+
+def _measures_memory(config: PPOConfig, roles: Collection[str]) -> bool:
+    """Whether this group's engine takes, when it starts, a share of the memory that it finds free."""
+    return "rollout" in roles and GENERATION_ENGINES[config.actor_rollout_ref.rollout.name].own_process
+
+
+def _beside(plan: BatchPlan, own: Collection[str]) -> list[str]:
+    """Roles that are not among the rollout's `own`, on devices of the rollout."""
+    devices = plan.layouts["rollout"].devices
+    return [role for role, layout in plan.layouts.items() if role not in own and layout.devices & devices]
 
 
 def build_sampling_roles(config: PPOConfig, plan: BatchPlan, runtime: Runtime) -> SamplingRoles:
     """Starts what `trainer.debug.rollout_only` needs; the generation engine has the weights of
     `model.path`."""
     devices = plan.layouts["rollout"].devices.listed()
-    train = runtime.group(TRAIN, {"rollout": _rollout_role(config)}, devices)
+    train = runtime.group(TRAIN, {"rollout": _rollout_role(config, plan)}, devices)
     score = runtime.group(SCORE, {"reward": _reward_role(config)})
     runtime.await_ready()
     roles = SamplingRoles(train.role("rollout"), score.role("reward"))
@@ -163,7 +179,7 @@ def _training_roles(config: PPOConfig, plan: BatchPlan, skip_limits: SkipLimits)
     )
     roles = {"actor": RoleSpec(ActorWorker, (actor,))}
     if not config.trainer.debug.train_only:
-        roles["rollout"] = _rollout_role(config)
+        roles["rollout"] = _rollout_role(config, plan)
     if plan.critic:
         critic = replace(config.critic, model=critic_model(config))
         assert plan.values is not None, "a critic has a pass that computes values"
@@ -234,14 +250,14 @@ def _rollout(config: PPOConfig) -> RolloutConfig:
     return replace(policy.rollout, dtype=dtype)
 
 
-def _rollout_role(config: PPOConfig) -> RoleSpec:
+def _rollout_role(config: PPOConfig, plan: BatchPlan) -> RoleSpec:
     spec = RolloutSpec(
         config.actor_rollout_ref.model,
         _rollout(config),
         max_prompt=config.data.max_prompt_length,
         max_tokens=config.data.max_response_length,
         seed=config.trainer.seed,
-        tensor_parallel=config.actor_rollout_ref.rollout.tensor_model_parallel_size,
+        tensor_parallel=plan.layouts["rollout"].tensor,
     )
     return RoleSpec(RolloutWorker, (spec,))
 

@@ -64,7 +64,7 @@ class RolloutTrainer:
         tokens, seconds = metrics["perf/total_num_tokens"], metrics["timing_s/step"]
         return metrics | {
             "perf/time_per_step": seconds,
-            "perf/throughput": tokens / seconds / self.plan.rollout_ranks,
+            "perf/throughput": tokens / seconds / self.plan.rollout_devices,
         }
 
     def _measured(self, taken: Trajectories, scored: RemoteBatch) -> dict[str, float]:

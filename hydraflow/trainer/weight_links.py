@@ -98,6 +98,7 @@ class ObjectStore:
     config: RolloutConfig
     beside: Sequence[str] = ()
     """Roles in other processes on the rollout's devices: it sleeps while they work."""
+    processes_per_replica: int = 1
     published: int = field(default=0, init=False)
     """Publishes so far."""
     _version: int = field(default=NO_VERSION, init=False)
@@ -109,7 +110,8 @@ class ObjectStore:
 
     def publish(self, version: int) -> Callable[[], None]:
         """See `WeightLink`. The first bucket is asked for at once, the others while the caller waits."""
-        checked = self.published % self.config.verify_weights_every == 0
+        after_first_sleep = self.published == 1 and bool(self.beside)
+        checked = self.published % self.config.verify_weights_every == 0 or after_first_sleep
         self.published += 1
         self._version, self._sending, self._sleeps = version, True, False
         self._ask(0, checked)
@@ -128,7 +130,7 @@ class ObjectStore:
 
         self._ask(0, False)
         self._send(False, compare)
-        rank = replica * self.config.tensor_model_parallel_size
+        rank = replica * self.processes_per_replica
         found: list[str] = [name for future in compared if (name := future.get()[rank]) is not None]
         return found[0] if found else None
 

@@ -17,6 +17,7 @@ from hydraflow.device import current_device, resolve_dtype
 from hydraflow.dispatch.modes import Coordinates, Dispatch, mesh_mode, register
 from hydraflow.dispatch.transport import StoredValue
 from hydraflow.dispatch.worker import ProcessContext, Worker
+from hydraflow.engine import process_group
 from hydraflow.errors import GuardStop
 from hydraflow.generation.base import (
     EngineSpec,
@@ -136,7 +137,7 @@ class RolloutWorker(Worker):
         self.version, self.sleeps_beside = None, ()
         first = bucket.number == 0
         self.engine.update_weights(bucket.tensors(), first=first, last=bucket.last)
-        if bucket.checksum is not None and not bucket.arrived_as(self.engine.held()):
+        if bucket.checksum is not None and not self._arrived(bucket):
             differing = first_difference(self.engine.held(), bucket.tensors())
             raise GuardStop(
                 f"generation rank {self.process.rank}: weights of version {bucket.version} did not arrive as"
@@ -145,12 +146,19 @@ class RolloutWorker(Worker):
         if bucket.last:
             self.version = bucket.version
 
+    def _arrived(self, bucket: Bucket) -> bool:
+        """Whether all processes of the engine hold what was sent; all of them say the same."""
+        arrived = bucket.arrived_as(self.engine.held())
+        if self.spec.tensor_parallel == 1:
+            return arrived
+        return not process_group.all_reduce(torch.tensor([not arrived]), "max").any()
+
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False, read_only=True)
     def first_difference_in_bucket(self, stored: StoredValue) -> str | None:
         """The first tensor of the bucket that is not the one held; None: all are."""
         return first_difference(self.engine.held(), stored.read().tensors())
 
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def sleep(self, beside: Sequence[str]) -> None:
         """Gives back the memory of the weights until new ones come, for other roles that work on the same
         devices."""

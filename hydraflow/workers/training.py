@@ -80,6 +80,8 @@ class Learner:
                     rows, corrected = correct(rows)
                 of_rows.append(corrected)
                 [counts] = global_denominators(self.engine, [rows])
+                if not counts.tokens:
+                    continue  # momentum and weight decay would still move the weights
             loss = make_loss(counts, number == 0)
             with span("gradient"):
                 passes = partial(
@@ -98,9 +100,9 @@ class Learner:
             )
         self.engine.lr_step()
         found = merge([*of_rows, *(_step_metrics(of_step, self.prefix) for of_step in of_steps)])
-        skipped = sum(of_step["skipped"] for of_step in of_steps)
+        skipped, taken = sum(of_step["skipped"] for of_step in of_steps), max(1, len(of_steps))
         per_step = {
-            name: replace(metric, value=metric.value / len(of_steps)) if metric.how == "sum" else metric
+            name: replace(metric, value=metric.value / taken) if metric.how == "sum" else metric
             for name, metric in found.items()
         }
         splits = sum(micro_batcher.take_splits() for micro_batcher in self.micro_batchers)

@@ -24,7 +24,7 @@ def test_numbers_by_hand():
         plan.prompts_per_step,
         plan.samples_per_prompt,
         plan.trajectories_per_step,
-        plan.rollout_ranks,
+        plan.rollout_devices,
     ) == (64, 8, 512, 2)
     actor = plan.actor
     assert (actor.mini_batch_prompts, actor.mini_batch_trajectories, actor.rows_per_rank) == (32, 256, 128)

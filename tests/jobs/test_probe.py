@@ -58,7 +58,7 @@ def test_a_process_with_other_weights_is_named_and_the_first_of_them(
     monkeypatch.setattr(NativeEngine, "update_weights", spoil)
     with pytest.raises(GuardStop) as stopped:
         PPOJob(config(tmp_path, recipe_cache)).run()
-    assert "generation process 0 and the trainer disagree" in str(stopped.value)
+    assert "generation replica 0 and the trainer disagree" in str(stopped.value)
     assert str(stopped.value).endswith(f"The first of its weights that is not the trainer's: {SPOILT}.")
 
 

@@ -4,6 +4,7 @@ of its processes dies."""
 from __future__ import annotations
 
 import os
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -74,7 +75,7 @@ def test_its_own_devices_and_its_deaths_change_no_number(
     )
     assert rows == colocated[-1]
     assert job.beside == [[], [], []] and len(list(tmp_path.glob("died *"))) == 3
-    assert left_in_memory() == before
+    assert left_in_memory() <= before
 
 
 def test_a_replica_on_two_devices_agrees_with_the_trainer(
@@ -91,7 +92,7 @@ def test_a_replica_on_two_devices_agrees_with_the_trainer(
         ]
         # sums of floats in another order may draw another token, but not at the start
         assert row["step"] != 1 or row["critic/score/mean"] == whole["critic/score/mean"]
-    assert left_in_memory() == before
+    assert left_in_memory() <= before
 
 
 def test_a_replica_that_hangs_is_named_and_leaves_no_process(
@@ -104,12 +105,17 @@ def test_a_replica_that_hangs_is_named_and_leaves_no_process(
     replicas = [int(note.name.split()[1]) for note in tmp_path.glob("process *")]
     assert len(replicas) == 2
     wait_for(lambda: not any(map(psutil.pid_exists, replicas)), 30, "the end of both")
-    assert left_in_memory() == before
+    assert left_in_memory() <= before
 
 
 def left_in_memory() -> set[str]:
-    """What engines in processes of their own leave in shared memory when they are killed."""
-    return {name for name in os.listdir("/dev/shm") if name.startswith(("vllm", "psm_", "sem."))}
+    """What engines in processes of their own leave in shared memory when they are killed; not what live ones
+    use, which other tests may have."""
+    left = {name for name in os.listdir("/dev/shm") if name.startswith(("vllm", "psm_", "sem."))}
+    for process in psutil.process_iter():
+        with suppress(psutil.Error):
+            left -= {Path(file.path).name for file in process.memory_maps()}
+    return left
 
 
 def test_a_resumed_run_has_the_same_numbers(colocated: Any, tmp_path: Path, recipe_cache: Path) -> None:

@@ -37,7 +37,7 @@ def test_no_pass_of_the_trainer_is_made_after_the_first_comparison(bypass: bool)
         passes.append(batch)
         return RemoteBatch.from_local(DataProto.from_dict(ours))
 
-    compared = RolloutComparison({}, {0: 0.0})
+    compared = RolloutComparison({}, {}, {0: 0.0})
     known = DataProto.from_dict({name: torch.zeros(2) for name in ("group", "versions")})
     roles: Any = SimpleNamespace(
         actor=SimpleNamespace(call=compute), advantage=SimpleNamespace(call=lambda *_: compared)
