@@ -79,7 +79,7 @@ def build_roles(config: PPOConfig, plan: BatchPlan, runtime: Runtime, *, skipped
     specs = _training_roles(config, plan, skip_limits)
     train: dict[str, RoleGroup] = {}
     # an engine in processes of its own first
-    for place in sorted(_places(config, plan), key=lambda place: place.roles != ["rollout"]):
+    for place in sorted(_places(config, plan), key=lambda place: set(place.roles) != {"rollout"}):
         if roles := {name: spec for name, spec in specs.items() if name in place.roles}:
             group = runtime.group(TRAIN, roles, place.devices.listed())
             train |= {name: group.role(name) for name in roles}
