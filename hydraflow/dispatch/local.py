@@ -22,7 +22,7 @@ import torch
 from torch.profiler import record_function
 
 from hydraflow.dispatch.config import RayInitConfig
-from hydraflow.dispatch.environment import settle
+from hydraflow.dispatch.environment import LOOPBACK, settle
 from hydraflow.dispatch.group import Channel, Group, Timeouts
 from hydraflow.dispatch.modes import CallContext, Coordinates, Registration
 from hydraflow.dispatch.observability import Observability, of_role
@@ -108,8 +108,8 @@ class LocalGroup(Group):
         self._recorder = SpanRecorder()
         self._profile: Profile | None = None
         self.workers: dict[str, Worker] = {}
-        listener = socket.create_server(("127.0.0.1", 0))
-        where = ("127.0.0.1", listener.getsockname()[1], device_type, channel.timeouts.call)
+        listener = socket.create_server((LOOPBACK, 0))
+        where = (LOOPBACK, LOOPBACK, listener.getsockname()[1], device_type, channel.timeouts.call)
         process = ProcessContext(
             0, 1, 0, platform.node(), *where, roles=self.workers, listen_fd=listener.detach()
         )

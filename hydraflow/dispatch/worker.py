@@ -71,6 +71,9 @@ class ProcessContext:
     world_size: int
     local_rank: int
     node: str
+    """Host name."""
+    address: str
+    """At which other machines reach this one."""
     master_addr: str
     master_port: int
     """Where rank 0 of the group can listen; the same on all ranks."""
@@ -209,6 +212,7 @@ class WorkerProcess:
             where.world_size,
             where.local_rank,
             where.node,
+            ray.util.get_node_ip_address(),
             *rendezvous,
             self.device_type,
             self.timeout_s,

@@ -27,6 +27,7 @@ from hydraflow.options import Implementation
 from hydraflow.schema import PPOConfig
 from hydraflow.trainer.machine import SCORE, TRAIN, Machine, training_pool
 from hydraflow.trainer.weight_links import (
+    Broadcast,
     NoRollout,
     ObjectStore,
     SameProcess,
@@ -128,11 +129,18 @@ def _link(config: PPOConfig, plan: BatchPlan, actor: RoleGroup, rollout: RoleGro
         return SameProcess(rollout)
     own = rollout.group.roles
     tensor = plan.layouts["rollout"].tensor
-    link = ObjectStore(actor, rollout, _rollout(config), _beside(plan, own), tensor)
+    kind = ObjectStore if _on_one_node(actor, rollout) else Broadcast
+    link = kind(actor, rollout, _rollout(config), _beside(plan, own), tensor)
     # a model that is trained cannot be made again, nor can one process of an engine on several devices
     if len(own) == 1 and tensor == 1:
         rollout.group.recovery = Recovery(link.restore, link.config.max_retries)
     return link
+
+
+def _on_one_node(actor: RoleGroup, rollout: RoleGroup) -> bool:
+    """Whether all generation processes are on the node of the process that sends them weights."""
+    sender = actor.group.processes[0].node_id
+    return all(process.node_id == sender for process in rollout.group.processes.values())
 
 
 def _measures_memory(config: PPOConfig, roles: Collection[str]) -> bool:

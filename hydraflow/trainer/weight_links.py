@@ -1,8 +1,10 @@
-"""How the generation engine gets the actor's weights: within a process, or in buckets between processes.
+"""How the generation engine gets the actor's weights: within a process, in buckets between processes of a
+node, or by a broadcast to other nodes.
 
 In: the groups of both. Out: weights of a version that the generation engine holds, or an error; the actor's
-are unchanged either way. Between processes the bytes stay in Ray's object store, which is shared memory on a
-node; the controller passes references. At most two buckets are in use at a time: one is loaded while the next
+are unchanged either way. On a node the bytes stay in Ray's object store, which is shared memory; the
+controller passes references. To another node the actor broadcasts them in a process group of its own: gloo,
+or NCCL on GPUs. At most two buckets are in use at a time: one is loaded while the next
 is made. Ray frees their memory some milliseconds later, so that of small buckets is taken three or four times
 (`scripts/bench/weight_sync.py` measures it).
 """
@@ -114,7 +116,7 @@ class ObjectStore:
         checked = self.published % self.config.verify_weights_every == 0 or after_first_sleep
         self.published += 1
         self._version, self._sending, self._sleeps = version, True, False
-        self._ask(0, checked)
+        self._start(checked)
         return partial(self._arrive, checked)
 
     def first_difference(self, replica: int) -> str | None:
@@ -148,16 +150,24 @@ class ObjectStore:
             self._ask(0, True)
             self._send(True, load)
 
+    def _start(self, checked: bool) -> None:
+        """Begins to send the weights to all generation processes."""
+        self._ask(0, checked)
+
+    def _finish(self, checked: bool) -> bool:
+        """Sends them; False when a generation process was replaced meanwhile."""
+        return self._send(checked, partial(self.rollout.call, RolloutWorker.load_bucket))
+
     def _arrive(self, checked: bool) -> None:
-        load = partial(self.rollout.call, RolloutWorker.load_bucket)
         for _ in range(self.config.max_retries + 1):
-            if self._send(checked, load):
+            if self._finish(checked):
                 self._sending = False
                 return
-            self._ask(0, checked)
+            self._start(checked)
         raise GuardStop(
-            f"generation processes died {self.config.max_retries + 1} times while they received weights of"
-            f" version {self._version}; actor_rollout_ref.rollout.max_retries={self.config.max_retries}"
+            f"generation processes died, or were not reached, {self.config.max_retries + 1} times while"
+            f" weights of version {self._version} were sent;"
+            f" actor_rollout_ref.rollout.max_retries={self.config.max_retries}"
         )
 
     def _send(self, checked: bool, load: Callable[[StoredValue], Future]) -> bool:
@@ -181,5 +191,42 @@ class ObjectStore:
         return self.rollout.group.replaced == replaced
 
     def _ask(self, number: int, checked: bool) -> None:
+        self._asked = self.actor.call(ActorWorker.send_bucket, number, *self._how(checked))
+
+    def _how(self, checked: bool) -> tuple[int, int, str, bool]:
         size, dtype = self.config.update_weights_bucket_megabytes * MEGABYTE, self.config.dtype
-        self._asked = self.actor.call(ActorWorker.send_bucket, number, self._version, size, dtype, checked)
+        return self._version, size, dtype, checked
+
+
+class Broadcast(ObjectStore):
+    """Some generation processes are on other nodes than the actor's rank 0. What concerns one process alone
+    still goes through the object store."""
+
+    _joined: int | None = None
+    """How many generation processes had been replaced when all joined the group; None: there is none."""
+
+    def _start(self, checked: bool) -> None:
+        """Nothing: a process that waits for others in a collective can do nothing else, so it begins once
+        all are free."""
+
+    def _finish(self, checked: bool) -> bool:
+        replaced = self.rollout.group.replaced
+        if self._joined != replaced and not self._join():
+            return False
+        receiving: Future = self.rollout.call(RolloutWorker.receive_weights)
+        sending: Future = self.actor.call(ActorWorker.broadcast_weights, *self._how(checked))
+        arrived = [*receiving.get(), *sending.get()]
+        if not all(arrived):
+            self._joined = None
+        return all(arrived) and self.rollout.group.replaced == replaced
+
+    def _join(self) -> bool:
+        """Makes a group of the actor's rank 0 and all generation processes."""
+        self._joined, replaced = None, self.rollout.group.replaced
+        address, port = self.actor.call(ActorWorker.open_weights_group)
+        size = self.rollout.world_size + 1
+        receivers: Future = self.rollout.call(RolloutWorker.join_weights_group, address, port, size)
+        sender: Future = self.actor.call(ActorWorker.join_weights_group, size)
+        if all([*receivers.get(), sender.get()]):
+            self._joined = replaced
+        return self._joined is not None

@@ -8,6 +8,7 @@ loading. Left out on purpose: the way that the bytes travel (`dispatch/transport
 
 from __future__ import annotations
 
+import json
 import math
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -17,6 +18,8 @@ import numpy as np
 import torch
 
 NamedTensor = tuple[str, torch.Tensor]
+ALIGNMENT = 16
+"""Bytes: the largest size of an element."""
 
 
 @dataclass(frozen=True)
@@ -35,25 +38,38 @@ class Entry:
 
 
 @dataclass(frozen=True)
-class Bucket:
-    """Some of the weights of one version, in host memory."""
+class Header:
+    """What a bucket holds."""
 
     version: int
-    """Training steps that made them."""
+    """Training steps that made the weights."""
     number: int
     """From 0, in order."""
     last: bool
     """Whether no more follow."""
     entries: tuple[Entry, ...]
-    arrays: tuple[np.ndarray, ...]
-    """The bytes of each entry: uint8 (nbytes,)."""
     checksum: int | None
     """`checksum_of` the tensors; None: not taken."""
 
-    def tensors(self) -> Iterator[NamedTensor]:
-        """The pairs again; the tensors share the arrays' memory, which may be read-only."""
-        for entry, array in zip(self.entries, self.arrays, strict=True):
-            yield entry.name, _as_tensor(array, entry)
+    def to_json(self) -> bytes:
+        """For `from_json`."""
+        entries = [[entry.name, str(entry.dtype), list(entry.shape)] for entry in self.entries]
+        return json.dumps([self.version, self.number, self.last, entries, self.checksum]).encode()
+
+    @classmethod
+    def from_json(cls, text: bytes) -> Header:
+        """The header again.
+
+        >>> header = Header(3, 0, True, (Entry("a", torch.bfloat16, (2, 4)),), 7)
+        >>> Header.from_json(header.to_json()) == header
+        True
+        """
+        version, number, last, listed, checksum = json.loads(text)
+        entries = [
+            Entry(name, getattr(torch, dtype.removeprefix("torch.")), tuple(shape))
+            for name, dtype, shape in listed
+        ]
+        return cls(version, number, last, tuple(entries), checksum)
 
     def arrived_as(self, held: Mapping[str, torch.Tensor]) -> bool:
         """Whether a receiver's tensors are those that were sent, by their checksum; held ones of another type
@@ -61,25 +77,100 @@ class Bucket:
         return self.checksum == checksum_of(held[entry.name].to(entry.dtype) for entry in self.entries)
 
 
-def buckets(
-    stream: Iterable[NamedTensor], *, version: int, max_bytes: int, dtype: torch.dtype, checked: bool
-) -> Iterator[Bucket | None]:
-    """Buckets of up to `max_bytes`, one tensor at least, with floating-point weights converted to `dtype`.
-    checked: with checksums, which take about as long as copying the weights several times.
+@dataclass(frozen=True)
+class Bucket:
+    """Some of the weights of one version, in memory that need not be contiguous: pickled, the bytes are not
+    copied."""
 
-    Where the stream's tensors are on the meta device, another rank sends them: None for each bucket.
+    header: Header
+    arrays: tuple[np.ndarray, ...]
+    """The bytes of each entry, in host memory: uint8 (nbytes,)."""
+
+    def tensors(self) -> Iterator[NamedTensor]:
+        """The pairs again; the tensors share the arrays' memory, which may be read-only."""
+        for entry, array in zip(self.header.entries, self.arrays, strict=True):
+            yield entry.name, _as_tensor(array, entry)
+
+
+@dataclass(frozen=True)
+class FlatBucket:
+    """Some of the weights of one version, end to end in one tensor on any device."""
+
+    header: Header
+    flat: torch.Tensor
+    """uint8 (`flat_size` of the header,)."""
+
+    @classmethod
+    def of(cls, header: Header, tensors: Sequence[torch.Tensor], device: torch.device) -> FlatBucket:
+        """Copies the tensors."""
+        flat = torch.empty(flat_size(header), dtype=torch.uint8, device=device)
+        for entry, start, tensor in zip(header.entries, _starts(header), tensors, strict=False):
+            flat[start : start + entry.nbytes].view(entry.dtype).copy_(tensor.reshape(-1))
+        return cls(header, flat)
+
+    def tensors(self) -> Iterator[NamedTensor]:
+        """The pairs again, as views."""
+        for entry, start in zip(self.header.entries, _starts(self.header), strict=False):
+            part = self.flat[start : start + entry.nbytes]
+            yield entry.name, part.view(entry.dtype).view(entry.shape)
+
+
+def flat_size(header: Header) -> int:
+    """Bytes of a flat bucket."""
+    return _starts(header)[-1]
+
+
+def buckets(stream: Iterable[NamedTensor], how: Cut) -> Iterator[Bucket | None]:
+    """Buckets as `cut` makes them; None where another rank sends them."""
+    for header, tensors in cut(stream, how):
+        yield None if header is None else Bucket(header, tuple(_as_bytes(tensor) for tensor in tensors))
+
+
+@dataclass(frozen=True)
+class Cut:
+    """How weights are cut into buckets."""
+
+    version: int
+    max_bytes: int
+    dtype: torch.dtype
+    """Floating-point weights are converted to it."""
+    checked: bool
+    """With checksums, which take about as long as copying the weights several times."""
+
+
+def cut(stream: Iterable[NamedTensor], how: Cut) -> Iterator[tuple[Header | None, Sequence[torch.Tensor]]]:
+    """Header and tensors of each bucket: up to `how.max_bytes`, one tensor at least.
+
+    Where the stream's tensors are on the meta device, another rank sends them: no header.
     """
     number, size, part = 0, 0, list[NamedTensor]()
     for name, tensor in stream:
-        sent = tensor.detach().to(dtype) if tensor.is_floating_point() else tensor.detach()
+        sent = tensor.detach().to(how.dtype) if tensor.is_floating_point() else tensor.detach()
         nbytes = sent.numel() * sent.element_size()
-        if part and size + nbytes > max_bytes:
-            yield _bucket(part, version, number, last=False, checked=checked)
+        if part and size + nbytes > how.max_bytes:
+            yield _header(part, how, number, last=False), [held for _, held in part]
             number, size, part = number + 1, 0, []
         part.append((name, sent))
         size += nbytes
     assert part, "a model has weights"
-    yield _bucket(part, version, number, last=True, checked=checked)
+    yield _header(part, how, number, last=True), [held for _, held in part]
+
+
+def _header(part: Sequence[NamedTensor], how: Cut, number: int, *, last: bool) -> Header | None:
+    if any(tensor.is_meta for _, tensor in part):
+        return None
+    entries = tuple(Entry(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in part)
+    checksum = checksum_of(tensor for _, tensor in part) if how.checked else None
+    return Header(how.version, number, last, entries, checksum)
+
+
+def _starts(header: Header) -> list[int]:
+    """Where each entry begins in a flat bucket, and where the last one ends; a dtype's view must begin at a
+    multiple of its size."""
+    starts = [0]
+    for entry in header.entries:
+        starts.append(-(-(starts[-1] + entry.nbytes) // ALIGNMENT) * ALIGNMENT)
+    return starts
 
 
 def checksum_of(tensors: Iterable[torch.Tensor]) -> int:
@@ -93,17 +184,6 @@ def checksum_of(tensors: Iterable[torch.Tensor]) -> int:
     for tensor in tensors:
         found = zlib.crc32(_as_bytes(tensor).data, found)
     return found
-
-
-def _bucket(
-    part: Sequence[NamedTensor], version: int, number: int, *, last: bool, checked: bool
-) -> Bucket | None:
-    if any(tensor.is_meta for _, tensor in part):
-        return None
-    entries = tuple(Entry(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in part)
-    arrays = tuple(_as_bytes(tensor) for _, tensor in part)
-    checksum = checksum_of(tensor for _, tensor in part) if checked else None
-    return Bucket(version, number, last, entries, arrays, checksum)
 
 
 def _as_bytes(tensor: torch.Tensor) -> np.ndarray:

@@ -27,12 +27,13 @@ from hydraflow.metrics import Metric, maximum, mean, spread
 from hydraflow.models.config import ModelConfig
 from hydraflow.options import Implementation
 from hydraflow.protocol.batch import DataProto
-from hydraflow.weights.buckets import Bucket, buckets
+from hydraflow.weights.buckets import Bucket, Cut, buckets, cut
 from hydraflow.workers.config import ActorConfig
 from hydraflow.workers.correcting import Corrector
 from hydraflow.workers.engine_worker import EngineWorker
 from hydraflow.workers.skipping import SkipLimits
 from hydraflow.workers.training import forward_in_order
+from hydraflow.workers.weights_group import WeightsSender
 
 OLD_FROM = "old_from"
 """Key of a batch's meta_info."""
@@ -90,6 +91,7 @@ class ActorWorker(EngineWorker):
         )
         self.correct = self._corrector(spec.correction)
         self._outgoing: Iterator[Bucket | None] = iter(())
+        self._sender: WeightsSender | None = None
 
     @register(dispatch_mode=mesh_mode("actor"), read_only=True)
     def compute_log_prob(self, batch: DataProto) -> DataProto:
@@ -128,15 +130,36 @@ class ActorWorker(EngineWorker):
         checked: with checksums.
         """
         if number == 0:
-            kind = resolve_dtype(dtype, self.process.device_type)
-            stream = self.engine.weights(to=0)
-            self._outgoing = buckets(
-                stream, version=version, max_bytes=max_bytes, dtype=kind, checked=checked
-            )
+            how = Cut(version, max_bytes, resolve_dtype(dtype, self.process.device_type), checked)
+            self._outgoing = buckets(self.engine.weights(to=0), how)
         bucket = next(self._outgoing)
-        if bucket is not None and bucket.last:
+        if bucket is not None and bucket.header.last:
             self._outgoing = iter(())  # it would keep the last bucket's tensors on the device
-        return None if bucket is None else (StoredValue.of(bucket), bucket.last)
+        return None if bucket is None else (StoredValue.of(bucket), bucket.header.last)
+
+    @register(dispatch_mode=Dispatch.RANK_ZERO)
+    def open_weights_group(self) -> tuple[str, int]:
+        """Where the receivers of weights find their group: an address and a port that other machines
+        reach."""
+        self._sender = WeightsSender(self.process)
+        return self._sender.place
+
+    @register(dispatch_mode=Dispatch.RANK_ZERO, blocking=False)
+    def join_weights_group(self, world_size: int) -> bool:
+        """Waits until all receivers have joined; whether they have."""
+        assert self._sender is not None, "the group is opened first"
+        return self._sender.join(world_size)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False, read_only=True)
+    def broadcast_weights(self, version: int, max_bytes: int, dtype: str, checked: bool) -> bool:
+        """Sends all buckets, as in `send_bucket`, from rank 0; whether all of them have been sent."""
+        how = Cut(version, max_bytes, resolve_dtype(dtype, self.process.device_type), checked)
+        outgoing = cut(self.engine.weights(to=0), how)
+        if self._sender is not None:
+            return self._sender.send(outgoing)
+        for _ in outgoing:
+            pass
+        return True
 
     def _log_probs(self, batch: DataProto, *, entropy: bool = False) -> DataProto:
         temperature = self.spec.temperature

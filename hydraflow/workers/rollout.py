@@ -33,8 +33,9 @@ from hydraflow.models.loading import load_config, load_generation_config, read_w
 from hydraflow.protocol.batch import DataProto
 from hydraflow.protocol.fields import FINISH_REASONS
 from hydraflow.protocol.ragged import from_parts, parts, rows, take
-from hydraflow.weights.buckets import Bucket
+from hydraflow.weights.buckets import Bucket, FlatBucket, Header
 from hydraflow.workers.joining import join_group
+from hydraflow.workers.weights_group import WeightsReceiver
 
 
 @dataclass(frozen=True)
@@ -95,6 +96,7 @@ class RolloutWorker(Worker):
         self.engine: GenerationEngine = build(load_config(spec.model), engine_spec)
         self.version: int | None = None
         """Of the weights: the training steps that made them."""
+        self.receiver: WeightsReceiver | None = None
         self.sleeps_beside: Sequence[str] = ()
         """While it sleeps: the roles that work on its devices."""
 
@@ -133,22 +135,36 @@ class RolloutWorker(Worker):
 
         GuardStop when it has a checksum, and that of what is held now is another one.
         """
-        bucket: Bucket = stored.read()
+        self._load(stored.read())
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False, resend=False)
+    def join_weights_group(self, address: str, port: int, world_size: int) -> bool:
+        """Joins the group in which the actor broadcasts weights; whether all of it have."""
+        self.receiver = None  # the group before it
+        self.receiver = WeightsReceiver.join(self.process, address, port, world_size)
+        return self.receiver is not None
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False, resend=False)
+    def receive_weights(self) -> bool:
+        """Loads what the actor broadcasts; whether all of it has arrived. GuardStop as in `load_bucket`."""
+        return self.receiver is not None and self.receiver.receive(self._load)
+
+    def _load(self, bucket: Bucket | FlatBucket) -> None:
+        header = bucket.header
         self.version, self.sleeps_beside = None, ()
-        first = bucket.number == 0
-        self.engine.update_weights(bucket.tensors(), first=first, last=bucket.last)
-        if bucket.checksum is not None and not self._arrived(bucket):
+        self.engine.update_weights(bucket.tensors(), first=header.number == 0, last=header.last)
+        if header.checksum is not None and not self._arrived(header):
             differing = first_difference(self.engine.held(), bucket.tensors())
             raise GuardStop(
-                f"generation rank {self.process.rank}: weights of version {bucket.version} did not arrive as"
-                f" they were sent (bucket {bucket.number}, {differing or 'none differs from the bucket'})"
+                f"generation rank {self.process.rank}: weights of version {header.version} did not arrive as"
+                f" they were sent (bucket {header.number}, {differing or 'none differs from the bucket'})"
             )
-        if bucket.last:
-            self.version = bucket.version
+        if header.last:
+            self.version = header.version
 
-    def _arrived(self, bucket: Bucket) -> bool:
+    def _arrived(self, header: Header) -> bool:
         """Whether all processes of the engine hold what was sent; all of them say the same."""
-        arrived = bucket.arrived_as(self.engine.held())
+        arrived = header.arrived_as(self.engine.held())
         if self.spec.tensor_parallel == 1:
             return arrived
         return not process_group.all_reduce(torch.tensor([not arrived]), "max").any()

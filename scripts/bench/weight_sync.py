@@ -3,8 +3,9 @@
     python scripts/bench/weight_sync.py [--models small,large] [--publishes 5] [--bucket-megabytes 64]
 
 For each model (random fp32 weights, written on the spot) the run's own workers are started, one actor rank
-and one rollout process: both roles in the same process, and then in two that Ray's object store joins. A
-publish hands over all weights. The first one is not counted, and it alone compares checksums. The copy rate
+and one rollout process: both roles in the same process, then in two that Ray's object store joins, then on
+two Ray nodes (both on this machine), joined by a broadcast and, to compare, by the object store. A publish
+hands over all weights. The first one is not counted, and it alone compares checksums. The copy rate
 is that of one thread that copies one array onto another. Prints one JSON object per model: bytes per second,
 of the median and of the fastest publish, and the medians' shares of the copy rate; and the most memory that
 the object store has taken for it.
@@ -26,6 +27,7 @@ from typing import Any
 import numpy as np
 import psutil
 import torch
+from ray.cluster_utils import Cluster
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from hydraflow.batch_plan.parts import MicroPlan, RolePlan
@@ -37,7 +39,7 @@ from hydraflow.dispatch.worker import RoleSpec
 from hydraflow.engine.config import FSDPConfig
 from hydraflow.generation.config import RolloutConfig, SamplingConfig
 from hydraflow.models.config import ModelConfig
-from hydraflow.trainer.weight_links import MEGABYTE, ObjectStore, SameProcess, WeightLink
+from hydraflow.trainer.weight_links import MEGABYTE, Broadcast, ObjectStore, SameProcess, WeightLink
 from hydraflow.workers.actor import ActorSpec, ActorWorker
 from hydraflow.workers.config import ActorConfig
 from hydraflow.workers.rollout import RolloutSpec, RolloutWorker
@@ -101,10 +103,34 @@ def object_store(model: str, bucket_megabytes: int) -> Iterator[ObjectStore]:
         groups = {name: runtime.group(name, {name: spec}) for name, spec in roles(model).items()}
         runtime.await_ready()
         actor, rollout = groups["actor"].role("actor"), groups["rollout"].role("rollout")
-        how = RolloutConfig(
-            dtype="fp32", update_weights_bucket_megabytes=bucket_megabytes, verify_weights_every=NEVER
-        )
-        yield ObjectStore(actor, rollout, how)
+        yield ObjectStore(actor, rollout, how(bucket_megabytes))
+
+
+@contextmanager
+def two_nodes(model: str, bucket_megabytes: int) -> Iterator[tuple[Broadcast, ObjectStore]]:
+    """A node for each role, and two ways between them."""
+    os.environ["RAY_TMPDIR"] = model  # a folder of its own, gone afterwards
+    node = dict(num_cpus=2, object_store_memory=3 * 10**9)
+    cluster = Cluster(initialize_head=True, head_node_args=node | dict(include_dashboard=False))
+    cluster.add_node(**node)
+    with Runtime(RayInitConfig(address=cluster.address), Timeouts()) as runtime:
+        runtime.start([ResourcePool("both", [1, 1])])
+        groups = [
+            runtime.group("both", {name: spec}, [device])
+            for device, (name, spec) in enumerate(roles(model).items())
+        ]
+        runtime.await_ready()
+        actor, rollout = groups[0].role("actor"), groups[1].role("rollout")
+        settings = actor, rollout, how(bucket_megabytes)
+        yield Broadcast(*settings), ObjectStore(*settings)
+    cluster.shutdown()
+
+
+def how(bucket_megabytes: int) -> RolloutConfig:
+    """Without checksums."""
+    return RolloutConfig(
+        dtype="fp32", update_weights_bucket_megabytes=bucket_megabytes, verify_weights_every=NEVER
+    )
 
 
 def store_bytes() -> int:
@@ -153,11 +179,16 @@ def measure(name: str, publishes: int, bucket_megabytes: int) -> dict[str, Any]:
             between = rates(size, lambda: link.publish(1)(), publishes)
             held = store_bytes() - before
             sizes = bucket_sizes(link.actor, bucket_megabytes)
-    found = {"memory_copy": copy_rates(publishes), "same_process": within, "object_store": between}
-    shares = {
-        f"{link}_share": round(found[link]["median"] / found["memory_copy"]["median"], 3)
-        for link in ("same_process", "object_store")
-    }
+        with two_nodes(folder, bucket_megabytes) as links:
+            names = ("broadcast_to_a_node", "object_store_to_a_node")
+            far = {
+                name: rates(size, lambda link=link: link.publish(1)(), publishes)  # type: ignore[misc]
+                for name, link in zip(names, links, strict=True)
+            }
+    found = {"same_process": within, "object_store": between, **far}
+    copy = copy_rates(publishes)
+    shares = {f"{link}_share": round(rate["median"] / copy["median"], 3) for link, rate in found.items()}
+    found["memory_copy"] = copy
     pair = max(sum(sizes[first : first + 2]) for first in range(len(sizes)))
     facts = {"model": name, "bytes": size, "buckets": len(sizes), "two_buckets": pair, "held_at_most": held}
     return facts | found | shares

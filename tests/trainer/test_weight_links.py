@@ -41,7 +41,10 @@ def linked(*overrides: str, **places: str) -> tuple[Any, Any]:
     plan = resolve_plan(config, prompts=64, devices_per_node=4)
     of_role: dict[str, Any] = {}
     for place in _places(config, plan):
-        group = SimpleNamespace(roles=dict.fromkeys(place.roles), recovery=None, replaced=0)
+        processes = {rank: SimpleNamespace(node_id="this one") for rank in range(len(place.devices))}
+        group = SimpleNamespace(
+            roles=dict.fromkeys(place.roles), recovery=None, replaced=0, processes=processes
+        )
         of_role |= {role: SimpleNamespace(group=group) for role in place.roles}
     return _link(config, plan, of_role["actor"], of_role["rollout"]), of_role["rollout"].group
 

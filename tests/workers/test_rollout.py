@@ -21,7 +21,7 @@ from workers.by_hand import (
 from hydraflow.errors import GuardStop
 from hydraflow.protocol import ragged
 from hydraflow.protocol.batch import DataProto
-from hydraflow.weights.buckets import Bucket, buckets
+from hydraflow.weights.buckets import Bucket, Cut, buckets
 from hydraflow.workers.actor import ActorWorker
 
 
@@ -91,7 +91,7 @@ class Held:
 
 def sent(actor: ActorWorker, version: int, max_bytes: int = 4096, *, checked: bool = True) -> list[Bucket]:
     stream = actor.engine.weights(to=0)
-    made = buckets(stream, version=version, max_bytes=max_bytes, dtype=torch.float32, checked=checked)
+    made = buckets(stream, Cut(version, max_bytes, torch.float32, checked))
     return [bucket for bucket in made if bucket is not None]
 
 
@@ -116,7 +116,7 @@ def test_weights_that_do_not_arrive_as_they_were_sent_are_named(
     actor, rollout = make_actor(tiny), make_rollout(tiny)
     (bucket,) = sent(actor, version=1, max_bytes=10**9)
     (unchecked,) = sent(actor, version=1, max_bytes=10**9, checked=False)
-    load, name = rollout.engine.update_weights, bucket.entries[-1].name
+    load, name = rollout.engine.update_weights, bucket.header.entries[-1].name
 
     def spoil(stream: Iterable[tuple[str, torch.Tensor]], **parts: bool) -> None:
         load(((one, tensor + 1 if one == name else tensor) for one, tensor in stream), **parts)

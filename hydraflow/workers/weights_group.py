@@ -1,0 +1,137 @@
+"""The two sides of a broadcast of weights, from the actor's rank 0 to all generation processes.
+
+In: buckets, as they are made. Out: buckets to load. A bucket's header goes before its bytes. The next one
+is gathered while a bucket is sent, so that each side holds two at most. Where another process has died or is
+late, both sides end with False and their own state is unharmed; the controller finds out who it was. Left out
+on purpose: who joins when (`trainer/weight_links.py`).
+"""
+
+from __future__ import annotations
+
+import logging
+import socket
+from collections.abc import Callable, Iterable, Sequence
+
+import numpy as np
+import torch
+
+from hydraflow.device import current_device
+from hydraflow.dispatch.worker import ProcessContext
+from hydraflow.engine.process_group import Broadcast, BroadcastGroup, GroupBroken
+from hydraflow.weights.buckets import FlatBucket, Header, flat_size
+
+log = logging.getLogger(__name__)
+PATIENCE = 0.5
+"""Share of a call's timeout that a process waits for others, so that those that answer do so before the
+controller looks for the one that does not."""
+
+
+class WeightsSender:
+    """On the actor's rank 0. The constructor opens a port."""
+
+    def __init__(self, process: ProcessContext):
+        self.process = process
+        family = socket.AF_INET6 if ":" in process.address else socket.AF_INET
+        self._listener = socket.create_server((process.address, 0), family=family, backlog=1024)
+        self.place = process.address, self._listener.getsockname()[1]
+        self._group: BroadcastGroup | None = None
+
+    def join(self, world_size: int) -> bool:
+        """Waits for the receivers; whether they have come."""
+        self._group = _joined(
+            self.process, *self.place, rank=0, world_size=world_size, listen_fd=self._listener.detach()
+        )
+        return self._group is not None
+
+    def send(self, outgoing: Iterable[tuple[Header | None, Sequence[torch.Tensor]]]) -> bool:
+        """Sends buckets as `cut` makes them; whether all have been sent. They are exhausted in any case:
+        other ranks take part in making them."""
+        under_way: list[Broadcast] = []
+        for header, tensors in outgoing:
+            assert header is not None, "rank 0 sends"
+            under_way = self._attempt(under_way, header, tensors)
+        self._attempt(under_way)
+        return self._group is not None
+
+    def _attempt(
+        self, before: list[Broadcast], header: Header | None = None, tensors: Sequence[torch.Tensor] = ()
+    ) -> list[Broadcast]:
+        """Waits for one bucket, then starts to send the next."""
+        if self._group is None:
+            return []
+        try:
+            for part in before:
+                part.wait()
+            before.clear()  # with its memory
+            return [] if header is None else _sent(self._group, header, tensors)
+        except GroupBroken as error:
+            log.warning("weights could not be sent: %s", error)
+            self._group = None
+            return []
+
+
+class WeightsReceiver:
+    """In a generation process."""
+
+    def __init__(self, group: BroadcastGroup):
+        self._group = group
+
+    @classmethod
+    def join(
+        cls, process: ProcessContext, address: str, port: int, world_size: int
+    ) -> WeightsReceiver | None:
+        """None: not all have come."""
+        group = _joined(process, address, port, rank=1 + process.rank, world_size=world_size)
+        return None if group is None else cls(group)
+
+    def receive(self, load: Callable[[FlatBucket], None]) -> bool:
+        """Calls `load` with each bucket; whether all have arrived."""
+        last = False
+        while not last:
+            try:
+                bucket = self._next()
+            except GroupBroken as error:
+                log.warning("weights were not received: %s", error)
+                return False
+            last = bucket.header.last
+            load(bucket)
+        return True
+
+    def _next(self) -> FlatBucket:
+        [size] = self._take(1, torch.int64).tolist()
+        header = Header.from_json(self._take(size).cpu().numpy().tobytes())
+        return FlatBucket(header, self._take(flat_size(header)))
+
+    def _take(self, count: int, dtype: torch.dtype = torch.uint8) -> torch.Tensor:
+        return self._group.broadcast(torch.empty(count, dtype=dtype, device=self._group.device)).wait()
+
+
+def _sent(group: BroadcastGroup, header: Header, tensors: Sequence[torch.Tensor]) -> list[Broadcast]:
+    text = torch.from_numpy(np.frombuffer(header.to_json(), dtype=np.uint8).copy())
+    flat = FlatBucket.of(header, tensors, group.device).flat
+    return [group.broadcast(part.to(group.device)) for part in (torch.tensor([len(text)]), text, flat)]
+
+
+def _joined(
+    process: ProcessContext,
+    address: str,
+    port: int,
+    *,
+    rank: int,
+    world_size: int,
+    listen_fd: int | None = None,
+) -> BroadcastGroup | None:
+    try:
+        return BroadcastGroup(
+            rank=rank,
+            world_size=world_size,
+            address=address,
+            port=port,
+            own_address=process.address,
+            device=current_device(process.device_type, process.local_rank),
+            timeout_s=PATIENCE * process.timeout_s,
+            listen_fd=listen_fd,
+        )
+    except GroupBroken as error:
+        log.warning("the group for weights was not joined by all: %s", error)
+        return None
