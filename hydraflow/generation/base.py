@@ -8,8 +8,8 @@ rewards, batches that travel (`workers/rollout.py` converts), and how weights ge
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
@@ -21,8 +21,8 @@ from hydraflow.generation.config import SamplingConfig
 if TYPE_CHECKING:
     from transformers import GenerationConfig
 
-STOP, LENGTH = "stop", "length"
-"""Why a response ended: an end token, or `max_tokens`."""
+STOP, LENGTH, ABORT = "stop", "length", "abort"
+"""Why a response ended: an end token, `max_tokens`, or `GenerationEngine.abort`."""
 
 Key = tuple[str | int, ...]
 
@@ -109,6 +109,54 @@ class GenerationOutput:
 
 
 @dataclass(frozen=True)
+class TokenRequest:
+    """One response to be sampled, or to be continued. ValueError when nothing is left to sample."""
+
+    name: str
+    """Another one for each request in flight."""
+    prompt: Tensor
+    """int64 (P,)."""
+    params: SamplingParams
+    """`max_tokens` counts the whole response."""
+    key: Key
+    """As in `GenerationRequest`."""
+    sample: int
+    """Number of the sample, from 0."""
+    begun: tuple[int, ...] = ()
+    """Tokens that the response has already, from an aborted request."""
+
+    def __post_init__(self) -> None:
+        if len(self.begun) >= self.params.max_tokens:
+            most = f"max_tokens={self.params.max_tokens}"
+            raise ValueError(f"a response of {len(self.begun)} tokens is complete: {most}")
+
+    @property
+    def context(self) -> Tensor:
+        """What the next token follows, int64 (P + begun,)."""
+        if not self.begun:
+            return self.prompt
+        return torch.cat([self.prompt, torch.tensor(self.begun, dtype=torch.int64)])
+
+    @property
+    def left(self) -> SamplingParams:
+        """For what is left of the response."""
+        return replace(self.params, max_tokens=self.params.max_tokens - len(self.begun))
+
+
+@dataclass(frozen=True)
+class Completion:
+    """What was sampled for a `TokenRequest`, without the tokens that it came with."""
+
+    name: str
+    tokens: Tensor
+    """int64 (R,), the end token included."""
+    log_probs: Tensor
+    """float32 (R,), as in `GenerationOutput`."""
+    finish_reason: str
+    """STOP, LENGTH or ABORT."""
+
+
+@dataclass(frozen=True)
 class EngineSpec:
     """How the engine of one process is built; it starts without weights."""
 
@@ -133,10 +181,24 @@ class EngineSpec:
 
 
 class GenerationEngine(Protocol):
-    """Samples responses from a copy of the trained model that lives in this process."""
+    """Samples responses from a copy of the trained model that lives in this process.
+
+    Whole batches (`generate`), or single responses: they are submitted, and end in calls of `advance`. All
+    of it happens inside of calls, so that several processes that get the same calls do the same.
+    """
 
     def generate(self, request: GenerationRequest, params: SamplingParams) -> GenerationOutput:
         """Samples. ValueError for prompts that do not fit; RuntimeError without weights."""
+
+    def submit(self, requests: Sequence[TokenRequest]) -> None:
+        """Takes requests; errors as in `generate`."""
+
+    def advance(self) -> list[Completion]:
+        """Samples until at least one response is complete; [] when no request is in flight."""
+
+    def abort(self, names: Collection[str]) -> list[Completion]:
+        """Ends requests that are in flight; returns what they have by now, perhaps no token. Weights can be
+        updated once none is in flight."""
 
     def update_weights(
         self, stream: Iterable[tuple[str, Tensor]], *, first: bool = True, last: bool = True

@@ -11,7 +11,8 @@ Legend: B rows, R response, N tokens of all rows together.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -21,18 +22,31 @@ from transformers.initialization import no_init_weights
 
 from hydraflow.device import return_memory
 from hydraflow.generation.base import (
+    ABORT,
     LENGTH,
     STOP,
+    Completion,
     EngineSpec,
     GenerationOutput,
     GenerationRequest,
+    Key,
     SamplingParams,
+    TokenRequest,
 )
 from hydraflow.generation.decode import CachedForward, WaveDecoder, WaveResult
 from hydraflow.generation.layout import Wave, request_order, waves
 from hydraflow.generation.sampling import UniformDraws
 from hydraflow.generation.weights import WeightLoader, held_weights
 from hydraflow.protocol import ragged
+
+
+class _Rows(NamedTuple):
+    """Responses to one prompt."""
+
+    prompt: Tensor
+    key: Key
+    samples: Sequence[int]
+    """Their numbers."""
 
 
 class NativeEngine:
@@ -57,6 +71,8 @@ class NativeEngine:
         self._eos = end_tokens(generation_config or model.generation_config, model.config)
         self._not_ready = ""
         self._loader = WeightLoader(model)
+        self._queue: dict[str, TokenRequest] = {}
+        """In flight."""
         self._empty: dict[Tensor, torch.Size] = {}
         """While it sleeps: its weights, and the shapes that they have otherwise."""
 
@@ -92,10 +108,40 @@ class NativeEngine:
         if self._not_ready:
             raise RuntimeError(self._not_ready)
         self._check(request.prompts, params)
-        lengths = [len(p) for p in request.prompts]
-        plan = list(waves(lengths, request.samples, self._max_rows, pad=self._forward.pads))
-        results = [self._run(wave, request, params) for wave in plan]
-        return _output(results, request_order(plan, request.samples))
+        rows = [_Rows(*one) for one in zip(request.prompts, request.keys, map(range, request.samples))]
+        return self._sample(rows, params)
+
+    def submit(self, requests: Sequence[TokenRequest]) -> None:
+        """See `GenerationEngine`."""
+        if self._not_ready:
+            raise RuntimeError(self._not_ready)
+        for one in requests:
+            self._check([one.prompt], one.params)
+        self._queue |= {one.name: one for one in requests}
+
+    def advance(self) -> list[Completion]:
+        """See `GenerationEngine`. Samples the responses to the end that have been in flight for longest, and
+        those like them."""
+        first = next(iter(self._queue.values()), None)
+        if first is None:
+            return []
+        alike = [one for one in self._queue.values() if _alike(one) == _alike(first)][: self._max_rows]
+        groups: dict[tuple[int, Key, tuple[int, ...]], list[TokenRequest]] = {}
+        for one in alike:
+            groups.setdefault((id(one.prompt), one.key, one.begun), []).append(one)
+        rows = [_Rows(some[0].context, some[0].key, [one.sample for one in some]) for some in groups.values()]
+        output = self._sample(rows, first.left, begun=len(first.begun))
+        names = [one.name for some in groups.values() for one in some]
+        for name in names:
+            del self._queue[name]
+        columns = ragged.rows(output.responses), ragged.rows(output.log_probs), output.finish_reason
+        return [Completion(*one) for one in zip(names, *columns, strict=True)]
+
+    def abort(self, names: Collection[str]) -> list[Completion]:
+        """See `GenerationEngine`. What it has in flight between two calls has no token."""
+        ended = [name for name in names if self._queue.pop(name, None) is not None]
+        none = torch.empty(0, dtype=torch.int64)
+        return [Completion(name, none, none.float(), ABORT) for name in ended]
 
     def update_weights(
         self, stream: Iterable[tuple[str, Tensor]], *, first: bool = True, last: bool = True
@@ -147,19 +193,23 @@ class NativeEngine:
                     f" {vocabulary} tokens"
                 )
 
+    def _sample(self, rows: Sequence[_Rows], params: SamplingParams, begun: int = 0) -> GenerationOutput:
+        """All rows, in this order. begun: tokens at the end of the prompts that belong to the responses."""
+        lengths, counts = [len(some.prompt) for some in rows], [len(some.samples) for some in rows]
+        plan = list(waves(lengths, counts, self._max_rows, pad=self._forward.pads))
+        return _output([self._run(wave, rows, params, begun) for wave in plan], request_order(plan, counts))
+
     # The engine returns only copies of these tensors: inference-mode tensors cannot be used in training.
     @torch.inference_mode()
-    def _run(self, wave: Wave, request: GenerationRequest, params: SamplingParams) -> WaveResult:
-        device = self._forward.device
+    def _run(self, wave: Wave, rows: Sequence[_Rows], params: SamplingParams, begun: int) -> WaveResult:
+        device, prompts = self._forward.device, [rows[i] for i in wave.prompts]
         draws = None
         if not params.greedy:
-            draws = UniformDraws(
-                [request.keys[i] for i in wave.prompts], np.array(wave.samples), np.array(wave.owner), device
-            )
+            samples = [prompts[at].samples[i] for at, i in zip(wave.owner, wave.samples, strict=True)]
+            keys = [some.key for some in prompts]
+            draws = UniformDraws(keys, np.array(samples), np.array(wave.owner), device, begun=begun)
         stops = {*params.stop_token_ids, *(() if params.ignore_eos else self._eos)}
-        decoder = WaveDecoder(
-            self._forward, [request.prompts[i] for i in wave.prompts], wave.owner, wave.width, draws
-        )
+        decoder = WaveDecoder(self._forward, [some.prompt for some in prompts], wave.owner, wave.width, draws)
         return decoder.run(params, torch.tensor(sorted(stops), dtype=torch.int64, device=device))
 
 
@@ -172,6 +222,11 @@ def build(config: PreTrainedConfig, spec: EngineSpec) -> NativeEngine:
         max_num_seqs=spec.rollout.max_num_seqs,
         generation_config=spec.generation_config,
     )
+
+
+def _alike(request: TokenRequest) -> tuple[SamplingParams, int]:
+    """What requests that are sampled together have in common."""
+    return request.left, len(request.begun)
 
 
 def end_tokens(generation_config: GenerationConfig | None, config: PreTrainedConfig) -> tuple[int, ...]:

@@ -15,7 +15,7 @@ import hashlib
 import json
 import os
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -30,13 +30,16 @@ from transformers.initialization import no_init_weights
 from hydraflow.device import collective_backend
 from hydraflow.errors import ConfigError
 from hydraflow.generation.base import (
+    ABORT,
     LENGTH,
     STOP,
+    Completion,
     EngineSpec,
     GenerationOutput,
     GenerationRequest,
     Key,
     SamplingParams,
+    TokenRequest,
 )
 from hydraflow.generation.config import MINIMUM_VLLM, VLLM, splits_prompts
 from hydraflow.generation.native import end_tokens
@@ -86,25 +89,59 @@ class VllmEngine:
         ValueError: a prompt that does not fit the context or the vocabulary. RuntimeError: without weights.
         FloatingPointError: log-probabilities are not numbers.
         """
+        self._check(request.prompts, params)
+        requests = [
+            TokenRequest(f"{i}-{sample}", prompt, params, key, sample)
+            for i, (prompt, samples, key) in enumerate(zip(request.prompts, request.samples, request.keys))
+            for sample in range(samples)
+        ]
+        names = [one.name for one in requests]
+        found: dict[str, Completion] = {}
+        try:
+            self.submit(requests)
+            while len(found) < len(names):
+                found |= {one.name: one for one in self.advance()}
+        except BaseException:
+            self.abort(names)
+            raise
+        return _output([found[name] for name in names])
+
+    def submit(self, requests: Sequence[TokenRequest]) -> None:
+        """See `GenerationEngine`. Draws of a continued response are others than if it had not been
+        interrupted."""
         from vllm.inputs.engine import tokens_input
 
         if self._not_ready:
             raise RuntimeError(self._not_ready)
-        self._check(request.prompts, params)
-        names: list[str] = []
-        try:
-            for i, (prompt, samples, key) in enumerate(zip(request.prompts, request.samples, request.keys)):
-                tokens = prompt.tolist()
-                for sample in range(samples):
-                    names.append(f"{i}-{sample}")
-                    seed = seed_of(key, sample) if self._seeds else None
-                    how = self._sampling_params(params, seed)
-                    self._engine.add_request(names[-1], tokens_input(tokens), how)
-            completions = dict(self._finished())
-        except BaseException:
-            self._engine.abort_request(names)
-            raise
-        return _output([completions[name] for name in names])
+        for one in requests:
+            self._check([one.prompt], one.params)
+        for one in requests:
+            seed = seed_of(one.key, one.sample, len(one.begun)) if self._seeds else None
+            how = self._sampling_params(one.left, seed)
+            self._engine.add_request(one.name, tokens_input(one.context.tolist()), how)
+
+    def advance(self) -> list[Completion]:
+        """See `GenerationEngine`. FloatingPointError: log-probabilities are not numbers."""
+        while self._engine.has_unfinished_requests():
+            if ended := [_completion(output) for output in self._engine.step() if output.finished]:
+                return ended
+        return []
+
+    def abort(self, names: Collection[str]) -> list[Completion]:
+        """See `GenerationEngine`."""
+        from vllm.v1.engine import FinishReason
+
+        known = self._engine.output_processor
+        inner = [inner for name in names for inner in known.external_req_ids.get(name, ())]
+        states = [known.request_states[one] for one in inner]
+        outputs = [
+            state.make_request_output(
+                new_token_ids=[], pooling_output=None, finish_reason=FinishReason.ABORT, stop_reason=None
+            )
+            for state in states
+        ]
+        self._engine.abort_request(list(names))
+        return [_completion(output) for output in outputs]
 
     def update_weights(
         self, stream: Iterable[tuple[str, Tensor]], *, first: bool = True, last: bool = True
@@ -152,13 +189,6 @@ class VllmEngine:
     def _rpc(self, method: Callable[..., Any], *args: Any) -> Any:
         (answer,) = self._engine.collective_rpc(method.__name__, args=args)
         return answer
-
-    def _finished(self) -> Iterator[tuple[str, Any]]:
-        """The completions of all requests, in the order in which they end."""
-        while self._engine.has_unfinished_requests():
-            for output in self._engine.step():
-                if output.finished:
-                    yield output.request_id, output.outputs[0]
 
     def _checked(self, stream: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
         """The stream for vLLM's loader, tied weights once. Copied, because the stream is borrowed, and a
@@ -231,25 +261,31 @@ def set_environment() -> None:
         os.environ.setdefault(name, value)
 
 
-def seed_of(key: Key, sample: int) -> int:
-    """The seed of one sample's draws: 63 bits of a hash, of which torch's generator on a CPU uses 32."""
+def seed_of(key: Key, sample: int, begun: int = 0) -> int:
+    """The seed of one sample's draws: 63 bits of a hash, of which torch's generator on a CPU uses 32.
+    `begun`: tokens that the response has already."""
     parts = [part if isinstance(part, str) else int(part) for part in key]
-    digest = hashlib.blake2b(json.dumps([*parts, sample]).encode(), digest_size=8).digest()
+    words = [*parts, sample, *([begun] if begun else [])]
+    digest = hashlib.blake2b(json.dumps(words).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1
 
 
-def _output(completions: Sequence[Any]) -> GenerationOutput:
-    """Rows in the request's order."""
-    if odd := {one.finish_reason for one in completions} - {STOP, LENGTH}:
-        raise RuntimeError(f"vLLM ended requests with {', '.join(sorted(map(str, odd)))}")
-    tokens = [token for one in completions for token in one.token_ids]
-    log_probs = torch.tensor([value for one in completions for value in one.logprobs.logprobs])  # (N,)
+def _completion(output: Any) -> Completion:
+    (one,) = output.outputs
+    if one.finish_reason not in (STOP, LENGTH, ABORT):
+        raise RuntimeError(f"vLLM ended a request with {one.finish_reason}")
+    log_probs = torch.tensor(one.logprobs.logprobs, dtype=torch.float32)
     if not bool(log_probs.isfinite().all()):
         raise FloatingPointError("log-probabilities of sampled tokens are not finite: the weights are broken")
-    lengths = torch.tensor([len(one.token_ids) for one in completions])
+    tokens = torch.tensor(one.token_ids, dtype=torch.int64)
+    return Completion(output.request_id, tokens, log_probs, one.finish_reason)
+
+
+def _output(completions: Sequence[Completion]) -> GenerationOutput:
+    """Rows in the request's order."""
     return GenerationOutput(
-        ragged.from_parts(torch.tensor(tokens, dtype=torch.int64), lengths),
-        ragged.from_parts(log_probs, lengths.clone()),
+        ragged.from_rows([one.tokens for one in completions]),
+        ragged.from_rows([one.log_probs for one in completions]),
         np.array([one.finish_reason for one in completions], dtype=object),
     )
 
