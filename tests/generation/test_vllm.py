@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +13,19 @@ import psutil
 import pytest
 import torch
 from generation.test_native import CONFIGS, END, SMALL, VOCABULARY, expected_log_probs, make, rows, weights
+from generation.test_requests import single
 from generation.vllm_process import EngineProcess, needs_vllm
 from torch import Tensor
 from transformers import DeepseekV3Config, Olmo2Config, PreTrainedModel, Qwen3MoeConfig
 
-from hydraflow.generation.base import GenerationOutput, GenerationRequest, SamplingParams
+from hydraflow.generation.base import (
+    ABORT,
+    Completion,
+    GenerationOutput,
+    GenerationRequest,
+    SamplingParams,
+    TokenRequest,
+)
 from hydraflow.generation.config import EngineKwargs
 from hydraflow.generation.native import NativeEngine
 from hydraflow.generation.vllm import VllmEngine
@@ -134,6 +143,22 @@ def fail_while_it_samples(engine: VllmEngine, request: GenerationRequest, params
     return "did not fail"
 
 
+def begin(engine: VllmEngine, requests: list[TokenRequest]) -> tuple[list[Completion], list[Completion]]:
+    """What is complete after one advance, and what the others have."""
+    engine.submit(requests)
+    complete = engine.advance()
+    ended = {one.name for one in complete}
+    return complete, engine.abort([one.name for one in requests if one.name not in ended])
+
+
+def finish(engine: VllmEngine, requests: list[TokenRequest]) -> dict[str, Completion]:
+    engine.submit(requests)
+    found: dict[str, Completion] = {}
+    while some := engine.advance():
+        found |= {one.name: one for one in some}
+    return found
+
+
 def load(process: EngineProcess, model: PreTrainedModel, per_part: int = 1000) -> None:
     stream = list(weights(model).items())
     process.run(update, [stream[at : at + per_part] for at in range(0, len(stream), per_part)])
@@ -188,6 +213,35 @@ def test_filters_leave_out_what_native_leaves_out(
         sampled = {row[0] for row in rows(engine.run(generate, request, params))}
         native = {row[0] for row in rows(NativeEngine(models[0]).generate(request, params))}
         assert sampled == native and len(sampled) < VOCABULARY / 2
+
+
+@pytest.mark.parametrize("updated", [False, True])
+def test_an_aborted_response_is_continued_with_the_weights_of_then(
+    engine: EngineProcess, models: list[PreTrainedModel], updated: bool
+) -> None:
+    """Also after the weights have changed: nothing of the old keys and values is left."""
+    request = request_of([3, 9, 17, 40])
+    params = replace(GREEDY, ignore_eos=True)
+    wanted = single(request, params)
+    short = replace(wanted[0], name="short", params=replace(params, max_tokens=5))
+    complete, aborted = engine.run(begin, [short, *wanted])
+    assert [(one.name, len(one.tokens)) for one in complete] == [("short", 5)]
+    begun = {one.name: one for one in aborted}
+    assert {one.finish_reason for one in aborted} == {ABORT}
+    assert all(4 <= len(one.tokens) == len(one.log_probs) <= 6 for one in aborted) and len(aborted) == 4
+    if updated:
+        load(engine, models[1])
+    now = models[1] if updated else models[0]
+    left = [replace(one, begun=tuple(begun[one.name].tokens.tolist())) for one in wanted]
+    found = engine.run(finish, left)
+    expected = finish(NativeEngine(now), left)  # type: ignore[arg-type]
+    for one in left:
+        assert found[one.name].tokens.tolist() == expected[one.name].tokens.tolist()
+        log_probs = expected_log_probs(now, one.context, found[one.name].tokens, 1.0)
+        assert float((found[one.name].log_probs - log_probs).abs().max()) < NEAR
+    if not updated:
+        whole = rows(NativeEngine(now).generate(request, params))
+        assert [[*one.begun, *found[one.name].tokens.tolist()] for one in left] == whole
 
 
 def test_samples_follow_the_distribution(engine: EngineProcess, models: list[PreTrainedModel]) -> None:
