@@ -37,6 +37,7 @@ from hydraflow.generation.decode import CachedForward, WaveDecoder, WaveResult
 from hydraflow.generation.layout import Wave, request_order, waves
 from hydraflow.generation.sampling import UniformDraws
 from hydraflow.generation.weights import WeightLoader, held_weights
+from hydraflow.models.loading import soft_capped
 from hydraflow.protocol import ragged
 
 
@@ -89,9 +90,8 @@ class NativeEngine:
         """An engine without weights: call `update_weights` before `generate`. Reads no files and draws no
         random numbers."""
         config = copy.deepcopy(config)
-        # The trainer may have set its own attention, which supports packed rows but no cache. None lets
-        # transformers choose.
-        config._attn_implementation = None
+        # the trainer may have set its own attention, which supports packed rows but no cache
+        config._attn_implementation = "eager" if soft_capped(config) else None
         with no_init_weights(), torch.device(device):
             model = AutoModelForCausalLM.from_config(config, dtype=dtype)
         model.tie_weights()

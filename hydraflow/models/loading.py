@@ -36,12 +36,14 @@ GENERATION_CONFIG = "generation_config.json"
 _TOKENIZER_FILES = ("tokenizer.json", "*.model", "vocab.*", "*.tiktoken", "tekken.json", "tokenization_*.py")
 SCORE = "score.weight"
 """The value head's name in files."""
+_NOISE = re.compile("drop|jitter|noise")
+"""In names of settings: dropout, attn_pdrop, hidden_dropout_prob, layerdrop, router_jitter_noise."""
 _PACKABLE_LAYERS = {"full_attention", "sliding_attention"}
 
 
 def load_config(model: ModelSourceConfig, *, field: str = "actor_rollout_ref.model") -> PreTrainedConfig:
-    """The model's configuration with the user's overrides, and without dropout. Dropout is switched off
-    because the same row must have the same log-probability in every pass. Raises ConfigError for a path
+    """The model's configuration with the user's overrides, and without dropout and noise: the same row must
+    have the same log-probability in every pass. Raises ConfigError for a path
     without a model and for an override that the model does not know."""
     from transformers import AutoConfig
 
@@ -61,11 +63,20 @@ def load_config(model: ModelSourceConfig, *, field: str = "actor_rollout_ref.mod
     except _unreadable() as error:
         rule = f"{name}={value} is not valid for a {config.model_type} model: {_reason(error)}"
         raise ConfigError.one(key, given, rule, f"leave out {name}, or correct it") from error
-    text = config.get_text_config()
-    for name, value in text.to_dict().items():
-        if name.endswith(("dropout", "pdrop")) and isinstance(value, float):
-            setattr(text, name, 0.0)
+    _silence(config)
     return config
+
+
+def _silence(config: PreTrainedConfig) -> None:
+    """Switches off what makes two passes over the same row differ: dropout, and the noise of some routers;
+    also in the configurations within."""
+    from transformers import PreTrainedConfig
+
+    for name, value in list(vars(config).items()):
+        if isinstance(value, PreTrainedConfig):
+            _silence(value)
+        elif isinstance(value, float) and _NOISE.search(name):
+            setattr(config, name, 0.0)
 
 
 def load_tokenizer(
@@ -126,9 +137,13 @@ def packable(config: PreTrainedConfig, model_class: Any) -> bool:
     attention mixes tokens."""
     text = config.get_text_config()
     plain = set(getattr(text, "layer_types", None) or ()) <= _PACKABLE_LAYERS
-    capped = getattr(text, "attn_logit_softcapping", None) is not None
     sinks = text.model_type == "gpt_oss"
-    return bool(model_class._supports_attention_backend) and plain and not capped and not sinks
+    return bool(model_class._supports_attention_backend) and plain and not soft_capped(config) and not sinks
+
+
+def soft_capped(config: PreTrainedConfig) -> bool:
+    """Whether attention scores have a cap (Gemma 2), which transformers' SDPA drops without a word."""
+    return getattr(config.get_text_config(), "attn_logit_softcapping", None) is not None
 
 
 def causal_class(
@@ -159,8 +174,7 @@ def choose_attention(config: PreTrainedConfig, model: ModelConfig, model_class: 
         return NAME, False
     if model.use_remove_padding:
         _log.info("%s cannot be packed: rows are padded, as with use_remove_padding=False", config.model_type)
-    capped = getattr(config.get_text_config(), "attn_logit_softcapping", None) is not None
-    eager = capped or not model_class._supports_sdpa  # SDPA would silently drop the cap
+    eager = soft_capped(config) or not model_class._supports_sdpa
     return "eager" if eager else "sdpa", True
 
 

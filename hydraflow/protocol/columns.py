@@ -37,6 +37,11 @@ def tensor_column(value: object, name: str) -> Tensor:
         raise ValueError(f"column {name!r} is a nested tensor of the old layout; use layout=torch.jagged")
     if value.dim() == 0:
         raise ValueError(f"column {name!r} is a single value, not one per row")
+    if value.is_nested and ragged.ragged_dimension(value) != 1:
+        of = f"is ragged in dimension {ragged.ragged_dimension(value)}"
+        raise ValueError(
+            f"column {name!r} {of}; rows may differ in their first dimension only: transpose them"
+        )
     return value
 
 

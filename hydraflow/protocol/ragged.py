@@ -72,6 +72,12 @@ def parts(t: Tensor) -> tuple[Tensor, Tensor]:
     return values.contiguous(), row_lengths
 
 
+def ragged_dimension(t: Tensor) -> int:
+    """The dimension in which the rows of a jagged tensor differ; 1 in a ragged column."""
+    assert isinstance(t, NestedTensor)
+    return int(t._ragged_idx)
+
+
 def n_rows(t: Tensor) -> int:
     """Rows of a ragged column; `len` takes ten times as long."""
     return int(_inner(t)[1].shape[0]) - 1

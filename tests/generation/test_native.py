@@ -273,6 +273,23 @@ def weights(model: PreTrainedModel) -> dict[str, Tensor]:
     return {name: p.data.clone() for name, p in model.named_parameters()}
 
 
+def test_attention_scores_keep_their_cap() -> None:
+    config = Gemma2Config(**SMALL, sliding_window=6, query_pre_attn_scalar=8, attn_logit_softcapping=0.2)
+    model, request = make(config), make_request([4, 6, 11])
+    engine = NativeEngine.from_config(config, device="cpu", dtype=torch.float32)
+    engine.update_weights(weights(model).items())
+    output = engine.generate(request, SamplingParams(max_tokens=9, ignore_eos=True))
+    gaps = {}
+    for attention in ("eager", "sdpa"):  # the second drops the cap
+        model.set_attn_implementation(attention)
+        found = zip(request.prompts, ragged.rows(output.responses), ragged.rows(output.log_probs))
+        gaps[attention] = max(
+            float((log_probs - expected_log_probs(model, prompt, row, 1.0)).abs().max())
+            for prompt, row, log_probs in found
+        )
+    assert gaps["eager"] < 1e-4 and gaps["sdpa"] > 1e-2
+
+
 @pytest.mark.parametrize("name", ["llama", "qwen3 tied"])
 def test_an_engine_from_a_configuration_samples_as_the_model_once_it_has_its_weights(name: str) -> None:
     model = make(CONFIGS[name])

@@ -56,6 +56,16 @@ def test_nested_tensors_of_the_old_layout_are_refused() -> None:
         DataProto.from_dict({"x": torch.nested.nested_tensor([torch.zeros(1)], layout=torch.strided)})
 
 
+@pytest.mark.parametrize("rows", [[(8, 2), (8, 3)], [(3, 4), (3, 1), (3, 2)]])
+def test_columns_that_are_ragged_in_another_dimension_are_refused(rows: list[tuple[int, int]]) -> None:
+    """verl's position ids of three kinds are like that; rows of them would come out with other numbers."""
+    column = torch.nested.nested_tensor([torch.ones(*row) for row in rows], layout=torch.jagged)
+    with pytest.raises(
+        ValueError, match="column 'x' is ragged in dimension 2; rows may differ in their first"
+    ):
+        DataProto.from_dict({"x": column})
+
+
 def test_rows_of_lists_stay_lists() -> None:
     data = DataProto.from_single_dict({"pair": [[1, 2], [3, 4]], "n": np.array([5, 6]), "x": torch.zeros(2)})
     assert data.get("pair").shape == (2,) and data.get("pair")[1] == [3, 4]
