@@ -43,7 +43,7 @@ class PolicyModel(nn.Module):
         one. At least float32, whatever the model's dtype."""
         if temperature <= 0:
             raise ValueError(f"temperature={temperature}: log-probabilities need a temperature above 0")
-        hidden = _asked_hidden_states(self.lm.base_model, batch)
+        hidden = asked_hidden_states(self.lm.base_model, batch)
         if len(hidden) <= self.chunk_tokens:
             return self._score(hidden, batch.targets, temperature, entropy, greedy_match)
         chunks = zip(hidden.split(self.chunk_tokens), batch.targets.split(self.chunk_tokens), strict=True)
@@ -96,23 +96,25 @@ class ValueModel(nn.Module):
         self, batch: PackedBatch, temperature: float = 1.0, entropy: bool = False, greedy_match: bool = False
     ) -> tuple[torch.Tensor, None]:
         """(K,) values of the asked tokens, at least float32. The other arguments are ignored."""
-        values = torch.mv(_asked_hidden_states(self.hf, batch), self.score.weight[0])
+        values = torch.mv(asked_hidden_states(self.hf, batch), self.score.weight[0])
         return values if values.dtype == torch.float64 else values.float(), None
 
 
 def shape_logits(logits: torch.Tensor, config: Any) -> torch.Tensor:
-    """Post-processing of logits: Granite divides, Cohere multiplies, Gemma soft-caps."""
+    """Post-processing of logits: Granite divides, Cohere, Falcon-H1 and HyperCLOVA X multiply, Gemma
+    soft-caps."""
     config = config.get_text_config()
-    if (divisor := getattr(config, "logits_scaling", None)) is not None:
-        logits = logits / divisor
-    if (factor := getattr(config, "logit_scale", None)) is not None:
-        logits = logits * factor
+    if (scale := getattr(config, "logits_scaling", None)) is not None:
+        logits = logits * scale if config.model_type == "hyperclovax" else logits / scale
+    for name in ("logit_scale", "lm_head_multiplier"):
+        if (factor := getattr(config, name, None)) is not None:
+            logits = logits * factor
     if (cap := getattr(config, "final_logit_softcapping", None)) is not None:
         logits = torch.tanh(logits / cap) * cap
     return logits
 
 
-def _asked_hidden_states(backbone: Any, batch: PackedBatch) -> torch.Tensor:
+def asked_hidden_states(backbone: Any, batch: PackedBatch) -> torch.Tensor:
     """(K, hidden) last hidden states at the positions that predict the asked tokens."""
     extra = {} if batch.plan is None else {"row_plan": batch.plan}
     out = backbone(input_ids=batch.input_ids, position_ids=batch.position_ids, use_cache=False, **extra)

@@ -174,8 +174,12 @@ def choose_attention(config: PreTrainedConfig, model: ModelConfig, model_class: 
         return NAME, False
     if model.use_remove_padding:
         _log.info("%s cannot be packed: rows are padded, as with use_remove_padding=False", config.model_type)
-    eager = soft_capped(config) or not model_class._supports_sdpa
-    return "eager" if eager else "sdpa", True
+    return own_attention(config, model_class), True
+
+
+def own_attention(config: PreTrainedConfig, model_class: Any) -> str:
+    """Name of transformers' implementation for this model, for rows that are not packed."""
+    return "eager" if soft_capped(config) or not model_class._supports_sdpa else "sdpa"
 
 
 def empty_model(

@@ -43,6 +43,11 @@ def make_engine(path: str, options: Mapping[str, Any] | None = None) -> FSDPEngi
     )
 
 
+def padding_of(path: str, options: Mapping[str, Any]) -> bool:
+    """Whether the engine pads the rows of that model."""
+    return make_engine(path, options)._padded
+
+
 def make_batch(step: int = 0, rows: int = ROWS) -> DataProto:
     """Rows of different lengths, with some response tokens that are not trained and a weight for each
     token."""

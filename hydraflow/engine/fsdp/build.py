@@ -8,6 +8,7 @@ Left out on purpose: tensor and sequence parallelism; HSDP.
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 import torch
@@ -26,10 +27,13 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from hydraflow.device import resolve_dtype
 from hydraflow.engine.config import FSDPConfig
 from hydraflow.engine.fsdp import lora
+from hydraflow.engine.fsdp.own_numbers import pads_rows
 from hydraflow.errors import ConfigError
 from hydraflow.models import loading
 from hydraflow.models.config import ModelConfig
 from hydraflow.models.heads import PolicyModel, ValueModel
+
+log = logging.getLogger(__name__)
 
 
 def build_model(
@@ -46,9 +50,8 @@ def build_model(
     """The sharded model with its weights, and whether its rows must be padded. Raises ConfigError on every
     rank alike."""
     config = loading.load_config(model, field=field)
-    attention, padded = loading.choose_attention(
-        config, model, loading.causal_class(config, model, field=field)
-    )
+    model_class = loading.causal_class(config, model, field=field)
+    attention, padded = loading.choose_attention(config, model, model_class)
     dtype = resolve_dtype(fsdp.model_dtype, device.type)
     module = loading.empty_model(
         config, model, head=head, dtype=dtype, attention=attention, chunk_tokens=fsdp.head_chunk_tokens
@@ -58,12 +61,24 @@ def build_model(
     elif model.lora_rank > 0:
         lora.add_adapters(module.hf, model, dtype, field=field)
     if trained and model.enable_gradient_checkpointing:
-        module.hf.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        if module.hf.supports_gradient_checkpointing:
+            module.hf.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        else:
+            log.warning("a %s model has no gradient checkpointing: it trains without", config.model_type)
     shard(module, fsdp, mesh, device)
     module.to_empty(device="cpu" if fsdp.offload_policy else device)
     source = _read_on_rank_zero(config, model, head=head, dtype=dtype, field=field)
     _fill_parameters(module, source, device, torch.Generator().manual_seed(seed))
     _fill_buffers(module, source, device)
+    padded = pads_rows(
+        module,
+        padded=padded,
+        own_attention=loading.own_attention(config, model_class),
+        device=device,
+        dtype=resolve_dtype(fsdp.compute_dtype, device.type),
+        field=field,
+        path=model.path,
+    )
     return module, padded
 
 

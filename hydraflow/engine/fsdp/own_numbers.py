@@ -1,0 +1,139 @@
+"""Compares, once when a model is loaded, its log-probabilities as they are computed here with those of the
+model's own forward pass.
+
+In: a sharded model. Out: whether its rows are padded, or a ConfigError. A few short rows of random tokens go
+through the head and the packing that training uses, and each row alone through the model as transformers
+runs it. Models differ in more than their configuration tells: heads that scale logits by a factor of their
+own, layers that mix tokens in other ways than attention. Every rank takes part, and all of them decide alike.
+"""
+
+from __future__ import annotations
+
+import logging
+
+import torch
+from torch.distributed.fsdp import FSDPModule
+
+from hydraflow.engine import process_group
+from hydraflow.errors import ConfigError
+from hydraflow.models.attention import NAME
+from hydraflow.models.heads import PolicyModel, ValueModel, asked_hidden_states
+from hydraflow.models.loading import first_line
+from hydraflow.models.packing import PackedBatch, pack
+from hydraflow.protocol import ragged
+
+log = logging.getLogger(__name__)
+ROWS = ((5, 6), (5, 11), (2, 3), (9, 7))
+"""Tokens of each row's prompt and response; the first two have the same prompt."""
+LIMITS = {torch.float64: 1e-5, torch.float32: 1e-3}
+ROUNDED = 0.25
+"""Largest median difference of log-probabilities, or of hidden states relative to their size, by the type
+that is computed in: what rounding gives is below a tenth of it. The median, because rounding may send some
+tokens to another expert."""
+REFUSED = (ArithmeticError, AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
+"""What a model's code raises when it is called in a way that it does not know."""
+
+
+@torch.no_grad()
+def pads_rows(
+    module: PolicyModel | ValueModel,
+    *,
+    padded: bool,
+    own_attention: str,
+    device: torch.device,
+    dtype: torch.dtype,
+    field: str,
+    path: str | None,
+) -> bool:
+    """Whether rows must be padded: if `padded`, or if packed rows give other numbers than the model's own.
+
+    own_attention: transformers' implementation for this model. dtype: of the computation. Raises ConfigError
+    where padded rows give other numbers too, or the model's code does not take them.
+    """
+    module.eval()
+    kind = module.hf.config.model_type
+    rows = probe_rows(module.hf.get_input_embeddings().num_embeddings)
+
+    def wrong(pads: bool) -> str:
+        """What is wrong with rows that are computed so; empty: nothing."""
+        module.hf.set_attn_implementation(own_attention if pads else NAME)
+        try:
+            ours = _as_trained(module, pack(*rows, device=device, padded=pads))
+            module.hf.set_attn_implementation(own_attention)
+            off = _largest_of_all_ranks(ours, _as_published(module, *rows, device))
+        except REFUSED as error:
+            return f"its code raises {type(error).__name__}: {first_line(error)}"
+        if off <= LIMITS.get(dtype, ROUNDED):
+            return ""
+        return f"the numbers are off by {off:.2g} from those of the model's own forward pass"
+
+    if not padded:
+        if not (why := wrong(pads=False)):
+            module.hf.set_attn_implementation(NAME)
+            return False
+        log.warning("rows are padded: packed rows of a %s model cannot be used, %s", kind, why)
+    if why := wrong(pads=True):
+        rule = f"a model of type {kind} does more than is known here: {why}"
+        raise ConfigError.one(f"{field}.path", path, rule, "another model, or fsdp_config.dtype=fp32")
+    return True
+
+
+def probe_rows(vocabulary: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Prompts and responses of random tokens, ragged."""
+    draw = torch.Generator().manual_seed(0)
+    tokens = [[torch.randint(vocabulary, (n,), generator=draw) for n in lengths] for lengths in ROWS]
+    prompts = [tokens[0][0], tokens[0][0], *(prompt for prompt, _ in tokens[2:])]
+    return ragged.from_rows(prompts), ragged.from_rows([response for _, response in tokens])
+
+
+def _as_trained(module: PolicyModel | ValueModel, batch: PackedBatch) -> torch.Tensor:
+    """Log-probabilities (K,) as in training, or of a value model the hidden states (K, hidden)."""
+    if isinstance(module, PolicyModel):
+        found: torch.Tensor = module(batch, 1.0, False)[0]
+        return found
+    module(batch)  # makes it the root of its sharded parts
+    with _Gathered(module):
+        return asked_hidden_states(module.hf, batch)
+
+
+def _as_published(
+    module: PolicyModel | ValueModel, prompts: torch.Tensor, responses: torch.Tensor, device: torch.device
+) -> torch.Tensor:
+    """The same by the model's own code, row by row."""
+    found = []
+    with _Gathered(module):
+        for prompt, response in zip(ragged.rows(prompts), ragged.rows(responses), strict=True):
+            ids = torch.cat([prompt, response]).to(device)[None]
+            asked = slice(len(prompt) - 1, ids.shape[1] - 1)
+            if isinstance(module, ValueModel):
+                found.append(module.hf(input_ids=ids, use_cache=False).last_hidden_state[0, asked])
+                continue
+            logits = module.lm(input_ids=ids, use_cache=False).logits[0, asked]  # (R, V)
+            logits = logits if logits.dtype == torch.float64 else logits.float()
+            found.append(logits.log_softmax(-1).gather(1, response.to(device)[:, None])[:, 0])
+    return torch.cat(found)
+
+
+class _Gathered:
+    """While the parts of a model are called without their root: the root's own weights are whole."""
+
+    def __init__(self, module: PolicyModel | ValueModel):
+        self.module = module
+
+    def __enter__(self) -> None:
+        assert isinstance(self.module, FSDPModule)
+        self.module.unshard()
+
+    def __exit__(self, *raised: object) -> None:
+        for part in self.module.modules():
+            if isinstance(part, FSDPModule):
+                part.reshard()
+
+
+def _largest_of_all_ranks(ours: torch.Tensor, theirs: torch.Tensor) -> float:
+    """Median difference; of hidden states relative to their mean size. inf where some are not numbers."""
+    off = (ours.double() - theirs.double()).abs().quantile(0.5)
+    if ours.ndim > 1:
+        off = off / theirs.double().abs().mean()
+    off = torch.nan_to_num(off, nan=float("inf"))
+    return float(process_group.all_reduce(off[None], "max"))

@@ -1,0 +1,117 @@
+"""What a model is computed like is found out when it is loaded: packed, padded, or refused. Where it is not
+refused, log-probabilities and gradients are those of transformers' own forward pass."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from engine.pool import Ranks
+from engine.rank_jobs import make_engine, padding_of
+from torch.distributed.tensor import DTensor
+
+from hydraflow import metrics
+from hydraflow.engine.fsdp.build import hf_name
+from hydraflow.engine.fsdp.own_numbers import probe_rows
+from hydraflow.errors import ConfigError
+from hydraflow.protocol import ragged
+from hydraflow.protocol.batch import DataProto
+
+SIZES = dict(vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4)
+SIZES |= dict(max_position_embeddings=128, bos_token_id=0, eos_token_id=1, pad_token_id=0)
+GROUPED = SIZES | dict(num_key_value_heads=2, head_dim=8)
+RECURRENT = GROUPED | dict(num_hidden_layers=3, num_key_value_heads=1, lru_width=32, attention_window_size=64)
+HYBRID = dict(mamba_d_ssm=64, mamba_n_heads=8, mamba_d_head=8, mamba_d_state=16, mamba_n_groups=1)
+PACKED = {
+    "qwen3": transformers.Qwen3Config(**GROUPED),
+    "hyperclovax": transformers.HyperCLOVAXConfig(**GROUPED, logits_scaling=0.1),  # multiplies
+    "granite": transformers.GraniteConfig(**GROUPED, logits_scaling=8.0),  # divides
+    "mixtral": transformers.MixtralConfig(**GROUPED, num_local_experts=4),
+}
+PADDED = {
+    "falcon_h1": transformers.FalconH1Config(**GROUPED, **HYBRID, lm_head_multiplier=0.3),
+    "doge": transformers.DogeConfig(**GROUPED),  # its attention has a mask of its own
+    "nemotron": transformers.NemotronConfig(**GROUPED),  # its layers pass nothing on to attention
+    "gemma2": transformers.Gemma2Config(**GROUPED, attn_logit_softcapping=0.5),
+}
+REFUSED = {
+    "recurrent_gemma": transformers.RecurrentGemmaConfig(**RECURRENT, logits_soft_cap=0.5),
+    "modernbert-decoder": transformers.ModernBertDecoderConfig(**SIZES, cls_token_id=0, sep_token_id=1),
+    "llama4_text": transformers.Llama4TextConfig(**GROUPED, num_local_experts=2, intermediate_size_mlp=48),
+}
+
+
+def saved(config: transformers.PreTrainedConfig, folder: Path) -> transformers.PreTrainedModel:
+    """A model all of whose weights matter."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        lm = transformers.AutoModelForCausalLM.from_config(config)
+        for parameter in lm.parameters():
+            wide = parameter.ndim > 1
+            parameter.data = torch.randn_like(parameter) * 0.2 + (0 if wide else parameter.data)
+    lm.save_pretrained(folder)
+    return lm.eval()
+
+
+def response_log_probs(lm: transformers.PreTrainedModel, rows: DataProto) -> list[torch.Tensor]:
+    found = []
+    for prompt, response in zip(ragged.rows(rows.get("prompts")), ragged.rows(rows.get("responses"))):
+        ids = torch.cat([prompt, response])[None]
+        logits = lm(input_ids=ids, use_cache=False).logits[0, len(prompt) - 1 : -1]
+        found.append(logits.log_softmax(-1).gather(1, response[:, None])[:, 0])
+    return found
+
+
+@pytest.mark.parametrize("kind", [*PACKED, *PADDED])
+def test_numbers_and_gradients_are_the_models_own(kind: str, one_rank: None, tmp_path: Path) -> None:
+    lm = saved((PACKED | PADDED)[kind], tmp_path)
+    engine = make_engine(str(tmp_path), {"model": {"enable_gradient_checkpointing": False}})
+    assert engine._padded == (kind in PADDED)
+    prompts, responses = probe_rows(SIZES["vocab_size"])
+    mask = torch.ones(len(ragged.parts(responses)[0]), dtype=torch.int64)
+    columns = {"prompts": prompts, "responses": responses}
+    rows = DataProto.from_dict(
+        {**columns, "response_mask": ragged.from_parts(mask, ragged.lengths(responses))}
+    )
+    if lm.config.model_type == "gemma2":
+        lm.set_attn_implementation("eager")
+    expected = torch.cat(response_log_probs(lm, rows))
+    found = ragged.parts(engine.forward([rows]).get("log_probs"))[0]
+    torch.testing.assert_close(found, expected.detach(), atol=2e-4, rtol=1e-4)
+
+    engine.forward_backward(
+        [rows],
+        lambda output, _: (output.log_probs.sum(), {"n": metrics.summed(1)}),  # type: ignore[union-attr]
+    )
+    expected.sum().backward()
+    own = dict(lm.named_parameters())
+    for name, parameter in engine.module.named_parameters():
+        gradient, wanted = parameter.grad, own[hf_name(engine.module, name)].grad
+        if wanted is None:
+            continue
+        assert isinstance(gradient, DTensor), name
+        torch.testing.assert_close(gradient.to_local(), wanted, atol=2e-3, rtol=2e-3, msg=name)
+
+
+@pytest.mark.parametrize("kind", REFUSED)
+def test_what_would_be_computed_wrong_is_refused(kind: str, one_rank: None, tmp_path: Path) -> None:
+    saved(REFUSED[kind], tmp_path)
+    with pytest.raises(ConfigError, match=f"a model of type {kind} does more than is known here: ") as raised:
+        make_engine(str(tmp_path))
+    assert raised.value.problems[0].field == "actor_rollout_ref.model.path"
+
+
+def test_a_critic_of_rows_that_cannot_be_packed_pads_them(one_rank: None, tmp_path: Path) -> None:
+    saved(PADDED["doge"], tmp_path)
+    assert make_engine(str(tmp_path), {"head": "value"})._padded
+
+
+@pytest.mark.slow
+def test_all_ranks_decide_alike(ranks: Ranks, tmp_path: Path) -> None:
+    saved(PADDED["doge"], tmp_path / "doge")
+    assert ranks.run(padding_of, str(tmp_path / "doge"), {"model": {"lora_rank": 2}}) == [True, True]
+    saved(PACKED["qwen3"], tmp_path / "qwen3")
+    for options in ({"param_offload": True}, {"offload_policy": True}, {"dtype": "bf16"}):
+        assert ranks.run(padding_of, str(tmp_path / "qwen3"), {"fsdp": options}) == [False, False]
