@@ -13,6 +13,7 @@ from hydraflow.checkup.data_files import require_prompts
 from hydraflow.checkup.finding import CheckSkipped, Finding, note, ok, problem, warning
 from hydraflow.data.chat import as_messages, tokenise_chats
 from hydraflow.data.config import PromptConfig
+from hydraflow.models.loading import positions
 
 SAMPLE = 512
 
@@ -22,7 +23,6 @@ def check_lengths(context: CheckContext) -> Iterator[Finding]:
     if context.main_key is None:
         raise CheckSkipped(context.nothing_yet())
     data, tokenizer = context.config.data, context.tokenizer
-    positions = getattr(context.model_config.get_text_config(), "max_position_embeddings", None)
     for key in FILE_KEYS:
         if not context.files(key):
             continue
@@ -32,7 +32,9 @@ def check_lengths(context: CheckContext) -> Iterator[Finding]:
         options = data.apply_chat_template_kwargs
         ids = tokenise_chats(tokenizer, chats, records, add_generation_prompt=True, template_kwargs=options)
         total = sum(sampling.look_at(path, key).rows for path in context.files(key))
-        yield from judge_lengths(sorted(map(len, ids)), data, key=key, total=total, positions=positions)
+        yield from judge_lengths(
+            sorted(map(len, ids)), data, key=key, total=total, positions=positions(context.model_config)
+        )
 
 
 def judge_lengths(

@@ -18,7 +18,7 @@ from hydraflow.memory.report import size_text
 from hydraflow.models.cache import cached_snapshot, hub_fault, is_offline
 from hydraflow.models.config import ModelConfig
 from hydraflow.models.fit import DOWNLOAD_AGAIN, require_weights
-from hydraflow.models.loading import load_config
+from hydraflow.models.loading import load_config, positions
 from hydraflow.models.weight_files import SHOWN, stored_types, weight_faults, weight_files
 from hydraflow.system.paths import is_hub_name, model_problems
 
@@ -84,9 +84,8 @@ def check_model_fits(context: CheckContext) -> Iterator[Finding]:
     """Tokenizer and model agree on the vocabulary; rows fit the model's positions."""
     data, config = context.config.data, context.model_config
     yield judge_vocabulary(context.tokenizer, config)
-    positions = getattr(config.get_text_config(), "max_position_embeddings", None)
-    if positions is not None:
-        yield judge_positions(data.max_prompt_length, data.max_response_length, positions)
+    if (most := positions(config)) is not None:
+        yield judge_positions(data.max_prompt_length, data.max_response_length, most)
 
 
 def judge_vocabulary(tokenizer: PreTrainedTokenizerBase, config: PreTrainedConfig) -> Finding:

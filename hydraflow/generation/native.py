@@ -37,7 +37,7 @@ from hydraflow.generation.decode import CachedForward, WaveDecoder, WaveResult
 from hydraflow.generation.layout import Wave, request_order, waves
 from hydraflow.generation.sampling import UniformDraws
 from hydraflow.generation.weights import WeightLoader, held_weights
-from hydraflow.models.loading import soft_capped
+from hydraflow.models.loading import positions, soft_capped
 from hydraflow.protocol import ragged
 
 
@@ -176,13 +176,13 @@ class NativeEngine:
         return held_weights(self._model)
 
     def _check(self, prompts: Sequence[Tensor], params: SamplingParams) -> None:
-        context = getattr(self._model.config.get_text_config(), "max_position_embeddings", None)
+        context = positions(self._model.config)
         longest = max((len(p) for p in prompts), default=0)
         if context is not None and longest + params.max_tokens > context:
             i = [len(p) for p in prompts].index(longest)
             raise ValueError(
                 f"prompt {i} has {longest} tokens; with max_tokens={params.max_tokens} that is"
-                f" {longest + params.max_tokens}, more than the model's max_position_embeddings={context}"
+                f" {longest + params.max_tokens}, more than the {context} positions of the model"
             )
         vocabulary = self._model.get_input_embeddings().num_embeddings
         for i, prompt in enumerate(prompts):

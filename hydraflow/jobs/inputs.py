@@ -20,7 +20,7 @@ from hydraflow.engine.fsdp.lora import require_targets
 from hydraflow.errors import ConfigError, Faults
 from hydraflow.models.config import ModelConfig, ModelSourceConfig
 from hydraflow.models.fit import require_model, require_weights
-from hydraflow.models.loading import load_config, load_generation_config, load_tokenizer
+from hydraflow.models.loading import load_config, load_generation_config, load_tokenizer, positions
 from hydraflow.protocol.ragged import lengths
 from hydraflow.schema import PPOConfig
 from hydraflow.trainer.roles import critic_model
@@ -105,7 +105,7 @@ def require_context(
     datasets: Sequence[PromptDataset], max_response_length: int, config: PreTrainedConfig
 ) -> None:
     """Raises ConfigError when the longest prompt leaves too little of the model's context."""
-    context = getattr(config.get_text_config(), "max_position_embeddings", None)
+    context = positions(config)
     prompts = [dataset.batch(range(len(dataset))).get("prompts") for dataset in datasets]
     longest = max(int(lengths(column).max()) for column in prompts)
     if context is None or longest + max_response_length <= context:

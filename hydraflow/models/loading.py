@@ -146,6 +146,18 @@ def soft_capped(config: PreTrainedConfig) -> bool:
     return getattr(config.get_text_config(), "attn_logit_softcapping", None) is not None
 
 
+def positions(config: PreTrainedConfig) -> int | None:
+    """Tokens of the longest row; None: no limit is known. With rotary tables of two kinds (longrope: Phi-3 of
+    128k) it is the limit of the first: a longer row would change those of all rows computed with it."""
+    text = config.get_text_config()
+    rope = getattr(text, "rope_parameters", None) or {}
+    most: int | None = getattr(text, "max_position_embeddings", None)
+    if rope.get("rope_type") != "longrope":
+        return most
+    first: int | None = rope.get("original_max_position_embeddings") or most
+    return first
+
+
 def causal_class(
     config: PreTrainedConfig, model: ModelSourceConfig, *, field: str = "actor_rollout_ref.model"
 ) -> Any:

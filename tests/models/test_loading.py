@@ -94,6 +94,15 @@ def test_noise_is_off_wherever_it_is_named(tmp_path: Path) -> None:
     assert found[2].text_config.attention_dropout == 0.0
 
 
+def test_rows_end_where_other_rotary_tables_begin() -> None:
+    factors = {"short_factor": [1.0] * 48, "long_factor": [2.0] * 48}
+    rope = {"rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": 4096, **factors}
+    long = transformers.Phi3Config(max_position_embeddings=131072, rope_parameters=rope)
+    assert loading.positions(long) == 4096
+    assert loading.positions(transformers.Phi3Config(max_position_embeddings=8192)) == 8192
+    assert loading.positions(transformers.MambaConfig()) is None
+
+
 def test_missing_weights_are_never_random(tiny: Path) -> None:
     weights = load_file(tiny / "model.safetensors")
     weights.pop("model.layers.1.mlp.up_proj.weight")
