@@ -87,13 +87,19 @@ def _load_mathematics() -> Scorer:
     return equivalent
 
 
+def _load_after_answer() -> Scorer:
+    from hydraflow.rewards.mathematics import after_answer
+
+    return after_answer
+
+
 BUILT_IN: dict[str, Callable[[], Scorer]] = {
     "arithmetic": lambda: exact,
     "openai/gsm8k": lambda: gsm8k,
     "lighteval/MATH": _load_mathematics,
     "DigitalLearningGmbH/MATH-lighteval": _load_mathematics,
     "HuggingFaceH4/MATH-500": _load_mathematics,
-    "math_dapo": _load_mathematics,
-    "aime*": _load_mathematics,
+    "math_dapo": _load_after_answer,
+    "aime*": _load_after_answer,
 }
 """Data source (or pattern) -> loader of its function."""

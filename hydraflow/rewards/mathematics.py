@@ -1,18 +1,23 @@
 """Mathematical answers, compared by value with math-verify.
 
-In: a response whose last boxed or otherwise marked expression is the answer, and the right answer. Out: 1 or
-0. Its own time limits are off: they need the alarm clock that the reward process uses for the whole row.
+In: a response whose last boxed or otherwise marked expression is the answer, and the right answer. Out:
+whether it is right. Its own time limits are off: they need the alarm clock that the reward process uses for
+the whole row.
 """
 
 from __future__ import annotations
 
 import logging
+import re
 from typing import Any
 
 import math_verify
 
 # It warns that its time limits are off; `rewards/pool.py` keeps the limit.
 logging.getLogger("math_verify").setLevel(logging.ERROR)
+
+_ANSWER = re.compile(r"answer\s*:([^\n]+)", re.IGNORECASE)
+_PERCENT = re.compile(r"\\?%")
 
 
 def equivalent(solution_str: str, ground_truth: Any) -> dict[str, float]:
@@ -27,8 +32,22 @@ def equivalent(solution_str: str, ground_truth: Any) -> dict[str, float]:
     gold = _parse(truth if "$" in truth or "\\boxed" in truth else f"\\boxed{{{truth}}}")
     if not gold:
         raise ValueError(f"the ground truth {truth!r} cannot be read as mathematics")
-    right = float(math_verify.verify(gold, _parse(last_boxed(solution_str)), timeout_seconds=None))
+    right = float(_equal(gold, last_boxed(solution_str)))
     return {"score": right, "acc": right}
+
+
+def after_answer(solution_str: str, ground_truth: Any) -> dict[str, float]:
+    r"""The answer is what follows the last `Answer:` in its line, for which DAPO's prompts ask; without one,
+    the last boxed expression. `score`: 1 when it equals the ground truth, else -1, as in verl; `acc`: 1 or 0.
+
+    >>> after_answer("First \\boxed{7}, no. Answer: $34$", "34")
+    {'score': 1.0, 'acc': 1.0}
+    >>> after_answer("Answer:35", "34")
+    {'score': -1.0, 'acc': 0.0}
+    """
+    marked = _ANSWER.findall(solution_str)
+    right = equivalent(_as_boxed(marked[-1]) if marked else solution_str, ground_truth)["acc"]
+    return {"score": 2 * right - 1, "acc": right}
 
 
 def last_boxed(text: str) -> str:
@@ -45,6 +64,19 @@ def last_boxed(text: str) -> str:
         if text[end] == "}" and depth == 0:
             return text[start : end + 1]
     return text
+
+
+def _as_boxed(answer: str) -> str:
+    answer = answer.strip().strip("*").rstrip(".").strip()
+    return answer if "\\boxed" in answer else f"\\boxed{{{answer.strip('$')}}}"
+
+
+def _equal(gold: list[Any], answer: str) -> bool:
+    """A percentage is right as the number before its sign, too: `50\\%` for 50."""
+    if math_verify.verify(gold, _parse(answer), timeout_seconds=None):
+        return True
+    plain = _PERCENT.sub("", answer)
+    return plain != answer and bool(math_verify.verify(gold, _parse(plain), timeout_seconds=None))
 
 
 def _parse(text: str) -> list[Any]:

@@ -44,9 +44,6 @@ def test_gsm8k(response: str, truth: str, strict: float, flexible: float) -> Non
         "lighteval/MATH",
         "DigitalLearningGmbH/MATH-lighteval",
         "HuggingFaceH4/MATH-500",
-        "math_dapo",
-        "aime24",
-        "aime_2025",
     ],
 )
 def test_mathematics_is_compared_by_value(source: str) -> None:
@@ -64,10 +61,31 @@ def test_mathematics_is_compared_by_value(source: str) -> None:
         (r"$x = 5$", "$5$", 1.0),
         (r"\boxed{1,000}", "1000", 1.0),
         (r"\boxed{[1,2)}", "[1,2]", 0.0),
+        (r"\boxed{50\%}", "50", 1.0),
+        (r"\boxed{50\%}", r"50\%", 1.0),
+        (r"\boxed{50\%}", "5", 0.0),
     ],
 )
 def test_forms_of_mathematical_answers(response: str, truth: str, score: float) -> None:
     assert compute_score("lighteval/MATH", response, truth)["score"] == score  # type: ignore[index]
+
+
+@pytest.mark.parametrize("source", ["math_dapo", "aime24", "aime_2025"])
+@pytest.mark.parametrize(
+    ("response", "right"),
+    [
+        ("Answer:34", True),
+        (r"It was \boxed{7}.\n\nAnswer: 34", True),
+        (r"Answer: 7? No.\nAnswer: $\boxed{34}$.", True),
+        ("**Answer: 34**", True),
+        (r"So \boxed{34}.", True),
+        (r"So \boxed{34}.\nAnswer: 35", False),
+        ("I do not know.", False),
+    ],
+)
+def test_answers_of_dapo(source: str, response: str, right: bool) -> None:
+    found = compute_score(source, response.replace(r"\n", "\n"), "34")
+    assert found == {"score": 1.0 if right else -1.0, "acc": float(right)}
 
 
 def test_an_unreadable_ground_truth_is_not_a_wrong_answer() -> None:
