@@ -3,8 +3,9 @@
 In: files with a `messages` column, or with a prompt and a response column. Out: `DataProto` of ragged
 `prompts` (all tokens before the first trained one), ragged `responses` (the rest) and `response_mask` (1 =
 trained), the engine's columns. The chat template decides which tokens are the assistant's: by its `{%
-generation %}` markers where it has them, else by tokenising the conversation without and with each turn: both
-must be prefixes of the whole. Left out on purpose: guessing where a template rewrites earlier turns.
+generation %}` markers where it has them, else by tokenising the conversation without and with each turn.
+Where both are prefixes of the whole they say where it is, else `turns.py` looks for it. Left out on purpose:
+guessing where a template rewrites earlier turns.
 """
 
 from __future__ import annotations
@@ -13,11 +14,13 @@ import logging
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import torch
 
+from hydraflow.data import turns as turns_of
 from hydraflow.data.chat import Messages, as_messages, require_template, tokenise_chats
 from hydraflow.data.config import SFTDataConfig
 from hydraflow.data.files import FileRecord, raise_problems, read_records, require_columns
@@ -161,15 +164,18 @@ def _by_beginnings(
     after = {i: end for (i, _, _), end in zip(inner, ends, strict=True)}
 
     special = special_ids(tokenizer)
+    find_turn = partial(turns_of.find_turn, tokenizer, special=special, template_kwargs=template_kwargs)
     masks = [np.zeros(len(ids), dtype=np.int64) for ids in whole]
     problems = []
     for i, (row, turn) in enumerate(turns):
         ids, start, end = whole[row], before[i], after.get(i, whole[row])
-        if ids[: len(start)] != start or ids[: len(end)] != end or len(end) <= len(start):
+        found: tuple[int, int] | None
+        if ids[: len(start)] == start and ids[: len(end)] == end and len(end) > len(start):
+            found = len(start), end_of_turn(tokenizer, ids, len(start), len(end), special)
+        elif (found := find_turn(chats[row], turn, whole=ids, before=start)) is None:
             problems.append(records[row].problem(_REWRITES.format(turn), _INSTEAD))
             continue
-        stop = end_of_turn(tokenizer, ids, len(start), len(end), special)
-        masks[row][len(start) : stop] = 1
+        masks[row][slice(*found)] = 1
     raise_problems(problems)
     pairs = zip(whole, masks, strict=True)
     return [Conversation(torch.tensor(ids), torch.from_numpy(mask)) for ids, mask in pairs]

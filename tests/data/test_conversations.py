@@ -79,20 +79,15 @@ def test_every_assistant_turn_and_nothing_else_is_trained(
 def test_a_template_that_rewrites_earlier_turns_is_refused(
     tmp_path: Path, tokenizer: PreTrainedTokenizerFast
 ) -> None:
-    # As Qwen3 does with thinking: only the last assistant turn gets the "*".
     tokenizer.chat_template = (
-        "{% for m in messages %}{% if m['role'] == 'assistant' %}{% if loop.last %}*{% endif %}{{"
-        " m['content'] }}<|end|>{% else %}{{ m['content'] }}{% endif %}{% endfor %}"
+        "{{ messages|length }}*{% for m in messages %}{{ m['content'] }}{% if m['role'] == 'assistant' %}"
+        "<|end|>{% endif %}{% endfor %}"
     )
     path = write(tmp_path / "a.jsonl", [{"messages": TWO_TURNS[:2]}, {"messages": TWO_TURNS}])
     with pytest.raises(
-        ConfigError, match="row 1: message 1: the chat template writes the conversation up to it differently"
+        ConfigError, match="row 0: message 1: the chat template writes the conversation up to it differently"
     ):
         ConversationDataset(SFTDataConfig(), path, tokenizer)
-    ((prompt, response),) = texts(
-        ConversationDataset(SFTDataConfig(), path, tokenizer, max_samples=1).batch([0]), tokenizer
-    )
-    assert (prompt, response) == ("1+2", [("*", 1), ("3", 1), (END, 1)])
 
 
 def test_messages_are_used_where_a_file_has_them(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:

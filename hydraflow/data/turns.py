@@ -1,0 +1,71 @@
+"""Finds an assistant's turn in a tokenised conversation whose template does not write it as it would alone.
+
+In: the whole conversation's tokens, and those up to the turn. Out: where the turn's tokens begin and end. The
+plain templates of many models write the end of a conversation otherwise (Phi-3), leave the reasoning of
+earlier turns out (Qwen3), or open a turn with more than they keep of it (Qwen3.5); and an answer that begins
+with a newline may share a token with the newline before it. Left out on purpose: templates that write earlier
+messages anew; a turn is only found after everything that was sampled before it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from hydraflow.data.chat import Messages
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+END_OF_REASONING = "</think>"
+
+
+def find_turn(
+    tokenizer: PreTrainedTokenizerBase,
+    chat: Messages,
+    turn: int,
+    *,
+    whole: Sequence[int],
+    before: Sequence[int],
+    special: set[int],
+    template_kwargs: Mapping[str, Any],
+) -> tuple[int, int] | None:
+    """First token of `chat[turn]` among the tokens `whole`, and the one after its end token; None: not sure.
+
+    before: tokens of what precedes it, with the generation prompt. special: ids of control tokens.
+    """
+
+    def text_of(part: Messages, prompt: bool) -> str:
+        options = {**template_kwargs, "tokenize": False, "add_generation_prompt": prompt}
+        return str(tokenizer.apply_chat_template(part, **options))
+
+    text = text_of(chat, False)
+    encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+    if list(encoded["input_ids"]) != list(whole):
+        return None
+    start = _common(before, whole)
+    opened, plain = text_of(chat[:turn], True), text_of(chat[:turn], False)
+    prompt = opened.removeprefix(plain) if opened.startswith(plain) else ""
+    left = tokenizer.decode(list(before[start:]))
+    if start < len(before) and len(left) >= len(prompt):  # not even the prompt's first token is in it
+        return None
+    offsets = encoded["offset_mapping"]
+    content = str(chat[turn]["content"]).rpartition(END_OF_REASONING)[2].strip()
+    at = text.find(content, offsets[start][0] if start < len(offsets) else len(text))
+    if at < 0:
+        return None
+    ends = at + len(content)
+    for token in range(start, len(whole)):
+        if offsets[token][0] >= ends and whole[token] in special:
+            return None if text[ends : offsets[token][0]].strip() else (start, token + 1)
+    return None
+
+
+def _common(one: Sequence[int], other: Sequence[int]) -> int:
+    """How many tokens both begin with.
+
+    >>> _common([1, 2, 3], [1, 2, 4, 5])
+    2
+    """
+    pairs = zip(one, other)
+    return next((i for i, (mine, its) in enumerate(pairs) if mine != its), min(len(one), len(other)))
