@@ -108,6 +108,24 @@ def test_a_critic_of_rows_that_cannot_be_packed_pads_them(one_rank: None, tmp_pa
     assert make_engine(str(tmp_path), {"head": "value"})._padded
 
 
+@pytest.mark.parametrize("targets", ["all-linear", ["q_proj", "down_proj"]])
+def test_a_mixture_of_experts_gets_adapters_where_it_has_linear_layers(
+    targets: object, one_rank: None, tmp_path: Path
+) -> None:
+    """One of its layers is dense; the experts of the other are one tensor."""
+    sizes = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16, mlp_only_layers=[0])
+    lm = saved(transformers.Qwen3MoeConfig(**GROUPED, **sizes), tmp_path)
+    engine = make_engine(str(tmp_path), {"model": {"lora_rank": 2, "target_modules": targets}})
+    adapted = {name.split(".lora_")[0] for name, p in engine.module.named_parameters() if p.requires_grad}
+    layers = {name.rpartition(".")[2] for name in adapted}
+    others = {"k_proj", "v_proj", "o_proj", "gate_proj", "up_proj"} if targets == "all-linear" else set()
+    assert layers == {"q_proj", "down_proj", *others}
+    assert not any("layers.1.mlp" in name for name in adapted)
+    sent = dict(engine.weights())
+    for name, parameter in lm.named_parameters():
+        assert torch.equal(sent[name], parameter), name
+
+
 @pytest.mark.slow
 def test_all_ranks_decide_alike(ranks: Ranks, tmp_path: Path) -> None:
     saved(PADDED["doge"], tmp_path / "doge")

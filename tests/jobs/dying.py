@@ -33,7 +33,7 @@ def dying_worker(deaths: Mapping[str, int], folder: Path) -> type[RolloutWorker]
         @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False, read_only=True, resend=False)
         def load_bucket(self, stored: StoredValue) -> None:
             bucket = stored.read()
-            if self.process.rank == 0 and bucket.version == 1 and bucket.number == 1:
+            if self.process.rank == 0 and bucket.header.version == 1 and bucket.header.number == 1:
                 die("receiving")
             super().load_bucket(stored)
 

@@ -26,12 +26,14 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
 ADAPTER = "default"
+ALL_LINEAR = "all-linear"
 
 log = logging.getLogger(__name__)
 
 
 def add_adapters(hf: nn.Module, model: ModelConfig, dtype: torch.dtype, *, field: str) -> None:
-    """Puts adapters of type `dtype` into `hf` and freezes the rest of it.
+    """Puts adapters of type `dtype` into `hf` and freezes the rest of it. Experts that are one tensor for a
+    layer, and their routers, are no linear layers and get none.
 
     Raises ConfigError when target_modules names no linear layer; a list in which only some
     names match gives a warning. `hf` may be on the meta device, for checking.
@@ -39,18 +41,23 @@ def add_adapters(hf: nn.Module, model: ModelConfig, dtype: torch.dtype, *, field
     from peft import LoraConfig, inject_adapter_in_model
 
     targets = model.target_modules if isinstance(model.target_modules, str) else list(model.target_modules)
-    key, all_linear = f"{field}.target_modules", f"{field}.target_modules=all-linear"
+    key, all_linear = f"{field}.target_modules", f"{field}.target_modules={ALL_LINEAR}"
     linear = linear_layers(hf)
     if lost := _unmatched(targets, hf):  # peft ignores such names if others match
         rule = f"the model has no module {' and no '.join(lost)}; its linear layers are {', '.join(linear)}"
         if len(lost) == len(targets):
             raise ConfigError.one(key, targets, rule, all_linear)
         log.warning("%s: %s", key, rule)
-    config = LoraConfig(
-        r=model.lora_rank, lora_alpha=model.lora_alpha, target_modules=targets, lora_dropout=0.0, bias="none"
-    )
     try:
-        inject_adapter_in_model(config, hf, adapter_name=ADAPTER)
+        config = LoraConfig(
+            r=model.lora_rank,
+            lora_alpha=model.lora_alpha,
+            target_modules=_modules(targets, hf),
+            lora_dropout=0.0,
+            bias="none",
+        )
+        # in a module that peft does not know: in a known mixture of experts `up_proj` would be all experts
+        inject_adapter_in_model(config, nn.ModuleDict({"model": hf}), adapter_name=ADAPTER)
     except (ValueError, re.error) as error:
         rule = (
             f"names no linear layer of this model ({str(error).splitlines()[0]}); they are"
@@ -78,20 +85,31 @@ def linear_layers(hf: nn.Module) -> list[str]:
     >>> linear_layers(nn.ModuleDict(blocks))
     ['up']
     """
+    named = hf.named_modules()
+    return list(dict.fromkeys(name.rpartition(".")[2] for name, part in named if _is_linear(part)))
+
+
+def _modules(targets: str | list[str], hf: nn.Module) -> list[str]:
+    """The names that `targets` stands for: a list itself, a pattern those that it matches, all-linear those
+    of all linear layers but the output matrix. ValueError when a pattern matches none."""
+    if not isinstance(targets, str):
+        return targets
+    if targets.lower() == ALL_LINEAR:
+        head = hf.get_output_embeddings()  # type: ignore[operator]
+        return [name for name, part in hf.named_modules() if _is_linear(part) and part is not head]
+    if found := [name for name, _ in hf.named_modules() if name and re.fullmatch(targets, name)]:
+        return found
+    raise ValueError(f"no module matches {targets}")
+
+
+def _is_linear(part: nn.Module) -> bool:
     from transformers.pytorch_utils import Conv1D
 
-    return list(
-        dict.fromkeys(
-            name.rpartition(".")[2]
-            for name, part in hf.named_modules()
-            if isinstance(part, nn.Linear | Conv1D)
-        )
-    )
+    return isinstance(part, nn.Linear | Conv1D)
 
 
 def _unmatched(targets: str | list[str], hf: nn.Module) -> list[str]:
-    """Entries of a list that match no module. A string is a pattern or all-linear: peft itself reports when
-    nothing matches."""
+    """Entries of a list that match no module; of a string `_modules` says it."""
     if isinstance(targets, str):
         return []
     names = [f".{name}" for name, _ in hf.named_modules()]
