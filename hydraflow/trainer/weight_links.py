@@ -199,8 +199,8 @@ class ObjectStore:
 
 
 class Broadcast(ObjectStore):
-    """Some generation processes are on other nodes than the actor's rank 0. What concerns one process alone
-    still goes through the object store."""
+    """Some generation processes are on other nodes than the actor's rank 0, and none shares a device with
+    it. What concerns one process alone still goes through the object store."""
 
     _joined: int | None = None
     """How many generation processes had been replaced when all joined the group; None: there is none."""
