@@ -24,18 +24,10 @@ def gae(
     """Whitened advantages and returns, (N,) each, 0 where the mask is 0.
 
     `rewards`, `mask`, `values`: (N,), the tokens of all rows; `lengths`: (B,). The returns are taken before
-    the whitening, which spans all rows. The loop runs over time only.
+    the whitening, which spans all rows.
     """
     tokens = TrainedTokens(mask, lengths)
     rewards, values = tokens.of(rewards), tokens.of(values)  # (n,)
-    advantages = torch.empty_like(values)
-    next_value = values.new_zeros(len(lengths))  # (B,), the longest row first
-    next_advantage = torch.zeros_like(next_value)
-    for now in tokens.backwards():
-        rows = slice(len(now))
-        value = values[now]
-        delta = rewards[now] + gamma * next_value[rows] - value
-        next_advantage[rows] = delta + gamma * lam * next_advantage[rows]
-        next_value[rows] = value
-        advantages[now] = next_advantage[rows]
+    delta = rewards + gamma * tokens.following(values) - values
+    advantages = tokens.discounted(delta, gamma * lam)
     return tokens.put_back(whiten(advantages)), tokens.put_back(advantages + values)

@@ -29,11 +29,5 @@ def reinforce_plus_plus(
     [2.0, 0.0, 2.0]
     """
     tokens = TrainedTokens(mask, lengths)
-    rewards = tokens.of(rewards)  # (n,)
-    returns = torch.empty_like(rewards)
-    running = rewards.new_zeros(len(lengths))  # (B,), the longest row first
-    for now in tokens.backwards():
-        rows = slice(len(now))
-        running[rows] = rewards[now] + gamma * running[rows]
-        returns[now] = running[rows]
+    returns = tokens.discounted(tokens.of(rewards), gamma)  # (n,)
     return tokens.put_back(whiten(returns)), tokens.put_back(returns)

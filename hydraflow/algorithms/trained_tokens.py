@@ -1,16 +1,17 @@
-"""The trained tokens of ragged rows: picked out, one time after the other, whitened, and put back.
+"""The trained tokens of ragged rows: picked out, discounted along each row, whitened, and put back.
 
 In: flat columns (N,), the tokens of all rows one row after the other; their mask, and the lengths of the
-rows. Out: the same columns with the trained tokens alone (n,), and the tokens at each time. Nothing is
-padded. Left out on purpose: making flat columns (`protocol/ragged.py`).
+rows. Out: the same columns with the trained tokens alone (n,), and what follows from them. Left out on
+purpose: making flat columns (`protocol/ragged.py`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import torch
 from torch import Tensor
+
+BLOCK = 64
+"""Tokens of a row that one matrix product discounts."""
 
 
 def row_sums(values: Tensor, lengths: Tensor) -> Tensor:
@@ -27,33 +28,70 @@ class TrainedTokens:
     """The tokens of a step whose mask is 1; each row is what is left of it without the others."""
 
     def __init__(self, mask: Tensor, lengths: Tensor):
-        self.mask = mask.bool()
-        self.lengths = row_sums(self.mask, lengths).long()
+        self._size = len(mask)
+        self._places = mask.nonzero()[:, 0]
+        """(n,) among all tokens."""
+        ends = torch.searchsorted(self._places, lengths.cumsum(0))
+        self.lengths = ends.diff(prepend=ends.new_zeros(1))
         """Trained tokens of each row, (B,)."""
 
     def of(self, column: Tensor) -> Tensor:
         """The trained tokens (n,) of a column (N,)."""
-        return column[self.mask]
+        return column if len(self._places) == self._size else column.index_select(0, self._places)
 
     def put_back(self, values: Tensor) -> Tensor:
         """A column (N,) with these trained tokens (n,), and 0 elsewhere."""
-        return values.new_zeros(len(self.mask)).masked_scatter_(self.mask, values)
+        if len(values) == self._size:
+            return values
+        return values.new_zeros(self._size).index_copy_(0, self._places, values)
 
-    def backwards(self) -> Iterator[Tensor]:
-        """Where the tokens at one time are in a column (n,), for each time, the last one first.
-
-        (b,) each; the longest rows come first, so `state[:b]` of a state (B,) is that of the same rows at
-        every time, and the rows beyond it have not begun.
+    def following(self, values: Tensor) -> Tensor:
+        """For each trained token the value of the next one in its row, 0 after the last: (n,).
 
         >>> tokens = TrainedTokens(torch.tensor([1, 1, 0, 1, 1, 1]), torch.tensor([2, 4]))
-        >>> [places.tolist() for places in tokens.backwards()]  # rows [0, 1] and [2, 3, 4]
-        [[4], [3, 1], [2, 0]]
+        >>> tokens.following(torch.tensor([1.0, 2.0, 3.0, 4.0, 5.0])).tolist()  # rows [0, 1] and [2, 3, 4]
+        [2.0, 0.0, 4.0, 5.0, 0.0]
         """
-        longest_first = self.lengths.argsort(descending=True, stable=True)
-        starts = (self.lengths.cumsum(0) - self.lengths)[longest_first]
-        ended = self.lengths.bincount().cumsum(0)  # rows of at most t tokens
-        for time, rows in reversed(list(enumerate((len(starts) - ended[:-1]).tolist()))):
-            yield starts[:rows] + time
+        return _following(values, self.lengths)
+
+    def discounted(self, values: Tensor, factor: float) -> Tensor:
+        """For each trained token its value and those of the later ones in its row, each discounted by
+        `factor` once more than the one before: (n,).
+
+        >>> tokens = TrainedTokens(torch.tensor([1, 1, 0, 1, 1, 1]), torch.tensor([2, 4]))
+        >>> tokens.discounted(torch.tensor([1.0, 2.0, 3.0, 4.0, 8.0]), 0.5).tolist()
+        [2.0, 2.0, 7.0, 8.0, 8.0]
+        """
+        return _discounted(values, self.lengths, factor)
+
+
+def _following(values: Tensor, lengths: Tensor) -> Tensor:
+    """The value after each in its row, 0 after the last. lengths: of the rows of `values` (n,)."""
+    after = torch.cat([values[1:], values.new_zeros(min(1, len(values)))])
+    after[lengths.cumsum(0)[lengths > 0] - 1] = 0
+    return after
+
+
+def _discounted(values: Tensor, lengths: Tensor, factor: float) -> Tensor:
+    """As `TrainedTokens.discounted`, without a loop over time: inside blocks of a row by a matrix product,
+    and from block to block by the same on their first values."""
+    longest = int(lengths.max()) if len(lengths) else 0
+    if longest <= 1:
+        return values
+    size = min(BLOCK, longest)
+    blocks = -(-lengths // size)  # (B,)
+    places, total = None, int(blocks.sum()) * size
+    if total != len(values):  # rows that do not fill their last block
+        shift = (blocks.cumsum(0) - blocks) * size - (lengths.cumsum(0) - lengths)
+        places = torch.arange(len(values)) + shift.repeat_interleave(lengths)
+        values = values.new_zeros(total).index_copy_(0, places, values)
+    powers = (factor ** torch.arange(size + 1, dtype=torch.float64)).to(values.dtype)
+    steps = torch.arange(size)
+    apart = steps[:, None] - steps[None, :]  # later minus earlier
+    inside = values.view(-1, size) @ torch.where(apart >= 0, powers[apart.clamp(min=0)], 0)
+    firsts = _discounted(inside[:, 0], blocks, factor**size)
+    whole = inside.addcmul_(_following(firsts, blocks)[:, None], powers[size - steps]).view(-1)
+    return whole if places is None else whole[places]
 
 
 def whiten(values: Tensor, *, eps: float = 1e-8) -> Tensor:

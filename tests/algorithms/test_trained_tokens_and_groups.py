@@ -33,29 +33,42 @@ def test_trained_tokens_by_hand():
     column = torch.tensor([NAN, 1.0, 2.0, NAN, 3.0, 4.0, 5.0])
     assert tokens.of(column).tolist() == [1, 2, 3, 4, 5]
     assert tokens.put_back(tokens.of(column)).tolist() == [0, 1, 2, 0, 3, 4, 5]
-    assert [now.tolist() for now in tokens.backwards()] == [[3], [2], [1, 0, 4]], "the longest row first"
+    assert tokens.following(tokens.of(column)).tolist() == [0, 3, 4, 0, 0]
+    assert tokens.discounted(tokens.of(column), 0.5).tolist() == [1, 2 + 1.5 + 1, 3 + 2, 4, 5]
 
 
-def test_no_rows_and_rows_without_tokens_have_no_time():
-    none = torch.tensor([], dtype=torch.int64)
-    assert list(TrainedTokens(none, none).backwards()) == []
-    assert list(TrainedTokens(torch.zeros(3), torch.tensor([1, 2])).backwards()) == []
+def test_no_rows_and_rows_without_tokens():
+    for mask, lengths in (([], []), ([0, 0, 0], [1, 2])):
+        tokens = TrainedTokens(torch.tensor(mask), torch.tensor(lengths, dtype=torch.int64))
+        assert tokens.discounted(torch.tensor([]), 0.5).tolist() == []
+        assert tokens.following(torch.tensor([])).tolist() == []
 
 
-@settings(deadline=None, max_examples=100)
-@given(st.lists(st.lists(st.booleans(), max_size=5), max_size=8))
-def test_backwards_meets_every_token_once_and_each_row_at_one_place(rows):
-    """A row keeps its place in what comes; `place` holds the token that it is to meet next."""
-    mask = torch.tensor([on for row in rows for on in row], dtype=torch.bool)
-    tokens = TrainedTokens(mask, torch.tensor([len(row) for row in rows], dtype=torch.int64))
-    trained = sorted((sum(row) for row in rows), reverse=True)
-    met = [now.tolist() for now in tokens.backwards()]
-    assert sorted(place for now in met for place in now) == list(range(sum(trained)))
-    for before, after in zip(met, met[1:]):
-        assert after[: len(before)] == [place - 1 for place in before]
-    assert [len(now) for now in met] == [
-        sum(length > time for length in trained) for time in reversed(range(max(trained, default=0)))
-    ]
+@settings(deadline=None, max_examples=60)
+@given(
+    st.lists(st.sampled_from([0, 1, 2, 63, 64, 65, 128, 200, 5000]), max_size=6),
+    st.sampled_from([0.0, 0.5, 0.95, 0.999, 1.0]),
+    st.integers(0, 5),
+)
+def test_discounting_is_the_loop_over_time(trained, factor, seed):
+    """Rows within one block, at its end, over many blocks, and over blocks of blocks; every other token is
+    masked out."""
+    draw = torch.Generator().manual_seed(seed)
+    lengths = torch.tensor([2 * n for n in trained], dtype=torch.int64)
+    tokens = TrainedTokens(torch.tensor([0, 1] * sum(trained)), lengths)
+    values = torch.randn(sum(trained), generator=draw, dtype=torch.float64)
+    expected = []
+    for row in values.split(trained):
+        later, found = 0.0, []
+        for value in reversed(row.tolist()):
+            later = value + factor * later
+            found.append(later)
+        expected += reversed(found)
+    torch.testing.assert_close(
+        tokens.discounted(values, factor), torch.tensor(expected, dtype=torch.float64), atol=1e-10, rtol=1e-10
+    )
+    single = tokens.discounted(values.float(), factor).double()
+    torch.testing.assert_close(single, torch.tensor(expected, dtype=torch.float64), atol=2e-4, rtol=1e-4)
 
 
 def test_row_sums_are_in_float64():
