@@ -191,7 +191,8 @@ class WorkerGroup(Group):
         if has_template() and (self._env_vars or self._device_type != "cpu"):
             environment = {**environment, NOT_FORKED: "1"}  # libraries may read variables when imported
         options = self._reservation.actor_options(rank, environment, nsight)
-        host: Any = ray.remote(WorkerHost).options(**options)
+        # else Ray's control service keeps some kilobytes for every step, up to 100,000 calls
+        host: Any = ray.remote(WorkerHost).options(enable_task_events=observability.traced, **options)
         threads = self._reservation.pool.threads
         variables = {"OMP_NUM_THREADS": str(threads)} | self._env_vars
         limits = (threads, self.channel.timeouts.call)

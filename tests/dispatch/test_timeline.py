@@ -7,6 +7,7 @@ import time
 from pathlib import Path
 
 import pytest
+import ray
 from dispatch import trace_format
 from dispatch.probes import Probe
 from hypothesis import given
@@ -159,6 +160,18 @@ def test_real_workers_and_real_ray(tmp_path: Path, ray_session: None) -> None:
     assert "invoke" in tasks, "Ray's own events are there"
     rows = {event["args"]["name"] for event in trace["traceEvents"] if event["name"] == "thread_name"}
     assert {"probe+other rank 0", "probe+other rank 1"} <= rows, "under the names of our roles"
+
+
+def test_without_a_file_ray_keeps_no_event_of_a_call(ray_session: None) -> None:
+    with Runtime(RayInitConfig(), Timeouts(start=120, call=60)) as runtime:
+        runtime.start([ResourcePool("pool", [1])])
+        probe = runtime.group("pool", {"probe": RoleSpec(Probe)}).role("probe")
+        runtime.await_ready()
+        probe.call(Probe.nothing)
+        mine = probe.group.processes[0].worker_id
+        time.sleep(2.5)  # Ray's processes report once a second
+        found = [event for event in ray.timeline() if mine in str(event.get("tid", ""))]
+    assert found == []
 
 
 def test_a_file_that_cannot_be_written_is_refused_before_the_start(tmp_path: Path) -> None:
