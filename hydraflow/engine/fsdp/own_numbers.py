@@ -56,16 +56,18 @@ def pads_rows(
 
     def wrong(pads: bool) -> str:
         """What is wrong with rows that are computed so; empty: nothing."""
-        module.hf.set_attn_implementation(own_attention if pads else NAME)
+        raised, off = "", float("inf")
         try:
+            module.hf.set_attn_implementation(own_attention if pads else NAME)
             ours = _as_trained(module, pack(*rows, device=device, padded=pads))
             module.hf.set_attn_implementation(own_attention)
-            off = _largest_of_all_ranks(ours, _as_published(module, *rows, device))
+            off = _difference(ours, _as_published(module, *rows, device))
         except REFUSED as error:
-            return f"its code raises {type(error).__name__}: {first_line(error)}"
+            raised = f"its code raises {type(error).__name__}: {first_line(error)}"
+        off = float(process_group.all_reduce(torch.tensor([off]), "max"))
         if off <= LIMITS.get(dtype, ROUNDED):
             return ""
-        return f"the numbers are off by {off:.2g} from those of the model's own forward pass"
+        return raised or f"the numbers are off by {off:.2g} from those of the model's own forward pass"
 
     if not padded:
         if not (why := wrong(pads=False)):
@@ -130,10 +132,9 @@ class _Gathered:
                 part.reshard()
 
 
-def _largest_of_all_ranks(ours: torch.Tensor, theirs: torch.Tensor) -> float:
+def _difference(ours: torch.Tensor, theirs: torch.Tensor) -> float:
     """Median difference; of hidden states relative to their mean size. inf where some are not numbers."""
     off = (ours.double() - theirs.double()).abs().quantile(0.5)
     if ours.ndim > 1:
         off = off / theirs.double().abs().mean()
-    off = torch.nan_to_num(off, nan=float("inf"))
-    return float(process_group.all_reduce(off[None], "max"))
+    return float(torch.nan_to_num(off, nan=float("inf")))
