@@ -3,8 +3,8 @@
 In: the whole conversation's tokens, and those up to the turn. Out: where the turn's tokens begin and end. The
 plain templates of many models write the end of a conversation otherwise (Phi-3), leave the reasoning of
 earlier turns out (Qwen3), or open a turn with more than they keep of it (Qwen3.5); and an answer that begins
-with a newline may share a token with the newline before it. Left out on purpose: templates that write earlier
-messages anew; a turn is only found after everything that was sampled before it.
+with a newline may share a token with the newline before it. Left out on purpose: templates that rewrite
+earlier messages; a turn is only found after everything that was sampled before it.
 """
 
 from __future__ import annotations
@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 END_OF_REASONING = "</think>"
+WITHIN_A_TURN = {"<think>", END_OF_REASONING, "<|channel|>", "<|message|>"}
+"""Control tokens, of some models, that do not end a turn; gpt-oss opens one with the last two."""
 
 
 def find_turn(
@@ -39,6 +41,8 @@ def find_turn(
         options = {**template_kwargs, "tokenize": False, "add_generation_prompt": prompt}
         return str(tokenizer.apply_chat_template(part, **options))
 
+    if not tokenizer.is_fast:
+        return None
     text = text_of(chat, False)
     encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
     if list(encoded["input_ids"]) != list(whole):
@@ -51,13 +55,16 @@ def find_turn(
         return None
     offsets = encoded["offset_mapping"]
     content = str(chat[turn]["content"]).rpartition(END_OF_REASONING)[2].strip()
-    at = text.find(content, offsets[start][0] if start < len(offsets) else len(text))
-    if at < 0:
-        return None
-    ends = at + len(content)
     for token in range(start, len(whole)):
-        if offsets[token][0] >= ends and whole[token] in special:
-            return None if text[ends : offsets[token][0]].strip() else (start, token + 1)
+        if whole[token] not in special:
+            continue
+        control = str(tokenizer.decode([whole[token]]))
+        if control in WITHIN_A_TURN:
+            continue
+        if text[offsets[start][0] : offsets[token][0]].rstrip().endswith(content):
+            return start, token + 1
+        if control not in content:
+            return None  # another turn
     return None
 
 

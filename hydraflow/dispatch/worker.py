@@ -56,6 +56,7 @@ from hydraflow.errors import (
 from hydraflow.protocol.batch import DataProto
 from hydraflow.protocol.remote import materialise
 from hydraflow.system.importing import importing
+from hydraflow.system.network import VARIABLE, node_address
 from hydraflow.system.role_logs import STANDARD_ERROR, write_stacks_when_asked
 
 LOG_LINES = 30
@@ -212,7 +213,7 @@ class WorkerProcess:
             where.world_size,
             where.local_rank,
             where.node,
-            ray.util.get_node_ip_address(),
+            node_address() if os.environ.get(VARIABLE) else ray.util.get_node_ip_address(),
             *rendezvous,
             self.device_type,
             self.timeout_s,

@@ -1,5 +1,4 @@
-"""Joins this process to the group of one role's ranks, and leaves it; and to a group of its own that weights
-are broadcast in.
+"""Joins this process to the group of one role's ranks, and leaves it.
 
 In: rank, number of ranks, address of rank 0. Out: torch.distributed, ready, with a deadline on every
 collective. Left out on purpose: choosing addresses and starting processes (`dispatch/`).
@@ -7,10 +6,8 @@ collective. Left out on purpose: choosing addresses and starting processes (`dis
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from datetime import timedelta
 from functools import cache
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -72,82 +69,3 @@ def all_reduce(values: torch.Tensor, how: str = "sum") -> torch.Tensor:
     if dist.get_world_size() > 1:
         dist.all_reduce(reduced, {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}[how])
     return reduced
-
-
-JOIN_SECONDS = 60.0
-"""For processes that have nothing else to do to join a `BroadcastGroup`."""
-
-
-class GroupBroken(Exception):
-    """Another process of a `BroadcastGroup` has died, or was not there in time."""
-
-
-class BroadcastGroup:
-    """From its first process to all others, beside the groups that each of them is in otherwise.
-
-    address: of the first process's machine, where it listens at `port`; listen_fd: there, a bound socket that
-    has held the port until now. own_address: of this machine, for the others to connect to. The constructor
-    waits until all have joined, at most `JOIN_SECONDS`. GroupBroken when they do not, and when a broadcast
-    takes longer than `timeout_s`.
-    """
-
-    def __init__(
-        self,
-        *,
-        rank: int,
-        world_size: int,
-        address: str,
-        port: int,
-        own_address: str,
-        device: torch.device,
-        timeout_s: float,
-        listen_fd: int | None = None,
-    ):
-        self.device = device
-        timeout = timedelta(seconds=timeout_s)
-        joining = min(timeout, timedelta(seconds=JOIN_SECONDS))
-        try:
-            self._store = dist.TCPStore(
-                address, port, world_size, rank == 0, joining, master_listen_fd=listen_fd
-            )
-            self._group = _backend(self._store, rank, world_size, own_address, device, timeout)
-            self.broadcast(torch.zeros(1, device=device)).wait()  # connects
-        except RuntimeError as error:
-            raise GroupBroken(str(error)) from error
-
-    def broadcast(self, tensor: torch.Tensor) -> Broadcast:
-        """Starts to send the first process's values, or to receive them."""
-        try:
-            return Broadcast(self._group.broadcast([tensor], dist.BroadcastOptions()), tensor)
-        except RuntimeError as error:
-            raise GroupBroken(str(error)) from error
-
-
-@dataclass(frozen=True)
-class Broadcast:
-    """One that is under way."""
-
-    work: dist.Work
-    tensor: torch.Tensor
-    """Must not be freed before."""
-
-    def wait(self) -> torch.Tensor:
-        """Returns the tensor when it has arrived."""
-        try:
-            self.work.wait()
-        except RuntimeError as error:
-            raise GroupBroken(str(error)) from error
-        return self.tensor
-
-
-def _backend(
-    store: dist.Store, rank: int, world_size: int, own_address: str, device: torch.device, timeout: timedelta
-) -> Any:
-    if collective_backend(device.type) != "gloo":
-        nccl = dist.ProcessGroupNCCL.Options()
-        nccl._timeout = timeout
-        return dist.ProcessGroupNCCL(store, rank, world_size, nccl)
-    gloo = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
-    gloo._devices = [dist.ProcessGroupGloo.create_device(hostname=own_address)]
-    gloo._timeout = timeout
-    return dist.ProcessGroupGloo(store, rank, world_size, gloo)

@@ -36,14 +36,12 @@ GENERATION_CONFIG = "generation_config.json"
 _TOKENIZER_FILES = ("tokenizer.json", "*.model", "vocab.*", "*.tiktoken", "tekken.json", "tokenization_*.py")
 SCORE = "score.weight"
 """The value head's name in files."""
-_NOISE = re.compile("drop|jitter|noise")
-"""In names of settings: dropout, attn_pdrop, hidden_dropout_prob, layerdrop, router_jitter_noise."""
 _PACKABLE_LAYERS = {"full_attention", "sliding_attention"}
 
 
 def load_config(model: ModelSourceConfig, *, field: str = "actor_rollout_ref.model") -> PreTrainedConfig:
-    """The model's configuration with the user's overrides, and without dropout and noise: the same row must
-    have the same log-probability in every pass. Raises ConfigError for a path
+    """The model's configuration with the user's overrides, and without dropout: the same row must have the
+    same log-probability in every pass. Raises ConfigError for a path
     without a model and for an override that the model does not know."""
     from transformers import AutoConfig
 
@@ -63,19 +61,18 @@ def load_config(model: ModelSourceConfig, *, field: str = "actor_rollout_ref.mod
     except _unreadable() as error:
         rule = f"{name}={value} is not valid for a {config.model_type} model: {_reason(error)}"
         raise ConfigError.one(key, given, rule, f"leave out {name}, or correct it") from error
-    _silence(config)
+    _without_dropout(config)
     return config
 
 
-def _silence(config: PreTrainedConfig) -> None:
-    """Switches off what makes two passes over the same row differ: dropout, and the noise of some routers;
-    also in the configurations within."""
+def _without_dropout(config: PreTrainedConfig) -> None:
+    """Switches off dropout, also in the configurations within."""
     from transformers import PreTrainedConfig
 
     for name, value in list(vars(config).items()):
         if isinstance(value, PreTrainedConfig):
-            _silence(value)
-        elif isinstance(value, float) and _NOISE.search(name):
+            _without_dropout(value)
+        elif isinstance(value, float) and "drop" in name:
             setattr(config, name, 0.0)
 
 

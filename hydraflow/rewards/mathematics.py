@@ -16,7 +16,7 @@ import math_verify
 # It warns that its time limits are off; `rewards/pool.py` keeps the limit.
 logging.getLogger("math_verify").setLevel(logging.ERROR)
 
-_ANSWER = re.compile(r"answer\s*:([^\n]+)", re.IGNORECASE)
+_ANSWER = re.compile(r"answer\s*:[\s*]*([^\n]*)", re.IGNORECASE)
 _PERCENT = re.compile(r"\\?%")
 
 
@@ -46,7 +46,10 @@ def after_answer(solution_str: str, ground_truth: Any) -> dict[str, float]:
     {'score': -1.0, 'acc': 0.0}
     """
     marked = _ANSWER.findall(solution_str)
-    right = equivalent(_as_boxed(marked[-1]) if marked else solution_str, ground_truth)["acc"]
+    answer = marked[-1].strip(" *.") if marked else ""
+    if answer and "\\boxed" not in answer:
+        answer = f"\\boxed{{{answer.strip('$')}}}"
+    right = equivalent(answer or solution_str, ground_truth)["acc"]
     return {"score": 2 * right - 1, "acc": right}
 
 
@@ -64,11 +67,6 @@ def last_boxed(text: str) -> str:
         if text[end] == "}" and depth == 0:
             return text[start : end + 1]
     return text
-
-
-def _as_boxed(answer: str) -> str:
-    answer = answer.strip().strip("*").rstrip(".").strip()
-    return answer if "\\boxed" in answer else f"\\boxed{{{answer.strip('$')}}}"
 
 
 def _equal(gold: list[Any], answer: str) -> bool:

@@ -129,10 +129,8 @@ def _link(config: PPOConfig, plan: BatchPlan, actor: RoleGroup, rollout: RoleGro
         return SameProcess(rollout)
     own = rollout.group.roles
     tensor = plan.layouts["rollout"].tensor
-    beside = _beside(plan, own)
-    # NCCL takes no two processes on a device
-    kind = ObjectStore if beside or _on_one_node(actor, rollout) else Broadcast
-    link = kind(actor, rollout, _rollout(config), beside, tensor)
+    kind = ObjectStore if _on_one_node(actor, rollout) else Broadcast
+    link = kind(actor, rollout, _rollout(config), _beside(plan, own), tensor)
     # a model that is trained cannot be made again, nor can one process of an engine on several devices
     if len(own) == 1 and tensor == 1:
         rollout.group.recovery = Recovery(link.restore, link.config.max_retries)

@@ -3,10 +3,10 @@ node, or by a broadcast to other nodes.
 
 In: the groups of both. Out: weights of a version that the generation engine holds, or an error; the actor's
 are unchanged either way. On a node the bytes stay in Ray's object store, which is shared memory; the
-controller passes references. To another node the actor broadcasts them in a process group of its own: gloo,
-or NCCL on GPUs. At most two buckets are in use at a time: one is loaded while the next
-is made. Ray frees their memory some milliseconds later, so that of small buckets is taken three or four times
-(`scripts/bench/weight_sync.py` measures it).
+controller passes references. To other nodes the actor broadcasts them in a process group of its own. At most
+two buckets are in use at a time: one is loaded while the next is made. Ray frees their memory some
+milliseconds later, so that of small buckets is taken three or four times (`scripts/bench/weight_sync.py`
+measures it).
 """
 
 from __future__ import annotations
@@ -199,8 +199,8 @@ class ObjectStore:
 
 
 class Broadcast(ObjectStore):
-    """Some generation processes are on other nodes than the actor's rank 0, and none shares a device with
-    it. What concerns one process alone still goes through the object store."""
+    """Some generation processes are on other nodes than the actor's rank 0. What concerns one process alone
+    still goes through the object store."""
 
     _joined: int | None = None
     """How many generation processes had been replaced when all joined the group; None: there is none."""

@@ -94,16 +94,16 @@ class Bucket:
 
 @dataclass(frozen=True)
 class FlatBucket:
-    """Some of the weights of one version, end to end in one tensor on any device."""
+    """Some of the weights of one version, end to end in one tensor in host memory."""
 
     header: Header
     flat: torch.Tensor
     """uint8 (`flat_size` of the header,)."""
 
     @classmethod
-    def of(cls, header: Header, tensors: Sequence[torch.Tensor], device: torch.device) -> FlatBucket:
+    def of(cls, header: Header, tensors: Sequence[torch.Tensor]) -> FlatBucket:
         """Copies the tensors."""
-        flat = torch.empty(flat_size(header), dtype=torch.uint8, device=device)
+        flat = torch.empty(flat_size(header), dtype=torch.uint8)
         for entry, start, tensor in zip(header.entries, _starts(header), tensors, strict=False):
             flat[start : start + entry.nbytes].view(entry.dtype).copy_(tensor.reshape(-1))
         return cls(header, flat)
@@ -123,7 +123,10 @@ def flat_size(header: Header) -> int:
 def buckets(stream: Iterable[NamedTensor], how: Cut) -> Iterator[Bucket | None]:
     """Buckets as `cut` makes them; None where another rank sends them."""
     for header, tensors in cut(stream, how):
-        yield None if header is None else Bucket(header, tuple(_as_bytes(tensor) for tensor in tensors))
+        bucket = None if header is None else Bucket(header, tuple(map(_as_bytes, tensors)))
+        tensors.clear()  # while the next bucket is gathered
+        yield bucket
+        del bucket
 
 
 @dataclass(frozen=True)
@@ -138,8 +141,9 @@ class Cut:
     """With checksums, which take about as long as copying the weights several times."""
 
 
-def cut(stream: Iterable[NamedTensor], how: Cut) -> Iterator[tuple[Header | None, Sequence[torch.Tensor]]]:
-    """Header and tensors of each bucket: up to `how.max_bytes`, one tensor at least.
+def cut(stream: Iterable[NamedTensor], how: Cut) -> Iterator[tuple[Header | None, list[torch.Tensor]]]:
+    """Header and tensors of each bucket: up to `how.max_bytes`, one tensor at least. The list is the
+    caller's, to be cleared when it is done with them.
 
     Where the stream's tensors are on the meta device, another rank sends them: no header.
     """
@@ -148,8 +152,10 @@ def cut(stream: Iterable[NamedTensor], how: Cut) -> Iterator[tuple[Header | None
         sent = tensor.detach().to(how.dtype) if tensor.is_floating_point() else tensor.detach()
         nbytes = sent.numel() * sent.element_size()
         if part and size + nbytes > how.max_bytes:
-            yield _header(part, how, number, last=False), [held for _, held in part]
-            number, size, part = number + 1, 0, []
+            header, tensors = _header(part, how, number, last=False), [held for _, held in part]
+            part.clear()
+            yield header, tensors
+            number, size = number + 1, 0
         part.append((name, sent))
         size += nbytes
     assert part, "a model has weights"

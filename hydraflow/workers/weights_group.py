@@ -15,13 +15,12 @@ from collections.abc import Callable, Iterable, Sequence
 import numpy as np
 import torch
 
-from hydraflow.device import current_device
 from hydraflow.dispatch.worker import ProcessContext
-from hydraflow.engine.process_group import Broadcast, BroadcastGroup, GroupBroken
+from hydraflow.engine.broadcast_group import BroadcastGroup, GroupBroken, PendingBroadcast
 from hydraflow.weights.buckets import FlatBucket, Header, flat_size
 
 log = logging.getLogger(__name__)
-PATIENCE = 0.5
+WAIT_SHARE = 0.5
 """Share of a call's timeout that a process waits for others, so that those that answer do so before the
 controller looks for the one that does not."""
 
@@ -37,25 +36,29 @@ class WeightsSender:
         self._group: BroadcastGroup | None = None
 
     def join(self, world_size: int) -> bool:
-        """Waits for the receivers; whether they have come."""
+        """Waits for the receivers to join. Returns False when some do not."""
         self._group = _joined(
             self.process, *self.place, rank=0, world_size=world_size, listen_fd=self._listener.detach()
         )
         return self._group is not None
 
-    def send(self, outgoing: Iterable[tuple[Header | None, Sequence[torch.Tensor]]]) -> bool:
-        """Sends buckets as `cut` makes them; whether all have been sent. They are exhausted in any case:
-        other ranks take part in making them."""
-        under_way: list[Broadcast] = []
+    def send(self, outgoing: Iterable[tuple[Header | None, list[torch.Tensor]]]) -> bool:
+        """Sends buckets as `cut` makes them. Returns False when some could not be sent; they are exhausted in
+        any case, because other ranks take part in making them."""
+        under_way: list[PendingBroadcast] = []
         for header, tensors in outgoing:
             assert header is not None, "rank 0 sends"
             under_way = self._attempt(under_way, header, tensors)
+            tensors.clear()  # while the next bucket is gathered
         self._attempt(under_way)
         return self._group is not None
 
     def _attempt(
-        self, before: list[Broadcast], header: Header | None = None, tensors: Sequence[torch.Tensor] = ()
-    ) -> list[Broadcast]:
+        self,
+        before: list[PendingBroadcast],
+        header: Header | None = None,
+        tensors: Sequence[torch.Tensor] = (),
+    ) -> list[PendingBroadcast]:
         """Waits for one bucket, then starts to send the next."""
         if self._group is None:
             return []
@@ -85,7 +88,7 @@ class WeightsReceiver:
         return None if group is None else cls(group)
 
     def receive(self, load: Callable[[FlatBucket], None]) -> bool:
-        """Calls `load` with each bucket; whether all have arrived."""
+        """Calls `load` with each bucket. Returns False when some have not arrived."""
         last = False
         while not last:
             try:
@@ -95,21 +98,22 @@ class WeightsReceiver:
                 return False
             last = bucket.header.last
             load(bucket)
+            del bucket
         return True
 
     def _next(self) -> FlatBucket:
         [size] = self._take(1, torch.int64).tolist()
-        header = Header.from_json(self._take(size).cpu().numpy().tobytes())
+        header = Header.from_json(self._take(size).numpy().tobytes())
         return FlatBucket(header, self._take(flat_size(header)))
 
     def _take(self, count: int, dtype: torch.dtype = torch.uint8) -> torch.Tensor:
-        return self._group.broadcast(torch.empty(count, dtype=dtype, device=self._group.device)).wait()
+        return self._group.broadcast(torch.empty(count, dtype=dtype)).wait()
 
 
-def _sent(group: BroadcastGroup, header: Header, tensors: Sequence[torch.Tensor]) -> list[Broadcast]:
+def _sent(group: BroadcastGroup, header: Header, tensors: Sequence[torch.Tensor]) -> list[PendingBroadcast]:
     text = torch.from_numpy(np.frombuffer(header.to_json(), dtype=np.uint8).copy())
-    flat = FlatBucket.of(header, tensors, group.device).flat
-    return [group.broadcast(part.to(group.device)) for part in (torch.tensor([len(text)]), text, flat)]
+    flat = FlatBucket.of(header, tensors).flat
+    return [group.broadcast(part) for part in (torch.tensor([len(text)]), text, flat)]
 
 
 def _joined(
@@ -128,8 +132,7 @@ def _joined(
             address=address,
             port=port,
             own_address=process.address,
-            device=current_device(process.device_type, process.local_rank),
-            timeout_s=PATIENCE * process.timeout_s,
+            timeout_s=WAIT_SHARE * process.timeout_s,
             listen_fd=listen_fd,
         )
     except GroupBroken as error:

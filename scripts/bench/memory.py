@@ -176,7 +176,7 @@ class Rank:
             total_steps=1,
             seed=1,
         )
-        context = ProcessContext(rank, RANKS, rank, "here", "127.0.0.1", port, "cpu", 120.0)
+        context = ProcessContext(rank, RANKS, rank, "here", "127.0.0.1", "127.0.0.1", port, "cpu", 120.0)
         self.config, self.plan = config, plan
         self.actor = context.roles["actor"] = ActorWorker(context, actor)
         self.rollout = RolloutWorker(

@@ -12,9 +12,10 @@ from transformers import PreTrainedTokenizerFast
 
 from hydraflow.data.config import SFTDataConfig
 from hydraflow.data.conversations import ConversationDataset
+from hydraflow.errors import ConfigError
 from hydraflow.protocol import ragged
 
-SPECIAL = ["<|start|>", "<|end|>", "<|endoftext|>", "<|User|>", "<|Assistant|>"]
+SPECIAL = ["<|start|>", "<|end|>", "<|endoftext|>", "<|User|>", "<|Assistant|>", "<|channel|>", "<|message|>"]
 CHAT = "{% for m in messages %}<|start|>{{ m.role }}\n"
 QWEN3 = (
     CHAT + "{% if m.role == 'assistant' %}{% set said = m.content.split('</think>')[-1].lstrip('\n') %}"
@@ -39,6 +40,16 @@ DEEPSEEK = (
 )
 LAST = "<|end|>\n<|endoftext|>"
 """How PHI3 ends a conversation."""
+HARMONY = (
+    "{% for m in messages %}<|start|>{{ m.role }}{% if m.role == 'assistant' %}<|channel|>final{% endif %}"
+    "<|message|>{{ m.content }}<|end|>{% endfor %}{% if add_generation_prompt %}<|start|>assistant{% endif %}"
+)
+"""As gpt-oss."""
+REPLACES = (
+    CHAT
+    + "{% if m.role == 'assistant' and not loop.last %}[...]{% else %}{{ m.content }}{% endif %}<|end|>\n"
+    "{% endfor %}{% if add_generation_prompt %}<|start|>assistant\n{% endif %}"
+)
 REASONED = "<think>\nthree\n</think>\n\n"
 
 
@@ -88,6 +99,16 @@ def trained(tokenizer: PreTrainedTokenizerFast, template: str, answers: list[str
         (DEEPSEEK, [REASONED + "one", "two"], ["\n\none<|end|>", "two<|end|>"]),
         (CHATML, ["says <|end|> and goes on", "two"], ["says <|end|> and goes on<|end|>", "two<|end|>"]),
         (PHI3, ["says <|end|> and goes on", "two"], ["says <|end|> and goes on<|end|>", "two" + LAST]),
+        (
+            PHI3,
+            ["<think>\nit is 4\n</think>\n\n4", "two"],
+            ["<think>\nit is 4\n</think>\n\n4<|end|>", "two" + LAST],
+        ),
+        (
+            HARMONY,
+            ["one", "two"],
+            ["<|channel|>final<|message|>one<|end|>", "<|channel|>final<|message|>two<|end|>"],
+        ),
         (PHI3, ["", "two"], ["<|end|>", "two" + LAST]),
     ],
 )
@@ -95,3 +116,11 @@ def test_exactly_the_assistants_tokens_are_trained(
     template: str, answers: list[str], expected: list[str], tokenizer: PreTrainedTokenizerFast, tmp_path: Path
 ) -> None:
     assert trained(tokenizer, template, answers, tmp_path) == expected
+
+
+def test_an_answer_that_the_template_replaces_is_refused(
+    tokenizer: PreTrainedTokenizerFast, tmp_path: Path
+) -> None:
+    """Also where the next user's message is the answer's text."""
+    with pytest.raises(ConfigError, match="message 1: the chat template writes the conversation up to it"):
+        trained(tokenizer, REPLACES, ["q1", "two"], tmp_path)

@@ -81,17 +81,15 @@ def test_dropout_is_off(tiny: Path) -> None:
     assert loading.load_config(ModelConfig(path=str(tiny))).attention_dropout == 0.0
 
 
-def test_noise_is_off_wherever_it_is_named(tmp_path: Path) -> None:
-    routers = transformers.PhimoeConfig(router_jitter_noise=0.01, input_jitter_noise=0.02)
+def test_dropout_is_off_wherever_it_is_named(tmp_path: Path) -> None:
     bert_like = transformers.BioGptConfig(hidden_dropout_prob=0.1, layerdrop=0.2)
     nested = transformers.Gemma3Config(text_config={"attention_dropout": 0.3})
     found = []
-    for number, config in enumerate([routers, bert_like, nested]):
+    for number, config in enumerate([bert_like, nested]):
         config.save_pretrained(tmp_path / str(number))
         found.append(loading.load_config(ModelConfig(path=str(tmp_path / str(number)))))
-    assert found[0].router_jitter_noise == found[0].input_jitter_noise == 0.0
-    assert found[1].hidden_dropout_prob == found[1].layerdrop == 0.0
-    assert found[2].text_config.attention_dropout == 0.0
+    assert found[0].hidden_dropout_prob == found[0].layerdrop == 0.0
+    assert found[1].text_config.attention_dropout == 0.0
 
 
 def test_rows_end_where_other_rotary_tables_begin() -> None:

@@ -32,7 +32,7 @@ def made(max_bytes: int = 600, dtype: torch.dtype = torch.float32) -> list[Bucke
 
 def made_flat(max_bytes: int) -> list[FlatBucket]:
     parts = cut(model().items(), Cut(7, max_bytes, torch.float32, checked=True))
-    return [FlatBucket.of(header, tensors, torch.device("cpu")) for header, tensors in parts if header]
+    return [FlatBucket.of(header, tensors) for header, tensors in parts if header]
 
 
 def back(some: Sequence[Bucket | FlatBucket]) -> dict[str, torch.Tensor]:

@@ -29,6 +29,7 @@ from hydraflow.engine.fsdp import checkpoint, export, lora
 from hydraflow.engine.fsdp.build import build_model
 from hydraflow.engine.fsdp.oom_recovery import CollectiveCounter, PassRunner
 from hydraflow.engine.fsdp.param_offload import ParamOffload
+from hydraflow.engine.fsdp.passes import forget_passes, train_without_noise
 from hydraflow.metrics import Metric
 from hydraflow.models.config import ModelConfig
 from hydraflow.models.packing import PackedBatch, pack
@@ -100,7 +101,7 @@ class FSDPEngine:
                 runner.run(
                     data, lambda part: self.module(self._pack(part, None), temperature, entropy, greedy_match)
                 )
-        self._free_gathered_weights()
+        forget_passes(self.module)
         (oom_ranks,) = process_group.all_reduce(torch.tensor([runner.ran_out()])).tolist()
         results = runner.results_of_all(oom_ranks)
         lengths = torch.cat([ragged.lengths(data.get("responses")) for data in micro_batches])
@@ -122,7 +123,7 @@ class FSDPEngine:
         """See `TrainEngine`. Only tokens whose response_mask is set pass through the head."""
         assert self._optim is not None, "a frozen model is not trained"
         self._param_offload.wake()
-        self.module.train()
+        train_without_noise(self.module)
         runner: PassRunner[dict[str, Metric]] = PassRunner(self._collectives)
         learn = partial(self._learn, loss_fn=loss_fn, temperature=temperature, entropy=entropy)
         for data in micro_batches:
@@ -179,7 +180,7 @@ class FSDPEngine:
         """See `TrainEngine`."""
         assert self._optimizer is not None, "a frozen model has no state of its own"
         self._param_offload.wake()
-        self._free_gathered_weights()
+        forget_passes(self.module)
         return checkpoint.snapshot(
             self.module,
             self._model,
@@ -194,7 +195,7 @@ class FSDPEngine:
         """See `TrainEngine`."""
         assert self._optimizer is not None, "a frozen model has no state of its own"
         self._param_offload.wake()
-        self._free_gathered_weights()
+        forget_passes(self.module)
         step = checkpoint.load(self.module, self._optimizer, Path(directory), contents)
         if self._fsdp.optimizer_offload:
             self._move_optimizer_state(torch.device("cpu"))
@@ -255,13 +256,6 @@ class FSDPEngine:
         assert isinstance(self.module, FSDPModule)
         self.module.set_requires_gradient_sync(last)
         self.module.set_reshard_after_backward(last or self._fsdp.reshard_after_forward)
-
-    def _free_gathered_weights(self) -> None:
-        """Frees gathered weights, which only a backward pass would do; kept ones would miss the next
-        update."""
-        for part in self.module.modules():
-            if isinstance(part, FSDPModule):
-                part.reshard()
 
     def _gradients(self) -> list[torch.Tensor]:
         """This rank's shards of the gradient."""

@@ -45,13 +45,12 @@ class CollectiveCounter:
         assert isinstance(module, FSDPModule)
         self._module, self._device = module, device
         self._made = self._left_out = 0
-        self._makes_up = self._entered = False
+        self._makes_up = False
         self._gathers: list[_Gather] = []
         for unit, owner, name in _units(module):
             self._gathers.append(_Gather(self, owner, name))
             unit.set_custom_all_gather(self._gathers[-1])
             unit.set_custom_reduce_scatter(_Reduce(self))
-        module.register_forward_pre_hook(self._enter, prepend=True)
 
     def begin(self) -> None:
         """Resets the count of collectives; call it before each pass."""
@@ -61,8 +60,7 @@ class CollectiveCounter:
 
     def make_up(self, again: Callable[[], object]) -> None:
         """Repeats an interrupted pass for its remaining collectives; `again` runs it on a few tokens."""
-        if self._entered:  # FSDP has nothing to reset before its first forward pass, and cannot
-            self._module.reset_iter_state()
+        self._module.reset_iter_state()
         gc.collect()  # the error's frames keep the pass's tensors alive
         if self._device.type != "cpu":
             torch.get_device_module(self._device).empty_cache()
@@ -81,9 +79,6 @@ class CollectiveCounter:
             return False
         self._made += 1
         return True
-
-    def _enter(self, module: nn.Module, inputs: object) -> None:
-        self._entered = True
 
 
 class PassRunner(Generic[Result]):

@@ -12,9 +12,13 @@ from __future__ import annotations
 import logging
 
 import torch
+from torch import nn
+from torch.distributed import DistError
 from torch.distributed.fsdp import FSDPModule
 
+from hydraflow.device import ran_out_of_memory
 from hydraflow.engine import process_group
+from hydraflow.engine.fsdp.passes import forget_passes
 from hydraflow.errors import ConfigError
 from hydraflow.models.attention import NAME
 from hydraflow.models.heads import PolicyModel, ValueModel, asked_hidden_states
@@ -51,19 +55,23 @@ def pads_rows(
     where padded rows give other numbers too, or the model's code does not take them.
     """
     module.eval()
-    kind = module.hf.config.model_type
-    rows = probe_rows(module.hf.get_input_embeddings().num_embeddings)
+    config = module.hf.config
+    rows = probe_rows(_vocabulary(module))
 
     def wrong(pads: bool) -> str:
         """What is wrong with rows that are computed so; empty: nothing."""
         raised, off = "", float("inf")
         try:
-            module.hf.set_attn_implementation(own_attention if pads else NAME)
+            config._attn_implementation = own_attention if pads else NAME
             ours = _as_trained(module, pack(*rows, device=device, padded=pads))
-            module.hf.set_attn_implementation(own_attention)
+            config._attn_implementation = own_attention
             off = _difference(ours, _as_published(module, *rows, device))
         except REFUSED as error:
+            if ran_out_of_memory(error) or isinstance(error, DistError):
+                raise
             raised = f"its code raises {type(error).__name__}: {first_line(error)}"
+        finally:
+            forget_passes(module)
         off = float(process_group.all_reduce(torch.tensor([off]), "max"))
         if off <= LIMITS.get(dtype, ROUNDED):
             return ""
@@ -71,13 +79,21 @@ def pads_rows(
 
     if not padded:
         if not (why := wrong(pads=False)):
-            module.hf.set_attn_implementation(NAME)
+            config._attn_implementation = NAME
             return False
-        log.warning("rows are padded: packed rows of a %s model cannot be used, %s", kind, why)
+        log.warning("rows are padded: packed rows of a %s model cannot be used, %s", config.model_type, why)
     if why := wrong(pads=True):
-        rule = f"a model of type {kind} does more than is known here: {why}"
-        raise ConfigError.one(f"{field}.path", path, rule, "another model, or fsdp_config.dtype=fp32")
+        rule = f"models of type {config.model_type} are not supported: {why}"
+        remedy = "another model" if dtype in LIMITS else "another model, or fsdp_config.dtype=fp32"
+        raise ConfigError.one(f"{field}.path", path, rule, remedy)
     return True
+
+
+def _vocabulary(module: PolicyModel | ValueModel) -> int:
+    """Tokens that the embeddings and the head know."""
+    sizes = [module.hf.get_input_embeddings().num_embeddings]
+    head = module.hf.get_output_embeddings()
+    return min([*sizes, *([head.out_features] if isinstance(head, nn.Linear) else [])])
 
 
 def probe_rows(vocabulary: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -127,9 +143,7 @@ class _Gathered:
         self.module.unshard()
 
     def __exit__(self, *raised: object) -> None:
-        for part in self.module.modules():
-            if isinstance(part, FSDPModule):
-                part.reshard()
+        forget_passes(self.module)
 
 
 def _difference(ours: torch.Tensor, theirs: torch.Tensor) -> float:

@@ -1,0 +1,83 @@
+"""A process group for broadcasts from one process, beside the groups that its processes are in otherwise.
+
+In: addresses. Out: broadcasts of tensors in host memory, by gloo: when a process dies or is late the others
+get an error, and their own state is unharmed. NCCL would end their processes instead. Left out on purpose:
+what is sent (`workers/weights_group.py`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+JOIN_SECONDS = 60.0
+"""For processes to join that have nothing else to do."""
+
+
+class GroupBroken(Exception):
+    """Another process has died, or was not there in time."""
+
+
+@dataclass(frozen=True)
+class PendingBroadcast:
+    """A broadcast that has begun."""
+
+    work: dist.Work
+    tensor: torch.Tensor
+    """Must not be freed before its end."""
+
+    def wait(self) -> torch.Tensor:
+        """Returns the tensor once it has been sent, or has arrived."""
+        try:
+            self.work.wait()
+        except RuntimeError as error:
+            raise GroupBroken(str(error)) from error
+        return self.tensor
+
+
+class BroadcastGroup:
+    """Process 0 sends, the others receive.
+
+    address: of the machine of process 0, which listens at `port`; listen_fd: there, a bound socket that has
+    held the port until now. own_address: of this machine, for the others to connect to. The constructor waits
+    until all have joined, at most `JOIN_SECONDS`. Raises GroupBroken when they do not, and when a broadcast
+    takes longer than `timeout_s`.
+    """
+
+    def __init__(
+        self,
+        *,
+        rank: int,
+        world_size: int,
+        address: str,
+        port: int,
+        own_address: str,
+        timeout_s: float,
+        listen_fd: int | None = None,
+    ):
+        joining = timedelta(seconds=min(timeout_s, JOIN_SECONDS))
+        options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+        options._devices = [dist.ProcessGroupGloo.create_device(hostname=own_address)]
+        options._timeout = joining
+        try:
+            self._store = dist.TCPStore(
+                address, port, world_size, rank == 0, joining, master_listen_fd=listen_fd
+            )
+            self._group = dist.ProcessGroupGloo(self._store, rank, world_size, options)
+        except RuntimeError as error:
+            raise GroupBroken(str(error)) from error
+        self._timeout = joining
+        self.broadcast(torch.zeros(1)).wait()  # connects
+        self._timeout = timedelta(seconds=timeout_s)
+
+    def broadcast(self, tensor: torch.Tensor) -> PendingBroadcast:
+        """Begins to send the tensor, or to receive into it."""
+        options = dist.BroadcastOptions()
+        options.timeout = self._timeout
+        try:
+            return PendingBroadcast(self._group.broadcast([tensor], options), tensor)  # type: ignore[attr-defined]
+        except RuntimeError as error:
+            raise GroupBroken(str(error)) from error
