@@ -19,7 +19,7 @@ from hydraflow.schema import PPOConfig
 
 SWITCHES = (
     CommandLineOption("--json", doc="Print JSON for machines."),
-    CommandLineOption("--all", doc="Also check what this configuration does not need: vLLM."),
+    CommandLineOption("--all", doc="Also check what this configuration does not need: vLLM, SGLang."),
 )
 
 

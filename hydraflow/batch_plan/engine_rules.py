@@ -8,15 +8,16 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from hydraflow.batch_plan.repair import BUDGET, Fix, Violation
-from hydraflow.generation.config import SamplingConfig, splits_prompts
+from hydraflow.generation.config import GENERATION_ENGINES, SamplingConfig, splits_prompts
 
 
 def engine_violations(
     rollout: SamplingConfig, section: str, *, longest_prompt: int, longest_response: int, device_type: str
 ) -> Iterator[Violation]:
-    """vLLM refuses rows above max_model_len, and budgets below its sequences or an unchunked prompt.
-    `section`: where the configuration has `rollout`."""
-    if rollout.name != "vllm":
+    """Serving engines refuse rows above max_model_len, and vLLM budgets below its sequences or an unchunked
+    prompt. `section`: where the configuration has `rollout`."""
+    engine = GENERATION_ENGINES.get(rollout.name)
+    if engine is None or "max_model_len" not in engine.reads:
         return
     row = longest_prompt + longest_response
     longest, key = rollout.max_model_len, f"{section}.max_model_len"
@@ -24,6 +25,8 @@ def engine_violations(
         fitting: list[Fix] = [{key: None}, {key: row}]
         text = f"must hold the longest row, {longest_prompt} + {longest_response} = {row} tokens"
         yield Violation("max_model_len", BUDGET, key, longest, text, fitting)
+    if "max_num_batched_tokens" not in engine.reads:
+        return
     key = f"{section}.max_num_batched_tokens"
     tokens, most = rollout.max_num_batched_tokens, rollout.max_num_seqs
     least = most if splits_prompts(rollout, device_type) else max(most, longest or row)

@@ -16,6 +16,7 @@ from hydraflow.batch_plan.plans import BatchPlan
 from hydraflow.batch_plan.request import CRITIC_MINI, Request
 from hydraflow.batch_plan.settings import DEFAULT
 from hydraflow.batch_plan.topology import ROLLOUT, Topology
+from hydraflow.generation.config import GENERATION_ENGINES
 
 
 def quantities(request: Request, topology: Topology, plan: BatchPlan) -> Iterator[Quantity]:
@@ -201,12 +202,14 @@ def _rollout(request: Request, plan: BatchPlan) -> Iterator[Quantity]:
     each = rollout.trajectories_per_engine
     formula = f"⌈{rollout.prompts_per_call}·{request.n}/{rollout.engines}⌉"
     yield Quantity("rollout: trajectories per engine", "trajectories", each, formula)
-    formula = f"⌈{each}/{asked.max_num_seqs}⌉"
+    engine = GENERATION_ENGINES.get(asked.name)  # another name is refused elsewhere
+    formula, reads = f"⌈{each}/{asked.max_num_seqs}⌉", engine.reads if engine else ()
     yield Quantity("rollout: waves", "fillings of an engine", rollout.waves, formula)
-    if asked.name == "vllm":
+    if "max_model_len" in reads:
         own = asked.max_model_len is not None
         formula, given = ("", origin(f"{ROLLOUT}.max_model_len")) if own else ("prompt + response", DERIVED)
         yield Quantity("rollout: longest row", "tokens", rollout.max_model_len, formula, given)
+    if "max_num_batched_tokens" in reads:
         given = origin(f"{ROLLOUT}.max_num_batched_tokens")
         yield Quantity("rollout: tokens per forward", "tokens", rollout.max_num_batched_tokens, "", given)
     workers, given = plan.agent.workers, origin(f"{ROLLOUT}.agent.num_workers")

@@ -136,7 +136,7 @@ def _token_budgets_hold_a_row(request: Request) -> Iterator[Violation]:
 
 
 def _engine_holds_a_row(request: Request) -> Iterator[Violation]:
-    """vLLM's limits hold the longest row."""
+    """The engine's limits hold the longest row."""
     config = request.settings.config
     yield from engine_violations(
         request.rollout,

@@ -1,8 +1,8 @@
 """Libraries that must fit each other: judged by what they ask of each other, and by using them.
 
-In: the configuration. Out: findings about our own requirements, tensordict with torch, vLLM with torch, and
-flash-attn. What may crash the interpreter (compiled code that was built for another torch) is imported in a
-process of its own.
+In: the configuration. Out: findings about our own requirements, tensordict with torch, vLLM and SGLang with
+torch, and flash-attn. What may crash the interpreter (compiled code that was built for another torch) is
+imported in a process of its own.
 """
 
 from __future__ import annotations
@@ -19,11 +19,12 @@ from packaging.version import Version
 from hydraflow.checkup.context import CheckContext
 from hydraflow.checkup.finding import CheckSkipped, Finding, note, ok, problem, warning
 from hydraflow.checkup.probe import run_python
-from hydraflow.generation.config import MINIMUM_VLLM, VLLM
+from hydraflow.generation.config import MINIMUM_SGLANG, MINIMUM_VLLM, SGLANG, VLLM
+from hydraflow.options import Library
 
 OURS = "hydraflow-trainer"
 PROBE_SECONDS = 180.0
-"""What importing vLLM or flash-attn may take: cold disks are slow."""
+"""What importing vLLM, SGLang or flash-attn may take: cold disks are slow."""
 _FLASH = """import flash_attn, torch; from flash_attn import flash_attn_varlen_func
 print(flash_attn.__version__, torch.__version__)"""
 _VLLM = """import vllm, torch; from vllm import LLM, SamplingParams; SamplingParams(n=2)
@@ -111,14 +112,8 @@ def check_tensordict(context: CheckContext) -> Iterator[Finding]:
 
 def check_vllm(context: CheckContext) -> Iterator[Finding]:
     """vLLM is compiled against one version of torch, and for one kind of device."""
-    wanted = context.config.actor_rollout_ref.rollout.name == "vllm"
-    if not wanted and not context.everything:
-        raise CheckSkipped(f"actor_rollout_ref.rollout.name={context.config.actor_rollout_ref.rollout.name}")
-    if importlib.util.find_spec("vllm") is None:
-        if not wanted:
-            raise CheckSkipped("vLLM is not installed, and this configuration does not ask for it")
-        seen = "actor_rollout_ref.rollout.name=vllm, but vLLM is not installed"
-        yield problem(seen, VLLM.install)
+    if (missing := _missing(VLLM, context)) is not None:
+        yield missing
         return
     asked = [text for name in _VLLM_DISTRIBUTIONS for text in broken_requirements(name)]
     if broken := [text for text in asked if " needs torch=" in text or " needs torch<" in text]:
@@ -138,6 +133,38 @@ def check_vllm(context: CheckContext) -> Iterator[Finding]:
         yield problem(f"{seen}: this run is on {context.device_type}", VLLM.install)
     else:
         yield ok(seen)
+
+
+def check_sglang(context: CheckContext) -> Iterator[Finding]:
+    """SGLang's kernels are compiled against one version of torch; its server must import them."""
+    if (missing := _missing(SGLANG, context)) is not None:
+        yield missing
+        return
+    if broken := [text for text in broken_requirements("sglang") if " needs torch=" in text]:
+        yield problem(broken[0], f"an environment of its own, with {SGLANG.install}")
+        return
+    seen = f"SGLang {installed('sglang') or 'without a version'}, torch {installed('torch')}"
+    ended = run_python("import sglang.srt.entrypoints.http_server", seconds=PROBE_SECONDS)
+    if ended.code != 0:
+        yield problem(f"{seen}: its server cannot be imported: {ended.reason}", SGLANG.install)
+    elif Version(installed("sglang") or "0") < Version(MINIMUM_SGLANG):
+        yield problem(f"{seen}: older than {MINIMUM_SGLANG}", SGLANG.install)
+    else:
+        yield ok(seen)
+
+
+def _missing(engine: Library, context: CheckContext) -> Finding | None:
+    """A problem where the library of a generation engine is wanted and not installed; None where it can be
+    looked at. CheckSkipped: nothing asks for it."""
+    asked = context.config.actor_rollout_ref.rollout.name
+    if asked != engine.package and not context.everything:
+        raise CheckSkipped(f"actor_rollout_ref.rollout.name={asked}")
+    if importlib.util.find_spec(engine.package) is not None:
+        return None
+    if asked != engine.package:
+        raise CheckSkipped(f"{engine.name} is not installed, and this configuration does not ask for it")
+    seen = f"actor_rollout_ref.rollout.name={asked}, but {engine.name} is not installed"
+    return problem(seen, engine.install)
 
 
 def check_flash_attention(context: CheckContext) -> Iterator[Finding]:

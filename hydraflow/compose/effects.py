@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from hydraflow.batch_plan.layout import Devices
@@ -113,6 +114,15 @@ def _rollout_is_with(config: PPOConfig, mapping: object) -> bool:
     return config.trainer.debug.local or (config.trainer.fuse_roles and same_devices and shares)
 
 
+def _samples_with(engine: str, config: PPOConfig) -> bool:
+    return config.actor_rollout_ref.rollout.name == engine
+
+
+def _reads_back(config: PPOConfig) -> bool:
+    engine = GENERATION_ENGINES.get(config.actor_rollout_ref.rollout.name)
+    return engine is None or engine.reads_back
+
+
 def _devices(mapping: object) -> Devices | None:
     try:
         return None if mapping is None else parse(mapping).devices
@@ -126,6 +136,21 @@ _PLACES = (
         _rollout_is_with_actor,
         "the rollout reads the actor's weights in the same process",
         "trainer.fuse_roles=false",
+    ),
+    *(
+        NoEffectRule(
+            f"{ROLLOUT}.engine_kwargs.{mine}",
+            partial(_samples_with, other),
+            f"{ROLLOUT}.name={other} does not read it",
+            f"{ROLLOUT}.name={mine}",
+        )
+        for mine, other in (("vllm", "sglang"), ("sglang", "vllm"))
+    ),
+    NoEffectRule(
+        f"{ROLLOUT}.verify_weights_every",
+        lambda c: not _reads_back(c),
+        "this engine's weights cannot be read back",
+        f"{ROLLOUT}.name=vllm",
     ),
     NoEffectRule(
         f"{ROLLOUT}.max_retries",

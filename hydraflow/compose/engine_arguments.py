@@ -32,6 +32,23 @@ class ArgumentLibrary:
 
 
 VLLM = ArgumentLibrary("vLLM", "vllm", ("engine/arg_utils.py",), ("EngineArgs", "AsyncEngineArgs"))
+SGLANG = ArgumentLibrary(
+    "SGLang",
+    "sglang",
+    tuple(
+        f"srt/arg_groups/fields/{name}.py"
+        for name in (
+            *("device", "disagg", "exec_", "lora", "memory", "mm"),
+            *("model", "observability", "parallel", "schedule", "serving", "spec"),
+        )
+    ),
+    (
+        *("Device", "Disagg", "Lora", "Memory", "Mm"),
+        *("Model", "Observability", "Parallel", "Schedule", "Serving", "Spec"),
+        *("ExecComm", "ExecDeterministic", "ExecDllm", "ExecFeatures", "ExecGraph", "ExecKernel"),
+        *("ExecMamba", "ExecMoe", "ExecOffload", "ExecOverlap"),
+    ),
+)
 MEGATRON = ArgumentLibrary(
     "Megatron-Core",
     "megatron",
@@ -41,6 +58,8 @@ MEGATRON = ArgumentLibrary(
 OPEN_TO: dict[str, ArgumentLibrary] = {
     "actor_rollout_ref.rollout.engine_kwargs.vllm": VLLM,
     "rollout.engine_kwargs.vllm": VLLM,
+    "actor_rollout_ref.rollout.engine_kwargs.sglang": SGLANG,
+    "rollout.engine_kwargs.sglang": SGLANG,
     "actor_rollout_ref.actor.megatron.override_transformer_config": MEGATRON,
     "actor_rollout_ref.ref.megatron.override_transformer_config": MEGATRON,
     "critic.megatron.override_transformer_config": MEGATRON,

@@ -10,6 +10,7 @@ from __future__ import annotations
 import difflib
 import os
 from collections.abc import Callable, Iterator
+from dataclasses import fields
 from math import inf, isfinite
 from typing import Any
 
@@ -19,8 +20,6 @@ from hydraflow.batch_plan.settings import value_at
 from hydraflow.errors import Problem, shown
 from hydraflow.generation.config import (
     GENERATION_ENGINES,
-    LEAST_VLLM_TEMPERATURE,
-    VLLM_ARGUMENTS,
     RolloutConfig,
     SamplingConfig,
     engine_dtype,
@@ -168,30 +167,37 @@ def _engines_that_hold_whole_models(config: PPOConfig) -> Iterator[Problem]:
 def _engine_arguments_are_free(config: PPOConfig | GenerateConfig) -> Iterator[Problem]:
     key, rollout = _rollout_of(config)
     known = {leaf.key for leaf in walk(config)}
-    for name, value in rollout.engine_kwargs.vllm.items():
-        if name in VLLM_ARGUMENTS:
-            what, sets = f"{key}.engine_kwargs.vllm.{name}", VLLM_ARGUMENTS[name]
-            section = sets.replace("actor_rollout_ref.", key.removesuffix("rollout"))
+    for engine in fields(rollout.engine_kwargs):
+        sets_it = GENERATION_ENGINES[engine.name].set_elsewhere
+        for name, value in getattr(rollout.engine_kwargs, engine.name).items():
+            if name not in sets_it:
+                continue
+            what = f"{key}.engine_kwargs.{engine.name}.{name}"
+            section = sets_it[name].replace("actor_rollout_ref.", key.removesuffix("rollout"))
             if " " not in section and section not in known:
                 section = "this command, which gives each replica one device"
             remedy = f"{section}=..." if section in known else f"leave out {what}"
             yield Problem(what, shown(value), f"is set by {section}", remedy)
 
 
-def _vllm_samples_like_this(config: PPOConfig | GenerateConfig) -> Iterator[Problem]:
+def _engine_samples_like_this(config: PPOConfig | GenerateConfig) -> Iterator[Problem]:
     key, rollout = _rollout_of(config)
-    if rollout.name != "vllm":
+    engine = GENERATION_ENGINES.get(rollout.name)
+    if engine is None or engine.needs is None:
         return
+    library, least = engine.needs.name, engine.least_temperature
     sampled = {f"{key}.temperature": rollout.temperature}
     if isinstance(rollout, RolloutConfig) and rollout.val_kwargs.do_sample:
         sampled[f"{key}.val_kwargs.temperature"] = rollout.val_kwargs.temperature
     for name, value in sampled.items():
-        if 0 < value < LEAST_VLLM_TEMPERATURE:
-            rule = f"vLLM samples at {LEAST_VLLM_TEMPERATURE} or above"
-            yield Problem(name, value, rule, f"{name}={LEAST_VLLM_TEMPERATURE}, or 0 for greedy")
+        if 0 < value < least:
+            yield Problem(
+                name, value, f"{library} samples at {least} or above", f"{name}={least}, or 0 for greedy"
+            )
     actor = config.actor_rollout_ref.actor if isinstance(config, PPOConfig) else ActorConfig()
-    if engine_dtype(rollout.dtype, actor.fsdp_config.compute_dtype) == "fp64":
-        rule = "vLLM computes in 32 or 16 bits"
+    dtype = engine_dtype(rollout.dtype, actor.fsdp_config.compute_dtype)
+    if dtype == "fp64" and not engine.computes_fp64:
+        rule = f"{library} computes in 32 or 16 bits"
         rule += ", and auto is the actor's fp64" if rollout.dtype == "auto" else ""
         yield Problem(f"{key}.dtype", rollout.dtype, rule, f"{key}.dtype=fp32")
 
@@ -353,7 +359,7 @@ CROSS_RULES: dict[type, tuple[Callable[[Any], Iterator[Problem]], ...]] = {
         _validation_samples,
         _engines_that_hold_whole_models,
         _engine_arguments_are_free,
-        _vllm_samples_like_this,
+        _engine_samples_like_this,
         _engine_has_a_process,
         _ulysses_packs,
         _reward_model_has_a_path,
@@ -372,7 +378,7 @@ CROSS_RULES: dict[type, tuple[Callable[[Any], Iterator[Problem]], ...]] = {
         _one_process_is_debugged,
         _profiled_steps_are_named,
     ),
-    GenerateConfig: (_one_process_is_debugged, _engine_arguments_are_free, _vllm_samples_like_this),
+    GenerateConfig: (_one_process_is_debugged, _engine_arguments_are_free, _engine_samples_like_this),
 }
 """Rules across fields."""
 NEEDED: dict[type, tuple[str, ...]] = {

@@ -107,7 +107,7 @@ ENGINES = {"hf": "native"}
 REJECTION_RULES = {"token": "token_k1", "sequence": "seq_sum_k1", "geometric": "seq_mean_k1"}
 """Names of earlier versions."""
 FILTER_METRICS = {"reward": "score", "seq_final_reward": "seq_reward"}
-UNBUILT_ENGINES = ("sglang", "trtllm")
+UNBUILT_ENGINES = ("trtllm",)
 UNBUILT_STRATEGIES = ("fsdp_turbo", "veomni", "torchtitan", "automodel", "mindspeed")
 """Engines of verl that do not exist here."""
 VERL_TRACKERS = ("vemlp_wandb", "clearml", "trackio", "rl_insight")

@@ -8,9 +8,10 @@ rewards, batches that travel (`workers/rollout.py` converts), and how weights ge
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 import numpy as np
 import torch
@@ -177,11 +178,13 @@ class EngineSpec:
     section: str = "actor_rollout_ref.rollout"
     """Where the configuration has `rollout`, for messages."""
     seed: int = 0
-    """For draws that have no key (vLLM with chunked prefill on a CPU); each replica's is another."""
+    """For draws that have no key (vLLM with chunked prefill on a CPU, SGLang); each replica's is another."""
+    start_seconds: float = math.inf
+    """An engine with a process of its own may take so long to start."""
 
 
 class GenerationEngine(Protocol):
-    """Samples responses from a copy of the trained model that lives in this process.
+    """Samples responses from a copy of the trained model, in this process or in one that ends with it.
 
     Whole batches (`generate`), or single responses: they are submitted, and end in calls of `advance`. All
     of it happens inside of calls, so that several processes that get the same calls do the same.
@@ -209,6 +212,11 @@ class GenerationEngine(Protocol):
 
     def sleep(self) -> None:
         """Gives back the memory of weights and caches, until `update_weights` begins with a first part."""
+
+
+@runtime_checkable
+class ReadableEngine(GenerationEngine, Protocol):
+    """An engine that gives its weights back (`config.Engine.reads_back`)."""
 
     def held(self) -> Mapping[str, Tensor]:
         """The weights by Hugging Face name, tied ones under each of their names; not to be changed."""

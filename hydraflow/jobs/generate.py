@@ -133,7 +133,13 @@ def _sample_all(config: GenerateConfig, asked: GenerateInputs) -> list[list[list
     most, seed, pool = config.data.max_response_length, config.trainer.seed, training_pool(asked.machine)
     longest = config.data.max_prompt_length
     spec = RolloutSpec(
-        config.model, config.rollout, max_prompt=longest, max_tokens=most, seed=seed, section="rollout"
+        config.model,
+        config.rollout,
+        max_prompt=longest,
+        max_tokens=most,
+        seed=seed,
+        section="rollout",
+        start_seconds=config.trainer.start_timeout,
     )
     observability = Observability(debug=config.debug)
     runtime = open_runtime(config.trainer, config.ray_init, asked.machine, [pool], observability)

@@ -24,7 +24,7 @@ from hydraflow.memory.report import (
     RoleMemory,
     size_text,
 )
-from hydraflow.memory.roles import EstimateInputs, role_memory
+from hydraflow.memory.roles import ALONE, EstimateInputs, role_memory
 from hydraflow.memory.shape import ModelShape
 from hydraflow.schema import PPOConfig
 
@@ -136,7 +136,7 @@ def _load(inputs: EstimateInputs) -> tuple[int, str]:
 
 def _read_bytes(inputs: EstimateInputs, role: str, layout: Layout) -> int:
     policy, limits = inputs.config.actor_rollout_ref, inputs.limits
-    if layout.engine == "vllm":
+    if layout.engine in ALONE:
         return 0  # starts without weights
     sections = {"critic": inputs.config.critic.fsdp_config, "ref": policy.ref.fsdp_config}
     fsdp = sections.get(role, policy.actor.fsdp_config)
@@ -154,7 +154,7 @@ def _notes(inputs: EstimateInputs) -> Iterator[str]:
         yield "Megatron's numbers come from Megatron-Core's own accounts; they were not measured"
     if "reward_model" in inputs.plan.layouts:
         yield "the reward model is counted as a model of the policy's shape"
-    if "vllm" in engines and inputs.limits.device_bytes is None:
+    if engines & ALONE and inputs.limits.device_bytes is None:
         share = "rollout.gpu_memory_utilization is a share of a device whose memory is not known"
         yield f"{share}: the cache is what its sequences need"
     loading = "loading: rank 0 sends the model out tensor by tensor and each rank keeps its shard"

@@ -1,8 +1,8 @@
 """Memory of a generation engine on one device: weights, key-value cache, and one decoding step.
 
 In: a model's shape, sequences and their lengths, the engine's settings. Out: `MemoryParts` per phase. The
-native engine is modelled on the allocations of `generation/cache.py`, `decode.py` and `sampling.py`; vLLM
-takes the configured share of the device.
+native engine is modelled on the allocations of `generation/cache.py`, `decode.py` and `sampling.py`; vLLM and
+SGLang take the configured share of the device.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class NativeEngineMemory:
 
 @dataclass(frozen=True)
 class VllmMemory:
-    """vLLM on `tensor` times `pipeline` devices."""
+    """vLLM on `tensor` times `pipeline` devices; for SGLang, whose share is the same, on one."""
 
     shape: ModelShape
     number: int

@@ -13,7 +13,7 @@ from hydraflow.batch_plan.layout import Layout
 from hydraflow.batch_plan.parts import MicroPlan, RolePlan
 from hydraflow.batch_plan.resolve import BatchPlan
 from hydraflow.engine.config import FSDPConfig
-from hydraflow.generation.config import engine_dtype
+from hydraflow.generation.config import GENERATION_ENGINES, engine_dtype
 from hydraflow.memory.activations import MicroBatchTokens, RowSizes, tokens_of
 from hydraflow.memory.fsdp import FSDPModelMemory, adapter_numbers, units_of
 from hydraflow.memory.generation import NativeEngineMemory, VllmMemory
@@ -25,6 +25,8 @@ from hydraflow.models.config import ModelConfig
 from hydraflow.schema import PPOConfig
 from hydraflow.workers.config import ActorConfig, CriticConfig, RefConfig
 
+ALONE = frozenset(name for name, engine in GENERATION_ENGINES.items() if engine.own_process)
+"""Generation engines that start without weights, and get them from another process."""
 BUCKET_BYTES = 64 * 2**20
 """engine/fsdp/gather.py: full tensors that are gathered together for the generation engine."""
 
@@ -213,7 +215,7 @@ def _sent(inputs: EstimateInputs, layout: Layout) -> int:
         # all adapters come first, and each merged matrix is a product and a sum
         adapters = adapter_numbers(shape, policy.model.lora_rank, policy.model.target_modules) * shape.layers
         sent += adapters * kept + 2 * (shape.hidden * max(shape.q_width, shape.intermediate)) * kept
-    if policy.rollout.name == "vllm":
+    if policy.rollout.name in ALONE:
         sent += _weight_bucket(inputs)
     return sent
 

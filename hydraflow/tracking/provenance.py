@@ -34,6 +34,7 @@ LIBRARIES = (
 )
 EXTRAS = (
     "vllm",
+    "sglang",
     "flash-attn",
     "megatron-core",
     "triton",

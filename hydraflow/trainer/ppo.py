@@ -26,6 +26,7 @@ from hydraflow.dispatch.runtime import Runtime
 from hydraflow.dispatch.shards import Future
 from hydraflow.dispatch.transport import Traffic
 from hydraflow.errors import GuardStop
+from hydraflow.generation.config import GENERATION_ENGINES
 from hydraflow.protocol.remote import RemoteBatch
 from hydraflow.schema import PPOConfig
 from hydraflow.trainer.failures import judge_failures
@@ -263,10 +264,12 @@ class PPOTrainer:
         rollout, differing = self.roles.rollout, None
         if rollout is not None and worst < rollout.world_size:
             differing = self.roles.link.first_difference(worst)
+        engine = self.config.actor_rollout_ref.rollout.name
+        weights = "the trainer's" if GENERATION_ENGINES[engine].reads_back else f"not read back from {engine}"
         cause = (
             f"The first of its weights that is not the trainer's: {differing}."
             if differing
-            else "Its weights are the trainer's. Usual causes: another chat template or tokenizer, different"
+            else f"Its weights are {weights}. Usual causes: another chat template or tokenizer, different"
             " dtypes."
         )
         return (

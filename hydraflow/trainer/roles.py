@@ -266,6 +266,7 @@ def _rollout_role(config: PPOConfig, plan: BatchPlan) -> RoleSpec:
         max_tokens=config.data.max_response_length,
         seed=config.trainer.seed,
         tensor_parallel=plan.layouts["rollout"].tensor,
+        start_seconds=config.trainer.start_timeout,
     )
     return RoleSpec(RolloutWorker, (spec,))
 

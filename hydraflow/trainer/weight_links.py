@@ -20,7 +20,7 @@ from hydraflow.dispatch.group import Recovery, RoleGroup
 from hydraflow.dispatch.shards import CompletedFuture, Future
 from hydraflow.dispatch.transport import StoredValue
 from hydraflow.errors import GuardStop
-from hydraflow.generation.config import RolloutConfig
+from hydraflow.generation.config import GENERATION_ENGINES, RolloutConfig
 from hydraflow.workers.actor import ActorWorker
 from hydraflow.workers.rollout import RolloutWorker
 
@@ -38,7 +38,7 @@ class WeightLink(Protocol):
 
     def first_difference(self, replica: int) -> str | None:
         """The first weight of a generation process that is not the actor's; None: all are, or it sleeps
-        and the checksums of the first publish said so."""
+        and the checksums of the first publish said so, or its engine does not give them back."""
 
     def sampled(self) -> None:
         """The generation engine is not needed until the next publish."""
@@ -113,7 +113,8 @@ class ObjectStore:
     def publish(self, version: int) -> Callable[[], None]:
         """See `WeightLink`. The first bucket is asked for at once, the others while the caller waits."""
         after_first_sleep = self.published == 1 and bool(self.beside)
-        checked = self.published % self.config.verify_weights_every == 0 or after_first_sleep
+        due = self.published % self.config.verify_weights_every == 0 or after_first_sleep
+        checked = due and self._reads_back
         self.published += 1
         self._version, self._sending, self._sleeps = version, True, False
         self._start(checked)
@@ -121,7 +122,7 @@ class ObjectStore:
 
     def first_difference(self, replica: int) -> str | None:
         """See `WeightLink`."""
-        if self._sleeps:
+        if self._sleeps or not self._reads_back:
             return None
         compared: list[Future] = []
 
@@ -147,8 +148,13 @@ class ObjectStore:
         are being sent it does nothing: they are sent once more."""
         if not self._sending and not self._sleeps and self._version != NO_VERSION:
             load = partial(self.rollout.call_rank, rank, RolloutWorker.load_bucket)
-            self._ask(0, True)
-            self._send(True, load)
+            self._ask(0, self._reads_back)
+            self._send(self._reads_back, load)
+
+    @property
+    def _reads_back(self) -> bool:
+        """Whether the engine's weights can be compared with what was sent."""
+        return GENERATION_ENGINES[self.config.name].reads_back
 
     def _start(self, checked: bool) -> None:
         """Begins to send the weights to all generation processes."""

@@ -7,7 +7,8 @@ depends on the seed, the epoch, the prompt's uid and the sample's number, never 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -24,6 +25,7 @@ from hydraflow.generation.base import (
     GenerationEngine,
     GenerationOutput,
     GenerationRequest,
+    ReadableEngine,
     SamplingParams,
 )
 from hydraflow.generation.config import GENERATION_ENGINES, SamplingConfig
@@ -54,6 +56,8 @@ class RolloutSpec:
     """Neighbouring ranks that have one engine together."""
     section: str = "actor_rollout_ref.rollout"
     """Where the configuration has `rollout`, and beside it `model`; for messages."""
+    start_seconds: float = math.inf
+    """An engine's own process may take so long to start."""
 
 
 @dataclass(frozen=True)
@@ -91,6 +95,7 @@ class RolloutWorker(Worker):
             rank=process.rank % spec.tensor_parallel,
             section=spec.section,
             seed=(spec.seed + self.replica) % 2**31,
+            start_seconds=spec.start_seconds,
         )
         build = GENERATION_ENGINES[spec.rollout.name].load()
         self.engine: GenerationEngine = build(load_config(spec.model), engine_spec)
@@ -127,7 +132,7 @@ class RolloutWorker(Worker):
     def first_difference_from_actor(self) -> str | None:
         """The first tensor that is not the one of the actor in this process; None: all are."""
         actor = self.process.roles["actor"]
-        return first_difference(self.engine.held(), actor.engine.weights())  # type: ignore[attr-defined]
+        return first_difference(self._held(), actor.engine.weights())  # type: ignore[attr-defined]
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False, read_only=True, resend=False)
     def load_bucket(self, stored: StoredValue) -> None:
@@ -154,7 +159,7 @@ class RolloutWorker(Worker):
         self.version, self.sleeps_beside = None, ()
         self.engine.update_weights(bucket.tensors(), first=header.number == 0, last=header.last)
         if header.checksum is not None and not self._arrived(header):
-            differing = first_difference(self.engine.held(), bucket.tensors())
+            differing = first_difference(self._held(), bucket.tensors())
             raise GuardStop(
                 f"generation rank {self.process.rank}: weights of version {header.version} did not arrive as"
                 f" they were sent (bucket {header.number}, {differing or 'none differs from the bucket'})"
@@ -162,9 +167,14 @@ class RolloutWorker(Worker):
         if header.last:
             self.version = header.version
 
+    def _held(self) -> Mapping[str, torch.Tensor]:
+        """The weights of an engine that gives them back; others are never asked (`config.Engine`)."""
+        assert isinstance(self.engine, ReadableEngine)
+        return self.engine.held()
+
     def _arrived(self, header: Header) -> bool:
         """Whether all processes of the engine hold what was sent; all of them say the same."""
-        arrived = header.arrived_as(self.engine.held())
+        arrived = header.arrived_as(self._held())
         if self.spec.tensor_parallel == 1:
             return arrived
         return not process_group.all_reduce(torch.tensor([not arrived]), "max").any()
@@ -172,7 +182,7 @@ class RolloutWorker(Worker):
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False, read_only=True)
     def first_difference_in_bucket(self, stored: StoredValue) -> str | None:
         """The first tensor of the bucket that is not the one held; None: all are."""
-        return first_difference(self.engine.held(), stored.read().tensors())
+        return first_difference(self._held(), stored.read().tensors())
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def sleep(self, beside: Sequence[str]) -> None:

@@ -69,6 +69,27 @@ def test_vllm_for_another_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert found.remedy.startswith("pip install 'torch==1.0'")
 
 
+def test_sglang_that_is_missing_too_old_or_cannot_be_imported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asking = CheckContext(configured(actor_rollout_ref__rollout__name="sglang"))
+    [found] = findings(asking, "SGLang and torch")
+    assert found.state is State.PROBLEM and "docs/sglang.md" in found.remedy
+    assert states(findings(CheckContext(configured()), "SGLang and torch")) == [State.SKIPPED]
+    server = tmp_path / "sglang" / "srt" / "entrypoints" / "http_server.py"
+    server.parent.mkdir(parents=True)
+    server.write_text("raise ImportError('no kernels')\n")
+    distribution(tmp_path, "sglang", "0.5.9")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    [found] = findings(asking, "SGLang and torch")
+    assert "its server cannot be imported" in found.evidence and "no kernels" in found.evidence
+    server.write_text("")
+    [found] = findings(asking, "SGLang and torch")
+    assert found.state is State.PROBLEM and "SGLang 0.5.9" in found.evidence
+    assert "older than 0.5.23" in found.evidence
+
+
 def broken_flash(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A flash-attn that was built for another torch, as its import ends."""
     made = folder / "flash_attn"

@@ -107,6 +107,18 @@ CASES = [
     ("actor_rollout_ref.model.lora_alpha=4", [], "actor_rollout_ref.model.lora_rank=8"),
     (f"{ROLLOUT}.gpu_memory_utilization=0.6", [], f"{ROLLOUT}.name=vllm"),
     (f"{ROLLOUT}.engine_kwargs.vllm={{swap_space: 4}}", [], f"{ROLLOUT}.name=vllm"),
+    (
+        f"{ROLLOUT}.engine_kwargs.sglang={{chunked_prefill_size: 4}}",
+        [f"{ROLLOUT}.name=vllm"],
+        f"{ROLLOUT}.name=sglang",
+    ),
+    (
+        f"{ROLLOUT}.engine_kwargs.vllm={{swap_space: 4}}",
+        [f"{ROLLOUT}.name=sglang"],
+        f"{ROLLOUT}.name=vllm",
+    ),
+    (f"{ROLLOUT}.max_num_batched_tokens=9000", [f"{ROLLOUT}.name=sglang"], f"{ROLLOUT}.name=vllm"),
+    (f"{ROLLOUT}.verify_weights_every=1", [f"{ROLLOUT}.name=sglang"], f"{ROLLOUT}.name=vllm"),
     (f"{ROLLOUT}.n_gpus_per_node=4", [], f"{ROLLOUT}.nnodes=1"),
     (f"{ROLLOUT}.val_kwargs.top_p=0.7", ["data.val_files=v"], f"{ROLLOUT}.val_kwargs.do_sample=true"),
     ("trainer.test_freq=5", [], "data.val_files=v"),

@@ -19,7 +19,7 @@ from hydraflow.compose.keys import known_keys
 from hydraflow.compose.rules import problems
 from hydraflow.data.config import PromptConfig, SFTDataConfig
 from hydraflow.engine.config import TRAIN_ENGINES, OptimConfig
-from hydraflow.generation.config import GENERATION_ENGINES, VLLM_ARGUMENTS
+from hydraflow.generation.config import GENERATION_ENGINES
 from hydraflow.options import option_of
 from hydraflow.schema import EvalConfig, GenerateConfig, PPOConfig, SFTConfig
 from hydraflow.trainer.config import LOGGERS
@@ -374,13 +374,17 @@ def test_two_dumps_in_one_folder_are_refused(again, tmp_path, monkeypatch):
     )
 
 
-@pytest.mark.parametrize("name", VLLM_ARGUMENTS)
-def test_what_the_trainer_tells_vllm_cannot_be_given_again(name):
+@pytest.mark.parametrize(
+    ("engine", "name"),
+    [(engine, name) for engine, facts in GENERATION_ENGINES.items() for name in facts.set_elsewhere],
+)
+def test_what_the_trainer_tells_an_engine_cannot_be_given_again(engine, name):
     config, generate = valid(), GenerateConfig()
     for rollout in (config.actor_rollout_ref.rollout, generate.rollout):
-        rollout.name, rollout.engine_kwargs.vllm = "vllm", {name: 1, "block_size": 32}
-    assert [problem.field for problem in problems(config)] == [f"{ROLLOUT}.engine_kwargs.vllm.{name}"]
-    found = {problem.field: problem for problem in problems(generate)}[f"rollout.engine_kwargs.vllm.{name}"]
+        rollout.name = engine
+        setattr(rollout.engine_kwargs, engine, {name: 1, "block_size": 32})
+    assert [problem.field for problem in problems(config)] == [f"{ROLLOUT}.engine_kwargs.{engine}.{name}"]
+    found = {one.field: one for one in problems(generate)}[f"rollout.engine_kwargs.{engine}.{name}"]
     assert "actor_rollout_ref" not in str(found)
     remedy = found.remedy.removesuffix("=...").removeprefix("leave out ")
     assert remedy == found.field or remedy in known_keys(GenerateConfig)
@@ -415,3 +419,21 @@ def test_what_vllm_does_not_do_is_refused(key, value, also):
     assert problems(config) == []
     put(config, f"{ROLLOUT}.name", "vllm")
     assert [problem.field for problem in problems(config)] == [key]
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        (f"{ROLLOUT}.temperature", 1e-7),
+        (f"{ROLLOUT}.dtype", "fp64"),
+        (f"{ROLLOUT}.tensor_model_parallel_size", 2),
+        (f"{DEBUG}.local", True),
+    ],
+)
+def test_what_sglang_does_not_do_is_refused(key, value):
+    config = valid()
+    put(config, f"{ROLLOUT}.name", "sglang")
+    assert problems(config) == []
+    put(config, key, value)
+    [problem] = problems(config)
+    assert problem.field in (key, f"{ROLLOUT}.name")

@@ -47,3 +47,10 @@ def test_a_library_that_is_not_installed_is_named(monkeypatch: pytest.MonkeyPatc
         "      -> pip install 'hydraflow-trainer[vllm]', or on a CPU scripts/install_vllm_cpu.sh;"
         " or actor_rollout_ref.rollout.name=native"
     )
+
+
+def test_sglang_that_is_not_installed_is_named(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("hydraflow.options.Library.is_installed", False)
+    [found] = problems(configured(rollout__name="sglang"))
+    assert found.rule == "needs SGLang, which is not installed"
+    assert "docs/sglang.md" in found.remedy and found.remedy.endswith("rollout.name=native")

@@ -92,7 +92,7 @@ def test_a_size_over_all_ranks_is_divided_by_the_ranks_of_its_role(extra):
 @pytest.mark.parametrize(
     "words",
     [
-        [f"{ROLLOUT}.name=sglang", f"{ROLLOUT}.tensor_model_parallel_size=2"],
+        [f"{ROLLOUT}.name=trtllm", f"{ROLLOUT}.tensor_model_parallel_size=2"],
         [f"{ROLLOUT}.name=trtllm"],
         [f"{ACTOR}.strategy=fsdp_turbo", f"{REF}.strategy=fsdp_turbo"],
         [f"{ACTOR}.strategy=veomni", f"{REF}.strategy=veomni", "critic.strategy=veomni"],

@@ -1,0 +1,78 @@
+"""What engines that take single requests have in common: whole batches, seeds, and what fits.
+
+In: a batch of prompts, or a request's key. Out: the batch's rows in their order, or a seed. Left out on
+purpose: the native engine, which samples batches itself and draws its own random numbers.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+
+import numpy as np
+from torch import Tensor
+
+from hydraflow.generation.base import (
+    Completion,
+    GenerationEngine,
+    GenerationOutput,
+    GenerationRequest,
+    Key,
+    SamplingParams,
+    TokenRequest,
+)
+from hydraflow.protocol import ragged
+
+
+def sample_batch(
+    engine: GenerationEngine, request: GenerationRequest, params: SamplingParams
+) -> GenerationOutput:
+    """All responses, by `submit` and `advance`. None is in flight afterwards, whatever happens."""
+    requests = [
+        TokenRequest(f"{i}-{sample}", prompt, params, key, sample)
+        for i, (prompt, samples, key) in enumerate(zip(request.prompts, request.samples, request.keys))
+        for sample in range(samples)
+    ]
+    names = [one.name for one in requests]
+    found: dict[str, Completion] = {}
+    try:
+        engine.submit(requests)
+        while len(found) < len(names):
+            found |= {one.name: one for one in engine.advance()}
+    except BaseException:
+        engine.abort(names)
+        raise
+    ordered = [found[name] for name in names]
+    return GenerationOutput(
+        ragged.from_rows([one.tokens for one in ordered]),
+        ragged.from_rows([one.log_probs for one in ordered]),
+        np.array([one.finish_reason for one in ordered], dtype=object),
+    )
+
+
+def require_fitting(
+    prompts: Sequence[Tensor], params: SamplingParams, *, context: int, vocabulary: int
+) -> None:
+    """ValueError: a prompt that is too long for the engine, or with a token that the model does not know."""
+    for i, prompt in enumerate(prompts):
+        if len(prompt) + params.max_tokens > context:
+            raise ValueError(
+                f"prompt {i} has {len(prompt)} tokens; with max_tokens={params.max_tokens} that is"
+                f" {len(prompt) + params.max_tokens}, more than rollout.max_model_len={context}"
+            )
+        low, high = (int(x) for x in prompt.aminmax())
+        if low < 0 or high >= vocabulary:
+            raise ValueError(
+                f"prompt {i} holds token {high if high >= vocabulary else low}; the vocabulary has"
+                f" {vocabulary} tokens"
+            )
+
+
+def seed_of(key: Key, sample: int, begun: int = 0) -> int:
+    """The seed of one sample's draws: 63 bits of a hash, of which torch's generator on a CPU uses 32.
+    `begun`: tokens that the response has already."""
+    parts = [part if isinstance(part, str) else int(part) for part in key]
+    words = [*parts, sample, *([begun] if begun else [])]
+    digest = hashlib.blake2b(json.dumps(words).encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1

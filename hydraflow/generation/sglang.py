@@ -1,0 +1,358 @@
+"""The generation engine that samples with an SGLang server of its own (`rollout.name=sglang`).
+
+In: prompts, sampling settings, and a stream of weights. Out: responses with the log-probability of every
+token, under the one convention of all engines: softmax(logits / temperature), before top-k and top-p. That is
+what SGLang 0.5.23 returns unless SGLANG_RETURN_ORIGINAL_LOGPROB is set (`sglang/srt/layers/sampler.py`:
+`log(probs)` of the scaled logits, before they are filtered; at temperature 0, log_softmax of the logits).
+Each response is a request of its own to /generate, in a thread that waits for it. Weights go through
+/update_weights_from_disk, whose files hold no code.
+Left out on purpose: SGLang's tokenizer, and reading weights back: /get_weights_by_name gives those of some
+models only, as decimal text.
+"""
+
+from __future__ import annotations
+
+import copy
+import importlib.metadata
+import shutil
+import threading
+import time
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, wait
+from dataclasses import dataclass, field
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import torch
+from packaging.version import Version
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, PreTrainedConfig
+from transformers.initialization import no_init_weights
+
+from hydraflow.errors import ConfigError, EnvironmentFault
+from hydraflow.generation.base import (
+    ABORT,
+    LENGTH,
+    STOP,
+    Completion,
+    EngineSpec,
+    GenerationOutput,
+    GenerationRequest,
+    SamplingParams,
+    TokenRequest,
+)
+from hydraflow.generation.config import MINIMUM_SGLANG, SGLANG
+from hydraflow.generation.native import end_tokens
+from hydraflow.generation.requests import require_fitting, sample_batch, seed_of
+from hydraflow.generation.sglang_server import RequestRefused, SglangServer, flags
+from hydraflow.generation.sglang_weights import WeightFiles, private_folder
+from hydraflow.generation.weights import Arrivals
+
+SILENCE_SECONDS = 300.0
+"""A server of which no response ends and that is not healthy for so long has failed."""
+LOOK_SECONDS = 10.0
+"""Without a response for so long, its health is looked at."""
+CALL_SECONDS = 600.0
+"""What loading weights, and giving back or taking memory, may take."""
+ABORT_SECONDS = 0.2
+"""After so long an abort is asked for again: the server ignores it for requests that it has not read yet."""
+IDLE_SECONDS = 60
+"""The server may take so long to notice that nothing is in flight."""
+SPARE_TOKENS = 2
+"""SGLang samples up to two tokens less than its context has room for (`Scheduler.init_req_max_new_tokens`,
+`TpModelWorker.get_worker_info`)."""
+
+
+@dataclass(frozen=True)
+class _Flight:
+    """A request that the server has, or will have at once."""
+
+    rid: str
+    """Its name on the server, none the beginning of another: an abort ends all that begin with it."""
+    request: TokenRequest
+    answer: Future[Any] = field(default_factory=Future)
+    """Of /generate."""
+
+
+class SglangEngine:
+    """A `GenerationEngine` in front of a server."""
+
+    def __init__(
+        self,
+        server: SglangServer,
+        model: nn.Module,
+        files: WeightFiles,
+        arrivals: Arrivals,
+        *,
+        eos: Sequence[int],
+        context: int,
+        max_num_seqs: int,
+        folder: Path,
+    ):
+        """server: with the model's shape and without its weights. files: on their way to it, with the
+        model's arrivals. eos: its end tokens. context: tokens of the longest row. folder: of the model."""
+        self._server, self._files, self._arrivals = server, files, arrivals
+        self._eos, self._context, self._folder = tuple(eos), context, folder
+        self._vocabulary: int = model.get_input_embeddings().num_embeddings  # type: ignore[operator,union-attr]
+        self._not_ready = "the engine has no weights yet: call update_weights first"
+        self._sleeps = False
+        self._numbers, self._most_flights = count(), max_num_seqs
+        self._queue: dict[str, TokenRequest] = {}
+        """In flight for the caller; the server will get them once others have ended."""
+        self._flights: dict[str, _Flight] = {}
+
+    def generate(self, request: GenerationRequest, params: SamplingParams) -> GenerationOutput:
+        """Samples every prompt. See `GenerationOutput` for the order of rows.
+
+        ValueError: a prompt that does not fit the context or the vocabulary. RuntimeError: without weights.
+        FloatingPointError: log-probabilities are not numbers. EnvironmentFault: the server has failed.
+        """
+        self._check(request.prompts, params)
+        return sample_batch(self, request, params)
+
+    def submit(self, requests: Sequence[TokenRequest]) -> None:
+        """See `GenerationEngine`."""
+        if self._not_ready:
+            raise RuntimeError(self._not_ready)
+        for one in requests:
+            self._check([one.prompt], one.params)
+        self._queue |= {one.name: one for one in requests}
+        self._launch()
+
+    def advance(self) -> list[Completion]:
+        """See `GenerationEngine`. Errors as in `generate`."""
+        if not self._flights:
+            return []
+        silent_since = time.monotonic()
+        while not (ended := self._ended()):
+            if self._server.is_healthy():
+                silent_since = time.monotonic()
+            elif (seconds := time.monotonic() - silent_since) > SILENCE_SECONDS:
+                self._server.give_up(f"has answered nothing for {seconds:.0f} seconds")
+        return self._land(ended)
+
+    def abort(self, names: Collection[str]) -> list[Completion]:
+        """See `GenerationEngine`. What has just been completed is returned as it is."""
+        waiting = [_nothing(name) for name in names if self._queue.pop(name, None) is not None]
+        begun = [name for name in names if name in self._flights]
+        if self._server.over:
+            self._flights.clear()
+            return waiting
+        deadline = time.monotonic() + CALL_SECONDS
+        while left := [name for name in begun if not self._flights[name].answer.done()]:
+            if time.monotonic() > deadline:
+                self._server.give_up(f"has not aborted {len(left)} requests in {CALL_SECONDS:g} seconds")
+            self._ask_to_abort(left)
+            wait([self._flights[name].answer for name in left], ABORT_SECONDS)
+        return waiting + self._land(begun)
+
+    def update_weights(
+        self, stream: Iterable[tuple[str, Tensor]], *, first: bool = True, last: bool = True
+    ) -> None:
+        """See `GenerationEngine`. The server loads all of them at once, after the last part."""
+        if self._flights:
+            raise RuntimeError(f"{len(self._flights)} requests are in flight: abort them before new weights")
+        self._not_ready = (
+            "the last update_weights failed half-way, so the weights are a mixture: update them again"
+        )
+        if first:
+            self._files.remove()
+            self._arrivals.forget()
+        self._files.write(stream)
+        if last:
+            self._arrivals.require_all()
+            self._load()
+            self._not_ready = ""
+
+    def sleep(self) -> None:
+        """See `GenerationEngine`."""
+        self._not_ready = "the engine sleeps: update its weights first"
+        if not self._sleeps:
+            self._become_idle()
+            self._server.post("/release_memory_occupation", {}, seconds=CALL_SECONDS)
+            self._sleeps = True
+
+    def close(self) -> None:
+        """Ends the server; it also ends with this process."""
+        self._server.end()
+
+    def _load(self) -> None:
+        """Has the server load the files, which are removed then."""
+        if self._sleeps:
+            self._server.post("/resume_memory_occupation", {}, seconds=CALL_SECONDS)
+            self._sleeps = False
+        self._become_idle()
+        asked = {"model_path": str(self._folder), "load_format": "safetensors", "flush_cache": True}
+        answer = self._server.post("/update_weights_from_disk", asked, seconds=CALL_SECONDS)
+        if not answer["success"]:
+            raise RuntimeError(f"SGLang did not load the weights: {answer['message']}")
+        self._files.remove()
+
+    def _become_idle(self) -> None:
+        """Has the server drop its cache, for which it must have noticed that nothing is in flight: asked to
+        give back memory before that, it would fail an assertion."""
+        self._server.post(f"/flush_cache?timeout={IDLE_SECONDS}", {}, seconds=CALL_SECONDS)
+
+    def _ended(self) -> list[str]:
+        """Requests that have ended; none after LOOK_SECONDS."""
+        answers = [flight.answer for flight in self._flights.values()]
+        wait(answers, LOOK_SECONDS, return_when=FIRST_COMPLETED)
+        return [name for name, flight in self._flights.items() if flight.answer.done()]
+
+    def _land(self, names: Sequence[str]) -> list[Completion]:
+        """Completions of requests that have ended, which are then no longer in flight. An error of one is
+        raised."""
+        landed = [self._flights.pop(name) for name in names]
+        self._launch()
+        return [_completion(flight.request, flight.answer.result()) for flight in landed]
+
+    def _ask_to_abort(self, names: Sequence[str]) -> None:
+        if len(names) == len(self._flights):
+            self._server.post("/abort_request", {"abort_all": True}, seconds=CALL_SECONDS)
+            return
+        for name in names:
+            self._server.post("/abort_request", {"rid": self._flights[name].rid}, seconds=CALL_SECONDS)
+
+    def _launch(self) -> None:
+        """Sends requests, each from a thread of its own, which no exit of this process waits for."""
+        while self._queue and len(self._flights) < self._most_flights:
+            name = next(iter(self._queue))
+            flight = _Flight(f"{next(self._numbers):016d}", self._queue.pop(name))
+            self._flights[name] = flight
+            threading.Thread(target=self._ask, args=(flight,), daemon=True).start()
+
+    def _ask(self, flight: _Flight) -> None:
+        """Has one response sampled."""
+        asked = {
+            "rid": flight.rid,
+            "input_ids": flight.request.context.tolist(),
+            "sampling_params": self._sampling_params(flight.request),
+            "return_logprob": True,
+            "logprob_start_len": -1,  # of the response alone
+        }
+        try:
+            flight.answer.set_result(self._server.post("/generate", asked))
+        except (RequestRefused, EnvironmentFault) as error:  # whoever waits for the answer raises it
+            flight.answer.set_exception(error)
+        finally:
+            flight.answer.cancel()  # of anything else the thread dies, and nobody must wait
+
+    def _sampling_params(self, one: TokenRequest) -> dict[str, Any]:
+        params = one.left
+        return {
+            "max_new_tokens": params.max_tokens,
+            "temperature": params.temperature,
+            "top_k": params.top_k or -1,
+            "top_p": params.top_p,
+            # The model's own are sent, too: the server does not know them. Its ignore_eos ignores all.
+            "stop_token_ids": sorted({*params.stop_token_ids, *(() if params.ignore_eos else self._eos)}),
+            # Read with --enable-deterministic-inference only; then each position has a draw of its own, and
+            # a continued response is the unbroken one.
+            "sampling_seed": seed_of(one.key, one.sample),
+        }
+
+    def _check(self, prompts: Sequence[Tensor], params: SamplingParams) -> None:
+        require_fitting(prompts, params, context=self._context, vocabulary=self._vocabulary)
+
+
+def build(config: PreTrainedConfig, spec: EngineSpec) -> SglangEngine:
+    """The engine of a rollout process. ConfigError: another version of SGLang than needed. EnvironmentFault:
+    its server does not start."""
+    _require_version(spec.section)
+    with no_init_weights(), torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(copy.deepcopy(config), dtype=spec.dtype)
+    model.tie_weights()
+    folder = private_folder(sum(parameter.nbytes for parameter in model.parameters()))
+    try:
+        _save(config, type(model).__name__, folder)
+        start = 0.9 * spec.start_seconds  # its error comes before the trainer's
+        server = SglangServer(flags(arguments(folder, spec)), folder=folder, start_seconds=start)
+    except BaseException:
+        shutil.rmtree(folder, ignore_errors=True)
+        raise
+    arrivals = Arrivals(model)
+    return SglangEngine(
+        server,
+        model,
+        WeightFiles(folder, arrivals, spec.dtype),
+        arrivals,
+        eos=end_tokens(spec.generation_config or model.generation_config, config),
+        context=spec.rollout.max_model_len or spec.longest_row,
+        max_num_seqs=spec.rollout.max_num_seqs,
+        folder=folder,
+    )
+
+
+def arguments(folder: Path, spec: EngineSpec) -> Mapping[str, Any]:
+    """SGLang's arguments besides host and port; `generation.config.SGLANG_ARGUMENTS` lists those that users
+    cannot give."""
+    rollout, on_cpu = spec.rollout, spec.device.type == "cpu"
+    graphs = "disabled" if (on_cpu if rollout.enforce_eager is None else rollout.enforce_eager) else None
+    return {
+        "model_path": folder,
+        "skip_tokenizer_init": True,
+        "load_format": "dummy",  # the actor's weights come before the first request
+        "dtype": str(spec.dtype).removeprefix("torch."),
+        "random_seed": spec.seed,
+        "context_length": (rollout.max_model_len or spec.longest_row) + SPARE_TOKENS,
+        "max_running_requests": rollout.max_num_seqs,
+        "mem_fraction_static": rollout.gpu_memory_utilization,
+        "disable_radix_cache": not rollout.enable_prefix_caching,
+        "cuda_graph_backend_decode": graphs,
+        "cuda_graph_backend_prefill": graphs,
+        "enable_memory_saver": not on_cpu,
+        "device": spec.device.type,
+        "base_gpu_id": spec.device.index,
+        **rollout.engine_kwargs.sglang,
+    }
+
+
+def _require_version(section: str) -> None:
+    try:
+        found = importlib.metadata.version(SGLANG.package)
+    except importlib.metadata.PackageNotFoundError:
+        found = "none"
+    if found == "none" or Version(found) < Version(MINIMUM_SGLANG):
+        rule = f"needs SGLang {MINIMUM_SGLANG} or newer; {found} is installed"
+        raise ConfigError.one(
+            f"{section}.name", "sglang", rule, f"{SGLANG.install}; or {section}.name=native"
+        )
+
+
+def _save(config: PreTrainedConfig, architecture: str, folder: Path) -> None:
+    """Writes the configuration, without end tokens: each request has its own."""
+    saved = copy.deepcopy(config)
+    saved.architectures = [architecture]
+    for part in (saved, saved.get_text_config()):
+        part.eos_token_id = None
+    saved.save_pretrained(folder)
+
+
+def _completion(one: TokenRequest, answer: Mapping[str, Any]) -> Completion:
+    """From an answer of /generate: `meta_info.output_token_logprobs` has (log-probability, token, text) of
+    each token, and null for a number that is none."""
+    facts = answer["meta_info"]
+    reason = facts["finish_reason"]["type"]
+    pairs = facts.get("output_token_logprobs") or []
+    tokens = [token for _, token, *_ in pairs]
+    if reason not in (STOP, LENGTH, ABORT):
+        raise RuntimeError(f"SGLang ended a request with {facts['finish_reason']}")
+    if reason != ABORT and tokens != answer["output_ids"]:
+        lengths = f"{len(answer['output_ids'])} tokens and {len(tokens)} log-probabilities"
+        raise RuntimeError(f"SGLang gave {lengths} that do not belong together")
+    if reason == LENGTH and len(tokens) != one.left.max_tokens:
+        why = "its KV cache has no room for the longest row; a larger rollout.gpu_memory_utilization helps"
+        raise RuntimeError(f"SGLang cut a response at {len(tokens)} of {one.left.max_tokens} tokens: {why}")
+    log_probs = torch.tensor(
+        [float("nan") if value is None else value for value, *_ in pairs], dtype=torch.float32
+    )
+    if not bool(log_probs.isfinite().all()):
+        raise FloatingPointError("log-probabilities of sampled tokens are not finite: the weights are broken")
+    return Completion(one.name, torch.tensor(tokens, dtype=torch.int64), log_probs, reason)
+
+
+def _nothing(name: str) -> Completion:
+    """Of a request that the server has not got."""
+    none = torch.empty(0, dtype=torch.int64)
+    return Completion(name, none, none.float(), ABORT)

@@ -1,0 +1,181 @@
+"""An SGLang server of this process's own, and calls to its HTTP API.
+
+In: arguments of `python -m sglang.launch_server`, and JSON for its endpoints. Out: JSON, or an error that
+says what the server was asked, what it answered, and with which lines it ended. It listens on 127.0.0.1 alone
+and ends with this process, however that ends. Paths, fields and answers are those of SGLang 0.5.23
+(`sglang/srt/entrypoints/http_server.py`, `sglang/srt/managers/io_struct.py`).
+Left out on purpose: streams of tokens, and keys, which no other user of the machine is asked for.
+"""
+
+from __future__ import annotations
+
+import http.client
+import json
+import os
+import socket
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+from hydraflow.errors import EnvironmentFault
+from hydraflow.system.tether import Tethered
+
+ADDRESS = "127.0.0.1"
+HEALTH = "/health"
+"""Answers 200 once the server has warmed up, and while its scheduler answers: it generates a token, or
+reads that others are generated."""
+HEALTH_SECONDS = 30.0
+"""What one look at its health may take; the server itself gives up after 20."""
+POLL_SECONDS = 0.2
+ENVIRONMENT = {
+    # log-probabilities before the temperature, where it is set (`sglang/srt/layers/sampler.py`)
+    "SGLANG_RETURN_ORIGINAL_LOGPROB": "false",
+    # broken weights must show: otherwise logits that are not numbers are replaced
+    "SGLANG_SANITIZE_NAN_LOGITS": "false",
+    # it needs room for two tokens more than the longest row has
+    "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "true",
+}
+_DYING_SECONDS = 5.0
+"""After a broken connection: for the server's end."""
+_TAIL_BYTES, _TAIL_LINES = 8192, 25
+
+
+class RequestRefused(RuntimeError):
+    """The server answered a request with an error."""
+
+
+class SglangServer:
+    """The server's process and its address."""
+
+    def __init__(self, arguments: Sequence[str], *, folder: Path, start_seconds: float):
+        """Starts it and waits until it is healthy. folder: for its log; removed with the server.
+
+        EnvironmentFault: it has ended, or is not healthy after `start_seconds`.
+        """
+        self.over = False
+        """Whether it was ended."""
+        self._port = _free_port()
+        # by its descriptor: it is read when the folder is gone
+        self._log = os.open(folder / "server.log", os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+        command = [sys.executable, "-m", "sglang.launch_server", "--host", ADDRESS, "--port", str(self._port)]
+        self._process = Tethered(
+            [*command, *arguments], folder=folder, log=self._log, env=os.environ | ENVIRONMENT
+        )
+        try:
+            self._await_health(start_seconds)
+        except BaseException:
+            self.end()
+            raise
+
+    def post(self, path: str, body: Mapping[str, Any], *, seconds: float | None = None) -> Any:
+        """The answer to a request, None where it is not JSON. seconds: its limit; None: no limit.
+
+        RequestRefused: with the server's words. EnvironmentFault: it gave no answer, or has ended.
+        """
+        try:
+            status, content, kind = self._exchange("POST", path, json.dumps(body), seconds)
+        except TimeoutError:
+            self.give_up(f"gave no answer to {path} within {seconds:g} seconds")
+        except (OSError, http.client.HTTPException) as error:
+            if how := self._process.ended(_DYING_SECONDS):
+                self.give_up(f"ended ({how}) before it answered {path}")
+            self.give_up(f"closed the connection before it answered {path}: {error}")
+        if status != http.client.OK:
+            raise RequestRefused(f"SGLang refused {path} ({status}): {_words(content)}")
+        return json.loads(content) if kind.startswith("application/json") else None
+
+    def is_healthy(self) -> bool:
+        """Whether it answers. EnvironmentFault: it has ended."""
+        if how := self._process.ended():
+            self.give_up(f"ended ({how})")
+        return self._look(HEALTH_SECONDS) == "200"
+
+    def give_up(self, why: str) -> NoReturn:
+        """Ends the server, and raises EnvironmentFault with what it printed last."""
+        self.end()
+        lines = self._last_lines()
+        printed = f"; it printed last:\n{lines}" if lines else "; it printed nothing"
+        raise EnvironmentFault(f"SGLang's server {why}{printed}")
+
+    def end(self) -> None:
+        """Ends it and all of its processes."""
+        self.over = True
+        self._process.end()
+
+    def _await_health(self, seconds: float) -> None:
+        deadline, answer = time.monotonic() + seconds, ""
+        while (left := deadline - time.monotonic()) > 0:
+            if how := self._process.ended():
+                self.give_up(f"ended ({how}) before it was healthy")
+            if (answer := self._look(min(left, HEALTH_SECONDS))) == "200":
+                return
+            time.sleep(POLL_SECONDS)
+        url = f"http://{ADDRESS}:{self._port}{HEALTH}"
+        self.give_up(
+            f"was not healthy within {seconds:g} seconds, for which trainer.start_timeout leaves room: the"
+            f" last answer of {url} was {answer or 'none'}"
+        )
+
+    def _look(self, seconds: float) -> str:
+        """What its health endpoint says: a status, or why it does not answer."""
+        try:
+            return str(self._exchange("GET", HEALTH, None, seconds)[0])
+        except (OSError, http.client.HTTPException) as error:
+            return str(error)
+
+    def _exchange(
+        self, method: str, path: str, body: str | None, seconds: float | None
+    ) -> tuple[int, bytes, str]:
+        """Status, content and its type."""
+        connection = http.client.HTTPConnection(ADDRESS, self._port, timeout=seconds)
+        try:
+            connection.request(method, path, body, {"Content-Type": "application/json"})
+            answer = connection.getresponse()
+            return answer.status, answer.read(), answer.getheader("Content-Type", "")
+        finally:
+            connection.close()
+
+    def _last_lines(self) -> str:
+        start = max(0, os.fstat(self._log).st_size - _TAIL_BYTES)
+        text = os.pread(self._log, _TAIL_BYTES, start).decode(errors="replace")
+        return "\n".join(f"  {line}" for line in text.strip().splitlines()[-_TAIL_LINES:])
+
+
+def flags(arguments: Mapping[str, Any]) -> list[str]:
+    """Arguments of a command line. None and false leave one out; a mapping is written as JSON.
+
+    >>> flags({"tp_size": 2, "enable_memory_saver": True, "quantization": None, "lora_paths": ["a", "b"]})
+    ['--tp-size', '2', '--enable-memory-saver', '--lora-paths', 'a', 'b']
+    """
+    found: list[str] = []
+    for name, value in arguments.items():
+        if value is None or value is False:
+            continue
+        found.append(f"--{name.replace('_', '-')}")
+        if isinstance(value, Mapping):
+            found.append(json.dumps(value))
+        elif value is not True:
+            found += map(str, value if isinstance(value, list | tuple) else [value])
+    return found
+
+
+def _words(content: bytes) -> str:
+    """What an error says. Its shapes: {"error": {"message": ...}}, {"error": ...}, {"message": ...},
+    {"detail": ...}, and text."""
+    text = content.decode(errors="replace").strip()
+    try:
+        said = json.loads(text)
+    except json.JSONDecodeError:
+        return text
+    for name in ("error", "message", "detail"):
+        if isinstance(said, dict) and name in said:
+            said = said[name]
+    return str(said)
+
+
+def _free_port() -> int:
+    with socket.create_server((ADDRESS, 0)) as listening:
+        port: int = listening.getsockname()[1]
+        return port

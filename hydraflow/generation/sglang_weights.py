@@ -1,0 +1,86 @@
+"""Weights on their way to an SGLang server: files in a folder, from which it loads them.
+
+In: (Hugging Face name, full tensor) pairs, in parts. Out: safetensors files, which hold tensors and no code.
+Left out on purpose: SGLang's updates from tensors, which it unpickles, and from a process group, in which it
+would have to meet the trainer.
+"""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from collections.abc import Iterable
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from hydraflow.errors import EnvironmentFault
+from hydraflow.generation.weights import Arrivals
+
+SHARED_MEMORY = Path("/dev/shm")
+FILE_BYTES = 2**30
+"""A file is written when so much has arrived."""
+
+
+class WeightFiles:
+    """The weights of one update, checked against the model that they are for."""
+
+    def __init__(self, folder: Path, arrivals: Arrivals, dtype: torch.dtype):
+        """dtype: of floating-point weights in the files."""
+        self._folder, self._arrivals, self._dtype = folder, arrivals, dtype
+        self._pending: dict[str, Tensor] = {}
+        self._file_of: dict[str, Path] = {}
+
+    def write(self, stream: Iterable[tuple[str, Tensor]]) -> None:
+        """Writes some of the weights, tied ones once. ValueError: an unknown name, a wrong shape, or two
+        different tensors for tied weights. EnvironmentFault: the folder has no room."""
+        for name, tensor in stream:
+            earlier = self._arrivals.note(name, tensor.shape)
+            kept = tensor.to("cpu", self._dtype if tensor.is_floating_point() else tensor.dtype)
+            if earlier != name:
+                if not torch.equal(self._read(self._arrivals.first_name(earlier)), kept):
+                    self._arrivals.refuse_other(name, earlier)
+                continue
+            # a copy: the stream is borrowed
+            self._pending[self._arrivals.first_name(name)] = kept.clone(memory_format=torch.contiguous_format)
+            if sum(one.nbytes for one in self._pending.values()) >= FILE_BYTES:
+                self._flush()
+        self._flush()
+
+    def remove(self) -> None:
+        """Removes the files; the next weights are those of another update."""
+        for file in set(self._file_of.values()):
+            file.unlink()
+        self._pending, self._file_of = {}, {}
+
+    def _flush(self) -> None:
+        if not self._pending:
+            return
+        needed = sum(one.nbytes for one in self._pending.values())
+        if (free := shutil.disk_usage(self._folder).free) < 1.01 * needed + 2**20:
+            raise EnvironmentFault(
+                f"{self._folder} has {free / 2**30:.2f} GiB of room, and the next {needed / 2**30:.2f} GiB of"
+                " weights for SGLang do not fit; a larger /dev/shm helps, or TMPDIR=<a folder with room for"
+                " all weights>"
+            )
+        file = self._folder / f"part-{len(set(self._file_of.values())):05d}.safetensors"
+        save_file(self._pending, file)
+        self._file_of |= dict.fromkeys(self._pending, file)
+        self._pending = {}
+
+    def _read(self, name: str) -> Tensor:
+        if name in self._pending:
+            return self._pending[name]
+        with safe_open(self._file_of[name], "pt") as file:
+            held: Tensor = file.get_tensor(name)
+            return held
+
+
+def private_folder(needed: int) -> Path:
+    """A new folder for weights of that many bytes: in memory if they fit there, else where temporary files
+    are."""
+    in_memory = SHARED_MEMORY.is_dir() and shutil.disk_usage(SHARED_MEMORY).free > 1.1 * needed
+    return Path(tempfile.mkdtemp(prefix="hydraflow-sglang-", dir=SHARED_MEMORY if in_memory else None))

@@ -1,0 +1,397 @@
+"""The client of SGLang's server against plain forwards and the native engine, with a stand-in that keeps the
+recorded contract and really samples."""
+
+from __future__ import annotations
+
+import copy
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+from generation.stand_in import Installed, installed
+from generation.test_native import CONFIGS, END, expected_log_probs, make, rows, weights
+from generation.test_requests import drained, single
+from generation.test_vllm import largest_gap, request_of
+from transformers import PreTrainedModel
+
+from hydraflow.errors import ConfigError, EnvironmentFault
+from hydraflow.generation import sglang, sglang_weights
+from hydraflow.generation.base import (
+    ABORT,
+    EngineSpec,
+    GenerationRequest,
+    ReadableEngine,
+    SamplingParams,
+    TokenRequest,
+)
+from hydraflow.generation.config import EngineKwargs, RolloutConfig
+from hydraflow.generation.native import NativeEngine
+from hydraflow.generation.sglang import SglangEngine
+
+pytestmark = pytest.mark.slow
+
+CONFIG = CONFIGS["qwen3 tied"]
+GREEDY = SamplingParams(max_tokens=16, temperature=0)
+NEAR = 1e-5
+LONGEST = 64
+"""As many tokens as the model has positions."""
+
+
+def build(*, start_seconds: float = 100.0, **rollout: Any) -> SglangEngine:
+    config = RolloutConfig(name="sglang", **{"max_num_seqs": 8, **rollout})
+    spec = EngineSpec(
+        config, torch.device("cpu"), torch.float32, None, longest_row=LONGEST, start_seconds=start_seconds
+    )
+    return sglang.build(CONFIG, spec)
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Installed]:
+    with installed(tmp_path_factory.mktemp("sglang")) as stand_in:
+        yield stand_in
+
+
+@pytest.fixture(scope="module")
+def started(server: Installed) -> Iterator[SglangEngine]:
+    """With draws that depend on a request's seed alone."""
+    engine = build(engine_kwargs=EngineKwargs(sglang={"enable_deterministic_inference": True}))
+    yield engine
+    engine.close()
+
+
+@pytest.fixture(scope="module")
+def models() -> list[PreTrainedModel]:
+    """Three whose weights differ in every matrix."""
+    made = [make(CONFIG) for _ in range(3)]
+    for i, model in enumerate(made[1:]):
+        for number, parameter in enumerate(model.parameters()):
+            draw = torch.Generator().manual_seed(100 * i + number)
+            parameter.data.add_(torch.randn(parameter.shape, generator=draw) * 0.1)
+    return made
+
+
+def load(engine: SglangEngine, model: PreTrainedModel, per_part: int = 1000) -> None:
+    stream = list(weights(model).items())
+    starts = range(0, len(stream), per_part)
+    for at in starts:
+        engine.update_weights(stream[at : at + per_part], first=at == 0, last=at == starts[-1])
+
+
+@pytest.fixture
+def engine(server: Installed, started: SglangEngine, models: list[PreTrainedModel]) -> SglangEngine:
+    """With the first model's weights."""
+    server.goes_wrong()
+    load(started, models[0])
+    return started
+
+
+def eventually(holds: Callable[[], bool], what: str, seconds: float = 10.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not holds():
+        assert time.monotonic() < deadline, what
+        time.sleep(0.01)
+
+
+def folders() -> set[Path]:
+    return set(sglang_weights.SHARED_MEMORY.glob("hydraflow-sglang-*"))
+
+
+def test_greedy_is_native_token_for_token(engine: SglangEngine, models: list[PreTrainedModel]) -> None:
+    """Also where the longest row is as long as the model's positions."""
+    request = request_of([1, 3, 9, 17, LONGEST - 16])
+    output = engine.generate(request, GREEDY)
+    expected = NativeEngine(models[0]).generate(request, GREEDY)
+    assert rows(output) == rows(expected)
+    assert list(output.finish_reason) == list(expected.finish_reason)
+    assert largest_gap(models[0], request, output, 1.0) < NEAR
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+@pytest.mark.parametrize("filters", [{}, {"top_k": 9, "top_p": 0.9}])
+def test_log_probs_are_the_trainers_whatever_is_filtered(
+    engine: SglangEngine, models: list[PreTrainedModel], temperature: float, filters: dict[str, Any]
+) -> None:
+    request = request_of([3, 8], samples=4)
+    params = SamplingParams(max_tokens=12, temperature=temperature, **filters)
+    output = engine.generate(request, params)
+    assert largest_gap(models[0], request, output, temperature) < NEAR
+    if temperature != 1:
+        assert largest_gap(models[0], request, output, 1.0) > 0.01, "the temperature makes a difference"
+
+
+def test_end_tokens(engine: SglangEngine, models: list[PreTrainedModel]) -> None:
+    request = request_of([5, 6, 7], samples=8)
+    output = engine.generate(request, SamplingParams(max_tokens=15))
+    assert set(output.finish_reason) == {"stop", "length"}, "both occur"
+    for row, reason in zip(rows(output), output.finish_reason):
+        assert END not in row[:-1] and (row[-1] == END) == (reason == "stop")
+    free = engine.generate(request, SamplingParams(max_tokens=15, ignore_eos=True, top_k=0))
+    assert [f[: len(s)] for f, s in zip(rows(free), rows(output))] == rows(output)
+    stops = SamplingParams(max_tokens=15, temperature=0, stop_token_ids=(7, 8), ignore_eos=True)
+    assert rows(engine.generate(request, stops)) == rows(NativeEngine(models[0]).generate(request, stops))
+
+
+@pytest.mark.parametrize("per_part", [1, 5, 1000], ids=["a tensor", "five tensors", "all"])
+def test_three_updates_in_a_row(
+    engine: SglangEngine, models: list[PreTrainedModel], per_part: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sglang_weights, "FILE_BYTES", 5000)
+    request = request_of([3, 9], samples=2)
+    for model in (models[1], models[2], models[0]):
+        load(engine, model, per_part)
+        output = engine.generate(request, SamplingParams(max_tokens=10))
+        assert largest_gap(model, request, output, 1.0) < NEAR
+    assert list(engine._folder.glob("*.safetensors")) == [], "the files are gone once they are loaded"
+
+
+def test_a_borrowed_stream(engine: SglangEngine, models: list[PreTrainedModel]) -> None:
+    """Every tensor comes in the same memory, and is gone when the next one is asked for."""
+    buffer = torch.empty(max(tensor.numel() for tensor in weights(models[1]).values()))
+
+    def borrowed() -> Iterator[tuple[str, torch.Tensor]]:
+        for name, tensor in weights(models[1]).items():
+            view = buffer[: tensor.numel()].view(tensor.shape)
+            yield name, view.copy_(tensor)
+            buffer.fill_(7.0)
+
+    engine.update_weights(borrowed())
+    request = request_of([3, 9])
+    assert largest_gap(models[1], request, engine.generate(request, GREEDY), 1.0) < NEAR
+
+
+def test_weights_that_do_not_fit_are_refused(engine: SglangEngine, models: list[PreTrainedModel]) -> None:
+    first, *others = weights(models[0]).items()
+    embedding = weights(models[0])["model.embed_tokens.weight"]
+    with pytest.raises(ValueError, match="has no weight model.norms.weight; did you mean model.norm.weight?"):
+        engine.update_weights([("model.norms.weight", torch.ones(32))])
+    with pytest.raises(ValueError, match=rf"weight {first[0]} has shape \(2, 2\)"):
+        engine.update_weights([(first[0], torch.ones(2, 2))])
+    with pytest.raises(ValueError, match="are one tensor .* but were sent with different values"):
+        engine.update_weights([first, *others, ("lm_head.weight", embedding + 1)])
+    with pytest.raises(ValueError, match=f"1 of .* are missing: {first[0]}"):
+        engine.update_weights(others)
+    with pytest.raises(RuntimeError, match="failed half-way"):
+        engine.generate(request_of([3]), GREEDY)
+    engine.update_weights([first, *others], last=False)
+    engine.update_weights([("lm_head.weight", embedding)], first=False)
+    request = request_of([3])
+    assert largest_gap(models[0], request, engine.generate(request, GREEDY), 1.0) < NEAR
+
+
+def test_weights_that_are_not_numbers_are_noticed(
+    engine: SglangEngine, models: list[PreTrainedModel]
+) -> None:
+    broken = copy.deepcopy(models[0])
+    for parameter in broken.parameters():
+        parameter.data.fill_(torch.nan)
+    load(engine, broken)
+    with pytest.raises(FloatingPointError, match="not finite"):
+        engine.generate(request_of([3, 9], samples=2), GREEDY)
+    load(engine, models[0])
+    request = request_of([3])
+    assert largest_gap(models[0], request, engine.generate(request, GREEDY), 1.0) < NEAR
+
+
+def test_requests_are_advanced_aborted_and_continued(
+    server: Installed, engine: SglangEngine, models: list[PreTrainedModel]
+) -> None:
+    """More than the server gets at a time. What was aborted is continued to the unbroken response, because
+    the server draws by seed and position."""
+    params = SamplingParams(max_tokens=12, temperature=0.7, ignore_eos=True)
+    request = request_of([3, 8, 5, 6], samples=5)
+    wanted = single(request, params)
+    whole = dict(zip([one.name for one in wanted], rows(engine.generate(request, params))))
+    server.goes_wrong(pace=0.03)
+    engine.submit(wanted)
+    with pytest.raises(RuntimeError, match="requests are in flight"):
+        load(engine, models[1])
+    found = {one.name: one for one in engine.advance()}
+    halted = engine.abort([one.name for one in wanted[:4]] + ["of nobody"])
+    assert {one.name for one in halted} | found.keys() >= {one.name for one in wanted[:4]}
+    halted += engine.abort([one.name for one in wanted])
+    assert engine.advance() == [] and {one.name for one in halted} | found.keys() == whole.keys()
+    broken = [one for one in halted if one.finish_reason == ABORT]
+    assert any(len(one.tokens) for one in broken) and any(not len(one.tokens) for one in broken)
+    server.goes_wrong()
+    rest = [
+        TokenRequest(one.name, old.prompt, params, old.key, old.sample, tuple(one.tokens.tolist()))
+        for one in broken
+        for old in wanted
+        if old.name == one.name
+    ]
+    engine.submit(rest)
+    continued = drained(engine)
+    for one in rest:
+        assert [*one.begun, *continued[one.name].tokens.tolist()] == whole[one.name]
+        expected = expected_log_probs(models[0], one.context, continued[one.name].tokens, 0.7)
+        assert float((continued[one.name].log_probs - expected).abs().max()) < NEAR
+
+
+def test_it_sleeps(engine: SglangEngine, models: list[PreTrainedModel]) -> None:
+    request = request_of([3, 9])
+    before = rows(engine.generate(request, GREEDY))
+    engine.sleep()
+    engine.sleep()  # a second one changes nothing
+    with pytest.raises(RuntimeError, match="the engine sleeps"):
+        engine.generate(request, GREEDY)
+    load(engine, models[0], per_part=3)
+    assert rows(engine.generate(request, GREEDY)) == before
+    assert not isinstance(engine, ReadableEngine)
+
+
+def test_what_does_not_fit_is_refused(server: Installed, engine: SglangEngine) -> None:
+    with pytest.raises(ValueError, match="prompt 1 has 60 tokens; .* is 76, more than .*max_model_len=64"):
+        engine.generate(request_of([3, 60]), GREEDY)
+    with pytest.raises(ValueError, match="prompt 0 holds token 23; the vocabulary has 23"):
+        engine.generate(GenerationRequest([torch.tensor([23])], [1], [(0,)]), GREEDY)
+    request, known = request_of([60]), engine._context
+    engine._context = 1000
+    with pytest.raises(
+        RuntimeError, match=r"SGLang refused /generate \(400\): Requested token count exceeds"
+    ):
+        engine.generate(request, GREEDY)
+    engine._context = known
+    server.goes_wrong(cuts=2)
+    with pytest.raises(RuntimeError, match="SGLang cut a response at 2 of 16 tokens: its KV cache"):
+        engine.generate(request_of([3]), SamplingParams(max_tokens=16, ignore_eos=True))
+
+
+def test_a_full_memory_is_named(
+    engine: SglangEngine, models: list[PreTrainedModel], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    usage = sglang_weights.shutil.disk_usage("/")._replace(free=2**20)
+    monkeypatch.setattr("shutil.disk_usage", lambda folder: usage)
+    with pytest.raises(EnvironmentFault, match="has 0.00 GiB of room, .* TMPDIR="):
+        load(engine, models[0])
+
+
+# --- servers that fail; without a model --------------------------------------------------------------------
+
+
+@pytest.fixture
+def hollow(tmp_path: Path) -> Iterator[Installed]:
+    with installed(tmp_path) as stand_in:
+        stand_in.goes_wrong(hollow=True)
+        yield stand_in
+
+
+def ready(engine: SglangEngine) -> SglangEngine:
+    """As if it had weights."""
+    engine._not_ready = ""
+    return engine
+
+
+def test_it_takes_a_while_to_become_healthy(hollow: Installed) -> None:
+    before = folders()
+    hollow.goes_wrong(hollow=True, slow=1.0)
+    engine = ready(build())
+    assert rows(engine.generate(request_of([3]), SamplingParams(max_tokens=2))) == [[5, 5]]
+    assert len(hollow.processes()) == 2 and len(folders() - before) == 1
+    engine.close()
+    assert hollow.processes() == [] and folders() == before
+
+
+def test_one_that_does_not_become_healthy_is_ended(hollow: Installed) -> None:
+    before = folders()
+    hollow.goes_wrong(hollow=True, slow=1000)
+    healthy = (
+        r"was not healthy within 1.8 seconds, .*trainer.start_timeout.* http://127.0.0.1:\d+/health was 503"
+    )
+    with pytest.raises(EnvironmentFault, match=rf"(?s){healthy}; it printed last:\n  Load weight begin"):
+        build(start_seconds=2)
+    assert hollow.processes() == [] and folders() == before
+
+
+@pytest.mark.parametrize(
+    ("faults", "given", "printed"),
+    [
+        ({"dies_at_start": True}, {}, "Load weight begin.*Not enough memory"),
+        ({}, {"wrong_argument": 3}, "unrecognized arguments: --wrong-argument 3"),
+    ],
+)
+def test_one_that_does_not_start_says_why(
+    hollow: Installed, faults: dict[str, Any], given: dict[str, Any], printed: str
+) -> None:
+    before = folders()
+    hollow.goes_wrong(hollow=True, **faults)
+    ended = r"ended \(exit code \d\) before it was healthy; it printed last"
+    with pytest.raises(EnvironmentFault, match=rf"(?s){ended}.*{printed}"):
+        build(engine_kwargs=EngineKwargs(sglang=given))
+    assert folders() == before
+
+
+def test_one_that_dies_while_it_samples(hollow: Installed) -> None:
+    engine = ready(build())
+    hollow.goes_wrong(hollow=True, dies="/generate")
+    with pytest.raises(
+        EnvironmentFault, match=r"(?s)ended \(.*\) before it answered /generate.*out of memory"
+    ):
+        engine.generate(request_of([3, 4], samples=8), GREEDY)
+    assert hollow.processes() == [] and engine.advance() == []
+
+
+def test_one_that_hangs_is_ended(hollow: Installed, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sglang, "LOOK_SECONDS", 0.1)
+    monkeypatch.setattr(sglang, "SILENCE_SECONDS", 1.0)
+    monkeypatch.setattr(sglang, "CALL_SECONDS", 1.0)
+    engine = ready(build())
+    hollow.goes_wrong(hollow=True, hangs="/generate")
+    with pytest.raises(EnvironmentFault, match="SGLang's server has answered nothing for [12] seconds"):
+        engine.generate(request_of([3, 4], samples=8), GREEDY)
+    assert hollow.processes() == []
+    hollow.goes_wrong(hollow=True)
+    engine = ready(build())
+    hollow.goes_wrong(hollow=True, hangs="/flush_cache")
+    with pytest.raises(EnvironmentFault, match="gave no answer to /flush_cache.* within 1 seconds"):
+        engine.sleep()
+    assert hollow.processes() == []
+
+
+def test_a_slow_response_is_waited_for_while_the_server_is_healthy(
+    hollow: Installed, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sglang, "LOOK_SECONDS", 0.05)
+    monkeypatch.setattr(sglang, "SILENCE_SECONDS", 0.3)
+    engine = ready(build())
+    hollow.goes_wrong(hollow=True, pace=0.1)
+    assert rows(engine.generate(request_of([3]), SamplingParams(max_tokens=8))) == [[5] * 8]
+    engine.close()
+
+
+def test_an_older_version_is_refused_before_anything_starts(tmp_path: Path) -> None:
+    with installed(tmp_path, "0.5.22") as stand_in, pytest.raises(ConfigError) as refused:
+        build()
+    [problem] = refused.value.problems
+    assert problem.field == "actor_rollout_ref.rollout.name" and problem.value == "sglang"
+    assert problem.rule == "needs SGLang 0.5.23 or newer; 0.5.22 is installed"
+    assert "rollout.name=native" in problem.remedy
+    with pytest.raises(FileNotFoundError):
+        stand_in.processes()
+
+
+def test_a_killed_worker_leaves_no_server_and_no_files(hollow: Installed, tmp_path: Path) -> None:
+    before = folders()
+    worker = os.fork()
+    if worker == 0:
+        try:
+            engine = ready(build())
+            hollow.goes_wrong(hollow=True, hangs="/generate")
+            threading.Thread(target=engine.generate, args=(request_of([3]), GREEDY), daemon=True).start()
+            (tmp_path / "samples").touch()
+            time.sleep(60)
+        finally:
+            os._exit(1)
+    eventually((tmp_path / "samples").exists, "the worker's server starts", 30)
+    started = hollow.processes()
+    assert len(started) == 2 and folders() != before
+    os.kill(worker, signal.SIGKILL)
+    os.waitpid(worker, 0)
+    eventually(lambda: not any(map(psutil.pid_exists, started)), "the server's end")
+    eventually(lambda: folders() == before, "the removal of its folder")
