@@ -13,7 +13,7 @@ from hydraflow.checkup.data_files import require_prompts
 from hydraflow.checkup.finding import CheckSkipped, Finding, note, ok, problem, warning
 from hydraflow.data.chat import as_messages, tokenise_chats
 from hydraflow.data.config import PromptConfig
-from hydraflow.models.loading import positions
+from hydraflow.models.loading import Context, context_of
 
 SAMPLE = 512
 
@@ -33,15 +33,15 @@ def check_lengths(context: CheckContext) -> Iterator[Finding]:
         ids = tokenise_chats(tokenizer, chats, records, add_generation_prompt=True, template_kwargs=options)
         total = sum(sampling.look_at(path, key).rows for path in context.files(key))
         yield from judge_lengths(
-            sorted(map(len, ids)), data, key=key, total=total, positions=positions(context.model_config)
+            sorted(map(len, ids)), data, key=key, total=total, context=context_of(context.model_config)
         )
 
 
 def judge_lengths(
-    lengths: Sequence[int], data: PromptConfig, *, key: str, total: int, positions: int | None
+    lengths: Sequence[int], data: PromptConfig, *, key: str, total: int, context: Context | None
 ) -> Iterator[Finding]:
-    """`lengths`: tokens of each prompt in the sample, rising. `total`: rows in the files. `positions`: what
-    the model has."""
+    """`lengths`: tokens of each prompt in the sample, rising. `total`: rows in the files. `context`: the
+    model's."""
     limit, response = data.max_prompt_length, data.max_response_length
     longest, median = lengths[-1], lengths[len(lengths) // 2]
     whose = f"all {total} rows" if len(lengths) == total else f"a sample of {len(lengths)} of {total} rows"
@@ -51,9 +51,9 @@ def judge_lengths(
     if over:
         evidence = f"{seen}; {over} are longer than data.max_prompt_length={limit}"
         yield _overlong(evidence, over == len(lengths), longest, data)
-    if positions is not None and kept and kept[-1] + response > positions:
-        more, room = f"more than the model's {positions} positions", positions - kept[-1]
-        too_long = f"data.max_prompt_length={positions // 2}"
+    if context is not None and kept and kept[-1] + response > context.tokens:
+        more, room = f"more than {context.limit}", context.tokens - kept[-1]
+        too_long = f"data.max_prompt_length={context.tokens // 2}"
         shorter = f"data.max_response_length={room}" if room > 0 else too_long
         yield problem(f"{seen}; with data.max_response_length={response} that is {more}", shorter)
     elif not over:

@@ -18,7 +18,7 @@ from hydraflow.memory.report import size_text
 from hydraflow.models.cache import cached_snapshot, hub_fault, is_offline
 from hydraflow.models.config import ModelConfig
 from hydraflow.models.fit import DOWNLOAD_AGAIN, require_weights
-from hydraflow.models.loading import load_config, positions
+from hydraflow.models.loading import Context, context_of, load_config
 from hydraflow.models.weight_files import SHOWN, stored_types, weight_faults, weight_files
 from hydraflow.system.paths import is_hub_name, model_problems
 
@@ -84,8 +84,8 @@ def check_model_fits(context: CheckContext) -> Iterator[Finding]:
     """Tokenizer and model agree on the vocabulary; rows fit the model's positions."""
     data, config = context.config.data, context.model_config
     yield judge_vocabulary(context.tokenizer, config)
-    if (most := positions(config)) is not None:
-        yield judge_positions(data.max_prompt_length, data.max_response_length, most)
+    if (most := context_of(config)) is not None:
+        yield judge_context(data.max_prompt_length, data.max_response_length, most)
 
 
 def judge_vocabulary(tokenizer: PreTrainedTokenizerBase, config: PreTrainedConfig) -> Finding:
@@ -98,14 +98,13 @@ def judge_vocabulary(tokenizer: PreTrainedTokenizerBase, config: PreTrainedConfi
     return ok(f"the tokenizer has {known} tokens, the model {model}")
 
 
-def judge_positions(prompt: int, response: int, positions: int) -> Finding:
-    """Limits of prompt and response, in tokens, against the model's positions."""
-    if response >= positions:
-        room = f"no room for a prompt in the model's {positions} positions"
-        evidence = f"data.max_response_length={response} leaves {room}"
-        return problem(evidence, f"data.max_response_length={positions // 2}")
-    if prompt + response > positions:
-        evidence = f"a row of {prompt} + {response} tokens would pass the model's {positions} positions"
-        shorter = f"data.max_response_length={max(1, positions - prompt)}"
-        return warning(evidence, f"data.max_prompt_length={positions - response} or {shorter}")
-    return ok(f"rows of {prompt} + {response} tokens in {positions} positions")
+def judge_context(prompt: int, response: int, context: Context) -> Finding:
+    """Limits of prompt and response, in tokens, against the model's context."""
+    if response >= context.tokens:
+        evidence = f"data.max_response_length={response} leaves no room for a prompt in {context.limit}"
+        return problem(evidence, f"data.max_response_length={context.tokens // 2}")
+    if prompt + response > context.tokens:
+        evidence = f"a row of {prompt} + {response} tokens would pass {context.limit}"
+        shorter = f"data.max_response_length={max(1, context.tokens - prompt)}"
+        return warning(evidence, f"data.max_prompt_length={context.tokens - response} or {shorter}")
+    return ok(f"rows of {prompt} + {response} tokens in {context.limit}")

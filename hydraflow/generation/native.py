@@ -35,9 +35,10 @@ from hydraflow.generation.base import (
 )
 from hydraflow.generation.decode import CachedForward, WaveDecoder, WaveResult
 from hydraflow.generation.layout import Wave, request_order, waves
+from hydraflow.generation.requests import require_fitting
 from hydraflow.generation.sampling import UniformDraws
 from hydraflow.generation.weights import WeightLoader, held_weights
-from hydraflow.models.loading import positions, soft_capped
+from hydraflow.models.loading import context_of, soft_capped
 from hydraflow.protocol import ragged
 
 
@@ -176,22 +177,8 @@ class NativeEngine:
         return held_weights(self._model)
 
     def _check(self, prompts: Sequence[Tensor], params: SamplingParams) -> None:
-        context = positions(self._model.config)
-        longest = max((len(p) for p in prompts), default=0)
-        if context is not None and longest + params.max_tokens > context:
-            i = [len(p) for p in prompts].index(longest)
-            raise ValueError(
-                f"prompt {i} has {longest} tokens; with max_tokens={params.max_tokens} that is"
-                f" {longest + params.max_tokens}, more than the {context} positions of the model"
-            )
         vocabulary = self._model.get_input_embeddings().num_embeddings
-        for i, prompt in enumerate(prompts):
-            low, high = (int(x) for x in prompt.aminmax())
-            if low < 0 or high >= vocabulary:
-                raise ValueError(
-                    f"prompt {i} holds token {high if high >= vocabulary else low}; the vocabulary has"
-                    f" {vocabulary} tokens"
-                )
+        require_fitting(prompts, params, context=context_of(self._model.config), vocabulary=vocabulary)
 
     def _sample(self, rows: Sequence[_Rows], params: SamplingParams, begun: int = 0) -> GenerationOutput:
         """All rows, in this order. begun: tokens at the end of the prompts that belong to the responses."""

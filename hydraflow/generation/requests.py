@@ -9,10 +9,12 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Sequence
+from contextlib import suppress
 
 import numpy as np
 from torch import Tensor
 
+from hydraflow.errors import EnvironmentFault
 from hydraflow.generation.base import (
     Completion,
     GenerationEngine,
@@ -22,6 +24,7 @@ from hydraflow.generation.base import (
     SamplingParams,
     TokenRequest,
 )
+from hydraflow.models.loading import Context
 from hydraflow.protocol import ragged
 
 
@@ -38,10 +41,11 @@ def sample_batch(
     found: dict[str, Completion] = {}
     try:
         engine.submit(requests)
-        while len(found) < len(names):
-            found |= {one.name: one for one in engine.advance()}
+        while some := engine.advance():
+            found |= {one.name: one for one in some}
     except BaseException:
-        engine.abort(names)
+        with suppress(RuntimeError, ArithmeticError, EnvironmentFault):  # the first error is the one to tell
+            engine.abort(names)
         raise
     ordered = [found[name] for name in names]
     return GenerationOutput(
@@ -52,14 +56,15 @@ def sample_batch(
 
 
 def require_fitting(
-    prompts: Sequence[Tensor], params: SamplingParams, *, context: int, vocabulary: int
+    prompts: Sequence[Tensor], params: SamplingParams, *, context: Context | None, vocabulary: int
 ) -> None:
     """ValueError: a prompt that is too long for the engine, or with a token that the model does not know."""
     for i, prompt in enumerate(prompts):
-        if len(prompt) + params.max_tokens > context:
+        row = len(prompt) + params.max_tokens
+        if context is not None and row > context.tokens:
             raise ValueError(
-                f"prompt {i} has {len(prompt)} tokens; with max_tokens={params.max_tokens} that is"
-                f" {len(prompt) + params.max_tokens}, more than rollout.max_model_len={context}"
+                f"prompt {i} has {len(prompt)} tokens; with max_tokens={params.max_tokens} that is {row},"
+                f" more than {context.limit}"
             )
         low, high = (int(x) for x in prompt.aminmax())
         if low < 0 or high >= vocabulary:
@@ -67,6 +72,11 @@ def require_fitting(
                 f"prompt {i} holds token {high if high >= vocabulary else low}; the vocabulary has"
                 f" {vocabulary} tokens"
             )
+
+
+def engine_context(tokens: int) -> Context:
+    """Of an engine that has a context of its own."""
+    return Context(tokens, f"rollout.max_model_len={tokens}")
 
 
 def seed_of(key: Key, sample: int, begun: int = 0) -> int:

@@ -44,7 +44,7 @@ from hydraflow.generation.base import (
 )
 from hydraflow.generation.config import MINIMUM_SGLANG, SGLANG
 from hydraflow.generation.native import end_tokens
-from hydraflow.generation.requests import require_fitting, sample_batch, seed_of
+from hydraflow.generation.requests import engine_context, require_fitting, sample_batch, seed_of
 from hydraflow.generation.sglang_server import RequestRefused, SglangServer, flags
 from hydraflow.generation.sglang_weights import WeightFiles, private_folder
 from hydraflow.generation.weights import Arrivals
@@ -253,7 +253,7 @@ class SglangEngine:
         }
 
     def _check(self, prompts: Sequence[Tensor], params: SamplingParams) -> None:
-        require_fitting(prompts, params, context=self._context, vocabulary=self._vocabulary)
+        require_fitting(prompts, params, context=engine_context(self._context), vocabulary=self._vocabulary)
 
 
 def build(config: PreTrainedConfig, spec: EngineSpec) -> SglangEngine:

@@ -39,7 +39,7 @@ from hydraflow.generation.base import (
 )
 from hydraflow.generation.config import MINIMUM_VLLM, VLLM, splits_prompts
 from hydraflow.generation.native import end_tokens
-from hydraflow.generation.requests import require_fitting, sample_batch, seed_of
+from hydraflow.generation.requests import engine_context, require_fitting, sample_batch, seed_of
 from hydraflow.generation.vllm_weights import pattern, wanted_weights
 from hydraflow.generation.vllm_worker import WeightReceiver, executor_in_group
 from hydraflow.generation.weights import Arrivals
@@ -202,7 +202,7 @@ class VllmEngine:
         )
 
     def _check(self, prompts: Sequence[Tensor], params: SamplingParams) -> None:
-        require_fitting(prompts, params, context=self._context, vocabulary=self._vocabulary)
+        require_fitting(prompts, params, context=engine_context(self._context), vocabulary=self._vocabulary)
 
 
 def build(config: PreTrainedConfig, spec: EngineSpec) -> VllmEngine:

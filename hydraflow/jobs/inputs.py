@@ -20,7 +20,7 @@ from hydraflow.engine.fsdp.lora import require_targets
 from hydraflow.errors import ConfigError, Faults
 from hydraflow.models.config import ModelConfig, ModelSourceConfig
 from hydraflow.models.fit import require_model, require_weights
-from hydraflow.models.loading import load_config, load_generation_config, load_tokenizer, positions
+from hydraflow.models.loading import context_of, load_config, load_generation_config, load_tokenizer
 from hydraflow.protocol.ragged import lengths
 from hydraflow.schema import PPOConfig
 from hydraflow.trainer.roles import critic_model
@@ -105,16 +105,15 @@ def require_context(
     datasets: Sequence[PromptDataset], max_response_length: int, config: PreTrainedConfig
 ) -> None:
     """Raises ConfigError when the longest prompt leaves too little of the model's context."""
-    context = positions(config)
+    context = context_of(config)
     prompts = [dataset.batch(range(len(dataset))).get("prompts") for dataset in datasets]
     longest = max(int(lengths(column).max()) for column in prompts)
-    if context is None or longest + max_response_length <= context:
+    if context is None or longest + max_response_length <= context.tokens:
         return
-    more = f"together that is more than the {context} positions of the model"
-    remedy = f"data.max_response_length={context - longest}"
-    if longest >= context:
-        remedy = f"data.max_prompt_length={context // 2} data.filter_overlong_prompts=true"
-    rule = f"the longest prompt has {longest} tokens; {more}"
+    remedy = f"data.max_response_length={context.tokens - longest}"
+    if longest >= context.tokens:
+        remedy = f"data.max_prompt_length={context.tokens // 2} data.filter_overlong_prompts=true"
+    rule = f"the longest prompt has {longest} tokens; together that is more than {context.limit}"
     raise ConfigError.one("data.max_response_length", max_response_length, rule, remedy)
 
 

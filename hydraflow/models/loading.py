@@ -13,6 +13,7 @@ import pickle
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -143,16 +144,24 @@ def soft_capped(config: PreTrainedConfig) -> bool:
     return getattr(config.get_text_config(), "attn_logit_softcapping", None) is not None
 
 
-def positions(config: PreTrainedConfig) -> int | None:
-    """Tokens of the longest row; None: no limit is known. With rotary tables of two kinds (longrope: Phi-3 of
-    128k) it is the limit of the first: a longer row would change those of all rows computed with it."""
+@dataclass(frozen=True)
+class Context:
+    """How long a row of a model may be."""
+
+    tokens: int
+    limit: str
+    """What ends there, as messages say it: "the model's 2048 positions"."""
+
+
+def context_of(config: PreTrainedConfig) -> Context | None:
+    """None: no limit is known. With rotary tables of two kinds (longrope: Phi-3 of 128k) it is the limit of
+    the first: a longer row would change those of all rows computed with it."""
     text = config.get_text_config()
     rope = getattr(text, "rope_parameters", None) or {}
     most: int | None = getattr(text, "max_position_embeddings", None)
-    if rope.get("rope_type") != "longrope":
-        return most
-    first: int | None = rope.get("original_max_position_embeddings") or most
-    return first
+    if rope.get("rope_type") == "longrope" and (first := rope.get("original_max_position_embeddings")):
+        return Context(first, f"the {first} positions of the model's short rotary tables (longrope)")
+    return None if most is None else Context(most, f"the model's {most} positions")
 
 
 def causal_class(

@@ -23,6 +23,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import psutil
@@ -109,11 +110,7 @@ def object_store(model: str, bucket_megabytes: int) -> Iterator[ObjectStore]:
 @contextmanager
 def two_nodes(model: str, bucket_megabytes: int) -> Iterator[tuple[Broadcast, ObjectStore]]:
     """A node for each role, and two ways between them."""
-    os.environ["RAY_TMPDIR"] = model  # a folder of its own, gone afterwards
-    node = dict(num_cpus=2, object_store_memory=3 * 10**9)
-    cluster = Cluster(initialize_head=True, head_node_args=node | dict(include_dashboard=False))
-    cluster.add_node(**node)
-    with Runtime(RayInitConfig(address=cluster.address), Timeouts()) as runtime:
+    with _cluster(model) as address, Runtime(RayInitConfig(address=address), Timeouts()) as runtime:
         runtime.start([ResourcePool("both", [1, 1])])
         groups = [
             runtime.group("both", {name: spec}, [device])
@@ -123,7 +120,19 @@ def two_nodes(model: str, bucket_megabytes: int) -> Iterator[tuple[Broadcast, Ob
         actor, rollout = groups[0].role("actor"), groups[1].role("rollout")
         settings = actor, rollout, how(bucket_megabytes)
         yield Broadcast(*settings), ObjectStore(*settings)
-    cluster.shutdown()
+
+
+@contextmanager
+def _cluster(folder: str) -> Iterator[str]:
+    """Two Ray nodes on this machine, whose files are in `folder`; the address of the first."""
+    node = dict(num_cpus=2, object_store_memory=3 * 10**9)
+    with patch.dict(os.environ, RAY_TMPDIR=folder):
+        cluster = Cluster(initialize_head=True, head_node_args=node | dict(include_dashboard=False))
+        try:
+            cluster.add_node(**node)
+            yield cluster.address
+        finally:
+            cluster.shutdown()
 
 
 def how(bucket_megabytes: int) -> RolloutConfig:

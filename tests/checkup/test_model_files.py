@@ -14,7 +14,8 @@ from safetensors.torch import save_file
 
 from hydraflow.checkup.context import CheckContext
 from hydraflow.checkup.finding import Finding, State
-from hydraflow.checkup.model_files import judge_positions, to_download
+from hydraflow.checkup.model_files import judge_context, to_download
+from hydraflow.models.loading import Context
 from hydraflow.models.tiny import make_tokenizer
 from hydraflow.models.weight_files import file_fault, weight_faults
 from hydraflow.models.weight_map import INDEX
@@ -188,11 +189,14 @@ def test_a_directory_without_a_tokenizer_is_reported_once(model: Path, data: Pat
     assert states(findings(context, "end of sequence")) == [State.SKIPPED]
 
 
+SHORT = Context(1024, "the model's 1024 positions")
+
+
 def test_positions() -> None:
-    assert judge_positions(512, 512, 1024).state is State.OK
-    over = judge_positions(1024, 512, 1024)
+    assert judge_context(512, 512, SHORT).state is State.OK
+    over = judge_context(1024, 512, SHORT)
     assert (over.state, over.remedy) == (
         State.WARNING,
         "data.max_prompt_length=512 or data.max_response_length=1",
     )
-    assert judge_positions(16, 1024, 1024).state is State.PROBLEM
+    assert judge_context(16, 1024, SHORT).state is State.PROBLEM

@@ -29,6 +29,7 @@ PACKED = {
     "hyperclovax": transformers.HyperCLOVAXConfig(**GROUPED, logits_scaling=0.1),  # multiplies
     "granite": transformers.GraniteConfig(**GROUPED, logits_scaling=8.0),  # divides
     "mixtral": transformers.MixtralConfig(**GROUPED, num_local_experts=4),
+    "phimoe": transformers.PhimoeConfig(**GROUPED, num_local_experts=4, router_jitter_noise=0.1),  # trained
 }
 PADDED = {
     "falcon_h1": transformers.FalconH1Config(**GROUPED, **HYBRID, lm_head_multiplier=0.3),

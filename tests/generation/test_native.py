@@ -251,7 +251,8 @@ def test_outputs_can_take_part_in_training(engine: NativeEngine) -> None:
 
 def test_prompts_that_do_not_fit_are_refused_with_numbers(engine: NativeEngine) -> None:
     with pytest.raises(
-        ValueError, match="prompt 1 has 60 tokens; with max_tokens=5 that is 65, more than the 64 positions"
+        ValueError,
+        match="prompt 1 has 60 tokens; with max_tokens=5 that is 65, more than the model's 64 positions",
     ):
         engine.generate(make_request([3, 60]), SamplingParams(max_tokens=5))
     with pytest.raises(ValueError, match="prompt 0 holds token 23; the vocabulary has 23"):

@@ -6,6 +6,7 @@ from __future__ import annotations
 import copy
 import os
 import signal
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -50,6 +51,15 @@ def build(*, start_seconds: float = 100.0, **rollout: Any) -> SglangEngine:
         config, torch.device("cpu"), torch.float32, None, longest_row=LONGEST, start_seconds=start_seconds
     )
     return sglang.build(CONFIG, spec)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def memory() -> Iterator[None]:
+    """A place of this module's own in memory for the files of weights, which it counts."""
+    shared = sglang_weights.SHARED_MEMORY
+    with tempfile.TemporaryDirectory(dir=shared) as folder, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sglang_weights, "SHARED_MEMORY", Path(folder))
+        yield
 
 
 @pytest.fixture(scope="module")

@@ -86,7 +86,7 @@ def mistakes(tmp_path: Path, tiny: str) -> dict[str, Mistake]:
             {"data__max_prompt_length": 3},
             "the prompt has 4 tokens, more than data.max_prompt_length=3",
         ),
-        "context": ({"data__max_response_length": 1021}, "more than the 1024 positions of the model"),
+        "context": ({"data__max_response_length": 1021}, "more than the model's 1024 positions"),
         "weights": ({"actor_rollout_ref__model__path": str(other)}, "of its weights are of another shape"),
         "adapters": (
             {

@@ -96,9 +96,12 @@ def test_rows_end_where_other_rotary_tables_begin() -> None:
     factors = {"short_factor": [1.0] * 48, "long_factor": [2.0] * 48}
     rope = {"rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": 4096, **factors}
     long = transformers.Phi3Config(max_position_embeddings=131072, rope_parameters=rope)
-    assert loading.positions(long) == 4096
-    assert loading.positions(transformers.Phi3Config(max_position_embeddings=8192)) == 8192
-    assert loading.positions(transformers.MambaConfig()) is None
+    context = loading.context_of(long)
+    assert context is not None and (context.tokens, "longrope" in context.limit) == (4096, True)
+    assert loading.context_of(transformers.Phi3Config(max_position_embeddings=8192)) == loading.Context(
+        8192, "the model's 8192 positions"
+    )
+    assert loading.context_of(transformers.MambaConfig()) is None
 
 
 def test_missing_weights_are_never_random(tiny: Path) -> None:

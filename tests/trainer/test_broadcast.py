@@ -29,7 +29,7 @@ from hydraflow.trainer.roles import _on_one_node
 from hydraflow.trainer.weight_links import Broadcast
 from hydraflow.workers.rollout import RolloutWorker
 
-pytestmark = pytest.mark.slow
+slow = pytest.mark.slow
 RECEIVERS = 2
 
 
@@ -77,6 +77,7 @@ def later(seconds: float, pid: int, *signals: signal.Signals) -> None:
     threading.Thread(target=send, daemon=True).start()
 
 
+@slow
 def test_every_publish_arrives_and_a_process_that_dies_is_replaced(ray_session: None, large: str) -> None:
     with linked(large) as link:
         for version in range(3):
@@ -93,6 +94,7 @@ def test_every_publish_arrives_and_a_process_that_dies_is_replaced(ray_session: 
         assert changed(link, 5) == [None, None] and group.replaced == 2
 
 
+@slow
 def test_a_process_that_hangs_is_named(ray_session: None, large: str) -> None:
     with linked(large, call=12.0, recovery=False) as link:
         link.publish(0)()
