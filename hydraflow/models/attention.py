@@ -3,8 +3,9 @@
 In: query, key and value of shape (1, heads, N, d) and a `RowPlan` with the row boundaries. Out: (1, N, heads,
 d). `register_attention()` makes it known to transformers; models are then built with
 `attn_implementation=NAME`. On a CPU (or a GPU without variable-length kernels, or in float32) rows of similar
-length are one right-padded block: it needs no mask tensor, so each block is one fast call. Left out on
-purpose: dropout, attention soft-capping and sinks (those models take the padded path).
+length are one right-padded block: it needs no mask tensor, so each block is one fast call. Short rows in
+bfloat16 on a CPU are multiplied out (`products.py`). Left out on purpose: dropout, attention soft-capping and
+sinks (those models take the padded path).
 """
 
 from __future__ import annotations
@@ -19,6 +20,8 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as F
+
+from hydraflow.models import products
 
 NAME = "hydraflow_varlen"
 _log = logging.getLogger(__name__)
@@ -86,8 +89,8 @@ class RowPlan:
     """Tokens of the longest row."""
     shared: SharedPrompts | None = None
     """How the line expands into rows if several rows share a prompt; None: the line is the rows."""
-    bands: dict[tuple[int, int], torch.Tensor] = field(default_factory=dict)
-    """Sliding-window masks by (width, window), built on first use."""
+    masks: dict[tuple[int, int, torch.dtype], torch.Tensor] = field(default_factory=dict)
+    """By (width, window, dtype), built on first use."""
 
 
 def group_rows(lengths: np.ndarray) -> list[tuple[int, int]]:
@@ -226,25 +229,33 @@ def _attend_group(
         part = x.narrow(0, group.start, group.rows * group.width)
         return part.view(group.rows, group.width, *x.shape[1:]).transpose(1, 2)
 
-    banded = window is not None and group.width > window
-    out = F.scaled_dot_product_attention(
-        block(q),
-        block(k),
-        block(v),
-        attn_mask=_band(plan, group.width, window, q.device) if banded and window is not None else None,
-        is_causal=not banded,
-        scale=scale,
-        enable_gqa=q.shape[1] != k.shape[1],
-    )
+    span = window if window is not None and group.width > window else None
+    queries, keys, values = (block(x) for x in (q, k, v))
+    if products.are_faster(queries):
+        mask = _mask(plan, group.width, span or group.width, q.device, q.dtype)
+        out = products.AttendByProducts.apply(queries, keys, values, scale or q.shape[-1] ** -0.5, mask)
+    else:
+        out = F.scaled_dot_product_attention(
+            queries,
+            keys,
+            values,
+            attn_mask=None if span is None else _mask(plan, group.width, span, q.device, torch.bool),
+            is_causal=span is None,
+            scale=scale,
+            enable_gqa=q.shape[1] != k.shape[1],
+        )
     return out.transpose(1, 2).reshape(group.rows * group.width, q.shape[1], v.shape[2])
 
 
-def _band(plan: RowPlan, width: int, window: int, device: torch.device) -> torch.Tensor:
-    """(width, width), true where a token sees another: itself and the window - 1 before it."""
-    if (width, window) not in plan.bands:
+def _mask(plan: RowPlan, width: int, window: int, device: torch.device, dtype: torch.dtype) -> torch.Tensor:
+    """(width, width): a token sees itself and the window - 1 before it. True there, or of another type 0, and
+    -inf elsewhere."""
+    if (key := (width, window, dtype)) not in plan.masks:
         causal = torch.ones(width, width, dtype=torch.bool, device=device).tril()
-        plan.bands[width, window] = causal.triu(1 - window)
-    return plan.bands[width, window]
+        seen = causal.triu(1 - window)
+        added = torch.zeros(width, width, dtype=dtype, device=device)
+        plan.masks[key] = seen if dtype == torch.bool else added.masked_fill_(~seen, -torch.inf)
+    return plan.masks[key]
 
 
 class _Spread(torch.autograd.Function):

@@ -1,0 +1,78 @@
+"""Attention by matrix products, against torch's own."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from hydraflow.models import products
+from hydraflow.models.attention import attend_rows, plan_rows
+
+HEADS, DIM = 4, 8
+
+
+def causal(width: int, window: int) -> torch.Tensor:
+    seen = torch.ones(width, width, dtype=torch.bool).tril().triu(1 - window)
+    return torch.zeros(width, width, dtype=torch.float64).masked_fill(~seen, -torch.inf)
+
+
+def leaves(rows: int, width: int, kv: int, dtype: torch.dtype = torch.float64) -> list[torch.Tensor]:
+    draw = torch.Generator().manual_seed(0)
+    sizes = [(rows, width, heads, dim) for heads, dim in ((HEADS, DIM), (kv, DIM), (kv, DIM + 2))]
+    made = [torch.randn(size, generator=draw, dtype=torch.float64).to(dtype) for size in sizes]
+    return [one.transpose(1, 2).requires_grad_() for one in made]
+
+
+@pytest.mark.parametrize("at_a_time", [1, 2**22])
+@pytest.mark.parametrize(("kv", "window"), [(4, 9), (2, 9), (1, 9), (2, 3)])
+def test_results_and_gradients_are_those_of_torch(
+    kv: int, window: int, at_a_time: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(products, "_SCORE_BYTES", at_a_time)
+    q, k, v = leaves(3, 9, kv)
+    found = products.AttendByProducts.apply(q, k, v, 0.3, causal(9, window))
+    wanted = F.scaled_dot_product_attention(
+        q, k, v, attn_mask=causal(9, window), scale=0.3, enable_gqa=kv < HEADS
+    )
+    torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-12)
+    grad = torch.randn_like(wanted)
+    for mine, other in zip(
+        torch.autograd.grad(found, (q, k, v), grad), torch.autograd.grad(wanted, (q, k, v), grad), strict=True
+    ):
+        torch.testing.assert_close(mine, other, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("window", [None, 5])
+def test_rows_in_bfloat16_are_as_exact_as_in_torchs_kernel(
+    window: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Errors of outputs and gradients against float64, packed rows of different lengths."""
+    plan = plan_rows(torch.tensor([40, 7, 33, 1]).numpy(), torch.device("cpu"))
+    draw = torch.Generator().manual_seed(1)
+    exact = [torch.randn(81, heads, 32, generator=draw, dtype=torch.float64) for heads in (4, 2, 2)]
+    grad = torch.randn(81, 4, 32, generator=draw, dtype=torch.float64)
+
+    def errors(dtype: torch.dtype) -> list[torch.Tensor]:
+        tensors = [one.to(dtype).requires_grad_() for one in exact]
+        out = attend_rows(*tensors, plan, None, window)
+        return [out.detach(), *torch.autograd.grad(out, tensors, grad.to(dtype))]
+
+    def relative(found: list[torch.Tensor]) -> list[float]:
+        return [float((a.double() - b).norm() / b.norm()) for a, b in zip(found, wanted, strict=True)]
+
+    wanted = errors(torch.float64)
+    ours = relative(errors(torch.bfloat16))
+    monkeypatch.setattr(products, "LONGEST", 0)
+    theirs = relative(errors(torch.bfloat16))
+    assert max(theirs) < 0.01 and all(a < 1.5 * b for a, b in zip(ours, theirs, strict=True))
+    assert ours != theirs, "both were computed in the same way"
+
+
+def test_only_short_rows_in_bfloat16_on_a_cpu() -> None:
+    def on(dtype: torch.dtype, width: int, device: str = "cpu") -> bool:
+        return products.are_faster(torch.empty(1, 1, width, 1, dtype=dtype, device=device))
+
+    assert on(torch.bfloat16, products.LONGEST)
+    assert not on(torch.bfloat16, products.LONGEST + 1)
+    assert not on(torch.float32, 8) and not on(torch.bfloat16, 8, "meta")
