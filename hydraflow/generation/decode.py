@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 from transformers import Cache, PreTrainedModel
 
+from hydraflow.generation import attention
 from hydraflow.generation.base import SamplingParams
 from hydraflow.generation.cache import join_rows, new_cache
 from hydraflow.generation.sampling import UniformDraws, choose
@@ -67,6 +68,9 @@ class CachedForward:
         self.pads = "position_ids" in accepted and _attends_to_all(model)
         """Whether prompts are padded to a common width. If not, only prompts of equal length run together,
         without a mask."""
+        if self.pads:
+            attention.register_attention()
+            model.config.get_text_config()._attn_implementation = attention.NAME
 
     def __call__(
         self, ids: Tensor, cache: Cache, mask: Tensor | None, positions: Tensor | None, last: int
@@ -94,7 +98,7 @@ def _attends_to_all(model: PreTrainedModel) -> bool:
         and layer_types == {"full_attention"}
         and model._supports_attention_backend
         and not getattr(model, "_is_stateful", False)
-        and config._attn_implementation == "sdpa"
+        and config._attn_implementation in ("sdpa", attention.NAME)
     )
 
 

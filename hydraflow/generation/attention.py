@@ -1,0 +1,50 @@
+"""Attention of one new token of each row to a cache whose keys several heads of queries share.
+
+In: queries (B, h, 1, d), keys and values (B, k, L, d), an additive mask. Out: as transformers' `sdpa`, to the
+last bits. That repeats keys and values of the whole cache for all heads of queries, for every token; here the
+g = h / k queries that share a key are g queries of one head. Left out on purpose: prompts, for which `sdpa`
+itself is called.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+NAME = "hydraflow_cached"
+
+
+def register_attention() -> None:
+    """Makes `attn_implementation=NAME` known to transformers in this process, with the masks of `sdpa`."""
+    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    ALL_ATTENTION_FUNCTIONS.register(NAME, cached_attention)
+    ALL_MASK_ATTENTION_FUNCTIONS.register(NAME, ALL_MASK_ATTENTION_FUNCTIONS["sdpa"])
+
+
+def cached_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    scaling: float | None = None,
+    **others: Any,
+) -> tuple[Tensor, None]:
+    """transformers' attention function: (B, h, new, d) to (B, new, h, v)."""
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+    rows, heads, new, dim = query.shape
+    if new > 1 or heads == key.shape[1] or others.get("position_bias") is not None:
+        output, _ = sdpa_attention_forward(
+            module, query, key, value, attention_mask, scaling=scaling, **others
+        )
+        return output, None
+    grouped = query.reshape(rows, key.shape[1], -1, dim)
+    mask = None if attention_mask is None else attention_mask.expand(-1, -1, grouped.shape[2], -1)
+    found = F.scaled_dot_product_attention(grouped, key, value, attn_mask=mask, scale=scaling)
+    return found.reshape(rows, 1, heads, -1), None
