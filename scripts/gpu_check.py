@@ -1,0 +1,265 @@
+"""What one device computes, and how fast: run by scripts/gpu_check.sh, within 8 minutes on one GPU.
+
+    python scripts/gpu_check.py [--device cuda] [--size large]
+
+Needs torch, transformers, tensordict, hydra-core, ray and codetiming, and names what is missing. First
+numbers: attention over packed rows against float64; log-probabilities, gradients and greedy samples of a
+tiny model against the CPU. Then figures of a model with random weights (large: 0.5 billion, bf16): a training
+step, packed rows against padded ones, generation, weights from the trainer to the generation engine. Prints
+one JSON object per check. Exit code 1: a number is wrong; 2: the check cannot run here. `--device cpu --size
+small` shows that the check itself works; its times say nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import importlib.util
+import json
+import platform
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
+
+    from hydraflow.engine.fsdp.engine import FSDPEngine
+    from hydraflow.protocol.batch import DataProto
+
+NEEDED = ("torch", "transformers", "tensordict", "hydra-core", "ray", "codetiming")
+OPTIONAL = ("flash-attn", "vllm", "peft")
+SMALL = dict(vocab_size=512, hidden_size=64, intermediate_size=128, num_hidden_layers=2) | dict(
+    num_attention_heads=4, num_key_value_heads=2, head_dim=16
+)
+LARGE = dict(vocab_size=151936, hidden_size=896, intermediate_size=4864, num_hidden_layers=24) | dict(
+    num_attention_heads=14, num_key_value_heads=2, head_dim=64
+)
+"""The sizes of Qwen2.5-0.5B."""
+MODELS: Mapping[str, Mapping[str, int]] = {"small": SMALL, "large": LARGE}
+WORK = {"small": (8, 8, 16, 3), "large": (64, 128, 512, 5)}
+"""Rows, tokens of a prompt, most tokens of a response, repetitions."""
+
+
+def say(check: str, **facts: object) -> None:
+    """Prints one check's line."""
+    print(json.dumps({"check": check, **facts}), flush=True)
+
+
+def installed() -> dict[str, str]:
+    """Versions of the libraries; "missing" where there is none."""
+    found = {}
+    for name in NEEDED + OPTIONAL:
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            found[name] = "missing"
+    return found
+
+
+def write_model(sizes: Mapping[str, int], folder: Path, dtype: torch.dtype) -> str:
+    """A model with random weights."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config = AutoConfig.for_model("qwen3", **sizes, tie_word_embeddings=True, max_position_embeddings=4096)
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(config, dtype=dtype).save_pretrained(folder)
+    return str(folder)
+
+
+def rows(vocabulary: int, count: int, prompt: int, longest: int) -> DataProto:
+    """Two rows of each prompt; responses of all lengths up to `longest`."""
+    import torch
+
+    from hydraflow.protocol import ragged
+    from hydraflow.protocol.batch import DataProto
+
+    draw = torch.Generator().manual_seed(0)
+
+    def ids(length: int) -> torch.Tensor:
+        return torch.randint(2, vocabulary, (length,), generator=draw)
+
+    prompts = [ids(prompt) for _ in range(count // 2)]
+    responses = ragged.from_rows([ids(1 + i * (longest - 1) // (count - 1)) for i in range(count)])
+    lengths = ragged.lengths(responses)
+    mask = ragged.from_parts(torch.ones(int(lengths.sum()), dtype=torch.int64), lengths)
+    columns = {
+        "prompts": ragged.from_rows([one for one in prompts for _ in range(2)]),
+        "responses": responses,
+    }
+    return DataProto.from_dict(columns | {"response_mask": mask})
+
+
+def engine_of(path: str, device: torch.device, dtype: str, *, packed: bool = True) -> FSDPEngine:
+    """A training engine of one rank."""
+    from hydraflow.engine.config import FSDPConfig, OptimConfig
+    from hydraflow.engine.fsdp.engine import FSDPEngine
+    from hydraflow.models.config import ModelConfig
+
+    model = ModelConfig(path=path, enable_gradient_checkpointing=False, use_remove_padding=packed)
+    how = FSDPConfig(dtype=dtype, model_dtype="fp32")
+    return FSDPEngine(model, how, OptimConfig(lr=1e-6), head="policy", device=device)
+
+
+def loss(output: Any, columns: Mapping[str, torch.Tensor]) -> tuple[torch.Tensor, dict[str, Any]]:
+    """The summed log-probability."""
+    return -(output.log_probs * columns["response_mask"]).sum(), {}
+
+
+@contextmanager
+def one_rank(device: torch.device) -> Iterator[None]:
+    """A process group of this process alone."""
+    import torch.distributed as dist
+
+    from hydraflow.device import collective_backend
+
+    dist.init_process_group(collective_backend(device.type), store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def numbers(device: torch.device) -> bool:
+    """Whether a tiny model's numbers are those of the CPU, in float32."""
+    import torch
+
+    from hydraflow.generation.base import GenerationRequest, SamplingParams
+    from hydraflow.generation.native import NativeEngine
+    from hydraflow.protocol import ragged
+
+    batch, found = rows(SMALL["vocab_size"], 8, 8, 16), []
+    with tempfile.TemporaryDirectory() as folder:
+        path = write_model(SMALL, Path(folder), torch.float32)
+        for where in (torch.device("cpu"), device):
+            engine = engine_of(path, where, "fp32")
+            log_probs = engine.forward([batch]).get("log_probs").values()
+            engine.forward_backward([batch], loss)
+            gradient = torch.cat([p.grad.to_local().flatten().cpu() for p in engine.module.parameters()])
+            native = sampler(SMALL, engine, where, torch.float32)
+            request = GenerationRequest(ragged.rows(batch.get("prompts")), [1] * 8, [(i,) for i in range(8)])
+            sampled = native.generate(request, SamplingParams(max_tokens=16, temperature=0)).responses
+            found.append((log_probs, gradient, sampled.values()))
+    assert isinstance(native, NativeEngine)
+    (wanted, of_cpu, tokens), (log_probs, gradient, sampled) = found
+    off = float((log_probs - wanted).abs().max())
+    far = float((gradient - of_cpu).norm() / of_cpu.norm())
+    same = tokens.shape == sampled.shape and float((tokens == sampled.cpu()).float().mean())
+    good = off < 1e-3 and far < 1e-3 and same > 0.9
+    say("numbers", log_probs=off, gradient=far, same_tokens=same, right=good)
+    return good
+
+
+def attention(device: torch.device) -> bool:
+    """Whether packed rows in bf16 are attended to as in float64."""
+    import numpy as np
+    import torch
+
+    from hydraflow.models.attention import attend_rows, flash_kernel, plan_rows
+
+    lengths = np.array([700, 33, 200, 1])
+    draw = torch.Generator().manual_seed(1)
+    exact = [torch.randn(int(lengths.sum()), heads, 64, generator=draw).double() for heads in (4, 2, 2)]
+
+    def results(where: torch.device, dtype: torch.dtype) -> list[torch.Tensor]:
+        given = [one.to(where, dtype).requires_grad_() for one in exact]
+        out = attend_rows(*given, plan_rows(lengths, where), None, None)
+        return [x.detach().cpu().double() for x in (out, *torch.autograd.grad(out.sum(), given))]
+
+    wanted, found = results(torch.device("cpu"), torch.float64), results(device, torch.bfloat16)
+    errors = [float((a - b).norm() / b.norm()) for a, b in zip(found, wanted, strict=True)]
+    good = max(errors) < 0.02
+    say("attention", errors=errors, flash_attn=flash_kernel() is not None, right=good)
+    return good
+
+
+def sampler(sizes: Mapping[str, int], engine: FSDPEngine, device: torch.device, dtype: torch.dtype) -> Any:
+    """A generation engine with the trainer's weights."""
+    from hydraflow.generation.native import NativeEngine
+
+    native = NativeEngine.from_config(engine.module.hf.config, device=device, dtype=dtype)
+    native.update_weights(engine.weights())
+    return native
+
+
+def seconds(device: torch.device, work: Callable[[], object], repetitions: int) -> float:
+    """The fastest of some, after one that is not counted."""
+    import torch
+
+    found = []
+    for _ in range(1 + repetitions):
+        begun = time.perf_counter()
+        work()
+        if device.type != "cpu":
+            torch.get_device_module(device).synchronize()
+        found.append(time.perf_counter() - begun)
+    return min(found[1:])
+
+
+def figures(device: torch.device, size: str) -> None:
+    """Training step, packing, generation, weights."""
+    import torch
+
+    from hydraflow.generation.base import GenerationRequest, SamplingParams
+    from hydraflow.protocol import ragged
+
+    sizes, (count, prompt, longest, repetitions) = MODELS[size], WORK[size]
+    batch = rows(sizes["vocab_size"], count, prompt, longest)
+    micro = [batch.slice(i, i + count // 4) for i in range(0, count, count // 4)]
+    tokens = int(sum(ragged.lengths(batch.get(name)).sum() for name in ("prompts", "responses")))
+    with tempfile.TemporaryDirectory() as folder:
+        path = write_model(sizes, Path(folder), torch.bfloat16)
+        times = {}
+        for packed in (False, True):
+            engine = engine_of(path, device, "bf16", packed=packed)
+
+            def step(engine: FSDPEngine = engine) -> None:
+                engine.forward_backward(micro, loss)
+                engine.optimizer_step()
+
+            times[packed] = seconds(device, step, repetitions)
+    numbers = sum(p.numel() for p in engine.module.parameters())
+    flops = 6 * numbers * tokens / times[True]
+    memory = torch.get_device_module(device).max_memory_allocated() if device.type != "cpu" else None
+    say("step", parameters=numbers, tokens=tokens, seconds=times[True], tflops=flops / 1e12, memory=memory)
+    say("packing", padded=times[False], packed=times[True], ratio=times[False] / times[True])
+    native = sampler(sizes, engine, device, torch.bfloat16)
+    took = seconds(device, lambda: native.update_weights(engine.weights()), repetitions)
+    say("weights", seconds=took, bytes_per_second=2 * numbers / took)
+    prompts = ragged.rows(batch.get("prompts"))
+    request = GenerationRequest(prompts, [1] * count, [(i,) for i in range(count)])
+    params = SamplingParams(max_tokens=longest // 4, ignore_eos=True)
+    took = seconds(device, lambda: native.generate(request, params), 1)
+    say("generation", sequences=count, seconds=took, tokens_per_second=count * params.max_tokens / took)
+
+
+def main() -> int:
+    """Runs all checks; the exit code."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--size", choices=tuple(MODELS), default="large")
+    given = parser.parse_args()
+    libraries = installed()
+    say("libraries", python=platform.python_version(), **libraries)
+    if missing := [name for name in NEEDED if libraries[name] == "missing"]:
+        print(f"missing: {', '.join(missing)}", file=sys.stderr)
+        return 2
+    import torch
+
+    if given.device != "cpu" and not torch.get_device_module(given.device).is_available():
+        print(f"torch {torch.__version__} finds no {given.device} device here", file=sys.stderr)
+        return 2
+    device = torch.device(given.device, None if given.device == "cpu" else 0)
+    name = platform.machine() if device.type == "cpu" else torch.get_device_module(device).get_device_name(0)
+    say("device", name=name)
+    with one_rank(device):
+        right = [attention(device), numbers(device)]
+        figures(device, given.size)
+    return 0 if all(right) else 1
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

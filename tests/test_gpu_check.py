@@ -1,0 +1,60 @@
+"""The check of a GPU, on the CPU: that it runs, and that it notices wrong numbers."""
+
+from __future__ import annotations
+
+import json
+import os
+import runpy
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+SCRIPTS = Path(__file__).parents[1] / "scripts"
+
+
+@pytest.mark.slow
+def test_it_runs_and_says_what_is_right() -> None:
+    run = ["bash", SCRIPTS / "gpu_check.sh", "--device", "cpu", "--size", "small"]
+    environment = {**os.environ, "PYTHON": sys.executable}
+    done = subprocess.run(run, capture_output=True, text=True, timeout=240, env=environment, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    lines = {line["check"]: line for line in map(json.loads, done.stdout.splitlines())}
+    assert [*lines] == [
+        "libraries",
+        "device",
+        "attention",
+        "numbers",
+        "step",
+        "packing",
+        "weights",
+        "generation",
+    ]
+    assert lines["attention"]["right"] and lines["numbers"]["right"]
+    assert lines["generation"]["tokens_per_second"] > 0
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
+def test_without_a_gpu_it_says_so(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    check = runpy.run_path(str(SCRIPTS / "gpu_check.py"))
+    monkeypatch.setattr(sys, "argv", ["gpu_check.py"])
+    assert check["main"]() == 2
+    assert "finds no cuda device here" in capsys.readouterr().err
+
+
+def test_wrong_attention_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    from hydraflow.models import attention
+
+    check = runpy.run_path(str(SCRIPTS / "gpu_check.py"))
+    assert check["attention"](torch.device("cpu"))
+    right = attention.attend_rows
+    monkeypatch.setattr(
+        attention,
+        "attend_rows",
+        lambda q, k, v, *how: right(q, k, v * (1 + (q.dtype == torch.bfloat16)), *how),
+    )
+    assert not check["attention"](torch.device("cpu"))
