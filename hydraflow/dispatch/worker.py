@@ -208,22 +208,22 @@ class WorkerProcess:
     def build(self, roles: Payload | ObjectRef, rendezvous: tuple[str, int]) -> Payload:
         """Builds the workers, in order."""
         where = self.rank_info
-        process = ProcessContext(
-            where.rank,
-            where.world_size,
-            where.local_rank,
-            where.node,
-            node_address() if os.environ.get(VARIABLE) else ray.util.get_node_ip_address(),
-            *rendezvous,
-            self.device_type,
-            self.timeout_s,
-            listen_fd=self._listener.detach() if self._listener is not None else None,
-            roles=self.workers,
-        )
         guard = _Guard(where, "worker process", "__init__", as_it_is=(*AS_THEY_ARE, ConfigError))
         with guard:
             if self._unfit is not None:
                 raise self._unfit
+            process = ProcessContext(
+                where.rank,
+                where.world_size,
+                where.local_rank,
+                where.node,
+                node_address() if os.environ.get(VARIABLE) else ray.util.get_node_ip_address(),
+                *rendezvous,
+                self.device_type,
+                self.timeout_s,
+                listen_fd=self._listener.detach() if self._listener is not None else None,
+                roles=self.workers,
+            )
             with importing():  # unpickling imports the roles' classes
                 specs = unpack_all([roles])[0]
             for guard.role, spec in specs.items():

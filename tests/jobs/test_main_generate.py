@@ -126,7 +126,7 @@ def test_a_mistake_is_one_message(tiny: str, tmp_path: Path) -> None:
         ),
         (
             "data.max_response_length=1020",
-            "the longest prompt has 6 tokens; together that is more than the 1024 positions",
+            "the longest prompt has 6 tokens; together that is more than the model's 1024 positions",
         ),
     ],
 )
