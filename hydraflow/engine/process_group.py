@@ -72,8 +72,8 @@ def groups_of(size: int) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
     `size` must divide the number of ranks: of 4 ranks in groups of 2, rank 1 gets (0, 1) and (1, 3).
     """
     ranks = torch.arange(dist.get_world_size()).view(-1, size)
-    whole = dist.distributed_c10d._get_default_group()
-    timeout = whole._get_backend(torch.device("cpu")).options._timeout
+    assert dist.group.WORLD is not None
+    timeout = dist.group.WORLD._get_backend(torch.device("cpu")).options._timeout
     neighbours, same_place = (
         dist.new_subgroups_by_enumeration(groups.tolist(), timeout=timeout)[0] for groups in (ranks, ranks.T)
     )

@@ -12,6 +12,7 @@ from engine.memory_apart import RestingEngine
 
 from hydraflow import metrics
 from hydraflow.device import current_device
+from hydraflow.engine import process_group
 from hydraflow.engine.base import ModelOutput
 from hydraflow.engine.config import FSDPConfig, OptimConfig
 from hydraflow.engine.fsdp.engine import FSDPEngine
@@ -140,6 +141,16 @@ def _column(engine: FSDPEngine) -> str:
     return "values" if hasattr(engine.module, "score") else "log_probs"
 
 
+def groups_of(size: int) -> list[tuple[list[int], float]]:
+    """Ranks and deadline, in seconds, of the groups of neighbours and of those with the same place."""
+    groups = process_group.groups_of(size)
+    backends = [group._get_backend(CPU) for group in groups]
+    return [
+        (dist.get_process_group_ranks(group), backend.options._timeout.total_seconds())
+        for group, backend in zip(groups, backends, strict=True)
+    ]
+
+
 def count_reductions(
     path: str,
     micro_batches: int,
@@ -226,7 +237,6 @@ def missing_weights(path: str) -> str:
 
 
 def split_by_tokens(max_tokens: int) -> tuple[int, list[int]]:
-    from hydraflow.engine import process_group
     from hydraflow.workers.micro_batcher import split_tokens
 
     data = make_batch().slice(0, 4) if dist.get_rank() == 0 else make_batch().slice(4, 8)

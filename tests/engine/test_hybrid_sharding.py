@@ -49,6 +49,13 @@ def assert_same(got: Mapping[str, torch.Tensor], wanted: Mapping[str, torch.Tens
         )
 
 
+def test_neighbours_share_a_copy_and_deadlines_stay(ranks: Ranks) -> None:
+    deadline = 120.0  # pool.py's
+    found = ranks.run(jobs.groups_of, 2)
+    assert found[1] == [([0, 1], deadline), ([1, 3], deadline)]
+    assert found[2] == [([2, 3], deadline), ([0, 2], deadline)]
+
+
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_training_is_that_of_one_rank(tiny: str, ranks: Ranks, layout: str, size: int) -> None:
