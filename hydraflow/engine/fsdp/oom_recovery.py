@@ -170,7 +170,7 @@ class _Reduce(DefaultReduceScatter):
 
 
 class _ReplicaSum:
-    """Sums one unit's gradients, which are summed over the ranks of each copy already, over the copies."""
+    """Sums one unit's gradients over the copies of the model, after the reduce-scatter within each copy."""
 
     def __init__(self, collectives: CollectiveCounter, replicas: dist.ProcessGroup):
         self._collectives, self._replicas = collectives, replicas
