@@ -2,9 +2,8 @@
 not installed.
 
 In: a configuration. Out: one problem per key, which says what the key would do or needs. This is declared
-beside the key's field (`options.py`), and removed when the feature is implemented; here are the rules across
-keys. Left out on purpose: whether the batch sizes fit together (`batch_plan/`), and which values are legal
-(`rules.py`).
+beside the key's field (`options.py`), and removed when the feature is implemented. Left out on purpose:
+whether the batch sizes fit together (`batch_plan/`), and which values are legal (`rules.py`).
 """
 
 from __future__ import annotations
@@ -12,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from hydraflow.compose.effects import without_effect
-from hydraflow.device import planned_devices
 from hydraflow.errors import Problem, shown
 from hydraflow.options import Leaf, walk
 from hydraflow.schema import GenerateConfig, PPOConfig, SFTConfig
@@ -33,7 +31,7 @@ model_path=null
     defaults = {leaf.key: leaf.value for leaf in walk(type(config)())}
     found = []
     for leaf in walk(config):
-        for what in _asked(leaf, config):
+        for what in _asked(leaf):
             if without_effect(config, leaf.key) is None:
                 rule = f"is not implemented yet, only planned: it would {what}"
                 remedy = f"{leaf.key}={shown(defaults[leaf.key])}"
@@ -47,20 +45,10 @@ model_path=null
     return found
 
 
-def _asked(leaf: Leaf, config: Config) -> Iterator[str]:
+def _asked(leaf: Leaf) -> Iterator[str]:
     if leaf.value is None:
         return
     for planned in leaf.option.planned:
         if planned.values(leaf.value):
             others = {name: shown(value) for name, value in vars(leaf.section).items()}
             yield planned.what.format(**others, value=leaf.value)
-    if leaf.key.endswith("fsdp_size") and leaf.value not in (-1, _devices(config)):
-        yield f"shard each copy of the model over groups of {leaf.value} devices"
-
-
-def _devices(config: Config) -> int:
-    """Training devices: those of the machines that are planned for, or of this one."""
-    cluster = config.cluster if isinstance(config, PPOConfig) else None
-    per_node = config.trainer.n_gpus_per_node or (cluster and cluster.devices_per_node)
-    nodes = (cluster and cluster.nodes) or config.trainer.nnodes
-    return nodes * (per_node or planned_devices(config.trainer.device))

@@ -102,8 +102,9 @@ class FSDPConfig:
     """Chunk size, in tokens, in which logits are computed for log-probabilities."""
     wrap_policy: WrapPolicyConfig = option(factory=WrapPolicyConfig, shapes_training=False)
     fsdp_size: int = option(-1, shapes_training=False)
-    """FSDP shard group size; smaller than the data-parallel size gives HSDP, with data ranks / fsdp_size
-    replicas. -1: all data ranks."""
+    """FSDP shard group size: neighbouring data ranks that hold one copy of weights, gradients and optimizer
+    state. Smaller than the data-parallel size gives HSDP, with data ranks / fsdp_size replicas: less traffic
+    between machines, more memory. -1: all data ranks."""
     ulysses_sequence_parallel_size: int = option(
         1,
         size=True,

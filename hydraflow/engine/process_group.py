@@ -54,6 +54,7 @@ def stop() -> None:
     """Leaves the group, if there is one."""
     if dist.is_initialized():
         host_group.cache_clear()
+        groups_of.cache_clear()
         dist.destroy_process_group()
 
 
@@ -61,6 +62,22 @@ def stop() -> None:
 def host_group() -> dist.ProcessGroup | None:
     """A gloo group of all ranks, for work in another thread during training. The first call is collective."""
     return dist.new_group(backend="gloo")
+
+
+@cache
+def groups_of(size: int) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
+    """This rank's group of `size` neighbouring ranks, and the group of the ranks with the same place in
+    theirs. Deadlines are those of all ranks' group; the first call for a size is collective.
+
+    `size` must divide the number of ranks: of 4 ranks in groups of 2, rank 1 gets (0, 1) and (1, 3).
+    """
+    ranks = torch.arange(dist.get_world_size()).view(-1, size)
+    assert dist.group.WORLD is not None
+    timeout = dist.group.WORLD._get_backend(torch.device("cpu")).options._timeout
+    neighbours, same_place = (
+        dist.new_subgroups_by_enumeration(groups.tolist(), timeout=timeout)[0] for groups in (ranks, ranks.T)
+    )
+    return neighbours, same_place
 
 
 def all_reduce(values: torch.Tensor, how: str = "sum") -> torch.Tensor:

@@ -93,9 +93,9 @@ def summary(layout: Layout) -> str:
     if layout.role == "rollout":
         each = count(layout.model_parallel * layout.replica_data, "device")
         text = f"{parallel}: {each} a replica, {count(layout.replicas, 'replica')}"
-    if layout.engine == "fsdp2" and layout.shard > 1:
+    if layout.engine == "fsdp2" and len(layout.devices) > 1:
         copies = len(layout.devices) // layout.shard
-        text += f", weights in {layout.shard} shards" + (f", {copies} copies" if copies > 1 else "")
+        text += f", weights in {count(layout.shard, 'shard')}" + (f", {copies} copies" if copies > 1 else "")
     return text
 
 

@@ -180,6 +180,8 @@ def test_interleaved_micro_batches_come_in_groups():
         (megatron(expert=16), f"{ACTOR}.megatron.expert_model_parallel_size", "expert_model_parallel_size=8"),
         (megatron(virtual=2), f"{ACTOR}.megatron.virtual_pipeline_model_parallel_size", "parallel_size=null"),
         (dict(actor__fsdp_config__fsdp_size=3), f"{ACTOR}.fsdp_config.fsdp_size", "fsdp_size=4"),
+        (dict(actor__fsdp_config__fsdp_size=0), f"{ACTOR}.fsdp_config.fsdp_size", "fsdp_size=-1"),
+        (dict(actor__fsdp_config__fsdp_size=-2), f"{ACTOR}.fsdp_config.fsdp_size", "fsdp_size=-1"),
         (
             dict(rollout__tensor_model_parallel_size=16),
             f"{ROLLOUT}.tensor_model_parallel_size",

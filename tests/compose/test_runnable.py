@@ -9,7 +9,7 @@ from hydraflow.schema import PPOConfig
 
 def test_the_defaults_run():
     assert problems(PPOConfig()) == []
-    assert problems(configured(trainer__n_gpus_per_node=4, actor__fsdp_config__fsdp_size=4)) == []
+    assert problems(configured(trainer__n_gpus_per_node=4, actor__fsdp_config__fsdp_size=2)) == []
 
 
 @pytest.mark.parametrize(
@@ -22,7 +22,6 @@ def test_the_defaults_run():
             dict(actor__fsdp_config__ulysses_sequence_parallel_size=2),
             "actor_rollout_ref.actor.fsdp_config.ulysses_sequence_parallel_size",
         ),
-        (dict(trainer__n_gpus_per_node=4, critic__fsdp_config__fsdp_size=2), "critic.fsdp_config.fsdp_size"),
         (dict(async_training__staleness_threshold=0.5), "async_training.staleness_threshold"),
         (dict(async_training__trigger_parameter_sync_step=2), "async_training.trigger_parameter_sync_step"),
         (dict(async_training__partial_rollout=True), "async_training.partial_rollout"),

@@ -12,6 +12,7 @@ from engine.memory_apart import RestingEngine
 
 from hydraflow import metrics
 from hydraflow.device import current_device
+from hydraflow.engine import process_group
 from hydraflow.engine.base import ModelOutput
 from hydraflow.engine.config import FSDPConfig, OptimConfig
 from hydraflow.engine.fsdp.engine import FSDPEngine
@@ -140,27 +141,53 @@ def _column(engine: FSDPEngine) -> str:
     return "values" if hasattr(engine.module, "score") else "log_probs"
 
 
-def count_reductions(path: str, micro_batches: int) -> tuple[int, int]:
+def groups_of(size: int) -> list[tuple[list[int], float]]:
+    """Ranks and deadline, in seconds, of the groups of neighbours and of those with the same place."""
+    groups = process_group.groups_of(size)
+    backends = [group._get_backend(CPU) for group in groups]
+    return [
+        (dist.get_process_group_ranks(group), backend.options._timeout.total_seconds())
+        for group, backend in zip(groups, backends, strict=True)
+    ]
+
+
+def count_reductions(
+    path: str,
+    micro_batches: int,
+    options: Mapping[str, Any] | None = None,
+    call: str = "c10d::_reduce_scatter",
+) -> tuple[int, int]:
     """Reduce-scatter calls of one update with one and with several micro-batches."""
     counts = []
     for n in (1, micro_batches):
-        engine = make_engine(path)
+        engine = make_engine(path, options)
         share = my_share(make_batch())
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
             engine.forward_backward(share.split(len(share) // n), loss_of)
-        counts.append(
-            sum(
-                event.count
-                for event in profile.key_averages()
-                if event.key.startswith("c10d::_reduce_scatter")
-            )
-        )
+        counts.append(sum(event.count for event in profile.key_averages() if event.key.startswith(call)))
     return counts[0], counts[1]
 
 
-def break_one_rank(path: str) -> tuple[dict[str, float], bool]:
+def held_bytes(path: str, options: Mapping[str, Any]) -> dict[str, int]:
+    """Bytes of this rank's weights, gradients and moments after a step, and of its part of a checkpoint."""
+    engine = make_engine(path, options)
+    engine.forward_backward([my_share(make_batch())], loss_of)
+    gradients = sum(one.nbytes for one in engine._gradients())
+    engine.optimizer_step()
+    states = engine._optimizer.state.values()
+    return {
+        "weights": sum(parameter.to_local().nbytes for parameter in engine.module.parameters()),
+        "gradients": gradients,
+        "moments": sum(
+            state[name].to_local().nbytes for state in states for name in ("exp_avg", "exp_avg_sq")
+        ),
+        "stored": engine.stored_bytes(CONTENTS),
+    }
+
+
+def break_one_rank(path: str, options: Mapping[str, Any] | None = None) -> tuple[dict[str, float], bool]:
     """An infinite loss on rank 1 only: what each rank is told, and whether its weights moved."""
-    engine = make_engine(path)
+    engine = make_engine(path, options)
     before = full_weights(engine)
 
     def broken(
@@ -210,7 +237,6 @@ def missing_weights(path: str) -> str:
 
 
 def split_by_tokens(max_tokens: int) -> tuple[int, list[int]]:
-    from hydraflow.engine import process_group
     from hydraflow.workers.micro_batcher import split_tokens
 
     data = make_batch().slice(0, 4) if dist.get_rank() == 0 else make_batch().slice(4, 8)

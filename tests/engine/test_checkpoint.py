@@ -12,6 +12,7 @@ import pytest
 import torch
 from engine import rank_jobs as jobs
 from engine.pool import Ranks
+from transformers import AutoModelForCausalLM
 
 from hydraflow.errors import ConfigError
 
@@ -69,6 +70,7 @@ OTHER_LAYOUTS = {
     "parameters stay in host memory": {"offload_policy": True},
     "everything rests in host memory": {"param_offload": True, "optimizer_offload": True},
     "moments in host memory": {"optimizer_offload": True},
+    "a copy on each rank": {"fsdp_size": 1},
 }
 
 
@@ -88,6 +90,46 @@ def test_another_sharding_reads_and_writes_it(
             pools[2].run(jobs.read_checkpoint, tiny, reader, str(tmp_path / folder), jobs.CONTENTS)[0],
             written,
         )
+
+
+@pytest.mark.parametrize(
+    ("size", "variant"),
+    [(1, {}), (2, {}), (2, {"model": {"lora_rank": 2}})],
+    ids=["four copies", "two copies", "two copies, lora"],
+)
+def test_copies_of_a_model_are_stored_once_and_read_by_any_number_of_ranks(
+    pools: dict[int, Ranks], tiny: str, tmp_path: Path, size: int, variant: dict[str, Any]
+) -> None:
+    plain, hybrid = {**OPTIONS, **variant}, {**OPTIONS, **variant, "fsdp": {"fsdp_size": size}}
+    written = {
+        folder: pools[4].run(jobs.write_checkpoint, tiny, options, str(tmp_path / folder))[0]
+        for folder, options in (("plain", plain), ("hybrid", hybrid))
+    }
+    sizes = {
+        folder: sum(path.stat().st_size for path in (tmp_path / folder / "dcp").glob("*.distcp"))
+        for folder in written
+    }
+    assert sizes["hybrid"] <= sizes["plain"], "the same numbers, in fewer pieces"
+    for folder, ranks, reader in (
+        ("hybrid", 4, hybrid),
+        ("hybrid", 4, plain),
+        ("hybrid", 2, plain),
+        ("plain", 4, hybrid),
+    ):
+        read = pools[ranks].run(jobs.read_checkpoint, tiny, reader, str(tmp_path / folder), jobs.CONTENTS)
+        for one in read:
+            assert_holds(one, written[folder])
+
+
+def test_a_run_with_copies_resumes_bit_by_bit(pools: dict[int, Ranks], tiny: str, tmp_path: Path) -> None:
+    options = {**OPTIONS, "fsdp": {"fsdp_size": 2}}
+    first = pools[4].run(jobs.save_both, tiny, options, str(tmp_path))[0]
+    for again in pools[4].run(jobs.resume, tiny, options, str(tmp_path)):
+        assert_equal(again["saved"], first["saved"])
+        assert_equal(again["next"], first["next"])
+    assert_equal(
+        dict(AutoModelForCausalLM.from_pretrained(tmp_path / "hf").named_parameters()), first["saved"]
+    )
 
 
 @pytest.mark.parametrize("variant", [{"model": {"lora_rank": 2}}, {"head": "value"}], ids=["lora", "value"])

@@ -20,6 +20,10 @@ def test_a_device_shows_the_copy_that_it_works_on() -> None:
     assert lines[3].split()[:9] == ["rollout", "·", "·", "0", "0", "1", "1", "2", "2"]
     assert "2 data ranks, weights in 2 shards, 2 copies" in lines[2]
     assert "2 devices a replica, 3 replicas" in lines[3]
+    actor = Layout("actor", "fsdp2", devices((0, 4)), 4, shard=1)
+    assert (
+        "weights in 1 shard, 4 copies" in picture({"actor": actor}, Cluster((Pool("trainer", 2, 4, 0),)))[2]
+    )
 
 
 def test_many_devices_are_ranges_with_their_nodes() -> None:

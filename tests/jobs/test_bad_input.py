@@ -153,6 +153,21 @@ def test_an_output_directory_that_cannot_be_written(tmp_path: Path, model: Path,
     assert_refused(done, "trainer.default_local_dir")
 
 
+@pytest.mark.parametrize("size", [3, 0])
+def test_a_shard_size_that_does_not_divide_the_devices(
+    tmp_path: Path, model: Path, data: Path, size: int
+) -> None:
+    given = [
+        "trainer.device=cpu",
+        "trainer.n_gpus_per_node=4",
+        f"actor_rollout_ref.actor.fsdp_config.fsdp_size={size}",
+    ]
+    rule = f"fsdp_size={size}: must be -1 or divide the 4 devices of the actor"
+    assert_refused(
+        ppo(tmp_path, model, data, *given), rule, "-> actor_rollout_ref.actor.fsdp_config.fsdp_size="
+    )
+
+
 def test_batch_sizes_that_do_not_fit(tmp_path: Path, model: Path, data: Path) -> None:
     done = ppo(tmp_path, model, data, "actor_rollout_ref.actor.ppo_mini_batch_size=3")
     assert_refused(done, "actor_rollout_ref.actor.ppo_mini_batch_size", "data.train_batch_size")

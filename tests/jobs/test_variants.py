@@ -170,6 +170,17 @@ def test_adapters_with_themselves_switched_off_as_reference_on_one_rank_and_two(
             assert two[name] == pytest.approx(one[name], rel=1e-6, abs=1e-9), name
 
 
+def test_two_copies_of_the_model_on_four_ranks(tmp_path: Path, recipe_cache: Path) -> None:
+    """Hybrid sharding in float64: the numbers of one rank."""
+    given = [f"{ACTOR}.fsdp_config.{name}=fp64" for name in ("model_dtype", "dtype", "reduce_dtype")]
+    given.append("actor_rollout_ref.rollout.dtype=fp64")
+    four = ["trainer.n_gpus_per_node=4", f"{ACTOR}.fsdp_config.fsdp_size=2"]
+    rows = train(tmp_path / "four", recipe_cache, *given, *four)
+    for one, found in zip(train(tmp_path / "one", recipe_cache, *given, *LOCAL), rows, strict=True):
+        for name in ("actor/grad_norm", "actor/pg_loss", "critic/score/mean", "actor/entropy"):
+            assert found[name] == pytest.approx(one[name], rel=1e-6, abs=1e-9), name
+
+
 CORRECTION, COARSE = "algorithm.rollout_correction", ["actor_rollout_ref.rollout.dtype=bf16"]
 """Sampled in 16 bits and trained in 32, so that the two probabilities of a token differ."""
 

@@ -322,6 +322,16 @@ def test_advice_names_no_key_that_other_advice_leaves_without_effect(memory: int
     assert offloaded == [f"{POLICY}.actor.fsdp_config.offload_policy=true"]
 
 
+def test_one_copy_of_the_model_is_advised_where_several_do_not_fit() -> None:
+    """8 devices, 2 to a copy: weights and both moments in 4 bytes each, a half of them on every device."""
+    key = f"{POLICY}.actor.fsdp_config.fsdp_size"
+    report = report_of(configured(**{key.replace(".", "__"): 2}))
+    [advised] = [advice for advice in report.advice if advice.override == f"{key}=-1"]
+    assert report.fits is False
+    assert advised.saves == 3 * 4 * (QWEN_7B.parameters // 2 - QWEN_7B.parameters // 8)
+    assert not any(advice.override.startswith(key) for advice in report_of(configured()).advice)
+
+
 def test_advice_that_is_not_enough_says_so() -> None:
     fits, tight = report_of(configured()), report_of(configured(cluster__device_memory_gib=1))
     assert (fits.missing_after_advice, fits.missing[1] <= 0) == (0, True)

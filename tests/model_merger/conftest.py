@@ -60,6 +60,7 @@ def _save_all(models: dict[str, str], folder: Path) -> None:
         if size == 2:
             pool.run(jobs.save, models["tied"], jobs.TRAINED, str(folder / "2-lora"))
         else:
+            pool.run(jobs.save, models["untied"], jobs.COPIES, str(folder / "4-copies"))
             verl = [
                 (models[model], str(folder / f"verl-{case}"), options)
                 for case, (model, options) in jobs.SAVED_AS_VERL.items()

@@ -32,6 +32,8 @@ TRAINED = {
     "optim": {"lr": 0.1},
 }
 """Options for adapters."""
+COPIES = {"fsdp": {"fsdp_size": 2}}
+"""Options for hybrid sharding."""
 SAVED_AS_VERL: dict[str, tuple[str, dict[str, Any]]] = {
     "fsdp2": ("tied", {}),
     "fsdp2_bf16": ("bf16", {"dtype": "bfloat16"}),

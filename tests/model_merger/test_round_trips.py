@@ -38,6 +38,12 @@ def test_nothing_is_lost(made: Path, models: dict[str, str], tmp_path: Path, siz
     )
 
 
+def test_a_checkpoint_of_several_copies_of_a_model(
+    made: Path, models: dict[str, str], tmp_path: Path
+) -> None:
+    assert_same_bits(merge(made / "4-copies", tmp_path / "merged"), read(models["untied"]))
+
+
 def test_a_type_may_be_chosen_and_comes_back(made: Path, models: dict[str, str], tmp_path: Path) -> None:
     wanted = read(models["untied"])
     half = merge(made / "2-untied", tmp_path / "bf16", "--dtype", "bf16")

@@ -3,7 +3,7 @@ by tensor.
 
 In: a `ModelConfig` and an `FSDPConfig`. Out: a `PolicyModel` or `ValueModel` whose parameters are DTensors.
 Only rank 0 reads files, and no rank ever holds more than its shard and one full tensor on its device.
-Left out on purpose: tensor and sequence parallelism; HSDP.
+Left out on purpose: tensor and sequence parallelism.
 """
 
 from __future__ import annotations

@@ -119,15 +119,21 @@ def load(
     return int(wanted[SCHEDULE_STEP]) if SCHEDULE_STEP in wanted else None
 
 
-def stored_bytes(module: Module, optimizer: torch.optim.Optimizer, contents: Collection[str]) -> int:
-    """Bytes of this rank's part of a checkpoint, AdamW's two moments counted even before the first step."""
+def stored_bytes(
+    module: Module, optimizer: torch.optim.Optimizer, contents: Collection[str], *, copies: int
+) -> int:
+    """Bytes of this rank's part of a checkpoint, AdamW's two moments counted even before the first step.
+
+    copies: of the model; torch writes each shard once, and divides the shards among the ranks that have them.
+    """
     local = sum(_local_bytes(tensor) for tensor in _parts(module, optimizer, 0, [MODEL]).values())
     trained = sum(
         _local_bytes(parameter) for group in optimizer.param_groups for parameter in group["params"]
     )
-    return (
+    held = (
         local * (MODEL in contents) + local * (HF_MODEL in contents) + 2 * trained * (OPTIMIZER in contents)
     )
+    return -(-held // copies)
 
 
 def _parts(module: Module, optimizer: torch.optim.Optimizer, step: int, contents: Collection[str]) -> State:

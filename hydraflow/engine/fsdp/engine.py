@@ -16,7 +16,6 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
@@ -27,6 +26,7 @@ from hydraflow.engine.base import LossFn, ModelOutput
 from hydraflow.engine.config import FSDPConfig, OptimConfig
 from hydraflow.engine.fsdp import checkpoint, export, lora
 from hydraflow.engine.fsdp.build import build_model
+from hydraflow.engine.fsdp.groups import RankGroups
 from hydraflow.engine.fsdp.oom_recovery import CollectiveCounter, PassRunner
 from hydraflow.engine.fsdp.param_offload import ParamOffload
 from hydraflow.engine.fsdp.passes import forget_passes, train_without_noise
@@ -61,12 +61,12 @@ class FSDPEngine:
         self._model, self._fsdp, self._optim = model, fsdp, optim
         self._head, self._device, self._field = head, device, field
         self._total_steps, self._step = total_steps, 0
-        mesh = init_device_mesh(device.type, (self.data_size,))
+        self._groups = RankGroups.make(fsdp.fsdp_size, device.type)
         self.module, self._padded = build_model(
             model,
             fsdp,
             head=head,
-            mesh=mesh,
+            mesh=self._groups.shards,
             device=device,
             trained=optim is not None,
             field=field,
@@ -74,7 +74,7 @@ class FSDPEngine:
         )
         rests = fsdp.param_offload and not fsdp.offload_policy and device.type != "cpu"
         self._param_offload = ParamOffload(self.module, device, rests=rests)
-        self._collectives = CollectiveCounter(self.module, device)
+        self._collectives = CollectiveCounter(self.module, device, self._groups.replicas)
         self._norm: float | None = None
         """Norm of the gradient that `optimizer_step` will apply."""
         self._optimizer = None
@@ -135,7 +135,7 @@ class FSDPEngine:
         if oom_ranks:
             self.module.zero_grad(set_to_none=True)
         reported = runner.results_of_all(oom_ranks)
-        self._norm = math.sqrt(square)
+        self._norm = math.sqrt(square / self._groups.copies)  # every copy has the whole gradient
         return metrics.merge(reported)
 
     @torch.no_grad()
@@ -206,7 +206,7 @@ class FSDPEngine:
     def stored_bytes(self, contents: Collection[str]) -> int:
         """See `TrainEngine`."""
         assert self._optimizer is not None, "a frozen model has no state of its own"
-        return checkpoint.stored_bytes(self.module, self._optimizer, contents)
+        return checkpoint.stored_bytes(self.module, self._optimizer, contents, copies=self._groups.copies)
 
     def rest(self) -> None:
         """See `TrainEngine`."""

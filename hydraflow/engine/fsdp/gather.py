@@ -1,7 +1,7 @@
 """Full tensors of sharded parameters, many per collective: one gather per tensor would be mostly latency.
 
 In: parameters by name, the same on every rank. Out: (name, full tensor), in order, on every rank or on one;
-at most a bucket of them exists at a time.
+at most a bucket of them exists at a time. Ranks gather among those that share a copy of the model.
 """
 
 from __future__ import annotations
@@ -57,20 +57,27 @@ def _gather(bucket: list[NamedTensor], to: int | None) -> list[NamedTensor]:
 
 
 def _rows_of_all(sharded: list[torch.Tensor], to: int | None) -> Sequence[torch.Tensor]:
-    """For each parameter the padded shards of all ranks, (ranks, numbers of one shard); nothing on a rank
-    that gets none."""
-    if not sharded:
+    """For each parameter the padded shards of all ranks of a copy, (ranks, numbers of one shard); nothing on
+    a rank that gets none."""
+    group = _group(sharded[0]) if sharded else None
+    if group is None or to not in (None, *dist.get_process_group_ranks(group)):
         return []
-    ranks = dist.get_world_size()
+    ranks = group.size()
     shards = [_padded_shard(parameter, ranks) for parameter in sharded]
     mine = torch.cat([shard.reshape(-1) for shard in shards])
     here = to in (None, dist.get_rank())
     everyone = mine.new_empty(ranks if here else 0, len(mine))
     if to is None:
-        dist.all_gather_single(everyone.view(-1), mine)
+        dist.all_gather_single(everyone.view(-1), mine, group=group)
     else:
-        dist.gather(mine, list(everyone) if here else None, dst=to)
+        dist.gather(mine, list(everyone) if here else None, dst=to, group=group)
     return everyone.split([shard.numel() for shard in shards], dim=1)
+
+
+def _group(parameter: torch.Tensor) -> dist.ProcessGroup:
+    """The ranks that share a copy of the model."""
+    assert isinstance(parameter, DTensor)
+    return parameter.device_mesh.get_group()
 
 
 def _is_split_by_rows(parameter: torch.Tensor) -> bool:

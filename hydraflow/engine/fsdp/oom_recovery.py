@@ -6,8 +6,10 @@ tokens that skips the collectives already made; the result of that pass is disca
 call and retry with smaller micro-batches.
 
 In: passes, as functions of a micro-batch. Out: their results, and, the same on all ranks, whether one
-ran out of memory. Left out on purpose: which micro-batches are tried next (`workers/micro_batcher.py`); HSDP,
-whose all-reduce cannot be left out in this way.
+ran out of memory. Left out on purpose: which micro-batches are tried next (`workers/micro_batcher.py`).
+
+Between copies of the model (HSDP) gradients are summed by a hook of FSDP's on a mesh of one copy's ranks: an
+all-reduce of FSDP's own, on a mesh of all ranks, could not be skipped.
 """
 
 from __future__ import annotations
@@ -39,9 +41,13 @@ FEW_TOKENS = 2
 
 
 class CollectiveCounter:
-    """The collectives that a sharded model makes, counted pass by pass."""
+    """The collectives that a sharded model makes, counted pass by pass.
 
-    def __init__(self, module: nn.Module, device: torch.device):
+    replicas: the ranks with the same shard, over which gradients are summed, too; None: there is one copy of
+    the model.
+    """
+
+    def __init__(self, module: nn.Module, device: torch.device, replicas: dist.ProcessGroup | None):
         assert isinstance(module, FSDPModule)
         self._module, self._device = module, device
         self._made = self._left_out = 0
@@ -51,6 +57,8 @@ class CollectiveCounter:
             self._gathers.append(_Gather(self, owner, name))
             unit.set_custom_all_gather(self._gathers[-1])
             unit.set_custom_reduce_scatter(_Reduce(self))
+            if replicas is not None:
+                unit.set_all_reduce_hook(_ReplicaSum(self, replicas))
 
     def begin(self) -> None:
         """Resets the count of collectives; call it before each pass."""
@@ -159,6 +167,21 @@ class _Reduce(DefaultReduceScatter):
             return super().__call__(output_tensor, *args, **kwargs)
         output_tensor.zero_()
         return None
+
+
+class _ReplicaSum:
+    """Sums one unit's gradients over the copies of the model, after the reduce-scatter within each copy."""
+
+    def __init__(self, collectives: CollectiveCounter, replicas: dist.ProcessGroup):
+        self._collectives, self._replicas = collectives, replicas
+
+    def __call__(self, reduced: torch.Tensor) -> None:
+        if not self._collectives.is_due():
+            return
+        if reduced.device.type != "cpu":
+            # it belongs to the reduce-scatter's stream, which may reuse it only after this one
+            reduced.record_stream(torch.get_device_module(reduced.device).current_stream())
+        dist.all_reduce(reduced, group=self._replicas)
 
 
 def _units(module: nn.Module) -> Iterator[tuple[FSDPModule, nn.Module, str]]:

@@ -1,0 +1,170 @@
+"""Hybrid sharding (HSDP), `fsdp_size` below the number of ranks: the numbers of one rank alone, on four ranks
+that hold one, two or four copies of the model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import pytest
+import torch
+from engine import oom_jobs
+from engine import rank_jobs as jobs
+from engine.pool import Ranks
+
+from hydraflow.engine.config import WrapPolicyConfig
+
+DOUBLE = {"model_dtype": "fp64", "dtype": "fp64"}
+RANKS = 4
+SIZES = (1, 2)
+"""Ranks of a copy of the model."""
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "usual": {},
+    "kept_gathered": {"fsdp": {"reshard_after_forward": False}},
+    "one_unit": {"fsdp": {"wrap_policy": WrapPolicyConfig(min_num_params=10**6)}},
+    "param_offload": {"fsdp": {"param_offload": True}},
+    "offload_policy": {"fsdp": {"offload_policy": True}},
+    "adapters": {"model": {"lora_rank": 2}},
+    "value": {"head": "value"},
+}
+
+
+@pytest.fixture(scope="module")
+def ranks() -> Iterator[Ranks]:
+    """Four ranks."""
+    pool = Ranks(RANKS)
+    yield pool
+    pool.stop()
+
+
+def with_size(options: Mapping[str, Any], size: int, **fsdp: Any) -> dict[str, Any]:
+    return {**options, "fsdp": {**fsdp, **options.get("fsdp", {}), "fsdp_size": size}}
+
+
+def assert_same(got: Mapping[str, torch.Tensor], wanted: Mapping[str, torch.Tensor], atol: float) -> None:
+    assert got.keys() == wanted.keys()
+    for name, value in wanted.items():
+        torch.testing.assert_close(
+            got[name], value, rtol=0, atol=atol, msg=lambda text, name=name: f"{name}: {text}"
+        )
+
+
+def test_neighbours_share_a_copy_and_deadlines_stay(ranks: Ranks) -> None:
+    deadline = 120.0  # pool.py's
+    found = ranks.run(jobs.groups_of, 2)
+    assert found[1] == [([0, 1], deadline), ([1, 3], deadline)]
+    assert found[2] == [([2, 3], deadline), ([0, 2], deadline)]
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_training_is_that_of_one_rank(tiny: str, ranks: Ranks, layout: str, size: int) -> None:
+    """Weights, gradient norms and outputs of three steps with two micro-batches each."""
+    alone = jobs.train(tiny, with_size(LAYOUTS[layout], -1, **DOUBLE))
+    found = ranks.run(jobs.train, tiny, with_size(LAYOUTS[layout], size, **DOUBLE), 3, 1)
+    for rank in found:
+        assert rank["told"] == [pytest.approx(told, rel=1e-12) for told in alone["told"]]
+        assert_same(rank["weights"], alone["weights"], 1e-12)
+        assert_same(rank["weights"], found[0]["weights"], 0.0)  # copies stay equal
+    for step, wanted in enumerate(alone["seen"]):
+        seen = torch.cat([rank["seen"][step] for rank in found])
+        torch.testing.assert_close(seen, wanted, rtol=0, atol=1e-12)
+
+
+def test_two_copies_on_two_ranks(tiny: str) -> None:
+    pool = Ranks(2)
+    try:
+        found = pool.run(jobs.train, tiny, {"fsdp": {**DOUBLE, "fsdp_size": 1}})
+    finally:
+        pool.stop()
+    alone = jobs.train(tiny, {"fsdp": DOUBLE})
+    for rank in found:
+        assert_same(rank["weights"], alone["weights"], 1e-12)
+
+
+@pytest.mark.parametrize("head", ["policy", "value"])
+@pytest.mark.parametrize("size", SIZES)
+def test_the_gradient_does_not_depend_on_micro_batches(tiny: str, ranks: Ranks, size: int, head: str) -> None:
+    options = with_size({"head": head}, size, **DOUBLE)
+    alone = jobs.one_gradient(tiny, {"fsdp": DOUBLE, "head": head}, jobs.ROWS, head == "policy")
+    assert max(gradient.abs().max() for gradient in alone.values()) > 1e-2
+    for micro_rows in (1, 2):
+        for found in ranks.run(jobs.one_gradient, tiny, options, micro_rows, head == "policy"):
+            assert_same(found, alone, 1e-12)
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("size", SIZES)
+def test_other_precisions_are_within_rounding(tiny: str, ranks: Ranks, size: int, dtype: str) -> None:
+    """Gradients, because Adam's first steps are signs: rounding of a tiny gradient moves a weight visibly."""
+    plain = ranks.run(jobs.one_gradient, tiny, {"fsdp": {"dtype": dtype}}, 1)[0]
+    for found in ranks.run(jobs.one_gradient, tiny, with_size({}, size, dtype=dtype), 1):
+        assert_same(found, plain, 1e-6)
+
+
+def test_all_ranks_as_one_copy_is_plain_fsdp_bit_by_bit(tiny: str, ranks: Ranks) -> None:
+    plain = ranks.run(jobs.train, tiny, {})
+    for found, wanted in zip(ranks.run(jobs.train, tiny, with_size({}, RANKS)), plain, strict=True):
+        assert found["told"] == wanted["told"]
+        assert_same(found["weights"], wanted["weights"], 0.0)
+
+
+def test_gradients_are_summed_over_copies_once(tiny: str, ranks: Ranks) -> None:
+    options = with_size({}, 2)
+    for one, two in ranks.run(jobs.count_reductions, tiny, 2, options):
+        assert one == two == 3  # two layers and the root
+    for one, two in ranks.run(jobs.count_reductions, tiny, 2, options, "c10d::allreduce_"):
+        assert one == two == 3 + 1  # and one for the norm
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_a_norm_that_is_not_finite_skips_the_step_on_all_ranks(tiny: str, ranks: Ranks, size: int) -> None:
+    for told, moved in ranks.run(jobs.break_one_rank, tiny, with_size({}, size)):
+        assert told["skipped"] == 1.0 and not moved
+
+
+@pytest.mark.parametrize("options", [{}, {"model": {"lora_rank": 2, "target_modules": "all-linear"}}])
+@pytest.mark.parametrize("size", SIZES)
+def test_weights_for_one_rank_have_values_there_alone(
+    tiny: str, ranks: Ranks, size: int, options: dict[str, Any]
+) -> None:
+    everywhere = ranks.run(jobs.weights_to, tiny, None, with_size(options, size))
+    for rank in (0, 3):
+        found = ranks.run(jobs.weights_to, tiny, rank, with_size(options, size))
+        assert_same(found.pop(rank), everywhere[rank], 0.0)
+        for other in found:
+            assert all(tensor.is_meta for tensor in other.values()) and list(other) == list(everywhere[rank])
+
+
+def test_a_rank_holds_its_shard_of_one_copy(tiny: str, ranks: Ranks) -> None:
+    whole = jobs.held_bytes(tiny, {})["weights"]
+    for size in (1, 2, 4):
+        found = ranks.run(jobs.held_bytes, tiny, with_size({}, size))
+        for name, times in (("weights", 1), ("gradients", 1), ("moments", 2)):
+            assert sum(rank[name] for rank in found[:size]) == times * whole, "the first ranks are a copy"
+            assert sum(rank[name] for rank in found) == times * whole * RANKS // size
+        assert sum(rank["stored"] for rank in found) == 3 * whole, "copies are stored once"
+
+
+OOM_LAYOUTS: dict[str, dict[str, Any]] = {
+    "two_copies": {"fsdp_size": 2},
+    "four_copies": {"fsdp_size": 1},
+    "kept_gathered": {"fsdp_size": 2, "reshard_after_forward": False},
+    "offload_policy": {"fsdp_size": 2, "offload_policy": True},
+}
+
+
+@pytest.mark.parametrize("layout", OOM_LAYOUTS)
+def test_memory_that_runs_out_on_some_ranks_leaves_no_trace(tiny: str, ranks: Ranks, layout: str) -> None:
+    """Every place in the first and the last pass: on one rank, on both of a copy, on one of each copy."""
+    short = ((0,), (3,), (2, 3), (1, 2))
+    cases = [
+        oom_jobs.Case(place, short[(number + at) % len(short)], at)
+        for number, place in enumerate(oom_jobs.PLACES)
+        for at in (0, 2)
+    ]
+    options = {"fsdp": {**DOUBLE, **OOM_LAYOUTS[layout]}}
+    for wrong in ranks.run(
+        oom_jobs.disturbed, tiny, options, cases if layout == "two_copies" else cases[::3]
+    ):
+        assert wrong == []
