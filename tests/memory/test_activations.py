@@ -23,6 +23,7 @@ from hydraflow.memory.activations import (
     tokens_of,
 )
 from hydraflow.memory.shape import shape_of
+from hydraflow.models.ask import Ask
 from hydraflow.models.attention import NAME, register_attention
 from hydraflow.models.heads import PolicyModel
 from hydraflow.models.packing import PackedBatch, pack
@@ -175,7 +176,7 @@ def test_the_head_allocates_what_the_formula_says(
     def forward() -> torch.Tensor:
         """The loss, of log-probabilities alone or of both; what the loss does not use is gone when it is
         returned."""
-        log_probs, entropies = model(batch, 0.7, entropy)  # type: ignore[arg-type]
+        log_probs, entropies = model(batch, Ask(0.7, entropy=entropy))  # type: ignore[arg-type]
         return log_probs.sum() + entropies.sum() if trained and entropies is not None else log_probs.sum()
 
     with torch.no_grad():
