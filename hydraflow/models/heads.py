@@ -2,12 +2,13 @@
 
 In: a `PackedBatch`. Out: log-probabilities (and entropies) of its K asked tokens, or one value for each.
 The head runs here and not in the model's own forward, so that logits exist only for response tokens and only
-`chunk_tokens` of them at a time: the backward pass recomputes each chunk.
+for a chunk of them at a time (`fused_head.py`): the backward pass recomputes each chunk.
 Left out on purpose: loading (`loading.py`), sharding (`engine/`), losses (`algorithms/`).
 """
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,6 +18,8 @@ from torch.utils.checkpoint import checkpoint
 
 from hydraflow.models.ask import LOG_PROBS, Ask
 from hydraflow.models.attention import pick
+from hydraflow.models.chunks import head_chunk
+from hydraflow.models.fused_head import FusedHead, HeadWork
 from hydraflow.models.packing import PackedBatch
 
 
@@ -42,9 +45,23 @@ class PolicyModel(nn.Module):
         if ask.temperature <= 0:
             raise ValueError(f"temperature={ask.temperature}: log-probabilities need a temperature above 0")
         hidden = asked_hidden_states(self.lm.base_model, batch)
+        head = self.lm.get_output_embeddings()
+        if type(head) is not nn.Linear:
+            return self._by_module(hidden, batch.targets, ask)
+        shape = partial(shape_logits, config=self.lm.config)
+        chunk = head_chunk(self.chunk_tokens, head.out_features, hidden.element_size())
+        found: tuple[torch.Tensor, torch.Tensor | None] = FusedHead.apply(
+            hidden, head.weight, head.bias, batch.targets, HeadWork(ask, shape, chunk)
+        )
+        return found
+
+    def _by_module(
+        self, hidden: torch.Tensor, targets: torch.Tensor, ask: Ask
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """The same through the head's own code: it has adapters, or is no linear layer."""
         if len(hidden) <= self.chunk_tokens:
-            return self._score(hidden, batch.targets, ask)
-        chunks = zip(hidden.split(self.chunk_tokens), batch.targets.split(self.chunk_tokens), strict=True)
+            return self._score(hidden, targets, ask)
+        chunks = zip(hidden.split(self.chunk_tokens), targets.split(self.chunk_tokens), strict=True)
         pieces = [checkpoint(self._score, h, t, ask, use_reentrant=False) for h, t in chunks]
         more = torch.cat([piece[1] for piece in pieces]) if ask.entropy or ask.greedy_match else None
         return torch.cat([piece[0] for piece in pieces]), more

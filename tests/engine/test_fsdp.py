@@ -123,6 +123,12 @@ def test_gradient_does_not_depend_on_ranks_or_micro_batches(
             assert_same(result, whole, TOLERANCE[precision])
 
 
+def test_gradient_of_log_probs_and_entropies_does_not_depend_on_chunks(tiny: str, ranks: Ranks) -> None:
+    whole = jobs.one_gradient(tiny, {"fsdp": DOUBLE}, jobs.ROWS, True)
+    for result in ranks.run(jobs.one_gradient, tiny, {"fsdp": {**DOUBLE, "head_chunk_tokens": 3}}, 2, True):
+        assert_same(result, whole, 1e-12)
+
+
 @pytest.mark.parametrize(
     "change",
     [

@@ -117,7 +117,7 @@ def test_tokens_of_rows_and_of_budgets() -> None:
 
 # --- the head --------------------------------------------------
 
-V, HIDDEN, K = 4096, 4, 256
+V, HIDDEN, K = 4096, 4, 512
 
 
 class Head(nn.Module):
@@ -182,9 +182,5 @@ def test_the_head_allocates_what_the_formula_says(
     with torch.no_grad():
         computing = allocated(forward)
     training = allocated(lambda: forward().backward())
-    assert computing == pytest.approx(head_forward(V, K, chunk, number, entropy=entropy), rel=0.03)
-    whole = max(
-        head_forward(V, K, chunk, number, entropy=entropy),
-        head_backward(V, K, chunk, number, entropy=entropy, trained_entropy=trained),
-    )
-    assert training == pytest.approx(whole, rel=0.05)
+    assert computing == pytest.approx(head_forward(V, K, chunk, number), rel=0.03)
+    assert training == pytest.approx(head_backward(V, K, chunk, number, trained_entropy=trained), rel=0.05)
