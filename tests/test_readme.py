@@ -55,6 +55,7 @@ SCRIPTS = {
     "scripts/bench/vs_trl.py",
     "scripts/bench/weight_sync.py",
     "scripts/bench/generation.py",
+    "scripts/bench/head.py",
 }
 
 
@@ -404,3 +405,15 @@ def test_the_bench_of_rollout_engines() -> None:
     found = [json.loads(line) for line in done.stdout.splitlines()]
     assert [one["engine"] for one in found] == ["native", "transformers"]
     assert all(32 * 10 < one["tokens"] < 32 * 256 and one["tokens_per_second"] > 0 for one in found)
+
+
+@pytest.mark.slow
+def test_the_bench_of_heads() -> None:
+    size = ["--tokens", "256", "--vocabulary", "65536", "--hidden", "8", "--chunk", "64", "--repeats", "2"]
+    run = [sys.executable, "scripts/bench/head.py", *size, "--entropy"]
+    done = subprocess.run(run, cwd=ROOT, capture_output=True, text=True, timeout=240, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    found = {one["way"]: one for one in map(json.loads, done.stdout.splitlines())}
+    assert set(found) == {"fused", "module"} and all(one["cpu_s"] > 0 for one in found.values())
+    chunk_mib = 64 * 65536 * 4 / 2**20
+    assert 2 * chunk_mib < found["fused"]["peak_mib"] < 4 * chunk_mib < found["module"]["peak_mib"]

@@ -19,6 +19,7 @@ from typing import Protocol
 import torch
 
 from hydraflow.metrics import Metric
+from hydraflow.models.ask import LOG_PROBS, Ask
 from hydraflow.protocol.batch import DataProto
 
 
@@ -98,25 +99,15 @@ class TrainEngine(Protocol):
     def forward(
         self,
         micro_batches: Sequence[DataProto],
+        ask: Ask = LOG_PROBS,
         *,
-        temperature: float = 1.0,
-        entropy: bool = False,
-        greedy_match: bool = False,
         adapter: bool = True,
     ) -> DataProto:
-        """Ragged `log_probs` (and `entropys`), or `values`, of all rows in the given order. `adapter=False`:
-        without LoRA.
-
-        `greedy_match`, instead of entropies: a column that is 1 where a token is the most probable one.
-        """
+        """Ragged `log_probs` (and `entropys` or `greedy_match`), or `values`, of all rows in the given order.
+        `adapter=False`: without LoRA."""
 
     def forward_backward(
-        self,
-        micro_batches: Sequence[DataProto],
-        loss_fn: LossFn,
-        *,
-        temperature: float = 1.0,
-        entropy: bool = False,
+        self, micro_batches: Sequence[DataProto], loss_fn: LossFn, ask: Ask = LOG_PROBS
     ) -> dict[str, Metric]:
         """Computes the gradient of the summed loss of all ranks; one reduction, at the last micro-batch.
         Metrics of this rank.

@@ -99,7 +99,9 @@ class FSDPConfig:
     """Keep sharded weights, gradients and optimizer state in host memory during training, too (fully_shard's
     CPU offload policy): each layer comes over at every use, and AdamW runs on the CPU."""
     head_chunk_tokens: int = option(2048, ge=1, shapes_training=False)
-    """Chunk size, in tokens, in which logits are computed for log-probabilities."""
+    """Chunk size, in tokens, in which logits are computed for log-probabilities. A chunk's logits never take
+    more than 512 MiB in float32, so with a vocabulary above 65 536 a chunk is smaller than 2048 tokens.
+    Tokens that fit into one chunk pass the output matrix once, others a second time in the backward pass."""
     wrap_policy: WrapPolicyConfig = option(factory=WrapPolicyConfig, shapes_training=False)
     fsdp_size: int = option(-1, shapes_training=False)
     """FSDP shard group size: neighbouring data ranks that hold one copy of weights, gradients and optimizer

@@ -1,8 +1,8 @@
 """What a forward and a backward pass hold besides weights: activations of layers, and logits.
 
 In: a `ModelShape`, the tokens of one micro-batch, bytes per number. Out: bytes. The terms are those of
-transformers' decoder layers as `models/attention.py` and `models/heads.py` call them; tests compare them with
-what autograd really saves.
+transformers' decoder layers as `models/attention.py` calls them and of `models/fused_head.py`; tests compare
+them with what autograd really saves.
 
 Legend: N tokens that layers compute, T tokens that attention sees, K response tokens that the head sees, V
 vocabulary, h hidden, q and kv widths of all query and key heads, I width of the MLP.
@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 from hydraflow.batch_plan.parts import MicroPlan
 from hydraflow.memory.shape import ModelShape
+from hydraflow.models.chunks import head_chunk
 
 
 @dataclass(frozen=True)
@@ -128,21 +129,19 @@ def _experts(shape: ModelShape, number: int) -> tuple[int, int]:
     return saved, (chosen * (shape.expert_intermediate + shape.hidden) + shape.shared_intermediate) * number
 
 
-def head_forward(vocabulary: int, asked: int, chunk: int, number: int, *, entropy: bool) -> int:
-    """Logits, log-probabilities and, with entropies, probabilities and their product: (K, V) each, of one
-    chunk, in float32."""
-    return (4 if entropy else 2) * min(asked, chunk) * vocabulary * max(4, number)
+def head_forward(vocabulary: int, asked: int, chunk: int, number: int) -> int:
+    """Logits of one chunk and their log-probabilities, (K, V) each, in float32 or wider; of narrower numbers
+    also the logits as the head computes them."""
+    wide = max(4, number)
+    copies = 2 * wide + (number if number < wide else 0)
+    return copies * min(asked, head_chunk(chunk, vocabulary, number)) * vocabulary
 
 
-def head_backward(
-    vocabulary: int, asked: int, chunk: int, number: int, *, entropy: bool, trained_entropy: bool
-) -> int:
-    """The forward pass keeps log-probabilities (a trained entropy: probabilities too) and adds gradients of
-    both and of logits.
-
-    Tokens in several chunks pass the head again, chunk by chunk, so a chunk's forward pass comes on top of
-    nothing.
+def head_backward(vocabulary: int, asked: int, chunk: int, number: int, *, trained_entropy: bool) -> int:
+    """The backward pass turns logits into their gradient in place. The forward pass keeps the
+    log-probabilities of a single chunk, nothing of several; with them a trained entropy takes one copy more.
     """
-    copies = 5 if trained_entropy else 3
-    backward = copies * min(asked, chunk) * vocabulary * max(4, number)
-    return max(backward, head_forward(vocabulary, asked, chunk, number, entropy=entropy))
+    forward = head_forward(vocabulary, asked, chunk, number)
+    if not trained_entropy or asked > head_chunk(chunk, vocabulary, number):
+        return forward
+    return forward + max(4, number) * asked * vocabulary

@@ -83,25 +83,20 @@ class FSDPModelMemory:
         held = self.held
         return replace(held, weights=0, host=held.host + held.weights) if self.param_offload else held
 
-    def forward(self, tokens: MicroBatchTokens, *, entropy: bool = False) -> MemoryParts:
+    def forward(self, tokens: MicroBatchTokens) -> MemoryParts:
         """A forward-only pass: the larger of a layer's and the head's computation."""
-        around, logits = self._around(tokens), self._head(tokens, entropy=entropy)
+        around, logits = self._around(tokens), self._head(tokens)
         layer = MemoryParts(gathered=self._gathered(3), activations=around + self._costs(tokens).forward)
         head = MemoryParts(gathered=self._gathered(1), activations=around, logits=logits)
         return self.held + fullest(self._arriving(), layer, head)
 
     def update(
-        self,
-        tokens: MicroBatchTokens,
-        micro_batches: int,
-        *,
-        entropy: bool = False,
-        trained_entropy: bool = False,
+        self, tokens: MicroBatchTokens, micro_batches: int, *, trained_entropy: bool = False
     ) -> MemoryParts:
         """The fullest moment of an optimizer step of that many micro-batches."""
         accumulates = micro_batches > 1
         moments = [
-            *self._head_moments(tokens, accumulates, entropy=entropy, trained_entropy=trained_entropy),
+            *self._head_moments(tokens, accumulates, trained_entropy=trained_entropy),
             *self._layer_moments(tokens, accumulates),
             *self._last_moments(tokens, accumulates),
         ]
@@ -114,13 +109,13 @@ class FSDPModelMemory:
         return self.held + fullest(step, *moments)
 
     def _head_moments(
-        self, tokens: MicroBatchTokens, accumulates: bool, *, entropy: bool, trained_entropy: bool
+        self, tokens: MicroBatchTokens, accumulates: bool, *, trained_entropy: bool
     ) -> list[MemoryParts]:
         """Every layer's activations are there, and logits on top."""
         gradients = self.types.reduced * self.units.trained if accumulates else 0
         full = MemoryParts(activations=self._stored(tokens) + self._around(tokens), gradients=gradients)
         arriving = self._arriving() + MemoryParts(gradients=gradients)
-        forward = full + MemoryParts(gathered=self._gathered(1), logits=self._head(tokens, entropy=entropy))
+        forward = full + MemoryParts(gathered=self._gathered(1), logits=self._head(tokens))
         if not self.policy:
             return [arriving, forward]
         logits = head_backward(
@@ -128,7 +123,6 @@ class FSDPModelMemory:
             tokens.asked,
             self.chunk,
             self.types.compute,
-            entropy=entropy,
             trained_entropy=trained_entropy,
         )
         backward = MemoryParts(gradients=self._output_gradient, gathered=self._gathered(2), logits=logits)
@@ -196,11 +190,11 @@ class FSDPModelMemory:
         costs = self._costs(tokens)
         return self.shape.layers * (costs.entry if self.checkpointing else costs.saved)
 
-    def _head(self, tokens: MicroBatchTokens, *, entropy: bool) -> int:
+    def _head(self, tokens: MicroBatchTokens) -> int:
         if not self.policy:
             return 4 * tokens.asked
         vocabulary, number = self.shape.vocabulary, self.types.compute
-        return head_forward(vocabulary, tokens.asked, self.chunk, number, entropy=entropy)
+        return head_forward(vocabulary, tokens.asked, self.chunk, number)
 
     def _costs(self, tokens: MicroBatchTokens) -> LayerCosts:
         return layer_costs(self.shape, tokens, self.types.compute)

@@ -55,23 +55,18 @@ class MegatronModelMemory:
         kept = {name: 0 if gone.get(name) else size for name, size in sizes.items()}
         return MemoryParts(**kept, host=sum(size for name, size in sizes.items() if gone.get(name)))
 
-    def forward(self, tokens: MicroBatchTokens, *, entropy: bool = False) -> MemoryParts:
-        """A pass that only computes; gradients of a trained role are there already. Entropies take no memory
-        here: Megatron's head is not modelled that closely."""
+    def forward(self, tokens: MicroBatchTokens) -> MemoryParts:
+        """A pass that only computes; gradients of a trained role are there already."""
         costs = layer_costs(self.shape, tokens, self.number, tensor=self.layout.tensor, outside=self._outside)
         activations = around_layers(self.shape, tokens, self.number) // self._outside + costs.forward
         return self.held + MemoryParts(activations=activations, logits=self._logits(tokens, copies=1))
 
     def update(
-        self,
-        tokens: MicroBatchTokens,
-        micro_batches: int,
-        *,
-        entropy: bool = False,
-        trained_entropy: bool = False,
+        self, tokens: MicroBatchTokens, micro_batches: int, *, trained_entropy: bool = False
     ) -> MemoryParts:
         """The first stage, which has most micro-batches on their way, or the last, which has the logits: both
-        at once, at most."""
+        at once, at most. A trained entropy takes no memory here: Megatron's head is not modelled that
+        closely."""
         costs = layer_costs(self.shape, tokens, self.number, tensor=self.layout.tensor, outside=self._outside)
         layers, on_their_way = self._stage_layers, min(self.layout.pipeline, micro_batches)
         stored = layers * (costs.entry if self.checkpointing else costs.saved) * on_their_way

@@ -66,13 +66,12 @@ def _actor(inputs: EstimateInputs, layout: Layout) -> Estimate:
     policy, plan = inputs.config.actor_rollout_ref, inputs.plan
     model, most = policy.model, _rows_of_a_rank(inputs, layout)
     engine = _engine(inputs, layout, inputs.shape, model, policy.actor, trained=True, policy=True)
-    forwards = [engine.forward(_tokens(inputs, layout, plan.old_log_prob, model, most), entropy=True)]
+    forwards = [engine.forward(_tokens(inputs, layout, plan.old_log_prob, model, most))]
     if plan.ref and model.lora_rank:
         forwards.append(engine.forward(_tokens(inputs, layout, plan.ref, model, most)))
     update = engine.update(
         _tokens(inputs, layout, plan.actor.micro, model, plan.actor.rows_per_rank),
         micro_batches(plan.actor, inputs.longest_row),
-        entropy=True,
         trained_entropy=policy.actor.entropy_coeff != 0,
     )
     sending = replace(engine.resting, weights=engine.held.weights)

@@ -2,12 +2,13 @@
 
 In: a `PackedBatch`. Out: log-probabilities (and entropies) of its K asked tokens, or one value for each.
 The head runs here and not in the model's own forward, so that logits exist only for response tokens and only
-`chunk_tokens` of them at a time: the backward pass recomputes each chunk.
+for a chunk of them at a time (`fused_head.py`): the backward pass recomputes each chunk.
 Left out on purpose: loading (`loading.py`), sharding (`engine/`), losses (`algorithms/`).
 """
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,7 +16,10 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from hydraflow.models.ask import LOG_PROBS, Ask
 from hydraflow.models.attention import pick
+from hydraflow.models.chunks import head_chunk
+from hydraflow.models.fused_head import FusedHead, HeadWork
 from hydraflow.models.packing import PackedBatch
 
 
@@ -35,39 +39,42 @@ class PolicyModel(nn.Module):
         """The Hugging Face model whose layers are sharded."""
         return self.lm
 
-    def forward(
-        self, batch: PackedBatch, temperature: float, entropy: bool, greedy_match: bool = False
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """(K,) log-probabilities of the asked tokens at `temperature` and, on request, a second (K,) column.
-        That is their entropies in nats, or with `greedy_match` 1 where the asked token is the most probable
-        one. At least float32, whatever the model's dtype."""
-        if temperature <= 0:
-            raise ValueError(f"temperature={temperature}: log-probabilities need a temperature above 0")
+    def forward(self, batch: PackedBatch, ask: Ask) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """(K,) log-probabilities of the asked tokens and, on request, entropies or greedy matches (K,), see
+        `Ask`. At least float32, whatever the model's dtype."""
+        if ask.temperature <= 0:
+            raise ValueError(f"temperature={ask.temperature}: log-probabilities need a temperature above 0")
         hidden = asked_hidden_states(self.lm.base_model, batch)
+        head = self.lm.get_output_embeddings()
+        if type(head) is not nn.Linear:
+            return self._by_module(hidden, batch.targets, ask)
+        shape = partial(shape_logits, config=self.lm.config)
+        chunk = head_chunk(self.chunk_tokens, head.out_features, hidden.element_size())
+        found: tuple[torch.Tensor, torch.Tensor | None] = FusedHead.apply(
+            hidden, head.weight, head.bias, batch.targets, HeadWork(ask, shape, chunk)
+        )
+        return found
+
+    def _by_module(
+        self, hidden: torch.Tensor, targets: torch.Tensor, ask: Ask
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """The same through the head's own code: it has adapters, or is no linear layer."""
         if len(hidden) <= self.chunk_tokens:
-            return self._score(hidden, batch.targets, temperature, entropy, greedy_match)
-        chunks = zip(hidden.split(self.chunk_tokens), batch.targets.split(self.chunk_tokens), strict=True)
-        pieces = [
-            checkpoint(self._score, h, t, temperature, entropy, greedy_match, use_reentrant=False)
-            for h, t in chunks
-        ]
-        more = torch.cat([piece[1] for piece in pieces]) if entropy or greedy_match else None
+            return self._score(hidden, targets, ask)
+        chunks = zip(hidden.split(self.chunk_tokens), targets.split(self.chunk_tokens), strict=True)
+        pieces = [checkpoint(self._score, h, t, ask, use_reentrant=False) for h, t in chunks]
+        more = torch.cat([piece[1] for piece in pieces]) if ask.entropy or ask.greedy_match else None
         return torch.cat([piece[0] for piece in pieces]), more
 
     def _score(
-        self,
-        hidden: torch.Tensor,
-        targets: torch.Tensor,
-        temperature: float,
-        entropy: bool,
-        greedy_match: bool,
+        self, hidden: torch.Tensor, targets: torch.Tensor, ask: Ask
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         logits = shape_logits(self.lm.get_output_embeddings()(hidden), self.lm.config)  # (K, V)
         logits = logits if logits.dtype == torch.float64 else logits.float()
-        if temperature != 1.0:
-            logits = logits / temperature
-        if greedy_match or not entropy:
-            matches = (logits.argmax(-1) == targets).to(logits.dtype) if greedy_match else None
+        if ask.temperature != 1.0:
+            logits = logits / ask.temperature
+        if ask.greedy_match or not ask.entropy:
+            matches = (logits.argmax(-1) == targets).to(logits.dtype) if ask.greedy_match else None
             return -F.cross_entropy(logits, targets, reduction="none"), matches
         everything = logits.log_softmax(-1)
         return -F.nll_loss(everything, targets, reduction="none"), -(everything.exp() * everything).sum(-1)
@@ -92,10 +99,8 @@ class ValueModel(nn.Module):
         """The Hugging Face model whose layers are sharded."""
         return getattr(self, self.backbone_name)
 
-    def forward(
-        self, batch: PackedBatch, temperature: float = 1.0, entropy: bool = False, greedy_match: bool = False
-    ) -> tuple[torch.Tensor, None]:
-        """(K,) values of the asked tokens, at least float32. The other arguments are ignored."""
+    def forward(self, batch: PackedBatch, ask: Ask = LOG_PROBS) -> tuple[torch.Tensor, None]:
+        """(K,) values of the asked tokens, at least float32. `ask` is ignored."""
         values = torch.mv(asked_hidden_states(self.hf, batch), self.score.weight[0])
         return values if values.dtype == torch.float64 else values.float(), None
 

@@ -24,6 +24,7 @@ from hydraflow.dispatch.transport import StoredValue
 from hydraflow.dispatch.worker import ProcessContext
 from hydraflow.engine.base import LossFn, ModelOutput
 from hydraflow.metrics import Metric, maximum, mean, spread
+from hydraflow.models.ask import Ask
 from hydraflow.models.config import ModelConfig
 from hydraflow.options import Implementation
 from hydraflow.protocol.batch import DataProto
@@ -102,9 +103,8 @@ class ActorWorker(EngineWorker):
     def compute_ref_log_prob(self, batch: DataProto) -> DataProto:
         """`ref_log_prob`: the policy without its adapters."""
         assert self.ref_batcher is not None, "the plan has a reference pass where one is asked for"
-        output = forward_in_order(
-            self.engine, batch, self.ref_batcher, temperature=self.spec.temperature, adapter=False
-        )
+        ask = Ask(self.spec.temperature)
+        output = forward_in_order(self.engine, batch, self.ref_batcher, ask, adapter=False)
         return output.rename("log_probs", "ref_log_prob")
 
     @register(dispatch_mode=mesh_mode("actor"), blocking=False, read_only=True, padding=False)
@@ -115,9 +115,8 @@ class ActorWorker(EngineWorker):
         Where there was none, the first optimizer step compares its own with the generation engine's.
         """
         loss = partial(self._loss, batch.meta_info.get(OLD_FROM, OldFrom.RECOMPUTE))
-        return self.learner.learn(
-            batch, loss, step, temperature=self.spec.temperature, entropy=True, correct=self.correct
-        )
+        ask = Ask(self.spec.temperature, entropy=True)
+        return self.learner.learn(batch, loss, step, ask=ask, correct=self.correct)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False, read_only=True)
     def send_bucket(
@@ -162,10 +161,8 @@ class ActorWorker(EngineWorker):
         return True
 
     def _log_probs(self, batch: DataProto, *, entropy: bool = False) -> DataProto:
-        temperature = self.spec.temperature
-        return forward_in_order(
-            self.engine, batch, self.log_prob_batcher, temperature=temperature, entropy=entropy
-        )
+        ask = Ask(self.spec.temperature, entropy=entropy)
+        return forward_in_order(self.engine, batch, self.log_prob_batcher, ask)
 
     def _corrector(self, correction: Correction | None) -> Corrector | None:
         """None: nothing depends on a whole mini-batch."""

@@ -63,7 +63,7 @@ class CriticWorker(EngineWorker):
     @register(dispatch_mode=mesh_mode("critic"), read_only=True)
     def compute_values(self, batch: DataProto) -> DataProto:
         """`values` of every response token."""
-        return forward_in_order(self.engine, batch, self.values_batcher, temperature=1.0)
+        return forward_in_order(self.engine, batch, self.values_batcher)
 
     @register(dispatch_mode=mesh_mode("critic"), blocking=False, read_only=True, padding=False)
     def update(self, batch: DataProto, step: int) -> dict[str, Metric]:

@@ -12,6 +12,7 @@ from hydraflow.batch_plan.parts import MicroPlan
 from hydraflow.dispatch.modes import mesh_mode, register
 from hydraflow.dispatch.worker import ProcessContext
 from hydraflow.engine.config import FSDPConfig
+from hydraflow.models.ask import Ask
 from hydraflow.models.config import ModelConfig
 from hydraflow.protocol.batch import DataProto
 from hydraflow.workers.engine_worker import EngineWorker
@@ -50,7 +51,5 @@ class ReferenceWorker(EngineWorker):
     @register(dispatch_mode=mesh_mode("ref"), read_only=True)
     def compute_ref_log_prob(self, batch: DataProto) -> DataProto:
         """`ref_log_prob` of the responses."""
-        output = forward_in_order(
-            self.engine, batch, self.log_prob_batcher, temperature=self.spec.temperature
-        )
+        output = forward_in_order(self.engine, batch, self.log_prob_batcher, Ask(self.spec.temperature))
         return output.rename("log_probs", "ref_log_prob")

@@ -15,6 +15,7 @@ from hydraflow.dispatch.modes import mesh_mode, register
 from hydraflow.dispatch.worker import ProcessContext
 from hydraflow.engine.config import FSDPConfig, OptimConfig
 from hydraflow.metrics import Metric
+from hydraflow.models.ask import Ask
 from hydraflow.models.config import ModelConfig
 from hydraflow.protocol.batch import DataProto
 from hydraflow.workers.engine_worker import EngineWorker
@@ -67,9 +68,7 @@ class SFTWorker(EngineWorker):
     def evaluate(self, batch: DataProto) -> DataProto:
         """`log_probs` and `greedy_match` (1 where the token is the most probable one) of every response
         token."""
-        return forward_in_order(
-            self.engine, batch, self.evaluation_batcher, temperature=1.0, greedy_match=True
-        )
+        return forward_in_order(self.engine, batch, self.evaluation_batcher, Ask(greedy_match=True))
 
     def _loss(self, denominators: Denominators, first: bool) -> SFTLoss:
         return SFTLoss(denominators)

@@ -23,6 +23,7 @@ from hydraflow.batch_plan.parts import RolePlan
 from hydraflow.dispatch.spans import span
 from hydraflow.engine.base import LossFn, TrainEngine
 from hydraflow.metrics import Metric, maximum, mean, merge
+from hydraflow.models.ask import LOG_PROBS, Ask
 from hydraflow.protocol.batch import DataProto
 from hydraflow.protocol.ragged import from_parts, parts
 from hydraflow.workers.micro_batcher import MicroBatcher, live_rows
@@ -58,8 +59,7 @@ class Learner:
         make_loss: LossFactory,
         step: int,
         *,
-        temperature: float = 1.0,
-        entropy: bool = False,
+        ask: Ask = LOG_PROBS,
         correct: Correct | None = None,
     ) -> dict[str, Metric]:
         """Takes every optimizer step of training step `step`, the first of which is 1.
@@ -84,9 +84,7 @@ class Learner:
                     continue  # momentum and weight decay would still move the weights
             loss = make_loss(counts, number == 0)
             with span("gradient"):
-                passes = partial(
-                    self.engine.forward_backward, loss_fn=loss, temperature=temperature, entropy=entropy
-                )
+                passes = partial(self.engine.forward_backward, loss_fn=loss, ask=ask)
                 of_rows.append(self.micro_batcher.work(self.engine, rows, passes)[0])
             with span("optimizer_step"):
                 of_steps.append(self.engine.optimizer_step())
@@ -119,11 +117,16 @@ def global_denominators(engine: TrainEngine, mini_batches: Sequence[DataProto]) 
 
 
 def forward_in_order(
-    engine: TrainEngine, batch: DataProto, micro_batcher: MicroBatcher, **options: Any
+    engine: TrainEngine,
+    batch: DataProto,
+    micro_batcher: MicroBatcher,
+    ask: Ask = LOG_PROBS,
+    *,
+    adapter: bool = True,
 ) -> DataProto:
-    """Forward passes over all rows; columns come back in the order of `batch`. `options` are those of
+    """Forward passes over all rows; columns come back in the order of `batch`. `ask` and `adapter` as in
     `TrainEngine.forward`."""
-    output, micro = micro_batcher.work(engine, batch, partial(engine.forward, **options))
+    output, micro = micro_batcher.work(engine, batch, partial(engine.forward, ask=ask, adapter=adapter))
     return micro.restore(output)
 
 

@@ -8,12 +8,14 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from engine import rank_jobs
 
 from hydraflow.engine.base import LossFn, OutOfMemory
 from hydraflow.engine.fsdp.engine import FSDPEngine
+from hydraflow.models.fused_head import _Logits
 from hydraflow.protocol import ragged
 from hydraflow.protocol.batch import DataProto
 
@@ -46,26 +48,35 @@ class Trouble:
         self._engine, self._pack = engine, engine._pack
         engine._pack = self._noted  # type: ignore[method-assign]
         hf = engine.module.hf
-        layers = hf.base_model.layers
-        head = hf.get_output_embeddings() if hasattr(engine.module, "lm") else engine.module.score
-        parts = {"embed": hf.get_input_embeddings(), "layer": layers[-1].mlp, "head": head}
+        parts = {"embed": hf.get_input_embeddings(), "layer": hf.base_model.layers[-1].mlp}
         self._hooks = []
         for name, part in parts.items():
             self._hooks.append(part.register_forward_pre_hook(lambda *_, name=name: self._reached(name)))
             self._hooks.append(
                 part.register_forward_hook(lambda *args, name=name: self._watch(args[-1], f"{name}_backward"))
             )
+        self._patch = pytest.MonkeyPatch()
+        for name, place in (("log_probs", "head"), ("gradient", "head_backward")):
+            self._patch.setattr(_Logits, name, self._before(getattr(_Logits, name), place))
 
     def leave(self) -> None:
         """Takes the hooks away."""
         for hook in self._hooks:
             hook.remove()
+        self._patch.undo()
         self._engine._pack = self._pack  # type: ignore[method-assign]
 
     def loss(self, loss_fn: LossFn) -> LossFn:
         def watched(output: Any, columns: Any) -> Any:
             self._reached("loss")
             return loss_fn(output, columns)
+
+        return watched
+
+    def _before(self, method: Callable[..., Any], place: str) -> Callable[..., Any]:
+        def watched(*args: Any) -> Any:
+            self._reached(place)
+            return method(*args)
 
         return watched
 

@@ -17,6 +17,7 @@ from hydraflow.engine.base import ModelOutput
 from hydraflow.engine.config import FSDPConfig, OptimConfig
 from hydraflow.engine.fsdp.engine import FSDPEngine
 from hydraflow.metrics import Metric
+from hydraflow.models.ask import Ask
 from hydraflow.models.config import ModelConfig
 from hydraflow.protocol import ragged
 from hydraflow.protocol.batch import DataProto
@@ -118,9 +119,7 @@ def one_gradient(
     path: str, options: Mapping[str, Any], micro_rows: int, entropy: bool = False
 ) -> dict[str, torch.Tensor]:
     engine = make_engine(path, options)
-    engine.forward_backward(
-        my_share(make_batch()).split(micro_rows), loss_of, temperature=0.8, entropy=entropy
-    )
+    engine.forward_backward(my_share(make_batch()).split(micro_rows), loss_of, Ask(0.8, entropy=entropy))
     return gradients(engine)
 
 
@@ -130,8 +129,8 @@ def train(path: str, options: Mapping[str, Any], steps: int = 3, micro_rows: int
     told, seen = [], []
     for step in range(steps):
         share = my_share(make_batch(step))
-        seen.append(ragged.parts(engine.forward([share], temperature=0.8).batch[_column(engine)])[0])
-        engine.forward_backward(share.split(micro_rows), loss_of, temperature=0.8)
+        seen.append(ragged.parts(engine.forward([share], Ask(0.8)).batch[_column(engine)])[0])
+        engine.forward_backward(share.split(micro_rows), loss_of, Ask(0.8))
         told.append(engine.optimizer_step())
         engine.lr_step()
     return {"told": told, "seen": seen, "weights": full_weights(engine)}

@@ -25,6 +25,7 @@ from transformers import (
 from hydraflow.engine.base import ModelOutput
 from hydraflow.engine.config import WrapPolicyConfig
 from hydraflow.errors import ConfigError
+from hydraflow.models.ask import Ask
 from hydraflow.protocol import ragged
 
 DOUBLE = {"model_dtype": "fp64", "dtype": "fp64"}
@@ -122,6 +123,12 @@ def test_gradient_does_not_depend_on_ranks_or_micro_batches(
             assert_same(result, whole, TOLERANCE[precision])
 
 
+def test_gradient_of_log_probs_and_entropies_does_not_depend_on_chunks(tiny: str, ranks: Ranks) -> None:
+    whole = jobs.one_gradient(tiny, {"fsdp": DOUBLE}, jobs.ROWS, True)
+    for result in ranks.run(jobs.one_gradient, tiny, {"fsdp": {**DOUBLE, "head_chunk_tokens": 3}}, 2, True):
+        assert_same(result, whole, 1e-12)
+
+
 @pytest.mark.parametrize(
     "change",
     [
@@ -201,13 +208,13 @@ def test_output_and_columns_are_right_padded(tiny: str) -> None:
         seen.update(columns, output=output)
         return jobs.loss_of(output, columns)
 
-    told = engine.forward_backward([batch], loss, temperature=0.8, entropy=True)
+    told = engine.forward_backward([batch], loss, Ask(0.8, entropy=True))
     log_probs, entropy, mask = seen["output"].log_probs, seen["output"].entropy, seen["response_mask"]
     assert log_probs.shape == entropy.shape == mask.shape == seen["advantages"].shape == (8, 9)
     assert "prompts" not in seen
     assert torch.equal(log_probs != 0, mask.bool()) and torch.equal(entropy > 0, mask.bool())
     assert told["tokens"].value == int(ragged.parts(batch.batch["response_mask"])[0].sum())
-    inferred = engine.forward([batch], temperature=0.8, entropy=True)
+    inferred = engine.forward([batch], Ask(0.8, entropy=True))
     assert torch.equal(ragged.lengths(inferred.batch["log_probs"]), ragged.lengths(batch.batch["responses"]))
     torch.testing.assert_close(
         ragged.to_padded(inferred.batch["log_probs"]) * mask, log_probs.detach(), rtol=0, atol=1e-6

@@ -115,8 +115,8 @@ def test_weights_that_rest_on_the_host_are_on_the_device_in_a_pass() -> None:
 
 def test_without_resharding_the_whole_model_is_gathered() -> None:
     model = replace(sharded(), reshard=False)
-    assert model.forward(ONE, entropy=False).gathered >= 4 * UNTIED.parameters
-    assert sharded().forward(ONE, entropy=False).gathered == 4 * 2 * 16008  # as it arrives, and taken apart
+    assert model.forward(ONE).gathered >= 4 * UNTIED.parameters
+    assert sharded().forward(ONE).gathered == 4 * 2 * 16008  # as it arrives, and taken apart
 
 
 def test_adapters_are_all_that_is_trained() -> None:
@@ -131,5 +131,5 @@ def test_adapters_are_all_that_is_trained() -> None:
 
 def test_a_critic_has_no_logits() -> None:
     many = MicroBatchTokens(1000, 1000, 1000)
-    assert sharded().forward(many, entropy=True).logits == 4 * 4 * 1000 * 1000
-    assert sharded(policy=False).forward(many, entropy=False).logits <= 4 * 1000
+    assert sharded().forward(many).logits == 2 * 4 * 1000 * 1000
+    assert sharded(policy=False).forward(many).logits <= 4 * 1000

@@ -15,6 +15,7 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
 from hydraflow.errors import ConfigError
 from hydraflow.models import attention, loading
+from hydraflow.models.ask import LOG_PROBS, Ask
 from hydraflow.models.config import ModelConfig
 from hydraflow.models.heads import PolicyModel, ValueModel
 from hydraflow.models.packing import pack
@@ -103,7 +104,7 @@ def test_packed_padded_and_transformers_agree(name: str) -> None:
     expected = oracle(theirs.lm, prompts, responses, 0.7)
     atol = 1e-6 if pads else 1e-10  # transformers' own soft-capped attention takes its softmax in float32
     for model, padded in [(ours, pads), (theirs, True)]:
-        got = model(pack(prompts, responses, device=CPU, padded=padded), 0.7, True)
+        got = model(pack(prompts, responses, device=CPU, padded=padded), Ask(0.7, entropy=True))
         torch.testing.assert_close(got[0], expected[0], rtol=0, atol=atol)
         torch.testing.assert_close(got[1], expected[1], rtol=0, atol=atol)
 
@@ -113,7 +114,7 @@ def test_gradients_of_packed_rows_are_those_of_transformers(name: str) -> None:
     ours, theirs, _ = models_of(CONFIGS[name](), chunk=5)
     prompts, responses = rows_of([(3, 4), (1, 9), (6, 1), (2, 7)])
     weight = torch.linspace(-1, 1, 21, dtype=torch.float64)
-    (ours(pack(prompts, responses, device=CPU), 1.0, False)[0] * weight).sum().backward()
+    (ours(pack(prompts, responses, device=CPU), LOG_PROBS)[0] * weight).sum().backward()
     (oracle(theirs.lm, prompts, responses, 1.0)[0] * weight).sum().backward()
     for (key, mine), wanted in zip(ours.named_parameters(), theirs.parameters(), strict=True):
         torch.testing.assert_close(
@@ -128,7 +129,7 @@ def test_rows_of_very_different_lengths_form_several_groups() -> None:
     assert batch.plan is not None
     assert [(g.rows, g.width) for g in batch.plan.groups] == [(1, 1099), (1, 319), (3, 7)]
     torch.testing.assert_close(
-        ours(batch, 1.0, False)[0], oracle(theirs.lm, prompts, responses, 1.0)[0], rtol=0, atol=1e-10
+        ours(batch, LOG_PROBS)[0], oracle(theirs.lm, prompts, responses, 1.0)[0], rtol=0, atol=1e-10
     )
 
 
@@ -206,7 +207,7 @@ def test_shared_prompts_change_neither_numbers_nor_gradients(
     )
     weight = torch.linspace(-1, 1, int(ragged.lengths(responses).sum()), dtype=torch.float64)
     got, expected = (
-        ours(pack(prompts, responses, device=CPU), 0.7, True),
+        ours(pack(prompts, responses, device=CPU), Ask(0.7, entropy=True)),
         oracle(theirs.lm, prompts, responses, 0.7),
     )
     for mine, wanted in zip(got, expected, strict=True):
@@ -225,8 +226,8 @@ def test_only_wanted_tokens_are_asked() -> None:
     wanted = torch.tensor([1, 0, 0, 1, 0, 1, 1], dtype=torch.bool)
     some = pack(prompts, responses, device=CPU, wanted=wanted)
     everything = pack(prompts, responses, device=CPU)
-    full = ours(everything, 1.0, False)[0]
-    torch.testing.assert_close(ours(some, 1.0, False)[0], full[wanted], rtol=0, atol=1e-12)
+    full = ours(everything, LOG_PROBS)[0]
+    torch.testing.assert_close(ours(some, LOG_PROBS)[0], full[wanted], rtol=0, atol=1e-12)
     dense = some.dense(full[wanted])
     assert dense.shape == (2, 4)
     assert (dense != 0).tolist() == [[True, False, False, True], [False, True, True, False]]
@@ -244,7 +245,7 @@ def test_chunks_change_nothing() -> None:
     prompts, responses = rows_of([(3, 4), (1, 9), (6, 1)])
     results = []
     for model in (whole, split):
-        logp, entropy = model(pack(prompts, responses, device=CPU), 1.3, True)
+        logp, entropy = model(pack(prompts, responses, device=CPU), Ask(1.3, entropy=True))
         (logp.sum() + 0.1 * entropy.sum()).backward()
         results.append((logp.detach(), entropy.detach(), [p.grad for p in model.parameters()]))
     torch.testing.assert_close(results[0], results[1], rtol=0, atol=1e-12)
@@ -276,14 +277,14 @@ def test_full_logits_never_stay(tmp_path: Path) -> None:
     prompts, responses = rows_of([(3, 40), (1, 40)])
     kept: list[tuple[int, ...]] = []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(tuple(t.shape)) or t, lambda t: t):
-        ours(pack(prompts, responses, device=CPU), 1.0, False)
+        ours(pack(prompts, responses, device=CPU), LOG_PROBS)
     assert not [shape for shape in kept if shape and shape[-1] == SIZES["vocab_size"]]
 
 
 def test_temperature_of_zero_is_refused() -> None:
     ours, _, _ = models_of(CONFIGS["qwen3"]())
     with pytest.raises(ValueError, match="above 0"):
-        ours(pack(*rows_of([(1, 1)]), device=CPU), 0.0, False)
+        ours(pack(*rows_of([(1, 1)]), device=CPU), Ask(temperature=0.0))
 
 
 def test_dynamic_model_mapping_names_no_causal_model() -> None:

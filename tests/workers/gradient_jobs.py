@@ -27,6 +27,7 @@ from hydraflow.engine.base import LossFn, ModelOutput
 from hydraflow.engine.config import FSDPConfig, OptimConfig
 from hydraflow.engine.fsdp.engine import FSDPEngine
 from hydraflow.metrics import Metric
+from hydraflow.models.ask import Ask
 from hydraflow.models.config import ModelConfig
 from hydraflow.options import Implementation
 from hydraflow.protocol import ragged
@@ -113,9 +114,8 @@ def measure(
         (denominators,) = global_denominators(engine, [share])
         micro_batches = split(engine, share, cut.micro).parts
         for case in cases:
-            engine.forward_backward(
-                micro_batches, case.loss(denominators), temperature=TEMPERATURE, entropy=head == "policy"
-            )
+            ask = Ask(TEMPERATURE, entropy=head == "policy")
+            engine.forward_backward(micro_batches, case.loss(denominators), ask)
             found[case.name].append(whole_gradient(engine))
             engine.module.zero_grad()
     return {name: torch.stack(gradients) for name, gradients in found.items()}

@@ -12,6 +12,7 @@ from workers.gradient_jobs import TEMPERATURE, Case, make_worker, rows, tokens, 
 from workers.gradient_jobs import Training as TrainingStep
 
 from hydraflow.batch_plan.parts import MicroPlan, RolePlan
+from hydraflow.models.ask import Ask
 from hydraflow.protocol import ragged
 from hydraflow.protocol.batch import DataProto
 from hydraflow.trainer.mini_batches import cut_mini_batches, dispatched
@@ -61,8 +62,7 @@ def gradients(
                 share,
                 lambda denominators, first: case.loss(denominators),  # noqa: B023
                 step=1,
-                temperature=TEMPERATURE,
-                entropy=head == "policy",
+                ask=Ask(TEMPERATURE, entropy=head == "policy"),
             )
             found[case.name, name] = steps
     return found

@@ -31,6 +31,7 @@ from hydraflow.engine.fsdp.oom_recovery import CollectiveCounter, PassRunner
 from hydraflow.engine.fsdp.param_offload import ParamOffload
 from hydraflow.engine.fsdp.passes import forget_passes, train_without_noise
 from hydraflow.metrics import Metric
+from hydraflow.models.ask import LOG_PROBS, Ask
 from hydraflow.models.config import ModelConfig
 from hydraflow.models.packing import PackedBatch, pack
 from hydraflow.protocol import ragged
@@ -86,10 +87,8 @@ class FSDPEngine:
     def forward(
         self,
         micro_batches: Sequence[DataProto],
+        ask: Ask = LOG_PROBS,
         *,
-        temperature: float = 1.0,
-        entropy: bool = False,
-        greedy_match: bool = False,
         adapter: bool = True,
     ) -> DataProto:
         """See `TrainEngine`. Float32 columns on the CPU (float64 when the model computes in it)."""
@@ -98,34 +97,27 @@ class FSDPEngine:
         runner: PassRunner[tuple[torch.Tensor, ...]] = PassRunner(self._collectives)
         with nullcontext() if adapter else lora.adapters_off(self.module):
             for data in micro_batches:
-                runner.run(
-                    data, lambda part: self.module(self._pack(part, None), temperature, entropy, greedy_match)
-                )
+                runner.run(data, lambda part: self.module(self._pack(part, None), ask))
         forget_passes(self.module)
         (oom_ranks,) = process_group.all_reduce(torch.tensor([runner.ran_out()])).tolist()
         results = runner.results_of_all(oom_ranks)
         lengths = torch.cat([ragged.lengths(data.get("responses")) for data in micro_batches])
         names = ["values"] if self._head == "value" else ["log_probs"]
-        names += ["entropys"] if entropy else ["greedy_match"] if greedy_match else []
+        names += ["entropys"] if ask.entropy else ["greedy_match"] if ask.greedy_match else []
         columns = {name: torch.cat([result[i] for result in results]).cpu() for i, name in enumerate(names)}
         return DataProto.from_dict(
             {name: ragged.from_parts(values, lengths) for name, values in columns.items()}
         )
 
     def forward_backward(
-        self,
-        micro_batches: Sequence[DataProto],
-        loss_fn: LossFn,
-        *,
-        temperature: float = 1.0,
-        entropy: bool = False,
+        self, micro_batches: Sequence[DataProto], loss_fn: LossFn, ask: Ask = LOG_PROBS
     ) -> dict[str, Metric]:
         """See `TrainEngine`. Only tokens whose response_mask is set pass through the head."""
         assert self._optim is not None, "a frozen model is not trained"
         self._param_offload.wake()
         train_without_noise(self.module)
         runner: PassRunner[dict[str, Metric]] = PassRunner(self._collectives)
-        learn = partial(self._learn, loss_fn=loss_fn, temperature=temperature, entropy=entropy)
+        learn = partial(self._learn, loss_fn=loss_fn, ask=ask)
         for data in micro_batches:
             self._reduce_gradients(data is micro_batches[-1])
             runner.run(data, learn)
@@ -212,12 +204,10 @@ class FSDPEngine:
         """See `TrainEngine`."""
         self._param_offload.rest()
 
-    def _learn(
-        self, data: DataProto, loss_fn: LossFn, temperature: float, entropy: bool
-    ) -> dict[str, Metric]:
+    def _learn(self, data: DataProto, loss_fn: LossFn, ask: Ask) -> dict[str, Metric]:
         """Adds one micro-batch's share of the gradient."""
         batch = self._pack(data, ragged.parts(data.get("response_mask"))[0].bool())
-        main, entropies = self.module(batch, temperature, entropy)
+        main, entropies = self.module(batch, ask)
         loss, reported = loss_fn(self._output(batch, main, entropies), self._columns(data, batch))
         # unused entropies would keep their logits alive: two copies for every token of the micro-batch
         del main, entropies

@@ -20,6 +20,7 @@ from hydraflow.device import ran_out_of_memory
 from hydraflow.engine import process_group
 from hydraflow.engine.fsdp.passes import forget_passes
 from hydraflow.errors import ConfigError
+from hydraflow.models.ask import LOG_PROBS
 from hydraflow.models.attention import NAME
 from hydraflow.models.heads import PolicyModel, ValueModel, asked_hidden_states
 from hydraflow.models.loading import first_line
@@ -107,7 +108,7 @@ def probe_rows(vocabulary: int) -> tuple[torch.Tensor, torch.Tensor]:
 def _as_trained(module: PolicyModel | ValueModel, batch: PackedBatch) -> torch.Tensor:
     """Log-probabilities (K,) as in training, or of a value model the hidden states (K, hidden)."""
     if isinstance(module, PolicyModel):
-        found: torch.Tensor = module(batch, 1.0, False)[0]
+        found: torch.Tensor = module(batch, LOG_PROBS)[0]
         return found
     module(batch)  # makes it the root of its sharded parts
     with _Gathered(module):

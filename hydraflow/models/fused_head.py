@@ -1,0 +1,176 @@
+"""Log-probabilities and entropies of asked tokens from hidden states and the weights of a linear head.
+
+In: hidden states, the output matrix and its bias, the asked tokens. Out: two numbers for each token, and the
+gradients of hidden states, matrix and bias. Logits exist for a chunk of tokens at a time, in memory that the
+next chunk uses again. The backward pass recomputes them and turns them into their gradient in place; tokens
+that fit into one chunk pass the head only once, unless their logits are post-processed.
+Left out on purpose: heads other than a plain linear layer (`heads.py`), kernels for a device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.autograd.function import once_differentiable
+
+from hydraflow.models.ask import Ask
+
+
+@dataclass(frozen=True)
+class HeadWork:
+    """What a head does with its tokens."""
+
+    ask: Ask
+    shape: Callable[[torch.Tensor], torch.Tensor]
+    """Differentiable post-processing of logits; the tensor itself where there is none."""
+    chunk: int
+    """Tokens whose logits exist at one time."""
+
+
+class FusedHead(torch.autograd.Function):
+    """hidden (K, h), weight (V, h), bias (V,) or None and targets (K,) to the targets' log-probabilities (K,)
+    and, on request, entropies or greedy matches (K,), see `Ask`. At least float32.
+
+    The gradient of logit j, with p = softmax, t the target, H the entropy, l and e the gradients of the two
+    outputs: l (1[j = t] - p_j) - e p_j (log p_j + H).
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        targets: torch.Tensor,
+        work: HeadWork,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        logits = _Logits(hidden, weight, bias, work)
+        log_probs, more = [], []
+        for part in logits.parts():
+            every = logits.log_probs(part)
+            wanted = targets[part, None]
+            log_probs.append(every.gather(-1, wanted)[:, 0])
+            if work.ask.greedy_match:
+                best = logits.scaled[: len(every)].argmax(-1, keepdim=True)
+                more.append((best == wanted)[:, 0].to(every.dtype))
+            elif work.ask.entropy:
+                more.append(-logits.probs(every).mul_(every).sum(-1))
+        second = torch.cat(more) if more else None
+        kept = every if len(log_probs) == 1 and not logits.shaped else None
+        ctx.save_for_backward(hidden, weight, bias, targets, second, kept)
+        ctx.work = work
+        ctx.set_materialize_grads(False)
+        if second is not None and work.ask.greedy_match:
+            ctx.mark_non_differentiable(second)
+        return torch.cat(log_probs), second
+
+    @staticmethod
+    @once_differentiable
+    def backward(
+        ctx: Any, of_log_probs: torch.Tensor | None, of_entropies: torch.Tensor | None
+    ) -> tuple[torch.Tensor | None, ...]:
+        hidden, weight, bias, targets, entropies, kept = ctx.saved_tensors
+        needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
+        logits = _Logits(hidden, weight, bias, ctx.work, kept)
+        if of_log_probs is None:
+            of_log_probs = torch.zeros_like(entropies)
+        of_hidden = torch.empty_like(hidden) if needs_hidden else None
+        of_weight = of_bias = None
+        for part in logits.parts():
+            every = logits.log_probs(part)
+            curve = None if of_entropies is None else (of_entropies[part], entropies[part])
+            gradient = logits.gradient(every, targets[part], of_log_probs[part], curve)
+            if of_hidden is not None:
+                torch.mm(gradient, weight, out=of_hidden[part])
+            if needs_weight and of_weight is None:
+                of_weight = gradient.t() @ hidden[part]
+            elif of_weight is not None:
+                of_weight.addmm_(gradient.t(), hidden[part])
+            if needs_bias:
+                of_bias = gradient.sum(0) if of_bias is None else of_bias.add_(gradient.sum(0))
+        return of_hidden, of_weight, of_bias, None, None
+
+
+class _Logits:
+    """Logits of a chunk and what is computed from them, in memory that is the next chunk's, too. `kept`: the
+    log-probabilities of the only chunk."""
+
+    def __init__(
+        self,
+        hidden: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        work: HeadWork,
+        kept: torch.Tensor | None = None,
+    ):
+        self._hidden, self._weight, self._bias = hidden, weight, bias
+        self._work, self._kept = work, kept
+        wide = torch.promote_types(hidden.dtype, torch.float32)
+        self.scaled = hidden.new_empty((min(len(hidden), work.chunk), len(weight)), dtype=wide)
+        """(chunk, V) logits divided by the temperature."""
+        self._raw = self.scaled if hidden.dtype == wide else torch.empty_like(self.scaled, dtype=hidden.dtype)
+        self._every = torch.empty_like(self.scaled) if kept is None else kept
+        self._graph: tuple[torch.Tensor, torch.Tensor] | None = None
+        """Logits after and before their post-processing."""
+
+    @property
+    def shaped(self) -> bool:
+        """Whether logits have been post-processed."""
+        return self._graph is not None
+
+    def parts(self) -> Iterator[slice]:
+        """The chunks; one, of nothing, where there is no token."""
+        for start in range(0, max(1, len(self._hidden)), self._work.chunk):
+            yield slice(start, start + self._work.chunk)
+
+    def log_probs(self, part: slice) -> torch.Tensor:
+        """(k, V) log-probabilities of the whole vocabulary for each token of the chunk."""
+        if self._kept is not None:
+            return self._kept
+        rows = self._hidden[part]
+        raw, scaled, every = (whole[: len(rows)] for whole in (self._raw, self.scaled, self._every))
+        if self._bias is None:
+            torch.mm(rows, self._weight.t(), out=raw)
+        else:
+            torch.addmm(self._bias, rows, self._weight.t(), out=raw)
+        with torch.enable_grad():
+            before = raw.detach().requires_grad_()
+            after = self._work.shape(before)
+        self._graph = None if after is before else (after, before)
+        if after.data_ptr() != scaled.data_ptr():
+            scaled.copy_(after.detach())
+        if self._work.ask.temperature != 1.0:
+            scaled.div_(self._work.ask.temperature)
+        return torch.log_softmax(scaled, -1, out=every)
+
+    def probs(self, every: torch.Tensor) -> torch.Tensor:
+        """(k, V) probabilities, in the place of the logits."""
+        return torch.exp(every, out=self.scaled[: len(every)])
+
+    def gradient(
+        self,
+        every: torch.Tensor,
+        targets: torch.Tensor,
+        of_log_probs: torch.Tensor,
+        curve: tuple[torch.Tensor, torch.Tensor] | None,
+    ) -> torch.Tensor:
+        """(k, V) gradient of what the head's weights give. `curve`: the gradient of the entropies, and the
+        entropies; None: they are not trained."""
+        heat = self._work.ask.temperature
+        direct, gradient = (of_log_probs / heat)[:, None], self.probs(every)
+        if curve is None:
+            gradient.mul_(-direct)
+        else:
+            slope, entropies = (curve[0] / heat)[:, None], curve[1][:, None]
+            out = every if self._kept is None else torch.empty_like(every)
+            offset = -direct - slope * entropies
+            gradient = torch.addcmul(offset, every, slope, value=-1, out=out).mul_(gradient)
+        gradient.scatter_add_(-1, targets[:, None], direct)
+        if self._raw is not self.scaled:
+            gradient = self._raw[: len(every)].copy_(gradient)
+        if self._graph is not None:
+            (gradient,) = torch.autograd.grad(*self._graph, gradient)
+        return gradient
