@@ -56,6 +56,7 @@ SCRIPTS = {
     "scripts/bench/weight_sync.py",
     "scripts/bench/generation.py",
     "scripts/bench/head.py",
+    "scripts/gpu_check.sh",
 }
 
 
