@@ -18,7 +18,7 @@ from hydraflow.algorithms.correction_metrics import correction_metrics
 from hydraflow.algorithms.kl import KL_ESTIMATORS
 from hydraflow.algorithms.masked import keep
 from hydraflow.algorithms.policy_loss import PolicyLoss
-from hydraflow.algorithms.token_terms import PolicyOutput, token_metrics
+from hydraflow.algorithms.token_terms import PolicyOutput, TokenInputs, token_metrics
 from hydraflow.metrics import Metric
 
 
@@ -58,7 +58,7 @@ class ActorLoss:
         old_logp = logp.detach() if self.old_is_this_pass else keep(columns["old_log_probs"], mask)
         advantages = keep(columns["advantages"], mask)
         weights = token_weights(mask, self.agg_mode, self.denominators, self.scale_factor, dtype=logp.dtype)
-        terms = self.policy_loss(logp, old_logp, advantages, mask)
+        terms = self.policy_loss(TokenInputs(logp, old_logp, advantages, mask))
         stats = dict(terms.stats)
         importance, found = self._importance(columns, logp, old_logp)
         policy = terms.loss if importance is None else terms.loss * importance

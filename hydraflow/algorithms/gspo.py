@@ -11,32 +11,24 @@ first, as `actor.loss_agg_mode=seq-mean-token-mean` does, and clips at about 3e-
 from __future__ import annotations
 
 import torch
-from torch import Tensor
 
 from hydraflow.algorithms.policy_loss import LOG_RATIO_BOUND
-from hydraflow.algorithms.token_terms import TokenTerms
+from hydraflow.algorithms.token_terms import TokenInputs, TokenTerms
 
 
-def gspo(
-    logp: Tensor,
-    old_logp: Tensor,
-    advantages: Tensor,
-    mask: Tensor,
-    *,
-    clip_ratio_low: float,
-    clip_ratio_high: float,
-) -> TokenTerms:
-    """Tensors (B, R). Statistics: `actor/pg_clipfrac` tokens of clipped rows, `actor/ppo_kl` as in `vanilla`.
+def gspo(tokens: TokenInputs, *, clip_ratio_low: float, clip_ratio_high: float) -> TokenTerms:
+    """Statistics: `actor/pg_clipfrac` tokens of clipped rows, `actor/ppo_kl` as in `vanilla`.
 
     >>> logp = torch.tensor([[0.0, 0.2]])
-    >>> terms = gspo(logp, torch.zeros(1, 2), torch.ones(1, 2), torch.ones(1, 2),
-    ...              clip_ratio_low=0.2, clip_ratio_high=0.2)
+    >>> tokens = TokenInputs(logp, torch.zeros(1, 2), advantages=torch.ones(1, 2), mask=torch.ones(1, 2))
+    >>> terms = gspo(tokens, clip_ratio_low=0.2, clip_ratio_high=0.2)
     >>> terms.loss  # both tokens have the ratio exp(0.1)
     tensor([[-1.1052, -1.1052]])
     """
-    difference = torch.where(mask.bool(), logp - old_logp, 0.0)
-    tokens = mask.sum(dim=1, keepdim=True).clamp(min=1.0)  # (B, 1)
-    of_row = difference.sum(dim=1, keepdim=True) / tokens  # (B, 1)
+    logp, advantages = tokens.log_probs, tokens.advantages
+    difference = torch.where(tokens.mask.bool(), logp - tokens.old_log_probs, 0.0)
+    count = tokens.mask.sum(dim=1, keepdim=True).clamp(min=1.0)  # (B, 1)
+    of_row = difference.sum(dim=1, keepdim=True) / count  # (B, 1)
     of_row = of_row.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
     ratio = (of_row.detach() + logp - logp.detach()).exp()
     plain = -advantages * ratio

@@ -1,6 +1,6 @@
 """Policy losses per token, as `actor.policy_loss.loss_mode` chooses them from `POLICY_LOSSES` in `config.py`.
 
-In: log-probabilities, advantages and the mask, (B, R) each. Out: the loss per token, which `aggregate.py`
+In: `TokenInputs`. Out: the loss per token, which `aggregate.py`
 weighs. A loss may look along a row (a ratio of whole sequences) but never across rows: that is what keeps its
 gradient the same however the rows are split.
 """
@@ -10,40 +10,33 @@ from __future__ import annotations
 from typing import Protocol
 
 import torch
-from torch import Tensor
 
-from hydraflow.algorithms.token_terms import TokenTerms
+from hydraflow.algorithms.token_terms import TokenInputs, TokenTerms
 
 LOG_RATIO_BOUND = 20.0
 
 
 class PolicyLoss(Protocol):
-    """A policy loss with its knobs bound: keyword arguments, named as their keys; tensors (B, R)."""
+    """A policy loss with its knobs bound: keyword arguments, named as their keys."""
 
-    def __call__(self, logp: Tensor, old_logp: Tensor, advantages: Tensor, mask: Tensor) -> TokenTerms: ...
+    def __call__(self, tokens: TokenInputs) -> TokenTerms: ...
 
 
 def vanilla(
-    logp: Tensor,
-    old_logp: Tensor,
-    advantages: Tensor,
-    mask: Tensor,
-    *,
-    clip_ratio_low: float,
-    clip_ratio_high: float,
-    clip_ratio_c: float,
+    tokens: TokenInputs, *, clip_ratio_low: float, clip_ratio_high: float, clip_ratio_c: float
 ) -> TokenTerms:
     """Clipped PPO (Schulman et al. 2017, https://arxiv.org/abs/1707.06347, equation 7) with a dual clip
     (Ye et al. 2020, https://arxiv.org/abs/1912.09729, equation 5).
 
-        ratio = exp(clamp(logp - old_logp, -20, 20))
+        ratio = exp(clamp(log_probs - old_log_probs, -20, 20))
         loss  = max(-A ratio, -A clip(ratio, 1 - clip_ratio_low, 1 + clip_ratio_high))
                 at most -A clip_ratio_c where A < 0
 
     Statistics: `actor/pg_clipfrac` tokens whose ratio was clipped, `actor/pg_clipfrac_lower` tokens at the
-    dual clip, `actor/ppo_kl` the mean of `old_logp - logp`.
+    dual clip, `actor/ppo_kl` the mean of `old_log_probs - log_probs`.
     """
-    log_ratio = (logp - old_logp).clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
+    advantages = tokens.advantages
+    log_ratio = (tokens.log_probs - tokens.old_log_probs).clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
     ratio = log_ratio.exp()
     plain = -advantages * ratio
     clipped = -advantages * ratio.clamp(1.0 - clip_ratio_low, 1.0 + clip_ratio_high)
@@ -51,8 +44,8 @@ def vanilla(
     bound = -advantages * clip_ratio_c
     negative = advantages < 0
     stats = {
-        "actor/pg_clipfrac": (clipped > plain).to(logp.dtype),
-        "actor/pg_clipfrac_lower": ((worst > bound) & negative).to(logp.dtype),
+        "actor/pg_clipfrac": (clipped > plain).to(ratio.dtype),
+        "actor/pg_clipfrac_lower": ((worst > bound) & negative).to(ratio.dtype),
         "actor/ppo_kl": -log_ratio.detach(),
     }
     return TokenTerms(torch.where(negative, torch.minimum(worst, bound), worst), stats)

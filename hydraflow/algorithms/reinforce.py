@@ -7,19 +7,17 @@ Samples of another policy are corrected by the weights of `correction.py`, which
 
 from __future__ import annotations
 
-from torch import Tensor
-
 from hydraflow.algorithms.policy_loss import LOG_RATIO_BOUND
-from hydraflow.algorithms.token_terms import TokenTerms
+from hydraflow.algorithms.token_terms import TokenInputs, TokenTerms
 
 
-def reinforce(logp: Tensor, old_logp: Tensor, advantages: Tensor, mask: Tensor) -> TokenTerms:
-    """Tensors (B, R). Statistics: `actor/ppo_kl` as in `vanilla`.
+def reinforce(tokens: TokenInputs) -> TokenTerms:
+    """Statistics: `actor/ppo_kl` as in `vanilla`.
 
     >>> import torch
     >>> half = torch.tensor([[0.5]]).log()
-    >>> reinforce(half, half, torch.tensor([[2.0]]), torch.ones(1, 1)).loss  # 2 log 2
+    >>> reinforce(TokenInputs(half, half, torch.tensor([[2.0]]), torch.ones(1, 1))).loss  # 2 log 2
     tensor([[1.3863]])
     """
-    kl = (old_logp - logp).detach().clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
-    return TokenTerms(-advantages * logp, {"actor/ppo_kl": kl})
+    kl = (tokens.old_log_probs - tokens.log_probs).detach().clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
+    return TokenTerms(-tokens.advantages * tokens.log_probs, {"actor/ppo_kl": kl})

@@ -8,22 +8,19 @@ A smooth gate in place of a clip: the gradient's weight is 1 at ratio 1 and fade
 from __future__ import annotations
 
 import torch
-from torch import Tensor
 
 from hydraflow.algorithms.policy_loss import LOG_RATIO_BOUND
-from hydraflow.algorithms.token_terms import TokenTerms
+from hydraflow.algorithms.token_terms import TokenInputs, TokenTerms
 
 
-def sapo(
-    logp: Tensor, old_logp: Tensor, advantages: Tensor, mask: Tensor, *, tau_pos: float, tau_neg: float
-) -> TokenTerms:
-    """Tensors (B, R). Statistics: `actor/ppo_kl` as in `vanilla`.
+def sapo(tokens: TokenInputs, *, tau_pos: float, tau_neg: float) -> TokenTerms:
+    """Statistics: `actor/ppo_kl` as in `vanilla`.
 
     >>> one = torch.ones(1, 1)
-    >>> sapo(one, one, one, one, tau_pos=1.0, tau_neg=1.05).loss  # -4 sigmoid(0)
+    >>> sapo(TokenInputs(one, one, one, one), tau_pos=1.0, tau_neg=1.05).loss  # -4 sigmoid(0)
     tensor([[-2.]])
     """
-    log_ratio = (logp - old_logp).clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
-    tau = torch.full_like(logp, tau_neg).masked_fill(advantages > 0, tau_pos)
+    log_ratio = (tokens.log_probs - tokens.old_log_probs).clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
+    tau = torch.full_like(log_ratio, tau_neg).masked_fill(tokens.advantages > 0, tau_pos)
     gate = torch.sigmoid(tau * (log_ratio.exp() - 1.0)) * 4.0 / tau
-    return TokenTerms(-advantages * gate, {"actor/ppo_kl": -log_ratio.detach()})
+    return TokenTerms(-tokens.advantages * gate, {"actor/ppo_kl": -log_ratio.detach()})

@@ -1,5 +1,4 @@
-"""Per-token results of a loss, the model outputs that losses read, and the reduction of statistics to
-metrics.
+"""What losses read and give, token by token, and the reduction of statistics to metrics.
 
 In: tensors (B, R) and a mask. Out: `Metric`s that merge exactly over micro-batches and ranks.
 """
@@ -16,6 +15,19 @@ from torch import Tensor
 from hydraflow import metrics
 from hydraflow.algorithms.masked import masked_sum
 from hydraflow.metrics import Metric
+
+
+@dataclass(frozen=True)
+class TokenInputs:
+    """What a policy loss reads of B rows with up to R response tokens: (B, R) each, 0 where `mask` is."""
+
+    log_probs: Tensor
+    """Of this pass; the gradient goes through them."""
+    old_log_probs: Tensor
+    """Of the policy that the ratio is taken to."""
+    advantages: Tensor
+    mask: Tensor
+    """1 for the tokens that are trained."""
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,7 @@ from hydraflow.algorithms.gspo import gspo
 from hydraflow.algorithms.policy_loss import vanilla
 from hydraflow.algorithms.sapo import sapo
 from hydraflow.algorithms.sft_loss import SFTLoss
+from hydraflow.algorithms.token_terms import TokenInputs
 from hydraflow.algorithms.value_loss import clipped_value_loss
 from hydraflow.workers.config import ActorConfig
 
@@ -50,10 +51,7 @@ def plain_ppo(ratio: float, advantage: float, low: float, high: float, c: float)
 def test_vanilla_by_hand(ratio, advantage, loss, clipped, at_dual_clip):
     logp = f64([[math.log(ratio)]])
     terms = vanilla(
-        logp,
-        torch.zeros_like(logp),
-        f64([[advantage]]),
-        torch.ones(1, 1),
+        TokenInputs(logp, torch.zeros_like(logp), f64([[advantage]]), torch.ones(1, 1)),
         clip_ratio_low=0.2,
         clip_ratio_high=0.3,
         clip_ratio_c=3.0,
@@ -70,10 +68,7 @@ def test_vanilla_is_its_piecewise_definition(log_ratio, advantage, clips):
     low, high, c = clips
     logp = f64([[log_ratio]])
     terms = vanilla(
-        logp,
-        torch.zeros_like(logp),
-        f64([[advantage]]),
-        torch.ones(1, 1),
+        TokenInputs(logp, torch.zeros_like(logp), f64([[advantage]]), torch.ones(1, 1)),
         clip_ratio_low=low,
         clip_ratio_high=high,
         clip_ratio_c=c,
@@ -87,7 +82,9 @@ def test_gspo_clips_a_row_as_one():
     """Log-ratios 0.6 and 0 make a row's ratio exp(0.3), above 1.2; the last token is not trained."""
     logp = f64([[0.6, 0.0, 9.0], [0.1, -0.1, 9.0]]).requires_grad_()
     advantages, mask = f64([[2.0, 1.0, 0.0], [-3.0, -3.0, 0.0]]), torch.tensor([[1, 1, 0], [1, 1, 0]])
-    terms = gspo(logp, torch.zeros_like(logp), advantages, mask, clip_ratio_low=0.2, clip_ratio_high=0.2)
+    terms = gspo(
+        TokenInputs(logp, torch.zeros_like(logp), advantages, mask), clip_ratio_low=0.2, clip_ratio_high=0.2
+    )
     assert terms.loss[:, :2].flatten().tolist() == pytest.approx([-2.4, -1.2, 3.0, 3.0])
     assert terms.stats["actor/pg_clipfrac"][:, :2].tolist() == [[1, 1], [0, 0]]
     (terms.loss * mask).sum().backward()
@@ -98,14 +95,17 @@ def test_gspo_takes_the_mean_before_it_bounds_it():
     """30 and -29 have the mean 0.5, and the bound of 20 is for the row; 3000 and 0 are beyond it."""
     logp = f64([[30.0, -29.0], [3000.0, 0.0]])
     advantages, mask = f64([[-1.0, -1.0], [-1.0, -1.0]]), torch.ones(2, 2)
-    terms = gspo(logp, torch.zeros_like(logp), advantages, mask, clip_ratio_low=0.2, clip_ratio_high=0.2)
+    terms = gspo(
+        TokenInputs(logp, torch.zeros_like(logp), advantages, mask), clip_ratio_low=0.2, clip_ratio_high=0.2
+    )
     assert terms.loss[:, 0].tolist() == pytest.approx([math.exp(0.5), math.exp(20.0)])
 
 
 def test_sapo_by_hand():
     """At ratio 2: 4/tau sigmoid(tau), and the gradient by log p is -A 4 sigmoid (1 - sigmoid) ratio."""
     logp = f64([[math.log(2.0), math.log(2.0)]]).requires_grad_()
-    terms = sapo(logp, torch.zeros_like(logp), f64([[3.0, -3.0]]), torch.ones(1, 2), tau_pos=1.0, tau_neg=2.0)
+    tokens = TokenInputs(logp, torch.zeros_like(logp), f64([[3.0, -3.0]]), torch.ones(1, 2))
+    terms = sapo(tokens, tau_pos=1.0, tau_neg=2.0)
     up, down = 1 / (1 + math.exp(-1.0)), 1 / (1 + math.exp(-2.0))
     assert terms.loss[0].tolist() == pytest.approx([-3 * 4 * up, 3 * 2 * down])
     terms.loss.sum().backward()
@@ -115,10 +115,7 @@ def test_sapo_by_hand():
 def test_log_ratio_is_bounded():
     logp = torch.tensor([[500.0, -500.0]], requires_grad=True)
     terms = vanilla(
-        logp,
-        torch.zeros(1, 2),
-        torch.tensor([[-1.0, 1.0]]),
-        torch.ones(1, 2),
+        TokenInputs(logp, torch.zeros(1, 2), torch.tensor([[-1.0, 1.0]]), torch.ones(1, 2)),
         clip_ratio_low=0.2,
         clip_ratio_high=0.2,
         clip_ratio_c=3.0,
