@@ -10,6 +10,7 @@ import ctypes
 import os
 from collections.abc import Mapping
 from contextlib import suppress
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -186,6 +187,7 @@ def resolve_dtype(name: str, device_type: str) -> torch.dtype:
     return torch.bfloat16 if has_bf16 else torch.float32
 
 
+@cache
 def cpu_has_bf16() -> bool:
     """Whether this machine's CPU multiplies in bfloat16; it is slow in software elsewhere."""
     try:

@@ -6,7 +6,8 @@ Needs torch, transformers, tensordict, hydra-core, ray and codetiming, and names
 numbers: attention over packed rows against float64; log-probabilities, gradients and greedy samples of a
 tiny model against the CPU. Then figures of a model with random weights (large: 0.5 billion, bf16): a training
 step, packed rows against padded ones, generation, weights from the trainer to the generation engine. Prints
-one JSON object per check. Exit code 1: a number is wrong; 2: the check cannot run here. `--device cpu --size
+one JSON object per check. Exit code 1: a number is wrong; 2: the check cannot run here; 124: 8 minutes were
+not enough. `--device cpu --size
 small` shows that the check itself works; its times say nothing.
 """
 
@@ -33,12 +34,24 @@ if TYPE_CHECKING:
 
 NEEDED = ("torch", "transformers", "tensordict", "hydra-core", "ray", "codetiming")
 OPTIONAL = ("flash-attn", "vllm", "peft")
-SMALL = dict(vocab_size=512, hidden_size=64, intermediate_size=128, num_hidden_layers=2) | dict(
-    num_attention_heads=4, num_key_value_heads=2, head_dim=16
-)
-LARGE = dict(vocab_size=151936, hidden_size=896, intermediate_size=4864, num_hidden_layers=24) | dict(
-    num_attention_heads=14, num_key_value_heads=2, head_dim=64
-)
+SMALL = {
+    "vocab_size": 512,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+}
+LARGE = {
+    "vocab_size": 151936,
+    "hidden_size": 896,
+    "intermediate_size": 4864,
+    "num_hidden_layers": 24,
+    "num_attention_heads": 14,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+}
 """The sizes of Qwen2.5-0.5B."""
 MODELS: Mapping[str, Mapping[str, int]] = {"small": SMALL, "large": LARGE}
 WORK = {"small": (8, 8, 16, 3), "large": (64, 128, 512, 5)}
@@ -128,7 +141,6 @@ def numbers(device: torch.device) -> bool:
     import torch
 
     from hydraflow.generation.base import GenerationRequest, SamplingParams
-    from hydraflow.generation.native import NativeEngine
     from hydraflow.protocol import ragged
 
     batch, found = rows(SMALL["vocab_size"], 8, 8, 16), []
@@ -139,11 +151,10 @@ def numbers(device: torch.device) -> bool:
             log_probs = engine.forward([batch]).get("log_probs").values()
             engine.forward_backward([batch], loss)
             gradient = torch.cat([p.grad.to_local().flatten().cpu() for p in engine.module.parameters()])
-            native = sampler(SMALL, engine, where, torch.float32)
+            native = sampler(engine, where, torch.float32)
             request = GenerationRequest(ragged.rows(batch.get("prompts")), [1] * 8, [(i,) for i in range(8)])
             sampled = native.generate(request, SamplingParams(max_tokens=16, temperature=0)).responses
             found.append((log_probs, gradient, sampled.values()))
-    assert isinstance(native, NativeEngine)
     (wanted, of_cpu, tokens), (log_probs, gradient, sampled) = found
     off = float((log_probs - wanted).abs().max())
     far = float((gradient - of_cpu).norm() / of_cpu.norm())
@@ -176,7 +187,7 @@ def attention(device: torch.device) -> bool:
     return good
 
 
-def sampler(sizes: Mapping[str, int], engine: FSDPEngine, device: torch.device, dtype: torch.dtype) -> Any:
+def sampler(engine: FSDPEngine, device: torch.device, dtype: torch.dtype) -> Any:
     """A generation engine with the trainer's weights."""
     from hydraflow.generation.native import NativeEngine
 
@@ -203,32 +214,39 @@ def figures(device: torch.device, size: str) -> None:
     """Training step, packing, generation, weights."""
     import torch
 
+    from hydraflow.device import return_memory
     from hydraflow.generation.base import GenerationRequest, SamplingParams
     from hydraflow.protocol import ragged
 
     sizes, (count, prompt, longest, repetitions) = MODELS[size], WORK[size]
     batch = rows(sizes["vocab_size"], count, prompt, longest)
     micro = [batch.slice(i, i + count // 4) for i in range(0, count, count // 4)]
-    tokens = int(sum(ragged.lengths(batch.get(name)).sum() for name in ("prompts", "responses")))
+    tokens = prompt * count // 2 + int(
+        ragged.lengths(batch.get("responses")).sum()
+    )  # two rows share a prompt
     with tempfile.TemporaryDirectory() as folder:
         path = write_model(sizes, Path(folder), torch.bfloat16)
-        times = {}
+        times, engine = {}, None
         for packed in (False, True):
+            del engine
+            return_memory(device.type)
             engine = engine_of(path, device, "bf16", packed=packed)
 
             def step(engine: FSDPEngine = engine) -> None:
                 engine.forward_backward(micro, loss)
                 engine.optimizer_step()
 
+            if device.type != "cpu":
+                torch.get_device_module(device).reset_peak_memory_stats()
             times[packed] = seconds(device, step, repetitions)
-    numbers = sum(p.numel() for p in engine.module.parameters())
-    flops = 6 * numbers * tokens / times[True]
-    memory = torch.get_device_module(device).max_memory_allocated() if device.type != "cpu" else None
-    say("step", parameters=numbers, tokens=tokens, seconds=times[True], tflops=flops / 1e12, memory=memory)
+    weights = sum(p.numel() for p in engine.module.parameters())
+    flops = 6 * weights * tokens / times[True]
+    memory = None if device.type == "cpu" else torch.get_device_module(device).max_memory_allocated()
+    say("step", parameters=weights, tokens=tokens, seconds=times[True], tflops=flops / 1e12, memory=memory)
     say("packing", padded=times[False], packed=times[True], ratio=times[False] / times[True])
-    native = sampler(sizes, engine, device, torch.bfloat16)
+    native = sampler(engine, device, torch.bfloat16)
     took = seconds(device, lambda: native.update_weights(engine.weights()), repetitions)
-    say("weights", seconds=took, bytes_per_second=2 * numbers / took)
+    say("weights", seconds=took, bytes_per_second=4 * weights / took)
     prompts = ragged.rows(batch.get("prompts"))
     request = GenerationRequest(prompts, [1] * count, [(i,) for i in range(count)])
     params = SamplingParams(max_tokens=longest // 4, ignore_eos=True)

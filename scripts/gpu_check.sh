@@ -4,4 +4,4 @@
 #   bash scripts/gpu_check.sh [--device cpu --size small]
 set -euo pipefail
 cd "$(dirname "$0")/.."
-PYTHONPATH="$PWD" exec timeout 480 "${PYTHON:-python3}" scripts/gpu_check.py "$@"
+PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}" exec timeout 480 "${PYTHON:-python3}" scripts/gpu_check.py "$@"

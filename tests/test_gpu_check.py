@@ -46,6 +46,23 @@ def test_without_a_gpu_it_says_so(
     assert "finds no cuda device here" in capsys.readouterr().err
 
 
+def test_wrong_numbers_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second engine, which is the device's, has other weights."""
+    check = runpy.run_path(str(SCRIPTS / "gpu_check.py"))
+    right, made = check["engine_of"], []
+
+    def engine_of(*given: str) -> object:
+        made.append(right(*given))
+        if len(made) == 2:
+            next(made[1].module.parameters()).data.mul_(1.1)
+        return made[-1]
+
+    monkeypatch.setitem(check["numbers"].__globals__, "engine_of", engine_of)
+    with check["one_rank"](torch.device("cpu")):
+        assert not check["numbers"](torch.device("cpu"))
+    assert len(made) == 2
+
+
 def test_wrong_attention_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     from hydraflow.models import attention
 

@@ -101,7 +101,8 @@ class FSDPConfig:
     head_chunk_tokens: int = option(2048, ge=1, shapes_training=False)
     """Chunk size, in tokens, in which logits are computed for log-probabilities. A chunk's logits never take
     more than 512 MiB in float32, so with a vocabulary above 65 536 a chunk is smaller than 2048 tokens.
-    Tokens that fit into one chunk pass the output matrix once, others a second time in the backward pass."""
+    Tokens that fit into one chunk pass the output matrix once, others (and all tokens of a model that
+    post-processes its logits) a second time in the backward pass."""
     wrap_policy: WrapPolicyConfig = option(factory=WrapPolicyConfig, shapes_training=False)
     fsdp_size: int = option(-1, shapes_training=False)
     """FSDP shard group size: neighbouring data ranks that hold one copy of weights, gradients and optimizer

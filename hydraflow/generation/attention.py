@@ -1,9 +1,10 @@
 """Attention of one new token of each row to a cache whose keys several heads of queries share.
 
-In: queries (B, h, 1, d), keys and values (B, k, L, d), an additive mask. Out: as transformers' `sdpa`, to the
-last bits. That repeats keys and values of the whole cache for all heads of queries, for every token; here the
-g = h / k queries that share a key are g queries of one head. Left out on purpose: prompts, for which `sdpa`
-itself is called.
+In: queries (B, h, 1, d), keys and values (B, k, L, d), an additive mask. Out: as transformers' `sdpa`, up to
+rounding. That repeats keys and values of the whole cache for all heads of queries, for every token; here the
+g = h / k queries that share a key are g queries of one head. Left out on purpose: prompts, and values of
+another width than the keys (a row's last bits would depend on its neighbours), for which `sdpa` itself is
+called.
 """
 
 from __future__ import annotations
@@ -39,7 +40,8 @@ def cached_attention(
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
     rows, heads, new, dim = query.shape
-    if new > 1 or heads == key.shape[1] or others.get("position_bias") is not None:
+    repeats = heads > key.shape[1] and dim == value.shape[-1] and others.get("position_bias") is None
+    if new > 1 or not repeats:
         output, _ = sdpa_attention_forward(
             module, query, key, value, attention_mask, scaling=scaling, **others
         )

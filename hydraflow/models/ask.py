@@ -16,6 +16,9 @@ class Ask:
     greedy_match: bool = False
     """Instead of the entropy: 1 where the token is the most probable one, else 0."""
 
+    def __post_init__(self) -> None:
+        assert not (self.entropy and self.greedy_match), "one more column, not two"
+
 
 LOG_PROBS = Ask()
 """Log-probabilities at temperature 1, nothing else."""

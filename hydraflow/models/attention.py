@@ -231,8 +231,8 @@ def _attend_group(
 
     span = window if window is not None and group.width > window else None
     queries, keys, values = (block(x) for x in (q, k, v))
-    if products.are_faster(queries):
-        mask = _mask(plan, group.width, span or group.width, q.device, q.dtype)
+    if products.are_faster(queries, keys):
+        mask = _mask(plan, group.width, span or group.width, q.device, torch.float32)
         out = products.AttendByProducts.apply(queries, keys, values, scale or q.shape[-1] ** -0.5, mask)
     else:
         out = F.scaled_dot_product_attention(

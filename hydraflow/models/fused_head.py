@@ -3,7 +3,8 @@
 In: hidden states, the output matrix and its bias, the asked tokens. Out: two numbers for each token, and the
 gradients of hidden states, matrix and bias. Logits exist for a chunk of tokens at a time, in memory that the
 next chunk uses again. The backward pass recomputes them and turns them into their gradient in place; tokens
-that fit into one chunk pass the head only once, unless their logits are post-processed.
+that fit into one chunk pass the head only once, unless their logits are post-processed. The gradient of the
+matrix is summed over chunks in its own type, as it is over micro-batches.
 Left out on purpose: heads other than a plain linear layer (`heads.py`), kernels for a device.
 """
 
@@ -24,7 +25,7 @@ class HeadWork:
     """What a head does with its tokens."""
 
     ask: Ask
-    shape: Callable[[torch.Tensor], torch.Tensor]
+    process: Callable[[torch.Tensor], torch.Tensor]
     """Differentiable post-processing of logits; the tensor itself where there is none."""
     chunk: int
     """Tokens whose logits exist at one time."""
@@ -59,7 +60,7 @@ class FusedHead(torch.autograd.Function):
             elif work.ask.entropy:
                 more.append(-logits.probs(every).mul_(every).sum(-1))
         second = torch.cat(more) if more else None
-        kept = every if len(log_probs) == 1 and not logits.shaped else None
+        kept = every if len(log_probs) == 1 and not logits.processed else None
         ctx.save_for_backward(hidden, weight, bias, targets, second, kept)
         ctx.work = work
         ctx.set_materialize_grads(False)
@@ -74,7 +75,7 @@ class FusedHead(torch.autograd.Function):
     ) -> tuple[torch.Tensor | None, ...]:
         hidden, weight, bias, targets, entropies, kept = ctx.saved_tensors
         needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
-        logits = _Logits(hidden, weight, bias, ctx.work, kept)
+        logits = _Logits(hidden, weight, bias, ctx.work, kept, backward=True)
         if of_log_probs is None:
             of_log_probs = torch.zeros_like(entropies)
         of_hidden = torch.empty_like(hidden) if needs_hidden else None
@@ -105,9 +106,13 @@ class _Logits:
         bias: torch.Tensor | None,
         work: HeadWork,
         kept: torch.Tensor | None = None,
+        *,
+        backward: bool = False,
     ):
         self._hidden, self._weight, self._bias = hidden, weight, bias
-        self._work, self._kept = work, kept
+        self._work, self._kept, self._backward = work, kept, backward
+        self.processed = False
+        """Whether logits have been post-processed."""
         wide = torch.promote_types(hidden.dtype, torch.float32)
         self.scaled = hidden.new_empty((min(len(hidden), work.chunk), len(weight)), dtype=wide)
         """(chunk, V) logits divided by the temperature."""
@@ -115,11 +120,6 @@ class _Logits:
         self._every = torch.empty_like(self.scaled) if kept is None else kept
         self._graph: tuple[torch.Tensor, torch.Tensor] | None = None
         """Logits after and before their post-processing."""
-
-    @property
-    def shaped(self) -> bool:
-        """Whether logits have been post-processed."""
-        return self._graph is not None
 
     def parts(self) -> Iterator[slice]:
         """The chunks; one, of nothing, where there is no token."""
@@ -136,10 +136,13 @@ class _Logits:
             torch.mm(rows, self._weight.t(), out=raw)
         else:
             torch.addmm(self._bias, rows, self._weight.t(), out=raw)
-        with torch.enable_grad():
-            before = raw.detach().requires_grad_()
-            after = self._work.shape(before)
-        self._graph = None if after is before else (after, before)
+        self._graph = None  # that of the chunk before takes as much memory again
+        with torch.set_grad_enabled(self._backward):
+            before = raw.detach().requires_grad_(self._backward)
+            after = self._work.process(before)
+        self.processed = after is not before
+        if self.processed and self._backward:
+            self._graph = after, before
         if after.data_ptr() != scaled.data_ptr():
             scaled.copy_(after.detach())
         if self._work.ask.temperature != 1.0:
@@ -173,4 +176,5 @@ class _Logits:
             gradient = self._raw[: len(every)].copy_(gradient)
         if self._graph is not None:
             (gradient,) = torch.autograd.grad(*self._graph, gradient)
+            self._graph = None
         return gradient

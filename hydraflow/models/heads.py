@@ -2,7 +2,7 @@
 
 In: a `PackedBatch`. Out: log-probabilities (and entropies) of its K asked tokens, or one value for each.
 The head runs here and not in the model's own forward, so that logits exist only for response tokens and only
-for a chunk of them at a time (`fused_head.py`): the backward pass recomputes each chunk.
+for a chunk of them at a time (`fused_head.py`).
 Left out on purpose: loading (`loading.py`), sharding (`engine/`), losses (`algorithms/`).
 """
 
@@ -46,22 +46,22 @@ class PolicyModel(nn.Module):
             raise ValueError(f"temperature={ask.temperature}: log-probabilities need a temperature above 0")
         hidden = asked_hidden_states(self.lm.base_model, batch)
         head = self.lm.get_output_embeddings()
+        chunk = head_chunk(self.chunk_tokens, len(head.weight), hidden.element_size())
         if type(head) is not nn.Linear:
-            return self._by_module(hidden, batch.targets, ask)
-        shape = partial(shape_logits, config=self.lm.config)
-        chunk = head_chunk(self.chunk_tokens, head.out_features, hidden.element_size())
+            return self._by_module(hidden, batch.targets, ask, chunk)
+        process = partial(shape_logits, config=self.lm.config)
         found: tuple[torch.Tensor, torch.Tensor | None] = FusedHead.apply(
-            hidden, head.weight, head.bias, batch.targets, HeadWork(ask, shape, chunk)
+            hidden, head.weight, head.bias, batch.targets, HeadWork(ask, process, chunk)
         )
         return found
 
     def _by_module(
-        self, hidden: torch.Tensor, targets: torch.Tensor, ask: Ask
+        self, hidden: torch.Tensor, targets: torch.Tensor, ask: Ask, chunk: int
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """The same through the head's own code: it has adapters, or is no linear layer."""
-        if len(hidden) <= self.chunk_tokens:
+        if len(hidden) <= chunk:
             return self._score(hidden, targets, ask)
-        chunks = zip(hidden.split(self.chunk_tokens), targets.split(self.chunk_tokens), strict=True)
+        chunks = zip(hidden.split(chunk), targets.split(chunk), strict=True)
         pieces = [checkpoint(self._score, h, t, ask, use_reentrant=False) for h, t in chunks]
         more = torch.cat([piece[1] for piece in pieces]) if ask.entropy or ask.greedy_match else None
         return torch.cat([piece[0] for piece in pieces]), more

@@ -1,8 +1,9 @@
 """Causal attention by matrix products, a few megabytes of scores at a time.
 
-torch's own kernel for CPUs needs up to eight times as long for rows of some dozen tokens in bfloat16, most of
-it in the backward pass; past `LONGEST` tokens it is the faster one. Scores are computed twice, in the forward
-and in the backward pass, so that none are kept; probabilities are float32 (float64 for such tensors).
+torch's own kernel for CPUs needs up to five times as long for rows of some dozen tokens in bfloat16, most of
+it in the backward pass; for rows of a thousand it is the faster one. Scores are computed twice, in the
+forward and in the backward pass, so that none are kept. They and the probabilities are float32, as in torch's
+kernel.
 
 Legend: B rows, h heads of queries, k heads of keys and values, g = h / k, W tokens of a row, d head
 dimension.
@@ -15,20 +16,29 @@ from typing import Any
 import torch
 from torch import Tensor
 
-LONGEST = 1024
+from hydraflow.device import cpu_has_bf16
+
+LONGEST = 512
 """Tokens of the longest rows for which this is faster."""
 _SCORE_BYTES = 4 * 2**20
 """Of the scores that exist at a time: what the caches of one core hold."""
 
 
-def are_faster(query: Tensor) -> bool:
-    """Whether to attend by products: query (B, h, W, d)."""
-    return query.device.type == "cpu" and query.dtype == torch.bfloat16 and query.shape[2] <= LONGEST
+def are_faster(query: Tensor, key: Tensor) -> bool:
+    """Whether to attend by products: query (B, h, W, d), key (B, k, W, d)."""
+    width, shared = query.shape[2], query.shape[1] // key.shape[1]
+    return (
+        query.device.type == "cpu"
+        and query.dtype == torch.bfloat16
+        and cpu_has_bf16()
+        and width <= LONGEST
+        and 4 * shared * width**2 <= _SCORE_BYTES
+    )
 
 
 class AttendByProducts(torch.autograd.Function):
-    """Queries (B, h, W, d), keys (B, k, W, d), values (B, k, W, v), scale, and an additive mask (W, W) to
-    (B, h, W, v).
+    """Queries (B, h, W, d), keys (B, k, W, d), values (B, k, W, v), scale, and an additive mask (W, W)
+    of float32 or float64 to (B, h, W, v).
 
     Queries that share keys are one matrix of g * W lines.
     """
@@ -65,9 +75,9 @@ class AttendByProducts(torch.autograd.Function):
 
 
 def _probabilities(q: Tensor, k: Tensor, mask: Tensor, scale: float) -> Tensor:
-    """(n, g * W, W) of n heads of keys."""
-    scores = torch.baddbmm(mask.expand(len(q), -1, -1), q, k.transpose(1, 2), alpha=scale)
-    return scores.softmax(-1, dtype=scores.dtype if scores.dtype == torch.float64 else torch.float32)
+    """(n, g * W, W) of n heads of keys, in the mask's type."""
+    q, k = q.to(mask.dtype), k.to(mask.dtype)
+    return torch.baddbmm(mask.expand(len(q), -1, -1), q, k.transpose(1, 2), alpha=scale).softmax(-1)
 
 
 def _parts(q: Tensor, width: int) -> list[slice]:

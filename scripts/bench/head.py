@@ -85,7 +85,7 @@ def passes(args: argparse.Namespace) -> dict[str, Pass]:
     batch: Any = SimpleNamespace(targets=targets)
     ways: dict[str, Pass] = {"fused": partial(model, batch, ask)}
     if not args.fused_only:
-        ways["module"] = partial(model._by_module, hidden, targets, ask)
+        ways["module"] = partial(model._by_module, hidden, targets, ask, model.chunk_tokens)
     return ways
 
 

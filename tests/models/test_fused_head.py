@@ -50,7 +50,7 @@ def inputs(dtype: torch.dtype = torch.float64, tokens: int = K) -> list[torch.Te
 
 
 def plain(hidden: Any, weight: Any, bias: Any, targets: Any, work: HeadWork) -> list[torch.Tensor]:
-    logits = work.shape(F.linear(hidden, weight, bias)) / work.ask.temperature
+    logits = work.process(F.linear(hidden, weight, bias)) / work.ask.temperature
     everything = logits.log_softmax(-1)
     log_probs = everything[torch.arange(len(targets)), targets]
     return [log_probs, -(everything.exp() * everything).sum(-1)][: 1 + work.ask.entropy]
@@ -173,7 +173,7 @@ def test_numbers_are_bit_by_bit_those_of_the_module(
     for bias, chunk in ((False, K), (True, 3)):
         lm = Lm(dtype, shape, bias)
         fused = answers(monkeypatch, lm, hidden, targets, chunk, ask)
-        module = PolicyModel(lm, chunk_tokens=chunk)._by_module(hidden, targets, ask)
+        module = PolicyModel(lm, chunk_tokens=chunk)._by_module(hidden, targets, ask, chunk)
         torch.testing.assert_close(fused, module, rtol=0, atol=0)
         torch.testing.assert_close(
             gradients(fused[:1], [hidden, *lm.parameters()]),

@@ -209,7 +209,7 @@ class FSDPEngine:
         batch = self._pack(data, ragged.parts(data.get("response_mask"))[0].bool())
         main, entropies = self.module(batch, ask)
         loss, reported = loss_fn(self._output(batch, main, entropies), self._columns(data, batch))
-        # unused entropies would keep their logits alive: two copies for every token of the micro-batch
+        # unused entropies of a head with adapters would keep their logits alive: two copies for every token
         del main, entropies
         loss.backward()
         return reported
