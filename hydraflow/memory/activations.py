@@ -129,19 +129,23 @@ def _experts(shape: ModelShape, number: int) -> tuple[int, int]:
     return saved, (chosen * (shape.expert_intermediate + shape.hidden) + shape.shared_intermediate) * number
 
 
-def head_forward(vocabulary: int, asked: int, chunk: int, number: int) -> int:
+def head_forward(vocabulary: int, asked: int, chunk: int, number: int, *, post: int = 0) -> int:
     """Logits of one chunk and their log-probabilities, (K, V) each, in float32 or wider; of narrower numbers
-    also the logits as the head computes them."""
+    also the logits as the head computes them, and `post` copies of those in their post-processing."""
     wide = max(4, number)
-    copies = 2 * wide + (number if number < wide else 0)
+    copies = 2 * wide + (number if number < wide else 0) + post * number
     return copies * min(asked, head_chunk(chunk, vocabulary, number)) * vocabulary
 
 
-def head_backward(vocabulary: int, asked: int, chunk: int, number: int, *, trained_entropy: bool) -> int:
-    """The backward pass turns logits into their gradient in place. The forward pass keeps the
-    log-probabilities of a single chunk, nothing of several; with them a trained entropy takes one copy more.
+def head_backward(
+    vocabulary: int, asked: int, chunk: int, number: int, *, trained_entropy: bool, post: int = 0
+) -> int:
+    """The backward pass turns logits into their gradient in place, but for that of the post-processing. The
+    forward pass keeps the log-probabilities of a single chunk, nothing of several, nor of post-processed
+    logits; with them a trained entropy takes one copy more.
     """
-    forward = head_forward(vocabulary, asked, chunk, number)
-    if not trained_entropy or asked > head_chunk(chunk, vocabulary, number):
+    single = asked <= head_chunk(chunk, vocabulary, number)
+    forward = head_forward(vocabulary, asked, chunk, number, post=2 * post)
+    if not trained_entropy or not single or post:
         return forward
     return forward + max(4, number) * asked * vocabulary

@@ -124,6 +124,7 @@ class FSDPModelMemory:
             self.chunk,
             self.types.compute,
             trained_entropy=trained_entropy,
+            post=self.shape.logit_copies,
         )
         backward = MemoryParts(gradients=self._output_gradient, gathered=self._gathered(2), logits=logits)
         return [arriving, forward, full + backward]
@@ -194,7 +195,7 @@ class FSDPModelMemory:
         if not self.policy:
             return 4 * tokens.asked
         vocabulary, number = self.shape.vocabulary, self.types.compute
-        return head_forward(vocabulary, tokens.asked, self.chunk, number)
+        return head_forward(vocabulary, tokens.asked, self.chunk, number, post=self.shape.logit_copies)
 
     def _costs(self, tokens: MicroBatchTokens) -> LayerCosts:
         return layer_costs(self.shape, tokens, self.types.compute)

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from hydraflow.errors import ConfigError, Problem
+from hydraflow.models.chunks import POST_PROCESSING
 from hydraflow.models.config import ModelSourceConfig
 
 
@@ -49,6 +50,8 @@ class ModelShape:
     """Width of the expert that sees every token; 0: there is none."""
     dense_layers: int = 0
     """Layers without experts; of a dense model all."""
+    logit_copies: int = 0
+    """Copies of the logits that their post-processing makes."""
     notes: tuple[str, ...] = ()
     """Assumptions, as sentences for the user."""
 
@@ -242,6 +245,7 @@ def shape_of(config: Mapping[str, Any], *, field: str = "actor_rollout_ref.model
         expert_intermediate=int(config.get(family.expert_width) or intermediate) if experts else 0,
         shared_intermediate=int(config.get("shared_expert_intermediate_size") or 0) if experts else 0,
         dense_layers=dense,
+        logit_copies=sum(n for key, n in POST_PROCESSING.items() if config.get(key) is not None),
         notes=tuple(_notes(config, kind)),
     )
 

@@ -1,9 +1,18 @@
-"""How many tokens' logits exist at one time."""
+"""How many tokens' logits exist at one time, and in how many copies."""
 
 from __future__ import annotations
 
 LOGITS_BYTES = 512 * 2**20
 """Most bytes of one copy of a chunk's logits, as they are computed with: float32, or float64."""
+
+POST_PROCESSING = {
+    "logits_scaling": 1,
+    "logit_scale": 1,
+    "lm_head_multiplier": 1,
+    "final_logit_softcapping": 2,
+}
+"""Keys of config.json by which `heads.shape_logits` processes logits -> copies of them that it makes; the
+backward pass makes as many more."""
 
 
 def head_chunk(chunk_tokens: int, vocabulary: int, number: int) -> int:

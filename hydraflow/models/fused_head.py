@@ -92,6 +92,7 @@ class FusedHead(torch.autograd.Function):
                 of_weight.addmm_(gradient.t(), hidden[part])
             if needs_bias:
                 of_bias = gradient.sum(0) if of_bias is None else of_bias.add_(gradient.sum(0))
+            del every, gradient  # while the next chunk is computed
         return of_hidden, of_weight, of_bias, None, None
 
 

@@ -26,6 +26,7 @@ from hydraflow.memory.shape import shape_of
 from hydraflow.models import products
 from hydraflow.models.ask import Ask
 from hydraflow.models.attention import NAME, register_attention
+from hydraflow.models.chunks import POST_PROCESSING
 from hydraflow.models.heads import PolicyModel
 from hydraflow.models.packing import PackedBatch, pack
 from hydraflow.protocol import ragged
@@ -134,11 +135,11 @@ V, HIDDEN, K = 4096, 4, 512
 class Head(nn.Module):
     """A language model that is only its output matrix."""
 
-    def __init__(self, dtype: torch.dtype):
+    def __init__(self, dtype: torch.dtype, **config: float):
         super().__init__()
         self.head = nn.Linear(HIDDEN, V, bias=False, dtype=dtype)
         self.base_model = None
-        self.config = SimpleNamespace(get_text_config=lambda: self.config)
+        self.config = SimpleNamespace(model_type="any", get_text_config=lambda: self.config, **config)
 
     def get_output_embeddings(self) -> nn.Linear:
         return self.head
@@ -171,13 +172,20 @@ def allocated(work: Callable[[], Any]) -> int:
     return most
 
 
+@pytest.mark.parametrize("post", [None, *POST_PROCESSING])
 @pytest.mark.parametrize("chunk", [K, K // 4])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("entropy", "trained"), [(False, False), (True, False), (True, True)])
 def test_the_head_allocates_what_the_formula_says(
-    monkeypatch: pytest.MonkeyPatch, entropy: bool, trained: bool, dtype: torch.dtype, chunk: int
+    monkeypatch: pytest.MonkeyPatch,
+    entropy: bool,
+    trained: bool,
+    dtype: torch.dtype,
+    chunk: int,
+    post: str | None,
 ) -> None:
-    lm = Head(dtype)
+    lm = Head(dtype, **({} if post is None else {post: 2.0}))
+    copies = POST_PROCESSING.get(post or "", 0)
     lm.head.weight.grad = torch.zeros_like(lm.head.weight)
     hidden = torch.randn(K, HIDDEN, dtype=dtype, requires_grad=True)
     monkeypatch.setattr(hydraflow.models.heads, "asked_hidden_states", lambda backbone, batch: hidden)
@@ -193,5 +201,6 @@ def test_the_head_allocates_what_the_formula_says(
     with torch.no_grad():
         computing = allocated(forward)
     training = allocated(lambda: forward().backward())
-    assert computing == pytest.approx(head_forward(V, K, chunk, number), rel=0.03)
-    assert training == pytest.approx(head_backward(V, K, chunk, number, trained_entropy=trained), rel=0.05)
+    assert computing == pytest.approx(head_forward(V, K, chunk, number, post=copies), rel=0.03)
+    estimate = head_backward(V, K, chunk, number, trained_entropy=trained, post=copies)
+    assert training == pytest.approx(estimate, rel=0.05)
