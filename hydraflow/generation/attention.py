@@ -9,10 +9,13 @@ called.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch.nn.functional as F
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 NAME = "hydraflow_cached"
 
@@ -24,6 +27,18 @@ def register_attention() -> None:
 
     ALL_ATTENTION_FUNCTIONS.register(NAME, cached_attention)
     ALL_MASK_ATTENTION_FUNCTIONS.register(NAME, ALL_MASK_ATTENTION_FUNCTIONS["sdpa"])
+
+
+@contextmanager
+def in_use(model: PreTrainedModel) -> Iterator[None]:
+    """For one forward pass of a model that otherwise has `sdpa`: its configuration may be another process's
+    or another model's, too."""
+    config = model.config.get_text_config()
+    config._attn_implementation = NAME
+    try:
+        yield
+    finally:
+        config._attn_implementation = "sdpa"
 
 
 def cached_attention(

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -70,7 +71,6 @@ class CachedForward:
         without a mask."""
         if self.pads:
             attention.register_attention()
-            model.config.get_text_config()._attn_implementation = attention.NAME
 
     def __call__(
         self, ids: Tensor, cache: Cache, mask: Tensor | None, positions: Tensor | None, last: int
@@ -82,7 +82,8 @@ class CachedForward:
             # As an index, not as a number: a slice of the hidden states is not contiguous, and torch then
             # runs the head row by row.
             extra["logits_to_keep"] = torch.arange(ids.shape[1] - last, ids.shape[1], device=ids.device)
-        return self.model(input_ids=ids, past_key_values=cache, use_cache=True, **extra).logits[:, -last:]
+        with attention.in_use(self.model) if self.pads else nullcontext():
+            return self.model(input_ids=ids, past_key_values=cache, use_cache=True, **extra).logits[:, -last:]
 
 
 def _attends_to_all(model: PreTrainedModel) -> bool:
@@ -98,7 +99,7 @@ def _attends_to_all(model: PreTrainedModel) -> bool:
         and layer_types == {"full_attention"}
         and model._supports_attention_backend
         and not getattr(model, "_is_stateful", False)
-        and config._attn_implementation in ("sdpa", attention.NAME)
+        and config._attn_implementation == "sdpa"
     )
 
 
