@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
+from itertools import permutations
 from typing import Any
 
 from hydraflow.batch_plan.layout import Devices
@@ -114,6 +115,9 @@ def _rollout_is_with(config: PPOConfig, mapping: object) -> bool:
     return config.trainer.debug.local or (config.trainer.fuse_roles and same_devices and shares)
 
 
+_WITH_ARGUMENTS = [name for name, engine in GENERATION_ENGINES.items() if "engine_kwargs" in engine.reads]
+
+
 def _samples_with(engine: str, config: PPOConfig) -> bool:
     return config.actor_rollout_ref.rollout.name == engine
 
@@ -144,7 +148,7 @@ _PLACES = (
             f"{ROLLOUT}.name={other} does not read it",
             f"{ROLLOUT}.name={mine}",
         )
-        for mine, other in (("vllm", "sglang"), ("sglang", "vllm"))
+        for mine, other in permutations(_WITH_ARGUMENTS, 2)
     ),
     NoEffectRule(
         f"{ROLLOUT}.verify_weights_every",

@@ -78,6 +78,7 @@ class BroadcastGroup:
         options = dist.BroadcastOptions()
         options.timeout = self._timeout
         try:
-            return PendingBroadcast(self._group.broadcast([tensor], options), tensor)  # type: ignore[attr-defined]
+            work = self._group.broadcast([tensor], options)  # type: ignore[attr-defined]
+            return PendingBroadcast(work, tensor)
         except RuntimeError as error:
             raise GroupBroken(str(error)) from error

@@ -22,6 +22,11 @@ from hydraflow.generation.config import SamplingConfig
 if TYPE_CHECKING:
     from transformers import GenerationConfig
 
+NO_WEIGHTS = "the engine has no weights yet: call update_weights first"
+MIXED_WEIGHTS = "the last update_weights failed half-way, so the weights are a mixture: update them again"
+ASLEEP = "the engine sleeps: update its weights first"
+"""Why an engine cannot sample."""
+
 STOP, LENGTH, ABORT = "stop", "length", "abort"
 """Why a response ended: an end token, `max_tokens`, or `GenerationEngine.abort`."""
 

@@ -23,7 +23,10 @@ from transformers.initialization import no_init_weights
 from hydraflow.device import return_memory
 from hydraflow.generation.base import (
     ABORT,
+    ASLEEP,
     LENGTH,
+    MIXED_WEIGHTS,
+    NO_WEIGHTS,
     STOP,
     Completion,
     EngineSpec,
@@ -97,7 +100,7 @@ class NativeEngine:
             model = AutoModelForCausalLM.from_config(config, dtype=dtype)
         model.tie_weights()
         engine = cls(model, max_num_seqs=max_num_seqs, generation_config=generation_config)
-        engine._not_ready = "the engine has no weights yet: call update_weights first"
+        engine._not_ready = NO_WEIGHTS
         return engine
 
     def generate(self, request: GenerationRequest, params: SamplingParams) -> GenerationOutput:
@@ -151,9 +154,7 @@ class NativeEngine:
 
         ValueError: see `WeightLoader`; the engine then refuses to generate until an update succeeds.
         """
-        self._not_ready = (
-            "the last update_weights failed half-way, so the weights are a mixture: update them again"
-        )
+        self._not_ready = MIXED_WEIGHTS
         if first:
             for tensor, shape in self._empty.items():
                 tensor.data = tensor.new_empty(shape)
@@ -166,7 +167,7 @@ class NativeEngine:
 
     def sleep(self) -> None:
         """See `GenerationEngine`. It has caches only while it generates."""
-        self._not_ready = "the engine sleeps: update its weights first"
+        self._not_ready = ASLEEP
         for tensor in set(self.held().values()) - set(self._empty):  # tied weights are one tensor
             self._empty[tensor] = tensor.shape
             tensor.data = tensor.new_empty(0)

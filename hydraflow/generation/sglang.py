@@ -33,7 +33,10 @@ from transformers.initialization import no_init_weights
 from hydraflow.errors import ConfigError, EnvironmentFault
 from hydraflow.generation.base import (
     ABORT,
+    ASLEEP,
     LENGTH,
+    MIXED_WEIGHTS,
+    NO_WEIGHTS,
     STOP,
     Completion,
     EngineSpec,
@@ -93,9 +96,10 @@ class SglangEngine:
         """server: with the model's shape and without its weights. files: on their way to it, with the
         model's arrivals. eos: its end tokens. context: tokens of the longest row. folder: of the model."""
         self._server, self._files, self._arrivals = server, files, arrivals
-        self._eos, self._context, self._folder = tuple(eos), context, folder
-        self._vocabulary: int = model.get_input_embeddings().num_embeddings  # type: ignore[operator,union-attr]
-        self._not_ready = "the engine has no weights yet: call update_weights first"
+        self._eos, self._context, self._folder = tuple(eos), engine_context(context), folder
+        embeddings = model.get_input_embeddings()  # type: ignore[operator]
+        self._vocabulary: int = embeddings.num_embeddings
+        self._not_ready = NO_WEIGHTS
         self._sleeps = False
         self._numbers, self._most_flights = count(), max_num_seqs
         self._queue: dict[str, TokenRequest] = {}
@@ -153,9 +157,7 @@ class SglangEngine:
         """See `GenerationEngine`. The server loads all of them at once, after the last part."""
         if self._flights:
             raise RuntimeError(f"{len(self._flights)} requests are in flight: abort them before new weights")
-        self._not_ready = (
-            "the last update_weights failed half-way, so the weights are a mixture: update them again"
-        )
+        self._not_ready = MIXED_WEIGHTS
         if first:
             self._files.remove()
             self._arrivals.forget()
@@ -167,7 +169,7 @@ class SglangEngine:
 
     def sleep(self) -> None:
         """See `GenerationEngine`."""
-        self._not_ready = "the engine sleeps: update its weights first"
+        self._not_ready = ASLEEP
         if not self._sleeps:
             self._become_idle()
             self._server.post("/release_memory_occupation", {}, seconds=CALL_SECONDS)
@@ -253,7 +255,7 @@ class SglangEngine:
         }
 
     def _check(self, prompts: Sequence[Tensor], params: SamplingParams) -> None:
-        require_fitting(prompts, params, context=engine_context(self._context), vocabulary=self._vocabulary)
+        require_fitting(prompts, params, context=self._context, vocabulary=self._vocabulary)
 
 
 def build(config: PreTrainedConfig, spec: EngineSpec) -> SglangEngine:

@@ -28,7 +28,10 @@ from hydraflow.device import collective_backend
 from hydraflow.errors import ConfigError
 from hydraflow.generation.base import (
     ABORT,
+    ASLEEP,
     LENGTH,
+    MIXED_WEIGHTS,
+    NO_WEIGHTS,
     STOP,
     Completion,
     EngineSpec,
@@ -68,10 +71,10 @@ class VllmEngine:
         """engine: a `LLMEngine` without weights. model: the Hugging Face model, perhaps on the meta device.
         eos: its end tokens."""
         self._engine, self._arrivals, self._eos = engine, Arrivals(model), tuple(eos)
-        self._not_ready = "the engine has no weights yet: call update_weights first"
+        self._not_ready = NO_WEIGHTS
         self._wanted = wanted_weights(model, self._arrivals)
         self._vocabulary: int = engine.model_config.get_vocab_size()
-        self._context: int = engine.model_config.max_model_len
+        self._context = engine_context(engine.model_config.max_model_len)
         config = engine.vllm_config
         # vLLM takes a draw back after each part of a prompt but the last; generators on a CPU cannot do that.
         self._seeds = not (
@@ -130,9 +133,7 @@ class VllmEngine:
     ) -> None:
         """See `GenerationEngine`. After the last part nothing is left of the old weights: their keys and
         values are cleared too, because masked attention still multiplies them, and NaN times 0 is NaN."""
-        self._not_ready = (
-            "the last update_weights failed half-way, so the weights are a mixture: update them again"
-        )
+        self._not_ready = MIXED_WEIGHTS
         if first:
             self._arrivals.forget()
             self._rpc(WeightReceiver.hydraflow_wake_weights)
@@ -146,7 +147,7 @@ class VllmEngine:
 
     def sleep(self) -> None:
         """See `GenerationEngine`."""
-        self._not_ready = "the engine sleeps: update its weights first"
+        self._not_ready = ASLEEP
         self._rpc(WeightReceiver.hydraflow_rest)
 
     def held(self) -> Mapping[str, Tensor]:
@@ -202,7 +203,7 @@ class VllmEngine:
         )
 
     def _check(self, prompts: Sequence[Tensor], params: SamplingParams) -> None:
-        require_fitting(prompts, params, context=engine_context(self._context), vocabulary=self._vocabulary)
+        require_fitting(prompts, params, context=self._context, vocabulary=self._vocabulary)
 
 
 def build(config: PreTrainedConfig, spec: EngineSpec) -> VllmEngine:

@@ -73,8 +73,8 @@ class NativeEngineMemory:
 
 
 @dataclass(frozen=True)
-class VllmMemory:
-    """vLLM on `tensor` times `pipeline` devices; for SGLang, whose share is the same, on one."""
+class ServingEngineMemory:
+    """vLLM or SGLang on `tensor` times `pipeline` devices."""
 
     shape: ModelShape
     number: int

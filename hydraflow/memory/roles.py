@@ -16,7 +16,7 @@ from hydraflow.engine.config import FSDPConfig
 from hydraflow.generation.config import GENERATION_ENGINES, engine_dtype
 from hydraflow.memory.activations import MicroBatchTokens, RowSizes, tokens_of
 from hydraflow.memory.fsdp import FSDPModelMemory, adapter_numbers, units_of
-from hydraflow.memory.generation import NativeEngineMemory, VllmMemory
+from hydraflow.memory.generation import NativeEngineMemory, ServingEngineMemory
 from hydraflow.memory.limits import BytesPerNumber, MemoryLimits
 from hydraflow.memory.megatron import MegatronModelMemory
 from hydraflow.memory.report import MemoryParts, RoleMemory, fullest
@@ -108,16 +108,17 @@ def _rollout(inputs: EstimateInputs, layout: Layout) -> Estimate:
     others = [other for name, other in inputs.plan.layouts.items() if name != "rollout"]
     shared = any(len(layout.devices & other.devices) for other in others)
     share, whole = rollout.gpu_memory_utilization, inputs.limits.device_bytes
-    vllm = VllmMemory(inputs.shape, number, layout.tensor, layout.pipeline, share, whole, shared)
-    received = MemoryParts(weights=vllm.weights, weight_sync=_weight_bucket(inputs))
+    serving = ServingEngineMemory(inputs.shape, number, layout.tensor, layout.pipeline, share, whole, shared)
+    received = MemoryParts(weights=serving.weights, weight_sync=_weight_bucket(inputs))
     if inputs.limits.device_type == "cpu":
         longest, host = rollout.max_model_len or rows.prompt + rows.response, inputs.limits.host_bytes
         most = None if host is None else int(share * host / len(layout.devices))
-        awake = vllm.sample_on_cpu(rollout.max_num_seqs, longest, most)
+        awake = serving.sample_on_cpu(rollout.max_num_seqs, longest, most)
         # the first bucket takes the cache again, and the last one clears it
         received = replace(awake, weight_sync=received.weight_sync)
-        return vllm.resting if shared else awake, {"sample": awake, "sync": received}
-    return vllm.resting, {"sample": vllm.sample(sequences, rows.prompt + rows.response), "sync": received}
+        return serving.resting if shared else awake, {"sample": awake, "sync": received}
+    sampling = serving.sample(sequences, rows.prompt + rows.response)
+    return serving.resting, {"sample": sampling, "sync": received}
 
 
 def _reward_model(inputs: EstimateInputs, layout: Layout) -> Estimate:

@@ -11,8 +11,8 @@ POST_PROCESSING = {
     "lm_head_multiplier": 1,
     "final_logit_softcapping": 2,
 }
-"""Keys of config.json by which `heads.shape_logits` processes logits -> copies of them that it makes; the
-backward pass makes as many more."""
+"""Keys of config.json by which `heads.shape_logits` processes logits, in this order -> copies of them that it
+makes; the backward pass makes as many more."""
 
 
 def head_chunk(chunk_tokens: int, vocabulary: int, number: int) -> int:

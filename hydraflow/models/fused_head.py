@@ -82,8 +82,8 @@ class FusedHead(torch.autograd.Function):
         of_weight = of_bias = None
         for part in logits.parts():
             every = logits.log_probs(part)
-            curve = None if of_entropies is None else (of_entropies[part], entropies[part])
-            gradient = logits.gradient(every, targets[part], of_log_probs[part], curve)
+            trained = None if of_entropies is None else (of_entropies[part], entropies[part])
+            gradient = logits.gradient(every, targets[part], of_log_probs[part], trained)
             if of_hidden is not None:
                 torch.mm(gradient, weight, out=of_hidden[part])
             if needs_weight and of_weight is None:
@@ -159,20 +159,20 @@ class _Logits:
         every: torch.Tensor,
         targets: torch.Tensor,
         of_log_probs: torch.Tensor,
-        curve: tuple[torch.Tensor, torch.Tensor] | None,
+        trained: tuple[torch.Tensor, torch.Tensor] | None,
     ) -> torch.Tensor:
-        """(k, V) gradient of what the head's weights give. `curve`: the gradient of the entropies, and the
-        entropies; None: they are not trained."""
-        heat = self._work.ask.temperature
-        direct, gradient = (of_log_probs / heat)[:, None], self.probs(every)
-        if curve is None:
-            gradient.mul_(-direct)
+        """(k, V) gradient of what the head's weights give. `trained`: the gradient of the entropies, and
+        the entropies; None: they are not trained."""
+        temperature = self._work.ask.temperature
+        of_target, gradient = (of_log_probs / temperature)[:, None], self.probs(every)
+        if trained is None:
+            gradient.mul_(-of_target)
         else:
-            slope, entropies = (curve[0] / heat)[:, None], curve[1][:, None]
+            of_entropy, entropies = (trained[0] / temperature)[:, None], trained[1][:, None]
             out = every if self._kept is None else torch.empty_like(every)
-            offset = -direct - slope * entropies
-            gradient = torch.addcmul(offset, every, slope, value=-1, out=out).mul_(gradient)
-        gradient.scatter_add_(-1, targets[:, None], direct)
+            offset = -of_target - of_entropy * entropies
+            gradient = torch.addcmul(offset, every, of_entropy, value=-1, out=out).mul_(gradient)
+        gradient.scatter_add_(-1, targets[:, None], of_target)
         if self._raw is not self.scaled:
             gradient = self._raw[: len(every)].copy_(gradient)
         if self._graph is not None:

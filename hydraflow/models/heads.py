@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 from hydraflow.models.ask import LOG_PROBS, Ask
 from hydraflow.models.attention import pick
-from hydraflow.models.chunks import head_chunk
+from hydraflow.models.chunks import POST_PROCESSING, head_chunk
 from hydraflow.models.fused_head import FusedHead, HeadWork
 from hydraflow.models.packing import PackedBatch
 
@@ -109,13 +109,15 @@ def shape_logits(logits: torch.Tensor, config: Any) -> torch.Tensor:
     """Post-processing of logits: Granite divides, Cohere, Falcon-H1 and HyperCLOVA X multiply, Gemma
     soft-caps."""
     config = config.get_text_config()
-    if (scale := getattr(config, "logits_scaling", None)) is not None:
-        logits = logits * scale if config.model_type == "hyperclovax" else logits / scale
-    for name in ("logit_scale", "lm_head_multiplier"):
-        if (factor := getattr(config, name, None)) is not None:
-            logits = logits * factor
-    if (cap := getattr(config, "final_logit_softcapping", None)) is not None:
-        logits = torch.tanh(logits / cap) * cap
+    for key in POST_PROCESSING:
+        if (value := getattr(config, key, None)) is None:
+            continue
+        if key == "final_logit_softcapping":
+            logits = torch.tanh(logits / value) * value
+        elif key == "logits_scaling" and config.model_type != "hyperclovax":
+            logits = logits / value
+        else:
+            logits = logits * value
     return logits
 
 

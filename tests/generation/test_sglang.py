@@ -34,6 +34,7 @@ from hydraflow.generation.base import (
 )
 from hydraflow.generation.config import EngineKwargs, RolloutConfig
 from hydraflow.generation.native import NativeEngine
+from hydraflow.generation.requests import engine_context
 from hydraflow.generation.sglang import SglangEngine
 
 pytestmark = pytest.mark.slow
@@ -262,7 +263,7 @@ def test_what_does_not_fit_is_refused(server: Installed, engine: SglangEngine) -
     with pytest.raises(ValueError, match="prompt 0 holds token 23; the vocabulary has 23"):
         engine.generate(GenerationRequest([torch.tensor([23])], [1], [(0,)]), GREEDY)
     request, known = request_of([60]), engine._context
-    engine._context = 1000
+    engine._context = engine_context(1000)
     with pytest.raises(
         RuntimeError, match=r"SGLang refused /generate \(400\): Requested token count exceeds"
     ):

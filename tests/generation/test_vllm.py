@@ -29,7 +29,7 @@ from hydraflow.generation.base import (
 from hydraflow.generation.config import EngineKwargs
 from hydraflow.generation.native import NativeEngine
 from hydraflow.generation.vllm import VllmEngine
-from hydraflow.memory.generation import CPU_BLOCK, VllmMemory
+from hydraflow.memory.generation import CPU_BLOCK, ServingEngineMemory
 from hydraflow.memory.shape import shape_of
 from hydraflow.protocol import ragged
 from hydraflow.weights.buckets import checksum_of
@@ -344,7 +344,7 @@ def test_it_sleeps(engine: EngineProcess, models: list[PreTrainedModel]) -> None
 
 def test_its_cache_is_what_the_plan_estimates(name: str, engine: EngineProcess) -> None:
     shape = shape_of(MODELS[name].to_dict())
-    planned = VllmMemory(shape, 4, tensor=1, pipeline=1, share=0.5, device_bytes=None, shared=True)
+    planned = ServingEngineMemory(shape, 4, tensor=1, pipeline=1, share=0.5, device_bytes=None, shared=True)
     assert engine.run(cache_bytes) == planned.sample_on_cpu(64, 256, None).kv_cache
 
 

@@ -15,7 +15,7 @@ from hydraflow.memory.activations import RowSizes
 from hydraflow.memory.generation import (
     CPU_BLOCK,
     NativeEngineMemory,
-    VllmMemory,
+    ServingEngineMemory,
     cache_room,
     kv_numbers,
     padded_width,
@@ -69,17 +69,17 @@ def test_few_rows_are_repeated() -> None:
 
 
 def test_vllm_takes_its_share() -> None:
-    engine = VllmMemory(SHAPE, 2, tensor=2, pipeline=1, share=0.5, device_bytes=10**9, shared=True)
+    engine = ServingEngineMemory(SHAPE, 2, tensor=2, pipeline=1, share=0.5, device_bytes=10**9, shared=True)
     parts = engine.sample(4, 100)
     assert parts.weights == SHAPE.parameters
     assert parts.total == 500_000_000
     assert engine.resting.total == 0
-    alone = VllmMemory(SHAPE, 2, tensor=2, pipeline=1, share=0.5, device_bytes=10**9, shared=False)
+    alone = ServingEngineMemory(SHAPE, 2, tensor=2, pipeline=1, share=0.5, device_bytes=10**9, shared=False)
     assert alone.resting == parts
 
 
 def test_vllms_cache_on_a_cpu_is_whole_blocks_within_its_share() -> None:
-    engine = VllmMemory(SHAPE, 4, tensor=1, pipeline=1, share=0.5, device_bytes=None, shared=True)
+    engine = ServingEngineMemory(SHAPE, 4, tensor=1, pipeline=1, share=0.5, device_bytes=None, shared=True)
     blocks = 10 * 2 + 1  # two for a row of 200 tokens, one is never used
     whole = blocks * CPU_BLOCK * kv_numbers(SHAPE) * 4
     assert engine.sample_on_cpu(10, 200, None).kv_cache == whole
@@ -90,5 +90,7 @@ def test_vllms_cache_on_a_cpu_is_whole_blocks_within_its_share() -> None:
 @pytest.mark.parametrize(("tensor", "width"), [(1, 16), (2, 8), (4, 8)])
 def test_vllm_of_unknown_devices_needs_what_its_rows_need(tensor: int, width: int) -> None:
     """More devices than key-value heads hold heads twice."""
-    engine = VllmMemory(SHAPE, 2, tensor=tensor, pipeline=1, share=0.5, device_bytes=None, shared=True)
+    engine = ServingEngineMemory(
+        SHAPE, 2, tensor=tensor, pipeline=1, share=0.5, device_bytes=None, shared=True
+    )
     assert engine.sample(4, 100).kv_cache == 4 * 100 * 2 * 3 * width * 2
