@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from hydraflow.dispatch.forked_template import fork_template
 from hydraflow.system.importing import importing
 from hydraflow.system.interrupts import command
 from hydraflow.system.node_folder import keep_modules_here
@@ -21,6 +22,8 @@ def run(config: GenerateConfig, command: Command) -> None:
     second."""
     keep_modules_here()
     with importing():
+        if not config.trainer.debug.local:
+            fork_template(config.ray_init, config.trainer.device)
         from hydraflow.jobs.generate import run_generate
 
     run_generate(config)

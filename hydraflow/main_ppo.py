@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from hydraflow.dispatch.forked_template import fork_template
 from hydraflow.system.importing import importing
 from hydraflow.system.interrupts import command
 from hydraflow.system.node_folder import keep_modules_here
@@ -20,6 +21,8 @@ def run(config: PPOConfig, command: Command) -> None:
     """Trains as configured. The import is here so that configuration errors are reported within a second."""
     keep_modules_here()
     with importing():
+        if not config.trainer.debug.local:
+            fork_template(config.ray_init, config.trainer.device)
         from hydraflow.jobs.ppo import run_ppo
 
     run_ppo(config, command=command)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from hydraflow.dispatch.forked_template import fork_template
 from hydraflow.system.importing import importing
 from hydraflow.system.interrupts import command
 from hydraflow.system.node_folder import keep_modules_here
@@ -21,6 +22,8 @@ def run(config: SFTConfig, command: Command) -> None:
     """Trains as configured. The import is here so that configuration errors are reported within a second."""
     keep_modules_here()
     with importing():
+        if not config.trainer.debug.local:
+            fork_template(config.ray_init, config.trainer.device)
         from hydraflow.jobs.sft import run_sft
 
     run_sft(config, command=command)

@@ -234,7 +234,8 @@ def start_templates() -> socket.socket:
     server = import_server()
     mine, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)
     os.environ.update(shared_variables())
-    server.prepare()
+    server.import_all(server.LIBRARIES)
+    gc.freeze()
     assert server.threads() == 1
     commands = os.getpid()
     if os.fork() == 0:

@@ -1,16 +1,16 @@
 """The template of a local cluster's worker processes, from the side of the process that starts Ray.
 
 A worker process needs four seconds of a core to import torch, tensordict and transformers. Here one process
-imports them (`template_server.py`), and forks for every worker that Ray starts (`template_client.py`), which
-then needs half a second; all share the libraries' memory. Left out on purpose: clusters that are joined, and
-GPUs, because a fork must not share what their libraries may have opened.
+has imported them (`forked_template.py`, else `template_server.py`), and forks for every worker that Ray
+starts (`template_client.py`), which then needs half a second; all share the libraries' memory. Left out on
+purpose: clusters that are joined, and GPUs, because a fork must not share what their libraries may have
+opened.
 """
 
 from __future__ import annotations
 
 import json
 import os
-import secrets
 import signal
 import socket
 import subprocess
@@ -24,20 +24,20 @@ import psutil
 from ray._private.node import Node
 
 from hydraflow.dispatch.environment import shared_variables
+from hydraflow.dispatch.forked_template import READY, listening
 from hydraflow.dispatch.template_client import ADDRESS
 from hydraflow.dispatch.template_server import LIBRARIES
 from hydraflow.system.interrupts import blocked
-from hydraflow.system.node_folder import session_folder
 
 HERE = Path(__file__).parent
 
 
-def start_server(listener: socket.socket) -> subprocess.Popen[bytes]:
-    """The process that forks; it ends with this one. A terminal's Ctrl-C is for this one alone, from the
-    first moment on."""
+def start_server(listener: socket.socket) -> psutil.Process:
+    """A process that forks; it ends with this one. A terminal's Ctrl-C is for this one alone, from the first
+    moment on."""
     words = [str(listener.fileno()), str(os.getpid()), json.dumps(sys.path), json.dumps(LIBRARIES)]
     with blocked(signal.SIGINT):
-        return subprocess.Popen(
+        return psutil.Popen(
             [sys.executable, str(HERE / "template_server.py"), *words],
             env=os.environ | shared_variables() | {"OMP_NUM_THREADS": "1"},  # no threads before a fork
             pass_fds=[listener.fileno()],
@@ -50,17 +50,19 @@ class Template:
     """The process that forks, from the side of the one that started it."""
 
     def __init__(self) -> None:
-        self.address = session_folder() / f"template.{os.getpid()}.{secrets.token_hex(4)}"
-        self.address.parent.mkdir(parents=True, exist_ok=True)
-        with socket.socket(socket.AF_UNIX) as listener:
-            listener.bind(str(self.address))
-            listener.listen(1024)
-            self.process = start_server(listener)
+        if READY:
+            self.address, pid = READY.pop()
+            self.process = psutil.Process(pid)
+        else:
+            with listening() as listener:
+                self.address = Path(listener.getsockname())
+                self.process = start_server(listener)
 
     def stop(self) -> None:
         """Ends it, but no worker."""
         self.address.unlink(missing_ok=True)
-        self.process.kill()
+        with suppress(psutil.NoSuchProcess):
+            self.process.kill()
         self.process.wait()
 
     def workers(self) -> list[psutil.Process]:

@@ -125,32 +125,38 @@ def threads() -> int:
     return len(os.listdir("/proc/self/task"))
 
 
-def prepare(modules: Sequence[str] = LIBRARIES) -> None:
-    """Imports the modules, and takes what is there out of garbage collection, which would copy it in every
-    worker."""
-    gc.disable()
+def import_all(modules: Sequence[str]) -> None:
+    """Imports the modules that can be imported here."""
     for name in modules:
         with suppress(ImportError, OSError, RuntimeError, AttributeError):  # a worker that needs it says so
             importlib.import_module(name)
     assert "ray" not in sys.modules, "Ray would keep the template's settings"
-    gc.freeze()
+
+
+def live(listener: socket.socket, starter: int) -> None:
+    """The life of a template, once it has imported its libraries: it forks workers until `starter` (a process
+    id) ends. Returns in a worker at its end, and never in the template."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # workers that have ended are not waited for
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
+    gc.freeze()  # a worker that looked for garbage there would copy it
     gc.enable()
+    asked = None
+    with suppress(ProcessLookupError):
+        starting = os.pidfd_open(starter)
+        if os.getppid() == starter and threads() == 1:  # with more, Ray starts workers as it always does
+            asked = serve(listener, starting)
+    if asked is not None:
+        become(**asked)
+        return
+    with suppress(OSError):
+        os.unlink(listener.getsockname())
+    os._exit(0)  # waits for no thread
 
 
 if __name__ == "__main__":
     listening, parent = socket.socket(fileno=int(sys.argv[1])), int(sys.argv[2])
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # blocked until here
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # workers that have ended are not waited for
     sys.path[:] = json.loads(sys.argv[3])
-    prepare(json.loads(sys.argv[4]))
-    asked = None
-    with suppress(ProcessLookupError):
-        starting = os.pidfd_open(parent)
-        if os.getppid() == parent and threads() == 1:  # with more, Ray starts workers as it always does
-            asked = serve(listening, starting)
-    if asked is not None:
-        become(**asked)
-    else:
-        with suppress(OSError):
-            os.unlink(listening.getsockname())
-        os._exit(0)  # waits for no thread
+    gc.disable()
+    import_all(json.loads(sys.argv[4]))
+    live(listening, parent)

@@ -55,6 +55,12 @@ class Newborn(Worker):
 
 PROGRAM = """
 import json, os, resource, sys, time
+asked = json.loads(sys.argv[1])
+if "early" in asked:
+    from hydraflow.dispatch.config import RayInitConfig
+    from hydraflow.dispatch.forked_template import fork_template
+    print("said once", end=" ")
+    fork_template(RayInitConfig(), asked["early"])
 from dispatch.test_template import Newborn
 from hydraflow.dispatch.config import RayInitConfig, RuntimeEnvConfig
 from hydraflow.dispatch.group import Timeouts
@@ -64,7 +70,6 @@ from hydraflow.dispatch import template
 from hydraflow.dispatch.worker import RoleSpec
 
 if __name__ == "__main__":
-    asked = json.loads(sys.argv[1])
     resource.setrlimit(resource.RLIMIT_NOFILE, (2000, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
     template.LIBRARIES += tuple(asked.get("libraries", []))
     runtime_env = RuntimeEnvConfig(asked.get("variables", {}))
@@ -88,20 +93,22 @@ def run(tmp_path: Path, asked: dict[str, Any]) -> subprocess.Popen[str]:
 
 
 def test_a_forked_worker_differs_from_rays_own_in_its_parent_only(tmp_path: Path) -> None:
-    """Ray starts its own for variables that a library may read, and where a library has started a thread."""
+    """Ray starts its own for variables that a library may read, and where a library has started a thread. The
+    template is a fork of the command, if that asks for one in time."""
     found = []
-    for asked in ({}, {"variables": {"SOME": "variable"}}, {"libraries": ["busy"]}):
+    for asked in ({}, {"early": "auto"}, {"variables": {"SOME": "variable"}}, {"libraries": ["busy"]}):
         with run(tmp_path, asked) as process:
             assert process.stdout is not None
-            found.append(json.loads(process.stdout.readline()))
-            assert process.wait(timeout=60) == 0
-    forked, own, left = found
+            found.append(json.loads(process.stdout.readline().removeprefix("said once ")))
+            assert process.wait(timeout=60) == 0 and "said" not in process.stdout.read()
+    forked, early, own, left = found
     assert all(one.pop("parent").endswith("dispatch/template_server.py") for one in forked)
-    assert not any(one.pop("parent").endswith("dispatch/template_server.py") for one in [*own, *left])
+    assert all(one.pop("parent").endswith("/program.py") for one in early)
+    assert not any(one.pop("parent").endswith(("_server.py", "/program.py")) for one in [*own, *left])
     pids = [one.pop("pid") for several in found for one in several]
     drawn = [one.pop("random") for several in found for one in several]
-    assert len(set(pids)) == 6 and len({number for numbers in drawn for number in numbers}) == 12
-    assert forked == own == left and forked[0]["threads"] == 2 and forked[0]["variables"]
+    assert len(set(pids)) == 8 and len({number for numbers in drawn for number in numbers}) == 16
+    assert forked == early == own == left and forked[0]["threads"] == 2 and forked[0]["variables"]
 
 
 def test_half_a_request_costs_no_worker(tmp_path: Path) -> None:

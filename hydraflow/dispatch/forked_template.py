@@ -1,0 +1,114 @@
+"""The template of worker processes as a fork of the command itself.
+
+A command imports torch, tensordict and transformers anyway. Forked right after that, a template costs
+nothing and is ready before Ray is; one that is started later (`template.py`) imports them once more, which
+takes three seconds of a core. In: the run's section for Ray and its device. Out: `READY`, which the first Ray
+of this process takes. Neither this module nor what it imports may import Ray, which reads its settings when
+it is imported.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import secrets
+import signal
+import socket
+import sys
+import threading
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import NoReturn
+
+from hydraflow.device import planned_type
+from hydraflow.dispatch.config import RayInitConfig
+from hydraflow.dispatch.template_server import LIBRARIES, import_all, live, threads
+from hydraflow.system.interrupts import SHUTDOWN, blocked
+from hydraflow.system.node_folder import session_folder
+
+READY: list[tuple[Path, int]] = []
+"""Address and process id of the template, until a Ray takes it."""
+
+
+def fork_template(ray_init: RayInitConfig, device: str) -> None:
+    """Imports what a worker imports, and forks a template. Nothing happens where workers are not forked (a
+    cluster that is joined, GPUs), and where this process has a second thread or Ray, which a fork must not
+    copy.
+
+    device: `trainer.device`.
+    """
+    if ray_init.address != "local" or planned_type(device) != "cpu" or "ray" in sys.modules:
+        return
+    with _one_thread_of_openmp():
+        import_all(LIBRARIES)
+    if threads() > 1:
+        return
+    with listening() as listener, blocked(signal.SIGINT):
+        for stream in (sys.stdout, sys.stderr):
+            stream.flush()  # else the workers would print it, too
+        starter = os.getpid()
+        pid = os.fork()
+        if pid == 0:
+            _become_template(listener, starter)
+        READY.append((Path(listener.getsockname()), pid))
+
+
+@contextmanager
+def listening() -> Iterator[socket.socket]:
+    """A new socket of a template, in Ray's folder; closed at the end of the block, in this process."""
+    address = session_folder() / f"template.{os.getpid()}.{secrets.token_hex(4)}"
+    address.parent.mkdir(parents=True, exist_ok=True)
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(str(address))
+        listener.listen(1024)
+        yield listener
+
+
+@contextmanager
+def _one_thread_of_openmp() -> Iterator[None]:
+    """Libraries imported inside start no threads, and workers take one each unless told otherwise."""
+    before = os.environ.get("OMP_NUM_THREADS")
+    os.environ["OMP_NUM_THREADS"] = "1"
+    try:
+        yield
+    finally:
+        del os.environ["OMP_NUM_THREADS"]
+        if before is not None:
+            os.environ["OMP_NUM_THREADS"] = before
+
+
+def _become_template(listener: socket.socket, starter: int) -> NoReturn:
+    """In the fork: the command's listener and error stream stay open, and none of its code continues."""
+    code = 1
+    try:
+        SHUTDOWN.commanded = False
+        for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):
+            signal.signal(number, signal.SIG_DFL)
+        nothing = os.open(os.devnull, os.O_RDWR)
+        for stream in (0, 1):
+            os.dup2(nothing, stream)
+        for descriptor in map(int, os.listdir("/proc/self/fd")):
+            if descriptor not in (0, 1, 2, listener.fileno()):
+                with suppress(OSError):  # the one that listed them
+                    os.close(descriptor)
+        live(listener, starter)
+        code = 0
+    except SystemExit as wanted:
+        code = wanted.code if isinstance(wanted.code, int) else int(wanted.code is not None)
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        _leave(code)
+
+
+def _leave(code: int) -> NoReturn:
+    """Ends a worker as an interpreter does."""
+    with suppress(BaseException):
+        threading._shutdown()  # type: ignore[attr-defined]
+        atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError, ValueError):
+            stream.flush()
+    os._exit(code)
