@@ -97,9 +97,9 @@ def _become_template(listener: socket.socket, starter: int) -> NoReturn:
         code = 0
     except SystemExit as wanted:
         code = wanted.code if isinstance(wanted.code, int) else int(wanted.code is not None)
-    except BaseException:
-        traceback.print_exc()
-    finally:
+    finally:  # whatever it was: the caller's frames are the command's
+        if isinstance(error := sys.exc_info()[1], BaseException):
+            traceback.print_exception(error)
         _leave(code)
 
 

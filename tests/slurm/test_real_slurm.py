@@ -119,7 +119,7 @@ def test_two_jobs_on_the_same_nodes_took_ports_of_their_own(whole: Job) -> None:
     assert len(files) == 2 and len({file.read_text() for file in files}) == 2
 
 
-def test_a_job_that_was_told_to_stop_and_then_killed_ends_with_the_same_numbers(
+def test_a_job_that_was_told_to_stop_then_killed_then_lost_a_node_ends_with_the_same_numbers(
     cluster: Cluster, whole: Job, home: Path
 ) -> None:
     job = cluster.submit(*arguments(cluster), home=home)
@@ -129,41 +129,22 @@ def test_a_job_that_was_told_to_stop_and_then_killed_ends_with_the_same_numbers(
     job.await_state("PENDING", seconds=60)
     assert "it was asked to stop, and saved; back into the queue, for the 1. time" in job.said()
     saved = max(job.steps())
-    assert saved < STEPS - 4, "it was too fast for this test"
+    assert saved < STEPS - 20, "it was too fast for this test"
 
     job.await_step(saved + 6)
     assert f"continues after step {saved} of {STEPS}" in job.said()
     cluster.ask("scontrol", "requeue", job.number)  # at once, without a word to the training
     job.await_state("PENDING", seconds=60)
 
+    job.await_step(max(job.steps()) + 6)
+    without_node2(cluster, job)
+
     assert job.await_state("COMPLETED", "FAILED", seconds=LONG) == "COMPLETED", job.said()[-4000:]
-    assert job.fact("Restarts") == "2"
+    assert job.fact("Restarts") == "3"
+    assert len(re.findall(rf"continues after step [1-9]\d* of {STEPS}", job.said())) == 3
     assert differing(numbers(job), numbers(whole)) == []
     mine, theirs = weights(job), weights(whole)
     assert mine.keys() == theirs.keys() and all(torch.equal(mine[name], theirs[name]) for name in mine)
-
-
-def test_a_lost_node_ends_the_run_with_its_name_within_a_minute_and_the_job_goes_on(
-    cluster: Cluster, home: Path
-) -> None:
-    job = cluster.submit(*arguments(cluster, steps=100000), home=home)
-    job.await_step(5)  # step 4 is saved
-    try:
-        without_node2(cluster, job)
-        cluster.wait_for(
-            lambda: re.search(r"continues after step [1-9]\d* of 100000", job.said()),
-            LONG,
-            "the job to go on",
-            job.said,
-        )
-    finally:
-        job.cancel()
-        cluster.wait_for(
-            lambda: cluster.nodes() == {"node1": "idle", "node2": "idle"},
-            120,
-            "node2 to come back",
-            cluster.logs,
-        )
 
 
 def without_node2(cluster: Cluster, job: Job) -> None:
