@@ -317,7 +317,10 @@ RULES: dict[type, tuple[NoEffectRule, ...]] = {
     GenerateConfig: tuple(rule for rule in _RUN if not rule.pattern.startswith("log.")),
     SFTConfig: (
         NoEffectRule(
-            "trainer.test_freq", lambda c: not c.data.val_files, NO_VALIDATION, "data.val_files=..."
+            "{trainer.test_freq,data.val_max_samples}",
+            lambda c: not c.data.val_files,
+            NO_VALIDATION,
+            "data.val_files=...",
         ),
         *_RUN,
     ),
