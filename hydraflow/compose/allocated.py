@@ -78,6 +78,17 @@ def contradictions(config: Any, given: Allocation | None) -> Iterator[Problem]:
         yield from _cores(trainer.n_gpus_per_node or given.gpus or 0, given)
 
 
+def started_often(config: Any, started: tuple[int, int] | None) -> Iterator[Problem]:
+    """The problem of a command that starts its processes itself, and that torchrun has started on (nodes, in
+    so many processes each)."""
+    if started is None or not isinstance(config, PPOConfig | SFTConfig | GenerateConfig):
+        return
+    nodes, processes = started
+    rule = f"has started this {nodes * processes} times; one process is enough, and starts the others"
+    remedy = f"{type(config).__doc__} ... {NODES}={nodes} {DEVICES}={processes}"
+    yield Problem("torchrun", None, rule, remedy)
+
+
 def _cores(processes: int, given: Allocation) -> Iterator[Problem]:
     """With Slurm's default of one core, the processes of several GPUs would wait for the core instead of
     their GPUs."""

@@ -41,7 +41,7 @@ from hydraflow.compose.verl_values import ROLLOUT
 from hydraflow.device import planned_devices
 from hydraflow.errors import ConfigError, HydraflowError, Problem
 from hydraflow.schema import CommandConfig, PPOConfig, SFTConfig
-from hydraflow.system.allocation import allocation
+from hydraflow.system.allocation import allocation, torchrun_processes
 
 Config = TypeVar("Config")
 Judge = Callable[[Any, Command], Iterable[Problem]]
@@ -299,7 +299,9 @@ def _value_problems(
     `others`: problems already found that may be due to one, too. `refused`: there are problems besides.
     """
     problems = [*checks.problems(config, planning=entry.tolerant), *others]
-    problems += [] if entry.tolerant else allocated.contradictions(config, allocation())
+    if not entry.tolerant:
+        problems += allocated.contradictions(config, allocation())
+        problems += allocated.started_often(config, torchrun_processes())
     problems = checked.unknown.unrelated(problems)
     unknown = UnknownValues(
         checked.unknown.keys | {problem.field for problem in problems}, checked.unknown.everything

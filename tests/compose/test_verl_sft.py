@@ -219,6 +219,19 @@ def test_every_default_of_verl_is_accepted():
     assert [str(problem) for problem in translated(given)[1].problems] == []
 
 
+def test_torchrun_is_left_out(monkeypatch):
+    torchrun = {"TORCHELASTIC_RUN_ID": "none", "GROUP_WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "8"}
+    for name, value in torchrun.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ConfigError) as refused:
+        load_command("sft", SFTConfig, OWN)
+    assert [str(problem) for problem in refused.value.problems] == [
+        "torchrun: has started this 16 times; one process is enough, and starts the others\n"
+        "      -> python -m hydraflow.main_sft ... trainer.nnodes=2 trainer.n_gpus_per_node=8"
+    ]
+    load_command("sft", SFTConfig, OWN, tolerant=True)
+
+
 # --- files --------------------------------------------------
 
 
