@@ -17,6 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hydraflow import logs
+from hydraflow.dispatch.config import LogConfig
 from hydraflow.system.role_logs import LogSettings, RoleLogs
 
 
@@ -140,7 +141,7 @@ def test_it_answers_at_once_and_imports_nothing_large(run: Path) -> None:
 def test_following_a_run_to_its_end(tmp_path: Path) -> None:
     """Files that appear, grow, are set aside; the end of the run ends it."""
     folder = tmp_path / "logs"
-    written = RoleLogs(LogSettings(str(folder), max_bytes=300, keep=9), 0, "actor")
+    written = RoleLogs(LogSettings(str(folder), LogConfig(max_megabytes=300 / 2**20, keep=9)), 0, "actor")
     written.line("INFO", "there before")
     command = [sys.executable, "-m", "hydraflow.logs", str(tmp_path), "--follow", "--grep", "number|there"]
     follower = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)

@@ -12,7 +12,7 @@ from typing import Any
 
 from hydraflow.device import CPU_PROCESSES
 from hydraflow.errors import Problem
-from hydraflow.schema import GenerateConfig, PPOConfig, SFTConfig
+from hydraflow.schema import GenerateConfig, PPOConfig, RayCommandConfig, SFTConfig
 from hydraflow.system.allocation import Allocation
 from hydraflow.system.printing import count
 
@@ -26,7 +26,7 @@ BESIDE = 1
 def take(schema: type, leaves: dict[str, Any], origins: dict[str, str], given: Allocation | None) -> None:
     """Fills in unset keys: nodes of a running cluster, without those that the rollout has of its own; GPUs;
     CPUs of this run's own cluster."""
-    if given is None or schema not in (PPOConfig, SFTConfig, GenerateConfig):
+    if given is None or not issubclass(schema, RayCommandConfig):
         return
     local = leaves.get("ray_init.address", "local") == "local"
     found = {NODES: "nodes", DEVICES: "gpus", CPUS: "cpus"}
@@ -76,6 +76,17 @@ def contradictions(config: Any, given: Allocation | None) -> Iterator[Problem]:
         yield Problem(key, gpus, f"Slurm gave job {given.job} {there}", remedy)
     if DEVICES not in too_many and on_gpus and given.cpus is not None and config.ray_init.num_cpus is None:
         yield from _cores(trainer.n_gpus_per_node or given.gpus or 0, given)
+
+
+def started_often(config: Any, started: tuple[int, int] | None) -> Iterator[Problem]:
+    """The problem of a command that starts its processes itself, and that torchrun has started on (nodes, in
+    so many processes each)."""
+    if started is None or not isinstance(config, RayCommandConfig):
+        return
+    nodes, processes = started
+    rule = f"has started this {nodes * processes} times; one process is enough, and starts the others"
+    remedy = f"{type(config).__doc__} ... {NODES}={nodes} {DEVICES}={processes}"
+    yield Problem("torchrun", None, rule, remedy)
 
 
 def _cores(processes: int, given: Allocation) -> Iterator[Problem]:

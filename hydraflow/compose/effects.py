@@ -96,10 +96,6 @@ _ROLES = (
 )
 
 
-def _rollout_is_with_actor(config: PPOConfig) -> bool:
-    return _rollout_is_with(config, config.actor_rollout_ref.actor.device_mapping)
-
-
 def _rollout_is_with_a_model(config: PPOConfig) -> bool:
     policy, critic = config.actor_rollout_ref, config.critic
     mappings = [policy.actor.device_mapping, policy.ref.device_mapping, critic.device_mapping]
@@ -137,7 +133,7 @@ def _devices(mapping: object) -> Devices | None:
 _PLACES = (
     NoEffectRule(
         f"{ROLLOUT}.{{update_weights_bucket_megabytes,verify_weights_every}}",
-        _rollout_is_with_actor,
+        lambda c: _rollout_is_with(c, c.actor_rollout_ref.actor.device_mapping),
         "the rollout reads the actor's weights in the same process",
         "trainer.fuse_roles=false",
     ),
@@ -317,7 +313,10 @@ RULES: dict[type, tuple[NoEffectRule, ...]] = {
     GenerateConfig: tuple(rule for rule in _RUN if not rule.pattern.startswith("log.")),
     SFTConfig: (
         NoEffectRule(
-            "trainer.test_freq", lambda c: not c.data.val_files, NO_VALIDATION, "data.val_files=..."
+            "{trainer.test_freq,data.val_max_samples}",
+            lambda c: not c.data.val_files,
+            NO_VALIDATION,
+            "data.val_files=...",
         ),
         *_RUN,
     ),

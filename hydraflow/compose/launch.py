@@ -34,7 +34,6 @@ from hydraflow.compose.overrides import PreparedCommandLine, config_folder, grou
 from hydraflow.compose.own_files import take, unreadable
 from hydraflow.errors import ConfigError, HydraflowError, Problem
 from hydraflow.redact import public_text
-from hydraflow.schema import PPOConfig
 from hydraflow.system.interrupts import INTERRUPTED, TERMINATED, say_interrupted
 from hydraflow.system.printing import make_printable
 
@@ -64,7 +63,7 @@ def launch(entry: EntryPoint[Config], run: Run[Config]) -> int:
         if arguments.overrides == ["verl"]:
             from hydraflow.compose.verl_page import page  # only this needs the tables
 
-            _print(page())
+            _print(page(entry.schema))
         else:
             _print(help_text(entry.config_name, entry.schema, entry.options))
         return 0
@@ -156,7 +155,7 @@ class _Launch(Generic[Config]):
     def run(self) -> None:
         """Runs each configuration, or handles Hydra's own options."""
         entry, arguments = self.entry, self.arguments
-        own = take(arguments, config_folder(entry.config_name), verl=entry.schema is PPOConfig)
+        own = take(arguments, config_folder(entry.config_name), entry.schema)
         self._shown = _take_what_to_show(arguments)
         if own.problems:
             raise ConfigError([*arguments.problems, *own.problems])

@@ -40,8 +40,8 @@ from hydraflow.compose.tree import CheckedTree, UnknownValues, check, nested, ov
 from hydraflow.compose.verl_values import ROLLOUT
 from hydraflow.device import planned_devices
 from hydraflow.errors import ConfigError, HydraflowError, Problem
-from hydraflow.schema import CommandConfig, PPOConfig
-from hydraflow.system.allocation import allocation
+from hydraflow.schema import CommandConfig, PPOConfig, SFTConfig
+from hydraflow.system.allocation import allocation, torchrun_processes
 
 Config = TypeVar("Config")
 Judge = Callable[[Any, Command], Iterable[Problem]]
@@ -116,7 +116,7 @@ def register(entry: EntryPoint[Any], folders: Sequence[Path] = ()) -> None:
     `folders` contain the user's files, which may name verl's.
     """
     ConfigStore.instance().store(f"schema_{entry.config_name}", asdict(entry.schema()))
-    verl_trees.register(folders if entry.schema is PPOConfig else ())
+    verl_trees.register(entry.schema, entry.config_name, folders)
 
 
 def finish(
@@ -248,13 +248,16 @@ def _describe(
 
 
 def _default_devices(config: Any, checked: CheckedTree) -> Iterator[str]:
-    """Notes our default in place of verl's 8 GPUs, if a verl command line does not set the number."""
+    """Notes our default in place of verl's, if a verl command line does not set the number of GPUs."""
     key, translation = "trainer.n_gpus_per_node", checked.translation
-    if not isinstance(config, PPOConfig) or key in checked.origins or config.cluster.devices_per_node:
+    if not isinstance(config, PPOConfig | SFTConfig) or key in checked.origins:
+        return
+    if isinstance(config, PPOConfig) and config.cluster.devices_per_node:
         return
     if translation.honoured or translation.ignored or translation.unsupported or translation.untouched:
+        verls = "verl takes 8" if isinstance(config, PPOConfig) else "verl has it from torchrun"
         count = planned_devices(config.trainer.device)
-        yield f"{key}: not set; verl takes 8, here it is what this machine has ({count})"
+        yield f"{key}: not set; {verls}, here it is what this machine has ({count})"
 
 
 def _default_estimator(config: Any, checked: CheckedTree) -> Iterator[str]:
@@ -296,7 +299,9 @@ def _value_problems(
     `others`: problems already found that may be due to one, too. `refused`: there are problems besides.
     """
     problems = [*checks.problems(config, planning=entry.tolerant), *others]
-    problems += [] if entry.tolerant else allocated.contradictions(config, allocation())
+    if not entry.tolerant:
+        problems += allocated.contradictions(config, allocation())
+        problems += allocated.started_often(config, torchrun_processes())
     problems = checked.unknown.unrelated(problems)
     unknown = UnknownValues(
         checked.unknown.keys | {problem.field for problem in problems}, checked.unknown.everything

@@ -48,7 +48,7 @@ def find(
         if file:
             origins |= _origins_in(schema, file, default.package or "", _label(file, ours))
         elif primary and primary.parent != ours and default.config_path:
-            chosen = keys_of(default.config_path, default.package or "")
+            chosen = keys_of(schema, default.config_path, default.package or "")
             origins |= dict.fromkeys(chosen, _label(primary, ours))
     for key, value in overridden(words, groups).items():
         for leaf, _ in flatten(schema, nested({key: value})):

@@ -32,9 +32,8 @@ from hydraflow.compose.keys import (
 from hydraflow.compose.own_files import OwnFiles
 from hydraflow.compose.tree import UnknownValues, value_problems
 from hydraflow.compose.verl import classify
-from hydraflow.compose.verl_trees import engine_override, group_override, primary_names
+from hydraflow.compose.verl_trees import choices, engine_override, group_override, primary_names
 from hydraflow.errors import ConfigError, Problem, shown
-from hydraflow.schema import PPOConfig
 
 Groups = Mapping[str, Sequence[str]]
 """Folder of YAML files -> the choices in it."""
@@ -100,7 +99,7 @@ def prepare(
     prepared = PreparedCommandLine(list(own.words), list(arguments.problems), own.folders)
     prepared.files = [
         *(file.stem for folder in folders for file in folder.glob("*.yaml")),
-        *(primary_names() if own.folders else ()),
+        *(primary_names(schema) if own.folders else ()),
     ]
     keys: set[str] = set()
     for word in arguments.overrides:
@@ -113,7 +112,7 @@ def prepare(
             prepared.unknown.add(parsed.key_or_group, *nearest_keys(schema, parsed.key_or_group, 1))
             prepared.unknown.everything |= _is_choice(parsed, groups)  # a choice of files sets anything
         else:
-            prepared.words += _normalised(parsed, groups, chosen, own_file=own_file)
+            prepared.words += _normalised(parsed, schema, groups, chosen, own_file=own_file)
     if "recipe" in groups and not arguments.own_files and not keys & _OWN_MODEL_OR_DATA:
         prepared.words.append(_DEFAULT_RECIPE)
     return prepared
@@ -182,10 +181,13 @@ def _problems(override: Override, schema: type, groups: Groups, *, multirun: boo
         listed = unparsed(override.input_line or "").partition("=")[2]
         remedy = f"{key}=[{listed}] for one list, or --multirun for several runs"
         return [Problem(key, listed, "several values need --multirun", remedy)]
-    if _is_choice(override, groups):
-        rule = f"there is no such choice; there are {', '.join(groups[key])}"
-        remedy = " or ".join(f"{key}={choice}" for choice in groups[key])
-        unknown = [value for value in values(override) if value not in groups[key]]
+    verls = {} if key in known_keys(schema) else choices(schema)
+    if group_override(schema, key, None, override.value()) is not None:
+        return []
+    if _is_choice(override, named := {**verls, **groups}):
+        rule = f"there is no such choice; there are {', '.join(named[key])}"
+        remedy = " or ".join(f"{key}={choice}" for choice in named[key])
+        unknown = [value for value in values(override) if value not in named[key]]
         return [Problem(key, shown(value), rule, remedy) for value in unknown]
     if problem := _breaks_the_tree(override, schema):
         return [problem]
@@ -196,7 +198,7 @@ def _problems(override: Override, schema: type, groups: Groups, *, multirun: boo
 def _no_deletion(key: str, schema: type) -> list[Problem]:
     """Why a key cannot be deleted: only known keys and keys that a file may have added can."""
     known = known_keys(schema)
-    if key in known or is_below_open(known, key) or (schema is PPOConfig and classify(key) is not None):
+    if key in known or is_below_open(known, key) or classify(schema, key) is not None:
         return []
     near = " or ".join(f"~{name}" for name in nearest_keys(schema, key)) or f"leave out ~{key}"
     return [Problem(f"~{key}", None, "there is no such key to delete", near)]
@@ -219,12 +221,16 @@ def _breaks_the_tree(override: Override, schema: type) -> Problem | None:
     return unknown_key(schema, key, value[0] if value else None)
 
 
-def _normalised(override: Override, groups: Groups, chosen: set[str], *, own_file: bool) -> list[str]:
+def _normalised(
+    override: Override, schema: type, groups: Groups, chosen: set[str], *, own_file: bool
+) -> list[str]:
     """The words for Hydra, which wants a + for exactly those groups that are not in the defaults list yet:
     `chosen` are those of our file; for the user's `own_file`, the user must write the +."""
     word = override.input_line
     assert word is not None
-    if (ours := group_override(override.key_or_group, override.package, override.value())) is not None:
+    if (
+        ours := group_override(schema, override.key_or_group, override.package, override.value())
+    ) is not None:
         return ours
     if is_hydras(override):
         return [word]

@@ -35,29 +35,29 @@ class OwnFiles:
     problems: list[Problem] = field(default_factory=list)
 
 
-def take(arguments: Arguments, ours: Path, *, verl: bool) -> OwnFiles:
+def take(arguments: Arguments, ours: Path, schema: type) -> OwnFiles:
     """Finds the user's files, and rewrites the options that name them so that Hydra finds them, too.
 
-    `ours`: the folder of our own files. `verl`: one of verl's primary configurations may be named; if there
-    is no such file, overrides replace it.
+    `ours`: the folder of our own files. One of verl's primary configurations for this schema may be named; if
+    there is no such file, overrides replace it.
     """
     _split_name(arguments)
     path, extra, name = (arguments.value(*names) for names in (CONFIG_PATH, CONFIG_DIR, CONFIG_NAME))
     if path is not None and path.startswith("pkg://"):
         return OwnFiles()
     named = [Path(folder) for folder in (path, extra) if folder is not None]
-    absent = verl and name is not None and verl_trees.is_primary(name) and not yaml_in(named, name)
+    absent = name is not None and verl_trees.is_primary(schema, name) and not yaml_in(named, name)
     if name and absent and (path is None or Path(path).parts == (_VERLS_FOLDER,)):
         arguments.take(*CONFIG_NAME)
         arguments.take(*CONFIG_PATH)
-        arguments.overrides += verl_trees.config_file(name)
-        return take(arguments, ours, verl=False)
+        arguments.overrides += verl_trees.config_file(schema, name)
+        return take(arguments, ours, schema)
     if problems := [*_no_folder("--config-path", path), *_no_folder("--config-dir", extra)]:
         return OwnFiles(problems=problems)
     found = OwnFiles([folder.resolve() for folder in named])
     if name is not None:
         folders = [ours, *named] if path is None else named
-        found.problems += _no_file(name, folders, verl=verl and path is not None)
+        found.problems += _no_file(name, folders, schema if path is not None else None)
     if path is not None:
         arguments.take(*CONFIG_PATH)
         arguments.options += ["--config-path", str(Path(path).resolve())]
@@ -104,7 +104,8 @@ def _no_folder(option: str, folder: str | None) -> list[Problem]:
     return [Problem(f"{option} {folder}", None, "there is no such folder", remedy)]
 
 
-def _no_file(name: str, folders: list[Path], *, verl: bool) -> list[Problem]:
+def _no_file(name: str, folders: list[Path], schema: type | None) -> list[Problem]:
+    """`schema`: that whose files of verl's the name means without a path; None: there is no path."""
     if yaml_in(folders, name):
         return []
     if Path(name).suffix == ".yml" and any((each / name).is_file() for each in folders):
@@ -113,7 +114,7 @@ def _no_file(name: str, folders: list[Path], *, verl: bool) -> list[Problem]:
     choices = sorted({file.stem for each in folders for file in each.glob("*.yaml")})
     close = difflib.get_close_matches(Path(name).stem, choices, n=1)
     remedy = f"--config-name {close[0]}" if close else "--config-dir DIR names the folder of your own files"
-    if verl and verl_trees.is_primary(name):
+    if schema is not None and verl_trees.is_primary(schema, name):
         remedy = f"leave out --config-path: {name} alone means verl's own file"
     there = f"there are {', '.join(choices)}" if choices else f"there is no YAML file in {folders[0]}"
     return [Problem(f"--config-name {name}", None, f"there is no such file; {there}", remedy)]

@@ -27,10 +27,8 @@ from hydraflow.compose.keys import (
     wrong_type,
 )
 from hydraflow.compose.verl import Translation
-from hydraflow.compose.verl_table import aliases
 from hydraflow.compose.verl_values import our_value
 from hydraflow.errors import ConfigError, Problem, shown
-from hydraflow.schema import PPOConfig
 
 _DECIDES_THE_PLAN = (
     "trainer.nnodes",
@@ -110,34 +108,14 @@ def check(schema: type, tree: Mapping[str, Any], origins: Mapping[str, str], res
         except ConfigError as error:
             checked.problems += error.problems
             checked.unknown.add(key)
-    if schema is PPOConfig:
-        verl.translate(
-            foreign, checked.leaves, checked.origins, origins, checked.translation, checked.written
-        )
-        checked.problems += checked.translation.problems
-        foreign = checked.translation.unknown
-    else:
-        foreign = dict(_without_aliases(schema, foreign, checked, origins))
-    for key, value in foreign.items():
-        problem = unknown_key(schema, key, value)
-        checked.problems.append(verl.suggested(problem, value) if schema is PPOConfig else problem)
+    verl.translate(
+        schema, foreign, checked.leaves, checked.origins, origins, checked.translation, checked.written
+    )
+    checked.problems += checked.translation.problems
+    for key, value in checked.translation.unknown.items():
+        checked.problems.append(verl.suggested(schema, unknown_key(schema, key, value), value))
         checked.unknown.add(*nearest_keys(schema, key, 1))
     return checked
-
-
-def _without_aliases(
-    schema: type, foreign: Mapping[str, Any], checked: CheckedTree, origins: Mapping[str, str]
-) -> Iterator[tuple[str, Any]]:
-    """Renames the keys of verl's other entry points; yields the rest."""
-    for key, value in foreign.items():
-        row = aliases(schema).get(key)
-        new = row.new if row else None
-        if new is None or new in checked.origins:
-            yield key, value
-            continue
-        _sort(schema, new, value, checked, {})
-        checked.origins[new] = origins.get(key, COMMAND_LINE)
-        checked.translation.notes.append(f"{key}: taken as {new}={shown(value, new)}")
 
 
 def _sort(schema: type, key: str, value: Any, checked: CheckedTree, foreign: dict[str, Any]) -> None:
@@ -146,13 +124,12 @@ def _sort(schema: type, key: str, value: Any, checked: CheckedTree, foreign: dic
     if known is None:
         foreign[key] = value
         return
-    if schema is PPOConfig:
-        value, note = our_value(key, value)
-        checked.translation.notes += [note] if note else []
-        in_file = verl.in_file(checked.origins.get(key, COMMAND_LINE))
-        is_unset = value is None and not accepts(known.hint, None) and verl.is_other_default(key, None)
-        if value == "???" or (in_file and is_unset):
-            return
+    value, note = our_value(key, value)
+    checked.translation.notes += [note] if note else []
+    in_file = verl.in_file(checked.origins.get(key, COMMAND_LINE))
+    is_unset = value is None and not accepts(known.hint, None) and verl.is_other_default(schema, key, None)
+    if value == "???" or (in_file and is_unset):
+        return
     if known.is_section or not accepts(known.hint, value):
         checked.problems.append(_as_meant(known, value) or wrong_type(schema, known, value))
         checked.unknown.add(f"{key}." if known.is_section else key)
@@ -192,7 +169,7 @@ def value_problems(schema: type, key: str, value: Any) -> list[Problem]:
     checked = check(schema, nested({key: value}), {}, lambda key: None)
     later = [
         *checked.translation.unsupported,
-        *(one for one in checked.problems if verl.counts_all_ranks(verl.classify(one.field))),
+        *(one for one in checked.problems if verl.counts_all_ranks(verl.classify(schema, one.field))),
     ]
     return [problem for problem in checked.problems if problem not in later]
 

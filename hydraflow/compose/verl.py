@@ -1,8 +1,8 @@
 """Translates verl's keys: renamed ones, ones that verl ignores, ones that are not supported yet.
 
 In: keys that are not ours with their values, and the known ones. Out: `Translation`; values of renamed keys
-are moved to the known keys. The tables are in `verl_table.py` and `verl_data/`. Left out on purpose: verl's
-other commands (`sft_trainer` and such).
+are moved to the known keys. The tables are in `verl_table.py` and `verl_data/`, for each configuration that
+corresponds to a command of verl's. Left out on purpose: the names of verl's files (`verl_trees.py`).
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any
 
+from hydraflow.compose import verl_trees
 from hydraflow.compose.command import COMMAND_LINE, DEFAULT
 from hydraflow.compose.keys import accepts, is_below_open, known_above, known_keys, leaf_keys, wrong_type
 from hydraflow.compose.nearest import nearest
@@ -61,26 +62,45 @@ class Translation:
 # --- tables --------------------------------------------------
 
 
-def classify(key: str) -> Row | None:
-    """The row of a key that is not ours; None: no table has it.
+def classify(schema: type, key: str) -> Row | None:
+    """The row of a key that is not one of the schema's; None: no table has it.
 
-    >>> classify("actor_rollout_ref.actor.ulysses_sequence_parallel_size").new
+    >>> classify(PPOConfig, "actor_rollout_ref.actor.ulysses_sequence_parallel_size").new
     'actor_rollout_ref.actor.fsdp_config.ulysses_sequence_parallel_size'
     """
-    moved = renamed(key)
-    known = known_keys(PPOConfig)
+    moved = renamed(schema, key)
+    known = known_keys(schema)
     if moved != key and (moved in known or is_below_open(known, moved)):
         return Alias(moved)
-    if alias := aliases(PPOConfig).get(moved):
+    other_names = aliases(schema)
+    if alias := other_names.get(moved) or other_names.get(key):
         return alias
-    rows = tables()
+    rows = tables(schema)
     found: list[Mapping[str, Row]] = [rows.ignored, rows.not_needed, rows.unsupported]
-    return next((row for table in found for pattern, row in table.items() if fits(pattern, moved)), None)
+    of_its_own = (row for table in found for pattern, row in table.items() if _fits_any(pattern, moved, key))
+    if row := next(of_its_own, None):
+        return row
+    same = _same_of_ppo(schema, moved)
+    row = classify(PPOConfig, same) if same else None
+    if isinstance(row, Unsupported):
+        for ours, theirs in rows.like.items():
+            row = replace(row, instead=row.instead.replace(theirs, ours))
+    return None if isinstance(row, Alias) else row
 
 
-def renamed(key: str) -> str:
+def _fits_any(pattern: str, *names: str) -> bool:
+    return any(fits(pattern, name) for name in names)
+
+
+def _same_of_ppo(schema: type, key: str) -> str | None:
+    """The same key of main_ppo, whose row holds for this one, too."""
+    sections = tables(schema).like.items()
+    return next((there + key.removeprefix(here) for here, there in sections if key.startswith(here)), None)
+
+
+def renamed(schema: type, key: str) -> str:
     """The key under its section's current name."""
-    for old, new in tables().sections.items():
+    for old, new in tables(schema).sections.items():
         if key.startswith(old):
             return new + key.removeprefix(old)
     return key
@@ -90,6 +110,7 @@ def renamed(key: str) -> str:
 
 
 def translate(
+    schema: type,
     foreign: Mapping[str, Any],
     leaves: dict[str, Any],
     origins: dict[str, str],
@@ -103,30 +124,31 @@ def translate(
     `found_origins` has the origins under the names that the user wrote; `interpolated` the keys whose values
     were written as interpolations.
     """
-    foreign = dict(foreign)
-    result.unsupported += unbuilt(leaves, origins, foreign)
+    foreign, written = dict(foreign), frozenset(foreign)
+    result.unsupported += [*unbuilt(leaves, origins, foreign), *_other_engine(schema, foreign)]
     # the values of these are divided by the number of ranks, which other keys give
-    waiting = [key for key in foreign if counts_all_ranks(classify(key))]
+    waiting = [key for key in foreign if counts_all_ranks(classify(schema, key))]
     for key in [*(key for key in foreign if key not in waiting), None, *waiting]:
         if key is None:
-            _follow(leaves, origins)
+            _follow(schema, leaves, origins)
             continue
-        row, value = classify(key), foreign[key]
+        row, value = classify(schema, key), foreign[key]
         origin = found_origins.get(key, COMMAND_LINE)
         if value == {} and key not in found_origins and found_origins:
             continue  # a group of verl's in a defaults list, in which nothing is set
-        follows = key in interpolated and verl_leaves().get(key) is ...
-        if in_file(origin) and not isinstance(row, Alias) and (follows or _asks_for_nothing(key, value, row)):
+        follows = key in interpolated and verl_leaves(schema).get(key) is ...
+        idle = not isinstance(row, Alias) and (follows or _asks_for_nothing(schema, key, value, row))
+        if in_file(origin) and idle:
             result.untouched[origin] += 1
         elif row is None:
             result.unknown[key] = value
         elif isinstance(row, Alias):
-            for new, converted in _renamed_values(key, value, row, leaves, result):
-                _take(key, new, converted, origin, leaves, origins, result)
+            for new, converted in _renamed_values(schema, key, value, row, leaves, result):
+                _take(schema, key, new, converted, origin, leaves, origins, result)
         elif isinstance(row, Ignored):
-            effect = "never did anything" if is_never_read(key) else "has no effect"
+            effect = "never did anything" if is_never_read(schema, key) else "has no effect"
             result.ignored.append(Problem(key, shown(value), f"{effect}: {row.why}", f"leave out {key}"))
-        elif _is_harmless(key, value, row):
+        elif _is_harmless(schema, key, value, row):
             rule = "has no effect: it is off, or the default behaviour"
             result.ignored.append(Problem(key, shown(value), rule, f"leave out {key}"))
         else:
@@ -135,24 +157,50 @@ def translate(
         keys = "1 key of verl's is" if count == 1 else f"{count} keys of verl's are"
         result.notes.append(f"{origin}: {keys} off or at verl's default, without effect here")
     result.problems += result.unsupported
-    _follow(leaves, origins)
-    result.notes += beside_others(leaves, origins)
+    _follow(schema, leaves, origins)
+    result.notes += beside_others(leaves, origins, written)
 
 
-def _asks_for_nothing(key: str, value: Any, row: Row | None) -> bool:
+def _other_engine(schema: type, foreign: dict[str, Any]) -> Iterator[Problem]:
+    """The problem of a training engine that supervised training does not have, with every key that only this
+    engine reads in one remedy. Removes the keys from `foreign`."""
+    key, engine = "engine.strategy", foreign.get("engine.strategy", "fsdp")
+    row = classify(schema, key)
+    if not isinstance(row, Unsupported) or _is_harmless(schema, key, engine, row):
+        return
+    del foreign[key]
+    chosen = verl_trees.group_override(schema, "engine", None, engine) is not None
+    remedy = "engine=fsdp optim=fsdp" if chosen else f"{key}=fsdp2"
+    its_own = [name for name in foreign if name.startswith(("engine.", "optim."))]
+    for name in list(its_own):
+        row = classify(schema, name)
+        is_harmless = isinstance(row, Unsupported) and _is_harmless(schema, name, foreign[name], row)
+        if isinstance(row, Alias | Ignored) or is_harmless:
+            its_own.remove(name)
+        else:
+            del foreign[name]
+    remedy += f", and leave out {', '.join(its_own)}" if its_own else ""
+    field = "engine" if chosen else key
+    yield Problem(field, engine, "there is no such training engine for main_sft here", remedy)
+
+
+def _asks_for_nothing(schema: type, key: str, value: Any, row: Row | None) -> bool:
     """Whether a key of a file only repeats a default of verl, of this version or another."""
     if row is None:
-        return is_of_another_version(key, value)
-    if isinstance(row, Unsupported) and _is_harmless(key, value, row):
+        return is_of_another_version(schema, key, value)
+    if isinstance(row, Unsupported) and _is_harmless(schema, key, value, row):
         return True
-    if _is_default(key, value) or key.endswith("._target_"):
+    if _is_default(schema, key, value) or key.endswith("._target_"):
         return True
-    return is_off(value) and verl_leaves().get(key, ...) is ...
+    return is_off(value) and verl_leaves(schema).get(key, ...) is ...
 
 
-def is_never_read(key: str) -> bool:
+def is_never_read(schema: type, key: str) -> bool:
     """Whether verl itself ignores the key."""
-    return any(fits(pattern, renamed(key)) for pattern in tables().ignored)
+    moved = renamed(schema, key)
+    same = _same_of_ppo(schema, moved)
+    named = any(_fits_any(pattern, moved, key) for pattern in tables(schema).ignored)
+    return named or (same is not None and is_never_read(PPOConfig, same))
 
 
 def _unsupported(key: str, value: Any, row: Unsupported) -> Problem:
@@ -160,30 +208,30 @@ def _unsupported(key: str, value: Any, row: Unsupported) -> Problem:
     return Problem(key, shown(value), f"is not supported yet; in verl it would {row.would}", remedy)
 
 
-def _is_harmless(key: str, value: Any, row: Unsupported) -> bool:
+def _is_harmless(schema: type, key: str, value: Any, row: Unsupported) -> bool:
     """Whether a value has no effect: verl's default, or one that the row lists."""
-    return _is_default(key, value) or any(_same(value, harmless) for harmless in row.harmless)
+    return _is_default(schema, key, value) or any(_same(value, harmless) for harmless in row.harmless)
 
 
-def _is_default(key: str, value: Any) -> bool:
+def _is_default(schema: type, key: str, value: Any) -> bool:
     """Whether a value is verl's default, of this version or another."""
-    default = verl_leaves().get(key, _moved_defaults().get(renamed(key), ...))
-    return (default is not ... and _same(value, default)) or is_other_default(key, value)
+    default = verl_leaves(schema).get(key, _moved_defaults(schema).get(renamed(schema, key), ...))
+    return (default is not ... and _same(value, default)) or is_other_default(schema, key, value)
 
 
 @cache
-def _moved_defaults() -> dict[str, Any]:
+def _moved_defaults(schema: type) -> dict[str, Any]:
     """verl's defaults under the current names of the sections."""
-    return {renamed(key): default for key, default in verl_leaves().items()}
+    return {renamed(schema, key): default for key, default in verl_leaves(schema).items()}
 
 
-def is_other_default(key: str, value: Any) -> bool:
+def is_other_default(schema: type, key: str, value: Any) -> bool:
     """Whether a value is the default of another version of verl's.
 
-    >>> is_other_default("algorithm.filter_groups.metric", None)
+    >>> is_other_default(PPOConfig, "algorithm.filter_groups.metric", None)
     True
     """
-    others = tables().other_defaults.items()
+    others = tables(schema).other_defaults.items()
     return any(_same(value, default) and fits(pattern, key) for pattern, default in others)
 
 
@@ -202,25 +250,26 @@ def is_off(value: Any) -> bool:
     return any(_same(value, off) for off in nothing)
 
 
-def is_of_another_version(key: str, value: Any) -> bool:
+def is_of_another_version(schema: type, key: str, value: Any) -> bool:
     """Whether an unknown key of a file may be from another version of verl, and has no effect: it is in a
     section of verl's, off, and not a misspelling of a key of that section."""
     section, _, name = key.rpartition(".")
-    known = [*known_keys(PPOConfig), *verl_leaves()]
+    known = [*known_keys(schema), *verl_leaves(schema)]
     beside = [one.removeprefix(f"{section}.") for one in known if one.startswith(f"{section}.")]
     names = {one.partition(".")[0] for one in beside}
     misspelt = difflib.get_close_matches(name, names, n=1, cutoff=_MISSPELT)
     return bool(section and names) and is_off(value) and not misspelt
 
 
-def suggested(problem: Problem, value: Any) -> Problem:
+def suggested(schema: type, problem: Problem, value: Any) -> Problem:
     """The problem of an unknown key, with verl's nearest key first if none of ours is as near.
 
-    >>> print(suggested(Problem("actor_rollout_ref.rollout.free_cache_engin", 1, "unknown key"), True).remedy)
+    >>> unknown = Problem("actor_rollout_ref.rollout.free_cache_engin", 1, "unknown key")
+    >>> print(suggested(PPOConfig, unknown, True).remedy)
     actor_rollout_ref.rollout.free_cache_engine=true
     """
-    ours = leaf_keys(PPOConfig)
-    others = [key for key in {**verl_leaves(), **aliases(PPOConfig)} if key not in ours]
+    ours = leaf_keys(schema)
+    others = [key for key in {**verl_leaves(schema), **aliases(schema)} if key not in ours]
     near = nearest(problem.field, [*ours, *others], 1)
     if not near or near[0] in ours:
         return problem
@@ -236,10 +285,10 @@ def _same(value: Any, other: Any) -> bool:
 
 
 def _renamed_values(
-    old: str, value: Any, row: Alias, leaves: Mapping[str, Any], result: Translation
+    schema: type, old: str, value: Any, row: Alias, leaves: Mapping[str, Any], result: Translation
 ) -> Iterator[tuple[str, Any]]:
     """(our key, value) of a renamed key; nothing if it is unset, as null means in keys of older versions."""
-    known = known_keys(PPOConfig).get(row.new)
+    known = known_keys(schema).get(row.new)
     if value is None and known is not None and not accepts(known.hint, None):
         return
     if old == "model_engine":
@@ -283,7 +332,7 @@ def _per_rank(
 
 def _data_ranks(key: str, leaves: Mapping[str, Any]) -> int | None:
     """Number of data ranks of the role of `key`; None: not known, or a size is no count."""
-    role = next(prefix for prefix in _ROLE_KEYS if key.startswith(prefix))
+    role = next((prefix for prefix in _ROLE_KEYS if key.startswith(prefix)), "")
     role = "actor_rollout_ref.actor." if "rollout" in role.rpartition("_ref.")[2] else role
     engine = "critic.strategy" if role == "critic." else "actor_rollout_ref.actor.strategy"
     if leaves.get(engine) == "megatron":
@@ -298,6 +347,7 @@ def _data_ranks(key: str, leaves: Mapping[str, Any]) -> int | None:
 
 
 def _take(
+    schema: type,
     old: str,
     new: str,
     value: Any,
@@ -307,9 +357,9 @@ def _take(
     result: Translation,
 ) -> None:
     """Moves a renamed key's value to our key, unless that was set by a source of higher precedence."""
-    known = known_keys(PPOConfig).get(new)
+    known = known_keys(schema).get(new)
     if known is not None and not accepts(known.hint, value):
-        result.problems.append(wrong_type(PPOConfig, known, value))
+        result.problems.append(wrong_type(schema, known, value))
         return
     here = origins.get(new, DEFAULT)
     if _rank(here) > _rank(origin):
@@ -323,17 +373,17 @@ def _take(
         return
     if in_file(origin) and leaves.get(new) == value:
         return  # a default that the file repeats
-    _set(new, value, leaves)
+    _set(schema, new, value, leaves)
     origins[new] = origin
     result.honoured.add(new)
-    row = classify(old)
+    row = classify(schema, old)
     why = f" ({row.why})" if isinstance(row, Alias) and row.why else ""
     result.notes.append(f"{old}: taken as {new}={shown(public(value, old), new)}{why}")
 
 
-def _set(new: str, value: Any, leaves: dict[str, Any]) -> None:
+def _set(schema: type, new: str, value: Any, leaves: dict[str, Any]) -> None:
     """Sets a leaf, or a name inside an open one."""
-    known = known_keys(PPOConfig)
+    known = known_keys(schema)
     if new in known:
         leaves[new] = value
         return
@@ -350,9 +400,10 @@ def _rank(origin: str) -> int:
     return {DEFAULT: 0, COMMAND_LINE: 2}.get(origin, 1)
 
 
-def _follow(leaves: dict[str, Any], origins: dict[str, str]) -> None:
+def _follow(schema: type, leaves: dict[str, Any], origins: dict[str, str]) -> None:
     """Unset keys take the value of the key that they follow, if that is set."""
+    known = known_keys(schema)
     for key, leader in FOLLOWS.items():
-        if leader in origins and key not in origins and leaves.get(leader) is not None:
+        if key in known and leader in origins and key not in origins and leaves.get(leader) is not None:
             leaves[key] = leaves[leader]
             origins[key] = f"follows {leader}"

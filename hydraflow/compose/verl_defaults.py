@@ -1,7 +1,7 @@
 """The keys of verl 0.9.1 and their defaults, taken from its public YAML files.
 
-In: `verl_data/defaults.yaml` and `defaults_megatron.yaml`. Out: `leaves()`: dotted key -> default; `...` if
-it follows another key in verl.
+In: `verl_data/defaults_*.yaml`. Out: `leaves()`: dotted key -> default; `...` if it follows another key in
+verl. Left out on purpose: the keys of main_generation and main_eval.
 """
 
 from __future__ import annotations
@@ -11,22 +11,34 @@ from functools import cache
 from typing import Any
 
 from hydraflow.compose.verl_table import read
+from hydraflow.schema import PPOConfig, SFTConfig
 
 VERSION = "0.9.1"
+_FILES: dict[type, tuple[str, ...]] = {
+    PPOConfig: ("defaults_ppo", "defaults_ppo_megatron"),
+    SFTConfig: ("defaults_sft",),
+}
 
 
 @cache
-def leaves(*, megatron: bool = True) -> dict[str, Any]:
-    """Key -> default of `verl.trainer.main_ppo`; `megatron` adds those of `model_engine=megatron`.
+def leaves(schema: type, *, megatron: bool = True) -> dict[str, Any]:
+    """Key -> default of verl's command; `megatron` adds those of `model_engine=megatron`.
 
-    >>> leaves()["trainer.total_epochs"], leaves()["actor_rollout_ref.ref.strategy"]
+    >>> ppo = leaves(PPOConfig)
+    >>> ppo["trainer.total_epochs"], ppo["actor_rollout_ref.ref.strategy"]
     (30, Ellipsis)
     """
-    return dict(_leaves("defaults")) | (dict(_leaves("defaults_megatron")) if megatron else {})
+    files = _FILES.get(schema, ())
+    return {key: default for file in (files if megatron else files[:1]) for key, default in _leaves(file)}
 
 
 def _leaves(file: str) -> Iterator[tuple[str, Any]]:
     for paragraph in read(file):
-        for name, default in paragraph["defaults"].items():
+        defaults = paragraph["defaults"]
+        if "like" in paragraph:
+            whole, like = leaves(PPOConfig, megatron=False), f"{paragraph['like']}."
+            shared = {key.removeprefix(like): whole[key] for key in whole if key.startswith(like)}
+            defaults = shared | defaults
+        for name, default in defaults.items():
             value = ... if default == "..." else default
             yield from ((f"{section}.{name}", value) for section in paragraph["sections"])

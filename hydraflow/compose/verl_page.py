@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 
 from hydraflow.compose.keys import is_below_open, known_keys
+from hydraflow.compose.patterns import fits
 from hydraflow.compose.verl import classify, is_never_read, renamed
 from hydraflow.compose.verl_defaults import VERSION, leaves
 from hydraflow.compose.verl_table import (
@@ -21,22 +22,13 @@ from hydraflow.compose.verl_table import (
     Alias,
     Ignored,
     aliases,
-    read,
     tables,
 )
+from hydraflow.compose.verl_trees import primary_names
 from hydraflow.compose.verl_values import our_value
 from hydraflow.errors import shown
-from hydraflow.schema import PPOConfig
+from hydraflow.schema import GenerateConfig, PPOConfig, SFTConfig
 
-INTRODUCTION = f"""# verl's keys here
-
-A command line of `python -m verl.trainer.main_ppo` runs with `python -m hydraflow.main_ppo`, or one report
-names every key that has no counterpart. `python -m hydraflow.plan` with the same arguments rejects none of
-them: it counts the keys that are honoured, accepted without effect, and unsupported. The target is verl
-{VERSION}; names of older and newer versions are marked.
-
-In a pattern `{{a,b}}` matches either, `*` one name, `**` any number of names.
-"""
 KNOWN, ALIAS, NEVER, NOT_MISSED, REFUSED = "known", "alias", "ignored by verl", "not needed", "unsupported"
 MEANING = {
     KNOWN: "the same name, meaning and unit",
@@ -47,70 +39,99 @@ MEANING = {
 }
 
 
-def kind(key: str) -> str:
+def kind(schema: type, key: str) -> str:
     """The class of one of verl's keys."""
-    keys = known_keys(PPOConfig)
+    keys = known_keys(schema)
     if key in keys or is_below_open(keys, key):
         return KNOWN
-    row = classify(key)
+    row = classify(schema, key)
     assert row is not None, f"{key} is in no table"
     if isinstance(row, Alias):
         return ALIAS
     if isinstance(row, Ignored):
-        return NEVER if is_never_read(key) else NOT_MISSED
+        return NEVER if is_never_read(schema, key) else NOT_MISSED
     return REFUSED
 
 
-def page() -> str:
-    """The whole page as Markdown."""
+def page(schema: type) -> str:
+    """The whole page of the command that has this configuration, as Markdown."""
+    rows = tables(schema)
     parts = [
-        INTRODUCTION,
-        _counts(),
+        _introduction(schema),
+        _counts(schema),
         _section(
             "Defaults that differ",
             "Values of keys that are not set.",
             ("key", f"verl {VERSION}", "here"),
-            _differences(),
+            _differences(schema),
         ),
-        _section("Another name here", "", ("verl", "here", "remark"), _renamed()),
+        _section("Another name here", "", ("verl", "here", "remark"), _renamed(schema)),
         _section(
             "Sections that moved",
             "All their keys are looked up in the new section.",
             ("verl", "here"),
-            tables().sections.items(),
+            rows.sections.items(),
         ),
-        _accepted("Ignored by verl, too", tables().ignored),
-        _accepted("Not needed here", tables().not_needed),
+        _accepted("Ignored by verl, too", rows.ignored),
+        _accepted("Not needed here", rows.not_needed),
         _section(
             "Not supported yet",
             "Rejected, except for verl's default and the values in the third column, which switch it off.",
             ("key", "in verl it would", "also accepted", "instead"),
             (
                 (key, row.would, ", ".join(map(shown, row.harmless)), row.instead)
-                for key, row in tables().unsupported.items()
+                for key, row in rows.unsupported.items()
             ),
         ),
-        _section("Values with another name here", "", ("key", "verl", "here"), _value_rows()),
+        _section(
+            "Sections like those of main_ppo",
+            "Rows of `python -m hydraflow.main_ppo --help verl` for the second hold for the first, too.",
+            ("section", "like"),
+            rows.like.items(),
+        ),
+        _section("Values with another name here", "", ("key", "verl", "here"), _value_rows(schema)),
         _section(
             "Keys that follow another",
             "If the first is not set, it has the value of the second.",
             ("key", "follows"),
-            FOLLOWS.items(),
+            ((key, leader) for key, leader in FOLLOWS.items() if key in known_keys(schema)),
         ),
-        _files(),
+        _files(schema),
     ]
-    return "\n".join(parts)
+    return "\n".join(filter(None, parts))
 
 
-def _counts() -> str:
-    counts = Counter(kind(key) for key in leaves())
-    plain = len(leaves(megatron=False))
-    rows = ((name, counts[name], MEANING[name]) for name in (KNOWN, ALIAS, NEVER, NOT_MISSED, REFUSED))
-    text = (
-        f"{plain} keys of verl's default configuration and {len(leaves()) - plain} more with"
-        " `model_engine=megatron`, without `_target_`."
+def _introduction(schema: type) -> str:
+    ours = str(schema.__doc__)
+    jobs = {PPOConfig: "", SFTConfig: " --job sft", GenerateConfig: " --job generate"}
+    plan = (
+        f"""`python -m hydraflow.plan{jobs[schema]}` with the same arguments rejects none of them:
+it counts the keys that are honoured, accepted without effect, and unsupported. """
+        if schema in jobs
+        else ""
     )
-    return _section("Counts", text, ("class", "keys", "meaning"), rows)
+    return f"""# verl's keys here
+
+The arguments of `{tables(schema).command}` run with
+`{ours}`, or one report names every key that has no counterpart.
+{plan}The target is verl {VERSION}; names of
+older and newer versions are marked.
+
+In a pattern `{{a,b}}` matches either, `*` one name, `**` any number of names.
+"""
+
+
+def _counts(schema: type) -> str:
+    counts = Counter(kind(schema, key) for key in leaves(schema))
+    plain = len(leaves(schema, megatron=False))
+    if not plain:
+        return ""
+    rows = ((name, counts[name], MEANING[name]) for name in (KNOWN, ALIAS, NEVER, NOT_MISSED, REFUSED))
+    more = len(leaves(schema)) - plain
+    text = f"{plain} keys of verl's default configuration" + (
+        f" and {more} more with `model_engine=megatron`" if more else ""
+    )
+    return _section("Counts", f"{text}, without `_target_`.", ("class", "keys", "meaning"), rows)
 
 
 def _accepted(title: str, table: Mapping[str, Ignored]) -> str:
@@ -119,60 +140,87 @@ def _accepted(title: str, table: Mapping[str, Ignored]) -> str:
 
 
 def _section(title: str, text: str, heads: tuple[str, ...], rows: Iterable[tuple[object, ...]]) -> str:
+    """A table below a heading; nothing if it has no rows."""
     lines = [f"## {title}", "", *([text, ""] if text else []), f"| {' | '.join(heads)} |"]
     lines.append(f"|{'---|' * len(heads)}")
+    empty = len(lines)
     for row in rows:
         cells = (_cell(head, cell) for head, cell in zip(heads, row, strict=True))
         lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join([*lines, ""])
+    return "\n".join([*lines, ""]) if len(lines) > empty else ""
 
 
 def _cell(head: str, cell: object) -> str:
     text = str(cell).replace("|", "\\|")
-    is_code = head in ("key", "verl", "here", "follows", "also accepted", "instead", f"verl {VERSION}")
+    is_code = head not in ("remark", "why", "in verl it would", "class", "keys", "meaning")
     return f"`{text}`" if text and is_code else text
 
 
-def _differences() -> Iterator[tuple[str, str, str]]:
-    for key, default in leaves().items():
-        known = known_keys(PPOConfig).get(key)
+def _differences(schema: type) -> Iterator[tuple[str, str, str]]:
+    for key, default in leaves(schema).items():
+        known = known_keys(schema).get(renamed(schema, key))
         if known is None or default is ... or key in FOLLOWS or our_value(key, default)[0] == known.default:
             continue
         yield key, "(must be given)" if default == "???" else shown(default), shown(known.default)
 
 
-def _renamed() -> Iterator[tuple[str, str, str]]:
-    there = {"model_engine", *(renamed(key) for key in leaves())}
-    for old, row in aliases(PPOConfig).items():
+def _renamed(schema: type) -> Iterator[tuple[str, str, str]]:
+    there = {"model_engine", *(renamed(schema, key) for key in leaves(schema))}
+    for old, row in aliases(schema).items():
         ranks = "rows over all data ranks, divided by their number" if row.over_all_ranks else ""
         other = "" if old in there else "a name of other versions"
         yield old, row.new, "; ".join(filter(None, (row.why, ranks, other)))
 
 
-def _value_rows() -> Iterator[tuple[str, str, str]]:
-    yield from (("**.{dtype,model_dtype,reduce_dtype}", verls, ours) for verls, ours in DTYPES.items())
-    yield from (("**.strategy", verls, ours) for verls, ours in STRATEGIES.items())
-    yield from (("actor_rollout_ref.rollout.name", verls, ours) for verls, ours in ENGINES.items())
-    yield from (("algorithm.filter_groups.metric", verls, ours) for verls, ours in FILTER_METRICS.items())
-    yield "**.checkpoint.save_contents", "[hf_model]", "[model,hf_model]"
-    yield "**.optim.lr_warmup_steps", "null", "-1"
-    yield "trainer.test_freq", "0", "-1"
-    yield "trainer.logger", ", ".join(VERL_TRACKERS), "left out, with file and tensorboard in their place"
+def _value_rows(schema: type) -> Iterator[tuple[str, str, str]]:
+    rows = [
+        *(("**.{dtype,model_dtype,reduce_dtype}", verls, ours) for verls, ours in DTYPES.items()),
+        *(("**.strategy", verls, ours) for verls, ours in STRATEGIES.items()),
+        *(("actor_rollout_ref.rollout.name", verls, ours) for verls, ours in ENGINES.items()),
+        *(("algorithm.filter_groups.metric", verls, ours) for verls, ours in FILTER_METRICS.items()),
+        ("**.checkpoint.save_contents", "[hf_model]", "[model,hf_model]"),
+        ("**.optim.lr_warmup_steps", "null", "-1"),
+        ("trainer.test_freq", "0", "-1"),
+        ("trainer.logger", "tracking", "wandb"),
+        ("trainer.logger", ", ".join(VERL_TRACKERS), "left out, with file and tensorboard in their place"),
+    ]
+    keys = known_keys(schema)
+    yield from (row for row in rows if any(fits(row[0], key) or fits(row[0], f"x.{key}") for key in keys))
 
 
-def _files() -> str:
-    names = ", ".join(f"`{name}`" for name in read("trees")["primary"])
-    return f"""## Configuration files and groups
+def _files(schema: type) -> str:
+    names = ", ".join(f"`{name}`" for name in primary_names(schema))
+    return (
+        f"""## Configuration files and groups
 
 - A file that the command line names is read, whatever its name. If there is no such file, `--config-name` of
-  verl's own files ({names}) is taken as `model_engine=dp` or
-  `model_engine=megatron`.
-- A defaults list may name verl's files (`ppo_trainer`, `actor@actor_rollout_ref.actor: dp_actor` and so on):
-  they mean the defaults here, unless the folder has files of these names.
+  verl's own files ({names}) is taken as {_OWN_FILES[schema]}
 - In a file, keys of other versions of verl are accepted while they are off or at that version's default.
-- `model_engine=megatron` sets `strategy=megatron` for actor and critic; so do
-  `actor@actor_rollout_ref.actor=megatron_actor` and `critic@critic=megatron_critic`. The engines torchtitan
-  and veomni do not exist here.
+{_GROUPS[schema]}
 - Micro-batch sizes without `_per_gpu` count rows over all data ranks: they are divided by the number of
   ranks, which needs `trainer.n_gpus_per_node`, and rejected if that leaves a remainder.
 """
+        if names
+        else ""
+    )
+
+
+_OWN_FILES = {
+    PPOConfig: """`model_engine=dp` or
+  `model_engine=megatron`.
+- A defaults list may name verl's files (`ppo_trainer`, `actor@actor_rollout_ref.actor: dp_actor` and so on):
+  they mean the defaults here, unless the folder has files of these names.""",
+    SFTConfig: """the defaults here.
+- A defaults list may name verl's files (`sft_trainer_engine`, `engine@engine: fsdp` and so on): they mean the
+  defaults here, unless the folder has files of these names.""",
+}
+_GROUPS = {
+    PPOConfig: """- `model_engine=megatron` sets `strategy=megatron` for actor and critic; so do
+  `actor@actor_rollout_ref.actor=megatron_actor` and `critic@critic=megatron_critic`. The engines torchtitan
+  and veomni do not exist here.""",
+    SFTConfig: """- `engine=fsdp`, `optim=fsdp` and `model=hf_model` mean the defaults here. There is
+  no engine megatron, automodel, torchtitan or veomni for main_sft: one problem names all the
+  keys that only it reads.
+- A command line with `model.partial_pretrain` is one of `fsdp_sft_trainer`. Its micro-batches have
+  `data.micro_batch_size_per_gpu` rows, so `data.use_dynamic_bsz` is false unless it is set.""",
+}

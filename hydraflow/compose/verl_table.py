@@ -1,7 +1,7 @@
 """How verl's keys that are not ours are handled: renamed, accepted without effect, or not supported yet.
 
-In: `verl_data/keys.yaml`, read when a key of verl's is first looked up, and the other names that our fields
-declare (`option(verl=...)`). Out: tables from keys or patterns to rows.
+In: `verl_data/keys_*.yaml`, one for each of our configurations, read when a key of verl's is first looked up,
+and the other names that our fields declare (`option(verl=...)`). Out: tables from keys or patterns to rows.
 In a pattern `{a,b}` matches either, `*` one name, `**` any names. The target is verl 0.9.1; rows
 for names of other versions are those that `verl_defaults.py` does not have. A key of ours needs no row.
 Left out on purpose: how rows are applied (`verl.py`).
@@ -54,8 +54,10 @@ class Unsupported:
 
 @dataclass(frozen=True)
 class KeyTables:
-    """Rows for keys of verl's that have no counterpart here, by pattern."""
+    """Rows for keys of a command of verl's that have no counterpart here, by pattern."""
 
+    command: str
+    """How the command is called in verl."""
     sections: dict[str, str]
     """Section of verl's -> the section whose keys it holds."""
     ignored: dict[str, Ignored]
@@ -66,6 +68,8 @@ class KeyTables:
     """Keys that are not supported yet."""
     other_defaults: dict[str, object]
     """Defaults of other versions of verl's."""
+    like: dict[str, str]
+    """Section here -> the section of main_ppo whose rows hold for it, too."""
 
 
 MEGATRON_FOLLOWS = (
@@ -89,6 +93,7 @@ FOLLOWS: dict[str, str] = {
         f"{role}.checkpoint.load_contents": f"{role}.checkpoint.save_contents"
         for role in ("actor_rollout_ref.actor", "critic")
     },
+    "checkpoint.load_contents": "checkpoint.save_contents",
     "critic.loss_agg_mode": "actor_rollout_ref.actor.loss_agg_mode",
     "actor_rollout_ref.rollout.n_gpus_per_node": "trainer.n_gpus_per_node",
 }
@@ -127,7 +132,7 @@ def aliases(schema: type) -> dict[str, Alias]:
     for leaf in walk(schema()):
         section = leaf.key.rpartition(".")[0]
         found |= {f"{section}.{old}": _alias(f"{section}.{old}", leaf.key) for old in leaf.option.verl}
-    for row in read("keys")["moved"].get(schema.__name__, ()):
+    for row in _rows(schema).get("moved", ()):
         olds, news = expand(row["from"]), expand(row["to"])
         news *= len(olds) // len(news)
         found |= {old: _alias(old, new, row.get("why", "")) for old, new in zip(olds, news, strict=True)}
@@ -141,27 +146,46 @@ def _alias(old: str, new: str, why: str = "") -> Alias:
 
 
 @cache
-def tables() -> KeyTables:
-    """The tables of `verl_data/keys.yaml`.
+def tables(schema: type) -> KeyTables:
+    """The tables of a configuration's `verl_data/keys_*.yaml`.
 
-    >>> tables().ignored["trainer.esi_redundant_time"].why
+    >>> from hydraflow.schema import PPOConfig
+    >>> tables(PPOConfig).ignored["trainer.esi_redundant_time"].why
     "verl's trainer never reads it"
     """
-    content = read("keys")
-    names = content["names"]
+    content = _rows(schema)
+    names = content.get("names", {})
     unsupported = {
         _pattern(pattern, names): Unsupported(
             row["would"], tuple(row.get("harmless", ())), row.get("instead", "")
         )
-        for row in content["unsupported"]
+        for row in content.get("unsupported", ())
         for pattern in row["keys"]
     }
     ignored, not_needed = (
-        {_pattern(pattern, names): Ignored(row["why"]) for row in content[name] for pattern in row["keys"]}
+        {
+            _pattern(pattern, names): Ignored(row["why"])
+            for row in content.get(name, ())
+            for pattern in row["keys"]
+        }
         for name in ("ignored", "not_needed")
     )
-    others = {_pattern(pattern, names): default for pattern, default in content["other_defaults"].items()}
-    return KeyTables(content["sections"], ignored, not_needed, unsupported, others)
+    others = content.get("other_defaults", {}).items()
+    return KeyTables(
+        command=content["command"],
+        sections=content.get("sections", {}),
+        ignored=ignored,
+        not_needed=not_needed,
+        unsupported=unsupported,
+        other_defaults={_pattern(pattern, names): default for pattern, default in others},
+        like=content.get("like", {}),
+    )
+
+
+def _rows(schema: type) -> dict[str, Any]:
+    """The content of a configuration's `keys_*.yaml`."""
+    rows: dict[str, Any] = read(f"keys_{schema.__name__.removesuffix('Config').lower()}")
+    return rows
 
 
 @cache

@@ -6,7 +6,6 @@ that replace verl's files, or overrides of ours. A file of the user takes preced
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -14,29 +13,34 @@ from typing import Any
 from hydra.core.config_store import ConfigStore
 
 from hydraflow.compose.verl_table import read
+from hydraflow.schema import PPOConfig
 
-_SECTIONS = {"actor": "actor_rollout_ref.actor", "ref": "actor_rollout_ref.ref", "critic": "critic"}
-
-
+_STRATEGIES = ("actor_rollout_ref.actor.strategy", "critic.strategy")
+"""Our keys for the model_engine."""
 _registered: set[str] = set()
 """Groups and files at the top of Hydra's store that replace verl's."""
 
 
-def is_primary(name: str) -> bool:
+def is_primary(schema: type, name: str) -> bool:
     """Whether the name is that of one of verl's primary configurations.
 
-    >>> is_primary("ppo_trainer.yaml"), is_primary("mine")
+    >>> is_primary(PPOConfig, "ppo_trainer.yaml"), is_primary(PPOConfig, "mine")
     (True, False)
     """
-    return name.removesuffix(".yaml") in read("trees")["primary"]
+    return name.removesuffix(".yaml") in primary_names(schema)
 
 
-def primary_names() -> list[str]:
+def primary_names(schema: type) -> list[str]:
     """Names of verl's primary configurations, such as ppo_trainer."""
-    return list(read("trees")["primary"])
+    return list(_trees(schema)["primary"])
 
 
-def register(folders: Sequence[Path]) -> None:
+def _trees(schema: type) -> dict[str, Any]:
+    trees: dict[str, Any] = read("trees").get(schema.__name__, {"primary": {}, "defaults": [], "files": {}})
+    return trees
+
+
+def register(schema: type, config_name: str, folders: Sequence[Path]) -> None:
     """Adds a replacement for each of verl's files that is not in `folders` to Hydra's store, and removes
     those of an earlier command of this process. No folders: no replacements.
 
@@ -48,10 +52,11 @@ def register(folders: Sequence[Path]) -> None:
     _registered.clear()
     if not folders:
         return
-    trees = read("trees")
-    plain = ["schema_ppo", {"recipe": "none"}, *trees["defaults"], "_self_"]
-    megatron = ["ppo_trainer", {"override model_engine": "megatron"}, "_self_"]
-    primary = {"ppo_trainer": {"defaults": plain}, "ppo_megatron_trainer": {"defaults": megatron}}
+    trees = _trees(schema)
+    recipe = [{"recipe": "none"}] if "recipe" in schema.__annotations__ else []
+    plain = {"defaults": [f"schema_{config_name}", *recipe, *trees["defaults"], "_self_"]}
+    megatron = {"defaults": ["ppo_trainer", {"override model_engine": "megatron"}, "_self_"]}
+    primary = {name: megatron if engine == "megatron" else plain for name, engine in trees["primary"].items()}
     for path, content in {**trees["files"], **primary}.items():
         group, _, name = path.rpartition("/")
         if any((folder / f"{path}.yaml").is_file() for folder in folders):
@@ -61,37 +66,57 @@ def register(folders: Sequence[Path]) -> None:
         _registered.add(group.partition("/")[0] if group else f"{name}.yaml")
 
 
-def keys_of(path: str, package: str) -> list[str]:
+def keys_of(schema: type, path: str, package: str) -> list[str]:
     """The keys that one of verl's files sets in a package, if its replacement was used.
 
-    >>> keys_of("critic/megatron_critic", "critic"), keys_of("mine", "")
+    >>> keys_of(PPOConfig, "critic/megatron_critic", "critic"), keys_of(PPOConfig, "mine", "")
     (['critic.strategy'], [])
     """
     prefix = f"{package}." if package else ""
-    return [prefix + name for name in read("trees")["files"].get(path, {})]
+    return [prefix + name for name in _trees(schema)["files"].get(path, {})]
 
 
-def config_file(name: str) -> list[str]:
+def config_file(schema: type, name: str) -> list[str]:
     """The overrides that replace one of verl's primary configurations.
 
-    >>> config_file("ppo_megatron_trainer.yaml")
+    >>> config_file(PPOConfig, "ppo_megatron_trainer.yaml")
     ['++model_engine=megatron']
     """
-    engine = read("trees")["primary"][name.removesuffix(".yaml")]
-    return [] if engine == "dp" else [f"++model_engine={engine}"]
+    engine = _trees(schema)["primary"][name.removesuffix(".yaml")]
+    return [f"++model_engine={engine}"] if engine == "megatron" else []
 
 
-def group_override(group: str, package: str | None, value: Any) -> list[str] | None:
-    """The overrides that replace verl's `actor@actor_rollout_ref.actor=megatron_actor` and the like; None: it
-    is none of these.
+def group_override(schema: type, group: str, package: str | None, value: Any) -> list[str] | None:
+    """The overrides that replace verl's `engine=fsdp`, `actor@actor_rollout_ref.actor=megatron_actor` and the
+    like; None: it is none of these.
 
-    >>> group_override("critic", "critic", "megatron_critic")
+    >>> from hydraflow.schema import SFTConfig
+    >>> group_override(PPOConfig, "critic", "critic", "megatron_critic")
     ['++critic.strategy=megatron']
+    >>> group_override(SFTConfig, "optim", None, "fsdp")
+    []
     """
-    match = re.fullmatch(r"(dp|megatron)_(actor|ref|critic)", str(value))
-    if package is None or match is None or match[2] != group or package != _SECTIONS[group]:
+    trees, package = _trees(schema), package or group
+    named = {name for entry in trees["defaults"] if isinstance(entry, dict) for name in entry}
+    keys = trees["files"].get(f"{group}/{value}")
+    if f"{group}@{package}" not in named or keys is None:
         return None
-    return [f"++{package}.strategy=megatron"] if match[1] == "megatron" else []
+    return [f"++{package}.{name}={setting}" for name, setting in keys.items()]
+
+
+def choices(schema: type) -> dict[str, list[str]]:
+    """verl's groups whose choices a command line gives as `engine=fsdp`, and their choices.
+
+    >>> from hydraflow.schema import SFTConfig
+    >>> choices(SFTConfig)["model"]
+    ['hf_model', 'torchtitan_model']
+    """
+    found: dict[str, list[str]] = {}
+    for path in _trees(schema)["files"]:
+        group, _, name = path.rpartition("/")
+        if group_override(schema, group, None, name) is not None:
+            found.setdefault(group, []).append(name)
+    return found
 
 
 def engine_override(engine: Any) -> list[str] | None:
@@ -101,6 +126,6 @@ def engine_override(engine: Any) -> list[str] | None:
     >>> engine_override("megatron")
     ['++actor_rollout_ref.actor.strategy=megatron', '++critic.strategy=megatron']
     """
-    if engine not in read("trees")["primary"].values():
+    if engine not in _trees(PPOConfig)["primary"].values():
         return None
-    return [f"++{_SECTIONS[role]}.strategy={engine}" for role in ("actor", "critic") if engine != "dp"]
+    return [f"++{key}={engine}" for key in _STRATEGIES if engine != "dp"]

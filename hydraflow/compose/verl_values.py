@@ -6,7 +6,7 @@ In: known keys with their values. Out: our values, and a note on each. Left out 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping
 from typing import Any
 
 from hydraflow.compose.command import DEFAULT
@@ -58,6 +58,7 @@ def _loggers(value: Any) -> tuple[Any, str | None]:
     names = [value] if isinstance(value, str) else value
     if not isinstance(names, list):
         return value, None
+    names = ["wandb" if name == "tracking" else name for name in names]
     absent = [name for name in names if name in VERL_TRACKERS]
     kept = [name for name in names if name not in absent]
     if not absent:
@@ -72,9 +73,10 @@ def _loggers(value: Any) -> tuple[Any, str | None]:
 # --- beside other keys --------------------------------------------------
 
 
-def beside_others(leaves: dict[str, Any], origins: Mapping[str, str]) -> Iterator[str]:
-    """Changes values whose meaning in verl depends on other keys; yields a note on each."""
+def beside_others(leaves: dict[str, Any], origins: dict[str, str], foreign: Container[str]) -> Iterator[str]:
+    """Changes values whose meaning in verl depends on other keys, of `foreign` too; yields a note on each."""
     yield from _sharded_over_all(leaves)
+    yield from _counted_by_rows(leaves, origins, foreign)
     tool = leaves.get("global_profiler.tool")
     if tool is not None and not leaves.get("global_profiler.steps"):
         leaves["global_profiler.tool"] = None
@@ -82,9 +84,9 @@ def beside_others(leaves: dict[str, Any], origins: Mapping[str, str]) -> Iterato
             f"global_profiler.tool={shown(tool)}: profiles nothing without global_profiler.steps, such as"
             " global_profiler.steps=[2]"
         )
-    for role in (ACTOR, "critic"):
-        loaded, follows = f"{role}.checkpoint.load_contents", f"follows {role}.checkpoint.save_contents"
-        if origins.get(loaded) == follows:  # hf_model is for other programs; a run does not load it
+    for loaded, origin in origins.items():
+        # hf_model is for other programs; a run does not load it
+        if loaded.endswith("checkpoint.load_contents") and origin.startswith("follows "):
             leaves[loaded] = [part for part in leaves[loaded] if part != "hf_model"]
 
 
@@ -94,11 +96,20 @@ def _sharded_over_all(leaves: dict[str, Any]) -> Iterator[str]:
     if per_node is None:
         return
     devices = per_node * leaves.get("trainer.nnodes", 1)
-    for role in (ACTOR, "actor_rollout_ref.ref", "critic"):
-        key = f"{role}.fsdp_config.fsdp_size"
-        if isinstance(size := leaves.get(key), int) and size > devices:
+    for key, size in leaves.items():
+        if key.endswith("fsdp_config.fsdp_size") and isinstance(size, int) and size > devices:
             leaves[key] = -1
             yield f"{key}={size}: more than the {devices} devices, so the model is sharded over all of them"
+
+
+def _counted_by_rows(
+    leaves: dict[str, Any], origins: dict[str, str], foreign: Container[str]
+) -> Iterator[str]:
+    """The micro-batches of verl's fsdp_sft_trainer have a number of rows; a dynamic size came after it."""
+    rows, by_tokens = "data.micro_batch_size_per_gpu", "data.use_dynamic_bsz"
+    if "model.partial_pretrain" in foreign and rows in origins and by_tokens not in origins:
+        leaves[by_tokens], origins[by_tokens] = False, f"follows {rows}"
+        yield f"{by_tokens}: taken as false: fsdp_sft_trainer takes {rows}={leaves[rows]} rows at a time"
 
 
 def unbuilt(leaves: dict[str, Any], origins: Mapping[str, str], foreign: dict[str, Any]) -> Iterator[Problem]:

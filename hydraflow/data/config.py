@@ -76,16 +76,25 @@ class SFTDataConfig:
     """Parquet or JSONL file of held-out conversations, or a list of them; null: no validation."""
     messages_key: str = "messages"
     """Column with whole conversations; used if the file has it."""
+    tools_key: str | None = "tools"
+    """Column with the tools for a row's chat template; used if the file has it."""
+    enable_thinking_key: str | None = "enable_thinking"
+    """Column with the chat template's variable enable_thinking of a row; used if the file has it."""
     prompt_key: str = "prompt"
     """Column with the prompt (string or chat messages) of files without messages."""
+    prompt_dict_keys: list[str] | None = None
+    """Names, outermost first, under which the prompt is inside that column; null: it is the column itself."""
     response_key: str = "response"
     """Column with the response to that prompt."""
+    response_dict_keys: list[str] | None = None
+    """Names, outermost first, under which the response is inside that column."""
     train_batch_size: int = option(256, size=True, in_plan=True)
     """Conversations per optimizer step, over all data ranks."""
     micro_batch_size_per_gpu: int | None = option(
         None,
         size=True,
         shapes_training=False,
+        verl=("micro_batch_size",),
         no_effect=unless(
             "use_dynamic_bsz", False, why="{s}.use_dynamic_bsz=true fills micro-batches by tokens"
         ),
@@ -112,5 +121,7 @@ class SFTDataConfig:
     """Shuffle the conversations every epoch (seeded by trainer.seed)."""
     train_max_samples: int = option(-1, rule=NO_LIMIT_OR_COUNT)
     """Maximum number of training conversations, from the start of the files; -1: all."""
+    val_max_samples: int = option(-1, rule=NO_LIMIT_OR_COUNT, shapes_training=False)
+    """Maximum number of held-out conversations, from the start of the files; -1: all."""
     apply_chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
     """Extra variables for the tokenizer's chat template."""

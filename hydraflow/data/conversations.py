@@ -10,10 +10,11 @@ guessing where a template rewrites earlier turns.
 
 from __future__ import annotations
 
+import json
 import logging
 import re
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
@@ -65,7 +66,7 @@ class ConversationDataset:
         assert config.truncation in TRUNCATIONS, config.truncation
         require_template(tokenizer)
         records, chats = read_chats(config, files, key=key, max_samples=max_samples)
-        conversations = tokenise_conversations(tokenizer, chats, records, config.apply_chat_template_kwargs)
+        conversations = _tokenised(tokenizer, chats, records, config)
         _check_lengths(conversations, records, config)
         cut = [_truncate(c, config.max_length, config.truncation) for c in conversations]
         kept = [c for c in cut if bool(c.trained[1:].any())]
@@ -90,13 +91,40 @@ class ConversationDataset:
         return DataProto.from_dict(tensors={name: ragged.from_rows(parts) for name, parts in columns.items()})
 
 
-def tokenise_conversations(
+def _tokenised(
+    tokenizer: PreTrainedTokenizerBase,
+    chats: Sequence[Messages],
+    records: Sequence[FileRecord],
+    config: SFTDataConfig,
+) -> list[Conversation]:
+    """Tokens and masks of `chats`; those with the same template variables are tokenised together.
+    `records[i]` is where `chats[i]` came from."""
+    variables = [_variables(record, config) for record in records]
+    alike: dict[str, list[int]] = {}
+    for row, named in enumerate(variables):
+        alike.setdefault(json.dumps(named, sort_keys=True, default=str), []).append(row)
+    found: dict[int, Conversation] = {}
+    for rows in alike.values():
+        theirs = [chats[row] for row in rows], [records[row] for row in rows]
+        made = _tokenise_alike(tokenizer, *theirs, variables[rows[0]])
+        found |= zip(rows, made, strict=True)
+    return [found[row] for row in range(len(chats))]
+
+
+def _variables(record: FileRecord, config: SFTDataConfig) -> dict[str, Any]:
+    """What the chat template is given besides the messages."""
+    named = {"tools": config.tools_key, "enable_thinking": config.enable_thinking_key}
+    values = {name: record.values.get(column) for name, column in named.items() if column is not None}
+    given = {name: value for name, value in values.items() if value is not None}
+    return {**config.apply_chat_template_kwargs, **given}
+
+
+def _tokenise_alike(
     tokenizer: PreTrainedTokenizerBase,
     chats: Sequence[Messages],
     records: Sequence[FileRecord],
     template_kwargs: dict[str, Any],
 ) -> list[Conversation]:
-    """Tokens and masks of `chats`; `records[i]` is where `chats[i]` came from."""
     if _MARKERS.search(str(tokenizer.chat_template)):
         conversations = [_by_markers(tokenizer, chat, template_kwargs) for chat in chats]
     else:
@@ -127,8 +155,25 @@ def read_chats(
 def _read_chat(record: FileRecord, config: SFTDataConfig) -> Messages:
     if config.messages_key in record.values:
         return as_messages(record, config.messages_key)
-    response = {"role": "assistant", "content": str(record.values[config.response_key])}
-    return [*as_messages(record, config.prompt_key), response]
+    response = _inside(record, config.response_key, config.response_dict_keys)
+    prompt = {config.prompt_key: _inside(record, config.prompt_key, config.prompt_dict_keys)}
+    asked = as_messages(replace(record, values=prompt), config.prompt_key)
+    return [*asked, {"role": "assistant", "content": str(response)}]
+
+
+def _inside(record: FileRecord, column: str, names: Sequence[str] | None) -> Any:
+    """The value under these names inside a column; on the way, a list of one value is that value."""
+    value = record.values[column]
+    for name in names or ():
+        value = value[0] if isinstance(value, list) and len(value) == 1 else value
+        inner = value.get(name) if isinstance(value, Mapping) else None
+        if inner is None:
+            there = (
+                f"it has {', '.join(map(str, value))}" if isinstance(value, Mapping) else "it has no names"
+            )
+            raise ConfigError([record.problem(f"column {column} has nothing under {name}; {there}")])
+        value = inner
+    return value
 
 
 def _assistant_turns(chat: Messages) -> list[int]:

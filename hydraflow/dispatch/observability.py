@@ -49,7 +49,7 @@ class Observability:
         # Ray's debugger prints its address past sys.stderr, to the console
         logs.capture(below_python=not self.debug)
         logging.getLogger().handlers = [logs]
-        apply_level(self.logs.level)
+        apply_level(self.logs.log.level)
         return logs
 
     def stacks_folder(self) -> Path:
@@ -71,9 +71,7 @@ def observability_of(run: Path, log: LogConfig, profiler: ProfilerConfig, *, deb
 
 def log_settings(run: Path, log: LogConfig) -> LogSettings:
     """The log settings of a run's processes."""
-    return LogSettings(
-        str(run / "logs"), log.level, max(1, int(log.max_megabytes * 2**20)), log.keep, log.console
-    )
+    return LogSettings(str(run / "logs"), log)
 
 
 def made(settings: LogSettings, rank: int, role: str) -> RoleLogs | None:

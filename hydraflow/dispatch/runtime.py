@@ -97,7 +97,8 @@ class Runtime:
             self._guard.started()
 
     def _start(self, pools: Sequence[ResourcePool]) -> None:
-        console = self.observability.logs is not None and self.observability.logs.console is not None
+        logs = self.observability.logs
+        console = logs is not None and logs.log.console is not None
         forks = self.device_type == "cpu"
         started = start_ray(self.ray_init, cpus_needed(pools), console=console, forks=forks)
         self._owns_ray = started or self._owns_ray

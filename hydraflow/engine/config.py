@@ -81,7 +81,7 @@ class WrapPolicyConfig:
 class FSDPConfig:
     """FSDP2 (fully_shard) settings."""
 
-    model_dtype: str = option("fp32", choices=DTYPES, verl=("mixed_precision.reduce_dtype",))
+    model_dtype: str = option("fp32", choices=DTYPES)
     """Dtype of the stored weights and optimizer state (fp64 is meant for proofs)."""
     dtype: str = option("auto", choices=("auto", *DTYPES), verl=("mixed_precision.param_dtype",))
     """Dtype of the forward and backward pass; auto: bf16 where the device computes in it, else fp32,

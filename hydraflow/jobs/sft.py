@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import partial
 
 from hydraflow.batch_plan.sft import SFTPlan, resolve_sft_plan
@@ -17,6 +18,7 @@ from hydraflow.jobs.saving import RunCheckpointing, require_metric, sft_roles, t
 from hydraflow.jobs.session import Session
 from hydraflow.schema import SFTConfig
 from hydraflow.tracking.endings import DONE
+from hydraflow.trainer.config import AFTER_EACH_EPOCH, SFTTrainerConfig
 from hydraflow.trainer.identity import identity_of
 from hydraflow.trainer.loop import Loop
 from hydraflow.trainer.resume import CheckpointRequirements
@@ -44,21 +46,25 @@ def _run(config: SFTConfig, command: Command, restarts: Restarts) -> None:
         if not session.begin(required):
             return
         session.keep(config, plan, command)
+        schedule = _in_steps(config.trainer, plan)
         loader = training_loader(config, train, plan.conversations_per_step, session.start)
         trainer = SFTTrainer(config, plan, session.runtime, loader, skipped=session.folder.skipped)
-        saving = RunCheckpointing(
-            config.trainer, required, session.start, {"model": trainer.role}, loader, loader
-        )
+        saving = RunCheckpointing(schedule, required, session.start, {"model": trainer.role}, loader, loader)
         saving.restore()
         trackers = session.open_trackers(plan.total_steps)
         held_out = HeldOutLoss(trainer, val, plan.conversations_per_step) if val else None
-        loop = Loop(
-            config.trainer, trainer, held_out, trackers, session.clock, restarts=session.restarts.done
-        )
+        loop = Loop(schedule, trainer, held_out, trackers, session.clock, restarts=session.restarts.done)
         with saving.checkpointer(trackers) as checkpoints:
             session.why = loop.fit(checkpoints, plan.total_steps, done=session.start.step)
         if config.trainer.save_final_model and (session.why == DONE or not session.clock.preempted):
             trainer.save(session.folder.final_model)
+
+
+def _in_steps(trainer: SFTTrainerConfig, plan: SFTPlan) -> SFTTrainerConfig:
+    """With the steps of an epoch in place of after_each_epoch."""
+    steps = {AFTER_EACH_EPOCH: plan.steps_per_epoch}
+    test_freq, save_freq = (steps.get(every, every) for every in (trainer.test_freq, trainer.save_freq))
+    return replace(trainer, test_freq=test_freq, save_freq=save_freq)
 
 
 def _checked(
@@ -74,7 +80,9 @@ def _checked(
     )
     plan = val = None
     if data.val_files:
-        val = open_chats(data, data.val_files, tokenizer, faults, key="data.val_files", max_samples=-1)
+        val = open_chats(
+            data, data.val_files, tokenizer, faults, key="data.val_files", max_samples=data.val_max_samples
+        )
     if machine is not None:
         rows, per_node = len(train) if train else None, machine.processes_per_node
         plan = faults.result(

@@ -1,4 +1,5 @@
-"""What a batch system gave this job: nodes, GPUs, cores and memory, as Slurm's environment variables say.
+"""What a batch system gave this job: nodes, GPUs, cores and memory, as Slurm's environment variables say; and
+the processes that torchrun has started.
 
 In: the environment. Out: an `Allocation`, or None outside of a job. The only reader of these variables.
 Standard library only. Left out on purpose: what a run needs (`batch_plan`), and how the two are compared
@@ -53,6 +54,17 @@ def allocation(environ: Mapping[str, str] = os.environ) -> Allocation | None:
     return Allocation(
         environ[JOB], values["nodes"], values["gpus"], values["cpus"], values["memory"], sources
     )
+
+
+def torchrun_processes(environ: Mapping[str, str] = os.environ) -> tuple[int, int] | None:
+    """(nodes, processes on each) that torchrun has started, of which this is one; None: it has not.
+
+    >>> torchrun_processes({"TORCHELASTIC_RUN_ID": "none", "GROUP_WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "8"})
+    (2, 8)
+    """
+    if "TORCHELASTIC_RUN_ID" not in environ:
+        return None
+    return int(environ["GROUP_WORLD_SIZE"]), int(environ["LOCAL_WORLD_SIZE"])
 
 
 def _first(environ: Mapping[str, str], names: tuple[str, ...]) -> tuple[str, int | None]:

@@ -25,8 +25,10 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+
+from hydraflow.dispatch.config import LogConfig
 
 CONTROLLER = "controller"
 """Role name of the process that runs the loop; its rank is 0."""
@@ -49,15 +51,8 @@ class LogSettings:
 
     folder: str
     """The folder of the log files; created if missing."""
-    level: str = "info"
-    """Lowest level that is written: debug, info, warning or error."""
-    max_bytes: int = 50 * 2**20
-    """Size at which a file is rotated to .log.1."""
-    keep: int = 3
-    """Number of rotated files that are kept."""
-    console: str | None = None
-    """Lowest level of lines that also go to the process's original standard error, which Ray shows on the
-    console; None: none do."""
+    log: LogConfig = field(default_factory=LogConfig)
+    """What is written. Lines for the console go to the process's original standard error, which Ray shows."""
 
 
 def apply_level(level: str) -> None:
@@ -132,13 +127,13 @@ class RoleLogs(logging.Handler):
 
     def __init__(self, settings: LogSettings, rank: int, role: str):
         super().__init__()
-        self.settings, self.rank, self.role = settings, rank, role
+        self.log, self.rank, self.role = settings.log, rank, role
         self._folder = Path(settings.folder)
         self._folder.mkdir(parents=True, exist_ok=True)
         self._files: dict[str, RoleFile] = {}
         self._captures = False
         self._console: int | None = None
-        self._threshold = LEVELS[settings.level.upper()]
+        self._threshold = LEVELS[self.log.level.upper()]
         self._guard = threading.RLock()
         self._file()
 
@@ -147,7 +142,7 @@ class RoleLogs(logging.Handler):
 
         below_python: also redirects the file descriptors, past Python's sys.stdout and sys.stderr.
         """
-        if self.settings.console is not None:
+        if self.log.console is not None:
             self._console = os.dup(STANDARD_ERROR)
         self._captures = below_python
         sys.stdout, sys.stderr = PrintedLines(self, STANDARD_OUTPUT), PrintedLines(self, STANDARD_ERROR)  # type: ignore[assignment]
@@ -184,7 +179,7 @@ class RoleLogs(logging.Handler):
             file = self._file(role)
             if file.write(tagged) and role == self.role:
                 self._point(file)
-            if self._console is not None and LEVELS[level] >= LEVELS[(self.settings.console or "").upper()]:
+            if self._console is not None and LEVELS[level] >= LEVELS[(self.log.console or "").upper()]:
                 os.write(self._console, f"{tagged}\n".encode(errors="replace"))
 
     def close(self) -> None:
@@ -199,7 +194,7 @@ class RoleLogs(logging.Handler):
         role = role or self.role
         if role not in self._files:
             path = self._folder / f"{role}-{self.rank}.log"
-            self._files[role] = RoleFile(path, self.settings.max_bytes, self.settings.keep)
+            self._files[role] = RoleFile(path, int(self.log.max_megabytes * 2**20), self.log.keep)
         return self._files[role]
 
     def _switch(self, role: str) -> None:

@@ -30,6 +30,11 @@ PROXY = Rule(
     lambda value: re.fullmatch(r"https?://([^/\s@]+@)?[^/\s@:]+:\d{1,5}/?", value) is not None,
     example="http://host:3128",
 )
+AFTER_EACH_EPOCH = "after_each_epoch"
+STEPS_OR_EPOCHS = Rule(
+    f"must be -1, at least 1, or {AFTER_EACH_EPOCH}",
+    lambda value: value == AFTER_EACH_EPOCH or (type(value) is int and NEVER_OR_COUNT.holds(value)),
+)
 
 
 @dataclass
@@ -245,5 +250,10 @@ class SFTTrainerConfig(LoopConfig):
 
     experiment_name: str = free("sft")
     """Run name in trackers, and prefix of the run folder's name."""
+    test_freq: Any = free(-1, rule=STEPS_OR_EPOCHS)
+    """Steps between validations, or after_each_epoch; -1: only at the end."""
+    save_freq: Any = free(-1, rule=STEPS_OR_EPOCHS)
+    """Steps between checkpoints (and one at the end), or after_each_epoch; -1: none, except when a signal
+    stops the run."""
     max_ckpt_to_keep: int | None = free(None, ge=1)
     """Checkpoints to keep, including those from before a resume; null: all."""

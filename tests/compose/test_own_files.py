@@ -68,7 +68,7 @@ def test_a_users_file_of_verls_name_is_read(tmp_path, options):
 
 def test_a_file_with_another_ending_is_refused_by_its_name(tmp_path: Path) -> None:
     (tmp_path / "mine.yml").write_text("trainer:\n  seed: 3\n")
-    found = take(split(["--config-dir", str(tmp_path), "--config-name", "mine.yml"]), CONFIG, verl=True)
+    found = take(split(["--config-dir", str(tmp_path), "--config-name", "mine.yml"]), CONFIG, PPOConfig)
     [problem] = found.problems
     assert problem.field == "--config-name mine.yml" and problem.remedy == "rename it to mine.yaml"
 
@@ -141,8 +141,8 @@ def judged_as_a_file(tree: dict[str, object]):
 
 def test_untouched_defaults_of_any_version_are_accepted_in_a_file():
     """What verl prints as its whole configuration, values that follow others left out."""
-    ours = {key: value for key, value in leaves().items() if value is not ...}
-    for pattern, default in tables().other_defaults.items():
+    ours = {key: value for key, value in leaves(PPOConfig).items() if value is not ...}
+    for pattern, default in tables(PPOConfig).other_defaults.items():
         ours |= {
             key: default for key in expand(pattern) if not any(known.startswith(f"{key}.") for known in ours)
         }

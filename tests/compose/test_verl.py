@@ -25,8 +25,9 @@ CORRECTION = "algorithm.rollout_correction.rollout_rs"
 OWN = ["actor_rollout_ref.model.path=model", "data.train_files=train.parquet"]
 
 
-def is_ours(key: str) -> bool:
-    return key in KEYS or is_below_open(KEYS, key)
+def is_ours(key: str, schema: type = PPOConfig) -> bool:
+    keys = known_keys(schema)
+    return key in keys or is_below_open(keys, key)
 
 
 def translated(tree: dict[str, object]) -> tuple[dict[str, object], verl.Translation]:
@@ -40,57 +41,88 @@ def translated(tree: dict[str, object]) -> tuple[dict[str, object], verl.Transla
 
 
 def test_the_defaults_are_those_of_verl():
-    assert len(leaves(megatron=False)) == 829  # verl 0.9.1 has 898 leaves; 69 of them are _target_
-    assert len(leaves()) == 829 + 182
-    assert leaves()["actor_rollout_ref.actor.ppo_mini_batch_size"] == 256
-    assert leaves()["critic.fsdp.qat.ignore_patterns"] == ["lm_head", "embed_tokens", "re:.*mlp.gate$"]
-    assert leaves()["actor_rollout_ref.ref.strategy"] is ...
+    # verl 0.9.1 has 898 leaves; 69 of them are _target_
+    assert len(leaves(PPOConfig, megatron=False)) == 829
+    assert len(leaves(PPOConfig)) == 829 + 182
+    assert leaves(PPOConfig)["actor_rollout_ref.actor.ppo_mini_batch_size"] == 256
+    assert leaves(PPOConfig)["critic.fsdp.qat.ignore_patterns"] == [
+        "lm_head",
+        "embed_tokens",
+        "re:.*mlp.gate$",
+    ]
+    assert leaves(PPOConfig)["actor_rollout_ref.ref.strategy"] is ...
 
 
-def test_every_key_of_verl_falls_in_exactly_one_class():
-    rows = {
-        "ignored": tables().ignored,
-        "not needed": tables().not_needed,
-        "unsupported": tables().unsupported,
-    }
-    other_names = aliases(PPOConfig)
-    for key in leaves():
-        new = verl.renamed(key)
-        found = [name for name, table in rows.items() for pattern in table if fits(pattern, new)]
+def test_the_defaults_of_supervised_training_are_those_of_verl():
+    found = leaves(SFTConfig)
+    # sft_trainer_engine.yaml has 180, and three come with the sections that are like those of main_ppo
+    assert len(found) == 180 + 3
+    assert (found["optim.lr"], found["engine.dtype"], found["model.lora_alpha"]) == (0.001, "bfloat16", 16)
+    assert (found["trainer.total_epochs"], found["data.use_dynamic_bsz"]) == (4, True)
+
+
+@pytest.mark.parametrize("schema", [PPOConfig, SFTConfig])
+def test_every_key_of_verl_falls_in_exactly_one_class(schema):
+    rows = tables(schema)
+    named = {"ignored": rows.ignored, "not needed": rows.not_needed, "unsupported": rows.unsupported}
+    other_names = aliases(schema)
+    for key in leaves(schema):
+        new = verl.renamed(schema, key)
+        found = [name for name, table in named.items() for pattern in table if fits(pattern, new)]
         found += (
-            ["known"] * is_ours(key)
-            + ["moved"] * (new != key and is_ours(new))
+            ["known"] * is_ours(key, schema)
+            + ["moved"] * (new != key and is_ours(new, schema))
             + ["alias"] * (new in other_names)
         )
+        if not found and any(new.startswith(section) for section in rows.like):
+            found += ["like"] * (verl.classify(schema, key) is not None)
         assert len(found) == 1, (key, found)
 
 
-def test_every_alias_leads_to_a_key_of_ours():
-    for old, row in aliases(PPOConfig).items():
-        assert not is_ours(old), f"{old} is a key of ours; its row is dead"
-        assert verl.classify(old) in (row, Alias(row.new)), "the second: its whole section moved"
-        assert is_ours(row.new) or old == "model_engine", (old, row.new)
-    for schema in (SFTConfig, GenerateConfig, EvalConfig):
-        keys = known_keys(schema)
-        assert all(old not in keys and row.new in keys for old, row in aliases(schema).items())
-    assert all(key in KEYS and leader in KEYS for key, leader in FOLLOWS.items())
+@pytest.mark.parametrize("schema", [PPOConfig, SFTConfig, GenerateConfig, EvalConfig])
+def test_every_alias_leads_to_a_key_of_ours(schema):
+    keys = known_keys(schema)
+    for old, row in aliases(schema).items():
+        assert not is_ours(old, schema), f"{old} is a key of ours; its row is dead"
+        assert verl.classify(schema, old) in (row, Alias(row.new)), "the second: its whole section moved"
+        assert is_ours(row.new, schema) or old == "model_engine", (old, row.new)
+    sections = [*tables(schema).sections.values(), *tables(schema).like]
     assert all(
-        any(key.startswith(new) for key in KEYS) or new.startswith(("reward_model", "reward."))
-        for new in tables().sections.values()
+        any(key.startswith(new) for key in keys) or new.startswith(("reward_model", "reward."))
+        for new in sections
     )
 
 
-def test_no_row_hides_a_key_of_ours():
-    for pattern in [*tables().ignored, *tables().not_needed, *tables().unsupported]:
-        hidden = [key for key in KEYS if fits(pattern, key) and not KEYS[key].is_section]
+def test_every_key_that_follows_another_is_one_of_ours():
+    for key, leader in FOLLOWS.items():
+        assert any(
+            key in known_keys(schema) and leader in known_keys(schema) for schema in (PPOConfig, SFTConfig)
+        )
+
+
+@pytest.mark.parametrize("schema", [PPOConfig, SFTConfig])
+def test_no_row_hides_a_key_of_ours(schema):
+    keys = known_keys(schema)
+    for pattern in [*tables(schema).ignored, *tables(schema).not_needed, *tables(schema).unsupported]:
+        hidden = [key for key in keys if fits(pattern, key) and not keys[key].is_section]
         assert hidden == [], pattern
 
 
-def test_help_says_what_becomes_of_verls_keys():
-    said = hydraflow("main_ppo", "--help", "verl", cwd=ROOT).stdout
-    assert said.strip() == verl_page.page().strip()
-    assert f"| unsupported | {sum(verl_page.kind(key) == 'unsupported' for key in leaves())} |" in said
-    assert "| `algorithm.filter_groups.metric` | `reward` | `score` |" in said
+@pytest.mark.parametrize(
+    ("command", "schema", "row"),
+    [
+        ("main_ppo", PPOConfig, "| `algorithm.filter_groups.metric` | `reward` | `score` |"),
+        ("main_sft", SFTConfig, "| `model.partial_pretrain` | `model.path` | a name of other versions |"),
+        ("main_generate", GenerateConfig, "| `data.n_samples` | `rollout.n` | a name of other versions |"),
+        ("main_eval", EvalConfig, "The arguments of `python -m verl.trainer.main_eval` run with"),
+    ],
+)
+def test_help_says_what_becomes_of_verls_keys(command, schema, row):
+    said = hydraflow(command, "--help", "verl", cwd=ROOT).stdout
+    assert said.strip() == verl_page.page(schema).strip()
+    assert row in said
+    refused = sum(verl_page.kind(schema, key) == "unsupported" for key in leaves(schema))
+    assert not refused or f"| unsupported | {refused} |" in said
 
 
 # --- single keys --------------------------------------------------
@@ -271,7 +303,7 @@ def words_of(command_line: list[str]) -> list[str]:
     """The overrides of a command line; verl's configuration file becomes what it stands for."""
     files = [word.partition("=")[2] for word in command_line if word.startswith("--config-name")]
     return [word for word in command_line if not word.startswith("--")] + [
-        word for file in files for word in config_file(file)
+        word for file in files for word in config_file(PPOConfig, file)
     ]
 
 
@@ -353,7 +385,9 @@ def test_verls_groups_are_taken_or_named():
 def test_every_default_of_verl_is_accepted():
     """Whoever writes verl's own defaults on the command line asks for nothing special."""
     given = {
-        key: value for key, value in leaves(megatron=False).items() if value is not ... and value != "???"
+        key: value
+        for key, value in leaves(PPOConfig, megatron=False).items()
+        if value is not ... and value != "???"
     }
     given |= {"trainer.n_gpus_per_node": 8, "trainer.nnodes": 1}
     found, said = translated(given)

@@ -76,6 +76,39 @@ def test_every_assistant_turn_and_nothing_else_is_trained(
     assert all(mask == 0 for token, mask in response if token == " ")
 
 
+def test_prompt_and_response_may_be_inside_a_column(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerFast
+) -> None:
+    row = {"asked": [{"role": "user", "content": "1+2="}], "extra": {"reply": {"text": "3"}}}
+    path = write(tmp_path / "a.jsonl", [row])
+    config = SFTDataConfig(prompt_key="asked", prompt_dict_keys=["content"], response_key="extra")
+    config.response_dict_keys = ["reply", "text"]
+    batch = ConversationDataset(config, path, tokenizer).batch([0])
+    assert texts(batch, tokenizer) == [("1+2=", [("3", 1), (END, 1)])]
+    config.response_dict_keys = ["reply", "txt"]
+    with pytest.raises(ConfigError, match="row 0: column extra has nothing under txt; it has text"):
+        ConversationDataset(config, path, tokenizer)
+
+
+@pytest.mark.parametrize("columns", [("tools", "enable_thinking"), ("apis", "thinks")])
+def test_a_rows_tools_and_thinking_are_the_templates(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerFast, columns: tuple[str, str]
+) -> None:
+    tools = [{"type": "function", "function": {"name": "7"}}]
+    tokenizer.chat_template = (
+        "{% for tool in tools or [] %}{{ tool['function']['name'] }}{% endfor %}"
+        "{% if enable_thinking %}8{% endif %}" + WITH_PROMPT
+    )
+    given = [{}, {columns[0]: tools}, {columns[1]: True}, {columns[0]: tools, columns[1]: False}]
+    rows = [{"prompt": "1+2", "response": "3", columns[0]: None, **more} for more in given]
+    config = SFTDataConfig(tools_key=columns[0], enable_thinking_key=columns[1])
+    batch = ConversationDataset(config, write(tmp_path / "a.jsonl", rows), tokenizer).batch([0, 1, 2, 3])
+    assert [prompt for prompt, _ in texts(batch, tokenizer)] == ["1+2=", "71+2=", "81+2=", "71+2="]
+    config.tools_key = None
+    batch = ConversationDataset(config, tmp_path / "a.jsonl", tokenizer).batch([1])
+    assert texts(batch, tokenizer)[0][0] == "1+2="
+
+
 def test_a_template_that_rewrites_earlier_turns_is_refused(
     tmp_path: Path, tokenizer: PreTrainedTokenizerFast
 ) -> None:

@@ -29,7 +29,7 @@ class Speaker(Worker):
 PROGRAM = """
     import sys, time
     from dispatch.test_console import Speaker
-    from hydraflow.dispatch.config import RayInitConfig
+    from hydraflow.dispatch.config import LogConfig, RayInitConfig
     from hydraflow.dispatch.group import Timeouts
     from hydraflow.dispatch.placement import ResourcePool
     from hydraflow.dispatch.runtime import Runtime
@@ -38,7 +38,7 @@ PROGRAM = """
     from hydraflow.system.role_logs import LogSettings
 
     console = sys.argv[2] if len(sys.argv) > 2 else None
-    observability = Observability(logs=LogSettings(sys.argv[1], console=console))
+    observability = Observability(logs=LogSettings(sys.argv[1], LogConfig(console=console)))
     with Runtime(RayInitConfig(), Timeouts(start=120, call=60), observability=observability) as runtime:
         runtime.start([ResourcePool("pool", [3])])
         role = runtime.group("pool", {"speaker": RoleSpec(Speaker)}).role("speaker")

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from jobs.command import LOCAL, assert_refused, hydraflow, read_steps
+from jobs.conftest import LEARNT, write_lines
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hydraflow.compose.loading import load
@@ -88,6 +89,49 @@ def test_padding_and_the_number_of_processes_change_nothing(
     assert len(padded) == 3 and not (tmp_path / "final_model").exists()
     for name in ("train/loss", "train/grad_norm"):
         assert [row[name] for row in padded] == pytest.approx([row[name] for row in packed], rel=1e-4)
+
+
+@pytest.mark.slow
+def test_a_command_line_of_verl_trains(tiny: str, tmp_path: Path) -> None:
+    """One of fsdp_sft_trainer, with the columns of verl's GSM8K files."""
+    rows = [{"extra_info": {"question": asked, "answer": said}} for asked, said in LEARNT.items()]
+    file = write_lines(tmp_path / "train.jsonl", rows)
+    words = [
+        f"data.train_files={file}",
+        f"data.val_files={file}",
+        "data.prompt_key=extra_info",
+        "data.response_key=extra_info",
+        "data.prompt_dict_keys=['question']",
+        "+data.response_dict_keys=['answer']",
+        "data.train_batch_size=4",
+        "data.micro_batch_size=2",
+        "data.max_length=32",
+        f"model.partial_pretrain={tiny}",
+        "model.strategy=fsdp",
+        "model.fsdp_config.cpu_offload=false",
+        "optim.lr=0.01",
+        "optim.lr_scheduler=cosine",
+        "ulysses_sequence_parallel_size=1",
+        "use_remove_padding=true",
+        "trainer.default_local_dir=out",
+        "trainer.default_hdfs_dir=null",
+        "trainer.project_name=gsm8k-sft",
+        "trainer.total_epochs=2",
+        "trainer.test_freq=after_each_epoch",
+        "trainer.save_freq=after_each_epoch",
+        "trainer.logger=['console']",
+    ]
+    ours = ["fsdp_config.dtype=fp32", "data.val_max_samples=3", *LOCAL]
+    done = hydraflow("main_sft", *words, *ours, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "note: model.partial_pretrain: taken as model.path=" in done.stderr
+    steps, turns = read_steps(tmp_path / "out"), [[pair] for pair in LEARNT.items()]
+    assert [sorted(row.keys() & {"val/loss"}) for row in steps] == [["val/loss"], ["val/loss"]]
+    assert steps[0]["train/loss"] == pytest.approx(loss_by_hand(tiny, turns), rel=1e-5)
+    final = loss_by_hand(tmp_path / "out" / "final_model", turns[:3])
+    assert steps[-1]["val/loss"] == pytest.approx(final, rel=1e-4)
+    saved = sorted(path.name for path in (tmp_path / "out").glob("global_step_*"))
+    assert saved == ["global_step_1", "global_step_2"]
 
 
 def test_a_mistake_is_one_message(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from hydraflow.dispatch.config import LogConfig
 from hydraflow.logs import read
 from hydraflow.rewards import printed
 from hydraflow.rewards.config import CustomRewardConfig, RewardConfig
@@ -29,7 +30,7 @@ FORGED = "2026-11-21T08:47:24.123Z ERROR actor-0 hydraflow: all is lost"
 @pytest.fixture
 def logs(tmp_path: Path) -> Iterator[RoleLogs]:
     """This process has log files that are small."""
-    made = RoleLogs(LogSettings(str(tmp_path / "logs"), max_bytes=50_000, keep=3), 0, "reward")
+    made = RoleLogs(LogSettings(str(tmp_path / "logs"), LogConfig(max_megabytes=50_000 / 2**20)), 0, "reward")
     root = logging.getLogger()
     before, root.handlers = root.handlers, [made]
     yield made

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+from hydraflow.dispatch.config import LogConfig
 from hydraflow.system.role_logs import LINE, LogSettings, RoleLogs, apply_level
 
 
@@ -70,7 +71,7 @@ def test_the_file_is_that_of_the_role_whose_method_runs(tmp_path: Path, root: lo
 def test_the_level_holds_for_ours_and_debug_not_for_others(
     tmp_path: Path, root: logging.Logger, level: str, ours: int, others: int
 ) -> None:
-    root.addHandler(RoleLogs(LogSettings(str(tmp_path), level), 0, "actor"))
+    root.addHandler(RoleLogs(LogSettings(str(tmp_path), LogConfig(level)), 0, "actor"))
     apply_level(level)
     for name in ("hydraflow.x", "somelibrary"):
         for number in (10, 20, 30, 40, 50):
@@ -83,7 +84,7 @@ def test_the_level_holds_for_ours_and_debug_not_for_others(
 
 
 def test_files_are_set_aside_at_their_size_and_the_oldest_goes(tmp_path: Path) -> None:
-    logs = RoleLogs(LogSettings(str(tmp_path), max_bytes=200, keep=2), 0, "actor")
+    logs = RoleLogs(LogSettings(str(tmp_path), LogConfig(max_megabytes=200 / 2**20, keep=2)), 0, "actor")
     for number in range(30):
         logs.line("INFO", f"{number:03d} {'x' * 40}")
     kept = {path.name: [line.split()[3] for line in lines(path)] for path in tmp_path.iterdir()}
@@ -108,8 +109,10 @@ def test_an_exception_comes_with_its_stack_below_the_line(tmp_path: Path, root: 
 
 CAPTURED = """
     import faulthandler, logging, os, subprocess, sys, warnings
+    from hydraflow.dispatch.config import LogConfig
     from hydraflow.system.role_logs import LogSettings, RoleLogs, apply_level
-    logs = RoleLogs(LogSettings(sys.argv[1], console="warning", max_bytes=2000), 1, "actor")
+    log = LogConfig(console="warning", max_megabytes=2000 / 2**20)
+    logs = RoleLogs(LogSettings(sys.argv[1], log), 1, "actor")
     logging.getLogger().addHandler(logs)
     apply_level("info")
     logs.capture()
@@ -180,7 +183,7 @@ def test_a_full_disk_costs_lines_and_nothing_else(tmp_path: Path, monkeypatch: p
 def test_a_file_that_cannot_be_set_aside_grows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """No room for another file, or too many open: no line is lost, no older file, and nothing is written to a
     file of somebody else."""
-    logs = RoleLogs(LogSettings(str(tmp_path), max_bytes=100, keep=2), 0, "actor")
+    logs = RoleLogs(LogSettings(str(tmp_path), LogConfig(max_megabytes=100 / 2**20, keep=2)), 0, "actor")
     for number in range(4):
         logs.line("INFO", f"{number} {'x' * 60}")
     before = sorted(path.name for path in tmp_path.iterdir())
