@@ -2,7 +2,7 @@
 # Checks the project: ruff, formatting, mypy, pytest. All of them run, whatever the first ones say. Arguments go to pytest.
 #
 #   scripts/test.sh                       everything
-#   scripts/test.sh --fast                without the tests that use Ray or several ranks, or train: about four minutes on two cores
+#   scripts/test.sh --fast                without the tests that use Ray or several ranks, or train: about three minutes on two cores
 #   scripts/test.sh -n 0 --pdb FILE       in one process, at the debugger
 set -euo pipefail
 
@@ -27,11 +27,22 @@ check() { # name, how long it takes, command
     fi
 }
 
+types() { # what mypy, which runs beside the tests, has found
+    wait "$mypy"
+    local code=$?
+    cat "$mypy_says"
+    return $code
+}
+
 check ruff "a second" "$PYTHON" -m ruff check .
 check formatting "a second" "$PYTHON" -m ruff format --check .
-check mypy "up to a minute the first time" "$PYTHON" -m mypy
+mypy_says="$(mktemp)"
+"$PYTHON" -m mypy >"$mypy_says" 2>&1 &
+mypy=$!
+trap 'kill "$mypy" 2>/dev/null || true; rm -f "$mypy_says"' EXIT
 # Two test processes: much of a test that trains is waiting for processes to start. Each takes a file at a time.
 check pytest "some minutes" "$PYTHON" -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder "$@"
+check mypy "beside the tests" types
 
 if ((${#failed[@]})); then
     fail "failed: ${failed[*]}"

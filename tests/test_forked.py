@@ -103,6 +103,7 @@ def test_a_changed_environment_gets_a_server_of_its_own(home: Path, monkeypatch:
     second.stop()
 
 
+@pytest.mark.slow
 def test_a_command_uses_the_token_that_a_ray_of_the_tests_has_switched_on(
     home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -74,14 +74,14 @@ CASES = {
         "qwen3",
         dict(vocab_size=8192, hidden_size=512, intermediate_size=1536, num_hidden_layers=12)
         | dict(num_attention_heads=8, num_key_value_heads=4, head_dim=64, tie_word_embeddings=True),
-        prompt=64, response=64, rows=12, micro=4,
+        prompt=104, response=24, rows=12, micro=4,
     ),
     # 112 M parameters, half of them in the embedding and the output matrix; one micro-batch
     "untied": Case(
         "llama",
         dict(vocab_size=32000, hidden_size=768, intermediate_size=2048, num_hidden_layers=8)
         | dict(num_attention_heads=12, num_key_value_heads=4, tie_word_embeddings=False),
-        prompt=32, response=32, rows=8, micro=8,
+        prompt=48, response=16, rows=8, micro=8,
     ),
     # 28 M parameters; activations are kept, and the head works in chunks: memory is mostly activations and
     # logits
@@ -89,7 +89,7 @@ CASES = {
         "qwen2",
         dict(vocab_size=20000, hidden_size=384, intermediate_size=1152, num_hidden_layers=8)
         | dict(num_attention_heads=6, num_key_value_heads=2, tie_word_embeddings=False),
-        prompt=256, response=64, rows=8, micro=4,
+        prompt=296, response=24, rows=8, micro=4,
         settings={
             "actor_rollout_ref.model.enable_gradient_checkpointing": False,
             "actor_rollout_ref.actor.fsdp_config.head_chunk_tokens": 128,

@@ -57,6 +57,7 @@ def test_open_files() -> None:
     assert tiny.state is State.PROBLEM and "need about 64" in tiny.evidence  # 52 + 2 * 6
 
 
+@pytest.mark.slow
 def test_a_tiny_ulimit_is_seen_by_the_doctor(tmp_path: Path) -> None:
     command = f"ulimit -n 60; exec {sys.executable} -m hydraflow.doctor --json trainer.device=cpu"
     done = subprocess.run(

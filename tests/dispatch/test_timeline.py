@@ -58,6 +58,7 @@ def test_the_spans_of_a_step_add_up_to_it(tmp_path: Path) -> None:
     assert sum(seconds for name, _, seconds in shown if name in ("dispatch", "gen", "update_actor")) == 2.0
 
 
+@pytest.mark.slow
 def test_a_long_run_is_written_at_once(tmp_path: Path) -> None:
     """As many spans as are kept, of steps and of ranks: the end of a run that is told to stop has seconds,
     not minutes."""

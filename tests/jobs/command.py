@@ -29,7 +29,9 @@ SMALL_STEPS = [
     "actor_rollout_ref.rollout.n=4",
 ]
 
-LOCAL = ["trainer.debug.local=true", "trainer.n_gpus_per_node=1", "trainer.threads_per_process=1"]
+ONE_RANK = ["trainer.n_gpus_per_node=1", "trainer.threads_per_process=1"]
+"""One process with one thread: two tests run at a time."""
+LOCAL = ["trainer.debug.local=true", *ONE_RANK]
 """Without Ray, in one process: bit by bit what a run on one rank does (`test_debugging.py`), in a tenth of
 the time."""
 

@@ -14,7 +14,7 @@ import numpy as np
 import pyarrow.parquet
 import pytest
 from dispatch import trace_format
-from jobs.command import SMALL_RECIPE, SMALL_STEPS, assert_refused, hydraflow, read_steps
+from jobs.command import ONE_RANK, SMALL_RECIPE, SMALL_STEPS, assert_refused, hydraflow, read_steps
 
 from hydraflow.protocol.columns import first_difference
 from hydraflow.protocol.stored import read_batch
@@ -43,7 +43,7 @@ def train(home: Path, cache: Path, name: str, *overrides: str, code: int = 0) ->
         *SMALL_RECIPE,
         *SMALL_STEPS,
         f"recipe.cache_dir={cache}",
-        "trainer.n_gpus_per_node=1",
+        *ONE_RANK,
         f"trainer.default_local_dir={name}",
     ]
     given += [

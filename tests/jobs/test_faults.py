@@ -14,6 +14,7 @@ import psutil
 import pytest
 from jobs.command import (
     LOCAL,
+    ONE_RANK,
     SMALL_RECIPE,
     SMALL_STEPS,
     Started,
@@ -95,7 +96,7 @@ def test_a_run_goes_on_by_itself_as_often_as_it_may(tmp_path: Path, recipe_cache
 
 
 def test_rays_node_process_dies(tmp_path: Path, recipe_cache: Path) -> None:
-    started = begin(tmp_path, recipe_cache, "trainer.n_gpus_per_node=1")
+    started = begin(tmp_path, recipe_cache, *ONE_RANK)
     begun = time.monotonic()
     family(started, "/raylet/raylet")[0].kill()
     assert started.ended(30) == 3, started.said()[-3000:]
@@ -105,7 +106,7 @@ def test_rays_node_process_dies(tmp_path: Path, recipe_cache: Path) -> None:
 
 
 def test_rays_control_service_dies(tmp_path: Path, recipe_cache: Path) -> None:
-    started = begin(tmp_path, recipe_cache, "trainer.n_gpus_per_node=1")
+    started = begin(tmp_path, recipe_cache, *ONE_RANK)
     begun = time.monotonic()
     family(started, "gcs_server")[0].kill()
     assert started.ended(30) == 3, started.said()[-3000:]
@@ -114,7 +115,7 @@ def test_rays_control_service_dies(tmp_path: Path, recipe_cache: Path) -> None:
 
 
 def test_a_process_hangs(tmp_path: Path, recipe_cache: Path) -> None:
-    started = begin(tmp_path, recipe_cache, "trainer.rpc_timeout=6", "trainer.n_gpus_per_node=1")
+    started = begin(tmp_path, recipe_cache, "trainer.rpc_timeout=6", *ONE_RANK)
     begun = time.monotonic()
     family(started, "ray::WorkerHost")[0].send_signal(signal.SIGSTOP)
     assert started.ended(40) == 4, started.said()[-3000:]
@@ -132,7 +133,7 @@ def test_a_rollout_process_dies_while_it_receives_weights(
     """Where it may not be replaced, the run ends; `test_placement.py` has the runs that go on."""
     monkeypatch.setattr(roles, "RolloutWorker", dying_worker({"receiving": 1}, tmp_path))
     given = [*SMALL_RECIPE, *SMALL_STEPS, f"recipe.cache_dir={recipe_cache}"]
-    given += ["trainer.fuse_roles=false", "trainer.n_gpus_per_node=1", "trainer.rpc_timeout=60"]
+    given += ["trainer.fuse_roles=false", *ONE_RANK, "trainer.rpc_timeout=60"]
     given += [f"{ROLLOUT}.update_weights_bucket_megabytes=1", f"{ROLLOUT}.max_retries=0"]
     given += [f"trainer.default_local_dir={tmp_path}/out"]
     given += ["trainer.val_before_train=false", "trainer.logger=[file]"]

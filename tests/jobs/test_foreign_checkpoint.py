@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from engine.foreign import OBJECT, REFUSED, put_into_index, put_into_shard, seal
-from jobs.command import LOCAL, SMALL_RECIPE, SMALL_STEPS, assert_refused, hydraflow, read_steps
+from jobs.command import LOCAL, ONE_RANK, SMALL_RECIPE, SMALL_STEPS, assert_refused, hydraflow, read_steps
 
 pytestmark = pytest.mark.slow
 
@@ -67,7 +67,7 @@ def test_code_in_a_shard_is_not_run(checkpoint: Path, keys: list[str], tmp_path:
     """Only the workers open shards."""
     put_into_shard(checkpoint / "actor", tmp_path / "hacked", as_object=False)
     seal(checkpoint)
-    one = ["trainer.val_only=true", "trainer.n_gpus_per_node=1"]
+    one = ["trainer.val_only=true", *ONE_RANK]
     done = hydraflow("main_ppo", *keys, *RESUME, *one, cwd=tmp_path)
     said = done.stdout + done.stderr
     assert done.returncode == 4, said[-3000:]

@@ -18,6 +18,7 @@ import pytest
 from dispatch import trace_format
 from jobs.command import (
     LOCAL,
+    ONE_RANK,
     SMALL_RECIPE,
     SMALL_STEPS,
     Started,
@@ -113,7 +114,7 @@ def test_a_second_sigterm_does_not_wait_for_a_step_that_hangs(tmp_path: Path, re
         "main_ppo",
         *ENDLESS,
         "trainer.save_freq=2",
-        "trainer.n_gpus_per_node=1",
+        *ONE_RANK,
         f"recipe.cache_dir={recipe_cache}",
         cwd=tmp_path,
     )
@@ -205,9 +206,7 @@ def test_sigterm_does_not_wait_for_rewards_that_sleep(tmp_path: Path, recipe_cac
         "reward.timeout=600",
     ]
     given += [f"recipe.cache_dir={recipe_cache}", f"reward.custom_reward_function.path={tmp_path}/reward.py"]
-    started = start(
-        "main_ppo", *given, "trainer.default_local_dir=out", "trainer.n_gpus_per_node=1", cwd=tmp_path
-    )
+    started = start("main_ppo", *given, "trainer.default_local_dir=out", *ONE_RANK, cwd=tmp_path)
     wait_for(lambda: has_lines(tmp_path / "out" / "metrics.jsonl", 4), 180, "the first steps")
     (tmp_path / "asleep").touch()
     lines = 0

@@ -130,6 +130,7 @@ def test_rows_that_cannot_be_scored(rows: list[dict], words: str, tmp_path: Path
     assert words in str(caught.value)
 
 
+@pytest.mark.slow
 def test_a_mistake_is_one_message_and_leaves_no_file(tmp_path: Path) -> None:
     assert_refused(hydraflow("main_eval", cwd=tmp_path), "data.path=null: must be given")
     done = hydraflow("main_eval", "data.path=no.parquet", "output.path=report.json", cwd=tmp_path)

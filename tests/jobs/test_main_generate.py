@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pyarrow.parquet
 import pytest
-from jobs.command import LOCAL, assert_refused, hydraflow, start, wait_for
+from jobs.command import LOCAL, ONE_RANK, assert_refused, hydraflow, start, wait_for
 from jobs.conftest import LEARNT, write_lines
 
 from hydraflow.compose.loading import load
@@ -87,7 +87,7 @@ def test_ctrl_c_leaves_no_process_and_no_file(tiny: str, prompts: Path, tmp_path
         "output.path=out/responses.parquet",
     ]
     slow = ["rollout.max_num_seqs=1", "rollout.ignore_eos=true", "data.max_response_length=200"]
-    slow += ["trainer.n_gpus_per_node=1"]
+    slow += ONE_RANK
     started = start("main_generate", *given, *slow, cwd=tmp_path)
     wait_for(
         lambda: started.process.poll() is not None or "of 800 prompts" in started.said(), 240, "responses"

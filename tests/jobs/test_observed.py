@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from dispatch import trace_format
-from jobs.command import SMALL_RECIPE, SMALL_STEPS, hydraflow, read_steps, start, wait_for
+from jobs.command import ONE_RANK, SMALL_RECIPE, SMALL_STEPS, hydraflow, read_steps, start, wait_for
 
 pytestmark = pytest.mark.slow
 
@@ -178,7 +178,7 @@ def test_a_debugger_in_a_worker_of_ray(tmp_path: Path, recipe_cache: Path) -> No
         "trainer.val_before_train=false",
         "reward.custom_reward_function.path=stops.py",
         "+debug=true",
-        "trainer.n_gpus_per_node=1",
+        *ONE_RANK,
         "trainer.rpc_timeout=5",
     ]
     started = start("main_ppo", *given, cwd=tmp_path)

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from jobs.command import LOCAL, has_lines, hydraflow, processes_with, start, wait_for
+from jobs.command import LOCAL, ONE_RANK, has_lines, hydraflow, processes_with, start, wait_for
 
 from hydraflow.compose.loading import load
 from hydraflow.jobs.ppo import PPOJob
@@ -216,7 +216,7 @@ def test_a_supervised_run_goes_on_after_a_warning_signal(tmp_path: Path, sft_key
     ]
     whole = hydraflow("main_sft", *keys, *LOCAL, "trainer.default_local_dir=whole", cwd=tmp_path)
     assert whole.returncode == 0, whole.stderr[-3000:]
-    keys += ["trainer.n_gpus_per_node=1", "trainer.default_local_dir=out"]
+    keys += [*ONE_RANK, "trainer.default_local_dir=out"]
     started = start("main_sft", *keys, cwd=tmp_path)
     wait_for(lambda: has_lines(tmp_path / "out" / "metrics.jsonl", 20), 180, "the first steps")
     everyone = processes_with([started.mark])

@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 
 import pytest
-from jobs.command import LOCAL, SMALL_RECIPE, SMALL_STEPS, assert_refused, hydraflow, read_steps
+from jobs.command import LOCAL, ONE_RANK, SMALL_RECIPE, SMALL_STEPS, assert_refused, hydraflow, read_steps
 from jobs.conftest import write_lines
 
 PATH = "reward.custom_reward_function.path"
@@ -63,7 +63,7 @@ def test_a_run_whose_function_fails_on_every_row_ends_before_it_trains(
         "trainer.save_freq=1",
         f"trainer.val_before_train={str(validates).lower()}",
     ]
-    given += LOCAL if validates else ["trainer.n_gpus_per_node=1"]
+    given += LOCAL if validates else ONE_RANK
     done = hydraflow("main_ppo", *given, f"{PATH}=reward.py", cwd=tmp_path)
     assert done.returncode == 5, done.stderr[-3000:]
     where = "validation after step 0: " if validates else "step 1: "
@@ -82,7 +82,7 @@ def test_a_run_whose_function_fails_on_every_row_ends_before_it_trains(
 def test_a_run_whose_responses_all_score_alike_says_so_once(tmp_path: Path, recipe_cache: Path) -> None:
     (tmp_path / "reward.py").write_text(f"{SIGNATURE}\n    return 0.0\n")
     given = [*SMALL_RECIPE, *SMALL_STEPS, f"recipe.cache_dir={recipe_cache}", "trainer.default_local_dir=out"]
-    given += ["trainer.total_training_steps=4", "trainer.val_before_train=false", "trainer.n_gpus_per_node=1"]
+    given += ["trainer.total_training_steps=4", "trainer.val_before_train=false", *ONE_RANK]
     done = hydraflow("main_ppo", *given, f"{PATH}=reward.py", cwd=tmp_path)
     assert done.returncode == 0, done.stderr[-3000:]
     words = "steps 1 to 3: every advantage is the same"

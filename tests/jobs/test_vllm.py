@@ -12,7 +12,7 @@ import psutil
 import pyarrow.parquet as parquet
 import pytest
 from generation.vllm_process import needs_vllm
-from jobs.command import assert_refused, hydraflow, wait_for
+from jobs.command import ONE_RANK, assert_refused, hydraflow, wait_for
 from jobs.dying import dying_worker, hanging_worker
 from jobs.test_placement import ACTOR, CRITIC, GPUS, ROLLOUT, SMALL_BUCKETS, processes, train
 
@@ -132,7 +132,7 @@ def test_main_generate_writes_what_native_writes(prompts: Path, tmp_path: Path) 
     nearly as probable."""
     model = make_model(tmp_path / "model", hidden=64, layers=2, heads=2, kv_heads=1)
     given = [f"model.path={model}", f"data.path={prompts}", "data.max_response_length=8"]
-    given += ["rollout.temperature=0", "trainer.n_gpus_per_node=1", "model.override_config={}"]
+    given += ["rollout.temperature=0", *ONE_RANK, "model.override_config={}"]
     found = {}
     for name in ("native", "vllm"):
         done = hydraflow(
@@ -146,5 +146,5 @@ def test_main_generate_writes_what_native_writes(prompts: Path, tmp_path: Path) 
 def test_a_model_that_it_does_not_run_is_refused(tmp_path: Path, prompts: Path, tiny: str) -> None:
     """The tiny model's heads are of size 16, which has no attention kernel on a CPU."""
     given = [f"model.path={tiny}", f"data.path={prompts}", "output.path=x.parquet", "rollout.name=vllm"]
-    done = hydraflow("main_generate", *given, "trainer.n_gpus_per_node=1", cwd=tmp_path)
+    done = hydraflow("main_generate", *given, *ONE_RANK, cwd=tmp_path)
     assert_refused(done, "rollout.name=vllm", "no attention for heads of size 16")

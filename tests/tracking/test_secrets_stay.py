@@ -43,6 +43,7 @@ def files_with(word: str, folder: Path) -> list[str]:
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tracker", list(PACKAGES))
 def test_no_secret_of_the_process_is_in_what_a_tracker_writes(tmp_path: Path, tracker: str) -> None:
     if find_spec(PACKAGES[tracker]) is None:
