@@ -1,17 +1,23 @@
 """One vLLM engine in a process of its own, or in several: a process has room for one, and its start is what
-costs."""
+costs. Imports are two thirds of that: one process makes them, and forks for each engine."""
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
-import multiprocessing
+import os
 import pickle
+import signal
 import socket
+import tempfile
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
+from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from typing import Any
 
+import psutil
 import pytest
 from transformers import PreTrainedConfig
 
@@ -21,6 +27,60 @@ needs_vllm = pytest.mark.skipif(
 
 Place = tuple[int, int, int]
 """Rank among the engine's processes, their number, and the port of their rendezvous."""
+
+
+IMPORTED = (
+    "vllm",
+    "vllm.v1.engine.llm_engine",
+    "vllm.v1.worker.cpu_worker",
+    "vllm.v1.attention.backends.cpu_attn",
+    "vllm.model_executor.model_loader",
+    "hydraflow.generation.vllm_worker",
+    "transformers.models.auto.modeling_auto",
+)
+
+
+def fork_engines(requests: Connection) -> None:
+    """Imports vLLM, then forks a process for each request: an environment, and the arguments of `serve`."""
+    from hydraflow.generation import vllm
+
+    vllm.set_environment()
+    for name in IMPORTED:
+        importlib.import_module(name)
+    assert len(os.listdir("/proc/self/task")) == 1, "a fork copies no other thread"
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for an engine that has ended
+    with suppress(EOFError):
+        while True:
+            environ, args, pipe = requests.recv()
+            if (pid := os.fork()) == 0:
+                requests.close()
+                os.environ.clear()
+                os.environ.update(environ)
+                tempfile.tempdir = None
+                signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+                serve(*args, pipe)
+                return
+            pipe.close()
+            requests.send(pid)
+
+
+FORKS: list[Connection] = []
+"""To the process that forks, once there is one. It ends with this process."""
+
+
+def forked(*args: Any) -> tuple[Connection, psutil.Process]:
+    """A pipe to a new process that runs `serve`, and the process."""
+    context = get_context("spawn")
+    if not FORKS:
+        ours, theirs = context.Pipe()
+        context.Process(target=fork_engines, args=(theirs,), daemon=False).start()
+        theirs.close()
+        FORKS.append(ours)
+    ours, theirs = context.Pipe()
+    FORKS[0].send((dict(os.environ), args, theirs))
+    pid = FORKS[0].recv()
+    theirs.close()
+    return ours, psutil.Process(pid)
 
 
 def serve(
@@ -86,11 +146,7 @@ class EngineProcess:
         **rollout: Any,
     ):
         """needed: the least version of vLLM; None: the usual one. rollout: keys of its section."""
-        context = multiprocessing.get_context("spawn")
-        self.pipe, theirs = context.Pipe()
-        args = (config, rollout, needed, place, theirs)
-        self.process = context.Process(target=serve, args=args, daemon=True)
-        self.process.start()
+        self.pipe, self.process = forked(config, rollout, needed, place)
 
     def run(self, function: Callable[..., Any], *args: Any) -> Any:
         """What the function returns. Its exception is raised here with the trace as text."""
@@ -110,6 +166,7 @@ class EngineProcess:
 
     def stop(self) -> None:
         self.pipe.send_bytes(pickle.dumps(None))
-        self.process.join(20)
-        if self.process.is_alive():
+        try:
+            self.process.wait(20)
+        except psutil.TimeoutExpired:
             self.process.kill()
