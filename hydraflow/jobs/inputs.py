@@ -7,16 +7,18 @@ purpose: reward functions and the machine (`ppo.py`, `session.py`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from hydraflow.batch_plan.roles import needs_critic
+from hydraflow.batch_plan.roles import needs_critic, own_reference
 from hydraflow.data.config import PromptConfig, SFTDataConfig
 from hydraflow.data.files import FileRecord
 from hydraflow.data.prompts import PromptDataset, read_prompts
+from hydraflow.engine.config import FSDPConfig
 from hydraflow.engine.fsdp.lora import require_targets
+from hydraflow.engine.fsdp.ulysses import KEY, require_shareable
 from hydraflow.errors import ConfigError, Faults
 from hydraflow.models.config import ModelConfig, ModelSourceConfig
 from hydraflow.models.fit import require_model, require_weights
@@ -62,12 +64,18 @@ def open_model(model: ModelSourceConfig, faults: Faults, *, head: str, field: st
 
 
 def open_trained_model(
-    model: ModelConfig, faults: Faults, *, head: str, field: str
+    model: ModelConfig, faults: Faults, *, head: str, field: str, shared: Mapping[str, FSDPConfig]
 ) -> PreTrainedConfig | None:
-    """The same for a model that may get adapters."""
+    """The same for a model that may get adapters, and whose rows devices may share; `shared`: how each of its
+    roles is divided, by section."""
     config = open_model(model, faults, head=head, field=field)
-    if config is not None and model.lora_rank > 0:
+    if config is None:
+        return None
+    if model.lora_rank > 0:
         faults.passes(lambda: require_targets(model, config, head=head, field=field))
+    for section, fsdp in shared.items():
+        size, key = fsdp.ulysses_sequence_parallel_size, f"{section}{KEY}"
+        faults.passes(partial(require_shareable, config, model, size, field=field, key=key))
     return config
 
 
@@ -120,7 +128,11 @@ def require_context(
 def open_inputs(config: PPOConfig, faults: Faults) -> RunPrompts | None:
     """Models, tokenizer and prompts of a run of reinforcement learning; None: not all could be opened."""
     data, model = config.data, config.actor_rollout_ref.model
-    described = open_trained_model(model, faults, head="policy", field=POLICY)
+    policy = config.actor_rollout_ref
+    shared = {"actor_rollout_ref.actor.": policy.actor.fsdp_config}
+    if own_reference(config):
+        shared["actor_rollout_ref.ref."] = policy.ref.fsdp_config
+    described = open_trained_model(model, faults, head="policy", field=POLICY, shared=shared)
     if needs_critic(config):
         _open_critic(config, faults)
     tokenizer = open_tokenizer(model, described, faults, field=POLICY)
@@ -143,5 +155,6 @@ def _open_critic(config: PPOConfig, faults: Faults) -> None:
     """The critic's directory defaults to the policy's, whose errors are already reported."""
     known = {(str(problem.value), problem.rule) for problem in faults.problems}
     critics = Faults()
-    open_trained_model(critic_model(config), critics, head="value", field=CRITIC)
+    shared = {"critic.": config.critic.fsdp_config}
+    open_trained_model(critic_model(config), critics, head="value", field=CRITIC, shared=shared)
     faults.add([problem for problem in critics.problems if (str(problem.value), problem.rule) not in known])

@@ -73,7 +73,8 @@ def _checked(
     """Opens every file that the run will use, and makes the plan. Raises one ConfigError that lists
     everything missing or inconsistent."""
     data, faults, machine = config.data, session.faults, session.found_machine
-    described = open_trained_model(config.model, faults, head="policy", field="model")
+    shared = {"": config.fsdp_config}
+    described = open_trained_model(config.model, faults, head="policy", field="model", shared=shared)
     tokenizer = open_tokenizer(config.model, described, faults, field="model")
     train = open_chats(
         data, data.train_files, tokenizer, faults, key="data.train_files", max_samples=data.train_max_samples

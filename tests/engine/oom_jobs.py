@@ -80,10 +80,10 @@ class Trouble:
 
         return watched
 
-    def _noted(self, data: DataProto, wanted: torch.Tensor | None) -> Any:
+    def _noted(self, data: DataProto, *args: Any, **options: Any) -> Any:
         self.passes, self.fits = self.passes + 1, self.fit(data)
         self._reached("pack")
-        return self._pack(data, wanted)
+        return self._pack(data, *args, **options)
 
     def _watch(self, output: torch.Tensor, name: str) -> None:
         if output.requires_grad:
@@ -112,8 +112,10 @@ def disturbed(path: str, options: Mapping[str, Any], cases: Sequence[Case]) -> l
     # an out-of-memory error has garbage collected, which takes half a second for all that is imported
     gc.freeze()
     engine = rank_jobs.make_engine(path, options)
-    share = rank_jobs.my_share(rank_jobs.make_batch(rows=ROWS * dist.get_world_size()))
-    sizes = [tokens_of(part) for part in rank_jobs.make_batch(rows=ROWS * dist.get_world_size()).split(2)]
+    batch = rank_jobs.make_batch(rows=ROWS * engine.data_size)
+    share = rank_jobs.my_share(batch, engine)
+    sizes = [tokens_of(part) for part in batch.split(2)]
+    sharers = dist.get_world_size() // engine.data_size
     wanted = engine.forward_backward(share.split(1), rank_jobs.loss_of), rank_jobs.gradients(engine)
     wrong = []
     for case in cases:
@@ -122,7 +124,7 @@ def disturbed(path: str, options: Mapping[str, Any], cases: Sequence[Case]) -> l
         loss = trouble.loss(rank_jobs.loss_of)
         found = caught(lambda loss=loss: engine.forward_backward(share.split(2), loss))
         trouble.leave()
-        if found != [(rank, 2, sizes[ROWS // 2 * rank + case.at]) for rank in case.ranks]:
+        if found != [(rank, 2, sizes[ROWS // 2 * (rank // sharers) + case.at]) for rank in case.ranks]:
             wrong.append(f"{case}: reported {found}")
         if rank_jobs.gradients(engine):
             wrong.append(f"{case}: a gradient is left")
@@ -140,7 +142,7 @@ def gradient_after_out_of_memory(
 ) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
     """The gradient of all rows in one pass, and that of four passes, of which one was cut off before."""
     engine = rank_jobs.make_engine(path, options)
-    share = rank_jobs.my_share(rank_jobs.make_batch())
+    share = rank_jobs.my_share(rank_jobs.make_batch(), engine)
     engine.forward_backward([share], rank_jobs.loss_of)
     whole = rank_jobs.gradients(engine)
     engine.module.zero_grad()
@@ -154,7 +156,7 @@ def disturbed_inference(path: str, cases: Sequence[Case]) -> list[str]:
     """The same in forward passes, of which there are two."""
     gc.freeze()
     engine = rank_jobs.make_engine(path, {"fsdp": {"model_dtype": "fp64", "dtype": "fp64"}})
-    share = rank_jobs.my_share(rank_jobs.make_batch())
+    share = rank_jobs.my_share(rank_jobs.make_batch(), engine)
     wanted = engine.forward(share.split(1)).get("log_probs").values().clone()
     wrong = []
     for case in cases:
