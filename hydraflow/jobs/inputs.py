@@ -7,16 +7,17 @@ purpose: reward functions and the machine (`ppo.py`, `session.py`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from hydraflow.batch_plan.roles import needs_critic, own_reference
+from hydraflow.batch_plan.resolve import BatchPlan
+from hydraflow.batch_plan.roles import needs_critic
+from hydraflow.batch_plan.topology import SECTIONS
 from hydraflow.data.config import PromptConfig, SFTDataConfig
 from hydraflow.data.files import FileRecord
 from hydraflow.data.prompts import PromptDataset, read_prompts
-from hydraflow.engine.config import FSDPConfig
 from hydraflow.engine.fsdp.lora import require_targets
 from hydraflow.engine.fsdp.ulysses import KEY, require_shareable
 from hydraflow.errors import ConfigError, Faults
@@ -64,18 +65,12 @@ def open_model(model: ModelSourceConfig, faults: Faults, *, head: str, field: st
 
 
 def open_trained_model(
-    model: ModelConfig, faults: Faults, *, head: str, field: str, shared: Mapping[str, FSDPConfig]
+    model: ModelConfig, faults: Faults, *, head: str, field: str
 ) -> PreTrainedConfig | None:
-    """The same for a model that may get adapters, and whose rows devices may share; `shared`: how each of its
-    roles is divided, by section."""
+    """The same for a model that may get adapters."""
     config = open_model(model, faults, head=head, field=field)
-    if config is None:
-        return None
-    if model.lora_rank > 0:
+    if config is not None and model.lora_rank > 0:
         faults.passes(lambda: require_targets(model, config, head=head, field=field))
-    for section, fsdp in shared.items():
-        size, key = fsdp.ulysses_sequence_parallel_size, f"{section}{KEY}"
-        faults.passes(partial(require_shareable, config, model, size, field=field, key=key))
     return config
 
 
@@ -125,14 +120,21 @@ def require_context(
     raise ConfigError.one("data.max_response_length", max_response_length, rule, remedy)
 
 
+def require_shareable_rows(config: PPOConfig, plan: BatchPlan, faults: Faults) -> None:
+    """Models of whose rows devices share the tokens are fit for that."""
+    policy, critic = (config.actor_rollout_ref.model, POLICY), (critic_model(config), CRITIC)
+    for role, (model, field) in (("actor", policy), ("ref", policy), ("critic", critic)):
+        size = plan.layouts[role].context if role in plan.layouts else 1
+        if size == 1 or (role == "ref" and size == plan.layouts["actor"].context):
+            continue
+        described, key = load_config(model, field=field), f"{SECTIONS[role]}.{KEY}"
+        faults.passes(partial(require_shareable, described, model, size, field=field, key=key))
+
+
 def open_inputs(config: PPOConfig, faults: Faults) -> RunPrompts | None:
     """Models, tokenizer and prompts of a run of reinforcement learning; None: not all could be opened."""
     data, model = config.data, config.actor_rollout_ref.model
-    policy = config.actor_rollout_ref
-    shared = {"actor_rollout_ref.actor.": policy.actor.fsdp_config}
-    if own_reference(config):
-        shared["actor_rollout_ref.ref."] = policy.ref.fsdp_config
-    described = open_trained_model(model, faults, head="policy", field=POLICY, shared=shared)
+    described = open_trained_model(model, faults, head="policy", field=POLICY)
     if needs_critic(config):
         _open_critic(config, faults)
     tokenizer = open_tokenizer(model, described, faults, field=POLICY)
@@ -155,6 +157,5 @@ def _open_critic(config: PPOConfig, faults: Faults) -> None:
     """The critic's directory defaults to the policy's, whose errors are already reported."""
     known = {(str(problem.value), problem.rule) for problem in faults.problems}
     critics = Faults()
-    shared = {"critic.": config.critic.fsdp_config}
-    open_trained_model(critic_model(config), critics, head="value", field=CRITIC, shared=shared)
+    open_trained_model(critic_model(config), critics, head="value", field=CRITIC)
     faults.add([problem for problem in critics.problems if (str(problem.value), problem.rule) not in known])
