@@ -15,6 +15,7 @@ from engine import rank_jobs
 
 from hydraflow.engine.base import LossFn, OutOfMemory
 from hydraflow.engine.fsdp.engine import FSDPEngine
+from hydraflow.models import attention
 from hydraflow.models.fused_head import _Logits
 from hydraflow.protocol import ragged
 from hydraflow.protocol.batch import DataProto
@@ -23,8 +24,10 @@ ON_A_CPU = (
     "[enforce fail at alloc_cpu.cpp:127] err == 0. DefaultCPUAllocator: can't allocate memory: you tried to"
     " allocate 8589934592 bytes."
 )
-PLACES = ("pack", "embed", "layer", "head", "loss", "head_backward", "layer_backward", "embed_backward")
-"""Where memory may run out, in the order in which a pass gets there."""
+PLACES = ("pack", "embed", "attention", "layer", "head", "loss")
+PLACES += ("head_backward", "layer_backward", "attention_backward", "embed_backward")
+"""Where memory may run out, in the order in which a pass gets there. Attention is between the exchanges of
+ranks that share rows."""
 
 ROWS = 6
 """Of each rank."""
@@ -58,6 +61,7 @@ class Trouble:
         self._patch = pytest.MonkeyPatch()
         for name, place in (("log_probs", "head"), ("gradient", "head_backward")):
             self._patch.setattr(_Logits, name, self._before(getattr(_Logits, name), place))
+        self._patch.setattr(attention, "attend_rows", self._attention(attention.attend_rows))
 
     def leave(self) -> None:
         """Takes the hooks away."""
@@ -77,6 +81,15 @@ class Trouble:
         def watched(*args: Any) -> Any:
             self._reached(place)
             return method(*args)
+
+        return watched
+
+    def _attention(self, attend_rows: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+        def watched(*args: Any) -> torch.Tensor:
+            self._reached("attention")
+            out = attend_rows(*args)
+            self._watch(out, "attention_backward")
+            return out
 
         return watched
 
