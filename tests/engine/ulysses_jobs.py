@@ -44,13 +44,16 @@ def make_rows(kind: str) -> DataProto:
 
 
 def numbers(path: str, options: Mapping[str, Any], kind: str, micro_batches: int) -> dict[str, Any]:
-    """Log-probabilities and entropies (or values) of this rank's rows, metrics of their loss, the gradient,
-    and the sum and maximum over data ranks of the number of rows."""
+    """Log-probabilities, entropies and greedy matches (or values) of this rank's rows, metrics of their loss,
+    the gradient, and the sum and maximum over data ranks of the number of rows."""
     engine = rank_jobs.make_engine(path, options)
     share = rank_jobs.my_share(make_rows(kind), engine)
     parts = share.chunk(micro_batches)
     ask = Ask(0.8, entropy=not hasattr(engine.module, "score"))
-    said = {name: ragged.parts(column)[0] for name, column in engine.forward(parts, ask).items()}
+    columns = dict(engine.forward(parts, ask).items())
+    if ask.entropy:
+        columns["greedy_match"] = engine.forward(parts, Ask(greedy_match=True)).get("greedy_match")
+    said = {name: ragged.parts(column)[0] for name, column in columns.items()}
     told = engine.forward_backward(parts, rank_jobs.loss_of, ask)
     rows = torch.tensor([float(len(share))])
     counted = [float(engine.reduce(rows, how)) for how in ("sum", "max")]
