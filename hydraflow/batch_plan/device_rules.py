@@ -252,10 +252,10 @@ def _shape(role: RoleDevices, topology: Topology, shape: ShapeNumbers | None) ->
     """Heads, layers and experts divide into their parts."""
     if shape is None:
         return
-    for name in ("tensor", "context"):
-        if name == "tensor" or role.engine == "fsdp2":
-            yield from _shares(role, name, shape.heads, "attention heads")
-            yield from _shares(role, name, shape.kv_heads, "key-value heads", either_way=True)
+    yield from _shares(role, "tensor", shape.heads, "attention heads")
+    yield from _shares(role, "tensor", shape.kv_heads, "key-value heads", either_way=True)
+    if role.engine == "fsdp2":  # Ulysses repeats key-value heads as needed
+        yield from _shares(role, "context", shape.heads, "attention heads")
     if role.engine == "megatron":
         yield from _shares(role, "expert", shape.experts, "experts")
         if role.role not in topology.layers_fixed:

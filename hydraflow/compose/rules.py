@@ -17,6 +17,8 @@ from typing import Any
 from hydraflow.algorithms.config import ESTIMATORS, REJECTIONS, THRESHOLDS, Bounds, listed_in
 from hydraflow.batch_plan.roles import needs_critic
 from hydraflow.batch_plan.settings import value_at
+from hydraflow.compose.effects import without_effect
+from hydraflow.engine.config import FSDPConfig
 from hydraflow.errors import Problem, shown
 from hydraflow.generation.config import (
     GENERATION_ENGINES,
@@ -27,7 +29,7 @@ from hydraflow.generation.config import (
 from hydraflow.models.config import ModelConfig
 from hydraflow.options import walk
 from hydraflow.schema import EvalConfig, GenerateConfig, PPOConfig, SFTConfig
-from hydraflow.workers.config import ActorConfig, CriticConfig
+from hydraflow.workers.config import ActorConfig
 
 ROLLOUT = "actor_rollout_ref.rollout"
 
@@ -217,16 +219,21 @@ def _engine_has_a_process(config: PPOConfig) -> Iterator[Problem]:
         yield Problem(f"{ROLLOUT}.name", name, rule, f"{ROLLOUT}.name=native or trainer.debug.local=false")
 
 
-def _ulysses_packs(config: PPOConfig) -> Iterator[Problem]:
-    policy, critic = config.actor_rollout_ref, config.critic
-    roles: tuple[tuple[str, ActorConfig | CriticConfig, str, ModelConfig], ...] = (
-        ("actor_rollout_ref.actor", policy.actor, "actor_rollout_ref.model", policy.model),
-        ("critic", critic, "critic.model", critic.model),
-    )
-    for section, role, key, model in roles:
-        ways = role.fsdp_config.ulysses_sequence_parallel_size
-        if role.strategy != "megatron" and ways > 1 and not model.use_remove_padding:
-            size, packs = f"{section}.fsdp_config.ulysses_sequence_parallel_size", f"{key}.use_remove_padding"
+def _ulysses_packs(config: PPOConfig | SFTConfig) -> Iterator[Problem]:
+    roles: tuple[tuple[str, FSDPConfig, str, ModelConfig], ...]
+    if isinstance(config, SFTConfig):
+        roles = (("", config.fsdp_config, "model", config.model),)
+    else:
+        policy, critic, key = config.actor_rollout_ref, config.critic, "actor_rollout_ref.model"
+        roles = (
+            ("actor_rollout_ref.actor.", policy.actor.fsdp_config, key, policy.model),
+            ("actor_rollout_ref.ref.", policy.ref.fsdp_config, key, policy.model),
+            ("critic.", critic.fsdp_config, "critic.model", critic.model),
+        )
+    for section, fsdp, key, model in roles:
+        size, packs = f"{section}fsdp_config.ulysses_sequence_parallel_size", f"{key}.use_remove_padding"
+        ways = fsdp.ulysses_sequence_parallel_size
+        if ways > 1 and not model.use_remove_padding and without_effect(config, size) is None:
             yield Problem(packs, "false", f"{size}={ways} divides packed rows", f"{packs}=true or {size}=1")
 
 
@@ -373,6 +380,7 @@ CROSS_RULES: dict[type, tuple[Callable[[Any], Iterator[Problem]], ...]] = {
         _parts_of_a_run,
     ),
     SFTConfig: (
+        _ulysses_packs,
         _resume_path_is_given,
         _loads_what_was_saved,
         _one_process_is_debugged,

@@ -95,6 +95,8 @@ class TrainEngine(Protocol):
     """Which share of a batch this rank gets."""
     data_size: int
     """Number of shares."""
+    is_collect: bool
+    """Whether this rank's answers are used: true for one of the ranks with the same share."""
 
     def forward(
         self,
@@ -131,7 +133,7 @@ class TrainEngine(Protocol):
         """
 
     def reduce(self, values: torch.Tensor, how: str = "sum") -> torch.Tensor:
-        """Sum or max of `values` over data ranks, float64 on the CPU."""
+        """Sum or max of `values` over data ranks, each share counted once, float64 on the CPU."""
 
     def save_hf(self, directory: str | Path) -> None:
         """Writes a Hugging Face directory with weights, configuration and tokenizer; it appears complete or

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from hydraflow.options import Implementation, Planned, Rule, no_effect_when, option
+from hydraflow.options import Implementation, Rule, no_effect_when, option
 
 TRAIN_ENGINES = {
     "fsdp2": Implementation("hydraflow.engine.fsdp.engine:FSDPEngine", reads=("fsdp_config",)),
@@ -105,16 +105,13 @@ class FSDPConfig:
     post-processes its logits) a second time in the backward pass."""
     wrap_policy: WrapPolicyConfig = option(factory=WrapPolicyConfig, shapes_training=False)
     fsdp_size: int = option(-1, shapes_training=False)
-    """FSDP shard group size: neighbouring data ranks that hold one copy of weights, gradients and optimizer
-    state. Smaller than the data-parallel size gives HSDP, with data ranks / fsdp_size replicas: less traffic
-    between machines, more memory. -1: all data ranks."""
-    ulysses_sequence_parallel_size: int = option(
-        1,
-        size=True,
-        shapes_training=False,
-        planned=Planned(lambda value: value > 1, "share the tokens of a row among {value} devices"),
-    )
-    """Ulysses sequence-parallel size: devices that share the tokens of one row."""
+    """FSDP shard group size: neighbouring ranks that hold one copy of weights, gradients and optimizer
+    state. Smaller than the number of ranks gives HSDP, with ranks / fsdp_size replicas: less traffic between
+    machines, more memory. -1: all ranks."""
+    ulysses_sequence_parallel_size: int = option(1, size=True, shapes_training=False)
+    """Ulysses sequence-parallel size: neighbouring devices that share the tokens of each row, for rows whose
+    activations do not fit into one. It divides the model's attention heads, and needs packed rows
+    (use_remove_padding)."""
 
     @property
     def compute_dtype(self) -> str:

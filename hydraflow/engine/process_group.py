@@ -65,9 +65,10 @@ def host_group() -> dist.ProcessGroup | None:
 
 
 @cache
-def groups_of(size: int) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
+def groups_of(size: int, purpose: str) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
     """This rank's group of `size` neighbouring ranks, and the group of the ranks with the same place in
-    theirs. Deadlines are those of all ranks' group; the first call for a size is collective.
+    theirs. Deadlines are those of all ranks' group; the first call for a size and a purpose is collective:
+    collectives of one group run one after the other, so each purpose has groups of its own.
 
     `size` must divide the number of ranks: of 4 ranks in groups of 2, rank 1 gets (0, 1) and (1, 3).
     """
@@ -80,9 +81,11 @@ def groups_of(size: int) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
     return neighbours, same_place
 
 
-def all_reduce(values: torch.Tensor, how: str = "sum") -> torch.Tensor:
-    """Sum or max over all ranks as a new float64 tensor on the CPU."""
+def all_reduce(
+    values: torch.Tensor, how: str = "sum", group: dist.ProcessGroup | None = None
+) -> torch.Tensor:
+    """Sum or max over the ranks of a group, by default over all, as a new float64 tensor on the CPU."""
     reduced = values.detach().to(device="cpu", dtype=torch.float64, copy=True)
-    if dist.get_world_size() > 1:
-        dist.all_reduce(reduced, {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}[how])
+    if dist.get_world_size(group) > 1:
+        dist.all_reduce(reduced, {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}[how], group)
     return reduced

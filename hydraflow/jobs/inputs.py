@@ -12,11 +12,14 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from hydraflow.batch_plan.resolve import BatchPlan
 from hydraflow.batch_plan.roles import needs_critic
+from hydraflow.batch_plan.topology import SECTIONS
 from hydraflow.data.config import PromptConfig, SFTDataConfig
 from hydraflow.data.files import FileRecord
 from hydraflow.data.prompts import PromptDataset, read_prompts
 from hydraflow.engine.fsdp.lora import require_targets
+from hydraflow.engine.fsdp.ulysses import KEY, require_shareable
 from hydraflow.errors import ConfigError, Faults
 from hydraflow.models.config import ModelConfig, ModelSourceConfig
 from hydraflow.models.fit import require_model, require_weights
@@ -115,6 +118,17 @@ def require_context(
         remedy = f"data.max_prompt_length={context.tokens // 2} data.filter_overlong_prompts=true"
     rule = f"the longest prompt has {longest} tokens; together that is more than {context.limit}"
     raise ConfigError.one("data.max_response_length", max_response_length, rule, remedy)
+
+
+def require_shareable_rows(config: PPOConfig, plan: BatchPlan, faults: Faults) -> None:
+    """Models of whose rows devices share the tokens are fit for that."""
+    policy, critic = (config.actor_rollout_ref.model, POLICY), (critic_model(config), CRITIC)
+    for role, (model, field) in (("actor", policy), ("ref", policy), ("critic", critic)):
+        size = plan.layouts[role].context if role in plan.layouts else 1
+        if size == 1 or (role == "ref" and size == plan.layouts["actor"].context):
+            continue
+        described, key = load_config(model, field=field), f"{SECTIONS[role]}.{KEY}"
+        faults.passes(partial(require_shareable, described, model, size, field=field, key=key))
 
 
 def open_inputs(config: PPOConfig, faults: Faults) -> RunPrompts | None:

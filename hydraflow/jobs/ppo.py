@@ -21,7 +21,7 @@ from hydraflow.data.loader import PromptLoader
 from hydraflow.data.prompts import PromptDataset
 from hydraflow.dispatch.group import RoleGroup
 from hydraflow.dispatch.runtime import Runtime
-from hydraflow.jobs.inputs import RunPrompts, open_inputs
+from hydraflow.jobs.inputs import RunPrompts, open_inputs, require_shareable_rows
 from hydraflow.jobs.restarts import Restarts, attempts
 from hydraflow.jobs.saving import RunCheckpointing, ppo_roles, require_metric, training_loader, weights_only
 from hydraflow.jobs.session import Session
@@ -98,6 +98,7 @@ class PPOJob:
         if plan and prompts:
             measured = metric_names(prompts.val.data_sources() if prompts.val else (), plan)
             faults.passes(lambda: require_metric(config.trainer.keep_best, measured))
+            require_shareable_rows(config, plan, faults)
         if not session.has_begun:
             faults.passes(lambda: check_function(config.reward))
             self._check_up(session, plan, prompts)

@@ -12,6 +12,7 @@ from hydraflow.checkup.preflight import require_trackers
 from hydraflow.compose.command import Command
 from hydraflow.compose.debugging import applied
 from hydraflow.data.conversations import ConversationDataset, read_chats
+from hydraflow.engine.fsdp.ulysses import require_shareable
 from hydraflow.jobs.inputs import open_rows, open_tokenizer, open_trained_model
 from hydraflow.jobs.restarts import Restarts, attempts
 from hydraflow.jobs.saving import RunCheckpointing, require_metric, sft_roles, training_loader
@@ -88,6 +89,9 @@ def _checked(
         plan = faults.result(
             lambda: resolve_sft_plan(config, conversations=rows, devices_per_node=per_node, origins=origins)
         )
+    if plan is not None and described is not None:
+        sharers = plan.layouts["model"].context
+        faults.passes(lambda: require_shareable(described, config.model, sharers, field="model"))
     measured = ["val/loss", "val/accuracy"] if data.val_files else []
     faults.passes(lambda: require_metric(config.trainer.keep_best, measured))
     faults.passes(lambda: require_trackers(config.trainer, known=faults.problems))

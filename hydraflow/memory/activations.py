@@ -4,13 +4,15 @@ In: a `ModelShape`, the tokens of one micro-batch, bytes per number. Out: bytes.
 transformers' decoder layers as `models/attention.py` calls them and of `models/fused_head.py`; tests compare
 them with what autograd really saves.
 
-Legend: N tokens that layers compute, T tokens that attention sees, K response tokens that the head sees, V
-vocabulary, h hidden, q and kv widths of all query and key heads, I width of the MLP.
+Legend: U devices that share the tokens of a row (Ulysses), N tokens that layers compute, T tokens that
+attention sees, K response tokens that the head sees, V vocabulary, h hidden, q and kv widths of all query and
+key heads, I width of the MLP.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import gcd
 
 from hydraflow.batch_plan.parts import MicroPlan
 from hydraflow.memory.shape import ModelShape
@@ -27,6 +29,8 @@ class MicroBatchTokens:
     """T: attention sees whole rows."""
     asked: int
     """K."""
+    ulysses: int = 1
+    """U, by which the others are divided; attention sees U times as many tokens, of fewer heads."""
 
 
 @dataclass(frozen=True)
@@ -40,14 +44,17 @@ class RowSizes:
     packed: bool
 
 
-def tokens_of(micro: MicroPlan, rows: RowSizes, *, most_rows: int, devices: int = 1) -> MicroBatchTokens:
-    """Tokens of one micro-batch when every row is at its longest; `devices` share each row's tokens.
+def tokens_of(
+    micro: MicroPlan, rows: RowSizes, *, most_rows: int, devices: int = 1, ulysses: int = 1
+) -> MicroBatchTokens:
+    """Tokens of one micro-batch when every row is at its longest.
 
     `most_rows`: rows that a data rank has. A budget of tokens is filled with longest rows, and packs rows of
-    different prompts.
+    different prompts. `devices` share each row's tokens equally; of `ulysses` devices, one may have nothing
+    but asked tokens in its slice of the line.
 
     >>> tokens_of(MicroPlan(rows=4, max_tokens=None), RowSizes(10, 6, samples=2, packed=True), most_rows=8)
-    MicroBatchTokens(line=40, attended=60, asked=24)
+    MicroBatchTokens(line=40, attended=60, asked=24, ulysses=1)
     """
     longest = rows.prompt + rows.response
     count = micro.rows if micro.rows is not None else max(1, (micro.max_tokens or 0) // longest)
@@ -57,7 +64,12 @@ def tokens_of(micro: MicroPlan, rows: RowSizes, *, most_rows: int, devices: int 
     else:
         prompts = count if micro.rows is None else -(-count // rows.samples)
         line, attended = prompts * rows.prompt + count * (rows.response - 1), count * (longest - 1)
-    return MicroBatchTokens(*(-(-number // devices) for number in (line, attended, count * rows.response)))
+    asked = count * rows.response
+    if ulysses == 1:
+        return MicroBatchTokens(*(-(-number // devices) for number in (line, attended, asked)))
+    line, attended = -(-line // ulysses), -(-attended // ulysses)
+    several = count if rows.packed else 0  # the last token of a shared prompt is asked several times
+    return MicroBatchTokens(line, attended, min(asked, line + several), ulysses)
 
 
 @dataclass(frozen=True)
@@ -87,7 +99,12 @@ def layer_costs(
     entry = tokens.line * h // outside
     saved = 2 * tokens.line * _norm(shape.hidden, number) // outside + tokens.line * mlp_saved // tensor
     saved += _attention(shape, tokens, number) // tensor
-    forward = tokens.line * (2 * h // outside + max(3 * mlp_wide, 4 * shape.q_width * number) // tensor)
+    heads = 4 * shape.q_width
+    if (
+        tokens.ulysses > 1
+    ):  # queries, keys and values as they are sent and as they arrive, beside those of before
+        heads = 3 * (shape.q_width + 2 * shape.kv_width * _repeats(shape, tokens))
+    forward = tokens.line * (2 * h // outside + max(3 * mlp_wide, heads * number) // tensor)
     return LayerCosts(entry, saved, forward, tokens.line * (2 * h // outside + 2 * mlp_wide // tensor))
 
 
@@ -105,15 +122,22 @@ def _norm(width: int, number: int) -> int:
 
 
 def _attention(shape: ModelShape, tokens: MicroBatchTokens, number: int) -> int:
-    """Whole rows' rotated queries and keys, values, the result; before them what their norms save."""
+    """Whole rows' rotated queries and keys, values, the result; before them what their norms save. With
+    Ulysses of this device's heads, of which those of keys may be repeated."""
     wide = max(4, number)
-    rows = (2 * shape.q_width + 2 * shape.kv_width) * number + shape.heads * wide
+    kv_width = shape.kv_width * _repeats(shape, tokens)
+    rows = (2 * shape.q_width + 2 * kv_width) * number + shape.heads * wide
     line = 0
     if shape.qk_norm:
         line = (shape.q_width + shape.kv_width) * (number + wide) + (shape.heads + shape.kv_heads) * wide
-    if tokens.attended != tokens.line:  # rows are gathered and the result is picked, both by copying
+    if tokens.attended != tokens.line or tokens.ulysses > 1:  # the result is picked or sent, both by copying
         line += shape.q_width * number
     return tokens.attended * rows + tokens.line * line
+
+
+def _repeats(shape: ModelShape, tokens: MicroBatchTokens) -> int:
+    """How often a head of keys exists on the devices that share a row (`engine/fsdp/ulysses.py`)."""
+    return tokens.ulysses // gcd(tokens.ulysses, shape.kv_heads)
 
 
 def _dense_mlp(shape: ModelShape, number: int) -> tuple[int, int]:

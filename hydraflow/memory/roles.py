@@ -188,7 +188,8 @@ def _sharded(
 def _tokens(
     inputs: EstimateInputs, layout: Layout, micro: MicroPlan, model: ModelConfig, most_rows: int
 ) -> MicroBatchTokens:
-    return tokens_of(micro, inputs.rows(model), most_rows=max(1, most_rows), devices=layout.context)
+    sharers = {"devices" if layout.engine == "megatron" else "ulysses": layout.context}
+    return tokens_of(micro, inputs.rows(model), most_rows=max(1, most_rows), **sharers)
 
 
 def _rows_of_a_rank(inputs: EstimateInputs, layout: Layout) -> int:

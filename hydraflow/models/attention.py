@@ -15,7 +15,7 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cache
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -71,6 +71,20 @@ class SharedPrompts:
         return cls(torch.from_numpy(to_rows).to(device), to_line, tuple(copies))
 
 
+class TokenExchange(Protocol):
+    """Sequence parallelism: U ranks hold a slice of S tokens of the line each, and attention needs whole
+    rows."""
+
+    def to_heads(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """From (S, h, d) tensors of this rank's tokens to (N, h / U, d) tensors: all tokens of the line, and
+        this rank's share of the heads of queries with the heads of keys and values that they need."""
+
+    def to_tokens(self, out: torch.Tensor) -> torch.Tensor:
+        """From (N, h / U, d), the result for this rank's heads, to (S, h, d)."""
+
+
 @dataclass(frozen=True)
 class RowPlan:
     """How packed rows are attended to; built once per forward pass, used by every layer. "Packed" is one row
@@ -89,6 +103,8 @@ class RowPlan:
     """Tokens of the longest row."""
     shared: SharedPrompts | None = None
     """How the line expands into rows if several rows share a prompt; None: the line is the rows."""
+    exchange: TokenExchange | None = None
+    """How this rank's slice of the line becomes all of it; None: this rank has the line."""
     masks: dict[tuple[int, int, torch.dtype], torch.Tensor] = field(default_factory=dict)
     """By (width, window, dtype), built on first use."""
 
@@ -156,10 +172,14 @@ def packed_attention(
     sliding_window: int | None = None,
     **others: Any,
 ) -> tuple[torch.Tensor, None]:
-    """transformers' attention function: (1, h, N, d) each (fewer heads of keys) to (1, N, h, d)."""
+    """transformers' attention function: (1, h, N, d) each (fewer heads of keys) to (1, N, h, d), with an
+    exchange for the S tokens of this rank's slice."""
     assert others.get("softcap") is None and others.get("s_aux") is None, "such a model takes the padded path"
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
-    return attend_rows(q, k, v, row_plan, scaling, sliding_window)[None], None
+    if (exchange := row_plan.exchange) is None:
+        return attend_rows(q, k, v, row_plan, scaling, sliding_window)[None], None
+    out = attend_rows(*exchange.to_heads(q, k, v), row_plan, scaling, sliding_window)
+    return exchange.to_tokens(out)[None], None
 
 
 def attend_rows(

@@ -203,9 +203,9 @@ def _training_roles(config: PPOConfig, plan: BatchPlan, skip_limits: SkipLimits)
         roles["critic"] = RoleSpec(CriticWorker, (spec,))
     if own_reference(config):
         assert plan.ref is not None, "a reference has a pass that computes log-probabilities"
-        ref = ReferenceSpec(
-            policy.actor.strategy, policy.model, policy.ref.fsdp_config, plan.ref, temperature
-        )
+        sharers = plan.layouts["ref"].context  # the actor's, where nothing else is said
+        fsdp = replace(policy.ref.fsdp_config, ulysses_sequence_parallel_size=sharers)
+        ref = ReferenceSpec(policy.actor.strategy, policy.model, fsdp, plan.ref, temperature)
         roles["ref"] = RoleSpec(ReferenceWorker, (ref,))
     advantage = AdvantageSpec(config.algorithm, tokens, drop_failed=config.reward.on_failure == "mask")
     roles["advantage"] = RoleSpec(AdvantageWorker, (advantage,))

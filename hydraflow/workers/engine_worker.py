@@ -70,8 +70,9 @@ class EngineWorker(Worker):
         return Learner(self.engine, plan, micro_batcher, skip_guard, prefix, self._micro_batchers)
 
     def mesh_coordinates(self, mesh: str) -> Coordinates:
-        """Which share of a batch this process gets; results are collected from every data rank."""
-        return Coordinates(self.engine.data_rank, self.engine.data_size, True)
+        """Which share of a batch this process gets; results are collected from one process of each
+        share."""
+        return Coordinates(self.engine.data_rank, self.engine.data_size, self.engine.is_collect)
 
     def after_call(self) -> None:
         """Makes room for the other roles of the device."""

@@ -86,7 +86,8 @@ class MicroBatcher:
                 f"{self.what}: rank {alone.rank} has no memory for a single row of {alone.tokens} tokens."
                 " What makes room: fewer tokens (data.max_prompt_length, data.max_response_length),"
                 " model.enable_gradient_checkpointing=true, fsdp_config.offload_policy=true, a smaller"
-                " fsdp_config.head_chunk_tokens, more devices."
+                " fsdp_config.head_chunk_tokens, more devices, also for each row"
+                " (fsdp_config.ulysses_sequence_parallel_size)."
             )
         self.plan = self._half(engine, rows, max(report.tokens for report in reports))
         self._splits += 1

@@ -95,6 +95,18 @@ CASES = {
             "actor_rollout_ref.actor.fsdp_config.head_chunk_tokens": 128,
         },
     ),
+    # the same, but the two processes share the tokens of each row (Ulysses)
+    "shared": Case(
+        "qwen2",
+        dict(vocab_size=20000, hidden_size=384, intermediate_size=1152, num_hidden_layers=8)
+        | dict(num_attention_heads=6, num_key_value_heads=2, tie_word_embeddings=False),
+        prompt=256, response=64, rows=8, micro=8,
+        settings={
+            "actor_rollout_ref.model.enable_gradient_checkpointing": False,
+            "actor_rollout_ref.actor.fsdp_config.head_chunk_tokens": 128,
+            "actor_rollout_ref.actor.fsdp_config.ulysses_sequence_parallel_size": RANKS,
+        },
+    ),
 }  # fmt: skip
 
 
@@ -212,41 +224,38 @@ class Rank:
 
     def make_optimizer_state(self) -> None:
         """An update on the shortest rows there are."""
+        self.actor.update(self.rows(1, 1), step=1)
+
+    def rows(self, prompt: int, response: int) -> Any:
+        """The actor's rows of a step, all of these lengths; the same on ranks that share them."""
         import torch
 
         from hydraflow.protocol import ragged
         from hydraflow.protocol.batch import DataProto
 
-        count = self.plan.trajectories_per_step // RANKS
-        ids, ones = torch.full((count,), 2), torch.ones(count, dtype=torch.int64)
-        names = ("prompts", "responses", "response_mask")
-        rows = DataProto.from_dict({name: ragged.from_parts(ids, ones) for name in names})
-        self.update(
-            rows.union(DataProto.from_dict({"rollout_log_probs": ragged.from_parts(ids * 0.0, ones)}))
+        count = self.plan.actor.rows_per_rank
+        draw = torch.Generator().manual_seed(self.actor.engine.data_rank)
+        prompts = torch.randint(2, 60, (count // 2, prompt), generator=draw).repeat_interleave(2, 0)
+        lengths = torch.full((count,), response)
+        values = torch.zeros(count * response)
+        columns = {
+            "responses": torch.randint(2, 60, (count * response,), generator=draw),
+            "response_mask": values.long() + 1,
+            "old_log_probs": values,
+            "advantages": values + 1,
+        }
+        return DataProto.from_dict(
+            {"prompts": ragged.from_rows(list(prompts))}
+            | {name: ragged.from_parts(column, lengths) for name, column in columns.items()}
         )
-
-    def update(self, batch: Any) -> None:
-        from hydraflow.protocol import ragged
-        from hydraflow.protocol.batch import DataProto
-
-        old, lengths = ragged.parts(batch.get("rollout_log_probs"))
-        batch = DataProto.from_dict(
-            {
-                **{name: batch.get(name) for name in ("prompts", "responses", "response_mask")},
-                "old_log_probs": ragged.from_parts(old, lengths),
-                "advantages": ragged.from_parts(old * 0 + 1, lengths),
-            }
-        )
-        self.actor.update(batch, step=1)
 
     def step(self) -> dict[str, int]:
         """The peak of every phase, in the order of a step."""
-        peaks, rows = {}, []
-        peaks["sync"] = peak_of(self.sync)
-        peaks["sample"] = peak_of(lambda: rows.append(self.sample()))
-        inputs = rows[0].select(["prompts", "responses", "response_mask"])
+        peaks = {"sync": peak_of(self.sync), "sample": peak_of(self.sample)}
+        rows = self.rows(self.config.data.max_prompt_length, self.config.data.max_response_length)
+        inputs = rows.select(["prompts", "responses", "response_mask"])
         peaks["log_probs"] = peak_of(lambda: self.actor.compute_log_prob(inputs))
-        peaks["update"] = peak_of(lambda: self.update(rows[0]))
+        peaks["update"] = peak_of(lambda: self.actor.update(rows, step=1))
         return peaks
 
 

@@ -273,8 +273,8 @@ JUDGES = {"hydraflow/compose/runnable.py", "hydraflow/compose/rules.py", "hydraf
     "hydraflow/compose/advice.py"
 }
 """They only look whether a value is legal, can be run yet, or has an effect."""
-ENGINES = {"hydraflow/engine/fsdp/engine.py": {"fsdp_size"}}
-"""What an engine reads in its own section, where the plan has seen that it divides the ranks."""
+ENGINES = {"hydraflow/engine/fsdp/groups.py": {"fsdp_size", "ulysses_sequence_parallel_size"}}
+"""What an engine reads in its own section, where the plan has seen that they divide the ranks."""
 SIZE_ENDINGS = (
     "batch_size",
     "batch_size_per_gpu",

@@ -15,6 +15,7 @@ from engine import rank_jobs
 
 from hydraflow.engine.base import LossFn, OutOfMemory
 from hydraflow.engine.fsdp.engine import FSDPEngine
+from hydraflow.models import attention
 from hydraflow.models.fused_head import _Logits
 from hydraflow.protocol import ragged
 from hydraflow.protocol.batch import DataProto
@@ -23,8 +24,10 @@ ON_A_CPU = (
     "[enforce fail at alloc_cpu.cpp:127] err == 0. DefaultCPUAllocator: can't allocate memory: you tried to"
     " allocate 8589934592 bytes."
 )
-PLACES = ("pack", "embed", "layer", "head", "loss", "head_backward", "layer_backward", "embed_backward")
-"""Where memory may run out, in the order in which a pass gets there."""
+PLACES = ("pack", "embed", "attention", "layer", "head", "loss")
+PLACES += ("head_backward", "layer_backward", "attention_backward", "embed_backward")
+"""Where memory may run out, in the order in which a pass gets there. Attention is between the exchanges of
+ranks that share rows."""
 
 ROWS = 6
 """Of each rank."""
@@ -58,6 +61,7 @@ class Trouble:
         self._patch = pytest.MonkeyPatch()
         for name, place in (("log_probs", "head"), ("gradient", "head_backward")):
             self._patch.setattr(_Logits, name, self._before(getattr(_Logits, name), place))
+        self._patch.setattr(attention, "attend_rows", self._attention(attention.attend_rows))
 
     def leave(self) -> None:
         """Takes the hooks away."""
@@ -80,10 +84,19 @@ class Trouble:
 
         return watched
 
-    def _noted(self, data: DataProto, wanted: torch.Tensor | None) -> Any:
+    def _attention(self, attend_rows: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+        def watched(*args: Any) -> torch.Tensor:
+            self._reached("attention")
+            out = attend_rows(*args)
+            self._watch(out, "attention_backward")
+            return out
+
+        return watched
+
+    def _noted(self, data: DataProto, *args: Any, **options: Any) -> Any:
         self.passes, self.fits = self.passes + 1, self.fit(data)
         self._reached("pack")
-        return self._pack(data, wanted)
+        return self._pack(data, *args, **options)
 
     def _watch(self, output: torch.Tensor, name: str) -> None:
         if output.requires_grad:
@@ -112,8 +125,10 @@ def disturbed(path: str, options: Mapping[str, Any], cases: Sequence[Case]) -> l
     # an out-of-memory error has garbage collected, which takes half a second for all that is imported
     gc.freeze()
     engine = rank_jobs.make_engine(path, options)
-    share = rank_jobs.my_share(rank_jobs.make_batch(rows=ROWS * dist.get_world_size()))
-    sizes = [tokens_of(part) for part in rank_jobs.make_batch(rows=ROWS * dist.get_world_size()).split(2)]
+    batch = rank_jobs.make_batch(rows=ROWS * engine.data_size)
+    share = rank_jobs.my_share(batch, engine)
+    sizes = [tokens_of(part) for part in batch.split(2)]
+    sharers = dist.get_world_size() // engine.data_size
     wanted = engine.forward_backward(share.split(1), rank_jobs.loss_of), rank_jobs.gradients(engine)
     wrong = []
     for case in cases:
@@ -122,7 +137,7 @@ def disturbed(path: str, options: Mapping[str, Any], cases: Sequence[Case]) -> l
         loss = trouble.loss(rank_jobs.loss_of)
         found = caught(lambda loss=loss: engine.forward_backward(share.split(2), loss))
         trouble.leave()
-        if found != [(rank, 2, sizes[ROWS // 2 * rank + case.at]) for rank in case.ranks]:
+        if found != [(rank, 2, sizes[ROWS // 2 * (rank // sharers) + case.at]) for rank in case.ranks]:
             wrong.append(f"{case}: reported {found}")
         if rank_jobs.gradients(engine):
             wrong.append(f"{case}: a gradient is left")
@@ -140,7 +155,7 @@ def gradient_after_out_of_memory(
 ) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
     """The gradient of all rows in one pass, and that of four passes, of which one was cut off before."""
     engine = rank_jobs.make_engine(path, options)
-    share = rank_jobs.my_share(rank_jobs.make_batch())
+    share = rank_jobs.my_share(rank_jobs.make_batch(), engine)
     engine.forward_backward([share], rank_jobs.loss_of)
     whole = rank_jobs.gradients(engine)
     engine.module.zero_grad()
@@ -154,7 +169,7 @@ def disturbed_inference(path: str, cases: Sequence[Case]) -> list[str]:
     """The same in forward passes, of which there are two."""
     gc.freeze()
     engine = rank_jobs.make_engine(path, {"fsdp": {"model_dtype": "fp64", "dtype": "fp64"}})
-    share = rank_jobs.my_share(rank_jobs.make_batch())
+    share = rank_jobs.my_share(rank_jobs.make_batch(), engine)
     wanted = engine.forward(share.split(1)).get("log_probs").values().clone()
     wrong = []
     for case in cases:

@@ -94,8 +94,11 @@ def loss_of(
     }
 
 
-def my_share(batch: DataProto) -> DataProto:
-    return batch.chunk(dist.get_world_size())[dist.get_rank()]
+def my_share(batch: DataProto, engine: FSDPEngine | None = None) -> DataProto:
+    """What a controller would send to this rank of an engine; without one, each rank gets rows of its own."""
+    if engine is None:
+        return batch.chunk(dist.get_world_size())[dist.get_rank()]
+    return batch.chunk(engine.data_size)[engine.data_rank]
 
 
 def weights_to(path: str, rank: int | None, options: Mapping[str, Any]) -> dict[str, torch.Tensor]:
@@ -119,7 +122,9 @@ def one_gradient(
     path: str, options: Mapping[str, Any], micro_rows: int, entropy: bool = False
 ) -> dict[str, torch.Tensor]:
     engine = make_engine(path, options)
-    engine.forward_backward(my_share(make_batch()).split(micro_rows), loss_of, Ask(0.8, entropy=entropy))
+    engine.forward_backward(
+        my_share(make_batch(), engine).split(micro_rows), loss_of, Ask(0.8, entropy=entropy)
+    )
     return gradients(engine)
 
 
@@ -128,7 +133,7 @@ def train(path: str, options: Mapping[str, Any], steps: int = 3, micro_rows: int
     engine = make_engine(path, options)
     told, seen = [], []
     for step in range(steps):
-        share = my_share(make_batch(step))
+        share = my_share(make_batch(step), engine)
         seen.append(ragged.parts(engine.forward([share], Ask(0.8)).batch[_column(engine)])[0])
         engine.forward_backward(share.split(micro_rows), loss_of, Ask(0.8))
         told.append(engine.optimizer_step())
@@ -142,7 +147,7 @@ def _column(engine: FSDPEngine) -> str:
 
 def groups_of(size: int) -> list[tuple[list[int], float]]:
     """Ranks and deadline, in seconds, of the groups of neighbours and of those with the same place."""
-    groups = process_group.groups_of(size)
+    groups = process_group.groups_of(size, "copies")
     backends = [group._get_backend(CPU) for group in groups]
     return [
         (dist.get_process_group_ranks(group), backend.options._timeout.total_seconds())
@@ -160,7 +165,7 @@ def count_reductions(
     counts = []
     for n in (1, micro_batches):
         engine = make_engine(path, options)
-        share = my_share(make_batch())
+        share = my_share(make_batch(), engine)
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
             engine.forward_backward(share.split(len(share) // n), loss_of)
         counts.append(sum(event.count for event in profile.key_averages() if event.key.startswith(call)))
@@ -170,7 +175,7 @@ def count_reductions(
 def held_bytes(path: str, options: Mapping[str, Any]) -> dict[str, int]:
     """Bytes of this rank's weights, gradients and moments after a step, and of its part of a checkpoint."""
     engine = make_engine(path, options)
-    engine.forward_backward([my_share(make_batch())], loss_of)
+    engine.forward_backward([my_share(make_batch(), engine)], loss_of)
     gradients = sum(one.nbytes for one in engine._gradients())
     engine.optimizer_step()
     states = engine._optimizer.state.values()
@@ -195,7 +200,7 @@ def break_one_rank(path: str, options: Mapping[str, Any] | None = None) -> tuple
         loss, told = loss_of(output, columns)
         return (loss * float("inf") if dist.get_rank() == 1 else loss), told
 
-    engine.forward_backward([my_share(make_batch())], broken)
+    engine.forward_backward([my_share(make_batch(), engine)], broken)
     told = engine.optimizer_step()
     after = full_weights(engine)
     return told, any(not torch.equal(before[name], after[name]) for name in before)
@@ -205,13 +210,13 @@ def save_both(path: str, options: Mapping[str, Any], directory: str) -> dict[str
     """Two steps, then a Hugging Face directory and a sharded one, then one more step."""
     engine = make_engine(path, options)
     for step in range(2):
-        engine.forward_backward([my_share(make_batch(step))], loss_of)
+        engine.forward_backward([my_share(make_batch(step), engine)], loss_of)
         engine.optimizer_step()
         engine.lr_step()
     engine.save_hf(directory + "/hf")
     engine.snapshot(CONTENTS).write(Path(directory) / "state")
     saved = full_weights(engine)
-    engine.forward_backward([my_share(make_batch(2))], loss_of)
+    engine.forward_backward([my_share(make_batch(2), engine)], loss_of)
     engine.optimizer_step()
     return {"saved": saved, "next": full_weights(engine), "lr": engine._lr()}
 
@@ -220,7 +225,7 @@ def resume(path: str, options: Mapping[str, Any], directory: str) -> dict[str, t
     engine = make_engine(path, options)
     engine.load(directory + "/state", CONTENTS)
     saved = full_weights(engine)
-    engine.forward_backward([my_share(make_batch(2))], loss_of)
+    engine.forward_backward([my_share(make_batch(2), engine)], loss_of)
     engine.optimizer_step()
     return {"saved": saved, "next": full_weights(engine), "lr": engine._lr()}
 
@@ -244,7 +249,7 @@ def split_by_tokens(max_tokens: int) -> tuple[int, list[int]]:
 
 
 def step_once(engine: FSDPEngine, step: int) -> None:
-    engine.forward_backward([my_share(make_batch(step))], loss_of)
+    engine.forward_backward([my_share(make_batch(step), engine)], loss_of)
     engine.optimizer_step()
     engine.lr_step()
 

@@ -168,6 +168,12 @@ def test_a_shard_size_that_does_not_divide_the_devices(
     )
 
 
+def test_heads_that_devices_cannot_share(tmp_path: Path, model: Path, data: Path) -> None:
+    key = "actor_rollout_ref.actor.fsdp_config.ulysses_sequence_parallel_size"
+    done = ppo(tmp_path, model, data, "trainer.device=cpu", "trainer.n_gpus_per_node=4", f"{key}=4")
+    assert_refused(done, f"{key}=4: must divide the 2 attention heads of the model: 1 or 2", f"-> {key}=2")
+
+
 def test_batch_sizes_that_do_not_fit(tmp_path: Path, model: Path, data: Path) -> None:
     done = ppo(tmp_path, model, data, "actor_rollout_ref.actor.ppo_mini_batch_size=3")
     assert_refused(done, "actor_rollout_ref.actor.ppo_mini_batch_size", "data.train_batch_size")

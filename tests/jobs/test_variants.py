@@ -181,6 +181,27 @@ def test_two_copies_of_the_model_on_four_ranks(tmp_path: Path, recipe_cache: Pat
             assert found[name] == pytest.approx(one[name], rel=1e-6, abs=1e-9), name
 
 
+def test_two_ranks_that_share_the_tokens_of_rows(tmp_path: Path, recipe_cache: Path) -> None:
+    """Actor, critic and reference with Ulysses, in float32 and in several micro-batches: the numbers of one
+    rank. The reference is divided as the actor is."""
+    size = "fsdp_config.ulysses_sequence_parallel_size=2"
+    given = ["algorithm.adv_estimator=gae", f"{ACTOR}.use_kl_loss=true", f"{ACTOR}.entropy_coeff=0.01"]
+    shared = [f"{ACTOR}.{size}", f"critic.{size}", f"{ACTOR}.ppo_micro_batch_size_per_gpu=4"]
+    rows = train(tmp_path / "two", recipe_cache, *given, *shared)
+    for one, two in zip(train(tmp_path / "one", recipe_cache, *given, *LOCAL), rows, strict=True):
+        for name in (
+            "actor/grad_norm",
+            "actor/pg_loss",
+            "actor/kl_loss",
+            "actor/entropy",
+            "critic/grad_norm",
+            "critic/vf_loss",
+            "critic/score/mean",
+            "response_length/mean",
+        ):
+            assert two[name] == pytest.approx(one[name], rel=1e-4, abs=1e-6), name
+
+
 CORRECTION, COARSE = "algorithm.rollout_correction", ["actor_rollout_ref.rollout.dtype=bf16"]
 """Sampled in 16 bits and trained in 32, so that the two probabilities of a token differ."""
 

@@ -26,7 +26,7 @@ def script() -> Any:
     return module
 
 
-CASES = ("tied", "untied", "stored")
+CASES = ("tied", "untied", "stored", "shared")
 
 
 @pytest.fixture(scope="module")

@@ -110,7 +110,7 @@ def measure(
     engine = rank_jobs.make_engine(path, {**options, "head": head})
     found: dict[str, list[torch.Tensor]] = {case.name: [] for case in cases}
     for cut in CUTS.values():
-        share = rank_jobs.my_share(batch.select_idxs(cut.order))
+        share = rank_jobs.my_share(batch.select_idxs(cut.order), engine)
         (denominators,) = global_denominators(engine, [share])
         micro_batches = split(engine, share, cut.micro).parts
         for case in cases:

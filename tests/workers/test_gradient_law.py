@@ -230,6 +230,16 @@ def test_gradient_is_the_plain_one_however_it_was_computed(
 
 
 @pytest.mark.parametrize("head", CASES)
+def test_gradient_is_the_plain_one_where_two_ranks_share_the_tokens(
+    path: str, plain: Callable[[str], Plain], ranks: Ranks, head: str
+) -> None:
+    options = {"fsdp": {**DOUBLE, "ulysses_sequence_parallel_size": 2, "head_chunk_tokens": 3}}
+    cases = [case for case in CASES[head] if case.name.endswith(" seq-mean-token-mean")]
+    for found in ranks.run(jobs.measure, path, head, options, plain(head).batch, cases):
+        assert_lawful(found, plain(head), cases, 1e-9)
+
+
+@pytest.mark.parametrize("head", CASES)
 def test_float32_on_two_ranks(path: str, plain: Callable[[str], Plain], ranks: Ranks, head: str) -> None:
     """gloo has no scaled sum of float32: an engine that asks for one fails here, and only here."""
     cases = [case for case in CASES[head] if case.name.endswith(" seq-mean-token-mean")]

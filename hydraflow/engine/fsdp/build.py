@@ -3,7 +3,7 @@ by tensor.
 
 In: a `ModelConfig` and an `FSDPConfig`. Out: a `PolicyModel` or `ValueModel` whose parameters are DTensors.
 Only rank 0 reads files, and no rank ever holds more than its shard and one full tensor on its device.
-Left out on purpose: tensor and sequence parallelism.
+Left out on purpose: tensor parallelism.
 """
 
 from __future__ import annotations
@@ -27,7 +27,9 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from hydraflow.device import resolve_dtype
 from hydraflow.engine.config import FSDPConfig
 from hydraflow.engine.fsdp import lora
+from hydraflow.engine.fsdp.groups import RankGroups
 from hydraflow.engine.fsdp.own_numbers import pads_rows
+from hydraflow.engine.fsdp.ulysses import Ulysses, require_shareable
 from hydraflow.errors import ConfigError
 from hydraflow.models import loading
 from hydraflow.models.config import ModelConfig
@@ -41,7 +43,7 @@ def build_model(
     fsdp: FSDPConfig,
     *,
     head: str,
-    mesh: DeviceMesh,
+    groups: RankGroups,
     device: torch.device,
     trained: bool,
     field: str,
@@ -51,6 +53,7 @@ def build_model(
     rank alike."""
     config = loading.load_config(model, field=field)
     model_class = loading.causal_class(config, model, field=field)
+    require_shareable(config, model, groups.sharers, field=field)
     attention, padded = loading.choose_attention(config, model, model_class)
     dtype = resolve_dtype(fsdp.model_dtype, device.type)
     module = loading.empty_model(
@@ -65,7 +68,7 @@ def build_model(
             module.hf.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         else:
             log.warning("a %s model has no gradient checkpointing: it trains without", config.model_type)
-    shard(module, fsdp, mesh, device)
+    shard(module, fsdp, groups.shards, device)
     module.to_empty(device="cpu" if fsdp.offload_policy else device)
     source = _read_on_rank_zero(config, model, head=head, dtype=dtype, field=field)
     _fill_parameters(module, source, device, torch.Generator().manual_seed(seed))
@@ -73,6 +76,7 @@ def build_model(
     padded = pads_rows(
         module,
         padded=padded,
+        ulysses=None if groups.sequence is None else Ulysses(groups.sequence),
         own_attention=loading.own_attention(config, model_class),
         device=device,
         dtype=resolve_dtype(fsdp.compute_dtype, device.type),

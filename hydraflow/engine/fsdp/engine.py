@@ -2,8 +2,7 @@
 alike.
 
 In: micro-batches and a loss function. Out: log-probabilities or values, metrics, weights (see
-`engine/base.py`). Left out on purpose: splitting batches (`workers/micro_batcher.py`), losses, sequence
-parallelism.
+`engine/base.py`). Left out on purpose: splitting batches (`workers/micro_batcher.py`), losses.
 """
 
 from __future__ import annotations
@@ -30,6 +29,7 @@ from hydraflow.engine.fsdp.groups import RankGroups
 from hydraflow.engine.fsdp.oom_recovery import CollectiveCounter, PassRunner
 from hydraflow.engine.fsdp.param_offload import ParamOffload
 from hydraflow.engine.fsdp.passes import forget_passes, train_without_noise
+from hydraflow.engine.fsdp.ulysses import Output, Ulysses
 from hydraflow.metrics import Metric
 from hydraflow.models.ask import LOG_PROBS, Ask
 from hydraflow.models.config import ModelConfig
@@ -58,16 +58,17 @@ class FSDPEngine:
         field: str = "actor_rollout_ref.model",
         seed: int = 0,
     ):
-        self.data_rank, self.data_size = dist.get_rank(), dist.get_world_size()
         self._model, self._fsdp, self._optim = model, fsdp, optim
         self._head, self._device, self._field = head, device, field
         self._total_steps, self._step = total_steps, 0
-        self._groups = RankGroups.make(fsdp.fsdp_size, device.type)
+        self._groups = RankGroups.make(fsdp, device.type)
+        self.data_rank, place = divmod(dist.get_rank(), self._groups.sharers)
+        self.data_size, self.is_collect = dist.get_world_size() // self._groups.sharers, place == 0
         self.module, self._padded = build_model(
             model,
             fsdp,
             head=head,
-            mesh=self._groups.shards,
+            groups=self._groups,
             device=device,
             trained=optim is not None,
             field=field,
@@ -76,6 +77,8 @@ class FSDPEngine:
         rests = fsdp.param_offload and not fsdp.offload_policy and device.type != "cpu"
         self._param_offload = ParamOffload(self.module, device, rests=rests)
         self._collectives = CollectiveCounter(self.module, device, self._groups.replicas)
+        sequence = self._groups.sequence
+        self._ulysses = None if sequence is None else Ulysses(sequence, self._collectives)
         self._norm: float | None = None
         """Norm of the gradient that `optimizer_step` will apply."""
         self._optimizer = None
@@ -94,17 +97,18 @@ class FSDPEngine:
         """See `TrainEngine`. Float32 columns on the CPU (float64 when the model computes in it)."""
         self._param_offload.wake()
         self.module.eval()
-        runner: PassRunner[tuple[torch.Tensor, ...]] = PassRunner(self._collectives)
+        runner: PassRunner[Output] = PassRunner(self._collectives)
         with nullcontext() if adapter else lora.adapters_off(self.module):
             for data in micro_batches:
-                runner.run(data, lambda part: self.module(self._pack(part, None), ask))
+                runner.run(data, lambda part: self._run(part, ask, trained=False)[1])
         forget_passes(self.module)
         (oom_ranks,) = process_group.all_reduce(torch.tensor([runner.ran_out()])).tolist()
         results = runner.results_of_all(oom_ranks)
         lengths = torch.cat([ragged.lengths(data.get("responses")) for data in micro_batches])
         names = ["values"] if self._head == "value" else ["log_probs"]
         names += ["entropys"] if ask.entropy else ["greedy_match"] if ask.greedy_match else []
-        columns = {name: torch.cat([result[i] for result in results]).cpu() for i, name in enumerate(names)}
+        found = zip(*results, strict=True)
+        columns = {name: torch.cat(parts).cpu() for name, parts in zip(names, found)}
         return DataProto.from_dict(
             {name: ragged.from_parts(values, lengths) for name, values in columns.items()}
         )
@@ -161,7 +165,7 @@ class FSDPEngine:
 
     def reduce(self, values: torch.Tensor, how: str = "sum") -> torch.Tensor:
         """See `TrainEngine`."""
-        return process_group.all_reduce(values, how)
+        return process_group.all_reduce(values, how, self._groups.data)
 
     def save_hf(self, directory: str | Path) -> None:
         """See `TrainEngine`."""
@@ -206,21 +210,29 @@ class FSDPEngine:
 
     def _learn(self, data: DataProto, loss_fn: LossFn, ask: Ask) -> dict[str, Metric]:
         """Adds one micro-batch's share of the gradient."""
-        batch = self._pack(data, ragged.parts(data.get("response_mask"))[0].bool())
-        main, entropies = self.module(batch, ask)
+        batch, (main, entropies) = self._run(data, ask, trained=True)
         loss, reported = loss_fn(self._output(batch, main, entropies), self._columns(data, batch))
         # unused entropies of a head with adapters would keep their logits alive: two copies for every token
         del main, entropies
         loss.backward()
         return reported
 
-    def _pack(self, data: DataProto, wanted: torch.Tensor | None) -> PackedBatch:
+    def _run(self, data: DataProto, ask: Ask, *, trained: bool) -> tuple[PackedBatch, Output]:
+        """The model's numbers of all response tokens, or of the trained ones."""
+        batch = self._pack(data, self._device, trained=trained)
+        if self._ulysses is None:
+            return batch, self.module(batch, ask)
+        instead_of = self._collectives.stands_in_for
+        real = None if instead_of is None else self._pack(instead_of, torch.device("cpu"), trained=trained)
+        return batch, self._ulysses.compute(batch, partial(self.module, ask=ask), real)
+
+    def _pack(self, data: DataProto, device: torch.device, *, trained: bool) -> PackedBatch:
         return pack(
             data.get("prompts"),
             data.get("responses"),
-            device=self._device,
+            device=device,
             padded=self._padded,
-            wanted=wanted,
+            wanted=ragged.parts(data.get("response_mask"))[0].bool() if trained else None,
         )
 
     def _output(self, batch: PackedBatch, main: torch.Tensor, entropies: torch.Tensor | None) -> ModelOutput:

@@ -1,11 +1,14 @@
 """Which ranks of a role do what together.
 
-- The data group, all ranks (torch.distributed's default group): a batch is split over it. Metrics, the
-  gradient's norm and reports of memory are reduced over it, and rank 0 broadcasts weights to it when a model
-  is loaded.
+- All ranks (torch.distributed's default group): the gradient's norm and reports of memory are reduced over
+  them, and rank 0 broadcasts weights to them when a model is loaded.
 - A shard group, `fsdp_size` neighbouring ranks: holds one copy of weights, gradients and optimizer state.
   FSDP gathers weights and scatters summed gradients in it.
 - A replica group, the ranks of all shard groups with the same shard: sums the gradients of that shard.
+- A sequence group, `ulysses_sequence_parallel_size` neighbouring ranks: has the same rows, of which each rank
+  computes a slice of the tokens (`ulysses.py`).
+- A data group, the ranks of all sequence groups with the same place: has each row of a batch once, so rows
+  are counted over it.
 """
 
 from __future__ import annotations
@@ -16,27 +19,38 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from hydraflow.engine import process_group
+from hydraflow.engine.config import FSDPConfig
 
 
 @dataclass(frozen=True)
 class RankGroups:
-    """The groups that this rank is in besides the data group."""
+    """The groups that this rank is in besides that of all ranks."""
 
     shards: DeviceMesh
     """One dimension: the ranks that share a copy of the model."""
     replicas: dist.ProcessGroup | None
     """The ranks with the same shard as this one; None: there is only one copy."""
+    sequence: dist.ProcessGroup | None
+    """The ranks with the same rows as this one; None: each has rows of its own."""
+    data: dist.ProcessGroup | None
+    """The ranks that have each row once; None: all."""
 
     @classmethod
-    def make(cls, fsdp_size: int, device_type: str) -> RankGroups:
-        """Collective. fsdp_size: ranks per copy of the model, a divisor of the number of ranks; -1: all."""
-        ranks = dist.get_world_size()
-        if fsdp_size in (-1, ranks):
-            return cls(init_device_mesh(device_type, (ranks,)), None)
-        neighbours, replicas = process_group.groups_of(fsdp_size)
-        return cls(DeviceMesh.from_group(neighbours, device_type), replicas)
+    def make(cls, fsdp: FSDPConfig, device_type: str) -> RankGroups:
+        """Collective. Both sizes divide the number of ranks."""
+        ranks, copy, sharers = dist.get_world_size(), fsdp.fsdp_size, fsdp.ulysses_sequence_parallel_size
+        sequence, data = process_group.groups_of(sharers, "tokens") if sharers > 1 else (None, None)
+        if copy in (-1, ranks):
+            return cls(init_device_mesh(device_type, (ranks,)), None, sequence, data)
+        neighbours, replicas = process_group.groups_of(copy, "copies")
+        return cls(DeviceMesh.from_group(neighbours, device_type), replicas, sequence, data)
 
     @property
     def copies(self) -> int:
         """Copies of the model."""
         return 1 if self.replicas is None else self.replicas.size()
+
+    @property
+    def sharers(self) -> int:
+        """Ranks that share the tokens of a row."""
+        return 1 if self.sequence is None else self.sequence.size()

@@ -5,6 +5,9 @@ pass was interrupted still owes the others the remaining ones. It makes them in 
 tokens that skips the collectives already made; the result of that pass is discarded. Then all ranks drop the
 call and retry with smaller micro-batches.
 
+Where ranks share the tokens of rows, they exchange them in collectives whose size is that of the micro-batch:
+such a rank sends zeros in their place (`ulysses.py`).
+
 In: passes, as functions of a micro-batch. Out: their results, and, the same on all ranks, whether one
 ran out of memory. Left out on purpose: which micro-batches are tried next (`workers/micro_batcher.py`).
 
@@ -53,6 +56,8 @@ class CollectiveCounter:
         self._made = self._left_out = 0
         self._makes_up = False
         self._gathers: list[_Gather] = []
+        self.stands_in_for: DataProto | None = None
+        """The micro-batch that the other ranks take this rank to compute."""
         for unit, owner, name in _units(module):
             self._gathers.append(_Gather(self, owner, name))
             unit.set_custom_all_gather(self._gathers[-1])
@@ -100,7 +105,7 @@ class PassRunner(Generic[Result]):
     def run(self, data: DataProto, work: Callable[[DataProto], Result]) -> None:
         """Runs one pass, `work(data)`."""
         if self._too_large is not None:
-            work(_few_tokens(data))
+            self._stand_in(data, work)
             return
         self._collectives.begin()
         try:
@@ -117,7 +122,12 @@ class PassRunner(Generic[Result]):
             )
         self._too_large = data
         self._results.clear()
-        self._collectives.make_up(lambda: work(_few_tokens(data)))
+        self._collectives.make_up(lambda: self._stand_in(data, work))
+
+    def _stand_in(self, data: DataProto, work: Callable[[DataProto], Result]) -> None:
+        self._collectives.stands_in_for = data
+        work(_few_tokens(data))
+        self._collectives.stands_in_for = None
 
     def ran_out(self) -> float:
         """1 when memory has run out on this rank, else 0."""

@@ -19,6 +19,7 @@ from torch.distributed.fsdp import FSDPModule
 from hydraflow.device import ran_out_of_memory
 from hydraflow.engine import process_group
 from hydraflow.engine.fsdp.passes import forget_passes
+from hydraflow.engine.fsdp.ulysses import Output, Ulysses, not_shareable
 from hydraflow.errors import ConfigError
 from hydraflow.models.ask import LOG_PROBS
 from hydraflow.models.attention import NAME
@@ -44,6 +45,7 @@ def pads_rows(
     module: PolicyModel | ValueModel,
     *,
     padded: bool,
+    ulysses: Ulysses | None,
     own_attention: str,
     device: torch.device,
     dtype: torch.dtype,
@@ -52,8 +54,9 @@ def pads_rows(
 ) -> bool:
     """Whether rows must be padded: if `padded`, or if packed rows give other numbers than the model's own.
 
-    own_attention: transformers' implementation for this model. dtype: of the computation. Raises ConfigError
-    where padded rows give other numbers too, or the model's code does not take them.
+    ulysses: the ranks that share the tokens of packed rows; padded rows they cannot share. own_attention:
+    transformers' implementation for this model. dtype: of the computation. Raises ConfigError where padded
+    rows give other numbers too, or the model's code does not take them.
     """
     module.eval()
     config = module.hf.config
@@ -64,7 +67,7 @@ def pads_rows(
         raised, off = "", float("inf")
         try:
             config._attn_implementation = own_attention if pads else NAME
-            ours = _as_trained(module, pack(*rows, device=device, padded=pads))
+            ours = _as_trained(module, pack(*rows, device=device, padded=pads), ulysses)
             config._attn_implementation = own_attention
             off = _difference(ours, _as_published(module, *rows, device))
         except REFUSED as error:
@@ -82,6 +85,8 @@ def pads_rows(
         if not (why := wrong(pads=False)):
             config._attn_implementation = NAME
             return False
+        if ulysses is not None:
+            raise not_shareable(config, ulysses.group.size(), why)
         log.warning("rows are padded: packed rows of a %s model cannot be used, %s", config.model_type, why)
     if why := wrong(pads=True):
         rule = f"models of type {config.model_type} are not supported: {why}"
@@ -105,14 +110,19 @@ def probe_rows(vocabulary: int) -> tuple[torch.Tensor, torch.Tensor]:
     return ragged.from_rows(prompts), ragged.from_rows([response for _, response in tokens])
 
 
-def _as_trained(module: PolicyModel | ValueModel, batch: PackedBatch) -> torch.Tensor:
+def _as_trained(
+    module: PolicyModel | ValueModel, batch: PackedBatch, ulysses: Ulysses | None
+) -> torch.Tensor:
     """Log-probabilities (K,) as in training, or of a value model the hidden states (K, hidden)."""
-    if isinstance(module, PolicyModel):
-        found: torch.Tensor = module(batch, LOG_PROBS)[0]
-        return found
-    module(batch)  # makes it the root of its sharded parts
-    with _Gathered(module):
-        return asked_hidden_states(module.hf, batch)
+
+    def numbers(part: PackedBatch) -> Output:
+        if isinstance(module, PolicyModel):
+            return module(part, LOG_PROBS)[0], None
+        module(part)  # makes it the root of its sharded parts
+        with _Gathered(module):
+            return asked_hidden_states(module.hf, part), None
+
+    return (numbers(batch) if ulysses is None else ulysses.compute(batch, numbers))[0]
 
 
 def _as_published(
