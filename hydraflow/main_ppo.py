@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from hydraflow.dispatch.environment import settle_command
 from hydraflow.dispatch.forked_template import fork_template
 from hydraflow.system.importing import importing
 from hydraflow.system.interrupts import command
-from hydraflow.system.node_folder import keep_modules_here
 
 if TYPE_CHECKING:
     from hydraflow.compose.command import Command
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 def run(config: PPOConfig, command: Command) -> None:
     """Trains as configured. The import is here so that configuration errors are reported within a second."""
-    keep_modules_here()
+    settle_command()
     with importing():
         if not config.trainer.debug.local:
             fork_template(config.ray_init, config.trainer.device)

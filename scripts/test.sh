@@ -10,7 +10,7 @@ source "$(dirname "${BASH_SOURCE[0]}")/setup_env.sh"
 
 prepare_environment dev
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" # the tests' tensors are too small for threads to help
-export OMP_WAIT_POLICY="${OMP_WAIT_POLICY:-passive}" # threads that spin would take the processors from other tests
+export GOMP_SPINCOUNT="${GOMP_SPINCOUNT:-1000}" # threads that spin would take the processors from other tests
 unset PYTHONDONTWRITEBYTECODE                   # every process would compile the package and its tests again
 cd "$ROOT"
 failed=()

@@ -86,10 +86,3 @@ def _is_closed(folder: Path) -> bool:
 
 def _below(base: Path) -> Path:
     return base / f"hydraflow-{os.getuid()}"
-
-
-def keep_modules_here() -> None:
-    """Has transformers keep models' own code on this machine, unless the user has set a folder. Call before
-    transformers is imported."""
-    if not os.environ.get(MODULES):
-        os.environ[MODULES] = str(make_node_folder() / "hf_modules")

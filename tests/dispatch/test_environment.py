@@ -11,14 +11,14 @@ import pytest
 from dispatch.probes import Described
 
 from hydraflow.dispatch.config import RayInitConfig, RuntimeEnvConfig
-from hydraflow.dispatch.environment import variables
+from hydraflow.dispatch.environment import settle_command, variables
 from hydraflow.dispatch.group import Timeouts
 from hydraflow.dispatch.placement import ResourcePool
 from hydraflow.dispatch.runtime import Runtime
 from hydraflow.dispatch.worker import RoleSpec
 from hydraflow.errors import ConfigError, EnvironmentFault
 from hydraflow.system.network import interfaces
-from hydraflow.system.node_folder import keep_modules_here, make_node_folder, node_folder
+from hydraflow.system.node_folder import make_node_folder, node_folder
 
 
 def test_each_rank_has_caches_of_its_own_and_each_node_one_for_models_code() -> None:
@@ -26,7 +26,7 @@ def test_each_rank_has_caches_of_its_own_and_each_node_one_for_models_code() -> 
     assert first["TRITON_CACHE_DIR"] == str(node_folder() / "triton" / "rank_0")
     assert second["TORCHINDUCTOR_CACHE_DIR"] == str(node_folder() / "inductor" / "rank_1")
     assert first["HF_MODULES_CACHE"] == second["HF_MODULES_CACHE"]
-    assert "GLOO_SOCKET_IFNAME" not in first
+    assert "GLOO_SOCKET_IFNAME" not in first and second["GOMP_SPINCOUNT"] == "1000"
 
 
 def test_what_the_user_says_is_kept() -> None:
@@ -34,6 +34,8 @@ def test_what_the_user_says_is_kept() -> None:
     found = variables(7, node_ip="127.0.0.1", environ=given)
     assert found["TRITON_CACHE_DIR"] == "/fast/triton/rank_7"
     assert "HF_MODULES_CACHE" not in found and "GLOO_SOCKET_IFNAME" not in found
+    for said in ({"GOMP_SPINCOUNT": "0"}, {"OMP_WAIT_POLICY": "active"}):
+        assert "GOMP_SPINCOUNT" not in variables(0, node_ip="127.0.0.1", environ=said)
 
 
 def test_collectives_between_nodes_use_the_interface_by_which_ray_knows_the_node() -> None:
@@ -80,7 +82,8 @@ def test_the_folder_on_the_node_is_the_users_alone(tmp_path: Path, monkeypatch: 
     """Its name can be guessed, and code is run from it."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     monkeypatch.setenv("HF_MODULES_CACHE", "")
-    keep_modules_here()
+    monkeypatch.setenv("GOMP_SPINCOUNT", "7")
+    settle_command()
     assert os.environ["HF_MODULES_CACHE"] == str(tmp_path / f"hydraflow-{os.getuid()}" / "hf_modules")
     node_folder().chmod(0o777)
     assert stat.S_IMODE(make_node_folder().stat().st_mode) == 0o700
