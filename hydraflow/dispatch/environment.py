@@ -1,9 +1,9 @@
 """Environment variables of a worker process, set before any library reads them.
 
-In: rank, whether the group spans nodes. Out: compiler caches per rank, a cache of models'
-own code per node, how threads wait, and the interface for collectives. Values from the user's environment are kept, with a
-folder per rank below them. Left out on purpose: `ray_init.runtime_env.env_vars` in a
-process that Ray starts (`host.py`).
+In: rank, whether the group spans nodes. Out: compiler caches per rank, a cache of models' own code per node,
+how threads wait, and the interface for collectives. Values from the user's environment are kept, with a
+folder per rank below them. Left out on purpose: `ray_init.runtime_env.env_vars` in a process that Ray starts
+(`host.py`).
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ COMPILER_CACHES = {"TORCHINDUCTOR_CACHE_DIR": "inductor", "TRITON_CACHE_DIR": "t
 network drive."""
 SPINS, FEW_SPINS = "GOMP_SPINCOUNT", "1000"
 """How often a thread of OpenMP looks for work before it sleeps; by default it looks for milliseconds. If other
-processes wait for the core, the threads of one product then wait for each other: on two cores with ten busy
-processes, ten steps of two threads took 281 s, and 13 s with this, as with nothing else to do."""
+processes wait for the core, threads of one product then wait for each other. Ten training steps with two
+threads on two cores took 281 s beside ten busy processes, and 13 s with this, as with nothing else to do."""
 LOOPBACK = "127.0.0.1"
 """Rendezvous address of a group on a single node."""
 
