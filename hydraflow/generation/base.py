@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from hydraflow.generation.config import SamplingConfig
+from hydraflow.weights.buckets import Weight
 
 if TYPE_CHECKING:
     from transformers import GenerationConfig
@@ -208,12 +209,10 @@ class GenerationEngine(Protocol):
         """Ends requests that are in flight; returns what they have by now, perhaps no token. Weights can be
         updated once none is in flight."""
 
-    def update_weights(
-        self, stream: Iterable[tuple[str, Tensor]], *, first: bool = True, last: bool = True
-    ) -> None:
-        """Loads weights from (Hugging Face name, full tensor) pairs: all of the model, or a part of them
-        between the `first` and the `last`. ValueError names what does not fit, and after the last part what
-        is missing."""
+    def update_weights(self, stream: Iterable[Weight], *, first: bool = True, last: bool = True) -> None:
+        """Loads weights from (Hugging Face name, full tensor) pairs, or from the parts of a tensor one after
+        the other: all of the model, or some of it between the `first` and the `last`. ValueError names what
+        does not fit, and after the last what is missing."""
 
     def sleep(self) -> None:
         """Gives back the memory of weights and caches, until `update_weights` begins with a first part."""

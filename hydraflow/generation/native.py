@@ -43,6 +43,7 @@ from hydraflow.generation.sampling import UniformDraws
 from hydraflow.generation.weights import WeightLoader, held_weights
 from hydraflow.models.loading import context_of, soft_capped
 from hydraflow.protocol import ragged
+from hydraflow.weights.buckets import Weight
 
 
 class _Rows(NamedTuple):
@@ -147,9 +148,7 @@ class NativeEngine:
         none = torch.empty(0, dtype=torch.int64)
         return [Completion(name, none, none.float(), ABORT) for name in ended]
 
-    def update_weights(
-        self, stream: Iterable[tuple[str, Tensor]], *, first: bool = True, last: bool = True
-    ) -> None:
+    def update_weights(self, stream: Iterable[Weight], *, first: bool = True, last: bool = True) -> None:
         """Loads weights, converting dtypes and devices.
 
         ValueError: see `WeightLoader`; the engine then refuses to generate until an update succeeds.

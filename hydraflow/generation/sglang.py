@@ -51,6 +51,7 @@ from hydraflow.generation.requests import engine_context, require_fitting, sampl
 from hydraflow.generation.sglang_server import RequestRefused, SglangServer, flags
 from hydraflow.generation.sglang_weights import WeightFiles, private_folder
 from hydraflow.generation.weights import Arrivals
+from hydraflow.weights.buckets import Weight
 
 SILENCE_SECONDS = 300.0
 """A server of which no response ends and that is not healthy for so long has failed."""
@@ -151,10 +152,8 @@ class SglangEngine:
             wait([self._flights[name].answer for name in left], ABORT_SECONDS)
         return waiting + self._land(begun)
 
-    def update_weights(
-        self, stream: Iterable[tuple[str, Tensor]], *, first: bool = True, last: bool = True
-    ) -> None:
-        """See `GenerationEngine`. The server loads all of them at once, after the last part."""
+    def update_weights(self, stream: Iterable[Weight], *, first: bool = True, last: bool = True) -> None:
+        """See `GenerationEngine`. The server loads all of them at once, in the end."""
         if self._flights:
             raise RuntimeError(f"{len(self._flights)} requests are in flight: abort them before new weights")
         self._not_ready = MIXED_WEIGHTS

@@ -45,9 +45,10 @@ from hydraflow.generation.native import end_tokens
 from hydraflow.generation.requests import engine_context, require_fitting, sample_batch, seed_of
 from hydraflow.generation.vllm_weights import pattern, wanted_weights
 from hydraflow.generation.vllm_worker import WeightReceiver, executor_in_group
-from hydraflow.generation.weights import Arrivals
+from hydraflow.generation.weights import Arrivals, Assembly
 from hydraflow.models.loading import first_line
 from hydraflow.system.importing import importing
+from hydraflow.weights.buckets import Weight
 
 REQUIRED = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine is in this process
@@ -70,7 +71,8 @@ class VllmEngine:
     def __init__(self, engine: Any, model: nn.Module, eos: Sequence[int]):
         """engine: a `LLMEngine` without weights. model: the Hugging Face model, perhaps on the meta device.
         eos: its end tokens."""
-        self._engine, self._arrivals, self._eos = engine, Arrivals(model), tuple(eos)
+        self._engine, self._eos = engine, tuple(eos)
+        self._arrivals, self._assembly = Arrivals(model), Assembly()
         self._not_ready = NO_WEIGHTS
         self._wanted = wanted_weights(model, self._arrivals)
         self._vocabulary: int = engine.model_config.get_vocab_size()
@@ -128,11 +130,10 @@ class VllmEngine:
         self._engine.abort_request(list(names))
         return [_completion(output) for output in outputs]
 
-    def update_weights(
-        self, stream: Iterable[tuple[str, Tensor]], *, first: bool = True, last: bool = True
-    ) -> None:
-        """See `GenerationEngine`. After the last part nothing is left of the old weights: their keys and
-        values are cleared too, because masked attention still multiplies them, and NaN times 0 is NaN."""
+    def update_weights(self, stream: Iterable[Weight], *, first: bool = True, last: bool = True) -> None:
+        """See `GenerationEngine`. vLLM's loader takes whole weights, so parts of one are put together here.
+        At the end nothing is left of the old weights: their keys and values are cleared too, because masked
+        attention still multiplies them, and NaN times 0 is NaN."""
         self._not_ready = MIXED_WEIGHTS
         if first:
             self._arrivals.forget()
@@ -173,13 +174,15 @@ class VllmEngine:
         (answer,) = self._engine.collective_rpc(method.__name__, args=args)
         return answer
 
-    def _checked(self, stream: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        """The stream for vLLM's loader, tied weights once. Copied, because the stream is borrowed, and a
-        loader may keep what it has read until a fused layer is complete."""
-        for name, tensor in stream:
-            earlier = self._arrivals.note(name, tensor.shape)
+    def _checked(self, stream: Iterable[Weight]) -> Iterator[tuple[str, Tensor]]:
+        """The stream for vLLM's loader, whole weights, and tied ones once. Copied, because the stream is
+        borrowed, and a loader may keep what it has read until a fused layer is complete."""
+        for name, sent in stream:
+            earlier = self._arrivals.note(name, sent)
+            if (tensor := self._assembly.add(sent)) is None:
+                continue
             if earlier == name:
-                yield self._arrivals.first_name(name), tensor.clone()
+                yield self._arrivals.first_name(name), tensor
             elif not torch.equal(held := self.held()[earlier], tensor.to(held)):
                 self._arrivals.refuse_other(name, earlier)
 

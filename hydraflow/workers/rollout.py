@@ -157,12 +157,11 @@ class RolloutWorker(Worker):
     def _load(self, bucket: Bucket | FlatBucket) -> None:
         header = bucket.header
         self.version, self.sleeps_beside = None, ()
-        self.engine.update_weights(bucket.tensors(), first=header.number == 0, last=header.last)
-        if header.checksum is not None and not self._arrived(header):
-            differing = first_difference(self._held(), bucket.tensors())
+        self.engine.update_weights(bucket.weights(), first=header.number == 0, last=header.last)
+        if header.checksums and (differing := self._differing(header)):
             raise GuardStop(
                 f"generation rank {self.process.rank}: weights of version {header.version} did not arrive as"
-                f" they were sent (bucket {header.number}, {differing or 'none differs from the bucket'})"
+                f" they were sent (bucket {header.number}, {differing})"
             )
         if header.last:
             self.version = header.version
@@ -172,17 +171,19 @@ class RolloutWorker(Worker):
         assert isinstance(self.engine, ReadableEngine)
         return self.engine.held()
 
-    def _arrived(self, header: Header) -> bool:
-        """Whether all processes of the engine hold what was sent; all of them say the same."""
-        arrived = header.arrived_as(self._held())
-        if self.spec.tensor_parallel == 1:
-            return arrived
-        return not process_group.all_reduce(torch.tensor([not arrived]), "max").any()
+    def _differing(self, header: Header) -> str:
+        """The first weight that is not held as it was sent; "" where all processes of the engine hold all of
+        them."""
+        found = next(iter(header.differing(self._held())), "")
+        if self.spec.tensor_parallel > 1:
+            somewhere = process_group.all_reduce(torch.tensor([bool(found)]), "max").any()
+            return found or ("one of another process" if somewhere else "")
+        return found
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False, read_only=True)
     def first_difference_in_bucket(self, stored: StoredValue) -> str | None:
         """The first tensor of the bucket that is not the one held; None: all are."""
-        return first_difference(self._held(), stored.read().tensors())
+        return first_difference(self._held(), stored.read().weights())
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def sleep(self, beside: Sequence[str]) -> None:

@@ -17,7 +17,7 @@ import psutil
 import pytest
 import torch
 from generation.stand_in import Installed, installed
-from generation.test_native import CONFIGS, END, expected_log_probs, make, rows, weights
+from generation.test_native import CONFIGS, END, expected_log_probs, in_buckets, make, rows, weights
 from generation.test_requests import drained, single
 from generation.test_vllm import largest_gap, request_of
 from transformers import PreTrainedModel
@@ -88,11 +88,10 @@ def models() -> list[PreTrainedModel]:
     return made
 
 
-def load(engine: SglangEngine, model: PreTrainedModel, per_part: int = 1000) -> None:
-    stream = list(weights(model).items())
-    starts = range(0, len(stream), per_part)
-    for at in starts:
-        engine.update_weights(stream[at : at + per_part], first=at == 0, last=at == starts[-1])
+def load(engine: SglangEngine, model: PreTrainedModel, max_bytes: int = 10**6) -> None:
+    parts = in_buckets(model, max_bytes)
+    for number, part in enumerate(parts):
+        engine.update_weights(part, first=number == 0, last=number == len(parts) - 1)
 
 
 @pytest.fixture
@@ -149,14 +148,14 @@ def test_end_tokens(engine: SglangEngine, models: list[PreTrainedModel]) -> None
     assert rows(engine.generate(request, stops)) == rows(NativeEngine(models[0]).generate(request, stops))
 
 
-@pytest.mark.parametrize("per_part", [1, 5, 1000], ids=["a tensor", "five tensors", "all"])
+@pytest.mark.parametrize("max_bytes", [1000, 10_000, 10**6], ids=["parts", "some weights", "all"])
 def test_three_updates_in_a_row(
-    engine: SglangEngine, models: list[PreTrainedModel], per_part: int, monkeypatch: pytest.MonkeyPatch
+    engine: SglangEngine, models: list[PreTrainedModel], max_bytes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sglang_weights, "FILE_BYTES", 5000)
     request = request_of([3, 9], samples=2)
     for model in (models[1], models[2], models[0]):
-        load(engine, model, per_part)
+        load(engine, model, max_bytes)
         output = engine.generate(request, SamplingParams(max_tokens=10))
         assert largest_gap(model, request, output, 1.0) < NEAR
     assert list(engine._folder.glob("*.safetensors")) == [], "the files are gone once they are loaded"
@@ -252,7 +251,7 @@ def test_it_sleeps(engine: SglangEngine, models: list[PreTrainedModel]) -> None:
     engine.sleep()  # a second one changes nothing
     with pytest.raises(RuntimeError, match="the engine sleeps"):
         engine.generate(request, GREEDY)
-    load(engine, models[0], per_part=3)
+    load(engine, models[0], max_bytes=10_000)
     assert rows(engine.generate(request, GREEDY)) == before
     assert not isinstance(engine, ReadableEngine)
 
