@@ -10,6 +10,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ import torch
 from generation.stand_in import Installed, installed
 from generation.test_native import CONFIGS, END, expected_log_probs, in_buckets, make, rows, weights
 from generation.test_requests import drained, single
+from generation.test_stopping import STOPS, letters, needed
 from generation.test_vllm import largest_gap, request_of
 from transformers import PreTrainedModel
 
@@ -49,7 +51,13 @@ LONGEST = 64
 def build(*, start_seconds: float = 100.0, **rollout: Any) -> SglangEngine:
     config = RolloutConfig(name="sglang", **{"max_num_seqs": 8, **rollout})
     spec = EngineSpec(
-        config, torch.device("cpu"), torch.float32, None, longest_row=LONGEST, start_seconds=start_seconds
+        config,
+        torch.device("cpu"),
+        torch.float32,
+        None,
+        longest_row=LONGEST,
+        tokenizer=letters(),
+        start_seconds=start_seconds,
     )
     return sglang.build(CONFIG, spec)
 
@@ -146,6 +154,20 @@ def test_end_tokens(engine: SglangEngine, models: list[PreTrainedModel]) -> None
     assert [f[: len(s)] for f, s in zip(rows(free), rows(output))] == rows(output)
     stops = SamplingParams(max_tokens=15, temperature=0, stop_token_ids=(7, 8), ignore_eos=True)
     assert rows(engine.generate(request, stops)) == rows(NativeEngine(models[0]).generate(request, stops))
+
+
+def test_stop_strings_are_natives(engine: SglangEngine, models: list[PreTrainedModel]) -> None:
+    request, params = request_of([*range(1, 25)]), replace(GREEDY, stop=STOPS)
+    expected = NativeEngine(models[0], tokenizer=letters()).generate(request, params)
+    output = engine.generate(request, params)
+    assert rows(output) == rows(expected) and list(output.finish_reason) == list(expected.finish_reason)
+    sampled = replace(params, temperature=1.0, ignore_eos=True)
+    free = rows(engine.generate(request, replace(sampled, stop=())))
+    stopped = engine.generate(request, sampled)
+    assert rows(stopped) == [row[: needed(row)] for row in free]
+    assert list(stopped.finish_reason) == ["stop" if needed(row) else "length" for row in free]
+    assert largest_gap(models[0], request, stopped, 1.0) < NEAR
+    assert any(END in row for row in free), "the server's tokenizer has no end token"
 
 
 @pytest.mark.parametrize("max_bytes", [1000, 10_000, 10**6], ids=["parts", "some weights", "all"])

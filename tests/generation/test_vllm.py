@@ -24,6 +24,7 @@ from generation.test_native import (
     weights,
 )
 from generation.test_requests import single
+from generation.test_stopping import STOPS, letters, needed
 from generation.vllm_process import EngineProcess, needs_vllm
 from torch import Tensor
 from transformers import DeepseekV3Config, Olmo2Config, PreTrainedModel, Qwen3MoeConfig
@@ -198,6 +199,38 @@ def test_greedy_is_native_token_for_token(engine: EngineProcess, models: list[Pr
     assert rows(output) == rows(expected)
     assert list(output.finish_reason) == list(expected.finish_reason)
     assert largest_gap(models[0], request, output, 1.0) < NEAR
+
+
+def test_stop_strings_are_natives(engine: EngineProcess, models: list[PreTrainedModel]) -> None:
+    request, params = request_of([*range(1, 25)]), replace(GREEDY, stop=STOPS)
+    output = engine.run(generate, request, params)
+    expected = NativeEngine(models[0], tokenizer=letters()).generate(request, params)
+    assert rows(output) == rows(expected) and list(output.finish_reason) == list(expected.finish_reason)
+    sampled = replace(params, temperature=1.0, ignore_eos=True)
+    free = rows(engine.run(generate, request, replace(sampled, stop=())))
+    stopped = engine.run(generate, request, sampled)
+    assert rows(stopped) == [row[: needed(row)] for row in free]
+    assert list(stopped.finish_reason) == ["stop" if needed(row) else "length" for row in free]
+    assert largest_gap(models[0], request, stopped, 1.0) < NEAR
+    ended = [row for row in rows(stopped) if len(row) < 20]
+    assert 5 < len(ended) < 24
+
+
+def test_a_stop_string_may_have_begun_before_an_interruption(
+    engine: EngineProcess, models: list[PreTrainedModel]
+) -> None:
+    request, params = request_of([*range(1, 25)]), replace(GREEDY, stop=STOPS)
+    whole = {
+        one.name: row
+        for one, row in zip(single(request, params), rows(engine.run(generate, request, params)))
+    }
+    left = [
+        replace(one, begun=tuple(whole[one.name][:-1]))
+        for one in single(request, params)
+        if len(whole[one.name]) > 1
+    ]
+    found = engine.run(finish, left)
+    assert all(found[one.name].tokens.tolist() == whole[one.name][-1:] for one in left) and len(left) > 10
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
