@@ -393,8 +393,12 @@ def test_the_bench_of_weights() -> None:
     found = json.loads(done.stdout)
     assert found["buckets"] > 16 and found["two_buckets"] < 0.15 * found["bytes"]
     assert 0.4 * found["two_buckets"] < found["held_at_most"] < 2.5 * found["two_buckets"]
-    grown = [most for link in found["processes_grew"].values() for most in link.values()]
-    assert len(grown) == 6 and max(grown) < 3 * found["two_buckets"]
+    grown = [
+        most
+        for link in ("object_store", "broadcast_to_a_node")
+        for most in found["processes_grew"][link].values()
+    ]
+    assert len(grown) == 4 and max(grown) < 2.5 * found["two_buckets"]
     links = ("same_process", "object_store", "broadcast_to_a_node", "object_store_to_a_node")
     assert all(found[f"{link}_share"] > 0 for link in links)
 

@@ -63,9 +63,8 @@ class WeightsSender:
         if self._group is None:
             return []
         try:
-            for part in before:
-                part.wait()
-            before.clear()  # with its memory
+            while before:
+                before.pop(0).wait()  # with its memory
             return [] if header is None else _sent(self._group, header, numbers)
         except GroupBroken as error:
             log.warning("weights could not be sent: %s", error)

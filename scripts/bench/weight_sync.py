@@ -156,7 +156,9 @@ def store_bytes() -> int:
 
 @contextmanager
 def watched(link: ObjectStore) -> Iterator[dict[str, int]]:
-    """By how many bytes the memory of each role's process has grown at most, once the context has ended."""
+    """By how many bytes the memory of each role's process has grown at most, once the context has ended. The
+    weights are published once before: only then does the rollout have the memory of its own."""
+    link.publish(1)()
     grown: dict[str, int] = {}
     pids = {"actor": link.actor.group.processes[0].pid, "rollout": link.rollout.group.processes[0].pid}
     before = {role: psutil.Process(pid).memory_info().rss for role, pid in pids.items()}
