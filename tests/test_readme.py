@@ -386,13 +386,19 @@ def test_the_bench_of_a_step(recipe_cache: Path) -> None:
 
 @pytest.mark.slow
 def test_the_bench_of_weights() -> None:
-    run = [sys.executable, "scripts/bench/weight_sync.py", "--models", "small", "--publishes", "3"]
+    run = [sys.executable, "scripts/bench/weight_sync.py", "--models", "wide", "--publishes", "3"]
     run += ["--bucket-megabytes", "16"]
     done = subprocess.run(run, cwd=ROOT, capture_output=True, text=True, timeout=240, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     found = json.loads(done.stdout)
-    assert found["buckets"] > 6 and found["two_buckets"] < 0.3 * found["bytes"]
+    assert found["buckets"] > 16 and found["two_buckets"] < 0.15 * found["bytes"]
     assert 0.4 * found["two_buckets"] < found["held_at_most"] < 2.5 * found["two_buckets"]
+    grown = [
+        most
+        for link in ("object_store", "broadcast_to_a_node")
+        for most in found["processes_grew"][link].values()
+    ]
+    assert len(grown) == 4 and max(grown) < 2.5 * found["two_buckets"]
     links = ("same_process", "object_store", "broadcast_to_a_node", "object_store_to_a_node")
     assert all(found[f"{link}_share"] > 0 for link in links)
 

@@ -16,6 +16,7 @@ from hydraflow.checkup.context import MODEL, CheckContext
 from hydraflow.checkup.data_files import require_prompts
 from hydraflow.checkup.finding import Finding, note, ok, problem, warning
 from hydraflow.data.chat import Messages, as_messages
+from hydraflow.generation.config import stop_strings
 from hydraflow.generation.native import end_tokens
 from hydraflow.models.loading import load_generation_config
 
@@ -97,7 +98,7 @@ def _short(text: str) -> str:
 def check_end_tokens(context: CheckContext) -> Iterator[Finding]:
     """Generation stops at the model's end tokens; the template must close an answer with one of them."""
     rollout, tokenizer = context.config.actor_rollout_ref.rollout, context.tokenizer
-    if rollout.ignore_eos and not rollout.stop_token_ids:
+    if rollout.ignore_eos and not rollout.stop_token_ids and not stop_strings(rollout.stop):
         yield note(f"{ROLLOUT}.ignore_eos=true: every response runs to data.max_response_length")
         return
     ends = list(rollout.stop_token_ids)

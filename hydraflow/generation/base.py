@@ -18,9 +18,10 @@ import torch
 from torch import Tensor
 
 from hydraflow.generation.config import SamplingConfig
+from hydraflow.weights.buckets import Weight
 
 if TYPE_CHECKING:
-    from transformers import GenerationConfig
+    from transformers import GenerationConfig, TokenizersBackend
 
 NO_WEIGHTS = "the engine has no weights yet: call update_weights first"
 MIXED_WEIGHTS = "the last update_weights failed half-way, so the weights are a mixture: update them again"
@@ -28,7 +29,7 @@ ASLEEP = "the engine sleeps: update its weights first"
 """Why an engine cannot sample."""
 
 STOP, LENGTH, ABORT = "stop", "length", "abort"
-"""Why a response ended: an end token, `max_tokens`, or `GenerationEngine.abort`."""
+"""Why a response ended: an end token or a stop string, `max_tokens`, or `GenerationEngine.abort`."""
 
 Key = tuple[str | int, ...]
 
@@ -53,9 +54,15 @@ class SamplingParams:
     """Ignore the model's own end tokens. `stop_token_ids` still end a response."""
     stop_token_ids: tuple[int, ...] = ()
     """Tokens that end a response, besides the model's own."""
+    stop: tuple[str, ...] = ()
+    """Strings that end a response. It keeps the token with which its text contains one, whatever follows the
+    string in that token. The engine must have been built with a tokenizer."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
+        object.__setattr__(self, "stop", tuple(self.stop))
+        if "" in self.stop:
+            raise ValueError(f"stop={list(self.stop)}: an empty string would end every response at once")
         if self.max_tokens < 1:
             raise ValueError(f"max_tokens={self.max_tokens} must be at least 1")
         if not 0 <= self.temperature < float("inf"):
@@ -184,6 +191,8 @@ class EngineSpec:
     """Where the configuration has `rollout`, for messages."""
     seed: int = 0
     """For draws that have no key (vLLM with chunked prefill on a CPU, SGLang); each replica's is another."""
+    tokenizer: TokenizersBackend | None = None
+    """For stop strings; None: no response ends at one."""
     start_seconds: float = math.inf
     """An engine with a process of its own may take so long to start."""
 
@@ -208,12 +217,10 @@ class GenerationEngine(Protocol):
         """Ends requests that are in flight; returns what they have by now, perhaps no token. Weights can be
         updated once none is in flight."""
 
-    def update_weights(
-        self, stream: Iterable[tuple[str, Tensor]], *, first: bool = True, last: bool = True
-    ) -> None:
-        """Loads weights from (Hugging Face name, full tensor) pairs: all of the model, or a part of them
-        between the `first` and the `last`. ValueError names what does not fit, and after the last part what
-        is missing."""
+    def update_weights(self, stream: Iterable[Weight], *, first: bool = True, last: bool = True) -> None:
+        """Loads weights from (Hugging Face name, full tensor) pairs, or from the parts of a tensor one after
+        the other: all of the model, or some of it between the `first` and the `last`. ValueError names what
+        does not fit, and after the last what is missing."""
 
     def sleep(self) -> None:
         """Gives back the memory of weights and caches, until `update_weights` begins with a first part."""

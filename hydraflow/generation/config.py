@@ -11,6 +11,7 @@ from hydraflow.options import (
     Implementation,
     Library,
     Planned,
+    Rule,
     no_effect_when,
     option,
     unless,
@@ -167,6 +168,14 @@ GREEDY = no_effect_when(
 VALIDATION_IS_GREEDY = unless("do_sample", why="{s}.do_sample=false takes the most probable token")
 
 
+def _are_stop_strings(value: Any) -> bool:
+    strings = [value] if isinstance(value, str) else value
+    return isinstance(strings, list) and all(isinstance(one, str) and one for one in strings)
+
+
+STOP_STRINGS = Rule("must be a string or a list of strings, none of them empty", _are_stop_strings)
+
+
 @dataclass
 class ValSamplingConfig:
     """Sampling for validation."""
@@ -181,6 +190,10 @@ class ValSamplingConfig:
     """Top-k: sample from the k most probable tokens; -1: all."""
     top_p: float = option(1.0, gt=0, le=1, no_effect=VALIDATION_IS_GREEDY)
     """Top-p (nucleus): sample from the most probable tokens that together reach this probability."""
+    stop: Any = option(None, rule=STOP_STRINGS)
+    """Stop strings; null: rollout.stop."""
+    stop_token_ids: list[int] | None = None
+    """Stop tokens besides the model's own end-of-sequence tokens; null: rollout.stop_token_ids."""
 
 
 @dataclass
@@ -211,6 +224,9 @@ class SamplingConfig:
     """Continue to max_response_length after an end-of-sequence token."""
     stop_token_ids: list[int] = field(default_factory=list)
     """Stop tokens besides the model's own end-of-sequence tokens."""
+    stop: Any = option(None, rule=STOP_STRINGS)
+    """Stop strings: a string, or a list of them. A response ends with the token that completes one, and keeps
+    that token whole."""
     max_num_seqs: int = option(1024, size=True, shapes_training=False)
     """Maximum number of sequences decoded concurrently per rollout replica."""
     dtype: str = option("auto", choices=("auto", "fp32", "bf16", "fp16", "fp64"))
@@ -244,6 +260,15 @@ def engine_dtype(asked: str, trainer: str) -> str:
     ('fp32', 'bf16')
     """
     return trainer if asked == "auto" else asked
+
+
+def stop_strings(stop: Any) -> tuple[str, ...]:
+    """stop: `rollout.stop` or that of val_kwargs.
+
+    >>> stop_strings("</answer>"), stop_strings(["a", "b"]), stop_strings(None)
+    (('</answer>',), ('a', 'b'), ())
+    """
+    return (stop,) if isinstance(stop, str) else tuple(stop or ())
 
 
 def splits_prompts(rollout: SamplingConfig, device_type: str) -> bool:

@@ -28,6 +28,7 @@ from hydraflow.generation import attention
 from hydraflow.generation.base import SamplingParams
 from hydraflow.generation.cache import join_rows, new_cache
 from hydraflow.generation.sampling import UniformDraws, choose
+from hydraflow.generation.stopping import StopStrings
 
 MIN_ROWS = 16
 """Rows in the smallest matrix product."""
@@ -48,7 +49,7 @@ class WaveResult:
     lengths: Tensor
     """int64 (W,), the end token included."""
     stopped: Tensor
-    """bool (W,): ended by an end token."""
+    """bool (W,): ended by an end token or a stop string."""
 
 
 class CachedForward:
@@ -132,31 +133,33 @@ class WaveDecoder:
         self._moved: Tensor | None = None
         """Rows of the cache that the next forward needs, when they are not the ones it has, (B,)."""
 
-    def run(self, params: SamplingParams, stop_tokens: Tensor) -> WaveResult:
+    def run(
+        self, params: SamplingParams, stop_tokens: Tensor, stop_strings: Sequence[StopStrings] = ()
+    ) -> WaveResult:
         """Samples until every row has ended or `max_tokens` are reached.
 
-        stop_tokens: int64 (S,). FloatingPointError when the model's logits are not numbers.
+        stop_tokens: int64 (S,). stop_strings: of each row, or none. FloatingPointError when the model's
+        logits are not numbers.
         """
         rows, device = len(self._owner), self._forward.device
+        ends = _Ends(params.max_tokens, rows, stop_tokens, stop_strings)
         tokens = torch.empty(rows, params.max_tokens, dtype=torch.int64, device=device)
         log_probs = torch.empty(rows, params.max_tokens, dtype=torch.float32, device=device)
         prompt_logits, self._cache = self._prefill()
         logits = prompt_logits[self._owner[self._slot]]  # (B, V)
         self._moved = self._owner[self._slot]
-        alive = torch.ones_like(self._slot, dtype=torch.bool)
         for step in range(params.max_tokens):
             uniforms = None if self._draws is None else self._draws.at(step)[self._slot]
             token, logp = choose(logits, params, uniforms)
             tokens[self._slot, step], log_probs[self._slot, step] = token, logp
-            if len(stop_tokens):
-                alive &= ~torch.isin(token, stop_tokens)
+            alive = ~ends.note(step, self._slot, tokens[self._slot, step])
             left = self._leave(alive)
             if left is not None:
                 alive, token = alive[left], token[left]
             if step + 1 == params.max_tokens or not len(alive):
                 break
             logits = self._step(token, step)
-        return _result(tokens[:, : step + 1], log_probs[:, : step + 1], stop_tokens)
+        return _result(tokens[:, : step + 1], log_probs[:, : step + 1], ends)
 
     def _prefill(self) -> tuple[Tensor, Cache]:
         """Runs every prompt once: logits after it, (Q, V), and the prompts' cache."""
@@ -234,13 +237,38 @@ def _at_least(rows: Tensor, least: int) -> Tensor:
     return rows.repeat(-(-least // len(rows)))[:least]
 
 
-def _result(tokens: Tensor, log_probs: Tensor, stop_tokens: Tensor) -> WaveResult:
-    is_stop = torch.isin(tokens, stop_tokens)
-    stopped = is_stop.any(dim=1)
-    lengths = torch.where(stopped, is_stop.int().argmax(dim=1) + 1, tokens.shape[1])
-    in_use = torch.arange(tokens.shape[1], device=tokens.device)[None, :] < lengths[:, None]
+class _Ends:
+    """Where the rows of a wave end."""
+
+    def __init__(self, most: int, rows: int, tokens: Tensor, strings: Sequence[StopStrings]):
+        self._tokens, self._strings = tokens, strings
+        self.lengths = torch.full((rows,), most, device=tokens.device)
+        self.stopped = torch.zeros(rows, dtype=torch.bool, device=tokens.device)
+
+    def note(self, step: int, slot: Tensor, token: Tensor) -> Tensor:
+        """Whether rows have ended by now, bool (B,), given the token of this step for each. slot: their
+        places in the wave."""
+        before = self.stopped[slot]
+        ends = torch.isin(token, self._tokens)
+        if self._strings:
+            ends |= self._end_strings(slot, token)
+        self.lengths[slot] = torch.where(ends & ~before, step + 1, self.lengths[slot])
+        self.stopped[slot] = before | ends
+        return before | ends
+
+    def _end_strings(self, slot: Tensor, token: Tensor) -> Tensor:
+        stopped = self.stopped.tolist()
+        next_tokens = dict(zip(slot.tolist(), token.tolist()))  # a row may be there several times
+        found = {
+            row: not stopped[row] and self._strings[row].ends_with(one) for row, one in next_tokens.items()
+        }
+        return torch.tensor([found[row] for row in slot.tolist()], dtype=torch.bool, device=token.device)
+
+
+def _result(tokens: Tensor, log_probs: Tensor, ends: _Ends) -> WaveResult:
+    in_use = torch.arange(tokens.shape[1], device=tokens.device)[None, :] < ends.lengths[:, None]
     if not bool(torch.isfinite(log_probs[in_use]).all()):
         raise FloatingPointError(
             "the model's logits are not finite numbers; its weights are damaged or have diverged"
         )
-    return WaveResult(tokens, log_probs, lengths, stopped)
+    return WaveResult(tokens, log_probs, ends.lengths, ends.stopped)

@@ -17,7 +17,13 @@ from typing import NamedTuple
 import numpy as np
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedConfig, PreTrainedModel
+from transformers import (
+    AutoModelForCausalLM,
+    GenerationConfig,
+    PreTrainedConfig,
+    PreTrainedModel,
+    TokenizersBackend,
+)
 from transformers.initialization import no_init_weights
 
 from hydraflow.device import return_memory
@@ -40,9 +46,11 @@ from hydraflow.generation.decode import CachedForward, WaveDecoder, WaveResult
 from hydraflow.generation.layout import Wave, request_order, waves
 from hydraflow.generation.requests import require_fitting
 from hydraflow.generation.sampling import UniformDraws
+from hydraflow.generation.stopping import StopStrings
 from hydraflow.generation.weights import WeightLoader, held_weights
 from hydraflow.models.loading import context_of, soft_capped
 from hydraflow.protocol import ragged
+from hydraflow.weights.buckets import Weight
 
 
 class _Rows(NamedTuple):
@@ -63,10 +71,11 @@ class NativeEngine:
         *,
         max_num_seqs: int = 1024,
         generation_config: GenerationConfig | None = None,
+        tokenizer: TokenizersBackend | None = None,
     ):
         """Takes over a model with valid weights and disables its gradients.
 
-        generation_config: the source of end tokens; by default the model's.
+        generation_config: the source of end tokens; by default the model's. tokenizer: for stop strings.
         """
         if max_num_seqs < 1:
             raise ValueError(f"max_num_seqs={max_num_seqs} must be at least 1")
@@ -74,6 +83,7 @@ class NativeEngine:
         self._forward = CachedForward(model)
         self._max_rows = max_num_seqs
         self._eos = end_tokens(generation_config or model.generation_config, model.config)
+        self._tokenizer = tokenizer
         self._not_ready = ""
         self._loader = WeightLoader(model)
         self._queue: dict[str, TokenRequest] = {}
@@ -90,6 +100,7 @@ class NativeEngine:
         dtype: torch.dtype,
         max_num_seqs: int = 1024,
         generation_config: GenerationConfig | None = None,
+        tokenizer: TokenizersBackend | None = None,
     ) -> NativeEngine:
         """An engine without weights: call `update_weights` before `generate`. Reads no files and draws no
         random numbers."""
@@ -99,7 +110,9 @@ class NativeEngine:
         with no_init_weights(), torch.device(device):
             model = AutoModelForCausalLM.from_config(config, dtype=dtype)
         model.tie_weights()
-        engine = cls(model, max_num_seqs=max_num_seqs, generation_config=generation_config)
+        engine = cls(
+            model, max_num_seqs=max_num_seqs, generation_config=generation_config, tokenizer=tokenizer
+        )
         engine._not_ready = NO_WEIGHTS
         return engine
 
@@ -147,9 +160,7 @@ class NativeEngine:
         none = torch.empty(0, dtype=torch.int64)
         return [Completion(name, none, none.float(), ABORT) for name in ended]
 
-    def update_weights(
-        self, stream: Iterable[tuple[str, Tensor]], *, first: bool = True, last: bool = True
-    ) -> None:
+    def update_weights(self, stream: Iterable[Weight], *, first: bool = True, last: bool = True) -> None:
         """Loads weights, converting dtypes and devices.
 
         ValueError: see `WeightLoader`; the engine then refuses to generate until an update succeeds.
@@ -179,7 +190,13 @@ class NativeEngine:
 
     def _check(self, prompts: Sequence[Tensor], params: SamplingParams) -> None:
         vocabulary = self._model.get_input_embeddings().num_embeddings
-        require_fitting(prompts, params, context=context_of(self._model.config), vocabulary=vocabulary)
+        require_fitting(
+            prompts,
+            params,
+            context=context_of(self._model.config),
+            vocabulary=vocabulary,
+            tokenizer=self._tokenizer,
+        )
 
     def _sample(self, rows: Sequence[_Rows], params: SamplingParams, begun: int = 0) -> GenerationOutput:
         """All rows, in this order. begun: tokens at the end of the prompts that belong to the responses."""
@@ -198,7 +215,19 @@ class NativeEngine:
             draws = UniformDraws(keys, np.array(samples), np.array(wave.owner), device, begun=begun)
         stops = {*params.stop_token_ids, *(() if params.ignore_eos else self._eos)}
         decoder = WaveDecoder(self._forward, [some.prompt for some in prompts], wave.owner, wave.width, draws)
-        return decoder.run(params, torch.tensor(sorted(stops), dtype=torch.int64, device=device))
+        stop_tokens = torch.tensor(sorted(stops), dtype=torch.int64, device=device)
+        return decoder.run(params, stop_tokens, self._stop_strings(prompts, wave.owner, params, begun))
+
+    def _stop_strings(
+        self, prompts: Sequence[_Rows], owner: Sequence[int], params: SamplingParams, begun: int
+    ) -> list[StopStrings]:
+        """Of each row; none where no string ends one."""
+        if not params.stop:
+            return []
+        assert self._tokenizer is not None, "checked before"
+        tokenizer, contexts = self._tokenizer.backend_tokenizer, [some.prompt.tolist() for some in prompts]
+        split = [(ids[: len(ids) - begun], ids[len(ids) - begun :]) for ids in contexts]
+        return [StopStrings(tokenizer, params.stop, *split[at]) for at in owner]
 
 
 def build(config: PreTrainedConfig, spec: EngineSpec) -> NativeEngine:
@@ -209,6 +238,7 @@ def build(config: PreTrainedConfig, spec: EngineSpec) -> NativeEngine:
         dtype=spec.dtype,
         max_num_seqs=spec.rollout.max_num_seqs,
         generation_config=spec.generation_config,
+        tokenizer=spec.tokenizer,
     )
 
 

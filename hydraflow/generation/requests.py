@@ -10,6 +10,7 @@ import hashlib
 import json
 from collections.abc import Sequence
 from contextlib import suppress
+from typing import TYPE_CHECKING
 
 import numpy as np
 from torch import Tensor
@@ -26,6 +27,9 @@ from hydraflow.generation.base import (
 )
 from hydraflow.models.loading import Context
 from hydraflow.protocol import ragged
+
+if TYPE_CHECKING:
+    from transformers import TokenizersBackend
 
 
 def sample_batch(
@@ -56,9 +60,17 @@ def sample_batch(
 
 
 def require_fitting(
-    prompts: Sequence[Tensor], params: SamplingParams, *, context: Context | None, vocabulary: int
+    prompts: Sequence[Tensor],
+    params: SamplingParams,
+    *,
+    context: Context | None,
+    vocabulary: int,
+    tokenizer: TokenizersBackend | None,
 ) -> None:
-    """ValueError: a prompt that is too long for the engine, or with a token that the model does not know."""
+    """ValueError: a prompt that is too long for the engine, or with a token that the model does not know; or
+    stop strings without a tokenizer."""
+    if params.stop and tokenizer is None:
+        raise ValueError(f"stop={list(params.stop)} needs an engine that was built with a tokenizer")
     for i, prompt in enumerate(prompts):
         row = len(prompt) + params.max_tokens
         if context is not None and row > context.tokens:

@@ -6,7 +6,7 @@ what SGLang 0.5.23 returns unless SGLANG_RETURN_ORIGINAL_LOGPROB is set (`sglang
 `log(probs)` of the scaled logits, before they are filtered; at temperature 0, log_softmax of the logits).
 Each response is a request of its own to /generate, in a thread that waits for it. Weights go through
 /update_weights_from_disk, whose files hold no code.
-Left out on purpose: SGLang's tokenizer, and reading weights back: /get_weights_by_name gives those of some
+Left out on purpose: the text of responses, and reading weights back: /get_weights_by_name gives those of some
 models only, as decimal text.
 """
 
@@ -27,7 +27,7 @@ from typing import Any
 import torch
 from packaging.version import Version
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, PreTrainedConfig
+from transformers import AutoModelForCausalLM, PreTrainedConfig, TokenizersBackend
 from transformers.initialization import no_init_weights
 
 from hydraflow.errors import ConfigError, EnvironmentFault
@@ -50,7 +50,9 @@ from hydraflow.generation.native import end_tokens
 from hydraflow.generation.requests import engine_context, require_fitting, sample_batch, seed_of
 from hydraflow.generation.sglang_server import RequestRefused, SglangServer, flags
 from hydraflow.generation.sglang_weights import WeightFiles, private_folder
+from hydraflow.generation.stopping import StopStrings
 from hydraflow.generation.weights import Arrivals
+from hydraflow.weights.buckets import Weight
 
 SILENCE_SECONDS = 300.0
 """A server of which no response ends and that is not healthy for so long has failed."""
@@ -92,11 +94,14 @@ class SglangEngine:
         context: int,
         max_num_seqs: int,
         folder: Path,
+        tokenizer: TokenizersBackend | None = None,
     ):
         """server: with the model's shape and without its weights. files: on their way to it, with the
-        model's arrivals. eos: its end tokens. context: tokens of the longest row. folder: of the model."""
+        model's arrivals. eos: its end tokens. context: tokens of the longest row. folder: of the model.
+        tokenizer: for stop strings; the server has the same."""
         self._server, self._files, self._arrivals = server, files, arrivals
         self._eos, self._context, self._folder = tuple(eos), engine_context(context), folder
+        self._tokenizer = tokenizer
         embeddings = model.get_input_embeddings()  # type: ignore[operator]
         self._vocabulary: int = embeddings.num_embeddings
         self._not_ready = NO_WEIGHTS
@@ -151,10 +156,8 @@ class SglangEngine:
             wait([self._flights[name].answer for name in left], ABORT_SECONDS)
         return waiting + self._land(begun)
 
-    def update_weights(
-        self, stream: Iterable[tuple[str, Tensor]], *, first: bool = True, last: bool = True
-    ) -> None:
-        """See `GenerationEngine`. The server loads all of them at once, after the last part."""
+    def update_weights(self, stream: Iterable[Weight], *, first: bool = True, last: bool = True) -> None:
+        """See `GenerationEngine`. The server loads all of them at once, in the end."""
         if self._flights:
             raise RuntimeError(f"{len(self._flights)} requests are in flight: abort them before new weights")
         self._not_ready = MIXED_WEIGHTS
@@ -207,7 +210,23 @@ class SglangEngine:
         raised."""
         landed = [self._flights.pop(name) for name in names]
         self._launch()
-        return [_completion(flight.request, flight.answer.result()) for flight in landed]
+        return [
+            self._ended_at_string(one.request, _completion(one.request, one.answer.result()))
+            for one in landed
+        ]
+
+    def _ended_at_string(self, one: TokenRequest, sampled: Completion) -> Completion:
+        """Without the tokens after a stop string: the server looks at a few tokens at a time, apart from what
+        is before them."""
+        if not one.params.stop:
+            return sampled
+        assert self._tokenizer is not None, "checked before"
+        watched = StopStrings(
+            self._tokenizer.backend_tokenizer, one.params.stop, one.prompt.tolist(), one.begun
+        )
+        if (length := watched.length(sampled.tokens.tolist())) is None:
+            return sampled
+        return Completion(one.name, sampled.tokens[:length], sampled.log_probs[:length], STOP)
 
     def _ask_to_abort(self, names: Sequence[str]) -> None:
         if len(names) == len(self._flights):
@@ -249,13 +268,17 @@ class SglangEngine:
             "top_p": params.top_p,
             # The model's own are sent, too: the server does not know them. Its ignore_eos ignores all.
             "stop_token_ids": sorted({*params.stop_token_ids, *(() if params.ignore_eos else self._eos)}),
+            "stop": list(params.stop),
+            "skip_special_tokens": False,
             # Read with --enable-deterministic-inference only; then each position has a draw of its own, and
             # a continued response is the unbroken one.
             "sampling_seed": seed_of(one.key, one.sample),
         }
 
     def _check(self, prompts: Sequence[Tensor], params: SamplingParams) -> None:
-        require_fitting(prompts, params, context=self._context, vocabulary=self._vocabulary)
+        require_fitting(
+            prompts, params, context=self._context, vocabulary=self._vocabulary, tokenizer=self._tokenizer
+        )
 
 
 def build(config: PreTrainedConfig, spec: EngineSpec) -> SglangEngine:
@@ -267,7 +290,7 @@ def build(config: PreTrainedConfig, spec: EngineSpec) -> SglangEngine:
     model.tie_weights()
     folder = private_folder(sum(parameter.nbytes for parameter in model.parameters()))
     try:
-        _save(config, type(model).__name__, folder)
+        _save(config, type(model).__name__, spec.tokenizer, folder)
         start = 0.9 * spec.start_seconds  # its error comes before the trainer's
         server = SglangServer(flags(arguments(folder, spec)), folder=folder, start_seconds=start)
     except BaseException:
@@ -283,6 +306,7 @@ def build(config: PreTrainedConfig, spec: EngineSpec) -> SglangEngine:
         context=spec.rollout.max_model_len or spec.longest_row,
         max_num_seqs=spec.rollout.max_num_seqs,
         folder=folder,
+        tokenizer=spec.tokenizer,
     )
 
 
@@ -293,7 +317,7 @@ def arguments(folder: Path, spec: EngineSpec) -> Mapping[str, Any]:
     graphs = "disabled" if (on_cpu if rollout.enforce_eager is None else rollout.enforce_eager) else None
     return {
         "model_path": folder,
-        "skip_tokenizer_init": True,
+        "skip_tokenizer_init": spec.tokenizer is None,
         "load_format": "dummy",  # the actor's weights come before the first request
         "dtype": str(spec.dtype).removeprefix("torch."),
         "random_seed": spec.seed,
@@ -322,13 +346,19 @@ def _require_version(section: str) -> None:
         )
 
 
-def _save(config: PreTrainedConfig, architecture: str, folder: Path) -> None:
-    """Writes the configuration, without end tokens: each request has its own."""
+def _save(
+    config: PreTrainedConfig, architecture: str, tokenizer: TokenizersBackend | None, folder: Path
+) -> None:
+    """Writes the configuration and the tokenizer, without end tokens: each request has its own."""
     saved = copy.deepcopy(config)
     saved.architectures = [architecture]
     for part in (saved, saved.get_text_config()):
         part.eos_token_id = None
     saved.save_pretrained(folder)
+    if tokenizer is not None:
+        tokenizer = copy.deepcopy(tokenizer)
+        tokenizer.eos_token = None
+        tokenizer.save_pretrained(folder)
 
 
 def _completion(one: TokenRequest, answer: Mapping[str, Any]) -> Completion:

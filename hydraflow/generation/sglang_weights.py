@@ -1,6 +1,7 @@
 """Weights on their way to an SGLang server: files in a folder, from which it loads them.
 
-In: (Hugging Face name, full tensor) pairs, in parts. Out: safetensors files, which hold tensors and no code.
+In: (Hugging Face name, full tensor) pairs, some at a time, or the parts of a tensor, which are put together:
+a file holds whole ones. Out: safetensors files, which hold tensors and no code.
 Left out on purpose: SGLang's updates from tensors, which it unpickles, and from a process group, in which it
 would have to meet the trainer.
 """
@@ -18,7 +19,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from hydraflow.errors import EnvironmentFault
-from hydraflow.generation.weights import Arrivals
+from hydraflow.generation.weights import Arrivals, Assembly
+from hydraflow.weights.buckets import Weight
 
 SHARED_MEMORY = Path("/dev/shm")
 FILE_BYTES = 2**30
@@ -31,21 +33,23 @@ class WeightFiles:
     def __init__(self, folder: Path, arrivals: Arrivals, dtype: torch.dtype):
         """dtype: of floating-point weights in the files."""
         self._folder, self._arrivals, self._dtype = folder, arrivals, dtype
+        self._assembly = Assembly()
         self._pending: dict[str, Tensor] = {}
         self._file_of: dict[str, Path] = {}
 
-    def write(self, stream: Iterable[tuple[str, Tensor]]) -> None:
-        """Writes some of the weights, tied ones once. ValueError: an unknown name, a wrong shape, or two
-        different tensors for tied weights. EnvironmentFault: the folder has no room."""
-        for name, tensor in stream:
-            earlier = self._arrivals.note(name, tensor.shape)
+    def write(self, stream: Iterable[Weight]) -> None:
+        """Writes some of the weights, tied ones once. ValueError: an unknown name, a wrong shape, a missing
+        part, or two different tensors for tied weights. EnvironmentFault: the folder has no room."""
+        for name, sent in stream:
+            earlier = self._arrivals.note(name, sent)
+            if (tensor := self._assembly.add(sent)) is None:
+                continue
             kept = tensor.to("cpu", self._dtype if tensor.is_floating_point() else tensor.dtype)
             if earlier != name:
                 if not torch.equal(self._read(self._arrivals.first_name(earlier)), kept):
                     self._arrivals.refuse_other(name, earlier)
                 continue
-            # a copy: the stream is borrowed
-            self._pending[self._arrivals.first_name(name)] = kept.clone(memory_format=torch.contiguous_format)
+            self._pending[self._arrivals.first_name(name)] = kept
             if sum(one.nbytes for one in self._pending.values()) >= FILE_BYTES:
                 self._flush()
         self._flush()

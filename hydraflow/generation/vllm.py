@@ -5,7 +5,7 @@ token, under the one convention of all engines: softmax(logits / temperature), b
 batches the requests, shares the prompts' cache and maps Hugging Face names to its own; `vllm_worker.py` runs
 beside the model. `LLMEngine` is driven here, by the calls themselves: `AsyncLLM` would start another process
 for each engine, which a killed worker leaves behind with its shared memory.
-Left out on purpose: vLLM's tokenizer, its server, and its statistics.
+Left out on purpose: vLLM's way to load a tokenizer, its server, and its statistics.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from packaging.version import Version
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, PreTrainedConfig
+from transformers import AutoModelForCausalLM, PreTrainedConfig, TokenizersBackend
 from transformers.initialization import no_init_weights
 
 from hydraflow.device import collective_backend
@@ -43,11 +43,13 @@ from hydraflow.generation.base import (
 from hydraflow.generation.config import MINIMUM_VLLM, VLLM, splits_prompts
 from hydraflow.generation.native import end_tokens
 from hydraflow.generation.requests import engine_context, require_fitting, sample_batch, seed_of
+from hydraflow.generation.stopping import StopStrings
 from hydraflow.generation.vllm_weights import pattern, wanted_weights
 from hydraflow.generation.vllm_worker import WeightReceiver, executor_in_group
-from hydraflow.generation.weights import Arrivals
+from hydraflow.generation.weights import Arrivals, Assembly
 from hydraflow.models.loading import first_line
 from hydraflow.system.importing import importing
+from hydraflow.weights.buckets import Weight
 
 REQUIRED = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine is in this process
@@ -67,10 +69,14 @@ DEFAULTS = {
 class VllmEngine:
     """A `GenerationEngine` around vLLM's `LLMEngine`."""
 
-    def __init__(self, engine: Any, model: nn.Module, eos: Sequence[int]):
+    def __init__(
+        self, engine: Any, model: nn.Module, eos: Sequence[int], tokenizer: TokenizersBackend | None = None
+    ):
         """engine: a `LLMEngine` without weights. model: the Hugging Face model, perhaps on the meta device.
-        eos: its end tokens."""
-        self._engine, self._arrivals, self._eos = engine, Arrivals(model), tuple(eos)
+        eos: its end tokens. tokenizer: for stop strings."""
+        self._engine, self._eos, self._tokenizer = engine, tuple(eos), tokenizer
+        engine.output_processor.tokenizer = tokenizer  # which finds stop strings; the engine needs no other
+        self._arrivals, self._assembly = Arrivals(model), Assembly()
         self._not_ready = NO_WEIGHTS
         self._wanted = wanted_weights(model, self._arrivals)
         self._vocabulary: int = engine.model_config.get_vocab_size()
@@ -104,6 +110,8 @@ class VllmEngine:
             seed = seed_of(one.key, one.sample, len(one.begun)) if self._seeds else None
             how = self._sampling_params(one.left, seed)
             self._engine.add_request(one.name, tokens_input(one.context.tolist()), how)
+            if one.params.stop:
+                self._watch(one)
 
     def advance(self) -> list[Completion]:
         """See `GenerationEngine`. FloatingPointError: log-probabilities are not numbers."""
@@ -128,11 +136,10 @@ class VllmEngine:
         self._engine.abort_request(list(names))
         return [_completion(output) for output in outputs]
 
-    def update_weights(
-        self, stream: Iterable[tuple[str, Tensor]], *, first: bool = True, last: bool = True
-    ) -> None:
-        """See `GenerationEngine`. After the last part nothing is left of the old weights: their keys and
-        values are cleared too, because masked attention still multiplies them, and NaN times 0 is NaN."""
+    def update_weights(self, stream: Iterable[Weight], *, first: bool = True, last: bool = True) -> None:
+        """See `GenerationEngine`. vLLM's loader takes whole weights, so parts of one are put together here.
+        At the end nothing is left of the old weights: their keys and values are cleared too, because masked
+        attention still multiplies them, and NaN times 0 is NaN."""
         self._not_ready = MIXED_WEIGHTS
         if first:
             self._arrivals.forget()
@@ -173,15 +180,29 @@ class VllmEngine:
         (answer,) = self._engine.collective_rpc(method.__name__, args=args)
         return answer
 
-    def _checked(self, stream: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        """The stream for vLLM's loader, tied weights once. Copied, because the stream is borrowed, and a
-        loader may keep what it has read until a fused layer is complete."""
-        for name, tensor in stream:
-            earlier = self._arrivals.note(name, tensor.shape)
+    def _checked(self, stream: Iterable[Weight]) -> Iterator[tuple[str, Tensor]]:
+        """The stream for vLLM's loader, whole weights, and tied ones once. Copied, because the stream is
+        borrowed, and a loader may keep what it has read until a fused layer is complete."""
+        for name, sent in stream:
+            earlier = self._arrivals.note(name, sent)
+            if (tensor := self._assembly.add(sent)) is None:
+                continue
             if earlier == name:
-                yield self._arrivals.first_name(name), tensor.clone()
+                yield self._arrivals.first_name(name), tensor
             elif not torch.equal(held := self.held()[earlier], tensor.to(held)):
                 self._arrivals.refuse_other(name, earlier)
+
+    def _watch(self, one: TokenRequest) -> None:
+        """Has vLLM look for stop strings as the other engines do: also for one that began before the request
+        was interrupted, and where a prompt ends within a character."""
+        assert self._tokenizer is not None, "checked before"
+        watched = StopStrings(
+            self._tokenizer.backend_tokenizer, one.params.stop, one.prompt.tolist(), one.begun
+        )
+        known = self._engine.output_processor
+        for inner in known.external_req_ids[one.name]:
+            detokenizer = known.request_states[inner].detokenizer
+            detokenizer.stream, detokenizer.output_text = watched.stream, watched.text
 
     def _sampling_params(self, params: SamplingParams, seed: int | None) -> Any:
         from vllm import SamplingParams as VllmParams
@@ -196,14 +217,18 @@ class VllmEngine:
             seed=seed,
             ignore_eos=True,  # the end tokens are among the stops: vLLM would take them from a file
             stop_token_ids=sorted(stops),
+            stop=list(params.stop),
+            skip_special_tokens=False,
             logprobs=0,
             flat_logprobs=True,
-            detokenize=False,
+            detokenize=bool(params.stop),
             output_kind=RequestOutputKind.FINAL_ONLY,
         )
 
     def _check(self, prompts: Sequence[Tensor], params: SamplingParams) -> None:
-        require_fitting(prompts, params, context=self._context, vocabulary=self._vocabulary)
+        require_fitting(
+            prompts, params, context=self._context, vocabulary=self._vocabulary, tokenizer=self._tokenizer
+        )
 
 
 def build(config: PreTrainedConfig, spec: EngineSpec) -> VllmEngine:
@@ -218,7 +243,7 @@ def build(config: PreTrainedConfig, spec: EngineSpec) -> VllmEngine:
         saved = copy.deepcopy(config)
         saved.architectures = [type(model).__name__]
         saved.save_pretrained(folder)
-        engine = VllmEngine(_start(folder, spec), model, eos)
+        engine = VllmEngine(_start(folder, spec), model, eos, spec.tokenizer)
     try:
         engine.require_readable()
     except (ValueError, LookupError, AssertionError, AttributeError) as error:

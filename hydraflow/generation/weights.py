@@ -1,8 +1,9 @@
 """Checks a stream of weights against the model that it is for, and loads it, with a clear error when they do
 not fit.
 
-In: (Hugging Face name, full tensor) pairs. Out: the model's parameters, changed in place; an engine with a
-loader of its own only has the stream checked (`Arrivals`). Left out on purpose: where the stream comes from,
+In: (Hugging Face name, full tensor) pairs, or the parts of a tensor in its place. Out: the model's
+parameters, changed in place; an engine with a loader of its own only has the stream checked (`Arrivals`), and
+parts put together (`Assembly`). Left out on purpose: where the stream comes from,
 and quantisation. Types are converted by copying.
 """
 
@@ -14,6 +15,8 @@ from typing import NoReturn
 
 import torch
 from torch import Tensor, nn
+
+from hydraflow.weights.buckets import Part, Weight
 
 _SHOWN = 5
 
@@ -27,17 +30,21 @@ class Arrivals:
         self.known = held_weights(model)
         self._needed = {id(parameter): name for name, parameter in model.named_parameters()}
         self._arrived: dict[int, str] = {}
+        self._begun: dict[str, int] = {}
+        """Numbers of weights of which some parts have arrived."""
 
-    def note(self, name: str, shape: torch.Size) -> str:
-        """Notes that a weight has arrived, and returns the name under which it first did. ValueError: an
-        unknown name or a wrong shape."""
+    def note(self, name: str, sent: Tensor | Part) -> str:
+        """Notes that a weight, or the next part of it, has arrived, and returns the name under which it first
+        did. ValueError: an unknown name, a wrong shape, or a missing part."""
         target = self.known.get(name)
         if target is None:
             raise ValueError(f"{self._kind} has no weight {name}{_hint(name, self.known)}")
-        if target.shape != shape:
+        if target.shape != sent.shape:
             raise ValueError(
-                f"weight {name} has shape {tuple(shape)}, but {self._kind} needs {tuple(target.shape)}"
+                f"weight {name} has shape {tuple(sent.shape)}, but {self._kind} needs {tuple(target.shape)}"
             )
+        if isinstance(sent, Part) and not self._completes(name, sent):
+            return self._arrived.get(id(target), name)
         return self._arrived.setdefault(id(target), name)
 
     def first_name(self, name: str) -> str:
@@ -46,7 +53,7 @@ class Arrivals:
 
     def forget(self) -> None:
         """Resets: no weight has been received."""
-        self._arrived = {}
+        self._arrived, self._begun = {}, {}
 
     def refuse_other(self, name: str, earlier: str) -> NoReturn:
         """ValueError: two different tensors were sent for tied weights."""
@@ -65,6 +72,37 @@ class Arrivals:
                 f" {', '.join(missing[:_SHOWN])}{more}"
             )
 
+    def _completes(self, name: str, part: Part) -> bool:
+        if (begun := self._begun.pop(name, 0)) != part.start:
+            raise ValueError(
+                f"a part of weight {name} begins at number {part.start}, but {begun} have arrived so far"
+            )
+        if not part.is_last:
+            self._begun[name] = part.end
+        return part.is_last
+
+
+class Assembly:
+    """Puts weights together that come in parts, for a loader that takes whole ones. It holds one weight at a
+    time: parts of another begin when it is complete."""
+
+    def __init__(self) -> None:
+        self._begun: Tensor | None = None
+
+    def add(self, sent: Tensor | Part) -> Tensor | None:
+        """A copy of the weight, because the stream is borrowed, once all of it is there; before, None. Parts
+        have been noted by `Arrivals`."""
+        if not isinstance(sent, Part):
+            return sent.clone(memory_format=torch.contiguous_format)
+        if sent.start == 0:
+            self._begun = sent.numbers.new_empty(sent.shape)
+        assert self._begun is not None, "parts come in order"
+        sent.place_in(self._begun).copy_(sent.numbers)
+        if not sent.is_last:
+            return None
+        whole, self._begun = self._begun, None
+        return whole
+
 
 class WeightLoader:
     """Copies a model's weights, in parts."""
@@ -74,14 +112,15 @@ class WeightLoader:
         self.require_all = self._arrivals.require_all
 
     @torch.no_grad()
-    def load(self, stream: Iterable[tuple[str, Tensor]]) -> None:
-        """Copies some of the weights. ValueError: an unknown name, a wrong shape, or two different tensors
-        for tied weights."""
-        for name, tensor in stream:
-            earlier, target = self._arrivals.note(name, tensor.shape), self._arrivals.known[name]
+    def load(self, stream: Iterable[Weight]) -> None:
+        """Copies some of the weights, parts of one to their places. ValueError: an unknown name, a wrong
+        shape, a missing part, or two different tensors for tied weights."""
+        for name, sent in stream:
+            earlier = self._arrivals.note(name, sent)
+            target, source = _pair(self._arrivals.known[name], sent)
             if earlier == name:
-                target.copy_(tensor)
-            elif not torch.equal(target, tensor.to(target)):
+                target.copy_(source)
+            elif not torch.equal(target, source.to(target)):
                 self._arrivals.refuse_other(name, earlier)
 
 
@@ -95,17 +134,23 @@ def held_weights(model: nn.Module) -> dict[str, Tensor]:
 
 
 @torch.no_grad()
-def first_difference(held: Mapping[str, Tensor], stream: Iterable[tuple[str, Tensor]]) -> str | None:
-    """The first name in the stream whose tensor is not the one held, after conversion to its type. The whole
-    stream is read, because its maker may be a collective."""
-    found = [
-        name
-        for name, tensor in stream
-        if name not in held
-        or held[name].shape != tensor.shape
-        or not torch.equal(held[name], tensor.to(held[name]))
-    ]
+def first_difference(held: Mapping[str, Tensor], stream: Iterable[Weight]) -> str | None:
+    """The first name in the stream whose tensor, or part, is not the one held, after conversion to its type.
+    The whole stream is read, because its maker may be a collective."""
+    found = [name for name, sent in stream if name not in held or _differs(held[name], sent)]
     return found[0] if found else None
+
+
+def _differs(held: Tensor, sent: Tensor | Part) -> bool:
+    if held.shape != sent.shape:
+        return True
+    mine, theirs = _pair(held.contiguous(), sent)
+    return not torch.equal(mine, theirs.to(mine))
+
+
+def _pair(held: Tensor, sent: Tensor | Part) -> tuple[Tensor, Tensor]:
+    """What is held in the place of what was sent, as a view, and what was sent."""
+    return (sent.place_in(held), sent.numbers) if isinstance(sent, Part) else (held, sent)
 
 
 def _hint(name: str, known: Iterable[str]) -> str:

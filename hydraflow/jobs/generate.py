@@ -19,6 +19,7 @@ from hydraflow.data.prompts import PromptDataset
 from hydraflow.dispatch.observability import Observability, require_writable
 from hydraflow.dispatch.worker import RoleSpec
 from hydraflow.errors import ConfigError, EnvironmentFault, Faults, after_the_start
+from hydraflow.generation.config import stop_strings
 from hydraflow.jobs.inputs import open_model, open_prompts, open_tokenizer, require_context
 from hydraflow.jobs.output import output_file, require_output
 from hydraflow.protocol.ragged import rows
@@ -140,6 +141,7 @@ def _sample_all(config: GenerateConfig, asked: GenerateInputs) -> list[list[list
         seed=seed,
         section="rollout",
         start_seconds=config.trainer.start_timeout,
+        stop_strings=bool(stop_strings(config.rollout.stop)),
     )
     observability = Observability(debug=config.debug)
     runtime = open_runtime(config.trainer, config.ray_init, asked.machine, [pool], observability)
@@ -148,8 +150,8 @@ def _sample_all(config: GenerateConfig, asked: GenerateInputs) -> list[list[list
             role = runtime.group(TRAIN, {"rollout": RoleSpec(RolloutWorker, (spec,))}).role("rollout")
             runtime.await_ready()
         load_model_directory(role, config.rollout.max_retries)
-        plan, prompts, rollout = asked.plan, asked.prompts, config.rollout
-        how = SamplingSpec(plan.samples_per_prompt, rollout.temperature, rollout.top_k, rollout.top_p)
+        plan, prompts = asked.plan, asked.prompts
+        how = SamplingSpec.of_training(config.rollout, plan.samples_per_prompt)
         loader = PromptLoader(prompts, plan.prompts_per_call, shuffle=False, seed=0, drop_last=False)
         source = Lockstep(loader, Sampler(role, None, how), visit=0)
         found: list[list[list[int]]] = [[] for _ in range(len(prompts))]

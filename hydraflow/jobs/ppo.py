@@ -232,7 +232,7 @@ class PPOJob:
         if debug.load_rollouts is not None:
             source = ReplayedSource(Path(debug.load_rollouts).expanduser(), loader)
         else:
-            how = SamplingSpec(plan.samples_per_prompt, rollout.temperature, rollout.top_k, rollout.top_p)
+            how = SamplingSpec.of_training(rollout, plan.samples_per_prompt)
             with_texts = self._dump() is not None
             source = Lockstep(loader, Sampler(_engine(roles), roles.reward, how, with_texts=with_texts))
         if debug.save_rollouts is None:
@@ -277,9 +277,8 @@ class PPOJob:
         self, plan: BatchPlan, roles: Roles | SamplingRoles, prompts: PromptDataset
     ) -> tuple[TrajectorySource, int]:
         """The source of a validation's trajectories, and how many takes give all of them."""
-        val = self.config.actor_rollout_ref.rollout.val_kwargs
-        temperature = val.temperature if val.do_sample else 0.0
-        how = SamplingSpec(plan.validation.samples_per_prompt, temperature, val.top_k, val.top_p)
+        rollout = self.config.actor_rollout_ref.rollout
+        how = SamplingSpec.of_validation(rollout, plan.validation.samples_per_prompt)
         per_call = plan.validation.prompts_per_call or len(prompts)
         loader = PromptLoader(prompts, per_call, shuffle=False, seed=0, drop_last=False)
         sampler = Sampler(_engine(roles), roles.reward, how, with_texts=True)

@@ -1,6 +1,7 @@
-"""Buckets: a model's weights in parts of bounded size, with a checksum for each where one is wanted.
+"""Buckets: a model's weights in parts of bounded size, with a checksum of each weight where one is wanted.
 
 In: a stream of (Hugging Face name, full tensor) pairs. Out: `Bucket`s, and from a bucket the pairs again. A
+weight that is larger than a bucket is sent as several `Part`s, in order, and none of them is larger. A
 checksum is taken from the sender's bytes; the receiver takes its own from the tensors that it holds after
 loading. Left out on purpose: the way that the bytes travel (`dispatch/transport.py`), who gathers them
 (`engine/`), and what loads them (`generation/`).
@@ -9,10 +10,9 @@ loading. Left out on purpose: the way that the bytes travel (`dispatch/transport
 from __future__ import annotations
 
 import json
-import math
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -20,21 +20,64 @@ import torch
 NamedTensor = tuple[str, torch.Tensor]
 ALIGNMENT = 16
 """Bytes: the largest size of an element."""
+CHUNK = 2**22
+"""Numbers that are converted and copied to the host at a time for a checksum."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """Some of the numbers of a weight that is larger than a bucket."""
+
+    numbers: torch.Tensor
+    """(n,)"""
+    start: int
+    """Place of the first among all numbers of the weight, in row-major order."""
+    shape: torch.Size
+    """Of the weight."""
+
+    @property
+    def end(self) -> int:
+        """Place after the last."""
+        return self.start + len(self.numbers)
+
+    @property
+    def is_last(self) -> bool:
+        """Whether the weight is complete with it."""
+        return self.end == self.shape.numel()
+
+    def place_in(self, weight: torch.Tensor) -> torch.Tensor:
+        """Where it belongs in a contiguous weight, a view (n,)."""
+        return weight.view(-1)[self.start : self.end]
+
+
+Weight = tuple[str, torch.Tensor | Part]
+"""Hugging Face name, and all of the weight or the next of its parts."""
 
 
 @dataclass(frozen=True)
 class Entry:
-    """One tensor of a bucket."""
+    """One weight of a bucket, or a part of one."""
 
     name: str
     """Hugging Face name."""
     dtype: torch.dtype
     shape: tuple[int, ...]
+    """Of the whole weight."""
+    start: int
+    end: int
+    """Places of the first number and after the last, in row-major order."""
 
     @property
     def nbytes(self) -> int:
         """Its size."""
-        return math.prod(self.shape) * self.dtype.itemsize
+        return (self.end - self.start) * self.dtype.itemsize
+
+    def weight_of(self, numbers: torch.Tensor) -> Weight:
+        """numbers: (end - start,)."""
+        shape = torch.Size(self.shape)
+        if len(numbers) == shape.numel():
+            return self.name, numbers.view(shape)
+        return self.name, Part(numbers, self.start, shape)
 
 
 @dataclass(frozen=True)
@@ -48,33 +91,34 @@ class Header:
     last: bool
     """Whether no more follow."""
     entries: tuple[Entry, ...]
-    checksum: int | None
-    """`checksum_of` the tensors; None: not taken."""
+    checksums: Mapping[str, int]
+    """`checksum_of` each weight that is complete with this bucket; empty: not taken."""
 
     def to_json(self) -> bytes:
         """For `from_json`."""
-        entries = [[entry.name, str(entry.dtype), list(entry.shape)] for entry in self.entries]
-        return json.dumps([self.version, self.number, self.last, entries, self.checksum]).encode()
+        entries = [[one.name, str(one.dtype), list(one.shape), one.start, one.end] for one in self.entries]
+        return json.dumps([self.version, self.number, self.last, entries, self.checksums]).encode()
 
     @classmethod
     def from_json(cls, text: bytes) -> Header:
         """The header again.
 
-        >>> header = Header(3, 0, True, (Entry("a", torch.bfloat16, (2, 4)),), 7)
+        >>> header = Header(3, 0, True, (Entry("a", torch.bfloat16, (2, 4), 0, 8),), {"a": 7})
         >>> Header.from_json(header.to_json()) == header
         True
         """
-        version, number, last, listed, checksum = json.loads(text)
+        version, number, last, listed, checksums = json.loads(text)
         entries = [
-            Entry(name, getattr(torch, dtype.removeprefix("torch.")), tuple(shape))
-            for name, dtype, shape in listed
+            Entry(name, getattr(torch, dtype.removeprefix("torch.")), tuple(shape), start, end)
+            for name, dtype, shape, start, end in listed
         ]
-        return cls(version, number, last, tuple(entries), checksum)
+        return cls(version, number, last, tuple(entries), checksums)
 
-    def arrived_as(self, held: Mapping[str, torch.Tensor]) -> bool:
-        """Whether a receiver's tensors are those that were sent, by their checksum; held ones of another type
-        are converted first."""
-        return self.checksum == checksum_of(held[entry.name].to(entry.dtype) for entry in self.entries)
+    def differing(self, held: Mapping[str, torch.Tensor]) -> list[str]:
+        """Weights with a checksum that are not those that a receiver holds; held ones of another type are
+        converted first. All are read, because reading them may be a collective."""
+        types = {entry.name: entry.dtype for entry in self.entries}
+        return [name for name, sent in self.checksums.items() if checksum_of(held[name], types[name]) != sent]
 
 
 @dataclass(frozen=True)
@@ -86,10 +130,10 @@ class Bucket:
     arrays: tuple[np.ndarray, ...]
     """The bytes of each entry, in host memory: uint8 (nbytes,)."""
 
-    def tensors(self) -> Iterator[NamedTensor]:
-        """The pairs again; the tensors share the arrays' memory, which may be read-only."""
+    def weights(self) -> Iterator[Weight]:
+        """The weights again; they share the arrays' memory, which may be read-only."""
         for entry, array in zip(self.header.entries, self.arrays, strict=True):
-            yield entry.name, _as_tensor(array, entry)
+            yield entry.weight_of(_as_tensor(array, entry.dtype))
 
 
 @dataclass(frozen=True)
@@ -101,18 +145,17 @@ class FlatBucket:
     """uint8 (`flat_size` of the header,)."""
 
     @classmethod
-    def of(cls, header: Header, tensors: Sequence[torch.Tensor]) -> FlatBucket:
-        """Copies the tensors."""
+    def of(cls, header: Header, numbers: Sequence[torch.Tensor]) -> FlatBucket:
+        """Copies the numbers of each entry."""
         flat = torch.empty(flat_size(header), dtype=torch.uint8)
-        for entry, start, tensor in zip(header.entries, _starts(header), tensors, strict=False):
-            flat[start : start + entry.nbytes].view(entry.dtype).copy_(tensor.reshape(-1))
+        for entry, start, some in zip(header.entries, _starts(header), numbers, strict=False):
+            flat[start : start + entry.nbytes].view(entry.dtype).copy_(some)
         return cls(header, flat)
 
-    def tensors(self) -> Iterator[NamedTensor]:
-        """The pairs again, as views."""
+    def weights(self) -> Iterator[Weight]:
+        """The weights again, as views."""
         for entry, start in zip(self.header.entries, _starts(self.header), strict=False):
-            part = self.flat[start : start + entry.nbytes]
-            yield entry.name, part.view(entry.dtype).view(entry.shape)
+            yield entry.weight_of(self.flat[start : start + entry.nbytes].view(entry.dtype))
 
 
 def flat_size(header: Header) -> int:
@@ -122,9 +165,9 @@ def flat_size(header: Header) -> int:
 
 def buckets(stream: Iterable[NamedTensor], how: Cut) -> Iterator[Bucket | None]:
     """Buckets as `cut` makes them; None where another rank sends them."""
-    for header, tensors in cut(stream, how):
-        bucket = None if header is None else Bucket(header, tuple(map(_as_bytes, tensors)))
-        tensors.clear()  # while the next bucket is gathered
+    for header, numbers in cut(stream, how):
+        bucket = None if header is None else Bucket(header, tuple(map(_as_bytes, numbers)))
+        numbers.clear()  # while the next bucket is gathered
         yield bucket
         del bucket
 
@@ -140,34 +183,59 @@ class Cut:
     checked: bool
     """With checksums, which take about as long as copying the weights several times."""
 
+    def entries(self, name: str, tensor: torch.Tensor) -> Iterator[Entry]:
+        """One for a weight that fits into a bucket, else as few as possible."""
+        dtype = self.dtype if tensor.is_floating_point() else tensor.dtype
+        most, count = max(1, self.max_bytes // dtype.itemsize), tensor.numel()
+        for start in range(0, max(1, count), most):
+            yield Entry(name, dtype, tuple(tensor.shape), start, min(start + most, count))
+
 
 def cut(stream: Iterable[NamedTensor], how: Cut) -> Iterator[tuple[Header | None, list[torch.Tensor]]]:
-    """Header and tensors of each bucket: up to `how.max_bytes`, one tensor at least. The list is the
-    caller's, to be cleared when it is done with them.
+    """Header of each bucket, and the numbers of its entries, (n,) each: up to `how.max_bytes`. The list is
+    the caller's, to be cleared when it is done with them.
 
     Where the stream's tensors are on the meta device, another rank sends them: no header.
     """
-    number, size, part = 0, 0, list[NamedTensor]()
+    filling = _Filling(how.version, 0)
     for name, tensor in stream:
-        sent = tensor.detach().to(how.dtype) if tensor.is_floating_point() else tensor.detach()
-        nbytes = sent.numel() * sent.element_size()
-        if part and size + nbytes > how.max_bytes:
-            header, tensors = _header(part, how, number, last=False), [held for _, held in part]
-            part.clear()
-            yield header, tensors
-            number, size = number + 1, 0
-        part.append((name, sent))
-        size += nbytes
-    assert part, "a model has weights"
-    yield _header(part, how, number, last=True), [held for _, held in part]
+        numbers = tensor.detach().reshape(-1)
+        for entry in how.entries(name, tensor):
+            if filling.entries and filling.nbytes + entry.nbytes > how.max_bytes:
+                yield filling.ended(last=False)
+                filling = _Filling(how.version, filling.number + 1)
+            filling.add(entry, numbers)
+            if how.checked and entry.end == len(numbers) and not tensor.is_meta:
+                filling.checksums[name] = checksum_of(numbers, entry.dtype)
+        del tensor, numbers  # while the next one is gathered
+    assert filling.entries, "a model has weights"
+    yield filling.ended(last=True)
 
 
-def _header(part: Sequence[NamedTensor], how: Cut, number: int, *, last: bool) -> Header | None:
-    if any(tensor.is_meta for _, tensor in part):
-        return None
-    entries = tuple(Entry(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in part)
-    checksum = checksum_of(tensor for _, tensor in part) if how.checked else None
-    return Header(how.version, number, last, entries, checksum)
+@dataclass
+class _Filling:
+    """A bucket that is being filled."""
+
+    version: int
+    number: int
+    entries: list[Entry] = field(default_factory=list)
+    numbers: list[torch.Tensor] = field(default_factory=list)
+    checksums: dict[str, int] = field(default_factory=dict)
+    nbytes: int = 0
+
+    def add(self, entry: Entry, weight: torch.Tensor) -> None:
+        """weight: all of its numbers."""
+        self.entries.append(entry)
+        self.numbers.append(weight[entry.start : entry.end].to(entry.dtype))
+        self.nbytes += entry.nbytes
+
+    def ended(self, *, last: bool) -> tuple[Header | None, list[torch.Tensor]]:
+        """As `cut` yields it; nothing else holds the numbers."""
+        numbers, self.numbers = self.numbers, []
+        if any(some.is_meta for some in numbers):
+            return None, numbers
+        header = Header(self.version, self.number, last, tuple(self.entries), self.checksums)
+        return header, numbers
 
 
 def _starts(header: Header) -> list[int]:
@@ -179,26 +247,26 @@ def _starts(header: Header) -> list[int]:
     return starts
 
 
-def checksum_of(tensors: Iterable[torch.Tensor]) -> int:
-    """CRC-32 of the tensors' bytes, one after the other.
+def checksum_of(tensor: torch.Tensor, dtype: torch.dtype | None = None) -> int:
+    """CRC-32 of the tensor's bytes in row-major order, after conversion.
 
-    >>> one, two = torch.tensor([1.0]), torch.tensor([2.0])
-    >>> checksum_of([one, two]) == checksum_of([torch.tensor([1.0, 2.0])]) != checksum_of([two, one])
+    >>> one = torch.tensor([1.0, 2.0])
+    >>> checksum_of(one) == checksum_of(one.bfloat16(), torch.float32) != checksum_of(one.flip(0))
     True
     """
     found = 0
-    for tensor in tensors:
-        found = zlib.crc32(_as_bytes(tensor).data, found)
+    for some in tensor.detach().reshape(-1).split(CHUNK):
+        found = zlib.crc32(_as_bytes(some.to(dtype or some.dtype)).data, found)
     return found
 
 
-def _as_bytes(tensor: torch.Tensor) -> np.ndarray:
-    """uint8 (nbytes,); a view where the tensor is contiguous and on the host."""
-    return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+def _as_bytes(numbers: torch.Tensor) -> np.ndarray:
+    """uint8 (nbytes,); a view where the numbers are on the host."""
+    return numbers.cpu().view(torch.uint8).numpy()
 
 
-def _as_tensor(array: np.ndarray, entry: Entry) -> torch.Tensor:
-    if not entry.nbytes:
-        return torch.empty(entry.shape, dtype=entry.dtype)
+def _as_tensor(array: np.ndarray, dtype: torch.dtype) -> torch.Tensor:
+    if not array.nbytes:
+        return torch.empty(0, dtype=dtype)
     # from_dlpack accepts read-only memory without a warning
-    return torch.from_dlpack(array).view(entry.dtype).view(entry.shape)
+    return torch.from_dlpack(array).view(dtype)

@@ -13,13 +13,14 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+from transformers import TokenizersBackend
 
 from hydraflow.device import current_device, resolve_dtype
 from hydraflow.dispatch.modes import Coordinates, Dispatch, mesh_mode, register
 from hydraflow.dispatch.transport import StoredValue
 from hydraflow.dispatch.worker import ProcessContext, Worker
 from hydraflow.engine import process_group
-from hydraflow.errors import GuardStop
+from hydraflow.errors import ConfigError, GuardStop, shown
 from hydraflow.generation.base import (
     EngineSpec,
     GenerationEngine,
@@ -28,10 +29,10 @@ from hydraflow.generation.base import (
     ReadableEngine,
     SamplingParams,
 )
-from hydraflow.generation.config import GENERATION_ENGINES, SamplingConfig
+from hydraflow.generation.config import GENERATION_ENGINES, RolloutConfig, SamplingConfig, stop_strings
 from hydraflow.generation.weights import first_difference
 from hydraflow.models.config import ModelSourceConfig
-from hydraflow.models.loading import load_config, load_generation_config, read_weights
+from hydraflow.models.loading import load_config, load_generation_config, load_tokenizer, read_weights
 from hydraflow.protocol.batch import DataProto
 from hydraflow.protocol.fields import FINISH_REASONS
 from hydraflow.protocol.ragged import from_parts, parts, rows, take
@@ -58,6 +59,8 @@ class RolloutSpec:
     """Where the configuration has `rollout`, and beside it `model`; for messages."""
     start_seconds: float = math.inf
     """An engine's own process may take so long to start."""
+    stop_strings: bool = False
+    """Whether some responses end at strings, for which the engine needs the tokenizer."""
 
 
 @dataclass(frozen=True)
@@ -72,6 +75,25 @@ class SamplingSpec:
     """Sample from the k most probable tokens; -1: all."""
     top_p: float
     """Nucleus sampling: probability mass to sample from; 1: all tokens."""
+    stop: tuple[str, ...] = ()
+    """Strings that end a response."""
+    stop_token_ids: tuple[int, ...] = ()
+    """Tokens that end it, besides the model's own."""
+
+    @classmethod
+    def of_training(cls, rollout: SamplingConfig, n: int) -> SamplingSpec:
+        """As `rollout` says."""
+        stops = stop_strings(rollout.stop), tuple(rollout.stop_token_ids)
+        return cls(n, rollout.temperature, rollout.top_k, rollout.top_p, *stops)
+
+    @classmethod
+    def of_validation(cls, rollout: RolloutConfig, n: int) -> SamplingSpec:
+        """As `rollout.val_kwargs` says."""
+        val = rollout.val_kwargs
+        strings = rollout.stop if val.stop is None else val.stop
+        tokens = rollout.stop_token_ids if val.stop_token_ids is None else val.stop_token_ids
+        temperature = val.temperature if val.do_sample else 0.0
+        return cls(n, temperature, val.top_k, val.top_p, stop_strings(strings), tuple(tokens))
 
 
 class RolloutWorker(Worker):
@@ -95,6 +117,7 @@ class RolloutWorker(Worker):
             rank=process.rank % spec.tensor_parallel,
             section=spec.section,
             seed=(spec.seed + self.replica) % 2**31,
+            tokenizer=_tokenizer(spec) if spec.stop_strings else None,
             start_seconds=spec.start_seconds,
         )
         build = GENERATION_ENGINES[spec.rollout.name].load()
@@ -157,12 +180,11 @@ class RolloutWorker(Worker):
     def _load(self, bucket: Bucket | FlatBucket) -> None:
         header = bucket.header
         self.version, self.sleeps_beside = None, ()
-        self.engine.update_weights(bucket.tensors(), first=header.number == 0, last=header.last)
-        if header.checksum is not None and not self._arrived(header):
-            differing = first_difference(self._held(), bucket.tensors())
+        self.engine.update_weights(bucket.weights(), first=header.number == 0, last=header.last)
+        if header.checksums and (differing := self._differing(header)):
             raise GuardStop(
                 f"generation rank {self.process.rank}: weights of version {header.version} did not arrive as"
-                f" they were sent (bucket {header.number}, {differing or 'none differs from the bucket'})"
+                f" they were sent (bucket {header.number}, {differing})"
             )
         if header.last:
             self.version = header.version
@@ -172,17 +194,19 @@ class RolloutWorker(Worker):
         assert isinstance(self.engine, ReadableEngine)
         return self.engine.held()
 
-    def _arrived(self, header: Header) -> bool:
-        """Whether all processes of the engine hold what was sent; all of them say the same."""
-        arrived = header.arrived_as(self._held())
-        if self.spec.tensor_parallel == 1:
-            return arrived
-        return not process_group.all_reduce(torch.tensor([not arrived]), "max").any()
+    def _differing(self, header: Header) -> str:
+        """The first weight that is not held as it was sent; "" where all processes of the engine hold all of
+        them."""
+        found = next(iter(header.differing(self._held())), "")
+        if self.spec.tensor_parallel > 1:
+            somewhere = process_group.all_reduce(torch.tensor([bool(found)]), "max").any()
+            return found or ("one of another process" if somewhere else "")
+        return found
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False, read_only=True)
     def first_difference_in_bucket(self, stored: StoredValue) -> str | None:
         """The first tensor of the bucket that is not the one held; None: all are."""
-        return first_difference(self._held(), stored.read().tensors())
+        return first_difference(self._held(), stored.read().weights())
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def sleep(self, beside: Sequence[str]) -> None:
@@ -223,8 +247,21 @@ class RolloutWorker(Worker):
             top_p=sampling_spec.top_p,
             max_tokens=self.spec.max_tokens,
             ignore_eos=self.spec.rollout.ignore_eos,
-            stop_token_ids=tuple(self.spec.rollout.stop_token_ids),
+            stop_token_ids=sampling_spec.stop_token_ids,
+            stop=sampling_spec.stop,
         )
+
+
+def _tokenizer(spec: RolloutSpec) -> TokenizersBackend:
+    """ConfigError: one that does not decode token by token."""
+    field = f"{spec.section.removesuffix('rollout')}model"
+    tokenizer = load_tokenizer(spec.model, field=field, chat=False)
+    if not isinstance(tokenizer, TokenizersBackend):
+        kind = type(tokenizer).__name__
+        rule = f"needs a tokenizer of the tokenizers library (tokenizer.json); the model's is a {kind}"
+        remedy = f"{spec.section}.stop_token_ids=[...], or {field}.tokenizer_path=..."
+        raise ConfigError.one(f"{spec.section}.stop", shown(spec.rollout.stop), rule, remedy)
+    return tokenizer
 
 
 def _trajectories(

@@ -46,10 +46,10 @@ class WeightsSender:
         """Sends buckets as `cut` makes them. Returns False when some could not be sent; they are exhausted in
         any case, because other ranks take part in making them."""
         under_way: list[PendingBroadcast] = []
-        for header, tensors in outgoing:
+        for header, numbers in outgoing:
             assert header is not None, "rank 0 sends"
-            under_way = self._attempt(under_way, header, tensors)
-            tensors.clear()  # while the next bucket is gathered
+            under_way = self._attempt(under_way, header, numbers)
+            numbers.clear()  # while the next bucket is gathered
         self._attempt(under_way)
         return self._group is not None
 
@@ -57,16 +57,15 @@ class WeightsSender:
         self,
         before: list[PendingBroadcast],
         header: Header | None = None,
-        tensors: Sequence[torch.Tensor] = (),
+        numbers: Sequence[torch.Tensor] = (),
     ) -> list[PendingBroadcast]:
         """Waits for one bucket, then starts to send the next."""
         if self._group is None:
             return []
         try:
-            for part in before:
-                part.wait()
-            before.clear()  # with its memory
-            return [] if header is None else _sent(self._group, header, tensors)
+            while before:
+                before.pop(0).wait()  # with its memory
+            return [] if header is None else _sent(self._group, header, numbers)
         except GroupBroken as error:
             log.warning("weights could not be sent: %s", error)
             self._group = None
@@ -110,9 +109,9 @@ class WeightsReceiver:
         return self._group.broadcast(torch.empty(count, dtype=dtype)).wait()
 
 
-def _sent(group: BroadcastGroup, header: Header, tensors: Sequence[torch.Tensor]) -> list[PendingBroadcast]:
+def _sent(group: BroadcastGroup, header: Header, numbers: Sequence[torch.Tensor]) -> list[PendingBroadcast]:
     text = torch.from_numpy(np.frombuffer(header.to_json(), dtype=np.uint8).copy())
-    flat = FlatBucket.of(header, tensors).flat
+    flat = FlatBucket.of(header, numbers).flat
     return [group.broadcast(part) for part in (torch.tensor([len(text)]), text, flat)]
 
 

@@ -1,14 +1,15 @@
 """Measures how fast the generation engine gets the actor's weights, against this machine's memory-copy rate.
 
-    python scripts/bench/weight_sync.py [--models small,large] [--publishes 5] [--bucket-megabytes 64]
+    python scripts/bench/weight_sync.py [--models small,wide,large] [--publishes 5] [--bucket-megabytes 64]
 
 For each model (random fp32 weights, written on the spot) the run's own workers are started, one actor rank
 and one rollout process: both roles in the same process, then in two that Ray's object store joins, then on
 two Ray nodes (both on this machine), joined by a broadcast and, to compare, by the object store. A publish
 hands over all weights. The first one is not counted, and it alone compares checksums. The copy rate
 is that of one thread that copies one array onto another. Prints one JSON object per model: bytes per second,
-of the median and of the fastest publish, and the medians' shares of the copy rate; and the most memory that
-the object store has taken for it.
+of the median and of the fastest publish, and the medians' shares of the copy rate; the most memory that the
+object store has taken; and by how much that of the actor's and of the rollout's process has grown at most,
+shared memory included.
 """
 
 from __future__ import annotations
@@ -48,6 +49,9 @@ from hydraflow.workers.rollout import RolloutSpec, RolloutWorker
 MODELS: Mapping[str, Mapping[str, int]] = {
     # 29 M parameters
     "small": dict(vocab_size=8192, hidden_size=512, intermediate_size=1536, num_hidden_layers=8)
+    | dict(num_attention_heads=8, num_key_value_heads=4, head_dim=64),
+    # 71 M parameters, of which an embedding of 256 MiB has all but 4 M
+    "wide": dict(vocab_size=131072, hidden_size=512, intermediate_size=512, num_hidden_layers=2)
     | dict(num_attention_heads=8, num_key_value_heads=4, head_dim=64),
     # 494 M parameters, the sizes of Qwen2.5-0.5B
     "large": dict(vocab_size=151936, hidden_size=896, intermediate_size=4864, num_hidden_layers=24)
@@ -150,6 +154,23 @@ def store_bytes() -> int:
     return sum(os.stat(file).st_blocks * 512 for file in files if "plasma" in os.readlink(file))
 
 
+@contextmanager
+def watched(link: ObjectStore) -> Iterator[dict[str, int]]:
+    """By how many bytes the memory of each role's process has grown at most, once the context has ended. The
+    weights are published once before: only then does the rollout have the memory of its own."""
+    link.publish(1)()
+    grown: dict[str, int] = {}
+    pids = {"actor": link.actor.group.processes[0].pid, "rollout": link.rollout.group.processes[0].pid}
+    before = {role: psutil.Process(pid).memory_info().rss for role, pid in pids.items()}
+    for pid in pids.values():
+        Path(f"/proc/{pid}/clear_refs").write_text("5")  # the peak is counted from now on
+    yield grown
+    for role, pid in pids.items():
+        lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+        [peak] = [int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM:")]
+        grown[role] = peak - before[role]
+
+
 def rates(size: int, work: Callable[[], Any], times: int) -> dict[str, float]:
     """Bytes per second of `times` calls that move `size` bytes each; one before them is not counted."""
     taken = []
@@ -177,30 +198,31 @@ def bucket_sizes(actor: RoleGroup, bucket_megabytes: int) -> list[int]:
     return sizes
 
 
-def measure(name: str, publishes: int, bucket_megabytes: int) -> dict[str, Any]:
+def measure(model: str, publishes: int, bucket_megabytes: int) -> dict[str, Any]:
     """One model's figures."""
     with tempfile.TemporaryDirectory() as folder:
-        size = write_model(MODELS[name], Path(folder))
+        size = write_model(MODELS[model], Path(folder))
         with same_process(folder) as link:
             within = rates(size, lambda: link.publish(1)(), publishes)
         with object_store(folder, bucket_megabytes) as link:
             before = store_bytes()
-            between = rates(size, lambda: link.publish(1)(), publishes)
+            with watched(link) as grown:
+                between = rates(size, lambda: link.publish(1)(), publishes)
             held = store_bytes() - before
             sizes = bucket_sizes(link.actor, bucket_megabytes)
         with two_nodes(folder, bucket_megabytes) as links:
             names = ("broadcast_to_a_node", "object_store_to_a_node")
-            far = {
-                name: rates(size, lambda link=link: link.publish(1)(), publishes)  # type: ignore[misc]
-                for name, link in zip(names, links, strict=True)
-            }
+            far, far_grown = {}, {}
+            for name, link in zip(names, links, strict=True):
+                with watched(link) as far_grown[name]:
+                    far[name] = rates(size, lambda link=link: link.publish(1)(), publishes)
     found = {"same_process": within, "object_store": between, **far}
     copy = copy_rates(publishes)
     shares = {f"{link}_share": round(rate["median"] / copy["median"], 3) for link, rate in found.items()}
     found["memory_copy"] = copy
     pair = max(sum(sizes[first : first + 2]) for first in range(len(sizes)))
-    facts = {"model": name, "bytes": size, "buckets": len(sizes), "two_buckets": pair, "held_at_most": held}
-    return facts | found | shares
+    facts = {"model": model, "bytes": size, "buckets": len(sizes), "two_buckets": pair, "held_at_most": held}
+    return facts | {"processes_grew": {"object_store": grown, **far_grown}} | found | shares
 
 
 def main() -> None:

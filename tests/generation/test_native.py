@@ -19,7 +19,9 @@ from transformers import (
 
 from hydraflow.generation.base import GenerationOutput, GenerationRequest, SamplingParams
 from hydraflow.generation.native import NativeEngine
+from hydraflow.generation.weights import first_difference
 from hydraflow.protocol import ragged
+from hydraflow.weights.buckets import Cut, Weight, buckets
 
 VOCABULARY = 23
 END = 1
@@ -274,6 +276,12 @@ def weights(model: PreTrainedModel) -> dict[str, Tensor]:
     return {name: p.data.clone() for name, p in model.named_parameters()}
 
 
+def in_buckets(model: PreTrainedModel, max_bytes: int = 10**6) -> list[list[Weight]]:
+    """The weights of each bucket."""
+    how = Cut(1, max_bytes, torch.float32, checked=False)
+    return [list(bucket.weights()) for bucket in buckets(weights(model).items(), how) if bucket]
+
+
 def test_attention_scores_keep_their_cap() -> None:
     config = Gemma2Config(**SMALL, sliding_window=6, query_pre_attn_scalar=8, attn_logit_softcapping=0.2)
     model, request = make(config), make_request([4, 6, 11])
@@ -338,6 +346,28 @@ def test_a_sleeping_engine_needs_no_memory_for_its_weights() -> None:
     engine.sleep()
     assert awake - psutil.Process().memory_info().rss > 0.8 * size
     assert abs(fill() - awake) < 0.2 * size
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3 tied"])
+def test_weights_may_come_in_parts_of_which_none_may_be_missing(name: str) -> None:
+    model = make(CONFIGS[name])
+    engine = NativeEngine.from_config(CONFIGS[name], device="cpu", dtype=torch.float32)
+    first, second, *others = in_buckets(model, max_bytes=1000)
+    assert first[0][0] == second[0][0] == "model.embed_tokens.weight"
+    engine.update_weights(first, last=False)
+    with pytest.raises(ValueError, match="embed_tokens.weight begins at number 500, but 250 have arrived"):
+        engine.update_weights(others[0], first=False)
+    engine.update_weights(first, last=False)
+    with pytest.raises(ValueError, match="weights of .* are missing: model.embed_tokens.weight, "):
+        engine.update_weights(second, first=False)
+    for number, part in enumerate([first, second, *others]):
+        engine.update_weights(part, first=number == 0, last=number == len(others) + 1)
+    assert first_difference(engine.held(), [pair for part in [first, *others] for pair in part]) is None
+    assert all(torch.equal(engine.held()[name], tensor) for name, tensor in weights(model).items())
+    engine.held()["model.embed_tokens.weight"][-1, -1] += 1
+    (last,) = [pair for part in others for pair in part if pair[0] == "model.embed_tokens.weight"][-1:]
+    assert first_difference(engine.held(), first) is None
+    assert first_difference(engine.held(), [last]) == "model.embed_tokens.weight"
 
 
 def test_tied_weights_may_come_under_both_names_but_must_agree() -> None:

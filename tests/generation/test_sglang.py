@@ -10,6 +10,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +18,9 @@ import psutil
 import pytest
 import torch
 from generation.stand_in import Installed, installed
-from generation.test_native import CONFIGS, END, expected_log_probs, make, rows, weights
+from generation.test_native import CONFIGS, END, expected_log_probs, in_buckets, make, rows, weights
 from generation.test_requests import drained, single
+from generation.test_stopping import STOPS, letters, needed
 from generation.test_vllm import largest_gap, request_of
 from transformers import PreTrainedModel
 
@@ -49,7 +51,13 @@ LONGEST = 64
 def build(*, start_seconds: float = 100.0, **rollout: Any) -> SglangEngine:
     config = RolloutConfig(name="sglang", **{"max_num_seqs": 8, **rollout})
     spec = EngineSpec(
-        config, torch.device("cpu"), torch.float32, None, longest_row=LONGEST, start_seconds=start_seconds
+        config,
+        torch.device("cpu"),
+        torch.float32,
+        None,
+        longest_row=LONGEST,
+        tokenizer=letters(),
+        start_seconds=start_seconds,
     )
     return sglang.build(CONFIG, spec)
 
@@ -88,11 +96,10 @@ def models() -> list[PreTrainedModel]:
     return made
 
 
-def load(engine: SglangEngine, model: PreTrainedModel, per_part: int = 1000) -> None:
-    stream = list(weights(model).items())
-    starts = range(0, len(stream), per_part)
-    for at in starts:
-        engine.update_weights(stream[at : at + per_part], first=at == 0, last=at == starts[-1])
+def load(engine: SglangEngine, model: PreTrainedModel, max_bytes: int = 10**6) -> None:
+    parts = in_buckets(model, max_bytes)
+    for number, part in enumerate(parts):
+        engine.update_weights(part, first=number == 0, last=number == len(parts) - 1)
 
 
 @pytest.fixture
@@ -149,14 +156,28 @@ def test_end_tokens(engine: SglangEngine, models: list[PreTrainedModel]) -> None
     assert rows(engine.generate(request, stops)) == rows(NativeEngine(models[0]).generate(request, stops))
 
 
-@pytest.mark.parametrize("per_part", [1, 5, 1000], ids=["a tensor", "five tensors", "all"])
+def test_stop_strings_are_natives(engine: SglangEngine, models: list[PreTrainedModel]) -> None:
+    request, params = request_of([*range(1, 25)]), replace(GREEDY, stop=STOPS)
+    expected = NativeEngine(models[0], tokenizer=letters()).generate(request, params)
+    output = engine.generate(request, params)
+    assert rows(output) == rows(expected) and list(output.finish_reason) == list(expected.finish_reason)
+    sampled = replace(params, temperature=1.0, ignore_eos=True)
+    free = rows(engine.generate(request, replace(sampled, stop=())))
+    stopped = engine.generate(request, sampled)
+    assert rows(stopped) == [row[: needed(row)] for row in free]
+    assert list(stopped.finish_reason) == ["stop" if needed(row) else "length" for row in free]
+    assert largest_gap(models[0], request, stopped, 1.0) < NEAR
+    assert any(END in row for row in free), "the server's tokenizer has no end token"
+
+
+@pytest.mark.parametrize("max_bytes", [1000, 10_000, 10**6], ids=["parts", "some weights", "all"])
 def test_three_updates_in_a_row(
-    engine: SglangEngine, models: list[PreTrainedModel], per_part: int, monkeypatch: pytest.MonkeyPatch
+    engine: SglangEngine, models: list[PreTrainedModel], max_bytes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sglang_weights, "FILE_BYTES", 5000)
     request = request_of([3, 9], samples=2)
     for model in (models[1], models[2], models[0]):
-        load(engine, model, per_part)
+        load(engine, model, max_bytes)
         output = engine.generate(request, SamplingParams(max_tokens=10))
         assert largest_gap(model, request, output, 1.0) < NEAR
     assert list(engine._folder.glob("*.safetensors")) == [], "the files are gone once they are loaded"
@@ -252,7 +273,7 @@ def test_it_sleeps(engine: SglangEngine, models: list[PreTrainedModel]) -> None:
     engine.sleep()  # a second one changes nothing
     with pytest.raises(RuntimeError, match="the engine sleeps"):
         engine.generate(request, GREEDY)
-    load(engine, models[0], per_part=3)
+    load(engine, models[0], max_bytes=10_000)
     assert rows(engine.generate(request, GREEDY)) == before
     assert not isinstance(engine, ReadableEngine)
 

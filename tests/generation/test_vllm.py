@@ -12,8 +12,19 @@ from typing import Any
 import psutil
 import pytest
 import torch
-from generation.test_native import CONFIGS, END, SMALL, VOCABULARY, expected_log_probs, make, rows, weights
+from generation.test_native import (
+    CONFIGS,
+    END,
+    SMALL,
+    VOCABULARY,
+    expected_log_probs,
+    in_buckets,
+    make,
+    rows,
+    weights,
+)
 from generation.test_requests import single
+from generation.test_stopping import STOPS, letters, needed
 from generation.vllm_process import EngineProcess, needs_vllm
 from torch import Tensor
 from transformers import DeepseekV3Config, Olmo2Config, PreTrainedModel, Qwen3MoeConfig
@@ -32,7 +43,7 @@ from hydraflow.generation.vllm import VllmEngine
 from hydraflow.memory.generation import CPU_BLOCK, ServingEngineMemory
 from hydraflow.memory.shape import shape_of
 from hydraflow.protocol import ragged
-from hydraflow.weights.buckets import checksum_of
+from hydraflow.weights.buckets import Weight, checksum_of
 
 pytestmark = [needs_vllm, pytest.mark.slow]
 
@@ -88,9 +99,7 @@ def generate(engine: VllmEngine, request: GenerationRequest, params: SamplingPar
     return engine.generate(request, params)
 
 
-def update(
-    engine: VllmEngine, parts: list[list[tuple[str, Tensor]]], first: bool = True, last: bool = True
-) -> None:
+def update(engine: VllmEngine, parts: list[list[Weight]], first: bool = True, last: bool = True) -> None:
     for number, part in enumerate(parts):
         ends = last and number == len(parts) - 1
         engine.update_weights(iter(part), first=first and number == 0, last=ends)
@@ -115,7 +124,8 @@ def held(engine: VllmEngine) -> dict[str, Tensor]:
 
 def sleep(engine: VllmEngine) -> tuple[int, int]:
     """Bytes that it needs, before and after; its cache's are written to."""
-    checksum_of(engine.held().values())  # as after a transfer; numpy then shares the weights' memory
+    for weight in engine.held().values():
+        checksum_of(weight)  # as after a transfer; numpy then shares the weights' memory
     before = psutil.Process().memory_info().rss
     engine.sleep()
     return before, psutil.Process().memory_info().rss
@@ -159,9 +169,8 @@ def finish(engine: VllmEngine, requests: list[TokenRequest]) -> dict[str, Comple
     return found
 
 
-def load(process: EngineProcess, model: PreTrainedModel, per_part: int = 1000) -> None:
-    stream = list(weights(model).items())
-    process.run(update, [stream[at : at + per_part] for at in range(0, len(stream), per_part)])
+def load(process: EngineProcess, model: PreTrainedModel, max_bytes: int = 10**6) -> None:
+    process.run(update, in_buckets(model, max_bytes))
 
 
 def request_of(lengths: list[int], samples: int = 1, seed: int = 5) -> GenerationRequest:
@@ -190,6 +199,38 @@ def test_greedy_is_native_token_for_token(engine: EngineProcess, models: list[Pr
     assert rows(output) == rows(expected)
     assert list(output.finish_reason) == list(expected.finish_reason)
     assert largest_gap(models[0], request, output, 1.0) < NEAR
+
+
+def test_stop_strings_are_natives(engine: EngineProcess, models: list[PreTrainedModel]) -> None:
+    request, params = request_of([*range(1, 25)]), replace(GREEDY, stop=STOPS)
+    output = engine.run(generate, request, params)
+    expected = NativeEngine(models[0], tokenizer=letters()).generate(request, params)
+    assert rows(output) == rows(expected) and list(output.finish_reason) == list(expected.finish_reason)
+    sampled = replace(params, temperature=1.0, ignore_eos=True)
+    free = rows(engine.run(generate, request, replace(sampled, stop=())))
+    stopped = engine.run(generate, request, sampled)
+    assert rows(stopped) == [row[: needed(row)] for row in free]
+    assert list(stopped.finish_reason) == ["stop" if needed(row) else "length" for row in free]
+    assert largest_gap(models[0], request, stopped, 1.0) < NEAR
+    ended = [row for row in rows(stopped) if len(row) < 20]
+    assert 5 < len(ended) < 24
+
+
+def test_a_stop_string_may_have_begun_before_an_interruption(
+    engine: EngineProcess, models: list[PreTrainedModel]
+) -> None:
+    request, params = request_of([*range(1, 25)]), replace(GREEDY, stop=STOPS)
+    whole = {
+        one.name: row
+        for one, row in zip(single(request, params), rows(engine.run(generate, request, params)))
+    }
+    left = [
+        replace(one, begun=tuple(whole[one.name][:-1]))
+        for one in single(request, params)
+        if len(whole[one.name]) > 1
+    ]
+    found = engine.run(finish, left)
+    assert all(found[one.name].tokens.tolist() == whole[one.name][-1:] for one in left) and len(left) > 10
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
@@ -280,13 +321,15 @@ def test_end_tokens(engine: EngineProcess, models: list[PreTrainedModel]) -> Non
     )
 
 
-@pytest.mark.parametrize("per_part", [1, 5, 1000], ids=["a tensor", "five tensors", "all"])
-def test_three_updates_in_a_row(process: EngineProcess, models: list[PreTrainedModel], per_part: int) -> None:
+@pytest.mark.parametrize("max_bytes", [1000, 10_000, 10**6], ids=["parts", "some weights", "all"])
+def test_three_updates_in_a_row(
+    process: EngineProcess, models: list[PreTrainedModel], max_bytes: int
+) -> None:
     """In parts of one tensor, every boundary splits q, k and v, and gate and up. Afterwards the weights are
     those that were sent, also the head of a tied model, and so are the log-probabilities."""
     request = request_of([3, 9, 17], samples=2)
     for model in (models[1], models[2], models[0]):
-        load(process, model, per_part)
+        load(process, model, max_bytes)
         output = process.run(generate, request, SamplingParams(max_tokens=16))
         assert largest_gap(model, request, output, 1.0) < NEAR
         found = process.run(held)
@@ -338,7 +381,7 @@ def test_it_sleeps(engine: EngineProcess, models: list[PreTrainedModel]) -> None
     engine.run(sleep)  # a second one changes nothing
     with pytest.raises(RuntimeError, match="the engine sleeps"):
         engine.run(generate, request, GREEDY)
-    load(engine, models[0], per_part=3)
+    load(engine, models[0], max_bytes=10_000)
     assert rows(engine.run(generate, request, GREEDY)) == before
 
 
@@ -411,7 +454,7 @@ def test_weights_that_vllm_holds_under_another_form_or_name_are_read_back() -> N
     gemma.attn_logit_softcapping = None  # the plain forward's SDPA has none
     for config in (gpt2, gemma):
         process, model = EngineProcess(config, max_num_seqs=8), make(config)
-        load(process, model, per_part=3)
+        load(process, model, max_bytes=10_000)
         found = process.run(held)
         assert set(weights(model)) <= set(found)
         assert all(torch.equal(found[name], tensor) for name, tensor in weights(model).items())

@@ -11,7 +11,7 @@ from typing import Any
 import psutil
 import pytest
 import torch
-from generation.test_native import make, rows, weights
+from generation.test_native import in_buckets, make, rows, weights
 from generation.test_vllm import (
     GREEDY,
     MODELS,
@@ -70,19 +70,18 @@ def engine(config: Any) -> Iterator[Divided]:
     engine.stop()
 
 
-def load(engine: Divided, model: PreTrainedModel, per_part: int) -> None:
-    stream = list(weights(model).items())
-    engine.run(update, [stream[at : at + per_part] for at in range(0, len(stream), per_part)])
+def load(engine: Divided, model: PreTrainedModel, max_bytes: int) -> None:
+    engine.run(update, in_buckets(model, max_bytes))
 
 
-@pytest.mark.parametrize("per_part", [1, 1000], ids=["tensor by tensor", "at once"])
+@pytest.mark.parametrize("max_bytes", [1000, 10**6], ids=["parts", "at once"])
 def test_weights_samples_and_log_probs_are_those_of_one_device(
-    engine: Divided, config: Any, per_part: int
+    engine: Divided, config: Any, max_bytes: int
 ) -> None:
     model = make(config)
     for parameter in model.parameters():
-        parameter.data.add_(per_part / 5000)
-    load(engine, model, per_part)
+        parameter.data.add_(max_bytes / 10**7)
+    load(engine, model, max_bytes)
     for found in engine.run(held):
         assert all(torch.equal(found[name], tensor) for name, tensor in weights(model).items())
     request = request_of([1, 3, 9, 17, 40], samples=3)
@@ -95,9 +94,9 @@ def test_weights_samples_and_log_probs_are_those_of_one_device(
 
 def test_it_sleeps_and_leaves_nothing(engine: Divided, config: Any) -> None:
     model = make(config)
-    load(engine, model, 5)
+    load(engine, model, 10_000)
     engine.run(sleep)
-    load(engine, model, 5)
+    load(engine, model, 10_000)
     request = request_of([5, 7])
     assert rows(engine.run(generate, request, GREEDY)[0]) == rows(
         NativeEngine(model).generate(request, GREEDY)

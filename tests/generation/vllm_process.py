@@ -92,6 +92,7 @@ def serve(
 ) -> None:
     """Builds the engine, then runs functions with it until told nothing."""
     import torch
+    from generation.test_stopping import letters
 
     from hydraflow.engine import process_group
     from hydraflow.generation import vllm
@@ -125,6 +126,7 @@ def serve(
                     longest_row=256,
                     tensor_parallel=size,
                     rank=rank,
+                    tokenizer=letters(),
                 )
                 engine = vllm.build(config, spec)
             answer = True, function(engine, *args)

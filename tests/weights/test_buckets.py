@@ -1,4 +1,4 @@
-"""Weights in buckets and back: bit by bit, of bounded size, and with a checksum that notices any change."""
+"""Weights in buckets and back: bit by bit, of bounded size, and with checksums that notice any change."""
 
 from __future__ import annotations
 
@@ -8,8 +8,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
-from hydraflow.weights.buckets import Bucket, Cut, FlatBucket, NamedTensor, buckets, cut
+from hydraflow.weights.buckets import Bucket, Cut, FlatBucket, Header, NamedTensor, Part, buckets, cut
 
 NAMES = ["embed", "scale", "matrix", "transposed", "nothing", "counts"]
 
@@ -32,11 +34,19 @@ def made(max_bytes: int = 600, dtype: torch.dtype = torch.float32) -> list[Bucke
 
 def made_flat(max_bytes: int) -> list[FlatBucket]:
     parts = cut(model().items(), Cut(7, max_bytes, torch.float32, checked=True))
-    return [FlatBucket.of(header, tensors) for header, tensors in parts if header]
+    return [FlatBucket.of(header, numbers) for header, numbers in parts if header]
 
 
 def back(some: Sequence[Bucket | FlatBucket]) -> dict[str, torch.Tensor]:
-    return dict(pair for bucket in some for pair in bucket.tensors())
+    """The weights; parts are joined in the order in which they come."""
+    found: dict[str, list[torch.Tensor]] = {}
+    shapes: dict[str, torch.Size] = {}
+    for bucket in some:
+        for name, sent in bucket.weights():
+            whole = not isinstance(sent, Part)
+            found.setdefault(name, []).append(sent.reshape(-1) if whole else sent.numbers)
+            shapes[name] = sent.shape
+    return {name: torch.cat(numbers).view(shapes[name]) for name, numbers in found.items()}
 
 
 def bits(tensor: torch.Tensor) -> bytes:
@@ -44,7 +54,7 @@ def bits(tensor: torch.Tensor) -> bytes:
 
 
 @pytest.mark.parametrize("make", [made, made_flat])
-@pytest.mark.parametrize("max_bytes", [1, 600, 10**6])
+@pytest.mark.parametrize("max_bytes", [1, 100, 600, 10**6])
 def test_every_bit_comes_back_in_order(
     max_bytes: int, make: Callable[[int], Sequence[Bucket | FlatBucket]]
 ) -> None:
@@ -58,11 +68,36 @@ def test_every_bit_comes_back_in_order(
     assert {bucket.header.version for bucket in some} == {7}
 
 
-def test_a_bucket_holds_no_more_than_it_may_but_for_a_tensor_that_is_larger() -> None:
-    sizes = [[entry.nbytes for entry in bucket.header.entries] for bucket in made()]
-    assert sizes[0] == [64 * 8 * 4]
-    assert all(sum(some) <= 600 for some in sizes[1:])
-    assert len(sizes) == 2, "small tensors share a bucket"
+def test_a_weight_that_is_larger_than_a_bucket_comes_in_parts() -> None:
+    some = made()
+    assert [[one.nbytes for one in bucket.header.entries] for bucket in some] == [
+        [600],  # of 64 * 8 * 4 bytes
+        [600],
+        [600],
+        [248, 4, 256],
+        [128, 0, 40],
+    ]
+    (first,) = some[1].weights()
+    assert first[0] == "embed" and isinstance(first[1], Part)
+    part = first[1]
+    assert (part.start, part.end, part.shape, part.is_last) == (150, 300, (64, 8), False)
+    assert torch.equal(part.place_in(model()["embed"]), part.numbers)
+    assert [list(bucket.header.checksums) for bucket in some[:4]] == [[], [], [], NAMES[:3]]
+
+
+@given(
+    sizes=st.lists(st.integers(0, 40), min_size=1, max_size=6),
+    max_bytes=st.integers(8, 100),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16]),
+)
+def test_no_bucket_is_larger_than_it_may_be(sizes: list[int], max_bytes: int, dtype: torch.dtype) -> None:
+    sent = {f"w{i}": torch.arange(float(size)) for i, size in enumerate(sizes)}
+    some = [one for one in buckets(sent.items(), Cut(7, max_bytes, dtype, checked=True)) if one]
+    assert all(sum(array.nbytes for array in bucket.arrays) <= max_bytes for bucket in some)
+    found = back(some)
+    assert list(found) == list(sent)
+    assert all(torch.equal(found[name], tensor.to(dtype)) for name, tensor in sent.items())
+    assert not any(bucket.header.differing(sent) for bucket in some)
 
 
 def test_floating_point_weights_are_sent_in_the_receivers_type() -> None:
@@ -74,12 +109,18 @@ def test_floating_point_weights_are_sent_in_the_receivers_type() -> None:
     assert bits(found["matrix"]) == bits(model()["matrix"].bfloat16())
 
 
-def test_a_checksum_is_of_what_the_receiver_holds() -> None:
-    (bucket,) = made(10**6, torch.bfloat16)
-    held = {name: tensor.clone() for name, tensor in model().items()}
-    assert bucket.header.arrived_as({name: tensor.bfloat16().to(tensor) for name, tensor in held.items()})
+@pytest.mark.parametrize("max_bytes", [50, 10**6])
+def test_a_checksum_is_of_what_the_receiver_holds(max_bytes: int) -> None:
+    headers = [bucket.header for bucket in made(max_bytes, torch.bfloat16)]
+    held = {name: tensor.bfloat16().to(tensor) for name, tensor in model().items()}
+    assert differing(headers, held) == []
     held["matrix"][3, 3] += 1
-    assert not bucket.header.arrived_as(held)
+    held["embed"][0, 0] += 1
+    assert differing(headers, held) == ["embed", "matrix"]
+
+
+def differing(headers: Sequence[Header], held: dict[str, torch.Tensor]) -> list[str]:
+    return [name for header in headers for name in header.differing(held)]
 
 
 def test_a_changed_byte_is_noticed() -> None:
@@ -87,7 +128,8 @@ def test_a_changed_byte_is_noticed() -> None:
     arrays = [array.copy() for array in bucket.arrays]
     arrays[2][5] ^= np.uint8(1)
     changed = replace(bucket, arrays=tuple(arrays))
-    assert bucket.header.arrived_as(back([bucket])) and not changed.header.arrived_as(back([changed]))
+    assert bucket.header.differing(back([bucket])) == []
+    assert changed.header.differing(back([changed])) == ["matrix"]
 
 
 def test_ranks_that_send_nothing_make_as_many_buckets() -> None:

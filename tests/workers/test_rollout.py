@@ -4,10 +4,13 @@ to processes."""
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 from known_columns import assert_as_documented
+from transformers import CanineTokenizer
 from workers.by_hand import (
     END,
     MAX_TOKENS,
@@ -16,13 +19,19 @@ from workers.by_hand import (
     make_actor,
     make_prompts,
     make_rollout,
+    process,
+    rollout_spec,
 )
 
-from hydraflow.errors import GuardStop
+from hydraflow.errors import ConfigError, GuardStop
+from hydraflow.generation.config import RolloutConfig, SamplingConfig, ValSamplingConfig
+from hydraflow.models.config import ModelConfig
+from hydraflow.models.loading import load_tokenizer
 from hydraflow.protocol import ragged
 from hydraflow.protocol.batch import DataProto
 from hydraflow.weights.buckets import Bucket, Cut, buckets
 from hydraflow.workers.actor import ActorWorker
+from hydraflow.workers.rollout import RolloutWorker, SamplingSpec
 
 
 def listed(batch: DataProto, name: str) -> list[list[int]]:
@@ -160,6 +169,40 @@ def test_trajectories_are_prompt_major_and_end_where_they_should(tiny: str) -> N
     for response in responses:
         assert END not in response[:-1]
         assert len(response) == MAX_TOKENS or response[-1] == END
+
+
+def test_responses_end_at_the_stops_of_their_batch(tiny: str) -> None:
+    worker = RolloutWorker(process(), replace(rollout_spec(tiny), stop_strings=True))
+    worker.load_weights()
+    prompts = make_prompts()
+    free = listed(worker.generate(prompts), "responses")
+    tokenizer = load_tokenizer(ModelConfig(path=tiny))
+    two, three = tokenizer.convert_tokens_to_ids(["2", "3"])
+    how = prompts.meta_info["sampling"]
+    prompts.meta_info["sampling"] = replace(how, stop=("2",), stop_token_ids=(three,))
+    ends = [next((i for i, token in enumerate(row) if token in (two, three)), len(row)) for row in free]
+    assert listed(worker.generate(prompts), "responses") == [
+        row[: end + 1] for row, end in zip(free, ends, strict=True)
+    ]
+    last = {row[end] for row, end in zip(free, ends, strict=True) if end < len(row)}
+    assert last == {two, three}, "both occur"
+
+
+def test_validation_has_stops_of_its_own_or_those_of_training() -> None:
+    rollout = RolloutConfig(stop="</a>", stop_token_ids=[3])
+    assert SamplingSpec.of_training(rollout, 2) == SamplingSpec(2, 1.0, -1, 1.0, ("</a>",), (3,))
+    assert SamplingSpec.of_validation(rollout, 1) == SamplingSpec(1, 0.0, -1, 1.0, ("</a>",), (3,))
+    rollout.val_kwargs = ValSamplingConfig(stop=["b", "c"], stop_token_ids=[])
+    assert SamplingSpec.of_validation(rollout, 1) == SamplingSpec(1, 0.0, -1, 1.0, ("b", "c"), ())
+
+
+def test_stop_strings_need_a_tokenizer_that_decodes_token_by_token(tiny: str, tmp_path: Path) -> None:
+    CanineTokenizer().save_pretrained(tmp_path)
+    (tmp_path / "vocab.txt").write_text("")
+    model = ModelConfig(path=tiny, tokenizer_path=str(tmp_path))
+    spec = replace(rollout_spec(tiny), model=model, rollout=SamplingConfig(stop="a"), stop_strings=True)
+    with pytest.raises(ConfigError, match=r"rollout.stop=a: needs .* the model's is a CanineTokenizer"):
+        RolloutWorker(process(), spec)
 
 
 def test_greedy_samples_of_a_prompt_are_equal(tiny: str) -> None:

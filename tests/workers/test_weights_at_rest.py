@@ -12,6 +12,7 @@ from workers.by_hand import make_actor, make_prompts, make_rollout
 from hydraflow.dispatch.transport import StoredValue
 from hydraflow.engine.config import FSDPConfig
 from hydraflow.engine.fsdp.engine import FSDPEngine
+from hydraflow.generation.weights import Assembly
 from hydraflow.protocol.batch import DataProto
 from hydraflow.workers.actor import ActorWorker
 from hydraflow.workers.training import ROWS_PER_RANK
@@ -53,12 +54,14 @@ def test_weights_rest_once_the_last_bucket_is_sent(tiny: str, monkeypatch: pytes
     actor, moves = resting_actor(tiny, monkeypatch)
     wanted = {name: tensor.clone() for name, tensor in make_actor(tiny).engine.weights()}
     moves.clear()
-    found, last, number = {}, False, 0
+    found, last, number, assembly = {}, False, 0, Assembly()
     while not last:
         sent = actor.send_bucket(number, version=1, max_bytes=4096, dtype="fp32", checked=True)
         assert sent is not None
         bucket, last = sent
-        found.update(bucket.tensors())  # type: ignore[attr-defined]
+        for name, sent_weight in bucket.weights():  # type: ignore[attr-defined]
+            if (whole := assembly.add(sent_weight)) is not None:
+                found[name] = whole
         actor.after_call()
         assert moves == ["wake"] or last
         actor.skip_step()

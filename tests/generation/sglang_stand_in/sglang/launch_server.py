@@ -51,7 +51,7 @@ def parse() -> argparse.Namespace:
         parser.add_argument(f"--{name}", action="store_true")
     parser.add_argument("--enable-deterministic-inference", action="store_true")
     given = parser.parse_args()
-    assert given.host == "127.0.0.1" and given.skip_tokenizer_init and given.load_format == "dummy"
+    assert given.host == "127.0.0.1" and given.load_format == "dummy"
     return given
 
 
@@ -73,7 +73,7 @@ class Request:
         self.params: dict[str, Any] = body["sampling_params"]
         known = {
             *("max_new_tokens", "temperature", "top_p", "top_k", "stop_token_ids"),
-            *("ignore_eos", "sampling_seed"),
+            *("ignore_eos", "sampling_seed", "stop", "skip_special_tokens"),
         }
         assert set(self.params) <= known, set(self.params) - known
         if self.params["top_k"] != -1 and self.params["top_k"] < 1:
@@ -87,7 +87,7 @@ class Server:
     """The scheduler and its model."""
 
     def __init__(self, given: argparse.Namespace):
-        self.given, self.model = given, None
+        self.given, self.model, self.tokenizer = given, None, None
         self.lock = threading.Lock()
         self.slots = threading.Semaphore(given.max_running_requests)
         self.requests: dict[str, Request] = {}
@@ -105,6 +105,10 @@ class Server:
         longest = config.max_position_embeddings
         if given.context_length > longest and not is_set("SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN"):
             raise ValueError(f"User-specified context_length is greater than the derived ({longest}).")
+        if not given.skip_tokenizer_init:
+            from transformers import AutoTokenizer
+
+            self.tokenizer = AutoTokenizer.from_pretrained(given.model_path)
         self.model = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, given.dtype)).eval()
 
     def generate(self, request: Request) -> dict[str, Any]:
@@ -152,7 +156,20 @@ class Server:
             request.log_probs.append(log_prob)
             if token in stops and not request.params.get("ignore_eos"):
                 return {"type": "stop", "matched": token}
+            if self.tokenizer is not None and token == self.tokenizer.eos_token_id:
+                return {"type": "stop", "matched": token}
+            if matched := self.stop_string(request):
+                return {"type": "stop", "matched": matched}
         return {"type": "length", "length": most}
+
+    def stop_string(self, request: Request) -> str | None:
+        """Looks at the last tokens alone, one more than the longest stop string has."""
+        strings = request.params.get("stop") or []
+        if not strings:
+            return None
+        lengths = [len(self.tokenizer.encode(one, add_special_tokens=False)) for one in strings]
+        tail = self.tokenizer.decode(request.ids[request.prompt :][-max(lengths) - 1 :])
+        return next((one for one in strings if one in tail), None)
 
     def token(self, request: Request) -> tuple[int, float]:
         """The next one and its log-probability: of the scaled logits, before top-k and top-p; where

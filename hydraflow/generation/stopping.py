@@ -1,0 +1,70 @@
+"""Ends responses at stop strings: finds the token with which a response's text first contains one.
+
+In: a tokenizer, and a response's tokens one at a time. Out: whether it ends with this one. The tokens of a
+response are kept up to and including that one, as vLLM does, although its text may go on after the string.
+Special tokens are text, too. Left out on purpose: tokenizers that cannot decode token by token; and vLLM's
+engine, which finds stop strings itself (`vllm/v1/engine/detokenizer.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from tokenizers import Tokenizer
+from tokenizers.decoders import DecodeStream
+
+_CHARACTER = 4
+"""Tokens of a character, at most."""
+_HALF = "\ufffd"
+"""What bytes are decoded to that are no character yet."""
+_BROKEN = "Invalid prefix encountered"
+"""How the library's error begins when bytes that are no text have spoiled the stream's state."""
+
+
+class StopStrings:
+    """Watches one response."""
+
+    def __init__(
+        self, tokenizer: Tokenizer, strings: Sequence[str], context: Sequence[int], begun: Sequence[int] = ()
+    ):
+        """context: the prompt, on which the text of the first tokens depends. begun: tokens that the response
+        has already."""
+        self._tokenizer, self._strings = tokenizer, tuple(strings)
+        whole = _whole_characters(tokenizer, context)
+        self.stream = DecodeStream(ids=list(context[:whole]), skip_special_tokens=False)
+        for token in context[whole:]:
+            self._decoded(token)
+        self._kept = max(map(len, strings)) - 1
+        self.text = ""
+        """The end of the response's text, in which a stop string may have begun."""
+        for token in begun:
+            self.ends_with(token)
+
+    def ends_with(self, token: int) -> bool:
+        """Whether a stop string is complete with the response's next token."""
+        text = self.text + self._decoded(token)
+        self.text = text[-self._kept :] if self._kept else ""
+        return any(string in text for string in self._strings)
+
+    def length(self, tokens: Sequence[int]) -> int | None:
+        """How many of the response's next tokens are needed for a stop string; None: they have none."""
+        return next((place for place, token in enumerate(tokens, start=1) if self.ends_with(token)), None)
+
+    def _decoded(self, token: int) -> str:
+        """What the text has gained; nothing while bytes of a character are missing."""
+        try:
+            return self.stream.step(self._tokenizer, token) or ""
+        except Exception as error:  # the library raises plain Exception
+            if str(error).startswith(_BROKEN):
+                self.stream = DecodeStream(skip_special_tokens=False)  # as vLLM does
+                return self.stream.step(self._tokenizer, token) or ""
+            raise
+
+
+def _whole_characters(tokenizer: Tokenizer, tokens: Sequence[int]) -> int:
+    """How many of the tokens end with a character. A stream that begins with half of one would count all of
+    them as new text."""
+    count = len(tokens)
+    while count and tokenizer.decode(tokens[:count][-_CHARACTER:], skip_special_tokens=False).endswith(_HALF):
+        count -= 1
+    return count
