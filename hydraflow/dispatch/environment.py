@@ -20,7 +20,7 @@ COMPILER_CACHES = {"TORCHINDUCTOR_CACHE_DIR": "inductor", "TRITON_CACHE_DIR": "t
 """Two ranks that compile the same kernel at the same time would write the same files, which breaks both on a
 network drive."""
 SPINS, FEW_SPINS = "GOMP_SPINCOUNT", "1000"
-"""How often a thread of OpenMP looks for work before it sleeps; by default it looks for milliseconds. If other
+"""How often a thread of OpenMP looks for work before it sleeps; by default it does for milliseconds. If other
 processes wait for the core, threads of one product then wait for each other. Ten training steps with two
 threads on two cores took 281 s beside ten busy processes, and 13 s with this, as with nothing else to do."""
 LOOPBACK = "127.0.0.1"
