@@ -84,6 +84,7 @@ def _become_template(listener: socket.socket, starter: int) -> NoReturn:
     code = 1
     try:
         SHUTDOWN.commanded = False
+        signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR1])  # as for all processes of a local Ray
         for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):
             signal.signal(number, signal.SIG_DFL)
         nothing = os.open(os.devnull, os.O_RDWR)

@@ -3,8 +3,8 @@ not fit.
 
 In: (Hugging Face name, full tensor) pairs, or the parts of a tensor in its place. Out: the model's
 parameters, changed in place; an engine with a loader of its own only has the stream checked (`Arrivals`), and
-parts put together (`Assembly`). Left out on purpose: where the stream comes from,
-and quantisation. Types are converted by copying.
+parts put together (`Assembly`). Left out on purpose: where the stream comes from, and quantisation. Types are
+converted by copying.
 """
 
 from __future__ import annotations

@@ -54,13 +54,15 @@ class Newborn(Worker):
 
 
 PROGRAM = """
-import json, os, resource, sys, time
+import json, os, resource, signal, sys, time
 asked = json.loads(sys.argv[1])
 if "early" in asked:
     from hydraflow.dispatch.config import RayInitConfig
-    from hydraflow.dispatch.forked_template import fork_template
+    from hydraflow.dispatch.forked_template import READY, fork_template
     print("said once", end=" ")
     fork_template(RayInitConfig(), asked["early"])
+    time.sleep(0.5)
+    os.kill(READY[0][1], signal.SIGUSR1)  # Slurm warns every process
 from dispatch.test_template import Newborn
 from hydraflow.dispatch.config import RayInitConfig, RuntimeEnvConfig
 from hydraflow.dispatch.group import Timeouts
