@@ -145,9 +145,9 @@ class FlatBucket:
     """uint8 (`flat_size` of the header,)."""
 
     @classmethod
-    def of(cls, header: Header, numbers: Sequence[torch.Tensor]) -> FlatBucket:
+    def of(cls, header: Header, numbers: Sequence[torch.Tensor], memory: BucketMemory) -> FlatBucket:
         """Copies the numbers of each entry."""
-        flat = torch.empty(flat_size(header), dtype=torch.uint8)
+        flat = memory.take(flat_size(header))
         for entry, start, some in zip(header.entries, _starts(header), numbers, strict=False):
             flat[start : start + entry.nbytes].view(entry.dtype).copy_(some)
         return cls(header, flat)
@@ -156,6 +156,21 @@ class FlatBucket:
         """The weights again, as views."""
         for entry, start in zip(self.header.entries, _starts(self.header), strict=False):
             yield entry.weight_of(self.flat[start : start + entry.nbytes].view(entry.dtype))
+
+
+class BucketMemory:
+    """Host memory for flat buckets, one after the other. Were each allocated anew, small objects would come
+    to lie where the one before was, and the process would grow by several."""
+
+    def __init__(self) -> None:
+        self._flat = torch.empty(0, dtype=torch.uint8)
+
+    def take(self, nbytes: int) -> torch.Tensor:
+        """uint8 (nbytes,), in the place of what was taken before."""
+        if len(self._flat) < nbytes:
+            self._flat = torch.empty(0, dtype=torch.uint8)  # not both at a time
+            self._flat = torch.empty(nbytes, dtype=torch.uint8)
+        return self._flat[:nbytes]
 
 
 def flat_size(header: Header) -> int:

@@ -17,7 +17,7 @@ import torch
 
 from hydraflow.dispatch.worker import ProcessContext
 from hydraflow.engine.broadcast_group import BroadcastGroup, GroupBroken, PendingBroadcast
-from hydraflow.weights.buckets import FlatBucket, Header, flat_size
+from hydraflow.weights.buckets import BucketMemory, FlatBucket, Header, flat_size
 
 log = logging.getLogger(__name__)
 WAIT_SHARE = 0.5
@@ -45,17 +45,18 @@ class WeightsSender:
     def send(self, outgoing: Iterable[tuple[Header | None, list[torch.Tensor]]]) -> bool:
         """Sends buckets as `cut` makes them. Returns False when some could not be sent; they are exhausted in
         any case, because other ranks take part in making them."""
-        under_way: list[PendingBroadcast] = []
+        under_way, memory = list[PendingBroadcast](), BucketMemory()
         for header, numbers in outgoing:
             assert header is not None, "rank 0 sends"
-            under_way = self._attempt(under_way, header, numbers)
+            under_way = self._attempt(under_way, memory, header, numbers)
             numbers.clear()  # while the next bucket is gathered
-        self._attempt(under_way)
+        self._attempt(under_way, memory)
         return self._group is not None
 
     def _attempt(
         self,
         before: list[PendingBroadcast],
+        memory: BucketMemory,
         header: Header | None = None,
         numbers: Sequence[torch.Tensor] = (),
     ) -> list[PendingBroadcast]:
@@ -63,9 +64,9 @@ class WeightsSender:
         if self._group is None:
             return []
         try:
-            while before:
-                before.pop(0).wait()  # with its memory
-            return [] if header is None else _sent(self._group, header, numbers)
+            for part in before:
+                part.wait()
+            return [] if header is None else _sent(self._group, FlatBucket.of(header, numbers, memory))
         except GroupBroken as error:
             log.warning("weights could not be sent: %s", error)
             self._group = None
@@ -88,31 +89,27 @@ class WeightsReceiver:
 
     def receive(self, load: Callable[[FlatBucket], None]) -> bool:
         """Calls `load` with each bucket. Returns False when some have not arrived."""
-        last = False
+        last, memory = False, BucketMemory()
         while not last:
             try:
-                bucket = self._next()
+                bucket = self._next(memory)
             except GroupBroken as error:
                 log.warning("weights were not received: %s", error)
                 return False
             last = bucket.header.last
             load(bucket)
-            del bucket
         return True
 
-    def _next(self) -> FlatBucket:
-        [size] = self._take(1, torch.int64).tolist()
-        header = Header.from_json(self._take(size).numpy().tobytes())
-        return FlatBucket(header, self._take(flat_size(header)))
-
-    def _take(self, count: int, dtype: torch.dtype = torch.uint8) -> torch.Tensor:
-        return self._group.broadcast(torch.empty(count, dtype=dtype)).wait()
+    def _next(self, memory: BucketMemory) -> FlatBucket:
+        [size] = self._group.broadcast(torch.empty(1, dtype=torch.int64)).wait().tolist()
+        text = self._group.broadcast(torch.empty(size, dtype=torch.uint8)).wait()
+        header = Header.from_json(text.numpy().tobytes())
+        return FlatBucket(header, self._group.broadcast(memory.take(flat_size(header))).wait())
 
 
-def _sent(group: BroadcastGroup, header: Header, numbers: Sequence[torch.Tensor]) -> list[PendingBroadcast]:
-    text = torch.from_numpy(np.frombuffer(header.to_json(), dtype=np.uint8).copy())
-    flat = FlatBucket.of(header, numbers).flat
-    return [group.broadcast(part) for part in (torch.tensor([len(text)]), text, flat)]
+def _sent(group: BroadcastGroup, bucket: FlatBucket) -> list[PendingBroadcast]:
+    text = torch.from_numpy(np.frombuffer(bucket.header.to_json(), dtype=np.uint8).copy())
+    return [group.broadcast(part) for part in (torch.tensor([len(text)]), text, bucket.flat)]
 
 
 def _joined(

@@ -11,7 +11,17 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hydraflow.weights.buckets import Bucket, Cut, FlatBucket, Header, NamedTensor, Part, buckets, cut
+from hydraflow.weights.buckets import (
+    Bucket,
+    BucketMemory,
+    Cut,
+    FlatBucket,
+    Header,
+    NamedTensor,
+    Part,
+    buckets,
+    cut,
+)
 
 NAMES = ["embed", "scale", "matrix", "transposed", "nothing", "counts"]
 
@@ -34,7 +44,7 @@ def made(max_bytes: int = 600, dtype: torch.dtype = torch.float32) -> list[Bucke
 
 def made_flat(max_bytes: int) -> list[FlatBucket]:
     parts = cut(model().items(), Cut(7, max_bytes, torch.float32, checked=True))
-    return [FlatBucket.of(header, numbers) for header, numbers in parts if header]
+    return [FlatBucket.of(header, numbers, BucketMemory()) for header, numbers in parts if header]
 
 
 def back(some: Sequence[Bucket | FlatBucket]) -> dict[str, torch.Tensor]:
