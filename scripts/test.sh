@@ -2,7 +2,7 @@
 # Checks the project: ruff, formatting, mypy, pytest. All of them run, whatever the first ones say. Arguments go to pytest.
 #
 #   scripts/test.sh                       everything
-#   scripts/test.sh --fast                without the tests that use Ray or several ranks, or train: about three minutes on two cores
+#   scripts/test.sh --fast                without the tests that use Ray or several ranks, or train: about three and a half minutes on two cores
 #   scripts/test.sh -n 0 --pdb FILE       in one process, at the debugger
 set -euo pipefail
 
@@ -40,8 +40,11 @@ mypy_says="$(mktemp)"
 "$PYTHON" -m mypy >"$mypy_says" 2>&1 &
 mypy=$!
 trap 'kill "$mypy" 2>/dev/null || true; rm -f "$mypy_says"' EXIT
-# Two test processes: much of a test that trains is waiting for processes to start. Each takes a file at a time.
-check pytest "some minutes" "$PYTHON" -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder "$@"
+# Two test processes, since most slow tests start processes of their own; the others alone keep three from waiting.
+# Each takes a file at a time.
+processes=2
+[[ " $* " == *" --fast "* ]] && processes=3
+check pytest "some minutes" "$PYTHON" -m pytest -q -n "$processes" --dist loadfile --no-loadscope-reorder "$@"
 check mypy "beside the tests" types
 
 if ((${#failed[@]})); then

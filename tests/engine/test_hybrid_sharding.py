@@ -71,6 +71,7 @@ def test_training_is_that_of_one_rank(tiny: str, ranks: Ranks, layout: str, size
         torch.testing.assert_close(seen, wanted, rtol=0, atol=1e-12)
 
 
+@pytest.mark.slow
 def test_two_copies_on_two_ranks(tiny: str) -> None:
     pool = Ranks(2)
     try:

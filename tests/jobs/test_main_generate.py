@@ -99,6 +99,7 @@ def test_ctrl_c_leaves_no_process_and_no_file(tiny: str, prompts: Path, tmp_path
     assert list((tmp_path / "out").iterdir()) == []
 
 
+@pytest.mark.slow
 def test_a_mistake_is_one_message(tiny: str, tmp_path: Path) -> None:
     assert_refused(
         hydraflow("main_generate", cwd=tmp_path),

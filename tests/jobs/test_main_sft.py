@@ -134,6 +134,7 @@ def test_a_command_line_of_verl_trains(tiny: str, tmp_path: Path) -> None:
     assert saved == ["global_step_1", "global_step_2"]
 
 
+@pytest.mark.slow
 def test_a_mistake_is_one_message(tmp_path: Path) -> None:
     assert_refused(
         hydraflow("main_sft", cwd=tmp_path), "2 problems", "model.path=null", "data.train_files=null"

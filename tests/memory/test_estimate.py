@@ -340,6 +340,7 @@ def test_advice_that_is_not_enough_says_so() -> None:
     )
 
 
+@pytest.mark.slow
 @settings(max_examples=40, deadline=None)
 @given(
     st.sampled_from([24, 40, 48, 80]),
