@@ -22,8 +22,7 @@ def run(config: GenerateConfig, command: Command) -> None:
     second."""
     settle_command()
     with importing():
-        if not config.trainer.debug.local:
-            fork_template(config.ray_init, config.trainer.device)
+        fork_template(config.ray_init, config.trainer)
         from hydraflow.jobs.generate import run_generate
 
     run_generate(config)

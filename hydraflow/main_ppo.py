@@ -21,8 +21,7 @@ def run(config: PPOConfig, command: Command) -> None:
     """Trains as configured. The import is here so that configuration errors are reported within a second."""
     settle_command()
     with importing():
-        if not config.trainer.debug.local:
-            fork_template(config.ray_init, config.trainer.device)
+        fork_template(config.ray_init, config.trainer)
         from hydraflow.jobs.ppo import run_ppo
 
     run_ppo(config, command=command)

@@ -22,8 +22,7 @@ def run(config: SFTConfig, command: Command) -> None:
     """Trains as configured. The import is here so that configuration errors are reported within a second."""
     settle_command()
     with importing():
-        if not config.trainer.debug.local:
-            fork_template(config.ray_init, config.trainer.device)
+        fork_template(config.ray_init, config.trainer)
         from hydraflow.jobs.sft import run_sft
 
     run_sft(config, command=command)

@@ -22,7 +22,7 @@ network drive."""
 SPINS, FEW_SPINS = "GOMP_SPINCOUNT", "1000"
 """How often a thread of OpenMP looks for work before it sleeps; by default it does for milliseconds. If other
 processes wait for the core, threads of one product then wait for each other. Ten training steps with two
-threads on two cores took 281 s beside ten busy processes, and 13 s with this, as with nothing else to do."""
+threads on two cores took 281 s beside ten busy processes, and 13 s with this."""
 LOOPBACK = "127.0.0.1"
 """Rendezvous address of a group on a single node."""
 

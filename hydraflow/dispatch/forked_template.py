@@ -2,7 +2,7 @@
 
 A command imports torch, tensordict and transformers anyway. Forked right after that, a template costs
 nothing and is ready before Ray is; one that is started later (`template.py`) imports them once more, which
-takes three seconds of a core. In: the run's section for Ray and its device. Out: `READY`, which the first Ray
+takes three seconds of a core. In: the sections for Ray and the trainer. Out: `READY`, which the first Ray
 of this process takes. Neither this module nor what it imports may import Ray, which reads its settings when
 it is imported.
 """
@@ -25,26 +25,31 @@ from typing import NoReturn
 from hydraflow.device import planned_type
 from hydraflow.dispatch.config import RayInitConfig
 from hydraflow.dispatch.template_server import LIBRARIES, import_all, live, threads
+from hydraflow.errors import HydraflowError
 from hydraflow.system.interrupts import SHUTDOWN, blocked
 from hydraflow.system.node_folder import session_folder
+from hydraflow.trainer.config import RunConfig
 
 READY: list[tuple[Path, int]] = []
 """Address and process id of the template, until a Ray takes it."""
 
 
-def fork_template(ray_init: RayInitConfig, device: str) -> None:
+def fork_template(ray_init: RayInitConfig, trainer: RunConfig) -> None:
     """Imports what a worker imports, and forks a template. Nothing happens where workers are not forked (a
-    cluster that is joined, GPUs), and where this process has a second thread or Ray, which a fork must not
-    copy.
-
-    device: `trainer.device`.
+    cluster that is joined, GPUs, a run in this process), and where this process has a second thread or Ray,
+    which a fork must not copy. What makes it impossible is reported when Ray starts, with all other faults.
     """
-    if ray_init.address != "local" or planned_type(device) != "cpu" or "ray" in sys.modules:
+    if ray_init.address != "local" or planned_type(trainer.device) != "cpu" or trainer.debug.local:
         return
-    with _one_thread_of_openmp():
-        import_all(LIBRARIES)
-    if threads() > 1:
-        return
+    if "ray" not in sys.modules:
+        with _one_thread_of_openmp():
+            import_all(LIBRARIES)
+        if threads() == 1:
+            with suppress(HydraflowError, OSError):
+                _fork()
+
+
+def _fork() -> None:
     with listening() as listener, blocked(signal.SIGINT):
         for stream in (sys.stdout, sys.stderr):
             stream.flush()  # else the workers would print it, too

@@ -271,6 +271,12 @@ def stop_strings(stop: Any) -> tuple[str, ...]:
     return (stop,) if isinstance(stop, str) else tuple(stop or ())
 
 
+def every_stop_string(rollout: SamplingConfig) -> tuple[str, ...]:
+    """Of training and of validation."""
+    val = rollout.val_kwargs.stop if isinstance(rollout, RolloutConfig) else None
+    return stop_strings(rollout.stop) + stop_strings(val)
+
+
 def splits_prompts(rollout: SamplingConfig, device_type: str) -> bool:
     """Whether vLLM may take a part of a prompt (chunked prefill)."""
     return device_type != "cpu" if rollout.enable_chunked_prefill is None else rollout.enable_chunked_prefill

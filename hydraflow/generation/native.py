@@ -46,7 +46,7 @@ from hydraflow.generation.decode import CachedForward, WaveDecoder, WaveResult
 from hydraflow.generation.layout import Wave, request_order, waves
 from hydraflow.generation.requests import require_fitting
 from hydraflow.generation.sampling import UniformDraws
-from hydraflow.generation.stopping import StopStrings
+from hydraflow.generation.stopping import StopStrings, watched
 from hydraflow.generation.weights import WeightLoader, held_weights
 from hydraflow.models.loading import context_of, soft_capped
 from hydraflow.protocol import ragged
@@ -224,10 +224,9 @@ class NativeEngine:
         """Of each row; none where no string ends one."""
         if not params.stop:
             return []
-        assert self._tokenizer is not None, "checked before"
-        tokenizer, contexts = self._tokenizer.backend_tokenizer, [some.prompt.tolist() for some in prompts]
+        contexts = [some.prompt.tolist() for some in prompts]
         split = [(ids[: len(ids) - begun], ids[len(ids) - begun :]) for ids in contexts]
-        return [StopStrings(tokenizer, params.stop, *split[at]) for at in owner]
+        return [watched(self._tokenizer, params, *split[at]) for at in owner]
 
 
 def build(config: PreTrainedConfig, spec: EngineSpec) -> NativeEngine:

@@ -50,7 +50,7 @@ from hydraflow.generation.native import end_tokens
 from hydraflow.generation.requests import engine_context, require_fitting, sample_batch, seed_of
 from hydraflow.generation.sglang_server import RequestRefused, SglangServer, flags
 from hydraflow.generation.sglang_weights import WeightFiles, private_folder
-from hydraflow.generation.stopping import StopStrings
+from hydraflow.generation.stopping import watched
 from hydraflow.generation.weights import Arrivals
 from hydraflow.weights.buckets import Weight
 
@@ -220,11 +220,8 @@ class SglangEngine:
         is before them."""
         if not one.params.stop:
             return sampled
-        assert self._tokenizer is not None, "checked before"
-        watched = StopStrings(
-            self._tokenizer.backend_tokenizer, one.params.stop, one.prompt.tolist(), one.begun
-        )
-        if (length := watched.length(sampled.tokens.tolist())) is None:
+        response = watched(self._tokenizer, one.params, one.prompt.tolist(), one.begun)
+        if (length := response.length(sampled.tokens.tolist())) is None:
             return sampled
         return Completion(one.name, sampled.tokens[:length], sampled.log_probs[:length], STOP)
 

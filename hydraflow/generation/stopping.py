@@ -12,6 +12,11 @@ from collections.abc import Sequence
 
 from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
+from transformers import PreTrainedTokenizerBase, TokenizersBackend
+
+from hydraflow.errors import ConfigError, shown
+from hydraflow.generation.base import SamplingParams
+from hydraflow.generation.config import SamplingConfig, every_stop_string
 
 _CHARACTER = 4
 """Tokens of a character, at most."""
@@ -59,6 +64,28 @@ class StopStrings:
                 self.stream = DecodeStream(skip_special_tokens=False)  # as vLLM does
                 return self.stream.step(self._tokenizer, token) or ""
             raise
+
+
+def watched(
+    tokenizer: TokenizersBackend | None, params: SamplingParams, prompt: Sequence[int], begun: Sequence[int]
+) -> StopStrings:
+    """Watches a response for the stop strings of `params`, for which an engine has a tokenizer."""
+    assert tokenizer is not None, "checked with the request"
+    return StopStrings(tokenizer.backend_tokenizer, params.stop, prompt, begun)
+
+
+def streaming_tokenizer(
+    tokenizer: PreTrainedTokenizerBase, rollout: SamplingConfig, *, section: str
+) -> TokenizersBackend:
+    """The tokenizer for a rollout's stop strings. section: where the configuration has `rollout`.
+    ConfigError: a tokenizer that does not decode token by token."""
+    if isinstance(tokenizer, TokenizersBackend):
+        return tokenizer
+    rule = "needs a tokenizer of the tokenizers library (tokenizer.json);"
+    rule += f" the model's is a {type(tokenizer).__name__}"
+    model = f"{section.removesuffix('rollout')}model"
+    remedy = f"{section}.stop_token_ids=[...], or {model}.tokenizer_path=..."
+    raise ConfigError.one(f"{section}.stop", shown(list(every_stop_string(rollout))), rule, remedy)
 
 
 def _whole_characters(tokenizer: Tokenizer, tokens: Sequence[int]) -> int:

@@ -43,7 +43,7 @@ from hydraflow.generation.base import (
 from hydraflow.generation.config import MINIMUM_VLLM, VLLM, splits_prompts
 from hydraflow.generation.native import end_tokens
 from hydraflow.generation.requests import engine_context, require_fitting, sample_batch, seed_of
-from hydraflow.generation.stopping import StopStrings
+from hydraflow.generation.stopping import watched
 from hydraflow.generation.vllm_weights import pattern, wanted_weights
 from hydraflow.generation.vllm_worker import WeightReceiver, executor_in_group
 from hydraflow.generation.weights import Arrivals, Assembly
@@ -195,14 +195,11 @@ class VllmEngine:
     def _watch(self, one: TokenRequest) -> None:
         """Has vLLM look for stop strings as the other engines do: also for one that began before the request
         was interrupted, and where a prompt ends within a character."""
-        assert self._tokenizer is not None, "checked before"
-        watched = StopStrings(
-            self._tokenizer.backend_tokenizer, one.params.stop, one.prompt.tolist(), one.begun
-        )
+        response = watched(self._tokenizer, one.params, one.prompt.tolist(), one.begun)
         known = self._engine.output_processor
         for inner in known.external_req_ids[one.name]:
             detokenizer = known.request_states[inner].detokenizer
-            detokenizer.stream, detokenizer.output_text = watched.stream, watched.text
+            detokenizer.stream, detokenizer.output_text = response.stream, response.text
 
     def _sampling_params(self, params: SamplingParams, seed: int | None) -> Any:
         from vllm import SamplingParams as VllmParams

@@ -19,8 +19,7 @@ from hydraflow.data.prompts import PromptDataset
 from hydraflow.dispatch.observability import Observability, require_writable
 from hydraflow.dispatch.worker import RoleSpec
 from hydraflow.errors import ConfigError, EnvironmentFault, Faults, after_the_start
-from hydraflow.generation.config import stop_strings
-from hydraflow.jobs.inputs import open_model, open_prompts, open_tokenizer, require_context
+from hydraflow.jobs.inputs import open_model, open_prompts, open_tokenizer, require_context, require_stops
 from hydraflow.jobs.output import output_file, require_output
 from hydraflow.protocol.ragged import rows
 from hydraflow.schema import GenerateConfig
@@ -85,6 +84,7 @@ def _checked(config: GenerateConfig) -> GenerateInputs:
         faults.passes(lambda: require_room(config.trainer, config.ray_init, [training_pool(machine)]))
     described = open_model(config.model, faults, head="policy", field="model")
     tokenizer = open_tokenizer(config.model, described, faults, field="model")
+    require_stops(tokenizer, config.rollout, faults, section="rollout")
     prompts = open_prompts(data, data.path, tokenizer, faults, key="data.path", max_samples=data.max_samples)
     if described is not None and prompts is not None:
         faults.passes(lambda: require_context([prompts], data.max_response_length, described))
@@ -141,7 +141,6 @@ def _sample_all(config: GenerateConfig, asked: GenerateInputs) -> list[list[list
         seed=seed,
         section="rollout",
         start_seconds=config.trainer.start_timeout,
-        stop_strings=bool(stop_strings(config.rollout.stop)),
     )
     observability = Observability(debug=config.debug)
     runtime = open_runtime(config.trainer, config.ray_init, asked.machine, [pool], observability)

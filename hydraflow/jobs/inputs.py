@@ -21,6 +21,8 @@ from hydraflow.data.prompts import PromptDataset, read_prompts
 from hydraflow.engine.fsdp.lora import require_targets
 from hydraflow.engine.fsdp.ulysses import KEY, require_shareable
 from hydraflow.errors import ConfigError, Faults
+from hydraflow.generation.config import SamplingConfig, every_stop_string
+from hydraflow.generation.stopping import streaming_tokenizer
 from hydraflow.models.config import ModelConfig, ModelSourceConfig
 from hydraflow.models.fit import require_model, require_weights
 from hydraflow.models.loading import context_of, load_config, load_generation_config, load_tokenizer
@@ -32,7 +34,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 Rows = TypeVar("Rows")
-POLICY, CRITIC = "actor_rollout_ref.model", "critic.model"
+POLICY, CRITIC, ROLLOUT = "actor_rollout_ref.model", "critic.model", "actor_rollout_ref.rollout"
 
 
 @dataclass(frozen=True)
@@ -81,6 +83,14 @@ def open_tokenizer(
     if config is None and not model.tokenizer_path:
         return None
     return faults.result(lambda: load_tokenizer(model, field=field))
+
+
+def require_stops(
+    tokenizer: PreTrainedTokenizerBase | None, rollout: SamplingConfig, faults: Faults, *, section: str
+) -> None:
+    """Stop strings have a tokenizer that finds them. section: where the configuration has `rollout`."""
+    if tokenizer is not None and every_stop_string(rollout):
+        faults.passes(lambda: streaming_tokenizer(tokenizer, rollout, section=section))
 
 
 def open_rows(
@@ -138,6 +148,7 @@ def open_inputs(config: PPOConfig, faults: Faults) -> RunPrompts | None:
     if needs_critic(config):
         _open_critic(config, faults)
     tokenizer = open_tokenizer(model, described, faults, field=POLICY)
+    require_stops(tokenizer, config.actor_rollout_ref.rollout, faults, section=ROLLOUT)
     train = val = None
     if not config.trainer.val_only:
         most, key = data.train_max_samples, "data.train_files"

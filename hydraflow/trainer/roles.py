@@ -21,7 +21,7 @@ from hydraflow.dispatch.group import Recovery, RoleGroup
 from hydraflow.dispatch.placement import ResourcePool
 from hydraflow.dispatch.runtime import Runtime
 from hydraflow.dispatch.worker import RoleSpec
-from hydraflow.generation.config import GENERATION_ENGINES, RolloutConfig, engine_dtype, stop_strings
+from hydraflow.generation.config import GENERATION_ENGINES, RolloutConfig, engine_dtype
 from hydraflow.models.config import ModelConfig
 from hydraflow.options import Implementation
 from hydraflow.schema import PPOConfig
@@ -259,7 +259,6 @@ def _rollout(config: PPOConfig) -> RolloutConfig:
 
 
 def _rollout_role(config: PPOConfig, plan: BatchPlan) -> RoleSpec:
-    rollout = config.actor_rollout_ref.rollout
     spec = RolloutSpec(
         config.actor_rollout_ref.model,
         _rollout(config),
@@ -268,7 +267,6 @@ def _rollout_role(config: PPOConfig, plan: BatchPlan) -> RoleSpec:
         seed=config.trainer.seed,
         tensor_parallel=plan.layouts["rollout"].tensor,
         start_seconds=config.trainer.start_timeout,
-        stop_strings=bool(stop_strings(rollout.stop) or stop_strings(rollout.val_kwargs.stop)),
     )
     return RoleSpec(RolloutWorker, (spec,))
 

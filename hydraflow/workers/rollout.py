@@ -20,7 +20,7 @@ from hydraflow.dispatch.modes import Coordinates, Dispatch, mesh_mode, register
 from hydraflow.dispatch.transport import StoredValue
 from hydraflow.dispatch.worker import ProcessContext, Worker
 from hydraflow.engine import process_group
-from hydraflow.errors import ConfigError, GuardStop, shown
+from hydraflow.errors import GuardStop
 from hydraflow.generation.base import (
     EngineSpec,
     GenerationEngine,
@@ -29,7 +29,14 @@ from hydraflow.generation.base import (
     ReadableEngine,
     SamplingParams,
 )
-from hydraflow.generation.config import GENERATION_ENGINES, RolloutConfig, SamplingConfig, stop_strings
+from hydraflow.generation.config import (
+    GENERATION_ENGINES,
+    RolloutConfig,
+    SamplingConfig,
+    every_stop_string,
+    stop_strings,
+)
+from hydraflow.generation.stopping import streaming_tokenizer
 from hydraflow.generation.weights import first_difference
 from hydraflow.models.config import ModelSourceConfig
 from hydraflow.models.loading import load_config, load_generation_config, load_tokenizer, read_weights
@@ -59,8 +66,6 @@ class RolloutSpec:
     """Where the configuration has `rollout`, and beside it `model`; for messages."""
     start_seconds: float = math.inf
     """An engine's own process may take so long to start."""
-    stop_strings: bool = False
-    """Whether some responses end at strings, for which the engine needs the tokenizer."""
 
 
 @dataclass(frozen=True)
@@ -117,7 +122,7 @@ class RolloutWorker(Worker):
             rank=process.rank % spec.tensor_parallel,
             section=spec.section,
             seed=(spec.seed + self.replica) % 2**31,
-            tokenizer=_tokenizer(spec) if spec.stop_strings else None,
+            tokenizer=_stop_tokenizer(spec),
             start_seconds=spec.start_seconds,
         )
         build = GENERATION_ENGINES[spec.rollout.name].load()
@@ -252,16 +257,14 @@ class RolloutWorker(Worker):
         )
 
 
-def _tokenizer(spec: RolloutSpec) -> TokenizersBackend:
-    """ConfigError: one that does not decode token by token."""
+def _stop_tokenizer(spec: RolloutSpec) -> TokenizersBackend | None:
+    """None where no response ends at a string."""
+    if not every_stop_string(spec.rollout):
+        return None
     field = f"{spec.section.removesuffix('rollout')}model"
-    tokenizer = load_tokenizer(spec.model, field=field, chat=False)
-    if not isinstance(tokenizer, TokenizersBackend):
-        kind = type(tokenizer).__name__
-        rule = f"needs a tokenizer of the tokenizers library (tokenizer.json); the model's is a {kind}"
-        remedy = f"{spec.section}.stop_token_ids=[...], or {field}.tokenizer_path=..."
-        raise ConfigError.one(f"{spec.section}.stop", shown(spec.rollout.stop), rule, remedy)
-    return tokenizer
+    return streaming_tokenizer(
+        load_tokenizer(spec.model, field=field, chat=False), spec.rollout, section=spec.section
+    )
 
 
 def _trajectories(

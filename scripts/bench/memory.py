@@ -22,7 +22,7 @@ import json
 import os
 import tempfile
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -68,6 +68,17 @@ class Case:
     """Further fields, by the dotted key of the configuration."""
 
 
+# 28 M parameters; activations are kept, and the head works in chunks: memory is mostly activations and logits
+STORED = Case(
+    "qwen2",
+    dict(vocab_size=20000, hidden_size=384, intermediate_size=1152, num_hidden_layers=8)
+    | dict(num_attention_heads=6, num_key_value_heads=2, tie_word_embeddings=False),
+    prompt=296, response=24, rows=8, micro=4,
+    settings={
+        "actor_rollout_ref.model.enable_gradient_checkpointing": False,
+        "actor_rollout_ref.actor.fsdp_config.head_chunk_tokens": 128,
+    },
+)  # fmt: skip
 CASES = {
     # 42 M parameters, tied; three micro-batches, so gradients are accumulated unsharded
     "tied": Case(
@@ -83,27 +94,13 @@ CASES = {
         | dict(num_attention_heads=12, num_key_value_heads=4, tie_word_embeddings=False),
         prompt=48, response=16, rows=8, micro=8,
     ),
-    # 28 M parameters; activations are kept, and the head works in chunks: memory is mostly activations and
-    # logits
-    "stored": Case(
-        "qwen2",
-        dict(vocab_size=20000, hidden_size=384, intermediate_size=1152, num_hidden_layers=8)
-        | dict(num_attention_heads=6, num_key_value_heads=2, tie_word_embeddings=False),
-        prompt=296, response=24, rows=8, micro=4,
-        settings={
-            "actor_rollout_ref.model.enable_gradient_checkpointing": False,
-            "actor_rollout_ref.actor.fsdp_config.head_chunk_tokens": 128,
-        },
-    ),
+    "stored": STORED,
     # the same, but the two processes share the tokens of each row (Ulysses)
-    "shared": Case(
-        "qwen2",
-        dict(vocab_size=20000, hidden_size=384, intermediate_size=1152, num_hidden_layers=8)
-        | dict(num_attention_heads=6, num_key_value_heads=2, tie_word_embeddings=False),
-        prompt=256, response=64, rows=8, micro=8,
+    "shared": replace(
+        STORED,
+        micro=8,
         settings={
-            "actor_rollout_ref.model.enable_gradient_checkpointing": False,
-            "actor_rollout_ref.actor.fsdp_config.head_chunk_tokens": 128,
+            **STORED.settings,
             "actor_rollout_ref.actor.fsdp_config.ulysses_sequence_parallel_size": RANKS,
         },
     ),

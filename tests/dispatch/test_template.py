@@ -59,8 +59,9 @@ asked = json.loads(sys.argv[1])
 if "early" in asked:
     from hydraflow.dispatch.config import RayInitConfig
     from hydraflow.dispatch.forked_template import READY, fork_template
+    from hydraflow.trainer.config import RunConfig
     print("said once", end=" ")
-    fork_template(RayInitConfig(), asked["early"])
+    fork_template(RayInitConfig(), RunConfig(device=asked["early"]))
     time.sleep(0.5)
     os.kill(READY[0][1], signal.SIGUSR1)  # Slurm warns every process
 from dispatch.test_template import Newborn

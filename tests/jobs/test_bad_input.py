@@ -10,6 +10,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 from jobs.command import assert_refused, hydraflow
+from transformers import CanineTokenizer
 
 from hydraflow.models.tiny import make_model
 
@@ -96,6 +97,15 @@ def test_a_tokenizer_without_a_chat_template(tmp_path: Path, model: Path, data: 
     copy = shutil.copytree(model, tmp_path / "copy")
     (copy / "chat_template.jinja").unlink()
     assert_refused(ppo(tmp_path, copy, data), "chat template", "custom_chat_template")
+
+
+def test_stop_strings_for_a_tokenizer_that_cannot_find_them(tmp_path: Path, model: Path, data: Path) -> None:
+    CanineTokenizer().save_pretrained(tmp_path / "canine")
+    (tmp_path / "canine" / "vocab.txt").write_text("")
+    rollout = "actor_rollout_ref.rollout"
+    given = [f"actor_rollout_ref.model.tokenizer_path={tmp_path}/canine", f"{rollout}.val_kwargs.stop=a"]
+    given.append("actor_rollout_ref.model.custom_chat_template='{{messages[0].content}}'")
+    assert_refused(ppo(tmp_path, model, data, *given), f"{rollout}.stop=[a]: needs a tokenizer of the")
 
 
 def test_an_unknown_key_names_the_nearest(tmp_path: Path, model: Path, data: Path) -> None:

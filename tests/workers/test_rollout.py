@@ -172,7 +172,8 @@ def test_trajectories_are_prompt_major_and_end_where_they_should(tiny: str) -> N
 
 
 def test_responses_end_at_the_stops_of_their_batch(tiny: str) -> None:
-    worker = RolloutWorker(process(), replace(rollout_spec(tiny), stop_strings=True))
+    spec = rollout_spec(tiny)
+    worker = RolloutWorker(process(), replace(spec, rollout=replace(spec.rollout, stop="2")))
     worker.load_weights()
     prompts = make_prompts()
     free = listed(worker.generate(prompts), "responses")
@@ -200,8 +201,8 @@ def test_stop_strings_need_a_tokenizer_that_decodes_token_by_token(tiny: str, tm
     CanineTokenizer().save_pretrained(tmp_path)
     (tmp_path / "vocab.txt").write_text("")
     model = ModelConfig(path=tiny, tokenizer_path=str(tmp_path))
-    spec = replace(rollout_spec(tiny), model=model, rollout=SamplingConfig(stop="a"), stop_strings=True)
-    with pytest.raises(ConfigError, match=r"rollout.stop=a: needs .* the model's is a CanineTokenizer"):
+    spec = replace(rollout_spec(tiny), model=model, rollout=SamplingConfig(stop="a"))
+    with pytest.raises(ConfigError, match=r"rollout.stop=\[a\]: needs .* the model's is a CanineTokenizer"):
         RolloutWorker(process(), spec)
 
 
