@@ -40,6 +40,9 @@ TRACKERS = {
     "mlflow": ["mlflow-skinny>=3.5", "sqlalchemy>=2.0", "alembic>=1.13"],
     "swanlab": ["swanlab>=0.10"],
 }
+# its sources are rewritten where there is no CUDA (hydraflow/engine/megatron/without_cuda.py)
+MEGATRON = "megatron-core>=0.16,<0.17"
+
 EXTRAS = {
     "dev": [
         *(
@@ -51,12 +54,13 @@ EXTRAS = {
             "mypy>=1.14",
         ),
         "hydra-submitit-launcher>=1.2",
+        MEGATRON,
         *(package for packages in TRACKERS.values() for package in packages),
     ],
     "slurm": ["hydra-submitit-launcher>=1.2"],
     "vllm": ["vllm>=0.32"],
     "flash-attn": ["flash-attn"],
-    "megatron": ["megatron-core>=0.16"],
+    "megatron": [MEGATRON],
     **TRACKERS,
 }
 

@@ -82,6 +82,11 @@ METHODS = {
         "algorithm.kl_ctrl.type=adaptive",
         "algorithm.kl_ctrl.horizon=100",
     ],
+    "megatron": [
+        "algorithm.adv_estimator=grpo",
+        "actor_rollout_ref.actor.strategy=megatron",
+        "actor_rollout_ref.actor.megatron.tensor_model_parallel_size=2",
+    ],
 }
 """What is trained, on two ranks: each training step makes two optimizer steps."""
 TARGETS = ("controller", "actor rank", "rollout worker", "raylet", "middle of a save")
@@ -162,7 +167,8 @@ def draw_moments(count: int, seed: int) -> list[Moment]:
     chance = random.Random(seed)
     moments = []
     for number in range(count):
-        target, method = TARGETS[number % len(TARGETS)], ("grpo", "ppo")[(number // len(TARGETS)) % 2]
+        target = TARGETS[number % len(TARGETS)]
+        method = list(METHODS)[number // len(TARGETS) % len(METHODS)]
         steps, rank = chance.randint(1, STEPS - 1), chance.randint(0, 1)
         delay = {"rollout worker": chance.uniform(0.0, 0.03), "actor rank": chance.uniform(0.08, 0.2)}.get(
             target, chance.uniform(0.0, 0.25)

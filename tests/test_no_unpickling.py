@@ -52,11 +52,11 @@ ALLOWED = {
         "runpy.run_path",
     ): "Ray's own worker script, asked for through a socket that only this user reaches",
     (
-        "hydraflow/engine/fsdp/reader.py",
+        "hydraflow/engine/dcp_reader.py",
         "torch.distributed.checkpoint.FileSystemReader",
     ): "its unpickling is overridden there",
     (
-        "hydraflow/engine/fsdp/checkpoint.py",
+        "hydraflow/engine/sharded_checkpoint.py",
         "torch.distributed.checkpoint.load",
     ): "with the reader of reader.py, which knows tensors alone",
 }

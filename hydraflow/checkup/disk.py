@@ -15,6 +15,7 @@ from pathlib import Path
 from hydraflow.batch_plan.resolve import BatchPlan
 from hydraflow.checkup.context import CheckContext
 from hydraflow.checkup.finding import CheckSkipped, Finding, ok, problem, warning
+from hydraflow.engine.config import engine_config
 from hydraflow.memory.limits import BYTES
 from hydraflow.memory.report import size_text
 from hydraflow.memory.shape import ModelShape
@@ -97,7 +98,7 @@ def _of_role(
     count: int,
 ) -> list[PlannedFiles]:
     """`weights`: how many numbers. `count`: checkpoints, besides the best."""
-    full = weights * BYTES[role.fsdp_config.model_dtype]
+    full = weights * BYTES[engine_config(role.strategy, role).model_dtype]
     found = [PlannedFiles(f"final_model/{name}", full)] if trainer.save_final_model else []
     parts = {"model": full, "optimizer": 0 if model.lora_rank > 0 else MOMENTS * full, "hf_model": full}
     if count:

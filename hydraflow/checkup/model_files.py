@@ -13,7 +13,9 @@ from typing import TYPE_CHECKING
 
 from hydraflow.checkup.context import CRITIC, MODEL, CheckContext
 from hydraflow.checkup.finding import CheckSkipped, Finding, note, of_problem, ok, problem, warning
+from hydraflow.engine.config import MegatronConfig
 from hydraflow.engine.fsdp.lora import require_targets
+from hydraflow.engine.megatron.architecture import Architecture
 from hydraflow.memory.report import size_text
 from hydraflow.models.cache import cached_snapshot, hub_fault, is_offline
 from hydraflow.models.config import ModelConfig
@@ -75,9 +77,24 @@ def check_weights(context: CheckContext) -> Iterator[Finding]:
     require_weights(policy, context.model_config, head="policy", field=MODEL)
     if policy.lora_rank > 0:
         require_targets(policy, context.model_config, head="policy", field=MODEL)
-    if critic.path and context.plan.critic is not None:
-        require_weights(critic, load_config(critic, field=CRITIC), head="value", field=CRITIC)
+    if context.config.actor_rollout_ref.actor.strategy == "megatron":
+        _require_megatron(
+            policy, context.model_config, context.config.actor_rollout_ref.actor.megatron, MODEL
+        )
+    if context.plan.critic is not None:
+        trained = load_config(critic, field=CRITIC) if critic.path else context.model_config
+        if critic.path:
+            require_weights(critic, trained, head="value", field=CRITIC)
+        if context.config.critic.strategy == "megatron":
+            _require_megatron(critic, trained, context.config.critic.megatron, CRITIC)
     yield ok("names and shapes are those of config.json")
+
+
+def _require_megatron(
+    model: ModelConfig, config: PreTrainedConfig, sizes: MegatronConfig, field: str
+) -> None:
+    shape = Architecture.of(config, field=field, path=model.path)
+    shape.require_divisible(sizes, field=field)
 
 
 def check_model_fits(context: CheckContext) -> Iterator[Finding]:

@@ -19,6 +19,7 @@ from hydraflow.batch_plan.mapping import parse
 from hydraflow.batch_plan.roles import fills_by_tokens, needs_critic, needs_reference
 from hydraflow.batch_plan.settings import value_at
 from hydraflow.compose.patterns import fits
+from hydraflow.engine.config import engine_config
 from hydraflow.errors import Problem, shown
 from hydraflow.generation.config import GENERATION_ENGINES, engine_dtype
 from hydraflow.options import why_idle
@@ -92,6 +93,18 @@ _ROLES = (
         lambda c: c.actor_rollout_ref.actor.strategy == "megatron",
         f"{ACTOR}.strategy=megatron",
         f"{ACTOR}.strategy=fsdp2",
+    ),
+    NoEffectRule(
+        f"{POLICY}.use_remove_padding",
+        lambda c: c.actor_rollout_ref.actor.strategy == "megatron",
+        f"{ACTOR}.strategy=megatron always packs rows",
+        f"{ACTOR}.strategy=fsdp2",
+    ),
+    NoEffectRule(
+        "critic.model.use_remove_padding",
+        lambda c: c.critic.strategy == "megatron",
+        "critic.strategy=megatron always packs rows",
+        "critic.strategy=fsdp2",
     ),
 )
 
@@ -176,8 +189,9 @@ _PLACES = (
 def _computes_like_the_engine(config: PPOConfig) -> bool:
     """Whether both probabilities of a sampled token are the same number. What `auto` is depends on the
     device."""
-    rollout, fsdp = config.actor_rollout_ref.rollout, config.actor_rollout_ref.actor.fsdp_config
-    dtypes = {engine_dtype(rollout.dtype, fsdp.compute_dtype), fsdp.compute_dtype, fsdp.model_dtype}
+    rollout, actor = config.actor_rollout_ref.rollout, config.actor_rollout_ref.actor
+    trainer = engine_config(actor.strategy, actor)
+    dtypes = {engine_dtype(rollout.dtype, trainer.compute_dtype), trainer.compute_dtype, trainer.model_dtype}
     replays = config.trainer.debug.load_rollouts is not None
     return rollout.name == "native" and dtypes in ({"fp32"}, {"fp64"}) and not replays
 

@@ -18,7 +18,7 @@ from hydraflow.algorithms.config import ESTIMATORS, REJECTIONS, THRESHOLDS, Boun
 from hydraflow.batch_plan.roles import needs_critic
 from hydraflow.batch_plan.settings import value_at
 from hydraflow.compose.effects import without_effect
-from hydraflow.engine.config import FSDPConfig
+from hydraflow.engine.config import FSDPConfig, engine_config
 from hydraflow.errors import Problem, shown
 from hydraflow.generation.config import (
     GENERATION_ENGINES,
@@ -197,7 +197,7 @@ def _engine_samples_like_this(config: PPOConfig | GenerateConfig) -> Iterator[Pr
                 name, value, f"{library} samples at {least} or above", f"{name}={least}, or 0 for greedy"
             )
     actor = config.actor_rollout_ref.actor if isinstance(config, PPOConfig) else ActorConfig()
-    dtype = engine_dtype(rollout.dtype, actor.fsdp_config.compute_dtype)
+    dtype = engine_dtype(rollout.dtype, engine_config(actor.strategy, actor).compute_dtype)
     if dtype == "fp64" and not engine.computes_fp64:
         rule = f"{library} computes in 32 or 16 bits"
         rule += ", and auto is the actor's fp64" if rollout.dtype == "auto" else ""
@@ -235,6 +235,18 @@ def _ulysses_packs(config: PPOConfig | SFTConfig) -> Iterator[Problem]:
         ways = fsdp.ulysses_sequence_parallel_size
         if ways > 1 and not model.use_remove_padding and without_effect(config, size) is None:
             yield Problem(packs, "false", f"{size}={ways} divides packed rows", f"{packs}=true or {size}=1")
+
+
+def _megatron_trains_all_weights(config: PPOConfig) -> Iterator[Problem]:
+    policy, critic = config.actor_rollout_ref, config.critic
+    for section, strategy, key, model in (
+        ("actor_rollout_ref.actor", policy.actor.strategy, "actor_rollout_ref.model", policy.model),
+        ("critic", critic.strategy, "critic.model", critic.model),
+    ):
+        rank = f"{key}.lora_rank"
+        if strategy == "megatron" and model.lora_rank > 0 and without_effect(config, rank) is None:
+            rule = f"{section}.strategy=megatron has no adapters"
+            yield Problem(rank, model.lora_rank, rule, f"{rank}=0 or {section}.strategy=fsdp2")
 
 
 def _reward_model_has_a_path(config: PPOConfig) -> Iterator[Problem]:
@@ -369,6 +381,7 @@ CROSS_RULES: dict[type, tuple[Callable[[Any], Iterator[Problem]], ...]] = {
         _engine_samples_like_this,
         _engine_has_a_process,
         _ulysses_packs,
+        _megatron_trains_all_weights,
         _reward_model_has_a_path,
         _partial_rollout_is_stale,
         _resume_path_is_given,

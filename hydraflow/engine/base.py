@@ -20,6 +20,7 @@ import torch
 
 from hydraflow.metrics import Metric
 from hydraflow.models.ask import LOG_PROBS, Ask
+from hydraflow.protocol import ragged
 from hydraflow.protocol.batch import DataProto
 
 
@@ -81,6 +82,18 @@ class OutOfMemory(Exception):
     def __init__(self, reports: Sequence[OomReport]):
         super().__init__("; ".join(map(str, reports)))
         self.reports = list(reports)
+
+
+def columns_of(data: DataProto, width: int, device: torch.device) -> dict[str, torch.Tensor]:
+    """What a loss reads of a micro-batch: ragged columns right padded to (B, width), dense ones as they
+    are."""
+    columns = {}
+    for name, column in data.items():
+        if name == "prompts" or not isinstance(column, torch.Tensor):
+            continue
+        padded = ragged.to_padded(column, width) if ragged.is_ragged(column) else column
+        columns[name] = padded.to(device)
+    return columns
 
 
 class TrainEngine(Protocol):

@@ -5,11 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from hydraflow.options import Implementation, Rule, no_effect_when, option
+from hydraflow.options import Implementation, Library, Planned, Rule, no_effect_when, option
 
 TRAIN_ENGINES = {
     "fsdp2": Implementation("hydraflow.engine.fsdp.engine:FSDPEngine", reads=("fsdp_config",)),
-    "megatron": Implementation(reads=("megatron",), planned="train with Megatron-Core"),
+    "megatron": Implementation(
+        "hydraflow.engine.megatron.engine:MegatronEngine",
+        reads=("megatron",),
+        needs=Library("megatron", "Megatron-Core", "pip install 'hydraflow-trainer[megatron]'"),
+    ),
 }
 """By the name that `actor.strategy` and `critic.strategy` give; `reads` are their sections."""
 
@@ -24,6 +28,11 @@ ON_THE_HOST = no_effect_when(
     "{s}.offload_policy=true keeps weights and optimizer state in host memory all the time",
     "{s}.offload_policy=false",
 )
+
+
+def more_than_one(what: str) -> Planned:
+    """Sizes other than 1 that are not implemented yet."""
+    return Planned(lambda size: size != 1, what)
 
 
 @dataclass
@@ -131,25 +140,79 @@ class MegatronConfig:
     """Tensor-parallel size (TP)."""
     pipeline_model_parallel_size: int = option(1, size=True, shapes_training=False)
     """Pipeline-parallel size (PP): number of stages."""
-    virtual_pipeline_model_parallel_size: int | None = option(None, size=True, shapes_training=False)
+    virtual_pipeline_model_parallel_size: int | None = option(
+        None,
+        size=True,
+        shapes_training=False,
+        planned=more_than_one("interleave {value} parts of the layers on each stage"),
+    )
     """Virtual pipeline stages per device (interleaved schedule); null: one."""
-    context_parallel_size: int = option(1, size=True, shapes_training=False)
+    context_parallel_size: int = option(
+        1,
+        size=True,
+        shapes_training=False,
+        planned=more_than_one("divide the tokens of each row among {value} devices"),
+    )
     """Context-parallel size (CP): devices that share the tokens of one row."""
-    expert_model_parallel_size: int = option(1, size=True, shapes_training=False)
+    expert_model_parallel_size: int = option(
+        1,
+        size=True,
+        shapes_training=False,
+        planned=more_than_one("divide the experts among {value} devices"),
+    )
     """Expert-parallel size (EP)."""
-    expert_tensor_parallel_size: int | None = option(None, size=True, shapes_training=False)
+    expert_tensor_parallel_size: int | None = option(
+        None,
+        size=True,
+        shapes_training=False,
+        planned=more_than_one("divide each expert's matrices among {value} devices"),
+    )
     """Tensor-parallel size of the experts; null: tensor_model_parallel_size."""
     sequence_parallel: bool = option(True, shapes_training=False)
     """Sequence parallelism: shard activations outside the tensor-parallel layers, too."""
     use_distributed_optimizer: bool = option(True, shapes_training=False)
     """Shard the optimizer state across data ranks."""
-    param_offload: bool = option(False, shapes_training=False)
+    param_offload: bool = option(
+        False, shapes_training=False, planned=Planned(bool, "keep weights in host memory")
+    )
     """Keep weights in host memory while the role is idle."""
-    grad_offload: bool = option(False, shapes_training=False)
+    grad_offload: bool = option(
+        False, shapes_training=False, planned=Planned(bool, "keep gradients in host memory")
+    )
     """Keep gradients in host memory while the role is idle."""
-    optimizer_offload: bool = option(False, shapes_training=False)
+    optimizer_offload: bool = option(
+        False, shapes_training=False, planned=Planned(bool, "keep the optimizer state in host memory")
+    )
     """Keep the optimizer state in host memory while the role is idle."""
-    dtype: str = option("auto", choices=("auto", "fp32", "bf16", "fp16"))
-    """Dtype of the forward and backward pass; auto: bf16 where the device computes in it, else fp32."""
+    dtype: str = option("auto", choices=("auto", "fp32", "bf16"))
+    """Dtype of the weights and of the forward and backward pass; auto: bf16 where the device computes in it,
+    else fp32. The optimizer keeps bf16 weights in fp32, too."""
+    head_chunk_tokens: int = option(2048, ge=1, shapes_training=False)
+    """Chunk size, in tokens, in which logits are computed for log-probabilities; smaller with a large
+    vocabulary, as in fsdp_config."""
     override_transformer_config: dict[str, Any] = field(default_factory=dict)
     """Overrides of Megatron-Core's TransformerConfig."""
+
+    @property
+    def compute_dtype(self) -> str:
+        """`dtype`, by the name that all engines have."""
+        return self.dtype
+
+    @property
+    def model_dtype(self) -> str:
+        """Dtype in which weights are kept and saved."""
+        return "fp32"
+
+
+EngineConfig = FSDPConfig | MegatronConfig
+
+
+def engine_config(strategy: str, section: Any) -> EngineConfig:
+    """The section of a role that its training engine reads.
+
+    section: the role's configuration, with a field for each engine. A name that no engine has, which
+    `compose/rules.py` refuses, counts as fsdp2.
+    """
+    engine = TRAIN_ENGINES.get(strategy, TRAIN_ENGINES["fsdp2"])
+    found: EngineConfig = getattr(section, engine.reads[0])
+    return found

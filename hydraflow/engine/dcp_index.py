@@ -2,7 +2,7 @@
 
 In: a role's checkpoint. Out: its tensors and the places of their pieces, as plain values, each of them
 validated. Every type that an index holds becomes an inert `Record`; any other name is refused. torch's own
-reader would unpickle the file: `fsdp/reader.py` gives it an index built from these values instead.
+reader would unpickle the file: `dcp_reader.py` gives it an index built from these values instead.
 Left out on purpose: the pieces themselves; torch.distributed, which `model_merger` does without.
 """
 

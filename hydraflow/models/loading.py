@@ -2,7 +2,7 @@
 
 In: a `ModelSourceConfig` and its configuration key. Out: transformers objects, or a
 ConfigError in the user's words. Left out on purpose: sharding and broadcasting (`engine/fsdp/build.py`),
-saving (`engine/fsdp/export.py`).
+saving (`engine/hf_files.py`).
 """
 
 from __future__ import annotations

@@ -82,18 +82,20 @@ def pack(
     *,
     device: torch.device,
     padded: bool = False,
+    multiple_of: int = 1,
     wanted: torch.Tensor | None = None,
 ) -> PackedBatch:
     """Packs ragged prompts and responses, (B, *) int64 each, into one batch. `wanted`, (all response tokens,)
-    bool, selects the response tokens to score; default all. Raises ValueError when a row with a response has
-    no prompt token (nothing would predict its first token)."""
+    bool, selects the response tokens to score; default all. `multiple_of`: a packed line is filled up with a
+    row of zeros until its length divides by it. Raises ValueError when a row with a response has no prompt
+    token (nothing would predict its first token)."""
     prompt_ids, prompt_len = ragged.parts(prompts)
     response_ids, response_len = ragged.parts(responses)
     if bool((prompt_len == 0).any()):
         raise ValueError("a row has an empty prompt: its first response token has no token before it")
     own, answered = _coordinates(prompt_len), _coordinates(response_len)
     rows = _Rows(prompt_ids, prompt_len, *own, response_ids, response_len, *answered)
-    layout = _side_by_side(rows) if padded else _in_a_line(rows, device)
+    layout = _side_by_side(rows) if padded else _in_a_line(rows, device, multiple_of)
     before = torch.where(
         rows.response_at == 0,
         (layout.prompt_starts + prompt_len - 1)[rows.response_row],
@@ -125,8 +127,9 @@ def _side_by_side(rows: _Rows) -> _Layout:
     return _Layout(ids.view(count, longest), positions, starts, responses, None)
 
 
-def _in_a_line(rows: _Rows, device: torch.device) -> _Layout:
-    """Each group's shared prompt once, then the responses of the group without their last tokens."""
+def _in_a_line(rows: _Rows, device: torch.device, multiple_of: int) -> _Layout:
+    """Each group's shared prompt once, then the responses of the group without their last tokens; a row of
+    zeros at the end if the length must be a multiple."""
     begins = _begins_group(rows)
     kept = (rows.response_len - 1).clamp(min=0)  # (B,) response tokens that predict something
     own = rows.prompt_len * begins + kept
@@ -137,16 +140,21 @@ def _in_a_line(rows: _Rows, device: torch.device) -> _Layout:
     is_read = rows.response_at < kept[rows.response_row]
     prompt_places = prompt_starts[rows.prompt_row] + rows.prompt_at
     response_places = (response_starts[rows.response_row] + rows.response_at)[is_read]
-    ids, positions = torch.empty(2, int(own.sum()), dtype=torch.int64)
+    real = int(own.sum())
+    filling = torch.arange(-real % multiple_of)
+    ids, positions = torch.zeros(2, real + len(filling), dtype=torch.int64)
+    positions[real:] = filling
     ids[prompt_places], positions[prompt_places] = rows.prompt_ids, rows.prompt_at
     ids[response_places] = rows.response_ids[is_read]
     positions[response_places] = (rows.prompt_len[rows.response_row] + rows.response_at)[is_read]
 
-    row_len = rows.prompt_len + kept
+    more = filling.new_tensor([len(filling)] if len(filling) else [])
+    row_len = torch.cat((rows.prompt_len + kept, more))
     shared = None
     if not bool(begins.all()):
-        row_starts = row_len.cumsum(0) - row_len
+        row_starts = (row_len.cumsum(0) - row_len)[: len(own)]
         to_rows = torch.empty(int(row_len.sum()), dtype=torch.int64)
+        to_rows[len(to_rows) - len(filling) :] = real + filling
         to_rows[row_starts[rows.prompt_row] + rows.prompt_at] = prompt_places
         answers = (row_starts + rows.prompt_len)[rows.response_row] + rows.response_at
         to_rows[answers[is_read]] = response_places

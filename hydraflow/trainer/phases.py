@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from hydraflow.algorithms.config import OldFrom, is_corrected
 from hydraflow.batch_plan.plans import BatchPlan
 from hydraflow.batch_plan.roles import needs_critic, needs_reference, own_reference
+from hydraflow.engine.config import engine_config
 from hydraflow.generation.config import engine_dtype
 from hydraflow.schema import PPOConfig
 
@@ -121,8 +122,8 @@ def rollout_is_exact(config: PPOConfig, bytes_of: Callable[[str], int]) -> bool:
     equal.
     """
     policy = config.actor_rollout_ref
-    fsdp = policy.actor.fsdp_config
-    computed = fsdp.compute_dtype
-    names = (engine_dtype(policy.rollout.dtype, computed), computed, fsdp.model_dtype)
+    trainer = engine_config(policy.actor.strategy, policy.actor)
+    computed = trainer.compute_dtype
+    names = (engine_dtype(policy.rollout.dtype, computed), computed, trainer.model_dtype)
     sizes = {bytes_of(name) for name in names}
     return policy.rollout.name == "native" and len(sizes) == 1 and sizes <= {4, 8}

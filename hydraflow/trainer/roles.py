@@ -14,13 +14,14 @@ from pathlib import Path
 
 from hydraflow.algorithms.config import BYPASS_LOSSES, Bounds, bounded_rules, is_corrected
 from hydraflow.algorithms.correction import Correction, Rejection, Weighting
-from hydraflow.batch_plan.layout import Devices
+from hydraflow.batch_plan.layout import Devices, Layout
 from hydraflow.batch_plan.resolve import BatchPlan
 from hydraflow.batch_plan.roles import own_reference
 from hydraflow.dispatch.group import Recovery, RoleGroup
 from hydraflow.dispatch.placement import ResourcePool
 from hydraflow.dispatch.runtime import Runtime
 from hydraflow.dispatch.worker import RoleSpec
+from hydraflow.engine.config import EngineConfig, FSDPConfig, engine_config
 from hydraflow.generation.config import GENERATION_ENGINES, RolloutConfig, engine_dtype
 from hydraflow.models.config import ModelConfig
 from hydraflow.options import Implementation
@@ -36,6 +37,7 @@ from hydraflow.trainer.weight_links import (
 )
 from hydraflow.workers.actor import ActorSpec, ActorWorker
 from hydraflow.workers.advantage import AdvantageSpec, AdvantageWorker
+from hydraflow.workers.config import ActorRolloutRefConfig
 from hydraflow.workers.critic import CriticSpec, CriticWorker
 from hydraflow.workers.reference import ReferenceSpec, ReferenceWorker
 from hydraflow.workers.reward import RewardSpec, RewardWorker
@@ -110,11 +112,16 @@ def pool_of(config: PPOConfig, plan: BatchPlan, machine: Machine) -> ResourcePoo
 
 def _places(config: PPOConfig, plan: BatchPlan) -> list[_Place]:
     """The worker groups: one for each set of devices, or with `trainer.fuse_roles=false` for each role. A
-    generation engine that shares no process has its own."""
+    generation engine that shares no process has its own, and so have Megatron's roles of other sizes than
+    those before them: its groups of ranks are a process's."""
     fused = config.trainer.fuse_roles or config.trainer.debug.local
     alone = {"rollout"} if GENERATION_ENGINES[config.actor_rollout_ref.rollout.name].own_process else set()
     places: dict[tuple[Devices, str], _Place] = {}
+    sizes: dict[Devices, tuple[int, int]] = {}
     for role, layout in plan.layouts.items():
+        mine = layout.tensor, layout.pipeline
+        if layout.engine == "megatron" and sizes.setdefault(layout.devices, mine) != mine:
+            alone.add(role)
         key = layout.devices, "" if fused and role not in alone else role
         places.setdefault(key, _Place([], layout.devices)).roles.append(role)
     actor = next(place for place in places.values() if "actor" in place.roles)
@@ -203,9 +210,8 @@ def _training_roles(config: PPOConfig, plan: BatchPlan, skip_limits: SkipLimits)
         roles["critic"] = RoleSpec(CriticWorker, (spec,))
     if own_reference(config):
         assert plan.ref is not None, "a reference has a pass that computes log-probabilities"
-        sharers = plan.layouts["ref"].context  # the actor's, where nothing else is said
-        fsdp = replace(policy.ref.fsdp_config, ulysses_sequence_parallel_size=sharers)
-        ref = ReferenceSpec(policy.actor.strategy, policy.model, fsdp, plan.ref, temperature)
+        engine = reference_engine(policy, plan.layouts["ref"])
+        ref = ReferenceSpec(policy.actor.strategy, policy.model, engine, plan.ref, temperature)
         roles["ref"] = RoleSpec(ReferenceWorker, (ref,))
     advantage = AdvantageSpec(config.algorithm, tokens, drop_failed=config.reward.on_failure == "mask")
     roles["advantage"] = RoleSpec(AdvantageWorker, (advantage,))
@@ -254,7 +260,8 @@ def critic_model(config: PPOConfig) -> ModelConfig:
 def _rollout(config: PPOConfig) -> RolloutConfig:
     """The section, with the dtype that it has."""
     policy = config.actor_rollout_ref
-    dtype = engine_dtype(policy.rollout.dtype, policy.actor.fsdp_config.compute_dtype)
+    trainer = engine_config(policy.actor.strategy, policy.actor)
+    dtype = engine_dtype(policy.rollout.dtype, trainer.compute_dtype)
     return replace(policy.rollout, dtype=dtype)
 
 
@@ -269,6 +276,18 @@ def _rollout_role(config: PPOConfig, plan: BatchPlan) -> RoleSpec:
         start_seconds=config.trainer.start_timeout,
     )
     return RoleSpec(RolloutWorker, (spec,))
+
+
+def reference_engine(policy: ActorRolloutRefConfig, layout: Layout) -> EngineConfig:
+    """The reference's engine; its sizes are the actor's, where nothing else is said."""
+    engine = engine_config(policy.actor.strategy, policy.ref)
+    if isinstance(engine, FSDPConfig):
+        return replace(engine, ulysses_sequence_parallel_size=layout.context)
+    return replace(
+        engine,
+        tensor_model_parallel_size=layout.tensor,
+        pipeline_model_parallel_size=layout.pipeline,
+    )
 
 
 def _reward_role(config: PPOConfig) -> RoleSpec:

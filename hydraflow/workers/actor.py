@@ -23,6 +23,7 @@ from hydraflow.dispatch.modes import Dispatch, mesh_mode, register
 from hydraflow.dispatch.transport import StoredValue
 from hydraflow.dispatch.worker import ProcessContext
 from hydraflow.engine.base import LossFn, ModelOutput
+from hydraflow.engine.config import engine_config
 from hydraflow.metrics import Metric, maximum, mean, spread
 from hydraflow.models.ask import Ask
 from hydraflow.models.config import ModelConfig
@@ -75,7 +76,7 @@ class ActorWorker(EngineWorker):
             process,
             spec.actor.strategy,
             spec.model,
-            spec.actor.fsdp_config,
+            engine_config(spec.actor.strategy, spec.actor),
             spec.actor.optim,
             head="policy",
             total_steps=spec.total_steps,

@@ -49,7 +49,9 @@ class CheckpointConfig:
 class ActorConfig:
     """The policy being trained."""
 
-    strategy: str = option("fsdp2", choices=TRAIN_ENGINES, verl=("fsdp_config.strategy",))
+    strategy: str = option(
+        "fsdp2", choices=TRAIN_ENGINES, shapes_training=False, verl=("fsdp_config.strategy",)
+    )
     """Training engine."""
     ppo_mini_batch_size: int = option(256, size=True, in_plan=True)
     """Mini-batch size: prompts per optimizer step (M of the batch plan); times rollout.n trajectories."""
@@ -154,7 +156,9 @@ class CriticConfig:
 
     enable: bool | None = None
     """Train a critic; null: if algorithm.adv_estimator needs values."""
-    strategy: str = option("fsdp2", choices=TRAIN_ENGINES, verl=("fsdp_config.strategy",))
+    strategy: str = option(
+        "fsdp2", choices=TRAIN_ENGINES, shapes_training=False, verl=("fsdp_config.strategy",)
+    )
     """Training engine."""
     model: ModelConfig = field(default_factory=ModelConfig)
     ppo_mini_batch_size: int | None = option(None, size=True, in_plan=True)

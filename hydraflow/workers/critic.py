@@ -12,6 +12,7 @@ from hydraflow.algorithms.critic_loss import ValueLoss
 from hydraflow.batch_plan.parts import MicroPlan, RolePlan
 from hydraflow.dispatch.modes import mesh_mode, register
 from hydraflow.dispatch.worker import ProcessContext
+from hydraflow.engine.config import engine_config
 from hydraflow.metrics import Metric
 from hydraflow.protocol.batch import DataProto
 from hydraflow.workers.config import CriticConfig
@@ -47,7 +48,7 @@ class CriticWorker(EngineWorker):
             process,
             critic.strategy,
             critic.model,
-            critic.fsdp_config,
+            engine_config(critic.strategy, critic),
             critic.optim,
             head="value",
             total_steps=spec.total_steps,

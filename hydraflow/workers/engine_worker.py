@@ -14,7 +14,7 @@ from hydraflow.device import current_device
 from hydraflow.dispatch.modes import Coordinates, Dispatch, register
 from hydraflow.dispatch.worker import ProcessContext, Worker
 from hydraflow.engine.base import TrainEngine
-from hydraflow.engine.config import TRAIN_ENGINES, FSDPConfig, OptimConfig
+from hydraflow.engine.config import TRAIN_ENGINES, EngineConfig, OptimConfig
 from hydraflow.models.config import ModelConfig
 from hydraflow.workers.joining import join_group
 from hydraflow.workers.micro_batcher import MicroBatcher
@@ -38,7 +38,7 @@ class EngineWorker(Worker):
         process: ProcessContext,
         strategy: str,
         model: ModelConfig,
-        fsdp: FSDPConfig,
+        settings: EngineConfig,
         optim: OptimConfig | None,
         *,
         head: str,
@@ -51,7 +51,7 @@ class EngineWorker(Worker):
         self._micro_batchers: list[MicroBatcher] = []
         device = current_device(process.device_type, process.local_rank)
         self.engine: TrainEngine = TRAIN_ENGINES[strategy].load()(
-            model, fsdp, optim, head=head, device=device, total_steps=total_steps, field=field, seed=seed
+            model, settings, optim, head=head, device=device, total_steps=total_steps, field=field, seed=seed
         )
         self.engine.rest()
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from hydraflow.batch_plan.parts import MicroPlan
 from hydraflow.dispatch.modes import mesh_mode, register
 from hydraflow.dispatch.worker import ProcessContext
-from hydraflow.engine.config import FSDPConfig
+from hydraflow.engine.config import EngineConfig
 from hydraflow.models.ask import Ask
 from hydraflow.models.config import ModelConfig
 from hydraflow.protocol.batch import DataProto
@@ -25,7 +25,7 @@ class ReferenceSpec:
 
     strategy: str
     model: ModelConfig
-    fsdp_config: FSDPConfig
+    engine: EngineConfig
     log_prob: MicroPlan
     temperature: float
     """Divides the logits, as in sampling."""
@@ -39,7 +39,7 @@ class ReferenceWorker(EngineWorker):
             process,
             spec.strategy,
             spec.model,
-            spec.fsdp_config,
+            spec.engine,
             None,
             head="policy",
             total_steps=1,

@@ -273,7 +273,11 @@ JUDGES = {"hydraflow/compose/runnable.py", "hydraflow/compose/rules.py", "hydraf
     "hydraflow/compose/advice.py"
 }
 """They only look whether a value is legal, can be run yet, or has an effect."""
-ENGINES = {"hydraflow/engine/fsdp/groups.py": {"fsdp_size", "ulysses_sequence_parallel_size"}}
+MEGATRON_SIZES = {"tensor_model_parallel_size", "pipeline_model_parallel_size"}
+ENGINES = {"hydraflow/engine/fsdp/groups.py": {"fsdp_size", "ulysses_sequence_parallel_size"}} | {
+    f"hydraflow/engine/megatron/{name}.py": MEGATRON_SIZES
+    for name in ("architecture", "core_config", "parallel")
+}
 """What an engine reads in its own section, where the plan has seen that they divide the ranks."""
 SIZE_ENDINGS = (
     "batch_size",

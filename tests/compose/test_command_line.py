@@ -39,7 +39,7 @@ def test_a_run_gets_its_configuration_and_leaves_no_files(tmp_path):
     [
         (["data.train_bach_size=4"], "-> data.train_batch_size=4"),
         (["trainer.seed=abc"], "trainer.seed=abc: must be a whole number"),
-        (["recipe=arithmetik"], "-> recipe=arithmetic or recipe=none"),
+        (["recipe=arithmetik"], "-> recipe=arithmetic or recipe=arithmetic_megatron or recipe=none"),
         (["algorithm.adv_estimator=grop"], "-> algorithm.adv_estimator=grpo"),
         (["--trainer.seed", "5"], "-> trainer.seed=5"),
         (["seed"], "seed: is not key=value"),
@@ -166,7 +166,7 @@ def test_the_configuration_can_be_shown(tmp_path):
 
 def test_help_lists_groups_and_keys(tmp_path):
     text = call(tmp_path, "ppo", "--help").stdout
-    assert "recipe=arithmetic|none" in text
+    assert "recipe=arithmetic|arithmetic_megatron|none" in text
     line = "data.train_batch_size=1024   (a whole number; at least 1)\n      Prompts per training step"
     assert line in text
     assert "Groups:" not in call(tmp_path, "sft", "--help").stdout
@@ -246,7 +246,7 @@ def test_the_plans_rules_stand_in_the_same_report(tmp_path):
     ("line", "answer"),
     [
         ("app data.train_b", ["data.train_batch_size="]),
-        ("app recipe=", ["recipe=arithmetic", "recipe=none"]),
+        ("app recipe=", ["recipe=arithmetic", "recipe=arithmetic_megatron", "recipe=none"]),
         ("app trainer.nnodes=", ["trainer.nnodes=1"]),
         ("app trainer.seed=3 ray_i", ["ray_init."]),
     ],

@@ -24,12 +24,15 @@ def libraries(tmp_path, monkeypatch):
     )
     core = tmp_path / "megatron" / "core"
     (core / "transformer").mkdir(parents=True)
+    (tmp_path / "megatron" / "__init__.py").write_text("raise RuntimeError('imported')\n")
     (core / "model_parallel_config.py").write_text(
         "class ModelParallelConfig:\n    sequence_parallel: bool = False\n"
     )
     (core / "transformer" / "transformer_config.py").write_text(
         "class TransformerConfig:\n    recompute_granularity: str | None = None\n"
     )
+    for name in ("vllm", "megatron"):  # another test may have imported the real one
+        monkeypatch.delitem(sys.modules, name, raising=False)
     monkeypatch.syspath_prepend(str(tmp_path))
     engine_arguments.argument_names.cache_clear()
     yield

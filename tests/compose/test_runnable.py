@@ -15,8 +15,6 @@ def test_the_defaults_run():
 @pytest.mark.parametrize(
     ("values", "key"),
     [
-        (dict(actor__strategy="megatron"), "actor_rollout_ref.actor.strategy"),
-        (dict(critic__strategy="megatron"), "critic.strategy"),
         (dict(rollout__data_parallel_size=2), "actor_rollout_ref.rollout.data_parallel_size"),
         (dict(async_training__staleness_threshold=0.5), "async_training.staleness_threshold"),
         (dict(async_training__trigger_parameter_sync_step=2), "async_training.trigger_parameter_sync_step"),

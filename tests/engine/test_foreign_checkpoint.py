@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING, Metadata
 
 from hydraflow.engine import dcp_index
 from hydraflow.engine.dcp_index import read_index
-from hydraflow.engine.fsdp.reader import RoleCheckpointReader
+from hydraflow.engine.dcp_reader import RoleCheckpointReader
 from hydraflow.errors import ConfigError, EnvironmentFault
 
 

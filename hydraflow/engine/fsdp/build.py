@@ -9,6 +9,7 @@ Left out on purpose: tensor parallelism.
 from __future__ import annotations
 
 import logging
+from functools import partial
 from typing import Any
 
 import torch
@@ -26,11 +27,11 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from hydraflow.device import resolve_dtype
 from hydraflow.engine.config import FSDPConfig
+from hydraflow.engine.first_rank import on_first_rank
 from hydraflow.engine.fsdp import lora
 from hydraflow.engine.fsdp.groups import RankGroups
 from hydraflow.engine.fsdp.own_numbers import pads_rows
 from hydraflow.engine.fsdp.ulysses import Ulysses, require_shareable
-from hydraflow.errors import ConfigError
 from hydraflow.models import loading
 from hydraflow.models.config import ModelConfig
 from hydraflow.models.heads import PolicyModel, ValueModel
@@ -70,7 +71,8 @@ def build_model(
             log.warning("a %s model has no gradient checkpointing: it trains without", config.model_type)
     shard(module, fsdp, groups.shards, device)
     module.to_empty(device="cpu" if fsdp.offload_policy else device)
-    source = _read_on_rank_zero(config, model, head=head, dtype=dtype, field=field)
+    read = partial(loading.read_weights, config, model, head=head, dtype=dtype, field=field, tables=True)
+    source = on_first_rank(read) or {}
     _fill_parameters(module, source, device, torch.Generator().manual_seed(seed))
     _fill_buffers(module, source, device)
     padded = pads_rows(
@@ -129,24 +131,6 @@ def _precision(fsdp: FSDPConfig, device: torch.device) -> MixedPrecisionPolicy:
     return MixedPrecisionPolicy(
         param_dtype=None if compute == kept else compute, reduce_dtype=None if reduce == compute else reduce
     )
-
-
-def _read_on_rank_zero(
-    config: Any, model: ModelConfig, *, head: str, dtype: torch.dtype, field: str
-) -> dict[str, torch.Tensor]:
-    """Weights on rank 0, nothing elsewhere. When rank 0 fails, every rank does: none waits for a broadcast
-    that never arrives."""
-    weights: dict[str, torch.Tensor] = {}
-    problem: list[ConfigError | None] = [None]
-    if dist.get_rank() == 0:
-        try:
-            weights = loading.read_weights(config, model, head=head, dtype=dtype, field=field, tables=True)
-        except ConfigError as error:
-            problem = [error]
-    dist.broadcast_object_list(problem, src=0)
-    if problem[0] is not None:
-        raise problem[0]
-    return weights
 
 
 @torch.no_grad()

@@ -1,73 +1,36 @@
-"""Sharded state of a model in training, in torch's distributed checkpoint format: any number of ranks can
-read it back.
+"""What a checkpoint holds of a sharded model and its optimizer.
 
-In: a sharded model and its optimizer. Out: an `FSDPSnapshot` in host memory, which another thread may write
-while training continues; and loading it. The file holds only tensors, under flat names: `model.<parameter>`,
-`optim.<parameter>.<slot>` and `extra.schedule_step`. No random state is in it: an engine draws no
-random numbers, and a step's are keyed by its number. Left out on purpose: directories, checksums and
-everything else that makes up a run (`trainer/checkpoint_store.py`)."""
+In: module and optimizer. Out: a `ShardedSnapshot`, or the state loaded from one. Left out on purpose: files
+(`engine/sharded_checkpoint.py`).
+"""
 
 from __future__ import annotations
 
-import json
-import pickle
 from collections.abc import Collection, Iterator
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from hydraflow.engine.base import CHECKPOINT_FACTS, EXTRA, HF_MODEL, MODEL, OPTIMIZER
-from hydraflow.engine.dcp_index import SHARDS
+from hydraflow.engine.base import EXTRA, HF_MODEL, MODEL, OPTIMIZER
 from hydraflow.engine.fsdp import export
-from hydraflow.engine.fsdp.reader import RoleCheckpointReader
+from hydraflow.engine.hf_files import hf_files_of
 from hydraflow.engine.process_group import host_group
-from hydraflow.errors import ConfigError, EnvironmentFault
+from hydraflow.engine.sharded_checkpoint import (
+    SCHEDULE_STEP,
+    ShardedSnapshot,
+    State,
+    facts,
+    open_checkpoint,
+    read_into,
+)
 from hydraflow.models.config import ModelConfig
 from hydraflow.models.heads import PolicyModel, ValueModel
-from hydraflow.models.loading import persistent_buffers, refused_content
-
-HUGGING_FACE = "huggingface"
-"""Folder of a role's checkpoint."""
-SCHEDULE_STEP = "extra.schedule_step"
+from hydraflow.models.loading import persistent_buffers
 
 Module = PolicyModel | ValueModel
-State = dict[str, torch.Tensor]
-
-
-@dataclass
-class FSDPSnapshot:
-    """One rank's copy of the state, in host memory. A `engine.base.Snapshot`."""
-
-    state: State
-    weights: State | None
-    """Full weights for a Hugging Face directory; None: not requested, or another rank has them."""
-    hf_files: export.HuggingFaceFiles | None
-    """Configuration for that directory; None: another rank writes it."""
-    facts: dict[str, Any]
-    field: str
-
-    def write(self, directory: Path) -> list[Path]:
-        """See `engine.base.Snapshot`."""
-        directory.mkdir(parents=True, exist_ok=True)
-        try:
-            dcp.save(self.state, checkpoint_id=directory / SHARDS, process_group=host_group())
-        except dcp.CheckpointException as error:  # not a subclass of Exception
-            raise EnvironmentFault(_first_failure(error)) from error
-        finally:
-            self.state = {}
-        mine = sorted((directory / SHARDS).glob(f"__{dist.get_rank()}_*"))
-        if self.hf_files is None:
-            return mine
-        (directory / CHECKPOINT_FACTS).write_text(json.dumps(self.facts, indent=2) + "\n")
-        export.write_hugging_face(self.hf_files, self.weights, directory / HUGGING_FACE, field=self.field)
-        others = [path for path in directory.rglob("*") if path.is_file() and not path.match(f"{SHARDS}/__*")]
-        return [*mine, *sorted(others)]
 
 
 @torch.no_grad()
@@ -80,7 +43,7 @@ def snapshot(
     *,
     head: str,
     field: str,
-) -> FSDPSnapshot:
+) -> ShardedSnapshot:
     """Copies what `contents` names into host memory. Every rank takes part."""
     host_group()  # created here, in step on all ranks; `write` runs in the background
     state = {
@@ -88,10 +51,17 @@ def snapshot(
         for name, tensor in _parts(module, optimizer, step, contents).items()
     }
     weights = export.full_weights(module) if HF_MODEL in contents else None
-    hf_files = (
-        export.hf_files_of(module, model, weights=weights is not None) if dist.get_rank() == 0 else None
+    hf_files = hf_files_of(module, model, weights=weights is not None) if dist.get_rank() == 0 else None
+    about = facts(
+        model,
+        contents,
+        engine="fsdp2",
+        head=head,
+        tied=bool(module.hf.config.get_text_config().tie_word_embeddings),
+        dtype=next(iter(module.parameters())).dtype,
+        prefix=module.prefix,
     )
-    return FSDPSnapshot(state, weights, hf_files, _facts(module, model, contents, head), field)
+    return ShardedSnapshot(state, weights, hf_files, about, field)
 
 
 @torch.no_grad()
@@ -100,22 +70,12 @@ def load(
 ) -> int | None:
     """Loads the named `contents` into model and optimizer; returns the schedule's step, None when `extra` is
     not among them."""
-    reader = RoleCheckpointReader(directory)
-    stored = reader.index.tensors.keys()
     wanted = _parts(module, optimizer, 0, [MODEL, EXTRA])
     wanted = {name: tensor for name, tensor in wanted.items() if name.partition(".")[0] in contents}
-    if missing := sorted(wanted.keys() - stored):
-        rule = (
-            f"holds no {missing[0]} ({len(missing)} tensors of this model are missing): it is of another"
-            " model"
-        )
-        raise ConfigError.one("trainer.resume_from_path", directory, rule)
+    reader = open_checkpoint(directory, wanted)
     if OPTIMIZER in contents:
-        wanted |= _empty_optimizer_state(module, optimizer, stored)
-    try:
-        dcp.load(wanted, storage_reader=reader, process_group=host_group())
-    except dcp.CheckpointException as error:
-        raise EnvironmentFault(f"{directory} cannot be loaded: {_first_failure(error)}") from error
+        wanted |= _empty_optimizer_state(module, optimizer, reader.index.tensors.keys())
+    read_into(wanted, reader, directory)
     return int(wanted[SCHEDULE_STEP]) if SCHEDULE_STEP in wanted else None
 
 
@@ -172,37 +132,6 @@ def _empty_optimizer_state(
     return dict(_slots(module, optimizer))
 
 
-def _first_failure(error: dcp.CheckpointException) -> str:
-    """The error of the lowest rank that failed."""
-    rank, (cause, _) = min(error.failures.items())
-    if isinstance(cause, pickle.UnpicklingError):
-        return (
-            f"rank {rank}: a shard holds more than tensors, which was not executed: {refused_content(cause)}"
-        )
-    return f"rank {rank}: {type(cause).__name__}: {cause}"
-
-
 def _local_bytes(tensor: torch.Tensor) -> int:
     local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
     return local.numel() * local.element_size()
-
-
-def _facts(module: Module, model: ModelConfig, contents: Collection[str], head: str) -> dict[str, Any]:
-    """What a reader must know about the model to interpret the tensors."""
-    kept = next(iter(module.parameters())).dtype
-    return {
-        "engine": "fsdp2",
-        "world_size": dist.get_world_size(),
-        "head": head,
-        "contents": sorted(contents),
-        "lora_rank": model.lora_rank,
-        "lora_alpha": model.lora_alpha,
-        "tied": bool(module.hf.config.get_text_config().tie_word_embeddings),
-        "dtype": {
-            torch.float32: "fp32",
-            torch.bfloat16: "bf16",
-            torch.float16: "fp16",
-            torch.float64: "fp64",
-        }[kept],
-        "module_prefix": module.prefix,
-    }

@@ -8,7 +8,7 @@ In: micro-batches and a loss function. Out: log-probabilities or values, metrics
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 from hydraflow import metrics
 from hydraflow.engine import optim as optimizers
 from hydraflow.engine import process_group
-from hydraflow.engine.base import LossFn, ModelOutput
+from hydraflow.engine.base import LossFn, ModelOutput, columns_of
 from hydraflow.engine.config import FSDPConfig, OptimConfig
 from hydraflow.engine.fsdp import checkpoint, export, lora
 from hydraflow.engine.fsdp.build import build_model
@@ -30,6 +30,8 @@ from hydraflow.engine.fsdp.oom_recovery import CollectiveCounter, PassRunner
 from hydraflow.engine.fsdp.param_offload import ParamOffload
 from hydraflow.engine.fsdp.passes import forget_passes, train_without_noise
 from hydraflow.engine.fsdp.ulysses import Output, Ulysses
+from hydraflow.engine.hf_files import save_whole
+from hydraflow.engine.sharded_checkpoint import ShardedSnapshot
 from hydraflow.metrics import Metric
 from hydraflow.models.ask import LOG_PROBS, Ask
 from hydraflow.models.config import ModelConfig
@@ -170,9 +172,10 @@ class FSDPEngine:
     def save_hf(self, directory: str | Path) -> None:
         """See `TrainEngine`."""
         self._param_offload.wake()
-        export.save_hf(self.module, self._model, Path(directory), field=self._field)
+        weights = export.full_weights(self.module)
+        save_whole(self.module, self._model, weights, Path(directory), field=self._field)
 
-    def snapshot(self, contents: Collection[str]) -> checkpoint.FSDPSnapshot:
+    def snapshot(self, contents: Collection[str]) -> ShardedSnapshot:
         """See `TrainEngine`."""
         assert self._optimizer is not None, "a frozen model has no state of its own"
         self._param_offload.wake()
@@ -211,7 +214,9 @@ class FSDPEngine:
     def _learn(self, data: DataProto, loss_fn: LossFn, ask: Ask) -> dict[str, Metric]:
         """Adds one micro-batch's share of the gradient."""
         batch, (main, entropies) = self._run(data, ask, trained=True)
-        loss, reported = loss_fn(self._output(batch, main, entropies), self._columns(data, batch))
+        loss, reported = loss_fn(
+            self._output(batch, main, entropies), columns_of(data, batch.shape[1], self._device)
+        )
         # unused entropies of a head with adapters would keep their logits alive: two copies for every token
         del main, entropies
         loss.backward()
@@ -241,16 +246,6 @@ class FSDPEngine:
         return ModelOutput(
             log_probs=batch.dense(main), entropy=None if entropies is None else batch.dense(entropies)
         )
-
-    def _columns(self, data: DataProto, batch: PackedBatch) -> Mapping[str, torch.Tensor]:
-        """What the loss reads: ragged columns right padded to (B, R), dense ones as they are."""
-        columns = {}
-        for name, column in data.items():
-            if name == "prompts" or not isinstance(column, torch.Tensor):
-                continue
-            padded = ragged.to_padded(column, batch.shape[1]) if ragged.is_ragged(column) else column
-            columns[name] = padded.to(self._device)
-        return columns
 
     def _reduce_gradients(self, last: bool) -> None:
         """Gradients stay on their rank until the last micro-batch; so do gathered weights, unless memory is

@@ -1,0 +1,128 @@
+"""A model in training as a Hugging Face directory: configuration, generation settings, tokenizer, weights.
+
+In: a model of transformers' shape, with or without values, and full weights by name. Out: files. Left out on
+purpose: putting weights together (`fsdp/export.py`, `megatron/export.py`).
+"""
+
+from __future__ import annotations
+
+import copy
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from hydraflow.models import loading
+from hydraflow.models.config import ModelConfig
+from hydraflow.models.heads import PolicyModel, ValueModel
+from hydraflow.system.whole_files import replace_folder
+
+if TYPE_CHECKING:
+    from transformers import GenerationConfig
+
+
+def save_whole(
+    module: PolicyModel | ValueModel,
+    model: ModelConfig,
+    weights: Mapping[str, torch.Tensor] | None,
+    directory: Path,
+    *,
+    field: str,
+) -> None:
+    """Writes on the rank that has `weights`, under a temporary name first. All ranks return together."""
+    if weights is not None:
+        unfinished = directory.with_name(directory.name + ".unfinished")
+        shutil.rmtree(unfinished, ignore_errors=True)
+        write_hugging_face(hf_files_of(module, model, weights=True), dict(weights), unfinished, field=field)
+        replace_folder(unfinished, directory)
+    dist.barrier()
+
+
+@dataclass(frozen=True)
+class HuggingFaceFiles:
+    """What a Hugging Face directory holds besides weights."""
+
+    config: Any
+    model: ModelConfig
+    shape: Any
+    """The model of transformers that the weights fill, without values; None: there is no such class, or
+    its name is enough."""
+    class_name: str | None
+    """Its name in config.json."""
+    generation: GenerationConfig | None = None
+    """Generation settings of a policy."""
+
+
+def hf_files_of(module: PolicyModel | ValueModel, model: ModelConfig, *, weights: bool) -> HuggingFaceFiles:
+    """Must not run in a thread during training: transformers changes torch's default dtype for the whole
+    process while it builds a model.
+
+    weights: whether weights will be written as well.
+    """
+    if isinstance(module, ValueModel):
+        config = type(module.hf.config).from_dict(module.hf.config.to_dict())
+        config.num_labels, config.token_classification_bias = 1, False
+        shape = _value_shape(config, trust=model.trust_remote_code)
+        return HuggingFaceFiles(config, model, shape, None if shape is None else type(shape).__name__)
+    config, generation = copy.deepcopy(module.hf.config), loading.load_generation_config(model)
+    name = loading.causal_class(config, model).__name__
+    return HuggingFaceFiles(
+        config, model, _policy_shape(config, model, generation) if weights else None, name, generation
+    )
+
+
+def write_hugging_face(
+    hf_files: HuggingFaceFiles, weights: dict[str, torch.Tensor] | None, directory: Path, *, field: str
+) -> None:
+    """Configuration, generation settings of a policy, tokenizer and, unless they are None, weights. In any
+    thread."""
+    from huggingface_hub import save_torch_state_dict
+
+    directory.mkdir(parents=True)
+    if weights is not None and hf_files.shape is not None:
+        hf_files.shape.save_pretrained(directory, state_dict=weights)
+    else:
+        hf_files.config.architectures = None if hf_files.class_name is None else [hf_files.class_name]
+        hf_files.config.save_pretrained(directory)
+        if hf_files.generation is not None:
+            hf_files.generation.save_pretrained(directory)
+        if weights is not None:
+            save_torch_state_dict(weights, directory)
+    loading.load_tokenizer(hf_files.model, field=field, chat=False).save_pretrained(directory)
+
+
+def _policy_shape(config: Any, model: ModelConfig, generation: GenerationConfig | None) -> Any:
+    from transformers import AutoModelForCausalLM
+
+    with torch.device("meta"):
+        shape: Any = AutoModelForCausalLM.from_config(
+            config, dtype=config.dtype, trust_remote_code=model.trust_remote_code
+        )
+    if generation is not None:
+        shape.generation_config = generation
+    return shape
+
+
+def _value_shape(config: Any, *, trust: bool) -> Any:
+    """A model whose head is `score.weight` alone, without values; None: no such class.
+
+    GPT-2's token classification, for one, calls its head `classifier` and gives it a bias: there it is
+    sequence classification.
+    """
+    from transformers import AutoModelForSequenceClassification, AutoModelForTokenClassification
+
+    for auto in (AutoModelForTokenClassification, AutoModelForSequenceClassification):
+        try:
+            with torch.device("meta"):
+                found: Any = auto.from_config(config, dtype=config.dtype, trust_remote_code=trust)
+        except (ValueError, KeyError, OSError):  # no such class
+            continue
+        if {name for name in found.state_dict() if not name.startswith(f"{found.base_model_prefix}.")} == {
+            "score.weight"
+        }:
+            return found
+    return None

@@ -1,0 +1,106 @@
+"""Which Hugging Face models are built on Megatron-Core, and what their weights are divided by.
+
+In: `config.json` as transformers reads it. Out: an `Architecture`; a model that would be computed differently
+is refused with what differs. Megatron-Core itself is not imported: a plan asks, too. Left out on purpose:
+Megatron-Core's configuration (`core_config.py`), weights (`names.py`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from hydraflow.engine.config import MegatronConfig
+from hydraflow.errors import ConfigError, Problem
+
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
+"""Model types that are built here."""
+ROTARY = ("default", "linear", "llama3")
+"""Types of rotary embeddings whose frequencies are all there is to them."""
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """What a model's weights are divided by."""
+
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    hidden: int
+    intermediate: int
+    vocabulary: int
+    tied: bool
+    """Whether the output matrix is the embedding."""
+    qkv_bias: bool
+    norm_of_heads: bool
+    """Whether queries and keys are normalised."""
+    eps: float
+    """Of RMSNorm."""
+
+    @classmethod
+    def of(cls, config: Any, *, field: str, path: Any) -> Architecture:
+        """Raises ConfigError for a model that is not built here."""
+        if rules := list(_differences(config)):
+            remedy = f"{section_of(field)}.strategy=fsdp2"
+            raise ConfigError([Problem(f"{field}.path", path, rule, remedy) for rule in rules])
+        head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        return cls(
+            layers=config.num_hidden_layers,
+            heads=config.num_attention_heads,
+            kv_heads=config.num_key_value_heads,
+            head_dim=head_dim,
+            hidden=config.hidden_size,
+            intermediate=config.intermediate_size,
+            vocabulary=config.vocab_size,
+            tied=bool(config.tie_word_embeddings),
+            qkv_bias=config.model_type == "qwen2",
+            norm_of_heads=config.model_type == "qwen3",
+            eps=config.rms_norm_eps,
+        )
+
+    def require_divisible(self, settings: MegatronConfig, *, field: str) -> None:
+        """ConfigError for sizes that the model does not divide by. `field`: the model's section."""
+        tensor, stages = settings.tensor_model_parallel_size, settings.pipeline_model_parallel_size
+        if any("pipeline" in key for key in settings.override_transformer_config):
+            stages = 1  # each stage's layers are given
+        found = []
+        for key, size, count, what in (
+            ("tensor", tensor, math.gcd(self.heads, self.kv_heads), "heads of attention and of keys"),
+            ("tensor", tensor, self.intermediate, "columns of an MLP"),
+            ("pipeline", stages, self.layers, "layers"),
+        ):
+            if count % size:
+                name = f"{section_of(field)}.megatron.{key}_model_parallel_size"
+                legal = [divisor for divisor in range(1, count + 1) if count % divisor == 0]
+                remedy = " or ".join(
+                    f"{name}={one}" for one in sorted(legal, key=lambda one: abs(one - size))[:2]
+                )
+                found.append(Problem(name, size, f"must divide the {count} {what} of the model", remedy))
+        if found:
+            raise ConfigError(found)
+
+
+def section_of(field: str) -> str:
+    """The role whose engine builds the model of this section."""
+    return "critic" if field.startswith("critic") else "actor_rollout_ref.actor"
+
+
+def _differences(config: Any) -> Iterator[str]:
+    """What Megatron-Core, as it is built here, would not compute as transformers does."""
+    if config.model_type not in FAMILIES:
+        yield f"the Megatron engine builds {', '.join(FAMILIES)} models, not {config.model_type}"
+        return
+    kinds = set(getattr(config, "layer_types", None) or ())
+    if "sliding_attention" in kinds or (not kinds and getattr(config, "sliding_window", None)):
+        yield "the Megatron engine has no attention with a sliding window"
+    if getattr(config, "attention_bias", False) or getattr(config, "mlp_bias", False):
+        yield f"the Megatron engine has no biases in a {config.model_type} model"
+    if config.hidden_act != "silu":
+        yield f"the Megatron engine has no activation {config.hidden_act}"
+    if (kind := config.rope_parameters["rope_type"]) not in ROTARY:
+        yield f"the Megatron engine has no rotary embeddings of type {kind}"
+    if ({"partial_rotary_factor": 1.0} | config.rope_parameters)["partial_rotary_factor"] != 1.0:
+        yield "the Megatron engine rotates all of a head"

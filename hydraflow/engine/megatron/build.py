@@ -1,0 +1,118 @@
+"""Builds this rank's part of a model on Megatron-Core, and fills it.
+
+In: a `ModelConfig` and a `MegatronConfig`. Out: a `Trunk` with weights. Only rank 0 reads files; it
+broadcasts tensor by tensor, and every rank keeps its parts. Left out on purpose: optimizer (`optimizer.py`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
+from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
+
+from hydraflow.device import resolve_dtype
+from hydraflow.engine.config import MegatronConfig
+from hydraflow.engine.first_rank import on_first_rank
+from hydraflow.engine.megatron.architecture import Architecture, section_of
+from hydraflow.engine.megatron.core_config import frequencies, transformer_config
+from hydraflow.engine.megatron.layers import Trunk, layer_spec
+from hydraflow.engine.megatron.names import HEAD, Holding, Names, vocabulary_share
+from hydraflow.engine.megatron.parallel import Place
+from hydraflow.models import loading
+from hydraflow.models.config import ModelConfig
+
+
+@dataclass(frozen=True)
+class Built:
+    """A rank's part of a model."""
+
+    trunk: Trunk
+    names: Names
+    config: Any
+    """transformers' configuration."""
+
+    def holdings(self, *, copies: bool = False) -> dict[str, tuple[torch.nn.Parameter, Holding]]:
+        """By Megatron-Core's name: each parameter and what it holds. `copies`: also the last stage's copy of
+        a tied embedding."""
+        return {
+            name: (parameter, self.names.holding(name))
+            for name, parameter in self.trunk.named_parameters()
+            if copies or not (name == HEAD and self.names.shape.tied)
+        }
+
+
+def build_model(
+    model: ModelConfig, settings: MegatronConfig, place: Place, *, head: str, device: torch.device, field: str
+) -> Built:
+    """Raises ConfigError on every rank alike."""
+    config = loading.load_config(model, field=field)
+    shape = Architecture.of(config, field=field, path=model.path)
+    shape.require_divisible(settings, field=field)
+    dtype = resolve_dtype(settings.compute_dtype, device.type)
+    if head == "value":
+        shape = replace(shape, tied=False)
+    core = transformer_config(shape, model, settings, dtype, section=section_of(field))
+    trunk = Trunk(
+        head=head,
+        frequencies=frequencies(config),
+        config=core,
+        transformer_layer_spec=layer_spec(core),
+        vocab_size=vocabulary_share(shape.vocabulary, place.tensor_size) * place.tensor_size,
+        max_sequence_length=config.max_position_embeddings,
+        pre_process=place.stage == 0,
+        post_process=place.is_last,
+        share_embeddings_and_output_weights=shape.tied,
+        position_embedding_type="rope",
+        parallel_output=True,
+    ).to(device)
+    first = get_transformer_layer_offset(core, pp_rank=place.stage)
+    names = Names(shape, place.tensor, place.tensor_size, first_layer=first)
+    built = Built(trunk, names, config)
+    _mark_divided(built)
+    _fill(built, model, head=head, dtype=dtype, device=device, field=field)
+    return built
+
+
+def _mark_divided(built: Built) -> None:
+    """The gradient norm counts what is divided on every tensor-parallel rank, all else once. Megatron-Core
+    marks weights when it initialises them, which is left out here."""
+    for parameter, holding in built.holdings(copies=True).values():
+        dim = holding.parts[0].dim
+        if dim is not None and not hasattr(parameter, "tensor_model_parallel"):
+            set_tensor_model_parallel_attributes(parameter, True, dim, 1)
+
+
+@torch.no_grad()
+def _fill(
+    built: Built, model: ModelConfig, *, head: str, dtype: torch.dtype, device: torch.device, field: str
+) -> None:
+    def read() -> dict[str, torch.Tensor]:
+        return loading.read_weights(built.config, model, head=head, dtype=dtype, field=field)
+
+    source = on_first_rank(read) or {}
+    listed: list[Any] = [[(name, tuple(tensor.shape)) for name, tensor in source.items()]]
+    dist.broadcast_object_list(listed, src=0)
+    wanted: dict[str, list[str]] = {}
+    holdings = built.holdings(copies=True)
+    for name, (_, holding) in holdings.items():
+        for part in holding.parts:
+            wanted.setdefault(part.name, []).append(name)
+    pieces: dict[str, dict[str, torch.Tensor]] = {}
+    for hf_name, shape in listed[0]:
+        full = torch.empty(shape, dtype=dtype, device=device)
+        if dist.get_rank() == 0:
+            full.copy_(source[hf_name])
+        if dist.get_world_size() > 1:
+            dist.broadcast(full, src=0)
+        for name in wanted.pop(hf_name, []):
+            parameter, holding = holdings[name]
+            found = pieces.setdefault(name, {})
+            found |= {part.name: part.of(full) for part in holding.parts if part.name == hf_name}
+            if len(found) == len(holding.parts):
+                parameter.copy_(holding.join([found[part.name] for part in holding.parts]))
+                del pieces[name]
+    assert not wanted, f"{model.path} has no {sorted(wanted)}"

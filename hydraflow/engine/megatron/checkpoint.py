@@ -1,0 +1,160 @@
+"""What a checkpoint holds of a model that is divided by Megatron-Core.
+
+In: this rank's part and its optimizer. Out: a `ShardedSnapshot`, or the state loaded from one. Every
+parameter is cut into parts of Hugging Face tensors, and so are its moments: a checkpoint is the same as one
+of any other engine, is read back with any sizes, and merged like any other (Megatron-Core's own format fits
+its sizes and names, and needs its unpickling). Left out on purpose: files (`engine/sharded_checkpoint.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+from hydraflow.engine.base import EXTRA, HF_MODEL, MODEL, OPTIMIZER
+from hydraflow.engine.hf_files import hf_files_of
+from hydraflow.engine.megatron import export
+from hydraflow.engine.megatron.build import Built
+from hydraflow.engine.megatron.names import Part
+from hydraflow.engine.megatron.optimizer import SLOTS, STEP, WEIGHT, CoreOptimizer
+from hydraflow.engine.process_group import host_group
+from hydraflow.engine.sharded_checkpoint import (
+    SCHEDULE_STEP,
+    ShardedSnapshot,
+    State,
+    facts,
+    open_checkpoint,
+    read_into,
+)
+from hydraflow.models.config import ModelConfig
+from hydraflow.models.heads import PolicyModel, ValueModel
+
+
+@torch.no_grad()
+def snapshot(
+    built: Built,
+    model: ModelConfig,
+    optimizer: CoreOptimizer,
+    step: int,
+    contents: Collection[str],
+    *,
+    full_weights: Callable[[], dict[str, torch.Tensor] | None],
+    head: str,
+    field: str,
+) -> ShardedSnapshot:
+    """Copies what `contents` names into host memory. Every rank takes part."""
+    host_group()  # created here, in step on all ranks; `write` runs in the background
+    state, mesh, prefix = State(), _mesh(), _prefix(head)
+    slots = [WEIGHT] * (MODEL in contents)
+    slots += SLOTS if OPTIMIZER in contents and optimizer.has_moments() else ()
+    data, data_ranks = parallel_state.get_data_parallel_rank(), parallel_state.get_data_parallel_world_size()
+    for number, (parameter, holding) in enumerate(built.holdings().values()):
+        mine = number % data_ranks == data  # each data rank writes some of what all have
+        for slot in slots:
+            whole = optimizer.whole(parameter, slot)
+            if mine:
+                pieces = zip(holding.parts, holding.cut(whole), strict=True)
+                for part, piece in pieces:
+                    copy = piece.to("cpu", copy=True).contiguous()
+                    state[_key(prefix, part, slot)] = _sharded(part, copy, mesh)
+        if SLOTS[0] in slots:
+            steps = optimizer.steps(parameter)
+            state |= {_key(prefix, part, STEP): steps.clone() for part in holding.parts if mine}
+    if EXTRA in contents:
+        state[SCHEDULE_STEP] = torch.tensor(step)
+    weights = full_weights() if HF_MODEL in contents else None
+    about = facts(
+        model,
+        contents,
+        engine="megatron",
+        head=head,
+        tied=built.names.shape.tied,
+        dtype=torch.promote_types(built.trunk.config.params_dtype, torch.float32),
+        prefix=prefix,
+    )
+    outline = export.empty_model(built, model, head)
+    files = hf_files_of(outline, model, weights=weights is not None) if dist.get_rank() == 0 else None
+    return ShardedSnapshot(state, weights, files, about, field)
+
+
+@torch.no_grad()
+def load(
+    built: Built, optimizer: CoreOptimizer, directory: Path, contents: Collection[str], *, head: str
+) -> int | None:
+    """Loads the named `contents` into model and optimizer; returns the schedule's step, None when `extra` is
+    not among them."""
+    mesh, prefix, holdings = _mesh(), _prefix(head), list(built.holdings(copies=True).values())
+    wanted = State({SCHEDULE_STEP: torch.tensor(0)} if EXTRA in contents else {})
+    wanted |= {
+        _key(prefix, part, WEIGHT): _sharded(part, _empty(part), mesh)
+        for _, holding in holdings
+        for part in holding.parts
+    }
+    reader = open_checkpoint(directory, wanted)
+    stored = reader.index.tensors.keys()
+    parts = [part for _, holding in holdings for part in holding.parts]
+    has_moments = OPTIMIZER in contents and _key(prefix, parts[0], SLOTS[0]) in stored
+    if has_moments:
+        wanted |= {_key(prefix, part, STEP): torch.zeros(()) for part in parts}
+        for slot in SLOTS:
+            wanted |= {_key(prefix, part, slot): _sharded(part, _empty(part), mesh) for part in parts}
+    read_into(wanted, reader, directory)
+    optimizer.make_moments(empty=not has_moments)
+    for parameter, holding in holdings:
+        for slot in (WEIGHT, *(SLOTS if has_moments else ())):
+            pieces = [_local(wanted[_key(prefix, part, slot)]) for part in holding.parts]
+            optimizer.set_whole(parameter, slot, holding.join(pieces).to(parameter.device))
+        if has_moments:
+            optimizer.set_steps(parameter, wanted[_key(prefix, holding.parts[0], STEP)])
+    return int(wanted[SCHEDULE_STEP]) if EXTRA in contents else None
+
+
+def stored_bytes(built: Built, contents: Collection[str]) -> int:
+    """Bytes of this rank's part of a checkpoint, AdamW's two moments counted even before the first step."""
+    numbers = sum(parameter.numel() for parameter, _ in built.holdings().values())
+    wide = torch.promote_types(built.trunk.config.params_dtype, torch.float32).itemsize
+    copies = (MODEL in contents) + 2 * (OPTIMIZER in contents)
+    whole = (HF_MODEL in contents) * built.trunk.config.params_dtype.itemsize
+    return -(-numbers * (wide * copies + whole) // parallel_state.get_data_parallel_world_size())
+
+
+def _key(prefix: str, part: Part, slot: str) -> str:
+    if slot == WEIGHT:
+        return f"model.{prefix}{part.name}"
+    return f"optim.{prefix}{part.name}.{slot}"
+
+
+def _prefix(head: str) -> str:
+    return PolicyModel.prefix if head == "policy" else ValueModel.prefix
+
+
+def _mesh() -> DeviceMesh:
+    """The ranks that share this rank's matrices; its tensors are in host memory."""
+    return DeviceMesh.from_group(parallel_state.get_tensor_model_parallel_group(), "cpu")
+
+
+def _sharded(part: Part, local: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
+    """A Hugging Face tensor of which this rank has a part."""
+    placement = Replicate() if part.dim is None else Shard(part.dim)
+    whole = torch.empty(part.shape, device="meta")
+    return DTensor.from_local(
+        local, mesh, [placement], run_check=False, shape=whole.shape, stride=whole.stride()
+    )
+
+
+def _empty(part: Part) -> torch.Tensor:
+    shape = list(part.shape)
+    if part.dim is not None:
+        shape[part.dim] = part.size
+    return torch.empty(shape)
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    assert isinstance(tensor, DTensor)
+    return tensor.to_local()

@@ -1,0 +1,105 @@
+"""A Hugging Face configuration in Megatron-Core's words.
+
+In: an `Architecture`, and the sizes of the engine. Out: a TransformerConfig, and rotary frequencies. Left out
+on purpose: which models there are (`architecture.py`), layers (`layers.py`).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from hydraflow.engine.config import MegatronConfig
+from hydraflow.engine.megatron.architecture import Architecture
+from hydraflow.errors import ConfigError, Problem, shown
+from hydraflow.models.config import ModelConfig
+
+
+def transformer_config(
+    shape: Architecture, model: ModelConfig, settings: MegatronConfig, dtype: torch.dtype, *, section: str
+) -> TransformerConfig:
+    """Megatron-Core's configuration of this model on this engine. Raises ConfigError for overrides that are
+    not the user's to make, or that Megatron-Core refuses; `section`: the role's."""
+    fixed = _of_model(shape) | _of_engine(settings, dtype)
+    name, overrides = f"{section}.megatron.override_transformer_config", settings.override_transformer_config
+    if taken := sorted(fixed.keys() & overrides.keys()):
+        rule = "follows from the model and from other keys"
+        raise ConfigError(
+            [
+                Problem(f"{name}.{key}", shown(overrides[key]), rule, f"leave out {name}.{key}")
+                for key in taken
+            ]
+        )
+    free: dict[str, Any] = dict.fromkeys(_FUSIONS, False)
+    if model.enable_gradient_checkpointing:
+        free |= dict(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)
+    try:
+        return TransformerConfig(**fixed | free | overrides)
+    except (ValueError, AssertionError, TypeError) as error:
+        rule = f"Megatron-Core refuses it: {error}"
+        raise ConfigError.one(name, shown(overrides), rule, f"{name}={{}}") from error
+
+
+_FUSIONS = (
+    "masked_softmax_fusion",
+    "bias_activation_fusion",
+    "bias_dropout_fusion",
+    "apply_rope_fusion",
+    "gradient_accumulation_fusion",
+    "persist_layer_norm",
+)
+"""Kernels of Apex and Transformer Engine, which may not be there."""
+
+
+def _of_model(shape: Architecture) -> dict[str, Any]:
+    return dict(
+        num_layers=shape.layers,
+        hidden_size=shape.hidden,
+        ffn_hidden_size=shape.intermediate,
+        num_attention_heads=shape.heads,
+        num_query_groups=shape.kv_heads,
+        kv_channels=shape.head_dim,
+        normalization="RMSNorm",
+        layernorm_epsilon=shape.eps,
+        gated_linear_unit=True,
+        activation_func=F.silu,
+        add_bias_linear=False,
+        add_qkv_bias=shape.qkv_bias,
+        qk_layernorm=shape.norm_of_heads,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+    )
+
+
+def _of_engine(settings: MegatronConfig, dtype: torch.dtype) -> dict[str, Any]:
+    return dict(
+        tensor_model_parallel_size=settings.tensor_model_parallel_size,
+        pipeline_model_parallel_size=settings.pipeline_model_parallel_size,
+        sequence_parallel=settings.sequence_parallel and settings.tensor_model_parallel_size > 1,
+        # packed lines differ in length, and every stage must be told
+        variable_seq_lengths=settings.pipeline_model_parallel_size > 1,
+        moe_token_dispatcher_type="alltoall",  # the only one with lengths that differ
+        params_dtype=dtype,
+        pipeline_dtype=dtype,
+        bf16=dtype == torch.bfloat16,
+        # the law of gradients: a loss holds its own denominators
+        calculate_per_token_loss=True,
+        perform_initialization=False,
+        use_cpu_initialization=True,
+    )
+
+
+def frequencies(config: Any) -> torch.Tensor:
+    """(d / 2,) rotary frequencies, as transformers computes them."""
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    kind = config.rope_parameters["rope_type"]
+    if kind == "default":
+        dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        exponents = torch.arange(0, dim, 2, dtype=torch.int64).float() / dim
+        return 1.0 / (config.rope_parameters["rope_theta"] ** exponents)
+    found, _ = ROPE_INIT_FUNCTIONS[kind](config, torch.device("cpu"))
+    return found

@@ -1,0 +1,110 @@
+"""Full weights of a divided model under Hugging Face's names, one tensor at a time.
+
+In: this rank's part. Out: a stream for the generation engine and for files. A tensor is put
+together on the ranks that want it and nowhere else: its stage's tensor-parallel ranks send their parts, and
+another stage's rank gets the result. Left out on purpose: the receiver of the stream (`generation/`), files
+(`engine/hf_files.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+
+from hydraflow.engine.config import MegatronConfig
+from hydraflow.engine.megatron.build import Built
+from hydraflow.engine.megatron.parallel import Place
+from hydraflow.models import loading
+from hydraflow.models.config import ModelConfig
+from hydraflow.models.heads import PolicyModel, ValueModel
+
+
+@dataclass(frozen=True)
+class Outlined:
+    """A Hugging Face tensor of some stage."""
+
+    stage: int
+    parameter: str
+    """Megatron-Core's name within the stage."""
+    part: int
+    """Its place among the parameter's parts."""
+    name: str
+    shape: tuple[int, ...]
+
+
+def outline(built: Built, place: Place) -> list[Outlined]:
+    """All tensors of all stages, the same list on every rank. Collective."""
+    mine = [
+        Outlined(place.stage, name, number, part.name, part.shape)
+        for name, (_, holding) in built.holdings().items()
+        for number, part in enumerate(holding.parts)
+    ]
+    found: list[list[Outlined]] = [[]] * place.stages
+    dist.all_gather_object(found, mine, group=parallel_state.get_pipeline_model_parallel_group())
+    return [tensor for stage in found for tensor in stage]
+
+
+@torch.no_grad()
+def stream(
+    built: Built, outlined: list[Outlined], place: Place, settings: MegatronConfig, *, to: int | None
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """See `TrainEngine.weights`."""
+    dtype, device = built.trunk.config.params_dtype, next(built.trunk.parameters()).device
+    holdings = built.holdings()
+    wanted = None if to is None else Place.of(to, dist.get_world_size(), settings)
+    takes_part = wanted is None or wanted.data == place.data
+    pipeline = parallel_state.get_pipeline_model_parallel_group()
+    for tensor in outlined:
+        full = torch.empty(tensor.shape, dtype=dtype, device="meta")
+        is_here = tensor.stage == place.stage
+        if takes_part and is_here:
+            parameter, _ = holdings[tensor.parameter]
+            full = _joined(built, parameter, tensor, None if wanted is None else wanted.tensor, full)
+        if wanted is None and place.stages > 1:
+            full = full if is_here else torch.empty(tensor.shape, dtype=dtype, device=device)
+            dist.broadcast(full, place.rank(stage=tensor.stage), group=pipeline)
+        elif wanted is not None and takes_part and wanted.tensor == place.tensor:
+            if is_here and place.stage != wanted.stage:
+                dist.send(full, place.rank(stage=wanted.stage), group=pipeline)
+                full = torch.empty(tensor.shape, dtype=dtype, device="meta")
+            elif not is_here and place.stage == wanted.stage:
+                full = torch.empty(tensor.shape, dtype=dtype, device=device)
+                dist.recv(full, place.rank(stage=tensor.stage), group=pipeline)
+        yield tensor.name, full
+
+
+def _joined(
+    built: Built, parameter: torch.Tensor, tensor: Outlined, at: int | None, nothing: torch.Tensor
+) -> torch.Tensor:
+    """The whole tensor on the tensor-parallel rank `at`, or on all of them; `nothing` on the others."""
+    names = built.names
+    if names.holding(tensor.parameter).parts[tensor.part].dim is None or names.ranks == 1:
+        if at in (None, names.rank):
+            return names.holding(tensor.parameter).cut(parameter.detach())[tensor.part]
+        return nothing
+    group = parallel_state.get_tensor_model_parallel_group()
+    mine = parameter.detach().contiguous()
+    is_wanted = at in (None, names.rank)
+    found = [torch.empty_like(mine) for _ in range(names.ranks)] if is_wanted else None
+    if at is None:
+        assert found is not None
+        dist.all_gather(found, mine, group=group)
+    else:
+        dist.gather(mine, found, dist.get_global_rank(group, at), group=group)
+    if found is None:
+        return nothing
+    whole = parameter.new_empty(tensor.shape)
+    for rank, local in enumerate(found):
+        holding = replace(names, rank=rank).holding(tensor.parameter)
+        holding.parts[tensor.part].of(whole).copy_(holding.cut(local)[tensor.part])
+    return whole
+
+
+def empty_model(built: Built, model: ModelConfig, head: str) -> PolicyModel | ValueModel:
+    """transformers' model of the same shape, without values."""
+    dtype = built.trunk.config.params_dtype
+    return loading.empty_model(built.config, model, head=head, dtype=dtype, attention="eager", chunk_tokens=1)

@@ -1,0 +1,135 @@
+"""Log-probabilities and entropies from a part of the vocabulary on each tensor-parallel rank.
+
+In: hidden states of asked tokens, this rank's rows of the output matrix, the asked tokens. Out: what
+`models/fused_head.py` gives, equal on all ranks, and gradients. Logits are never gathered: ranks exchange
+three or four numbers for each token. A chunk of tokens has logits at a time, and the backward pass computes
+them again. Left out on purpose: logits that a model processes further (no such family is built here).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.autograd.function import once_differentiable
+
+from hydraflow.models.ask import Ask
+
+
+@dataclass(frozen=True)
+class VocabularyShare:
+    """The tokens whose logits this rank computes."""
+
+    group: dist.ProcessGroup
+    first: int
+    """The first of them."""
+    real: int
+    """How many of the matrix's rows are tokens; the rest fills it up."""
+    chunk: int
+    """Tokens whose logits exist at one time."""
+
+
+class VocabularyParallelHead(torch.autograd.Function):
+    """hidden (K, h), weight (V / TP, h) and targets (K,) to the targets' log-probabilities (K,) and, on
+    request, entropies or greedy matches (K,), see `Ask`. At least float32. The gradient of `hidden` is this
+    rank's part of a sum over ranks."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: torch.Tensor,
+        weight: torch.Tensor,
+        targets: torch.Tensor,
+        ask: Ask,
+        share: VocabularyShare,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        scores, normalizers, more = [], [], []
+        for part in _chunks(len(hidden), share.chunk):
+            logits = _logits(hidden[part], weight, ask, share)
+            top = logits.amax(-1)
+            dist.all_reduce(top, dist.ReduceOp.MAX, share.group)
+            powers = torch.exp(logits - top[:, None])
+            column, is_here = _columns(targets[part], share)
+            summed = [powers.sum(-1), logits.gather(-1, column)[:, 0].where(is_here, 0.0)]
+            if ask.entropy:
+                summed.append((powers[:, : share.real] * logits[:, : share.real]).sum(-1))
+            together = torch.stack(summed)
+            dist.all_reduce(together, group=share.group)
+            normalizer = top + together[0].log()
+            scores.append(together[1] - normalizer)
+            normalizers.append(normalizer)
+            if ask.entropy:
+                more.append(normalizer - together[2] / together[0])
+            elif ask.greedy_match:
+                more.append(_is_best(logits, top, targets[part], share))
+        log_probs, second = torch.cat(scores), torch.cat(more) if more else None
+        ctx.save_for_backward(hidden, weight, targets, torch.cat(normalizers), second)
+        ctx.ask, ctx.share = ask, share
+        ctx.set_materialize_grads(False)
+        if second is not None and ask.greedy_match:
+            ctx.mark_non_differentiable(second)
+        return log_probs, second
+
+    @staticmethod
+    @once_differentiable
+    def backward(
+        ctx: Any, of_log_probs: torch.Tensor | None, of_entropies: torch.Tensor | None
+    ) -> tuple[torch.Tensor | None, ...]:
+        hidden, weight, targets, normalizers, entropies = ctx.saved_tensors
+        ask, share = ctx.ask, ctx.share
+        if of_log_probs is None:
+            of_log_probs = torch.zeros_like(normalizers)
+        of_hidden, of_weight = torch.empty_like(hidden), torch.zeros_like(weight)
+        for part in _chunks(len(hidden), share.chunk):
+            logits = _logits(hidden[part], weight, ask, share)
+            every = logits.sub_(normalizers[part, None])  # log-probabilities
+            wanted = of_log_probs[part, None]
+            gradient = torch.exp(every)
+            if of_entropies is None:
+                gradient.mul_(-wanted)
+            else:
+                of_entropy = of_entropies[part, None]
+                every[:, share.real :] = 0.0
+                gradient.mul_(-wanted - of_entropy * (every + entropies[part, None]))
+            column, is_here = _columns(targets[part], share)
+            gradient.scatter_add_(-1, column, wanted.where(is_here[:, None], 0.0))
+            narrow = gradient.div_(ask.temperature).to(hidden.dtype)
+            torch.mm(narrow, weight, out=of_hidden[part])
+            of_weight.addmm_(narrow.t(), hidden[part])
+        return of_hidden, of_weight, None, None, None
+
+
+def _chunks(count: int, size: int) -> Iterator[slice]:
+    """One, of nothing, where there is no token: ranks compute alike."""
+    for start in range(0, max(1, count), size):
+        yield slice(start, start + size)
+
+
+def _logits(hidden: torch.Tensor, weight: torch.Tensor, ask: Ask, share: VocabularyShare) -> torch.Tensor:
+    """(k, V / TP) divided by the temperature; -inf for rows that are no tokens."""
+    logits = hidden @ weight.t()
+    wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    if ask.temperature != 1.0:
+        wide = wide.div_(ask.temperature)
+    wide[:, share.real :] = -torch.inf
+    return wide
+
+
+def _columns(targets: torch.Tensor, share: VocabularyShare) -> tuple[torch.Tensor, torch.Tensor]:
+    """(k, 1) column of each target, 0 where it is another rank's, and (k,) whether it is this rank's."""
+    column = targets - share.first
+    is_here = (column >= 0) & (column < share.real)
+    return column.where(is_here, 0)[:, None], is_here
+
+
+def _is_best(
+    logits: torch.Tensor, top: torch.Tensor, targets: torch.Tensor, share: VocabularyShare
+) -> torch.Tensor:
+    """(k,) 1 where the target is the most probable token; among equals, the first."""
+    best, at = logits.max(-1)
+    first = torch.where(best == top, at + share.first, torch.iinfo(torch.int64).max)
+    dist.all_reduce(first, dist.ReduceOp.MIN, share.group)
+    return (first == targets).to(logits.dtype)

@@ -1,0 +1,150 @@
+"""Which parts of which Hugging Face tensors a parameter of Megatron-Core holds.
+
+Megatron-Core keeps queries, keys and values in one matrix, key-value group by group, and gate and up
+projection in another; each tensor-parallel rank has some of the groups, rows or columns. In: a parameter's
+name. Out: a `Holding`, which cuts the parameter into parts of Hugging Face tensors and puts it together from
+them; gradients and optimizer state are cut likewise. Left out on purpose: communication (`export.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from hydraflow.engine.megatron.architecture import Architecture
+
+SCORE = "score.weight"
+EMBEDDING, HEAD = "embedding.word_embeddings.weight", "output_layer.weight"
+
+
+@dataclass(frozen=True)
+class Part:
+    """A rank's part of one Hugging Face tensor."""
+
+    name: str
+    shape: tuple[int, ...]
+    """Of the whole tensor."""
+    dim: int | None
+    """The dimension that is divided among tensor-parallel ranks; None: each has all of it."""
+    start: int
+    size: int
+    """Range of that dimension."""
+
+    def of(self, whole: torch.Tensor) -> torch.Tensor:
+        """The part of a whole tensor, as a view."""
+        return whole if self.dim is None else whole.narrow(self.dim, self.start, self.size)
+
+
+@dataclass(frozen=True)
+class Holding:
+    """A parameter of one rank, as parts of Hugging Face tensors."""
+
+    parts: tuple[Part, ...]
+    cut: Callable[[torch.Tensor], Sequence[torch.Tensor]]
+    """From the parameter to its parts."""
+    join: Callable[[Sequence[torch.Tensor]], torch.Tensor]
+    """From its parts to the parameter."""
+
+
+@dataclass(frozen=True)
+class Names:
+    """The parameters of one tensor-parallel rank of one stage."""
+
+    shape: Architecture
+    rank: int
+    ranks: int
+    first_layer: int = 0
+    """Layers of the stages before."""
+
+    def holding(self, name: str) -> Holding:
+        """name: as Megatron-Core calls the parameter within its stage."""
+        shape = self.shape
+        if name in (EMBEDDING, HEAD):
+            is_embedding = name == EMBEDDING or shape.tied
+            return self._vocabulary("model.embed_tokens.weight" if is_embedding else "lm_head.weight")
+        if name == SCORE:
+            return self._alone(Part(SCORE, (1, shape.hidden), None, 0, 1))
+        if name == "decoder.final_layernorm.weight":
+            return self._norm("model.norm.weight", shape.hidden)
+        _, _, number, place = name.split(".", 3)
+        layer = f"model.layers.{self.first_layer + int(number)}."
+        match place:
+            case "self_attention.linear_qkv.weight":
+                return self._queries_keys_values(layer, "weight", (shape.hidden,))
+            case "self_attention.linear_qkv.bias":
+                return self._queries_keys_values(layer, "bias", ())
+            case "self_attention.linear_proj.weight":
+                width = shape.heads * shape.head_dim
+                return self._columns(f"{layer}self_attn.o_proj.weight", (shape.hidden, width))
+            case "self_attention.q_layernorm.weight":
+                return self._norm(f"{layer}self_attn.q_norm.weight", shape.head_dim)
+            case "self_attention.k_layernorm.weight":
+                return self._norm(f"{layer}self_attn.k_norm.weight", shape.head_dim)
+            case "input_layernorm.weight":
+                return self._norm(f"{layer}input_layernorm.weight", shape.hidden)
+            case "pre_mlp_layernorm.weight":
+                return self._norm(f"{layer}post_attention_layernorm.weight", shape.hidden)
+            case "mlp.linear_fc1.weight":
+                whole = (shape.intermediate, shape.hidden)
+                both = tuple(self._rows(f"{layer}mlp.{side}_proj.weight", whole) for side in ("gate", "up"))
+                return Holding(both, lambda local: local.chunk(2), lambda parts: torch.cat(tuple(parts)))
+            case "mlp.linear_fc2.weight":
+                return self._columns(f"{layer}mlp.down_proj.weight", (shape.hidden, shape.intermediate))
+        raise AssertionError(f"no Hugging Face tensor is known for {name}")
+
+    def _rows(self, name: str, shape: tuple[int, ...]) -> Part:
+        size = shape[0] // self.ranks
+        return Part(name, shape, 0, self.rank * size, size)
+
+    def _columns(self, name: str, shape: tuple[int, int]) -> Holding:
+        size = shape[1] // self.ranks
+        return self._alone(Part(name, shape, 1, self.rank * size, size))
+
+    def _norm(self, name: str, width: int) -> Holding:
+        return self._alone(Part(name, (width,), None, 0, width))
+
+    def _alone(self, part: Part) -> Holding:
+        return Holding((part,), lambda local: (local,), lambda parts: parts[0])
+
+    def _vocabulary(self, name: str) -> Holding:
+        """Rows of the vocabulary; what is missing to equal shares is filled with zeros."""
+        width = vocabulary_share(self.shape.vocabulary, self.ranks)
+        start = min(self.rank * width, self.shape.vocabulary)
+        size = min(width, self.shape.vocabulary - start)
+        part = Part(name, (self.shape.vocabulary, self.shape.hidden), 0, start, size)
+
+        def join(parts: Sequence[torch.Tensor]) -> torch.Tensor:
+            (real,) = parts
+            return torch.cat((real, real.new_zeros(width - size, real.shape[1])))
+
+        return Holding((part,), lambda local: (local[:size],), join)
+
+    def _queries_keys_values(self, layer: str, kind: str, more: tuple[int, ...]) -> Holding:
+        shape, dim = self.shape, self.shape.head_dim
+        group = shape.heads // shape.kv_heads * dim  # rows of queries for one head of keys
+        parts = tuple(
+            self._rows(f"{layer}self_attn.{side}_proj.{kind}", (heads * dim, *more))
+            for side, heads in (("q", shape.heads), ("k", shape.kv_heads), ("v", shape.kv_heads))
+        )
+
+        def cut(local: torch.Tensor) -> list[torch.Tensor]:
+            groups = local.view(-1, group + 2 * dim, *more)
+            return [piece.flatten(0, 1) for piece in groups.split([group, dim, dim], 1)]
+
+        def join(pieces: Sequence[torch.Tensor]) -> torch.Tensor:
+            widths = (group, dim, dim)
+            groups = [piece.reshape(-1, width, *more) for piece, width in zip(pieces, widths, strict=True)]
+            return torch.cat(groups, 1).flatten(0, 1)
+
+        return Holding(parts, cut, join)
+
+
+def vocabulary_share(vocabulary: int, ranks: int) -> int:
+    """Rows of the embedding on each tensor-parallel rank.
+
+    >>> vocabulary_share(10, 4)
+    3
+    """
+    return -(-vocabulary // ranks)

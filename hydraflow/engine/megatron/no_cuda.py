@@ -1,0 +1,131 @@
+"""What Megatron-Core calls in the place of `torch.cuda` on a machine without CUDA (`without_cuda.py`).
+
+Streams and events do nothing, because work on a CPU is done when the call returns. Everything else that this
+module lacks comes from `torch.cuda` itself.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+CPU = torch.device("cpu")
+
+
+def nothing(*args: Any, **kwargs: Any) -> None:
+    """Of what a CPU has no need."""
+
+
+class Event:
+    """An event that has always happened."""
+
+    def __init__(self, *args: Any, **kwargs: Any):
+        pass
+
+    record = wait = synchronize = nothing
+
+    def elapsed_time(self, other: Event) -> float:
+        """Milliseconds."""
+        return 0.0
+
+
+class Stream:
+    """The only stream there is."""
+
+    cuda_stream, device = 0, CPU
+
+    def __init__(self, *args: Any, **kwargs: Any):
+        pass
+
+    wait_stream = wait_event = synchronize = nothing
+
+    def record_event(self, *args: Any) -> Event:
+        """An event at this point."""
+        return Event()
+
+    def __enter__(self) -> Stream:
+        return self
+
+    __exit__ = nothing
+
+
+ExternalStream = Stream
+_ONLY = Stream()
+synchronize = empty_cache = set_device = set_stream = _lazy_init = nothing
+FloatTensor, HalfTensor, BFloat16Tensor = torch.FloatTensor, torch.HalfTensor, torch.BFloat16Tensor
+manual_seed = torch.manual_seed
+
+
+@contextlib.contextmanager
+def stream(chosen: Any = None) -> Iterator[None]:
+    """Work inside runs as anywhere else."""
+    yield
+
+
+@contextlib.contextmanager
+def _range(*args: Any, **kwargs: Any) -> Iterator[None]:
+    yield
+
+
+nvtx = SimpleNamespace(range_push=nothing, range_pop=nothing, range=_range)
+
+
+def current_stream(*args: Any) -> Stream:
+    """The stream of this thread."""
+    return _ONLY
+
+
+default_stream = current_stream
+
+
+def current_device() -> torch.device:
+    """Megatron-Core creates tensors there."""
+    return CPU
+
+
+def device_count() -> int:
+    """Devices of this process."""
+    return 1
+
+
+def is_available() -> bool:
+    """Whether there is CUDA."""
+    return False
+
+
+def get_rng_state(*args: Any, **kwargs: Any) -> torch.Tensor:
+    """State of the CPU's generator."""
+    return torch.get_rng_state()
+
+
+def set_rng_state(state: torch.Tensor, *args: Any, **kwargs: Any) -> None:
+    """Sets the state of the CPU's generator."""
+    torch.set_rng_state(state)
+
+
+def _lazy_call(call: Any, **kwargs: Any) -> None:
+    call()
+
+
+def _no_bytes(*args: Any) -> int:
+    return 0
+
+
+memory_allocated = memory_reserved = _no_bytes
+
+
+def __getattr__(name: str) -> Any:
+    return getattr(torch.cuda, name)
+
+
+class _Generators:
+    def __getitem__(self, device: Any) -> torch.Generator:
+        return torch.default_generator
+
+
+default_generators = _Generators()
+random = SimpleNamespace(get_rng_state=get_rng_state, set_rng_state=set_rng_state, manual_seed=manual_seed)

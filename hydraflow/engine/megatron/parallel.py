@@ -1,0 +1,89 @@
+"""Megatron-Core's groups of ranks, which are global to a process.
+
+In: the sizes of an engine. Out: this rank's place. Tensor-parallel ranks are neighbours, pipeline stages
+furthest apart, as in the plan's picture (`explain/picture.py`). Left out on purpose: torch.distributed itself
+(`engine/process_group.py`).
+"""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from hydraflow.engine.config import MegatronConfig
+
+
+@dataclass(frozen=True)
+class Place:
+    """A rank's place among all ranks of its role."""
+
+    tensor: int
+    tensor_size: int
+    data: int
+    data_size: int
+    stage: int
+    stages: int
+
+    @classmethod
+    def of(cls, rank: int, ranks: int, settings: MegatronConfig) -> Place:
+        """Of any rank.
+
+        >>> sizes = MegatronConfig(tensor_model_parallel_size=2, pipeline_model_parallel_size=2)
+        >>> place = Place.of(6, 8, sizes)
+        >>> place.tensor, place.data, place.stage
+        (0, 1, 1)
+        """
+        tensor, stages = settings.tensor_model_parallel_size, settings.pipeline_model_parallel_size
+        data = ranks // (tensor * stages)
+        return cls(rank % tensor, tensor, rank // tensor % data, data, rank // (tensor * data), stages)
+
+    def rank(self, *, tensor: int | None = None, stage: int | None = None) -> int:
+        """The rank with the same data and this tensor-parallel place and stage; None: the same."""
+        tensor = self.tensor if tensor is None else tensor
+        stage = self.stage if stage is None else stage
+        return tensor + self.tensor_size * (self.data + self.data_size * stage)
+
+    @property
+    def is_last(self) -> bool:
+        """Whether the last stage is here, where losses are."""
+        return self.stage == self.stages - 1
+
+
+def start(settings: MegatronConfig) -> Place:
+    """Makes the groups; collective. A second engine of the process must have the same sizes."""
+    from megatron.core import parallel_state, tensor_parallel
+
+    place = Place.of(dist.get_rank(), dist.get_world_size(), settings)
+    if not parallel_state.model_parallel_is_initialized():
+        assert dist.group.WORLD is not None
+        options = dist.group.WORLD._get_backend(torch.device("cpu")).options
+        parallel_state.initialize_model_parallel(
+            tensor_model_parallel_size=place.tensor_size,
+            pipeline_model_parallel_size=place.stages,
+            create_gloo_process_groups=False,
+            distributed_timeout_minutes=max(1, int(options._timeout.total_seconds() / 60)),
+        )
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of a CPU's random state, which is the only one there
+            tensor_parallel.model_parallel_cuda_manual_seed(0)
+    found = (
+        parallel_state.get_tensor_model_parallel_rank(),
+        parallel_state.get_data_parallel_rank(),
+        parallel_state.get_pipeline_model_parallel_rank(),
+        parallel_state.get_tensor_model_parallel_world_size(),
+    )
+    assert found == (place.tensor, place.data, place.stage, place.tensor_size), (
+        f"this process has Megatron groups of other sizes: {found}, not {place}"
+    )
+    return place
+
+
+def stop() -> None:
+    """Leaves the groups, if there are any."""
+    from megatron.core import parallel_state
+
+    if parallel_state.model_parallel_is_initialized():
+        parallel_state.destroy_model_parallel()

@@ -1,0 +1,85 @@
+"""Lets Megatron-Core run where there is no CUDA: its sources are rewritten, as text, while they are imported.
+
+Megatron-Core names torch.cuda and the device "cuda" in some 500 lines, and has no door for another device.
+Only modules below `megatron.core` are changed; torch is not, and where there is CUDA nothing is. The rules
+are for Megatron-Core 0.16, which `setup.py` asks for. In: an import. Out: the module, on a CPU. Left out on
+purpose: what Megatron-Core takes from Transformer Engine (`layers.py`).
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import logging
+import re
+import sys
+from collections.abc import Sequence
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
+from types import CodeType, ModuleType
+from typing import Any
+
+from hydraflow.device import gpu_count
+
+STAND_IN = "hydraflow.engine.megatron.no_cuda"
+"""What is called in the place of torch.cuda."""
+
+_RULES = [
+    (re.compile(pattern), replacement)
+    for pattern, replacement in (
+        (r"\bdevice_ids=\[[^\]]*\]", "device_ids=None"),
+        # splits of an all-to-all must become numbers on a CPU, too
+        (r"torch\.is_tensor\(tensor\) and tensor\.is_cuda", "torch.is_tensor(tensor)"),
+        (r"tensor\.record_stream\([^)]*\)+", "pass"),
+        (r"(['\"])torch\.cuda\.(\w*Tensor)", r"\1torch.\2"),
+        (r"\.cuda\((torch\.cuda\.current_device\(\)|non_blocking=\w+|)\)", ".cpu()"),
+        (r"from torch\.cuda import", f"from {STAND_IN} import"),
+        (r"(?<!import )(?<!from )\btorch\.cuda\.", f"__import__('sys').modules['{STAND_IN}']."),
+        (r"f?(['\"])cuda(:0)?\1", "'cpu'"),
+        (r"torch\.device\('cpu', *[^()]*\)", "torch.device('cpu')"),
+        (r"f'cuda:\{[^}]*\}'", "'cpu'"),
+        (r"pin_memory=True", "pin_memory=False"),
+    )
+]
+
+
+def rewritten(source: str) -> str:
+    """The source of a module of Megatron-Core for a machine without CUDA.
+
+    >>> rewritten('x = torch.zeros(2, device="cuda").cuda()')
+    "x = torch.zeros(2, device='cpu').cpu()"
+    """
+    for pattern, replacement in _RULES:
+        source = pattern.sub(replacement, source)
+    return source
+
+
+def install() -> None:
+    """To be called before Megatron-Core is imported; where there is CUDA it does nothing."""
+    if gpu_count() or any(isinstance(finder, _Finder) for finder in sys.meta_path):
+        return
+    assert "megatron.core" not in sys.modules, "Megatron-Core has already been imported"
+    importlib.import_module(STAND_IN)
+    sys.meta_path.insert(0, _Finder())
+    # it warns for each layer that random states of CPU and GPU are one, which they are
+    logging.getLogger("megatron.core.tensor_parallel.random").setLevel(logging.ERROR)
+
+
+class _Loader(SourceFileLoader):
+    def get_code(self, fullname: str) -> CodeType | None:
+        path = self.get_filename(fullname)
+        source = importlib.util.decode_source(self.get_data(path))
+        return compile(rewritten(source), path, "exec", dont_inherit=True)
+
+
+class _Finder(MetaPathFinder):
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        if not f"{fullname}.".startswith("megatron.core."):
+            return None
+        spec = PathFinder.find_spec(fullname, path)
+        loader: Any = spec and spec.loader
+        if spec is not None and isinstance(loader, SourceFileLoader):
+            spec.loader = _Loader(loader.name, loader.path)
+        return spec
