@@ -27,6 +27,7 @@ from hydraflow.memory.report import (
 from hydraflow.memory.roles import ALONE, EstimateInputs, role_memory
 from hydraflow.memory.shape import ModelShape
 from hydraflow.schema import PPOConfig
+from hydraflow.workers.config import CriticConfig, RefConfig
 
 PROCESS_BYTES = 360 * 2**20
 """Host memory of a worker process after its imports; measured by scripts/bench/memory.py."""
@@ -138,10 +139,12 @@ def _read_bytes(inputs: EstimateInputs, role: str, layout: Layout) -> int:
     policy, limits = inputs.config.actor_rollout_ref, inputs.limits
     if layout.engine in ALONE:
         return 0  # starts without weights
-    sections = {"critic": inputs.config.critic.fsdp_config, "ref": policy.ref.fsdp_config}
-    fsdp = sections.get(role, policy.actor.fsdp_config)
+    others: dict[str, CriticConfig | RefConfig] = {"critic": inputs.config.critic, "ref": policy.ref}
+    section = others.get(role, policy.actor)
     numbers = inputs.critic_shape.value_parameters if role == "critic" else inputs.shape.parameters
-    return numbers * (2 if layout.engine == "megatron" else BytesPerNumber.of(fsdp, limits).kept)
+    if layout.engine == "megatron":
+        return numbers * limits.bytes_of(section.megatron.dtype)
+    return numbers * BytesPerNumber.of(section.fsdp_config, limits).kept
 
 
 def _notes(inputs: EstimateInputs) -> Iterator[str]:
@@ -150,8 +153,8 @@ def _notes(inputs: EstimateInputs) -> Iterator[str]:
         yield from (f"critic: {note}" for note in inputs.critic_shape.notes)
     yield from inputs.limits.notes
     engines = {layout.engine for layout in inputs.plan.layouts.values()}
-    if "megatron" in engines:
-        yield "Megatron's numbers come from Megatron-Core's own accounts; they were not measured"
+    if "megatron" in engines and inputs.shape.experts:
+        yield "Megatron's experts are counted as Megatron-Core's own accounts do; they were not measured"
     if "reward_model" in inputs.plan.layouts:
         yield "the reward model is counted as a model of the policy's shape"
     if engines & ALONE and inputs.limits.device_bytes is None:

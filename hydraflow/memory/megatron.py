@@ -1,10 +1,11 @@
 """What one device of a Megatron-Core engine holds: a part of the layers, of each matrix, of the experts.
 
 In: a model's shape, a `Layout`, a micro-batch. Out: `MemoryParts` per phase, for the fullest pipeline stage.
-From Megatron-Core's own accounts, not measured here: weights in the compute type, gradients in float32, and
-12 bytes of optimizer state per 16-bit weight (a float32 copy and two moments), which the distributed
-optimizer divides over data ranks (docs/source/api-guide/dist_optimizer.md); activations divided as in
-Korthikanti et al. 2022 (https://arxiv.org/abs/2205.05198).
+Weights in the compute type, gradients in float32, and 12 bytes of optimizer state per 16-bit weight (a
+float32 copy and two moments), which the distributed optimizer divides over data ranks
+(docs/source/api-guide/dist_optimizer.md); activations divided as in Korthikanti et al. 2022
+(https://arxiv.org/abs/2205.05198). `scripts/bench/memory.py` measures dense models on CPUs; experts are from
+Megatron-Core's own accounts.
 """
 
 from __future__ import annotations
@@ -14,8 +15,9 @@ from dataclasses import dataclass
 from hydraflow.batch_plan.layout import Layout
 from hydraflow.engine.config import MegatronConfig
 from hydraflow.memory.activations import MicroBatchTokens, around_layers, layer_costs
-from hydraflow.memory.report import MemoryParts
+from hydraflow.memory.report import MemoryParts, fullest
 from hydraflow.memory.shape import ModelShape
+from hydraflow.models.chunks import head_chunk
 
 
 @dataclass(frozen=True)
@@ -31,6 +33,8 @@ class MegatronModelMemory:
     checkpointing: bool
     policy: bool
     """Has a vocabulary as output; a critic has one number."""
+    host_copies: bool
+    """Collectives of host tensors copy once more inside (gloo)."""
 
     @property
     def held(self) -> MemoryParts:
@@ -76,9 +80,17 @@ class MegatronModelMemory:
             stored += stored * (stages - 1) // (stages * parts)
         working = (costs.saved if self.checkpointing else 0) + costs.backward
         around = around_layers(self.shape, tokens, self.number) // self._outside
-        return self.held + MemoryParts(
-            activations=stored + working + around, logits=self._logits(tokens, copies=2)
-        )
+        passes = MemoryParts(activations=stored + working + around, logits=self._logits(tokens, copies=2))
+        return self.held + fullest(passes, self._reducing())
+
+    def _reducing(self) -> MemoryParts:
+        """While gradients are summed over data ranks, after the last pass."""
+        is_copied = self.host_copies and self._data_ranks()[0] > 1
+        return MemoryParts(gathered=4 * (self._dense + self._experts) * is_copied)
+
+    def sent(self) -> MemoryParts:
+        """A full tensor on its way to the generation engine, and the parts it is made from."""
+        return MemoryParts(weight_sync=2 * self.shape.largest_tensor * self.number)
 
     @property
     def _outside(self) -> int:
@@ -112,7 +124,11 @@ class MegatronModelMemory:
         return max(1, devices // (layout.tensor * layout.pipeline)), max(1, devices // per_expert)
 
     def _logits(self, tokens: MicroBatchTokens, *, copies: int) -> int:
-        """Logits in the compute type and `copies` in float32, of a share of the vocabulary."""
+        """A chunk's logits in the compute type and `copies` in float32, of a share of the vocabulary; with
+        a backward pass the output matrix's gradient, too."""
         if not self.policy:
             return 4 * tokens.asked
-        return tokens.asked * (self.number + 4 * copies) * self.shape.vocabulary // self.layout.tensor
+        width = -(-self.shape.vocabulary // self.layout.tensor)
+        chunk = min(tokens.asked, head_chunk(self.settings.head_chunk_tokens, width, self.number))
+        gradient = self.number * self.shape.embedding // self.layout.tensor if copies > 1 else 0
+        return chunk * (self.number + 4 * copies) * width + gradient

@@ -75,7 +75,9 @@ def _actor(inputs: EstimateInputs, layout: Layout) -> Estimate:
         trained_entropy=policy.actor.entropy_coeff != 0,
     )
     sending = replace(engine.resting, weights=engine.held.weights)
-    sync = sending + MemoryParts(weight_sync=_sent(inputs, layout))
+    sync = sending + (engine.sent() if isinstance(engine, MegatronModelMemory) else _sent(inputs, layout))
+    if policy.rollout.name in ALONE:
+        sync += MemoryParts(weight_sync=_weight_bucket(inputs))
     return engine.resting, {"log_probs": fullest(*forwards), "update": update, "sync": sync}
 
 
@@ -153,7 +155,8 @@ def _engine(
         return _sharded(inputs, layout, shape, model, role.fsdp_config, trained=trained, policy=policy)
     number = inputs.limits.bytes_of(role.megatron.dtype)
     checkpointing = trained and model.enable_gradient_checkpointing
-    return MegatronModelMemory(shape, layout, role.megatron, number, trained, checkpointing, policy)
+    on_host = inputs.limits.device_type == "cpu"
+    return MegatronModelMemory(shape, layout, role.megatron, number, trained, checkpointing, policy, on_host)
 
 
 def _sharded(
@@ -204,11 +207,9 @@ def micro_batches(plan: RolePlan, longest_row: int) -> int:
     return -(-plan.rows_per_rank // max(1, (plan.micro.max_tokens or 0) // longest_row))
 
 
-def _sent(inputs: EstimateInputs, layout: Layout) -> int:
-    """What the actor sends from: a bucket of full tensors, its shards, and the tensors taken out of it."""
+def _sent(inputs: EstimateInputs, layout: Layout) -> MemoryParts:
+    """What FSDP sends from: a bucket of full tensors, its shards, and the tensors taken out of it."""
     policy, shape = inputs.config.actor_rollout_ref, inputs.shape
-    if layout.engine == "megatron":
-        return 2 * policy.rollout.update_weights_bucket_megabytes * 2**20
     kept = BytesPerNumber.of(policy.actor.fsdp_config, inputs.limits).kept
     bucket = max(min(BUCKET_BYTES, shape.parameters * kept), shape.largest_tensor * kept)
     sent = 2 * bucket + bucket // max(1, layout.shard)
@@ -216,9 +217,7 @@ def _sent(inputs: EstimateInputs, layout: Layout) -> int:
         # all adapters come first, and each merged matrix is a product and a sum
         adapters = adapter_numbers(shape, policy.model.lora_rank, policy.model.target_modules) * shape.layers
         sent += adapters * kept + 2 * (shape.hidden * max(shape.q_width, shape.intermediate)) * kept
-    if policy.rollout.name in ALONE:
-        sent += _weight_bucket(inputs)
-    return sent
+    return MemoryParts(weight_sync=sent)
 
 
 def _weight_bucket(inputs: EstimateInputs) -> int:

@@ -43,11 +43,12 @@ TINY = dict(
     intermediate_size=64,
     num_hidden_layers=2,
     num_attention_heads=2,
-    num_key_value_heads=1,
+    num_key_value_heads=2,
 )
 PRELOADED = [
     "hydraflow.workers.actor",
     "hydraflow.workers.rollout",
+    "hydraflow.engine.megatron.engine",
     "transformers.models.qwen3.modeling_qwen3",
 ]
 _M_MMAP_THRESHOLD = -3
@@ -79,14 +80,19 @@ STORED = Case(
         "actor_rollout_ref.actor.fsdp_config.head_chunk_tokens": 128,
     },
 )  # fmt: skip
+# 42 M parameters, tied; three micro-batches, so gradients are accumulated unsharded
+TIED = Case(
+    "qwen3",
+    dict(vocab_size=8192, hidden_size=512, intermediate_size=1536, num_hidden_layers=12)
+    | dict(num_attention_heads=8, num_key_value_heads=4, head_dim=64, tie_word_embeddings=True),
+    prompt=104, response=24, rows=12, micro=4,
+)  # fmt: skip
+MEGATRON = {
+    "actor_rollout_ref.actor.strategy": "megatron",
+    "actor_rollout_ref.actor.megatron.dtype": "fp32",
+}
 CASES = {
-    # 42 M parameters, tied; three micro-batches, so gradients are accumulated unsharded
-    "tied": Case(
-        "qwen3",
-        dict(vocab_size=8192, hidden_size=512, intermediate_size=1536, num_hidden_layers=12)
-        | dict(num_attention_heads=8, num_key_value_heads=4, head_dim=64, tie_word_embeddings=True),
-        prompt=104, response=24, rows=12, micro=4,
-    ),
+    "tied": TIED,
     # 112 M parameters, half of them in the embedding and the output matrix; one micro-batch
     "untied": Case(
         "llama",
@@ -104,6 +110,21 @@ CASES = {
             "actor_rollout_ref.actor.fsdp_config.ulysses_sequence_parallel_size": RANKS,
         },
     ),
+    # Megatron-Core: the two processes divide each matrix, the layers, or the optimizer's state
+    "matrices": replace(
+        STORED,
+        settings={
+            **MEGATRON,
+            "actor_rollout_ref.model.enable_gradient_checkpointing": False,
+            "actor_rollout_ref.actor.megatron.tensor_model_parallel_size": RANKS,
+            "actor_rollout_ref.actor.megatron.head_chunk_tokens": 128,
+        },
+    ),
+    "stages": replace(
+        TIED,
+        settings={**MEGATRON, "actor_rollout_ref.actor.megatron.pipeline_model_parallel_size": RANKS},
+    ),
+    "state": replace(TIED, settings=MEGATRON),
 }  # fmt: skip
 
 

@@ -1,5 +1,5 @@
-"""The promise: estimates of three small models are within 20 % of what real worker processes hold at their
-peaks."""
+"""The promise: estimates of three small models, on FSDP2 and on Megatron-Core, are within 20 % of what real
+worker processes hold at their peaks."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def script() -> Any:
     return module
 
 
-CASES = ("tied", "untied", "stored", "shared")
+CASES = ("tied", "untied", "stored", "shared", "matrices", "stages", "state")
 
 
 @pytest.fixture(scope="module")

@@ -90,24 +90,24 @@ def load(
     """Loads the named `contents` into model and optimizer; returns the schedule's step, None when `extra` is
     not among them."""
     mesh, prefix, holdings = _mesh(), _prefix(head), list(built.holdings(copies=True).values())
-    wanted = State({SCHEDULE_STEP: torch.tensor(0)} if EXTRA in contents else {})
-    wanted |= {
-        _key(prefix, part, WEIGHT): _sharded(part, _empty(part), mesh)
-        for _, holding in holdings
-        for part in holding.parts
-    }
-    reader = open_checkpoint(directory, wanted)
-    stored = reader.index.tensors.keys()
     parts = [part for _, holding in holdings for part in holding.parts]
-    has_moments = OPTIMIZER in contents and _key(prefix, parts[0], SLOTS[0]) in stored
+
+    def empty(slot: str) -> State:
+        return {_key(prefix, part, slot): _sharded(part, _empty(part), mesh) for part in parts}
+
+    wanted = State({SCHEDULE_STEP: torch.tensor(0)} if EXTRA in contents else {})
+    wanted |= empty(WEIGHT) if MODEL in contents else {}
+    reader = open_checkpoint(directory, wanted)
+    has_moments = OPTIMIZER in contents and _key(prefix, parts[0], SLOTS[0]) in reader.index.tensors
     if has_moments:
         wanted |= {_key(prefix, part, STEP): torch.zeros(()) for part in parts}
-        for slot in SLOTS:
-            wanted |= {_key(prefix, part, slot): _sharded(part, _empty(part), mesh) for part in parts}
+        wanted |= {key: tensor for slot in SLOTS for key, tensor in empty(slot).items()}
     read_into(wanted, reader, directory)
-    optimizer.make_moments(empty=not has_moments)
+    if OPTIMIZER in contents:
+        optimizer.make_moments(empty=not has_moments)
+    slots = [*([WEIGHT] if MODEL in contents else []), *(SLOTS if has_moments else [])]
     for parameter, holding in holdings:
-        for slot in (WEIGHT, *(SLOTS if has_moments else ())):
+        for slot in slots:
             pieces = [_local(wanted[_key(prefix, part, slot)]) for part in holding.parts]
             optimizer.set_whole(parameter, slot, holding.join(pieces).to(parameter.device))
         if has_moments:
