@@ -52,6 +52,13 @@ def test_arithmetic_ppo_has_a_critic(monkeypatch: pytest.MonkeyPatch) -> None:
     )
 
 
+def test_qwen3_moe_megatron_fits_64_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = plan_of(composed("qwen3_moe_megatron", monkeypatch), processes=8, prompts=7473)
+    assert (plan.trajectories_per_step, plan.actor.optimizer_steps_per_step) == (8192, 4)
+    actor, rollout = plan.layouts["actor"], plan.layouts["rollout"]
+    assert (actor.data_ranks, actor.expert, rollout.replicas) == (16, 8, 16)
+
+
 def test_gsm8k_grpo_fits_eight_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     config = composed("gsm8k_grpo", monkeypatch)
     assert (needs_critic(config), needs_reference(config)) == (False, True)

@@ -1,6 +1,6 @@
 """Every estimator really learns the default recipe: thirty steps raise held-out accuracy by a wide margin.
 
-In one process; .ci/run trains the same recipe in Ray on two ranks."""
+In one process, and on two tensor-parallel ranks; .ci/run trains the same recipe in Ray on two data ranks."""
 
 from __future__ import annotations
 
@@ -13,10 +13,23 @@ from jobs.command import LOCAL, hydraflow
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 
-@pytest.mark.parametrize("estimator", ["grpo", "rloo", "reinforce_plus_plus", "gae"])
-def test_it_learns(estimator: str, tmp_path: Path, recipe_cache: Path) -> None:
+TENSOR_RANKS = ["recipe=arithmetic_megatron", "trainer.threads_per_process=1"]
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        *(
+            [f"algorithm.adv_estimator={name}", *LOCAL]
+            for name in ("grpo", "rloo", "reinforce_plus_plus", "gae")
+        ),
+        TENSOR_RANKS,
+    ],
+    ids=lambda given: given[0].split("=")[1],
+)
+def test_it_learns(given: list[str], tmp_path: Path, recipe_cache: Path) -> None:
     overrides = [
-        f"algorithm.adv_estimator={estimator}",
+        *given,
         f"recipe.cache_dir={recipe_cache}",
         f"trainer.default_local_dir={tmp_path}",
     ]
@@ -26,7 +39,7 @@ def test_it_learns(estimator: str, tmp_path: Path, recipe_cache: Path) -> None:
         "trainer.logger=[file]",
         "trainer.save_final_model=false",
     ]
-    done = hydraflow("main_ppo", *overrides, *LOCAL, cwd=tmp_path, timeout=800)
+    done = hydraflow("main_ppo", *overrides, cwd=tmp_path, timeout=800)
     assert done.returncode == 0, done.stderr[-3000:]
     summary = json.loads((tmp_path / "summary.json").read_text())
     assert 0.3 <= summary["first_val_accuracy"] <= 0.6, "the warm start leaves something to learn"
