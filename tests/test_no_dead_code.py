@@ -24,7 +24,7 @@ CALLED_BY_LIBRARIES = {
     "hydraflow/system/role_logs.py: RoleLogs.emit": "logging",
 }
 STANDS_IN = "hydraflow/engine/megatron/no_cuda.py"
-"""Megatron-Core calls all of it; `tests/engine/test_megatron_without_cuda.py` looks."""
+"""Megatron-Core calls all of it; `tests/engine/test_without_cuda.py` looks."""
 FOR_USERS = {
     "hydraflow/dispatch/modes.py: register_dispatch_mode": "verl's: a dispatch mode of the user's own",
     "hydraflow/protocol/batch.py: DataProto.from_tensordict": "verl's",

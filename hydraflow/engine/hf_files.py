@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 
+from hydraflow.engine.first_rank import on_first_rank
 from hydraflow.models import loading
 from hydraflow.models.config import ModelConfig
 from hydraflow.models.heads import PolicyModel, ValueModel
@@ -33,13 +33,17 @@ def save_whole(
     *,
     field: str,
 ) -> None:
-    """Writes on the rank that has `weights`, under a temporary name first. All ranks return together."""
-    if weights is not None:
+    """Writes on rank 0, which alone has `weights`, under a temporary name first. All ranks return together,
+    or raise its ConfigError."""
+
+    def write() -> None:
+        assert weights is not None, "rank 0 has all weights"
         unfinished = directory.with_name(directory.name + ".unfinished")
         shutil.rmtree(unfinished, ignore_errors=True)
         write_hugging_face(hf_files_of(module, model, weights=True), dict(weights), unfinished, field=field)
         replace_folder(unfinished, directory)
-    dist.barrier()
+
+    on_first_rank(write)
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,7 @@ PRELOADED = [
     "hydraflow.workers.actor",
     "hydraflow.workers.critic",
     "hydraflow.engine.fsdp.engine",
+    "hydraflow.engine.megatron.engine",
     "transformers.models.qwen3.modeling_qwen3",
 ]
 """Modules that import what ranks need."""

@@ -220,6 +220,42 @@ def test_shared_prompts_change_neither_numbers_nor_gradients(
         )
 
 
+def test_a_line_that_is_filled_up_by_hand() -> None:
+    """The filling is a row of its own behind the others, also where rows share a prompt."""
+    prompts = ragged.from_rows([torch.tensor(p) for p in ([5, 6], [5, 6], [7])])
+    responses = ragged.from_rows([torch.tensor(r) for r in ([8, 9], [9, 8, 9], [8])])
+    packed = pack(prompts, responses, device=CPU, multiple_of=4)
+    assert packed.input_ids.tolist() == [[5, 6, 8, 9, 8, 7, 0, 0]]
+    assert packed.position_ids.tolist() == [[0, 1, 2, 2, 3, 0, 0, 1]]
+    assert packed.predicts_at.tolist() == [1, 2, 1, 3, 4, 5]
+    assert packed.shape == (3, 3)
+    assert packed.plan is not None and packed.plan.shared is not None
+    assert packed.plan.shared.to_rows.tolist() == [0, 1, 2, 0, 1, 3, 4, 5, 6, 7]
+    full = pack(prompts, responses, device=CPU, multiple_of=3)
+    assert full.input_ids.tolist() == pack(prompts, responses, device=CPU).input_ids.tolist()
+
+
+@pytest.mark.parametrize("samples", [[0, 1, 2, 3, 4], [0, 0, 0, 1, 2, 2, 4, 0]], ids=["apart", "shared"])
+@pytest.mark.parametrize("name", ["qwen3", "qwen3-window", "llama"])
+def test_filling_changes_neither_numbers_nor_gradients(name: str, samples: list[int]) -> None:
+    ours, _, _ = models_of(CONFIGS[name](), chunk=5)
+    prompts, responses = rows_of([(3, 4), (1, 9), (6, 1), (2, 7), (30, 2)])
+    chosen = torch.tensor(samples)
+    rows = ragged.take(prompts, chosen), ragged.take(responses, chosen.flip(0))
+    found, lengths = [], []
+    for multiple in (1, 7, 11, 64):
+        batch = pack(*rows, device=CPU, multiple_of=multiple)
+        lengths.append(batch.input_ids.shape[1])
+        assert lengths[-1] == -(-lengths[0] // multiple) * multiple
+        log_probs, entropy = ours(batch, Ask(0.7, entropy=True))
+        weight = torch.linspace(-1, 1, len(log_probs), dtype=torch.float64)
+        gradients = torch.autograd.grad((log_probs * weight + 0.1 * entropy).sum(), list(ours.parameters()))
+        found.append([log_probs.detach(), entropy.detach(), *gradients])
+    assert len(set(lengths)) > 2
+    for other in found[1:]:
+        torch.testing.assert_close(other, found[0], rtol=0, atol=1e-10)
+
+
 def test_only_wanted_tokens_are_asked() -> None:
     ours, _, _ = models_of(CONFIGS["llama"]())
     prompts, responses = rows_of([(3, 4), (2, 3)])

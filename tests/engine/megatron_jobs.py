@@ -1,0 +1,347 @@
+"""What ranks do in the tests of the Megatron engine; in a file of its own so that spawned processes can
+import it. Jobs get the options of `rank_jobs.make_engine`; with `megatron` among them the engine is that."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from engine import rank_jobs
+from engine.ulysses_jobs import make_rows
+from megatron.core import parallel_state
+
+from hydraflow.engine.config import MegatronConfig, OptimConfig
+from hydraflow.engine.megatron import parallel
+from hydraflow.engine.megatron.engine import MegatronEngine
+from hydraflow.engine.megatron.head import VocabularyParallelHead, VocabularyShare
+from hydraflow.engine.megatron.names import vocabulary_share
+from hydraflow.engine.megatron.optimizer import SLOTS, WEIGHT
+from hydraflow.errors import ConfigError
+from hydraflow.models.ask import Ask
+from hydraflow.models.config import ModelConfig
+from hydraflow.protocol import ragged
+from hydraflow.protocol.batch import DataProto
+
+TEMPERATURE = 0.8
+OPTIM = {"lr": 1e-2, "clip_grad": 0.5, "weight_decay": 0.1, "eps": 1e-3}
+"""Clips; epsilon is large, because AdamW otherwise divides rounding errors by gradients next to 0."""
+Sizes = tuple[int, int]
+_groups: dict[Sizes, dict[str, Any]] = {}
+_sizes: Sizes | None = None
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A rank's part of a Hugging Face tensor."""
+
+    name: str
+    shape: tuple[int, ...]
+    dim: int | None
+    start: int
+    value: torch.Tensor
+
+
+def make_engine(path: str, options: Mapping[str, Any]) -> Any:
+    """An engine of either kind in float32; the groups of ranks are new where their sizes are."""
+    options = {
+        **options,
+        "optim": None if options.get("optim", 0) is None else {**OPTIM, **options.get("optim", {})},
+    }
+    if "megatron" not in options:
+        return rank_jobs.make_engine(path, options)
+    settings = MegatronConfig(**{"dtype": "fp32", **options.pop("megatron")})
+    restart(settings)
+    optim = options.pop("optim")
+    return MegatronEngine(
+        ModelConfig(path=path, **options.pop("model", {})),
+        settings,
+        None if optim is None else OptimConfig(**optim),
+        head=options.pop("head", "policy"),
+        device=rank_jobs.CPU,
+        **options,
+    )
+
+
+def restart(settings: MegatronConfig) -> None:
+    """Makes way for groups of other sizes, or takes those that were there before: Megatron-Core forgets
+    groups, but their threads stay, and hundreds of them take minutes."""
+    global _sizes
+    sizes = (settings.tensor_model_parallel_size, settings.pipeline_model_parallel_size)
+    if sizes == _sizes:
+        return
+    if _sizes is not None:
+        names = [name for name in vars(parallel_state) if name.startswith("_") and name.isupper()]
+        _groups[_sizes] = {name: getattr(parallel_state, name) for name in names}
+    parallel.stop()
+    vars(parallel_state).update(_groups.get(sizes, {}))
+    _sizes = sizes
+
+
+# --- whole tensors from all ranks' parts
+
+
+def pieces(engine: MegatronEngine, of: Callable[[torch.nn.Parameter], torch.Tensor]) -> list[Piece]:
+    """Parts of Hugging Face tensors; `of` gives each parameter's values. Of a tied embedding both copies."""
+    return [
+        Piece(part.name, part.shape, part.dim, part.start, value.detach().clone())
+        for parameter, holding in engine._built.holdings(copies=True).values()
+        for part, value in zip(holding.parts, holding.cut(of(parameter)), strict=True)
+    ]
+
+
+def assembled(found: Sequence[Sequence[Piece]]) -> dict[str, torch.Tensor]:
+    """Whole tensors. What several ranks have must be the same on all, and every number must be on one."""
+    whole: dict[str, torch.Tensor] = {}
+    for piece in (piece for of_rank in found for piece in of_rank):
+        tensor = whole.setdefault(piece.name, piece.value.new_full(piece.shape, torch.nan))
+        place = (
+            tensor
+            if piece.dim is None
+            else tensor.narrow(piece.dim, piece.start, piece.value.shape[piece.dim])
+        )
+        known = ~place.isnan()
+        assert torch.equal(place[known], piece.value[known]), f"copies of {piece.name} differ"
+        place.copy_(piece.value)
+    assert not [name for name, tensor in whole.items() if bool(tensor.isnan().any())]
+    return whole
+
+
+def gradient_of(engine: MegatronEngine, parameter: Any) -> torch.Tensor:
+    """Summed over data ranks: with a distributed optimizer each has its range of the buffer."""
+    optimizer, summed = engine._optimizer, parameter.main_grad
+    assert optimizer is not None
+    if not optimizer._is_shared:
+        return summed
+    main, start = optimizer._main(parameter)
+    full = torch.zeros(parameter.numel(), dtype=summed.dtype)
+    if main is not None:
+        end = start + main.numel()
+        full[start:end] = summed.view(-1)[start:end]
+    dist.all_reduce(full, group=optimizer._sharers())
+    return full.view(parameter.shape)
+
+
+def gradients(engine: MegatronEngine) -> list[Piece]:
+    """This rank's parts of the gradient."""
+    return pieces(engine, lambda parameter: gradient_of(engine, parameter))
+
+
+def state(engine: Any) -> dict[str, list[Piece]]:
+    """This rank's parts of weights and moments by slot, as the optimizer has them; no moments before the
+    first step. Collective over data ranks."""
+    optimizer = engine._optimizer
+    found = {}
+    for slot in (WEIGHT, *(SLOTS if optimizer.has_moments() else ())):
+        found[slot] = pieces(engine, partial(optimizer.whole, slot=slot))
+    return found
+
+
+# --- numbers of a batch
+
+
+def numbers(path: str, options: Mapping[str, Any], kind: str, micro_batches: int) -> dict[str, Any]:
+    """What the engine says of this rank's rows, metrics of their loss, its gradient, and two steps."""
+    engine = make_engine(path, options)
+    share = rank_jobs.my_share(make_rows(kind), engine)
+    parts = share.chunk(micro_batches)
+    ask = Ask(TEMPERATURE, entropy=options.get("head", "policy") == "policy")
+    columns = dict(engine.forward(parts, ask).items())
+    if ask.entropy:
+        columns["greedy_match"] = engine.forward(parts, Ask(TEMPERATURE, greedy_match=True)).get(
+            "greedy_match"
+        )
+    found: dict[str, Any] = {"said": {name: ragged.parts(column)[0] for name, column in columns.items()}}
+    found["told"] = engine.forward_backward(parts, rank_jobs.loss_of, ask)
+    is_core = isinstance(engine, MegatronEngine)
+    found["gradient"] = gradients(engine) if is_core else rank_jobs.gradients(engine)
+    found["steps"] = [engine.optimizer_step()]
+    engine.lr_step()
+    engine.forward_backward(parts, rank_jobs.loss_of, ask)
+    found["steps"].append(engine.optimizer_step())
+    found["weights"] = rank_jobs.full_weights(engine)
+    found["place"] = (engine.data_rank, engine.data_size, engine.is_collect)
+    rows = torch.tensor([float(len(share))])
+    found["counted"] = [float(engine.reduce(rows, how)) for how in ("sum", "max")]
+    return found
+
+
+def cut_gradients(
+    path: str, options: Mapping[str, Any], batch: DataProto, cuts: Sequence[tuple[Sequence[int], int]]
+) -> list[list[Piece]]:
+    """The gradient with the rows in each order and so many of them in a micro-batch."""
+    engine = make_engine(path, options)
+    found = []
+    for order, rows in cuts:
+        share = rank_jobs.my_share(batch.select_idxs(order), engine)
+        engine.forward_backward(share.split(rows), rank_jobs.loss_of, Ask(TEMPERATURE, entropy=True))
+        found.append(gradients(engine))
+        engine._ddp.zero_grad_buffer()
+        engine._optimizer.zero_grad()
+    return found
+
+
+def break_one_rank(path: str, options: Mapping[str, Any]) -> tuple[dict[str, float], bool, dict[str, float]]:
+    """An infinite loss on the last rank only: what each rank is told, whether its weights moved, and what it
+    is told of a sound step after that."""
+    engine = make_engine(path, options)
+    before = rank_jobs.full_weights(engine)
+
+    def broken(*args: Any) -> Any:
+        loss, told = rank_jobs.loss_of(*args)
+        return (loss * float("inf") if dist.get_rank() == dist.get_world_size() - 1 else loss), told
+
+    share = rank_jobs.my_share(rank_jobs.make_batch(), engine)
+    engine.forward_backward([share], broken)
+    told = engine.optimizer_step()
+    after = rank_jobs.full_weights(engine)
+    engine.forward_backward([share], rank_jobs.loss_of)
+    moved = any(not torch.equal(before[name], after[name]) for name in before)
+    return told, moved, engine.optimizer_step()
+
+
+# --- weights
+
+
+def weights_to(path: str, options: Mapping[str, Any], rank: int | None) -> list[tuple[str, torch.Tensor]]:
+    """In the order in which they come."""
+    return [(name, tensor.clone()) for name, tensor in make_engine(path, options).weights(to=rank)]
+
+
+def save_hf(path: str, options: Mapping[str, Any], directory: str) -> None:
+    make_engine(path, options).save_hf(directory)
+
+
+def refusal(path: str, options: Mapping[str, Any]) -> str:
+    """What a rank is told that cannot have this model."""
+    try:
+        make_engine(path, options)
+    except ConfigError as error:
+        return str(error)
+    return ""
+
+
+# --- checkpoints
+
+
+def everything(engine: Any) -> dict[str, Any]:
+    """All weights, the optimizer's state (Megatron-Core's: this rank's parts), and the learning rate."""
+    found: dict[str, Any] = {"weights": rank_jobs.full_weights(engine), "lr": engine._lr()}
+    if not isinstance(engine, MegatronEngine):
+        return found | {"moments": rank_jobs.moments(engine)}
+    optimizer, steps = engine._optimizer, set()
+    assert optimizer is not None
+    if optimizer.has_moments():
+        steps = {float(optimizer.steps(p)) for p, _ in engine._built.holdings().values()}
+    return found | {"state": state(engine), "steps": steps}
+
+
+def write_checkpoint(
+    path: str, options: Mapping[str, Any], directory: str, steps: int, contents: Sequence[str]
+) -> dict[str, Any]:
+    """Some steps, a snapshot that is written by another thread while two more are taken; what the snapshot
+    must hold."""
+    engine = make_engine(path, options)
+    for step in range(steps):
+        rank_jobs.step_once(engine, step)
+    held = everything(engine)
+    snapshot = engine.snapshot(contents)
+    files: list[Path] = []
+    thread = threading.Thread(target=lambda: files.extend(snapshot.write(Path(directory))))
+    thread.start()
+    went_on = go_on(engine, steps)
+    thread.join()
+    names = [str(path.relative_to(directory)) for path in files]
+    return held | {"next": went_on, "files": names, "bytes": engine.stored_bytes(contents)}
+
+
+def read_checkpoint(
+    path: str,
+    options: Mapping[str, Any],
+    directory: str,
+    steps: int,
+    contents: Sequence[str],
+    trained: int = 0,
+) -> dict[str, Any]:
+    """What an engine holds after reading, and after two more steps. trained: steps before it reads."""
+    engine = make_engine(path, options)
+    for step in range(trained):
+        rank_jobs.step_once(engine, 50 + step)
+    engine.load(directory, contents)
+    return everything(engine) | {"next": go_on(engine, steps)}
+
+
+def pass_on(path: str, options: Mapping[str, Any], source: str, target: str) -> dict[str, Any]:
+    """Reads a checkpoint and writes it; what the engine holds."""
+    engine = make_engine(path, options)
+    engine.load(source, rank_jobs.CONTENTS)
+    engine.snapshot(rank_jobs.CONTENTS).write(Path(target))
+    return everything(engine)
+
+
+def go_on(engine: Any, steps: int) -> dict[str, torch.Tensor]:
+    for step in (steps, steps + 1):
+        rank_jobs.step_once(engine, step)
+    return rank_jobs.full_weights(engine)
+
+
+def load_refusal(path: str, options: Mapping[str, Any], directory: str) -> str:
+    """The class and words of what an engine says to a checkpoint."""
+    from hydraflow.errors import EnvironmentFault
+
+    engine = make_engine(path, options)
+    try:
+        engine.load(directory, rank_jobs.CONTENTS)
+    except (ConfigError, EnvironmentFault) as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def save_both(path: str, options: Mapping[str, Any], directory: str) -> None:
+    """A checkpoint as training saves it, after two steps; and beside it what the engine itself exports."""
+    engine = make_engine(path, options)
+    for step in range(2):
+        rank_jobs.step_once(engine, step)
+    engine.snapshot(rank_jobs.CONTENTS).write(Path(directory) / "actor")
+    engine.save_hf(Path(directory) / "exported")
+
+
+# --- the head
+
+
+def head(
+    hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, ask: Ask, chunk: int
+) -> dict[str, Any]:
+    """Outputs of this rank's share of the vocabulary, and its parts of the gradients."""
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    width = vocabulary_share(len(weight), ranks)
+    mine = weight.new_zeros(width, weight.shape[1])
+    own = weight[rank * width : (rank + 1) * width]
+    mine[: len(own)] = own
+    assert dist.group.WORLD is not None
+    share = VocabularyShare(dist.group.WORLD, rank * width, len(own), chunk)
+    hidden, mine = hidden.clone().requires_grad_(), mine.requires_grad_()
+    outputs = [
+        output
+        for output in VocabularyParallelHead.apply(hidden, mine, targets, ask, share)
+        if output is not None
+    ]
+    head_loss(outputs, ask).backward()
+    return {
+        "outputs": [output.detach() for output in outputs],
+        "hidden": hidden.grad,
+        "weight": mine.grad,
+    }
+
+
+def head_loss(outputs: Sequence[torch.Tensor], ask: Ask) -> torch.Tensor:
+    """A sum with another weight for each token, and a curve in it."""
+    log_probs = outputs[0]
+    weights = torch.linspace(-1, 1, len(log_probs), dtype=log_probs.dtype)
+    loss = (weights * (log_probs + 0.1 * log_probs.square())).sum()
+    return loss + (weights.flip(0) * outputs[1].square()).sum() if ask.entropy else loss

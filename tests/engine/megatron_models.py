@@ -1,0 +1,124 @@
+"""Small models of every family that the Megatron engine builds, and what transformers says of rows: in
+float64, one row at a time, without packing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from engine import rank_jobs
+from engine.megatron_jobs import TEMPERATURE
+from engine.pool import Ranks
+from engine.ulysses_jobs import make_rows
+from safetensors.torch import load_file, save_file
+
+from hydraflow.engine.base import ModelOutput, columns_of
+from hydraflow.models.tiny import make_tokenizer
+from hydraflow.protocol import ragged
+
+SIZES: dict[str, Any] = dict(vocab_size=19, hidden_size=32, intermediate_size=48, num_attention_heads=4)
+SIZES |= dict(
+    num_hidden_layers=2, max_position_embeddings=128, bos_token_id=0, eos_token_id=1, pad_token_id=0
+)
+"""No number of ranks divides the vocabulary."""
+GROUPED = SIZES | dict(num_key_value_heads=2)
+SCALED: dict[str, Any] = dict(rope_type="llama3", rope_theta=100.0, factor=4.0)
+SCALED |= dict(low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=16)
+FAMILIES: dict[str, Any] = {
+    "llama": transformers.LlamaConfig(
+        **SIZES | dict(num_hidden_layers=4),
+        num_key_value_heads=4,
+        tie_word_embeddings=False,
+        rope_parameters=SCALED,
+    ),
+    "mistral": transformers.MistralConfig(**GROUPED, sliding_window=None),
+    "qwen2": transformers.Qwen2Config(**GROUPED, tie_word_embeddings=True),
+    "qwen3": transformers.Qwen3Config(**GROUPED, head_dim=16, tie_word_embeddings=False),
+}
+"""Heads of keys as many as of queries or fewer, layers four or two, embeddings tied or not, biases, norms of
+heads that are wider than the model, and scaled frequencies."""
+SCORE = "score.weight"
+
+
+def sizes(tensor: int = 1, stages: int = 1, **others: Any) -> dict[str, Any]:
+    """Settings of the engine."""
+    return {"tensor_model_parallel_size": tensor, "pipeline_model_parallel_size": stages, **others}
+
+
+@contextmanager
+def started(sizes: Sequence[int]) -> Iterator[dict[int, Ranks]]:
+    """So many ranks each, which are ended without leaving their groups: of many layouts, that takes
+    seconds."""
+    made = {size: Ranks(size) for size in sizes}
+    yield made
+    for process in (process for pool in made.values() for process in pool.processes):
+        process.terminate()
+        process.join(20)
+
+
+def save_families(folder: Path) -> Path:
+    """A model of each family below the folder."""
+    for name, config in FAMILIES.items():
+        save_model(config, folder / name)
+    return folder
+
+
+def save_model(config: Any, folder: Path) -> None:
+    """A model all of whose weights matter, with a value head and a tokenizer."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        lm = transformers.AutoModelForCausalLM.from_config(config)
+        for parameter in lm.parameters():
+            wide = parameter.ndim > 1
+            parameter.data = torch.randn_like(parameter) * 0.2 + (0 if wide else parameter.data)
+        score = torch.randn(1, config.hidden_size)
+    lm.save_pretrained(folder)
+    make_tokenizer().save_pretrained(folder)
+    file = folder / "model.safetensors"
+    save_file({**load_file(file), SCORE: score}, file, {"format": "pt"})
+
+
+def stored(path: str | Path) -> dict[str, torch.Tensor]:
+    """What is in the files, the value head left out."""
+    return {name: t for name, t in load_file(Path(path) / "model.safetensors").items() if name != SCORE}
+
+
+def plain_numbers(path: str, head: str, kind: str) -> dict[str, Any]:
+    """What transformers' own model says, and the gradient of the loss, by name."""
+    lm = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float64)
+    parameters: dict[str, torch.Tensor] = dict(lm.named_parameters())
+    if head == "value":
+        score = load_file(Path(path) / "model.safetensors")[SCORE].double().requires_grad_()
+        parameters = {name: p for name, p in parameters.items() if name != "lm_head.weight"} | {SCORE: score}
+    data = make_rows(kind)
+    said: dict[str, list[torch.Tensor]] = {}
+    for prompt, response in zip(ragged.rows(data.get("prompts")), ragged.rows(data.get("responses"))):
+        ids, asked = torch.cat([prompt, response])[None], slice(len(prompt) - 1, -1)
+        if head == "value":
+            hidden = lm.model(input_ids=ids, use_cache=False).last_hidden_state[0, asked]
+            said.setdefault("values", []).append(hidden @ parameters[SCORE][0])
+            continue
+        logits = lm(input_ids=ids, use_cache=False).logits[0, asked] / TEMPERATURE
+        full = logits.log_softmax(-1)
+        said.setdefault("log_probs", []).append(full.gather(-1, response[:, None])[:, 0])
+        said.setdefault("entropys", []).append(-(full.exp() * full).sum(-1))
+        said.setdefault("greedy_match", []).append((logits.argmax(-1) == response).double())
+    width = int(ragged.lengths(data.get("responses")).max())
+    columns = columns_of(data, width, rank_jobs.CPU)
+    mask = columns["response_mask"]
+    dense = {name: torch.nn.utils.rnn.pad_sequence(rows, True) * mask for name, rows in said.items()}
+    if head == "value":
+        output = ModelOutput(values=dense["values"])
+    else:
+        output = ModelOutput(log_probs=dense["log_probs"], entropy=dense["entropys"])
+    loss, _ = rank_jobs.loss_of(output, columns)
+    found = torch.autograd.grad(loss, list(parameters.values()))
+    return {
+        "said": {name: torch.cat(rows).detach() for name, rows in said.items()},
+        "loss": loss.item(),
+        "gradient": dict(zip(parameters, found, strict=True)),
+    }

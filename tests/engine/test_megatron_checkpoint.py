@@ -1,0 +1,313 @@
+"""Checkpoints of the Megatron engine: the same layout goes on bit by bit; other layouts and the FSDP engine
+read the same weights and moments, and it reads theirs."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import hydraflow.engine.megatron  # noqa: F401  lets Megatron-Core run without CUDA, so it comes first
+
+pytest.importorskip("megatron.core")
+
+from engine import megatron_jobs as jobs
+from engine.foreign import INDEX, put_into_index, put_into_shard
+from engine.megatron_models import save_families, sizes, started
+from engine.pool import Ranks
+from engine.rank_jobs import CONTENTS
+from model_merger.directories import assert_same_bits, merge, read
+from transformers import AutoModelForCausalLM
+
+SCHEDULE = {"optim": {"lr_warmup_steps": 1, "lr_scheduler_type": "linear"}, "total_steps": 9}
+PLAIN = {"use_distributed_optimizer": False}
+LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
+    "alone": (1, {"megatron": sizes()}),
+    "tp 2": (2, {"megatron": sizes(2)}),
+    "pp 2": (2, {"megatron": sizes(1, 2)}),
+    "data 2": (2, {"megatron": sizes()}),
+    "data 2, plain optimizer": (2, {"megatron": sizes(**PLAIN)}),
+    "tp 2 pp 2": (4, {"megatron": sizes(2, 2)}),
+    "tp 2, data 2": (4, {"megatron": sizes(2)}),
+    "pp 2, data 2, plain optimizer": (4, {"megatron": sizes(1, 2, **PLAIN)}),
+    "fsdp 1": (1, {}),
+    "fsdp 2": (2, {}),
+}
+"""Ranks and options."""
+CORE = [name for name, (_, options) in LAYOUTS.items() if options]
+
+
+@pytest.fixture(scope="module")
+def pools() -> Iterator[dict[int, Ranks]]:
+    """One, two and four ranks."""
+    with started((1, 2, 4)) as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a model of each family."""
+    return save_families(tmp_path_factory.mktemp("models"))
+
+
+def options_of(layout: str, **others: Any) -> dict[str, Any]:
+    return {**SCHEDULE, **LAYOUTS[layout][1], **others}
+
+
+def write(
+    pools: dict[int, Ranks],
+    path: Path | str,
+    layout: str,
+    folder: Path,
+    *,
+    steps: int = 2,
+    contents: Sequence[str] = CONTENTS,
+    **others: Any,
+) -> list[dict[str, Any]]:
+    ranks = pools[LAYOUTS[layout][0]]
+    options = options_of(layout, **others)
+    return ranks.run(jobs.write_checkpoint, str(path), options, str(folder), steps, contents)
+
+
+def load(
+    pools: dict[int, Ranks],
+    path: Path | str,
+    layout: str,
+    folder: Path,
+    *,
+    steps: int = 2,
+    contents: Sequence[str] = CONTENTS,
+    trained: int = 0,
+    **others: Any,
+) -> list[dict[str, Any]]:
+    ranks = pools[LAYOUTS[layout][0]]
+    options = options_of(layout, **others)
+    return ranks.run(jobs.read_checkpoint, str(path), options, str(folder), steps, contents, trained)
+
+
+def state_of(found: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
+    """Whole weights and moments by Hugging Face name and slot, as float32."""
+    if "moments" in found[0]:
+        moments = {name.partition(".")[2]: value for name, value in found[0]["moments"].items()}
+        return {name: value for name, value in moments.items() if not name.endswith(".step")}
+    slots = found[0]["state"]
+    whole = {slot: jobs.assembled([rank["state"][slot] for rank in found]) for slot in slots}
+    return {
+        f"{name}.{slot}": value for slot in slots if slot != "weight" for name, value in whole[slot].items()
+    }
+
+
+def steps_of(found: dict[str, Any]) -> set[float]:
+    """How often the optimizer has updated each parameter."""
+    if "moments" in found:
+        return {float(value) for name, value in found["moments"].items() if name.endswith(".step")}
+    return found["steps"]
+
+
+def assert_equal(got: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> None:
+    assert got.keys() == wanted.keys()
+    unequal = [name for name in wanted if not torch.equal(got[name], wanted[name])]
+    assert not unequal, unequal
+
+
+def assert_holds(got: list[dict[str, Any]], wanted: list[dict[str, Any]]) -> None:
+    assert_equal(state_of(got), state_of(wanted))
+    for rank in got:
+        assert_equal(rank["weights"], wanted[0]["weights"])
+        assert rank["lr"] == wanted[0]["lr"] == 0.01 * 7 / 8
+        assert steps_of(rank) == steps_of(wanted[0]) == {2.0}
+
+
+@pytest.mark.parametrize("layout", CORE)
+def test_the_same_layout_goes_on_bit_by_bit(
+    pools: dict[int, Ranks], models: Path, tmp_path: Path, layout: str
+) -> None:
+    """Two more steps; also in an engine that has trained something else before."""
+    written = write(pools, models / "qwen2", layout, tmp_path)
+    for trained in (0, 1):
+        found = load(pools, models / "qwen2", layout, tmp_path, trained=trained)
+        assert_holds(found, written)
+        for rank in found:
+            assert_equal(rank["next"], written[0]["next"])
+    assert len(state_of(written)) == 2 * len(written[0]["weights"])
+
+
+@pytest.mark.parametrize("layout", ["alone", "tp 2", "data 2", "data 2, plain optimizer", "tp 2 pp 2"])
+def test_bf16_goes_on_bit_by_bit(pools: dict[int, Ranks], models: Path, tmp_path: Path, layout: str) -> None:
+    """From the optimizer's own weights, which are in float32."""
+    core: dict[str, Any] = {"megatron": {**LAYOUTS[layout][1]["megatron"], "dtype": "bf16"}}
+    written = write(pools, models / "qwen2", layout, tmp_path, **core)
+    found = load(pools, models / "qwen2", layout, tmp_path, **core)
+    assert_holds(found, written)
+    for slot in ("weight", "exp_avg"):
+        assert_equal(*(jobs.assembled([rank["state"][slot] for rank in ranks]) for ranks in (found, written)))
+    weights = jobs.assembled([rank["state"]["weight"] for rank in found])
+    assert {tensor.dtype for tensor in weights.values()} == {torch.float32}
+    for rank in found:
+        assert_equal(rank["next"], written[0]["next"])
+        for name, tensor in rank["weights"].items():
+            assert torch.equal(tensor, weights[name].bfloat16())
+            assert not torch.equal(weights[name], weights[name].bfloat16().float())
+
+
+@pytest.mark.parametrize("written_by", ["tp 2 pp 2", "data 2", "fsdp 2"])
+def test_every_other_layout_reads_it(
+    pools: dict[int, Ranks], models: Path, tmp_path: Path, written_by: str
+) -> None:
+    written = write(pools, models / "qwen2", written_by, tmp_path)
+    for layout in LAYOUTS:
+        found = load(pools, models / "qwen2", layout, tmp_path)
+        assert_holds(found, written)
+        for name, value in written[0]["next"].items():
+            torch.testing.assert_close(found[0]["next"][name], value, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize(("family", "head"), [("llama", "policy"), ("qwen3", "policy"), ("qwen2", "value")])
+def test_a_checkpoint_goes_round(
+    pools: dict[int, Ranks], models: Path, tmp_path: Path, family: str, head: str
+) -> None:
+    """Each layout saves what it has read from the one before."""
+    rounds = ["fsdp 2", "tp 2", "pp 2", "data 2", "tp 2 pp 2", "fsdp 1"]
+    path = models / family
+    first = last = write(pools, path, rounds[0], tmp_path / "0", head=head)
+    for number, layout in enumerate(rounds[1:], 1):
+        options = options_of(layout, head=head)
+        folders = str(tmp_path / str(number - 1)), str(tmp_path / str(number))
+        last = pools[LAYOUTS[layout][0]].run(jobs.pass_on, str(path), options, *folders)
+    assert_equal(state_of(last), state_of(first))
+    assert_equal(last[0]["weights"], first[0]["weights"])
+
+
+def test_bf16_is_read_in_float32(pools: dict[int, Ranks], models: Path, tmp_path: Path) -> None:
+    core: dict[str, Any] = {"megatron": sizes(2, dtype="bf16")}
+    written = write(pools, models / "qwen2", "tp 2", tmp_path, **core)
+    weights = jobs.assembled([rank["state"]["weight"] for rank in written])
+    for layout in ("fsdp 2", "pp 2"):
+        assert_equal(load(pools, models / "qwen2", layout, tmp_path)[0]["weights"], weights)
+
+
+# --- parts
+
+
+@pytest.mark.parametrize("layout", ["tp 2", "data 2", "fsdp 2"])
+def test_parts_can_be_read_by_themselves(
+    pools: dict[int, Ranks], models: Path, tmp_path: Path, layout: str
+) -> None:
+    """The same for both engines."""
+    path = models / "qwen2"
+    written = write(pools, path, layout, tmp_path)
+    fresh = write(pools, path, layout, tmp_path / "fresh", steps=0)
+    weights = load(pools, path, layout, tmp_path, contents=["model"])
+    assert_equal(weights[0]["weights"], written[0]["weights"])
+    assert state_of(weights) == {} and weights[0]["lr"] == 0.0
+    moments = load(pools, path, layout, tmp_path, contents=["optimizer"])
+    assert_equal(state_of(moments), state_of(written))
+    assert_equal(moments[0]["weights"], fresh[0]["weights"])
+    assert steps_of(moments[0]) == {2.0} and moments[0]["lr"] == 0.0
+
+
+@pytest.mark.parametrize("layout", ["tp 2", "pp 2", "fsdp 2"])
+def test_parts_can_be_written_by_themselves(
+    pools: dict[int, Ranks], models: Path, tmp_path: Path, layout: str
+) -> None:
+    path = models / "qwen2"
+    written = write(pools, path, layout, tmp_path / "model", contents=["model"])
+    found = load(pools, path, "pp 2", tmp_path / "model", contents=["model"])
+    assert_equal(found[0]["weights"], written[0]["weights"])
+    write(pools, path, layout, tmp_path / "optimizer", contents=["optimizer"])
+    found = load(pools, path, "pp 2", tmp_path / "optimizer", contents=["optimizer"])
+    assert_equal(state_of(found), state_of(written))
+
+
+@pytest.mark.parametrize("layout", ["tp 2", "data 2", "pp 2"])
+def test_before_its_first_step_an_optimizer_has_no_state(
+    pools: dict[int, Ranks], models: Path, tmp_path: Path, layout: str
+) -> None:
+    """Moments of other steps are dropped."""
+    written = write(pools, models / "qwen2", layout, tmp_path, steps=0)
+    for trained in (0, 1):
+        found = load(pools, models / "qwen2", layout, tmp_path, steps=0, trained=trained)
+        assert state_of(found) == {} and found[0]["lr"] == 0.0
+        assert_equal(found[0]["weights"], written[0]["weights"])
+        assert_equal(found[0]["next"], written[0]["next"])
+
+
+# --- files
+
+
+@pytest.mark.parametrize("layout", ["tp 2 pp 2", "tp 2, data 2", "data 2"])
+def test_what_the_ranks_write_adds_up(
+    pools: dict[int, Ranks], models: Path, tmp_path: Path, layout: str
+) -> None:
+    written = write(pools, models / "qwen2", layout, tmp_path, contents=[*CONTENTS, "hf_model"])
+    files = sorted(str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*") if path.is_file())
+    assert sorted(name for rank in written for name in rank["files"]) == files
+    lm = AutoModelForCausalLM.from_pretrained(tmp_path / "huggingface")
+    assert_equal({name: p.detach() for name, p in lm.named_parameters()}, written[0]["weights"])
+    facts = json.loads((tmp_path / "checkpoint.json").read_text())
+    assert facts["engine"] == "megatron" and facts["world_size"] == len(written) and facts["tied"]
+    weights = sum(tensor.numel() for tensor in written[0]["weights"].values())
+    told = sum(rank["bytes"] for rank in written)
+    assert 4 * 4 * weights <= told < 4.3 * 4 * weights, "weights, two moments and a Hugging Face model"
+
+
+def test_the_merger_reads_it(pools: dict[int, Ranks], models: Path, tmp_path: Path) -> None:
+    pools[4].run(jobs.save_both, str(models / "qwen3"), options_of("tp 2 pp 2"), str(tmp_path))
+    assert_same_bits(merge(tmp_path / "actor", tmp_path / "merged"), read(tmp_path / "exported"))
+
+
+def _cut_short(role: Path) -> None:
+    for shard in (role / "dcp").glob("__1_*.distcp"):
+        shard.write_bytes(shard.read_bytes()[: shard.stat().st_size // 2])
+
+
+def _lose_a_shard(role: Path) -> None:
+    for shard in (role / "dcp").glob("__1_*.distcp"):
+        shard.unlink()
+
+
+def _lose_the_index(role: Path) -> None:
+    (role / INDEX).unlink()
+
+
+def _hostile_index(role: Path) -> None:
+    put_into_index(role, role / "hacked")
+
+
+def _hostile_shard(role: Path) -> None:
+    put_into_shard(role, role / "hacked", as_object=False)
+
+
+DAMAGE = [_cut_short, _lose_a_shard, _lose_the_index, _hostile_index, _hostile_shard]
+
+
+@pytest.mark.parametrize("damage", DAMAGE, ids=lambda damage: damage.__name__.strip("_"))
+def test_a_damaged_checkpoint_is_refused_in_the_same_words(
+    pools: dict[int, Ranks], models: Path, tmp_path: Path, damage: Any
+) -> None:
+    """As by the FSDP engine, on every rank; which rank reads the shard may differ."""
+    path = str(models / "qwen2")
+    write(pools, path, "tp 2", tmp_path)
+    damage(tmp_path)
+    told = {
+        layout: pools[2].run(jobs.load_refusal, path, options_of(layout), str(tmp_path))
+        for layout in ("tp 2", "pp 2", "data 2", "fsdp 2")
+    }
+    for words in told.values():
+        assert all(words) and str(tmp_path) in words[0]
+        assert words[0] == words[1]
+        assert re.sub(r"rank \d", "rank", words[0]) == re.sub(r"rank \d", "rank", told["fsdp 2"][0])
+    assert not (tmp_path / "hacked").exists()
+
+
+def test_another_models_checkpoint_is_refused(pools: dict[int, Ranks], models: Path, tmp_path: Path) -> None:
+    write(pools, models / "qwen2", "tp 2", tmp_path)
+    for options in ({"head": "value"}, {}):
+        path = str(models / ("qwen2" if options else "qwen3"))
+        for told in pools[2].run(jobs.load_refusal, path, options_of("tp 2", **options), str(tmp_path)):
+            assert told.startswith("ConfigError") and "it is of another model" in told
