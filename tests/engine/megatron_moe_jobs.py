@@ -8,39 +8,20 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from engine import rank_jobs
-from engine.megatron_jobs import OPTIM, TEMPERATURE
+from engine.megatron_jobs import TEMPERATURE, gradient_of, make_engine
 from engine.ulysses_jobs import make_rows
 
-from hydraflow.engine.config import MegatronConfig, OptimConfig
-from hydraflow.engine.megatron import parallel
 from hydraflow.engine.megatron.engine import MegatronEngine
 from hydraflow.engine.megatron.experts import Router
 from hydraflow.engine.megatron.names import Part
-from hydraflow.engine.megatron.optimizer import SLOTS, WEIGHT, sharers
+from hydraflow.engine.megatron.optimizer import SLOTS, WEIGHT
 from hydraflow.errors import ConfigError
 from hydraflow.models.ask import Ask
-from hydraflow.models.config import ModelConfig
 from hydraflow.protocol import ragged
 
 Pieces = list[tuple[Part, torch.Tensor]]
 """Parts of Hugging Face tensors, and their values."""
-
-
-def make_engine(path: str, options: Mapping[str, Any]) -> Any:
-    """An engine of either kind, as `megatron_jobs` makes it; the groups of ranks are always new."""
-    options = {**options, "optim": {**OPTIM, **options.get("optim", {})}}
-    if "megatron" not in options:
-        return rank_jobs.make_engine(path, options)
-    parallel.stop()
-    return MegatronEngine(
-        ModelConfig(path=path, **options.get("model", {})),
-        MegatronConfig(**{"dtype": "fp32", **options["megatron"]}),
-        OptimConfig(**options["optim"]),
-        head=options.get("head", "policy"),
-        device=rank_jobs.CPU,
-    )
 
 
 def assembled(found: Sequence[Pieces]) -> dict[str, torch.Tensor]:
@@ -62,21 +43,6 @@ def pieces(engine: MegatronEngine, of: Any) -> Pieces:
         for parameter, holding in engine._built.holdings(copies=True).values()
         for part, value in zip(holding.parts, holding.cut(of(parameter)), strict=True)
     ]
-
-
-def gradient_of(engine: MegatronEngine, parameter: Any) -> torch.Tensor:
-    """Summed over data ranks: with a distributed optimizer each has its range of the buffer."""
-    optimizer, summed = engine._optimizer, parameter.main_grad
-    assert optimizer is not None
-    if not optimizer._is_shared:
-        return summed
-    main, start = optimizer._main(parameter)
-    full = torch.zeros(parameter.numel(), dtype=summed.dtype)
-    if main is not None:
-        end = start + main.numel()
-        full[start:end] = summed.view(-1)[start:end]
-    dist.all_reduce(full, group=sharers(parameter))
-    return full.view(parameter.shape)
 
 
 def numbers(path: str, options: Mapping[str, Any], micro_batches: int) -> dict[str, Any]:

@@ -27,7 +27,7 @@ def transformer_config(
     if shape.mixture is not None:
         fixed |= _of_mixture(shape.mixture, settings)
     name, overrides = f"{section}.megatron.override_transformer_config", settings.override_transformer_config
-    if taken := sorted(fixed.keys() & overrides.keys()):
+    if taken := sorted(key for key in fixed.keys() & overrides.keys() if overrides[key] != fixed[key]):
         rule = "follows from the model and from other keys"
         raise ConfigError(
             [

@@ -35,10 +35,7 @@ def require_repeatable(
     it moves tokens with Transformer Engine's kernels."""
     prompts, responses = probe_rows(vocabulary)
     rows = DataProto.from_dict({"prompts": prompts, "responses": responses})
-    first, second = (
-        torch.cat([ragged.parts(column)[0].double() for _, column in forward([rows]).items()])
-        for _ in range(2)
-    )
+    first, second = (_numbers(forward([rows])) for _ in range(2))
     off = torch.nan_to_num((first - second).abs().mean(), nan=float("inf"))
     found = float(process_group.all_reduce(off, "max"))
     if found <= LIMITS.get(dtype, ROUNDED):
@@ -46,3 +43,8 @@ def require_repeatable(
     rule = f"the same rows gave numbers that differ by {found:.2g} on average when they were computed twice"
     key = f"{section}.megatron.moe_{'permute_fusion' if fused else 'router_dtype'}"
     raise ConfigError.one(key, *((True, rule, f"{key}=false") if fused else ("fp32", rule, f"{key}=fp64")))
+
+
+def _numbers(said: DataProto) -> torch.Tensor:
+    columns = [column for column in dict(said.items()).values() if isinstance(column, torch.Tensor)]
+    return torch.cat([ragged.parts(column)[0].double() for column in columns])
