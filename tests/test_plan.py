@@ -94,7 +94,7 @@ def test_grpo_on_64_machines(tmp_path: Path) -> None:
     assert any("shares with actor they take turns" in note for note in report["notes"])
     assert ["0-511", "0-63", "512", "■", "■"] in [line.split() for line in report["picture"]]
     assert any("/cluster/train.parquet is not on this machine" in note for note in report["notes"])
-    assert [one["field"] for one in report["not_runnable_yet"]] == [EXPERTS]
+    assert report["not_runnable_yet"] == []
     assert report["memory"] is not None
 
 

@@ -154,20 +154,15 @@ class MegatronConfig:
         planned=more_than_one("divide the tokens of each row among {value} devices"),
     )
     """Context-parallel size (CP): devices that share the tokens of one row."""
-    expert_model_parallel_size: int = option(
-        1,
-        size=True,
-        shapes_training=False,
-        planned=more_than_one("divide the experts among {value} devices"),
-    )
-    """Expert-parallel size (EP)."""
-    expert_tensor_parallel_size: int | None = option(
-        None,
-        size=True,
-        shapes_training=False,
-        planned=more_than_one("divide each expert's matrices among {value} devices"),
-    )
+    expert_model_parallel_size: int = option(1, size=True, shapes_training=False)
+    """Expert-parallel size (EP): devices among which the experts of a layer are divided. They are devices of
+    the same stage, tensor-parallel and data ranks alike."""
+    expert_tensor_parallel_size: int | None = option(None, size=True, shapes_training=False)
     """Tensor-parallel size of the experts; null: tensor_model_parallel_size."""
+    moe_router_dtype: str = option("fp32", choices=("fp32", "fp64"))
+    """Dtype in which routers choose experts."""
+    moe_permute_fusion: bool = option(False, shapes_training=False)
+    """Move tokens to experts and back with Transformer Engine's kernels, where they are installed."""
     sequence_parallel: bool = option(True, shapes_training=False)
     """Sequence parallelism: shard activations outside the tensor-parallel layers, too."""
     use_distributed_optimizer: bool = option(True, shapes_training=False)
@@ -192,6 +187,15 @@ class MegatronConfig:
     vocabulary, as in fsdp_config."""
     override_transformer_config: dict[str, Any] = field(default_factory=dict)
     """Overrides of Megatron-Core's TransformerConfig."""
+
+    @property
+    def expert_tensor_size(self) -> int:
+        """Tensor-parallel size of the experts.
+
+        >>> MegatronConfig(tensor_model_parallel_size=4).expert_tensor_size
+        4
+        """
+        return self.expert_tensor_parallel_size or self.tensor_model_parallel_size
 
     @property
     def compute_dtype(self) -> str:

@@ -20,6 +20,7 @@ from hydraflow.device import ran_out_of_memory
 from hydraflow.engine import process_group
 from hydraflow.engine.fsdp.passes import forget_passes
 from hydraflow.engine.fsdp.ulysses import Output, Ulysses, not_shareable
+from hydraflow.engine.probe import probe_rows
 from hydraflow.errors import ConfigError
 from hydraflow.models.ask import LOG_PROBS
 from hydraflow.models.attention import NAME
@@ -29,8 +30,6 @@ from hydraflow.models.packing import PackedBatch, pack
 from hydraflow.protocol import ragged
 
 log = logging.getLogger(__name__)
-ROWS = ((5, 6), (5, 11), (2, 3), (9, 7))
-"""Tokens of each row's prompt and response; the first two have the same prompt."""
 LIMITS = {torch.float64: 1e-5, torch.float32: 1e-3}
 ROUNDED = 0.25
 """Largest median difference of log-probabilities, or of hidden states relative to their size, by the type
@@ -100,14 +99,6 @@ def _vocabulary(module: PolicyModel | ValueModel) -> int:
     sizes = [module.hf.get_input_embeddings().num_embeddings]
     head = module.hf.get_output_embeddings()
     return min([*sizes, *([head.out_features] if isinstance(head, nn.Linear) else [])])
-
-
-def probe_rows(vocabulary: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Prompts and responses of random tokens, ragged."""
-    draw = torch.Generator().manual_seed(0)
-    tokens = [[torch.randint(vocabulary, (n,), generator=draw) for n in lengths] for lengths in ROWS]
-    prompts = [tokens[0][0], tokens[0][0], *(prompt for prompt, _ in tokens[2:])]
-    return ragged.from_rows(prompts), ragged.from_rows([response for _, response in tokens])
 
 
 def _as_trained(

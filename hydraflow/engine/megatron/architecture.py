@@ -15,10 +15,26 @@ from typing import Any
 from hydraflow.engine.config import MegatronConfig
 from hydraflow.errors import ConfigError, Problem
 
-FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
+FAMILIES = ("llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe")
 """Model types that are built here."""
 ROTARY = ("default", "linear", "llama3")
 """Types of rotary embeddings whose frequencies are all there is to them."""
+
+
+@dataclass(frozen=True)
+class Mixture:
+    """The experts of a model."""
+
+    count: int
+    """Experts of a layer."""
+    chosen: int
+    """Experts of a token."""
+    width: int
+    """Columns of an expert."""
+    normalised: bool
+    """Whether the weights of a token's experts add up to 1."""
+    layers: tuple[bool, ...]
+    """Of each layer whether it has experts; the others have an MLP."""
 
 
 @dataclass(frozen=True)
@@ -39,6 +55,8 @@ class Architecture:
     """Whether queries and keys are normalised."""
     eps: float
     """Of RMSNorm."""
+    mixture: Mixture | None = None
+    """None: a dense model."""
 
     @classmethod
     def of(cls, config: Any, *, field: str, path: Any) -> Architecture:
@@ -57,8 +75,9 @@ class Architecture:
             vocabulary=config.vocab_size,
             tied=bool(config.tie_word_embeddings),
             qkv_bias=config.model_type == "qwen2",
-            norm_of_heads=config.model_type == "qwen3",
+            norm_of_heads=config.model_type in ("qwen3", "qwen3_moe"),
             eps=config.rms_norm_eps,
+            mixture=_mixture(config),
         )
 
     def require_divisible(self, settings: MegatronConfig, *, field: str) -> None:
@@ -66,14 +85,31 @@ class Architecture:
         tensor, stages = settings.tensor_model_parallel_size, settings.pipeline_model_parallel_size
         if any("pipeline" in key for key in settings.override_transformer_config):
             stages = 1  # each stage's layers are given
-        found = []
-        for key, size, count, what in (
-            ("tensor", tensor, math.gcd(self.heads, self.kv_heads), "heads of attention and of keys"),
-            ("tensor", tensor, self.intermediate, "columns of an MLP"),
-            ("pipeline", stages, self.layers, "layers"),
-        ):
+        found, engine = [], f"{section_of(field)}.megatron"
+        shares = [
+            ("tensor_model", tensor, math.gcd(self.heads, self.kv_heads), "heads of attention and of keys"),
+            ("pipeline_model", stages, self.layers, "layers"),
+        ]
+        if self.mixture is None or not all(self.mixture.layers):
+            shares.append(("tensor_model", tensor, self.intermediate, "columns of an MLP"))
+        if self.mixture is not None:
+            shares.append(
+                ("expert_model", settings.expert_model_parallel_size, self.mixture.count, "experts")
+            )
+            shares.append(
+                ("expert_tensor", settings.expert_tensor_size, self.mixture.width, "columns of an expert")
+            )
+            if tensor > 1 and not settings.sequence_parallel:
+                rule = "a model with experts needs it where tensor_model_parallel_size is above 1"
+                remedy = f"{engine}.sequence_parallel=true"
+                found.append(Problem(f"{engine}.sequence_parallel", False, rule, remedy))
+        elif settings.expert_model_parallel_size > 1:
+            name = f"{engine}.expert_model_parallel_size"
+            rule = "divides experts, and the model has none"
+            found.append(Problem(name, settings.expert_model_parallel_size, rule, f"{name}=1"))
+        for key, size, count, what in shares:
             if count % size:
-                name = f"{section_of(field)}.megatron.{key}_model_parallel_size"
+                name = f"{engine}.{key}_parallel_size"
                 legal = [divisor for divisor in range(1, count + 1) if count % divisor == 0]
                 remedy = " or ".join(
                     f"{name}={one}" for one in sorted(legal, key=lambda one: abs(one - size))[:2]
@@ -88,6 +124,23 @@ def section_of(field: str) -> str:
     return "critic" if field.startswith("critic") else "actor_rollout_ref.actor"
 
 
+def _mixture(config: Any) -> Mixture | None:
+    layers = config.num_hidden_layers
+    if config.model_type == "mixtral":
+        chosen, width = config.num_experts_per_tok, config.intermediate_size
+        return Mixture(config.num_local_experts, chosen, width, True, (True,) * layers)
+    if config.model_type != "qwen3_moe":
+        return None
+    step, dense = config.decoder_sparse_step, config.mlp_only_layers
+    return Mixture(
+        count=config.num_experts,
+        chosen=config.num_experts_per_tok,
+        width=config.moe_intermediate_size,
+        normalised=config.norm_topk_prob,
+        layers=tuple(layer not in dense and (layer + 1) % step == 0 for layer in range(layers)),
+    )
+
+
 def _differences(config: Any) -> Iterator[str]:
     """What Megatron-Core, as it is built here, would not compute as transformers does."""
     if config.model_type not in FAMILIES:
@@ -98,6 +151,13 @@ def _differences(config: Any) -> Iterator[str]:
         yield "the Megatron engine has no attention with a sliding window"
     if getattr(config, "attention_bias", False) or getattr(config, "mlp_bias", False):
         yield f"the Megatron engine has no biases in a {config.model_type} model"
+    if getattr(config, "router_jitter_noise", 0.0):
+        yield "the Megatron engine has no noise in routers (router_jitter_noise)"
+    mixture = _mixture(config)
+    if mixture and mixture.normalised and mixture.chosen == 1:
+        yield "the Megatron engine has no router whose one expert always has a weight of 1"
+    if mixture and not any(mixture.layers):
+        yield "the Megatron engine builds no mixture of experts without layers of experts"
     if config.hidden_act != "silu":
         yield f"the Megatron engine has no activation {config.hidden_act}"
     if (kind := config.rope_parameters["rope_type"]) not in ROTARY:

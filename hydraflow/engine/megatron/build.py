@@ -56,11 +56,12 @@ def build_model(
     if head == "value":
         shape = replace(shape, tied=False)
     core = transformer_config(shape, model, settings, dtype, section=section_of(field))
+    first = get_transformer_layer_offset(core, pp_rank=place.stage)
     trunk = Trunk(
         head=head,
         frequencies=frequencies(config),
         config=core,
-        transformer_layer_spec=layer_spec(core),
+        transformer_layer_spec=layer_spec(core, shape.mixture, first=first),
         vocab_size=vocabulary_share(shape.vocabulary, place.tensor_size) * place.tensor_size,
         max_sequence_length=config.max_position_embeddings,
         pre_process=place.stage == 0,
@@ -69,8 +70,16 @@ def build_model(
         position_embedding_type="rope",
         parallel_output=True,
     ).to(device)
-    first = get_transformer_layer_offset(core, pp_rank=place.stage)
-    names = Names(shape, place.tensor, place.tensor_size, first_layer=first)
+    names = Names(
+        shape,
+        place.tensor,
+        place.tensor_size,
+        first_layer=first,
+        experts=place.expert,
+        expert_shares=place.expert_size,
+        slice=place.expert_tensor,
+        slices=place.expert_tensor_size,
+    )
     built = Built(trunk, names, config)
     _mark_divided(built)
     _fill(built, model, head=head, dtype=dtype, device=device, field=field)
@@ -78,7 +87,7 @@ def build_model(
 
 
 def _mark_divided(built: Built) -> None:
-    """The gradient norm counts what is divided on every tensor-parallel rank, all else once. Megatron-Core
+    """The gradient norm counts what is divided on every rank that has it, all else once. Megatron-Core
     marks weights when it initialises them, which is left out here."""
     for parameter, holding in built.holdings(copies=True).values():
         dim = holding.parts[0].dim

@@ -8,7 +8,8 @@ its sizes and names, and needs its unpickling). Left out on purpose: files (`eng
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+import math
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 
 import torch
@@ -22,7 +23,7 @@ from hydraflow.engine.hf_files import hf_files_of
 from hydraflow.engine.megatron import export
 from hydraflow.engine.megatron.build import Built
 from hydraflow.engine.megatron.names import Part
-from hydraflow.engine.megatron.optimizer import SLOTS, STEP, WEIGHT, CoreOptimizer
+from hydraflow.engine.megatron.optimizer import SLOTS, STEP, WEIGHT, CoreOptimizer, is_expert, sharers
 from hydraflow.engine.process_group import host_group
 from hydraflow.engine.sharded_checkpoint import (
     SCHEDULE_STEP,
@@ -50,19 +51,18 @@ def snapshot(
 ) -> ShardedSnapshot:
     """Copies what `contents` names into host memory. Every rank takes part."""
     host_group()  # created here, in step on all ranks; `write` runs in the background
-    state, mesh, prefix = State(), _mesh(), _prefix(head)
+    state, prefix = State(), _prefix(head)
     slots = [WEIGHT] * (MODEL in contents)
     slots += SLOTS if OPTIMIZER in contents and optimizer.has_moments() else ()
-    data, data_ranks = parallel_state.get_data_parallel_rank(), parallel_state.get_data_parallel_world_size()
-    for number, (parameter, holding) in enumerate(built.holdings().values()):
-        mine = number % data_ranks == data  # each data rank writes some of what all have
+    for number, (name, (parameter, holding)) in enumerate(built.holdings().items()):
+        rank, ranks = _writer(is_expert(parameter))
+        mine = number % ranks == rank  # each of the ranks that have the same writes some of it
         for slot in slots:
-            whole = optimizer.whole(parameter, slot)
+            pieces = _pieces(built, name, optimizer.whole(parameter, slot))
             if mine:
-                pieces = zip(holding.parts, holding.cut(whole), strict=True)
-                for part, piece in pieces:
+                for part, piece in zip(holding.parts, pieces, strict=True):
                     copy = piece.to("cpu", copy=True).contiguous()
-                    state[_key(prefix, part, slot)] = _sharded(part, copy, mesh)
+                    state[_key(prefix, part, slot)] = _sharded(part, copy)
         if SLOTS[0] in slots:
             steps = optimizer.steps(parameter)
             state |= {_key(prefix, part, STEP): steps.clone() for part in holding.parts if mine}
@@ -89,11 +89,11 @@ def load(
 ) -> int | None:
     """Loads the named `contents` into model and optimizer; returns the schedule's step, None when `extra` is
     not among them."""
-    mesh, prefix, holdings = _mesh(), _prefix(head), list(built.holdings(copies=True).values())
+    prefix, holdings = _prefix(head), list(built.holdings(copies=True).values())
     parts = [part for _, holding in holdings for part in holding.parts]
 
     def empty(slot: str) -> State:
-        return {_key(prefix, part, slot): _sharded(part, _empty(part), mesh) for part in parts}
+        return {_key(prefix, part, slot): _sharded(part, _empty(part)) for part in parts}
 
     wanted = State({SCHEDULE_STEP: torch.tensor(0)} if EXTRA in contents else {})
     wanted |= empty(WEIGHT) if MODEL in contents else {}
@@ -108,7 +108,7 @@ def load(
     slots = [*([WEIGHT] if MODEL in contents else []), *(SLOTS if has_moments else [])]
     for parameter, holding in holdings:
         for slot in slots:
-            pieces = [_local(wanted[_key(prefix, part, slot)]) for part in holding.parts]
+            pieces = [_local(part, wanted[_key(prefix, part, slot)]) for part in holding.parts]
             optimizer.set_whole(parameter, slot, holding.join(pieces).to(parameter.device))
         if has_moments:
             optimizer.set_steps(parameter, wanted[_key(prefix, holding.parts[0], STEP)])
@@ -117,11 +117,13 @@ def load(
 
 def stored_bytes(built: Built, contents: Collection[str]) -> int:
     """Bytes of this rank's part of a checkpoint, AdamW's two moments counted even before the first step."""
-    numbers = sum(parameter.numel() for parameter, _ in built.holdings().values())
+    numbers = 0.0
+    for parameter, _ in built.holdings().values():
+        numbers += parameter.numel() / dist.get_world_size(sharers(parameter))
     wide = torch.promote_types(built.trunk.config.params_dtype, torch.float32).itemsize
     copies = (MODEL in contents) + 2 * (OPTIMIZER in contents)
     whole = (HF_MODEL in contents) * built.trunk.config.params_dtype.itemsize
-    return -(-numbers * (wide * copies + whole) // parallel_state.get_data_parallel_world_size())
+    return math.ceil(numbers * (wide * copies + whole))
 
 
 def _key(prefix: str, part: Part, slot: str) -> str:
@@ -134,13 +136,41 @@ def _prefix(head: str) -> str:
     return PolicyModel.prefix if head == "policy" else ValueModel.prefix
 
 
-def _mesh() -> DeviceMesh:
-    """The ranks that share this rank's matrices; its tensors are in host memory."""
-    return DeviceMesh.from_group(parallel_state.get_tensor_model_parallel_group(), "cpu")
+def _writer(experts: bool) -> tuple[int, int]:
+    """This rank's number among those that could write the same, and how many there are. All slices of an
+    expert are written together."""
+    if not experts:
+        return parallel_state.get_data_parallel_rank(), parallel_state.get_data_parallel_world_size()
+    slices = parallel_state.get_expert_tensor_parallel_world_size()
+    data = parallel_state.get_expert_data_parallel_rank()
+    rank = data * slices + parallel_state.get_expert_tensor_parallel_rank()
+    return rank, slices * parallel_state.get_expert_data_parallel_world_size()
 
 
-def _sharded(part: Part, local: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
-    """A Hugging Face tensor of which this rank has a part."""
+def _pieces(built: Built, name: str, local: torch.Tensor) -> Sequence[torch.Tensor]:
+    """This rank's parts of a parameter; of experts all slices, which the ranks that have them exchange."""
+    holding = built.names.holding(name)
+    if holding.parts[0].slice is None:
+        return holding.cut(local)
+    found = [torch.empty_like(local) for _ in range(built.names.slices)]
+    dist.all_gather(found, local.contiguous(), group=parallel_state.get_expert_tensor_parallel_group())
+    whole = local.new_empty(_held(holding.parts[0]))
+    for names, slice in zip(built.names.of_slices(), found, strict=True):
+        of_rank = names.holding(name)
+        assert of_rank.parts[0].slice is not None
+        of_rank.parts[0].slice.of(whole).copy_(of_rank.cut(slice)[0])
+    return (whole,)
+
+
+def _sharded(part: Part, local: torch.Tensor) -> torch.Tensor:
+    """A Hugging Face tensor of which this rank has a part. Ranks share matrices, or experts; tensors are in
+    host memory."""
+    group = (
+        parallel_state.get_tensor_model_parallel_group()
+        if part.slice is None
+        else parallel_state.get_expert_model_parallel_group()
+    )
+    mesh = DeviceMesh.from_group(group, "cpu")
     placement = Replicate() if part.dim is None else Shard(part.dim)
     whole = torch.empty(part.shape, device="meta")
     return DTensor.from_local(
@@ -149,12 +179,18 @@ def _sharded(part: Part, local: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
 
 
 def _empty(part: Part) -> torch.Tensor:
+    return torch.empty(_held(part))
+
+
+def _held(part: Part) -> list[int]:
+    """The shape in which a part is stored."""
     shape = list(part.shape)
     if part.dim is not None:
         shape[part.dim] = part.size
-    return torch.empty(shape)
+    return shape
 
 
-def _local(tensor: torch.Tensor) -> torch.Tensor:
+def _local(part: Part, tensor: torch.Tensor) -> torch.Tensor:
     assert isinstance(tensor, DTensor)
-    return tensor.to_local()
+    local = tensor.to_local()
+    return local if part.slice is None else part.slice.of(local)

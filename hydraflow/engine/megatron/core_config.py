@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from hydraflow.engine.config import MegatronConfig
-from hydraflow.engine.megatron.architecture import Architecture
+from hydraflow.engine.megatron.architecture import Architecture, Mixture
 from hydraflow.errors import ConfigError, Problem, shown
 from hydraflow.models.config import ModelConfig
 
@@ -24,8 +24,10 @@ def transformer_config(
     """Megatron-Core's configuration of this model on this engine. Raises ConfigError for overrides that are
     not the user's to make, or that Megatron-Core refuses; `section`: the role's."""
     fixed = _of_model(shape) | _of_engine(settings, dtype)
+    if shape.mixture is not None:
+        fixed |= _of_mixture(shape.mixture, settings)
     name, overrides = f"{section}.megatron.override_transformer_config", settings.override_transformer_config
-    if taken := sorted(fixed.keys() & overrides.keys()):
+    if taken := sorted(key for key in fixed.keys() & overrides.keys() if overrides[key] != fixed[key]):
         rule = "follows from the model and from other keys"
         raise ConfigError(
             [
@@ -71,6 +73,33 @@ def _of_model(shape: Architecture) -> dict[str, Any]:
         qk_layernorm=shape.norm_of_heads,
         hidden_dropout=0.0,
         attention_dropout=0.0,
+    )
+
+
+def _of_mixture(mixture: Mixture, settings: MegatronConfig) -> dict[str, Any]:
+    return dict(
+        num_moe_experts=mixture.count,
+        moe_router_topk=mixture.chosen,
+        moe_ffn_hidden_size=mixture.width,
+        moe_router_score_function="softmax",
+        moe_router_pre_softmax=not mixture.normalised,
+        expert_model_parallel_size=settings.expert_model_parallel_size,
+        expert_tensor_parallel_size=settings.expert_tensor_size,
+        moe_router_dtype=settings.moe_router_dtype,
+        moe_permute_fusion=settings.moe_permute_fusion,
+        # what another model has, or what would make a gradient depend on micro-batches
+        moe_router_load_balancing_type="none",
+        moe_aux_loss_coeff=0.0,
+        moe_z_loss_coeff=None,
+        moe_input_jitter_eps=None,
+        moe_router_enable_expert_bias=False,
+        moe_router_bias_update_rate=0.0,
+        moe_shared_expert_intermediate_size=None,
+        moe_latent_size=None,
+        moe_expert_capacity_factor=None,
+        moe_grouped_gemm=False,
+        moe_apply_probs_on_input=False,
+        moe_enable_routing_replay=False,
     )
 
 

@@ -34,11 +34,14 @@ from hydraflow.engine.base import LossFn, ModelOutput, columns_of
 from hydraflow.engine.config import MegatronConfig, OptimConfig
 from hydraflow.engine.hf_files import save_whole
 from hydraflow.engine.megatron import checkpoint, export, parallel
+from hydraflow.engine.megatron.architecture import section_of
 from hydraflow.engine.megatron.build import build_model
+from hydraflow.engine.megatron.experts import busiest_share
 from hydraflow.engine.megatron.head import VocabularyParallelHead, VocabularyShare
 from hydraflow.engine.megatron.layers import PackedLine
 from hydraflow.engine.megatron.names import vocabulary_share
 from hydraflow.engine.megatron.optimizer import CoreOptimizer
+from hydraflow.engine.megatron.repeated import require_repeatable
 from hydraflow.engine.sharded_checkpoint import ShardedSnapshot
 from hydraflow.metrics import Metric
 from hydraflow.models.ask import LOG_PROBS, Ask
@@ -76,6 +79,7 @@ class MegatronEngine:
         self.is_collect = place.tensor == 0 and place.is_last
         self._built = build_model(model, settings, place, head=head, device=device, field=field)
         self._trunk = self._built.trunk
+        self._has_experts = self._built.names.shape.mixture is not None
         self._outline = export.outline(self._built, place)
         self._share = self._vocabulary_share()
         core = self._trunk.config
@@ -89,6 +93,14 @@ class MegatronEngine:
             self._ddp = DistributedDataParallel(core, buffers, self._trunk)
             self._optimizer = CoreOptimizer(self._ddp, optim, settings)
             self._optimizer.set_lr(self._lr())
+        if self._has_experts:
+            require_repeatable(
+                self.forward,
+                self._built.names.shape.vocabulary,
+                core.params_dtype,
+                section=section_of(field),
+                fused=settings.moe_permute_fusion,
+            )
 
     # --- passes
 
@@ -142,7 +154,11 @@ class MegatronEngine:
 
             return hidden, loss
 
-        return metrics.merge(self._schedule(step, micro_batches, self._ddp, forward_only=False))
+        told = metrics.merge(self._schedule(step, micro_batches, self._ddp, forward_only=False))
+        if self._has_experts:
+            role = section_of(self._field).rpartition(".")[2]
+            told[f"{role}/busiest_expert_share"] = metrics.maximum(busiest_share(self._trunk))
+        return told
 
     @torch.no_grad()
     def optimizer_step(self) -> dict[str, float]:

@@ -9,7 +9,7 @@ another stage's rank gets the result. Left out on purpose: the receiver of the s
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -34,12 +34,13 @@ class Outlined:
     """Its place among the parameter's parts."""
     name: str
     shape: tuple[int, ...]
+    experts: bool
 
 
 def outline(built: Built, place: Place) -> list[Outlined]:
     """All tensors of all stages, the same list on every rank. Collective."""
     mine = [
-        Outlined(place.stage, name, number, part.name, part.shape)
+        Outlined(place.stage, name, number, part.name, part.shape, part.slice is not None)
         for name, (_, holding) in built.holdings().items()
         for number, part in enumerate(holding.parts)
     ]
@@ -56,18 +57,18 @@ def stream(
     dtype, device = built.trunk.config.params_dtype, next(built.trunk.parameters()).device
     holdings = built.holdings()
     wanted = None if to is None else Place.of(to, dist.get_world_size(), settings)
-    takes_part = wanted is None or wanted.data == place.data
     pipeline = parallel_state.get_pipeline_model_parallel_group()
     for tensor in outlined:
         full = torch.empty(tensor.shape, dtype=dtype, device="meta")
         is_here = tensor.stage == place.stage
+        takes_part = wanted is None or place.shares_with(wanted, experts=tensor.experts)
         if takes_part and is_here:
             parameter, _ = holdings[tensor.parameter]
-            full = _joined(built, parameter, tensor, None if wanted is None else wanted.tensor, full)
+            full = _joined(built, parameter, tensor, None if wanted is None else wanted.within, full)
         if wanted is None and place.stages > 1:
             full = full if is_here else torch.empty(tensor.shape, dtype=dtype, device=device)
             dist.broadcast(full, place.rank(stage=tensor.stage), group=pipeline)
-        elif wanted is not None and takes_part and wanted.tensor == place.tensor:
+        elif wanted is not None and wanted.within == place.within:
             if is_here and place.stage != wanted.stage:
                 dist.send(full, place.rank(stage=wanted.stage), group=pipeline)
                 full = torch.empty(tensor.shape, dtype=dtype, device="meta")
@@ -78,18 +79,19 @@ def stream(
 
 
 def _joined(
-    built: Built, parameter: torch.Tensor, tensor: Outlined, at: int | None, nothing: torch.Tensor
+    built: Built, parameter: torch.Tensor, tensor: Outlined, within: int | None, nothing: torch.Tensor
 ) -> torch.Tensor:
-    """The whole tensor on the tensor-parallel rank `at`, or on all of them; `nothing` on the others."""
-    names = built.names
-    if names.holding(tensor.parameter).parts[tensor.part].dim is None or names.ranks == 1:
-        if at in (None, names.rank):
-            return names.holding(tensor.parameter).cut(parameter.detach())[tensor.part]
-        return nothing
-    group = parallel_state.get_tensor_model_parallel_group()
+    """The whole tensor on the rank with the place `within` its stage, or on all of them; `nothing` on the
+    others."""
+    holding = built.names.holding(tensor.parameter)
+    sharers = built.names.of_sharers(holding.parts[tensor.part])
+    group = sharing_group(experts=tensor.experts)
+    at = None if within is None else within % len(sharers)
+    is_wanted = at in (None, dist.get_rank(group))
+    if holding.parts[tensor.part].dim is None or len(sharers) == 1:
+        return holding.cut(parameter.detach())[tensor.part].reshape(tensor.shape) if is_wanted else nothing
     mine = parameter.detach().contiguous()
-    is_wanted = at in (None, names.rank)
-    found = [torch.empty_like(mine) for _ in range(names.ranks)] if is_wanted else None
+    found = [torch.empty_like(mine) for _ in sharers] if is_wanted else None
     if at is None:
         assert found is not None
         dist.all_gather(found, mine, group=group)
@@ -98,10 +100,20 @@ def _joined(
     if found is None:
         return nothing
     whole = parameter.new_empty(tensor.shape)
-    for rank, local in enumerate(found):
-        holding = replace(names, rank=rank).holding(tensor.parameter)
+    for names, local in zip(sharers, found, strict=True):
+        holding = names.holding(tensor.parameter)
         holding.parts[tensor.part].of(whole).copy_(holding.cut(local)[tensor.part])
     return whole
+
+
+def sharing_group(*, experts: bool) -> dist.ProcessGroup:
+    """The ranks of this stage that together have its tensors once, or its experts."""
+    found: dist.ProcessGroup = (
+        parallel_state.get_expert_tensor_and_model_parallel_group()
+        if experts
+        else parallel_state.get_tensor_model_parallel_group()
+    )
+    return found
 
 
 def empty_model(built: Built, model: ModelConfig, head: str) -> PolicyModel | ValueModel:

@@ -28,6 +28,8 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
 from torch import nn
 
+from hydraflow.engine.megatron.architecture import Mixture
+from hydraflow.engine.megatron.experts import ExpertLayer
 from hydraflow.models.attention import RowPlan, attend_rows
 
 
@@ -122,8 +124,11 @@ class Trunk(GPTModel):
         return self.shared_embedding_or_output_weight() if weight is None else weight
 
 
-def layer_spec(config: TransformerConfig) -> TransformerBlockSubmodules:
-    """The layers of this stage: Megatron-Core's matrices, and norms and attention from here."""
+def layer_spec(
+    config: TransformerConfig, mixture: Mixture | None, *, first: int
+) -> TransformerBlockSubmodules:
+    """The layers of this stage, which begins with layer `first`: Megatron-Core's matrices, and norms,
+    attention and experts from here."""
     norm_of_heads = RMSNorm if config.qk_layernorm else IdentityOp
     attention = SelfAttentionSubmodules(
         linear_qkv=ColumnParallelLinear,
@@ -132,15 +137,22 @@ def layer_spec(config: TransformerConfig) -> TransformerBlockSubmodules:
         q_layernorm=norm_of_heads,
         k_layernorm=norm_of_heads,
     )
-    layer = TransformerLayerSubmodules(
-        input_layernorm=RMSNorm,
-        self_attention=ModuleSpec(SelfAttention, {"attn_mask_type": AttnMaskType.causal}, attention),
-        self_attn_bda=get_bias_dropout_add,
-        pre_mlp_layernorm=RMSNorm,
-        mlp=ModuleSpec(
-            MLP, submodules=MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
-        ),
-        mlp_bda=get_bias_dropout_add,
+    mlp = ModuleSpec(
+        MLP, submodules=MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
     )
-    count = get_num_layers_to_build(config)
-    return TransformerBlockSubmodules([ModuleSpec(TransformerLayer, submodules=layer)] * count, RMSNorm)
+
+    def layer(has_experts: bool) -> ModuleSpec:
+        parts = TransformerLayerSubmodules(
+            input_layernorm=RMSNorm,
+            self_attention=ModuleSpec(SelfAttention, {"attn_mask_type": AttnMaskType.causal}, attention),
+            self_attn_bda=get_bias_dropout_add,
+            pre_mlp_layernorm=RMSNorm,
+            mlp=ExpertLayer if has_experts else mlp,
+            mlp_bda=get_bias_dropout_add,
+        )
+        return ModuleSpec(TransformerLayer, submodules=parts)
+
+    numbers = range(first, first + get_num_layers_to_build(config))
+    return TransformerBlockSubmodules(
+        [layer(mixture is not None and mixture.layers[number]) for number in numbers], RMSNorm
+    )

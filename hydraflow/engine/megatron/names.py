@@ -9,7 +9,7 @@ them; gradients and optimizer state are cut likewise. Left out on purpose: commu
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -17,6 +17,21 @@ from hydraflow.engine.megatron.architecture import Architecture
 
 SCORE = "score.weight"
 EMBEDDING, HEAD = "embedding.word_embeddings.weight", "output_layer.weight"
+
+
+@dataclass(frozen=True)
+class Slice:
+    """How expert-tensor-parallel ranks divide each matrix of their experts: a dimension is some blocks one
+    after the other (gate and up projection), and each rank has the same range of all of them."""
+
+    dim: int
+    blocks: int
+    start: int
+    size: int
+
+    def of(self, experts: torch.Tensor) -> torch.Tensor:
+        """The range, as a view that has the blocks as a dimension."""
+        return experts.unflatten(self.dim, (self.blocks, -1)).narrow(self.dim + 1, self.start, self.size)
 
 
 @dataclass(frozen=True)
@@ -31,10 +46,13 @@ class Part:
     start: int
     size: int
     """Range of that dimension."""
+    slice: Slice | None = None
+    """Of experts, which are divided among expert-parallel ranks instead; None: no experts."""
 
     def of(self, whole: torch.Tensor) -> torch.Tensor:
         """The part of a whole tensor, as a view."""
-        return whole if self.dim is None else whole.narrow(self.dim, self.start, self.size)
+        found = whole if self.dim is None else whole.narrow(self.dim, self.start, self.size)
+        return found if self.slice is None else self.slice.of(found)
 
 
 @dataclass(frozen=True)
@@ -57,6 +75,24 @@ class Names:
     ranks: int
     first_layer: int = 0
     """Layers of the stages before."""
+    experts: int = 0
+    """Which share of the experts is here."""
+    expert_shares: int = 1
+    slice: int = 0
+    """Which rows and columns of them."""
+    slices: int = 1
+
+    def of_sharers(self, part: Part) -> list[Names]:
+        """The ranks that together have the tensor of which this is a part, in the order of their group."""
+        if part.slice is None:
+            return [replace(self, rank=rank) for rank in range(self.ranks)]
+        return [
+            replace(names, experts=share) for share in range(self.expert_shares) for names in self.of_slices()
+        ]
+
+    def of_slices(self) -> list[Names]:
+        """The ranks that together have the experts of this one, in the order of their group."""
+        return [replace(self, slice=slice) for slice in range(self.slices)]
 
     def holding(self, name: str) -> Holding:
         """name: as Megatron-Core calls the parameter within its stage."""
@@ -92,6 +128,22 @@ class Names:
                 return Holding(both, lambda local: local.chunk(2), lambda parts: torch.cat(tuple(parts)))
             case "mlp.linear_fc2.weight":
                 return self._columns(f"{layer}mlp.down_proj.weight", (shape.hidden, shape.intermediate))
+            case "mlp.router.weight" if shape.mixture:
+                return self._alone(
+                    Part(
+                        f"{layer}mlp.gate.weight",
+                        (shape.mixture.count, shape.hidden),
+                        None,
+                        0,
+                        shape.mixture.count,
+                    )
+                )
+            case "mlp.experts.gate_up" if shape.mixture:
+                whole3 = (shape.mixture.count, 2 * shape.mixture.width, shape.hidden)
+                return self._experts(f"{layer}mlp.experts.gate_up_proj", whole3, dim=1, blocks=2)
+            case "mlp.experts.down" if shape.mixture:
+                whole3 = (shape.mixture.count, shape.hidden, shape.mixture.width)
+                return self._experts(f"{layer}mlp.experts.down_proj", whole3, dim=2, blocks=1)
         raise AssertionError(f"no Hugging Face tensor is known for {name}")
 
     def _rows(self, name: str, shape: tuple[int, ...]) -> Part:
@@ -107,6 +159,16 @@ class Names:
 
     def _alone(self, part: Part) -> Holding:
         return Holding((part,), lambda local: (local,), lambda parts: parts[0])
+
+    def _experts(self, name: str, shape: tuple[int, ...], *, dim: int, blocks: int) -> Holding:
+        count, width = shape[0] // self.expert_shares, shape[dim] // blocks // self.slices
+        slice = Slice(dim, blocks, self.slice * width, width)
+        part = Part(name, shape, 0, self.experts * count, count, slice)
+        return Holding(
+            (part,),
+            lambda local: (local.unflatten(dim, (blocks, -1)),),
+            lambda parts: parts[0].flatten(dim, dim + 1),
+        )
 
     def _vocabulary(self, name: str) -> Holding:
         """Rows of the vocabulary; what is missing to equal shares is filled with zeros."""

@@ -12,6 +12,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 CPU = torch.device("cpu")
 
@@ -105,6 +106,24 @@ def get_rng_state(*args: Any, **kwargs: Any) -> torch.Tensor:
 def set_rng_state(state: torch.Tensor, *args: Any, **kwargs: Any) -> None:
     """Sets the state of the CPU's generator."""
     torch.set_rng_state(state)
+
+
+def all_gather(parts: list[torch.Tensor], mine: torch.Tensor, group: dist.ProcessGroup) -> None:
+    """Of tensors that differ in length."""
+    longest = max(len(part) for part in parts)
+    filled = mine.new_zeros(longest, *mine.shape[1:])
+    filled[: len(mine)] = mine
+    found = [torch.empty_like(filled) for _ in parts]
+    dist.all_gather(found, filled, group=group)
+    for part, of_rank in zip(parts, found, strict=True):
+        part.copy_(of_rank[: len(part)])
+
+
+def reduce_scatter(mine: torch.Tensor, parts: list[torch.Tensor], group: dist.ProcessGroup) -> None:
+    """Of tensors that differ in length."""
+    whole = torch.cat(parts)
+    dist.all_reduce(whole, group=group)
+    mine.copy_(whole.split([len(part) for part in parts])[group.rank()])
 
 
 def _lazy_call(call: Any, **kwargs: Any) -> None:

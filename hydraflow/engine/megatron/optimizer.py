@@ -15,7 +15,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
-from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
+from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32, get_grad_norm_fp32
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
 from hydraflow.engine import process_group
@@ -48,72 +48,85 @@ class CoreOptimizer:
             [model],
             use_gloo_process_groups=False,
         )
-        self._one: Any
-        (self._one,) = chained.chained_optimizers
+        self._chain: Any = chained
+        self._has_experts = model.config.num_moe_experts is not None
         self._clip = optim.clip_grad
-        for group in self._one.param_groups:
+        for group in self._chain.param_groups:
             # as in every engine: all parameters decay, norms among them
             group["weight_decay"], group["wd_mult"] = optim.weight_decay, 1.0
 
     def set_lr(self, lr: float) -> None:
         """Of the next step."""
-        for group in self._one.param_groups:
+        for group in self._chain.param_groups:
             group["lr"] = lr
 
     @torch.no_grad()
     def step(self) -> float:
         """Clips and updates; the gradient's norm before clipping. Nothing happens if that is not finite."""
-        self._one.prepare_grads()
-        norm = float(self._one.get_grad_norm())
+        self._chain.prepare_grads()
+        norm = self._norm()
         if math.isfinite(norm):
-            clip_grad_by_total_norm_fp32(self._one.get_parameters(), self._clip, norm)
-            self._one.step_with_ready_grads()
+            for one in self._chain.chained_optimizers:
+                clip_grad_by_total_norm_fp32(one.get_parameters(), self._clip, norm)
+            self._chain.step_with_ready_grads()
         return norm
+
+    def _norm(self) -> float:
+        """Of the whole model's gradient. Not the chain's own: a stage without experts would not take part in
+        the sum over experts."""
+        norms = [float(self._dense.get_grad_norm())]
+        if self._has_experts:
+            group = (
+                self._dense.get_grad_stats_parallel_group()  # of all ranks
+                if self._is_shared
+                else parallel_state.get_expert_tensor_model_pipeline_parallel_group()
+            )
+            gradients = [one.get_main_grads_for_grad_norm() for one in self._chain.chained_optimizers[1:]]
+            norms.append(float(get_grad_norm_fp32(sum(gradients, []), grad_stats_parallel_group=group)))
+        return math.hypot(*norms)
 
     def zero_grad(self) -> None:
         """Drops the gradient."""
-        self._one.zero_grad()
+        self._chain.zero_grad()
 
     # --- state by the model's parameter
 
     def has_moments(self) -> bool:
         """Whether there has been a step."""
-        return any(self._inner.state.values())
+        return any(self._dense.optimizer.state.values())
 
     def make_moments(self, *, empty: bool) -> None:
         """Drops the moments, and makes new ones of 0 for a checkpoint to be loaded into, or none."""
-        self._inner.state.clear()
-        if empty:
-            return
-        for group in self._inner.param_groups:
-            for main in group["params"]:
+        for adamw in (one.optimizer for one in self._chain.chained_optimizers):
+            adamw.state.clear()
+            for main in () if empty else (main for group in adamw.param_groups for main in group["params"]):
                 zeros = {slot: torch.zeros_like(main) for slot in SLOTS}
-                self._inner.state[main] = {STEP: torch.zeros(()), **zeros}
+                adamw.state[main] = {STEP: torch.zeros(()), **zeros}
 
     def steps(self, parameter: torch.nn.Parameter) -> torch.Tensor:
         """() updates of a parameter; collective, as `whole`."""
         main, _ = self._main(parameter)
-        mine = torch.zeros(()) if main is None else self._inner.state[main][STEP].detach().cpu()
-        return process_group.all_reduce(mine, "max", self._sharers()).float()
+        mine = torch.zeros(()) if main is None else self._state(parameter, main)[STEP].detach().cpu()
+        return process_group.all_reduce(mine, "max", sharers(parameter)).float()
 
     def set_steps(self, parameter: torch.nn.Parameter, steps: torch.Tensor) -> None:
         """Sets what `steps` gives."""
         main, _ = self._main(parameter)
         if main is not None:
-            self._inner.state[main][STEP].copy_(steps)
+            self._state(parameter, main)[STEP].copy_(steps)
 
     def whole(self, parameter: torch.nn.Parameter, slot: str) -> torch.Tensor:
         """The parameter's weights (WEIGHT) or one of its moments, in its shape; collective over the data
         ranks that share them."""
         main, start = self._main(parameter)
-        mine = None if main is None else main if slot == WEIGHT else self._inner.state[main][slot]
+        mine = None if main is None else main if slot == WEIGHT else self._state(parameter, main)[slot]
         if mine is not None and not self._is_shared:
             return mine.detach().view(parameter.shape)
         wide = torch.promote_types(parameter.dtype, torch.float32)
         full = torch.zeros(parameter.numel(), dtype=wide, device=parameter.device)
         if mine is not None:
             full[start : start + mine.numel()] = mine.detach().view(-1)
-        dist.all_reduce(full, group=self._sharers())
+        dist.all_reduce(full, group=sharers(parameter))
         return full.view(parameter.shape)
 
     @torch.no_grad()
@@ -121,30 +134,50 @@ class CoreOptimizer:
         """Sets what `whole` gives; weights also in the model."""
         main, start = self._main(parameter)
         if main is not None:
-            mine = main if slot == WEIGHT else self._inner.state[main][slot]
+            mine = main if slot == WEIGHT else self._state(parameter, main)[slot]
             mine.view(-1).copy_(value.reshape(-1)[start : start + mine.numel()])
         if slot == WEIGHT:
             parameter.copy_(value)
 
     @property
-    def _inner(self) -> torch.optim.Optimizer:
-        found: torch.optim.Optimizer = self._one.optimizer
-        return found
+    def _dense(self) -> Any:
+        """Megatron-Core's optimizer of all that is no expert; a second one has the experts, if this stage
+        has any."""
+        return self._chain.chained_optimizers[0]
 
     @property
     def _is_shared(self) -> bool:
-        return isinstance(self._one, DistributedOptimizer)
+        return isinstance(self._dense, DistributedOptimizer)
 
-    def _sharers(self) -> dist.ProcessGroup:
-        found: dist.ProcessGroup = parallel_state.get_data_parallel_group(with_context_parallel=True)
+    def _one(self, parameter: torch.nn.Parameter) -> Any:
+        return self._chain.chained_optimizers[int(is_expert(parameter))]
+
+    def _state(self, parameter: torch.nn.Parameter, main: torch.Tensor) -> dict[str, torch.Tensor]:
+        found: dict[str, torch.Tensor] = self._one(parameter).optimizer.state[main]
         return found
 
     def _main(self, parameter: torch.nn.Parameter) -> tuple[torch.Tensor | None, int]:
         """What AdamW updates here of a parameter, and where in the flattened parameter it begins."""
         if not self._is_shared:
             return getattr(parameter, "main_param", parameter), 0
-        if parameter not in self._one.model_param_group_index_map:
+        one = self._one(parameter)
+        if parameter not in one.model_param_group_index_map:
             return None, 0
-        group, at = self._one.model_param_group_index_map[parameter]
-        found = self._one._get_model_param_range_map(parameter)["param"]
-        return self._inner.param_groups[group]["params"][at], found.start
+        group, at = one.model_param_group_index_map[parameter]
+        found = one._get_model_param_range_map(parameter)["param"]
+        return one.optimizer.param_groups[group]["params"][at], found.start
+
+
+def is_expert(parameter: torch.nn.Parameter) -> bool:
+    """Whether Megatron-Core sums its gradient over the ranks with the same experts only."""
+    return not getattr(parameter, "allreduce", True)
+
+
+def sharers(parameter: torch.nn.Parameter) -> dist.ProcessGroup:
+    """The data ranks that have the same parameter."""
+    found: dist.ProcessGroup = (
+        parallel_state.get_expert_data_parallel_group()
+        if is_expert(parameter)
+        else parallel_state.get_data_parallel_group(with_context_parallel=True)
+    )
+    return found

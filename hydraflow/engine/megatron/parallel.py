@@ -26,6 +26,12 @@ class Place:
     data_size: int
     stage: int
     stages: int
+    expert: int = 0
+    """Which share of the experts; the ranks of a stage are divided anew for them."""
+    expert_size: int = 1
+    expert_tensor: int = 0
+    """Which rows and columns of each of them."""
+    expert_tensor_size: int = 1
 
     @classmethod
     def of(cls, rank: int, ranks: int, settings: MegatronConfig) -> Place:
@@ -38,13 +44,38 @@ class Place:
         """
         tensor, stages = settings.tensor_model_parallel_size, settings.pipeline_model_parallel_size
         data = ranks // (tensor * stages)
-        return cls(rank % tensor, tensor, rank // tensor % data, data, rank // (tensor * data), stages)
+        experts, slices = settings.expert_model_parallel_size, settings.expert_tensor_size
+        return cls(
+            rank % tensor,
+            tensor,
+            rank // tensor % data,
+            data,
+            rank // (tensor * data),
+            stages,
+            rank // slices % experts,
+            experts,
+            rank % slices,
+            slices,
+        )
 
     def rank(self, *, tensor: int | None = None, stage: int | None = None) -> int:
         """The rank with the same data and this tensor-parallel place and stage; None: the same."""
         tensor = self.tensor if tensor is None else tensor
         stage = self.stage if stage is None else stage
         return tensor + self.tensor_size * (self.data + self.data_size * stage)
+
+    @property
+    def within(self) -> int:
+        """The place within the stage."""
+        return self.tensor + self.tensor_size * self.data
+
+    def shares_with(self, other: Place, *, experts: bool) -> bool:
+        """Whether both are among the ranks that together have a stage's tensors, or its experts; of several
+        stages those that exchange them."""
+        if experts:
+            together = self.expert_size * self.expert_tensor_size
+            return self.within // together == other.within // together
+        return self.data == other.data
 
     @property
     def is_last(self) -> bool:
@@ -63,6 +94,8 @@ def start(settings: MegatronConfig) -> Place:
         parallel_state.initialize_model_parallel(
             tensor_model_parallel_size=place.tensor_size,
             pipeline_model_parallel_size=place.stages,
+            expert_model_parallel_size=place.expert_size,
+            expert_tensor_parallel_size=place.expert_tensor_size,
             create_gloo_process_groups=False,
             distributed_timeout_minutes=max(1, int(options._timeout.total_seconds() / 60)),
         )
@@ -74,10 +107,11 @@ def start(settings: MegatronConfig) -> Place:
         parallel_state.get_data_parallel_rank(),
         parallel_state.get_pipeline_model_parallel_rank(),
         parallel_state.get_tensor_model_parallel_world_size(),
+        parallel_state.get_expert_model_parallel_rank(),
+        parallel_state.get_expert_tensor_parallel_rank(),
     )
-    assert found == (place.tensor, place.data, place.stage, place.tensor_size), (
-        f"this process has Megatron groups of other sizes: {found}, not {place}"
-    )
+    wanted = (place.tensor, place.data, place.stage, place.tensor_size, place.expert, place.expert_tensor)
+    assert found == wanted, f"this process has Megatron groups of other sizes: {found}, not {place}"
     return place
 
 

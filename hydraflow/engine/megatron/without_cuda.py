@@ -24,12 +24,15 @@ from hydraflow.device import gpu_count
 STAND_IN = "hydraflow.engine.megatron.no_cuda"
 """What is called in the place of torch.cuda."""
 
+_EXCHANGE = rf"__import__('sys').modules['{STAND_IN}'].\1(\2, group)"
 _RULES = [
     (re.compile(pattern), replacement)
     for pattern, replacement in (
         (r"\bdevice_ids=\[[^\]]*\]", "device_ids=None"),
         # splits of an all-to-all must become numbers on a CPU, too
         (r"torch\.is_tensor\(tensor\) and tensor\.is_cuda", "torch.is_tensor(tensor)"),
+        # gloo exchanges tensors of one length only
+        (r"torch\.distributed\.(all_gather|reduce_scatter)\((output\w*, input\w*), group=group\)", _EXCHANGE),
         (r"tensor\.record_stream\([^)]*\)+", "pass"),
         (r"(['\"])torch\.cuda\.(\w*Tensor)", r"\1torch.\2"),
         (r"\.cuda\((torch\.cuda\.current_device\(\)|non_blocking=\w+|)\)", ".cpu()"),

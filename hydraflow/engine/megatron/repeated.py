@@ -1,0 +1,50 @@
+"""Checks, once when a model with experts is loaded, that the same rows give the same numbers twice.
+
+In: an engine's forward pass. Out: nothing, or a ConfigError. A token whose experts change from one pass to
+the next has another log-probability in the update than before it, and looks as if the policy had moved. Every
+rank takes part, and all of them decide alike.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from hydraflow.engine import process_group
+from hydraflow.engine.probe import probe_rows
+from hydraflow.errors import ConfigError
+from hydraflow.protocol import ragged
+from hydraflow.protocol.batch import DataProto
+
+LIMITS = {torch.float32: 1e-5}
+ROUNDED = 0.02
+"""Largest mean difference of log-probabilities or values, by the type that is computed in. The mean, because
+sums in another order may move a single token."""
+
+
+def require_repeatable(
+    forward: Callable[[list[DataProto]], DataProto],
+    vocabulary: int,
+    dtype: torch.dtype,
+    *,
+    section: str,
+    fused: bool,
+) -> None:
+    """ConfigError on every rank where two passes over a few rows differ. section: the role's; fused: whether
+    it moves tokens with Transformer Engine's kernels."""
+    prompts, responses = probe_rows(vocabulary)
+    rows = DataProto.from_dict({"prompts": prompts, "responses": responses})
+    first, second = (_numbers(forward([rows])) for _ in range(2))
+    off = torch.nan_to_num((first - second).abs().mean(), nan=float("inf"))
+    found = float(process_group.all_reduce(off, "max"))
+    if found <= LIMITS.get(dtype, ROUNDED):
+        return
+    rule = f"the same rows gave numbers that differ by {found:.2g} on average when they were computed twice"
+    key = f"{section}.megatron.moe_{'permute_fusion' if fused else 'router_dtype'}"
+    raise ConfigError.one(key, *((True, rule, f"{key}=false") if fused else ("fp32", rule, f"{key}=fp64")))
+
+
+def _numbers(said: DataProto) -> torch.Tensor:
+    columns = [column for column in dict(said.items()).values() if isinstance(column, torch.Tensor)]
+    return torch.cat([ragged.parts(column)[0].double() for column in columns])

@@ -1,0 +1,136 @@
+"""What ranks do in the tests of mixtures of experts on Megatron-Core; in a file of its own so that spawned
+processes can import it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from engine import rank_jobs
+from engine.megatron_jobs import TEMPERATURE, gradient_of, make_engine
+from engine.ulysses_jobs import make_rows
+
+from hydraflow.engine.megatron.engine import MegatronEngine
+from hydraflow.engine.megatron.experts import Router
+from hydraflow.engine.megatron.names import Part
+from hydraflow.engine.megatron.optimizer import SLOTS, WEIGHT
+from hydraflow.errors import ConfigError
+from hydraflow.models.ask import Ask
+from hydraflow.protocol import ragged
+
+Pieces = list[tuple[Part, torch.Tensor]]
+"""Parts of Hugging Face tensors, and their values."""
+
+
+def assembled(found: Sequence[Pieces]) -> dict[str, torch.Tensor]:
+    """Whole tensors. What several ranks have must be the same on all, and every number must be on one."""
+    whole: dict[str, torch.Tensor] = {}
+    for part, value in (piece for of_rank in found for piece in of_rank):
+        place = part.of(whole.setdefault(part.name, value.new_full(part.shape, torch.nan)))
+        known = ~place.isnan()
+        assert torch.equal(place[known], value[known]), f"copies of {part.name} differ"
+        place.copy_(value)
+    assert not [name for name, tensor in whole.items() if bool(tensor.isnan().any())]
+    return whole
+
+
+def pieces(engine: MegatronEngine, of: Any) -> Pieces:
+    """This rank's parts of everything; `of` gives each parameter's values."""
+    return [
+        (part, value.detach().clone())
+        for parameter, holding in engine._built.holdings(copies=True).values()
+        for part, value in zip(holding.parts, holding.cut(of(parameter)), strict=True)
+    ]
+
+
+def numbers(path: str, options: Mapping[str, Any], micro_batches: int) -> dict[str, Any]:
+    """What the engine says of this rank's rows, metrics of their loss, its gradient, and two steps."""
+    engine = make_engine(path, options)
+    parts = rank_jobs.my_share(make_rows("usual"), engine).chunk(micro_batches)
+    ask = Ask(TEMPERATURE, entropy=options.get("head", "policy") == "policy")
+    columns = dict(engine.forward(parts, ask).items())
+    found: dict[str, Any] = {"said": {name: ragged.parts(column)[0] for name, column in columns.items()}}
+    found["told"] = engine.forward_backward(parts, rank_jobs.loss_of, ask)
+    is_core = isinstance(engine, MegatronEngine)
+    found["gradient"] = (
+        pieces(engine, lambda parameter: gradient_of(engine, parameter))
+        if is_core
+        else rank_jobs.gradients(engine)
+    )
+    found["steps"] = [engine.optimizer_step()]
+    engine.lr_step()
+    engine.forward_backward(parts, rank_jobs.loss_of, ask)
+    found["steps"].append(engine.optimizer_step())
+    found["weights"] = rank_jobs.full_weights(engine)
+    found["collect"] = engine.is_collect
+    return found
+
+
+def told_of_load(path: str, options: Mapping[str, Any], kind: str) -> float:
+    """What a rank is told of its experts."""
+    engine = make_engine(path, options)
+    engine.forward([rank_jobs.my_share(make_rows(kind), engine)])  # does not count
+    told = engine.forward_backward(rank_jobs.my_share(make_rows(kind), engine).chunk(2), rank_jobs.loss_of)
+    return float(told["actor/busiest_expert_share"].value)
+
+
+def weights_to(path: str, options: Mapping[str, Any], rank: int | None) -> list[tuple[str, torch.Tensor]]:
+    """In the order in which they come."""
+    return [(name, tensor.clone()) for name, tensor in make_engine(path, options).weights(to=rank)]
+
+
+def save_hf(path: str, options: Mapping[str, Any], directory: str) -> None:
+    make_engine(path, options).save_hf(directory)
+
+
+def held(engine: Any) -> dict[str, Any]:
+    """All weights and the optimizer's state (Megatron-Core's: this rank's parts)."""
+    found: dict[str, Any] = {"weights": rank_jobs.full_weights(engine)}
+    if not isinstance(engine, MegatronEngine):
+        return found | {"moments": rank_jobs.moments(engine)}
+    optimizer = engine._optimizer
+    assert optimizer is not None
+    for slot in (WEIGHT, *SLOTS):
+        found[slot] = pieces(engine, lambda p, slot=slot: optimizer.whole(p, slot))
+    return found
+
+
+def write(path: str, options: Mapping[str, Any], directory: str) -> dict[str, Any]:
+    """Two steps and a checkpoint; what is in it."""
+    engine = make_engine(path, options)
+    for step in range(2):
+        rank_jobs.step_once(engine, step)
+    engine.snapshot(rank_jobs.CONTENTS).write(Path(directory))
+    found = held(engine)
+    rank_jobs.step_once(engine, 2)
+    return found | {"next": rank_jobs.full_weights(engine)}
+
+
+def read(path: str, options: Mapping[str, Any], directory: str) -> dict[str, Any]:
+    """What an engine holds after reading, and after another step."""
+    engine = make_engine(path, options)
+    engine.load(directory, rank_jobs.CONTENTS)
+    found = held(engine)
+    rank_jobs.step_once(engine, 2)
+    return found | {"next": rank_jobs.full_weights(engine)}
+
+
+def refusal_of_noise(path: str, options: Mapping[str, Any]) -> str:
+    """What a rank is told of a router that draws random numbers."""
+    plain = Router.gating
+    try:
+        Router.gating = lambda self, input: (found := plain(self, input)) + 0.01 * torch.randn_like(found)  # type: ignore[method-assign]
+        return refusal(path, options)
+    finally:
+        Router.gating = plain  # type: ignore[method-assign]
+
+
+def refusal(path: str, options: Mapping[str, Any]) -> str:
+    """What a rank is told that cannot have this model."""
+    try:
+        make_engine(path, options)
+    except ConfigError as error:
+        return str(error)
+    return ""
