@@ -284,6 +284,11 @@ REFUSED: dict[str, tuple[Any, dict[str, Any], str]] = {
         "router_jitter_noise",
     ),
     "shared experts": (Qwen2MoeConfig(**GROUPED), sizes(), "not qwen2_moe"),
+    "kernels": (
+        FAMILIES["mixtral"],
+        sizes(moe_permute_fusion=True),
+        "megatron.moe_permute_fusion=true: Transformer Engine is not installed",
+    ),
     "loss": (
         FAMILIES["mixtral"],
         sizes(override_transformer_config={"moe_aux_loss_coeff": 0.01}),

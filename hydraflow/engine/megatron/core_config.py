@@ -6,6 +6,7 @@ on purpose: which models there are (`architecture.py`), layers (`layers.py`).
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -25,6 +26,9 @@ def transformer_config(
     not the user's to make, or that Megatron-Core refuses; `section`: the role's."""
     fixed = _of_model(shape) | _of_engine(settings, dtype)
     if shape.mixture is not None:
+        if settings.moe_permute_fusion and find_spec("transformer_engine") is None:
+            key = f"{section}.megatron.moe_permute_fusion"
+            raise ConfigError.one(key, True, "Transformer Engine is not installed", f"{key}=false")
         fixed |= _of_mixture(shape.mixture, settings)
     name, overrides = f"{section}.megatron.override_transformer_config", settings.override_transformer_config
     if taken := sorted(key for key in fixed.keys() & overrides.keys() if overrides[key] != fixed[key]):
