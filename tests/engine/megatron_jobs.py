@@ -21,7 +21,7 @@ from hydraflow.engine.megatron import parallel
 from hydraflow.engine.megatron.engine import MegatronEngine
 from hydraflow.engine.megatron.head import VocabularyParallelHead, VocabularyShare
 from hydraflow.engine.megatron.names import vocabulary_share
-from hydraflow.engine.megatron.optimizer import SLOTS, WEIGHT
+from hydraflow.engine.megatron.optimizer import SLOTS, WEIGHT, sharers
 from hydraflow.errors import ConfigError
 from hydraflow.models.ask import Ask
 from hydraflow.models.config import ModelConfig
@@ -31,7 +31,7 @@ from hydraflow.protocol.batch import DataProto
 TEMPERATURE = 0.8
 OPTIM = {"lr": 1e-2, "clip_grad": 0.5, "weight_decay": 0.1, "eps": 1e-3}
 """Clips; epsilon is large, because AdamW otherwise divides rounding errors by gradients next to 0."""
-Sizes = tuple[int, int]
+Sizes = tuple[int, int, int, int]
 _groups: dict[Sizes, dict[str, Any]] = {}
 _sizes: Sizes | None = None
 
@@ -72,7 +72,12 @@ def restart(settings: MegatronConfig) -> None:
     """Makes way for groups of other sizes, or takes those that were there before: Megatron-Core forgets
     groups, but their threads stay, and hundreds of them take minutes."""
     global _sizes
-    sizes = (settings.tensor_model_parallel_size, settings.pipeline_model_parallel_size)
+    sizes = (
+        settings.tensor_model_parallel_size,
+        settings.pipeline_model_parallel_size,
+        settings.expert_model_parallel_size,
+        settings.expert_tensor_size,
+    )
     if sizes == _sizes:
         return
     if _sizes is not None:
@@ -123,7 +128,7 @@ def gradient_of(engine: MegatronEngine, parameter: Any) -> torch.Tensor:
     if main is not None:
         end = start + main.numel()
         full[start:end] = summed.view(-1)[start:end]
-    dist.all_reduce(full, group=optimizer._sharers())
+    dist.all_reduce(full, group=sharers(parameter))
     return full.view(parameter.shape)
 
 

@@ -89,7 +89,11 @@ def stored(path: str | Path) -> dict[str, torch.Tensor]:
 
 def plain_numbers(path: str, head: str, kind: str) -> dict[str, Any]:
     """What transformers' own model says, and the gradient of the loss, by name."""
-    lm = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float64)
+    lm = transformers.AutoModelForCausalLM.from_pretrained(
+        path,
+        dtype=torch.float64,
+        experts_implementation="eager",  # the others have no float64
+    )
     parameters: dict[str, torch.Tensor] = dict(lm.named_parameters())
     if head == "value":
         score = load_file(Path(path) / "model.safetensors")[SCORE].double().requires_grad_()

@@ -50,6 +50,12 @@ REWRITTEN = {
     "'torch.cuda.FloatTensor'": "'torch.FloatTensor'",
     "tensor.record_stream(torch.cuda.current_stream())": "pass",
     "torch.empty(1, pin_memory=True)": "torch.empty(1, pin_memory=False)",
+    "torch.distributed.all_gather(output_list, input_, group=group)": (
+        f"{HERE}all_gather(output_list, input_, group)"
+    ),
+    "torch.distributed.reduce_scatter(output, input_list, group=group)": (
+        f"{HERE}reduce_scatter(output, input_list, group)"
+    ),
     "config.use_cuda_graph": "config.use_cuda_graph",
 }
 
@@ -126,9 +132,9 @@ def test_the_stand_in_says_that_there_is_no_cuda() -> None:
 
 
 def test_all_of_the_stand_in_is_called() -> None:
-    """By a name that Megatron-Core has after torch.cuda, or on one of its streams and events."""
+    """By a name that Megatron-Core has after torch.cuda or torch.distributed, or on its streams and events."""
     source = "\n".join(path.read_text(encoding="utf-8") for path in sources())
     assert no_cuda.__file__ is not None
     for node in ast.parse(Path(no_cuda.__file__).read_text()).body:
         if isinstance(node, ast.FunctionDef | ast.ClassDef) and not node.name.startswith(("_", "nothing")):
-            assert re.search(rf"torch\.cuda(\.| import .*){node.name}\b", source), node.name
+            assert re.search(rf"torch\.(cuda|distributed)(\.| import .*){node.name}\b", source), node.name

@@ -1,7 +1,8 @@
 """What Megatron-Core calls in the place of `torch.cuda` on a machine without CUDA (`without_cuda.py`).
 
-Streams and events do nothing, because work on a CPU is done when the call returns. Everything else that this
-module lacks comes from `torch.cuda` itself.
+Streams and events do nothing, because work on a CPU is done when the call returns. Tensors that
+differ in length are exchanged here, because gloo cannot. Everything else that this module lacks comes from
+`torch.cuda` itself.
 """
 
 from __future__ import annotations
