@@ -132,7 +132,7 @@ def test_the_stand_in_says_that_there_is_no_cuda() -> None:
 
 
 def test_all_of_the_stand_in_is_called() -> None:
-    """By a name that Megatron-Core has after torch.cuda or torch.distributed, or on its streams and events."""
+    """By a name that Megatron-Core has after torch.cuda or torch.distributed, or on its streams."""
     source = "\n".join(path.read_text(encoding="utf-8") for path in sources())
     assert no_cuda.__file__ is not None
     for node in ast.parse(Path(no_cuda.__file__).read_text()).body:
