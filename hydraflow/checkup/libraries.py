@@ -1,8 +1,8 @@
 """Libraries that must fit each other: judged by what they ask of each other, and by using them.
 
 In: the configuration. Out: findings about our own requirements, tensordict with torch, vLLM and SGLang with
-torch, and flash-attn. What may crash the interpreter (compiled code that was built for another torch) is
-imported in a process of its own.
+torch, Megatron-Core, and flash-attn. What may crash the interpreter (compiled code that was built for another
+torch) is imported in a process of its own.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from packaging.version import Version
 from hydraflow.checkup.context import CheckContext
 from hydraflow.checkup.finding import CheckSkipped, Finding, note, ok, problem, warning
 from hydraflow.checkup.probe import run_python
+from hydraflow.engine.config import TRAIN_ENGINES
 from hydraflow.generation.config import MINIMUM_SGLANG, MINIMUM_VLLM, SGLANG, VLLM
 from hydraflow.options import Library
 
@@ -45,9 +46,9 @@ def check_versions(context: CheckContext) -> Iterator[Finding]:
         yield ok(", ".join(f"{name} {installed(name) or 'missing'}" for name in libraries))
 
 
-def broken_requirements(distribution: str) -> list[str]:
-    """What an installed distribution asks for and does not find; empty where it is not installed as one (a
-    clone without pip).
+def broken_requirements(distribution: str, extra: str = "") -> list[str]:
+    """What an installed distribution, or an extra of it, asks for and does not find; empty where it is not
+    installed as one (a clone without pip).
 
     >>> broken_requirements("no-such-distribution")
     []
@@ -62,8 +63,8 @@ def broken_requirements(distribution: str) -> list[str]:
             requirement = Requirement(line)
         except InvalidRequirement:
             continue
-        if requirement.marker is not None and not requirement.marker.evaluate({"extra": ""}):
-            continue  # of another machine, or of an extra
+        if requirement.marker is not None and not requirement.marker.evaluate({"extra": extra}):
+            continue  # of another machine, or of another extra
         version = installed(requirement.name)
         needs = f"{distribution} needs {requirement.name}{requirement.specifier}"
         if version is None:
@@ -165,6 +166,30 @@ def _missing(engine: Library, context: CheckContext) -> Finding | None:
         raise CheckSkipped(f"{engine.name} is not installed, and this configuration does not ask for it")
     seen = f"actor_rollout_ref.rollout.name={asked}, but {engine.name} is not installed"
     return problem(seen, engine.install)
+
+
+def check_megatron(context: CheckContext) -> Iterator[Finding]:
+    """The training engine imports Megatron-Core, and rewrites it where there is no CUDA."""
+    config, library = context.config, TRAIN_ENGINES["megatron"].needs
+    assert library is not None
+    trained = [config.actor_rollout_ref.actor.strategy]
+    trained += [config.critic.strategy] if context.plan.critic is not None else []
+    if "megatron" not in trained and not context.everything:
+        raise CheckSkipped("no role trains with it")
+    version = installed("megatron-core")
+    if version is None:
+        if "megatron" not in trained:
+            raise CheckSkipped(f"{library.name} is not installed, and this configuration does not ask for it")
+        yield problem(f"strategy=megatron, but {library.name} is not installed", library.install)
+        return
+    if broken := [text for text in broken_requirements(OURS, "megatron") if " needs megatron-core" in text]:
+        yield problem(broken[0], f"pip install {_quoted(broken[0])}")
+        return
+    ended = run_python("import hydraflow.engine.megatron.engine", seconds=PROBE_SECONDS)
+    if ended.code != 0:
+        yield problem(f"{library.name} {version} cannot be imported: {ended.reason}", library.install)
+    else:
+        yield ok(f"{library.name} {version}, torch {installed('torch')}: the training engine imports it")
 
 
 def check_flash_attention(context: CheckContext) -> Iterator[Finding]:

@@ -69,6 +69,7 @@ CHECKS = (
     Check("tensordict and torch", libraries.check_tensordict, fast=True),
     Check("vLLM and torch", libraries.check_vllm, seconds=_lasting(libraries.PROBE_SECONDS + SECONDS)),
     Check("SGLang and torch", libraries.check_sglang, seconds=_lasting(libraries.PROBE_SECONDS + SECONDS)),
+    Check("Megatron-Core", libraries.check_megatron, seconds=_lasting(libraries.PROBE_SECONDS + SECONDS)),
     Check("flash-attn", libraries.check_flash_attention, seconds=_lasting(libraries.PROBE_SECONDS + SECONDS)),
     Check("configuration", settings.check_settings),
     Check("batch plan", settings.check_plan),
