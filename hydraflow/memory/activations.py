@@ -136,7 +136,7 @@ def _attention(shape: ModelShape, tokens: MicroBatchTokens, number: int) -> int:
 
 
 def _repeats(shape: ModelShape, tokens: MicroBatchTokens) -> int:
-    """How often a head of keys exists on the devices that share a row (`engine/fsdp/ulysses.py`)."""
+    """How often a head of keys exists on the devices that share a row (`engine/token_exchange.py`)."""
     return tokens.ulysses // gcd(tokens.ulysses, shape.kv_heads)
 
 

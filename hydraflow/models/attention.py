@@ -176,10 +176,17 @@ def packed_attention(
     exchange for the S tokens of this rank's slice."""
     assert others.get("softcap") is None and others.get("s_aux") is None, "such a model takes the padded path"
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
-    if (exchange := row_plan.exchange) is None:
-        return attend_rows(q, k, v, row_plan, scaling, sliding_window)[None], None
-    out = attend_rows(*exchange.to_heads(q, k, v), row_plan, scaling, sliding_window)
-    return exchange.to_tokens(out)[None], None
+    return attend_line(q, k, v, row_plan, scaling, sliding_window)[None], None
+
+
+def attend_line(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, plan: RowPlan, scale: float | None, window: int | None
+) -> torch.Tensor:
+    """Attention over (N, h, d) tensors, N the tokens of the line, or of this rank's slice with an exchange.
+    Returns (N, h, d)."""
+    if (exchange := plan.exchange) is None:
+        return attend_rows(q, k, v, plan, scale, window)
+    return exchange.to_tokens(attend_rows(*exchange.to_heads(q, k, v), plan, scale, window))
 
 
 def attend_rows(

@@ -31,7 +31,8 @@ from hydraflow.engine.first_rank import on_first_rank
 from hydraflow.engine.fsdp import lora
 from hydraflow.engine.fsdp.groups import RankGroups
 from hydraflow.engine.fsdp.own_numbers import pads_rows
-from hydraflow.engine.fsdp.ulysses import Ulysses, require_shareable
+from hydraflow.engine.fsdp.ulysses import require_shareable
+from hydraflow.engine.token_exchange import Ulysses
 from hydraflow.models import loading
 from hydraflow.models.config import ModelConfig
 from hydraflow.models.heads import PolicyModel, ValueModel

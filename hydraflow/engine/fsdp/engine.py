@@ -29,9 +29,9 @@ from hydraflow.engine.fsdp.groups import RankGroups
 from hydraflow.engine.fsdp.oom_recovery import CollectiveCounter, PassRunner
 from hydraflow.engine.fsdp.param_offload import ParamOffload
 from hydraflow.engine.fsdp.passes import forget_passes, train_without_noise
-from hydraflow.engine.fsdp.ulysses import Output, Ulysses
 from hydraflow.engine.hf_files import save_whole
 from hydraflow.engine.sharded_checkpoint import ShardedSnapshot
+from hydraflow.engine.token_exchange import Output, Ulysses
 from hydraflow.metrics import Metric
 from hydraflow.models.ask import LOG_PROBS, Ask
 from hydraflow.models.config import ModelConfig

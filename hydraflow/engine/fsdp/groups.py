@@ -6,7 +6,7 @@
   FSDP gathers weights and scatters summed gradients in it.
 - A replica group, the ranks of all shard groups with the same shard: sums the gradients of that shard.
 - A sequence group, `ulysses_sequence_parallel_size` neighbouring ranks: has the same rows, of which each rank
-  computes a slice of the tokens (`ulysses.py`).
+  computes a slice of the tokens (`engine/token_exchange.py`).
 - A data group, the ranks of all sequence groups with the same place: has each row of a batch once, so rows
   are counted over it.
 """

@@ -6,7 +6,7 @@ tokens that skips the collectives already made; the result of that pass is disca
 call and retry with smaller micro-batches.
 
 Where ranks share the tokens of rows, they exchange them in collectives whose size is that of the micro-batch:
-such a rank sends zeros in their place (`ulysses.py`).
+such a rank sends zeros in their place (`engine/token_exchange.py`).
 
 In: passes, as functions of a micro-batch. Out: their results, and, the same on all ranks, whether one
 ran out of memory. Left out on purpose: which micro-batches are tried next (`workers/micro_batcher.py`).

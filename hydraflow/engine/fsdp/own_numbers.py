@@ -19,8 +19,9 @@ from torch.distributed.fsdp import FSDPModule
 from hydraflow.device import ran_out_of_memory
 from hydraflow.engine import process_group
 from hydraflow.engine.fsdp.passes import forget_passes
-from hydraflow.engine.fsdp.ulysses import Output, Ulysses, not_shareable
+from hydraflow.engine.fsdp.ulysses import not_shareable
 from hydraflow.engine.probe import probe_rows
+from hydraflow.engine.token_exchange import Output, Ulysses
 from hydraflow.errors import ConfigError
 from hydraflow.models.ask import LOG_PROBS
 from hydraflow.models.attention import NAME
