@@ -257,6 +257,8 @@ def _shape(role: RoleDevices, topology: Topology, shape: ShapeNumbers | None) ->
     if role.engine == "fsdp2":  # Ulysses repeats key-value heads as needed
         yield from _shares(role, "context", shape.heads, "attention heads")
     if role.engine == "megatron":
+        of_tensor_rank = max(1, shape.heads // role.degree("tensor"))
+        yield from _shares(role, "context", of_tensor_rank, "attention heads of a tensor-parallel rank")
         yield from _shares(role, "expert", shape.experts, "experts")
         if role.role not in topology.layers_fixed:
             yield from _stages(role, shape.layers)

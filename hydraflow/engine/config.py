@@ -147,13 +147,9 @@ class MegatronConfig:
         planned=more_than_one("interleave {value} parts of the layers on each stage"),
     )
     """Virtual pipeline stages per device (interleaved schedule); null: one."""
-    context_parallel_size: int = option(
-        1,
-        size=True,
-        shapes_training=False,
-        planned=more_than_one("divide the tokens of each row among {value} devices"),
-    )
-    """Context-parallel size (CP): devices that share the tokens of one row."""
+    context_parallel_size: int = option(1, size=True, shapes_training=False)
+    """Context-parallel size (CP): devices that share the tokens of packed rows. It divides the attention
+    heads of each tensor-parallel rank, which are exchanged for tokens (Ulysses, Megatron's a2a)."""
     expert_model_parallel_size: int = option(1, size=True, shapes_training=False)
     """Expert-parallel size (EP): devices among which the experts of a layer are divided. They are devices of
     the same stage, tensor-parallel and data ranks alike."""

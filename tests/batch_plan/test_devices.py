@@ -200,6 +200,11 @@ def test_sizes_that_do_not_divide_the_devices(values, key, remedy):
     [
         (megatron(tensor=8), f"{ACTOR}.megatron.tensor_model_parallel_size", "12 attention heads"),
         (megatron(pipeline=8), f"{ACTOR}.megatron.pipeline_model_parallel_size", "12 layers"),
+        (
+            megatron(tensor=2, context=4),
+            f"{ACTOR}.megatron.context_parallel_size",
+            "6 attention heads of a tensor-parallel rank",
+        ),
         (megatron(expert=2), f"{ACTOR}.megatron.expert_model_parallel_size", "the model has none"),
         (
             dict(actor__fsdp_config__ulysses_sequence_parallel_size=8),

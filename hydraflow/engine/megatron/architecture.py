@@ -81,7 +81,8 @@ class Architecture:
         )
 
     def require_divisible(self, settings: MegatronConfig, *, field: str) -> None:
-        """ConfigError for sizes that the model does not divide by. `field`: the model's section."""
+        """ConfigError for sizes that the model does not divide by. `field`: the model's section. With context
+        parallelism each rank attends with some of its heads; heads of keys are repeated as needed."""
         tensor, stages = settings.tensor_model_parallel_size, settings.pipeline_model_parallel_size
         if any("pipeline" in key for key in settings.override_transformer_config):
             stages = 1  # each stage's layers are given
@@ -89,6 +90,12 @@ class Architecture:
         shares = [
             ("tensor_model", tensor, math.gcd(self.heads, self.kv_heads), "heads of attention and of keys"),
             ("pipeline_model", stages, self.layers, "layers"),
+            (
+                "context",
+                settings.context_parallel_size,
+                max(1, self.heads // tensor),
+                "attention heads of each tensor-parallel rank",
+            ),
         ]
         if self.mixture is None or not all(self.mixture.layers):
             shares.append(("tensor_model", tensor, self.intermediate, "columns of an MLP"))

@@ -140,7 +140,8 @@ def _writer(experts: bool) -> tuple[int, int]:
     """This rank's number among those that could write the same, and how many there are. All slices of an
     expert are written together."""
     if not experts:
-        return parallel_state.get_data_parallel_rank(), parallel_state.get_data_parallel_world_size()
+        group = parallel_state.get_data_parallel_group(with_context_parallel=True)
+        return group.rank(), group.size()
     slices = parallel_state.get_expert_tensor_parallel_world_size()
     data = parallel_state.get_expert_data_parallel_rank()
     rank = data * slices + parallel_state.get_expert_tensor_parallel_rank()

@@ -111,6 +111,7 @@ def _of_engine(settings: MegatronConfig, dtype: torch.dtype) -> dict[str, Any]:
     return dict(
         tensor_model_parallel_size=settings.tensor_model_parallel_size,
         pipeline_model_parallel_size=settings.pipeline_model_parallel_size,
+        context_parallel_size=settings.context_parallel_size,
         sequence_parallel=settings.sequence_parallel and settings.tensor_model_parallel_size > 1,
         # packed lines differ in length, and every stage must be told
         variable_seq_lengths=settings.pipeline_model_parallel_size > 1,

@@ -1,5 +1,5 @@
 """The Megatron-Core training engine: one rank of a model that is divided by tensor-parallel ranks, pipeline
-stages and data ranks.
+stages and data ranks; context-parallel ranks share the tokens of their lines.
 
 In: micro-batches and a loss function. Out: log-probabilities or values, metrics, weights (see
 `engine/base.py`). Losses exist on the last stage; Megatron-Core's schedule moves activations and gradients
@@ -43,6 +43,7 @@ from hydraflow.engine.megatron.names import vocabulary_share
 from hydraflow.engine.megatron.optimizer import CoreOptimizer
 from hydraflow.engine.megatron.repeated import require_repeatable
 from hydraflow.engine.sharded_checkpoint import ShardedSnapshot
+from hydraflow.engine.token_exchange import Alone, Output, Share, Ulysses
 from hydraflow.metrics import Metric
 from hydraflow.models.ask import LOG_PROBS, Ask
 from hydraflow.models.attention import pick
@@ -51,9 +52,6 @@ from hydraflow.models.config import ModelConfig
 from hydraflow.models.packing import PackedBatch, pack
 from hydraflow.protocol import ragged
 from hydraflow.protocol.batch import DataProto
-
-Columns = tuple[torch.Tensor, torch.Tensor | None]
-"""Log-probabilities or values of asked tokens, and what else was asked for."""
 
 
 class MegatronEngine:
@@ -76,12 +74,14 @@ class MegatronEngine:
         self._total_steps, self._step = total_steps, 0
         self._place = place = parallel.start(settings)
         self.data_rank, self.data_size = place.data, place.data_size
-        self.is_collect = place.tensor == 0 and place.is_last
+        self.is_collect = place.tensor == 0 and place.context == 0 and place.is_last
         self._built = build_model(model, settings, place, head=head, device=device, field=field)
         self._trunk = self._built.trunk
         self._has_experts = self._built.names.shape.mixture is not None
         self._outline = export.outline(self._built, place)
         self._share = self._vocabulary_share()
+        group = parallel_state.get_context_parallel_group()
+        self._ulysses = Ulysses(group) if place.context_size > 1 else None
         core = self._trunk.config
         core.finalize_model_grads_func = _finish_gradients
         self._ddp: DistributedDataParallel | None = None
@@ -113,11 +113,11 @@ class MegatronEngine:
         self._trunk.eval()
 
         def step(batches: Iterator[DataProto], model: torch.nn.Module) -> tuple[torch.Tensor, Any]:
-            batch = self._pack(next(batches), trained=False)
-            hidden = self._run(batch, model)
+            share = self._share_of(self._pack(next(batches), trained=False))
+            hidden = self._run(share.part, model)
 
-            def found(hidden: torch.Tensor, non_loss_data: bool = True) -> Columns:
-                return self._read(hidden, batch, ask)
+            def found(hidden: torch.Tensor, non_loss_data: bool = True) -> Output:
+                return share.whole(self._read(hidden, share.part, ask))
 
             return hidden, found
 
@@ -144,10 +144,11 @@ class MegatronEngine:
         def step(batches: Iterator[DataProto], model: torch.nn.Module) -> tuple[torch.Tensor, Any]:
             data = next(batches)
             batch = self._pack(data, trained=True)
-            hidden = self._run(batch, model)
+            share = self._share_of(batch)
+            hidden = self._run(share.part, model)
 
             def loss(hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, dict[str, Metric]]:
-                main, more = self._read(hidden, batch, ask)
+                main, more = share.whole(self._read(hidden, share.part, ask))
                 output = self._output(batch, main, more)
                 value, reported = loss_fn(output, columns_of(data, batch.shape[1], self._device))
                 return value, torch.ones((), dtype=torch.int, device=self._device), reported
@@ -237,13 +238,18 @@ class MegatronEngine:
         )
 
     def _pack(self, data: DataProto, *, trained: bool) -> PackedBatch:
+        tensor = self._place.tensor_size if self._trunk.config.sequence_parallel else 1
         return pack(
             data.get("prompts"),
             data.get("responses"),
             device=self._device,
-            multiple_of=self._place.tensor_size if self._trunk.config.sequence_parallel else 1,
+            multiple_of=tensor * self._place.context_size,
             wanted=ragged.parts(data.get("response_mask"))[0].bool() if trained else None,
         )
+
+    def _share_of(self, batch: PackedBatch) -> Share | Alone:
+        """What this rank computes of a batch."""
+        return Alone(batch) if self._ulysses is None else self._ulysses.share(batch)
 
     def _run(self, batch: PackedBatch, model: torch.nn.Module) -> torch.Tensor:
         """Hidden states after this stage."""
@@ -256,9 +262,9 @@ class MegatronEngine:
         )
         return found
 
-    def _read(self, hidden: torch.Tensor, batch: PackedBatch, ask: Ask) -> Columns:
-        """What is asked for, from the last stage's hidden states (N, 1, h), or (N / TP, 1, h) with sequence
-        parallelism."""
+    def _read(self, hidden: torch.Tensor, batch: PackedBatch, ask: Ask) -> Output:
+        """What is asked of this rank's share, from the last stage's hidden states (N, 1, h), or (N / TP, 1,
+        h) with sequence parallelism."""
         policy = self._head == "policy"
         if self._trunk.config.sequence_parallel:
             hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=policy)
@@ -269,7 +275,7 @@ class MegatronEngine:
         if not policy:
             values = torch.mv(asked, self._trunk.score.weight[0])
             return values.to(torch.promote_types(values.dtype, torch.float32)), None
-        found: Columns = VocabularyParallelHead.apply(
+        found: Output = VocabularyParallelHead.apply(
             asked, self._trunk.output_weight(), batch.targets, ask, self._share
         )
         return found

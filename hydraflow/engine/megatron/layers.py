@@ -30,7 +30,7 @@ from torch import nn
 
 from hydraflow.engine.megatron.architecture import Mixture
 from hydraflow.engine.megatron.experts import ExpertLayer
-from hydraflow.models.attention import RowPlan, attend_rows
+from hydraflow.models.attention import RowPlan, attend_line
 
 
 @dataclass
@@ -61,7 +61,8 @@ class RMSNorm(nn.Module):
 
 
 class RowAttention(MegatronModule):
-    """Causal attention within packed rows, over this rank's heads."""
+    """Causal attention within packed rows, over this rank's heads. N: the tokens of this rank's share of the
+    line."""
 
     def __init__(self, config: TransformerConfig, *, softmax_scale: float | None = None, **others: Any):
         super().__init__(config=config)
@@ -79,8 +80,8 @@ class RowAttention(MegatronModule):
     ) -> torch.Tensor:
         """(N, 1, h, d) each (fewer heads of keys) to (N, 1, h * d)."""
         assert packed_seq_params.plan is not None
-        q, k, v = query[:, 0], key[:, 0], value[:, 0]
-        return attend_rows(q, k, v, packed_seq_params.plan, self.scale, None).flatten(1)[:, None]
+        line = attend_line(query[:, 0], key[:, 0], value[:, 0], packed_seq_params.plan, self.scale, None)
+        return line.flatten(1)[:, None]
 
 
 class Rotary(nn.Module):

@@ -1,7 +1,8 @@
 """Megatron-Core's groups of ranks, which are global to a process.
 
-In: the sizes of an engine. Out: this rank's place. Tensor-parallel ranks are neighbours, pipeline stages
-furthest apart, as in the plan's picture (`explain/picture.py`). Left out on purpose: torch.distributed itself
+In: the sizes of an engine. Out: this rank's place. Tensor-parallel ranks are neighbours, then those that
+share the tokens of a line (context parallelism), then data ranks; pipeline stages are furthest apart, as in
+the plan's picture (`explain/picture.py`). Left out on purpose: torch.distributed itself
 (`engine/process_group.py`).
 """
 
@@ -22,6 +23,8 @@ class Place:
 
     tensor: int
     tensor_size: int
+    context: int
+    context_size: int
     data: int
     data_size: int
     stage: int
@@ -43,31 +46,26 @@ class Place:
         (0, 1, 1)
         """
         tensor, stages = settings.tensor_model_parallel_size, settings.pipeline_model_parallel_size
-        data = ranks // (tensor * stages)
+        context = settings.context_parallel_size
+        data = ranks // (tensor * context * stages)
         experts, slices = settings.expert_model_parallel_size, settings.expert_tensor_size
-        return cls(
-            rank % tensor,
-            tensor,
-            rank // tensor % data,
-            data,
-            rank // (tensor * data),
-            stages,
-            rank // slices % experts,
-            experts,
-            rank % slices,
-            slices,
-        )
+        rest, at = divmod(rank, tensor)
+        rest, part = divmod(rest, context)
+        stage, row = divmod(rest, data)
+        of_experts = (rank // slices % experts, experts, rank % slices, slices)
+        return cls(at, tensor, part, context, row, data, stage, stages, *of_experts)
 
     def rank(self, *, tensor: int | None = None, stage: int | None = None) -> int:
-        """The rank with the same data and this tensor-parallel place and stage; None: the same."""
+        """The rank with the same tokens and this tensor-parallel place and stage; None: the same."""
         tensor = self.tensor if tensor is None else tensor
         stage = self.stage if stage is None else stage
-        return tensor + self.tensor_size * (self.data + self.data_size * stage)
+        copies = self.context_size * self.data_size
+        return tensor + self.tensor_size * (self.within // self.tensor_size + copies * stage)
 
     @property
     def within(self) -> int:
         """The place within the stage."""
-        return self.tensor + self.tensor_size * self.data
+        return self.tensor + self.tensor_size * (self.context + self.context_size * self.data)
 
     def shares_with(self, other: Place, *, experts: bool) -> bool:
         """Whether both are among the ranks that together have a stage's tensors, or its experts; of several
@@ -75,7 +73,7 @@ class Place:
         if experts:
             together = self.expert_size * self.expert_tensor_size
             return self.within // together == other.within // together
-        return self.data == other.data
+        return self.within // self.tensor_size == other.within // other.tensor_size
 
     @property
     def is_last(self) -> bool:
@@ -96,6 +94,7 @@ def start(settings: MegatronConfig) -> Place:
             pipeline_model_parallel_size=place.stages,
             expert_model_parallel_size=place.expert_size,
             expert_tensor_parallel_size=place.expert_tensor_size,
+            context_parallel_size=place.context_size,
             create_gloo_process_groups=False,
             distributed_timeout_minutes=max(1, int(options._timeout.total_seconds() / 60)),
         )
@@ -104,13 +103,16 @@ def start(settings: MegatronConfig) -> Place:
             tensor_parallel.model_parallel_cuda_manual_seed(0)
     found = (
         parallel_state.get_tensor_model_parallel_rank(),
+        parallel_state.get_context_parallel_rank(),
         parallel_state.get_data_parallel_rank(),
         parallel_state.get_pipeline_model_parallel_rank(),
         parallel_state.get_tensor_model_parallel_world_size(),
+        parallel_state.get_context_parallel_world_size(),
         parallel_state.get_expert_model_parallel_rank(),
         parallel_state.get_expert_tensor_parallel_rank(),
     )
-    wanted = (place.tensor, place.data, place.stage, place.tensor_size, place.expert, place.expert_tensor)
+    at = (place.tensor, place.context, place.data, place.stage)
+    wanted = (*at, place.tensor_size, place.context_size, place.expert, place.expert_tensor)
     assert found == wanted, f"this process has Megatron groups of other sizes: {found}, not {place}"
     return place
 

@@ -1,0 +1,130 @@
+"""Ranks of the Megatron engine that share the tokens of their lines say, learn and become what one rank does
+that has whole lines."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import hydraflow.engine.megatron  # noqa: F401  lets Megatron-Core run without CUDA, so it comes first
+
+pytest.importorskip("megatron.core")
+
+from engine import megatron_ways_jobs as ways
+from engine import rank_jobs
+from engine.megatron_models import SIZES, save_families, save_model, sizes, started
+from engine.megatron_ways import Oracle, assert_near, check
+from engine.pool import Ranks
+from transformers import Qwen3Config
+
+PLAIN = {"use_distributed_optimizer": False}
+
+
+@pytest.fixture(scope="module")
+def pools() -> Iterator[dict[int, Ranks]]:
+    """Two and four ranks."""
+    with started((2, 4)) as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def oracle(tmp_path_factory: pytest.TempPathFactory) -> Oracle:
+    return Oracle(save_families(tmp_path_factory.mktemp("models")))
+
+
+def shared(context: int, tensor: int = 1, stages: int = 1, **others: Any) -> dict[str, Any]:
+    return sizes(tensor, stages, context_parallel_size=context, **others)
+
+
+LAYOUTS: dict[str, tuple[str, int, dict[str, Any]]] = {
+    "two": ("qwen3", 2, shared(2)),
+    "two, plain optimizer": ("llama", 2, shared(2, **PLAIN)),
+    "as many as heads, more than heads of keys": ("qwen2", 4, shared(4)),
+    "two, two with other rows": ("qwen3", 4, shared(2)),
+    "two, two with other rows, plain optimizer": ("qwen2", 4, shared(2, **PLAIN)),
+    "two of each tensor-parallel rank": ("qwen3", 4, shared(2, 2)),
+    "two of each tensor-parallel rank, no sp": ("qwen2", 4, shared(2, 2, sequence_parallel=False)),
+    "two on each stage": ("qwen2", 4, shared(2, 1, 2)),
+}
+"""Family, ranks and settings."""
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_every_layout(pools: dict[int, Ranks], oracle: Oracle, layout: str) -> None:
+    family, ranks, settings = LAYOUTS[layout]
+    found = check(pools[ranks], oracle, family, settings)
+    tensor, stages = settings["tensor_model_parallel_size"], settings["pipeline_model_parallel_size"]
+    whole = settings["context_parallel_size"] * tensor
+    data = ranks // whole // stages
+    assert [rank["place"] for rank in found] == [
+        (rank // whole % data, data, rank % whole == 0 and rank // (whole * data) == stages - 1)
+        for rank in range(ranks)
+    ]
+
+
+@pytest.mark.parametrize("layout", ["two", "two of each tensor-parallel rank", "two on each stage"])
+def test_values(pools: dict[int, Ranks], oracle: Oracle, layout: str) -> None:
+    _, ranks, settings = LAYOUTS[layout]
+    check(pools[ranks], oracle, "qwen2", settings, head="value")
+
+
+@pytest.mark.parametrize("kind", ["one token", "far apart", "samples"])
+@pytest.mark.parametrize("layout", ["two", "two of each tensor-parallel rank"])
+def test_every_kind_of_rows(pools: dict[int, Ranks], oracle: Oracle, layout: str, kind: str) -> None:
+    """Lines that the ranks do not divide, shares without an asked token, and prompts that rows share."""
+    _, ranks, settings = LAYOUTS[layout]
+    check(pools[ranks], oracle, "qwen3", settings, kind=kind, micro_batches=1)
+
+
+def test_no_checkpointing_of_activations(pools: dict[int, Ranks], oracle: Oracle) -> None:
+    off = {"enable_gradient_checkpointing": False}
+    check(pools[2], oracle, "qwen3", shared(2), model=off, micro_batches=4)
+
+
+@pytest.mark.parametrize("rank", range(4))
+def test_weights_come_to_one_rank(pools: dict[int, Ranks], oracle: Oracle, rank: int) -> None:
+    path = str(oracle.folder / "qwen2")
+    found = pools[4].run(ways.run, "weights_to", path, {"megatron": shared(2, 1, 2)}, rank)
+    alone = dict(pools[2].run(ways.run, "weights_to", path, {"megatron": sizes()}, None)[0])
+    for number, got in enumerate(map(dict, found)):
+        assert got.keys() == alone.keys()
+        assert all(tensor.is_meta == (number != rank) for tensor in got.values())
+    assert all(torch.equal(tensor, alone[name]) for name, tensor in dict(found[rank]).items())
+
+
+@pytest.mark.parametrize("optimizer", [True, False])
+def test_a_checkpoint_is_written_once_and_read_with_other_sizes(
+    pools: dict[int, Ranks], oracle: Oracle, tmp_path: Path, optimizer: bool
+) -> None:
+    path, steps, contents = str(oracle.folder / "qwen2"), 1, rank_jobs.CONTENTS
+    written = {"megatron": shared(2, 2, use_distributed_optimizer=optimizer)}
+    held = pools[4].run(ways.run, "write_checkpoint", path, written, str(tmp_path), steps, contents)
+    for read in (shared(2, 1, 2), sizes(2, 2)):
+        found = pools[4].run(
+            ways.run, "read_checkpoint", path, {"megatron": read}, str(tmp_path), steps, contents
+        )
+        for rank in found:
+            assert rank["steps"] == {1.0}
+            for name, tensor in rank["weights"].items():
+                assert torch.equal(tensor, held[0]["weights"][name])
+            assert_near(rank["next"], held[0]["next"])
+
+
+@pytest.mark.parametrize(
+    ("settings", "words", "remedy"),
+    [
+        (shared(4), "must divide the 6 attention heads of each tensor-parallel rank", "size=3 or"),
+        (shared(2, 2), "must divide the 3 attention heads of each tensor-parallel rank", "size=1 or"),
+    ],
+)
+def test_heads_that_ranks_cannot_share(
+    pools: dict[int, Ranks], tmp_path: Path, settings: dict[str, Any], words: str, remedy: str
+) -> None:
+    heads = dict(num_attention_heads=6, num_key_value_heads=2, head_dim=8)
+    save_model(Qwen3Config(**SIZES | heads), tmp_path)
+    for told in pools[4].run(ways.run, "refusal", str(tmp_path), {"megatron": settings}):
+        assert words in told and f"context_parallel_{remedy}" in told
