@@ -140,13 +140,9 @@ class MegatronConfig:
     """Tensor-parallel size (TP)."""
     pipeline_model_parallel_size: int = option(1, size=True, shapes_training=False)
     """Pipeline-parallel size (PP): number of stages."""
-    virtual_pipeline_model_parallel_size: int | None = option(
-        None,
-        size=True,
-        shapes_training=False,
-        planned=more_than_one("interleave {value} parts of the layers on each stage"),
-    )
-    """Virtual pipeline stages per device (interleaved schedule); null: one."""
+    virtual_pipeline_model_parallel_size: int | None = option(None, size=True, shapes_training=False)
+    """Virtual pipeline stages per device: parts of the layers that are not neighbours (interleaved schedule);
+    null: one."""
     context_parallel_size: int = option(1, size=True, shapes_training=False)
     """Context-parallel size (CP): devices that share the tokens of packed rows. It divides the attention
     heads of each tensor-parallel rank, which are exchanged for tokens (Ulysses, Megatron's a2a)."""
@@ -192,6 +188,11 @@ class MegatronConfig:
         4
         """
         return self.expert_tensor_parallel_size or self.tensor_model_parallel_size
+
+    @property
+    def chunks(self) -> int:
+        """Parts of the layers on each stage."""
+        return self.virtual_pipeline_model_parallel_size or 1
 
     @property
     def compute_dtype(self) -> str:

@@ -31,7 +31,7 @@ from hydraflow.protocol.batch import DataProto
 TEMPERATURE = 0.8
 OPTIM = {"lr": 1e-2, "clip_grad": 0.5, "weight_decay": 0.1, "eps": 1e-3}
 """Clips; epsilon is large, because AdamW otherwise divides rounding errors by gradients next to 0."""
-Sizes = tuple[int, int, int, int]
+Sizes = tuple[int | None, ...]
 _groups: dict[Sizes, dict[str, Any]] = {}
 _sizes: Sizes | None = None
 
@@ -72,12 +72,8 @@ def restart(settings: MegatronConfig) -> None:
     """Makes way for groups of other sizes, or takes those that were there before: Megatron-Core forgets
     groups, but their threads stay, and hundreds of them take minutes."""
     global _sizes
-    sizes = (
-        settings.tensor_model_parallel_size,
-        settings.pipeline_model_parallel_size,
-        settings.expert_model_parallel_size,
-        settings.expert_tensor_size,
-    )
+    names = [name for name in vars(settings) if name.endswith("parallel_size")]
+    sizes = tuple(getattr(settings, name) for name in names)
     if sizes == _sizes:
         return
     if _sizes is not None:
@@ -186,7 +182,8 @@ def cut_gradients(
         share = rank_jobs.my_share(batch.select_idxs(order), engine)
         engine.forward_backward(share.split(rows), rank_jobs.loss_of, Ask(TEMPERATURE, entropy=True))
         found.append(gradients(engine))
-        engine._ddp.zero_grad_buffer()
+        for chunk in engine._ddp:
+            chunk.zero_grad_buffer()
         engine._optimizer.zero_grad()
     return found
 

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 from engine import megatron_jobs as jobs
-from engine import megatron_ways_jobs as ways
 from engine.megatron_models import plain_numbers
 from engine.pool import Ranks
 
@@ -51,13 +50,14 @@ def check(
     """All that the ranks said, counted, added up and became is right; returns it."""
     options = {"megatron": settings, "head": head, "model": dict(model or {})}
     path = str(oracle.folder / family)
-    found = ranks.run(ways.run, "numbers", path, options, kind, micro_batches)
+    found = ranks.run(jobs.numbers, path, options, kind, micro_batches)
     wanted, fsdp = oracle(family, head, kind), oracle(family, head, kind)["fsdp"]
     collected = [rank for rank in found if rank["place"][2]]
     for name, said in wanted["said"].items():
         got = torch.cat([rank["said"][name] for rank in collected]).double()
-        torch.testing.assert_close(got, said, rtol=0, atol=TOLERANCE)
-        torch.testing.assert_close(got, fsdp["said"][name].double(), rtol=0, atol=TOLERANCE)
+        near = TOLERANCE * max(1.0, float(said.abs().max()))
+        torch.testing.assert_close(got, said, rtol=0, atol=near)
+        torch.testing.assert_close(got, fsdp["said"][name].double(), rtol=0, atol=near)
     told = values(merge(rank["told"] for rank in collected))
     assert told == pytest.approx(values(fsdp["told"]), rel=TOLERANCE)
     assert told["loss"] == pytest.approx(wanted["loss"], rel=TOLERANCE)

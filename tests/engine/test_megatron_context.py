@@ -14,7 +14,7 @@ import hydraflow.engine.megatron  # noqa: F401  lets Megatron-Core run without C
 
 pytest.importorskip("megatron.core")
 
-from engine import megatron_ways_jobs as ways
+from engine import megatron_jobs as jobs
 from engine import rank_jobs
 from engine.megatron_models import SIZES, save_families, save_model, sizes, started
 from engine.megatron_ways import Oracle, assert_near, check
@@ -88,8 +88,8 @@ def test_no_checkpointing_of_activations(pools: dict[int, Ranks], oracle: Oracle
 @pytest.mark.parametrize("rank", range(4))
 def test_weights_come_to_one_rank(pools: dict[int, Ranks], oracle: Oracle, rank: int) -> None:
     path = str(oracle.folder / "qwen2")
-    found = pools[4].run(ways.run, "weights_to", path, {"megatron": shared(2, 1, 2)}, rank)
-    alone = dict(pools[2].run(ways.run, "weights_to", path, {"megatron": sizes()}, None)[0])
+    found = pools[4].run(jobs.weights_to, path, {"megatron": shared(2, 1, 2)}, rank)
+    alone = dict(pools[2].run(jobs.weights_to, path, {"megatron": sizes()}, None)[0])
     for number, got in enumerate(map(dict, found)):
         assert got.keys() == alone.keys()
         assert all(tensor.is_meta == (number != rank) for tensor in got.values())
@@ -102,11 +102,9 @@ def test_a_checkpoint_is_written_once_and_read_with_other_sizes(
 ) -> None:
     path, steps, contents = str(oracle.folder / "qwen2"), 1, rank_jobs.CONTENTS
     written = {"megatron": shared(2, 2, use_distributed_optimizer=optimizer)}
-    held = pools[4].run(ways.run, "write_checkpoint", path, written, str(tmp_path), steps, contents)
+    held = pools[4].run(jobs.write_checkpoint, path, written, str(tmp_path), steps, contents)
     for read in (shared(2, 1, 2), sizes(2, 2)):
-        found = pools[4].run(
-            ways.run, "read_checkpoint", path, {"megatron": read}, str(tmp_path), steps, contents
-        )
+        found = pools[4].run(jobs.read_checkpoint, path, {"megatron": read}, str(tmp_path), steps, contents)
         for rank in found:
             assert rank["steps"] == {1.0}
             for name, tensor in rank["weights"].items():
@@ -126,5 +124,5 @@ def test_heads_that_ranks_cannot_share(
 ) -> None:
     heads = dict(num_attention_heads=6, num_key_value_heads=2, head_dim=8)
     save_model(Qwen3Config(**SIZES | heads), tmp_path)
-    for told in pools[4].run(ways.run, "refusal", str(tmp_path), {"megatron": settings}):
+    for told in pools[4].run(jobs.refusal, str(tmp_path), {"megatron": settings}):
         assert words in told and f"context_parallel_{remedy}" in told

@@ -99,6 +99,7 @@ LAYOUTS: dict[str, tuple[str, int, dict[str, Any]]] = {
     "tp 2, ep 4": ("qwen3_moe", 4, sizes(2, experts=4, slices=1, **PLAIN)),
     "pp 2, ep 2": ("a dense layer", 4, sizes(1, 2, experts=2)),
     "pp 2, tp 2": ("qwen3_moe", 4, sizes(2, 2)),
+    "context 2, ep 2": ("qwen3_moe", 4, sizes(experts=2, context_parallel_size=2)),
     "ep 2, data 4, plain optimizer": ("a dense layer", 4, sizes(experts=2, **PLAIN)),
 }
 """Family, ranks and settings."""

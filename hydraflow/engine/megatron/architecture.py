@@ -84,12 +84,14 @@ class Architecture:
         """ConfigError for sizes that the model does not divide by. `field`: the model's section. With context
         parallelism each rank attends with some of its heads; heads of keys are repeated as needed."""
         tensor, stages = settings.tensor_model_parallel_size, settings.pipeline_model_parallel_size
+        chunks = settings.chunks
         if any("pipeline" in key for key in settings.override_transformer_config):
-            stages = 1  # each stage's layers are given
+            stages = chunks = 1  # each stage's layers are given
         found, engine = [], f"{section_of(field)}.megatron"
         shares = [
             ("tensor_model", tensor, math.gcd(self.heads, self.kv_heads), "heads of attention and of keys"),
             ("pipeline_model", stages, self.layers, "layers"),
+            ("virtual_pipeline_model", chunks, self.layers // stages, "layers on each stage"),
             (
                 "context",
                 settings.context_parallel_size,

@@ -30,17 +30,24 @@ from hydraflow.models.config import ModelConfig
 class Built:
     """A rank's part of a model."""
 
-    trunk: Trunk
+    chunks: tuple[Trunk, ...]
+    """One, or with an interleaved schedule several, between which are other stages'."""
     names: Names
     config: Any
     """transformers' configuration."""
 
+    @property
+    def trunk(self) -> Trunk:
+        """The last chunk; on the last stage it ends the model."""
+        return self.chunks[-1]
+
     def holdings(self, *, copies: bool = False) -> dict[str, tuple[torch.nn.Parameter, Holding]]:
-        """By Megatron-Core's name: each parameter and what it holds. `copies`: also the last stage's copy of
-        a tied embedding."""
+        """By name (see `Names.holding`): each parameter and what it holds. `copies`: also the last stage's
+        copy of a tied embedding."""
         return {
             name: (parameter, self.names.holding(name))
-            for name, parameter in self.trunk.named_parameters()
+            for chunk in self.chunks
+            for name, parameter in chunk.counted_parameters()
             if copies or not (name == HEAD and self.names.shape.tied)
         }
 
@@ -56,31 +63,36 @@ def build_model(
     if head == "value":
         shape = replace(shape, tied=False)
     core = transformer_config(shape, model, settings, dtype, section=section_of(field))
-    first = get_transformer_layer_offset(core, pp_rank=place.stage)
-    trunk = Trunk(
-        head=head,
-        frequencies=frequencies(config),
-        config=core,
-        transformer_layer_spec=layer_spec(core, shape.mixture, first=first),
-        vocab_size=vocabulary_share(shape.vocabulary, place.tensor_size) * place.tensor_size,
-        max_sequence_length=config.max_position_embeddings,
-        pre_process=place.stage == 0,
-        post_process=place.is_last,
-        share_embeddings_and_output_weights=shape.tied,
-        position_embedding_type="rope",
-        parallel_output=True,
-    ).to(device)
+
+    def chunk(number: int) -> Trunk:
+        place_in_stage = number if settings.chunks > 1 else None
+        first = get_transformer_layer_offset(core, place_in_stage, place.stage)
+        return Trunk(
+            head=head,
+            frequencies=frequencies(config),
+            config=core,
+            transformer_layer_spec=layer_spec(core, shape.mixture, first=first, chunk=place_in_stage),
+            vocab_size=vocabulary_share(shape.vocabulary, place.tensor_size) * place.tensor_size,
+            max_sequence_length=config.max_position_embeddings,
+            pre_process=place.stage == 0 and number == 0,
+            post_process=place.is_last and number == settings.chunks - 1,
+            share_embeddings_and_output_weights=shape.tied,
+            position_embedding_type="rope",
+            parallel_output=True,
+            vp_stage=place_in_stage,
+        ).to(device)
+
+    chunks = tuple(chunk(number) for number in range(settings.chunks))
     names = Names(
         shape,
         place.tensor,
         place.tensor_size,
-        first_layer=first,
         experts=place.expert,
         expert_shares=place.expert_size,
         slice=place.expert_tensor,
         slices=place.expert_tensor_size,
     )
-    built = Built(trunk, names, config)
+    built = Built(chunks, names, config)
     _mark_divided(built)
     _fill(built, model, head=head, dtype=dtype, device=device, field=field)
     return built

@@ -111,6 +111,10 @@ def _of_engine(settings: MegatronConfig, dtype: torch.dtype) -> dict[str, Any]:
     return dict(
         tensor_model_parallel_size=settings.tensor_model_parallel_size,
         pipeline_model_parallel_size=settings.pipeline_model_parallel_size,
+        virtual_pipeline_model_parallel_size=settings.chunks if settings.chunks > 1 else None,
+        # what two stages send each other in both directions at once would be mixed up
+        overlap_p2p_comm=settings.chunks > 1,
+        batch_p2p_comm=settings.chunks == 1,
         context_parallel_size=settings.context_parallel_size,
         sequence_parallel=settings.sequence_parallel and settings.tensor_model_parallel_size > 1,
         # packed lines differ in length, and every stage must be told

@@ -84,13 +84,13 @@ class MegatronEngine:
         self._ulysses = Ulysses(group) if place.context_size > 1 else None
         core = self._trunk.config
         core.finalize_model_grads_func = _finish_gradients
-        self._ddp: DistributedDataParallel | None = None
+        self._ddp: list[DistributedDataParallel] | None = None
         self._optimizer: CoreOptimizer | None = None
         if optim is not None:
             buffers = DistributedDataParallelConfig(
                 grad_reduce_in_fp32=True, use_distributed_optimizer=settings.use_distributed_optimizer
             )
-            self._ddp = DistributedDataParallel(core, buffers, self._trunk)
+            self._ddp = [DistributedDataParallel(core, buffers, chunk) for chunk in self._built.chunks]
             self._optimizer = CoreOptimizer(self._ddp, optim, settings)
             self._optimizer.set_lr(self._lr())
         if self._has_experts:
@@ -110,10 +110,15 @@ class MegatronEngine:
     ) -> DataProto:
         """See `TrainEngine`. Ranks other than those of the last stage give zeros."""
         assert adapter, "there are no adapters"
-        self._trunk.eval()
+        chunks = list(self._built.chunks)
+        for chunk in chunks:
+            chunk.eval()
 
-        def step(batches: Iterator[DataProto], model: torch.nn.Module) -> tuple[torch.Tensor, Any]:
-            share = self._share_of(self._pack(next(batches), trained=False))
+        def step(
+            batches: Iterator[tuple[DataProto, bool]], model: torch.nn.Module
+        ) -> tuple[torch.Tensor, Any]:
+            data, _ = next(batches)
+            share = self._share_of(self._pack(data, trained=False))
             hidden = self._run(share.part, model)
 
             def found(hidden: torch.Tensor, non_loss_data: bool = True) -> Output:
@@ -121,7 +126,7 @@ class MegatronEngine:
 
             return hidden, found
 
-        results = self._schedule(step, micro_batches, self._trunk, forward_only=True)
+        results = self._schedule(step, micro_batches, chunks, forward_only=True)[: len(micro_batches)]
         lengths = torch.cat([ragged.lengths(data.get("responses")) for data in micro_batches])
         names = ["values"]
         if self._head == "policy":
@@ -139,10 +144,13 @@ class MegatronEngine:
     ) -> dict[str, Metric]:
         """See `TrainEngine`. Metrics on the last stage."""
         assert self._ddp is not None, "a frozen model is not trained"
-        self._ddp.train()
+        for chunk in self._ddp:
+            chunk.train()
 
-        def step(batches: Iterator[DataProto], model: torch.nn.Module) -> tuple[torch.Tensor, Any]:
-            data = next(batches)
+        def step(
+            batches: Iterator[tuple[DataProto, bool]], model: torch.nn.Module
+        ) -> tuple[torch.Tensor, Any]:
+            data, counts = next(batches)
             batch = self._pack(data, trained=True)
             share = self._share_of(batch)
             hidden = self._run(share.part, model)
@@ -151,14 +159,15 @@ class MegatronEngine:
                 main, more = share.whole(self._read(hidden, share.part, ask))
                 output = self._output(batch, main, more)
                 value, reported = loss_fn(output, columns_of(data, batch.shape[1], self._device))
-                return value, torch.ones((), dtype=torch.int, device=self._device), reported
+                one = torch.ones((), dtype=torch.int, device=self._device)
+                return (value, one, reported) if counts else (value * 0.0, one, {})
 
             return hidden, loss
 
         told = metrics.merge(self._schedule(step, micro_batches, self._ddp, forward_only=False))
         if self._has_experts:
             role = section_of(self._field).rpartition(".")[2]
-            told[f"{role}/busiest_expert_share"] = metrics.maximum(busiest_share(self._trunk))
+            told[f"{role}/busiest_expert_share"] = metrics.maximum(busiest_share(self._built.chunks))
         return told
 
     @torch.no_grad()
@@ -167,7 +176,8 @@ class MegatronEngine:
         assert self._optimizer is not None and self._ddp is not None, "a frozen model is not trained"
         norm = self._optimizer.step()
         self._optimizer.zero_grad()
-        self._ddp.zero_grad_buffer()
+        for chunk in self._ddp:
+            chunk.zero_grad_buffer()
         return {"grad_norm": norm, "lr": self._lr(), "skipped": float(not math.isfinite(norm))}
 
     def lr_step(self) -> None:
@@ -222,15 +232,21 @@ class MegatronEngine:
     # --- one micro-batch
 
     def _schedule(
-        self, step: Any, micro_batches: Sequence[DataProto], model: Any, *, forward_only: bool
+        self, step: Any, micro_batches: Sequence[DataProto], chunks: Sequence[Any], *, forward_only: bool
     ) -> Any:
-        """Megatron-Core's passes over the micro-batches; what the last stage found in each."""
+        """Megatron-Core's passes over the micro-batches, each told apart from those that fill up the last
+        group; what the last stage found in each. An interleaved schedule takes groups of as many as there are
+        stages."""
         work = get_forward_backward_func()
+        each = [(data, True) for data in micro_batches]
+        if len(chunks) > 1:
+            each += [(micro_batches[0], False)] * (-len(each) % self._place.stages)
+        iterators = [iter(each) for _ in chunks]
         return work(
             forward_step_func=step,
-            data_iterator=iter(micro_batches),
-            model=[model],
-            num_microbatches=len(micro_batches),
+            data_iterator=iterators if len(chunks) > 1 else iterators[0],
+            model=list(chunks),
+            num_microbatches=len(each),
             seq_length=1,  # lines tell their own
             micro_batch_size=1,
             forward_only=forward_only,

@@ -9,6 +9,7 @@ are cut into micro-batches), and Transformer Engine's grouped matrices.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -85,10 +86,10 @@ class ExpertLayer(MoELayer):
         return super().postprocess(wide, shared_expert_output).to(output.dtype)
 
 
-def busiest_share(trunk: nn.Module) -> float:
+def busiest_share(chunks: Iterable[nn.Module]) -> float:
     """The largest part of a layer's choices that went to one expert since the last call, over all layers and
     tokens of all ranks; with even routing 1 / E. Collective."""
-    routers = [module for module in trunk.modules() if isinstance(module, Router)]
+    routers = [one for chunk in chunks for one in chunk.modules() if isinstance(one, Router)]
     group = parallel_state.get_tensor_and_data_parallel_group(with_context_parallel=True)
     share = torch.zeros(())
     if routers:

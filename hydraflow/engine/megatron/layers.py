@@ -8,6 +8,7 @@ position, so neighbouring rows share a prompt here, too. Left out on purpose: wh
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,12 +26,19 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_config import TransformerConfig
-from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
+from megatron.core.transformer.transformer_layer import (
+    TransformerLayer,
+    TransformerLayerSubmodules,
+    get_transformer_layer_offset,
+)
 from torch import nn
 
 from hydraflow.engine.megatron.architecture import Mixture
 from hydraflow.engine.megatron.experts import ExpertLayer
 from hydraflow.models.attention import RowPlan, attend_line
+
+LAYERS = "decoder.layers."
+"""How the names of a layer's parameters begin."""
 
 
 @dataclass
@@ -119,6 +127,15 @@ class Trunk(GPTModel):
     def _postprocess(self, hidden_states: torch.Tensor, **others: Any) -> torch.Tensor:
         return hidden_states
 
+    def counted_parameters(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
+        """Parameters by name, their layers counted through the whole model."""
+        first = get_transformer_layer_offset(self.config, self.vp_stage, self.pg_collection.pp.rank())
+        for name, parameter in self.named_parameters():
+            if name.startswith(LAYERS):
+                number, rest = name.removeprefix(LAYERS).split(".", 1)
+                name = f"{LAYERS}{first + int(number)}.{rest}"
+            yield name, parameter
+
     def output_weight(self) -> torch.Tensor:
         """(V / TP, hidden) this rank's part of the output matrix, on the last stage."""
         weight = self.output_layer.weight
@@ -126,10 +143,10 @@ class Trunk(GPTModel):
 
 
 def layer_spec(
-    config: TransformerConfig, mixture: Mixture | None, *, first: int
+    config: TransformerConfig, mixture: Mixture | None, *, first: int, chunk: int | None
 ) -> TransformerBlockSubmodules:
-    """The layers of this stage, which begins with layer `first`: Megatron-Core's matrices, and norms,
-    attention and experts from here."""
+    """The layers of this stage, or of a chunk of it, from layer `first` on: Megatron-Core's matrices, and
+    norms, attention and experts from here."""
     norm_of_heads = RMSNorm if config.qk_layernorm else IdentityOp
     attention = SelfAttentionSubmodules(
         linear_qkv=ColumnParallelLinear,
@@ -153,7 +170,7 @@ def layer_spec(
         )
         return ModuleSpec(TransformerLayer, submodules=parts)
 
-    numbers = range(first, first + get_num_layers_to_build(config))
+    numbers = range(first, first + get_num_layers_to_build(config, chunk))
     return TransformerBlockSubmodules(
         [layer(mixture is not None and mixture.layers[number]) for number in numbers], RMSNorm
     )

@@ -68,13 +68,11 @@ class Holding:
 
 @dataclass(frozen=True)
 class Names:
-    """The parameters of one tensor-parallel rank of one stage."""
+    """The parameters of one tensor-parallel rank."""
 
     shape: Architecture
     rank: int
     ranks: int
-    first_layer: int = 0
-    """Layers of the stages before."""
     experts: int = 0
     """Which share of the experts is here."""
     expert_shares: int = 1
@@ -95,7 +93,7 @@ class Names:
         return [replace(self, slice=slice) for slice in range(self.slices)]
 
     def holding(self, name: str) -> Holding:
-        """name: as Megatron-Core calls the parameter within its stage."""
+        """name: as Megatron-Core calls the parameter, the layer counted through the whole model."""
         shape = self.shape
         if name in (EMBEDDING, HEAD):
             is_embedding = name == EMBEDDING or shape.tied
@@ -105,7 +103,7 @@ class Names:
         if name == "decoder.final_layernorm.weight":
             return self._norm("model.norm.weight", shape.hidden)
         _, _, number, place = name.split(".", 3)
-        layer = f"model.layers.{self.first_layer + int(number)}."
+        layer = f"model.layers.{number}."
         match place:
             case "self_attention.linear_qkv.weight":
                 return self._queries_keys_values(layer, "weight", (shape.hidden,))

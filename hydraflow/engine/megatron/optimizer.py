@@ -29,9 +29,9 @@ STEP, WEIGHT = "step", "weight"
 class CoreOptimizer:
     """The optimizer of one rank's part of a model."""
 
-    def __init__(self, model: DistributedDataParallel, optim: OptimConfig, settings: MegatronConfig):
+    def __init__(self, models: list[DistributedDataParallel], optim: OptimConfig, settings: MegatronConfig):
         first, second = optim.betas
-        dtype = model.config.params_dtype
+        dtype = models[0].config.params_dtype
         chained = get_megatron_optimizer(
             OptimizerConfig(
                 optimizer="adam",
@@ -45,11 +45,11 @@ class CoreOptimizer:
                 bf16=dtype == torch.bfloat16,
                 params_dtype=dtype,
             ),
-            [model],
+            models,
             use_gloo_process_groups=False,
         )
         self._chain: Any = chained
-        self._has_experts = model.config.num_moe_experts is not None
+        self._has_experts = models[0].config.num_moe_experts is not None
         self._clip = optim.clip_grad
         for group in self._chain.param_groups:
             # as in every engine: all parameters decay, norms among them

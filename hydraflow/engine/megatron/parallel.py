@@ -92,6 +92,7 @@ def start(settings: MegatronConfig) -> Place:
         parallel_state.initialize_model_parallel(
             tensor_model_parallel_size=place.tensor_size,
             pipeline_model_parallel_size=place.stages,
+            virtual_pipeline_model_parallel_size=settings.chunks if settings.chunks > 1 else None,
             expert_model_parallel_size=place.expert_size,
             expert_tensor_parallel_size=place.expert_tensor_size,
             context_parallel_size=place.context_size,
