@@ -30,11 +30,6 @@ ON_THE_HOST = no_effect_when(
 )
 
 
-def more_than_one(what: str) -> Planned:
-    """Sizes other than 1 that are not implemented yet."""
-    return Planned(lambda size: size != 1, what)
-
-
 @dataclass
 class OptimConfig:
     """AdamW and its learning-rate schedule."""
