@@ -244,7 +244,7 @@ def test_an_infinite_loss_of_one_rank_skips_the_step_on_all(
 # --- models that are not built
 
 REFUSED: dict[str, tuple[Any, dict[str, Any], str]] = {
-    "heads": (FAMILIES["qwen2"], sizes(4), "must divide the 2 heads of attention and of keys of the model"),
+    "heads": (FAMILIES["qwen2"], sizes(4), "the 4 attention heads and the 2 key-value heads"),
     "layers": (LlamaConfig(**GROUPED), sizes(1, 4), "must divide the 2 layers of the model"),
     "windows": (MistralConfig(**GROUPED, sliding_window=4), sizes(), "no attention with a sliding window"),
     "some windows": (

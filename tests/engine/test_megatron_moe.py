@@ -273,7 +273,7 @@ REFUSED: dict[str, tuple[Any, dict[str, Any], str]] = {
         "must divide the 25 columns of an expert",
     ),
     "no sp": (FAMILIES["mixtral"], sizes(2, sequence_parallel=False), "megatron.sequence_parallel=false"),
-    "dense": (Qwen3Config(**GROUPED), sizes(experts=2), "the model has none"),
+    "dense": (Qwen3Config(**GROUPED), sizes(experts=2), "must divide the 0 experts of the model"),
     "one expert": (
         MixtralConfig(**GROUPED, num_local_experts=4, num_experts_per_tok=1),
         sizes(),

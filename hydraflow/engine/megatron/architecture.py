@@ -83,49 +83,58 @@ class Architecture:
     def require_divisible(self, settings: MegatronConfig, *, field: str) -> None:
         """ConfigError for sizes that the model does not divide by. `field`: the model's section. With context
         parallelism each rank attends with some of its heads; heads of keys are repeated as needed."""
-        tensor, stages = settings.tensor_model_parallel_size, settings.pipeline_model_parallel_size
-        chunks = settings.chunks
-        if any("pipeline" in key for key in settings.override_transformer_config):
-            stages = chunks = 1  # each stage's layers are given
-        found, engine = [], f"{section_of(field)}.megatron"
-        shares = [
-            ("tensor_model", tensor, math.gcd(self.heads, self.kv_heads), "heads of attention and of keys"),
-            ("pipeline_model", stages, self.layers, "layers"),
-            ("virtual_pipeline_model", chunks, self.layers // stages, "layers on each stage"),
-            (
-                "context",
-                settings.context_parallel_size,
-                max(1, self.heads // tensor),
-                "attention heads of each tensor-parallel rank",
-            ),
+        engine = f"{section_of(field)}.megatron"
+        found = [
+            _indivisible(f"{engine}.{key}_parallel_size", size, count, what)
+            for key, size, count, what in (*self._shares(settings), *self._shares_of_experts(settings))
+            if count % size
         ]
-        if self.mixture is None or not all(self.mixture.layers):
-            shares.append(("tensor_model", tensor, self.intermediate, "columns of an MLP"))
-        if self.mixture is not None:
-            shares.append(
-                ("expert_model", settings.expert_model_parallel_size, self.mixture.count, "experts")
-            )
-            shares.append(
-                ("expert_tensor", settings.expert_tensor_size, self.mixture.width, "columns of an expert")
-            )
-            if tensor > 1 and not settings.sequence_parallel:
-                rule = "a model with experts needs it where tensor_model_parallel_size is above 1"
-                remedy = f"{engine}.sequence_parallel=true"
-                found.append(Problem(f"{engine}.sequence_parallel", False, rule, remedy))
-        elif settings.expert_model_parallel_size > 1:
-            name = f"{engine}.expert_model_parallel_size"
-            rule = "divides experts, and the model has none"
-            found.append(Problem(name, settings.expert_model_parallel_size, rule, f"{name}=1"))
-        for key, size, count, what in shares:
-            if count % size:
-                name = f"{engine}.{key}_parallel_size"
-                legal = [divisor for divisor in range(1, count + 1) if count % divisor == 0]
-                remedy = " or ".join(
-                    f"{name}={one}" for one in sorted(legal, key=lambda one: abs(one - size))[:2]
-                )
-                found.append(Problem(name, size, f"must divide the {count} {what} of the model", remedy))
+        if self.mixture and settings.tensor_model_parallel_size > 1 and not settings.sequence_parallel:
+            rule = "a model with experts needs it where tensor_model_parallel_size is above 1"
+            remedy = f"{engine}.sequence_parallel=true"
+            found.append(Problem(f"{engine}.sequence_parallel", False, rule, remedy))
         if found:
             raise ConfigError(found)
+
+    def _shares(self, settings: MegatronConfig) -> Iterator[tuple[str, int, int, str]]:
+        """Key, size, and what it divides: the number and the word."""
+        tensor, stages = settings.tensor_model_parallel_size, settings.pipeline_model_parallel_size
+        heads = f"{self.heads} attention heads and the {self.kv_heads} key-value heads"
+        yield "tensor_model", tensor, math.gcd(self.heads, self.kv_heads), heads
+        if self.mixture is None or not all(self.mixture.layers):
+            yield "tensor_model", tensor, self.intermediate, f"{self.intermediate} columns of an MLP"
+        own = max(1, self.heads // tensor)
+        yield (
+            "context",
+            settings.context_parallel_size,
+            own,
+            f"{own} attention heads of each tensor-parallel rank",
+        )
+        if not any("pipeline" in key for key in settings.override_transformer_config):
+            yield "pipeline_model", stages, self.layers, f"{self.layers} layers"
+            own = self.layers // stages
+            yield "virtual_pipeline_model", settings.chunks, own, f"{own} layers of each stage"
+
+    def _shares_of_experts(self, settings: MegatronConfig) -> Iterator[tuple[str, int, int, str]]:
+        size, mixture = settings.expert_model_parallel_size, self.mixture
+        if mixture is None:
+            yield "expert_model", size, 1, "0 experts"
+            return
+        yield "expert_model", size, mixture.count, f"{mixture.count} experts"
+        yield (
+            "expert_tensor",
+            settings.expert_tensor_size,
+            mixture.width,
+            f"{mixture.width} columns of an expert",
+        )
+
+
+def _indivisible(key: str, size: int, count: int, what: str) -> Problem:
+    legal = [divisor for divisor in range(1, count + 1) if count % divisor == 0]
+    near = sorted(legal, key=lambda one: abs(one - size))[:2]
+    return Problem(
+        key, size, f"must divide the {what} of the model", " or ".join(f"{key}={one}" for one in near)
+    )
 
 
 def section_of(field: str) -> str:
