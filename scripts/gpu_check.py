@@ -4,11 +4,11 @@
 
 Needs torch, transformers, tensordict, hydra-core, ray and codetiming, and names what is missing. First
 numbers: attention over packed rows against float64; log-probabilities, gradients and greedy samples of a
-tiny model against the CPU. Then figures of a model with random weights (large: 0.5 billion, bf16): a training
-step, packed rows against padded ones, generation, weights from the trainer to the generation engine. Prints
-one JSON object per check. Exit code 1: a number is wrong; 2: the check cannot run here; 124: 8 minutes were
-not enough. `--device cpu --size
-small` shows that the check itself works; its times say nothing.
+tiny model against the CPU; Megatron-Core's log-probabilities and weights after a step against FSDP2's, where
+it is installed. Then figures of a model with random weights (large: 0.5 billion, bf16): a training step,
+packed rows against padded ones, generation, weights from the trainer to the generation engine. Prints one
+JSON object per check. Exit code 1: a number is wrong; 2: the check cannot run here; 124: 8 minutes were not
+enough. `--device cpu --size small` shows that the check itself works; its times say nothing.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from hydraflow.protocol.batch import DataProto
 
 NEEDED = ("torch", "transformers", "tensordict", "hydra-core", "ray", "codetiming")
-OPTIONAL = ("flash-attn", "vllm", "peft")
+OPTIONAL = ("flash-attn", "vllm", "peft", "megatron-core")
 SMALL = {
     "vocab_size": 512,
     "hidden_size": 64,
@@ -108,7 +108,9 @@ def rows(vocabulary: int, count: int, prompt: int, longest: int) -> DataProto:
     return DataProto.from_dict(columns | {"response_mask": mask})
 
 
-def engine_of(path: str, device: torch.device, dtype: str, *, packed: bool = True) -> FSDPEngine:
+def engine_of(
+    path: str, device: torch.device, dtype: str, *, packed: bool = True, optim: Any = None
+) -> FSDPEngine:
     """A training engine of one rank."""
     from hydraflow.engine.config import FSDPConfig, OptimConfig
     from hydraflow.engine.fsdp.engine import FSDPEngine
@@ -116,7 +118,7 @@ def engine_of(path: str, device: torch.device, dtype: str, *, packed: bool = Tru
 
     model = ModelConfig(path=path, enable_gradient_checkpointing=False, use_remove_padding=packed)
     how = FSDPConfig(dtype=dtype, model_dtype="fp32")
-    return FSDPEngine(model, how, OptimConfig(lr=1e-6), head="policy", device=device)
+    return FSDPEngine(model, how, optim or OptimConfig(lr=1e-6), head="policy", device=device)
 
 
 def loss(output: Any, columns: Mapping[str, torch.Tensor]) -> tuple[torch.Tensor, dict[str, Any]]:
@@ -161,6 +163,35 @@ def numbers(device: torch.device) -> bool:
     same = tokens.shape == sampled.shape and float((tokens == sampled.cpu()).float().mean())
     good = off < 1e-3 and far < 1e-3 and same > 0.9
     say("numbers", log_probs=off, gradient=far, same_tokens=same, right=good)
+    return good
+
+
+def megatron(device: torch.device) -> bool:
+    """Whether Megatron-Core's log-probabilities, and its weights after a step, are FSDP2's, in float32."""
+    import torch
+
+    from hydraflow.engine.config import TRAIN_ENGINES, MegatronConfig, OptimConfig
+    from hydraflow.models.config import ModelConfig
+
+    batch, found = rows(SMALL["vocab_size"], 8, 8, 16), []
+    # an epsilon at which Adam's first step follows the gradient's size, and not its sign
+    optim, settings = OptimConfig(lr=1e-2, eps=1e-1), MegatronConfig(dtype="fp32")
+    with tempfile.TemporaryDirectory() as folder:
+        path = write_model(SMALL, Path(folder), torch.float32)
+        core = TRAIN_ENGINES["megatron"].load()
+        for engine in (
+            engine_of(path, device, "fp32", optim=optim),
+            core(ModelConfig(path=path), settings, optim, head="policy", device=device),
+        ):
+            log_probs = engine.forward([batch]).get("log_probs").values()
+            engine.forward_backward([batch], loss)
+            engine.optimizer_step()
+            weights = {name: tensor.flatten().cpu() for name, tensor in engine.weights()}
+            found.append((log_probs, torch.cat([weights[name] for name in sorted(weights)])))
+    (wanted, trained), (log_probs, weights) = found
+    off, far = float((log_probs - wanted).abs().max()), float((weights - trained).abs().max())
+    good = off < 1e-3 and far < 1e-4
+    say("megatron", log_probs=off, weights=far, right=good)
     return good
 
 
@@ -275,6 +306,8 @@ def main() -> int:
     say("device", name=name)
     with one_rank(device):
         right = [attention(device), numbers(device)]
+        if libraries["megatron-core"] != "missing":
+            right.append(megatron(device))
         figures(device, given.size)
     return 0 if all(right) else 1
 

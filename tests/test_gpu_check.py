@@ -27,12 +27,13 @@ def test_it_runs_and_says_what_is_right() -> None:
         "device",
         "attention",
         "numbers",
+        "megatron",
         "step",
         "packing",
         "weights",
         "generation",
     ]
-    assert lines["attention"]["right"] and lines["numbers"]["right"]
+    assert all(lines[name]["right"] for name in ("attention", "numbers", "megatron"))
     assert lines["generation"]["tokens_per_second"] > 0
 
 
