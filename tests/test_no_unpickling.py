@@ -58,7 +58,7 @@ ALLOWED = {
     (
         "hydraflow/engine/sharded_checkpoint.py",
         "torch.distributed.checkpoint.load",
-    ): "with the reader of reader.py, which knows tensors alone",
+    ): "with the reader of dcp_reader.py, which knows tensors alone",
 }
 
 PICKLED_WEIGHTS = ("AutoModelForCausalLM", "AutoModelForTokenClassification", "AutoModel", "PreTrainedModel")

@@ -252,8 +252,9 @@ def _shape(role: RoleDevices, topology: Topology, shape: ShapeNumbers | None) ->
     """Heads, layers and experts divide into their parts."""
     if shape is None:
         return
-    yield from _shares(role, "tensor", shape.heads, "attention heads")
-    yield from _shares(role, "tensor", shape.kv_heads, "key-value heads", either_way=True)
+    either_way = role.engine != "megatron"  # the others repeat heads as needed
+    of_keys = _shares(role, "tensor", shape.kv_heads, "key-value heads", either_way=either_way)
+    yield from list(_shares(role, "tensor", shape.heads, "attention heads")) or of_keys
     if role.engine == "fsdp2":  # Ulysses repeats key-value heads as needed
         yield from _shares(role, "context", shape.heads, "attention heads")
     if role.engine == "megatron":

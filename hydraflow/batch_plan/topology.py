@@ -244,7 +244,7 @@ class _TopologyReader:
         """Whether Megatron is given the layers of each pipeline stage."""
         if role not in TRAINED or self._engine(role) != "megatron":
             return False
-        return any("pipeline" in key for key in self._section(role).megatron.override_transformer_config)
+        return self._section(role).megatron.gives_layers
 
 
 def fsdp_degrees(fsdp: FSDPConfig, prefix: str) -> dict[str, Degree]:

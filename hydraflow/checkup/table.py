@@ -89,6 +89,7 @@ CHECKS = (
     Check("model files", model_files.check_model, fast=True),
     Check("weights and model", model_files.check_weights, seconds=_lasting(60.0)),
     Check("model and tokenizer", model_files.check_model_fits, fast=True),
+    Check("Megatron and model", model_files.check_megatron_model, fast=True),
     Check("end of sequence", templates.check_end_tokens, fast=True),
     Check("data files", data_files.check_data, seconds=_lasting(60.0)),
     Check("chat template", templates.check_template, fast=True),

@@ -83,6 +83,12 @@ _ROLES = (
         f"{POLICY}.lora_rank=0",
     ),
     NoEffectRule(
+        f"{REF}.megatron.{{use_distributed_optimizer,grad_offload,optimizer_offload}}",
+        lambda c: True,
+        "the reference is not trained",
+        "",
+    ),
+    NoEffectRule(
         f"{REF}.megatron.**",
         lambda c: c.actor_rollout_ref.actor.strategy != "megatron",
         f"{ACTOR}.strategy is not megatron",

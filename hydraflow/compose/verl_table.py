@@ -79,6 +79,8 @@ MEGATRON_FOLLOWS = (
     "context_parallel_size",
     "expert_model_parallel_size",
     "expert_tensor_parallel_size",
+    "moe_router_dtype",
+    "moe_permute_fusion",
     "param_offload",
     "override_transformer_config",
 )

@@ -127,6 +127,16 @@ class FSDPConfig:
         return "fp64" if self.dtype == "auto" and self.model_dtype == "fp64" else self.dtype
 
 
+LAYERS_OF_STAGES = (
+    "num_layers_in_first_pipeline_stage",
+    "num_layers_in_last_pipeline_stage",
+    "account_for_embedding_in_pipeline_split",
+    "account_for_loss_in_pipeline_split",
+    "pipeline_model_parallel_layout",
+)
+"""Overrides of TransformerConfig that say which stage has which layers."""
+
+
 @dataclass
 class MegatronConfig:
     """Megatron-Core parallelism settings."""
@@ -185,6 +195,11 @@ class MegatronConfig:
         return self.expert_tensor_parallel_size or self.tensor_model_parallel_size
 
     @property
+    def gives_layers(self) -> bool:
+        """Whether the layers of each pipeline stage are given, which are equal shares otherwise."""
+        return any(name in self.override_transformer_config for name in LAYERS_OF_STAGES)
+
+    @property
     def chunks(self) -> int:
         """Parts of the layers on each stage."""
         return self.virtual_pipeline_model_parallel_size or 1
@@ -196,7 +211,7 @@ class MegatronConfig:
 
     @property
     def model_dtype(self) -> str:
-        """Dtype in which weights are kept and saved."""
+        """Dtype in which weights are updated and kept in checkpoints; whole models are saved in `dtype`."""
         return "fp32"
 
 

@@ -230,7 +230,7 @@ class SamplingConfig:
     max_num_seqs: int = option(1024, size=True, shapes_training=False)
     """Maximum number of sequences decoded concurrently per rollout replica."""
     dtype: str = option("auto", choices=("auto", "fp32", "bf16", "fp16", "fp64"))
-    """Dtype of the engine; auto: as actor.fsdp_config.dtype."""
+    """Dtype of the engine; auto: as the actor's training engine."""
     gpu_memory_utilization: float = option(0.5, gt=0, lt=1, shapes_training=False, no_effect=OTHER_ENGINE)
     """Fraction of a device's memory for the engine: weights, activations and KV cache. On a CPU the most that
     the KV caches of all its replicas may take of the machine's memory."""

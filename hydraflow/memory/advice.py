@@ -104,7 +104,7 @@ def changes(inputs: EstimateInputs) -> Iterator[Change]:
         if layout is not None and layout.engine == "fsdp2":
             yield from _fsdp_changes(inputs, role, f"{prefix}.fsdp_config")
         elif layout is not None and layout.engine == "megatron":
-            yield from _megatron_changes(role, f"{prefix}.megatron")
+            yield from _megatron_changes(f"{prefix}.megatron")
     yield from _batch_changes(inputs)
     yield from _model_changes(inputs)
     yield from _rollout_changes(inputs)
@@ -137,12 +137,9 @@ def _fsdp_changes(inputs: EstimateInputs, role: str, prefix: str) -> Iterator[Ch
         yield Change(f"{prefix}.{key}", *change)
 
 
-def _megatron_changes(role: str, prefix: str) -> Iterator[Change]:
+def _megatron_changes(prefix: str) -> Iterator[Change]:
     yield Change(f"{prefix}.use_distributed_optimizer", True, 1, "optimizer state is divided over data ranks")
     yield Change(f"{prefix}.sequence_parallel", True, 1, "activations between matrices are divided too")
-    for name in ("param_offload", "grad_offload", "optimizer_offload"):
-        if role != "ref" or name == "param_offload":
-            yield Change(f"{prefix}.{name}", True, 2, "moves to host memory and back at every step")
 
 
 def _batch_changes(inputs: EstimateInputs) -> Iterator[Change]:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from hydraflow.batch_plan.layout import Layout
 from hydraflow.batch_plan.parts import MicroPlan, RolePlan
 from hydraflow.batch_plan.resolve import BatchPlan
-from hydraflow.engine.config import FSDPConfig
+from hydraflow.engine.config import FSDPConfig, engine_config
 from hydraflow.generation.config import GENERATION_ENGINES, engine_dtype
 from hydraflow.memory.activations import MicroBatchTokens, RowSizes, tokens_of
 from hydraflow.memory.fsdp import FSDPModelMemory, adapter_numbers, units_of
@@ -230,4 +230,5 @@ def _weight_bucket(inputs: EstimateInputs) -> int:
 def _engine_number(inputs: EstimateInputs) -> int:
     """Bytes of a number of the generation engine."""
     policy = inputs.config.actor_rollout_ref
-    return inputs.limits.bytes_of(engine_dtype(policy.rollout.dtype, policy.actor.fsdp_config.compute_dtype))
+    trainer = engine_config(policy.actor.strategy, policy.actor)
+    return inputs.limits.bytes_of(engine_dtype(policy.rollout.dtype, trainer.compute_dtype))

@@ -117,9 +117,10 @@ def _places(config: PPOConfig, plan: BatchPlan) -> list[_Place]:
     fused = config.trainer.fuse_roles or config.trainer.debug.local
     alone = {"rollout"} if GENERATION_ENGINES[config.actor_rollout_ref.rollout.name].own_process else set()
     places: dict[tuple[Devices, str], _Place] = {}
-    sizes: dict[Devices, tuple[int, int]] = {}
+    sizes: dict[Devices, tuple[int, ...]] = {}
     for role, layout in plan.layouts.items():
-        mine = layout.tensor, layout.pipeline
+        stages, experts = (layout.pipeline, layout.virtual_pipeline), (layout.expert, layout.expert_tensor)
+        mine = (layout.tensor, layout.context, *stages, *experts)
         if layout.engine == "megatron" and sizes.setdefault(layout.devices, mine) != mine:
             alone.add(role)
         key = layout.devices, "" if fused and role not in alone else role
@@ -287,6 +288,10 @@ def reference_engine(policy: ActorRolloutRefConfig, layout: Layout) -> EngineCon
         engine,
         tensor_model_parallel_size=layout.tensor,
         pipeline_model_parallel_size=layout.pipeline,
+        virtual_pipeline_model_parallel_size=layout.virtual_pipeline if layout.virtual_pipeline > 1 else None,
+        context_parallel_size=layout.context,
+        expert_model_parallel_size=layout.expert,
+        expert_tensor_parallel_size=layout.expert_tensor,
     )
 
 

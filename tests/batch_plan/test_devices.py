@@ -224,9 +224,9 @@ def test_a_model_that_cannot_be_divided(values, key, said):
     assert said in problems[key].rule
 
 
-def test_few_key_value_heads_are_repeated():
+def test_few_key_value_heads_are_repeated_but_by_megatron():
     shape = ShapeNumbers(layers=12, heads=16, kv_heads=2)
-    assert resolve(small(**megatron(tensor=4)), devices=8, shape=shape).layouts["actor"].tensor == 4
-    assert (
-        f"{REF}.megatron.tensor_model_parallel_size" not in resolve(small(), devices=8, shape=shape).layouts
-    )
+    repeated = dict(rollout__name="vllm", rollout__tensor_model_parallel_size=4)
+    assert resolve(small(**repeated), devices=8, shape=shape).layouts["rollout"].tensor == 4
+    problems = broken(small(**megatron(tensor=4)), devices=8, shape=shape)
+    assert "2 key-value heads" in problems[f"{ACTOR}.megatron.tensor_model_parallel_size"].rule

@@ -50,6 +50,19 @@ def test_a_complete_directory(model: Path, data: Path) -> None:
     ]
 
 
+def test_a_model_that_megatron_divides_or_does_not(model: Path, data: Path) -> None:
+    key = "actor_rollout_ref__actor__megatron__tensor_model_parallel_size"
+    given = dict(actor_rollout_ref__actor__strategy="megatron", trainer__n_gpus_per_node=2)
+    divided, other = (configured(model, data, **given, **{key: size}) for size in (1, 2))
+    assert states(findings(CheckContext(configured(model, data)), "Megatron and model")) == [State.SKIPPED]
+    [found] = findings(CheckContext(divided), "Megatron and model")
+    assert found.state is State.OK, found
+    [found] = findings(CheckContext(other), "Megatron and model")
+    assert found.state is State.PROBLEM
+    assert "actor.megatron.tensor_model_parallel_size=2: must divide" in found.evidence
+    assert "tensor_model_parallel_size=1" in found.remedy
+
+
 def test_shards_as_the_index_promises(tmp_path: Path) -> None:
     assert weight_faults(shards(tmp_path)) == []
 

@@ -120,8 +120,13 @@ def read(path: str, options: Mapping[str, Any], directory: str) -> dict[str, Any
 def refusal_of_noise(path: str, options: Mapping[str, Any]) -> str:
     """What a rank is told of a router that draws random numbers."""
     plain = Router.gating
+
+    def gating(self: Router, input: torch.Tensor) -> torch.Tensor:
+        found = plain(self, input)
+        return found + 0.01 * torch.randn_like(found)
+
     try:
-        Router.gating = lambda self, input: (found := plain(self, input)) + 0.01 * torch.randn_like(found)  # type: ignore[method-assign]
+        Router.gating = gating  # type: ignore[method-assign]
         return refusal(path, options)
     finally:
         Router.gating = plain  # type: ignore[method-assign]

@@ -60,3 +60,15 @@ def test_the_engine_has_the_trainers_dtype_unless_it_is_given(
 ) -> None:
     values = {f"actor__fsdp_config__{name}": value for name, value in trainer.items()}
     assert _rollout(small(rollout__dtype=asked, **values)).dtype == sampled
+
+
+SIZES = ("tensor_model", "pipeline_model", "context", "expert_model", "expert_tensor")
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_megatron_roles_of_other_sizes_have_processes_of_their_own(size: str) -> None:
+    """Its groups of ranks are a process's."""
+    given = dict(actor__strategy="megatron", critic__strategy="megatron", algorithm__adv_estimator="gae")
+    key = f"megatron__{size}_parallel_size"
+    assert pool("cpu", 2, **given, **{f"actor__{key}": 2}).groups == 2
+    assert pool("cpu", 2, **given, **{f"actor__{key}": 2, f"critic__{key}": 2}).groups == 1

@@ -80,10 +80,10 @@ class Architecture:
             mixture=_mixture(config),
         )
 
-    def require_divisible(self, settings: MegatronConfig, *, field: str) -> None:
-        """ConfigError for sizes that the model does not divide by. `field`: the model's section. With context
+    def require_divisible(self, settings: MegatronConfig, *, section: str) -> None:
+        """ConfigError for sizes that the model does not divide by. `section`: the role's. With context
         parallelism each rank attends with some of its heads; heads of keys are repeated as needed."""
-        engine = f"{section_of(field)}.megatron"
+        engine = f"{section}.megatron"
         found = [
             _indivisible(f"{engine}.{key}_parallel_size", size, count, what)
             for key, size, count, what in (*self._shares(settings), *self._shares_of_experts(settings))
@@ -110,7 +110,7 @@ class Architecture:
             own,
             f"{own} attention heads of each tensor-parallel rank",
         )
-        if not any("pipeline" in key for key in settings.override_transformer_config):
+        if not settings.gives_layers:
             yield "pipeline_model", stages, self.layers, f"{self.layers} layers"
             own = self.layers // stages
             yield "virtual_pipeline_model", settings.chunks, own, f"{own} layers of each stage"

@@ -1,6 +1,6 @@
 """Builds this rank's part of a model on Megatron-Core, and fills it.
 
-In: a `ModelConfig` and a `MegatronConfig`. Out: a `Trunk` with weights. Only rank 0 reads files; it
+In: a `ModelConfig` and a `MegatronConfig`. Out: `Built`, with weights. Only rank 0 reads files; it
 broadcasts tensor by tensor, and every rank keeps its parts. Left out on purpose: optimizer (`optimizer.py`).
 """
 
@@ -58,11 +58,12 @@ def build_model(
     """Raises ConfigError on every rank alike."""
     config = loading.load_config(model, field=field)
     shape = Architecture.of(config, field=field, path=model.path)
-    shape.require_divisible(settings, field=field)
+    section = section_of(field)
+    shape.require_divisible(settings, section=section)
     dtype = resolve_dtype(settings.compute_dtype, device.type)
     if head == "value":
         shape = replace(shape, tied=False)
-    core = transformer_config(shape, model, settings, dtype, section=section_of(field))
+    core = transformer_config(shape, model, settings, dtype, section=section)
 
     def chunk(number: int) -> Trunk:
         place_in_stage = number if settings.chunks > 1 else None

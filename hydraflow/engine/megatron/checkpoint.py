@@ -78,8 +78,9 @@ def snapshot(
         dtype=torch.promote_types(built.trunk.config.params_dtype, torch.float32),
         prefix=prefix,
     )
-    outline = export.empty_model(built, model, head)
-    files = hf_files_of(outline, model, weights=weights is not None) if dist.get_rank() == 0 else None
+    files = None
+    if dist.get_rank() == 0:
+        files = hf_files_of(export.empty_model(built, model, head), model, weights=weights is not None)
     return ShardedSnapshot(state, weights, files, about, field)
 
 

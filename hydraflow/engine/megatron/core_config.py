@@ -6,11 +6,13 @@ on purpose: which models there are (`architecture.py`), layers (`layers.py`).
 
 from __future__ import annotations
 
+from dataclasses import fields
 from importlib.util import find_spec
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+from megatron.core.transformer.transformer_block import get_num_layers_to_build
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from hydraflow.engine.config import MegatronConfig
@@ -24,29 +26,49 @@ def transformer_config(
 ) -> TransformerConfig:
     """Megatron-Core's configuration of this model on this engine. Raises ConfigError for overrides that are
     not the user's to make, or that Megatron-Core refuses; `section`: the role's."""
-    fixed = _of_model(shape) | _of_engine(settings, dtype)
+    fixed = _defaults() | _of_model(shape) | _of_engine(settings, dtype)
     if shape.mixture is not None:
         if settings.moe_permute_fusion and find_spec("transformer_engine") is None:
             key = f"{section}.megatron.moe_permute_fusion"
             raise ConfigError.one(key, True, "Transformer Engine is not installed", f"{key}=false")
         fixed |= _of_mixture(shape.mixture, settings)
     name, overrides = f"{section}.megatron.override_transformer_config", settings.override_transformer_config
-    if taken := sorted(key for key in fixed.keys() & overrides.keys() if overrides[key] != fixed[key]):
-        rule = "follows from the model and from other keys"
-        raise ConfigError(
-            [
-                Problem(f"{name}.{key}", shown(overrides[key]), rule, f"leave out {name}.{key}")
-                for key in taken
-            ]
-        )
+    _require_free(name, overrides, fixed, settings)
     free: dict[str, Any] = dict.fromkeys(_FUSIONS, False)
-    if model.enable_gradient_checkpointing:
+    if model.enable_gradient_checkpointing and overrides.get("recompute_granularity", "full") == "full":
         free |= dict(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)
     try:
-        return TransformerConfig(**fixed | free | overrides)
+        found = TransformerConfig(**fixed | free | overrides)
+        counts = layers_of_stages(found, settings)
     except (ValueError, AssertionError, TypeError) as error:
         rule = f"Megatron-Core refuses it: {error}"
         raise ConfigError.one(name, shown(overrides), rule, f"{name}={{}}") from error
+    if min(counts) < 1 or sum(counts) != shape.layers:
+        rule = f"gives the stages {', '.join(map(str, counts))} of the model's {shape.layers} layers"
+        raise ConfigError.one(name, shown(overrides), rule, f"{name}={{}}")
+    return found
+
+
+def layers_of_stages(config: TransformerConfig, settings: MegatronConfig) -> list[int]:
+    """How many layers each pipeline stage has."""
+    chunks = range(settings.chunks) if settings.chunks > 1 else (None,)
+    stages = range(settings.pipeline_model_parallel_size)
+    return [sum(get_num_layers_to_build(config, chunk, stage) for chunk in chunks) for stage in stages]
+
+
+def _require_free(
+    name: str, overrides: dict[str, Any], fixed: dict[str, Any], settings: MegatronConfig
+) -> None:
+    """ConfigError for overrides that say something else than the model and other keys."""
+    problems = []
+    for key in sorted(fixed.keys() & overrides.keys()):
+        if overrides[key] != fixed[key]:
+            own = f"{name.rpartition('.')[0]}.{key}={shown(overrides[key])}"
+            remedy = own if hasattr(settings, key) else f"leave out {name}.{key}"
+            rule = "follows from the model and from other keys"
+            problems.append(Problem(f"{name}.{key}", shown(overrides[key]), rule, remedy))
+    if problems:
+        raise ConfigError(problems)
 
 
 _FUSIONS = (
@@ -58,6 +80,32 @@ _FUSIONS = (
     "persist_layer_norm",
 )
 """Kernels of Apex and Transformer Engine, which may not be there."""
+
+
+_OF_OTHER_MODELS = (
+    "num_moe_experts",
+    "moe_layer_freq",
+    "moe_router_topk_scaling_factor",
+    "moe_router_num_groups",
+    "moe_router_group_topk",
+    "moe_router_force_load_balancing",
+    "multi_latent_attention",
+    "mtp_num_layers",
+    "rotary_interleaved",
+    "no_rope_freq",
+    "softmax_scale",
+    "window_size",
+    "layernorm_zero_centered_gamma",
+    "attention_softmax_in_fp32",
+    "fp16",
+    "fp8",
+    "fp4",
+)
+"""What would change a model that is built here, or what its own layers do not read."""
+
+
+def _defaults() -> dict[str, Any]:
+    return {one.name: one.default for one in fields(TransformerConfig) if one.name in _OF_OTHER_MODELS}
 
 
 def _of_model(shape: Architecture) -> dict[str, Any]:

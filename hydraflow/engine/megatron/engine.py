@@ -28,6 +28,7 @@ from megatron.core.tensor_parallel.mappings import (
 )
 
 from hydraflow import metrics
+from hydraflow.device import gpu_count
 from hydraflow.engine import optim as schedule
 from hydraflow.engine import process_group
 from hydraflow.engine.base import LossFn, ModelOutput, columns_of
@@ -44,6 +45,7 @@ from hydraflow.engine.megatron.optimizer import CoreOptimizer
 from hydraflow.engine.megatron.repeated import require_repeatable
 from hydraflow.engine.sharded_checkpoint import ShardedSnapshot
 from hydraflow.engine.token_exchange import Alone, Output, Share, Ulysses
+from hydraflow.errors import ConfigError
 from hydraflow.metrics import Metric
 from hydraflow.models.ask import LOG_PROBS, Ask
 from hydraflow.models.attention import pick
@@ -69,6 +71,10 @@ class MegatronEngine:
         field: str = "actor_rollout_ref.model",
         seed: int = 0,
     ):
+        if device.type == "cpu" and gpu_count():
+            rule = "Megatron-Core uses the GPUs that it sees"
+            remedy = "CUDA_VISIBLE_DEVICES= before the command, or strategy=fsdp2"
+            raise ConfigError.one("trainer.device", "cpu", rule, remedy)
         self._model, self._settings, self._optim = model, settings, optim
         self._head, self._device, self._field = head, device, field
         self._total_steps, self._step = total_steps, 0
@@ -99,7 +105,7 @@ class MegatronEngine:
                 self._built.names.shape.vocabulary,
                 core.params_dtype,
                 section=section_of(field),
-                fused=settings.moe_permute_fusion,
+                settings=settings,
             )
 
     # --- passes

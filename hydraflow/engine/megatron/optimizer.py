@@ -100,20 +100,23 @@ class CoreOptimizer:
         for adamw in (one.optimizer for one in self._chain.chained_optimizers):
             adamw.state.clear()
             for main in () if empty else (main for group in adamw.param_groups for main in group["params"]):
-                zeros = {slot: torch.zeros_like(main) for slot in SLOTS}
-                adamw.state[main] = {STEP: torch.zeros(()), **zeros}
+                adamw.state[main] = {slot: torch.zeros_like(main) for slot in SLOTS}
+                if counts_by_parameter(adamw):
+                    adamw.state[main][STEP] = torch.zeros(())
+            for group in () if counts_by_parameter(adamw) else adamw.param_groups:
+                group[STEP] = 0
 
     def steps(self, parameter: torch.nn.Parameter) -> torch.Tensor:
         """() updates of a parameter; collective, as `whole`."""
         main, _ = self._main(parameter)
-        mine = torch.zeros(()) if main is None else self._state(parameter, main)[STEP].detach().cpu()
+        mine = torch.zeros(()) if main is None else count_of(self._one(parameter).optimizer, main)
         return process_group.all_reduce(mine, "max", sharers(parameter)).float()
 
     def set_steps(self, parameter: torch.nn.Parameter, steps: torch.Tensor) -> None:
         """Sets what `steps` gives."""
         main, _ = self._main(parameter)
         if main is not None:
-            self._state(parameter, main)[STEP].copy_(steps)
+            set_count(self._one(parameter).optimizer, main, steps)
 
     def whole(self, parameter: torch.nn.Parameter, slot: str) -> torch.Tensor:
         """The parameter's weights (WEIGHT) or one of its moments, in its shape; collective over the data
@@ -166,6 +169,32 @@ class CoreOptimizer:
         group, at = one.model_param_group_index_map[parameter]
         found = one._get_model_param_range_map(parameter)["param"]
         return one.optimizer.param_groups[group]["params"][at], found.start
+
+
+def counts_by_parameter(adamw: Any) -> bool:
+    """Whether an AdamW counts each parameter's updates, as torch's does; those of Transformer Engine and Apex
+    have a count for each group of parameters."""
+    return type(adamw).__module__.startswith("torch.optim.")
+
+
+def count_of(adamw: Any, main: torch.Tensor) -> torch.Tensor:
+    """() updates of a parameter."""
+    if counts_by_parameter(adamw):
+        found: torch.Tensor = adamw.state[main][STEP].detach().cpu()
+        return found
+    return torch.tensor(float(_group_of(adamw, main).get(STEP, 0)))
+
+
+def set_count(adamw: Any, main: torch.Tensor, steps: torch.Tensor) -> None:
+    """Sets what `count_of` gives; of the whole group where that has one count."""
+    if counts_by_parameter(adamw):
+        adamw.state[main][STEP].copy_(steps)
+    else:
+        _group_of(adamw, main)[STEP] = int(steps)
+
+
+def _group_of(adamw: Any, main: torch.Tensor) -> dict[str, Any]:
+    return next(group for group in adamw.param_groups if any(one is main for one in group["params"]))
 
 
 def is_expert(parameter: torch.nn.Parameter) -> bool:

@@ -103,18 +103,16 @@ def start(settings: MegatronConfig) -> Place:
             warnings.simplefilter("ignore")  # of a CPU's random state, which is the only one there
             tensor_parallel.model_parallel_cuda_manual_seed(0)
     found = (
-        parallel_state.get_tensor_model_parallel_rank(),
-        parallel_state.get_context_parallel_rank(),
-        parallel_state.get_data_parallel_rank(),
-        parallel_state.get_pipeline_model_parallel_rank(),
         parallel_state.get_tensor_model_parallel_world_size(),
         parallel_state.get_context_parallel_world_size(),
-        parallel_state.get_expert_model_parallel_rank(),
-        parallel_state.get_expert_tensor_parallel_rank(),
+        parallel_state.get_pipeline_model_parallel_world_size(),
+        parallel_state.get_virtual_pipeline_model_parallel_world_size() or 1,
+        parallel_state.get_expert_model_parallel_world_size(),
+        parallel_state.get_expert_tensor_parallel_world_size(),
     )
-    at = (place.tensor, place.context, place.data, place.stage)
-    wanted = (*at, place.tensor_size, place.context_size, place.expert, place.expert_tensor)
-    assert found == wanted, f"this process has Megatron groups of other sizes: {found}, not {place}"
+    experts = place.expert_size, place.expert_tensor_size
+    wanted = (place.tensor_size, place.context_size, place.stages, settings.chunks, *experts)
+    assert found == wanted, f"this process has Megatron groups of other sizes: {found}, not {wanted}"
     return place
 
 

@@ -12,6 +12,7 @@ from collections.abc import Callable
 import torch
 
 from hydraflow.engine import process_group
+from hydraflow.engine.config import MegatronConfig
 from hydraflow.engine.probe import probe_rows
 from hydraflow.errors import ConfigError
 from hydraflow.protocol import ragged
@@ -29,10 +30,9 @@ def require_repeatable(
     dtype: torch.dtype,
     *,
     section: str,
-    fused: bool,
+    settings: MegatronConfig,
 ) -> None:
-    """ConfigError on every rank where two passes over a few rows differ. section: the role's; fused: whether
-    it moves tokens with Transformer Engine's kernels."""
+    """ConfigError on every rank where two passes over a few rows differ. section: the role's."""
     prompts, responses = probe_rows(vocabulary)
     rows = DataProto.from_dict({"prompts": prompts, "responses": responses})
     first, second = (_numbers(forward([rows])) for _ in range(2))
@@ -41,8 +41,14 @@ def require_repeatable(
     if found <= LIMITS.get(dtype, ROUNDED):
         return
     rule = f"the same rows gave numbers that differ by {found:.2g} on average when they were computed twice"
-    key = f"{section}.megatron.moe_{'permute_fusion' if fused else 'router_dtype'}"
-    raise ConfigError.one(key, *((True, rule, f"{key}=false") if fused else ("fp32", rule, f"{key}=fp64")))
+    engine = f"{section}.megatron"
+    if settings.moe_permute_fusion:
+        raise ConfigError.one(
+            f"{engine}.moe_permute_fusion", True, rule, f"{engine}.moe_permute_fusion=false"
+        )
+    if settings.moe_router_dtype == "fp32":
+        raise ConfigError.one(f"{engine}.moe_router_dtype", "fp32", rule, f"{engine}.moe_router_dtype=fp64")
+    raise ConfigError.one(f"{section}.strategy", "megatron", rule, f"{section}.strategy=fsdp2")
 
 
 def _numbers(said: DataProto) -> torch.Tensor:
