@@ -1,7 +1,7 @@
 """Machines, mappings and the sizes by which roles divide their work, by hand."""
 
 import pytest
-from batch_plan.plans import ACTOR, REF, ROLLOUT, broken, configured, resolve, small
+from batch_plan.plans import ACTOR, ROLLOUT, broken, configured, resolve, small
 
 from hydraflow.batch_plan.layout import Devices, ShapeNumbers
 from hydraflow.batch_plan.mapping import parse, text_of
