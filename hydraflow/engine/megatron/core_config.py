@@ -35,8 +35,9 @@ def transformer_config(
     name, overrides = f"{section}.megatron.override_transformer_config", settings.override_transformer_config
     _require_free(name, overrides, fixed, settings)
     free: dict[str, Any] = dict.fromkeys(_FUSIONS, False)
-    if model.enable_gradient_checkpointing and overrides.get("recompute_granularity", "full") == "full":
-        free |= dict(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)
+    whole = dict(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)
+    if model.enable_gradient_checkpointing and (whole | overrides)["recompute_granularity"] == "full":
+        free |= whole
     try:
         found = TransformerConfig(**fixed | free | overrides)
         counts = layers_of_stages(found, settings)
