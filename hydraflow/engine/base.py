@@ -11,7 +11,7 @@ changes a gradient.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -94,6 +94,24 @@ def columns_of(data: DataProto, width: int, device: torch.device) -> dict[str, t
         padded = ragged.to_padded(column, width) if ragged.is_ragged(column) else column
         columns[name] = padded.to(device)
     return columns
+
+
+def answers_of(
+    micro_batches: Sequence[DataProto],
+    results: Iterable[tuple[torch.Tensor | None, ...]],
+    head: str,
+    ask: Ask,
+) -> DataProto:
+    """What `TrainEngine.forward` gives: ragged columns on the CPU.
+
+    results: of each micro-batch, or of all together, one or two columns of its response tokens: values, or
+    log-probabilities and what else was asked for.
+    """
+    more = ["entropys"] if ask.entropy else ["greedy_match"] if ask.greedy_match else []
+    names = ["values"] if head == "value" else ["log_probs", *more]
+    lengths = torch.cat([ragged.lengths(data.get("responses")) for data in micro_batches])
+    columns = {name: torch.cat(parts).cpu() for name, parts in zip(names, zip(*results, strict=True))}
+    return DataProto.from_dict({name: ragged.from_parts(one, lengths) for name, one in columns.items()})
 
 
 class TrainEngine(Protocol):

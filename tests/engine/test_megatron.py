@@ -3,7 +3,7 @@ transformers itself."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,8 @@ pytest.importorskip("megatron.core")
 
 from engine import megatron_jobs as jobs
 from engine import rank_jobs
-from engine.megatron_models import FAMILIES, GROUPED, plain_numbers, save_families, save_model, sizes, started
+from engine.megatron_models import FAMILIES, GROUPED, save_families, save_model, sizes, started
+from engine.megatron_ways import TOLERANCE, Oracle, assert_near
 from engine.pool import Ranks
 from transformers import LlamaConfig, MistralConfig, Qwen2Config
 
@@ -25,9 +26,6 @@ from hydraflow.protocol import ragged
 from hydraflow.protocol.batch import DataProto
 
 SIZES = (1, 2, 4)
-TOLERANCE = 1e-5
-DOUBLE = {"model_dtype": "fp64", "dtype": "fp64"}
-Oracle = Callable[[str, str, str], dict[str, Any]]
 
 
 @pytest.fixture(scope="module")
@@ -45,28 +43,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def oracle(models: Path) -> Oracle:
-    """By family, head and kind of rows: what transformers says and, below `fsdp`, what the FSDP engine does;
-    both in float64."""
-    known: dict[tuple[str, str, str], dict[str, Any]] = {}
-
-    def numbers(family: str, head: str, kind: str) -> dict[str, Any]:
-        key = (family, head, kind)
-        if key not in known:
-            path = str(models / family)
-            fsdp = jobs.numbers(path, {"fsdp": DOUBLE, "head": head}, kind, 1)
-            known[key] = {**plain_numbers(path, head, kind), "fsdp": fsdp}
-        return known[key]
-
-    return numbers
-
-
-def assert_near(got: Mapping[str, torch.Tensor], wanted: Mapping[str, torch.Tensor]) -> None:
-    """Up to TOLERANCE of each tensor's largest number, or of 0.01 where that is smaller."""
-    assert got.keys() == wanted.keys()
-    for name, value in wanted.items():
-        scale = max(float(value.abs().max()), 0.01)
-        error = float((got[name].double() - value.double()).abs().max()) / scale
-        assert error < TOLERANCE, f"{name}: {error:.1e}"
+    return Oracle(models)
 
 
 def assert_is_right(

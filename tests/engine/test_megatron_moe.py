@@ -3,7 +3,7 @@ FSDP engine and of transformers itself."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,14 +17,13 @@ pytest.importorskip("megatron.core")
 from engine import megatron_moe_jobs as jobs
 from engine.megatron_jobs import OPTIM
 from engine.megatron_models import GROUPED, SCORE, plain_numbers, save_model, started
+from engine.megatron_ways import TOLERANCE, assert_near
 from engine.pool import Ranks
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, MixtralConfig, Qwen2MoeConfig, Qwen3Config, Qwen3MoeConfig
 
 from hydraflow.metrics import merge, values
 from hydraflow.protocol import ragged
-
-TOLERANCE = 1e-5
 
 QWEN = GROUPED | dict(head_dim=16, moe_intermediate_size=24, num_experts=4, num_experts_per_tok=2)
 FAMILIES: dict[str, Any] = {
@@ -103,15 +102,6 @@ LAYOUTS: dict[str, tuple[str, int, dict[str, Any]]] = {
     "ep 2, data 4, plain optimizer": ("a dense layer", 4, sizes(experts=2, **PLAIN)),
 }
 """Family, ranks and settings."""
-
-
-def assert_near(got: Mapping[str, torch.Tensor], wanted: Mapping[str, torch.Tensor]) -> None:
-    """Up to TOLERANCE of each tensor's largest number, or of 0.01 where that is smaller."""
-    assert got.keys() == wanted.keys()
-    for name, value in wanted.items():
-        scale = max(float(value.abs().max()), 0.01)
-        error = float((got[name].double() - value.double()).abs().max()) / scale
-        assert error < TOLERANCE, f"{name}: {error:.1e}"
 
 
 def check(found: list[dict[str, Any]], oracle: dict[str, Any]) -> None:

@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 from hydraflow import metrics
 from hydraflow.engine import optim as optimizers
 from hydraflow.engine import process_group
-from hydraflow.engine.base import LossFn, ModelOutput, columns_of
+from hydraflow.engine.base import LossFn, ModelOutput, answers_of, columns_of
 from hydraflow.engine.config import FSDPConfig, OptimConfig
 from hydraflow.engine.fsdp import checkpoint, export, lora
 from hydraflow.engine.fsdp.build import build_model
@@ -105,15 +105,7 @@ class FSDPEngine:
                 runner.run(data, lambda part: self._run(part, ask, trained=False)[1])
         forget_passes(self.module)
         (oom_ranks,) = process_group.all_reduce(torch.tensor([runner.ran_out()])).tolist()
-        results = runner.results_of_all(oom_ranks)
-        lengths = torch.cat([ragged.lengths(data.get("responses")) for data in micro_batches])
-        names = ["values"] if self._head == "value" else ["log_probs"]
-        names += ["entropys"] if ask.entropy else ["greedy_match"] if ask.greedy_match else []
-        found = zip(*results, strict=True)
-        columns = {name: torch.cat(parts).cpu() for name, parts in zip(names, found)}
-        return DataProto.from_dict(
-            {name: ragged.from_parts(values, lengths) for name, values in columns.items()}
-        )
+        return answers_of(micro_batches, runner.results_of_all(oom_ranks), self._head, ask)
 
     def forward_backward(
         self, micro_batches: Sequence[DataProto], loss_fn: LossFn, ask: Ask = LOG_PROBS

@@ -31,7 +31,7 @@ from hydraflow import metrics
 from hydraflow.device import gpu_count
 from hydraflow.engine import optim as schedule
 from hydraflow.engine import process_group
-from hydraflow.engine.base import LossFn, ModelOutput, columns_of
+from hydraflow.engine.base import LossFn, ModelOutput, answers_of, columns_of
 from hydraflow.engine.config import MegatronConfig, OptimConfig
 from hydraflow.engine.hf_files import save_whole
 from hydraflow.engine.megatron import checkpoint, export, parallel
@@ -133,17 +133,10 @@ class MegatronEngine:
             return hidden, found
 
         results = self._schedule(step, micro_batches, chunks, forward_only=True)[: len(micro_batches)]
-        lengths = torch.cat([ragged.lengths(data.get("responses")) for data in micro_batches])
-        names = ["values"]
-        if self._head == "policy":
-            more = ["entropys"] if ask.entropy else ["greedy_match"] if ask.greedy_match else []
-            names = ["log_probs", *more]
         if not self._place.is_last:
-            results = [(torch.zeros(int(lengths.sum())),) * len(names)]
-        columns = {name: torch.cat(parts).cpu() for name, parts in zip(names, zip(*results))}
-        return DataProto.from_dict(
-            {name: ragged.from_parts(values, lengths) for name, values in columns.items()}
-        )
+            tokens = sum(len(ragged.parts(data.get("responses"))[0]) for data in micro_batches)
+            results = [(torch.zeros(tokens), torch.zeros(tokens))]
+        return answers_of(micro_batches, results, self._head, ask)
 
     def forward_backward(
         self, micro_batches: Sequence[DataProto], loss_fn: LossFn, ask: Ask = LOG_PROBS
