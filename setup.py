@@ -26,6 +26,7 @@ REQUIRES = [
     "psutil>=6.0",
     "tokenizers>=0.22",
     "huggingface_hub>=1.0",
+    "httpx2>=2.0",
     "jinja2>=3.1",
     "omegaconf>=2.3",
     "math-verify>=0.8",

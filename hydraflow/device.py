@@ -7,17 +7,20 @@ configuration and planning ask for cores without needing it.
 from __future__ import annotations
 
 import ctypes
+import inspect
 import os
-from collections.abc import Mapping
-from contextlib import suppress
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import torch
 
-DEVICES = ("auto", "cpu", "cuda")
+GPU = "cuda"
+DEVICES = ("auto", "cpu", GPU)
 """Legal values of trainer.device."""
 CPU_PROCESSES = 2
 """Default number of worker processes on a machine without GPUs."""
@@ -155,6 +158,62 @@ def current_device(device_type: str, local_rank: int) -> torch.device:
     return device
 
 
+LentTensor = tuple[Any, ...]
+"""Arguments by which torch opens a tensor of a GPU in another process; in the place of the GPU's number,
+which may be another one there, stands its `device_identity`."""
+
+
+def device_identity(device: torch.device) -> str:
+    """By what other processes of the machine know a GPU; empty for a CPU."""
+    import torch
+
+    return "" if device.type == "cpu" else str(torch.cuda.get_device_properties(device).uuid)
+
+
+def number_of(identity: str) -> int | None:
+    """This process's number of a GPU of that `device_identity`; None: it does not see it."""
+    import torch
+
+    found = (device_identity(torch.device("cuda", index)) for index in range(gpu_count()))
+    return next((index for index, seen in enumerate(found) if identity and seen == identity), None)
+
+
+def lend(tensor: torch.Tensor) -> LentTensor:
+    """By what other processes of the machine that see its GPU `borrow` a tensor (CUDA IPC). Its memory is
+    taken as long as one of them has it."""
+    from torch.multiprocessing.reductions import reduce_tensor
+
+    facts = list(reduce_tensor(tensor)[1])
+    facts[_place_of_device()] = device_identity(tensor.device)
+    return tuple(facts)
+
+
+def borrow(lent: LentTensor) -> torch.Tensor:
+    """The tensor that another process has lent, in its memory."""
+    from torch.multiprocessing.reductions import rebuild_cuda_tensor
+
+    facts, place = list(lent), _place_of_device()
+    facts[place] = number_of(facts[place])
+    tensor: torch.Tensor = rebuild_cuda_tensor(*facts)
+    return tensor
+
+
+def _place_of_device() -> int:
+    """Where the GPU's number stands among the arguments of a tensor that is lent."""
+    from torch.multiprocessing.reductions import rebuild_cuda_tensor
+
+    return [*inspect.signature(rebuild_cuda_tensor).parameters].index("storage_device")
+
+
+def finish_work(device_type: str) -> None:
+    """Waits until a GPU has done what it was told, before another process reads or overwrites its memory;
+    no-op on a CPU."""
+    if device_type != "cpu":
+        import torch
+
+        torch.cuda.synchronize()
+
+
 _OUT_OF_MEMORY = (
     "DefaultCPUAllocator: can't allocate memory",
     "DefaultCPUAllocator: not enough memory",
@@ -177,6 +236,26 @@ def collective_backend(device_type: str) -> str:
     return "gloo" if device_type == "cpu" else "cpu:gloo,cuda:nccl"
 
 
+def broadcast_backend(device_type: str) -> str:
+    """Library of torch.distributed that broadcasts tensors of such a device."""
+    return "gloo" if device_type == "cpu" else "nccl"
+
+
+@contextmanager
+def errors_reach_the_caller() -> Iterator[None]:
+    """A group of NCCL that is made meanwhile raises an error where it is waited for; others end their
+    process when another one has died or is late."""
+    name = "TORCH_NCCL_BLOCKING_WAIT"
+    before = os.environ.get(name)
+    os.environ[name] = "1"
+    try:
+        yield
+    finally:
+        del os.environ[name]
+        if before is not None:
+            os.environ[name] = before
+
+
 def resolve_dtype(name: str, device_type: str) -> torch.dtype:
     """The torch type of a configured name; auto is bfloat16 where the device computes in it, else float32."""
     import torch
@@ -197,6 +276,55 @@ def cpu_has_bf16() -> bool:
     return "avx512_bf16" in flags or "amx_bf16" in flags
 
 
+_TERAFLOPS = {
+    "GB200": 2500,
+    "B200": 2250,
+    "H200": 989,
+    "H100 PCIe": 756,
+    "H100": 989,
+    "H800": 989,
+    "H20": 148,
+    "A100": 312,
+    "A800": 312,
+    "L40S": 362,
+    "L40": 181,
+    "L4": 121,
+    "RTX 4090": 165,
+    "RTX 3090": 71,
+}
+"""Of dense 16-bit matrix products, from NVIDIA's data sheets, by a part of the device's name; the first one
+that fits counts."""
+_SIDE = 1024
+"""Of the matrices that are multiplied to measure a CPU."""
+
+
+@cache
+def peak_flops(device: torch.device, dtype: torch.dtype) -> float | None:
+    """Floating-point operations per second of matrix products: of a GPU in 16 bits as its data sheet says, of
+    a CPU as measured once, by this process with its threads. None: not known."""
+    import torch
+
+    if device.type == "cpu":
+        return _measured_flops(dtype)
+    if dtype not in (torch.bfloat16, torch.float16):
+        return None
+    name = gpu_name(torch.cuda.current_device() if device.index is None else device.index)
+    return next((1e12 * peak for part, peak in _TERAFLOPS.items() if part in name), None)
+
+
+def _measured_flops(dtype: torch.dtype) -> float:
+    """The fastest of a few products."""
+    import torch
+
+    matrix = torch.ones(_SIDE, _SIDE, dtype=dtype)
+    seconds = []
+    for _ in range(4):
+        start = time.perf_counter()
+        matrix @ matrix
+        seconds.append(time.perf_counter() - start)
+    return 2 * _SIDE**3 / min(seconds)
+
+
 def return_memory(device_type: str) -> None:
     """Gives memory that is allocated and not used back to the device or the host; allocators keep it
     otherwise."""
@@ -206,6 +334,7 @@ def return_memory(device_type: str) -> None:
         return
     import torch
 
+    torch.cuda.ipc_collect()  # what was lent, and has been given back
     torch.cuda.empty_cache()
 
 

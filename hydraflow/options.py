@@ -17,13 +17,15 @@ import math
 import operator
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, fields, is_dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from hydraflow.errors import shown
 from hydraflow.system.durations import seconds_of
 from hydraflow.system.importing import importing
+from hydraflow.system.own_code import OwnFunction, parameters_of
 
 _KEY = "option"
+Choice = TypeVar("Choice", bound="Implementation")
 
 
 @dataclass(frozen=True)
@@ -63,6 +65,8 @@ class Planned:
     values: Callable[[Any], bool]
     what: str
     """What the value would do; `{value}` and the names of the section's other keys are filled in."""
+    beside: Callable[[Any], bool] = lambda section: True
+    """Whether that holds with the section's other keys."""
 
 
 @dataclass(frozen=True)
@@ -95,9 +99,16 @@ class Implementation:
     needs: Library | None = None
     """A library that is not always installed."""
 
+    @property
+    def all_reads(self) -> tuple[str, ...]:
+        """What its parts read, too."""
+        return self.reads
+
     def load(self) -> Any:
         """The class or function itself."""
         assert self.where, f"not implemented yet: {self.planned}"
+        if own := OwnFunction.named(self.where):
+            return own.load()
         module, _, attribute = self.where.partition(":")
         with importing():
             found: Any = importlib.import_module(module)
@@ -105,9 +116,36 @@ class Implementation:
             found = getattr(found, name)
         return found
 
-    def bound(self, section: Any) -> Any:
-        """The function, with the keys that it reads from this section as keyword arguments of their names."""
-        return functools.partial(self.load(), **{name: effective_value(section, name) for name in self.reads})
+    def bound(self, *sections: Any) -> Any:
+        """The function, with the keys of these sections that it reads as keyword arguments of their names."""
+        found = {field.name: section for section in sections for field in fields(section)}
+        keys = {name: effective_value(found[name], name) for name in self.reads if name in found}
+        return functools.partial(self.load(), **keys)
+
+
+class OwnChoices(dict[str, Choice]):
+    """A table of named choices, in which `path.py:name` is a function of the user's own."""
+
+    def __init__(self, named: Mapping[str, Choice], own: Callable[[str, tuple[str, ...]], Choice]):
+        """`own` makes the choice from `path.py:name` and the function's parameters, of which there are none
+        if the file cannot be read."""
+        super().__init__(named)
+        self._own = own
+
+    def __missing__(self, name: str) -> Choice:
+        if OwnFunction.named(name) is None:
+            raise KeyError(name)
+        return self._own(name, parameters_of(name).names)
+
+    def __contains__(self, name: object) -> bool:
+        return super().__contains__(name) or OwnFunction.named(name) is not None
+
+    def get(self, name: str, default: Any = None) -> Any:
+        """As of any mapping."""
+        try:
+            return self[name]
+        except KeyError:
+            return default
 
 
 @dataclass(frozen=True)
@@ -159,7 +197,7 @@ def option(
     is_limited = (ge, gt, le, lt) != (None, None, None, None)
     assert bool(choices) + size + (rule is not None) + is_limited <= 1, "one rule for each key"
     if choices:
-        rule = one_of(*choices)
+        rule = one_of(*choices) if not isinstance(choices, OwnChoices) else _one_of_or_own(choices)
     elif size:
         rule = AT_LEAST_ONE
     elif is_limited:
@@ -230,6 +268,11 @@ def one_of(*choices: str) -> Rule:
     return Rule(f"must be {listed(choices)}", lambda value: value in choices, choices)
 
 
+def _one_of_or_own(choices: OwnChoices[Any]) -> Rule:
+    text = f"must be {', '.join(choices)}, or a function of your own, path.py:name"
+    return Rule(text, lambda value: value in choices, tuple(choices))
+
+
 def limits(
     *, ge: float | None = None, gt: float | None = None, le: float | None = None, lt: float | None = None
 ) -> Rule:
@@ -277,6 +320,7 @@ TIME = Rule(
     example="8m",
 )
 FILES = Rule("must be a file or a list of files", _is_text_or_list, example="/path/to/file.parquet")
+MODULE_NAMES = Rule("must be a Python module or a list of them", _is_text_or_list, example="my_package")
 MODULES = Rule("must be all-linear or a list of module names", _is_text_or_list)
 
 
@@ -315,9 +359,9 @@ def unread(table: Mapping[str, Implementation], chooser: str) -> NoEffectConditi
         chosen = section
         for part in chooser.split("."):
             chosen = getattr(chosen, part)
-        if chosen not in table or _is_read(table[chosen].reads, section, name):
+        if chosen not in table or _is_read(table[chosen].all_reads, section, name):
             return None
-        readers = [choice for choice, named in table.items() if _is_read(named.reads, section, name)]
+        readers = [choice for choice, named in table.items() if _is_read(named.all_reads, section, name)]
         assert readers, f"no choice of {chooser} reads {name}"
         sentence = f"only {{s}}.{chooser}={listed(readers, 'and')} read{'s' if len(readers) == 1 else ''} it"
         runs = [choice for choice in readers if table[choice].where]

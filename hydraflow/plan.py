@@ -1,9 +1,9 @@
-"""python -m hydraflow.plan [overrides] [--all] [--json] [--svg FILE] [--job ppo|sft|generate]: explains what
+"""python -m hydraflow.plan [overrides] [--all] [--json] [--svg FILE] [--job NAME]: explains what
 a command line would run.
 
-In: the overrides of main_ppo (or of main_sft, main_generate). Out: the batch plan with its formulas, the
-placement of roles, one step in words, memory, notes; or every broken rule, with exit code 2. Starts nothing
-and needs no GPU, no model and no data.
+In: the overrides of main_ppo (or of main_sft, main_dpo, main_rm, main_generate). Out: the batch plan with its
+formulas, the placement of roles, one step in words, memory, notes; or every broken rule, with exit code 2.
+Starts nothing and needs no GPU, no model and no data.
 """
 
 from __future__ import annotations
@@ -22,10 +22,8 @@ from hydraflow.compose.loading import EntryPoint
 from hydraflow.errors import ConfigError, HydraflowError, Problem
 from hydraflow.explain.report import Report, make_report
 from hydraflow.explain.show import show
-from hydraflow.schema import GenerateConfig, PPOConfig, SFTConfig
+from hydraflow.schema import JOBS, JobConfig, PPOConfig
 
-Config = PPOConfig | SFTConfig | GenerateConfig
-JOBS: dict[str, type[Config]] = {"ppo": PPOConfig, "sft": SFTConfig, "generate": GenerateConfig}
 NO_ROOM = 1
 """Exit code of a plan whose memory estimate says that it does not fit."""
 SWITCHES = (
@@ -40,7 +38,7 @@ SWITCHES = (
         "--job",
         value="NAME",
         choices=tuple(JOBS),
-        doc="Plan main_ppo (the default), main_sft or main_generate.\n"
+        doc="Plan python -m hydraflow.main_NAME (ppo).\n"
         "          Exit codes: 0 a plan, 1 a plan that DOES NOT FIT the memory, 2 a broken rule.",
     ),
 )
@@ -52,7 +50,7 @@ class Planning:
     def __init__(self) -> None:
         self._report: Report | None = None
 
-    def judge(self, config: Config, command: Command) -> list[Problem]:
+    def judge(self, config: JobConfig, command: Command) -> list[Problem]:
         """Problems that the planner and the files on this machine find."""
         try:
             self._report = make_report(applied(config), command)
@@ -60,7 +58,7 @@ class Planning:
             return error.problems
         return []
 
-    def show(self, config: Config, command: Command) -> int:
+    def show(self, config: JobConfig, command: Command) -> int:
         """Prints the report, and draws it if --svg is given; returns the exit code."""
         report = self._report or make_report(applied(config), command)
         if path := command.switches.get("--svg"):

@@ -35,7 +35,7 @@ _LAST = {
 }
 _LAST_UNLESS_A_NUMBER = {"keys", "tokens", "pass", "sig"}
 """max_tokens=512 counts tokens."""
-_POINTERS = {"file", "path", "dir", "folder", "length", "len"}
+_POINTERS = {"file", "path", "dir", "folder", "env", "length", "len"}
 """The last word of a name that says where a secret is, or how long."""
 _COLUMNS = {
     *("prompt_key", "response_key", "messages_key", "data_source_key"),

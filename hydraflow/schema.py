@@ -6,10 +6,24 @@ its reader.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import TypeVar
 
-from hydraflow.algorithms.config import AlgorithmConfig
-from hydraflow.data.config import DataConfig, GenerateDataConfig, SFTDataConfig
+from hydraflow.algorithms.config import (
+    AlgorithmConfig,
+    BradleyTerryConfig,
+    DistillationConfig,
+    PreferenceConfig,
+)
+from hydraflow.data.config import (
+    DataConfig,
+    ExamplesConfig,
+    GenerateDataConfig,
+    GradedPairsConfig,
+    PairsConfig,
+    SFTDataConfig,
+)
 from hydraflow.dispatch.config import LogConfig, ProfilerConfig, RayInitConfig
 from hydraflow.engine.config import FSDPConfig, OptimConfig
 from hydraflow.generation.config import SamplingConfig
@@ -22,7 +36,7 @@ from hydraflow.trainer.config import (
     BatchConfig,
     ClusterConfig,
     RunConfig,
-    SFTTrainerConfig,
+    SupervisedTrainerConfig,
     TrainerConfig,
 )
 from hydraflow.workers.config import ActorRolloutRefConfig, CheckpointConfig, CriticConfig
@@ -53,6 +67,7 @@ class PPOConfig(RayCommandConfig):
     critic: CriticConfig = field(default_factory=CriticConfig)
     reward: ModelRewardConfig = field(default_factory=ModelRewardConfig)
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
+    distillation: DistillationConfig = field(default_factory=DistillationConfig)
     data: DataConfig = field(default_factory=DataConfig)
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
     async_training: AsyncTrainingConfig = field(default_factory=AsyncTrainingConfig)
@@ -65,18 +80,48 @@ class PPOConfig(RayCommandConfig):
 
 
 @dataclass
-class SFTConfig(RayCommandConfig):
-    """python -m hydraflow.main_sft"""
+class SupervisedConfig(RayCommandConfig):
+    """What the commands have that learn from examples."""
 
     model: ModelConfig = field(default_factory=ModelConfig)
-    data: SFTDataConfig = field(default_factory=SFTDataConfig)
+    data: ExamplesConfig = field(default_factory=ExamplesConfig)
     optim: OptimConfig = field(default_factory=lambda: OptimConfig(lr=1e-5))
     fsdp_config: FSDPConfig = field(default_factory=FSDPConfig)
     checkpoint: CheckpointConfig = option(factory=CheckpointConfig, shapes_training=False)
-    trainer: SFTTrainerConfig = field(default_factory=SFTTrainerConfig)
+    trainer: SupervisedTrainerConfig = field(default_factory=SupervisedTrainerConfig)
     ray_init: RayInitConfig = option(factory=RayInitConfig, shapes_training=False)
     log: LogConfig = option(factory=LogConfig, shapes_training=False)
     global_profiler: ProfilerConfig = option(factory=ProfilerConfig, shapes_training=False)
+
+
+@dataclass
+class SFTConfig(SupervisedConfig):
+    """python -m hydraflow.main_sft"""
+
+    data: SFTDataConfig = field(default_factory=SFTDataConfig)
+
+
+@dataclass
+class DPOConfig(SupervisedConfig):
+    """python -m hydraflow.main_dpo"""
+
+    data: PairsConfig = field(default_factory=PairsConfig)
+    optim: OptimConfig = field(default_factory=lambda: OptimConfig(lr=1e-6))
+    trainer: SupervisedTrainerConfig = field(
+        default_factory=lambda: SupervisedTrainerConfig(experiment_name="dpo")
+    )
+    dpo: PreferenceConfig = field(default_factory=PreferenceConfig)
+
+
+@dataclass
+class RMConfig(SupervisedConfig):
+    """python -m hydraflow.main_rm"""
+
+    data: GradedPairsConfig = field(default_factory=GradedPairsConfig)
+    trainer: SupervisedTrainerConfig = field(
+        default_factory=lambda: SupervisedTrainerConfig(experiment_name="rm")
+    )
+    rm: BradleyTerryConfig = field(default_factory=BradleyTerryConfig)
 
 
 @dataclass
@@ -121,3 +166,25 @@ class EvalConfig(CommandConfig):
     data: EvalDataConfig = field(default_factory=EvalDataConfig)
     reward: RewardConfig = field(default_factory=RewardConfig)
     output: OutputConfig = field(default_factory=OutputConfig)
+
+
+JobConfig = PPOConfig | SupervisedConfig | GenerateConfig
+JOBS: dict[str, type[JobConfig]] = {
+    "ppo": PPOConfig,
+    "sft": SFTConfig,
+    "dpo": DPOConfig,
+    "rm": RMConfig,
+    "generate": GenerateConfig,
+}
+"""The commands that start processes, by what follows `main_` in their names."""
+
+Entry = TypeVar("Entry")
+
+
+def entry_for(table: Mapping[type, Entry], kind: type) -> Entry | None:
+    """What a table by configuration has for a class, or for the nearest class that it is derived from.
+
+    >>> entry_for({SupervisedConfig: 1, PPOConfig: 2}, RMConfig), entry_for({PPOConfig: 2}, RMConfig)
+    (1, None)
+    """
+    return next((table[one] for one in kind.__mro__ if one in table), None)

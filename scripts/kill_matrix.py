@@ -81,6 +81,8 @@ METHODS = {
         "algorithm.use_kl_in_reward=true",
         "algorithm.kl_ctrl.type=adaptive",
         "algorithm.kl_ctrl.horizon=100",
+        "actor_rollout_ref.actor.adaptive_entropy.enabled=true",
+        "actor_rollout_ref.actor.adaptive_entropy.target_entropy=100",
     ],
     "megatron": [
         "algorithm.adv_estimator=grpo",

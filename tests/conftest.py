@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 from collections import Counter
@@ -30,6 +31,9 @@ os.environ.setdefault("RAY_worker_niceness", "0")
 settings.register_profile("hydraflow", deadline=None, derandomize="CI" in os.environ)
 settings.load_profile("hydraflow")
 
+
+# Until all is imported there is no garbage; what was imported is never looked at again.
+gc.disable()
 
 SLOW = {"ray_session", "cluster", "head", "ranks", "pools", "made", "recipe_cache", "sft_run"}
 """Fixtures with Ray or Slurm, ranks in processes of their own, checkpoints of such ranks, or a trained model.
@@ -65,6 +69,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         items.sort(key=lambda item: -weights[item.path])
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtestloop() -> None:
+    """All is collected, or this process hands the tests out."""
+    gc.freeze()
+    gc.enable()
+
+
 def draw_few(test: object) -> None:
     """Lets a property test draw 25 examples where it asks for more. hypothesis offers no way to change
     what a test's own settings say."""
@@ -88,14 +99,22 @@ def ray_session() -> Iterator[None]:
 @pytest.fixture(scope="session")
 def one_rank() -> Iterator[None]:
     """A process group of which this process is the only rank."""
+    import socket
+
     import torch
-    from engine.pool import free_port
 
     from hydraflow.engine import process_group
 
     torch.set_num_threads(1)
+    listener = socket.create_server(("127.0.0.1", 0))
     process_group.start(
-        rank=0, world_size=1, address="127.0.0.1", port=free_port(), device_type="cpu", timeout_s=60
+        rank=0,
+        world_size=1,
+        address="127.0.0.1",
+        port=listener.getsockname()[1],
+        device_type="cpu",
+        timeout_s=60,
+        listen_fd=listener.detach(),
     )
     yield
     process_group.stop()

@@ -8,7 +8,9 @@ differs from a process of its own: the libraries are imported, /proc shows the s
 environment, and all commands share one seed of hashes.
 
 The workers' template (`hydraflow/dispatch/template.py`), which a command starts with its Ray, is a fork, too:
-of a second server, which has imported the libraries and not Ray.
+of a second server, which has imported the libraries and not Ray. Commands in the background are forks of a
+third, which has not imported Ray either: they make a template of their own, as commands do, and have the tree
+of processes that a user's command has.
 """
 
 from __future__ import annotations
@@ -79,13 +81,15 @@ class Server:
         self.environ = relevant(environ)
         self._commands = 0
         self._socket, theirs = socket.socketpair()
+        self._background, theirs_too = socket.socketpair()
         # Ray reads its mode once: one that a test's own Ray has set since would not count in the fork
         mine = {name: value for name, value in environ.items() if not name.startswith("RAY_")}
-        with theirs:
+        with theirs, theirs_too:
+            passed = [theirs.fileno(), theirs_too.fileno()]
             self._process = subprocess.Popen(
-                [sys.executable, __file__, str(theirs.fileno()), *(["preload"] if preloads else [])],
+                [sys.executable, __file__, *map(str, passed), *(["preload"] if preloads else [])],
                 env=mine | {"RAY_AUTH_MODE": "token"},
-                pass_fds=[theirs.fileno()],
+                pass_fds=passed,
                 stdin=subprocess.DEVNULL,
             )
         self._answers = self._socket.makefile()
@@ -106,17 +110,22 @@ class Server:
                 raise
             return subprocess.CompletedProcess(argv, code, text(out), text(err))
 
+    def start(self, *words: str, cwd: Path, environ: dict[str, str], log: Path) -> Background:
+        """`python words` in the background, in a session of its own; what it prints goes into `log`."""
+        mine, theirs = socket.socketpair()
+        request = {"argv": [sys.executable, *words], "cwd": str(cwd), "environ": environ}
+        with theirs, log.open("w") as out:
+            send(self._background, request, [out.fileno(), theirs.fileno()])
+        return Background(mine)
+
     def _exchange(
         self, argv: list[str], cwd: Path, environ: dict[str, str], streams: list[int], timeout: float
     ) -> int:
         """The exit code of a command."""
         self._commands += 1
-        request = json.dumps(
-            {"command": self._commands, "argv": argv, "cwd": str(cwd), "environ": environ}
-        ).encode()
         self._socket.settimeout(timeout + 60)  # the server may still be importing
-        socket.send_fds(self._socket, [f"{len(request):08}".encode()], streams)
-        self._socket.sendall(request)
+        request = {"command": self._commands, "argv": argv, "cwd": str(cwd), "environ": environ}
+        send(self._socket, request, streams)
         self._answer("pid")
         self._socket.settimeout(timeout)
         return self._answer("code")
@@ -144,7 +153,55 @@ class Server:
     def stop(self) -> None:
         self._answers.close()
         self._socket.close()
+        self._background.close()
         self._process.wait(timeout=30)
+
+
+class Background:
+    """A command in the background, with what tests use of `subprocess.Popen`."""
+
+    def __init__(self, answers: socket.socket):
+        self._answers = answers
+        self._code: int | None = None
+        self.pid = self._answer(60)  # the server may still be importing
+
+    def poll(self) -> int | None:
+        with suppress(subprocess.TimeoutExpired):
+            return self.wait(0)
+        return None
+
+    def wait(self, timeout: float) -> int:
+        if self._code is None:
+            self._code = self._answer(timeout)
+        return self._code
+
+    def send_signal(self, number: int) -> None:
+        os.kill(self.pid, number)
+
+    def _answer(self, timeout: float) -> int:
+        if not select.select([self._answers], [], [], timeout)[0]:
+            raise subprocess.TimeoutExpired("a command in the background", timeout)
+        answer = self._answers.recv(8)
+        assert answer, "what waits for the command was killed"
+        return int.from_bytes(answer, "big", signed=True)
+
+
+def send(to: socket.socket, request: dict[str, Any], descriptors: list[int]) -> None:
+    """Two messages: the request's size with the descriptors, and the request."""
+    message = json.dumps(request).encode()
+    socket.send_fds(to, [f"{len(message):08}".encode()], descriptors)
+    to.sendall(message)
+
+
+def received(requests: socket.socket) -> tuple[dict[str, Any], list[int]] | None:
+    """The next request with its descriptors; None at the end."""
+    size, descriptors, _, _ = socket.recv_fds(requests, 8, 2)
+    if not size:
+        return None
+    message = bytearray()
+    while len(message) < int(size):
+        message += requests.recv(int(size) - len(message))
+    return json.loads(message), descriptors
 
 
 def text(file: tempfile._TemporaryFileWrapper[bytes]) -> str:
@@ -153,16 +210,21 @@ def text(file: tempfile._TemporaryFileWrapper[bytes]) -> str:
 
 
 def preload() -> None:
-    """Imports what commands import, and composes a configuration, which makes Hydra's parsers."""
+    """Imports what commands import."""
     import importlib
-
-    from hydraflow.compose.loading import load
-    from hydraflow.schema import PPOConfig
 
     for name in PRELOADED:
         importlib.import_module(f"hydraflow.jobs.{name}")
     import transformers.models.qwen3.modeling_qwen3  # noqa: F401
     from transformers import AutoModelForCausalLM, AutoTokenizer  # noqa: F401
+
+    compose()
+
+
+def compose() -> None:
+    """Composes a configuration, which makes Hydra's parsers."""
+    from hydraflow.compose.loading import load
+    from hydraflow.schema import PPOConfig
 
     load("ppo", PPOConfig, ["recipe=arithmetic"])
 
@@ -239,6 +301,7 @@ def start_templates() -> socket.socket:
     assert server.threads() == 1
     commands = os.getpid()
     if os.fork() == 0:
+        gc.enable()
         mine.close()
         connection.close()
         signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for a template that has ended
@@ -267,14 +330,8 @@ def use_templates(templates: socket.socket) -> None:
 def serve(requests: socket.socket) -> dict | None:
     """Forks for every request and reports the child's id and exit code, each with the command's number.
     Returns the request in a child, and None at the end."""
-    while True:
-        size, streams, _, _ = socket.recv_fds(requests, 8, 2)
-        if not size:
-            return None
-        request = bytearray()
-        while len(request) < int(size):
-            request += requests.recv(int(size) - len(request))
-        asked = json.loads(request)
+    while (found := received(requests)) is not None:
+        asked, streams = found
         command = asked.pop("command")
         pid = os.fork()
         if pid == 0:
@@ -289,6 +346,42 @@ def serve(requests: socket.socket) -> dict | None:
         answer(requests, {"command": command, "pid": pid})
         _, status = os.waitpid(pid, 0)
         answer(requests, {"command": command, "code": os.waitstatus_to_exitcode(status)})
+    return None
+
+
+def serve_background(requests: socket.socket) -> dict | None:
+    """Forks a process for every request, which forks the command and waits for it. Returns the request in a
+    command, and None at the end."""
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for those that wait
+    while (found := received(requests)) is not None:
+        asked, (log, answers) = found
+        if os.fork() == 0:
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            requests.close()
+            with socket.socket(fileno=answers) as told:
+                if begin(log, told):
+                    return asked
+            os._exit(0)
+        os.close(log)
+        os.close(answers)
+    return None
+
+
+def begin(log: int, answers: socket.socket) -> bool:
+    """Forks the command, and answers with its id and then with its exit code. True in the command."""
+    pid = os.fork()
+    if pid == 0:
+        os.setsid()
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        for number in (1, 2):
+            os.dup2(log, number)
+        os.close(log)
+        return True
+    answers.sendall(pid.to_bytes(8, "big", signed=True))
+    code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    with suppress(BrokenPipeError):  # the test has ended
+        answers.sendall(code.to_bytes(8, "big", signed=True))
+    return False
 
 
 def answer(requests: socket.socket, facts: dict[str, int]) -> None:
@@ -330,17 +423,36 @@ def leave(code: int) -> NoReturn:
     os._exit(code)
 
 
+def run_in_background(requests: socket.socket) -> None:
+    """The life of the server of commands in the background."""
+    gc.collect()
+    gc.freeze()
+    gc.enable()
+    asked = serve_background(requests)
+    if asked is not None:
+        leave(become(**asked))
+
+
 if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's Ctrl-C is for the tests and the command
-    connection = socket.socket(fileno=int(sys.argv[1]))
-    templates = None
-    if sys.argv[2:]:
+    connection, background = (socket.socket(fileno=int(word)) for word in sys.argv[1:3])
+    preloads, templates = bool(sys.argv[3:]), None
+    gc.disable()
+    if preloads:
         templates = start_templates()
-        gc.disable()
+    if os.fork() == 0:
+        connection.close()
+        if preloads:
+            compose()
+            assert "ray" not in sys.modules, "a command would not fork its template"
+        run_in_background(background)
+        sys.exit(0)
+    background.close()
+    if preloads:
         preload()
-        gc.enable()
     gc.collect()
     gc.freeze()  # a child that collected garbage would copy every page
+    gc.enable()
     asked = serve(connection)
     if asked is not None:
         if templates is not None:

@@ -32,4 +32,6 @@ def kind_of(column: torch.Tensor | np.ndarray) -> str:
     dtype = str(column.dtype).removeprefix("torch.")
     if ragged.is_ragged(column):
         return f"ragged {dtype} (B, j)"
+    if column.ndim == 2:
+        return f"{dtype} (B, K)"
     return f"{dtype} (B,)" if column.ndim == 1 else f"{dtype} with {column.ndim} dimensions"

@@ -6,8 +6,10 @@ import os
 from pathlib import Path
 
 import pytest
+import torch
 
-from hydraflow.device import cgroup_folders, core_limits, listed_gpus, usable_cores
+from hydraflow import device
+from hydraflow.device import cgroup_folders, core_limits, listed_gpus, peak_flops, usable_cores
 
 ALLOWED = float(len(os.sched_getaffinity(0)))
 
@@ -104,3 +106,29 @@ def test_gpus_are_counted_without_torch(tmp_path: Path, visible: str | None, cou
         (tmp_path / name).mkdir()
     assert listed_gpus(tmp_path, {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}) == count
     assert listed_gpus(tmp_path / "none", {}) == 0
+
+
+def test_the_peak_of_a_cpu_is_measured_once() -> None:
+    peak = peak_flops(torch.device("cpu"), torch.float32)
+    assert peak is not None and 1e8 < peak < 1e14
+    assert peak_flops(torch.device("cpu"), torch.float32) == peak
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype", "teraflops"),
+    [
+        ("NVIDIA H100 80GB HBM3", torch.bfloat16, 989),
+        ("NVIDIA H100 PCIe", torch.bfloat16, 756),
+        ("NVIDIA L40S", torch.float16, 362),
+        ("NVIDIA A100-SXM4-80GB", torch.float32, None),
+        ("a GPU of next year", torch.bfloat16, None),
+    ],
+)
+def test_the_peak_of_a_gpu_is_that_of_its_data_sheet(
+    name: str, dtype: torch.dtype, teraflops: float | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(device, "gpu_name", lambda index: name)
+    peak_flops.cache_clear()
+    found = peak_flops(torch.device("cuda", 0), dtype)
+    peak_flops.cache_clear()
+    assert found == (None if teraflops is None else teraflops * 1e12)

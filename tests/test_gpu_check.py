@@ -21,19 +21,24 @@ def test_it_runs_and_says_what_is_right() -> None:
     environment = {**os.environ, "PYTHON": sys.executable}
     done = subprocess.run(run, capture_output=True, text=True, timeout=240, env=environment, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
-    lines = {line["check"]: line for line in map(json.loads, done.stdout.splitlines())}
+    said = [json.loads(line) for line in done.stdout.splitlines()]
+    lines = {line["check"]: line for line in said}
     assert [*lines] == [
         "libraries",
         "device",
         "attention",
         "numbers",
+        "links",
         "megatron",
         "step",
         "packing",
         "weights",
         "generation",
     ]
-    assert all(lines[name]["right"] for name in ("attention", "numbers", "megatron"))
+    assert all(
+        line["right"] for line in said if line["check"] in ("attention", "numbers", "links", "megatron")
+    )
+    assert [line["model"] for line in said if line["check"] == "megatron"] == ["qwen3", "qwen3_moe"]
     assert lines["generation"]["tokens_per_second"] > 0
 
 

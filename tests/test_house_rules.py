@@ -62,6 +62,7 @@ def is_for_types_only(node: ast.stmt) -> bool:
 CALLS_THE_USERS_CODE = {
     *(
         "hydraflow/rewards/child.py",
+        "hydraflow/rewards/concurrent.py",
         "hydraflow/checkup/table.py",
         "hydraflow/tracking/guarded.py",
         "hydraflow/jobs/session.py",

@@ -34,7 +34,12 @@ DOORS = {
     "wandb": ["tracking/wandb.py"],
     "mlflow": ["tracking/mlflow.py"],
     "swanlab": ["tracking/swanlab.py"],
-    "vllm": ["generation/vllm.py", "generation/vllm_worker.py"],
+    "vllm": [
+        "generation/vllm.py",
+        "generation/vllm_worker.py",
+        "generation/vllm_experts.py",
+        "generation/vllm_adapters.py",
+    ],
     "megatron": ["engine/megatron/*"],
 }
 """Library -> the only files below hydraflow/ that may use it."""

@@ -14,6 +14,7 @@ CALLED_BY_LIBRARIES = {
     "hydraflow/dispatch/transport.py: _Pickler.persistent_id": "pickle",
     "hydraflow/dispatch/transport.py: _Unpickler.persistent_load": "pickle",
     "hydraflow/engine/dcp_index.py: _InertUnpickler.find_class": "pickle",
+    "hydraflow/engine/megatron/experts.py: CoreReplay.get_replay_topk": "Megatron-Core",
     "hydraflow/engine/megatron/experts.py: ExpertLayer.postprocess": "Megatron-Core",
     "hydraflow/engine/megatron/experts.py: Router.gating": "Megatron-Core",
     "hydraflow/engine/megatron/experts.py: Router.routing": "Megatron-Core",

@@ -40,6 +40,10 @@ RUNS_CODE = (
 
 ALLOWED = {
     (
+        "hydraflow/rewards/sandbox_program.py",
+        "exec",
+    ): "runs a response's program, in a sandbox that holds nothing else",
+    (
         "hydraflow/engine/dcp_index.py",
         "pickle.Unpickler",
     ): "makes inert records of the few names that an index holds, refuses others",
@@ -47,6 +51,10 @@ ALLOWED = {
         "hydraflow/dispatch/transport.py",
         "pickle.Unpickler",
     ): "what processes of one run send each other; no file",
+    (
+        "hydraflow/workers/weights_line.py",
+        "pickle.loads",
+    ): "what the actor sends, on a socket that only this user's processes reach; no file",
     (
         "hydraflow/dispatch/template_server.py",
         "runpy.run_path",

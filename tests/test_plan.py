@@ -160,6 +160,16 @@ def test_prompts_are_counted_in_the_files(tmp_path: Path) -> None:
             ],
             ["context 3", "100000", "ppo_max_token_len_per_gpu"],
         ),
+        (  # layers of stages that do not add up, with a number that does
+            [
+                *GRPO_64_NODES,
+                MOE,
+                "+actor_rollout_ref.actor.megatron.override_transformer_config"
+                ".num_layers_in_first_pipeline_stage=50",
+                "actor_rollout_ref.actor.megatron.context_parallel_size=3",
+            ],
+            ["gives the 2 stages 50, -2 of the model's 48 layers", "in_first_pipeline_stage=47", "context 3"],
+        ),
     ],
 )
 def test_all_mistakes_of_a_command_line_are_told_together(

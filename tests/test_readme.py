@@ -12,15 +12,17 @@ import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
-from jobs.command import LOCAL, SMALL_RECIPE, SMALL_STEPS, hydraflow
+from jobs.command import LOCAL, SMALL_RECIPE, SMALL_STEPS, hydraflow, python, read_steps
 from jobs.conftest import write_lines
 from source_tree import FILES, imports, tree_of
 from transformers import AutoModelForCausalLM
 
-from hydraflow.algorithms.config import ESTIMATORS, POLICY_LOSSES
+from hydraflow.algorithms.config import ESTIMATORS, POLICY_LOSSES, AlgorithmConfig, Estimator, Loss
+from hydraflow.algorithms.trial import try_estimator, try_loss
 from hydraflow.compose import runnable
 from hydraflow.data.files import write_rows
 from hydraflow.engine.config import TRAIN_ENGINES
@@ -28,6 +30,7 @@ from hydraflow.generation.config import GENERATION_ENGINES
 from hydraflow.models.tiny import make_model
 from hydraflow.options import Implementation, Leaf, walk
 from hydraflow.schema import PPOConfig
+from hydraflow.workers.config import ActorConfig
 
 ROOT = Path(__file__).parent.parent
 PAGE = (ROOT / "README.md").read_text()
@@ -45,7 +48,7 @@ def of(module: str) -> list[list[str]]:
     return [words[3:] for words in commands() if words[:3] == ["python", "-m", f"hydraflow.{module}"]]
 
 
-RUNS = ("main_ppo", "main_sft", "main_generate", "main_eval")
+RUNS = ("main_ppo", "main_sft", "main_dpo", "main_rm", "main_generate", "main_eval")
 KNOWN = {f"hydraflow.{name}" for name in (*RUNS, "plan", "doctor", "logs", "report", "slurm", "model_merger")}
 SCRIPTS = {
     "scripts/quickstart.sh",
@@ -54,9 +57,11 @@ SCRIPTS = {
     "scripts/prepare_gsm8k.py",
     "scripts/bench/grpo_step.py",
     "scripts/bench/vs_trl.py",
+    "scripts/bench/all.py",
     "scripts/bench/weight_sync.py",
     "scripts/bench/generation.py",
     "scripts/bench/head.py",
+    "scripts/bench/learn.py",
     "scripts/gpu_check.sh",
 }
 
@@ -163,8 +168,8 @@ def test_the_table_lists_every_key_that_can_only_be_planned() -> None:
     [
         ("| `fsdp2`, `megatron` | |", "| `fsdp2` | `megatron` |"),
         ("`rloo`, ", ""),
-        ("`reward.reward_model.enable`", ""),
-        ("`reward.reward_model.enable`", "`reward.reward_model.enable`, `rollout.n`"),
+        ("`algorithm.filter_groups.enable`", ""),
+        ("`algorithm.filter_groups.enable`", "`algorithm.filter_groups.enable`, `rollout.n`"),
     ],
 )
 def test_a_wrong_table_is_noticed(cell: str, other: str) -> None:
@@ -318,6 +323,35 @@ def test_a_reward_of_ones_own(tmp_path: Path, recipe_cache: Path) -> None:
     assert done.returncode == 0, done.stderr[-3000:]
 
 
+def code_with(text: str) -> str:
+    """The Python block of the page that has this text."""
+    [source] = [code for code in re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL) if text in code]
+    return source
+
+
+@pytest.mark.slow
+def test_a_loss_and_an_estimator_of_ones_own(tmp_path: Path, recipe_cache: Path) -> None:
+    (tmp_path / "my_code.py").write_text(code_with("def my_loss"))
+    [arguments] = [words for words in of("main_ppo") if any("my_code.py" in word for word in words)]
+    small = [*SMALL_RECIPE, *SMALL_STEPS, *LOCAL, f"recipe.cache_dir={recipe_cache}"]
+    small += ["trainer.total_training_steps=1", "trainer.default_local_dir=OWN"]
+    done = hydraflow("main_ppo", *arguments, *small, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "actor/ratio" in read_steps(tmp_path / "OWN")[-1]
+
+
+def test_a_loss_and_an_estimator_added_to_the_tables(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = ModuleType("hydraflow.algorithms.mine")
+    exec(code_with("def my_loss"), vars(module))
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    lines = code_with('"mine": Loss(').splitlines()
+    loss, estimator = (eval(f"{{{line.partition('  #')[0]}}}")["mine"] for line in lines)
+    assert isinstance(loss, Loss) and isinstance(estimator, Estimator)
+    monkeypatch.setitem(ESTIMATORS, "mine", estimator)
+    assert try_loss(loss.bound(ActorConfig())) is None
+    assert try_estimator(AlgorithmConfig(adv_estimator="mine")) is None
+
+
 @pytest.mark.slow
 def test_a_checkpoint_becomes_a_model(tmp_path: Path, recipe_cache: Path) -> None:
     small = [
@@ -341,7 +375,7 @@ def test_a_checkpoint_becomes_a_model(tmp_path: Path, recipe_cache: Path) -> Non
 
 
 @pytest.mark.slow
-def test_supervised_training_then_answers_then_their_score(tmp_path: Path) -> None:
+def test_training_on_examples_then_answers_then_their_score(tmp_path: Path) -> None:
     """On a tiny model and rows of sums in the places of those that the page names."""
     tiny = str(make_model(tmp_path / "tiny", hidden=32, layers=2, heads=2, kv_heads=1))
     rows = [{"prompt": f"{a}+{b}=", "response": f"{a + b:03d}"} for a in range(16) for b in range(16)]
@@ -355,10 +389,15 @@ def test_supervised_training_then_answers_then_their_score(tmp_path: Path) -> No
     ]
     for name in ("conversations.jsonl", "held_out.jsonl"):
         write_lines(tmp_path / name, rows)
+    pairs = [{"prompt": row["prompt"], "chosen": row["response"], "rejected": "000"} for row in rows[1:]]
+    for name in ("pairs.jsonl", "held_out_pairs.jsonl"):
+        write_lines(tmp_path / name, pairs)
     (tmp_path / "data" / "gsm8k").mkdir(parents=True)
     write_rows(tmp_path / "data" / "gsm8k" / "test.parquet", problems)
     short = {
         "main_sft": ["data.max_length=32", *LOCAL],
+        "main_dpo": ["data.max_length=32", "data.train_batch_size=128", *LOCAL],
+        "main_rm": ["data.max_length=32", "data.train_batch_size=128", *LOCAL],
         "main_generate": ["data.max_prompt_length=16", "data.max_response_length=4", *LOCAL],
         "main_eval": [],
     }
@@ -373,44 +412,51 @@ def test_supervised_training_then_answers_then_their_score(tmp_path: Path) -> No
 @pytest.mark.slow
 def test_the_bench_of_a_step(recipe_cache: Path) -> None:
     small = [*SMALL_RECIPE, *SMALL_STEPS, *LOCAL, f"recipe.cache_dir={recipe_cache}"]
-    run = [sys.executable, "scripts/bench/grpo_step.py", "--steps", "2", *small]
-    done = subprocess.run(run, cwd=ROOT, capture_output=True, text=True, timeout=240, check=False)
+    done = python("scripts/bench/grpo_step.py", "--steps", "2", *small, cwd=ROOT)
     assert done.returncode == 0, done.stderr[-3000:]
     assert '"timing_s/step"' in done.stdout
-    help_of_the_other = subprocess.run(
-        [sys.executable, "scripts/bench/vs_trl.py", "--help"],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=False,
+    assert "TRL's GRPOTrainer" in python("scripts/bench/vs_trl.py", "--help", cwd=ROOT).stdout
+
+
+def test_the_list_of_benches() -> None:
+    done = subprocess.run(
+        [sys.executable, "scripts/bench/all.py", "--list"], cwd=ROOT, capture_output=True, text=True
     )
-    assert "TRL's GRPOTrainer" in help_of_the_other.stdout
+    assert {"step", "head", "weights", "generation"} <= set(done.stdout.split())
+
+
+@pytest.mark.slow
+def test_the_bench_of_learning(recipe_cache: Path) -> None:
+    """A line for each value; so short a run need not have learned anything."""
+    small = [*SMALL_RECIPE, *SMALL_STEPS, f"recipe.cache_dir={recipe_cache}"]
+    run = [sys.executable, "scripts/bench/learn.py", "--steps", "1", "algorithm.adv_estimator=opo,nonsense"]
+    done = subprocess.run([*run, *small], cwd=ROOT, capture_output=True, text=True, timeout=240, check=False)
+    assert done.returncode == 1, done.stderr[-3000:]
+    header, learned, failed = done.stdout.splitlines()[:3]
+    assert header.split() == ["before", "after", "seconds", "choice"]
+    assert learned.count("%") == 2 and learned.endswith("algorithm.adv_estimator=opo")
+    assert "algorithm.adv_estimator=nonsense: exit code 2" in failed
 
 
 @pytest.mark.slow
 def test_the_bench_of_weights() -> None:
-    run = [sys.executable, "scripts/bench/weight_sync.py", "--models", "wide", "--publishes", "3"]
-    run += ["--bucket-megabytes", "16"]
-    done = subprocess.run(run, cwd=ROOT, capture_output=True, text=True, timeout=240, check=False)
+    case = ["--models", "small", "--publishes", "1", "--bucket-megabytes", "4"]
+    done = python("scripts/bench/weight_sync.py", *case, cwd=ROOT)
     assert done.returncode == 0, done.stderr[-3000:]
     found = json.loads(done.stdout)
-    assert found["buckets"] > 16 and found["two_buckets"] < 0.15 * found["bytes"]
-    assert 0.4 * found["two_buckets"] < found["held_at_most"] < 2.5 * found["two_buckets"]
-    grown = [
-        most
-        for link in ("object_store", "broadcast_to_a_node")
-        for most in found["processes_grew"][link].values()
-    ]
-    assert len(grown) == 4 and max(grown) < 2.5 * found["two_buckets"]
-    links = ("same_process", "object_store", "broadcast_to_a_node", "object_store_to_a_node")
-    assert all(found[f"{link}_share"] > 0 for link in links)
+    two_buckets = 2 * 4 * 2**20
+    assert found["bytes"] > 8 * two_buckets
+    assert 0.9 * two_buckets < found["shared_memory"]["slots"] < 1.1 * two_buckets
+    grown = [most for link in ("shared_memory", "broadcast") for most in found[link]["grew"].values()]
+    assert len(grown) == 4 and max(grown) < 2.5 * two_buckets
+    links = ("same_process", "shared_memory", "broadcast")
+    assert all(found[link]["median_share"] > 0 for link in links)
 
 
 @pytest.mark.slow
 def test_the_bench_of_rollout_engines() -> None:
     case = ["--models", "1M", "--lengths", "ragged", "--sequences", "32"]
-    run = [sys.executable, "scripts/bench/generation.py", *case, "--engines", "native,transformers"]
-    done = subprocess.run(run, cwd=ROOT, capture_output=True, text=True, timeout=240, check=False)
+    done = python("scripts/bench/generation.py", *case, "--engines", "native,transformers", cwd=ROOT)
     assert done.returncode == 0, done.stderr[-3000:]
     found = [json.loads(line) for line in done.stdout.splitlines()]
     assert [one["engine"] for one in found] == ["native", "transformers"]
@@ -420,8 +466,7 @@ def test_the_bench_of_rollout_engines() -> None:
 @pytest.mark.slow
 def test_the_bench_of_heads() -> None:
     size = ["--tokens", "256", "--vocabulary", "65536", "--hidden", "8", "--chunk", "64", "--repeats", "2"]
-    run = [sys.executable, "scripts/bench/head.py", *size, "--entropy"]
-    done = subprocess.run(run, cwd=ROOT, capture_output=True, text=True, timeout=240, check=False)
+    done = python("scripts/bench/head.py", *size, "--entropy", cwd=ROOT)
     assert done.returncode == 0, done.stderr[-3000:]
     found = {one["way"]: one for one in map(json.loads, done.stdout.splitlines())}
     assert set(found) == {"fused", "module"} and all(one["cpu_s"] > 0 for one in found.values())

@@ -8,17 +8,19 @@ import config_reads
 import pytest
 
 from hydraflow import schema
-from hydraflow.algorithms.config import ESTIMATORS, POLICY_LOSSES, AlgorithmConfig
-from hydraflow.engine.config import TRAIN_ENGINES, FSDPConfig, MegatronConfig, OptimConfig
+from hydraflow.algorithms.config import ESTIMATORS, POLICY_LOSSES, AlgorithmConfig, PolicyLossConfig
+from hydraflow.engine.config import TRAIN_ENGINES, FSDPConfig, OptimConfig
 from hydraflow.generation.config import GENERATION_ENGINES
 from hydraflow.models.config import ModelConfig, ModelSourceConfig
 from hydraflow.options import option_of
-from hydraflow.trainer.config import TrainerConfig
+from hydraflow.trainer.config import ClusterConfig, TrainerConfig
 from hydraflow.workers.config import ActorConfig
 
 RUNS = {
     schema.PPOConfig: "hydraflow.main_ppo.run",
     schema.SFTConfig: "hydraflow.main_sft.run",
+    schema.DPOConfig: "hydraflow.main_dpo.run",
+    schema.RMConfig: "hydraflow.main_rm.run",
     schema.GenerateConfig: "hydraflow.main_generate.run",
     schema.EvalConfig: "hydraflow.main_eval.run",
 }
@@ -56,13 +58,12 @@ ALL_LEAVES = [(config, *leaf) for config in RUNS for leaf in leaves(config)]
 
 
 READ_BY_NAME = {
-    (ActorConfig, field.name)
-    for field in fields(ActorConfig)
+    (kind, field.name)
+    for kind in (ActorConfig, PolicyLossConfig)
+    for field in fields(kind)
     for loss in POLICY_LOSSES.values()
-    if field.name in loss.reads
-    or any(
-        option_of(other).follows == field.name for other in fields(ActorConfig) if other.name in loss.reads
-    )
+    if field.name in loss.all_reads
+    or any(option_of(other).follows == field.name for other in fields(kind) if other.name in loss.all_reads)
 } | {(AlgorithmConfig, name) for estimator in ESTIMATORS.values() for name in estimator.reads}
 """What `Implementation.bound` hands to the chosen function."""
 
@@ -143,7 +144,7 @@ def test_a_field_is_not_read_because_another_class_has_one_of_that_name(kind: ty
 
 
 @pytest.mark.parametrize(
-    ("kind", "field"), [(MegatronConfig, "param_offload"), (MegatronConfig, "grad_offload")]
+    ("kind", "field"), [(ClusterConfig, "device_memory_gib"), (ClusterConfig, "host_memory_gib")]
 )
 def test_an_estimate_alone_makes_nothing_of_an_option(kind: type, field: str) -> None:
     assert not is_read(RUNS[schema.PPOConfig], kind, field)

@@ -15,6 +15,7 @@ from hydraflow import metrics
 from hydraflow.algorithms.aggregate import Denominators, token_weights
 from hydraflow.algorithms.correction import Correction
 from hydraflow.algorithms.correction_metrics import correction_metrics
+from hydraflow.algorithms.distillation import Distillation
 from hydraflow.algorithms.kl import KL_ESTIMATORS
 from hydraflow.algorithms.masked import keep
 from hydraflow.algorithms.policy_loss import PolicyLoss
@@ -24,11 +25,14 @@ from hydraflow.metrics import Metric
 
 @dataclass(frozen=True, kw_only=True)
 class ActorLoss:
-    """loss = sum of weights * (policy loss - entropy_coeff * entropy + kl_coef * KL), for one mini-batch.
+    """loss = sum of weights * (policy loss - entropy_coeff * entropy + kl_coef * KL + distillation), for one
+    mini-batch.
 
-    Columns read: response_mask, old_log_probs, advantages; ref_log_prob where `kl_coef` is given; where
-    `correction` is, rollout_log_probs or, if it needs the mini-batch, rollout_is_weights. Metrics:
-    actor/pg_loss and actor/kl_loss are sums (parts of the mini-batch's loss), the others means over tokens.
+    Columns read: response_mask, old_log_probs, advantages; ref_log_prob where `kl_coef` is given,
+    teacher_log_probs or, over the vocabulary, teacher_top_log_probs where `distillation` is; where
+    `correction` is, rollout_log_probs or, if it needs the mini-batch, rollout_is_weights; chosen_tokens where
+    the policy loss has them. Metrics: actor/pg_loss and actor/kl_loss are sums (parts of the mini-batch's
+    loss), the others means over tokens.
     """
 
     denominators: Denominators
@@ -46,6 +50,8 @@ class ActorLoss:
     """Weight of the KL penalty; None: no such term and no reference needed."""
     kl_type: str = "low_var_kl"
     """A name of KL_ESTIMATORS."""
+    distillation: Distillation | None = None
+    """What draws the policy to its teachers; None: nothing, or it is in the advantages."""
     correction: Correction | None = None
     """Of the policy loss. What needs the mini-batch is done before (`workers/correcting.py`)."""
 
@@ -58,12 +64,19 @@ class ActorLoss:
         old_logp = logp.detach() if self.old_is_this_pass else keep(columns["old_log_probs"], mask)
         advantages = keep(columns["advantages"], mask)
         weights = token_weights(mask, self.agg_mode, self.denominators, self.scale_factor, dtype=logp.dtype)
-        terms = self.policy_loss(TokenInputs(logp, old_logp, advantages, mask))
+        chosen = columns["chosen_tokens"] & mask.bool() if "chosen_tokens" in columns else None
+        terms = self.policy_loss(TokenInputs(logp, old_logp, advantages, mask, chosen))
         stats = dict(terms.stats)
         importance, found = self._importance(columns, logp, old_logp)
         policy = terms.loss if importance is None else terms.loss * importance
         loss = (policy * weights).sum()
         sums = {"actor/pg_loss": loss}
+        if self.distillation is not None:
+            drawn, seen = self._drawn(self.distillation, logp, output, columns)
+            stats |= seen
+            task = sums if self.distillation.task_rewards else {}
+            sums = {**task, "actor/distillation_loss": (drawn * weights).sum()}
+            loss = sums["actor/distillation_loss"] + (loss if task else 0.0)
         if output.entropy is not None:
             stats["actor/entropy"] = output.entropy
         if self.entropy_coeff:
@@ -76,6 +89,20 @@ class ActorLoss:
         if self.kl_coef is not None:
             found["actor/kl_coef"] = metrics.mean(self.kl_coef)
         return loss, token_metrics(mask, stats, sums) | found
+
+    def _drawn(
+        self, distillation: Distillation, logp: Tensor, output: PolicyOutput, columns: Mapping[str, Tensor]
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """Terms (B, R) of the teachers, and how much probability lies on the tokens that they compare."""
+        mask = columns["response_mask"]
+        if not distillation.over_vocabulary:
+            return distillation.terms(logp, keep(columns["teacher_log_probs"], mask)), {}
+        assert output.target_log_probs is not None, "the likeliest tokens are among the targets"
+        each = mask[..., None]
+        policy, teacher = keep(output.target_log_probs, each), keep(columns["teacher_top_log_probs"], each)
+        mass = {"policy": policy.detach(), "teacher": teacher}
+        stats = {f"actor/distillation_{name}_mass": one.exp().sum(-1) for name, one in mass.items()}
+        return distillation.divergences(policy, teacher), stats
 
     def _importance(
         self, columns: Mapping[str, Tensor], logp: Tensor, old_logp: Tensor

@@ -7,11 +7,12 @@ is `ESTIMATORS` in `config.py`.
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from hydraflow.algorithms.config import ESTIMATORS, AlgorithmConfig
 from hydraflow.algorithms.masked import keep
+from hydraflow.algorithms.samples import Samples
+from hydraflow.algorithms.trained_tokens import TrainedTokens, row_sums, whiten
 
 
 def estimate_advantages(
@@ -24,6 +25,10 @@ def estimate_advantages(
     values: Tensor | None = None,
     group_ids: Tensor | None = None,
     samples: Tensor | None = None,
+    reward_baselines: Tensor | None = None,
+    reward_parts: Tensor | None = None,
+    old_log_probs: Tensor | None = None,
+    sum_pi_squared: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Advantages and returns. Columns of tokens are flat, (N,), one row after the other; those of rows, (B,).
 
@@ -31,29 +36,36 @@ def estimate_advantages(
     lengths (B,): tokens of each row. values (N,): the critic's, for estimators that need one. group_ids (B,):
     equal for the responses to one prompt. samples (B,): number of the sample in its group; several rows of
     one sample count once in their group, with the mean of their scores. None: every row is a sample.
+    Of some estimators: reward_baselines (B,), the score of the greedy response to the row's prompt;
+    reward_parts (B, K), several rewards in place of the score; old_log_probs and sum_pi_squared (N,).
     """
     estimator = ESTIMATORS[config.adv_estimator]
-    needed = {"values": values} if estimator.critic else {}
-    needed |= {"group_ids": group_ids} if estimator.groups else {}
-    assert all(given is not None for given in needed.values()), f"{config.adv_estimator} needs {list(needed)}"
+    function = estimator.bound(config)
+    given = {
+        "values": (estimator.critic, values),
+        "group_ids": (estimator.groups, group_ids),
+        "reward_baselines": (estimator.greedy_baseline, reward_baselines),
+        "old_log_probs": (estimator.sum_pi_squared, old_log_probs),
+        "sum_pi_squared": (estimator.sum_pi_squared, sum_pi_squared),
+    }
+    needed = {name: column for name, (is_needed, column) in given.items() if is_needed}
+    columns = {name: column for name, column in needed.items() if column is not None}
+    assert len(columns) == len(needed), f"{config.adv_estimator} needs {list(needed)}"
     if estimator.per_trajectory:
-        index = _rows_of_samples(group_ids, samples)
-        if index is not None:
-            count = torch.bincount(index).to(scores.dtype)
-            scores = scores.new_zeros(len(count)).index_add(0, index, scores) / count
-            first = torch.zeros_like(count, dtype=torch.int64).scatter_(0, index, torch.arange(len(index)))
-            needed = {name: column[first] for name, column in needed.items() if column is not None}
-        estimated: Tensor = estimator.bound(config)(scores, **needed)
-        per_row = estimated if index is None else estimated[index]  # (B,)
-        advantages = keep(per_row.repeat_interleave(lengths), mask)
-        return advantages, advantages
-    found: tuple[Tensor, Tensor] = estimator.bound(config)(rewards, mask, lengths, **needed)
-    return found
-
-
-def _rows_of_samples(group_ids: Tensor | None, samples: Tensor | None) -> Tensor | None:
-    """The sample (B,) that each row is of, numbered from 0; None: every row is one of its own."""
-    if group_ids is None or samples is None:
-        return None
-    pairs, index = torch.unique(torch.stack([group_ids, samples]), dim=1, return_inverse=True)
-    return index if pairs.shape[1] < len(index) else None
+        joined = Samples.of(group_ids, samples)
+        of_samples = {name: joined.first(column) for name, column in columns.items()}
+        if estimator.counts:
+            of_samples["trained_tokens"] = joined.sum(row_sums(mask, lengths))
+        if estimator.several_rewards:
+            assert reward_parts is not None, f"{config.adv_estimator} needs reward_parts"
+            scores = reward_parts
+        per_row = joined.to_rows(function(joined.mean(scores), **of_samples))  # (B,)
+        advantages, returns = keep(per_row.repeat_interleave(lengths), mask), None
+    else:
+        advantages, returns = function(rewards, mask, lengths, **columns)
+    if estimator.whitened or config.whiten_advantages:
+        tokens = TrainedTokens(mask, lengths)
+        advantages = tokens.put_back(whiten(tokens.of(advantages)))
+    if config.advantage_clip is not None:
+        advantages = advantages.clamp(-config.advantage_clip, config.advantage_clip)
+    return advantages, advantages if returns is None else returns

@@ -3,11 +3,23 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Any
 
-from hydraflow.options import Implementation, Planned, Rule, Switch, no_effect_when, option, unless, unread
+from hydraflow.options import (
+    FINITE,
+    Implementation,
+    OwnChoices,
+    Planned,
+    Rule,
+    Switch,
+    listed,
+    no_effect_when,
+    option,
+    unless,
+    unread,
+)
 
 
 @dataclass(frozen=True)
@@ -22,32 +34,141 @@ class Estimator(Implementation):
     """It is also given the critic's `values` (N,)."""
     groups: bool = False
     """It compares the responses to one prompt: it is also given `group_ids` (B,)."""
+    counts: bool = False
+    """It is also given `trained_tokens` (B,), how many each trajectory has."""
+    whitened: bool = False
+    """Its advantages are then whitened over all trained tokens of the step."""
+    greedy_baseline: bool = False
+    """The greedy response to each prompt is scored, too: it is also given `reward_baselines` (B,)."""
+    sum_pi_squared: bool = False
+    """It is also given the actor's `old_log_probs` and `sum_pi_squared`, (N,) each."""
+    several_rewards: bool = False
+    """Its scores are (B, K), the numbers of the reward function that `gdpo_reward_keys` names."""
 
 
+@dataclass(frozen=True)
+class Loss(Implementation):
+    """A policy loss: a function of `TokenInputs` whose other arguments are the keys that it reads, by
+    name."""
+
+    chooses: Implementation | None = None
+    """The choice of tokens over the whole mini-batch that is made before it (`covariance.TokenChoice`)."""
+
+    @property
+    def all_reads(self) -> tuple[str, ...]:
+        """Of the choice, too."""
+        return self.reads + (self.chooses.reads if self.chooses else ())
+
+
+GRPO = Estimator(
+    "hydraflow.algorithms.grpo:grpo", reads=("norm_adv_by_std_in_grpo",), per_trajectory=True, groups=True
+)
 ESTIMATORS = {
-    "gae": Estimator("hydraflow.algorithms.gae:gae", reads=("gamma", "lam"), critic=True),
-    "grpo": Estimator(
-        "hydraflow.algorithms.grpo:grpo",
-        reads=("norm_adv_by_std_in_grpo",),
+    "gae": Estimator(
+        "hydraflow.algorithms.gae:gae",
+        reads=("gamma", "lam", "critic_gamma", "critic_lam", "lam_length_alpha"),
+        critic=True,
+        whitened=True,
+    ),
+    "grpo": GRPO,
+    "grpo_vectorized": GRPO,
+    "grpo_passk": replace(GRPO, where="hydraflow.algorithms.grpo_passk:grpo_passk"),
+    "rloo": Estimator("hydraflow.algorithms.rloo:rloo", per_trajectory=True, groups=True),
+    "rloo_vectorized": Estimator(
+        "hydraflow.algorithms.rloo:rloo_vectorized", per_trajectory=True, groups=True
+    ),
+    "reinforce": Estimator("hydraflow.algorithms.reinforce_plus_plus:discounted_return", reads=("gamma",)),
+    "reinforce_plus_plus": Estimator(
+        "hydraflow.algorithms.reinforce_plus_plus:discounted_return", reads=("gamma",), whitened=True
+    ),
+    "reinforce_plus_plus_baseline": Estimator(
+        "hydraflow.algorithms.reinforce_plus_plus:reinforce_plus_plus_baseline",
         per_trajectory=True,
         groups=True,
+        whitened=True,
     ),
-    "rloo": Estimator("hydraflow.algorithms.rloo:rloo", per_trajectory=True, groups=True),
-    "reinforce_plus_plus": Estimator(
-        "hydraflow.algorithms.reinforce_plus_plus:reinforce_plus_plus", reads=("gamma",)
+    "opo": Estimator("hydraflow.algorithms.opo:opo", per_trajectory=True, groups=True, counts=True),
+    "gpg": Estimator("hydraflow.algorithms.gpg:gpg", per_trajectory=True, groups=True),
+    "maxrl": Estimator("hydraflow.algorithms.maxrl:maxrl", per_trajectory=True, groups=True),
+    "remax": Estimator("hydraflow.algorithms.remax:remax", greedy_baseline=True),
+    "gdpo": Estimator(
+        "hydraflow.algorithms.gdpo:gdpo",
+        reads=("norm_adv_by_std_in_grpo", "gdpo_reward_weights"),
+        per_trajectory=True,
+        groups=True,
+        whitened=True,
+        several_rewards=True,
+    ),
+    "optimal_token_baseline": Estimator(
+        "hydraflow.algorithms.optimal_token_baseline:optimal_token_baseline", groups=True, sum_pi_squared=True
+    ),
+    "tir_optimal_token_baseline": Estimator(
+        "hydraflow.algorithms.optimal_token_baseline:tir_optimal_token_baseline",
+        groups=True,
+        sum_pi_squared=True,
     ),
 }
+OF_ESTIMATORS = {
+    "values": "critic",
+    "group_ids": "groups",
+    "trained_tokens": "counts",
+    "reward_baselines": "greedy_baseline",
+}
+"""Parameter of an estimator -> the fact that it is given it."""
+
+
+def _own_estimator(where: str, parameters: tuple[str, ...]) -> Estimator:
+    facts: dict[str, Any] = {fact: name in parameters for name, fact in OF_ESTIMATORS.items()}
+    return Estimator(where, reads=parameters, per_trajectory=parameters[:1] == ("scores",), **facts)
+
+
+ESTIMATORS = OwnChoices(ESTIMATORS, _own_estimator)
 """By the name that `algorithm.adv_estimator` gives; `reads` are keys of `algorithm`."""
 
-POLICY_LOSSES = {
-    "vanilla": Implementation(
-        "hydraflow.algorithms.policy_loss:vanilla",
-        reads=("clip_ratio_low", "clip_ratio_high", "clip_ratio_c"),
-    ),
-    "gspo": Implementation("hydraflow.algorithms.gspo:gspo", reads=("clip_ratio_low", "clip_ratio_high")),
-    "sapo": Implementation("hydraflow.algorithms.sapo:sapo", reads=("tau_pos", "tau_neg")),
-}
-"""By the name that `actor.policy_loss.loss_mode` gives; `reads` are keys of `actor`."""
+
+def estimator_of(name: str) -> Estimator:
+    """The estimator of that name; one that needs nothing for a name that is not known."""
+    return ESTIMATORS.get(name, Estimator())
+
+
+POLICY_LOSSES = OwnChoices(
+    {
+        "vanilla": Loss(
+            "hydraflow.algorithms.policy_loss:vanilla",
+            reads=("clip_ratio_low", "clip_ratio_high", "clip_ratio_c"),
+        ),
+        "gspo": Loss("hydraflow.algorithms.gspo:gspo", reads=("clip_ratio_low", "clip_ratio_high")),
+        "sapo": Loss("hydraflow.algorithms.sapo:sapo", reads=("tau_pos", "tau_neg")),
+        "cispo": Loss("hydraflow.algorithms.cispo:cispo", reads=("clip_ratio_low", "clip_ratio_high")),
+        "geo_mean": Loss(
+            "hydraflow.algorithms.geo_mean:geo_mean", reads=("clip_ratio_low", "clip_ratio_high")
+        ),
+        "gpg": Loss("hydraflow.algorithms.reinforce:reinforce"),
+        "dppo_tv": Loss(
+            "hydraflow.algorithms.dppo:dppo_tv", reads=("clip_ratio_low", "clip_ratio_high", "clip_ratio_c")
+        ),
+        "dppo_kl": Loss(
+            "hydraflow.algorithms.dppo:dppo_kl", reads=("clip_ratio_low", "clip_ratio_high", "clip_ratio_c")
+        ),
+        "dro": Loss("hydraflow.algorithms.dro:dro", reads=("dro_beta",)),
+        "topr": Loss("hydraflow.algorithms.topr:topr"),
+        "clip_cov": Loss(
+            "hydraflow.algorithms.clip_cov:clip_cov",
+            reads=("clip_ratio_low", "clip_ratio_high"),
+            chooses=Implementation(
+                "hydraflow.algorithms.clip_cov:choose", reads=("clip_cov_ratio", "clip_cov_lb", "clip_cov_ub")
+            ),
+        ),
+        "kl_cov": Loss(
+            "hydraflow.algorithms.kl_cov:kl_cov",
+            reads=("ppo_kl_coef",),
+            chooses=Implementation("hydraflow.algorithms.kl_cov:choose", reads=("kl_cov_ratio",)),
+        ),
+    },
+    lambda where, parameters: Loss(where, reads=parameters[1:]),
+)
+"""By the name that `actor.policy_loss.loss_mode` gives; `reads` are keys of `actor` and of
+`actor.policy_loss`."""
 
 
 class OldFrom(StrEnum):
@@ -69,6 +190,9 @@ LOSS_AGG_MODES = (
     "seq-mean-token-sum-norm",
 )
 KL_ESTIMATORS = ("kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3")
+TOPK = "_topk"
+DIVERGENCES = ("forward_kl", "reverse_kl", f"forward_kl{TOPK}", f"reverse_kl{TOPK}")
+"""Losses of distillation over the vocabulary; with TOPK at the end over a teacher's likeliest tokens."""
 
 
 @dataclass
@@ -95,6 +219,123 @@ class PolicyLossConfig:
 
     loss_mode: str = option("vanilla", choices=POLICY_LOSSES)
     """Policy loss. vanilla: PPO's clipped objective with a dual clip."""
+    clip_cov_ratio: float = option(0.0002, gt=0, le=1, no_effect=unread(POLICY_LOSSES, "loss_mode"))
+    """clip_cov's share of the mini-batch's tokens that lose their gradient."""
+    clip_cov_lb: float = option(1.0, rule=FINITE, no_effect=unread(POLICY_LOSSES, "loss_mode"))
+    """clip_cov chooses tokens whose covariance of log-probability and advantage is above this bound."""
+    clip_cov_ub: float = option(5.0, rule=FINITE, no_effect=unread(POLICY_LOSSES, "loss_mode"))
+    """clip_cov chooses tokens whose covariance is below this bound."""
+    kl_cov_ratio: float = option(0.0002, gt=0, le=1, no_effect=unread(POLICY_LOSSES, "loss_mode"))
+    """kl_cov's share of the mini-batch's tokens that have a KL penalty, those of the highest covariance."""
+    ppo_kl_coef: float = option(0.1, ge=0, no_effect=unread(POLICY_LOSSES, "loss_mode"))
+    """Coefficient of kl_cov's penalty."""
+    dro_beta: float | None = option(None, gt=0, no_effect=unread(POLICY_LOSSES, "loss_mode"))
+    """DRO's weight of the squared log-ratio to the old policy; must be given for it."""
+
+
+@dataclass
+class AdaptiveEntropyConfig:
+    """Adaptive coefficient of the entropy bonus (Skywork-OR1)."""
+
+    enabled: bool = option(False, switch=Switch(off=False, remedy="{s}.enabled=true"))
+    """Move the coefficient towards a target entropy after every step. The entropy is measured before the
+    update, by a forward pass over the step's trajectories."""
+    target_entropy: float = option(0.2, ge=0)
+    """Target entropy per token, in nats; above it there is no bonus."""
+    max_ent_coef: float = option(0.005, ge=0)
+    """Largest coefficient."""
+    min_ent_coef: float = option(0.0, ge=0)
+    """Smallest coefficient."""
+    delta_ent_coef: float = option(0.0001, gt=0)
+    """How far the coefficient moves in a step."""
+
+
+@dataclass
+class PreferenceConfig:
+    """Learning from pairs of responses without a reward model."""
+
+    loss_type: str = option("sigmoid", choices=("sigmoid", "ipo"))
+    """Loss of a pair. sigmoid: direct preference optimization (DPO); ipo: the squared distance of its margin
+    from 1 / (2 beta)."""
+    beta: float = option(0.1, gt=0)
+    """How strongly the reference holds the policy: the coefficient of the KL in the objective behind DPO."""
+    label_smoothing: float = option(
+        0.0, ge=0, lt=0.5, no_effect=unless("loss_type", "sigmoid", why="{s}.loss_type=ipo has no labels")
+    )
+    """Share of pairs that are assumed to be labelled the wrong way round."""
+
+
+@dataclass
+class BradleyTerryConfig:
+    """Learning a reward model from pairs of responses."""
+
+    center_rewards_coefficient: float = option(0.0, ge=0)
+    """Weight of the squared sum of a pair's scores in the loss, which keeps scores around 0."""
+
+
+@dataclass
+class DistillationLossConfig:
+    """How the policy is drawn to its teachers."""
+
+    loss_mode: str = option(
+        "k3", choices=(*KL_ESTIMATORS, *(f"{name}+" for name in KL_ESTIMATORS), *DIVERGENCES)
+    )
+    """Estimator of the KL from the policy to the teacher, on the sampled tokens (a trailing + uses k2's
+    gradient, which is that of the KL); or the divergence over the whole vocabulary, forward_kl from the
+    teacher to the policy or reverse_kl the other way; or over the teacher's likeliest tokens,
+    forward_kl_topk and reverse_kl_topk."""
+    topk: int = option(
+        32,
+        ge=1,
+        no_effect=no_effect_when(
+            lambda s: not s.loss_mode.endswith(TOPK),
+            f"only {{s}}.loss_mode=forward_kl{TOPK} and reverse_kl{TOPK} read it",
+            f"{{s}}.loss_mode=forward_kl{TOPK}",
+        ),
+    )
+    """How many of the teacher's likeliest tokens are compared at each place; all others are compared as
+    one."""
+    log_prob_min_clamp: float | None = option(
+        None,
+        lt=0,
+        no_effect=no_effect_when(
+            lambda s: s.loss_mode not in DIVERGENCES,
+            f"only {{s}}.loss_mode={listed(DIVERGENCES, 'and')} read it",
+            f"{{s}}.loss_mode={DIVERGENCES[0]}",
+        ),
+    )
+    """Smallest log-probability that divergences over the vocabulary see, of both models; null: no limit."""
+    distillation_loss_coef: float = option(1.0, ge=0)
+    """Coefficient of the estimate or divergence."""
+    loss_max_clamp: float | None = option(None, gt=0)
+    """Largest magnitude of a token's estimate or divergence; null: no limit."""
+    use_policy_gradient: bool = False
+    """Take the negative estimate as each token's advantage instead of adding its gradient to the loss."""
+    use_task_rewards: bool = True
+    """Learn from the rewards, too; false: from the teachers alone."""
+
+    @property
+    def over_vocabulary(self) -> bool:
+        """Whether the loss compares more than the sampled tokens."""
+        return self.loss_mode in DIVERGENCES
+
+    @property
+    def most_tokens(self) -> int | None:
+        """How many of a teacher's tokens such a loss compares; None: all of them."""
+        return self.topk if self.loss_mode.endswith(TOPK) else None
+
+
+@dataclass
+class DistillationConfig:
+    """On-policy distillation: the policy's samples, judged token by token by larger models."""
+
+    enabled: bool = option(False, switch=Switch(off=False, remedy="{s}.enabled=true"))
+    """Learn from teachers."""
+    teachers: dict[str, Any] = field(default_factory=dict)
+    """Directories of the teachers by the data source that each is for; default is for all others:
+    {default: path}. They have the policy's vocabulary and share the actor's devices; memory estimates do not
+    count them."""
+    distillation_loss: DistillationLossConfig = field(default_factory=DistillationLossConfig)
 
 
 @dataclass
@@ -119,8 +360,8 @@ REJECTION_RULES = (
     *("seq_max_k2", "seq_max_k3"),
 )
 BYPASS_LOSSES = {
-    "ppo_clip": Implementation(),
-    "reinforce": Implementation("hydraflow.algorithms.reinforce:reinforce"),
+    "ppo_clip": Loss(),
+    "reinforce": Loss("hydraflow.algorithms.reinforce:reinforce"),
 }
 """By the name that `rollout_correction.loss_type` gives; without code: the loss that
 `actor.policy_loss.loss_mode` names."""
@@ -233,22 +474,74 @@ def bounded_rules(section: RolloutCorrectionConfig) -> list[tuple[str, Bounds]]:
     return list(zip(rules, found * len(rules) if len(found) == 1 else found))
 
 
+NORM_TYPES = ("batch", "group", "running")
+SEVERAL_REWARDS = no_effect_when(
+    lambda s: estimator_of(s.adv_estimator).several_rewards,
+    "{s}.adv_estimator=gdpo compares several rewards in place of the score",
+    "{s}.adv_estimator=grpo",
+)
+ONE_REWARD = unless("adv_estimator", "gdpo", why="{s}.adv_estimator is not gdpo: there is one reward")
+
+
 @dataclass
 class AlgorithmConfig:
     """Advantages and rewards."""
 
     adv_estimator: str = option("gae", choices=ESTIMATORS)
-    """Advantage estimator."""
+    """Advantage estimator. grpo_vectorized is grpo; rloo_vectorized is rloo, but for a prompt with a single
+    response, whose advantage is 0."""
     gamma: float = option(1.0, ge=0, le=1, no_effect=unread(ESTIMATORS, "adv_estimator"))
     """Discount factor per token."""
     lam: float = option(1.0, ge=0, le=1, no_effect=unread(ESTIMATORS, "adv_estimator"))
     """Lambda of generalized advantage estimation (GAE)."""
+    critic_gamma: float | None = option(
+        None, ge=0, le=1, follows="gamma", no_effect=unread(ESTIMATORS, "adv_estimator")
+    )
+    """Discount factor of the returns that the critic is trained to predict; null: gamma."""
+    critic_lam: float | None = option(
+        None, ge=0, le=1, follows="lam", no_effect=unread(ESTIMATORS, "adv_estimator")
+    )
+    """Lambda of these returns (decoupled GAE: 1.0 here beside 0.95 for lam, say); null: lam."""
+    lam_length_alpha: float | None = option(None, gt=0, no_effect=unread(ESTIMATORS, "adv_estimator"))
+    """Length-adaptive lambda of the advantages (VAPO): 1 - 1 / (alpha * trained tokens of the response). This
+    is alpha, in the paper 0.05; null: lam for responses of any length."""
     norm_adv_by_std_in_grpo: bool = option(True, no_effect=unread(ESTIMATORS, "adv_estimator"))
     """Divide GRPO's advantages by the group's standard deviation; false is Dr. GRPO."""
+    gdpo_reward_keys: list[str] | None = option(None, no_effect=ONE_REWARD)
+    """Numbers that the reward function returns, by name: the rewards that GDPO compares each on its own."""
+    gdpo_reward_weights: list[float] | None = option(None, no_effect=ONE_REWARD)
+    """Weight of each of these rewards; null: 1 each."""
     use_kl_in_reward: bool = False
     """Subtract a KL penalty against the reference policy from every token's reward."""
     kl_penalty: str = option("kl", choices=KL_ESTIMATORS, no_effect=unless("use_kl_in_reward"))
     """Estimator of that penalty: kl (also k1), abs, mse (k2) or low_var_kl (k3)."""
     kl_ctrl: KLControlConfig = option(factory=KLControlConfig, no_effect=unless("use_kl_in_reward"))
     filter_groups: FilterGroupsConfig = field(default_factory=FilterGroupsConfig)
+    length_penalty: float = option(0.0, ge=0, no_effect=SEVERAL_REWARDS)
+    """Weight of a reward for short responses, which is added to the score (Kimi k1.5): within a group from
+    0.5 for the shortest to -0.5 for the longest, and for a wrong response at most 0."""
+    norm_mean_type: str | None = option(None, choices=NORM_TYPES, no_effect=SEVERAL_REWARDS)
+    """Reward normalization: subtract the mean of all scores of the step (batch), of those of the same prompt
+    (group), or of all scores of the run so far (running); null: none."""
+    norm_std_type: str | None = option(None, choices=NORM_TYPES, no_effect=SEVERAL_REWARDS)
+    """Divide by the standard deviation of the same; null: by none."""
+    reward_clip: float | None = option(None, gt=0, no_effect=SEVERAL_REWARDS)
+    """Clip scores to this size, after their normalization and before any KL penalty; null: no limit."""
+    whiten_advantages: bool = option(
+        False,
+        no_effect=no_effect_when(
+            lambda s: estimator_of(s.adv_estimator).whitened,
+            "{s}.adv_estimator whitens its advantages anyway",
+            "{s}.adv_estimator=grpo",
+        ),
+    )
+    """Whiten advantages over all trained tokens of the step: mean 0, variance 1."""
+    advantage_clip: float | None = option(None, gt=0)
+    """Clip advantages to this size, after they are whitened; null: no limit."""
     rollout_correction: RolloutCorrectionConfig = field(default_factory=RolloutCorrectionConfig)
+
+
+def compares_groups(config: AlgorithmConfig) -> bool:
+    """Whether a response is compared with others to the same prompt."""
+    of_groups = "group" in (config.norm_mean_type, config.norm_std_type)
+    return estimator_of(config.adv_estimator).groups or of_groups or config.length_penalty > 0

@@ -25,17 +25,38 @@ class GroupScores:
 
 
 def group_scores(scores: Tensor, ids: Tensor) -> GroupScores:
-    """Scores (B,) centred in their groups.
-
-    Each group is first moved so that its lowest score is 0. Without that, the rounding of the mean of equal
-    scores (0.1, 0.1, 0.1) leaves a difference near 1e-8, which a division by a standard deviation of 0 + 1e-6
-    makes a signal.
-    """
-    _, index, counts = torch.unique(ids, return_inverse=True, return_counts=True)
-    count = counts.to(scores.dtype)
-    zeros = scores.new_zeros(len(counts))
-    lowest = zeros.scatter_reduce(0, index, scores, reduce="amin", include_self=False)
-    raised = scores - lowest[index]
+    """Scores (B,) centred in their groups."""
+    index, counts, raised = _raised(scores, ids)
+    count, zeros = counts.to(scores.dtype), scores.new_zeros(len(counts))
     centred = raised - (zeros.index_add(0, index, raised) / count)[index]
     variance = zeros.index_add(0, index, centred**2) / (count - 1).clamp(min=1)
     return GroupScores(centred=centred, std=variance.sqrt()[index], size=counts[index])
+
+
+def centred_by_weight(scores: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+    """Scores (B,) less the mean of their groups, in which each row counts by its weight (B,), at least 0.
+
+    Exactly 0 where a group's scores are all equal. A group without any weight is centred on its lowest score.
+
+    >>> scores, ids = torch.tensor([1.0, 5.0]), torch.tensor([0, 0])
+    >>> centred_by_weight(scores, ids, torch.tensor([3, 1])).tolist()
+    [-1.0, 3.0]
+    """
+    index, counts, raised = _raised(scores, ids)
+    weights, zeros = weights.to(scores.dtype), scores.new_zeros(len(counts))
+    total = zeros.index_add(0, index, weights)
+    means = zeros.index_add(0, index, weights * raised) / total.where(total > 0, torch.ones_like(total))
+    return raised - means[index]
+
+
+def _raised(scores: Tensor, ids: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The group (B,) of each row, numbered from 0; the rows of each group (G,); and the scores (B,), each
+    group moved so that its lowest is 0.
+
+    Without that, the rounding of the mean of equal scores (0.1, 0.1, 0.1) leaves a difference near 1e-8,
+    which a division by a standard deviation of 0 + 1e-6 makes a signal.
+    """
+    _, index, counts = torch.unique(ids, return_inverse=True, return_counts=True)
+    zeros = scores.new_zeros(len(counts))
+    lowest = zeros.scatter_reduce(0, index, scores, reduce="amin", include_self=False)
+    return index, counts, scores - lowest[index]

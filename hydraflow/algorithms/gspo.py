@@ -4,7 +4,9 @@
     s_t  = stop_gradient(s) * exp(logp_t - stop_gradient(logp_t))
     loss = max(-A s_t, -A clip(s_t, 1 - clip_ratio_low, 1 + clip_ratio_high))
 
-The ratio is that of the whole sequence, so a row is clipped as one. The paper averages over each sequence
+The ratio is that of the whole sequence, so a row is clipped as one. This is the paper's GSPO-token: with one
+advantage for all of a row's tokens it has GSPO's values and gradients, and advantages may also differ from
+token to token. The paper averages over each sequence
 first, as `actor.loss_agg_mode=seq-mean-token-mean` does, and clips at about 3e-4 instead of 0.2.
 """
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import Protocol
 
 import torch
+from torch import Tensor
 
 from hydraflow.algorithms.token_terms import TokenInputs, TokenTerms
 
@@ -20,6 +21,11 @@ class PolicyLoss(Protocol):
     """A policy loss with its knobs bound: keyword arguments, named as their keys."""
 
     def __call__(self, tokens: TokenInputs) -> TokenTerms: ...
+
+
+def bounded_log_ratio(tokens: TokenInputs) -> Tensor:
+    """`log_probs - old_log_probs` (B, R), from -20 to 20; no gradient where a bound holds."""
+    return (tokens.log_probs - tokens.old_log_probs).clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
 
 
 def vanilla(
@@ -36,7 +42,7 @@ def vanilla(
     dual clip, `actor/ppo_kl` the mean of `old_log_probs - log_probs`.
     """
     advantages = tokens.advantages
-    log_ratio = (tokens.log_probs - tokens.old_log_probs).clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
+    log_ratio = bounded_log_ratio(tokens)
     ratio = log_ratio.exp()
     plain = -advantages * ratio
     clipped = -advantages * ratio.clamp(1.0 - clip_ratio_low, 1.0 + clip_ratio_high)

@@ -2,12 +2,13 @@
 
     loss = -A logp
 
-Samples of another policy are corrected by the weights of `correction.py`, which carry no gradient.
+Samples of another policy are corrected by the weights of `correction.py`, which carry no gradient. The same
+is GPG's loss (Chu et al. 2025, https://arxiv.org/abs/2504.02546); the rest of GPG is its advantages.
 """
 
 from __future__ import annotations
 
-from hydraflow.algorithms.policy_loss import LOG_RATIO_BOUND
+from hydraflow.algorithms.policy_loss import bounded_log_ratio
 from hydraflow.algorithms.token_terms import TokenInputs, TokenTerms
 
 
@@ -19,5 +20,5 @@ def reinforce(tokens: TokenInputs) -> TokenTerms:
     >>> reinforce(TokenInputs(half, half, torch.tensor([[2.0]]), torch.ones(1, 1))).loss  # 2 log 2
     tensor([[1.3863]])
     """
-    kl = (tokens.old_log_probs - tokens.log_probs).detach().clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
-    return TokenTerms(-tokens.advantages * tokens.log_probs, {"actor/ppo_kl": kl})
+    stats = {"actor/ppo_kl": -bounded_log_ratio(tokens).detach()}
+    return TokenTerms(-tokens.advantages * tokens.log_probs, stats)

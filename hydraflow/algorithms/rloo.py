@@ -4,8 +4,8 @@ The baseline of a trajectory is the mean score of the other k - 1 trajectories o
 
     A = score - mean of the others = k / (k - 1) * (score - mean of the group)
 
-A group of one has no others: its baseline is 0 and its advantage its score, as in GRPO. (verl's two variants
-disagree here: `rloo` leaves the score, `rloo_vectorized` gives 0.)
+A group of one has no others. With `rloo` its baseline is 0 and its advantage its score, as in GRPO; with
+`rloo_vectorized` its advantage is 0, as in verl. That is all they differ in.
 """
 
 from __future__ import annotations
@@ -25,6 +25,17 @@ def rloo(scores: Tensor, *, group_ids: Tensor) -> Tensor:
     >>> rloo(torch.tensor([1.0, 2.0, 6.0]), group_ids=torch.tensor([0, 0, 0])).tolist()
     [-3.0, -1.5, 4.5]
     """
+    size = group_scores(scores, group_ids).size
+    return torch.where(size == 1, scores, rloo_vectorized(scores, group_ids=group_ids))
+
+
+@torch.no_grad()
+def rloo_vectorized(scores: Tensor, *, group_ids: Tensor) -> Tensor:
+    """As `rloo`, with 0 for a group of one.
+
+    >>> rloo_vectorized(torch.tensor([1.0, 2.0, 6.0]), group_ids=torch.tensor([0, 0, 8])).tolist()
+    [-1.0, 1.0, 0.0]
+    """
     group = group_scores(scores, group_ids)
     others = (group.size - 1).clamp(min=1).to(scores.dtype)
-    return torch.where(group.size == 1, scores, group.centred * group.size / others)
+    return group.centred * group.size / others

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import torch
 
-from hydraflow.algorithms.policy_loss import LOG_RATIO_BOUND
+from hydraflow.algorithms.policy_loss import bounded_log_ratio
 from hydraflow.algorithms.token_terms import TokenInputs, TokenTerms
 
 
@@ -20,7 +20,7 @@ def sapo(tokens: TokenInputs, *, tau_pos: float, tau_neg: float) -> TokenTerms:
     >>> sapo(TokenInputs(one, one, one, one), tau_pos=1.0, tau_neg=1.05).loss  # -4 sigmoid(0)
     tensor([[-2.]])
     """
-    log_ratio = (tokens.log_probs - tokens.old_log_probs).clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
+    log_ratio = bounded_log_ratio(tokens)
     tau = torch.full_like(log_ratio, tau_neg).masked_fill(tokens.advantages > 0, tau_pos)
     gate = torch.sigmoid(tau * (log_ratio.exp() - 1.0)) * 4.0 / tau
     return TokenTerms(-tokens.advantages * gate, {"actor/ppo_kl": -log_ratio.detach()})

@@ -28,6 +28,8 @@ class TokenInputs:
     advantages: Tensor
     mask: Tensor
     """1 for the tokens that are trained."""
+    chosen: Tensor | None = None
+    """bool: tokens that were chosen over the whole mini-batch, for losses that have such a choice."""
 
 
 @dataclass(frozen=True)
@@ -50,6 +52,10 @@ class PolicyOutput(Protocol):
     @property
     def entropy(self) -> Tensor | None:
         """(B, R), or None if not requested."""
+
+    @property
+    def target_log_probs(self) -> Tensor | None:
+        """(B, R, K) of a teacher's likeliest tokens, where the loss is over these."""
 
 
 class ValueOutput(Protocol):

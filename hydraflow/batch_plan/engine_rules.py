@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from hydraflow.batch_plan.repair import BUDGET, Fix, Violation
-from hydraflow.generation.config import GENERATION_ENGINES, SamplingConfig, splits_prompts
+from hydraflow.generation.config import GENERATION_ENGINES, SamplingConfig, least_batched_tokens
 
 
 def engine_violations(
@@ -29,8 +29,8 @@ def engine_violations(
         return
     key = f"{section}.max_num_batched_tokens"
     tokens, most = rollout.max_num_batched_tokens, rollout.max_num_seqs
-    least = most if splits_prompts(rollout, device_type) else max(most, longest or row)
-    if tokens >= least:
+    least = least_batched_tokens(rollout, row, device_type)
+    if tokens is None or tokens >= least:
         return
     because = "vLLM decodes one token of each sequence at a time"
     text = f"must be at least {section}.max_num_seqs={most}: {because}"

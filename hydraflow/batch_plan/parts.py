@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from hydraflow.batch_plan.repair import BUDGET, MICRO, SCHEDULE, SIZES, Fix, Violation
@@ -38,6 +38,8 @@ class MicroPlan:
 
     rows: int | None
     max_tokens: int | None
+    unit: int = 1
+    """Neighbouring rows that stay together: the two of a pair. `rows` is a multiple of it."""
 
 
 @dataclass(frozen=True)
@@ -74,6 +76,12 @@ class RolePlan:
     def optimizer_steps(self, training_steps: int) -> int:
         """Optimizer steps in the first `training_steps` training steps."""
         return max(0, training_steps - self.first_step + 1) * self.optimizer_steps_per_step
+
+    def of_units(self, unit: int) -> RolePlan:
+        """The same plan where each of its rows stands for `unit` rows that stay together."""
+        micro = replace(self.micro, rows=self.micro.rows and self.micro.rows * unit, unit=unit)
+        rows, each = self.mini_batch_trajectories * unit, self.rows_per_rank * unit
+        return replace(self, mini_batch_trajectories=rows, rows_per_rank=each, micro=micro)
 
     @classmethod
     def simple(
@@ -146,7 +154,7 @@ class MicroRequest:
 
         >>> request = MicroRequest("update", None, "rows", False, 100, "tokens")
         >>> request.plan(rows_per_rank=12, row_tokens=20, exact=True)   # 5 rows fit, 4 divide 12
-        MicroPlan(rows=4, max_tokens=None)
+        MicroPlan(rows=4, max_tokens=None, unit=1)
         """
         if self.dynamic:
             return MicroPlan(rows=None, max_tokens=self.budget)

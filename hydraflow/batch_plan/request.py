@@ -19,6 +19,7 @@ from hydraflow.batch_plan.repair import Violation
 from hydraflow.batch_plan.roles import fills_by_tokens, needs_critic, needs_reference
 from hydraflow.batch_plan.settings import Settings
 from hydraflow.batch_plan.topology import ACTOR, REF, REWARD, ROLLOUT
+from hydraflow.device import planned_type
 from hydraflow.generation.config import RolloutConfig
 from hydraflow.schema import PPOConfig
 
@@ -79,6 +80,12 @@ class Request:
     def longest_row(self) -> int:
         """Tokens of the longest prompt with the longest response."""
         return self.longest_prompt + self.longest_response
+
+    @property
+    def device_type(self) -> str:
+        """Of the devices that are planned for."""
+        config = self.settings.config
+        return planned_type(config.trainer.device, config.cluster.device)
 
     @property
     def prompts_per_call(self) -> int:

@@ -34,6 +34,7 @@ from hydraflow.batch_plan.rules import judge_batches
 from hydraflow.batch_plan.settings import Settings, value_at
 from hydraflow.batch_plan.topology import PER_NODE, Topology, read_topology
 from hydraflow.errors import ConfigError
+from hydraflow.generation.config import batched_tokens
 from hydraflow.schema import PPOConfig
 
 
@@ -187,7 +188,7 @@ def _rollout_plan(request: Request) -> RolloutPlan:
         trajectories_per_engine=each,
         waves=-(-each // rollout.max_num_seqs),
         max_model_len=rollout.max_model_len or request.longest_row,
-        max_num_batched_tokens=rollout.max_num_batched_tokens,
+        max_num_batched_tokens=batched_tokens(rollout, request.longest_row, request.device_type),
     )
 
 

@@ -15,7 +15,6 @@ from hydraflow.batch_plan.parts import RoleRequest, divisors
 from hydraflow.batch_plan.repair import BATCH, BUDGET, MICRO, Fix, Violation
 from hydraflow.batch_plan.request import SAMPLES, TRAIN_BATCH, Request
 from hydraflow.batch_plan.topology import PER_NODE, ROLLOUT
-from hydraflow.device import planned_type
 
 GEN_BATCH = "data.gen_batch_size"
 
@@ -137,13 +136,12 @@ def _token_budgets_hold_a_row(request: Request) -> Iterator[Violation]:
 
 def _engine_holds_a_row(request: Request) -> Iterator[Violation]:
     """The engine's limits hold the longest row."""
-    config = request.settings.config
     yield from engine_violations(
         request.rollout,
         ROLLOUT,
         longest_prompt=request.longest_prompt,
         longest_response=request.longest_response,
-        device_type=planned_type(config.trainer.device, config.cluster.device),
+        device_type=request.device_type,
     )
 
 

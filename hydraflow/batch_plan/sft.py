@@ -27,8 +27,9 @@ from hydraflow.batch_plan.quantities import layout_quantities, micro_quantities,
 from hydraflow.batch_plan.repair import BATCH, Fix, Violation
 from hydraflow.batch_plan.settings import Settings, value_at
 from hydraflow.batch_plan.topology import NODES, PER_NODE, RoleDevices, Topology, fsdp_degrees
+from hydraflow.data.config import PairsConfig
 from hydraflow.errors import ConfigError
-from hydraflow.schema import SFTConfig
+from hydraflow.schema import RMConfig, SupervisedConfig
 
 _BATCH = "data.train_batch_size"
 
@@ -38,9 +39,10 @@ class SFTPlan(Plan):
     """Every number that supervised training takes from the batch-size keys."""
 
     conversations_per_step: int
-    """Conversations in one optimizer step, over all data ranks; a training step is one optimizer step."""
+    """Conversations, or pairs of them, in one optimizer step, over all data ranks; a training step is one
+    optimizer step."""
     role: RolePlan
-    """How the model's update cuts them; a conversation is a prompt with one response."""
+    """How the model's update cuts them; a conversation is a prompt with one response, a pair one with two."""
     cluster: Cluster
     layouts: dict[str, Layout]
     """Of the one role, `model`."""
@@ -56,38 +58,42 @@ class SFTPlan(Plan):
 
 @dataclass(frozen=True)
 class _Request:
-    settings: Settings[SFTConfig]
+    settings: Settings[SupervisedConfig]
     topology: Topology
     layout: Layout | None
     """None: the devices do not add up."""
     conversations: int | None
+    """Conversations, or pairs, that there are."""
     role: RoleRequest
+    unit: int
+    """Rows of the model that each of them is."""
     row_tokens: int
+    """Most tokens of one of them."""
     steps_per_epoch: int
     total_steps: int
 
 
 def resolve_sft_plan(
-    config: SFTConfig,
+    config: SupervisedConfig,
     *,
     conversations: int | None,
     devices_per_node: int = 2,
     origins: Mapping[str, str] | None = None,
     shape: ShapeNumbers | None = None,
 ) -> SFTPlan:
-    """The plan of a run over `conversations` for training (None: not known yet).
+    """The plan of a run over `conversations`, or pairs of them, for training (None: not known yet).
 
     `devices_per_node`: devices of a machine where `trainer.n_gpus_per_node` does not say it; `origins`: key
     -> where its value is from; `shape`: what the model can be divided into. Raises ConfigError with all
     broken rules and remedies.
 
-    >>> config = SFTConfig()
+    >>> config = SupervisedConfig()
     >>> config.data.train_batch_size = 8
     >>> plan = resolve_sft_plan(config, conversations=100)
     >>> plan.role.rows_per_rank, plan.total_steps
     (4, 12)
     """
-    settings = Settings(config, SFTConfig(), origins or {})
+    settings = Settings(config, SupervisedConfig(), origins or {})
 
     def judge(values: Mapping[str, object]) -> tuple[_Request, list[Violation]]:
         return _judge(settings.changed(values), conversations, devices_per_node, shape)
@@ -99,7 +105,7 @@ def resolve_sft_plan(
 
 
 def _judge(
-    settings: Settings[SFTConfig], conversations: int | None, per_node: int, shape: ShapeNumbers | None
+    settings: Settings[SupervisedConfig], conversations: int | None, per_node: int, shape: ShapeNumbers | None
 ) -> tuple[_Request, list[Violation]]:
     small = no_sizes(settings)
     keys = {violation.field for violation in small}
@@ -107,15 +113,16 @@ def _judge(
     topology = _read_topology(settings.config, per_node)
     devices = judge_devices(topology, {"model": shape} if shape else {})
     layout = devices.layouts.get("model")
-    config: SFTConfig = settings.config
-    per_epoch = (conversations or 0) // config.data.train_batch_size
+    config: SupervisedConfig = settings.config
+    per_epoch, unit = (conversations or 0) // config.data.train_batch_size, rows_of_example(config)
     request = _Request(
         settings=settings,
         topology=topology,
         layout=layout,
         conversations=conversations,
         role=_read_role(config, layout),
-        row_tokens=config.data.max_length,
+        unit=unit,
+        row_tokens=(config.data.max_length + _ending(config)) * unit,
         steps_per_epoch=per_epoch,
         total_steps=config.trainer.total_training_steps or per_epoch * config.trainer.total_epochs,
     )
@@ -123,7 +130,22 @@ def _judge(
     return request, [*small, *(violation for violation in found if violation.field not in keys)]
 
 
-def _read_topology(config: SFTConfig, devices_per_node: int) -> Topology:
+def rows_of_example(config: SupervisedConfig) -> int:
+    """Rows of the model for each training example: 2 for a pair of responses."""
+    return 2 if isinstance(config.data, PairsConfig) else 1
+
+
+def _ending(config: SupervisedConfig) -> int:
+    """Tokens that a row has besides its conversation: in a reward model's the place of the score."""
+    return int(isinstance(config, RMConfig))
+
+
+def noun_of(config: SupervisedConfig) -> str:
+    """What the training examples are called."""
+    return "pair" if rows_of_example(config) == 2 else "conversation"
+
+
+def _read_topology(config: SupervisedConfig, devices_per_node: int) -> Topology:
     per_node = config.trainer.n_gpus_per_node or devices_per_node
     pool = Pool("trainer", config.trainer.nnodes, per_node, 0)
     model = RoleDevices(
@@ -140,7 +162,7 @@ def _read_topology(config: SFTConfig, devices_per_node: int) -> Topology:
     return Topology(Cluster((pool,)), {"model": model}, NODES, PER_NODE, None, None, frozenset(), ())
 
 
-def _read_role(config: SFTConfig, layout: Layout | None) -> RoleRequest:
+def _read_role(config: SupervisedConfig, layout: Layout | None) -> RoleRequest:
     micro = MicroRequest(
         purpose="the update",
         rows=config.data.micro_batch_size_per_gpu,
@@ -165,7 +187,7 @@ def _read_role(config: SFTConfig, layout: Layout | None) -> RoleRequest:
 
 def _violations(request: _Request) -> Iterator[Violation]:
     """What the numbers must hold, once the devices add up."""
-    role, there = request.role, request.conversations
+    role, there, noun = request.role, request.conversations, noun_of(request.settings.config)
     batch, ranks, model = role.mini, role.ranks or 1, request.topology.roles["model"]
 
     def shared() -> Iterator[Fix]:
@@ -176,14 +198,17 @@ def _violations(request: _Request) -> Iterator[Violation]:
             yield {NODES: 1, PER_NODE: model.model_parallel}
 
     if batch % ranks:
-        text = f"conversations cannot be shared equally by {ranks} data ranks"
+        text = f"{noun}s cannot be shared equally by {ranks} data ranks"
         yield Violation("dp | batch", BATCH, _BATCH, batch, text, shared)
     yield from role.micro_batch_violations(1, request.row_tokens, f"{batch}/{ranks}")
-    yield from role.micro.token_budget_violations(request.row_tokens, "data.max_length")
+    longest, ending = "data.max_length", _ending(request.settings.config)
+    longest = f"({longest} + {ending})" if ending else longest
+    longest = f"{request.unit}·{longest}" if request.unit > 1 else longest
+    yield from role.micro.token_budget_violations(request.row_tokens, longest)
     if there is not None and there < batch:
         fewer: list[Fix] = [{_BATCH: there // ranks * ranks}] if there >= ranks else []
         fewer += [{_BATCH: 1, NODES: 1, PER_NODE: model.model_parallel}] if there else []
-        text = f"is more than the {there} training conversations that there are, so no step can be taken"
+        text = f"is more than the {there} training {noun}s that there are, so no step can be taken"
         yield Violation("conversations >= batch", BATCH, _BATCH, batch, text, fewer, advice="more data")
     yield from role.warmup_violations(request.total_steps)
 
@@ -193,10 +218,11 @@ def _plan(request: _Request) -> SFTPlan:
     batch, total, tokens = request.role.mini, request.total_steps, request.row_tokens
     role = request.role.plan(q=batch, n=1, row_tokens=tokens, total_steps=total)
     left = (request.conversations or 0) % batch
-    text = f"{left} of {request.conversations} training conversations fill no step of {batch}"
+    noun = noun_of(request.settings.config)
+    text = f"{left} of {request.conversations} training {noun}s fill no step of {batch}"
     return SFTPlan(
         conversations_per_step=batch,
-        role=role,
+        role=role.of_units(request.unit) if request.unit > 1 else role,
         cluster=request.topology.cluster,
         layouts={"model": request.layout},
         steps_per_epoch=request.steps_per_epoch,
@@ -207,12 +233,13 @@ def _plan(request: _Request) -> SFTPlan:
 
 
 def _quantities(request: _Request, role: RolePlan, layout: Layout) -> Iterator[Quantity]:
-    config: SFTConfig = request.settings.config
+    config: SupervisedConfig = request.settings.config
+    noun = noun_of(config)
     origin, trainer, rows = request.settings.origin, config.trainer, role.rows_per_rank
     batch, kind, micro = request.role.mini, request.role.optim.lr_scheduler_type, request.role.micro
     yield from layout_quantities(layout)
-    yield Quantity("conversations per step", "conversations", batch, "", origin(_BATCH))
-    yield Quantity("rows per data rank", "conversations", rows, f"{batch}/{role.data_ranks}")
+    yield Quantity(f"{noun}s per step", f"{noun}s", batch, "", origin(_BATCH))
+    yield Quantity("rows per data rank", f"{noun}s", rows, f"{batch}/{role.data_ranks}")
     yield from micro_quantities(micro, role.micro, origin(micro.deciding_key), request.row_tokens)
     if role.accumulation_steps is not None:
         formula = f"{rows}/{role.micro.rows}"

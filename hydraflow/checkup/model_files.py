@@ -8,15 +8,18 @@ loading.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from hydraflow.batch_plan.roles import own_reference
+from hydraflow.batch_plan.stages import megatron_sections, require_layers
 from hydraflow.checkup.context import CRITIC, MODEL, CheckContext
 from hydraflow.checkup.finding import CheckSkipped, Finding, note, of_problem, ok, problem, warning
-from hydraflow.engine.config import MegatronConfig
+from hydraflow.device import resolve_dtype
 from hydraflow.engine.fsdp.lora import require_targets
+from hydraflow.engine.megatron import core_arguments, ddp_config
 from hydraflow.engine.megatron.architecture import Architecture
+from hydraflow.errors import Faults
 from hydraflow.memory.report import size_text
 from hydraflow.models.cache import cached_snapshot, hub_fault, is_offline
 from hydraflow.models.config import ModelConfig
@@ -92,23 +95,28 @@ def check_model_fits(context: CheckContext) -> Iterator[Finding]:
 
 
 def check_megatron_model(context: CheckContext) -> Iterator[Finding]:
-    """Models that Megatron-Core trains are of a kind that is built, and divide by the sizes."""
+    """Models that Megatron-Core trains are of a kind that is built, and divide by the sizes; overrides leave
+    alone what follows from the model and what the engine relies on, and give each stage layers. All mistakes
+    of all roles at once."""
     config, policy = context.config, context.config.actor_rollout_ref
-    roles: list[tuple[str, ModelConfig, MegatronConfig, str]] = []
-    if policy.actor.strategy == "megatron":
-        roles.append((MODEL, policy.model, policy.actor.megatron, "actor_rollout_ref.actor"))
-        if own_reference(config):
-            roles.append((MODEL, policy.model, policy.ref.megatron, "actor_rollout_ref.ref"))
-    if context.plan.critic is not None and config.critic.strategy == "megatron":
-        roles.append((CRITIC, config.critic.model, config.critic.megatron, "critic"))
-    if not roles:
+    if not (sections := list(megatron_sections(config))):
         raise CheckSkipped("no role trains with it")
-    for field, model, settings, section in roles:
+    faults = Faults()
+    for section, settings in sections:
+        field, model = (CRITIC, config.critic.model) if section == "critic" else (MODEL, policy.model)
+        faults.passes(partial(ddp_config.require_free, settings, section=section))
         own = field == CRITIC and model.path
         found = load_config(model, field=CRITIC) if own else context.model_config
-        shape = Architecture.of(found, field=field, path=model.path or policy.model.path)
-        shape.require_divisible(settings, section=section)
-    yield ok(", ".join(f"{section}: built, and divisible" for *_, section in roles))
+        path = model.path or policy.model.path
+        shape = faults.result(partial(Architecture.of, found, field=field, path=path))
+        if shape is None:
+            continue
+        dtype = resolve_dtype(settings.compute_dtype, context.device_type)
+        faults.passes(partial(shape.require_divisible, settings, section=section))
+        faults.passes(partial(core_arguments.require_free, shape, settings, dtype, section=section))
+        faults.passes(partial(require_layers, shape.layers, settings, section=section))
+    faults.require_none()
+    yield ok(", ".join(f"{section}: built, and divisible" for section, _ in sections))
 
 
 def judge_vocabulary(tokenizer: PreTrainedTokenizerBase, config: PreTrainedConfig) -> Finding:

@@ -16,7 +16,7 @@ from hydraflow.batch_plan.roles import needs_critic
 from hydraflow.device import CPU_PROCESSES, listed_gpus, usable_cores
 from hydraflow.engine.config import OptimConfig
 from hydraflow.models.config import ModelConfig
-from hydraflow.schema import PPOConfig, SFTConfig
+from hydraflow.schema import PPOConfig, SupervisedConfig
 from hydraflow.system.printing import count
 from hydraflow.workers.config import ActorConfig
 
@@ -26,7 +26,7 @@ POLICY = "actor_rollout_ref"
 def advice(config: object, *, planning: bool) -> Iterator[str]:
     """All notes about a configuration. `planning`: the run will be on another machine."""
     if isinstance(config, PPOConfig):
-        roles = {POLICY: config.actor_rollout_ref.model}
+        roles: dict[str, ModelConfig] = {POLICY: config.actor_rollout_ref.model}
         optimizers = {f"{POLICY}.actor.optim": config.actor_rollout_ref.actor.optim}
         if needs_critic(config):
             roles["critic"], optimizers["critic.optim"] = config.critic.model, config.critic.optim
@@ -38,7 +38,7 @@ def advice(config: object, *, planning: bool) -> Iterator[str]:
             yield from _rank(model, f"{key}.model")
         yield from _profiled_steps(config)
         yield from _processes(config, planning=planning)
-    elif isinstance(config, SFTConfig):
+    elif isinstance(config, SupervisedConfig):
         yield from _processes(config, planning=planning)
         yield from _learning_rate(config.optim, "optim")
         yield from _rank(config.model, "model")
@@ -49,8 +49,8 @@ def _single_responses(config: PPOConfig) -> Iterator[str]:
     compares = estimator in ESTIMATORS and ESTIMATORS[estimator].groups
     if compares and n == 1 and config.batch.trajectories_per_step is None:
         yield (
-            f"{POLICY}.rollout.n=1: {estimator} compares the responses to a prompt, and with a single one its"
-            f" advantage is its score, without a baseline; usual are {POLICY}.rollout.n=4 to 16"
+            f"{POLICY}.rollout.n=1: {estimator} compares the responses to a prompt, and a single one has none"
+            f" to be compared with; usual are {POLICY}.rollout.n=4 to 16"
         )
 
 
@@ -109,7 +109,7 @@ def _profiled_steps(config: PPOConfig) -> Iterator[str]:
         )
 
 
-def _processes(config: PPOConfig | SFTConfig, *, planning: bool) -> Iterator[str]:
+def _processes(config: PPOConfig | SupervisedConfig, *, planning: bool) -> Iterator[str]:
     trainer = config.trainer
     on_cpu = trainer.device == "cpu" or (trainer.device == "auto" and not planning and not listed_gpus())
     each, cores = trainer.n_gpus_per_node or CPU_PROCESSES, usable_cores()

@@ -14,6 +14,7 @@ from functools import partial
 from itertools import permutations
 from typing import Any
 
+from hydraflow.algorithms.config import estimator_of
 from hydraflow.batch_plan.layout import Devices
 from hydraflow.batch_plan.mapping import parse
 from hydraflow.batch_plan.roles import fills_by_tokens, needs_critic, needs_reference
@@ -23,7 +24,7 @@ from hydraflow.engine.config import engine_config
 from hydraflow.errors import Problem, shown
 from hydraflow.generation.config import GENERATION_ENGINES, engine_dtype
 from hydraflow.options import why_idle
-from hydraflow.schema import GenerateConfig, PPOConfig, SFTConfig
+from hydraflow.schema import GenerateConfig, PPOConfig, SupervisedConfig, entry_for
 from hydraflow.system.allocation import allocation
 
 
@@ -69,6 +70,12 @@ def _micro_batch_rules(
 
 
 _ROLES = (
+    NoEffectRule(
+        "reward.reward_kwargs.**",
+        lambda c: estimator_of(c.algorithm.adv_estimator).several_rewards,
+        "algorithm.adv_estimator=gdpo compares several rewards in place of the score",
+        "algorithm.adv_estimator=grpo",
+    ),
     NoEffectRule("critic.**", lambda c: not needs_critic(c), "no critic runs", "critic.enable=true"),
     NoEffectRule(
         f"{REF}.**",
@@ -83,7 +90,14 @@ _ROLES = (
         f"{POLICY}.lora_rank=0",
     ),
     NoEffectRule(
-        f"{REF}.megatron.{{use_distributed_optimizer,grad_offload,optimizer_offload}}",
+        f"{POLICY}.lora.merge",
+        lambda c: c.actor_rollout_ref.model.lora_rank == 0,
+        f"{POLICY}.lora_rank=0: no adapters",
+        f"{POLICY}.lora_rank=8",
+    ),
+    NoEffectRule(
+        f"{REF}.megatron.{{use_distributed_optimizer,override_ddp_config,grad_offload,optimizer_offload,"
+        "moe_router_load_balancing_type,moe_aux_loss_coeff,moe_router_bias_update_rate}",
         lambda c: True,
         "the reference is not trained",
         "",
@@ -99,18 +113,6 @@ _ROLES = (
         lambda c: c.actor_rollout_ref.actor.strategy == "megatron",
         f"{ACTOR}.strategy=megatron",
         f"{ACTOR}.strategy=fsdp2",
-    ),
-    NoEffectRule(
-        f"{POLICY}.use_remove_padding",
-        lambda c: c.actor_rollout_ref.actor.strategy == "megatron",
-        f"{ACTOR}.strategy=megatron always packs rows",
-        f"{ACTOR}.strategy=fsdp2",
-    ),
-    NoEffectRule(
-        "critic.model.use_remove_padding",
-        lambda c: c.critic.strategy == "megatron",
-        "critic.strategy=megatron always packs rows",
-        "critic.strategy=fsdp2",
     ),
 )
 
@@ -215,7 +217,7 @@ _CORRECTION = (
         f"{ROLLOUT}.name=vllm",
     ),
     NoEffectRule(
-        f"{ACTOR}.{{clip_ratio,clip_ratio_*,tau_pos,tau_neg,policy_loss.loss_mode}}",
+        f"{ACTOR}.{{clip_ratio,clip_ratio_*,tau_pos,tau_neg,policy_loss.*}}",
         _has_no_clip,
         "algorithm.rollout_correction.loss_type=reinforce is the policy loss",
         "algorithm.rollout_correction.loss_type=ppo_clip",
@@ -270,13 +272,26 @@ _PARTS = (
         "trainer.debug.train_only=false",
     ),
     NoEffectRule(
-        "reward.{num_workers,timeout,max_memory,failure_score,custom_reward_function.*}",
+        "reward.{num_workers,timeout,max_memory,failure_score,functions,max_concurrent,custom_reward_function.*,"
+        "reward_manager.*,sandbox.*,judge.*}",
         lambda c: c.trainer.debug.train_only,
         "trainer.debug.train_only=true takes the scores of trainer.debug.load_rollouts",
         "trainer.debug.train_only=false",
     ),
     NoEffectRule(
-        "reward.{num_workers,timeout,max_memory}",
+        "reward.judge.*",
+        lambda c: "judge" not in _reward_functions(c),
+        "only the function judge reads it",
+        "reward.functions=[{name: judge}]",
+    ),
+    NoEffectRule(
+        "reward.sandbox.*",
+        lambda c: _reward_functions(c).isdisjoint(("code", "data_source")),
+        "only functions that run programs read it",
+        "reward.functions=[{name: code}]",
+    ),
+    NoEffectRule(
+        "reward.{num_workers,timeout,max_memory,max_concurrent}",
         lambda c: c.debug or c.trainer.debug.local,
         "a run that is debugged scores in the process that asks, without limits",
         "debug=false trainer.debug.local=false",
@@ -308,6 +323,17 @@ _RUN = (
         "debug=false trainer.debug.local=false",
     ),
 )
+
+
+def _reward_functions(config: PPOConfig) -> set[str]:
+    """Names of the built-in functions that score."""
+    reward = config.reward
+    if not reward.functions:
+        return set() if reward.custom_reward_function.path else {"data_source"}
+    named = (one for one in reward.functions if isinstance(one, dict) and "path" not in one)
+    return {str(name) for one in named for key, name in one.items() if key == "name"}
+
+
 RULES: dict[type, tuple[NoEffectRule, ...]] = {
     PPOConfig: (
         *_ROLES,
@@ -331,7 +357,7 @@ RULES: dict[type, tuple[NoEffectRule, ...]] = {
         ),
     ),
     GenerateConfig: tuple(rule for rule in _RUN if not rule.pattern.startswith("log.")),
-    SFTConfig: (
+    SupervisedConfig: (
         NoEffectRule(
             "{trainer.test_freq,data.val_max_samples}",
             lambda c: not c.data.val_files,
@@ -356,7 +382,7 @@ _NEVER_IDLE = {"critic.enable", "critic.strategy"}
 def without_effect(config: object, key: str) -> tuple[str, str] | None:
     """Why a key has no effect, and the remedy, by the rules across sections and those beside its field; None:
     it has one."""
-    for rule in RULES.get(type(config), ()):
+    for rule in entry_for(RULES, type(config)) or ():
         if key not in _NEVER_IDLE and fits(rule.pattern, key) and rule.when(config):
             return rule.why, rule.remedy
     return why_idle(config, key)

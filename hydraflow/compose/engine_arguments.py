@@ -55,6 +55,12 @@ MEGATRON = ArgumentLibrary(
     ("core/model_parallel_config.py", "core/transformer/transformer_config.py"),
     ("ModelParallelConfig", "TransformerConfig", "MLATransformerConfig"),
 )
+MEGATRON_DDP = ArgumentLibrary(
+    "Megatron-Core",
+    "megatron",
+    ("core/distributed/distributed_data_parallel_config.py",),
+    ("DistributedDataParallelConfig",),
+)
 OPEN_TO: dict[str, ArgumentLibrary] = {
     "actor_rollout_ref.rollout.engine_kwargs.vllm": VLLM,
     "rollout.engine_kwargs.vllm": VLLM,
@@ -63,6 +69,8 @@ OPEN_TO: dict[str, ArgumentLibrary] = {
     "actor_rollout_ref.actor.megatron.override_transformer_config": MEGATRON,
     "actor_rollout_ref.ref.megatron.override_transformer_config": MEGATRON,
     "critic.megatron.override_transformer_config": MEGATRON,
+    "actor_rollout_ref.actor.megatron.override_ddp_config": MEGATRON_DDP,
+    "critic.megatron.override_ddp_config": MEGATRON_DDP,
 }
 """Open mapping -> the library that reads it. Others, such as reward_kwargs, are read by user code."""
 

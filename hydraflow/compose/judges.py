@@ -19,17 +19,18 @@ from hydraflow.batch_plan.settings import value_at
 from hydraflow.batch_plan.sft import resolve_sft_plan
 from hydraflow.compose.command import Command
 from hydraflow.compose.debugging import applied
+from hydraflow.compose.own_functions import REWARD, own_problems
 from hydraflow.compose.runnable import problems as not_runnable
 from hydraflow.device import planned_devices
 from hydraflow.errors import Faults, Problem
-from hydraflow.schema import EvalConfig, GenerateConfig, PPOConfig, SFTConfig
+from hydraflow.schema import EvalConfig, GenerateConfig, PPOConfig, SupervisedConfig
 from hydraflow.system.paths import file_problems, model_problems
 from hydraflow.trainer.config import ClusterConfig
 
-REWARD = "reward.custom_reward_function.path"
+REWARD_MODEL = "reward.reward_model.model_path"
 
 
-def judge(config: PPOConfig | SFTConfig | GenerateConfig, command: Command) -> list[Problem]:
+def judge(config: PPOConfig | SupervisedConfig | GenerateConfig, command: Command) -> list[Problem]:
     """Broken rules of the batch plan, and features that can be planned but not run yet."""
     config, faults = applied(config), Faults()
     known: dict[str, Any] = {
@@ -40,7 +41,7 @@ def judge(config: PPOConfig | SFTConfig | GenerateConfig, command: Command) -> l
         prompts = config.recipe.train_problems if config.recipe.name != "none" else None
         here = replace(config, cluster=ClusterConfig())  # cluster.* is for python -m hydraflow.plan alone
         faults.passes(lambda: resolve_plan(here, prompts=prompts, **known))
-    elif isinstance(config, SFTConfig):
+    elif isinstance(config, SupervisedConfig):
         supervised = config
         faults.passes(lambda: resolve_sft_plan(supervised, conversations=None, **known))
     else:
@@ -50,27 +51,30 @@ def judge(config: PPOConfig | SFTConfig | GenerateConfig, command: Command) -> l
 
 
 def missing(
-    config: PPOConfig | SFTConfig | GenerateConfig | EvalConfig, command: Command
+    config: PPOConfig | SupervisedConfig | GenerateConfig | EvalConfig, command: Command
 ) -> Iterator[Problem]:
     """The models and files that the command reads and that are not on this machine."""
+    if isinstance(config, PPOConfig):
+        yield from own_problems(config)
     for key in _read_from_disk(config):
         named = value_at(config, key)
-        if key.endswith("model.path"):
+        if key.endswith(("model.path", "model_path")):
             yield from model_problems(str(named), key) if named else ()
         elif named is not None:
             yield from file_problems(named, key)
 
 
-def _read_from_disk(config: PPOConfig | SFTConfig | GenerateConfig | EvalConfig) -> list[str]:
+def _read_from_disk(config: PPOConfig | SupervisedConfig | GenerateConfig | EvalConfig) -> list[str]:
     """The keys that name models and files."""
     if isinstance(config, EvalConfig):
         return ["data.path", REWARD]
     if isinstance(config, GenerateConfig):
         return ["model.path", "data.path"]
-    if isinstance(config, SFTConfig):
+    if isinstance(config, SupervisedConfig):
         return ["model.path", "data.train_files", "data.val_files"]
+    rewards = [REWARD, *([REWARD_MODEL] if config.reward.reward_model.enable else [])]
     if config.recipe.name != "none":
-        return [REWARD]
+        return rewards
     models = ["actor_rollout_ref.model.path", *(["critic.model.path"] if needs_critic(config) else [])]
     files = ["data.val_files"] if config.trainer.val_only else ["data.train_files", "data.val_files"]
-    return [REWARD, *models, *files]
+    return [*rewards, *models, *files]

@@ -40,7 +40,7 @@ from hydraflow.compose.tree import CheckedTree, UnknownValues, check, nested, ov
 from hydraflow.compose.verl_values import ROLLOUT
 from hydraflow.device import planned_devices
 from hydraflow.errors import ConfigError, HydraflowError, Problem
-from hydraflow.schema import CommandConfig, PPOConfig, SFTConfig
+from hydraflow.schema import CommandConfig, PPOConfig, SupervisedConfig
 from hydraflow.system.allocation import allocation, torchrun_processes
 
 Config = TypeVar("Config")
@@ -250,7 +250,7 @@ def _describe(
 def _default_devices(config: Any, checked: CheckedTree) -> Iterator[str]:
     """Notes our default in place of verl's, if a verl command line does not set the number of GPUs."""
     key, translation = "trainer.n_gpus_per_node", checked.translation
-    if not isinstance(config, PPOConfig | SFTConfig) or key in checked.origins:
+    if not isinstance(config, PPOConfig | SupervisedConfig) or key in checked.origins:
         return
     if isinstance(config, PPOConfig) and config.cluster.devices_per_node:
         return

@@ -14,7 +14,14 @@ from dataclasses import fields
 from math import inf, isfinite
 from typing import Any
 
-from hydraflow.algorithms.config import ESTIMATORS, REJECTIONS, THRESHOLDS, Bounds, listed_in
+from hydraflow.algorithms.config import (
+    ESTIMATORS,
+    REJECTIONS,
+    THRESHOLDS,
+    Bounds,
+    estimator_of,
+    listed_in,
+)
 from hydraflow.batch_plan.roles import needs_critic
 from hydraflow.batch_plan.settings import value_at
 from hydraflow.compose.effects import without_effect
@@ -28,7 +35,7 @@ from hydraflow.generation.config import (
 )
 from hydraflow.models.config import ModelConfig
 from hydraflow.options import walk
-from hydraflow.schema import EvalConfig, GenerateConfig, PPOConfig, SFTConfig
+from hydraflow.schema import EvalConfig, GenerateConfig, PPOConfig, SupervisedConfig, entry_for
 from hydraflow.workers.config import ActorConfig
 
 ROLLOUT = "actor_rollout_ref.rollout"
@@ -37,14 +44,14 @@ ROLLOUT = "actor_rollout_ref.rollout"
 def problems(config: object, *, planning: bool = False) -> list[Problem]:
     """All problems of the values of a composed configuration; `planning`: models and data may be unset.
 
-    >>> config = SFTConfig()
+    >>> config = SupervisedConfig()
     >>> config.model.path, config.data.train_files = "model", "data.parquet"
     >>> config.optim.lr_scheduler_type = "cosin"
     >>> print(*problems(config))
     optim.lr_scheduler_type=cosin: must be constant, linear or cosine
           -> optim.lr_scheduler_type=cosine
     """
-    across = (problem for rule in CROSS_RULES.get(type(config), ()) for problem in rule(config))
+    across = (problem for rule in entry_for(CROSS_RULES, type(config)) or () for problem in rule(config))
     return [*_value_problems(config), *across, *(() if planning else _missing(config))]
 
 
@@ -66,7 +73,7 @@ def _value_problems(config: object) -> Iterator[Problem]:
 
 
 def _missing(config: object) -> Iterator[Problem]:
-    needed, besides = NEEDED.get(type(config), ()), ""
+    needed, besides = entry_for(NEEDED, type(config)) or (), ""
     if isinstance(config, PPOConfig):
         files = "data.val_files" if config.trainer.val_only else "data.train_files"
         needed = ("actor_rollout_ref.model.path", files) if config.recipe.name == "none" else ()
@@ -97,6 +104,77 @@ def _values_come_from_a_critic(config: PPOConfig) -> Iterator[Problem]:
         other = next(name for name, estimator in ESTIMATORS.items() if not estimator.critic)
         remedy = f"critic.enable=null or algorithm.adv_estimator={other}"
         yield Problem("critic.enable", "false", rule, remedy)
+
+
+def _dro_has_its_weight(config: PPOConfig) -> Iterator[Problem]:
+    chosen, key = config.actor_rollout_ref.actor.policy_loss, "actor_rollout_ref.actor.policy_loss.dro_beta"
+    if chosen.loss_mode == "dro" and chosen.dro_beta is None:
+        rule = "must be given: the weight of dro's squared log-ratio has no usual value"
+        yield Problem(key, "null", rule, f"{key}=0.1")
+
+
+def _entropy_bounds_are_in_order(config: PPOConfig) -> Iterator[Problem]:
+    asked, key = config.actor_rollout_ref.actor.adaptive_entropy, "actor_rollout_ref.actor.adaptive_entropy"
+    if asked.enabled and asked.min_ent_coef > asked.max_ent_coef:
+        rule = f"must be at most max_ent_coef={asked.max_ent_coef:g}"
+        yield Problem(f"{key}.min_ent_coef", asked.min_ent_coef, rule, f"{key}.min_ent_coef=0.0")
+
+
+def _several_rewards_are_named(config: PPOConfig) -> Iterator[Problem]:
+    algorithm, key = config.algorithm, "algorithm.gdpo_reward_keys"
+    if not estimator_of(algorithm.adv_estimator).several_rewards:
+        return
+    names, weights = algorithm.gdpo_reward_keys, algorithm.gdpo_reward_weights
+    what = f"algorithm.adv_estimator={algorithm.adv_estimator}"
+    if not names or len(set(names)) < len(names):
+        rule = f"must name the rewards, each once: {what} compares numbers that the reward function returns"
+        yield Problem(key, shown(names), rule, f"'{key}=[score,format]'")
+    elif weights is not None and len(weights) != len(names):
+        rule = f"must have a weight for each of the {len(names)} rewards of {key}"
+        remedy = f"'algorithm.gdpo_reward_weights=[{','.join(['1.0'] * len(names))}]'"
+        yield Problem("algorithm.gdpo_reward_weights", shown(weights), rule, remedy)
+    if algorithm.use_kl_in_reward:
+        rule = f"{what} takes its rewards from the reward function, without a KL penalty"
+        remedy = "algorithm.use_kl_in_reward=false, or actor_rollout_ref.actor.use_kl_loss=true in its place"
+        yield Problem("algorithm.use_kl_in_reward", "true", rule, remedy)
+
+
+def _long_responses_have_a_penalty(config: PPOConfig) -> Iterator[Problem]:
+    given, key = config.reward.reward_kwargs, "reward.reward_kwargs"
+    buffer, limit = given.overlong_buffer_cfg, given.max_resp_len or config.data.max_response_length
+    if buffer.enable and buffer.len > limit:
+        source = f"{key}.max_resp_len" if given.max_resp_len else "data.max_response_length"
+        rule = f"must be at most {source}={limit}, the length that the penalty grows up to"
+        yield Problem(
+            f"{key}.overlong_buffer_cfg.len", buffer.len, rule, f"{key}.overlong_buffer_cfg.len={limit}"
+        )
+
+
+def _a_greedy_baseline_has_the_scale_of_scores(config: PPOConfig) -> Iterator[Problem]:
+    algorithm, chosen = config.algorithm, config.algorithm.adv_estimator
+    if not estimator_of(chosen).greedy_baseline:
+        return
+    if config.reward.reward_model.enable:
+        key, rule = (
+            "reward.reward_model.enable",
+            "has its greedy responses scored by the reward function alone",
+        )
+        yield Problem(key, "true", f"algorithm.adv_estimator={chosen} {rule}", f"{key}=false")
+    for name in ("norm_mean_type", "norm_std_type"):
+        if (kind := getattr(algorithm, name)) is not None:
+            rule = f"algorithm.adv_estimator={chosen} subtracts a greedy response's score as it is"
+            yield Problem(f"algorithm.{name}", kind, rule, f"algorithm.{name}=null")
+
+
+def _the_actor_computes_what_a_baseline_needs(config: PPOConfig) -> Iterator[Problem]:
+    key, name = "algorithm.rollout_correction.bypass_mode", config.algorithm.adv_estimator
+    if config.algorithm.rollout_correction.bypass_mode and estimator_of(name).sum_pi_squared:
+        rule = f"algorithm.adv_estimator={name} needs the actor's own probabilities"
+        yield Problem(key, "true", rule, f"{key}=false")
+    key = "actor_rollout_ref.actor.adaptive_entropy.enabled"
+    if config.actor_rollout_ref.actor.adaptive_entropy.enabled and estimator_of(name).sum_pi_squared:
+        rule = f"with algorithm.adv_estimator={name} the pass before the update measures no entropy"
+        yield Problem(key, "true", rule, f"{key}=false")
 
 
 def _weights_keep_equal_probabilities(config: PPOConfig) -> Iterator[Problem]:
@@ -177,7 +255,7 @@ def _engine_arguments_are_free(config: PPOConfig | GenerateConfig) -> Iterator[P
             what = f"{key}.engine_kwargs.{engine.name}.{name}"
             section = sets_it[name].replace("actor_rollout_ref.", key.removesuffix("rollout"))
             if " " not in section and section not in known:
-                section = "this command, which gives each replica one device"
+                section = "this command, which samples from one model with one device for each replica"
             remedy = f"{section}=..." if section in known else f"leave out {what}"
             yield Problem(what, shown(value), f"is set by {section}", remedy)
 
@@ -219,9 +297,9 @@ def _engine_has_a_process(config: PPOConfig) -> Iterator[Problem]:
         yield Problem(f"{ROLLOUT}.name", name, rule, f"{ROLLOUT}.name=native or trainer.debug.local=false")
 
 
-def _ulysses_packs(config: PPOConfig | SFTConfig) -> Iterator[Problem]:
+def _ulysses_packs(config: PPOConfig | SupervisedConfig) -> Iterator[Problem]:
     roles: tuple[tuple[str, FSDPConfig, str, ModelConfig], ...]
-    if isinstance(config, SFTConfig):
+    if isinstance(config, SupervisedConfig):
         roles = (("", config.fsdp_config, "model", config.model),)
     else:
         policy, critic, key = config.actor_rollout_ref, config.critic, "actor_rollout_ref.model"
@@ -249,11 +327,72 @@ def _megatron_trains_all_weights(config: PPOConfig) -> Iterator[Problem]:
             yield Problem(rank, model.lora_rank, rule, f"{rank}=0 or {section}.strategy=fsdp2")
 
 
+def _adapters_are_loaded(config: PPOConfig) -> Iterator[Problem]:
+    policy, key = config.actor_rollout_ref, "actor_rollout_ref.model.lora.merge"
+    engine = GENERATION_ENGINES.get(policy.rollout.name)
+    if policy.model.lora.merge or without_effect(config, key) is not None or engine is None:
+        return
+    if not engine.loads_adapters:
+        others = " or ".join(name for name, one in GENERATION_ENGINES.items() if one.loads_adapters)
+        rule = f"{ROLLOUT}.name={policy.rollout.name} computes with merged weights alone"
+        yield Problem(key, "false", rule, f"{key}=true or {ROLLOUT}.name={others}")
+    elif policy.rollout.tensor_model_parallel_size > 1:
+        size = f"{ROLLOUT}.tensor_model_parallel_size"
+        rule = f"adapters are not divided, and {size}={policy.rollout.tensor_model_parallel_size} divides"
+        yield Problem(key, "false", f"{rule} the weights", f"{key}=true or {size}=1")
+
+
+def _experts_are_replayed(config: PPOConfig) -> Iterator[Problem]:
+    actor, key = config.actor_rollout_ref.actor, "actor_rollout_ref.actor.router_replay.mode"
+    mode, bypass = actor.router_replay.mode, "algorithm.rollout_correction.bypass_mode"
+    if mode == "disabled":
+        return
+    if mode == "R2" and config.algorithm.rollout_correction.bypass_mode:
+        rule = f"records experts in the pass of the old log-probabilities, which {bypass}=true leaves out"
+        yield Problem(key, mode, rule, f"{bypass}=false or {key}=disabled")
+    rollout, section = config.actor_rollout_ref.rollout, "actor_rollout_ref.rollout"
+    engine = GENERATION_ENGINES.get(rollout.name)
+    if mode == "R3" and engine is not None and not engine.tells_experts:
+        names = [name for name, one in GENERATION_ENGINES.items() if one.tells_experts]
+        rule = f"replays the experts of the generation engine, which {rollout.name} does not tell"
+        yield Problem(key, mode, rule, f"{key}=R2 or {section}.name={' or '.join(names)}")
+    if actor.strategy != "megatron":
+        return
+    overrides = "actor_rollout_ref.actor.megatron.override_transformer_config"
+    given = actor.megatron.override_transformer_config
+    if given.get("moe_router_fusion"):
+        rule = f"this kernel chooses experts itself, and router_replay.mode={mode} gives them"
+        yield Problem(
+            f"{overrides}.moe_router_fusion", True, rule, f"leave out {overrides}.moe_router_fusion"
+        )
+    if "moe" in (given.get("recompute_modules") or ()):
+        name = f"{overrides}.recompute_modules"
+        rule = f"experts that are computed again alone do not get those of router_replay.mode={mode}"
+        yield Problem(name, shown(given["recompute_modules"]), rule, f"leave out {name}: all of a layer is")
+
+
 def _reward_model_has_a_path(config: PPOConfig) -> Iterator[Problem]:
     reward, key = config.reward.reward_model, "reward.reward_model"
     if reward.enable and reward.model_path is None:
         rule = f"must be given: {key}.enable=true scores with it"
         yield Problem(f"{key}.model_path", "null", rule, f"{key}.model_path=...")
+
+
+def _teachers_are_named(config: PPOConfig) -> Iterator[Problem]:
+    asked, key = config.distillation, "distillation.teachers"
+    if not asked.enabled:
+        return
+    if not asked.teachers:
+        rule = "must name a model: distillation.enabled=true learns from it"
+        yield Problem(key, "{}", rule, f"+{key}.default=path")
+    for name, path in asked.teachers.items():
+        if not isinstance(path, str) or not path:
+            yield Problem(f"{key}.{name}", shown(path), "must be the directory of a model")
+    loss, key = asked.distillation_loss, "distillation.distillation_loss"
+    if loss.over_vocabulary and loss.use_policy_gradient:
+        rule = f"{loss.loss_mode} says nothing of the sampled token, whose advantage it would be"
+        remedy = f"{key}.use_policy_gradient=false or {key}.loss_mode=k1"
+        yield Problem(f"{key}.use_policy_gradient", "true", rule, remedy)
 
 
 def _partial_rollout_is_stale(config: PPOConfig) -> Iterator[Problem]:
@@ -264,15 +403,15 @@ def _partial_rollout_is_stale(config: PPOConfig) -> Iterator[Problem]:
         yield Problem(f"{key}.partial_rollout", "true", rule, remedy)
 
 
-def _resume_path_is_given(config: PPOConfig | SFTConfig) -> Iterator[Problem]:
+def _resume_path_is_given(config: PPOConfig | SupervisedConfig) -> Iterator[Problem]:
     trainer, key = config.trainer, "trainer.resume_from_path"
     if trainer.resume_mode == "resume_path" and trainer.resume_from_path is None:
         rule = "trainer.resume_mode=resume_path needs a checkpoint"
         yield Problem(key, "null", rule, f"{key}=.../global_step_N or trainer.resume_mode=auto")
 
 
-def _loads_what_was_saved(config: PPOConfig | SFTConfig) -> Iterator[Problem]:
-    if isinstance(config, SFTConfig):
+def _loads_what_was_saved(config: PPOConfig | SupervisedConfig) -> Iterator[Problem]:
+    if isinstance(config, SupervisedConfig):
         sections = {"checkpoint": config.checkpoint}
     else:
         sections = {
@@ -312,7 +451,7 @@ def _dumps_lie_apart(config: PPOConfig) -> Iterator[Problem]:
         yield Problem(key, given, rule, f"{key}={config.trainer.rollout_data_dir}-val")
 
 
-def _one_process_is_debugged(config: PPOConfig | SFTConfig | GenerateConfig) -> Iterator[Problem]:
+def _one_process_is_debugged(config: PPOConfig | SupervisedConfig | GenerateConfig) -> Iterator[Problem]:
     trainer, asked = config.trainer, "debug" if config.debug else "trainer.debug.local"
     if not (config.debug or trainer.debug.local):
         return
@@ -332,7 +471,7 @@ def _one_process_is_debugged(config: PPOConfig | SFTConfig | GenerateConfig) -> 
         yield Problem("debug", "true", rule, "debug=false or trainer.debug.local=false")
 
 
-def _profiled_steps_are_named(config: PPOConfig | SFTConfig) -> Iterator[Problem]:
+def _profiled_steps_are_named(config: PPOConfig | SupervisedConfig) -> Iterator[Problem]:
     profiler, trainer = config.global_profiler, config.trainer
     if profiler.tool is not None and not profiler.steps:
         key, rule = "global_profiler.steps", f"must be given: tool={profiler.tool}"
@@ -372,6 +511,12 @@ CROSS_RULES: dict[type, tuple[Callable[[Any], Iterator[Problem]], ...]] = {
         _recipe_makes_model_and_data,
         _training_samples,
         _values_come_from_a_critic,
+        _dro_has_its_weight,
+        _entropy_bounds_are_in_order,
+        _several_rewards_are_named,
+        _the_actor_computes_what_a_baseline_needs,
+        _a_greedy_baseline_has_the_scale_of_scores,
+        _long_responses_have_a_penalty,
         _weights_keep_equal_probabilities,
         _rejection_has_thresholds,
         _warmup_has_a_critic,
@@ -382,7 +527,10 @@ CROSS_RULES: dict[type, tuple[Callable[[Any], Iterator[Problem]], ...]] = {
         _engine_has_a_process,
         _ulysses_packs,
         _megatron_trains_all_weights,
+        _adapters_are_loaded,
+        _experts_are_replayed,
         _reward_model_has_a_path,
+        _teachers_are_named,
         _partial_rollout_is_stale,
         _resume_path_is_given,
         _loads_what_was_saved,
@@ -392,7 +540,7 @@ CROSS_RULES: dict[type, tuple[Callable[[Any], Iterator[Problem]], ...]] = {
         _profiled_steps_are_named,
         _parts_of_a_run,
     ),
-    SFTConfig: (
+    SupervisedConfig: (
         _ulysses_packs,
         _resume_path_is_given,
         _loads_what_was_saved,
@@ -403,7 +551,7 @@ CROSS_RULES: dict[type, tuple[Callable[[Any], Iterator[Problem]], ...]] = {
 }
 """Rules across fields."""
 NEEDED: dict[type, tuple[str, ...]] = {
-    SFTConfig: ("model.path", "data.train_files"),
+    SupervisedConfig: ("model.path", "data.train_files"),
     GenerateConfig: ("model.path", "data.path", "output.path"),
     EvalConfig: ("data.path",),
 }

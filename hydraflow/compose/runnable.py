@@ -13,20 +13,19 @@ from collections.abc import Iterator
 from hydraflow.compose.effects import without_effect
 from hydraflow.errors import Problem, shown
 from hydraflow.options import Leaf, walk
-from hydraflow.schema import GenerateConfig, PPOConfig, SFTConfig
-
-Config = PPOConfig | SFTConfig | GenerateConfig
+from hydraflow.schema import JobConfig
 
 
-def problems(config: Config) -> list[Problem]:
+def problems(config: JobConfig) -> list[Problem]:
     """One problem for each key that has an effect and asks for an unimplemented feature or a missing library.
 
+    >>> from hydraflow.schema import PPOConfig
     >>> config = PPOConfig()
-    >>> config.reward.reward_model.enable = True
+    >>> config.algorithm.filter_groups.enable = True
     >>> print(*problems(config))
-    reward.reward_model.enable=true: is not implemented yet, only planned: it would score responses with \
-model_path=null
-          -> reward.reward_model.enable=false
+    algorithm.filter_groups.enable=true: is not implemented yet, only planned: it would replace prompts \
+whose responses all have the same acc
+          -> algorithm.filter_groups.enable=false
     """
     defaults = {leaf.key: leaf.value for leaf in walk(type(config)())}
     found = []
@@ -49,6 +48,6 @@ def _asked(leaf: Leaf) -> Iterator[str]:
     if leaf.value is None:
         return
     for planned in leaf.option.planned:
-        if planned.values(leaf.value):
+        if planned.values(leaf.value) and planned.beside(leaf.section):
             others = {name: shown(value) for name, value in vars(leaf.section).items()}
             yield planned.what.format(**others, value=leaf.value)

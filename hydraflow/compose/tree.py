@@ -27,6 +27,7 @@ from hydraflow.compose.keys import (
     wrong_type,
 )
 from hydraflow.compose.verl import Translation
+from hydraflow.compose.verl_table import aliases
 from hydraflow.compose.verl_values import our_value
 from hydraflow.errors import ConfigError, Problem, shown
 
@@ -175,12 +176,17 @@ def value_problems(schema: type, key: str, value: Any) -> list[Problem]:
 
 
 def flatten(schema: type, tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """(key, value) of every leaf; the content of an open mapping is one value, and so is an empty one."""
+    """(key, value) of every leaf. The content of an open mapping is one value, but for other names of keys;
+    an empty one is one, too."""
     keys = known_keys(schema)
     for name, value in tree.items():
         key = f"{prefix}{name}"
         known = keys.get(key)
         whole = known is not None and not known.is_section
+        if whole and isinstance(value, Mapping):
+            named = {inner: f"{key}.{inner}" for inner in value if f"{key}.{inner}" in aliases(schema)}
+            yield from ((named[inner], value[inner]) for inner in named)
+            value = {inner: value[inner] for inner in value if inner not in named} if named else value
         if isinstance(value, Mapping) and not whole and (value or known):
             yield from flatten(schema, value, f"{key}.")
         else:

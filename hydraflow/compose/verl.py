@@ -22,7 +22,14 @@ from hydraflow.compose.nearest import nearest
 from hydraflow.compose.patterns import fits
 from hydraflow.compose.verl_defaults import leaves as verl_leaves
 from hydraflow.compose.verl_table import FOLLOWS, Alias, Ignored, Unsupported, aliases, tables
-from hydraflow.compose.verl_values import beside_others, our_value, unbuilt
+from hydraflow.compose.verl_values import (
+    beside_others,
+    frozen_routers,
+    model_overrides,
+    our_value,
+    teachers,
+    unbuilt,
+)
 from hydraflow.errors import Problem, shown
 from hydraflow.redact import public
 from hydraflow.schema import PPOConfig
@@ -125,7 +132,13 @@ def translate(
     were written as interpolations.
     """
     foreign, written = dict(foreign), frozenset(foreign)
-    result.unsupported += [*unbuilt(leaves, origins, foreign), *_other_engine(schema, foreign)]
+    result.problems += model_overrides(leaves, result.notes)
+    result.unsupported += [
+        *unbuilt(leaves, origins, foreign),
+        *frozen_routers(leaves),
+        *_other_engine(schema, foreign),
+    ]
+    result.notes += teachers(leaves, origins, foreign, found_origins)
     # the values of these are divided by the number of ranks, which other keys give
     waiting = [key for key in foreign if counts_all_ranks(classify(schema, key))]
     for key in [*(key for key in foreign if key not in waiting), None, *waiting]:
@@ -148,7 +161,7 @@ def translate(
         elif isinstance(row, Ignored):
             effect = "never did anything" if is_never_read(schema, key) else "has no effect"
             result.ignored.append(Problem(key, shown(value), f"{effect}: {row.why}", f"leave out {key}"))
-        elif _is_harmless(schema, key, value, row):
+        elif _is_harmless(schema, key, value, row) or _is_decided(value, row, leaves):
             rule = "has no effect: it is off, or the default behaviour"
             result.ignored.append(Problem(key, shown(value), rule, f"leave out {key}"))
         else:
@@ -211,6 +224,11 @@ def _unsupported(key: str, value: Any, row: Unsupported) -> Problem:
 def _is_harmless(schema: type, key: str, value: Any, row: Unsupported) -> bool:
     """Whether a value has no effect: verl's default, or one that the row lists."""
     return _is_default(schema, key, value) or any(_same(value, harmless) for harmless in row.harmless)
+
+
+def _is_decided(value: Any, row: Unsupported, leaves: Mapping[str, Any]) -> bool:
+    """Whether a key of ours already says the same."""
+    return bool(row.decided_by) and _same(value, leaves.get(row.decided_by))
 
 
 def _is_default(schema: type, key: str, value: Any) -> bool:

@@ -102,7 +102,9 @@ def page(schema: type) -> str:
 
 
 def _introduction(schema: type) -> str:
-    ours = str(schema.__doc__)
+    ours, command = str(schema.__doc__), tables(schema).command
+    if not command:
+        return f"verl has no command for what `{ours}` does: every key is one of `--help`.\n"
     jobs = {PPOConfig: "", SFTConfig: " --job sft", GenerateConfig: " --job generate"}
     plan = (
         f"""`python -m hydraflow.plan{jobs[schema]}` with the same arguments rejects none of them:
@@ -112,7 +114,7 @@ it counts the keys that are honoured, accepted without effect, and unsupported. 
     )
     return f"""# verl's keys here
 
-The arguments of `{tables(schema).command}` run with
+The arguments of `{command}` run with
 `{ours}`, or one report names every key that has no counterpart.
 {plan}The target is verl {VERSION}; names of
 older and newer versions are marked.

@@ -18,6 +18,7 @@ from typing import Any
 import yaml
 
 from hydraflow.compose.patterns import expand
+from hydraflow.device import GPU
 from hydraflow.options import walk
 
 
@@ -50,6 +51,8 @@ class Unsupported:
     """Values besides verl's default that have no effect."""
     instead: str = ""
     """Overrides of ours that do something similar."""
+    decided_by: str = ""
+    """A key of ours that decides this, too: where that has the same value, nothing is missed."""
 
 
 @dataclass(frozen=True)
@@ -57,7 +60,7 @@ class KeyTables:
     """Rows for keys of a command of verl's that have no counterpart here, by pattern."""
 
     command: str
-    """How the command is called in verl."""
+    """How the command is called in verl; empty: it has none of this kind."""
     sections: dict[str, str]
     """Section of verl's -> the section whose keys it holds."""
     ignored: dict[str, Ignored]
@@ -101,6 +104,8 @@ FOLLOWS: dict[str, str] = {
 }
 """Keys of ours that, if unset, have the value of another, as in verl."""
 
+WITH_COUNTERPART = ("ppo", "sft", "generate", "eval")
+"""Commands of ours for which verl has one, too."""
 DTYPES = {
     "bfloat16": "bf16",
     "float16": "fp16",
@@ -109,8 +114,11 @@ DTYPES = {
     "float": "fp32",
     "float64": "fp64",
 }
-STRATEGIES = {"fsdp": "fsdp2"}
+STRATEGIES = {"fsdp": "fsdp2", "dp": "fsdp2"}
 ENGINES = {"hf": "native"}
+DEVICES = {"gpu": GPU}
+REWARD_MANAGERS = {"gdpo": "naive"}
+"""Their scores by name are what every manager keeps here."""
 REJECTION_RULES = {"token": "token_k1", "sequence": "seq_sum_k1", "geometric": "seq_mean_k1"}
 """Names of earlier versions."""
 FILTER_METRICS = {"reward": "score", "seq_final_reward": "seq_reward"}
@@ -159,7 +167,7 @@ def tables(schema: type) -> KeyTables:
     names = content.get("names", {})
     unsupported = {
         _pattern(pattern, names): Unsupported(
-            row["would"], tuple(row.get("harmless", ())), row.get("instead", "")
+            row["would"], tuple(row.get("harmless", ())), row.get("instead", ""), row.get("decided_by", "")
         )
         for row in content.get("unsupported", ())
         for pattern in row["keys"]
@@ -185,8 +193,9 @@ def tables(schema: type) -> KeyTables:
 
 
 def _rows(schema: type) -> dict[str, Any]:
-    """The content of a configuration's `keys_*.yaml`."""
-    rows: dict[str, Any] = read(f"keys_{schema.__name__.removesuffix('Config').lower()}")
+    """The content of a configuration's `keys_*.yaml`; verl has no counterpart of some commands."""
+    name = schema.__name__.removesuffix("Config").lower()
+    rows: dict[str, Any] = read(f"keys_{name}") if name in WITH_COUNTERPART else {"command": ""}
     return rows
 
 

@@ -6,15 +6,18 @@ In: known keys with their values. Out: our values, and a note on each. Left out 
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterator, Mapping
+from collections.abc import Collection, Container, Iterator, Mapping
 from typing import Any
 
-from hydraflow.compose.command import DEFAULT
+from hydraflow.compose.command import COMMAND_LINE, DEFAULT
+from hydraflow.compose.patterns import fits
 from hydraflow.compose.verl_table import (
+    DEVICES,
     DTYPES,
     ENGINES,
     FILTER_METRICS,
     REJECTION_RULES,
+    REWARD_MANAGERS,
     STRATEGIES,
     UNBUILT_ENGINES,
     UNBUILT_STRATEGIES,
@@ -23,6 +26,14 @@ from hydraflow.compose.verl_table import (
 from hydraflow.errors import Problem, shown
 
 ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
+OTHER_VALUES = {
+    f"{ROLLOUT}.name": ENGINES,
+    "algorithm.filter_groups.metric": FILTER_METRICS,
+    "algorithm.rollout_correction.rollout_rs": REJECTION_RULES,
+    "reward.reward_manager.name": REWARD_MANAGERS,
+    "trainer.device": DEVICES,
+}
+"""Key -> verl's values -> ours."""
 
 
 def our_value(key: str, value: Any) -> tuple[Any, str | None]:
@@ -37,12 +48,8 @@ def our_value(key: str, value: Any) -> tuple[Any, str | None]:
         new = DTYPES.get(str(value), value)
     elif name == "strategy":
         new = STRATEGIES.get(str(value), value)
-    elif key == f"{ROLLOUT}.name":
-        new = ENGINES.get(str(value), value)
-    elif key == "algorithm.filter_groups.metric":
-        new = FILTER_METRICS.get(str(value), value)
-    elif key == "algorithm.rollout_correction.rollout_rs":
-        new = REJECTION_RULES.get(str(value), value)
+    elif key in OTHER_VALUES:
+        new = OTHER_VALUES[key].get(str(value), value)
     elif name == "save_contents" and value == ["hf_model"]:
         new, why = ["model", "hf_model"], ", since a run resumes from model"
     elif (name, value) in (("lr_warmup_steps", None), ("test_freq", 0)):
@@ -73,8 +80,9 @@ def _loggers(value: Any) -> tuple[Any, str | None]:
 # --- beside other keys --------------------------------------------------
 
 
-def beside_others(leaves: dict[str, Any], origins: dict[str, str], foreign: Container[str]) -> Iterator[str]:
+def beside_others(leaves: dict[str, Any], origins: dict[str, str], foreign: Collection[str]) -> Iterator[str]:
     """Changes values whose meaning in verl depends on other keys, of `foreign` too; yields a note on each."""
+    yield from _divided_by_vllm(leaves, origins, foreign)
     yield from _sharded_over_all(leaves)
     yield from _counted_by_rows(leaves, origins, foreign)
     tool = leaves.get("global_profiler.tool")
@@ -88,6 +96,17 @@ def beside_others(leaves: dict[str, Any], origins: dict[str, str], foreign: Cont
         # hf_model is for other programs; a run does not load it
         if loaded.endswith("checkpoint.load_contents") and origin.startswith("follows "):
             leaves[loaded] = [part for part in leaves[loaded] if part != "hf_model"]
+
+
+def _divided_by_vllm(
+    leaves: dict[str, Any], origins: dict[str, str], foreign: Collection[str]
+) -> Iterator[str]:
+    """A replica on several devices is vLLM's, where one of verl's lines names no engine: it was the default
+    of earlier versions, and our own holds whole models."""
+    name, size = f"{ROLLOUT}.name", f"{ROLLOUT}.tensor_model_parallel_size"
+    if foreign and name not in origins and isinstance(leaves.get(size), int) and leaves[size] > 1:
+        leaves[name], origins[name] = "vllm", f"follows {size}"
+        yield f"{name}: not set, and {size}={leaves[size]}; taken as vllm, as in earlier versions of verl"
 
 
 def _sharded_over_all(leaves: dict[str, Any]) -> Iterator[str]:
@@ -139,3 +158,55 @@ def unbuilt(leaves: dict[str, Any], origins: Mapping[str, str], foreign: dict[st
         for key in found:
             if foreign.pop(key, None) is None:
                 leaves[key] = "fsdp2"
+
+
+def model_overrides(leaves: dict[str, Any], notes: list[str]) -> Iterator[Problem]:
+    """verl's Megatron engine reads overrides of config.json from `override_config.model_config`, which its
+    other engines have in `override_config`. Adds a note for each; problems of those that both give."""
+    for key in [key for key in leaves if key.endswith("model.override_config")]:
+        given = leaves[key] if isinstance(leaves[key], Mapping) else {}
+        moved, rest = given.get("model_config"), dict(given)
+        if not isinstance(moved, Mapping):
+            continue
+        del rest["model_config"]
+        for name in moved:
+            if name in rest and rest[name] != moved[name]:
+                rule = f"is another name for {key}.{name}, which is set to {shown(rest[name])}"
+                remedy = f"leave out {key}.model_config.{name}"
+                yield Problem(f"{key}.model_config.{name}", shown(moved[name]), rule, remedy)
+        leaves[key] = {**moved, **rest}
+        notes.append(f"{key}.model_config: taken as {key}, with {', '.join(map(str, moved)) or 'nothing'}")
+
+
+def frozen_routers(leaves: dict[str, Any]) -> Iterator[Problem]:
+    """Problems of `override_config.moe_config`, which verl's Megatron engine reads. Removes the rest."""
+    for key in [key for key in leaves if key.endswith("model.override_config")]:
+        given = leaves[key] if isinstance(leaves[key], Mapping) else {}
+        frozen = given.get("moe_config")
+        if not isinstance(frozen, Mapping):
+            continue
+        leaves[key] = {name: value for name, value in given.items() if name != "moe_config"}
+        for name, value in frozen.items():
+            if value:
+                rule = "is not supported yet; in verl it would keep the routers of a mixture as they are"
+                field = f"{key}.moe_config.{name}"
+                yield Problem(field, shown(value), rule, f"leave out {field}")
+
+
+def teachers(
+    leaves: dict[str, Any], origins: dict[str, str], foreign: dict[str, Any], found: Mapping[str, str]
+) -> Iterator[str]:
+    """verl's teachers as `distillation.teachers`, with a note; removes their keys from `foreign`. `found`:
+    where those were set. A teacher without a `key` is for all data sources."""
+    ours, section = "distillation.teachers", "distillation.teacher_models."
+    paths = {key: path for key, path in foreign.items() if fits(f"{section}*.model_path", key)}
+    named = {key: path for key, path in paths.items() if path is not None}
+    if not named or ours in origins:
+        return
+    taken = {}
+    for key, path in named.items():
+        source = foreign.pop(f"{key.removesuffix('model_path')}key", None)
+        taken["default" if source is None else str(source)] = path
+        del foreign[key]
+    leaves[ours], origins[ours] = taken, found.get(next(iter(named)), COMMAND_LINE)
+    yield f"{', '.join(named)}: taken as {ours}={shown(taken)}"

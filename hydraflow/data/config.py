@@ -67,29 +67,21 @@ class GenerateDataConfig(PromptConfig):
 
 
 @dataclass
-class SFTDataConfig:
-    """Conversations for supervised training."""
+class ExamplesConfig:
+    """Conversations, or pairs of them, that a model learns from."""
 
     train_files: Any = option(None, rule=FILES)
-    """Parquet or JSONL file of training conversations, or a list of them."""
+    """Parquet or JSONL file of training examples, or a list of them."""
     val_files: Any = option(None, rule=FILES, shapes_training=False)
-    """Parquet or JSONL file of held-out conversations, or a list of them; null: no validation."""
-    messages_key: str = "messages"
-    """Column with whole conversations; used if the file has it."""
+    """Parquet or JSONL file of held-out examples, or a list of them; null: no validation."""
     tools_key: str | None = "tools"
     """Column with the tools for a row's chat template; used if the file has it."""
     enable_thinking_key: str | None = "enable_thinking"
     """Column with the chat template's variable enable_thinking of a row; used if the file has it."""
     prompt_key: str = "prompt"
-    """Column with the prompt (string or chat messages) of files without messages."""
-    prompt_dict_keys: list[str] | None = None
-    """Names, outermost first, under which the prompt is inside that column; null: it is the column itself."""
-    response_key: str = "response"
-    """Column with the response to that prompt."""
-    response_dict_keys: list[str] | None = None
-    """Names, outermost first, under which the response is inside that column."""
+    """Column with the prompt, a string or chat messages; used if a row has no whole conversations."""
     train_batch_size: int = option(256, size=True, in_plan=True)
-    """Conversations per optimizer step, over all data ranks."""
+    """Conversations (main_dpo, main_rm: pairs) per optimizer step, over all data ranks."""
     micro_batch_size_per_gpu: int | None = option(
         None,
         size=True,
@@ -99,7 +91,7 @@ class SFTDataConfig:
             "use_dynamic_bsz", False, why="{s}.use_dynamic_bsz=true fills micro-batches by tokens"
         ),
     )
-    """Micro-batch size in conversations per data rank; null: from max_token_len_per_gpu."""
+    """Micro-batch size in conversations, or pairs, per data rank; null: from max_token_len_per_gpu."""
     max_token_len_per_gpu: int = option(
         8192,
         size=True,
@@ -112,16 +104,48 @@ class SFTDataConfig:
     )
     """Token budget per device of one forward pass, with use_dynamic_bsz or without a micro-batch size."""
     use_dynamic_bsz: bool = option(True, shapes_training=False)
-    """Fill micro-batches by tokens (dynamic batch size) instead of by conversations."""
+    """Fill micro-batches by tokens (dynamic batch size) instead of by number."""
     max_length: int = option(1024, size=True)
     """Maximum conversation length, in tokens."""
     truncation: str = option("error", choices=("error", "left", "right"))
     """How a longer conversation is handled: error, or the side that is cut (left, right)."""
     shuffle: bool = True
-    """Shuffle the conversations every epoch (seeded by trainer.seed)."""
+    """Shuffle the examples every epoch (seeded by trainer.seed)."""
     train_max_samples: int = option(-1, rule=NO_LIMIT_OR_COUNT)
-    """Maximum number of training conversations, from the start of the files; -1: all."""
+    """Maximum number of training examples, from the start of the files; -1: all."""
     val_max_samples: int = option(-1, rule=NO_LIMIT_OR_COUNT, shapes_training=False)
-    """Maximum number of held-out conversations, from the start of the files; -1: all."""
+    """Maximum number of held-out examples, from the start of the files; -1: all."""
     apply_chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
     """Extra variables for the tokenizer's chat template."""
+
+
+@dataclass
+class SFTDataConfig(ExamplesConfig):
+    """Conversations for supervised training."""
+
+    messages_key: str = "messages"
+    """Column with whole conversations; used if the file has it."""
+    prompt_dict_keys: list[str] | None = None
+    """Names, outermost first, under which the prompt is inside that column; null: it is the column itself."""
+    response_key: str = "response"
+    """Column with the response to that prompt."""
+    response_dict_keys: list[str] | None = None
+    """Names, outermost first, under which the response is inside that column."""
+
+
+@dataclass
+class PairsConfig(ExamplesConfig):
+    """Pairs of responses to the same prompt, of which one is preferred."""
+
+    chosen_key: str = "chosen"
+    """Column with the preferred response: a string, or chat messages; without a prompt, a conversation."""
+    rejected_key: str = "rejected"
+    """Column with the other response, in the same form."""
+
+
+@dataclass
+class GradedPairsConfig(PairsConfig):
+    """Pairs of responses with how much better the preferred one is."""
+
+    margin_key: str | None = "margin"
+    """Column with the least difference of the two scores; used if a row has it."""

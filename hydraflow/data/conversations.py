@@ -23,7 +23,7 @@ import torch
 
 from hydraflow.data import turns as turns_of
 from hydraflow.data.chat import Messages, as_messages, require_template, tokenise_chats
-from hydraflow.data.config import SFTDataConfig
+from hydraflow.data.config import ExamplesConfig, SFTDataConfig
 from hydraflow.data.files import FileRecord, raise_problems, read_records, require_columns
 from hydraflow.errors import ConfigError
 from hydraflow.protocol import ragged
@@ -66,9 +66,7 @@ class ConversationDataset:
         assert config.truncation in TRUNCATIONS, config.truncation
         require_template(tokenizer)
         records, chats = read_chats(config, files, key=key, max_samples=max_samples)
-        conversations = _tokenised(tokenizer, chats, records, config)
-        _check_lengths(conversations, records, config)
-        cut = [_truncate(c, config.max_length, config.truncation) for c in conversations]
+        cut = tokenised(tokenizer, chats, records, config)
         kept = [c for c in cut if bool(c.trained[1:].any())]
         _report_dropped(len(cut) - len(kept), len(cut), key)
         self._conversations = kept
@@ -91,14 +89,26 @@ class ConversationDataset:
         return DataProto.from_dict(tensors={name: ragged.from_rows(parts) for name, parts in columns.items()})
 
 
-def _tokenised(
+def tokenised(
     tokenizer: PreTrainedTokenizerBase,
     chats: Sequence[Messages],
     records: Sequence[FileRecord],
-    config: SFTDataConfig,
+    config: ExamplesConfig,
 ) -> list[Conversation]:
-    """Tokens and masks of `chats`; those with the same template variables are tokenised together.
-    `records[i]` is where `chats[i]` came from."""
+    """Tokens and masks of `chats`, cut to `max_length`. `records[i]` is where `chats[i]` came from. Raises
+    ConfigError for those that are longer under truncation=error, and as the chat template does."""
+    conversations = _whole(tokenizer, chats, records, config)
+    _check_lengths(conversations, records, config)
+    return [_truncate(c, config.max_length, config.truncation) for c in conversations]
+
+
+def _whole(
+    tokenizer: PreTrainedTokenizerBase,
+    chats: Sequence[Messages],
+    records: Sequence[FileRecord],
+    config: ExamplesConfig,
+) -> list[Conversation]:
+    """Those with the same template variables are tokenised together."""
     variables = [_variables(record, config) for record in records]
     alike: dict[str, list[int]] = {}
     for row, named in enumerate(variables):
@@ -111,7 +121,7 @@ def _tokenised(
     return [found[row] for row in range(len(chats))]
 
 
-def _variables(record: FileRecord, config: SFTDataConfig) -> dict[str, Any]:
+def _variables(record: FileRecord, config: ExamplesConfig) -> dict[str, Any]:
     """What the chat template is given besides the messages."""
     named = {"tools": config.tools_key, "enable_thinking": config.enable_thinking_key}
     values = {name: record.values.get(column) for name, column in named.items() if column is not None}
@@ -145,11 +155,16 @@ def read_chats(
     require_columns(with_messages, [config.messages_key])
     require_columns(pairs, [config.prompt_key, config.response_key])
     chats = [_read_chat(record, config) for record in records]
+    require_turns(records, chats)
+    return records, chats
+
+
+def require_turns(records: Sequence[FileRecord], chats: Sequence[Messages]) -> None:
+    """Raises ConfigError for conversations without an assistant's message, or that start with one."""
     turns = [(record, _assistant_turns(chat)) for record, chat in zip(records, chats, strict=True)]
     raise_problems([record.problem("has no assistant message") for record, found in turns if not found])
     rule, remedy = "starts with the assistant", "start with a system or user message"
     raise_problems([record.problem(rule, remedy) for record, found in turns if found[0] == 0])
-    return records, chats
 
 
 def _read_chat(record: FileRecord, config: SFTDataConfig) -> Messages:
@@ -244,7 +259,7 @@ def end_of_turn(
 
 
 def _check_lengths(
-    conversations: Sequence[Conversation], records: Sequence[FileRecord], config: SFTDataConfig
+    conversations: Sequence[Conversation], records: Sequence[FileRecord], config: ExamplesConfig
 ) -> None:
     if config.truncation != "error":
         return

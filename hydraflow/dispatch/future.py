@@ -8,6 +8,7 @@ made again replaces one that has died; any other is ended, and the run resumes f
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -27,6 +28,13 @@ SLICE = 0.25
 """Seconds to wait for all ranks of a call before checking the answers so far: one may be a failure."""
 GRACE = 1.0
 """Seconds for the other ranks of a failed call to report as well, so that the first cause is found."""
+UNNOTICED = 40.0
+"""Seconds to wait for a death that broke a connection: Ray's health checks take half a minute to notice that
+a machine is gone, its peers' connections break at once."""
+BROKEN = re.compile(
+    r"connection (was |is )?(reset|closed|refused)|broken pipe|socket closed|remote error", re.I
+)
+"""What gloo, NCCL and sockets report when the process at the other end has gone."""
 FETCH = 10.0
 """Seconds for one ready answer to arrive, after fetching the answers of all ranks together has failed."""
 
@@ -119,21 +127,36 @@ class PendingCalls:
     def settle(self, refs: Mapping[int, ObjectRef]) -> None:
         """Waits until none of `refs` is pending. Raises when any pending call, one of these or another, fails
         or is late."""
-        while owed := [ref for ref in refs.values() if ref in self.pending]:
-            if self.head is not None:
-                self.head.look()
-            if self.interrupt is not None:
-                self.interrupt()
-            left = min(call.deadline for call in self.pending.values()) - time.monotonic()
-            ready = self._ready(owed, max(0.0, min(left, SLICE)))
-            if not ready and left <= 0:
-                self._late()
-            self._take(ready)
+        while owed := self._owed(refs):
+            self._wait(owed, len(owed))
 
-    def _ready(self, wanted: list[ObjectRef], seconds: float) -> list[ObjectRef]:
-        """Waits until all of `wanted` have answered, at most `seconds`; returns those that have, of these
+    def settle_one(self, several: Sequence[Mapping[int, ObjectRef]]) -> int:
+        """Waits until `settle` would return at once for one of them; its number. Raises as `settle` does."""
+        while True:
+            owed = [self._owed(refs) for refs in several]
+            if [] in owed:
+                return owed.index([])
+            self._wait([ref for refs in owed for ref in refs], 1)
+
+    def _owed(self, refs: Mapping[int, ObjectRef]) -> list[ObjectRef]:
+        return [ref for ref in refs.values() if ref in self.pending]
+
+    def _wait(self, owed: list[ObjectRef], count: int) -> None:
+        """Waits a while for `count` of those answers, and takes all that have come."""
+        if self.head is not None:
+            self.head.look()
+        if self.interrupt is not None:
+            self.interrupt()
+        left = min(call.deadline for call in self.pending.values()) - time.monotonic()
+        ready = self._ready(owed, max(0.0, min(left, SLICE)), count)
+        if not ready and left <= 0:
+            self._late()
+        self._take(ready)
+
+    def _ready(self, wanted: list[ObjectRef], seconds: float, count: int) -> list[ObjectRef]:
+        """Waits until `count` of `wanted` have answered, at most `seconds`; returns those that have, of these
         calls and of others."""
-        done = _answered(wanted, seconds)
+        done = _answered(wanted, seconds, count)
         return done + _answered([ref for ref in self.pending if ref not in wanted], 0)
 
     def _take(self, refs: Sequence[ObjectRef]) -> None:
@@ -209,8 +232,24 @@ class PendingCalls:
     def _fail(self, failures: list[tuple[PendingCall, Failure]]) -> None:
         """Ends the groups that failed, with the first cause among all reports, and raises it."""
         failures = [*failures, *self._keep(_answered(list(self.pending), GRACE))]
+        failures += self._death_behind(failures)
         _, first = min(failures, key=_precedence)
         self._end({call.group for call, _ in failures}, first.error)
+
+    def _death_behind(self, failures: list[tuple[PendingCall, Failure]]) -> list[tuple[PendingCall, Failure]]:
+        """Where failures are broken connections and nothing else: what the other processes of those groups
+        answer until one of them is found dead."""
+        groups = {call.group for call, _ in failures}
+        found = list(failures)
+        deadline = time.monotonic() + UNNOTICED
+        while all(BROKEN.search(failure.cause) for _, failure in found) and time.monotonic() < deadline:
+            peers = [ref for ref, call in self.pending.items() if call.group in groups]
+            if not peers:
+                break
+            if self.head is not None:
+                self.head.look()
+            found += self._keep(_answered(peers[:1], SLICE) or _answered(peers, 0))
+        return found[len(failures) :]
 
     def _late(self) -> None:
         now = time.monotonic()
@@ -220,7 +259,7 @@ class PendingCalls:
         others = f" (nor from ranks {ranks[1:]})" if len(ranks) > 1 else ""
         cause = f"no answer in {first.seconds:g} seconds{others}"
         if self.stacks is not None:
-            self._keep(self._ready([], 0.0))  # processes that have reported their location since
+            self._keep(self._ready([], 0.0, 0))  # processes that have reported their location since
             written = self.stacks(f"{first.role} rank {first.rank}, {first.method}: {cause}")
             cause += f"; stacks of all workers: {written}"
         self._end({first.group}, first.error(cause))
@@ -248,9 +287,10 @@ def _same_process(one: PendingCall, other: PendingCall) -> bool:
     return one.group is other.group and one.rank == other.rank
 
 
-def _answered(refs: list[ObjectRef], seconds: float) -> list[ObjectRef]:
-    """Those that have answered once all have, or after `seconds`."""
-    return ray.wait(refs, num_returns=len(refs), timeout=seconds, fetch_local=False)[0] if refs else []
+def _answered(refs: list[ObjectRef], seconds: float, count: int | None = None) -> list[ObjectRef]:
+    """Those that have answered once `count` have (None: all), or after `seconds`."""
+    enough = len(refs) if count is None else count
+    return ray.wait(refs, num_returns=enough, timeout=seconds, fetch_local=False)[0] if refs else []
 
 
 def _precedence(reported: tuple[PendingCall, Failure]) -> tuple[int, float]:
@@ -294,3 +334,10 @@ class CallFuture(Future):
     def shards(self, parts: int, padding: bool) -> list[LateShard]:
         receipts = tuple(self.refs[rank] for rank in self.collectors)
         return [LateShard(receipts, part, parts, padding) for part in range(parts)]
+
+
+def await_any(futures: Sequence[Future]) -> int:
+    """Waits until one of them has its result; its number. WorkerError when a call fails."""
+    late = [future for future in futures if isinstance(future, CallFuture)]
+    ready = next((number for number, one in enumerate(futures) if not isinstance(one, CallFuture)), None)
+    return late[0].calls.settle_one([one.refs for one in late]) if ready is None else ready

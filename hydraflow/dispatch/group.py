@@ -30,7 +30,7 @@ from hydraflow.dispatch.future import (
     ReplacementDied,
 )
 from hydraflow.dispatch.host import WorkerHost
-from hydraflow.dispatch.modes import CallContext, Coordinates, Registration, registration
+from hydraflow.dispatch.modes import CallContext, Registration, registration
 from hydraflow.dispatch.observability import Observability
 from hydraflow.dispatch.placement import Reservation
 from hydraflow.dispatch.profile import Profile
@@ -43,6 +43,7 @@ from hydraflow.dispatch.transport import ArgumentPacker, Traffic, read_columns
 from hydraflow.dispatch.worker import Call, RoleSpec
 from hydraflow.errors import HydraflowError, WorkerError
 from hydraflow.protocol.batch import DataProto
+from hydraflow.protocol.coordinates import Coordinates
 from hydraflow.protocol.remote import RemoteBatch, materialise
 
 log = logging.getLogger(__name__)
@@ -101,6 +102,8 @@ class Group(ABC):
     """Number of ranks."""
     recovery: Recovery | None = None
     """None: the death of a process ends the group."""
+    error: HydraflowError | None = None
+    """Why it has ended; every later call raises it."""
     replaced: int = 0
     """Processes that have been replaced."""
 

@@ -24,7 +24,7 @@ from torch.profiler import record_function
 from hydraflow.dispatch.config import RayInitConfig
 from hydraflow.dispatch.environment import LOOPBACK, settle
 from hydraflow.dispatch.group import Channel, Group, Timeouts
-from hydraflow.dispatch.modes import CallContext, Coordinates, Registration
+from hydraflow.dispatch.modes import CallContext, Registration
 from hydraflow.dispatch.observability import Observability, of_role
 from hydraflow.dispatch.placement import ResourcePool
 from hydraflow.dispatch.profile import Profile
@@ -36,6 +36,7 @@ from hydraflow.dispatch.worker import ProcessContext, RoleSpec, Worker
 from hydraflow.errors import ConfigError
 from hydraflow.protocol import wire
 from hydraflow.protocol.batch import DataProto
+from hydraflow.protocol.coordinates import Coordinates
 from hydraflow.protocol.pieces import Column, LocalColumn
 from hydraflow.protocol.remote import RemoteBatch, materialise
 from hydraflow.system.role_logs import log_of_this_process

@@ -11,10 +11,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from hydraflow.dispatch.shards import is_batch, split
 from hydraflow.metrics import Metric, merge
+from hydraflow.protocol.coordinates import Coordinates
 from hydraflow.protocol.remote import RemoteBatch
 
 if TYPE_CHECKING:
@@ -23,17 +24,6 @@ if TYPE_CHECKING:
 Method = TypeVar("Method", bound=Callable[..., Any])
 MEGATRON_MESH = "megatron"
 """Name of the mesh that the MEGATRON modes use."""
-
-
-class Coordinates(NamedTuple):
-    """A worker's coordinates in a mesh."""
-
-    data_rank: int
-    """Index of its part of the rows."""
-    data_size: int
-    """Number of parts that rows are divided into."""
-    is_collect: bool
-    """Whether its answer is used; true for one worker per data rank."""
 
 
 @dataclass(frozen=True)

@@ -29,7 +29,7 @@ from hydraflow.errors import ConfigError, Problem
 
 log = logging.getLogger(__name__)
 FEWER_NODES = (
-    "trainer.nnodes=1 and no machines of the rollout's own, or ray_init.address=auto where a Ray cluster of"
+    "trainer.nnodes=1 and no machines of a role's own, or ray_init.address=auto where a Ray cluster of"
     " enough machines is running"
 )
 _REMEDY = (

@@ -108,8 +108,7 @@ def _put(value: object) -> ObjectRef:
         raise StoreFull(
             f"Ray's object store on {socket.gethostname()} is full, and so is the disk of its temporary"
             f" folder ({type(error).__name__}). Free the disk, enlarge /dev/shm (docker run --shm-size=...),"
-            " or keep less there: smaller buckets of weights"
-            " (actor_rollout_ref.rollout.update_weights_bucket_megabytes), fewer or shorter trajectories"
+            " or keep less there: fewer or shorter trajectories"
             " (data.train_batch_size, data.max_response_length)."
         ) from None
 
@@ -132,24 +131,6 @@ def unpack(payload: Payload) -> Any:
 def _bytes_of(buffer: pickle.PickleBuffer) -> np.ndarray:
     raw = buffer.raw()
     return np.frombuffer(raw, dtype=np.uint8) if raw.nbytes else np.empty(0, dtype=np.uint8)
-
-
-@dataclass(frozen=True)
-class StoredValue:
-    """A value in the object store of the process that made it. As an argument or an answer it travels as a
-    reference; its arrays are read from shared memory on the same node."""
-
-    ref: ObjectRef
-
-    @classmethod
-    def of(cls, value: object) -> StoredValue:
-        """Puts a value into this process's object store."""
-        return cls(_put(pack(value)))
-
-    def read(self) -> Any:
-        """The value; its arrays may be read-only views of shared memory. RayError when the process that made
-        it is gone."""
-        return unpack(ray.get(self.ref))
 
 
 @dataclass

@@ -25,9 +25,9 @@ import torch
 from ray import ObjectRef
 from torch.profiler import record_function
 
+from hydraflow.device import current_device
 from hydraflow.dispatch.environment import LOOPBACK, settle
 from hydraflow.dispatch.host import RankInfo
-from hydraflow.dispatch.modes import Coordinates
 from hydraflow.dispatch.observability import Observability, of_role
 from hydraflow.dispatch.profile import Profile
 from hydraflow.dispatch.shards import LateShard, Shard, part_of, real_rows
@@ -54,6 +54,7 @@ from hydraflow.errors import (
     WorkerError,
 )
 from hydraflow.protocol.batch import DataProto
+from hydraflow.protocol.coordinates import Coordinates
 from hydraflow.protocol.remote import materialise
 from hydraflow.system.importing import importing
 from hydraflow.system.network import VARIABLE, node_address
@@ -86,6 +87,10 @@ class ProcessContext:
     """Workers of this process by role, in the order in which they are built."""
     listen_fd: int | None = None
     """On rank 0: a socket that holds master_port until the rendezvous takes it over."""
+
+    def device(self) -> torch.device:
+        """The process's device, made current."""
+        return current_device(self.device_type, self.local_rank)
 
 
 class Worker:

@@ -1,7 +1,7 @@
 """The Protocol of a training engine, and what it passes to a loss.
 
-In: micro-batches (`DataProto` with ragged `prompts`, `responses`, `response_mask` and whatever the loss
-reads). Out: ragged columns, metrics, weights. Left out on purpose: which rows go where (`batch_plan`), losses
+In: rows (`DataProto` with ragged `prompts`, `responses`, `response_mask` and whatever the loss reads). Out:
+ragged columns, metrics, weights. Left out on purpose: which rows go where (`batch_plan`), losses
 (`algorithms/`), Ray (`dispatch/`).
 
 The law of gradients: a loss function returns a sum whose weights already hold the global denominators; the
@@ -12,16 +12,23 @@ changes a gradient.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
 from hydraflow.metrics import Metric
+from hydraflow.models.adapters import Form
 from hydraflow.models.ask import LOG_PROBS, Ask
 from hydraflow.protocol import ragged
 from hydraflow.protocol.batch import DataProto
+from hydraflow.protocol.coordinates import Coordinates
+from hydraflow.protocol.fields import FIELDS, RESPONSE, ROW
+
+if TYPE_CHECKING:
+    from hydraflow.engine.micro_batcher import MicroBatcher
 
 
 @dataclass(frozen=True)
@@ -35,6 +42,8 @@ class ModelOutput:
     """Entropy in nats of each token's distribution (policy, on request)."""
     values: torch.Tensor | None = None
     """Value estimate for the state before each token (value model)."""
+    target_log_probs: torch.Tensor | None = None
+    """(B, R, K): log-probabilities of tokens that a teacher finds likely, where a loss is over these."""
 
 
 LossFn = Callable[[ModelOutput, Mapping[str, torch.Tensor]], tuple[torch.Tensor, dict[str, Metric]]]
@@ -60,6 +69,33 @@ class Snapshot(Protocol):
 
 
 @dataclass(frozen=True)
+class StepOptions:
+    """Settings of AdamW for one optimizer step; None: as the configuration has them."""
+
+    lr: float | None = None
+    betas: tuple[float, float] | None = None
+    eps: float | None = None
+    weight_decay: float | None = None
+    clip_grad: float | None = None
+    """Largest norm of the gradient."""
+
+    @contextmanager
+    def applied(self, groups: Sequence[dict[str, Any]]) -> Iterator[None]:
+        """Inside the block an optimizer's groups of parameters have these settings."""
+        names = ("lr", "betas", "eps", "weight_decay")
+        given = {name: value for name in names if (value := getattr(self, name)) is not None}
+        before = [{name: group[name] for name in given} for group in groups]
+        for group in groups:
+            group.update(given)
+        yield
+        for group, settings in zip(groups, before, strict=True):
+            group.update(settings)
+
+
+AS_CONFIGURED = StepOptions()
+
+
+@dataclass(frozen=True)
 class OomReport:
     """A micro-batch that ran a rank out of memory."""
 
@@ -76,8 +112,8 @@ class OomReport:
 
 
 class OutOfMemory(Exception):
-    """Memory ran out in a pass on some ranks; raised on every rank. The model is unchanged, without
-    gradients."""
+    """Memory ran out in a pass on some ranks; raised on every rank. The model and its gradient are as they
+    were before the call."""
 
     def __init__(self, reports: Sequence[OomReport]):
         super().__init__("; ".join(map(str, reports)))
@@ -85,14 +121,17 @@ class OutOfMemory(Exception):
 
 
 def columns_of(data: DataProto, width: int, device: torch.device) -> dict[str, torch.Tensor]:
-    """What a loss reads of a micro-batch: ragged columns right padded to (B, width), dense ones as they
-    are."""
+    """What a loss reads of a micro-batch: columns with a value for each token of the response, right padded
+    to (B, width), and those with one for each row. A column that is not in the table of fields counts as the
+    former if it is ragged."""
     columns = {}
     for name, column in data.items():
-        if name == "prompts" or not isinstance(column, torch.Tensor):
+        if not isinstance(column, torch.Tensor):
             continue
-        padded = ragged.to_padded(column, width) if ragged.is_ragged(column) else column
-        columns[name] = padded.to(device)
+        is_ragged = ragged.is_ragged(column)
+        axis = FIELDS[name].axis if name in FIELDS else RESPONSE if is_ragged else ROW
+        if axis in (ROW, RESPONSE):
+            columns[name] = (ragged.to_padded(column, width) if is_ragged else column).to(device)
     return columns
 
 
@@ -107,8 +146,7 @@ def answers_of(
     results: of each micro-batch, or of all together, one or two columns of its response tokens: values, or
     log-probabilities and what else was asked for.
     """
-    more = ["entropys"] if ask.entropy else ["greedy_match"] if ask.greedy_match else []
-    names = ["values"] if head == "value" else ["log_probs", *more]
+    names = ["values"] if head == "value" else ["log_probs", *([ask.more] if ask.more else [])]
     lengths = torch.cat([ragged.lengths(data.get("responses")) for data in micro_batches])
     columns = {name: torch.cat(parts).cpu() for name, parts in zip(names, zip(*results, strict=True))}
     return DataProto.from_dict({name: ragged.from_parts(one, lengths) for name, one in columns.items()})
@@ -118,16 +156,18 @@ class TrainEngine(Protocol):
     """One rank of a model in training. Every rank calls every method in the same order, with the same
     number of micro-batches.
 
-    `forward` and `forward_backward` raise OutOfMemory, on every rank, when a micro-batch is too large for one
-    of them.
+    `forward` and `forward_backward` take micro-batches as they are, and raise OutOfMemory, on every rank,
+    when one is too large for one of them. `forward_rows` and `forward_backward_rows` take any rows; an engine
+    that cannot bring its ranks together after such an error lets it through.
     """
 
-    data_rank: int
-    """Which share of a batch this rank gets."""
-    data_size: int
-    """Number of shares."""
-    is_collect: bool
-    """Whether this rank's answers are used: true for one of the ranks with the same share."""
+    def coordinates(self) -> Coordinates:
+        """Which share of a batch this rank gets, and whether its answers and metrics are those that count:
+        true for one of the ranks with the same share."""
+
+    @property
+    def has_routers(self) -> bool:
+        """Whether it records and replays the experts of this model (`routed_experts`)."""
 
     def forward(
         self,
@@ -136,29 +176,47 @@ class TrainEngine(Protocol):
         *,
         adapter: bool = True,
     ) -> DataProto:
-        """Ragged `log_probs` (and `entropys` or `greedy_match`), or `values`, of all rows in the given order.
-        `adapter=False`: without LoRA."""
+        """Ragged `log_probs` (and what else is asked for), or `values`, of all rows in the given order.
+        `adapter=False`: without LoRA.
+
+        Rows that have `routed_experts` are computed with these experts, here and in `forward_backward`. Where
+        rows have `target_tokens`, log-probabilities are of these, in place of the responses' own tokens: of
+        one for each response token, or of K. A prompt of one token makes every position of a text one that
+        may be asked for.
+        """
 
     def forward_backward(
         self, micro_batches: Sequence[DataProto], loss_fn: LossFn, ask: Ask = LOG_PROBS
     ) -> dict[str, Metric]:
-        """Computes the gradient of the summed loss of all ranks; one reduction, at the last micro-batch.
-        Metrics of this rank.
+        """Adds the gradient of the summed loss of all ranks to what earlier calls since the last optimizer
+        step have left; one reduction, at the last micro-batch. Metrics of this rank."""
 
-        Called once per optimizer step.
-        """
+    def forward_rows(
+        self, rows: DataProto, micro_batcher: MicroBatcher, ask: Ask = LOG_PROBS, *, adapter: bool = True
+    ) -> DataProto:
+        """`forward` over micro-batches of these rows, and smaller ones if memory runs out; columns come back
+        in the order of `rows`. DoesNotFit, on every rank, when a single row does not fit."""
 
-    def optimizer_step(self) -> dict[str, float]:
+    def forward_backward_rows(
+        self, rows: DataProto, micro_batcher: MicroBatcher, loss_fn: LossFn, ask: Ask = LOG_PROBS
+    ) -> dict[str, Metric]:
+        """`forward_backward` over micro-batches of these rows, and smaller ones if memory runs out.
+        DoesNotFit as in `forward_rows`."""
+
+    def optimizer_step(self, options: StepOptions = AS_CONFIGURED) -> dict[str, float]:
         """Clips, updates and clears the gradient. `grad_norm` (before clipping), `lr`, and `skipped`, 1 when
         the norm was not finite."""
 
     def lr_step(self) -> None:
         """Advances the schedule by one training step."""
 
-    def weights(self, *, to: int | None = None) -> Iterator[tuple[str, torch.Tensor]]:
-        """Full weights by Hugging Face name, adapters merged. Borrowed: copy what must outlive the next
-        update. Until the iterator is exhausted the weights do not `rest`; then they do.
+    def weights(
+        self, *, to: int | None = None, form: Form = Form.MERGED
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        """Full weights by Hugging Face name. Borrowed: copy what must outlive the next update. Until the
+        iterator is exhausted the weights do not `rest`; then they do.
 
+        form: adapters merged or apart; B of one that is apart holds the scale.
         to: the only rank that gets values; the others, which must exhaust the iterator too, get tensors on
         the meta device.
         """

@@ -1,7 +1,7 @@
 """A process group for broadcasts from one process, beside the groups that its processes are in otherwise.
 
-In: addresses. Out: broadcasts of tensors in host memory, by gloo: when a process dies or is late the others
-get an error, and their own state is unharmed. NCCL would end their processes instead. Left out on purpose:
+In: addresses. Out: broadcasts of tensors: in host memory by gloo, on GPUs by NCCL (`device.py` says which).
+When a process dies or is late the others get an error, and their own state is unharmed. Left out on purpose:
 what is sent (`workers/weights_group.py`).
 """
 
@@ -9,9 +9,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
+
+from hydraflow.device import broadcast_backend, errors_reach_the_caller
 
 JOIN_SECONDS = 60.0
 """For processes to join that have nothing else to do."""
@@ -28,18 +31,19 @@ class PendingBroadcast:
     work: dist.Work
     tensor: torch.Tensor
     """Must not be freed before its end."""
+    within: timedelta
 
     def wait(self) -> torch.Tensor:
         """Returns the tensor once it has been sent, or has arrived."""
         try:
-            self.work.wait()
+            self.work.wait(self.within)
         except RuntimeError as error:
             raise GroupBroken(str(error)) from error
         return self.tensor
 
 
 class BroadcastGroup:
-    """Process 0 sends, the others receive.
+    """Process 0 sends, the others receive. device: where the tensors are.
 
     address: of the machine of process 0, which listens at `port`; listen_fd: there, a bound socket that has
     held the port until now. own_address: of this machine, for the others to connect to. The constructor waits
@@ -49,6 +53,7 @@ class BroadcastGroup:
 
     def __init__(
         self,
+        device: torch.device,
         *,
         rank: int,
         world_size: int,
@@ -58,19 +63,20 @@ class BroadcastGroup:
         timeout_s: float,
         listen_fd: int | None = None,
     ):
+        self.device = device
         joining = timedelta(seconds=min(timeout_s, JOIN_SECONDS))
-        options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
-        options._devices = [dist.ProcessGroupGloo.create_device(hostname=own_address)]
-        options._timeout = joining
         try:
             self._store = dist.TCPStore(
                 address, port, world_size, rank == 0, joining, master_listen_fd=listen_fd
             )
-            self._group = dist.ProcessGroupGloo(self._store, rank, world_size, options)
+            if broadcast_backend(device.type) == "nccl":
+                self._group = _nccl(self._store, rank, world_size, joining)
+            else:
+                self._group = _gloo(self._store, rank, world_size, joining, own_address)
         except RuntimeError as error:
             raise GroupBroken(str(error)) from error
         self._timeout = joining
-        self.broadcast(torch.zeros(1)).wait()  # connects
+        self.broadcast(torch.zeros(1, device=device)).wait()  # connects
         self._timeout = timedelta(seconds=timeout_s)
 
     def broadcast(self, tensor: torch.Tensor) -> PendingBroadcast:
@@ -78,7 +84,21 @@ class BroadcastGroup:
         options = dist.BroadcastOptions()
         options.timeout = self._timeout
         try:
-            work = self._group.broadcast([tensor], options)  # type: ignore[attr-defined]
-            return PendingBroadcast(work, tensor)
+            work = self._group.broadcast([tensor], options)
+            return PendingBroadcast(work, tensor, self._timeout)
         except RuntimeError as error:
             raise GroupBroken(str(error)) from error
+
+
+def _gloo(store: dist.Store, rank: int, world_size: int, joining: timedelta, own_address: str) -> Any:
+    options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+    options._devices = [dist.ProcessGroupGloo.create_device(hostname=own_address)]
+    options._timeout = joining
+    return dist.ProcessGroupGloo(store, rank, world_size, options)
+
+
+def _nccl(store: dist.Store, rank: int, world_size: int, joining: timedelta) -> Any:
+    options = dist.ProcessGroupNCCL.Options()
+    options._timeout = joining
+    with errors_reach_the_caller():
+        return dist.ProcessGroupNCCL(store, rank, world_size, options)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from hydraflow.options import Implementation, Library, Planned, Rule, no_effect_when, option
+from hydraflow.options import Implementation, Library, Rule, no_effect_when, option
 
 TRAIN_ENGINES = {
     "fsdp2": Implementation("hydraflow.engine.fsdp.engine:FSDPEngine", reads=("fsdp_config",)),
@@ -17,10 +17,19 @@ TRAIN_ENGINES = {
 }
 """By the name that `actor.strategy` and `critic.strategy` give; `reads` are their sections."""
 
+SUPERVISED = "fsdp2"
+"""The engine of models that learn from conversations or pairs, and of reward models: their configurations
+have its section only."""
 DTYPES = ("fp32", "bf16", "fp16", "fp64")
 DECAYS = Rule(
     "must be two numbers from 0 to below 1",
     lambda value: len(value) == 2 and all(0 <= beta < 1 for beta in value),
+)
+
+BALANCING = Rule(
+    "must be none or seq_aux_loss: the gradient of the others depends on how rows are cut into micro-batches",
+    lambda kind: kind in ("none", "seq_aux_loss"),
+    choices=("none", "seq_aux_loss"),
 )
 
 ON_THE_HOST = no_effect_when(
@@ -76,9 +85,9 @@ class OptimConfig:
 class WrapPolicyConfig:
     """Which layers become FSDP units of their own."""
 
-    min_num_params: int = option(0, ge=0)
+    min_num_params: int = option(1_000_000, ge=0)
     """A layer with fewer parameters is gathered together with the rest of the model: less waiting, higher
-    peak memory."""
+    peak memory. By default that is a model of some million parameters; verl's default is 0."""
 
 
 @dataclass
@@ -156,26 +165,50 @@ class MegatronConfig:
     the same stage, tensor-parallel and data ranks alike."""
     expert_tensor_parallel_size: int | None = option(None, size=True, shapes_training=False)
     """Tensor-parallel size of the experts; null: tensor_model_parallel_size."""
-    moe_router_dtype: str = option("fp32", choices=("fp32", "fp64"))
+    moe_router_dtype: str = option(
+        "fp32", choices=("fp32", "fp64"), verl=("override_transformer_config.moe_router_dtype",)
+    )
     """Dtype in which routers choose experts."""
-    moe_permute_fusion: bool = option(False, shapes_training=False)
+    moe_permute_fusion: bool = option(
+        False, shapes_training=False, verl=("override_transformer_config.moe_permute_fusion",)
+    )
     """Move tokens to experts and back with Transformer Engine's kernels, where they are installed."""
+    moe_router_load_balancing_type: str = option(
+        "seq_aux_loss",
+        rule=BALANCING,
+        verl=("override_transformer_config.moe_router_load_balancing_type",),
+    )
+    """Auxiliary loss of routers, scaled by moe_aux_loss_coeff: seq_aux_loss spreads the tokens of each row
+    evenly over the experts (DeepSeek-V3); none."""
+    moe_aux_loss_coeff: float = option(
+        0.0,
+        ge=0,
+        verl=("override_transformer_config.moe_aux_loss_coeff",),
+        no_effect=no_effect_when(
+            lambda s: s.moe_router_load_balancing_type == "none",
+            "{s}.moe_router_load_balancing_type=none has no loss",
+            "{s}.moe_router_load_balancing_type=seq_aux_loss",
+        ),
+    )
+    """Coefficient of the auxiliary loss: a mean over trained rows, added up over layers. 0: routers learn
+    from the policy's loss only."""
+    moe_router_bias_update_rate: float = option(
+        0.0, ge=0, verl=("override_transformer_config.moe_router_bias_update_rate",)
+    )
+    """Step by which each optimizer step moves the biases with which the routers of some models choose
+    experts, towards an even load. 0: they are frozen; moving them changes the policy without a loss."""
     sequence_parallel: bool = option(True, shapes_training=False)
     """Sequence parallelism: shard activations outside the tensor-parallel layers, too."""
     use_distributed_optimizer: bool = option(True, shapes_training=False)
     """Shard the optimizer state across data ranks."""
-    param_offload: bool = option(
-        False, shapes_training=False, planned=Planned(bool, "keep weights in host memory")
-    )
-    """Keep weights in host memory while the role is idle."""
-    grad_offload: bool = option(
-        False, shapes_training=False, planned=Planned(bool, "keep gradients in host memory")
-    )
-    """Keep gradients in host memory while the role is idle."""
-    optimizer_offload: bool = option(
-        False, shapes_training=False, planned=Planned(bool, "keep the optimizer state in host memory")
-    )
-    """Keep the optimizer state in host memory while the role is idle."""
+    param_offload: bool = option(False, shapes_training=False)
+    """Keep weights in host memory while the role is idle; they move to the device for each of its calls."""
+    grad_offload: bool = option(False, shapes_training=False)
+    """Free the gradient buffers between updates, in which they hold nothing, and allocate them again for each
+    (verl's name; no gradient moves to host memory)."""
+    optimizer_offload: bool = option(False, shapes_training=False)
+    """Keep the optimizer state, and the fp32 weights of a bf16 model, in host memory between optimizer steps;
+    they move to the device for each."""
     dtype: str = option("auto", choices=("auto", "fp32", "bf16"))
     """Dtype of the weights and of the forward and backward pass; auto: bf16 where the device computes in it,
     else fp32. The optimizer keeps bf16 weights in fp32, too."""
@@ -184,6 +217,9 @@ class MegatronConfig:
     vocabulary, as in fsdp_config."""
     override_transformer_config: dict[str, Any] = field(default_factory=dict)
     """Overrides of Megatron-Core's TransformerConfig."""
+    override_ddp_config: dict[str, Any] = option(factory=dict, shapes_training=False)
+    """Overrides of Megatron-Core's DistributedDataParallelConfig: pad_buckets_for_high_nccl_busbw and
+    reduce_scatter_with_fp32_accumulation. What the engine relies on is refused."""
 
     @property
     def expert_tensor_size(self) -> int:

@@ -40,12 +40,14 @@ _INERT = {
         "_MEM_FORMAT_ENCODING",
     },
     "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
+    "torch.distributed.checkpoint.planner": {"SavePlan", "TensorWriteData", "WriteItem", "WriteItemType"},
+    "megatron.core.dist_checkpointing.strategies.torch": {"MCoreMetadata", "MCoreSavePlan"},
     "torch.serialization": {"_get_layout"},
     "pathlib": {"Path", "PosixPath", "PurePosixPath"},
     "pathlib._local": {"Path", "PosixPath", "PurePosixPath"},
     "builtins": {"getattr"},  # Python 3.11.0 to 3.11.4 write an enum's member as getattr(its type, its name)
 }
-"""Everything that torch writes to an index besides dtypes and sizes."""
+"""Everything that torch and Megatron-Core write to an index besides dtypes and sizes."""
 _NO_INDEX = "is no index of a distributed checkpoint"
 _BROKEN = (AttributeError, TypeError, ValueError, LookupError)
 
@@ -89,12 +91,12 @@ class Index:
     """File -> its minimum size in bytes."""
 
 
-def read_index(checkpoint: Path) -> Index:
-    """The index of a role's checkpoint.
+def read_index(checkpoint: Path, shards: str = SHARDS) -> Index:
+    """The index of a role's checkpoint. shards: the folder in it that holds the index.
 
     Raises ConfigError when it is missing, damaged, or names what no index holds.
     """
-    file = checkpoint / SHARDS / INDEX
+    file = checkpoint / shards / INDEX
     if not file.is_file():
         raise ConfigError.one(str(file), None, "the checkpoint's index is missing")
     found = _unpickled(file)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -26,21 +26,21 @@ if TYPE_CHECKING:
 
 
 def save_whole(
-    module: PolicyModel | ValueModel,
+    module: Callable[[], PolicyModel | ValueModel],
     model: ModelConfig,
     weights: Mapping[str, torch.Tensor] | None,
     directory: Path,
     *,
     field: str,
 ) -> None:
-    """Writes on rank 0, which alone has `weights`, under a temporary name first. All ranks return together,
-    or raise its ConfigError."""
+    """Writes on rank 0, which alone has `weights` and calls `module`, under a temporary name first. All ranks
+    return together, or raise its ConfigError."""
 
     def write() -> None:
         assert weights is not None, "rank 0 has all weights"
         unfinished = directory.with_name(directory.name + ".unfinished")
         shutil.rmtree(unfinished, ignore_errors=True)
-        write_hugging_face(hf_files_of(module, model, weights=True), dict(weights), unfinished, field=field)
+        write_hugging_face(hf_files_of(module(), model, weights=True), dict(weights), unfinished, field=field)
         replace_folder(unfinished, directory)
 
     on_first_rank(write)

@@ -17,7 +17,8 @@ from typing import Any
 
 from hydraflow.batch_plan.generate import GeneratePlan, resolve_generate_plan
 from hydraflow.batch_plan.resolve import BatchPlan, resolve_plan
-from hydraflow.batch_plan.sft import SFTPlan, resolve_sft_plan
+from hydraflow.batch_plan.sft import SFTPlan, noun_of, resolve_sft_plan
+from hydraflow.batch_plan.stages import stage_problems
 from hydraflow.compose import runnable
 from hydraflow.compose.command import Command, KeyCounts
 from hydraflow.device import planned_devices
@@ -32,7 +33,7 @@ from hydraflow.generation.config import GENERATION_ENGINES
 from hydraflow.memory.estimate import estimate
 from hydraflow.memory.limits import limits_of
 from hydraflow.memory.report import MemoryReport
-from hydraflow.schema import GenerateConfig, PPOConfig, SFTConfig
+from hydraflow.schema import GenerateConfig, PPOConfig, SupervisedConfig
 from hydraflow.trainer.phases import rollout_is_exact
 
 
@@ -78,11 +79,11 @@ class Report:
         return json.dumps(content, indent=2, ensure_ascii=False)
 
 
-def make_report(config: PPOConfig | SFTConfig | GenerateConfig, command: Command) -> Report:
+def make_report(config: PPOConfig | SupervisedConfig | GenerateConfig, command: Command) -> Report:
     """The report on a composed configuration. Raises ConfigError with every broken rule."""
     if isinstance(config, PPOConfig):
         return _ppo_report(config, command)
-    if isinstance(config, SFTConfig):
+    if isinstance(config, SupervisedConfig):
         return _sft_report(config, command)
     return _generate_report(config, command)
 
@@ -92,6 +93,9 @@ def _ppo_report(config: PPOConfig, command: Command) -> Report:
     prompts, held_out = _prompt_counts(config)
     faults.add([*held_out.problems, *prompts.problems])
     models = faults.result(lambda: find_models(config)) or Models(None)
+    layers = None if models.policy is None else models.policy.layers
+    of_critic = layers if models.critic is None else models.critic.layers
+    faults.add(stage_problems(config, policy=layers, critic=of_critic))
     limits = limits_of(config)
     plan = faults.result(
         lambda: resolve_plan(
@@ -126,7 +130,7 @@ def _turn_notes(config: PPOConfig, plan: BatchPlan) -> Iterator[str]:
         )
 
 
-def _sft_report(config: SFTConfig, command: Command) -> Report:
+def _sft_report(config: SupervisedConfig, command: Command) -> Report:
     faults, data = Faults(), config.data
     rows = count_rows(data.train_files, key="data.train_files", limit=data.train_max_samples)
     faults.add(rows.problems)
@@ -143,7 +147,8 @@ def _sft_report(config: SFTConfig, command: Command) -> Report:
     if plan is None or faults.problems:
         raise ConfigError(faults.problems)
     notes = missing_notes("data.train_files", rows)
-    return _report(config, "sft", plan, sft_phases(plan, config), command, notes, sft_step(plan))
+    step = sft_step(plan, noun_of(config))
+    return _report(config, command.config_name, plan, sft_phases(plan, config), command, notes, step)
 
 
 def _generate_report(config: GenerateConfig, command: Command) -> Report:
@@ -166,7 +171,7 @@ def _generate_report(config: GenerateConfig, command: Command) -> Report:
 
 
 def _report(
-    config: PPOConfig | SFTConfig | GenerateConfig,
+    config: PPOConfig | SupervisedConfig | GenerateConfig,
     job: str,
     plan: BatchPlan | SFTPlan | GeneratePlan,
     phases: Iterable[Phase],

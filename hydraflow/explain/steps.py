@@ -34,9 +34,9 @@ def ppo_step(plan: BatchPlan) -> StepPicture:
     return StepPicture(f"One training step: {count(q, 'prompt')}, {taken}", bars, end)
 
 
-def sft_step(plan: SFTPlan) -> StepPicture:
-    """A step of supervised training, which is one optimizer step."""
-    role, batch = plan.role, count(plan.conversations_per_step, "conversation")
+def sft_step(plan: SFTPlan, noun: str) -> StepPicture:
+    """A step of supervised training, which is one optimizer step. noun: for one of its examples."""
+    role, batch = plan.role, count(plan.conversations_per_step, noun)
     ranks, rows = f"on {count(role.data_ranks, 'data rank')}", count(role.rows_per_rank, "row")
     first = PictureBar(batch, ranks, "data.train_batch_size", role.data_ranks, rows)
     end = ("then one optimizer step", *_total(plan.total_steps, role))

@@ -9,12 +9,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from hydraflow.algorithms.config import ESTIMATORS, OldFrom
+from hydraflow.algorithms.config import ESTIMATORS, OldFrom, estimator_of
 from hydraflow.batch_plan.generate import GeneratePlan
 from hydraflow.batch_plan.parts import MicroPlan, RolePlan
 from hydraflow.batch_plan.resolve import BatchPlan
-from hydraflow.batch_plan.sft import SFTPlan
-from hydraflow.schema import GenerateConfig, PPOConfig, SFTConfig
+from hydraflow.batch_plan.sft import SFTPlan, noun_of
+from hydraflow.schema import DPOConfig, GenerateConfig, PPOConfig, SupervisedConfig
 from hydraflow.system.printing import count
 from hydraflow.trainer.phases import old_from, step_phases
 
@@ -34,13 +34,18 @@ def ppo_phases(plan: BatchPlan, config: PPOConfig, *, exact: bool = False) -> It
     yield _run(plan.steps_per_epoch, plan.total_steps, plan.actor, "prompts", plan.prompts_per_step)
 
 
-def sft_phases(plan: SFTPlan, config: SFTConfig) -> Iterator[Phase]:
+def sft_phases(plan: SFTPlan, config: SupervisedConfig) -> Iterator[Phase]:
     """A step of supervised training, which is one optimizer step."""
-    batch, role = plan.conversations_per_step, plan.role
+    batch, role, noun = plan.conversations_per_step, plan.role, noun_of(config)
     longest = count(config.data.max_length, "token")
-    yield Phase("data", f"{count(batch, 'conversation')} of at most {longest} are drawn")
-    yield Phase("update", f"1 optimizer step: {_on_ranks(role, 'conversation')}")
-    yield _run(plan.steps_per_epoch, plan.total_steps, role, "conversations", batch)
+    yield Phase(
+        "data",
+        f"{count(batch, noun)} of at most {longest}{' a conversation' if noun == 'pair' else ''} are drawn",
+    )
+    if isinstance(config, DPOConfig):
+        yield Phase("reference", "the reference computes log-probabilities of both responses")
+    yield Phase("update", f"1 optimizer step: {_on_ranks(role, 'row' if noun == 'pair' else noun)}")
+    yield _run(plan.steps_per_epoch, plan.total_steps, role, f"{noun}s", batch)
 
 
 def generate_phases(plan: GeneratePlan, config: GenerateConfig) -> Iterator[Phase]:
@@ -89,7 +94,9 @@ def _generation(plan: BatchPlan, config: PPOConfig) -> str:
     waves = waves if rollout.waves > 1 else ""
     total = f"{count(plan.samples_per_prompt, 'response')} of at most {count(tokens, 'token')} to each prompt"
     sampled = f"{count(plan.trajectories_per_step, 'trajectory')} from {count(rollout.engines, 'engine')}"
-    return f"{total}: {sampled}, {each}{waves}"
+    greedy = estimator_of(config.algorithm.adv_estimator).greedy_baseline
+    besides = "; and a greedy response to each prompt, which is scored but not trained on" if greedy else ""
+    return f"{total}: {sampled}, {each}{waves}{besides}"
 
 
 def _scoring(plan: BatchPlan, config: PPOConfig) -> str:
@@ -102,6 +109,8 @@ def _scoring(plan: BatchPlan, config: PPOConfig) -> str:
 def _old_log_probs(plan: BatchPlan, config: PPOConfig, exact: bool) -> str:
     first = _pass(plan, "actor", plan.old_log_prob)
     compares = f"in the first step after a start the actor computes its own and compares them, {first}"
+    if config.actor_rollout_ref.actor.adaptive_entropy.enabled:
+        compares = f"the actor computes its own to measure the entropy, {first}"
     match old_from(config, plan, exact=exact):
         case OldFrom.ROLLOUT if config.algorithm.rollout_correction.bypass_mode:
             return f"those of the generation engine, by bypass_mode; {compares}"
@@ -134,6 +143,9 @@ _TEXTS: dict[str, Callable[[BatchPlan, PPOConfig, bool], str]] = {
     "score": lambda plan, config, _: _scoring(plan, config),
     "log-probs": _old_log_probs,
     "reference": lambda plan, *_: f"the reference computes its own, {_reference_pass(plan)}",
+    "teachers": lambda plan, *_: (
+        f"the teacher of its data source judges each row, {_pass(plan, 'actor', plan.old_log_prob)}"
+    ),
     "values": lambda plan, *_: f"the critic computes values, {_pass(plan, 'critic', plan.values)}",
     "advantages": lambda plan, config, _: _advantages(plan, config),
     "critic": lambda plan, *_: _update(plan.critic, plan.prompts_per_step),

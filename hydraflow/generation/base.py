@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from hydraflow.generation.config import SamplingConfig
+from hydraflow.models.adapters import AdapterLayers
 from hydraflow.weights.buckets import Weight
 
 if TYPE_CHECKING:
@@ -57,6 +58,8 @@ class SamplingParams:
     stop: tuple[str, ...] = ()
     """Strings that end a response. It keeps the token with which its text contains one, whatever follows the
     string in that token. The engine must have been built with a tokenizer."""
+    routes: bool = False
+    """Also the experts of every token, where the engine can tell them (`config.Engine.tells_experts`)."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
@@ -119,6 +122,8 @@ class GenerationOutput:
     top-p."""
     finish_reason: np.ndarray
     """Objects (B,): 'stop' or 'length'."""
+    routed_experts: Tensor | None = None
+    """Ragged (B, P + R - 1, L, K), as in `protocol/fields.py`, if they were asked for."""
 
 
 @dataclass(frozen=True)
@@ -167,6 +172,8 @@ class Completion:
     """float32 (R,), as in `GenerationOutput`."""
     finish_reason: str
     """STOP, LENGTH or ABORT."""
+    routed_experts: Tensor | None = None
+    """(tokens, L, K) as in `GenerationOutput`, also of the prompt and of tokens that it came with."""
 
 
 @dataclass(frozen=True)
@@ -193,8 +200,12 @@ class EngineSpec:
     """For draws that have no key (vLLM with chunked prefill on a CPU, SGLang); each replica's is another."""
     tokenizer: TokenizersBackend | None = None
     """For stop strings; None: no response ends at one."""
+    routes: bool = False
+    """Requests will ask for the experts of their tokens."""
     start_seconds: float = math.inf
     """An engine with a process of its own may take so long to start."""
+    adapters: AdapterLayers | None = None
+    """What it loads beside the weights, where it can (`config.Engine.loads_adapters`)."""
 
 
 class GenerationEngine(Protocol):
@@ -219,8 +230,9 @@ class GenerationEngine(Protocol):
 
     def update_weights(self, stream: Iterable[Weight], *, first: bool = True, last: bool = True) -> None:
         """Loads weights from (Hugging Face name, full tensor) pairs, or from the parts of a tensor one after
-        the other: all of the model, or some of it between the `first` and the `last`. ValueError names what
-        does not fit, and after the last what is missing."""
+        the other: all of the model, or some of it between the `first` and the `last`; where the engine has
+        the weights below adapters, perhaps the adapters alone. ValueError names what does not fit, and after
+        the last what is missing."""
 
     def sleep(self) -> None:
         """Gives back the memory of weights and caches, until `update_weights` begins with a first part."""

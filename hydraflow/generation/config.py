@@ -18,6 +18,8 @@ from hydraflow.options import (
     unread,
 )
 
+BATCHED_TOKENS = 8192
+"""Tokens of a forward pass of vLLM, unless it needs more."""
 MINIMUM_VLLM = "0.32"
 """Older versions are refused."""
 VLLM = Library(
@@ -46,11 +48,18 @@ class Engine(Implementation):
     """In 64 bits, too, not only in 32 and 16."""
     least_temperature: float = 0.0
     """It does not sample at lower ones."""
+    takes_parts: bool = False
+    """It copies parts of a weight to their places, and does not put the weight together first."""
+    tells_experts: bool = False
+    """It tells which experts the tokens of a mixture went to."""
+    loads_adapters: bool = False
+    """It computes with low-rank adapters beside the weights."""
     set_elsewhere: Mapping[str, str] = field(default_factory=dict)
     """Arguments that its section of `engine_kwargs` may not set, and what sets them."""
 
 
 _ROLLOUT = "actor_rollout_ref.rollout"
+_MODEL = "actor_rollout_ref.model"
 _SPECULATION = "the trainer, which needs every token's log-probability from the model itself"
 _WHOLE_WEIGHTS = "the trainer, whose weights are not quantised"
 _MERGED = "the actor, which sends merged weights"
@@ -85,7 +94,12 @@ VLLM_ARGUMENTS = {
     "disable_log_stats": "the trainer, which reads no statistics of vLLM",
     "speculative_config": _SPECULATION,
     "quantization": _WHOLE_WEIGHTS,
-    "enable_lora": _MERGED,
+    "enable_lora": f"{_MODEL}.lora.merge",
+    "max_lora_rank": f"{_MODEL}.lora_rank",
+    "lora_target_modules": f"{_MODEL}.target_modules",
+    **{name: "the trainer, which has one adapter" for name in ("max_loras", "max_cpu_loras")},
+    "lora_dtype": f"{_ROLLOUT}.dtype",
+    "fully_sharded_loras": "the trainer, which reads adapters back whole",
 }
 SGLANG_ARGUMENTS = {
     "model_path": "actor_rollout_ref.model.path",
@@ -121,7 +135,7 @@ SGLANG_ARGUMENTS = {
 }
 
 GENERATION_ENGINES = {
-    "native": Engine("hydraflow.generation.native:build"),
+    "native": Engine("hydraflow.generation.native:build", takes_parts=True, tells_experts=True),
     "vllm": Engine(
         "hydraflow.generation.vllm:build",
         reads=(
@@ -138,6 +152,8 @@ GENERATION_ENGINES = {
         own_process=True,
         computes_fp64=False,
         least_temperature=0.01,
+        tells_experts=True,
+        loads_adapters=True,
         set_elsewhere=VLLM_ARGUMENTS,
     ),
     "sglang": Engine(
@@ -150,6 +166,7 @@ GENERATION_ENGINES = {
             "enable_prefix_caching",
         ),
         needs=SGLANG,
+        divides_models=True,
         own_process=True,
         reads_back=False,
         computes_fp64=False,
@@ -161,6 +178,11 @@ GENERATION_ENGINES = {
 model's configuration and a `generation.base.EngineSpec`."""
 
 OTHER_ENGINE = unread(GENERATION_ENGINES, "name")
+SERVED_WHOLE = Planned(
+    lambda value: value > 1,
+    "divide each model over {value} devices of an SGLang server",
+    lambda section: section.name == "sglang",
+)
 MORE_DEVICES = Planned(lambda value: value > 1, "give each replica of the rollout {value} times the devices")
 GREEDY = no_effect_when(
     lambda s: s.temperature == 0, "{s}.temperature=0 takes the most probable token", "{s}.temperature=1.0"
@@ -234,9 +256,11 @@ class SamplingConfig:
     gpu_memory_utilization: float = option(0.5, gt=0, lt=1, shapes_training=False, no_effect=OTHER_ENGINE)
     """Fraction of a device's memory for the engine: weights, activations and KV cache. On a CPU the most that
     the KV caches of all its replicas may take of the machine's memory."""
-    max_num_batched_tokens: int = option(8192, size=True, shapes_training=False, no_effect=OTHER_ENGINE)
+    max_num_batched_tokens: int | None = option(
+        None, size=True, shapes_training=False, no_effect=OTHER_ENGINE
+    )
     """Maximum tokens one replica processes in one forward pass; without chunked prefill at least the longest
-    row."""
+    row. null: 8192, or more where max_num_seqs or the longest row need more."""
     max_model_len: int | None = option(None, size=True, shapes_training=False, no_effect=OTHER_ENGINE)
     """Maximum sequence length of the engine; null: data.max_prompt_length + data.max_response_length."""
     enforce_eager: bool | None = option(None, shapes_training=False, no_effect=OTHER_ENGINE)
@@ -251,6 +275,17 @@ class SamplingConfig:
     max_retries: int = option(3, ge=0, shapes_training=False)
     """How often a request, or weights, may be sent again because a generation process has died that holds
     no other role; 0: its death ends the run."""
+
+
+PART_BYTES = 16 * 2**20
+"""A bucket's limit where parts of weights are loaded by themselves: one is loaded while the next is made,
+even where a larger one would hold the whole model."""
+
+
+def bucket_bytes(rollout: RolloutConfig) -> int:
+    """The most bytes of weights in a bucket to an engine in another process."""
+    most = rollout.update_weights_bucket_megabytes * 2**20
+    return min(most, PART_BYTES) if GENERATION_ENGINES[rollout.name].takes_parts else most
 
 
 def engine_dtype(asked: str, trainer: str) -> str:
@@ -282,6 +317,23 @@ def splits_prompts(rollout: SamplingConfig, device_type: str) -> bool:
     return device_type != "cpu" if rollout.enable_chunked_prefill is None else rollout.enable_chunked_prefill
 
 
+def least_batched_tokens(rollout: SamplingConfig, longest_row: int, device_type: str) -> int:
+    """The fewest tokens that a forward pass of vLLM must have room for. `longest_row`: prompt and response;
+    it is read where `rollout` has no limit of its own."""
+    row = rollout.max_model_len or longest_row
+    return rollout.max_num_seqs if splits_prompts(rollout, device_type) else max(rollout.max_num_seqs, row)
+
+
+def batched_tokens(rollout: SamplingConfig, longest_row: int, device_type: str) -> int:
+    """`max_num_batched_tokens` in force.
+
+    >>> batched_tokens(SamplingConfig(), 10240, "cpu"), batched_tokens(SamplingConfig(), 10240, "cuda")
+    (10240, 8192)
+    """
+    given = rollout.max_num_batched_tokens
+    return given or max(BATCHED_TOKENS, least_batched_tokens(rollout, longest_row, device_type))
+
+
 @dataclass
 class AgentConfig:
     """Processes that run conversations with tools and environments."""
@@ -303,10 +355,10 @@ class RolloutConfig(SamplingConfig):
     """Fill those micro-batches by tokens (dynamic batch size); null: actor.use_dynamic_bsz."""
     log_prob_max_token_len_per_gpu: int | None = option(None, size=True, shapes_training=False)
     """Token budget per device of those passes; null: actor.ppo_max_token_len_per_gpu."""
-    tensor_model_parallel_size: int = option(1, size=True, shapes_training=False)
+    tensor_model_parallel_size: int = option(1, size=True, shapes_training=False, planned=SERVED_WHOLE)
     """Tensor-parallel size of one engine replica."""
-    data_parallel_size: int = option(1, size=True, shapes_training=False, planned=MORE_DEVICES)
-    """Data-parallel size inside one engine replica."""
+    data_parallel_size: int = option(1, size=True, shapes_training=False)
+    """Data-parallel size inside one engine replica: engines that are counted as one replica."""
     pipeline_model_parallel_size: int = option(1, size=True, shapes_training=False, planned=MORE_DEVICES)
     """Pipeline-parallel size of one engine replica."""
     update_weights_bucket_megabytes: int = option(
@@ -315,11 +367,11 @@ class RolloutConfig(SamplingConfig):
         shapes_training=False,
         verl=("checkpoint_engine.update_weights_bucket_megabytes",),
     )
-    """Bucket size of weight transfers to an engine in another process, in megabytes; at most two buckets
-    exist at a time."""
+    """Maximum bucket size of weight transfers to an engine in another process, in megabytes; at most two
+    buckets exist at a time. The native engine takes 16 at most."""
     verify_weights_every: int = option(50, ge=1, shapes_training=False)
-    """Weight transfers between two whose checksums are compared with those of the engine's own tensors; the
-    first always is."""
+    """Checksums are compared with those of the engine's own tensors every this many weight transfers, always
+    in the first."""
     nnodes: int = option(0, ge=0, shapes_training=False)
     """Machines dedicated to the rollout; 0: it shares the trainer's."""
     n_gpus_per_node: int = option(

@@ -18,7 +18,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -27,8 +27,11 @@ from transformers import Cache, PreTrainedModel
 from hydraflow.generation import attention
 from hydraflow.generation.base import SamplingParams
 from hydraflow.generation.cache import join_rows, new_cache
+from hydraflow.generation.lean import LeanForward, is_known
+from hydraflow.generation.routes import WaveRoutes
 from hydraflow.generation.sampling import UniformDraws, choose
 from hydraflow.generation.stopping import StopStrings
+from hydraflow.models.routers import HFRouters
 
 MIN_ROWS = 16
 """Rows in the smallest matrix product."""
@@ -50,19 +53,22 @@ class WaveResult:
     """int64 (W,), the end token included."""
     stopped: Tensor
     """bool (W,): ended by an end token or a stop string."""
+    routes: list[Tensor] | None
+    """(tokens of prompt and response but the last, L, K) experts of each row, if they were asked for."""
+
+
+class NoCache(ValueError):
+    """A model that computes no token from those before it without reading them again."""
 
 
 class CachedForward:
     """Calls any Hugging Face causal model with a cache, and a padding mask if it accepts one."""
 
     def __init__(self, model: PreTrainedModel):
-        """ValueError when the model takes no key-value cache in its forward."""
+        """NoCache when the model takes no key-value cache in its forward."""
         accepted = inspect.signature(model.forward).parameters
         if "past_key_values" not in accepted:
-            raise ValueError(
-                f"{type(model).__name__} takes no past_key_values; the native engine needs a model with a"
-                " key-value cache"
-            )
+            raise NoCache(f"{type(model).__name__} takes no past_key_values")
         self.model = model
         self.device = next(model.parameters()).device
         self.dtype = model.dtype
@@ -72,6 +78,19 @@ class CachedForward:
         without a mask."""
         if self.pads:
             attention.register_attention()
+        self._lean: LeanForward | None = None
+        """Once a token was decoded, for models that it knows."""
+
+    def step(self, token: Tensor, cache: Cache, mask: Tensor | None, positions: Tensor | None) -> Tensor:
+        """Logits (B, V) after one more token of each row, (B,). mask: additive (B, 1, 1, L)."""
+        if mask is None or positions is None or not is_known(self.model):
+            return self(token[:, None], cache, mask, positions, 1)[:, 0]
+        self._lean = self._lean or LeanForward(self.model)
+        return self._lean(token, cache, mask, positions)
+
+    def let_go(self) -> None:
+        """Holds no weights beside the model's from now on: they are about to become other tensors."""
+        self._lean = None
 
     def __call__(
         self, ids: Tensor, cache: Cache, mask: Tensor | None, positions: Tensor | None, last: int
@@ -114,9 +133,10 @@ class WaveDecoder:
         owner: Sequence[int],
         width: int,
         draws: UniformDraws | None,
+        routers: HFRouters | None = None,
     ):
         """prompts: Q rows of at most `width` tokens; owner: for each of W rows its prompt; draws: None when
-        greedy."""
+        greedy; routers: the model's, if experts are asked for."""
         self._forward, self._draws, self._width = forward, draws, width
         device = forward.device
         lengths = torch.tensor([len(p) for p in prompts])
@@ -130,6 +150,7 @@ class WaveDecoder:
         self._owner = torch.tensor(owner, device=device)
         self._slot = _at_least(torch.arange(len(owner), device=device), MIN_ROWS)
         """For each row in the batch its place in the wave, (B,)."""
+        self._routes = None if routers is None else WaveRoutes(routers)
         self._moved: Tensor | None = None
         """Rows of the cache that the next forward needs, when they are not the ones it has, (B,)."""
 
@@ -142,6 +163,7 @@ class WaveDecoder:
         logits are not numbers.
         """
         rows, device = len(self._owner), self._forward.device
+        prompt_lengths = self._length  # it follows the rows of the batch
         ends = _Ends(params.max_tokens, rows, stop_tokens, stop_strings)
         tokens = torch.empty(rows, params.max_tokens, dtype=torch.int64, device=device)
         log_probs = torch.empty(rows, params.max_tokens, dtype=torch.float32, device=device)
@@ -159,7 +181,11 @@ class WaveDecoder:
             if step + 1 == params.max_tokens or not len(alive):
                 break
             logits = self._step(token, step)
-        return _result(tokens[:, : step + 1], log_probs[:, : step + 1], ends)
+        found = _result(tokens[:, : step + 1], log_probs[:, : step + 1], ends)
+        if self._routes is None:
+            return found
+        of_rows = self._routes.rows(prompt_lengths.tolist(), self._owner.tolist(), found.lengths.tolist())
+        return replace(found, routes=of_rows)
 
     def _prefill(self) -> tuple[Tensor, Cache]:
         """Runs every prompt once: logits after it, (Q, V), and the prompts' cache."""
@@ -185,7 +211,10 @@ class WaveDecoder:
             mask.diagonal(dim1=-2, dim2=-1).zero_()
             positions = (torch.arange(self._width, device=ids.device)[None, :] - pad[:, None]).clamp_(min=0)
         last = -(-MIN_ROWS // len(ids))
-        return self._forward(ids, cache, mask, positions, last)[:prompts, -1], cache
+        logits = self._forward(ids, cache, mask, positions, last)[:prompts, -1]
+        if self._routes is not None:
+            self._routes.note_prompts(prompts, self._width)
+        return logits, cache
 
     def _key_padding(self, pad: Tensor) -> Tensor:
         """Additive mask over a prompt's tokens, (Q, P): -inf at padding."""
@@ -212,7 +241,10 @@ class WaveDecoder:
         if self._padding is not None:
             self._padding = torch.nn.functional.pad(self._padding, (0, 1))  # (B, L)
             mask, positions = self._padding[:, None, None, :], (self._length + step)[:, None]
-        return self._forward(token[:, None], self._cache, mask, positions, 1)[:, 0]
+        logits = self._forward.step(token, self._cache, mask, positions)
+        if self._routes is not None:
+            self._routes.note_step(self._slot)
+        return logits
 
     def _leave(self, alive: Tensor) -> Tensor | None:
         """Removes finished rows from the batch once there are enough; returns the places of the remaining
@@ -271,4 +303,4 @@ def _result(tokens: Tensor, log_probs: Tensor, ends: _Ends) -> WaveResult:
         raise FloatingPointError(
             "the model's logits are not finite numbers; its weights are damaged or have diverged"
         )
-    return WaveResult(tokens, log_probs, ends.lengths, ends.stopped)
+    return WaveResult(tokens, log_probs, ends.lengths, ends.stopped, None)

@@ -42,13 +42,15 @@ from hydraflow.generation.base import (
     SamplingParams,
     TokenRequest,
 )
-from hydraflow.generation.decode import CachedForward, WaveDecoder, WaveResult
+from hydraflow.generation.decode import CachedForward, NoCache, WaveDecoder, WaveResult
 from hydraflow.generation.layout import Wave, request_order, waves
+from hydraflow.generation.own_numbers import not_sampled, require_own_numbers
 from hydraflow.generation.requests import require_fitting
 from hydraflow.generation.sampling import UniformDraws
 from hydraflow.generation.stopping import StopStrings, watched
 from hydraflow.generation.weights import WeightLoader, held_weights
-from hydraflow.models.loading import context_of, soft_capped
+from hydraflow.models.loading import context_of, soft_capped, widen_buffers
+from hydraflow.models.routers import HFRouters
 from hydraflow.protocol import ragged
 from hydraflow.weights.buckets import Weight
 
@@ -86,6 +88,10 @@ class NativeEngine:
         self._tokenizer = tokenizer
         self._not_ready = ""
         self._loader = WeightLoader(model)
+        self._unchecked: str | None = None
+        """Configuration key of the engine while its numbers are still to be compared."""
+        self._found_routers: HFRouters | None = None
+        """Once experts were asked for."""
         self._queue: dict[str, TokenRequest] = {}
         """In flight."""
         self._empty: dict[Tensor, torch.Size] = {}
@@ -101,19 +107,25 @@ class NativeEngine:
         max_num_seqs: int = 1024,
         generation_config: GenerationConfig | None = None,
         tokenizer: TokenizersBackend | None = None,
+        field: str | None = None,
     ) -> NativeEngine:
         """An engine without weights: call `update_weights` before `generate`. Reads no files and draws no
-        random numbers."""
+        random numbers.
+
+        field: the configuration key of the engine, for refusing a model whose numbers are not its own once it
+        has weights; None: they are not compared.
+        """
         config = copy.deepcopy(config)
         # the trainer may have set its own attention, which supports packed rows but no cache
         config._attn_implementation = "eager" if soft_capped(config) else None
         with no_init_weights(), torch.device(device):
             model = AutoModelForCausalLM.from_config(config, dtype=dtype)
         model.tie_weights()
+        widen_buffers(model)
         engine = cls(
             model, max_num_seqs=max_num_seqs, generation_config=generation_config, tokenizer=tokenizer
         )
-        engine._not_ready = NO_WEIGHTS
+        engine._not_ready, engine._unchecked = NO_WEIGHTS, field
         return engine
 
     def generate(self, request: GenerationRequest, params: SamplingParams) -> GenerationOutput:
@@ -151,7 +163,9 @@ class NativeEngine:
         names = [one.name for some in groups.values() for one in some]
         for name in names:
             del self._queue[name]
-        columns = ragged.rows(output.responses), ragged.rows(output.log_probs), output.finish_reason
+        routes = output.routed_experts
+        of_rows = [None] * len(names) if routes is None else ragged.rows(routes)
+        columns = ragged.rows(output.responses), ragged.rows(output.log_probs), output.finish_reason, of_rows
         return [Completion(*one) for one in zip(names, *columns, strict=True)]
 
     def abort(self, names: Collection[str]) -> list[Completion]:
@@ -164,21 +178,26 @@ class NativeEngine:
         """Loads weights, converting dtypes and devices.
 
         ValueError: see `WeightLoader`; the engine then refuses to generate until an update succeeds.
+        ConfigError: see `require_own_numbers`.
         """
         self._not_ready = MIXED_WEIGHTS
         if first:
             for tensor, shape in self._empty.items():
                 tensor.data = tensor.new_empty(shape)
             self._empty = {}
-            self._loader = WeightLoader(self._model)
+            self._loader.forget()
         self._loader.load(stream)
         if last:
             self._loader.require_all()
             self._not_ready = ""
+            field, self._unchecked = self._unchecked, None
+            if field is not None:
+                require_own_numbers(self, self._model, field)
 
     def sleep(self) -> None:
         """See `GenerationEngine`. It has caches only while it generates."""
         self._not_ready = ASLEEP
+        self._forward.let_go()
         for tensor in set(self.held().values()) - set(self._empty):  # tied weights are one tensor
             self._empty[tensor] = tensor.shape
             tensor.data = tensor.new_empty(0)
@@ -214,9 +233,23 @@ class NativeEngine:
             keys = [some.key for some in prompts]
             draws = UniformDraws(keys, np.array(samples), np.array(wave.owner), device, begun=begun)
         stops = {*params.stop_token_ids, *(() if params.ignore_eos else self._eos)}
-        decoder = WaveDecoder(self._forward, [some.prompt for some in prompts], wave.owner, wave.width, draws)
+        decoder = WaveDecoder(
+            self._forward,
+            [some.prompt for some in prompts],
+            wave.owner,
+            wave.width,
+            draws,
+            self._routers() if params.routes else None,
+        )
         stop_tokens = torch.tensor(sorted(stops), dtype=torch.int64, device=device)
         return decoder.run(params, stop_tokens, self._stop_strings(prompts, wave.owner, params, begun))
+
+    def _routers(self) -> HFRouters:
+        """ValueError: the model has no experts, or of a form that is not known here."""
+        self._found_routers = self._found_routers or HFRouters(self._model)
+        if not self._found_routers.replays:
+            raise ValueError(f"{type(self._model).__name__} has no experts that can be recorded")
+        return self._found_routers
 
     def _stop_strings(
         self, prompts: Sequence[_Rows], owner: Sequence[int], params: SamplingParams, begun: int
@@ -230,15 +263,20 @@ class NativeEngine:
 
 
 def build(config: PreTrainedConfig, spec: EngineSpec) -> NativeEngine:
-    """The engine of a rollout process."""
-    return NativeEngine.from_config(
-        config,
-        device=spec.device,
-        dtype=spec.dtype,
-        max_num_seqs=spec.rollout.max_num_seqs,
-        generation_config=spec.generation_config,
-        tokenizer=spec.tokenizer,
-    )
+    """The engine of a rollout process. ConfigError for a model that it cannot sample from."""
+    field = f"{spec.section}.name"
+    try:
+        return NativeEngine.from_config(
+            config,
+            device=spec.device,
+            dtype=spec.dtype,
+            max_num_seqs=spec.rollout.max_num_seqs,
+            generation_config=spec.generation_config,
+            tokenizer=spec.tokenizer,
+            field=field,
+        )
+    except NoCache as error:
+        raise not_sampled(config.model_type, field, str(error)) from error
 
 
 def _alike(request: TokenRequest) -> tuple[SamplingParams, int]:
@@ -266,4 +304,6 @@ def _output(results: Sequence[WaveResult], order: np.ndarray) -> GenerationOutpu
             t.cpu()[torch.arange(t.shape[1]) < r.lengths.cpu()[:, None]] for t, r in zip(tensors, results)
         ]  # (N,) each
         columns.append(ragged.take(ragged.from_parts(torch.cat(used).clone(), lengths.clone()), order))
-    return GenerationOutput(columns[0], columns[1], reason[order])
+    of_rows = [row for result in results for row in result.routes or ()]
+    routes = ragged.take(ragged.from_rows(of_rows), order) if of_rows else None
+    return GenerationOutput(columns[0], columns[1], reason[order], routes)

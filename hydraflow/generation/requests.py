@@ -51,11 +51,17 @@ def sample_batch(
         with suppress(RuntimeError, ArithmeticError, EnvironmentFault):  # the first error is the one to tell
             engine.abort(names)
         raise
-    ordered = [found[name] for name in names]
+    return output_of([found[name] for name in names])
+
+
+def output_of(ordered: Sequence[Completion]) -> GenerationOutput:
+    """Responses as a batch, in this order."""
+    routes = [one.routed_experts for one in ordered if one.routed_experts is not None]
     return GenerationOutput(
         ragged.from_rows([one.tokens for one in ordered]),
         ragged.from_rows([one.log_probs for one in ordered]),
         np.array([one.finish_reason for one in ordered], dtype=object),
+        ragged.from_rows(routes) if routes else None,
     )
 
 

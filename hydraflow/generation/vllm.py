@@ -26,6 +26,7 @@ from transformers.initialization import no_init_weights
 
 from hydraflow.device import collective_backend
 from hydraflow.errors import ConfigError
+from hydraflow.generation import vllm_adapters
 from hydraflow.generation.base import (
     ABORT,
     ASLEEP,
@@ -40,13 +41,16 @@ from hydraflow.generation.base import (
     SamplingParams,
     TokenRequest,
 )
-from hydraflow.generation.config import MINIMUM_VLLM, VLLM, splits_prompts
+from hydraflow.generation.config import MINIMUM_VLLM, VLLM, batched_tokens, splits_prompts
 from hydraflow.generation.native import end_tokens
 from hydraflow.generation.requests import engine_context, require_fitting, sample_batch, seed_of
 from hydraflow.generation.stopping import watched
+from hydraflow.generation.vllm_adapters import request_of
+from hydraflow.generation.vllm_experts import keep_experts_plain, record_routes
 from hydraflow.generation.vllm_weights import pattern, wanted_weights
 from hydraflow.generation.vllm_worker import WeightReceiver, executor_in_group
 from hydraflow.generation.weights import Arrivals, Assembly
+from hydraflow.models.adapters import AdapterLayers, add_shapes, is_adapter
 from hydraflow.models.loading import first_line
 from hydraflow.system.importing import importing
 from hydraflow.weights.buckets import Weight
@@ -64,21 +68,42 @@ DEFAULTS = {
     "VLLM_HOST_IP": "127.0.0.1",
 }
 """Others, where the user has not set them."""
+UNCOMPILED = {"TORCHDYNAMO_DISABLE": "1"}
+"""Likewise in eager mode on a CPU, where vLLM would still run a C++ compiler in each process, for single
+functions."""
 
 
 class VllmEngine:
     """A `GenerationEngine` around vLLM's `LLMEngine`."""
 
     def __init__(
-        self, engine: Any, model: nn.Module, eos: Sequence[int], tokenizer: TokenizersBackend | None = None
+        self,
+        engine: Any,
+        model: nn.Module,
+        eos: Sequence[int],
+        tokenizer: TokenizersBackend | None = None,
+        *,
+        routes: bool = False,
+        adapters: AdapterLayers | None = None,
     ):
-        """engine: a `LLMEngine` without weights. model: the Hugging Face model, perhaps on the meta device.
-        eos: its end tokens. tokenizer: for stop strings."""
+        """engine: a `LLMEngine` without weights. model: the Hugging Face model, perhaps on the meta device,
+        with the shapes of its adapters. eos: its end tokens. tokenizer: for stop strings. routes: it records
+        experts. adapters: it was built to compute with them."""
         self._engine, self._eos, self._tokenizer = engine, tuple(eos), tokenizer
+        self._records = routes
+        self._recorded: dict[str, tuple[str, int]] = {}
+        """Of each request in flight whose experts are asked for: vLLM's own name, and tokens that came with
+        it."""
         engine.output_processor.tokenizer = tokenizer  # which finds stop strings; the engine needs no other
         self._arrivals, self._assembly = Arrivals(model), Assembly()
         self._not_ready = NO_WEIGHTS
         self._wanted = wanted_weights(model, self._arrivals)
+        self._adapters, self._adapter = adapters, 0
+        """The second: number of the adapter that requests get; 0: none."""
+        self._adapter_tensors: dict[str, Tensor] = {}
+        """Of the next one, as they come."""
+        self._base_comes = False
+        """Whether an update brings the weights below the adapters, too."""
         self._vocabulary: int = engine.model_config.get_vocab_size()
         self._context = engine_context(engine.model_config.max_model_len)
         config = engine.vllm_config
@@ -109,14 +134,18 @@ class VllmEngine:
         for one in requests:
             seed = seed_of(one.key, one.sample, len(one.begun)) if self._seeds else None
             how = self._sampling_params(one.left, seed)
-            self._engine.add_request(one.name, tokens_input(one.context.tolist()), how)
+            adapter = request_of(self._adapter) if self._adapter else None
+            self._engine.add_request(one.name, tokens_input(one.context.tolist()), how, lora_request=adapter)
             if one.params.stop:
                 self._watch(one)
+            if one.params.routes:
+                (inner,) = self._engine.output_processor.external_req_ids[one.name]
+                self._recorded[one.name] = inner, len(one.context)
 
     def advance(self) -> list[Completion]:
         """See `GenerationEngine`. FloatingPointError: log-probabilities are not numbers."""
         while self._engine.has_unfinished_requests():
-            if ended := [_completion(output) for output in self._engine.step() if output.finished]:
+            if ended := [self._completion(output) for output in self._engine.step() if output.finished]:
                 return ended
         return []
 
@@ -134,7 +163,7 @@ class VllmEngine:
             for state in states
         ]
         self._engine.abort_request(list(names))
-        return [_completion(output) for output in outputs]
+        return [self._completion(output) for output in outputs]
 
     def update_weights(self, stream: Iterable[Weight], *, first: bool = True, last: bool = True) -> None:
         """See `GenerationEngine`. vLLM's loader takes whole weights, so parts of one are put together here.
@@ -142,11 +171,13 @@ class VllmEngine:
         attention still multiplies them, and NaN times 0 is NaN."""
         self._not_ready = MIXED_WEIGHTS
         if first:
-            self._arrivals.forget()
+            self._arrivals.forget(is_adapter if self._adapters else None)
+            self._adapter_tensors, self._base_comes = {}, False
             self._rpc(WeightReceiver.hydraflow_wake_weights)
-        self._rpc(WeightReceiver.hydraflow_load_weights, self._checked(stream))
+        self._rpc(WeightReceiver.hydraflow_load_weights, self._without_adapters(self._checked(stream)))
         if last:
             self._arrivals.require_all()
+            self._load_adapter()
             self._rpc(WeightReceiver.hydraflow_clear_cache)
             if not self._engine.reset_prefix_cache():
                 raise RuntimeError("vLLM kept the cache of old weights: requests are still running")
@@ -155,7 +186,7 @@ class VllmEngine:
     def sleep(self) -> None:
         """See `GenerationEngine`."""
         self._not_ready = ASLEEP
-        self._rpc(WeightReceiver.hydraflow_rest)
+        self._rpc(WeightReceiver.hydraflow_rest, self._adapters is not None)
 
     def held(self) -> Mapping[str, Tensor]:
         """See `GenerationEngine`. Read from vLLM's own parameters, in which q, k and v are one tensor, and
@@ -169,7 +200,8 @@ class VllmEngine:
         wanted, known = self._wanted.items(), self._arrivals.known
         sent = pattern({name: known[name] for name, weight in wanted if weight.tied_to is None})
         copies = ((name, tensor.clone()) for name, tensor in sent.items())
-        self._rpc(WeightReceiver.hydraflow_load_weights, copies)
+        self._rpc(WeightReceiver.hydraflow_load_weights, self._without_adapters(copies))
+        self._load_adapter()
         held = self.held()
         for name, weight in wanted:
             expected = sent.get(weight.tied_to or name)
@@ -180,10 +212,29 @@ class VllmEngine:
         (answer,) = self._engine.collective_rpc(method.__name__, args=args)
         return answer
 
+    def _load_adapter(self) -> None:
+        """Has requests get the adapter that has come. Under a new number: see `vllm_adapters.py`."""
+        if self._adapters is None:
+            return
+        self._adapter += 1
+        tensors, self._adapter_tensors = self._adapter_tensors, {}
+        self._rpc(WeightReceiver.hydraflow_load_adapter, self._adapter, self._adapters.rank, tensors)
+
+    def _without_adapters(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        """Keeps the tensors of the adapter for `_load_adapter`."""
+        for name, tensor in weights:
+            if is_adapter(name):
+                self._adapter_tensors[name] = tensor
+            else:
+                yield name, tensor
+
     def _checked(self, stream: Iterable[Weight]) -> Iterator[tuple[str, Tensor]]:
         """The stream for vLLM's loader, whole weights, and tied ones once. Copied, because the stream is
         borrowed, and a loader may keep what it has read until a fused layer is complete."""
         for name, sent in stream:
+            if not self._base_comes and not is_adapter(name):
+                self._base_comes = True
+                self._arrivals.forget(lambda known: not is_adapter(known))
             earlier = self._arrivals.note(name, sent)
             if (tensor := self._assembly.add(sent)) is None:
                 continue
@@ -200,6 +251,22 @@ class VllmEngine:
         for inner in known.external_req_ids[one.name]:
             detokenizer = known.request_states[inner].detokenizer
             detokenizer.stream, detokenizer.output_text = response.stream, response.text
+
+    def _completion(self, output: Any) -> Completion:
+        """Of a request that has ended just now."""
+        (one,) = output.outputs
+        if one.finish_reason not in (STOP, LENGTH, ABORT):
+            raise RuntimeError(f"vLLM ended a request with {one.finish_reason}")
+        log_probs = torch.tensor(one.logprobs.logprobs, dtype=torch.float32)
+        if not bool(log_probs.isfinite().all()):
+            raise FloatingPointError(
+                "log-probabilities of sampled tokens are not finite: the weights are broken"
+            )
+        tokens, routes = torch.tensor(one.token_ids, dtype=torch.int64), None
+        if output.request_id in self._recorded:
+            inner, begun = self._recorded.pop(output.request_id)
+            routes = self._rpc(WeightReceiver.hydraflow_read_routes, inner, begun + max(len(tokens) - 1, 0))
+        return Completion(output.request_id, tokens, log_probs, one.finish_reason, routes)
 
     def _sampling_params(self, params: SamplingParams, seed: int | None) -> Any:
         from vllm import SamplingParams as VllmParams
@@ -223,6 +290,8 @@ class VllmEngine:
         )
 
     def _check(self, prompts: Sequence[Tensor], params: SamplingParams) -> None:
+        if params.routes and not self._records:
+            raise ValueError("experts are told by an engine that was built to record them")
         require_fitting(
             prompts, params, context=self._context, vocabulary=self._vocabulary, tokenizer=self._tokenizer
         )
@@ -231,16 +300,26 @@ class VllmEngine:
 def build(config: PreTrainedConfig, spec: EngineSpec) -> VllmEngine:
     """The engine of a rollout process. ConfigError: vLLM does not run this, or is another version than
     needed."""
-    set_environment()
+    set_environment(compiles=spec.device.type != "cpu" or spec.rollout.enforce_eager is False)
     with no_init_weights(), torch.device("meta"):
         model = AutoModelForCausalLM.from_config(copy.deepcopy(config), dtype=spec.dtype)
     model.tie_weights()
+    if spec.adapters is not None:
+        add_shapes(spec.adapters, model)
     eos = end_tokens(spec.generation_config or model.generation_config, config)
     with tempfile.TemporaryDirectory(prefix="hydraflow-vllm-") as folder:
         saved = copy.deepcopy(config)
         saved.architectures = [type(model).__name__]
         saved.save_pretrained(folder)
-        engine = VllmEngine(_start(folder, spec), model, eos, spec.tokenizer)
+        try:
+            started = _start(folder, spec, model)
+            engine = VllmEngine(
+                started, model, eos, spec.tokenizer, routes=spec.routes, adapters=spec.adapters
+            )
+        except (ImportError, AttributeError) as error:
+            rule = f"the installed vLLM lacks what is called here: {first_line(error)}"
+            key = f"{spec.section}.name"
+            raise ConfigError.one(key, "vllm", rule, f"{VLLM.install}, or {key}=native") from error
     try:
         engine.require_readable()
     except (ValueError, LookupError, AssertionError, AttributeError) as error:
@@ -248,26 +327,16 @@ def build(config: PreTrainedConfig, spec: EngineSpec) -> VllmEngine:
     return engine
 
 
-def set_environment() -> None:
-    """What vLLM must find before it is imported."""
+def set_environment(*, compiles: bool) -> None:
+    """What vLLM must find before it is imported. compiles: it may compile single functions in eager mode."""
     os.environ.update(REQUIRED)
-    for name, value in DEFAULTS.items():
+    for name, value in (DEFAULTS if compiles else DEFAULTS | UNCOMPILED).items():
         os.environ.setdefault(name, value)
 
 
-def _completion(output: Any) -> Completion:
-    (one,) = output.outputs
-    if one.finish_reason not in (STOP, LENGTH, ABORT):
-        raise RuntimeError(f"vLLM ended a request with {one.finish_reason}")
-    log_probs = torch.tensor(one.logprobs.logprobs, dtype=torch.float32)
-    if not bool(log_probs.isfinite().all()):
-        raise FloatingPointError("log-probabilities of sampled tokens are not finite: the weights are broken")
-    tokens = torch.tensor(one.token_ids, dtype=torch.int64)
-    return Completion(output.request_id, tokens, log_probs, one.finish_reason)
-
-
-def _start(folder: str, spec: EngineSpec) -> Any:
-    """A `LLMEngine` with random weights for the configuration in that folder."""
+def _start(folder: str, spec: EngineSpec, model: nn.Module) -> Any:
+    """A `LLMEngine` with random weights for the configuration in that folder. model: as `VllmEngine` gets
+    it."""
     with importing():
         import vllm
         from vllm.platforms import current_platform
@@ -281,11 +350,15 @@ def _start(folder: str, spec: EngineSpec) -> Any:
         raise ConfigError.one(key, "vllm", rule, f"{VLLM.install}, or {key}=native")
     if ours == "cpu":
         _keep_weights_plain()
+    if spec.routes:
+        record_routes()
     if not dist.is_initialized():
         # else vLLM makes this group of one by a file in TMPDIR, which a killed process leaves, or by a port
         dist.init_process_group(collective_backend(ours), store=dist.HashStore(), rank=0, world_size=1)
     try:
-        config = vllm.EngineArgs(**arguments(folder, spec)).create_engine_config()
+        layers = spec.adapters
+        of_adapters = {} if layers is None else vllm_adapters.arguments(layers, model)
+        config = vllm.EngineArgs(**arguments(folder, spec), **of_adapters).create_engine_config()
         _require_own_weights(config.model_config, spec)
         if ours == "cpu":
             _require_kernel(config.model_config.get_head_size())
@@ -350,7 +423,7 @@ def arguments(folder: str, spec: EngineSpec) -> dict[str, Any]:
         "seed": spec.seed,
         "max_model_len": rollout.max_model_len or spec.longest_row,
         "max_num_seqs": rollout.max_num_seqs,
-        "max_num_batched_tokens": rollout.max_num_batched_tokens,
+        "max_num_batched_tokens": batched_tokens(rollout, spec.longest_row, spec.device.type),
         "gpu_memory_utilization": rollout.gpu_memory_utilization,
         "enforce_eager": on_cpu if rollout.enforce_eager is None else rollout.enforce_eager,
         "enable_prefix_caching": rollout.enable_prefix_caching,
@@ -362,6 +435,7 @@ def arguments(folder: str, spec: EngineSpec) -> dict[str, Any]:
         "enable_sleep_mode": not on_cpu,
         # it asks the driver about devices of other processes, which this one does not see
         "disable_custom_all_reduce": spec.tensor_parallel > 1,
+        "moe_backend": "auto" if on_cpu else "triton",  # it does not repack weights
         **rollout.engine_kwargs.vllm,
     }
 
@@ -374,6 +448,7 @@ def _keep_weights_plain() -> None:
 
     _custom_ops._supports_onednn = False
     utils.check_cpu_sgl_kernel = lambda n, k, dtype: False
+    keep_experts_plain()
 
 
 def _cache_bytes(config: Any, spec: EngineSpec) -> int:

@@ -1,9 +1,8 @@
 """Where vLLM holds the weights of a Hugging Face model.
 
 In: the Hugging Face model, for names and shapes, and vLLM's. Out: vLLM's tensors by Hugging Face name, and a
-pattern whose return proves that they are the right ones. Left out on purpose: experts of a mixture. vLLM
-holds them as `w13_weight` and `w2_weight`, in the order in which they are loaded, but its kernels have
-repacked that memory by then: what is loaded again reads back right and computes wrong.
+pattern whose return proves that they are the right ones. Left out on purpose: putting together what is
+divided among devices (`vllm_worker.py`, `vllm_experts.py`).
 """
 
 from __future__ import annotations
@@ -15,7 +14,10 @@ import torch
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
+from hydraflow.generation.vllm_adapters import held_adapter, without_wrapper
+from hydraflow.generation.vllm_experts import name_of_experts, vllm_name
 from hydraflow.generation.weights import Arrivals
+from hydraflow.models.adapters import is_adapter, layer_and_side
 
 PERIOD = 251
 """Of the pattern: a prime, so that neither shapes nor rows repeat with it, and small enough that 16 bits hold
@@ -77,7 +79,8 @@ class HeldWeights(Mapping[str, Tensor]):
 
     def __init__(self, model: nn.Module, wanted: Mapping[str, HFWeight], whole: Whole):
         self._model, self._wanted, self._whole = model, wanted, whole
-        self._held = {**dict(model.named_parameters(remove_duplicate=False)), **dict(model.named_buffers())}
+        held = {**dict(model.named_parameters(remove_duplicate=False)), **dict(model.named_buffers())}
+        self._held = {name.replace(".base_layer.", "."): tensor for name, tensor in held.items()}
         self._fused: Mapping[str, list[str]] = getattr(model, "packed_modules_mapping", {})
 
     def __iter__(self) -> Iterator[str]:
@@ -88,7 +91,11 @@ class HeldWeights(Mapping[str, Tensor]):
 
     def __getitem__(self, name: str) -> Tensor:
         weight = self._wanted[name]
-        tensor = self._put_together(name) if name in self._held else self._rows_of_fused(name)
+        if is_adapter(name):
+            return self._adapter(name, weight.shape)
+        known = vllm_name(self._model, name)
+        own = next((held for held in (known, name_of_experts(known)) if held in self._held), None)
+        tensor = self._rows_of_fused(name) if own is None else self._put_together(own)
         if tensor is None and weight.tied_to is not None:
             return self[weight.tied_to]
         if tensor is None:
@@ -99,7 +106,14 @@ class HeldWeights(Mapping[str, Tensor]):
 
     def _put_together(self, name: str) -> Tensor:
         path, _, kind = name.rpartition(".")
-        return self._whole(self._model.get_submodule(path), kind, self._held[name])
+        return self._whole(without_wrapper(self._model.get_submodule(path)), kind, self._held[name])
+
+    def _adapter(self, name: str, shape: torch.Size) -> Tensor:
+        tensor = held_adapter(self._model, self._fused, name, shape)
+        if tensor is None:
+            layer, model = layer_and_side(name)[0], type(self._model).__name__
+            raise ValueError(f"{model} has no place for the adapter of {layer}")
+        return tensor
 
     def _rows_of_fused(self, name: str) -> Tensor | None:
         """The rows that are this weight in a parameter made of several (q, k and v); None: there is none."""

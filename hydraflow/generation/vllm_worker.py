@@ -5,8 +5,8 @@ In: calls from `vllm.py`, by name. vLLM mixes `WeightReceiver` into its worker c
 so `self` is that worker. Where a model is divided among devices (tensor parallelism), each has a process with
 an engine of its own; they get the same calls, so they schedule alike, and their forward passes meet in
 collectives. Left out on purpose: weights that vLLM keeps in another form than they are loaded (quantised, or
-the experts of a mixture, which its kernels repack). vLLM is imported where it is used: this module is also
-read where it is not installed.
+experts that its kernels repack). vLLM is imported where it is used: this module is also read where it is not
+installed.
 """
 
 from __future__ import annotations
@@ -18,6 +18,8 @@ import torch
 from torch import Tensor, nn
 
 from hydraflow.device import return_memory
+from hydraflow.generation.vllm_adapters import replace_adapter
+from hydraflow.generation.vllm_experts import ROUTES, is_experts, vllm_name, whole_experts
 from hydraflow.generation.vllm_weights import HeldWeights, HFWeight
 
 LEAST_TEMPERATURE = 1e-5
@@ -93,6 +95,8 @@ def whole(module: nn.Module, kind: str, part: Tensor) -> Tensor:
     from vllm.model_executor.layers.linear import ColumnParallelLinear, RowParallelLinear
     from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 
+    if is_experts(module):
+        return whole_experts(module, kind, part)
     if getattr(module, "tp_size", 1) == 1:
         return part
     if isinstance(module, RowParallelLinear):
@@ -141,12 +145,25 @@ class WeightReceiver:
         from vllm.config import set_current_vllm_config
 
         with torch.no_grad(), set_current_vllm_config(self.vllm_config):
-            loader: Any = self._model()
-            loader.load_weights(stream)
+            model: Any = self._model()
+            model.load_weights((vllm_name(model, name), tensor) for name, tensor in stream)
+
+    def hydraflow_load_adapter(self, number: int, rank: int, tensors: Mapping[str, Tensor]) -> None:
+        """See `replace_adapter`."""
+        replace_adapter(self.model_runner.lora_manager, number, rank, tensors)
 
     def hydraflow_read_weights(self, wanted: Mapping[str, HFWeight]) -> HeldWeights:
         """The weights by Hugging Face name."""
         return HeldWeights(self._model(), wanted, whole)
+
+    def hydraflow_read_routes(self, request: str, tokens: int) -> Tensor | None:
+        """uint8 or int16 (tokens, L, K): the experts of a request's first tokens, until the next forward
+        pass; None: it never began."""
+        begun = self.model_runner.requests.get(request)
+        if begun is None:
+            return None
+        routes: Tensor = getattr(self.model_runner, ROUTES).of_tokens(begun.block_ids[0], tokens)
+        return routes
 
     def hydraflow_clear_cache(self) -> None:
         """Sets all keys and values to zero."""
@@ -156,13 +173,14 @@ class WeightReceiver:
         for cache in self._caches():
             cache.zero_()
 
-    def hydraflow_rest(self) -> None:
-        """Gives back the memory of weights and cache."""
+    def hydraflow_rest(self, keeps: bool) -> None:
+        """Gives back the memory of weights and cache; `keeps`: weights are then in the host's memory."""
         if self.model_runner.device.type != "cpu":
-            self.sleep(level=2)  # all comes back at the same addresses, which CUDA graphs hold
+            # all comes back at the same addresses, which CUDA graphs hold
+            self.sleep(level=1 if keeps else 2)
             self._asleep = True
             return
-        for weight in set(self._model().parameters()) - set(self._empty):
+        for weight in set() if keeps else set(self._model().parameters()) - set(self._empty):
             self._empty[weight] = weight.shape
             weight.data = weight.new_empty(0)
         for cache in self._caches():
@@ -173,8 +191,8 @@ class WeightReceiver:
         return_memory("cpu")
 
     def hydraflow_wake_weights(self) -> None:
-        """Reallocates the memory, uninitialised; on a GPU that of the cache comes back when all weights are
-        there."""
+        """Reallocates the memory, uninitialised but for weights that were kept; on a GPU that of the cache
+        comes back when all weights are there."""
         if self._asleep:
             self.wake_up(["weights"])
         for weight, shape in self._empty.items():

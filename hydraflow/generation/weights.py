@@ -10,7 +10,7 @@ converted by copying.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import NoReturn
 
 import torch
@@ -51,9 +51,11 @@ class Arrivals:
         """The first of a tied weight's names; else its own."""
         return self._needed.get(id(self.known[name]), name)
 
-    def forget(self) -> None:
-        """Resets: no weight has been received."""
-        self._arrived, self._begun = {}, {}
+    def forget(self, which: Callable[[str], bool] | None = None) -> None:
+        """Resets: no weight has been received, or none with a name of this kind."""
+        forgotten = {id(tensor) for name, tensor in self.known.items() if which is None or which(name)}
+        self._arrived = {key: name for key, name in self._arrived.items() if key not in forgotten}
+        self._begun = {name: n for name, n in self._begun.items() if id(self.known[name]) not in forgotten}
 
     def refuse_other(self, name: str, earlier: str) -> NoReturn:
         """ValueError: two different tensors were sent for tied weights."""
@@ -109,7 +111,7 @@ class WeightLoader:
 
     def __init__(self, model: nn.Module):
         self._arrivals = Arrivals(model)
-        self.require_all = self._arrivals.require_all
+        self.forget, self.require_all = self._arrivals.forget, self._arrivals.require_all
 
     @torch.no_grad()
     def load(self, stream: Iterable[Weight]) -> None:

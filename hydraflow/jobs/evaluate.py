@@ -14,9 +14,10 @@ import numpy as np
 from hydraflow.data.files import FileRecord, raise_problems, read_records
 from hydraflow.errors import EnvironmentFault, Problem
 from hydraflow.jobs.output import output_file
-from hydraflow.rewards.custom import check_sources
+from hydraflow.rewards.chosen import check_sources
+from hydraflow.rewards.config import RewardConfig
 from hydraflow.rewards.failures import require_scored
-from hydraflow.rewards.pool import RewardPool, RewardResult, RewardRow
+from hydraflow.rewards.pool import RewardPool, RewardResult, RewardRow, function_means
 from hydraflow.schema import EvalConfig, EvalDataConfig
 
 logger = logging.getLogger(__name__)
@@ -30,7 +31,7 @@ def run_eval(config: EvalConfig) -> None:
     """
     with output_file(config.output.path) if config.output.path else nullcontext() as unfinished:
         scored = score(config)
-        text = json.dumps(averages(scored), indent=2)
+        text = json.dumps(averages(scored, config.reward), indent=2)
         print(text, flush=True)
         if unfinished is not None:
             try:
@@ -69,10 +70,10 @@ def score(config: EvalConfig) -> Scored:
     return scored
 
 
-def averages(scored: Scored) -> dict[str, dict[str, Any]]:
+def averages(scored: Scored, reward: RewardConfig) -> dict[str, dict[str, Any]]:
     """`{data_source: {score/mean@n, acc/mean@n, score/best@n, prompts, responses, failed}}`; n is the
     responses per prompt."""
-    return {source: _averages(source, prompts) for source, prompts in scored.items()}
+    return {source: _averages(source, prompts, reward) for source, prompts in scored.items()}
 
 
 def _require_scored(config: EvalConfig, scored: Scored) -> None:
@@ -121,7 +122,7 @@ def _count_problems(sources: Mapping[str, list[list[RewardRow]]], data: EvalData
             yield Problem(f"column {data.response_key}", None, rule, remedy)
 
 
-def _averages(source: str, results: Sequence[Sequence[RewardResult]]) -> dict[str, Any]:
+def _averages(source: str, results: Sequence[Sequence[RewardResult]], reward: RewardConfig) -> dict[str, Any]:
     scores = np.array([[result.score for result in prompt] for prompt in results])  # (prompts, n)
     accuracies = np.array([[one.extra.get("acc", one.score) for one in prompt] for prompt in results])
     failures = [result.failed for prompt in results for result in prompt if result.failed is not None]
@@ -136,4 +137,5 @@ def _averages(source: str, results: Sequence[Sequence[RewardResult]]) -> dict[st
         "prompts": prompts,
         "responses": scores.size,
         "failed": len(failures),
+        **function_means(reward, [one for prompt in results for one in prompt]),
     }

@@ -8,32 +8,52 @@ purpose: reward functions and the machine (`ppo.py`, `session.py`).
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from hydraflow.algorithms.config import TOPK
 from hydraflow.batch_plan.resolve import BatchPlan
 from hydraflow.batch_plan.roles import needs_critic
 from hydraflow.batch_plan.topology import SECTIONS
-from hydraflow.data.config import PromptConfig, SFTDataConfig
+from hydraflow.data.config import ExamplesConfig, PromptConfig
 from hydraflow.data.files import FileRecord
 from hydraflow.data.prompts import PromptDataset, read_prompts
 from hydraflow.engine.fsdp.lora import require_targets
 from hydraflow.engine.fsdp.ulysses import KEY, require_shareable
-from hydraflow.errors import ConfigError, Faults
+from hydraflow.errors import ConfigError, Faults, Problem
 from hydraflow.generation.config import SamplingConfig, every_stop_string
 from hydraflow.generation.stopping import streaming_tokenizer
+from hydraflow.jobs.own_code import check_modules
 from hydraflow.models.config import ModelConfig, ModelSourceConfig
 from hydraflow.models.fit import require_model, require_weights
-from hydraflow.models.loading import context_of, load_config, load_generation_config, load_tokenizer
+from hydraflow.models.loading import (
+    SCORE,
+    context_of,
+    load_config,
+    load_generation_config,
+    load_tokenizer,
+    require_path,
+    stored_tensor,
+)
 from hydraflow.protocol.ragged import lengths
 from hydraflow.schema import PPOConfig
-from hydraflow.trainer.roles import critic_model
+from hydraflow.trainer.ppo import teacher_of
+from hydraflow.trainer.roles import TEACHERS, critic_model, reward_model, teacher_model
+from hydraflow.workers.reward_model import REWARD_MODEL
+from hydraflow.workers.teacher import likeliest_tokens, vocabulary_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 Rows = TypeVar("Rows")
+LOSS = "distillation.distillation_loss"
+BYTES_PER_TARGET = 12
+"""Of a token's id and its log-probability, in the columns of a step."""
+WHOLE_VOCABULARY_BYTES = 2 * 2**30
+"""Most bytes of such columns in a process where they hold the whole vocabulary. A divergence over them takes
+several times as much for a moment."""
 POLICY, CRITIC, ROLLOUT = "actor_rollout_ref.model", "critic.model", "actor_rollout_ref.rollout"
 
 
@@ -58,6 +78,8 @@ class RunPrompts:
 
 def open_model(model: ModelSourceConfig, faults: Faults, *, head: str, field: str) -> PreTrainedConfig | None:
     """The model's configuration, checked against the weight files as far as possible without loading them."""
+    if not faults.passes(lambda: check_modules(model, field)):
+        return None
     config = faults.result(lambda: load_config(model, field=field))
     if config is None or not faults.passes(lambda: require_model(model, config, head=head, field=field)):
         return None
@@ -96,7 +118,7 @@ def require_stops(
 def open_rows(
     kind: Callable[..., Rows],
     read: Callable[..., object],
-    data: PromptConfig | SFTDataConfig,
+    data: PromptConfig | ExamplesConfig,
     files: Any,
     tokenizer: PreTrainedTokenizerBase | None,
     faults: Faults,
@@ -148,6 +170,10 @@ def open_inputs(config: PPOConfig, faults: Faults) -> RunPrompts | None:
     if needs_critic(config):
         _open_critic(config, faults)
     tokenizer = open_tokenizer(model, described, faults, field=POLICY)
+    if config.reward.reward_model.enable:
+        _open_reward_model(config, tokenizer, faults)
+    if config.distillation.enabled:
+        _open_teachers(config, described, tokenizer, faults)
     require_stops(tokenizer, config.actor_rollout_ref.rollout, faults, section=ROLLOUT)
     train = val = None
     if not config.trainer.val_only:
@@ -170,3 +196,77 @@ def _open_critic(config: PPOConfig, faults: Faults) -> None:
     critics = Faults()
     open_trained_model(critic_model(config), critics, head="value", field=CRITIC)
     faults.add([problem for problem in critics.problems if (str(problem.value), problem.rule) not in known])
+
+
+def _open_reward_model(config: PPOConfig, tokenizer: PreTrainedTokenizerBase | None, faults: Faults) -> None:
+    """The reward model has a trained value head, and reads the policy's tokens."""
+    model, key = reward_model(config), f"{REWARD_MODEL}_path"
+    described, found = _open_companion(model, tokenizer, head="value", field=REWARD_MODEL)
+    if described is not None and stored_tensor(Path(require_path(model, REWARD_MODEL)), SCORE) is None:
+        rule = f"has no {SCORE}: its scores would be those of a head that nothing has trained"
+        found.add([Problem(key, model.path, rule, "train one with python -m hydraflow.main_rm")])
+    _rename(found, REWARD_MODEL, key, faults)
+
+
+def _open_teachers(
+    config: PPOConfig,
+    policy: PreTrainedConfig | None,
+    tokenizer: PreTrainedTokenizerBase | None,
+    faults: Faults,
+) -> None:
+    """Each teacher reads the policy's tokens, and gives as many as a divergence over the vocabulary asks."""
+    loss = config.distillation.distillation_loss
+    for source in config.distillation.teachers:
+        key = f"{TEACHERS}.{source}"
+        model = teacher_model(config, source)
+        described, found = _open_companion(model, tokenizer, head="policy", field=key)
+        if described is not None and policy is not None and loss.over_vocabulary:
+            given, asked = vocabulary_of(described), likeliest_tokens(loss.most_tokens, vocabulary_of(policy))
+            if given < asked:
+                rule = f"its output has {given} tokens, and {asked} are compared (loss_mode={loss.loss_mode})"
+                remedy = f"{LOSS}.loss_mode=reverse_kl{TOPK} {LOSS}.topk={min(32, given)}"
+                found.add([Problem(f"{key}.path", model.path, rule, remedy)])
+        _rename(found, key, key, faults)
+
+
+def require_teachers(config: PPOConfig, plan: BatchPlan, prompts: RunPrompts) -> None:
+    """Raises ConfigError for a data source that no teacher is for, and for log-probabilities of a whole
+    vocabulary that would take too much memory."""
+    teachers = config.distillation.teachers
+    if prompts.train is None or not config.distillation.enabled:
+        return
+    loss = config.distillation.distillation_loss
+    if loss.over_vocabulary and loss.most_tokens is None:
+        vocabulary = vocabulary_of(load_config(config.actor_rollout_ref.model, field=POLICY))
+        rows = -(-plan.trajectories_per_step // plan.layouts["actor"].data_ranks)
+        needed = rows * config.data.max_response_length * vocabulary * BYTES_PER_TARGET
+        if needed > WHOLE_VOCABULARY_BYTES:
+            of = f"{rows} trajectories of up to {config.data.max_response_length} tokens in each process"
+            rule = f"holds {vocabulary} log-probabilities for each token, {needed / 2**30:.1f} GiB for {of}"
+            remedy = f"{LOSS}.loss_mode={loss.loss_mode}{TOPK}"
+            limit = f"; at most {WHOLE_VOCABULARY_BYTES // 2**30} GiB are allowed"
+            raise ConfigError.one(f"{LOSS}.loss_mode", loss.loss_mode, rule + limit, remedy)
+    alone = [source for source in prompts.train.data_sources() if teacher_of(source, teachers) is None]
+    if alone:
+        rule = f"no teacher is for data source {', '.join(sorted(alone))}"
+        raise ConfigError.one(TEACHERS, ", ".join(teachers), rule, f"+{TEACHERS}.default=path")
+
+
+def _open_companion(
+    model: ModelConfig, tokenizer: PreTrainedTokenizerBase | None, *, head: str, field: str
+) -> tuple[PreTrainedConfig | None, Faults]:
+    """A frozen model that is given the policy's tokens; its faults name `field` and `.path`."""
+    found = Faults()
+    described = open_model(model, found, head=head, field=field)
+    theirs = open_tokenizer(model, described, found, field=field) if described is not None else None
+    if theirs and tokenizer and theirs.get_vocab() != tokenizer.get_vocab():
+        rule = "has another tokenizer than the policy, whose tokens it would be given"
+        found.add([Problem(f"{field}.path", model.path, rule, "a model of the policy's family")])
+    return described, found
+
+
+def _rename(found: Faults, field: str, key: str, faults: Faults) -> None:
+    """Adds the faults under the key that names the model's directory."""
+    for one in found.problems:
+        named, remedy = (text.replace(f"{field}.path", key) for text in (one.field, one.remedy))
+        faults.add([replace(one, field=named, remedy=remedy)])

@@ -8,25 +8,29 @@ configuration, and the rest is the same for all runs.
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+from hydraflow.algorithms.config import estimator_of
 from hydraflow.batch_plan.resolve import BatchPlan, resolve_plan
 from hydraflow.batch_plan.table import print_plan
 from hydraflow.checkup.context import CheckContext
 from hydraflow.checkup.preflight import require_healthy
 from hydraflow.compose.command import Command
 from hydraflow.compose.debugging import applied
+from hydraflow.compose.own_functions import own_files, with_whole_paths
 from hydraflow.data.loader import PromptLoader
 from hydraflow.data.prompts import PromptDataset
-from hydraflow.dispatch.group import RoleGroup
 from hydraflow.dispatch.runtime import Runtime
-from hydraflow.jobs.inputs import RunPrompts, open_inputs, require_shareable_rows
+from hydraflow.jobs.inputs import RunPrompts, open_inputs, require_shareable_rows, require_teachers
+from hydraflow.jobs.own_code import check_functions
 from hydraflow.jobs.restarts import Restarts, attempts
 from hydraflow.jobs.saving import RunCheckpointing, ppo_roles, require_metric, training_loader, weights_only
 from hydraflow.jobs.session import Session
 from hydraflow.recipes import arithmetic
-from hydraflow.rewards.custom import check_sources
+from hydraflow.rewards.chosen import check_sources
+from hydraflow.rewards.functions import unknown_sources
 from hydraflow.rewards.pool import check_function
 from hydraflow.schema import PPOConfig
 from hydraflow.tracking.endings import DONE
@@ -44,6 +48,7 @@ from hydraflow.trainer.source import Lockstep, Sampler, TrajectorySource
 from hydraflow.trainer.validation import Validator, metric_names
 from hydraflow.workers.actor import ActorWorker
 from hydraflow.workers.critic import CriticWorker
+from hydraflow.workers.reward_model import RewardModelWorker
 from hydraflow.workers.rollout import SamplingSpec
 
 VALIDATION = -1
@@ -63,7 +68,7 @@ class PPOJob:
     def __init__(
         self, config: PPOConfig, *, command: Command | None = None, restarts: Restarts | None = None
     ):
-        self.config, self.asked, self.restarts = applied(config), config, restarts
+        self.config, self.asked, self.restarts = with_whole_paths(applied(config)), config, restarts
         self.command = command or Command("ppo")
 
     def run(self) -> None:
@@ -79,7 +84,7 @@ class PPOJob:
                 if not self._make_recipe(session):
                     return
                 plan, prompts = self._checked(session, self.config)
-            session.keep(self.asked, plan, self.command)
+            session.keep(self.asked, plan, self.command, own_files(self.asked))
             self._train(session, plan, prompts)
 
     def _checked(self, session: Session, config: PPOConfig) -> tuple[BatchPlan, RunPrompts]:
@@ -88,7 +93,10 @@ class PPOJob:
         run has begun."""
         faults = session.faults
         prompts = open_inputs(config, faults)
-        faults.passes(lambda: check_sources(config.reward, prompts.data_sources() if prompts else ()))
+        sources = set(prompts.data_sources()) if prompts else set()
+        if config.reward.reward_model.enable:
+            sources -= {str(problem.value) for problem in unknown_sources(sources)}  # the model scores them
+        faults.passes(lambda: check_sources(config.reward, sources))
         count = len(prompts.train) if prompts and prompts.train else None
         if config.recipe.name != "none" and not session.has_begun:
             count = config.recipe.train_problems
@@ -99,8 +107,10 @@ class PPOJob:
             measured = metric_names(prompts.val.data_sources() if prompts.val else (), plan)
             faults.passes(lambda: require_metric(config.trainer.keep_best, measured))
             require_shareable_rows(config, plan, faults)
+            faults.passes(lambda: require_teachers(config, plan, prompts))
         if not session.has_begun:
             faults.passes(lambda: check_function(config.reward))
+            faults.passes(lambda: check_functions(config))
             self._check_up(session, plan, prompts)
         faults.require_none()
         assert plan is not None and prompts is not None, "whatever could not be opened is a fault"
@@ -202,8 +212,10 @@ class PPOJob:
         saving.restore()
         trackers = session.open_trackers(plan.total_steps)
         trainer = PPOTrainer(self.config, plan, roles, session.runtime, source, self._dump())
+        if session.start.found is not None:
+            trainer.restore(session.start.found.state.entropy)
         loop = self._around(session, plan, roles, trainer, prompts, trackers)
-        with saving.checkpointer(trackers, kl=lambda: trainer.kl) as checkpoints:
+        with saving.checkpointer(trackers, trainer.controllers) as checkpoints:
             session.why = loop.fit(
                 checkpoints,
                 plan.total_steps,
@@ -232,9 +244,18 @@ class PPOJob:
         if debug.load_rollouts is not None:
             source = ReplayedSource(Path(debug.load_rollouts).expanduser(), loader)
         else:
-            how = SamplingSpec.of_training(rollout, plan.samples_per_prompt)
-            with_texts = self._dump() is not None
-            source = Lockstep(loader, Sampler(_engine(roles), roles.reward, how, with_texts=with_texts))
+            routes = self.config.actor_rollout_ref.actor.router_replay.mode == "R3"
+            how = SamplingSpec.of_training(rollout, plan.samples_per_prompt, routes=routes)
+            algorithm = self.config.algorithm
+            estimator = estimator_of(algorithm.adv_estimator)
+            sampler = _sampler(
+                roles,
+                how,
+                with_texts=self._dump() is not None,
+                with_greedy=estimator.greedy_baseline,
+                parts=algorithm.gdpo_reward_keys or () if estimator.several_rewards else (),
+            )
+            source = Lockstep(loader, sampler)
         if debug.save_rollouts is None:
             return source
         return RecordedSource(source, Path(debug.save_rollouts).expanduser(), runtime)
@@ -281,13 +302,16 @@ class PPOJob:
         how = SamplingSpec.of_validation(rollout, plan.validation.samples_per_prompt)
         per_call = plan.validation.prompts_per_call or len(prompts)
         loader = PromptLoader(prompts, per_call, shuffle=False, seed=0, drop_last=False)
-        sampler = Sampler(_engine(roles), roles.reward, how, with_texts=True)
+        sampler = _sampler(roles, how, with_texts=True)
         return Lockstep(loader, sampler, visit=VALIDATION), len(loader)
 
 
-def _engine(roles: Roles | SamplingRoles) -> RoleGroup:
+def _sampler(roles: Roles | SamplingRoles, how: SamplingSpec, **more: Any) -> Sampler:
     assert roles.rollout is not None, "a run that samples has a generation engine"
-    return roles.rollout
+    model = None
+    if roles.reward_model is not None:
+        model = partial(roles.reward_model.call, RewardModelWorker.compute_scores)
+    return Sampler(roles.rollout, roles.reward, how, model=model, **more)
 
 
 def save(roles: Roles, session: Session) -> None:

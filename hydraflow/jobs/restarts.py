@@ -17,7 +17,7 @@ from typing import Generic, TypeVar
 
 from hydraflow.dispatch.observability import controller_log
 from hydraflow.errors import WorkerError
-from hydraflow.schema import PPOConfig, SFTConfig
+from hydraflow.schema import PPOConfig, SupervisedConfig
 from hydraflow.tracking.run_folder import RunFolder
 from hydraflow.trainer.checkpoint_store import CheckpointStore
 from hydraflow.trainer.clock import parse_duration
@@ -25,7 +25,7 @@ from hydraflow.trainer.config import LoopConfig
 from hydraflow.trainer.signals import StopSignals
 
 logger = logging.getLogger(__name__)
-Config = TypeVar("Config", PPOConfig, SFTConfig)
+Config = TypeVar("Config", PPOConfig, SupervisedConfig)
 Trainer = TypeVar("Trainer", bound=LoopConfig)
 
 LONGEST_PAUSE = 300.0

@@ -15,7 +15,7 @@ from hydraflow.data.loader import PromptLoader, RowSource
 from hydraflow.dispatch.group import RoleGroup
 from hydraflow.errors import ConfigError
 from hydraflow.jobs.run_start import RunStart
-from hydraflow.schema import PPOConfig, SFTConfig
+from hydraflow.schema import PPOConfig, SupervisedConfig
 from hydraflow.tracking.trackers import Trackers
 from hydraflow.trainer.checkpoint import Checkpointer, RoleCheckpoints
 from hydraflow.trainer.checkpoint_store import CheckpointStore
@@ -25,7 +25,7 @@ from hydraflow.trainer.resume import CheckpointRequirements, load_roles
 from hydraflow.trainer.run_state import RunState
 from hydraflow.workers.advantage import AdvantageWorker
 from hydraflow.workers.config import CheckpointConfig
-from hydraflow.workers.engine_worker import EngineWorker
+from hydraflow.workers.training import TrainedWorker
 
 
 def ppo_roles(config: PPOConfig, *, critic: bool) -> dict[str, RoleCheckpoints]:
@@ -39,7 +39,7 @@ def ppo_roles(config: PPOConfig, *, critic: bool) -> dict[str, RoleCheckpoints]:
     return roles
 
 
-def sft_roles(config: SFTConfig) -> dict[str, RoleCheckpoints]:
+def sft_roles(config: SupervisedConfig) -> dict[str, RoleCheckpoints]:
     """The one role of a supervised run."""
     kept = (config.trainer.max_ckpt_to_keep, "trainer.max_ckpt_to_keep")
     return {"model": RoleCheckpoints("checkpoint", config.checkpoint, *kept)}
@@ -62,7 +62,7 @@ def require_metric(keep_best: str | None, measured: Collection[str]) -> None:
 
 
 def training_loader(
-    config: PPOConfig | SFTConfig, rows: RowSource, per_step: int, start: RunStart
+    config: PPOConfig | SupervisedConfig, rows: RowSource, per_step: int, start: RunStart
 ) -> PromptLoader:
     """The loader of the training rows. Raises ConfigError, before a worker starts, if the data are not those
     of the checkpoint."""
@@ -87,13 +87,16 @@ class RunCheckpointing:
     advantage: RoleGroup | None = None
     """Holds the KL controller; None: the run has none."""
 
-    def checkpointer(self, trackers: Trackers, kl: Callable[[], dict[str, float]] = dict) -> Checkpointer:
+    def checkpointer(
+        self, trackers: Trackers, controllers: Callable[[], dict[str, dict[str, float]]] = dict
+    ) -> Checkpointer:
         """What saves this run; the disk has room for it. ConfigError when it has not.
 
-        `trackers` are flushed before each save: a checkpoint is never ahead of the metrics. `kl`: the KL
-        controller's state.
+        `trackers` are flushed before each save: a checkpoint is never ahead of the metrics. `controllers`:
+        the states of the controllers, by their field of `RunState`.
         """
-        store, describe = CheckpointStore(self.start.folder.path), partial(self._describe, trackers, kl)
+        store = CheckpointStore(self.start.folder.path)
+        describe = partial(self._describe, trackers, controllers)
         made = Checkpointer(self.trainer, store, self.groups, self.required.roles, describe)
         made.require_space(self.required.total_steps, self.start.step)
         return made
@@ -108,18 +111,24 @@ class RunCheckpointing:
         self.source.load_state(found.state.source)
         lines.append(f"data: {self.loader.place}")
         for name, in_a_row in found.state.skipped_in_a_row.items():
-            self.groups[name].call(EngineWorker.count_skipped_from, in_a_row)
-        if self.advantage is not None and found.state.kl:
-            self.advantage.call(AdvantageWorker.load_state_dict, found.state.kl)
+            self.groups[name].call(TrainedWorker.count_skipped_from, in_a_row)
+        if self.advantage is not None:
+            state = {"kl": found.state.kl, "scores": found.state.scores}
+            self.advantage.call(AdvantageWorker.load_state_dict, state)
+        if found.state.kl:
             lines.append(f"KL controller: coefficient {found.state.kl['value']:g}")
+        if found.state.entropy:
+            lines.append(f"entropy bonus: coefficient {found.state.entropy['value']:g}")
         lines.append(f"tracker: run {self.start.run_id}, steps up to {found.step} kept")
         print(f"continues after step {found.step} of {self.required.total_steps}, from {found.checkpoint}")
         for line in [*lines, *self.start.notes]:
             print(f"  {line}")
 
-    def _describe(self, trackers: Trackers, kl: Callable[[], dict[str, float]], step: int) -> dict[str, Any]:
+    def _describe(
+        self, trackers: Trackers, controllers: Callable[[], dict[str, dict[str, float]]], step: int
+    ) -> dict[str, Any]:
         trackers.flush()
-        skipped = {name: group.call(EngineWorker.skipped_in_a_row) for name, group in self.groups.items()}
+        skipped = {name: group.call(TrainedWorker.skipped_in_a_row) for name, group in self.groups.items()}
         state = RunState(
             step=step,
             total_steps=self.required.total_steps,
@@ -128,9 +137,9 @@ class RunCheckpointing:
             data=self.loader.identity(),
             configuration=self.required.identity.values,
             configuration_hash=self.required.identity.hash,
-            kl=kl(),
             skipped_in_a_row=skipped,
             origin=self._origin(),
+            **controllers(),
         )
         return state.to_json()
 

@@ -8,7 +8,7 @@ run leaves no trace.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import asdict, replace
 from functools import partial, reduce
@@ -29,7 +29,7 @@ from hydraflow.jobs import run_start
 from hydraflow.jobs.restarts import Restarts
 from hydraflow.jobs.run_start import RunStart
 from hydraflow.redact import public
-from hydraflow.schema import PPOConfig, SFTConfig
+from hydraflow.schema import PPOConfig, SupervisedConfig
 from hydraflow.system.interrupts import ending
 from hydraflow.system.logging_setup import set_up_logging
 from hydraflow.system.role_logs import RoleLogs
@@ -61,7 +61,9 @@ logger = logging.getLogger(__name__)
 class Session:
     """One run, from its folder to its summary. Ray starts on first use; `scoring` adds the reward pool."""
 
-    def __init__(self, config: PPOConfig | SFTConfig, *, scoring: bool, restarts: Restarts | None = None):
+    def __init__(
+        self, config: PPOConfig | SupervisedConfig, *, scoring: bool, restarts: Restarts | None = None
+    ):
         trainer, self.ray_init, self.scoring = config.trainer, config.ray_init, scoring
         self.trainer: LoopConfig = trainer
         self.log, self.profiler, self.debug = config.log, config.global_profiler, config.debug
@@ -160,14 +162,21 @@ class Session:
         numbered = path.with_stem(f"{path.stem}-restart-{self.restarts.done}")
         return replace(ray_init, timeline_file=str(numbered))
 
-    def keep(self, config: PPOConfig | SFTConfig, plan: BatchPlan | SFTPlan, command: Command) -> None:
-        """Writes the requested configuration, the origins of its values, the plan and this start's facts
-        (command line, commit, versions) to the run folder and to the trackers."""
+    def keep(
+        self,
+        config: PPOConfig | SupervisedConfig,
+        plan: BatchPlan | SFTPlan,
+        command: Command,
+        files: Mapping[str, Path] | None = None,
+    ) -> None:
+        """Writes the requested configuration, the origins of its values, the plan, this start's facts
+        (command line, commit, versions) and the user's files of code to the run folder, and all but those
+        files to the trackers."""
         folder, kept = self.folder, asdict(config) | {"trainer": asdict(self.restarts.trainer)}
         for key, value in command.written.items():
             *sections, name = key.split(".")
             reduce(getitem, sections, kept)[name] = value
-        facts = facts_of_start(self.start.step, command.words)
+        facts = facts_of_start(self.start.step, command.words) | {"code": folder.keep_code(files or {})}
         folder.write_config(kept, command.origins)
         folder.write_plan(plan.to_json())
         folder.note_start(facts)

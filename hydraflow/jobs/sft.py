@@ -1,10 +1,15 @@
-"""Supervised training from configuration to run folder."""
+"""Training on examples from configuration to run folder: conversations, or pairs of responses.
+
+In: the configuration of main_sft, main_dpo or main_rm. Out: a run folder. What differs between them is in
+`KINDS`.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 from hydraflow.batch_plan.sft import SFTPlan, resolve_sft_plan
 from hydraflow.batch_plan.table import print_plan
@@ -12,23 +17,56 @@ from hydraflow.checkup.preflight import require_trackers
 from hydraflow.compose.command import Command
 from hydraflow.compose.debugging import applied
 from hydraflow.data.conversations import ConversationDataset, read_chats
+from hydraflow.data.pairs import PairDataset, ScoredPairDataset, read_pairs
 from hydraflow.engine.fsdp.ulysses import require_shareable
 from hydraflow.jobs.inputs import open_rows, open_tokenizer, open_trained_model
 from hydraflow.jobs.restarts import Restarts, attempts
 from hydraflow.jobs.saving import RunCheckpointing, require_metric, sft_roles, training_loader
 from hydraflow.jobs.session import Session
-from hydraflow.schema import SFTConfig
+from hydraflow.schema import DPOConfig, RMConfig, SFTConfig, SupervisedConfig
 from hydraflow.tracking.endings import DONE
-from hydraflow.trainer.config import AFTER_EACH_EPOCH, SFTTrainerConfig
+from hydraflow.trainer.config import AFTER_EACH_EPOCH, SupervisedTrainerConfig
 from hydraflow.trainer.identity import identity_of
 from hydraflow.trainer.loop import Loop
+from hydraflow.trainer.pairs import PairTrainer
 from hydraflow.trainer.resume import CheckpointRequirements
-from hydraflow.trainer.sft import HeldOutLoss, SFTTrainer
+from hydraflow.trainer.sft import HeldOut, SFTTrainer
 
 open_chats = partial(open_rows, ConversationDataset, read_chats)
+Examples = ConversationDataset | PairDataset
 
 
-def run_sft(config: SFTConfig, *, command: Command | None = None) -> None:
+@dataclass(frozen=True)
+class Kind:
+    """What one of the jobs learns from, and how."""
+
+    open: Callable[..., Any]
+    """Opens a data set."""
+    trainer: type[SFTTrainer]
+    head: str
+    """The model's: policy or value."""
+    measured: tuple[str, ...]
+    """Metrics of held-out examples by which a checkpoint can be the best."""
+
+
+KINDS: dict[type[SupervisedConfig], Kind] = {
+    SFTConfig: Kind(open_chats, SFTTrainer, "policy", ("val/loss", "val/accuracy")),
+    DPOConfig: Kind(
+        partial(open_rows, PairDataset, read_pairs),
+        PairTrainer,
+        "policy",
+        ("val/loss", "val/accuracy", "val/margin"),
+    ),
+    RMConfig: Kind(
+        partial(open_rows, ScoredPairDataset, read_pairs),
+        PairTrainer,
+        "value",
+        ("val/loss", "val/accuracy", "val/margin"),
+    ),
+}
+
+
+def run_sft(config: SupervisedConfig, *, command: Command | None = None) -> None:
     """Trains; raises ConfigError before anything starts, other errors of `errors.py` later.
 
     `command` says where each value is from.
@@ -38,7 +76,7 @@ def run_sft(config: SFTConfig, *, command: Command | None = None) -> None:
             _run(attempt.config, command or Command("sft"), attempt.restarts)
 
 
-def _run(config: SFTConfig, command: Command, restarts: Restarts) -> None:
+def _run(config: SupervisedConfig, command: Command, restarts: Restarts) -> None:
     config, origins = applied(config), command.origins
     with Session(config, scoring=False, restarts=restarts) as session:
         plan, train, val = _checked(config, session, origins)
@@ -49,11 +87,13 @@ def _run(config: SFTConfig, command: Command, restarts: Restarts) -> None:
         session.keep(config, plan, command)
         schedule = _in_steps(config.trainer, plan)
         loader = training_loader(config, train, plan.conversations_per_step, session.start)
-        trainer = SFTTrainer(config, plan, session.runtime, loader, skipped=session.folder.skipped)
+        trainer = KINDS[type(config)].trainer(
+            config, plan, session.runtime, loader, skipped=session.folder.skipped
+        )
         saving = RunCheckpointing(schedule, required, session.start, {"model": trainer.role}, loader, loader)
         saving.restore()
         trackers = session.open_trackers(plan.total_steps)
-        held_out = HeldOutLoss(trainer, val, plan.conversations_per_step) if val else None
+        held_out = HeldOut(trainer, val, plan.conversations_per_step) if val else None
         loop = Loop(schedule, trainer, held_out, trackers, session.clock, restarts=session.restarts.done)
         with saving.checkpointer(trackers) as checkpoints:
             session.why = loop.fit(checkpoints, plan.total_steps, done=session.start.step)
@@ -61,7 +101,7 @@ def _run(config: SFTConfig, command: Command, restarts: Restarts) -> None:
             trainer.save(session.folder.final_model)
 
 
-def _in_steps(trainer: SFTTrainerConfig, plan: SFTPlan) -> SFTTrainerConfig:
+def _in_steps(trainer: SupervisedTrainerConfig, plan: SFTPlan) -> SupervisedTrainerConfig:
     """With the steps of an epoch in place of after_each_epoch."""
     steps = {AFTER_EACH_EPOCH: plan.steps_per_epoch}
     test_freq, save_freq = (steps.get(every, every) for every in (trainer.test_freq, trainer.save_freq))
@@ -69,19 +109,19 @@ def _in_steps(trainer: SFTTrainerConfig, plan: SFTPlan) -> SFTTrainerConfig:
 
 
 def _checked(
-    config: SFTConfig, session: Session, origins: Mapping[str, str]
-) -> tuple[SFTPlan, ConversationDataset, ConversationDataset | None]:
+    config: SupervisedConfig, session: Session, origins: Mapping[str, str]
+) -> tuple[SFTPlan, Examples, Examples | None]:
     """Opens every file that the run will use, and makes the plan. Raises one ConfigError that lists
     everything missing or inconsistent."""
-    data, faults, machine = config.data, session.faults, session.found_machine
-    described = open_trained_model(config.model, faults, head="policy", field="model")
+    data, faults, machine, kind = config.data, session.faults, session.found_machine, KINDS[type(config)]
+    described = open_trained_model(config.model, faults, head=kind.head, field="model")
     tokenizer = open_tokenizer(config.model, described, faults, field="model")
-    train = open_chats(
+    train = kind.open(
         data, data.train_files, tokenizer, faults, key="data.train_files", max_samples=data.train_max_samples
     )
     plan = val = None
     if data.val_files:
-        val = open_chats(
+        val = kind.open(
             data, data.val_files, tokenizer, faults, key="data.val_files", max_samples=data.val_max_samples
         )
     if machine is not None:
@@ -92,7 +132,7 @@ def _checked(
     if plan is not None and described is not None:
         sharers = plan.layouts["model"].context
         faults.passes(lambda: require_shareable(described, config.model, sharers, field="model"))
-    measured = ["val/loss", "val/accuracy"] if data.val_files else []
+    measured = kind.measured if data.val_files else ()
     faults.passes(lambda: require_metric(config.trainer.keep_best, measured))
     faults.passes(lambda: require_trackers(config.trainer, known=faults.problems))
     faults.require_none()

@@ -79,7 +79,7 @@ class LayerCosts:
     entry: int
     """Its input: all that gradient checkpointing keeps."""
     saved: int
-    """What autograd keeps of it for the backward pass, its input included."""
+    """What autograd keeps of it for the backward pass."""
     forward: int
     """The most that exists at one time inside a forward pass that saves nothing."""
     backward: int
@@ -97,7 +97,7 @@ def layer_costs(
     mlp_saved, mlp_wide = mlp
     h = shape.hidden * number
     entry = tokens.line * h // outside
-    saved = 2 * tokens.line * _norm(shape.hidden, number) // outside + tokens.line * mlp_saved // tensor
+    saved = 2 * tokens.line * _norm(shape, number) // outside + tokens.line * mlp_saved // tensor
     saved += _attention(shape, tokens, number) // tensor
     heads = 4 * shape.q_width
     if (
@@ -111,14 +111,19 @@ def layer_costs(
 def around_layers(shape: ModelShape, tokens: MicroBatchTokens, number: int) -> int:
     """Outside the layers: embedded tokens, rotary tables, the last norm, hidden states of asked tokens."""
     rotary = 2 * shape.head_dim * number
-    each = shape.hidden * number + _norm(shape.hidden, number) + rotary
+    each = shape.hidden * number + _norm(shape, number) + rotary
     return tokens.line * each + tokens.asked * shape.hidden * number
 
 
-def _norm(width: int, number: int) -> int:
-    """Bytes per token that a norm saves: its input in float32 (in wider types as it is), the normalised
-    input, the output."""
-    return width * (number + number + max(4, number)) + max(4, number)
+def _norm(shape: ModelShape, number: int) -> int:
+    """Bytes per token that a norm saves: its input, the normalised input, the output, 1 / rms."""
+    return shape.hidden * (_norms_input(shape, number) + number + number) + max(4, number)
+
+
+def _norms_input(shape: ModelShape, number: int) -> int:
+    """Bytes that a norm saves of each number of its input: none where it is that of `models/norms.py`, else
+    in float32 or wider."""
+    return 0 if shape.usual_norms and number < 8 else max(4, number)
 
 
 def _attention(shape: ModelShape, tokens: MicroBatchTokens, number: int) -> int:
@@ -129,7 +134,8 @@ def _attention(shape: ModelShape, tokens: MicroBatchTokens, number: int) -> int:
     rows = (2 * shape.q_width + 2 * kv_width) * number + shape.heads * wide
     line = 0
     if shape.qk_norm:
-        line = (shape.q_width + shape.kv_width) * (number + wide) + (shape.heads + shape.kv_heads) * wide
+        line = (shape.q_width + shape.kv_width) * (number + _norms_input(shape, number))
+        line += (shape.heads + shape.kv_heads) * wide
     if tokens.attended != tokens.line or tokens.ulysses > 1:  # the result is picked or sent, both by copying
         line += shape.q_width * number
     return tokens.attended * rows + tokens.line * line

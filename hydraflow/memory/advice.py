@@ -140,6 +140,11 @@ def _fsdp_changes(inputs: EstimateInputs, role: str, prefix: str) -> Iterator[Ch
 def _megatron_changes(prefix: str) -> Iterator[Change]:
     yield Change(f"{prefix}.use_distributed_optimizer", True, 1, "optimizer state is divided over data ranks")
     yield Change(f"{prefix}.sequence_parallel", True, 1, "activations between matrices are divided too")
+    yield Change(f"{prefix}.grad_offload", True, 1, "gradient buffers are allocated for each update")
+    weights = "weights move to the device and back for every call"
+    yield Change(f"{prefix}.param_offload", True, 1 if prefix.endswith(".ref.megatron") else 2, weights)
+    state = "optimizer state moves to the device and back at every optimizer step"
+    yield Change(f"{prefix}.optimizer_offload", True, 2, state)
 
 
 def _batch_changes(inputs: EstimateInputs) -> Iterator[Change]:

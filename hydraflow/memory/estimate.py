@@ -24,7 +24,13 @@ from hydraflow.memory.report import (
     RoleMemory,
     size_text,
 )
-from hydraflow.memory.roles import ALONE, EstimateInputs, role_memory
+from hydraflow.memory.roles import (
+    ALONE,
+    EstimateInputs,
+    role_memory,
+    slot_bytes,
+    slots_are_on_device,
+)
 from hydraflow.memory.shape import ModelShape
 from hydraflow.schema import PPOConfig
 from hydraflow.workers.config import CriticConfig, RefConfig
@@ -104,7 +110,9 @@ def _host(
         running = max(group.peak * min(group.count, per_node) for group in groups)
     load, text = _load(inputs)
     rows = _row_bytes(inputs)
-    return HostMemoryEstimate(load, text, offload, per_node * PROCESS_BYTES, running, limits.host_bytes, rows)
+    slots = 0 if slots_are_on_device(inputs) else slot_bytes(inputs)
+    processes = per_node * PROCESS_BYTES
+    return HostMemoryEstimate(load, text, offload, processes, running, limits.host_bytes, rows, slots)
 
 
 def _row_bytes(inputs: EstimateInputs) -> int:
@@ -154,7 +162,7 @@ def _notes(inputs: EstimateInputs) -> Iterator[str]:
     yield from inputs.limits.notes
     engines = {layout.engine for layout in inputs.plan.layouts.values()}
     if "megatron" in engines and inputs.shape.experts:
-        yield "Megatron's experts are counted as Megatron-Core's own accounts do; they were not measured"
+        yield "what tokens take in Megatron's experts is Megatron-Core's own account, and was not measured"
     if "reward_model" in inputs.plan.layouts:
         yield "the reward model is counted as a model of the policy's shape"
     if engines & ALONE and inputs.limits.device_bytes is None:

@@ -4,15 +4,17 @@ In: a model's shape, a `Layout`, a micro-batch. Out: `MemoryParts` per phase, fo
 Weights in the compute type, gradients in float32, and 12 bytes of optimizer state per 16-bit weight (a
 float32 copy and two moments), which the distributed optimizer divides over data ranks
 (docs/source/api-guide/dist_optimizer.md); activations divided as in Korthikanti et al. 2022
-(https://arxiv.org/abs/2205.05198). `scripts/bench/memory.py` measures dense models on CPUs; experts are from
+(https://arxiv.org/abs/2205.05198). `scripts/bench/memory.py` measures dense models on CPUs, and
+`tests/engine/test_megatron_offload.py` what mixtures hold; what tokens take in experts is from
 Megatron-Core's own accounts.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from hydraflow.batch_plan.layout import Layout
+from hydraflow.batch_plan.stages import layers_of_parts
 from hydraflow.engine.config import MegatronConfig
 from hydraflow.memory.activations import MicroBatchTokens, around_layers, layer_costs
 from hydraflow.memory.report import MemoryParts, fullest
@@ -38,32 +40,28 @@ class MegatronModelMemory:
 
     @property
     def held(self) -> MemoryParts:
-        """While the role works: weights, gradients, optimizer state."""
-        dense, experts = self._dense, self._experts
-        numbers = dense + experts
+        """During an update, but for the optimizer's step: weights, gradients, optimizer state."""
+        weights = MemoryParts(weights=(self._dense + self._experts) * self.number)
         if not self.trained:
-            return MemoryParts(weights=numbers * self.number)
-        shards, state = numbers, 12 if self.number == 2 else 8
-        if self.settings.use_distributed_optimizer:
-            data, expert_data = self._data_ranks()
-            shards = -(-dense // data) + -(-experts // expert_data)
-        return MemoryParts(weights=numbers * self.number, gradients=4 * numbers, optimizer=state * shards)
+            return weights
+        gradients = MemoryParts(gradients=4 * (self._dense + self._experts))
+        on_host = self.settings.optimizer_offload
+        return weights + gradients + MemoryParts(**{"host" if on_host else "optimizer": self._state})
 
     @property
     def resting(self) -> MemoryParts:
-        """While others work: what is not offloaded."""
-        held, settings = self.held, self.settings
-        gone = {"weights": settings.param_offload, "gradients": settings.grad_offload}
-        gone["optimizer"] = settings.optimizer_offload
-        sizes = held.on_device()
-        kept = {name: 0 if gone.get(name) else size for name, size in sizes.items()}
-        return MemoryParts(**kept, host=sum(size for name, size in sizes.items() if gone.get(name)))
+        """While others work: what is not offloaded. Gradients are freed."""
+        held = self._without_gradients
+        if not self.settings.param_offload:
+            return held
+        return replace(held, weights=0, host=held.host + held.weights)
 
     def forward(self, tokens: MicroBatchTokens) -> MemoryParts:
-        """A pass that only computes; gradients of a trained role are there already."""
+        """A pass that only computes; gradients of a trained role are there already, if they are not freed."""
         costs = layer_costs(self.shape, tokens, self.number, tensor=self.layout.tensor, outside=self._outside)
         activations = around_layers(self.shape, tokens, self.number) // self._outside + costs.forward
-        return self.held + MemoryParts(activations=activations, logits=self._logits(tokens, copies=1))
+        passing = MemoryParts(activations=activations, logits=self._logits(tokens, copies=1))
+        return self._without_gradients + passing
 
     def update(
         self, tokens: MicroBatchTokens, micro_batches: int, *, trained_entropy: bool = False
@@ -81,7 +79,21 @@ class MegatronModelMemory:
         working = (costs.saved if self.checkpointing else 0) + costs.backward
         around = around_layers(self.shape, tokens, self.number) // self._outside
         passes = MemoryParts(activations=stored + working + around, logits=self._logits(tokens, copies=2))
-        return self.held + fullest(passes, self._reducing())
+        step = MemoryParts(optimizer=self._state if self.settings.optimizer_offload else 0)
+        return self.held + fullest(passes, self._reducing(), step)
+
+    @property
+    def _without_gradients(self) -> MemoryParts:
+        return replace(self.held, gradients=0) if self.settings.grad_offload else self.held
+
+    @property
+    def _state(self) -> int:
+        """Moments, and float32 weights beside 16-bit ones."""
+        shards = self._dense + self._experts
+        if self.settings.use_distributed_optimizer:
+            data, expert_data = self._data_ranks()
+            shards = -(-self._dense // data) + -(-self._experts // expert_data)
+        return (12 if self.number == 2 else 8) * shards
 
     def _reducing(self) -> MemoryParts:
         """While gradients are summed over data ranks, after the last pass."""
@@ -98,6 +110,9 @@ class MegatronModelMemory:
 
     @property
     def _stage_layers(self) -> int:
+        """Of the fullest stage."""
+        if self.settings.gives_layers:
+            return max(map(sum, layers_of_parts(self.shape.layers, self.settings)))
         return -(-self.shape.layers // self.layout.pipeline)
 
     @property

@@ -134,11 +134,13 @@ class HostMemoryEstimate:
     limit: int | None
     rows: int = 0
     """Bytes of a step's trajectories in the object store, all of maximum length."""
+    slots: int = 0
+    """Two buckets of weights for a rollout in another process; they stay between publishes."""
 
     @property
     def total(self) -> int:
         """Models are read before anything else is held, so the larger of the two counts."""
-        return self.processes + max(self.load, self.offload + self.running + self.rows)
+        return self.processes + max(self.load, self.offload + self.running + self.rows + self.slots)
 
     @property
     def fits(self) -> bool | None:

@@ -13,7 +13,7 @@ from hydraflow.batch_plan.layout import Layout
 from hydraflow.batch_plan.parts import MicroPlan, RolePlan
 from hydraflow.batch_plan.resolve import BatchPlan
 from hydraflow.engine.config import FSDPConfig, engine_config
-from hydraflow.generation.config import GENERATION_ENGINES, engine_dtype
+from hydraflow.generation.config import GENERATION_ENGINES, bucket_bytes, engine_dtype
 from hydraflow.memory.activations import MicroBatchTokens, RowSizes, tokens_of
 from hydraflow.memory.fsdp import FSDPModelMemory, adapter_numbers, units_of
 from hydraflow.memory.generation import NativeEngineMemory, ServingEngineMemory
@@ -72,12 +72,14 @@ def _actor(inputs: EstimateInputs, layout: Layout) -> Estimate:
     update = engine.update(
         _tokens(inputs, layout, plan.actor.micro, model, plan.actor.rows_per_rank),
         micro_batches(plan.actor, inputs.longest_row),
-        trained_entropy=policy.actor.entropy_coeff != 0,
+        trained_entropy=policy.actor.entropy_coeff != 0 or policy.actor.adaptive_entropy.enabled,
     )
     sending = replace(engine.resting, weights=engine.held.weights)
     sync = sending + (engine.sent() if isinstance(engine, MegatronModelMemory) else _sent(inputs, layout))
     if policy.rollout.name in ALONE:
         sync += MemoryParts(weight_sync=_weight_bucket(inputs))
+    if slots_are_on_device(inputs):
+        sync += MemoryParts(weight_sync=slot_bytes(inputs))
     return engine.resting, {"log_probs": fullest(*forwards), "update": update, "sync": sync}
 
 
@@ -155,8 +157,10 @@ def _engine(
         return _sharded(inputs, layout, shape, model, role.fsdp_config, trained=trained, policy=policy)
     number = inputs.limits.bytes_of(role.megatron.dtype)
     checkpointing = trained and model.enable_gradient_checkpointing
-    on_host = inputs.limits.device_type == "cpu"
-    return MegatronModelMemory(shape, layout, role.megatron, number, trained, checkpointing, policy, on_host)
+    settings, on_host = role.megatron, inputs.limits.device_type == "cpu"
+    if on_host:  # there offloading moves nothing
+        settings = replace(settings, param_offload=False, grad_offload=False, optimizer_offload=False)
+    return MegatronModelMemory(shape, layout, settings, number, trained, checkpointing, policy, on_host)
 
 
 def _sharded(
@@ -220,11 +224,30 @@ def _sent(inputs: EstimateInputs, layout: Layout) -> MemoryParts:
     return MemoryParts(weight_sync=sent)
 
 
+def slot_bytes(inputs: EstimateInputs) -> int:
+    """The two buckets in which the actor's rank 0 sends weights to a rollout in another process, all that are
+    needed at most; 0 where it is in the same one."""
+    layouts, rollout = inputs.plan.layouts, inputs.config.actor_rollout_ref.rollout
+    apart = rollout.name in ALONE or not inputs.config.trainer.fuse_roles
+    if "rollout" not in layouts or not (apart or layouts["rollout"].devices != layouts["actor"].devices):
+        return 0
+    return min(2 * _weight_bucket(inputs), inputs.shape.parameters * _engine_number(inputs))
+
+
+def slots_are_on_device(inputs: EstimateInputs) -> bool:
+    """Whether these buckets are on a GPU, during a publish: that of the actor's rank 0, if no other one
+    samples; else they stay in host memory."""
+    layouts = inputs.plan.layouts
+    if inputs.limits.device_type == "cpu" or "rollout" not in layouts:
+        return False
+    samples = layouts["rollout"].devices
+    return len(samples) == 1 and samples.ranges[0].start == layouts["actor"].devices.ranges[0].start
+
+
 def _weight_bucket(inputs: EstimateInputs) -> int:
     """Bytes of a bucket of weights on their way to a rollout in another process."""
-    rollout = inputs.config.actor_rollout_ref.rollout
     weights = inputs.shape.parameters * _engine_number(inputs)
-    return min(rollout.update_weights_bucket_megabytes * 2**20, weights)
+    return min(bucket_bytes(inputs.config.actor_rollout_ref.rollout), weights)
 
 
 def _engine_number(inputs: EstimateInputs) -> int:

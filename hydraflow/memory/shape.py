@@ -42,6 +42,8 @@ class ModelShape:
     """Queries and keys are normalised per head."""
     fused: bool = False
     """As `ModelTypeTraits.fused`."""
+    usual_norms: bool = True
+    """As `ModelTypeTraits.usual_norms`."""
     experts: int = 0
     """Routed experts of a layer; 0: a dense model."""
     experts_per_token: int = 0
@@ -153,6 +155,8 @@ class ModelTypeTraits:
     expert_width: str = "moe_intermediate_size"
     fused: bool = False
     """Query, key and value are stored as one matrix, and the two matrices into the MLP as another."""
+    usual_norms: bool = True
+    """Norms are those that `models/norms.py` replaces."""
 
 
 _LLAMA = ModelTypeTraits("attention_bias", "attention_bias", "mlp_bias")
@@ -167,7 +171,7 @@ FAMILIES: dict[str, ModelTypeTraits] = {
     "qwen3_moe": _QWEN3,
     "granite": _LLAMA,
     "phi3": ModelTypeTraits(fused=True),
-    "gemma": ModelTypeTraits("attention_bias", "attention_bias", tied=True, head_dim=256),
+    "gemma": ModelTypeTraits("attention_bias", "attention_bias", tied=True, head_dim=256, usual_norms=False),
 }
 """Model types whose parameters are counted exactly."""
 
@@ -240,6 +244,7 @@ def shape_of(config: Mapping[str, Any], *, field: str = "actor_rollout_ref.model
         mlp_bias=flag(config, family.mlp_bias),
         qk_norm=family.qk_norm,
         fused=family.fused,
+        usual_norms=family.usual_norms,
         experts=experts,
         experts_per_token=int(config.get("num_experts_per_tok") or 0) if experts else 0,
         expert_intermediate=int(config.get(family.expert_width) or intermediate) if experts else 0,

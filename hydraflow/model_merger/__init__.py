@@ -15,13 +15,19 @@ if TYPE_CHECKING:
 
 
 def load_state_dict(
-    checkpoint: str | Path, *, dtype: str = "auto", trust_remote_code: bool = False
+    checkpoint: str | Path,
+    *,
+    dtype: str = "auto",
+    trust_remote_code: bool = False,
+    hf_model_path: str | None = None,
 ) -> dict[str, torch.Tensor]:
     """Weights on the CPU by the names of transformers' modules, adapters merged, tied tensors under each of
     their names. Nothing is written.
 
     checkpoint: a model's directory, a step's or a run's. dtype: auto (as saved), fp32, bf16 or fp16.
-    Raises ConfigError when it is broken, or does not hold the model that its config.json describes.
+    hf_model_path: the Hugging Face directory of the model that was trained, for a checkpoint without
+    `huggingface/`. Raises ConfigError when it is broken, or does not hold the model that its config.json
+    describes.
 
         model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(f"{checkpoint}/huggingface"))
         model.load_state_dict(hydraflow.model_merger.load_state_dict(checkpoint))
@@ -34,11 +40,10 @@ def load_state_dict(
     if dtype not in ("auto", *DTYPES):
         raise ConfigError.one("dtype", dtype, f"is none of auto, {', '.join(DTYPES)}")
     options = MergeOptions(dtype=dtype, trust_remote_code=trust_remote_code)
-    outputs = outputs_of(open_checkpoint(checkpoint), options)
+    outputs = outputs_of(open_checkpoint(checkpoint, settings=hf_model_path), options)
     state = {}
     for name, source in outputs.sources.items():
-        tensor = whole(source)
-        state[name] = cast(tensor, outputs.final_dtype(tensor.dtype), name)
+        state[name] = cast(whole(source), outputs.dtype_of(name), name)
     for name, same in outputs.architecture.tied.items():
         state[name] = state[same]
     return state

@@ -11,7 +11,7 @@ import json
 import sys
 from argparse import Namespace
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from hydraflow.errors import ConfigError, EnvironmentFault, HydraflowError
 from hydraflow.model_merger import arguments
@@ -47,7 +47,7 @@ def _merge(args: Namespace) -> int:
         rule = "is about an upload, and there is none"
         raise ConfigError.one("--private", None, rule, "--hf_upload_path <repository>")
     upload = HubUpload(args.hf_upload_path, args.private) if args.hf_upload_path is not None else None
-    files = dict(backend=args.backend, most_bytes=args.max_shard_size, overwrite=args.overwrite)
+    files = dict(most_bytes=args.max_shard_size, overwrite=args.overwrite, **_source(args))
     options = _merge_options(args)
     _print(*merge(args.local_dir, args.target_dir, merge_options=options, upload=upload, **files))
     return 0
@@ -57,7 +57,7 @@ def _test(args: Namespace) -> int:
     from hydraflow.model_merger.compare import compare
 
     options = _merge_options(args)
-    found = compare(args.local_dir, args.test_hf_dir, backend=args.backend, merge_options=options)
+    found = compare(args.local_dir, args.test_hf_dir, merge_options=options, **_source(args))
     _print(*found.lines())
     return 0 if found.same else 1
 
@@ -65,7 +65,7 @@ def _test(args: Namespace) -> int:
 def _info(args: Namespace) -> int:
     from hydraflow.model_merger.info import facts_of, lines
 
-    facts = facts_of(args.local_dir, args.backend, verify=args.verify)
+    facts = facts_of(args.local_dir, verify=args.verify, **_source(args))
     text = "\n\n".join("\n".join(lines(model)) for model in facts)
     _print(json.dumps(facts, indent=2) if args.json else text)
     return 1 if any(model["problems"] for model in facts) else 0
@@ -74,14 +74,18 @@ def _info(args: Namespace) -> int:
 def _split(args: Namespace) -> int:
     from hydraflow.model_merger.split import split
 
-    names = ("world_size", "layout", "dtype", "is_value_model", "trust_remote_code", "overwrite")
-    _print(*split(args.hf_dir, args.target_dir, **{name: getattr(args, name) for name in names}))
+    options = {name: value for name, value in vars(args).items() if name != "command"}
+    _print(*split(**options))
     return 0
 
 
 def _print(*lines: str) -> None:
     with reader_may_leave():
         print(*lines, sep="\n")
+
+
+def _source(args: Namespace) -> dict[str, Any]:
+    return {"backend": args.backend, "hf_model_path": args.hf_model_path}
 
 
 def _merge_options(args: Namespace) -> MergeOptions:

@@ -63,6 +63,8 @@ class Architecture:
     """policy or value."""
     buffers: frozenset[str] = frozenset()
     """Buffers that belong into no file."""
+    unrounded: frozenset[str] = frozenset()
+    """Buffers that do, the biases of routers: they keep their type whatever the weights become."""
     model: Any = None
     """transformers' model on the meta device; None: names in files are those of modules."""
     retied: bool | None = None
@@ -204,7 +206,7 @@ def _by_heart(
 def _ask_transformers(
     directory: Path, shapes: Mapping[str, Shape], head: str, tie: bool, trust: bool
 ) -> Architecture:
-    config = _config(directory, trust)
+    config = read_config(directory, trust)
     if tie:
         config.tie_word_embeddings = True
     if head == "value":
@@ -226,7 +228,8 @@ def _ask_transformers(
     raise ConfigError.one(str(directory), None, rule, remedy)
 
 
-def _config(directory: Path, trust_remote_code: bool) -> Any:
+def read_config(directory: Path, trust_remote_code: bool) -> Any:
+    """config.json as transformers reads it. Raises ConfigError when it does not."""
     from transformers import AutoConfig
 
     try:
@@ -273,8 +276,9 @@ def _architecture(model: Any, head: str) -> Architecture:
     named = _shapes(model.state_dict())
     ties = getattr(model, "all_tied_weights_keys", None) or {}
     tied = {target: source for target, source in ties.items() if target in named and source in named}
-    buffers = frozenset(name for name, _ in model.named_buffers() if name not in named)
-    return Architecture(type(model).__name__, named, tied, head, buffers, model)
+    buffers = frozenset(name for name, _ in model.named_buffers())
+    outside, inside = buffers - named.keys(), buffers & named.keys()
+    return Architecture(type(model).__name__, named, tied, head, outside, inside, model)
 
 
 def _headless(lm: Any, config: Any) -> Architecture:
@@ -282,8 +286,8 @@ def _headless(lm: Any, config: Any) -> Architecture:
     prefix = f"{lm.base_model_prefix}."
     named = {name: shape for name, shape in _shapes(lm.state_dict()).items() if name.startswith(prefix)}
     named["score.weight"] = (1, config.get_text_config().hidden_size)
-    buffers = frozenset(name for name, _ in lm.named_buffers() if name not in named)
-    return Architecture(None, named, {}, "value", buffers)
+    buffers = frozenset(name for name, _ in lm.named_buffers())
+    return Architecture(None, named, {}, "value", buffers - named.keys(), buffers & named.keys())
 
 
 def _metas(shapes: Mapping[str, Shape]) -> dict[str, torch.Tensor]:

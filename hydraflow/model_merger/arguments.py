@@ -61,8 +61,12 @@ def _add_split(commands: Any) -> None:
     _flag(split, "hf_dir", required=True, metavar="DIR", help="the directory to split")
     target = "the checkpoint to make: a model's directory, as .../actor"
     _flag(split, "target_dir", required=True, metavar="CKPT", help=target)
-    _flag(split, "world_size", type=int, required=True, help="ranks")
-    _flag(split, "layout", choices=("hydraflow", "verl"), default="hydraflow", help="whose layout")
+    _flag(split, "world_size", type=int, required=True, help="ranks, each with a file")
+    writer = "whose checkpoint: an FSDP engine's, or Megatron-Core's own"
+    _flag(split, "backend", choices=BACKENDS[1:], default="fsdp", help=writer)
+    _flag(split, "layout", choices=("hydraflow", "verl"), help="whose layout, with fsdp (hydraflow)")
+    layers = "with megatron: a tensor for each layer (non_homogeneous_layers), not one for all"
+    _switch(split, "separate_layers", layers)
     _dtype(split, "config.json's")
     value = "a value model: no output matrix, a score that starts at zero if DIR has none"
     _switch(split, "is_value_model", value)
@@ -93,8 +97,10 @@ def _command(commands: Any, name: str, what: str) -> argparse.ArgumentParser:
 def _checkpoint(command: argparse.ArgumentParser) -> None:
     writer = "writer of the checkpoint; auto detects it"
     _flag(command, "backend", choices=BACKENDS, default="auto", help=writer)
-    where = "a model's directory (.../global_step_N/actor); a step's or a run's gives its actor"
+    where = "a model's directory (.../global_step_N/actor, iter_N); a step's or a run's gives its actor"
     _flag(command, "local_dir", required=True, metavar="CKPT", help=where)
+    settings = "Hugging Face directory of the model that was trained, if CKPT has no huggingface/"
+    _flag(command, "hf_model_path", metavar="DIR", help=settings)
 
 
 def _merge_options(command: argparse.ArgumentParser) -> None:

@@ -1,7 +1,7 @@
 """The contents of a checkpoint on disk in any format, without its numbers.
 
-In: what a reader found (`dcp.py`, `verl.py`). Out: a `Checkpoint`. Left out on purpose: finding it
-(`opening.py`), names in Hugging Face's files (`names.py`).
+In: what a reader found (`dcp.py`, `verl.py`, `megatron.py`). Out: a `Checkpoint`. Left out on purpose:
+finding it (`opening.py`), names in Hugging Face's files (`names.py`).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class Checkpoint:
 
     directory: Path
     layout: str
-    """hydraflow or verl."""
+    """hydraflow, verl or megatron."""
     world_size: int
     """Ranks that wrote it."""
     tensors: dict[str, StoredTensor]
@@ -39,17 +39,19 @@ class Checkpoint:
     """What else it holds: optimizer and the like -> (entries, bytes)."""
     problems: list[Problem] = field(default_factory=list)
     """Parts that are missing or broken."""
+    settings: Path | None = None
+    """Where configuration and tokenizer are; None: in `huggingface/`."""
 
     @property
     def huggingface(self) -> Path:
         """Where configuration and tokenizer are."""
-        return self.directory / "huggingface"
+        return self.settings or self.directory / "huggingface"
 
     @property
     def step(self) -> int | None:
         """The training step in the directory's name."""
         for part in reversed(self.directory.absolute().parts):
-            if found := re.fullmatch(r"global_step_(\d+)", part):
+            if found := re.fullmatch(r"(?:global_step|iter)_(\d+)", part):
                 return int(found[1])
         return None
 

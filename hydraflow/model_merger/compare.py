@@ -48,7 +48,12 @@ class Comparison:
 
 
 def compare(
-    local_dir: str, test_hf_dir: str, *, backend: str = "auto", merge_options: MergeOptions | None = None
+    local_dir: str,
+    test_hf_dir: str,
+    *,
+    backend: str = "auto",
+    merge_options: MergeOptions | None = None,
+    hf_model_path: str | None = None,
 ) -> Comparison:
     """Compares what `merge` would write with what is there; where types differ, in the directory's type.
     Raises ConfigError when either cannot be read."""
@@ -57,7 +62,7 @@ def compare(
     if not directory.is_dir():
         raise ConfigError.one("--test_hf_dir", test_hf_dir, "there is no such directory")
     reference = read_directory(directory, field="--test_hf_dir")
-    outputs = outputs_of(open_checkpoint(local_dir, backend), merge_options)
+    outputs = outputs_of(open_checkpoint(local_dir, backend, hf_model_path), merge_options)
     found = Comparison(notes=list(outputs.notes))
     specs = outputs.specs
     for target, source in outputs.architecture.tied.items():

@@ -8,7 +8,7 @@ but not read; writing (`split.py`).
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from hydraflow.engine.dcp_index import INDEX, SHARDS, Index, IndexedTensor, read_index
@@ -45,20 +45,20 @@ def _checkpoint(directory: Path, index: Index) -> Checkpoint:
     for key, tensor in index.tensors.items():
         if key.startswith(MODEL):
             name = key.removeprefix(MODEL)
-            tensors[name] = _tensor(name, tensor, folder)
+            tensors[name] = stored(name, tensor, folder)
         else:
-            _count(others, key, sum(chunk.place.length for chunk in tensor.chunks))
+            count(others, key.split(".")[0], sum(chunk.place.length for chunk in tensor.chunks))
     for key, size in index.objects.items():
-        _count(others, key, size)
+        count(others, key.split(".")[0], size)
     if not tensors:
         rule = f"holds no weights: no key of its index begins with {MODEL!r}"
         raise ConfigError.one(str(folder), None, rule)
-    ranks = {int(one[1]) for name in index.ends if (one := re.fullmatch(r"__(\d+)_\d+\.distcp", name))}
+    last_rank = last_writer(index)
     shown_apart = ("world_size", "head", "module_prefix")
     found = Checkpoint(
         directory,
         "hydraflow",
-        int(facts.get("world_size", max(ranks, default=0) + 1)),
+        int(facts.get("world_size", last_rank + 1)),
         tensors,
         head=facts.get("head"),
         prefix=facts.get("module_prefix"),
@@ -66,7 +66,7 @@ def _checkpoint(directory: Path, index: Index) -> Checkpoint:
         details={name: fact for name, fact in facts.items() if name not in shown_apart},
         others=others,
     )
-    found.problems = [*_problems(found, index, folder, max(ranks, default=0))]
+    found.problems = [*_problems(found, index, folder, last_rank)]
     return found
 
 
@@ -74,18 +74,30 @@ def _problems(found: Checkpoint, index: Index, folder: Path, last_rank: int) -> 
     if last_rank >= found.world_size:
         rule = f"says world_size={found.world_size}, but rank {last_rank} wrote shards, too"
         yield Problem(str(found.directory / FACTS), None, rule)
+    yield from missing_parts(found.tensors.values(), index, folder)
+
+
+def last_writer(index: Index) -> int:
+    """The last rank that wrote a file."""
+    named = (re.fullmatch(r"__(\d+)_\d+\.distcp", name) for name in index.ends)
+    return max((int(found[1]) for found in named if found), default=0)
+
+
+def missing_parts(tensors: Iterable[StoredTensor], index: Index, folder: Path) -> Iterator[Problem]:
+    """Files that are missing or cut short, and tensors that their pieces do not fill."""
     for name, end in sorted(index.ends.items()):
         if not (folder / name).is_file():
             rule = f"this shard is missing; the index wants {end} bytes of it"
             yield Problem(str(folder / name), None, rule)
         elif (size := (folder / name).stat().st_size) < end:
             yield Problem(str(folder / name), None, f"is cut short: {size} of {end} bytes")
-    for tensor in found.tensors.values():
+    for tensor in tensors:
         if hole := tensor.holes():
             yield Problem(str(folder / INDEX), None, hole)
 
 
-def _tensor(name: str, found: IndexedTensor, folder: Path) -> StoredTensor:
+def stored(name: str, found: IndexedTensor, folder: Path) -> StoredTensor:
+    """A tensor of the index whose files are in `folder`."""
     pieces = []
     for chunk in found.chunks:
         byte_range = ByteRange(folder / chunk.place.file, chunk.place.offset, chunk.place.length)
@@ -93,8 +105,7 @@ def _tensor(name: str, found: IndexedTensor, folder: Path) -> StoredTensor:
     return StoredTensor(name, found.dtype, found.shape, tuple(pieces))
 
 
-def _count(others: dict[str, tuple[int, int]], key: str, size: int) -> None:
+def count(others: dict[str, tuple[int, int]], part: str, size: int) -> None:
     """Adds an entry to its part's count and bytes."""
-    part = key.split(".")[0]
     entries, before = others.get(part, (0, 0))
     others[part] = (entries + 1, before + size)

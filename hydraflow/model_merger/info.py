@@ -19,11 +19,13 @@ from hydraflow.model_merger.pieces import StoredTensor
 MANIFEST = "manifest.json"
 
 
-def facts_of(local_dir: str, backend: str = "auto", *, verify: bool = False) -> list[dict[str, Any]]:
+def facts_of(
+    local_dir: str, backend: str = "auto", *, verify: bool = False, hf_model_path: str | None = None
+) -> list[dict[str, Any]]:
     """One object for each model. verify: read every file of the step and compare its checksum with the
     manifest's. Raises ConfigError when there is no checkpoint, or no manifest to verify it with."""
     directories = model_directories(Path(local_dir))
-    found = [_facts(open_checkpoint(directory, backend)) for directory in directories]
+    found = [_facts(open_checkpoint(directory, backend, hf_model_path)) for directory in directories]
     if verify and (damage := _damage(directories)):
         found[0]["problems"].append(damage)
     return found
@@ -54,7 +56,8 @@ def _facts(found: Checkpoint) -> dict[str, Any]:
     problems = [str(problem) for problem in found.problems]
     problems += _missing_from_manifest(found.directory)
     if not (found.huggingface / "config.json").is_file():
-        problems.append(f"{found.huggingface / 'config.json'}: is missing")
+        remedy = "--hf_model_path <Hugging Face directory>, to merge it all the same"
+        problems.append(f"{found.huggingface / 'config.json'}: is missing -> {remedy}")
     head = {"head": found.head} if found.head else {}
     return {
         "directory": str(found.directory),

@@ -41,15 +41,17 @@ def merge(
     most_bytes: int = 5 * 10**9,
     overwrite: bool = False,
     upload: HubUpload | None = None,
+    hf_model_path: str | None = None,
 ) -> list[str]:
-    """Merges, and returns what was done in lines for the user. most_bytes: of one safetensors file. Raises
+    """Merges, and returns what was done in lines for the user. most_bytes: of one safetensors file.
+    hf_model_path: a directory with configuration and tokenizer, where the checkpoint has none. Raises
     ConfigError before anything is written, EnvironmentFault when the disk fills up or the hub refuses."""
     merge_options = merge_options or MergeOptions()
-    outputs = outputs_of(open_checkpoint(local_dir, backend), merge_options)
+    outputs = outputs_of(open_checkpoint(local_dir, backend, hf_model_path), merge_options)
     specs = outputs.specs
     nbytes = sum(spec.nbytes for spec in specs.values())
     settings = target.settings(outputs.checkpoint.huggingface)
-    target.require_inside(settings, outputs.checkpoint.directory)
+    target.require_inside(settings, outputs.checkpoint.huggingface.parent)
     if upload is not None:
         _make_repo(upload)
     source, where = outputs.checkpoint.huggingface, Path(target_dir)

@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from hydraflow.errors import ConfigError
+from hydraflow.model_merger import megatron_names
 from hydraflow.model_merger.checkpoint import Checkpoint
 from hydraflow.model_merger.lora import Adapter
 from hydraflow.model_merger.pieces import StoredTensor
@@ -42,12 +43,15 @@ class Weights:
 def weights_of(checkpoint: Checkpoint, *, is_value_model: bool = False) -> Weights:
     """The weights of a whole checkpoint. Raises ConfigError when its names cannot be understood."""
     checkpoint.require_whole()
+    tensors = checkpoint.tensors
+    if checkpoint.layout == "megatron":
+        tensors = megatron_names.hugging_face(checkpoint)
     prefix = checkpoint.prefix
     if prefix is None:
-        prefix = _POLICY_PREFIX if all(name.startswith(_POLICY_PREFIX) for name in checkpoint.tensors) else ""
+        prefix = _POLICY_PREFIX if all(name.startswith(_POLICY_PREFIX) for name in tensors) else ""
     plain: dict[str, StoredTensor] = {}
     sides: dict[str, dict[str, StoredTensor]] = {}
-    for raw, tensor in checkpoint.tensors.items():
+    for raw, tensor in tensors.items():
         name = _WRAPPERS.sub("", raw).removeprefix(prefix).removeprefix(_PEFT)
         if found := _ADAPTER.fullmatch(name):
             module = sides.setdefault(f"{found['module']}.weight", {})

@@ -6,29 +6,42 @@ on purpose: the formats (`dcp.py`, `verl.py`).
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 from hydraflow.errors import ConfigError
-from hydraflow.model_merger import dcp, verl
+from hydraflow.model_merger import dcp, megatron, verl
 from hydraflow.model_merger.checkpoint import Checkpoint
 
 POINTER = "latest_checkpointed_iteration.txt"
 UNFINISHED = ".unfinished"
 
 
-def open_checkpoint(path: str | Path, backend: str = "auto") -> Checkpoint:
-    """The checkpoint at or below `path`. Raises ConfigError when there is none that can be understood. Parts
+def open_checkpoint(path: str | Path, backend: str = "auto", settings: str | None = None) -> Checkpoint:
+    """The checkpoint at or below `path`. settings: the Hugging Face directory with its configuration and
+    tokenizer; None: they are beside it. Raises ConfigError when there is none that can be understood. Parts
     that are missing or broken are in its `problems`."""
-    directory = model_directory(Path(path).expanduser())
-    if backend == "megatron" or (backend == "auto" and _is_megatron(directory)):
-        field = "--backend" if backend == "megatron" else str(directory)
-        rule = "Megatron's distributed checkpoints cannot be read yet"
-        raise ConfigError.one(field, backend, rule, "--backend fsdp")
-    if dcp.is_dcp(directory):
+    found = _read(model_directory(Path(path).expanduser()), backend)
+    if settings is None:
+        return found
+    folder = Path(settings).expanduser()
+    if not (folder / "config.json").is_file():
+        rule = "is no Hugging Face directory: there is no config.json in it"
+        raise ConfigError.one("--hf_model_path", settings, rule)
+    return replace(found, settings=folder)
+
+
+def _read(directory: Path, backend: str) -> Checkpoint:
+    if dcp.is_dcp(directory):  # of either engine
         return dcp.read(directory)
-    if verl.is_verl(directory):
+    if backend != "fsdp" and megatron.folder_of(directory) is not None:
+        return megatron.read(directory)
+    if backend != "megatron" and verl.is_verl(directory):
         return verl.read(directory)
-    rule = "holds no sharded checkpoint: neither dcp/.metadata nor model_world_size_W_rank_R.pt"
+    formats = {"megatron": "Megatron-Core's common.pt nor metadata.json"}
+    formats["fsdp"] = "dcp/.metadata nor model_world_size_W_rank_R.pt"
+    sought = " nor ".join(text for name, text in formats.items() if backend in (name, "auto"))
+    rule = f"holds no sharded checkpoint: neither {sought}"
     raise ConfigError.one(str(directory), None, rule, "--local_dir <run>/global_step_N/actor")
 
 
@@ -39,6 +52,8 @@ def model_directory(path: Path) -> Path:
         raise ConfigError.one("--local_dir", str(path), "there is no such directory")
     if (path / POINTER).is_file():
         path = _latest_step(path)
+    elif found := megatron.iterations(path):
+        path = found[-1]
     if any(part.endswith(UNFINISHED) for part in path.absolute().parts):
         rule = f"a directory named *{UNFINISHED} is a save that was interrupted"
         raise ConfigError.one("--local_dir", str(path), rule)
@@ -48,7 +63,8 @@ def model_directory(path: Path) -> Path:
 def model_directories(path: Path) -> list[Path]:
     """All models of a step or of a run's newest step; a model's directory gives itself."""
     first = model_directory(path)
-    return [first] if first.absolute() == path.absolute() else _roles(first.parent)
+    is_alone = first.absolute() == path.absolute() or first in megatron.iterations(first.parent)
+    return [first] if is_alone else _roles(first.parent)
 
 
 def _roles(step: Path) -> list[Path]:
@@ -58,17 +74,13 @@ def _roles(step: Path) -> list[Path]:
 
 def is_model_directory(path: Path) -> bool:
     """Whether a checkpoint of one model is in it."""
-    return dcp.is_dcp(path) or verl.is_verl(path) or _is_megatron(path)
+    return dcp.is_dcp(path) or verl.is_verl(path) or megatron.folder_of(path) is not None
 
 
 def _latest_step(run: Path) -> Path:
     content = (run / POINTER).read_text(encoding="utf-8").strip()
-    step = run / f"global_step_{content}"
-    if not content.isdigit() or not step.is_dir():
-        rule = f"there is no {step.name} beside it"
-        raise ConfigError.one(str(run / POINTER), content, rule, "--local_dir <run>/global_step_N/actor")
-    return step
-
-
-def _is_megatron(path: Path) -> bool:
-    return any((path / name).is_dir() for name in ("dist_ckpt", "model/dist_ckpt"))
+    for step in (run / f"global_step_{content}", run / megatron.iteration(content)):
+        if step.is_dir() and (content.isdecimal() or content == megatron.RELEASE):
+            return step
+    rule = f"there is neither global_step_{content} nor {megatron.iteration(content)} beside it"
+    raise ConfigError.one(str(run / POINTER), content, rule, "--local_dir <run>/global_step_N/actor")

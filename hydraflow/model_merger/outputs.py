@@ -60,7 +60,7 @@ class Outputs:
     def specs(self) -> dict[str, TensorSpec]:
         """Type and shape of each tensor, by name in files."""
         return {
-            name: TensorSpec(self._dtype_of(c.inputs[0]), shape)
+            name: TensorSpec(self.dtype_of(c.inputs[0]), shape)
             for c in self.conversions
             for name, shape in c.outputs.items()
         }
@@ -76,7 +76,7 @@ class Outputs:
     def tensors(self) -> Iterator[tuple[str, Iterator[torch.Tensor]]]:
         """(name in files, blocks of rows in the final type) of every tensor; use a block before the next."""
         for conversion in self.conversions:
-            target = self._dtype_of(conversion.inputs[0])
+            target = self.dtype_of(conversion.inputs[0])
             for name, blocks in self._converted(conversion):
                 yield name, (cast(block, target, name) for block in blocks)
 
@@ -96,8 +96,10 @@ class Outputs:
         """What a tensor of type `own` becomes."""
         return self.dtype if self.dtype is not None and own.is_floating_point else own
 
-    def _dtype_of(self, name: str) -> torch.dtype:
-        return self.final_dtype(self.sources[name].dtype)
+    def dtype_of(self, name: str) -> torch.dtype:
+        """Final type of a source."""
+        own = self.sources[name].dtype
+        return own if name in self.architecture.unrounded else self.final_dtype(own)
 
 
 def outputs_of(checkpoint: Checkpoint, merge_options: MergeOptions) -> Outputs:

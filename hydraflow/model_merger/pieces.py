@@ -2,7 +2,7 @@
 
 In: boxes of a tensor and the byte ranges that hold them. Out: blocks of rows in memory of their own. Nothing
 is mapped, so nothing but the block counts as memory of this process. Left out on purpose: what the tensors
-are for; formats (`dcp.py`, `verl.py`, `safetensors_files.py`).
+are for; formats (`dcp.py`, `verl.py`, `megatron.py`, `safetensors_files.py`).
 """
 
 from __future__ import annotations
@@ -49,15 +49,19 @@ class Piece:
     """The byte range is the output of torch.save."""
     strides: Shape | None = None
     """Strides of the numbers when they are not contiguous."""
+    skip: int = 0
+    """Numbers of the byte range that come before the piece."""
+    saved: Shape | None = None
+    """Shape of all that the byte range holds; None: the piece's."""
 
     def opened(self, dtype: torch.dtype) -> Piece:
         """The same piece with its numbers found. Raises ConfigError when the file holds something else."""
         if not self.archived:
             return self
-        found = _load_shape(self.byte_range)
-        if tuple(found.shape) != self.shape or found.dtype != dtype:
+        found, wanted = _load_shape(self.byte_range), self.saved or self.shape
+        if tuple(found.shape) != wanted or found.dtype != dtype:
             there = f"{found.dtype} {list(found.shape)} at byte {self.byte_range.offset}"
-            rule = f"holds {there} where {dtype} {list(self.shape)} is announced"
+            rule = f"holds {there} where {dtype} {list(wanted)} is announced"
             raise ConfigError.one(str(self.byte_range.file), None, rule)
         inner = numbers_of(found, self.byte_range.file)
         byte_range = replace(inner, offset=self.byte_range.offset + inner.offset)
@@ -68,11 +72,12 @@ class Piece:
         if self.strides is not None:
             numbers = torch.empty(self.byte_range.length // into.element_size(), dtype=into.dtype)
             read_numbers(self.byte_range.file, self.byte_range.offset, numbers)
-            into.copy_(numbers.as_strided(self.shape, self.strides)[first:last])
+            saved = numbers.as_strided(self.saved or self.shape, self.strides).reshape(-1)
+            into.copy_(saved[self.skip :][: math.prod(self.shape)].view(self.shape)[first:last])
             return
-        row_bytes = math.prod(self.shape[1:]) * into.element_size()
+        before = (self.skip + first * math.prod(self.shape[1:])) * into.element_size()
         whole = into if into.is_contiguous() else torch.empty(into.shape, dtype=into.dtype)
-        read_numbers(self.byte_range.file, self.byte_range.offset + first * row_bytes, whole)
+        read_numbers(self.byte_range.file, self.byte_range.offset + before, whole)
         if whole is not into:
             into.copy_(whole)
 

@@ -1,5 +1,5 @@
 """`split`: a Hugging Face directory becomes an FSDP checkpoint, as training would have saved it before its
-first step.
+first step; or Megatron-Core's (`megatron_split.py`).
 
 In: a directory, a number of ranks, a layout. Out: a model's directory of that layout, whole or not at all.
 The weights pass through transformers, so names are those of its modules; they must fit into memory.
@@ -8,27 +8,19 @@ Left out on purpose: optimizer states.
 
 from __future__ import annotations
 
-import pickle
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 
 import torch
-from torch.distributed.checkpoint.filesystem import _StorageInfo
-from torch.distributed.checkpoint.metadata import (
-    ChunkStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    TensorProperties,
-    TensorStorageMetadata,
-)
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
-from hydraflow.engine.dcp_index import INDEX, SHARDS
+from hydraflow.engine.dcp_index import SHARDS
+from hydraflow.engine.dcp_writer import CheckpointWriter
 from hydraflow.errors import ConfigError, Problem
-from hydraflow.model_merger import dcp, target, verl
+from hydraflow.model_merger import dcp, megatron_split, target, verl
 from hydraflow.model_merger.outputs import DTYPES
 from hydraflow.model_merger.progress import Advance, bar
 from hydraflow.models import loading
@@ -44,13 +36,16 @@ def split(
     target_dir: str,
     *,
     world_size: int,
-    layout: str = "hydraflow",
+    backend: str = "fsdp",
+    layout: str | None = None,
+    separate_layers: bool = False,
     dtype: str = "auto",
     is_value_model: bool = False,
     trust_remote_code: bool = False,
     overwrite: bool = False,
 ) -> list[str]:
-    """Splits, and returns lines for the user. Raises ConfigError before anything is written."""
+    """Splits, and returns lines for the user. layout: hydraflow (None) or verl. Raises ConfigError before
+    anything is written."""
     if world_size < 1:
         raise ConfigError.one("--world_size", world_size, "must be at least 1", "--world_size 1")
     source = Path(hf_dir).expanduser()
@@ -58,6 +53,18 @@ def split(
         rule = "is no Hugging Face directory: there is no config.json in it"
         raise ConfigError.one(_FIELD, hf_dir, rule)
     target.require_free(Path(target_dir), source, overwrite=overwrite)
+    if backend == "megatron":
+        flags = {"--layout": layout, "--is-value-model": is_value_model}
+        _refuse("--backend megatron", flags | {"--trust-remote-code": trust_remote_code})
+        return megatron_split.split(
+            source,
+            target_dir,
+            files=world_size,
+            dtype=dtype,
+            separate_layers=separate_layers,
+            overwrite=overwrite,
+        )
+    _refuse("--backend fsdp", {"--separate-layers": separate_layers})
     head = "value" if is_value_model else "policy"
     try:
         weights = _read(source, dtype, head, trust_remote_code)
@@ -74,7 +81,14 @@ def split(
             _write_dcp(folder, weights, world_size, head, advance)
         target.copy_settings(target.settings(source), folder / "huggingface")
     sizes = f"{len(weights)} tensors, {nbytes / 1e9:.3f} GB"
-    return [f"{Path(target_dir).absolute()}: {sizes}, {world_size} ranks, layout {layout}"]
+    return [f"{Path(target_dir).absolute()}: {sizes}, {world_size} ranks, layout {layout or 'hydraflow'}"]
+
+
+def _refuse(backend: str, flags: Mapping[str, object]) -> None:
+    for flag, value in flags.items():
+        if value:
+            shown = None if value is True else value
+            raise ConfigError.one(flag, shown, f"has no meaning with {backend}", f"leave out {flag}")
 
 
 def _read(source: Path, dtype: str, head: str, trust: bool) -> dict[str, torch.Tensor]:
@@ -107,30 +121,20 @@ def _write_dcp(
 ) -> None:
     """torch's distributed checkpoint, as that many ranks write it. A tied tensor is in it once."""
     (folder / SHARDS).mkdir()
-    entries: dict[str, TensorStorageMetadata] = {}
-    chunks: dict[str, list[ChunkStorageMetadata]] = {}
-    places: dict[MetadataIndex, _StorageInfo] = {}
+    writer, planned = CheckpointWriter(folder / SHARDS), {}
     firsts = {tensor.data_ptr(): name for name, tensor in reversed(list(weights.items()))}
     once = {name: tensor for name, tensor in weights.items() if firsts[tensor.data_ptr()] == name}
     for rank in range(world_size):
-        file_name = f"__{rank}_0.distcp"
-        with (folder / SHARDS / file_name).open("wb") as file:
-            for name, tensor in once.items():
-                found = list(_shards(tensor, world_size))
-                if rank >= len(found):
-                    continue
-                key, (first, rows) = f"{dcp.MODEL}{_PREFIX[head]}{name}", found[rank]
-                start = torch.Size([first, *[0] * (tensor.dim() - 1)][: tensor.dim()])
-                at = file.tell()
-                torch.save(rows.clone(), file)
-                chunks.setdefault(key, []).append(ChunkStorageMetadata(start, rows.shape))
-                places[MetadataIndex(key, start, rank)] = _StorageInfo(file_name, at, file.tell() - at)
-                dtype = TensorProperties(tensor.dtype)
-                entries[key] = TensorStorageMetadata(dtype, tensor.shape, chunks[key])
-                advance(rows.nbytes)
-    planned = {key: ("model", key.removeprefix(dcp.MODEL)) for key in entries}
-    with (folder / SHARDS / INDEX).open("wb") as file:
-        pickle.dump(Metadata(dict(entries), planner_data=planned, storage_data=places, version="1.0.0"), file)
+        for name, tensor in once.items():
+            found = list(_shards(tensor, world_size))
+            if rank >= len(found):
+                continue
+            key, (first, rows) = f"{dcp.MODEL}{_PREFIX[head]}{name}", found[rank]
+            start = [first, *[0] * (tensor.dim() - 1)][: tensor.dim()]
+            writer.add_box(key, tensor.shape, start, rows, writer.write(rows.clone(), rank))
+            planned[key] = ("model", key.removeprefix(dcp.MODEL))
+            advance(rows.nbytes)
+    writer.finish(planned)
     facts = {"engine": "fsdp2", "world_size": world_size, "head": head, "contents": ["model"], "lora_rank": 0}
     facts |= {"tied": len(once) < len(weights), "module_prefix": _PREFIX[head]}
     target.write_json(folder / dcp.FACTS, facts)

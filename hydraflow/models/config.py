@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from hydraflow.options import MODULES, no_effect_when, option
+from hydraflow.options import MODULE_NAMES, MODULES, no_effect_when, option
 
 NO_ADAPTERS = no_effect_when(lambda s: s.lora_rank == 0, "{s}.lora_rank=0: no adapters", "{s}.lora_rank=8")
 
@@ -23,6 +23,8 @@ class ModelSourceConfig:
     """Jinja chat template that replaces the tokenizer's own."""
     trust_remote_code: bool = option(False, shapes_training=False)
     """Allow Python code that comes with the model to run."""
+    external_lib: Any = option(None, rule=MODULE_NAMES, shapes_training=False)
+    """Python module, or list of them, that every process imports before it builds the model; null: none."""
     override_config: dict[str, Any] = field(default_factory=dict)
     """Overrides of config.json."""
 
@@ -42,3 +44,19 @@ class ModelConfig(ModelSourceConfig):
     """LoRA alpha: the adapters' output is scaled by lora_alpha / lora_rank."""
     target_modules: Any = option("all-linear", rule=MODULES, no_effect=NO_ADAPTERS)
     """LoRA target modules: all-linear, or a list of names."""
+
+
+@dataclass
+class AdapterConfig:
+    """How the generation engine gets low-rank adapters."""
+
+    merge: bool = option(True, shapes_training=False)
+    """Merge LoRA adapters into the weights that are sent to the generation engine; false: once it has the
+    base weights only the adapters are sent, and it computes with both."""
+
+
+@dataclass
+class PolicyModelConfig(ModelConfig):
+    """The model that is trained and sampled from."""
+
+    lora: AdapterConfig = field(default_factory=AdapterConfig)

@@ -19,7 +19,7 @@ import torch
 from hydraflow.errors import ConfigError, Problem
 from hydraflow.models import loading
 from hydraflow.models.config import ModelSourceConfig
-from hydraflow.models.heads import PolicyModel, ValueModel
+from hydraflow.models.heads import PolicyModel, ValueModel, backbone_of
 from hydraflow.models.weight_files import SHOWN, empty_tensors, files_to_load, weight_faults
 
 if TYPE_CHECKING:
@@ -101,6 +101,6 @@ def _require_fit(
             output_loading_info=True,
             ignore_mismatched_sizes=True,
         )
-    loading.require_filled(report, path=path, head=head, prefix=lm.base_model_prefix, field=field)
+    loading.require_filled(report, path=path, head=head, prefix=backbone_of(lm)[0], field=field)
     if head == "value" and (score := stored.get(loading.SCORE)) is not None:
         loading.require_one_value(score, config, path=path, field=field)

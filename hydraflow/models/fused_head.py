@@ -32,11 +32,12 @@ class HeadWork:
 
 
 class FusedHead(torch.autograd.Function):
-    """hidden (K, h), weight (V, h), bias (V,) or None and targets (K,) to the targets' log-probabilities (K,)
-    and, on request, entropies or greedy matches (K,), see `Ask`. At least float32.
+    """hidden (K, h), weight (V, h), bias (V,) or None and targets (K,) or (K, M) to the targets'
+    log-probabilities, in their shape, and, on request, entropies or another column (K,), see `Ask`. At least
+    float32.
 
     The gradient of logit j, with p = softmax, t the target, H the entropy, l and e the gradients of the two
-    outputs: l (1[j = t] - p_j) - e p_j (log p_j + H).
+    outputs: l (1[j = t] - p_j) - e p_j (log p_j + H); with several targets the first term for each.
     """
 
     @staticmethod
@@ -52,21 +53,29 @@ class FusedHead(torch.autograd.Function):
         log_probs, more = [], []
         for part in logits.parts():
             every = logits.log_probs(part)
-            wanted = targets[part, None]
-            log_probs.append(every.gather(-1, wanted)[:, 0])
+            if work.ask.likeliest:
+                top = every[:, : work.ask.among].topk(work.ask.likeliest)
+                log_probs.append(top.values)
+                more.append(top.indices)
+                continue
+            wanted = several(targets[part])
+            log_probs.append(every.gather(-1, wanted).view(targets[part].shape))
             if work.ask.greedy_match:
                 best = logits.scaled[: len(every)].argmax(-1, keepdim=True)
-                more.append((best == wanted)[:, 0].to(every.dtype))
+                more.append((best == wanted[:, :1])[:, 0].to(every.dtype))
             elif work.ask.entropy:
                 more.append(-logits.probs(every).mul_(every).sum(-1))
+            elif work.ask.sum_pi_squared:
+                more.append(logits.probs(every).square_().sum(-1))
         second = torch.cat(more) if more else None
         kept = every if len(log_probs) == 1 and not logits.processed else None
         ctx.save_for_backward(hidden, weight, bias, targets, second, kept)
         ctx.work = work
         ctx.set_materialize_grads(False)
-        if second is not None and work.ask.greedy_match:
-            ctx.mark_non_differentiable(second)
-        return torch.cat(log_probs), second
+        found = torch.cat(log_probs)
+        if second is not None and not work.ask.entropy:
+            ctx.mark_non_differentiable(second, *([found] if work.ask.likeliest else []))
+        return found, second
 
     @staticmethod
     @once_differentiable
@@ -77,7 +86,7 @@ class FusedHead(torch.autograd.Function):
         needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         logits = _Logits(hidden, weight, bias, ctx.work, kept, backward=True)
         if of_log_probs is None:
-            of_log_probs = torch.zeros_like(entropies)
+            of_log_probs = entropies.new_zeros(targets.shape)
         of_hidden = torch.empty_like(hidden) if needs_hidden else None
         of_weight = of_bias = None
         for part in logits.parts():
@@ -94,6 +103,11 @@ class FusedHead(torch.autograd.Function):
                 of_bias = gradient.sum(0) if of_bias is None else of_bias.add_(gradient.sum(0))
             del every, gradient  # while the next chunk is computed
         return of_hidden, of_weight, of_bias, None, None
+
+
+def several(targets: torch.Tensor) -> torch.Tensor:
+    """(K, M) of (K, M), or of (K,) with M = 1."""
+    return targets[:, None] if targets.ndim == 1 else targets
 
 
 class _Logits:
@@ -164,7 +178,8 @@ class _Logits:
         """(k, V) gradient of what the head's weights give. `trained`: the gradient of the entropies, and
         the entropies; None: they are not trained."""
         temperature = self._work.ask.temperature
-        of_target, gradient = (of_log_probs / temperature)[:, None], self.probs(every)
+        of_targets, gradient = several(of_log_probs / temperature), self.probs(every)
+        of_target = of_targets.sum(1, keepdim=True)
         if trained is None:
             gradient.mul_(-of_target)
         else:
@@ -172,7 +187,7 @@ class _Logits:
             out = every if self._kept is None else torch.empty_like(every)
             offset = -of_target - of_entropy * entropies
             gradient = torch.addcmul(offset, every, of_entropy, value=-1, out=out).mul_(gradient)
-        gradient.scatter_add_(-1, targets[:, None], of_target)
+        gradient.scatter_add_(-1, several(targets), of_targets)
         if self._raw is not self.scaled:
             gradient = self._raw[: len(every)].copy_(gradient)
         if self._graph is not None:

@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 from hydraflow.models.ask import LOG_PROBS, Ask
 from hydraflow.models.attention import pick
 from hydraflow.models.chunks import POST_PROCESSING, head_chunk
-from hydraflow.models.fused_head import FusedHead, HeadWork
+from hydraflow.models.fused_head import FusedHead, HeadWork, several
 from hydraflow.models.packing import PackedBatch
 
 
@@ -40,11 +40,11 @@ class PolicyModel(nn.Module):
         return self.lm
 
     def forward(self, batch: PackedBatch, ask: Ask) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """(K,) log-probabilities of the asked tokens and, on request, entropies or greedy matches (K,), see
-        `Ask`. At least float32, whatever the model's dtype."""
+        """Log-probabilities of the asked tokens, (K,) or (K, M), and, on request, entropies or another column
+        (K,), see `Ask`. At least float32, whatever the model's dtype."""
         if ask.temperature <= 0:
             raise ValueError(f"temperature={ask.temperature}: log-probabilities need a temperature above 0")
-        hidden = asked_hidden_states(self.lm.base_model, batch)
+        hidden = asked_hidden_states(backbone_of(self.lm)[1], batch)
         head = self.lm.get_output_embeddings()
         chunk = head_chunk(self.chunk_tokens, len(head.weight), hidden.element_size())
         if type(head) is not nn.Linear:
@@ -63,7 +63,7 @@ class PolicyModel(nn.Module):
             return self._score(hidden, targets, ask)
         chunks = zip(hidden.split(chunk), targets.split(chunk), strict=True)
         pieces = [checkpoint(self._score, h, t, ask, use_reentrant=False) for h, t in chunks]
-        more = torch.cat([piece[1] for piece in pieces]) if ask.entropy or ask.greedy_match else None
+        more = torch.cat([piece[1] for piece in pieces]) if ask.more else None
         return torch.cat([piece[0] for piece in pieces]), more
 
     def _score(
@@ -73,11 +73,22 @@ class PolicyModel(nn.Module):
         logits = logits if logits.dtype == torch.float64 else logits.float()
         if ask.temperature != 1.0:
             logits = logits / ask.temperature
-        if ask.greedy_match or not ask.entropy:
-            matches = (logits.argmax(-1) == targets).to(logits.dtype) if ask.greedy_match else None
-            return -F.cross_entropy(logits, targets, reduction="none"), matches
-        everything = logits.log_softmax(-1)
-        return -F.nll_loss(everything, targets, reduction="none"), -(everything.exp() * everything).sum(-1)
+        if ask.likeliest:
+            top = logits.log_softmax(-1)[:, : ask.among].topk(ask.likeliest)
+            return top.values.detach(), top.indices
+        if ask.entropy or targets.ndim > 1:
+            everything = logits.log_softmax(-1)
+            log_probs = everything.gather(1, several(targets)).view(targets.shape)
+            if ask.entropy:
+                return log_probs, -(everything.exp() * everything).sum(-1)
+        else:
+            log_probs = -F.cross_entropy(logits, targets, reduction="none")
+        more = None
+        if ask.greedy_match:
+            more = (logits.argmax(-1) == several(targets)[:, 0]).to(logits.dtype)
+        elif ask.sum_pi_squared:
+            more = logits.detach().softmax(-1).square().sum(-1)
+        return log_probs, more
 
 
 class ValueModel(nn.Module):
@@ -103,6 +114,15 @@ class ValueModel(nn.Module):
         """(K,) values of the asked tokens, at least float32. `ask` is ignored."""
         values = torch.mv(asked_hidden_states(self.hf, batch), self.score.weight[0])
         return values if values.dtype == torch.float64 else values.float(), None
+
+
+def backbone_of(lm: Any) -> tuple[str, Any]:
+    """Name and module of what is below the head; what transformers calls so is the whole of some (Llama
+    4)."""
+    if lm.base_model is not lm:
+        return lm.base_model_prefix, lm.base_model
+    parts = ((name, child) for name, child in lm.named_children() if hasattr(child, "base_model"))
+    return next(parts, (lm.base_model_prefix, lm))
 
 
 def shape_logits(logits: torch.Tensor, config: Any) -> torch.Tensor:

@@ -24,9 +24,10 @@ from hydraflow.errors import ConfigError, Problem
 from hydraflow.models.attention import NAME, register_attention
 from hydraflow.models.cache import from_hub
 from hydraflow.models.config import ModelConfig, ModelSourceConfig
-from hydraflow.models.heads import PolicyModel, ValueModel
+from hydraflow.models.heads import PolicyModel, ValueModel, backbone_of
 from hydraflow.models.once import resolving
 from hydraflow.models.weight_map import INDEX, read_weight_map
+from hydraflow.system.own_code import import_modules
 from hydraflow.system.paths import is_hub_name, model_problems
 
 if TYPE_CHECKING:
@@ -46,7 +47,8 @@ def load_config(model: ModelSourceConfig, *, field: str = "actor_rollout_ref.mod
     without a model and for an override that the model does not know."""
     from transformers import AutoConfig
 
-    path = _require_path(model, field)
+    path = require_path(model, field)
+    import_modules(model.external_lib, f"{field}.external_lib")
     try:
         with resolving(path, model):
             config = AutoConfig.from_pretrained(path, trust_remote_code=model.trust_remote_code)
@@ -84,11 +86,12 @@ def load_tokenizer(
     from transformers import AutoTokenizer
 
     key = f"{field}.{'tokenizer_path' if model.tokenizer_path else 'path'}"
-    path = os.path.expanduser(model.tokenizer_path) if model.tokenizer_path else _require_path(model, field)
+    path = os.path.expanduser(model.tokenizer_path) if model.tokenizer_path else require_path(model, field)
     remedy = f"{field}.tokenizer_path=<directory with the tokenizer>"
     if not is_hub_name(path) and not Path(path).is_dir():
         rule = "is a file, not a directory" if Path(path).exists() else "there is no such directory"
         raise ConfigError.one(key, path, rule, remedy)
+    import_modules(model.external_lib, f"{field}.external_lib")
     if is_hub_name(path):
         path = from_hub(path, key)
     found = [file for pattern in _TOKENIZER_FILES for file in Path(path).glob(pattern)]
@@ -119,7 +122,7 @@ def load_generation_config(
     Raises ConfigError when they cannot be read: without its end tokens a model would never stop."""
     from transformers import GenerationConfig
 
-    path = _require_path(model, field)
+    path = require_path(model, field)
     try:
         return GenerationConfig.from_pretrained(path)
     except _unreadable() as error:
@@ -219,10 +222,12 @@ def empty_model(
                 config, dtype=dtype, attn_implementation=attention, trust_remote_code=trust
             )
         lm.config.dtype = dtype
+        widen_buffers(lm)
         if head == "policy":
             return PolicyModel(lm, chunk_tokens=chunk_tokens)
         assert head == "value", head
-        return ValueModel(lm.base_model, name=lm.base_model_prefix)
+        name, backbone = backbone_of(lm)
+        return ValueModel(backbone, name=name)
 
 
 def read_weights(
@@ -237,10 +242,10 @@ def read_weights(
     """Weights by Hugging Face name, on the CPU in `dtype`; with `tables` also what no file holds (rotary
     tables). Tied weights come under each of their names. A value head that the directory lacks starts at
     zero. Raises ConfigError when other weights are missing."""
-    path = _require_path(model, field)
+    path = require_path(model, field)
     with resolving(path, model):
         lm, report = _load_lm(path, config, dtype, trust=model.trust_remote_code, field=field)
-    require_filled(report, path=path, head=head, prefix=lm.base_model_prefix, field=field)
+    require_filled(report, path=path, head=head, prefix=backbone_of(lm)[0], field=field)
     buffers = lm.named_buffers() if tables else persistent_buffers(lm)
     named = {**dict(lm.named_parameters(remove_duplicate=False)), **dict(buffers)}
     weights = {name: tensor.detach() for name, tensor in named.items()}
@@ -331,6 +336,16 @@ def persistent_buffers(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
                 yield f"{prefix}.{leaf}" if prefix else leaf, buffer
 
 
+def widen_buffers(lm: Any) -> None:
+    """Makes those buffers float32 that transformers never reads as a shorter type, such as the biases with
+    which routers choose experts. Building a model from its configuration makes them as short as the rest."""
+    kept = getattr(lm, "_keep_in_fp32_modules_strict", None) or ()
+    for name, buffer in list(persistent_buffers(lm)):
+        if buffer.dtype in (torch.bfloat16, torch.float16) and any(part in name for part in kept):
+            owner, _, leaf = name.rpartition(".")
+            lm.get_submodule(owner).register_buffer(leaf, buffer.float())
+
+
 def stored_tensor(directory: Path, name: str) -> torch.Tensor | None:
     """One tensor of a directory's safetensors files; None if there is no such name."""
     from safetensors import safe_open
@@ -346,7 +361,7 @@ def stored_tensor(directory: Path, name: str) -> torch.Tensor | None:
         return opened.get_tensor(name) if name in set(opened.keys()) else None
 
 
-def _require_path(model: ModelSourceConfig, field: str) -> str:
+def require_path(model: ModelSourceConfig, field: str) -> str:
     """The model's folder, with `~` expanded, or what `from_hub` says."""
     if not model.path:
         remedy = f"{field}.path=<Hugging Face directory or hub name>"

@@ -4,14 +4,15 @@ In: ragged prompts and responses. Out: a `PackedBatch` with everything a forward
 device. Packed, a prompt that neighbouring rows share is included only once, and the last token of a response,
 which predicts nothing, is dropped: for samples of one long prompt that saves most of the work. There is no
 padding mask: padding is on the right, where causal attention never looks. Left out on purpose: splitting into
-micro-batches (`workers/micro_batcher.py`) and the attention itself (`attention.py`).
+micro-batches (`engine/micro_batcher.py`) and the attention itself (`attention.py`).
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
+import numpy as np
 import torch
 
 from hydraflow.models.attention import RowPlan, SharedPrompts, plan_rows
@@ -32,16 +33,34 @@ class PackedBatch:
     predicts_at: torch.Tensor
     """(K,) position, in the flattened input, of the token before each asked token."""
     targets: torch.Tensor
-    """(K,) the asked tokens."""
+    """(K,) the asked tokens, or (K, M): M at each position."""
     cells: torch.Tensor
     """(K,) place of each asked token in a flattened (B, R) matrix."""
     shape: tuple[int, int]
     """(B, R), R the longest response."""
+    places: torch.Tensor
+    """On the CPU: position in the flattened input of each token that the model reads, row by row: all of a
+    prompt, and its response without the last token."""
 
     def dense(self, values: torch.Tensor) -> torch.Tensor:
-        """Lays (K,) values out as (B, R), 0 elsewhere. Differentiable."""
-        flat = values.new_zeros(self.shape[0] * self.shape[1])
-        return flat.index_copy(0, self.cells, values).view(self.shape)
+        """Lays (K, ...) values out as (B, R, ...), 0 elsewhere. Differentiable."""
+        flat = values.new_zeros(self.shape[0] * self.shape[1], *values.shape[1:])
+        return flat.index_copy(0, self.cells, values).view(*self.shape, *values.shape[1:])
+
+    def in_a_line(self, multiple_of: int = 1) -> PackedBatch:
+        """Padded rows one after the other, for a model that reads lines only: each stays as long as the
+        longest, and shares no prompt. `multiple_of` as of `pack`."""
+        rows, width = self.input_ids.shape
+        filling = -(rows * width) % multiple_of
+        lengths = np.array([width] * rows + [filling] * bool(filling))
+        more = torch.arange(filling, device=self.position_ids.device)
+        ids = self.input_ids.reshape(-1)
+        return replace(
+            self,
+            input_ids=torch.cat((ids, ids.new_zeros(filling)))[None],
+            position_ids=torch.cat((self.position_ids.reshape(-1), more))[None],
+            plan=plan_rows(lengths, self.input_ids.device),
+        )
 
 
 def row_tokens(data: DataProto) -> torch.Tensor:
@@ -74,6 +93,8 @@ class _Layout(NamedTuple):
     response_starts: torch.Tensor
     """(B,) place of each row's first response token."""
     plan: RowPlan | None
+    places: torch.Tensor
+    """As of `PackedBatch`."""
 
 
 def pack(
@@ -84,25 +105,32 @@ def pack(
     padded: bool = False,
     multiple_of: int = 1,
     wanted: torch.Tensor | None = None,
+    routes: torch.Tensor | None = None,
+    targets: torch.Tensor | None = None,
 ) -> PackedBatch:
     """Packs ragged prompts and responses, (B, *) int64 each, into one batch. `wanted`, (all response tokens,)
     bool, selects the response tokens to score; default all. `multiple_of`: a packed line is filled up with a
-    row of zeros until its length divides by it. Raises ValueError when a row with a response has no prompt
-    token (nothing would predict its first token)."""
+    row of zeros until its length divides by it. `routes`: the rows' `routed_experts`, if they are given; only
+    prompts whose tokens go to the same experts are shared. `targets`: the rows' `target_tokens`, if they are
+    given. Raises ValueError when a row with a response has no prompt token (nothing would predict its first
+    token)."""
     prompt_ids, prompt_len = ragged.parts(prompts)
     response_ids, response_len = ragged.parts(responses)
     if bool((prompt_len == 0).any()):
         raise ValueError("a row has an empty prompt: its first response token has no token before it")
     own, answered = _coordinates(prompt_len), _coordinates(response_len)
     rows = _Rows(prompt_ids, prompt_len, *own, response_ids, response_len, *answered)
-    layout = _side_by_side(rows) if padded else _in_a_line(rows, device, multiple_of)
+    layout = (
+        _side_by_side(rows) if padded else _in_a_line(rows, _begins_group(rows, routes), device, multiple_of)
+    )
     before = torch.where(
         rows.response_at == 0,
         (layout.prompt_starts + prompt_len - 1)[rows.response_row],
         layout.response_starts[rows.response_row] + rows.response_at - 1,
     )
     width = int(response_len.max()) if len(response_len) else 0
-    asked = (before, response_ids, rows.response_row * width + rows.response_at)
+    scored = response_ids if targets is None else ragged.parts(targets)[0]
+    asked = (before, scored, rows.response_row * width + rows.response_at)
     predicts_at, targets, cells = (column if wanted is None else column[wanted] for column in asked)
     return PackedBatch(
         input_ids=layout.input_ids.to(device),
@@ -112,6 +140,7 @@ def pack(
         targets=targets.to(device),
         cells=cells.to(device),
         shape=(len(response_len), width),
+        places=layout.places,
     )
 
 
@@ -124,13 +153,14 @@ def _side_by_side(rows: _Rows) -> _Layout:
     responses = starts + rows.prompt_len
     ids[responses[rows.response_row] + rows.response_at] = rows.response_ids
     positions = torch.arange(longest).expand(count, longest)
-    return _Layout(ids.view(count, longest), positions, starts, responses, None)
+    row, at = _coordinates(rows.prompt_len + (rows.response_len - 1).clamp(min=0))
+    return _Layout(ids.view(count, longest), positions, starts, responses, None, starts[row] + at)
 
 
-def _in_a_line(rows: _Rows, device: torch.device, multiple_of: int) -> _Layout:
+def _in_a_line(rows: _Rows, begins: torch.Tensor, device: torch.device, multiple_of: int) -> _Layout:
     """Each group's shared prompt once, then the responses of the group without their last tokens; a row of
-    zeros at the end if the length must be a multiple."""
-    begins = _begins_group(rows)
+    zeros at the end if the length must be a multiple. begins: (B,) whether a row is the first of its
+    group."""
     kept = (rows.response_len - 1).clamp(min=0)  # (B,) response tokens that predict something
     own = rows.prompt_len * begins + kept
     starts = own.cumsum(0) - own
@@ -150,7 +180,7 @@ def _in_a_line(rows: _Rows, device: torch.device, multiple_of: int) -> _Layout:
 
     more = filling.new_tensor([len(filling)] if len(filling) else [])
     row_len = torch.cat((rows.prompt_len + kept, more))
-    shared = None
+    shared, places = None, torch.arange(real)
     if not bool(begins.all()):
         row_starts = (row_len.cumsum(0) - row_len)[: len(own)]
         to_rows = torch.empty(int(row_len.sum()), dtype=torch.int64)
@@ -159,16 +189,23 @@ def _in_a_line(rows: _Rows, device: torch.device, multiple_of: int) -> _Layout:
         answers = (row_starts + rows.prompt_len)[rows.response_row] + rows.response_at
         to_rows[answers[is_read]] = response_places
         shared = SharedPrompts.of(to_rows.numpy(), len(ids), device)
+        places = to_rows[: len(to_rows) - len(filling)]
     plan = plan_rows(row_len.numpy(), device, shared)
-    return _Layout(ids[None], positions[None], prompt_starts, response_starts, plan)
+    return _Layout(ids[None], positions[None], prompt_starts, response_starts, plan, places)
 
 
-def _begins_group(rows: _Rows) -> torch.Tensor:
-    """(B,) whether a row's prompt differs from that of the row before it."""
+def _begins_group(rows: _Rows, routes: torch.Tensor | None) -> torch.Tensor:
+    """(B,) whether a row's prompt, or the experts of its tokens, differ from those of the row before it."""
     begins = torch.ones(len(rows.prompt_len), dtype=torch.bool)
     begins[1:] = rows.prompt_len[1:] != rows.prompt_len[:-1]
     before = (torch.arange(len(rows.prompt_ids)) - rows.prompt_len[rows.prompt_row]).clamp(min=0)
     differs = rows.prompt_ids != rows.prompt_ids[before]
+    if routes is not None:
+        experts, lengths = ragged.parts(routes)
+        starts = lengths.cumsum(0) - lengths
+        here = starts[rows.prompt_row] + rows.prompt_at
+        above = starts[(rows.prompt_row - 1).clamp(min=0)] + rows.prompt_at
+        differs |= (experts[here] != experts[above.clamp(max=len(experts) - 1)]).flatten(1).any(1)
     begins[rows.prompt_row[differs]] = True
     begins[:1] = True
     return begins

@@ -77,7 +77,7 @@ class DataProto(Rows):
         given = {key: columns.tensor_column(value, key) for key, value in (tensors or {}).items()}
         objects = {key: columns.object_column(value, key) for key, value in (non_tensors or {}).items()}
         check_rows({**given, **objects})
-        batch = TensorDict(given, batch_size=[len(next(iter(given.values())))]) if given else None
+        batch = TensorDict(given, batch_size=[columns.n_rows(next(iter(given.values())))]) if given else None
         return cls(batch, objects, dict(meta_info or {}))
 
     # Looking

@@ -6,7 +6,7 @@ this. Left out on purpose: names of columns and whole batches.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Sized
 
 import numpy as np
 import torch
@@ -33,15 +33,17 @@ def tensor_column(value: object, name: str) -> Tensor:
     if not isinstance(value, Tensor):
         kind = type(value).__name__
         raise ValueError(f"column {name!r} is a {kind}, not a tensor; objects belong to non_tensors")
-    if value.is_nested and value.layout != torch.jagged:
+    if ragged.is_ragged(value):
+        if (dimension := ragged.ragged_dimension(value)) != 1:
+            of = f"is ragged in dimension {dimension}"
+            raise ValueError(
+                f"column {name!r} {of}; rows may differ in their first dimension only: transpose them"
+            )
+        return value
+    if value.is_nested:
         raise ValueError(f"column {name!r} is a nested tensor of the old layout; use layout=torch.jagged")
     if value.dim() == 0:
         raise ValueError(f"column {name!r} is a single value, not one per row")
-    if value.is_nested and ragged.ragged_dimension(value) != 1:
-        of = f"is ragged in dimension {ragged.ragged_dimension(value)}"
-        raise ValueError(
-            f"column {name!r} {of}; rows may differ in their first dimension only: transpose them"
-        )
     return value
 
 
@@ -52,7 +54,7 @@ def take(column: ColumnData, index: ragged.RowIndex) -> ColumnData:
     return column[index] if isinstance(index, slice) else column[ragged.as_index(index, len(column))]
 
 
-def n_rows(column: ColumnData) -> int:
+def n_rows(column: Sized) -> int:
     """Rows of a column; `len` of a ragged tensor takes 14 us."""
     return ragged.n_rows(column) if isinstance(column, Tensor) and ragged.is_ragged(column) else len(column)
 

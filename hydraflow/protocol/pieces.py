@@ -16,6 +16,7 @@ from typing import Protocol
 import numpy as np
 
 from hydraflow.protocol import wire
+from hydraflow.protocol.columns import n_rows
 from hydraflow.protocol.columns import take as take_rows
 from hydraflow.protocol.wire import ColumnData
 
@@ -37,11 +38,7 @@ class LocalColumn:
 
     def __init__(self, data: ColumnData):
         self.data = data
-
-    @property
-    def rows(self) -> int:
-        """Number of rows."""
-        return len(self.data)
+        self.rows = n_rows(data)
 
     def __reduce__(self) -> tuple[Callable[[wire.EncodedColumn], LocalColumn], tuple[wire.EncodedColumn]]:
         return _unpickle_local, (wire.encode(self.data),)

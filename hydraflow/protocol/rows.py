@@ -13,7 +13,7 @@ from typing import Any, Self
 
 import numpy as np
 
-from hydraflow.protocol.columns import first_difference, same
+from hydraflow.protocol.columns import first_difference, n_rows, same
 from hydraflow.protocol.ragged import RowIndex
 
 
@@ -153,7 +153,7 @@ class Rows(ABC):
 
 def check_rows(named: Mapping[str, Sized], expected: int | None = None) -> None:
     """ValueError when columns differ in their number of rows, or from `expected`; it names each."""
-    counts = {key: len(column) for key, column in named.items()}
+    counts = {key: n_rows(column) for key, column in named.items()}
     if len({*counts.values(), *(() if expected is None else (expected,))}) > 1:
         listed = ", ".join(f"{key}: {count}" for key, count in counts.items())
         wanted = "" if expected is None else f", here {expected}"

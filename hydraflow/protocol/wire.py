@@ -96,10 +96,10 @@ _ATOMS = (str, int, float, bool, type(None))
 def _distinct(items: np.ndarray) -> tuple[list[int], np.ndarray]:
     """The first position of each distinct object, and for every position the number of its object (int32):
     the samples of a prompt share its objects."""
-    numbers: dict[int, int] = {}
-    found = (numbers.setdefault(id(item), len(numbers)) for item in items)
-    which = np.fromiter(found, dtype=np.int32, count=len(items))
-    return np.unique(which, return_index=True)[1].tolist(), which
+    identities = np.fromiter(map(id, items), dtype=np.int64, count=len(items))
+    _, first, which = np.unique(identities, return_index=True, return_inverse=True)
+    by_place = np.argsort(first)
+    return first[by_place].tolist(), np.argsort(by_place).astype(np.int32)[which]
 
 
 def _plain_items(column: np.ndarray, places: list[int], name: str) -> list[object]:

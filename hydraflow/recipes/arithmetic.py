@@ -26,7 +26,7 @@ from hydraflow.data.config import SFTDataConfig
 from hydraflow.data.conversations import ConversationDataset
 from hydraflow.data.loader import PromptLoader
 from hydraflow.dispatch.runtime import Runtime
-from hydraflow.engine.config import FSDPConfig, OptimConfig, WrapPolicyConfig
+from hydraflow.engine.config import FSDPConfig, OptimConfig
 from hydraflow.errors import ConfigError, EnvironmentFault
 from hydraflow.models.config import ModelConfig
 from hydraflow.models.loading import load_tokenizer
@@ -35,10 +35,10 @@ from hydraflow.recipes.config import RecipeConfig
 from hydraflow.schema import PPOConfig, SFTConfig
 from hydraflow.tracking.trackers import LOCAL, open_trackers
 from hydraflow.trainer.clock import Clock
-from hydraflow.trainer.config import SFTTrainerConfig
+from hydraflow.trainer.config import SupervisedTrainerConfig
 from hydraflow.trainer.loop import Loop
 from hydraflow.trainer.machine import Machine
-from hydraflow.trainer.sft import HeldOutLoss, SFTTrainer
+from hydraflow.trainer.sft import HeldOut, SFTTrainer
 
 FORMAT = 2
 """Raised when the problems or the model's shape change, so that kept folders of older versions are not
@@ -217,7 +217,7 @@ def _warm_up(
         row="warm start",
         devices=range(machine.processes),
     )
-    held_out = HeldOutLoss(trainer, val, len(val))
+    held_out = HeldOut(trainer, val, len(val))
     scratch.mkdir(parents=True, exist_ok=True)
     local = [name for name in logger if name in LOCAL]
     with open_trackers(local, scratch, title="warm start", total_steps=plan.total_steps) as trackers:
@@ -243,6 +243,6 @@ def _sft_config(recipe: RecipeConfig, seed: int, model: Path, train: Path, val: 
         model=ModelConfig(path=str(model), enable_gradient_checkpointing=False),
         data=SFTDataConfig(train_files=str(train), val_files=str(val), train_batch_size=128, max_length=32),
         optim=OptimConfig(lr=2e-3),
-        fsdp_config=FSDPConfig(dtype="fp32", wrap_policy=WrapPolicyConfig(min_num_params=1_000_000)),
-        trainer=SFTTrainerConfig(total_training_steps=recipe.warm_start_steps, test_freq=5, seed=seed),
+        fsdp_config=FSDPConfig(dtype="fp32"),
+        trainer=SupervisedTrainerConfig(total_training_steps=recipe.warm_start_steps, test_freq=5, seed=seed),
     )

@@ -8,7 +8,6 @@ Imports are light on purpose: no torch, no Ray, so that a process is ready in a 
 from __future__ import annotations
 
 import io
-import math
 import mmap
 import os
 import resource
@@ -18,27 +17,30 @@ import struct
 import sys
 import time
 from bdb import BdbQuit
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import cache, partial
 from types import FrameType
-from typing import Any
+from typing import Any, TypeVar
 
 from hydraflow.errors import ConfigError, Problem, shown
-from hydraflow.rewards.custom import ARGUMENTS, line_of, load_function
+from hydraflow.rewards.calling import RewardCall, config_of, load
+from hydraflow.rewards.config import RewardConfig
+from hydraflow.rewards.custom import ARGUMENTS, BATCH_ARGUMENTS, line_of
 from hydraflow.rewards.frames import FrameSocket
-from hydraflow.rewards.functions import compute_score, unknown_sources
+from hydraflow.rewards.functions import load_scorers
 from hydraflow.rewards.row_time import QueueTime, over_at
+from hydraflow.rewards.values import Result, read_value
+
+R = TypeVar("R")
 
 FLUSH_SECONDS = 0.02
 NO_ROW = -1
 """Row number before the first row of a chunk: the function is being loaded."""
 
-_PROGRESS = struct.Struct("qdd")
+_PROGRESS = struct.Struct("qddd")
 PROGRESS_BYTES = _PROGRESS.size
 MOST_CAUSE = 500
 """Maximum length of a reported error, in characters."""
-
-Result = tuple[float | None, dict[str, float], str | None]
-"""(score, other numbers, error); no score if it failed."""
 
 
 class RowTimeout(BaseException):
@@ -51,16 +53,16 @@ class RowProgress:
     def __init__(self, descriptor: int):
         self._memory = mmap.mmap(descriptor, PROGRESS_BYTES)
 
-    def note(self, row: int, now: float, waited: float = 0.0) -> None:
+    def note(self, row: int, now: float, waited: float = 0.0, limit: float = 0.0) -> None:
         """Notes that `row` (number in the chunk) started at `now` (time.monotonic, one clock for all
-        processes), when the process had waited `waited` seconds for a CPU.
+        processes), when the process had waited `waited` seconds for a CPU, and may take `limit` seconds.
         """
         # times first: a concurrent reader sees an old row with a new time
-        struct.pack_into("dd", self._memory, 8, now, waited)
+        struct.pack_into("ddd", self._memory, 8, now, waited, limit)
         struct.pack_into("q", self._memory, 0, row)
 
-    def read(self) -> tuple[int, float, float]:
-        """(row, start time, seconds waited before it)."""
+    def read(self) -> tuple[int, float, float, float]:
+        """(row, start time, seconds waited before it, its time limit)."""
         return _PROGRESS.unpack_from(self._memory, 0)  # type: ignore[return-value]
 
     def close(self) -> None:
@@ -74,50 +76,78 @@ class RowAlarm:
         self.limit = limit
         self._queue_time = QueueTime(os.getpid())
         self.began = self.waited = 0.0
+        self._allowed = limit
 
     def start(self) -> None:
         """Notes the start of a row."""
         self.began, self.waited = time.monotonic(), self._queue_time.seconds()
 
-    def arm(self) -> None:
-        """Sets the alarm; needed for each row, because a reward function may itself have used it."""
+    def arm(self, rows: int = 1) -> None:
+        """Sets the alarm for so many rows; needed for each, because a reward function may itself have used
+        it."""
+        self._allowed = rows * self.limit
         signal.signal(signal.SIGALRM, self._ring)
-        signal.setitimer(signal.ITIMER_REAL, self.limit)
+        signal.setitimer(signal.ITIMER_REAL, self._allowed)
 
     def disarm(self) -> None:
         """Cancels the alarm at the end of a row."""
         signal.setitimer(signal.ITIMER_REAL, 0)
 
     def _ring(self, signal_number: int, frame: FrameType | None) -> None:
-        left = over_at(self.began, self.limit, self._queue_time.seconds() - self.waited) - time.monotonic()
+        waited = self._queue_time.seconds() - self.waited
+        left = over_at(self.began, self._allowed, waited) - time.monotonic()
         if left <= 0:
             raise RowTimeout
         signal.setitimer(signal.ITIMER_REAL, left)
 
 
 class RewardCaller:
-    """The user's function, or the built-in ones, with their limits."""
+    """The reward function, called with its limits."""
 
-    def __init__(self, settings: dict[str, Any]):
-        self.path: str | None = settings["path"]
-        self.max_memory: float = settings["max_memory"]
-        self.call = load(settings)
+    def __init__(self, config: RewardConfig, alarm: RowAlarm, progress: RowProgress):
+        self.alarm, self.progress, self._max_memory = alarm, progress, config.max_memory
+        self.call = load(config)
+        self.at_once = self.call.at_once(config.max_concurrent)
 
-    def score_row(self, row: Sequence[Any], alarm: RowAlarm) -> Result:
-        """Calls the function until `alarm` fires, and parses its result."""
+    def scored(self, rows: Sequence[Any]) -> Iterator[tuple[int, Result]]:
+        """Numbers and results of the rows of a chunk, one after the other."""
+        for number, row in enumerate(rows):
+            yield number, self._within_limits(number, 1, partial(self._one, row))
+
+    def scored_together(self, rows: Sequence[Any]) -> Iterator[tuple[int, Result]]:
+        """The same of a function that takes batches. Rows whose batch fails are tried alone: then only those
+        at fault fail."""
+        results = self._within_limits(0, len(rows), partial(_of_batch, self.call.function, rows))
+        if isinstance(results, list):
+            yield from enumerate(results)
+        elif len(rows) == 1:
+            yield 0, results
+        else:
+            for number, row in enumerate(rows):
+                alone = self._within_limits(number, 1, partial(_of_batch, self.call.function, [row]))
+                yield number, alone[0] if isinstance(alone, list) else alone
+
+    def failed(self, error: BaseException) -> Result:
+        """The result of a row whose function raised."""
+        if isinstance(error, RowTimeout):
+            return None, {}, f"took longer than {self.alarm.limit:g} seconds"
+        limit = f"; {_memory_limit(self._max_memory)}" if isinstance(error, MemoryError) else ""
+        return None, {}, cause_of(error, self.call.paths) + limit
+
+    def _one(self, row: Sequence[Any]) -> Result:
+        return read_value(self.call.function(**dict(zip(ARGUMENTS, row, strict=True))))
+
+    def _within_limits(self, number: int, rows: int, call: Callable[[], R]) -> R | Result:
+        self.alarm.start()
+        self.progress.note(number, self.alarm.began, self.alarm.waited, rows * self.alarm.limit)
         try:
-            alarm.arm()
+            self.alarm.arm(rows)
             try:
-                value = self.call(*row)
+                return call()
             finally:
-                alarm.disarm()
-        except RowTimeout:
-            return None, {}, f"took longer than {alarm.limit:g} seconds"
-        except MemoryError as error:
-            return None, {}, f"{_cause(error, self.path)}; {_memory_limit(self.max_memory)}"
+                self.alarm.disarm()
         except BaseException as error:  # the user's code may raise anything: the row fails, never the run
-            return None, {}, _cause(error, self.path)
-        return read_value(value)
+            return self.failed(error)
 
 
 def main(socket_number: int, shared: int) -> None:
@@ -128,20 +158,47 @@ def main(socket_number: int, shared: int) -> None:
         sys.stdout.reconfigure(line_buffering=True, errors="backslashreplace")
     pool, progress = FrameSocket(socket.socket(fileno=socket_number)), RowProgress(shared)
     try:
-        settings = pool.receive()
-        most = settings["max_memory"]
-        _limit_memory(most)
+        config = config_of(pool.receive())
+        _limit_memory(config.max_memory)
         try:
-            caller = RewardCaller(settings)
+            caller = RewardCaller(config, RowAlarm(config.timeout), progress)
         except ConfigError as error:
-            pool.send({"refused": [_in_words(problem, error, most) for problem in error.problems]})
+            pool.send(
+                {"refused": [_in_words(problem, error, config.max_memory) for problem in error.problems]}
+            )
             return
-        alarm = RowAlarm(settings["timeout"])
-        pool.send({"pid": os.getpid()})
-        while True:
-            _score_chunk(pool.receive(), caller, alarm, pool, progress)
+        pool.send({"pid": os.getpid(), "at_once": caller.at_once})
+        _serve(pool, caller)
     except (EOFError, ConnectionError):
         return  # the pool is closed, or its process is gone
+
+
+def _serve(pool: FrameSocket, caller: RewardCaller) -> None:
+    if not caller.call.is_async:
+        score = caller.scored_together if caller.call.is_batched else caller.scored
+        while True:
+            rows = pool.receive()
+            if caller.call.by_source:
+                load_scorers(row[0] for row in rows)
+            _send(pool, score(rows))
+    from hydraflow.rewards.concurrent import ConcurrentRows  # asyncio is slow to import
+
+    with ConcurrentRows(caller) as concurrent:
+        while True:
+            concurrent.score(pool.receive(), lambda number, result: pool.send([(number, result)]))
+
+
+def _send(pool: FrameSocket, results: Iterable[tuple[int, Result]]) -> None:
+    """Sends the results as they come, many at a time where they are quick."""
+    held: list[tuple[int, Result]] = []
+    flushed = time.monotonic()
+    for numbered in results:
+        held.append(numbered)
+        if (now := time.monotonic()) - flushed > FLUSH_SECONDS:
+            pool.send(held)
+            held, flushed = [], now
+    if held:
+        pool.send(held)
 
 
 def _limit_memory(gib: float) -> None:
@@ -160,88 +217,52 @@ def _in_words(problem: Problem, error: ConfigError, max_memory: float) -> list[s
     return [problem.field, shown(problem.value), problem.rule + limit, problem.remedy]
 
 
-def _cause(error: BaseException, path: str | None) -> str:
-    """An exception, and where in the user's file it was raised."""
+def cause_of(error: BaseException, paths: Sequence[str]) -> str:
+    """An exception, and where in one of the user's files it was raised."""
     if isinstance(error, ConfigError):
         return str(error.problems[0])
     try:
         cause = f"{type(error).__name__}: {error}"
     except Exception:  # str() of it is the user's code, too
         cause = type(error).__name__
-    line = line_of(error, path) if path is not None else ""
-    return cause[:MOST_CAUSE] + (f" ({os.path.basename(path)}, {line})" if path is not None and line else "")
+    places = ((path, line_of(error, path)) for path in paths)
+    where = next((f" ({os.path.basename(path)}, {line})" for path, line in places if line), "")
+    return cause[:MOST_CAUSE] + where
 
 
-def load(settings: dict[str, Any]) -> Callable[..., Any]:
-    """The function to call with the values of `ARGUMENTS`, in their order."""
-    if settings["path"] is None:
-        return compute_score
-    function = load_function(settings["path"], settings["name"], settings["reward_kwargs"])
-    kwargs = settings["reward_kwargs"]
-
-    return lambda *row: function(**dict(zip(ARGUMENTS, row, strict=True)), **kwargs)
+def _of_batch(function: Callable[..., Any], rows: Sequence[Any]) -> list[Result]:
+    columns = map(list, zip(*rows, strict=True))
+    values = list(function(**dict(zip(BATCH_ARGUMENTS, columns, strict=True))))
+    if len(values) != len(rows):
+        raise ValueError(f"returned {len(values)} scores for {len(rows)} rows")
+    return [read_value(value) for value in values]
 
 
-def _score_chunk(
-    rows: Sequence[Any], caller: RewardCaller, alarm: RowAlarm, pool: FrameSocket, progress: RowProgress
-) -> None:
-    if caller.path is None:
-        # imports what the functions need, so that it does not count against a row's time
-        unknown_sources(row[0] for row in rows)
-    results: list[Result] = []
-    flushed = time.monotonic()
-    for number, row in enumerate(rows):
-        alarm.start()
-        if results and alarm.began - flushed > FLUSH_SECONDS:
-            pool.send(results)
-            results, flushed = [], alarm.began
-        progress.note(number, alarm.began, alarm.waited)
-        results.append(caller.score_row(row, alarm))
-    pool.send(results)
-
-
-def score_here(call: Callable[..., Any], rows: Sequence[Any], path: str | None) -> list[Result]:
-    """Scores rows in this process, without limits. A row whose function raises fails, SystemExit included;
-    quitting a debugger ends the run.
+def score_here(call: RewardCall, rows: Sequence[Any]) -> list[Result]:
+    """Scores rows in this process, one by one and without limits. A row whose function raises fails,
+    SystemExit included; quitting a debugger ends the run.
     """
     results: list[Result] = []
     for row in rows:
         try:
-            value = call(*row)
+            if call.is_batched:
+                results += _of_batch(call.function, [row])
+                continue
+            value = call.function(**dict(zip(ARGUMENTS, row, strict=True)))
+            results.append(read_value(_awaited(value) if call.is_async else value))
         except BdbQuit:
             raise
         except (Exception, SystemExit) as error:  # as in a process of its own: the row fails, never the run
-            results.append((None, {}, _cause(error, path)))
-        else:
-            results.append(read_value(value))
+            results.append((None, {}, cause_of(error, call.paths)))
     return results
 
 
-def read_value(value: Any) -> Result:
-    """A score from a number or a dict with 'score'; of the dict's other fields, the numbers are kept.
-
-    >>> read_value({"score": 1, "acc": True, "pred": "42"})
-    (1.0, {'acc': 1.0}, None)
-    """
-    fields = value if isinstance(value, dict) else {"score": value}
-    if "score" not in fields:
-        there = ", ".join(map(str, fields)) or "nothing"
-        return None, {}, f"returned a dict without 'score' (it has {there})"
-    score = _number(fields["score"])
-    if score is None:
-        return None, {}, f"returned a {type(fields['score']).__name__}, not a number"
-    if not math.isfinite(score):
-        return None, {}, f"returned {score}, not a finite number"
-    numbers = {str(name): _number(field) for name, field in fields.items() if name != "score"}
-    extra = {name: number for name, number in numbers.items() if number is not None and math.isfinite(number)}
-    return score, extra, None
+def _awaited(coroutine: Any) -> Any:
+    return _runner().run(coroutine)
 
 
-def _number(value: Any) -> float | None:
-    """`value` as a float: Python and numpy numbers, tensors of no dimension. Text is not a number."""
-    if not hasattr(value, "__float__"):
-        return None
-    try:
-        return float(value)
-    except (TypeError, ValueError, OverflowError, RuntimeError):  # arrays and tensors with dimensions
-        return None
+@cache
+def _runner() -> Any:
+    import asyncio  # slow to import, and most functions do without
+
+    return asyncio.Runner()  # one for all rows: a function may keep connections in its event loop

@@ -5,7 +5,33 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from hydraflow.options import FINITE, GIBIBYTES, SECONDS, Planned, Switch, no_effect_when, option, unless
+from hydraflow.options import (
+    FINITE,
+    GIBIBYTES,
+    SECONDS,
+    Implementation,
+    Planned,
+    Switch,
+    no_effect_when,
+    option,
+    unless,
+)
+
+FUNCTIONS: dict[str, Implementation] = {
+    "data_source": Implementation("hydraflow.rewards.functions:by_source", reads=("sandbox", "timeout")),
+    "exact": Implementation("hydraflow.rewards.functions:exact"),
+    "gsm8k": Implementation("hydraflow.rewards.functions:gsm8k"),
+    "math": Implementation("hydraflow.rewards.mathematics:equivalent"),
+    "math_dapo": Implementation("hydraflow.rewards.mathematics:after_answer"),
+    "mcq": Implementation("hydraflow.rewards.multiple_choice:mcq"),
+    "code": Implementation("hydraflow.rewards.code:passed_tests", reads=("sandbox", "timeout")),
+    "format": Implementation("hydraflow.rewards.forms:follows_format"),
+    "length": Implementation("hydraflow.rewards.forms:length"),
+    "judge": Implementation("hydraflow.rewards.judge:judged", reads=("judge",)),
+}
+"""The built-in functions for `reward.functions`. Each takes those of data_source, solution_str, ground_truth
+and extra_info that it names, and keyword arguments of its own."""
+MANAGERS = ("naive", "batch", "prime", "dapo")
 
 NO_FUNCTION = no_effect_when(lambda s: s.path is None, "{s}.path is not given", "{s}.path=...")
 NO_PROCESS = no_effect_when(
@@ -25,24 +51,78 @@ class CustomRewardConfig:
     path: str | None = None
     """Python file with the function; null: the built-in functions, selected by data.reward_fn_key."""
     name: str = option("compute_score", no_effect=NO_FUNCTION)
-    """Name of the function: name(data_source, solution_str, ground_truth, extra_info, **reward_kwargs) ->
-    float or dict with 'score'."""
+    """Name of the function, def or async def: name(data_source, solution_str, ground_truth, extra_info,
+    **reward_kwargs) -> float or dict with 'score'."""
     reward_kwargs: dict[str, Any] = option(factory=dict, no_effect=NO_FUNCTION)
     """Extra keyword arguments of the function."""
+
+
+@dataclass
+class RewardManagerConfig:
+    """How reward functions are called."""
+
+    name: str = option("naive", choices=MANAGERS)
+    """naive, prime and dapo: with one row. batch: reward.custom_reward_function gets many rows at once, as
+    lists named data_sources, solution_strs, ground_truths and extra_infos, and returns a list of scores."""
+
+
+@dataclass
+class SandboxConfig:
+    """Limits of the programs that the code function runs. A program has namespaces of its own: no network, no
+    files but the interpreter's and a temporary folder."""
+
+    timeout: float = option(4.0, rule=SECONDS)
+    """Time limit of a program for one test, in seconds by the clock. All tests of a row together have
+    reward.timeout."""
+    memory: float = option(1.0, rule=GIBIBYTES)
+    """Memory limit of each process of a program, and size limit of its temporary folder, in GiB."""
+    processes: int = option(16, ge=1)
+    """Processes and threads that a program may have at once."""
+    output: int = option(1_000_000, ge=1)
+    """Bytes that a program may print in one test."""
+    python: str | None = None
+    """Python interpreter of the programs, such as that of a virtual environment with numpy; null: the one
+    that runs this, with the standard library alone."""
+
+
+@dataclass
+class JudgeConfig:
+    """The judge function: a language model behind an OpenAI-compatible endpoint (vLLM, SGLang, a service)."""
+
+    base_url: str | None = None
+    """Address of the endpoint, such as http://host:8000/v1."""
+    model: str | None = None
+    """Name of the model, as the endpoint knows it."""
+    api_key_env: str | None = None
+    """Environment variable that holds the API key; null: the endpoint needs none."""
+    prompt: str = (
+        "Judge the answer to a task.\n\nReference answer: {ground_truth}\n\nAnswer: {solution_str}\n\n"
+        "Is the answer right? Explain in a few words, then end with a line 'Score: 1' or 'Score: 0'."
+    )
+    """The user message, in which {data_source}, {solution_str}, {ground_truth} and {extra_info[<key>]} stand
+    for those of the row."""
+    pattern: str = r"Score:\s*(-?[0-9]+(?:\.[0-9]+)?)"
+    """Regular expression with one group, the score; its last match in the answer counts."""
+    parameters: dict[str, Any] = field(default_factory=lambda: {"temperature": 0.0})
+    """Other fields of a request, such as max_tokens."""
+    timeout: float = option(10.0, rule=SECONDS, shapes_training=False)
+    """Time limit of one request in seconds, at most reward.timeout, which limits all attempts together."""
+    max_retries: int = option(2, ge=0, shapes_training=False)
+    """Attempts after the first, where the endpoint cannot be reached, is overloaded (429) or fails (5xx);
+    between them the wait doubles from half a second, or is what the endpoint asks for."""
+    cache_dir: str | None = option(None, shapes_training=False)
+    """Folder that keeps answers by request, so that none is asked for twice; null: none are kept."""
 
 
 @dataclass
 class RewardModelConfig:
     """A model that scores responses."""
 
-    enable: bool = option(
-        False,
-        switch=Switch(off=False, remedy="{s}.enable=true"),
-        planned=Planned(bool, "score responses with model_path={model_path}"),
-    )
-    """Score with a reward model."""
+    enable: bool = option(False, switch=Switch(off=False, remedy="{s}.enable=true"))
+    """Score with a reward model. The reward function, where there is one for a row's data source, still gives
+    acc."""
     model_path: str | None = None
-    """Directory of the model."""
+    """Directory of the model, as main_rm writes it: with score.weight and the policy's tokenizer."""
     micro_batch_size_per_gpu: int | None = option(None, size=True, shapes_training=False)
     """Micro-batch size in trajectories per data rank; null: the largest that fits max_token_len_per_gpu."""
     max_token_len_per_gpu: int = option(32768, size=True, shapes_training=False)
@@ -56,7 +136,11 @@ class RewardModelConfig:
     device_mapping: Any = option(None, shapes_training=False)
     """Devices of the role; null: all devices of the trainer, or the dedicated ones."""
     tensor_model_parallel_size: int = option(
-        1, size=True, shapes_training=False, verl=("rollout.tensor_model_parallel_size",)
+        1,
+        size=True,
+        shapes_training=False,
+        planned=Planned(lambda value: value > 1, "divide the model's matrices among {value} devices"),
+        verl=("rollout.tensor_model_parallel_size",),
     )
     """Tensor-parallel size."""
 
@@ -66,9 +150,18 @@ class RewardConfig:
     """How responses are scored."""
 
     custom_reward_function: CustomRewardConfig = field(default_factory=CustomRewardConfig)
+    functions: list[Any] = field(default_factory=list)
+    """Several functions, whose weighted sum is the score: a list of {name, weight, kwargs}, or with a file of
+    your own {path, name, weight, kwargs}. Each one's mean is logged as reward/<name>. Empty:
+    custom_reward_function, or else the function of the row's data source."""
+    reward_manager: RewardManagerConfig = field(default_factory=RewardManagerConfig)
+    max_concurrent: int = option(64, ge=1, shapes_training=False, no_effect=NO_PROCESS)
+    """Rows that a reward process scores at once with an asynchronous function, which the judge is."""
+    sandbox: SandboxConfig = field(default_factory=SandboxConfig)
+    judge: JudgeConfig = field(default_factory=JudgeConfig)
     num_workers: int = option(1, ge=0, shapes_training=False)
-    """Reward processes, each scoring one row at a time; 0: score in the calling process, where breakpoint()
-    works and rows have no limits."""
+    """Reward processes, each scoring one row at a time unless the function is asynchronous; 0: score in the
+    calling process, where breakpoint() works and rows have no limits."""
     timeout: float = option(10.0, rule=SECONDS, shapes_training=False, no_effect=NO_PROCESS)
     """Time limit per row in seconds, not counting time spent waiting for a processor; never more than four
     times as long by the clock. A row over the limit has failed."""
@@ -83,10 +176,42 @@ class RewardConfig:
 
 
 @dataclass
+class OverlongBufferConfig:
+    """Soft punishment of long responses (DAPO), in training."""
+
+    enable: bool = option(False, switch=Switch(off=False, remedy="{s}.enable=true"))
+    """Subtract a penalty from the scores of responses that nearly reach their longest length."""
+    len: int = option(512, ge=1)
+    """Tokens before the longest length over which the penalty grows from 0."""
+    penalty_factor: float = option(1.0, ge=0)
+    """Penalty at the longest length."""
+    log: bool = False
+    """Report the penalties: critic/overlong_reward, and critic/overlong, the share of responses with one."""
+
+
+@dataclass
+class RewardKwargsConfig:
+    """Changes to the reward function's scores, under verl's names."""
+
+    overlong_buffer_cfg: OverlongBufferConfig = field(default_factory=OverlongBufferConfig)
+    max_resp_len: int | None = option(
+        None,
+        ge=1,
+        no_effect=no_effect_when(
+            lambda s: not s.overlong_buffer_cfg.enable,
+            "{s}.overlong_buffer_cfg.enable=false",
+            "{s}.overlong_buffer_cfg.enable=true",
+        ),
+    )
+    """Longest response in tokens that overlong_buffer_cfg measures from; null: data.max_response_length."""
+
+
+@dataclass
 class ModelRewardConfig(RewardConfig):
     """How the responses of a training run are scored, and by which reward model."""
 
     on_failure: str = option("mask", choices=("mask", "score"))
     """What becomes of a row whose function raised or exceeded a limit. mask: it is not trained on, nor
     compared with its group; score: it is trained on with failure_score."""
+    reward_kwargs: RewardKwargsConfig = field(default_factory=RewardKwargsConfig)
     reward_model: RewardModelConfig = field(default_factory=RewardModelConfig)

@@ -3,8 +3,6 @@
 In: path and name of the function and its keyword arguments. Out: a callable, or a `ConfigError` that says
 what is wrong. Importing runs the user's code, which may hang or exit: before a run starts it
 is done in a process of a pool (`RewardPool.require_loaded`).
-Left out on purpose: asynchronous functions. Each reward process scores one row at a time, so there is nothing
-to run concurrently.
 """
 
 from __future__ import annotations
@@ -13,74 +11,98 @@ import importlib.util
 import inspect
 import sys
 import traceback
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import redirect_stdout
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import redirect_stdout, suppress
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 from hydraflow.errors import ConfigError
-from hydraflow.rewards.config import RewardConfig
-from hydraflow.rewards.functions import unknown_sources
 
-PATH_KEY = "reward.custom_reward_function.path"
-NAME_KEY = "reward.custom_reward_function.name"
+SECTION = "reward.custom_reward_function"
 ARGUMENTS = ("data_source", "solution_str", "ground_truth", "extra_info")
+BATCH_ARGUMENTS = ("data_sources", "solution_strs", "ground_truths", "extra_infos")
 
 RewardFunction = Callable[..., Any]
 
 
-def check_sources(config: RewardConfig, data_sources: Iterable[str]) -> None:
-    """`ConfigError` for sources without a built-in function. A custom function accepts any."""
-    if config.custom_reward_function.path is None and (problems := unknown_sources(data_sources)):
-        raise ConfigError(problems)
-
-
-def load_function(path: str | Path, name: str, reward_kwargs: Mapping[str, Any]) -> RewardFunction:
-    """The function `name` in the Python file `path`. It must accept data_source, solution_str, ground_truth
-    and extra_info by name, and `reward_kwargs`. Raises `ConfigError`."""
-    module = _import_file(_absolute(path))
+def load_function(
+    path: str | Path,
+    name: str,
+    reward_kwargs: Mapping[str, Any],
+    *,
+    arguments: Sequence[str] = ARGUMENTS,
+    key: str = SECTION,
+) -> RewardFunction:
+    """The function `name` in the Python file `path`, to be called with `arguments` by name; `reward_kwargs`
+    are bound to it. It may have other names for the arguments if it takes them in this order. `key`: the
+    section for messages. Raises `ConfigError`."""
+    module = _import_file(_absolute(path), f"{key}.path")
     if not hasattr(module, name):
         functions = inspect.getmembers(module, inspect.isfunction)
         defined = ", ".join(n for n, value in functions if value.__module__ == module.__name__)
         rule = f"{path} defines no such function; it has {defined or 'none'}"
-        raise ConfigError.one(NAME_KEY, name, rule)
+        raise ConfigError.one(f"{key}.name", name, rule)
     function = getattr(module, name)
     if not callable(function):
-        raise ConfigError.one(NAME_KEY, name, f"is a {type(function).__name__} in {path}, not a function")
-    if inspect.iscoroutinefunction(function):
-        rule = "is an async function, which is not supported"
-        raise ConfigError.one(NAME_KEY, name, rule, "make it a plain function (def)")
-    _check_signature(function, path, name, reward_kwargs)
-    return function
+        raise ConfigError.one(
+            f"{key}.name", name, f"is a {type(function).__name__} in {path}, not a function"
+        )
+    by_name = _takes_names(function, f"{name} in {path}", arguments, reward_kwargs, key)
+    bound = partial(function, **reward_kwargs)
+    return bound if by_name else partial(_in_order, bound, arguments)
 
 
-def _check_signature(
-    function: RewardFunction, path: str | Path, name: str, reward_kwargs: Mapping[str, Any]
-) -> None:
-    doubled = [key for key in reward_kwargs if key in ARGUMENTS]
+def _in_order(function: RewardFunction, arguments: Sequence[str], **values: Any) -> Any:
+    return function(*(values[name] for name in arguments))
+
+
+def is_async(function: RewardFunction) -> bool:
+    """Whether calling it gives a coroutine."""
+    while isinstance(function, partial):
+        function = function.args[0] if function.func is _in_order else function.func
+    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(
+        getattr(function, "__call__", None)  # noqa: B004
+    )
+
+
+def _takes_names(
+    function: RewardFunction,
+    called: str,
+    arguments: Sequence[str],
+    reward_kwargs: Mapping[str, Any],
+    key: str,
+) -> bool:
+    """Whether it takes the arguments by name; False: only in their order. ConfigError: neither."""
+    doubled = [name for name in reward_kwargs if name in arguments]
     if doubled:
         rule = "are given by the trainer and cannot be set"
-        raise ConfigError.one("reward.custom_reward_function.reward_kwargs", doubled, rule)
-    given = dict.fromkeys(ARGUMENTS) | dict(reward_kwargs)
+        raise ConfigError.one(f"{key}.{'reward_kwargs' if key == SECTION else 'kwargs'}", doubled, rule)
     try:
         signature = inspect.signature(function)
     except ValueError:  # a function written in C may have none
-        return
+        return True
     try:
-        signature.bind(**given)
+        signature.bind(**dict.fromkeys(arguments), **reward_kwargs)
     except TypeError as error:
-        rule = f"{name}{signature} in {path} is called with {', '.join(given)} by name: {error}"
-        remedy = f"def {name}({', '.join(ARGUMENTS)}, **kwargs)"
-        raise ConfigError.one(NAME_KEY, name, rule, remedy) from error
+        with suppress(TypeError):
+            signature.bind(*arguments, **reward_kwargs)
+            return False
+        given = ", ".join([*arguments, *reward_kwargs])
+        name = called.partition(" ")[0]
+        rule = f"{called} has the arguments {signature} and is called with {given}: {error}"
+        remedy = f"def {name}({', '.join(arguments)}, **kwargs)"
+        raise ConfigError.one(f"{key}.name", name, rule, remedy) from error
+    return True
 
 
-def _import_file(path: Path) -> ModuleType:
+def _import_file(path: Path, key: str) -> ModuleType:
     if not path.is_file():
-        raise ConfigError.one(PATH_KEY, path, "no such file")
-    spec = importlib.util.spec_from_file_location("hydraflow_custom_reward", path)
+        raise ConfigError.one(key, path, "no such file")
+    spec = importlib.util.spec_from_file_location(f"hydraflow_custom_reward_{path.stem}", path)
     if spec is None or spec.loader is None:
-        raise ConfigError.one(PATH_KEY, path, "is not a Python file", "its name must end in .py")
+        raise ConfigError.one(key, path, "is not a Python file", "its name must end in .py")
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module  # dataclasses and pickle look their module up
     try:
@@ -89,7 +111,7 @@ def _import_file(path: Path) -> ModuleType:
     except (Exception, SystemExit) as error:  # the user's file may raise anything; it becomes our message
         where = f" ({line})" if (line := line_of(error, path)) else ""
         rule = f"cannot be imported: {type(error).__name__}: {error}{where}"
-        raise ConfigError.one(PATH_KEY, path, rule) from error
+        raise ConfigError.one(key, path, rule) from error
     return module
 
 

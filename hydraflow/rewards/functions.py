@@ -2,50 +2,75 @@
 
 In: data source, the response's text, the ground truth. Out: a float, or a dict with `score` and more numbers.
 The answer patterns for GSM8K are those that its users compare by: `#### 42` (strict), else the last number
-(flexible). Left out on purpose: format bonuses and partial credit; a custom function gives those.
+(flexible). Left out on purpose: bonuses; `reward.functions` adds several functions up.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from fnmatch import fnmatchcase
+from functools import cache
 from typing import Any
 
 from hydraflow.errors import ConfigError, Problem
+from hydraflow.rewards.config import FUNCTIONS, SandboxConfig
 
 Score = float | dict[str, Any]
-Scorer = Callable[[str, Any], Score]
-"""(solution_str, ground_truth) -> score"""
 
 _MARKED = re.compile(r"####\s*(-?\$?[0-9][0-9.,]*)")
 _NUMBER = re.compile(r"-?\$?[0-9](?:[0-9,]*[0-9])?(?:\.[0-9]+)?")
 
 
-def compute_score(
-    data_source: str, solution_str: str, ground_truth: Any, extra_info: dict[str, Any] | None = None
+def by_source(
+    data_source: str,
+    solution_str: str,
+    ground_truth: Any,
+    *,
+    sandbox: SandboxConfig | None = None,
+    timeout: float = 0.0,
 ) -> Score:
-    """Scores one response with the function of its data source. Raises `ConfigError` for an unknown one.
+    """Scores one response with the function of its data source. `sandbox` and `timeout`: those of `reward`,
+    for programs. Raises `ConfigError` for an unknown source.
 
-    >>> compute_score("arithmetic", "042", "042")
+    >>> by_source("arithmetic", "042", "042")
     1.0
     """
-    return find_scorer(data_source)(solution_str, ground_truth)
+    name = find_scorer(data_source)
+    given = {"sandbox": sandbox, "timeout": timeout}
+    read = {key: given[key] for key in FUNCTIONS[name].reads}
+    score: Score = _loaded(name)(solution_str, ground_truth, **read)
+    return score
 
 
-def find_scorer(data_source: str) -> Scorer:
-    """The function for a data source. Raises `ConfigError` listing the known ones."""
-    for pattern, load in BUILT_IN.items():
+def find_scorer(data_source: str) -> str:
+    """The name of the function for a data source. Raises `ConfigError` listing the known ones."""
+    for pattern, name in BUILT_IN.items():
         if fnmatchcase(data_source, pattern):
-            return load()
+            return name
     rule = f"no built-in reward function is for it; known are {', '.join(BUILT_IN)}"
     column = "correct the data_source column (data.reward_fn_key)"
     remedy = f"set reward.custom_reward_function.path to a file with your own, or {column}"
     raise ConfigError.one("data_source", data_source, rule, remedy)
 
 
+@cache
+def _loaded(name: str) -> Callable[..., Score]:
+    # at first use: sympy alone takes half a second to import, and only mathematics needs it
+    found: Callable[..., Score] = FUNCTIONS[name].load()
+    return found
+
+
+def load_scorers(data_sources: Iterable[str]) -> None:
+    """Imports the functions of these data sources, so that it does not count against a row's time."""
+    for source in set(data_sources):
+        with suppress(ConfigError):  # the row itself says so
+            _loaded(find_scorer(source))
+
+
 def unknown_sources(data_sources: Iterable[str]) -> list[Problem]:
-    """One problem for each data source without a built-in function; those of the others are imported."""
+    """One problem for each data source without a built-in function."""
     problems: list[Problem] = []
     for source in sorted(set(data_sources)):
         try:
@@ -80,26 +105,21 @@ def _plain(number: str) -> str:
     return re.sub(r"\.0+$", "", number)
 
 
-def _load_mathematics() -> Scorer:
-    # sympy takes half a second to import; runs without mathematics need not pay for it.
-    from hydraflow.rewards.mathematics import equivalent
-
-    return equivalent
-
-
-def _load_after_answer() -> Scorer:
-    from hydraflow.rewards.mathematics import after_answer
-
-    return after_answer
-
-
-BUILT_IN: dict[str, Callable[[], Scorer]] = {
-    "arithmetic": lambda: exact,
-    "openai/gsm8k": lambda: gsm8k,
-    "lighteval/MATH": _load_mathematics,
-    "DigitalLearningGmbH/MATH-lighteval": _load_mathematics,
-    "HuggingFaceH4/MATH-500": _load_mathematics,
-    "math_dapo": _load_after_answer,
-    "aime*": _load_after_answer,
+BUILT_IN = {
+    "arithmetic": "exact",
+    "openai/gsm8k": "gsm8k",
+    "lighteval/MATH": "math",
+    "DigitalLearningGmbH/MATH-lighteval": "math",
+    "HuggingFaceH4/MATH-500": "math",
+    "math_dapo": "math_dapo",
+    "aime*": "math_dapo",
+    "codecontests": "code",
+    "apps": "code",
+    "codeforces": "code",
+    "taco": "code",
+    "cais/mmlu": "mcq",
+    "TIGER-Lab/MMLU-Pro": "mcq",
+    "Idavidrein/gpqa": "mcq",
+    "allenai/ai2_arc": "mcq",
 }
-"""Data source (or pattern) -> loader of its function."""
+"""Data source (or pattern) -> name of its function."""

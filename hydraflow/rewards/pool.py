@@ -14,15 +14,17 @@ import math
 import select
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 from hydraflow.errors import ConfigError, EnvironmentFault
-from hydraflow.rewards.child import load, score_here
+from hydraflow.rewards.calling import RewardCall, load
+from hydraflow.rewards.child import score_here
+from hydraflow.rewards.chosen import chosen, problems
 from hydraflow.rewards.config import RewardConfig
 from hydraflow.rewards.printed import in_one_line
-from hydraflow.rewards.worker import GRACE_SECONDS, RewardProcess, settings_of
+from hydraflow.rewards.worker import GRACE_SECONDS, RewardProcess
 
 logger = logging.getLogger(__name__)
 
@@ -49,7 +51,8 @@ class RewardResult:
 
 
 class RewardPool:
-    """`config.num_workers` processes that score rows, one row at a time each.
+    """`config.num_workers` processes that score rows, each one at a time unless its function is asynchronous
+    or takes batches.
 
     They start at `start()`, else with the first `score`; call it early, since their start is then hidden
     behind other work. One thread may use a pool at a time.
@@ -63,10 +66,13 @@ class RewardPool:
     def __init__(self, config: RewardConfig):
         self.config = config
         self._workers: list[RewardProcess] = []
-        self._function: Callable[..., Any] | None = None
+        self._function: RewardCall | None = None
         """The function of a pool without processes, loaded on first use."""
         self._tried_again: set[int] = set()
         """Rows of this call whose process was killed."""
+        self._alone: set[int] = set()
+        """Rows of this call that are scored alone, because a process ended that had them under way with
+        others."""
 
     def start(self) -> None:
         """Starts the processes without waiting for them."""
@@ -74,34 +80,36 @@ class RewardPool:
             self._workers.append(RewardProcess(self.config))
 
     def require_loaded(self) -> None:
-        """Raises ConfigError when the custom function cannot be loaded, including when its file hangs or
+        """Raises ConfigError when the functions cannot be loaded, including when a custom one's file hangs or
         exits the importing process. A pool without processes tries it in a temporary one; any other keeps the
         process that has loaded it."""
-        if self.config.custom_reward_function.path is None:
+        if found := list(problems(self.config)):
+            raise ConfigError(found)
+        if self.config.custom_reward_function.path is None and not self.config.functions:
             return
         if self.config.num_workers == 0:
             check_function(self.config)
             return
         self.start()
-        if problems := self._workers[0].problems():
+        if found := self._workers[0].problems():
             self.close()
-            raise ConfigError(problems)
+            raise ConfigError(found)
 
     def score(self, rows: Sequence[RewardRow]) -> list[RewardResult]:
         """Results in the order of `rows`. Raises `EnvironmentFault` when a process cannot start."""
         if self.config.num_workers == 0:
-            self._function = self._function or load(settings_of(self.config))
-            scored = score_here(self._function, rows, self.config.custom_reward_function.path)
+            self._function = self._function or load(self.config)
+            scored = score_here(self._function, rows)
             return [self._result(*result) for result in scored]
         self.start()
-        self._tried_again = set()
+        self._tried_again, self._alone = set(), set()
         queue = deque(range(len(rows)))
         results: dict[int, RewardResult] = {}
         try:
             while len(results) < len(rows):
                 for worker in self._workers:
                     if queue and not worker.pending:
-                        worker.send(_take_chunk(queue, len(self._workers)), rows)
+                        worker.send(self._take_chunk(queue), rows)
                 self._collect(results, queue)
         except BaseException:
             self.close()  # pending answers belong to these rows, not to those of the next call
@@ -156,11 +164,14 @@ class RewardPool:
         """Ends `worker` and starts another process in its place. Its current row fails, unless it is to be
         retried; the others go back into the queue.
         """
-        culprit, killed = worker.current_row(), worker.was_killed()
+        culprit, suspects, killed = worker.current_row(), worker.suspects(), worker.was_killed()
         worker.end()
         if culprit is None and not worker.proven:
             early = "before it scored a row, while it was starting or loading its function"
             raise EnvironmentFault(f"a reward process {reason} {early}")
+        if suspects:
+            self._alone |= set(suspects)
+            culprit = None
         if killed and culprit is not None and culprit not in self._tried_again:
             self._tried_again.add(culprit)
             culprit = None
@@ -170,17 +181,31 @@ class RewardPool:
         queue.extendleft(row for row in reversed(worker.pending) if row != culprit)
         self._workers[self._workers.index(worker)] = RewardProcess(self.config)
 
+    def _take_chunk(self, queue: deque[int]) -> list[int]:
+        """The next rows for a process: all for one alone, else half of a fair share, to even out slow
+        rows."""
+        workers = len(self._workers)
+        size = len(queue) if workers == 1 else math.ceil(len(queue) / (2 * workers))
+        chunk = [queue.popleft()]
+        while len(chunk) < size and self._alone.isdisjoint((chunk[0], queue[0])):
+            chunk.append(queue.popleft())
+        return chunk
+
+
+def function_means(config: RewardConfig, results: Sequence[RewardResult]) -> dict[str, float]:
+    """`reward/<name>`: the mean of each of `reward.functions` over the rows that it scored."""
+    scored = [result.extra for result in results if result.failed is None]
+    means = {}
+    for label in [one.label for one in chosen(config)] if config.functions else []:
+        if values := [extra[label] for extra in scored if label in extra]:
+            means[f"reward/{label}"] = sum(values) / len(values)
+    return means
+
 
 def check_function(config: RewardConfig) -> None:
     """`RewardPool.require_loaded` of a pool that is closed again."""
     with RewardPool(replace(config, num_workers=1)) as pool:
         pool.require_loaded()
-
-
-def _take_chunk(queue: deque[int], workers: int) -> list[int]:
-    """The next rows for a worker: all for one alone, else half of a fair share, to even out slow rows."""
-    size = len(queue) if workers == 1 else math.ceil(len(queue) / (2 * workers))
-    return [queue.popleft() for _ in range(size)]
 
 
 def _readable(workers: Sequence[RewardProcess], seconds: float) -> list[RewardProcess]:

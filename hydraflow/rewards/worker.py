@@ -24,12 +24,15 @@ from pathlib import Path
 from typing import Any
 
 from hydraflow.errors import EnvironmentFault, Problem
+from hydraflow.rewards.calling import settings_of
 from hydraflow.rewards.child import NO_ROW, PROGRESS_BYTES, RowProgress
+from hydraflow.rewards.chosen import KEY
 from hydraflow.rewards.config import RewardConfig
-from hydraflow.rewards.custom import PATH_KEY
+from hydraflow.rewards.custom import SECTION
 from hydraflow.rewards.frames import FrameSocket
 from hydraflow.rewards.printed import PrintedReader, in_one_line
 from hydraflow.rewards.row_time import QueueTime, over_at
+from hydraflow.rewards.supervisor import main as supervise
 
 logger = logging.getLogger(__name__)
 
@@ -48,30 +51,25 @@ PRINTED_SECONDS = 1.0
 MARK = "HYDRAFLOW_REWARD_PROCESS"
 """Environment variable that all descendants of a process inherit."""
 _BOOT = (
-    "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from hydraflow.rewards.supervisor import main;"
+    f"import json, sys; sys.path[:] = json.loads(sys.argv[1]); from {supervise.__module__} import main;"
     " main(*map(int, sys.argv[2:]))"
 )
-
-
-def settings_of(config: RewardConfig) -> dict[str, Any]:
-    """Settings for a scoring process."""
-    custom = config.custom_reward_function
-    function = {"path": custom.path, "name": custom.name, "reward_kwargs": custom.reward_kwargs}
-    return function | {"timeout": config.timeout, "max_memory": config.max_memory}
 
 
 class RewardProcess:
     """A scoring process: its socket, its shared progress memory, and its pending rows."""
 
     def __init__(self, config: RewardConfig):
-        self.pending: list[int] = []
-        """Rows that it has not answered; none: it is idle."""
+        self.at_once = 1
+        """How many rows it has under way; known once it is ready."""
         self.proven = False
         """Whether it has scored a row: then dying while idle is an accident, not a fault of the set-up."""
-        self._path, self._limit = config.custom_reward_function.path, config.timeout
+        self._path_key = KEY if config.functions else f"{SECTION}.path"
+        self._path = config.custom_reward_function.path
         self._queue_time: QueueTime | None = None
-        """Pid of the function's process, once it is ready."""
-        self._offset = 0  # answered rows of the chunk
+        """Of the function's process, once it is ready."""
+        self._pending: dict[int, int] = {}
+        """Place in the chunk -> row, in order, of the rows that it has not answered."""
         self._started = time.monotonic()
         shared = os.memfd_create("hydraflow-reward")
         os.truncate(shared, PROGRESS_BYTES)
@@ -112,11 +110,18 @@ class RewardProcess:
         except (EOFError, OSError, ValueError):
             rule = f"while it was imported, it {self.exit_reason()}"
         if greeting is None:
-            return [Problem(PATH_KEY, self._path, rule, "correct what the file does when it is imported")]
+            return [
+                Problem(self._path_key, self._path, rule, "correct what the file does when it is imported")
+            ]
         if "refused" in greeting:
             return [Problem(*map(in_one_line, fields)) for fields in greeting["refused"]]
-        self._queue_time = QueueTime(greeting["pid"])
+        self._queue_time, self.at_once = QueueTime(greeting["pid"]), greeting["at_once"]
         return []
+
+    @property
+    def pending(self) -> list[int]:
+        """Rows that it has not answered; none: it is idle."""
+        return list(self._pending.values())
 
     def send(self, chunk: list[int], rows: Sequence[Any]) -> None:
         """Sends the rows with these numbers; waits for the process to be ready first, and raises
@@ -124,7 +129,7 @@ class RewardProcess:
         if problems := self.problems():
             rules = "; ".join(problem.rule for problem in problems)
             raise EnvironmentFault(f"a reward process cannot load the reward function: {rules}")
-        self.pending, self._offset = chunk, 0
+        self._pending = dict(enumerate(chunk))
         self._progress.note(NO_ROW, time.monotonic())
         try:
             self.frames.send([rows[i] for i in chunk])
@@ -136,25 +141,26 @@ class RewardProcess:
         ValueError when the data is not its answers.
         """
         answers = [answer for message in self.frames.arrived() for answer in _results_in(message)]
-        if len(answers) > len(self.pending):
-            raise ValueError(f"{len(answers)} answers to {len(self.pending)} rows")
-        answered, self.pending = self.pending[: len(answers)], self.pending[len(answers) :]
-        self._offset += len(answers)
+        if strange := [place for place, _ in answers if place not in self._pending]:
+            raise ValueError(f"an answer to {strange[0]}, which was not asked")
         self.proven = self.proven or bool(answers)
-        return list(zip(answered, answers, strict=True))
+        return [(self._pending.pop(place), result) for place, result in answers]
 
     def current_row(self) -> int | None:
-        """Number of its current row; None before the first row of a chunk."""
-        number, _, _ = self._progress.read()
-        position = number - self._offset  # negative: it has answered, and not yet started the next row
-        return self.pending[position] if number != NO_ROW and 0 <= position < len(self.pending) else None
+        """Number of its current row, the oldest of several; None before the first row of a chunk."""
+        return self._pending.get(self._progress.read()[0])  # answered, and not yet started the next: None
+
+    def suspects(self) -> list[int]:
+        """The rows that it has under way if there are several: any of them may have ended it."""
+        under_way = self.pending[: self.at_once] if self.current_row() is not None else []
+        return under_way if len(under_way) > 1 else []
 
     def deadline(self) -> float:
         """Time (time.monotonic) by which it must have moved on to another row."""
-        number, since, waited = self._progress.read()
+        number, since, waited, limit = self._progress.read()
         if number == NO_ROW or self._queue_time is None:
             return since + START_SECONDS
-        return over_at(since, self._limit, self._queue_time.seconds() - waited) + GRACE_SECONDS
+        return over_at(since, limit, self._queue_time.seconds() - waited) + GRACE_SECONDS
 
     def exit_reason(self) -> str:
         """Why its connection closed, as the predicate of a sentence."""
@@ -210,9 +216,14 @@ def _kill_marked(mark: str) -> None:
 
 
 def _results_in(message: Any) -> list[Any]:
-    """The results in a message of the function's process, which is untrusted."""
-    if not isinstance(message, list) or not all(
-        isinstance(result, list) and len(result) == 3 for result in message
-    ):
+    """The numbered results in a message of the function's process, which is untrusted."""
+    if not isinstance(message, list) or not all(_is_answer(answer) for answer in message):
         raise ValueError("not a list of results")
     return message
+
+
+def _is_answer(answer: Any) -> bool:
+    match answer:
+        case [int(), [float() | int() | None, dict(), str() | None]]:
+            return True
+    return False

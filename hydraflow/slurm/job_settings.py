@@ -1,7 +1,7 @@
 """The parts of the configuration that a job's nodes need, checked against the allocation before anything
 starts.
 
-In: the arguments of main_ppo, main_sft or main_generate, and Slurm's variables. Out: `JobSettings`, as lines
+In: the arguments of a job's command, and Slurm's variables. Out: `JobSettings`, as lines
 for a shell; or every contradiction between configuration, batch plan and allocation at once, with exit code
 2.
 """
@@ -20,13 +20,11 @@ from hydraflow.compose.judges import judge, missing
 from hydraflow.compose.launch import launch
 from hydraflow.compose.loading import EntryPoint
 from hydraflow.device import CPU_PROCESSES
-from hydraflow.schema import GenerateConfig, PPOConfig, SFTConfig
+from hydraflow.schema import JOBS, GenerateConfig, JobConfig, PPOConfig, SupervisedConfig
 from hydraflow.system.allocation import Allocation, allocation
 from hydraflow.tracking.provenance import SLURM_JOB
 from hydraflow.tracking.run_folder import RUNS, RunFolder, slug
 
-Config = PPOConfig | SFTConfig | GenerateConfig
-JOBS: dict[str, type[Config]] = {"ppo": PPOConfig, "sft": SFTConfig, "generate": GenerateConfig}
 AFTERWARDS = ["ray_init.address=auto"]
 """The job starts a cluster before the command runs."""
 
@@ -69,7 +67,7 @@ def check(job: str, arguments: Sequence[str], *, write_to: Path | None = None) -
     """Composes, plans and checks against the allocation; returns the exit code, writes the settings. Missing
     files are checked as well, before the job waits in a queue."""
 
-    def write(config: Config, command: Command) -> None:
+    def write(config: JobConfig, command: Command) -> None:
         if write_to is not None:
             write_to.write_text(job_settings_of(config, allocation()).to_shell())
 
@@ -81,7 +79,7 @@ def check(job: str, arguments: Sequence[str], *, write_to: Path | None = None) -
         sys.argv[1:] = given
 
 
-def job_settings_of(config: Config, given: Allocation | None) -> JobSettings:
+def job_settings_of(config: JobConfig, given: Allocation | None) -> JobSettings:
     """The settings for the nodes; `given`: Slurm's allocation."""
     trainer = config.trainer
     on_cpus = trainer.device == "cpu"
@@ -96,14 +94,14 @@ def job_settings_of(config: Config, given: Allocation | None) -> JobSettings:
     return JobSettings(cpus, counted, folder, wait, goes_on)
 
 
-def _goes_on(config: Config, folder: str, given: Allocation | None) -> bool:
+def _goes_on(config: JobConfig, folder: str, given: Allocation | None) -> bool:
     """`disable` refers to runs before this job: a requeued job still resumes from its own checkpoint."""
     if isinstance(config, GenerateConfig) or config.trainer.resume_mode != "disable" or given is None:
         return False
     return any(start.get(SLURM_JOB) == given.job for start in RunFolder(Path(folder)).starts())
 
 
-def _run_folder(config: PPOConfig | SFTConfig, given: Allocation | None) -> str:
+def _run_folder(config: PPOConfig | SupervisedConfig, given: Allocation | None) -> str:
     """A requeued job must find its own folder again, not that of another job."""
     named = config.trainer.default_local_dir
     own = RUNS / f"{slug(config.trainer.experiment_name)}-job{given.job if given else '0'}"

@@ -15,6 +15,7 @@ from typing import NoReturn
 
 from hydraflow.compose.arguments import split
 from hydraflow.errors import ConfigError, Problem
+from hydraflow.schema import JOBS
 
 SEPARATOR = "--"
 CORES_PER_GPU, CORES_WITHOUT = 8, 4
@@ -52,7 +53,7 @@ class Submission:
     dry_run: bool = False
     wait: bool = False
     arguments: list[str] = field(default_factory=list)
-    """Arguments of main_ppo, main_sft or main_generate."""
+    """Arguments of the job's command."""
 
     @property
     def cores(self) -> int | None:
@@ -100,7 +101,7 @@ def _parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     add = parser.add_argument
-    add("--job", choices=("ppo", "sft", "generate"), help="main_ppo (the default), main_sft or main_generate")
+    add("--job", choices=tuple(JOBS), help="the NAME of python -m hydraflow.main_NAME (ppo)")
     add("--nodes", type=int, metavar="N", help="machines (1)")
     add("--gpus-per-node", type=int, metavar="N", help="GPUs of each (0: the run is on CPUs)")
     add("--cpus-per-task", type=int, metavar="N", help=f"cores of each node ({CORES_PER_GPU} for each GPU)")

@@ -63,6 +63,31 @@ def model_problems(path: str, key: str) -> list[Problem]:
     if not folder.is_dir():
         return [Problem(key, path, "is a file, not a directory", f"{key}={folder.parent}")]
     if not (folder / "config.json").is_file():
+        if writer := _sharded_by(folder):
+            rule = f"holds a checkpoint of {writer}, which must be merged first"
+            merge = f"python -m hydraflow.model_merger merge --local_dir {path} --target_dir MERGED"
+            return [Problem(key, path, rule, f"{merge}, then {key}=MERGED")]
         rule = "this directory has no config.json, so it is not a Hugging Face model"
-        return [Problem(key, path, rule, f"{key}=<directory with config.json>")]
+        inside = sorted(str(file.parent) for file in folder.glob("*/config.json"))
+        return [Problem(key, path, rule, f"{key}={inside[0] if inside else '<directory with config.json>'}")]
     return []
+
+
+_SHARDED = {
+    "Megatron-Core": ("common.pt", "mp_rank_*"),
+    "several ranks": ("checkpoint.json", "model_world_size_*_rank_*.pt"),
+}
+"""Files of checkpoints in parts, by who wrote them."""
+_MODELS = ("", "actor/", "global_step_*/*/")
+"""Folders of models in a model's own, a step's or a run's."""
+_PLACES = ("", "dist_ckpt/", "model/dist_ckpt/", "weights/", "iter_*/", "release/")
+"""Where the files are in a model's."""
+
+
+def _sharded_by(folder: Path) -> str | None:
+    """Who wrote a checkpoint in parts in a folder or below it; None: there is none."""
+    places = [f"{model}{place}" for model in _MODELS for place in _PLACES]
+    for writer, marks in _SHARDED.items():
+        if any(next(folder.glob(f"{place}{mark}"), None) for place in places for mark in marks):
+            return writer
+    return None

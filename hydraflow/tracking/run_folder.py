@@ -7,6 +7,7 @@ modules (metrics, plan, models, checkpoints); they get their paths here.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import logging
 import re
@@ -48,6 +49,7 @@ RUN_FILES = (
     "skipped",
     "warm_start",
     "requeue",
+    "code",
     "logs",
     "stacks",
     "profile",
@@ -76,6 +78,7 @@ class RunFolder:
         self.samples = path / "samples"
         self.skipped = path / "skipped"
         self.requeue = path / "requeue"
+        self.code = path / "code"
 
     @classmethod
     def make(cls, directory: str | None, experiment_name: str) -> RunFolder:
@@ -160,6 +163,26 @@ class RunFolder:
         (`provenance.facts_of_start`)."""
         text = json.dumps({"starts": [*self.starts(), dict(facts)]}, indent=1, ensure_ascii=False)
         self._write(self.run, text + "\n", private=True)
+
+    def keep_code(self, files: Mapping[str, Path]) -> dict[str, dict[str, str]]:
+        """Copies the user's files, by the keys that name them, to code/, each under its name and the start of
+        its SHA-256; returns what run.json says of them. What a file was at an earlier start stays there, and
+        a warning says that it has changed."""
+        found: dict[str, dict[str, str]] = {}
+        before: dict[str, dict[str, str]] = next(
+            (start.get("code", {}) for start in reversed(self.starts())), {}
+        )
+        for key, path in files.items():
+            content = path.read_bytes()
+            sha256 = hashlib.sha256(content).hexdigest()
+            copy = self.code / f"{path.stem}-{sha256[:8]}{path.suffix}"
+            self.code.mkdir(exist_ok=True)
+            copy.write_bytes(content)
+            found[key] = {"path": str(path), "sha256": sha256, "copy": f"{self.code.name}/{copy.name}"}
+            if key in before and before[key]["sha256"] != sha256:
+                text = "%s: %s has changed since this run last started; what it was then is %s"
+                logger.warning(text, key, path, self.path / before[key]["copy"])
+        return found
 
     def starts(self) -> list[dict[str, Any]]:
         """The starts in run.json, the oldest first."""

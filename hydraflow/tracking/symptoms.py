@@ -5,7 +5,7 @@ look at. Left out on purpose: faults that the run counts itself (skipped steps, 
 
 Each rule has to hold for `IN_A_ROW` steps in a row.
 - No signal: every advantage of the step is the same (`critic/advantages/max` and `min`). Rounding can leave
-  the same small number everywhere in place of 0.
+  the same small number everywhere in place of 0. (Where teachers alone teach, advantages do not count.)
 - Entropy collapse: `actor/entropy` is below 0.05 nats per token and below a tenth of the first step's, and
   the mean score is below 90 % of the range of scores seen so far, or all scores were equal. (A policy that
   has learned its task may be certain.)
@@ -61,6 +61,8 @@ class Symptom:
 def _no_signal(row: Row, seen: SymptomHistory) -> bool | None:
     if "critic/advantages/max" not in row:
         return None
+    if "actor/distillation_loss" in row and "actor/pg_loss" not in row:
+        return False  # teachers alone teach
     return row["critic/advantages/max"] == row["critic/advantages/min"]
 
 
@@ -86,7 +88,7 @@ def _no_learning_rate(row: Row, seen: SymptomHistory) -> bool | None:
 
 SYMPTOMS = (
     Symptom(
-        ("critic/advantages/max", "critic/advantages/min"),
+        ("critic/advantages/max", "critic/advantages/min", "actor/distillation_loss", "actor/pg_loss"),
         _no_signal,
         "every advantage is the same, so the reward gives no direction: the responses to a prompt all score"
         " alike. Usual causes: prompts that are too hard or too easy, a reward function that returns one"

@@ -245,7 +245,7 @@ class BatchConfig:
 
 
 @dataclass
-class SFTTrainerConfig(LoopConfig):
+class SupervisedTrainerConfig(LoopConfig):
     """Supervised fine-tuning."""
 
     experiment_name: str = free("sft")

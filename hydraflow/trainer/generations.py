@@ -32,6 +32,7 @@ class ScoredResponses:
     sources: np.ndarray
     scores: np.ndarray
     accuracies: np.ndarray
+    """Of a row without a reward function: its score."""
     failed: np.ndarray
     """The reward function failed on the row."""
     prompts: list[str]
@@ -58,11 +59,12 @@ class ScoredResponses:
 def read_scored(runtime: Runtime, taken: Trajectories) -> ScoredResponses:
     """Fetches scores and texts to the controller; the trajectories must have been scored with their texts."""
     read = runtime.fetch(taken.scoring.get().select(list(TEXT_COLUMNS), [], []))
-    objects = taken.rows.objects
+    objects, scores = taken.rows.objects, read.get("score").double().numpy()
+    accuracies = read.get("acc").double().numpy()
     return ScoredResponses(
         sources=objects["data_source"].astype(str),
-        scores=read.get("score").double().numpy(),
-        accuracies=read.get("acc").double().numpy(),
+        scores=scores,
+        accuracies=np.where(np.isnan(accuracies), scores, accuracies),
         failed=read.get("failed").numpy(),
         prompts=list(read.non_tensor_batch["prompt_text"]),
         texts=list(read.non_tensor_batch["text"]),

@@ -21,7 +21,7 @@ from hydraflow.engine.config import OptimConfig
 from hydraflow.errors import Problem
 from hydraflow.options import Leaf, walk
 from hydraflow.redact import fingerprinted, public
-from hydraflow.schema import PPOConfig, SFTConfig
+from hydraflow.schema import PPOConfig, SupervisedConfig
 
 TOTAL = "trainer.total_training_steps"
 
@@ -54,7 +54,7 @@ class Identity:
         ]
 
 
-def identity_of(config: PPOConfig | SFTConfig, plan: BatchPlan | SFTPlan) -> Identity:
+def identity_of(config: PPOConfig | SupervisedConfig, plan: BatchPlan | SFTPlan) -> Identity:
     """The identity of a run. `config` is as the user gave it: what a recipe makes is known by the recipe's
     parameters."""
     values = dict(_shaping(config, plan))
@@ -105,7 +105,7 @@ def _follows_the_total(optim: OptimConfig) -> bool:
     )
 
 
-def _shaping(config: PPOConfig | SFTConfig, plan: BatchPlan | SFTPlan) -> Iterator[tuple[str, Any]]:
+def _shaping(config: PPOConfig | SupervisedConfig, plan: BatchPlan | SFTPlan) -> Iterator[tuple[str, Any]]:
     """The keys that shape training, and their values; entries of mappings one by one."""
     for leaf in walk(config):
         if _shapes(leaf) and not (isinstance(plan, BatchPlan) and _has_no_role(leaf.key, plan)):

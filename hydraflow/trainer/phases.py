@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from hydraflow.algorithms.config import OldFrom, is_corrected
+from hydraflow.algorithms.config import POLICY_LOSSES, OldFrom, estimator_of, is_corrected
 from hydraflow.batch_plan.plans import BatchPlan
 from hydraflow.batch_plan.roles import needs_critic, needs_reference, own_reference
 from hydraflow.engine.config import engine_config
@@ -41,17 +41,50 @@ SAMPLED = (
     "finish_reason",
 )
 TRAJECTORY = ("prompts", "group", "sample", *SAMPLED)
-"""Columns of a trajectory before it is scored."""
+"""Columns of a trajectory before it is scored; with routing replay R3 also `routed_experts`."""
 SCORES = ("score", "acc", "failed")
+
+
+@dataclass(frozen=True)
+class _Columns:
+    """Columns that some runs read or have besides those of every run."""
+
+    in_reward: tuple[str, ...]
+    """Read for the advantages."""
+    in_loss: tuple[str, ...]
+    """Read by the actor's loss."""
+    measured: tuple[str, ...]
+    """Added by the pass of the old log-probabilities."""
+    sampled: tuple[str, ...]
+    """Added by sampling, and read by that pass."""
+
+
+def _columns_of(config: PPOConfig) -> _Columns:
+    actor, in_reward, in_loss, measured = config.actor_rollout_ref.actor, [], [], []
+    if config.algorithm.use_kl_in_reward:
+        in_reward += ["old_log_probs", "ref_log_prob"]
+    if actor.use_kl_loss:
+        in_loss.append("ref_log_prob")
+    if is_corrected(config.algorithm.rollout_correction):
+        in_loss.append("rollout_log_probs")
+    if POLICY_LOSSES[actor.policy_loss.loss_mode].chooses:
+        in_loss += ["group", "sample"]
+    if config.distillation.enabled:
+        in_advantages = config.distillation.distillation_loss.use_policy_gradient
+        in_reward += ["old_log_probs", "teacher_log_probs"] if in_advantages else []
+        in_loss += [] if in_advantages else teacher_columns(config)
+    if estimator_of(config.algorithm.adv_estimator).sum_pi_squared:
+        measured.append("sum_pi_squared")
+        in_reward += ["old_log_probs", "sum_pi_squared"]
+    routed = () if actor.router_replay.mode == "disabled" else ("routed_experts",)
+    sampled = routed if actor.router_replay.mode == "R3" else ()
+    recorded = routed if actor.router_replay.mode == "R2" else ()
+    return _Columns(tuple(dict.fromkeys(in_reward)), (*in_loss, *routed), (*measured, *recorded), sampled)
 
 
 def step_phases(config: PPOConfig) -> tuple[StepPhase, ...]:
     """The phases of a step in the order in which they start, without those that the run does not need."""
-    critic, reference = needs_critic(config), needs_reference(config)
-    in_reward = ("old_log_probs", "ref_log_prob") if config.algorithm.use_kl_in_reward else ()
-    in_loss = ("ref_log_prob",) if config.actor_rollout_ref.actor.use_kl_loss else ()
-    if is_corrected(config.algorithm.rollout_correction):
-        in_loss = (*in_loss, "rollout_log_probs")
+    critic, reference, more = needs_critic(config), needs_reference(config), _columns_of(config)
     values = ("values",) if critic else ()
     phases = (
         StepPhase(
@@ -64,34 +97,55 @@ def step_phases(config: PPOConfig) -> tuple[StepPhase, ...]:
             "generate",
             "RolloutWorker, generation/",
             ("prompts",),
-            SAMPLED,
+            (*SAMPLED, *more.sampled),
         ),
         StepPhase(
             "score",
             "RewardWorker, rewards/",
             ("responses", "data_source", "reward_model", "extra_info"),
-            SCORES,
+            score_columns(config),
         ),
-        StepPhase("log-probs", "ActorWorker, engine/", MODEL_INPUTS, ("old_log_probs",)),
+        StepPhase(
+            "log-probs",
+            "ActorWorker, engine/",
+            (*MODEL_INPUTS, *more.sampled),
+            ("old_log_probs", *more.measured),
+        ),
         StepPhase("reference", reference_worker(config), MODEL_INPUTS, ("ref_log_prob",)),
+        StepPhase("teachers", "TeacherWorker, engine/", MODEL_INPUTS, teacher_columns(config)),
         StepPhase("values", "CriticWorker, engine/", MODEL_INPUTS, ("values",)),
         StepPhase(
             "advantages",
             "AdvantageWorker, algorithms/",
-            ("prompts", "response_mask", "group", "sample", "finish_reason", *values, *in_reward),
+            ("prompts", "response_mask", "group", "sample", "finish_reason", *values, *more.in_reward),
             ("token_level_rewards", "advantages", "returns"),
         ),
         StepPhase("critic", "CriticWorker, engine/", (*MODEL_INPUTS, "values", "returns", "lengths")),
         StepPhase(
             "actor",
             "ActorWorker, engine/",
-            (*MODEL_INPUTS, "old_log_probs", "advantages", *in_loss, "lengths"),
+            (*MODEL_INPUTS, "old_log_probs", "advantages", *more.in_loss, "lengths"),
         ),
         StepPhase("sync", "RolloutWorker, generation/", ()),
     )
     left_out = set() if critic else {"values", "critic"}
     left_out |= set() if reference else {"reference"}
+    left_out |= set() if config.distillation.enabled else {"teachers"}
     return tuple(phase for phase in phases if phase.name not in left_out)
+
+
+def score_columns(config: PPOConfig) -> tuple[str, ...]:
+    """The columns of a step's scores: `SCORES`, and what the estimator needs besides."""
+    estimator = estimator_of(config.algorithm.adv_estimator)
+    baselines = ["reward_baselines"] if estimator.greedy_baseline else []
+    return (*SCORES, *baselines, *(["reward_parts"] if estimator.several_rewards else []))
+
+
+def teacher_columns(config: PPOConfig) -> tuple[str, ...]:
+    """What teachers say of a step's trajectories."""
+    if config.distillation.distillation_loss.over_vocabulary:
+        return "target_tokens", "teacher_top_log_probs"
+    return ("teacher_log_probs",)
 
 
 def reference_worker(config: PPOConfig) -> str:
@@ -103,10 +157,16 @@ def old_from(config: PPOConfig, plan: BatchPlan, *, exact: bool, mini_batches: i
     """The choice for one batch. `exact`: the generation engine's own are the trainer's to the last bits, and
     of the newest weights. `mini_batches`: of the batch."""
     correction = config.algorithm.rollout_correction
-    if exact or correction.bypass_mode:
+    measures = config.actor_rollout_ref.actor.adaptive_entropy.enabled
+    records = config.actor_rollout_ref.actor.router_replay.mode == "R2"
+    if records or estimator_of(config.algorithm.adv_estimator).sum_pi_squared:
+        return OldFrom.RECOMPUTE  # the pass that measures them
+    if correction.bypass_mode or (exact and not measures):
         return OldFrom.ROLLOUT
     before = (
-        config.algorithm.use_kl_in_reward
+        measures
+        or config.algorithm.use_kl_in_reward
+        or (config.distillation.enabled and config.distillation.distillation_loss.use_policy_gradient)
         or correction.rollout_rs is not None
         or (correction.rollout_is is not None and correction.rollout_is_batch_normalize)
     )

@@ -12,13 +12,14 @@ passes, and the new weights go out behind the last update.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 
 import numpy as np
 
 from hydraflow import metrics as reductions
 from hydraflow.algorithms.config import OldFrom
+from hydraflow.algorithms.entropy_control import EntropyController
 from hydraflow.batch_plan.parts import RolePlan
 from hydraflow.batch_plan.resolve import BatchPlan
 from hydraflow.device import resolve_dtype
@@ -32,21 +33,22 @@ from hydraflow.schema import PPOConfig
 from hydraflow.trainer.failures import judge_failures
 from hydraflow.trainer.generations import GenerationDump, read_scored
 from hydraflow.trainer.mini_batches import cut_mini_batches, dispatched
-from hydraflow.trainer.phases import old_from, rollout_is_exact, step_phases
+from hydraflow.trainer.phases import old_from, rollout_is_exact, score_columns, step_phases
 from hydraflow.trainer.roles import Roles
 from hydraflow.trainer.source import Trajectories, TrajectorySource, checked, scores_of
 from hydraflow.trainer.timing import PhaseTimer
-from hydraflow.workers.actor import OLD_FROM, ActorWorker
+from hydraflow.workers.actor import ENTROPY_COEFF, OLD_FROM, ActorWorker
 from hydraflow.workers.advantage import AdvantageWorker, RolloutComparison
 from hydraflow.workers.critic import CriticWorker
-from hydraflow.workers.engine_worker import EngineWorker
 from hydraflow.workers.reference import ReferenceWorker
-from hydraflow.workers.reward import WHY_FAILED
+from hydraflow.workers.reward import FUNCTION_MEANS, WHY_FAILED
+from hydraflow.workers.teacher import TeacherWorker
+from hydraflow.workers.training import TrainedWorker
 
 
 class PPOTrainer:
-    """The step of PPO, GRPO, RLOO and REINFORCE++; they differ in the advantage estimator and in whether
-    there is a critic."""
+    """The step of PPO, GRPO and all others; they differ in the phases and columns that the advantage
+    estimator needs, a critic among them."""
 
     def __init__(
         self,
@@ -61,12 +63,22 @@ class PPOTrainer:
         self.runtime, self.source, self.dump = runtime, source, dump
         self.reads = {phase.name: phase.reads for phase in step_phases(config)}
         """Phase -> the columns passed to it; phases that the run does not need are absent."""
+        mode = config.actor_rollout_ref.actor.router_replay.mode
+        self.sampled_too = ("routed_experts",) if mode == "R3" else ()
+        """Columns that trajectories have besides those of any run."""
         self.timer = PhaseTimer(runtime.timeline)
         self.metrics: dict[str, float] = {}
         self.version = 0
         """Of the weights that the generation engine holds."""
-        self.kl: dict[str, float] = {}
-        """The KL controller's state after the last step."""
+        self.of_advantages: dict[str, dict[str, float]] = {}
+        """The state of what computes advantages, after the last step."""
+        actor = config.actor_rollout_ref.actor
+        self.entropy = None
+        """Controls the coefficient of the entropy bonus; None: it is constant."""
+        if actor.adaptive_entropy.enabled:
+            self.entropy = EntropyController(actor.entropy_coeff, actor.adaptive_entropy)
+        self.entropy_coeff: float | None = None
+        """Of this step; None: as configured."""
         self.exact = rollout_is_exact(config, lambda name: resolve_dtype(name, runtime.device_type).itemsize)
         self.old = OldFrom.RECOMPUTE
         """Where this step's old log-probabilities come from."""
@@ -84,7 +96,7 @@ class PPOTrainer:
         with phase("step"):
             with self.runtime.interruptible(interrupt):  # reward functions may sleep or hang
                 with phase("gen"):
-                    taken = checked(self.source.take(step))
+                    taken = checked(self.source.take(step), self.sampled_too)
                     self.roles.link.sampled()
                 known = self.runtime.fetch(columns(taken.rows, ["lengths", "group", "versions"]))
                 taken.rows.columns |= RemoteBatch.from_local(known).columns  # held here from now on
@@ -108,14 +120,18 @@ class PPOTrainer:
             batch = self.old_log_probs(taken, step)
         with phase("ref"):
             batch = self.reference_log_probs(batch)
+        if self.roles.teachers:
+            with phase("teachers"):
+                batch = self.teacher_log_probs(batch)
         with phase("values"):
             batch = self.critic_values(batch)
         with phase("reward"):
-            scored = scores_of(taken)
+            scored = scores_of(taken, score_columns(self.config))
         if self.dump is not None:
             self.dump.write(step, list(read_scored(self.runtime, taken).rows(step)))
         with phase("adv"):
             estimated = self.advantages(batch, scored)
+        self.metrics |= scored.meta_info.get(FUNCTION_MEANS) or {}
         judge_failures(
             int(self.metrics["reward/failed_rows"]),
             len(batch),
@@ -151,12 +167,16 @@ class PPOTrainer:
         mini_batches = -(-len(known.get("group").unique()) // self.plan.actor.mini_batch_prompts)
         exact = self.exact and newest
         self.old = old_from(self.config, self.plan, exact=exact, mini_batches=mini_batches)
-        if self._compared and not taken.replayed and self.old != OldFrom.RECOMPUTE:
+        is_needed = self.old == OldFrom.RECOMPUTE or self.entropy is not None
+        if self._compared and not taken.replayed and not is_needed:
             return self.with_old(taken.rows)
+        if not self.sampled_too:  # a file of trajectories may have them from a run that used them
+            taken.rows.columns.pop("routed_experts", None)
         batch = taken.rows.union(
             self.roles.actor.call(ActorWorker.compute_log_prob, columns(taken.rows, self.reads["log-probs"]))
         )
         compared = self._compare_with_rollout(batch)
+        self._control_entropy(compared.metrics)
         limit = self.config.actor_rollout_ref.rollout.probs_diff_limit
         if compared.by_replica and max(compared.by_replica.values()) > limit:
             if newest and not taken.replayed and not self._compared:
@@ -187,6 +207,18 @@ class PPOTrainer:
             return batch.union(self.roles.actor.call(ActorWorker.compute_ref_log_prob, inputs))
         return batch.union(self.roles.ref.call(ReferenceWorker.compute_ref_log_prob, inputs))
 
+    def teacher_log_probs(self, batch: RemoteBatch) -> RemoteBatch:
+        """Adds what each row's teacher says."""
+        inputs, teachers = columns(batch, self.reads["teachers"]), self.roles.teachers
+        taught = np.array([teacher_of(source, teachers) for source in batch.objects["data_source"]])
+        parts, order = [], []
+        for name, group in teachers.items():
+            rows = np.flatnonzero(taught == name)
+            if len(rows):
+                order.append(rows)
+                parts.append(group.call(TeacherWorker.judge, inputs.select_idxs(rows)))
+        return batch.union(RemoteBatch.concat(parts).select_idxs(np.argsort(np.concatenate(order))))
+
     def critic_values(self, batch: RemoteBatch) -> RemoteBatch:
         """Adds the critic's values, if there is one."""
         if self.roles.critic is None:
@@ -199,10 +231,10 @@ class PPOTrainer:
         not be the one that waits for the scores."""
         inputs = columns(batch, self.reads["advantages"])
         estimated: RemoteBatch = self.roles.advantage.call(
-            AdvantageWorker.compute, inputs, columns(scored, ["score", "failed"])
+            AdvantageWorker.compute, inputs, columns(scored, score_columns(self.config))
         )
         self.metrics |= estimated.meta_info["metrics"]
-        self.kl = estimated.meta_info["kl"]
+        self.of_advantages = estimated.meta_info["state"]
         return estimated
 
     def update_critic(self, batch: RemoteBatch, step: int) -> None:
@@ -211,7 +243,7 @@ class PPOTrainer:
             return
         assert self.plan.critic is not None, "a critic has a plan"
         if not len(batch):
-            self.roles.critic.call(EngineWorker.skip_step)
+            self.roles.critic.call(TrainedWorker.skip_step)
             return
         inputs = self.mini_batched(batch, self.reads["critic"], self.plan.critic, step)
         self.note_update(self.roles.critic.call(CriticWorker.update, inputs, step))
@@ -222,7 +254,7 @@ class PPOTrainer:
         if step < self.plan.actor.first_step:
             return None
         if not len(batch):
-            self.roles.actor.call(EngineWorker.skip_step)
+            self.roles.actor.call(TrainedWorker.skip_step)
             return None
         names = list(self.reads["actor"])
         if self.old == OldFrom.FIRST_PASS:
@@ -230,6 +262,8 @@ class PPOTrainer:
             names = list(dict.fromkeys([*names, "rollout_log_probs", "replica"]))  # at least to be compared
         inputs = self.mini_batched(batch, names, self.plan.actor, step)
         inputs.meta_info[OLD_FROM] = self.old
+        if self.entropy_coeff is not None:
+            inputs.meta_info[ENTROPY_COEFF] = self.entropy_coeff
         updating: Future = self.roles.actor.call(ActorWorker.update, inputs, step)
         return updating
 
@@ -252,8 +286,25 @@ class PPOTrainer:
         )
         return dispatched(columns(batch, [name for name in names if name != "lengths"]), cut, plan)
 
+    def restore(self, entropy: dict[str, float]) -> None:
+        """The controller of the entropy bonus, as a checkpoint has it; empty: it had none."""
+        if self.entropy is not None and entropy:
+            self.entropy.load_state_dict(entropy)
+
+    def controllers(self) -> dict[str, dict[str, float]]:
+        """What a checkpoint keeps of the controllers, by field of `RunState`."""
+        entropy = {} if self.entropy is None else self.entropy.state_dict()
+        return {**self.of_advantages, "entropy": entropy}
+
+    def _control_entropy(self, measured: Mapping[str, float]) -> None:
+        """Takes the step's coefficient from its entropy; the last one where no token is trained."""
+        if self.entropy is not None and "actor/entropy" in measured:
+            self.entropy_coeff = self.entropy.take(measured["actor/entropy"])
+            self.metrics["actor/entropy_coeff"] = self.entropy_coeff
+
     def _compare_with_rollout(self, batch: RemoteBatch) -> RolloutComparison:
-        names = ["response_mask", "rollout_log_probs", "old_log_probs", "entropys", "replica"]
+        names = ["response_mask", "rollout_log_probs", "old_log_probs", "replica"]
+        names += ["entropys"] if "entropys" in batch.columns else []
         compared: RolloutComparison = self.roles.advantage.call(
             AdvantageWorker.compare_with_rollout, columns(batch, names)
         )
@@ -298,6 +349,15 @@ class PPOTrainer:
         }
         idle = {f"perf/idle_share/{role}": max(0.0, 1 - share) for role, share in busy.items()}
         return seconds | perf | idle
+
+
+def teacher_of(source: str, teachers: Collection[str]) -> str | None:
+    """The teacher of a data source: the one of its name, else `default`.
+
+    >>> teacher_of("gsm8k", ["default", "gsm8k"]), teacher_of("gsm8k", ["math"])
+    ('gsm8k', None)
+    """
+    return source if source in teachers else "default" if "default" in teachers else None
 
 
 def columns(batch: RemoteBatch, names: Sequence[str]) -> RemoteBatch:

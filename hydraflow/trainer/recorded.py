@@ -28,7 +28,7 @@ from hydraflow.protocol.stored import read_batch, write_batch
 from hydraflow.trainer.config import DebugConfig
 from hydraflow.trainer.phases import TRAJECTORY
 from hydraflow.trainer.source import Trajectories, TrajectorySource
-from hydraflow.workers.reward import WHY_FAILED
+from hydraflow.workers.reward import FUNCTION_MEANS, WHY_FAILED
 
 TEXTS = ("text", "prompt_text")
 """Columns of scores for people to read; not in a file of trajectories."""
@@ -51,7 +51,8 @@ class RecordedSource:
         taken = self.source.take(step)
         scored: RemoteBatch = taken.scoring.get()
         names = [name for name in scored.columns if name not in TEXTS]
-        facts = {"step": step, "scores": names, WHY_FAILED: scored.meta_info.get(WHY_FAILED)}
+        about = {name: scored.meta_info.get(name) for name in (WHY_FAILED, FUNCTION_MEANS)}
+        facts = {"step": step, "scores": names} | about
         rows = RemoteBatch(dict(taken.rows.columns), taken.rows.objects).union(scored.select(names, [], []))
         try:
             write_batch(dump_file(self.folder, step), self.runtime.fetch(rows), facts)
@@ -91,7 +92,7 @@ class ReplayedSource:
         stored, facts = read_dump(dump_file(self.folder, step))
         batch = RemoteBatch.from_local(stored)
         scored = batch.select(facts["scores"], [], [])
-        scored.meta_info[WHY_FAILED] = facts[WHY_FAILED]
+        scored.meta_info |= {WHY_FAILED: facts[WHY_FAILED], FUNCTION_MEANS: facts.get(FUNCTION_MEANS) or {}}
         rows = batch.select([name for name in batch.columns if name not in facts["scores"]], None, [])
         return Trajectories(rows, CompletedFuture(scored), replayed=True)
 

@@ -12,8 +12,17 @@ from collections.abc import Collection
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from hydraflow.algorithms.config import BYPASS_LOSSES, Bounds, bounded_rules, is_corrected
+from hydraflow.algorithms.config import (
+    BYPASS_LOSSES,
+    Bounds,
+    Loss,
+    bounded_rules,
+    estimator_of,
+    is_corrected,
+)
 from hydraflow.algorithms.correction import Correction, Rejection, Weighting
+from hydraflow.algorithms.distillation import Distillation
+from hydraflow.algorithms.shaping import OverlongBuffer
 from hydraflow.batch_plan.layout import Devices, Layout
 from hydraflow.batch_plan.resolve import BatchPlan
 from hydraflow.batch_plan.roles import own_reference
@@ -21,17 +30,17 @@ from hydraflow.dispatch.group import Recovery, RoleGroup
 from hydraflow.dispatch.placement import ResourcePool
 from hydraflow.dispatch.runtime import Runtime
 from hydraflow.dispatch.worker import RoleSpec
-from hydraflow.engine.config import EngineConfig, FSDPConfig, engine_config
+from hydraflow.engine.config import SUPERVISED, EngineConfig, FSDPConfig, engine_config
 from hydraflow.generation.config import GENERATION_ENGINES, RolloutConfig, engine_dtype
+from hydraflow.models.adapters import AdapterLayers
 from hydraflow.models.config import ModelConfig
-from hydraflow.options import Implementation
 from hydraflow.schema import PPOConfig
 from hydraflow.trainer.machine import SCORE, TRAIN, Machine, training_pool
 from hydraflow.trainer.weight_links import (
     Broadcast,
     NoRollout,
-    ObjectStore,
     SameProcess,
+    SharedMemory,
     WeightLink,
     load_model_directory,
 )
@@ -41,8 +50,10 @@ from hydraflow.workers.config import ActorRolloutRefConfig
 from hydraflow.workers.critic import CriticSpec, CriticWorker
 from hydraflow.workers.reference import ReferenceSpec, ReferenceWorker
 from hydraflow.workers.reward import RewardSpec, RewardWorker
+from hydraflow.workers.reward_model import RewardModelSpec, RewardModelWorker
 from hydraflow.workers.rollout import RolloutSpec, RolloutWorker
 from hydraflow.workers.skipping import SkipLimits
+from hydraflow.workers.teacher import TeacherSpec, TeacherWorker
 
 
 @dataclass(frozen=True)
@@ -63,6 +74,9 @@ class Roles:
     advantage: RoleGroup
     critic: RoleGroup | None
     ref: RoleGroup | None
+    reward_model: RoleGroup | None
+    teachers: dict[str, RoleGroup]
+    """By the data source that each is for; default: all others."""
     link: WeightLink
     """From the actor to the rollout."""
 
@@ -73,6 +87,7 @@ class SamplingRoles:
 
     rollout: RoleGroup
     reward: RoleGroup
+    reward_model: RoleGroup | None
 
 
 def build_roles(config: PPOConfig, plan: BatchPlan, runtime: Runtime, *, skipped: Path) -> Roles:
@@ -96,6 +111,8 @@ def build_roles(config: PPOConfig, plan: BatchPlan, runtime: Runtime, *, skipped
         rollout=train.get("rollout"),
         critic=train.get("critic"),
         ref=train.get("ref"),
+        reward_model=train.get("reward_model"),
+        teachers={source: train[name] for name, source in teacher_roles(config).items()},
         reward=score.role("reward"),
         advantage=train["advantage"],
         link=_link(config, plan, train["actor"], train.get("rollout")),
@@ -127,7 +144,19 @@ def _places(config: PPOConfig, plan: BatchPlan) -> list[_Place]:
         places.setdefault(key, _Place([], layout.devices)).roles.append(role)
     actor = next(place for place in places.values() if "actor" in place.roles)
     actor.roles.append("advantage")
+    actor.roles.extend(teacher_roles(config))
     return list(places.values())
+
+
+def teacher_roles(config: PPOConfig) -> dict[str, str]:
+    """Names of the teachers' roles -> the data source that each is for."""
+    sources = config.distillation.teachers if config.distillation.enabled else {}
+    return {f"teacher_{number}": source for number, source in enumerate(sources)}
+
+
+def teacher_model(config: PPOConfig, source: str) -> ModelConfig:
+    """The teacher of a data source."""
+    return replace(ModelConfig(), path=str(config.distillation.teachers[source]))
 
 
 def _link(config: PPOConfig, plan: BatchPlan, actor: RoleGroup, rollout: RoleGroup | None) -> WeightLink:
@@ -137,8 +166,9 @@ def _link(config: PPOConfig, plan: BatchPlan, actor: RoleGroup, rollout: RoleGro
         return SameProcess(rollout)
     own = rollout.group.roles
     tensor = plan.layouts["rollout"].tensor
-    kind = ObjectStore if _on_one_node(actor, rollout) else Broadcast
-    link = kind(actor, rollout, _rollout(config), _beside(plan, own), tensor)
+    kind = SharedMemory if _on_one_node(actor, rollout) else Broadcast
+    apart = _adapters(config) is not None
+    link = kind(actor, rollout, _rollout(config), _beside(plan, own), tensor, apart)
     # a model that is trained cannot be made again, nor can one process of an engine on several devices
     if len(own) == 1 and tensor == 1:
         rollout.group.recovery = Recovery(link.restore, link.config.max_retries)
@@ -166,10 +196,15 @@ def build_sampling_roles(config: PPOConfig, plan: BatchPlan, runtime: Runtime) -
     """Starts what `trainer.debug.rollout_only` needs; the generation engine has the weights of
     `model.path`."""
     devices = plan.layouts["rollout"].devices.listed()
-    train = runtime.group(TRAIN, {"rollout": _rollout_role(config, plan)}, devices)
+    train = runtime.group(TRAIN, {"rollout": _rollout_role(config, plan, None)}, devices)
+    model: RoleGroup | None = None
+    if plan.reward_model:
+        theirs = plan.layouts["reward_model"].devices.listed()
+        group = runtime.group(TRAIN, {"reward_model": _reward_model_role(config, plan)}, theirs)
+        model = group.role("reward_model")
     score = runtime.group(SCORE, {"reward": _reward_role(config)})
     runtime.await_ready()
-    roles = SamplingRoles(train.role("rollout"), score.role("reward"))
+    roles = SamplingRoles(train.role("rollout"), score.role("reward"), model)
     alone = plan.layouts["rollout"].tensor == 1  # else one process of an engine cannot be made again
     load_model_directory(roles.rollout, config.actor_rollout_ref.rollout.max_retries if alone else 0)
     return roles
@@ -179,6 +214,7 @@ def _training_roles(config: PPOConfig, plan: BatchPlan, skip_limits: SkipLimits)
     policy = config.actor_rollout_ref
     temperature = policy.rollout.temperature
     tokens = config.data.max_response_length
+    distillation, in_loss = distillation_of(config)
     actor = ActorSpec(
         model=policy.model,
         actor=policy.actor,
@@ -191,11 +227,13 @@ def _training_roles(config: PPOConfig, plan: BatchPlan, skip_limits: SkipLimits)
         seed=config.trainer.seed,
         skip_limits=skip_limits,
         correction=rollout_correction(config),
+        distillation=distillation if in_loss else None,
+        sum_pi_squared=estimator_of(config.algorithm.adv_estimator).sum_pi_squared,
         loss=_loss_instead(config),
     )
     roles = {"actor": RoleSpec(ActorWorker, (actor,))}
     if not config.trainer.debug.train_only:
-        roles["rollout"] = _rollout_role(config, plan)
+        roles["rollout"] = _rollout_role(config, plan, _adapters(config))
     if plan.critic:
         critic = replace(config.critic, model=critic_model(config))
         assert plan.values is not None, "a critic has a pass that computes values"
@@ -214,9 +252,55 @@ def _training_roles(config: PPOConfig, plan: BatchPlan, skip_limits: SkipLimits)
         engine = reference_engine(policy, plan.layouts["ref"])
         ref = ReferenceSpec(policy.actor.strategy, policy.model, engine, plan.ref, temperature)
         roles["ref"] = RoleSpec(ReferenceWorker, (ref,))
-    advantage = AdvantageSpec(config.algorithm, tokens, drop_failed=config.reward.on_failure == "mask")
+    roles |= _teachers(config, plan)
+    if plan.reward_model:
+        roles["reward_model"] = _reward_model_role(config, plan)
+    advantage = AdvantageSpec(
+        config.algorithm,
+        tokens,
+        drop_failed=config.reward.on_failure == "mask",
+        overlong=overlong_buffer(config),
+        distillation=None if in_loss else distillation,
+    )
     roles["advantage"] = RoleSpec(AdvantageWorker, (advantage,))
     return roles
+
+
+def _teachers(config: PPOConfig, plan: BatchPlan) -> dict[str, RoleSpec]:
+    """Each a reference of its own model, on the actor's devices and divided as the actor is."""
+    policy, asked, roles = config.actor_rollout_ref, config.distillation.distillation_loss, {}
+    for name, source in teacher_roles(config).items():
+        frozen = ReferenceSpec(
+            policy.actor.strategy,
+            teacher_model(config, source),
+            reference_engine(policy, plan.layouts["actor"]),
+            plan.old_log_prob,
+            policy.rollout.temperature,
+            field=f"{TEACHERS}.{source}",
+        )
+        spec = TeacherSpec(frozen, policy.model, asked.over_vocabulary, asked.most_tokens)
+        roles[name] = RoleSpec(TeacherWorker, (spec,))
+    return roles
+
+
+def overlong_buffer(config: PPOConfig) -> OverlongBuffer | None:
+    """The penalty for long responses, if there is one."""
+    given = config.reward.reward_kwargs
+    buffer = given.overlong_buffer_cfg
+    if not buffer.enable:
+        return None
+    limit = given.max_resp_len or config.data.max_response_length
+    return OverlongBuffer(limit, buffer.len, buffer.penalty_factor, buffer.log)
+
+
+TEACHERS = "distillation.teachers"
+
+
+def distillation_of(config: PPOConfig) -> tuple[Distillation | None, bool]:
+    """What draws the policy to its teachers, if anything does; and whether it is a term of the loss."""
+    asked = config.distillation
+    found = Distillation(asked.distillation_loss) if asked.enabled else None
+    return found, not asked.distillation_loss.use_policy_gradient
 
 
 def rollout_correction(config: PPOConfig) -> Correction | None:
@@ -244,7 +328,7 @@ def rejection(rule: str, bounds: Bounds) -> Rejection:
     return Rejection(rule, bounds.upper, lower)
 
 
-def _loss_instead(config: PPOConfig) -> Implementation | None:
+def _loss_instead(config: PPOConfig) -> Loss | None:
     """The policy loss in place of `actor.policy_loss.loss_mode`, if there is one."""
     asked = config.algorithm.rollout_correction
     return (
@@ -266,7 +350,16 @@ def _rollout(config: PPOConfig) -> RolloutConfig:
     return replace(policy.rollout, dtype=dtype)
 
 
-def _rollout_role(config: PPOConfig, plan: BatchPlan) -> RoleSpec:
+def _adapters(config: PPOConfig) -> AdapterLayers | None:
+    """What the generation engine loads beside the weights; None: it gets merged weights."""
+    model = config.actor_rollout_ref.model
+    if model.lora_rank == 0 or model.lora.merge:
+        return None
+    targets = model.target_modules
+    return AdapterLayers(model.lora_rank, targets if isinstance(targets, str) else tuple(targets))
+
+
+def _rollout_role(config: PPOConfig, plan: BatchPlan, adapters: AdapterLayers | None) -> RoleSpec:
     spec = RolloutSpec(
         config.actor_rollout_ref.model,
         _rollout(config),
@@ -274,7 +367,9 @@ def _rollout_role(config: PPOConfig, plan: BatchPlan) -> RoleSpec:
         max_tokens=config.data.max_response_length,
         seed=config.trainer.seed,
         tensor_parallel=plan.layouts["rollout"].tensor,
+        routes=config.actor_rollout_ref.actor.router_replay.mode == "R3",
         start_seconds=config.trainer.start_timeout,
+        adapters=adapters,
     )
     return RoleSpec(RolloutWorker, (spec,))
 
@@ -295,5 +390,19 @@ def reference_engine(policy: ActorRolloutRefConfig, layout: Layout) -> EngineCon
     )
 
 
+def reward_model(config: PPOConfig) -> ModelConfig:
+    """The model of `reward.reward_model`."""
+    return replace(ModelConfig(), path=config.reward.reward_model.model_path)
+
+
+def _reward_model_role(config: PPOConfig, plan: BatchPlan) -> RoleSpec:
+    assert plan.reward_model is not None, "a reward model has a pass that computes scores"
+    spec = RewardModelSpec(SUPERVISED, reward_model(config), FSDPConfig(), plan.reward_model)
+    return RoleSpec(RewardModelWorker, (spec,))
+
+
 def _reward_role(config: PPOConfig) -> RoleSpec:
-    return RoleSpec(RewardWorker, (RewardSpec(config.actor_rollout_ref.model, config.reward),))
+    spec = RewardSpec(
+        config.actor_rollout_ref.model, config.reward, model_scores=config.reward.reward_model.enable
+    )
+    return RoleSpec(RewardWorker, (spec,))

@@ -19,7 +19,7 @@ from hydraflow.trainer.ppo import columns
 from hydraflow.trainer.source import Trajectories, TrajectorySource, checked, scores_of
 from hydraflow.trainer.timing import PhaseTimer
 from hydraflow.workers.advantage import count_ends, is_faulted, spread
-from hydraflow.workers.reward import WHY_FAILED
+from hydraflow.workers.reward import FUNCTION_MEANS, WHY_FAILED
 
 
 class RolloutTrainer:
@@ -52,7 +52,9 @@ class RolloutTrainer:
                 scored = scores_of(taken)
         if self.dump is not None:
             self.dump.write(step, list(read_scored(self.runtime, taken).rows(step)))
-        metrics = self._measured(taken, scored) | self.timer.drain()
+        metrics = (
+            self._measured(taken, scored) | (scored.meta_info.get(FUNCTION_MEANS) or {}) | self.timer.drain()
+        )
         judge_failures(
             int(metrics["reward/failed_rows"]),
             len(taken.rows),

@@ -37,6 +37,10 @@ class RunState:
     configuration_hash: str
     kl: dict[str, float] = field(default_factory=dict)
     """State of the KL controller."""
+    scores: dict[str, float] = field(default_factory=dict)
+    """Moments of all scores so far (`algorithms/running.py`)."""
+    entropy: dict[str, float] = field(default_factory=dict)
+    """State of the controller of the entropy bonus; empty: its coefficient is constant."""
     skipped_in_a_row: dict[str, int] = field(default_factory=dict)
     """Optimizer steps of each trained role that were skipped since the last successful one
     (`workers/skipping.py`)."""

@@ -1,6 +1,6 @@
 """Supervised training: one optimizer step per batch of conversations; held-out loss and accuracy.
 
-In: conversations, configuration, plan. Out: metrics, and the weights as a Hugging Face directory. Serves
+In: examples, configuration, plan. Out: metrics, and the weights as a Hugging Face directory. Serves
 `main_sft` and the warm start of embedded recipes, in the loop of `loop.py`.
 """
 
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -17,11 +18,13 @@ from hydraflow.batch_plan.sft import SFTPlan
 from hydraflow.data.loader import PromptLoader, RowSource
 from hydraflow.dispatch.group import RoleGroup
 from hydraflow.dispatch.runtime import Runtime
+from hydraflow.dispatch.shards import Future
 from hydraflow.dispatch.worker import RoleSpec
+from hydraflow.engine.config import SUPERVISED
 from hydraflow.models.packing import row_tokens
 from hydraflow.protocol.batch import DataProto
 from hydraflow.protocol.ragged import parts
-from hydraflow.schema import SFTConfig
+from hydraflow.schema import SupervisedConfig
 from hydraflow.system.role_logs import CONTROLLER
 from hydraflow.trainer.machine import TRAIN
 from hydraflow.trainer.mini_batches import cut_mini_batches, dispatched
@@ -41,7 +44,7 @@ class SFTTrainer:
 
     def __init__(
         self,
-        config: SFTConfig,
+        config: SupervisedConfig,
         plan: SFTPlan,
         runtime: Runtime,
         source: PromptLoader,
@@ -52,20 +55,32 @@ class SFTTrainer:
     ):
         self.config, self.plan, self.runtime, self.source = config, plan, runtime, source
         skip_limits = SkipLimits(config.trainer.max_skipped_steps, str(skipped))
-        spec = SFTSpec(
-            config.model,
-            config.optim,
-            config.fsdp_config,
-            plan.role,
-            plan.total_steps,
-            config.trainer.seed,
-            skip_limits,
-        )
-        roles = {"sft": RoleSpec(SFTWorker, (spec,))}
-        self.group = runtime.group(TRAIN, roles, devices)
+        self.group = runtime.group(TRAIN, self.roles(skip_limits), devices)
         runtime.await_ready()
         self.role: RoleGroup = self.group.role("sft")
         self.timer = PhaseTimer(runtime.timeline, row)
+
+    def roles(self, skip_limits: SkipLimits) -> dict[str, RoleSpec]:
+        """The roles of its processes; the one that is trained is `sft`."""
+        return {"sft": RoleSpec(SFTWorker, (SFTSpec(**self.spec(skip_limits)),))}
+
+    def spec(self, skip_limits: SkipLimits) -> dict[str, Any]:
+        """What every worker that is trained is given."""
+        config, plan = self.config, self.plan
+        return {
+            "model": config.model,
+            "optim": config.optim,
+            "strategy": SUPERVISED,
+            "engine": config.fsdp_config,
+            "plan": plan.role,
+            "total_steps": plan.total_steps,
+            "seed": config.trainer.seed,
+            "skip_limits": skip_limits,
+        }
+
+    def prepared(self, batch: DataProto, step: int) -> DataProto:
+        """A batch as the update reads it."""
+        return batch
 
     def begin(self, step: int) -> None:
         """Does nothing: there is no generation engine."""
@@ -74,10 +89,12 @@ class SFTTrainer:
         """One optimizer step on the next conversations; it never takes long enough to be interrupted."""
         batch = self.source.next_batch()
         lengths = row_tokens(batch).numpy()
-        alone = np.arange(len(batch))
-        cut = cut_mini_batches(lengths, alone, self.plan.role, balance=True, shuffle_key=None)
+        groups = batch.get("group").numpy() if "group" in batch.keys() else np.arange(len(batch))
+        cut = cut_mini_batches(lengths, groups, self.plan.role, balance=True, shuffle_key=None)
         with self.timer.phase("step", step):
-            metrics = self.role.call(SFTWorker.update, dispatched(batch, cut, self.plan.role), step)
+            batch = self.prepared(batch, step)
+            updating: Future = self.role.call(SFTWorker.update, dispatched(batch, cut, self.plan.role), step)
+            metrics = updating.get()
         seconds = self.timer.drain()
         perf = {
             "perf/throughput": float(lengths.sum()) / seconds["timing_s/step"] / self.plan.role.data_ranks
@@ -92,22 +109,22 @@ class SFTTrainer:
         """Ends the worker processes."""
         self.runtime.end(self.group)
 
+    def measure(self, batch: DataProto) -> dict[str, reductions.Metric]:
+        """`val/loss` per token; `val/accuracy`: share of conversations in which greedy decoding gets every
+        trained token."""
+        return _held_out_metrics(batch, self.runtime.fetch(self.role.call(SFTWorker.evaluate, batch)))
 
-class HeldOutLoss:
-    """Measures the model on held-out conversations."""
+
+class HeldOut:
+    """Measures the model on held-out examples."""
 
     def __init__(self, trainer: SFTTrainer, held_out: RowSource, per_call: int):
         self.trainer = trainer
         self.loader = PromptLoader(held_out, per_call, shuffle=False, seed=0, drop_last=False)
 
     def run(self, step: int, version: int = 0) -> dict[str, float]:
-        """`val/loss` per token; `val/accuracy`: share of conversations in which greedy decoding gets every
-        trained token."""
-        found = []
-        for batch in self.loader:
-            output = self.trainer.runtime.fetch(self.trainer.role.call(SFTWorker.evaluate, batch))
-            found.append(_held_out_metrics(batch, output))
-        return reductions.values(reductions.merge(found))
+        """What the trainer measures, over all of them."""
+        return reductions.values(reductions.merge(list(map(self.trainer.measure, self.loader))))
 
 
 def _held_out_metrics(batch: DataProto, output: DataProto) -> dict[str, reductions.Metric]:

@@ -8,7 +8,7 @@ trajectories (`ppo.py`).
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -17,13 +17,14 @@ import torch
 
 from hydraflow.data.loader import PromptLoader
 from hydraflow.dispatch.group import RoleGroup
-from hydraflow.dispatch.shards import CompletedFuture, Future
+from hydraflow.dispatch.shards import CompletedFuture, Future, LateShard, Shard, split
 from hydraflow.errors import GuardStop
 from hydraflow.protocol.batch import DataProto
 from hydraflow.protocol.fields import described
 from hydraflow.protocol.remote import RemoteBatch
 from hydraflow.trainer.phases import SCORES, TRAJECTORY
-from hydraflow.workers.reward import SCORED_WITH, WITH_TEXTS, RewardWorker
+from hydraflow.trainer.routing import Router
+from hydraflow.workers.reward import PARTS, SCORED_WITH, WITH_TEXTS, RewardWorker
 from hydraflow.workers.rollout import RolloutWorker, SamplingSpec
 
 
@@ -62,13 +63,14 @@ class TrajectorySource(Protocol):
         """Continues where `state` was taken; called before the first `take` of a resumed run."""
 
 
-def checked(taken: Trajectories) -> Trajectories:
-    """What a source has taken, with a list of columns of its own. GuardStop when columns or all rows are
-    missing."""
-    if lacking := [name for name in TRAJECTORY if name not in taken.rows.columns]:
+def checked(taken: Trajectories, also: Sequence[str] = ()) -> Trajectories:
+    """What a source has taken, with a list of columns of its own. `also`: columns that this run needs besides
+    `phases.TRAJECTORY`. GuardStop when columns or all rows are missing."""
+    needed = (*TRAJECTORY, *also)
+    if lacking := [name for name in needed if name not in taken.rows.columns]:
         raise GuardStop(
             f"the trajectories have no column {lacking[0]} ({described(lacking[0])}): a source must deliver"
-            f" {', '.join(TRAJECTORY)}"
+            f" {', '.join(needed)}"
         )
     if not len(taken.rows):
         raise GuardStop("a source must deliver at least one row for each step")
@@ -86,35 +88,79 @@ def scores_of(taken: Trajectories, names: Sequence[str] = SCORES) -> RemoteBatch
 class Sampler:
     """Samples prompts with the generation engine and scores the responses with the reward function.
 
-    `how` is the same for all prompts. Without `reward` there are no scores. `with_texts`: the scores come
-    with prompts and responses as text.
+    `how` is the same for all prompts. Without `reward` there are no scores. `model`: asks the reward
+    model, whose `score` of prompts and responses takes the place of the function's. `with_texts`: the scores
+    come with prompts and responses as text. `with_greedy`: and with the score of a greedy response to each
+    prompt, which is sampled for that alone. `parts`: and with the function's numbers of these names.
     """
 
     def __init__(
-        self, rollout: RoleGroup, reward: RoleGroup | None, how: SamplingSpec, *, with_texts: bool = False
+        self,
+        rollout: RoleGroup,
+        reward: RoleGroup | None,
+        how: SamplingSpec,
+        *,
+        model: Callable[[RemoteBatch], Future] | None = None,
+        with_texts: bool = False,
+        with_greedy: bool = False,
+        parts: Sequence[str] = (),
     ):
         self.rollout, self.reward, self.how, self.with_texts = rollout, reward, how, with_texts
+        self.model, self.with_greedy, self.parts = model, with_greedy, tuple(parts)
+        self.router = Router.of(rollout)
         self.version = 0
         """Of the weights to sample with."""
 
     def sample(self, prompts: DataProto, visit: int) -> Trajectories:
         """Waits for the samples, not for their scores. `visit`: the epoch; -1 for validation."""
         table = row_table(prompts, [self.how.n] * len(prompts))
-        inputs = prompts.select(batch_keys=["prompts"], non_tensor_batch_keys=["uid"])
-        inputs.meta_info |= {"sampling": self.how, "visit": visit, "version": self.version}
-        sampling: Future = self.rollout.call(RolloutWorker.generate, inputs)
-        scoring = self._score(table, sampling)  # behind the samples
-        return Trajectories(table.union(sampling.get()), scoring)
+        sampling = self._generate(prompts, self.how, visit)
+        greedy = self._generate(prompts, self.how.greedy(), visit) if self.with_greedy else None
+        scoring = self._score(table, sampling, greedy)  # behind the samples
+        if greedy is not None:
+            greedy.get()  # before another role works on the engine's devices
+        rows = table.union(sampling.get())
+        if self.model is not None:
+            scoring = ModelScores(scoring, self.model(rows.select(["prompts", "responses"], [], [])))
+        return Trajectories(rows, scoring)
 
-    def _score(self, table: RemoteBatch, sampling: Future) -> Future:
+    def _generate(self, prompts: DataProto, how: SamplingSpec, visit: int) -> Future:
+        inputs = prompts.select(batch_keys=["prompts"], non_tensor_batch_keys=["uid"])
+        inputs.meta_info |= {"sampling": how, "visit": visit, "version": self.version}
+        if self.router is not None:
+            return CompletedFuture(self.router.sample(inputs, how))
+        sampling: Future = self.rollout.call(RolloutWorker.generate, inputs)
+        return sampling
+
+    def _score(self, table: RemoteBatch, sampling: Future, greedy: Future | None) -> Future:
         """The reward process waits for the samples itself."""
         if self.reward is None:
             return CompletedFuture(RemoteBatch())
-        objects = DataProto.from_dict(non_tensors={name: table.objects[name] for name in SCORED_WITH})
-        objects.meta_info[WITH_TEXTS] = self.with_texts
+        objects = table.select([] if greedy is None else ["group"], SCORED_WITH)
+        objects.meta_info |= {WITH_TEXTS: self.with_texts, PARTS: self.parts}
         names = ["prompts", "responses"] if self.with_texts else ["responses"]
-        scoring: Future = self.reward.call(RewardWorker.score, objects, sampling.columns(*names))
+        beside = [] if greedy is None else [greedy.columns("responses")]
+        scoring: Future = self.reward.call(RewardWorker.score, objects, sampling.columns(*names), *beside)
         return scoring
+
+
+class ModelScores(Future):
+    """The answer of the reward function with the reward model's scores in place of its own."""
+
+    joins = False
+
+    def __init__(self, function: Future, model: Future):
+        self.function, self.model = function, model
+
+    def shards(self, parts: int, padding: bool) -> list[Shard] | list[LateShard]:
+        """See `Future`."""
+        return split(self.get(), parts, padding=padding)
+
+    def get(self) -> RemoteBatch:
+        """Waits for both."""
+        scored: RemoteBatch = self.function.get()
+        columns = scored.columns | {"score": self.model.get().columns["score"]}
+        return RemoteBatch(columns, scored.objects, scored.meta_info)
 
 
 def row_table(prompts: DataProto, samples: Sequence[int]) -> RemoteBatch:

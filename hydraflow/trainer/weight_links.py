@@ -2,29 +2,29 @@
 node, or by a broadcast to other nodes.
 
 In: the groups of both. Out: weights of a version that the generation engine holds, or an error; the actor's
-are unchanged either way. On a node the bytes stay in Ray's object store, which is shared memory; the
-controller passes references. To other nodes the actor broadcasts them in a process group of its own. At most
-two buckets are in use at a time: one is loaded while the next is made. Ray frees their memory some
-milliseconds later, so that of small buckets is taken three or four times (`scripts/bench/weight_sync.py`
-measures it).
+are unchanged either way. On a node the bytes are in two slots of shared memory, which the processes hand
+over among themselves (`workers/weights_line.py`). To other nodes the actor broadcasts them in a process group
+of its own (`workers/weights_group.py`). At most two buckets exist at a time: one is loaded while the next is
+made (`scripts/bench/weight_sync.py` measures it).
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import partial
-from typing import Protocol
+from functools import cached_property, partial
+from typing import Any, Protocol
 
 from hydraflow.dispatch.group import Recovery, RoleGroup
-from hydraflow.dispatch.shards import CompletedFuture, Future
-from hydraflow.dispatch.transport import StoredValue
+from hydraflow.dispatch.shards import Future
 from hydraflow.errors import GuardStop
-from hydraflow.generation.config import GENERATION_ENGINES, RolloutConfig
-from hydraflow.workers.actor import ActorWorker
+from hydraflow.generation.config import GENERATION_ENGINES, RolloutConfig, bucket_bytes
+from hydraflow.models.adapters import Form
+from hydraflow.workers.actor import ActorWorker, Sending
 from hydraflow.workers.rollout import RolloutWorker
+from hydraflow.workers.weights_transfer import Received
 
-MEGABYTE = 2**20
 NO_VERSION = -1
 """Nothing has been published."""
 
@@ -91,8 +91,18 @@ class SameProcess:
         """See `WeightLink`: it stays as it is."""
 
 
+@dataclass(frozen=True)
+class Transfer:
+    """Weights on their way."""
+
+    receiving: Future
+    """Of the answers of the generation processes."""
+    sent: Callable[[], bool]
+    """Waits for the actor; whether it has reached all of them."""
+
+
 @dataclass
-class ObjectStore:
+class Apart(ABC):
     """Actor and generation engine are in different processes."""
 
     actor: RoleGroup
@@ -101,41 +111,43 @@ class ObjectStore:
     beside: Sequence[str] = ()
     """Roles in other processes on the rollout's devices: it sleeps while they work."""
     processes_per_replica: int = 1
+    adapters: bool = False
+    """Whether the engine gets the actor's adapters beside the weights, not merged into them."""
     published: int = field(default=0, init=False)
     """Publishes so far."""
     _version: int = field(default=NO_VERSION, init=False)
     _sending: bool = field(default=False, init=False)
     """Whether weights are on their way to all generation processes."""
     _sleeps: bool = field(default=False, init=False)
-    _asked: Future = field(default_factory=lambda: CompletedFuture(None), init=False)
-    """The bucket that the actor makes. Nothing else holds it, so its memory is free once it is loaded."""
+    _reached: bool = field(default=False, init=False)
+    """Whether the last transfer has reached all its receivers."""
+    _held_by: int | None = field(default=None, init=False)
+    """With adapters: how many generation processes had been replaced when all of them got the base weights;
+    None: not yet. Engines keep them while they sleep."""
+
+    @abstractmethod
+    def _begin(self, checked: bool, compare: bool, ranks: Sequence[int]) -> Transfer | None:
+        """Begins to send the weights to these generation processes, to be loaded or compared. None: some
+        cannot be reached."""
 
     def publish(self, version: int) -> Callable[[], None]:
-        """See `WeightLink`. The first bucket is asked for at once, the others while the caller waits."""
+        """See `WeightLink`. They are sent while the caller waits: a process that waits for others can do
+        nothing else, so it begins once all are free."""
         after_first_sleep = self.published == 1 and bool(self.beside)
         due = self.published % self.config.verify_weights_every == 0 or after_first_sleep
         checked = due and self._reads_back
         self.published += 1
         self._version, self._sending, self._sleeps = version, True, False
-        self._start(checked)
         return partial(self._arrive, checked)
 
     def first_difference(self, replica: int) -> str | None:
         """See `WeightLink`."""
         if self._sleeps or not self._reads_back:
             return None
-        compared: list[Future] = []
-
-        def compare(bucket: StoredValue) -> Future:
-            # on all ranks: an engine on several devices puts its weights together
-            compared.append(self.rollout.call(RolloutWorker.first_difference_in_bucket, bucket))
-            return compared[-1]
-
-        self._ask(0, False)
-        self._send(False, compare)
-        rank = replica * self.processes_per_replica
-        found: list[str] = [name for future in compared if (name := future.get()[rank]) is not None]
-        return found[0] if found else None
+        self._sending = True
+        found = self._deliver(False, self._everyone, compare=True)
+        self._sending = False
+        return found[replica * self.processes_per_replica]
 
     def sampled(self) -> None:
         """See `WeightLink`."""
@@ -144,95 +156,130 @@ class ObjectStore:
             self.rollout.call(RolloutWorker.sleep, self.beside)
 
     def restore(self, rank: int) -> None:
-        """Gives a new process of the generation engine the weights that the others hold. While all of them
-        are being sent it does nothing: they are sent once more."""
+        """Gives a new process of the generation engine the weights that the others hold. While something is
+        sent to all of them it does nothing: that is done once more."""
         if not self._sending and not self._sleeps and self._version != NO_VERSION:
-            load = partial(self.rollout.call_rank, rank, RolloutWorker.load_bucket)
-            self._ask(0, self._reads_back)
-            self._send(self._reads_back, load)
+            self._deliver(self._reads_back, [rank])
 
     @property
     def _reads_back(self) -> bool:
         """Whether the engine's weights can be compared with what was sent."""
         return GENERATION_ENGINES[self.config.name].reads_back
 
-    def _start(self, checked: bool) -> None:
-        """Begins to send the weights to all generation processes."""
-        self._ask(0, checked)
+    @property
+    def _everyone(self) -> Sequence[int]:
+        return range(self.rollout.world_size)
 
-    def _finish(self, checked: bool) -> bool:
-        """Sends them; False when a generation process was replaced meanwhile."""
-        return self._send(checked, partial(self.rollout.call, RolloutWorker.load_bucket))
+    @cached_property
+    def _see_the_senders_device(self) -> list[bool]:
+        """Generation processes that do, by rank; empty where it is a CPU."""
+        identity = self.actor.call(ActorWorker.sending_device)
+        return self.rollout.call(RolloutWorker.sees_device, identity) if identity else []
 
     def _arrive(self, checked: bool) -> None:
+        self._deliver(checked, self._everyone)
+        self._sending, self._held_by = False, self.rollout.group.replaced
+
+    def _deliver(self, checked: bool, ranks: Sequence[int], *, compare: bool = False) -> list[str | None]:
+        """Sends the weights to these generation processes, to be loaded or compared, and once more when a
+        process was replaced or not reached meanwhile. Returns the first difference of each."""
         for _ in range(self.config.max_retries + 1):
-            if self._finish(checked):
-                self._sending = False
-                return
-            self._start(checked)
+            if (found := self._attempt(checked, compare, ranks)) is not None:
+                return found
+            if compare:  # who was replaced holds nothing
+                self._deliver(checked, ranks)
         raise GuardStop(
             f"generation processes died, or were not reached, {self.config.max_retries + 1} times while"
             f" weights of version {self._version} were sent;"
             f" actor_rollout_ref.rollout.max_retries={self.config.max_retries}"
         )
 
-    def _send(self, checked: bool, load: Callable[[StoredValue], Future]) -> bool:
-        """Sends all buckets, of which the first has been asked for. False when a generation process was
-        replaced meanwhile."""
+    def _attempt(self, checked: bool, compare: bool, ranks: Sequence[int]) -> list[str | None] | None:
+        """As `_deliver`, once; None when a process was replaced or not reached meanwhile."""
         replaced = self.rollout.group.replaced
-        loading: Future = CompletedFuture(None)
-        number, is_last = 0, False
-        while not is_last:
-            bucket, is_last = self._asked.get()[0]
-            self._asked = CompletedFuture(None)
-            loading.get()  # the bucket before this one
-            if self.rollout.group.replaced != replaced:
-                return False
-            loading = load(bucket)
-            del bucket  # it is gone once it is loaded
-            number += 1
-            if not is_last:
-                self._ask(number, checked)
-        loading.get()
-        return self.rollout.group.replaced == replaced
+        transfer = self._begin(checked, compare, ranks)
+        if transfer is None:
+            return None
+        self._reached = False
+        received: list[Received | None] = transfer.receiving.get()
+        found = [one.difference for one in received if one is not None]
+        self._reached = transfer.sent() and len(found) == len(ranks)
+        return found if self._reached and self.rollout.group.replaced == replaced else None
 
-    def _ask(self, number: int, checked: bool) -> None:
-        self._asked = self.actor.call(ActorWorker.send_bucket, number, *self._how(checked))
+    def _ask(self, ranks: Sequence[int], method: Callable[..., Any], *values: Any) -> Future:
+        """A future of the answers of these generation processes."""
+        if len(ranks) == self.rollout.world_size:
+            return self.rollout.call(method, *values)
+        [rank] = ranks
+        return self.rollout.call_rank(rank, method, *values)
 
-    def _how(self, checked: bool) -> tuple[int, int, str, bool]:
-        size, dtype = self.config.update_weights_bucket_megabytes * MEGABYTE, self.config.dtype
-        return self._version, size, dtype, checked
+    def _how(self, checked: bool, compare: bool) -> Sending:
+        form = self._form(whole=checked or compare)
+        return Sending(self._version, bucket_bytes(self.config), self.config.dtype, checked, form)
+
+    def _form(self, *, whole: bool) -> Form:
+        """Once all generation processes hold the base weights, only the adapters are sent, unless all weights
+        are checked or compared."""
+        if not self.adapters:
+            return Form.MERGED
+        held = self._held_by == self.rollout.group.replaced
+        return Form.ADAPTERS if held and not whole else Form.APART
 
 
-class Broadcast(ObjectStore):
-    """Some generation processes are on other nodes than the actor's rank 0. What concerns one process alone
-    still goes through the object store."""
+@dataclass
+class SharedMemory(Apart):
+    """All generation processes are on the node of the actor's rank 0. The buckets are in host memory, or in
+    that of its device where all of them see it."""
 
-    _joined: int | None = None
-    """How many generation processes had been replaced when all joined the group; None: there is none."""
+    _place: str = field(default="", init=False)
+    """Where the actor waits for the next receivers; empty: not known."""
 
-    def _start(self, checked: bool) -> None:
-        """Nothing: a process that waits for others in a collective can do nothing else, so it begins once
-        all are free."""
+    def _begin(self, checked: bool, compare: bool, ranks: Sequence[int]) -> Transfer:
+        """See `Apart`."""
+        seen = self._see_the_senders_device
+        on_device = bool(seen) and all(seen)
+        place: str = self._place or self.actor.call(ActorWorker.open_weights_line)
+        self._place = ""
+        reading = self._ask(ranks, RolloutWorker.read_weights, place, compare)
+        how = self._how(checked, compare)
+        sharing: Future = self.actor.call(ActorWorker.share_weights, ranks, on_device, how)
 
-    def _finish(self, checked: bool) -> bool:
-        replaced = self.rollout.group.replaced
-        if self._joined != replaced and not self._join():
-            return False
-        receiving: Future = self.rollout.call(RolloutWorker.receive_weights)
-        sending: Future = self.actor.call(ActorWorker.broadcast_weights, *self._how(checked))
-        arrived = [*receiving.get(), *sending.get()]
-        if not all(arrived):
-            self._joined = None
-        return all(arrived) and self.rollout.group.replaced == replaced
+        def sent() -> bool:
+            whole, self._place = sharing.get()[0]
+            return bool(whole)
 
-    def _join(self) -> bool:
-        """Makes a group of the actor's rank 0 and all generation processes."""
+        return Transfer(reading, sent)
+
+
+@dataclass
+class Broadcast(Apart):
+    """Some generation processes are on other nodes than the actor's rank 0. The buckets are in host memory,
+    or in that of the devices where none is the sender's."""
+
+    _joined: tuple[int, Sequence[int]] | None = field(default=None, init=False)
+    """How many generation processes had been replaced when the group was joined, and which have joined it;
+    None: there is none."""
+
+    def _begin(self, checked: bool, compare: bool, ranks: Sequence[int]) -> Transfer | None:
+        """See `Apart`."""
+        joined = self.rollout.group.replaced, ranks
+        if not (self._reached and self._joined == joined) and not self._join(ranks):
+            return None
+        receiving = self._ask(ranks, RolloutWorker.receive_weights, compare)
+        sending: Future = self.actor.call(ActorWorker.broadcast_weights, self._how(checked, compare))
+        return Transfer(receiving, lambda: bool(sending.get()[0]))
+
+    def _join(self, ranks: Sequence[int]) -> bool:
+        """Makes a group of the actor's rank 0 and these generation processes."""
         self._joined, replaced = None, self.rollout.group.replaced
-        address, port = self.actor.call(ActorWorker.open_weights_group)
-        size = self.rollout.world_size + 1
-        receivers: Future = self.rollout.call(RolloutWorker.join_weights_group, address, port, size)
-        sender: Future = self.actor.call(ActorWorker.join_weights_group, size)
+        place = self.actor.call(ActorWorker.open_weights_group, self._on_device)
+        join = RolloutWorker.join_weights_group
+        receivers = self._ask(ranks, join, *place, ranks, self._on_device)
+        sender: Future = self.actor.call(ActorWorker.join_weights_group, 1 + len(ranks))
         if all([*receivers.get(), sender.get()]):
-            self._joined = replaced
+            self._joined = replaced, ranks
         return self._joined is not None
+
+    @property
+    def _on_device(self) -> bool:
+        return bool(self._see_the_senders_device) and not any(self._see_the_senders_device)

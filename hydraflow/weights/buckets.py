@@ -1,10 +1,10 @@
 """Buckets: a model's weights in parts of bounded size, with a checksum of each weight where one is wanted.
 
-In: a stream of (Hugging Face name, full tensor) pairs. Out: `Bucket`s, and from a bucket the pairs again. A
-weight that is larger than a bucket is sent as several `Part`s, in order, and none of them is larger. A
-checksum is taken from the sender's bytes; the receiver takes its own from the tensors that it holds after
-loading. Left out on purpose: the way that the bytes travel (`dispatch/transport.py`), who gathers them
-(`engine/`), and what loads them (`generation/`).
+In: a stream of (Hugging Face name, full tensor) pairs. Out: `FlatBucket`s, and from a bucket the pairs
+again. A weight that is larger than a bucket is sent as several `Part`s, in order, and none of them is larger.
+A checksum is taken from the sender's bytes; the receiver takes its own from the tensors that it holds after
+loading. Left out on purpose: the way that the bytes travel (`slots.py`, `engine/broadcast_group.py`), who
+gathers them (`engine/`), and what loads them (`generation/`).
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import json
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -122,30 +123,15 @@ class Header:
 
 
 @dataclass(frozen=True)
-class Bucket:
-    """Some of the weights of one version, in memory that need not be contiguous: pickled, the bytes are not
-    copied."""
-
-    header: Header
-    arrays: tuple[np.ndarray, ...]
-    """The bytes of each entry, in host memory: uint8 (nbytes,)."""
-
-    def weights(self) -> Iterator[Weight]:
-        """The weights again; they share the arrays' memory, which may be read-only."""
-        for entry, array in zip(self.header.entries, self.arrays, strict=True):
-            yield entry.weight_of(_as_tensor(array, entry.dtype))
-
-
-@dataclass(frozen=True)
 class FlatBucket:
-    """Some of the weights of one version, end to end in one tensor in host memory."""
+    """Some of the weights of one version, end to end in one tensor."""
 
     header: Header
     flat: torch.Tensor
-    """uint8 (`flat_size` of the header,)."""
+    """uint8 (`flat_size` of the header,), or more; it may be read-only."""
 
     @classmethod
-    def of(cls, header: Header, numbers: Sequence[torch.Tensor], memory: BucketMemory) -> FlatBucket:
+    def of(cls, header: Header, numbers: Sequence[torch.Tensor], memory: Memory) -> FlatBucket:
         """Copies the numbers of each entry."""
         flat = memory.take(flat_size(header))
         for entry, start, some in zip(header.entries, _starts(header), numbers, strict=False):
@@ -158,33 +144,31 @@ class FlatBucket:
             yield entry.weight_of(self.flat[start : start + entry.nbytes].view(entry.dtype))
 
 
-class BucketMemory:
-    """Host memory for flat buckets, one after the other. Were each allocated anew, small objects would come
-    to lie where the one before was, and the process would grow by several."""
-
-    def __init__(self) -> None:
-        self._flat = torch.empty(0, dtype=torch.uint8)
+class Memory(Protocol):
+    """Memory for flat buckets, one after the other."""
 
     def take(self, nbytes: int) -> torch.Tensor:
         """uint8 (nbytes,), in the place of what was taken before."""
+
+
+class BucketMemory:
+    """`Memory` of this process. Were it allocated anew for each bucket, small objects would come to lie where
+    the one before was, and the process would grow by several."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._flat = torch.empty(0, dtype=torch.uint8, device=device)
+
+    def take(self, nbytes: int) -> torch.Tensor:
+        """See `Memory`."""
         if len(self._flat) < nbytes:
-            self._flat = torch.empty(0, dtype=torch.uint8)  # not both at a time
-            self._flat = torch.empty(nbytes, dtype=torch.uint8)
+            self._flat = self._flat.new_empty(0)  # not both at a time
+            self._flat = self._flat.new_empty(nbytes)
         return self._flat[:nbytes]
 
 
 def flat_size(header: Header) -> int:
     """Bytes of a flat bucket."""
     return _starts(header)[-1]
-
-
-def buckets(stream: Iterable[NamedTensor], how: Cut) -> Iterator[Bucket | None]:
-    """Buckets as `cut` makes them; None where another rank sends them."""
-    for header, numbers in cut(stream, how):
-        bucket = None if header is None else Bucket(header, tuple(map(_as_bytes, numbers)))
-        numbers.clear()  # while the next bucket is gathered
-        yield bucket
-        del bucket
 
 
 @dataclass(frozen=True)
@@ -278,10 +262,3 @@ def checksum_of(tensor: torch.Tensor, dtype: torch.dtype | None = None) -> int:
 def _as_bytes(numbers: torch.Tensor) -> np.ndarray:
     """uint8 (nbytes,); a view where the numbers are on the host."""
     return numbers.cpu().view(torch.uint8).numpy()
-
-
-def _as_tensor(array: np.ndarray, dtype: torch.dtype) -> torch.Tensor:
-    if not array.nbytes:
-        return torch.empty(0, dtype=dtype)
-    # from_dlpack accepts read-only memory without a warning
-    return torch.from_dlpack(array).view(dtype)

@@ -6,39 +6,63 @@ In: trajectories (`prompts`, `responses`, `response_mask` and the loss's columns
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from contextlib import closing
+from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
+import torch
 from torch import Tensor
 
 from hydraflow.algorithms.actor_loss import ActorLoss
 from hydraflow.algorithms.aggregate import Denominators
-from hydraflow.algorithms.config import POLICY_LOSSES, OldFrom
+from hydraflow.algorithms.config import POLICY_LOSSES, Loss, OldFrom
 from hydraflow.algorithms.correction import Correction
 from hydraflow.algorithms.diagnostics import probs_diff_name
+from hydraflow.algorithms.distillation import Distillation
 from hydraflow.batch_plan.parts import MicroPlan, RolePlan
-from hydraflow.device import resolve_dtype
-from hydraflow.dispatch.modes import Dispatch, mesh_mode, register
-from hydraflow.dispatch.transport import StoredValue
+from hydraflow.device import device_identity, resolve_dtype, return_memory
+from hydraflow.dispatch.modes import Dispatch, register
 from hydraflow.dispatch.worker import ProcessContext
 from hydraflow.engine.base import LossFn, ModelOutput
 from hydraflow.engine.config import engine_config
+from hydraflow.errors import ConfigError
 from hydraflow.metrics import Metric, maximum, mean, spread
+from hydraflow.models.adapters import Form
 from hydraflow.models.ask import Ask
 from hydraflow.models.config import ModelConfig
-from hydraflow.options import Implementation
 from hydraflow.protocol.batch import DataProto
-from hydraflow.weights.buckets import Bucket, Cut, buckets, cut
+from hydraflow.weights.buckets import Cut, cut
+from hydraflow.weights.line import Listener
+from hydraflow.weights.slots import Slots
+from hydraflow.workers.choosing import Chooser
 from hydraflow.workers.config import ActorConfig
 from hydraflow.workers.correcting import Corrector
-from hydraflow.workers.engine_worker import EngineWorker
+from hydraflow.workers.engine_worker import DATA_RANKS
 from hydraflow.workers.skipping import SkipLimits
-from hydraflow.workers.training import forward_in_order
+from hydraflow.workers.training import Change, TrainedWorker, UpdateLoss
 from hydraflow.workers.weights_group import WeightsSender
+from hydraflow.workers.weights_line import SlotOutlet
+from hydraflow.workers.weights_transfer import WAIT_SHARE, Outgoing, send_all
 
-OLD_FROM = "old_from"
-"""Key of a batch's meta_info."""
+OLD_FROM, ENTROPY_COEFF = "old_from", "entropy_coeff"
+"""Keys of a batch's meta_info."""
+
+
+@dataclass(frozen=True)
+class Sending:
+    """How weights are sent to the generation engine."""
+
+    version: int
+    """Training steps that made them."""
+    max_bytes: int
+    """Of a bucket."""
+    dtype: str
+    """Of the receiver, as in `rollout.dtype`."""
+    checked: bool
+    """With checksums."""
+    form: Form = Form.MERGED
 
 
 @dataclass(frozen=True)
@@ -59,16 +83,21 @@ class ActorSpec:
     total_steps: int
     """Training steps of the run, for the schedule."""
     seed: int
-    """Seeds the initialisation of new weights (adapters)."""
+    """Seeds the initialisation of new weights (adapters), and what the loss draws."""
     skip_limits: SkipLimits = SkipLimits()
     """Limits on optimizer steps skipped for a non-finite gradient."""
     correction: Correction | None = None
     """Of the policy loss, for samples of another policy."""
-    loss: Implementation | None = None
+    distillation: Distillation | None = None
+    """A term of the loss."""
+    sum_pi_squared: bool = False
+    """Whether the pass that recomputes log-probabilities also gives `sum_pi_squared`, in place of the
+    entropies."""
+    loss: Loss | None = None
     """Policy loss in place of the one that `actor` names."""
 
 
-class ActorWorker(EngineWorker):
+class ActorWorker(TrainedWorker):
     """One process of the policy's training engine."""
 
     def __init__(self, process: ProcessContext, spec: ActorSpec):
@@ -84,6 +113,12 @@ class ActorWorker(EngineWorker):
             seed=spec.seed,
         )
         self.spec = spec
+        if (mode := spec.actor.router_replay.mode) != "disabled" and not self.engine.has_routers:
+            key, rule = (
+                "actor_rollout_ref.actor.router_replay.mode",
+                "the model has no experts that can be replayed",
+            )
+            raise ConfigError.one(key, mode, rule, f"{key}=disabled")
         self.log_prob_batcher = self.micro_batcher(spec.log_prob, "log-probabilities of the actor")
         self.ref_batcher = (
             None if spec.ref is None else self.micro_batcher(spec.ref, "log-probabilities of the reference")
@@ -92,56 +127,80 @@ class ActorWorker(EngineWorker):
             spec.plan, spec.skip_limits, what="update of the actor", role="actor", prefix="actor"
         )
         self.correct = self._corrector(spec.correction)
-        self._outgoing: Iterator[Bucket | None] = iter(())
+        self.policy_loss = spec.loss or POLICY_LOSSES[spec.actor.policy_loss.loss_mode]
+        self._listener: Listener | None = None
+        self._slots: Slots | None = None
         self._sender: WeightsSender | None = None
 
-    @register(dispatch_mode=mesh_mode("actor"), read_only=True)
+    @register(dispatch_mode=DATA_RANKS, read_only=True)
     def compute_log_prob(self, batch: DataProto) -> DataProto:
-        """`old_log_probs` and `entropys` of the responses under the current weights."""
-        return self._log_probs(batch, entropy=True).rename("log_probs", "old_log_probs")
+        """`old_log_probs` and `entropys`, or `sum_pi_squared`, of the responses under the current weights;
+        with routing replay from this pass (R2) also `routed_experts`."""
+        asked, routes = self.spec.sum_pi_squared, self.spec.actor.router_replay.mode == "R2"
+        ask = Ask(self.spec.temperature, entropy=not asked, sum_pi_squared=asked, routes=routes)
+        return self._log_probs(batch, ask).rename("log_probs", "old_log_probs")
 
-    @register(dispatch_mode=mesh_mode("actor"), read_only=True)
+    @register(dispatch_mode=DATA_RANKS, read_only=True)
     def compute_ref_log_prob(self, batch: DataProto) -> DataProto:
         """`ref_log_prob`: the policy without its adapters."""
         assert self.ref_batcher is not None, "the plan has a reference pass where one is asked for"
         ask = Ask(self.spec.temperature)
-        output = forward_in_order(self.engine, batch, self.ref_batcher, ask, adapter=False)
+        output = self.engine.forward_rows(batch, self.ref_batcher, ask, adapter=False)
         return output.rename("log_probs", "ref_log_prob")
 
-    @register(dispatch_mode=mesh_mode("actor"), blocking=False, read_only=True, padding=False)
-    def update(self, batch: DataProto, step: int) -> dict[str, Metric]:
-        """Every optimizer step of training step `step`; rows come ordered by mini-batch.
-
-        `meta_info[OLD_FROM]` says where the old log-probabilities come from, by default a pass of the actor.
-        Where there was none, the first optimizer step compares its own with the generation engine's.
+    def update_loss(self, facts: Mapping[str, Any], step: int) -> UpdateLoss:
+        """See `TrainedWorker`. `facts[ENTROPY_COEFF]` is the step's coefficient of the entropy bonus, by
+        default that of the configuration. `facts[OLD_FROM]` says where the old log-probabilities come from,
+        by default a pass of the actor. Where there was none, the first optimizer step compares its own with
+        the generation engine's.
         """
-        loss = partial(self._loss, batch.meta_info.get(OLD_FROM, OldFrom.RECOMPUTE))
-        ask = Ask(self.spec.temperature, entropy=True)
-        return self.learner.learn(batch, loss, step, ask=ask, correct=self.correct)
-
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False, read_only=True)
-    def send_bucket(
-        self, number: int, version: int, max_bytes: int, dtype: str, checked: bool
-    ) -> tuple[StoredValue, bool] | None:
-        """Bucket `number` of the weights, and whether it is the last; on rank 0, None on the others.
-
-        Buckets are sent in order, with calls of nothing else between them that changes weights: the tensors
-        are gathered bucket by bucket. dtype: of the receiver, as in `rollout.dtype`.
-        checked: with checksums.
-        """
-        if number == 0:
-            how = Cut(version, max_bytes, resolve_dtype(dtype, self.process.device_type), checked)
-            self._outgoing = buckets(self.engine.weights(to=0), how)
-        bucket = next(self._outgoing)
-        if bucket is not None and bucket.header.last:
-            self._outgoing = iter(())  # it would keep the last bucket's tensors on the device
-        return None if bucket is None else (StoredValue.of(bucket), bucket.header.last)
+        make = partial(
+            self._loss,
+            facts.get(OLD_FROM, OldFrom.RECOMPUTE),
+            facts.get(ENTROPY_COEFF, self.spec.actor.entropy_coeff),
+        )
+        changes: list[Change] = [] if self.correct is None else [self.correct]
+        if self.policy_loss.chooses:
+            choice = self.policy_loss.chooses.bound(self.spec.actor.policy_loss)
+            seed = self.spec.seed, step
+            changes.append(Chooser(choice, self.engine, self._current_log_probs, seed))
+        return UpdateLoss(make, Ask(self.spec.temperature, entropy=True), changes)
 
     @register(dispatch_mode=Dispatch.RANK_ZERO)
-    def open_weights_group(self) -> tuple[str, int]:
-        """Where the receivers of weights find their group: an address and a port that other machines
-        reach."""
-        self._sender = WeightsSender(self.process)
+    def sending_device(self) -> str:
+        """The identity of the device from which the weights are sent; empty for a CPU."""
+        return device_identity(self._memory(True))
+
+    @register(dispatch_mode=Dispatch.RANK_ZERO)
+    def open_weights_line(self) -> str:
+        """Where the receivers of the next weights find rank 0, as far as `share_weights` has not said it."""
+        self._listener = Listener()
+        return self._listener.name
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False, read_only=True)
+    def share_weights(self, receivers: Sequence[int], on_device: bool, how: Sending) -> tuple[bool, str]:
+        """Sends all buckets from rank 0 to these generation processes, through slots of the host's memory or
+        of the device's. Whether all of them have been read, and where the next receivers find rank 0; from
+        other ranks neither.
+        """
+        outgoing = self._cut(how)
+        if self._listener is None:
+            return send_all(outgoing, None), ""
+        self._slots = self._slots or Slots(self._memory(on_device))
+        seconds = WAIT_SHARE * self.process.timeout_s
+        with closing(SlotOutlet(self._slots, self._listener, receivers, seconds)) as outlet:
+            whole = send_all(outgoing, outlet)
+        if on_device:  # which has other uses for the memory
+            del outlet
+            self._slots = None
+            return_memory(self.process.device_type)
+        return whole, self.open_weights_line()
+
+    @register(dispatch_mode=Dispatch.RANK_ZERO)
+    def open_weights_group(self, on_device: bool) -> tuple[str, int]:
+        """Where the receivers of weights find their group, of the devices or of their hosts: an address and a
+        port that other machines reach."""
+        self._sender = WeightsSender(self.process, self._memory(on_device))
         return self._sender.place
 
     @register(dispatch_mode=Dispatch.RANK_ZERO, blocking=False)
@@ -151,50 +210,68 @@ class ActorWorker(EngineWorker):
         return self._sender.join(world_size)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False, read_only=True)
-    def broadcast_weights(self, version: int, max_bytes: int, dtype: str, checked: bool) -> bool:
-        """Sends all buckets, as in `send_bucket`, from rank 0; whether all of them have been sent."""
-        how = Cut(version, max_bytes, resolve_dtype(dtype, self.process.device_type), checked)
-        outgoing = cut(self.engine.weights(to=0), how)
-        if self._sender is not None:
-            return self._sender.send(outgoing)
-        for _ in outgoing:
-            pass
-        return True
+    def broadcast_weights(self, how: Sending) -> bool:
+        """As `share_weights`, in the group that the receivers have joined."""
+        outgoing = self._cut(how)
+        return send_all(outgoing, None) if self._sender is None else self._sender.send(outgoing)
 
-    def _log_probs(self, batch: DataProto, *, entropy: bool = False) -> DataProto:
-        ask = Ask(self.spec.temperature, entropy=entropy)
-        return forward_in_order(self.engine, batch, self.log_prob_batcher, ask)
+    def _cut(self, how: Sending) -> Outgoing:
+        dtype = resolve_dtype(how.dtype, self.process.device_type)
+        return cut(
+            self.engine.weights(to=0, form=how.form), Cut(how.version, how.max_bytes, dtype, how.checked)
+        )
+
+    def _memory(self, on_device: bool) -> torch.device:
+        """Where buckets are."""
+        return self.process.device() if on_device else torch.device("cpu")
+
+    def _log_probs(self, batch: DataProto, ask: Ask) -> DataProto:
+        return self.engine.forward_rows(batch, self.log_prob_batcher, ask)
+
+    def _current_log_probs(self, rows: DataProto) -> Tensor:
+        """Of the responses under the weights of now, ragged (B, R)."""
+        names = ["prompts", "responses", "response_mask", "routed_experts"]
+        inputs = rows.select([name for name in names if name in rows.keys()])
+        found: Tensor = self._log_probs(inputs, Ask(self.spec.temperature)).get("log_probs")
+        return found
 
     def _corrector(self, correction: Correction | None) -> Corrector | None:
         """None: nothing depends on a whole mini-batch."""
         if correction is None or not correction.needs_mini_batch:
             return None
+        return Corrector(correction, self.engine, self._current_log_probs)
 
-        def log_probs(rows: DataProto) -> Tensor:
-            inputs = rows.select(["prompts", "responses", "response_mask"])
-            found: Tensor = self._log_probs(inputs).get("log_probs")
-            return found
-
-        return Corrector(correction, self.engine, log_probs)
-
-    def _loss(self, old: OldFrom, denominators: Denominators, first: bool) -> LossFn:
+    def _loss(self, old: OldFrom, entropy_coeff: float, denominators: Denominators, first: bool) -> LossFn:
         actor = self.spec.actor
         loss = ActorLoss(
-            policy_loss=(self.spec.loss or POLICY_LOSSES[actor.policy_loss.loss_mode]).bound(actor),
+            policy_loss=self.policy_loss.bound(actor, actor.policy_loss),
             agg_mode=actor.loss_agg_mode,
             scale_factor=actor.loss_scale_factor or self.spec.response_tokens,
-            entropy_coeff=actor.entropy_coeff,
+            entropy_coeff=entropy_coeff,
             kl_coef=actor.kl_loss_coef if actor.use_kl_loss else None,
             kl_type=actor.kl_loss_type,
             old_is_this_pass=old == OldFrom.FIRST_PASS,
             denominators=denominators,
             correction=self.spec.correction,
+            distillation=self.spec.distillation,
         )
-        if not first or old == OldFrom.RECOMPUTE:
-            return loss
-        return _compared_with_rollout(
-            loss, "old_log_probs" if old == OldFrom.ROLLOUT else "rollout_log_probs"
-        )
+        found: LossFn = loss
+        if first and old != OldFrom.RECOMPUTE:
+            column = "old_log_probs" if old == OldFrom.ROLLOUT else "rollout_log_probs"
+            found = _compared_with_rollout(loss, column)
+        over_vocabulary = self.spec.distillation is not None and self.spec.distillation.over_vocabulary
+        return _own_token_first(found) if over_vocabulary else found
+
+
+def _own_token_first(loss: LossFn) -> LossFn:
+    """The same loss where the first of each place's target tokens is the response's own."""
+
+    def of_own(output: ModelOutput, columns: Mapping[str, Tensor]) -> tuple[Tensor, dict[str, Metric]]:
+        every = output.log_probs  # (B, R, 1 + K)
+        assert every is not None, "a policy gives log-probabilities"
+        return loss(replace(output, log_probs=every[..., 0], target_log_probs=every[..., 1:]), columns)
+
+    return of_own
 
 
 def _compared_with_rollout(loss: ActorLoss, column: str) -> LossFn:

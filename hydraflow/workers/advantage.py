@@ -7,16 +7,23 @@ store, not through the controller.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from hydraflow.algorithms.advantages import estimate_advantages
-from hydraflow.algorithms.config import ESTIMATORS, AlgorithmConfig
+from hydraflow.algorithms.config import ESTIMATORS, AlgorithmConfig, compares_groups
 from hydraflow.algorithms.diagnostics import probs_diff_name, rollout_probs_diff
+from hydraflow.algorithms.distillation import Distillation
 from hydraflow.algorithms.groups import group_scores
 from hydraflow.algorithms.kl import kl_penalty
 from hydraflow.algorithms.kl_control import make_kl_controller
+from hydraflow.algorithms.masked import keep
+from hydraflow.algorithms.running import RunningMoments
+from hydraflow.algorithms.samples import numbered
+from hydraflow.algorithms.shaping import OverlongBuffer, shape_scores
 from hydraflow.algorithms.trained_tokens import row_sums
 from hydraflow.dispatch.modes import Dispatch, register
 from hydraflow.dispatch.worker import ProcessContext, Worker
@@ -34,6 +41,10 @@ class AdvantageSpec:
     """Longest response, for `response_length/clip_ratio`."""
     drop_failed: bool = True
     """Leave out rows that the reward function failed on."""
+    overlong: OverlongBuffer | None = None
+    """Penalty for long responses; None: there is none."""
+    distillation: Distillation | None = None
+    """What a teacher thinks of each token, as a part of its advantage."""
 
 
 @dataclass(frozen=True)
@@ -49,7 +60,7 @@ class RolloutComparison:
 
 
 class AdvantageWorker(Worker):
-    """Holds the KL controller and computes advantages, both on rank 0 alone."""
+    """Holds the KL controller and the moments of scores, and computes advantages, all on rank 0 alone."""
 
     def __init__(self, process: ProcessContext, spec: AdvantageSpec):
         super().__init__(process)
@@ -58,28 +69,30 @@ class AdvantageWorker(Worker):
         self.kl = make_kl_controller(
             control.type, kl_coef=control.kl_coef, target_kl=control.target_kl, horizon=control.horizon
         )
+        self.scores = RunningMoments()
 
     @register(dispatch_mode=Dispatch.RANK_ZERO, read_only=True)
     def compute(self, batch: DataProto, scored: DataProto) -> DataProto:
         """From `score` in `scored`: `advantages` and `returns` of the rows that are trained on.
 
-        `meta_info["metrics"]` describes the step's data, `meta_info["kl"]` is the KL controller's state after
-        it. `meta_info["left_out"]` numbers the rows that are not: faulted ones, those that the reward
+        `meta_info["metrics"]` describes the step's data, `meta_info["state"]` is what `load_state_dict` takes
+        after it. `meta_info["left_out"]` numbers the rows that are not: faulted ones, those that the reward
         function failed on unless they are scored, and the one sample that is left of a group, because it has
         nothing to be compared with.
         """
         reasons = batch.get("finish_reason")
-        no_number = ~torch.isfinite(scored.get("score"))
+        no_number = ~_are_numbers(scored)
         failed = scored.get("failed") | no_number
         unusable = is_faulted(reasons) | (failed if self.spec.drop_failed else no_number)
-        if ESTIMATORS[self.spec.algorithm.adv_estimator].groups:
+        if compares_groups(self.spec.algorithm):
             unusable = unusable | left_alone(batch.get("group"), batch.get("sample"), unusable)
         left_out = unusable.nonzero()[:, 0].tolist()
         if left_out:
             batch, scored = batch.select_idxs(~unusable), scored.select_idxs(~unusable)
         answer = self._compute(batch, scored) if len(batch) else DataProto(meta_info={"metrics": {}})
         answer.meta_info["metrics"] |= count_ends(reasons) | {"reward/failed_rows": float(failed.sum())}
-        answer.meta_info |= {"kl": self.kl.state_dict(), "left_out": left_out}
+        state = {"kl": self.kl.state_dict(), "scores": self.scores.state_dict()}
+        answer.meta_info |= {"state": state, "left_out": left_out}
         return answer
 
     def _compute(self, batch: DataProto, scored: DataProto) -> DataProto:
@@ -87,11 +100,13 @@ class AdvantageWorker(Worker):
         columns, (mask, lengths) = _flat(batch), parts(batch.get("response_mask"))
         mask, values = mask.bool(), columns.get("values")
         metrics: dict[str, float] = {}
-        scores = scored.get("score")
-        rewards, totals = on_last_trained_token(scores, mask, lengths), scores
+        given: dict[str, Any] = dict(scored.items())
+        scores = given["score"]
+        shaped = self._shaped(batch, given, lengths)
+        rewards, totals = on_last_trained_token(shaped, mask, lengths), shaped
         if algorithm.use_kl_in_reward:
             penalty, metrics = self._kl_penalty(columns, mask, lengths)
-            rewards, totals = rewards - penalty, (scores - row_sums(penalty, lengths)).to(scores.dtype)
+            rewards, totals = rewards - penalty, (shaped - row_sums(penalty, lengths)).to(scores.dtype)
         advantages, returns = estimate_advantages(
             algorithm,
             totals,
@@ -101,10 +116,24 @@ class AdvantageWorker(Worker):
             values=values,
             group_ids=batch.get("group"),
             samples=batch.get("sample"),
+            reward_baselines=given.get("reward_baselines"),
+            reward_parts=given.get("reward_parts"),
+            old_log_probs=columns.get("old_log_probs"),
+            sum_pi_squared=columns.get("sum_pi_squared"),
         )
+        if self.spec.distillation is not None:
+            logp, teacher = (keep(columns[name], mask) for name in ("old_log_probs", "teacher_log_probs"))
+            advantages = self.spec.distillation.advantages(advantages, logp, teacher)
         metrics |= _data_metrics(scores, totals, advantages, returns, values, mask)
         if ESTIMATORS[algorithm.adv_estimator].groups:
-            metrics |= _group_metrics(scores, batch.get("group"))
+            metrics |= _group_metrics(shaped, batch.get("group"))
+        if self.spec.overlong is not None and self.spec.overlong.log:
+            penalties = self.spec.overlong.penalty(lengths)
+            metrics |= spread("critic/overlong_reward", penalties)
+            metrics["critic/overlong"] = float((penalties < 0).float().mean())
+        if ESTIMATORS[algorithm.adv_estimator].several_rewards:
+            for name, reward in zip(algorithm.gdpo_reward_keys or (), given["reward_parts"].unbind(1)):
+                metrics |= spread(f"gdpo/{name}", reward)
         metrics |= _length_metrics(parts(batch.get("prompts"))[1], lengths, self.spec.response_tokens)
         return DataProto.from_dict(
             tensors={
@@ -117,8 +146,8 @@ class AdvantageWorker(Worker):
 
     @register(dispatch_mode=Dispatch.RANK_ZERO, read_only=True)
     def compare_with_rollout(self, batch: DataProto) -> RolloutComparison:
-        """How far `old_log_probs` are from `rollout_log_probs`, and the sampling policy's entropy per
-        token."""
+        """How far `old_log_probs` are from `rollout_log_probs`, and the sampling policy's entropy per token,
+        if the batch has it."""
         columns = _flat(batch)
         mask, lengths = columns["response_mask"].bool(), parts(batch.get("response_mask"))[1]
         if not mask.any():
@@ -126,7 +155,7 @@ class AdvantageWorker(Worker):
         ours, theirs = columns["old_log_probs"], columns["rollout_log_probs"]
         replica = torch.repeat_interleave(batch.get("replica"), lengths)[mask]  # (trained tokens,)
         gap = (ours[mask].double().exp() - theirs[mask].double().exp()).abs()
-        entropy = {"actor/entropy": float(columns["entropys"][mask].mean())}
+        entropy = {"actor/entropy": float(columns["entropys"][mask].mean())} if "entropys" in columns else {}
         of_replica = {int(number): gap[replica == number] for number in replica.unique()}
         by_replica = {number: float(gaps.mean()) for number, gaps in of_replica.items()}
         metrics = rollout_probs_diff(ours, theirs, mask) | entropy
@@ -135,9 +164,27 @@ class AdvantageWorker(Worker):
         return RolloutComparison(metrics, means | greatest, by_replica)
 
     @register(dispatch_mode=Dispatch.RANK_ZERO)
-    def load_state_dict(self, state: dict[str, float]) -> None:
-        """Restores the KL controller's state."""
-        self.kl.load_state_dict(state)
+    def load_state_dict(self, state: dict[str, dict[str, float]]) -> None:
+        """Restores the KL controller and the moments of scores; an empty state is that of a new one."""
+        if state["kl"]:
+            self.kl.load_state_dict(state["kl"])
+        if state["scores"]:
+            self.scores.load_state_dict(state["scores"])
+
+    def _shaped(self, batch: DataProto, given: Mapping[str, Any], lengths: torch.Tensor) -> torch.Tensor:
+        """The scores (B,), shaped as the configuration says."""
+        scores = given["score"]
+        accuracies = given.get("acc", scores)
+        return shape_scores(
+            self.spec.algorithm,
+            scores,
+            lengths=lengths,
+            right=torch.where(accuracies.isnan(), scores, accuracies) > 0,
+            group_ids=batch.get("group"),
+            samples=batch.get("sample"),
+            seen=self.scores,
+            overlong=self.spec.overlong,
+        )
 
     def _kl_penalty(
         self, columns: dict[str, torch.Tensor], mask: torch.Tensor, lengths: torch.Tensor
@@ -177,6 +224,16 @@ def on_last_trained_token(scores: torch.Tensor, mask: torch.Tensor, lengths: tor
     return scores.new_zeros(len(mask)).index_put_((last[filled],), scores[filled])
 
 
+def _are_numbers(scored: DataProto) -> torch.Tensor:
+    """Which rows (B,) have finite scores, in all columns of them."""
+    finite = torch.isfinite(scored.get("score"))
+    if "reward_baselines" in scored.keys():
+        finite = finite & torch.isfinite(scored.get("reward_baselines"))
+    if "reward_parts" in scored.keys():
+        finite = finite & torch.isfinite(scored.get("reward_parts")).all(1)
+    return finite
+
+
 def is_faulted(reasons: torch.Tensor) -> torch.Tensor:
     """Which rows (B,) a fault ended."""
     return reasons == FINISH_REASONS.index("fault")
@@ -189,12 +246,13 @@ def left_alone(group: torch.Tensor, sample: torch.Tensor, unusable: torch.Tensor
     >>> left_alone(group, sample, torch.tensor([True, False, False, False, False])).tolist()
     [False, True, False, False, False]
     """
-    pairs, index = torch.unique(torch.stack([group, sample]), dim=1, return_inverse=True)
-    _, of_pair = torch.unique(pairs[0], return_inverse=True)  # (samples,) their groups, from 0
-    usable = torch.zeros(len(of_pair)).index_add(0, index, (~unusable).float()) > 0
-    before = torch.bincount(of_pair)
-    after = torch.bincount(of_pair[usable], minlength=len(before))
-    alone: torch.Tensor = ((before > 1) & (after == 1))[of_pair[index]]
+    if not unusable.any():
+        return unusable
+    index, of_sample = numbered(group, sample)
+    usable = torch.zeros(len(of_sample)).index_add(0, index, (~unusable).float()) > 0
+    before = torch.bincount(of_sample)
+    after = torch.bincount(of_sample[usable], minlength=len(before))
+    alone: torch.Tensor = ((before > 1) & (after == 1))[of_sample[index]]
     return alone & ~unusable
 
 

@@ -5,10 +5,16 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from hydraflow.algorithms.config import KL_ESTIMATORS, LOSS_AGG_MODES, POLICY_LOSSES, PolicyLossConfig
+from hydraflow.algorithms.config import (
+    KL_ESTIMATORS,
+    LOSS_AGG_MODES,
+    POLICY_LOSSES,
+    AdaptiveEntropyConfig,
+    PolicyLossConfig,
+)
 from hydraflow.engine.config import TRAIN_ENGINES, FSDPConfig, MegatronConfig, OptimConfig
 from hydraflow.generation.config import RolloutConfig
-from hydraflow.models.config import ModelConfig
+from hydraflow.models.config import ModelConfig, PolicyModelConfig
 from hydraflow.options import FINITE, Rule, no_effect_when, option, unless, unread
 
 OTHER_LOSS = unread(POLICY_LOSSES, "policy_loss.loss_mode")
@@ -43,6 +49,17 @@ class CheckpointConfig:
     async_save: bool = True
     """Asynchronous saving: copy the state to host memory and write it during training; false blocks until
     written."""
+
+
+@dataclass
+class RouterReplayConfig:
+    """Which experts the tokens of a mixture go to in the update (routing replay)."""
+
+    mode: str = option("disabled", choices=("disabled", "R2", "R3"))
+    """R2: the experts that the tokens went to in the pass that computes the old log-probabilities, which then
+    always takes place. R3: those that they went to in the generation engine, in that pass, too. Their weights
+    are the router's new ones. disabled: the router chooses anew, so a token near the boundary of two experts
+    may look as if the policy had moved."""
 
 
 @dataclass
@@ -99,7 +116,8 @@ class ActorConfig:
     )
     """Divisor of seq-mean-token-sum-norm; null: data.max_response_length."""
     entropy_coeff: float = option(0.0, rule=FINITE)
-    """Coefficient of the entropy bonus."""
+    """Coefficient of the entropy bonus; with adaptive_entropy that of the first step."""
+    adaptive_entropy: AdaptiveEntropyConfig = field(default_factory=AdaptiveEntropyConfig)
     use_kl_loss: bool = False
     """Add a KL penalty against the reference policy to the loss."""
     kl_loss_coef: float = option(0.001, ge=0, no_effect=unless("use_kl_loss"))
@@ -112,6 +130,7 @@ class ActorConfig:
     """Estimator of that penalty: kl (also k1), abs, mse (k2) or low_var_kl (k3); a trailing + uses k2's
     gradient."""
     policy_loss: PolicyLossConfig = field(default_factory=PolicyLossConfig)
+    router_replay: RouterReplayConfig = field(default_factory=RouterReplayConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
     fsdp_config: FSDPConfig = option(factory=FSDPConfig, no_effect=OTHER_ENGINE)
     megatron: MegatronConfig = option(factory=MegatronConfig, no_effect=OTHER_ENGINE)
@@ -144,7 +163,7 @@ class RefConfig:
 class ActorRolloutRefConfig:
     """The policy's three roles and the model they share."""
 
-    model: ModelConfig = field(default_factory=ModelConfig)
+    model: PolicyModelConfig = field(default_factory=PolicyModelConfig)
     actor: ActorConfig = field(default_factory=ActorConfig)
     ref: RefConfig = field(default_factory=RefConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)

@@ -5,20 +5,21 @@ In: trajectories with `returns`. Out: `values`, metrics.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from hydraflow.algorithms.aggregate import Denominators
 from hydraflow.algorithms.critic_loss import ValueLoss
 from hydraflow.batch_plan.parts import MicroPlan, RolePlan
-from hydraflow.dispatch.modes import mesh_mode, register
+from hydraflow.dispatch.modes import register
 from hydraflow.dispatch.worker import ProcessContext
 from hydraflow.engine.config import engine_config
-from hydraflow.metrics import Metric
 from hydraflow.protocol.batch import DataProto
 from hydraflow.workers.config import CriticConfig
-from hydraflow.workers.engine_worker import EngineWorker
+from hydraflow.workers.engine_worker import DATA_RANKS
 from hydraflow.workers.skipping import SkipLimits
-from hydraflow.workers.training import forward_in_order
+from hydraflow.workers.training import TrainedWorker, UpdateLoss
 
 
 @dataclass(frozen=True)
@@ -39,7 +40,7 @@ class CriticSpec:
     """Limits on optimizer steps skipped for a non-finite gradient."""
 
 
-class CriticWorker(EngineWorker):
+class CriticWorker(TrainedWorker):
     """One process of the critic's training engine."""
 
     def __init__(self, process: ProcessContext, spec: CriticSpec):
@@ -61,15 +62,14 @@ class CriticWorker(EngineWorker):
             spec.plan, spec.skip_limits, what="update of the critic", role="critic", prefix="critic"
         )
 
-    @register(dispatch_mode=mesh_mode("critic"), read_only=True)
+    @register(dispatch_mode=DATA_RANKS, read_only=True)
     def compute_values(self, batch: DataProto) -> DataProto:
         """`values` of every response token."""
-        return forward_in_order(self.engine, batch, self.values_batcher)
+        return self.engine.forward_rows(batch, self.values_batcher)
 
-    @register(dispatch_mode=mesh_mode("critic"), blocking=False, read_only=True, padding=False)
-    def update(self, batch: DataProto, step: int) -> dict[str, Metric]:
-        """Every optimizer step of training step `step`; rows come ordered by mini-batch."""
-        return self.learner.learn(batch, self._loss, step)
+    def update_loss(self, facts: Mapping[str, Any], step: int) -> UpdateLoss:
+        """See `TrainedWorker`."""
+        return UpdateLoss(self._loss)
 
     def _loss(self, denominators: Denominators, first: bool) -> ValueLoss:
         critic = self.spec.critic

@@ -9,14 +9,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from hydraflow.batch_plan.parts import MicroPlan
-from hydraflow.dispatch.modes import mesh_mode, register
+from hydraflow.dispatch.modes import register
 from hydraflow.dispatch.worker import ProcessContext
 from hydraflow.engine.config import EngineConfig
 from hydraflow.models.ask import Ask
 from hydraflow.models.config import ModelConfig
 from hydraflow.protocol.batch import DataProto
-from hydraflow.workers.engine_worker import EngineWorker
-from hydraflow.workers.training import forward_in_order
+from hydraflow.workers.engine_worker import DATA_RANKS, EngineWorker
 
 
 @dataclass(frozen=True)
@@ -29,6 +28,8 @@ class ReferenceSpec:
     log_prob: MicroPlan
     temperature: float
     """Divides the logits, as in sampling."""
+    field: str = "actor_rollout_ref.model"
+    """Configuration key of `model`, for messages."""
 
 
 class ReferenceWorker(EngineWorker):
@@ -43,13 +44,13 @@ class ReferenceWorker(EngineWorker):
             None,
             head="policy",
             total_steps=1,
-            field="actor_rollout_ref.model",
+            field=spec.field,
         )
         self.spec = spec
         self.log_prob_batcher = self.micro_batcher(spec.log_prob, "log-probabilities of the reference")
 
-    @register(dispatch_mode=mesh_mode("ref"), read_only=True)
+    @register(dispatch_mode=DATA_RANKS, read_only=True)
     def compute_ref_log_prob(self, batch: DataProto) -> DataProto:
         """`ref_log_prob` of the responses."""
-        output = forward_in_order(self.engine, batch, self.log_prob_batcher, Ask(self.spec.temperature))
+        output = self.engine.forward_rows(batch, self.log_prob_batcher, Ask(self.spec.temperature))
         return output.rename("log_probs", "ref_log_prob")

@@ -1,12 +1,14 @@
 """Scores responses with a reward function, in a pool of processes beside the training processes.
 
-In: trajectories with their row objects. Out: `score`, `acc`, `failed`, and on request the decoded `text` and
-`prompt_text`. Left out on purpose: the token that a score belongs to (`advantage.py`).
+In: trajectories with their row objects. Out: `score`, `acc`, `failed`, and on request `reward_baselines`,
+`reward_parts` and the decoded `text` and `prompt_text`. Left out on purpose: the token that a score belongs
+to (`advantage.py`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -18,13 +20,22 @@ from hydraflow.models.config import ModelSourceConfig
 from hydraflow.models.loading import load_tokenizer
 from hydraflow.protocol.batch import DataProto
 from hydraflow.protocol.ragged import rows
+from hydraflow.rewards.chosen import BY_SOURCE, uses
 from hydraflow.rewards.config import RewardConfig
-from hydraflow.rewards.pool import RewardPool, RewardRow
+from hydraflow.rewards.functions import unknown_sources
+from hydraflow.rewards.pool import RewardPool, RewardResult, RewardRow, function_means
 
 SCORED_WITH = ("data_source", "reward_model", "extra_info")
 """The row objects that scoring needs."""
 WHY_FAILED = "why_failed"
 """Key of the scores' meta_info: the first cause of a row that failed, or None."""
+PARTS = "parts"
+"""Key of a batch's meta_info: names of the function's numbers that are asked for besides the score."""
+FUNCTION_MEANS = "function_means"
+"""Key of the scores' meta_info: the mean of each function of `reward.functions`, over rows that did not fail,
+by the name of its metric."""
+NO_FUNCTION = RewardResult(0.0, {"acc": math.nan})
+"""Of a row that only a reward model scores."""
 WITH_TEXTS = "texts"
 """Key of a batch's meta_info that requests the decoded responses and prompts."""
 
@@ -36,6 +47,8 @@ class RewardSpec:
     model: ModelSourceConfig
     """The model whose tokenizer decodes responses."""
     reward: RewardConfig
+    model_scores: bool = False
+    """A reward model scores the rows: those whose data source has no function are `NO_FUNCTION` here."""
 
 
 class RewardWorker(Worker):
@@ -48,31 +61,43 @@ class RewardWorker(Worker):
         self.pool = RewardPool(spec.reward)
 
     @register(dispatch_mode=Dispatch.RANK_ZERO, blocking=False, read_only=True)
-    def score(self, batch: DataProto, sampled: DataProto) -> DataProto:
+    def score(self, batch: DataProto, sampled: DataProto, greedy: DataProto | None = None) -> DataProto:
         """Scores the `responses` of `sampled` with the row objects of `batch`.
 
         `failed` marks the rows whose function raised or took too long, `meta_info[WHY_FAILED]` is the first
-        cause.
+        cause, `meta_info[FUNCTION_MEANS]` the means of the functions. `greedy` has one response to the prompt
+        of each `group` of `batch`, in the order of the groups' numbers: their scores come as
+        `reward_baselines`, and a group whose greedy response failed has failed. With `meta_info[PARTS]` in
+        `batch` the numbers of these names come as `reward_parts`; a row without one of them has failed.
         With `meta_info[WITH_TEXTS]` in `batch` the decoded responses and prompts of `sampled` come too, as
         the object columns `text` and `prompt_text`.
         """
-        responses = [row.tolist() for row in rows(sampled.get("responses"))]
-        texts = self.tokenizer.batch_decode(responses, skip_special_tokens=True)
-        results = self.pool.score(self._rows(batch, texts))
-        scores = torch.tensor([result.score for result in results], dtype=torch.float32)  # (B,)
-        failed = torch.tensor([result.failed is not None for result in results], dtype=torch.bool)  # (B,)
+        texts = self._decoded(sampled)
+        results = [
+            self._with_parts(result, batch.meta_info.get(PARTS, ()))
+            for result in self._results(self._rows(batch, texts))
+        ]
+        tensors = {
+            "score": _column(result.score for result in results),
+            # what the function calls acc, else its score
+            "acc": _column(result.extra.get("acc", result.score) for result in results),
+            "failed": torch.tensor([result.failed is not None for result in results], dtype=torch.bool),
+        }
+        causes = [result.failed for result in results]
+        if greedy is not None:
+            best, row = self._greedy(batch, greedy)
+            tensors["reward_baselines"] = _column(result.score for result in best)[row]
+            tensors["failed"] |= torch.tensor([result.failed is not None for result in best])[row]
+            causes += [result.failed for result in best]
+        if names := batch.meta_info.get(PARTS):
+            parts = [[_numbers(result).get(name, result.score) for name in names] for result in results]
+            tensors["reward_parts"] = torch.tensor(parts, dtype=torch.float32)
         return DataProto.from_dict(
-            tensors={
-                "score": scores,
-                # what the function calls acc, else its score
-                "acc": torch.tensor(
-                    [float(result.extra.get("acc", result.score)) for result in results], dtype=torch.float32
-                ),
-                "failed": failed,
-            },
+            tensors=tensors,
             non_tensors=self._texts(sampled, texts) if batch.meta_info.get(WITH_TEXTS) else {},
             meta_info={
-                WHY_FAILED: next((result.failed for result in results if result.failed is not None), None)
+                WHY_FAILED: next((cause for cause in causes if cause is not None), None),
+                FUNCTION_MEANS: function_means(self.spec.reward, results),
             },
         )
 
@@ -80,6 +105,33 @@ class RewardWorker(Worker):
     def close(self) -> None:
         """Ends the pool's processes."""
         self.pool.close()
+
+    def _results(self, rows: Sequence[RewardRow]) -> list[RewardResult]:
+        """The function's answers, in the order of `rows`."""
+        unknown: set[str] = set()
+        if self.spec.model_scores and uses(self.spec.reward, BY_SOURCE):
+            unknown = {str(problem.value) for problem in unknown_sources(row.data_source for row in rows)}
+        scored = iter(self.pool.score([row for row in rows if row.data_source not in unknown]))
+        return [NO_FUNCTION if row.data_source in unknown else next(scored) for row in rows]
+
+    def _greedy(self, batch: DataProto, greedy: DataProto) -> tuple[list[RewardResult], torch.Tensor]:
+        """The results of the greedy responses, and for each row of `batch` (B,) which of them is of its
+        prompt."""
+        _, first, of_row = np.unique(batch.get("group").numpy(), return_index=True, return_inverse=True)
+        asked = self._rows(batch.select_idxs(first), self._decoded(greedy))
+        return self.pool.score(asked), torch.from_numpy(of_row)
+
+    def _with_parts(self, result: RewardResult, names: Sequence[str]) -> RewardResult:
+        """The result; a failed one where its function has not returned all of these numbers."""
+        missing = [name for name in names if name not in _numbers(result)]
+        if not missing or result.failed is not None:
+            return result
+        why = f"returned no number {missing[0]}, which algorithm.gdpo_reward_keys names"
+        return RewardResult(self.spec.reward.failure_score, {}, why)
+
+    def _decoded(self, sampled: DataProto) -> list[str]:
+        responses = [row.tolist() for row in rows(sampled.get("responses"))]
+        return self.tokenizer.batch_decode(responses, skip_special_tokens=True)
 
     def _texts(self, sampled: DataProto, responses: Sequence[str]) -> dict[str, np.ndarray]:
         prompts = self.tokenizer.batch_decode(
@@ -100,3 +152,13 @@ class RewardWorker(Worker):
                 objects["data_source"], texts, objects["reward_model"], objects["extra_info"], strict=True
             )
         ]
+
+
+def _column(numbers: Iterable[float]) -> torch.Tensor:
+    """(B,) float32."""
+    return torch.tensor([float(number) for number in numbers], dtype=torch.float32)
+
+
+def _numbers(result: RewardResult) -> dict[str, float]:
+    """All numbers that the function returned."""
+    return {"score": result.score} | result.extra

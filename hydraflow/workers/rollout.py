@@ -1,7 +1,8 @@
 """Samples responses, with weights from the actor or from a model directory.
 
 In: prompts, one row each. Out: the samples of each, prompt by prompt: `prompts`, `responses`,
-`response_mask`, `rollout_log_probs`, `lengths`, `versions`, `replica`, `finish_reason`. What is sampled
+`response_mask`, `rollout_log_probs`, `lengths`, `versions`, `replica`, `finish_reason`, and
+`routed_experts` if they are asked for. What is sampled
 depends on the seed, the epoch, the prompt's uid and the sample's number, never on the process that drew it.
 """
 
@@ -9,25 +10,28 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from contextlib import closing
+from dataclasses import dataclass, field, replace
+from functools import partial
 
 import numpy as np
 import torch
 from transformers import TokenizersBackend
 
-from hydraflow.device import current_device, resolve_dtype
-from hydraflow.dispatch.modes import Coordinates, Dispatch, mesh_mode, register
-from hydraflow.dispatch.transport import StoredValue
+from hydraflow.device import finish_work, number_of, resolve_dtype
+from hydraflow.dispatch.modes import Dispatch, mesh_mode, register
 from hydraflow.dispatch.worker import ProcessContext, Worker
 from hydraflow.engine import process_group
 from hydraflow.errors import GuardStop
 from hydraflow.generation.base import (
+    Completion,
     EngineSpec,
     GenerationEngine,
     GenerationOutput,
     GenerationRequest,
     ReadableEngine,
     SamplingParams,
+    TokenRequest,
 )
 from hydraflow.generation.config import (
     GENERATION_ENGINES,
@@ -36,16 +40,23 @@ from hydraflow.generation.config import (
     every_stop_string,
     stop_strings,
 )
+from hydraflow.generation.requests import output_of
 from hydraflow.generation.stopping import streaming_tokenizer
 from hydraflow.generation.weights import first_difference
+from hydraflow.models.adapters import AdapterLayers, is_adapter
 from hydraflow.models.config import ModelSourceConfig
 from hydraflow.models.loading import load_config, load_generation_config, load_tokenizer, read_weights
 from hydraflow.protocol.batch import DataProto
+from hydraflow.protocol.coordinates import Coordinates
 from hydraflow.protocol.fields import FINISH_REASONS
-from hydraflow.protocol.ragged import from_parts, parts, rows, take
-from hydraflow.weights.buckets import Bucket, FlatBucket, Header
+from hydraflow.protocol.ragged import from_parts, from_rows, parts, rows, take
+from hydraflow.weights.buckets import FlatBucket, Header
+from hydraflow.weights.line import LineBroken
+from hydraflow.weights.slots import OpenSlots
 from hydraflow.workers.joining import join_group
 from hydraflow.workers.weights_group import WeightsReceiver
+from hydraflow.workers.weights_line import sent_buckets
+from hydraflow.workers.weights_transfer import WAIT_SHARE, Received, receive_all
 
 
 @dataclass(frozen=True)
@@ -64,8 +75,12 @@ class RolloutSpec:
     """Neighbouring ranks that have one engine together."""
     section: str = "actor_rollout_ref.rollout"
     """Where the configuration has `rollout`, and beside it `model`; for messages."""
+    routes: bool = False
+    """Requests will ask for the experts of their tokens."""
     start_seconds: float = math.inf
     """An engine's own process may take so long to start."""
+    adapters: AdapterLayers | None = None
+    """What the engine loads beside the weights; None: it gets merged weights."""
 
 
 @dataclass(frozen=True)
@@ -84,12 +99,18 @@ class SamplingSpec:
     """Strings that end a response."""
     stop_token_ids: tuple[int, ...] = ()
     """Tokens that end it, besides the model's own."""
+    routes: bool = False
+    """Also the experts of every token."""
 
     @classmethod
-    def of_training(cls, rollout: SamplingConfig, n: int) -> SamplingSpec:
+    def of_training(cls, rollout: SamplingConfig, n: int, *, routes: bool = False) -> SamplingSpec:
         """As `rollout` says."""
         stops = stop_strings(rollout.stop), tuple(rollout.stop_token_ids)
-        return cls(n, rollout.temperature, rollout.top_k, rollout.top_p, *stops)
+        return cls(n, rollout.temperature, rollout.top_k, rollout.top_p, *stops, routes)
+
+    def greedy(self) -> SamplingSpec:
+        """One greedy response, with the same ends."""
+        return replace(self, n=1, temperature=0.0, top_k=-1, top_p=1.0)
 
     @classmethod
     def of_validation(cls, rollout: RolloutConfig, n: int) -> SamplingSpec:
@@ -99,6 +120,26 @@ class SamplingSpec:
         tokens = rollout.stop_token_ids if val.stop_token_ids is None else val.stop_token_ids
         temperature = val.temperature if val.do_sample else 0.0
         return cls(n, temperature, val.top_k, val.top_p, stop_strings(strings), tuple(tokens))
+
+
+@dataclass
+class _OpenGroup:
+    """A prompt whose samples are in flight."""
+
+    prompt: torch.Tensor
+    samples: int
+    found: dict[int, Completion] = field(default_factory=dict)
+    """By the sample's number."""
+
+    @property
+    def is_complete(self) -> bool:
+        return len(self.found) == self.samples
+
+    def ordered(self) -> list[Completion]:
+        return [self.found[sample] for sample in range(self.samples)]
+
+    def left(self) -> list[int]:
+        return [sample for sample in range(self.samples) if sample not in self.found]
 
 
 class RolloutWorker(Worker):
@@ -113,7 +154,7 @@ class RolloutWorker(Worker):
             join_group(process, spec.tensor_parallel)
         engine_spec = EngineSpec(
             spec.rollout,
-            current_device(process.device_type, process.local_rank),
+            process.device(),
             resolve_dtype(spec.rollout.dtype, process.device_type),
             load_generation_config(spec.model),
             longest_row=spec.max_prompt + spec.max_tokens,
@@ -123,15 +164,22 @@ class RolloutWorker(Worker):
             section=spec.section,
             seed=(spec.seed + self.replica) % 2**31,
             tokenizer=_stop_tokenizer(spec),
+            routes=spec.routes,
             start_seconds=spec.start_seconds,
+            adapters=spec.adapters,
         )
         build = GENERATION_ENGINES[spec.rollout.name].load()
         self.engine: GenerationEngine = build(load_config(spec.model), engine_spec)
         self.version: int | None = None
         """Of the weights: the training steps that made them."""
+        self._has_base = False
+        """Whether the engine has ever got all weights, not only adapters for them."""
         self.receiver: WeightsReceiver | None = None
+        self.slots = OpenSlots()
         self.sleeps_beside: Sequence[str] = ()
         """While it sleeps: the roles that work on its devices."""
+        self._open: dict[int, _OpenGroup] = {}
+        """What `advance` has in flight, by number."""
 
     def mesh_coordinates(self, mesh: str) -> Coordinates:
         """The ranks of one engine get the same rows; the first of them answers."""
@@ -162,28 +210,55 @@ class RolloutWorker(Worker):
         actor = self.process.roles["actor"]
         return first_difference(self._held(), actor.engine.weights())  # type: ignore[attr-defined]
 
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False, read_only=True, resend=False)
-    def load_bucket(self, stored: StoredValue) -> None:
-        """Loads some of the weights; after the last bucket they are those of its version.
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def sees_device(self, identity: str) -> bool:
+        """Whether this process can read the memory of a device."""
+        return number_of(identity) is not None
 
-        GuardStop when it has a checksum, and that of what is held now is another one.
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False, read_only=True)
+    def read_weights(self, place: str, compare: bool) -> Received | None:
+        """Loads the weights that the actor's rank 0 shares with this node at a place; after the last bucket
+        they are those of its version. Or compares them with those that are held. None: not all have arrived.
+
+        GuardStop when a bucket has checksums, and that of what is held after loading is another one.
         """
-        self._load(stored.read())
+        me, seconds = (self.process.rank, self.process.device_type), WAIT_SHARE * self.process.timeout_s
+        with closing(sent_buckets(place, *me, seconds, self.slots)) as buckets:
+            return receive_all(buckets, partial(self._take, compare))
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False, resend=False)
-    def join_weights_group(self, address: str, port: int, world_size: int) -> bool:
-        """Joins the group in which the actor broadcasts weights; whether all of it have."""
+    def join_weights_group(self, address: str, port: int, ranks: Sequence[int], on_device: bool) -> bool:
+        """Joins the group in which the actor broadcasts weights to these ranks, between devices or their
+        hosts; whether all of it have."""
         self.receiver = None  # the group before it
-        self.receiver = WeightsReceiver.join(self.process, address, port, world_size)
+        device = self.process.device() if on_device else torch.device("cpu")
+        number, size = 1 + ranks.index(self.process.rank), 1 + len(ranks)
+        self.receiver = WeightsReceiver.join(
+            self.process, device, address, port, number=number, world_size=size
+        )
         return self.receiver is not None
 
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False, resend=False)
-    def receive_weights(self) -> bool:
-        """Loads what the actor broadcasts; whether all of it has arrived. GuardStop as in `load_bucket`."""
-        return self.receiver is not None and self.receiver.receive(self._load)
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False, read_only=True, resend=False)
+    def receive_weights(self, compare: bool) -> Received | None:
+        """As `read_weights`, of what the actor broadcasts in the group that was joined."""
+        if self.receiver is None:
+            return None
+        return receive_all(self.receiver.buckets(), partial(self._take, compare))
 
-    def _load(self, bucket: Bucket | FlatBucket) -> None:
+    def _take(self, compare: bool, bucket: FlatBucket) -> str | None:
+        found = None
+        if compare:
+            found = first_difference(self._held(), bucket.weights())
+        else:
+            self._load(bucket)
+        finish_work(self.process.device_type)  # the bucket's memory is no longer read
+        return found
+
+    def _load(self, bucket: FlatBucket) -> None:
         header = bucket.header
+        adapters_alone = header.number == 0 and all(is_adapter(entry.name) for entry in header.entries)
+        if adapters_alone and not self._has_base:
+            raise LineBroken("a process that took the place of another has no base weights for adapters")
         self.version, self.sleeps_beside = None, ()
         self.engine.update_weights(bucket.weights(), first=header.number == 0, last=header.last)
         if header.checksums and (differing := self._differing(header)):
@@ -192,7 +267,7 @@ class RolloutWorker(Worker):
                 f" they were sent (bucket {header.number}, {differing})"
             )
         if header.last:
-            self.version = header.version
+            self.version, self._has_base = header.version, True
 
     def _held(self) -> Mapping[str, torch.Tensor]:
         """The weights of an engine that gives them back; others are never asked (`config.Engine`)."""
@@ -208,16 +283,12 @@ class RolloutWorker(Worker):
             return found or ("one of another process" if somewhere else "")
         return found
 
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False, read_only=True)
-    def first_difference_in_bucket(self, stored: StoredValue) -> str | None:
-        """The first tensor of the bucket that is not the one held; None: all are."""
-        return first_difference(self._held(), stored.read().weights())
-
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def sleep(self, beside: Sequence[str]) -> None:
         """Gives back the memory of the weights until new ones come, for other roles that work on the same
         devices."""
         self.engine.sleep()
+        self.slots.close()
         self.version, self.sleeps_beside = None, beside
 
     @register(dispatch_mode=mesh_mode("rollout"), blocking=False, read_only=True)
@@ -226,15 +297,7 @@ class RolloutWorker(Worker):
         every random draw: the epoch, negative for validation. GuardStop when the weights are not of
         `meta_info["version"]`.
         """
-        promised = batch.meta_info["version"]
-        if self.version != promised:
-            held = "none that are complete" if self.version is None else f"those of version {self.version}"
-            if self.sleeps_beside:
-                held = f"none: it sleeps while {' and '.join(self.sleeps_beside)} work on its devices"
-            raise GuardStop(
-                f"generation rank {self.process.rank} was to sample with weights of version {promised}, and"
-                f" holds {held}"
-            )
+        promised = self._require_version(batch)
         sampling_spec: SamplingSpec = batch.meta_info["sampling"]
         prompts, visit = rows(batch.get("prompts")), batch.meta_info["visit"]
         request = GenerationRequest(
@@ -245,6 +308,65 @@ class RolloutWorker(Worker):
         output = self.engine.generate(request, self._params(sampling_spec))
         return _trajectories(batch.get("prompts"), request.samples, output, promised, self.replica)
 
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False, read_only=True, resend=False)
+    def advance(self, batch: DataProto | None, to_the_end: bool) -> DataProto | None:
+        """Takes more prompts, if there are any, and samples on until all samples of some prompt are there, or
+        `to_the_end`: until all are. Returns the trajectories of the prompts that have ended, as `generate`
+        does; `meta_info["groups"]` has their numbers, which were in the column `group`. None from the
+        processes of an engine that do not answer for it. GuardStop as in `generate`.
+        """
+        if batch is not None:
+            self._submit(batch)
+        ended: list[int] = []
+        while len(ended) < len(self._open) and (to_the_end or not ended):
+            for one in self.engine.advance():
+                group, sample = map(int, one.name.split("-"))
+                self._open[group].found[sample] = one
+                if self._open[group].is_complete:
+                    ended.append(group)
+        done = [self._open.pop(group) for group in ended]
+        if self.process.rank % self.spec.tensor_parallel:
+            return None
+        output = output_of([one for group in done for one in group.ordered()])
+        prompts = from_rows([group.prompt for group in done])
+        samples = [group.samples for group in done]
+        assert self.version is not None, "it was compared when the prompts came"
+        sampled = _trajectories(prompts, samples, output, self.version, self.replica)
+        sampled.meta_info["groups"] = ended
+        return sampled
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False, resend=False)
+    def abandon(self) -> None:
+        """Ends what `advance` has in flight."""
+        names = [f"{number}-{sample}" for number, group in self._open.items() for sample in group.left()]
+        self.engine.abort(names)
+        self._open = {}
+
+    def _submit(self, batch: DataProto) -> None:
+        self._require_version(batch)
+        sampling_spec: SamplingSpec = batch.meta_info["sampling"]
+        params, visit, requests = self._params(sampling_spec), batch.meta_info["visit"], []
+        uids, numbers = batch.non_tensor_batch["uid"], batch.get("group").tolist()
+        for number, uid, prompt in zip(numbers, uids, rows(batch.get("prompts")), strict=True):
+            self._open[number] = _OpenGroup(prompt, sampling_spec.n)
+            key = self.spec.seed, visit, str(uid)
+            for sample in range(sampling_spec.n):
+                requests.append(TokenRequest(f"{number}-{sample}", prompt, params, key, sample))
+        self.engine.submit(requests)
+
+    def _require_version(self, batch: DataProto) -> int:
+        """The version that the batch promises; GuardStop when the weights are of another."""
+        promised: int = batch.meta_info["version"]
+        if self.version != promised:
+            held = "none that are complete" if self.version is None else f"those of version {self.version}"
+            if self.sleeps_beside:
+                held = f"none: it sleeps while {' and '.join(self.sleeps_beside)} work on its devices"
+            raise GuardStop(
+                f"generation rank {self.process.rank} was to sample with weights of version {promised}, and"
+                f" holds {held}"
+            )
+        return promised
+
     def _params(self, sampling_spec: SamplingSpec) -> SamplingParams:
         return SamplingParams(
             temperature=sampling_spec.temperature,
@@ -254,6 +376,7 @@ class RolloutWorker(Worker):
             ignore_eos=self.spec.rollout.ignore_eos,
             stop_token_ids=sampling_spec.stop_token_ids,
             stop=sampling_spec.stop,
+            routes=sampling_spec.routes,
         )
 
 
@@ -275,8 +398,10 @@ def _trajectories(
     values, response_lengths = parts(output.responses)
     repeated = take(prompts, np.repeat(np.arange(len(samples)), samples))
     lengths = parts(repeated)[1] + response_lengths
+    routed = {} if output.routed_experts is None else {"routed_experts": output.routed_experts}
     return DataProto.from_dict(
-        tensors={
+        tensors=routed
+        | {
             "prompts": repeated,
             "responses": output.responses,
             "response_mask": from_parts(torch.ones_like(values), response_lengths),

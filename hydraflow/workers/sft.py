@@ -6,21 +6,23 @@ metrics.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
 
 from hydraflow.algorithms.aggregate import Denominators
 from hydraflow.algorithms.sft_loss import SFTLoss
 from hydraflow.batch_plan.parts import RolePlan
-from hydraflow.dispatch.modes import mesh_mode, register
+from hydraflow.dispatch.modes import register
 from hydraflow.dispatch.worker import ProcessContext
-from hydraflow.engine.config import FSDPConfig, OptimConfig
-from hydraflow.metrics import Metric
+from hydraflow.engine.base import LossFn
+from hydraflow.engine.config import EngineConfig, OptimConfig
 from hydraflow.models.ask import Ask
 from hydraflow.models.config import ModelConfig
 from hydraflow.protocol.batch import DataProto
-from hydraflow.workers.engine_worker import EngineWorker
+from hydraflow.workers.engine_worker import DATA_RANKS
 from hydraflow.workers.skipping import SkipLimits
-from hydraflow.workers.training import forward_in_order
+from hydraflow.workers.training import TrainedWorker, UpdateLoss
 
 
 @dataclass(frozen=True)
@@ -29,7 +31,8 @@ class SFTSpec:
 
     model: ModelConfig
     optim: OptimConfig
-    fsdp_config: FSDPConfig
+    strategy: str
+    engine: EngineConfig
     plan: RolePlan
     total_steps: int
     """Optimizer steps of the run, for the schedule."""
@@ -39,36 +42,36 @@ class SFTSpec:
     """Limits on optimizer steps skipped for a non-finite gradient."""
 
 
-class SFTWorker(EngineWorker):
+class SFTWorker(TrainedWorker):
     """One process of a supervised run."""
 
-    def __init__(self, process: ProcessContext, spec: SFTSpec):
+    def __init__(self, process: ProcessContext, spec: SFTSpec, *, head: str = "policy"):
         super().__init__(
             process,
-            "fsdp2",
+            spec.strategy,
             spec.model,
-            spec.fsdp_config,
+            spec.engine,
             spec.optim,
-            head="policy",
+            head=head,
             total_steps=spec.total_steps,
             field="model",
             seed=spec.seed,
         )
-        self.evaluation_batcher = self.micro_batcher(spec.plan.micro, "evaluation")
+        alone = replace(spec.plan.micro, unit=1)
+        self.evaluation_batcher = self.micro_batcher(alone, "evaluation")
         self.learner = self.make_learner(
             spec.plan, spec.skip_limits, what="update", role="model", prefix="train"
         )
 
-    @register(dispatch_mode=mesh_mode("sft"), read_only=True, padding=False)
-    def update(self, batch: DataProto, step: int) -> dict[str, Metric]:
-        """The optimizer step of training step `step`."""
-        return self.learner.learn(batch, self._loss, step)
+    def update_loss(self, facts: Mapping[str, Any], step: int) -> UpdateLoss:
+        """See `TrainedWorker`."""
+        return UpdateLoss(self._loss)
 
-    @register(dispatch_mode=mesh_mode("sft"), read_only=True)
+    @register(dispatch_mode=DATA_RANKS, read_only=True)
     def evaluate(self, batch: DataProto) -> DataProto:
         """`log_probs` and `greedy_match` (1 where the token is the most probable one) of every response
         token."""
-        return forward_in_order(self.engine, batch, self.evaluation_batcher, Ask(greedy_match=True))
+        return self.engine.forward_rows(batch, self.evaluation_batcher, Ask(greedy_match=True))
 
-    def _loss(self, denominators: Denominators, first: bool) -> SFTLoss:
+    def _loss(self, denominators: Denominators, first: bool) -> LossFn:
         return SFTLoss(denominators)

@@ -1,17 +1,17 @@
-"""Shared by actor, critic and supervised model: optimizer steps over a step's trajectories, and forward
-passes without gradients.
+"""Shared by actor, critic and supervised model: the update of a training step.
 
 In: one data rank's rows, ordered by mini-batch (the controller chose which rows, see
-`trainer/mini_batches.py`). Out: metrics, or columns. Which rows share an optimizer step never depends on the
-number of ranks. Left out on purpose: micro-batches that turn out too large (`micro_batcher.py`), gradients
-that are not finite (`skipping.py`).
+`trainer/mini_batches.py`). Out: metrics. Which rows share an optimizer step never depends on the number of
+ranks. Left out on purpose: micro-batches (`engine/micro_batcher.py`), gradients that are not finite
+(`skipping.py`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import time
+from abc import abstractmethod
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -20,23 +20,83 @@ import torch
 from hydraflow import metrics as reductions
 from hydraflow.algorithms.aggregate import Denominators
 from hydraflow.batch_plan.parts import RolePlan
+from hydraflow.dispatch.modes import Dispatch, register
 from hydraflow.dispatch.spans import span
 from hydraflow.engine.base import LossFn, TrainEngine
+from hydraflow.engine.micro_batcher import MicroBatcher, live_rows
 from hydraflow.metrics import Metric, maximum, mean, merge
 from hydraflow.models.ask import LOG_PROBS, Ask
 from hydraflow.protocol.batch import DataProto
 from hydraflow.protocol.ragged import from_parts, parts
-from hydraflow.workers.micro_batcher import MicroBatcher, live_rows
-from hydraflow.workers.skipping import SkipGuard
+from hydraflow.workers.engine_worker import DATA_RANKS, EngineWorker
+from hydraflow.workers.skipping import SkipGuard, SkipLimits
 
 ROWS_PER_RANK = "rows_per_rank"
 """Key of a batch's meta_info: for each mini-batch, the rows of every data rank."""
 
-Correct = Callable[[DataProto], tuple[DataProto, dict[str, Metric]]]
-"""Changes a mini-batch before its optimizer step, above all its mask."""
+Change = Callable[[DataProto], tuple[DataProto, dict[str, Metric]]]
+"""Changes a mini-batch before its optimizer step: its mask, or columns that the loss reads."""
 LossFactory = Callable[[Denominators, bool], LossFn]
 """Builds a mini-batch's loss from its denominators; the flag marks the first optimizer step of a training
 step."""
+
+
+@dataclass(frozen=True)
+class UpdateLoss:
+    """What the optimizer steps of one training step minimise."""
+
+    make: LossFactory
+    ask: Ask = LOG_PROBS
+    """What the loss needs of the model."""
+    changes: Sequence[Change] = ()
+
+
+class TrainedWorker(EngineWorker):
+    """One process of a model that is trained."""
+
+    learner: Learner
+
+    def make_learner(
+        self, plan: RolePlan, limits: SkipLimits, *, what: str, role: str, prefix: str
+    ) -> Learner:
+        """The optimizer steps of this model. `what` names their pass in messages, `role` the model in
+        messages and files, `prefix` its metrics."""
+        skip_guard = SkipGuard(limits, role, self.process.rank)
+        micro_batcher = self.micro_batcher(plan.micro, what)
+        return Learner(self.engine, plan, micro_batcher, skip_guard, prefix, self.micro_batchers)
+
+    @abstractmethod
+    def update_loss(self, facts: Mapping[str, Any], step: int) -> UpdateLoss:
+        """What training step `step` minimises; `facts` are the meta_info of its rows."""
+
+    @register(dispatch_mode=DATA_RANKS, blocking=False, read_only=True, padding=False)
+    def update(self, batch: DataProto, step: int) -> dict[str, Metric]:
+        """Every optimizer step of training step `step`; rows come ordered by mini-batch. `perf/mfu/<role>`:
+        see `Utilization`."""
+        learner, start = self.learner, time.perf_counter()
+        metrics = learner.learn(batch, self.update_loss(batch.meta_info, step), step)
+        used = self.utilization.metric(
+            batch,
+            time.perf_counter() - start,
+            passes=learner.plan.epochs,
+            devices=self.process.world_size // self.engine.coordinates().data_size,
+        )
+        return metrics if used is None else metrics | {f"perf/mfu/{learner.prefix}": used}
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def skip_step(self) -> None:
+        """A training step without a row to train on: only the learning rate moves on."""
+        self.engine.lr_step()
+
+    @register(dispatch_mode=Dispatch.RANK_ZERO)
+    def skipped_in_a_row(self) -> int:
+        """Optimizer steps skipped since the last successful one; the same on every rank."""
+        return self.learner.skip_guard.in_a_row
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def count_skipped_from(self, in_a_row: int) -> None:
+        """Restores the count that `skipped_in_a_row` had when the checkpoint was saved."""
+        self.learner.skip_guard.in_a_row = in_a_row
 
 
 @dataclass
@@ -53,15 +113,7 @@ class Learner:
     micro_batchers: Sequence[MicroBatcher] = ()
     """Micro-batches of all passes of the model, whose splits are counted."""
 
-    def learn(
-        self,
-        batch: DataProto,
-        make_loss: LossFactory,
-        step: int,
-        *,
-        ask: Ask = LOG_PROBS,
-        correct: Correct | None = None,
-    ) -> dict[str, Metric]:
+    def learn(self, batch: DataProto, loss: UpdateLoss, step: int) -> dict[str, Metric]:
         """Takes every optimizer step of training step `step`, the first of which is 1.
 
         `batch` holds one mini-batch after the other, of `plan.rows_per_rank` rows or of as many as
@@ -75,17 +127,19 @@ class Learner:
         of_rows, of_steps = [], []
         for number in range(len(mini_batches) * self.plan.epochs):
             rows, counts = mini_batches[number % len(mini_batches)], denominators[number % len(mini_batches)]
-            if correct is not None:
+            for change in loss.changes:
                 with span("correction"):
-                    rows, corrected = correct(rows)
-                of_rows.append(corrected)
+                    rows, changed = change(rows)
+                of_rows.append(changed)
+            if loss.changes:
                 [counts] = global_denominators(self.engine, [rows])
                 if not counts.tokens:
                     continue  # momentum and weight decay would still move the weights
-            loss = make_loss(counts, number == 0)
+            of_mini_batch = loss.make(counts, number == 0)
             with span("gradient"):
-                passes = partial(self.engine.forward_backward, loss_fn=loss, ask=ask)
-                of_rows.append(self.micro_batcher.work(self.engine, rows, passes)[0])
+                of_rows.append(
+                    self.engine.forward_backward_rows(rows, self.micro_batcher, of_mini_batch, loss.ask)
+                )
             with span("optimizer_step"):
                 of_steps.append(self.engine.optimizer_step())
             facts = reductions.values(of_rows[-1]) | of_steps[-1]
@@ -114,20 +168,6 @@ def global_denominators(engine: TrainEngine, mini_batches: Sequence[DataProto]) 
     """Trained tokens and sequences of each mini-batch, over all data ranks: one reduction for all of them."""
     counts = torch.tensor(list(map(_mask_counts, mini_batches)), dtype=torch.float64)  # (K, 2)
     return [Denominators(tokens=tokens, sequences=rows) for tokens, rows in engine.reduce(counts).tolist()]
-
-
-def forward_in_order(
-    engine: TrainEngine,
-    batch: DataProto,
-    micro_batcher: MicroBatcher,
-    ask: Ask = LOG_PROBS,
-    *,
-    adapter: bool = True,
-) -> DataProto:
-    """Forward passes over all rows; columns come back in the order of `batch`. `ask` and `adapter` as in
-    `TrainEngine.forward`."""
-    output, micro = micro_batcher.work(engine, batch, partial(engine.forward, ask=ask, adapter=adapter))
-    return micro.restore(output)
 
 
 def _mini_batches(batch: DataProto, planned: int) -> list[DataProto]:

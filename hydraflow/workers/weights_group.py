@@ -1,16 +1,15 @@
 """The two sides of a broadcast of weights, from the actor's rank 0 to all generation processes.
 
 In: buckets, as they are made. Out: buckets to load. A bucket's header goes before its bytes. The next one
-is gathered while a bucket is sent, so that each side holds two at most. Where another process has died or is
-late, both sides end with False and their own state is unharmed; the controller finds out who it was. Left out
-on purpose: who joins when (`trainer/weight_links.py`).
+is gathered while a bucket is sent, so that each side holds two at most. Left out on purpose: who joins when
+(`trainer/weight_links.py`).
 """
 
 from __future__ import annotations
 
 import logging
 import socket
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import torch
@@ -18,18 +17,16 @@ import torch
 from hydraflow.dispatch.worker import ProcessContext
 from hydraflow.engine.broadcast_group import BroadcastGroup, GroupBroken, PendingBroadcast
 from hydraflow.weights.buckets import BucketMemory, FlatBucket, Header, flat_size
+from hydraflow.workers.weights_transfer import WAIT_SHARE, Outgoing, send_all
 
 log = logging.getLogger(__name__)
-WAIT_SHARE = 0.5
-"""Share of a call's timeout that a process waits for others, so that those that answer do so before the
-controller looks for the one that does not."""
 
 
 class WeightsSender:
     """On the actor's rank 0. The constructor opens a port."""
 
-    def __init__(self, process: ProcessContext):
-        self.process = process
+    def __init__(self, process: ProcessContext, device: torch.device):
+        self.process, self._device = process, device
         family = socket.AF_INET6 if ":" in process.address else socket.AF_INET
         self._listener = socket.create_server((process.address, 0), family=family, backlog=1024)
         self.place = process.address, self._listener.getsockname()[1]
@@ -37,40 +34,36 @@ class WeightsSender:
 
     def join(self, world_size: int) -> bool:
         """Waits for the receivers to join. Returns False when some do not."""
+        listening = self._listener.detach()
         self._group = _joined(
-            self.process, *self.place, rank=0, world_size=world_size, listen_fd=self._listener.detach()
+            self.process, self._device, *self.place, rank=0, world_size=world_size, listen_fd=listening
         )
         return self._group is not None
 
-    def send(self, outgoing: Iterable[tuple[Header | None, list[torch.Tensor]]]) -> bool:
-        """Sends buckets as `cut` makes them. Returns False when some could not be sent; they are exhausted in
-        any case, because other ranks take part in making them."""
-        under_way, memory = list[PendingBroadcast](), BucketMemory()
-        for header, numbers in outgoing:
-            assert header is not None, "rank 0 sends"
-            under_way = self._attempt(under_way, memory, header, numbers)
-            numbers.clear()  # while the next bucket is gathered
-        self._attempt(under_way, memory)
-        return self._group is not None
-
-    def _attempt(
-        self,
-        before: list[PendingBroadcast],
-        memory: BucketMemory,
-        header: Header | None = None,
-        numbers: Sequence[torch.Tensor] = (),
-    ) -> list[PendingBroadcast]:
-        """Waits for one bucket, then starts to send the next."""
-        if self._group is None:
-            return []
-        try:
-            for part in before:
-                part.wait()
-            return [] if header is None else _sent(self._group, FlatBucket.of(header, numbers, memory))
-        except GroupBroken as error:
-            log.warning("weights could not be sent: %s", error)
+    def send(self, outgoing: Outgoing) -> bool:
+        """See `send_all`."""
+        outlet = None if self._group is None else _Broadcasts(self._group, self._device)
+        if not (whole := send_all(outgoing, outlet)):
             self._group = None
-            return []
+        return whole
+
+
+class _Broadcasts:
+    """An `Outlet`: while a bucket is sent, the next one is gathered."""
+
+    def __init__(self, group: BroadcastGroup, device: torch.device):
+        self._group, self._memory = group, BucketMemory(device)
+        self._under_way: list[PendingBroadcast] = []
+
+    def send(self, header: Header, numbers: Sequence[torch.Tensor]) -> None:
+        """See `Outlet`."""
+        self.finish()
+        self._under_way = _sent(self._group, FlatBucket.of(header, numbers, self._memory))
+
+    def finish(self) -> None:
+        """See `Outlet`."""
+        for part in self._under_way:
+            part.wait()
 
 
 class WeightsReceiver:
@@ -81,39 +74,44 @@ class WeightsReceiver:
 
     @classmethod
     def join(
-        cls, process: ProcessContext, address: str, port: int, world_size: int
+        cls,
+        process: ProcessContext,
+        device: torch.device,
+        address: str,
+        port: int,
+        *,
+        number: int,
+        world_size: int,
     ) -> WeightsReceiver | None:
-        """None: not all have come."""
-        group = _joined(process, address, port, rank=1 + process.rank, world_size=world_size)
+        """None: not all have come. number: of this process in the group, from 1."""
+        group = _joined(process, device, address, port, rank=number, world_size=world_size)
         return None if group is None else cls(group)
 
-    def receive(self, load: Callable[[FlatBucket], None]) -> bool:
-        """Calls `load` with each bucket. Returns False when some have not arrived."""
-        last, memory = False, BucketMemory()
+    def buckets(self) -> Iterator[FlatBucket]:
+        """Those of a publish, each valid until the next. Raises GroupBroken."""
+        last, memory = False, BucketMemory(self._group.device)
         while not last:
-            try:
-                bucket = self._next(memory)
-            except GroupBroken as error:
-                log.warning("weights were not received: %s", error)
-                return False
+            bucket = self._next(memory)
             last = bucket.header.last
-            load(bucket)
-        return True
+            yield bucket
 
     def _next(self, memory: BucketMemory) -> FlatBucket:
-        [size] = self._group.broadcast(torch.empty(1, dtype=torch.int64)).wait().tolist()
-        text = self._group.broadcast(torch.empty(size, dtype=torch.uint8)).wait()
-        header = Header.from_json(text.numpy().tobytes())
+        device = self._group.device
+        [size] = self._group.broadcast(torch.empty(1, dtype=torch.int64, device=device)).wait().tolist()
+        text = self._group.broadcast(torch.empty(size, dtype=torch.uint8, device=device)).wait()
+        header = Header.from_json(text.cpu().numpy().tobytes())
         return FlatBucket(header, self._group.broadcast(memory.take(flat_size(header))).wait())
 
 
 def _sent(group: BroadcastGroup, bucket: FlatBucket) -> list[PendingBroadcast]:
     text = torch.from_numpy(np.frombuffer(bucket.header.to_json(), dtype=np.uint8).copy())
-    return [group.broadcast(part) for part in (torch.tensor([len(text)]), text, bucket.flat)]
+    size = torch.tensor([len(text)])
+    return [group.broadcast(part.to(group.device)) for part in (size, text, bucket.flat)]
 
 
 def _joined(
     process: ProcessContext,
+    device: torch.device,
     address: str,
     port: int,
     *,
@@ -123,6 +121,7 @@ def _joined(
 ) -> BroadcastGroup | None:
     try:
         return BroadcastGroup(
+            device,
             rank=rank,
             world_size=world_size,
             address=address,

@@ -33,6 +33,8 @@ Pass = Callable[[], tuple[torch.Tensor, torch.Tensor | None]]
 class OnlyHead(nn.Module):
     """A language model without a backbone."""
 
+    base_model_prefix = "model"
+
     def __init__(self, hidden: int, vocabulary: int, dtype: torch.dtype):
         super().__init__()
         self.lm_head = nn.Linear(hidden, vocabulary, bias=False, dtype=dtype)

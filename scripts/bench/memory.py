@@ -74,16 +74,16 @@ STORED = Case(
     "qwen2",
     dict(vocab_size=20000, hidden_size=384, intermediate_size=1152, num_hidden_layers=8)
     | dict(num_attention_heads=6, num_key_value_heads=2, tie_word_embeddings=False),
-    prompt=296, response=24, rows=8, micro=4,
+    prompt=296, response=24, rows=4, micro=4,
     settings={
         "actor_rollout_ref.model.enable_gradient_checkpointing": False,
         "actor_rollout_ref.actor.fsdp_config.head_chunk_tokens": 128,
     },
 )  # fmt: skip
-# 42 M parameters, tied; three micro-batches, so gradients are accumulated unsharded
+# 29 M parameters, tied; three micro-batches, so gradients are accumulated unsharded
 TIED = Case(
     "qwen3",
-    dict(vocab_size=8192, hidden_size=512, intermediate_size=1536, num_hidden_layers=12)
+    dict(vocab_size=8192, hidden_size=512, intermediate_size=1536, num_hidden_layers=8)
     | dict(num_attention_heads=8, num_key_value_heads=4, head_dim=64, tie_word_embeddings=True),
     prompt=104, response=24, rows=12, micro=4,
 )  # fmt: skip
@@ -93,12 +93,12 @@ MEGATRON = {
 }
 CASES = {
     "tied": TIED,
-    # 112 M parameters, half of them in the embedding and the output matrix; one micro-batch
+    # 75 M parameters, two thirds of them in the embedding and the output matrix; one micro-batch
     "untied": Case(
         "llama",
-        dict(vocab_size=32000, hidden_size=768, intermediate_size=2048, num_hidden_layers=8)
+        dict(vocab_size=32000, hidden_size=768, intermediate_size=2048, num_hidden_layers=4)
         | dict(num_attention_heads=12, num_key_value_heads=4, tie_word_embeddings=False),
-        prompt=48, response=16, rows=8, micro=8,
+        prompt=32, response=16, rows=8, micro=8,
     ),
     "stored": STORED,
     # the same, but the two processes share the tokens of each row (Ulysses)
@@ -252,7 +252,7 @@ class Rank:
         from hydraflow.protocol.batch import DataProto
 
         count = self.plan.actor.rows_per_rank
-        draw = torch.Generator().manual_seed(self.actor.engine.data_rank)
+        draw = torch.Generator().manual_seed(self.actor.engine.coordinates().data_rank)
         prompts = torch.randint(2, 60, (count // 2, prompt), generator=draw).repeat_interleave(2, 0)
         lengths = torch.full((count,), response)
         values = torch.zeros(count * response)

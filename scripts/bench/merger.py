@@ -1,14 +1,16 @@
 """Time and peak memory of `model_merger merge`, and how they compare with verl's merger on the same
 checkpoint.
 
-    python scripts/bench/merger.py [--sizes 0.5b 1.5b] [--layouts verl hydraflow] [--repeats 3]
+    python scripts/bench/merger.py [--sizes 0.5b 1.5b] [--layouts verl hydraflow megatron] [--repeats 3]
         [--verl VENV/bin/python] [--folder DIR]
 
 Makes models of random bf16 weights in Qwen2's shapes, splits them over 4 ranks with `split`, merges, and
 compares the result with the model bit by bit. Prints one JSON object. `ratio_*` are verl's figures divided by
 ours; where other programs run, the CPU time says more than the clock. Without --verl its figures are those
-taken of verl 0.9.1 on a machine with 2 cores; with it, it merges the same checkpoint here. `above_torch_mb`
-is the peak above that of a process that has imported torch and done nothing.
+taken of verl 0.9.1 on a machine with 2 cores; with it, it merges the same checkpoint here. Megatron-Core's
+checkpoints are compared with Megatron-Core's own `dist_checkpointing.load` in one process and transformers'
+`save_pretrained` instead. `above_torch_mb` is the peak above that of a process that has imported torch and
+done nothing.
 """
 
 from __future__ import annotations
@@ -63,7 +65,7 @@ def make_model(size: str, directory: str) -> None:
     import torch
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
-    from hydraflow.model_merger.target import copy_settings
+    from hydraflow.model_merger.target import copy_settings, settings
     from hydraflow.models.tiny import make_model as make_tiny
 
     config = Qwen2Config(vocab_size=151936, tie_word_embeddings=True, dtype="bfloat16", **SHAPES[size])
@@ -74,7 +76,7 @@ def make_model(size: str, directory: str) -> None:
         tiny = Path(make_tiny(Path(other) / "tiny", hidden=32, layers=1, heads=2, kv_heads=1))
         for name in ("config.json", "generation_config.json"):
             (tiny / name).unlink(missing_ok=True)
-        copy_settings(tiny, Path(directory))
+        copy_settings(settings(tiny), Path(directory))
 
 
 def run(command: list[str]) -> Figures:
@@ -113,11 +115,8 @@ def bench(size: str, layout: str, folder: Path, repeats: int, verl: str | None) 
         child = multiprocessing.get_context("spawn").Process(target=make_model, args=(size, str(model)))
         child.start()
         child.join()
-    run(
-        merger(
-            "split", "--hf_dir", model, "--target_dir", checkpoint, "--world_size", RANKS, "--layout", layout
-        )
-    )
+    kind = ("--backend", layout) if layout == "megatron" else ("--layout", layout)
+    run(merger("split", "--hf_dir", model, "--target_dir", checkpoint, "--world_size", RANKS, *kind))
     ours = fastest(merger("merge", "--local_dir", checkpoint, "--target_dir", target), target, repeats)
     run(merger("test", "--local_dir", checkpoint, "--test_hf_dir", model))
     run([sys.executable, "-c", _SAME, str(model), str(target)])
@@ -136,6 +135,9 @@ def bench(size: str, layout: str, folder: Path, repeats: int, verl: str | None) 
             str(target),
         ]
         theirs = fastest(command, target, repeats)
+    if layout == "megatron":
+        theirs = fastest([sys.executable, "-c", _CORE, str(checkpoint), str(target)], target, repeats)
+        run([sys.executable, "-c", _SAME, str(model), str(target)])
     base = run([sys.executable, "-c", "import torch"])
     shutil.rmtree(checkpoint)
     shutil.rmtree(target)
@@ -144,7 +146,7 @@ def bench(size: str, layout: str, folder: Path, repeats: int, verl: str | None) 
         "layout": layout,
         **asdict(ours),
         "above_torch_mb": round(ours.peak_mb - base.peak_mb, 1),
-        "verl": asdict(theirs),
+        "megatron_core" if layout == "megatron" else "verl": asdict(theirs),
         "ratio_time": round(theirs.seconds / ours.seconds, 2),
         "ratio_cpu": round(theirs.cpu_seconds / ours.cpu_seconds, 2),
         "ratio_memory": round(theirs.peak_mb / ours.peak_mb, 2),
@@ -162,13 +164,43 @@ assert a.keys() == b.keys() and all(torch.equal(a[k], b[k]) for k in a), "the me
 """
 
 
+_CORE = """
+import sys, torch
+import hydraflow.engine.megatron
+from megatron.core import dist_checkpointing
+from transformers import AutoConfig, AutoModelForCausalLM
+from hydraflow.engine.megatron.names import Names
+from hydraflow.model_merger.megatron_names import LAYERS, keys_of, parameters, sizes_of
+from pathlib import Path
+checkpoint, target = map(Path, sys.argv[1:])
+torch.distributed.init_process_group("gloo", init_method="tcp://127.0.0.1:29671", rank=0, world_size=1)
+folder, shape = str(checkpoint / "release"), sizes_of(checkpoint / "huggingface")
+saved = dist_checkpointing.load(dist_checkpointing.load_tensors_metadata(folder), folder)
+state, names = {}, Names(shape, 0, 1)
+for name in parameters(shape):
+    layer, _, place = name.removeprefix(LAYERS).partition(".")
+    if name.startswith(LAYERS):
+        tensor = saved[LAYERS + keys_of(place, experts=False)[0]][int(layer)]
+    else:
+        tensor = saved[name]
+    holding = names.holding(name)
+    state |= {part.name: piece for part, piece in zip(holding.parts, holding.cut(tensor))}
+with torch.device("meta"):
+    model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(checkpoint / "huggingface"))
+model.load_state_dict(state, strict=False, assign=True)
+model.tie_weights()
+model.save_pretrained(target)
+"""
+
+
 def main() -> None:
     """Runs and prints."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--sizes", nargs="+", choices=list(SHAPES), default=["0.5b"])
-    parser.add_argument("--layouts", nargs="+", choices=["verl", "hydraflow"], default=["verl", "hydraflow"])
+    layouts = ["verl", "hydraflow", "megatron"]
+    parser.add_argument("--layouts", nargs="+", choices=layouts, default=layouts)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--verl", help="a Python that has verl")
     parser.add_argument(

@@ -2,12 +2,13 @@
 
     python scripts/bench/plan_scale.py [repetitions]
 
-In: nothing. Out: milliseconds for a plan that is accepted, one that is refused with three problems, and one
-whose devices are listed, at 16 and at 100,000 devices. No Ray, no torch.
+In: nothing. Out: one JSON object each for 16 and for 100,000 devices: median milliseconds for a plan that is
+accepted, one that is refused with three problems, and one whose devices are listed. No Ray, no torch.
 """
 
 from __future__ import annotations
 
+import json
 import statistics
 import sys
 import time
@@ -73,16 +74,14 @@ def milliseconds(config: PPOConfig, repetitions: int) -> float:
 
 
 def main() -> None:
-    """Prints the table."""
+    """Prints the figures."""
     repetitions = int(sys.argv[1]) if len(sys.argv) > 1 else 5
-    print(f"median of {repetitions}, in ms; {PROMPTS:,} prompts")
     for nodes in (2, 12_500):
         times = {
-            name.__name__: milliseconds(name(nodes), repetitions) for name in (configuration, broken, mapped)
+            kind.__name__: round(milliseconds(kind(nodes), repetitions), 2)
+            for kind in (configuration, broken, mapped)
         }
-        print(
-            f"{8 * nodes:>7,} devices: " + ", ".join(f"{name} {value:.2f}" for name, value in times.items())
-        )
+        print(json.dumps({"devices": 8 * nodes, "prompts": PROMPTS, "milliseconds": times}))
 
 
 if __name__ == "__main__":

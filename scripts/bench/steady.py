@@ -20,7 +20,7 @@ from hydraflow.recipes.arithmetic import ArithmeticAssets, cache_folder, is_made
 from hydraflow.schema import PPOConfig
 
 WARM_UP = 5
-"""Steps at the start that do not count."""
+"""Steps at the start that do not count, by default."""
 
 
 @dataclass(frozen=True)
@@ -46,14 +46,14 @@ def default_assets(*overrides: str) -> ArithmeticAssets:
     return ArithmeticAssets(folder / "train.parquet", folder / "val.parquet", folder / "model")
 
 
-def hydraflow_steps(steps: int, *overrides: str) -> Steady:
-    """Trains `steps` + WARM_UP steps without validation, in a process of its own."""
+def hydraflow_steps(steps: int, *overrides: str, warm_up: int = WARM_UP) -> Steady:
+    """Trains `warm_up` + `steps` steps without validation, in a process of its own."""
     with tempfile.TemporaryDirectory() as folder:
         command = [
             sys.executable,
             "-m",
             "hydraflow.main_ppo",
-            f"trainer.total_training_steps={steps + WARM_UP}",
+            f"trainer.total_training_steps={steps + warm_up}",
             *overrides,
         ]
         command += [
@@ -66,7 +66,7 @@ def hydraflow_steps(steps: int, *overrides: str) -> Steady:
             json.loads(line) for line in (Path(folder) / "run" / "metrics.jsonl").read_text().splitlines()
         ]
     rows = [row for row in rows if "timing_s/step" in row]
-    counted = rows[WARM_UP:]
+    counted = rows[warm_up:]
     names = sorted(name for name in counted[0] if name.startswith("timing_s/"))
     return Steady(
         median=statistics.median(row["timing_s/step"] for row in counted),

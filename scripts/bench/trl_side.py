@@ -42,7 +42,8 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--model", required=True)
     parser.add_argument("--prompts", required=True)
-    for name in ("steps", "prompts-per-step", "samples", "updates", "max-tokens"):
+    parser.add_argument("--dtype", choices=["fp32", "bf16"], required=True)
+    for name in ("steps", "prompts-per-step", "samples", "updates", "max-tokens", "min-tokens"):
         parser.add_argument(f"--{name}", type=int, required=True)
     parser.add_argument("--lr", type=float, required=True)
     args = parser.parse_args()
@@ -54,12 +55,13 @@ def main() -> None:
     config = GRPOConfig(
         output_dir="/tmp/hydraflow-trl",
         use_cpu=True,
-        bf16=False,
+        bf16=args.dtype == "bf16",
         gradient_checkpointing=False,
         per_device_train_batch_size=trajectories // args.updates,
         steps_per_generation=args.updates,
         num_generations=args.samples,
         max_completion_length=args.max_tokens,
+        generation_kwargs={"min_new_tokens": args.min_tokens},
         max_steps=args.steps * args.updates,
         learning_rate=args.lr,
         lr_scheduler_type="constant",

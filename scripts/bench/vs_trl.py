@@ -1,12 +1,15 @@
 """Trajectories per second of hydraflow and of TRL's GRPOTrainer: same model, prompts, samples and response
 length, same cores.
 
-    python scripts/bench/vs_trl.py [--steps 40] [--venv .bench/trl]
+    python scripts/bench/vs_trl.py [--model recipe|0.85M|31.7M] [--dtype fp32|bf16] [--steps 40]
+                                   [--tokens 32] [--venv .bench/trl]
 
 The two run one after the other. TRL gets a virtual environment of its own (made here the first time, some
 minutes) and is measured with one process of two threads and of one thread; its better figure counts.
-hydraflow runs its default: two processes of one thread. Prints one JSON object with both figures and their
-ratio.
+hydraflow runs its default: two processes of one thread. Models other than the recipe's have random weights,
+and their responses have `--tokens` tokens each. bf16 is the type of the passes; weights stay in fp32 in both.
+Prints one JSON object with both figures, their ratio, and the seconds that the matrix products of sampling
+and learning alone would take at the machine's peak.
 """
 
 from __future__ import annotations
@@ -16,14 +19,51 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-from steady import default_assets, hydraflow_steps
+import torch
+from held import MODELS, write_model
+from steady import Steady, default_assets, hydraflow_steps
+
+from hydraflow.device import peak_flops, resolve_dtype, usable_cores
+from hydraflow.models.config import ModelConfig
+from hydraflow.workers.utilization import ModelWork
 
 TRL = "trl==1.16.0"
 HERE = Path(__file__).parent
 SETUP = HERE.parent / "setup_env.sh"
-PROMPTS, SAMPLES, UPDATES, MAX_TOKENS, LR = 64, 8, 2, 8, 1e-4
+LR = 1e-4
+PROMPT_TOKENS = 6
+"""Of a problem of the recipe."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """What both sides do in a step."""
+
+    prompts: int
+    samples: int
+    updates: int
+    tokens: int
+    """Of a response at most; without `ends` of every one."""
+    ends: bool
+    """Whether a response may end before."""
+    warm_up: int
+    """Steps that do not count."""
+
+    @property
+    def trajectories(self) -> int:
+        """Of a step."""
+        return self.prompts * self.samples
+
+
+JOBS = {
+    "recipe": Job(64, 8, updates=2, tokens=8, ends=True, warm_up=5),
+    "0.85M": Job(16, 8, updates=1, tokens=32, ends=False, warm_up=3),
+    "31.7M": Job(16, 8, updates=1, tokens=32, ends=False, warm_up=1),
+}
 
 
 def trl_python(venv: Path) -> Path:
@@ -44,41 +84,100 @@ def trl_python(venv: Path) -> Path:
     return python
 
 
-def trl_steps(python: Path, steps: int, threads: int) -> dict[str, float]:
-    """Seconds per step of TRL on the default recipe's model and problems."""
-    assets = default_assets()
-    command = [
-        python,
-        HERE / "trl_side.py",
-        "--model",
-        assets.model,
-        "--prompts",
-        assets.train,
-        "--steps",
-        steps,
-        "--lr",
-        LR,
-    ]
-    command += [
-        "--prompts-per-step",
-        PROMPTS,
-        "--samples",
-        SAMPLES,
-        "--updates",
-        UPDATES,
-        "--max-tokens",
-        MAX_TOKENS,
-    ]
+def trl_steps(
+    python: Path, job: Job, model: Path, problems: Path, dtype: str, steps: int, threads: int
+) -> dict[str, float]:
+    """Seconds per step of TRL; its first two steps do not count."""
+    options = {
+        "model": model,
+        "prompts": problems,
+        "dtype": dtype,
+        "steps": steps + 2,
+        "lr": LR,
+        "prompts-per-step": job.prompts,
+        "samples": job.samples,
+        "updates": job.updates,
+        "max-tokens": job.tokens,
+        "min-tokens": 0 if job.ends else job.tokens,
+    }
+    command = [str(python), str(HERE / "trl_side.py")]
+    command += [word for name, value in options.items() for word in (f"--{name}", str(value))]
     env = {
         **os.environ,
         "OMP_NUM_THREADS": str(threads),
         "TRL_EXPERIMENTAL_SILENCE": "1",
         "HF_HUB_OFFLINE": "1",
     }
-    done = subprocess.run(
-        [str(part) for part in command], env=env, check=True, capture_output=True, text=True, timeout=1800
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=1800)
+    if done.returncode:
+        raise SystemExit(f"TRL's side failed: {done.stderr.strip()[-2000:]}")
+    found: dict[str, float] = json.loads(done.stdout.strip().splitlines()[-1])
+    return found
+
+
+def our_steps(job: Job, model: Path | None, problems: Path, dtype: str, steps: int) -> Steady:
+    """Seconds per step of hydraflow; `model`: None is the recipe's."""
+    overrides = {
+        "data.train_batch_size": job.prompts,
+        "actor_rollout_ref.rollout.n": job.samples,
+        "actor_rollout_ref.actor.ppo_mini_batch_size": job.prompts // job.updates,
+        "data.max_response_length": job.tokens,
+        "actor_rollout_ref.actor.optim.lr": LR,
+        "actor_rollout_ref.actor.fsdp_config.dtype": dtype,
+        "actor_rollout_ref.rollout.dtype": dtype,
+        "actor_rollout_ref.rollout.ignore_eos": not job.ends,
+    }
+    if model is not None:
+        overrides |= {
+            "actor_rollout_ref.model.path": model,
+            "actor_rollout_ref.model.enable_gradient_checkpointing": False,
+            "data.train_files": problems,
+            "data.val_files": problems,
+            "data.max_prompt_length": 16,
+            "algorithm.adv_estimator": "grpo",
+        }
+    return hydraflow_steps(
+        steps, *(f"{key}={value}" for key, value in overrides.items()), warm_up=job.warm_up
     )
-    return json.loads(done.stdout.strip().splitlines()[-1])
+
+
+def least_seconds(job: Job, model: Path, dtype: str) -> float | None:
+    """Of a step in which all cores multiply at their peak: each response once to sample it, with its prompt
+    counted for each, and once to learn from it."""
+    work = ModelWork.of(ModelConfig(path=str(model)), "policy", "model")
+    torch.set_num_threads(usable_cores())
+    peak = peak_flops(torch.device("cpu"), resolve_dtype(dtype, "cpu"))
+    if work is None or peak is None:
+        return None
+    rows = torch.ones(job.trajectories, dtype=torch.int64)
+    lengths = rows * PROMPT_TOKENS, rows * job.tokens
+    return (work.forward(*lengths) + work.update(*lengths)) / peak
+
+
+def compare(name: str, job: Job, dtype: str, steps: int, venv: Path) -> dict[str, object]:
+    """Both sides' figures."""
+    assets = default_assets()
+    with tempfile.TemporaryDirectory() as folder:
+        held = None if name == "recipe" else write_model(name, Path(folder) / name)
+        ours = our_steps(job, held, assets.train, dtype, steps)
+        model, python = held or assets.model, trl_python(venv)
+        theirs = {
+            threads: trl_steps(python, job, model, assets.train, dtype, steps, threads) for threads in (2, 1)
+        }
+        least = least_seconds(job, model, dtype)
+    best = min(result["seconds_per_step"] for result in theirs.values())
+    return {
+        "model": name,
+        "dtype": dtype,
+        "tokens": job.tokens,
+        "trajectories_per_step": job.trajectories,
+        "hydraflow_trajectories_per_s": round(job.trajectories / ours.median, 1),
+        "trl_trajectories_per_s": round(job.trajectories / best, 1),
+        "ratio": round(best / ours.median, 2),
+        "least_seconds_per_step": least,
+        "trl": theirs,
+        "hydraflow_phases_s": ours.phases,
+    }
 
 
 def main() -> None:
@@ -86,30 +185,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
+    parser.add_argument("--model", choices=["recipe", *MODELS], default="recipe")
+    parser.add_argument("--dtype", choices=["fp32", "bf16"], default="fp32")
+    parser.add_argument("--tokens", type=int, help="of a response")
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--venv", type=Path, default=Path(".bench/trl"))
     args = parser.parse_args()
-    ours = hydraflow_steps(
-        args.steps,
-        f"data.train_batch_size={PROMPTS}",
-        f"actor_rollout_ref.rollout.n={SAMPLES}",
-        f"actor_rollout_ref.actor.ppo_mini_batch_size={PROMPTS // UPDATES}",
-        f"data.max_response_length={MAX_TOKENS}",
-        f"actor_rollout_ref.actor.optim.lr={LR}",
-    )
-    python = trl_python(args.venv)
-    theirs = {threads: trl_steps(python, args.steps, threads) for threads in (2, 1)}
-    best = min(result["seconds_per_step"] for result in theirs.values())
-    trajectories = PROMPTS * SAMPLES
-    figures = {
-        "trajectories_per_step": trajectories,
-        "hydraflow_trajectories_per_s": round(trajectories / ours.median, 1),
-        "trl_trajectories_per_s": round(trajectories / best, 1),
-        "ratio": round(best / ours.median, 2),
-        "trl": theirs,
-        "hydraflow_phases_s": ours.phases,
-    }
-    print(json.dumps(figures, indent=2))
+    job = JOBS[args.model]
+    job = replace(job, tokens=args.tokens or job.tokens)
+    print(json.dumps(compare(args.model, job, args.dtype, args.steps, args.venv), indent=2))
 
 
 if __name__ == "__main__":

@@ -3,13 +3,13 @@
     python scripts/bench/weight_sync.py [--models small,wide,large] [--publishes 5] [--bucket-megabytes 64]
 
 For each model (random fp32 weights, written on the spot) the run's own workers are started, one actor rank
-and one rollout process: both roles in the same process, then in two that Ray's object store joins, then on
-two Ray nodes (both on this machine), joined by a broadcast and, to compare, by the object store. A publish
-hands over all weights. The first one is not counted, and it alone compares checksums. The copy rate
-is that of one thread that copies one array onto another. Prints one JSON object per model: bytes per second,
-of the median and of the fastest publish, and the medians' shares of the copy rate; the most memory that the
-object store has taken; and by how much that of the actor's and of the rollout's process has grown at most,
-shared memory included.
+and one rollout process: both roles in the same process, then in two of a node, then on two Ray nodes (both on
+this machine). A publish hands over all weights. The first one is not counted, and it alone compares
+checksums. The copy rate is that of one thread that copies one array onto another, after each publish, so
+that whatever else the machine does slows both. Prints one JSON object per model: for each link the bytes per
+second of the median and of the fastest publish, and their shares of the median and of the fastest copy; what
+the slots of shared memory take; and by how much the memory of the actor's and of the rollout's process has
+grown at most, shared memory included.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from hydraflow.batch_plan.parts import MicroPlan, RolePlan
 from hydraflow.dispatch.config import RayInitConfig
-from hydraflow.dispatch.group import RoleGroup, Timeouts
+from hydraflow.dispatch.group import Timeouts
 from hydraflow.dispatch.placement import ResourcePool
 from hydraflow.dispatch.runtime import Runtime
 from hydraflow.dispatch.worker import RoleSpec
 from hydraflow.engine.config import FSDPConfig
 from hydraflow.generation.config import RolloutConfig, SamplingConfig
 from hydraflow.models.config import ModelConfig
-from hydraflow.trainer.weight_links import MEGABYTE, Broadcast, ObjectStore, SameProcess, WeightLink
+from hydraflow.trainer.weight_links import Apart, Broadcast, SameProcess, SharedMemory, WeightLink
 from hydraflow.workers.actor import ActorSpec, ActorWorker
 from hydraflow.workers.config import ActorConfig
 from hydraflow.workers.rollout import RolloutSpec, RolloutWorker
@@ -57,7 +57,7 @@ MODELS: Mapping[str, Mapping[str, int]] = {
     "large": dict(vocab_size=151936, hidden_size=896, intermediate_size=4864, num_hidden_layers=24)
     | dict(num_attention_heads=14, num_key_value_heads=2, head_dim=64),
 }
-COPIED_BYTES = 256 * MEGABYTE
+COPIED_BYTES = 256 * 2**20
 NEVER = 10**9
 
 
@@ -101,19 +101,19 @@ def same_process(model: str) -> Iterator[WeightLink]:
 
 
 @contextmanager
-def object_store(model: str, bucket_megabytes: int) -> Iterator[ObjectStore]:
+def two_processes(model: str, bucket_megabytes: int) -> Iterator[SharedMemory]:
     """A process for each role."""
     with Runtime(RayInitConfig(), Timeouts()) as runtime:
         runtime.start([ResourcePool(name, [1]) for name in ("actor", "rollout")])
         groups = {name: runtime.group(name, {name: spec}) for name, spec in roles(model).items()}
         runtime.await_ready()
         actor, rollout = groups["actor"].role("actor"), groups["rollout"].role("rollout")
-        yield ObjectStore(actor, rollout, how(bucket_megabytes))
+        yield SharedMemory(actor, rollout, how(bucket_megabytes))
 
 
 @contextmanager
-def two_nodes(model: str, bucket_megabytes: int) -> Iterator[tuple[Broadcast, ObjectStore]]:
-    """A node for each role, and two ways between them."""
+def two_nodes(model: str, bucket_megabytes: int) -> Iterator[Broadcast]:
+    """A node for each role."""
     with _cluster(model) as address, Runtime(RayInitConfig(address=address), Timeouts()) as runtime:
         runtime.start([ResourcePool("both", [1, 1])])
         groups = [
@@ -122,8 +122,7 @@ def two_nodes(model: str, bucket_megabytes: int) -> Iterator[tuple[Broadcast, Ob
         ]
         runtime.await_ready()
         actor, rollout = groups[0].role("actor"), groups[1].role("rollout")
-        settings = actor, rollout, how(bucket_megabytes)
-        yield Broadcast(*settings), ObjectStore(*settings)
+        yield Broadcast(actor, rollout, how(bucket_megabytes))
 
 
 @contextmanager
@@ -146,83 +145,71 @@ def how(bucket_megabytes: int) -> RolloutConfig:
     )
 
 
-def store_bytes() -> int:
-    """Memory that Ray's object store has ever taken, of the Ray that this process has started: the pages of
-    its file, which keeps them."""
-    raylets = [one for one in psutil.Process().children(recursive=True) if one.name() == "raylet"]
-    files = [file for raylet in raylets for file in Path(f"/proc/{raylet.pid}/fd").iterdir()]
-    return sum(os.stat(file).st_blocks * 512 for file in files if "plasma" in os.readlink(file))
+def slot_bytes(link: SharedMemory) -> int:
+    """Memory of the slots that the actor shares."""
+    files = [one for one in Path(f"/proc/{pids(link)['actor']}/fd").iterdir() if "memfd" in os.readlink(one)]
+    return sum({found.st_ino: found.st_blocks * 512 for found in map(os.stat, files)}.values())
+
+
+def pids(link: Apart) -> dict[str, int]:
+    """The process of each role."""
+    return {"actor": link.actor.group.processes[0].pid, "rollout": link.rollout.group.processes[0].pid}
 
 
 @contextmanager
-def watched(link: ObjectStore) -> Iterator[dict[str, int]]:
+def watched(link: Apart) -> Iterator[dict[str, int]]:
     """By how many bytes the memory of each role's process has grown at most, once the context has ended. The
     weights are published once before: only then does the rollout have the memory of its own."""
     link.publish(1)()
     grown: dict[str, int] = {}
-    pids = {"actor": link.actor.group.processes[0].pid, "rollout": link.rollout.group.processes[0].pid}
-    before = {role: psutil.Process(pid).memory_info().rss for role, pid in pids.items()}
-    for pid in pids.values():
+    before = {role: psutil.Process(pid).memory_info().rss for role, pid in pids(link).items()}
+    for pid in pids(link).values():
         Path(f"/proc/{pid}/clear_refs").write_text("5")  # the peak is counted from now on
     yield grown
-    for role, pid in pids.items():
+    for role, pid in pids(link).items():
         lines = Path(f"/proc/{pid}/status").read_text().splitlines()
         [peak] = [int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM:")]
         grown[role] = peak - before[role]
 
 
-def rates(size: int, work: Callable[[], Any], times: int) -> dict[str, float]:
-    """Bytes per second of `times` calls that move `size` bytes each; one before them is not counted."""
-    taken = []
-    for _ in range(times + 1):
-        begun = time.perf_counter()
-        work()
-        taken.append(time.perf_counter() - begun)
-    return {"median": size / statistics.median(taken[1:]), "fastest": size / min(taken[1:])}
-
-
-def copy_rates(times: int) -> dict[str, float]:
-    """Bytes per second of one thread."""
+def rates(link: WeightLink, size: int, times: int) -> dict[str, float]:
+    """Bytes per second of `times` publishes of `size` bytes, and what share of the copy rate that is; a
+    publish and a copy before them are not counted."""
     source, target = np.ones(COPIED_BYTES, dtype=np.uint8), np.zeros(COPIED_BYTES, dtype=np.uint8)
-    return rates(COPIED_BYTES, lambda: np.copyto(target, source), times)
+    published, copied = list[float](), list[float]()
+    for _ in range(times + 1):
+        published.append(seconds(lambda: link.publish(1)()))
+        copied.append(seconds(lambda: np.copyto(target, source)))
+    found = {}
+    for name, of in {"median": statistics.median, "fastest": min}.items():
+        sent, copy = size / of(published[1:]), COPIED_BYTES / of(copied[1:])
+        found |= {name: sent, f"{name}_copy": copy, f"{name}_share": round(sent / copy, 3)}
+    return found
 
 
-def bucket_sizes(actor: RoleGroup, bucket_megabytes: int) -> list[int]:
-    """Bytes of each bucket."""
-    sizes, is_last = list[int](), False
-    while not is_last:
-        most = bucket_megabytes * MEGABYTE
-        asked = actor.call(ActorWorker.send_bucket, len(sizes), 0, most, "fp32", False)
-        stored, is_last = asked.get()[0]
-        sizes.append(sum(array.nbytes for array in stored.read().arrays))
-    return sizes
+def seconds(work: Callable[[], Any]) -> float:
+    """How long it takes."""
+    begun = time.perf_counter()
+    work()
+    return time.perf_counter() - begun
 
 
 def measure(model: str, publishes: int, bucket_megabytes: int) -> dict[str, Any]:
     """One model's figures."""
+    found: dict[str, Any] = {"model": model}
     with tempfile.TemporaryDirectory() as folder:
-        size = write_model(MODELS[model], Path(folder))
-        with same_process(folder) as link:
-            within = rates(size, lambda: link.publish(1)(), publishes)
-        with object_store(folder, bucket_megabytes) as link:
-            before = store_bytes()
-            with watched(link) as grown:
-                between = rates(size, lambda: link.publish(1)(), publishes)
-            held = store_bytes() - before
-            sizes = bucket_sizes(link.actor, bucket_megabytes)
-        with two_nodes(folder, bucket_megabytes) as links:
-            names = ("broadcast_to_a_node", "object_store_to_a_node")
-            far, far_grown = {}, {}
-            for name, link in zip(names, links, strict=True):
-                with watched(link) as far_grown[name]:
-                    far[name] = rates(size, lambda link=link: link.publish(1)(), publishes)
-    found = {"same_process": within, "object_store": between, **far}
-    copy = copy_rates(publishes)
-    shares = {f"{link}_share": round(rate["median"] / copy["median"], 3) for link, rate in found.items()}
-    found["memory_copy"] = copy
-    pair = max(sum(sizes[first : first + 2]) for first in range(len(sizes)))
-    facts = {"model": model, "bytes": size, "buckets": len(sizes), "two_buckets": pair, "held_at_most": held}
-    return facts | {"processes_grew": {"object_store": grown, **far_grown}} | found | shares
+        found["bytes"] = size = write_model(MODELS[model], Path(folder))
+        with same_process(folder) as within:
+            found["same_process"] = rates(within, size, publishes)
+        with two_processes(folder, bucket_megabytes) as near:
+            with watched(near) as grew:
+                found["shared_memory"] = rates(near, size, publishes)
+            found["shared_memory"] |= {"slots": slot_bytes(near), "grew": grew}
+        with two_nodes(folder, bucket_megabytes) as far:
+            with watched(far) as grew:
+                found["broadcast"] = rates(far, size, publishes)
+            found["broadcast"] |= {"grew": grew}
+    return found
 
 
 def main() -> None:

@@ -48,6 +48,30 @@ def test_plus_keeps_the_value_and_takes_the_gradient_of_k2(name):
     assert value_and_gradient(name + "+", LOGP, REF) == pytest.approx((VALUES[name], D), abs=1e-12)
 
 
+def of_softmax(name: str, over: str) -> torch.Tensor:
+    """The gradient of the logits, in the mean over sampled tokens; over "reverse" or "forward", that of the
+    divergence itself."""
+    logits = torch.tensor([0.3, -0.4, 0.9, 0.1], dtype=torch.float64, requires_grad=True)
+    reference = torch.tensor([0.1, 0.5, 0.4, -0.7], dtype=torch.float64).log_softmax(0)
+    logp = logits.log_softmax(0)
+    wanted = {
+        "reverse": (logp.exp() * (logp - reference)).sum(),
+        "forward": (reference.exp() * (reference - logp)).sum(),
+        "sampled": (logp.detach().exp() * KL_ESTIMATORS[name](logp, reference)).sum(),
+    }
+    return torch.autograd.grad(wanted[over], logits)[0]
+
+
+@pytest.mark.parametrize(
+    ("name", "divergence"),
+    [("k1+", "reverse"), ("k2", "reverse"), ("k3+", "reverse"), ("k3", "forward"), ("k1", None)],
+)
+def test_whose_gradient_it_is_in_the_mean(name, divergence):
+    found = of_softmax(name, "sampled")
+    wanted = of_softmax(name, divergence) if divergence else torch.zeros_like(found)
+    assert torch.allclose(found, wanted, rtol=0, atol=1e-15)
+
+
 def test_signs_when_the_reference_is_more_likely():
     assert value_and_gradient("kl", REF, LOGP)[0] == pytest.approx(-D)
     assert value_and_gradient("abs", REF, LOGP) == pytest.approx((D, -1.0))

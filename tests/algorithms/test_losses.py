@@ -5,12 +5,12 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from algorithms.losses_by_name import policy_loss
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hydraflow.algorithms.actor_loss import ActorLoss
 from hydraflow.algorithms.aggregate import LOSS_AGG_MODES, Denominators, token_weights
-from hydraflow.algorithms.config import POLICY_LOSSES
 from hydraflow.algorithms.critic_loss import ValueLoss
 from hydraflow.algorithms.gspo import gspo
 from hydraflow.algorithms.policy_loss import vanilla
@@ -18,7 +18,6 @@ from hydraflow.algorithms.sapo import sapo
 from hydraflow.algorithms.sft_loss import SFTLoss
 from hydraflow.algorithms.token_terms import TokenInputs
 from hydraflow.algorithms.value_loss import clipped_value_loss
-from hydraflow.workers.config import ActorConfig
 
 
 def f64(rows) -> torch.Tensor:
@@ -185,7 +184,7 @@ def test_actor_loss_by_hand():
         "ref_log_prob": f64([[math.log(0.25), math.log(0.5), 0.0]]),  # k1 is log 2 and 0
     }
     loss_fn = ActorLoss(
-        policy_loss=POLICY_LOSSES["vanilla"].bound(ActorConfig()),
+        policy_loss=policy_loss("vanilla"),
         denominators=Denominators(4.0, 2.0),
         scale_factor=8.0,
         entropy_coeff=0.1,
@@ -214,8 +213,9 @@ def test_actor_loss_by_hand():
 
 def test_actor_loss_without_extras_reads_no_reference_and_no_entropy():
     columns = {"response_mask": torch.ones(1, 1), "old_log_probs": f64([[0.0]]), "advantages": f64([[2.0]])}
-    policy_loss = POLICY_LOSSES["vanilla"].bound(ActorConfig())
-    loss_fn = ActorLoss(policy_loss=policy_loss, denominators=Denominators(1.0, 1.0), scale_factor=1.0)
+    loss_fn = ActorLoss(
+        policy_loss=policy_loss("vanilla"), denominators=Denominators(1.0, 1.0), scale_factor=1.0
+    )
     loss, metrics = loss_fn(output(f64([[0.0]])), columns)
     assert loss.item() == -2.0
     assert set(metrics) == {"actor/pg_clipfrac", "actor/pg_clipfrac_lower", "actor/ppo_kl", "actor/pg_loss"}

@@ -4,25 +4,37 @@ were split into micro-batches and ranks, in which order they came, or how far th
 """
 
 import functools
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 
 import pytest
 import torch
+from algorithms.losses_by_name import policy_loss
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hydraflow import metrics
 from hydraflow.algorithms.actor_loss import ActorLoss
 from hydraflow.algorithms.aggregate import LOSS_AGG_MODES, Denominators
-from hydraflow.algorithms.config import POLICY_LOSSES, REJECTION_RULES, ROLLOUT_IS_LEVELS
+from hydraflow.algorithms.config import (
+    DIVERGENCES,
+    POLICY_LOSSES,
+    REJECTION_RULES,
+    ROLLOUT_IS_LEVELS,
+    DistillationLossConfig,
+    PolicyLossConfig,
+)
 from hydraflow.algorithms.correction import Correction, Rejection, Weighting
 from hydraflow.algorithms.critic_loss import ValueLoss
+from hydraflow.algorithms.distillation import Distillation
 from hydraflow.algorithms.kl import KL_ESTIMATORS
 from hydraflow.algorithms.reinforce import reinforce
 from hydraflow.algorithms.sft_loss import SFTLoss
 from hydraflow.protocol import ragged
 from hydraflow.protocol.batch import DataProto
-from hydraflow.workers.config import ActorConfig
+from hydraflow.protocol.coordinates import Coordinates
+from hydraflow.workers.choosing import Chooser
 from hydraflow.workers.correcting import Corrector
 
 B, R = 6, 5
@@ -31,9 +43,10 @@ SCALE = 16.0
 
 @dataclass
 class Output:
-    log_probs: torch.Tensor | None
-    entropy: torch.Tensor | None
-    values: torch.Tensor | None
+    log_probs: torch.Tensor | None = None
+    entropy: torch.Tensor | None = None
+    values: torch.Tensor | None = None
+    target_log_probs: torch.Tensor | None = None
 
 
 Split = list[list[int]]
@@ -63,24 +76,42 @@ def make_rows(seed: int, dtype: torch.dtype = torch.float64) -> dict[str, torch.
         "x_entropy",
         "x_values",
         "rollout_log_probs",
+        "teacher_log_probs",
     )
     return rows | {name: (draw() * mask).to(dtype) for name in names}
 
 
+def with_targets(rows: dict[str, torch.Tensor], tokens: int = 3) -> dict[str, torch.Tensor]:
+    """With log-probabilities of a teacher's likeliest tokens, (B, R, K)."""
+    draw = torch.Generator().manual_seed(8)
+    names = ("teacher_top_log_probs", "x_target_log_probs")
+    every = torch.randn(len(names), B, R, tokens + 2, generator=draw, dtype=torch.float64).log_softmax(-1)
+    return rows | {name: one[..., :tokens] for name, one in zip(names, every, strict=True)}
+
+
 def padded(x: torch.Tensor, columns: int) -> torch.Tensor:
-    return torch.nn.functional.pad(x, (0, columns))
+    return torch.nn.functional.pad(x, (0, 0) * (x.ndim - 2) + (0, columns))
 
 
-def evaluate(loss_of, rows, ranks: list[Split], padding: int = 0, correction: Correction | None = None):
+def evaluate(
+    loss_of,
+    rows,
+    ranks: list[Split],
+    padding: int = 0,
+    correction: Correction | None = None,
+    loss_mode: str = "vanilla",
+):
     """The summed loss, the gradient of every output (B, R), and the merged metrics, with each rank's part
-    computed apart. `correction`: one that needs the mini-batch."""
+    computed apart. `correction`: one that needs the mini-batch. `loss_mode`: for the choice of tokens."""
     total, reports = 0.0, []
     if correction is not None:
         rows, reports = corrected(correction, rows, ranks)
+    rows = with_choice(loss_mode, rows, ranks)
     # What the ranks do: count their own masks, add the counts up.
     counts = [Denominators.count(rows["response_mask"][sum(split, [])]) for split in ranks]
     loss_fn = loss_of(sum(counts[1:], counts[0]))
-    leaves = {name: rows[f"x_{name}"].clone().requires_grad_() for name in ("log_probs", "entropy", "values")}
+    outputs = [name.removeprefix("x_") for name in rows if name.startswith("x_")]
+    leaves = {name: rows[f"x_{name}"].clone().requires_grad_() for name in outputs}
     for split in ranks:
         for number, part in enumerate(split):
             width = padding * (number + 1)  # micro-batches of different widths
@@ -95,45 +126,74 @@ def evaluate(loss_of, rows, ranks: list[Split], padding: int = 0, correction: Co
     return total, gradients, metrics.values(metrics.merge(reports))
 
 
-class Reduction:
-    """An engine of which only the sum over data ranks is wanted: first it notes a rank's part, then it gives
-    the sum of all."""
+@dataclass
+class RankEngine:
+    """The part of a rank's engine that adds up numbers over data ranks; ranks are threads."""
 
-    def __init__(self) -> None:
-        self.noted: list[torch.Tensor] = []
-        self.complete = False
+    data_rank: int
+    data_size: int
+    noted: dict[int, torch.Tensor]
+    barrier: threading.Barrier
+
+    def coordinates(self) -> Coordinates:
+        return Coordinates(self.data_rank, self.data_size, is_collect=True)
 
     def reduce(self, values: torch.Tensor) -> torch.Tensor:
-        if not self.complete:
-            self.noted.append(values)
-        return torch.stack(self.noted).sum(0)
+        self.noted[self.data_rank] = values
+        self.barrier.wait(20)
+        total = torch.stack([self.noted[rank] for rank in range(self.data_size)]).sum(0)
+        self.barrier.wait(20)
+        return total
 
 
-def corrected(correction: Correction, rows, ranks: list[Split]):
-    """The rows as the ranks have them after their mini-batch is corrected, and each rank's metrics."""
+def on_ranks(parts: list, work) -> list:
+    """`work(part, engine)` of every rank, all at the same time."""
+    noted: dict[int, torch.Tensor] = {}
+    barrier = threading.Barrier(len(parts))
+    engines = [RankEngine(rank, len(parts), noted, barrier) for rank in range(len(parts))]
+    with ThreadPoolExecutor(len(parts)) as pool:
+        return list(pool.map(work, parts, engines))
+
+
+def changed(rows, ranks: list[Split], change_of):
+    """The rows as the ranks have them after a change of their mini-batch, and each rank's metrics.
+    `change_of` takes a rank's engine."""
     lengths = [int(mask.nonzero().max()) + 1 if mask.any() else 2 for mask in rows["response_mask"]]
     whole = DataProto.from_dict(
         {
             name: ragged.from_rows([row[:length] for row, length in zip(column, lengths)])
             for name, column in rows.items()
         }
+        | {"group": torch.arange(B) // 2, "sample": torch.arange(B) % 2}
     )
-    engine, found = Reduction(), dict(rows)
-    parts = {rank: order for rank, split in enumerate(ranks) if (order := sum(split, []))}
-    corrector = Corrector(correction, engine, lambda part: part.get("x_log_probs"))  # type: ignore[arg-type]
-    for order in parts.values():
-        corrector(whole.select_idxs(order))
-    engine.complete, reports = True, []
-    for order in parts.values():
-        part, report = corrector(whole.select_idxs(order))
+    orders = [order for split in ranks if (order := sum(split, []))]
+    answers = on_ranks([whole.select_idxs(order) for order in orders], lambda part, e: change_of(e)(part))
+    found, reports = dict(rows), []
+    for order, (part, report) in zip(orders, answers):
         reports.append(report)
-        for name in ("response_mask", "rollout_is_weights"):
+        for name in ("response_mask", "rollout_is_weights", "chosen_tokens"):
             if name in part.keys():
                 column = ragged.to_padded(part.get(name), R)
-                found.setdefault(name, torch.zeros(B, R, dtype=column.dtype))
-                found[name] = found[name].clone()
+                found[name] = found.get(name, torch.zeros(B, R, dtype=column.dtype)).clone()
                 found[name][order] = column
     return found, reports
+
+
+def current_log_probs(part: DataProto) -> torch.Tensor:
+    return part.get("x_log_probs")
+
+
+def corrected(correction: Correction, rows, ranks: list[Split]):
+    return changed(rows, ranks, lambda engine: Corrector(correction, engine, current_log_probs))
+
+
+def with_choice(loss_mode: str, rows, ranks: list[Split]):
+    """As `changed` by the loss's choice of tokens, if it has one."""
+    if POLICY_LOSSES[loss_mode].chooses is None:
+        return rows
+    keys = PolicyLossConfig(clip_cov_ratio=0.2, clip_cov_lb=0.05, clip_cov_ub=1.0, kl_cov_ratio=0.3)
+    choice = POLICY_LOSSES[loss_mode].chooses.bound(keys)
+    return changed(rows, ranks, lambda engine: Chooser(choice, engine, current_log_probs, (1, 7)))[0]
 
 
 def assert_same(one, other, tolerance: float) -> None:
@@ -156,16 +216,22 @@ def check_law(loss_of, rows, tolerance: float = 1e-12, **options) -> None:
 
 
 def actor(loss_mode="vanilla", **options):
-    policy_loss = POLICY_LOSSES[loss_mode].bound(ActorConfig())
     return lambda denominators: ActorLoss(
-        policy_loss=policy_loss, denominators=denominators, scale_factor=SCALE, **options
+        policy_loss=policy_loss(loss_mode), denominators=denominators, scale_factor=SCALE, **options
     )
 
 
 @pytest.mark.parametrize("agg_mode", LOSS_AGG_MODES)
 @pytest.mark.parametrize("loss_mode", POLICY_LOSSES)
 def test_policy_losses_in_every_aggregation(loss_mode, agg_mode):
-    check_law(actor(loss_mode=loss_mode, agg_mode=agg_mode), make_rows(seed=0))
+    check_law(actor(loss_mode=loss_mode, agg_mode=agg_mode), make_rows(seed=0), loss_mode=loss_mode)
+
+
+@pytest.mark.parametrize("loss_mode", [name for name, loss in POLICY_LOSSES.items() if loss.chooses])
+def test_every_choice_of_these_tests_leaves_some_tokens_unchosen(loss_mode):
+    rows = make_rows(seed=0)
+    after = with_choice(loss_mode, rows, [[list(range(B))]])
+    assert 1 < after["chosen_tokens"].sum() < rows["response_mask"].sum() / 2
 
 
 @pytest.mark.parametrize("agg_mode", LOSS_AGG_MODES)
@@ -177,6 +243,26 @@ def test_entropy_bonus(agg_mode):
 @pytest.mark.parametrize("agg_mode", LOSS_AGG_MODES)
 def test_kl_penalty(kl_type, agg_mode):
     check_law(actor(agg_mode=agg_mode, kl_coef=0.3, kl_type=kl_type), make_rows(seed=2))
+
+
+@pytest.mark.parametrize("loss_mode", ["k1+", "k3"])
+@pytest.mark.parametrize("agg_mode", LOSS_AGG_MODES)
+def test_distillation(loss_mode, agg_mode):
+    distillation = Distillation(DistillationLossConfig(loss_mode=loss_mode, loss_max_clamp=2.0))
+    check_law(actor(agg_mode=agg_mode, distillation=distillation), make_rows(seed=2))
+
+
+@pytest.mark.parametrize("loss_mode", DIVERGENCES)
+@pytest.mark.parametrize("agg_mode", LOSS_AGG_MODES)
+def test_divergences_from_a_teacher(loss_mode, agg_mode):
+    """With the rewards, and alone."""
+    for use_task_rewards in (True, False):
+        config = DistillationLossConfig(loss_mode=loss_mode, use_task_rewards=use_task_rewards)
+        loss_of = actor(agg_mode=agg_mode, distillation=Distillation(config))
+        rows = with_targets(make_rows(seed=2))
+        whole = evaluate(loss_of, rows, [[list(range(B))]])
+        assert ("log_probs" in whole[1]) == use_task_rewards == ("actor/pg_loss" in whole[2])
+        check_law(loss_of, rows)
 
 
 LIMITS = dict.fromkeys(REJECTION_RULES, 2.5) | {
@@ -212,10 +298,9 @@ CORRECTIONS = {
 def test_corrections(name, agg_mode, of_current_policy):
     correction = replace(CORRECTIONS[name], of_current_policy=of_current_policy)
     needs = correction if correction.needs_mini_batch else None
-    policy_loss = reinforce if of_current_policy else POLICY_LOSSES["vanilla"].bound(ActorConfig())
     loss_of = functools.partial(
         ActorLoss,
-        policy_loss=policy_loss,
+        policy_loss=reinforce if of_current_policy else policy_loss("vanilla"),
         agg_mode=agg_mode,
         scale_factor=SCALE,
         correction=correction,
@@ -271,8 +356,9 @@ def test_any_split_of_any_rows(seed, order, cuts, rank_cut, padding, agg_mode, l
     loss_of = actor(
         loss_mode=loss_mode, agg_mode=agg_mode, entropy_coeff=0.05, kl_coef=0.2, correction=correction
     )
-    whole = evaluate(loss_of, rows, [[list(range(B))]], correction=needs)
-    assert_same(whole, evaluate(loss_of, rows, ranks, padding=padding, correction=needs), 1e-12)
+    options = {"correction": needs, "loss_mode": loss_mode}
+    whole = evaluate(loss_of, rows, [[list(range(B))]], **options)
+    assert_same(whole, evaluate(loss_of, rows, ranks, padding=padding, **options), 1e-12)
 
 
 def test_the_law_can_fail():

@@ -52,23 +52,24 @@ def test_no_rows_and_rows_without_tokens():
 )
 def test_discounting_is_the_loop_over_time(trained, factor, seed):
     """Rows within one block, at its end, over many blocks, and over blocks of blocks; every other token is
-    masked out."""
+    masked out. With one factor, and with another one for each token."""
     draw = torch.Generator().manual_seed(seed)
     lengths = torch.tensor([2 * n for n in trained], dtype=torch.int64)
     tokens = TrainedTokens(torch.tensor([0, 1] * sum(trained)), lengths)
     values = torch.randn(sum(trained), generator=draw, dtype=torch.float64)
-    expected = []
-    for row in values.split(trained):
-        later, found = 0.0, []
-        for value in reversed(row.tolist()):
-            later = value + factor * later
-            found.append(later)
-        expected += reversed(found)
-    torch.testing.assert_close(
-        tokens.discounted(values, factor), torch.tensor(expected, dtype=torch.float64), atol=1e-10, rtol=1e-10
-    )
-    single = tokens.discounted(values.float(), factor).double()
-    torch.testing.assert_close(single, torch.tensor(expected, dtype=torch.float64), atol=2e-4, rtol=1e-4)
+    drawn = factor * (1 - 0.1 * torch.rand(sum(trained), generator=draw, dtype=torch.float64))
+    for used, factors in ((factor, torch.full_like(drawn, factor)), (drawn, drawn)):
+        expected = []
+        for row, of_row in zip(values.split(trained), factors.split(trained)):
+            later, found = 0.0, []
+            for value, of_token in zip(reversed(row.tolist()), reversed(of_row.tolist())):
+                later = value + of_token * later
+                found.append(later)
+            expected += reversed(found)
+        wanted = torch.tensor(expected, dtype=torch.float64)
+        torch.testing.assert_close(tokens.discounted(values, used), wanted, atol=1e-10, rtol=1e-10)
+        found = tokens.discounted(values.float(), used).double()
+        torch.testing.assert_close(found, wanted, atol=2e-4, rtol=1e-4)
 
 
 def test_row_sums_are_in_float64():

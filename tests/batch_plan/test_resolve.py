@@ -275,11 +275,15 @@ JUDGES = {"hydraflow/compose/runnable.py", "hydraflow/compose/rules.py", "hydraf
 """They only look whether a value is legal, can be run yet, or has an effect."""
 MEGATRON_SIZES = {f"{part}_model_parallel_size" for part in ("tensor", "pipeline", "expert")}
 MEGATRON_SIZES |= {"context_parallel_size"}
-ENGINES = {"hydraflow/engine/fsdp/groups.py": {"fsdp_size", "ulysses_sequence_parallel_size"}} | {
+ENGINES = {
+    "hydraflow/engine/fsdp/groups.py": {"fsdp_size", "ulysses_sequence_parallel_size"},
+    "hydraflow/batch_plan/stages.py": {"pipeline_model_parallel_size"},
+} | {
     f"hydraflow/engine/megatron/{name}.py": MEGATRON_SIZES
-    for name in ("architecture", "core_config", "parallel")
+    for name in ("architecture", "core_arguments", "core_config", "parallel")
 }
-"""What an engine reads in its own section, where the plan has seen that they divide the ranks."""
+"""What an engine reads in its own section, or what judges that section, where the plan has seen that they
+divide the ranks."""
 SIZE_ENDINGS = (
     "batch_size",
     "batch_size_per_gpu",

@@ -9,7 +9,7 @@ from hydraflow.batch_plan.layout import ShapeNumbers
 from hydraflow.batch_plan.parts import MicroPlan
 from hydraflow.batch_plan.sft import resolve_sft_plan
 from hydraflow.errors import ConfigError
-from hydraflow.schema import SFTConfig
+from hydraflow.schema import DPOConfig, RMConfig, SFTConfig
 
 
 def sft(**values):
@@ -78,3 +78,29 @@ def test_a_broken_rule_names_key_and_remedy(values, key, remedy):
     found = broken(sft(**values), conversations=256)
     assert list(found) == [key]
     assert remedy in found[key]
+
+
+PAIRS = {"data__train_batch_size": 8, "data__max_length": 100, "trainer__n_gpus_per_node": 2}
+
+
+def test_the_rows_of_a_pair_stay_together():
+    by_tokens = resolve_sft_plan(configured(DPOConfig, **PAIRS), conversations=20).role
+    assert (by_tokens.mini_batch_prompts, by_tokens.mini_batch_trajectories) == (8, 16)
+    assert by_tokens.rows_per_rank == 8
+    assert by_tokens.micro == MicroPlan(rows=None, max_tokens=8192, unit=2)
+    given = {"data__use_dynamic_bsz": False, "data__micro_batch_size_per_gpu": 2}  # pairs
+    fixed = resolve_sft_plan(configured(DPOConfig, **PAIRS, **given), conversations=20).role
+    assert (fixed.micro, fixed.accumulation_steps) == (MicroPlan(rows=4, max_tokens=None, unit=2), 2)
+
+
+@pytest.mark.parametrize(("schema", "least"), [(DPOConfig, 200), (RMConfig, 202)])
+def test_a_micro_batch_holds_the_longest_pair(schema, least):
+    """A reward model's rows end with a token more."""
+    resolve_sft_plan(configured(schema, **PAIRS, data__max_token_len_per_gpu=least), conversations=20)
+    with pytest.raises(ConfigError, match=f"data.max_token_len_per_gpu={least}"):
+        resolve_sft_plan(configured(schema, **PAIRS, data__max_token_len_per_gpu=least - 1), conversations=20)
+
+
+def test_pairs_are_called_pairs():
+    with pytest.raises(ConfigError, match="pairs cannot be shared equally by 2 data ranks"):
+        resolve_sft_plan(configured(DPOConfig, **PAIRS | {"data__train_batch_size": 7}), conversations=20)

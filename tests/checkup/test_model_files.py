@@ -15,6 +15,7 @@ from safetensors.torch import save_file
 from hydraflow.checkup.context import CheckContext
 from hydraflow.checkup.finding import Finding, State
 from hydraflow.checkup.model_files import judge_context, to_download
+from hydraflow.engine.config import MegatronConfig
 from hydraflow.models.loading import Context
 from hydraflow.models.tiny import make_tokenizer
 from hydraflow.models.weight_files import file_fault, weight_faults
@@ -61,6 +62,26 @@ def test_a_model_that_megatron_divides_or_does_not(model: Path, data: Path) -> N
     assert found.state is State.PROBLEM
     assert "actor.megatron.tensor_model_parallel_size=2: must divide" in found.evidence
     assert "tensor_model_parallel_size=1" in found.remedy
+    divided.actor_rollout_ref.actor.megatron.override_ddp_config = {"average_in_collective": True}
+    [found] = findings(CheckContext(divided), "Megatron and model")
+    assert found.state is State.PROBLEM and "never divided" in found.evidence
+    divided.actor_rollout_ref.actor.megatron = MegatronConfig(
+        override_transformer_config={
+            "deallocate_pipeline_outputs": True,
+            "moe_z_loss_coeff": 0.1,
+            "fp16": True,
+        }
+    )
+    [found] = findings(CheckContext(divided), "Megatron and model")
+    assert found.state is State.PROBLEM, "before anything starts, without Megatron-Core"
+    assert "override_transformer_config.fp16=true: follows from the model" in found.evidence
+    divided.actor_rollout_ref.actor.megatron.pipeline_model_parallel_size = 2
+    divided.actor_rollout_ref.actor.megatron.override_transformer_config |= {
+        "num_layers_in_last_pipeline_stage": 9
+    }
+    told = [found.evidence for found in findings(CheckContext(divided), "Megatron and model")]
+    assert len(told) == 2, "all at once"
+    assert "num_layers_in_last_pipeline_stage=9: gives the 2 stages" in told[1]
 
 
 def test_shards_as_the_index_promises(tmp_path: Path) -> None:

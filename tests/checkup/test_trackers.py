@@ -15,7 +15,7 @@ from hydraflow.checkup.preflight import require_trackers
 from hydraflow.checkup.trackers import ON_SERVERS, TRACKER_CHECKS, judge_login, judge_mlflow
 from hydraflow.errors import ConfigError
 from hydraflow.tracking.trackers import TRACKERS
-from hydraflow.trainer.config import LOGGERS, SFTTrainerConfig
+from hydraflow.trainer.config import LOGGERS, SupervisedTrainerConfig
 
 REMEDY = "trainer.logger=[console]"
 
@@ -54,7 +54,7 @@ def without_packages(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("name", ON_SERVERS)
 def test_a_missing_package_is_answered_before_the_start(without_packages: None, name: str) -> None:
-    trainer = SFTTrainerConfig(logger=["console", name])
+    trainer = SupervisedTrainerConfig(logger=["console", name])
     with pytest.raises(ConfigError) as caught:
         require_trackers(trainer)
     [problem] = caught.value.problems

@@ -59,8 +59,8 @@ def test_a_run_gets_its_configuration_and_leaves_no_files(tmp_path):
         (
             ["--config-name", "pqo"],
             (
-                "--config-name pqo: there is no such file; there are eval, generate, ppo, sft\n      ->"
-                " --config-name ppo"
+                "--config-name pqo: there is no such file; there are dpo, eval, generate, ppo, rm, sft"
+                "\n      -> --config-name ppo"
             ),
         ),
         (["--config-dir", "missing"], "--config-dir missing: there is no such folder"),

@@ -21,6 +21,10 @@ IN_FLOAT32 = [
     f"{ACTOR}.fsdp_config.dtype=fp32",
     f"{ACTOR}.fsdp_config.model_dtype=fp32",
 ]
+ONE_REWARD = ("gdpo_reward_keys=[a]", "gdpo_reward_weights=[1.0]")
+SHAPES_THE_SCORE = ("length_penalty=0.5", "norm_mean_type=batch", "norm_std_type=group", "reward_clip=2.0")
+GDPO = ["algorithm.adv_estimator=gdpo"]
+KWARGS = "reward.reward_kwargs"
 
 CASES = [
     (f"{ACTOR}.megatron.param_offload=true", [], f"{ACTOR}.strategy=megatron"),
@@ -74,6 +78,15 @@ CASES = [
     ("algorithm.lam=0.9", ["algorithm.adv_estimator=grpo"], "algorithm.adv_estimator=gae"),
     ("algorithm.gamma=0.9", ["algorithm.adv_estimator=grpo"], "algorithm.adv_estimator=reinforce_plus_plus"),
     ("algorithm.norm_adv_by_std_in_grpo=false", [], "algorithm.adv_estimator=grpo"),
+    ("algorithm.critic_lam=0.9", ["algorithm.adv_estimator=grpo"], "algorithm.adv_estimator=gae"),
+    ("algorithm.critic_gamma=0.9", ["algorithm.adv_estimator=grpo"], "algorithm.adv_estimator=gae"),
+    ("algorithm.lam_length_alpha=0.05", ["algorithm.adv_estimator=grpo"], "algorithm.adv_estimator=gae"),
+    *((f"algorithm.{key}", [], "algorithm.adv_estimator=gdpo") for key in ONE_REWARD),
+    *((f"algorithm.{key}", GDPO, "algorithm.adv_estimator=grpo") for key in SHAPES_THE_SCORE),
+    ("algorithm.whiten_advantages=true", [], "algorithm.adv_estimator=grpo"),
+    (f"{KWARGS}.overlong_buffer_cfg.len=64", [], f"{KWARGS}.overlong_buffer_cfg.enable=true"),
+    (f"{KWARGS}.max_resp_len=64", [], f"{KWARGS}.overlong_buffer_cfg.enable=true"),
+    (f"{KWARGS}.overlong_buffer_cfg.enable=true", GDPO, "algorithm.adv_estimator=grpo"),
     ("algorithm.kl_penalty=mse", [], "algorithm.use_kl_in_reward=true"),
     ("algorithm.kl_ctrl.horizon=5", ["algorithm.use_kl_in_reward=true"], "algorithm.kl_ctrl.type=adaptive"),
     (f"{CORRECTION}.rollout_is_threshold=3.0", [], f"{CORRECTION}.rollout_is=token"),

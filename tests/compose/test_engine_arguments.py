@@ -10,6 +10,7 @@ from hydraflow.compose.engine_arguments import MEGATRON, VLLM, argument_names, c
 
 VLLM_KEY = "actor_rollout_ref.rollout.engine_kwargs.vllm"
 MEGATRON_KEY = "critic.megatron.override_transformer_config"
+DDP_KEY = "actor_rollout_ref.actor.megatron.override_ddp_config"
 
 
 @pytest.fixture
@@ -31,6 +32,10 @@ def libraries(tmp_path, monkeypatch):
     (core / "transformer" / "transformer_config.py").write_text(
         "class TransformerConfig:\n    recompute_granularity: str | None = None\n"
     )
+    (core / "distributed").mkdir()
+    (core / "distributed" / "distributed_data_parallel_config.py").write_text(
+        "class DistributedDataParallelConfig:\n    bucket_size: int | None = None\n"
+    )
     for name in ("vllm", "megatron"):  # another test may have imported the real one
         monkeypatch.delitem(sys.modules, name, raising=False)
     monkeypatch.syspath_prepend(str(tmp_path))
@@ -48,6 +53,7 @@ def test_names_are_read_without_importing(libraries):
 def test_a_name_that_the_library_does_not_have_is_refused_with_the_nearest(libraries):
     problems, notes = check_names(
         {VLLM_KEY: {"swap_spaces": 8, "model": "x"}, MEGATRON_KEY: {"recompute_granularty": "full"}}
+        | {DDP_KEY: {"bucketsize": 8}}
     )
     assert notes == []
     assert [str(problem) for problem in problems] == [
@@ -56,6 +62,7 @@ def test_a_name_that_the_library_does_not_have_is_refused_with_the_nearest(libra
             f"{MEGATRON_KEY}.recompute_granularty=full: Megatron-Core has no such argument\n      ->"
             f" {MEGATRON_KEY}.recompute_granularity=full"
         ),
+        f"{DDP_KEY}.bucketsize=8: Megatron-Core has no such argument\n      -> {DDP_KEY}.bucket_size=8",
     ]
 
 

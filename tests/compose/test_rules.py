@@ -2,6 +2,7 @@
 
 import functools
 import math
+import re
 from dataclasses import fields
 
 import pytest
@@ -11,6 +12,7 @@ from hydraflow.algorithms.config import (
     ESTIMATORS,
     POLICY_LOSSES,
     REJECTION_RULES,
+    DistillationLossConfig,
     KLControlConfig,
     bounded_rules,
     listed_in,
@@ -114,7 +116,7 @@ def test_a_number_without_an_upper_limit_is_still_finite():
 
 def test_choices_are_those_that_the_code_offers():
     """The configuration loads no torch; where it has names only, they are those of the code's tables."""
-    from hydraflow.algorithms import aggregate, kl, kl_control
+    from hydraflow.algorithms import aggregate, divergence, kl, kl_control
     from hydraflow.data import conversations, prompts
     from hydraflow.engine import optim
     from hydraflow.tracking import trackers
@@ -123,6 +125,7 @@ def test_choices_are_those_that_the_code_offers():
         (KLControlConfig, "type"): kl_control.KL_CONTROLLERS,
         (ActorConfig, "loss_agg_mode"): aggregate.LOSS_AGG_MODES,
         (ActorConfig, "kl_loss_type"): kl.KL_ESTIMATORS,
+        (DistillationLossConfig, "loss_mode"): kl.KL_ESTIMATORS | divergence.DIVERGENCES,
         (OptimConfig, "lr_scheduler_type"): optim.SCHEDULES,
         (PromptConfig, "truncation"): prompts.TRUNCATIONS,
         (SFTDataConfig, "truncation"): conversations.TRUNCATIONS,
@@ -138,7 +141,7 @@ def test_a_named_choice_has_code_or_is_planned_and_reads_keys_that_there_are(tab
     keys = {key.rpartition(".")[2] for key in known_keys(PPOConfig)}
     for name, named in table.items():
         assert callable(named.load()) if named.where else named.planned, name
-        assert set(named.reads) <= keys, name
+        assert set(named.all_reads) <= keys, name
 
 
 def test_nulls_that_a_type_allows_are_legal():
@@ -147,6 +150,20 @@ def test_nulls_that_a_type_allows_are_legal():
         None
     )
     assert problems(config) == []
+
+
+def test_keys_of_the_actors_loss_that_depend_on_each_other():
+    config, key = valid(), "actor_rollout_ref.actor"
+    actor = config.actor_rollout_ref.actor
+    actor.policy_loss.loss_mode = "dro"
+    assert [problem.field for problem in problems(config)] == [f"{key}.policy_loss.dro_beta"]
+    actor.policy_loss.dro_beta = 0.1
+    actor.adaptive_entropy.min_ent_coef = 1.0
+    assert problems(config) == [], "it is not enabled"
+    actor.adaptive_entropy.enabled = True
+    assert [problem.field for problem in problems(config)] == [f"{key}.adaptive_entropy.min_ent_coef"]
+    actor.adaptive_entropy.min_ent_coef, config.algorithm.adv_estimator = 0.0, "optimal_token_baseline"
+    assert [problem.field for problem in problems(config)] == [f"{key}.adaptive_entropy.enabled"]
 
 
 @pytest.mark.parametrize(
@@ -422,11 +439,33 @@ def test_what_vllm_does_not_do_is_refused(key, value, also):
 
 
 @pytest.mark.parametrize(
+    ("engine", "devices", "said"),
+    [
+        ("native", 1, "rollout.name=native computes with merged weights alone"),
+        ("sglang", 1, "rollout.name=sglang computes with merged weights alone"),
+        ("vllm", 2, "adapters are not divided, and .*tensor_model_parallel_size=2 divides the weights"),
+        ("vllm", 1, None),
+    ],
+)
+def test_adapters_go_to_an_engine_that_loads_them(engine, devices, said):
+    config, key = valid(), "actor_rollout_ref.model.lora.merge"
+    put(config, f"{ROLLOUT}.name", engine)
+    put(config, f"{ROLLOUT}.tensor_model_parallel_size", devices)
+    put(config, key, False)
+    assert [one for one in problems(config, planning=True) if one.field == key] == [], "it has no effect"
+    config.actor_rollout_ref.model.lora_rank = 4
+    found = [one for one in problems(config, planning=True) if one.field == key]
+    assert len(found) == (said is not None)
+    assert all(re.search(said, one.rule) and one.remedy.startswith(f"{key}=true or") for one in found)
+    put(config, key, True)
+    assert [one for one in problems(config, planning=True) if one.field == key] == []
+
+
+@pytest.mark.parametrize(
     ("key", "value"),
     [
         (f"{ROLLOUT}.temperature", 1e-7),
         (f"{ROLLOUT}.dtype", "fp64"),
-        (f"{ROLLOUT}.tensor_model_parallel_size", 2),
         (f"{DEBUG}.local", True),
     ],
 )
@@ -437,3 +476,62 @@ def test_what_sglang_does_not_do_is_refused(key, value):
     put(config, key, value)
     [problem] = problems(config)
     assert problem.field in (key, f"{ROLLOUT}.name")
+
+
+@pytest.mark.parametrize(
+    ("estimator", "given", "field", "remedy"),
+    [
+        ("gdpo", {}, "algorithm.gdpo_reward_keys", "[score,format]"),
+        ("gdpo", {"gdpo_reward_keys": ["a", "a"]}, "algorithm.gdpo_reward_keys", "[score,format]"),
+        (
+            "gdpo",
+            {"gdpo_reward_keys": ["a", "b"], "gdpo_reward_weights": [1.0]},
+            "algorithm.gdpo_reward_weights",
+            "[1.0,1.0]",
+        ),
+        (
+            "gdpo",
+            {"gdpo_reward_keys": ["a"], "use_kl_in_reward": True},
+            "algorithm.use_kl_in_reward",
+            "use_kl_loss=true",
+        ),
+    ],
+)
+def test_what_an_estimator_needs_is_given(
+    estimator: str, given: dict[str, object], field: str, remedy: str
+) -> None:
+    config = PPOConfig()
+    config.recipe.name, config.algorithm.adv_estimator = "arithmetic", estimator
+    for name, value in given.items():
+        setattr(config.algorithm, name, value)
+    [problem] = problems(config)
+    assert problem.field == field and remedy in problem.remedy
+
+
+def test_a_penalty_starts_within_the_longest_response() -> None:
+    config = PPOConfig()
+    config.recipe.name, config.data.max_response_length = "arithmetic", 100
+    buffer = config.reward.reward_kwargs.overlong_buffer_cfg
+    buffer.len = 101
+    assert list(problems(config)) == []
+    buffer.enable = True
+    [problem] = problems(config)
+    assert problem.remedy.endswith("len=100") and "data.max_response_length=100" in problem.rule
+    config.reward.reward_kwargs.max_resp_len = 80
+    assert "max_resp_len=80" in problems(config)[0].rule
+
+
+def test_a_greedy_baseline_is_compared_with_scores_as_they_are() -> None:
+    config = PPOConfig()
+    config.recipe.name, config.algorithm.adv_estimator = "arithmetic", "remax"
+    config.algorithm.norm_std_type = "batch"
+    [problem] = problems(config)
+    assert problem.remedy == "algorithm.norm_std_type=null"
+
+
+def test_a_baseline_of_the_actors_probabilities_takes_no_bypass() -> None:
+    config = PPOConfig()
+    config.recipe.name, config.algorithm.adv_estimator = "arithmetic", "optimal_token_baseline"
+    config.algorithm.rollout_correction.bypass_mode = True
+    [problem] = problems(config)
+    assert problem.field == "algorithm.rollout_correction.bypass_mode" and "own probabilities" in problem.rule

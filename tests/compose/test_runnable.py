@@ -15,12 +15,22 @@ def test_the_defaults_run():
 @pytest.mark.parametrize(
     ("values", "key"),
     [
-        (dict(rollout__data_parallel_size=2), "actor_rollout_ref.rollout.data_parallel_size"),
+        (
+            dict(rollout__pipeline_model_parallel_size=2),
+            "actor_rollout_ref.rollout.pipeline_model_parallel_size",
+        ),
         (dict(async_training__staleness_threshold=0.5), "async_training.staleness_threshold"),
         (dict(async_training__trigger_parameter_sync_step=2), "async_training.trigger_parameter_sync_step"),
         (dict(async_training__partial_rollout=True), "async_training.partial_rollout"),
         (dict(algorithm__filter_groups__enable=True), "algorithm.filter_groups.enable"),
-        (dict(reward__reward_model__enable=True), "reward.reward_model.enable"),
+        (
+            dict(
+                reward__reward_model__enable=True,
+                reward__reward_model__tensor_model_parallel_size=2,
+                trainer__n_gpus_per_node=2,
+            ),
+            "reward.reward_model.tensor_model_parallel_size",
+        ),
     ],
 )
 def test_a_key_that_cannot_be_honoured_is_named(values, key):
@@ -40,6 +50,15 @@ def test_a_library_that_is_not_installed_is_named(monkeypatch: pytest.MonkeyPatc
         "      -> pip install 'hydraflow-trainer[vllm]', or on a CPU scripts/install_vllm_cpu.sh;"
         " or actor_rollout_ref.rollout.name=native"
     )
+
+
+def test_a_server_of_sglang_has_one_device(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("hydraflow.options.Library.is_installed", True)
+    assert problems(configured(rollout__name="sglang")) == []
+    assert problems(configured(rollout__name="vllm", rollout__tensor_model_parallel_size=2)) == []
+    [found] = problems(configured(rollout__name="sglang", rollout__tensor_model_parallel_size=2))
+    assert found.field == "actor_rollout_ref.rollout.tensor_model_parallel_size"
+    assert "divide each model over 2 devices of an SGLang server" in found.rule
 
 
 def test_sglang_that_is_not_installed_is_named(monkeypatch: pytest.MonkeyPatch):

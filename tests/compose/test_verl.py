@@ -7,6 +7,7 @@ import pytest
 from compose import verl_commands
 from jobs.command import hydraflow
 
+from hydraflow.algorithms.config import ESTIMATORS
 from hydraflow.compose import verl, verl_page
 from hydraflow.compose.keys import accepts, is_below_open, known_keys
 from hydraflow.compose.loading import load_command
@@ -22,6 +23,7 @@ KEYS = known_keys(PPOConfig)
 ROOT = Path(__file__).parents[2]
 ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 CORRECTION = "algorithm.rollout_correction.rollout_rs"
+QUANTISED = "sample with quantised weights, which no engine here can read back and compare with the trainer's"
 OWN = ["actor_rollout_ref.model.path=model", "data.train_files=train.parquet"]
 
 
@@ -83,7 +85,7 @@ def test_every_key_of_verl_falls_in_exactly_one_class(schema):
 def test_every_alias_leads_to_a_key_of_ours(schema):
     keys = known_keys(schema)
     for old, row in aliases(schema).items():
-        assert not is_ours(old, schema), f"{old} is a key of ours; its row is dead"
+        assert old not in keys, f"{old} is a key of ours; its row is dead"
         assert verl.classify(schema, old) in (row, Alias(row.new)), "the second: its whole section moved"
         assert is_ours(row.new, schema) or old == "model_engine", (old, row.new)
     sections = [*tables(schema).sections.values(), *tables(schema).like]
@@ -147,6 +149,7 @@ def test_help_says_what_becomes_of_verls_keys(command, schema, row):
         ("trainer.profile_steps", [1, 2], "global_profiler.steps", [1, 2]),
         ("custom_reward_function.path", "r.py", "reward.custom_reward_function.path", "r.py"),
         ("reward_model.enable", True, "reward.reward_model.enable", True),
+        ("reward_model.reward_manager", "batch", "reward.reward_manager.name", "batch"),
         (f"{ACTOR}.grad_clip", 0.5, f"{ACTOR}.optim.clip_grad", 0.5),
         (f"{ACTOR}.optim.warmup_style", "cosine", f"{ACTOR}.optim.lr_scheduler_type", "cosine"),
         (f"{ROLLOUT}.response_length", 99, "data.max_response_length", 99),
@@ -218,7 +221,6 @@ def test_a_size_over_all_ranks_that_cannot_be_divided_is_refused():
             True,
             "has no effect: global_profiler.{tool,steps,ranks} profile all roles of a process together",
         ),
-        ("reward_model.reward_manager", "naive", "has no effect: it is off, or the default behaviour"),
     ],
 )
 def test_a_key_without_effect_is_accepted_and_said(key, value, said):
@@ -238,13 +240,14 @@ def test_a_key_without_effect_is_accepted_and_said(key, value, said):
         ("global_profiler.finish_hook_cmd", "ls", "shape profiles"),
         ("skip.rollout.enable", True, "use responses of an earlier run again"),
         (f"{ROLLOUT}.multi_turn.enable", True, "hold conversations of several turns"),
-        ("reward_model.reward_kwargs.overlong_buffer_cfg.len", 4096, "be handed to the reward manager"),
         (
             f"{ACTOR}.tis_imp_ratio_cap",
             2.0,
             "correct for the difference between rollout and training probabilities",
         ),
         (f"{ACTOR}.veomni.param_offload", True, "set up another training engine"),
+        (f"{ROLLOUT}.quantization", "fp8", QUANTISED),
+        (f"{ROLLOUT}.quantization_config_file", "torchao.json", QUANTISED),
     ],
 )
 def test_what_cannot_be_honoured_is_refused_with_what_it_would_do(key, value, would):
@@ -252,6 +255,30 @@ def test_what_cannot_be_honoured_is_refused_with_what_it_would_do(key, value, wo
     [problem] = found.unsupported
     assert (problem.field, problem.rule) == (key, f"is not supported yet; in verl it would {would}")
     assert problem.remedy.startswith(f"leave out {key}")
+
+
+@pytest.mark.parametrize("role", ["actor_rollout_ref", "critic"])
+def test_overrides_of_the_models_configuration_are_those_of_any_engine(role):
+    """verl's Megatron engine has them one level deeper."""
+    key = f"{role}.model.override_config"
+    taken, said = translated({f"{key}.model_config.rope_theta": 5e6, f"{key}.eos_token_id": 7})
+    assert taken[key] == {"rope_theta": 5e6, "eos_token_id": 7} and said.problems == []
+    assert said.notes == [f"{key}.model_config: taken as {key}, with rope_theta"]
+    _, said = translated({f"{key}.model_config.eos_token_id": 5, f"{key}.eos_token_id": 7})
+    [problem] = said.problems
+    assert (problem.field, problem.remedy) == (
+        f"{key}.model_config.eos_token_id",
+        f"leave out {key}.model_config.eos_token_id",
+    )
+
+
+def test_frozen_routers_are_refused_by_name():
+    key = "actor_rollout_ref.model.override_config"
+    taken, said = translated({f"{key}.moe_config.freeze_moe_router": False, f"{key}.eos_token_id": 7})
+    assert (taken[key], said.problems) == ({"eos_token_id": 7}, [])
+    taken, said = translated({f"{key}.moe_config.freeze_moe_router": True})
+    [problem] = said.unsupported
+    assert taken[key] == {} and problem.remedy == f"leave out {key}.moe_config.freeze_moe_router"
 
 
 def test_two_names_of_one_key_must_agree():
@@ -361,18 +388,23 @@ def test_names_of_early_versions_mean_the_same():
     )
 
 
-def test_what_dapo_needs_besides_is_named_at_once():
+def test_what_dapo_needs_besides_is_taken():
     config, command = load_command("ppo", PPOConfig, verl_commands.DAPO, tolerant=True)
     assert (config.algorithm.filter_groups.enable, config.data.gen_batch_size) == (True, 1536)
     assert config.actor_rollout_ref.actor.fsdp_config.ulysses_sequence_parallel_size == 8
-    refused = {
-        "reward_model.reward_manager",
-        *(f"reward_model.reward_kwargs.overlong_buffer_cfg.{x}" for x in ("enable", "len", "penalty_factor")),
-    }
-    assert {problem.field for problem in command.unsupported} == refused
-    with pytest.raises(ConfigError) as caught:
-        load_command("ppo", PPOConfig, verl_commands.DAPO)
-    assert refused <= {problem.field for problem in caught.value.problems}
+    buffer = config.reward.reward_kwargs.overlong_buffer_cfg
+    assert (buffer.enable, buffer.len, buffer.penalty_factor) == (True, 4096, 1.0)
+    assert config.reward.reward_manager.name == "dapo"
+    assert not command.unsupported
+
+
+@pytest.mark.parametrize("name", ESTIMATORS)
+def test_every_estimator_of_verls_is_one_of_ours(name):
+    given = ["algorithm.gdpo_reward_keys=[a,b]"] if name == "gdpo" else []
+    if name.endswith("token_baseline"):
+        given = ["actor_rollout_ref.actor.calculate_sum_pi_squared=True"]
+    _, command = load_command("ppo", PPOConfig, [*OWN, f"algorithm.adv_estimator={name}", *given])
+    assert not command.unsupported
 
 
 def test_verls_groups_are_taken_or_named():

@@ -17,7 +17,6 @@ import torch
 
 from hydraflow import metrics
 from hydraflow.dispatch.modes import (
-    Coordinates,
     Dispatch,
     Execute,
     mesh_mode,
@@ -30,6 +29,7 @@ from hydraflow.errors import ConfigError
 from hydraflow.metrics import Metric
 from hydraflow.protocol import ragged
 from hydraflow.protocol.batch import DataProto
+from hydraflow.protocol.coordinates import Coordinates
 
 
 def _reverse(context: Any, *args: Any) -> Any:
@@ -242,6 +242,13 @@ class Troubled(Worker):
             print("the last words", file=sys.stderr, flush=True)
             os.kill(os.getpid(), signal.SIGKILL)
         torch.distributed.all_reduce(torch.ones(1))
+
+    @register(Dispatch.ONE_TO_ALL)
+    def die_after_connections_broke(self, rank: int, seconds: float) -> None:
+        if self.process.rank != rank:
+            raise RuntimeError("pair.cc:537] Read error: Connection reset by peer")
+        time.sleep(seconds)
+        os.kill(os.getpid(), signal.SIGKILL)
 
     @register(Dispatch.ONE_TO_ALL)
     def sleep_on(self, rank: int, seconds: float) -> None:

@@ -13,6 +13,7 @@ import pytest
 from dispatch.probes import Misconfigured, Probe, Troubled, Unbuildable
 
 from hydraflow.dispatch.config import RayInitConfig
+from hydraflow.dispatch.future import GRACE
 from hydraflow.dispatch.group import RoleGroup, Timeouts
 from hydraflow.dispatch.placement import ResourcePool
 from hydraflow.dispatch.runtime import Runtime
@@ -104,6 +105,13 @@ def test_a_death_is_the_first_cause_of_broken_connections(start: Start) -> None:
         and "the last words" in error.log_tail
     )
     assert "\n" not in error.cause and "Some common causes" not in error.cause
+
+
+def test_a_broken_connection_waits_for_the_death_behind_it(start: Start) -> None:
+    """Ray notices the loss of a machine later than its peers do."""
+    role = start()
+    error, _ = _error_of(role.call, Troubled.die_after_connections_broke, 1, 2 * GRACE)
+    assert (error.rank, error.cause.partition(":")[0]) == (1, "the process died")
 
 
 def test_a_call_past_its_deadline(start: Start) -> None:

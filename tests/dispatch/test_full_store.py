@@ -8,28 +8,28 @@ import subprocess
 import sys
 from pathlib import Path
 
-import numpy as np
 import pytest
+import torch
 
 from hydraflow.dispatch.config import RayInitConfig
 from hydraflow.dispatch.group import Timeouts
 from hydraflow.dispatch.modes import Dispatch, register
 from hydraflow.dispatch.placement import ResourcePool
 from hydraflow.dispatch.runtime import Runtime
-from hydraflow.dispatch.transport import StoredValue
 from hydraflow.dispatch.worker import RoleSpec, Worker
 from hydraflow.errors import HydraflowError
+from hydraflow.protocol.batch import DataProto
 
 FULL = {"RAY_DEFAULT_OBJECT_STORE_MAX_MEMORY_BYTES": "80000000", "RAY_local_fs_capacity_threshold": "0.0001"}
 MEGABYTE = 2**20
 
 
 class Sender(Worker):
-    """Keeps what it sends."""
+    """Makes batches."""
 
     @register(dispatch_mode=Dispatch.RANK_ZERO)
-    def send(self, megabytes: int) -> StoredValue:
-        return StoredValue.of(np.ones(megabytes * MEGABYTE, dtype=np.uint8))
+    def send(self, megabytes: int) -> DataProto:
+        return DataProto.from_dict({"prompts": torch.ones(1, megabytes * MEGABYTE // 8, dtype=torch.int64)})
 
 
 def main() -> None:
@@ -38,12 +38,13 @@ def main() -> None:
         runtime.start([ResourcePool("here", [1])])
         sender = runtime.group("here", {"sender": RoleSpec(Sender)}).role("sender")
         runtime.await_ready()
-        sender.call(Sender.send, 20)
+        kept = sender.call(Sender.send, 20)
         print("20 MB are sent", flush=True)
         try:
             sender.call(Sender.send, 200)
         except HydraflowError as error:
             print(f"{type(error).__name__} {error.exit_code}: {error}", flush=True)
+        del kept
 
 
 @pytest.mark.slow
@@ -60,4 +61,4 @@ def test_the_error_says_what_is_full_and_what_makes_room(tmp_path: Path) -> None
     sent, refused = done.stdout.splitlines()[-2:]
     assert sent == "20 MB are sent", done.stderr[-3000:]
     assert refused.startswith("StoreFull 3: Ray's object store on ") and "is full" in refused
-    assert "actor_rollout_ref.rollout.update_weights_bucket_megabytes" in refused
+    assert "data.train_batch_size" in refused

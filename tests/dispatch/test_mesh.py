@@ -14,11 +14,11 @@ from dispatch.probes import Probe
 from hydraflow import metrics
 from hydraflow.dispatch.config import RayInitConfig
 from hydraflow.dispatch.group import RoleGroup, Timeouts, _checked
-from hydraflow.dispatch.modes import Coordinates
 from hydraflow.dispatch.placement import ResourcePool
 from hydraflow.dispatch.runtime import Runtime
 from hydraflow.dispatch.worker import RoleSpec
 from hydraflow.protocol.batch import DataProto
+from hydraflow.protocol.coordinates import Coordinates
 
 BatchOf = Callable[[int], DataProto]
 

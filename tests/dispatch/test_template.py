@@ -15,10 +15,12 @@ import time
 from pathlib import Path
 from typing import Any
 
+import forked
 import numpy as np
 import psutil
 import pytest
 import torch
+from jobs.command import wait_for
 
 from hydraflow.dispatch import template, template_client, template_server
 from hydraflow.dispatch.modes import Dispatch, register
@@ -55,6 +57,7 @@ class Newborn(Worker):
 
 PROGRAM = """
 import json, os, resource, signal, sys, time
+sys.path += os.environ["PYTHONPATH"].split(os.pathsep)
 asked = json.loads(sys.argv[1])
 if "early" in asked:
     from hydraflow.dispatch.config import RayInitConfig
@@ -87,12 +90,22 @@ if __name__ == "__main__":
 """
 
 
-def run(tmp_path: Path, asked: dict[str, Any]) -> subprocess.Popen[str]:
+def run(tmp_path: Path, asked: dict[str, Any]) -> tuple[forked.Background, Path]:
+    """The program, as a command in the background, and what it prints."""
     (tmp_path / "program.py").write_text(textwrap.dedent(PROGRAM))
     (tmp_path / "busy.py").write_text("import threading\nthreading.Timer(60, print).start()\n")
-    environ = {**os.environ, "PYTHONPATH": os.pathsep.join([str(TESTS.parent), str(TESTS)])}
-    words = [sys.executable, str(tmp_path / "program.py"), json.dumps(asked)]
-    return subprocess.Popen(words, cwd=tmp_path, stdout=subprocess.PIPE, text=True, env=environ)
+    environ = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
+    server = forked.server(environ)
+    assert server is not None
+    environ["PYTHONPATH"] = os.pathsep.join([str(TESTS.parent), str(TESTS)])
+    words, log = [str(tmp_path / "program.py"), json.dumps(asked)], tmp_path / "log"
+    return server.start(*words, cwd=tmp_path, environ=environ, log=log), log
+
+
+def told(log: Path) -> list[Any]:
+    """The lists that it has printed."""
+    lines = [line for line in log.read_text().splitlines() if line.removeprefix("said once ")[:1] == "["]
+    return [json.loads(line.removeprefix("said once ")) for line in lines]
 
 
 def test_a_forked_worker_differs_from_rays_own_in_its_parent_only(tmp_path: Path) -> None:
@@ -100,18 +113,20 @@ def test_a_forked_worker_differs_from_rays_own_in_its_parent_only(tmp_path: Path
     template is a fork of the command, if that asks for one in time."""
     found = []
     for asked in ({}, {"early": "auto"}, {"variables": {"SOME": "variable"}}, {"libraries": ["busy"]}):
-        with run(tmp_path, asked) as process:
-            assert process.stdout is not None
-            found.append(json.loads(process.stdout.readline().removeprefix("said once ")))
-            assert process.wait(timeout=60) == 0 and "said" not in process.stdout.read()
-    forked, early, own, left = found
-    assert all(one.pop("parent").endswith("dispatch/template_server.py") for one in forked)
-    assert all(one.pop("parent").endswith("/program.py") for one in early)
-    assert not any(one.pop("parent").endswith(("_server.py", "/program.py")) for one in [*own, *left])
+        process, log = run(tmp_path, asked)
+        assert process.wait(timeout=240) == 0, log.read_text()[-3000:]
+        found += told(log)
+        assert log.read_text().count("said") == ("early" in asked)
+    late, early, own, left = found
+    assert all(one.pop("parent").endswith("dispatch/template_server.py") for one in late)
+    assert all(one.pop("parent").endswith("/forked.py") for one in early), (
+        "a fork of the command is the parent"
+    )
+    assert not any(one.pop("parent").endswith(("_server.py", "/forked.py")) for one in [*own, *left])
     pids = [one.pop("pid") for several in found for one in several]
     drawn = [one.pop("random") for several in found for one in several]
     assert len(set(pids)) == 8 and len({number for numbers in drawn for number in numbers}) == 16
-    assert forked == early == own == left and forked[0]["threads"] == 2 and forked[0]["variables"]
+    assert late == early == own == left and late[0]["threads"] == 2 and late[0]["variables"]
 
 
 def test_half_a_request_costs_no_worker(tmp_path: Path) -> None:
@@ -147,12 +162,12 @@ def test_ctrl_c_does_not_reach_a_template_that_is_only_starting() -> None:
 
 
 def test_a_killed_command_leaves_no_template(tmp_path: Path) -> None:
-    with run(tmp_path, {"wait": True}) as process:
-        assert process.stdout is not None
-        workers = [psutil.Process(one["pid"]) for one in json.loads(process.stdout.readline())]
-        templates = [psutil.Process(pid) for pid in json.loads(process.stdout.readline())]
-        assert len(templates) == 1 and len(workers) == 2
-        assert len(list(session_folder().glob(f"template.{process.pid}.*"))) == 1
-        process.kill()
-        assert psutil.wait_procs([*templates, *workers], timeout=20)[1] == []
-        assert not list(session_folder().glob(f"template.{process.pid}.*"))
+    process, log = run(tmp_path, {"wait": True})
+    wait_for(lambda: len(told(log)) == 2, 240, "both lists")
+    facts, started = told(log)
+    workers, templates = [psutil.Process(one["pid"]) for one in facts], list(map(psutil.Process, started))
+    assert len(templates) == 1 and len(workers) == 2
+    assert len(list(session_folder().glob(f"template.{process.pid}.*"))) == 1
+    process.send_signal(signal.SIGKILL)
+    assert psutil.wait_procs([*templates, *workers], timeout=20)[1] == []
+    assert not list(session_folder().glob(f"template.{process.pid}.*"))

@@ -12,12 +12,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from engine import rank_jobs
+from engine import megatron_apart, rank_jobs
 from engine.ulysses_jobs import make_rows
 from megatron.core import parallel_state
 
 from hydraflow.engine.config import MegatronConfig, OptimConfig
-from hydraflow.engine.megatron import parallel
+from hydraflow.engine.megatron import export, parallel
 from hydraflow.engine.megatron.engine import MegatronEngine
 from hydraflow.engine.megatron.head import VocabularyParallelHead, VocabularyShare
 from hydraflow.engine.megatron.names import vocabulary_share
@@ -48,7 +48,8 @@ class Piece:
 
 
 def make_engine(path: str, options: Mapping[str, Any]) -> Any:
-    """An engine of either kind in float32; the groups of ranks are new where their sizes are."""
+    """An engine of either kind in float32; the groups of ranks are new where their sizes are. With something
+    to offload it rests after each call, in a memory apart."""
     options = {
         **options,
         "optim": None if options.get("optim", 0) is None else {**OPTIM, **options.get("optim", {})},
@@ -58,7 +59,8 @@ def make_engine(path: str, options: Mapping[str, Any]) -> Any:
     settings = MegatronConfig(**{"dtype": "fp32", **options.pop("megatron")})
     restart(settings)
     optim = options.pop("optim")
-    return MegatronEngine(
+    rests = any(getattr(settings, name) for name in megatron_apart.OFFLOADS)
+    return (megatron_apart.RestingMegatron if rests else MegatronEngine)(
         ModelConfig(path=path, **options.pop("model", {})),
         settings,
         None if optim is None else OptimConfig(**optim),
@@ -166,7 +168,7 @@ def numbers(path: str, options: Mapping[str, Any], kind: str, micro_batches: int
     engine.forward_backward(parts, rank_jobs.loss_of, ask)
     found["steps"].append(engine.optimizer_step())
     found["weights"] = rank_jobs.full_weights(engine)
-    found["place"] = (engine.data_rank, engine.data_size, engine.is_collect)
+    found["place"] = tuple(engine.coordinates())
     rows = torch.tensor([float(len(share))])
     found["counted"] = [float(engine.reduce(rows, how)) for how in ("sum", "max")]
     return found
@@ -215,8 +217,15 @@ def weights_to(path: str, options: Mapping[str, Any], rank: int | None) -> list[
     return [(name, tensor.clone()) for name, tensor in make_engine(path, options).weights(to=rank)]
 
 
-def save_hf(path: str, options: Mapping[str, Any], directory: str) -> None:
-    make_engine(path, options).save_hf(directory)
+def save_hf(path: str, options: Mapping[str, Any], directory: str) -> int:
+    """How many models of transformers this rank builds for it."""
+    engine, build, built = make_engine(path, options), export.empty_model, []
+    try:
+        export.empty_model = lambda *args: built.append(build(*args)) or built[-1]  # type: ignore[func-returns-value]
+        engine.save_hf(directory)
+    finally:
+        export.empty_model = build
+    return len(built)
 
 
 def refusal(path: str, options: Mapping[str, Any]) -> str:
@@ -313,20 +322,51 @@ def save_both(path: str, options: Mapping[str, Any], directory: str) -> None:
     engine.save_hf(Path(directory) / "exported")
 
 
+def rest(path: str, options: Mapping[str, Any], directory: str) -> dict[str, Any]:
+    """What an engine says, is told and becomes that may rest; what is on the device meanwhile."""
+    engine = make_engine(path, options)
+    found = megatron_apart.train(engine, Path(directory))
+    return {
+        **found,
+        "state": [(piece.name, piece.value) for slot in state(engine).values() for piece in slot],
+    }
+
+
+def rest_frozen(path: str, options: Mapping[str, Any]) -> tuple[torch.Tensor, int]:
+    """What a model without optimizer says the second time, and the bytes of weights on the device then."""
+    engine = make_engine(path, {**options, "optim": None})
+    said = [ragged.parts(engine.forward([rank_jobs.make_batch()]).get("log_probs"))[0] for _ in range(2)]
+    return said[1], megatron_apart.held(engine)[0]
+
+
 # --- the head
+
+
+def my_vocabulary(weight: torch.Tensor, chunk: int) -> tuple[torch.Tensor, VocabularyShare]:
+    """This rank's rows of the matrix, filled up with rows of zeros."""
+    rank, width = dist.get_rank(), vocabulary_share(len(weight), dist.get_world_size())
+    mine = weight.new_zeros(width, weight.shape[1])
+    own = weight[rank * width : (rank + 1) * width]
+    mine[: len(own)] = own
+    assert dist.group.WORLD is not None
+    return mine, VocabularyShare(dist.group.WORLD, rank * width, len(own), chunk)
+
+
+def likeliest(
+    hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, ask: Ask, chunk: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Log-probabilities and ids, as every rank has them."""
+    mine, share = my_vocabulary(weight, chunk)
+    log_probs, ids = VocabularyParallelHead.apply(hidden, mine.requires_grad_(), targets, ask, share)
+    assert not log_probs.requires_grad
+    return log_probs, ids
 
 
 def head(
     hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, ask: Ask, chunk: int
 ) -> dict[str, Any]:
     """Outputs of this rank's share of the vocabulary, and its parts of the gradients."""
-    rank, ranks = dist.get_rank(), dist.get_world_size()
-    width = vocabulary_share(len(weight), ranks)
-    mine = weight.new_zeros(width, weight.shape[1])
-    own = weight[rank * width : (rank + 1) * width]
-    mine[: len(own)] = own
-    assert dist.group.WORLD is not None
-    share = VocabularyShare(dist.group.WORLD, rank * width, len(own), chunk)
+    mine, share = my_vocabulary(weight, chunk)
     hidden, mine = hidden.clone().requires_grad_(), mine.requires_grad_()
     outputs = [
         output

@@ -17,6 +17,7 @@ from engine.ulysses_jobs import make_rows
 from safetensors.torch import load_file, save_file
 
 from hydraflow.engine.base import ModelOutput, columns_of
+from hydraflow.models.loading import persistent_buffers
 from hydraflow.models.tiny import make_tokenizer
 from hydraflow.protocol import ragged
 
@@ -42,6 +43,29 @@ FAMILIES: dict[str, Any] = {
 """Heads of keys as many as of queries or fewer, layers four or two, embeddings tied or not, biases, norms of
 heads that are wider than the model, and scaled frequencies."""
 SCORE = "score.weight"
+QWEN: dict[str, Any] = GROUPED | dict(head_dim=16, moe_intermediate_size=24)
+QWEN |= dict(num_experts=4, num_experts_per_tok=2)
+LATENT: dict[str, Any] = SIZES | dict(kv_lora_rank=12, qk_nope_head_dim=8, qk_rope_head_dim=4, v_head_dim=6)
+LATENT |= dict(moe_intermediate_size=16, n_routed_experts=8, num_experts_per_tok=4, first_k_dense_replace=1)
+MIXTURES: dict[str, Any] = {
+    "mixtral": transformers.MixtralConfig(**GROUPED, num_local_experts=4, num_experts_per_tok=3),
+    "qwen2_moe": transformers.Qwen2MoeConfig(
+        **GROUPED,
+        moe_intermediate_size=24,
+        shared_expert_intermediate_size=20,
+        num_experts=4,
+        num_experts_per_tok=2,
+    ),
+    "glm4_moe": transformers.Glm4MoeConfig(
+        **GROUPED | dict(head_dim=16),
+        attention_bias=True,
+        use_qk_norm=True,
+        moe_intermediate_size=24,
+        n_routed_experts=4,
+        num_experts_per_tok=2,
+    ),
+}
+"""Mixtures of experts that several tests have."""
 
 
 def sizes(tensor: int = 1, stages: int = 1, **others: Any) -> dict[str, Any]:
@@ -75,6 +99,8 @@ def save_model(config: Any, folder: Path) -> None:
         for parameter in lm.parameters():
             wide = parameter.ndim > 1
             parameter.data = torch.randn_like(parameter) * 0.2 + (0 if wide else parameter.data)
+        for _, buffer in persistent_buffers(lm):
+            buffer.normal_(std=0.2)
         score = torch.randn(1, config.hidden_size)
     lm.save_pretrained(folder)
     make_tokenizer().save_pretrained(folder)

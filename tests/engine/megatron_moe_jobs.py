@@ -8,18 +8,22 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from engine import rank_jobs
 from engine.megatron_jobs import TEMPERATURE, gradient_of, make_engine
 from engine.ulysses_jobs import make_rows
 
 from hydraflow.engine.megatron.engine import MegatronEngine
-from hydraflow.engine.megatron.experts import Router
+from hydraflow.engine.megatron.experts import Load, Router, take_load
 from hydraflow.engine.megatron.names import Part
 from hydraflow.engine.megatron.optimizer import SLOTS, WEIGHT
 from hydraflow.errors import ConfigError
 from hydraflow.models.ask import Ask
 from hydraflow.protocol import ragged
+from hydraflow.protocol.batch import DataProto
 
+BALANCE = 2.0
+"""Coefficient of a loss of the experts' load."""
 Pieces = list[tuple[Part, torch.Tensor]]
 """Parts of Hugging Face tensors, and their values."""
 
@@ -64,16 +68,71 @@ def numbers(path: str, options: Mapping[str, Any], micro_batches: int) -> dict[s
     engine.forward_backward(parts, rank_jobs.loss_of, ask)
     found["steps"].append(engine.optimizer_step())
     found["weights"] = rank_jobs.full_weights(engine)
-    found["collect"] = engine.is_collect
+    found["collect"] = engine.coordinates().is_collect
     return found
 
 
-def told_of_load(path: str, options: Mapping[str, Any], kind: str) -> float:
-    """What a rank is told of its experts."""
+def told_of_load(
+    path: str, options: Mapping[str, Any], kind: str, rows: int
+) -> tuple[dict[str, float], Load]:
+    """What a rank is told of its experts, and the load when every token of every rank goes to the first of
+    each layer. rows: of a micro-batch, the last of which may be smaller."""
     engine = make_engine(path, options)
     engine.forward([rank_jobs.my_share(make_rows(kind), engine)])  # does not count
-    told = engine.forward_backward(rank_jobs.my_share(make_rows(kind), engine).chunk(2), rank_jobs.loss_of)
-    return float(told["actor/busiest_expert_share"].value)
+    parts = rank_jobs.my_share(make_rows(kind), engine).split(rows)
+    told = engine.forward_backward(parts, rank_jobs.loss_of)
+    chunks = engine._built.chunks
+    for router in (one for chunk in chunks for one in chunk.modules() if isinstance(one, Router)):
+        router.counts[0] = 1 + dist.get_rank()
+    shares = {what: float(told[f"actor/{what}_expert_share"].value) for what in ("busiest", "idle")}
+    return shares, take_load(chunks)
+
+
+def rows_of(kind: str, untrained: int) -> DataProto:
+    """The rows, of which one has no trained token."""
+    found = make_rows(kind)
+    mask, lengths = ragged.parts(found.get("response_mask"))
+    rows = ragged.rows(ragged.from_parts(mask.clone(), lengths))
+    rows[untrained].zero_()
+    columns: dict[str, Any] = dict(found.items())
+    return DataProto.from_dict({**columns, "response_mask": ragged.from_rows(rows)})
+
+
+def balanced(
+    path: str, options: Mapping[str, Any], kind: str, untrained: int, rows: int
+) -> list[tuple[Pieces, dict[str, Any]]]:
+    """The gradient and what is told of it, without a loss of the experts' load and with one, and then once
+    more: the loss of a call does not depend on what was before. rows: of a micro-batch."""
+    found = []
+    for coefficient in (0.0, BALANCE, BALANCE):
+        settings = {**options["megatron"], "moe_aux_loss_coeff": coefficient}
+        if coefficient == 0 or not found[1:]:
+            engine = make_engine(path, {**options, "megatron": settings})
+        parts = rank_jobs.my_share(rows_of(kind, untrained), engine).split(rows)
+        told = engine.forward_backward(parts, rank_jobs.loss_of, Ask(TEMPERATURE, entropy=True))
+        found.append((pieces(engine, lambda p, engine=engine: gradient_of(engine, p)), told))
+        engine._drop_gradient()
+    return found
+
+
+def moved_biases(
+    path: str, options: Mapping[str, Any], kind: str, rows: int
+) -> list[dict[str, torch.Tensor]]:
+    """Biases of routers by name: after a step that is skipped, and after one that is not."""
+    engine = make_engine(path, options)
+    parts = rank_jobs.my_share(make_rows(kind), engine).split(rows)
+
+    def infinite(*args: Any) -> Any:
+        loss, told = rank_jobs.loss_of(*args)
+        return loss * float("inf"), told
+
+    found = []
+    for loss in (infinite, rank_jobs.loss_of):
+        engine.forward_backward(parts, loss, Ask(TEMPERATURE))
+        engine.optimizer_step()
+        weights = rank_jobs.full_weights(engine)
+        found.append({name: weights[name] for name in weights if name.endswith("correction_bias")})
+    return found
 
 
 def weights_to(path: str, options: Mapping[str, Any], rank: int | None) -> list[tuple[str, torch.Tensor]]:

@@ -11,35 +11,45 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from hydraflow.engine.fsdp.engine import FSDPEngine
-from hydraflow.engine.fsdp.param_offload import ParamOffload
+from hydraflow.engine.offload import HOST, Offload
 
 
-class MemoryApart(ParamOffload):
+class MemoryApart(Offload):
     """Every move makes new tensors. At rest they are NaN, so that whoever uses them without `wake` computes
     NaN; once awake, all older ones are, so that whoever kept one does. Until then borrowed weights hold."""
 
     def __init__(self, module: nn.Module):
-        super().__init__(module, torch.device("cpu"), rests=True)
+        super().__init__(self._leave, self._come, HOST, rests=True)
+        self._module = module
         self.moves: list[str] = []
         self._values: list[torch.Tensor] = []
         self._left: list[torch.Tensor] = []
 
+    def _leave(self) -> None:
+        self.moves.append("rest")
+        left, here = self._renew()
+        for tensor in here:
+            tensor.fill_(float("nan"))
+        self._left = left
+
+    def _come(self) -> None:
+        self.moves.append("wake")
+        for tensor, value in zip(held(self._module), self._values, strict=True):
+            tensor.copy_(value)
+        before, _ = self._renew()
+        for tensor in [*self._left, *before]:
+            tensor.fill_(float("nan"))
+
     @torch.no_grad()
-    def _move(self, device: torch.device) -> None:
-        to_rest = not self._at_rest
-        self.moves.append("rest" if to_rest else "wake")
-        if not to_rest:
-            for tensor, value in zip(held(self._module), self._values, strict=True):
-                tensor.copy_(value)
+    def _renew(self) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """The tensors before and after."""
         before = list(held(self._module))
         # as Module.to does, which makes no copies on the same device
-        self._module._apply(lambda tensor: tensor.to(device, copy=True))
+        self._module._apply(lambda tensor: tensor.to(HOST, copy=True))
         after = list(held(self._module))
         assert not {one.data_ptr() for one in before if one.numel()} & {one.data_ptr() for one in after}
         self._values = [tensor.clone() for tensor in after]
-        for tensor in after if to_rest else [*self._left, *before]:
-            tensor.fill_(float("nan"))
-        self._left = before if to_rest else []
+        return before, after
 
 
 def held(module: nn.Module) -> Iterator[torch.Tensor]:
@@ -61,14 +71,17 @@ class RestingEngine(FSDPEngine):
         self.rest()
 
 
-def _resting(name: str) -> Callable[..., Any]:
-    def method(self: RestingEngine, *args: Any, **kwargs: Any) -> Any:
-        answer = getattr(FSDPEngine, name)(self, *args, **kwargs)
+def rests_after(engine: type, name: str) -> Callable[..., Any]:
+    """The engine's method of that name, after which it rests."""
+
+    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+        answer = getattr(engine, name)(self, *args, **kwargs)
         self.rest()
         return answer
 
     return method
 
 
-for _name in ("forward", "forward_backward", "optimizer_step", "save_hf", "snapshot", "load"):
-    setattr(RestingEngine, _name, _resting(_name))
+CALLS = ("forward", "forward_backward", "optimizer_step", "save_hf", "snapshot", "load")
+for _name in CALLS:
+    setattr(RestingEngine, _name, rests_after(FSDPEngine, _name))

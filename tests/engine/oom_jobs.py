@@ -125,10 +125,10 @@ def disturbed(path: str, options: Mapping[str, Any], cases: Sequence[Case]) -> l
     # an out-of-memory error has garbage collected, which takes half a second for all that is imported
     gc.freeze()
     engine = rank_jobs.make_engine(path, options)
-    batch = rank_jobs.make_batch(rows=ROWS * engine.data_size)
+    batch = rank_jobs.make_batch(rows=ROWS * engine.coordinates().data_size)
     share = rank_jobs.my_share(batch, engine)
     sizes = [tokens_of(part) for part in batch.split(2)]
-    sharers = dist.get_world_size() // engine.data_size
+    sharers = dist.get_world_size() // engine.coordinates().data_size
     wanted = engine.forward_backward(share.split(1), rank_jobs.loss_of), rank_jobs.gradients(engine)
     wrong = []
     for case in cases:

@@ -3,6 +3,7 @@ imports are what costs."""
 
 from __future__ import annotations
 
+import gc
 import socket
 import traceback
 from collections.abc import Callable
@@ -15,6 +16,7 @@ import torch.multiprocessing as mp
 from hydraflow.engine import process_group
 
 PRELOADED = [
+    "engine.no_garbage",  # the first
     "hydraflow.workers.actor",
     "hydraflow.workers.critic",
     "hydraflow.engine.fsdp.engine",
@@ -24,17 +26,21 @@ PRELOADED = [
 """Modules that import what ranks need."""
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
-
-
-def serve(rank: int, size: int, port: int, device_type: str, pipe: Connection) -> None:
-    """A rank: runs what it is told until told nothing."""
+def serve(
+    rank: int, size: int, port: int, listener: socket.socket | None, device_type: str, pipe: Connection
+) -> None:
+    """A rank: runs what it is told until told nothing. listener: rank 0's, bound to the port."""
+    gc.freeze()  # a rank that looked for garbage in what was imported would copy it
+    gc.enable()
     torch.set_num_threads(1)
     process_group.start(
-        rank=rank, world_size=size, address="127.0.0.1", port=port, device_type=device_type, timeout_s=120
+        rank=rank,
+        world_size=size,
+        address="127.0.0.1",
+        port=port,
+        device_type=device_type,
+        timeout_s=120,
+        listen_fd=listener.detach() if listener else None,
     )
     while (job := pipe.recv()) is not None:
         function, args = job
@@ -49,16 +55,23 @@ class Ranks:
     """Ranks, two unless told otherwise, that run functions of `rank_jobs`."""
 
     def __init__(self, size: int = 2, device_type: str = "cpu") -> None:
-        context, port = mp.get_context("forkserver"), free_port()
+        context = mp.get_context("forkserver")
         context.set_forkserver_preload(PRELOADED)
         pairs = [context.Pipe() for _ in range(size)]
         self.pipes = [mine for mine, _ in pairs]
-        self.processes = [
-            context.Process(target=serve, args=(rank, size, port, device_type, theirs), daemon=True)
-            for rank, (_, theirs) in enumerate(pairs)
-        ]
-        for process in self.processes:
-            process.start()
+        # Bound until rank 0 has it: a port that is only known to be free is soon another test's.
+        with socket.create_server(("127.0.0.1", 0)) as listener:
+            port = listener.getsockname()[1]
+            self.processes = [
+                context.Process(
+                    target=serve,
+                    args=(rank, size, port, None if rank else listener, device_type, theirs),
+                    daemon=True,
+                )
+                for rank, (_, theirs) in enumerate(pairs)
+            ]
+            for process in self.processes:
+                process.start()
 
     def run(self, function: Callable[..., Any], *args: Any) -> list[Any]:
         """What each rank returns."""

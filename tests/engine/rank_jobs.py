@@ -14,9 +14,10 @@ from hydraflow import metrics
 from hydraflow.device import current_device
 from hydraflow.engine import process_group
 from hydraflow.engine.base import ModelOutput
-from hydraflow.engine.config import FSDPConfig, OptimConfig
+from hydraflow.engine.config import FSDPConfig, OptimConfig, WrapPolicyConfig
 from hydraflow.engine.fsdp.engine import FSDPEngine
 from hydraflow.metrics import Metric
+from hydraflow.models.adapters import Form
 from hydraflow.models.ask import Ask
 from hydraflow.models.config import ModelConfig
 from hydraflow.protocol import ragged
@@ -25,14 +26,17 @@ from hydraflow.protocol.batch import DataProto
 CPU = torch.device("cpu")
 CONTENTS = ["model", "optimizer", "extra"]
 ROWS = 8
+EACH_LAYER = WrapPolicyConfig(min_num_params=0)
+"""Every layer is an FSDP unit; by default the tests' models would be one."""
 
 
 def make_engine(path: str, options: Mapping[str, Any] | None = None) -> FSDPEngine:
     """An engine of that model; options: `model`, `fsdp`, `optim` (None: frozen), `head`, `total_steps`. With
-    param_offload it rests after each call, in a memory apart."""
+    param_offload it rests after each call, in a memory apart. Layers are FSDP units unless `fsdp` says
+    otherwise."""
     options = dict(options or {})
     optim = options.pop("optim", {})
-    fsdp = FSDPConfig(**{"dtype": "fp32", **options.pop("fsdp", {})})
+    fsdp = FSDPConfig(**{"dtype": "fp32", "wrap_policy": EACH_LAYER, **options.pop("fsdp", {})})
     return (RestingEngine if fsdp.param_offload else FSDPEngine)(
         ModelConfig(path=path, **options.pop("model", {})),
         fsdp,
@@ -98,11 +102,14 @@ def my_share(batch: DataProto, engine: FSDPEngine | None = None) -> DataProto:
     """What a controller would send to this rank of an engine; without one, each rank gets rows of its own."""
     if engine is None:
         return batch.chunk(dist.get_world_size())[dist.get_rank()]
-    return batch.chunk(engine.data_size)[engine.data_rank]
+    return batch.chunk(engine.coordinates().data_size)[engine.coordinates().data_rank]
 
 
-def weights_to(path: str, rank: int | None, options: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-    return {name: tensor.clone() for name, tensor in make_engine(path, options).weights(to=rank)}
+def weights_to(
+    path: str, rank: int | None, options: Mapping[str, Any], form: Form = Form.MERGED
+) -> dict[str, torch.Tensor]:
+    engine = make_engine(path, options)
+    return {name: tensor.clone() for name, tensor in engine.weights(to=rank, form=form)}
 
 
 def full_weights(engine: FSDPEngine) -> dict[str, torch.Tensor]:
@@ -241,7 +248,7 @@ def missing_weights(path: str) -> str:
 
 
 def split_by_tokens(max_tokens: int) -> tuple[int, list[int]]:
-    from hydraflow.workers.micro_batcher import split_tokens
+    from hydraflow.engine.micro_batcher import split_tokens
 
     data = make_batch().slice(0, 4) if dist.get_rank() == 0 else make_batch().slice(4, 8)
     parts = split_tokens(data, max_tokens, lambda values: process_group.all_reduce(values, "max"))
@@ -332,7 +339,7 @@ def train_and_rest(path: str, device_type: str, fsdp: Mapping[str, Any]) -> dict
     """Steps with an engine of that device which rests after each: the bytes that every rest frees there, and
     the weights at the end."""
     device = current_device(device_type, 0)
-    config = FSDPConfig(model_dtype="fp64", dtype="fp64", **fsdp)
+    config = FSDPConfig(**{"model_dtype": "fp64", "dtype": "fp64", "wrap_policy": EACH_LAYER, **fsdp})
     engine = FSDPEngine(ModelConfig(path=path), config, OptimConfig(lr=1e-2), head="policy", device=device)
     freed = []
     for step in range(3):

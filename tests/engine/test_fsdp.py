@@ -24,7 +24,17 @@ from transformers import (
 
 from hydraflow.engine.base import ModelOutput
 from hydraflow.engine.config import WrapPolicyConfig
+from hydraflow.engine.fsdp.engine import FSDPEngine
 from hydraflow.errors import ConfigError
+from hydraflow.models.adapters import (
+    SIDES,
+    AdapterLayers,
+    Form,
+    adapter_name,
+    add_shapes,
+    is_adapter,
+    layer_and_side,
+)
 from hydraflow.models.ask import Ask
 from hydraflow.protocol import ragged
 
@@ -349,6 +359,7 @@ def test_adapters_start_as_the_base_and_merge_to_what_they_compute(
     assert torch.equal(engine.forward([batch], adapter=False).batch["log_probs"].values(), base)
     torch.testing.assert_close(engine.forward([batch]).batch["log_probs"].values(), changed, rtol=0, atol=0)
 
+    assert_apart_is_merged(engine)
     engine.save_hf(tmp_path / "merged")
     merged = jobs.make_engine(str(tmp_path / "merged"), {"fsdp": DOUBLE, "optim": None})
     torch.testing.assert_close(
@@ -357,6 +368,34 @@ def test_adapters_start_as_the_base_and_merge_to_what_they_compute(
     assert_same(
         ranks.run(jobs.train, tiny, options)[0]["weights"], jobs.train(tiny, options)["weights"], 1e-10
     )
+
+
+def assert_apart_is_merged(engine: FSDPEngine) -> None:
+    """W + B A of what is sent apart, for each layer that has an adapter."""
+    sent = {form: {name: one.clone() for name, one in engine.weights(form=form)} for form in Form}
+    merged, apart, adapters = (sent[form] for form in (Form.MERGED, Form.APART, Form.ADAPTERS))
+    assert list(apart) == [*merged, *adapters], "the weights below come first"
+    changed = {layer_and_side(name)[0] for name in adapters}
+    for name, weight in merged.items():
+        layer = name.removesuffix(".weight")
+        assert torch.equal(apart[name], weight) == (layer not in changed)
+        if layer in changed:
+            a, b = (adapters[adapter_name(layer, side)] for side in SIDES)
+            torch.testing.assert_close(apart[name] + b @ a, weight, rtol=0, atol=1e-12)
+
+
+def test_an_engine_can_tell_which_adapters_come_and_every_rank_sends_the_same(
+    tiny: str, ranks: Ranks
+) -> None:
+    """From the model's configuration alone."""
+    for targets in ("all-linear", ["q_proj", "down_proj"], ".*layers.0.*up_proj"):
+        options = {"model": {"lora_rank": 2, "target_modules": targets}}
+        shaped = AutoModelForCausalLM.from_pretrained(tiny).to("meta")
+        add_shapes(AdapterLayers(2, targets if isinstance(targets, str) else tuple(targets)), shaped)
+        expected = {name: one.shape for name, one in shaped.named_parameters() if is_adapter(name)}
+        found = ranks.run(jobs.weights_to, tiny, None, options, Form.ADAPTERS)
+        assert {name: one.shape for name, one in found[0].items()} == expected != {}
+        assert_same(found[0], found[1], 0)
 
 
 def test_all_linear_adapts_every_projection_and_the_value_head_is_trained(tiny: str) -> None:

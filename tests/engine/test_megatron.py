@@ -3,7 +3,7 @@ transformers itself."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ pytest.importorskip("megatron.core")
 
 from engine import megatron_jobs as jobs
 from engine import rank_jobs
-from engine.megatron_models import FAMILIES, GROUPED, save_families, save_model, sizes, started
+from engine.megatron_models import FAMILIES, GROUPED, save_model, sizes
 from engine.megatron_ways import TOLERANCE, Oracle, assert_near
 from engine.pool import Ranks
 from transformers import LlamaConfig, MistralConfig, Qwen2Config
@@ -24,21 +24,6 @@ from transformers import LlamaConfig, MistralConfig, Qwen2Config
 from hydraflow.metrics import merge, values
 from hydraflow.protocol import ragged
 from hydraflow.protocol.batch import DataProto
-
-SIZES = (1, 2, 4)
-
-
-@pytest.fixture(scope="module")
-def pools() -> Iterator[dict[int, Ranks]]:
-    """One, two and four ranks."""
-    with started(SIZES) as made:
-        yield made
-
-
-@pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a model of each family."""
-    return save_families(tmp_path_factory.mktemp("models"))
 
 
 @pytest.fixture(scope="module")
@@ -120,10 +105,25 @@ LAYOUTS: dict[str, tuple[str, int, dict[str, Any]]] = {
     "tp 4": ("llama", 4, sizes(4)),
     "pp 2, data 2": ("qwen2", 4, sizes(1, 2)),
     "pp 4": ("llama", 4, sizes(1, 4)),
+    "data 2, buffers": (
+        "qwen3",
+        2,
+        sizes(
+            override_ddp_config={
+                "pad_buckets_for_high_nccl_busbw": True,
+                "reduce_scatter_with_fp32_accumulation": True,
+            }
+        ),
+    ),
     "pp 2, one layer first": (
         "llama",
         2,
         sizes(1, 2, override_transformer_config={"num_layers_in_first_pipeline_stage": 1}),
+    ),
+    "pp 2, a layout": (
+        "llama",
+        2,
+        sizes(1, 2, override_transformer_config={"pipeline_model_parallel_layout": "Et|t*3L"}),
     ),
     "chunks": ("qwen2", 2, sizes(2, head_chunk_tokens=2)),
 }
@@ -151,6 +151,22 @@ def test_every_kind_of_rows(
     """Lines that the ranks do not divide, and prompts that rows share."""
     ranks, settings = FORMS[form]
     check(pools, models, oracle, "qwen3", ranks, {"megatron": settings}, kind, 1)
+
+
+PADDED = {"use_remove_padding": False}
+
+
+@pytest.mark.parametrize("kind", ["usual", "samples"])
+@pytest.mark.parametrize("form", ["tp 1", "tp 2", "pp 2"])
+def test_padded_rows(pools: dict[int, Ranks], models: Path, oracle: Oracle, form: str, kind: str) -> None:
+    """As packed ones, also where these share prompts."""
+    ranks, settings = FORMS[form]
+    check(pools, models, oracle, "qwen3", ranks, {"megatron": settings, "model": PADDED}, kind)
+
+
+def test_values_of_padded_rows(pools: dict[int, Ranks], models: Path, oracle: Oracle) -> None:
+    options = {"megatron": sizes(2), "head": "value", "model": PADDED}
+    check(pools, models, oracle, "qwen2", 2, options)
 
 
 @pytest.mark.parametrize("form", ["tp 2", "pp 2"])

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ pytest.importorskip("megatron.core")
 
 from engine import megatron_jobs as jobs
 from engine.foreign import INDEX, put_into_index, put_into_shard
-from engine.megatron_models import save_families, sizes, started
+from engine.megatron_models import sizes
 from engine.pool import Ranks
 from engine.rank_jobs import CONTENTS
 from model_merger.directories import assert_same_bits, merge, read
@@ -40,19 +40,6 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
 }
 """Ranks and options."""
 CORE = [name for name, (_, options) in LAYOUTS.items() if options]
-
-
-@pytest.fixture(scope="module")
-def pools() -> Iterator[dict[int, Ranks]]:
-    """One, two and four ranks."""
-    with started((1, 2, 4)) as made:
-        yield made
-
-
-@pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a model of each family."""
-    return save_families(tmp_path_factory.mktemp("models"))
 
 
 def options_of(layout: str, **others: Any) -> dict[str, Any]:

@@ -3,7 +3,6 @@ that has whole lines."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,19 +15,14 @@ pytest.importorskip("megatron.core")
 
 from engine import megatron_jobs as jobs
 from engine import rank_jobs
-from engine.megatron_models import SIZES, save_families, save_model, sizes, started
+from engine.megatron_models import SIZES, save_families, save_model, sizes
 from engine.megatron_ways import Oracle, assert_near, check
 from engine.pool import Ranks
 from transformers import Qwen3Config
 
 PLAIN = {"use_distributed_optimizer": False}
 
-
-@pytest.fixture(scope="module")
-def pools() -> Iterator[dict[int, Ranks]]:
-    """Two and four ranks."""
-    with started((2, 4)) as made:
-        yield made
+GROUP_SIZES = (2, 4)
 
 
 @pytest.fixture(scope="module")
@@ -83,6 +77,13 @@ def test_every_kind_of_rows(pools: dict[int, Ranks], oracle: Oracle, layout: str
 def test_no_checkpointing_of_activations(pools: dict[int, Ranks], oracle: Oracle) -> None:
     off = {"enable_gradient_checkpointing": False}
     check(pools[2], oracle, "qwen3", shared(2), model=off, micro_batches=4)
+
+
+@pytest.mark.parametrize("layout", ["two", "two of each tensor-parallel rank"])
+def test_padded_rows(pools: dict[int, Ranks], oracle: Oracle, layout: str) -> None:
+    _, ranks, settings = LAYOUTS[layout]
+    padded = {"use_remove_padding": False}
+    check(pools[ranks], oracle, "qwen3", settings, kind="far apart", micro_batches=1, model=padded)
 
 
 @pytest.mark.parametrize("rank", range(4))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -13,21 +12,13 @@ import hydraflow.engine.megatron  # noqa: F401  lets Megatron-Core run without C
 pytest.importorskip("megatron.core")
 
 from engine import megatron_jobs as jobs
-from engine.megatron_models import started
 from engine.pool import Ranks
 
 from hydraflow.models.ask import Ask
 
 HIDDEN, TOKENS = 5, 7
-ASKS = [Ask(), Ask(0.7), Ask(0.7, entropy=True), Ask(1.3, greedy_match=True)]
+ASKS = [Ask(), Ask(0.7), Ask(0.7, entropy=True), Ask(1.3, greedy_match=True), Ask(0.7, sum_pi_squared=True)]
 CHUNKS = (1, 3, 100)
-
-
-@pytest.fixture(scope="module")
-def pools() -> Iterator[dict[int, Ranks]]:
-    """One, two and four ranks."""
-    with started((1, 2, 4)) as made:
-        yield made
 
 
 def inputs(vocabulary: int, tokens: int = TOKENS) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -51,6 +42,8 @@ def plain(hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, ask
         found.append(-(full.exp() * full).sum(-1))
     if ask.greedy_match:
         found.append((logits.argmax(-1) == targets).double())
+    if ask.sum_pi_squared:
+        found.append(full.exp().square().sum(-1))
     return [*found, *torch.autograd.grad(jobs.head_loss(found, ask), (hidden, weight))]
 
 
@@ -59,7 +52,7 @@ def assert_same(got: list[Any], wanted: list[torch.Tensor]) -> None:
         torch.testing.assert_close(mine, value.detach(), rtol=0, atol=1e-12)
 
 
-@pytest.mark.parametrize("ask", ASKS, ids=["plain", "temperature", "entropy", "greedy"])
+@pytest.mark.parametrize("ask", ASKS, ids=["plain", "temperature", "entropy", "greedy", "pi_squared"])
 @pytest.mark.parametrize("chunk", CHUNKS)
 @pytest.mark.parametrize(("ranks", "vocabulary"), [(1, 11), (2, 12), (2, 11), (4, 11), (4, 9)])
 def test_is_that_of_log_softmax(
@@ -104,3 +97,15 @@ def test_logits_that_would_overflow(pools: dict[int, Ranks]) -> None:
     for rank in pools[2].run(jobs.head, *detached, Ask(entropy=True), 3):
         torch.testing.assert_close(rank["outputs"], [value.detach() for value in wanted[:2]])
         assert bool(rank["weight"].isfinite().all()) and bool(rank["hidden"].isfinite().all())
+
+
+@pytest.mark.parametrize("among", [11, 4])
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_the_likeliest_tokens_of_all_ranks(pools: dict[int, Ranks], ranks: int, among: int) -> None:
+    """More than a rank has, and of the first rank's alone."""
+    hidden, weight, targets = (tensor.detach() for tensor in inputs(11))
+    wanted = (hidden @ weight.t() / 0.7).log_softmax(-1)[:, :among].topk(4)
+    ask = Ask(0.7, likeliest=4, among=among)
+    for log_probs, ids in pools[ranks].run(jobs.likeliest, hidden, weight, targets, ask, 3):
+        torch.testing.assert_close(log_probs, wanted.values, rtol=0, atol=1e-12)
+        assert ids.tolist() == wanted.indices.tolist()

@@ -3,7 +3,6 @@ does."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,7 @@ pytest.importorskip("megatron.core")
 
 from engine import megatron_jobs as jobs
 from engine import rank_jobs
-from engine.megatron_models import SIZES, save_model, sizes, started
+from engine.megatron_models import SIZES, save_model, sizes
 from engine.megatron_ways import Oracle, assert_near, check
 from engine.pool import Ranks
 from transformers import Qwen2Config, Qwen3Config
@@ -27,12 +26,7 @@ FAMILIES = {
     "qwen3": Qwen3Config(**DEEP, head_dim=16, tie_word_embeddings=False),
 }
 
-
-@pytest.fixture(scope="module")
-def pools() -> Iterator[dict[int, Ranks]]:
-    """Two and four ranks."""
-    with started((2, 4)) as made:
-        yield made
+GROUP_SIZES = (2, 4)
 
 
 @pytest.fixture(scope="module")

@@ -3,7 +3,8 @@ FSDP engine and of transformers itself."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,38 +16,57 @@ import hydraflow.engine.megatron  # noqa: F401  lets Megatron-Core run without C
 pytest.importorskip("megatron.core")
 
 from engine import megatron_moe_jobs as jobs
-from engine.megatron_jobs import OPTIM
-from engine.megatron_models import GROUPED, SCORE, plain_numbers, save_model, started
+from engine.megatron_jobs import OPTIM, save_both
+from engine.megatron_models import GROUPED, LATENT, MIXTURES, QWEN, SCORE, plain_numbers, save_model
 from engine.megatron_ways import TOLERANCE, assert_near
 from engine.pool import Ranks
-from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, MixtralConfig, Qwen2MoeConfig, Qwen3Config, Qwen3MoeConfig
+from model_merger.directories import assert_same_bits, merge, read
+from safetensors.torch import load_file, save_file
+from transformers import (
+    AutoModelForCausalLM,
+    DeepseekV2Config,
+    DeepseekV3Config,
+    Glm4MoeLiteConfig,
+    MixtralConfig,
+    OlmoeConfig,
+    Qwen2MoeConfig,
+    Qwen3Config,
+    Qwen3MoeConfig,
+)
 
-from hydraflow.metrics import merge, values
+from hydraflow import metrics
+from hydraflow.generation.native import NativeEngine
 from hydraflow.protocol import ragged
+from hydraflow.protocol.batch import DataProto
 
-QWEN = GROUPED | dict(head_dim=16, moe_intermediate_size=24, num_experts=4, num_experts_per_tok=2)
+YARN: dict[str, Any] = dict(rope_type="yarn", rope_theta=100.0, factor=4.0)
+YARN |= dict(original_max_position_embeddings=16, mscale=0.7, mscale_all_dim=1.0)
 FAMILIES: dict[str, Any] = {
+    **MIXTURES,
+    "deepseek_v3": DeepseekV3Config(
+        **LATENT, q_lora_rank=20, n_group=4, topk_group=2, n_shared_experts=2, rope_parameters=YARN
+    ),
+    "deepseek_v3, plain": DeepseekV3Config(
+        **LATENT,
+        q_lora_rank=None,
+        n_group=1,
+        topk_group=1,
+        norm_topk_prob=False,
+        rope_interleave=False,
+        rms_norm_eps=1e-3,
+    ),
+    "deepseek_v2": DeepseekV2Config(
+        **LATENT | dict(num_experts_per_tok=3), q_lora_rank=None, routed_scaling_factor=2.0
+    ),
+    "glm4_moe_lite": Glm4MoeLiteConfig(
+        **{key: value for key, value in LATENT.items() if key != "first_k_dense_replace"}, q_lora_rank=20
+    ),
     "qwen3_moe": Qwen3MoeConfig(**QWEN, norm_topk_prob=False),
     "a dense layer": Qwen3MoeConfig(**QWEN, norm_topk_prob=True, mlp_only_layers=[1]),
-    "mixtral": MixtralConfig(**GROUPED, num_local_experts=4, num_experts_per_tok=3),
+    "four layers": Qwen3MoeConfig(
+        **QWEN | dict(num_hidden_layers=4), norm_topk_prob=True, mlp_only_layers=[2]
+    ),
 }
-
-
-@pytest.fixture(scope="module")
-def pools() -> Iterator[dict[int, Ranks]]:
-    """One, two and four ranks."""
-    with started((1, 2, 4)) as made:
-        yield made
-
-
-@pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a model of each family."""
-    folder = tmp_path_factory.mktemp("models")
-    for name, config in FAMILIES.items():
-        save_model(config, folder / name)
-    return folder
 
 
 Oracle = Callable[..., dict[str, Any]]
@@ -81,6 +101,22 @@ def sizes(
 
 PLAIN = {"use_distributed_optimizer": False}
 LAYOUTS: dict[str, tuple[str, int, dict[str, Any]]] = {
+    "alone, deepseek_v3": ("deepseek_v3", 1, sizes()),
+    "alone, deepseek_v3, plain": ("deepseek_v3, plain", 1, sizes()),
+    "alone, deepseek_v2": ("deepseek_v2", 1, sizes()),
+    "alone, qwen2_moe": ("qwen2_moe", 1, sizes()),
+    "alone, glm4_moe_lite": ("glm4_moe_lite", 1, sizes()),
+    "alone, glm4_moe": ("glm4_moe", 1, sizes()),
+    "deepseek_v3, tp 2": ("deepseek_v3", 2, sizes(2)),
+    "deepseek_v3, plain, tp 2, ep 2": ("deepseek_v3, plain", 2, sizes(2, experts=2, slices=1, **PLAIN)),
+    "deepseek_v2, tp 2": ("deepseek_v2", 2, sizes(2)),
+    "qwen2_moe, tp 2": ("qwen2_moe", 2, sizes(2)),
+    "glm4_moe, tp 2": ("glm4_moe", 2, sizes(2)),
+    "deepseek_v3, ep 2": ("deepseek_v3", 2, sizes(experts=2)),
+    "deepseek_v3, pp 2": ("deepseek_v3", 2, sizes(1, 2)),
+    "deepseek_v3, context 2": ("deepseek_v3", 2, sizes(context_parallel_size=2)),
+    "deepseek_v3, tp 2, pp 2": ("deepseek_v3", 4, sizes(2, 2)),
+    "deepseek_v3, tp 2, ep 2, data 2": ("deepseek_v3", 4, sizes(2, experts=2, slices=1)),
     "alone": ("qwen3_moe", 1, sizes()),
     "alone, mixtral": ("mixtral", 1, sizes(**PLAIN)),
     "data 2": ("qwen3_moe", 2, sizes()),
@@ -102,6 +138,14 @@ LAYOUTS: dict[str, tuple[str, int, dict[str, Any]]] = {
     "ep 2, data 4, plain optimizer": ("a dense layer", 4, sizes(experts=2, **PLAIN)),
 }
 """Family, ranks and settings."""
+PARTS = {"virtual_pipeline_model_parallel_size": 2}
+INTERLEAVED: dict[str, tuple[int, dict[str, Any], int]] = {
+    "two parts": (2, sizes(1, 2, **PARTS), 2),
+    "two parts, filled up": (2, sizes(1, 2, **PARTS), 1),
+    "two parts, ep 2": (4, sizes(1, 2, experts=2, **PARTS), 2),
+    "two parts, tp 2, plain optimizer": (4, sizes(2, 2, **PARTS, **PLAIN), 2),
+}
+"""Ranks, settings and micro-batches of an interleaved schedule."""
 
 
 def check(found: list[dict[str, Any]], oracle: dict[str, Any]) -> None:
@@ -111,7 +155,7 @@ def check(found: list[dict[str, Any]], oracle: dict[str, Any]) -> None:
         said = torch.cat([rank["said"][name] for rank in collected]).double()
         torch.testing.assert_close(said, wanted.double(), rtol=0, atol=TOLERANCE)
         torch.testing.assert_close(said, oracle["said"][name], rtol=0, atol=TOLERANCE)
-    told = values(merge(rank["told"] for rank in collected))
+    told = metrics.values(metrics.merge(rank["told"] for rank in collected))
     assert told["loss"] == pytest.approx(oracle["loss"], rel=TOLERANCE)
     gradient = jobs.assembled([rank["gradient"] for rank in found])
     assert_near(gradient, oracle["gradient"])
@@ -127,6 +171,21 @@ def test_every_layout(pools: dict[int, Ranks], models: Path, oracle: Oracle, lay
     family, ranks, settings = LAYOUTS[layout]
     found = pools[ranks].run(jobs.numbers, str(models / family), {"megatron": settings}, 2)
     check(found, oracle(family))
+
+
+@pytest.mark.parametrize("layout", ["tp 2, ep 2", "deepseek_v3, pp 2"])
+def test_padded_rows(pools: dict[int, Ranks], models: Path, oracle: Oracle, layout: str) -> None:
+    family, ranks, settings = LAYOUTS[layout]
+    options = {"megatron": settings, "model": {"use_remove_padding": False}}
+    check(pools[ranks].run(jobs.numbers, str(models / family), options, 2), oracle(family))
+
+
+@pytest.mark.parametrize("layout", INTERLEAVED)
+def test_stages_of_several_parts(pools: dict[int, Ranks], models: Path, oracle: Oracle, layout: str) -> None:
+    ranks, settings, micro_batches = INTERLEAVED[layout]
+    path = str(models / "four layers")
+    found = pools[ranks].run(jobs.numbers, path, {"megatron": settings}, micro_batches)
+    check(found, oracle("four layers"))
 
 
 def test_values_of_tokens(pools: dict[int, Ranks], models: Path, oracle: Oracle) -> None:
@@ -151,32 +210,53 @@ def test_the_oracle_is_not_trivial(oracle: Oracle) -> None:
         assert found["fsdp"]["steps"][0]["grad_norm"] > 2 * OPTIM["clip_grad"]
 
 
-def test_share_of_the_busiest_expert(pools: dict[int, Ranks], models: Path) -> None:
-    """Each token of all ranks counts once, also where activations are computed again; a prompt that rows
-    share counts once in a line."""
-    path, rows = str(models / "qwen3_moe"), jobs.make_rows("one token")
+def busiest_share(path: str, rows: DataProto) -> float:
+    """Of all tokens of a model of transformers."""
     lm = AutoModelForCausalLM.from_pretrained(path)
-    counts = torch.zeros(2, 4)
+    routers = [layer.mlp.gate for layer in lm.model.layers if hasattr(layer.mlp, "gate")]
+    counts = torch.zeros(len(routers), 4)
 
-    def count(layer: int, output: Any) -> None:
-        counts[layer] += output[2].flatten().bincount(minlength=4)
+    def count(number: int, output: Any) -> None:
+        counts[number] += output[2].flatten().bincount(minlength=4)
 
-    for layer, decoder in enumerate(lm.model.layers):
-        decoder.mlp.gate.register_forward_hook(lambda m, args, output, layer=layer: count(layer, output))
+    for number, router in enumerate(routers):
+        router.register_forward_hook(lambda m, args, output, number=number: count(number, output))
     for prompt, response in zip(ragged.rows(rows.get("prompts")), ragged.rows(rows.get("responses"))):
-        lm(input_ids=torch.cat([prompt, response])[None])
-    wanted = float((counts.amax(1) / counts.sum(1)).max())
-    for ranks, settings in ((1, sizes()), (2, sizes(experts=2)), (4, sizes(1, 2, 2))):
-        for again in (True, False):
-            options = {"megatron": settings, "model": {"enable_gradient_checkpointing": again}}
-            for told in pools[ranks].run(jobs.told_of_load, path, options, "one token"):
-                assert told == pytest.approx(wanted)
+        lm(input_ids=torch.cat([prompt, response[:-1]])[None])  # the last token predicts nothing
+    return float((counts.amax(1) / counts.sum(1)).max())
+
+
+LOADS: list[tuple[str, int, dict[str, Any]]] = [
+    ("qwen3_moe", 1, sizes()),
+    ("qwen3_moe", 2, sizes(experts=2)),
+    ("qwen3_moe", 4, sizes(1, 2, 2)),
+    ("four layers", 2, sizes(1, 2, **PARTS)),  # three micro-batches, and one that fills up
+]
+"""Family, ranks and settings."""
+
+
+@pytest.mark.parametrize("again", [True, False])
+def test_share_of_the_busiest_expert(pools: dict[int, Ranks], models: Path, again: bool) -> None:
+    """Each token of all ranks counts once, also where activations are computed again, or where a micro-batch
+    fills up the last group of a schedule."""
+    for family, ranks, settings in LOADS:
+        path = str(models / family)
+        wanted = busiest_share(path, jobs.make_rows("far apart"))
+        assert wanted < 0.5, "no expert that every token chose"
+        options = {"megatron": settings, "model": {"enable_gradient_checkpointing": again}}
+        for told, load in pools[ranks].run(jobs.told_of_load, path, options, "far apart", 3):
+            assert told == {"busiest": pytest.approx(wanted), "idle": 0}
+            assert (load.busiest, load.idle) == (1, 3 / 4)
 
 
 # --- weights and checkpoints
 
 
-@pytest.mark.parametrize("layout", ["tp 2, ep 2, data 2", "tp 2, ep 2, slices 2", "pp 2, ep 2"])
+OUT = ["tp 2, ep 2, data 2", "tp 2, ep 2, slices 2", "pp 2, ep 2"]
+OUT += ["deepseek_v3, tp 2, pp 2", "deepseek_v3, tp 2, ep 2, data 2"]
+
+
+@pytest.mark.parametrize("layout", OUT)
 def test_weights_come_out_as_they_went_in(pools: dict[int, Ranks], models: Path, layout: str) -> None:
     """Bit by bit and under the FSDP engine's names, on all ranks or on the one that wants them."""
     family, ranks, settings = LAYOUTS[layout]
@@ -190,11 +270,43 @@ def test_weights_come_out_as_they_went_in(pools: dict[int, Ranks], models: Path,
                 assert torch.equal(tensor, wanted[name]) if to in (None, rank) else tensor.is_meta
 
 
-def test_files_are_saved_as_they_were_read(pools: dict[int, Ranks], models: Path, tmp_path: Path) -> None:
-    """Each expert under its own names, bit by bit."""
-    path, saved = models / "a dense layer", tmp_path / "saved"
-    pools[2].run(jobs.save_hf, str(path), {"megatron": sizes(experts=2)}, str(saved))
-    found, wanted = (load_file(folder / "model.safetensors") for folder in (saved, path))
+def test_biases_of_routers_are_never_rounded(pools: dict[int, Ranks], models: Path) -> None:
+    """Of a model in bfloat16; the engine that samples has them in float32, too."""
+    path, name = models / "deepseek_v3", "model.layers.1.mlp.gate.e_score_correction_bias"
+    wanted = load_file(path / "model.safetensors")[name]
+    assert not torch.equal(wanted, wanted.bfloat16().float())
+    for options in ({"megatron": sizes(2, dtype="bf16")}, {"fsdp": {"model_dtype": "bf16", "dtype": "bf16"}}):
+        tensors = dict(pools[2].run(jobs.weights_to, str(path), options, None)[0])
+        others = {tensor.dtype for other, tensor in tensors.items() if other != name}
+        assert torch.equal(tensors[name], wanted) and others == {torch.bfloat16}
+        sampler = NativeEngine.from_config(FAMILIES["deepseek_v3"], device="cpu", dtype=torch.bfloat16)
+        sampler.update_weights(tensors.items())
+        assert all(torch.equal(held, tensors[other]) for other, held in sampler.held().items())
+
+
+@pytest.mark.parametrize(
+    ("family", "settings"),
+    [
+        ("a dense layer", sizes(experts=2)),
+        ("deepseek_v3", sizes(2, experts=2, slices=1)),
+        ("deepseek_v2", sizes(1, 2)),
+        ("qwen2_moe", sizes(2)),
+        ("glm4_moe", sizes(1, 2)),
+    ],
+)
+def test_files_are_saved_as_they_were_read(
+    pools: dict[int, Ranks], models: Path, tmp_path: Path, family: str, settings: dict[str, Any]
+) -> None:
+    """Each expert under its own names, bit by bit. A layer more, which predicts tokens further ahead, is left
+    out, as transformers leaves it out."""
+    path, saved = tmp_path / "model", tmp_path / "saved"
+    shutil.copytree(models / family, path)
+    file = path / "model.safetensors"
+    wanted = load_file(file)
+    if family == "deepseek_v3":
+        save_file({**wanted, "model.layers.2.eh_proj.weight": torch.ones(2, 2)}, file, {"format": "pt"})
+    pools[2].run(jobs.save_hf, str(path), {"megatron": settings}, str(saved))
+    found = load_file(saved / "model.safetensors")
     del wanted[SCORE]
     assert found.keys() == wanted.keys()
     assert all(torch.equal(found[name], wanted[name]) for name in wanted)
@@ -220,7 +332,7 @@ def test_checkpoints_are_read_with_other_sizes(
         ranks, options = 2, {}
         if layout in LAYOUTS:
             ranks, options = LAYOUTS[layout][1], {"megatron": LAYOUTS[layout][2]}
-        found = pools[ranks].run(job, str(models / "a dense layer"), options, str(tmp_path))
+        found = pools[ranks].run(job, str(models / "deepseek_v3"), options, str(tmp_path))
         moments = found[0].get("moments") or {
             f"lm.{name}.{slot}": value
             for slot in jobs.SLOTS
@@ -236,6 +348,12 @@ def test_checkpoints_are_read_with_other_sizes(
     ]
     assert not changed
     assert_near(read["next"], written["next"])
+
+
+def test_the_merger_reads_a_checkpoint(pools: dict[int, Ranks], models: Path, tmp_path: Path) -> None:
+    options = {"megatron": LAYOUTS["deepseek_v3, tp 2, pp 2"][2]}
+    pools[4].run(save_both, str(models / "deepseek_v3"), options, str(tmp_path))
+    assert_same_bits(merge(tmp_path / "actor", tmp_path / "merged"), read(tmp_path / "exported"))
 
 
 # --- what is not built
@@ -274,7 +392,22 @@ REFUSED: dict[str, tuple[Any, dict[str, Any], str]] = {
         sizes(),
         "router_jitter_noise",
     ),
-    "shared experts": (Qwen2MoeConfig(**GROUPED), sizes(), "not qwen2_moe"),
+    "shared experts": (
+        Qwen2MoeConfig(**QWEN, shared_expert_intermediate_size=21),
+        sizes(2),
+        "must divide the 21 columns of the shared experts",
+    ),
+    "another kind": (OlmoeConfig(**GROUPED), sizes(), "not olmoe"),
+    "groups": (
+        DeepseekV3Config(**LATENT | dict(num_experts_per_tok=2), n_group=4, topk_group=2),
+        sizes(),
+        "scores a group of experts by its best 1 (num_experts_per_tok / topk_group), and this model by its",
+    ),
+    "a bias that is not there": (
+        FAMILIES["mixtral"],
+        sizes(moe_router_bias_update_rate=0.001),
+        "moe_router_bias_update_rate=0.001: the routers of the model have no biases",
+    ),
     "kernels": (
         FAMILIES["mixtral"],
         sizes(moe_permute_fusion=True),
@@ -282,8 +415,8 @@ REFUSED: dict[str, tuple[Any, dict[str, Any], str]] = {
     ),
     "loss": (
         FAMILIES["mixtral"],
-        sizes(override_transformer_config={"moe_aux_loss_coeff": 0.01}),
-        "leave out actor_rollout_ref.actor.megatron.override_transformer_config.moe_aux_loss_coeff",
+        sizes(override_transformer_config={"moe_z_loss_coeff": 0.01}),
+        "leave out actor_rollout_ref.actor.megatron.override_transformer_config.moe_z_loss_coeff",
     ),
 }
 

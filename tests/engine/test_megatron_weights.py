@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,23 +13,10 @@ import hydraflow.engine.megatron  # noqa: F401  lets Megatron-Core run without C
 pytest.importorskip("megatron.core")
 
 from engine import megatron_jobs as jobs
-from engine.megatron_models import FAMILIES, SCORE, save_families, sizes, started, stored
+from engine.megatron_models import FAMILIES, SCORE, sizes, stored
 from engine.pool import Ranks
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoModelForTokenClassification
-
-
-@pytest.fixture(scope="module")
-def pools() -> Iterator[dict[int, Ranks]]:
-    """One, two and four ranks."""
-    with started((1, 2, 4)) as made:
-        yield made
-
-
-@pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a model of each family."""
-    return save_families(tmp_path_factory.mktemp("models"))
 
 
 def assert_equal(got: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> None:
@@ -96,7 +82,7 @@ def test_transformers_reads_what_is_saved(
     path, folder = str(models / family), tmp_path / "saved"
     # of a mistral model, transformers takes the tokenizer's files for Mistral's own
     options = {"megatron": settings, "model": {"tokenizer_path": str(models / "llama")}}
-    pools[ranks].run(jobs.save_hf, path, options, str(folder))
+    assert pools[ranks].run(jobs.save_hf, path, options, str(folder)) == [1, 0]
     assert_equal(load_file(folder / "model.safetensors"), stored(path))
     lm = AutoModelForCausalLM.from_pretrained(folder)
     assert type(lm) is type(AutoModelForCausalLM.from_pretrained(path))

@@ -14,8 +14,8 @@ from torch.distributed.tensor import DTensor
 
 from hydraflow import metrics
 from hydraflow.engine.fsdp.build import hf_name
-from hydraflow.engine.fsdp.own_numbers import probe_rows
 from hydraflow.errors import ConfigError
+from hydraflow.models.probe import probe_rows
 from hydraflow.protocol import ragged
 from hydraflow.protocol.batch import DataProto
 
@@ -36,11 +36,18 @@ PADDED = {
     "doge": transformers.DogeConfig(**GROUPED),  # its attention has a mask of its own
     "nemotron": transformers.NemotronConfig(**GROUPED),  # its layers pass nothing on to attention
     "gemma2": transformers.Gemma2Config(**GROUPED, attn_logit_softcapping=0.5),
+    "llama4_text": transformers.Llama4TextConfig(
+        **GROUPED, num_local_experts=2, intermediate_size_mlp=48, attention_chunk_size=64
+    ),  # what transformers calls its base model is all of it
 }
 REFUSED = {
     "recurrent_gemma": transformers.RecurrentGemmaConfig(**RECURRENT, logits_soft_cap=0.5),
     "modernbert-decoder": transformers.ModernBertDecoderConfig(**SIZES, cls_token_id=0, sep_token_id=1),
-    "llama4_text": transformers.Llama4TextConfig(**GROUPED, num_local_experts=2, intermediate_size_mlp=48),
+    "xlnet": transformers.XLNetConfig(vocab_size=64, d_model=32, n_layer=2, n_head=4, d_inner=48),
+    # fillers of shorter rows change them, and the longest is right: half of all tokens
+    "cpmant": transformers.CpmAntConfig(
+        vocab_size=64, hidden_size=32, num_attention_heads=4, dim_head=8, dim_ff=48, num_hidden_layers=2
+    ),
 }
 
 
@@ -100,6 +107,13 @@ def test_what_would_be_computed_wrong_is_refused(kind: str, one_rank: None, tmp_
     with pytest.raises(ConfigError, match=f"models of type {kind} are not supported: ") as raised:
         make_engine(str(tmp_path))
     assert raised.value.problems[0].field == "actor_rollout_ref.model.path"
+
+
+def test_a_critic_whose_tokens_see_later_ones_is_refused(one_rank: None, tmp_path: Path) -> None:
+    """BERT as it is published: the end of a row changes its start, and so do fillers."""
+    saved(transformers.BertConfig(**SIZES), tmp_path)
+    with pytest.raises(ConfigError, match="models of type bert are not supported: "):
+        make_engine(str(tmp_path), {"head": "value"})
 
 
 def test_a_critic_of_rows_that_cannot_be_packed_pads_them(one_rank: None, tmp_path: Path) -> None:

@@ -13,7 +13,6 @@ from engine.pool import Ranks
 
 from hydraflow.engine.config import FSDPConfig, WrapPolicyConfig
 from hydraflow.engine.fsdp.engine import FSDPEngine
-from hydraflow.engine.fsdp.param_offload import ParamOffload
 from hydraflow.models.config import ModelConfig
 
 REST = {"param_offload": True}
@@ -120,7 +119,7 @@ def test_nothing_moves_where_nothing_is_to(
     def moved(*args: object) -> None:
         raise AssertionError("weights move")
 
-    monkeypatch.setattr(ParamOffload, "_move", moved)
+    monkeypatch.setattr("hydraflow.engine.offload.return_memory", moved)
     engine = FSDPEngine(
         ModelConfig(path=tiny), FSDPConfig(dtype="fp32", **fsdp), None, head="policy", device=jobs.CPU
     )

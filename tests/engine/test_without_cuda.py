@@ -49,6 +49,7 @@ REWRITTEN = {
     "DDP(model, device_ids=[rank])": "DDP(model, device_ids=None)",
     "'torch.cuda.FloatTensor'": "'torch.FloatTensor'",
     "tensor.record_stream(torch.cuda.current_stream())": "pass",
+    "try:\n    import wandb  # optional": "try:\n    raise ImportError  # optional",
     "torch.empty(1, pin_memory=True)": "torch.empty(1, pin_memory=False)",
     "torch.distributed.all_gather(output_list, input_, group=group)": (
         f"{HERE}all_gather(output_list, input_, group)"

@@ -60,7 +60,7 @@ def numbers(path: str, options: Mapping[str, Any], kind: str, micro_batches: int
     return {
         "said": said,
         "told": told,
-        "place": (engine.data_rank, engine.data_size, engine.is_collect),
+        "place": tuple(engine.coordinates()),
         "gradient": rank_jobs.gradients(engine),
         "counted": counted,
     }

@@ -30,7 +30,7 @@ def parts(picture: str) -> list[ElementTree.Element]:
 def test_supervised_step_says_its_numbers() -> None:
     role = RolePlan.simple(data_ranks=4, mini_batch_trajectories=64, micro=MicroPlan(rows=8, max_tokens=None))
     plan = SFTPlan(64, role, Cluster(()), {}, steps_per_epoch=10, total_steps=20, quantities=(), notes=())
-    picture = draw(sft_step(plan))
+    picture = draw(sft_step(plan, "conversation"))
     found = words(picture)
     assert {
         "64 conversations",

@@ -48,6 +48,16 @@ def test_a_step_of_grpo() -> None:
     assert not {"critic", "values", "reference"} & set(found)
 
 
+def test_remax_samples_once_more() -> None:
+    config = ppo_config()
+    config.algorithm.adv_estimator = "remax"
+    found = words(config)
+    assert "256 trajectories from 2 engines" in found["generate"]
+    assert found["generate"].endswith(
+        "and a greedy response to each prompt, which is scored but not trained on"
+    )
+
+
 def test_the_generation_engines_log_probs_are_taken_where_they_are_the_actors() -> None:
     config = ppo_config()
     plan = resolve_plan(config, prompts=640)

@@ -1,5 +1,7 @@
 """The engine against plain forwards of the same models, and its promise that neighbours do not matter."""
 
+from pathlib import Path
+
 import numpy as np
 import psutil
 import pytest
@@ -7,6 +9,7 @@ import torch
 from torch import Tensor
 from transformers import (
     AutoModelForCausalLM,
+    DeepseekV3Config,
     Gemma2Config,
     GenerationConfig,
     GPT2Config,
@@ -17,11 +20,14 @@ from transformers import (
     Qwen3Config,
 )
 
-from hydraflow.generation.base import GenerationOutput, GenerationRequest, SamplingParams
-from hydraflow.generation.native import NativeEngine
+from hydraflow.errors import ConfigError
+from hydraflow.generation.base import EngineSpec, GenerationOutput, GenerationRequest, SamplingParams
+from hydraflow.generation.config import RolloutConfig
+from hydraflow.generation.native import NativeEngine, build
 from hydraflow.generation.weights import first_difference
 from hydraflow.protocol import ragged
-from hydraflow.weights.buckets import Cut, Weight, buckets
+from hydraflow.weights.buckets import BucketMemory, Cut, FlatBucket, Weight, cut
+from scripts.tiny_types import save_tiny, tiny_config
 
 VOCABULARY = 23
 END = 1
@@ -41,6 +47,14 @@ CONFIGS: dict[str, PreTrainedConfig] = {
     "qwen3 tied": Qwen3Config(**SMALL, tie_word_embeddings=True),
     "mistral, window 6": MistralConfig(**SMALL, sliding_window=6),
     "gemma2, window in every other layer": Gemma2Config(**SMALL, sliding_window=6, query_pre_attn_scalar=8),
+    "deepseek_v3, latents alone": DeepseekV3Config(
+        **SMALL | dict(num_key_value_heads=4, head_dim=4),
+        kv_lora_rank=12,
+        qk_nope_head_dim=8,
+        qk_rope_head_dim=4,
+        v_head_dim=6,
+        first_k_dense_replace=2,
+    ),
     "gpt2": GPT2Config(
         vocab_size=VOCABULARY,
         n_embd=32,
@@ -168,18 +182,18 @@ def test_samples_do_not_depend_on_the_number_of_engines_nor_on_order_nor_on_the_
 def test_no_matrix_product_has_few_rows_and_finished_rows_leave(engine: NativeEngine) -> None:
     """Few rows are summed up in another order, so 16 of them are the least; and 64 rows shrink as responses
     end."""
-    seen: list[tuple[int, int]] = []
-    handle = engine._model.register_forward_pre_hook(
-        lambda _, __, kw: seen.append(tuple(kw["input_ids"].shape)), with_kwargs=True
+    seen: list[tuple[int, ...]] = []
+    handle = engine._model.get_input_embeddings().register_forward_pre_hook(
+        lambda _, ids: seen.append(tuple(ids[0].shape))
     )
     engine.generate(make_request([3]), SamplingParams(max_tokens=3, ignore_eos=True))
-    assert seen == [(4, 4), (16, 1), (16, 1)]
+    assert seen == [(4, 4), (16,), (16,)]
     seen.clear()
     output = engine.generate(make_request([8], samples=64), SamplingParams(max_tokens=40))
     handle.remove()
     lengths = ragged.lengths(output.responses)
     assert seen[0] == (2, 8) and seen[1][0] in range(49, 65)
-    for step, (rows_now, _) in enumerate(seen[1:], 1):
+    for step, (rows_now,) in enumerate(seen[1:], 1):
         alive = int((lengths > step).sum())
         assert max(alive, 16) <= rows_now <= max(alive * 4 / 3, 16)
 
@@ -190,6 +204,7 @@ def test_models_with_one_mask_are_padded_and_the_others_are_not() -> None:
         "qwen3 tied": True,
         "mistral, window 6": False,
         "gemma2, window in every other layer": False,
+        "deepseek_v3, latents alone": True,
         "gpt2": False,
     }
 
@@ -279,7 +294,9 @@ def weights(model: PreTrainedModel) -> dict[str, Tensor]:
 def in_buckets(model: PreTrainedModel, max_bytes: int = 10**6) -> list[list[Weight]]:
     """The weights of each bucket."""
     how = Cut(1, max_bytes, torch.float32, checked=False)
-    return [list(bucket.weights()) for bucket in buckets(weights(model).items(), how) if bucket]
+    parts = cut(weights(model).items(), how)
+    flat = [FlatBucket.of(*part, BucketMemory(torch.device("cpu"))) for part in parts]
+    return [list(bucket.weights()) for bucket in flat]
 
 
 def test_attention_scores_keep_their_cap() -> None:
@@ -310,6 +327,16 @@ def test_an_engine_from_a_configuration_samples_as_the_model_once_it_has_its_wei
     empty.update_weights(weights(model).items())
     request, params = make_request([3, 9], samples=4), SamplingParams(max_tokens=10)
     assert rows(empty.generate(request, params)) == rows(NativeEngine(model).generate(request, params))
+
+
+@pytest.mark.parametrize("kind", ["mamba", "recurrent_gemma", "deepseek_v4"])
+def test_models_whose_state_is_kept_in_another_way_are_refused(kind: str, tmp_path: Path) -> None:
+    """None in a cache, inside of the model, and in parts of a cache whose rows cannot be chosen."""
+    model = save_tiny(tiny_config(kind), tmp_path)
+    spec = EngineSpec(RolloutConfig(), torch.device("cpu"), torch.float32, None, longest_row=64)
+    with pytest.raises(ConfigError, match=f"cannot sample from models of type {kind}: ") as raised:
+        build(model.config, spec).update_weights(weights(model).items())
+    assert raised.value.problems[0].field == "actor_rollout_ref.rollout.name"
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen3 tied"])

@@ -27,7 +27,7 @@ from generation.test_requests import single
 from generation.test_stopping import STOPS, letters, needed
 from generation.vllm_process import EngineProcess, needs_vllm
 from torch import Tensor
-from transformers import DeepseekV3Config, Olmo2Config, PreTrainedModel, Qwen3MoeConfig
+from transformers import DeepseekV3Config, Olmo2Config, PreTrainedModel
 
 from hydraflow.generation.base import (
     ABORT,
@@ -161,6 +161,11 @@ def begin(engine: VllmEngine, requests: list[TokenRequest]) -> tuple[list[Comple
     return complete, engine.abort([one.name for one in requests if one.name not in ended])
 
 
+def abort_at_once(engine: VllmEngine, requests: list[TokenRequest]) -> list[Completion]:
+    engine.submit(requests)
+    return engine.abort([one.name for one in requests])
+
+
 def finish(engine: VllmEngine, requests: list[TokenRequest]) -> dict[str, Completion]:
     engine.submit(requests)
     found: dict[str, Completion] = {}
@@ -283,6 +288,19 @@ def test_an_aborted_response_is_continued_with_the_weights_of_then(
     if not updated:
         whole = rows(NativeEngine(now).generate(request, params))
         assert [[*one.begun, *found[one.name].tokens.tolist()] for one in left] == whole
+
+
+def test_a_response_that_was_aborted_before_it_began_is_empty(
+    engine: EngineProcess, models: list[PreTrainedModel]
+) -> None:
+    request = request_of([3, 40])
+    wanted = single(request, GREEDY)
+    aborted = engine.run(abort_at_once, wanted)
+    assert [one.finish_reason for one in aborted] == [ABORT, ABORT]
+    assert [(len(one.tokens), len(one.log_probs)) for one in aborted] == [(0, 0), (0, 0)]
+    found = engine.run(finish, wanted)
+    whole = rows(NativeEngine(models[0]).generate(request, GREEDY))
+    assert [found[one.name].tokens.tolist() for one in wanted] == whole
 
 
 def test_samples_follow_the_distribution(engine: EngineProcess, models: list[PreTrainedModel]) -> None:
@@ -431,8 +449,16 @@ def test_tied_weights_may_come_under_both_names_but_must_agree(
         engine.run(update, [[*stream, ("lm_head.weight", embedding + 1)]])
 
 
+def lack_a_call() -> None:
+    """As a release that has renamed it."""
+    from vllm.v1.engine.llm_engine import LLMEngine
+
+    del LLMEngine.from_vllm_config
+
+
 def test_what_vllm_does_not_run_is_refused() -> None:
-    """A model, an argument with a wrong value, an older version: before anything is sampled."""
+    """A model, an argument with a wrong value, an older version, one without a method that is called: before
+    anything is sampled."""
     small, short = copy.deepcopy(MODELS["untied"]), copy.deepcopy(MODELS["untied"])
     small.head_dim, short.max_position_embeddings = 8, 64
     wrong = EngineKwargs({"kv_cache_dtype": "int3"})
@@ -441,6 +467,7 @@ def test_what_vllm_does_not_run_is_refused() -> None:
         (EngineProcess(short), "refuses .*max_model_len .256. is greater"),
         (EngineProcess(MODELS["untied"], engine_kwargs=wrong), "refuses .*: cache_dtype: Input should be"),
         (EngineProcess(MODELS["untied"], needed="99.1"), "needs vLLM 99.1 or newer; .* is installed"),
+        (EngineProcess(MODELS["untied"], before=lack_a_call), "lacks what is called .*from_vllm_config"),
     ):
         with pytest.raises(RuntimeError, match=f"rollout.name=vllm: .*{words}"):
             process.run(held)
@@ -465,17 +492,12 @@ def test_weights_that_vllm_holds_under_another_form_or_name_are_read_back() -> N
 
 
 def test_weights_that_could_not_be_compared_are_refused_at_once() -> None:
-    """Before anything is sent: experts, which vLLM's kernels have repacked, and a latent attention, of which
-    products of weights are kept."""
+    """Before anything is sent: a latent attention, of which products of weights are kept, and classes that
+    are transformers' own."""
     larger = {**SMALL, "head_dim": 32, "max_position_embeddings": 256}
-    experts = Qwen3MoeConfig(**larger, num_experts=2, moe_intermediate_size=32)
     by_transformers = Olmo2Config(**{name: value for name, value in larger.items() if name != "head_dim"})
     latent = DeepseekV3Config(**larger, q_lora_rank=None, kv_lora_rank=16)
     for config, words in (
-        (
-            experts,
-            "Qwen3MoeForCausalLM [^\n]*: weight model.layers.0.mlp.experts.gate_up_proj cannot be read",
-        ),
         (by_transformers, "Olmo2ForCausalLM [^\n]* transformers' own class"),
         (latent, "DeepseekV3ForCausalLM [^\n]* attention .MLA. do not follow new weights\n"),
     ):

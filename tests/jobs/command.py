@@ -35,14 +35,14 @@ LOCAL = ["trainer.debug.local=true", *ONE_RANK]
 """Without Ray, in one process: bit by bit what a run on one rank does (`test_debugging.py`), in a tenth of
 the time."""
 
-STARTED: list[str] = []
-"""Marks of commands that were started in the background."""
+STARTED: list[Started] = []
+"""Commands that were started in the background."""
 
 
 def end_leftovers() -> None:
     """Kills what is left of them: a test that failed has not waited for its own."""
     while STARTED:
-        for pid in processes_with([STARTED[-1]]):
+        for pid in STARTED[-1].processes():
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         STARTED.pop()
@@ -84,37 +84,48 @@ class Started:
     """A command that runs, in a session of its own, so that a signal to its group reaches all its processes
     as a terminal's does."""
 
-    process: subprocess.Popen[bytes]
+    process: forked.Background | subprocess.Popen[bytes]
     log: Path
     mark: str
-    """Stands in the environment of all its processes."""
+    """Stands in the environment of all its processes that were not forked."""
 
     def said(self) -> str:
         """What it has printed."""
         return self.log.read_text()
 
+    def processes(self) -> list[int]:
+        """All its processes that live, its own first working directory being the folder of the log."""
+        return processes_with([self.mark], cwd=self.log.parent)
+
     def ended(self, seconds: float) -> int:
         """Its exit code, once it and all its processes have ended; it may take `seconds`."""
         code = self.process.wait(timeout=seconds)
         deadline = time.monotonic() + 30
-        while left := processes_with([self.mark]):
+        while left := self.processes():
             assert time.monotonic() < deadline, f"still there: {[command_line(pid) for pid in left]}"
             time.sleep(0.1)
         return code
 
 
-def start(command: str, *overrides: str, cwd: Path) -> Started:
-    """Starts `python -m hydraflow.<command> overrides`; what it prints goes into the file `log` of `cwd`."""
+def start(command: str, *overrides: str, cwd: Path, fresh: bool = False) -> Started:
+    """Starts `python -m hydraflow.<command> overrides`; what it prints goes into the file `log` of `cwd`.
+
+    It is a fork of a process that has imported the libraries; `fresh`: it imports them itself.
+    """
     mark = f"HYDRAFLOW_TEST_MARK={cwd}-{os.getpid()}"
-    words = [sys.executable, "-m", f"hydraflow.{command}", *overrides]
-    env = {**os.environ, "OMP_NUM_THREADS": "1", **dict([mark.split("=")])}
-    with open(cwd / "log", "w") as log:
-        STARTED.append(mark)
-        return Started(
-            subprocess.Popen(words, cwd=cwd, env=env, stdout=log, stderr=log, start_new_session=True),
-            cwd / "log",
-            mark,
-        )
+    words = ["-m", f"hydraflow.{command}", *overrides]
+    unmarked, path = {**os.environ, "OMP_NUM_THREADS": "1"}, cwd / "log"
+    server = None if fresh else forked.server(unmarked)
+    env = {**unmarked, **dict([mark.split("=")])}
+    if server is not None:
+        process: Any = server.start(*words, cwd=cwd, environ=env, log=path)
+    else:
+        with path.open("w") as log:
+            process = subprocess.Popen(
+                [sys.executable, *words], cwd=cwd, env=env, stdout=log, stderr=log, start_new_session=True
+            )
+    STARTED.append(Started(process, path, mark))
+    return STARTED[-1]
 
 
 def wait_for(condition: Callable[[], object], seconds: float, what: str) -> None:
@@ -151,16 +162,17 @@ def command_line(pid: int) -> str:
     return ""
 
 
-def processes_with(words: Sequence[str]) -> list[int]:
-    """Processes whose command line or environment holds all words."""
+def processes_with(words: Sequence[str], *, cwd: Path | None = None) -> list[int]:
+    """Processes whose command line or environment holds all words, or whose working directory is `cwd`."""
     found = []
     for entry in Path("/proc").iterdir():
         if not entry.name.isdigit() or int(entry.name) == os.getpid():
             continue
         try:
             text = (entry / "cmdline").read_bytes() + (entry / "environ").read_bytes()
+            there = (entry / "cwd").readlink()
         except OSError:
             continue
-        if all(word.encode() in text for word in words):
+        if there == cwd or all(word.encode() in text for word in words):
             found.append(int(entry.name))
     return found

@@ -8,9 +8,9 @@ import threading
 from collections.abc import Mapping
 from pathlib import Path
 
-from hydraflow.dispatch.modes import Dispatch, mesh_mode, register
-from hydraflow.dispatch.transport import StoredValue
+from hydraflow.dispatch.modes import Dispatch, register
 from hydraflow.protocol.batch import DataProto
+from hydraflow.weights.buckets import FlatBucket
 from hydraflow.workers.rollout import RolloutWorker
 
 
@@ -30,16 +30,14 @@ def dying_worker(deaths: Mapping[str, int], folder: Path) -> type[RolloutWorker]
                 os.kill(os.getpid(), signal.SIGKILL)
 
     class Dying(RolloutWorker):
-        @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False, read_only=True, resend=False)
-        def load_bucket(self, stored: StoredValue) -> None:
-            bucket = stored.read()
+        def _take(self, compare: bool, bucket: FlatBucket) -> str | None:
             if self.process.rank == 0 and bucket.header.version == 1 and bucket.header.number == 1:
                 die("receiving")
-            super().load_bucket(stored)
+            return super()._take(compare, bucket)
 
-        @register(dispatch_mode=mesh_mode("rollout"), blocking=False, read_only=True)
-        def generate(self, batch: DataProto) -> DataProto:
-            sampled = super().generate(batch)
+        @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False, read_only=True, resend=False)
+        def advance(self, batch: DataProto | None, to_the_end: bool) -> DataProto | None:
+            sampled = super().advance(batch, to_the_end)
             if self.process.rank == 0 and self.version == 0:
                 threading.Timer(0.2, die, ("idle",)).start()
             if self.process.rank == 0 and self.version == 1:
@@ -50,15 +48,15 @@ def dying_worker(deaths: Mapping[str, int], folder: Path) -> type[RolloutWorker]
 
 
 def hanging_worker(folder: Path) -> type[RolloutWorker]:
-    """A class whose process of rank 1 stops in its first call of `generate`. Every process notes its id in
+    """A class whose process of rank 1 stops in its first call of `advance`. Every process notes its id in
     `folder`."""
 
     class Hanging(RolloutWorker):
-        @register(dispatch_mode=mesh_mode("rollout"), blocking=False, read_only=True)
-        def generate(self, batch: DataProto) -> DataProto:
+        @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False, read_only=True, resend=False)
+        def advance(self, batch: DataProto | None, to_the_end: bool) -> DataProto | None:
             (folder / f"process {os.getpid()}").touch()
             if self.process.rank == 1:
                 os.kill(os.getpid(), signal.SIGSTOP)
-            return super().generate(batch)
+            return super().advance(batch, to_the_end)
 
     return Hanging

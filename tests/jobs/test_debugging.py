@@ -200,10 +200,7 @@ def test_an_exception_of_a_worker_comes_with_its_stack(home: Path, recipe_cache:
         "trainer.debug.local=true",
         "reward.custom_reward_function.path=reward.py",
     ]
-    patch = (
-        "import hydraflow.workers.actor as a, sys, runpy; a.ActorWorker.update.__globals__['maximum'] ="
-        " None; "
-    )
+    patch = "import hydraflow.workers.actor as actor, sys, runpy; actor.maximum = None; "
     program = patch + "sys.argv[0] = 'main_ppo'; runpy.run_module('hydraflow.main_ppo', run_name='__main__')"
     command = [
         sys.executable,

@@ -137,7 +137,7 @@ def test_a_rollout_process_dies_while_it_receives_weights(
     given += [f"{ROLLOUT}.update_weights_bucket_megabytes=1", f"{ROLLOUT}.max_retries=0"]
     given += [f"trainer.default_local_dir={tmp_path}/out"]
     given += ["trainer.val_before_train=false", "trainer.logger=[file]"]
-    with pytest.raises(WorkerError, match=r"^rollout rank 0 .* failed in load_bucket: ") as caught:
+    with pytest.raises(WorkerError, match=r"^rollout rank 0 .* failed in read_weights: ") as caught:
         PPOJob(load("ppo", PPOConfig, given)).run()
     assert caught.value.exit_code == 4 and "no answer" not in str(caught.value)
     summary = json.loads((tmp_path / "out" / "summary.json").read_text())

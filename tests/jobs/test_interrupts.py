@@ -24,7 +24,6 @@ from jobs.command import (
     Started,
     has_lines,
     hydraflow,
-    processes_with,
     read_steps,
     start,
     wait_for,
@@ -72,7 +71,7 @@ def interrupt_again_and_again(started: Started) -> None:
 
 def ray_starts(started: Started) -> bool:
     """Whether the first of Ray's own processes is there; the connection to it is not yet."""
-    for pid in processes_with([started.mark]):
+    for pid in started.processes():
         with suppress(OSError):  # it has ended meanwhile
             if "gcs_server" in Path(f"/proc/{pid}/cmdline").read_text():
                 return True
@@ -94,11 +93,12 @@ def test_ctrl_c_again_and_again(
     tmp_path: Path, recipe_cache: Path, moment: Callable[[Started], bool]
 ) -> None:
     saves = ["trainer.save_freq=1", "trainer.max_actor_ckpt_to_keep=2"]
-    started = start("main_ppo", *ENDLESS, *saves, f"recipe.cache_dir={recipe_cache}", cwd=tmp_path)
+    given, fresh = [*ENDLESS, *saves, f"recipe.cache_dir={recipe_cache}"], moment is imports
+    started = start("main_ppo", *given, cwd=tmp_path, fresh=fresh)
     wait_for(lambda: moment(started), 180, moment.__name__)
     interrupt_again_and_again(started)
     assert started.process.wait(timeout=30) == 130, started.said()[-3000:]
-    wait_for(lambda: not processes_with([started.mark]), 10, "all processes to end")
+    wait_for(lambda: not started.processes(), 10, "all processes to end")
     said = started.said()
     assert "Traceback" not in said and said.endswith("interrupted\n"), said[-3000:]
     if moment is trains:
@@ -129,7 +129,7 @@ def test_a_second_sigterm_does_not_wait_for_a_step_that_hangs(tmp_path: Path, re
     assert started.process.poll() is None, "the step that hangs may still end"
     started.process.send_signal(signal.SIGTERM)
     assert started.process.wait(timeout=30) == 143, started.said()[-3000:]
-    wait_for(lambda: not processes_with([started.mark]), 10, "all processes to end")
+    wait_for(lambda: not started.processes(), 10, "all processes to end")
     assert "Traceback" not in started.said() and started.said().endswith("ended by a repeated SIGTERM\n")
     assert why_it_ended(tmp_path) == "SIGTERM received"
     assert json.loads((tmp_path / "out" / "requeue").read_text())["why"] == "SIGTERM received"

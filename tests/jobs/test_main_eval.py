@@ -26,7 +26,8 @@ def row(responses: Any, truth: Any = "002", source: str = "arithmetic") -> dict[
 
 
 def scored(path: Path, *overrides: str) -> dict[str, Any]:
-    return averages(score(load("eval", EvalConfig, [f"data.path={path}", *overrides])))
+    config = load("eval", EvalConfig, [f"data.path={path}", *overrides])
+    return averages(score(config), config.reward)
 
 
 SUMS = [row(["002", "003"]), row(["005", " 005 "], "005"), row(["8", "10"], "009")]
@@ -77,6 +78,14 @@ def test_what_a_reward_function_prints_is_not_in_the_report(tmp_path: Path) -> N
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["mine"]["score/mean@1"] == 1.0
     assert all(word in done.stderr for word in ("imported", "scored", "written"))
+
+
+def test_several_functions_have_their_means_in_the_report(tmp_path: Path) -> None:
+    functions = "reward.functions=[{name: exact}, {name: length, weight: 2, kwargs: {most: 1, buffer: 8}}]"
+    report = scored(write_lines(tmp_path / "rows.jsonl", [row(["002", "003"], source="mine")]), functions)
+    assert report["mine"]["score/mean@2"] == 0.5 + 2 * -0.25
+    assert (report["mine"]["acc/mean@2"], report["mine"]["reward/exact"]) == (0.5, 0.5)
+    assert report["mine"]["reward/length"] == -0.25
 
 
 @pytest.mark.slow

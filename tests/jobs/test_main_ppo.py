@@ -81,6 +81,7 @@ def test_metrics_have_the_names_that_users_know(run: Path) -> None:
             "training/global_step",
             "training/rollout_probs_diff_mean",
             "perf/total_num_tokens",
+            "perf/mfu/actor",
         }
         assert known <= set(row), known - set(row)
         assert row["training/rollout_probs_diff_max"] < 1e-4, (

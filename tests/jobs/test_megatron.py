@@ -82,8 +82,15 @@ def test_a_run_goes_on_bit_by_bit_and_on_another_engine(
     assert_close(tmp_path / "fsdp", tmp_path / "whole")
 
 
+def test_padded_rows_train_as_packed_ones(tmp_path: Path, recipe_cache: Path) -> None:
+    for name, packed in (("packed", "true"), ("padded", "false")):
+        key = f"actor_rollout_ref.model.use_remove_padding={packed}"
+        train_locally(tmp_path / name, recipe_cache, "grpo", *SHORT, MEGATRON[0], key)
+    assert_close(tmp_path / "padded", tmp_path / "packed")
+
+
 def test_what_it_does_not_have_is_refused_before_anything_starts(tmp_path: Path, recipe_cache: Path) -> None:
-    sized = [f"{ACTOR}.megatron.param_offload=true", "actor_rollout_ref.model.lora_rank=4"]
+    sized = ["actor_rollout_ref.model.lora_rank=4"]
     done = hydraflow(
         "main_ppo", *given(tmp_path / "run", recipe_cache, "grpo"), MEGATRON[0], *sized, cwd=tmp_path
     )

@@ -1,32 +1,53 @@
 """Where the roles run changes no number, and the run does what the plan's picture says: facts are what the
-processes report."""
+processes report. docs/architecture.md has the table of placements."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
+from dataclasses import replace
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
 import pytest
+import ray
+import torch
 from jobs.command import SMALL_RECIPE, SMALL_STEPS, read_steps
 from jobs.dying import dying_worker
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForSequenceClassification
 
+from hydraflow.batch_plan.layout import Devices
 from hydraflow.batch_plan.resolve import BatchPlan
 from hydraflow.compose.loading import load
+from hydraflow.dispatch import group as dispatch_group
+from hydraflow.dispatch.host import WorkerHost
 from hydraflow.dispatch.runtime import Runtime
 from hydraflow.errors import ConfigError
+from hydraflow.explain.picture import picture
 from hydraflow.jobs.ppo import PPOJob
+from hydraflow.models.tiny import make_model
 from hydraflow.schema import PPOConfig
 from hydraflow.trainer import roles
+from hydraflow.trainer.recorded import read_dump
 from hydraflow.trainer.source import TrajectorySource
-from hydraflow.trainer.weight_links import ObjectStore
+from hydraflow.trainer.weight_links import SharedMemory
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("ray_session")]
+PPO = ["algorithm.adv_estimator=gae", "algorithm.use_kl_in_reward=true"]
+"""With a critic and a reference."""
+GRPO = ["algorithm.adv_estimator=grpo", "actor_rollout_ref.actor.use_kl_loss=true"]
+"""With a reference."""
 
 ACTOR, ROLLOUT = "actor_rollout_ref.actor.device_mapping", "actor_rollout_ref.rollout.device_mapping"
 REF, CRITIC = "actor_rollout_ref.ref.device_mapping", "critic.device_mapping"
 GPUS = "trainer.n_gpus_per_node"
 ELSEWHERE = [f"{GPUS}=4", f"{ACTOR}=[0,1]", f"{CRITIC}=[0,1]", f"{ROLLOUT}=[2,3]"]
+ONE_OF_TWO = [f"{GPUS}=2", f"{ROLLOUT}=[1]"]
+REFERENCE_APART = [f"{GPUS}=4", f"{ACTOR}=[0,1]", f"{ROLLOUT}=[0,1]", f"{REF}=[2,3]"]
+FOUR_RANKS = [f"{GPUS}=4", f"{CRITIC}=[0,1]"]
+OF_SIX = [f"{GPUS}=6", f"{ACTOR}=0-3", f"{REF}=0-3", f"{ROLLOUT}=2-5", f"{CRITIC}=[0,1]"]
 OVERLAPPING = [f"{GPUS}=3", f"{ACTOR}=[0,1]", f"{CRITIC}=[1,2]", f"{REF}=[1,2]", f"{ROLLOUT}=[1,2]"]
 NOT_COMPARED = ("timing_s/", "perf/")
 SMALL_BUCKETS = [
@@ -35,27 +56,43 @@ SMALL_BUCKETS = [
 ]
 
 
+class FrankHost(WorkerHost):
+    """A worker process that tells what it is."""
+
+    def facts(self) -> tuple[int, list[str], int]:
+        """Its process id, its roles, and the bundle whose resources Ray has given it: the device."""
+        given = ray._private.worker.global_worker.core_worker.resource_ids()
+        [bundle] = {
+            int(name.split("_")[2])
+            for name in given
+            if name.startswith("CPU_group_") and name.count("_") == 3
+        }
+        return os.getpid(), list(self._process.workers), bundle
+
+
 class WatchedJob(PPOJob):
     """Notes which process each role has on each device, and beside whom the rollout slept."""
 
     beside: list[Sequence[str]]
 
     def source(self, plan: BatchPlan, runtime: Runtime, *others: Any) -> TrajectorySource:
-        self.plan, self.pids = plan, {}
+        self.plan, self.on_devices = plan, {}
         for group in runtime.groups:
-            pids = [group.processes[rank].pid for rank in range(group.world_size)]
-            self.pids |= dict.fromkeys(group.roles, pids)
+            for pid, names, device in ray.get([host.facts.remote() for host in group._hosts]):
+                for role in names:
+                    self.on_devices.setdefault(role, {})[device] = pid
         return super().source(plan, runtime, *others)
 
 
-def train(folder: Path, cache: Path, *overrides: str) -> tuple[WatchedJob, list[dict[str, float]]]:
+def train(
+    folder: Path, cache: Path, *overrides: str, algorithm: Sequence[str] = PPO
+) -> tuple[WatchedJob, list[dict[str, float]]]:
     given = [
         *SMALL_RECIPE,
         *SMALL_STEPS,
         f"recipe.cache_dir={cache}",
         f"trainer.default_local_dir={folder}",
-        "algorithm.adv_estimator=gae",
-        "algorithm.use_kl_in_reward=true",
+        *algorithm,
         "trainer.total_training_steps=2",
         "trainer.threads_per_process=1",
         "trainer.val_before_train=false",
@@ -67,13 +104,14 @@ def train(folder: Path, cache: Path, *overrides: str) -> tuple[WatchedJob, list[
     job = WatchedJob(load("ppo", PPOConfig, [*given, *overrides]))
     job.beside = []
 
-    class Link(ObjectStore):
+    class Link(SharedMemory):
         def sampled(self) -> None:
             job.beside.append(self.beside)
             super().sampled()
 
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(roles, "ObjectStore", Link)
+        patched.setattr(roles, "SharedMemory", Link)
+        patched.setattr(dispatch_group, "WorkerHost", FrankHost)
         job.run()
     compared = [
         {
@@ -103,19 +141,23 @@ def apart(
     )
 
 
-def processes(job: WatchedJob) -> dict[str, dict[int, int]]:
-    """Role -> device -> process id. The processes that compute advantages are the actor's."""
-    assert job.pids["advantage"] == job.pids["actor"]
-    return {
-        role: dict(zip(layout.devices.listed(), job.pids[role], strict=True))
-        for role, layout in job.plan.layouts.items()
+def as_planned(job: WatchedJob) -> dict[str, dict[int, int]]:
+    """Role -> device -> process id, by what the processes say; their picture is the plan's. The processes
+    that compute advantages are the actor's."""
+    found, plan = job.on_devices, job.plan
+    assert found["advantage"] == found["actor"]
+    facts = {
+        role: replace(layout, devices=Devices.of(range(device, device + 1) for device in found[role]))
+        for role, layout in plan.layouts.items()
     }
+    assert picture(facts, plan.cluster) == picture(plan.layouts, plan.cluster)
+    return {role: found[role] for role in plan.layouts}
 
 
 def test_roles_apart_share_no_process_and_change_no_number(fused: Any, apart: Any) -> None:
     _, job, rows = apart
     assert rows == fused and len(rows) == 2
-    found = [pid for on_devices in processes(job).values() for pid in on_devices.values()]
+    found = [pid for on_devices in as_planned(job).values() for pid in on_devices.values()]
     assert len(set(found)) == len(found) == 8
     slept = [set(beside) for beside in job.beside]
     assert slept == [{"actor", "critic", "ref"}] * 2
@@ -126,20 +168,45 @@ def test_roles_share_processes_where_they_have_the_same_devices(
 ) -> None:
     job, rows = train(tmp_path, recipe_cache, *OVERLAPPING)
     assert rows == fused
-    on_device = processes(job)
+    on_device = as_planned(job)
     for role, found in on_device.items():
         for other, others in on_device.items():
             shared = set(found.values()) & set(others.values())
             assert shared == (set(found.values()) if set(found) == set(others) else set()), (role, other)
 
 
+def test_a_reward_model_has_a_device_and_a_process_of_its_own(tmp_path: Path, recipe_cache: Path) -> None:
+    """Its scores of the run's samples are those of transformers."""
+    folder = make_model(tmp_path / "model", hidden=32, layers=1, heads=2, kv_heads=1, seed=3)
+    score = torch.randn(1, 32, generator=torch.Generator().manual_seed(1))
+    weights = load_file(folder / "model.safetensors") | {"score.weight": score}
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    given = ["reward.reward_model.enable=true", f"reward.reward_model.model_path={folder}", f"{GPUS}=2"]
+    given += ["reward.reward_model.device_mapping=[1]", *(f"{role}=[0]" for role in (ACTOR, CRITIC, ROLLOUT))]
+    given += [f"trainer.debug.save_rollouts={tmp_path / 'dump'}", "trainer.total_training_steps=1"]
+    job, steps = train(tmp_path / "run", recipe_cache, *given)
+    found = as_planned(job)
+    mine = found.pop("reward_model")
+    assert list(mine) == [1] and {device for one in found.values() for device in one} == {0}
+    assert not set(mine.values()) & {pid for one in found.values() for pid in one.values()}
+    model = AutoModelForSequenceClassification.from_pretrained(folder, num_labels=1)
+    rows = read_dump(tmp_path / "dump" / "step_1.safetensors")[0]
+    whole = zip(rows.get("prompts").unbind(), rows.get("responses").unbind(), strict=True)
+    with torch.no_grad():
+        wanted = torch.tensor([float(model(torch.cat(one)[None]).logits[0, 0]) for one in whole])
+    assert float((rows.get("score") - wanted).abs().max()) < 0.05 * float(wanted.std())  # it computes in bf16
+    assert steps[-1]["critic/score/mean"] == pytest.approx(float(rows.get("score").mean()), rel=1e-5)
+
+
 def test_a_checkpoint_of_one_placement_resumes_in_another(
     fused: Any, apart: Any, tmp_path: Path, recipe_cache: Path
 ) -> None:
     resumed = ["trainer.resume_mode=resume_path", f"trainer.resume_from_path={apart[0]}/global_step_1"]
-    job, rows = train(tmp_path, recipe_cache, *ELSEWHERE, *resumed)
+    job, rows = train(tmp_path, recipe_cache, *ONE_OF_TWO, *resumed)
     assert rows == fused[1:]
-    assert job.beside == [[]], "nobody else is on its devices, so it never sleeps"
+    found = as_planned(job)
+    assert list(found["rollout"]) == [1] and found["rollout"][1] not in found["actor"].values()
+    assert [set(beside) for beside in job.beside] == [{"actor", "critic", "ref"}]
 
 
 def test_generation_processes_that_die_are_replaced_and_change_no_number(
@@ -152,8 +219,10 @@ def test_generation_processes_that_die_are_replaced_and_change_no_number(
     """What the first sampled is still read after its death."""
     deaths = {"idle": 1, "receiving": 1, "sampling": 2}
     monkeypatch.setattr(roles, "RolloutWorker", dying_worker(deaths, tmp_path))
-    _, rows = train(tmp_path / "run", recipe_cache, *ELSEWHERE, *SMALL_BUCKETS)
+    job, rows = train(tmp_path / "run", recipe_cache, *ELSEWHERE, *SMALL_BUCKETS)
     assert rows == fused
+    as_planned(job)
+    assert job.beside == [[], []], "nobody else is on its devices, so it never sleeps"
     assert len(list(tmp_path.glob("died *"))) == 4
     said = [record.getMessage() for record in caplog.records if "is started again" in record.getMessage()]
     assert len(said) == 4 and all(text.startswith("rollout rank 0 on node ") for text in said)
@@ -163,5 +232,53 @@ def test_machines_of_its_own_for_the_rollout_need_a_cluster_with_as_many(
     tmp_path: Path, recipe_cache: Path
 ) -> None:
     own = ["actor_rollout_ref.rollout.nnodes=1", "actor_rollout_ref.rollout.n_gpus_per_node=2"]
-    with pytest.raises(ConfigError, match="needs 2 nodes, the cluster has 1\n.*no machines of the rollout"):
+    with pytest.raises(ConfigError, match="needs 2 nodes, the cluster has 1\n.*no machines of a role's own"):
         train(tmp_path, recipe_cache, f"{GPUS}=2", *own)
+
+
+@pytest.fixture(scope="module")
+def fused_grpo(tmp_path_factory: pytest.TempPathFactory, recipe_cache: Path) -> list[dict[str, float]]:
+    folder = tmp_path_factory.mktemp("fused grpo")
+    job, rows = train(folder, recipe_cache, f"{GPUS}=2", algorithm=GRPO)
+    found = as_planned(job)
+    assert found["actor"] == found["ref"] == found["rollout"]
+    return rows
+
+
+@pytest.mark.parametrize(
+    ("overrides", "shared"),
+    [
+        ([f"{GPUS}=2", "trainer.fuse_roles=false"], []),
+        (ELSEWHERE[:2] + ELSEWHERE[3:] + [f"{REF}=[0,1]"], [("actor", "ref")]),
+        (ONE_OF_TWO, [("actor", "ref")]),
+        (REFERENCE_APART, [("actor", "rollout")]),
+        ([f"{GPUS}=3", f"{ACTOR}=[0,1]", f"{REF}=[0,1]", f"{ROLLOUT}=[1,2]"], [("actor", "ref")]),
+    ],
+    ids=[
+        "processes of their own",
+        "disaggregated",
+        "rollout on one of two",
+        "reference apart",
+        "overlapping",
+    ],
+)
+def test_no_placement_changes_a_number_of_grpo(
+    overrides: list[str], shared: list[tuple[str, str]], fused_grpo: Any, tmp_path: Path, recipe_cache: Path
+) -> None:
+    job, rows = train(tmp_path, recipe_cache, *overrides, algorithm=GRPO)
+    assert rows == fused_grpo and len(rows) == 2 and not any(name.startswith("critic/v") for name in rows[0])
+    found = as_planned(job)
+    assert [pair for pair in combinations(sorted(found), 2) if found[pair[0]] == found[pair[1]]] == shared
+
+
+@pytest.mark.timeout(900)
+def test_overlapping_roles_on_six_devices_change_no_number(tmp_path: Path, recipe_cache: Path) -> None:
+    """Compared with four actor ranks that sample themselves: sums over ranks depend on how many there are."""
+    _, wanted = train(tmp_path / "four", recipe_cache, *FOUR_RANKS)
+    job, rows = train(tmp_path / "six", recipe_cache, *OF_SIX)
+    assert rows == wanted and len(rows) == 2
+    found = as_planned(job)
+    on = {role: list(one) for role, one in found.items()}
+    assert on == {"actor": [0, 1, 2, 3], "ref": [0, 1, 2, 3], "rollout": [2, 3, 4, 5], "critic": [0, 1]}
+    assert len({pid for one in found.values() for pid in one.values()}) == 4 + 4 + 2
+    assert [set(beside) for beside in job.beside] == [{"actor", "ref"}] * 2

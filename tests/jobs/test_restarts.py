@@ -15,7 +15,7 @@ from hydraflow.jobs.restarts import Restarts, attempts
 from hydraflow.jobs.session import Session
 from hydraflow.schema import SFTConfig
 from hydraflow.tracking.run_folder import RunFolder
-from hydraflow.trainer.config import SFTTrainerConfig
+from hydraflow.trainer.config import SupervisedTrainerConfig
 from hydraflow.trainer.identity import Identity
 from hydraflow.trainer.resume import CheckpointRequirements
 
@@ -27,8 +27,8 @@ class Failing:
 
     def __init__(self, folder: Path, error: HydraflowError, **trainer: object):
         self.folder, self.error = RunFolder.make(str(folder), "sft"), error
-        self.seen: list[SFTTrainerConfig] = []
-        self.config = SFTConfig(trainer=SFTTrainerConfig(restart_backoff=0.0, **trainer))  # type: ignore[arg-type]
+        self.seen: list[SupervisedTrainerConfig] = []
+        self.config = SFTConfig(trainer=SupervisedTrainerConfig(restart_backoff=0.0, **trainer))  # type: ignore[arg-type]
 
     def run(self) -> None:
         for attempt in attempts(self.config):
@@ -67,7 +67,7 @@ def test_guards_are_final(tmp_path: Path) -> None:
 
 
 def test_the_pause_doubles_up_to_five_minutes() -> None:
-    restarts = Restarts(SFTTrainerConfig(restart_backoff=10.0))
+    restarts = Restarts(SupervisedTrainerConfig(restart_backoff=10.0))
     pauses = []
     for restarts.done in range(7):
         pauses.append(restarts.pause())
@@ -77,7 +77,7 @@ def test_the_pause_doubles_up_to_five_minutes() -> None:
 def test_a_worker_that_fails_after_the_run_was_told_to_stop(tmp_path: Path) -> None:
     """A batch system sends SIGTERM to all processes: the workers end of it, and the run leaves a note instead
     of starting again."""
-    trainer = SFTTrainerConfig(
+    trainer = SupervisedTrainerConfig(
         max_restarts=5, restart_backoff=0.0, default_local_dir=str(tmp_path), device="cpu"
     )
     begun = []

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from jobs.command import LOCAL, ONE_RANK, has_lines, hydraflow, processes_with, start, wait_for
+from jobs.command import LOCAL, ONE_RANK, has_lines, hydraflow, start, wait_for
 
 from hydraflow.compose.loading import load
 from hydraflow.jobs.ppo import PPOJob
@@ -91,6 +91,7 @@ def test_three_steps_and_five_are_eight(
     assert "actor: weights, optimizer, place in the schedule; written by 2 ranks, read by 2" in told
     assert "data: 3 of 75 batches of epoch 1 are done" in told
     assert "KL controller: coefficient 0.000" in told, "it has moved from 0.001"
+    assert "entropy bonus: coefficient 0.0003" in told, "it has moved from 0 three times"
     required = matrix.read_result(whole)
     assert len({step for step, _ in required.metrics}) == 9 and len(required.weights) == 71
     assert list(matrix.differences(matrix.read_result(cut), required)) == []
@@ -132,16 +133,18 @@ def compute_score(data_source, solution_str, ground_truth, extra_info):
 
 
 def test_grpo_in_one_process_goes_on_bit_by_bit(tmp_path: Path, recipe_cache: Path) -> None:
-    """Without a critic and a KL controller: what GRPO keeps is all that there is to restore."""
+    """Without a critic and a KL controller: what GRPO keeps is all that there is to restore, and moments of
+    the scores."""
     (tmp_path / "stops.py").write_text(STOPS)
-    stops = f"reward.custom_reward_function.path={tmp_path}/stops.py"
-    train_locally(tmp_path / "whole", recipe_cache, "grpo", stops)
+    stops = [f"reward.custom_reward_function.path={tmp_path}/stops.py"]
+    stops += [f"algorithm.norm_{of}_type=running" for of in ("mean", "std")]
+    train_locally(tmp_path / "whole", recipe_cache, "grpo", *stops)
     validated, scored = 32, 8 * 4
     (tmp_path / "stop_at_row").write_text(str(validated + 2 * scored + 1))
-    train_locally(tmp_path / "cut", recipe_cache, "grpo", stops)
+    train_locally(tmp_path / "cut", recipe_cache, "grpo", *stops)
     assert json.loads((tmp_path / "cut" / "requeue").read_text())["step"] == 3
     (tmp_path / "stop_at_row").unlink()
-    told = train_locally(tmp_path / "cut", recipe_cache, "grpo", stops)
+    told = train_locally(tmp_path / "cut", recipe_cache, "grpo", *stops)
     assert "continues after step 3 of 8" in told and "KL controller" not in told
     wanted = matrix.read_result(tmp_path / "whole")
     assert [step for step, _ in wanted.metrics] == list(range(9)) and len(wanted.weights) == 35
@@ -190,6 +193,9 @@ def test_a_run_that_is_killed_twice_goes_on(tmp_path: Path, recipe_cache: Path, 
     later = matrix.Moment(0, "controller", "ppo", steps=7, delay=0.0, rank=0)
     for moment, code in ((save, 4), (later, -signal.SIGKILL)):
         run = matrix.Run(tmp_path, "ppo", recipe_cache)
+        if moment is later:
+            newest = run.folder / "latest_checkpointed_iteration.txt"
+            matrix.wait_until(lambda newest=newest: int(newest.read_text()) >= 4, matrix.STARTS, "a save")
         matrix.strike(run, moment)
         assert run.ending(matrix.ENDS) == (code, ""), run.said()
     last = matrix.Run(tmp_path, "ppo", recipe_cache)
@@ -219,7 +225,7 @@ def test_a_supervised_run_goes_on_after_a_warning_signal(tmp_path: Path, sft_key
     keys += [*ONE_RANK, "trainer.default_local_dir=out"]
     started = start("main_sft", *keys, cwd=tmp_path)
     wait_for(lambda: has_lines(tmp_path / "out" / "metrics.jsonl", 20), 180, "the first steps")
-    everyone = processes_with([started.mark])
+    everyone = started.processes()
     assert len(everyone) > 5 and started.process.pid in everyone, "workers and Ray's own processes"
     for process in everyone:
         os.kill(process, signal.SIGUSR1)

@@ -34,6 +34,28 @@ def test_a_file_that_ends_the_process_that_imports_it_is_no_success(
     assert not (tmp_path / "runs").exists()
 
 
+@pytest.mark.parametrize("command", ["main_ppo", "main_eval"])
+def test_functions_that_are_not_there_are_refused(tmp_path: Path, command: str) -> None:
+    write_lines(tmp_path / "rows.jsonl", [ROW])
+    given = ["recipe=arithmetic"] if command == "main_ppo" else ["data.path=rows.jsonl"]
+    done = hydraflow(command, *given, "reward.functions=[{name: exact}, {name: maths}]", cwd=tmp_path)
+    assert_refused(done, "reward.functions[1].name=maths", "must be data_source, exact")
+    assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.slow
+def test_each_of_several_functions_is_logged(tmp_path: Path, recipe_cache: Path) -> None:
+    (tmp_path / "mine.py").write_text(f"async {SIGNATURE}\n    return {{'score': len(solution_str)}}\n")
+    given = [*SMALL_RECIPE, *SMALL_STEPS, f"recipe.cache_dir={recipe_cache}", "trainer.default_local_dir=out"]
+    given += ["trainer.total_training_steps=1"]
+    given += ["reward.functions=[{name: exact}, {path: mine.py, weight: 0.5}]"]
+    done = hydraflow("main_ppo", *given, *LOCAL, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr[-3000:]
+    step = read_steps(tmp_path / "out")[-1]
+    assert step["reward/mine"] > 0
+    assert step["critic/score/mean"] == pytest.approx(step["reward/exact"] + 0.5 * step["reward/mine"])
+
+
 def test_an_evaluation_in_which_most_rows_fail_has_its_report_and_exit_code_5(tmp_path: Path) -> None:
     (tmp_path / "reward.py").write_text(f"{SIGNATURE}\n    return {{'ab': 1.0}}[solution_str]\n")
     write_lines(tmp_path / "rows.jsonl", [ROW, *[{**ROW, "responses": "other"}] * 2])

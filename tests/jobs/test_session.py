@@ -14,14 +14,14 @@ from hydraflow.jobs.session import Session
 from hydraflow.schema import SFTConfig
 from hydraflow.system.role_logs import LogSettings
 from hydraflow.tracking.run_lock import RunLock
-from hydraflow.trainer.config import SFTTrainerConfig
+from hydraflow.trainer.config import SupervisedTrainerConfig
 from hydraflow.trainer.identity import Identity
 from hydraflow.trainer.resume import CheckpointRequirements
 
 
 def begun(folder: Path, **sections: object) -> None:
     """Begins a run of eight steps in a folder, and ends it."""
-    config = SFTConfig(trainer=SFTTrainerConfig(default_local_dir=str(folder)), **sections)  # type: ignore[arg-type]
+    config = SFTConfig(trainer=SupervisedTrainerConfig(default_local_dir=str(folder)), **sections)  # type: ignore[arg-type]
     with Session(config, scoring=False) as session:
         assert session.begin(CheckpointRequirements(Identity({}), {}, 8))
 
@@ -72,7 +72,7 @@ def ended(
     folder: Path, error: BaseException | None, *, runtime: Stopped, closing: BaseException | None = None
 ) -> None:
     """Begins a run, logs one step, and ends with `error`; `closing`: what the trackers raise then."""
-    config = SFTConfig(trainer=SFTTrainerConfig(default_local_dir=str(folder), logger=["file"]))
+    config = SFTConfig(trainer=SupervisedTrainerConfig(default_local_dir=str(folder), logger=["file"]))
     with Session(config, scoring=False) as session:
         assert session.begin(CheckpointRequirements(Identity({}), {}, 8))
         trackers = session.open_trackers(8)

@@ -13,7 +13,9 @@ from jobs.command import LOCAL, SMALL_RECIPE, SMALL_STEPS, hydraflow, read_steps
 
 from hydraflow.compose.loading import load
 from hydraflow.jobs.ppo import PPOJob
+from hydraflow.protocol.ragged import lengths
 from hydraflow.schema import PPOConfig
+from hydraflow.trainer.recorded import dump_file, read_dump
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("ray_session")]
 
@@ -225,6 +227,16 @@ def test_weights_and_rejection(tmp_path: Path, recipe_cache: Path) -> None:
         assert row["actor/grad_norm"] > 0 and row["rollout_corr/kl"] != 0
 
 
+def test_tokens_are_chosen_over_all_ranks(tmp_path: Path, recipe_cache: Path) -> None:
+    given = [f"{ACTOR}.policy_loss.loss_mode=clip_cov", f"{ACTOR}.policy_loss.clip_cov_ratio=0.05"]
+    given += [f"{ACTOR}.policy_loss.clip_cov_lb=0.01"]
+    rows = train(tmp_path / "two", recipe_cache, *given)
+    for one, two in zip(train(tmp_path / "one", recipe_cache, *given, *LOCAL), rows, strict=True):
+        assert 0 < two["actor/cov_chosen"] <= 0.05
+        for name in ("actor/cov_chosen", "actor/pg_loss", "actor/grad_norm"):
+            assert two[name] == pytest.approx(one[name], rel=1e-4, abs=1e-7), name
+
+
 @pytest.mark.parametrize("where", [[], LOCAL], ids=["two ranks", "one rank"])
 def test_bypass_with_a_policy_gradient(tmp_path: Path, recipe_cache: Path, where: list[str]) -> None:
     """Two mini-batches in two epochs: what is rejected is new in each optimizer step."""
@@ -252,3 +264,47 @@ def test_bypass_with_a_clipped_loss(tmp_path: Path, recipe_cache: Path) -> None:
     for row in rows:
         assert row["actor/ppo_kl"] != 0 and row["rollout_corr/k3_kl"] > 0
         assert row["actor/grad_norm"] > 0 and "rollout_corr/rollout_is_mean" not in row
+
+
+def test_remax_scores_a_greedy_response_to_each_prompt(tmp_path: Path, recipe_cache: Path) -> None:
+    """Two ranks sample and score it; a run that reads the trajectories from files has the same baselines."""
+    files = tmp_path / "files"
+    given = ["algorithm.adv_estimator=remax", f"{ACTOR}.optim.lr=1e-3"]
+    rows = train(tmp_path / "two", recipe_cache, *given, f"trainer.debug.save_rollouts={files}")
+    stored, _ = read_dump(dump_file(files, 1))
+    baselines, tokens = stored.get("reward_baselines"), lengths(stored.get("responses"))
+    expected = (tokens * (stored.get("score") - baselines)).sum() / tokens.sum()
+    assert baselines.any() and rows[0]["critic/advantages/mean"] == pytest.approx(float(expected), abs=1e-6)
+    for row, other in zip(
+        rows, train(tmp_path / "one", recipe_cache, *given, f"trainer.debug.load_rollouts={files}", *LOCAL)
+    ):
+        assert row["critic/advantages/max"] == pytest.approx(other["critic/advantages/max"], rel=1e-5)
+        assert row["actor/grad_norm"] == pytest.approx(other["actor/grad_norm"], rel=1e-3)
+
+
+def test_gdpo_with_two_rewards(tmp_path: Path, recipe_cache: Path) -> None:
+    tmp_path.joinpath("two.py").write_text(
+        "def compute_score(data_source, solution_str, ground_truth, extra_info):\n"
+        "    return {'score': 0.0, 'first': float(solution_str[:1] == '0'), 'length': len(solution_str)}\n"
+    )
+    rows = train(
+        tmp_path,
+        recipe_cache,
+        "algorithm.adv_estimator=gdpo",
+        "algorithm.gdpo_reward_keys=[first,length]",
+        "algorithm.gdpo_reward_weights=[1.0,0.5]",
+        *LOCAL,
+        f"reward.custom_reward_function.path={tmp_path}/two.py",
+    )
+    for row in rows:
+        assert row["gdpo/length/max"] > row["gdpo/first/max"] > 0 and row["actor/grad_norm"] > 0
+        assert row["critic/advantages/mean"] == pytest.approx(0, abs=1e-5)
+
+
+@pytest.mark.parametrize("name", ["optimal_token_baseline", "tir_optimal_token_baseline"])
+def test_a_baseline_for_each_token(tmp_path: Path, recipe_cache: Path, name: str) -> None:
+    """The actor's own pass is made in every step, though the generation engine computes the same."""
+    rows = train(tmp_path, recipe_cache, f"algorithm.adv_estimator={name}", *LOCAL)
+    for row in rows:
+        assert row["actor/grad_norm"] > 0 and row["timing_s/old_log_prob"] > 0
+        assert row["training/rollout_probs_diff_max"] < 1e-3

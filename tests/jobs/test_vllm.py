@@ -4,6 +4,7 @@ of its processes dies."""
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -14,8 +15,9 @@ import pytest
 from generation.vllm_process import needs_vllm
 from jobs.command import ONE_RANK, assert_refused, hydraflow, wait_for
 from jobs.dying import dying_worker, hanging_worker
-from jobs.test_placement import ACTOR, CRITIC, GPUS, ROLLOUT, SMALL_BUCKETS, processes, train
+from jobs.test_placement import ACTOR, CRITIC, GPUS, ROLLOUT, SMALL_BUCKETS, as_planned, train
 
+from hydraflow.dispatch import template
 from hydraflow.errors import WorkerError
 from hydraflow.models.tiny import make_model
 from hydraflow.trainer import roles
@@ -24,18 +26,48 @@ pytestmark = [
     needs_vllm,
     pytest.mark.slow,
     pytest.mark.timeout(600),
-    pytest.mark.usefixtures("ray_session"),
+    pytest.mark.usefixtures("ray_with_vllm"),
 ]
 
-SECTION, CORR = "actor_rollout_ref.rollout", "rollout_corr/rollout_is"
+SECTION, MODEL, CORR = "actor_rollout_ref.rollout", "actor_rollout_ref.model", "rollout_corr/rollout_is"
 VLLM = [f"{SECTION}.name=vllm", f"{SECTION}.max_num_seqs=32"]
 FILTERED = [f"{SECTION}.temperature=0.7", f"{SECTION}.top_p=0.95", f"{SECTION}.top_k=12"]
 CORRECTED = ["algorithm.rollout_correction.rollout_is=token"]
 STEPS = ["trainer.total_training_steps=3", "trainer.test_freq=3"]
 
 
+LIBRARY = """
+import sys
+sys.modules["ray"] = None  # vLLM imports it, and no template may have it
+from generation.vllm_process import import_vllm
+import_vllm()
+for name in [name for name in sys.modules if name.partition(".")[0] == "ray"]:
+    del sys.modules[name]
+"""
+
+
 @pytest.fixture(scope="module")
-def colocated(tmp_path_factory: pytest.TempPathFactory, recipe_cache: Path) -> Any:
+def ray_with_vllm(ray_session: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """New workers of Ray are forks of a process that has imported vLLM, too, which takes ten seconds of a
+    core: it has the usual template's place."""
+    folder = tmp_path_factory.mktemp("library")
+    (folder / "library_of_vllm.py").write_text(LIBRARY)
+    (usual,) = template.STARTED
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(folder)
+        patch.setattr(template, "LIBRARIES", (*template.LIBRARIES, "library_of_vllm"))
+        ours = template.Template()
+    aside = usual.address.with_suffix(".aside")
+    usual.address.rename(aside)
+    ours.address.rename(usual.address)
+    template.STARTED.append(ours)
+    yield
+    usual.address.rename(ours.address)
+    aside.rename(usual.address)
+
+
+@pytest.fixture(scope="module")
+def colocated(ray_with_vllm: None, tmp_path_factory: pytest.TempPathFactory, recipe_cache: Path) -> Any:
     folder = tmp_path_factory.mktemp("colocated")
     saved = ["trainer.save_freq=1", "trainer.max_actor_ckpt_to_keep=3", "trainer.max_critic_ckpt_to_keep=3"]
     return folder, *train(
@@ -45,7 +77,7 @@ def colocated(tmp_path_factory: pytest.TempPathFactory, recipe_cache: Path) -> A
 
 def test_it_has_processes_of_its_own_and_sleeps_beside_the_trainer(colocated: Any) -> None:
     _, job, rows = colocated
-    on_device = processes(job)
+    on_device = as_planned(job)
     assert not set(on_device["rollout"].values()) & set(on_device["actor"].values())
     assert on_device["actor"] == on_device["critic"] == on_device["ref"]
     assert [set(beside) for beside in job.beside] == [{"actor", "critic", "ref"}] * len(rows)
@@ -78,13 +110,31 @@ def test_its_own_devices_and_its_deaths_change_no_number(
     assert left_in_memory() <= before
 
 
+def test_adapters_alone_travel_and_a_replica_that_dies_gets_the_weights_below_them(
+    tmp_path: Path, recipe_cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both replicas sleep beside the trainer. Weights that are checked come whole: the first ones, and those
+    after the first sleep."""
+    deaths = {"idle": 1, "receiving": 1, "sampling": 1}
+    monkeypatch.setattr(roles, "RolloutWorker", dying_worker(deaths, tmp_path))
+    adapters = [f"{MODEL}.lora_rank=4", f"{MODEL}.lora.merge=false", "actor_rollout_ref.actor.optim.lr=0.01"]
+    job, rows = train(
+        tmp_path / "run", recipe_cache, f"{GPUS}=2", *VLLM, *FILTERED, *STEPS, *SMALL_BUCKETS[:1], *adapters
+    )
+    assert len(list(tmp_path.glob("died *"))) == 3
+    assert [set(beside) for beside in job.beside] == [{"actor", "critic"}] * len(rows)
+    names = [f"training/rollout_probs_diff_max/replica-{number}" for number in (0, 1)]
+    assert len(rows) == 3 and all(0 < row[name] < 1e-5 for row in rows for name in names)
+    assert all(row["actor/grad_norm"] > 0 for row in rows)
+
+
 def test_a_replica_on_two_devices_agrees_with_the_trainer(
     colocated: Any, tmp_path: Path, recipe_cache: Path
 ) -> None:
     before = left_in_memory()
     divided = [f"{SECTION}.tensor_model_parallel_size=2"]
     job, rows = train(tmp_path, recipe_cache, f"{GPUS}=2", *VLLM, *FILTERED, *STEPS, *SMALL_BUCKETS, *divided)
-    assert len(set(processes(job)["rollout"].values())) == 2 and [set(beside) for beside in job.beside]
+    assert len(set(as_planned(job)["rollout"].values())) == 2 and [set(beside) for beside in job.beside]
     for row, whole in zip(rows, colocated[-1], strict=True):
         assert row["training/rollout_probs_diff_max"] < 1e-5 and row["actor/grad_norm"] > 0
         assert [name for name in row if "/replica-" in name] == [
@@ -100,7 +150,7 @@ def test_a_replica_that_hangs_is_named_and_leaves_no_process(
 ) -> None:
     monkeypatch.setattr(roles, "RolloutWorker", hanging_worker(tmp_path))
     before, limit = left_in_memory(), "trainer.rpc_timeout=45"
-    with pytest.raises(WorkerError, match=r"^rollout rank 1 .* in generate.*: no answer in 45 seconds"):
+    with pytest.raises(WorkerError, match=r"^rollout rank 1 .* in advance.*: no answer in 45 seconds"):
         train(tmp_path / "run", recipe_cache, f"{GPUS}=2", *VLLM, *STEPS, limit)
     replicas = [int(note.name.split()[1]) for note in tmp_path.glob("process *")]
     assert len(replicas) == 2

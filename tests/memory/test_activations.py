@@ -28,6 +28,7 @@ from hydraflow.models.ask import Ask
 from hydraflow.models.attention import NAME, register_attention
 from hydraflow.models.chunks import POST_PROCESSING
 from hydraflow.models.heads import PolicyModel
+from hydraflow.models.norms import replace_norms
 from hydraflow.models.packing import PackedBatch, pack
 from hydraflow.protocol import ragged
 
@@ -93,6 +94,7 @@ def test_a_layer_keeps_what_the_formula_says(
         model = getattr(transformers, f"{name}ForCausalLM")._from_config(
             config, dtype=dtype, attn_implementation=NAME
         )
+        replace_norms(model)
         totals.append(saved_bytes(model.train().base_model, batch))
     shape = shape_of({**config.to_dict(), "model_type": config.model_type})
     tokens = tokens_of(
@@ -103,7 +105,7 @@ def test_a_layer_keeps_what_the_formula_says(
     expected = layer_costs(shape, tokens, torch.finfo(dtype).bits // 8).saved
     found = (totals[1] - totals[0]) / 2
     if dtype == torch.bfloat16 and by_products:  # no logsumexp, and no result twice
-        assert 0.9 * expected < found < 1.01 * expected
+        assert 0.88 * expected < found < 1.01 * expected
         return
     # index tensors of shared prompts and of experts are not all counted
     assert found == pytest.approx(expected, rel=1e-9 if samples == 1 and name != "Qwen3Moe" else 0.01)
@@ -135,6 +137,8 @@ V, HIDDEN, K = 4096, 4, 512
 
 class Head(nn.Module):
     """A language model that is only its output matrix."""
+
+    base_model_prefix = "model"
 
     def __init__(self, dtype: torch.dtype, **config: float):
         super().__init__()
@@ -173,6 +177,11 @@ def allocated(work: Callable[[], Any]) -> int:
     return most
 
 
+SCRATCH = 2**20
+"""Bytes that a product in bf16 takes for itself at most, on processors with units for it: a quarter of the
+logits of these tests."""
+
+
 @pytest.mark.parametrize("post", [None, *POST_PROCESSING])
 @pytest.mark.parametrize("chunk", [K, K // 4])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -202,6 +211,8 @@ def test_the_head_allocates_what_the_formula_says(
     with torch.no_grad():
         computing = allocated(forward)
     training = allocated(lambda: forward().backward())
-    assert computing == pytest.approx(head_forward(V, K, chunk, number, post=copies), rel=0.03)
+    scratch = 0 if number == 4 else SCRATCH
+    estimate = head_forward(V, K, chunk, number, post=copies)
+    assert 0.97 * estimate < computing < 1.03 * estimate + scratch
     estimate = head_backward(V, K, chunk, number, trained_entropy=trained, post=copies)
-    assert training == pytest.approx(estimate, rel=0.1)  # with the scratch memory of matrix products
+    assert 0.9 * estimate < training < 1.1 * estimate + scratch

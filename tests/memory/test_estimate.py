@@ -122,6 +122,23 @@ def test_rewards_advantages_and_returns_of_all_rows_are_on_the_first_machine() -
     assert two.rows == 16 * (8 * 100 + (16 + 2 * 4) * 512) + 32 * 3 * 4 * 512
 
 
+def test_two_buckets_of_weights_stay_on_the_first_machine_where_the_rollout_is_another_process() -> None:
+    """Of 100 MiB; or all weights, in 2 bytes, where buckets are larger; of 16 MiB for an engine that takes
+    parts of weights. A single GPU has them itself."""
+    small = {f"{POLICY}__rollout__update_weights_bucket_megabytes": 100}
+    large = {f"{POLICY}__rollout__update_weights_bucket_megabytes": 10**6}
+    native = {f"{POLICY}__rollout__name": "native"}
+    alone = {"trainer__n_gpus_per_node": 1, "cluster__devices_per_node": 1}
+    assert report_of(configured(**small)).host.slots == 200 * 2**20
+    assert report_of(configured(**large)).host.slots == 2 * QWEN_7B.parameters
+    assert report_of(configured(**small, **native)).host.slots == 0
+    assert report_of(configured(**small, **native, trainer__fuse_roles=False)).host.slots == 32 * 2**20
+    one = report_of(configured(**small, **alone))
+    actor = next(role for role in one.roles if role.role == "actor")
+    before = next(role for role in report_of(configured(**small)).roles if role.role == "actor")
+    assert one.host.slots == 0 and before.phases["sync"].weight_sync < actor.phases["sync"].weight_sync
+
+
 def test_roles_of_one_process_load_one_after_another() -> None:
     with_reference = report_of(configured(**{f"{POLICY}__actor__use_kl_loss": True}))
     assert [role.role for role in with_reference.roles] == ["actor", "ref", "rollout"]
@@ -181,15 +198,23 @@ def test_offloaded_weights_leave_the_device_to_the_other_roles() -> None:
     assert [role.phases for role in moved.roles[1:]] == [role.phases for role in plain.roles[1:]]
 
 
-def test_offloading_on_a_cpu_moves_nothing() -> None:
+@pytest.mark.parametrize(
+    ("engine", "section", "names"),
+    [
+        ("fsdp2", "fsdp_config", ("param_offload", "offload_policy", "optimizer_offload")),
+        ("megatron", "megatron", ("param_offload", "grad_offload", "optimizer_offload")),
+    ],
+)
+def test_offloading_on_a_cpu_moves_nothing(engine: str, section: str, names: tuple[str, ...]) -> None:
     keys = {
         "cluster__device": "cpu",
         "cluster__device_memory_gib": None,
         f"{POLICY}__rollout__name": "native",
+        f"{POLICY}__actor__strategy": engine,
     }
     plain = report_of(configured(**keys))
-    for key in ("param_offload", "offload_policy", "optimizer_offload"):
-        moved = report_of(configured(**keys, **{f"{POLICY}__actor__fsdp_config__{key}": True}))
+    for key in names:
+        moved = report_of(configured(**keys, **{f"{POLICY}__actor__{section}__{key}": True}))
         assert plain.groups == moved.groups
         assert plain.host.offload == moved.host.offload == 0
     assert plain.host.running == 8 * plain.groups[0].peak
@@ -265,17 +290,28 @@ def test_megatron_by_hand() -> None:
     assert actor.resting.optimizer == 12 * (-(-dense // 64) + -(-experts // 32))
 
 
-def test_megatron_offload_and_plain_optimizer() -> None:
+def test_megatron_plain_optimizer() -> None:
     sizes = dict(tensor_model_parallel_size=8)
     plain = report_of(megatron(**sizes)).roles[0]
     whole = report_of(megatron(**sizes, use_distributed_optimizer=False)).roles[0]
     assert whole.resting.optimizer == 6 * whole.resting.weights > plain.resting.optimizer
-    moved = report_of(megatron(**sizes, param_offload=True, grad_offload=True, optimizer_offload=True)).roles[
-        0
-    ]
+
+
+def test_megatron_offload() -> None:
+    """Gradients are freed, all else moves to the host; the optimizer's step is no longer beside passes."""
+    sizes = dict(tensor_model_parallel_size=8)
+    plain = report_of(megatron(**sizes)).roles[0]
+    keys = ("param_offload", "grad_offload", "optimizer_offload")
+    moved = report_of(megatron(**sizes, **dict.fromkeys(keys, True))).roles[0]
+    weights, state = plain.resting.weights, plain.resting.optimizer
     assert moved.resting.total == 0
-    assert moved.host == plain.resting.total
-    assert moved.phases["update"] == plain.phases["update"]
+    assert moved.host == moved.resting.host == weights + state
+    passes, update = plain.phases["update"], moved.phases["update"]
+    assert moved.phases["log_probs"].gradients == 0 < plain.phases["log_probs"].gradients
+    assert (update.weights, update.gradients) == (weights, plain.resting.gradients)
+    largest = max(state, passes.activations + passes.logits)
+    assert update.total == passes.total - state - passes.activations - passes.logits + largest
+    assert moved.phases["sync"].weights == weights
 
 
 def test_a_hundred_thousand_devices_take_no_longer() -> None:

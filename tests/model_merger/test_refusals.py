@@ -277,8 +277,8 @@ def test_directories_that_hold_no_checkpoint(
     )
     (tmp_path / "megatron" / "dist_ckpt").mkdir(parents=True)
     told = refused("merge", "--local_dir", tmp_path / "megatron", "--target_dir", target, target=target)
-    assert "Megatron" in told
-    assert "Megatron" in refused(
+    assert "dist_ckpt/.metadata: the checkpoint's index is missing" in told
+    assert "neither Megatron-Core's common.pt nor metadata.json" in refused(
         "merge", "--backend", "megatron", "--local_dir", split("verl"), "--target_dir", target, target=target
     )
 

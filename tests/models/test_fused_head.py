@@ -146,6 +146,8 @@ def test_greedy_matches() -> None:
 class Lm(nn.Module):
     """A language model that is only its head."""
 
+    base_model_prefix = "model"
+
     def __init__(self, dtype: torch.dtype, shape: str = "plain", bias: bool = False):
         super().__init__()
         torch.manual_seed(1)
@@ -206,3 +208,32 @@ def test_a_large_vocabulary_makes_chunks_smaller(monkeypatch: pytest.MonkeyPatch
         answers(monkeypatch, Lm(torch.float64), hidden, targets, 2048, Ask())
     assert seen == [2]
     assert (K, V) not in kept and (V, HIDDEN) in kept
+
+
+@pytest.mark.parametrize("chunk", [3, 100])
+def test_sums_of_squared_probabilities(chunk: int) -> None:
+    """Of a plain head, and of one with adapters."""
+    *weights, targets = inputs()
+    wanted = (F.linear(*weights) / 0.7).softmax(-1).square().sum(-1)
+    ask = Ask(0.7, sum_pi_squared=True)
+    log_probs, found = FusedHead.apply(*weights, targets, HeadWork(ask, shape_of("plain"), chunk))
+    torch.testing.assert_close(found, wanted, rtol=0, atol=1e-12)
+    assert log_probs.requires_grad and not found.requires_grad
+
+
+@pytest.mark.parametrize("among", [V, 4])
+@pytest.mark.parametrize("chunk", [3, 100])
+def test_the_likeliest_tokens(monkeypatch: pytest.MonkeyPatch, chunk: int, among: int) -> None:
+    """Of a plain head, and of one that is called as a module. Their probabilities do not add up to 1."""
+    *weights, targets = inputs()
+    every = (F.linear(*weights) / 0.7).log_softmax(-1)
+    wanted = every[:, :among].topk(3)
+    ask = Ask(0.7, likeliest=3, among=among)
+    log_probs, ids = FusedHead.apply(*weights, targets, HeadWork(ask, shape_of("plain"), chunk))
+    torch.testing.assert_close(log_probs, wanted.values, rtol=0, atol=1e-12)
+    assert ids.tolist() == wanted.indices.tolist() and not log_probs.requires_grad
+    lm = Lm(torch.float64)
+    fused = answers(monkeypatch, lm, weights[0], targets, chunk, ask)
+    module = PolicyModel(lm, chunk_tokens=chunk)._by_module(weights[0], targets, ask, chunk)
+    assert not module[0].requires_grad
+    torch.testing.assert_close(fused, module, rtol=0, atol=0)

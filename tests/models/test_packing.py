@@ -342,3 +342,18 @@ def test_reads_every_weight(tmp_path: Path) -> None:
     assert next(shape.parameters()).is_meta
     in_files = loading.read_weights(config, options, head="policy", dtype=torch.float32)
     assert set(weights) - set(in_files) == {"model.rotary_emb.inv_freq", "model.rotary_emb.original_inv_freq"}
+
+
+def test_padded_rows_in_a_line() -> None:
+    """Prompts [5] and [6, 7], responses [8, 9] and [10]: rows of three, and one token more to divide by 7."""
+    prompts, responses = (
+        ragged.from_rows([torch.tensor(row) for row in rows]) for rows in ([[5], [6, 7]], [[8, 9], [10]])
+    )
+    padded = pack(prompts, responses, device=CPU, padded=True)
+    line = padded.in_a_line(7)
+    assert line.input_ids.tolist() == [[5, 8, 9, 6, 7, 10, 0]]
+    assert line.position_ids.tolist() == [[0, 1, 2, 0, 1, 2, 0]]
+    assert line.plan is not None and line.plan.boundaries.tolist() == [0, 3, 6, 7]
+    assert torch.equal(line.predicts_at, padded.predicts_at) and line.predicts_at.tolist() == [0, 1, 4]
+    assert line.places.tolist() == [0, 1, 3, 4] and line.targets.tolist() == [8, 9, 10]
+    assert padded.in_a_line().input_ids.tolist() == [[5, 8, 9, 6, 7, 10]]

@@ -39,7 +39,8 @@ MAPPINGS = {"columns", "padded", "objects", "non_tensor_batch"}
 """Variables and attributes that are indexed by the name of a column."""
 MAKERS = {"tensors", "non_tensors", "objects", "columns"}
 """Keyword arguments and variables that take a dict from the name of a column to the column."""
-OTHER_DICTS = {"reward_model", "row", "model", "environ", "extra", "manifest", "train"}
+OTHER_DICTS = {"reward_model", "row", "model", "environ", "extra", "manifest", "train", "rope"}
+OTHER_DICTS |= {"override_transformer_config", "described"}
 """What has a `get` but is no batch."""
 
 

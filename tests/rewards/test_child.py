@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hydraflow.rewards.child import read_value
+from hydraflow.rewards.values import read_value
 
 
 @pytest.mark.parametrize(

@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 
 from hydraflow.errors import ConfigError
+from hydraflow.rewards.chosen import check_sources
 from hydraflow.rewards.config import CustomRewardConfig, RewardConfig
-from hydraflow.rewards.custom import check_sources, load_function
+from hydraflow.rewards.custom import load_function
 from hydraflow.rewards.pool import check_function
 
 GOOD = (
@@ -79,12 +80,6 @@ def test_a_signature_that_does_not_accept_the_arguments(file: Path) -> None:
     )
     assert "got an unexpected keyword argument 'bonus'" in message(file, GOOD, bonus=1)
     assert "are given by the trainer" in message(file, GOOD, ground_truth=1)
-
-
-def test_async_functions_are_refused(file: Path) -> None:
-    assert "is an async function, which is not supported" in message(
-        file, "async def compute_score(**kwargs):\n    return 0\n"
-    )
 
 
 def test_check_function_looks_at_the_users_file(tmp_path: Path) -> None:

@@ -5,14 +5,14 @@ from __future__ import annotations
 import pytest
 
 from hydraflow.errors import ConfigError
-from hydraflow.rewards.functions import compute_score
+from hydraflow.rewards.functions import by_source
 
 
 @pytest.mark.parametrize(
     ("response", "score"), [("042", 1.0), (" 042\n", 1.0), ("42", 0.0), ("0420", 0.0), ("", 0.0)]
 )
 def test_arithmetic_is_an_exact_match(response: str, score: float) -> None:
-    assert compute_score("arithmetic", response, "042") == score
+    assert by_source("arithmetic", response, "042") == score
 
 
 @pytest.mark.parametrize(
@@ -31,7 +31,7 @@ def test_arithmetic_is_an_exact_match(response: str, score: float) -> None:
     ],
 )
 def test_gsm8k(response: str, truth: str, strict: float, flexible: float) -> None:
-    assert compute_score("openai/gsm8k", response, truth) == {
+    assert by_source("openai/gsm8k", response, truth) == {
         "score": strict,
         "acc": strict,
         "acc_flexible": flexible,
@@ -47,9 +47,9 @@ def test_gsm8k(response: str, truth: str, strict: float, flexible: float) -> Non
     ],
 )
 def test_mathematics_is_compared_by_value(source: str) -> None:
-    assert compute_score(source, r"So \boxed{\frac{1}{2}}.", "0.5") == {"score": 1.0, "acc": 1.0}
-    assert compute_score(source, r"So \boxed{\frac{1}{3}}.", "0.5") == {"score": 0.0, "acc": 0.0}
-    assert compute_score(source, "I do not know.", "0.5") == {"score": 0.0, "acc": 0.0}
+    assert by_source(source, r"So \boxed{\frac{1}{2}}.", "0.5") == {"score": 1.0, "acc": 1.0}
+    assert by_source(source, r"So \boxed{\frac{1}{3}}.", "0.5") == {"score": 0.0, "acc": 0.0}
+    assert by_source(source, "I do not know.", "0.5") == {"score": 0.0, "acc": 0.0}
 
 
 @pytest.mark.parametrize(
@@ -67,7 +67,7 @@ def test_mathematics_is_compared_by_value(source: str) -> None:
     ],
 )
 def test_forms_of_mathematical_answers(response: str, truth: str, score: float) -> None:
-    assert compute_score("lighteval/MATH", response, truth)["score"] == score  # type: ignore[index]
+    assert by_source("lighteval/MATH", response, truth)["score"] == score  # type: ignore[index]
 
 
 @pytest.mark.parametrize("source", ["math_dapo", "aime24", "aime_2025"])
@@ -87,18 +87,18 @@ def test_forms_of_mathematical_answers(response: str, truth: str, score: float) 
     ],
 )
 def test_answers_of_dapo(source: str, response: str, right: bool) -> None:
-    found = compute_score(source, response.replace(r"\n", "\n"), "34")
+    found = by_source(source, response.replace(r"\n", "\n"), "34")
     assert found == {"score": 1.0 if right else -1.0, "acc": float(right)}
 
 
 def test_an_unreadable_ground_truth_is_not_a_wrong_answer() -> None:
     with pytest.raises(ValueError, match="ground truth '' cannot be read as mathematics"):
-        compute_score("lighteval/MATH", r"\boxed{1}", "")
+        by_source("lighteval/MATH", r"\boxed{1}", "")
 
 
 def test_an_unknown_data_source_lists_the_known_ones() -> None:
     with pytest.raises(ConfigError) as caught:
-        compute_score("my/task", "1", "1")
+        by_source("my/task", "1", "1")
     message = str(caught.value)
     assert (
         "data_source=my/task" in message

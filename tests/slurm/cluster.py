@@ -51,18 +51,23 @@ class Job:
         file = self.folder / "metrics.jsonl"
         return [int(line["step"]) for line in read_steps(self.folder)] if file.exists() else []
 
+    def account(self) -> str:
+        """The end of its log, and Slurm's side of it."""
+        facts = self.cluster.ask("scontrol", "show", "job", self.number)
+        return f"{self.said()[-4000:]}\n{facts}\n{self.cluster.account()}"
+
     def await_state(self, *states: str, seconds: float) -> str:
         """Waits until it is in one of these states."""
         self.cluster.wait_for(
-            lambda: self.state() in states, seconds, f"job {self.number} to be {states}", self.said
+            lambda: self.state() in states, seconds, f"job {self.number} to be {states}", self.account
         )
         return self.state()
 
-    def await_step(self, step: int, seconds: float = 240) -> None:
+    def await_step(self, step: int, seconds: float = 400) -> None:
         """Waits until it has logged so many steps."""
         what = f"step {step} of job {self.number}"
         self.cluster.wait_for(
-            lambda: self.steps()[-1:] >= [step] or self.state() == "FAILED", seconds, what, self.said
+            lambda: self.steps()[-1:] >= [step] or self.state() == "FAILED", seconds, what, self.account
         )
         assert self.state() == "RUNNING", self.said()[-4000:]
 
@@ -90,7 +95,10 @@ class Cluster:
     def __enter__(self) -> Cluster:
         self.script("up")
         self.wait_for(
-            lambda: self.nodes() == {"node1": "idle", "node2": "idle"}, 60, "both nodes to be idle", self.logs
+            lambda: self.nodes() == {"node1": "idle", "node2": "idle"},
+            60,
+            "both nodes to be idle",
+            self.account,
         )
         return self
 
@@ -98,7 +106,9 @@ class Cluster:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.ask("scancel", "--user=root")
-        self.wait_for(lambda: not self.ask("squeue", "--noheader").strip(), 40, "all jobs to end", self.logs)
+        self.wait_for(
+            lambda: not self.ask("squeue", "--noheader").strip(), 120, "all jobs to end", self.account
+        )
         self.script("down")
 
     def script(self, command: str, *more: str) -> None:
@@ -120,9 +130,10 @@ class Cluster:
         listed = self.ask("sinfo", "--noheader", "--Node", "--format=%N %t").split("\n")
         return dict(line.split() for line in listed if len(line.split()) == 2)
 
-    def logs(self) -> str:
-        """What Slurm's processes say."""
-        return "\n".join(file.read_text()[-1500:] for file in sorted((self.folder / "log").glob("*")))
+    def account(self) -> str:
+        """Why nodes are out of use, and what Slurm's processes say."""
+        logs = (file.read_text()[-1500:] for file in sorted((self.folder / "log").glob("*")))
+        return "\n".join([self.ask("sinfo", "--list-reasons"), *logs])
 
     def hydraflow(self, *words: str, home: Path, timeout: float = 120) -> subprocess.CompletedProcess[str]:
         """`python -m hydraflow.words`."""
@@ -145,5 +156,5 @@ class Cluster:
         """Looks again and again until `condition` holds."""
         deadline = time.monotonic() + seconds
         while not condition():
-            assert time.monotonic() < deadline, f"waited {seconds} s for {what}:\n{said()[-4000:]}"
+            assert time.monotonic() < deadline, f"waited {seconds} s for {what}:\n{said()}"
             time.sleep(0.2)

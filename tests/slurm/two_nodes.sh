@@ -71,6 +71,9 @@ SlurmctldLogFile=$dir/log/ctld.log
 SlurmdLogFile=$dir/log/slurmd.%n.log
 SlurmdParameters=config_overrides
 SlurmdTimeout=300
+# A busy machine answers late, and a killed process takes its time: neither is a broken node, which would be drained.
+MessageTimeout=60
+UnkillableStepTimeout=600
 KillWait=10
 ProctrackType=proctrack/linuxproc
 TaskPlugin=task/none

@@ -44,3 +44,41 @@ def test_a_model_is_a_folder_with_a_config_or_a_name_on_the_hub(tmp_path: Path) 
     assert (problem.rule, problem.remedy) == ("is a file, not a directory", f"k={tmp_path}")
     assert rules(model_problems("models/of/mine", "k")) == ["k: there is no such directory"]
     assert model_problems("org/name", "k") == []
+
+
+def test_the_model_inside_of_a_folder_is_suggested(tmp_path: Path) -> None:
+    """The final models of a run are in a folder for each role."""
+    (tmp_path / "actor").mkdir()
+    (tmp_path / "actor" / "config.json").touch()
+    [problem] = model_problems(str(tmp_path), "k")
+    assert problem.remedy == f"k={tmp_path}/actor"
+
+
+@pytest.mark.parametrize(
+    ("file", "writer"),
+    [
+        ("common.pt", "Megatron-Core"),
+        ("iter_0000010/common.pt", "Megatron-Core"),
+        ("dist_ckpt/common.pt", "Megatron-Core"),
+        ("global_step_3/actor/dist_ckpt/common.pt", "Megatron-Core"),
+        ("mp_rank_00/x.pt", "Megatron-Core"),
+        ("checkpoint.json", "several ranks"),
+        ("global_step_3/actor/checkpoint.json", "several ranks"),
+        ("model_world_size_2_rank_0.pt", "several ranks"),
+    ],
+)
+@pytest.mark.parametrize("pointer", [True, False])
+def test_a_checkpoint_in_parts_must_be_merged_first(
+    tmp_path: Path, file: str, writer: str, pointer: bool
+) -> None:
+    """With or without the file that names the last iteration; configuration and tokenizer may be there."""
+    (tmp_path / file).parent.mkdir(exist_ok=True, parents=True)
+    (tmp_path / file).touch()
+    (tmp_path / "huggingface").mkdir()
+    (tmp_path / "huggingface" / "config.json").touch()
+    if pointer:
+        (tmp_path / "latest_checkpointed_iteration.txt").write_text("10")
+    [problem] = model_problems(str(tmp_path), "k")
+    assert problem.rule == f"holds a checkpoint of {writer}, which must be merged first"
+    command = f"python -m hydraflow.model_merger merge --local_dir {tmp_path} --target_dir MERGED"
+    assert problem.remedy == f"{command}, then k=MERGED"

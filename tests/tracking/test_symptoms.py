@@ -61,6 +61,12 @@ def test_advantages_on_one_side_of_0_are_a_signal() -> None:
     assert said(*[{"critic/advantages/max": 0.0}] * 3) == []
 
 
+def test_where_teachers_alone_teach_advantages_do_not_count() -> None:
+    taught = NO_SIGNAL | {"actor/distillation_loss": 0.3}
+    assert said(*[taught] * 4) == []
+    assert len(said(*[taught | {"actor/pg_loss": 0.0}] * 4)) == 1, "the rewards are to count, too"
+
+
 def test_low_entropy_is_no_collapse_where_the_task_is_learned_or_where_it_began_low() -> None:
     assert said({}, *[COLLAPSED | {"critic/score/mean": 0.95}] * 4) == []
     assert said(*[{"actor/entropy": 0.02}] * 4) == []

@@ -1,4 +1,5 @@
-"""With `rollout_correction.bypass_mode` the old log-probabilities are the generation engine's."""
+"""When the actor computes log-probabilities before its update: not with `rollout_correction.bypass_mode`, and
+always for an adaptive entropy bonus."""
 
 from __future__ import annotations
 
@@ -26,10 +27,9 @@ def take(*, replayed: bool = False) -> Trajectories:
     return Trajectories(rows, SimpleNamespace(), replayed=replayed)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("bypass", [False, True])
-def test_no_pass_of_the_trainer_is_made_after_the_first_comparison(bypass: bool) -> None:
-    config, passes = PPOConfig(), []
-    config.algorithm.rollout_correction.bypass_mode = bypass
+def make_trainer(config: PPOConfig, compared: RolloutComparison) -> tuple[PPOTrainer, list[RemoteBatch]]:
+    """A trainer whose actor computes ones, and the passes that it has made."""
+    passes: list[RemoteBatch] = []
     ours = {name: torch.ones(2) for name in ("old_log_probs", "entropys")}
 
     def compute(method: Any, batch: RemoteBatch) -> RemoteBatch:
@@ -37,7 +37,6 @@ def test_no_pass_of_the_trainer_is_made_after_the_first_comparison(bypass: bool)
         passes.append(batch)
         return RemoteBatch.from_local(DataProto.from_dict(ours))
 
-    compared = RolloutComparison({}, {}, {0: 0.0})
     known = DataProto.from_dict({name: torch.zeros(2) for name in ("group", "versions")})
     roles: Any = SimpleNamespace(
         actor=SimpleNamespace(call=compute), advantage=SimpleNamespace(call=lambda *_: compared)
@@ -46,6 +45,14 @@ def test_no_pass_of_the_trainer_is_made_after_the_first_comparison(bypass: bool)
     plan, source = resolve_plan(config, prompts=None), SimpleNamespace()
     trainer = PPOTrainer(config, plan, roles, runtime, source, None)  # type: ignore[arg-type]
     trainer.exact = False
+    return trainer, passes
+
+
+@pytest.mark.parametrize("bypass", [False, True])
+def test_no_pass_of_the_trainer_is_made_after_the_first_comparison(bypass: bool) -> None:
+    config, compared = PPOConfig(), RolloutComparison({}, {}, {0: 0.0})
+    config.algorithm.rollout_correction.bypass_mode = bypass
+    trainer, passes = make_trainer(config, compared)
     for step in (1, 2, 3):
         batch = trainer.old_log_probs(take(), step)
         assert (trainer.old == OldFrom.ROLLOUT) == bypass
@@ -55,3 +62,27 @@ def test_no_pass_of_the_trainer_is_made_after_the_first_comparison(bypass: bool)
     compared.by_replica[0] = 1.0  # far off, but the run that sampled it may have had other weights
     trainer.old_log_probs(take(replayed=True), 4)
     assert (trainer.old == OldFrom.ROLLOUT) == bypass
+
+
+@pytest.mark.parametrize("bypass", [False, True])
+def test_an_adaptive_entropy_bonus_has_a_pass_in_every_step(bypass: bool) -> None:
+    """It starts at 0, and goes on where a checkpoint left it."""
+    config, measured = PPOConfig(), {"actor/entropy": 0.1}
+    config.algorithm.rollout_correction.bypass_mode = bypass
+    adaptive = config.actor_rollout_ref.actor.adaptive_entropy
+    adaptive.enabled, adaptive.delta_ent_coef, adaptive.max_ent_coef = True, 0.25, 10.0
+    trainer, passes = make_trainer(config, RolloutComparison(measured, {}, {0: 0.0}))
+    used = []
+    for step in (1, 2, 3):
+        trainer.old_log_probs(take(), step)
+        used.append(trainer.metrics["actor/entropy_coeff"])
+        assert trainer.entropy_coeff == used[-1]
+    assert used == [0.0, 0.25, 0.5] and len(passes) == 3
+    resumed, _ = make_trainer(config, RolloutComparison(measured, {}, {0: 0.0}))
+    resumed.restore(trainer.controllers()["entropy"])
+    resumed.old_log_probs(take(), 4)
+    assert resumed.entropy_coeff == 0.75
+    assert (resumed.old == OldFrom.ROLLOUT) == bypass
+    measured.clear()  # nothing is trained on
+    resumed.old_log_probs(take(), 5)
+    assert resumed.controllers()["entropy"] == {"value": 1.0}

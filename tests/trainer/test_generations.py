@@ -8,8 +8,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
-from hydraflow.trainer.generations import GenerationDump, ScoredResponses
+from hydraflow.dispatch.shards import CompletedFuture
+from hydraflow.protocol.batch import DataProto
+from hydraflow.protocol.pieces import Column, LocalColumn
+from hydraflow.protocol.remote import RemoteBatch, materialise
+from hydraflow.trainer.generations import GenerationDump, ScoredResponses, read_scored
+from hydraflow.trainer.source import Trajectories
 
 SCORED = ScoredResponses(
     sources=np.array(["sums", "sums"]),
@@ -47,6 +53,30 @@ def test_a_row_for_each_response(tmp_path: Path) -> None:
     assert [path.name for path in (tmp_path / "deep" / "rollouts").iterdir()] == ["3.jsonl"], (
         "a step that is done again replaces it"
     )
+
+
+def test_the_accuracy_of_a_row_without_a_function_is_its_score() -> None:
+    objects = {
+        "data_source": np.array(["sums", "essays"], dtype=object),
+        "reward_model": np.array([{"ground_truth": "7"}, {}], dtype=object),
+        "uid": np.array(["a", "b"], dtype=object),
+    }
+    columns = {
+        "score": torch.tensor([0.5, 2.5]),
+        "acc": torch.tensor([1.0, torch.nan]),
+        "failed": torch.zeros(2, dtype=torch.bool),
+    }
+    scored = RemoteBatch.from_local(DataProto.from_dict(columns))
+    texts = Column((LocalColumn(np.array(["x", "y"], dtype=object)),))
+    scored.columns |= {"text": texts, "prompt_text": texts}
+
+    class Here:
+        def fetch(self, batch: RemoteBatch) -> DataProto:
+            return materialise(batch, lambda refs: [])
+
+    taken = Trajectories(RemoteBatch({}, objects), CompletedFuture(scored))
+    read = read_scored(Here(), taken)  # type: ignore[arg-type]
+    assert read.scores.tolist() == [0.5, 2.5] and read.accuracies.tolist() == [1.0, 2.5]
 
 
 def test_nothing_is_dumped_unasked() -> None:

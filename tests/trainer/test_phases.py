@@ -25,7 +25,7 @@ def config(estimator: str = "grpo", *, in_loss: bool = False, in_reward: bool = 
     return made
 
 
-@pytest.mark.parametrize("estimator", ["gae", "grpo"])
+@pytest.mark.parametrize("estimator", ["gae", "grpo", "remax", "gdpo", "optimal_token_baseline"])
 @pytest.mark.parametrize("in_loss", [False, True])
 @pytest.mark.parametrize("in_reward", [False, True])
 def test_every_column_is_added_before_it_is_read(estimator: str, in_loss: bool, in_reward: bool) -> None:
@@ -36,6 +36,12 @@ def test_every_column_is_added_before_it_is_read(estimator: str, in_loss: bool, 
         there |= set(phase.adds)
     assert ("values" in there) == (estimator == "gae")
     assert ("ref_log_prob" in there) == (in_loss or in_reward)
+    for name, of in (
+        ("reward_baselines", "remax"),
+        ("reward_parts", "gdpo"),
+        ("sum_pi_squared", "optimal_token_baseline"),
+    ):
+        assert (name in there) == (estimator == of)
 
 
 def test_the_columns_that_a_kl_term_needs() -> None:
@@ -71,6 +77,11 @@ def test_old_log_probs_are_there_before_the_update_where_a_correction_needs_them
     [update] = [phase for phase in step_phases(made) if phase.name == "actor"]
     asked = bool({"rollout_is", "rollout_rs", "bypass_mode"} & given.keys())
     assert ("rollout_log_probs" in update.reads) == asked
+
+
+def test_the_optimal_token_baseline_needs_a_pass_of_the_actor() -> None:
+    made = config("optimal_token_baseline")
+    assert old_from(made, resolve_plan(made, prompts=None), exact=True) == OldFrom.RECOMPUTE
 
 
 def test_the_table_of_the_readme_is_this_list() -> None:

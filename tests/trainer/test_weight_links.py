@@ -17,13 +17,17 @@ from hydraflow.dispatch.config import RayInitConfig
 from hydraflow.dispatch.group import Timeouts
 from hydraflow.dispatch.placement import ResourcePool
 from hydraflow.dispatch.runtime import Runtime
+from hydraflow.dispatch.shards import CompletedFuture
 from hydraflow.dispatch.worker import RoleSpec
-from hydraflow.generation.config import SamplingConfig
+from hydraflow.generation.config import RolloutConfig, SamplingConfig
+from hydraflow.models.adapters import Form
 from hydraflow.models.config import ModelConfig
 from hydraflow.schema import PPOConfig
 from hydraflow.trainer.roles import _link, _places
-from hydraflow.trainer.weight_links import ObjectStore, SameProcess, load_model_directory
+from hydraflow.trainer.weight_links import SameProcess, SharedMemory, load_model_directory
+from hydraflow.workers.actor import ActorWorker
 from hydraflow.workers.rollout import RolloutSpec, RolloutWorker
+from hydraflow.workers.weights_transfer import Received
 
 GAE = ["algorithm.adv_estimator=gae", "algorithm.use_kl_in_reward=true", "trainer.n_gpus_per_node=4"]
 PLACE = {
@@ -90,5 +94,75 @@ def test_only_a_process_that_holds_nothing_else_is_replaced(
 ) -> None:
     """A critic that is trained cannot be made again."""
     link, group = linked(*overrides, **places)
-    assert isinstance(link, ObjectStore) and set(link.beside) == beside
+    assert isinstance(link, SharedMemory) and set(link.beside) == beside
     assert (group.recovery is not None) == replaced
+
+
+class Recorder:
+    """Both groups of a link: what the actor was asked to send, and how often a generation process was
+    replaced."""
+
+    world_size = 2
+
+    def __init__(self) -> None:
+        self.forms: list[Form] = []
+        self.group = SimpleNamespace(replaced=0)
+        self.dies = False
+        """A generation process, while it receives what is sent next."""
+
+    def call(self, method: Any, *args: Any) -> Any:
+        if method is ActorWorker.sending_device:
+            return ""
+        if method is ActorWorker.open_weights_line:
+            return "a place"
+        if method is ActorWorker.share_weights:
+            self.forms.append(args[2].form)
+            self.group.replaced += self.dies
+            self.dies = False
+            return CompletedFuture([(True, "another place")])
+        assert method is RolloutWorker.read_weights
+        return CompletedFuture([Received(None)] * self.world_size)
+
+
+def test_adapters_alone_are_sent_where_everybody_has_the_weights_below_them() -> None:
+    both: Any = Recorder()
+    link = SharedMemory(both, both, RolloutConfig(name="vllm"), adapters=True)
+    link.publish(0)()
+    link.publish(1)()
+    assert both.forms == [Form.APART, Form.ADAPTERS]
+    both.group.replaced += 1
+    link.publish(2)()
+    link.publish(3)()
+    assert both.forms[2:] == [Form.APART, Form.ADAPTERS]
+    arrive = link.publish(4)
+    both.dies = True
+    arrive()
+    assert both.forms[4:] == [Form.ADAPTERS, Form.APART]
+    assert link.first_difference(1) is None
+    assert both.forms[6:] == [Form.APART], "all weights are compared"
+    link.publish(5)()
+    assert both.forms[7:] == [Form.ADAPTERS]
+
+
+def test_weights_that_are_checked_come_whole() -> None:
+    both: Any = Recorder()
+    link = SharedMemory(both, both, RolloutConfig(name="vllm", verify_weights_every=2), adapters=True)
+    for version in range(4):
+        link.publish(version)()
+    assert both.forms == [Form.APART, Form.ADAPTERS, Form.APART, Form.ADAPTERS]
+
+
+def test_merged_weights_are_sent_whole_each_time() -> None:
+    both: Any = Recorder()
+    link = SharedMemory(both, both, RolloutConfig())
+    for version in range(2):
+        link.publish(version)()
+    assert both.forms == [Form.MERGED, Form.MERGED]
+
+
+def test_the_engine_gets_the_adapters_that_the_actor_trains() -> None:
+    lora = "actor_rollout_ref.model.lora"
+    vllm, rank = "actor_rollout_ref.rollout.name=vllm", f"{lora}_rank=4"
+    for given, apart in (([rank], False), ([rank, f"{lora}.merge=false"], True)):
+        link, _ = linked(vllm, *given)
+        assert link.adapters == apart

@@ -7,36 +7,36 @@ workers get it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
+from algorithms.losses_by_name import policy_loss
 from engine import rank_jobs
 from workers.by_hand import process
 
 from hydraflow.algorithms.actor_loss import ActorLoss
 from hydraflow.algorithms.aggregate import Denominators
-from hydraflow.algorithms.config import POLICY_LOSSES
+from hydraflow.algorithms.config import Loss
 from hydraflow.algorithms.correction import Correction
 from hydraflow.algorithms.critic_loss import ValueLoss
 from hydraflow.batch_plan.parts import MicroPlan, RolePlan
 from hydraflow.engine.base import LossFn, ModelOutput
 from hydraflow.engine.config import FSDPConfig, OptimConfig
 from hydraflow.engine.fsdp.engine import FSDPEngine
+from hydraflow.engine.micro_batcher import MicroBatcher, split_tokens
 from hydraflow.metrics import Metric
 from hydraflow.models.ask import Ask
 from hydraflow.models.config import ModelConfig
-from hydraflow.options import Implementation
 from hydraflow.protocol import ragged
 from hydraflow.protocol.batch import DataProto
 from hydraflow.trainer.mini_batches import cut_mini_batches, dispatched
 from hydraflow.workers.actor import ActorSpec, ActorWorker
 from hydraflow.workers.config import ActorConfig, CriticConfig
 from hydraflow.workers.critic import CriticSpec, CriticWorker
-from hydraflow.workers.micro_batcher import split, split_tokens
 from hydraflow.workers.skipping import SkipLimits
 from hydraflow.workers.training import global_denominators
 
@@ -58,8 +58,8 @@ class Case:
         if self.head == "value":
             return ValueLoss(denominators=denominators, scale_factor=SCALE, **self.options)
         options = dict(self.options)
-        policy_loss = POLICY_LOSSES[options.pop("loss_mode", "vanilla")].bound(ActorConfig())
-        return ActorLoss(policy_loss=policy_loss, denominators=denominators, scale_factor=SCALE, **options)
+        chosen = policy_loss(options.pop("loss_mode", "vanilla"))
+        return ActorLoss(policy_loss=chosen, denominators=denominators, scale_factor=SCALE, **options)
 
 
 class OwnCounts(Case):
@@ -104,21 +104,53 @@ CUTS = {
 
 
 def measure(
-    path: str, head: str, options: Mapping[str, Any], batch: DataProto, cases: Sequence[Case]
+    path: str,
+    head: str,
+    options: Mapping[str, Any],
+    batch: DataProto,
+    cases: Sequence[Case],
+    cuts: Sequence[str] = tuple(CUTS),
 ) -> dict[str, torch.Tensor]:
-    """By case: the gradients (cuts, parameters) under every one of CUTS, from one engine."""
+    """By case: the gradients (cuts, parameters) under each of the cuts, from one engine."""
     engine = rank_jobs.make_engine(path, {**options, "head": head})
     found: dict[str, list[torch.Tensor]] = {case.name: [] for case in cases}
-    for cut in CUTS.values():
+    for case in gradients_of(engine, head, batch, cases, cuts):
+        found[case.name].append(whole_gradient(engine))
+        engine.module.zero_grad()
+    return {name: torch.stack(gradients) for name, gradients in found.items()}
+
+
+def measure_on_megatron(
+    path: str,
+    head: str,
+    settings: Mapping[str, Any],
+    batch: DataProto,
+    cases: Sequence[Case],
+    cuts: Sequence[str],
+) -> dict[str, list[Any]]:
+    """Likewise this rank's parts of the gradients of the Megatron engine."""
+    from engine import megatron_jobs  # Megatron-Core may not be there
+
+    engine = megatron_jobs.make_engine(path, {"megatron": settings, "head": head})
+    found: dict[str, list[Any]] = {case.name: [] for case in cases}
+    for case in gradients_of(engine, head, batch, cases, cuts):
+        found[case.name].append(megatron_jobs.gradients(engine))
+        engine._drop_gradient()
+    return found
+
+
+def gradients_of(
+    engine: Any, head: str, batch: DataProto, cases: Sequence[Case], cuts: Sequence[str]
+) -> Iterator[Case]:
+    """Each case under each of the cuts, while its gradient is in the engine."""
+    for cut in (CUTS[name] for name in cuts):
         share = rank_jobs.my_share(batch.select_idxs(cut.order), engine)
         (denominators,) = global_denominators(engine, [share])
-        micro_batches = split(engine, share, cut.micro).parts
+        micro_batches = MicroBatcher(cut.micro, "test").cut(share, engine.reduce).parts
         for case in cases:
             ask = Ask(TEMPERATURE, entropy=head == "policy")
             engine.forward_backward(micro_batches, case.loss(denominators), ask)
-            found[case.name].append(whole_gradient(engine))
-            engine.module.zero_grad()
-    return {name: torch.stack(gradients) for name, gradients in found.items()}
+            yield case
 
 
 def whole_gradient(engine: FSDPEngine) -> torch.Tensor:
@@ -134,7 +166,10 @@ def count_micro_batches(path: str, batch: DataProto) -> dict[str, tuple[int, int
     counts = {}
     for name, cut in CUTS.items():
         share = rank_jobs.my_share(batch.select_idxs(cut.order))
-        counts[name] = len(split(engine, share, cut.micro).parts), len(alone(share, cut.micro))
+        counts[name] = (
+            len(MicroBatcher(cut.micro, "test").cut(share, engine.reduce).parts),
+            len(alone(share, cut.micro)),
+        )
     return counts
 
 
@@ -152,7 +187,7 @@ class Training:
     weight_decay: float = 0.1
     clip_grad: float = 1e9
     correction: Correction | None = None
-    loss: Implementation | None = None
+    loss: Loss | None = None
 
     def plan(self, data_ranks: int) -> RolePlan:
         return RolePlan.simple(data_ranks=data_ranks, mini_batch_trajectories=4, epochs=2, micro=self.micro)
@@ -161,15 +196,16 @@ class Training:
 def train(
     path: str, training: Training, batch: DataProto
 ) -> tuple[dict[str, Metric], dict[str, torch.Tensor]]:
-    """This rank's metrics and the whole weights after `update` on what a controller would send to this
-    rank."""
+    """This rank's metrics but for speeds and the whole weights after `update` on what a controller would send
+    to this rank."""
     worker = make_worker(path, training)
     plan = training.plan(dist.get_world_size())
     lengths = ragged.lengths(batch.get("prompts")) + ragged.lengths(batch.get("responses"))
     alone = np.arange(len(batch))
     cut = cut_mini_batches(lengths.numpy(), alone, plan, balance=True, shuffle_key=None)
     metrics = worker.update(rank_jobs.my_share(dispatched(batch, cut, plan)), 1)
-    return metrics, rank_jobs.full_weights(worker.engine)  # type: ignore[arg-type]
+    compared = {name: metric for name, metric in metrics.items() if not name.startswith("perf/")}
+    return compared, rank_jobs.full_weights(worker.engine)  # type: ignore[arg-type]
 
 
 def make_worker(
@@ -178,7 +214,7 @@ def make_worker(
     rank, size = dist.get_rank(), dist.get_world_size()
     here = process(rank, size)
     shared: dict[str, Any] = dict(
-        fsdp_config=FSDPConfig(model_dtype="fp64", dtype="fp64"),
+        fsdp_config=FSDPConfig(model_dtype="fp64", dtype="fp64", wrap_policy=rank_jobs.EACH_LAYER),
         optim=OptimConfig(lr=training.lr, weight_decay=training.weight_decay, clip_grad=training.clip_grad),
         loss_agg_mode="seq-mean-token-mean",
     )

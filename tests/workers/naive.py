@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -51,7 +52,7 @@ def clipped(ratio: Tensor) -> Tensor:
     return ratio if 0.8 <= ratio <= 1.2 else torch.tensor(0.8 if ratio < 0.8 else 1.2, dtype=ratio.dtype)
 
 
-def vanilla(now: list[Tensor], old: list[float], advantages: list[float]) -> list[Tensor]:
+def vanilla(now: list[Tensor], old: list[float], advantages: list[float], chosen: list[bool]) -> list[Tensor]:
     losses = []
     for logp, before, advantage in zip(now, old, advantages):
         ratio = (logp - before).exp()
@@ -62,7 +63,7 @@ def vanilla(now: list[Tensor], old: list[float], advantages: list[float]) -> lis
     return losses
 
 
-def gspo(now: list[Tensor], old: list[float], advantages: list[float]) -> list[Tensor]:
+def gspo(now: list[Tensor], old: list[float], advantages: list[float], chosen: list[bool]) -> list[Tensor]:
     if not now:
         return []
     whole = sum(logp.item() - before for logp, before in zip(now, old)) / len(now)
@@ -70,11 +71,90 @@ def gspo(now: list[Tensor], old: list[float], advantages: list[float]) -> list[T
     return [max(-a * ratio, -a * clipped(ratio)) for a, ratio in zip(advantages, ratios)]
 
 
-def sapo(now: list[Tensor], old: list[float], advantages: list[float]) -> list[Tensor]:
+def sapo(now: list[Tensor], old: list[float], advantages: list[float], chosen: list[bool]) -> list[Tensor]:
     losses = []
     for logp, before, advantage in zip(now, old, advantages):
         tau = 1.0 if advantage > 0 else 1.05
         losses.append(-advantage * 4 / tau / (1 + (-tau * ((logp - before).exp() - 1)).exp()))
+    return losses
+
+
+def cispo(now: list[Tensor], old: list[float], advantages: list[float], chosen: list[bool]) -> list[Tensor]:
+    losses = []
+    for logp, before, advantage in zip(now, old, advantages):
+        losses.append(-advantage * clipped((logp - before).exp()).item() * logp)
+    return losses
+
+
+def geo_mean(
+    now: list[Tensor], old: list[float], advantages: list[float], chosen: list[bool]
+) -> list[Tensor]:
+    """The paper's product of |min(ratio A, clip(ratio) A)|, to the power of 1 / length."""
+    product = torch.tensor(1.0, dtype=torch.float64)
+    for logp, before, advantage in zip(now, old, advantages):
+        ratio = (logp - before).exp()
+        near = torch.tensor(math.exp(0.2 if advantage > 0 else -0.2), dtype=ratio.dtype)
+        product = product * (min(ratio, near) if advantage > 0 else max(ratio, near))
+    return [-advantage * product ** (1 / len(now)) for advantage in advantages]
+
+
+def gpg(now: list[Tensor], old: list[float], advantages: list[float], chosen: list[bool]) -> list[Tensor]:
+    return [-advantage * logp for logp, advantage in zip(now, advantages)]
+
+
+def dppo(
+    divergence: Callable[[float, float], float],
+    now: list[Tensor],
+    old: list[float],
+    advantages: list[float],
+    chosen: list[bool],
+) -> list[Tensor]:
+    """The paper's objective, a mask times ratio times advantage; ratios above 3 weigh 3."""
+    losses = []
+    for logp, before, advantage in zip(now, old, advantages):
+        ratio = (logp - before).exp()
+        beyond = divergence(math.exp(before), math.exp(logp.item())) > 0.2
+        masked = beyond and (ratio > 1 if advantage > 0 else ratio < 1)
+        objective = 3 * advantage * logp if ratio > 3 else advantage * ratio
+        losses.append(0 * logp if masked else -objective)
+    return losses
+
+
+def total_variation(before: float, now: float) -> float:
+    """Of two Bernoulli distributions."""
+    return (abs(now - before) + abs((1 - now) - (1 - before))) / 2
+
+
+def binary_kl(before: float, now: float) -> float:
+    return before * math.log(before / now) + (1 - before) * math.log((1 - before) / (1 - now))
+
+
+def dro(now: list[Tensor], old: list[float], advantages: list[float], chosen: list[bool]) -> list[Tensor]:
+    """The squared residual that the paper derives; the policy's part of it, over beta = 0.1."""
+    return [(a - 0.1 * (logp - before)) ** 2 / 0.2 for logp, before, a in zip(now, old, advantages)]
+
+
+def topr(now: list[Tensor], old: list[float], advantages: list[float], chosen: list[bool]) -> list[Tensor]:
+    whole = math.exp(sum(logp.item() - before for logp, before in zip(now, old)))
+    return [-a * (1.0 if a > 0 else min(whole, 1.0)) * logp for logp, a in zip(now, advantages)]
+
+
+def clip_cov(
+    now: list[Tensor], old: list[float], advantages: list[float], chosen: list[bool]
+) -> list[Tensor]:
+    losses = []
+    for logp, before, advantage, fixed in zip(now, old, advantages, chosen):
+        ratio = (logp - before).exp()
+        loss = max(-advantage * ratio, -advantage * clipped(ratio))
+        losses.append(loss.detach() if fixed else loss)
+    return losses
+
+
+def kl_cov(now: list[Tensor], old: list[float], advantages: list[float], chosen: list[bool]) -> list[Tensor]:
+    losses = []
+    for logp, before, advantage, held in zip(now, old, advantages, chosen):
+        loss = -advantage * (logp - before).exp()
+        losses.append(loss + 0.1 * (logp - before).abs() if held else loss)
     return losses
 
 
@@ -84,12 +164,22 @@ def low_var_kl(gap: Tensor) -> Tensor:
     return estimate if estimate < 10 else estimate.detach()
 
 
-POLICY: dict[str, Callable[[list[Tensor], list[float], list[float]], list[Tensor]]] = {
+POLICY: dict[str, Callable[[list[Tensor], list[float], list[float], list[bool]], list[Tensor]]] = {
     "vanilla": vanilla,
     "gspo": gspo,
     "sapo": sapo,
+    "cispo": cispo,
+    "geo_mean": geo_mean,
+    "gpg": gpg,
+    "dppo_tv": partial(dppo, total_variation),
+    "dppo_kl": partial(dppo, binary_kl),
+    "dro": dro,
+    "topr": topr,
+    "clip_cov": clip_cov,
+    "kl_cov": kl_cov,
 }
-"""Losses of the trained tokens of one row."""
+"""Losses of the trained tokens of one row, with the defaults of the keys; `chosen` are tokens that were
+chosen over the mini-batch."""
 KL: dict[str, Callable[[Tensor], Tensor]] = {
     "kl": lambda gap: gap,
     "k1": lambda gap: gap,
@@ -115,8 +205,11 @@ def actor_loss(rows: Sequence[Row], options: Mapping[str, Any], scale: float) ->
         old, advantages = (
             [row.columns[name][t] for t in row.trained] for name in ("old_log_probs", "advantages")
         )
-        policy_loss = POLICY[options.get("loss_mode", "vanilla")]
-        for t, loss in zip(row.trained, policy_loss([row.said[t] for t in row.trained], old, advantages)):
+        chosen = [
+            bool(row.columns["chosen_tokens"][t]) for t in row.trained if "chosen_tokens" in row.columns
+        ]
+        policy_loss, now = POLICY[options.get("loss_mode", "vanilla")], [row.said[t] for t in row.trained]
+        for t, loss in zip(row.trained, policy_loss(now, old, advantages, chosen)):
             ref = row.columns["ref_log_prob"][t]
             loss = loss - options.get("entropy_coeff", 0.0) * row.entropy[t]
             if "kl_coef" in options:

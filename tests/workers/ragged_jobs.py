@@ -12,12 +12,12 @@ from workers.gradient_jobs import TEMPERATURE, Case, make_worker, rows, tokens, 
 from workers.gradient_jobs import Training as TrainingStep
 
 from hydraflow.batch_plan.parts import MicroPlan, RolePlan
+from hydraflow.engine.micro_batcher import MicroBatcher
 from hydraflow.models.ask import Ask
 from hydraflow.protocol import ragged
 from hydraflow.protocol.batch import DataProto
 from hydraflow.trainer.mini_batches import cut_mini_batches, dispatched
-from hydraflow.workers.micro_batcher import MicroBatcher
-from hydraflow.workers.training import Learner, _dead_rows_untrained
+from hydraflow.workers.training import Learner, UpdateLoss, _dead_rows_untrained
 
 MICRO = {"one row": rows(1), "three rows": rows(3), "24 tokens": tokens(24)}
 
@@ -58,12 +58,9 @@ def gradients(
                 return {"grad_norm": 1.0, "lr": 0.0, "skipped": 0.0}
 
             engine.optimizer_step = instead_of_a_step  # type: ignore[method-assign]
-            learner.learn(
-                share,
-                lambda denominators, first: case.loss(denominators),  # noqa: B023
-                step=1,
-                ask=Ask(TEMPERATURE, entropy=head == "policy"),
-            )
+            ask = Ask(TEMPERATURE, entropy=head == "policy")
+            loss = UpdateLoss(lambda denominators, first: case.loss(denominators), ask)  # noqa: B023
+            learner.learn(share, loss, step=1)
             found[case.name, name] = steps
     return found
 
@@ -75,15 +72,5 @@ def rows_read(live: list[bool], micro: MicroPlan) -> int:
     batch = DataProto.from_dict(
         {name: ragged.from_rows(tokens_of) for name in names} | {"live": torch.tensor(live)}
     )
-    read = 0
-
-    def passes(parts: Sequence[DataProto]) -> None:
-        nonlocal read
-        read = sum(map(len, parts))
-
-    class Alone:
-        def reduce(self, values: torch.Tensor, how: str) -> torch.Tensor:
-            return values
-
-    MicroBatcher(micro, "test").work(Alone(), _dead_rows_untrained(batch), passes)  # type: ignore[arg-type]
-    return read
+    cut = MicroBatcher(micro, "test").cut(_dead_rows_untrained(batch), lambda own, how: own)
+    return sum(map(len, cut.parts))

@@ -16,16 +16,21 @@ from workers.gradient_jobs import Training, rows, tokens
 
 from hydraflow.batch_plan.parts import MicroPlan
 from hydraflow.engine.base import OomReport
+from hydraflow.engine.micro_batcher import MicroBatcher, split_rows, split_tokens
 from hydraflow.errors import DoesNotFit
 from hydraflow.protocol import ragged
 from hydraflow.protocol.batch import DataProto
-from hydraflow.workers.micro_batcher import MicroBatcher, split_rows, split_tokens
 
 PREFIX = {"policy": "actor", "value": "critic"}
 
 
 def without_counts(metrics: Mapping[str, float]) -> dict[str, float]:
-    return {name: value for name, value in metrics.items() if not name.endswith("/oom_splits")}
+    """And without speeds."""
+    return {
+        name: value
+        for name, value in metrics.items()
+        if not name.endswith("/oom_splits") and not name.startswith("perf/")
+    }
 
 
 @pytest.mark.parametrize("short", [[0], [1], [0, 1]], ids=["first rank", "last rank", "both ranks"])
@@ -83,13 +88,6 @@ def test_a_single_row_that_does_not_fit(tiny: str, ranks: Ranks) -> None:
     )
 
 
-class OneRank:
-    """As much of an engine as a size is agreed on with."""
-
-    def reduce(self, values: torch.Tensor, how: str = "sum") -> torch.Tensor:
-        return values
-
-
 def lengths(*sizes: int) -> DataProto:
     """Rows of so many tokens, one of them the prompt."""
     ones = [torch.ones(size - 1, dtype=torch.int64) for size in sizes]
@@ -103,9 +101,9 @@ def lengths(*sizes: int) -> DataProto:
 
 def after(plan: MicroPlan, data: DataProto, *reports: tuple[int, int]) -> list[MicroPlan]:
     """The sizes after micro-batches of so many rows and tokens did not fit."""
-    micro_batcher, engine, found = MicroBatcher(plan, "test"), OneRank(), []
+    micro_batcher, found = MicroBatcher(plan, "test"), []
     for number, tokens_short in reports:
-        micro_batcher._make_smaller(engine, data, [OomReport(0, number, tokens_short)])  # type: ignore[arg-type]
+        micro_batcher.make_smaller(data, [OomReport(0, number, tokens_short)], lambda own, how: own)
         found.append(micro_batcher.plan)
     return found
 

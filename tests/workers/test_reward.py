@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,7 +18,7 @@ from hydraflow.models.tiny import make_tokenizer
 from hydraflow.protocol import ragged
 from hydraflow.protocol.batch import DataProto
 from hydraflow.rewards.config import CustomRewardConfig, RewardConfig
-from hydraflow.workers.reward import WHY_FAILED, RewardSpec, RewardWorker
+from hydraflow.workers.reward import FUNCTION_MEANS, PARTS, WHY_FAILED, RewardSpec, RewardWorker
 
 TOKEN = make_tokenizer().convert_tokens_to_ids
 FUNCTION = '''
@@ -62,7 +63,7 @@ def test_scores_and_texts(tiny: str) -> None:
     assert scored.get("score").tolist() == scored.get("acc").tolist() == [1, 1, 0, 1]
     assert list(scored.get("text")) == ["42", "7", "41", "012"]
     assert list(scored.get("prompt_text")) == ["1+1="] * 4
-    assert scored.meta_info == {WHY_FAILED: None}
+    assert scored.meta_info == {WHY_FAILED: None, FUNCTION_MEANS: {}}
 
 
 def test_rows_that_fail_are_counted_and_cost_only_themselves(tiny: str, tmp_path: Path) -> None:
@@ -79,6 +80,64 @@ def test_rows_that_fail_are_counted_and_cost_only_themselves(tiny: str, tmp_path
     assert "no such thing" in scored.meta_info[WHY_FAILED]
 
 
+def test_rows_that_a_reward_model_scores(tiny: str) -> None:
+    """They have no accuracy, which is not an accuracy of 0, and no part in the means of the functions."""
+    batch, sampled = make_batch(["42.", "7", "42."], ["42", "7", "41"])
+    batch.non_tensor_batch["data_source"][1] = "essays"
+    spec = RewardSpec(
+        ModelConfig(path=tiny), RewardConfig(functions=[{"name": "data_source"}]), model_scores=True
+    )
+    reward = RewardWorker(process(), spec)
+    try:
+        scored = reward.score(batch, sampled)
+    finally:
+        reward.close()
+    assert scored.get("acc").tolist() == pytest.approx([1, math.nan, 0], nan_ok=True)
+    assert not scored.get("failed").any()
+    assert scored.meta_info[FUNCTION_MEANS] == {"reward/data_source": 0.5}
+
+
 def test_a_missing_tokenizer_is_named(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=str(tmp_path)):
         RewardWorker(process(), RewardSpec(ModelConfig(path=str(tmp_path)), RewardConfig()))
+
+
+def test_greedy_responses_are_baselines(tiny: str) -> None:
+    """Two samples of each prompt; a greedy response that fails takes its group with it."""
+    batch, sampled = make_batch(["42.", "7", "1", "012"], ["42", "42", "12", "12"])
+    batch = batch.union(DataProto.from_dict({"group": torch.tensor([0, 0, 1, 1])}))
+    _, greedy = make_batch(["42.", "5"], ["", ""])
+    with worker(tiny, RewardConfig()) as reward:
+        scored = reward.score(batch, sampled, greedy)
+    assert_as_documented(scored)
+    assert scored.get("score").tolist() == [1, 0, 0, 0]
+    assert scored.get("reward_baselines").tolist() == [1, 1, 0, 0]
+    assert not scored.get("failed").any()
+
+
+def test_a_greedy_response_that_fails(tiny: str, tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(FUNCTION.replace('ground_truth == "raise"', 'solution_str == "5"'))
+    config = RewardConfig(CustomRewardConfig(path=str(tmp_path / "mine.py")), failure_score=-3.0)
+    batch, sampled = make_batch(["42", "7", "1"], ["", "", ""], extra_info=[{"acc": 0}] * 3)
+    batch = batch.union(DataProto.from_dict({"group": torch.tensor([0, 1, 1])}))
+    with worker(tiny, config) as reward:
+        scored = reward.score(batch, sampled, make_batch(["5", "333"], ["", ""])[1])
+    assert scored.get("score").tolist() == [1, 0.5, 0.5]
+    assert scored.get("reward_baselines").tolist() == [-3, 1.5, 1.5]
+    assert scored.get("failed").tolist() == [True, False, False]
+    assert "no such thing" in scored.meta_info[WHY_FAILED]
+
+
+def test_several_rewards_of_one_function(tiny: str, tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(FUNCTION.replace('"acc": extra_info["acc"]', "**extra_info"))
+    config = RewardConfig(CustomRewardConfig(path=str(tmp_path / "mine.py")), failure_score=-3.0)
+    batch, sampled = make_batch(
+        ["42", "7"], ["", ""], extra_info=[{"form": 0.25, "length": 2}, {"length": 1}]
+    )
+    batch.meta_info[PARTS] = ("form", "score")
+    with worker(tiny, config) as reward:
+        scored = reward.score(batch, sampled)
+    assert_as_documented(scored)
+    assert scored.get("reward_parts").tolist() == [[0.25, 1.0], [-3.0, -3.0]]
+    assert scored.get("failed").tolist() == [False, True]
+    assert "returned no number form" in scored.meta_info[WHY_FAILED]

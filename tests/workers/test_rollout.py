@@ -3,7 +3,7 @@ to processes."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -29,7 +29,8 @@ from hydraflow.models.config import ModelConfig
 from hydraflow.models.loading import load_tokenizer
 from hydraflow.protocol import ragged
 from hydraflow.protocol.batch import DataProto
-from hydraflow.weights.buckets import Bucket, Cut, buckets
+from hydraflow.weights.buckets import Cut, FlatBucket, cut
+from hydraflow.weights.slots import OpenSlots, Slots
 from hydraflow.workers.actor import ActorWorker
 from hydraflow.workers.rollout import RolloutWorker, SamplingSpec
 
@@ -88,34 +89,27 @@ def test_a_call_while_it_sleeps_is_refused_and_names_who_works(tiny: str) -> Non
     rollout.generate(make_prompts())
 
 
-class Held:
-    """A bucket as if it were in the object store."""
-
-    def __init__(self, bucket: Bucket):
-        self.bucket = bucket
-
-    def read(self) -> Bucket:
-        return self.bucket
-
-
-def sent(actor: ActorWorker, version: int, max_bytes: int = 4096, *, checked: bool = True) -> list[Bucket]:
-    stream = actor.engine.weights(to=0)
-    made = buckets(stream, Cut(version, max_bytes, torch.float32, checked))
-    return [bucket for bucket in made if bucket is not None]
+def sent(
+    actor: ActorWorker, version: int, max_bytes: int = 4096, *, checked: bool = True
+) -> Iterator[FlatBucket]:
+    """Each must be taken before the next but one is asked for."""
+    slots, opened = Slots(torch.device("cpu")), OpenSlots()
+    for header, numbers in cut(actor.engine.weights(to=0), Cut(version, max_bytes, torch.float32, checked)):
+        assert header is not None
+        yield opened.read(slots.put(header, numbers))
 
 
 def test_weights_come_in_buckets_and_count_once_all_are_there(tiny: str) -> None:
     actor, rollout = make_actor(tiny), make_rollout(tiny)
     with torch.no_grad():
         next(actor.engine.module.parameters()).add_(0.5)  # type: ignore[attr-defined]
-    *some, last = sent(actor, version=3)
-    for bucket in some:
-        rollout.load_bucket(Held(bucket))  # type: ignore[arg-type]
-    with pytest.raises(GuardStop, match="version 3, and holds none that are complete"):
-        rollout.generate(make_prompts(version=3))
-    rollout.load_bucket(Held(last))  # type: ignore[arg-type]
+    for bucket in sent(actor, version=3):
+        if bucket.header.last:
+            with pytest.raises(GuardStop, match="version 3, and holds none that are complete"):
+                rollout.generate(make_prompts(version=3))
+        rollout._take(False, bucket)
     assert largest_gap(actor, rollout.generate(make_prompts(version=3))) < 1e-4
-    found = [rollout.first_difference_in_bucket(Held(bucket)) for bucket in [*some, last]]  # type: ignore[arg-type]
+    found = [rollout._take(True, bucket) for bucket in sent(actor, version=3)]
     assert len(found) > 2 and not any(found)
 
 
@@ -123,17 +117,18 @@ def test_weights_that_do_not_arrive_as_they_were_sent_are_named(
     tiny: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     actor, rollout = make_actor(tiny), make_rollout(tiny)
-    (bucket,) = sent(actor, version=1, max_bytes=10**9)
-    (unchecked,) = sent(actor, version=1, max_bytes=10**9, checked=False)
-    load, name = rollout.engine.update_weights, bucket.header.entries[-1].name
+    load, (*_, (name, _)) = rollout.engine.update_weights, actor.engine.weights(to=0)
 
     def spoil(stream: Iterable[tuple[str, torch.Tensor]], **parts: bool) -> None:
         load(((one, tensor + 1 if one == name else tensor) for one, tensor in stream), **parts)
 
     monkeypatch.setattr(rollout.engine, "update_weights", spoil)
-    rollout.load_bucket(Held(unchecked))  # type: ignore[arg-type]
-    with pytest.raises(GuardStop, match=f"did not arrive as they were sent .*{name}"):
-        rollout.load_bucket(Held(bucket))  # type: ignore[arg-type]
+    for bucket in sent(actor, version=1, max_bytes=10**9, checked=False):
+        rollout._take(False, bucket)
+        assert rollout._take(True, bucket) == name
+    for bucket in sent(actor, version=1, max_bytes=10**9):
+        with pytest.raises(GuardStop, match=f"did not arrive as they were sent .*{name}"):
+            rollout._take(False, bucket)
 
 
 def test_weights_come_from_the_directory_or_from_the_actor(tiny: str) -> None:

@@ -1,26 +1,27 @@
 """When the weights of a worker with param_offload are on the device: for a call of its own, and while they
-are read, be it in the call of another worker or in several calls. On a CPU nothing moves, so the host memory
+are read, be it in the call of another worker. On a CPU nothing moves, so the host memory
 is one apart."""
 
 from __future__ import annotations
 
-import pytest
+import threading
+
 import torch
 from engine.memory_apart import MemoryApart
 from workers.by_hand import make_actor, make_prompts, make_rollout
 
-from hydraflow.dispatch.transport import StoredValue
 from hydraflow.engine.config import FSDPConfig
 from hydraflow.engine.fsdp.engine import FSDPEngine
 from hydraflow.generation.weights import Assembly
 from hydraflow.protocol.batch import DataProto
-from hydraflow.workers.actor import ActorWorker
+from hydraflow.weights.slots import OpenSlots
+from hydraflow.workers.actor import ActorWorker, Sending
 from hydraflow.workers.training import ROWS_PER_RANK
+from hydraflow.workers.weights_line import sent_buckets
 
 
-def resting_actor(path: str, monkeypatch: pytest.MonkeyPatch) -> tuple[ActorWorker, list[str]]:
+def resting_actor(path: str) -> tuple[ActorWorker, list[str]]:
     """An actor whose weights rest in a memory apart, as on a GPU; the moves that they make."""
-    monkeypatch.setattr(StoredValue, "of", lambda bucket: bucket)
     actor = make_actor(path, FSDPConfig(dtype="fp32", param_offload=True))
     engine = actor.engine
     assert isinstance(engine, FSDPEngine)
@@ -29,9 +30,9 @@ def resting_actor(path: str, monkeypatch: pytest.MonkeyPatch) -> tuple[ActorWork
     return actor, apart.moves
 
 
-def test_weights_move_once_for_each_call(tiny: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_weights_move_once_for_each_call(tiny: str) -> None:
     """An update of two mini-batches among them; between the calls they rest."""
-    actor, moves = resting_actor(tiny, monkeypatch)
+    actor, moves = resting_actor(tiny)
     rollout = make_rollout(tiny, actor=actor)  # gets the weights in its own call, after which they rest again
     assert moves == ["rest", "wake", "rest"]
     batch = rollout.generate(make_prompts())
@@ -49,24 +50,27 @@ def test_weights_move_once_for_each_call(tiny: str, monkeypatch: pytest.MonkeyPa
     assert len(optimizer_steps) == 2
 
 
-def test_weights_rest_once_the_last_bucket_is_sent(tiny: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Calls of other kinds may come between two buckets."""
-    actor, moves = resting_actor(tiny, monkeypatch)
+def test_weights_rest_once_the_last_bucket_is_sent(tiny: str) -> None:
+    actor, moves = resting_actor(tiny)
     wanted = {name: tensor.clone() for name, tensor in make_actor(tiny).engine.weights()}
     moves.clear()
-    found, last, number, assembly = {}, False, 0, Assembly()
-    while not last:
-        sent = actor.send_bucket(number, version=1, max_bytes=4096, dtype="fp32", checked=True)
-        assert sent is not None
-        bucket, last = sent
-        for name, sent_weight in bucket.weights():  # type: ignore[attr-defined]
-            if (whole := assembly.add(sent_weight)) is not None:
-                found[name] = whole
-        actor.after_call()
-        assert moves == ["wake"] or last
-        actor.skip_step()
-        actor.after_call()
-        number += 1
-    assert moves == ["wake", "rest"] and number > 2
+    place, buckets = actor.open_weights_line(), list[int]()
+    found: dict[str, torch.Tensor] = {}
+
+    def read() -> None:
+        assembly = Assembly()
+        for bucket in sent_buckets(place, 0, "cpu", 60.0, OpenSlots()):
+            buckets.append(bucket.header.number)
+            for name, sent_weight in bucket.weights():
+                if (whole := assembly.add(sent_weight)) is not None:
+                    found[name] = whole
+
+    reader = threading.Thread(target=read)
+    reader.start()
+    whole, _ = actor.share_weights([0], False, Sending(1, 4096, "fp32", checked=True))
+    assert whole
+    reader.join()
+    actor.after_call()
+    assert moves == ["wake", "rest"] and buckets == list(range(len(buckets))) and len(buckets) > 2
     assert found.keys() == wanted.keys()
     assert all(torch.equal(tensor, wanted[name]) for name, tensor in found.items())

@@ -34,8 +34,10 @@ from hydraflow.engine.fsdp.own_numbers import pads_rows
 from hydraflow.engine.fsdp.ulysses import require_shareable
 from hydraflow.engine.token_exchange import Ulysses
 from hydraflow.models import loading
+from hydraflow.models.adapters import is_adapter
 from hydraflow.models.config import ModelConfig
 from hydraflow.models.heads import PolicyModel, ValueModel
+from hydraflow.models.norms import replace_norms
 
 log = logging.getLogger(__name__)
 
@@ -61,6 +63,7 @@ def build_model(
     module = loading.empty_model(
         config, model, head=head, dtype=dtype, attention=attention, chunk_tokens=fsdp.head_chunk_tokens
     )
+    replace_norms(module)
     if not trained:
         module.requires_grad_(False)
     elif model.lora_rank > 0:
@@ -68,6 +71,8 @@ def build_model(
     if trained and model.enable_gradient_checkpointing:
         if module.hf.supports_gradient_checkpointing:
             module.hf.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+            # for the other kind of checkpoints; of frozen embeddings it is a gradient for nothing
+            module.hf.disable_input_require_grads()
         else:
             log.warning("a %s model has no gradient checkpointing: it trains without", config.model_type)
     shard(module, fsdp, groups.shards, device)
@@ -147,7 +152,7 @@ def _fill_parameters(
         if dist.get_rank() == 0:
             found = (
                 lora.initial_value(name, parameter.shape, parameter.dtype, draw)
-                if lora.is_adapter(name)
+                if is_adapter(name)
                 else source[hf_name(module, name)]
             )
             full.copy_(found)

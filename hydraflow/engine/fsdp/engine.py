@@ -2,7 +2,7 @@
 alike.
 
 In: micro-batches and a loss function. Out: log-probabilities or values, metrics, weights (see
-`engine/base.py`). Left out on purpose: splitting batches (`workers/micro_batcher.py`), losses.
+`engine/base.py`). Left out on purpose: splitting batches (`engine/micro_batcher.py`), losses.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import nullcontext
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 
 import torch
@@ -21,26 +21,32 @@ from torch.distributed.tensor import DTensor
 from hydraflow import metrics
 from hydraflow.engine import optim as optimizers
 from hydraflow.engine import process_group
-from hydraflow.engine.base import LossFn, ModelOutput, answers_of, columns_of
+from hydraflow.engine.base import AS_CONFIGURED, LossFn, ModelOutput, StepOptions, answers_of, columns_of
 from hydraflow.engine.config import FSDPConfig, OptimConfig
 from hydraflow.engine.fsdp import checkpoint, export, lora
 from hydraflow.engine.fsdp.build import build_model
 from hydraflow.engine.fsdp.groups import RankGroups
 from hydraflow.engine.fsdp.oom_recovery import CollectiveCounter, PassRunner
-from hydraflow.engine.fsdp.param_offload import ParamOffload
 from hydraflow.engine.fsdp.passes import forget_passes, train_without_noise
 from hydraflow.engine.hf_files import save_whole
+from hydraflow.engine.micro_batcher import InMicroBatches
+from hydraflow.engine.offload import HOST, Offload
+from hydraflow.engine.routes import PackedRoutes, Routes
 from hydraflow.engine.sharded_checkpoint import ShardedSnapshot
 from hydraflow.engine.token_exchange import Output, Ulysses
 from hydraflow.metrics import Metric
+from hydraflow.models.adapters import Form
 from hydraflow.models.ask import LOG_PROBS, Ask
 from hydraflow.models.config import ModelConfig
 from hydraflow.models.packing import PackedBatch, pack
+from hydraflow.models.routers import HFRouters
+from hydraflow.models.routing import ROUTES, Tally
 from hydraflow.protocol import ragged
 from hydraflow.protocol.batch import DataProto
+from hydraflow.protocol.coordinates import Coordinates
 
 
-class FSDPEngine:
+class FSDPEngine(InMicroBatches):
     """A `TrainEngine`. torch.distributed must be ready (`process_group.start`).
 
     `head` is policy or value; without `optim` the model is frozen and only `forward` and `weights` may be
@@ -64,8 +70,6 @@ class FSDPEngine:
         self._head, self._device, self._field = head, device, field
         self._total_steps, self._step = total_steps, 0
         self._groups = RankGroups.make(fsdp, device.type)
-        self.data_rank, place = divmod(dist.get_rank(), self._groups.sharers)
-        self.data_size, self.is_collect = dist.get_world_size() // self._groups.sharers, place == 0
         self.module, self._padded = build_model(
             model,
             fsdp,
@@ -77,7 +81,9 @@ class FSDPEngine:
             seed=seed,
         )
         rests = fsdp.param_offload and not fsdp.offload_policy and device.type != "cpu"
-        self._param_offload = ParamOffload(self.module, device, rests=rests)
+        # parameters stay the same objects, so the optimizer keeps its state for them
+        to_host, to_device = partial(self.module.to, HOST), partial(self.module.to, device)
+        self._param_offload = Offload(to_host, to_device, device, rests=rests)
         self._collectives = CollectiveCounter(self.module, device, self._groups.replicas)
         sequence = self._groups.sequence
         self._ulysses = None if sequence is None else Ulysses(sequence, self._collectives)
@@ -88,24 +94,45 @@ class FSDPEngine:
             self._optimizer = optimizers.make_optimizer(self.module.parameters(), optim)
             self._set_lr()
 
+    def coordinates(self) -> Coordinates:
+        """See `TrainEngine`."""
+        share, place = divmod(dist.get_rank(), self._groups.sharers)
+        return Coordinates(share, dist.get_world_size() // self._groups.sharers, place == 0)
+
+    @property
+    def has_routers(self) -> bool:
+        """See `TrainEngine`."""
+        return bool(self._routers.replays)
+
     @torch.no_grad()
     def forward(
-        self,
-        micro_batches: Sequence[DataProto],
-        ask: Ask = LOG_PROBS,
-        *,
-        adapter: bool = True,
+        self, micro_batches: Sequence[DataProto], ask: Ask = LOG_PROBS, *, adapter: bool = True
     ) -> DataProto:
         """See `TrainEngine`. Float32 columns on the CPU (float64 when the model computes in it)."""
         self._param_offload.wake()
         self.module.eval()
         runner: PassRunner[Output] = PassRunner(self._collectives)
+        recorded: list[PackedRoutes] = []
+
+        def work(part: DataProto) -> Output:
+            batch = self._pack(part, self._device, trained=False)
+            line = self._route(part, batch, record=ask.routes)
+            output = self._run(part, batch, ask, trained=False)
+            if line is not None and ask.routes:
+                recorded.append(line)
+            return output
+
         with nullcontext() if adapter else lora.adapters_off(self.module):
             for data in micro_batches:
-                runner.run(data, lambda part: self._run(part, ask, trained=False)[1])
+                runner.run(data, work)
+        if ask.routes or ROUTES in micro_batches[0].keys():
+            self._routers.begin(None)
         forget_passes(self.module)
         (oom_ranks,) = process_group.all_reduce(torch.tensor([runner.ran_out()])).tolist()
-        return answers_of(micro_batches, runner.results_of_all(oom_ranks), self._head, ask)
+        answers = answers_of(micro_batches, runner.results_of_all(oom_ranks), self._head, ask)
+        if not recorded:
+            return answers
+        return answers.union(DataProto.from_dict({ROUTES: self._routes.column(micro_batches, recorded)}))
 
     def forward_backward(
         self, micro_batches: Sequence[DataProto], loss_fn: LossFn, ask: Ask = LOG_PROBS
@@ -115,46 +142,61 @@ class FSDPEngine:
         self._param_offload.wake()
         train_without_noise(self.module)
         runner: PassRunner[dict[str, Metric]] = PassRunner(self._collectives)
-        learn = partial(self._learn, loss_fn=loss_fn, ask=ask)
+        tally = Tally()
+        learn = partial(self._learn, loss_fn=loss_fn, ask=ask, tally=tally)
+        earlier = {p: p.grad for p in self.module.parameters() if p.grad is not None}
+        self.module.zero_grad(set_to_none=True)
         for data in micro_batches:
             self._reduce_gradients(data is micro_batches[-1])
             runner.run(data, learn)
+        for parameter, gradient in earlier.items():
+            parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
         square, oom_ranks = process_group.all_reduce(
             torch.tensor([self._local_square(), runner.ran_out()], dtype=torch.float64)
         ).tolist()
         if oom_ranks:
-            self.module.zero_grad(set_to_none=True)
+            for parameter in self.module.parameters():
+                parameter.grad = earlier.get(parameter)
         reported = runner.results_of_all(oom_ranks)
         self._norm = math.sqrt(square / self._groups.copies)  # every copy has the whole gradient
-        return metrics.merge(reported)
+        told = metrics.merge(reported)
+        if ROUTES in micro_batches[0].keys():
+            self._routers.begin(None)
+            told["actor/router_replay_changed"] = self._routes.changed_share(tally)
+        return told
 
     @torch.no_grad()
-    def optimizer_step(self) -> dict[str, float]:
+    def optimizer_step(self, options: StepOptions = AS_CONFIGURED) -> dict[str, float]:
         """See `TrainEngine`. All ranks see the same norm, so either all skip or none."""
         assert self._optimizer is not None and self._optim is not None, "a frozen model is not trained"
         assert self._norm is not None, "optimizer_step needs a gradient"
         self._param_offload.wake()
         norm, self._norm = self._norm, None
         finite = norm < float("inf")  # false for NaN, too
+        most = self._optim.clip_grad if options.clip_grad is None else options.clip_grad
         if finite:
-            if norm > self._optim.clip_grad:
-                torch._foreach_mul_(self._gradients(), self._optim.clip_grad / (norm + 1e-6))
+            if norm > most:
+                torch._foreach_mul_(self._gradients(), most / (norm + 1e-6))
             self._move_optimizer_state(self._device)
-            self._optimizer.step()
+            with options.applied(self._optimizer.param_groups):
+                self._optimizer.step()
             if self._fsdp.optimizer_offload:
-                self._move_optimizer_state(torch.device("cpu"))
+                self._move_optimizer_state(HOST)
         self._optimizer.zero_grad(set_to_none=True)
-        return {"grad_norm": norm, "lr": self._lr(), "skipped": float(not finite)}
+        lr = self._lr() if options.lr is None else options.lr
+        return {"grad_norm": norm, "lr": lr, "skipped": float(not finite)}
 
     def lr_step(self) -> None:
         """See `TrainEngine`."""
         self._step += 1
         self._set_lr()
 
-    def weights(self, *, to: int | None = None) -> Iterator[tuple[str, torch.Tensor]]:
+    def weights(
+        self, *, to: int | None = None, form: Form = Form.MERGED
+    ) -> Iterator[tuple[str, torch.Tensor]]:
         """See `TrainEngine`."""
         with self._param_offload.borrowed():
-            yield from export.stream(self.module, to=to)
+            yield from export.stream(self.module, to=to, form=form)
         self._param_offload.rest()
 
     def reduce(self, values: torch.Tensor, how: str = "sum") -> torch.Tensor:
@@ -165,7 +207,7 @@ class FSDPEngine:
         """See `TrainEngine`."""
         self._param_offload.wake()
         weights = export.full_weights(self.module)
-        save_whole(self.module, self._model, weights, Path(directory), field=self._field)
+        save_whole(lambda: self.module, self._model, weights, Path(directory), field=self._field)
 
     def snapshot(self, contents: Collection[str]) -> ShardedSnapshot:
         """See `TrainEngine`."""
@@ -189,7 +231,7 @@ class FSDPEngine:
         forget_passes(self.module)
         step = checkpoint.load(self.module, self._optimizer, Path(directory), contents)
         if self._fsdp.optimizer_offload:
-            self._move_optimizer_state(torch.device("cpu"))
+            self._move_optimizer_state(HOST)
         if step is not None:
             self._step = step
             self._set_lr()
@@ -203,9 +245,11 @@ class FSDPEngine:
         """See `TrainEngine`."""
         self._param_offload.rest()
 
-    def _learn(self, data: DataProto, loss_fn: LossFn, ask: Ask) -> dict[str, Metric]:
+    def _learn(self, data: DataProto, loss_fn: LossFn, ask: Ask, tally: Tally) -> dict[str, Metric]:
         """Adds one micro-batch's share of the gradient."""
-        batch, (main, entropies) = self._run(data, ask, trained=True)
+        batch = self._pack(data, self._device, trained=True)
+        self._route(data, batch, tally)
+        main, entropies = self._run(data, batch, ask, trained=True)
         loss, reported = loss_fn(
             self._output(batch, main, entropies), columns_of(data, batch.shape[1], self._device)
         )
@@ -214,14 +258,43 @@ class FSDPEngine:
         loss.backward()
         return reported
 
-    def _run(self, data: DataProto, ask: Ask, *, trained: bool) -> tuple[PackedBatch, Output]:
+    @cached_property
+    def _routers(self) -> HFRouters:
+        return HFRouters(self.module.hf)
+
+    @property
+    def _routes(self) -> Routes:
+        routers, sequence = self._routers, self._groups.sequence
+        return Routes(
+            range(len(routers.replays)),
+            routers.experts,
+            routers.chosen,
+            self._device,
+            part=0 if sequence is None else sequence.rank(),
+            parts=self._groups.sharers,
+            groups=() if sequence is None else (sequence,),
+        )
+
+    def _route(
+        self, data: DataProto, batch: PackedBatch, tally: Tally | None = None, *, record: bool = False
+    ) -> PackedRoutes | None:
+        """Tells routers what is computed next, and which experts these rows are to take if they are given;
+        where they are not, they may be recorded."""
+        given = data.get(ROUTES) if ROUTES in data.keys() else None
+        if given is None and not record:
+            return None
+        line = self._routes.begin(batch, given, tally)
+        self._routers.begin(line)
+        return line
+
+    def _run(self, data: DataProto, batch: PackedBatch, ask: Ask, *, trained: bool) -> Output:
         """The model's numbers of all response tokens, or of the trained ones."""
-        batch = self._pack(data, self._device, trained=trained)
         if self._ulysses is None:
-            return batch, self.module(batch, ask)
+            found: Output = self.module(batch, ask)
+            return found
         instead_of = self._collectives.stands_in_for
         real = None if instead_of is None else self._pack(instead_of, torch.device("cpu"), trained=trained)
-        return batch, self._ulysses.compute(batch, partial(self.module, ask=ask), real)
+        return self._ulysses.compute(batch, partial(self.module, ask=ask), real)
 
     def _pack(self, data: DataProto, device: torch.device, *, trained: bool) -> PackedBatch:
         return pack(
@@ -230,6 +303,8 @@ class FSDPEngine:
             device=device,
             padded=self._padded,
             wanted=ragged.parts(data.get("response_mask"))[0].bool() if trained else None,
+            routes=data.get(ROUTES) if ROUTES in data.keys() else None,
+            targets=data.get("target_tokens") if "target_tokens" in data.keys() else None,
         )
 
     def _output(self, batch: PackedBatch, main: torch.Tensor, entropies: torch.Tensor | None) -> ModelOutput:

@@ -1,4 +1,4 @@
-"""Low-rank adapters: W + scale * B A, of which only A and B are trained.
+"""Training low-rank adapters: W + scale * B A, of which only A and B are trained.
 
 In: an unsharded Hugging Face model and a `ModelConfig`. Out: the same model with adapters in it (peft's
 layers), merged weights for sampling, and the model with its adapters disabled. Left out on
@@ -11,7 +11,7 @@ import logging
 import math
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +19,7 @@ import torch
 from torch import nn
 
 from hydraflow.errors import ConfigError
+from hydraflow.models.adapters import ALL_LINEAR, SIDES, adapter_name, is_adapter, linear_layers, target_names
 from hydraflow.models.config import ModelConfig
 from hydraflow.models.fit import require_model
 
@@ -26,7 +27,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
 ADAPTER = "default"
-ALL_LINEAR = "all-linear"
 
 log = logging.getLogger(__name__)
 
@@ -52,7 +52,7 @@ def add_adapters(hf: nn.Module, model: ModelConfig, dtype: torch.dtype, *, field
         config = LoraConfig(
             r=model.lora_rank,
             lora_alpha=model.lora_alpha,
-            target_modules=_modules(targets, hf),
+            target_modules=target_names(targets, hf),
             lora_dropout=0.0,
             bias="none",
         )
@@ -78,47 +78,12 @@ def require_targets(model: ModelConfig, config: PreTrainedConfig, *, head: str, 
         add_adapters(module.hf, model, torch.float32, field=field)
 
 
-def linear_layers(hf: nn.Module) -> list[str]:
-    """The last parts of the names of linear layers, each once.
-
-    >>> blocks = {name: nn.ModuleDict({"up": nn.Linear(1, 1)}) for name in ("a", "b")}
-    >>> linear_layers(nn.ModuleDict(blocks))
-    ['up']
-    """
-    named = hf.named_modules()
-    return list(dict.fromkeys(name.rpartition(".")[2] for name, part in named if _is_linear(part)))
-
-
-def _modules(targets: str | list[str], hf: nn.Module) -> list[str]:
-    """The names that `targets` stands for: a list itself, a pattern those that it matches, all-linear those
-    of all linear layers but the output matrix. ValueError when a pattern matches none."""
-    if not isinstance(targets, str):
-        return targets
-    if targets.lower() == ALL_LINEAR:
-        head = hf.get_output_embeddings()  # type: ignore[operator]
-        return [name for name, part in hf.named_modules() if _is_linear(part) and part is not head]
-    if found := [name for name, _ in hf.named_modules() if name and re.fullmatch(targets, name)]:
-        return found
-    raise ValueError(f"no module matches {targets}")
-
-
-def _is_linear(part: nn.Module) -> bool:
-    from transformers.pytorch_utils import Conv1D
-
-    return type(part) in (nn.Linear, Conv1D)  # a router that derives from one returns more than a tensor
-
-
 def _unmatched(targets: str | list[str], hf: nn.Module) -> list[str]:
-    """Entries of a list that match no module; of a string `_modules` says it."""
+    """Entries of a list that match no module; of a string `target_names` says it."""
     if isinstance(targets, str):
         return []
     names = [f".{name}" for name, _ in hf.named_modules()]
     return [target for target in targets if not any(name.endswith(f".{target}") for name in names)]
-
-
-def is_adapter(name: str) -> bool:
-    """Whether a parameter belongs to an adapter."""
-    return ".lora_A." in name or ".lora_B." in name
 
 
 def initial_value(name: str, shape: torch.Size, dtype: torch.dtype, draw: torch.Generator) -> torch.Tensor:
@@ -151,6 +116,25 @@ def adapted(module: nn.Module) -> dict[str, Any]:
     from peft.tuners.lora import LoraLayer
 
     return {f"{name}.weight": layer for name, layer in module.named_modules() if isinstance(layer, LoraLayer)}
+
+
+def sent_name(name: str) -> str:
+    """What the weight of an adapter is called while it is sent.
+
+    >>> sent_name("layers.0.q_proj.lora_A.default.weight")
+    'layers.0.q_proj.lora_A.weight'
+    """
+    layer, side, _, _ = name.rsplit(".", 3)
+    return adapter_name(layer, side)
+
+
+def scaled(name: str, weight: torch.Tensor, layers: Mapping[str, Any]) -> torch.Tensor:
+    """The weight of an adapter as it is sent: B holds the scale, so that W + B A is the merged weight.
+
+    layers: as of `adapted`.
+    """
+    layer, side, _, _ = name.rsplit(".", 3)
+    return weight * layers[f"{layer}.weight"].scaling[ADAPTER] if side == SIDES[1] else weight
 
 
 def add_product(weight: torch.Tensor, a: torch.Tensor, b: torch.Tensor, layer: Any) -> torch.Tensor:

@@ -9,7 +9,7 @@ Where ranks share the tokens of rows, they exchange them in collectives whose si
 such a rank sends zeros in their place (`engine/token_exchange.py`).
 
 In: passes, as functions of a micro-batch. Out: their results, and, the same on all ranks, whether one
-ran out of memory. Left out on purpose: which micro-batches are tried next (`workers/micro_batcher.py`).
+ran out of memory. Left out on purpose: which micro-batches are tried next (`engine/micro_batcher.py`).
 
 Between copies of the model (HSDP) gradients are summed by a hook of FSDP's on a mesh of one copy's ranks: an
 all-reduce of FSDP's own, on a mesh of all ranks, could not be skipped.
@@ -18,7 +18,6 @@ all-reduce of FSDP's own, on a mesh of all ranks, could not be skipped.
 from __future__ import annotations
 
 import gc
-import logging
 from collections.abc import Callable, Iterator
 from typing import Any, Generic, TypeVar
 
@@ -30,13 +29,12 @@ from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGath
 from torch.distributed.tensor import DTensor
 
 from hydraflow.device import ran_out_of_memory
-from hydraflow.engine import process_group
-from hydraflow.engine.base import OomReport, OutOfMemory
-from hydraflow.models.packing import row_tokens
+from hydraflow.engine.base import OutOfMemory
+from hydraflow.engine.oom_reports import note_out_of_memory, reports_of
+from hydraflow.models.routing import ROUTES
 from hydraflow.protocol import ragged
 from hydraflow.protocol.batch import DataProto
 
-logger = logging.getLogger(__name__)
 Result = TypeVar("Result")
 
 FEW_TOKENS = 2
@@ -114,12 +112,7 @@ class PassRunner(Generic[Result]):
         except (RuntimeError, MemoryError) as error:
             if not ran_out_of_memory(error):
                 raise
-            logger.warning(
-                "out of memory in a micro-batch of %d rows, %d tokens: %s",
-                len(data),
-                int(row_tokens(data).sum()),
-                error,
-            )
+            note_out_of_memory(data, error)
         self._too_large = data
         self._results.clear()
         self._collectives.make_up(lambda: self._stand_in(data, work))
@@ -137,15 +130,8 @@ class PassRunner(Generic[Result]):
         """The results of the passes. Raises OutOfMemory when `oom_ranks`, the sum of `ran_out` over ranks,
         is not 0."""
         if oom_ranks:
-            raise OutOfMemory(self._reports())
+            raise OutOfMemory(reports_of(self._too_large))
         return self._results
-
-    def _reports(self) -> list[OomReport]:
-        facts = torch.zeros(dist.get_world_size(), 2)
-        if (data := self._too_large) is not None:
-            facts[dist.get_rank()] = torch.tensor([len(data), int(row_tokens(data).sum())])
-        found = process_group.all_reduce(facts).long().tolist()
-        return [OomReport(rank, rows, tokens) for rank, (rows, tokens) in enumerate(found) if rows]
 
 
 class _Gather(DefaultAllGather):
@@ -213,9 +199,11 @@ def _own_parameters(part: nn.Module) -> Iterator[tuple[nn.Module, str]]:
 
 def _few_tokens(data: DataProto) -> DataProto:
     """The start of the first row."""
-    return DataProto.from_dict(
-        {name: _first_cells(column) for name, column in data.items() if isinstance(column, torch.Tensor)}
-    )
+    few = {name: _first_cells(column) for name, column in data.items() if isinstance(column, torch.Tensor)}
+    if ROUTES in few:  # of the tokens that the model reads
+        read = len(ragged.rows(few["prompts"])[0]) + len(ragged.rows(few["responses"])[0]) - 1
+        few[ROUTES] = ragged.from_rows([ragged.rows(data.get(ROUTES))[0][:read]])
+    return DataProto.from_dict(few)
 
 
 def _first_cells(column: torch.Tensor) -> torch.Tensor:

@@ -10,6 +10,7 @@ own, layers that mix tokens in other ways than attention. Every rank takes part,
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 
 import torch
 from torch import nn
@@ -20,7 +21,6 @@ from hydraflow.device import ran_out_of_memory
 from hydraflow.engine import process_group
 from hydraflow.engine.fsdp.passes import forget_passes
 from hydraflow.engine.fsdp.ulysses import not_shareable
-from hydraflow.engine.probe import probe_rows
 from hydraflow.engine.token_exchange import Output, Ulysses
 from hydraflow.errors import ConfigError
 from hydraflow.models.ask import LOG_PROBS
@@ -28,16 +28,10 @@ from hydraflow.models.attention import NAME
 from hydraflow.models.heads import PolicyModel, ValueModel, asked_hidden_states
 from hydraflow.models.loading import first_line
 from hydraflow.models.packing import PackedBatch, pack
+from hydraflow.models.probe import LIMITS, REFUSED, difference, limit, probe_rows
 from hydraflow.protocol import ragged
 
 log = logging.getLogger(__name__)
-LIMITS = {torch.float64: 1e-5, torch.float32: 1e-3}
-ROUNDED = 0.25
-"""Largest median difference of log-probabilities, or of hidden states relative to their size, by the type
-that is computed in: what rounding gives is below a tenth of it. The median, because rounding may send some
-tokens to another expert."""
-REFUSED = (ArithmeticError, AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
-"""What a model's code raises when it is called in a way that it does not know."""
 
 
 @torch.no_grad()
@@ -61,6 +55,7 @@ def pads_rows(
     module.eval()
     config = module.hf.config
     rows = probe_rows(_vocabulary(module))
+    prompts, responses = (ragged.rows(column) for column in rows)
 
     def wrong(pads: bool) -> str:
         """What is wrong with rows that are computed so; empty: nothing."""
@@ -69,7 +64,8 @@ def pads_rows(
             config._attn_implementation = own_attention if pads else NAME
             ours = _as_trained(module, pack(*rows, device=device, padded=pads), ulysses)
             config._attn_implementation = own_attention
-            off = _difference(ours, _as_published(module, *rows, device))
+            theirs = _as_published(module, prompts, responses, device)
+            off = difference(ours, theirs, ragged.lengths(rows[1]), dtype)
         except REFUSED as error:
             if ran_out_of_memory(error) or isinstance(error, DistError):
                 raise
@@ -77,27 +73,29 @@ def pads_rows(
         finally:
             forget_passes(module)
         off = float(process_group.all_reduce(torch.tensor([off]), "max"))
-        if off <= LIMITS.get(dtype, ROUNDED):
+        if off <= limit(dtype):
             return ""
         return raised or f"the numbers are off by {off:.2g} from those of the model's own forward pass"
 
-    if not padded:
-        if not (why := wrong(pads=False)):
-            config._attn_implementation = NAME
-            return False
+    if not padded and (why := wrong(pads=False)):
         if ulysses is not None:
             raise not_shareable(config, ulysses.group.size(), why)
         log.warning("rows are padded: packed rows of a %s model cannot be used, %s", config.model_type, why)
-    if why := wrong(pads=True):
+        padded = True
+    if padded and (why := wrong(pads=True)):
         rule = f"models of type {config.model_type} are not supported: {why}"
         remedy = "another model" if dtype in LIMITS else "another model, or fsdp_config.dtype=fp32"
         raise ConfigError.one(f"{field}.path", path, rule, remedy)
-    return True
+    config._attn_implementation = own_attention if padded else NAME
+    return padded
 
 
 def _vocabulary(module: PolicyModel | ValueModel) -> int:
     """Tokens that the embeddings and the head know."""
-    sizes = [module.hf.get_input_embeddings().num_embeddings]
+    try:
+        sizes = [module.hf.get_input_embeddings().num_embeddings]
+    except NotImplementedError:  # the decoders of translators, among others
+        return int(module.hf.config.get_text_config().vocab_size)
     head = module.hf.get_output_embeddings()
     return min([*sizes, *([head.out_features] if isinstance(head, nn.Linear) else [])])
 
@@ -118,12 +116,15 @@ def _as_trained(
 
 
 def _as_published(
-    module: PolicyModel | ValueModel, prompts: torch.Tensor, responses: torch.Tensor, device: torch.device
+    module: PolicyModel | ValueModel,
+    prompts: Sequence[torch.Tensor],
+    responses: Sequence[torch.Tensor],
+    device: torch.device,
 ) -> torch.Tensor:
     """The same by the model's own code, row by row."""
     found = []
     with _Gathered(module):
-        for prompt, response in zip(ragged.rows(prompts), ragged.rows(responses), strict=True):
+        for prompt, response in zip(prompts, responses, strict=True):
             ids = torch.cat([prompt, response]).to(device)[None]
             asked = slice(len(prompt) - 1, ids.shape[1] - 1)
             if isinstance(module, ValueModel):
@@ -147,11 +148,3 @@ class _Gathered:
 
     def __exit__(self, *raised: object) -> None:
         forget_passes(self.module)
-
-
-def _difference(ours: torch.Tensor, theirs: torch.Tensor) -> float:
-    """Median difference; of hidden states relative to their mean size. inf where some are not numbers."""
-    off = (ours.double() - theirs.double()).abs().quantile(0.5)
-    if ours.ndim > 1:
-        off = off / theirs.double().abs().mean()
-    return float(torch.nan_to_num(off, nan=float("inf")))

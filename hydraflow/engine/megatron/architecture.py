@@ -15,7 +15,9 @@ from typing import Any
 from hydraflow.engine.config import MegatronConfig
 from hydraflow.errors import ConfigError, Problem
 
-FAMILIES = ("llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe")
+LATENT = ("deepseek_v2", "deepseek_v3", "glm4_moe_lite")
+"""Model types with latent attention."""
+FAMILIES = (*LATENT, "glm4_moe", "llama", "mistral", "mixtral", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe")
 """Model types that are built here."""
 ROTARY = ("default", "linear", "llama3")
 """Types of rotary embeddings whose frequencies are all there is to them."""
@@ -35,6 +37,59 @@ class Mixture:
     """Whether the weights of a token's experts add up to 1."""
     layers: tuple[bool, ...]
     """Of each layer whether it has experts; the others have an MLP."""
+    by_sigmoid: bool = False
+    """Weights are sigmoids of logits, and experts are chosen with a bias that is not trained; otherwise they
+    are a softmax."""
+    scaling: float | None = None
+    """Factor of the weights; None: 1."""
+    groups: int | None = None
+    """Groups of experts, of which a token chooses `chosen_groups` first; None: there are none."""
+    chosen_groups: int | None = None
+    shared: int | None = None
+    """Columns of the experts that all tokens have, together; None: there are none."""
+    shared_gate: bool = False
+    """Whether a token weighs them."""
+
+
+@dataclass(frozen=True)
+class Latent:
+    """Multi-head latent attention (DeepSeek-V2, arXiv:2405.04434)."""
+
+    q_lora_rank: int | None
+    """None: queries are not compressed."""
+    kv_lora_rank: int
+    qk_nope_head_dim: int
+    """Columns of a head of queries and keys that are not rotated."""
+    qk_rope_head_dim: int
+    """Columns that are rotated; all heads have the same of keys."""
+    v_head_dim: int
+    rope_interleave: bool
+    """Columns are rotated with their neighbours; otherwise those of one half with those of the other."""
+    scale: float
+    """Of the scores."""
+
+    @property
+    def qk_head_dim(self) -> int:
+        """Columns of a head of queries and keys."""
+        return self.qk_nope_head_dim + self.qk_rope_head_dim
+
+    @classmethod
+    def of(cls, config: Any) -> Latent | None:
+        """None: other attention."""
+        if config.model_type not in LATENT:
+            return None
+        rope, mscale = config.rope_parameters, 1.0
+        if rope["rope_type"] != "default" and rope["factor"] > 1:
+            mscale += 0.1 * (rope.get("mscale_all_dim") or 0.0) * math.log(rope["factor"])
+        return cls(
+            q_lora_rank=config.q_lora_rank,
+            kv_lora_rank=config.kv_lora_rank,
+            qk_nope_head_dim=config.qk_nope_head_dim,
+            qk_rope_head_dim=config.qk_rope_head_dim,
+            v_head_dim=config.v_head_dim,
+            rope_interleave=getattr(config, "rope_interleave", True),
+            scale=mscale**2 * config.qk_head_dim**-0.5,
+        )
 
 
 @dataclass(frozen=True)
@@ -57,6 +112,8 @@ class Architecture:
     """Of RMSNorm."""
     mixture: Mixture | None = None
     """None: a dense model."""
+    latent: Latent | None = None
+    """None: queries, keys and values are not compressed."""
 
     @classmethod
     def of(cls, config: Any, *, field: str, path: Any) -> Architecture:
@@ -64,20 +121,28 @@ class Architecture:
         if rules := list(_differences(config)):
             remedy = f"{section_of(field)}.strategy=fsdp2"
             raise ConfigError([Problem(f"{field}.path", path, rule, remedy) for rule in rules])
+        return cls.sizes_of(config)
+
+    @classmethod
+    def sizes_of(cls, config: Any) -> Architecture:
+        """Of a model of one of the families, which need not compute as it does here."""
         head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        latent = Latent.of(config)
         return cls(
             layers=config.num_hidden_layers,
             heads=config.num_attention_heads,
-            kv_heads=config.num_key_value_heads,
-            head_dim=head_dim,
+            kv_heads=config.num_attention_heads if latent else config.num_key_value_heads,
+            head_dim=latent.qk_head_dim if latent else head_dim,
             hidden=config.hidden_size,
             intermediate=config.intermediate_size,
             vocabulary=config.vocab_size,
             tied=bool(config.tie_word_embeddings),
-            qkv_bias=config.model_type == "qwen2",
-            norm_of_heads=config.model_type in ("qwen3", "qwen3_moe"),
+            qkv_bias=_qkv_bias(config),
+            norm_of_heads=config.model_type in ("qwen3", "qwen3_moe")
+            or getattr(config, "use_qk_norm", False),
             eps=config.rms_norm_eps,
             mixture=_mixture(config),
+            latent=latent,
         )
 
     def require_divisible(self, settings: MegatronConfig, *, section: str) -> None:
@@ -127,6 +192,9 @@ class Architecture:
             mixture.width,
             f"{mixture.width} columns of an expert",
         )
+        if mixture.shared is not None:
+            what = f"{mixture.shared} columns of the shared experts"
+            yield "tensor_model", settings.tensor_model_parallel_size, mixture.shared, what
 
 
 def _indivisible(key: str, size: int, count: int, what: str) -> Problem:
@@ -142,20 +210,55 @@ def section_of(field: str) -> str:
     return "critic" if field.startswith("critic") else "actor_rollout_ref.actor"
 
 
+def _qkv_bias(config: Any) -> bool:
+    if config.model_type == "glm4_moe":
+        return bool(config.attention_bias)
+    return config.model_type == "qwen2" or getattr(config, "qkv_bias", False)
+
+
 def _mixture(config: Any) -> Mixture | None:
-    layers = config.num_hidden_layers
-    if config.model_type == "mixtral":
+    kind, layers = config.model_type, config.num_hidden_layers
+    if kind == "mixtral":
         chosen, width = config.num_experts_per_tok, config.intermediate_size
         return Mixture(config.num_local_experts, chosen, width, True, (True,) * layers)
-    if config.model_type != "qwen3_moe":
-        return None
-    step, dense = config.decoder_sparse_step, config.mlp_only_layers
+    if kind in ("qwen2_moe", "qwen3_moe"):
+        step, dense = config.decoder_sparse_step, config.mlp_only_layers
+        return Mixture(
+            count=config.num_experts,
+            chosen=config.num_experts_per_tok,
+            width=config.moe_intermediate_size,
+            normalised=config.norm_topk_prob,
+            layers=tuple(layer not in dense and (layer + 1) % step == 0 for layer in range(layers)),
+            shared=config.shared_expert_intermediate_size if kind == "qwen2_moe" else None,
+            shared_gate=kind == "qwen2_moe",
+        )
+    return _mixture_of_deepseek(config) if kind in (*LATENT, "glm4_moe") else None
+
+
+def _mixture_of_deepseek(config: Any) -> Mixture:
+    """Of DeepSeek's models and GLM's. DeepSeek-V2's weights are a softmax and never normalised."""
+    numbers = range(config.num_hidden_layers)
+    kinds = getattr(config, "mlp_layer_types", None)
+    by_sigmoid = config.model_type != "deepseek_v2"
+    grouped = (
+        config.topk_method == "group_limited_greedy"
+        if not by_sigmoid
+        else (config.n_group or 1) > (config.topk_group or 1)
+    )
     return Mixture(
-        count=config.num_experts,
+        count=config.n_routed_experts,
         chosen=config.num_experts_per_tok,
         width=config.moe_intermediate_size,
-        normalised=config.norm_topk_prob,
-        layers=tuple(layer not in dense and (layer + 1) % step == 0 for layer in range(layers)),
+        normalised=by_sigmoid and config.norm_topk_prob,
+        layers=tuple(
+            kinds[number] == "sparse" if kinds else number >= config.first_k_dense_replace
+            for number in numbers
+        ),
+        by_sigmoid=by_sigmoid,
+        scaling=config.routed_scaling_factor,
+        groups=config.n_group if grouped else None,
+        chosen_groups=config.topk_group if grouped else None,
+        shared=config.n_shared_experts * config.moe_intermediate_size,
     )
 
 
@@ -167,7 +270,8 @@ def _differences(config: Any) -> Iterator[str]:
     kinds = set(getattr(config, "layer_types", None) or ())
     if "sliding_attention" in kinds or (not kinds and getattr(config, "sliding_window", None)):
         yield "the Megatron engine has no attention with a sliding window"
-    if getattr(config, "attention_bias", False) or getattr(config, "mlp_bias", False):
+    has_bias = getattr(config, "attention_bias", False) and config.model_type != "glm4_moe"
+    if has_bias or getattr(config, "mlp_bias", False):
         yield f"the Megatron engine has no biases in a {config.model_type} model"
     if getattr(config, "router_jitter_noise", 0.0):
         yield "the Megatron engine has no noise in routers (router_jitter_noise)"
@@ -176,9 +280,23 @@ def _differences(config: Any) -> Iterator[str]:
         yield "the Megatron engine has no router whose one expert always has a weight of 1"
     if mixture and not any(mixture.layers):
         yield "the Megatron engine builds no mixture of experts without layers of experts"
+    if mixture and mixture.groups is not None:
+        yield from _differences_of_groups(mixture)
     if config.hidden_act != "silu":
         yield f"the Megatron engine has no activation {config.hidden_act}"
-    if (kind := config.rope_parameters["rope_type"]) not in ROTARY:
+    rotary = (*ROTARY, "yarn") if config.model_type in LATENT else ROTARY
+    if (kind := config.rope_parameters["rope_type"]) not in rotary:
         yield f"the Megatron engine has no rotary embeddings of type {kind}"
-    if ({"partial_rotary_factor": 1.0} | config.rope_parameters)["partial_rotary_factor"] != 1.0:
+    rotated = ({"partial_rotary_factor": 1.0} | config.rope_parameters)["partial_rotary_factor"]
+    if rotated != 1.0 and config.model_type != "glm4_moe":
         yield "the Megatron engine rotates all of a head"
+
+
+def _differences_of_groups(mixture: Mixture) -> Iterator[str]:
+    """Megatron-Core derives from the sizes how many experts of a group count in its score."""
+    counted, wanted = mixture.chosen // (mixture.chosen_groups or 1), 2 if mixture.by_sigmoid else 1
+    if counted != wanted:
+        yield (
+            f"the Megatron engine scores a group of experts by its best {counted} (num_experts_per_tok"
+            f" / topk_group), and this model by its best {wanted}"
+        )

@@ -51,6 +51,14 @@ class Built:
             if copies or not (name == HEAD and self.names.shape.tied)
         }
 
+    def buffers(self) -> dict[str, tuple[torch.Tensor, Holding]]:
+        """Likewise what no step changes."""
+        return {
+            name: (buffer, self.names.holding(name))
+            for chunk in self.chunks
+            for name, buffer in chunk.counted_buffers()
+        }
+
 
 def build_model(
     model: ModelConfig, settings: MegatronConfig, place: Place, *, head: str, device: torch.device, field: str
@@ -64,15 +72,17 @@ def build_model(
     if head == "value":
         shape = replace(shape, tied=False)
     core = transformer_config(shape, model, settings, dtype, section=section)
+    angles, rotary_scale = frequencies(config)
 
     def chunk(number: int) -> Trunk:
         place_in_stage = number if settings.chunks > 1 else None
         first = get_transformer_layer_offset(core, place_in_stage, place.stage)
+        layers = layer_spec(core, shape, rotary_scale=rotary_scale, first=first, chunk=place_in_stage)
         return Trunk(
             head=head,
-            frequencies=frequencies(config),
+            frequencies=angles,
             config=core,
-            transformer_layer_spec=layer_spec(core, shape.mixture, first=first, chunk=place_in_stage),
+            transformer_layer_spec=layers,
             vocab_size=vocabulary_share(shape.vocabulary, place.tensor_size) * place.tensor_size,
             max_sequence_length=config.max_position_embeddings,
             pre_process=place.stage == 0 and number == 0,
@@ -116,16 +126,17 @@ def _fill(
         return loading.read_weights(built.config, model, head=head, dtype=dtype, field=field)
 
     source = on_first_rank(read) or {}
-    listed: list[Any] = [[(name, tuple(tensor.shape)) for name, tensor in source.items()]]
+    # transformers keeps the biases of routers in float32
+    listed: list[Any] = [[(name, tensor.shape, tensor.dtype) for name, tensor in source.items()]]
     dist.broadcast_object_list(listed, src=0)
     wanted: dict[str, list[str]] = {}
-    holdings = built.holdings(copies=True)
+    holdings = {**built.holdings(copies=True), **built.buffers()}
     for name, (_, holding) in holdings.items():
         for part in holding.parts:
             wanted.setdefault(part.name, []).append(name)
     pieces: dict[str, dict[str, torch.Tensor]] = {}
-    for hf_name, shape in listed[0]:
-        full = torch.empty(shape, dtype=dtype, device=device)
+    for hf_name, shape, kind in listed[0]:
+        full = torch.empty(shape, dtype=kind, device=device)
         if dist.get_rank() == 0:
             full.copy_(source[hf_name])
         if dist.get_world_size() > 1:

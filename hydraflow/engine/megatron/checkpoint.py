@@ -66,6 +66,10 @@ def snapshot(
         if SLOTS[0] in slots:
             steps = optimizer.steps(parameter)
             state |= {_key(prefix, part, STEP): steps.clone() for part in holding.parts if mine}
+    if MODEL in contents and _writer(experts=False)[0] == 0:
+        for buffer, holding in built.buffers().values():
+            (part,) = holding.parts
+            state[_key(prefix, part, WEIGHT)] = _sharded(part, buffer.to("cpu", copy=True))
     if EXTRA in contents:
         state[SCHEDULE_STEP] = torch.tensor(step)
     weights = full_weights() if HF_MODEL in contents else None
@@ -92,17 +96,18 @@ def load(
     not among them."""
     prefix, holdings = _prefix(head), list(built.holdings(copies=True).values())
     parts = [part for _, holding in holdings for part in holding.parts]
+    buffers = {holding.parts[0]: buffer for buffer, holding in built.buffers().values()}
 
-    def empty(slot: str) -> State:
+    def empty(slot: str, parts: Collection[Part]) -> State:
         return {_key(prefix, part, slot): _sharded(part, _empty(part)) for part in parts}
 
     wanted = State({SCHEDULE_STEP: torch.tensor(0)} if EXTRA in contents else {})
-    wanted |= empty(WEIGHT) if MODEL in contents else {}
+    wanted |= empty(WEIGHT, [*parts, *buffers]) if MODEL in contents else {}
     reader = open_checkpoint(directory, wanted)
     has_moments = OPTIMIZER in contents and _key(prefix, parts[0], SLOTS[0]) in reader.index.tensors
     if has_moments:
         wanted |= {_key(prefix, part, STEP): torch.zeros(()) for part in parts}
-        wanted |= {key: tensor for slot in SLOTS for key, tensor in empty(slot).items()}
+        wanted |= {key: tensor for slot in SLOTS for key, tensor in empty(slot, parts).items()}
     read_into(wanted, reader, directory)
     if OPTIMIZER in contents:
         optimizer.make_moments(empty=not has_moments)
@@ -113,6 +118,8 @@ def load(
             optimizer.set_whole(parameter, slot, holding.join(pieces).to(parameter.device))
         if has_moments:
             optimizer.set_steps(parameter, wanted[_key(prefix, holding.parts[0], STEP)])
+    for part, buffer in buffers.items() if MODEL in contents else ():
+        buffer.copy_(_local(part, wanted[_key(prefix, part, WEIGHT)]))
     return int(wanted[SCHEDULE_STEP]) if EXTRA in contents else None
 
 

@@ -3,24 +3,22 @@ stages and data ranks; context-parallel ranks share the tokens of their lines.
 
 In: micro-batches and a loss function. Out: log-probabilities or values, metrics, weights (see
 `engine/base.py`). Losses exist on the last stage; Megatron-Core's schedule moves activations and gradients
-between stages. Left out on purpose: recovery when memory runs out (a rank that fails fails the run), LoRA.
+between stages. Left out on purpose: LoRA.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
-from megatron.core.distributed import (
-    DistributedDataParallel,
-    DistributedDataParallelConfig,
-    finalize_model_grads,
-)
+from megatron.core.distributed import DistributedDataParallel, finalize_model_grads
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.tensor_parallel.mappings import (
     copy_to_tensor_model_parallel_region,
@@ -31,32 +29,50 @@ from hydraflow import metrics
 from hydraflow.device import gpu_count
 from hydraflow.engine import optim as schedule
 from hydraflow.engine import process_group
-from hydraflow.engine.base import LossFn, ModelOutput, answers_of, columns_of
+from hydraflow.engine.base import (
+    AS_CONFIGURED,
+    LossFn,
+    ModelOutput,
+    OutOfMemory,
+    StepOptions,
+    answers_of,
+    columns_of,
+)
 from hydraflow.engine.config import MegatronConfig, OptimConfig
 from hydraflow.engine.hf_files import save_whole
 from hydraflow.engine.megatron import checkpoint, export, parallel
 from hydraflow.engine.megatron.architecture import section_of
+from hydraflow.engine.megatron.balance import BalancedRows, trained
 from hydraflow.engine.megatron.build import build_model
-from hydraflow.engine.megatron.experts import busiest_share
+from hydraflow.engine.megatron.ddp_config import ddp_config
+from hydraflow.engine.megatron.experts import counting, forget_counts, move_biases, take_load
 from hydraflow.engine.megatron.head import VocabularyParallelHead, VocabularyShare
-from hydraflow.engine.megatron.layers import PackedLine
 from hydraflow.engine.megatron.names import vocabulary_share
+from hydraflow.engine.megatron.oom_recovery import OomRecovery
 from hydraflow.engine.megatron.optimizer import CoreOptimizer
+from hydraflow.engine.megatron.packed_line import PackedLine
 from hydraflow.engine.megatron.repeated import require_repeatable
+from hydraflow.engine.megatron.storages import GradientBuffers, Storages
+from hydraflow.engine.micro_batcher import InMicroBatches
+from hydraflow.engine.offload import Offload
+from hydraflow.engine.routes import PackedRoutes, Routes
 from hydraflow.engine.sharded_checkpoint import ShardedSnapshot
 from hydraflow.engine.token_exchange import Alone, Output, Share, Ulysses
 from hydraflow.errors import ConfigError
 from hydraflow.metrics import Metric
+from hydraflow.models.adapters import Form
 from hydraflow.models.ask import LOG_PROBS, Ask
 from hydraflow.models.attention import pick
 from hydraflow.models.chunks import head_chunk
 from hydraflow.models.config import ModelConfig
 from hydraflow.models.packing import PackedBatch, pack
+from hydraflow.models.routing import ROUTES, Tally
 from hydraflow.protocol import ragged
 from hydraflow.protocol.batch import DataProto
+from hydraflow.protocol.coordinates import Coordinates
 
 
-class MegatronEngine:
+class MegatronEngine(InMicroBatches):
     """A `TrainEngine`. Arguments as of `FSDPEngine`."""
 
     def __init__(
@@ -79,27 +95,26 @@ class MegatronEngine:
         self._head, self._device, self._field = head, device, field
         self._total_steps, self._step = total_steps, 0
         self._place = place = parallel.start(settings)
-        self.data_rank, self.data_size = place.data, place.data_size
-        self.is_collect = place.tensor == 0 and place.context == 0 and place.is_last
         self._built = build_model(model, settings, place, head=head, device=device, field=field)
         self._trunk = self._built.trunk
-        self._has_experts = self._built.names.shape.mixture is not None
+        self.has_routers = self._built.names.shape.mixture is not None
         self._outline = export.outline(self._built, place)
         self._share = self._vocabulary_share()
         group = parallel_state.get_context_parallel_group()
         self._ulysses = Ulysses(group) if place.context_size > 1 else None
         core = self._trunk.config
-        core.finalize_model_grads_func = _finish_gradients
+        self._recovery = OomRecovery(place)
+        core.finalize_model_grads_func = _finisher(self._recovery)
+        self._routes = self._make_routes()
         self._ddp: list[DistributedDataParallel] | None = None
         self._optimizer: CoreOptimizer | None = None
         if optim is not None:
-            buffers = DistributedDataParallelConfig(
-                grad_reduce_in_fp32=True, use_distributed_optimizer=settings.use_distributed_optimizer
-            )
+            buffers = ddp_config(settings, section=section_of(field))
             self._ddp = [DistributedDataParallel(core, buffers, chunk) for chunk in self._built.chunks]
             self._optimizer = CoreOptimizer(self._ddp, optim, settings)
             self._optimizer.set_lr(self._lr())
-        if self._has_experts:
+        self._make_offloads()
+        if self.has_routers:
             require_repeatable(
                 self.forward,
                 self._built.names.shape.vocabulary,
@@ -107,6 +122,13 @@ class MegatronEngine:
                 section=section_of(field),
                 settings=settings,
             )
+
+    def coordinates(self) -> Coordinates:
+        """See `TrainEngine`. Answers are those of the last stage."""
+        place = self._place
+        return Coordinates(
+            place.data, place.data_size, place.tensor == 0 and place.context == 0 and place.is_last
+        )
 
     # --- passes
 
@@ -116,16 +138,24 @@ class MegatronEngine:
     ) -> DataProto:
         """See `TrainEngine`. Ranks other than those of the last stage give zeros."""
         assert adapter, "there are no adapters"
+        self._weights.wake()
         chunks = list(self._built.chunks)
         for chunk in chunks:
             chunk.eval()
+        recorded: dict[int, PackedRoutes] = {}  # chunks of a stage have different layers of the same lines
 
         def step(
             batches: Iterator[tuple[DataProto, bool]], model: torch.nn.Module
         ) -> tuple[torch.Tensor, Any]:
             data, _ = next(batches)
-            share = self._share_of(self._pack(data, trained=False))
-            hidden = self._run(share.part, model)
+            batch = self._pack(data, trained=False)
+            routes = self._routes_of(data, batch)
+            if ask.routes and routes is None:
+                assert self._routes is not None, "a dense model has no routers"
+                line = self._routes.begin(batch, None)
+                routes = recorded.setdefault(id(data), line)
+            share = self._share_of(batch)
+            hidden = self._run(share.part, model, routes)
 
             def found(hidden: torch.Tensor, non_loss_data: bool = True) -> Output:
                 return share.whole(self._read(hidden, share.part, ask))
@@ -134,17 +164,28 @@ class MegatronEngine:
 
         results = self._schedule(step, micro_batches, chunks, forward_only=True)[: len(micro_batches)]
         if not self._place.is_last:
-            tokens = sum(len(ragged.parts(data.get("responses"))[0]) for data in micro_batches)
-            results = [(torch.zeros(tokens), torch.zeros(tokens))]
-        return answers_of(micro_batches, results, self._head, ask)
+            name = "target_tokens" if "target_tokens" in micro_batches[0].keys() else "responses"
+            tokens = torch.cat([ragged.parts(data.get(name))[0] for data in micro_batches])
+            results = [_zeros(tokens, ask)]
+        answers = answers_of(micro_batches, results, self._head, ask)
+        if self._routes is None or not recorded:
+            return answers
+        routed = self._routes.column(micro_batches, [recorded[id(data)] for data in micro_batches])
+        return answers.union(DataProto.from_dict({ROUTES: routed}))
 
     def forward_backward(
         self, micro_batches: Sequence[DataProto], loss_fn: LossFn, ask: Ask = LOG_PROBS
     ) -> dict[str, Metric]:
         """See `TrainEngine`. Metrics on the last stage."""
         assert self._ddp is not None, "a frozen model is not trained"
+        self._weights.wake()
+        self._gradients.wake()
+        earlier = self._set_aside()
+        balance = self._balance_of_rows(micro_batches)
+        self._holds_gradient = True
         for chunk in self._ddp:
             chunk.train()
+        tally = Tally()
 
         def step(
             batches: Iterator[tuple[DataProto, bool]], model: torch.nn.Module
@@ -152,7 +193,10 @@ class MegatronEngine:
             data, counts = next(batches)
             batch = self._pack(data, trained=True)
             share = self._share_of(batch)
-            hidden = self._run(share.part, model)
+            routes = self._routes_of(data, batch, tally if counts else None)
+            more = self._told_to_routers(data, batch, balance) if counts else {}
+            with counting(model) if counts else nullcontext():
+                hidden = self._run(share.part, model, routes, **more)
 
             def loss(hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, dict[str, Metric]]:
                 main, more = share.whole(self._read(hidden, share.part, ask))
@@ -163,21 +207,31 @@ class MegatronEngine:
 
             return hidden, loss
 
-        told = metrics.merge(self._schedule(step, micro_batches, self._ddp, forward_only=False))
-        if self._has_experts:
-            role = section_of(self._field).rpartition(".")[2]
-            told[f"{role}/busiest_expert_share"] = metrics.maximum(busiest_share(self._built.chunks))
+        try:
+            told = metrics.merge(self._schedule(step, micro_batches, self._ddp, forward_only=False))
+        except OutOfMemory:
+            self._drop_gradient()
+            self._add_gradient(earlier)
+            forget_counts(self._built.chunks)
+            raise
+        self._add_gradient(earlier)
+        if self.has_routers:
+            told |= self._told_of_routers(balance, tally if ROUTES in micro_batches[0].keys() else None)
         return told
 
     @torch.no_grad()
-    def optimizer_step(self) -> dict[str, float]:
+    def optimizer_step(self, options: StepOptions = AS_CONFIGURED) -> dict[str, float]:
         """See `TrainEngine`. All ranks see the same norm, so either all skip or none."""
         assert self._optimizer is not None and self._ddp is not None, "a frozen model is not trained"
-        norm = self._optimizer.step()
-        self._optimizer.zero_grad()
-        for chunk in self._ddp:
-            chunk.zero_grad_buffer()
-        return {"grad_norm": norm, "lr": self._lr(), "skipped": float(not math.isfinite(norm))}
+        self._weights.wake()
+        self._optimizer_state.wake()
+        norm = self._optimizer.step(options)
+        rate = self._settings.moe_router_bias_update_rate if math.isfinite(norm) else 0.0
+        move_biases(self._built.chunks, rate)
+        self._drop_gradient()
+        self._optimizer_state.rest()
+        lr = self._lr() if options.lr is None else options.lr
+        return {"grad_norm": norm, "lr": lr, "skipped": float(not math.isfinite(norm))}
 
     def lr_step(self) -> None:
         """See `TrainEngine`."""
@@ -190,33 +244,45 @@ class MegatronEngine:
 
     # --- weights and checkpoints
 
-    def weights(self, *, to: int | None = None) -> Iterator[tuple[str, torch.Tensor]]:
+    def weights(
+        self, *, to: int | None = None, form: Form = Form.MERGED
+    ) -> Iterator[tuple[str, torch.Tensor]]:
         """See `TrainEngine`."""
-        return export.stream(self._built, self._outline, self._place, self._settings, to=to)
+        assert form == Form.MERGED, "there are no adapters"
+        with self._weights.borrowed():
+            yield from export.stream(self._built, self._outline, self._place, self._settings, to=to)
+        self._weights.rest()
 
     def save_hf(self, directory: str | Path) -> None:
         """See `TrainEngine`."""
-        module = export.empty_model(self._built, self._model, self._head)
-        save_whole(module, self._model, self._full_weights(), Path(directory), field=self._field)
+        shape = partial(export.empty_model, self._built, self._model, self._head)
+        save_whole(shape, self._model, self._full_weights(), Path(directory), field=self._field)
 
     def snapshot(self, contents: Collection[str]) -> ShardedSnapshot:
         """See `TrainEngine`."""
         assert self._optimizer is not None, "a frozen model has no state of its own"
-        return checkpoint.snapshot(
-            self._built,
-            self._model,
-            self._optimizer,
-            self._step,
-            contents,
-            full_weights=self._full_weights,
-            head=self._head,
-            field=self._field,
-        )
+        with self._weights.borrowed():
+            self._optimizer_state.wake()
+            found = checkpoint.snapshot(
+                self._built,
+                self._model,
+                self._optimizer,
+                self._step,
+                contents,
+                full_weights=self._full_weights,
+                head=self._head,
+                field=self._field,
+            )
+        self._optimizer_state.rest()
+        return found
 
     def load(self, directory: str | Path, contents: Collection[str]) -> None:
         """See `TrainEngine`."""
         assert self._optimizer is not None, "a frozen model has no state of its own"
+        self._weights.wake()
+        self._optimizer_state.wake()
         step = checkpoint.load(self._built, self._optimizer, Path(directory), contents, head=self._head)
+        self._optimizer_state.rest()
         if step is not None:
             self._step = step
             self._set_lr()
@@ -226,7 +292,26 @@ class MegatronEngine:
         return checkpoint.stored_bytes(self._built, contents)
 
     def rest(self) -> None:
-        """See `TrainEngine`."""
+        """See `TrainEngine`. A gradient that waits for its optimizer step stays."""
+        self._weights.rest()
+        if not self._holds_gradient:
+            self._gradients.rest()
+
+    def _make_offloads(self) -> None:
+        """What may be in host memory."""
+        settings, optimizer = self._settings, self._optimizer
+
+        def offload(memory: Storages | GradientBuffers, *, wanted: bool) -> Offload:
+            rests = wanted and self._device.type != "cpu"
+            return Offload(memory.to_host, memory.to_device, self._device, rests=rests)
+
+        weights = Storages(lambda: (one for chunk in self._built.chunks for one in chunk.parameters()))
+        self._weights = offload(weights, wanted=settings.param_offload)
+        self._gradients = offload(GradientBuffers(self._ddp or ()), wanted=settings.grad_offload)
+        self._holds_gradient = False
+        state = Storages(tuple if optimizer is None else optimizer.own_tensors)
+        self._optimizer_state = offload(state, wanted=settings.optimizer_offload)
+        self._optimizer_state.rest()
 
     # --- one micro-batch
 
@@ -241,34 +326,146 @@ class MegatronEngine:
         if len(chunks) > 1:
             each += [(micro_batches[0], False)] * (-len(each) % self._place.stages)
         iterators = [iter(each) for _ in chunks]
-        return work(
-            forward_step_func=step,
-            data_iterator=iterators if len(chunks) > 1 else iterators[0],
-            model=list(chunks),
-            num_microbatches=len(each),
-            seq_length=1,  # lines tell their own
-            micro_batch_size=1,
-            forward_only=forward_only,
-            collect_non_loss_data=forward_only,
-        )
+
+        def passes() -> Any:
+            found = work(
+                forward_step_func=step,
+                data_iterator=iterators if len(chunks) > 1 else iterators[0],
+                model=list(chunks),
+                num_microbatches=len(each),
+                seq_length=1,  # lines tell their own
+                micro_batch_size=1,
+                forward_only=forward_only,
+                collect_non_loss_data=forward_only,
+            )
+            if forward_only:  # after passes of the other kind, before gradients are summed
+                self._recovery.agree()
+            return found
+
+        return self._recovery.run(passes)
+
+    def _set_aside(self) -> list[torch.Tensor]:
+        """The gradient that earlier calls have left, if any: it has been summed over ranks, and must not be
+        again."""
+        if not self._holds_gradient:
+            return []
+        earlier = [buffer.grad_data.clone() for buffer in self._gradient_buffers()]
+        self._drop_gradient()
+        return earlier
+
+    def _add_gradient(self, earlier: list[torch.Tensor]) -> None:
+        """Adds what `_set_aside` took away."""
+        if not earlier:
+            return
+        for buffer, gradient in zip(self._gradient_buffers(), earlier, strict=True):
+            buffer.grad_data.add_(gradient)
+        self._holds_gradient = True
+
+    def _gradient_buffers(self) -> list[Any]:
+        assert self._ddp is not None, "a frozen model has no gradient"
+        return [buffer for one in self._ddp for buffer in (*one.buffers, *one.expert_parallel_buffers)]
+
+    def _drop_gradient(self) -> None:
+        assert self._optimizer is not None and self._ddp is not None, "a frozen model is not trained"
+        self._optimizer.zero_grad()
+        for chunk in self._ddp:
+            chunk.zero_grad_buffer()
+        self._holds_gradient = False
 
     def _pack(self, data: DataProto, *, trained: bool) -> PackedBatch:
+        self._recovery.computes = data
         tensor = self._place.tensor_size if self._trunk.config.sequence_parallel else 1
-        return pack(
+        multiple_of = tensor * self._place.context_size
+        padded = not self._model.use_remove_padding
+        found = pack(
             data.get("prompts"),
             data.get("responses"),
             device=self._device,
-            multiple_of=tensor * self._place.context_size,
+            padded=padded,
+            multiple_of=multiple_of,
             wanted=ragged.parts(data.get("response_mask"))[0].bool() if trained else None,
+            routes=data.get(ROUTES) if ROUTES in data.keys() else None,
+            targets=data.get("target_tokens") if "target_tokens" in data.keys() else None,
         )
+        return found.in_a_line(multiple_of) if padded else found
+
+    def _make_routes(self) -> Routes | None:
+        """None: there are no experts."""
+        mixture, place = self._built.names.shape.mixture, self._place
+        if mixture is None:
+            return None
+        slices = place.tensor_size if self._trunk.config.sequence_parallel else 1
+        stages_and_tensors = parallel_state.get_model_parallel_group()
+        return Routes(
+            [number for number, has_experts in enumerate(mixture.layers, 1) if has_experts],
+            mixture.count,
+            mixture.chosen,
+            self._device,
+            part=place.context * slices + place.tensor % slices,
+            parts=place.context_size * slices,
+            groups=(stages_and_tensors, parallel_state.get_context_parallel_group()),
+        )
+
+    def _routes_of(
+        self, data: DataProto, batch: PackedBatch, tally: Tally | None = None
+    ) -> PackedRoutes | None:
+        """The experts that these rows are to take, if they are given."""
+        if ROUTES not in data.keys():
+            return None
+        assert self._routes is not None, "a dense model has no routers"
+        return self._routes.begin(batch, data.get(ROUTES), tally)
+
+    def _balance_of_rows(self, micro_batches: Sequence[DataProto]) -> float:
+        """What the loss of a row's load counts, of each layer: the coefficient over the trained rows of all
+        data ranks. 0: there is none. Collective if there is one."""
+        settings = self._settings
+        if settings.moe_router_load_balancing_type == "none" or not settings.moe_aux_loss_coeff:
+            return 0.0
+        rows = torch.stack([trained(data).sum() for data in micro_batches]).sum()
+        return settings.moe_aux_loss_coeff / max(float(self.reduce(rows)), 1.0)
+
+    def _told_to_routers(self, data: DataProto, batch: PackedBatch, balance: float) -> dict[str, Any]:
+        """How often each of this rank's tokens counts; the rows whose load is evened out, if `balance` is
+        above 0."""
+        if self._routes is None:
+            return {}
+        own = self._routes.share_of(batch.input_ids.numel())
+        rows_with = torch.bincount(batch.places, minlength=own.stop)[own]
+        told: dict[str, Any] = {"rows_with": rows_with.to(self._device)}
+        if balance:
+            groups = (
+                parallel_state.get_tensor_model_parallel_group(),
+                parallel_state.get_context_parallel_group(),
+            )
+            told["balanced"] = BalancedRows.of(data, batch, own, balance, groups)
+        return told
+
+    def _told_of_routers(self, balance: float, tally: Tally | None) -> dict[str, Metric]:
+        """Metrics of the experts' load since the last update. tally: of replayed experts. Collective."""
+        assert self._routes is not None
+        role = section_of(self._field).rpartition(".")[2]
+        load = take_load(self._built.chunks)
+        told = {
+            f"{role}/busiest_expert_share": metrics.maximum(load.busiest),
+            f"{role}/idle_expert_share": metrics.mean(load.idle),
+        }
+        if balance:
+            layers = len(self._routes.layers)
+            evenness = load.balance / self._settings.moe_aux_loss_coeff / layers
+            told[f"{role}/moe_aux_loss"] = metrics.mean(evenness)
+        if tally is not None:
+            told[f"{role}/router_replay_changed"] = self._routes.changed_share(tally)
+        return told
 
     def _share_of(self, batch: PackedBatch) -> Share | Alone:
         """What this rank computes of a batch."""
         return Alone(batch) if self._ulysses is None else self._ulysses.share(batch)
 
-    def _run(self, batch: PackedBatch, model: torch.nn.Module) -> torch.Tensor:
-        """Hidden states after this stage."""
-        line = PackedLine(plan=batch.plan, positions=batch.position_ids[0])
+    def _run(
+        self, batch: PackedBatch, model: torch.nn.Module, routes: PackedRoutes | None, **told: Any
+    ) -> torch.Tensor:
+        """Hidden states after this stage. told: what else routers are told (`PackedLine`)."""
+        line = PackedLine(plan=batch.plan, positions=batch.position_ids[0], routes=routes, **told)
         found: torch.Tensor = model(
             input_ids=batch.input_ids,
             position_ids=batch.position_ids,
@@ -325,6 +522,20 @@ class MegatronEngine:
         self._optimizer.set_lr(self._lr())
 
 
-def _finish_gradients(model: list[Any], num_tokens: Any = None, **others: Any) -> None:
-    """Sums gradients over ranks, and does not divide them: denominators are in the loss."""
-    finalize_model_grads(model, None, **others)
+def _zeros(tokens: torch.Tensor, ask: Ask) -> Output:
+    """In place of the last stage's answers, in their shapes."""
+    if ask.likeliest:
+        shape = len(tokens), ask.likeliest
+        return torch.zeros(shape), torch.zeros(shape, dtype=torch.int64)
+    return torch.zeros(tokens.shape), torch.zeros(len(tokens))
+
+
+def _finisher(recovery: OomRecovery) -> Callable[..., None]:
+    """What Megatron-Core calls after the last pass. It sums gradients over ranks, and does not divide them:
+    denominators are in the loss."""
+
+    def finish(model: list[Any], num_tokens: Any = None, **others: Any) -> None:
+        recovery.agree()
+        finalize_model_grads(model, None, **others)
+
+    return finish

@@ -3,37 +3,75 @@
 In: hidden states. Out: for each token the weighted sum of the experts that its router chose. Routers compute
 in float32 unless told otherwise, and sums over experts are taken in float32, so that a token's experts do not
 change from one pass to the next. Each rank holds some experts, all matrices of a kind in one tensor, as
-transformers does. Left out on purpose: shared experts, auxiliary losses (their gradient depends on how rows
-are cut into micro-batches), and Transformer Engine's grouped matrices.
+transformers does; shared experts are Megatron-Core's. Left out on purpose: auxiliary losses over all tokens
+of a micro-batch (their gradient depends on how rows are cut), and Transformer Engine's grouped matrices.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from megatron.core import parallel_state
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from megatron.core.transformer.mlp import MLPSubmodules
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
 from megatron.core.transformer.moe.router import TopKRouter
+from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
+from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import nn
 
 from hydraflow.engine import process_group
+from hydraflow.engine.megatron.balance import Beside, balance_loss, moved
+from hydraflow.engine.megatron.packed_line import PackedLine
+from hydraflow.models.routing import RouterReplay
 
 ROUTER_DTYPES = {"fp32": torch.float32, "fp64": torch.float64}
 """Types that routers compute in, by Megatron-Core's names."""
 
 
+class CoreReplay(RouterReplay):
+    """What Megatron-Core calls where a router is about to take the top k (its `router_replay`). Its own
+    `RouterReplay` is told one after the other what comes next; here each layer says which line it computes,
+    so activations that are computed again, between any other lines of a pipeline, take the same experts."""
+
+    def get_replay_topk(
+        self,
+        scores: torch.Tensor,
+        topk: int,
+        num_groups: int | None = None,
+        group_topk: int | None = None,
+        default_compute_topk: Callable[..., tuple[torch.Tensor, torch.Tensor]] | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Scores and numbers of the experts to take, (N, K) each, from the scores (N, E) of all."""
+        assert default_compute_topk is not None, "Megatron-Core gives its own choice"
+        found = default_compute_topk(scores, topk, num_groups=num_groups, group_topk=group_topk)
+        return self.choose(scores, *found)
+
+
 class Router(TopKRouter):
-    """Chooses experts, and counts the tokens that it sends to each in training."""
+    """Chooses experts, and counts the tokens that it sends to each while it is told to (`counting`)."""
+
+    is_counting = False
+    line: PackedLine | None = None
+    """What it works on."""
 
     def __init__(self, config: TransformerConfig, pg_collection: Any = None):
         super().__init__(config=config, pg_collection=pg_collection)
         self.counts: torch.Tensor
-        self.register_buffer("counts", torch.zeros(self.num_experts, dtype=torch.int64), persistent=False)
+        self.balance: torch.Tensor
+        self.counts_of_step: torch.Tensor
+        for name in ("counts", "counts_of_step"):
+            self.register_buffer(name, torch.zeros(self.num_experts, dtype=torch.int64), persistent=False)
+        self.register_buffer("balance", torch.zeros(()), persistent=False)
+        self.router_replay = CoreReplay()
 
     def gating(self, input: torch.Tensor) -> torch.Tensor:
         """(..., E) logits. Megatron-Core's own calls Transformer Engine."""
@@ -43,9 +81,25 @@ class Router(TopKRouter):
     def routing(self, logits: torch.Tensor, *args: Any, **more: Any) -> tuple[torch.Tensor, torch.Tensor]:
         """(N, E) weights and choices."""
         weights, chosen = super().routing(logits, *args, **more)
-        if torch.is_grad_enabled():  # once for each token, also where activations are computed again
-            self.counts += chosen.sum(0)
+        logits = logits.view(weights.shape)
+        if self.score_function == "sigmoid" and self.config.moe_router_pre_softmax:
+            # Megatron-Core always makes them add up to its factor
+            weights = torch.sigmoid(logits) * self.config.moe_router_topk_scaling_factor * chosen
+        if self.line is not None and self.line.balanced is not None:
+            loss = balance_loss(self._shares(logits), self.topk, self.line.balanced)
+            weights = Beside.apply(weights, loss)
+            self.balance += loss.detach() * self.is_counting
+        if self.is_counting:
+            assert self.line is not None and self.line.rows_with is not None, "what is counted has rows"
+            self.counts += (chosen * self.line.rows_with[:, None]).sum(0)
         return weights, chosen
+
+    def _shares(self, logits: torch.Tensor) -> torch.Tensor:
+        """(N, E) scores that add up to 1 for each token."""
+        if self.score_function == "softmax":
+            return logits.softmax(-1)
+        scores = torch.sigmoid(logits)
+        return scores / scores.sum(-1, keepdim=True)
 
 
 class Experts(MegatronModule):
@@ -78,7 +132,11 @@ class ExpertLayer(MoELayer):
     """What takes the place of an MLP."""
 
     def __init__(self, config: TransformerConfig, **others: Any):
-        super().__init__(config, MoESubmodules(experts=Experts, router=Router), **others)
+        matrices = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
+        shared = ModuleSpec(SharedExpertMLP, submodules=matrices)
+        super().__init__(
+            config, MoESubmodules(experts=Experts, shared_experts=shared, router=Router), **others
+        )
 
     def postprocess(self, output: torch.Tensor, shared_expert_output: torch.Tensor | None) -> torch.Tensor:
         """Tokens in their order, their experts' outputs summed in float32 at least."""
@@ -86,17 +144,79 @@ class ExpertLayer(MoELayer):
         return super().postprocess(wide, shared_expert_output).to(output.dtype)
 
 
-def busiest_share(chunks: Iterable[nn.Module]) -> float:
-    """The largest part of a layer's choices that went to one expert since the last call, over all layers and
-    tokens of all ranks; with even routing 1 / E. Collective."""
-    routers = [one for chunk in chunks for one in chunk.modules() if isinstance(one, Router)]
+class RoutedLayer(TransformerLayer):
+    """A layer with experts, which tells its router what line it computes."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """As Megatron-Core calls it, with `packed_seq_params` a `PackedLine`."""
+        router, line = self.mlp.router, kwargs["packed_seq_params"]
+        router.line, replay = line, router.router_replay
+        replay.line, replay.layer = line.routes, self.layer_number
+        return super().forward(*args, **kwargs)
+
+
+@contextmanager
+def counting(model: nn.Module) -> Iterator[None]:
+    """Counts the tokens of forward passes inside. A backward pass, which may compute activations again, must
+    be outside."""
+    routers = _routers([model])
+    for router in routers:
+        router.is_counting = True
+    try:
+        yield
+    finally:
+        for router in routers:
+            router.is_counting = False
+
+
+@dataclass(frozen=True)
+class Load:
+    """How the tokens of all rows were spread over the experts of all layers."""
+
+    busiest: float
+    """The largest part of a layer's choices that went to one expert; with even routing 1 / E."""
+    idle: float
+    """The part of the experts that no token chose."""
+    balance: float
+    """The losses that even it out, of all layers."""
+
+
+def take_load(chunks: Sequence[nn.Module]) -> Load:
+    """Since the last call. Collective."""
+    routers = _routers(chunks)
     group = parallel_state.get_tensor_and_data_parallel_group(with_context_parallel=True)
-    share = torch.zeros(())
+    share, sums = torch.zeros(()), torch.zeros(3, dtype=torch.float64)
     if routers:
         counts = torch.stack([router.counts for router in routers])
-        for router in routers:
-            router.counts.zero_()
         total = process_group.all_reduce(counts, "sum", group)
+        balance = torch.stack([router.balance for router in routers])
+        balance = process_group.all_reduce(balance, "sum", group).sum()
+        for router, of_layer in zip(routers, total, strict=True):
+            router.counts_of_step += of_layer.to(router.counts_of_step)
+        forget_counts(chunks)
         share = (total.amax(-1) / total.sum(-1).clamp(min=1)).amax()
+        sums = torch.tensor([float((total == 0).sum()), total.numel(), float(balance)])
     pipeline = parallel_state.get_pipeline_model_parallel_group()
-    return float(process_group.all_reduce(share, "max", pipeline))
+    without, all_experts, balance_of_all = process_group.all_reduce(sums, "sum", pipeline).tolist()
+    busiest = float(process_group.all_reduce(share, "max", pipeline))
+    return Load(busiest, without / all_experts, balance_of_all)
+
+
+def forget_counts(chunks: Iterable[nn.Module]) -> None:
+    """Sets what passes have added up to 0."""
+    for router in _routers(chunks):
+        router.counts.zero_()
+        router.balance.zero_()
+
+
+def move_biases(chunks: Iterable[nn.Module], rate: float) -> None:
+    """Moves the biases with which routers choose towards an even load, by what `take_load` has told since
+    the last call; a rate of 0 leaves them alone."""
+    for router in _routers(chunks):
+        if rate > 0 and router.expert_bias is not None:
+            router.expert_bias.copy_(moved(router.expert_bias, router.counts_of_step, rate))
+        router.counts_of_step.zero_()
+
+
+def _routers(chunks: Iterable[nn.Module]) -> list[Router]:
+    return [one for chunk in chunks for one in chunk.modules() if isinstance(one, Router)]

@@ -17,6 +17,7 @@ from megatron.core import parallel_state
 
 from hydraflow.engine.config import MegatronConfig
 from hydraflow.engine.megatron.build import Built
+from hydraflow.engine.megatron.names import Holding
 from hydraflow.engine.megatron.parallel import Place
 from hydraflow.models import loading
 from hydraflow.models.config import ModelConfig
@@ -34,14 +35,15 @@ class Outlined:
     """Its place among the parameter's parts."""
     name: str
     shape: tuple[int, ...]
+    dtype: torch.dtype
     experts: bool
 
 
 def outline(built: Built, place: Place) -> list[Outlined]:
     """All tensors of all stages, the same list on every rank. Collective."""
     mine = [
-        Outlined(place.stage, name, number, part.name, part.shape, part.slice is not None)
-        for name, (_, holding) in built.holdings().items()
+        Outlined(place.stage, name, number, part.name, part.shape, tensor.dtype, part.slice is not None)
+        for name, (tensor, holding) in _held(built).items()
         for number, part in enumerate(holding.parts)
     ]
     found: list[list[Outlined]] = [[]] * place.stages
@@ -54,11 +56,12 @@ def stream(
     built: Built, outlined: list[Outlined], place: Place, settings: MegatronConfig, *, to: int | None
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """See `TrainEngine.weights`."""
-    dtype, device = built.trunk.config.params_dtype, next(built.trunk.parameters()).device
-    holdings = built.holdings()
+    device = next(built.trunk.parameters()).device
+    holdings = _held(built)
     wanted = None if to is None else Place.of(to, dist.get_world_size(), settings)
     pipeline = parallel_state.get_pipeline_model_parallel_group()
     for tensor in outlined:
+        dtype = tensor.dtype
         full = torch.empty(tensor.shape, dtype=dtype, device="meta")
         is_here = tensor.stage == place.stage
         takes_part = wanted is None or place.shares_with(wanted, experts=tensor.experts)
@@ -76,6 +79,10 @@ def stream(
                 full = torch.empty(tensor.shape, dtype=dtype, device=device)
                 dist.recv(full, place.rank(stage=tensor.stage), group=pipeline)
         yield tensor.name, full
+
+
+def _held(built: Built) -> dict[str, tuple[torch.Tensor, Holding]]:
+    return {**built.holdings(), **built.buffers()}
 
 
 def _joined(

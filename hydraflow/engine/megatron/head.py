@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch.autograd.function import once_differentiable
 
 from hydraflow.models.ask import Ask
+from hydraflow.models.fused_head import several
 
 
 @dataclass(frozen=True)
@@ -33,9 +34,9 @@ class VocabularyShare:
 
 
 class VocabularyParallelHead(torch.autograd.Function):
-    """hidden (K, h), weight (V / TP, h) and targets (K,) to the targets' log-probabilities (K,) and, on
-    request, entropies or greedy matches (K,), see `Ask`. At least float32. The gradient of `hidden` is this
-    rank's part of a sum over ranks."""
+    """hidden (K, h), weight (V / TP, h) and targets (K,) or (K, M) to the targets' log-probabilities, in
+    their shape, and, on request, entropies or another column (K,), see `Ask`. At least float32. The gradient
+    of `hidden` is this rank's part of a sum over ranks."""
 
     @staticmethod
     def forward(
@@ -52,25 +53,39 @@ class VocabularyParallelHead(torch.autograd.Function):
             top = logits.amax(-1)
             dist.all_reduce(top, dist.ReduceOp.MAX, share.group)
             powers = torch.exp(logits - top[:, None])
+            if ask.likeliest:
+                total = powers.sum(-1)
+                dist.all_reduce(total, group=share.group)
+                best, ids = _likeliest(logits, ask, share)
+                normalizers.append(top + total.log())
+                scores.append(best - normalizers[-1][:, None])
+                more.append(ids)
+                continue
             column, is_here = _columns(targets[part], share)
-            summed = [powers.sum(-1), logits.gather(-1, column)[:, 0].where(is_here, 0.0)]
+            summed = [powers.sum(-1), *logits.gather(-1, column).where(is_here, 0.0).unbind(1)]
             if ask.entropy:
                 summed.append((powers[:, : share.real] * logits[:, : share.real]).sum(-1))
+            elif ask.sum_pi_squared:
+                summed.append(powers.square().sum(-1))
             together = torch.stack(summed)
             dist.all_reduce(together, group=share.group)
             normalizer = top + together[0].log()
-            scores.append(together[1] - normalizer)
+            scores.append((together[1 : 1 + column.shape[1]] - normalizer).t())
             normalizers.append(normalizer)
             if ask.entropy:
-                more.append(normalizer - together[2] / together[0])
+                more.append(normalizer - together[-1] / together[0])
+            elif ask.sum_pi_squared:
+                more.append(together[-1] / together[0].square())
             elif ask.greedy_match:
-                more.append(_is_best(logits, top, targets[part], share))
+                more.append(_is_best(logits, top, several(targets[part])[:, 0], share))
         log_probs, second = torch.cat(scores), torch.cat(more) if more else None
+        if not ask.likeliest:
+            log_probs = log_probs.view(targets.shape)
         ctx.save_for_backward(hidden, weight, targets, torch.cat(normalizers), second)
         ctx.ask, ctx.share = ask, share
         ctx.set_materialize_grads(False)
-        if second is not None and ask.greedy_match:
-            ctx.mark_non_differentiable(second)
+        if second is not None and not ask.entropy:
+            ctx.mark_non_differentiable(second, *([log_probs] if ask.likeliest else []))
         return log_probs, second
 
     @staticmethod
@@ -81,12 +96,14 @@ class VocabularyParallelHead(torch.autograd.Function):
         hidden, weight, targets, normalizers, entropies = ctx.saved_tensors
         ask, share = ctx.ask, ctx.share
         if of_log_probs is None:
-            of_log_probs = torch.zeros_like(normalizers)
+            of_log_probs = normalizers.new_zeros(targets.shape)
         of_hidden, of_weight = torch.empty_like(hidden), torch.zeros_like(weight)
         for part in _chunks(len(hidden), share.chunk):
             logits = _logits(hidden[part], weight, ask, share)
             every = logits.sub_(normalizers[part, None])  # log-probabilities
-            wanted = of_log_probs[part, None]
+            column, is_here = _columns(targets[part], share)
+            of_targets = several(of_log_probs[part])
+            wanted = of_targets.sum(1, keepdim=True)
             gradient = torch.exp(every)
             if of_entropies is None:
                 gradient.mul_(-wanted)
@@ -94,8 +111,7 @@ class VocabularyParallelHead(torch.autograd.Function):
                 of_entropy = of_entropies[part, None]
                 every[:, share.real :] = 0.0
                 gradient.mul_(-wanted - of_entropy * (every + entropies[part, None]))
-            column, is_here = _columns(targets[part], share)
-            gradient.scatter_add_(-1, column, wanted.where(is_here[:, None], 0.0))
+            gradient.scatter_add_(-1, column, of_targets.where(is_here, 0.0))
             narrow = gradient.div_(ask.temperature).to(hidden.dtype)
             torch.mm(narrow, weight, out=of_hidden[part])
             of_weight.addmm_(narrow.t(), hidden[part])
@@ -119,10 +135,10 @@ def _logits(hidden: torch.Tensor, weight: torch.Tensor, ask: Ask, share: Vocabul
 
 
 def _columns(targets: torch.Tensor, share: VocabularyShare) -> tuple[torch.Tensor, torch.Tensor]:
-    """(k, 1) column of each target, 0 where it is another rank's, and (k,) whether it is this rank's."""
-    column = targets - share.first
+    """(k, M) column of each target, 0 where it is another rank's, and whether it is this rank's."""
+    column = several(targets) - share.first
     is_here = (column >= 0) & (column < share.real)
-    return column.where(is_here, 0)[:, None], is_here
+    return column.where(is_here, 0), is_here
 
 
 def _is_best(
@@ -133,3 +149,20 @@ def _is_best(
     first = torch.where(best == top, at + share.first, torch.iinfo(torch.int64).max)
     dist.all_reduce(first, dist.ReduceOp.MIN, share.group)
     return (first == targets).to(logits.dtype)
+
+
+def _likeliest(logits: torch.Tensor, ask: Ask, share: VocabularyShare) -> tuple[torch.Tensor, torch.Tensor]:
+    """Logits (k, M) and ids of the likeliest tokens of all ranks, from the best of each."""
+    own = logits[:, : max(0, min(share.real, ask.among - share.first))]
+    best = logits.new_full((len(logits), ask.likeliest), -torch.inf)
+    ids = torch.full(best.shape, -1, device=logits.device)
+    found = own.topk(min(ask.likeliest, own.shape[1]))
+    best[:, : found.values.shape[1]], ids[:, : found.values.shape[1]] = (
+        found.values,
+        found.indices + share.first,
+    )
+    every_best, every_id = ([torch.empty_like(one) for _ in range(share.group.size())] for one in (best, ids))
+    dist.all_gather(every_best, best, share.group)
+    dist.all_gather(every_id, ids, share.group)
+    top = torch.cat(every_best, 1).topk(ask.likeliest)
+    return top.values, torch.cat(every_id, 1).gather(1, top.indices)

@@ -9,14 +9,11 @@ position, so neighbouring rows share a prompt here, too. Left out on purpose: wh
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.models.gpt import GPTModel
-from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
 from megatron.core.transformer.enums import AttnMaskType
@@ -33,39 +30,16 @@ from megatron.core.transformer.transformer_layer import (
 )
 from torch import nn
 
-from hydraflow.engine.megatron.architecture import Mixture
-from hydraflow.engine.megatron.experts import ExpertLayer
-from hydraflow.models.attention import RowPlan, attend_line
+from hydraflow.engine.megatron.architecture import Architecture
+from hydraflow.engine.megatron.experts import ExpertLayer, RoutedLayer
+from hydraflow.engine.megatron.latent import LatentAttention
+from hydraflow.engine.megatron.norm import RMSNorm
+from hydraflow.engine.megatron.packed_line import PackedLine
+from hydraflow.models.attention import attend_line
+from hydraflow.models.loading import persistent_buffers
 
 LAYERS = "decoder.layers."
 """How the names of a layer's parameters begin."""
-
-
-@dataclass
-class PackedLine(PackedSeqParams):
-    """How Megatron-Core's layers learn about packed rows."""
-
-    plan: RowPlan | None = None
-    positions: torch.Tensor | None = None
-    """(N,) place of each token in its row."""
-
-
-class RMSNorm(nn.Module):
-    """With sequence parallelism each rank has some of the tokens, and its weight's gradient is summed over
-    ranks: torch's own class does not say so."""
-
-    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **others: Any):
-        super().__init__()
-        self.eps = eps
-        self.weight = nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype))
-        marked: Any = self.weight
-        marked.sequence_parallel = config.sequence_parallel
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """(..., hidden), normalised over the last dimension in float32."""
-        wide = x.float() if x.dtype != torch.float64 else x
-        scaled = F.rms_norm(wide, (x.shape[-1],), None, self.eps)
-        return self.weight * scaled.to(x.dtype)
 
 
 class RowAttention(MegatronModule):
@@ -129,12 +103,20 @@ class Trunk(GPTModel):
 
     def counted_parameters(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
         """Parameters by name, their layers counted through the whole model."""
-        first = get_transformer_layer_offset(self.config, self.vp_stage, self.pg_collection.pp.rank())
         for name, parameter in self.named_parameters():
-            if name.startswith(LAYERS):
-                number, rest = name.removeprefix(LAYERS).split(".", 1)
-                name = f"{LAYERS}{first + int(number)}.{rest}"
-            yield name, parameter
+            yield self._counted(name), parameter
+
+    def counted_buffers(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Likewise what files have of a model and no step changes: the biases of routers."""
+        for name, buffer in persistent_buffers(self):
+            yield self._counted(name), buffer
+
+    def _counted(self, name: str) -> str:
+        first = get_transformer_layer_offset(self.config, self.vp_stage, self.pg_collection.pp.rank())
+        if not name.startswith(LAYERS):
+            return name
+        number, rest = name.removeprefix(LAYERS).split(".", 1)
+        return f"{LAYERS}{first + int(number)}.{rest}"
 
     def output_weight(self) -> torch.Tensor:
         """(V / TP, hidden) this rank's part of the output matrix, on the last stage."""
@@ -143,18 +125,11 @@ class Trunk(GPTModel):
 
 
 def layer_spec(
-    config: TransformerConfig, mixture: Mixture | None, *, first: int, chunk: int | None
+    config: TransformerConfig, shape: Architecture, *, rotary_scale: float, first: int, chunk: int | None
 ) -> TransformerBlockSubmodules:
     """The layers of this stage, or of a chunk of it, from layer `first` on: Megatron-Core's matrices, and
-    norms, attention and experts from here."""
-    norm_of_heads = RMSNorm if config.qk_layernorm else IdentityOp
-    attention = SelfAttentionSubmodules(
-        linear_qkv=ColumnParallelLinear,
-        core_attention=RowAttention,
-        linear_proj=RowParallelLinear,
-        q_layernorm=norm_of_heads,
-        k_layernorm=norm_of_heads,
-    )
+    norms, attention and experts from here. rotary_scale: factor of what latent attention rotates."""
+    attention = _attention(config, shape, rotary_scale)
     mlp = ModuleSpec(
         MLP, submodules=MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
     )
@@ -162,15 +137,30 @@ def layer_spec(
     def layer(has_experts: bool) -> ModuleSpec:
         parts = TransformerLayerSubmodules(
             input_layernorm=RMSNorm,
-            self_attention=ModuleSpec(SelfAttention, {"attn_mask_type": AttnMaskType.causal}, attention),
+            self_attention=attention,
             self_attn_bda=get_bias_dropout_add,
             pre_mlp_layernorm=RMSNorm,
             mlp=ExpertLayer if has_experts else mlp,
             mlp_bda=get_bias_dropout_add,
         )
-        return ModuleSpec(TransformerLayer, submodules=parts)
+        return ModuleSpec(RoutedLayer if has_experts else TransformerLayer, submodules=parts)
 
     numbers = range(first, first + get_num_layers_to_build(config, chunk))
+    mixture = shape.mixture
     return TransformerBlockSubmodules(
         [layer(mixture is not None and mixture.layers[number]) for number in numbers], RMSNorm
     )
+
+
+def _attention(config: TransformerConfig, shape: Architecture, rotary_scale: float) -> ModuleSpec:
+    if shape.latent is not None:
+        return ModuleSpec(LatentAttention, {"latent": shape.latent, "rotary_scale": rotary_scale})
+    norm_of_heads = RMSNorm if config.qk_layernorm else IdentityOp
+    submodules = SelfAttentionSubmodules(
+        linear_qkv=ColumnParallelLinear,
+        core_attention=RowAttention,
+        linear_proj=RowParallelLinear,
+        q_layernorm=norm_of_heads,
+        k_layernorm=norm_of_heads,
+    )
+    return ModuleSpec(SelfAttention, {"attn_mask_type": AttnMaskType.causal}, submodules)

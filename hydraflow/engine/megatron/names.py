@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from hydraflow.engine.megatron.architecture import Architecture
+from hydraflow.engine.megatron.architecture import Architecture, Latent, Mixture
 
 SCORE = "score.weight"
 EMBEDDING, HEAD = "embedding.word_embeddings.weight", "output_layer.weight"
@@ -99,7 +99,7 @@ class Names:
             is_embedding = name == EMBEDDING or shape.tied
             return self._vocabulary("model.embed_tokens.weight" if is_embedding else "lm_head.weight")
         if name == SCORE:
-            return self._alone(Part(SCORE, (1, shape.hidden), None, 0, 1))
+            return self._whole(SCORE, (1, shape.hidden))
         if name == "decoder.final_layernorm.weight":
             return self._norm("model.norm.weight", shape.hidden)
         _, _, number, place = name.split(".", 3)
@@ -121,27 +121,23 @@ class Names:
             case "pre_mlp_layernorm.weight":
                 return self._norm(f"{layer}post_attention_layernorm.weight", shape.hidden)
             case "mlp.linear_fc1.weight":
-                whole = (shape.intermediate, shape.hidden)
-                both = tuple(self._rows(f"{layer}mlp.{side}_proj.weight", whole) for side in ("gate", "up"))
-                return Holding(both, lambda local: local.chunk(2), lambda parts: torch.cat(tuple(parts)))
+                return self._gate_and_up(f"{layer}mlp.", shape.intermediate)
             case "mlp.linear_fc2.weight":
                 return self._columns(f"{layer}mlp.down_proj.weight", (shape.hidden, shape.intermediate))
             case "mlp.router.weight" if shape.mixture:
-                return self._alone(
-                    Part(
-                        f"{layer}mlp.gate.weight",
-                        (shape.mixture.count, shape.hidden),
-                        None,
-                        0,
-                        shape.mixture.count,
-                    )
-                )
+                return self._whole(f"{layer}mlp.gate.weight", (shape.mixture.count, shape.hidden))
+            case "mlp.router.expert_bias" if shape.mixture:
+                return self._whole(f"{layer}mlp.gate.e_score_correction_bias", (shape.mixture.count,))
             case "mlp.experts.gate_up" if shape.mixture:
                 whole3 = (shape.mixture.count, 2 * shape.mixture.width, shape.hidden)
                 return self._experts(f"{layer}mlp.experts.gate_up_proj", whole3, dim=1, blocks=2)
             case "mlp.experts.down" if shape.mixture:
                 whole3 = (shape.mixture.count, shape.hidden, shape.mixture.width)
                 return self._experts(f"{layer}mlp.experts.down_proj", whole3, dim=2, blocks=1)
+        if shape.mixture and place.startswith("mlp.shared_experts."):
+            return self._shared_experts(shape.mixture, layer, place.removeprefix("mlp.shared_experts."))
+        if shape.latent and place.startswith("self_attention."):
+            return self._latent(shape.latent, layer, place.removeprefix("self_attention."))
         raise AssertionError(f"no Hugging Face tensor is known for {name}")
 
     def _rows(self, name: str, shape: tuple[int, ...]) -> Part:
@@ -153,7 +149,49 @@ class Names:
         return self._alone(Part(name, shape, 1, self.rank * size, size))
 
     def _norm(self, name: str, width: int) -> Holding:
-        return self._alone(Part(name, (width,), None, 0, width))
+        return self._whole(name, (width,))
+
+    def _whole(self, name: str, shape: tuple[int, ...]) -> Holding:
+        return self._alone(Part(name, shape, None, 0, shape[0]))
+
+    def _gate_and_up(self, mlp: str, width: int) -> Holding:
+        whole = (width, self.shape.hidden)
+        both = tuple(self._rows(f"{mlp}{side}_proj.weight", whole) for side in ("gate", "up"))
+        return Holding(both, lambda local: local.chunk(2), lambda parts: torch.cat(tuple(parts)))
+
+    def _shared_experts(self, mixture: Mixture, layer: str, place: str) -> Holding:
+        assert mixture.shared is not None
+        mlp, hidden = f"{layer}mlp.shared_expert{'' if mixture.shared_gate else 's'}", self.shape.hidden
+        match place:
+            case "linear_fc1.weight":
+                return self._gate_and_up(f"{mlp}.", mixture.shared)
+            case "linear_fc2.weight":
+                return self._columns(f"{mlp}.down_proj.weight", (hidden, mixture.shared))
+        assert place == "gate_weight", place
+        return self._whole(f"{mlp}_gate.weight", (1, hidden))
+
+    def _latent(self, latent: Latent, layer: str, place: str) -> Holding:
+        """Matrices of latent attention have transformers' names."""
+        name, heads, hidden = f"{layer}self_attn.{place}", self.shape.heads, self.shape.hidden
+        queries, compressed = heads * latent.qk_head_dim, latent.q_lora_rank or 0
+        match place.removesuffix(".weight"):
+            case "q_proj":
+                return self._alone(self._rows(name, (queries, hidden)))
+            case "q_a_proj":
+                return self._whole(name, (compressed, hidden))
+            case "q_a_layernorm":
+                return self._norm(name, compressed)
+            case "q_b_proj":
+                return self._alone(self._rows(name, (queries, compressed)))
+            case "kv_a_proj_with_mqa":
+                return self._whole(name, (latent.kv_lora_rank + latent.qk_rope_head_dim, hidden))
+            case "kv_a_layernorm":
+                return self._norm(name, latent.kv_lora_rank)
+            case "kv_b_proj":
+                rows = heads * (latent.qk_nope_head_dim + latent.v_head_dim)
+                return self._alone(self._rows(name, (rows, latent.kv_lora_rank)))
+        assert place == "o_proj.weight", place
+        return self._columns(name, (hidden, heads * latent.v_head_dim))
 
     def _alone(self, part: Part) -> Holding:
         return Holding((part,), lambda local: (local,), lambda parts: parts[0])

@@ -8,6 +8,7 @@ parameter, for checkpoints. Left out on purpose: the schedule (`engine/optim.py`
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32, get
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
 from hydraflow.engine import process_group
+from hydraflow.engine.base import AS_CONFIGURED, StepOptions
 from hydraflow.engine.config import MegatronConfig, OptimConfig
 
 SLOTS = ("exp_avg", "exp_avg_sq")
@@ -49,6 +51,7 @@ class CoreOptimizer:
             use_gloo_process_groups=False,
         )
         self._chain: Any = chained
+        self._dtype = dtype
         self._has_experts = models[0].config.num_moe_experts is not None
         self._clip = optim.clip_grad
         for group in self._chain.param_groups:
@@ -61,14 +64,16 @@ class CoreOptimizer:
             group["lr"] = lr
 
     @torch.no_grad()
-    def step(self) -> float:
+    def step(self, options: StepOptions = AS_CONFIGURED) -> float:
         """Clips and updates; the gradient's norm before clipping. Nothing happens if that is not finite."""
         self._chain.prepare_grads()
         norm = self._norm()
         if math.isfinite(norm):
+            most = self._clip if options.clip_grad is None else options.clip_grad
             for one in self._chain.chained_optimizers:
-                clip_grad_by_total_norm_fp32(one.get_parameters(), self._clip, norm)
-            self._chain.step_with_ready_grads()
+                clip_grad_by_total_norm_fp32(one.get_parameters(), most, norm)
+            with options.applied(self._chain.param_groups):
+                self._chain.step_with_ready_grads()
         return norm
 
     def _norm(self) -> float:
@@ -88,6 +93,14 @@ class CoreOptimizer:
     def zero_grad(self) -> None:
         """Drops the gradient."""
         self._chain.zero_grad()
+
+    def own_tensors(self) -> Iterator[torch.Tensor]:
+        """The moments, and float32 weights beside a model's of a shorter type."""
+        for adamw in (one.optimizer for one in self._chain.chained_optimizers):
+            for main in (main for group in adamw.param_groups for main in group["params"]):
+                if main.dtype != self._dtype:
+                    yield main
+                yield from (adamw.state[main][slot] for slot in SLOTS if main in adamw.state)
 
     # --- state by the model's parameter
 

@@ -13,8 +13,8 @@ import torch
 
 from hydraflow.engine import process_group
 from hydraflow.engine.config import MegatronConfig
-from hydraflow.engine.probe import probe_rows
 from hydraflow.errors import ConfigError
+from hydraflow.models.probe import probe_rows
 from hydraflow.protocol import ragged
 from hydraflow.protocol.batch import DataProto
 

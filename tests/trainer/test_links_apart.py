@@ -1,6 +1,6 @@
-"""Weights that are broadcast to generation processes of other nodes; here all are on one machine, so that
-only the link is another one. Every bit arrives; a process that dies meanwhile is replaced and gets them, one
-that hangs is named."""
+"""Weights on their way to other processes, through shared memory or by a broadcast, which here stays on one
+machine, too. Every bit arrives; a process that dies meanwhile is replaced and gets them, one that hangs is
+named."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from hydraflow.errors import WorkerError
 from hydraflow.generation.config import RolloutConfig
 from hydraflow.models.tiny import make_model
 from hydraflow.trainer.roles import _on_one_node
-from hydraflow.trainer.weight_links import Broadcast
+from hydraflow.trainer.weight_links import Apart, Broadcast, SharedMemory
 from hydraflow.workers.rollout import RolloutWorker
 
 slow = pytest.mark.slow
@@ -41,7 +41,7 @@ def large(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 @contextmanager
-def linked(model: str, *, call: float = 60.0, recovery: bool = True) -> Iterator[Broadcast]:
+def linked(kind: type[Apart], model: str, *, call: float = 60.0, recovery: bool = True) -> Iterator[Apart]:
     """Two actor ranks and two generation processes."""
     with Runtime(RayInitConfig(), Timeouts(start=120, call=call)) as runtime:
         runtime.start([ResourcePool("actor", [2]), ResourcePool("rollout", [RECEIVERS])])
@@ -49,20 +49,20 @@ def linked(model: str, *, call: float = 60.0, recovery: bool = True) -> Iterator
         rollout = runtime.group("rollout", {"rollout": RoleSpec(RolloutWorker, (rollout_spec(model),))})
         runtime.await_ready()
         how = RolloutConfig(dtype="fp32", update_weights_bucket_megabytes=1, verify_weights_every=1)
-        link = Broadcast(actor.role("actor"), rollout.role("rollout"), how)
+        link = kind(actor.role("actor"), rollout.role("rollout"), how)
         if recovery:
             rollout.recovery = Recovery(link.restore, how.max_retries)
         yield link
 
 
-def changed(link: Broadcast, version: int) -> list[str | None]:
+def changed(link: Apart, version: int) -> list[str | None]:
     """Publishes other weights than before; the first difference of each generation process."""
     link.actor.call(ChangingActor.change, 0.01)
     link.publish(version)()
     return differences(link)
 
 
-def differences(link: Broadcast) -> list[str | None]:
+def differences(link: Apart) -> list[str | None]:
     return [link.first_difference(replica) for replica in range(RECEIVERS)]
 
 
@@ -78,8 +78,11 @@ def later(seconds: float, pid: int, *signals: signal.Signals) -> None:
 
 
 @slow
-def test_every_publish_arrives_and_a_process_that_dies_is_replaced(ray_session: None, large: str) -> None:
-    with linked(large) as link:
+@pytest.mark.parametrize("kind", [SharedMemory, Broadcast])
+def test_every_publish_arrives_and_a_process_that_dies_is_replaced(
+    kind: type[Apart], ray_session: None, large: str
+) -> None:
+    with linked(kind, large) as link:
         for version in range(3):
             assert changed(link, version) == [None, None]
         link.actor.call(ChangingActor.change, 0.01)
@@ -95,13 +98,14 @@ def test_every_publish_arrives_and_a_process_that_dies_is_replaced(ray_session: 
 
 
 @slow
-def test_a_process_that_hangs_is_named(ray_session: None, large: str) -> None:
-    with linked(large, call=12.0, recovery=False) as link:
+@pytest.mark.parametrize(("kind", "method"), [(SharedMemory, "read_weights"), (Broadcast, "receive_weights")])
+def test_a_process_that_hangs_is_named(kind: type[Apart], method: str, ray_session: None, large: str) -> None:
+    with linked(kind, large, call=12.0, recovery=False) as link:
         link.publish(0)()
         stopped = link.rollout.group.processes[1].pid
         os.kill(stopped, signal.SIGSTOP)
         try:
-            with pytest.raises(WorkerError, match=r"rollout rank 1 .*receive_weights.*no answer in 12 s"):
+            with pytest.raises(WorkerError, match=rf"rollout rank 1 .*{method}.*no answer in 12 s"):
                 link.publish(1)()
         finally:
             os.kill(stopped, signal.SIGKILL)

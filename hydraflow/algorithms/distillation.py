@@ -1,0 +1,71 @@
+"""On-policy distillation (Agarwal et al. 2024, https://arxiv.org/abs/2306.13649; Gu et al. 2024,
+https://arxiv.org/abs/2306.08543): draws the policy to a teacher at every token that the policy sampled.
+
+    term = coefficient * estimate of KL(policy || teacher)    of `kl.py`, on the sampled tokens
+    term = coefficient * divergence of the two                of `divergence.py`, over the vocabulary
+
+In: log-probabilities of both. Out: the term per token, for the loss; or, of estimates, with the opposite sign
+for the advantages, whose policy gradient is then that of the KL.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from hydraflow.algorithms.config import DistillationLossConfig
+from hydraflow.algorithms.divergence import DIVERGENCES, with_rest
+from hydraflow.algorithms.kl import KL_ESTIMATORS
+
+
+@dataclass(frozen=True)
+class Distillation:
+    """How the policy is drawn to its teachers."""
+
+    config: DistillationLossConfig
+
+    @property
+    def task_rewards(self) -> bool:
+        """Whether the rewards count, too."""
+        return self.config.use_task_rewards
+
+    @property
+    def over_vocabulary(self) -> bool:
+        """Whether terms are `divergences`, not `terms`."""
+        return self.config.over_vocabulary
+
+    def terms(self, logp: Tensor, teacher: Tensor) -> Tensor:
+        """Terms of the loss, in the shape of both.
+
+        >>> import torch
+        >>> mine, theirs = torch.tensor([0.5]).log(), torch.tensor([0.25]).log()
+        >>> config = DistillationLossConfig(loss_mode="k1", distillation_loss_coef=2.0)
+        >>> Distillation(config).terms(mine, theirs)  # 2 log 2
+        tensor([1.3863])
+        """
+        return self._limited(KL_ESTIMATORS[self.config.loss_mode](logp, teacher))
+
+    def divergences(self, policy: Tensor, teacher: Tensor) -> Tensor:
+        """Terms of the loss (...) from log-probabilities of K tokens (..., K).
+
+        >>> import torch
+        >>> mine, theirs = torch.tensor([0.5]).log(), torch.tensor([0.25]).log()
+        >>> config = DistillationLossConfig(loss_mode="reverse_kl_topk")
+        >>> Distillation(config).divergences(mine, theirs)  # 0.5 log(0.5 / 0.25) + 0.5 log(0.5 / 0.75)
+        tensor(0.1438)
+        """
+        both = [with_rest(one) for one in (policy, teacher)]
+        if (least := self.config.log_prob_min_clamp) is not None:
+            both = [one.clamp(min=least) for one in both]
+        return self._limited(DIVERGENCES[self.config.loss_mode](*both))
+
+    def advantages(self, task: Tensor, logp: Tensor, teacher: Tensor) -> Tensor:
+        """The advantages with what the teacher thinks of each token, and without those of the task if it does
+        not count."""
+        return (task if self.task_rewards else 0.0 * task) - self.terms(logp, teacher)
+
+    def _limited(self, estimate: Tensor) -> Tensor:
+        if (limit := self.config.loss_max_clamp) is not None:
+            estimate = estimate.clamp(-limit, limit)
+        return self.config.distillation_loss_coef * estimate

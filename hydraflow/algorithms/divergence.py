@@ -1,0 +1,51 @@
+"""Divergences of a policy from a teacher over the vocabulary, or over the teacher's K likeliest tokens and
+one bucket for all others (Agarwal et al. 2024, https://arxiv.org/abs/2306.13649).
+
+    forward   KL(teacher || policy) = sum_j q_j (log q_j - log p_j)     covers all that the teacher does
+    reverse   KL(policy || teacher) = sum_j p_j (log p_j - log q_j)     keeps to what the teacher does
+
+p and q are the probabilities of the K tokens, and of the bucket: 1 - their sum. With the bucket both are
+divergences of distributions: never negative, at most that over the whole vocabulary, and without a gradient
+where the two agree. A sum over the K tokens alone, as verl has it, may be negative and pushes the policy to
+give them all probability. Renormalised probabilities would not see what the policy gives to other tokens.
+
+In: log-probabilities of both for the same K tokens. Out: a divergence per token of the response. Left out on
+purpose: which tokens (`workers/teacher.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+
+def forward(policy: Tensor, teacher: Tensor) -> Tensor:
+    """KL(teacher || policy) over the last dimension."""
+    return (teacher.exp() * (teacher - policy)).sum(-1)
+
+
+def reverse(policy: Tensor, teacher: Tensor) -> Tensor:
+    """KL(policy || teacher) over the last dimension."""
+    return (policy.exp() * (policy - teacher)).sum(-1)
+
+
+DIVERGENCES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "forward_kl": forward,
+    "forward_kl_topk": forward,
+    "reverse_kl": reverse,
+    "reverse_kl_topk": reverse,
+}
+"""By the name that `distillation_loss.loss_mode` gives."""
+
+
+def with_rest(log_probs: Tensor) -> Tensor:
+    """(..., K + 1): with the log-probability of all other tokens together, at least that of the smallest
+    difference that the type has at 1. No gradient where this bound holds.
+
+    >>> with_rest(torch.tensor([0.5, 0.25]).log()).exp().tolist()
+    [0.5, 0.25, 0.25]
+    """
+    rest = 1 - log_probs.exp().sum(-1, keepdim=True)
+    return torch.cat([log_probs, rest.clamp(min=torch.finfo(rest.dtype).eps).log()], -1)

@@ -1,0 +1,39 @@
+"""Geometric-mean policy optimization, GMPO (Zhao et al. 2025, https://arxiv.org/abs/2507.20673).
+
+    d_t  = logp_t - old_logp_t, at most clip_ratio_high where A > 0, at least -clip_ratio_low where A < 0
+    loss = -A exp(mean of d over the row's trained tokens)
+
+The ratio is the geometric mean of the row's clipped ratios, one number for all of its tokens. Bounds are
+those of the logarithm; the paper's are 0.4. It averages over each sequence first, as
+`actor.loss_agg_mode=seq-mean-token-mean` does. Both bounds keep their side for negative advantages; verl
+swaps them there, which matters only where they differ.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from hydraflow.algorithms.policy_loss import LOG_RATIO_BOUND, bounded_log_ratio
+from hydraflow.algorithms.token_terms import TokenInputs, TokenTerms
+
+
+def geo_mean(tokens: TokenInputs, *, clip_ratio_low: float, clip_ratio_high: float) -> TokenTerms:
+    """Statistics: `actor/pg_clipfrac` tokens whose ratio was clipped, `actor/ppo_kl` as in `vanilla`.
+
+    >>> logp = torch.tensor([[0.1, 0.5]])
+    >>> tokens = TokenInputs(logp, torch.zeros(1, 2), advantages=torch.ones(1, 2), mask=torch.ones(1, 2))
+    >>> geo_mean(tokens, clip_ratio_low=0.4, clip_ratio_high=0.4).loss  # exp of the mean of 0.1 and 0.4
+    tensor([[-1.2840, -1.2840]])
+    """
+    gap = torch.where(tokens.mask.bool(), tokens.log_probs - tokens.old_log_probs, 0.0)
+    clipped = torch.where(
+        tokens.advantages > 0, gap.clamp(max=clip_ratio_high), gap.clamp(min=-clip_ratio_low)
+    )
+    count = tokens.mask.sum(dim=1, keepdim=True).clamp(min=1.0)  # (B, 1)
+    of_row = clipped.sum(dim=1, keepdim=True) / count  # (B, 1)
+    ratio = of_row.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND).exp()
+    stats = {
+        "actor/pg_clipfrac": (clipped != gap).to(gap.dtype),
+        "actor/ppo_kl": -bounded_log_ratio(tokens).detach(),
+    }
+    return TokenTerms(-tokens.advantages * ratio, stats)

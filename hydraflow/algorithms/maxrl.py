@@ -1,0 +1,29 @@
+"""Maximum likelihood reinforcement learning (Tajwar et al. 2026, https://arxiv.org/abs/2602.02710).
+
+    A = (score - mean of the group) / mean of the group
+
+For scores of 0 and 1: prompts count by the inverse of their success rate, as in the gradient of the logarithm
+of the probability of success. A group whose mean is not above 0 teaches nothing. A group of one has no
+baseline; with a score of 0 or 1 the formula gives 0.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from hydraflow.algorithms.groups import group_scores
+
+
+@torch.no_grad()
+def maxrl(scores: Tensor, *, group_ids: Tensor) -> Tensor:
+    """Advantages (B,) of trajectories with these scores (B,), which should be 0 or 1.
+
+    `group_ids`: (B,) integer, equal for the trajectories of one prompt.
+
+    >>> maxrl(torch.tensor([1.0, 0.0, 0.0, 0.0]), group_ids=torch.zeros(4, dtype=torch.int64)).tolist()
+    [3.0, -1.0, -1.0, -1.0]
+    """
+    centred = group_scores(scores, group_ids).centred
+    mean = scores - centred  # (B,) of its group
+    return torch.where(mean > 0, centred / mean.where(mean > 0, torch.ones_like(mean)), 0.0)

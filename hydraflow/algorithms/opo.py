@@ -1,0 +1,29 @@
+"""On-policy RL with optimal reward baseline (Hao et al. 2025, https://arxiv.org/abs/2505.23585).
+
+    A = score - sum of (tokens * score) / sum of tokens, both over the group
+
+The baseline that minimises the variance of the gradient, if that of a response grows with its length. A group
+of one has nothing to compare with: its advantage is its score, as in GRPO.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from hydraflow.algorithms.groups import centred_by_weight, group_scores
+
+
+@torch.no_grad()
+def opo(scores: Tensor, *, group_ids: Tensor, trained_tokens: Tensor) -> Tensor:
+    """Advantages (B,) of trajectories with these scores (B,).
+
+    `group_ids`: (B,) integer, equal for the trajectories of one prompt. `trained_tokens`: (B,), how many each
+    trajectory has.
+
+    >>> scores, ids = torch.tensor([1.0, 5.0]), torch.tensor([7, 7])
+    >>> opo(scores, group_ids=ids, trained_tokens=torch.tensor([3, 1])).tolist()  # the baseline is 2
+    [-1.0, 3.0]
+    """
+    alone = group_scores(scores, group_ids).size == 1
+    return torch.where(alone, scores, centred_by_weight(scores, group_ids, trained_tokens))

@@ -1,0 +1,101 @@
+"""The optimal token baseline (OTB; Li et al. 2026, "The Optimal Token Baseline: Variance Reduction for
+Long-Horizon LLM-RL", https://proceedings.mlr.press/v306/li26hy.html).
+
+    w_t = 1 - 2 p_t + sum over the vocabulary of p^2
+    W_t = w_1 + ... + w_t
+    B_t = sum of (G_t W_t) / (sum of W_t + 1e-8), both over the group's trajectories that train a token at t
+    A_t = G_t - B_t
+
+G_t is the sum of the rewards from token t on, p_t the probability of token t; w_t is the squared norm of the
+gradient of log p_t with respect to the logits. A trajectory that has no other
+beside it at t is its own baseline there, so its advantage is about 0, but for a group of one, whose baseline
+is 0. `tir_optimal_token_baseline`, for rows with tokens that are not trained (tools' answers), counts trained
+tokens only, and has a baseline of 0 wherever one trajectory is alone.
+
+Where several rows make a sample, each counts as a trajectory. Importance weights of `rollout_correction` do
+not enter W. (In verl they do, squared.)
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from hydraflow.algorithms.trained_tokens import TrainedTokens
+
+
+@torch.no_grad()
+def optimal_token_baseline(
+    rewards: Tensor,
+    mask: Tensor,
+    lengths: Tensor,
+    *,
+    group_ids: Tensor,
+    old_log_probs: Tensor,
+    sum_pi_squared: Tensor,
+) -> tuple[Tensor, Tensor]:
+    """Advantages and returns, (N,) each, 0 where the mask is 0.
+
+    `rewards`, `mask`, `old_log_probs`, `sum_pi_squared`: (N,), the tokens of all rows; `lengths`: (B,);
+    `group_ids`: (B,) integer, equal for the trajectories of one prompt.
+    """
+    tokens = TrainedTokens(mask, lengths)
+    place = tokens.of(_places(lengths))
+    _, group, rows = torch.unique(group_ids, return_inverse=True, return_counts=True)
+    has_others = (rows[group] > 1).repeat_interleave(tokens.lengths)
+    return _less_baseline(tokens, rewards, old_log_probs, sum_pi_squared, group, place, has_others)
+
+
+@torch.no_grad()
+def tir_optimal_token_baseline(
+    rewards: Tensor,
+    mask: Tensor,
+    lengths: Tensor,
+    *,
+    group_ids: Tensor,
+    old_log_probs: Tensor,
+    sum_pi_squared: Tensor,
+) -> tuple[Tensor, Tensor]:
+    """As `optimal_token_baseline`, but places are among the trained tokens, and one alone has a baseline
+    of 0."""
+    tokens = TrainedTokens(mask, lengths)
+    _, group = torch.unique(group_ids, return_inverse=True)
+    return _less_baseline(
+        tokens, rewards, old_log_probs, sum_pi_squared, group, _places(tokens.lengths), None
+    )
+
+
+def _less_baseline(
+    tokens: TrainedTokens,
+    rewards: Tensor,
+    old_log_probs: Tensor,
+    sum_pi_squared: Tensor,
+    group: Tensor,
+    place: Tensor,
+    has_baseline: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    """`group` (B,) of each row, from 0; `place` (n,) of each trained token in its row. `has_baseline` (n,);
+    None: where there is another trajectory at the same place."""
+    returns = tokens.discounted(tokens.of(rewards), 1.0)  # (n,)
+    energy = 1.0 - 2.0 * tokens.of(old_log_probs).double().exp() + tokens.of(sum_pi_squared).double()
+    summed = energy.cumsum(0)  # over all rows
+    first = tokens.lengths.cumsum(0) - tokens.lengths
+    before = torch.cat([summed.new_zeros(1), summed])[first].repeat_interleave(tokens.lengths)
+    weights = summed - before  # (n,) W
+    cell = group.repeat_interleave(tokens.lengths) * (int(place.max()) + 1 if len(place) else 1) + place
+    _, index, count = torch.unique(cell, return_inverse=True, return_counts=True)
+    zeros = weights.new_zeros(len(count))
+    total = zeros.index_add(0, index, weights)
+    baselines = zeros.index_add(0, index, weights * returns) / (total + 1e-8)
+    wanted = (count > 1)[index] if has_baseline is None else has_baseline
+    advantages = returns - torch.where(wanted, baselines[index], 0.0).to(returns.dtype)
+    return tokens.put_back(advantages), tokens.put_back(returns)
+
+
+def _places(lengths: Tensor) -> Tensor:
+    """The place of each token in its row, from 0.
+
+    >>> _places(torch.tensor([2, 0, 3])).tolist()
+    [0, 1, 0, 1, 2]
+    """
+    return torch.arange(int(lengths.sum())) - (lengths.cumsum(0) - lengths).repeat_interleave(lengths)

@@ -1,0 +1,149 @@
+"""Losses over pairs of responses to one prompt, of which one is preferred.
+
+In: rows in pairs, the preferred one first (rows 2i and 2i + 1), right padded to (B, R). Out: the sum over
+the pairs of a micro-batch, divided by the pairs of the whole mini-batch, and metrics. A loss looks at both
+rows of a pair and at nothing else, so no gradient depends on how whole pairs were split. Left out on purpose:
+other preference losses (KTO, ORPO, SimPO, CPO), and keeping pairs together (`engine/micro_batcher.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import ClassVar, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from hydraflow import metrics
+from hydraflow.algorithms.aggregate import Denominators
+from hydraflow.algorithms.config import BradleyTerryConfig, PreferenceConfig
+from hydraflow.algorithms.masked import keep
+from hydraflow.metrics import Metric
+
+
+class PairOutput(Protocol):
+    """The part of a forward pass that a loss over pairs reads: of a policy or of a value model."""
+
+    @property
+    def log_probs(self) -> Tensor | None:
+        """(B, R) of the response's tokens."""
+
+    @property
+    def values(self) -> Tensor | None:
+        """(B, R)."""
+
+
+class Objective(Protocol):
+    """What is learned from pairs: a score for each row, and a loss for the scores of a pair."""
+
+    head: ClassVar[str]
+    """The model's: policy or value."""
+
+    def token_scores(self, answer: Tensor, columns: Mapping[str, Tensor]) -> Tensor:
+        """What each token adds to the score of its row, in the shape of `answer`: the model's
+        log-probabilities or values."""
+
+    def losses(self, scores: Tensor, columns: Mapping[str, Tensor]) -> Tensor:
+        """(P,) for scores (2P,) of pairs, the preferred row first."""
+
+
+@dataclass(frozen=True)
+class DirectPreference:
+    """Direct preference optimization (Rafailov et al. 2023, https://arxiv.org/abs/2305.18290, equation 7),
+    with the share e of wrong labels of cDPO (Mitchell 2023, https://ericmitchell.ai/cdpo.pdf); or IPO (Azar
+    et al. 2023, https://arxiv.org/abs/2310.12036, equation 17).
+
+        score = beta * sum over the response of (logp - ref)
+        gap   = score of the preferred row - score of the other
+        DPO:  loss = -(1 - e) log sigmoid(gap) - e log sigmoid(-gap)
+        IPO:  loss = (gap / beta - 1 / (2 beta))^2
+    """
+
+    config: PreferenceConfig
+    head: ClassVar[str] = "policy"
+
+    def token_scores(self, answer: Tensor, columns: Mapping[str, Tensor]) -> Tensor:
+        """`beta * (logp - ref)`; reads ref_log_prob."""
+        return self.config.beta * (answer - columns["ref_log_prob"])
+
+    def losses(self, scores: Tensor, columns: Mapping[str, Tensor]) -> Tensor:
+        """(P,) of scores (2P,).
+
+        >>> DirectPreference(PreferenceConfig()).losses(torch.tensor([1.0, 1.0]), {})  # log 2
+        tensor([0.6931])
+        >>> DirectPreference(PreferenceConfig(loss_type="ipo", beta=0.5)).losses(torch.tensor([2.0, 1.0]), {})
+        tensor([1.])
+        """
+        beta, smoothing = self.config.beta, self.config.label_smoothing
+        gap = scores[0::2] - scores[1::2]
+        if self.config.loss_type == "ipo":
+            return (gap / beta - 1 / (2 * beta)) ** 2
+        return -(1 - smoothing) * F.logsigmoid(gap) - smoothing * F.logsigmoid(-gap)
+
+
+@dataclass(frozen=True)
+class BradleyTerry:
+    """A reward model (Ouyang et al. 2022, https://arxiv.org/abs/2203.02155, equation 1), with the margins of
+    Llama 2 (Touvron et al. 2023, https://arxiv.org/abs/2307.09288, equation 2) and scores that are kept
+    around 0 (Eisenstein et al. 2023, https://arxiv.org/abs/2312.09244).
+
+        loss = -log sigmoid(score of the preferred row - score of the other - margin)
+               + center_rewards_coefficient * (sum of both scores)^2
+    """
+
+    config: BradleyTerryConfig
+    head: ClassVar[str] = "value"
+
+    def token_scores(self, answer: Tensor, columns: Mapping[str, Tensor]) -> Tensor:
+        """The value where the mask is 1: at the row's last token."""
+        return answer
+
+    def losses(self, scores: Tensor, columns: Mapping[str, Tensor]) -> Tensor:
+        """(P,) of scores (2P,); reads the margin of the preferred row, if there is one.
+
+        >>> BradleyTerry(BradleyTerryConfig()).losses(torch.tensor([3.0, 1.0]), {"margin": torch.ones(2) * 2})
+        tensor([0.6931])
+        """
+        chosen, rejected = scores[0::2], scores[1::2]
+        margin = columns["margin"][0::2] if "margin" in columns else 0.0
+        found = -F.logsigmoid(chosen - rejected - margin)
+        if weight := self.config.center_rewards_coefficient:
+            found = found + weight * (chosen + rejected) ** 2
+        return found
+
+
+@dataclass(frozen=True)
+class PairLoss:
+    """loss = sum of the objective's losses / pairs of the mini-batch. Metrics are means over pairs."""
+
+    denominators: Denominators
+    """Counts of the whole mini-batch, over all data ranks; each of its rows has a trained token."""
+    objective: Objective
+
+    def __call__(self, output: PairOutput, columns: Mapping[str, Tensor]) -> tuple[Tensor, dict[str, Metric]]:
+        answer = output.log_probs if self.objective.head == "policy" else output.values
+        assert answer is not None, f"the loss needs the answers of a {self.objective.head} model"
+        scores = keep(self.objective.token_scores(answer, columns), columns["response_mask"]).sum(1)  # (B,)
+        losses = self.objective.losses(scores, columns)
+        loss = losses.sum() / max(self.denominators.sequences / 2, 1.0)
+        return loss, pair_metrics("train", losses, scores)
+
+
+@torch.no_grad()
+def pair_metrics(prefix: str, losses: Tensor, scores: Tensor) -> dict[str, Metric]:
+    """Means over pairs: loss, share of pairs in which the preferred row has the higher score, by how much,
+    and both scores. losses: (P,); scores: (2P,), of DPO its implicit rewards."""
+    chosen, rejected = scores.double()[0::2], scores.double()[1::2]
+    columns = {
+        "loss": losses.double(),
+        "accuracy": (chosen > rejected).double(),
+        "margin": chosen - rejected,
+        "chosen_score": chosen,
+        "rejected_score": rejected,
+    }
+    means = torch.stack([column.mean() for column in columns.values()]).tolist()
+    return {
+        f"{prefix}/{name}": metrics.mean(value, weight=len(losses)) for name, value in zip(columns, means)
+    }

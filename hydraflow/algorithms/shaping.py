@@ -1,0 +1,123 @@
+"""Reward shaping: what becomes of the reward function's scores before advantages are computed.
+
+    score + overlong penalty + weight * length reward  ->  (score - mean) / std  ->  clip
+
+In: the scores of all rows of a step, and their lengths. Out: scores. With the defaults they stay as they are.
+Left out on purpose: the KL penalty (`kl.py`) and what is done to advantages (`advantages.py`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from hydraflow.algorithms.config import AlgorithmConfig
+from hydraflow.algorithms.groups import GroupScores, group_scores
+from hydraflow.algorithms.running import RunningMoments
+from hydraflow.algorithms.samples import Samples
+
+
+@dataclass(frozen=True)
+class OverlongBuffer:
+    """The soft punishment of long responses (DAPO: Yu et al. 2025, https://arxiv.org/abs/2503.14476, equation
+    13): 0 up to `limit - size` tokens, from there falling, to `-factor` at `limit`. As in verl it falls on
+    beyond the limit.
+
+    >>> OverlongBuffer(limit=100, size=20, factor=2.0).penalty(torch.tensor([80, 90, 100, 110])).tolist()
+    [0.0, -1.0, -2.0, -3.0]
+    """
+
+    limit: int
+    """Tokens of the longest response that should be."""
+    size: int
+    """Tokens before the limit where the penalty grows."""
+    factor: float
+    log: bool = False
+    """Whether the penalties are reported."""
+
+    def penalty(self, lengths: Tensor) -> Tensor:
+        """What is added to the scores (B,) of responses of these lengths (B,)."""
+        over = (lengths - (self.limit - self.size)).clamp(min=0).float()
+        return 0.0 - over / self.size * self.factor
+
+
+def shape_scores(
+    config: AlgorithmConfig,
+    scores: Tensor,
+    *,
+    lengths: Tensor,
+    right: Tensor,
+    group_ids: Tensor,
+    samples: Tensor,
+    seen: RunningMoments,
+    overlong: OverlongBuffer | None = None,
+) -> Tensor:
+    """Scores (B,) of rows with responses of `lengths` (B,) tokens, in order: overlong penalty, length reward,
+    normalization, clip.
+
+    right: (B,) bool, whether the response is right. group_ids, samples: (B,) as in `estimate_advantages`;
+    statistics are those of samples, which several rows may share. seen: the scores of earlier steps, to which
+    these are added where the configuration asks for statistics of the run.
+    """
+    joined = Samples.of(group_ids, samples)
+    ids = joined.first(group_ids)
+    if overlong is not None:
+        scores = scores + overlong.penalty(lengths).to(scores.dtype)
+    if config.length_penalty:
+        is_right = joined.mean(right.to(scores.dtype)) > 0
+        short = length_reward(joined.sum(lengths).to(scores.dtype), is_right, ids)
+        scores = scores + config.length_penalty * joined.to_rows(short)
+    if config.norm_mean_type or config.norm_std_type:
+        scores = _normalized(config, scores, joined, ids, seen)
+    if config.reward_clip is not None:
+        scores = scores.clamp(-config.reward_clip, config.reward_clip)
+    return scores
+
+
+def length_reward(lengths: Tensor, right: Tensor, ids: Tensor) -> Tensor:
+    """The length reward of Kimi k1.5 (Kimi Team 2025, https://arxiv.org/abs/2501.12599, section 2.3.3), (S,):
+
+        r = 1/2 - (length - shortest) / (longest - shortest)    of the group; min(0, r) for a wrong response
+
+    lengths (S,) floating point, right (S,) bool, ids (S,): equal for the responses to one prompt. 0 for a
+    group whose lengths are all equal.
+
+    >>> lengths, right = torch.tensor([10.0, 20.0, 30.0]), torch.tensor([False, True, True])
+    >>> length_reward(lengths, right, torch.tensor([4, 4, 4])).tolist()
+    [0.0, 0.0, -0.5]
+    """
+    _, index = torch.unique(ids, return_inverse=True)
+    zeros = lengths.new_zeros(int(index.max()) + 1 if len(index) else 0)
+    least = zeros.scatter_reduce(0, index, lengths, reduce="amin", include_self=False)[index]
+    most = zeros.scatter_reduce(0, index, lengths, reduce="amax", include_self=False)[index]
+    reward = 0.5 - (lengths - least) / (most - least).clamp(min=1.0)
+    reward = torch.where(right, reward, reward.clamp(max=0.0))
+    return torch.where(most > least, reward, 0.0)
+
+
+def _normalized(
+    config: AlgorithmConfig, scores: Tensor, joined: Samples, ids: Tensor, seen: RunningMoments
+) -> Tensor:
+    """Scores (B,) less a mean, divided by a standard deviation + 1e-6. A sample that would be compared with
+    no other keeps its score."""
+    of_samples = joined.mean(scores)
+    if "running" in (config.norm_mean_type, config.norm_std_type):
+        seen.take(of_samples)
+
+    def relative(kind: str) -> GroupScores:
+        if kind == "running":
+            like = torch.full_like(of_samples, seen.std)
+            return GroupScores(of_samples - seen.mean, like, torch.full_like(ids, seen.count))
+        return group_scores(of_samples, ids if kind == "group" else torch.zeros_like(ids))
+
+    centred, std = of_samples, torch.ones_like(of_samples)
+    if config.norm_mean_type:
+        found = relative(config.norm_mean_type)
+        centred = torch.where(found.size == 1, of_samples, found.centred)
+    if config.norm_std_type:
+        found = relative(config.norm_std_type)
+        std = torch.where(found.size == 1, 1.0, found.std + 1e-6)
+    apart = scores - joined.to_rows(of_samples)  # rows of one sample
+    return (joined.to_rows(centred) + apart) / joined.to_rows(std)

@@ -1,0 +1,57 @@
+"""Tries a loss or an estimator of the user's own on a few made-up rows, before a run depends on it.
+
+In: the function with its keys. Out: what is wrong with what it returns. Left out on purpose: whether it is
+any good.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from hydraflow.algorithms.advantages import estimate_advantages
+from hydraflow.algorithms.config import AlgorithmConfig
+from hydraflow.algorithms.policy_loss import PolicyLoss
+from hydraflow.algorithms.token_terms import TokenInputs, TokenTerms
+
+ROWS, LENGTH = 4, 3
+
+
+def try_loss(loss: PolicyLoss) -> str | None:
+    """What is wrong with its answer to 4 rows of 3 tokens; None: nothing. Raises what it raises."""
+    draw = torch.Generator().manual_seed(0)
+    logp, old, advantages = torch.rand(3, ROWS, LENGTH, generator=draw)
+    mask = torch.tensor([[1, 1, 1], [1, 1, 0], [1, 0, 1], [1, 1, 1]])
+    logp, old = (-mask * logp).requires_grad_(), -mask * old
+    terms = loss(TokenInputs(logp, old, mask * (advantages - 0.5), mask))
+    if not isinstance(terms, TokenTerms):
+        return f"returned a {type(terms).__name__}, not TokenTerms(loss, stats)"
+    for what, tensor in {"loss": terms.loss, **terms.stats}.items():
+        if not isinstance(tensor, torch.Tensor) or tensor.shape != mask.shape:
+            shape = tuple(tensor.shape) if isinstance(tensor, torch.Tensor) else type(tensor).__name__
+            return f"{what} must have the shape (B, R) of its inputs, {tuple(mask.shape)}, and is {shape}"
+    if not terms.loss.requires_grad:
+        return "its loss has no gradient: nothing of it follows from tokens.log_probs"
+    return None if bool(terms.loss[mask.bool()].isfinite().all()) else "its loss is not finite"
+
+
+def try_estimator(config: AlgorithmConfig) -> str | None:
+    """The same of the estimator of a configuration, for 2 groups of 2 rows."""
+    lengths = torch.tensor([3, 2, 3, 1])
+    tokens = int(lengths.sum())
+    rewards, values = torch.linspace(-1.0, 1.0, 2 * tokens).view(2, tokens)
+    found = estimate_advantages(
+        config,
+        torch.tensor([1.0, 0.0, 0.5, 0.25]),
+        rewards,
+        torch.ones(tokens, dtype=torch.bool),
+        lengths,
+        values=values,
+        group_ids=torch.tensor([0, 0, 1, 1]),
+        reward_baselines=torch.zeros(len(lengths)),
+    )
+    for what, tensor in zip(("advantages", "returns"), found):
+        if not isinstance(tensor, torch.Tensor) or tensor.shape != rewards.shape:
+            return f"{what} must be one number for each token, (N,), or for each score, (B,)"
+        if not bool(tensor.isfinite().all()):
+            return f"{what} are not finite"
+    return None

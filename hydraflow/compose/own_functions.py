@@ -1,0 +1,105 @@
+"""The user's own loss and estimator: whether their files, names and parameters fit the configuration.
+
+In: a configuration. Out: problems; and for functions that fit, where they are and the values of the keys that
+they read. The files are read, not run. Left out on purpose: importing them (`jobs/own_code.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Any
+
+from hydraflow.algorithms.config import ESTIMATORS, OF_ESTIMATORS, POLICY_LOSSES
+from hydraflow.errors import Problem
+from hydraflow.options import effective_value
+from hydraflow.schema import PPOConfig
+from hydraflow.system.own_code import OwnFunction, Parameters
+
+LOSS, ESTIMATOR = "actor_rollout_ref.actor.policy_loss.loss_mode", "algorithm.adv_estimator"
+REWARD = "reward.custom_reward_function.path"
+SHAPES = (("scores",), ("rewards", "mask", "lengths"))
+"""How the parameters of an estimator begin."""
+
+
+@dataclass(frozen=True)
+class OwnChoice:
+    """A key that names a function of the user's."""
+
+    key: str
+    given: str
+    function: OwnFunction
+    keys: dict[str, Any]
+    """Values of the keys that it reads, by the names of its parameters."""
+
+
+def own_choices(config: PPOConfig) -> list[OwnChoice]:
+    """Those of a configuration."""
+    actor, algorithm = config.actor_rollout_ref.actor, config.algorithm
+    found = []
+    for key, given, table, sections in (
+        (ESTIMATOR, algorithm.adv_estimator, ESTIMATORS, (algorithm,)),
+        (LOSS, actor.policy_loss.loss_mode, POLICY_LOSSES, (actor, actor.policy_loss)),
+    ):
+        function = OwnFunction.named(given)
+        if function is not None:
+            known = {field.name: section for section in sections for field in fields(section)}
+            read = [name for name in table[given].all_reads if name in known]
+            keys = {name: effective_value(known[name], name) for name in read}
+            found.append(OwnChoice(key, given, function, keys))
+    return found
+
+
+def with_whole_paths(config: PPOConfig) -> PPOConfig:
+    """The configuration for processes that may have another current folder."""
+    whole = {choice.key: f"{choice.function.path}:{choice.function.name}" for choice in own_choices(config)}
+    if ESTIMATOR in whole:
+        config = replace(config, algorithm=replace(config.algorithm, adv_estimator=whole[ESTIMATOR]))
+    if LOSS in whole:
+        policy = config.actor_rollout_ref
+        loss = replace(policy.actor.policy_loss, loss_mode=whole[LOSS])
+        actor = replace(policy.actor, policy_loss=loss)
+        config = replace(config, actor_rollout_ref=replace(policy, actor=actor))
+    return config
+
+
+def own_files(config: PPOConfig) -> dict[str, Path]:
+    """The user's files of code, by the keys that name them."""
+    found = {choice.key: choice.function.path for choice in own_choices(config)}
+    reward = config.reward.custom_reward_function.path
+    return found | ({REWARD: Path(reward).expanduser().absolute()} if reward else {})
+
+
+def own_problems(config: PPOConfig) -> Iterator[Problem]:
+    """Files, functions and parameters that do not fit."""
+    for choice in own_choices(config):
+        try:
+            parameters = choice.function.parameters()
+        except ValueError as error:
+            yield Problem(choice.key, choice.given, str(error), f"{choice.key}=path/to/file.py:function")
+            continue
+        why = _misfit(choice, parameters)
+        if why:
+            start = "tokens, *" if choice.key == LOSS else "scores, *, group_ids"
+            yield Problem(choice.key, choice.given, why, f"def {choice.function.name}({start}, ...)")
+
+
+def _misfit(choice: OwnChoice, parameters: Parameters) -> str:
+    """What is wrong with the parameters; empty: nothing."""
+    if choice.key == LOSS:
+        data, section, begins = 1, "actor or actor.policy_loss", bool(parameters.names)
+        how = "must take the tokens, then keys of actor by their names"
+    else:
+        data = next((len(shape) for shape in SHAPES if parameters.names[: len(shape)] == shape), 0)
+        section, begins = "algorithm", data > 0
+        how = "must take scores, or rewards, mask and lengths, then values, group_ids or keys of algorithm"
+    if not begins:
+        return f"{how}; it takes {', '.join(parameters.names) or 'nothing'}"
+    if data == 1 and choice.key == ESTIMATOR and "values" in parameters.names:
+        return "takes scores, one for each trajectory, so it cannot take values, which are of tokens"
+    given = {*choice.keys, *(OF_ESTIMATORS if choice.key == ESTIMATOR else ())}
+    unknown = [name for name in parameters.names[data:] if name not in given | parameters.optional]
+    if not unknown:
+        return ""
+    return f"its parameter {unknown[0]} is no key of {section}, and has no default"

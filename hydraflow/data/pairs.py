@@ -1,0 +1,182 @@
+"""Pairs of responses to one prompt, of which one is preferred.
+
+In: files with the columns `prompt`, `chosen` and `rejected`, or with two whole conversations. Out: a
+`DataProto` with two neighbouring rows for each pair, the preferred one first, in the engine's columns. Left
+out on purpose: how the assistant's tokens are found (`conversations.py`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from hydraflow.data.chat import Messages, as_messages, require_template
+from hydraflow.data.config import GradedPairsConfig, PairsConfig
+from hydraflow.data.conversations import Conversation, require_turns, tokenised
+from hydraflow.data.files import FileRecord, raise_problems, read_records, require_columns
+from hydraflow.protocol import ragged
+from hydraflow.protocol.batch import DataProto
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+@dataclass(frozen=True)
+class _Row:
+    """One response with its prompt, as the engine's columns have it."""
+
+    prompt: torch.Tensor
+    response: torch.Tensor
+    trained: torch.Tensor
+
+
+class PairDataset:
+    """Tokenised pairs. Raises `ConfigError` for unusable files, rows without a needed column or whose two
+    responses are the same, overlong ones under truncation=error, and as `conversations.py` does."""
+
+    def __init__(
+        self,
+        config: PairsConfig,
+        files: Any,
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        key: str = "data.train_files",
+        max_samples: int = -1,
+    ):
+        require_template(tokenizer)
+        records, pairs = read_pairs(config, files, key=key, max_samples=max_samples)
+        chosen, rejected = (
+            tokenised(tokenizer, [pair[side] for pair in pairs], records, config) for side in (0, 1)
+        )
+        both = [_only_what_differs(*pair) for pair in zip(chosen, rejected, strict=True)]
+        same = "chosen and rejected are the same, or became so when they were cut to data.max_length"
+        raise_problems([r.problem(same) for r, pair in zip(records, both, strict=True) if pair is None])
+        self._pairs = [[self._row(one) for one in pair] for pair in both if pair is not None]
+        self._margins = _margins(config, records)
+
+    def __len__(self) -> int:
+        return len(self._pairs)
+
+    def batch(self, rows: Sequence[int] | np.ndarray) -> DataProto:
+        """The pairs of `rows`: for each two rows, the preferred one first, with ragged int64 `prompts`
+        (2B, P), `responses` (2B, R) and `response_mask`, and `group` (2B,), the number of the pair; where the
+        rows have them, `margin` (2B,) float32."""
+        numbers = np.asarray(rows, dtype=np.int64).tolist()
+        picked = [row for number in numbers for row in self._pairs[number]]
+        columns = {
+            "prompts": ragged.from_rows([row.prompt for row in picked]),
+            "responses": ragged.from_rows([row.response for row in picked]),
+            "response_mask": ragged.from_rows([row.trained for row in picked]),
+            "group": torch.arange(len(numbers)).repeat_interleave(2),
+        }
+        if self._margins is not None:
+            columns["margin"] = torch.tensor([self._margins[number] for number in numbers]).repeat_interleave(
+                2
+            )
+        return DataProto.from_dict(tensors=columns)
+
+    def _row(self, conversation: Conversation) -> _Row:
+        ids, trained = conversation.ids, conversation.trained
+        start = max(1, int(trained.nonzero()[0]))
+        return _Row(ids[:start], ids[start:], trained[start:])
+
+
+class ScoredPairDataset(PairDataset):
+    """Pairs for a reward model, whose score is its value after the last token: the responses end with one
+    more token, which only says where that is and is never read."""
+
+    def _row(self, conversation: Conversation) -> _Row:
+        row = super()._row(conversation)
+        return _Row(row.prompt, *ending(row.response))
+
+
+def ending(response: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """A response (R,) with one token more, whose value is that after the response's last token, and the mask
+    (R + 1,) that selects it.
+
+    >>> ending(torch.tensor([7, 8]))
+    (tensor([7, 8, 0]), tensor([0, 0, 1]))
+    """
+    longer = torch.cat([response, response.new_zeros(1)])
+    mask = torch.zeros_like(longer)
+    mask[-1] = 1
+    return longer, mask
+
+
+def read_pairs(
+    config: PairsConfig, files: Any, *, key: str, max_samples: int
+) -> tuple[list[FileRecord], list[tuple[Messages, Messages]]]:
+    """Rows and their two conversations, the preferred one first, not tokenised yet. Raises ConfigError for
+    unusable files and for rows that are no pairs."""
+    records = read_records(
+        files, key=key, columns=(config.chosen_key, config.rejected_key), limit=max_samples
+    )
+    texts = [record for record in records if isinstance(record.values[config.chosen_key], str)]
+    require_columns(texts, [config.prompt_key])
+    pairs = [(_chat(r, config.chosen_key, config), _chat(r, config.rejected_key, config)) for r in records]
+    for side in (0, 1):
+        require_turns(records, [pair[side] for pair in pairs])
+    rule = "its conversations must end with the assistant's message"
+    ends = [{chat[-1]["role"] for chat in pair} for pair in pairs]
+    raise_problems(
+        [r.problem(rule) for r, roles in zip(records, ends, strict=True) if roles != {"assistant"}]
+    )
+    return records, pairs
+
+
+def _chat(record: FileRecord, column: str, config: PairsConfig) -> Messages:
+    """The prompt, if the row has one, and the response of a column."""
+    said = record.values[column]
+    is_text = isinstance(said, str)
+    response = [{"role": "assistant", "content": said}] if is_text else as_messages(record, column)
+    if record.values.get(config.prompt_key) is None:
+        return response
+    prompt = as_messages(record, config.prompt_key)
+    begun = response[: len(prompt)] == prompt  # some files repeat the prompt in both conversations
+    return response if begun else [*prompt, *response]
+
+
+def _only_what_differs(chosen: Conversation, rejected: Conversation) -> list[Conversation] | None:
+    """Both without the turns that they share: only what follows is compared. None: nothing does."""
+    shortest = min(len(chosen.ids), len(rejected.ids))
+    same = (chosen.ids[:shortest] == rejected.ids[:shortest]).long().cumprod(0)
+    common = int(same.sum())
+    both = [replace(one, trained=_after(one.trained, common)) for one in (chosen, rejected)]
+    return both if all(bool(one.trained[1:].any()) for one in both) else None
+
+
+def _after(trained: torch.Tensor, common: int) -> torch.Tensor:
+    """The mask without the turns that end within the first `common` tokens.
+
+    >>> _after(torch.tensor([0, 1, 1, 0, 1, 1]), 5)
+    tensor([0, 0, 0, 0, 1, 1])
+    """
+    starts = (
+        ((trained == 1) & (torch.cat([trained.new_zeros(1), trained[:-1]]) == 0)).nonzero()[:, 0].tolist()
+    )
+    kept = torch.zeros_like(trained)
+    for start, following in zip(starts, [*starts[1:], len(trained)]):
+        run = trained[start:following]
+        if start + int(run.sum()) > common:
+            kept[start:following] = run
+    return kept
+
+
+def _margins(config: PairsConfig, records: Sequence[FileRecord]) -> list[float] | None:
+    """The margin of every pair; None: none has one."""
+    column = config.margin_key if isinstance(config, GradedPairsConfig) else None
+    if column is None or not any(record.values.get(column) is not None for record in records):
+        return None
+    require_columns(records, [column])
+    problems = []
+    for record in records:
+        value = record.values[column]
+        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+            problems.append(record.problem(f"column {column} must be a finite number, not {value!r}"))
+    raise_problems(problems)
+    return [float(record.values[column]) for record in records]

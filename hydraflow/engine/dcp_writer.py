@@ -1,0 +1,70 @@
+"""torch's distributed checkpoint written by one process, which has no process group.
+
+In: tensors or boxes of them, and the number of the rank whose file they are to be in. Out: the files and
+their index, as that many ranks would write them. Left out on purpose: a run's own checkpoints, which its
+ranks write together (`sharded_checkpoint.py`).
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    STORAGE_TYPES,
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+
+from hydraflow.engine.dcp_index import INDEX, FileRange
+
+
+class CheckpointWriter:
+    """A checkpoint in the making, in a folder that is there."""
+
+    def __init__(self, folder: Path):
+        self._folder = folder
+        self._entries: dict[str, STORAGE_TYPES] = {}
+        self._places: dict[MetadataIndex, _StorageInfo] = {}
+
+    def write(self, content: Any, rank: int) -> FileRange:
+        """Appends the output of torch.save to a rank's file."""
+        name = f"__{rank}_0.distcp"
+        with (self._folder / name).open("ab") as file:
+            at = file.tell()
+            torch.save(content, file)
+            return FileRange(name, at, file.tell() - at)
+
+    def add_box(
+        self, key: str, shape: Sequence[int], start: Sequence[int], box: torch.Tensor, place: FileRange
+    ) -> None:
+        """Enters a box of the tensor `key`, whose whole shape is `shape`, into the index."""
+        entry = self._entries.get(key)
+        if not isinstance(entry, TensorStorageMetadata):
+            properties = TensorProperties(box.dtype)
+            entry = self._entries[key] = TensorStorageMetadata(properties, torch.Size(shape), [])
+        entry.chunks.append(ChunkStorageMetadata(torch.Size(start), box.shape))
+        self._places[MetadataIndex(key, torch.Size(start))] = _info(place)
+
+    def add_object(self, key: str, place: FileRange) -> None:
+        """Enters a pickled object into the index."""
+        self._entries[key] = BytesStorageMetadata()
+        self._places[MetadataIndex(key)] = _info(place)
+
+    def finish(self, planned: Any) -> None:
+        """Writes the index. planned: planner data, by which torch restores nested states."""
+        found = Metadata(self._entries, planner_data=planned, storage_data=self._places, version="1.0.0")
+        with (self._folder / INDEX).open("wb") as file:
+            pickle.dump(found, file)
+
+
+def _info(place: FileRange) -> _StorageInfo:
+    return _StorageInfo(place.file, place.offset, place.length)

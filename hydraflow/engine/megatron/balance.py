@@ -1,0 +1,114 @@
+"""What evens out the load of experts, for users who ask for it: a loss of each row, and biases of routers
+that move.
+
+In: a router's logits, and which of its tokens are in which row. Out: a loss whose gradient reaches the
+router through the weights that it gives; moved biases. The loss is a sum over rows (DeepSeek-V3,
+arXiv:2412.19437, equations 17 to 20, Megatron-Core's `seq_aux_loss`), so its gradient does not depend on how
+rows are cut into micro-batches. Left out on purpose: losses of all tokens of a micro-batch (`aux_loss`,
+`global_aux_loss`, `z_loss`), whose gradient does.
+
+Legend: n tokens of this rank's share of a line, B rows, T tokens of a row, E experts, K of a token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from hydraflow.models.packing import PackedBatch
+from hydraflow.protocol import ragged
+from hydraflow.protocol.batch import DataProto
+
+
+@dataclass(frozen=True)
+class BalancedRows:
+    """Rows whose load is evened out, as this rank's share of their line has them. A token of a prompt that
+    rows share is in all of them."""
+
+    at: torch.Tensor
+    """(M,) tokens of the share, row by row."""
+    row: torch.Tensor
+    """(M,) the row of each."""
+    tokens: torch.Tensor
+    """(B,) T of each row, on all ranks."""
+    weight: torch.Tensor
+    """(B,) what the loss of a row counts; 0: it is not trained."""
+    groups: Sequence[dist.ProcessGroup]
+    """Of the ranks that share the line: the sum over one after the other is that over all."""
+
+    @classmethod
+    def of(
+        cls,
+        data: DataProto,
+        batch: PackedBatch,
+        own: slice,
+        weight: float,
+        groups: Sequence[dist.ProcessGroup],
+    ) -> BalancedRows:
+        """own: this rank's share of the line; weight: of each row that is trained."""
+        read = ragged.lengths(data.get("prompts")) + (ragged.lengths(data.get("responses")) - 1).clamp(min=0)
+        row = torch.repeat_interleave(read)
+        is_here = (batch.places >= own.start) & (batch.places < own.stop)
+        device = batch.input_ids.device
+        return cls(
+            at=(batch.places[is_here] - own.start).to(device),
+            row=row[is_here].to(device),
+            tokens=read.to(device),
+            weight=(trained(data) * weight).to(device),
+            groups=groups,
+        )
+
+
+def trained(data: DataProto) -> torch.Tensor:
+    """(B,) whether each row has a token that is trained."""
+    mask, lengths = ragged.parts(data.get("response_mask"))
+    rows = torch.repeat_interleave(lengths)
+    return torch.zeros(len(lengths)).index_add_(0, rows, mask.float()) > 0
+
+
+def balance_loss(scores: torch.Tensor, chosen: int, rows: BalancedRows) -> torch.Tensor:
+    """() this rank's part of the loss, with a gradient; that of a row whose tokens choose all experts alike
+    is 1, before its weight.
+
+    scores: (n, E), which add up to 1 for each token. chosen: K. Collective.
+
+        L = E / (K T^2) * sum over e of (tokens of the row that choose e) * (sum over tokens of scores[e])
+    """
+    experts = scores.shape[1]
+    best = scores.detach().topk(chosen, dim=1).indices
+    choices = torch.zeros_like(scores, requires_grad=False).scatter_(1, best, 1.0)
+    counts = scores.new_zeros(len(rows.tokens), experts).index_add_(0, rows.row, choices[rows.at])
+    for group in rows.groups:
+        dist.all_reduce(counts, group=group)
+    factors = rows.weight.to(scores.dtype) * experts / (chosen * rows.tokens.to(scores.dtype).square())
+    of_tokens = torch.zeros_like(scores, requires_grad=False)
+    of_tokens.index_add_(0, rows.at, (counts * factors[:, None])[rows.row])
+    return (of_tokens * scores).sum()
+
+
+class Beside(torch.autograd.Function):
+    """Passes weights on, and gives a loss the gradient that it has as a summand of the whole loss."""
+
+    @staticmethod
+    def forward(ctx: Any, weights: torch.Tensor, loss: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(loss)
+        return weights.view_as(weights)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return grads[0], torch.ones_like(ctx.saved_tensors[0])
+
+
+def moved(bias: torch.Tensor, counts: torch.Tensor, rate: float) -> torch.Tensor:
+    """(E,) biases with which a router chooses, after `counts` tokens went to each expert: up by the rate for
+    those with fewer than the average, down for those with more (Wang et al. 2024, arXiv:2408.15664).
+
+    >>> moved(torch.zeros(3), torch.tensor([4.0, 1.0, 1.0]), 0.5)
+    tensor([-0.5000,  0.5000,  0.5000])
+    """
+    counts = counts.to(device=bias.device, dtype=torch.float64)
+    return bias + rate * (counts.mean() - counts).sign().to(bias.dtype)

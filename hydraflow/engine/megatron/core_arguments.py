@@ -1,0 +1,172 @@
+"""The arguments of Megatron-Core's TransformerConfig that follow from the model and from other keys.
+
+In: an `Architecture`, and the sizes of the engine. Out: arguments, or a ConfigError for overrides that say
+something else, with the reason; also before a run starts, so Megatron-Core is not imported. Left out on
+purpose: its configuration itself (`core_config.py`), its gradient buffers (`ddp_config.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from hydraflow.engine.config import MegatronConfig
+from hydraflow.engine.megatron.architecture import Architecture, Mixture
+from hydraflow.errors import ConfigError, Problem, shown
+
+OVERRIDES = "override_transformer_config"
+
+
+def fixed_arguments(shape: Architecture, settings: MegatronConfig, dtype: torch.dtype) -> dict[str, Any]:
+    """By name."""
+    found = OF_OTHER_MODELS | _of_model(shape) | _of_engine(settings, dtype)
+    return found if shape.mixture is None else found | _of_mixture(shape.mixture, settings)
+
+
+def require_free(shape: Architecture, settings: MegatronConfig, dtype: torch.dtype, *, section: str) -> None:
+    """ConfigError for overrides of those, and for kernels that are not installed; `section`: the role's."""
+    engine, fixed = f"{section}.megatron", fixed_arguments(shape, settings, dtype)
+    problems = []
+    if shape.mixture and settings.moe_permute_fusion and find_spec("transformer_engine") is None:
+        key = f"{engine}.moe_permute_fusion"
+        problems.append(Problem(key, True, "Transformer Engine is not installed", f"{key}=false"))
+    problems += _of_balance(shape.mixture, settings, engine)
+    for name, value in sorted(settings.override_transformer_config.items()):
+        if name in fixed and value != fixed[name]:
+            key = f"{engine}.{OVERRIDES}.{name}"
+            remedy = f"{engine}.{name}={shown(value)}" if hasattr(settings, name) else f"leave out {key}"
+            problems.append(Problem(key, shown(value), _WHY.get(name, _FOLLOWS), remedy))
+    if problems:
+        raise ConfigError(problems)
+
+
+def _of_balance(mixture: Mixture | None, settings: MegatronConfig, engine: str) -> Iterator[Problem]:
+    """What is to even out the load of experts, and cannot."""
+    loss, rate = f"{engine}.moe_aux_loss_coeff", f"{engine}.moe_router_bias_update_rate"
+    has_loss = settings.moe_aux_loss_coeff > 0 and settings.moe_router_load_balancing_type != "none"
+    if has_loss and mixture is None:
+        yield Problem(loss, settings.moe_aux_loss_coeff, "the model has no experts", f"{loss}=0")
+    again = settings.override_transformer_config.get("recompute_modules") or ()
+    if has_loss and "moe" in again:
+        name = f"{engine}.{OVERRIDES}.recompute_modules"
+        rule = f"experts that are computed again alone do not know the rows of {loss}"
+        yield Problem(name, shown(again), rule, f"leave out {name}: all of a layer is")
+    if settings.moe_router_bias_update_rate > 0 and not (mixture and mixture.by_sigmoid):
+        rule = "the routers of the model have no biases"
+        yield Problem(rate, settings.moe_router_bias_update_rate, rule, f"{rate}=0")
+
+
+_FOLLOWS = "follows from the model and from other keys"
+_DISPATCHER = "only alltoall exchanges tokens of lines whose lengths differ"
+_BY_MICRO_BATCH = "the gradient would depend on how rows are cut into micro-batches"
+_WHY = {
+    "moe_grouped_gemm": "the experts are the engine's own, in one tensor for each matrix",
+    **dict.fromkeys(("moe_token_dispatcher_type", "moe_enable_deepep"), _DISPATCHER),
+    "calculate_per_token_loss": "a loss holds its own denominators, so gradients are only summed",
+    **dict.fromkeys(
+        ("moe_router_load_balancing_type", "moe_z_loss_coeff", "moe_input_jitter_eps"), _BY_MICRO_BATCH
+    ),
+}
+"""Reasons that are neither the model nor another key."""
+OF_OTHER_MODELS: dict[str, Any] = {
+    "num_moe_experts": None,
+    "moe_layer_freq": 1,
+    "moe_router_topk_scaling_factor": None,
+    "moe_router_num_groups": None,
+    "moe_router_group_topk": None,
+    "moe_router_force_load_balancing": False,
+    "multi_latent_attention": False,
+    "mtp_num_layers": None,
+    "rotary_interleaved": False,
+    "no_rope_freq": None,
+    "softmax_scale": None,
+    "window_size": None,
+    "layernorm_zero_centered_gamma": False,
+    "attention_softmax_in_fp32": True,
+    "fp16": False,
+    "fp8": None,
+    "fp4": None,
+}
+"""Megatron-Core's defaults of what would change a model that is built here, or what its own layers do not
+read."""
+
+
+def _of_model(shape: Architecture) -> dict[str, Any]:
+    return dict(
+        num_layers=shape.layers,
+        hidden_size=shape.hidden,
+        ffn_hidden_size=shape.intermediate,
+        num_attention_heads=shape.heads,
+        num_query_groups=shape.kv_heads,
+        kv_channels=shape.head_dim,
+        normalization="RMSNorm",
+        layernorm_epsilon=shape.eps,
+        gated_linear_unit=True,
+        activation_func=F.silu,
+        add_bias_linear=False,
+        add_qkv_bias=shape.qkv_bias,
+        qk_layernorm=shape.norm_of_heads,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+    )
+
+
+def _of_mixture(mixture: Mixture, settings: MegatronConfig) -> dict[str, Any]:
+    return dict(
+        num_moe_experts=mixture.count,
+        moe_router_topk=mixture.chosen,
+        moe_ffn_hidden_size=mixture.width,
+        moe_router_score_function="sigmoid" if mixture.by_sigmoid else "softmax",
+        moe_router_pre_softmax=not mixture.normalised,
+        moe_router_topk_scaling_factor=mixture.scaling,
+        moe_router_num_groups=mixture.groups,
+        moe_router_group_topk=mixture.chosen_groups,
+        moe_router_enable_expert_bias=mixture.by_sigmoid,
+        moe_router_bias_update_rate=0.0,  # the engine itself moves biases, after an optimizer step
+        moe_shared_expert_intermediate_size=mixture.shared,
+        moe_shared_expert_gate=mixture.shared_gate,
+        moe_shared_expert_overlap=False,
+        expert_model_parallel_size=settings.expert_model_parallel_size,
+        expert_tensor_parallel_size=settings.expert_tensor_size,
+        moe_router_dtype=settings.moe_router_dtype,
+        moe_permute_fusion=settings.moe_permute_fusion,
+        # what another model has, or what would make a gradient depend on micro-batches; the loss that does
+        # not is the engine's own (balance.py)
+        moe_router_load_balancing_type="none",
+        moe_aux_loss_coeff=0.0,
+        moe_z_loss_coeff=None,
+        moe_input_jitter_eps=None,
+        moe_latent_size=None,
+        moe_expert_capacity_factor=None,
+        moe_grouped_gemm=False,
+        moe_enable_deepep=False,
+        moe_apply_probs_on_input=False,
+        moe_enable_routing_replay=False,
+    )
+
+
+def _of_engine(settings: MegatronConfig, dtype: torch.dtype) -> dict[str, Any]:
+    return dict(
+        tensor_model_parallel_size=settings.tensor_model_parallel_size,
+        pipeline_model_parallel_size=settings.pipeline_model_parallel_size,
+        virtual_pipeline_model_parallel_size=settings.chunks if settings.chunks > 1 else None,
+        # what two stages send each other in both directions at once would be mixed up
+        overlap_p2p_comm=settings.chunks > 1,
+        batch_p2p_comm=settings.chunks == 1,
+        context_parallel_size=settings.context_parallel_size,
+        sequence_parallel=settings.sequence_parallel and settings.tensor_model_parallel_size > 1,
+        # packed lines differ in length, and every stage must be told
+        variable_seq_lengths=settings.pipeline_model_parallel_size > 1,
+        moe_token_dispatcher_type="alltoall",  # the only one with lengths that differ
+        params_dtype=dtype,
+        pipeline_dtype=dtype,
+        bf16=dtype == torch.bfloat16,
+        # the law of gradients: a loss holds its own denominators
+        calculate_per_token_loss=True,
+        perform_initialization=False,
+        use_cpu_initialization=True,
+    )

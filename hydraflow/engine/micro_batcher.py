@@ -1,0 +1,218 @@
+"""Passes over any number of rows, in micro-batches: a fixed number of rows each, or as many as a token budget
+holds; in smaller ones again after an out-of-memory error.
+
+In: rows with ragged prompts and responses. Out: what an engine gives for micro-batches of them. The size that
+fits is kept for the rest of the run. It changes on all data ranks alike, because every pass is a collective:
+all ranks need the same number of passes, whichever rank ran out of memory. An engine that cannot bring its
+ranks together after such an error lets it through. Left out on purpose: growing again, the sizes themselves
+(`batch_plan`), a micro-batch as the model reads it (`models/packing.py`).
+"""
+
+from __future__ import annotations
+
+import logging
+from abc import abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+
+from hydraflow.batch_plan.parts import MicroPlan
+from hydraflow.engine.base import LossFn, OomReport, OutOfMemory
+from hydraflow.errors import DoesNotFit
+from hydraflow.metrics import Metric
+from hydraflow.models.ask import LOG_PROBS, Ask
+from hydraflow.models.packing import row_tokens
+from hydraflow.protocol.balance import token_bins
+from hydraflow.protocol.batch import DataProto
+
+logger = logging.getLogger(__name__)
+Reduce = Callable[[torch.Tensor, str], torch.Tensor]
+"""`TrainEngine.reduce`."""
+
+
+@dataclass(frozen=True)
+class MicroBatches:
+    """Parts of a batch, and where their rows came from."""
+
+    parts: list[DataProto]
+    """At least one row each."""
+    order: np.ndarray
+    """(B,) row of the batch for each row of the parts, one part after the other."""
+
+    def restore(self, rows: DataProto) -> DataProto:
+        """Reorders rows from the parts' order to the batch's."""
+        if bool((self.order[:-1] < self.order[1:]).all()):
+            return rows
+        return rows.select_idxs(np.argsort(self.order))
+
+
+class MicroBatcher:
+    """The micro-batches of one kind of pass; `what` names it in messages, as in "update of the actor"."""
+
+    def __init__(self, plan: MicroPlan, what: str):
+        self.plan, self.what = plan, what
+        self._planned = plan
+        self._splits = 0
+
+    def cut(self, rows: DataProto, reduce: Reduce) -> MicroBatches:
+        """Micro-batches of the current size, the same number on every data rank, without the dead rows that
+        they can do without."""
+        size = self._fitting(rows)
+        if size.rows is not None:
+            found = split_rows(rows, size.rows)
+        else:
+            assert size.max_tokens is not None, "a micro-batch plan counts rows or tokens"
+            found = split_tokens(rows, size.max_tokens, lambda own: reduce(own, "max"), unit=size.unit)
+        if "live" not in rows.keys():
+            return found
+        return replace(found, parts=list(map(_at_least_one, found.parts)))
+
+    def take_splits(self) -> int:
+        """Number of splits since the last call; the same on every rank."""
+        splits, self._splits = self._splits, 0
+        return splits
+
+    def _fitting(self, rows: DataProto) -> MicroPlan:
+        """The current size; a row longer than the remembered number of tokens is a micro-batch of its own."""
+        if self.plan is self._planned or self.plan.max_tokens is None:
+            return self.plan
+        longest = int(unit_tokens(rows, self.plan.unit).max())
+        return replace(self.plan, max_tokens=max(self.plan.max_tokens, longest))
+
+    def make_smaller(self, rows: DataProto, reports: Sequence[OomReport], reduce: Reduce) -> None:
+        """After micro-batches of these rows were too large. Raises DoesNotFit, on every rank, when a single
+        row was."""
+        alone = next((report for report in reports if report.rows <= self.plan.unit), None)
+        if alone is not None:
+            least = "row" if self.plan.unit == 1 else "pair"
+            raise DoesNotFit(
+                f"{self.what}: rank {alone.rank} has no memory for a single {least} of {alone.tokens} tokens."
+                " What makes room: fewer tokens (data.max_prompt_length, data.max_response_length),"
+                " model.enable_gradient_checkpointing=true, fsdp_config.offload_policy=true, a smaller"
+                " head_chunk_tokens of the engine, more devices, also for each row"
+                " (fsdp_config.ulysses_sequence_parallel_size, megatron.context_parallel_size)."
+            )
+        self.plan = self._half(rows, max(report.tokens for report in reports), reduce)
+        self._splits += 1
+        found = "; ".join(map(str, reports))
+        unit = "row" if self.plan.max_tokens is None else "token"
+        logger.warning(
+            "%s: %s; micro-batches of up to %d %ss from now on",
+            self.what,
+            found,
+            self.plan.rows or self.plan.max_tokens,
+            unit,
+        )
+
+    def _half(self, rows: DataProto, tokens: int, reduce: Reduce) -> MicroPlan:
+        """`tokens`: size of the largest micro-batch that did not fit."""
+        unit = self.plan.unit
+        if self.plan.rows is not None:
+            units = min(self.plan.rows, len(rows)) // unit
+            return replace(self.plan, rows=-(-units // 2) * unit)
+        assert self.plan.max_tokens is not None, "a micro-batch plan counts rows or tokens"
+        too_many = min(self.plan.max_tokens, tokens)
+        longest = int(reduce(torch.tensor([float(unit_tokens(rows, unit).max())]), "max"))
+        fewer = max(-(-too_many // 2), longest)
+        if fewer < too_many:
+            return replace(self.plan, max_tokens=fewer)
+        return MicroPlan(rows=unit, max_tokens=None, unit=unit)
+
+
+class InMicroBatches:
+    """The passes of an engine over any number of rows."""
+
+    def forward_rows(
+        self, rows: DataProto, micro_batcher: MicroBatcher, ask: Ask = LOG_PROBS, *, adapter: bool = True
+    ) -> DataProto:
+        """See `TrainEngine`."""
+        while True:
+            micro = micro_batcher.cut(rows, self.reduce)
+            try:
+                return micro.restore(self.forward(micro.parts, ask, adapter=adapter))
+            except OutOfMemory as error:
+                reports = error.reports  # not the error: its frames keep the passes' tensors alive
+            micro_batcher.make_smaller(rows, reports, self.reduce)
+
+    def forward_backward_rows(
+        self, rows: DataProto, micro_batcher: MicroBatcher, loss_fn: LossFn, ask: Ask = LOG_PROBS
+    ) -> dict[str, Metric]:
+        """See `TrainEngine`."""
+        while True:
+            micro = micro_batcher.cut(rows, self.reduce)
+            try:
+                return self.forward_backward(micro.parts, loss_fn, ask)
+            except OutOfMemory as error:
+                reports = error.reports
+            micro_batcher.make_smaller(rows, reports, self.reduce)
+
+    @abstractmethod
+    def forward(
+        self, micro_batches: Sequence[DataProto], ask: Ask = LOG_PROBS, *, adapter: bool = True
+    ) -> DataProto:
+        """See `TrainEngine`."""
+
+    @abstractmethod
+    def forward_backward(
+        self, micro_batches: Sequence[DataProto], loss_fn: LossFn, ask: Ask = LOG_PROBS
+    ) -> dict[str, Metric]:
+        """See `TrainEngine`."""
+
+    @abstractmethod
+    def reduce(self, values: torch.Tensor, how: str = "sum") -> torch.Tensor:
+        """See `TrainEngine`."""
+
+
+def live_rows(rows: DataProto) -> DataProto:
+    """The rows that are not dead, perhaps none."""
+    if "live" not in rows.keys():
+        return rows
+    return rows.select_idxs(rows.get("live")).select([name for name in rows.keys() if name != "live"])
+
+
+def _at_least_one(rows: DataProto) -> DataProto:
+    """The live rows, or one dead row where there are none, because a pass is a collective."""
+    if bool(rows.get("live").any()):
+        return live_rows(rows)
+    return rows.select_idxs([0]).select([name for name in rows.keys() if name != "live"])
+
+
+def split_rows(data: DataProto, size: int) -> MicroBatches:
+    """Micro-batches of `size` rows in order; the last may have fewer. Ranks with the same number of
+    rows get the same number of parts."""
+    assert size >= 1, size
+    order = np.arange(len(data))
+    if size >= len(data):
+        return MicroBatches([data], order)
+    return MicroBatches(
+        [data.slice(first, min(first + size, len(data))) for first in range(0, len(data), size)], order
+    )
+
+
+def unit_tokens(data: DataProto, unit: int) -> torch.Tensor:
+    """Tokens of each `unit` neighbouring rows together: int64 (B / unit,)."""
+    return row_tokens(data).view(-1, unit).sum(1)
+
+
+def split_tokens(
+    data: DataProto, max_tokens: int, reduce_max: Callable[[torch.Tensor], torch.Tensor], *, unit: int = 1
+) -> MicroBatches:
+    """Micro-batches of at most `max_tokens` tokens each, prompts and responses together; each `unit`
+    neighbouring rows stay together.
+
+    `reduce_max` gives the largest value over data ranks: all get the number of parts of the rank that needs
+    the most, because every forward pass is a collective. Raises ValueError for a row that is longer than the
+    budget."""
+    lengths = unit_tokens(data, unit).numpy()
+    needed = len(token_bins(lengths, max_tokens))
+    agreed = int(reduce_max(torch.tensor([float(needed)])))
+    bins = token_bins(lengths, max_tokens, min_bins=agreed)
+    assert len(bins) == agreed, (
+        f"{len(data)} rows cannot be split into {agreed} micro-batches: ranks hold different numbers of rows"
+    )
+    if agreed == 1:
+        return MicroBatches([data], np.arange(len(data)))
+    rows = [(np.sort(chosen)[:, None] * unit + np.arange(unit)).reshape(-1) for chosen in bins]
+    return MicroBatches([data.select_idxs(chosen) for chosen in rows], np.concatenate(rows))

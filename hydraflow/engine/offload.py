@@ -1,0 +1,60 @@
+"""Where some of an engine's memory is: on the device while it is used, in host memory while it rests.
+
+In: two functions that move it. Out: the moves, only where they are due. Left out on purpose: what moves, and
+how (`fsdp/engine.py`, `megatron/storages.py`), page-locked host memory, and FSDP2's own CPU offload policy,
+which keeps shards on the host during a pass, too (`fsdp/build.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch
+
+from hydraflow.device import return_memory
+
+HOST = torch.device("cpu")
+
+
+class Offload:
+    """The place of weights, gradients or optimizer state.
+
+    rests: whether they go to host memory at all; never where that is the device itself.
+    """
+
+    def __init__(
+        self,
+        to_host: Callable[[], object],
+        to_device: Callable[[], object],
+        device: torch.device,
+        *,
+        rests: bool,
+    ):
+        self._to_host, self._to_device = to_host, to_device
+        self._device, self._rests = device, rests
+        self._at_rest = False
+        self._borrowers = 0
+
+    def wake(self) -> None:
+        """Brings it to the device unless it is there."""
+        if self._at_rest:
+            self._to_device()
+            self._at_rest = False
+
+    def rest(self) -> None:
+        """Moves it to host memory, until `wake`; not while it is borrowed."""
+        if self._rests and not self._at_rest and not self._borrowers:
+            self._to_host()
+            return_memory(self._device.type)
+            self._at_rest = True
+
+    @contextmanager
+    def borrowed(self) -> Iterator[None]:
+        """Keeps it on the device inside the block, which may last for several calls of the role."""
+        self.wake()
+        self._borrowers += 1
+        try:
+            yield
+        finally:
+            self._borrowers -= 1

@@ -1,0 +1,34 @@
+"""What ranks tell each other about micro-batches that were too large for one of them.
+
+In: this rank's micro-batch, if it was. Out: the reports of all ranks. Left out on purpose: how the ranks get
+to this point together (`fsdp/oom_recovery.py`, `megatron/oom_recovery.py`).
+"""
+
+from __future__ import annotations
+
+import logging
+
+import torch
+import torch.distributed as dist
+
+from hydraflow.engine import process_group
+from hydraflow.engine.base import OomReport
+from hydraflow.models.packing import row_tokens
+from hydraflow.protocol.batch import DataProto
+
+logger = logging.getLogger(__name__)
+
+
+def note_out_of_memory(data: DataProto, error: BaseException) -> None:
+    """Logs what this rank had no memory for."""
+    tokens = int(row_tokens(data).sum())
+    logger.warning("out of memory in a micro-batch of %d rows, %d tokens: %s", len(data), tokens, error)
+
+
+def reports_of(too_large: DataProto | None) -> list[OomReport]:
+    """Of all ranks, the same on each; collective. None: this rank had enough memory."""
+    facts = torch.zeros(dist.get_world_size(), 2)
+    if too_large is not None:
+        facts[dist.get_rank()] = torch.tensor([len(too_large), int(row_tokens(too_large).sum())])
+    found = process_group.all_reduce(facts).long().tolist()
+    return [OomReport(rank, rows, tokens) for rank, (rows, tokens) in enumerate(found) if rows]

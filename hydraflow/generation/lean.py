@@ -1,0 +1,126 @@
+"""One token of each row through a Llama-like model: the operations of transformers' own forward, in its
+order, and fewer of them.
+
+In: the sampled tokens, the cache, an additive mask. Out: the next logits; from a few dozen columns on, a
+matrix product has the same bits when it is part of a larger one, and so have the logits. Queries, keys and
+values are one product, and so are gate and up: the model's own weights are rows of the joined ones, so
+weights that arrive are joined already. Left out on purpose: prompts, and models of any other class, which run
+their own forward (`decode.py`).
+
+Legend: B rows, H hidden size, h heads of queries, k heads of keys and values, d head dimension, L tokens so
+far.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import (
+    Cache,
+    LlamaForCausalLM,
+    MistralForCausalLM,
+    PreTrainedModel,
+    Qwen2ForCausalLM,
+    Qwen3ForCausalLM,
+)
+
+_CLASSES = (LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM)
+"""Whose layers are norm, attention, norm, gated MLP, with nothing between them."""
+
+
+def is_known(model: PreTrainedModel) -> bool:
+    """Whether `LeanForward` computes what this model does; a class that derives from a known one may not."""
+    return type(model) in _CLASSES
+
+
+class LeanForward:
+    """The decoding step of a model, whose weights are joined here; they stay the model's parameters."""
+
+    def __init__(self, model: PreTrainedModel):
+        backbone: Any = model.base_model
+        self._backbone = backbone
+        self._head = model.get_output_embeddings()
+        self._layers = [_Layer(layer) for layer in backbone.layers]
+
+    def __call__(self, token: Tensor, cache: Cache, mask: Tensor, positions: Tensor) -> Tensor:
+        """Logits (B, V). token: (B,); mask: additive (B, 1, 1, L) with the new token; positions: (B, 1)."""
+        x = self._backbone.embed_tokens(token)  # (B, H)
+        cos, sin = self._backbone.rotary_emb(x, positions)  # (B, 1, d)
+        sin = torch.cat([sin[..., : sin.shape[-1] // 2].neg(), sin[..., sin.shape[-1] // 2 :]], -1)
+        for layer, cached in zip(self._layers, cache.layers, strict=True):
+            x = layer(x, cached, mask, cos, sin)
+        return self._head(_norm(x, *_norm_of(self._backbone.norm)))  # type: ignore[no-any-return, misc]
+
+
+class _Layer:
+    def __init__(self, layer: Any):
+        attention, mlp = layer.self_attn, layer.mlp
+        self._head_dim, self._scale = attention.head_dim, attention.scaling
+        self._keys = attention.k_proj.out_features // self._head_dim
+        self._before, self._between = (
+            _norm_of(layer.input_layernorm),
+            _norm_of(layer.post_attention_layernorm),
+        )
+        self._qkv = _join([attention.q_proj, attention.k_proj, attention.v_proj])
+        self._gate_up = _join([mlp.gate_proj, mlp.up_proj])
+        self._out, self._down, self._act = attention.o_proj, mlp.down_proj, mlp.act_fn
+        self._of_heads = (
+            (_norm_of(attention.q_norm), _norm_of(attention.k_norm)) if hasattr(attention, "q_norm") else None
+        )
+
+    def __call__(self, x: Tensor, cached: Any, mask: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        x = x + self._attend(_norm(x, *self._before), cached, mask, cos, sin)
+        gate, up = F.linear(_norm(x, *self._between), *self._gate_up).chunk(2, -1)
+        return x + self._down(self._act(gate).mul_(up))  # type: ignore[no-any-return]
+
+    def _attend(self, x: Tensor, cached: Any, mask: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        rows, keys, dim = len(x), self._keys, self._head_dim
+        heads = F.linear(x, *self._qkv).view(rows, -1, dim)  # (B, h + 2k, d)
+        turned, v = heads[:, :-keys], heads[:, -keys:]
+        if self._of_heads is not None:
+            of_q, of_k = self._of_heads
+            turned = torch.cat([_norm(turned[:, :-keys], *of_q), _norm(turned[:, -keys:], *of_k)], 1)
+        turned = _rotate(turned, cos, sin)
+        k, v = cached.update(turned[:, -keys:, None], v[:, :, None])  # (B, k, L, d)
+        # queries that share a key are rows of one head, as in attention.py
+        q = turned[:, :-keys].view(rows, keys, -1, dim)
+        mask = mask.expand(-1, -1, q.shape[2], -1)
+        found = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=self._scale)
+        return self._out(found.reshape(rows, -1))  # type: ignore[no-any-return]
+
+
+@torch.no_grad()
+def _join(parts: Sequence[nn.Linear]) -> tuple[Tensor, Tensor | None]:
+    """Weights, and biases if there are any, of layers with the same input, one below the other. From now on
+    the layers' own are parts of these."""
+
+    def join(tensors: Sequence[Tensor]) -> Tensor:
+        # tensors of inference mode could not be written to by the next update of weights
+        with torch.inference_mode(False):
+            joined = torch.cat([tensor.data for tensor in tensors])
+            for tensor, part in zip(tensors, joined.split([len(tensor) for tensor in tensors]), strict=True):
+                tensor.data = part
+        return joined
+
+    biases = [part.bias for part in parts if part.bias is not None]
+    return join([part.weight for part in parts]), join(biases) if biases else None
+
+
+def _norm_of(module: Any) -> tuple[Tensor, float]:
+    return module.weight, module.variance_epsilon
+
+
+def _norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
+    """RMSNorm over the last dimension, in float32 whatever the type, as all of these models have it."""
+    wide = x.to(torch.float32)
+    return weight * (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + epsilon)).to(x.dtype)
+
+
+def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotary embedding of (B, n, d); the first half of `sin` has the other sign."""
+    first, second = x.chunk(2, -1)
+    return (x * cos).add_(torch.cat([second, first], -1).mul_(sin))

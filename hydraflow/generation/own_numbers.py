@@ -1,0 +1,80 @@
+"""Compares, once when the built-in engine has its weights, the log-probabilities that it tells with those of
+the model's own forward pass without a cache.
+
+In: an engine and its model. Out: nothing, or a ConfigError. Models keep more between two tokens than keys and
+values: recurrent states, keys of an index. Where they are kept in a way that is not known here, or inside of
+the model, samples come from another distribution than the one that is told.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from hydraflow.device import ran_out_of_memory
+from hydraflow.errors import ConfigError
+from hydraflow.generation.base import GenerationEngine, GenerationRequest, SamplingParams
+from hydraflow.models.loading import context_of, first_line
+from hydraflow.models.probe import REFUSED, ROWS, difference, limit, probe_rows
+from hydraflow.protocol import ragged
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+TOKENS, SAMPLES = 6, 2
+"""Of each response; of each prompt."""
+OTHER_WITH_A_CACHE = ("moshi", "zamba2")
+"""Types whose own code computes other numbers with a cache than without one, and not in all rows: those that
+are compared here may be alike."""
+
+
+def require_own_numbers(engine: GenerationEngine, model: PreTrainedModel, field: str) -> None:
+    """ConfigError where the engine tells other numbers than the model has. field: the engine's name."""
+    context = context_of(model.config)
+    if context is not None and context.tokens < TOKENS + max(prompt for prompt, _ in ROWS):
+        return
+    try:
+        off = _difference(engine, model)
+        why = f"its log-probabilities are off by {off:.2g} from those of the model's own forward pass"
+    except FloatingPointError:
+        return  # damaged weights; whoever samples is told
+    except REFUSED as error:
+        if ran_out_of_memory(error):
+            raise
+        off, why = float("inf"), f"the model's code raises {type(error).__name__}: {first_line(error)}"
+    if (is_known := model.config.model_type in OTHER_WITH_A_CACHE) and off <= limit(model.dtype):
+        why = "its code computes other numbers with a cache than without one"
+    if off > limit(model.dtype) or is_known:
+        raise not_sampled(model.config.model_type, field, why)
+
+
+def not_sampled(model_type: str, field: str, why: str) -> ConfigError:
+    """The refusal of a type of model."""
+    rule = f"the built-in engine cannot sample from models of type {model_type}: {why}"
+    return ConfigError.one(field, "native", rule, f"{field}=vllm, or another model")
+
+
+@torch.inference_mode()
+def _difference(engine: GenerationEngine, model: PreTrainedModel) -> float:
+    """The larger of two calls: what is kept inside of a model shows in the second."""
+    embeddings: Any = model.get_input_embeddings()
+    prompts = ragged.rows(probe_rows(embeddings.num_embeddings)[0])
+    request = GenerationRequest(
+        prompts, [SAMPLES] * len(prompts), [("probe", i) for i in range(len(prompts))]
+    )
+    found = []
+    for _ in range(2):
+        output = engine.generate(request, SamplingParams(max_tokens=TOKENS, ignore_eos=True))
+        responses = ragged.rows(output.responses)
+        theirs = torch.cat([_own(model, prompts[i // SAMPLES], one) for i, one in enumerate(responses)])
+        ours = ragged.parts(output.log_probs)[0]
+        found.append(difference(ours, theirs, ragged.lengths(output.responses), model.dtype))
+    return max(found)
+
+
+def _own(model: PreTrainedModel, prompt: torch.Tensor, response: torch.Tensor) -> torch.Tensor:
+    """(R,) log-probabilities by the model's own code."""
+    ids = torch.cat([prompt, response]).to(model.device)[None]
+    logits = model(input_ids=ids, use_cache=False).logits[0, len(prompt) - 1 : -1].float()
+    return logits.log_softmax(-1).gather(1, ids[0, len(prompt) :, None])[:, 0].cpu()

@@ -1,0 +1,123 @@
+"""Imports and tries the user's own code in a process of its own, before a run starts: importing may hang, or
+end the process.
+
+In: functions with the values of their keys, or modules. Out: a `ConfigError` that says what is wrong. The
+process is killed after `SECONDS`, with what it has started. Left out on purpose: reward functions, which have
+processes of their own throughout (`rewards/`).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from contextlib import suppress
+from functools import partial
+from typing import Any
+
+from hydraflow.algorithms.config import AlgorithmConfig
+from hydraflow.compose.own_functions import ESTIMATOR, own_choices, own_problems
+from hydraflow.errors import ConfigError, Faults, Problem
+from hydraflow.models.config import ModelSourceConfig
+from hydraflow.schema import PPOConfig
+from hydraflow.system.own_code import OwnFunction, import_modules, line_of
+
+SECONDS = 120.0
+"""Seconds for importing torch and everything that is to be tried."""
+_BOOT = (
+    "import json, sys; sys.path[:] = json.loads(sys.argv[1]);"
+    " from hydraflow.jobs.own_code import main; main(int(sys.argv[2]), *map(json.loads, sys.argv[3:]))"
+)
+
+
+def check_functions(config: PPOConfig) -> None:
+    """Raises ConfigError for a loss or an estimator of the user's own that does not fit the configuration,
+    cannot be imported, or fails on a few made-up rows."""
+    faults = Faults()
+    faults.add(list(own_problems(config)))
+    known = {problem.field for problem in faults.problems}
+    for choice in own_choices(config):
+        if choice.key not in known:
+            asked = {"key": choice.key, "given": choice.given, "keys": choice.keys}
+            faults.passes(partial(_in_process, choice.key, choice.given, asked))
+    faults.require_none()
+
+
+def check_modules(model: ModelSourceConfig, field: str) -> None:
+    """The same for `external_lib` of a model, whose section is `field`."""
+    if model.external_lib:
+        key = f"{field}.external_lib"
+        _in_process(key, model.external_lib, {"key": key, "modules": model.external_lib})
+
+
+def _in_process(key: str, given: Any, asked: dict[str, Any]) -> None:
+    answers, answer = os.pipe()
+    with open(answers, encoding="utf-8") as answered:
+        process = subprocess.Popen(
+            [sys.executable, "-c", _BOOT, json.dumps(sys.path), str(answer), json.dumps(asked)],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            pass_fds=[answer],
+            start_new_session=True,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+        )
+        os.close(answer)
+        try:
+            code = process.wait(SECONDS)
+            text = answered.read() if code == 0 else ""
+            rule = f"while it was imported, it ended its process (exit code {code})"
+        except subprocess.TimeoutExpired:
+            text, rule = "", f"its import was not over after {SECONDS:g} seconds"
+        finally:
+            _end(process)
+    if not text:
+        raise ConfigError.one(key, given, rule, "correct what it does when it is imported")
+    if problems := [Problem(*problem) for problem in json.loads(text)]:
+        raise ConfigError(problems)
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """With all processes of its group, which it may have left behind."""
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait(10)
+
+
+def main(answer: int, asked: dict[str, Any]) -> None:
+    """In the process: tries what is asked, and writes a list of (key, value, rule, remedy)."""
+    problems: list[Problem] = []
+    try:
+        if "modules" in asked:
+            import_modules(asked["modules"], asked["key"])
+        else:
+            _try(asked["key"], asked["given"], asked["keys"])
+    except ConfigError as error:
+        problems = error.problems
+    given = asked.get("given", asked.get("modules"))
+    with open(answer, "w", encoding="utf-8") as stream:
+        json.dump([[asked["key"], given, problem.rule, problem.remedy] for problem in problems], stream)
+    os._exit(0)  # threads that the import has started must not keep it alive
+
+
+def _try(key: str, given: str, keys: dict[str, Any]) -> None:
+    """Raises ConfigError for what is wrong with the function."""
+    function = OwnFunction.named(given)
+    assert function is not None, "the key names one"
+    loaded = function.load()
+    from hydraflow.algorithms.trial import (
+        try_estimator,
+        try_loss,
+    )  # imports torch: only for a file that loads
+
+    try:
+        if key == ESTIMATOR:
+            why = try_estimator(AlgorithmConfig(adv_estimator=given, **keys))
+        else:
+            why = try_loss(partial(loaded, **keys))
+    except Exception as error:  # the user's function may raise anything
+        why = f"fails on a few rows: {type(error).__name__}: {error}{line_of(error, function.path)}"
+        raise ConfigError.one(key, given, why, "correct the function") from error
+    if why:
+        raise ConfigError.one(key, given, why, "correct the function")

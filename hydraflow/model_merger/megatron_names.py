@@ -1,0 +1,298 @@
+"""Tensors as Megatron-Core saves them, and Hugging Face's: which rows of which are the same.
+
+In: tensors of one side. Out: those of the other, as pieces of the same files; nothing is read. What a
+parameter holds is what `engine/megatron/names.py` says of a rank that has all of it: the numbers of its rows
+are cut as the parameter would be. Left out on purpose: files (`megatron.py`, `megatron_split.py`).
+"""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from hydraflow.engine.megatron.architecture import FAMILIES, Architecture, Mixture
+from hydraflow.engine.megatron.names import EMBEDDING, HEAD, SCORE, Holding, Names
+from hydraflow.errors import ConfigError, Problem
+from hydraflow.model_merger import architecture, families
+from hydraflow.model_merger.checkpoint import Checkpoint, read_json
+from hydraflow.model_merger.pieces import Shape, StoredTensor
+from hydraflow.model_merger.regions import Region, assembled
+
+LAYERS = "decoder.layers."
+"""How the names of a layer's tensors begin; in front of that NeMo has `module.`."""
+NORM = "decoder.final_layernorm.weight"
+GATE_UP, DOWN = "mlp.experts.gate_up", "mlp.experts.down"
+BIAS = "mlp.router.expert_bias"
+"""With which a router chooses experts; it is in float32 whatever the weights are in."""
+_IN_MATRIX = {
+    "input_layernorm.weight": "self_attention.linear_qkv.layer_norm_weight",
+    "pre_mlp_layernorm.weight": "mlp.linear_fc1.layer_norm_weight",
+}
+"""Norms that Transformer Engine has in the matrix that follows, and names of the local layers in files."""
+_MATRICES = {GATE_UP: "mlp.experts.experts.linear_fc1.weight", DOWN: "mlp.experts.experts.linear_fc2.weight"}
+"""Of experts."""
+_ATTENTION = "self_attention."
+_WITH_LATENT = {
+    "input_layernorm.weight": ("input_layernorm.weight",),
+    "pre_mlp_layernorm.weight": ("pre_mlp_layernorm.weight", _IN_MATRIX["pre_mlp_layernorm.weight"]),
+    **{
+        f"{_ATTENTION}{ours}.weight": tuple(_ATTENTION + one for one in theirs)
+        for ours, theirs in {
+            "q_proj": ("linear_q_proj.weight",),
+            "q_a_proj": ("linear_q_down_proj.weight",),
+            "q_a_layernorm": ("linear_q_up_proj.layer_norm_weight", "q_layernorm.weight"),
+            "q_b_proj": ("linear_q_up_proj.weight",),
+            "kv_a_proj_with_mqa": ("linear_kv_down_proj.weight",),
+            "kv_a_layernorm": ("linear_kv_up_proj.layer_norm_weight", "kv_layernorm.weight"),
+            "kv_b_proj": ("linear_kv_up_proj.weight",),
+            "o_proj": ("linear_proj.weight",),
+        }.items()
+    },
+}
+"""Latent attention has other names, and norms before it are in no matrix; some are in one that follows where
+layers are Transformer Engine's."""
+_PLACES = {saved: place for place, saved in (_IN_MATRIX | _MATRICES).items()}
+_LATENT_PLACES = _PLACES | {saved: place for place, keys in _WITH_LATENT.items() for saved in keys}
+"""What a tensor of the files is called in `engine/megatron/`."""
+_KEY = re.compile(rf"(?:module\.|model\.)*(?:{re.escape(LAYERS)}(?:(?P<layer>\d+)\.)?)?(?P<place>.+)")
+_EXPERT = re.compile(r"(?P<front>mlp\.experts\.experts\.)(?:(?P<expert>\d+)\.)(?P<rest>.+)")
+_HALF = re.compile(r"(?P<whole>.+linear_fc1\.weight)_(?P<half>[wv])")
+_SHOWN = 8
+"""Names in a message."""
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Rows of a parameter and of a part of it, one after the other in both."""
+
+    of_parameter: int
+    of_part: int
+    count: int
+
+
+@dataclass(frozen=True)
+class _Saved:
+    """A tensor in a checkpoint as a part of a parameter."""
+
+    tensor: StoredTensor
+    layer: int | None
+    """Its place in a stack of layers."""
+    expert: int | None
+    half: str | None
+    """w: the gate projection, v: the up projection alone."""
+
+
+def sizes_of(directory: Path) -> Architecture:
+    """Sizes of the model that config.json describes. Raises ConfigError for one of which the names are not
+    known here."""
+    file = directory / "config.json"
+    if not file.is_file():
+        rule, remedy = "the model's configuration is missing", "--hf_model_path <Hugging Face directory>"
+        raise ConfigError.one(str(file), None, rule, remedy)
+    found: Any = read_json(file)
+    if families.class_name(found, "value") is not None:  # every size is there
+        found = SimpleNamespace(**{"rms_norm_eps": 0.0, **found})
+    else:
+        found = architecture.read_config(directory, False)
+    if found.model_type not in FAMILIES:
+        rule = f"Megatron's names are known for {', '.join(FAMILIES)}"
+        raise ConfigError.one(f"{file}: model_type", found.model_type, rule)
+    for name in ("attention_bias", "mlp_bias"):
+        if getattr(found, name, False) and found.model_type not in ("qwen2", "glm4_moe"):
+            raise ConfigError.one(f"{file}: {name}", True, "Megatron's names of these biases are not known")
+    shape = Architecture.sizes_of(found)
+    if shape.latent and not shape.latent.rope_interleave:
+        rule = "Megatron-Core rotates columns of latent attention with their neighbours"
+        raise ConfigError.one(f"{file}: rope_interleave", False, rule)
+    return shape
+
+
+def parameters(shape: Architecture) -> list[str]:
+    """Every parameter of a policy, by the names of `engine/megatron/names.py`."""
+    found = [EMBEDDING]
+    for layer in range(shape.layers):
+        places = ["input_layernorm.weight"]
+        places += [f"{_ATTENTION}{name}" for name in _attention(shape)]
+        places += ["pre_mlp_layernorm.weight"]
+        if shape.mixture and shape.mixture.layers[layer]:
+            places += _experts(shape.mixture)
+        else:
+            places += ["mlp.linear_fc1.weight", "mlp.linear_fc2.weight"]
+        found += [f"{LAYERS}{layer}.{place}" for place in places]
+    return [*found, NORM, *([] if shape.tied else [HEAD])]
+
+
+def _attention(shape: Architecture) -> list[str]:
+    if shape.latent is not None:
+        compressed = shape.latent.q_lora_rank is not None
+        found = ["q_a_proj", "q_a_layernorm", "q_b_proj"] if compressed else ["q_proj"]
+        found += ["kv_a_proj_with_mqa", "kv_a_layernorm", "kv_b_proj", "o_proj"]
+        return [f"{name}.weight" for name in found]
+    found = ["linear_qkv.weight", *["linear_qkv.bias"] * shape.qkv_bias]
+    found += ["q_layernorm.weight", "k_layernorm.weight"] if shape.norm_of_heads else []
+    return [*found, "linear_proj.weight"]
+
+
+def _experts(mixture: Mixture) -> list[str]:
+    found = ["mlp.router.weight", *[BIAS] * mixture.by_sigmoid, GATE_UP, DOWN]
+    if mixture.shared is not None:
+        names = ["linear_fc1.weight", "linear_fc2.weight", *["gate_weight"] * mixture.shared_gate]
+        found += [f"mlp.shared_experts.{name}" for name in names]
+    return found
+
+
+def keys_of(place: str, *, latent: bool, experts: bool) -> tuple[str, ...]:
+    """What the files call a parameter of a layer: Transformer Engine's layers and, where they differ, the
+    local ones. latent: its attention's kind; experts: whether the layer has any."""
+    if place in _MATRICES:
+        return (_MATRICES[place],)
+    if latent and place in _WITH_LATENT:
+        return _WITH_LATENT[place]
+    if place == "pre_mlp_layernorm.weight" and experts:
+        return place, _IN_MATRIX[place]
+    return (_IN_MATRIX.get(place, place),)
+
+
+def shape_of(holding: Holding) -> Shape:
+    """Of a parameter: its parts are one below the other."""
+    return sum(part.shape[0] for part in holding.parts), *holding.parts[0].shape[1:]
+
+
+def rows_of(names: Names, name: str, count: int) -> Iterator[list[Rows]]:
+    """For each part of a parameter of `count` rows: which rows are its own."""
+    narrow = replace(names, shape=replace(names.shape, hidden=1)).holding(name)
+    if narrow.parts[0].slice is not None:  # experts are in the order of transformers
+        yield [Rows(0, 0, count)]
+        return
+    numbers = torch.arange(count).view(count, *[1] * (len(narrow.parts[0].shape) - 1))
+    for piece in narrow.cut(numbers):
+        yield runs(piece)
+
+
+def runs(numbers: torch.Tensor) -> list[Rows]:
+    """Rows by their numbers in the parameter, as few ranges as there are.
+
+    >>> runs(torch.tensor([4, 5, 9]))
+    [Rows(of_parameter=4, of_part=0, count=2), Rows(of_parameter=9, of_part=2, count=1)]
+    """
+    found = numbers.flatten()
+    starts = [0, *((found.diff() != 1).nonzero().flatten() + 1).tolist()]
+    ends = [*starts[1:], len(found)]
+    return [Rows(int(found[at]), at, end - at) for at, end in zip(starts, ends, strict=True)]
+
+
+def hugging_face(checkpoint: Checkpoint) -> dict[str, StoredTensor]:
+    """The tensors of a Megatron-Core checkpoint by the names of transformers' modules. Raises ConfigError
+    when they are not those of the model that config.json describes."""
+    shape = replace(sizes_of(checkpoint.huggingface), tied=False)
+    names, found = Names(shape, 0, 1), {}
+    for name, tensor in _parameters_of(checkpoint, names).items():
+        holding = names.holding(name)
+        for part, rows in zip(holding.parts, rows_of(names, name, tensor.shape[0]), strict=True):
+            rest = (0,) * (len(part.shape) - 1)
+            regions = [
+                Region((run.of_part, *rest), (run.count, *part.shape[1:]), tensor, (run.of_parameter, *rest))
+                for run in rows
+            ]
+            found[part.name] = assembled(part.name, part.shape, regions)
+    return found
+
+
+def _parameters_of(checkpoint: Checkpoint, names: Names) -> dict[str, StoredTensor]:
+    """One tensor for each parameter, of whatever tensors it is in."""
+    wanted = set(parameters(names.shape))
+    sources, unknown = _sorted(checkpoint, names.shape, wanted | {SCORE})
+    whole, misshapen = {}, []
+    for name, parts in sources.items():
+        shape = shape_of(names.holding(name))
+        if name in (EMBEDDING, HEAD):  # rows are added, so that ranks have as many
+            shape = (max(shape[0], *parts[0].tensor.shape[:1]), *shape[1:])
+        regions = [_region(saved, shape) for saved in parts]
+        misshapen += [_shown(saved.tensor) for saved, region in zip(parts, regions) if region is None]
+        if fitting := [region for region in regions if region is not None]:
+            whole[name] = assembled(name, shape, fitting)
+    missing = sorted(wanted - sources.keys() - {HEAD})
+    missing += [name for name, tensor in whole.items() if tensor.holes()]
+    _require_none(checkpoint, missing, unknown, list(dict.fromkeys(misshapen)))
+    return whole
+
+
+def _sorted(
+    checkpoint: Checkpoint, shape: Architecture, known: Collection[str]
+) -> tuple[dict[str, list[_Saved]], list[str]]:
+    """The tensors by the parameter that they are in, and those that are in none."""
+    sources: dict[str, dict[object, _Saved]] = defaultdict(dict)
+    unknown = []
+    for tensor in checkpoint.tensors.values():
+        here = dict(_sources(tensor, shape))
+        if not all(name in known for name in here):
+            unknown.append(_shown(tensor))
+            continue
+        for name, saved in here.items():
+            sources[name].setdefault((saved.expert, saved.half), saved)  # a norm may have two names
+    return {name: list(found.values()) for name, found in sources.items()}, unknown
+
+
+def _shown(tensor: StoredTensor) -> str:
+    return f"{tensor.name} {list(tensor.shape)}"
+
+
+def _require_none(checkpoint: Checkpoint, missing: list[str], unknown: list[str], shapes: list[str]) -> None:
+    model = f"the model of {checkpoint.huggingface / 'config.json'}"
+    problems = []
+    for what, names in (
+        (f"lacks tensors of {model}", missing),
+        (f"holds tensors that {model} does not have, or whose names are not known here", unknown),
+        (f"holds tensors of another shape than {model}", shapes),
+    ):
+        if names:
+            shown = ", ".join(sorted(names)[:_SHOWN]) + (", ..." if len(names) > _SHOWN else "")
+            problems.append(Problem(str(checkpoint.directory), None, f"{what} ({len(names)}): {shown}"))
+    if problems:
+        raise ConfigError(problems)
+
+
+def _sources(tensor: StoredTensor, shape: Architecture) -> Iterator[tuple[str, _Saved]]:
+    """The parameters that a tensor is in, all layers' or one, or the tensor's own name."""
+    found = _KEY.fullmatch(tensor.name)
+    assert found is not None, "every name matches"
+    place, expert, half = found["place"], None, None
+    if one := _HALF.fullmatch(place):
+        place, half = one["whole"], one["half"]
+    if one := _EXPERT.fullmatch(place):
+        place, expert = one["front"] + one["rest"], int(one["expert"])
+    place = (_PLACES if shape.latent is None else _LATENT_PLACES).get(place, place)
+    stacked = LAYERS in tensor.name and found["layer"] is None
+    if LAYERS not in tensor.name or (stacked and tensor.shape[:1] != (shape.layers,)):
+        is_value = place == HEAD and tensor.shape[:1] == (1,) and shape.vocabulary > 1
+        yield SCORE if is_value else place, _Saved(tensor, None, expert, half)
+    elif not stacked:
+        yield f"{LAYERS}{found['layer']}.{place}", _Saved(tensor, None, expert, half)
+    else:
+        for layer in range(tensor.shape[0]):
+            yield f"{LAYERS}{layer}.{place}", _Saved(tensor, layer, expert, half)
+
+
+def _region(saved: _Saved, shape: Shape) -> Region | None:
+    """Where a tensor is in a parameter of that shape; None when it does not fit."""
+    front = () if saved.layer is None else (saved.layer,)
+    held = saved.tensor.shape[len(front) :]
+    rows = shape if saved.expert is None else shape[1:]
+    if saved.half is not None:
+        rows = (rows[0] // 2, *rows[1:])
+    if held != rows:
+        return None
+    start = [0] * len(shape)
+    if saved.expert is not None:
+        start[0] = saved.expert
+    if saved.half == "v":
+        start[-2] = rows[0]
+    box = rows if saved.expert is None else (1, *rows)
+    return Region(tuple(start), box, saved.tensor, (*front, *[0] * len(held)))

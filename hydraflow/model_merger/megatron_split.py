@@ -1,0 +1,236 @@
+"""`split --backend megatron`: a Hugging Face directory becomes a checkpoint that Megatron-Core's
+`dist_checkpointing.load` reads with any sizes, laid out as Megatron-LM does.
+
+In: a directory with safetensors files. Out: `release/` with the weights, the pointer to it, and
+`huggingface/`; whole or not at all. No more than one block of one tensor is in memory. Left out on purpose:
+value models, optimizer states.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from itertools import cycle
+from pathlib import Path
+
+import torch
+
+from hydraflow.engine.dcp_writer import CheckpointWriter
+from hydraflow.engine.megatron.architecture import Architecture
+from hydraflow.engine.megatron.names import Names
+from hydraflow.errors import ConfigError
+from hydraflow.model_merger import architecture, target
+from hydraflow.model_merger.megatron import BACKEND, COMMON, CONFIG, EXTRA, RELEASE
+from hydraflow.model_merger.megatron_names import (
+    BIAS,
+    LAYERS,
+    keys_of,
+    parameters,
+    rows_of,
+    runs,
+    shape_of,
+    sizes_of,
+)
+from hydraflow.model_merger.opening import POINTER
+from hydraflow.model_merger.outputs import DTYPES, cast
+from hydraflow.model_merger.pieces import Shape, StoredTensor, block_rows
+from hydraflow.model_merger.progress import bar
+from hydraflow.model_merger.regions import Region, assembled
+from hydraflow.model_merger.safetensors_files import read_directory
+
+_MODULES = (
+    "input_layernorm",
+    "self_attention.linear_qkv",
+    "self_attention.q_layernorm",
+    "self_attention.k_layernorm",
+    "self_attention.core_attention",
+    "self_attention.linear_proj",
+    "pre_mlp_layernorm",
+    "mlp.linear_fc1",
+    "mlp.linear_fc2",
+)
+_LATENT_MODULES = tuple(
+    f"self_attention.{name}"
+    for name in (
+        *("linear_q_proj", "linear_q_down_proj", "linear_q_up_proj"),
+        *("linear_kv_down_proj", "linear_kv_up_proj", "kv_layernorm"),
+    )
+)
+_SHARED_MODULES = ("mlp.shared_experts.linear_fc1", "mlp.shared_experts.linear_fc2")
+_EXPERT_MODULES = ("mlp.experts.experts.linear_fc1", "mlp.experts.experts.linear_fc2")
+"""Modules that have an extra state in one version or another: Megatron-Core refuses a checkpoint without."""
+
+
+def split(
+    source: Path, target_dir: str, *, files: int, dtype: str, separate_layers: bool, overwrite: bool
+) -> list[str]:
+    """Splits into so many `files`, and returns lines for the user. separate_layers: a tensor for each layer,
+    as Megatron-Core has where layers are not alike; else all layers are stacked. Raises ConfigError before
+    anything is written."""
+    shape = sizes_of(source)
+    tensors, notes = _parameters_of(source, shape)
+    mixed = shape.mixture is not None and not all(shape.mixture.layers)
+    layout = _Layout(shape, DTYPES.get(dtype), separate_layers or mixed)
+    nbytes = sum(layout.nbytes(name, tensor) for name, tensor in tensors.items())
+    with (
+        target.unfinished(Path(target_dir), source, nbytes=nbytes, overwrite=overwrite) as folder,
+        bar("splitting", nbytes) as advance,
+    ):
+        (folder / RELEASE).mkdir()
+        writer, ranks = CheckpointWriter(folder / RELEASE), cycle(range(files))
+        for name, tensor in tensors.items():
+            keys, whole = layout.keys(name), layout.whole(name, tensor)
+            for start, block in layout.boxes(name, tensor):
+                place = writer.write(block, next(ranks))
+                for key in keys:
+                    writer.add_box(key, whole, start, block, place)
+                advance(block.nbytes)
+        nothing = writer.write([None], 0)
+        for key in layout.extra_states():
+            writer.add_object(key, nothing)
+        writer.finish({})
+        _write_facts(folder / RELEASE, layout.separate)
+        (folder / POINTER).write_text(RELEASE)
+        target.copy_settings(target.settings(source), folder / "huggingface")
+    sizes = f"{len(tensors)} parameters, {nbytes / 1e9:.3f} GB"
+    return [f"{Path(target_dir).absolute()}: {sizes}, {files} files, layout megatron", *notes]
+
+
+@dataclass(frozen=True)
+class _Layout:
+    """What the tensors of a checkpoint are called, and how they are cut."""
+
+    shape: Architecture
+    dtype: torch.dtype | None
+    """Of the weights; None: as they are."""
+    separate: bool
+    """Each layer has tensors of its own."""
+
+    def dtype_of(self, name: str, tensor: StoredTensor) -> torch.dtype:
+        """A parameter's final type."""
+        return tensor.dtype if self.dtype is None or name.endswith(BIAS) else self.dtype
+
+    def nbytes(self, name: str, tensor: StoredTensor) -> int:
+        """Size of a parameter in its final type."""
+        return tensor.nbytes // tensor.dtype.itemsize * self.dtype_of(name, tensor).itemsize
+
+    def keys(self, name: str) -> list[str]:
+        """What the files call a parameter: of some norms there are two names."""
+        layer = _layer(name)
+        if layer is None:
+            return [name]
+        front = f"{LAYERS}{layer}."
+        latent, experts = self.shape.latent is not None, self._has_experts(layer)
+        found = keys_of(name.removeprefix(front), latent=latent, experts=experts)
+        return [(front if self.separate else LAYERS) + key for key in found]
+
+    def whole(self, name: str, tensor: StoredTensor) -> Shape:
+        """Shape of the tensor that a parameter is in."""
+        return (*[self.shape.layers] * self._is_stacked(name), *tensor.shape)
+
+    def boxes(self, name: str, tensor: StoredTensor) -> Iterator[tuple[Shape, torch.Tensor]]:
+        """A parameter's blocks of rows in their final type, and where they are in that tensor."""
+        front = (_layer(name) or 0,) * self._is_stacked(name)
+        for first, last in block_rows(tensor.shape, tensor.dtype):
+            block = cast(tensor.rows(first, last), self.dtype_of(name, tensor), name)
+            yield (*front, first, *[0] * (len(tensor.shape) - 1)), block.view(*[1] * len(front), *block.shape)
+
+    def extra_states(self) -> Iterator[str]:
+        """Names as Megatron-Core makes them: key, place and number of places."""
+        yield f"decoder.final_layernorm.{EXTRA}/shard_0_1"
+        for layer in range(self.shape.layers):
+            front = f"{LAYERS}{layer}." if self.separate else LAYERS
+            at, stack = ([], []) if self.separate else ([layer], [self.shape.layers])
+            for module in (*_MODULES, *(_LATENT_MODULES if self.shape.latent else ())):
+                yield f"{front}{module}.{EXTRA}/shard_{_dotted(at or [0])}_{_dotted(stack or [1])}"
+            if not self._has_experts(layer):
+                continue
+            assert self.shape.mixture is not None
+            count = self.shape.mixture.count
+            for module in _SHARED_MODULES if self.shape.mixture.shared is not None else ():
+                yield f"{front}{module}.{EXTRA}/shard_{_dotted(at or [0])}_{_dotted(stack or [1])}"
+            for module in _EXPERT_MODULES:
+                for expert in range(count):
+                    place = f"{_dotted([*at, expert])}_{_dotted([*stack, count])}"
+                    yield f"{front}{module}.{EXTRA}/shard_{place}"
+
+    def _has_experts(self, layer: int) -> bool:
+        return self.shape.mixture is not None and self.shape.mixture.layers[layer]
+
+    def _is_stacked(self, name: str) -> bool:
+        return not self.separate and _layer(name) is not None
+
+
+def _layer(name: str) -> int | None:
+    """The layer of a parameter; None: it is in none."""
+    return int(name.removeprefix(LAYERS).split(".", 1)[0]) if name.startswith(LAYERS) else None
+
+
+def _dotted(numbers: list[int]) -> str:
+    return ".".join(map(str, numbers))
+
+
+def _parameters_of(source: Path, shape: Architecture) -> tuple[dict[str, StoredTensor], list[str]]:
+    """Every parameter as pieces of the directory's files, and what the user should know."""
+    names = Names(shape, 0, 1)
+    holdings = {name: names.holding(name) for name in parameters(shape)}
+    parts = {part.name: part.shape for holding in holdings.values() for part in holding.parts}
+    files = read_directory(source, field="--hf_dir")
+    modules = _modules(source, files, parts)
+    found = {}
+    for name, holding in holdings.items():
+        whole = shape_of(holding)
+        rest, regions = (0,) * (len(whole) - 1), []
+        for part, rows in zip(holding.parts, rows_of(names, name, whole[0]), strict=True):
+            regions += [
+                Region(
+                    (run.of_parameter, *rest),
+                    (run.count, *whole[1:]),
+                    modules[part.name],
+                    (run.of_part, *rest),
+                )
+                for run in rows
+            ]
+        found[name] = assembled(name, whole, regions)
+    used = {piece.byte_range for tensor in found.values() for piece in tensor.pieces}
+    left = sorted(name for name, tensor in files.items() if not used & {p.byte_range for p in tensor.pieces})
+    return found, [f"  left out, because the model has no such tensor: {', '.join(left)}"] if left else []
+
+
+def _modules(
+    source: Path, files: Mapping[str, StoredTensor], wanted: Mapping[str, Shape]
+) -> dict[str, StoredTensor]:
+    """The tensors of transformers' modules; it keeps the experts of a layer in one, and has files with a
+    tensor for each."""
+    known = architecture.describe(source, wanted, head="policy")
+    conversions = known.conversions(wanted)
+    names = {name: shape for conversion in conversions for name, shape in conversion.outputs.items()}
+    if missing := [name for name, shape in names.items() if name not in files or files[name].shape != shape]:
+        rule = f"{len(missing)} tensors are missing or of another shape: {', '.join(missing[:5])}"
+        raise ConfigError.one("--hf_dir", str(source), rule)
+    found = {}
+    for conversion in conversions:
+        name = conversion.inputs[0]
+        if conversion.renamed:
+            found[name] = files[next(iter(conversion.outputs))]
+            continue
+        assert conversion.number_at is not None, "experts are converted one at a time"
+        shape = wanted[name]
+        numbers = torch.arange(shape[1]).view(1, shape[1], 1).expand(1, *shape[1:])
+        regions = [
+            Region((expert, run.of_parameter, 0), (1, run.count, shape[2]), files[written], (run.of_part, 0))
+            for first, rows in known.revert({name: numbers}).items()
+            for expert in range(shape[0])
+            for written in [conversion.output_of(first, expert)]
+            for run in runs(rows[:, 0])
+        ]
+        found[name] = assembled(name, shape, regions)
+    return found
+
+
+def _write_facts(folder: Path, separate: bool) -> None:
+    facts = {"sharded_backend": BACKEND, "common_backend": "torch"}
+    versions = {f"{name}_version": 1 for name in facts}
+    target.write_json(folder / CONFIG, facts | versions)
+    content = {"non_homogeneous_layers": separate, "singleton_local_shards": False}
+    torch.save({"content_metadata": content, "checkpoint_version": 3.0, "iteration": 0}, folder / COMMON)

@@ -1,0 +1,80 @@
+"""Tensors made of boxes of other tensors, without reading a number.
+
+In: boxes of tensors in files, and where they go. Out: a `StoredTensor` with pieces of the same files. Left
+out on purpose: which boxes (`megatron_names.py`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from hydraflow.errors import ConfigError
+from hydraflow.model_merger.pieces import Piece, Shape, StoredTensor
+
+
+@dataclass(frozen=True)
+class Region:
+    """A box of a new tensor, and the box of another tensor that it is. One of the two may have more
+    dimensions in front, along which the box has one number."""
+
+    start: Shape
+    shape: Shape
+    source: StoredTensor
+    source_start: Shape
+
+
+def assembled(name: str, shape: Shape, regions: Sequence[Region]) -> StoredTensor:
+    """The tensor that the regions make up. Raises ConfigError when they hold different types, or their files
+    hold them other than row by row."""
+    dtypes = dict.fromkeys(region.source.dtype for region in regions)
+    if len(dtypes) > 1:
+        raise ConfigError.one(name, None, f"its parts are of different types: {', '.join(map(str, dtypes))}")
+    pieces = tuple(piece for region in regions for piece in _pieces(region))
+    return StoredTensor(name, next(iter(dtypes)), shape, pieces)
+
+
+def _pieces(region: Region) -> Iterator[Piece]:
+    front = len(region.source.shape) - len(region.shape)
+    box = (1,) * front + region.shape[max(0, -front) :]
+    ends = tuple(start + size for start, size in zip(region.source_start, box, strict=True))
+    for piece in region.source.pieces:
+        low = tuple(map(max, region.source_start, piece.start))
+        high = tuple(min(end, at + size) for end, at, size in zip(ends, piece.start, piece.shape))
+        if any(a >= b for a, b in zip(low, high)):
+            continue
+        size = tuple(b - a for a, b in zip(low, high))
+        if not _is_range(size, piece.shape):
+            cut = f"{list(size)} of a piece {list(piece.shape)} of {region.source.name}"
+            raise ConfigError.one(str(piece.byte_range.file), None, f"{cut} is not one range of numbers")
+        moved = tuple(a - b for a, b in zip(low, region.source_start))
+        at = _aligned(moved, front, fill=0)
+        yield Piece(
+            tuple(a + b for a, b in zip(region.start, at, strict=True)),
+            _aligned(size, front, fill=1),
+            piece.byte_range,
+            archived=piece.archived,
+            strides=piece.strides,
+            skip=piece.skip + _flat(tuple(a - b for a, b in zip(low, piece.start)), piece.shape),
+            saved=piece.saved or piece.shape,
+        )
+
+
+def _aligned(box: Shape, front: int, *, fill: int) -> Shape:
+    """Without the `front` first dimensions, or with as many more as it is negative."""
+    return box[front:] if front >= 0 else (fill,) * -front + box
+
+
+def _is_range(size: Shape, whole: Shape) -> bool:
+    """Whether a box of that size is one range of numbers of the whole.
+
+    >>> _is_range((1, 2, 5), (3, 4, 5)), _is_range((2, 2, 5), (3, 4, 5))
+    (True, False)
+    """
+    cut = [dim for dim, (a, b) in enumerate(zip(size, whole)) if a != b]
+    return all(one == 1 for one in size[: cut[-1]]) if cut else True
+
+
+def _flat(at: Shape, shape: Shape) -> int:
+    return sum(a * math.prod(shape[dim + 1 :]) for dim, a in enumerate(at))

@@ -1,0 +1,120 @@
+"""Low-rank adapters of a Hugging Face model, W + B A: which layers have one, what its tensors are called, and
+in which form they are sent.
+
+In: a model, and the layers that a user names. Out: names and shapes. Left out on purpose: peft's layers and
+their training (`engine/fsdp/lora.py`), an engine that computes with them (`generation/vllm_adapters.py`).
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from enum import Enum
+
+import torch
+from torch import nn
+
+ALL_LINEAR = "all-linear"
+SIDES = ("lora_A", "lora_B")
+"""Modules of an adapter, whose weights are A (rank, in) and B (out, rank)."""
+
+
+class Form(Enum):
+    """How the weights of a model with adapters are sent."""
+
+    MERGED = "merged"
+    """With the adapters' product added."""
+    APART = "apart"
+    """The base weights, then the adapters."""
+    ADAPTERS = "adapters"
+    """The adapters alone."""
+
+
+@dataclass(frozen=True)
+class AdapterLayers:
+    """The adapters of a model."""
+
+    rank: int
+    targets: str | tuple[str, ...]
+    """`model.target_modules`."""
+
+
+def is_adapter(name: str) -> bool:
+    """Whether a weight belongs to an adapter.
+
+    >>> is_adapter("layers.0.q_proj.lora_A.weight"), is_adapter("layers.0.q_proj.weight")
+    (True, False)
+    """
+    return any(f".{side}." in name for side in SIDES)
+
+
+def adapter_name(layer: str, side: str) -> str:
+    """What a weight of a layer's adapter is called while it is sent.
+
+    >>> adapter_name("layers.0.q_proj", "lora_A")
+    'layers.0.q_proj.lora_A.weight'
+    """
+    return f"{layer}.{side}.weight"
+
+
+def layer_and_side(name: str) -> tuple[str, str]:
+    """The other way round.
+
+    >>> layer_and_side("layers.0.q_proj.lora_A.weight")
+    ('layers.0.q_proj', 'lora_A')
+    """
+    layer, side, _ = name.rsplit(".", 2)
+    return layer, side
+
+
+def linear_layers(hf: nn.Module) -> list[str]:
+    """The last parts of the names of linear layers, each once.
+
+    >>> blocks = {name: nn.ModuleDict({"up": nn.Linear(1, 1)}) for name in ("a", "b")}
+    >>> linear_layers(nn.ModuleDict(blocks))
+    ['up']
+    """
+    named = hf.named_modules()
+    return list(dict.fromkeys(name.rpartition(".")[2] for name, part in named if is_linear(part)))
+
+
+def target_names(targets: str | list[str], hf: nn.Module) -> list[str]:
+    """The names that `targets` stands for: a list itself, a pattern those that it matches, all-linear those
+    of all linear layers but the output matrix. ValueError when a pattern matches none."""
+    if not isinstance(targets, str):
+        return targets
+    if targets.lower() == ALL_LINEAR:
+        head = hf.get_output_embeddings()  # type: ignore[operator]
+        return [name for name, part in hf.named_modules() if is_linear(part) and part is not head]
+    if found := [name for name, _ in hf.named_modules() if name and re.fullmatch(targets, name)]:
+        return found
+    raise ValueError(f"no module matches {targets}")
+
+
+def adapted_layers(layers: AdapterLayers, hf: nn.Module) -> dict[str, nn.Module]:
+    """The linear layers that get an adapter, by their full names; names in a list may be the ends of these,
+    as peft reads them."""
+    targets = layers.targets if isinstance(layers.targets, str) else list(layers.targets)
+    ends = tuple(f".{name}" for name in target_names(targets, hf))
+    named = hf.named_modules()
+    return {name: part for name, part in named if is_linear(part) and f".{name}".endswith(ends)}
+
+
+def add_shapes(layers: AdapterLayers, hf: nn.Module) -> None:
+    """Gives a model on the meta device weights of the names and shapes of its adapters, which it does not
+    compute with."""
+    for part in adapted_layers(layers, hf).values():
+        weight = part.get_parameter("weight")
+        rows, columns = weight.shape
+        outputs, inputs = (rows, columns) if isinstance(part, nn.Linear) else (columns, rows)
+        for side, shape in zip(SIDES, ((layers.rank, inputs), (outputs, layers.rank)), strict=True):
+            held = nn.Module()
+            held.weight = nn.Parameter(torch.empty(shape, dtype=weight.dtype, device="meta"))
+            part.add_module(side, held)
+
+
+def is_linear(part: nn.Module) -> bool:
+    """Whether it is a layer that an adapter can change."""
+    from transformers.pytorch_utils import Conv1D
+
+    return type(part) in (nn.Linear, Conv1D)  # a router that derives from one returns more than a tensor

@@ -1,0 +1,55 @@
+"""What the checks that are made of a model when it is loaded have in common: rows, and when numbers differ.
+
+In: a vocabulary, or numbers of the same tokens computed in two ways. Out: short rows of random tokens, the
+same on every rank; a difference, and the largest that rounding explains. Left out on purpose: the checks
+(`engine/fsdp/own_numbers.py`, `engine/megatron/repeated.py`, `generation/own_numbers.py`).
+"""
+
+from __future__ import annotations
+
+import torch
+
+from hydraflow.protocol import ragged
+
+ROWS = ((5, 6), (5, 11), (2, 3), (9, 7))
+"""Tokens of each row's prompt and response; the first two have the same prompt."""
+LIMITS = {torch.float64: 1e-5, torch.float32: 1e-3}
+ROUNDED = 0.25
+"""Largest difference of log-probabilities, or of hidden states relative to their size, by the type that is
+computed in: what rounding gives is below a tenth of it."""
+REFUSED = (ArithmeticError, AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
+"""What a model's code raises when it is called in a way that it does not know."""
+
+
+def probe_rows(vocabulary: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Prompts and responses of random tokens, ragged."""
+    draw = torch.Generator().manual_seed(0)
+    tokens = [[torch.randint(vocabulary, (n,), generator=draw) for n in lengths] for lengths in ROWS]
+    prompts = [tokens[0][0], tokens[0][0], *(prompt for prompt, _ in tokens[2:])]
+    return ragged.from_rows(prompts), ragged.from_rows([response for _, response in tokens])
+
+
+def limit(dtype: torch.dtype) -> float:
+    """The largest difference that rounding explains."""
+    return LIMITS.get(dtype, ROUNDED)
+
+
+def difference(
+    ours: torch.Tensor, theirs: torch.Tensor, row_lengths: torch.Tensor, dtype: torch.dtype
+) -> float:
+    """Of numbers (K,), or of hidden states (K, h) relative to their mean size: the median of the row in which
+    it is largest, or with a short `dtype` the median of all tokens, because rounding may send some to another
+    expert. inf where some are not numbers.
+
+    >>> mine, lengths = torch.tensor([0.0, 0.0, 0.0, 2.0]), torch.tensor([3, 1])
+    >>> difference(mine, torch.zeros(4), lengths, torch.float32)
+    2.0
+    >>> difference(mine, torch.zeros(4), lengths, torch.bfloat16)
+    0.0
+    """
+    off = (ours.double() - theirs.double()).abs().flatten(1) if ours.ndim > 1 else (ours - theirs).abs()
+    parts = off.split(row_lengths.tolist()) if dtype in LIMITS else [off]
+    found = torch.stack([part.double().quantile(0.5) for part in parts if part.numel()]).max()
+    if ours.ndim > 1:
+        found = found / theirs.double().abs().mean()
+    return float(torch.nan_to_num(found, nan=float("inf")))

@@ -1,0 +1,109 @@
+"""Routing replay: the experts of each token are recorded in one pass and taken in another.
+
+In: a column `routed_experts`. Out: the same numbers in the order of a packed line, and back. A token whose
+experts change between the pass that gives the old log-probabilities and the update looks as if the policy had
+moved. With R2 (Zheng et al. 2025, arXiv:2507.18071) the experts are those of the pass before the update, with
+R3 (Ma et al. 2025, arXiv:2510.11370) those of the generation engine; their weights are always the trained
+router's, with a gradient. Left out on purpose: the routers themselves (`routers.py`, and Megatron-Core's).
+
+Legend: B rows, N tokens of the line, n of them on this rank, E experts, K of a token, L layers with experts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from hydraflow.models.packing import PackedBatch
+from hydraflow.protocol import ragged
+from hydraflow.protocol.batch import DataProto
+
+ROUTES = "routed_experts"
+OWN_CHOICE = -1
+"""In the place of an expert: the router's choice."""
+
+
+def stored_as(experts: int) -> torch.dtype:
+    """Of a column, for layers of so many experts.
+
+    >>> stored_as(128), stored_as(512)
+    (torch.uint8, torch.int16)
+    """
+    return torch.uint8 if experts <= 256 else torch.int16
+
+
+def on_line(routes: torch.Tensor, batch: PackedBatch) -> torch.Tensor:
+    """int16 (N, L, K) on the CPU: the rows' experts where their tokens are in the line."""
+    experts, _ = ragged.parts(routes)
+    line = torch.full((batch.input_ids.numel(), *experts.shape[1:]), OWN_CHOICE, dtype=torch.int16)
+    line[batch.places] = experts.to(torch.int16)
+    return line
+
+
+def of_rows(
+    micro_batches: Sequence[DataProto], lines: Sequence[tuple[torch.Tensor, PackedBatch]]
+) -> torch.Tensor:
+    """The column of all rows, from the experts of each line (N, L, K)."""
+    read = [
+        ragged.lengths(data.get("prompts")) + (ragged.lengths(data.get("responses")) - 1).clamp(min=0)
+        for data in micro_batches
+    ]
+    return ragged.from_parts(torch.cat([line[batch.places] for line, batch in lines]), torch.cat(read))
+
+
+@dataclass
+class Tally:
+    """Asked tokens whose experts were given, in each layer anew."""
+
+    changed: torch.Tensor | float = 0.0
+    """Those whose router would have chosen others."""
+    replayed: torch.Tensor | float = 0.0
+    """All of them."""
+
+
+@dataclass
+class LineRoutes:
+    """The experts of the tokens that a pass computes here, by layer, whichever numbers layers have."""
+
+    given: dict[int, torch.Tensor] = field(default_factory=dict)
+    """(n, K) experts to take, or OWN_CHOICE."""
+    chosen: dict[int, torch.Tensor] = field(default_factory=dict)
+    """(n, K) experts that were chosen freely."""
+    tally: Tally | None = None
+    """None: nothing is counted."""
+    asked: torch.Tensor | None = None
+    """(n,) how many asked tokens each token predicts, if they are counted."""
+    counted: set[int] = field(default_factory=set)
+    """Layers whose tokens are: once each, also where activations are computed again."""
+
+
+class RouterReplay:
+    """One router's part in recording and replaying."""
+
+    def __init__(self) -> None:
+        self.line: LineRoutes | None = None
+        """What the router works on. None: it chooses freely."""
+        self.layer = 0
+        """Its number."""
+
+    def choose(
+        self, scores: torch.Tensor, values: torch.Tensor, own: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Scores and numbers of the experts to take, (n, K) each, out of the scores (n, E) of all; the router
+        itself would take `own`, whose scores are `values`."""
+        line = self.line
+        if line is None:
+            return values, own
+        if self.layer not in line.given:
+            line.chosen[self.layer] = own
+            return values, own
+        given = line.given[self.layer].long()
+        taken = torch.where(given == OWN_CHOICE, own, given)
+        if line.tally is not None and line.asked is not None and self.layer not in line.counted:
+            line.counted.add(self.layer)
+            differs = (taken.sort(-1).values != own.sort(-1).values).any(-1)
+            line.tally.changed += (differs * line.asked).sum()
+            line.tally.replayed += line.asked.sum()
+        return scores.gather(1, taken), taken

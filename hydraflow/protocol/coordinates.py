@@ -1,0 +1,20 @@
+"""Where a process stands among those of its group: which rows it gets, and whether its answers are used.
+
+In: nothing. Out: `Coordinates`, which an engine knows (`engine/base.py`) and calls go by
+(`dispatch/modes.py`).
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+
+class Coordinates(NamedTuple):
+    """A worker's coordinates in a mesh."""
+
+    data_rank: int
+    """Index of its part of the rows."""
+    data_size: int
+    """Number of parts that rows are divided into."""
+    is_collect: bool
+    """Whether its answers are used, metrics among them; true for one worker per data rank."""

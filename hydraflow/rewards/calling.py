@@ -1,0 +1,141 @@
+"""The functions of `chosen.py`, loaded and put together to one call for each row, or for a batch of rows.
+
+In: the section `reward`. Out: a `RewardCall`. Loading runs the user's code (`custom.py`).
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Awaitable, Callable, Iterator, Mapping
+from dataclasses import dataclass, fields, is_dataclass
+from functools import partial
+from typing import Any
+
+from hydraflow.errors import ConfigError
+from hydraflow.rewards.chosen import BY_SOURCE, KEY, Chosen, chosen
+from hydraflow.rewards.config import FUNCTIONS, RewardConfig
+from hydraflow.rewards.custom import ARGUMENTS, BATCH_ARGUMENTS, SECTION, is_async, load_function
+from hydraflow.rewards.judge_key import require_key
+from hydraflow.rewards.values import read_value
+
+ALL_ROWS = 2**31
+"""Rows at once of a function that takes batches: as many as there are."""
+
+
+@dataclass(frozen=True)
+class RewardCall:
+    """What scores rows."""
+
+    function: Callable[..., Any]
+    """Called with the values of ARGUMENTS by name; with BATCH_ARGUMENTS if `is_batched`."""
+    is_async: bool = False
+    """It returns coroutines."""
+    is_batched: bool = False
+    by_source: bool = False
+    """It needs the functions of the rows' data sources."""
+    paths: tuple[str, ...] = ()
+    """The user's files."""
+
+    def at_once(self, max_concurrent: int) -> int:
+        """How many rows a process has under way."""
+        return ALL_ROWS if self.is_batched else max_concurrent if self.is_async else 1
+
+
+@dataclass(frozen=True)
+class _Part:
+    chosen: Chosen
+    function: Callable[..., Any]
+
+
+def load(config: RewardConfig) -> RewardCall:
+    """Raises `ConfigError` for what cannot be loaded or called."""
+    parts = [_Part(one, _load(one, config, place)) for place, one in enumerate(chosen(config))]
+    waits = any(is_async(part.function) for part in parts)
+    weighted: Callable[..., Any] = _weighted_async if waits else _weighted
+    return RewardCall(
+        partial(weighted, parts) if config.functions else parts[0].function,
+        is_async=waits,
+        is_batched=config.reward_manager.name == "batch",
+        by_source=any(part.chosen.name == BY_SOURCE for part in parts),
+        paths=tuple(part.chosen.path for part in parts if part.chosen.path is not None),
+    )
+
+
+def settings_of(config: RewardConfig) -> dict[str, Any]:
+    """The section as plain values, for a process of a pool."""
+    return {field.name: _plain(getattr(config, field.name)) for field in fields(RewardConfig)}
+
+
+def config_of(settings: Mapping[str, Any]) -> RewardConfig:
+    """The section that `settings_of` made plain."""
+    sections: dict[str, Any] = {name: type(value) for name, value in vars(RewardConfig()).items()}
+    given: dict[str, Any] = {
+        name: sections[name](**value) if is_dataclass(sections[name]) else value
+        for name, value in settings.items()
+    }
+    return RewardConfig(**given)
+
+
+def _plain(value: Any) -> Any:
+    return {name: _plain(inner) for name, inner in vars(value).items()} if is_dataclass(value) else value
+
+
+def _load(one: Chosen, config: RewardConfig, place: int) -> Callable[..., Any]:
+    if one.path is not None:
+        arguments = BATCH_ARGUMENTS if config.reward_manager.name == "batch" else ARGUMENTS
+        key = f"{KEY}[{place}]" if config.functions else SECTION
+        function = load_function(one.path, one.name, one.kwargs, arguments=arguments, key=key)
+        if arguments == BATCH_ARGUMENTS and is_async(function):
+            rule = "is an async function, which takes rows one by one"
+            remedy = "make it a plain function (def), or reward.reward_manager.name=naive"
+            raise ConfigError.one(f"{key}.name", one.name, rule, remedy)
+        return function
+    if one.name == "judge":
+        require_key(config.judge)
+    built_in = FUNCTIONS[one.name].bound(config)
+    takes = inspect.signature(built_in).parameters
+    ours = (*ARGUMENTS, *FUNCTIONS[one.name].reads)
+    own = [name for name, taken in takes.items() if taken.kind is taken.KEYWORD_ONLY and name not in ours]
+    if strange := [name for name in one.kwargs if name not in own]:
+        rule = f"{one.name} takes no {strange[0]}, but {', '.join(own) or 'nothing'}"
+        raise ConfigError.one(f"{KEY}[{place}].kwargs", dict(one.kwargs), rule)
+    names = [name for name in ARGUMENTS if name in takes]
+    return partial(_of_named_async if is_async(built_in) else _of_named, built_in, names, one.kwargs)
+
+
+def _of_named(function: Callable[..., Any], names: list[str], kwargs: Mapping[str, Any], **row: Any) -> Any:
+    return function(**{name: row[name] for name in names}, **kwargs)
+
+
+async def _of_named_async(
+    function: Callable[..., Awaitable[Any]], names: list[str], kwargs: Mapping[str, Any], **row: Any
+) -> Any:
+    return await function(**{name: row[name] for name in names}, **kwargs)
+
+
+def _weighted(parts: list[_Part], **row: Any) -> dict[str, float]:
+    return _added(parts, (part.function(**row) for part in parts))
+
+
+async def _weighted_async(parts: list[_Part], **row: Any) -> dict[str, float]:
+    values = []
+    for part in parts:  # rows wait for each other's services already, so parts need not
+        value = part.function(**row)
+        values.append(await value if inspect.isawaitable(value) else value)
+    return _added(parts, iter(values))
+
+
+def _added(parts: list[_Part], values: Iterator[Any]) -> dict[str, float]:
+    """The weighted sum as `score`, each function's score under its label, its other numbers as label/name,
+    and as `acc` that of the first function that gives one, else the first function's score."""
+    numbers: dict[str, float] = {"score": 0.0}
+    for part, value in zip(parts, values, strict=True):
+        label = part.chosen.label
+        score, extra, failed = read_value(value)
+        if score is None:
+            raise ValueError(f"{label} {failed}")
+        numbers["score"] += part.chosen.weight * score
+        numbers[label] = score
+        numbers |= {f"{label}/{name}": number for name, number in extra.items()}
+    accuracies = [numbers[key] for part in parts if (key := f"{part.chosen.label}/acc") in numbers]
+    return {"acc": accuracies[0] if accuracies else numbers[parts[0].chosen.label]} | numbers

@@ -1,0 +1,153 @@
+"""Which functions score a run's responses: `reward.functions`, the user's file, or the data source's own.
+
+In: the section `reward`. Out: a list of `Chosen`, at least one, or the problems of what was written, as far
+as they can be told without loading a function.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import string
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from hydraflow.errors import ConfigError, Problem, shown
+from hydraflow.options import listed
+from hydraflow.rewards.config import FUNCTIONS, RewardConfig
+from hydraflow.rewards.functions import find_scorer, unknown_sources
+from hydraflow.rewards.sandbox import require_sandbox
+
+KEY = "reward.functions"
+BY_SOURCE = "data_source"
+_FIELDS = {"name": None, "path": None, "weight": 1.0, "kwargs": None}
+"""Of an entry, and their defaults."""
+_TAKEN = ("score", "acc", "failed", "failed_rows")
+_PLACES = ("data_source", "solution_str", "ground_truth", "extra_info")
+"""What a judge's prompt may name."""
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """One function, and its part in the score."""
+
+    label: str
+    """Its name in metrics and in the reward's numbers."""
+    name: str
+    """A key of FUNCTIONS, or the name in the user's file."""
+    path: str | None = None
+    """The user's file; None: a built-in function."""
+    weight: float = 1.0
+    kwargs: Mapping[str, Any] = field(default_factory=dict)
+
+
+def chosen(config: RewardConfig) -> list[Chosen]:
+    """The functions in their order. What is written must have no `problems`.
+
+    >>> [one.name for one in chosen(RewardConfig(functions=[{"name": "math"}, {"name": "length"}]))]
+    ['math', 'length']
+    """
+    if config.functions:
+        return [_written(entry) for entry in config.functions]
+    custom = config.custom_reward_function
+    if custom.path is None:
+        return [Chosen(BY_SOURCE, BY_SOURCE)]
+    return [Chosen(custom.name, custom.name, custom.path, kwargs=custom.reward_kwargs)]
+
+
+def check_sources(config: RewardConfig, data_sources: Iterable[str]) -> None:
+    """`ConfigError` for sources without a built-in function, if one is to be found for them, and where
+    programs are to be run that no sandbox can be made for."""
+    if any(problems(config)):
+        return  # `RewardPool.require_loaded` tells them
+    data_sources = set(data_sources)
+    if uses(config, BY_SOURCE) and (unknown := unknown_sources(data_sources)):
+        raise ConfigError(unknown)
+    names = {one.name for one in chosen(config) if one.path is None}
+    if BY_SOURCE in names:
+        names |= {find_scorer(source) for source in data_sources}
+    if "code" in names:
+        require_sandbox(config.sandbox, config.timeout)
+
+
+def uses(config: RewardConfig, name: str) -> bool:
+    """Whether one of the functions is the built-in one of that name."""
+    return any(one.path is None and one.name == name for one in chosen(config))
+
+
+def problems(config: RewardConfig) -> Iterator[Problem]:
+    """What is wrong with the section, as far as it can be told without loading anything."""
+    found = [problem for place, entry in enumerate(config.functions) for problem in _faults(place, entry)]
+    yield from found
+    custom = config.custom_reward_function.path
+    if config.functions and custom is not None:
+        rule, remedy = "are the functions", f"{KEY}=[{{path: {custom}}},...] without it"
+        yield Problem("reward.custom_reward_function.path", custom, f"{KEY} {rule}", remedy)
+    if config.reward_manager.name == "batch" and (config.functions or custom is None):
+        rule = "calls one function of your own with many rows"
+        remedy = "reward.custom_reward_function.path=... or reward.reward_manager.name=naive"
+        yield Problem("reward.reward_manager.name", "batch", rule, remedy)
+    if found:
+        return
+    labels = [one.label for one in chosen(config)]
+    if doubled := sorted({label for label in labels if labels.count(label) > 1}):
+        rule = f"two functions are called {doubled[0]}"
+        yield Problem(KEY, shown(labels), rule, "give the files or functions other names")
+    if config.functions and (taken := [label for label in labels if label in _TAKEN]):
+        rule = f"{taken[0]} is the name of another number of a reward"
+        yield Problem(KEY, shown(labels), rule, "give the function another name")
+    if uses(config, "judge"):
+        yield from _judge_problems(config)
+
+
+def _written(entry: Mapping[str, Any]) -> Chosen:
+    given = _FIELDS | dict(entry)
+    name, path = given["name"] or "compute_score", given["path"]
+    label = Path(path).stem if path and not given["name"] else name
+    return Chosen(label, name, path, float(given["weight"]), given["kwargs"] or {})
+
+
+def _faults(place: int, entry: Any) -> Iterator[Problem]:
+    key = f"{KEY}[{place}]"
+    if not isinstance(entry, Mapping):
+        yield Problem(key, shown(entry), "must be a mapping", f"{KEY}=[{{name: {entry}, weight: 1.0}}]")
+        return
+    if strange := [name for name in entry if name not in _FIELDS]:
+        yield Problem(f"{key}.{strange[0]}", shown(entry[strange[0]]), f"only {listed(_FIELDS)} are known")
+    name, path, weight, kwargs = (given[field] for given in [_FIELDS | dict(entry)] for field in _FIELDS)
+    if path is None and name not in FUNCTIONS:
+        own = f"{KEY}=[{{path: mine.py, name: {name}}}] for a function of your own"
+        yield Problem(f"{key}.name", shown(name), f"must be {listed(FUNCTIONS)}", own)
+    if path is not None and not isinstance(path, str):
+        yield Problem(f"{key}.path", shown(path), "must be the path of a Python file")
+    if isinstance(weight, bool) or not isinstance(weight, int | float) or not math.isfinite(weight):
+        yield Problem(f"{key}.weight", shown(weight), "must be a finite number", f"{key}.weight=1.0")
+    if kwargs is not None and not isinstance(kwargs, Mapping):
+        yield Problem(f"{key}.kwargs", shown(kwargs), "must be a mapping of keyword arguments")
+
+
+def _judge_problems(config: RewardConfig) -> Iterator[Problem]:
+    judge, key = config.judge, "reward.judge"
+    for name in ("base_url", "model"):
+        if not getattr(judge, name):
+            yield Problem(f"{key}.{name}", "null", "must be given: a function is judge", f"{key}.{name}=...")
+    if judge.timeout > config.timeout:
+        rule = f"is more than reward.timeout={config.timeout:g}, which limits all attempts together"
+        remedy = f"reward.timeout={judge.timeout * (judge.max_retries + 1):g}"
+        yield Problem(f"{key}.timeout", judge.timeout, rule, remedy)
+    try:
+        if re.compile(judge.pattern).groups != 1:
+            rule, remedy = "must have one group, which is the score", f"{key}.pattern='Score: ([0-9]+)'"
+            yield Problem(f"{key}.pattern", judge.pattern, rule, remedy)
+    except re.error as error:
+        yield Problem(f"{key}.pattern", judge.pattern, f"is no regular expression: {error}")
+    try:
+        places = [name for _, name, _, _ in string.Formatter().parse(judge.prompt) if name is not None]
+    except ValueError as error:
+        yield Problem(f"{key}.prompt", None, f"{error}", "write {{ and }} for braces")
+        return
+    if strange := [name for name in places if name.partition("[")[0] not in _PLACES]:
+        rule = f"{{{strange[0]}}} is unknown; known are {listed([f'{{{name}}}' for name in _PLACES])}"
+        yield Problem(f"{key}.prompt", None, rule, "write {{ and }} for braces")

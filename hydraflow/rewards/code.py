@@ -1,0 +1,132 @@
+"""Programs, judged by tests: run in a sandbox, their output compared here.
+
+In: a response with a Python program, and tests as APPS and verl's data have them: `{"inputs": [...],
+"outputs": [...]}`, perhaps with the name of a function, as JSON text or a mapping. Out: the share of tests
+passed. The right outputs never enter the sandbox. Left out on purpose: tests that are code themselves
+(`assert f(1) == 2`): they would run beside the program, which could change them.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from itertools import chain
+from typing import Any
+
+from hydraflow.rewards.config import SandboxConfig
+from hydraflow.rewards.sandbox import START_SECONDS, run
+from hydraflow.rewards.sandbox_program import DONE
+
+_FENCED = re.compile(r"```(?:python|py|python3)?[ \t]*\n(.*?)(?:```|\Z)", re.DOTALL | re.IGNORECASE)
+FUNCTION = "fn_name"
+_CLOSE = 1e-6
+"""Relative and absolute error that a number with a decimal point may have."""
+
+
+@dataclass(frozen=True)
+class Tests:
+    """What a program is asked, and the right answers."""
+
+    inputs: list[Any]
+    outputs: list[Any]
+    function: str | None
+    """Name of the function that takes the inputs; None: the program reads them from standard input."""
+
+
+def passed_tests(
+    solution_str: str, ground_truth: Any, *, sandbox: SandboxConfig, timeout: float, partial: bool = True
+) -> dict[str, float]:
+    """`score`: the share of tests that the last fenced block of the response passes, 0 or 1 without
+    `partial`; `acc`: 1 if it passes all. Tests after one that exceeds a limit, or that `timeout`, the seconds
+    of a row, has no time for, are not passed.
+
+    Raises ValueError for a ground truth without tests, SandboxError if nothing can be run.
+    """
+    tests = read_tests(ground_truth)
+    blocks = _FENCED.findall(solution_str)
+    outcomes = run(
+        blocks[-1] if blocks else solution_str,
+        tests.inputs,
+        sandbox=sandbox,
+        seconds=timeout - START_SECONDS,
+        function=tests.function,
+    )
+    same = _same_value if tests.function else _same_text
+    pairs = zip(outcomes, tests.outputs, strict=False)
+    share = sum(one.how == DONE and same(one.output, wanted) for one, wanted in pairs) / len(tests.outputs)
+    passed = float(share == 1.0)
+    return {"score": share if partial else passed, "acc": passed}
+
+
+def read_tests(ground_truth: Any) -> Tests:
+    """The tests of a ground truth. ValueError when it has none, or numbers of inputs and outputs that differ.
+
+    >>> read_tests('{"inputs": ["1 2\\\\n"], "outputs": ["3\\\\n"]}')
+    Tests(inputs=['1 2\\n'], outputs=['3\\n'], function=None)
+    """
+    given = json.loads(ground_truth) if isinstance(ground_truth, str) else ground_truth
+    if not isinstance(given, Mapping) or not {"inputs", "outputs"} <= given.keys():
+        raise ValueError("the ground truth of a program must be {inputs: [...], outputs: [...]}")
+    inputs, outputs = list(given["inputs"]), list(given["outputs"])
+    if not inputs or len(inputs) != len(outputs):
+        raise ValueError(f"the ground truth has {len(inputs)} inputs and {len(outputs)} outputs")
+    if given.get(FUNCTION) is None:
+        return Tests([_text(one) for one in inputs], [_text(one) for one in outputs], None)
+    return Tests([_arguments(one) for one in inputs], [_value(one) for one in outputs], str(given[FUNCTION]))
+
+
+def _text(given: Any) -> str:
+    """Text, or a list of its lines."""
+    return "\n".join(map(str, given)) if isinstance(given, list) else str(given)
+
+
+def _arguments(given: Any) -> list[Any]:
+    """A list of arguments, or text with one JSON value a line."""
+    if isinstance(given, str):
+        return [json.loads(line) for line in given.splitlines() if line.strip()]
+    return list(given)
+
+
+def _value(given: Any) -> Any:
+    """What a function must return, written as JSON text or as itself."""
+    if not isinstance(given, str):
+        return given
+    try:
+        return json.loads(given)
+    except ValueError:
+        return given
+
+
+def _same_value(got: str, wanted: Any) -> bool:
+    """APPS has what a function returns in a list of its own."""
+    try:
+        value = json.loads(got)
+    except (ValueError, RecursionError):  # the program may write anything
+        return False
+    return value == wanted or (isinstance(wanted, list) and len(wanted) == 1 and value == wanted[0])
+
+
+def _same_text(got: str, wanted: str) -> bool:
+    """Line by line and word by word, white space aside.
+
+    >>> _same_text("1 2 \\n0.3333333\\n", "1 2\\n0.33333333"), _same_text("1\\n2", "1 2")
+    (True, False)
+    """
+    ours, theirs = ([line.split() for line in text.strip().splitlines()] for text in (got, wanted))
+    if list(map(len, ours)) != list(map(len, theirs)):
+        return False
+    return all(map(_same_word, chain(*ours), chain(*theirs)))
+
+
+def _same_word(got: str, wanted: str) -> bool:
+    if got == wanted:
+        return True
+    if "." not in wanted:  # a whole number must be right to the last digit
+        return False
+    try:
+        return math.isclose(float(got), float(wanted), rel_tol=_CLOSE, abs_tol=_CLOSE)
+    except ValueError:
+        return False

@@ -1,0 +1,85 @@
+"""Rows that an asynchronous reward function scores at the same time, in one process.
+
+In: the rows of a chunk. Out: their results, each as soon as it is there. A row that waits too long is
+cancelled; one that blocks the event loop is interrupted by the alarm of `child.py`; where that does not help,
+the pool ends the process.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from hydraflow.rewards.custom import ARGUMENTS
+from hydraflow.rewards.values import Result, read_value
+
+if TYPE_CHECKING:
+    from hydraflow.rewards.child import RewardCaller
+
+BEAT = 0.25
+"""How often the alarm is set anew while the event loop turns, as a share of the time limit."""
+
+
+class ConcurrentRows:
+    """An event loop that lasts as long as its process, because a function may keep connections in it."""
+
+    def __init__(self, caller: RewardCaller):
+        self.caller = caller
+        self._runner = asyncio.Runner()
+        self._started: dict[int, tuple[float, float]] = {}
+        """Rows under way, the oldest first: when they started, and the seconds waited for a CPU by then."""
+
+    def __enter__(self) -> ConcurrentRows:
+        self._runner.__enter__()
+        return self
+
+    def __exit__(self, *raised: Any) -> None:
+        self._runner.__exit__(*raised)
+
+    def score(self, rows: Sequence[Any], done: Callable[[int, Result], None]) -> None:
+        """Scores the rows of a chunk; `done` gets the number and the result of each."""
+        self._runner.run(self._score(rows, done))
+
+    async def _score(self, rows: Sequence[Any], done: Callable[[int, Result], None]) -> None:
+        gate = asyncio.Semaphore(self.caller.at_once)
+        beat = asyncio.create_task(self._beat())
+        try:
+            await asyncio.gather(*(self._row(number, row, gate, done) for number, row in enumerate(rows)))
+        finally:
+            beat.cancel()
+            self.caller.alarm.disarm()
+
+    async def _row(
+        self, number: int, row: Sequence[Any], gate: asyncio.Semaphore, done: Callable[[int, Result], None]
+    ) -> None:
+        async with gate:
+            self.caller.alarm.start()
+            self._started[number] = self.caller.alarm.began, self.caller.alarm.waited
+            self._note()
+            result = await self._result(row)
+            del self._started[number]
+            self._note()
+            done(number, result)
+
+    async def _result(self, row: Sequence[Any]) -> Result:
+        call, limit = self.caller.call, self.caller.alarm.limit
+        try:
+            async with asyncio.timeout(limit) as waiting:
+                return read_value(await call.function(**dict(zip(ARGUMENTS, row, strict=True))))
+        except BaseException as error:  # the user's code may raise anything: the row fails, never the run
+            if waiting.expired() and isinstance(error, TimeoutError):
+                return None, {}, f"took longer than {limit:g} seconds"
+            return self.caller.failed(error)
+
+    def _note(self) -> None:
+        """The pool watches the oldest row."""
+        for number, (began, waited) in self._started.items():
+            self.caller.progress.note(number, began, waited, self.caller.alarm.limit)
+            return
+
+    async def _beat(self) -> None:
+        while True:
+            self.caller.alarm.start()
+            self.caller.alarm.arm()
+            await asyncio.sleep(BEAT * self.caller.alarm.limit)

@@ -1,0 +1,42 @@
+"""What a reward function returned, read as a score.
+
+In: any value. Out: a score and the other numbers, or why it is none.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+Result = tuple[float | None, dict[str, float], str | None]
+"""(score, other numbers, error); no score if it failed."""
+
+
+def read_value(value: Any) -> Result:
+    """A score from a number or a dict with 'score'; of the dict's other fields, the numbers are kept.
+
+    >>> read_value({"score": 1, "acc": True, "pred": "42"})
+    (1.0, {'acc': 1.0}, None)
+    """
+    fields = value if isinstance(value, dict) else {"score": value}
+    if "score" not in fields:
+        there = ", ".join(map(str, fields)) or "nothing"
+        return None, {}, f"returned a dict without 'score' (it has {there})"
+    score = _number(fields["score"])
+    if score is None:
+        return None, {}, f"returned a {type(fields['score']).__name__}, not a number"
+    if not math.isfinite(score):
+        return None, {}, f"returned {score}, not a finite number"
+    numbers = {str(name): _number(field) for name, field in fields.items() if name != "score"}
+    extra = {name: number for name, number in numbers.items() if number is not None and math.isfinite(number)}
+    return score, extra, None
+
+
+def _number(value: Any) -> float | None:
+    """`value` as a float: Python and numpy numbers, tensors of no dimension. Text is not a number."""
+    if not hasattr(value, "__float__"):
+        return None
+    try:
+        return float(value)
+    except (TypeError, ValueError, OverflowError, RuntimeError):  # arrays and tensors with dimensions
+        return None

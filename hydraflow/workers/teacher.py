@@ -1,0 +1,83 @@
+"""A frozen model that judges the policy's samples (on-policy distillation).
+
+In: trajectories. Out: `teacher_log_probs` of the sampled tokens, for estimates of the KL; or for divergences
+over the vocabulary `target_tokens` and `teacher_top_log_probs`: at each place the sampled token, which the
+policy loss is about, and after it the teacher's likeliest ones. Only ids that the policy's output has are
+among these: models of one family fill up their vocabularies differently. Left out on purpose: divergences
+(`algorithms/divergence.py`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from hydraflow.dispatch.modes import register
+from hydraflow.dispatch.worker import ProcessContext
+from hydraflow.models.ask import Ask
+from hydraflow.models.config import ModelConfig
+from hydraflow.models.loading import load_config
+from hydraflow.protocol.batch import DataProto
+from hydraflow.protocol.ragged import from_parts, parts
+from hydraflow.workers.engine_worker import DATA_RANKS
+from hydraflow.workers.reference import ReferenceSpec, ReferenceWorker
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
+
+
+@dataclass(frozen=True)
+class TeacherSpec:
+    """Constructor arguments of a TeacherWorker."""
+
+    frozen: ReferenceSpec
+    """Its model, and how it computes."""
+    policy: ModelConfig
+    """Whose samples it judges."""
+    over_vocabulary: bool = False
+    """Whether a divergence over the vocabulary needs its likeliest tokens."""
+    most: int | None = None
+    """How many of them; None: the whole vocabulary."""
+
+
+class TeacherWorker(ReferenceWorker):
+    """One process of a teacher."""
+
+    def __init__(self, process: ProcessContext, spec: TeacherSpec):
+        super().__init__(process, spec.frozen)
+        self.ask = Ask(spec.frozen.temperature)
+        if spec.over_vocabulary:
+            vocabulary = vocabulary_of(load_config(spec.policy, field="actor_rollout_ref.model"))
+            likeliest = likeliest_tokens(spec.most, vocabulary)
+            self.ask = Ask(spec.frozen.temperature, likeliest=likeliest, among=vocabulary)
+
+    @register(dispatch_mode=DATA_RANKS, read_only=True)
+    def judge(self, batch: DataProto) -> DataProto:
+        """The columns of the teacher for these rows."""
+        found = self.engine.forward_rows(batch, self.log_prob_batcher, self.ask)
+        if not self.ask.likeliest:
+            return found.rename("log_probs", "teacher_log_probs")
+        sampled, lengths = parts(batch.get("responses"))
+        targets = torch.cat([sampled[:, None], parts(found.get("top_tokens"))[0]], 1)
+        return DataProto.from_dict(
+            {
+                "target_tokens": from_parts(targets, lengths),
+                "teacher_top_log_probs": found.get("log_probs"),
+            }
+        )
+
+
+def vocabulary_of(described: PreTrainedConfig) -> int:
+    """Tokens that the output of a model has."""
+    return int(described.get_text_config().vocab_size)
+
+
+def likeliest_tokens(most: int | None, vocabulary: int) -> int:
+    """How many of a teacher's tokens are compared.
+
+    >>> likeliest_tokens(None, 17), likeliest_tokens(32, 17), likeliest_tokens(4, 17)
+    (17, 17, 4)
+    """
+    return vocabulary if most is None else min(most, vocabulary)

@@ -1,0 +1,299 @@
+#!/usr/bin/env python
+"""Runs the benches one after the other and writes docs/performance.md.
+
+    python scripts/bench/all.py                    # those that have no figures yet; then the page
+    python scripts/bench/all.py --again head plan  # some, once more
+    python scripts/bench/all.py --list
+
+In: nothing; figures are kept in .bench/results, a file for each bench, so a run that was stopped goes on.
+Out: the page, and exit code 1 if a bench failed. Their sizes are meant for a quarter of an hour on two cores
+that do nothing else; the page says how busy the machine was. Left out on purpose: whether choices learn
+(learn.py).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parents[1]
+RESULTS, PAGE = ROOT / ".bench" / "results", ROOT / "docs" / "performance.md"
+LIMIT_SECONDS = 900
+"""Of one bench."""
+QUIET = 0.5
+"""Busy cores before a bench, up to which its figures are those of a quiet machine."""
+LOOK_SECONDS = 3.0
+"""So long they are counted."""
+
+Found = Sequence[Mapping[str, Any]]
+"""The JSON objects that a bench prints."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of the page."""
+
+    what: str
+    ours: str
+    peer: str = ""
+    ratio: float | None = None
+    """How many times ours is as good as the peer."""
+    limit: str = ""
+    """What the machine allows at most."""
+
+
+def of_trl(found: Found) -> Iterator[Row]:
+    """A GRPO step."""
+    for one in found:
+        ours, theirs = (
+            one["trajectories_per_step"] / one[f"{who}_trajectories_per_s"] for who in ("hydraflow", "trl")
+        )
+        rows = f"{one['trajectories_per_step']} x {one['tokens']} tokens"
+        least = one["least_seconds_per_step"]
+        limit = "" if least is None else f"{least:.3g} s"
+        what = f"GRPO step, {one['model']}, {one['dtype']}, {rows}"
+        yield Row(what, f"{ours:.3g} s", f"TRL {theirs:.3g} s", one["ratio"], limit)
+
+
+def of_generation(found: Found) -> Iterator[Row]:
+    """Sampling."""
+    speeds = {(one["model"], one["lengths"], one["engine"]): one["tokens_per_second"] for one in found}
+    for (model, lengths, engine), ours in speeds.items():
+        if engine == "native":
+            theirs = speeds[model, lengths, "transformers"]
+            what = f"sampling, {model}, fp32, {lengths} lengths, one thread"
+            yield Row(what, f"{ours:,} tokens/s", f"`generate` {theirs:,}", ours / theirs)
+
+
+def of_head(found: Found) -> Iterator[Row]:
+    """Log-probabilities and entropies."""
+    ours, theirs = ({one["way"]: one for one in found}[way] for way in ("fused", "module"))
+    what = f"head, {ours['tokens']} tokens x {ours['vocabulary']:,}, forward and backward"
+    seconds, others = f"{ours['cpu_s']:.3g} CPU s", f"by module {theirs['cpu_s']:.3g} CPU s"
+    yield Row(what, seconds, others, theirs["cpu_s"] / ours["cpu_s"])
+    memory, more = f"{ours['peak_mib']:,.0f} MiB", f"by module {theirs['peak_mib']:,.0f} MiB"
+    yield Row(f"{what}: memory", memory, more, theirs["peak_mib"] / ours["peak_mib"])
+
+
+def of_weights(found: Found) -> Iterator[Row]:
+    """From the actor to the rollout."""
+    links = {
+        "same_process": "in a process",
+        "shared_memory": "to another process",
+        "broadcast": "to another node",
+    }
+    for one in found:
+        for link, where in links.items():
+            rates = one[link]
+            limit = f"{rates['median_copy'] / 1e9:.3g} GB/s (copy rate)"
+            yield Row(
+                f"weights, {one['bytes'] / 2**20:,.0f} MiB, {where}",
+                f"{rates['median'] / 1e9:.3g} GB/s",
+                limit=limit,
+            )
+
+
+def of_memory(found: Found) -> Iterator[Row]:
+    """Estimates of memory."""
+    for one in found:
+        for phase, figures in one["phases"].items():
+            ours, measured = (f"{figures[name] / 2**20:,.0f} MiB" for name in ("estimate", "measured"))
+            what = f"memory estimate, {one['case']}, {phase}"
+            yield Row(what, ours, f"measured {measured}")
+
+
+def of_merger(found: Found) -> Iterator[Row]:
+    """Merging checkpoints."""
+    for one in found[0]["merges"]:
+        theirs = f"verl 0.9.1 {one['verl']['cpu_seconds']:.3g} CPU s, on another machine"
+        what = f"merge of a checkpoint, {one['size']}"
+        yield Row(what, f"{one['cpu_seconds']:.3g} CPU s", theirs, one["ratio_cpu"])
+
+
+def of_step(found: Found) -> Iterator[Row]:
+    """The default recipe."""
+    (one,) = found
+    yield Row("default recipe, a step", f"{one['median']:.3g} s")
+    yield Row("default recipe, from launch to the first step's end", f"{one['first_step_after']:.3g} s")
+    yield Row("default recipe, share of a step without a running worker", f"{one['ray_share']:.1%}")
+
+
+def of_plan(found: Found) -> Iterator[Row]:
+    """Batch plans."""
+    for one in found:
+        taken = one["milliseconds"]["configuration"]
+        yield Row(f"batch plan for {one['devices']:,} devices", f"{taken:.3g} ms")
+
+
+@dataclass(frozen=True)
+class Bench:
+    """A script with arguments, and how its output is read."""
+
+    script: str
+    arguments: tuple[str, ...]
+    rows: Callable[[Found], Iterable[Row]]
+
+
+def against_trl(model: str, dtype: str, steps: int) -> Bench:
+    return Bench("vs_trl.py", ("--model", model, "--dtype", dtype, "--steps", str(steps)), of_trl)
+
+
+SAMPLING = ("--engines", "native,transformers", "--sequences", "128")
+BENCHES: dict[str, Bench] = {
+    "plan": Bench("plan_scale.py", (), of_plan),
+    "step": Bench("grpo_step.py", ("--steps", "20"), of_step),
+    "trl-recipe": against_trl("recipe", "fp32", 20),
+    "trl-0.85M-fp32": against_trl("0.85M", "fp32", 10),
+    "trl-0.85M-bf16": against_trl("0.85M", "bf16", 10),
+    "trl-31.7M-fp32": against_trl("31.7M", "fp32", 3),
+    "trl-31.7M-bf16": against_trl("31.7M", "bf16", 3),
+    "generation": Bench("generation.py", SAMPLING, of_generation),
+    "head": Bench("head.py", ("--entropy",), of_head),
+    "weights": Bench("weight_sync.py", ("--models", "small"), of_weights),
+    "memory": Bench("memory.py", ("--cases", "tied"), of_memory),
+    "merger": Bench("merger.py", ("--layouts", "hydraflow", "--repeats", "1"), of_merger),
+}
+"""By name, in the order of the page."""
+
+
+def measure(name: str, bench: Bench, results: Path) -> str | None:
+    """Runs a bench and keeps its figures; returns why there are none."""
+    # not the load average, which has the bench before this one in it
+    load = psutil.cpu_percent(LOOK_SECONDS) / 100 * psutil.cpu_count()
+    begun = time.perf_counter()
+    command = [sys.executable, str(HERE / bench.script), *bench.arguments]
+    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    try:
+        done = subprocess.run(
+            command,
+            cwd=ROOT,
+            env=os.environ | {"PYTHONPATH": path},
+            capture_output=True,
+            text=True,
+            timeout=LIMIT_SECONDS,
+        )
+    except subprocess.TimeoutExpired:
+        return f"took more than {LIMIT_SECONDS} s"
+    if done.returncode:
+        return (done.stderr.strip().splitlines() or ["it said nothing"])[-1]
+    told = {"load": load, "seconds": time.perf_counter() - begun, "commit": commit()}
+    results.mkdir(parents=True, exist_ok=True)
+    kept = results / f"{name}.json"
+    kept.write_text(json.dumps({**told, "found": list(objects(done.stdout))}, indent=1))
+    return None
+
+
+def objects(text: str) -> Iterator[dict[str, Any]]:
+    """The JSON objects of a text that has nothing else.
+
+    >>> list(objects('{"a": 1}\\n{"b": 2}\\n'))
+    [{'a': 1}, {'b': 2}]
+    """
+    decoder, at = json.JSONDecoder(), 0
+    while at < len(text := text.rstrip()):
+        found, at = decoder.raw_decode(text, at + len(text[at:]) - len(text[at:].lstrip()))
+        yield found
+
+
+def commit() -> str:
+    """Of the tree."""
+    done = subprocess.run(
+        ["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    return done.stdout.strip() or "unknown"
+
+
+HEAD = """# Performance
+
+Written by `python scripts/bench/all.py`. {machine}. {versions}. Commit {commits}. {load}
+
+"ratio" is how many times ours is as good as the peer's in the same run; "limit" is what the machine allows:
+a step whose matrix products run on all cores at their measured peak and in which nothing else takes time, or
+the rate at which one thread copies memory. TRL is measured with one thread and with two, and its better
+figure counts. Models other than the recipe's have random weights.
+
+| what | hydraflow | peer | ratio | limit |
+|---|---|---|---|---|
+"""
+
+
+def page(results: Path) -> str:
+    """The Markdown page of all figures that there are."""
+    kept = {
+        name: json.loads(file.read_text()) for name in BENCHES if (file := results / f"{name}.json").exists()
+    }
+    head = HEAD.format(
+        machine=machine(),
+        versions=", ".join(f"{name} {version(name)}" for name in ("torch", "transformers", "ray")),
+        commits=" and ".join(sorted({told["commit"] for told in kept.values()})) or "unknown",
+        load=load_of(max((told["load"] for told in kept.values()), default=0.0)),
+    )
+    lines = [line(row) for name, told in kept.items() for row in BENCHES[name].rows(told["found"])]
+    missing = [name for name in BENCHES if name not in kept]
+    foot = f"\nNot measured: {', '.join(missing)}.\n" if missing else ""
+    return head + "".join(f"{one}\n" for one in lines) + foot
+
+
+def load_of(most: float) -> str:
+    """How busy the machine was, in words."""
+    if most <= QUIET:
+        return "The machine was quiet."
+    return f"**The machine was not quiet**: up to {most:.1f} of its cores were busy before a bench."
+
+
+def line(row: Row) -> str:
+    """Of the table."""
+    ratio = "" if row.ratio is None else f"{row.ratio:.2f}"
+    return f"| {row.what} | {row.ours} | {row.peer} | {ratio} | {row.limit} |"
+
+
+def machine() -> str:
+    """Processor and cores."""
+    lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
+    name = next((one.partition(":")[2].strip() for one in lines if one.startswith("model name")), "a CPU")
+    return f"{len(os.sched_getaffinity(0))} cores of {name}, Python {platform.python_version()}"
+
+
+def main(arguments: Sequence[str], results: Path = RESULTS, target: Path = PAGE) -> int:
+    """Exit code 1 if a bench failed."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("names", nargs="*", metavar="NAME", help="by default all")
+    parser.add_argument("--again", action="store_true", help="also those that have figures")
+    parser.add_argument("--list", action="store_true", help="print the names and end")
+    args = parser.parse_args(arguments)
+    if unknown := [name for name in args.names if name not in BENCHES]:
+        parser.error(f"there is no {', '.join(unknown)}; there are {', '.join(BENCHES)}")
+    if args.list:
+        print("\n".join(BENCHES))
+        return 0
+    failed = 0
+    for name in args.names or BENCHES:
+        if (results / f"{name}.json").exists() and not args.again:
+            print(f"{name}: has figures already", flush=True)
+            continue
+        print(f"{name}: running", flush=True)
+        if why := measure(name, BENCHES[name], results):
+            failed = 1
+            print(f"{name}: no figures: {why}", flush=True)
+    target.write_text(page(results))
+    print(f"written: {target}")
+    return failed
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

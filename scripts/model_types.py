@@ -1,0 +1,335 @@
+"""What each type of causal language model does here: packed, padded or refused, and how far its numbers are
+from transformers' own.
+
+    python scripts/model_types.py                  # all types that transformers has; writes docs/models.md
+    python scripts/model_types.py qwen3 mamba2     # some, on the terminal only
+
+In: tiny models with random weights (`tiny_types.py`). The training engine loads each as a policy, with
+adapters, and as a value model; its log-probabilities and gradients are compared with those of transformers'
+own code, row by row; the built-in engine samples from it, and its log-probabilities are compared likewise.
+Each type has a process of its own. Out: a table; exit code 1 if anything is computed wrong, or ends in an
+error that is no refusal. Left out on purpose: pretrained weights, and rows beyond a few dozen tokens.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import multiprocessing
+import os
+import socket
+import sys
+import tempfile
+import traceback
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+import torch
+import transformers
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+sys.path.insert(0, str(Path(__file__).parents[1]))  # `scripts` is not installed
+
+from hydraflow import metrics
+from hydraflow.engine import process_group
+from hydraflow.engine.base import ModelOutput
+from hydraflow.engine.config import FSDPConfig, OptimConfig, WrapPolicyConfig
+from hydraflow.engine.fsdp.build import hf_name
+from hydraflow.engine.fsdp.engine import FSDPEngine
+from hydraflow.errors import ConfigError
+from hydraflow.generation.base import EngineSpec, GenerationRequest, SamplingParams
+from hydraflow.generation.config import RolloutConfig
+from hydraflow.generation.native import build
+from hydraflow.metrics import Metric
+from hydraflow.models.config import ModelConfig
+from hydraflow.models.loading import load_config
+from hydraflow.protocol import ragged
+from hydraflow.protocol.batch import DataProto
+from scripts.tiny_types import TYPES, VOCABULARY, save_tiny, tiny_config
+
+PAGE = Path(__file__).parents[1] / "docs" / "models.md"
+SECONDS = 600
+"""For a type; on a quiet machine it takes one or two."""
+ROWS = ((5, 6), (5, 21), (2, 3), (19, 17))
+"""Tokens of each row's prompt and response: some exceed the windows of the tiny models. The first two have
+the same prompt."""
+LOG_PROBS, GRADIENTS = 1e-3, 1e-2
+"""Largest difference of log-probabilities, in float32; and of a gradient, relative to the largest of its
+tensor."""
+PACKED, PADDED, RIGHT = "packed", "padded", "yes"
+REFUSED, UNMADE, WRONG, BROKEN = "refused", "not tried", "WRONG", "ERROR"
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """Of one way to use a model."""
+
+    word: str
+    """PACKED, PADDED, of the engine that samples RIGHT; REFUSED, UNMADE; WRONG, BROKEN."""
+    why: str = ""
+    """What was said, or where it broke."""
+    log_probs: float = 0.0
+    """Largest difference from transformers'."""
+    gradients: float = 0.0
+
+    @property
+    def bad(self) -> bool:
+        """Whether something is to be mended."""
+        return self.word in (WRONG, BROKEN)
+
+
+def rows_of(vocabulary: int = VOCABULARY) -> DataProto:
+    """Random tokens."""
+    draw = torch.Generator().manual_seed(1)
+    tokens = [[torch.randint(2, vocabulary, (n,), generator=draw) for n in lengths] for lengths in ROWS]
+    tokens[1][0] = tokens[0][0]
+    responses = ragged.from_rows([response for _, response in tokens])
+    ones = torch.ones(len(ragged.parts(responses)[0]), dtype=torch.int64)
+    return DataProto.from_dict(
+        {
+            "prompts": ragged.from_rows([prompt for prompt, _ in tokens]),
+            "responses": responses,
+            "response_mask": ragged.from_parts(ones, ragged.lengths(responses)),
+        }
+    )
+
+
+def own_model(folder: Path) -> PreTrainedModel:
+    """By transformers alone."""
+    lm = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    if getattr(lm.config.get_text_config(), "attn_logit_softcapping", None) is not None:
+        lm.set_attn_implementation("eager")  # the other one drops the cap
+    return lm
+
+
+def own_log_probs(lm: PreTrainedModel, prompts: Sequence[Tensor], responses: Sequence[Tensor]) -> Tensor:
+    """(K,) of all response tokens by transformers' own code, row by row."""
+    found = []
+    for prompt, response in zip(prompts, responses, strict=True):
+        logits = lm(input_ids=torch.cat([prompt, response])[None], use_cache=False).logits
+        asked = logits[0, len(prompt) - 1 : -1].float().log_softmax(-1)
+        found.append(asked.gather(1, response[:, None])[:, 0])
+    return torch.cat(found)
+
+
+def engine_of(folder: Path, *, head: str = "policy", lora_rank: int = 0) -> FSDPEngine:
+    """As a run makes it, but in float32; layers are FSDP units, as those of larger models are by default."""
+    return FSDPEngine(
+        ModelConfig(path=str(folder), lora_rank=lora_rank),
+        FSDPConfig(dtype="fp32", wrap_policy=WrapPolicyConfig(min_num_params=0)),
+        OptimConfig(),
+        head=head,
+        device=torch.device("cpu"),
+    )
+
+
+def loss_of(output: ModelOutput, columns: Mapping[str, Tensor]) -> tuple[Tensor, dict[str, Metric]]:
+    """The sum of all numbers."""
+    found = output.log_probs if output.values is None else output.values
+    assert found is not None
+    return found.sum(), {"n": metrics.summed(1)}
+
+
+def as_policy(folder: Path) -> Outcome:
+    """Log-probabilities and gradients."""
+    engine = engine_of(folder)
+    lm, rows = own_model(folder), rows_of()
+    expected = own_log_probs(lm, ragged.rows(rows.get("prompts")), ragged.rows(rows.get("responses")))
+    said = ragged.parts(engine.forward(rows.split(3)).get("log_probs"))[0]
+    off = float((said - expected.detach()).abs().max())
+    engine.forward_backward([rows], loss_of)
+    expected.sum().backward()
+    own = dict(lm.named_parameters(remove_duplicate=False))
+    worst = max(
+        gradient_difference(parameter.grad, own[hf_name(engine.module, name)].grad)
+        for name, parameter in engine.module.named_parameters()
+    )
+    word = PADDED if engine._padded else PACKED
+    right = off < LOG_PROBS and worst < GRADIENTS
+    return Outcome(word if right else WRONG, "" if right else f"{word}: {off:.2g}, {worst:.2g}", off, worst)
+
+
+def gradient_difference(mine: Tensor | None, wanted: Tensor | None) -> float:
+    """Relative to the largest number; none is as good as zeros."""
+    ours = mine.to_local() if isinstance(mine, DTensor) else mine
+    found = ours if ours is not None else wanted
+    if found is None:
+        return 0.0
+    ours, theirs = (torch.zeros_like(found) if one is None else one for one in (ours, wanted))
+    return float((ours - theirs).abs().max() / theirs.abs().max().clamp(min=1e-3))
+
+
+def trained_once(engine: FSDPEngine) -> Outcome:
+    """A pass without a gradient, one with it, and an optimizer step."""
+    rows = rows_of()
+    engine.forward([rows])
+    engine.forward_backward([rows], loss_of)
+    engine.optimizer_step()
+    return Outcome(PADDED if engine._padded else PACKED)
+
+
+def as_value_model(folder: Path) -> Outcome:
+    """As a critic is made of it."""
+    return trained_once(engine_of(folder, head="value"))
+
+
+def with_adapters(folder: Path) -> Outcome:
+    """LoRA of all linear layers."""
+    return trained_once(engine_of(folder, lora_rank=2))
+
+
+def sampled(folder: Path) -> Outcome:
+    """Two samples of prompts of different lengths, twice."""
+    lm, prompts = own_model(folder), ragged.rows(rows_of().get("prompts"))
+    spec = EngineSpec(RolloutConfig(), torch.device("cpu"), torch.float32, None, longest_row=64)
+    engine = build(load_config(ModelConfig(path=str(folder))), spec)
+    engine.update_weights((name, one.detach()) for name, one in lm.state_dict(keep_vars=True).items())
+    off, seen = 0.0, []
+    for _ in range(2):
+        request = GenerationRequest(prompts, [2] * len(prompts), [(0, i) for i in range(len(prompts))])
+        output = engine.generate(request, SamplingParams(max_tokens=12, ignore_eos=True))
+        responses = ragged.rows(output.responses)
+        with torch.no_grad():
+            expected = own_log_probs(lm, [one for one in prompts for _ in range(2)], responses)
+        off = max(off, float((ragged.parts(output.log_probs)[0] - expected).abs().max()))
+        seen.append(torch.cat(list(responses)))
+    same = torch.equal(*seen)
+    why = f"off by {off:.2g}" if same else "other tokens in the second call"
+    return Outcome(RIGHT, log_probs=off) if off < LOG_PROBS and same else Outcome(WRONG, why, off)
+
+
+def tried(way: Callable[[Path], Outcome], folder: Path) -> Outcome:
+    """What happens; refusals are those that a user reads as a sentence."""
+    try:
+        return way(folder)
+    except ConfigError as error:
+        return Outcome(REFUSED, str(error.problems[0].rule))
+    except Exception as error:
+        at = traceback.extract_tb(error.__traceback__)[-1]
+        return Outcome(BROKEN, f"{first_words(error)} ({Path(at.filename).name}:{at.lineno})")
+
+
+def first_words(error: BaseException) -> str:
+    """Its kind and what it says, on a line."""
+    said = " ".join(str(error).split())
+    return f"{type(error).__name__}: {said[:160]}" if said else type(error).__name__
+
+
+def examine(model_type: str, port: int) -> dict[str, Outcome]:
+    """All ways to use one type; those of a policy end where it is refused."""
+    process_group.start(
+        rank=0, world_size=1, address="127.0.0.1", port=port, device_type="cpu", timeout_s=SECONDS
+    )
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        try:
+            save_tiny(tiny_config(model_type), folder)
+        except Exception as error:
+            return {"policy": Outcome(UNMADE, f"transformers makes no tiny one: {first_words(error)}")}
+        found = {"policy": tried(as_policy, folder), "value": tried(as_value_model, folder)}
+        if found["policy"].word != REFUSED:
+            found |= {"lora": tried(with_adapters, folder), "native": tried(sampled, folder)}
+        return found
+
+
+def quiet(model_type: str, port: int, answer: Connection) -> None:
+    """`examine`, without a word of the libraries."""
+    torch.set_num_threads(1)
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    warnings.simplefilter("ignore")
+    logging.disable(logging.WARNING)
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, 1)
+    os.dup2(nowhere, 2)
+    answer.send(examine(model_type, port))
+
+
+def apart(model_type: str) -> dict[str, Outcome]:
+    """`examine` in a process of its own, which may crash or hang."""
+    context = multiprocessing.get_context("fork")
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    mine, theirs = context.Pipe(duplex=False)
+    process = context.Process(target=quiet, args=(model_type, port, theirs))
+    process.start()
+    theirs.close()
+    try:
+        found: dict[str, Outcome] = (
+            mine.recv() if mine.poll(SECONDS) else {"policy": Outcome(BROKEN, "hangs")}
+        )
+    except EOFError:
+        found = {"policy": Outcome(BROKEN, "the process died")}
+    process.kill()
+    process.join()
+    return found
+
+
+HEAD = """# Types of models
+
+Written by `python scripts/model_types.py` with transformers {version}: for each type of causal language model
+that it has, what happens to a tiny model with random weights. Log-probabilities and gradients of the training
+engine (FSDP2), and log-probabilities of the built-in generation engine, were compared with those of
+transformers' own code, row by row, in float32; some rows are longer than the windows of these models. Where a
+type is accepted, log-probabilities differ by less than {log_probs}, gradients by less than {gradients} of the
+largest of their tensor.
+
+{counts}
+
+| column | |
+|---|---|
+| policy | how rows are computed: `packed` into one line, or right `padded`; or `refused`, with a sentence |
+| critic | the same for a value model |
+| LoRA | the same with `target_modules=all-linear`. Experts that are one tensor for a layer get no adapter |
+| sampled | whether the built-in engine samples from it; otherwise another engine is named |
+
+| type | policy | critic | LoRA | sampled | why not |
+|---|---|---|---|---|---|
+"""
+
+
+def page(lines: Sequence[str], version: str) -> str:
+    """The Markdown page of rows of the table. version: transformers'."""
+    words = [one.split("|")[2].strip() for one in lines]
+    head = HEAD.format(
+        version=version,
+        log_probs=LOG_PROBS,
+        gradients=GRADIENTS,
+        counts=", ".join(f"{words.count(word)} {word}" for word in sorted(set(words))) + ".",
+    )
+    return head + "".join(f"{one}\n" for one in lines)
+
+
+def line(name: str, ways: Mapping[str, Outcome]) -> str:
+    """A row of the table."""
+    cells = [ways[way].word if way in ways else "" for way in ("policy", "value", "lora", "native")]
+    reasons = dict.fromkeys(
+        one.why for one in ways.values() if one.word not in (PACKED, PADDED, RIGHT) and one.why
+    )
+    why = "; ".join(reasons).replace("|", "/")
+    return f"| {name} | {' | '.join(cells)} | {why} |"
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Exit code 1 if something is to be mended."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("types", nargs="*", metavar="TYPE", help="by default all")
+    wanted = parser.parse_args(arguments).types
+    found = {}
+    for name in wanted or TYPES:
+        found[name] = apart(name)
+        print(line(name, found[name]), flush=True)
+    if not wanted:
+        lines = [line(name, ways) for name, ways in found.items()]
+        PAGE.write_text(page(lines, transformers.__version__))
+    return int(any(one.bad for ways in found.values() for one in ways.values()))
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,211 @@
+"""Every policy loss against its plain twin in float64, what some of them claim, and the choice of tokens
+over a mini-batch."""
+
+import math
+import threading
+
+import pytest
+import torch
+from algorithms.losses_by_name import policy_loss
+from algorithms.test_split_law import B, RankEngine, make_rows, with_choice
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from workers import naive
+
+from hydraflow.algorithms.actor_loss import ActorLoss
+from hydraflow.algorithms.aggregate import Denominators
+from hydraflow.algorithms.config import POLICY_LOSSES
+from hydraflow.algorithms.correction import Correction, Weighting
+from hydraflow.algorithms.covariance import covariances, moments
+from hydraflow.algorithms.policy_loss import vanilla
+from hydraflow.algorithms.token_terms import TokenInputs
+from hydraflow.protocol import ragged
+from hydraflow.protocol.batch import DataProto
+from hydraflow.workers.choosing import Chooser
+
+
+def make_tokens(seed: int, rows: int = 6, length: int = 7) -> TokenInputs:
+    """Probabilities of every size, masks with gaps, some chosen tokens."""
+    generator = torch.Generator().manual_seed(seed)
+    draw = lambda: torch.rand(rows, length, generator=generator, dtype=torch.float64)  # noqa: E731
+    mask = draw() < 0.8
+    mask[0] = False
+    now = (draw() * 0.98 + 0.01).log()
+    old = (now + (draw() - 0.5) * 3).clamp(max=-1e-3)
+    advantages = (draw() - 0.5) * 4
+    chosen = (draw() < 0.3) & mask
+    kept = [column.masked_fill(~mask, 0.0) for column in (now, old, advantages)]
+    return TokenInputs(kept[0].requires_grad_(), kept[1], kept[2], mask.long(), chosen)
+
+
+def plain_gradient(name: str, tokens: TokenInputs) -> torch.Tensor:
+    """Of the sum of the twin's losses."""
+    gradient = torch.zeros_like(tokens.log_probs)
+    for i in range(len(gradient)):
+        places = tokens.mask[i].nonzero()[:, 0].tolist()
+        now = [tokens.log_probs[i, t].detach().clone().requires_grad_() for t in places]
+        others = [
+            [column[i, t].item() for t in places] for column in (tokens.old_log_probs, tokens.advantages)
+        ]
+        chosen = [bool(tokens.chosen[i, t]) for t in places]
+        if now:
+            total = sum(naive.POLICY[name](now, *others, chosen), sum(0 * logp for logp in now))
+            gradient[i, places] = torch.stack(torch.autograd.grad(total, now))
+    return gradient
+
+
+@pytest.mark.parametrize("name", POLICY_LOSSES)
+def test_gradients_are_those_of_the_plain_twin(name):
+    worst = 0.0
+    for seed in range(5):
+        tokens = make_tokens(seed)
+        terms = policy_loss(name)(tokens)
+        (terms.loss * tokens.mask).sum().backward()
+        wanted = plain_gradient(name, tokens)
+        worst = max(worst, (tokens.log_probs.grad - wanted).abs().max().item())
+        assert all(
+            stat.shape == tokens.mask.shape and not stat.requires_grad for stat in terms.stats.values()
+        )
+    assert worst < 1e-13, worst
+
+
+@pytest.mark.parametrize("name", sorted(set(POLICY_LOSSES) - {"dro", "kl_cov"}))
+def test_no_gradient_without_an_advantage(name):
+    """DRO and KL-Cov pull towards the old policy besides."""
+    tokens = make_tokens(1)
+    still = TokenInputs(
+        tokens.log_probs, tokens.old_log_probs, tokens.advantages * 0, tokens.mask, tokens.chosen
+    )
+    policy_loss(name)(still).loss.sum().backward()
+    assert tokens.log_probs.grad.abs().max() == 0
+
+
+@pytest.mark.parametrize("name", sorted(set(POLICY_LOSSES) - {"clip_cov"}))
+def test_at_the_old_policy_the_gradient_is_the_policy_gradients(name):
+    """-A of every token; a mean over the row, for the geometric mean."""
+    tokens = make_tokens(2)
+    row = TokenInputs(
+        tokens.log_probs,
+        tokens.log_probs.detach(),
+        tokens.advantages[:, :1] * tokens.mask,
+        tokens.mask,
+        torch.zeros_like(tokens.chosen),
+    )
+    policy_loss(name)(row).loss.sum().backward()
+    assert torch.allclose(tokens.log_probs.grad, -row.advantages, rtol=0, atol=1e-14)
+
+
+def test_gspo_has_the_gradient_of_its_sequence_form():
+    """Equation 5 with one advantage for each row: the whole ratio is differentiated, and clipped as one."""
+    tokens, total = make_tokens(3), torch.tensor(0.0, dtype=torch.float64)
+    of_row = tokens.advantages.sum(1)
+    trained = tokens.mask.sum(1).clamp(min=1)
+    same = TokenInputs(tokens.log_probs, tokens.old_log_probs, of_row[:, None] * tokens.mask, tokens.mask)
+    (policy_loss("gspo")(same).loss * tokens.mask / trained[:, None]).sum().backward()
+    now = tokens.log_probs.detach().clone().requires_grad_()
+    for i in range(len(now)):
+        ratio = ((now[i] - tokens.old_log_probs[i]) * tokens.mask[i]).sum().div(trained[i]).exp()
+        total = total - torch.minimum(ratio * of_row[i], ratio.clamp(0.8, 1.2) * of_row[i])
+    total.backward()
+    assert torch.allclose(tokens.log_probs.grad, now.grad, rtol=0, atol=1e-15)
+
+
+@pytest.mark.parametrize("threshold", [2.0, 1e9])
+def test_decoupled_ppo_is_vanilla_with_token_weights(threshold):
+    """Fu et al. 2025 (AReaL, https://arxiv.org/abs/2505.24298), equation 5: behaviour, proximal and current
+    policy. Its weight from behaviour to proximal is `rollout_is=token`, capped by the threshold."""
+    tokens = make_tokens(4)
+    behaviour = (tokens.old_log_probs - torch.linspace(-1, 1, 7, dtype=torch.float64)) * tokens.mask
+    columns = {
+        "response_mask": tokens.mask,
+        "old_log_probs": tokens.old_log_probs,
+        "advantages": tokens.advantages,
+        "rollout_log_probs": behaviour,
+    }
+
+    class Output:
+        log_probs, entropy = tokens.log_probs, None
+
+    loss = ActorLoss(
+        denominators=Denominators.count(tokens.mask),
+        scale_factor=1.0,
+        policy_loss=lambda tokens: vanilla(tokens, clip_ratio_low=0.2, clip_ratio_high=0.2, clip_ratio_c=1e9),
+        correction=Correction(Weighting("token", threshold)),
+    )
+    loss(Output(), columns)[0].backward()
+    now, total, count = tokens.log_probs.detach().clone().requires_grad_(), 0.0, int(tokens.mask.sum())
+    for i, t in tokens.mask.nonzero().tolist():
+        proximal, advantage = tokens.old_log_probs[i, t], tokens.advantages[i, t]
+        u = (now[i, t] - proximal).exp()
+        weight = min(math.exp(proximal - behaviour[i, t]), threshold)
+        total = total - weight * torch.minimum(u * advantage, u.clamp(0.8, 1.2) * advantage) / count
+    total.backward()
+    assert torch.allclose(tokens.log_probs.grad, now.grad, rtol=0, atol=1e-15)
+
+
+# --- the choice of tokens ----------------------------------------------------------------------------------
+
+
+@settings(deadline=None, max_examples=30)
+@given(seed=st.integers(0, 10_000))
+def test_kl_cov_chooses_the_tokens_of_the_highest_covariance(seed):
+    rows = make_rows(seed)
+    mask = rows["response_mask"].bool()
+    logp, advantages = rows["x_log_probs"][mask].tolist(), rows["advantages"][mask].tolist()
+    centre = [math.fsum(column) / len(column) for column in (logp, advantages)]
+    found = [(x - centre[0]) * (a - centre[1]) for x, a in zip(logp, advantages)]
+    wanted = max(1, int(0.3 * len(found)))
+    best = sorted((cov for cov in found if cov > 0), reverse=True)[:wanted]
+    after = with_choice("kl_cov", rows, [[[0, 3], [5]], [[1], [2, 4]]])
+    assert sorted(cov for cov, taken in zip(found, after["chosen_tokens"][mask]) if taken) == sorted(best)
+    assert not after["chosen_tokens"][~mask].any()
+
+
+def test_clip_cov_draws_among_the_tokens_between_its_bounds():
+    rows = make_rows(0)
+    mask = rows["response_mask"].bool()
+    logp, advantages = rows["x_log_probs"][mask], rows["advantages"][mask]
+    found = covariances(logp, advantages, moments(logp, advantages))
+    chosen = with_choice("clip_cov", rows, [[list(range(B))]])["chosen_tokens"][mask]
+    assert chosen.sum() == max(1, int(0.2 * mask.sum()))
+    assert ((found[chosen] > 0.05) & (found[chosen] < 1.0)).all()
+
+
+@pytest.mark.parametrize("scores", [lambda draws: draws, torch.ones_like], ids=["draws", "equal scores"])
+def test_draws_differ_between_optimizer_steps_and_training_steps(scores):
+    """Of a hundred tokens with the same covariance, ten are chosen."""
+    taken = []
+    for step in (1, 1, 2):
+        engine = RankEngine(0, 1, {}, threading.Barrier(1))
+        chooser = Chooser(
+            lambda cov, draws: (scores(draws), 0.1), engine, lambda rows: rows.get("advantages"), (0, step)
+        )
+        taken += [chooser(hundred_tokens())[0].get("chosen_tokens") for _ in range(2)]
+    chosen = [frozenset(column.values().nonzero()[:, 0].tolist()) for column in taken]
+    assert all(len(one) == 10 for one in chosen)
+    assert chosen[0] == chosen[2] and chosen[1] == chosen[3] and len(set(chosen)) == 4
+
+
+def hundred_tokens():
+    rows = [torch.zeros(10, dtype=torch.float64)] * 10
+    return DataProto.from_dict(
+        {
+            "response_mask": ragged.from_rows([torch.ones(10, dtype=torch.int64)] * 10),
+            "advantages": ragged.from_rows(rows),
+            "group": torch.arange(10),
+            "sample": torch.zeros(10, dtype=torch.int64),
+        }
+    )
+
+
+def test_nothing_is_chosen_where_all_advantages_are_equal():
+    rows = make_rows(1)
+    rows["advantages"] = rows["response_mask"].double()
+    for name in ("clip_cov", "kl_cov"):
+        assert not with_choice(name, rows, [[list(range(B))]])["chosen_tokens"].any()
+
+
+def test_a_mini_batch_without_a_trained_token_has_no_choice():
+    rows = make_rows(2)
+    rows["response_mask"] *= 0
+    assert not with_choice("kl_cov", rows, [[[0, 1, 2]], [[3, 4, 5]]])["chosen_tokens"].any()

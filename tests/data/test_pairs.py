@@ -1,0 +1,100 @@
+"""Pairs of responses: the forms of files, which tokens are compared, and what is refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hydraflow.data.config import GradedPairsConfig, PairsConfig
+from hydraflow.data.pairs import PairDataset, ScoredPairDataset
+from hydraflow.errors import ConfigError
+from hydraflow.models.config import ModelSourceConfig
+from hydraflow.models.loading import load_tokenizer
+from hydraflow.protocol.batch import DataProto
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tiny: str) -> Any:
+    return load_tokenizer(ModelSourceConfig(path=tiny))
+
+
+def write(path: Path, *rows: dict) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def texts(batch: DataProto, tokenizer: Any) -> list[tuple[str, str, str]]:
+    """Prompt, response and what of it counts, of every row."""
+    found = []
+    columns = (batch.get(name).unbind() for name in ("prompts", "responses", "response_mask"))
+    for prompt, response, mask in zip(*columns, strict=True):
+        parts = (prompt, response, response[mask.bool()])
+        found.append(tuple(tokenizer.decode(part, skip_special_tokens=True) for part in parts))
+    return found
+
+
+def said(*turns: str) -> list[dict]:
+    roles = ("user", "assistant")
+    return [{"role": roles[i % 2], "content": text} for i, text in enumerate(turns)]
+
+
+PLAIN = {"prompt": "1+1=", "chosen": "2", "rejected": "11"}
+FORMS = {
+    "texts": PLAIN,
+    "messages": PLAIN | {"prompt": said("1+1="), "chosen": said("", "2")[1:], "rejected": said("", "11")[1:]},
+    "two conversations": {"chosen": said("1+1=", "2"), "rejected": said("1+1=", "11")},
+    "two conversations and the prompt": {
+        "prompt": said("1+1="),
+        "chosen": said("1+1=", "2"),
+        "rejected": said("1+1=", "11"),
+    },
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_every_form_of_a_file_gives_the_same_rows(form: str, tokenizer: Any, tmp_path: Path) -> None:
+    file = write(tmp_path / "a.jsonl", PLAIN, FORMS[form])
+    batch = PairDataset(PairsConfig(), file, tokenizer).batch([1, 0])
+    assert texts(batch, tokenizer) == [("1+1=", "2", "2"), ("1+1=", "11", "11")] * 2
+    assert batch.get("group").tolist() == [0, 0, 1, 1]
+
+
+def test_only_what_differs_is_compared(tokenizer: Any, tmp_path: Path) -> None:
+    """A turn that both conversations share is part of the prompt, although it is the assistant's."""
+    row = {side: said("1+1=", "2", "3+3=", last) for side, last in (("chosen", "6"), ("rejected", "33"))}
+    batch = PairDataset(PairsConfig(), write(tmp_path / "a.jsonl", row), tokenizer).batch([0])
+    assert [counted for _, _, counted in texts(batch, tokenizer)] == ["6", "33"]
+
+
+def test_rows_of_a_reward_model_end_with_a_place_for_the_score(tokenizer: Any, tmp_path: Path) -> None:
+    file = write(tmp_path / "a.jsonl", PLAIN | {"margin": 2})
+    plain = PairDataset(PairsConfig(), file, tokenizer).batch([0])
+    scored = ScoredPairDataset(GradedPairsConfig(), file, tokenizer).batch([0])
+    assert "margin" not in plain.keys() and scored.get("margin").tolist() == [2.0, 2.0]
+    for short, long, mask in zip(
+        *(batch.get("responses").unbind() for batch in (plain, scored)), scored.get("response_mask").unbind()
+    ):
+        assert long[:-1].tolist() == short.tolist()
+        assert mask.tolist() == [0] * len(short) + [1]
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        (PLAIN | {"rejected": "2"}, "chosen and rejected are the same"),
+        ({"prompt": "1+1=", "chosen": "2"}, "no value in column rejected"),
+        ({"chosen": "2", "rejected": "3"}, "no value in column prompt"),
+        (PLAIN | {"chosen": 2}, "column chosen must be a string or a list of messages"),
+        (PLAIN | {"chosen": said("", "2", "?")[1:]}, "must end with the assistant's message"),
+        (PLAIN | {"margin": "much"}, "column margin must be a finite number, not 'much'"),
+        (PLAIN | {"margin": None}, "no value in column margin"),
+    ],
+)
+def test_a_row_that_is_no_pair_is_named(row: dict, message: str, tokenizer: Any, tmp_path: Path) -> None:
+    file = write(tmp_path / "a.jsonl", PLAIN | {"margin": 1.0}, row)
+    with pytest.raises(ConfigError, match="row 1") as caught:
+        ScoredPairDataset(GradedPairsConfig(), file, tokenizer)
+    assert message in str(caught.value)

@@ -1,0 +1,130 @@
+"""What ranks do in the tests of several passes before an optimizer step, and of asked tokens; in a file of
+its own so that spawned processes can import it. Engines of either kind, as `megatron_jobs.make_engine` makes
+them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from engine import megatron_jobs, rank_jobs
+from engine.megatron_models import SIZES
+
+from hydraflow import metrics
+from hydraflow.algorithms.config import DistillationLossConfig
+from hydraflow.algorithms.distillation import Distillation
+from hydraflow.engine.base import StepOptions
+from hydraflow.engine.megatron.engine import MegatronEngine
+from hydraflow.models.ask import Ask
+from hydraflow.protocol import ragged
+from hydraflow.protocol.batch import DataProto
+
+K = 3
+"""Tokens asked for at each position."""
+VOCABULARY: int = SIZES["vocab_size"]
+TEACHER = 0.4
+"""The teacher's temperature where a model learns from itself."""
+
+
+def updated(
+    path: str, options: Mapping[str, Any], calls: int, step: StepOptions, disturbed: bool = False
+) -> dict[str, Any]:
+    """Two optimizer steps, the rows of each in so many calls; disturbed: after each call there is another one
+    in which the last rank has no memory. The first step has its own settings, the second the
+    configuration's."""
+    engine = megatron_jobs.make_engine(path, options)
+    told = []
+    for number, settings in enumerate((step, StepOptions())):
+        for part in rank_jobs.my_share(rank_jobs.make_batch(number), engine).chunk(calls):
+            engine.forward_backward(part.split(1), rank_jobs.loss_of)
+            if disturbed:
+                try_without_memory(engine, part)
+        told.append(engine.optimizer_step(settings))
+    return {"told": told, "weights": rank_jobs.full_weights(engine)}
+
+
+def try_without_memory(engine: Any, rows: DataProto) -> None:
+    from hydraflow.engine.base import OutOfMemory
+
+    left = [MemoryError("a test")] if dist.get_rank() == dist.get_world_size() - 1 else []
+
+    def loss(*args: Any) -> Any:
+        if left:
+            raise left.pop()  # only once: the rank then makes a pass over a few tokens, to keep in step
+        return rank_jobs.loss_of(*args)
+
+    try:
+        engine.forward_backward([rows], loss)
+    except OutOfMemory:
+        return
+    raise AssertionError("nobody ran out of memory")
+
+
+def rows_with_targets(several: bool) -> DataProto:
+    """Texts whose every position but the first is asked for; tokens to ask for may repeat."""
+    batch, draw = rank_jobs.make_batch(), torch.Generator().manual_seed(3)
+    texts = [
+        torch.cat(pair)
+        for pair in zip(ragged.rows(batch.get("prompts")), ragged.rows(batch.get("responses")))
+    ]
+    lengths = torch.tensor([len(text) - 1 for text in texts])
+    shape = (int(lengths.sum()), K) if several else (int(lengths.sum()),)
+    asked = torch.randint(17, shape, generator=draw)
+    weights = torch.randn(shape, generator=draw)
+    return DataProto.from_dict(
+        {
+            "prompts": ragged.from_rows([text[:1] for text in texts]),
+            "responses": ragged.from_rows([text[1:] for text in texts]),
+            "response_mask": ragged.from_parts(torch.ones(len(asked), dtype=torch.int64), lengths),
+            "target_tokens": ragged.from_parts(asked, lengths),
+            "returns": ragged.from_parts(weights, lengths),
+        }
+    )
+
+
+def weighted(output: Any, columns: Mapping[str, torch.Tensor]) -> Any:
+    """Each asked log-probability has a weight of its own."""
+    return (output.log_probs * columns["returns"]).sum(), {"n": metrics.summed(1.0)}
+
+
+def asked(path: str, options: Mapping[str, Any], several: bool) -> dict[str, Any]:
+    """Log-probabilities of the asked tokens of this rank's rows, and the gradient of their weighted sum."""
+    engine = megatron_jobs.make_engine(path, options)
+    share = rank_jobs.my_share(rows_with_targets(several), engine)
+    found = engine.forward(share.split(2)).get("log_probs")
+    engine.forward_backward(share.split(2), weighted)
+    is_core = isinstance(engine, MegatronEngine)
+    gradient = megatron_jobs.gradients(engine) if is_core else rank_jobs.gradients(engine)
+    return {
+        "said": ragged.parts(found)[0],
+        "place": tuple(engine.coordinates()),
+        "gradient": gradient,
+    }
+
+
+def distilled(path: str, options: Mapping[str, Any], mode: str, most: int) -> dict[str, Any]:
+    """The model learns from itself at another temperature, on all tokens of its likeliest or of all: the loss
+    of this rank's rows, and the gradient."""
+    engine = megatron_jobs.make_engine(path, options)
+    share = rank_jobs.my_share(rank_jobs.make_batch(), engine)
+    taught = engine.forward(share.split(2), Ask(TEACHER, likeliest=most, among=VOCABULARY))
+    ids, lengths = ragged.parts(taught.get("top_tokens"))
+    own = ragged.parts(share.get("responses"))[0]
+    columns: dict[str, Any] = dict(share.items())
+    columns["target_tokens"] = ragged.from_parts(torch.cat([own[:, None], ids], 1), lengths)
+    columns["teacher_top_log_probs"] = taught.get("log_probs")
+    distillation = Distillation(DistillationLossConfig(loss_mode=mode))
+
+    def loss(output: Any, given: Mapping[str, torch.Tensor]) -> Any:
+        """Summed, so that no rank needs the others' counts."""
+        mask = given["response_mask"].bool()
+        terms = distillation.divergences(output.log_probs[..., 1:], given["teacher_top_log_probs"])
+        return terms[mask].sum(), {"loss": metrics.summed(float(terms[mask].sum()))}
+
+    told = engine.forward_backward(DataProto.from_dict(columns).split(2), loss)
+    is_core = isinstance(engine, MegatronEngine)
+    gradient = megatron_jobs.gradients(engine) if is_core else rank_jobs.gradients(engine)
+    loss_here = told["loss"].value if told else 0.0
+    return {"loss": loss_here, "place": tuple(engine.coordinates()), "gradient": gradient}

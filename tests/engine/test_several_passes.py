@@ -1,0 +1,123 @@
+"""What other people's training loops need of an engine: several passes before one optimizer step, that step's
+own settings, and log-probabilities of given tokens at every position."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import hydraflow.engine.megatron  # noqa: F401  lets Megatron-Core run without CUDA, so it comes first
+
+pytest.importorskip("megatron.core")
+
+from engine import rank_jobs
+from engine import several_jobs as jobs
+from engine.megatron_jobs import OPTIM, assembled
+from engine.megatron_models import FAMILIES as ALL
+from engine.megatron_models import sizes
+from engine.pool import Ranks
+from transformers import AutoModelForCausalLM
+
+from hydraflow.engine.base import StepOptions
+from hydraflow.protocol import ragged
+
+FAMILIES = {"qwen3": ALL["qwen3"]}
+GROUP_SIZES = (2,)
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "sharded": {},
+    "two copies": {"fsdp": {"fsdp_size": 1}},
+    "Megatron, distributed optimizer": {"megatron": sizes()},
+    "Megatron, plain optimizer": {"megatron": sizes(use_distributed_optimizer=False)},
+    "Megatron, tensor parallel": {"megatron": sizes(2)},
+}
+ALL_LAYOUTS = LAYOUTS | {
+    "shared tokens": {"fsdp": {"ulysses_sequence_parallel_size": 2}},
+    "chunks": {"fsdp": {"head_chunk_tokens": 3}},
+    "Megatron, stages": {"megatron": sizes(1, 2)},
+}
+OWN = StepOptions(lr=3e-2, betas=(0.5, 0.9), eps=1e-2, weight_decay=0.5, clip_grad=0.2)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_calls_add_up_and_a_step_has_its_own_settings(ranks: Ranks, models: Path, layout: str) -> None:
+    """The same as one call with all rows, whatever ran out of memory in between; and the first step is that
+    of an engine which is configured like it."""
+    path, options = str(models / "qwen3"), LAYOUTS[layout]
+    configured = dict(vars(OWN)) | {"betas": list(OWN.betas or ())}
+    whole = ranks.run(jobs.updated, path, options, 1, OWN)[0]
+    disturbed = layout != "Megatron, tensor parallel"  # where it ends the run
+    several = ranks.run(jobs.updated, path, options, 2, OWN, disturbed)[0]
+    like_it = ranks.run(jobs.updated, path, {**options, "optim": configured}, 1, StepOptions())[0]
+    assert several["told"][0]["grad_norm"] > 0.2, "it is clipped"
+    for mine, other in zip(several["told"], whole["told"], strict=True):
+        assert mine == pytest.approx(other, rel=1e-5)
+    assert like_it["told"][0] == pytest.approx(whole["told"][0], rel=1e-5)
+    assert [step["lr"] for step in whole["told"]] == [OWN.lr, OPTIM["lr"]]
+    for name, weight in whole["weights"].items():
+        torch.testing.assert_close(several["weights"][name], weight, atol=2e-5, rtol=0)
+    other = ranks.run(jobs.updated, path, options, 1, StepOptions())[0]
+    assert not all(
+        torch.allclose(weight, other["weights"][name], atol=1e-3) for name, weight in whole["weights"].items()
+    )
+
+
+@pytest.mark.parametrize("several", [False, True])
+@pytest.mark.parametrize("layout", ["sharded", "shared tokens", "Megatron, tensor parallel", "chunks"])
+def test_given_tokens_at_every_position(ranks: Ranks, models: Path, layout: str, several: bool) -> None:
+    """Against transformers in float64, row by row."""
+    options = ALL_LAYOUTS[layout]
+    lm = AutoModelForCausalLM.from_pretrained(models / "qwen3", dtype=torch.float64).eval()
+    rows = jobs.rows_with_targets(several)
+    names = ("prompts", "responses", "target_tokens", "returns")
+    expected, loss = [], torch.zeros((), dtype=torch.float64)
+    columns = (ragged.rows(rows.get(name)) for name in names)
+    for prompt, response, asked, weights in zip(*columns, strict=True):
+        logits = lm(input_ids=torch.cat([prompt, response])[None], use_cache=False).logits[0, :-1]
+        found = logits.log_softmax(-1).gather(1, asked.view(len(asked), -1)).view(asked.shape)
+        expected.append(found.detach())
+        loss = loss + (found * weights).sum()
+    loss.backward()
+    answers = ranks.run(jobs.asked, str(models / "qwen3"), options, several)
+    said = {one["place"][0]: one["said"] for one in answers if one["place"][2]}
+    together = torch.cat([said[share] for share in sorted(said)])
+    torch.testing.assert_close(together.double(), torch.cat(expected), atol=2e-5, rtol=0)
+    pieces = [one["gradient"] for one in answers]
+    gradient = assembled(pieces) if "megatron" in options else pieces[0]
+    for name, parameter in lm.named_parameters():
+        mine = gradient[name if "megatron" in options else f"lm.{name}"].double()
+        torch.testing.assert_close(mine, parameter.grad, atol=2e-4, rtol=1e-4, msg=name)
+
+
+@pytest.mark.parametrize("mode", ["forward_kl_topk", "reverse_kl"])
+@pytest.mark.parametrize(
+    "layout", ["sharded", "shared tokens", "Megatron, tensor parallel", "Megatron, stages", "chunks"]
+)
+def test_a_teachers_likeliest_tokens(ranks: Ranks, models: Path, layout: str, mode: str) -> None:
+    """The teacher's pass, and the gradient of a divergence from it, against transformers in float64."""
+    options, most = ALL_LAYOUTS[layout], jobs.VOCABULARY if mode == "reverse_kl" else 4
+    lm = AutoModelForCausalLM.from_pretrained(models / "qwen3", dtype=torch.float64).eval()
+    rows, loss = rank_jobs.make_batch(), torch.zeros((), dtype=torch.float64)
+    columns = (ragged.rows(rows.get(name)) for name in ("prompts", "responses", "response_mask"))
+    for prompt, response, mask in zip(*columns, strict=True):
+        logits = lm(input_ids=torch.cat([prompt, response])[None], use_cache=False).logits[0]
+        logits = logits[len(prompt) - 1 : -1][mask.bool()]
+        q, p = (logits / jobs.TEACHER).softmax(-1).detach(), logits.softmax(-1)
+        top = q.topk(most).indices
+        q, p = ([*one.gather(1, top).t(), 1 - one.gather(1, top).sum(1)] for one in (q, p))
+        pairs = list(zip(q, p, strict=True))[: most + (most < jobs.VOCABULARY)]
+        if mode.startswith("forward"):
+            loss = loss + sum((a * (a.log() - b.log())).sum() for a, b in pairs)
+        else:
+            loss = loss + sum((b * (b.log() - a.log())).sum() for a, b in pairs)
+    loss.backward()
+    answers = ranks.run(jobs.distilled, str(models / "qwen3"), options, mode, most)
+    said = {one["place"][0]: one["loss"] for one in answers if one["place"][2]}
+    assert sum(said.values()) == pytest.approx(loss.item(), rel=1e-5)
+    pieces = [one["gradient"] for one in answers]
+    gradient = assembled(pieces) if "megatron" in options else pieces[0]
+    for name, parameter in lm.named_parameters():
+        mine = gradient[name if "megatron" in options else f"lm.{name}"].double()
+        torch.testing.assert_close(mine, parameter.grad, atol=2e-4, rtol=1e-4, msg=name)

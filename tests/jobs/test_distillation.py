@@ -1,0 +1,194 @@
+"""Teachers judge every sampled token: their term of the loss is that of Hugging Face's models, each row has
+the teacher of its data source, and the policy comes nearer to them."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from jobs.command import LOCAL, assert_refused, hydraflow, read_steps
+from jobs.conftest import write_lines
+from transformers import AutoModelForCausalLM
+
+from hydraflow.models.tiny import make_model
+from hydraflow.trainer.recorded import read_dump
+
+LOSS = "distillation.distillation_loss"
+SUMS = ["1+1=", "17+25=", "60+60=", "9+9="]
+
+
+@pytest.fixture
+def keys(tiny: str, tmp_path: Path) -> list[str]:
+    """Rows of two data sources, in turn."""
+    truth = {"style": "rule", "ground_truth": "2"}
+    rows = [
+        {"prompt": text, "data_source": source, "reward_model": truth}
+        for text, source in zip(SUMS, ["arithmetic", "openai/gsm8k"] * 2, strict=True)
+    ]
+    return [
+        f"actor_rollout_ref.model.path={tiny}",
+        f"data.train_files={write_lines(tmp_path / 'prompts.jsonl', rows)}",
+        "data.train_batch_size=4",
+        "data.max_prompt_length=16",
+        "data.max_response_length=6",
+        "actor_rollout_ref.actor.ppo_mini_batch_size=4",
+        "actor_rollout_ref.rollout.n=4",
+        "actor_rollout_ref.actor.fsdp_config.dtype=fp32",
+        "actor_rollout_ref.ref.fsdp_config.dtype=fp32",
+        "actor_rollout_ref.actor.optim.lr=0.01",
+        "algorithm.adv_estimator=grpo",
+        "trainer.default_local_dir=out",
+        "trainer.save_final_model=false",
+        "distillation.enabled=true",
+        "distillation.distillation_loss.use_task_rewards=false",
+        "distillation.distillation_loss.loss_mode=k1+",
+    ]
+
+
+@pytest.fixture
+def teacher(tmp_path: Path) -> Path:
+    """Another model with the policy's tokenizer."""
+    return make_model(tmp_path / "teacher", hidden=16, layers=1, heads=2, kv_heads=1, seed=7)
+
+
+@torch.no_grad()
+def log_probs(network, prompt: torch.Tensor, response: torch.Tensor) -> torch.Tensor:
+    logits = network(torch.cat([prompt, response])[None]).logits[0]
+    return logits[len(prompt) - 1 : -1].log_softmax(-1).gather(1, response[:, None])[:, 0]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("in_advantages", [False, True])
+def test_the_term_is_that_of_both_models_and_falls(
+    in_advantages: bool, keys: list[str], teacher: Path, tiny: str, tmp_path: Path
+) -> None:
+    """The policy itself teaches one data source: there the term is 0."""
+    given = [f"+distillation.teachers={{openai/gsm8k:{tiny},default:{teacher}}}"]
+    given += ["trainer.debug.save_rollouts=dump", "trainer.total_training_steps=8"]
+    given += [f"distillation.distillation_loss.use_policy_gradient={in_advantages}".lower()]
+    done = hydraflow("main_ppo", *keys, *given, *LOCAL, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr[-3000:]
+    steps = [row for row in read_steps(tmp_path / "out") if row["step"]]
+    rows = read_dump(tmp_path / "dump" / "step_1.safetensors")[0]
+    policy, other = (AutoModelForCausalLM.from_pretrained(path) for path in (tiny, teacher))
+    gaps, names = [], ("prompts", "responses")
+    sources = rows.non_tensor_batch["data_source"].tolist()
+    for prompt, response, source in zip(*(rows.get(name).unbind() for name in names), sources, strict=True):
+        gap = log_probs(policy, prompt, response) - log_probs(other, prompt, response)
+        gaps.append(gap if source == "arithmetic" else torch.zeros_like(gap))
+    expected = float(torch.cat(gaps).mean())
+    if in_advantages:
+        assert steps[0]["critic/advantages/mean"] == pytest.approx(-expected, rel=1e-4)
+        return
+    terms = [row["actor/distillation_loss"] for row in steps]
+    assert terms[0] == pytest.approx(expected, rel=1e-4)
+    assert terms[-1] < 0.8 * terms[0]
+
+
+def in_buckets(probabilities: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
+    """(N, K + 1): of the chosen tokens, and of all others together."""
+    found = probabilities.gather(1, chosen)
+    return torch.cat([found, 1 - found.sum(1, keepdim=True)], 1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("mode", "most"),
+    [("forward_kl_topk", 5), ("reverse_kl_topk", 5), ("forward_kl", None), ("reverse_kl", None)],
+)
+def test_a_divergence_and_its_gradient_are_those_of_both_models(
+    mode: str, most: int | None, keys: list[str], teacher: Path, tiny: str, tmp_path: Path
+) -> None:
+    """The first step's, against Hugging Face's models and autograd; then the policy comes nearer."""
+    given = [f"+distillation.teachers={{openai/gsm8k:{tiny},default:{teacher}}}", f"{LOSS}.loss_mode={mode}"]
+    given += ["trainer.debug.save_rollouts=dump", "trainer.total_training_steps=6"]
+    given += ["actor_rollout_ref.actor.optim.lr=0.001"]
+    given += [f"{LOSS}.topk={most}"] if most else []
+    done = hydraflow("main_ppo", *keys, *given, *LOCAL, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "every advantage is the same" not in done.stdout + done.stderr
+    steps = [row for row in read_steps(tmp_path / "out") if row["step"]]
+    rows = read_dump(tmp_path / "dump" / "step_1.safetensors")[0]
+    policy, other = (AutoModelForCausalLM.from_pretrained(path).double() for path in (tiny, teacher))
+    found, names = [], ("prompts", "responses")
+    sources = rows.non_tensor_batch["data_source"].tolist()
+    for prompt, response, source in zip(*(rows.get(name).unbind() for name in names), sources, strict=True):
+        models = policy, other if source == "arithmetic" else policy
+        logits = [one(torch.cat([prompt, response])[None]).logits[0, len(prompt) - 1 : -1] for one in models]
+        p, q = logits[0].softmax(-1), logits[1].detach().softmax(-1)
+        if most:
+            chosen = q.topk(most).indices
+            p, q = (in_buckets(one, chosen) for one in (p, q))
+        p, q = (q, p) if mode.startswith("forward") else (p, q)
+        found.append((p * (p.log() - q.log())).sum(-1))
+    loss = torch.cat(found).mean()
+    gradient = torch.autograd.grad(loss, list(policy.parameters()))
+    assert steps[0]["actor/distillation_loss"] == pytest.approx(loss.item(), rel=1e-4)
+    norm = torch.cat([one.flatten() for one in gradient]).norm().item()
+    assert steps[0]["actor/grad_norm"] == pytest.approx(norm, rel=1e-3)
+    assert steps[-1]["actor/distillation_loss"] < 0.9 * steps[0]["actor/distillation_loss"]
+    assert "actor/pg_loss" not in steps[0] and 0 < steps[0]["actor/distillation_policy_mass"] <= 1.0001
+
+
+@pytest.mark.slow
+def test_a_teacher_may_have_more_tokens_than_the_policy_but_not_fewer(
+    keys: list[str], tiny: str, tmp_path: Path
+) -> None:
+    """Families fill up their vocabularies differently. What the teacher gives to tokens that the policy does
+    not have is in the bucket."""
+    wide = tmp_path / "wide"
+    shutil.copytree(tiny, wide)
+    other = AutoModelForCausalLM.from_pretrained(tiny)
+    other.resize_token_embeddings(24)
+    other.save_pretrained(wide)
+    whole = [f"{LOSS}.loss_mode=reverse_kl", "trainer.debug.save_rollouts=dump"]
+    given = [*whole, f"+distillation.teachers.default={wide}", "trainer.total_training_steps=1"]
+    done = hydraflow("main_ppo", *keys, *given, *LOCAL, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr[-3000:]
+    rows = read_dump(tmp_path / "dump" / "step_1.safetensors")[0]
+    policy, found = AutoModelForCausalLM.from_pretrained(tiny).double(), []
+    for prompt, response in zip(rows.get("prompts").unbind(), rows.get("responses").unbind(), strict=True):
+        text, places = torch.cat([prompt, response])[None], slice(len(prompt) - 1, -1)
+        p, q = (one(text).logits[0, places].softmax(-1) for one in (policy, other.double()))
+        found.append((p * (p / q[:, : p.shape[1]]).log()).sum(-1))
+    step = next(row for row in read_steps(tmp_path / "out") if row["step"])
+    assert step["actor/distillation_loss"] == pytest.approx(torch.cat(found).mean().item(), rel=1e-3)
+    narrow = [f"actor_rollout_ref.model.path={wide}", f"+distillation.teachers.default={tiny}", *whole]
+    refused = hydraflow("main_ppo", *keys, *narrow, *LOCAL, cwd=tmp_path)
+    assert_refused(refused, "its output has 17 tokens, and 24 are compared", f"{LOSS}.topk=17")
+
+
+@pytest.mark.slow
+def test_a_teacher_makes_an_untrained_student_right(
+    keys: list[str], prompts: Path, sft_run: Path, tmp_path: Path
+) -> None:
+    """The teacher knows four sums by heart; nothing else says which answer is right."""
+    given = [f"+distillation.teachers.default={sft_run / 'final_model'}", f"{LOSS}.loss_mode=forward_kl"]
+    given += [f"data.train_files={prompts}", f"data.val_files={prompts}", "trainer.test_freq=-1"]
+    given += ["actor_rollout_ref.rollout.n=8", "trainer.total_training_steps=60", "trainer.logger=[file]"]
+    done = hydraflow("main_ppo", *keys, *given, *LOCAL, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr[-3000:]
+    summary = json.loads((tmp_path / "out" / "summary.json").read_text())
+    assert summary["first_val_accuracy"] <= 0.25 and summary["last_val_accuracy"] >= 0.75
+
+
+@pytest.mark.slow
+def test_a_mistake_is_one_message(keys: list[str], teacher: Path, tmp_path: Path) -> None:
+    def refused(*words: str, given: list[str]) -> None:
+        assert_refused(hydraflow("main_ppo", *keys, *given, *LOCAL, cwd=tmp_path), *words)
+
+    refused("distillation.teachers={}", "+distillation.teachers.default=path", given=[])
+    alone = [f"+distillation.teachers={{openai/gsm8k:{teacher}}}"]
+    refused("no teacher is for data source arithmetic", given=alone)
+    refused("distillation.teachers.default=nowhere", given=["+distillation.teachers.default=nowhere"])
+    right = f"+distillation.teachers.default={teacher}"
+    whole = [right, f"{LOSS}.loss_mode=reverse_kl"]
+    refused("says nothing of the sampled token", given=[*whole, f"{LOSS}.use_policy_gradient=true"])
+    many = ["data.train_batch_size=4", "actor_rollout_ref.rollout.n=2000000", "data.max_response_length=40"]
+    refused("GiB for", f"{LOSS}.loss_mode=reverse_kl_topk", given=[*whole, *many])
+    config = teacher / "tokenizer.json"
+    config.write_text(config.read_text().replace('"+"', '"&"'))
+    refused("another tokenizer", given=[f"+distillation.teachers.default={teacher}"])

@@ -1,0 +1,84 @@
+"""All benches: a page of the figures that there are, which a second start adds to."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+import scripts.bench.all as benches
+from scripts.bench.all import BENCHES, Bench, Row, main, measure, page
+
+FIGURES = {
+    "trl-0.85M-bf16": {
+        "model": "0.85M",
+        "dtype": "bf16",
+        "tokens": 32,
+        "trajectories_per_step": 128,
+        "hydraflow_trajectories_per_s": 256.0,
+        "trl_trajectories_per_s": 128.0,
+        "ratio": 2.0,
+        "least_seconds_per_step": 0.02,
+    },
+    "plan": {"devices": 16, "milliseconds": {"configuration": 1.5}},
+}
+FAKE = "import json; print(json.dumps({'a': 1}, indent=2)); print(json.dumps({'a': 2}))"
+
+
+@pytest.fixture(autouse=True)
+def short_look(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(benches, "LOOK_SECONDS", 0.01)
+
+
+def keep(results: Path, name: str, load: float = 0.1) -> None:
+    results.mkdir(exist_ok=True)
+    kept = {"load": load, "seconds": 1.0, "commit": "abc1234", "found": [FIGURES[name]]}
+    (results / f"{name}.json").write_text(json.dumps(kept))
+
+
+def of_fake(found: benches.Found) -> list[Row]:
+    return [Row("fake", "/".join(str(one["a"]) for one in found))]
+
+
+def test_the_page_has_the_figures_that_there_are(tmp_path: Path) -> None:
+    keep(tmp_path, "plan")
+    keep(tmp_path, "trl-0.85M-bf16")
+    found = page(tmp_path)
+    assert "| batch plan for 16 devices | 1.5 ms |  |  |  |" in found
+    assert "| GRPO step, 0.85M, bf16, 128 x 32 tokens | 0.5 s | TRL 1 s | 2.00 | 0.02 s |" in found
+    assert "Commit abc1234. The machine was quiet." in found
+    assert "Not measured: step, trl-recipe, trl-0.85M-fp32, trl-31.7M-fp32," in found
+    keep(tmp_path, "plan", load=3.0)
+    assert "**The machine was not quiet**: up to 3.0 of its cores" in page(tmp_path)
+
+
+def test_what_was_measured_is_not_measured_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    script = tmp_path / "fake.py"
+    script.write_text(FAKE)
+    broken = tmp_path / "broken.py"
+    broken.write_text("raise SystemExit('no TRL here')")
+    monkeypatch.setattr(
+        benches,
+        "BENCHES",
+        {"one": Bench(str(script), (), of_fake), "other": Bench(str(broken), (), of_fake)},
+    )
+    results, target = tmp_path / "results", tmp_path / "page.md"
+    assert main([], results, target) == 1
+    assert "| fake | 1/2 |" in target.read_text() and "Not measured: other." in target.read_text()
+    first = (results / "one.json").read_text()
+    script.write_text("print('{\"a\": 3}')")
+    assert main(["one"], results, target) == 0 and (results / "one.json").read_text() == first
+    assert main(["one", "--again"], results, target) == 0
+    assert "| fake | 3 |" in target.read_text()
+
+
+def test_a_bench_that_fails_says_why(tmp_path: Path) -> None:
+    script = tmp_path / "broken.py"
+    script.write_text("raise SystemExit('no TRL here')")
+    assert measure("one", Bench(str(script), (), of_fake), tmp_path) == "no TRL here"
+    assert not (tmp_path / "one.json").exists()
+
+
+def test_scripts_exist() -> None:
+    assert all((benches.HERE / bench.script).is_file() for bench in BENCHES.values())

@@ -1,0 +1,80 @@
+"""Model FLOPs: against torch's own count of real models, and a share by hand."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch.utils.flop_counter import FlopCounterMode
+
+from hydraflow.memory.shape import shape_of
+from hydraflow.models.config import ModelConfig
+from hydraflow.protocol import ragged
+from hydraflow.protocol.batch import DataProto
+from hydraflow.workers import utilization
+from hydraflow.workers.utilization import ModelWork, Utilization
+
+SIZES: dict[str, Any] = dict(
+    vocab_size=50,
+    hidden_size=24,
+    intermediate_size=40,
+    num_hidden_layers=3,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=8,
+)
+EXPERTS = dict(num_experts=5, num_experts_per_tok=2, moe_intermediate_size=12, mlp_only_layers=[0])
+TOKENS = 11
+
+
+@pytest.mark.parametrize(("name", "options"), [("Llama", {}), ("Qwen3", {}), ("Qwen3Moe", EXPERTS)])
+def test_operations_are_those_that_torch_counts(name: str, options: dict[str, Any]) -> None:
+    """But for scores of later tokens, which transformers computes and masks."""
+    config = getattr(transformers, f"{name}Config")(**SIZES, **options)
+    config._attn_implementation, config._experts_implementation = "eager", "eager"
+    lm = getattr(transformers, f"{name}ForCausalLM")(config)
+    shape = shape_of(config.to_dict())
+    with FlopCounterMode(display=False) as counter, torch.no_grad():
+        lm(torch.randint(2, 49, (1, TOKENS)), use_cache=False)
+    masked = shape.layers * 2 * shape.q_width * TOKENS * (TOKENS - 1)
+    work = ModelWork(shape, shape.vocabulary, frozen=False)
+    # the last of twelve tokens is not read, and here all others are asked for their next one
+    prompts, responses = torch.tensor([1]), torch.tensor([TOKENS])
+    assert work.forward(prompts, responses) == counter.get_total_flops() - masked
+    assert work.update(prompts, responses) == 3 * work.forward(prompts, responses)
+    adapters = ModelWork(shape, shape.vocabulary, frozen=True)
+    assert adapters.update(prompts, responses) == 2 * work.forward(prompts, responses)
+
+
+def test_the_share_is_of_the_peak_of_all_devices_that_have_the_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(utilization, "peak_flops", lambda device, dtype: 1e6)
+    work = ModelWork(shape_of({**SIZES, "model_type": "llama"}), 50, frozen=False)
+    rows = {"prompts": [3, 2], "responses": [4, 1]}
+    batch = DataProto.from_dict(
+        {
+            name: ragged.from_rows([torch.ones(n, dtype=torch.int64) for n in each])
+            for name, each in rows.items()
+        }
+    )
+    used = Utilization(work, torch.device("cpu"), torch.float32).metric(batch, 2.0, passes=3, devices=4)
+    assert used is not None
+    flops = work.update(torch.tensor([3, 2]), torch.tensor([4, 1]))
+    assert used.value == pytest.approx(3 * flops / (2.0 * 1e6 * 4))
+
+
+def test_what_is_not_known_has_no_share(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = transformers.AutoConfig.for_model("gpt2", n_layer=1, n_embd=8, n_head=1, vocab_size=9)
+    config.save_pretrained(tmp_path)
+    assert ModelWork.of(ModelConfig(path=str(tmp_path)), "policy", "model") is None
+    of_none = Utilization(None, torch.device("cpu"), torch.float32)
+    batch = DataProto.from_dict({"prompts": ragged.from_rows([torch.ones(2, dtype=torch.int64)])})
+    assert of_none.metric(batch, 1.0, passes=1, devices=1) is None
+
+
+def test_a_critic_has_one_output(tmp_path: Path) -> None:
+    transformers.LlamaConfig(**SIZES).save_pretrained(tmp_path)
+    critic = ModelWork.of(ModelConfig(path=str(tmp_path), lora_rank=2), "value", "critic.model")
+    assert critic is not None and (critic.outputs, critic.frozen) == (1, True)
