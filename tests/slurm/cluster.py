@@ -130,6 +130,11 @@ class Cluster:
         listed = self.ask("sinfo", "--noheader", "--Node", "--format=%N %t").split("\n")
         return dict(line.split() for line in listed if len(line.split()) == 2)
 
+    def at_rest(self) -> bool:
+        """Both nodes are idle, and no message to one of them is on its way or waits to be sent again."""
+        messages = re.findall(r"Agent (?:count|thread count|queue size): *(\d+)", self.ask("sdiag"))
+        return set(self.nodes().values()) == {"idle"} and messages == ["0"] * 3
+
     def account(self) -> str:
         """Why nodes are out of use, and what Slurm's processes say."""
         logs = (file.read_text()[-1500:] for file in sorted((self.folder / "log").glob("*")))
