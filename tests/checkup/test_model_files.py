@@ -64,7 +64,7 @@ def test_a_model_that_megatron_divides_or_does_not(model: Path, data: Path) -> N
     assert "tensor_model_parallel_size=1" in found.remedy
     divided.actor_rollout_ref.actor.megatron.override_ddp_config = {"average_in_collective": True}
     [found] = findings(CheckContext(divided), "Megatron and model")
-    assert found.state is State.PROBLEM and "never divided" in found.evidence
+    assert found.state is State.PROBLEM and "never averaged" in found.evidence
     divided.actor_rollout_ref.actor.megatron = MegatronConfig(
         override_transformer_config={
             "deallocate_pipeline_outputs": True,

@@ -158,7 +158,7 @@ def test_a_teacher_may_have_more_tokens_than_the_policy_but_not_fewer(
     assert step["actor/distillation_loss"] == pytest.approx(torch.cat(found).mean().item(), rel=1e-3)
     narrow = [f"actor_rollout_ref.model.path={wide}", f"+distillation.teachers.default={tiny}", *whole]
     refused = hydraflow("main_ppo", *keys, *narrow, *LOCAL, cwd=tmp_path)
-    assert_refused(refused, "its output has 17 tokens, and 24 are compared", f"{LOSS}.topk=17")
+    assert_refused(refused, "its output has 17 tokens, but 24 are compared", f"{LOSS}.topk=17")
 
 
 @pytest.mark.slow

@@ -80,11 +80,11 @@ def test_the_facts_are_those_of_the_signature(choose: Choose) -> None:
     ("text", "names", "words"),
     [
         (GOOD, {"loss": "nothing"}, "no such function; it has loss, centred, per_token"),
-        (GOOD, {"loss": "centred"}, "its parameter group_ids is no key of actor or actor.policy_loss"),
+        (GOOD, {"loss": "centred"}, "its parameter group_ids is not a key of actor or actor.policy_loss"),
         (GOOD, {"estimator": "loss"}, "must take scores, or rewards, mask and lengths"),
         ("def f(): pass\n", {"loss": "f"}, "must take the tokens"),
         ("def f(scores, values): pass\n", {"estimator": "f"}, "it cannot take values"),
-        ("def f(scores, *, lamda): pass\n", {"estimator": "f"}, "parameter lamda is no key of algorithm"),
+        ("def f(scores, *, lamda): pass\n", {"estimator": "f"}, "parameter lamda is not a key of algorithm"),
     ],
 )
 def test_parameters_that_do_not_fit(choose: Choose, text: str, names: dict[str, str], words: str) -> None:

@@ -225,9 +225,9 @@ def test_names_that_cannot_be_understood(weights: Callable[..., names.Weights]) 
     for found, message in {
         ("w.lora_A.default.weight", "w.weight"): "lacks one of its matrices",
         ("w.lora_A.default.weight", "w.lora_B.default.weight"): "lacks the weight itself",
-        ("w.weight", "w.lora_A.a.weight", "w.lora_A.b.weight"): "there twice",
+        ("w.weight", "w.lora_A.a.weight", "w.lora_A.b.weight"): "occurs twice",
         ("e.weight", "e.lora_embedding_A.default"): "cannot be merged",
-        ("w.weight", "_orig_mod.w.weight"): "there twice",
+        ("w.weight", "_orig_mod.w.weight"): "occurs twice",
     }.items():
         with pytest.raises(ValueError, match=message):
             weights(*found)

@@ -543,7 +543,7 @@ def test_wishes_that_do_not_fit(split: Callable[..., Path], refused: Refused, tm
     assert "has no adapters" in refused(*command, "--lora", "adapter", target=target)
     assert "is about an upload" in refused(*command, "--private", target=target)
     assert "invalid choice" in refused(*command, "--dtype", "int8", target=target)
-    assert "no size" in refused(*command, "--max_shard_size", "much", target=target)
+    assert "not a size" in refused(*command, "--max_shard_size", "much", target=target)
     assert "unrecognized" in refused(*command, "--is_value", target=target)
     assert "no such directory" in refused(
         "test", "--local_dir", split("verl"), "--test_hf_dir", tmp_path / "none"

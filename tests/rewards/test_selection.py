@@ -83,7 +83,7 @@ def test_the_data_sources_own_function_can_be_one_of_several() -> None:
         ([{"path": "score.py"}], "reward.functions=[score]: score is reserved for another number"),
         (
             [{"name": "format", "kwargs": {"most": 1}}],
-            "kwargs={most: 1}: format takes no most, but pattern",
+            "kwargs={most: 1}: format has no argument most; it takes pattern",
         ),
         ([{"path": "nowhere.py"}], "nowhere.py: no such file"),
         ([{"name": "judge"}], "reward.judge.base_url=null: must be given: a function is judge"),
