@@ -1,8 +1,8 @@
-"""A process group for broadcasts from one process, beside the groups that its processes are in otherwise.
+"""A process group for broadcasts from one process, besides the processes' other groups.
 
 In: addresses. Out: broadcasts of tensors: in host memory by gloo, on GPUs by NCCL (`device.py` says which).
-When a process dies or is late the others get an error, and their own state is unharmed. Left out on purpose:
-what is sent (`workers/weights_group.py`).
+When a process dies or times out the others get an error, and their own state is intact. Left out on purpose:
+what is sent (`workers/weights_broadcast.py`).
 """
 
 from __future__ import annotations
@@ -17,20 +17,20 @@ import torch.distributed as dist
 from hydraflow.device import broadcast_backend, errors_reach_the_caller
 
 JOIN_SECONDS = 60.0
-"""For processes to join that have nothing else to do."""
+"""Timeout for idle processes to join."""
 
 
 class GroupBroken(Exception):
-    """Another process has died, or was not there in time."""
+    """A peer has died or timed out."""
 
 
 @dataclass(frozen=True)
 class PendingBroadcast:
-    """A broadcast that has begun."""
+    """A broadcast in progress."""
 
     work: dist.Work
     tensor: torch.Tensor
-    """Must not be freed before its end."""
+    """Must stay alive until the broadcast ends."""
     within: timedelta
 
     def wait(self) -> torch.Tensor:
@@ -80,7 +80,7 @@ class BroadcastGroup:
         self._timeout = timedelta(seconds=timeout_s)
 
     def broadcast(self, tensor: torch.Tensor) -> PendingBroadcast:
-        """Begins to send the tensor, or to receive into it."""
+        """Starts sending the tensor, or receiving into it."""
         options = dist.BroadcastOptions()
         options.timeout = self._timeout
         try:

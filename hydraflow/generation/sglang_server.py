@@ -83,7 +83,7 @@ class SglangServer:
                 self.give_up(f"ended ({how}) before it answered {path}")
             self.give_up(f"closed the connection before it answered {path}: {error}")
         if status != http.client.OK:
-            raise RequestRefused(f"SGLang refused {path} ({status}): {_words(content)}")
+            raise RequestRefused(f"SGLang refused {path} ({status}): {_error_text(content)}")
         return json.loads(content) if kind.startswith("application/json") else None
 
     def is_healthy(self) -> bool:
@@ -161,18 +161,18 @@ def flags(arguments: Mapping[str, Any]) -> list[str]:
     return found
 
 
-def _words(content: bytes) -> str:
-    """What an error says. Its shapes: {"error": {"message": ...}}, {"error": ...}, {"message": ...},
-    {"detail": ...}, and text."""
+def _error_text(content: bytes) -> str:
+    """The message of an error response: {"error": {"message": ...}}, {"error": ...}, {"message": ...},
+    {"detail": ...}, or text."""
     text = content.decode(errors="replace").strip()
     try:
-        said = json.loads(text)
+        parsed = json.loads(text)
     except json.JSONDecodeError:
         return text
     for name in ("error", "message", "detail"):
-        if isinstance(said, dict) and name in said:
-            said = said[name]
-    return str(said)
+        if isinstance(parsed, dict) and name in parsed:
+            parsed = parsed[name]
+    return str(parsed)
 
 
 def _free_port() -> int:

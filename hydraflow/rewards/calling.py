@@ -1,4 +1,4 @@
-"""The functions of `chosen.py`, loaded and put together to one call for each row, or for a batch of rows.
+"""Loads the functions of `chosen.py` and combines them into one call per row, or per batch of rows.
 
 In: the section `reward`. Out: a `RewardCall`. Loading runs the user's code (`custom.py`).
 """
@@ -19,7 +19,7 @@ from hydraflow.rewards.judge_key import require_key
 from hydraflow.rewards.values import read_value
 
 ALL_ROWS = 2**31
-"""Rows at once of a function that takes batches: as many as there are."""
+"""Concurrency of a function that takes batches: no limit."""
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class RewardCall:
     """The user's files."""
 
     def at_once(self, max_concurrent: int) -> int:
-        """How many rows a process has under way."""
+        """Maximum rows that a process scores concurrently."""
         return ALL_ROWS if self.is_batched else max_concurrent if self.is_async else 1
 
 
@@ -86,7 +86,7 @@ def _load(one: Chosen, config: RewardConfig, place: int) -> Callable[..., Any]:
         key = f"{KEY}[{place}]" if config.functions else SECTION
         function = load_function(one.path, one.name, one.kwargs, arguments=arguments, key=key)
         if arguments == BATCH_ARGUMENTS and is_async(function):
-            rule = "is an async function, which takes rows one by one"
+            rule = "is an async function, which scores rows one by one"
             remedy = "make it a plain function (def), or reward.reward_manager.name=naive"
             raise ConfigError.one(f"{key}.name", one.name, rule, remedy)
         return function
@@ -97,7 +97,7 @@ def _load(one: Chosen, config: RewardConfig, place: int) -> Callable[..., Any]:
     ours = (*ARGUMENTS, *FUNCTIONS[one.name].reads)
     own = [name for name, taken in takes.items() if taken.kind is taken.KEYWORD_ONLY and name not in ours]
     if strange := [name for name in one.kwargs if name not in own]:
-        rule = f"{one.name} takes no {strange[0]}, but {', '.join(own) or 'nothing'}"
+        rule = f"{one.name} has no argument {strange[0]}; it takes {', '.join(own) or 'none'}"
         raise ConfigError.one(f"{KEY}[{place}].kwargs", dict(one.kwargs), rule)
     names = [name for name in ARGUMENTS if name in takes]
     return partial(_of_named_async if is_async(built_in) else _of_named, built_in, names, one.kwargs)
@@ -119,7 +119,7 @@ def _weighted(parts: list[_Part], **row: Any) -> dict[str, float]:
 
 async def _weighted_async(parts: list[_Part], **row: Any) -> dict[str, float]:
     values = []
-    for part in parts:  # rows wait for each other's services already, so parts need not
+    for part in parts:  # rows are already concurrent, so parts need not be
         value = part.function(**row)
         values.append(await value if inspect.isawaitable(value) else value)
     return _added(parts, iter(values))
@@ -127,7 +127,7 @@ async def _weighted_async(parts: list[_Part], **row: Any) -> dict[str, float]:
 
 def _added(parts: list[_Part], values: Iterator[Any]) -> dict[str, float]:
     """The weighted sum as `score`, each function's score under its label, its other numbers as label/name,
-    and as `acc` that of the first function that gives one, else the first function's score."""
+    and as `acc` the first function's that returns one, else the first function's score."""
     numbers: dict[str, float] = {"score": 0.0}
     for part, value in zip(parts, values, strict=True):
         label = part.chosen.label

@@ -1,7 +1,7 @@
 """Which functions score a run's responses: `reward.functions`, the user's file, or the data source's own.
 
-In: the section `reward`. Out: a list of `Chosen`, at least one, or the problems of what was written, as far
-as they can be told without loading a function.
+In: the section `reward`. Out: a list of `Chosen`, at least one, or the problems that can be found without
+loading a function.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from hydraflow.rewards.sandbox import require_sandbox
 KEY = "reward.functions"
 BY_SOURCE = "data_source"
 _FIELDS = {"name": None, "path": None, "weight": 1.0, "kwargs": None}
-"""Of an entry, and their defaults."""
+"""Fields of an entry, with defaults."""
 _TAKEN = ("score", "acc", "failed", "failed_rows")
 _PLACES = ("data_source", "solution_str", "ground_truth", "extra_info")
-"""What a judge's prompt may name."""
+"""Placeholders of a judge's prompt."""
 
 
 @dataclass(frozen=True)
 class Chosen:
-    """One function, and its part in the score."""
+    """A reward function and its weight in the score."""
 
     label: str
     """Its name in metrics and in the reward's numbers."""
@@ -44,7 +44,7 @@ class Chosen:
 
 
 def chosen(config: RewardConfig) -> list[Chosen]:
-    """The functions in their order. What is written must have no `problems`.
+    """The functions in their order. The configuration must have no `problems`.
 
     >>> [one.name for one in chosen(RewardConfig(functions=[{"name": "math"}, {"name": "length"}]))]
     ['math', 'length']
@@ -58,10 +58,10 @@ def chosen(config: RewardConfig) -> list[Chosen]:
 
 
 def check_sources(config: RewardConfig, data_sources: Iterable[str]) -> None:
-    """`ConfigError` for sources without a built-in function, if one is to be found for them, and where
-    programs are to be run that no sandbox can be made for."""
+    """`ConfigError` for data sources that need a built-in function but have none, and for programs that
+    cannot be sandboxed here."""
     if any(problems(config)):
-        return  # `RewardPool.require_loaded` tells them
+        return  # reported by `RewardPool.require_loaded`
     data_sources = set(data_sources)
     if uses(config, BY_SOURCE) and (unknown := unknown_sources(data_sources)):
         raise ConfigError(unknown)
@@ -78,7 +78,7 @@ def uses(config: RewardConfig, name: str) -> bool:
 
 
 def problems(config: RewardConfig) -> Iterator[Problem]:
-    """What is wrong with the section, as far as it can be told without loading anything."""
+    """Problems of the section that can be found without loading anything."""
     found = [problem for place, entry in enumerate(config.functions) for problem in _faults(place, entry)]
     yield from found
     custom = config.custom_reward_function.path
@@ -86,7 +86,7 @@ def problems(config: RewardConfig) -> Iterator[Problem]:
         rule, remedy = "are the functions", f"{KEY}=[{{path: {custom}}},...] without it"
         yield Problem("reward.custom_reward_function.path", custom, f"{KEY} {rule}", remedy)
     if config.reward_manager.name == "batch" and (config.functions or custom is None):
-        rule = "calls one function of your own with many rows"
+        rule = "calls a single custom function with many rows"
         remedy = "reward.custom_reward_function.path=... or reward.reward_manager.name=naive"
         yield Problem("reward.reward_manager.name", "batch", rule, remedy)
     if found:
@@ -96,7 +96,7 @@ def problems(config: RewardConfig) -> Iterator[Problem]:
         rule = f"two functions are called {doubled[0]}"
         yield Problem(KEY, shown(labels), rule, "give the files or functions other names")
     if config.functions and (taken := [label for label in labels if label in _TAKEN]):
-        rule = f"{taken[0]} is the name of another number of a reward"
+        rule = f"{taken[0]} is reserved for another number of a reward"
         yield Problem(KEY, shown(labels), rule, "give the function another name")
     if uses(config, "judge"):
         yield from _judge_problems(config)
@@ -118,7 +118,7 @@ def _faults(place: int, entry: Any) -> Iterator[Problem]:
         yield Problem(f"{key}.{strange[0]}", shown(entry[strange[0]]), f"only {listed(_FIELDS)} are known")
     name, path, weight, kwargs = (given[field] for given in [_FIELDS | dict(entry)] for field in _FIELDS)
     if path is None and name not in FUNCTIONS:
-        own = f"{KEY}=[{{path: mine.py, name: {name}}}] for a function of your own"
+        own = f"{KEY}=[{{path: mine.py, name: {name}}}] for your own function"
         yield Problem(f"{key}.name", shown(name), f"must be {listed(FUNCTIONS)}", own)
     if path is not None and not isinstance(path, str):
         yield Problem(f"{key}.path", shown(path), "must be the path of a Python file")
@@ -134,7 +134,7 @@ def _judge_problems(config: RewardConfig) -> Iterator[Problem]:
         if not getattr(judge, name):
             yield Problem(f"{key}.{name}", "null", "must be given: a function is judge", f"{key}.{name}=...")
     if judge.timeout > config.timeout:
-        rule = f"is more than reward.timeout={config.timeout:g}, which limits all attempts together"
+        rule = f"exceeds reward.timeout={config.timeout:g}, which limits all attempts together"
         remedy = f"reward.timeout={judge.timeout * (judge.max_retries + 1):g}"
         yield Problem(f"{key}.timeout", judge.timeout, rule, remedy)
     try:
@@ -142,7 +142,7 @@ def _judge_problems(config: RewardConfig) -> Iterator[Problem]:
             rule, remedy = "must have one group, which is the score", f"{key}.pattern='Score: ([0-9]+)'"
             yield Problem(f"{key}.pattern", judge.pattern, rule, remedy)
     except re.error as error:
-        yield Problem(f"{key}.pattern", judge.pattern, f"is no regular expression: {error}")
+        yield Problem(f"{key}.pattern", judge.pattern, f"is not a regular expression: {error}")
     try:
         places = [name for _, name, _, _ in string.Formatter().parse(judge.prompt) if name is not None]
     except ValueError as error:

@@ -99,7 +99,7 @@ def test_a_missing_shard_stops_the_doctor_s_table(model: Path, data: Path) -> No
     shards(model)
     (model / "model-00001-of-00002.safetensors").unlink()
     [found] = look(model, data)
-    assert found.state is State.PROBLEM and found.remedy == "download the model again, all of it"
+    assert found.state is State.PROBLEM and found.remedy == "download the complete model again"
 
 
 def test_a_shard_that_is_cut_off(tmp_path: Path) -> None:

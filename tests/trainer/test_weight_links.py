@@ -113,7 +113,7 @@ class Recorder:
     def call(self, method: Any, *args: Any) -> Any:
         if method is ActorWorker.sending_device:
             return ""
-        if method is ActorWorker.open_weights_line:
+        if method is ActorWorker.open_weights_listener:
             return "a place"
         if method is ActorWorker.share_weights:
             self.forms.append(args[2].form)
