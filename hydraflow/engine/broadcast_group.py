@@ -15,9 +15,7 @@ import torch
 import torch.distributed as dist
 
 from hydraflow.device import broadcast_backend, errors_reach_the_caller
-
-JOIN_SECONDS = 60.0
-"""For processes to join that have nothing else to do."""
+from hydraflow.weights.line import COMING_SECONDS
 
 
 class GroupBroken(Exception):
@@ -47,7 +45,7 @@ class BroadcastGroup:
 
     address: of the machine of process 0, which listens at `port`; listen_fd: there, a bound socket that has
     held the port until now. own_address: of this machine, for the others to connect to. The constructor waits
-    until all have joined, at most `JOIN_SECONDS`. Raises GroupBroken when they do not, and when a broadcast
+    until all have joined, at most `COMING_SECONDS`. Raises GroupBroken when they do not, and when a broadcast
     takes longer than `timeout_s`.
     """
 
@@ -64,7 +62,7 @@ class BroadcastGroup:
         listen_fd: int | None = None,
     ):
         self.device = device
-        joining = timedelta(seconds=min(timeout_s, JOIN_SECONDS))
+        joining = timedelta(seconds=min(timeout_s, COMING_SECONDS))
         try:
             self._store = dist.TCPStore(
                 address, port, world_size, rank == 0, joining, master_listen_fd=listen_fd

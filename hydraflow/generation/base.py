@@ -231,8 +231,8 @@ class GenerationEngine(Protocol):
     def update_weights(self, stream: Iterable[Weight], *, first: bool = True, last: bool = True) -> None:
         """Loads weights from (Hugging Face name, full tensor) pairs, or from the parts of a tensor one after
         the other: all of the model, or some of it between the `first` and the `last`; where the engine has
-        the weights below adapters, perhaps the adapters alone. ValueError names what does not fit, and after
-        the last what is missing."""
+        the base weights, perhaps the adapters alone. ValueError names what does not fit, and after the last
+        what is missing."""
 
     def sleep(self) -> None:
         """Gives back the memory of weights and caches, until `update_weights` begins with a first part."""

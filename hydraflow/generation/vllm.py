@@ -103,7 +103,7 @@ class VllmEngine:
         self._adapter_tensors: dict[str, Tensor] = {}
         """Of the next one, as they come."""
         self._base_comes = False
-        """Whether an update brings the weights below the adapters, too."""
+        """Whether an update brings the base weights, too."""
         self._vocabulary: int = engine.model_config.get_vocab_size()
         self._context = engine_context(engine.model_config.max_model_len)
         config = engine.vllm_config
