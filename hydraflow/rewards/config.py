@@ -111,7 +111,8 @@ class JudgeConfig:
     """Attempts after the first, where the endpoint cannot be reached, is overloaded (429) or fails (5xx);
     between them the wait doubles from half a second, or is what the endpoint asks for."""
     cache_dir: str | None = option(None, shapes_training=False)
-    """Folder that keeps answers by request, so that none is asked for twice; null: none are kept."""
+    """Folder that keeps answers with a score by request, so that none is asked for twice; null: none are
+    kept."""
 
 
 @dataclass

@@ -1,8 +1,8 @@
 """A language model's judgement as a reward: one chat request for each row, to any OpenAI-compatible endpoint.
 
 In: a row and the section `reward.judge`. Out: the number that the model's answer gives. What the endpoint
-cannot answer fails the row, with the reason. Answers may be kept on disk, one file for each different
-request; the API key is neither part of them nor of any message.
+cannot answer fails the row, with the reason. Answers with a score may be kept on disk, one file for each
+different request; the API key is neither part of them nor of any message.
 """
 
 from __future__ import annotations
@@ -50,12 +50,12 @@ async def judged(
         raise JudgeError(f"reward.judge.prompt: the row has no {error}") from error
     request = {"model": judge.model, "messages": [{"role": "user", "content": prompt}], **judge.parameters}
     kept = _place(judge, request)
-    answer = _read(kept)
-    if answer is None:
-        answer = await _ask(judge, request)
-        _keep(kept, request, answer)
+    known = _read(kept)
+    answer = await _ask(judge, request) if known is None else known
     if not (found := re.findall(judge.pattern, answer)):
         raise JudgeError(f"the judge's answer has no {judge.pattern}: {answer[-MOST_SHOWN:]!r}")
+    if known is None:
+        _keep(kept, request, answer)
     return float(found[-1])
 
 
