@@ -168,8 +168,8 @@ def without_node2(cluster: Cluster, job: Job, since: int) -> None:
         assert job.await_state("PENDING", "COMPLETING", seconds=120)
         assert "Traceback" not in job.said()[since:]
     finally:
-        # What Slurm could not say to the lost node it says again when the node is back: "kill job N" would hit
-        # the job's next start. On real machines it has said it long before a node has booted.
+        # What Slurm could not say to the lost node it says again when the node is back: "kill job N" would
+        # hit the job's next start. On real machines it has said it long before a node has booted.
         cluster.ask("scontrol", "hold", job.number)
         held = job.fact("Priority")
         cluster.script("start", "2")
