@@ -113,6 +113,13 @@ def _dro_has_its_weight(config: PPOConfig) -> Iterator[Problem]:
         yield Problem(key, "null", rule, f"{key}=0.1")
 
 
+def _covariance_bounds_are_in_order(config: PPOConfig) -> Iterator[Problem]:
+    chosen, key = config.actor_rollout_ref.actor.policy_loss, "actor_rollout_ref.actor.policy_loss"
+    if chosen.loss_mode == "clip_cov" and chosen.clip_cov_lb >= chosen.clip_cov_ub:
+        rule = f"must be below clip_cov_ub={chosen.clip_cov_ub:g}: no token would be chosen"
+        yield Problem(f"{key}.clip_cov_lb", chosen.clip_cov_lb, rule, f"{key}.clip_cov_lb=1.0")
+
+
 def _entropy_bounds_are_in_order(config: PPOConfig) -> Iterator[Problem]:
     asked, key = config.actor_rollout_ref.actor.adaptive_entropy, "actor_rollout_ref.actor.adaptive_entropy"
     if asked.enabled and asked.min_ent_coef > asked.max_ent_coef:
@@ -365,7 +372,7 @@ def _experts_are_replayed(config: PPOConfig) -> Iterator[Problem]:
         yield Problem(
             f"{overrides}.moe_router_fusion", True, rule, f"leave out {overrides}.moe_router_fusion"
         )
-    if "moe" in (given.get("recompute_modules") or ()):
+    if "moe" in actor.megatron.recomputed_parts:
         name = f"{overrides}.recompute_modules"
         rule = f"experts that are recomputed on their own do not get those of router_replay.mode={mode}"
         yield Problem(name, shown(given["recompute_modules"]), rule, f"leave out {name}: all of a layer is")
@@ -512,6 +519,7 @@ CROSS_RULES: dict[type, tuple[Callable[[Any], Iterator[Problem]], ...]] = {
         _training_samples,
         _values_come_from_a_critic,
         _dro_has_its_weight,
+        _covariance_bounds_are_in_order,
         _entropy_bounds_are_in_order,
         _several_rewards_are_named,
         _the_actor_computes_what_a_baseline_needs,
