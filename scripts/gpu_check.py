@@ -19,7 +19,7 @@ NCCL, the sends in both directions of the interleaved schedule among them; bf16 
 optimizers of Transformer Engine and Apex, which count updates by group; moe_permute_fusion and the fusions
 that override_transformer_config switches on; sums over ranks for the load of experts (moe_aux_loss_coeff,
 moe_router_bias_update_rate); recovery from a lack of memory. All but the kernels and those optimizers are
-tested on CPUs with gloo (tests/engine/test_megatron*.py; the table is in docs/architecture.md).
+tested on CPUs with gloo (tests/engine/test_megatron*.py; the table is in docs/megatron.md).
 """
 
 from __future__ import annotations

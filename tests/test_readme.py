@@ -146,8 +146,20 @@ def change(config: PPOConfig, key: str, value: Any) -> None:
     setattr(section, name, value)
 
 
-def test_the_table_names_every_choice_where_it_belongs() -> None:
-    assert named_and_not_named(table_of_what_works()) == facts_of_the_tables()
+def misplaced(rows: list[Row]) -> dict[str, set[str]]:
+    """By choosing key, names in the wrong column, unknown ones, and planned ones that are missing. The table
+    may leave out names that work: `--help` lists all of them, and a new one needs no line on the page."""
+    found, facts = named_and_not_named(rows), facts_of_the_tables()
+    wrong = {}
+    for key in found.keys() | facts.keys():
+        works, planned = found.get(key, (set(), set()))
+        real, real_planned = facts.get(key, (set(), set()))
+        wrong[key] = (works - real) | (planned ^ real_planned) | (set() if works else {key})
+    return {key: names for key, names in wrong.items() if names}
+
+
+def test_the_table_names_choices_where_they_belong() -> None:
+    assert misplaced(table_of_what_works()) == {}
 
 
 def unlisted_and_idle(rows: list[Row]) -> tuple[set[str], set[str]]:
@@ -167,7 +179,7 @@ def test_the_table_lists_every_key_that_can_only_be_planned() -> None:
     ("cell", "other"),
     [
         ("| `fsdp2`, `megatron` | |", "| `fsdp2` | `megatron` |"),
-        ("`rloo`, ", ""),
+        ("`rloo`, ", "`rlooo`, "),
         ("`algorithm.filter_groups.enable`", ""),
         ("`algorithm.filter_groups.enable`", "`algorithm.filter_groups.enable`, `rollout.n`"),
     ],
@@ -175,8 +187,7 @@ def test_the_table_lists_every_key_that_can_only_be_planned() -> None:
 def test_a_wrong_table_is_noticed(cell: str, other: str) -> None:
     assert PAGE.count(cell) == 1
     rows = table_of_what_works(PAGE.replace(cell, other))
-    named = named_and_not_named(rows) == facts_of_the_tables()
-    assert not named or unlisted_and_idle(rows) != (set(), set())
+    assert misplaced(rows) or unlisted_and_idle(rows) != (set(), set())
 
 
 # --- what the pages cite -----------------------------------------------------------------------------------

@@ -487,8 +487,8 @@ class AlgorithmConfig:
     """Advantages and rewards."""
 
     adv_estimator: str = option("gae", choices=ESTIMATORS)
-    """Advantage estimator. grpo_vectorized is grpo; rloo_vectorized is rloo, but for a prompt with a single
-    response, whose advantage is 0."""
+    """Advantage estimator. grpo_vectorized is grpo; rloo_vectorized is rloo, except that a prompt with a
+    single response has advantage 0."""
     gamma: float = option(1.0, ge=0, le=1, no_effect=unread(ESTIMATORS, "adv_estimator"))
     """Discount factor per token."""
     lam: float = option(1.0, ge=0, le=1, no_effect=unread(ESTIMATORS, "adv_estimator"))

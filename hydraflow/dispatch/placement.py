@@ -177,7 +177,10 @@ def reserve(pools: Sequence[ResourcePool], *, timeout: float, growing: bool) -> 
         log.warning("waiting up to %g s for the cluster to grow: %s", timeout, problem)
     deadline = time.monotonic() + timeout
     nodes: dict[str, list[_Node]] = {pool.name: [] for pool in pools}
-    for pool, count in sorted(_parts(pools), key=lambda part: _size(*part), reverse=True):
+    parts = [(pool, count) for pool in pools for count in pool.devices_on_nodes]
+    # the largest first: a part that needs many GPUs fits on few nodes
+    parts.sort(key=lambda part: (part[0].gpus * part[1], part[0].cpus * part[1]), reverse=True)
+    for pool, count in parts:
         group = _place(pool, count, nodes[pool.name])
         if not _is_placed(group, deadline):
             for reserved in [group, *(node.group for of_pool in nodes.values() for node in of_pool)]:
@@ -185,16 +188,6 @@ def reserve(pools: Sequence[ResourcePool], *, timeout: float, growing: bool) -> 
             raise ConfigError(shortfall(pools, _totals()) or [_busy(pools, timeout)])
         nodes[pool.name].append(_node_of(group))
     return {pool.name: _seated(pool, nodes[pool.name]) for pool in pools}
-
-
-def _parts(pools: Sequence[ResourcePool]) -> list[tuple[ResourcePool, int]]:
-    """The devices of each pool on each of its nodes."""
-    return [(pool, count) for pool in pools for count in pool.devices_on_nodes]
-
-
-def _size(pool: ResourcePool, count: int) -> tuple[float, float]:
-    """Sort key; largest first, because a part that needs many GPUs fits on few nodes."""
-    return pool.gpus * count, pool.cpus * count
 
 
 def _place(pool: ResourcePool, count: int, taken: Sequence[_Node]) -> PlacementGroup:

@@ -44,7 +44,7 @@ from hydraflow.generation.base import (
 )
 from hydraflow.generation.decode import CachedForward, NoCache, WaveDecoder, WaveResult
 from hydraflow.generation.layout import Wave, request_order, waves
-from hydraflow.generation.own_numbers import not_sampled, require_own_numbers
+from hydraflow.generation.parity import not_sampled, require_parity
 from hydraflow.generation.requests import require_fitting
 from hydraflow.generation.sampling import UniformDraws
 from hydraflow.generation.stopping import StopStrings, watched
@@ -178,7 +178,7 @@ class NativeEngine:
         """Loads weights, converting dtypes and devices.
 
         ValueError: see `WeightLoader`; the engine then refuses to generate until an update succeeds.
-        ConfigError: see `require_own_numbers`.
+        ConfigError: see `require_parity`.
         """
         self._not_ready = MIXED_WEIGHTS
         if first:
@@ -192,7 +192,7 @@ class NativeEngine:
             self._not_ready = ""
             field, self._unchecked = self._unchecked, None
             if field is not None:
-                require_own_numbers(self, self._model, field)
+                require_parity(self, self._model, field)
 
     def sleep(self) -> None:
         """See `GenerationEngine`. It has caches only while it generates."""

@@ -70,20 +70,26 @@ def without_wrapper(module: nn.Module) -> nn.Module:
     return module.base_layer if isinstance(module, BaseLayerWithLoRA) else module
 
 
-def held_adapter(model: nn.Module, fused: Mapping[str, list[str]], name: str, shape: Any) -> Tensor | None:
-    """A or B of a layer, as vLLM computes with it; None: the layer has no adapter there.
-
-    fused: vLLM's fused layers -> their parts. shape: of the tensor; vLLM's are padded.
-    """
+def adapted_modules(model: nn.Module) -> dict[str, nn.Module]:
+    """vLLM's layers with adapters, by name."""
     from vllm.lora.layers import BaseLayerWithLoRA
 
+    return {name: module for name, module in model.named_modules() if isinstance(module, BaseLayerWithLoRA)}
+
+
+def held_adapter(
+    modules: Mapping[str, nn.Module], fused: Mapping[str, list[str]], name: str, shape: Any
+) -> Tensor | None:
+    """A or B of a layer, as vLLM computes with it; None: the layer has no adapter there.
+
+    modules: as of `adapted_modules`. fused: vLLM's fused layers -> their parts. shape: of the tensor; vLLM's
+    are padded.
+    """
     layer, side = layer_and_side(name)
     before, _, own = layer.rpartition(".")
-    places = {own: 0} | {whole: parts.index(own) for whole, parts in fused.items() if own in parts}
-    modules = dict(model.named_modules())
-    for last, place in places.items():
+    for last, parts in {own: [own], **fused}.items():
         module = modules.get(f"{before}.{last}")
-        if isinstance(module, BaseLayerWithLoRA):
-            stacked: Tensor = getattr(module, STACKED[side])[place]
+        if module is not None and own in parts:
+            stacked: Tensor = getattr(module, STACKED[side])[parts.index(own)]
             return stacked[0, 0, : shape[0], : shape[1]]
     return None

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
-from hydraflow.generation.vllm_adapters import held_adapter, without_wrapper
+from hydraflow.generation.vllm_adapters import adapted_modules, held_adapter, without_wrapper
 from hydraflow.generation.vllm_experts import name_of_experts, vllm_name
 from hydraflow.generation.weights import Arrivals
 from hydraflow.models.adapters import is_adapter, layer_and_side
@@ -82,6 +82,7 @@ class HeldWeights(Mapping[str, Tensor]):
         held = {**dict(model.named_parameters(remove_duplicate=False)), **dict(model.named_buffers())}
         self._held = {name.replace(".base_layer.", "."): tensor for name, tensor in held.items()}
         self._fused: Mapping[str, list[str]] = getattr(model, "packed_modules_mapping", {})
+        self._adapted: dict[str, nn.Module] = {}
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._wanted)
@@ -95,7 +96,7 @@ class HeldWeights(Mapping[str, Tensor]):
             return self._adapter(name, weight.shape)
         known = vllm_name(self._model, name)
         own = next((held for held in (known, name_of_experts(known)) if held in self._held), None)
-        tensor = self._rows_of_fused(name) if own is None else self._put_together(own)
+        tensor = self._rows_of_fused(name) if own is None else self._gathered(own)
         if tensor is None and weight.tied_to is not None:
             return self[weight.tied_to]
         if tensor is None:
@@ -104,12 +105,13 @@ class HeldWeights(Mapping[str, Tensor]):
             tensor = tensor.t()
         return tensor[: weight.shape[0]] if weight.shape else tensor  # a vocabulary may be padded
 
-    def _put_together(self, name: str) -> Tensor:
+    def _gathered(self, name: str) -> Tensor:
         path, _, kind = name.rpartition(".")
         return self._whole(without_wrapper(self._model.get_submodule(path)), kind, self._held[name])
 
     def _adapter(self, name: str, shape: torch.Size) -> Tensor:
-        tensor = held_adapter(self._model, self._fused, name, shape)
+        self._adapted = self._adapted or adapted_modules(self._model)
+        tensor = held_adapter(self._adapted, self._fused, name, shape)
         if tensor is None:
             layer, model = layer_and_side(name)[0], type(self._model).__name__
             raise ValueError(f"{model} has no place for the adapter of {layer}")
@@ -123,5 +125,5 @@ class HeldWeights(Mapping[str, Tensor]):
             if module in parts and fused in self._held:
                 sizes = [self._wanted[".".join([*before, part, kind])].shape[0] for part in parts]
                 start = sum(sizes[: parts.index(module)])
-                return self._put_together(fused)[start : start + sizes[parts.index(module)]]
+                return self._gathered(fused)[start : start + sizes[parts.index(module)]]
         return None

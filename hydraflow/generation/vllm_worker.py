@@ -135,7 +135,7 @@ class WeightReceiver:
     """On a CPU, while it rests: its caches and their sizes in bytes."""
 
     def hydraflow_prepare_sampler(self) -> None:
-        """Puts our sampler in the place of vLLM's."""
+        """Replaces vLLM's sampler with ours."""
         self.model_runner.sampler = tempered_sampler(self.model_runner.model_config.logprobs_mode)
         self._empty, self._cache_bytes, self._asleep = {}, {}, False
 

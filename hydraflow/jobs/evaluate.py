@@ -14,10 +14,10 @@ import numpy as np
 from hydraflow.data.files import FileRecord, raise_problems, read_records
 from hydraflow.errors import EnvironmentFault, Problem
 from hydraflow.jobs.output import output_file
-from hydraflow.rewards.chosen import check_sources
 from hydraflow.rewards.config import RewardConfig
 from hydraflow.rewards.failures import require_scored
 from hydraflow.rewards.pool import RewardPool, RewardResult, RewardRow, function_means
+from hydraflow.rewards.selection import check_sources
 from hydraflow.schema import EvalConfig, EvalDataConfig
 
 logger = logging.getLogger(__name__)

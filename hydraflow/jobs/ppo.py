@@ -29,9 +29,9 @@ from hydraflow.jobs.restarts import Restarts, attempts
 from hydraflow.jobs.saving import RunCheckpointing, ppo_roles, require_metric, training_loader, weights_only
 from hydraflow.jobs.session import Session
 from hydraflow.recipes import arithmetic
-from hydraflow.rewards.chosen import check_sources
 from hydraflow.rewards.functions import unknown_sources
 from hydraflow.rewards.pool import check_function
+from hydraflow.rewards.selection import check_sources
 from hydraflow.schema import PPOConfig
 from hydraflow.tracking.endings import DONE
 from hydraflow.tracking.trackers import Trackers

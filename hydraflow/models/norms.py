@@ -41,7 +41,7 @@ def replace_norms(model: nn.Module) -> None:
     """Replaces every equivalent norm of the model by `RMSNorm`; parameters are kept."""
     for part in list(model.modules()):
         for name, child in part.named_children():
-            if _is_usual(child):
+            if _steps(type(child).forward) == _steps(_as_in_transformers):
                 usual: Any = child
                 part.add_module(name, RMSNorm(usual.weight, usual.variance_epsilon))
 
@@ -79,16 +79,12 @@ class _Normed(torch.autograd.Function):
 
 
 def _as_in_transformers(self: Any, hidden_states: Tensor) -> Tensor:
-    """A verbatim copy of LlamaRMSNorm.forward, whose bytecode `_is_usual` compares with."""
+    """A verbatim copy of LlamaRMSNorm.forward, whose bytecode is compared with that of other norms."""
     input_dtype = hidden_states.dtype
     hidden_states = hidden_states.to(torch.float32)
     variance = hidden_states.pow(2).mean(-1, keepdim=True)
     hidden_states = hidden_states * torch.rsqrt(variance + self.variance_epsilon)
     return self.weight * hidden_states.to(input_dtype)  # type: ignore[no-any-return]
-
-
-def _is_usual(module: nn.Module) -> bool:
-    return _steps(type(module).forward) == _steps(_as_in_transformers)
 
 
 def _steps(function: Any) -> tuple[Any, ...] | None:

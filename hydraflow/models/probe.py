@@ -2,7 +2,7 @@
 
 In: a vocabulary, or numbers of the same tokens computed in two ways. Out: short rows of random tokens, the
 same on every rank; a difference, and the tolerance for rounding. Left out on purpose: the checks
-(`engine/fsdp/own_numbers.py`, `engine/megatron/repeated.py`, `generation/own_numbers.py`).
+(`engine/fsdp/parity.py`, `engine/megatron/repeatable.py`, `generation/parity.py`).
 """
 
 from __future__ import annotations

@@ -75,7 +75,7 @@ class Run:
 
 
 def read_run(folder: Path) -> Run:
-    """Reads what is there. Raises ConfigError when it is no run folder."""
+    """Reads the files of a run. Raises ConfigError when it is not a run folder."""
     path = folder.expanduser().resolve()
     another = "name a run folder, such as runs/ppo-20250131-120000"
     if not path.is_dir():

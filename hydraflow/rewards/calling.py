@@ -1,4 +1,4 @@
-"""Loads the functions of `chosen.py` and combines them into one call per row, or per batch of rows.
+"""Loads the functions of `selection.py` and combines them into one call per row, or per batch of rows.
 
 In: the section `reward`. Out: a `RewardCall`. Loading runs the user's code (`custom.py`).
 """
@@ -12,10 +12,10 @@ from functools import partial
 from typing import Any
 
 from hydraflow.errors import ConfigError
-from hydraflow.rewards.chosen import BY_SOURCE, KEY, Chosen, chosen
 from hydraflow.rewards.config import FUNCTIONS, RewardConfig
 from hydraflow.rewards.custom import ARGUMENTS, BATCH_ARGUMENTS, SECTION, is_async, load_function
 from hydraflow.rewards.judge_key import require_key
+from hydraflow.rewards.selection import BY_SOURCE, KEY, SelectedFunction, selected
 from hydraflow.rewards.values import read_value
 
 ALL_ROWS = 2**31
@@ -43,21 +43,21 @@ class RewardCall:
 
 @dataclass(frozen=True)
 class _Part:
-    chosen: Chosen
+    selected: SelectedFunction
     function: Callable[..., Any]
 
 
 def load(config: RewardConfig) -> RewardCall:
     """Raises `ConfigError` for what cannot be loaded or called."""
-    parts = [_Part(one, _load(one, config, place)) for place, one in enumerate(chosen(config))]
+    parts = [_Part(one, _load(one, config, place)) for place, one in enumerate(selected(config))]
     waits = any(is_async(part.function) for part in parts)
     weighted: Callable[..., Any] = _weighted_async if waits else _weighted
     return RewardCall(
         partial(weighted, parts) if config.functions else parts[0].function,
         is_async=waits,
         is_batched=config.reward_manager.name == "batch",
-        by_source=any(part.chosen.name == BY_SOURCE for part in parts),
-        paths=tuple(part.chosen.path for part in parts if part.chosen.path is not None),
+        by_source=any(part.selected.name == BY_SOURCE for part in parts),
+        paths=tuple(part.selected.path for part in parts if part.selected.path is not None),
     )
 
 
@@ -80,7 +80,7 @@ def _plain(value: Any) -> Any:
     return {name: _plain(inner) for name, inner in vars(value).items()} if is_dataclass(value) else value
 
 
-def _load(one: Chosen, config: RewardConfig, place: int) -> Callable[..., Any]:
+def _load(one: SelectedFunction, config: RewardConfig, place: int) -> Callable[..., Any]:
     if one.path is not None:
         arguments = BATCH_ARGUMENTS if config.reward_manager.name == "batch" else ARGUMENTS
         key = f"{KEY}[{place}]" if config.functions else SECTION
@@ -130,12 +130,12 @@ def _added(parts: list[_Part], values: Iterator[Any]) -> dict[str, float]:
     and as `acc` the first function's that returns one, else the first function's score."""
     numbers: dict[str, float] = {"score": 0.0}
     for part, value in zip(parts, values, strict=True):
-        label = part.chosen.label
+        label = part.selected.label
         score, extra, failed = read_value(value)
         if score is None:
             raise ValueError(f"{label} {failed}")
-        numbers["score"] += part.chosen.weight * score
+        numbers["score"] += part.selected.weight * score
         numbers[label] = score
         numbers |= {f"{label}/{name}": number for name, number in extra.items()}
-    accuracies = [numbers[key] for part in parts if (key := f"{part.chosen.label}/acc") in numbers]
-    return {"acc": accuracies[0] if accuracies else numbers[parts[0].chosen.label]} | numbers
+    accuracies = [numbers[key] for part in parts if (key := f"{part.selected.label}/acc") in numbers]
+    return {"acc": accuracies[0] if accuracies else numbers[parts[0].selected.label]} | numbers

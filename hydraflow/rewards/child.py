@@ -249,16 +249,12 @@ def score_here(call: RewardCall, rows: Sequence[Any]) -> list[Result]:
                 results += _of_batch(call.function, [row])
                 continue
             value = call.function(**dict(zip(ARGUMENTS, row, strict=True)))
-            results.append(read_value(_awaited(value) if call.is_async else value))
+            results.append(read_value(_runner().run(value) if call.is_async else value))
         except BdbQuit:
             raise
         except (Exception, SystemExit) as error:  # as in a process of its own: the row fails, never the run
             results.append((None, {}, cause_of(error, call.paths)))
     return results
-
-
-def _awaited(coroutine: Any) -> Any:
-    return _runner().run(coroutine)
 
 
 @cache

@@ -21,9 +21,9 @@ from typing import Any, NamedTuple
 from hydraflow.errors import ConfigError, EnvironmentFault
 from hydraflow.rewards.calling import RewardCall, load
 from hydraflow.rewards.child import score_here
-from hydraflow.rewards.chosen import chosen, problems
 from hydraflow.rewards.config import RewardConfig
 from hydraflow.rewards.printed import in_one_line
+from hydraflow.rewards.selection import problems, selected
 from hydraflow.rewards.worker import GRACE_SECONDS, RewardProcess
 
 logger = logging.getLogger(__name__)
@@ -196,7 +196,7 @@ def function_means(config: RewardConfig, results: Sequence[RewardResult]) -> dic
     """`reward/<name>`: the mean of each of `reward.functions` over the rows that it scored."""
     scored = [result.extra for result in results if result.failed is None]
     means = {}
-    for label in [one.label for one in chosen(config)] if config.functions else []:
+    for label in [one.label for one in selected(config)] if config.functions else []:
         if values := [extra[label] for extra in scored if label in extra]:
             means[f"reward/{label}"] = sum(values) / len(values)
     return means

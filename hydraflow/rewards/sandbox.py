@@ -39,7 +39,7 @@ _NAMESPACES = ("--mount", "--pid", "--net", "--ipc", "--uts", "--fork", "--kill-
 _UNUSED_USERS = range(61184, 65520)
 """User ids that systemd assigns to services dynamically; no files belong to them."""
 _LIBRARIES = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32", "/etc/ld.so.cache")
-# The new root is put together on /sys, which nothing here needs, and is read-only before it is entered.
+# The new root is assembled on /sys, which nothing here needs, and is read-only before it is entered.
 # umount reads /proc, so that goes last. What is mounted below a folder of libraries is made read-only, too.
 _ENTER = """
 set -e

@@ -26,12 +26,12 @@ from typing import Any
 from hydraflow.errors import EnvironmentFault, Problem
 from hydraflow.rewards.calling import settings_of
 from hydraflow.rewards.child import NO_ROW, PROGRESS_BYTES, RowProgress
-from hydraflow.rewards.chosen import KEY
 from hydraflow.rewards.config import RewardConfig
 from hydraflow.rewards.custom import SECTION
 from hydraflow.rewards.frames import FrameSocket
 from hydraflow.rewards.printed import PrintedReader, in_one_line
 from hydraflow.rewards.row_time import QueueTime, over_at
+from hydraflow.rewards.selection import KEY
 from hydraflow.rewards.supervisor import main as supervise
 
 logger = logging.getLogger(__name__)

@@ -101,7 +101,9 @@ def build_roles(config: PPOConfig, plan: BatchPlan, runtime: Runtime, *, skipped
         if roles := {name: spec for name, spec in specs.items() if name in place.roles}:
             group = runtime.group(TRAIN, roles, place.devices.listed())
             train |= {name: group.role(name) for name in roles}
-            if _measures_memory(config, roles) and (beside := _roles_beside(plan, roles)):
+            # at its start such an engine reserves a share of the memory that it finds free
+            reserves = GENERATION_ENGINES[config.actor_rollout_ref.rollout.name].own_process
+            if "rollout" in roles and reserves and (beside := _roles_beside(plan, roles)):
                 group.await_ready()  # nothing else may allocate memory meanwhile
                 train["rollout"].call(RolloutWorker.sleep, beside)
     score = runtime.group(SCORE, {"reward": _reward_role(config)})
@@ -179,11 +181,6 @@ def _on_one_node(actor: RoleGroup, rollout: RoleGroup) -> bool:
     """Whether all generation processes are on the node of the sending process."""
     sender = actor.group.processes[0].node_id
     return all(process.node_id == sender for process in rollout.group.processes.values())
-
-
-def _measures_memory(config: PPOConfig, roles: Collection[str]) -> bool:
-    """Whether this group's engine takes, when it starts, a share of the memory that it finds free."""
-    return "rollout" in roles and GENERATION_ENGINES[config.actor_rollout_ref.rollout.name].own_process
 
 
 def _roles_beside(plan: BatchPlan, own: Collection[str]) -> list[str]:

@@ -15,7 +15,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-import numpy as np
 import torch
 
 NamedTensor = tuple[str, torch.Tensor]
@@ -257,10 +256,5 @@ def checksum_of(tensor: torch.Tensor, dtype: torch.dtype | None = None) -> int:
     """
     found = 0
     for some in tensor.detach().reshape(-1).split(CHUNK):
-        found = zlib.crc32(_as_bytes(some.to(dtype or some.dtype)).data, found)
+        found = zlib.crc32(some.to(dtype or some.dtype).cpu().view(torch.uint8).numpy().data, found)
     return found
-
-
-def _as_bytes(numbers: torch.Tensor) -> np.ndarray:
-    """uint8 (nbytes,); a view where the numbers are on the host."""
-    return numbers.cpu().view(torch.uint8).numpy()

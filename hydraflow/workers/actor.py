@@ -36,11 +36,11 @@ from hydraflow.protocol.batch import DataProto
 from hydraflow.weights.buckets import BucketOptions, into_buckets
 from hydraflow.weights.connection import Listener
 from hydraflow.weights.slots import Slots
-from hydraflow.workers.choosing import Chooser
 from hydraflow.workers.config import ActorConfig
 from hydraflow.workers.correcting import Corrector
 from hydraflow.workers.engine_worker import DATA_RANKS
 from hydraflow.workers.skipping import SkipLimits
+from hydraflow.workers.token_selection import TokenSelector
 from hydraflow.workers.training import Change, TrainedWorker, UpdateLoss
 from hydraflow.workers.weights_broadcast import WeightsSender
 from hydraflow.workers.weights_shared import SlotOutlet
@@ -163,7 +163,7 @@ class ActorWorker(TrainedWorker):
         if self.policy_loss.chooses:
             choice = self.policy_loss.chooses.bound(self.spec.actor.policy_loss)
             seed = self.spec.seed, step
-            changes.append(Chooser(choice, self.engine, self._current_log_probs, seed))
+            changes.append(TokenSelector(choice, self.engine, self._current_log_probs, seed))
         return UpdateLoss(make, Ask(self.spec.temperature, entropy=True), changes)
 
     @register(dispatch_mode=Dispatch.RANK_ZERO)

@@ -20,10 +20,10 @@ from hydraflow.models.config import ModelSourceConfig
 from hydraflow.models.loading import load_tokenizer
 from hydraflow.protocol.batch import DataProto
 from hydraflow.protocol.ragged import rows
-from hydraflow.rewards.chosen import BY_SOURCE, uses
 from hydraflow.rewards.config import RewardConfig
 from hydraflow.rewards.functions import unknown_sources
 from hydraflow.rewards.pool import RewardPool, RewardResult, RewardRow, function_means
+from hydraflow.rewards.selection import BY_SOURCE, uses
 
 SCORED_WITH = ("data_source", "reward_model", "extra_info")
 """The row objects that scoring needs."""

@@ -50,9 +50,10 @@ class Received:
 def send_all(outgoing: Outgoing, outlet: Outlet | None) -> bool:
     """Returns False when some could not be sent, or there is no outlet. All buckets are produced in any case,
     because gathering them is a collective."""
-    whole = True
+    whole = outlet is not None
     for header, numbers in outgoing:
-        whole = whole and header is not None and _done(partial(_send, outlet, header, numbers))
+        if outlet is not None:
+            whole = whole and header is not None and _done(partial(outlet.send, header, numbers))
         numbers.clear()  # frees them while the next bucket is gathered
     return whole and outlet is not None and _done(outlet.finish)
 
@@ -68,11 +69,6 @@ def receive_all(buckets: Iterator[FlatBucket], take: Callable[[FlatBucket], str 
             del bucket  # its memory may be released before the next arrives
 
     return Received(found[0] if found else None) if _done(take_all) else None
-
-
-def _send(outlet: Outlet | None, header: Header, numbers: Sequence[Tensor]) -> None:
-    if outlet is not None:
-        outlet.send(header, numbers)
 
 
 def _done(work: Callable[[], None]) -> bool:

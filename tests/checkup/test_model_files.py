@@ -212,7 +212,7 @@ def test_a_tokenizer_larger_than_the_model(model: Path, data: Path) -> None:
     vocabulary, _ = findings(CheckContext(configured(model, data)), "model and tokenizer")
     assert vocabulary.state is State.PROBLEM
     # Both count padding and end: 39 characters, where the model has 15.
-    assert "the tokenizer has 41 tokens, the model 17: the last 24" in vocabulary.evidence
+    assert "the tokenizer has 41 tokens, the model 17: the ids of the last 24" in vocabulary.evidence
 
 
 def test_a_directory_without_a_tokenizer_is_reported_once(model: Path, data: Path) -> None:

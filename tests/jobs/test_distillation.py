@@ -205,4 +205,4 @@ def test_a_mistake_is_one_message(keys: list[str], teacher: Path, tmp_path: Path
     refused("GiB for", f"{LOSS}.loss_mode=reverse_kl_topk", given=[*whole, *many])
     config = teacher / "tokenizer.json"
     config.write_text(config.read_text().replace('"+"', '"&"'))
-    refused("another tokenizer", given=[f"+distillation.teachers.default={teacher}"])
+    refused("its tokenizer differs from the policy's", given=[f"+distillation.teachers.default={teacher}"])

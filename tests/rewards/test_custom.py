@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 
 from hydraflow.errors import ConfigError
-from hydraflow.rewards.chosen import check_sources
 from hydraflow.rewards.config import CustomRewardConfig, RewardConfig
 from hydraflow.rewards.custom import load_function
 from hydraflow.rewards.pool import check_function
+from hydraflow.rewards.selection import check_sources
 
 GOOD = (
     "def compute_score(data_source, solution_str, ground_truth, extra_info, scale=1.0):\n    return scale *"

@@ -30,7 +30,7 @@ from hydraflow.engine.config import FSDPConfig
 from hydraflow.engine.first_rank import on_first_rank
 from hydraflow.engine.fsdp import lora
 from hydraflow.engine.fsdp.groups import RankGroups
-from hydraflow.engine.fsdp.own_numbers import pads_rows
+from hydraflow.engine.fsdp.parity import must_pad_rows
 from hydraflow.engine.fsdp.ulysses import require_shareable
 from hydraflow.engine.token_exchange import Ulysses
 from hydraflow.models import loading
@@ -76,7 +76,7 @@ def build_model(
     source = on_first_rank(read) or {}
     _fill_parameters(module, source, device, torch.Generator().manual_seed(seed))
     _fill_buffers(module, source, device)
-    padded = pads_rows(
+    padded = must_pad_rows(
         module,
         padded=padded,
         ulysses=None if groups.sequence is None else Ulysses(groups.sequence),

@@ -90,7 +90,7 @@ def balance_loss(scores: torch.Tensor, chosen: int, rows: BalancedRows) -> torch
     return (of_tokens * scores).sum()
 
 
-class Beside(torch.autograd.Function):
+class AddLoss(torch.autograd.Function):
     """Identity on the weights that adds a loss term: in the backward pass the term gets the gradient of a
     summand of the total loss."""
 
@@ -104,11 +104,11 @@ class Beside(torch.autograd.Function):
         return grads[0], torch.ones_like(ctx.saved_tensors[0])
 
 
-def moved(bias: torch.Tensor, counts: torch.Tensor, rate: float) -> torch.Tensor:
+def updated_biases(bias: torch.Tensor, counts: torch.Tensor, rate: float) -> torch.Tensor:
     """(E,) router biases after `counts` tokens went to each expert: raised by the rate where an expert had
     fewer than the average, lowered where it had more (Wang et al. 2024, arXiv:2408.15664).
 
-    >>> moved(torch.zeros(3), torch.tensor([4.0, 1.0, 1.0]), 0.5)
+    >>> updated_biases(torch.zeros(3), torch.tensor([4.0, 1.0, 1.0]), 0.5)
     tensor([-0.5000,  0.5000,  0.5000])
     """
     counts = counts.to(device=bias.device, dtype=torch.float64)

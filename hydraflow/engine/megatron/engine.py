@@ -45,13 +45,13 @@ from hydraflow.engine.megatron.architecture import section_of
 from hydraflow.engine.megatron.balance import BalancedRows, trained
 from hydraflow.engine.megatron.build import build_model
 from hydraflow.engine.megatron.ddp_config import ddp_config
-from hydraflow.engine.megatron.experts import counting, forget_counts, move_biases, take_load
+from hydraflow.engine.megatron.experts import counting, reset_counts, take_load, update_biases
 from hydraflow.engine.megatron.head import VocabularyParallelHead, VocabularyShare
 from hydraflow.engine.megatron.names import vocabulary_share
 from hydraflow.engine.megatron.oom_recovery import OomRecovery
 from hydraflow.engine.megatron.optimizer import CoreOptimizer
 from hydraflow.engine.megatron.packed_line import PackedLine
-from hydraflow.engine.megatron.repeated import require_repeatable
+from hydraflow.engine.megatron.repeatable import require_repeatable
 from hydraflow.engine.megatron.storages import GradientBuffers, Storages
 from hydraflow.engine.micro_batcher import InMicroBatches
 from hydraflow.engine.offload import Offload
@@ -214,7 +214,7 @@ class MegatronEngine(InMicroBatches):
         except OutOfMemory:
             self._drop_gradient()
             self._add_gradient(earlier)
-            forget_counts(self._built.chunks)
+            reset_counts(self._built.chunks)
             raise
         self._add_gradient(earlier)
         if self.has_routers:
@@ -229,7 +229,7 @@ class MegatronEngine(InMicroBatches):
         self._optimizer_state.wake()
         norm = self._optimizer.step(options)
         rate = self._settings.moe_router_bias_update_rate if math.isfinite(norm) else 0.0
-        move_biases(self._built.chunks, rate)
+        update_biases(self._built.chunks, rate)
         self._drop_gradient()
         self._optimizer_state.rest()
         lr = self._lr() if options.lr is None else options.lr

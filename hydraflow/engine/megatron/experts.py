@@ -29,7 +29,7 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import nn
 
 from hydraflow.engine import process_group
-from hydraflow.engine.megatron.balance import Beside, balance_loss, moved
+from hydraflow.engine.megatron.balance import AddLoss, balance_loss, updated_biases
 from hydraflow.engine.megatron.packed_line import PackedLine
 from hydraflow.models.routing import RouterReplay
 
@@ -87,7 +87,7 @@ class Router(TopKRouter):
             weights = torch.sigmoid(logits) * self.config.moe_router_topk_scaling_factor * chosen
         if self.line is not None and self.line.balanced is not None:
             loss = balance_loss(self._shares(logits), self.topk, self.line.balanced)
-            weights = Beside.apply(weights, loss)
+            weights = AddLoss.apply(weights, loss)
             self.balance += loss.detach() * self.is_counting
         if self.is_counting:
             assert self.line is not None and self.line.rows_with is not None, "counted lines have rows"
@@ -195,7 +195,7 @@ def take_load(chunks: Sequence[nn.Module]) -> Load:
         balance = process_group.all_reduce(balance, "sum", group).sum()
         for router, of_layer in zip(routers, total, strict=True):
             router.counts_of_step += of_layer.to(router.counts_of_step)
-        forget_counts(chunks)
+        reset_counts(chunks)
         share = (total.amax(-1) / total.sum(-1).clamp(min=1)).amax()
         sums = torch.tensor([float((total == 0).sum()), total.numel(), float(balance)])
     pipeline = parallel_state.get_pipeline_model_parallel_group()
@@ -204,19 +204,19 @@ def take_load(chunks: Sequence[nn.Module]) -> Load:
     return Load(busiest, without / all_experts, balance_of_all)
 
 
-def forget_counts(chunks: Iterable[nn.Module]) -> None:
+def reset_counts(chunks: Iterable[nn.Module]) -> None:
     """Resets the counts to 0."""
     for router in _routers(chunks):
         router.counts.zero_()
         router.balance.zero_()
 
 
-def move_biases(chunks: Iterable[nn.Module], rate: float) -> None:
+def update_biases(chunks: Iterable[nn.Module], rate: float) -> None:
     """Moves router biases towards an even load, by the counts of `take_load` since the last call; a rate of 0
     changes nothing."""
     for router in _routers(chunks):
         if rate > 0 and router.expert_bias is not None:
-            router.expert_bias.copy_(moved(router.expert_bias, router.counts_of_step, rate))
+            router.expert_bias.copy_(updated_biases(router.expert_bias, router.counts_of_step, rate))
         router.counts_of_step.zero_()
 
 

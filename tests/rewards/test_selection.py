@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from hydraflow.errors import ConfigError
-from hydraflow.rewards.chosen import check_sources, problems
 from hydraflow.rewards.config import CustomRewardConfig, JudgeConfig, RewardConfig, RewardManagerConfig
 from hydraflow.rewards.pool import RewardPool, RewardRow, check_function
+from hydraflow.rewards.selection import check_sources, problems
 
 MINE = """
 def compute_score(data_source, solution_str, ground_truth, extra_info, bonus=0.0):

@@ -1,7 +1,7 @@
 """Which functions score a run's responses: `reward.functions`, the user's file, or the data source's own.
 
-In: the section `reward`. Out: a list of `Chosen`, at least one, or the problems that can be found without
-loading a function.
+In: the section `reward`. Out: a list of `SelectedFunction`, at least one, or the problems that can be found
+without loading a function.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _PLACES = ("data_source", "solution_str", "ground_truth", "extra_info")
 
 
 @dataclass(frozen=True)
-class Chosen:
+class SelectedFunction:
     """A reward function and its weight in the score."""
 
     label: str
@@ -43,18 +43,18 @@ class Chosen:
     kwargs: Mapping[str, Any] = field(default_factory=dict)
 
 
-def chosen(config: RewardConfig) -> list[Chosen]:
+def selected(config: RewardConfig) -> list[SelectedFunction]:
     """The functions in their order. The configuration must have no `problems`.
 
-    >>> [one.name for one in chosen(RewardConfig(functions=[{"name": "math"}, {"name": "length"}]))]
+    >>> [one.name for one in selected(RewardConfig(functions=[{"name": "math"}, {"name": "length"}]))]
     ['math', 'length']
     """
     if config.functions:
         return [_written(entry) for entry in config.functions]
     custom = config.custom_reward_function
     if custom.path is None:
-        return [Chosen(BY_SOURCE, BY_SOURCE)]
-    return [Chosen(custom.name, custom.name, custom.path, kwargs=custom.reward_kwargs)]
+        return [SelectedFunction(BY_SOURCE, BY_SOURCE)]
+    return [SelectedFunction(custom.name, custom.name, custom.path, kwargs=custom.reward_kwargs)]
 
 
 def check_sources(config: RewardConfig, data_sources: Iterable[str]) -> None:
@@ -65,7 +65,7 @@ def check_sources(config: RewardConfig, data_sources: Iterable[str]) -> None:
     data_sources = set(data_sources)
     if uses(config, BY_SOURCE) and (unknown := unknown_sources(data_sources)):
         raise ConfigError(unknown)
-    names = {one.name for one in chosen(config) if one.path is None}
+    names = {one.name for one in selected(config) if one.path is None}
     if BY_SOURCE in names:
         names |= {find_scorer(source) for source in data_sources}
     if "code" in names:
@@ -74,7 +74,7 @@ def check_sources(config: RewardConfig, data_sources: Iterable[str]) -> None:
 
 def uses(config: RewardConfig, name: str) -> bool:
     """Whether one of the functions is the built-in one of that name."""
-    return any(one.path is None and one.name == name for one in chosen(config))
+    return any(one.path is None and one.name == name for one in selected(config))
 
 
 def problems(config: RewardConfig) -> Iterator[Problem]:
@@ -91,7 +91,7 @@ def problems(config: RewardConfig) -> Iterator[Problem]:
         yield Problem("reward.reward_manager.name", "batch", rule, remedy)
     if found:
         return
-    labels = [one.label for one in chosen(config)]
+    labels = [one.label for one in selected(config)]
     if doubled := sorted({label for label in labels if labels.count(label) > 1}):
         rule = f"two functions are called {doubled[0]}"
         yield Problem(KEY, shown(labels), rule, "give the files or functions other names")
@@ -102,11 +102,11 @@ def problems(config: RewardConfig) -> Iterator[Problem]:
         yield from _judge_problems(config)
 
 
-def _written(entry: Mapping[str, Any]) -> Chosen:
+def _written(entry: Mapping[str, Any]) -> SelectedFunction:
     given = _FIELDS | dict(entry)
     name, path = given["name"] or "compute_score", given["path"]
     label = Path(path).stem if path and not given["name"] else name
-    return Chosen(label, name, path, float(given["weight"]), given["kwargs"] or {})
+    return SelectedFunction(label, name, path, float(given["weight"]), given["kwargs"] or {})
 
 
 def _faults(place: int, entry: Any) -> Iterator[Problem]:

@@ -36,7 +36,7 @@ log = logging.getLogger(__name__)
 
 
 @torch.no_grad()
-def pads_rows(
+def must_pad_rows(
     module: PolicyModel | ValueModel,
     *,
     padded: bool,

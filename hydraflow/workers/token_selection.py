@@ -25,7 +25,7 @@ from hydraflow.protocol.ragged import from_parts, parts
 
 
 @dataclass(frozen=True)
-class Chooser:
+class TokenSelector:
     """Selects tokens for each optimizer step of one training step."""
 
     choice: TokenChoice

@@ -29,7 +29,7 @@ OTHER_WITH_A_CACHE = ("moshi", "zamba2")
 comparison could miss."""
 
 
-def require_own_numbers(engine: GenerationEngine, model: PreTrainedModel, field: str) -> None:
+def require_parity(engine: GenerationEngine, model: PreTrainedModel, field: str) -> None:
     """ConfigError if the engine's log-probabilities differ from the model's. field: the engine's
     configuration key."""
     context = context_of(model.config)
