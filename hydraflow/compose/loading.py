@@ -308,6 +308,8 @@ def _value_problems(
     )
     if unknown.hide_the_plan:
         return problems
+    wrong = checks.unknown_choices(config)  # judges look choices up; as far as they go, defaults do
+    config = _build(entry.schema, {key: checked.leaves[key] for key in checked.leaves if key not in wrong})
     problems += unknown.unrelated(problem for judge in entry.judges for problem in judge(config, command))
     if entry.missing is not None and (problems or refused):
         problems += unknown.unrelated(entry.missing(config, command))

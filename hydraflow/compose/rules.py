@@ -72,6 +72,12 @@ def _value_problems(config: object) -> Iterator[Problem]:
         yield Problem(leaf.key, leaf.value, "must be finite" if only_finite else rule.text, remedy)
 
 
+def unknown_choices(config: object) -> set[str]:
+    """The keys whose value is none of their choices: no table has an entry for it."""
+    rules = ((leaf, leaf.option.rule) for leaf in walk(config) if leaf.value is not None)
+    return {leaf.key for leaf, rule in rules if rule and rule.choices and not rule.holds(leaf.value)}
+
+
 def _missing(config: object) -> Iterator[Problem]:
     needed, besides = entry_for(NEEDED, type(config)) or (), ""
     if isinstance(config, PPOConfig):
