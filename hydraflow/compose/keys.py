@@ -232,9 +232,12 @@ def wrong_type(schema: type, key: Key, value: Any) -> Problem:
 
 
 def _as_meant(hint: Any, value: Any) -> Any:
-    """The value that was probably meant: 1000 for 1e3 in an int, true for yes; None: none is likely."""
+    """The value that was probably meant: 1000 for 1e3 in an int, true for yes and 1, [a] for a in a list;
+    None: none is likely."""
     if isinstance(value, float) and value.is_integer() and abs(value) <= 2**53 and accepts(hint, int(value)):
         return int(value)
     if isinstance(value, str) and accepts(hint, True) and value.lower() in _SWITCHED:
         return _SWITCHED[value.lower()]
-    return None
+    if type(value) is int and value in (0, 1) and accepts(hint, True):
+        return bool(value)
+    return [value] if value is not None and accepts(hint, [value]) else None

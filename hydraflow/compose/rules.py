@@ -61,8 +61,9 @@ def _value_problems(config: object) -> Iterator[Problem]:
         rule = leaf.option.rule
         if rule is None or leaf.value is None or rule.holds(leaf.value):
             continue
-        if close := difflib.get_close_matches(str(leaf.value), rule.choices, n=1):
-            remedy = f"{leaf.key}={close[0]}"
+        choices = {choice.lower(): choice for choice in rule.choices}
+        if close := difflib.get_close_matches(str(leaf.value).lower(), choices, n=1):
+            remedy = f"{leaf.key}={choices[close[0]]}"
         elif rule.example:
             remedy = f"{leaf.key}={rule.example}"
         else:
