@@ -61,8 +61,9 @@ def _value_problems(config: object) -> Iterator[Problem]:
         rule = leaf.option.rule
         if rule is None or leaf.value is None or rule.holds(leaf.value):
             continue
-        if close := difflib.get_close_matches(str(leaf.value), rule.choices, n=1):
-            remedy = f"{leaf.key}={close[0]}"
+        choices = {choice.lower(): choice for choice in rule.choices}
+        if close := difflib.get_close_matches(str(leaf.value).lower(), choices, n=1):
+            remedy = f"{leaf.key}={choices[close[0]]}"
         elif rule.example:
             remedy = f"{leaf.key}={rule.example}"
         else:
@@ -70,6 +71,12 @@ def _value_problems(config: object) -> Iterator[Problem]:
             remedy = f"{leaf.key}={shown(default.value)}" if is_legal else ""
         only_finite = isinstance(leaf.value, float) and not (isfinite(leaf.value) or rule.holds(inf))
         yield Problem(leaf.key, leaf.value, "must be finite" if only_finite else rule.text, remedy)
+
+
+def unknown_choices(config: object) -> set[str]:
+    """The keys whose value is none of their choices: no table has an entry for it."""
+    rules = ((leaf, leaf.option.rule) for leaf in walk(config) if leaf.value is not None)
+    return {leaf.key for leaf, rule in rules if rule and rule.choices and not rule.holds(leaf.value)}
 
 
 def _missing(config: object) -> Iterator[Problem]:
