@@ -126,7 +126,7 @@ def _faults(place: int, entry: Any) -> Iterator[Problem]:
         yield Problem(f"{key}.path", shown(path), "must be the path of a Python file")
     if isinstance(weight, bool) or not isinstance(weight, int | float) or not math.isfinite(weight):
         yield Problem(f"{key}.weight", shown(weight), "must be a finite number", f"{key}.weight=1.0")
-    if kwargs is not None and not isinstance(kwargs, Mapping):
+    if kwargs is not None and not (isinstance(kwargs, Mapping) and all(isinstance(k, str) for k in kwargs)):
         yield Problem(f"{key}.kwargs", shown(kwargs), "must be a mapping of keyword arguments")
 
 

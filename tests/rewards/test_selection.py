@@ -81,6 +81,7 @@ def test_the_data_sources_own_function_can_be_one_of_several() -> None:
         ([{"name": "math", "wieght": 2}], "reward.functions[0].wieght=2: only name, path, weight or kwargs"),
         ([{"name": "math", "weight": "2"}], "reward.functions[0].weight=2: must be a finite number"),
         ([{"name": "math", "kwargs": [1]}], "reward.functions[0].kwargs=[1]: must be a mapping"),
+        ([{"path": "mine.py", "kwargs": {1: 2}}], "reward.functions[0].kwargs={1: 2}: must be a mapping"),
         ([{"name": "math"}, {"name": "math"}], "reward.functions=[math,math]: two functions are called math"),
         ([{"path": "score.py"}], "reward.functions=[score]: score is reserved for another number"),
         (
