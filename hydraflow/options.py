@@ -305,7 +305,8 @@ def _is_text_or_list(value: Any) -> bool:
     names = [value] if isinstance(value, str) else value
     if not isinstance(names, list) or not names:
         return False
-    return all(isinstance(name, str) and name.strip() for name in names)
+    # a list in quotes is text
+    return all(isinstance(name, str) and name.strip() and not name.startswith("[") for name in names)
 
 
 AT_LEAST_ONE = limits(ge=1)

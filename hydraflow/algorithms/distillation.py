@@ -5,7 +5,8 @@ https://arxiv.org/abs/2306.08543): pulls the policy towards a teacher at every t
     term = coefficient * divergence of the two                of `divergence.py`, over the vocabulary
 
 In: log-probabilities of both. Out: the term per token, for the loss; or, of estimates, with the opposite sign
-for the advantages, whose policy gradient is then that of the KL.
+for the advantages, whose policy gradient is then that of the KL if the estimate is k1. (For another one k the
+mean of k grad log p lacks the mean of grad k: that of k3 is of second order where the two are close.)
 """
 
 from __future__ import annotations

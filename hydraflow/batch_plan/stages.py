@@ -20,6 +20,8 @@ from hydraflow.schema import PPOConfig
 
 FIRST, LAST, WITH_EMBEDDING, WITH_LOSS, LAYOUT = LAYERS_OF_STAGES
 _LETTERS = {"E": "embedding", "t": "decoder", "L": "loss"}
+_MOST_DIGITS = 4
+"""Of a number in a layout: larger ones are of more layers than any model has."""
 Parts = list[list[int]]
 """Layers by stage, and by part of its layers."""
 
@@ -203,5 +205,5 @@ def _parsed(layout: Any) -> list[list[str]]:
         return [[str(one).strip().lower() for one in row] for row in listed]
     text = layout.replace(",", "")
     for pattern in (r"\(([^)]+)\)\*(\d+)", r"(.)\*(\d+)"):
-        text = re.sub(pattern, lambda found: found[1] * int(found[2]), text)
+        text = re.sub(pattern, lambda found: found[1] * int(found[2][:_MOST_DIGITS]), text)
     return [[_LETTERS.get(letter, letter) for letter in part] for part in text.split("|")]

@@ -8,6 +8,7 @@ loading.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -19,13 +20,14 @@ from hydraflow.device import resolve_dtype
 from hydraflow.engine.fsdp.lora import require_targets
 from hydraflow.engine.megatron import core_arguments, ddp_config
 from hydraflow.engine.megatron.architecture import Architecture
-from hydraflow.errors import Faults
+from hydraflow.errors import Faults, Problem
 from hydraflow.memory.report import size_text
 from hydraflow.models.cache import cached_snapshot, hub_fault, is_offline
 from hydraflow.models.config import ModelConfig
 from hydraflow.models.fit import DOWNLOAD_AGAIN, require_weights
 from hydraflow.models.loading import Context, context_of, load_config
 from hydraflow.models.weight_files import SHOWN, stored_types, weight_faults, weight_files
+from hydraflow.schema import PPOConfig
 from hydraflow.system.paths import is_hub_name, model_problems
 
 if TYPE_CHECKING:
@@ -116,8 +118,28 @@ def check_megatron_model(context: CheckContext) -> Iterator[Finding]:
         faults.passes(partial(shape.require_divisible, settings, section=section))
         faults.passes(partial(core_arguments.require_free, shape, settings, dtype, section=section))
         faults.passes(partial(require_layers, shape.layers, settings, section=section))
+    if policy.actor.strategy == "megatron" and config.distillation.enabled:
+        for source, path in config.distillation.teachers.items():
+            faults.add(list(_problems_of_teacher(config, f"distillation.teachers.{source}", str(path))))
     faults.require_none()
     yield ok(", ".join(f"{section}: built, and divisible" for section, _ in sections))
+
+
+def _problems_of_teacher(config: PPOConfig, key: str, path: str) -> Iterator[Problem]:
+    """A teacher is divided as the actor is. A directory that cannot be read has been told (`jobs/inputs`)."""
+    described = Faults().result(partial(load_config, ModelConfig(path=path), field=key))
+    if described is None:
+        return
+    policy, section, faults = config.actor_rollout_ref, "actor_rollout_ref.actor", Faults()
+    overrides = policy.ref.megatron.override_transformer_config
+    settings = replace(policy.actor.megatron, override_transformer_config=overrides)
+    shape = faults.result(partial(Architecture.of, described, field=key, path=path))
+    if shape is not None:
+        faults.passes(partial(shape.require_divisible, settings, section=section))
+        faults.passes(partial(require_layers, shape.layers, settings, section=section))
+    for one in faults.problems:
+        is_own = one.field == f"{key}.path"
+        yield replace(one, field=key) if is_own else replace(one, rule=f"{one.rule} ({key}={path})")
 
 
 def judge_vocabulary(tokenizer: PreTrainedTokenizerBase, config: PreTrainedConfig) -> Finding:

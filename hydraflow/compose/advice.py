@@ -34,6 +34,7 @@ def advice(config: object, *, planning: bool) -> Iterator[str]:
         for key, optim in optimizers.items():
             yield from _learning_rate(optim, key)
         yield from _policy_loss(config.actor_rollout_ref.actor)
+        yield from _teachers(config)
         for key, model in roles.items():
             yield from _rank(model, f"{key}.model")
         yield from _profiled_steps(config)
@@ -75,6 +76,23 @@ def _policy_loss(actor: ActorConfig) -> Iterator[str]:
             f"{POLICY}.actor.entropy_coeff={actor.entropy_coeff:g}: a negative coefficient rewards low"
             " entropy, so the policy stops exploring; usual is"
             f" {POLICY}.actor.entropy_coeff=0 or a small positive number"
+        )
+
+
+def _teachers(config: PPOConfig) -> Iterator[str]:
+    asked, key = config.distillation.distillation_loss, "distillation.distillation_loss.loss_mode"
+    if not config.distillation.enabled or asked.over_vocabulary:
+        return
+    is_k1 = asked.loss_mode.removesuffix("+") in ("kl", "k1")
+    if asked.use_policy_gradient and not is_k1:
+        yield (
+            f"{key}={asked.loss_mode}: as an advantage, its policy gradient is not that of the KL, and near"
+            f" the teacher almost none; usual is {key}=k1"
+        )
+    elif is_k1 and not asked.use_policy_gradient and not asked.loss_mode.endswith("+"):
+        yield (
+            f"{key}={asked.loss_mode}: as a term of the loss its gradient is 0 in the mean, so no teacher"
+            f" teaches anything; usual is {key}=k1+"
         )
 
 

@@ -72,8 +72,15 @@ def _override(key: str, match: re.Match[str], files: Sequence[str]) -> Problem:
     return Problem(f"{match[1]}.yaml", None, rule, remedy)
 
 
+def _other_kind(key: str, match: re.Match[str], files: Sequence[str]) -> Problem:
+    name, value = match.groups()
+    kinds = "a list such as [a,b], not a mapping", "a mapping such as {name: value}, not a list"
+    return Problem(name, value, f"must be {kinds[value.startswith('[')]}")
+
+
 _ROWS: tuple[tuple[str, Callable[[str, re.Match[str], Sequence[str]], Problem]], ...] = (
     (r"Could not delete from config\. (?:The value of )?'(.+?)'", _deletion),
+    (r"Error merging override \+*([\w.]+)=([{\[].*)", _other_kind),
     (r"Interpolation key '(.+?)' not found", _interpolation),
     (r"primary config '(.+?)' must be a DictConfig, got (\w+)", _no_mapping),
     (r"In '(.+?)': Could not (?:load|find) '(.+?)'\.?\s*Available options in '.+?':\s*(.+)", _choice),

@@ -299,6 +299,8 @@ def _value_problems(
     `others`: problems already found that may be due to one, too. `refused`: there are problems besides.
     """
     problems = [*checks.problems(config, planning=entry.tolerant), *others]
+    led = {f"follows {problem.field}" for problem in problems}  # told of the key that leads
+    problems = [problem for problem in problems if checked.origins.get(problem.field) not in led]
     if not entry.tolerant:
         problems += allocated.contradictions(config, allocation())
         problems += allocated.started_often(config, torchrun_processes())
@@ -308,6 +310,8 @@ def _value_problems(
     )
     if unknown.hide_the_plan:
         return problems
+    wrong = checks.unknown_choices(config)  # judges look choices up; as far as they go, defaults do
+    config = _build(entry.schema, {key: checked.leaves[key] for key in checked.leaves if key not in wrong})
     problems += unknown.unrelated(problem for judge in entry.judges for problem in judge(config, command))
     if entry.missing is not None and (problems or refused):
         problems += unknown.unrelated(entry.missing(config, command))

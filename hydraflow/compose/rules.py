@@ -61,8 +61,9 @@ def _value_problems(config: object) -> Iterator[Problem]:
         rule = leaf.option.rule
         if rule is None or leaf.value is None or rule.holds(leaf.value):
             continue
-        if close := difflib.get_close_matches(str(leaf.value), rule.choices, n=1):
-            remedy = f"{leaf.key}={close[0]}"
+        choices = {choice.lower(): choice for choice in rule.choices}
+        if close := difflib.get_close_matches(str(leaf.value).lower(), choices, n=1):
+            remedy = f"{leaf.key}={choices[close[0]]}"
         elif rule.example:
             remedy = f"{leaf.key}={rule.example}"
         else:
@@ -70,6 +71,12 @@ def _value_problems(config: object) -> Iterator[Problem]:
             remedy = f"{leaf.key}={shown(default.value)}" if is_legal else ""
         only_finite = isinstance(leaf.value, float) and not (isfinite(leaf.value) or rule.holds(inf))
         yield Problem(leaf.key, leaf.value, "must be finite" if only_finite else rule.text, remedy)
+
+
+def unknown_choices(config: object) -> set[str]:
+    """The keys whose value is none of their choices: no table has an entry for it."""
+    rules = ((leaf, leaf.option.rule) for leaf in walk(config) if leaf.value is not None)
+    return {leaf.key for leaf, rule in rules if rule and rule.choices and not rule.holds(leaf.value)}
 
 
 def _missing(config: object) -> Iterator[Problem]:
@@ -111,6 +118,13 @@ def _dro_has_its_weight(config: PPOConfig) -> Iterator[Problem]:
     if chosen.loss_mode == "dro" and chosen.dro_beta is None:
         rule = "must be given: the weight of dro's squared log-ratio has no default"
         yield Problem(key, "null", rule, f"{key}=0.1")
+
+
+def _covariance_bounds_are_in_order(config: PPOConfig) -> Iterator[Problem]:
+    chosen, key = config.actor_rollout_ref.actor.policy_loss, "actor_rollout_ref.actor.policy_loss"
+    if chosen.loss_mode == "clip_cov" and chosen.clip_cov_lb >= chosen.clip_cov_ub:
+        rule = f"must be below clip_cov_ub={chosen.clip_cov_ub:g}: no token would be chosen"
+        yield Problem(f"{key}.clip_cov_lb", chosen.clip_cov_lb, rule, f"{key}.clip_cov_lb=1.0")
 
 
 def _entropy_bounds_are_in_order(config: PPOConfig) -> Iterator[Problem]:
@@ -365,7 +379,7 @@ def _experts_are_replayed(config: PPOConfig) -> Iterator[Problem]:
         yield Problem(
             f"{overrides}.moe_router_fusion", True, rule, f"leave out {overrides}.moe_router_fusion"
         )
-    if "moe" in (given.get("recompute_modules") or ()):
+    if "moe" in actor.megatron.recomputed_parts:
         name = f"{overrides}.recompute_modules"
         rule = f"experts that are recomputed on their own do not get those of router_replay.mode={mode}"
         yield Problem(name, shown(given["recompute_modules"]), rule, f"leave out {name}: all of a layer is")
@@ -512,6 +526,7 @@ CROSS_RULES: dict[type, tuple[Callable[[Any], Iterator[Problem]], ...]] = {
         _training_samples,
         _values_come_from_a_critic,
         _dro_has_its_weight,
+        _covariance_bounds_are_in_order,
         _entropy_bounds_are_in_order,
         _several_rewards_are_named,
         _the_actor_computes_what_a_baseline_needs,

@@ -17,7 +17,7 @@ from typing import Any
 
 from hydraflow.compose import verl_trees
 from hydraflow.compose.command import COMMAND_LINE, DEFAULT
-from hydraflow.compose.keys import accepts, is_below_open, known_above, known_keys, leaf_keys, wrong_type
+from hydraflow.compose.keys import accepts, is_below_open, keys_for, known_above, known_keys, wrong_type
 from hydraflow.compose.nearest import nearest
 from hydraflow.compose.patterns import fits
 from hydraflow.compose.verl_defaults import leaves as verl_leaves
@@ -299,7 +299,7 @@ def suggested(schema: type, problem: Problem, value: Any) -> Problem:
     >>> print(suggested(PPOConfig, unknown, True).remedy)
     actor_rollout_ref.rollout.free_cache_engine=true
     """
-    ours = leaf_keys(schema)
+    ours = keys_for(schema, problem.field)
     others = [key for key in {**verl_leaves(schema), **aliases(schema)} if key not in ours]
     near = nearest(problem.field, [*ours, *others], 1)
     if not near or near[0] in ours:

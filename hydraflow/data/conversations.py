@@ -96,19 +96,20 @@ def tokenised(
     config: ExamplesConfig,
 ) -> list[Conversation]:
     """Tokens and masks of `chats`, cut to `max_length`. `records[i]` is where `chats[i]` came from. Raises
-    ConfigError for those that are longer under truncation=error, and as the chat template does."""
-    conversations = _whole(tokenizer, chats, records, config)
-    _check_lengths(conversations, records, config)
-    return [_truncate(c, config.max_length, config.truncation) for c in conversations]
+    ConfigError as `tokenised_whole`."""
+    conversations = tokenised_whole(tokenizer, chats, records, config)
+    return [truncated(c, config.max_length, config.truncation) for c in conversations]
 
 
-def _whole(
+def tokenised_whole(
     tokenizer: PreTrainedTokenizerBase,
     chats: Sequence[Messages],
     records: Sequence[FileRecord],
     config: ExamplesConfig,
 ) -> list[Conversation]:
-    """Those with the same template variables are tokenised together."""
+    """Tokens and masks of `chats`, at any length; those with the same template variables are tokenised
+    together. `records[i]` is where `chats[i]` came from. Raises ConfigError for those that are longer than
+    `max_length` under truncation=error, and as the chat template does."""
     variables = [_variables(record, config) for record in records]
     alike: dict[str, list[int]] = {}
     for row, named in enumerate(variables):
@@ -118,7 +119,9 @@ def _whole(
         theirs = [chats[row] for row in rows], [records[row] for row in rows]
         made = _tokenise_alike(tokenizer, *theirs, variables[rows[0]])
         found |= zip(rows, made, strict=True)
-    return [found[row] for row in range(len(chats))]
+    conversations = [found[row] for row in range(len(chats))]
+    _check_lengths(conversations, records, config)
+    return conversations
 
 
 def _variables(record: FileRecord, config: ExamplesConfig) -> dict[str, Any]:
@@ -269,7 +272,8 @@ def _check_lengths(
     raise_problems([r.problem(f"has {n} tokens, more than data.max_length={limit}", remedy) for n, r in long])
 
 
-def _truncate(conversation: Conversation, limit: int, side: str) -> Conversation:
+def truncated(conversation: Conversation, limit: int, side: str) -> Conversation:
+    """At most `limit` tokens of it; `side`: left or right, where it is cut."""
     if len(conversation.ids) <= limit:
         return conversation
     part = slice(len(conversation.ids) - limit, None) if side == "left" else slice(0, limit)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -17,13 +18,27 @@ import torch
 
 from hydraflow.data.chat import Messages, as_messages, require_template
 from hydraflow.data.config import GradedPairsConfig, PairsConfig
-from hydraflow.data.conversations import Conversation, require_turns, tokenised
+from hydraflow.data.conversations import (
+    Conversation,
+    end_of_turn,
+    require_turns,
+    special_ids,
+    tokenised_whole,
+    truncated,
+)
 from hydraflow.data.files import FileRecord, raise_problems, read_records, require_columns
 from hydraflow.protocol import ragged
 from hydraflow.protocol.batch import DataProto
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+_SAME = "chosen and rejected are the same"
+_LOST = {
+    "left": "cut on the left to data.max_length={}, a response would lose its beginning",
+    "right": f"{_SAME} when they are cut to data.max_length={{}}",
+}
+"""Why a pair cannot be cut, by the side."""
 
 
 @dataclass(frozen=True)
@@ -51,12 +66,15 @@ class PairDataset:
         require_template(tokenizer)
         records, pairs = read_pairs(config, files, key=key, max_samples=max_samples)
         chosen, rejected = (
-            tokenised(tokenizer, [pair[side] for pair in pairs], records, config) for side in (0, 1)
+            tokenised_whole(tokenizer, [pair[side] for pair in pairs], records, config) for side in (0, 1)
         )
-        both = [_only_what_differs(*pair) for pair in zip(chosen, rejected, strict=True)]
-        same = "chosen and rejected are the same, or became so when they were cut to data.max_length"
-        raise_problems([r.problem(same) for r, pair in zip(records, both, strict=True) if pair is None])
-        self._pairs = [[self._row(one) for one in pair] for pair in both if pair is not None]
+        ended = partial(_ended, tokenizer, special_ids(tokenizer))
+        both = [_only_what_differs(*map(ended, pair)) for pair in zip(chosen, rejected, strict=True)]
+        raise_problems([r.problem(_SAME) for r, pair in zip(records, both, strict=True) if pair is None])
+        cut = [_cut(pair, config) for pair in both if pair is not None]
+        lost = _LOST.get(config.truncation, _SAME).format(config.max_length), "a larger data.max_length"
+        raise_problems([r.problem(*lost) for r, pair in zip(records, cut, strict=True) if pair is None])
+        self._pairs = [[self._row(one) for one in pair] for pair in cut if pair is not None]
         self._margins = _margins(config, records)
 
     def __len__(self) -> int:
@@ -139,6 +157,25 @@ def _chat(record: FileRecord, column: str, config: PairsConfig) -> Messages:
     prompt = as_messages(record, config.prompt_key)
     repeats_prompt = response[: len(prompt)] == prompt  # some files repeat the prompt in both conversations
     return response if repeats_prompt else [*prompt, *response]
+
+
+def _ended(tokenizer: PreTrainedTokenizerBase, special: set[int], one: Conversation) -> Conversation:
+    """Without what a chat template writes after the last end token, which no model samples: the reward
+    model's score is that of the token before."""
+    ids, trained = one.ids.tolist(), one.trained.nonzero()
+    end = end_of_turn(tokenizer, ids, int(trained[-1]), len(ids), special)
+    return Conversation(one.ids[:end], one.trained[:end])
+
+
+def _cut(pair: Sequence[Conversation], config: PairsConfig) -> list[Conversation] | None:
+    """Both with at most `max_length` tokens; cut on the left, they lose as many, so that both follow the same
+    prompt. None: nothing that differs would be left, or a response without its beginning."""
+    if config.truncation != "left":
+        return _only_what_differs(*(truncated(one, config.max_length, config.truncation) for one in pair))
+    start = max(0, *(len(one.ids) - config.max_length for one in pair))
+    if start >= min(max(1, int(one.trained.nonzero()[0])) for one in pair):
+        return None
+    return [Conversation(one.ids[start:], one.trained[start:]) for one in pair]
 
 
 def _only_what_differs(chosen: Conversation, rejected: Conversation) -> list[Conversation] | None:

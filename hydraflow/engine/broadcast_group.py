@@ -15,9 +15,7 @@ import torch
 import torch.distributed as dist
 
 from hydraflow.device import broadcast_backend, errors_reach_the_caller
-
-JOIN_SECONDS = 60.0
-"""Timeout for idle processes to join."""
+from hydraflow.weights.connection import CONNECT_SECONDS
 
 
 class GroupBroken(Exception):
@@ -47,8 +45,8 @@ class BroadcastGroup:
 
     address: of the machine of process 0, which listens at `port`; listen_fd: there, a bound socket that has
     held the port until now. own_address: of this machine, for the others to connect to. The constructor waits
-    until all have joined, at most `JOIN_SECONDS`. Raises GroupBroken when they do not, and when a broadcast
-    takes longer than `timeout_s`.
+    until all have joined, at most `CONNECT_SECONDS`. Raises GroupBroken when they do not, and when a
+    broadcast takes longer than `timeout_s`.
     """
 
     def __init__(
@@ -64,7 +62,7 @@ class BroadcastGroup:
         listen_fd: int | None = None,
     ):
         self.device = device
-        joining = timedelta(seconds=min(timeout_s, JOIN_SECONDS))
+        joining = timedelta(seconds=min(timeout_s, CONNECT_SECONDS))
         try:
             self._store = dist.TCPStore(
                 address, port, world_size, rank == 0, joining, master_listen_fd=listen_fd

@@ -236,6 +236,17 @@ class MegatronConfig:
         return any(name in self.override_transformer_config for name in LAYERS_OF_STAGES)
 
     @property
+    def recomputed_parts(self) -> tuple[str, ...]:
+        """Parts of a layer whose activations alone are computed again, as far as the overrides name any.
+
+        >>> MegatronConfig(override_transformer_config={"recompute_modules": ["moe"]}).recomputed_parts
+        ('moe',)
+        """
+        given = self.override_transformer_config.get("recompute_modules")
+        names = given if isinstance(given, list) else [given]
+        return tuple(name for name in names if isinstance(name, str))
+
+    @property
     def chunks(self) -> int:
         """Model chunks per stage."""
         return self.virtual_pipeline_model_parallel_size or 1

@@ -42,7 +42,7 @@ from hydraflow.schema import PPOConfig
 from hydraflow.trainer.ppo import teacher_of
 from hydraflow.trainer.roles import TEACHERS, critic_model, reward_model, teacher_model
 from hydraflow.workers.reward_model import REWARD_MODEL
-from hydraflow.workers.teacher import likeliest_tokens, vocabulary_of
+from hydraflow.workers.teacher import vocabulary_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedTokenizerBase
@@ -214,19 +214,17 @@ def _open_teachers(
     tokenizer: PreTrainedTokenizerBase | None,
     faults: Faults,
 ) -> None:
-    """Opens the teachers: each needs the policy's tokenizer and enough output tokens for a divergence over
-    the vocabulary."""
-    loss = config.distillation.distillation_loss
+    """Opens the teachers. A teacher reads the policy's tokens, including those past the tokenizer's that pad
+    a vocabulary."""
     for source in config.distillation.teachers:
         key = f"{TEACHERS}.{source}"
         model = teacher_model(config, source)
         described, found = _open_companion(model, tokenizer, head="policy", field=key)
-        if described is not None and policy is not None and loss.over_vocabulary:
-            given, asked = vocabulary_of(described), likeliest_tokens(loss.most_tokens, vocabulary_of(policy))
-            if given < asked:
-                rule = f"its output has {given} tokens, but {asked} are compared (loss_mode={loss.loss_mode})"
-                remedy = f"{LOSS}.loss_mode=reverse_kl{TOPK} {LOSS}.topk={min(32, given)}"
-                found.add([Problem(f"{key}.path", model.path, rule, remedy)])
+        if described is not None and policy is not None:
+            given, sampled = vocabulary_of(described), vocabulary_of(policy)
+            if given < sampled:
+                rule = f"has {given} tokens, and the policy may sample one of {sampled}"
+                found.add([Problem(f"{key}.path", model.path, rule, "a teacher with at least as many")])
         _rename(found, key, key, faults)
 
 

@@ -42,7 +42,14 @@ from hydraflow.trainer.loop import Loop
 from hydraflow.trainer.ppo import PPOTrainer
 from hydraflow.trainer.recorded import RecordedSource, ReplayedSource, require_dumps
 from hydraflow.trainer.resume import CheckpointRequirements, load_roles
-from hydraflow.trainer.roles import Roles, SamplingRoles, build_roles, build_sampling_roles, pool_of
+from hydraflow.trainer.roles import (
+    Roles,
+    SamplingRoles,
+    build_roles,
+    build_sampling_roles,
+    pool_of,
+    rewards_are_optional,
+)
 from hydraflow.trainer.rollout_only import RolloutTrainer
 from hydraflow.trainer.source import Lockstep, Sampler, TrajectorySource
 from hydraflow.trainer.validation import Validator, metric_names
@@ -93,8 +100,8 @@ class PPOJob:
         faults = session.faults
         prompts = open_inputs(config, faults)
         sources = set(prompts.data_sources()) if prompts else set()
-        if config.reward.reward_model.enable:
-            sources -= {str(problem.value) for problem in unknown_sources(sources)}  # the model scores them
+        if rewards_are_optional(config):
+            sources -= {str(problem.value) for problem in unknown_sources(sources)}
         faults.passes(lambda: check_sources(config.reward, sources))
         count = len(prompts.train) if prompts and prompts.train else None
         if config.recipe.name != "none" and not session.has_begun:

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
 
 class RMSNorm(nn.Module):
@@ -58,6 +59,7 @@ class _Normed(torch.autograd.Function):
         return weight * normed
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
         normed, scale, weight = ctx.saved_tensors
         (grad,) = grads

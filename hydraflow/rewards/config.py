@@ -110,7 +110,7 @@ class JudgeConfig:
     """Retries if the endpoint cannot be reached, is overloaded (429) or fails (5xx), with exponential backoff
     from half a second, or as the endpoint's Retry-After says."""
     cache_dir: str | None = option(None, shapes_training=False)
-    """Folder that caches answers by request; null: no cache."""
+    """Folder that caches answers with a score by request; null: no cache."""
 
 
 @dataclass

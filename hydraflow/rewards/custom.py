@@ -89,7 +89,7 @@ def _takes_names(
         with suppress(TypeError):
             signature.bind(*arguments, **reward_kwargs)
             return False
-        given = ", ".join([*arguments, *reward_kwargs])
+        given = ", ".join(map(str, [*arguments, *reward_kwargs]))
         name = called.partition(" ")[0]
         rule = f"{called} has the arguments {signature} and is called with {given}: {error}"
         remedy = f"def {name}({', '.join(arguments)}, **kwargs)"

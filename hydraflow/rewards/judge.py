@@ -1,8 +1,8 @@
 """LLM as a judge: one chat request per row to any OpenAI-compatible endpoint.
 
 In: a row and the section `reward.judge`. Out: the number in the model's answer. If the endpoint gives none,
-the row fails with the reason. Answers may be cached on disk, one file per distinct request; the API key is in
-no file and no message.
+the row fails with the reason. Answers with a score may be cached on disk, one file per distinct request; the
+API key is in no file and no message.
 """
 
 from __future__ import annotations
@@ -50,12 +50,12 @@ async def judged(
         raise JudgeError(f"reward.judge.prompt: the row has no {error}") from error
     request = {"model": judge.model, "messages": [{"role": "user", "content": prompt}], **judge.parameters}
     kept = _place(judge, request)
-    answer = _read(kept)
-    if answer is None:
-        answer = await _ask(judge, request)
-        _keep(kept, request, answer)
+    known = _read(kept)
+    answer = await _ask(judge, request) if known is None else known
     if not (found := re.findall(judge.pattern, answer)):
         raise JudgeError(f"the judge's answer has no {judge.pattern}: {answer[-MOST_SHOWN:]!r}")
+    if known is None:
+        _keep(kept, request, answer)
     return float(found[-1])
 
 

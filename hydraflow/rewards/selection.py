@@ -117,14 +117,16 @@ def _faults(place: int, entry: Any) -> Iterator[Problem]:
     if strange := [name for name in entry if name not in _FIELDS]:
         yield Problem(f"{key}.{strange[0]}", shown(entry[strange[0]]), f"only {listed(_FIELDS)} are known")
     name, path, weight, kwargs = (given[field] for given in [_FIELDS | dict(entry)] for field in _FIELDS)
-    if path is None and name not in FUNCTIONS:
+    if name is not None and not isinstance(name, str):
+        yield Problem(f"{key}.name", shown(name), "must be the name of a function")
+    elif path is None and name not in FUNCTIONS:
         own = f"{KEY}=[{{path: mine.py, name: {name}}}] for your own function"
         yield Problem(f"{key}.name", shown(name), f"must be {listed(FUNCTIONS)}", own)
     if path is not None and not isinstance(path, str):
         yield Problem(f"{key}.path", shown(path), "must be the path of a Python file")
     if isinstance(weight, bool) or not isinstance(weight, int | float) or not math.isfinite(weight):
         yield Problem(f"{key}.weight", shown(weight), "must be a finite number", f"{key}.weight=1.0")
-    if kwargs is not None and not isinstance(kwargs, Mapping):
+    if kwargs is not None and not (isinstance(kwargs, Mapping) and all(isinstance(k, str) for k in kwargs)):
         yield Problem(f"{key}.kwargs", shown(kwargs), "must be a mapping of keyword arguments")
 
 
@@ -133,6 +135,9 @@ def _judge_problems(config: RewardConfig) -> Iterator[Problem]:
     for name in ("base_url", "model"):
         if not getattr(judge, name):
             yield Problem(f"{key}.{name}", "null", "must be given: a function is judge", f"{key}.{name}=...")
+    if judge.base_url and not judge.base_url.startswith(("http://", "https://")):
+        rule, remedy = "must begin with http:// or https://", f"{key}.base_url=http://{judge.base_url}"
+        yield Problem(f"{key}.base_url", judge.base_url, rule, remedy)
     if judge.timeout > config.timeout:
         rule = f"exceeds reward.timeout={config.timeout:g}, which limits all attempts together"
         remedy = f"reward.timeout={judge.timeout * (judge.max_retries + 1):g}"

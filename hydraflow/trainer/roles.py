@@ -396,6 +396,14 @@ def reference_engine(policy: ActorRolloutRefConfig, layout: Layout) -> EngineCon
     )
 
 
+def rewards_are_optional(config: PPOConfig) -> bool:
+    """Whether rows may be of a data source without a reward function: a reward model scores them, or they are
+    learned from teachers alone."""
+    teachers = config.distillation
+    alone = teachers.enabled and not teachers.distillation_loss.use_task_rewards
+    return config.reward.reward_model.enable or alone
+
+
 def reward_model(config: PPOConfig) -> ModelConfig:
     """The model of `reward.reward_model`."""
     return replace(ModelConfig(), path=config.reward.reward_model.model_path)
@@ -408,7 +416,5 @@ def _reward_model_role(config: PPOConfig, plan: BatchPlan) -> RoleSpec:
 
 
 def _reward_role(config: PPOConfig) -> RoleSpec:
-    spec = RewardSpec(
-        config.actor_rollout_ref.model, config.reward, model_scores=config.reward.reward_model.enable
-    )
+    spec = RewardSpec(config.actor_rollout_ref.model, config.reward, optional=rewards_are_optional(config))
     return RoleSpec(RewardWorker, (spec,))

@@ -62,7 +62,8 @@ class SendOptions:
     """Dtype of the receiver, as in `rollout.dtype`."""
     checked: bool
     """With checksums."""
-    form: Form = Form.MERGED
+    form: Form
+    """Whether adapters are merged into the weights, apart, or sent alone."""
 
 
 @dataclass(frozen=True)

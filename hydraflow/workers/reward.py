@@ -35,7 +35,7 @@ FUNCTION_MEANS = "function_means"
 """Key of the scores' meta_info: the mean of each function of `reward.functions`, over rows that did not fail,
 by the name of its metric."""
 NO_FUNCTION = RewardResult(0.0, {"acc": math.nan})
-"""The result of a row that only a reward model scores."""
+"""The result of a row that no function scores."""
 WITH_TEXTS = "texts"
 """Key of a batch's meta_info that requests the decoded responses and prompts."""
 
@@ -47,8 +47,9 @@ class RewardSpec:
     model: ModelSourceConfig
     """The model whose tokenizer decodes responses."""
     reward: RewardConfig
-    model_scores: bool = False
-    """A reward model scores the rows: those whose data source has no function are `NO_FUNCTION` here."""
+    optional: bool = False
+    """Something else teaches (`trainer.roles.rewards_are_optional`): rows whose data source has no function
+    are `NO_FUNCTION`."""
 
 
 class RewardWorker(Worker):
@@ -109,7 +110,7 @@ class RewardWorker(Worker):
     def _results(self, rows: Sequence[RewardRow]) -> list[RewardResult]:
         """The function's answers, in the order of `rows`."""
         unknown: set[str] = set()
-        if self.spec.model_scores and uses(self.spec.reward, BY_SOURCE):
+        if self.spec.optional and uses(self.spec.reward, BY_SOURCE):
             unknown = {str(problem.value) for problem in unknown_sources(row.data_source for row in rows)}
         scored = iter(self.pool.score([row for row in rows if row.data_source not in unknown]))
         return [NO_FUNCTION if row.data_source in unknown else next(scored) for row in rows]

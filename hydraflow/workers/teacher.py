@@ -49,7 +49,7 @@ class TeacherWorker(ReferenceWorker):
         self.ask = Ask(spec.frozen.temperature)
         if spec.over_vocabulary:
             vocabulary = vocabulary_of(load_config(spec.policy, field="actor_rollout_ref.model"))
-            likeliest = likeliest_tokens(spec.most, vocabulary)
+            likeliest = vocabulary if spec.most is None else min(spec.most, vocabulary)
             self.ask = Ask(spec.frozen.temperature, likeliest=likeliest, among=vocabulary)
 
     @register(dispatch_mode=DATA_RANKS, read_only=True)
@@ -71,12 +71,3 @@ class TeacherWorker(ReferenceWorker):
 def vocabulary_of(described: PreTrainedConfig) -> int:
     """Vocabulary size of a model's output."""
     return int(described.get_text_config().vocab_size)
-
-
-def likeliest_tokens(most: int | None, vocabulary: int) -> int:
-    """The number of a teacher's tokens that are compared.
-
-    >>> likeliest_tokens(None, 17), likeliest_tokens(32, 17), likeliest_tokens(4, 17)
-    (17, 17, 4)
-    """
-    return vocabulary if most is None else min(most, vocabulary)

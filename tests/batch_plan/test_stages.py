@@ -105,6 +105,11 @@ def test_layouts(layout: str, rules: list[str]) -> None:
     assert problems(4, 2, {LAYOUT: layout}) == [f"{LAYOUT}: {rule} -> {LAYOUT}='Et*2|t*2L'" for rule in rules]
 
 
+@pytest.mark.parametrize("layout", ["Et*99999999999L", "E(t|)*99999999999L", f"Et*{'9' * 5000}L"])
+def test_a_layout_of_more_layers_than_memory_holds(layout: str) -> None:
+    assert problems(4, 2, {LAYOUT: layout})
+
+
 def test_two_ways_at_once() -> None:
     assert problems(4, 2, {LAYOUT: "Et*2|t*2L", FIRST: 2}) == [
         f"{FIRST}: {LAYOUT} divides the layers, too -> leave out {FIRST}"

@@ -17,7 +17,7 @@ from hydraflow.checkup.finding import Finding, State
 from hydraflow.checkup.model_files import judge_context, to_download
 from hydraflow.engine.config import MegatronConfig
 from hydraflow.models.loading import Context
-from hydraflow.models.tiny import make_tokenizer
+from hydraflow.models.tiny import make_model, make_tokenizer
 from hydraflow.models.weight_files import file_fault, weight_faults
 from hydraflow.models.weight_map import INDEX
 
@@ -49,6 +49,20 @@ def test_a_complete_directory(model: Path, data: Path) -> None:
         State.OK,
         State.OK,
     ]
+
+
+def test_a_teacher_is_divided_as_the_actor_is(model: Path, data: Path, tmp_path: Path) -> None:
+    policy = make_model(tmp_path / "policy", hidden=16, layers=1, heads=2, kv_heads=2)
+    given = dict(actor_rollout_ref__actor__strategy="megatron", trainer__n_gpus_per_node=2)
+    given |= dict(actor_rollout_ref__actor__megatron__tensor_model_parallel_size=2)
+    for teacher, state in ((policy, State.OK), (model, State.PROBLEM), (tmp_path, State.OK)):
+        config = configured(policy, data, **given, distillation__enabled=True)
+        config.distillation.teachers = {"default": str(teacher)}
+        [found] = findings(CheckContext(config), "Megatron and model")
+        assert found.state is state, found
+        if state is State.PROBLEM:
+            assert "tensor_model_parallel_size=2: must divide" in found.evidence
+            assert f"(distillation.teachers.default={model})" in found.evidence
 
 
 def test_a_model_that_megatron_divides_or_does_not(model: Path, data: Path) -> None:

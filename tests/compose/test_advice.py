@@ -61,6 +61,31 @@ def test_what_is_usual_elsewhere_is_not_noted() -> None:
     assert notes(actor_rollout_ref__rollout__n=1, batch__trajectories_per_step=64) == []
 
 
+@pytest.mark.parametrize(
+    ("mode", "in_advantages", "words"),
+    [
+        ("k1", False, "its gradient is 0 in the mean"),
+        ("k3", True, "its policy gradient is not that of the KL"),
+        ("k2+", True, "its policy gradient is not that of the KL"),
+        ("k1", True, None),
+        ("kl+", True, None),
+        ("k1+", False, None),
+        ("k3", False, None),
+        ("reverse_kl", False, None),
+    ],
+)
+def test_an_estimate_that_teaches_nothing(mode: str, in_advantages: bool, words: str | None) -> None:
+    key = "distillation__distillation_loss"
+    given = {f"{key}__loss_mode": mode, f"{key}__use_policy_gradient": in_advantages}
+    found = notes(distillation__enabled=True, **given)
+    if words is None:
+        assert found == []
+    else:
+        [note] = found
+        assert note.startswith(f"{key.replace('__', '.')}.loss_mode={mode}: ") and words in note
+    assert notes(**given) == [], "there is no teacher"
+
+
 def test_a_rank_is_compared_with_the_hidden_size_where_that_is_known(tmp_path: Path) -> None:
     key = "actor_rollout_ref__model__"
     (tmp_path / "config.json").write_text(json.dumps({"hidden_size": 64}))

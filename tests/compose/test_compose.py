@@ -105,6 +105,20 @@ def test_keys_inside_a_mapping_are_checked():
         load("ppo", PPOConfig, ["data={trin_files: x}"])
 
 
+@pytest.mark.parametrize(
+    ("given", "rule"),
+    [
+        ("reward.functions={name: math}", "must be a list such as [a,b], not a mapping"),
+        ("reward.judge.parameters=[1]", "must be a mapping such as {name: value}, not a list"),
+    ],
+)
+def test_a_value_of_another_kind_is_named(given: str, rule: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load("ppo", PPOConfig, [given])
+    [problem] = caught.value.problems
+    assert (f"{problem.field}={problem.value}", problem.rule) == (given, rule)
+
+
 def test_all_problems_of_values_are_reported_together():
     with pytest.raises(ConfigError) as caught:
         load(

@@ -158,12 +158,27 @@ def test_keys_of_the_actors_loss_that_depend_on_each_other():
     actor.policy_loss.loss_mode = "dro"
     assert [problem.field for problem in problems(config)] == [f"{key}.policy_loss.dro_beta"]
     actor.policy_loss.dro_beta = 0.1
+    actor.policy_loss.loss_mode, actor.policy_loss.clip_cov_lb = "clip_cov", 5.0
+    assert [problem.field for problem in problems(config)] == [f"{key}.policy_loss.clip_cov_lb"]
+    actor.policy_loss.clip_cov_ub = 6.0
     actor.adaptive_entropy.min_ent_coef = 1.0
     assert problems(config) == [], "it is not enabled"
     actor.adaptive_entropy.enabled = True
     assert [problem.field for problem in problems(config)] == [f"{key}.adaptive_entropy.min_ent_coef"]
     actor.adaptive_entropy.min_ent_coef, config.algorithm.adv_estimator = 0.0, "optimal_token_baseline"
     assert [problem.field for problem in problems(config)] == [f"{key}.adaptive_entropy.enabled"]
+
+
+@pytest.mark.parametrize(
+    ("parts", "refused"), [(["moe"], True), ("moe", True), (["moe_act"], False), (3, False)]
+)
+def test_experts_that_are_computed_again_alone_cannot_be_replayed(parts: object, refused: bool) -> None:
+    config = valid()
+    actor = config.actor_rollout_ref.actor
+    actor.strategy, actor.router_replay.mode = "megatron", "R2"
+    actor.megatron.override_transformer_config = {"recompute_modules": parts}
+    key = "actor_rollout_ref.actor.megatron.override_transformer_config.recompute_modules"
+    assert [problem.field for problem in problems(config)] == [key] * refused
 
 
 @pytest.mark.parametrize(

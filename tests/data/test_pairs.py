@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from pathlib import Path
 from typing import Any
@@ -79,6 +80,45 @@ def test_rows_of_a_reward_model_end_with_a_place_for_the_score(tokenizer: Any, t
     ):
         assert long[:-1].tolist() == short.tolist()
         assert mask.tolist() == [0] * len(short) + [1]
+
+
+LONG = {"prompt": "12345+1=", "chosen": "2", "rejected": "1111"}
+
+
+def test_both_responses_follow_the_same_prompt_however_they_are_cut(tokenizer: Any, tmp_path: Path) -> None:
+    file = write(tmp_path / "a.jsonl", LONG)
+    for side, expected in {"left": "5+1=", "right": "12345+1="}.items():
+        config = PairsConfig(max_length=9, truncation=side)
+        found = texts(PairDataset(config, file, tokenizer).batch([0]), tokenizer)
+        assert [prompt for prompt, _, _ in found] == [expected] * 2
+    assert [counted for _, _, counted in found] == ["2", "1"]
+
+
+@pytest.mark.parametrize(
+    ("side", "message"),
+    [
+        ("left", "a response would lose its beginning"),
+        ("right", "chosen and rejected are the same when they"),
+    ],
+)
+def test_a_pair_that_a_cut_would_spoil_is_named(
+    side: str, message: str, tokenizer: Any, tmp_path: Path
+) -> None:
+    file = write(tmp_path / "a.jsonl", PLAIN, {"prompt": "1+1=", "chosen": "222", "rejected": "223333"})
+    config = PairsConfig(max_length=6, truncation=side)
+    with pytest.raises(ConfigError, match="row 1") as caught:
+        PairDataset(config, file, tokenizer)
+    assert message in str(caught.value) and "a larger data.max_length" in str(caught.value)
+
+
+def test_a_score_is_that_of_the_last_token_that_a_model_samples(tokenizer: Any, tmp_path: Path) -> None:
+    """Many templates write a line break after the end token."""
+    spaced = copy.deepcopy(tokenizer)
+    spaced.chat_template = spaced.chat_template.replace("<|end|>", "<|end|> ")
+    batch = ScoredPairDataset(GradedPairsConfig(), write(tmp_path / "a.jsonl", PLAIN), spaced).batch([0])
+    two, one = (spaced.convert_tokens_to_ids(text) for text in "21")
+    end = spaced.eos_token_id
+    assert [row.tolist() for row in batch.get("responses").unbind()] == [[two, end, 0], [one, one, end, 0]]
 
 
 @pytest.mark.parametrize(

@@ -374,7 +374,7 @@ def assert_apart_is_merged(engine: FSDPEngine) -> None:
     """W + B A of what is sent apart, for each layer that has an adapter."""
     sent = {form: {name: one.clone() for name, one in engine.weights(form=form)} for form in Form}
     merged, apart, adapters = (sent[form] for form in (Form.MERGED, Form.APART, Form.ADAPTERS))
-    assert list(apart) == [*merged, *adapters], "the weights below come first"
+    assert list(apart) == [*merged, *adapters], "the base weights come first"
     changed = {layer_and_side(name)[0] for name in adapters}
     for name, weight in merged.items():
         layer = name.removesuffix(".weight")

@@ -102,7 +102,7 @@ def assert_it_is(process: EngineProcess, model: PreTrainedModel, sent: dict[str,
 def test_every_update_is_computed_with_though_only_adapters_come(
     process: EngineProcess, base: PreTrainedModel, adapters: list[Adapter]
 ) -> None:
-    """Three in a row, then the weights below the adapters change, too. A prompt of more than a block would be
+    """Three in a row, then the base weights change, too. A prompt of more than a block would be
     found in the cache if that outlived an update."""
     plain = dict(weights(base))
     send(process, plain, adapters[0])
@@ -121,7 +121,7 @@ def test_every_update_is_computed_with_though_only_adapters_come(
     assert_it_is(process, merged(other, adapters[1]), dict(weights(other)) | adapters[1])
 
 
-def test_it_keeps_the_weights_below_adapters_while_it_sleeps(
+def test_it_keeps_the_base_weights_while_it_sleeps(
     process: EngineProcess, base: PreTrainedModel, adapters: list[Adapter]
 ) -> None:
     send(process, dict(weights(base)), adapters[0])

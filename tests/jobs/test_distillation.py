@@ -88,6 +88,19 @@ def test_the_term_is_that_of_both_models_and_falls(
     assert terms[-1] < 0.8 * terms[0]
 
 
+@pytest.mark.slow
+def test_teachers_alone_need_no_reward_function(keys: list[str], teacher: Path, tmp_path: Path) -> None:
+    rows = [{"prompt": text, "data_source": "mine", "reward_model": {"ground_truth": ""}} for text in SUMS]
+    given = [f"data.train_files={write_lines(tmp_path / 'mine.jsonl', rows)}"]
+    given += [f"+distillation.teachers.default={teacher}", "trainer.total_training_steps=1"]
+    done = hydraflow("main_ppo", *keys, *given, *LOCAL, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr[-3000:]
+    (step,) = [row for row in read_steps(tmp_path / "out") if row["step"]]
+    assert step["critic/score/mean"] == 0 and step["actor/grad_norm"] > 0
+    rewarded = hydraflow("main_ppo", *keys, *given, f"{LOSS}.use_task_rewards=true", *LOCAL, cwd=tmp_path)
+    assert_refused(rewarded, "data_source=mine: no built-in reward function is for it")
+
+
 def in_buckets(probabilities: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
     """(N, K + 1): of the chosen tokens, and of all others together."""
     found = probabilities.gather(1, chosen)
@@ -156,9 +169,10 @@ def test_a_teacher_may_have_more_tokens_than_the_policy_but_not_fewer(
         found.append((p * (p / q[:, : p.shape[1]]).log()).sum(-1))
     step = next(row for row in read_steps(tmp_path / "out") if row["step"])
     assert step["actor/distillation_loss"] == pytest.approx(torch.cat(found).mean().item(), rel=1e-3)
-    narrow = [f"actor_rollout_ref.model.path={wide}", f"+distillation.teachers.default={tiny}", *whole]
-    refused = hydraflow("main_ppo", *keys, *narrow, *LOCAL, cwd=tmp_path)
-    assert_refused(refused, "its output has 17 tokens, but 24 are compared", f"{LOSS}.topk=17")
+    narrow = [f"actor_rollout_ref.model.path={wide}", f"+distillation.teachers.default={tiny}"]
+    for mode in ("k1", "reverse_kl_topk"):
+        refused = hydraflow("main_ppo", *keys, *narrow, f"{LOSS}.loss_mode={mode}", *LOCAL, cwd=tmp_path)
+        assert_refused(refused, "has 17 tokens, and the policy may sample one of 24", "teachers.default=")
 
 
 @pytest.mark.slow

@@ -110,7 +110,7 @@ def test_its_own_devices_and_its_deaths_change_no_number(
     assert left_in_memory() <= before
 
 
-def test_adapters_alone_travel_and_a_replica_that_dies_gets_the_weights_below_them(
+def test_adapters_alone_travel_and_a_replica_that_dies_gets_the_base_weights(
     tmp_path: Path, recipe_cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Both replicas sleep beside the trainer. Weights that are checked come whole: the first ones, and those

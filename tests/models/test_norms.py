@@ -51,6 +51,14 @@ def test_gradients_are_as_exact_as_those_of_transformers(dtype: torch.dtype) -> 
         assert error < 1.25 * their_error + 1e-7, (error, their_error)
 
 
+def test_a_second_derivative_is_refused_and_not_wrong() -> None:
+    x, norm, grad = inputs(torch.float32)
+    x.requires_grad_()
+    (first,) = torch.autograd.grad(RMSNorm(norm.weight, 1e-3)(x), x, grad.requires_grad_(), create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        first.sum().backward()
+
+
 def test_a_frozen_weight_gets_no_gradient() -> None:
     x, norm, grad = inputs(torch.float32)
     own = RMSNorm(norm.weight.requires_grad_(False), norm.variance_epsilon)

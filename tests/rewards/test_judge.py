@@ -135,6 +135,8 @@ def test_answers_are_kept_by_request(
     assert len(endpoint.asked) == 2
     scored(config(endpoint, parameters={"temperature": 1.0}, **kept), "1")
     assert len(endpoint.asked) == 3
+    for asked in (4, 5):  # an answer without a score is asked for again
+        assert scored(config(endpoint, **kept), "What?")[0].failed and len(endpoint.asked) == asked
     files = [path.read_text() for path in tmp_path.rglob("*.json")]
     assert len(files) == 3 and KEY not in "".join(files)
     for path in tmp_path.rglob("*.json"):

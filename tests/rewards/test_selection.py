@@ -76,9 +76,12 @@ def test_the_data_sources_own_function_can_be_one_of_several() -> None:
     [
         (["math"], "reward.functions[0]=math: must be a mapping"),
         ([{"name": "maths"}], "reward.functions[0].name=maths: must be data_source, exact, gsm8k"),
+        ([{"name": ["math"]}], "reward.functions[0].name=[math]: must be the name of a function"),
+        ([{"path": "mine.py", "name": 7}], "reward.functions[0].name=7: must be the name of a function"),
         ([{"name": "math", "wieght": 2}], "reward.functions[0].wieght=2: only name, path, weight or kwargs"),
         ([{"name": "math", "weight": "2"}], "reward.functions[0].weight=2: must be a finite number"),
         ([{"name": "math", "kwargs": [1]}], "reward.functions[0].kwargs=[1]: must be a mapping"),
+        ([{"path": "mine.py", "kwargs": {1: 2}}], "reward.functions[0].kwargs={1: 2}: must be a mapping"),
         ([{"name": "math"}, {"name": "math"}], "reward.functions=[math,math]: two functions are called math"),
         ([{"path": "score.py"}], "reward.functions=[score]: score is reserved for another number"),
         (
@@ -105,12 +108,14 @@ def test_functions_and_managers_that_exclude_each_other(mine: str) -> None:
 
 
 def judge_problem(**values: Any) -> str:
-    judge = JudgeConfig(base_url="http://host/v1", model="m", **values)
+    judge = JudgeConfig(**{"base_url": "http://host/v1", "model": "m"} | values)
     (problem,) = problems(RewardConfig(functions=[{"name": "judge"}], judge=judge))
     return str(problem)
 
 
 def test_what_is_wrong_with_a_judge() -> None:
+    scheme = "must begin with http:// or https://\n      -> reward.judge.base_url=http://host:8000/v1"
+    assert scheme in judge_problem(base_url="host:8000/v1")
     assert "exceeds reward.timeout=10" in judge_problem(timeout=20.0)
     assert "reward.timeout=60" in judge_problem(timeout=20.0)
     assert "must have one group" in judge_problem(pattern="Score")

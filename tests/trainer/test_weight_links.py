@@ -24,7 +24,13 @@ from hydraflow.models.adapters import Form
 from hydraflow.models.config import ModelConfig
 from hydraflow.schema import PPOConfig
 from hydraflow.trainer.roles import _link, _places
-from hydraflow.trainer.weight_links import SameProcess, SharedMemory, load_model_directory
+from hydraflow.trainer.weight_links import (
+    Apart,
+    Broadcast,
+    SameProcess,
+    SharedMemory,
+    load_model_directory,
+)
 from hydraflow.workers.actor import ActorWorker
 from hydraflow.workers.rollout import RolloutSpec, RolloutWorker
 from hydraflow.workers.weights_transfer import Received
@@ -115,18 +121,40 @@ class Recorder:
             return ""
         if method is ActorWorker.open_weights_listener:
             return "a place"
-        if method is ActorWorker.share_weights:
-            self.forms.append(args[2].form)
+        if method is ActorWorker.open_weights_group:
+            return "an address", 1
+        if method is ActorWorker.join_weights_group:
+            return CompletedFuture(True)
+        if method in (ActorWorker.share_weights, ActorWorker.broadcast_weights):
+            self.forms.append(args[-1].form)
             self.group.replaced += self.dies
             self.dies = False
-            return CompletedFuture([(True, "another place")])
-        assert method is RolloutWorker.read_weights
-        return CompletedFuture([Received(None)] * self.world_size)
+            shared = method is ActorWorker.share_weights
+            return CompletedFuture([(True, "another place") if shared else True])
+        answers = [self.answer(method)] * self.world_size
+        return CompletedFuture(answers)
+
+    def call_rank(self, rank: int, method: Any, *args: Any) -> Any:
+        return CompletedFuture([self.answer(method)])
+
+    @staticmethod
+    def answer(method: Any) -> Any:
+        """Of one generation process."""
+        if method is RolloutWorker.sleep:
+            return None
+        if method is RolloutWorker.join_weights_group:
+            return True
+        assert method in (RolloutWorker.read_weights, RolloutWorker.receive_weights)
+        return Received(None)
 
 
-def test_adapters_alone_are_sent_where_everybody_has_the_weights_below_them() -> None:
+both_links = pytest.mark.parametrize("kind", [SharedMemory, Broadcast])
+
+
+@both_links
+def test_adapters_alone_are_sent_where_everybody_has_the_base_weights(kind: type[Apart]) -> None:
     both: Any = Recorder()
-    link = SharedMemory(both, both, RolloutConfig(name="vllm"), adapters=True)
+    link = kind(both, both, RolloutConfig(name="vllm"), adapters=True)
     link.publish(0)()
     link.publish(1)()
     assert both.forms == [Form.APART, Form.ADAPTERS]
@@ -142,6 +170,28 @@ def test_adapters_alone_are_sent_where_everybody_has_the_weights_below_them() ->
     assert both.forms[6:] == [Form.APART], "all weights are compared"
     link.publish(5)()
     assert both.forms[7:] == [Form.ADAPTERS]
+    both.group.replaced += 1  # while nothing is sent: the new process alone gets everything, and at once
+    link.restore(1)
+    link.publish(6)()
+    assert both.forms[8:] == [Form.APART, Form.APART]
+
+
+@both_links
+def test_a_process_that_died_while_it_slept_wakes_with_the_base_weights(kind: type[Apart]) -> None:
+    """Until then it has none: weights sent to it would wake it beside the trainer."""
+    both: Any = Recorder()
+    link = kind(both, both, RolloutConfig(name="vllm"), ["actor"], adapters=True)
+    for version in range(3):
+        link.publish(version)()
+        link.sampled()
+    assert both.forms == [Form.APART, Form.APART, Form.ADAPTERS], "the second is checked: the first sleep"
+    both.group.replaced += 1
+    link.restore(1)
+    assert len(both.forms) == 3
+    for version in (3, 4):
+        link.publish(version)()
+        link.sampled()
+    assert both.forms[3:] == [Form.APART, Form.ADAPTERS]
 
 
 def test_weights_that_are_checked_come_whole() -> None:

@@ -85,7 +85,7 @@ def test_rows_that_a_reward_model_scores(tiny: str) -> None:
     batch, sampled = make_batch(["42.", "7", "42."], ["42", "7", "41"])
     batch.non_tensor_batch["data_source"][1] = "essays"
     spec = RewardSpec(
-        ModelConfig(path=tiny), RewardConfig(functions=[{"name": "data_source"}]), model_scores=True
+        ModelConfig(path=tiny), RewardConfig(functions=[{"name": "data_source"}]), optional=True
     )
     reward = RewardWorker(process(), spec)
     try:

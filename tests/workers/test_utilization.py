@@ -45,8 +45,21 @@ def test_operations_are_those_that_torch_counts(name: str, options: dict[str, An
     prompts, responses = torch.tensor([1]), torch.tensor([TOKENS])
     assert work.forward(prompts, responses) == counter.get_total_flops() - masked
     assert work.update(prompts, responses) == 3 * work.forward(prompts, responses)
-    adapters = ModelWork(shape, shape.vocabulary, frozen=True)
-    assert adapters.update(prompts, responses) == 2 * work.forward(prompts, responses)
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_an_update_takes_what_torch_counts_of_both_passes(frozen: bool) -> None:
+    """Frozen weights get no gradient; queries, keys and values still do."""
+    config = transformers.LlamaConfig(**SIZES)
+    config._attn_implementation = "eager"
+    lm = transformers.LlamaForCausalLM(config).requires_grad_(not frozen)
+    shape = shape_of(config.to_dict())
+    embedded = torch.randn(1, TOKENS, shape.hidden, requires_grad=True)
+    with FlopCounterMode(display=False) as counter:
+        lm(inputs_embeds=embedded, use_cache=False).logits.sum().backward()
+    masked = shape.layers * 2 * shape.q_width * TOKENS * (TOKENS - 1)
+    work = ModelWork(shape, shape.vocabulary, frozen=frozen)
+    assert work.update(torch.tensor([1]), torch.tensor([TOKENS])) == counter.get_total_flops() - 3 * masked
 
 
 def test_the_share_is_of_the_peak_of_all_devices_that_have_the_rows(monkeypatch: pytest.MonkeyPatch) -> None:

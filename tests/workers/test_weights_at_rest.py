@@ -13,6 +13,7 @@ from workers.by_hand import make_actor, make_prompts, make_rollout
 from hydraflow.engine.config import FSDPConfig
 from hydraflow.engine.fsdp.engine import FSDPEngine
 from hydraflow.generation.weights import Assembly
+from hydraflow.models.adapters import Form
 from hydraflow.protocol.batch import DataProto
 from hydraflow.weights.slots import OpenSlots
 from hydraflow.workers.actor import ActorWorker, SendOptions
@@ -67,7 +68,7 @@ def test_weights_rest_once_the_last_bucket_is_sent(tiny: str) -> None:
 
     reader = threading.Thread(target=read)
     reader.start()
-    whole, _ = actor.share_weights([0], False, SendOptions(1, 4096, "fp32", checked=True))
+    whole, _ = actor.share_weights([0], False, SendOptions(1, 4096, "fp32", True, Form.MERGED))
     assert whole
     reader.join()
     actor.after_call()

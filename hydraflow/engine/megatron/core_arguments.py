@@ -51,11 +51,11 @@ def _of_balance(mixture: Mixture | None, settings: MegatronConfig, engine: str) 
     has_loss = settings.moe_aux_loss_coeff > 0 and settings.moe_router_load_balancing_type != "none"
     if has_loss and mixture is None:
         yield Problem(loss, settings.moe_aux_loss_coeff, "the model has no experts", f"{loss}=0")
-    again = settings.override_transformer_config.get("recompute_modules") or ()
-    if has_loss and "moe" in again:
+    if has_loss and "moe" in settings.recomputed_parts:
         name = f"{engine}.{OVERRIDES}.recompute_modules"
         rule = f"experts that are recomputed on their own do not know the rows of {loss}"
-        yield Problem(name, shown(again), rule, f"leave out {name}: all of a layer is")
+        given = settings.override_transformer_config["recompute_modules"]
+        yield Problem(name, shown(given), rule, f"leave out {name}: all of a layer is")
     if settings.moe_router_bias_update_rate > 0 and not (mixture and mixture.by_sigmoid):
         rule = "the routers of the model have no biases"
         yield Problem(rate, settings.moe_router_bias_update_rate, rule, f"{rate}=0")
