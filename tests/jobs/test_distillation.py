@@ -98,7 +98,7 @@ def test_teachers_alone_need_no_reward_function(keys: list[str], teacher: Path, 
     (step,) = [row for row in read_steps(tmp_path / "out") if row["step"]]
     assert step["critic/score/mean"] == 0 and step["actor/grad_norm"] > 0
     rewarded = hydraflow("main_ppo", *keys, *given, f"{LOSS}.use_task_rewards=true", *LOCAL, cwd=tmp_path)
-    assert_refused(rewarded, "data_source=mine: no built-in reward function is for it")
+    assert_refused(rewarded, "data_source=mine: has no built-in reward function")
 
 
 def in_buckets(probabilities: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
