@@ -25,7 +25,7 @@ class PackedLine(PackedSeqParams):
     routes: LineRoutes | None = None
     """Experts of its tokens, where they are recorded or given."""
     rows_with: torch.Tensor | None = None
-    """(n,) how many rows have each of this rank's tokens, for what counts tokens: of what fills up none, of a
-    shared prompt several."""
+    """(n,) how many trained rows have each of this rank's tokens, for what counts tokens: of what fills up
+    none, of a shared prompt several."""
     balanced: BalancedRows | None = None
     """Rows over whose tokens experts are to be spread evenly."""
