@@ -70,7 +70,7 @@ def cgroup_folders(
 
 
 def _quota(folder: Path) -> float | None:
-    """Cores that a control group may use at a time; None: it sets no limit."""
+    """CPU quota of a control group, in cores; None: no limit."""
     try:
         if (folder / "cpu.max").is_file():
             quota, period = (folder / "cpu.max").read_text().split()
@@ -159,19 +159,19 @@ def current_device(device_type: str, local_rank: int) -> torch.device:
 
 
 LentTensor = tuple[Any, ...]
-"""Arguments by which torch opens a tensor of a GPU in another process; in the place of the GPU's number,
-which may be another one there, stands its `device_identity`."""
+"""Arguments with which torch opens a GPU tensor in another process; the GPU's index, which may differ there,
+is replaced by its `device_identity`."""
 
 
 def device_identity(device: torch.device) -> str:
-    """By what other processes of the machine know a GPU; empty for a CPU."""
+    """Identity of a GPU across the processes of a machine; empty for a CPU."""
     import torch
 
     return "" if device.type == "cpu" else str(torch.cuda.get_device_properties(device).uuid)
 
 
 def number_of(identity: str) -> int | None:
-    """This process's number of a GPU of that `device_identity`; None: it does not see it."""
+    """This process's index of the GPU with that `device_identity`; None: it is not visible."""
     import torch
 
     found = (device_identity(torch.device("cuda", index)) for index in range(gpu_count()))
@@ -179,8 +179,8 @@ def number_of(identity: str) -> int | None:
 
 
 def lend(tensor: torch.Tensor) -> LentTensor:
-    """By what other processes of the machine that see its GPU `borrow` a tensor (CUDA IPC). Its memory is
-    taken as long as one of them has it."""
+    """A handle with which other processes that see the GPU `borrow` a tensor (CUDA IPC). Its memory stays
+    allocated while one of them holds it."""
     from torch.multiprocessing.reductions import reduce_tensor
 
     facts = list(reduce_tensor(tensor)[1])
@@ -189,7 +189,7 @@ def lend(tensor: torch.Tensor) -> LentTensor:
 
 
 def borrow(lent: LentTensor) -> torch.Tensor:
-    """The tensor that another process has lent, in its memory."""
+    """The tensor that another process lent, without a copy."""
     from torch.multiprocessing.reductions import rebuild_cuda_tensor
 
     facts, place = list(lent), _place_of_device()
@@ -199,15 +199,15 @@ def borrow(lent: LentTensor) -> torch.Tensor:
 
 
 def _place_of_device() -> int:
-    """Where the GPU's number stands among the arguments of a tensor that is lent."""
+    """Position of the GPU's index among the arguments of a lent tensor."""
     from torch.multiprocessing.reductions import rebuild_cuda_tensor
 
     return [*inspect.signature(rebuild_cuda_tensor).parameters].index("storage_device")
 
 
 def finish_work(device_type: str) -> None:
-    """Waits until a GPU has done what it was told, before another process reads or overwrites its memory;
-    no-op on a CPU."""
+    """Waits for a GPU's queued work, before another process reads or overwrites its memory; no-op on a
+    CPU."""
     if device_type != "cpu":
         import torch
 
@@ -232,19 +232,19 @@ def ran_out_of_memory(error: BaseException) -> bool:
 
 
 def collective_backend(device_type: str) -> str:
-    """Backend of torch.distributed: host tensors can always be reduced, too."""
+    """Backend of torch.distributed; host tensors can always be reduced as well."""
     return "gloo" if device_type == "cpu" else "cpu:gloo,cuda:nccl"
 
 
 def broadcast_backend(device_type: str) -> str:
-    """Library of torch.distributed that broadcasts tensors of such a device."""
+    """Backend of torch.distributed that broadcasts tensors of such a device."""
     return "gloo" if device_type == "cpu" else "nccl"
 
 
 @contextmanager
 def errors_reach_the_caller() -> Iterator[None]:
-    """A group of NCCL that is made meanwhile raises an error where it is waited for; others end their
-    process when another one has died or is late."""
+    """NCCL groups created inside the block raise errors in `wait`; by default NCCL ends the process when a
+    peer died or timed out."""
     name = "TORCH_NCCL_BLOCKING_WAIT"
     before = os.environ.get(name)
     os.environ[name] = "1"
@@ -292,16 +292,16 @@ _TERAFLOPS = {
     "RTX 4090": 165,
     "RTX 3090": 71,
 }
-"""Of dense 16-bit matrix products, from NVIDIA's data sheets, by a part of the device's name; the first one
-that fits counts."""
+"""Peak TFLOP/s of dense 16-bit matrix products, from NVIDIA's data sheets, by a part of the device's name;
+the first match counts."""
 _SIDE = 1024
-"""Of the matrices that are multiplied to measure a CPU."""
+"""Size of the matrices that are multiplied to measure a CPU."""
 
 
 @cache
 def peak_flops(device: torch.device, dtype: torch.dtype) -> float | None:
-    """Floating-point operations per second of matrix products: of a GPU in 16 bits as its data sheet says, of
-    a CPU as measured once, by this process with its threads. None: not known."""
+    """Peak FLOP/s of matrix products: for a GPU the 16-bit figure of its data sheet, for a CPU measured once
+    by this process with its threads. None: not known."""
     import torch
 
     if device.type == "cpu":
@@ -325,16 +325,33 @@ def _measured_flops(dtype: torch.dtype) -> float:
     return 2 * _SIDE**3 / min(seconds)
 
 
+_KEPT, _LARGEST = 2**30, 2**28
+"""Bytes of freed memory that a process keeps at most, and of the largest tensor that may be part of them."""
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
+"""Of malloc.h."""
+
+
+def keep_freed_memory(environ: Mapping[str, str] = os.environ) -> bool:
+    """Lets this process's allocator keep up to 1 GiB of freed host memory, until `return_memory`. By default
+    glibc gives every large tensor back at once, and the next one costs a page fault for every 4 KiB. False:
+    there is another C library, or the user has set these thresholds (MALLOC_TRIM_THRESHOLD_,
+    MALLOC_MMAP_THRESHOLD_, GLIBC_TUNABLES)."""
+    said = {name for name in environ if name.startswith("MALLOC_")} | {environ.get("GLIBC_TUNABLES", "")}
+    if any(f"{kind}_threshold" in one.lower() for one in said for kind in ("trim", "mmap")):
+        return False
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", lambda *_: 0)
+    return bool(mallopt(_M_MMAP_THRESHOLD, _LARGEST) and mallopt(_M_TRIM_THRESHOLD, _KEPT))
+
+
 def return_memory(device_type: str) -> None:
-    """Gives memory that is allocated and not used back to the device or the host; allocators keep it
-    otherwise."""
+    """Returns unused memory that allocators have cached to the device or the host."""
     if device_type == "cpu":
         with suppress(AttributeError):  # a C library other than glibc
             ctypes.CDLL(None).malloc_trim(0)
         return
     import torch
 
-    torch.cuda.ipc_collect()  # what was lent, and has been given back
+    torch.cuda.ipc_collect()  # lent memory that the borrowers have released
     torch.cuda.empty_cache()
 
 

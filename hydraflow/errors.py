@@ -77,7 +77,8 @@ def _written(value: object) -> str:
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, list | tuple):
-        return f"[{','.join(map(_written, value))}]"
+        items = ",".join(_written(item) or "''" for item in value)
+        return f"[{items}]"
     if isinstance(value, Mapping):
         return f"{{{', '.join(f'{name}: {_written(item)}' for name, item in value.items())}}}"
     return str(value)

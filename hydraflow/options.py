@@ -64,14 +64,14 @@ class Planned:
 
     values: Callable[[Any], bool]
     what: str
-    """What the value would do; `{value}` and the names of the section's other keys are filled in."""
+    """Effect of the value, for messages; `{value}` and the section's other keys are filled in."""
     beside: Callable[[Any], bool] = lambda section: True
     """Whether that holds with the section's other keys."""
 
 
 @dataclass(frozen=True)
 class Library:
-    """A library that only some choices need."""
+    """An optional library that some choices need."""
 
     package: str
     """Name to import."""
@@ -82,7 +82,7 @@ class Library:
 
     @property
     def is_installed(self) -> bool:
-        """Whether it can be found; it is not imported."""
+        """Whether it can be found, without importing it."""
         return importlib.util.find_spec(self.package) is not None
 
 
@@ -95,13 +95,13 @@ class Implementation:
     reads: tuple[str, ...] = ()
     """Names of keys, besides the one that chooses, that have an effect with this choice."""
     planned: str = ""
-    """What it would do, if it is not implemented yet."""
+    """Its effect, for messages, if it is not implemented yet."""
     needs: Library | None = None
-    """A library that is not always installed."""
+    """An optional library that it needs."""
 
     @property
     def all_reads(self) -> tuple[str, ...]:
-        """What its parts read, too."""
+        """The keys that it and its parts read."""
         return self.reads
 
     def load(self) -> Any:
@@ -117,18 +117,18 @@ class Implementation:
         return found
 
     def bound(self, *sections: Any) -> Any:
-        """The function, with the keys of these sections that it reads as keyword arguments of their names."""
+        """The function with the keys that it reads bound as keyword arguments, taken from these sections."""
         found = {field.name: section for section in sections for field in fields(section)}
         keys = {name: effective_value(found[name], name) for name in self.reads if name in found}
         return functools.partial(self.load(), **keys)
 
 
 class OwnChoices(dict[str, Choice]):
-    """A table of named choices, in which `path.py:name` is a function of the user's own."""
+    """A table of named choices that also accepts user functions as `path.py:name`."""
 
     def __init__(self, named: Mapping[str, Choice], own: Callable[[str, tuple[str, ...]], Choice]):
-        """`own` makes the choice from `path.py:name` and the function's parameters, of which there are none
-        if the file cannot be read."""
+        """`own` builds the choice from `path.py:name` and the function's parameters, which are empty if the
+        file cannot be read."""
         super().__init__(named)
         self._own = own
 
@@ -159,7 +159,8 @@ class Option:
     shapes_training: bool | None = None
     """Whether a run resumes only with the same value; None: as its section, and at the top level yes."""
     in_plan: bool = False
-    """Its effect on training is read off the batch plan, in which several keys can say the same."""
+    """Its effect on training is compared through the batch plan, because several keys can set the same
+    number."""
     size: bool = False
     """A number of the batch plan that counts something: at least 1."""
     follows: str = ""
@@ -167,7 +168,7 @@ class Option:
     verl: tuple[str, ...] = ()
     """verl's other names of the key, from the same section on."""
     needs: Mapping[str, Library] = dataclasses.field(default_factory=dict)
-    """By value: a library that it needs and that is not always installed."""
+    """Value -> an optional library that it needs."""
 
 
 def option(
@@ -191,11 +192,11 @@ def option(
 ) -> Any:
     """A dataclass field with the facts of its key.
 
-    choices: names, or a table of them, of which those without code can only be planned. ge, gt, le, lt:
+    choices: names, or a table of them; table entries without code can only be planned. ge, gt, le, lt:
     limits of a number. The other arguments are those of `Option`.
     """
     is_limited = (ge, gt, le, lt) != (None, None, None, None)
-    assert bool(choices) + size + (rule is not None) + is_limited <= 1, "one rule for each key"
+    assert bool(choices) + size + (rule is not None) + is_limited <= 1, "a key has one rule"
     if choices:
         rule = one_of(*choices) if not isinstance(choices, OwnChoices) else _one_of_or_own(choices)
     elif size:
@@ -269,7 +270,7 @@ def one_of(*choices: str) -> Rule:
 
 
 def _one_of_or_own(choices: OwnChoices[Any]) -> Rule:
-    text = f"must be {', '.join(choices)}, or a function of your own, path.py:name"
+    text = f"must be {', '.join(choices)}, or your own function as path.py:name"
     return Rule(text, lambda value: value in choices, tuple(choices))
 
 
@@ -304,7 +305,8 @@ def _is_text_or_list(value: Any) -> bool:
     names = [value] if isinstance(value, str) else value
     if not isinstance(names, list) or not names:
         return False
-    return all(isinstance(name, str) and name.strip() for name in names)
+    # a list in quotes is text
+    return all(isinstance(name, str) and name.strip() and not name.startswith("[") for name in names)
 
 
 AT_LEAST_ONE = limits(ge=1)
@@ -333,8 +335,7 @@ def no_effect_when(condition: Callable[[Any], bool], why: str, remedy: str = "")
 
 
 def unless(key: str, value: Any = True, *, why: str = "") -> NoEffectCondition:
-    """No effect unless another key of the section has this value; why: in place of a sentence that says
-    so."""
+    """No effect unless another key of the section has this value; why: overrides the default reason."""
     other = f"={shown(not value)}" if isinstance(value, bool) else f" is not {value}"
     reason = why or f"{{s}}.{key}{other}"
     return no_effect_when(

@@ -25,9 +25,9 @@ from hydraflow.explain.show import show
 from hydraflow.schema import JOBS, JobConfig, PPOConfig
 
 NO_ROOM = 1
-"""Exit code of a plan whose memory estimate says that it does not fit."""
+"""Exit code of a plan that does not fit according to its memory estimate."""
 SWITCHES = (
-    CommandLineOption("--all", doc="Show every number with its formula, and the memory by what it holds."),
+    CommandLineOption("--all", doc="Show every number with its formula, and memory by purpose."),
     CommandLineOption(
         "--json", doc='Print one JSON object instead; {"problems": [...]} where a rule is broken.'
     ),

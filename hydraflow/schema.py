@@ -44,7 +44,7 @@ from hydraflow.workers.config import ActorRolloutRefConfig, CheckpointConfig, Cr
 
 @dataclass
 class CommandConfig:
-    """What every command has."""
+    """Keys of every command."""
 
     strict: bool = option(False, shapes_training=False)
     """Reject keys that are set and have no effect, instead of only printing a note."""
@@ -52,7 +52,7 @@ class CommandConfig:
 
 @dataclass
 class RayCommandConfig(CommandConfig):
-    """What every command has that starts processes."""
+    """Keys of every command that starts worker processes."""
 
     debug: bool = option(False, shapes_training=False)
     """One process per role, no deadlines, and Ray's debugger: breakpoint() in a worker waits for it.
@@ -81,7 +81,7 @@ class PPOConfig(RayCommandConfig):
 
 @dataclass
 class SupervisedConfig(RayCommandConfig):
-    """What the commands have that learn from examples."""
+    """Keys of the commands that train on examples."""
 
     model: ModelConfig = field(default_factory=ModelConfig)
     data: ExamplesConfig = field(default_factory=ExamplesConfig)
@@ -176,13 +176,13 @@ JOBS: dict[str, type[JobConfig]] = {
     "rm": RMConfig,
     "generate": GenerateConfig,
 }
-"""The commands that start processes, by what follows `main_` in their names."""
+"""Commands that start worker processes, by their names without `main_`."""
 
 Entry = TypeVar("Entry")
 
 
 def entry_for(table: Mapping[type, Entry], kind: type) -> Entry | None:
-    """What a table by configuration has for a class, or for the nearest class that it is derived from.
+    """A table's entry for a configuration class, or for its nearest base class.
 
     >>> entry_for({SupervisedConfig: 1, PPOConfig: 2}, RMConfig), entry_for({PPOConfig: 2}, RMConfig)
     (1, None)

@@ -19,7 +19,7 @@ NCCL, the sends in both directions of the interleaved schedule among them; bf16 
 optimizers of Transformer Engine and Apex, which count updates by group; moe_permute_fusion and the fusions
 that override_transformer_config switches on; sums over ranks for the load of experts (moe_aux_loss_coeff,
 moe_router_bias_update_rate); recovery from a lack of memory. All but the kernels and those optimizers are
-tested on CPUs with gloo (tests/engine/test_megatron*.py; the table is in docs/architecture.md).
+tested on CPUs with gloo (tests/engine/test_megatron*.py; the table is in docs/megatron.md).
 """
 
 from __future__ import annotations
@@ -234,14 +234,14 @@ def links(device: torch.device) -> bool:
     import torch
 
     from hydraflow.engine.broadcast_group import BroadcastGroup
-    from hydraflow.weights.buckets import Cut, checksum_of, cut
+    from hydraflow.weights.buckets import BucketOptions, checksum_of, into_buckets
     from hydraflow.weights.slots import Slots
 
     weights = {f"w{i}": torch.randn(1000 + i, device=device) for i in range(5)}
-    how, slots = Cut(1, 4100, torch.float32, checked=False), Slots(device)
+    how, slots = BucketOptions(1, 4100, torch.float32, checked=False), Slots(device)
     with multiprocessing.get_context("spawn").Pool(1) as other:
         found = []
-        for header, numbers in cut(weights.items(), how):
+        for header, numbers in into_buckets(weights.items(), how):
             if header is not None:
                 found += other.apply(read_elsewhere, (slots.put(header, numbers),))
     same = found == [checksum_of(one) for one in weights.values()]

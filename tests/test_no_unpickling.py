@@ -52,7 +52,7 @@ ALLOWED = {
         "pickle.Unpickler",
     ): "what processes of one run send each other; no file",
     (
-        "hydraflow/workers/weights_line.py",
+        "hydraflow/workers/weights_shared.py",
         "pickle.loads",
     ): "what the actor sends, on a socket that only this user's processes reach; no file",
     (

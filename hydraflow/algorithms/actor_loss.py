@@ -41,7 +41,7 @@ class ActorLoss:
     """Divisor of seq-mean-token-sum-norm; unused in other modes."""
     policy_loss: PolicyLoss
     old_is_this_pass: bool = False
-    """The sampling policy is the one of this pass: old_log_probs is not read."""
+    """Fully on-policy: the ratio is taken to this pass's own log-probabilities, old_log_probs is not read."""
     agg_mode: str = "token-mean"
     """A name of LOSS_AGG_MODES."""
     entropy_coeff: float = 0.0
@@ -51,9 +51,10 @@ class ActorLoss:
     kl_type: str = "low_var_kl"
     """A name of KL_ESTIMATORS."""
     distillation: Distillation | None = None
-    """What draws the policy to its teachers; None: nothing, or it is in the advantages."""
+    """Distillation term; None: there is none, or it is part of the advantages."""
     correction: Correction | None = None
-    """Of the policy loss. What needs the mini-batch is done before (`workers/correcting.py`)."""
+    """Rollout correction of the policy loss; its whole-mini-batch part ran before
+    (`workers/correcting.py`)."""
 
     def __call__(
         self, output: PolicyOutput, columns: Mapping[str, Tensor]
@@ -93,11 +94,11 @@ class ActorLoss:
     def _drawn(
         self, distillation: Distillation, logp: Tensor, output: PolicyOutput, columns: Mapping[str, Tensor]
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """Terms (B, R) of the teachers, and how much probability lies on the tokens that they compare."""
+        """Distillation terms (B, R), and metrics: the probability mass of the compared tokens."""
         mask = columns["response_mask"]
         if not distillation.over_vocabulary:
             return distillation.terms(logp, keep(columns["teacher_log_probs"], mask)), {}
-        assert output.target_log_probs is not None, "the likeliest tokens are among the targets"
+        assert output.target_log_probs is not None, "the top-k tokens are among the targets"
         each = mask[..., None]
         policy, teacher = keep(output.target_log_probs, each), keep(columns["teacher_top_log_probs"], each)
         mass = {"policy": policy.detach(), "teacher": teacher}
@@ -107,7 +108,7 @@ class ActorLoss:
     def _importance(
         self, columns: Mapping[str, Tensor], logp: Tensor, old_logp: Tensor
     ) -> tuple[Tensor | None, dict[str, Metric]]:
-        """Weights (B, R) of the policy loss, if there are any, without gradients; and metrics."""
+        """Importance weights (B, R) of the policy loss, detached, or None; and metrics."""
         if self.correction is None:
             return None, {}
         weighting, mask = self.correction.weighting, columns["response_mask"]

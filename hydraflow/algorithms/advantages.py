@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from hydraflow.algorithms.config import ESTIMATORS, AlgorithmConfig
+from hydraflow.algorithms.config import ESTIMATORS, OF_ESTIMATORS, AlgorithmConfig, Estimator
 from hydraflow.algorithms.masked import keep
 from hydraflow.algorithms.samples import Samples
 from hydraflow.algorithms.trained_tokens import TrainedTokens, row_sums, whiten
@@ -41,16 +41,14 @@ def estimate_advantages(
     """
     estimator = ESTIMATORS[config.adv_estimator]
     function = estimator.bound(config)
-    given = {
-        "values": (estimator.critic, values),
-        "group_ids": (estimator.groups, group_ids),
-        "reward_baselines": (estimator.greedy_baseline, reward_baselines),
-        "old_log_probs": (estimator.sum_pi_squared, old_log_probs),
-        "sum_pi_squared": (estimator.sum_pi_squared, sum_pi_squared),
-    }
-    needed = {name: column for name, (is_needed, column) in given.items() if is_needed}
-    columns = {name: column for name, column in needed.items() if column is not None}
-    assert len(columns) == len(needed), f"{config.adv_estimator} needs {list(needed)}"
+    columns = _columns_of(
+        estimator,
+        values=values,
+        group_ids=group_ids,
+        reward_baselines=reward_baselines,
+        old_log_probs=old_log_probs,
+        sum_pi_squared=sum_pi_squared,
+    )
     if estimator.per_trajectory:
         joined = Samples.of(group_ids, samples)
         of_samples = {name: joined.first(column) for name, column in columns.items()}
@@ -69,3 +67,12 @@ def estimate_advantages(
     if config.advantage_clip is not None:
         advantages = advantages.clamp(-config.advantage_clip, config.advantage_clip)
     return advantages, advantages if returns is None else returns
+
+
+def _columns_of(estimator: Estimator, **given: Tensor | None) -> dict[str, Tensor]:
+    """Those of the given columns that the estimator takes."""
+    flags = OF_ESTIMATORS | {"old_log_probs": "sum_pi_squared", "sum_pi_squared": "sum_pi_squared"}
+    needed = {name: column for name, column in given.items() if getattr(estimator, flags[name])}
+    columns = {name: column for name, column in needed.items() if column is not None}
+    assert len(columns) == len(needed), f"the estimator needs {list(needed)}"
+    return columns

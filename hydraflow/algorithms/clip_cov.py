@@ -30,7 +30,7 @@ def choose(
 def clip_cov(tokens: TokenInputs, *, clip_ratio_low: float, clip_ratio_high: float) -> TokenTerms:
     """Statistics: `actor/cov_chosen` the chosen tokens, `actor/pg_clipfrac` those and tokens whose ratio was
     clipped, `actor/ppo_kl` as in `vanilla`."""
-    assert tokens.chosen is not None, "clip_cov chooses tokens over the mini-batch"
+    assert tokens.chosen is not None, "clip_cov selects tokens over the mini-batch"
     log_ratio, advantages = bounded_log_ratio(tokens), tokens.advantages
     ratio = log_ratio.exp()
     plain = -advantages * ratio

@@ -31,19 +31,19 @@ class Estimator(Implementation):
     Else `f(rewards, mask, lengths) -> (advantages, returns)`: lengths (B,), the others (N,), the tokens of
     all rows."""
     critic: bool = False
-    """It is also given the critic's `values` (N,)."""
+    """Takes the critic's `values` (N,)."""
     groups: bool = False
-    """It compares the responses to one prompt: it is also given `group_ids` (B,)."""
+    """Compares the responses to one prompt: takes `group_ids` (B,)."""
     counts: bool = False
-    """It is also given `trained_tokens` (B,), how many each trajectory has."""
+    """Takes `trained_tokens` (B,), the number of trained tokens of each trajectory."""
     whitened: bool = False
-    """Its advantages are then whitened over all trained tokens of the step."""
+    """Its advantages are whitened over all trained tokens of the step."""
     greedy_baseline: bool = False
-    """The greedy response to each prompt is scored, too: it is also given `reward_baselines` (B,)."""
+    """Takes `reward_baselines` (B,): the score of a greedy response to each prompt."""
     sum_pi_squared: bool = False
-    """It is also given the actor's `old_log_probs` and `sum_pi_squared`, (N,) each."""
+    """Takes the actor's `old_log_probs` and `sum_pi_squared`, (N,) each."""
     several_rewards: bool = False
-    """Its scores are (B, K), the numbers of the reward function that `gdpo_reward_keys` names."""
+    """Its scores are (B, K): the reward function's numbers that `gdpo_reward_keys` names."""
 
 
 @dataclass(frozen=True)
@@ -52,11 +52,11 @@ class Loss(Implementation):
     name."""
 
     chooses: Implementation | None = None
-    """The choice of tokens over the whole mini-batch that is made before it (`covariance.TokenChoice`)."""
+    """Selects tokens of the whole mini-batch before the loss (`covariance.TokenChoice`)."""
 
     @property
     def all_reads(self) -> tuple[str, ...]:
-        """Of the choice, too."""
+        """Its own keys and those of its token choice."""
         return self.reads + (self.chooses.reads if self.chooses else ())
 
 
@@ -114,7 +114,7 @@ OF_ESTIMATORS = {
     "trained_tokens": "counts",
     "reward_baselines": "greedy_baseline",
 }
-"""Parameter of an estimator -> the fact that it is given it."""
+"""Parameter name of an estimator -> the field of `Estimator` that requests it."""
 
 
 def _own_estimator(where: str, parameters: tuple[str, ...]) -> Estimator:
@@ -123,11 +123,11 @@ def _own_estimator(where: str, parameters: tuple[str, ...]) -> Estimator:
 
 
 ESTIMATORS = OwnChoices(ESTIMATORS, _own_estimator)
-"""By the name that `algorithm.adv_estimator` gives; `reads` are keys of `algorithm`."""
+"""Values of `algorithm.adv_estimator`; `reads` are keys of `algorithm`."""
 
 
 def estimator_of(name: str) -> Estimator:
-    """The estimator of that name; one that needs nothing for a name that is not known."""
+    """The estimator of that name; for an unknown name, one that needs nothing."""
     return ESTIMATORS.get(name, Estimator())
 
 
@@ -167,8 +167,7 @@ POLICY_LOSSES = OwnChoices(
     },
     lambda where, parameters: Loss(where, reads=parameters[1:]),
 )
-"""By the name that `actor.policy_loss.loss_mode` gives; `reads` are keys of `actor` and of
-`actor.policy_loss`."""
+"""Values of `actor.policy_loss.loss_mode`; `reads` are keys of `actor` and of `actor.policy_loss`."""
 
 
 class OldFrom(StrEnum):
@@ -192,7 +191,7 @@ LOSS_AGG_MODES = (
 KL_ESTIMATORS = ("kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3")
 TOPK = "_topk"
 DIVERGENCES = ("forward_kl", "reverse_kl", f"forward_kl{TOPK}", f"reverse_kl{TOPK}")
-"""Losses of distillation over the vocabulary; with TOPK at the end over a teacher's likeliest tokens."""
+"""Distillation losses over the vocabulary; with the suffix TOPK, over the teacher's top-k tokens."""
 
 
 @dataclass
@@ -210,7 +209,7 @@ class KLControlConfig:
     target_kl: float = option(
         0.1, gt=0, no_effect=unless("type", "adaptive", why="{s}.type=fixed keeps the coefficient")
     )
-    """Target KL per trained token, averaged over trajectories, of the adaptive controller."""
+    """Target KL per trained token, averaged over trajectories (adaptive controller)."""
 
 
 @dataclass
@@ -220,17 +219,17 @@ class PolicyLossConfig:
     loss_mode: str = option("vanilla", choices=POLICY_LOSSES)
     """Policy loss. vanilla: PPO's clipped objective with a dual clip."""
     clip_cov_ratio: float = option(0.0002, gt=0, le=1, no_effect=unread(POLICY_LOSSES, "loss_mode"))
-    """clip_cov's share of the mini-batch's tokens that lose their gradient."""
+    """clip_cov: fraction of the mini-batch's tokens whose gradient is dropped."""
     clip_cov_lb: float = option(1.0, rule=FINITE, no_effect=unread(POLICY_LOSSES, "loss_mode"))
-    """clip_cov chooses tokens whose covariance of log-probability and advantage is above this bound."""
+    """clip_cov: lower bound of the covariance of log-probability and advantage for selected tokens."""
     clip_cov_ub: float = option(5.0, rule=FINITE, no_effect=unread(POLICY_LOSSES, "loss_mode"))
-    """clip_cov chooses tokens whose covariance is below this bound."""
+    """clip_cov: upper bound of that covariance."""
     kl_cov_ratio: float = option(0.0002, gt=0, le=1, no_effect=unread(POLICY_LOSSES, "loss_mode"))
-    """kl_cov's share of the mini-batch's tokens that have a KL penalty, those of the highest covariance."""
+    """kl_cov: fraction of the mini-batch's tokens, those of highest covariance, that get a KL penalty."""
     ppo_kl_coef: float = option(0.1, ge=0, no_effect=unread(POLICY_LOSSES, "loss_mode"))
-    """Coefficient of kl_cov's penalty."""
+    """kl_cov: coefficient of that penalty."""
     dro_beta: float | None = option(None, gt=0, no_effect=unread(POLICY_LOSSES, "loss_mode"))
-    """DRO's weight of the squared log-ratio to the old policy; must be given for it."""
+    """dro: weight of the squared log-ratio to the old policy; required with loss_mode=dro."""
 
 
 @dataclass
@@ -238,8 +237,8 @@ class AdaptiveEntropyConfig:
     """Adaptive coefficient of the entropy bonus (Skywork-OR1)."""
 
     enabled: bool = option(False, switch=Switch(off=False, remedy="{s}.enabled=true"))
-    """Move the coefficient towards a target entropy after every step. The entropy is measured before the
-    update, by a forward pass over the step's trajectories."""
+    """Adjust the coefficient towards a target entropy after every step. The entropy is measured by a forward
+    pass over the step's trajectories before the update."""
     target_entropy: float = option(0.2, ge=0)
     """Target entropy per token, in nats; above it there is no bonus."""
     max_ent_coef: float = option(0.005, ge=0)
@@ -247,7 +246,7 @@ class AdaptiveEntropyConfig:
     min_ent_coef: float = option(0.0, ge=0)
     """Smallest coefficient."""
     delta_ent_coef: float = option(0.0001, gt=0)
-    """How far the coefficient moves in a step."""
+    """Change of the coefficient per step."""
 
 
 @dataclass
@@ -258,11 +257,11 @@ class PreferenceConfig:
     """Loss of a pair. sigmoid: direct preference optimization (DPO); ipo: the squared distance of its margin
     from 1 / (2 beta)."""
     beta: float = option(0.1, gt=0)
-    """How strongly the reference holds the policy: the coefficient of the KL in the objective behind DPO."""
+    """DPO's beta: coefficient of the implicit KL penalty against the reference."""
     label_smoothing: float = option(
         0.0, ge=0, lt=0.5, no_effect=unless("loss_type", "sigmoid", why="{s}.loss_type=ipo has no labels")
     )
-    """Share of pairs that are assumed to be labelled the wrong way round."""
+    """Label smoothing (cDPO): assumed fraction of pairs with swapped labels."""
 
 
 @dataclass
@@ -275,15 +274,15 @@ class BradleyTerryConfig:
 
 @dataclass
 class DistillationLossConfig:
-    """How the policy is drawn to its teachers."""
+    """The distillation loss."""
 
     loss_mode: str = option(
         "k3", choices=(*KL_ESTIMATORS, *(f"{name}+" for name in KL_ESTIMATORS), *DIVERGENCES)
     )
     """Estimator of the KL from the policy to the teacher, on the sampled tokens (a trailing + uses k2's
     gradient, which is that of the KL); or the divergence over the whole vocabulary, forward_kl from the
-    teacher to the policy or reverse_kl the other way; or over the teacher's likeliest tokens,
-    forward_kl_topk and reverse_kl_topk."""
+    teacher to the policy or reverse_kl the other way; or over the teacher's top-k tokens, forward_kl_topk and
+    reverse_kl_topk."""
     topk: int = option(
         32,
         ge=1,
@@ -293,8 +292,8 @@ class DistillationLossConfig:
             f"{{s}}.loss_mode=forward_kl{TOPK}",
         ),
     )
-    """How many of the teacher's likeliest tokens are compared at each place; all others are compared as
-    one."""
+    """Top-k: number of the teacher's most probable tokens compared at each position; all others count as one
+    bucket."""
     log_prob_min_clamp: float | None = option(
         None,
         lt=0,
@@ -304,15 +303,15 @@ class DistillationLossConfig:
             f"{{s}}.loss_mode={DIVERGENCES[0]}",
         ),
     )
-    """Smallest log-probability that divergences over the vocabulary see, of both models; null: no limit."""
+    """Lower clamp of both models' log-probabilities in divergences over the vocabulary; null: none."""
     distillation_loss_coef: float = option(1.0, ge=0)
     """Coefficient of the estimate or divergence."""
     loss_max_clamp: float | None = option(None, gt=0)
-    """Largest magnitude of a token's estimate or divergence; null: no limit."""
+    """Clamp on the magnitude of a token's estimate or divergence; null: none."""
     use_policy_gradient: bool = False
     """Take the negative estimate as each token's advantage instead of adding its gradient to the loss."""
     use_task_rewards: bool = True
-    """Learn from the rewards, too; false: from the teachers alone."""
+    """Learn from the rewards as well; false: from the teachers only."""
 
     @property
     def over_vocabulary(self) -> bool:
@@ -321,7 +320,7 @@ class DistillationLossConfig:
 
     @property
     def most_tokens(self) -> int | None:
-        """How many of a teacher's tokens such a loss compares; None: all of them."""
+        """Number of teacher tokens that such a loss compares; None: the whole vocabulary."""
         return self.topk if self.loss_mode.endswith(TOPK) else None
 
 
@@ -330,7 +329,7 @@ class DistillationConfig:
     """On-policy distillation: the policy's samples, judged token by token by larger models."""
 
     enabled: bool = option(False, switch=Switch(off=False, remedy="{s}.enabled=true"))
-    """Learn from teachers."""
+    """Enable distillation."""
     teachers: dict[str, Any] = field(default_factory=dict)
     """Directories of the teachers by the data source that each is for; default is for all others:
     {default: path}. They have the policy's vocabulary and share the actor's devices; memory estimates do not
@@ -363,8 +362,8 @@ BYPASS_LOSSES = {
     "ppo_clip": Loss(),
     "reinforce": Loss("hydraflow.algorithms.reinforce:reinforce"),
 }
-"""By the name that `rollout_correction.loss_type` gives; without code: the loss that
-`actor.policy_loss.loss_mode` names."""
+"""Values of `rollout_correction.loss_type`; one without code stands for the loss of
+`actor.policy_loss.loss_mode`."""
 
 
 @dataclass(frozen=True)
@@ -437,12 +436,12 @@ class RolloutCorrectionConfig:
     """Importance sampling: weight each token's policy loss by the ratio, of the token or of the whole
     sequence; null: no weights."""
     rollout_is_threshold: Any = option(2.0, rule=THRESHOLD, no_effect=(NO_WEIGHTS, RATIO_IN_LOSS))
-    """Upper limit of these weights (truncated importance sampling); or two bounds, such as 0.5_5.0, outside
-    of which a weight is 0 (IcePop)."""
+    """Cap on these weights (truncated importance sampling); or two bounds, such as 0.5_5.0, outside which a
+    weight is 0 (IcePop)."""
     rollout_is_batch_normalize: bool = option(False, no_effect=(NO_WEIGHTS, RATIO_IN_LOSS))
     """Divide these weights by their mean over the mini-batch, of tokens or of sequences."""
     rollout_rs: Any = option(None, rule=REJECTIONS)
-    """Rejection sampling: rules that leave tokens or whole sequences out of the policy's loss, in a list or
+    """Rejection sampling: rules that drop tokens or whole sequences from the policy loss, as a list or
     separated by commas; null: none."""
     rollout_rs_threshold: Any = option(
         None,
@@ -454,14 +453,14 @@ class RolloutCorrectionConfig:
     """For each rule, or for all of them: bounds of the ratio, such as 0.5_2.0, for k1 (of a single number the
     lower bound is the reciprocal), the largest divergence for k2 and k3."""
     bypass_mode: bool = False
-    """Take the engine's log-probabilities for the old ones, so that the trainer does not compute them again.
-    The ratio is then that of the policy being trained."""
+    """Use the engine's log-probabilities as the old ones instead of recomputing them. The ratio is then that
+    of the policy being trained."""
     loss_type: str = option("ppo_clip", choices=tuple(BYPASS_LOSSES), no_effect=unless("bypass_mode"))
     """Policy loss of bypass_mode: ppo_clip, the actor's own loss; or reinforce, without a clip."""
 
 
 def is_corrected(section: RolloutCorrectionConfig) -> bool:
-    """Whether any of it is on."""
+    """Whether any correction is on."""
     return section.bypass_mode or section.rollout_is is not None or section.rollout_rs is not None
 
 
@@ -488,8 +487,8 @@ class AlgorithmConfig:
     """Advantages and rewards."""
 
     adv_estimator: str = option("gae", choices=ESTIMATORS)
-    """Advantage estimator. grpo_vectorized is grpo; rloo_vectorized is rloo, but for a prompt with a single
-    response, whose advantage is 0."""
+    """Advantage estimator. grpo_vectorized is grpo; rloo_vectorized is rloo, except that a prompt with a
+    single response has advantage 0."""
     gamma: float = option(1.0, ge=0, le=1, no_effect=unread(ESTIMATORS, "adv_estimator"))
     """Discount factor per token."""
     lam: float = option(1.0, ge=0, le=1, no_effect=unread(ESTIMATORS, "adv_estimator"))
@@ -508,9 +507,9 @@ class AlgorithmConfig:
     norm_adv_by_std_in_grpo: bool = option(True, no_effect=unread(ESTIMATORS, "adv_estimator"))
     """Divide GRPO's advantages by the group's standard deviation; false is Dr. GRPO."""
     gdpo_reward_keys: list[str] | None = option(None, no_effect=ONE_REWARD)
-    """Numbers that the reward function returns, by name: the rewards that GDPO compares each on its own."""
+    """Names of the reward function's numbers that GDPO normalizes separately."""
     gdpo_reward_weights: list[float] | None = option(None, no_effect=ONE_REWARD)
-    """Weight of each of these rewards; null: 1 each."""
+    """Weight of each of these rewards; null: all 1."""
     use_kl_in_reward: bool = False
     """Subtract a KL penalty against the reference policy from every token's reward."""
     kl_penalty: str = option("kl", choices=KL_ESTIMATORS, no_effect=unless("use_kl_in_reward"))
@@ -518,15 +517,15 @@ class AlgorithmConfig:
     kl_ctrl: KLControlConfig = option(factory=KLControlConfig, no_effect=unless("use_kl_in_reward"))
     filter_groups: FilterGroupsConfig = field(default_factory=FilterGroupsConfig)
     length_penalty: float = option(0.0, ge=0, no_effect=SEVERAL_REWARDS)
-    """Weight of a reward for short responses, which is added to the score (Kimi k1.5): within a group from
-    0.5 for the shortest to -0.5 for the longest, and for a wrong response at most 0."""
+    """Weight of a length reward that is added to the score (Kimi k1.5): within a group from 0.5 for the
+    shortest to -0.5 for the longest, and for a wrong response at most 0."""
     norm_mean_type: str | None = option(None, choices=NORM_TYPES, no_effect=SEVERAL_REWARDS)
     """Reward normalization: subtract the mean of all scores of the step (batch), of those of the same prompt
     (group), or of all scores of the run so far (running); null: none."""
     norm_std_type: str | None = option(None, choices=NORM_TYPES, no_effect=SEVERAL_REWARDS)
-    """Divide by the standard deviation of the same; null: by none."""
+    """Divide by the standard deviation over the same scores; null: do not divide."""
     reward_clip: float | None = option(None, gt=0, no_effect=SEVERAL_REWARDS)
-    """Clip scores to this size, after their normalization and before any KL penalty; null: no limit."""
+    """Clip normalized scores to [-x, x], before any KL penalty; null: no clipping."""
     whiten_advantages: bool = option(
         False,
         no_effect=no_effect_when(
@@ -537,7 +536,7 @@ class AlgorithmConfig:
     )
     """Whiten advantages over all trained tokens of the step: mean 0, variance 1."""
     advantage_clip: float | None = option(None, gt=0)
-    """Clip advantages to this size, after they are whitened; null: no limit."""
+    """Clip advantages to [-x, x], after whitening; null: no clipping."""
     rollout_correction: RolloutCorrectionConfig = field(default_factory=RolloutCorrectionConfig)
 
 

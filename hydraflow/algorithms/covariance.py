@@ -4,8 +4,9 @@ https://arxiv.org/abs/2505.22617, equation 10): the tokens whose updates lower t
     cov_i = (logp_i - mean of logp) (A_i - mean of A)
 
 In: log-probabilities and advantages of the trained tokens of a mini-batch's part, and sums over all of it.
-Out: which of them are chosen. Means and choice are those of the whole mini-batch; `workers/choosing.py` adds
-the parts up. Left out on purpose: what becomes of the chosen tokens (`clip_cov.py`, `kl_cov.py`).
+Out: which of them are chosen. Means and choice are those of the whole mini-batch;
+`workers/token_selection.py` adds the parts up. Left out on purpose: the treatment of chosen tokens
+(`clip_cov.py`, `kl_cov.py`).
 """
 
 from __future__ import annotations

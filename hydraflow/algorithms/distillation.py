@@ -1,5 +1,5 @@
 """On-policy distillation (Agarwal et al. 2024, https://arxiv.org/abs/2306.13649; Gu et al. 2024,
-https://arxiv.org/abs/2306.08543): draws the policy to a teacher at every token that the policy sampled.
+https://arxiv.org/abs/2306.08543): pulls the policy towards a teacher at every token that the policy sampled.
 
     term = coefficient * estimate of KL(policy || teacher)    of `kl.py`, on the sampled tokens
     term = coefficient * divergence of the two                of `divergence.py`, over the vocabulary
@@ -22,13 +22,13 @@ from hydraflow.algorithms.kl import KL_ESTIMATORS
 
 @dataclass(frozen=True)
 class Distillation:
-    """How the policy is drawn to its teachers."""
+    """The distillation loss with its settings."""
 
     config: DistillationLossConfig
 
     @property
     def task_rewards(self) -> bool:
-        """Whether the rewards count, too."""
+        """Whether task rewards count as well."""
         return self.config.use_task_rewards
 
     @property
@@ -62,8 +62,8 @@ class Distillation:
         return self._limited(DIVERGENCES[self.config.loss_mode](*both))
 
     def advantages(self, task: Tensor, logp: Tensor, teacher: Tensor) -> Tensor:
-        """The advantages with what the teacher thinks of each token, and without those of the task if it does
-        not count."""
+        """The advantages plus the negative estimates; the task's own are dropped if task rewards do not
+        count."""
         return (task if self.task_rewards else 0.0 * task) - self.terms(logp, teacher)
 
     def _limited(self, estimate: Tensor) -> Tensor:

@@ -1,5 +1,5 @@
-"""Divergences of a policy from a teacher over the vocabulary, or over the teacher's K likeliest tokens and
-one bucket for all others (Agarwal et al. 2024, https://arxiv.org/abs/2306.13649).
+"""Divergences of a policy from a teacher over the vocabulary, or over the teacher's top-k tokens plus one
+bucket for all others (Agarwal et al. 2024, https://arxiv.org/abs/2306.13649).
 
     forward   KL(teacher || policy) = sum_j q_j (log q_j - log p_j)     covers all that the teacher does
     reverse   KL(policy || teacher) = sum_j p_j (log p_j - log q_j)     keeps to what the teacher does
@@ -9,7 +9,7 @@ divergences of distributions: never negative, at most that over the whole vocabu
 where the two agree. A sum over the K tokens alone, as verl has it, may be negative and pushes the policy to
 give them all probability. Renormalised probabilities would not see what the policy gives to other tokens.
 
-In: log-probabilities of both for the same K tokens. Out: a divergence per token of the response. Left out on
+In: log-probabilities of both for the same K tokens. Out: a divergence per response token. Left out on
 purpose: which tokens (`workers/teacher.py`).
 """
 
@@ -37,7 +37,7 @@ DIVERGENCES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "reverse_kl": reverse,
     "reverse_kl_topk": reverse,
 }
-"""By the name that `distillation_loss.loss_mode` gives."""
+"""Values of `distillation_loss.loss_mode` without the suffix TOPK."""
 
 
 def with_rest(log_probs: Tensor) -> Tensor:

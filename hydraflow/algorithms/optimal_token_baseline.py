@@ -7,10 +7,10 @@ Long-Horizon LLM-RL", https://proceedings.mlr.press/v306/li26hy.html).
     A_t = G_t - B_t
 
 G_t is the sum of the rewards from token t on, p_t the probability of token t; w_t is the squared norm of the
-gradient of log p_t with respect to the logits. A trajectory that has no other
-beside it at t is its own baseline there, so its advantage is about 0, but for a group of one, whose baseline
-is 0. `tir_optimal_token_baseline`, for rows with tokens that are not trained (tools' answers), counts trained
-tokens only, and has a baseline of 0 wherever one trajectory is alone.
+gradient of log p_t with respect to the logits. A trajectory that is the only one of its group to train a
+token at t is its own baseline there, so its advantage is about 0; a group of one has a baseline of 0 instead.
+`tir_optimal_token_baseline`, for rows with tokens that are not trained (tools' answers), counts trained
+tokens only, and has a baseline of 0 wherever only one trajectory remains.
 
 Where several rows make a sample, each counts as a trajectory. Importance weights of `rollout_correction` do
 not enter W. (In verl they do, squared.)
@@ -56,8 +56,8 @@ def tir_optimal_token_baseline(
     old_log_probs: Tensor,
     sum_pi_squared: Tensor,
 ) -> tuple[Tensor, Tensor]:
-    """As `optimal_token_baseline`, but places are among the trained tokens, and one alone has a baseline
-    of 0."""
+    """As `optimal_token_baseline`, but positions count trained tokens only, and a single trajectory has a
+    baseline of 0."""
     tokens = TrainedTokens(mask, lengths)
     _, group = torch.unique(group_ids, return_inverse=True)
     return _less_baseline(

@@ -36,13 +36,13 @@ class PairOutput(Protocol):
 
 
 class Objective(Protocol):
-    """What is learned from pairs: a score for each row, and a loss for the scores of a pair."""
+    """A pairwise objective: a score for each row, and a loss for the two scores of a pair."""
 
     head: ClassVar[str]
-    """The model's: policy or value."""
+    """The model's head: policy or value."""
 
     def token_scores(self, answer: Tensor, columns: Mapping[str, Tensor]) -> Tensor:
-        """What each token adds to the score of its row, in the shape of `answer`: the model's
+        """Each token's contribution to the score of its row, in the shape of `answer`: the model's
         log-probabilities or values."""
 
     def losses(self, scores: Tensor, columns: Mapping[str, Tensor]) -> Tensor:
@@ -124,7 +124,7 @@ class PairLoss:
 
     def __call__(self, output: PairOutput, columns: Mapping[str, Tensor]) -> tuple[Tensor, dict[str, Metric]]:
         answer = output.log_probs if self.objective.head == "policy" else output.values
-        assert answer is not None, f"the loss needs the answers of a {self.objective.head} model"
+        assert answer is not None, f"the loss needs the outputs of a {self.objective.head} model"
         scores = keep(self.objective.token_scores(answer, columns), columns["response_mask"]).sum(1)  # (B,)
         losses = self.objective.losses(scores, columns)
         loss = losses.sum() / max(self.denominators.sequences / 2, 1.0)

@@ -1,4 +1,4 @@
-"""ReMax (Li et al. 2023, https://arxiv.org/abs/2310.10505): REINFORCE with the greedy response's score for a
+"""ReMax (Li et al. 2023, https://arxiv.org/abs/2310.10505): REINFORCE with the greedy response's score as the
 baseline.
 
     A_t = (sum of the rewards from token t on) - (score of the greedy response to the same prompt)

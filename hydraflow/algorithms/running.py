@@ -1,5 +1,5 @@
-"""Mean and standard deviation of all scores of a run so far: two sets of numbers are joined by their counts,
-means and sums of squared distances (Chan, Golub and LeVeque 1979, equation 2.1).
+"""Running mean and standard deviation of all scores of a run: two sets are merged by their counts, means and
+sums of squared deviations (Chan, Golub and LeVeque 1979, equation 2.1).
 
 In: the scores of each step. Out: statistics over these and all before them, as if they were one list.
 """
@@ -12,7 +12,7 @@ from torch import Tensor
 
 
 class RunningMoments:
-    """Of the numbers taken so far.
+    """Moments of the numbers seen so far.
 
     >>> import torch
     >>> seen = RunningMoments()

@@ -24,7 +24,7 @@ class Samples:
     """
 
     index: Tensor | None
-    """(B,) the sample that each row is of, numbered from 0; None: every row is one of its own."""
+    """(B,) the sample of each row, numbered from 0; None: every row is a sample."""
 
     @classmethod
     def of(cls, group_ids: Tensor | None, samples: Tensor | None) -> Samples:
@@ -48,13 +48,13 @@ class Samples:
         return self.sum(column) / (rows if column.dim() == 1 else rows[:, None])
 
     def first(self, column: Tensor) -> Tensor:
-        """(S,) of a column (B,) that is equal for the rows of a sample."""
+        """(S,) values of a column (B,) that is constant within a sample."""
         if self.index is None:
             return column
         return column.new_zeros(self._count()).scatter(0, self.index, column)
 
     def to_rows(self, column: Tensor) -> Tensor:
-        """A column (S,) of samples for each of their rows, (B,)."""
+        """Broadcasts a column (S,) to the rows of each sample, (B,)."""
         return column if self.index is None else column[self.index]
 
     def _count(self) -> int:
@@ -63,8 +63,8 @@ class Samples:
 
 
 def numbered(group_ids: Tensor, samples: Tensor) -> tuple[Tensor, Tensor]:
-    """The sample (B,) that each row is of, and the group (S,) of each sample, both numbered from 0 in the
-    order of their ids.
+    """The sample (B,) of each row, and the group (S,) of each sample, both numbered from 0 in the order of
+    their ids.
 
     >>> index, of_sample = numbered(torch.tensor([9, 4, 4, 4]), torch.tensor([0, 2, 1, 2]))
     >>> index.tolist(), of_sample.tolist()

@@ -1,9 +1,9 @@
-"""Reward shaping: what becomes of the reward function's scores before advantages are computed.
+"""Reward shaping: transforms the reward function's scores before advantages are computed.
 
     score + overlong penalty + weight * length reward  ->  (score - mean) / std  ->  clip
 
-In: the scores of all rows of a step, and their lengths. Out: scores. With the defaults they stay as they are.
-Left out on purpose: the KL penalty (`kl.py`) and what is done to advantages (`advantages.py`).
+In: the scores of all rows of a step, and their lengths. Out: scores. The defaults change nothing. Left out on
+purpose: the KL penalty (`kl.py`), and whitening and clipping of advantages (`advantages.py`).
 """
 
 from __future__ import annotations
@@ -22,23 +22,23 @@ from hydraflow.algorithms.samples import Samples
 @dataclass(frozen=True)
 class OverlongBuffer:
     """The soft punishment of long responses (DAPO: Yu et al. 2025, https://arxiv.org/abs/2503.14476, equation
-    13): 0 up to `limit - size` tokens, from there falling, to `-factor` at `limit`. As in verl it falls on
-    beyond the limit.
+    13): 0 up to `limit - size` tokens, then linear, `-factor` at `limit`. As in verl it keeps falling beyond
+    the limit.
 
     >>> OverlongBuffer(limit=100, size=20, factor=2.0).penalty(torch.tensor([80, 90, 100, 110])).tolist()
     [0.0, -1.0, -2.0, -3.0]
     """
 
     limit: int
-    """Tokens of the longest response that should be."""
+    """Maximum response length, in tokens."""
     size: int
-    """Tokens before the limit where the penalty grows."""
+    """Tokens before the limit over which the penalty grows."""
     factor: float
     log: bool = False
     """Whether the penalties are reported."""
 
     def penalty(self, lengths: Tensor) -> Tensor:
-        """What is added to the scores (B,) of responses of these lengths (B,)."""
+        """Penalties (B,), at most 0, to add to the scores of responses of these lengths (B,)."""
         over = (lengths - (self.limit - self.size)).clamp(min=0).float()
         return 0.0 - over / self.size * self.factor
 
@@ -100,8 +100,8 @@ def length_reward(lengths: Tensor, right: Tensor, ids: Tensor) -> Tensor:
 def _normalized(
     config: AlgorithmConfig, scores: Tensor, joined: Samples, ids: Tensor, seen: RunningMoments
 ) -> Tensor:
-    """Scores (B,) less a mean, divided by a standard deviation + 1e-6. A sample that would be compared with
-    no other keeps its score."""
+    """Scores (B,) minus a mean, divided by a standard deviation + 1e-6. A sample with nothing to compare with
+    keeps its score."""
     of_samples = joined.mean(scores)
     if "running" in (config.norm_mean_type, config.norm_std_type):
         seen.take(of_samples)

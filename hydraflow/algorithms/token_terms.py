@@ -1,4 +1,4 @@
-"""What losses read and give, token by token, and the reduction of statistics to metrics.
+"""Inputs and results of losses, token by token, and the reduction of statistics to metrics.
 
 In: tensors (B, R) and a mask. Out: `Metric`s that merge exactly over micro-batches and ranks.
 """
@@ -19,15 +19,15 @@ from hydraflow.metrics import Metric
 
 @dataclass(frozen=True)
 class TokenInputs:
-    """What a policy loss reads of B rows with up to R response tokens: (B, R) each, 0 where `mask` is."""
+    """Inputs of a policy loss for B rows with up to R response tokens: (B, R) each, 0 where `mask` is 0."""
 
     log_probs: Tensor
-    """Of this pass; the gradient goes through them."""
+    """Log-probabilities of this forward pass; the gradient flows through them."""
     old_log_probs: Tensor
-    """Of the policy that the ratio is taken to."""
+    """Log-probabilities of the old policy, the denominator of the ratio."""
     advantages: Tensor
     mask: Tensor
-    """1 for the tokens that are trained."""
+    """1 for trained tokens."""
     chosen: Tensor | None = None
     """bool: tokens that were chosen over the whole mini-batch, for losses that have such a choice."""
 
@@ -55,7 +55,7 @@ class PolicyOutput(Protocol):
 
     @property
     def target_log_probs(self) -> Tensor | None:
-        """(B, R, K) of a teacher's likeliest tokens, where the loss is over these."""
+        """(B, R, K) of the teacher's top-k tokens, for losses over them."""
 
 
 class ValueOutput(Protocol):

@@ -5,7 +5,7 @@ canonical limits: positive examples have weight 1, negative ones their ratio, at
     w    = 1 where A > 0, else min(s, 1)
     loss = -A stop_gradient(w) logp
 
-A bad response that has become unlikely is left alone; a good one is imitated however unlikely it is.
+A bad response that has become improbable gets almost no gradient; a good one always gets all of it.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The trained tokens of ragged rows: picked out, discounted along each row, whitened, and put back.
+"""The trained tokens of ragged rows: selected, discounted along each row, whitened, and scattered back.
 
 In: flat columns (N,), the tokens of all rows one row after the other; their mask, and the lengths of the
 rows. Out: the same columns with the trained tokens alone (n,), and what follows from them. Left out on
@@ -25,7 +25,7 @@ def row_sums(values: Tensor, lengths: Tensor) -> Tensor:
 
 
 class TrainedTokens:
-    """The tokens of a step whose mask is 1; each row is what is left of it without the others."""
+    """The tokens of a step whose mask is 1; each row consists of its trained tokens only."""
 
     def __init__(self, mask: Tensor, lengths: Tensor):
         self._size = len(mask)
@@ -114,7 +114,7 @@ def _discounted_by_token(values: Tensor, lengths: Tensor, factors: Tensor) -> Te
 
 
 def _ahead(values: Tensor, reach: int) -> Tensor:
-    """Each value's `reach` places later, 0 beyond the end."""
+    """Values shifted left by `reach` positions, 0 beyond the end."""
     return torch.cat([values[reach:], values.new_zeros(min(reach, len(values)))])
 
 

@@ -1,7 +1,6 @@
-"""Tries a loss or an estimator of the user's own on a few made-up rows, before a run depends on it.
+"""Tries a user's loss or estimator on a few made-up rows before a run depends on it.
 
-In: the function with its keys. Out: what is wrong with what it returns. Left out on purpose: whether it is
-any good.
+In: the function with its keys. Out: what is wrong with its result. Left out on purpose: whether it learns.
 """
 
 from __future__ import annotations
@@ -28,14 +27,14 @@ def try_loss(loss: PolicyLoss) -> str | None:
     for what, tensor in {"loss": terms.loss, **terms.stats}.items():
         if not isinstance(tensor, torch.Tensor) or tensor.shape != mask.shape:
             shape = tuple(tensor.shape) if isinstance(tensor, torch.Tensor) else type(tensor).__name__
-            return f"{what} must have the shape (B, R) of its inputs, {tuple(mask.shape)}, and is {shape}"
+            return f"{what} must have the shape (B, R) of its inputs, {tuple(mask.shape)}, and has {shape}"
     if not terms.loss.requires_grad:
-        return "its loss has no gradient: nothing of it follows from tokens.log_probs"
+        return "its loss has no gradient: it does not depend on tokens.log_probs"
     return None if bool(terms.loss[mask.bool()].isfinite().all()) else "its loss is not finite"
 
 
 def try_estimator(config: AlgorithmConfig) -> str | None:
-    """The same of the estimator of a configuration, for 2 groups of 2 rows."""
+    """The same for a configuration's estimator, on 2 groups of 2 rows."""
     lengths = torch.tensor([3, 2, 3, 1])
     tokens = int(lengths.sum())
     rewards, values = torch.linspace(-1.0, 1.0, 2 * tokens).view(2, tokens)

@@ -1,4 +1,4 @@
-"""What the limits of a generation engine must hold.
+"""Rules for the limits of a generation engine.
 
 In: a section `rollout` and the longest row. Out: broken rules, for training and for generation alone.
 """

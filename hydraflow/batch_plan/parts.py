@@ -23,7 +23,7 @@ DERIVED = "derived"
 
 @dataclass(frozen=True)
 class Plan:
-    """What the plans of all kinds of runs have."""
+    """Base of all plans."""
 
     def to_json(self) -> str:
         """The content of `plan.json`; device ranges as [first, last + 1]."""
@@ -34,17 +34,17 @@ class Plan:
 
 @dataclass(frozen=True)
 class MicroPlan:
-    """What one forward of one data rank holds: that many rows, or rows up to that many tokens; one is set."""
+    """A micro-batch: the rows of one forward pass on one data rank, or its token budget; one is set."""
 
     rows: int | None
     max_tokens: int | None
     unit: int = 1
-    """Neighbouring rows that stay together: the two of a pair. `rows` is a multiple of it."""
+    """Neighbouring rows that must stay together, such as the two of a pair; divides `rows`."""
 
 
 @dataclass(frozen=True)
 class RolePlan:
-    """How a trained role cuts the trajectories of one step."""
+    """How a trained role splits the trajectories of one step."""
 
     data_ranks: int
     """dp: ranks among which the rows of a mini-batch are split."""
@@ -59,11 +59,11 @@ class RolePlan:
     shuffle: bool
     """Whether the prompts of the mini-batches are drawn in random order."""
     micro: MicroPlan
-    """What one forward holds during an update."""
+    """Micro-batch of an update."""
     optimizer_steps_per_step: int
     """K = (Q/M)·E."""
     accumulation_steps: int | None = None
-    """a = g/m: micro-batches per optimizer step; None: as many as the tokens of the rows need."""
+    """a = g/m: micro-batches per optimizer step; None: depends on the rows' tokens."""
     warmup_steps: int = 0
     """Training steps over which the learning rate rises from 0."""
     decay_steps: int = 0
@@ -71,14 +71,14 @@ class RolePlan:
     total_optimizer_steps: int = 0
     """Optimizer steps of the run; 0: not known, or none."""
     first_step: int = 1
-    """The training step, counted from 1, from which on the role learns."""
+    """First training step, counted from 1, in which the role learns."""
 
     def optimizer_steps(self, training_steps: int) -> int:
         """Optimizer steps in the first `training_steps` training steps."""
         return max(0, training_steps - self.first_step + 1) * self.optimizer_steps_per_step
 
     def of_units(self, unit: int) -> RolePlan:
-        """The same plan where each of its rows stands for `unit` rows that stay together."""
+        """The same plan where each of its rows is a unit of `unit` rows that stay together."""
         micro = replace(self.micro, rows=self.micro.rows and self.micro.rows * unit, unit=unit)
         rows, each = self.mini_batch_trajectories * unit, self.rows_per_rank * unit
         return replace(self, mini_batch_trajectories=rows, rows_per_rank=each, micro=micro)
@@ -234,10 +234,10 @@ class RoleRequest:
     optim: OptimConfig
     optim_key: str
     first_step: int = 1
-    """The training step, counted from 1, from which on it learns."""
+    """First training step, counted from 1, in which it learns."""
 
     def plan(self, *, q: int, n: int, row_tokens: int, total_steps: int) -> RolePlan:
-        """How it cuts a step of `q` prompts with `n` rows each."""
+        """How it splits a step of `q` prompts with `n` rows each."""
         assert self.ranks is not None
         rows, steps = self.mini * n // self.ranks, q // self.mini * self.epochs
         micro = self.micro.plan(rows_per_rank=rows, row_tokens=row_tokens, exact=True)
@@ -279,9 +279,9 @@ class RoleRequest:
 
 
 MOST = 10**9
-"""No size is larger: what follows from several can still be counted."""
+"""Maximum of any size, so that products of several stay exact."""
 MOST_TRIED = 2**16
-"""Up to which divisors are looked for."""
+"""Largest divisor that is searched for."""
 
 
 def divisors(number: int) -> list[int]:
@@ -315,7 +315,7 @@ def multiples(value: int, unit: int) -> list[int]:
 
 
 def mini_batch_unit(ranks: Sequence[int], n: int) -> int:
-    """The fewest prompts whose n responses each can be shared equally by every one of these numbers of data
+    """The smallest number of prompts whose n responses each divide equally over each of these numbers of data
     ranks.
 
     >>> mini_batch_unit([8, 12], 4)

@@ -142,8 +142,8 @@ class _Search:
             alike = sum(fix.keys() == other.keys() for other in alternatives)
             if fix not in alternatives and alike < MOST_ALIKE and not self.judge(rest | fix):
                 alternatives.append(fix)
-        said = ([f"{key}={shown(value)}" for key, value in values.items()] for values in alternatives)
-        text = " or ".join(map(" ".join, said))
+        texts = ([f"{key}={shown(value)}" for key, value in values.items()] for values in alternatives)
+        text = " or ".join(map(" ".join, texts))
         return Problem(violation.field, violation.value, violation.text, text or violation.advice)
 
 

@@ -39,7 +39,7 @@ class FilterRequest:
 
 @dataclass(frozen=True)
 class Request:
-    """Everything that the rules judge: numbers as asked for, nulls that follow another key replaced."""
+    """The input of the rules: numbers as configured, nulls replaced by the keys that they follow."""
 
     settings: Settings[PPOConfig]
     numbers: StepNumbers
@@ -117,7 +117,7 @@ class Request:
 def read(
     settings: Settings[PPOConfig], layouts: Mapping[str, Layout], prompts: int | None
 ) -> tuple[Request, list[Violation]]:
-    """What the configuration asks for, and the relations between its numbers that cannot hold."""
+    """The requested sizes, and the violations found while reading them."""
     config: PPOConfig = settings.config
     rollout, training = config.actor_rollout_ref.rollout, config.async_training
     groups, per_call = config.algorithm.filter_groups, config.data.gen_batch_size
@@ -166,7 +166,7 @@ def _group(layout: Layout | None) -> int:
 
 
 def _critic_shares(config: PPOConfig, layouts: Mapping[str, Layout]) -> list[int]:
-    """What a critic with the actor's mini-batches divides their trajectories into."""
+    """Number of ranks into which a critic with the actor's mini-batches divides them."""
     critic, layout = config.critic, layouts.get("critic")
     if layout is None:
         return []
@@ -176,7 +176,7 @@ def _critic_shares(config: PPOConfig, layouts: Mapping[str, Layout]) -> list[int
 
 
 def _shared(micro: MicroRequest, layout: Layout | None) -> MicroRequest:
-    """With what the role's layout says: devices that share a row, groups of an interleaved pipeline."""
+    """Completed from the role's layout: devices that share a row, groups of an interleaved pipeline."""
     return replace(micro, sharers=layout.context, group=_group(layout)) if layout else micro
 
 

@@ -121,7 +121,7 @@ def judge(
 
 
 def _with_other_steps(violation: Violation, request: Request) -> Iterator[Fix]:
-    """Fixes of a contradiction: its own, other steps, and steps without any handle."""
+    """Fixes of a contradiction: its own, and other values of the number of steps."""
     yield from violation.candidates()
     dropped: Fix = dict.fromkeys(request.numbers.handles, None)
     yield dropped

@@ -1,4 +1,4 @@
-"""What the numbers of a run must hold, once its devices add up.
+"""Rules for a run's batch sizes, once its devices add up.
 
 In: a `Request`. Out: broken rules, each with its numbers. A new rule is a function from the request to
 violations, in `RULES`.
@@ -72,7 +72,7 @@ def _with_fewer_devices(request: Request, role: RoleRequest) -> Iterator[Fix]:
 
 
 def _every_rank_has_rows(request: Request) -> Iterator[Violation]:
-    """S is at least dp, for every role to which the trajectories of a step are sent."""
+    """S is at least dp, for every role that receives the step's trajectories."""
     for role, layout in request.layouts.items():
         calls, what = (request.prompts_per_call, "call") if role == "rollout" else (request.q, "step")
         rows = calls * request.n

@@ -1,5 +1,4 @@
-"""The batch plan of supervised training: the smaller sister of `batch_plan/resolve.py`, and like it a reader
-of batch-size keys.
+"""The batch plan of supervised training; like `batch_plan/resolve.py`, a reader of batch-size keys.
 
 In: the configuration, how many devices and conversations there are. Out: one `SFTPlan`, or one `ConfigError`
 with every broken rule and remedies that work together.
@@ -42,7 +41,7 @@ class SFTPlan(Plan):
     """Conversations, or pairs of them, in one optimizer step, over all data ranks; a training step is one
     optimizer step."""
     role: RolePlan
-    """How the model's update cuts them; a conversation is a prompt with one response, a pair one with two."""
+    """How the model's update splits them; a conversation is a prompt with one response, a pair has two."""
     cluster: Cluster
     layouts: dict[str, Layout]
     """Of the one role, `model`."""
@@ -68,7 +67,7 @@ class _Request:
     unit: int
     """Rows of the model that each of them is."""
     row_tokens: int
-    """Most tokens of one of them."""
+    """Maximum tokens of one of them."""
     steps_per_epoch: int
     total_steps: int
 
@@ -136,12 +135,12 @@ def rows_of_example(config: SupervisedConfig) -> int:
 
 
 def _ending(config: SupervisedConfig) -> int:
-    """Tokens that a row has besides its conversation: in a reward model's the place of the score."""
+    """Extra tokens of a row beyond its conversation: for a reward model, the position of the score."""
     return int(isinstance(config, RMConfig))
 
 
 def noun_of(config: SupervisedConfig) -> str:
-    """What the training examples are called."""
+    """The word for a training example: conversation or pair."""
     return "pair" if rows_of_example(config) == 2 else "conversation"
 
 
@@ -186,7 +185,7 @@ def _read_role(config: SupervisedConfig, layout: Layout | None) -> RoleRequest:
 
 
 def _violations(request: _Request) -> Iterator[Violation]:
-    """What the numbers must hold, once the devices add up."""
+    """Broken rules, once the devices add up."""
     role, there, noun = request.role, request.conversations, noun_of(request.settings.config)
     batch, ranks, model = role.mini, role.ranks or 1, request.topology.roles["model"]
 

@@ -2,8 +2,8 @@
 
 In: a model's number of layers, and the overrides that divide it unevenly. Out: the layers of each part of
 each stage, or a ConfigError with numbers that would be legal, also before a run starts, so Megatron-Core is
-not imported. Left out on purpose: equal shares that do not come out even (`device_rules.py`), which layers
-they are (Megatron-Core counts them itself).
+not imported. Left out on purpose: equal shares that do not divide (`device_rules.py`), and which layers a
+stage gets (Megatron-Core numbers them itself).
 """
 
 from __future__ import annotations
@@ -49,14 +49,14 @@ def layers_of_parts(layers: int, settings: MegatronConfig) -> Parts:
 
 
 def require_layers(layers: int, settings: MegatronConfig, *, section: str) -> None:
-    """ConfigError for a given division that does not come out even, or leaves a part without layers;
-    `section`: the role's."""
+    """ConfigError for an explicit split that does not divide, or leaves a part without layers; `section`: the
+    role's."""
     if problems := list(_problems(layers, settings, f"{section}.megatron")):
         raise ConfigError(problems)
 
 
 def megatron_sections(config: PPOConfig) -> Iterator[tuple[str, MegatronConfig]]:
-    """The sections of the roles whose models Megatron-Core computes."""
+    """Sections of the roles that use Megatron-Core."""
     policy = config.actor_rollout_ref
     if policy.actor.strategy == "megatron":
         yield "actor_rollout_ref.actor", policy.actor.megatron
@@ -168,7 +168,7 @@ def _of_layout(layers: int, settings: MegatronConfig, layout: Any, engine: str) 
 
 
 def even_layout(layers: int, parts: int) -> str:
-    """A layout with shares as equal as they come.
+    """A layout with shares as equal as possible.
 
     >>> even_layout(7, 3)
     'Et*3|t*2|t*2L'
@@ -178,7 +178,7 @@ def even_layout(layers: int, parts: int) -> str:
 
 
 def _given(settings: MegatronConfig) -> dict[str, Any]:
-    """What divides the layers; the overrides' usual values divide nothing."""
+    """The overrides that split layers; those at their default values do not count."""
     overrides = settings.override_transformer_config
     found = {name: overrides.get(name) for name in LAYERS_OF_STAGES}
     return {name: value for name, value in found.items() if value is not None and value is not False}
@@ -194,7 +194,7 @@ def _uneven(layers: int, stages: int, ends: Mapping[str, Any]) -> list[int]:
 
 
 def _parsed(layout: Any) -> list[list[str]]:
-    """What each part of a layout has, by Megatron-Core's words; letters that it does not know stay.
+    """The contents of each part of a layout, in Megatron-Core's terms; unknown letters are kept.
 
     >>> _parsed("Et*2|(t|)*2L")
     [['embedding', 'decoder', 'decoder'], ['decoder'], ['decoder'], ['loss']]

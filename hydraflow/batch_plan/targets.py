@@ -69,8 +69,8 @@ def _near(request: Request, shares: Mapping[str, int]) -> Iterator[tuple[int, in
 
 
 def _overrides(request: Request, q: int, n: int, mini: int, critic: int) -> Values:
-    """What must be said so that a step has these numbers: the keys that differ, and the handles that would
-    contradict; `critic` counts where the critic's mini-batches are its own."""
+    """The overrides that give a step these numbers: changed keys, and contradicting handles unset; `critic`
+    is used if the critic has its own mini-batch size."""
     numbers = request.numbers
     values = Values()
     for letter, number in (("Q", q), ("n", n), ("M", mini)):

@@ -46,7 +46,7 @@ class CheckContext:
 
     `asked` is the configuration as it was given; `config` has what a recipe has made by now, and no machines
     of `cluster.*`: this one is looked at. `opened` holds what the caller already has, by the names of the
-    properties here: plan, machine, tokenizer, first_rows; None: it could not be had, and the caller says so.
+    properties here: plan, machine, tokenizer, first_rows; None: not available; the caller reports it.
     """
 
     def __init__(

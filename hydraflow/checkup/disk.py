@@ -58,7 +58,7 @@ def check_disk(context: CheckContext) -> Iterator[Finding]:
 
 
 def check_recipe(context: CheckContext) -> Iterator[Finding]:
-    """The folder in which a recipe keeps what it makes: it must be there already, or can be written."""
+    """The cache folder of a recipe: its assets must exist, or it must be writable."""
     recipe = context.config.recipe
     if recipe.name == "none":
         raise CheckSkipped("no recipe is used")

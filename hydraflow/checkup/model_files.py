@@ -66,7 +66,8 @@ def _check_directory(model: ModelConfig, field: str) -> Iterator[Finding]:
 
 
 def to_download(evidence: str, name: str, *, fault: str | None) -> Finding:
-    """What is missing of a model on the hub: it comes at the start of the run, unless there is a `fault`."""
+    """A model on the hub that is not in the cache: the run downloads it at its start, unless there is a
+    `fault`."""
     if fault is None:
         return note(f"{evidence}; it will be downloaded at the start", f"hf download {name}")
     first = "unset HF_HUB_OFFLINE; " if is_offline() else ""
@@ -97,9 +98,9 @@ def check_model_fits(context: CheckContext) -> Iterator[Finding]:
 
 
 def check_megatron_model(context: CheckContext) -> Iterator[Finding]:
-    """Models that Megatron-Core trains are of a kind that is built, and divide by the sizes; overrides leave
-    alone what follows from the model and what the engine relies on, and give each stage layers. All mistakes
-    of all roles at once."""
+    """Models that Megatron-Core trains are supported and divide by the parallel sizes; overrides do not touch
+    what the model or the engine determines, and give every stage layers. All mistakes of all roles at
+    once."""
     config, policy = context.config, context.config.actor_rollout_ref
     if not (sections := list(megatron_sections(config))):
         raise CheckSkipped("no role trains with it")
@@ -146,7 +147,7 @@ def judge_vocabulary(tokenizer: PreTrainedTokenizerBase, config: PreTrainedConfi
     model, known = config.get_text_config().vocab_size, len(tokenizer)
     if known > model:
         seen = f"the tokenizer has {known} tokens, the model {model}"
-        evidence = f"{seen}: the last {known - model} would be out of range"
+        evidence = f"{seen}: the ids of the last {known - model} would be out of range"
         return problem(evidence, f"{MODEL}.tokenizer_path=<the model's own tokenizer>")
     return ok(f"the tokenizer has {known} tokens, the model {model}")
 

@@ -79,12 +79,12 @@ def contradictions(config: Any, given: Allocation | None) -> Iterator[Problem]:
 
 
 def started_often(config: Any, started: tuple[int, int] | None) -> Iterator[Problem]:
-    """The problem of a command that starts its processes itself, and that torchrun has started on (nodes, in
-    so many processes each)."""
+    """The problem of a command that starts its own processes but was started by torchrun, on (nodes,
+    processes per node)."""
     if started is None or not isinstance(config, RayCommandConfig):
         return
     nodes, processes = started
-    rule = f"has started this {nodes * processes} times; one process is enough, and starts the others"
+    rule = f"has started this {nodes * processes} times; start it once, it starts its own workers"
     remedy = f"{type(config).__doc__} ... {NODES}={nodes} {DEVICES}={processes}"
     yield Problem("torchrun", None, rule, remedy)
 

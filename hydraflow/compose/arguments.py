@@ -157,9 +157,5 @@ def _unknown_option(word: str, rest: list[str], own: set[str]) -> Problem:
         return Problem(word, None, "unknown option", f"{near[0]}{equals}{value}")
     if not equals and rest and "=" not in rest[0] and not rest[0].startswith("-"):
         value = rest.pop(0)
-    return Problem(
-        word,
-        None,
-        "unknown option; settings are written key=value, without dashes",
-        f"{name.lstrip('-')}={value or '...'}",
-    )
+    remedy = f"{name.lstrip('-')}={value}" if value else f"leave out {word}; --help lists the options"
+    return Problem(word, None, "unknown option; settings are written key=value, without dashes", remedy)

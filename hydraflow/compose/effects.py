@@ -155,7 +155,7 @@ _PLACES = (
     NoEffectRule(
         f"{ROLLOUT}.{{update_weights_bucket_megabytes,verify_weights_every}}",
         lambda c: _rollout_is_with(c, c.actor_rollout_ref.actor.device_mapping),
-        "the rollout reads the actor's weights in the same process",
+        "the rollout reads the actor's weights within one process",
         "trainer.fuse_roles=false",
     ),
     *(
@@ -195,7 +195,7 @@ _PLACES = (
 
 
 def _computes_like_the_engine(config: PPOConfig) -> bool:
-    """Whether both probabilities of a sampled token are the same number. What `auto` is depends on the
+    """Whether engine and trainer compute the same probabilities. False for `auto`, which depends on the
     device."""
     rollout, actor = config.actor_rollout_ref.rollout, config.actor_rollout_ref.actor
     trainer = engine_config(actor.strategy, actor)
@@ -293,7 +293,7 @@ _PARTS = (
     NoEffectRule(
         "reward.{num_workers,timeout,max_memory,max_concurrent}",
         lambda c: c.debug or c.trainer.debug.local,
-        "a run that is debugged scores in the process that asks, without limits",
+        "a debugged run scores in the calling process, without limits",
         "debug=false trainer.debug.local=false",
     ),
 )
@@ -302,7 +302,7 @@ _RUN = (
         "ray_init.num_cpus",
         # in a Slurm job hydraflow.slurm starts Ray with it
         lambda c: c.ray_init.address != "local" and allocation() is None,
-        "the running cluster counts its own",
+        "a running cluster has counted its own",
         "ray_init.address=local",
     ),
     NoEffectRule(
@@ -319,7 +319,7 @@ _RUN = (
     NoEffectRule(
         "trainer.{rpc_timeout,start_timeout}",
         lambda c: c.debug or c.trainer.debug.local,
-        "nothing has a deadline while it is debugged",
+        "a debugged run has no deadlines",
         "debug=false trainer.debug.local=false",
     ),
 )
@@ -370,12 +370,12 @@ RULES: dict[type, tuple[NoEffectRule, ...]] = {
 """Schema -> rules; for each key, the first rule that applies is reported."""
 
 PLANNED_ONLY = {
-    "cluster.*": "it describes machines for python -m hydraflow.plan; a run takes those of trainer.*",
-    f"{ROLLOUT}.agent.*": "no agents run yet; python -m hydraflow.plan shows what each of them would get",
+    "cluster.*": "it describes machines for python -m hydraflow.plan; a run reads trainer.*",
+    f"{ROLLOUT}.agent.*": "agents are not implemented yet; python -m hydraflow.plan shows what each gets",
 }
 """Keys that only the planner reads -> why a run does not."""
 _NEVER_IDLE = {"critic.enable", "critic.strategy"}
-"""Keys that a section without effect does not silence: the one that switches it, and the one that
+"""Keys that are never reported as part of a section without effect: its own switch, and the one that
 `model_engine` sets along with the actor's."""
 
 

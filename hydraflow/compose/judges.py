@@ -1,4 +1,4 @@
-"""Each command's own checks of its configuration, for the report that lists every mistake at once.
+"""Each command's checks of its configuration, for the report that lists every mistake at once.
 
 In: a composed configuration and the origins of its values. Out: broken rules of the batch plan and features
 that cannot run yet (`runnable.py`); separately, files and folders that are missing on this machine. Standard
@@ -53,7 +53,7 @@ def judge(config: PPOConfig | SupervisedConfig | GenerateConfig, command: Comman
 def missing(
     config: PPOConfig | SupervisedConfig | GenerateConfig | EvalConfig, command: Command
 ) -> Iterator[Problem]:
-    """The models and files that the command reads and that are not on this machine."""
+    """Models and files that the command reads but that are not on this machine."""
     if isinstance(config, PPOConfig):
         yield from own_problems(config)
     for key in _read_from_disk(config):
@@ -65,7 +65,7 @@ def missing(
 
 
 def _read_from_disk(config: PPOConfig | SupervisedConfig | GenerateConfig | EvalConfig) -> list[str]:
-    """The keys that name models and files."""
+    """Keys that name models and files."""
     if isinstance(config, EvalConfig):
         return ["data.path", REWARD]
     if isinstance(config, GenerateConfig):

@@ -87,12 +87,15 @@ def field_docs(section: type) -> dict[str, str]:
 
 
 def unknown_key(schema: type, path: str, value: Any) -> Problem:
-    """The problem of an unknown key, with the nearest known ones."""
+    """The problem of an unknown key, with the nearest known ones that take such a value."""
     near = nearest_keys(schema, path)
+    fitting = [key for key in near if _takes(schema, key, value)]
     for key in (path, *near):  # a value that is secret under one of these names is hidden everywhere
         value = public(value, key)
-    remedy = " or ".join(f"{key}={shown(value)}" for key in near) or "--help lists every key"
-    return Problem(path, shown(value), "unknown key", remedy)
+    known = known_keys(schema)
+    remedies = [f"{key}={shown(value)}" for key in fitting]
+    remedies = remedies or [f"{key}=<{type_words(known[key].hint)}>" for key in near[:1]]
+    return Problem(path, shown(value), "unknown key", " or ".join(remedies) or "--help lists every key")
 
 
 def leaf_keys(schema: type) -> list[str]:
@@ -100,14 +103,37 @@ def leaf_keys(schema: type) -> list[str]:
     return [key.path for key in known_keys(schema).values() if not key.is_section]
 
 
+def keys_for(schema: type, path: str) -> list[str]:
+    """The schema's leaves, and the name in `path` inside each open mapping that its sections resemble.
+
+    >>> from hydraflow.schema import PPOConfig
+    >>> keys_for(PPOConfig, "teachers.math")[-1]
+    'distillation.teachers.math'
+    """
+    known, names = known_keys(schema), path.split(".")
+    open_keys = [key.path for key in known.values() if key.is_open]
+    inside = [
+        f"{key}.{'.'.join(names[cut:])}"
+        for cut in range(1, len(names))
+        for key in nearest(".".join(names[:cut]), open_keys)
+    ]
+    return [*leaf_keys(schema), *inside]
+
+
 def nearest_keys(schema: type, path: str, count: int = 3) -> list[str]:
-    """Known keys that resemble `path`, the nearest first; leaves only.
+    """Known keys that resemble `path`, the nearest first; leaves and names in open mappings only.
 
     >>> from hydraflow.schema import PPOConfig
     >>> nearest_keys(PPOConfig, "train_batch_size")[0]
     'data.train_batch_size'
     """
-    return nearest(path, leaf_keys(schema), count)
+    return nearest(path, keys_for(schema, path), count)
+
+
+def _takes(schema: type, path: str, value: Any) -> bool:
+    """Whether a key takes a value, or one that was probably meant by it."""
+    key = known_keys(schema).get(path)
+    return key is None or accepts(key.hint, value) or _as_meant(key.hint, value) is not None
 
 
 def accepts(hint: Any, value: Any) -> bool:
@@ -197,22 +223,21 @@ def wrong_type(schema: type, key: Key, value: Any) -> Problem:
         return Problem(
             key.path, shown(value), "is a group of keys, not a value", f"set a key of it, such as {first}=..."
         )
-    example = _as_meant(key, value)
+    meant = _as_meant(key.hint, value)
+    example = key.default if meant is None else meant
     remedy = "" if example is None else f"{key.path}={shown(example)}"
     kind = "a mapping" if isinstance(value, Mapping) else _WORDS.get(type(value), "text")
     kind = "" if value is None or isinstance(value, list) else f", not {kind}"
     return Problem(key.path, shown(value), f"must be {type_words(key.hint)}{kind}", remedy)
 
 
-def _as_meant(key: Key, value: Any) -> Any:
-    """The value that was probably meant: 1000 for 1e3 in an int, true for yes; else the default."""
-    if (
-        isinstance(value, float)
-        and value.is_integer()
-        and abs(value) <= 2**53
-        and accepts(key.hint, int(value))
-    ):
+def _as_meant(hint: Any, value: Any) -> Any:
+    """The value that was probably meant: 1000 for 1e3 in an int, true for yes and 1, [a] for a in a list;
+    None: none is likely."""
+    if isinstance(value, float) and value.is_integer() and abs(value) <= 2**53 and accepts(hint, int(value)):
         return int(value)
-    if isinstance(value, str) and accepts(key.hint, True) and value.lower() in _SWITCHED:
+    if isinstance(value, str) and accepts(hint, True) and value.lower() in _SWITCHED:
         return _SWITCHED[value.lower()]
-    return key.default
+    if type(value) is int and value in (0, 1) and accepts(hint, True):
+        return bool(value)
+    return [value] if value is not None and accepts(hint, [value]) else None

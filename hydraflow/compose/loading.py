@@ -57,11 +57,11 @@ class EntryPoint(Generic[Config]):
     """A file of the config folder without its suffix."""
     schema: type[Config]
     options: Sequence[CommandLineOption] = ()
-    """Options of its own."""
+    """Options besides Hydra's."""
     judges: Sequence[Judge] = ()
     missing: Judge | None = None
-    """Reports missing files, but only along with other mistakes. Otherwise this is left to the job, which
-    reports them together with everything else that is wrong with this machine."""
+    """Reports missing files, but only along with other mistakes. If there are none, the job reports them
+    together with everything else that is wrong with this machine."""
     tolerant: bool = False
     """Nothing will run: unsupported keys are reported, not rejected, and the entry point prints the notes."""
     advise: Callable[..., Iterable[str]] | None = None
@@ -69,7 +69,7 @@ class EntryPoint(Generic[Config]):
     show_error: Callable[[HydraflowError], None] | None = None
     """Prints an error for the user; None: it goes to standard error."""
     switches: Mapping[str, str | bool] = field(default_factory=dict)
-    """Those of its options that were given."""
+    """Its options that were given."""
     words: tuple[str, ...] = ()
     """The command line of the process, without its secrets."""
 
@@ -261,7 +261,7 @@ def _default_devices(config: Any, checked: CheckedTree) -> Iterator[str]:
 
 
 def _default_estimator(config: Any, checked: CheckedTree) -> Iterator[str]:
-    """A critic by default: the recipe's estimator needs none, that of one's own data does."""
+    """Notes that the default estimator trains a critic, which the recipe's does not."""
     key = "algorithm.adv_estimator"
     is_meant = any(given == key or given.startswith("critic.") for given in checked.origins)
     if isinstance(config, PPOConfig) and not is_meant and needs_critic(config):
@@ -299,6 +299,8 @@ def _value_problems(
     `others`: problems already found that may be due to one, too. `refused`: there are problems besides.
     """
     problems = [*checks.problems(config, planning=entry.tolerant), *others]
+    led = {f"follows {problem.field}" for problem in problems}  # told of the key that leads
+    problems = [problem for problem in problems if checked.origins.get(problem.field) not in led]
     if not entry.tolerant:
         problems += allocated.contradictions(config, allocation())
         problems += allocated.started_often(config, torchrun_processes())
@@ -308,6 +310,8 @@ def _value_problems(
     )
     if unknown.hide_the_plan:
         return problems
+    wrong = checks.unknown_choices(config)  # judges look choices up; as far as they go, defaults do
+    config = _build(entry.schema, {key: checked.leaves[key] for key in checked.leaves if key not in wrong})
     problems += unknown.unrelated(problem for judge in entry.judges for problem in judge(config, command))
     if entry.missing is not None and (problems or refused):
         problems += unknown.unrelated(entry.missing(config, command))

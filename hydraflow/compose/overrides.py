@@ -22,6 +22,7 @@ from hydra.errors import HydraException
 from hydraflow.compose.arguments import CONFIG_NAME, CONFIG_PATH, Arguments
 from hydraflow.compose.command_words import plain, unparsed, values
 from hydraflow.compose.keys import (
+    accepts,
     is_below_open,
     known_above,
     known_keys,
@@ -34,6 +35,7 @@ from hydraflow.compose.tree import UnknownValues, value_problems
 from hydraflow.compose.verl import classify
 from hydraflow.compose.verl_trees import choices, engine_override, group_override, primary_names
 from hydraflow.errors import ConfigError, Problem, shown
+from hydraflow.redact import public_word
 
 Groups = Mapping[str, Sequence[str]]
 """Folder of YAML files -> the choices in it."""
@@ -102,7 +104,9 @@ def prepare(
         *(primary_names(schema) if own.folders else ()),
     ]
     keys: set[str] = set()
-    for word in arguments.overrides:
+    given, problems_of_spaces = _without_spaces(arguments.overrides)
+    prepared.problems += problems_of_spaces
+    for word in given:
         parsed = _parse(word, schema, prepared)
         if parsed is None:
             continue
@@ -141,12 +145,26 @@ def _parse(word: str, schema: type, prepared: PreparedCommandLine) -> Override |
         try:
             return OverridesParser.create().parse_override(word)
         except HydraException as error:
-            prepared.problems.append(_unreadable(word, key, value, str(error).splitlines()[0]))
+            reason = str(error).splitlines()[0]
+            prepared.problems.append(_unreadable(word, key, value, reason, nearest_keys(schema, key, 1)))
     else:
         prepared.problems.append(_no_value(word, schema))
     if key:
         prepared.unknown.add(key)
     return None
+
+
+def _without_spaces(words: Sequence[str]) -> tuple[list[str], list[Problem]]:
+    """The words without those of `key = value`, which the shell has made three of, and a problem for each."""
+    kept, problems = list[str](), list[Problem]()
+    for word in words:
+        if len(kept) > 1 and kept[-1] == "=" and "=" not in kept[-2]:
+            kept.pop()
+            meant = public_word(f"{kept.pop()}={word}")
+            problems.append(Problem(meant.replace("=", " = ", 1), None, "has spaces around its =", meant))
+        else:
+            kept.append(word)
+    return kept, problems
 
 
 def _no_value(word: str, schema: type) -> Problem:
@@ -157,12 +175,21 @@ def _no_value(word: str, schema: type) -> Problem:
     return Problem(word or "''", None, "is not key=value", remedy)
 
 
-def _unreadable(word: str, key: str, value: str, reason: str) -> Problem:
+def _unreadable(word: str, key: str, value: str, reason: str, near: Sequence[str]) -> Problem:
+    """`near`: the known key that resembles `key`, if any."""
     hidden = unparsed(word)
+    if foreign := [char for char in key if not char.isascii()]:
+        rule = f"{foreign[0]} (U+{ord(foreign[0]):04X}) is no letter of a key"
+        remedy = f"{near[0]}={unparsed(word).partition('=')[2]}" if near else "--help lists every key"
+        return Problem(hidden, None, rule, remedy)
     if hidden == word and not _KEY.fullmatch(key):
         return Problem(
             word, None, f"{key} is not a key: a key is names joined by dots", "--help lists every key"
         )
+    if hidden == word and value.startswith("="):
+        return Problem(word, None, "has more than one =", f"{key}={value.lstrip('=')}")
+    if hidden == word and value.startswith("[") and "]" not in value:
+        return Problem(word, None, "its [ is not closed", f"'{word}]'")
     rule, inner = f"cannot be read: {reason}", value.strip("'\"").replace("'", "").replace('"', "")
     if hidden != word:  # Hydra's message would quote the secret
         rule, inner = "cannot be read", "..."
@@ -179,7 +206,12 @@ def _problems(override: Override, schema: type, groups: Groups, *, multirun: boo
         return []
     if override.is_sweep_override() and not multirun:
         listed = unparsed(override.input_line or "").partition("=")[2]
-        remedy = f"{key}=[{listed}] for one list, or --multirun for several runs"
+        known = known_keys(schema).get(key)
+        is_list = known is None or accepts(known.hint, list(values(override)))
+        one = (
+            f"{key}=[{listed}] for one list" if is_list else f"{key}={listed.partition(',')[0]} for one value"
+        )
+        remedy = f"{one}, or --multirun for several runs"
         return [Problem(key, listed, "several values need --multirun", remedy)]
     verls = {} if key in known_keys(schema) else choices(schema)
     if group_override(schema, key, None, override.value()) is not None:

@@ -1,7 +1,7 @@
-"""The user's own loss and estimator: whether their files, names and parameters fit the configuration.
+"""User-defined losses and estimators: whether their files, names and parameters fit the configuration.
 
-In: a configuration. Out: problems; and for functions that fit, where they are and the values of the keys that
-they read. The files are read, not run. Left out on purpose: importing them (`jobs/own_code.py`).
+In: a configuration. Out: problems; and for functions that fit, their location and the values of the keys that
+they read. The files are parsed, not run. Left out on purpose: importing them (`jobs/own_code.py`).
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from hydraflow.system.own_code import OwnFunction, Parameters
 LOSS, ESTIMATOR = "actor_rollout_ref.actor.policy_loss.loss_mode", "algorithm.adv_estimator"
 REWARD = "reward.custom_reward_function.path"
 SHAPES = (("scores",), ("rewards", "mask", "lengths"))
-"""How the parameters of an estimator begin."""
+"""The legal leading parameters of an estimator."""
 
 
 @dataclass(frozen=True)
 class OwnChoice:
-    """A key that names a function of the user's."""
+    """A key that names a user's function."""
 
     key: str
     given: str
@@ -35,7 +35,7 @@ class OwnChoice:
 
 
 def own_choices(config: PPOConfig) -> list[OwnChoice]:
-    """Those of a configuration."""
+    """The user's functions that a configuration names."""
     actor, algorithm = config.actor_rollout_ref.actor, config.algorithm
     found = []
     for key, given, table, sections in (
@@ -52,7 +52,7 @@ def own_choices(config: PPOConfig) -> list[OwnChoice]:
 
 
 def with_whole_paths(config: PPOConfig) -> PPOConfig:
-    """The configuration for processes that may have another current folder."""
+    """The configuration with absolute paths, for processes with another working directory."""
     whole = {choice.key: f"{choice.function.path}:{choice.function.name}" for choice in own_choices(config)}
     if ESTIMATOR in whole:
         config = replace(config, algorithm=replace(config.algorithm, adv_estimator=whole[ESTIMATOR]))
@@ -65,7 +65,7 @@ def with_whole_paths(config: PPOConfig) -> PPOConfig:
 
 
 def own_files(config: PPOConfig) -> dict[str, Path]:
-    """The user's files of code, by the keys that name them."""
+    """The user's code files, by the keys that name them."""
     found = {choice.key: choice.function.path for choice in own_choices(config)}
     reward = config.reward.custom_reward_function.path
     return found | ({REWARD: Path(reward).expanduser().absolute()} if reward else {})
@@ -89,7 +89,7 @@ def _misfit(choice: OwnChoice, parameters: Parameters) -> str:
     """What is wrong with the parameters; empty: nothing."""
     if choice.key == LOSS:
         data, section, begins = 1, "actor or actor.policy_loss", bool(parameters.names)
-        how = "must take the tokens, then keys of actor by their names"
+        how = "must take the tokens first, then keys of actor by name"
     else:
         data = next((len(shape) for shape in SHAPES if parameters.names[: len(shape)] == shape), 0)
         section, begins = "algorithm", data > 0
@@ -97,9 +97,9 @@ def _misfit(choice: OwnChoice, parameters: Parameters) -> str:
     if not begins:
         return f"{how}; it takes {', '.join(parameters.names) or 'nothing'}"
     if data == 1 and choice.key == ESTIMATOR and "values" in parameters.names:
-        return "takes scores, one for each trajectory, so it cannot take values, which are of tokens"
+        return "takes scores, one per trajectory, so it cannot take values, which are per token"
     given = {*choice.keys, *(OF_ESTIMATORS if choice.key == ESTIMATOR else ())}
     unknown = [name for name in parameters.names[data:] if name not in given | parameters.optional]
     if not unknown:
         return ""
-    return f"its parameter {unknown[0]} is no key of {section}, and has no default"
+    return f"its parameter {unknown[0]} is not a key of {section}, and has no default"

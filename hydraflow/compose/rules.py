@@ -61,8 +61,9 @@ def _value_problems(config: object) -> Iterator[Problem]:
         rule = leaf.option.rule
         if rule is None or leaf.value is None or rule.holds(leaf.value):
             continue
-        if close := difflib.get_close_matches(str(leaf.value), rule.choices, n=1):
-            remedy = f"{leaf.key}={close[0]}"
+        choices = {choice.lower(): choice for choice in rule.choices}
+        if close := difflib.get_close_matches(str(leaf.value).lower(), choices, n=1):
+            remedy = f"{leaf.key}={choices[close[0]]}"
         elif rule.example:
             remedy = f"{leaf.key}={rule.example}"
         else:
@@ -70,6 +71,12 @@ def _value_problems(config: object) -> Iterator[Problem]:
             remedy = f"{leaf.key}={shown(default.value)}" if is_legal else ""
         only_finite = isinstance(leaf.value, float) and not (isfinite(leaf.value) or rule.holds(inf))
         yield Problem(leaf.key, leaf.value, "must be finite" if only_finite else rule.text, remedy)
+
+
+def unknown_choices(config: object) -> set[str]:
+    """The keys whose value is none of their choices: no table has an entry for it."""
+    rules = ((leaf, leaf.option.rule) for leaf in walk(config) if leaf.value is not None)
+    return {leaf.key for leaf, rule in rules if rule and rule.choices and not rule.holds(leaf.value)}
 
 
 def _missing(config: object) -> Iterator[Problem]:
@@ -109,7 +116,7 @@ def _values_come_from_a_critic(config: PPOConfig) -> Iterator[Problem]:
 def _dro_has_its_weight(config: PPOConfig) -> Iterator[Problem]:
     chosen, key = config.actor_rollout_ref.actor.policy_loss, "actor_rollout_ref.actor.policy_loss.dro_beta"
     if chosen.loss_mode == "dro" and chosen.dro_beta is None:
-        rule = "must be given: the weight of dro's squared log-ratio has no usual value"
+        rule = "must be given: the weight of dro's squared log-ratio has no default"
         yield Problem(key, "null", rule, f"{key}=0.1")
 
 
@@ -169,7 +176,7 @@ def _a_greedy_baseline_has_the_scale_of_scores(config: PPOConfig) -> Iterator[Pr
         yield Problem(key, "true", f"algorithm.adv_estimator={chosen} {rule}", f"{key}=false")
     for name in ("norm_mean_type", "norm_std_type"):
         if (kind := getattr(algorithm, name)) is not None:
-            rule = f"algorithm.adv_estimator={chosen} subtracts a greedy response's score as it is"
+            rule = f"algorithm.adv_estimator={chosen} subtracts a greedy response's raw score"
             yield Problem(f"algorithm.{name}", kind, rule, f"algorithm.{name}=null")
 
 
@@ -216,7 +223,7 @@ def _rejection_has_thresholds(config: PPOConfig) -> Iterator[Problem]:
 def _misfit(rule: str, bounds: Bounds) -> str | None:
     """Why a threshold is not one of this rejection rule."""
     if not rule.endswith("_k1"):
-        return None if bounds.lower is None else f"{rule} has no lower bound: its divergence is at least 0"
+        return None if bounds.lower is None else f"{rule} takes no lower bound: its divergence is at least 0"
     if bounds.lower is None:
         return None if bounds.upper > 1 else f"{rule} takes two bounds such as 0.5_2.0, or one number above 1"
     contains = bounds.lower <= 1 <= bounds.upper
@@ -225,7 +232,7 @@ def _misfit(rule: str, bounds: Bounds) -> str | None:
 
 def _warmup_has_a_critic(config: PPOConfig) -> Iterator[Problem]:
     if config.trainer.critic_warmup > 1 and not needs_critic(config):
-        rule = "there is no critic to warm up, so these steps would train nothing"
+        rule = "there is no critic to warm up, so these steps would train no model"
         yield Problem("trainer.critic_warmup", config.trainer.critic_warmup, rule, "trainer.critic_warmup=0")
 
 
@@ -262,7 +269,7 @@ def _engine_arguments_are_free(config: PPOConfig | GenerateConfig) -> Iterator[P
             what = f"{key}.engine_kwargs.{engine.name}.{name}"
             section = sets_it[name].replace("actor_rollout_ref.", key.removesuffix("rollout"))
             if " " not in section and section not in known:
-                section = "this command, which samples from one model with one device for each replica"
+                section = "this command, which uses one device per replica"
             remedy = f"{section}=..." if section in known else f"leave out {what}"
             yield Problem(what, shown(value), f"is set by {section}", remedy)
 
@@ -290,7 +297,7 @@ def _engine_samples_like_this(config: PPOConfig | GenerateConfig) -> Iterator[Pr
 
 
 def _rollout_of(config: PPOConfig | GenerateConfig) -> tuple[str, SamplingConfig]:
-    """The rollout's section, and its path."""
+    """The section `rollout`, and its dotted path."""
     if isinstance(config, PPOConfig):
         return ROLLOUT, config.actor_rollout_ref.rollout
     return "rollout", config.rollout
@@ -300,7 +307,7 @@ def _engine_has_a_process(config: PPOConfig) -> Iterator[Problem]:
     engine = GENERATION_ENGINES.get(config.actor_rollout_ref.rollout.name)
     if config.trainer.debug.local and engine is not None and engine.own_process:
         name = config.actor_rollout_ref.rollout.name
-        rule = "trainer.debug.local=true runs all roles in one process; this engine shares none"
+        rule = "trainer.debug.local=true runs all roles in one process; this engine needs one of its own"
         yield Problem(f"{ROLLOUT}.name", name, rule, f"{ROLLOUT}.name=native or trainer.debug.local=false")
 
 
@@ -361,20 +368,20 @@ def _experts_are_replayed(config: PPOConfig) -> Iterator[Problem]:
     engine = GENERATION_ENGINES.get(rollout.name)
     if mode == "R3" and engine is not None and not engine.tells_experts:
         names = [name for name, one in GENERATION_ENGINES.items() if one.tells_experts]
-        rule = f"replays the experts of the generation engine, which {rollout.name} does not tell"
+        rule = f"replays the experts of the generation engine, which {rollout.name} does not report"
         yield Problem(key, mode, rule, f"{key}=R2 or {section}.name={' or '.join(names)}")
     if actor.strategy != "megatron":
         return
     overrides = "actor_rollout_ref.actor.megatron.override_transformer_config"
     given = actor.megatron.override_transformer_config
     if given.get("moe_router_fusion"):
-        rule = f"this kernel chooses experts itself, and router_replay.mode={mode} gives them"
+        rule = f"this kernel chooses experts itself, but router_replay.mode={mode} prescribes them"
         yield Problem(
             f"{overrides}.moe_router_fusion", True, rule, f"leave out {overrides}.moe_router_fusion"
         )
     if "moe" in actor.megatron.recomputed_parts:
         name = f"{overrides}.recompute_modules"
-        rule = f"experts that are computed again alone do not get those of router_replay.mode={mode}"
+        rule = f"experts that are recomputed on their own do not get those of router_replay.mode={mode}"
         yield Problem(name, shown(given["recompute_modules"]), rule, f"leave out {name}: all of a layer is")
 
 
@@ -397,7 +404,7 @@ def _teachers_are_named(config: PPOConfig) -> Iterator[Problem]:
             yield Problem(f"{key}.{name}", shown(path), "must be the directory of a model")
     loss, key = asked.distillation_loss, "distillation.distillation_loss"
     if loss.over_vocabulary and loss.use_policy_gradient:
-        rule = f"{loss.loss_mode} says nothing of the sampled token, whose advantage it would be"
+        rule = f"{loss.loss_mode} is no estimate for the sampled token, so it cannot be its advantage"
         remedy = f"{key}.use_policy_gradient=false or {key}.loss_mode=k1"
         yield Problem(f"{key}.use_policy_gradient", "true", rule, remedy)
 
@@ -405,7 +412,7 @@ def _teachers_are_named(config: PPOConfig) -> Iterator[Problem]:
 def _partial_rollout_is_stale(config: PPOConfig) -> Iterator[Problem]:
     training, key = config.async_training, "async_training"
     if training.partial_rollout and training.staleness_threshold == 0:
-        rule = f"{key}.staleness_threshold=0 lets no response live through a weight update"
+        rule = f"{key}.staleness_threshold=0 lets no response span a weight update"
         remedy = f"{key}.partial_rollout=false or {key}.staleness_threshold=0.5"
         yield Problem(f"{key}.partial_rollout", "true", rule, remedy)
 
@@ -439,7 +446,7 @@ def _loads_what_was_saved(config: PPOConfig | SupervisedConfig) -> Iterator[Prob
 def _best_is_measured(config: PPOConfig) -> Iterator[Problem]:
     trainer = config.trainer
     if trainer.keep_best is not None and config.data.val_files is None and config.recipe.name == "none":
-        rule = "nothing is validated without data.val_files, so no checkpoint is the best"
+        rule = "there is no validation without data.val_files, so no checkpoint can be the best"
         remedy = "data.val_files=... or trainer.keep_best=null"
         yield Problem("trainer.keep_best", trainer.keep_best, rule, remedy)
 
@@ -484,7 +491,7 @@ def _profiled_steps_are_named(config: PPOConfig | SupervisedConfig) -> Iterator[
         key, rule = "global_profiler.steps", f"must be given: tool={profiler.tool}"
         yield Problem(key, shown(profiler.steps), rule, f"{key}=[2]")
     if profiler.tool == "nsys" and trainer.debug.local:
-        rule = "Nsight Systems starts the processes that it watches; trainer.debug.local=true has none"
+        rule = "Nsight Systems starts the processes that it profiles; trainer.debug.local=true has none"
         remedy = "global_profiler.tool=torch or trainer.debug.local=false"
         yield Problem("global_profiler.tool", "nsys", rule, remedy)
 
@@ -498,7 +505,7 @@ def _parts_of_a_run(config: PPOConfig) -> Iterator[Problem]:
         rule = f"{key}.train_only=true is the other half of a step"
         yield Problem(f"{key}.rollout_only", "true", rule, f"{key}.rollout_only=false")
     if debug.rollout_only and debug.load_rollouts is not None:
-        rule = f"{key}.rollout_only=true only samples, so it does not use given trajectories"
+        rule = f"{key}.rollout_only=true only samples, so it does not read trajectories"
         yield Problem(f"{key}.load_rollouts", debug.load_rollouts, rule, f"{key}.load_rollouts=null")
     given = debug.rollout_only or debug.train_only or debug.load_rollouts or debug.save_rollouts
     if trainer.val_only and given:
@@ -509,7 +516,7 @@ def _parts_of_a_run(config: PPOConfig) -> Iterator[Problem]:
         yield Problem(f"{key}.save_rollouts", debug.save_rollouts, rule, f"{key}.save_rollouts=null")
     if trainer.keep_best is not None and (debug.rollout_only or debug.train_only):
         part = "rollout_only" if debug.rollout_only else "train_only"
-        rule = f"with {key}.{part}=true no checkpoint is judged by a validation"
+        rule = f"with {key}.{part}=true there is no validation to compare checkpoints by"
         yield Problem("trainer.keep_best", trainer.keep_best, rule, "trainer.keep_best=null")
 
 

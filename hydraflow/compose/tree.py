@@ -37,7 +37,7 @@ _DECIDES_THE_PLAN = (
     "actor_rollout_ref.actor.strategy",
     "critic.strategy",
 )
-"""Keys that the plan's rules use without naming them in their messages."""
+"""Keys that the plan's rules read but do not name in their messages."""
 
 Resolve = Callable[[str], Any]
 """Returns the value of a key with its interpolations resolved; raises ConfigError."""
@@ -56,7 +56,7 @@ class UnknownValues:
 
     @property
     def hide_the_plan(self) -> bool:
-        """Whether the plan's rules, which combine many keys, would mislead."""
+        """Whether results of the plan's rules, which combine many keys, would be misleading."""
         return self.everything or any(key in self.keys for key in _DECIDES_THE_PLAN)
 
     def unrelated(self, problems: Iterable[Problem]) -> list[Problem]:
@@ -120,7 +120,7 @@ def check(schema: type, tree: Mapping[str, Any], origins: Mapping[str, str], res
 
 
 def _sort(schema: type, key: str, value: Any, checked: CheckedTree, foreign: dict[str, Any]) -> None:
-    """Accepts a leaf, rejects it, or adds it to the foreign ones."""
+    """Accepts a leaf, rejects it, or adds it to the foreign keys."""
     known = known_keys(schema).get(key)
     if known is None:
         foreign[key] = value
@@ -139,7 +139,7 @@ def _sort(schema: type, key: str, value: Any, checked: CheckedTree, foreign: dic
 
 
 def _as_meant(known: Key, value: Any) -> Problem | None:
-    """The problem of a value that would be right without its quotes, or without a nested list."""
+    """The problem of a value that would be legal without its quotes, or without a nested list."""
     if known.is_section:
         return None
     if isinstance(value, str):

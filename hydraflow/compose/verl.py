@@ -17,7 +17,7 @@ from typing import Any
 
 from hydraflow.compose import verl_trees
 from hydraflow.compose.command import COMMAND_LINE, DEFAULT
-from hydraflow.compose.keys import accepts, is_below_open, known_above, known_keys, leaf_keys, wrong_type
+from hydraflow.compose.keys import accepts, is_below_open, keys_for, known_above, known_keys, wrong_type
 from hydraflow.compose.nearest import nearest
 from hydraflow.compose.patterns import fits
 from hydraflow.compose.verl_defaults import leaves as verl_leaves
@@ -100,7 +100,7 @@ def _fits_any(pattern: str, *names: str) -> bool:
 
 
 def _same_of_ppo(schema: type, key: str) -> str | None:
-    """The same key of main_ppo, whose row holds for this one, too."""
+    """The corresponding key of main_ppo, whose row applies to this one as well."""
     sections = tables(schema).like.items()
     return next((there + key.removeprefix(here) for here, there in sections if key.startswith(here)), None)
 
@@ -125,8 +125,8 @@ def translate(
     result: Translation,
     interpolated: Container[str],
 ) -> None:
-    """Sorts the keys that are not ours into `result`. Values of renamed keys go to `leaves`, with their
-    origin to `origins`.
+    """Sorts foreign keys into `result`. Values of renamed keys go to `leaves`, with their origin to
+    `origins`.
 
     `found_origins` has the origins under the names that the user wrote; `interpolated` the keys whose values
     were written as interpolations.
@@ -139,7 +139,7 @@ def translate(
         *_other_engine(schema, foreign),
     ]
     result.notes += teachers(leaves, origins, foreign, found_origins)
-    # the values of these are divided by the number of ranks, which other keys give
+    # these values are divided by the number of ranks, which other keys determine
     waiting = [key for key in foreign if counts_all_ranks(classify(schema, key))]
     for key in [*(key for key in foreign if key not in waiting), None, *waiting]:
         if key is None:
@@ -148,7 +148,7 @@ def translate(
         row, value = classify(schema, key), foreign[key]
         origin = found_origins.get(key, COMMAND_LINE)
         if value == {} and key not in found_origins and found_origins:
-            continue  # a group of verl's in a defaults list, in which nothing is set
+            continue  # one of verl's groups in a defaults list, which sets nothing
         follows = key in interpolated and verl_leaves(schema).get(key) is ...
         idle = not isinstance(row, Alias) and (follows or _asks_for_nothing(schema, key, value, row))
         if in_file(origin) and idle:
@@ -158,20 +158,33 @@ def translate(
         elif isinstance(row, Alias):
             for new, converted in _renamed_values(schema, key, value, row, leaves, result):
                 _take(schema, key, new, converted, origin, leaves, origins, result)
-        elif isinstance(row, Ignored):
-            effect = "never did anything" if is_never_read(schema, key) else "has no effect"
-            result.ignored.append(Problem(key, shown(value), f"{effect}: {row.why}", f"leave out {key}"))
-        elif _is_harmless(schema, key, value, row) or _is_decided(value, row, leaves):
-            rule = "has no effect: it is off, or the default behaviour"
-            result.ignored.append(Problem(key, shown(value), rule, f"leave out {key}"))
         else:
-            result.unsupported.append(_unsupported(key, value, row))
+            _report(schema, key, value, row, leaves, result)
     for origin, count in result.untouched.items():
         keys = "1 key of verl's is" if count == 1 else f"{count} keys of verl's are"
         result.notes.append(f"{origin}: {keys} off or at verl's default, without effect here")
     result.problems += result.unsupported
     _follow(schema, leaves, origins)
     result.notes += beside_others(leaves, origins, written)
+
+
+def _report(
+    schema: type,
+    key: str,
+    value: Any,
+    row: Ignored | Unsupported,
+    leaves: Mapping[str, Any],
+    result: Translation,
+) -> None:
+    """Reports a key without a counterpart as ignored or unsupported."""
+    if isinstance(row, Ignored):
+        effect = "never did anything" if is_never_read(schema, key) else "has no effect"
+        result.ignored.append(Problem(key, shown(value), f"{effect}: {row.why}", f"leave out {key}"))
+    elif _is_harmless(schema, key, value, row) or _is_decided(value, row, leaves):
+        rule = "has no effect: it is off, or the default behaviour"
+        result.ignored.append(Problem(key, shown(value), rule, f"leave out {key}"))
+    else:
+        result.unsupported.append(_unsupported(key, value, row))
 
 
 def _other_engine(schema: type, foreign: dict[str, Any]) -> Iterator[Problem]:
@@ -227,7 +240,7 @@ def _is_harmless(schema: type, key: str, value: Any, row: Unsupported) -> bool:
 
 
 def _is_decided(value: Any, row: Unsupported, leaves: Mapping[str, Any]) -> bool:
-    """Whether a key of ours already says the same."""
+    """Whether one of our keys already has the same value."""
     return bool(row.decided_by) and _same(value, leaves.get(row.decided_by))
 
 
@@ -259,7 +272,7 @@ def in_file(origin: str) -> bool:
 
 
 def is_off(value: Any) -> bool:
-    """Whether a value switches its key off, whatever that is.
+    """Whether a value means off for its key.
 
     >>> is_off(False), is_off(0), is_off("disabled"), is_off(1)
     (True, True, True, False)
@@ -286,7 +299,7 @@ def suggested(schema: type, problem: Problem, value: Any) -> Problem:
     >>> print(suggested(PPOConfig, unknown, True).remedy)
     actor_rollout_ref.rollout.free_cache_engine=true
     """
-    ours = leaf_keys(schema)
+    ours = keys_for(schema, problem.field)
     others = [key for key in {**verl_leaves(schema), **aliases(schema)} if key not in ours]
     near = nearest(problem.field, [*ours, *others], 1)
     if not near or near[0] in ours:

@@ -76,7 +76,7 @@ def page(schema: type) -> str:
         _accepted("Not needed here", rows.not_needed),
         _section(
             "Not supported yet",
-            "Rejected, except for verl's default and the values in the third column, which switch it off.",
+            "Rejected, except for verl's default and the values in the third column, which turn it off.",
             ("key", "in verl it would", "also accepted", "instead"),
             (
                 (key, row.would, ", ".join(map(shown, row.harmless)), row.instead)

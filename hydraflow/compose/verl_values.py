@@ -1,4 +1,4 @@
-"""Translates verl's values that have another name here, or whose meaning depends on other keys.
+"""Translates verl's values that have another name here or depend on other keys.
 
 In: known keys with their values. Out: our values, and a note on each. Left out on purpose: names of keys
 (`verl.py`).
@@ -81,7 +81,8 @@ def _loggers(value: Any) -> tuple[Any, str | None]:
 
 
 def beside_others(leaves: dict[str, Any], origins: dict[str, str], foreign: Collection[str]) -> Iterator[str]:
-    """Changes values whose meaning in verl depends on other keys, of `foreign` too; yields a note on each."""
+    """Changes values whose meaning in verl depends on other keys, foreign ones included; yields a note on
+    each."""
     yield from _divided_by_vllm(leaves, origins, foreign)
     yield from _sharded_over_all(leaves)
     yield from _counted_by_rows(leaves, origins, foreign)
@@ -101,8 +102,8 @@ def beside_others(leaves: dict[str, Any], origins: dict[str, str], foreign: Coll
 def _divided_by_vllm(
     leaves: dict[str, Any], origins: dict[str, str], foreign: Collection[str]
 ) -> Iterator[str]:
-    """A replica on several devices is vLLM's, where one of verl's lines names no engine: it was the default
-    of earlier versions, and our own holds whole models."""
+    """A verl command line that shards a replica but names no engine means vLLM, the default of earlier
+    versions; our native engine holds whole models."""
     name, size = f"{ROLLOUT}.name", f"{ROLLOUT}.tensor_model_parallel_size"
     if foreign and name not in origins and isinstance(leaves.get(size), int) and leaves[size] > 1:
         leaves[name], origins[name] = "vllm", f"follows {size}"
@@ -110,7 +111,7 @@ def _divided_by_vllm(
 
 
 def _sharded_over_all(leaves: dict[str, Any]) -> Iterator[str]:
-    """A shard size above the number of devices means all of them."""
+    """A shard size above the number of devices means full sharding."""
     per_node = leaves.get("trainer.n_gpus_per_node")
     if per_node is None:
         return
@@ -188,7 +189,7 @@ def frozen_routers(leaves: dict[str, Any]) -> Iterator[Problem]:
         leaves[key] = {name: value for name, value in given.items() if name != "moe_config"}
         for name, value in frozen.items():
             if value:
-                rule = "is not supported yet; in verl it would keep the routers of a mixture as they are"
+                rule = "is not supported yet; in verl it would freeze the routers of a mixture of experts"
                 field = f"{key}.moe_config.{name}"
                 yield Problem(field, shown(value), rule, f"leave out {field}")
 

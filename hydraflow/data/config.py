@@ -27,7 +27,7 @@ class PromptConfig:
             "filter_overlong_prompts", False, why="{s}.filter_overlong_prompts=true leaves longer prompts out"
         ),
     )
-    """How a longer prompt is handled: error, or the side that is cut (left, right, middle)."""
+    """What to do with longer prompts: error, or truncate on the left, right or in the middle."""
     apply_chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
     """Extra variables for the tokenizer's chat template."""
 
@@ -68,7 +68,7 @@ class GenerateDataConfig(PromptConfig):
 
 @dataclass
 class ExamplesConfig:
-    """Conversations, or pairs of them, that a model learns from."""
+    """Training examples: conversations, or pairs of them."""
 
     train_files: Any = option(None, rule=FILES)
     """Parquet or JSONL file of training examples, or a list of them."""
@@ -108,7 +108,7 @@ class ExamplesConfig:
     max_length: int = option(1024, size=True)
     """Maximum conversation length, in tokens."""
     truncation: str = option("error", choices=("error", "left", "right"))
-    """How a longer conversation is handled: error, or the side that is cut (left, right)."""
+    """What to do with longer conversations: error, or truncate on the left or right."""
     shuffle: bool = True
     """Shuffle the examples every epoch (seeded by trainer.seed)."""
     train_max_samples: int = option(-1, rule=NO_LIMIT_OR_COUNT)
@@ -126,11 +126,11 @@ class SFTDataConfig(ExamplesConfig):
     messages_key: str = "messages"
     """Column with whole conversations; used if the file has it."""
     prompt_dict_keys: list[str] | None = None
-    """Names, outermost first, under which the prompt is inside that column; null: it is the column itself."""
+    """Keys, outermost first, that lead to the prompt inside that column; null: it is the column itself."""
     response_key: str = "response"
     """Column with the response to that prompt."""
     response_dict_keys: list[str] | None = None
-    """Names, outermost first, under which the response is inside that column."""
+    """Keys, outermost first, that lead to the response inside that column."""
 
 
 @dataclass
@@ -145,7 +145,7 @@ class PairsConfig(ExamplesConfig):
 
 @dataclass
 class GradedPairsConfig(PairsConfig):
-    """Pairs of responses with how much better the preferred one is."""
+    """Pairs of responses with an optional margin."""
 
     margin_key: str | None = "margin"
-    """Column with the least difference of the two scores; used if a row has it."""
+    """Column with the margin by which the preferred score must be higher; used if a row has it."""

@@ -3,8 +3,8 @@
 In: files with a `messages` column, or with a prompt and a response column. Out: `DataProto` of ragged
 `prompts` (all tokens before the first trained one), ragged `responses` (the rest) and `response_mask` (1 =
 trained), the engine's columns. The chat template decides which tokens are the assistant's: by its `{%
-generation %}` markers where it has them, else by tokenising the conversation without and with each turn.
-Where both are prefixes of the whole they say where it is, else `turns.py` looks for it. Left out on purpose:
+generation %}` markers where it has them, else by tokenising the conversation without and with each turn. If
+both are prefixes of the whole they delimit the turn, else `turns.py` searches for it. Left out on purpose:
 guessing where a template rewrites earlier turns.
 """
 
@@ -125,7 +125,7 @@ def tokenised_whole(
 
 
 def _variables(record: FileRecord, config: ExamplesConfig) -> dict[str, Any]:
-    """What the chat template is given besides the messages."""
+    """Variables of the chat template besides the messages."""
     named = {"tools": config.tools_key, "enable_thinking": config.enable_thinking_key}
     values = {name: record.values.get(column) for name, column in named.items() if column is not None}
     given = {name: value for name, value in values.items() if value is not None}
@@ -143,7 +143,7 @@ def _tokenise_alike(
     else:
         conversations = _by_beginnings(tokenizer, chats, records, template_kwargs)
     untrained = [r for c, r in zip(conversations, records, strict=True) if not c.trained.any()]
-    raise_problems([record.problem("no token of it is the assistant's") for record in untrained])
+    raise_problems([record.problem("it has no assistant tokens") for record in untrained])
     return conversations
 
 
@@ -253,8 +253,8 @@ def special_ids(tokenizer: PreTrainedTokenizerBase) -> set[int]:
 def end_of_turn(
     tokenizer: PreTrainedTokenizerBase, ids: list[int], start: int, end: int, special: set[int]
 ) -> int:
-    """The real end of the assistant's turn ids[start:end]: white space after its end token belongs to the
-    template, not the model."""
+    """The end of what the model writes in the turn ids[start:end]: white space after its end token is the
+    template's."""
     ends = [i for i in range(start, end) if ids[i] in special]
     if ends and not str(tokenizer.decode(ids[ends[-1] + 1 : end])).strip():
         return ends[-1] + 1

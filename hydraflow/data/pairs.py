@@ -105,8 +105,8 @@ class PairDataset:
 
 
 class ScoredPairDataset(PairDataset):
-    """Pairs for a reward model, whose score is its value after the last token: the responses end with one
-    more token, which only says where that is and is never read."""
+    """Pairs for a reward model, whose score is its value after the last token: responses get one extra token
+    that marks this position and is never fed to the model."""
 
     def _row(self, conversation: Conversation) -> _Row:
         row = super()._row(conversation)
@@ -114,8 +114,8 @@ class ScoredPairDataset(PairDataset):
 
 
 def ending(response: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """A response (R,) with one token more, whose value is that after the response's last token, and the mask
-    (R + 1,) that selects it.
+    """A response (R,) with one extra token, whose value is the one after the response's last token, and the
+    mask (R + 1,) that selects it.
 
     >>> ending(torch.tensor([7, 8]))
     (tensor([7, 8, 0]), tensor([0, 0, 1]))
@@ -130,7 +130,7 @@ def read_pairs(
     config: PairsConfig, files: Any, *, key: str, max_samples: int
 ) -> tuple[list[FileRecord], list[tuple[Messages, Messages]]]:
     """Rows and their two conversations, the preferred one first, not tokenised yet. Raises ConfigError for
-    unusable files and for rows that are no pairs."""
+    unusable files and for rows that are not pairs."""
     records = read_records(
         files, key=key, columns=(config.chosen_key, config.rejected_key), limit=max_samples
     )
@@ -149,14 +149,14 @@ def read_pairs(
 
 def _chat(record: FileRecord, column: str, config: PairsConfig) -> Messages:
     """The prompt, if the row has one, and the response of a column."""
-    said = record.values[column]
-    is_text = isinstance(said, str)
-    response = [{"role": "assistant", "content": said}] if is_text else as_messages(record, column)
+    content = record.values[column]
+    is_text = isinstance(content, str)
+    response = [{"role": "assistant", "content": content}] if is_text else as_messages(record, column)
     if record.values.get(config.prompt_key) is None:
         return response
     prompt = as_messages(record, config.prompt_key)
-    begun = response[: len(prompt)] == prompt  # some files repeat the prompt in both conversations
-    return response if begun else [*prompt, *response]
+    repeats_prompt = response[: len(prompt)] == prompt  # some files repeat the prompt in both conversations
+    return response if repeats_prompt else [*prompt, *response]
 
 
 def _ended(tokenizer: PreTrainedTokenizerBase, special: set[int], one: Conversation) -> Conversation:
@@ -179,7 +179,7 @@ def _cut(pair: Sequence[Conversation], config: PairsConfig) -> list[Conversation
 
 
 def _only_what_differs(chosen: Conversation, rejected: Conversation) -> list[Conversation] | None:
-    """Both without the turns that they share: only what follows is compared. None: nothing does."""
+    """Both without their shared leading turns: only what follows is compared. None: nothing follows."""
     shortest = min(len(chosen.ids), len(rejected.ids))
     same = (chosen.ids[:shortest] == rejected.ids[:shortest]).long().cumprod(0)
     common = int(same.sum())

@@ -1,9 +1,9 @@
 """Pending calls: waiting for them, finding the first cause when one fails, and the future of a call.
 
 In: references of the answers, with the rank of each. Out: results, or one error: a WorkerError, a worker's
-decision to stop, or a ConfigError from a start. Waiting for one call watches all calls: a group that
-fails ends the wait for another group that depends on it. A group whose processes hold nothing that cannot be
-made again replaces one that has died; any other is ended, and the run resumes from its checkpoint.
+decision to stop, or a ConfigError from a start. Waiting for one call watches all calls: a group that fails
+ends the wait for another group that depends on it. A group whose processes hold no state that would be lost
+replaces one that has died; any other group is ended, and the run resumes from its checkpoint.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ a machine is gone, its peers' connections break at once."""
 BROKEN = re.compile(
     r"connection (was |is )?(reset|closed|refused)|broken pipe|socket closed|remote error", re.I
 )
-"""What gloo, NCCL and sockets report when the process at the other end has gone."""
+"""Messages of gloo, NCCL and sockets when the peer process has gone."""
 FETCH = 10.0
 """Seconds for one ready answer to arrive, after fetching the answers of all ranks together has failed."""
 
 
 class GroupHandle(Protocol):
-    """What waiting needs to know of a group's processes."""
+    """What waiting needs from a group of processes."""
 
     error: HydraflowError | None
 
@@ -54,8 +54,8 @@ class GroupHandle(Protocol):
         """Whether the process that died with this call may be replaced."""
 
     def replace(self, lost: Sequence[PendingCall], cause: str) -> None:
-        """Starts another process in the place of one that has died, and makes its calls again. WorkerError
-        when that fails, too."""
+        """Starts a replacement for a process that has died and resends its calls. WorkerError when that
+        fails, too."""
 
 
 @dataclass
@@ -67,7 +67,7 @@ class CallDuration:
 
 @dataclass(frozen=True)
 class PendingCall:
-    """A pending answer: which rank owes it, by when, and where it goes."""
+    """A pending answer: its rank, its deadline, and where to store it."""
 
     group: GroupHandle
     role: str
@@ -82,13 +82,13 @@ class PendingCall:
     duration: CallDuration
     """Shared by the pending calls of one call."""
     refs: dict[int, ObjectRef]
-    """The call's answers to come, by rank; this one's changes when it is made again."""
+    """The call's pending answers, by rank; this one changes when the call is resent."""
     again: Callable[[], list[ObjectRef]] | None
-    """Makes the call once more; None: its answer is not needed then."""
+    """Resends the call; None: its answer is not needed after a replacement."""
     columns: ObjectRef | None = None
-    """The columns of the answer, where the call returns them."""
+    """The columns of the answer, if the call returns any."""
     attempts: int = 0
-    """How often it was made again."""
+    """Number of resends."""
 
     def error(self, cause: str) -> WorkerError:
         """This call's error, with the end of the rank's log."""
@@ -99,7 +99,7 @@ class PendingCall:
 
 
 class ReplacementDied(Exception):
-    """A process died while it was to take the place of another; caught by `GroupHandle.replace`."""
+    """A replacement process died while it was being set up; caught by `GroupHandle.replace`."""
 
     def __init__(self, failure: Failure):
         super().__init__(failure.cause)
@@ -116,8 +116,8 @@ class PendingCalls:
         self.head: RayHead | None = None
         """Ray's control service, checked while waiting; None: not checked."""
         self.interrupt: Callable[[], None] | None = None
-        """Called a few times a second while waiting; an exception ends the wait, and the calls stay pending,
-        but for those of a process that was just being replaced."""
+        """Called a few times a second while waiting; an exception ends the wait. The calls stay pending,
+        except those of a process that was just being replaced."""
         self.pending: dict[ObjectRef, PendingCall] = {}
         self._died: list[tuple[PendingCall, Failure]] = []
         """Calls whose process is to be replaced."""
@@ -131,7 +131,7 @@ class PendingCalls:
             self._wait(owed, len(owed))
 
     def settle_one(self, several: Sequence[Mapping[int, ObjectRef]]) -> int:
-        """Waits until `settle` would return at once for one of them; its number. Raises as `settle` does."""
+        """Waits until one of them has settled; returns its index. Raises as `settle` does."""
         while True:
             owed = [self._owed(refs) for refs in several]
             if [] in owed:
@@ -142,7 +142,7 @@ class PendingCalls:
         return [ref for ref in refs.values() if ref in self.pending]
 
     def _wait(self, owed: list[ObjectRef], count: int) -> None:
-        """Waits a while for `count` of those answers, and takes all that have come."""
+        """Waits for up to `count` of those answers, and stores all that have arrived."""
         if self.head is not None:
             self.head.look()
         if self.interrupt is not None:
@@ -176,7 +176,7 @@ class PendingCalls:
             self._replace(*self._died[0])
 
     def _replace(self, first: PendingCall, failure: Failure) -> None:
-        """Has a process replaced. Deaths of others meanwhile are seen to afterwards."""
+        """Replaces a process. Other deaths in the meantime are handled afterwards."""
         lost = [call for call, _ in self._died if _same_process(call, first)]
         lost += [call for call in self.pending.values() if _same_process(call, first)]
         self.forget(first.group, first.rank)
@@ -211,7 +211,7 @@ class PendingCalls:
         try:
             payload = ray.get(ref, timeout=FETCH)
         except ray.exceptions.GetTimeoutError:
-            why = "its answer is ready, but does not arrive: the network to its node may be gone"
+            why = "its answer is ready but does not arrive: the network to its node may be down"
             return Failure(call.error(why), time.time())
         except ray.exceptions.RayActorError as error:
             return Failure(call.error(f"the process died: {_how_it_died(error)}"), time.time(), died=True)
@@ -237,8 +237,8 @@ class PendingCalls:
         self._end({call.group for call, _ in failures}, first.error)
 
     def _death_behind(self, failures: list[tuple[PendingCall, Failure]]) -> list[tuple[PendingCall, Failure]]:
-        """Where failures are broken connections and nothing else: what the other processes of those groups
-        answer until one of them is found dead."""
+        """If all failures are broken connections: answers of the other processes of those groups, until one
+        of them turns out to be dead."""
         groups = {call.group for call, _ in failures}
         found = list(failures)
         deadline = time.monotonic() + UNNOTICED
@@ -274,7 +274,7 @@ class PendingCalls:
         raise error
 
     def forget(self, group: GroupHandle, rank: int | None = None) -> None:
-        """Drops the calls of a group that has ended, or of one of its processes."""
+        """Drops the pending calls of a group that has ended, or of one of its processes."""
 
         def dropped(call: PendingCall) -> bool:
             return call.group is group and (rank is None or call.rank == rank)
@@ -288,7 +288,7 @@ def _same_process(one: PendingCall, other: PendingCall) -> bool:
 
 
 def _answered(refs: list[ObjectRef], seconds: float, count: int | None = None) -> list[ObjectRef]:
-    """Those that have answered once `count` have (None: all), or after `seconds`."""
+    """The references that are ready once `count` are (None: all), or after `seconds`."""
     enough = len(refs) if count is None else count
     return ray.wait(refs, num_returns=enough, timeout=seconds, fetch_local=False)[0] if refs else []
 
@@ -316,7 +316,7 @@ class CallFuture(Future):
     calls: PendingCalls
     group: GroupHandle
     refs: dict[int, ObjectRef]
-    """By rank, as the answers."""
+    """Pending answers by rank."""
     answers: dict[int, Any]
     collectors: list[int]
     """Ranks whose answers are used, in the order of their rows."""
@@ -337,7 +337,7 @@ class CallFuture(Future):
 
 
 def await_any(futures: Sequence[Future]) -> int:
-    """Waits until one of them has its result; its number. WorkerError when a call fails."""
+    """Waits until one of them has its result; returns its index. WorkerError when a call fails."""
     late = [future for future in futures if isinstance(future, CallFuture)]
     ready = next((number for number, one in enumerate(futures) if not isinstance(one, CallFuture)), None)
     return late[0].calls.settle_one([one.refs for one in late]) if ready is None else ready

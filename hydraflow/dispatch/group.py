@@ -49,9 +49,10 @@ from hydraflow.protocol.remote import RemoteBatch, materialise
 log = logging.getLogger(__name__)
 WORKER_PROCESS = "worker process"
 NOT_FORKED = "HYDRAFLOW_NOT_FORKED"
-"""A variable for Ray to set, which gives the worker a process that has imported nothing (`template.py`)."""
+"""An environment variable for Ray to set: the worker gets a process without preloaded imports
+(`template.py`)."""
 Ask = Callable[[int], list[ObjectRef]]
-"""Makes a call to a rank; its results to come."""
+"""Sends a call to a rank; returns the references of its results."""
 
 
 @dataclass(frozen=True)
@@ -79,13 +80,13 @@ class Channel:
 
 @dataclass(frozen=True)
 class Recovery:
-    """How a group goes on when one of its processes dies: for roles that take part in no collective, and hold
-    nothing that cannot be made again."""
+    """How a group replaces a process that dies: for roles that take part in no collective and hold no state
+    that would be lost."""
 
     restore: Callable[[int], None]
-    """Brings the new process of a rank to where the others are."""
+    """Brings a rank's new process to the state of the others."""
     max_retries: int
-    """How often one call is made again."""
+    """Maximum number of resends of one call."""
 
 
 class Group(ABC):
@@ -96,7 +97,7 @@ class Group(ABC):
     processes: dict[int, ProcessInfo]
     """The processes that have reported where they run, by rank."""
     former: Sequence[NamedProcess] = ()
-    """Those that have been replaced."""
+    """Former processes that have been replaced."""
 
     world_size: int
     """Number of ranks."""
@@ -124,7 +125,7 @@ class Group(ABC):
         positional: Sequence[Sequence[Any]],
         named: Mapping[str, Sequence[Any]],
     ) -> Future:
-        """Makes a call whose arguments are divided by rank."""
+        """Sends a call whose arguments are already divided by rank."""
 
     def perform(
         self, role: str, method: str, plan: Registration, args: Sequence[Any], kwargs: Mapping[str, Any]
@@ -194,7 +195,7 @@ class WorkerGroup(Group):
         if has_template() and (self._env_vars or self._device_type != "cpu"):
             environment = {**environment, NOT_FORKED: "1"}  # libraries may read variables when imported
         options = self._reservation.actor_options(rank, environment, nsight)
-        # else Ray's control service keeps some kilobytes for every step, up to 100,000 calls
+        # otherwise Ray's control service keeps some kilobytes per step, up to 100,000 calls
         host: Any = ray.remote(WorkerHost).options(enable_task_events=observability.traced, **options)
         threads = self._reservation.pool.threads
         variables = {"OMP_NUM_THREADS": str(threads)} | self._env_vars
@@ -203,7 +204,7 @@ class WorkerGroup(Group):
         return host.remote(self.rank_infos[rank], *settings, next(iter(self.roles)))
 
     def _build(self, ranks: Sequence[int]) -> list[dict[int, ObjectRef]]:
-        """Builds the roles in the processes of those ranks; the answers to wait for."""
+        """Builds the roles in the processes of those ranks; returns the answers to wait for."""
         seconds = self.channel.timeouts.start
         roles = ArgumentPacker(self.channel.traffic).pack(self.roles)
         starting: list[tuple[dict[int, Any], Ask]] = [
@@ -226,7 +227,7 @@ class WorkerGroup(Group):
         seconds: float,
         resend: bool = True,
     ) -> dict[int, ObjectRef]:
-        """Makes a call to those ranks. Returns the answers to wait for, by rank."""
+        """Sends a call to those ranks. Returns the answers to wait for, by rank."""
         refs: dict[int, ObjectRef] = {}
         deadline, duration = time.monotonic() + seconds, CallDuration()
         for rank in ranks:
@@ -236,7 +237,7 @@ class WorkerGroup(Group):
         return refs
 
     def _owe(self, call: PendingCall, results: list[ObjectRef]) -> None:
-        """Notes a call that was made: the answer is its first result, the columns its second."""
+        """Records a call as pending: the answer is its first result, the columns its second."""
         call.refs[call.rank] = results[0]
         columns = results[1] if len(results) > 1 else None
         self.channel.calls.pending[results[0]] = replace(call, columns=columns)
@@ -290,7 +291,7 @@ class WorkerGroup(Group):
             resend=plan.resend,
         )
         collect = partial(plan.mode.collect_fn, context)
-        # a call that may be made again has no answer yet that others could wait for
+        # a call that may be resent has no answer yet that other calls could depend on
         joins = plan.mode.joins and self.recovery is None
         return CallFuture(self.channel.calls, self, refs, answers, collectors, collect, joins)
 
@@ -302,16 +303,16 @@ class WorkerGroup(Group):
         return results
 
     def may_replace(self, call: PendingCall) -> bool:
-        """Whether the group goes on without the process that died with this call. Not where its machine is
-        lost: its place was there."""
+        """Whether the process that died with this call can be replaced. Not if its machine is lost: its
+        devices were there."""
         if self.recovery is None or call.attempts >= self.recovery.max_retries:
             return False
         machine = self.processes[call.rank].node_id
         return any(node["NodeID"] == machine and node["Alive"] for node in ray.nodes())
 
     def replace(self, lost: Sequence[PendingCall], cause: str) -> None:
-        """Starts another process for the rank of these calls, restores it and makes them again. WorkerError
-        when it dies as often as a call may be made again."""
+        """Starts another process for the rank of these calls, restores it and resends them. WorkerError when
+        it dies more often than a call may be resent."""
         assert self.recovery is not None, "the group was asked"
         rank, attempts = lost[0].rank, 0
         while True:
@@ -335,7 +336,7 @@ class WorkerGroup(Group):
                 self._owe(replace(call, deadline=deadline, attempts=call.attempts + 1), call.again())
 
     def _start_again(self, rank: int, recovery: Recovery) -> None:
-        ray.kill(self._hosts[rank])  # Ray may only have lost sight of it
+        ray.kill(self._hosts[rank])  # Ray may only have lost contact with it
         if rank in self.processes:
             self.former = [*self.former, *names_of({rank: self.processes[rank]}, list(self.roles))]
         self._hosts[rank] = self._host(rank)
@@ -439,7 +440,7 @@ class RoleGroup:
         return registration(method)
 
     def call_rank(self, rank: int, method: Callable[..., Any], *args: Any) -> Future:
-        """Calls `method` on one rank with these values; a future of its answer, listed."""
+        """Calls `method` on one rank with these values; returns a future of a list with its answer."""
         plan = self._plan(method)
         context = CallContext(self.group, self.name, method.__name__, plan.padding, only=rank)
         return self.group.send(plan, context, [[value] * self.world_size for value in args], {})

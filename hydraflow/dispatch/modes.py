@@ -2,8 +2,8 @@
 are combined into one result.
 
 In: the caller's arguments, and a `CallContext` that describes the group. Out: for each argument a list with
-one entry per rank; one result. A method is declared with `@register(...)`; a mode of the user's own is added
-with `register_dispatch_mode`. Left out on purpose: sending and waiting (`group`, `future`), cutting rows
+one entry per rank; one result. A method is declared with `@register(...)`; a custom mode is added with
+`register_dispatch_mode`. Left out on purpose: sending and waiting (`group`, `future`), cutting rows
 (`shards`)."""
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class CallContext:
     padding: bool
     """Whether the method accepts rows that are padding."""
     only: int | None = None
-    """The rank that the call goes to; None: those that the mode says."""
+    """The only rank to call; None: as the mode says."""
 
     @property
     def world_size(self) -> int:
@@ -282,8 +282,8 @@ def register(
 
     blocking: the call waits and returns the result, else a future. read_only: the method never writes to its
     input tensors, so they need no copy. padding: rows may be repeated so that they divide by the ranks;
-    training methods say False. resend: the call is made again to a process that takes the place of one that
-    has died; else its answer is None.
+    training methods say False. resend: the call is sent again to the replacement of a process that died;
+    otherwise its answer is None.
     """
     mode = mode_named(dispatch_mode)
     if Execute(execute_mode) is Execute.RANK_ZERO:
@@ -303,7 +303,7 @@ _MARK = "hydraflow_registration"
 
 
 def registration(method: Callable[..., Any]) -> Registration:
-    """How a method was declared; TypeError when it was not."""
+    """A method's declaration; TypeError when there is none."""
     found = getattr(method, _MARK, None)
     if found is None:
         text = f"{method.__qualname__} is not declared with @register"

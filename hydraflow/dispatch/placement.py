@@ -40,7 +40,7 @@ _REMEDY = (
 
 @dataclass(frozen=True)
 class ResourcePool:
-    """Devices on nodes: GPUs, or places for a process on a CPU.
+    """Devices on nodes: GPUs, or process slots on a CPU.
 
     >>> ResourcePool("train", [2, 2], gpus=1).demand()
     [{'CPU': 2.0, 'GPU': 2.0}, {'CPU': 2.0, 'GPU': 2.0}]
@@ -56,8 +56,7 @@ class ResourcePool:
     threads: int = 1
     """Threads of torch and OpenMP in each process."""
     groups: int = 1
-    """Largest number of worker groups with a process on the same device; each gets its share of what is
-    reserved."""
+    """Largest number of worker groups with a process on the same device; they share its reservation."""
 
     def __post_init__(self) -> None:
         if not self.devices_on_nodes or min(self.devices_on_nodes) < 1:
@@ -126,7 +125,7 @@ class _Node:
 
 @dataclass(frozen=True)
 class Reservation:
-    """A reserved place on the cluster, for all devices of a pool or for some."""
+    """Reserved bundles of the cluster, for all devices of a pool or for some."""
 
     pool: ResourcePool
     places: list[tuple[_Node, int]]
@@ -143,7 +142,7 @@ class Reservation:
         ]
 
     def part(self, devices: Sequence[int]) -> Reservation:
-        """The place of a group on some of the pool's devices; rank i is on `devices[i]`."""
+        """The reservation for a group on some of the pool's devices; rank i is on `devices[i]`."""
         return Reservation(self.pool, [self.places[device] for device in devices])
 
     def actor_options(
@@ -178,7 +177,10 @@ def reserve(pools: Sequence[ResourcePool], *, timeout: float, growing: bool) -> 
         log.warning("waiting up to %g s for the cluster to grow: %s", timeout, problem)
     deadline = time.monotonic() + timeout
     nodes: dict[str, list[_Node]] = {pool.name: [] for pool in pools}
-    for pool, count in sorted(_parts(pools), key=lambda part: _size(*part), reverse=True):
+    parts = [(pool, count) for pool in pools for count in pool.devices_on_nodes]
+    # the largest first: a part that needs many GPUs fits on few nodes
+    parts.sort(key=lambda part: (part[0].gpus * part[1], part[0].cpus * part[1]), reverse=True)
+    for pool, count in parts:
         group = _place(pool, count, nodes[pool.name])
         if not _is_placed(group, deadline):
             for reserved in [group, *(node.group for of_pool in nodes.values() for node in of_pool)]:
@@ -188,18 +190,8 @@ def reserve(pools: Sequence[ResourcePool], *, timeout: float, growing: bool) -> 
     return {pool.name: _seated(pool, nodes[pool.name]) for pool in pools}
 
 
-def _parts(pools: Sequence[ResourcePool]) -> list[tuple[ResourcePool, int]]:
-    """The devices of each pool on each of its nodes."""
-    return [(pool, count) for pool in pools for count in pool.devices_on_nodes]
-
-
-def _size(pool: ResourcePool, count: int) -> tuple[float, float]:
-    """What finds a place first: a part that needs many GPUs fits on few nodes."""
-    return pool.gpus * count, pool.cpus * count
-
-
 def _place(pool: ResourcePool, count: int, taken: Sequence[_Node]) -> PlacementGroup:
-    """Asks Ray for that many devices on a node that is none of `taken`."""
+    """Asks Ray for that many devices on a node outside `taken`."""
     others = [{"ray.io/node-id": f"!in({','.join(node.id for node in taken)})"}] * count if taken else None
     return placement_group([pool.bundle()] * count, strategy="STRICT_PACK", bundle_label_selector=others)
 

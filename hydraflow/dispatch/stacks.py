@@ -66,7 +66,7 @@ def write_stacks(folder: Path, why: str, processes: Sequence[NamedProcess]) -> s
     """Writes the stacks of all processes to a new file in `folder`; returns its path, or why there is
     none."""
     if not processes:
-        return "no worker process has said yet where it runs"
+        return "no worker process has reported its location yet"
     found = _of_all_nodes([process.facts for process in processes])
     parts = [f"{why}\n"]
     for process in sorted(processes, key=lambda process: process.name):
@@ -115,8 +115,8 @@ def _stack(process: ProcessInfo) -> str:
         result = _run([program, "dump", *options, "--pid", str(process.pid)])
         if result.returncode == 0:
             return result.stdout
-    said = result.stderr.strip() or "py-spy said nothing"
-    return _written_by_itself(process, said.splitlines()[0])
+    reason = result.stderr.strip() or "py-spy printed nothing"
+    return _written_by_itself(process, reason.splitlines()[0])
 
 
 def _run(command: list[str]) -> subprocess.CompletedProcess[str]:

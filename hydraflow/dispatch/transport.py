@@ -68,8 +68,8 @@ class Traffic:
     received: int = 0
     """Bytes of results and of columns that were fetched."""
     worked: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
-    """By role, seconds that its methods ran, taking the slowest rank of each call; time in which none runs is
-    the controller's and Ray's."""
+    """By role, run time of its methods in seconds, of the slowest rank of each call; time in which none runs
+    is overhead of the controller and Ray."""
 
     @property
     def total(self) -> int:
@@ -169,7 +169,7 @@ def unpack_all(packed: Sequence[Payload | ObjectRef]) -> list[Any]:
 
 @dataclass(frozen=True)
 class RayColumn:
-    """A column in the object store (a `ColumnRef`): the encoded column of one worker's rows."""
+    """A column in the object store (a `ColumnRef`): one worker's rows, encoded."""
 
     ref: ObjectRef
     rows: int
@@ -179,8 +179,8 @@ class RayColumn:
 
 @dataclass(frozen=True)
 class Receipt:
-    """What a worker returns instead of a DataProto: where its columns are. Zero rows and no columns: it
-    had only padding."""
+    """What a worker returns instead of a DataProto: the location of its columns. Zero rows and no columns:
+    all rows were padding."""
 
     rows: int
     columns: dict[str, ObjectRef | None]
@@ -220,8 +220,8 @@ def put_batch(data: DataProto) -> Receipt:
 
 
 def with_columns(data: DataProto) -> tuple[Receipt, Columns]:
-    """The receipt, and all columns as the call's second result: it belongs to the caller, so that it is still
-    there when the process that made it is not."""
+    """The receipt, and all columns as the call's second result: the caller owns it, so it outlives the
+    process that made it."""
     columns = _encoded(data) if len(data) else {}
     return Receipt(len(data), dict.fromkeys(columns), dict(data.meta_info), bundled=True), columns
 

@@ -75,7 +75,7 @@ class ProcessContext:
     node: str
     """Host name."""
     address: str
-    """At which other machines reach this one."""
+    """Address at which other machines reach this one."""
     master_addr: str
     master_port: int
     """Where rank 0 of the group can listen; the same on all ranks."""
@@ -107,7 +107,7 @@ class Worker:
         """Runs when one of its methods has returned to the controller's call; not when it failed."""
 
     def close(self) -> None:
-        """Ends what the worker started, for a process that outlives it."""
+        """Releases what the worker started, in a process that outlives it."""
 
 
 @dataclass(frozen=True)
@@ -141,7 +141,7 @@ class Failure:
     """The answer of a call that failed."""
 
     error: HydraflowError
-    """One of AS_THEY_ARE; while building also a ConfigError."""
+    """One of AS_THEY_ARE; during the build also a ConfigError."""
     at: float
     """Unix time, for finding the first cause among several ranks."""
     died: bool = False
@@ -149,7 +149,7 @@ class Failure:
 
     @property
     def cause(self) -> str:
-        """Without what names the call, and without the log."""
+        """The message without the call's name and the log."""
         return self.error.cause if isinstance(self.error, WorkerError) else str(self.error)
 
 
@@ -175,7 +175,7 @@ class WorkerProcess:
         """Environment error from __init__, raised by `build` because Ray hides errors of actor
         constructors."""
         try:
-            settle(rank_info.rank, node_ip=self._address())
+            settle(rank_info.rank, device_type=device_type, node_ip=self._address())
         except HydraflowError as error:
             self._unfit = error
         self.first_role = first_role
@@ -266,7 +266,7 @@ class WorkerProcess:
         """Ends the profile and writes it."""
         guard = _Guard(self.rank_info, self.first_role, "stop_profile")
         with guard:
-            if self.profile is not None:  # else this process took the place of the one that started it
+            if self.profile is not None:  # otherwise this process replaced the one that started it
                 self.profile.stop(self.rank_info.rank)
             self.profile = None
         return guard.answer
@@ -305,7 +305,7 @@ NOTHING = pack(None)
 
 
 class DependencyFailed(Exception):
-    """A call that this one depends on has failed elsewhere."""
+    """A call that this one depends on has failed."""
 
     def __init__(self, failure: Failure):
         super().__init__(str(failure.error))
@@ -332,7 +332,7 @@ AS_THEY_ARE = (WorkerError, *DECISIONS)
 
 
 class _Guard:
-    """Turns an exception in its body into the answer, as a packed `Failure`: those of `as_it_is` unchanged,
+    """Turns an exception in its body into the answer, a packed `Failure`: those of `as_it_is` unchanged,
     others as WorkerErrors."""
 
     def __init__(

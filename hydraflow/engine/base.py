@@ -43,7 +43,7 @@ class ModelOutput:
     values: torch.Tensor | None = None
     """Value estimate for the state before each token (value model)."""
     target_log_probs: torch.Tensor | None = None
-    """(B, R, K): log-probabilities of tokens that a teacher finds likely, where a loss is over these."""
+    """(B, R, K): log-probabilities of the teacher's top-k tokens, for losses over them."""
 
 
 LossFn = Callable[[ModelOutput, Mapping[str, torch.Tensor]], tuple[torch.Tensor, dict[str, Metric]]]
@@ -70,18 +70,18 @@ class Snapshot(Protocol):
 
 @dataclass(frozen=True)
 class StepOptions:
-    """Settings of AdamW for one optimizer step; None: as the configuration has them."""
+    """AdamW settings that override the configuration for one optimizer step; None: no override."""
 
     lr: float | None = None
     betas: tuple[float, float] | None = None
     eps: float | None = None
     weight_decay: float | None = None
     clip_grad: float | None = None
-    """Largest norm of the gradient."""
+    """Gradient clipping norm."""
 
     @contextmanager
     def applied(self, groups: Sequence[dict[str, Any]]) -> Iterator[None]:
-        """Inside the block an optimizer's groups of parameters have these settings."""
+        """Overrides the optimizer's parameter-group settings inside the block."""
         names = ("lr", "betas", "eps", "weight_decay")
         given = {name: value for name in names if (value := getattr(self, name)) is not None}
         before = [{name: group[name] for name in given} for group in groups]
@@ -97,7 +97,7 @@ AS_CONFIGURED = StepOptions()
 
 @dataclass(frozen=True)
 class OomReport:
-    """A micro-batch that ran a rank out of memory."""
+    """A micro-batch for which a rank ran out of memory."""
 
     rank: int
     rows: int
@@ -121,9 +121,9 @@ class OutOfMemory(Exception):
 
 
 def columns_of(data: DataProto, width: int, device: torch.device) -> dict[str, torch.Tensor]:
-    """What a loss reads of a micro-batch: columns with a value for each token of the response, right padded
-    to (B, width), and those with one for each row. A column that is not in the table of fields counts as the
-    former if it is ragged."""
+    """The columns that a loss reads of a micro-batch: one value per response token, right padded to (B,
+    width), or one per row. A column that is missing from `protocol/fields.py` is per token if it is
+    ragged."""
     columns = {}
     for name, column in data.items():
         if not isinstance(column, torch.Tensor):
@@ -141,7 +141,7 @@ def answers_of(
     head: str,
     ask: Ask,
 ) -> DataProto:
-    """What `TrainEngine.forward` gives: ragged columns on the CPU.
+    """The result of `TrainEngine.forward`: ragged columns on the CPU.
 
     results: of each micro-batch, or of all together, one or two columns of its response tokens: values, or
     log-probabilities and what else was asked for.
@@ -156,14 +156,14 @@ class TrainEngine(Protocol):
     """One rank of a model in training. Every rank calls every method in the same order, with the same
     number of micro-batches.
 
-    `forward` and `forward_backward` take micro-batches as they are, and raise OutOfMemory, on every rank,
-    when one is too large for one of them. `forward_rows` and `forward_backward_rows` take any rows; an engine
-    that cannot bring its ranks together after such an error lets it through.
+    `forward` and `forward_backward` take micro-batches, and raise OutOfMemory on every rank when one is too
+    large for any rank. `forward_rows` and `forward_backward_rows` take any number of rows and split further
+    on that error; an engine that cannot resynchronise its ranks after it lets it propagate.
     """
 
     def coordinates(self) -> Coordinates:
-        """Which share of a batch this rank gets, and whether its answers and metrics are those that count:
-        true for one of the ranks with the same share."""
+        """Which share of a batch this rank gets, and whether its answers and metrics are collected: true for
+        one rank of each share."""
 
     @property
     def has_routers(self) -> bool:
@@ -176,20 +176,19 @@ class TrainEngine(Protocol):
         *,
         adapter: bool = True,
     ) -> DataProto:
-        """Ragged `log_probs` (and what else is asked for), or `values`, of all rows in the given order.
+        """Ragged `log_probs` (and further columns as requested), or `values`, of all rows in order.
         `adapter=False`: without LoRA.
 
-        Rows that have `routed_experts` are computed with these experts, here and in `forward_backward`. Where
-        rows have `target_tokens`, log-probabilities are of these, in place of the responses' own tokens: of
-        one for each response token, or of K. A prompt of one token makes every position of a text one that
-        may be asked for.
+        Rows with `routed_experts` are computed with these experts, here and in `forward_backward`. Rows with
+        `target_tokens` get log-probabilities of these tokens, one or K per response token, instead of the
+        response's own. With a prompt of a single token, every position of a text can be queried.
         """
 
     def forward_backward(
         self, micro_batches: Sequence[DataProto], loss_fn: LossFn, ask: Ask = LOG_PROBS
     ) -> dict[str, Metric]:
-        """Adds the gradient of the summed loss of all ranks to what earlier calls since the last optimizer
-        step have left; one reduction, at the last micro-batch. Metrics of this rank."""
+        """Accumulates the gradient of the loss, summed over ranks, with one reduction at the last
+        micro-batch; earlier calls since the last optimizer step count too. Returns this rank's metrics."""
 
     def forward_rows(
         self, rows: DataProto, micro_batcher: MicroBatcher, ask: Ask = LOG_PROBS, *, adapter: bool = True
@@ -229,8 +228,7 @@ class TrainEngine(Protocol):
         not at all."""
 
     def snapshot(self, contents: Collection[str]) -> Snapshot:
-        """Copies the named `contents` (MODEL and the like) to host memory, to be written as one
-        checkpoint."""
+        """Copies the named `contents` (MODEL and so on) to host memory, to be written as one checkpoint."""
 
     def load(self, directory: str | Path, contents: Collection[str]) -> None:
         """Loads a written snapshot, also one of another number of ranks. ConfigError when it is of another
@@ -240,5 +238,5 @@ class TrainEngine(Protocol):
         """Bytes of this rank's part of a checkpoint, without small files."""
 
     def rest(self) -> None:
-        """Moves to host memory what the configuration says, until it is used again. Results stay the
-        same, bit by bit."""
+        """Offloads weights and optimizer state to host memory as configured, until they are used again.
+        Results are bit-identical."""

@@ -1,8 +1,8 @@
-"""A process group for broadcasts from one process, beside the groups that its processes are in otherwise.
+"""A process group for broadcasts from one process, besides the processes' other groups.
 
 In: addresses. Out: broadcasts of tensors: in host memory by gloo, on GPUs by NCCL (`device.py` says which).
-When a process dies or is late the others get an error, and their own state is unharmed. Left out on purpose:
-what is sent (`workers/weights_group.py`).
+When a process dies or times out the others get an error, and their own state is intact. Left out on purpose:
+what is sent (`workers/weights_broadcast.py`).
 """
 
 from __future__ import annotations
@@ -15,20 +15,20 @@ import torch
 import torch.distributed as dist
 
 from hydraflow.device import broadcast_backend, errors_reach_the_caller
-from hydraflow.weights.line import COMING_SECONDS
+from hydraflow.weights.connection import CONNECT_SECONDS
 
 
 class GroupBroken(Exception):
-    """Another process has died, or was not there in time."""
+    """A peer has died or timed out."""
 
 
 @dataclass(frozen=True)
 class PendingBroadcast:
-    """A broadcast that has begun."""
+    """A broadcast in progress."""
 
     work: dist.Work
     tensor: torch.Tensor
-    """Must not be freed before its end."""
+    """Must stay alive until the broadcast ends."""
     within: timedelta
 
     def wait(self) -> torch.Tensor:
@@ -45,8 +45,8 @@ class BroadcastGroup:
 
     address: of the machine of process 0, which listens at `port`; listen_fd: there, a bound socket that has
     held the port until now. own_address: of this machine, for the others to connect to. The constructor waits
-    until all have joined, at most `COMING_SECONDS`. Raises GroupBroken when they do not, and when a broadcast
-    takes longer than `timeout_s`.
+    until all have joined, at most `CONNECT_SECONDS`. Raises GroupBroken when they do not, and when a
+    broadcast takes longer than `timeout_s`.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class BroadcastGroup:
         listen_fd: int | None = None,
     ):
         self.device = device
-        joining = timedelta(seconds=min(timeout_s, COMING_SECONDS))
+        joining = timedelta(seconds=min(timeout_s, CONNECT_SECONDS))
         try:
             self._store = dist.TCPStore(
                 address, port, world_size, rank == 0, joining, master_listen_fd=listen_fd
@@ -78,7 +78,7 @@ class BroadcastGroup:
         self._timeout = timedelta(seconds=timeout_s)
 
     def broadcast(self, tensor: torch.Tensor) -> PendingBroadcast:
-        """Begins to send the tensor, or to receive into it."""
+        """Starts sending the tensor, or receiving into it."""
         options = dist.BroadcastOptions()
         options.timeout = self._timeout
         try:

@@ -15,11 +15,10 @@ TRAIN_ENGINES = {
         needs=Library("megatron", "Megatron-Core", "pip install 'hydraflow-trainer[megatron]'"),
     ),
 }
-"""By the name that `actor.strategy` and `critic.strategy` give; `reads` are their sections."""
+"""Values of `actor.strategy` and `critic.strategy`; `reads` are their sections."""
 
 SUPERVISED = "fsdp2"
-"""The engine of models that learn from conversations or pairs, and of reward models: their configurations
-have its section only."""
+"""The engine of supervised models and reward models, whose configurations have its section only."""
 DTYPES = ("fp32", "bf16", "fp16", "fp64")
 DECAYS = Rule(
     "must be two numbers from 0 to below 1",
@@ -86,8 +85,9 @@ class WrapPolicyConfig:
     """Which layers become FSDP units of their own."""
 
     min_num_params: int = option(1_000_000, ge=0)
-    """A layer with fewer parameters is gathered together with the rest of the model: less waiting, higher
-    peak memory. By default that is a model of some million parameters; verl's default is 0."""
+    """Minimum parameters of a layer that becomes an FSDP unit of its own; smaller layers are gathered with
+    the root: fewer collectives, higher peak memory. With the default, models of a few million parameters are
+    one unit; verl's default is 0."""
 
 
 @dataclass
@@ -102,7 +102,8 @@ class FSDPConfig:
     reduce_dtype: str = option("fp32", choices=DTYPES, verl=("mixed_precision.reduce_dtype",))
     """Dtype of the gradient reduction across ranks."""
     reshard_after_forward: bool = option(True, shapes_training=False)
-    """Free gathered weights between forward and backward: less memory, one more all-gather."""
+    """Reshard after forward: free gathered weights until the backward pass; less memory, one more
+    all-gather."""
     param_offload: bool = option(False, shapes_training=False, no_effect=ON_THE_HOST)
     """Keep sharded weights in host memory while the role is idle; they move to the device for each of its
     calls."""
@@ -110,7 +111,7 @@ class FSDPConfig:
     """Keep the optimizer state in host memory between updates."""
     offload_policy: bool = option(False, shapes_training=False)
     """Keep sharded weights, gradients and optimizer state in host memory during training, too (fully_shard's
-    CPU offload policy): each layer comes over at every use, and AdamW runs on the CPU."""
+    CPU offload policy): each layer is copied to the device at every use, and AdamW runs on the CPU."""
     head_chunk_tokens: int = option(2048, ge=1, shapes_training=False)
     """Chunk size, in tokens, in which logits are computed for log-probabilities. A chunk's logits never take
     more than 512 MiB in float32, so with a vocabulary above 65 536 a chunk is smaller than 2048 tokens.
@@ -143,7 +144,7 @@ LAYERS_OF_STAGES = (
     "account_for_loss_in_pipeline_split",
     "pipeline_model_parallel_layout",
 )
-"""Overrides of TransformerConfig that say which stage has which layers."""
+"""Overrides of TransformerConfig that assign layers to stages."""
 
 
 @dataclass
@@ -155,31 +156,30 @@ class MegatronConfig:
     pipeline_model_parallel_size: int = option(1, size=True, shapes_training=False)
     """Pipeline-parallel size (PP): number of stages."""
     virtual_pipeline_model_parallel_size: int | None = option(None, size=True, shapes_training=False)
-    """Virtual pipeline stages per device: parts of the layers that are not neighbours (interleaved schedule);
-    null: one."""
+    """Virtual pipeline size: model chunks per stage in the interleaved schedule; null: 1."""
     context_parallel_size: int = option(1, size=True, shapes_training=False)
     """Context-parallel size (CP): devices that share the tokens of packed rows. It divides the attention
     heads of each tensor-parallel rank, which are exchanged for tokens (Ulysses, Megatron's a2a)."""
     expert_model_parallel_size: int = option(1, size=True, shapes_training=False)
-    """Expert-parallel size (EP): devices among which the experts of a layer are divided. They are devices of
-    the same stage, tensor-parallel and data ranks alike."""
+    """Expert-parallel size (EP): devices that share the experts of a layer. They are taken from the
+    tensor-parallel and data ranks of a stage."""
     expert_tensor_parallel_size: int | None = option(None, size=True, shapes_training=False)
     """Tensor-parallel size of the experts; null: tensor_model_parallel_size."""
     moe_router_dtype: str = option(
         "fp32", choices=("fp32", "fp64"), verl=("override_transformer_config.moe_router_dtype",)
     )
-    """Dtype in which routers choose experts."""
+    """Dtype of the routers' computation."""
     moe_permute_fusion: bool = option(
         False, shapes_training=False, verl=("override_transformer_config.moe_permute_fusion",)
     )
-    """Move tokens to experts and back with Transformer Engine's kernels, where they are installed."""
+    """Permute tokens with Transformer Engine's fused kernels, if they are installed."""
     moe_router_load_balancing_type: str = option(
         "seq_aux_loss",
         rule=BALANCING,
         verl=("override_transformer_config.moe_router_load_balancing_type",),
     )
-    """Auxiliary loss of routers, scaled by moe_aux_loss_coeff: seq_aux_loss spreads the tokens of each row
-    evenly over the experts (DeepSeek-V3); none."""
+    """Load-balancing loss of the routers: seq_aux_loss, per row (DeepSeek-V3), scaled by moe_aux_loss_coeff;
+    or none."""
     moe_aux_loss_coeff: float = option(
         0.0,
         ge=0,
@@ -190,22 +190,22 @@ class MegatronConfig:
             "{s}.moe_router_load_balancing_type=seq_aux_loss",
         ),
     )
-    """Coefficient of the auxiliary loss: a mean over trained rows, added up over layers. 0: routers learn
-    from the policy's loss only."""
+    """Coefficient of the load-balancing loss, a mean over trained rows and a sum over layers. 0: routers
+    learn from the policy loss only."""
     moe_router_bias_update_rate: float = option(
         0.0, ge=0, verl=("override_transformer_config.moe_router_bias_update_rate",)
     )
-    """Step by which each optimizer step moves the biases with which the routers of some models choose
-    experts, towards an even load. 0: they are frozen; moving them changes the policy without a loss."""
+    """Update rate of the router biases (aux-loss-free load balancing) per optimizer step, for models that
+    have them. 0: biases are frozen; moving them changes the policy without a loss."""
     sequence_parallel: bool = option(True, shapes_training=False)
-    """Sequence parallelism: shard activations outside the tensor-parallel layers, too."""
+    """Sequence parallelism: also shard activations outside the tensor-parallel layers."""
     use_distributed_optimizer: bool = option(True, shapes_training=False)
     """Shard the optimizer state across data ranks."""
     param_offload: bool = option(False, shapes_training=False)
     """Keep weights in host memory while the role is idle; they move to the device for each of its calls."""
     grad_offload: bool = option(False, shapes_training=False)
-    """Free the gradient buffers between updates, in which they hold nothing, and allocate them again for each
-    (verl's name; no gradient moves to host memory)."""
+    """Free the gradient buffers between updates, when they hold nothing (verl's name; no gradient moves to
+    host memory)."""
     optimizer_offload: bool = option(False, shapes_training=False)
     """Keep the optimizer state, and the fp32 weights of a bf16 model, in host memory between optimizer steps;
     they move to the device for each."""
@@ -219,7 +219,7 @@ class MegatronConfig:
     """Overrides of Megatron-Core's TransformerConfig."""
     override_ddp_config: dict[str, Any] = option(factory=dict, shapes_training=False)
     """Overrides of Megatron-Core's DistributedDataParallelConfig: pad_buckets_for_high_nccl_busbw and
-    reduce_scatter_with_fp32_accumulation. What the engine relies on is refused."""
+    reduce_scatter_with_fp32_accumulation. Arguments that the engine depends on are refused."""
 
     @property
     def expert_tensor_size(self) -> int:
@@ -232,7 +232,7 @@ class MegatronConfig:
 
     @property
     def gives_layers(self) -> bool:
-        """Whether the layers of each pipeline stage are given, which are equal shares otherwise."""
+        """Whether the layers of each pipeline stage are set explicitly; otherwise they are equal shares."""
         return any(name in self.override_transformer_config for name in LAYERS_OF_STAGES)
 
     @property
@@ -248,12 +248,12 @@ class MegatronConfig:
 
     @property
     def chunks(self) -> int:
-        """Parts of the layers on each stage."""
+        """Model chunks per stage."""
         return self.virtual_pipeline_model_parallel_size or 1
 
     @property
     def compute_dtype(self) -> str:
-        """`dtype`, by the name that all engines have."""
+        """`dtype`, under the name shared by all engines."""
         return self.dtype
 
     @property

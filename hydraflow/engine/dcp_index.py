@@ -48,7 +48,7 @@ _INERT = {
     "builtins": {"getattr"},  # Python 3.11.0 to 3.11.4 write an enum's member as getattr(its type, its name)
 }
 """Everything that torch and Megatron-Core write to an index besides dtypes and sizes."""
-_NO_INDEX = "is no index of a distributed checkpoint"
+_NO_INDEX = "is not the index of a distributed checkpoint"
 _BROKEN = (AttributeError, TypeError, ValueError, LookupError)
 
 
@@ -86,7 +86,7 @@ class Index:
 
     tensors: dict[str, IndexedTensor]
     objects: dict[str, int]
-    """Pickled objects other than tensors, which are never read -> their bytes."""
+    """Pickled objects other than tensors, which are never read -> their size in bytes."""
     ends: dict[str, int]
     """File -> its minimum size in bytes."""
 

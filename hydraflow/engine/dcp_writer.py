@@ -1,4 +1,4 @@
-"""torch's distributed checkpoint written by one process, which has no process group.
+"""Writes torch's distributed checkpoint format from one process, without a process group.
 
 In: tensors or boxes of them, and the number of the rank whose file they are to be in. Out: the files and
 their index, as that many ranks would write them. Left out on purpose: a run's own checkpoints, which its
@@ -28,7 +28,7 @@ from hydraflow.engine.dcp_index import INDEX, FileRange
 
 
 class CheckpointWriter:
-    """A checkpoint in the making, in a folder that is there."""
+    """An unfinished checkpoint in an existing folder."""
 
     def __init__(self, folder: Path):
         self._folder = folder
@@ -46,7 +46,7 @@ class CheckpointWriter:
     def add_box(
         self, key: str, shape: Sequence[int], start: Sequence[int], box: torch.Tensor, place: FileRange
     ) -> None:
-        """Enters a box of the tensor `key`, whose whole shape is `shape`, into the index."""
+        """Adds a box of the tensor `key`, whose full shape is `shape`, to the index."""
         entry = self._entries.get(key)
         if not isinstance(entry, TensorStorageMetadata):
             properties = TensorProperties(box.dtype)
@@ -55,7 +55,7 @@ class CheckpointWriter:
         self._places[MetadataIndex(key, torch.Size(start))] = _info(place)
 
     def add_object(self, key: str, place: FileRange) -> None:
-        """Enters a pickled object into the index."""
+        """Adds a pickled object to the index."""
         self._entries[key] = BytesStorageMetadata()
         self._places[MetadataIndex(key)] = _info(place)
 

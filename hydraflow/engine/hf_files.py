@@ -48,13 +48,13 @@ def save_whole(
 
 @dataclass(frozen=True)
 class HuggingFaceFiles:
-    """What a Hugging Face directory holds besides weights."""
+    """Contents of a Hugging Face directory besides weights."""
 
     config: Any
     model: ModelConfig
     shape: Any
-    """The model of transformers that the weights fill, without values; None: there is no such class, or
-    its name is enough."""
+    """The transformers model for the weights, on the meta device; None: there is no such class, or its name
+    is enough."""
     class_name: str | None
     """Its name in config.json."""
     generation: GenerationConfig | None = None

@@ -1,10 +1,10 @@
-"""Passes over any number of rows, in micro-batches: a fixed number of rows each, or as many as a token budget
-holds; in smaller ones again after an out-of-memory error.
+"""Passes over any number of rows in micro-batches: a fixed number of rows each, or as many as fit a token
+budget; split further after an out-of-memory error.
 
-In: rows with ragged prompts and responses. Out: what an engine gives for micro-batches of them. The size that
-fits is kept for the rest of the run. It changes on all data ranks alike, because every pass is a collective:
-all ranks need the same number of passes, whichever rank ran out of memory. An engine that cannot bring its
-ranks together after such an error lets it through. Left out on purpose: growing again, the sizes themselves
+In: rows with ragged prompts and responses. Out: an engine's results for their micro-batches. The reduced size
+is kept for the rest of the run. It changes on all data ranks alike, because every pass is a collective: all
+ranks need the same number of passes, whichever rank ran out of memory. An engine that cannot resynchronise
+its ranks after such an error lets it propagate. Left out on purpose: growing again, the sizes themselves
 (`batch_plan`), a micro-batch as the model reads it (`models/packing.py`).
 """
 
@@ -57,8 +57,8 @@ class MicroBatcher:
         self._splits = 0
 
     def cut(self, rows: DataProto, reduce: Reduce) -> MicroBatches:
-        """Micro-batches of the current size, the same number on every data rank, without the dead rows that
-        they can do without."""
+        """Micro-batches of the current size, the same number on every data rank, without superfluous dead
+        rows."""
         size = self._fitting(rows)
         if size.rows is not None:
             found = split_rows(rows, size.rows)
@@ -75,15 +75,15 @@ class MicroBatcher:
         return splits
 
     def _fitting(self, rows: DataProto) -> MicroPlan:
-        """The current size; a row longer than the remembered number of tokens is a micro-batch of its own."""
+        """The current size; a row longer than the token budget is a micro-batch of its own."""
         if self.plan is self._planned or self.plan.max_tokens is None:
             return self.plan
         longest = int(unit_tokens(rows, self.plan.unit).max())
         return replace(self.plan, max_tokens=max(self.plan.max_tokens, longest))
 
     def make_smaller(self, rows: DataProto, reports: Sequence[OomReport], reduce: Reduce) -> None:
-        """After micro-batches of these rows were too large. Raises DoesNotFit, on every rank, when a single
-        row was."""
+        """Halves the size after micro-batches of these rows were too large. Raises DoesNotFit, on every rank,
+        when a single row was."""
         alone = next((report for report in reports if report.rows <= self.plan.unit), None)
         if alone is not None:
             least = "row" if self.plan.unit == 1 else "pair"
@@ -166,14 +166,14 @@ class InMicroBatches:
 
 
 def live_rows(rows: DataProto) -> DataProto:
-    """The rows that are not dead, perhaps none."""
+    """The rows that are not dead; may be empty."""
     if "live" not in rows.keys():
         return rows
     return rows.select_idxs(rows.get("live")).select([name for name in rows.keys() if name != "live"])
 
 
 def _at_least_one(rows: DataProto) -> DataProto:
-    """The live rows, or one dead row where there are none, because a pass is a collective."""
+    """The live rows, or one dead row if there are none, because a pass is a collective."""
     if bool(rows.get("live").any()):
         return live_rows(rows)
     return rows.select_idxs([0]).select([name for name in rows.keys() if name != "live"])

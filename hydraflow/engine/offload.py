@@ -1,8 +1,8 @@
-"""Where some of an engine's memory is: on the device while it is used, in host memory while it rests.
+"""Tracks where a part of an engine's memory is: on the device while in use, in host memory while idle.
 
-In: two functions that move it. Out: the moves, only where they are due. Left out on purpose: what moves, and
-how (`fsdp/engine.py`, `megatron/storages.py`), page-locked host memory, and FSDP2's own CPU offload policy,
-which keeps shards on the host during a pass, too (`fsdp/build.py`).
+In: two functions that move it. Out: calls of them when needed. Left out on purpose: what moves, and how
+(`fsdp/engine.py`, `megatron/storages.py`), pinned host memory, and FSDP2's CPU offload policy, which keeps
+shards on the host even during a pass (`fsdp/build.py`).
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ HOST = torch.device("cpu")
 
 
 class Offload:
-    """The place of weights, gradients or optimizer state.
+    """The location of weights, gradients or optimizer state.
 
-    rests: whether they go to host memory at all; never where that is the device itself.
+    rests: whether they are offloaded at all; never on a CPU.
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class Offload:
 
     @contextmanager
     def borrowed(self) -> Iterator[None]:
-        """Keeps it on the device inside the block, which may last for several calls of the role."""
+        """Keeps it on the device inside the block, which may span several calls of the role."""
         self.wake()
         self._borrowers += 1
         try:

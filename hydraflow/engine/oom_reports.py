@@ -1,7 +1,7 @@
-"""What ranks tell each other about micro-batches that were too large for one of them.
+"""Exchanges reports of micro-batches that were too large for a rank.
 
-In: this rank's micro-batch, if it was. Out: the reports of all ranks. Left out on purpose: how the ranks get
-to this point together (`fsdp/oom_recovery.py`, `megatron/oom_recovery.py`).
+In: this rank's micro-batch, if it was too large. Out: the reports of all ranks. Left out on purpose: bringing
+the ranks to this collective together (`fsdp/oom_recovery.py`, `megatron/oom_recovery.py`).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ logger = logging.getLogger(__name__)
 
 
 def note_out_of_memory(data: DataProto, error: BaseException) -> None:
-    """Logs what this rank had no memory for."""
+    """Logs the micro-batch that did not fit on this rank."""
     tokens = int(row_tokens(data).sum())
     logger.warning("out of memory in a micro-batch of %d rows, %d tokens: %s", len(data), tokens, error)
 

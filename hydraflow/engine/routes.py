@@ -1,6 +1,6 @@
-"""Which part of a line's experts is whose: recording and replaying on the ranks of a training engine.
+"""Routing replay on the ranks of a training engine, each of which has a part of a line's experts.
 
-In: packed lines, perhaps with the experts that their tokens are to take. Out: the column `routed_experts`,
+In: packed lines, optionally with the experts that their tokens must take. Out: the column `routed_experts`,
 gathered from ranks that have a share of a line's tokens, or some of its layers. Left out on purpose: routers
 (`models/routing.py`).
 
@@ -26,7 +26,7 @@ from hydraflow.protocol.batch import DataProto
 
 @dataclass(kw_only=True)
 class PackedRoutes(LineRoutes):
-    """Of a rank's share of a packed line."""
+    """The experts of a packed line, and of this rank's share of it."""
 
     batch: PackedBatch
     """All of the line."""
@@ -36,10 +36,10 @@ class PackedRoutes(LineRoutes):
 
 @dataclass(frozen=True)
 class Routes:
-    """A rank's part of the experts of all tokens."""
+    """Records and replays experts on one rank."""
 
     layers: Sequence[int]
-    """Numbers of all layers that have experts, also of those that other ranks have."""
+    """Indices of all layers with experts, including those on other ranks."""
     experts: int
     """Of a layer."""
     chosen: int
@@ -48,26 +48,27 @@ class Routes:
     part: int = 0
     """Which share of each line this rank has."""
     parts: int = 1
-    """Equal shares of a line; the last ones may lack some tokens."""
+    """Number of equal shares of a line; the last ones may be shorter."""
     groups: Sequence[dist.ProcessGroup] = ()
-    """Of the ranks that compute a line together: the sum over one after the other is that over all."""
+    """Process groups of the ranks that compute a line together; summing over one after the other sums over
+    all ranks."""
 
     def share_of(self, tokens: int) -> slice:
-        """This rank's share of a line of so many tokens, which may end after the line."""
+        """This rank's slice of a line of that many tokens; it may end beyond the line."""
         size = -(-tokens // self.parts)
         return slice(self.part * size, (self.part + 1) * size)
 
     def begin(
         self, batch: PackedBatch, given: torch.Tensor | None, tally: Tally | None = None
     ) -> PackedRoutes:
-        """Of a line. given: its rows' `routed_experts`; None: they are to be recorded."""
+        """Starts a line. given: its rows' `routed_experts`; None: record them."""
         size = batch.input_ids.numel()
         own = self.share_of(size)
         missing = own.stop - own.start - len(range(size)[own])
         found = PackedRoutes(batch=batch, own=own, tally=tally)
         if given is not None:
             experts = routing.on_line(given, batch)[own]
-            assert experts.shape[1:] == (len(self.layers), self.chosen), "experts of another model"
+            assert experts.shape[1:] == (len(self.layers), self.chosen), "experts of a different model"
             filled = F.pad(experts, (0, 0, 0, 0, 0, missing), value=routing.OWN_CHOICE).to(self.device)
             found.given = dict(zip(self.layers, filled.unbind(1), strict=True))
         if tally is not None:
@@ -80,8 +81,8 @@ class Routes:
         return routing.of_rows(micro_batches, lines)
 
     def changed_share(self, tally: Tally) -> Metric:
-        """How many tokens were given other experts than their router would have chosen: a mean over layers
-        and over the data rank's asked tokens. Collective."""
+        """Share of tokens whose replayed experts differ from the router's choice: a mean over layers and over
+        the data rank's asked tokens. Collective."""
         counts = torch.tensor([float(tally.changed), float(tally.replayed)], dtype=torch.float64)
         for group in self.groups:
             counts = process_group.all_reduce(counts, "sum", group)

@@ -135,7 +135,7 @@ class _Slices:
         """S."""
 
     def cut(self, column: torch.Tensor) -> torch.Tensor:
-        """This rank's slice (1, S) of a column (1, N). What is missing at the end is 0 and nobody's."""
+        """This rank's slice (1, S) of a column (1, N). It is padded with 0 beyond the end of the line."""
         filled = F.pad(column, (0, self._missing))
         return filled[:, self._ranks.group.rank() * self.tokens :][:, : self.tokens]
 

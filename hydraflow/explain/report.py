@@ -1,9 +1,9 @@
 """Everything that `python -m hydraflow.plan` knows about a command line, gathered once.
 
 In: a configuration and where its values come from. Out: one `Report`, or one `ConfigError` with every broken
-rule. What is not on this machine (files, models) is noted; what is here and cannot be used is a problem. Left
-out on purpose: how it looks (`show.py`, `svg.py`), and torch, Ray and transformers: a plan is made within a
-second, anywhere.
+rule. Missing files and models are notes, because a plan may be for another machine; unusable ones are
+problems. Left out on purpose: how it looks (`show.py`, `svg.py`), and torch, Ray and transformers: a plan is
+made within a second, anywhere.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from hydraflow.trainer.phases import rollout_is_exact
 
 @dataclass(frozen=True)
 class Report:
-    """A plan with all that explains it."""
+    """A plan with everything that explains it."""
 
     job: str
     """ppo, sft or generate."""
@@ -47,7 +47,7 @@ class Report:
     placement: str
     """colocated, disaggregated, overlapping or partial."""
     picture: tuple[str, ...]
-    """The devices × roles picture, as lines of text."""
+    """The devices × roles table, as lines of text."""
     phases: tuple[Phase, ...]
     """What one step does."""
     memory: MemoryReport | None
@@ -119,7 +119,7 @@ def _ppo_report(config: PPOConfig, command: Command) -> Report:
 
 
 def _turn_notes(config: PPOConfig, plan: BatchPlan) -> Iterator[str]:
-    """Where a generation engine in processes of its own shares devices."""
+    """Notes on a generation engine that has its own processes but shares devices."""
     name, own = config.actor_rollout_ref.rollout.name, plan.layouts["rollout"].devices
     others = {role: layout.devices for role, layout in plan.layouts.items() if role != "rollout"}
     beside = [role for role, devices in others.items() if devices & own]
@@ -182,7 +182,7 @@ def _report(
     placement: str = "colocated",
     memory: MemoryReport | None = None,
 ) -> Report:
-    """The report of a job; one with a single role is always colocated with itself."""
+    """The report of a job with a single role, which is always colocated."""
     return Report(
         job=job,
         plan=plan,
@@ -226,7 +226,7 @@ def _file_notes(config: PPOConfig, prompts: RowCount, held_out: RowCount) -> Ite
 
 
 def _bound_notes(key: str, count: RowCount, longest: int) -> Iterator[str]:
-    """Said where a count is an upper bound."""
+    """Notes on counts that are upper bounds."""
     if count.at_most:
         longer = f"those with more than data.max_prompt_length={longest} tokens are left out"
         yield f"{key}: {count} prompts, an upper bound: {longer}, and only a tokenizer knows how many"

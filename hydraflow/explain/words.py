@@ -1,7 +1,7 @@
-"""What one step does, in words and with its numbers, phase by phase.
+"""Describes one step in words and numbers, phase by phase.
 
-In: the plan and the configuration it was made from. Out: `Phase`s. Left out on purpose: any arithmetic on
-keys; numbers are the plan's.
+In: the plan and the configuration it was made from. Out: `Phase`s. Left out on purpose: arithmetic on keys;
+all numbers are the plan's.
 """
 
 from __future__ import annotations
@@ -152,11 +152,11 @@ _TEXTS: dict[str, Callable[[BatchPlan, PPOConfig, bool], str]] = {
     "actor": lambda plan, *_: _update(plan.actor, plan.prompts_per_step),
     "sync": lambda plan, *_: _sync(plan),
 }
-"""Phase of `trainer/phases.py` -> what it does, with the plan's numbers."""
+"""Phase of `trainer/phases.py` -> its description, with the plan's numbers."""
 
 
 def _pass(plan: BatchPlan, role: str, micro: MicroPlan | None) -> str:
-    """How all trajectories of a step pass through a role's model once."""
+    """One pass of a step's trajectories through a role's model."""
     assert micro is not None, f"a step with {role} has a plan for it"
     ranks = plan.layouts[role].data_ranks
     rows = -(-plan.trajectories_per_step // ranks)
@@ -168,7 +168,7 @@ def _reference_pass(plan: BatchPlan) -> str:
 
 
 def _on_ranks(role: RolePlan, noun: str) -> str:
-    """How the rows of an optimizer step pass through a role's model."""
+    """The passes of an optimizer step's rows through a role's model."""
     each = count(role.rows_per_rank, noun)
     return f"{count(role.data_ranks, 'data rank')} of {each}, {forwards(role.micro, role.rows_per_rank)}"
 
@@ -184,7 +184,7 @@ def _update(role: RolePlan | None, prompts: int) -> str:
 
 
 def _run(per_epoch: int, total: int, role: RolePlan, rows: str, batch: int) -> Phase:
-    """What all steps together do, where their number is known."""
+    """The whole run, if the number of steps is known."""
     if not total:
         unless = "trainer.total_training_steps says it"
         return Phase(

@@ -56,10 +56,11 @@ class SamplingParams:
     stop_token_ids: tuple[int, ...] = ()
     """Tokens that end a response, besides the model's own."""
     stop: tuple[str, ...] = ()
-    """Strings that end a response. It keeps the token with which its text contains one, whatever follows the
-    string in that token. The engine must have been built with a tokenizer."""
+    """Stop strings. A response keeps the whole token that completes one. The engine must have been built with
+    a tokenizer."""
     routes: bool = False
-    """Also the experts of every token, where the engine can tell them (`config.Engine.tells_experts`)."""
+    """Also return the experts of every token; needs an engine that reports them
+    (`config.Engine.tells_experts`)."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
@@ -77,7 +78,7 @@ class SamplingParams:
 
     @property
     def greedy(self) -> bool:
-        """Whether the most probable token is taken; log-probabilities are then those at temperature 1."""
+        """Greedy decoding; log-probabilities are then those at temperature 1."""
         return self.temperature == 0
 
 
@@ -131,7 +132,7 @@ class TokenRequest:
     """One response to be sampled, or to be continued. ValueError when nothing is left to sample."""
 
     name: str
-    """Another one for each request in flight."""
+    """Unique among the requests in flight."""
     prompt: Tensor
     """int64 (P,)."""
     params: SamplingParams
@@ -141,7 +142,7 @@ class TokenRequest:
     sample: int
     """Number of the sample, from 0."""
     begun: tuple[int, ...] = ()
-    """Tokens that the response has already, from an aborted request."""
+    """Tokens already sampled, by an aborted request."""
 
     def __post_init__(self) -> None:
         if len(self.begun) >= self.params.max_tokens:
@@ -150,14 +151,14 @@ class TokenRequest:
 
     @property
     def context(self) -> Tensor:
-        """What the next token follows, int64 (P + begun,)."""
+        """Context of the next token, int64 (P + begun,)."""
         if not self.begun:
             return self.prompt
         return torch.cat([self.prompt, torch.tensor(self.begun, dtype=torch.int64)])
 
     @property
     def left(self) -> SamplingParams:
-        """For what is left of the response."""
+        """Sampling parameters for the rest of the response."""
         return replace(self.params, max_tokens=self.params.max_tokens - len(self.begun))
 
 
@@ -184,63 +185,64 @@ class EngineSpec:
     device: torch.device
     dtype: torch.dtype
     generation_config: GenerationConfig | None
-    """Where end tokens come from; None: the model's configuration."""
+    """Source of the end tokens; None: the model's configuration."""
     longest_row: int
-    """Tokens of the longest prompt and response."""
+    """Maximum tokens of prompt and response together."""
     processes: int = 1
-    """Of all engines of this run."""
+    """Number of engines in this run."""
     tensor_parallel: int = 1
-    """Processes among which the engine's model is divided; they are a group of torch.distributed, and all of
-    them get the same calls."""
+    """Tensor-parallel size: processes that share the engine's model; a torch.distributed group, all of which
+    get the same calls."""
     rank: int = 0
-    """This process's place among them."""
+    """This process's rank among them."""
     section: str = "actor_rollout_ref.rollout"
-    """Where the configuration has `rollout`, for messages."""
+    """Configuration path of `rollout`, for messages."""
     seed: int = 0
-    """For draws that have no key (vLLM with chunked prefill on a CPU, SGLang); each replica's is another."""
+    """Seed of draws without a key (vLLM with chunked prefill on a CPU, SGLang); it differs by replica."""
     tokenizer: TokenizersBackend | None = None
-    """For stop strings; None: no response ends at one."""
+    """Tokenizer for stop strings; None: stop strings are not used."""
     routes: bool = False
     """Requests will ask for the experts of their tokens."""
     start_seconds: float = math.inf
-    """An engine with a process of its own may take so long to start."""
+    """Start timeout, in seconds, of an engine with a process of its own."""
     adapters: AdapterLayers | None = None
-    """What it loads beside the weights, where it can (`config.Engine.loads_adapters`)."""
+    """Adapters to load besides the weights, if the engine can (`config.Engine.loads_adapters`); None: merged
+    weights."""
 
 
 class GenerationEngine(Protocol):
-    """Samples responses from a copy of the trained model, in this process or in one that ends with it.
+    """Samples responses from a copy of the trained model, in this process or in a child process.
 
-    Whole batches (`generate`), or single responses: they are submitted, and end in calls of `advance`. All
-    of it happens inside of calls, so that several processes that get the same calls do the same.
+    Whole batches (`generate`), or single responses: they are submitted, and finish in calls of `advance`. All
+    work happens inside calls, so processes that get the same calls do the same.
     """
 
     def generate(self, request: GenerationRequest, params: SamplingParams) -> GenerationOutput:
         """Samples. ValueError for prompts that do not fit; RuntimeError without weights."""
 
     def submit(self, requests: Sequence[TokenRequest]) -> None:
-        """Takes requests; errors as in `generate`."""
+        """Queues requests; errors as in `generate`."""
 
     def advance(self) -> list[Completion]:
         """Samples until at least one response is complete; [] when no request is in flight."""
 
     def abort(self, names: Collection[str]) -> list[Completion]:
-        """Ends requests that are in flight; returns what they have by now, perhaps no token. Weights can be
-        updated once none is in flight."""
+        """Aborts requests in flight; returns the tokens sampled so far, possibly none. Weights can be updated
+        once no request is in flight."""
 
     def update_weights(self, stream: Iterable[Weight], *, first: bool = True, last: bool = True) -> None:
-        """Loads weights from (Hugging Face name, full tensor) pairs, or from the parts of a tensor one after
-        the other: all of the model, or some of it between the `first` and the `last`; where the engine has
-        the base weights, perhaps the adapters alone. ValueError names what does not fit, and after the last
-        what is missing."""
+        """Loads weights from (Hugging Face name, full tensor) pairs; a large tensor may come in consecutive
+        parts. One update may take several calls, from the `first` to the `last`. With adapters an update may
+        contain the adapters only, once the base weights are loaded. ValueError names what does not fit, and
+        after the last call what is missing."""
 
     def sleep(self) -> None:
-        """Gives back the memory of weights and caches, until `update_weights` begins with a first part."""
+        """Releases the memory of weights and caches, until the next update starts."""
 
 
 @runtime_checkable
 class ReadableEngine(GenerationEngine, Protocol):
-    """An engine that gives its weights back (`config.Engine.reads_back`)."""
+    """An engine whose weights can be read back (`config.Engine.reads_back`)."""
 
     def held(self) -> Mapping[str, Tensor]:
-        """The weights by Hugging Face name, tied ones under each of their names; not to be changed."""
+        """The current weights by Hugging Face name, tied ones under each of their names; read-only."""

@@ -39,23 +39,23 @@ class Engine(Implementation):
     """A generation engine; its class has what `generation.base.GenerationEngine` asks for."""
 
     divides_models: bool = False
-    """One replica may take several devices (tensor_model_parallel_size and its like)."""
+    """A replica may span several devices (tensor_model_parallel_size and so on)."""
     own_process: bool = False
-    """It shares no process with other roles: where they have the same devices, they take turns."""
+    """It needs a process of its own: roles on the same devices take turns with it."""
     reads_back: bool = True
     """Its weights can be read back and compared with what was sent (`generation.base.ReadableEngine`)."""
     computes_fp64: bool = True
-    """In 64 bits, too, not only in 32 and 16."""
+    """It also computes in float64."""
     least_temperature: float = 0.0
-    """It does not sample at lower ones."""
+    """Lowest temperature above 0 that it supports."""
     takes_parts: bool = False
-    """It copies parts of a weight to their places, and does not put the weight together first."""
+    """It loads parts of a weight directly, without assembling the weight first."""
     tells_experts: bool = False
-    """It tells which experts the tokens of a mixture went to."""
+    """It reports the experts of every token."""
     loads_adapters: bool = False
-    """It computes with low-rank adapters beside the weights."""
+    """It computes with LoRA adapters apart from the base weights."""
     set_elsewhere: Mapping[str, str] = field(default_factory=dict)
-    """Arguments that its section of `engine_kwargs` may not set, and what sets them."""
+    """Arguments that cannot be set in its section of `engine_kwargs` -> what sets them."""
 
 
 _ROLLOUT = "actor_rollout_ref.rollout"
@@ -123,8 +123,10 @@ SGLANG_ARGUMENTS = {
     "enable_memory_saver": "the placement of roles",
     "host": "the trainer, which runs one server for each replica",
     "port": "the trainer, which runs one server for each replica",
-    "api_key": "the trainer, whose requests have no key",
-    "admin_api_key": "the trainer, whose requests have no key",
+    "api_key": "the trainer, which makes a key for each server",
+    "admin_api_key": "the trainer, which makes a key for each server",
+    "tokenizer_worker_num": "the trainer: servers with several check no key",
+    "grpc_port": "the trainer: this port checks no key",
     "load_format": "the actor, which sends the weights",
     "skip_tokenizer_init": _TOKENIZER,
     "allow_auto_truncate": "the trainer, which truncates nothing",
@@ -174,8 +176,8 @@ GENERATION_ENGINES = {
         set_elsewhere=SGLANG_ARGUMENTS,
     ),
 }
-"""By the name that `rollout.name` gives; `reads` are keys of `rollout`. The code is a function that takes a
-model's configuration and a `generation.base.EngineSpec`."""
+"""Values of `rollout.name`; `reads` are keys of `rollout`. The code is a function of a model's configuration
+and a `generation.base.EngineSpec`."""
 
 OTHER_ENGINE = unread(GENERATION_ENGINES, "name")
 SERVED_WHOLE = Planned(
@@ -254,8 +256,8 @@ class SamplingConfig:
     dtype: str = option("auto", choices=("auto", "fp32", "bf16", "fp16", "fp64"))
     """Dtype of the engine; auto: as the actor's training engine."""
     gpu_memory_utilization: float = option(0.5, gt=0, lt=1, shapes_training=False, no_effect=OTHER_ENGINE)
-    """Fraction of a device's memory for the engine: weights, activations and KV cache. On a CPU the most that
-    the KV caches of all its replicas may take of the machine's memory."""
+    """Fraction of a device's memory for the engine: weights, activations and KV cache. On a CPU the maximum
+    share of the machine's memory for the KV caches of all its replicas."""
     max_num_batched_tokens: int | None = option(
         None, size=True, shapes_training=False, no_effect=OTHER_ENGINE
     )
@@ -264,26 +266,26 @@ class SamplingConfig:
     max_model_len: int | None = option(None, size=True, shapes_training=False, no_effect=OTHER_ENGINE)
     """Maximum sequence length of the engine; null: data.max_prompt_length + data.max_response_length."""
     enforce_eager: bool | None = option(None, shapes_training=False, no_effect=OTHER_ENGINE)
-    """Run the engine's model without compilation and CUDA graphs; null: on a CPU."""
+    """Run the engine's model eagerly, without compilation and CUDA graphs; null: true on a CPU."""
     enable_prefix_caching: bool = option(True, shapes_training=False, no_effect=OTHER_ENGINE)
-    """Keep the KV cache of prompts for later requests that begin with the same tokens."""
+    """Prefix caching: reuse the KV cache for requests with a common prefix."""
     enable_chunked_prefill: bool | None = option(None, no_effect=OTHER_ENGINE)
-    """Let one forward pass take a part of a prompt; null: on a GPU. On a CPU, samples then also depend on
-    which requests are under way together."""
+    """Chunked prefill: split long prompts over several forward passes; null: true on a GPU. On a CPU, samples
+    then also depend on which requests are batched together."""
     engine_kwargs: EngineKwargs = option(factory=EngineKwargs, shapes_training=False, no_effect=OTHER_ENGINE)
     """Arguments for the engine that have no key here."""
     max_retries: int = option(3, ge=0, shapes_training=False)
-    """How often a request, or weights, may be sent again because a generation process has died that holds
-    no other role; 0: its death ends the run."""
+    """Maximum retries of a request or weight transfer after a dedicated generation process died and was
+    replaced; 0: its death ends the run."""
 
 
 PART_BYTES = 16 * 2**20
-"""A bucket's limit where parts of weights are loaded by themselves: one is loaded while the next is made,
-even where a larger one would hold the whole model."""
+"""Bucket limit of engines that load parts of weights: with small buckets, loading overlaps with filling the
+next one even for small models."""
 
 
 def bucket_bytes(rollout: RolloutConfig) -> int:
-    """The most bytes of weights in a bucket to an engine in another process."""
+    """Maximum bytes of a weight bucket for an engine in another process."""
     most = rollout.update_weights_bucket_megabytes * 2**20
     return min(most, PART_BYTES) if GENERATION_ENGINES[rollout.name].takes_parts else most
 
@@ -307,7 +309,7 @@ def stop_strings(stop: Any) -> tuple[str, ...]:
 
 
 def every_stop_string(rollout: SamplingConfig) -> tuple[str, ...]:
-    """Of training and of validation."""
+    """Stop strings of training and validation together."""
     val = rollout.val_kwargs.stop if isinstance(rollout, RolloutConfig) else None
     return stop_strings(rollout.stop) + stop_strings(val)
 
@@ -318,8 +320,8 @@ def splits_prompts(rollout: SamplingConfig, device_type: str) -> bool:
 
 
 def least_batched_tokens(rollout: SamplingConfig, longest_row: int, device_type: str) -> int:
-    """The fewest tokens that a forward pass of vLLM must have room for. `longest_row`: prompt and response;
-    it is read where `rollout` has no limit of its own."""
+    """Lower bound of vLLM's max_num_batched_tokens. `longest_row`: prompt and response; used if `rollout`
+    sets no max_model_len."""
     row = rollout.max_model_len or longest_row
     return rollout.max_num_seqs if splits_prompts(rollout, device_type) else max(rollout.max_num_seqs, row)
 
@@ -358,7 +360,7 @@ class RolloutConfig(SamplingConfig):
     tensor_model_parallel_size: int = option(1, size=True, shapes_training=False, planned=SERVED_WHOLE)
     """Tensor-parallel size of one engine replica."""
     data_parallel_size: int = option(1, size=True, shapes_training=False)
-    """Data-parallel size inside one engine replica: engines that are counted as one replica."""
+    """Data-parallel size inside one replica: number of engines that count as one replica."""
     pipeline_model_parallel_size: int = option(1, size=True, shapes_training=False, planned=MORE_DEVICES)
     """Pipeline-parallel size of one engine replica."""
     update_weights_bucket_megabytes: int = option(
@@ -370,10 +372,10 @@ class RolloutConfig(SamplingConfig):
     """Maximum bucket size of weight transfers to an engine in another process, in megabytes; at most two
     buckets exist at a time. The native engine takes 16 at most."""
     verify_weights_every: int = option(50, ge=1, shapes_training=False)
-    """Checksums are compared with those of the engine's own tensors every this many weight transfers, always
-    in the first."""
+    """Weight transfers between two checksum comparisons with the engine's own tensors; the first is always
+    compared."""
     nnodes: int = option(0, ge=0, shapes_training=False)
-    """Machines dedicated to the rollout; 0: it shares the trainer's."""
+    """Number of machines dedicated to the rollout; 0: it shares the trainer's."""
     n_gpus_per_node: int = option(
         8,
         size=True,
@@ -387,6 +389,6 @@ class RolloutConfig(SamplingConfig):
     """Devices of the role; null: the actor's, or those of rollout.nnodes."""
     agent: AgentConfig = field(default_factory=AgentConfig)
     probs_diff_limit: float = option(0.05, gt=0, shapes_training=False)
-    """A start ends at its first step if probabilities of sampled tokens differ by more than this, on average,
-    between engine and trainer."""
+    """Maximum mean difference of sampled tokens' probabilities between engine and trainer; a larger one in
+    the first step after a start ends the run."""
     val_kwargs: ValSamplingConfig = option(factory=ValSamplingConfig, shapes_training=False)

@@ -1,13 +1,13 @@
-"""Samples one wave: prompts of one padded width are prefilled once, their caches are repeated for the
+"""Samples one wave: prompts padded to one width are prefilled once, their KV caches are repeated for the
 samples, then rows are decoded token by token.
 
 In: a model, a wave's prompts, the source of random numbers. Out: tokens, log-probabilities and lengths of
 its rows. Left out on purpose: grouping (`layout.py`), the model's states (`native.py`).
 
-A row's numbers must not depend on its neighbours. Kernels for few rows add up in another order: on CPUs with
+A row's numbers must not depend on its neighbours. Kernels for few rows sum in another order: on CPUs with
 AVX-512 a matrix product gives a row the same bits from 16 rows on, and other bits below. So no product here
-has fewer than 16; rows are repeated where there are fewer. With several threads, or on a GPU, only the last
-bits may still differ.
+has fewer than 16 rows; rows are repeated to fill up. With several threads, or on a GPU, only the last bits
+may still differ.
 
 Legend: Q prompts, B rows in the batch now, W rows of the wave, P padded prompt, V vocabulary, L tokens so
 far.
@@ -34,11 +34,11 @@ from hydraflow.generation.stopping import StopStrings
 from hydraflow.models.routers import HFRouters
 
 MIN_ROWS = 16
-"""Rows in the smallest matrix product."""
+"""Minimum rows of a matrix product."""
 _PREFILL_TOKENS = 8192
-"""Prompt tokens per forward pass; more would only need more memory."""
+"""Prompt tokens per forward pass; more would need memory without being faster."""
 _LEAVE_SHARE = 4
-"""Finished rows are removed from the batch once they are at least one in this many."""
+"""Finished rows are removed from the batch once they make up at least one in this many."""
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ class WaveResult:
 
 
 class NoCache(ValueError):
-    """A model that computes no token from those before it without reading them again."""
+    """A model without a KV cache."""
 
 
 class CachedForward:
@@ -79,7 +79,7 @@ class CachedForward:
         if self.pads:
             attention.register_attention()
         self._lean: LeanForward | None = None
-        """Once a token was decoded, for models that it knows."""
+        """The fused decoding step, created at the first decoded token of a supported model."""
 
     def step(self, token: Tensor, cache: Cache, mask: Tensor | None, positions: Tensor | None) -> Tensor:
         """Logits (B, V) after one more token of each row, (B,). mask: additive (B, 1, 1, L)."""
@@ -89,7 +89,7 @@ class CachedForward:
         return self._lean(token, cache, mask, positions)
 
     def let_go(self) -> None:
-        """Holds no weights beside the model's from now on: they are about to become other tensors."""
+        """Drops all references to weights, which are about to be replaced."""
         self._lean = None
 
     def __call__(
@@ -107,8 +107,8 @@ class CachedForward:
 
 
 def _attends_to_all(model: PreTrainedModel) -> bool:
-    """Whether one additive mask serves all layers: no window, no recurrent state, positions given and not
-    counted by the model."""
+    """Whether one additive mask fits all layers: no sliding window, no recurrent state, and positions are an
+    input."""
     config = model.config.get_text_config()
     layer_types = set(getattr(config, "layer_types", None) or ["full_attention"])
     window = getattr(config, "sliding_window", None) if not getattr(config, "layer_types", None) else None
@@ -149,10 +149,10 @@ class WaveDecoder:
         """Additive mask over the cache's tokens, first (Q, P), then (B, L)."""
         self._owner = torch.tensor(owner, device=device)
         self._slot = _at_least(torch.arange(len(owner), device=device), MIN_ROWS)
-        """For each row in the batch its place in the wave, (B,)."""
+        """(B,) index in the wave of each row in the batch."""
         self._routes = None if routers is None else WaveRoutes(routers)
         self._moved: Tensor | None = None
-        """Rows of the cache that the next forward needs, when they are not the ones it has, (B,)."""
+        """(B,) cache rows that the next forward pass needs, if they are not the current ones."""
 
     def run(
         self, params: SamplingParams, stop_tokens: Tensor, stop_strings: Sequence[StopStrings] = ()
@@ -163,7 +163,7 @@ class WaveDecoder:
         logits are not numbers.
         """
         rows, device = len(self._owner), self._forward.device
-        prompt_lengths = self._length  # it follows the rows of the batch
+        prompt_lengths = self._length  # permuted together with the rows of the batch
         ends = _Ends(params.max_tokens, rows, stop_tokens, stop_strings)
         tokens = torch.empty(rows, params.max_tokens, dtype=torch.int64, device=device)
         log_probs = torch.empty(rows, params.max_tokens, dtype=torch.float32, device=device)
@@ -247,7 +247,7 @@ class WaveDecoder:
         return logits
 
     def _leave(self, alive: Tensor) -> Tensor | None:
-        """Removes finished rows from the batch once there are enough; returns the places of the remaining
+        """Removes finished rows from the batch once there are enough; returns the indices of the remaining
         ones, or None if none was removed."""
         count = int(alive.sum())
         if count == len(alive) or (count and count * _LEAVE_SHARE > len(alive) * (_LEAVE_SHARE - 1)):
@@ -270,7 +270,7 @@ def _at_least(rows: Tensor, least: int) -> Tensor:
 
 
 class _Ends:
-    """Where the rows of a wave end."""
+    """Tracks which rows of a wave have ended."""
 
     def __init__(self, most: int, rows: int, tokens: Tensor, strings: Sequence[StopStrings]):
         self._tokens, self._strings = tokens, strings
@@ -278,8 +278,7 @@ class _Ends:
         self.stopped = torch.zeros(rows, dtype=torch.bool, device=tokens.device)
 
     def note(self, step: int, slot: Tensor, token: Tensor) -> Tensor:
-        """Whether rows have ended by now, bool (B,), given the token of this step for each. slot: their
-        places in the wave."""
+        """bool (B,) whether each row has ended, given its token of this step. slot: indices in the wave."""
         before = self.stopped[slot]
         ends = torch.isin(token, self._tokens)
         if self._strings:
@@ -290,7 +289,7 @@ class _Ends:
 
     def _end_strings(self, slot: Tensor, token: Tensor) -> Tensor:
         stopped = self.stopped.tolist()
-        next_tokens = dict(zip(slot.tolist(), token.tolist()))  # a row may be there several times
+        next_tokens = dict(zip(slot.tolist(), token.tolist()))  # a row may occur several times
         found = {
             row: not stopped[row] and self._strings[row].ends_with(one) for row, one in next_tokens.items()
         }

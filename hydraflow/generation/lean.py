@@ -1,11 +1,10 @@
-"""One token of each row through a Llama-like model: the operations of transformers' own forward, in its
-order, and fewer of them.
+"""The decoding step of Llama-like models: transformers' operations in the same order, but fewer of them.
 
 In: the sampled tokens, the cache, an additive mask. Out: the next logits; from a few dozen columns on, a
 matrix product has the same bits when it is part of a larger one, and so have the logits. Queries, keys and
-values are one product, and so are gate and up: the model's own weights are rows of the joined ones, so
-weights that arrive are joined already. Left out on purpose: prompts, and models of any other class, which run
-their own forward (`decode.py`).
+values are one product, and so are gate and up: the model's own weights are rows of the joined ones, so weight
+updates write into the joined ones directly. Left out on purpose: prompts, and models of any other class,
+which run their own forward (`decode.py`).
 
 Legend: B rows, H hidden size, h heads of queries, k heads of keys and values, d head dimension, L tokens so
 far.
@@ -29,16 +28,16 @@ from transformers import (
 )
 
 _CLASSES = (LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM)
-"""Whose layers are norm, attention, norm, gated MLP, with nothing between them."""
+"""Classes whose layers are norm, attention, norm, gated MLP, and nothing else."""
 
 
 def is_known(model: PreTrainedModel) -> bool:
-    """Whether `LeanForward` computes what this model does; a class that derives from a known one may not."""
+    """Whether `LeanForward` is equivalent to this model's forward; a subclass of a known class may not be."""
     return type(model) in _CLASSES
 
 
 class LeanForward:
-    """The decoding step of a model, whose weights are joined here; they stay the model's parameters."""
+    """The decoding step of a model. Joins its weights; they stay the model's parameters."""
 
     def __init__(self, model: PreTrainedModel):
         backbone: Any = model.base_model
@@ -86,7 +85,7 @@ class _Layer:
             turned = torch.cat([_norm(turned[:, :-keys], *of_q), _norm(turned[:, -keys:], *of_k)], 1)
         turned = _rotate(turned, cos, sin)
         k, v = cached.update(turned[:, -keys:, None], v[:, :, None])  # (B, k, L, d)
-        # queries that share a key are rows of one head, as in attention.py
+        # queries of one key head are treated as rows of that head, as in attention.py
         q = turned[:, :-keys].view(rows, keys, -1, dim)
         mask = mask.expand(-1, -1, q.shape[2], -1)
         found = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=self._scale)
@@ -95,11 +94,11 @@ class _Layer:
 
 @torch.no_grad()
 def _join(parts: Sequence[nn.Linear]) -> tuple[Tensor, Tensor | None]:
-    """Weights, and biases if there are any, of layers with the same input, one below the other. From now on
-    the layers' own are parts of these."""
+    """Stacked weights, and biases if there are any, of layers with the same input. The layers' own become
+    views of these."""
 
     def join(tensors: Sequence[Tensor]) -> Tensor:
-        # tensors of inference mode could not be written to by the next update of weights
+        # inference-mode tensors could not be written to by the next weight update
         with torch.inference_mode(False):
             joined = torch.cat([tensor.data for tensor in tensors])
             for tensor, part in zip(tensors, joined.split([len(tensor) for tensor in tensors]), strict=True):

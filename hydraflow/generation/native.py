@@ -2,8 +2,8 @@
 
 In: prompts, sampling settings, and a stream of weights. Out: responses with the log-probability of every
 token. Left out on purpose: paged caches, continuous batching and several devices per model; a serving engine
-does those. This one is exact (it computes what the trainer's forward computes), and it gives the same samples
-for a seed whatever else is in the batch.
+does those. This one is exact (it computes the same numbers as the trainer's forward), and for a given seed
+its samples do not depend on the rest of the batch.
 
 Legend: B rows, R response, N tokens of all rows together.
 """
@@ -44,7 +44,7 @@ from hydraflow.generation.base import (
 )
 from hydraflow.generation.decode import CachedForward, NoCache, WaveDecoder, WaveResult
 from hydraflow.generation.layout import Wave, request_order, waves
-from hydraflow.generation.own_numbers import not_sampled, require_own_numbers
+from hydraflow.generation.parity import not_sampled, require_parity
 from hydraflow.generation.requests import require_fitting
 from hydraflow.generation.sampling import UniformDraws
 from hydraflow.generation.stopping import StopStrings, watched
@@ -89,13 +89,13 @@ class NativeEngine:
         self._not_ready = ""
         self._loader = WeightLoader(model)
         self._unchecked: str | None = None
-        """Configuration key of the engine while its numbers are still to be compared."""
+        """Configuration key of the engine until its log-probabilities have been checked; then None."""
         self._found_routers: HFRouters | None = None
-        """Once experts were asked for."""
+        """The model's routers, once experts have been requested."""
         self._queue: dict[str, TokenRequest] = {}
         """In flight."""
         self._empty: dict[Tensor, torch.Size] = {}
-        """While it sleeps: its weights, and the shapes that they have otherwise."""
+        """While it sleeps: its weights and their shapes."""
 
     @classmethod
     def from_config(
@@ -112,8 +112,8 @@ class NativeEngine:
         """An engine without weights: call `update_weights` before `generate`. Reads no files and draws no
         random numbers.
 
-        field: the configuration key of the engine, for refusing a model whose numbers are not its own once it
-        has weights; None: they are not compared.
+        field: the engine's configuration key, for the message of the log-probability check at the first
+        weights; None: no check.
         """
         config = copy.deepcopy(config)
         # the trainer may have set its own attention, which supports packed rows but no cache
@@ -149,8 +149,8 @@ class NativeEngine:
         self._queue |= {one.name: one for one in requests}
 
     def advance(self) -> list[Completion]:
-        """See `GenerationEngine`. Samples the responses to the end that have been in flight for longest, and
-        those like them."""
+        """See `GenerationEngine`. Finishes the responses that have been in flight longest, and those that can
+        be batched with them."""
         first = next(iter(self._queue.values()), None)
         if first is None:
             return []
@@ -169,7 +169,7 @@ class NativeEngine:
         return [Completion(*one) for one in zip(names, *columns, strict=True)]
 
     def abort(self, names: Collection[str]) -> list[Completion]:
-        """See `GenerationEngine`. What it has in flight between two calls has no token."""
+        """See `GenerationEngine`. Between two calls, no request in flight has any token yet."""
         ended = [name for name in names if self._queue.pop(name, None) is not None]
         none = torch.empty(0, dtype=torch.int64)
         return [Completion(name, none, none.float(), ABORT) for name in ended]
@@ -178,7 +178,7 @@ class NativeEngine:
         """Loads weights, converting dtypes and devices.
 
         ValueError: see `WeightLoader`; the engine then refuses to generate until an update succeeds.
-        ConfigError: see `require_own_numbers`.
+        ConfigError: see `require_parity`.
         """
         self._not_ready = MIXED_WEIGHTS
         if first:
@@ -192,7 +192,7 @@ class NativeEngine:
             self._not_ready = ""
             field, self._unchecked = self._unchecked, None
             if field is not None:
-                require_own_numbers(self, self._model, field)
+                require_parity(self, self._model, field)
 
     def sleep(self) -> None:
         """See `GenerationEngine`. It has caches only while it generates."""
@@ -218,7 +218,7 @@ class NativeEngine:
         )
 
     def _sample(self, rows: Sequence[_Rows], params: SamplingParams, begun: int = 0) -> GenerationOutput:
-        """All rows, in this order. begun: tokens at the end of the prompts that belong to the responses."""
+        """Samples all rows, in this order. begun: trailing prompt tokens that belong to the responses."""
         lengths, counts = [len(some.prompt) for some in rows], [len(some.samples) for some in rows]
         plan = list(waves(lengths, counts, self._max_rows, pad=self._forward.pads))
         return _output([self._run(wave, rows, params, begun) for wave in plan], request_order(plan, counts))
@@ -245,7 +245,7 @@ class NativeEngine:
         return decoder.run(params, stop_tokens, self._stop_strings(prompts, wave.owner, params, begun))
 
     def _routers(self) -> HFRouters:
-        """ValueError: the model has no experts, or of a form that is not known here."""
+        """ValueError: the model has no experts, or of an unknown form."""
         self._found_routers = self._found_routers or HFRouters(self._model)
         if not self._found_routers.replays:
             raise ValueError(f"{type(self._model).__name__} has no experts that can be recorded")
@@ -254,7 +254,7 @@ class NativeEngine:
     def _stop_strings(
         self, prompts: Sequence[_Rows], owner: Sequence[int], params: SamplingParams, begun: int
     ) -> list[StopStrings]:
-        """Of each row; none where no string ends one."""
+        """Stop-string matcher of each row; empty if there are no stop strings."""
         if not params.stop:
             return []
         contexts = [some.prompt.tolist() for some in prompts]
@@ -280,7 +280,7 @@ def build(config: PreTrainedConfig, spec: EngineSpec) -> NativeEngine:
 
 
 def _alike(request: TokenRequest) -> tuple[SamplingParams, int]:
-    """What requests that are sampled together have in common."""
+    """Key of requests that can be batched together."""
     return request.left, len(request.begun)
 
 

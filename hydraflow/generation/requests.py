@@ -1,7 +1,7 @@
-"""What engines that take single requests have in common: whole batches, seeds, and what fits.
+"""Shared by engines that take single requests: whole batches, seeds, and input checks.
 
-In: a batch of prompts, or a request's key. Out: the batch's rows in their order, or a seed. Left out on
-purpose: the native engine, which samples batches itself and draws its own random numbers.
+In: a batch of prompts, or a request's key. Out: the batch's rows in order, or a seed. Left out on purpose:
+the native engine, which samples batches itself and draws its own random numbers.
 """
 
 from __future__ import annotations
@@ -35,7 +35,8 @@ if TYPE_CHECKING:
 def sample_batch(
     engine: GenerationEngine, request: GenerationRequest, params: SamplingParams
 ) -> GenerationOutput:
-    """All responses, by `submit` and `advance`. None is in flight afterwards, whatever happens."""
+    """Samples all responses with `submit` and `advance`. No request is in flight afterwards, even on
+    errors."""
     requests = [
         TokenRequest(f"{i}-{sample}", prompt, params, key, sample)
         for i, (prompt, samples, key) in enumerate(zip(request.prompts, request.samples, request.keys))
@@ -48,7 +49,7 @@ def sample_batch(
         while some := engine.advance():
             found |= {one.name: one for one in some}
     except BaseException:
-        with suppress(RuntimeError, ArithmeticError, EnvironmentFault):  # the first error is the one to tell
+        with suppress(RuntimeError, ArithmeticError, EnvironmentFault):  # the first error is the one to raise
             engine.abort(names)
         raise
     return output_of([found[name] for name in names])
@@ -93,13 +94,13 @@ def require_fitting(
 
 
 def engine_context(tokens: int) -> Context:
-    """Of an engine that has a context of its own."""
+    """The context of an engine with a limit of its own."""
     return Context(tokens, f"rollout.max_model_len={tokens}")
 
 
 def seed_of(key: Key, sample: int, begun: int = 0) -> int:
     """The seed of one sample's draws: 63 bits of a hash, of which torch's generator on a CPU uses 32.
-    `begun`: tokens that the response has already."""
+    `begun`: tokens that have already been sampled."""
     parts = [part if isinstance(part, str) else int(part) for part in key]
     words = [*parts, sample, *([begun] if begun else [])]
     digest = hashlib.blake2b(json.dumps(words).encode(), digest_size=8).digest()

@@ -1,7 +1,7 @@
-"""The experts that a wave's tokens go to while it is sampled.
+"""Records the experts of a wave's tokens while it is sampled.
 
-In: a model's routers, and word of each forward pass. Out: of each row, the experts of its prompt and of its
-response without the last token, which the model never reads. Left out on purpose: rows (`decode.py`).
+In: a model's routers, and a call after each forward pass. Out: for each row, the experts of its prompt and
+its response without the last token, which the model never reads. Left out on purpose: rows (`decode.py`).
 
 Legend: Q prompts, P padded prompt, B rows in the batch now, L layers with experts, K experts of a token.
 """
@@ -18,27 +18,28 @@ from hydraflow.models.routing import LineRoutes, stored_as
 
 
 class WaveRoutes:
-    """Records one wave; the routers tell it of every forward pass until `rows` is called."""
+    """Records one wave, until `rows` is called."""
 
     def __init__(self, routers: HFRouters):
         self._routers, self._line = routers, LineRoutes()
         self._prompts: list[Tensor] = []
         self._steps: list[tuple[Tensor, Tensor]] = []
-        """Of each token: the rows' places in the wave, and their experts (B, L, K)."""
+        """For each step: the rows' indices in the wave, and their experts (B, L, K)."""
         routers.begin(self._line)
 
     def note_prompts(self, prompts: int, width: int) -> None:
-        """A forward pass over padded prompts of that width is over; the first so many are wanted."""
+        """Records a forward pass over prompts padded to that width; only the first `prompts` are kept."""
         self._prompts.append(self._taken().unflatten(0, (-1, width))[:prompts])
 
     def note_step(self, slot: Tensor) -> None:
-        """A forward pass over one token of each row is over. slot: their places in the wave, (B,)."""
+        """Records a forward pass over one token per row. slot: (B,) the rows' indices in the wave."""
         self._steps.append((slot, self._taken()))
 
     def rows(
         self, prompt_lengths: Sequence[int], owner: Sequence[int], lengths: Sequence[int]
     ) -> list[Tensor]:
-        """Of all rows, on the host. owner: the prompt of each; lengths: tokens of each response."""
+        """The experts of all rows, on the host. owner: the prompt of each row; lengths: tokens of each
+        response."""
         self._routers.begin(None)
         prompts = torch.cat(self._prompts).cpu()  # (Q, P, L, K)
         steps = prompts.new_empty(len(self._steps), len(owner), *prompts.shape[2:])
@@ -51,7 +52,7 @@ class WaveRoutes:
         ]
 
     def _taken(self) -> Tensor:
-        """(tokens, L, K) of the pass before."""
+        """(tokens, L, K) of the last pass."""
         chosen = self._line.chosen
         experts = torch.stack([chosen[layer] for layer in sorted(chosen)], 1)
         return experts.to(stored_as(self._routers.experts))

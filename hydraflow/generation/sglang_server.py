@@ -2,9 +2,11 @@
 
 In: arguments of `python -m sglang.launch_server`, and JSON for its endpoints. Out: JSON, or an error that
 says what the server was asked, what it answered, and with which lines it ended. It listens on 127.0.0.1 alone
-and ends with this process, however that ends. Paths, fields and answers are those of SGLang 0.5.23
-(`sglang/srt/entrypoints/http_server.py`, `sglang/srt/managers/io_struct.py`).
-Left out on purpose: streams of tokens, and keys, which no other user of the machine is asked for.
+and ends with this process, however that ends. Some endpoints unpickle what they are sent, so it requires a
+key, which is in a private file: everyone can read command lines. Paths, fields and answers are those of
+SGLang 0.5.23 (`http_server.py` of `sglang/srt/entrypoints/`, `io_struct.py` of `sglang/srt/managers/`,
+`auth.py` of `sglang/srt/utils/`).
+Left out on purpose: streams of tokens.
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ from __future__ import annotations
 import http.client
 import json
 import os
+import secrets
 import socket
 import sys
 import time
@@ -20,6 +23,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from hydraflow.errors import EnvironmentFault
+from hydraflow.redact import HIDDEN
 from hydraflow.system.tether import Tethered
 
 ADDRESS = "127.0.0.1"
@@ -50,7 +54,8 @@ class SglangServer:
     """The server's process and its address."""
 
     def __init__(self, arguments: Sequence[str], *, folder: Path, start_seconds: float):
-        """Starts it and waits until it is healthy. folder: for its log; removed with the server.
+        """Starts it and waits until it is healthy. folder: for its log and its key, private to this user;
+        removed with the server.
 
         EnvironmentFault: it has ended, or is not healthy after `start_seconds`.
         """
@@ -59,9 +64,15 @@ class SglangServer:
         self._port = _free_port()
         # by its descriptor: it is read when the folder is gone
         self._log = os.open(folder / "server.log", os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+        self._key, with_key = secrets.token_hex(32), folder / "server.yaml"
+        with_key.touch(mode=0o600)
+        with_key.write_text(f'api-key: "{self._key}"\n')
         command = [sys.executable, "-m", "sglang.launch_server", "--host", ADDRESS, "--port", str(self._port)]
         self._process = Tethered(
-            [*command, *arguments], folder=folder, log=self._log, env=os.environ | ENVIRONMENT
+            [*command, "--config", str(with_key), *arguments],
+            folder=folder,
+            log=self._log,
+            env=os.environ | ENVIRONMENT,
         )
         try:
             self._await_health(start_seconds)
@@ -83,7 +94,7 @@ class SglangServer:
                 self.give_up(f"ended ({how}) before it answered {path}")
             self.give_up(f"closed the connection before it answered {path}: {error}")
         if status != http.client.OK:
-            raise RequestRefused(f"SGLang refused {path} ({status}): {_words(content)}")
+            raise RequestRefused(f"SGLang refused {path} ({status}): {_error_text(content)}")
         return json.loads(content) if kind.startswith("application/json") else None
 
     def is_healthy(self) -> bool:
@@ -131,7 +142,8 @@ class SglangServer:
         """Status, content and its type."""
         connection = http.client.HTTPConnection(ADDRESS, self._port, timeout=seconds)
         try:
-            connection.request(method, path, body, {"Content-Type": "application/json"})
+            headers = {"Content-Type": "application/json", "Authorization": f"Bearer {self._key}"}
+            connection.request(method, path, body, headers)
             answer = connection.getresponse()
             return answer.status, answer.read(), answer.getheader("Content-Type", "")
         finally:
@@ -139,7 +151,7 @@ class SglangServer:
 
     def _last_lines(self) -> str:
         start = max(0, os.fstat(self._log).st_size - _TAIL_BYTES)
-        text = os.pread(self._log, _TAIL_BYTES, start).decode(errors="replace")
+        text = os.pread(self._log, _TAIL_BYTES, start).decode(errors="replace").replace(self._key, HIDDEN)
         return "\n".join(f"  {line}" for line in text.strip().splitlines()[-_TAIL_LINES:])
 
 
@@ -161,18 +173,18 @@ def flags(arguments: Mapping[str, Any]) -> list[str]:
     return found
 
 
-def _words(content: bytes) -> str:
-    """What an error says. Its shapes: {"error": {"message": ...}}, {"error": ...}, {"message": ...},
-    {"detail": ...}, and text."""
+def _error_text(content: bytes) -> str:
+    """The message of an error response: {"error": {"message": ...}}, {"error": ...}, {"message": ...},
+    {"detail": ...}, or text."""
     text = content.decode(errors="replace").strip()
     try:
-        said = json.loads(text)
+        parsed = json.loads(text)
     except json.JSONDecodeError:
         return text
     for name in ("error", "message", "detail"):
-        if isinstance(said, dict) and name in said:
-            said = said[name]
-    return str(said)
+        if isinstance(parsed, dict) and name in parsed:
+            parsed = parsed[name]
+    return str(parsed)
 
 
 def _free_port() -> int:

@@ -1,9 +1,9 @@
 """Weights on their way to an SGLang server: files in a folder, from which it loads them.
 
-In: (Hugging Face name, full tensor) pairs, some at a time, or the parts of a tensor, which are put together:
-a file holds whole ones. Out: safetensors files, which hold tensors and no code.
-Left out on purpose: SGLang's updates from tensors, which it unpickles, and from a process group, in which it
-would have to meet the trainer.
+In: (Hugging Face name, full tensor) pairs, some at a time, or the parts of a tensor, which are assembled: a
+file holds whole ones. Out: safetensors files, which hold tensors and no code. Left out on purpose: SGLang's
+updates from tensors, which it unpickles, and from a process group, in which it would have to meet the
+trainer.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from hydraflow.weights.buckets import Weight
 
 SHARED_MEMORY = Path("/dev/shm")
 FILE_BYTES = 2**30
-"""A file is written when so much has arrived."""
+"""Bytes after which a file is written."""
 
 
 class WeightFiles:

@@ -1,7 +1,7 @@
 """Ends responses at stop strings: finds the token with which a response's text first contains one.
 
 In: a tokenizer, and a response's tokens one at a time. Out: whether it ends with this one. The tokens of a
-response are kept up to and including that one, as vLLM does, although its text may go on after the string.
+response are kept up to and including that one, as vLLM does, although its text may continue after the string.
 Special tokens are text, too. Left out on purpose: tokenizers that cannot decode token by token; and vLLM's
 engine, which finds stop strings itself (`vllm/v1/engine/detokenizer.py`).
 """

@@ -4,8 +4,8 @@ In: prompts, sampling settings, and a stream of weights. Out: responses with the
 token, under the one convention of all engines: softmax(logits / temperature), before top-k and top-p. vLLM
 batches the requests, shares the prompts' cache and maps Hugging Face names to its own; `vllm_worker.py` runs
 beside the model. `LLMEngine` is driven here, by the calls themselves: `AsyncLLM` would start another process
-for each engine, which a killed worker leaves behind with its shared memory.
-Left out on purpose: vLLM's way to load a tokenizer, its server, and its statistics.
+for each engine, which a killed worker leaves behind with its shared memory. Left out on purpose: vLLM's
+tokenizer loading, its server, and its statistics.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ from hydraflow.weights.buckets import Weight
 
 REQUIRED = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine is in this process
-    "VLLM_USE_V2_MODEL_RUNNER": "0",  # the other one has another sampler
+    "VLLM_USE_V2_MODEL_RUNNER": "0",  # the other model runner has another sampler
 }
 """Environment variables that vLLM reads while it starts."""
 DEFAULTS = {
@@ -67,7 +67,7 @@ DEFAULTS = {
     "VLLM_LOGGING_STREAM": "ext://sys.stderr",
     "VLLM_HOST_IP": "127.0.0.1",
 }
-"""Others, where the user has not set them."""
+"""Defaults for variables that the user has not set."""
 UNCOMPILED = {"TORCHDYNAMO_DISABLE": "1"}
 """Likewise in eager mode on a CPU, where vLLM would still run a C++ compiler in each process, for single
 functions."""
@@ -92,22 +92,22 @@ class VllmEngine:
         self._engine, self._eos, self._tokenizer = engine, tuple(eos), tokenizer
         self._records = routes
         self._recorded: dict[str, tuple[str, int]] = {}
-        """Of each request in flight whose experts are asked for: vLLM's own name, and tokens that came with
-        it."""
+        """For each request in flight with experts requested: vLLM's request id, and the number of tokens that
+        it started with."""
         engine.output_processor.tokenizer = tokenizer  # which finds stop strings; the engine needs no other
         self._arrivals, self._assembly = Arrivals(model), Assembly()
         self._not_ready = NO_WEIGHTS
         self._wanted = wanted_weights(model, self._arrivals)
         self._adapters, self._adapter = adapters, 0
-        """The second: number of the adapter that requests get; 0: none."""
+        """The second is the id of the adapter for new requests; 0: none."""
         self._adapter_tensors: dict[str, Tensor] = {}
-        """Of the next one, as they come."""
+        """Tensors of the next adapter, as they arrive."""
         self._base_comes = False
-        """Whether an update brings the base weights, too."""
+        """Whether the current update includes base weights."""
         self._vocabulary: int = engine.model_config.get_vocab_size()
         self._context = engine_context(engine.model_config.max_model_len)
         config = engine.vllm_config
-        # vLLM takes a draw back after each part of a prompt but the last; generators on a CPU cannot do that.
+        # vLLM rewinds the generator after each chunk of a prompt but the last; CPU generators cannot do that.
         self._seeds = not (
             config.device_config.device_type == "cpu" and config.scheduler_config.enable_chunked_prefill
         )
@@ -123,8 +123,8 @@ class VllmEngine:
         return sample_batch(self, request, params)
 
     def submit(self, requests: Sequence[TokenRequest]) -> None:
-        """See `GenerationEngine`. Draws of a continued response are others than if it had not been
-        interrupted."""
+        """See `GenerationEngine`. A continued response gets different random draws than an uninterrupted
+        one."""
         from vllm.inputs.engine import tokens_input
 
         if self._not_ready:
@@ -166,9 +166,9 @@ class VllmEngine:
         return [self._completion(output) for output in outputs]
 
     def update_weights(self, stream: Iterable[Weight], *, first: bool = True, last: bool = True) -> None:
-        """See `GenerationEngine`. vLLM's loader takes whole weights, so parts of one are put together here.
-        At the end nothing is left of the old weights: their keys and values are cleared too, because masked
-        attention still multiplies them, and NaN times 0 is NaN."""
+        """See `GenerationEngine`. vLLM's loader takes full tensors, so parts are assembled here. At the end
+        the KV cache of the old weights is cleared as well: masked attention still multiplies it, and NaN
+        times 0 is NaN."""
         self._not_ready = MIXED_WEIGHTS
         if first:
             self._arrivals.forget(is_adapter if self._adapters else None)
@@ -195,8 +195,8 @@ class VllmEngine:
         return held
 
     def require_readable(self) -> None:
-        """Loads a pattern as weights and reads it back. ValueError names a weight that vLLM does not know, or
-        keeps in another form: what it holds could never be compared with the trainer's."""
+        """Loads a test pattern as weights and reads it back. ValueError names a weight that vLLM does not
+        know, or transforms, so that it could never be compared with the trainer's."""
         wanted, known = self._wanted.items(), self._arrivals.known
         sent = pattern({name: known[name] for name, weight in wanted if weight.tied_to is None})
         copies = ((name, tensor.clone()) for name, tensor in sent.items())
@@ -213,7 +213,7 @@ class VllmEngine:
         return answer
 
     def _load_adapter(self) -> None:
-        """Has requests get the adapter that has come. Under a new number: see `vllm_adapters.py`."""
+        """Activates the adapter that has arrived, under a new id (see `vllm_adapters.py`)."""
         if self._adapters is None:
             return
         self._adapter += 1
@@ -229,8 +229,8 @@ class VllmEngine:
                 yield name, tensor
 
     def _checked(self, stream: Iterable[Weight]) -> Iterator[tuple[str, Tensor]]:
-        """The stream for vLLM's loader, whole weights, and tied ones once. Copied, because the stream is
-        borrowed, and a loader may keep what it has read until a fused layer is complete."""
+        """The stream for vLLM's loader: full tensors, tied ones once. Copies, because the stream is borrowed
+        and a loader may keep tensors until a fused layer is complete."""
         for name, sent in stream:
             if not self._base_comes and not is_adapter(name):
                 self._base_comes = True
@@ -244,8 +244,8 @@ class VllmEngine:
                 self._arrivals.refuse_other(name, earlier)
 
     def _watch(self, one: TokenRequest) -> None:
-        """Has vLLM look for stop strings as the other engines do: also for one that began before the request
-        was interrupted, and where a prompt ends within a character."""
+        """Makes vLLM detect stop strings as the other engines do: also one that began before the request was
+        interrupted, and after a prompt that ends within a character."""
         response = watched(self._tokenizer, one.params, one.prompt.tolist(), one.begun)
         known = self._engine.output_processor
         for inner in known.external_req_ids[one.name]:
@@ -253,7 +253,7 @@ class VllmEngine:
             detokenizer.stream, detokenizer.output_text = response.stream, response.text
 
     def _completion(self, output: Any) -> Completion:
-        """Of a request that has ended just now."""
+        """The completion of a request that has just finished."""
         (one,) = output.outputs
         if one.finish_reason not in (STOP, LENGTH, ABORT):
             raise RuntimeError(f"vLLM ended a request with {one.finish_reason}")
@@ -279,7 +279,7 @@ class VllmEngine:
             top_k=params.top_k,
             top_p=params.top_p,
             seed=seed,
-            ignore_eos=True,  # the end tokens are among the stops: vLLM would take them from a file
+            ignore_eos=True,  # end tokens are passed as stop tokens: vLLM would read them from a file
             stop_token_ids=sorted(stops),
             stop=list(params.stop),
             skip_special_tokens=False,
@@ -291,15 +291,15 @@ class VllmEngine:
 
     def _check(self, prompts: Sequence[Tensor], params: SamplingParams) -> None:
         if params.routes and not self._records:
-            raise ValueError("experts are told by an engine that was built to record them")
+            raise ValueError("experts need an engine that was built to record them")
         require_fitting(
             prompts, params, context=self._context, vocabulary=self._vocabulary, tokenizer=self._tokenizer
         )
 
 
 def build(config: PreTrainedConfig, spec: EngineSpec) -> VllmEngine:
-    """The engine of a rollout process. ConfigError: vLLM does not run this, or is another version than
-    needed."""
+    """The engine of a rollout process. ConfigError when vLLM does not support the model, or has the wrong
+    version."""
     set_environment(compiles=spec.device.type != "cpu" or spec.rollout.enforce_eager is False)
     with no_init_weights(), torch.device("meta"):
         model = AutoModelForCausalLM.from_config(copy.deepcopy(config), dtype=spec.dtype)
@@ -328,7 +328,8 @@ def build(config: PreTrainedConfig, spec: EngineSpec) -> VllmEngine:
 
 
 def set_environment(*, compiles: bool) -> None:
-    """What vLLM must find before it is imported. compiles: it may compile single functions in eager mode."""
+    """Sets the variables that vLLM reads on import. compiles: it may compile single functions in eager
+    mode."""
     os.environ.update(REQUIRED)
     for name, value in (DEFAULTS if compiles else DEFAULTS | UNCOMPILED).items():
         os.environ.setdefault(name, value)
@@ -353,7 +354,7 @@ def _start(folder: str, spec: EngineSpec, model: nn.Module) -> Any:
     if spec.routes:
         record_routes()
     if not dist.is_initialized():
-        # else vLLM makes this group of one by a file in TMPDIR, which a killed process leaves, or by a port
+        # otherwise vLLM creates this group through a file in TMPDIR, which a killed process leaves, or a port
         dist.init_process_group(collective_backend(ours), store=dist.HashStore(), rank=0, world_size=1)
     try:
         layers = spec.adapters
@@ -375,15 +376,13 @@ def _start(folder: str, spec: EngineSpec, model: nn.Module) -> Any:
 
 
 def _require_own_weights(model: Any, spec: EngineSpec) -> None:
-    """ConfigError for a model whose weights would be read back right, and fail later."""
+    """ConfigError for models that would pass the read-back check but fail later."""
     name = model.architectures[0]
     if model.use_mla:
-        why = "products of the weights of its attention (MLA) do not follow new weights"
+        why = "its attention (MLA) caches products of weights, which would go stale"
         raise _other_form(spec, name, why)
     if model.using_transformers_backend():
-        why = (
-            "it would run transformers' own class, changed so that this process can make no more models of it"
-        )
+        why = "it would patch transformers' class, and this process could not build such models any more"
         raise _other_form(spec, name, why)
 
 
@@ -393,7 +392,7 @@ def _other_form(spec: EngineSpec, model: str, why: str) -> ConfigError:
 
 
 def _reason(error: Exception) -> str:
-    """What is wrong, in one line. Errors of pydantic begin with a count."""
+    """The error in one line; pydantic's errors begin with a count."""
     from pydantic import ValidationError
 
     if not isinstance(error, ValidationError):
@@ -404,7 +403,7 @@ def _reason(error: Exception) -> str:
 
 
 def _require_kernel(head: int) -> None:
-    """ValueError: vLLM would find out in the first forward pass."""
+    """ValueError for head sizes without a kernel; vLLM would only notice in the first forward pass."""
     from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 
     if head not in (sizes := CPUAttentionBackend.get_supported_head_sizes()):
@@ -418,7 +417,7 @@ def arguments(folder: str, spec: EngineSpec) -> dict[str, Any]:
     return {
         "model": folder,
         "skip_tokenizer_init": True,
-        "load_format": "dummy",  # the actor's weights come before the first request
+        "load_format": "dummy",  # the actor's weights arrive before the first request
         "dtype": str(spec.dtype).removeprefix("torch."),
         "seed": spec.seed,
         "max_model_len": rollout.max_model_len or spec.longest_row,
@@ -433,7 +432,7 @@ def arguments(folder: str, spec: EngineSpec) -> dict[str, Any]:
         "worker_extension_cls": f"{WeightReceiver.__module__}.{WeightReceiver.__qualname__}",
         "logprobs_mode": "raw_logprobs",
         "enable_sleep_mode": not on_cpu,
-        # it asks the driver about devices of other processes, which this one does not see
+        # it queries the driver about devices of other processes, which are not visible here
         "disable_custom_all_reduce": spec.tensor_parallel > 1,
         "moe_backend": "auto" if on_cpu else "triton",  # it does not repack weights
         **rollout.engine_kwargs.vllm,
@@ -441,8 +440,8 @@ def arguments(folder: str, spec: EngineSpec) -> dict[str, Any]:
 
 
 def _keep_weights_plain() -> None:
-    """Leaves linear weights as they are loaded. vLLM would pack them for oneDNN or AMX and empty the
-    parameters: what is loaded later would not reach a tied head, and could not come in parts."""
+    """Stops vLLM from packing linear weights for oneDNN or AMX, which empties the parameters: later updates
+    would not reach a tied head, and could not come in parts."""
     from vllm import _custom_ops
     from vllm.model_executor.layers import utils
 
@@ -452,12 +451,12 @@ def _keep_weights_plain() -> None:
 
 
 def _cache_bytes(config: Any, spec: EngineSpec) -> int:
-    """Bytes of the key-value cache on a CPU: what `max_num_seqs` rows need, and at most the engine's share of
-    the machine's memory. vLLM would take all of that share."""
+    """Bytes of the KV cache on a CPU: enough for `max_num_seqs` rows, at most the engine's share of the
+    machine's memory. vLLM would allocate all of that share."""
     model, block = config.model_config, config.cache_config.block_size
     heads, width = model.get_num_kv_heads(config.parallel_config), model.get_head_size()
     layers = model.get_num_layers(config.parallel_config)
-    blocks = spec.rollout.max_num_seqs * -(-model.max_model_len // block) + 1  # one is never used
+    blocks = spec.rollout.max_num_seqs * -(-model.max_model_len // block) + 1  # vLLM never uses one block
     needed = 2 * layers * heads * width * model.dtype.itemsize * blocks * block
     share = spec.rollout.gpu_memory_utilization * psutil.virtual_memory().total / spec.processes
     return min(needed, int(share))

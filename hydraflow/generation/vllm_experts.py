@@ -1,8 +1,8 @@
-"""The experts of mixtures in vLLM: their weights as they are loaded, and which of them each token took.
+"""Mixtures of experts in vLLM: unpacked expert weights, and the experts of each token.
 
-In: vLLM's models. Out: on a CPU a kernel that computes with the weights as they are, and of each request the
-experts of its tokens. Left out on purpose: kernels that repack weights (FlashInfer's, AITER's), because what
-is loaded again would read back right and compute wrong: `whole_experts` refuses them; models with several
+In: vLLM's models. Out: on a CPU a kernel that computes with the weights as loaded, and for each request the
+experts of its tokens. Left out on purpose: kernels that repack weights (FlashInfer's, AITER's), because
+reloaded weights would read back right but compute wrong (`whole_experts` refuses them); models with several
 kinds of cache.
 
 Legend: N tokens of a forward pass, L layers with experts, K experts of a token, E experts, H hidden size,
@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from hydraflow.models.routing import stored_as
 
 WEIGHTS = {"gate_up_proj": "w13_weight", "down_proj": "w2_weight", "w13": "w13_weight", "w2": "w2_weight"}
-"""What loaders call the tensors of all experts of a layer, (E, 2I, H) and (E, H, I), and the parameters."""
+"""Checkpoint names of a layer's expert tensors, (E, 2I, H) and (E, H, I) -> vLLM's parameter names."""
 RENAMED = {
     "MixtralForCausalLM": {
         ".mlp.experts.gate_up_proj": ".block_sparse_moe.experts.w13",
@@ -29,16 +29,16 @@ RENAMED = {
         ".mlp.gate.": ".block_sparse_moe.gate.",
     }
 }
-"""Parts of names in transformers, and what the loader of vLLM's class of that name has in their place."""
+"""vLLM class -> parts of transformers' weight names and their replacements for its loader."""
 PLAIN_BACKENDS = ("TRITON", "BATCHED_TRITON", "CPU")
-"""vLLM's kernels that compute with weights as they are loaded; on a CPU after `keep_experts_plain`."""
+"""vLLM's kernels that do not repack weights; on a CPU after `keep_experts_plain`."""
 ROUTES = "hydraflow_routes"
-"""Where a model runner has its `SlotRoutes`."""
+"""Attribute of a model runner for its `SlotRoutes`."""
 
 
 def keep_experts_plain() -> None:
-    """On a CPU: has vLLM compute experts with torch. Its kernels repack the weights, and need sizes that are
-    multiples of 32."""
+    """On a CPU: makes vLLM compute experts with torch. Its own kernels repack the weights, and need sizes
+    that are multiples of 32."""
     from vllm.model_executor.layers.fused_moe.activation import MoEActivation
     from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
 
@@ -62,9 +62,8 @@ def _apply(
     apply_router_weight_on_input: bool,
     **unused: Any,
 ) -> None:
-    """output (N, H): the sum over a token's experts, of those that are here. expert_map: each expert's place
-    here, or -1."""
-    if apply_router_weight_on_input:  # it has been
+    """output (N, H): the sum over a token's local experts. expert_map: local index of each expert, or -1."""
+    if apply_router_weight_on_input:  # applied to the input already
         topk_weights = torch.ones_like(topk_weights)
     total = torch.zeros_like(output)
     for expert in topk_ids.unique().tolist():
@@ -79,14 +78,14 @@ def _apply(
 
 
 def vllm_name(model: nn.Module, name: str) -> str:
-    """What the loader of vLLM's model calls a weight."""
+    """The name of a weight for vLLM's loader."""
     for ours, theirs in RENAMED.get(type(model).__name__, {}).items():
         name = name.replace(ours, theirs)
     return name
 
 
 def name_of_experts(name: str) -> str:
-    """vLLM's name of a weight, if it is that of all experts of a layer.
+    """vLLM's name of a weight that holds all experts of a layer; None for others.
 
     >>> name_of_experts("model.layers.0.mlp.experts.down_proj")
     'model.layers.0.mlp.experts.routed_experts.w2_weight'
@@ -98,15 +97,15 @@ def name_of_experts(name: str) -> str:
 
 
 def is_experts(module: nn.Module) -> bool:
-    """Whether it has the weights of a layer's experts."""
+    """Whether the module holds a layer's expert weights."""
     from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 
     return isinstance(module, RoutedExperts)
 
 
 def whole_experts(module: Any, kind: str, part: Tensor) -> Tensor:
-    """A parameter of all experts, as one device would hold it. A collective, where they are divided.
-    ValueError: the kernel has them in another form.
+    """A parameter of all experts, as a single device would hold it. Collective if they are sharded.
+    ValueError when the kernel repacks them.
 
     kind: its name in the module.
     """
@@ -132,8 +131,8 @@ def whole_experts(module: Any, kind: str, part: Tensor) -> Tensor:
 
 
 class SlotRoutes:
-    """The experts of every token whose keys and values are in the cache, kept by its slot there: tokens of a
-    prompt that is cached, or of a request that was interrupted, are found where they are."""
+    """The experts of every token in the KV cache, stored by cache slot, so that tokens of a cached prompt or
+    an interrupted request are found as well."""
 
     def __init__(self, model: nn.Module, cache: Any):
         """model: vLLM's. cache: the configuration of its cache. ValueError: a model whose routers do not say
@@ -155,7 +154,7 @@ class SlotRoutes:
         slots = cache.num_blocks * self._block
         first = routers[0]
         self._experts = torch.zeros(
-            (slots + 1, len(routers), first.top_k),  # the last one is for what fills up a pass
+            (slots + 1, len(routers), first.top_k),  # the last one is for padding tokens
             dtype=stored_as(first.global_num_experts),
             device=next(model.parameters()).device,
         )
@@ -163,25 +162,25 @@ class SlotRoutes:
             router.set_capture_fn(partial(self._note, layer))
 
     def of_tokens(self, blocks: list[int], tokens: int) -> Tensor:
-        """(tokens, L, K) on the host: of the first tokens whose cache is in these blocks."""
+        """(tokens, L, K) on the host: the experts of the first tokens whose cache is in these blocks."""
         slots = torch.tensor(blocks)[:, None] * self._block + torch.arange(self._block)
         return self._experts[slots.flatten()[:tokens].to(self._experts.device)].cpu()
 
     def _note(self, layer: int, experts: Tensor) -> None:
-        """experts: (N, K) of a forward pass, some of which only fill it up; may be part of a CUDA graph."""
+        """experts: (N, K) of a forward pass, padding tokens included; may be captured in a CUDA graph."""
         from vllm.forward_context import get_forward_context
 
         mapping = get_forward_context().slot_mapping
-        assert isinstance(mapping, dict), "passes are not split"
-        if not mapping:  # a pass that measures memory
+        assert isinstance(mapping, dict), "micro-batching is off"
+        if not mapping:  # a profiling pass
             return
         slots = next(iter(mapping.values()))[: len(experts)]
         self._experts[slots % len(self._experts), layer] = experts[: len(slots)].to(self._experts.dtype)
 
 
 def record_routes() -> None:
-    """Has the models that this process builds from now on keep `SlotRoutes`. They must be there before CUDA
-    graphs are captured, so vLLM's way to make its cache is the place."""
+    """Adds `SlotRoutes` to the models that this process builds from now on. They must exist before CUDA
+    graphs are captured, so the hook is vLLM's cache initialisation."""
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
     runner: Any = GPUModelRunner

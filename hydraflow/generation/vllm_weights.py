@@ -1,8 +1,8 @@
-"""Where vLLM holds the weights of a Hugging Face model.
+"""Finds the weights of a Hugging Face model among vLLM's parameters.
 
 In: the Hugging Face model, for names and shapes, and vLLM's. Out: vLLM's tensors by Hugging Face name, and a
-pattern whose return proves that they are the right ones. Left out on purpose: putting together what is
-divided among devices (`vllm_worker.py`, `vllm_experts.py`).
+test pattern that proves the mapping right. Left out on purpose: gathering tensor-parallel shards
+(`vllm_worker.py`, `vllm_experts.py`).
 """
 
 from __future__ import annotations
@@ -14,25 +14,25 @@ import torch
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
-from hydraflow.generation.vllm_adapters import held_adapter, without_wrapper
+from hydraflow.generation.vllm_adapters import adapted_modules, held_adapter, without_wrapper
 from hydraflow.generation.vllm_experts import name_of_experts, vllm_name
 from hydraflow.generation.weights import Arrivals
 from hydraflow.models.adapters import is_adapter, layer_and_side
 
 PERIOD = 251
-"""Of the pattern: a prime, so that neither shapes nor rows repeat with it, and small enough that 16 bits hold
-its numbers exactly."""
+"""Period of the test pattern: a prime, so that it aligns with no shape or row, and small enough for exact
+16-bit numbers."""
 
 
 @dataclass(frozen=True)
 class HFWeight:
-    """A weight of the Hugging Face model that vLLM holds under that name or another."""
+    """A weight of the Hugging Face model."""
 
     shape: torch.Size
     transposed: bool = False
     """vLLM's loader transposes it."""
     tied_to: str | None = None
-    """The name of the same tensor that comes first."""
+    """The first name of the same (tied) tensor."""
 
 
 def wanted_weights(model: nn.Module, arrivals: Arrivals) -> dict[str, HFWeight]:
@@ -49,8 +49,8 @@ def wanted_weights(model: nn.Module, arrivals: Arrivals) -> dict[str, HFWeight]:
 
 
 def pattern(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Numbers for each floating-point weight, by which its parts can be told from each other and from
-    neighbours. They share memory.
+    """Values for each floating-point weight that distinguish its parts from each other and from those of
+    other weights. They share memory.
 
     >>> pattern({"a": torch.empty(2), "b": torch.empty(3)})
     {'a': tensor([0., 1.]), 'b': tensor([1., 2., 3.])}
@@ -66,15 +66,15 @@ def pattern(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 Whole = Callable[[nn.Module, str, Tensor], Tensor]
-"""Module, name in the module, tensor -> the tensor of a model that is not divided."""
+"""(module, name in the module, tensor) -> the tensor of an undivided model."""
 
 
 class HeldWeights(Mapping[str, Tensor]):
-    """Each Hugging Face weight among vLLM's parameters: under its own name, as rows of a fused one, or under
-    the name of the weight it is tied to. ValueError when one is read that is nowhere.
+    """Maps each Hugging Face weight to vLLM's parameters: under its own name, as rows of a fused one, or
+    under the name of the weight it is tied to. ValueError when a weight is not found.
 
-    A model that is divided among devices is put together weight by weight as they are read, by a collective:
-    all processes of the engine must read the same ones in the same order.
+    Tensor-parallel weights are gathered when they are read, by a collective: all processes of the engine must
+    read the same ones in the same order.
     """
 
     def __init__(self, model: nn.Module, wanted: Mapping[str, HFWeight], whole: Whole):
@@ -82,6 +82,7 @@ class HeldWeights(Mapping[str, Tensor]):
         held = {**dict(model.named_parameters(remove_duplicate=False)), **dict(model.named_buffers())}
         self._held = {name.replace(".base_layer.", "."): tensor for name, tensor in held.items()}
         self._fused: Mapping[str, list[str]] = getattr(model, "packed_modules_mapping", {})
+        self._adapted: dict[str, nn.Module] = {}
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._wanted)
@@ -95,7 +96,7 @@ class HeldWeights(Mapping[str, Tensor]):
             return self._adapter(name, weight.shape)
         known = vllm_name(self._model, name)
         own = next((held for held in (known, name_of_experts(known)) if held in self._held), None)
-        tensor = self._rows_of_fused(name) if own is None else self._put_together(own)
+        tensor = self._rows_of_fused(name) if own is None else self._gathered(own)
         if tensor is None and weight.tied_to is not None:
             return self[weight.tied_to]
         if tensor is None:
@@ -104,24 +105,25 @@ class HeldWeights(Mapping[str, Tensor]):
             tensor = tensor.t()
         return tensor[: weight.shape[0]] if weight.shape else tensor  # a vocabulary may be padded
 
-    def _put_together(self, name: str) -> Tensor:
+    def _gathered(self, name: str) -> Tensor:
         path, _, kind = name.rpartition(".")
         return self._whole(without_wrapper(self._model.get_submodule(path)), kind, self._held[name])
 
     def _adapter(self, name: str, shape: torch.Size) -> Tensor:
-        tensor = held_adapter(self._model, self._fused, name, shape)
+        self._adapted = self._adapted or adapted_modules(self._model)
+        tensor = held_adapter(self._adapted, self._fused, name, shape)
         if tensor is None:
             layer, model = layer_and_side(name)[0], type(self._model).__name__
             raise ValueError(f"{model} has no place for the adapter of {layer}")
         return tensor
 
     def _rows_of_fused(self, name: str) -> Tensor | None:
-        """The rows that are this weight in a parameter made of several (q, k and v); None: there is none."""
+        """The rows of this weight in a fused parameter (q, k and v); None: there is none."""
         *before, module, kind = name.split(".") if "." in name else ("", "", name)
         for whole, parts in self._fused.items():
             fused = ".".join([*before, whole, kind])
             if module in parts and fused in self._held:
                 sizes = [self._wanted[".".join([*before, part, kind])].shape[0] for part in parts]
                 start = sum(sizes[: parts.index(module)])
-                return self._put_together(fused)[start : start + sizes[parts.index(module)]]
+                return self._gathered(fused)[start : start + sizes[parts.index(module)]]
         return None

@@ -1,12 +1,11 @@
-"""What runs inside of vLLM's worker, beside the model: loading, reading back and dropping weights, and the
+"""Extensions that run inside vLLM's worker: loading, reading back and dropping weights, and the
 log-probabilities that training needs.
 
 In: calls from `vllm.py`, by name. vLLM mixes `WeightReceiver` into its worker class (`worker_extension_cls`),
-so `self` is that worker. Where a model is divided among devices (tensor parallelism), each has a process with
-an engine of its own; they get the same calls, so they schedule alike, and their forward passes meet in
-collectives. Left out on purpose: weights that vLLM keeps in another form than they are loaded (quantised, or
-experts that its kernels repack). vLLM is imported where it is used: this module is also read where it is not
-installed.
+so `self` is that worker. With tensor parallelism each device has a process with an engine of its own; they
+get the same calls, so they schedule alike, and their forward passes meet in collectives. Left out on purpose:
+weights that vLLM transforms (quantised, or experts that its kernels repack). vLLM is imported lazily: this
+module is also imported where vLLM is not installed.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from hydraflow.generation.vllm_experts import ROUTES, is_experts, vllm_name, who
 from hydraflow.generation.vllm_weights import HeldWeights, HFWeight
 
 LEAST_TEMPERATURE = 1e-5
-"""vLLM takes the most probable token below."""
+"""Temperatures below this are greedy in vLLM."""
 
 
 def tempered_sampler(logprobs_mode: str) -> Any:
@@ -55,8 +54,8 @@ def tempered_sampler(logprobs_mode: str) -> Any:
 
         @staticmethod
         def gather_logprobs(logprobs: Tensor, num_logprobs: int, token_ids: Tensor) -> LogprobsTensors:
-            """Those of the sampled tokens alone. vLLM would also rank each of them among all tokens."""
-            assert num_logprobs == 0, "only the sampled tokens' are asked for"
+            """Log-probabilities of the sampled tokens only. vLLM would also compute each one's rank."""
+            assert num_logprobs == 0, "only the sampled tokens' are requested"
             ids, no_ranks = token_ids[:, None], torch.zeros_like(token_ids, dtype=torch.int32)
             return LogprobsTensors(ids.to(torch.int32), logprobs.gather(-1, ids), no_ranks)
 
@@ -64,14 +63,14 @@ def tempered_sampler(logprobs_mode: str) -> Any:
 
 
 def executor_in_group(rank: int) -> Any:
-    """An executor for an engine in each process of a group that is there already. It uses no shared memory,
-    which processes that are killed would leave."""
+    """An executor for one engine per process of an existing group. It uses no shared memory, which killed
+    processes would leave behind."""
     from vllm.distributed.device_communicators.shm_broadcast import MessageQueue
     from vllm.v1.executor.uniproc_executor import ExecutorWithExternalLauncher
 
     class ExecutorInGroup(ExecutorWithExternalLauncher):
         def _init_executor(self) -> None:
-            # a queue for broadcasts, which engines that all get the same calls do not need
+            # no broadcast queue: all engines get the same calls
             make = MessageQueue.create_from_process_group
             MessageQueue.create_from_process_group = lambda *args, **kwargs: None
             try:
@@ -87,7 +86,7 @@ def executor_in_group(rank: int) -> Any:
 
 
 def whole(module: nn.Module, kind: str, part: Tensor) -> Tensor:
-    """A parameter or buffer, as one device would hold it. A collective, where the module is divided.
+    """A parameter or buffer, as a single device would hold it. Collective if the module is sharded.
 
     kind: its name in the module.
     """
@@ -108,12 +107,12 @@ def whole(module: nn.Module, kind: str, part: Tensor) -> Tensor:
         return torch.cat(ranks)
     of_ranks = zip(*(rank.split(module.output_partition_sizes) for rank in ranks), strict=True)
     copies = getattr(module, "num_kv_head_replicas", 1)  # ranks that hold the same keys and values
-    first, *others = of_ranks  # where there are copies, the first part is that of the queries
+    first, *others = of_ranks  # with replicated key-value heads the first part is the queries
     return torch.cat([_joined(first, 1), *(_joined(pieces, copies) for pieces in others)])
 
 
 def _joined(pieces: Sequence[Tensor], copies: int) -> Tensor:
-    """The pieces of all ranks, of which `copies` neighbours must hold the same. ValueError: they do not."""
+    """Joins the pieces of all ranks; `copies` neighbours must hold the same. ValueError when they differ."""
     for first in range(0, len(pieces), copies):
         if any(not torch.equal(pieces[first], piece) for piece in pieces[first + 1 : first + copies]):
             raise ValueError(f"ranks {first} to {first + copies - 1} hold different keys and values")
@@ -127,16 +126,16 @@ class WeightReceiver:
     vllm_config: Any
     sleep: Callable[..., None]
     wake_up: Callable[[list[str]], None]
-    """Of vLLM's worker; on a CPU they do nothing."""
+    """Methods of vLLM's worker; no-ops on a CPU."""
     _asleep: bool
-    """On a GPU: whether vLLM's allocator has given its memory back."""
+    """On a GPU: whether vLLM's allocator has released its memory."""
     _empty: dict[Tensor, torch.Size]
-    """On a CPU, while it rests: its weights, and the shapes that they have otherwise."""
+    """On a CPU, while it rests: its weights and their shapes."""
     _cache_bytes: dict[Tensor, int]
-    """On a CPU, while it rests: its caches, and the bytes of their memory otherwise."""
+    """On a CPU, while it rests: its caches and their sizes in bytes."""
 
     def hydraflow_prepare_sampler(self) -> None:
-        """Puts our sampler in the place of vLLM's."""
+        """Replaces vLLM's sampler with ours."""
         self.model_runner.sampler = tempered_sampler(self.model_runner.model_config.logprobs_mode)
         self._empty, self._cache_bytes, self._asleep = {}, {}, False
 
@@ -157,8 +156,8 @@ class WeightReceiver:
         return HeldWeights(self._model(), wanted, whole)
 
     def hydraflow_read_routes(self, request: str, tokens: int) -> Tensor | None:
-        """uint8 or int16 (tokens, L, K): the experts of a request's first tokens, until the next forward
-        pass; None: it never began."""
+        """uint8 or int16 (tokens, L, K): the experts of a request's first tokens; valid until the next
+        forward pass. None: the request never started."""
         begun = self.model_runner.requests.get(request)
         if begun is None:
             return None
@@ -174,9 +173,9 @@ class WeightReceiver:
             cache.zero_()
 
     def hydraflow_rest(self, keeps: bool) -> None:
-        """Gives back the memory of weights and cache; `keeps`: weights are then in the host's memory."""
+        """Releases the memory of weights and cache; `keeps`: weights are kept in host memory."""
         if self.model_runner.device.type != "cpu":
-            # all comes back at the same addresses, which CUDA graphs hold
+            # memory comes back at the same addresses, which CUDA graphs rely on
             self.sleep(level=1 if keeps else 2)
             self._asleep = True
             return
@@ -184,15 +183,15 @@ class WeightReceiver:
             self._empty[weight] = weight.shape
             weight.data = weight.new_empty(0)
         for cache in self._caches():
-            # layers hold views, so the memory itself must shrink; it may be one for all layers
+            # layers hold views, so the storage itself must be freed; all layers may share one
             if nbytes := cache.untyped_storage().nbytes():
                 self._cache_bytes[cache] = nbytes
                 cache.untyped_storage().resize_(0)
         return_memory("cpu")
 
     def hydraflow_wake_weights(self) -> None:
-        """Reallocates the memory, uninitialised but for weights that were kept; on a GPU that of the cache
-        comes back when all weights are there."""
+        """Reallocates the memory, uninitialised except for kept weights; on a GPU the cache follows once all
+        weights have arrived."""
         if self._asleep:
             self.wake_up(["weights"])
         for weight, shape in self._empty.items():

@@ -1,10 +1,9 @@
-"""Checks a stream of weights against the model that it is for, and loads it, with a clear error when they do
-not fit.
+"""Checks a stream of weights against its model and loads it, with a clear error when they do not fit.
 
-In: (Hugging Face name, full tensor) pairs, or the parts of a tensor in its place. Out: the model's
-parameters, changed in place; an engine with a loader of its own only has the stream checked (`Arrivals`), and
-parts put together (`Assembly`). Left out on purpose: where the stream comes from, and quantisation. Types are
-converted by copying.
+In: (Hugging Face name, full tensor) pairs, or consecutive parts of a tensor. Out: the model's parameters,
+changed in place; for engines with their own loader the stream is only checked (`Arrivals`) and parts are
+assembled (`Assembly`). Dtypes are converted while copying. Left out on purpose: the source of the stream, and
+quantisation.
 """
 
 from __future__ import annotations
@@ -22,8 +21,8 @@ _SHOWN = 5
 
 
 class Arrivals:
-    """Which weights of a model have arrived, by the names and shapes of the Hugging Face model. Tied weights
-    may be sent under one of their names or under several."""
+    """Tracks which weights of a model have arrived, by the names and shapes of the Hugging Face model. Tied
+    weights may be sent under one or several of their names."""
 
     def __init__(self, model: nn.Module):
         self._kind = type(model).__name__
@@ -31,11 +30,11 @@ class Arrivals:
         self._needed = {id(parameter): name for name, parameter in model.named_parameters()}
         self._arrived: dict[int, str] = {}
         self._begun: dict[str, int] = {}
-        """Numbers of weights of which some parts have arrived."""
+        """Weight -> how many of its numbers have arrived, if incomplete."""
 
     def note(self, name: str, sent: Tensor | Part) -> str:
-        """Notes that a weight, or the next part of it, has arrived, and returns the name under which it first
-        did. ValueError: an unknown name, a wrong shape, or a missing part."""
+        """Records a weight, or the next part of it, and returns the name under which it first arrived.
+        ValueError: an unknown name, a wrong shape, or a missing part."""
         target = self.known.get(name)
         if target is None:
             raise ValueError(f"{self._kind} has no weight {name}{_hint(name, self.known)}")
@@ -52,7 +51,7 @@ class Arrivals:
         return self._needed.get(id(self.known[name]), name)
 
     def forget(self, which: Callable[[str], bool] | None = None) -> None:
-        """Resets: no weight has been received, or none with a name of this kind."""
+        """Resets all weights, or those whose names match."""
         forgotten = {id(tensor) for name, tensor in self.known.items() if which is None or which(name)}
         self._arrived = {key: name for key, name in self._arrived.items() if key not in forgotten}
         self._begun = {name: n for name, n in self._begun.items() if id(self.known[name]) not in forgotten}
@@ -85,15 +84,15 @@ class Arrivals:
 
 
 class Assembly:
-    """Puts weights together that come in parts, for a loader that takes whole ones. It holds one weight at a
-    time: parts of another begin when it is complete."""
+    """Assembles weights from their parts, for loaders that take full tensors. It holds one weight at a time:
+    the parts of one weight are consecutive."""
 
     def __init__(self) -> None:
         self._begun: Tensor | None = None
 
     def add(self, sent: Tensor | Part) -> Tensor | None:
-        """A copy of the weight, because the stream is borrowed, once all of it is there; before, None. Parts
-        have been noted by `Arrivals`."""
+        """Adds a weight or a part. Returns a copy of the complete weight (the stream is borrowed), None
+        before. `Arrivals` has checked the parts."""
         if not isinstance(sent, Part):
             return sent.clone(memory_format=torch.contiguous_format)
         if sent.start == 0:
@@ -115,8 +114,8 @@ class WeightLoader:
 
     @torch.no_grad()
     def load(self, stream: Iterable[Weight]) -> None:
-        """Copies some of the weights, parts of one to their places. ValueError: an unknown name, a wrong
-        shape, a missing part, or two different tensors for tied weights."""
+        """Copies weights, or parts of one, into the model. ValueError: an unknown name, a wrong shape, a
+        missing part, or two different tensors for tied weights."""
         for name, sent in stream:
             earlier = self._arrivals.note(name, sent)
             target, source = _pair(self._arrivals.known[name], sent)
@@ -137,8 +136,8 @@ def held_weights(model: nn.Module) -> dict[str, Tensor]:
 
 @torch.no_grad()
 def first_difference(held: Mapping[str, Tensor], stream: Iterable[Weight]) -> str | None:
-    """The first name in the stream whose tensor, or part, is not the one held, after conversion to its type.
-    The whole stream is read, because its maker may be a collective."""
+    """The first name in the stream whose tensor, or part, differs from the held one, after conversion to its
+    dtype. The whole stream is read, because producing it may be a collective."""
     found = [name for name, sent in stream if name not in held or _differs(held[name], sent)]
     return found[0] if found else None
 
@@ -151,7 +150,7 @@ def _differs(held: Tensor, sent: Tensor | Part) -> bool:
 
 
 def _pair(held: Tensor, sent: Tensor | Part) -> tuple[Tensor, Tensor]:
-    """What is held in the place of what was sent, as a view, and what was sent."""
+    """The held counterpart of what was sent, as a view, and what was sent."""
     return (sent.place_in(held), sent.numbers) if isinstance(sent, Part) else (held, sent)
 
 

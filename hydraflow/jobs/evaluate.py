@@ -14,10 +14,10 @@ import numpy as np
 from hydraflow.data.files import FileRecord, raise_problems, read_records
 from hydraflow.errors import EnvironmentFault, Problem
 from hydraflow.jobs.output import output_file
-from hydraflow.rewards.chosen import check_sources
 from hydraflow.rewards.config import RewardConfig
 from hydraflow.rewards.failures import require_scored
 from hydraflow.rewards.pool import RewardPool, RewardResult, RewardRow, function_means
+from hydraflow.rewards.selection import check_sources
 from hydraflow.schema import EvalConfig, EvalDataConfig
 
 logger = logging.getLogger(__name__)
@@ -42,7 +42,7 @@ def run_eval(config: EvalConfig) -> None:
 
 
 Scored = dict[str, list[list[RewardResult]]]
-"""By data source, for each prompt: the results of its responses."""
+"""Data source -> for each prompt the results of its responses."""
 
 
 def score(config: EvalConfig) -> Scored:
@@ -118,7 +118,7 @@ def _count_problems(sources: Mapping[str, list[list[RewardRow]]], data: EvalData
         if len(counts) > 1:
             have = f"prompts of data source {source} have {', '.join(map(str, counts))} responses"
             rule = f"{have}; averages need the same number"
-            remedy = "give every prompt of a data source as many responses"
+            remedy = "give every prompt of a data source the same number of responses"
             yield Problem(f"column {data.response_key}", None, rule, remedy)
 
 

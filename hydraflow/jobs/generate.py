@@ -101,7 +101,7 @@ def _checked(config: GenerateConfig) -> GenerateInputs:
 
 
 def input_table(records: Sequence[FileRecord]) -> pyarrow.Table:
-    """The rows' columns but for `responses`. Raises ConfigError for a column that Parquet cannot hold.
+    """The rows' columns except `responses`. Raises ConfigError for a column that Parquet cannot hold.
 
     Rows of JSONL files may differ in their columns; what a row lacks is null.
     """

@@ -1,4 +1,4 @@
-"""What a job reads, opened before anything starts: models, tokenizers, prompts.
+"""Opens a job's inputs before anything starts: models, tokenizers, prompts.
 
 In: a configuration, and `Faults` that collects the errors. Out: what could be opened; None for a part that is
 broken. A broken part does not hide the errors of the others, except where they depend on it. Left out on
@@ -50,16 +50,16 @@ if TYPE_CHECKING:
 Rows = TypeVar("Rows")
 LOSS = "distillation.distillation_loss"
 BYTES_PER_TARGET = 12
-"""Of a token's id and its log-probability, in the columns of a step."""
+"""Bytes of a token's id and log-probability in a step's columns."""
 WHOLE_VOCABULARY_BYTES = 2 * 2**30
-"""Most bytes of such columns in a process where they hold the whole vocabulary. A divergence over them takes
-several times as much for a moment."""
+"""Limit of such columns per process when they cover the whole vocabulary. Computing the divergence briefly
+takes several times as much."""
 POLICY, CRITIC, ROLLOUT = "actor_rollout_ref.model", "critic.model", "actor_rollout_ref.rollout"
 
 
 @dataclass(frozen=True)
 class RunPrompts:
-    """What a run reads; None: it needs none."""
+    """A run's prompts; None: not needed."""
 
     train: PromptDataset | None
     val: PromptDataset | None
@@ -110,7 +110,7 @@ def open_tokenizer(
 def require_stops(
     tokenizer: PreTrainedTokenizerBase | None, rollout: SamplingConfig, faults: Faults, *, section: str
 ) -> None:
-    """Stop strings have a tokenizer that finds them. section: where the configuration has `rollout`."""
+    """Checks that stop strings have a usable tokenizer. section: configuration path of `rollout`."""
     if tokenizer is not None and every_stop_string(rollout):
         faults.passes(lambda: streaming_tokenizer(tokenizer, rollout, section=section))
 
@@ -126,7 +126,7 @@ def open_rows(
     key: str,
     max_samples: int,
 ) -> Rows | None:
-    """A data set of files; without a tokenizer `read` looks at the files alone."""
+    """Opens a data set; without a tokenizer `read` only checks the files."""
     if tokenizer is None:
         faults.passes(lambda: read(data, files, key=key, max_samples=max_samples))
         return None
@@ -153,7 +153,7 @@ def require_context(
 
 
 def require_shareable_rows(config: PPOConfig, plan: BatchPlan, faults: Faults) -> None:
-    """Models of whose rows devices share the tokens are fit for that."""
+    """Checks that models with sequence or context parallelism support it."""
     policy, critic = (config.actor_rollout_ref.model, POLICY), (critic_model(config), CRITIC)
     for role, (model, field) in (("actor", policy), ("ref", policy), ("critic", critic)):
         size = plan.layouts[role].context if role in plan.layouts else 1
@@ -199,11 +199,11 @@ def _open_critic(config: PPOConfig, faults: Faults) -> None:
 
 
 def _open_reward_model(config: PPOConfig, tokenizer: PreTrainedTokenizerBase | None, faults: Faults) -> None:
-    """The reward model has a trained value head, and reads the policy's tokens."""
+    """Opens the reward model: it needs a trained value head and the policy's tokenizer."""
     model, key = reward_model(config), f"{REWARD_MODEL}_path"
     described, found = _open_companion(model, tokenizer, head="value", field=REWARD_MODEL)
     if described is not None and stored_tensor(Path(require_path(model, REWARD_MODEL)), SCORE) is None:
-        rule = f"has no {SCORE}: its scores would be those of a head that nothing has trained"
+        rule = f"has no {SCORE}: its scores would come from an untrained head"
         found.add([Problem(key, model.path, rule, "train one with python -m hydraflow.main_rm")])
     _rename(found, REWARD_MODEL, key, faults)
 
@@ -214,22 +214,23 @@ def _open_teachers(
     tokenizer: PreTrainedTokenizerBase | None,
     faults: Faults,
 ) -> None:
-    """Each teacher reads the policy's tokens, also those beyond the tokenizer's that fill up a vocabulary."""
+    """Opens the teachers. A teacher reads the policy's tokens, including those past the tokenizer's that pad
+    a vocabulary."""
     for source in config.distillation.teachers:
         key = f"{TEACHERS}.{source}"
         model = teacher_model(config, source)
         described, found = _open_companion(model, tokenizer, head="policy", field=key)
         if described is not None and policy is not None:
-            theirs, ours = vocabulary_of(described), vocabulary_of(policy)
-            if theirs < ours:
-                rule = f"has {theirs} tokens, and the policy may sample one of {ours}"
+            given, sampled = vocabulary_of(described), vocabulary_of(policy)
+            if given < sampled:
+                rule = f"has {given} tokens, and the policy may sample one of {sampled}"
                 found.add([Problem(f"{key}.path", model.path, rule, "a teacher with at least as many")])
         _rename(found, key, key, faults)
 
 
 def require_teachers(config: PPOConfig, plan: BatchPlan, prompts: RunPrompts) -> None:
-    """Raises ConfigError for a data source that no teacher is for, and for log-probabilities of a whole
-    vocabulary that would take too much memory."""
+    """Raises ConfigError for data sources without a teacher, and for log-probabilities of a whole vocabulary
+    that would take too much memory."""
     teachers = config.distillation.teachers
     if prompts.train is None or not config.distillation.enabled:
         return
@@ -246,19 +247,19 @@ def require_teachers(config: PPOConfig, plan: BatchPlan, prompts: RunPrompts) ->
             raise ConfigError.one(f"{LOSS}.loss_mode", loss.loss_mode, rule + limit, remedy)
     alone = [source for source in prompts.train.data_sources() if teacher_of(source, teachers) is None]
     if alone:
-        rule = f"no teacher is for data source {', '.join(sorted(alone))}"
+        rule = f"there is no teacher for data source {', '.join(sorted(alone))}"
         raise ConfigError.one(TEACHERS, ", ".join(teachers), rule, f"+{TEACHERS}.default=path")
 
 
 def _open_companion(
     model: ModelConfig, tokenizer: PreTrainedTokenizerBase | None, *, head: str, field: str
 ) -> tuple[PreTrainedConfig | None, Faults]:
-    """A frozen model that is given the policy's tokens; its faults name `field` and `.path`."""
+    """Opens a frozen model that reads the policy's tokens; its faults name `field` and `.path`."""
     found = Faults()
     described = open_model(model, found, head=head, field=field)
     theirs = open_tokenizer(model, described, found, field=field) if described is not None else None
     if theirs and tokenizer and theirs.get_vocab() != tokenizer.get_vocab():
-        rule = "has another tokenizer than the policy, whose tokens it would be given"
+        rule = "its tokenizer differs from the policy's, whose tokens it would read"
         found.add([Problem(f"{field}.path", model.path, rule, "a model of the policy's family")])
     return described, found
 

@@ -1,9 +1,9 @@
-"""Imports and tries the user's own code in a process of its own, before a run starts: importing may hang, or
-end the process.
+"""Imports and tries user code in a separate process before a run starts: importing may hang, or end the
+process.
 
 In: functions with the values of their keys, or modules. Out: a `ConfigError` that says what is wrong. The
-process is killed after `SECONDS`, with what it has started. Left out on purpose: reward functions, which have
-processes of their own throughout (`rewards/`).
+process is killed after `SECONDS`, with all its children. Left out on purpose: reward functions, which always
+have processes of their own (`rewards/`).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from hydraflow.schema import PPOConfig
 from hydraflow.system.own_code import OwnFunction, import_modules, line_of
 
 SECONDS = 120.0
-"""Seconds for importing torch and everything that is to be tried."""
+"""Timeout in seconds, which includes importing torch."""
 _BOOT = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[1]);"
     " from hydraflow.jobs.own_code import main; main(int(sys.argv[2]), *map(json.loads, sys.argv[3:]))"
@@ -33,8 +33,8 @@ _BOOT = (
 
 
 def check_functions(config: PPOConfig) -> None:
-    """Raises ConfigError for a loss or an estimator of the user's own that does not fit the configuration,
-    cannot be imported, or fails on a few made-up rows."""
+    """Raises ConfigError for a user's loss or estimator that does not fit the configuration, cannot be
+    imported, or fails on a few made-up rows."""
     faults = Faults()
     faults.add(list(own_problems(config)))
     known = {problem.field for problem in faults.problems}
@@ -69,24 +69,24 @@ def _in_process(key: str, given: Any, asked: dict[str, Any]) -> None:
             text = answered.read() if code == 0 else ""
             rule = f"while it was imported, it ended its process (exit code {code})"
         except subprocess.TimeoutExpired:
-            text, rule = "", f"its import was not over after {SECONDS:g} seconds"
+            text, rule = "", f"its import did not finish within {SECONDS:g} seconds"
         finally:
             _end(process)
     if not text:
-        raise ConfigError.one(key, given, rule, "correct what it does when it is imported")
+        raise ConfigError.one(key, given, rule, "correct the code that runs at import")
     if problems := [Problem(*problem) for problem in json.loads(text)]:
         raise ConfigError(problems)
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """With all processes of its group, which it may have left behind."""
+    """Kills the process and all others of its group."""
     with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait(10)
 
 
 def main(answer: int, asked: dict[str, Any]) -> None:
-    """In the process: tries what is asked, and writes a list of (key, value, rule, remedy)."""
+    """Runs in the process: tries the requested code, and writes a list of (key, value, rule, remedy)."""
     problems: list[Problem] = []
     try:
         if "modules" in asked:
@@ -98,13 +98,13 @@ def main(answer: int, asked: dict[str, Any]) -> None:
     given = asked.get("given", asked.get("modules"))
     with open(answer, "w", encoding="utf-8") as stream:
         json.dump([[asked["key"], given, problem.rule, problem.remedy] for problem in problems], stream)
-    os._exit(0)  # threads that the import has started must not keep it alive
+    os._exit(0)  # threads that the import started must not keep it alive
 
 
 def _try(key: str, given: str, keys: dict[str, Any]) -> None:
     """Raises ConfigError for what is wrong with the function."""
     function = OwnFunction.named(given)
-    assert function is not None, "the key names one"
+    assert function is not None, "the key names a function"
     loaded = function.load()
     from hydraflow.algorithms.trial import (
         try_estimator,

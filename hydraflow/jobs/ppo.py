@@ -1,7 +1,7 @@
 """Reinforcement learning from configuration to run folder: check, prepare, plan, start workers, train, save.
 
 Errors in configuration, data, paths and resources are found before a worker starts; with a recipe, before its
-model is made, on an untrained one of the same kind. Then the recipe's files and model become those of the
+model is trained, on an untrained one of the same kind. Then the recipe's files and model replace those of the
 configuration, and the rest is the same for all runs.
 """
 
@@ -29,9 +29,9 @@ from hydraflow.jobs.restarts import Restarts, attempts
 from hydraflow.jobs.saving import RunCheckpointing, ppo_roles, require_metric, training_loader, weights_only
 from hydraflow.jobs.session import Session
 from hydraflow.recipes import arithmetic
-from hydraflow.rewards.chosen import check_sources
 from hydraflow.rewards.functions import unknown_sources
 from hydraflow.rewards.pool import check_function
+from hydraflow.rewards.selection import check_sources
 from hydraflow.schema import PPOConfig
 from hydraflow.tracking.endings import DONE
 from hydraflow.tracking.trackers import Trackers
@@ -59,7 +59,7 @@ from hydraflow.workers.reward_model import RewardModelWorker
 from hydraflow.workers.rollout import SamplingSpec
 
 VALIDATION = -1
-"""In the place of an epoch in the keys of a validation's random draws."""
+"""Replaces the epoch in the random keys of a validation."""
 
 
 def run_ppo(config: PPOConfig, *, command: Command | None = None) -> None:
@@ -96,8 +96,7 @@ class PPOJob:
 
     def _checked(self, session: Session, config: PPOConfig) -> tuple[BatchPlan, RunPrompts]:
         """Opens every file that the run will use, and makes the plan. Raises one ConfigError that lists
-        everything missing or inconsistent. A recipe's files are a few of those that it will make, until the
-        run has begun."""
+        everything missing or inconsistent. Before the run has begun, a recipe's files are a small sample."""
         faults = session.faults
         prompts = open_inputs(config, faults)
         sources = set(prompts.data_sources()) if prompts else set()
@@ -124,15 +123,15 @@ class PPOJob:
         return plan, prompts
 
     def _begin(self, session: Session, plan: BatchPlan) -> bool:
-        """Starts the run; False: there is nothing to do. ConfigError also when trajectories are missing that
-        it is to train on."""
+        """Starts the run; False: there is nothing to do. ConfigError also when recorded trajectories are
+        missing."""
         started = session.begin(self._required(plan))
         if started:
             require_dumps(self.config.trainer.debug, plan, first=session.start.step + 1)
         return started
 
     def _required(self, plan: BatchPlan) -> CheckpointRequirements:
-        """What the run asks of a checkpoint; one that only validates takes any model's weights."""
+        """The run's requirements on a checkpoint; a run that only validates accepts any model's weights."""
         if self.config.trainer.val_only:
             return CheckpointRequirements(
                 Identity({}),
@@ -244,8 +243,8 @@ class PPOJob:
     def source(
         self, plan: BatchPlan, runtime: Runtime, roles: Roles | SamplingRoles, loader: PromptLoader
     ) -> TrajectorySource:
-        """Where trajectories come from: the generation engine or files, and whether they are written to
-        files. A subclass may bring others."""
+        """The source of trajectories: the generation engine or files, recorded to files or not. Subclasses
+        may return another."""
         debug, rollout = self.config.trainer.debug, self.config.actor_rollout_ref.rollout
         source: TrajectorySource
         if debug.load_rollouts is not None:
@@ -275,7 +274,7 @@ class PPOJob:
         return GenerationDump.to(trainer.rollout_data_dir, "trainer.rollout_data_dir")
 
     def _look(self, session: Session, plan: BatchPlan, roles: Roles, prompts: RunPrompts) -> None:
-        """Validates once: the model, or the checkpoint that the user named."""
+        """Validates once, the model or the checkpoint that the user named."""
         start = session.start
         if start.found is not None:
             load_roles(start.found, {"actor": roles.actor}, self._required(plan).roles)
@@ -304,7 +303,7 @@ class PPOJob:
     def _held_out(
         self, plan: BatchPlan, roles: Roles | SamplingRoles, prompts: PromptDataset
     ) -> tuple[TrajectorySource, int]:
-        """The source of a validation's trajectories, and how many takes give all of them."""
+        """The source of a validation's trajectories, and the number of `take` calls that covers them."""
         rollout = self.config.actor_rollout_ref.rollout
         how = SamplingSpec.of_validation(rollout, plan.validation.samples_per_prompt)
         per_call = plan.validation.prompts_per_call or len(prompts)

@@ -41,7 +41,7 @@ class Restarts:
     done: int = 0
     folder: RunFolder | None = None
     """The run folder; None: the run has not started."""
-    told_to_stop: bool = False
+    stop_requested: bool = False
     """Whether a signal asked the run to end before its worker failed; the same signal may have ended the
     worker."""
     started: float = field(default_factory=time.monotonic)
@@ -53,7 +53,7 @@ class Restarts:
     def is_possible(self) -> bool:
         """Whether the run may start once more: there is a run to resume, restarts and time are left, and no
         signal asked it to stop."""
-        if self.folder is None or not self.trainer.max_restarts or self.told_to_stop:
+        if self.folder is None or not self.trainer.max_restarts or self.stop_requested:
             return False
         if self.done >= self.trainer.max_restarts:
             logger.warning("trainer.max_restarts=%d restarts are used up", self.trainer.max_restarts)

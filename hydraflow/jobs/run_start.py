@@ -71,7 +71,7 @@ def take_back(start: RunStart) -> RunStart:
     store.clear_leftovers()
     notes = [f"global_step_{step} is skipped: {why}" for step, why in found.passed_over.items()]
     if not _lies_in(found.checkpoint, start.folder.path):
-        start.folder.set_earlier_run_aside()
+        start.folder.move_earlier_run()
         return replace(start, notes=tuple(notes))
     notes += [f"moved to {path}" for path in store.set_aside(found.step, found.passed_over)]
     store.point_to(found.step if found.checkpoint == store.path(found.step) else None)
@@ -85,7 +85,7 @@ def take_back(start: RunStart) -> RunStart:
 def _start(folder: RunFolder, lock: RunLock, found: ResumePoint | None) -> RunStart:
     if found is None:
         CheckpointStore(folder.path).clear_leftovers()
-        folder.set_earlier_run_aside()
+        folder.move_earlier_run()
     if found is not None and _lies_in(found.checkpoint, folder.path):
         return RunStart(folder, lock, found, found.state.run_id)
     return RunStart(folder, lock, found, f"{folder.path.name}-{secrets.token_hex(4)}")

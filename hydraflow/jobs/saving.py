@@ -1,4 +1,4 @@
-"""What a job saves and restores besides its models: data order, KL controller, skipped steps, identity.
+"""Saves and restores a job's state besides its models: data order, KL controller, skipped steps, identity.
 
 In: a job's parts. Out: its `Checkpointer`, and a report of what was restored. Serves `ppo.py` and `sft.py`.
 """
@@ -46,7 +46,7 @@ def sft_roles(config: SupervisedConfig) -> dict[str, RoleCheckpoints]:
 
 
 def weights_only(key: str) -> RoleCheckpoints:
-    """Saves nothing: for a run that only evaluates a model."""
+    """Roles of a run that only evaluates a model: nothing is saved."""
     return RoleCheckpoints(key, CheckpointConfig(load_contents=["model"]), None, "")
 
 
@@ -74,7 +74,7 @@ def training_loader(
 
 @dataclass(frozen=True)
 class RunCheckpointing:
-    """A run's parts that have a state."""
+    """The stateful parts of a run."""
 
     trainer: LoopConfig
     required: CheckpointRequirements
@@ -90,7 +90,7 @@ class RunCheckpointing:
     def checkpointer(
         self, trackers: Trackers, controllers: Callable[[], dict[str, dict[str, float]]] = dict
     ) -> Checkpointer:
-        """What saves this run; the disk has room for it. ConfigError when it has not.
+        """The run's checkpointer. ConfigError when the disk has too little room.
 
         `trackers` are flushed before each save: a checkpoint is never ahead of the metrics. `controllers`:
         the states of the controllers, by their field of `RunState`.

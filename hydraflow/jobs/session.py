@@ -1,4 +1,4 @@
-"""What every training command opens and closes: clock, run folder, Ray, trackers, summary.
+"""Opens and closes what every training command needs: clock, run folder, Ray, trackers, summary.
 
 In: the run's configuration. Out: a context in which training happens. On exit, for whatever reason, workers
 are gone and the run folder holds metrics, curve and summary. Nothing is written before `begin`, so a rejected
@@ -146,7 +146,7 @@ class Session:
         return self._runtime
 
     def place(self, training: ResourcePool) -> None:
-        """Says which devices the training roles get, before Ray starts; by default those of the machine."""
+        """Sets the devices of the training roles, before Ray starts; by default those of the machine."""
         self._training = training
         self.faults.passes(lambda: require_room(self.trainer, self.ray_init, self._pools()))
 
@@ -221,7 +221,7 @@ class Session:
         self._note_why(cause or error)
         with ending(cause or error):
             faults = [_fault_of(what, step) for what, step in self._steps(error).items()]
-            self.restarts.told_to_stop = self.clock.preempted
+            self.restarts.stop_requested = self.clock.preempted
             self.signals.__exit__(kind, error, trace)
         decisive = [fault for fault in faults if isinstance(fault, EnvironmentFault | KeyboardInterrupt)]
         if cause is not None:

@@ -38,7 +38,7 @@ Examples = ConversationDataset | PairDataset
 
 @dataclass(frozen=True)
 class Kind:
-    """What one of the jobs learns from, and how."""
+    """A kind of job: its data, loss and metrics."""
 
     open: Callable[..., Any]
     """Opens a data set."""

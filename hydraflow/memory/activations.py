@@ -1,4 +1,4 @@
-"""What a forward and a backward pass hold besides weights: activations of layers, and logits.
+"""Memory of a forward and a backward pass besides weights: activations of layers, and logits.
 
 In: a `ModelShape`, the tokens of one micro-batch, bytes per number. Out: bytes. The terms are those of
 transformers' decoder layers as `models/attention.py` calls them and of `models/fused_head.py`; tests compare
@@ -24,13 +24,14 @@ class MicroBatchTokens:
     """The tokens of one micro-batch on one device, every row at its longest."""
 
     line: int
-    """N: packed, neighbouring rows' shared prompt counts once, and a response's last token not at all."""
+    """N: when packed, a prompt shared by neighbouring rows counts once, and a response's last token is
+    dropped."""
     attended: int
     """T: attention sees whole rows."""
     asked: int
     """K."""
     ulysses: int = 1
-    """U, by which the others are divided; attention sees U times as many tokens, of fewer heads."""
+    """U, which divides the other numbers; attention sees U times as many tokens, with fewer heads."""
 
 
 @dataclass(frozen=True)
@@ -49,9 +50,9 @@ def tokens_of(
 ) -> MicroBatchTokens:
     """Tokens of one micro-batch when every row is at its longest.
 
-    `most_rows`: rows that a data rank has. A budget of tokens is filled with longest rows, and packs rows of
-    different prompts. `devices` share each row's tokens equally; of `ulysses` devices, one may have nothing
-    but asked tokens in its slice of the line.
+    `most_rows`: rows of a data rank. A token budget is filled with rows of maximum length and of different
+    prompts. `devices` share each row's tokens equally; with `ulysses` devices, the slice of one may consist
+    of asked tokens only.
 
     >>> tokens_of(MicroPlan(rows=4, max_tokens=None), RowSizes(10, 6, samples=2, packed=True), most_rows=8)
     MicroBatchTokens(line=40, attended=60, asked=24, ulysses=1)
@@ -68,7 +69,9 @@ def tokens_of(
     if ulysses == 1:
         return MicroBatchTokens(*(-(-number // devices) for number in (line, attended, asked)))
     line, attended = -(-line // ulysses), -(-attended // ulysses)
-    several = count if rows.packed else 0  # the last token of a shared prompt is asked several times
+    several = (
+        count if rows.packed else 0
+    )  # the last token of a shared prompt predicts the first token of several responses
     return MicroBatchTokens(line, attended, min(asked, line + several), ulysses)
 
 
@@ -79,11 +82,11 @@ class LayerCosts:
     entry: int
     """Its input: all that gradient checkpointing keeps."""
     saved: int
-    """What autograd keeps of it for the backward pass."""
+    """Tensors that autograd saves for the backward pass."""
     forward: int
-    """The most that exists at one time inside a forward pass that saves nothing."""
+    """Peak inside a forward pass that saves nothing."""
     backward: int
-    """The most that its backward pass adds to what is saved: gradients on their way through the MLP."""
+    """Peak that its backward pass adds to the saved tensors: gradients passing through the MLP."""
 
 
 def layer_costs(
@@ -102,7 +105,7 @@ def layer_costs(
     heads = 4 * shape.q_width
     if (
         tokens.ulysses > 1
-    ):  # queries, keys and values as they are sent and as they arrive, beside those of before
+    ):  # queries, keys and values exist three times: before the exchange, as sent, and as received
         heads = 3 * (shape.q_width + 2 * shape.kv_width * _repeats(shape, tokens))
     forward = tokens.line * (2 * h // outside + max(3 * mlp_wide, heads * number) // tensor)
     return LayerCosts(entry, saved, forward, tokens.line * (2 * h // outside + 2 * mlp_wide // tensor))
@@ -121,14 +124,13 @@ def _norm(shape: ModelShape, number: int) -> int:
 
 
 def _norms_input(shape: ModelShape, number: int) -> int:
-    """Bytes that a norm saves of each number of its input: none where it is that of `models/norms.py`, else
-    in float32 or wider."""
+    """Bytes that a norm saves per number of its input: 0 with `models/norms.py`, else float32 or wider."""
     return 0 if shape.usual_norms and number < 8 else max(4, number)
 
 
 def _attention(shape: ModelShape, tokens: MicroBatchTokens, number: int) -> int:
-    """Whole rows' rotated queries and keys, values, the result; before them what their norms save. With
-    Ulysses of this device's heads, of which those of keys may be repeated."""
+    """Saved bytes: rotated queries and keys, values, the result, of whole rows; and what query and key norms
+    save. With Ulysses only this device's heads count; key-value heads may be repeated."""
     wide = max(4, number)
     kv_width = shape.kv_width * _repeats(shape, tokens)
     rows = (2 * shape.q_width + 2 * kv_width) * number + shape.heads * wide
@@ -136,13 +138,13 @@ def _attention(shape: ModelShape, tokens: MicroBatchTokens, number: int) -> int:
     if shape.qk_norm:
         line = (shape.q_width + shape.kv_width) * (number + _norms_input(shape, number))
         line += (shape.heads + shape.kv_heads) * wide
-    if tokens.attended != tokens.line or tokens.ulysses > 1:  # the result is picked or sent, both by copying
+    if tokens.attended != tokens.line or tokens.ulysses > 1:  # the result is selected or sent; both copy
         line += shape.q_width * number
     return tokens.attended * rows + tokens.line * line
 
 
 def _repeats(shape: ModelShape, tokens: MicroBatchTokens) -> int:
-    """How often a head of keys exists on the devices that share a row (`engine/token_exchange.py`)."""
+    """Copies of a key-value head on the devices that share a row (`engine/token_exchange.py`)."""
     return tokens.ulysses // gcd(tokens.ulysses, shape.kv_heads)
 
 
@@ -152,7 +154,8 @@ def _dense_mlp(shape: ModelShape, number: int) -> tuple[int, int]:
 
 
 def _experts(shape: ModelShape, number: int) -> tuple[int, int]:
-    """As `_dense_mlp`: each token is in its experts' inputs and outputs; 24 bytes are indices."""
+    """As `_dense_mlp`, for experts: each token is copied to its experts' inputs and outputs; 24 bytes are
+    indices."""
     chosen = shape.experts_per_token
     per_expert = (4 * shape.expert_intermediate + 2 * shape.hidden + 1) * number + 24
     saved = chosen * per_expert + 4 * shape.experts + 4 * shape.shared_intermediate * number

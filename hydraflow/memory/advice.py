@@ -71,7 +71,7 @@ def advise(inputs: EstimateInputs, report: MemoryReport, measure: Measure) -> li
 
 
 def _with_policy(override: str) -> str | None:
-    """The override that does all that this one does, and more."""
+    """The override that includes this one's effect."""
     section, _, name = override.rpartition(".")
     weaker = section.endswith(".fsdp_config") and name in ("param_offload=true", "optimizer_offload=true")
     return f"{section}.offload_policy=true" if weaker else None
@@ -98,7 +98,7 @@ def _advise(
 
 
 def changes(inputs: EstimateInputs) -> Iterator[Change]:
-    """Everything that could be changed now."""
+    """All changes that are possible now."""
     for role, prefix in (("actor", f"{POLICY}.actor"), ("ref", f"{POLICY}.ref"), ("critic", "critic")):
         layout = inputs.plan.layouts.get(role)
         if layout is not None and layout.engine == "fsdp2":
@@ -119,8 +119,8 @@ def _fsdp_changes(inputs: EstimateInputs, role: str, prefix: str) -> Iterator[Ch
         ("reshard_after_forward", True, 1, "layers are gathered again for the backward pass"),
     ]
     for size in halves(chunk, least=128):
-        rows.append(("head_chunk_tokens", size, 1, "the output matrix works on fewer tokens at a time"))
-    slower = "weights come over from host memory at every use: slower passes"
+        rows.append(("head_chunk_tokens", size, 1, "the head computes fewer tokens at a time"))
+    slower = "weights are copied from host memory at every use: slower passes"
     rows += [
         ("fsdp_size", -1, 2, "one copy of the model over all devices: more traffic between machines"),
         ("param_offload", True, 1 if reference else 2, "weights move to the device and back for every call"),
@@ -175,7 +175,7 @@ def halves(number: int, *, least: int) -> Iterator[int]:
 
 
 def _model_changes(inputs: EstimateInputs) -> Iterator[Change]:
-    again = "activations are computed again: about a third more time"
+    again = "activations are recomputed: about a third more time"
     for prefix in (f"{POLICY}.model", "critic.model"):
         yield Change(f"{prefix}.use_remove_padding", True, 1, "rows are packed")
         yield Change(f"{prefix}.enable_gradient_checkpointing", True, 2, again)
@@ -197,7 +197,7 @@ def _rollout_changes(inputs: EstimateInputs) -> Iterator[Change]:
 
 
 def _apply(inputs: EstimateInputs, change: Change) -> EstimateInputs | None:
-    """The inputs with the change in them; None: it is so already."""
+    """The inputs with the change applied; None: nothing changes."""
     if value_at(inputs.config, change.key) == change.value:
         return None
     config = with_value(inputs.config, change.key, change.value)

@@ -3,8 +3,8 @@ package's entry point.
 
 In: the plan, the configuration, the model's shape, limits. Out: a `MemoryReport`. The estimate is the peak
 with every row at maximum length; the fixed costs of a process (CUDA context, libraries) are not in a device's
-numbers. Roles of one process work one after another, and the idle ones hold what they hold at rest. Left out
-on purpose: memory that allocators cache beyond what is in use.
+numbers. Roles of one process work one after another; idle ones count with their memory at rest. Left out on
+purpose: memory that allocators cache beyond what is in use.
 """
 
 from __future__ import annotations
@@ -85,8 +85,8 @@ def device_groups(
 
 
 def _phase(roles: list[RoleMemory], phase: str) -> int | None:
-    """The active role at its peak, and the others at rest; None: none of them works in this phase. Weights
-    are sent from one role of a device to another: both are active then."""
+    """The active role at its peak, and the others at rest; None: none of them works in this phase. While
+    weights are sent, both the sending and the receiving role are active."""
     at_work = [role for role in roles if phase in role.phases]
     if not at_work:
         return None
@@ -98,7 +98,7 @@ def _phase(roles: list[RoleMemory], phase: str) -> int | None:
 def _host(
     inputs: EstimateInputs, roles: tuple[RoleMemory, ...], groups: tuple[DeviceGroup, ...]
 ) -> HostMemoryEstimate:
-    """The fullest machine, which is taken to be one on which every role has devices."""
+    """The fullest machine, assuming one on which every role has devices."""
     layouts, limits = inputs.plan.layouts, inputs.limits
     offload, per_node = 0, 0
     for role in roles:
@@ -162,13 +162,13 @@ def _notes(inputs: EstimateInputs) -> Iterator[str]:
     yield from inputs.limits.notes
     engines = {layout.engine for layout in inputs.plan.layouts.values()}
     if "megatron" in engines and inputs.shape.experts:
-        yield "what tokens take in Megatron's experts is Megatron-Core's own account, and was not measured"
+        yield "activations in Megatron's experts follow Megatron-Core's own formula, and were not measured"
     if "reward_model" in inputs.plan.layouts:
         yield "the reward model is counted as a model of the policy's shape"
     if engines & ALONE and inputs.limits.device_bytes is None:
-        share = "rollout.gpu_memory_utilization is a share of a device whose memory is not known"
+        share = "the memory of the device, of which rollout.gpu_memory_utilization is a share, is not known"
         yield f"{share}: the cache is what its sequences need"
-    loading = "loading: rank 0 sends the model out tensor by tensor and each rank keeps its shard"
+    loading = "loading: rank 0 broadcasts the model tensor by tensor and each rank keeps its shard"
     yield f"{loading}; roles of one process load one after another"
     if inputs.limits.device_type == "cpu":
         freed = "the C library's allocator keeps freed memory"

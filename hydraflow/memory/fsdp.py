@@ -60,7 +60,7 @@ class FSDPModelMemory:
     param_offload: bool
     """Weights are on the host while the role rests."""
     optimizer_offload: bool
-    """Moments are on the host but for an optimizer step."""
+    """Moments are on the host, except during an optimizer step."""
     checkpointing: bool
     chunk: int
     """fsdp_config.head_chunk_tokens"""
@@ -111,7 +111,7 @@ class FSDPModelMemory:
     def _head_moments(
         self, tokens: MicroBatchTokens, accumulates: bool, *, trained_entropy: bool
     ) -> list[MemoryParts]:
-        """Every layer's activations are there, and logits on top."""
+        """Activations of all layers plus logits."""
         gradients = self.types.reduced * self.units.trained if accumulates else 0
         full = MemoryParts(activations=self._stored(tokens) + self._around(tokens), gradients=gradients)
         arriving = self._arriving() + MemoryParts(gradients=gradients)

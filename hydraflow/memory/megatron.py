@@ -1,12 +1,12 @@
-"""What one device of a Megatron-Core engine holds: a part of the layers, of each matrix, of the experts.
+"""Memory of one device with Megatron-Core: a share of the layers, of each matrix, of the experts.
 
 In: a model's shape, a `Layout`, a micro-batch. Out: `MemoryParts` per phase, for the fullest pipeline stage.
 Weights in the compute type, gradients in float32, and 12 bytes of optimizer state per 16-bit weight (a
 float32 copy and two moments), which the distributed optimizer divides over data ranks
 (docs/source/api-guide/dist_optimizer.md); activations divided as in Korthikanti et al. 2022
 (https://arxiv.org/abs/2205.05198). `scripts/bench/memory.py` measures dense models on CPUs, and
-`tests/engine/test_megatron_offload.py` what mixtures hold; what tokens take in experts is from
-Megatron-Core's own accounts.
+`tests/engine/test_megatron_offload.py` mixtures; the activations of experts follow Megatron-Core's own
+formula.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ class MegatronModelMemory:
     trained: bool
     checkpointing: bool
     policy: bool
-    """Has a vocabulary as output; a critic has one number."""
+    """Whether the output is the vocabulary; a critic has one value."""
     host_copies: bool
     """Collectives of host tensors copy once more inside (gloo)."""
 
     @property
     def held(self) -> MemoryParts:
-        """During an update, but for the optimizer's step: weights, gradients, optimizer state."""
+        """During an update, outside the optimizer step: weights, gradients, optimizer state."""
         weights = MemoryParts(weights=(self._dense + self._experts) * self.number)
         if not self.trained:
             return weights
@@ -50,14 +50,14 @@ class MegatronModelMemory:
 
     @property
     def resting(self) -> MemoryParts:
-        """While others work: what is not offloaded. Gradients are freed."""
+        """While other roles work: what is not offloaded. Gradients are freed."""
         held = self._without_gradients
         if not self.settings.param_offload:
             return held
         return replace(held, weights=0, host=held.host + held.weights)
 
     def forward(self, tokens: MicroBatchTokens) -> MemoryParts:
-        """A pass that only computes; gradients of a trained role are there already, if they are not freed."""
+        """A forward-only pass; gradient buffers of a trained role count unless they are freed."""
         costs = layer_costs(self.shape, tokens, self.number, tensor=self.layout.tensor, outside=self._outside)
         activations = around_layers(self.shape, tokens, self.number) // self._outside + costs.forward
         passing = MemoryParts(activations=activations, logits=self._logits(tokens, copies=1))
@@ -66,9 +66,8 @@ class MegatronModelMemory:
     def update(
         self, tokens: MicroBatchTokens, micro_batches: int, *, trained_entropy: bool = False
     ) -> MemoryParts:
-        """The first stage, which has most micro-batches on their way, or the last, which has the logits: both
-        at once, at most. A trained entropy takes no memory here: Megatron's head is not modelled that
-        closely."""
+        """An upper bound of the first stage, which has the most micro-batches in flight, and the last, which
+        has the logits. A trained entropy is not counted: Megatron's head is not modelled that closely."""
         costs = layer_costs(self.shape, tokens, self.number, tensor=self.layout.tensor, outside=self._outside)
         layers, on_their_way = self._stage_layers, min(self.layout.pipeline, micro_batches)
         stored = layers * (costs.entry if self.checkpointing else costs.saved) * on_their_way
@@ -96,12 +95,12 @@ class MegatronModelMemory:
         return (12 if self.number == 2 else 8) * shards
 
     def _reducing(self) -> MemoryParts:
-        """While gradients are summed over data ranks, after the last pass."""
+        """During the gradient reduction over data ranks, after the last pass."""
         is_copied = self.host_copies and self._data_ranks()[0] > 1
         return MemoryParts(gathered=4 * (self._dense + self._experts) * is_copied)
 
     def sent(self) -> MemoryParts:
-        """A full tensor on its way to the generation engine, and the parts it is made from."""
+        """A full tensor that is sent to the generation engine, and the parts that it is gathered from."""
         return MemoryParts(weight_sync=2 * self.shape.largest_tensor * self.number)
 
     @property
@@ -117,7 +116,7 @@ class MegatronModelMemory:
 
     @property
     def _dense(self) -> int:
-        """Numbers that are no routed experts, on the fullest stage."""
+        """Parameters other than routed experts, on the fullest stage."""
         shape, tensor = self.shape, self.layout.tensor
         matrices = shape.attention + (shape.shared_expert if shape.experts else shape.dense_mlp)
         if shape.experts and shape.dense_layers:
@@ -133,7 +132,7 @@ class MegatronModelMemory:
         return layers * -(-shape.experts // layout.expert) * -(-shape.expert // layout.expert_tensor)
 
     def _data_ranks(self) -> tuple[int, int]:
-        """Devices that hold the same dense numbers, and those that hold the same experts."""
+        """Number of replicas of dense parameters, and of experts."""
         devices, layout = len(self.layout.devices), self.layout
         per_expert = layout.expert_tensor * layout.expert * layout.pipeline
         return max(1, devices // (layout.tensor * layout.pipeline)), max(1, devices // per_expert)

@@ -24,7 +24,7 @@ class MemoryParts:
     gradients: int = 0
     optimizer: int = 0
     gathered: int = 0
-    """Full layers that FSDP puts together for a moment, and the buffers of its collectives."""
+    """Layers that FSDP gathers temporarily, and the buffers of its collectives."""
     activations: int = 0
     logits: int = 0
     kv_cache: int = 0
@@ -46,7 +46,7 @@ class MemoryParts:
 
 
 def fullest(*moments: MemoryParts) -> MemoryParts:
-    """The one with most bytes on the device."""
+    """The parts with the most bytes on the device."""
     return max(moments, key=lambda parts: parts.total)
 
 
@@ -135,11 +135,11 @@ class HostMemoryEstimate:
     rows: int = 0
     """Bytes of a step's trajectories in the object store, all of maximum length."""
     slots: int = 0
-    """Two buckets of weights for a rollout in another process; they stay between publishes."""
+    """Two weight buckets for a rollout in another process; they are kept between transfers."""
 
     @property
     def total(self) -> int:
-        """Models are read before anything else is held, so the larger of the two counts."""
+        """The larger of loading and running: models are loaded before anything else is allocated."""
         return self.processes + max(self.load, self.offload + self.running + self.rows + self.slots)
 
     @property
@@ -176,7 +176,8 @@ class MemoryReport:
 
     @property
     def fits(self) -> bool | None:
-        """Whether devices and machines hold it; None: no known limit is broken, and one is not known."""
+        """Whether the run fits devices and machines; None: no known limit is exceeded, but one is not
+        known."""
         fits = [self.host.fits, *(group.fits for group in self.groups if self.limits.device_type != "cpu")]
         if any(one is False for one in fits):
             return False
@@ -184,15 +185,15 @@ class MemoryReport:
 
     @property
     def missing(self) -> tuple[str, int]:
-        """Where most bytes are missing, device or host, and how many; not above 0 where everything fits that
-        has a known limit."""
+        """Where the shortage is largest, device or host, and its bytes; not above 0 if everything with a
+        known limit fits."""
         found = [("device", group.peak - group.limit) for group in self.groups if group.limit is not None]
         found += [("host", self.host.total - self.host.limit)] if self.host.limit is not None else []
         return max(found, key=lambda one: one[1], default=("device", 0))
 
     @property
     def missing_after_advice(self) -> int:
-        """Bytes that are still missing when all advice is followed; 0: it fits then."""
+        """Remaining shortage in bytes if all advice is followed; 0: it fits."""
         return max(0, self.missing[1] - sum(one.saves for one in self.advice))
 
     def to_json(self) -> dict[str, Any]:

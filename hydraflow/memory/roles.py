@@ -1,5 +1,4 @@
-"""Each role's memory, from the plan and the configuration: which engine it has, on what shape, with which
-micro-batches.
+"""Each role's memory, from the plan and the configuration: its engine, model shape and micro-batches.
 
 In: `BatchPlan`, `PPOConfig`, shapes, limits. Out: one `RoleMemory` per role that the plan lays out.
 """
@@ -28,12 +27,12 @@ from hydraflow.workers.config import ActorConfig, CriticConfig, RefConfig
 ALONE = frozenset(name for name, engine in GENERATION_ENGINES.items() if engine.own_process)
 """Generation engines that start without weights, and get them from another process."""
 BUCKET_BYTES = 64 * 2**20
-"""engine/fsdp/gather.py: full tensors that are gathered together for the generation engine."""
+"""Bytes of full tensors that engine/fsdp/gather.py gathers together for the generation engine."""
 
 
 @dataclass(frozen=True)
 class EstimateInputs:
-    """Everything that a role's estimate is made from."""
+    """Inputs of the estimate of a role."""
 
     plan: BatchPlan
     config: PPOConfig
@@ -59,7 +58,7 @@ def role_memory(inputs: EstimateInputs, role: str, layout: Layout) -> RoleMemory
 
 
 Estimate = tuple[MemoryParts, dict[str, MemoryParts]]
-"""What a role holds at rest, and at the highest moment of each phase."""
+"""Memory of a role at rest, and its peak in each phase."""
 
 
 def _actor(inputs: EstimateInputs, layout: Layout) -> Estimate:
@@ -118,7 +117,7 @@ def _rollout(inputs: EstimateInputs, layout: Layout) -> Estimate:
         longest, host = rollout.max_model_len or rows.prompt + rows.response, inputs.limits.host_bytes
         most = None if host is None else int(share * host / len(layout.devices))
         awake = serving.sample_on_cpu(rollout.max_num_seqs, longest, most)
-        # the first bucket takes the cache again, and the last one clears it
+        # the cache is reallocated with the first bucket and cleared after the last
         received = replace(awake, weight_sync=received.weight_sync)
         return serving.resting if shared else awake, {"sample": awake, "sync": received}
     sampling = serving.sample(sequences, rows.prompt + rows.response)
@@ -126,7 +125,7 @@ def _rollout(inputs: EstimateInputs, layout: Layout) -> Estimate:
 
 
 def _reward_model(inputs: EstimateInputs, layout: Layout) -> Estimate:
-    """Counted as a critic of the policy's shape that is not trained: its own model is not read."""
+    """Estimated as an untrained critic of the policy's shape: its own config.json is not read."""
     model = inputs.config.critic.model
     micro = inputs.plan.reward_model or inputs.plan.old_log_prob
     tokens = _tokens(inputs, layout, micro, model, _rows_of_a_rank(inputs, layout))
@@ -158,7 +157,7 @@ def _engine(
     number = inputs.limits.bytes_of(role.megatron.dtype)
     checkpointing = trained and model.enable_gradient_checkpointing
     settings, on_host = role.megatron, inputs.limits.device_type == "cpu"
-    if on_host:  # there offloading moves nothing
+    if on_host:  # on a CPU offloading moves nothing
         settings = replace(settings, param_offload=False, grad_offload=False, optimizer_offload=False)
     return MegatronModelMemory(shape, layout, settings, number, trained, checkpointing, policy, on_host)
 
@@ -173,7 +172,7 @@ def _sharded(
     trained: bool,
     policy: bool,
 ) -> FSDPModelMemory:
-    on_host = inputs.limits.device_type == "cpu"  # there offloading moves nothing
+    on_host = inputs.limits.device_type == "cpu"  # on a CPU offloading moves nothing
     adapters = adapter_numbers(shape, model.lora_rank, model.target_modules) if trained else 0
     least = fsdp.wrap_policy.min_num_params
     return FSDPModelMemory(
@@ -212,21 +211,21 @@ def micro_batches(plan: RolePlan, longest_row: int) -> int:
 
 
 def _sent(inputs: EstimateInputs, layout: Layout) -> MemoryParts:
-    """What FSDP sends from: a bucket of full tensors, its shards, and the tensors taken out of it."""
+    """Memory of sending from FSDP: a bucket of full tensors, its shards, and the tensors split from it."""
     policy, shape = inputs.config.actor_rollout_ref, inputs.shape
     kept = BytesPerNumber.of(policy.actor.fsdp_config, inputs.limits).kept
     bucket = max(min(BUCKET_BYTES, shape.parameters * kept), shape.largest_tensor * kept)
     sent = 2 * bucket + bucket // max(1, layout.shard)
     if policy.model.lora_rank:
-        # all adapters come first, and each merged matrix is a product and a sum
+        # all adapters are gathered first, and each merged matrix needs a product and a sum
         adapters = adapter_numbers(shape, policy.model.lora_rank, policy.model.target_modules) * shape.layers
         sent += adapters * kept + 2 * (shape.hidden * max(shape.q_width, shape.intermediate)) * kept
     return MemoryParts(weight_sync=sent)
 
 
 def slot_bytes(inputs: EstimateInputs) -> int:
-    """The two buckets in which the actor's rank 0 sends weights to a rollout in another process, all that are
-    needed at most; 0 where it is in the same one."""
+    """Bytes of the actor rank 0's weight buckets for a rollout in another process, at most two; 0 if it is in
+    the same process."""
     layouts, rollout = inputs.plan.layouts, inputs.config.actor_rollout_ref.rollout
     apart = rollout.name in ALONE or not inputs.config.trainer.fuse_roles
     if "rollout" not in layouts or not (apart or layouts["rollout"].devices != layouts["actor"].devices):
@@ -235,8 +234,8 @@ def slot_bytes(inputs: EstimateInputs) -> int:
 
 
 def slots_are_on_device(inputs: EstimateInputs) -> bool:
-    """Whether these buckets are on a GPU, during a publish: that of the actor's rank 0, if no other one
-    samples; else they stay in host memory."""
+    """Whether these buckets are on the GPU of the actor's rank 0, which is so if no other GPU samples;
+    otherwise they are in host memory."""
     layouts = inputs.plan.layouts
     if inputs.limits.device_type == "cpu" or "rollout" not in layouts:
         return False
@@ -245,7 +244,7 @@ def slots_are_on_device(inputs: EstimateInputs) -> bool:
 
 
 def _weight_bucket(inputs: EstimateInputs) -> int:
-    """Bytes of a bucket of weights on their way to a rollout in another process."""
+    """Bytes of a weight bucket for a rollout in another process."""
     weights = inputs.shape.parameters * _engine_number(inputs)
     return min(bucket_bytes(inputs.config.actor_rollout_ref.rollout), weights)
 

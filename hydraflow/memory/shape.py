@@ -1,4 +1,4 @@
-"""The shape of a causal language model, from what its config.json says: widths, layers, experts, and from
+"""The shape of a causal language model as its config.json describes it: widths, layers, experts, and from
 them exact parameter counts.
 
 In: a mapping as in config.json. Out: `ModelShape`, or a ConfigError that names what is missing. No file of
@@ -49,9 +49,9 @@ class ModelShape:
     experts_per_token: int = 0
     expert_intermediate: int = 0
     shared_intermediate: int = 0
-    """Width of the expert that sees every token; 0: there is none."""
+    """Width of the shared expert; 0: there is none."""
     dense_layers: int = 0
-    """Layers without experts; of a dense model all."""
+    """Layers without experts; all of a dense model."""
     logit_copies: int = 0
     """Copies of the logits that their post-processing makes."""
     notes: tuple[str, ...] = ()
@@ -142,16 +142,17 @@ class ModelShape:
 
 @dataclass(frozen=True)
 class ModelTypeTraits:
-    """What config.json does not say about a model type. A flag is a constant, or the key that holds it."""
+    """Facts about a model type that config.json does not state. A flag is a constant, or the key that holds
+    it."""
 
     qkv_bias: bool | str = False
     output_bias: bool | str = False
     mlp_bias: bool | str = False
     qk_norm: bool = False
     tied: bool = False
-    """Where the file does not say."""
+    """Default if the file does not say."""
     head_dim: int | None = None
-    """Where the file does not say; None: hidden / heads."""
+    """Default if the file does not say; None: hidden / heads."""
     expert_width: str = "moe_intermediate_size"
     fused: bool = False
     """Query, key and value are stored as one matrix, and the two matrices into the MLP as another."""
@@ -285,9 +286,9 @@ def _is_sparse(config: Mapping[str, Any], layer: int) -> bool:
     return (layer + 1) % int(config.get("decoder_sparse_step") or 1) == 0
 
 
-def flag(config: Mapping[str, Any], said: bool | str) -> bool:
-    """A flag of a `Family` for one config.json."""
-    return said if isinstance(said, bool) else bool(config.get(said, False))
+def flag(config: Mapping[str, Any], trait: bool | str) -> bool:
+    """A flag of `ModelTypeTraits` for one config.json."""
+    return trait if isinstance(trait, bool) else bool(config.get(trait, False))
 
 
 def _is_size(value: object) -> bool:

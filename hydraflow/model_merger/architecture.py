@@ -1,5 +1,5 @@
-"""What a reader of the merged model expects: names, shapes, tied weights, and how names in files differ from
-those of modules.
+"""What a merged model must contain: names, shapes, tied weights, and how names in files differ from those of
+modules.
 
 In: the directory with config.json, names and shapes of a checkpoint. Out: an `Architecture` that they fill
 exactly, so that no tensor is missing or newly initialised when the result is loaded. The commonest decoders
@@ -35,13 +35,13 @@ class Conversion:
     outputs: dict[str, Shape]
     """Names in files and their shapes."""
     renamed: bool = False
-    """One tensor goes in and comes out as it was."""
+    """One tensor that is not changed."""
     number_at: int | None = None
-    """Rows of the one input are converted by themselves: this part of an output's name, between dots, is the
-    row's number."""
+    """Rows of the single input are converted independently: this part of an output's name, between dots, is
+    the row's index."""
 
     def output_of(self, name: str, row: int) -> str:
-        """What an output is called whose rows were counted from `row` on, not from 0."""
+        """The name of an output whose rows are numbered from `row`, not from 0."""
         if self.number_at is None:
             return name
         parts = name.split(".")
@@ -54,7 +54,7 @@ class Architecture:
     """A model's class and what it is made of."""
 
     class_name: str | None
-    """What config.json calls it; None for a value model that transformers has no class for."""
+    """Its name in config.json; None for a value model without a transformers class."""
     shapes: dict[str, Shape]
     """Of all tensors by names of modules, tied ones under each name."""
     tied: dict[str, str]
@@ -62,16 +62,16 @@ class Architecture:
     head: str
     """policy or value."""
     buffers: frozenset[str] = frozenset()
-    """Buffers that belong into no file."""
+    """Buffers that are not saved to files."""
     unrounded: frozenset[str] = frozenset()
-    """Buffers that do, the biases of routers: they keep their type whatever the weights become."""
+    """Buffers that are saved, such as router biases; they keep their dtype."""
     model: Any = None
     """transformers' model on the meta device; None: names in files are those of modules."""
     retied: bool | None = None
-    """What tie_word_embeddings must become; None: config.json is right."""
+    """Value that tie_word_embeddings must be set to; None: config.json is right."""
 
     def differences(self, shapes: Mapping[str, Shape]) -> Differences:
-        """What a checkpoint has too few, too many or in another shape. Compared as in files."""
+        """Missing, unexpected and misshapen tensors of a checkpoint, compared by their names in files."""
         wanted = self._in_files({name: shape for name, shape in self.shapes.items() if name not in self.tied})
         got = self._in_files({name: shape for name, shape in shapes.items() if name not in self.tied})
         got = {name: shape for name, shape in got.items() if name not in self.buffers}
@@ -145,7 +145,7 @@ class Architecture:
                 together.update(outputs)
             if together == written:
                 return [self._by_rows(conversion, metas) for conversion in made]
-        raise AssertionError("all tensors together are always a group")
+        raise AssertionError("all tensors together always form a group")
 
 
 @dataclass(frozen=True)
@@ -179,7 +179,7 @@ def describe(
     tie: bool = False,
     trust_remote_code: bool = False,
 ) -> Architecture:
-    """The architecture that config.json means and that these tensors fill. tie: tie the embeddings whatever
+    """The architecture that config.json describes and these tensors fill. tie: tie the embeddings whatever
     config.json says. Raises ConfigError when tensors are missing, unknown or misshapen."""
     file = directory / "config.json"
     if not file.is_file():
@@ -241,7 +241,7 @@ def read_config(directory: Path, trust_remote_code: bool) -> Any:
 
 
 def _candidates(config: Any, head: str, trust: bool) -> Iterable[Architecture]:
-    """Architectures that the tensors may be, the likeliest first."""
+    """Candidate architectures for the tensors, the most likely first."""
     import transformers
 
     tasks = {"policy": ("CausalLM", "ImageTextToText")}

@@ -28,14 +28,16 @@ def parser() -> argparse.ArgumentParser:
 
 
 def _add_merge(commands: Any) -> None:
-    merge = _command(commands, "merge", "make a Hugging Face directory of a checkpoint")
+    merge = _command(commands, "merge", "convert a checkpoint to a Hugging Face directory")
     _checkpoint(merge)
     _flag(merge, "target_dir", required=True, metavar="OUT", help="the directory to make")
     _merge_options(merge)
     adapters = "add adapters to the weights, or write OUT/lora_adapter for peft"
     _flag(merge, "lora", choices=("merged", "adapter"), default="merged", help=adapters)
-    _flag(merge, "max_shard_size", type=size, default="5GB", help="of one safetensors file (5GB)")
-    _switch(merge, "overwrite", "replace OUT when it is there, once the new one is whole")
+    _flag(
+        merge, "max_shard_size", type=size, default="5GB", help="maximum size of one safetensors file (5GB)"
+    )
+    _switch(merge, "overwrite", "replace an existing OUT, once the new one is complete")
     upload = "upload the result to this repository of the Hugging Face hub"
     _flag(merge, "hf_upload_path", metavar="REPO", help=upload)
     _switch(merge, "private", "make that repository private")
@@ -57,21 +59,21 @@ def _add_info(commands: Any) -> None:
 
 
 def _add_split(commands: Any) -> None:
-    split = _command(commands, "split", "make a checkpoint of a Hugging Face directory")
+    split = _command(commands, "split", "convert a Hugging Face directory to a checkpoint")
     _flag(split, "hf_dir", required=True, metavar="DIR", help="the directory to split")
     target = "the checkpoint to make: a model's directory, as .../actor"
     _flag(split, "target_dir", required=True, metavar="CKPT", help=target)
     _flag(split, "world_size", type=int, required=True, help="ranks, each with a file")
-    writer = "whose checkpoint: an FSDP engine's, or Megatron-Core's own"
+    writer = "format: an FSDP engine's, or Megatron-Core's own"
     _flag(split, "backend", choices=BACKENDS[1:], default="fsdp", help=writer)
-    _flag(split, "layout", choices=("hydraflow", "verl"), help="whose layout, with fsdp (hydraflow)")
-    layers = "with megatron: a tensor for each layer (non_homogeneous_layers), not one for all"
+    _flag(split, "layout", choices=("hydraflow", "verl"), help="layout of an fsdp checkpoint (hydraflow)")
+    layers = "with megatron: one tensor per layer (non_homogeneous_layers) instead of one for all layers"
     _switch(split, "separate_layers", layers)
     _dtype(split, "config.json's")
     value = "a value model: no output matrix, a score that starts at zero if DIR has none"
     _switch(split, "is_value_model", value)
     _switch(split, "trust_remote_code", _TRUST)
-    _switch(split, "overwrite", "replace CKPT when it is there, once the new one is whole")
+    _switch(split, "overwrite", "replace an existing CKPT, once the new one is complete")
 
 
 def size(text: str) -> int:
@@ -85,7 +87,7 @@ def size(text: str) -> int:
         units |= {f"{letter}B": 1000**power, f"{letter}IB": 1024**power}
     found = re.fullmatch(r"([0-9.]+)\s*([A-Za-z]*)", text.strip())
     if not found or found[2].upper() not in units:
-        raise argparse.ArgumentTypeError(f"{text!r} is no size; 5GB or 500MB would be")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a size; 5GB or 500MB would be")
     return int(float(found[1]) * units[found[2].upper()])
 
 

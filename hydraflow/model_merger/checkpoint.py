@@ -1,6 +1,6 @@
-"""The contents of a checkpoint on disk in any format, without its numbers.
+"""Describes a checkpoint on disk, of any format, without reading its numbers.
 
-In: what a reader found (`dcp.py`, `verl.py`, `megatron.py`). Out: a `Checkpoint`. Left out on purpose:
+In: the result of a reader (`dcp.py`, `verl.py`, `megatron.py`). Out: a `Checkpoint`. Left out on purpose:
 finding it (`opening.py`), names in Hugging Face's files (`names.py`).
 """
 
@@ -32,7 +32,7 @@ class Checkpoint:
     prefix: str | None = None
     """Prefix of the trainer's names; None: not recorded."""
     lora_alpha: float | None = None
-    """Scale of its adapters times their rank, when it says."""
+    """lora_alpha of its adapters; None: not recorded."""
     details: dict[str, Any] = field(default_factory=dict)
     """More facts, for `info`."""
     others: dict[str, tuple[int, int]] = field(default_factory=dict)
@@ -68,7 +68,7 @@ def read_json(file: Path) -> dict[str, Any]:
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
     except (ValueError, OSError, RecursionError) as error:
-        raise ConfigError.one(str(file), None, f"is no JSON: {error}") from error
+        raise ConfigError.one(str(file), None, f"is not JSON: {error}") from error
     if not isinstance(content, dict):
         raise ConfigError.one(str(file), None, "holds no JSON object")
     return content

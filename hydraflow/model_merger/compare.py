@@ -55,7 +55,7 @@ def compare(
     merge_options: MergeOptions | None = None,
     hf_model_path: str | None = None,
 ) -> Comparison:
-    """Compares what `merge` would write with what is there; where types differ, in the directory's type.
+    """Compares what `merge` would write with the directory; where dtypes differ, in the directory's dtype.
     Raises ConfigError when either cannot be read."""
     merge_options = merge_options or MergeOptions()
     directory = Path(test_hf_dir)
@@ -70,7 +70,7 @@ def compare(
             copy, original = reference.pop(target), reference[source]  # both must be the same
             if _difference(target, copy.shape, copy.blocks(), original, keep_type=True):
                 tied = f"the checkpoint ties it to {source}"
-                found.different[target] = f"{tied}, the directory holds other numbers"
+                found.different[target] = f"{tied}, but the directory holds other numbers"
     found.missing = sorted(reference.keys() - specs.keys())
     found.extra = sorted(specs.keys() - reference.keys())
     both = [(specs[name].dtype, reference[name].dtype) for name in reference.keys() & specs.keys()]

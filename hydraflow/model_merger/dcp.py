@@ -22,7 +22,7 @@ MODEL = "model."
 
 
 def is_dcp(directory: Path) -> bool:
-    """Whether a directory is one model's checkpoint of this format (or should be: its index may be lost)."""
+    """Whether a directory is one model's checkpoint of this format (its index may be missing)."""
     return (directory / SHARDS).is_dir() or (directory / FACTS).is_file()
 
 
@@ -33,7 +33,7 @@ def read(directory: Path) -> Checkpoint:
         return _checkpoint(directory, index)
     except ConfigError:
         raise
-    except (TypeError, ValueError) as error:  # pieces of other dimensions than their tensor
+    except (TypeError, ValueError) as error:  # pieces whose dimensions differ from their tensor's
         raise ConfigError.one(str(folder / INDEX), None, f"is damaged: {error}") from error
 
 
@@ -84,13 +84,13 @@ def last_writer(index: Index) -> int:
 
 
 def missing_parts(tensors: Iterable[StoredTensor], index: Index, folder: Path) -> Iterator[Problem]:
-    """Files that are missing or cut short, and tensors that their pieces do not fill."""
+    """Missing or truncated files, and tensors that their pieces do not cover."""
     for name, end in sorted(index.ends.items()):
         if not (folder / name).is_file():
-            rule = f"this shard is missing; the index wants {end} bytes of it"
+            rule = f"this shard is missing; the index expects {end} bytes of it"
             yield Problem(str(folder / name), None, rule)
         elif (size := (folder / name).stat().st_size) < end:
-            yield Problem(str(folder / name), None, f"is cut short: {size} of {end} bytes")
+            yield Problem(str(folder / name), None, f"is truncated: {size} of {end} bytes")
     for tensor in tensors:
         if hole := tensor.holes():
             yield Problem(str(folder / INDEX), None, hole)

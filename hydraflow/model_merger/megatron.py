@@ -1,10 +1,10 @@
 """Reads checkpoints that Megatron-Core itself wrote (`dist_checkpointing`, format torch_dist), as Megatron-LM
 and slime, verl and NeMo save them: `.metadata`, `metadata.json`, `common.pt`, `__0_0.distcp` in one folder.
 
-In: that folder, or one around it. Out: a `Checkpoint` with Megatron-Core's own tensors. Nothing is
-unpickled: of the index inert records are made (`engine/dcp_index.py`), and `common.pt` is not opened. Left
-out on purpose: optimizer states, which are counted but not read; Hugging Face's names (`megatron_names.py`);
-what our own Megatron engine saves, which are Hugging Face tensors (`dcp.py`).
+In: that folder, or a parent. Out: a `Checkpoint` with Megatron-Core's own tensors. Nothing is unpickled: the
+index is read into inert records (`engine/dcp_index.py`), and `common.pt` is not opened. Left out on purpose:
+optimizer states, which are counted but not read; Hugging Face's names (`megatron_names.py`); what our own
+Megatron engine saves, which are Hugging Face tensors (`dcp.py`).
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from hydraflow.model_merger.pieces import StoredTensor
 
 CONFIG, COMMON, BACKEND = "metadata.json", "common.pt", "torch_dist"
 RELEASE = "release"
-"""Folder of a converted model, in the place of an iteration's."""
+"""Folder of a converted model, used instead of an iteration's."""
 _ITERATION = re.compile(r"iter_(\d+)")
 _WITHIN = ("dist_ckpt", "model/dist_ckpt", "weights")
-"""Where verl, older versions of verl and NeMo have the files."""
+"""Subfolders with the files, of verl, older versions of verl, and NeMo."""
 _OPTIMIZER = re.compile(r"(?:chained_\d+\.)?optimizer\.")
 EXTRA = "_extra_state"
-"""How the name of a module's further state ends (of FP8)."""
+"""Suffix of a module's extra state (for FP8)."""
 
 
 def iteration(content: str) -> str:
-    """The folder that a pointer to the latest iteration means.
+    """The folder that the latest-iteration file names.
 
     >>> iteration("10"), iteration("release")
     ('iter_0000010', 'release')
@@ -47,8 +47,8 @@ def iterations(run: Path) -> list[Path]:
 
 
 def folder_of(directory: Path) -> Path | None:
-    """Where below a model's directory the files are (or should be: the index may be lost); None: it is no
-    such directory. Raises ConfigError for Megatron's older format."""
+    """The folder with the files below a model's directory (the index may be missing); None: not such a
+    directory. Raises ConfigError for Megatron's older format."""
     for folder in (directory, *(directory / within for within in _WITHIN)):
         known = folder.name == "dist_ckpt" or "sharded_backend" in read_json(folder / CONFIG)
         if folder.is_dir() and (known or (folder / COMMON).is_file()):
@@ -94,5 +94,5 @@ def _checkpoint(directory: Path, folder: Path, index: Index) -> Checkpoint:
 
 
 def _settings(directory: Path, folder: Path) -> list[Path]:
-    """Where Hugging Face's files may be. Megatron-LM writes none."""
+    """Folders that may hold Hugging Face's files. Megatron-LM writes none."""
     return [place / "huggingface" for place in dict.fromkeys((folder, directory, directory.parent))]

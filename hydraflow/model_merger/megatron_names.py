@@ -1,8 +1,8 @@
-"""Tensors as Megatron-Core saves them, and Hugging Face's: which rows of which are the same.
+"""Maps rows of the tensors that Megatron-Core saves to rows of Hugging Face's, and back.
 
-In: tensors of one side. Out: those of the other, as pieces of the same files; nothing is read. What a
-parameter holds is what `engine/megatron/names.py` says of a rank that has all of it: the numbers of its rows
-are cut as the parameter would be. Left out on purpose: files (`megatron.py`, `megatron_split.py`).
+In: tensors of one side. Out: those of the other, as pieces of the same files; nothing is read. The mapping is
+that of `engine/megatron/names.py` for a rank that holds everything: it is applied to row indices instead of
+parameters. Left out on purpose: files (`megatron.py`, `megatron_split.py`).
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ from hydraflow.model_merger.pieces import Shape, StoredTensor
 from hydraflow.model_merger.regions import Region, assembled
 
 LAYERS = "decoder.layers."
-"""How the names of a layer's tensors begin; in front of that NeMo has `module.`."""
+"""Prefix of the names of a layer's tensors; NeMo prepends `module.`."""
 NORM = "decoder.final_layernorm.weight"
 GATE_UP, DOWN = "mlp.experts.gate_up", "mlp.experts.down"
 BIAS = "mlp.router.expert_bias"
-"""With which a router chooses experts; it is in float32 whatever the weights are in."""
+"""The router's bias; float32 whatever the dtype of the weights."""
 _IN_MATRIX = {
     "input_layernorm.weight": "self_attention.linear_qkv.layer_norm_weight",
     "pre_mlp_layernorm.weight": "mlp.linear_fc1.layer_norm_weight",
 }
-"""Norms that Transformer Engine has in the matrix that follows, and names of the local layers in files."""
+"""Norms that Transformer Engine fuses into the next matrix, and their names with local layers."""
 _MATRICES = {GATE_UP: "mlp.experts.experts.linear_fc1.weight", DOWN: "mlp.experts.experts.linear_fc2.weight"}
 """Of experts."""
 _ATTENTION = "self_attention."
@@ -56,21 +56,21 @@ _WITH_LATENT = {
         }.items()
     },
 }
-"""Latent attention has other names, and norms before it are in no matrix; some are in one that follows where
-layers are Transformer Engine's."""
+"""Names of latent attention: the norms before it are separate; with Transformer Engine's layers some are
+fused into the next matrix."""
 _PLACES = {saved: place for place, saved in (_IN_MATRIX | _MATRICES).items()}
 _LATENT_PLACES = _PLACES | {saved: place for place, keys in _WITH_LATENT.items() for saved in keys}
-"""What a tensor of the files is called in `engine/megatron/`."""
+"""A tensor's name in files -> its name in `engine/megatron/`."""
 _KEY = re.compile(rf"(?:module\.|model\.)*(?:{re.escape(LAYERS)}(?:(?P<layer>\d+)\.)?)?(?P<place>.+)")
 _EXPERT = re.compile(r"(?P<front>mlp\.experts\.experts\.)(?:(?P<expert>\d+)\.)(?P<rest>.+)")
 _HALF = re.compile(r"(?P<whole>.+linear_fc1\.weight)_(?P<half>[wv])")
 _SHOWN = 8
-"""Names in a message."""
+"""Maximum number of names in a message."""
 
 
 @dataclass(frozen=True)
 class Rows:
-    """Rows of a parameter and of a part of it, one after the other in both."""
+    """A run of rows that is contiguous in a parameter and in one of its parts."""
 
     of_parameter: int
     of_part: int
@@ -83,7 +83,7 @@ class _Saved:
 
     tensor: StoredTensor
     layer: int | None
-    """Its place in a stack of layers."""
+    """Its index in a stack of layers."""
     expert: int | None
     half: str | None
     """w: the gate projection, v: the up projection alone."""
@@ -149,8 +149,8 @@ def _experts(mixture: Mixture) -> list[str]:
 
 
 def keys_of(place: str, *, latent: bool, experts: bool) -> tuple[str, ...]:
-    """What the files call a parameter of a layer: Transformer Engine's layers and, where they differ, the
-    local ones. latent: its attention's kind; experts: whether the layer has any."""
+    """Names of a layer's parameter in files: with Transformer Engine's layers and, where they differ, with
+    local ones. latent: kind of attention; experts: whether the layer has any."""
     if place in _MATRICES:
         return (_MATRICES[place],)
     if latent and place in _WITH_LATENT:
@@ -161,12 +161,12 @@ def keys_of(place: str, *, latent: bool, experts: bool) -> tuple[str, ...]:
 
 
 def shape_of(holding: Holding) -> Shape:
-    """Of a parameter: its parts are one below the other."""
+    """Shape of a parameter, whose parts are stacked."""
     return sum(part.shape[0] for part in holding.parts), *holding.parts[0].shape[1:]
 
 
 def rows_of(names: Names, name: str, count: int) -> Iterator[list[Rows]]:
-    """For each part of a parameter of `count` rows: which rows are its own."""
+    """For each part of a parameter of `count` rows: the indices of its rows."""
     narrow = replace(names, shape=replace(names.shape, hidden=1)).holding(name)
     if narrow.parts[0].slice is not None:  # experts are in the order of transformers
         yield [Rows(0, 0, count)]
@@ -177,7 +177,7 @@ def rows_of(names: Names, name: str, count: int) -> Iterator[list[Rows]]:
 
 
 def runs(numbers: torch.Tensor) -> list[Rows]:
-    """Rows by their numbers in the parameter, as few ranges as there are.
+    """Groups row indices of the parameter into contiguous runs.
 
     >>> runs(torch.tensor([4, 5, 9]))
     [Rows(of_parameter=4, of_part=0, count=2), Rows(of_parameter=9, of_part=2, count=1)]
@@ -206,13 +206,13 @@ def hugging_face(checkpoint: Checkpoint) -> dict[str, StoredTensor]:
 
 
 def _parameters_of(checkpoint: Checkpoint, names: Names) -> dict[str, StoredTensor]:
-    """One tensor for each parameter, of whatever tensors it is in."""
+    """One tensor per parameter, assembled from the tensors that contain it."""
     wanted = set(parameters(names.shape))
     sources, unknown = _sorted(checkpoint, names.shape, wanted | {SCORE})
     whole, misshapen = {}, []
     for name, parts in sources.items():
         shape = shape_of(names.holding(name))
-        if name in (EMBEDDING, HEAD):  # rows are added, so that ranks have as many
+        if name in (EMBEDDING, HEAD):  # padding rows, so that all ranks have the same number
             shape = (max(shape[0], *parts[0].tensor.shape[:1]), *shape[1:])
         regions = [_region(saved, shape) for saved in parts]
         misshapen += [_shown(saved.tensor) for saved, region in zip(parts, regions) if region is None]
@@ -227,7 +227,7 @@ def _parameters_of(checkpoint: Checkpoint, names: Names) -> dict[str, StoredTens
 def _sorted(
     checkpoint: Checkpoint, shape: Architecture, known: Collection[str]
 ) -> tuple[dict[str, list[_Saved]], list[str]]:
-    """The tensors by the parameter that they are in, and those that are in none."""
+    """The tensors by parameter, and those that belong to none."""
     sources: dict[str, dict[object, _Saved]] = defaultdict(dict)
     unknown = []
     for tensor in checkpoint.tensors.values():
@@ -249,7 +249,7 @@ def _require_none(checkpoint: Checkpoint, missing: list[str], unknown: list[str]
     problems = []
     for what, names in (
         (f"lacks tensors of {model}", missing),
-        (f"holds tensors that {model} does not have, or whose names are not known here", unknown),
+        (f"holds tensors that {model} does not have, or with unknown names", unknown),
         (f"holds tensors of another shape than {model}", shapes),
     ):
         if names:
@@ -260,7 +260,7 @@ def _require_none(checkpoint: Checkpoint, missing: list[str], unknown: list[str]
 
 
 def _sources(tensor: StoredTensor, shape: Architecture) -> Iterator[tuple[str, _Saved]]:
-    """The parameters that a tensor is in, all layers' or one, or the tensor's own name."""
+    """The parameters that a tensor contains: one per layer of a stack, or one; or the tensor's own name."""
     found = _KEY.fullmatch(tensor.name)
     assert found is not None, "every name matches"
     place, expert, half = found["place"], None, None
@@ -281,7 +281,7 @@ def _sources(tensor: StoredTensor, shape: Architecture) -> Iterator[tuple[str, _
 
 
 def _region(saved: _Saved, shape: Shape) -> Region | None:
-    """Where a tensor is in a parameter of that shape; None when it does not fit."""
+    """The region of a tensor in a parameter of that shape; None when it does not fit."""
     front = () if saved.layer is None else (saved.layer,)
     held = saved.tensor.shape[len(front) :]
     rows = shape if saved.expert is None else shape[1:]

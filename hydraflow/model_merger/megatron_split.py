@@ -58,14 +58,14 @@ _LATENT_MODULES = tuple(
 )
 _SHARED_MODULES = ("mlp.shared_experts.linear_fc1", "mlp.shared_experts.linear_fc2")
 _EXPERT_MODULES = ("mlp.experts.experts.linear_fc1", "mlp.experts.experts.linear_fc2")
-"""Modules that have an extra state in one version or another: Megatron-Core refuses a checkpoint without."""
+"""Modules that have an extra state in some version: Megatron-Core refuses checkpoints without it."""
 
 
 def split(
     source: Path, target_dir: str, *, files: int, dtype: str, separate_layers: bool, overwrite: bool
 ) -> list[str]:
-    """Splits into so many `files`, and returns lines for the user. separate_layers: a tensor for each layer,
-    as Megatron-Core has where layers are not alike; else all layers are stacked. Raises ConfigError before
+    """Splits into `files` files, and returns lines for the user. separate_layers: one tensor per layer, as
+    Megatron-Core does for heterogeneous layers; otherwise layers are stacked. Raises ConfigError before
     anything is written."""
     shape = sizes_of(source)
     tensors, notes = _parameters_of(source, shape)
@@ -98,11 +98,11 @@ def split(
 
 @dataclass(frozen=True)
 class _Layout:
-    """What the tensors of a checkpoint are called, and how they are cut."""
+    """Names of a checkpoint's tensors, and how they are cut."""
 
     shape: Architecture
     dtype: torch.dtype | None
-    """Of the weights; None: as they are."""
+    """Dtype of the weights; None: unchanged."""
     separate: bool
     """Each layer has tensors of its own."""
 
@@ -115,7 +115,7 @@ class _Layout:
         return tensor.nbytes // tensor.dtype.itemsize * self.dtype_of(name, tensor).itemsize
 
     def keys(self, name: str) -> list[str]:
-        """What the files call a parameter: of some norms there are two names."""
+        """Names of a parameter in files; some norms have two."""
         layer = _layer(name)
         if layer is None:
             return [name]
@@ -125,11 +125,11 @@ class _Layout:
         return [(front if self.separate else LAYERS) + key for key in found]
 
     def whole(self, name: str, tensor: StoredTensor) -> Shape:
-        """Shape of the tensor that a parameter is in."""
+        """Shape of the tensor that contains a parameter."""
         return (*[self.shape.layers] * self._is_stacked(name), *tensor.shape)
 
     def boxes(self, name: str, tensor: StoredTensor) -> Iterator[tuple[Shape, torch.Tensor]]:
-        """A parameter's blocks of rows in their final type, and where they are in that tensor."""
+        """A parameter's blocks of rows in their final dtype, with their offsets in that tensor."""
         front = (_layer(name) or 0,) * self._is_stacked(name)
         for first, last in block_rows(tensor.shape, tensor.dtype):
             block = cast(tensor.rows(first, last), self.dtype_of(name, tensor), name)
@@ -162,7 +162,7 @@ class _Layout:
 
 
 def _layer(name: str) -> int | None:
-    """The layer of a parameter; None: it is in none."""
+    """The layer of a parameter; None: it belongs to none."""
     return int(name.removeprefix(LAYERS).split(".", 1)[0]) if name.startswith(LAYERS) else None
 
 
@@ -171,7 +171,7 @@ def _dotted(numbers: list[int]) -> str:
 
 
 def _parameters_of(source: Path, shape: Architecture) -> tuple[dict[str, StoredTensor], list[str]]:
-    """Every parameter as pieces of the directory's files, and what the user should know."""
+    """Every parameter as pieces of the directory's files, and notes for the user."""
     names = Names(shape, 0, 1)
     holdings = {name: names.holding(name) for name in parameters(shape)}
     parts = {part.name: part.shape for holding in holdings.values() for part in holding.parts}
@@ -200,8 +200,8 @@ def _parameters_of(source: Path, shape: Architecture) -> tuple[dict[str, StoredT
 def _modules(
     source: Path, files: Mapping[str, StoredTensor], wanted: Mapping[str, Shape]
 ) -> dict[str, StoredTensor]:
-    """The tensors of transformers' modules; it keeps the experts of a layer in one, and has files with a
-    tensor for each."""
+    """The tensors of transformers' modules, which stack a layer's experts, while files have one tensor per
+    expert."""
     known = architecture.describe(source, wanted, head="policy")
     conversions = known.conversions(wanted)
     names = {name: shape for conversion in conversions for name, shape in conversion.outputs.items()}

@@ -26,7 +26,7 @@ ADAPTER = "lora_adapter"
 
 @dataclass(frozen=True)
 class HubUpload:
-    """Where a merged model is sent."""
+    """Destination of an upload."""
 
     repo: str
     private: bool
@@ -72,7 +72,7 @@ def merge(
 
 
 def _export_adapter(outputs: Outputs, folder: Path, base: str) -> None:
-    """Adapters as peft writes them; base: where the weights will be that they belong to."""
+    """Writes adapters in peft's format; base: the future path of their base weights."""
     folder.mkdir()
     found = lora.peft_names(weight.adapter for weight in outputs.adapted.values())
     specs = {name: TensorSpec(outputs.final_dtype(m.dtype), m.shape) for name, m in found.items()}
@@ -96,7 +96,7 @@ def _counted(blocks: Iterator[torch.Tensor], advance: Advance) -> Iterator[torch
 
 
 def _make_repo(upload: HubUpload) -> None:
-    """Before the work, so that a missing right is known before it."""
+    """Creates the repository first, so that missing permissions are found before the merge."""
     from huggingface_hub import HfApi
 
     try:

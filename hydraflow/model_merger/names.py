@@ -37,7 +37,7 @@ class Weights:
     head: str
     """policy or value."""
     notes: list[str]
-    """What the user should know about what was left out."""
+    """Notes for the user about what was left out."""
 
 
 def weights_of(checkpoint: Checkpoint, *, is_value_model: bool = False) -> Weights:
@@ -107,5 +107,5 @@ def _without_trl_names(plain: dict[str, StoredTensor]) -> tuple[dict[str, Stored
 
 def _refuse_second(checkpoint: Checkpoint, known: Mapping[str, object], key: str, name: str) -> None:
     if key in known:
-        rule = f"{name} is there twice, under different wrappers or adapters"
+        rule = f"{name} occurs twice, under different wrappers or adapters"
         raise ConfigError.one(str(checkpoint.directory), None, rule)

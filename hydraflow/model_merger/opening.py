@@ -26,7 +26,7 @@ def open_checkpoint(path: str | Path, backend: str = "auto", settings: str | Non
         return found
     folder = Path(settings).expanduser()
     if not (folder / "config.json").is_file():
-        rule = "is no Hugging Face directory: there is no config.json in it"
+        rule = "is not a Hugging Face directory: there is no config.json in it"
         raise ConfigError.one("--hf_model_path", settings, rule)
     return replace(found, settings=folder)
 
@@ -46,8 +46,8 @@ def _read(directory: Path, backend: str) -> Checkpoint:
 
 
 def model_directory(path: Path) -> Path:
-    """From a run or a step down to one model's directory. Raises ConfigError for one that is not there or was
-    never finished."""
+    """From a run or a step down to one model's directory. Raises ConfigError if it is missing or
+    unfinished."""
     if not path.is_dir():
         raise ConfigError.one("--local_dir", str(path), "there is no such directory")
     if (path / POINTER).is_file():

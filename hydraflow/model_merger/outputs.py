@@ -1,5 +1,4 @@
-"""What a merged checkpoint will be, tensor by tensor: names in files, types, shapes, and where the numbers
-come from.
+"""Plans a merged checkpoint tensor by tensor: names in files, dtypes, shapes, and sources.
 
 In: a `Checkpoint` and what the user asked for. Out: an `Outputs`, checked against the architecture before
 anything is written. Left out on purpose: writing (`merge.py`), comparing (`compare.py`).
@@ -22,7 +21,7 @@ from hydraflow.model_merger.pieces import StoredTensor, block_rows, same, whole
 from hydraflow.model_merger.safetensors_files import TensorSpec
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-"""What --dtype may say besides auto."""
+"""Values of --dtype besides auto."""
 
 
 @dataclass(frozen=True)
@@ -37,7 +36,7 @@ class MergeOptions:
     lora: str = "merged"
     """merged: adapters are added to the weights; adapter: exported beside the weights as they are."""
     lora_alpha: float | None = None
-    """Scale of the adapters for checkpoints that do not say."""
+    """lora_alpha for checkpoints that do not record it."""
 
 
 @dataclass
@@ -50,9 +49,9 @@ class Outputs:
     """By names of modules; tied tensors once."""
     conversions: list[Conversion]
     dtype: torch.dtype | None
-    """What floating-point tensors become; None: they stay as they are."""
+    """Dtype of floating-point tensors; None: unchanged."""
     adapted: dict[str, lora.MergedTensor]
-    """Weights with their adapters added, whether they are written so or not."""
+    """Merged tensors of the weights that have adapters."""
     lora_alpha: float | None
     notes: list[str]
 
@@ -67,7 +66,7 @@ class Outputs:
 
     @property
     def main_dtype(self) -> torch.dtype:
-        """The type that most numbers have."""
+        """The dtype of most numbers."""
         counts: Counter[torch.dtype] = Counter()
         for spec in self.specs.values():
             counts[spec.dtype] += math.prod(spec.shape) if spec.dtype.is_floating_point else 0
@@ -93,7 +92,7 @@ class Outputs:
             row += 0 if part is None else len(part)
 
     def final_dtype(self, own: torch.dtype) -> torch.dtype:
-        """What a tensor of type `own` becomes."""
+        """Final dtype of a tensor of dtype `own`."""
         return self.dtype if self.dtype is not None and own.is_floating_point else own
 
     def dtype_of(self, name: str) -> torch.dtype:
@@ -169,7 +168,7 @@ def _drop_what_no_file_holds(plain: dict[str, StoredTensor], found: Architecture
     for name in extra:
         del plain[name]
     if extra:
-        notes.append(f"{len(extra)} tables that the model computes itself are left out, as {extra[0]}")
+        notes.append(f"{len(extra)} tables that the model computes itself are left out, such as {extra[0]}")
 
 
 def _split(tensor: torch.Tensor) -> Iterator[torch.Tensor]:

@@ -117,7 +117,7 @@ class StoredTensor:
         return block
 
     def holes(self) -> str | None:
-        """What is wrong with the pieces as a cover of the tensor, or None."""
+        """Why the pieces do not cover the tensor, or None."""
         for piece in self.pieces:
             ends = zip(piece.start, piece.shape, self.shape, strict=True)
             if any(start + size > whole for start, size, whole in ends):
@@ -176,7 +176,7 @@ def read_numbers(file: Path, offset: int, into: torch.Tensor) -> None:
         while done < len(view):
             count = os.preadv(descriptor, [view[done:]], offset + done)
             if count == 0:
-                rule = f"is cut short: it ends at byte {offset + done} of {offset + len(view)}"
+                rule = f"is truncated: it ends at byte {offset + done} of {offset + len(view)}"
                 raise ConfigError.one(str(file), None, rule)
             done += count
     finally:
@@ -191,7 +191,7 @@ def numbers_of(tensor: torch.Tensor, file: Path) -> ByteRange:
     """
     begin = getattr(tensor.untyped_storage(), "_checkpoint_offset", None)
     if begin is None:
-        rule = "was not written by torch.save of today (version 1.6 or newer)"
+        rule = "was not written by torch.save of version 1.6 or newer"
         raise ConfigError.one(str(file), None, rule)
     last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride()))
     count, number = last + 1 if tensor.numel() else 0, tensor.element_size()

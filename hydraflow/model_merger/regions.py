@@ -1,4 +1,4 @@
-"""Tensors made of boxes of other tensors, without reading a number.
+"""Assembles tensors from boxes of other tensors without reading them.
 
 In: boxes of tensors in files, and where they go. Out: a `StoredTensor` with pieces of the same files. Left
 out on purpose: which boxes (`megatron_names.py`).
@@ -16,8 +16,8 @@ from hydraflow.model_merger.pieces import Piece, Shape, StoredTensor
 
 @dataclass(frozen=True)
 class Region:
-    """A box of a new tensor, and the box of another tensor that it is. One of the two may have more
-    dimensions in front, along which the box has one number."""
+    """A box of a new tensor, and the box of another tensor that it is taken from. One of the two may have
+    extra leading dimensions of size 1."""
 
     start: Shape
     shape: Shape
@@ -47,7 +47,7 @@ def _pieces(region: Region) -> Iterator[Piece]:
         size = tuple(b - a for a, b in zip(low, high))
         if not _is_range(size, piece.shape):
             cut = f"{list(size)} of a piece {list(piece.shape)} of {region.source.name}"
-            raise ConfigError.one(str(piece.byte_range.file), None, f"{cut} is not one range of numbers")
+            raise ConfigError.one(str(piece.byte_range.file), None, f"{cut} is not contiguous")
         moved = tuple(a - b for a, b in zip(low, region.source_start))
         at = _aligned(moved, front, fill=0)
         yield Piece(
@@ -62,12 +62,12 @@ def _pieces(region: Region) -> Iterator[Piece]:
 
 
 def _aligned(box: Shape, front: int, *, fill: int) -> Shape:
-    """Without the `front` first dimensions, or with as many more as it is negative."""
+    """Without the first `front` dimensions, or with -front leading ones added."""
     return box[front:] if front >= 0 else (fill,) * -front + box
 
 
 def _is_range(size: Shape, whole: Shape) -> bool:
-    """Whether a box of that size is one range of numbers of the whole.
+    """Whether a box of that size is contiguous in the whole tensor.
 
     >>> _is_range((1, 2, 5), (3, 4, 5)), _is_range((2, 2, 5), (3, 4, 5))
     (True, False)

@@ -85,7 +85,7 @@ def read_file(file: Path) -> Iterator[StoredTensor]:
         spec, begin = _spec(file, name, entry)
         begin += start
         if begin + spec.nbytes > size:
-            rule = f"is cut short: {size} of at least {begin + spec.nbytes} bytes"
+            rule = f"is truncated: {size} of at least {begin + spec.nbytes} bytes"
             raise ConfigError.one(str(file), None, rule)
         piece = Piece((0,) * len(spec.shape), spec.shape, ByteRange(file, begin, spec.nbytes))
         yield StoredTensor(name, spec.dtype, spec.shape, (piece,))

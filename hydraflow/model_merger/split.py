@@ -50,7 +50,7 @@ def split(
         raise ConfigError.one("--world_size", world_size, "must be at least 1", "--world_size 1")
     source = Path(hf_dir).expanduser()
     if not (source / "config.json").is_file():
-        rule = "is no Hugging Face directory: there is no config.json in it"
+        rule = "is not a Hugging Face directory: there is no config.json in it"
         raise ConfigError.one(_FIELD, hf_dir, rule)
     target.require_free(Path(target_dir), source, overwrite=overwrite)
     if backend == "megatron":
@@ -66,10 +66,7 @@ def split(
         )
     _refuse("--backend fsdp", {"--separate-layers": separate_layers})
     head = "value" if is_value_model else "policy"
-    try:
-        weights = _read(source, dtype, head, trust_remote_code)
-    except ConfigError as error:
-        raise ConfigError([_in_flags(problem) for problem in error.problems]) from error
+    weights = _read(source, dtype, head, trust_remote_code)
     nbytes = sum(tensor.nbytes for tensor in weights.values())
     with (
         target.unfinished(Path(target_dir), source, nbytes=nbytes, overwrite=overwrite) as folder,
@@ -93,17 +90,20 @@ def _refuse(backend: str, flags: Mapping[str, object]) -> None:
 
 def _read(source: Path, dtype: str, head: str, trust: bool) -> dict[str, torch.Tensor]:
     model = ModelSourceConfig(path=str(source), trust_remote_code=trust)
-    config = loading.load_config(model, field=_FIELD)
-    own = config.dtype if isinstance(config.dtype, torch.dtype) else torch.float32
-    kept = DTYPES.get(dtype, own)
-    shape = loading.empty_model(config, model, head=head, dtype=kept, attention="eager", chunk_tokens=1)
-    weights = loading.read_weights(config, model, head=head, dtype=kept, field=_FIELD)
+    try:
+        config = loading.load_config(model, field=_FIELD)
+        own = config.dtype if isinstance(config.dtype, torch.dtype) else torch.float32
+        kept = DTYPES.get(dtype, own)
+        shape = loading.empty_model(config, model, head=head, dtype=kept, attention="eager", chunk_tokens=1)
+        weights = loading.read_weights(config, model, head=head, dtype=kept, field=_FIELD)
+    except ConfigError as error:
+        raise ConfigError([_in_flags(problem) for problem in error.problems]) from error
     return {name: weights[name] for name in (name.removeprefix(shape.prefix) for name in shape.state_dict())}
 
 
 def _in_flags(problem: Problem) -> Problem:
-    """A problem with the model in the words of this command: elsewhere `path` and `trust_remote_code` are
-    keys below the model's."""
+    """Rewrites a problem with the model for this command line, where `path` and `trust_remote_code` are
+    flags."""
     remedy = problem.remedy.replace(f"{_FIELD}.trust_remote_code=true", "--trust-remote-code")
     return replace(problem, field=problem.field.removesuffix(".path"), remedy=remedy)
 

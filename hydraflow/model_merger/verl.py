@@ -143,7 +143,7 @@ def _read_rank(file: Path) -> StateDict:
         raise ConfigError.one(str(file), None, "this shard is missing")
     with file.open("rb") as opened:
         if opened.read(4) != _ZIP:
-            rule = "is cut short or no shard of a model: it does not start as torch.save's files do"
+            rule = "is truncated, or not a shard of a model: it does not start as torch.save's files do"
             raise ConfigError.one(str(file), None, rule)
     try:
         with _inert_types():
@@ -152,7 +152,7 @@ def _read_rank(file: Path) -> StateDict:
         refused = "holds what weights_only refuses, so it is no shard of a model; nothing was executed"
         raise ConfigError.one(str(file), None, f"{refused}: {_reason(error)}") from error
     except UNREADABLE as error:
-        rule = f"is cut short or no shard of a model: {_reason(error)}"
+        rule = f"is truncated, or not a shard of a model: {_reason(error)}"
         raise ConfigError.one(str(file), None, rule) from error
     if not isinstance(state, dict) or not all(isinstance(value, torch.Tensor) for value in state.values()):
         raise ConfigError.one(str(file), None, f"holds {_kind(state)}, not a state dict of tensors")

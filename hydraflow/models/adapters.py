@@ -1,8 +1,8 @@
-"""Low-rank adapters of a Hugging Face model, W + B A: which layers have one, what its tensors are called, and
-in which form they are sent.
+"""Low-rank adapters of a Hugging Face model, W + B A: which layers have one, the names of its tensors, and
+how they are sent.
 
-In: a model, and the layers that a user names. Out: names and shapes. Left out on purpose: peft's layers and
-their training (`engine/fsdp/lora.py`), an engine that computes with them (`generation/vllm_adapters.py`).
+In: a model, and its target modules. Out: names and shapes. Left out on purpose: peft's layers and their
+training (`engine/fsdp/lora.py`), sampling with them (`generation/vllm_adapters.py`).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import nn
 
 ALL_LINEAR = "all-linear"
 SIDES = ("lora_A", "lora_B")
-"""Modules of an adapter, whose weights are A (rank, in) and B (out, rank)."""
+"""The two modules of an adapter, with weights A (rank, in) and B (out, rank)."""
 
 
 class Form(Enum):
@@ -49,7 +49,7 @@ def is_adapter(name: str) -> bool:
 
 
 def adapter_name(layer: str, side: str) -> str:
-    """What a weight of a layer's adapter is called while it is sent.
+    """The transfer name of a layer's adapter weight.
 
     >>> adapter_name("layers.0.q_proj", "lora_A")
     'layers.0.q_proj.lora_A.weight'
@@ -58,7 +58,7 @@ def adapter_name(layer: str, side: str) -> str:
 
 
 def layer_and_side(name: str) -> tuple[str, str]:
-    """The other way round.
+    """The inverse of `adapter_name`.
 
     >>> layer_and_side("layers.0.q_proj.lora_A.weight")
     ('layers.0.q_proj', 'lora_A')
@@ -68,7 +68,7 @@ def layer_and_side(name: str) -> tuple[str, str]:
 
 
 def linear_layers(hf: nn.Module) -> list[str]:
-    """The last parts of the names of linear layers, each once.
+    """Last name components of the linear layers, without repetition.
 
     >>> blocks = {name: nn.ModuleDict({"up": nn.Linear(1, 1)}) for name in ("a", "b")}
     >>> linear_layers(nn.ModuleDict(blocks))
@@ -79,8 +79,8 @@ def linear_layers(hf: nn.Module) -> list[str]:
 
 
 def target_names(targets: str | list[str], hf: nn.Module) -> list[str]:
-    """The names that `targets` stands for: a list itself, a pattern those that it matches, all-linear those
-    of all linear layers but the output matrix. ValueError when a pattern matches none."""
+    """Resolves `targets` to names: a list as it is, a pattern to its matches, all-linear to all linear layers
+    except the output matrix. ValueError when a pattern matches none."""
     if not isinstance(targets, str):
         return targets
     if targets.lower() == ALL_LINEAR:
@@ -92,8 +92,7 @@ def target_names(targets: str | list[str], hf: nn.Module) -> list[str]:
 
 
 def adapted_layers(layers: AdapterLayers, hf: nn.Module) -> dict[str, nn.Module]:
-    """The linear layers that get an adapter, by their full names; names in a list may be the ends of these,
-    as peft reads them."""
+    """Full names of the linear layers that get an adapter; as in peft, a list may have suffixes of these."""
     targets = layers.targets if isinstance(layers.targets, str) else list(layers.targets)
     ends = tuple(f".{name}" for name in target_names(targets, hf))
     named = hf.named_modules()
@@ -101,8 +100,7 @@ def adapted_layers(layers: AdapterLayers, hf: nn.Module) -> dict[str, nn.Module]
 
 
 def add_shapes(layers: AdapterLayers, hf: nn.Module) -> None:
-    """Gives a model on the meta device weights of the names and shapes of its adapters, which it does not
-    compute with."""
+    """Adds unused weights with the names and shapes of the adapters to a model on the meta device."""
     for part in adapted_layers(layers, hf).values():
         weight = part.get_parameter("weight")
         rows, columns = weight.shape
@@ -114,7 +112,10 @@ def add_shapes(layers: AdapterLayers, hf: nn.Module) -> None:
 
 
 def is_linear(part: nn.Module) -> bool:
-    """Whether it is a layer that an adapter can change."""
+    """Whether a layer can have an adapter."""
     from transformers.pytorch_utils import Conv1D
 
-    return type(part) in (nn.Linear, Conv1D)  # a router that derives from one returns more than a tensor
+    return type(part) in (
+        nn.Linear,
+        Conv1D,
+    )  # a router that is a subclass of Linear returns more than a tensor

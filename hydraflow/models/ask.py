@@ -1,4 +1,4 @@
-"""What a forward pass is asked for besides its rows."""
+"""Which outputs a forward pass must compute."""
 
 from __future__ import annotations
 
@@ -7,33 +7,32 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Ask:
-    """What a policy computes for each response token. A value model ignores it."""
+    """The outputs per response token of a policy. A value model ignores it."""
 
     temperature: float = 1.0
     """Divides the logits; above 0."""
     entropy: bool = False
     """Also the entropy in nats of the token's distribution."""
     greedy_match: bool = False
-    """Instead of the entropy: 1 where the token, or the first of several, is the most probable one, else
-    0."""
+    """Instead of the entropy: 1 if the token (or the first of several) is the most probable one, else 0."""
     routes: bool = False
-    """Also the experts that each token is sent to (`routing.py`)."""
+    """Also the experts of each token (`routing.py`)."""
 
     sum_pi_squared: bool = False
     """Instead of the entropy: the sum of the squared probabilities of the whole vocabulary."""
     likeliest: int = 0
-    """How many of the likeliest tokens to find: log-probabilities are of these, in place of the asked ones,
-    and instead of the entropy there are their ids, the likeliest first. Without gradients."""
+    """Top-k: return log-probabilities of the k most probable tokens instead of the targets', and their ids
+    instead of the entropy, in descending order. No gradients."""
     among: int = 0
-    """Token ids from here on are not among the likeliest; read with `likeliest`."""
+    """With `likeliest`: only token ids below this count."""
 
     def __post_init__(self) -> None:
         more = self.entropy + self.greedy_match + self.sum_pi_squared + (self.likeliest > 0)
-        assert more <= 1, "one more column, not two"
+        assert more <= 1, "at most one further column"
 
     @property
     def more(self) -> str | None:
-        """The column besides `log_probs`; None: there is none."""
+        """Name of the column besides `log_probs`; None: there is none."""
         if self.entropy:
             return "entropys"
         if self.likeliest:

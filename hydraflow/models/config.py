@@ -24,7 +24,7 @@ class ModelSourceConfig:
     trust_remote_code: bool = option(False, shapes_training=False)
     """Allow Python code that comes with the model to run."""
     external_lib: Any = option(None, rule=MODULE_NAMES, shapes_training=False)
-    """Python module, or list of them, that every process imports before it builds the model; null: none."""
+    """Python module, or a list of them, that every process imports before it builds the model; null: none."""
     override_config: dict[str, Any] = field(default_factory=dict)
     """Overrides of config.json."""
 
@@ -48,11 +48,11 @@ class ModelConfig(ModelSourceConfig):
 
 @dataclass
 class AdapterConfig:
-    """How the generation engine gets low-rank adapters."""
+    """How LoRA adapters reach the generation engine."""
 
     merge: bool = option(True, shapes_training=False)
-    """Merge LoRA adapters into the weights that are sent to the generation engine; false: once it has the
-    base weights only the adapters are sent, and it computes with both."""
+    """Merge LoRA adapters into the weights that are sent to the generation engine; false: send the base
+    weights once and then only the adapters, which the engine applies itself."""
 
 
 @dataclass

@@ -3,8 +3,8 @@ shapes.
 
 In: a model's source and configuration. Out: the model on the meta device, or a ConfigError. transformers
 itself matches the names, with its renaming, merging and tying of tensors, so that what it loads is never
-refused. Left out on purpose: quantised models, models with code of their own, adapters and names on the hub.
-Those are checked when they are loaded (`loading.read_weights`).
+refused. Left out on purpose: quantised models, models with remote code, adapters and names on the hub. Those
+are checked when they are loaded (`loading.read_weights`).
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from hydraflow.models.weight_files import SHOWN, empty_tensors, files_to_load, w
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
-DOWNLOAD_AGAIN = "download the model again, all of it"
+DOWNLOAD_AGAIN = "download the complete model again"
 CONSTRUCTOR_FAULTS: tuple[type[Exception], ...] = (ArithmeticError, AssertionError, AttributeError)
 CONSTRUCTOR_FAULTS += (ImportError, LookupError, RuntimeError, TypeError, ValueError)
-"""What a model's constructor raises for inconsistent values in config.json."""
+"""Errors of a model's constructor for inconsistent values in config.json."""
 
 
 def require_model(

@@ -22,7 +22,7 @@ from hydraflow.models.ask import Ask
 
 @dataclass(frozen=True)
 class HeadWork:
-    """What a head does with its tokens."""
+    """How a head computes its tokens."""
 
     ask: Ask
     process: Callable[[torch.Tensor], torch.Tensor]
@@ -101,12 +101,12 @@ class FusedHead(torch.autograd.Function):
                 of_weight.addmm_(gradient.t(), hidden[part])
             if needs_bias:
                 of_bias = gradient.sum(0) if of_bias is None else of_bias.add_(gradient.sum(0))
-            del every, gradient  # while the next chunk is computed
+            del every, gradient  # otherwise it would live while the next chunk is computed
         return of_hidden, of_weight, of_bias, None, None
 
 
 def several(targets: torch.Tensor) -> torch.Tensor:
-    """(K, M) of (K, M), or of (K,) with M = 1."""
+    """(K, M) from (K, M), or from (K,) with M = 1."""
     return targets[:, None] if targets.ndim == 1 else targets
 
 
@@ -151,7 +151,7 @@ class _Logits:
             torch.mm(rows, self._weight.t(), out=raw)
         else:
             torch.addmm(self._bias, rows, self._weight.t(), out=raw)
-        self._graph = None  # that of the chunk before takes as much memory again
+        self._graph = None  # freed first: the previous chunk's takes as much memory again
         with torch.set_grad_enabled(self._backward):
             before = raw.detach().requires_grad_(self._backward)
             after = self._work.process(before)
@@ -165,7 +165,7 @@ class _Logits:
         return torch.log_softmax(scaled, -1, out=every)
 
     def probs(self, every: torch.Tensor) -> torch.Tensor:
-        """(k, V) probabilities, in the place of the logits."""
+        """(k, V) probabilities, in the memory of the logits."""
         return torch.exp(every, out=self.scaled[: len(every)])
 
     def gradient(
@@ -175,8 +175,8 @@ class _Logits:
         of_log_probs: torch.Tensor,
         trained: tuple[torch.Tensor, torch.Tensor] | None,
     ) -> torch.Tensor:
-        """(k, V) gradient of what the head's weights give. `trained`: the gradient of the entropies, and
-        the entropies; None: they are not trained."""
+        """(k, V) gradient of the head's raw output. `trained`: the gradient of the entropies, and the
+        entropies; None: no entropy term."""
         temperature = self._work.ask.temperature
         of_targets, gradient = several(of_log_probs / temperature), self.probs(every)
         of_target = of_targets.sum(1, keepdim=True)

@@ -1,4 +1,4 @@
-"""What is trained: a Hugging Face backbone and a head that looks only at response tokens.
+"""The trained model: a Hugging Face backbone with a head that is applied to response tokens only.
 
 In: a `PackedBatch`. Out: log-probabilities (and entropies) of its K asked tokens, or one value for each.
 The head runs here and not in the model's own forward, so that logits exist only for response tokens and only
@@ -58,7 +58,7 @@ class PolicyModel(nn.Module):
     def _by_module(
         self, hidden: torch.Tensor, targets: torch.Tensor, ask: Ask, chunk: int
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """The same through the head's own code: it has adapters, or is no linear layer."""
+        """The same through the head's own forward, for heads with adapters or other than linear layers."""
         if len(hidden) <= chunk:
             return self._score(hidden, targets, ask)
         chunks = zip(hidden.split(chunk), targets.split(chunk), strict=True)
@@ -117,8 +117,8 @@ class ValueModel(nn.Module):
 
 
 def backbone_of(lm: Any) -> tuple[str, Any]:
-    """Name and module of what is below the head; what transformers calls so is the whole of some (Llama
-    4)."""
+    """Name and module of the backbone below the head; transformers' base model is the whole of some models
+    (Llama 4)."""
     if lm.base_model is not lm:
         return lm.base_model_prefix, lm.base_model
     parts = ((name, child) for name, child in lm.named_children() if hasattr(child, "base_model"))

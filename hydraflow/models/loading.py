@@ -1,8 +1,7 @@
 """Opens a Hugging Face directory: configuration, tokenizer, an empty model of its shape, and its weights.
 
-In: a `ModelSourceConfig` and its configuration key. Out: transformers objects, or a
-ConfigError in the user's words. Left out on purpose: sharding and broadcasting (`engine/fsdp/build.py`),
-saving (`engine/hf_files.py`).
+In: a `ModelSourceConfig` and its configuration key. Out: transformers objects, or a ConfigError. Left out on
+purpose: sharding and broadcasting (`engine/fsdp/build.py`), saving (`engine/hf_files.py`).
 """
 
 from __future__ import annotations
@@ -69,7 +68,7 @@ def load_config(model: ModelSourceConfig, *, field: str = "actor_rollout_ref.mod
 
 
 def _without_dropout(config: PreTrainedConfig) -> None:
-    """Switches off dropout, also in the configurations within."""
+    """Turns off dropout, in nested configurations as well."""
     from transformers import PreTrainedConfig
 
     for name, value in list(vars(config).items()):
@@ -96,7 +95,7 @@ def load_tokenizer(
         path = from_hub(path, key)
     found = [file for pattern in _TOKENIZER_FILES for file in Path(path).glob(pattern)]
     if Path(path).is_dir() and not found:
-        # transformers would silently create an empty tokenizer of the model's kind
+        # transformers would silently create an empty tokenizer of the model's type
         raise ConfigError.one(key, path, "holds no tokenizer: there is no tokenizer.json in it", remedy)
     try:
         with resolving(path, model):
@@ -143,22 +142,22 @@ def packable(config: PreTrainedConfig, model_class: Any) -> bool:
 
 
 def soft_capped(config: PreTrainedConfig) -> bool:
-    """Whether attention scores have a cap (Gemma 2), which transformers' SDPA drops without a word."""
+    """Whether attention scores are soft-capped (Gemma 2), which transformers' SDPA silently ignores."""
     return getattr(config.get_text_config(), "attn_logit_softcapping", None) is not None
 
 
 @dataclass(frozen=True)
 class Context:
-    """How long a row of a model may be."""
+    """Maximum row length of a model."""
 
     tokens: int
     limit: str
-    """What ends there, as messages say it: "the model's 2048 positions"."""
+    """The limit in words, for messages: "the model's 2048 positions"."""
 
 
 def context_of(config: PreTrainedConfig) -> Context | None:
-    """None: no limit is known. With rotary tables of two kinds (longrope: Phi-3 of 128k) it is the limit of
-    the first: a longer row would change those of all rows computed with it."""
+    """The model's maximum row length; None: not known. With two rotary tables (longrope, as in Phi-3 128k) it
+    is that of the short one: a longer row would change all rows computed with it."""
     text = config.get_text_config()
     rope = getattr(text, "rope_parameters", None) or {}
     most: int | None = getattr(text, "max_position_embeddings", None)
@@ -199,7 +198,7 @@ def choose_attention(config: PreTrainedConfig, model: ModelConfig, model_class: 
 
 
 def own_attention(config: PreTrainedConfig, model_class: Any) -> str:
-    """Name of transformers' implementation for this model, for rows that are not packed."""
+    """transformers' attention implementation for this model, for unpacked rows."""
     return "eager" if soft_capped(config) or not model_class._supports_sdpa else "sdpa"
 
 
@@ -239,9 +238,9 @@ def read_weights(
     field: str = "actor_rollout_ref.model",
     tables: bool = False,
 ) -> dict[str, torch.Tensor]:
-    """Weights by Hugging Face name, on the CPU in `dtype`; with `tables` also what no file holds (rotary
-    tables). Tied weights come under each of their names. A value head that the directory lacks starts at
-    zero. Raises ConfigError when other weights are missing."""
+    """Weights by Hugging Face name, on the CPU in `dtype`; with `tables` also buffers that no file holds
+    (rotary tables). Tied weights come under each of their names. A value head that the directory lacks starts
+    at zero. Raises ConfigError when other weights are missing."""
     path = require_path(model, field)
     with resolving(path, model):
         lm, report = _load_lm(path, config, dtype, trust=model.trust_remote_code, field=field)
@@ -337,8 +336,8 @@ def persistent_buffers(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def widen_buffers(lm: Any) -> None:
-    """Makes those buffers float32 that transformers never reads as a shorter type, such as the biases with
-    which routers choose experts. Building a model from its configuration makes them as short as the rest."""
+    """Converts to float32 the buffers that transformers always loads as float32, such as router biases.
+    Building a model from its configuration gives them the model's dtype."""
     kept = getattr(lm, "_keep_in_fp32_modules_strict", None) or ()
     for name, buffer in list(persistent_buffers(lm)):
         if buffer.dtype in (torch.bfloat16, torch.float16) and any(part in name for part in kept):
@@ -387,18 +386,18 @@ def refused_content(error: pickle.UnpicklingError) -> str:
     'Unsupported global: GLOBAL os.system'
     """
     found = re.search(r"WeightsUnpickler error: (.+?)(?: was not an allowed|\. |$)", str(error), re.MULTILINE)
-    return found[1] if found else "torch does not name it"
+    return found[1] if found else "torch does not say what"
 
 
 def _unreadable() -> tuple[type[Exception], ...]:
-    """What transformers raises for JSON that is no configuration or holds invalid values."""
+    """Errors of transformers for JSON that is not a configuration or has invalid values."""
     from huggingface_hub.errors import StrictDataclassError
 
     return AttributeError, LookupError, OSError, RuntimeError, StrictDataclassError, TypeError, ValueError
 
 
 def _reason(error: BaseException) -> str:
-    """What transformers rejects, without the name of its check."""
+    """transformers' reason, without the name of its check."""
     from huggingface_hub.errors import StrictDataclassError
 
     cause = error.__cause__ if isinstance(error, StrictDataclassError) else None

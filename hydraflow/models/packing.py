@@ -1,4 +1,4 @@
-"""Rows of prompts and responses as a model reads them: packed into one line, or right padded.
+"""Lays out rows of prompts and responses as model input: packed into one line, or right padded.
 
 In: ragged prompts and responses. Out: a `PackedBatch` with everything a forward pass needs, on the model's
 device. Packed, a prompt that neighbouring rows share is included only once, and the last token of a response,
@@ -35,7 +35,7 @@ class PackedBatch:
     targets: torch.Tensor
     """(K,) the asked tokens, or (K, M): M at each position."""
     cells: torch.Tensor
-    """(K,) place of each asked token in a flattened (B, R) matrix."""
+    """(K,) index of each asked token in a flattened (B, R) matrix."""
     shape: tuple[int, int]
     """(B, R), R the longest response."""
     places: torch.Tensor
@@ -48,8 +48,8 @@ class PackedBatch:
         return flat.index_copy(0, self.cells, values).view(*self.shape, *values.shape[1:])
 
     def in_a_line(self, multiple_of: int = 1) -> PackedBatch:
-        """Padded rows one after the other, for a model that reads lines only: each stays as long as the
-        longest, and shares no prompt. `multiple_of` as of `pack`."""
+        """Concatenates padded rows into one line, for models that only read lines: each row keeps the length
+        of the longest, and no prompt is shared. `multiple_of` as in `pack`."""
         rows, width = self.input_ids.shape
         filling = -(rows * width) % multiple_of
         lengths = np.array([width] * rows + [filling] * bool(filling))
@@ -74,7 +74,7 @@ def read_tokens(data: DataProto) -> torch.Tensor:
 
 
 class _Rows(NamedTuple):
-    """The rows' tokens, and the row and place in the row of each."""
+    """The rows' tokens, each with its row and its position in the row."""
 
     prompt_ids: torch.Tensor
     prompt_len: torch.Tensor  # (B,)
@@ -94,9 +94,9 @@ class _Layout(NamedTuple):
     position_ids: torch.Tensor
     """The same shape."""
     prompt_starts: torch.Tensor
-    """(B,) place of each row's first prompt token; rows may share it."""
+    """(B,) position of each row's first prompt token; rows may share it."""
     response_starts: torch.Tensor
-    """(B,) place of each row's first response token."""
+    """(B,) position of each row's first response token."""
     plan: RowPlan | None
     places: torch.Tensor
     """As of `PackedBatch`."""
@@ -114,15 +114,14 @@ def pack(
     targets: torch.Tensor | None = None,
 ) -> PackedBatch:
     """Packs ragged prompts and responses, (B, *) int64 each, into one batch. `wanted`, (all response tokens,)
-    bool, selects the response tokens to score; default all. `multiple_of`: a packed line is filled up with a
-    row of zeros until its length divides by it. `routes`: the rows' `routed_experts`, if they are given; only
-    prompts whose tokens go to the same experts are shared. `targets`: the rows' `target_tokens`, if they are
-    given. Raises ValueError when a row with a response has no prompt token (nothing would predict its first
-    token)."""
+    bool, selects the response tokens to score; default all. `multiple_of`: a packed line is padded with a row
+    of zeros to a multiple of this length. `routes`: the rows' `routed_experts`, if given; only prompts whose
+    tokens go to the same experts are shared. `targets`: the rows' `target_tokens`, if given. Raises
+    ValueError when a row with a response has no prompt token (nothing would predict its first token)."""
     prompt_ids, prompt_len = ragged.parts(prompts)
     response_ids, response_len = ragged.parts(responses)
     if bool((prompt_len == 0).any()):
-        raise ValueError("a row has an empty prompt: its first response token has no token before it")
+        raise ValueError("a row has an empty prompt: nothing would predict its first response token")
     own, answered = _coordinates(prompt_len), _coordinates(response_len)
     rows = _Rows(prompt_ids, prompt_len, *own, response_ids, response_len, *answered)
     layout = (

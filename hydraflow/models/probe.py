@@ -1,8 +1,8 @@
-"""What the checks that are made of a model when it is loaded have in common: rows, and when numbers differ.
+"""Shared by the checks of a model at load time: test rows, and when two results count as different.
 
 In: a vocabulary, or numbers of the same tokens computed in two ways. Out: short rows of random tokens, the
-same on every rank; a difference, and the largest that rounding explains. Left out on purpose: the checks
-(`engine/fsdp/own_numbers.py`, `engine/megatron/repeated.py`, `generation/own_numbers.py`).
+same on every rank; a difference, and the tolerance for rounding. Left out on purpose: the checks
+(`engine/fsdp/parity.py`, `engine/megatron/repeatable.py`, `generation/parity.py`).
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ import torch
 from hydraflow.protocol import ragged
 
 ROWS = ((5, 6), (5, 11), (2, 3), (9, 7))
-"""Tokens of each row's prompt and response; the first two have the same prompt."""
+"""(prompt tokens, response tokens) of each row; the first two rows share their prompt."""
 LIMITS = {torch.float64: 1e-5, torch.float32: 1e-3}
 ROUNDED = 0.25
-"""Largest difference of log-probabilities, or of hidden states relative to their size, by the type that is
-computed in: what rounding gives is below a tenth of it."""
+"""Tolerance for log-probabilities, or for hidden states relative to their size, by dtype; rounding stays
+below a tenth of it."""
 REFUSED = (ArithmeticError, AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
-"""What a model's code raises when it is called in a way that it does not know."""
+"""Errors of model code for unsupported kinds of calls."""
 
 
 def probe_rows(vocabulary: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -30,16 +30,16 @@ def probe_rows(vocabulary: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def limit(dtype: torch.dtype) -> float:
-    """The largest difference that rounding explains."""
+    """The tolerance for rounding in this dtype."""
     return LIMITS.get(dtype, ROUNDED)
 
 
 def difference(
     ours: torch.Tensor, theirs: torch.Tensor, row_lengths: torch.Tensor, dtype: torch.dtype
 ) -> float:
-    """Of numbers (K,), or of hidden states (K, h) relative to their mean size: the median of the row in which
-    it is largest, or with a short `dtype` the median of all tokens, because rounding may send some to another
-    expert. inf where some are not numbers.
+    """Difference of numbers (K,), or of hidden states (K, h) relative to their mean size: the largest median
+    of a row, or in 16 bits the median over all tokens, because rounding may route some to another expert. inf
+    if some are NaN.
 
     >>> mine, lengths = torch.tensor([0.0, 0.0, 0.0, 2.0]), torch.tensor([3, 1])
     >>> difference(mine, torch.zeros(4), lengths, torch.float32)

@@ -1,8 +1,9 @@
-"""The routers of transformers' mixtures, whose choice of experts is recorded or given (`routing.py`).
+"""Hooks into the routers of transformers' mixtures to record or replay their choice of experts
+(`routing.py`).
 
-In: a model. Out: its routers, in the order of its layers. A router is a module of its own that takes the top
-k of its scores once, and returns logits, weights and numbers of experts; its own code computes all but the
-top k. Left out on purpose: routers of another form (DeepSeek-V3's layers choose outside of them).
+In: a model. Out: its routers, in the order of its layers. A supported router is a module that takes the top-k
+of its scores once, and returns logits, weights and expert indices; its own code computes everything but the
+top-k. Left out on purpose: other routers (DeepSeek-V3's layers select outside the router).
 """
 
 from __future__ import annotations
@@ -22,14 +23,14 @@ TOP_K = (torch.topk, torch.Tensor.topk)
 
 
 class HFRouters:
-    """All routers of a model, which call them through here from now on. L: how many there are."""
+    """All routers of a model, with their top-k intercepted. L: how many there are."""
 
     def __init__(self, model: PreTrainedModel):
         found = [module for module in model.modules() if type(module).__name__.endswith("TopKRouter")]
         sizes = {_sizes(type(router), model.config.get_text_config()) for router in found}
         alike = len(sizes) == 1 and None not in sizes
         self.experts, self.chosen = (sizes.pop() if alike else None) or (0, 0)
-        """E and K; 0 where the model has no experts, or chooses them in another way."""
+        """E and K; 0 if the model has no experts, or an unsupported router."""
         self.replays: list[RouterReplay] = []
         for number, router in enumerate(found if alike else ()):
             replay = RouterReplay()
@@ -38,13 +39,13 @@ class HFRouters:
             router.forward = partial(_routed, router.forward, replay)  # type: ignore[method-assign]
 
     def begin(self, line: LineRoutes | None) -> None:
-        """What is computed until the next call is this line, again and again perhaps."""
+        """Sets the line for all forward passes until the next call; it may be computed repeatedly."""
         for replay in self.replays:
             replay.line = line
 
 
 class _Choice(TorchFunctionMode):
-    """Lets `choose` have the last word on every top k."""
+    """Routes every top-k through `choose`."""
 
     def __init__(self, choose: Callable[..., tuple[torch.Tensor, torch.Tensor]]):
         super().__init__()
@@ -58,7 +59,7 @@ class _Choice(TorchFunctionMode):
 
 
 def _routed(forward: Callable[..., Any], replay: RouterReplay, *args: Any, **kwargs: Any) -> Any:
-    """What a router's forward gives, with the experts that are given."""
+    """The router's forward with the prescribed experts."""
     if replay.line is None:
         return forward(*args, **kwargs)
     with _Choice(replay.choose):
@@ -76,7 +77,7 @@ def _sizes(router: type[nn.Module], config: Any) -> tuple[int, int] | None:
     try:
         with torch.device("meta"), _Choice(note):  # type: ignore[arg-type]
             output = router(config)(torch.empty(1, config.hidden_size))
-    except (AttributeError, TypeError):  # it takes something else
+    except (AttributeError, TypeError):  # not a supported router
         return None
     if len(seen) != 1 or not isinstance(output, tuple):
         return None

@@ -1,10 +1,10 @@
-"""Routing replay: the experts of each token are recorded in one pass and taken in another.
+"""Routing replay: the experts of each token are recorded in one pass and replayed in another.
 
-In: a column `routed_experts`. Out: the same numbers in the order of a packed line, and back. A token whose
-experts change between the pass that gives the old log-probabilities and the update looks as if the policy had
-moved. With R2 (Zheng et al. 2025, arXiv:2507.18071) the experts are those of the pass before the update, with
-R3 (Ma et al. 2025, arXiv:2510.11370) those of the generation engine; their weights are always the trained
-router's, with a gradient. Left out on purpose: the routers themselves (`routers.py`, and Megatron-Core's).
+In: a column `routed_experts`. Out: the same indices in the order of a packed line, and back. A token whose
+experts change between the pass for the old log-probabilities and the update looks as if the policy had moved.
+With R2 (Zheng et al. 2025, arXiv:2507.18071) the experts are those of the pass before the update, with R3 (Ma
+et al. 2025, arXiv:2510.11370) those of the generation engine; their weights are always the trained router's,
+with a gradient. Left out on purpose: the routers themselves (`routers.py`, and Megatron-Core's).
 
 Legend: B rows, N tokens of the line, n of them on this rank, E experts, K of a token, L layers with experts.
 """
@@ -22,11 +22,11 @@ from hydraflow.protocol.batch import DataProto
 
 ROUTES = "routed_experts"
 OWN_CHOICE = -1
-"""In the place of an expert: the router's choice."""
+"""Replaces an expert index: use the router's own choice."""
 
 
 def stored_as(experts: int) -> torch.dtype:
-    """Of a column, for layers of so many experts.
+    """Dtype of the column for layers with `experts` experts.
 
     >>> stored_as(128), stored_as(512)
     (torch.uint8, torch.int16)
@@ -45,24 +45,24 @@ def on_line(routes: torch.Tensor, batch: PackedBatch) -> torch.Tensor:
 def of_rows(
     micro_batches: Sequence[DataProto], lines: Sequence[tuple[torch.Tensor, PackedBatch]]
 ) -> torch.Tensor:
-    """The column of all rows, from the experts of each line (N, L, K)."""
+    """The column of all rows, from each line's experts (N, L, K)."""
     read = torch.cat(list(map(read_tokens, micro_batches)))
     return ragged.from_parts(torch.cat([line[batch.places] for line, batch in lines]), read)
 
 
 @dataclass
 class Tally:
-    """Asked tokens whose experts were given, in each layer anew."""
+    """Counts of asked tokens with prescribed experts, once per layer."""
 
     changed: torch.Tensor | float = 0.0
-    """Those whose router would have chosen others."""
+    """Tokens whose router would have chosen other experts."""
     replayed: torch.Tensor | float = 0.0
-    """All of them."""
+    """All tokens."""
 
 
 @dataclass
 class LineRoutes:
-    """The experts of the tokens that a pass computes here, by layer, whichever numbers layers have."""
+    """The experts of the tokens that a pass computes on this rank, by layer index."""
 
     given: dict[int, torch.Tensor] = field(default_factory=dict)
     """(n, K) experts to take, or OWN_CHOICE."""
@@ -71,25 +71,25 @@ class LineRoutes:
     tally: Tally | None = None
     """None: nothing is counted."""
     asked: torch.Tensor | None = None
-    """(n,) how many asked tokens each token predicts, if they are counted."""
+    """(n,) number of asked tokens that each token predicts, if they are counted."""
     counted: set[int] = field(default_factory=set)
-    """Layers whose tokens are: once each, also where activations are computed again."""
+    """Layers that have been counted; recomputation must not count twice."""
 
 
 class RouterReplay:
-    """One router's part in recording and replaying."""
+    """Recording and replaying for one router."""
 
     def __init__(self) -> None:
         self.line: LineRoutes | None = None
-        """What the router works on. None: it chooses freely."""
+        """The line that the router computes. None: it chooses freely."""
         self.layer = 0
         """Its number."""
 
     def choose(
         self, scores: torch.Tensor, values: torch.Tensor, own: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Scores and numbers of the experts to take, (n, K) each, out of the scores (n, E) of all; the router
-        itself would take `own`, whose scores are `values`."""
+        """Scores and indices of the selected experts, (n, K) each, from the scores (n, E) of all; the
+        router's own choice is `own`, with scores `values`."""
         line = self.line
         if line is None:
             return values, own

@@ -1,7 +1,7 @@
 """Which file of a Hugging Face directory holds which weight, according to the index of a sharded model.
 
 In: the index. Out: file names by weight. A name that points outside the directory is refused; the file itself
-may be a link, as all are in the hub's cache. Left out on purpose: whether the files are there.
+may be a link, as all are in the hub's cache. Left out on purpose: whether the files exist.
 """
 
 from __future__ import annotations

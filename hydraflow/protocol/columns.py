@@ -32,7 +32,7 @@ def tensor_column(value: object, name: str) -> Tensor:
     """`value` if it is a tensor with rows. ValueError otherwise."""
     if not isinstance(value, Tensor):
         kind = type(value).__name__
-        raise ValueError(f"column {name!r} is a {kind}, not a tensor; objects belong to non_tensors")
+        raise ValueError(f"column {name!r} is a {kind}, not a tensor; objects go into non_tensors")
     if ragged.is_ragged(value):
         if (dimension := ragged.ragged_dimension(value)) != 1:
             of = f"is ragged in dimension {dimension}"

@@ -1,6 +1,6 @@
-"""Where a process stands among those of its group: which rows it gets, and whether its answers are used.
+"""A process's coordinates in its group: which rows it gets, and whether its answers are used.
 
-In: nothing. Out: `Coordinates`, which an engine knows (`engine/base.py`) and calls go by
+In: nothing. Out: `Coordinates`, provided by an engine (`engine/base.py`) and read by the dispatch modes
 (`dispatch/modes.py`).
 """
 
@@ -17,4 +17,4 @@ class Coordinates(NamedTuple):
     data_size: int
     """Number of parts that rows are divided into."""
     is_collect: bool
-    """Whether its answers are used, metrics among them; true for one worker per data rank."""
+    """Whether its answers and metrics are used; true for one worker per data rank."""

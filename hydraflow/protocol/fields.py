@@ -15,7 +15,7 @@ from enum import StrEnum
 
 
 class Axis(StrEnum):
-    """What a column has a value for, and how its shape is written."""
+    """The unit that a column has one value for, and its shape."""
 
     ROW = "(B,)"
     """Each row: a number, or several."""
@@ -37,11 +37,11 @@ class Field:
     """Description of one column."""
 
     dtype: str
-    """Of its numbers; of an object column the type of its objects."""
+    """Dtype of its numbers; for an object column the type of its objects."""
     axis: Axis
     meaning: str
     each: str = ""
-    """The shape of what a row or a token has, where it is more than one value."""
+    """Shape per row or token, if there is more than one value."""
 
     @property
     def kind(self) -> str:
@@ -58,11 +58,11 @@ class Field:
 DATA = {
     "prompts": Field("int64", PROMPT, "token ids of the prompt, chat template applied"),
     "uid": Field("str", OBJECT, "identity of the prompt; the trajectories of one prompt share it"),
-    "data_source": Field("str", OBJECT, "name of the data set; it chooses the reward function"),
+    "data_source": Field("str", OBJECT, "name of the data set; selects the reward function"),
     "reward_model": Field("dict", OBJECT, "`ground_truth` and how to score against it"),
     "extra_info": Field("dict", OBJECT, "other columns of the data set; passed to reward functions"),
     "raw_prompt": Field("list", OBJECT, "chat messages, before the template"),
-    "margin": Field("float32", ROW, "by how much the preferred response of a pair is better, at least"),
+    "margin": Field("float32", ROW, "margin by which the preferred response of a pair is better"),
 }
 """Produced by data/."""
 
@@ -80,14 +80,14 @@ GENERATION = {
         RESPONSE,
         "log-probability of each token in the generation engine, at its temperature, before top-k and top-p",
     ),
-    "lengths": Field("int32", ROW, "tokens of prompt and response: what mini-batches are balanced by"),
+    "lengths": Field("int32", ROW, "tokens of prompt and response; mini-batches are balanced by it"),
     "versions": Field(
         "int32",
         ROW,
-        "version of the weights that all tokens were sampled with: the training steps behind them",
+        "version of the weights that sampled the tokens: number of training steps",
     ),
     "replica": Field("int32", ROW, "the generation process that sampled the row"),
-    "finish_reason": Field("int8", ROW, "why the response ended: a place in FINISH_REASONS"),
+    "finish_reason": Field("int8", ROW, "why the response ended: an index into FINISH_REASONS"),
     "group": Field(
         "int64",
         ROW,
@@ -98,27 +98,27 @@ GENERATION = {
 """Produced by sampling; `group` and `sample` by the controller."""
 
 FINISH_REASONS = ("stop", "length", "fault")
-"""An end token; the limit of tokens; a fault outside the model (an environment, a tool, a service): such rows
-are never trained on."""
+"""stop: an end token; length: the token limit; fault: a failure outside the model (environment, tool,
+service), whose rows are never trained on."""
 
 SCORING = {
     "score": Field("float32", ROW, "the reward function's score"),
     "acc": Field(
         "float32",
         ROW,
-        "the reward function's acc, else its score; NaN of a row that only a reward model scores",
+        "the reward function's acc, else its score; NaN if only a reward model scores the row",
     ),
     "failed": Field("bool", ROW, "the reward function raised or exceeded a limit; `score` is failure_score"),
     "reward_baselines": Field("float32", ROW, "the score of the greedy response to the row's prompt"),
     "reward_parts": Field(
-        "float32", ROW, "the numbers of the reward function that algorithm.gdpo_reward_keys names", each="K"
+        "float32", ROW, "the reward function's numbers that algorithm.gdpo_reward_keys names", each="K"
     ),
     "text": Field("str", OBJECT, "the decoded response"),
     "prompt_text": Field("str", OBJECT, "the decoded prompt"),
     "token_level_rewards": Field(
         "float32",
         RESPONSE,
-        "the score on the last trained token, less the KL penalty if the algorithm puts it into the reward",
+        "the score on the last trained token, minus any KL penalty in the reward",
     ),
 }
 """Produced by scoring."""
@@ -143,39 +143,37 @@ ENGINES = {
     "target_tokens": Field(
         "int64",
         RESPONSE,
-        "token ids whose log-probabilities are asked for in place of the response's own, one or K for each",
+        "token ids whose log-probabilities replace the response's own, one or K per token",
     ),
-    "top_tokens": Field("int64", RESPONSE, "(K,) for each token: ids of the likeliest tokens at its place"),
+    "top_tokens": Field("int64", RESPONSE, "(K,) per token: ids of the top-k tokens at its position"),
     "teacher_top_log_probs": Field(
         "float32",
         RESPONSE,
-        "(K,) for each token: the teacher's log-probabilities of `target_tokens`, of which the first is the"
-        " response's own and not counted",
+        "(K,) per token: the teacher's log-probabilities of `target_tokens`; the first is the response's"
+        " own token and not part of the divergence",
     ),
     "routed_experts": Field(
         "uint8",
         TOKENS,
-        "(L, K) for each token that the model reads: the K experts of each of its L layers that has any;"
+        "(L, K) per token that the model reads: the K experts in each of its L layers with experts;"
         " int16 where a layer has more than 256",
     ),
 }
 """Produced by the engines."""
 
 UPDATES = {
-    "live": Field(
-        "bool", ROW, "false for a row that only fills up a data rank's share, and is not trained on"
-    ),
+    "live": Field("bool", ROW, "false for a row that only pads a data rank's share and is not trained on"),
     "rollout_is_weights": Field(
-        "float32", RESPONSE, "importance weight of each token's policy loss, where a correction has any"
+        "float32", RESPONSE, "importance weight of each token's policy loss (rollout correction)"
     ),
     "chosen_tokens": Field(
         "bool",
         RESPONSE,
-        "chosen over the whole mini-batch for a policy loss that treats them differently",
+        "tokens selected over the whole mini-batch, for losses that treat them differently",
     ),
 }
-"""Of a mini-batch: made by the controller where its rows do not divide by the data ranks, and by the actor
-where it corrects for samples of another policy, or its loss chooses tokens."""
+"""Columns of a mini-batch: `live` by the controller if its rows do not divide by the data ranks, the others
+by the actor, for rollout correction and losses that select tokens."""
 
 ALGORITHMS = {
     "advantages": Field("float32", RESPONSE, "how much better each token was than expected"),

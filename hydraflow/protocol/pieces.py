@@ -34,7 +34,7 @@ class ColumnRef(Protocol):
 
 class LocalColumn:
     """A reference that carries its data, equal only to itself. After unpickling the data may be shared
-    memory: only read it."""
+    memory, so treat it as read-only."""
 
     def __init__(self, data: ColumnData):
         self.data = data
@@ -71,7 +71,7 @@ class PiecePlan:
     picks: tuple[tuple[int, np.ndarray | None], ...]
     """(number of the piece, its rows int64, or None for all of them in order)."""
     order: np.ndarray | None
-    """Row i of the batch is row `order[i]` of the picked rows joined; None: they are in order already."""
+    """Row i of the batch is row `order[i]` of the concatenated picks; None: they are in order already."""
     wanted: np.ndarray | None = None
     """Row i of the batch is row `wanted[i]` of the whole picked pieces, end to end; None: all in order."""
 
@@ -115,7 +115,7 @@ class PiecePlanCache:
 
     @staticmethod
     def key(column: Column) -> tuple[tuple[int, ...], int]:
-        """What columns share when they share a plan."""
+        """Cache key: equal for columns that share a plan."""
         return column.layout, id(column.index)
 
     def __call__(self, column: Column) -> PiecePlan:

@@ -185,7 +185,8 @@ def to_padded(t: Tensor, length: int | None = None, value: float = 0) -> Tensor:
         has = f"row {int(row_lengths.argmax())} has {longest} tokens"
         raise ValueError(f"{has} and does not fit a padded length of {length}")
     padded = values.new_full((len(row_lengths), length, *values.shape[1:]), value)
-    padded[_in_row(row_lengths, length)] = values
+    in_row = torch.arange(length, device=row_lengths.device)[None, :] < row_lengths[:, None]  # (B, length)
+    padded[in_row] = values
     return padded
 
 
@@ -216,8 +217,3 @@ def _positions(starts: Tensor, row_lengths: Tensor) -> Tensor:
     shift = starts - (torch.cumsum(row_lengths, 0) - row_lengths)
     positions = torch.repeat_interleave(shift, row_lengths)
     return positions.add_(torch.arange(len(positions), device=positions.device))
-
-
-def _in_row(row_lengths: Tensor, length: int) -> Tensor:
-    """Bool (B, length): true at the tokens of each row."""
-    return torch.arange(length, device=row_lengths.device)[None, :] < row_lengths[:, None]

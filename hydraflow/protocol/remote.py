@@ -245,7 +245,7 @@ def _wanted(
 def _checked(ref: ColumnRef, data: Mapping[ColumnRef, ColumnData], name: str) -> ColumnData:
     piece = data[ref]
     if (rows := n_rows(piece)) != ref.rows:
-        raise ValueError(f"column {name!r}: a piece said to hold {ref.rows} rows holds {rows}")
+        raise ValueError(f"column {name!r}: a piece with {ref.rows} announced rows has {rows}")
     return piece
 
 

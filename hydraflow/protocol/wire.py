@@ -63,8 +63,8 @@ def encode(column: ColumnData, name: str = "column") -> EncodedColumn:
 
 
 def decode(encoded: EncodedColumn, *, copy: bool = True) -> ColumnData:
-    """The column back, bit for bit. With `copy=False` a tensor uses the encoded memory itself, which may be
-    shared with other processes: only read it."""
+    """Restores the column, bit for bit. With `copy=False` a tensor uses the encoded memory itself, which may
+    be shared with other processes, so treat it as read-only."""
     if encoded.kind == "objects":
         items = json.loads(encoded.arrays[0].tobytes().decode("utf-8", "surrogatepass"))
         column = as_objects(items)

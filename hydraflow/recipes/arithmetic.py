@@ -49,7 +49,7 @@ KEY = "recipe.cache_dir"
 REHEARSED = 64
 """Number of problems in a rehearsal: a few represent all, because they differ only in their digits."""
 LEAST_ACCURACY = 0.3
-"""Below it the reward of most groups is 0 throughout, and a warning says so."""
+"""Accuracy below which most groups have no reward at all; triggers a warning."""
 
 log = logging.getLogger(__name__)
 
@@ -104,8 +104,8 @@ def pointed_at(config: PPOConfig, assets: ArithmeticAssets) -> PPOConfig:
 
 
 def with_made_assets(config: PPOConfig) -> PPOConfig:
-    """`pointed_at` what the recipe has made already; the configuration as it is where there is no recipe, or
-    nothing is made."""
+    """`pointed_at` the recipe's existing assets; the configuration unchanged if there is no recipe, or there
+    are none."""
     if config.recipe.name == "none" or config.actor_rollout_ref.model.path:
         return config
     folder = cache_folder(config.recipe, config.trainer.seed)
@@ -114,11 +114,10 @@ def with_made_assets(config: PPOConfig) -> PPOConfig:
 
 @contextmanager
 def rehearsed(config: PPOConfig) -> Iterator[PPOConfig]:
-    """The configuration with what its recipe has made, or with a few problems and an untrained model that go
-    away with the block. Without a recipe, the configuration itself.
+    """The configuration with its recipe's assets or, while they do not exist, with a few problems and an
+    untrained model that are deleted after the block. Without a recipe, the configuration itself.
 
-    With them everything can be looked at that depends on a model and data, before minutes go into making the
-    real ones.
+    So everything that depends on a model and data can be checked before minutes go into making the real ones.
     """
     recipe, seed = config.recipe, config.trainer.seed
     if recipe.name == "none":
@@ -148,8 +147,7 @@ def prepare(
     """Makes what is missing; `runtime` is only called when there is something to train.
 
     `scratch` is a folder for the warm start's metrics, and for its model if the clock ran out: that one is
-    not kept for others. Raises EnvironmentFault when another run has been making the same assets for too
-    long.
+    not kept for others. Raises EnvironmentFault when another run takes too long to make the same assets.
     """
     folder = cache_folder(recipe, seed)
     if is_made(folder):  # perhaps by another user: reading needs no lock

@@ -123,7 +123,7 @@ _PREFIXES = (
     ("response_length/", "Lengths"),
 )
 HIDDEN = ("training/global_step", "perf/time_per_step", "perf/seconds_since_launch")
-"""The step itself, and what another metric or the page's other axis says too."""
+"""Metrics without a curve: the step itself, and what another metric or the page's other axis shows."""
 _VALIDATION = re.compile(r"val-core/(?P<source>.+)/(?P<what>acc|reward)/mean@(?P<n>\d+)")
 
 

@@ -75,7 +75,7 @@ class Run:
 
 
 def read_run(folder: Path) -> Run:
-    """Reads what is there. Raises ConfigError when it is no run folder."""
+    """Reads the files of a run. Raises ConfigError when it is not a run folder."""
     path = folder.expanduser().resolve()
     another = "name a run folder, such as runs/ppo-20250131-120000"
     if not path.is_dir():
@@ -176,8 +176,8 @@ def _finite(value: Any) -> float:
 def _settings(run: Run) -> dict[str, tuple[str, str]]:
     """From config_origins.json with every key's origin, else from config.yaml, which has values alone."""
     facts = _mapping(run, "config_origins.json")
-    said = {key: fact for key, fact in facts.items() if isinstance(fact, dict)}
-    rows = [(key, fact.get("value"), str(fact.get("from", ""))) for key, fact in said.items()]
+    origins = {key: fact for key, fact in facts.items() if isinstance(fact, dict)}
+    rows = [(key, fact.get("value"), str(fact.get("from", ""))) for key, fact in origins.items()]
     if not facts:
         rows = [(key, value, "") for key, value in flat(_yaml(run))]
     return {key: (as_text(public(value, key)), origin) for key, value, origin in rows}

@@ -192,8 +192,8 @@ def commit(git: Any) -> str:
 def starts(run: Run) -> list[dict[str, str]]:
     """Each start of the run: when, where, after which step, by which command."""
     names = ("started", "after_step", "host", "command")
-    said = [{name: as_text(start.get(name, "")) for name in names} for start in run.starts]
-    return [one | {"commit": commit(start.get("git"))} for one, start in zip(said, run.starts, strict=True)]
+    rows = [{name: as_text(start.get(name, "")) for name in names} for start in run.starts]
+    return [one | {"commit": commit(start.get("git"))} for one, start in zip(rows, run.starts, strict=True)]
 
 
 # --- samples --------------------------------------------------

@@ -1,4 +1,4 @@
-"""The functions of `chosen.py`, loaded and put together to one call for each row, or for a batch of rows.
+"""Loads the functions of `selection.py` and combines them into one call per row, or per batch of rows.
 
 In: the section `reward`. Out: a `RewardCall`. Loading runs the user's code (`custom.py`).
 """
@@ -12,14 +12,14 @@ from functools import partial
 from typing import Any
 
 from hydraflow.errors import ConfigError
-from hydraflow.rewards.chosen import BY_SOURCE, KEY, Chosen, chosen
 from hydraflow.rewards.config import FUNCTIONS, RewardConfig
 from hydraflow.rewards.custom import ARGUMENTS, BATCH_ARGUMENTS, SECTION, is_async, load_function
 from hydraflow.rewards.judge_key import require_key
+from hydraflow.rewards.selection import BY_SOURCE, KEY, SelectedFunction, selected
 from hydraflow.rewards.values import read_value
 
 ALL_ROWS = 2**31
-"""Rows at once of a function that takes batches: as many as there are."""
+"""Concurrency of a function that takes batches: no limit."""
 
 
 @dataclass(frozen=True)
@@ -37,27 +37,27 @@ class RewardCall:
     """The user's files."""
 
     def at_once(self, max_concurrent: int) -> int:
-        """How many rows a process has under way."""
+        """Maximum rows that a process scores concurrently."""
         return ALL_ROWS if self.is_batched else max_concurrent if self.is_async else 1
 
 
 @dataclass(frozen=True)
 class _Part:
-    chosen: Chosen
+    selected: SelectedFunction
     function: Callable[..., Any]
 
 
 def load(config: RewardConfig) -> RewardCall:
     """Raises `ConfigError` for what cannot be loaded or called."""
-    parts = [_Part(one, _load(one, config, place)) for place, one in enumerate(chosen(config))]
+    parts = [_Part(one, _load(one, config, place)) for place, one in enumerate(selected(config))]
     waits = any(is_async(part.function) for part in parts)
     weighted: Callable[..., Any] = _weighted_async if waits else _weighted
     return RewardCall(
         partial(weighted, parts) if config.functions else parts[0].function,
         is_async=waits,
         is_batched=config.reward_manager.name == "batch",
-        by_source=any(part.chosen.name == BY_SOURCE for part in parts),
-        paths=tuple(part.chosen.path for part in parts if part.chosen.path is not None),
+        by_source=any(part.selected.name == BY_SOURCE for part in parts),
+        paths=tuple(part.selected.path for part in parts if part.selected.path is not None),
     )
 
 
@@ -80,13 +80,13 @@ def _plain(value: Any) -> Any:
     return {name: _plain(inner) for name, inner in vars(value).items()} if is_dataclass(value) else value
 
 
-def _load(one: Chosen, config: RewardConfig, place: int) -> Callable[..., Any]:
+def _load(one: SelectedFunction, config: RewardConfig, place: int) -> Callable[..., Any]:
     if one.path is not None:
         arguments = BATCH_ARGUMENTS if config.reward_manager.name == "batch" else ARGUMENTS
         key = f"{KEY}[{place}]" if config.functions else SECTION
         function = load_function(one.path, one.name, one.kwargs, arguments=arguments, key=key)
         if arguments == BATCH_ARGUMENTS and is_async(function):
-            rule = "is an async function, which takes rows one by one"
+            rule = "is an async function, which scores rows one by one"
             remedy = "make it a plain function (def), or reward.reward_manager.name=naive"
             raise ConfigError.one(f"{key}.name", one.name, rule, remedy)
         return function
@@ -97,7 +97,7 @@ def _load(one: Chosen, config: RewardConfig, place: int) -> Callable[..., Any]:
     ours = (*ARGUMENTS, *FUNCTIONS[one.name].reads)
     own = [name for name, taken in takes.items() if taken.kind is taken.KEYWORD_ONLY and name not in ours]
     if strange := [name for name in one.kwargs if name not in own]:
-        rule = f"{one.name} takes no {strange[0]}, but {', '.join(own) or 'nothing'}"
+        rule = f"{one.name} has no argument {strange[0]}; it takes {', '.join(own) or 'none'}"
         raise ConfigError.one(f"{KEY}[{place}].kwargs", dict(one.kwargs), rule)
     names = [name for name in ARGUMENTS if name in takes]
     return partial(_of_named_async if is_async(built_in) else _of_named, built_in, names, one.kwargs)
@@ -118,14 +118,14 @@ def _weighted(parts: list[_Part], **row: Any) -> dict[str, float]:
 
 
 def _weighted_async(parts: list[_Part], **row: Any) -> Awaitable[dict[str, float]]:
-    """What computes has done so when this returns; what waits, the coroutine waits for."""
+    """Synchronous parts have run when this returns; the coroutine awaits the others."""
     computed = [None if is_async(part.function) else part.function(**row) for part in parts]
     return _waiting(parts, computed, row)
 
 
 async def _waiting(parts: list[_Part], computed: list[Any], row: dict[str, Any]) -> dict[str, float]:
     values = []
-    for part, value in zip(parts, computed, strict=True):  # rows overlap, so parts need not
+    for part, value in zip(parts, computed, strict=True):  # rows are already concurrent, so parts need not be
         found = part.function(**row) if is_async(part.function) else value
         values.append(await found if inspect.isawaitable(found) else found)
     return _added(parts, iter(values))
@@ -133,15 +133,15 @@ async def _waiting(parts: list[_Part], computed: list[Any], row: dict[str, Any])
 
 def _added(parts: list[_Part], values: Iterator[Any]) -> dict[str, float]:
     """The weighted sum as `score`, each function's score under its label, its other numbers as label/name,
-    and as `acc` that of the first function that gives one, else the first function's score."""
+    and as `acc` the first function's that returns one, else the first function's score."""
     numbers: dict[str, float] = {"score": 0.0}
     for part, value in zip(parts, values, strict=True):
-        label = part.chosen.label
+        label = part.selected.label
         score, extra, failed = read_value(value)
         if score is None:
             raise ValueError(f"{label} {failed}")
-        numbers["score"] += part.chosen.weight * score
+        numbers["score"] += part.selected.weight * score
         numbers[label] = score
         numbers |= {f"{label}/{name}": number for name, number in extra.items()}
-    accuracies = [numbers[key] for part in parts if (key := f"{part.chosen.label}/acc") in numbers]
-    return {"acc": accuracies[0] if accuracies else numbers[parts[0].chosen.label]} | numbers
+    accuracies = [numbers[key] for part in parts if (key := f"{part.selected.label}/acc") in numbers]
+    return {"acc": accuracies[0] if accuracies else numbers[parts[0].selected.label]} | numbers

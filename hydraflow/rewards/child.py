@@ -54,7 +54,7 @@ class RowProgress:
         self._memory = mmap.mmap(descriptor, PROGRESS_BYTES)
 
     def note(self, row: int, now: float, waited: float = 0.0, limit: float = 0.0) -> None:
-        """Notes that `row` (number in the chunk) started at `now` (time.monotonic, one clock for all
+        """Records that `row` (index in the chunk) started at `now` (time.monotonic, one clock for all
         processes), when the process had waited `waited` seconds for a CPU, and may take `limit` seconds.
         """
         # times first: a concurrent reader sees an old row with a new time
@@ -83,8 +83,8 @@ class RowAlarm:
         self.began, self.waited = time.monotonic(), self._queue_time.seconds()
 
     def arm(self, rows: int = 1) -> None:
-        """Sets the alarm for so many rows; needed for each, because a reward function may itself have used
-        it."""
+        """Sets the alarm for a batch of `rows` rows; repeated for each batch, because a reward function may
+        have used it itself."""
         self._allowed = rows * self.limit
         signal.signal(signal.SIGALRM, self._ring)
         signal.setitimer(signal.ITIMER_REAL, self._allowed)
@@ -110,13 +110,13 @@ class RewardCaller:
         self.at_once = self.call.at_once(config.max_concurrent)
 
     def scored(self, rows: Sequence[Any]) -> Iterator[tuple[int, Result]]:
-        """Numbers and results of the rows of a chunk, one after the other."""
+        """Yields index and result of each row of a chunk."""
         for number, row in enumerate(rows):
             yield number, self._within_limits(number, 1, partial(self._one, row))
 
     def scored_together(self, rows: Sequence[Any]) -> Iterator[tuple[int, Result]]:
-        """The same of a function that takes batches. Rows whose batch fails are tried alone: then only those
-        at fault fail."""
+        """The same for a function that takes batches. The rows of a failed batch are retried one by one, so
+        that only those at fault fail."""
         results = self._within_limits(0, len(rows), partial(_of_batch, self.call.function, rows))
         if isinstance(results, list):
             yield from enumerate(results)
@@ -189,7 +189,7 @@ def _serve(pool: FrameSocket, caller: RewardCaller) -> None:
 
 
 def _send(pool: FrameSocket, results: Iterable[tuple[int, Result]]) -> None:
-    """Sends the results as they come, many at a time where they are quick."""
+    """Sends results as they arrive, batched if they are quick."""
     held: list[tuple[int, Result]] = []
     flushed = time.monotonic()
     for numbered in results:
@@ -239,8 +239,8 @@ def _of_batch(function: Callable[..., Any], rows: Sequence[Any]) -> list[Result]
 
 
 def score_here(call: RewardCall, rows: Sequence[Any]) -> list[Result]:
-    """Scores rows in this process, one by one and without limits. A row whose function raises fails,
-    SystemExit included; quitting a debugger ends the run.
+    """Scores rows in this process, one by one and without limits. A row whose function raises, even
+    SystemExit, fails; quitting a debugger ends the run.
     """
     results: list[Result] = []
     for row in rows:
@@ -249,7 +249,7 @@ def score_here(call: RewardCall, rows: Sequence[Any]) -> list[Result]:
                 results += _of_batch(call.function, [row])
                 continue
             value = call.function(**dict(zip(ARGUMENTS, row, strict=True)))
-            results.append(read_value(_awaited(value) if call.is_async else value))
+            results.append(read_value(_runner().run(value) if call.is_async else value))
         except BdbQuit:
             raise
         except (Exception, SystemExit) as error:  # as in a process of its own: the row fails, never the run
@@ -257,12 +257,8 @@ def score_here(call: RewardCall, rows: Sequence[Any]) -> list[Result]:
     return results
 
 
-def _awaited(coroutine: Any) -> Any:
-    return _runner().run(coroutine)
-
-
 @cache
 def _runner() -> Any:
-    import asyncio  # slow to import, and most functions do without
+    import asyncio  # slow to import, and most functions do not need it
 
     return asyncio.Runner()  # one for all rows: a function may keep connections in its event loop

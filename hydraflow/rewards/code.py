@@ -1,4 +1,4 @@
-"""Programs, judged by tests: run in a sandbox, their output compared here.
+"""Scores programs by tests: they run in a sandbox, and their output is compared outside of it.
 
 In: a response with a Python program, and tests as APPS and verl's data have them: `{"inputs": [...],
 "outputs": [...]}`, perhaps with the name of a function, as JSON text or a mapping. Out: the share of tests
@@ -28,7 +28,7 @@ _CLOSE = 1e-6
 
 @dataclass(frozen=True)
 class Tests:
-    """What a program is asked, and the right answers."""
+    """Inputs of a program, and the expected outputs."""
 
     inputs: list[Any]
     outputs: list[Any]
@@ -91,7 +91,7 @@ def _arguments(given: Any) -> list[Any]:
 
 
 def _value(given: Any) -> Any:
-    """What a function must return, written as JSON text or as itself."""
+    """Expected return value of a function, as JSON text or as the value itself."""
     if not isinstance(given, str):
         return given
     try:
@@ -101,7 +101,7 @@ def _value(given: Any) -> Any:
 
 
 def _same_value(got: str, wanted: Any) -> bool:
-    """APPS has what a function returns in a list of its own."""
+    """APPS wraps the expected return value in a list."""
     try:
         value = json.loads(got)
     except (ValueError, RecursionError):  # the program may write anything
@@ -110,7 +110,7 @@ def _same_value(got: str, wanted: Any) -> bool:
 
 
 def _same_text(got: str, wanted: str) -> bool:
-    """Line by line and word by word, white space aside.
+    """Compares line by line and word by word, ignoring white space.
 
     >>> _same_text("1 2 \\n0.3333333\\n", "1 2\\n0.33333333"), _same_text("1\\n2", "1 2")
     (True, False)
@@ -124,7 +124,7 @@ def _same_text(got: str, wanted: str) -> bool:
 def _same_word(got: str, wanted: str) -> bool:
     if got == wanted:
         return True
-    if "." not in wanted:  # a whole number must be right to the last digit
+    if "." not in wanted:  # integers must match exactly
         return False
     try:
         return math.isclose(float(got), float(wanted), rel_tol=_CLOSE, abs_tol=_CLOSE)

@@ -1,9 +1,9 @@
-"""Rows that an asynchronous reward function scores at the same time, in one process.
+"""Runs an asynchronous reward function on several rows concurrently, in one process.
 
-In: the rows of a chunk. Out: their results, each as soon as it is there. What a row computes before it waits
-for anything is computed one row at a time, and between two rows others go on with what they waited for. A row
-that waits too long is cancelled; one that blocks the event loop is interrupted by the alarm of `child.py`;
-where that does not help, the pool ends the process.
+In: the rows of a chunk. Out: their results, each as soon as it is ready. Synchronous parts run one row at a
+time, and between two rows the event loop serves those that wait. A row that waits too long is cancelled; one
+that blocks the event loop is interrupted by the alarm of `child.py`; if that does not help, the pool ends the
+process.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ if TYPE_CHECKING:
     from hydraflow.rewards.child import RewardCaller
 
 BEAT = 0.25
-"""How often the alarm is set anew while the event loop turns, as a share of the time limit."""
+"""Interval at which a live event loop resets the alarm, as a fraction of the time limit."""
 
 
 class ConcurrentRows:
-    """An event loop that lasts as long as its process, because a function may keep connections in it."""
+    """An event loop for the lifetime of the process, because a function may keep connections in it."""
 
     def __init__(self, caller: RewardCaller):
         self.caller = caller
         self._runner = asyncio.Runner()
         self._started: dict[int, tuple[float, float]] = {}
-        """Rows under way, the oldest first: when they started, and the seconds waited for a CPU by then."""
+        """Active rows, oldest first: start time, and seconds waited for a CPU by then."""
 
     def __enter__(self) -> ConcurrentRows:
         self._runner.__enter__()
@@ -39,7 +39,7 @@ class ConcurrentRows:
         self._runner.__exit__(*raised)
 
     def score(self, rows: Sequence[Any], done: Callable[[int, Result], None]) -> None:
-        """Scores the rows of a chunk; `done` gets the number and the result of each."""
+        """Scores the rows of a chunk; `done` gets the index and result of each."""
         self._runner.run(self._score(rows, done))
 
     async def _score(self, rows: Sequence[Any], done: Callable[[int, Result], None]) -> None:

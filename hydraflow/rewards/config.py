@@ -29,14 +29,14 @@ FUNCTIONS: dict[str, Implementation] = {
     "length": Implementation("hydraflow.rewards.forms:length"),
     "judge": Implementation("hydraflow.rewards.judge:judged", reads=("judge",)),
 }
-"""The built-in functions for `reward.functions`. Each takes those of data_source, solution_str, ground_truth
-and extra_info that it names, and keyword arguments of its own."""
+"""The built-in functions for `reward.functions`. Each takes any of data_source, solution_str, ground_truth
+and extra_info, and its own keyword arguments."""
 MANAGERS = ("naive", "batch", "prime", "dapo")
 
 NO_FUNCTION = no_effect_when(lambda s: s.path is None, "{s}.path is not given", "{s}.path=...")
 NO_PROCESS = no_effect_when(
     lambda s: s.num_workers == 0,
-    "rows that are scored in the process that asks have no limits",
+    "rows that are scored in the calling process have no limits",
     "{s}.num_workers=1",
 )
 SHARED_DEVICES = unless(
@@ -68,21 +68,20 @@ class RewardManagerConfig:
 
 @dataclass
 class SandboxConfig:
-    """Limits of the programs that the code function runs. A program has namespaces of its own: no network, no
-    files but the interpreter's and a temporary folder."""
+    """Limits of the programs that the code function runs. A program runs in its own namespaces: no network,
+    no files except the interpreter's and a temporary folder."""
 
     timeout: float = option(4.0, rule=SECONDS)
-    """Time limit of a program for one test, in seconds by the clock. All tests of a row together have
-    reward.timeout."""
+    """Wall-clock limit of one test, in seconds. All tests of a row together have reward.timeout."""
     memory: float = option(1.0, rule=GIBIBYTES)
     """Memory limit of each process of a program, and size limit of its temporary folder, in GiB."""
     processes: int = option(16, ge=1)
-    """Processes and threads that a program may have at once."""
+    """Maximum processes and threads of a program."""
     output: int = option(1_000_000, ge=1)
-    """Bytes that a program may print in one test."""
+    """Maximum output of a program in one test, in bytes."""
     python: str | None = None
-    """Python interpreter of the programs, such as that of a virtual environment with numpy; null: the one
-    that runs this, with the standard library alone."""
+    """Python interpreter for programs, such as that of a virtual environment with numpy; null: this
+    interpreter, with the standard library only."""
 
 
 @dataclass
@@ -92,27 +91,26 @@ class JudgeConfig:
     base_url: str | None = None
     """Address of the endpoint, such as http://host:8000/v1."""
     model: str | None = None
-    """Name of the model, as the endpoint knows it."""
+    """Model name in requests to the endpoint."""
     api_key_env: str | None = None
     """Environment variable that holds the API key; null: the endpoint needs none."""
     prompt: str = (
         "Judge the answer to a task.\n\nReference answer: {ground_truth}\n\nAnswer: {solution_str}\n\n"
         "Is the answer right? Explain in a few words, then end with a line 'Score: 1' or 'Score: 0'."
     )
-    """The user message, in which {data_source}, {solution_str}, {ground_truth} and {extra_info[<key>]} stand
-    for those of the row."""
+    """The user message; {data_source}, {solution_str}, {ground_truth} and {extra_info[<key>]} are replaced by
+    the row's."""
     pattern: str = r"Score:\s*(-?[0-9]+(?:\.[0-9]+)?)"
-    """Regular expression with one group, the score; its last match in the answer counts."""
+    """Regular expression whose one group is the score; the last match in the answer counts."""
     parameters: dict[str, Any] = field(default_factory=lambda: {"temperature": 0.0})
-    """Other fields of a request, such as max_tokens."""
+    """Further fields of a request, such as max_tokens."""
     timeout: float = option(10.0, rule=SECONDS, shapes_training=False)
     """Time limit of one request in seconds, at most reward.timeout, which limits all attempts together."""
     max_retries: int = option(2, ge=0, shapes_training=False)
-    """Attempts after the first, where the endpoint cannot be reached, is overloaded (429) or fails (5xx);
-    between them the wait doubles from half a second, or is what the endpoint asks for."""
+    """Retries if the endpoint cannot be reached, is overloaded (429) or fails (5xx), with exponential backoff
+    from half a second, or as the endpoint's Retry-After says."""
     cache_dir: str | None = option(None, shapes_training=False)
-    """Folder that keeps answers with a score by request, so that none is asked for twice; null: none are
-    kept."""
+    """Folder that caches answers with a score by request; null: no cache."""
 
 
 @dataclass
@@ -120,8 +118,7 @@ class RewardModelConfig:
     """A model that scores responses."""
 
     enable: bool = option(False, switch=Switch(off=False, remedy="{s}.enable=true"))
-    """Score with a reward model. The reward function, where there is one for a row's data source, still gives
-    acc."""
+    """Score with a reward model. A reward function for the row's data source still provides acc."""
     model_path: str | None = None
     """Directory of the model, as main_rm writes it: with score.weight and the policy's tokenizer."""
     micro_batch_size_per_gpu: int | None = option(None, size=True, shapes_training=False)
@@ -152,25 +149,26 @@ class RewardConfig:
 
     custom_reward_function: CustomRewardConfig = field(default_factory=CustomRewardConfig)
     functions: list[Any] = field(default_factory=list)
-    """Several functions, whose weighted sum is the score: a list of {name, weight, kwargs}, or with a file of
-    your own {path, name, weight, kwargs}. Each one's mean is logged as reward/<name>. Empty:
+    """Several functions whose weighted sum is the score: a list of {name, weight, kwargs}, or for your own
+    file {path, name, weight, kwargs}. The mean of each is logged as reward/<name>. Empty:
     custom_reward_function, or else the function of the row's data source."""
     reward_manager: RewardManagerConfig = field(default_factory=RewardManagerConfig)
     max_concurrent: int = option(64, ge=1, shapes_training=False, no_effect=NO_PROCESS)
-    """Rows that a reward process scores at once with an asynchronous function, which the judge is."""
+    """Maximum rows that a reward process scores concurrently with an asynchronous function, such as the
+    judge."""
     sandbox: SandboxConfig = field(default_factory=SandboxConfig)
     judge: JudgeConfig = field(default_factory=JudgeConfig)
     num_workers: int = option(1, ge=0, shapes_training=False)
     """Reward processes, each scoring one row at a time unless the function is asynchronous; 0: score in the
     calling process, where breakpoint() works and rows have no limits."""
     timeout: float = option(10.0, rule=SECONDS, shapes_training=False, no_effect=NO_PROCESS)
-    """Time limit per row in seconds, not counting time spent waiting for a processor; never more than four
-    times as long by the clock. A row over the limit has failed."""
+    """Time limit per row in seconds, not counting time spent waiting for a CPU; at most four times as long in
+    wall-clock time. A row over the limit fails."""
     max_memory: float = option(16.0, rule=GIBIBYTES, shapes_training=False, no_effect=NO_PROCESS)
     """Memory limit, in GiB, of a reward process and of each process it starts (RLIMIT_DATA: allocated, used
     or not). A row over the limit raises MemoryError."""
     failure_score: float = option(0.0, rule=FINITE)
-    """Score of a row that has failed: in validations, in main_eval, and in training with on_failure=score."""
+    """Score of a failed row: in validation, in main_eval, and in training with on_failure=score."""
     max_failed_share: float = option(0.5, ge=0, le=1, shapes_training=False)
     """Fraction of failed rows in a step, a validation or a file of main_eval above which the run ends with
     exit code 5; 1.0: never."""
@@ -181,13 +179,13 @@ class OverlongBufferConfig:
     """Soft punishment of long responses (DAPO), in training."""
 
     enable: bool = option(False, switch=Switch(off=False, remedy="{s}.enable=true"))
-    """Subtract a penalty from the scores of responses that nearly reach their longest length."""
+    """Penalize responses that nearly reach the maximum length."""
     len: int = option(512, ge=1)
-    """Tokens before the longest length over which the penalty grows from 0."""
+    """Buffer length: tokens before the maximum length over which the penalty grows from 0."""
     penalty_factor: float = option(1.0, ge=0)
-    """Penalty at the longest length."""
+    """Penalty at the maximum length."""
     log: bool = False
-    """Report the penalties: critic/overlong_reward, and critic/overlong, the share of responses with one."""
+    """Log the penalties: critic/overlong_reward, and critic/overlong, the fraction of responses with one."""
 
 
 @dataclass
@@ -204,15 +202,15 @@ class RewardKwargsConfig:
             "{s}.overlong_buffer_cfg.enable=true",
         ),
     )
-    """Longest response in tokens that overlong_buffer_cfg measures from; null: data.max_response_length."""
+    """Maximum response length for overlong_buffer_cfg, in tokens; null: data.max_response_length."""
 
 
 @dataclass
 class ModelRewardConfig(RewardConfig):
-    """How the responses of a training run are scored, and by which reward model."""
+    """Rewards of a training run, with an optional reward model."""
 
     on_failure: str = option("mask", choices=("mask", "score"))
-    """What becomes of a row whose function raised or exceeded a limit. mask: it is not trained on, nor
-    compared with its group; score: it is trained on with failure_score."""
+    """What to do with a row whose function raised or exceeded a limit. mask: exclude it from training and
+    from its group's statistics; score: train on it with failure_score."""
     reward_kwargs: RewardKwargsConfig = field(default_factory=RewardKwargsConfig)
     reward_model: RewardModelConfig = field(default_factory=RewardModelConfig)

@@ -1,4 +1,4 @@
-"""The user's own reward function: found, imported and checked.
+"""Finds, imports and checks the user's reward function.
 
 In: path and name of the function and its keyword arguments. Out: a callable, or a `ConfigError` that says
 what is wrong. Importing runs the user's code, which may hang or exit: before a run starts it
@@ -36,8 +36,8 @@ def load_function(
     key: str = SECTION,
 ) -> RewardFunction:
     """The function `name` in the Python file `path`, to be called with `arguments` by name; `reward_kwargs`
-    are bound to it. It may have other names for the arguments if it takes them in this order. `key`: the
-    section for messages. Raises `ConfigError`."""
+    are bound to it. Its arguments may have other names if they are in this order. `key`: the section for
+    messages. Raises `ConfigError`."""
     module = _import_file(_absolute(path), f"{key}.path")
     if not hasattr(module, name):
         functions = inspect.getmembers(module, inspect.isfunction)
@@ -77,7 +77,7 @@ def _takes_names(
     """Whether it takes the arguments by name; False: only in their order. ConfigError: neither."""
     doubled = [name for name in reward_kwargs if name in arguments]
     if doubled:
-        rule = "are given by the trainer and cannot be set"
+        rule = "are passed by the trainer and cannot be set"
         raise ConfigError.one(f"{key}.{'reward_kwargs' if key == SECTION else 'kwargs'}", doubled, rule)
     try:
         signature = inspect.signature(function)

@@ -1,4 +1,4 @@
-"""Rewards for the form of a response, to be added to others with `reward.functions`.
+"""Rewards for format and length, to be combined with others by `reward.functions`.
 
 In: a response's text. Out: a number. Left out on purpose: limits in tokens, which the algorithm knows.
 """

@@ -2,7 +2,7 @@
 
 In: data source, the response's text, the ground truth. Out: a float, or a dict with `score` and more numbers.
 The answer patterns for GSM8K are those that its users compare by: `#### 42` (strict), else the last number
-(flexible). Left out on purpose: bonuses; `reward.functions` adds several functions up.
+(flexible). Left out on purpose: bonuses; `reward.functions` sums several functions.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def find_scorer(data_source: str) -> str:
     for pattern, name in BUILT_IN.items():
         if fnmatchcase(data_source, pattern):
             return name
-    rule = f"no built-in reward function is for it; known are {', '.join(BUILT_IN)}"
+    rule = f"has no built-in reward function; there are some for {', '.join(BUILT_IN)}"
     column = "correct the data_source column (data.reward_fn_key)"
     remedy = f"set reward.custom_reward_function.path to a file with your own, or {column}"
     raise ConfigError.one("data_source", data_source, rule, remedy)
@@ -81,7 +81,7 @@ def unknown_sources(data_sources: Iterable[str]) -> list[Problem]:
 
 
 def exact(solution_str: str, ground_truth: Any) -> float:
-    """1 when the response is the ground truth, white space around it aside."""
+    """1 when the response equals the ground truth, ignoring surrounding white space."""
     return float(solution_str.strip() == str(ground_truth).strip())
 
 

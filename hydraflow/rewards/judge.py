@@ -1,8 +1,8 @@
-"""A language model's judgement as a reward: one chat request for each row, to any OpenAI-compatible endpoint.
+"""LLM as a judge: one chat request per row to any OpenAI-compatible endpoint.
 
-In: a row and the section `reward.judge`. Out: the number that the model's answer gives. What the endpoint
-cannot answer fails the row, with the reason. Answers with a score may be kept on disk, one file for each
-different request; the API key is neither part of them nor of any message.
+In: a row and the section `reward.judge`. Out: the number in the model's answer. If the endpoint gives none,
+the row fails with the reason. Answers with a score may be cached on disk, one file per distinct request; the
+API key is in no file and no message.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from hydraflow.rewards.judge_key import key_of
 from hydraflow.system.whole_files import replacing
 
 FIRST_WAIT, MOST_WAIT = 0.5, 30.0
-"""Seconds before the second attempt; no wait is longer than the second."""
+"""Seconds before the first retry, and maximum wait."""
 MOST_SHOWN = 200
 """Characters of an endpoint's answer in messages."""
 
 
 class JudgeError(Exception):
-    """Why a row has no judgement."""
+    """A row could not be judged; the message says why."""
 
 
 async def judged(
@@ -84,7 +84,7 @@ def _content(judge: JudgeConfig, response: httpx2.Response) -> str:
     try:
         content = response.json()["choices"][0]["message"]["content"]
     except (ValueError, LookupError, TypeError) as error:
-        what = f"the judge's answer is no chat completion: {response.text[:MOST_SHOWN]}"
+        what = f"the judge's answer is not a chat completion: {response.text[:MOST_SHOWN]}"
         raise JudgeError(_shown(judge, what)) from error
     if not isinstance(content, str):
         raise JudgeError("the judge's answer has no text")
@@ -107,7 +107,7 @@ def _seconds(asked_for: str | None, otherwise: float) -> float:
 
 @cache
 def _client(base_url: str, key_env: str | None, timeout: float) -> httpx2.AsyncClient:
-    """One for each process: it keeps connections, and belongs to the process's event loop."""
+    """One client per process: it keeps connections, and belongs to the process's event loop."""
     headers = {"Authorization": f"Bearer {key_of(key_env)}"} if key_env else {}
     limits = httpx2.Limits(max_connections=None, max_keepalive_connections=None)
     return httpx2.AsyncClient(
@@ -126,7 +126,7 @@ def _place(judge: JudgeConfig, request: Mapping[str, Any]) -> Path | None:
 def _read(kept: Path | None) -> str | None:
     try:
         content = json.loads(kept.read_text())["answer"] if kept else None
-    except (OSError, ValueError, LookupError, TypeError):  # not there, or not whole: it is asked for again
+    except (OSError, ValueError, LookupError, TypeError):  # missing or incomplete: ask again
         return None
     return content if isinstance(content, str) else None
 

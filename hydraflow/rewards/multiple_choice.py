@@ -1,7 +1,7 @@
-"""Multiple choice: the letter that a response settles on, compared with the right one.
+"""Multiple choice: extracts the letter of a response and compares it with the right one.
 
 In: a response, and a letter or the number of the choice from 0. Out: whether it is right. Left out on
-purpose: comparing the text of choices; a ground truth that is no letter fails its row.
+purpose: comparing the text of choices; a ground truth that is not a letter fails its row.
 """
 
 from __future__ import annotations

@@ -21,9 +21,9 @@ from typing import Any, NamedTuple
 from hydraflow.errors import ConfigError, EnvironmentFault
 from hydraflow.rewards.calling import RewardCall, load
 from hydraflow.rewards.child import score_here
-from hydraflow.rewards.chosen import chosen, problems
 from hydraflow.rewards.config import RewardConfig
 from hydraflow.rewards.printed import in_one_line
+from hydraflow.rewards.selection import problems, selected
 from hydraflow.rewards.worker import GRACE_SECONDS, RewardProcess
 
 logger = logging.getLogger(__name__)
@@ -71,7 +71,7 @@ class RewardPool:
         self._tried_again: set[int] = set()
         """Rows of this call whose process was killed."""
         self._alone: set[int] = set()
-        """Rows of this call that are scored alone, because a process ended that had them under way with
+        """Rows of this call that are scored alone, because a process died while it scored them with
         others."""
 
     def start(self) -> None:
@@ -151,7 +151,7 @@ class RewardPool:
         except (EOFError, ConnectionError):
             self._replace(worker, worker.exit_reason(), results, queue)
         except ValueError:
-            self._replace(worker, "wrote into the connection that its process answers on", results, queue)
+            self._replace(worker, "wrote to the connection that its process answers on", results, queue)
 
     def _result(self, score: float | None, extra: dict[str, float], failed: str | None) -> RewardResult:
         if score is not None:
@@ -167,7 +167,7 @@ class RewardPool:
         culprit, suspects, killed = worker.current_row(), worker.suspects(), worker.was_killed()
         worker.end()
         if culprit is None and not worker.proven:
-            early = "before it scored a row, while it was starting or loading its function"
+            early = "before it scored a row, while starting or loading its function"
             raise EnvironmentFault(f"a reward process {reason} {early}")
         if suspects:
             self._alone |= set(suspects)
@@ -182,7 +182,7 @@ class RewardPool:
         self._workers[self._workers.index(worker)] = RewardProcess(self.config)
 
     def _take_chunk(self, queue: deque[int]) -> list[int]:
-        """The next rows for a process: all for one alone, else half of a fair share, to even out slow
+        """The next rows for a process: all if it is the only one, else half of a fair share, to even out slow
         rows."""
         workers = len(self._workers)
         size = len(queue) if workers == 1 else math.ceil(len(queue) / (2 * workers))
@@ -196,14 +196,14 @@ def function_means(config: RewardConfig, results: Sequence[RewardResult]) -> dic
     """`reward/<name>`: the mean of each of `reward.functions` over the rows that it scored."""
     scored = [result.extra for result in results if result.failed is None]
     means = {}
-    for label in [one.label for one in chosen(config)] if config.functions else []:
+    for label in [one.label for one in selected(config)] if config.functions else []:
         if values := [extra[label] for extra in scored if label in extra]:
             means[f"reward/{label}"] = sum(values) / len(values)
     return means
 
 
 def check_function(config: RewardConfig) -> None:
-    """`RewardPool.require_loaded` of a pool that is closed again."""
+    """`RewardPool.require_loaded` of a temporary pool."""
     with RewardPool(replace(config, num_workers=1)) as pool:
         pool.require_loaded()
 

@@ -44,7 +44,7 @@ def readable(line: bytes) -> str:
 
 
 def in_one_line(text: str) -> str:
-    r"""Text of the user's code for a message of ours.
+    r"""Text from the user's code, made safe for our messages.
 
     >>> in_one_line("no \x1b[31msuch\nkey")
     'no such key'

@@ -1,4 +1,4 @@
-"""Runs programs that nobody has read, each in namespaces of its own: user, files, processes, network, IPC.
+"""Runs untrusted programs, each in its own namespaces: user, mount, PID, network, IPC.
 
 In: a Python program, the inputs of its tests and limits. Out: how it ended on each and what it printed. Its
 root folder has the interpreter and the system's libraries, read-only, a few devices and an empty `/tmp`;
@@ -31,15 +31,15 @@ from hydraflow.rewards.sandbox_program import DONE
 
 KEY = "reward.sandbox"
 START_SECONDS = 1.0
-"""Of a row's time, kept for starting a sandbox and ending it."""
+"""Seconds of a row's time limit that are reserved for starting and ending a sandbox."""
 _TOOLS = ("unshare", "mount", "umount", "pivot_root", "setpriv", "sh")
 _PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 _ENVIRONMENT = {"PATH": _PATH, "HOME": "/tmp", "LANG": "C.UTF-8", "OMP_NUM_THREADS": "1"}
 _NAMESPACES = ("--mount", "--pid", "--net", "--ipc", "--uts", "--fork", "--kill-child")
 _UNUSED_USERS = range(61184, 65520)
-"""User ids that systemd gives to services for as long as they run; no files belong to them."""
+"""User ids that systemd assigns to services dynamically; no files belong to them."""
 _LIBRARIES = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32", "/etc/ld.so.cache")
-# The new root is put together on /sys, which nothing here needs, and is read-only before it is entered.
+# The new root is assembled on /sys, which nothing here needs, and is read-only before it is entered.
 # umount reads /proc, so that goes last. What is mounted below a folder of libraries is made read-only, too.
 _ENTER = """
 set -e
@@ -104,9 +104,9 @@ def run(
     seconds: float,
     function: str | None = None,
 ) -> list[Outcome]:
-    """The outcomes of the tests up to the first that exceeded a limit; none of those for which the time,
-    `seconds` for all of them, was over. `inputs`: what each writes to standard input, or the arguments of
-    `function`. Raises SandboxError.
+    """The outcomes of the tests up to the first that exceeded a limit, or until `seconds`, the time for all
+    of them, is up. `inputs`: what each writes to standard input, or the arguments of `function`. Raises
+    SandboxError.
 
     >>> run("print(int(input()) ** 2)", ["7", "x"], sandbox=SandboxConfig(), seconds=5.0)
     [Outcome(how='done', output='49\\n'), Outcome(how='raised', output='')]
@@ -128,7 +128,7 @@ def run(
     try:
         errors = _started(_command(sandbox, memory), json.dumps(request).encode(), stdout, seconds)
         if os.fstat(stdout).st_size > most:
-            raise SandboxError("the program has broken out of the process that runs its tests")
+            raise SandboxError("the program took over the process that runs its tests")
         with open(stdout, "rb", closefd=False) as file:
             file.seek(0)
             lines = file.read().splitlines(keepends=True)
@@ -137,13 +137,13 @@ def run(
     outcomes = [Outcome(*json.loads(line)) for line in lines if line.endswith(b"\n")]
     if errors:
         raise SandboxError(errors)
-    if not outcomes:  # whatever a program does, its first test has an outcome in time
+    if not outcomes:  # the first test always has an outcome in time, whatever the program does
         raise SandboxError(f"it did not start in time: the machine is too busy for {seconds:g} seconds")
     return outcomes
 
 
 def _started(command: Sequence[str], request: bytes, stdout: int, seconds: float) -> str:
-    """Runs a sandbox to its end; returns what went wrong outside of the program."""
+    """Runs a sandbox to its end; returns errors outside of the program."""
     try:
         process = subprocess.Popen(
             command,
@@ -161,7 +161,7 @@ def _started(command: Sequence[str], request: bytes, stdout: int, seconds: float
             _, errors = process.communicate(request, timeout=seconds + START_SECONDS / 2)
         except subprocess.TimeoutExpired:
             return ""
-        finally:  # the row's own time may be over, too
+        finally:  # the row's own time may be up as well
             with suppress(ProcessLookupError, PermissionError):
                 os.killpg(process.pid, signal.SIGKILL)
     if process.returncode == 0:
@@ -193,7 +193,7 @@ def _calls() -> bytes:
 @cache
 def _interpreter(python: str | None) -> tuple[str, list[str]]:
     """The interpreter and the files that it needs. Raises SandboxError."""
-    # a virtual environment's own packages are for those who name it
+    # a virtual environment's packages are visible only if it was named explicitly
     chosen = (
         os.path.realpath(sys.executable) if python is None else os.path.abspath(os.path.expanduser(python))
     )
@@ -212,11 +212,11 @@ def _interpreter(python: str | None) -> tuple[str, list[str]]:
 def require_sandbox(sandbox: SandboxConfig, timeout: float) -> None:
     """ConfigError when programs cannot be run here, with what is missing. `timeout`: that of a row."""
     if sandbox.timeout + START_SECONDS > timeout:
-        rule = f"does not fit into reward.timeout={timeout:g}, of which starting takes {START_SECONDS:g}"
+        rule = f"does not fit into reward.timeout={timeout:g}, of which {START_SECONDS:g} are for starting"
         remedy = f"reward.timeout={sandbox.timeout + START_SECONDS:g}"
         raise ConfigError.one(f"{KEY}.timeout", sandbox.timeout, rule, remedy)
     if lacking := [tool for tool in _TOOLS if shutil.which(tool, path=_PATH) is None]:
-        rule = f"programs of responses are run in namespaces, for which there is no {', '.join(lacking)}"
+        rule = f"programs of responses run in namespaces, which need {', '.join(lacking)}"
         raise ConfigError.one(KEY, None, rule, "install util-linux")
     try:
         outcomes = run("print(6 * 7)", [""], sandbox=sandbox, seconds=max(5.0, sandbox.timeout))
@@ -228,7 +228,7 @@ def require_sandbox(sandbox: SandboxConfig, timeout: float) -> None:
 
 
 def _refusal(error: str) -> str:
-    return f"programs of responses are run in namespaces of their own, which cannot be made here: {error}"
+    return f"programs of responses run in their own namespaces, which cannot be created here: {error}"
 
 
 def _remedy() -> str:

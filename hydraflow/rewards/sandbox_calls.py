@@ -107,12 +107,12 @@ def _load(place: int) -> Step:
 
 
 def _if(value: int, steps: int = 1) -> Step:
-    """Skips so many steps unless what was loaded last is the value."""
+    """Skips `steps` instructions unless the loaded value equals `value`."""
     return _EQUAL, 0, steps, value
 
 
 def _unless(value: int) -> Step:
-    """Skips one step if it is."""
+    """Skips one instruction if it equals the value."""
     return _EQUAL, 1, 0, value
 
 

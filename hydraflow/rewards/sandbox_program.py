@@ -3,8 +3,8 @@
 In (standard input, JSON): `source`, `inputs` (what each test writes to standard input, or the arguments of
 `function`), and the limits of `reward.sandbox`. Out (standard output, JSON lines): for each test how it ended
 and what it printed or returned. It never has the right answers, so a program that takes it over has nothing
-to gain. After a test that exceeds a limit no others are run. A script of the standard library alone, handed
-to the interpreter as text: the sandbox has no files of ours.
+to gain. After a test that exceeds a limit no others are run. A script that uses only the standard library,
+passed to the interpreter as text: the sandbox has none of our files.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _SET_SECCOMP, _BY_FILTER = 22, 2
 
 
 def main() -> None:
-    """Returns in the process of a test, too, after its program: the interpreter ends as after any program."""
+    """Returns in a test's process as well, after its program, so that the interpreter exits normally."""
     request = json.load(sys.stdin)
     _limit(request)
     ends = time.monotonic() + request["seconds"]
@@ -47,9 +47,10 @@ def main() -> None:
 
 
 def _limit(request: dict[str, Any]) -> None:
-    """Limits of this process and all others, which none can raise."""
+    """Sets hard limits for this process and its children."""
     os.chdir("/tmp")
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # of others the first process gets what it handles alone
+    # the kernel delivers other signals to the first process of a namespace only if it handles them
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     _filter_calls(bytes.fromhex(request["calls"]))
     os.dup2(os.open(os.devnull, os.O_RDWR), 2)
     limits = {
@@ -99,7 +100,7 @@ def _run(source: str, function: str | None, given: Any, writer: int) -> None:
 
 
 def _watch(pid: int, reader: int, seconds: float, most: int) -> tuple[str, bytes]:
-    """How the program ended, and what it wrote. Nothing that it started is left when this returns."""
+    """How the program ended, and its output. All of its processes are gone when this returns."""
     ends, output, how = time.monotonic() + seconds, b"", ""
     process = os.pidfd_open(pid)
     watched = [reader, process]

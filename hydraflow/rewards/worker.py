@@ -26,12 +26,12 @@ from typing import Any
 from hydraflow.errors import EnvironmentFault, Problem
 from hydraflow.rewards.calling import settings_of
 from hydraflow.rewards.child import NO_ROW, PROGRESS_BYTES, RowProgress
-from hydraflow.rewards.chosen import KEY
 from hydraflow.rewards.config import RewardConfig
 from hydraflow.rewards.custom import SECTION
 from hydraflow.rewards.frames import FrameSocket
 from hydraflow.rewards.printed import PrintedReader, in_one_line
 from hydraflow.rewards.row_time import QueueTime, over_at
+from hydraflow.rewards.selection import KEY
 from hydraflow.rewards.supervisor import main as supervise
 
 logger = logging.getLogger(__name__)
@@ -61,7 +61,7 @@ class RewardProcess:
 
     def __init__(self, config: RewardConfig):
         self.at_once = 1
-        """How many rows it has under way; known once it is ready."""
+        """Maximum rows that it scores concurrently; known once it is ready."""
         self.proven = False
         """Whether it has scored a row: then dying while idle is an accident, not a fault of the set-up."""
         self._path_key = KEY if config.functions else f"{SECTION}.path"
@@ -104,14 +104,16 @@ class RewardProcess:
         """Why it cannot score; empty when it can. Waits for it, at most START_SECONDS from its start."""
         if self._queue_time is not None:
             return []
-        rule, greeting = f"its import was not over after {START_SECONDS:g} seconds", None
+        rule, greeting = f"its import did not finish within {START_SECONDS:g} seconds", None
         try:
             greeting = self._greeting()
         except (EOFError, OSError, ValueError):
             rule = f"while it was imported, it {self.exit_reason()}"
         if greeting is None:
             return [
-                Problem(self._path_key, self._path, rule, "correct what the file does when it is imported")
+                Problem(
+                    self._path_key, self._path, rule, "correct the code that runs when the file is imported"
+                )
             ]
         if "refused" in greeting:
             return [Problem(*map(in_one_line, fields)) for fields in greeting["refused"]]
@@ -142,7 +144,7 @@ class RewardProcess:
         """
         answers = [answer for message in self.frames.arrived() for answer in _results_in(message)]
         if strange := [place for place, _ in answers if place not in self._pending]:
-            raise ValueError(f"an answer to {strange[0]}, which was not asked")
+            raise ValueError(f"an answer to row {strange[0]}, which was not sent")
         self.proven = self.proven or bool(answers)
         return [(self._pending.pop(place), result) for place, result in answers]
 
@@ -151,7 +153,7 @@ class RewardProcess:
         return self._pending.get(self._progress.read()[0])  # answered, and not yet started the next: None
 
     def suspects(self) -> list[int]:
-        """The rows that it has under way if there are several: any of them may have ended it."""
+        """Its active rows if there are several: any of them may have ended it."""
         under_way = self.pending[: self.at_once] if self.current_row() is not None else []
         return under_way if len(under_way) > 1 else []
 

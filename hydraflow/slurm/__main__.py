@@ -45,8 +45,8 @@ def _await(words: Sequence[str]) -> int:
 
     def ended() -> str | None:
         failed = sorted((folder / FAILED).glob("*")) if (folder / FAILED).is_dir() else []
-        said = (f"{file.name}: {file.read_text().strip() or 'its Ray ended'}" for file in failed)
-        return "; ".join(said) or None
+        reasons = (f"{file.name}: {file.read_text().strip() or 'its Ray ended'}" for file in failed)
+        return "; ".join(reasons) or None
 
     await_nodes(await_head(folder / ADDRESS, nodes[0], seconds), nodes, seconds, ended=ended)
     print(f"all {len(nodes)} nodes have joined Ray: {', '.join(nodes)}", flush=True)

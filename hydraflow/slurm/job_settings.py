@@ -1,4 +1,4 @@
-"""The parts of the configuration that a job's nodes need, checked against the allocation before anything
+"""The settings that a job's nodes need from the configuration, checked against the allocation before anything
 starts.
 
 In: the arguments of a job's command, and Slurm's variables. Out: `JobSettings`, as lines
@@ -38,7 +38,7 @@ class JobSettings:
     gpus: int
     """GPUs that Ray counts on each; -1: as many as it finds."""
     run_folder: str
-    """Empty: the command makes none."""
+    """Run folder; empty: the command creates none."""
     start_timeout: int
     """Seconds that nodes may take to join."""
     goes_on: int = 0

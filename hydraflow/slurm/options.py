@@ -106,15 +106,20 @@ def _parser() -> argparse.ArgumentParser:
     add("--gpus-per-node", type=int, metavar="N", help="GPUs of each (0: the run is on CPUs)")
     add("--cpus-per-task", type=int, metavar="N", help=f"cores of each node ({CORES_PER_GPU} for each GPU)")
     add("--mem", metavar="SIZE", help="memory of each node, such as 512G (0: all that it has)")
-    ends = "shortly before it the job saves and goes back into the queue"
+    ends = "shortly before it the job saves and requeues itself"
     add("--time", metavar="TIME", help=f"limit, such as 24:00:00; {ends}")
     for name in ("--partition", "--account", "--qos", "--job-name"):
         add(name, metavar="NAME")
     add("--exclusive", action="store_true", help="whole nodes")
-    ends = "a pre-empted job, or one that lost a node, ends"
+    ends = "end a pre-empted job, or one that lost a node, instead of requeueing it"
     add("--no-requeue", action="store_false", dest="requeue", help=ends)
-    add("--warning", type=int, metavar="SECONDS", help="how long before its limit the job saves (120)")
-    image = "apptainer:FILE.sif or pyxis:IMAGE; what runs on the nodes runs in it"
+    add(
+        "--warning",
+        type=int,
+        metavar="SECONDS",
+        help="seconds before the time limit at which the job saves (120)",
+    )
+    image = "apptainer:FILE.sif or pyxis:IMAGE; container for everything on the nodes"
     add("--container", metavar="KIND:IMAGE", help=image)
     add("--interface", metavar="NAME", help="network interface on which nodes reach each other")
     python = "the Python with hydraflow on the nodes, or in the container (this one)"
@@ -122,7 +127,7 @@ def _parser() -> argparse.ArgumentParser:
     another = "another option of sbatch, such as --sbatch=--reservation=x"
     add("--sbatch", action="append", metavar="OPTION", help=another)
     add("--multirun", action="store_true", help="key=a,b: a job array with a job for each combination")
-    add("--wait", action="store_true", help="return when the job has ended, with its exit code")
+    add("--wait", action="store_true", help="wait for the job to end, and return its exit code")
     add("--dry-run", action="store_true", help="print the batch script and submit nothing")
     return parser
 
@@ -149,7 +154,7 @@ def _problems(given: Submission) -> Iterator[Problem]:
         yield Problem("--wait", None, rule, "leave out --wait or leave out --dry-run")
     for word in given.arguments:
         if word in ("--multirun", "-m"):
-            rule = "the sweep is made when it is submitted"
+            rule = "the sweep is expanded when it is submitted"
             yield Problem(word, None, rule, "submit --multirun ... -- key=a,b")
     words = shlex.join(given.arguments)
     if not split(given.arguments).runs or split(given.arguments).has("--help", "-h"):
@@ -163,7 +168,7 @@ def _problems(given: Submission) -> Iterator[Problem]:
 
 
 def _script_problems(given: Submission) -> Iterator[Problem]:
-    """What would be more than one line of the batch script, or more than one option in a line."""
+    """Options that would break the batch script: several lines, or several options in one."""
     for line in given.sbatch:
         if not line.startswith("--"):
             remedy = f"--sbatch=--{line.lstrip('-')}"
@@ -176,7 +181,7 @@ def _script_problems(given: Submission) -> Iterator[Problem]:
     named = [(f"--{name}", getattr(given, name)) for name in texts]
     for option, text in [*named, *(("--sbatch", line) for line in given.sbatch)]:
         if text is not None and not text.isprintable():
-            rule = "has line feeds or other characters that are not printed"
+            rule = "has line feeds or other non-printable characters"
             yield Problem(f"{option} {text!r}", None, rule, f"{option} ...")
 
 

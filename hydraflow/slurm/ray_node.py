@@ -3,7 +3,7 @@ this Ray.
 
 In: the job's folder, Slurm's variables, the settings of the job. Out: a file `address` in the folder (first
 node), and Ray. The other nodes wait for that file and for the port behind it, with a limit that says what it
-waited for. Left out on purpose: ending (`scripts/slurm/node.sh`), and whether all nodes are there
+waited for. Left out on purpose: ending (`scripts/slurm/node.sh`), and whether all nodes have joined
 (`dispatch/cluster.py`).
 """
 

@@ -202,8 +202,8 @@ def _hand_over(given: Submission, sweep: Sequence[Sequence[str]]) -> int:
     print(f"squeue --job {number} shows where it is, scancel {number} ends it")
     if given.wait and done.returncode:
         last = log.read_text(errors="replace").splitlines()[-LAST_LINES:] if log.is_file() else []
-        said = "\n".join([f"job {number} ended with {done.returncode}; the last lines of {log}:", *last])
-        print(said, file=sys.stderr)
+        report = "\n".join([f"job {number} ended with {done.returncode}; the last lines of {log}:", *last])
+        print(report, file=sys.stderr)
     return done.returncode
 
 

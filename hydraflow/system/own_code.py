@@ -1,8 +1,8 @@
-"""Code of the user's own: a function in a file, as `path.py:name`, and modules to import.
+"""User code: functions in files, as `path.py:name`, and modules to import.
 
-In: names from the configuration. Out: a function's parameters, read without running the file; the function
-itself; or a `ConfigError` that says what is wrong. Left out on purpose: importing in a process of its own
-before a run starts (`jobs/own_code.py`), and what the functions are for. Standard library only.
+In: names from the configuration. Out: a function's parameters, parsed without running the file; the function
+itself; or a `ConfigError` that says what is wrong. Left out on purpose: importing in a separate process
+before a run starts (`jobs/own_code.py`), and the use of the functions. Standard library only.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ from hydraflow.errors import ConfigError
 
 @dataclass(frozen=True)
 class Parameters:
-    """What a function takes."""
+    """The parameters of a function."""
 
     names: tuple[str, ...] = ()
-    """In their order, but for *args and **kwargs."""
+    """In order, without *args and **kwargs."""
     optional: frozenset[str] = frozenset()
     """Those with a default."""
 
@@ -58,8 +58,8 @@ class OwnFunction:
         return cls(Path(os.path.expanduser(path)).absolute(), name)
 
     def parameters(self) -> Parameters:
-        """Read from the source; nothing is run. Raises ValueError: the file or the function is not there, or
-        cannot be read."""
+        """Parsed from the source; nothing is run. Raises ValueError when the file or the function is missing,
+        or cannot be parsed."""
         if not self.path.is_file():
             raise ValueError("no such file")
         try:
@@ -83,7 +83,7 @@ class OwnFunction:
 
 
 def parameters_of(text: str) -> Parameters:
-    """Of a function that may not be there: then none."""
+    """The parameters of a function; none if it cannot be read."""
     function = OwnFunction.named(text)
     try:
         return function.parameters() if function else Parameters()

@@ -77,15 +77,15 @@ _SHARDED = {
     "Megatron-Core": ("common.pt", "mp_rank_*"),
     "several ranks": ("checkpoint.json", "model_world_size_*_rank_*.pt"),
 }
-"""Files of checkpoints in parts, by who wrote them."""
+"""Writer -> files of its sharded checkpoints."""
 _MODELS = ("", "actor/", "global_step_*/*/")
-"""Folders of models in a model's own, a step's or a run's."""
+"""Folders of models below a model's, a step's or a run's folder."""
 _PLACES = ("", "dist_ckpt/", "model/dist_ckpt/", "weights/", "iter_*/", "release/")
-"""Where the files are in a model's."""
+"""Subfolders of a model's folder that may hold the files."""
 
 
 def _sharded_by(folder: Path) -> str | None:
-    """Who wrote a checkpoint in parts in a folder or below it; None: there is none."""
+    """The writer of a sharded checkpoint in a folder or below it; None: there is none."""
     places = [f"{model}{place}" for model in _MODELS for place in _PLACES]
     for writer, marks in _SHARDED.items():
         if any(next(folder.glob(f"{place}{mark}"), None) for place in places for mark in marks):

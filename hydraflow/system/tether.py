@@ -81,7 +81,7 @@ def main(leash: int, folder: str, command: Sequence[str]) -> None:
     finally:
         shutil.rmtree(folder, ignore_errors=True)
     code = 0 if status is None else os.waitstatus_to_exitcode(status)
-    with suppress(OSError):  # nobody is there to read it
+    with suppress(OSError):  # the reader may be gone
         os.write(leash, (f"signal {-code}" if code < 0 else f"exit code {code}").encode())
 
 

@@ -51,8 +51,8 @@ class MlflowTracker(Tracker):
         experiment = self._experiment(run)
         self._id, is_new = self._find_or_make(run, experiment)
         if is_new:  # MLflow rejects a changed parameter: those of the first start stay
-            said = {key: str(value) for key, value in flat(run.about.config) if str(value)}
-            params = [Param(allowed_name(key), text[:LONGEST_VALUE]) for key, text in said.items()]
+            values = {key: str(value) for key, value in flat(run.about.config) if str(value)}
+            params = [Param(allowed_name(key), text[:LONGEST_VALUE]) for key, text in values.items()]
             for start in range(0, len(params), MOST_PARAMS):
                 self._client.log_batch(self._id, params=params[start : start + MOST_PARAMS])
         for key, value in flat(run.about.facts):

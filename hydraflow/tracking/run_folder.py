@@ -106,7 +106,7 @@ class RunFolder:
         found = [path for path in RUNS.glob("*") if pattern.fullmatch(path.name) and path.is_dir()]
         return [cls(path.resolve()) for path in sorted(found, key=lambda path: path.name, reverse=True)]
 
-    def set_earlier_run_aside(self) -> None:
+    def move_earlier_run(self) -> None:
         """Moves files of an earlier run to earlier-1/, earlier-2/, ... Raises ConfigError when that fails."""
         leftovers = sorted(path for name in RUN_FILES for path in self.path.glob(name))
         if not leftovers:
@@ -159,15 +159,14 @@ class RunFolder:
             raise _unwritable(path, error, field) from error
 
     def note_start(self, facts: Mapping[str, Any]) -> None:
-        """Adds a start of the run to run.json: what it was made with each time
-        (`provenance.facts_of_start`)."""
+        """Adds a start of the run, with its provenance, to run.json (`provenance.facts_of_start`)."""
         text = json.dumps({"starts": [*self.starts(), dict(facts)]}, indent=1, ensure_ascii=False)
         self._write(self.run, text + "\n", private=True)
 
     def keep_code(self, files: Mapping[str, Path]) -> dict[str, dict[str, str]]:
         """Copies the user's files, by the keys that name them, to code/, each under its name and the start of
-        its SHA-256; returns what run.json says of them. What a file was at an earlier start stays there, and
-        a warning says that it has changed."""
+        its SHA-256; returns their entries for run.json. Versions of earlier starts are kept, and a warning
+        reports changes."""
         found: dict[str, dict[str, str]] = {}
         before: dict[str, dict[str, str]] = next(
             (start.get("code", {}) for start in reversed(self.starts())), {}
@@ -180,7 +179,7 @@ class RunFolder:
             copy.write_bytes(content)
             found[key] = {"path": str(path), "sha256": sha256, "copy": f"{self.code.name}/{copy.name}"}
             if key in before and before[key]["sha256"] != sha256:
-                text = "%s: %s has changed since this run last started; what it was then is %s"
+                text = "%s: %s has changed since this run last started; the earlier version is %s"
                 logger.warning(text, key, path, self.path / before[key]["copy"])
         return found
 

@@ -131,5 +131,5 @@ def _start_ticks(pid: int) -> int | None:
 
 def _in_words(owner: dict[str, Any]) -> str:
     if not {"pid", "host", "user", "since"} <= owner.keys():
-        return "a process that has not said who it is"
+        return "a process that has not identified itself"
     return f"process {owner['pid']} on {owner['host']}, of {owner['user']}, since {owner['since']}"

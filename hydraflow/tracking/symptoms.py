@@ -5,7 +5,7 @@ look at. Left out on purpose: faults that the run counts itself (skipped steps, 
 
 Each rule has to hold for `IN_A_ROW` steps in a row.
 - No signal: every advantage of the step is the same (`critic/advantages/max` and `min`). Rounding can leave
-  the same small number everywhere in place of 0. (Where teachers alone teach, advantages do not count.)
+  the same small number everywhere in place of 0. (Ignored if the run learns from teachers only.)
 - Entropy collapse: `actor/entropy` is below 0.05 nats per token and below a tenth of the first step's, and
   the mean score is below 90 % of the range of scores seen so far, or all scores were equal. (A policy that
   has learned its task may be certain.)
@@ -51,18 +51,18 @@ class Symptom:
     """A rule, and the message once it has held for `IN_A_ROW` steps."""
 
     reads: tuple[str, ...]
-    """The metrics that the rule needs."""
+    """Metrics that the rule reads."""
     holds: Callable[[Row, SymptomHistory], bool | None]
     """Whether the step shows it; None: the step lacks the numbers, and neither ends nor extends the row."""
     sentence: str
-    """After the steps."""
+    """The message, after the step numbers."""
 
 
 def _no_signal(row: Row, seen: SymptomHistory) -> bool | None:
     if "critic/advantages/max" not in row:
         return None
     if "actor/distillation_loss" in row and "actor/pg_loss" not in row:
-        return False  # teachers alone teach
+        return False  # the run learns from teachers only
     return row["critic/advantages/max"] == row["critic/advantages/min"]
 
 

@@ -32,7 +32,7 @@ class ScoredResponses:
     sources: np.ndarray
     scores: np.ndarray
     accuracies: np.ndarray
-    """Of a row without a reward function: its score."""
+    """acc, or the score for rows without a reward function."""
     failed: np.ndarray
     """The reward function failed on the row."""
     prompts: list[str]
@@ -86,7 +86,7 @@ class GenerationDump:
         return cls(Path(folder).expanduser(), key) if folder else None
 
     def write(self, step: int, rows: Sequence[dict[str, Any]]) -> None:
-        """Writes <step>.jsonl, completely or not at all. A step repeated after a stop replaces its file."""
+        """Writes <step>.jsonl atomically. A step that is repeated after a stop replaces its file."""
         target = self.folder / f"{step}.jsonl"
         try:
             self.folder.mkdir(parents=True, exist_ok=True)

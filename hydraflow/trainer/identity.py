@@ -31,7 +31,7 @@ class Identity:
     """What shapes a run's training."""
 
     values: dict[str, Any]
-    """Plain values by key; of a secret what tells it from another one (`redact.fingerprinted`)."""
+    """Plain values by key; secrets as fingerprints (`redact.fingerprinted`)."""
 
     @property
     def hash(self) -> str:
@@ -40,14 +40,14 @@ class Identity:
 
     @property
     def knows_its_end(self) -> bool:
-        """Whether the number of training steps shapes the run: its learning rate follows it."""
+        """Whether the number of training steps shapes the run, because its learning rate depends on it."""
         return TOTAL in self.values
 
     def differences(self, stored: Mapping[str, Any], *, where: str) -> list[Problem]:
-        """What this run has otherwise than the checkpoint `where`. Keys that only one of the two knows are of
-        another version."""
+        """Problems where this run differs from the checkpoint `where`. Keys that only one of the two has
+        belong to another version and are ignored."""
         mine = json.loads(json.dumps(self.values, default=str))
-        return [  # checkpoints of earlier versions have secrets as they were given
+        return [  # checkpoints of earlier versions contain secrets verbatim
             _difference(key, mine[key], stored[key], where)
             for key in mine
             if key in stored and mine[key] != fingerprinted(stored[key], key)
@@ -55,7 +55,7 @@ class Identity:
 
 
 def identity_of(config: PPOConfig | SupervisedConfig, plan: BatchPlan | SFTPlan) -> Identity:
-    """The identity of a run. `config` is as the user gave it: what a recipe makes is known by the recipe's
+    """The identity of a run. `config` is as the user gave it: a recipe's assets are identified by its
     parameters."""
     values = dict(_shaping(config, plan))
     if isinstance(config, PPOConfig):
@@ -136,5 +136,5 @@ def _entries(key: str, value: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _shown(value: Any) -> str:
-    """As one writes it on a command line."""
+    """In command-line syntax."""
     return value if isinstance(value, str) else json.dumps(value)

@@ -1,7 +1,7 @@
 """Learning from pairs of responses: one optimizer step per batch of pairs.
 
-In: pairs, configuration, plan. Out: as `sft.py`. Its differences from supervised training: the objective, the
-reference's log-probabilities, and what is measured on held-out pairs.
+In: pairs, configuration, plan. Out: as `sft.py`. It differs from supervised training in the objective, the
+reference's log-probabilities, and the metrics on held-out pairs.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class PairTrainer(SFTTrainer):
     """A worker group that learns from the pairs of a loader."""
 
     def roles(self, skip_limits: SkipLimits) -> dict[str, RoleSpec]:
-        """The model; and, for a policy without adapters, the frozen one that it starts from."""
+        """The trained model and, for a policy without adapters, its frozen reference."""
         spec = PairSpec(**self.spec(skip_limits), objective=self.objective)
         roles = {"sft": RoleSpec(PairWorker, (spec,))}
         if self.has_reference and self.config.model.lora_rank == 0:
@@ -35,7 +35,7 @@ class PairTrainer(SFTTrainer):
 
     @property
     def objective(self) -> Objective:
-        """What is learned."""
+        """The pairwise objective."""
         if isinstance(self.config, DPOConfig):
             return DirectPreference(self.config.dpo)
         assert isinstance(self.config, RMConfig), "of the jobs that learn from pairs"
@@ -43,7 +43,7 @@ class PairTrainer(SFTTrainer):
 
     @property
     def has_reference(self) -> bool:
-        """Whether the objective compares the model with the one that it started from."""
+        """Whether the objective needs the initial model as reference."""
         return isinstance(self.config, DPOConfig)
 
     def prepared(self, batch: DataProto, step: int | None = None) -> DataProto:

@@ -1,8 +1,8 @@
 """The phases of a training step: the worker of each, the columns that it reads and those that it adds.
 
-In: the configuration. Out: the phases of its step, in order. `ppo.py` takes from here which columns it passes
-on, the plan its account of a step, and the README its table. Standard library and the schema only: a plan
-does without torch.
+In: the configuration. Out: the phases of its step, in order. `ppo.py` takes the columns that it passes on
+from here, the plan its description of a step, and the README its table. Standard library and the schema only,
+because planning works without torch.
 """
 
 from __future__ import annotations
@@ -47,16 +47,16 @@ SCORES = ("score", "acc", "failed")
 
 @dataclass(frozen=True)
 class _Columns:
-    """Columns that some runs read or have besides those of every run."""
+    """Columns that only some runs have."""
 
     in_reward: tuple[str, ...]
-    """Read for the advantages."""
+    """Read by the phase `advantages`."""
     in_loss: tuple[str, ...]
     """Read by the actor's loss."""
     measured: tuple[str, ...]
-    """Added by the pass of the old log-probabilities."""
+    """Added by the phase `log-probs`."""
     sampled: tuple[str, ...]
-    """Added by sampling, and read by that pass."""
+    """Added by sampling, and read by `log-probs`."""
 
 
 def _columns_of(config: PPOConfig) -> _Columns:
@@ -84,9 +84,16 @@ def _columns_of(config: PPOConfig) -> _Columns:
 
 def step_phases(config: PPOConfig) -> tuple[StepPhase, ...]:
     """The phases of a step in the order in which they start, without those that the run does not need."""
-    critic, reference, more = needs_critic(config), needs_reference(config), _columns_of(config)
-    values = ("values",) if critic else ()
-    phases = (
+    skipped = set() if needs_critic(config) else {"values", "critic"}
+    skipped |= set() if needs_reference(config) else {"reference"}
+    skipped |= set() if config.distillation.enabled else {"teachers"}
+    return tuple(phase for phase in _all_phases(config) if phase.name not in skipped)
+
+
+def _all_phases(config: PPOConfig) -> tuple[StepPhase, ...]:
+    more = _columns_of(config)
+    values = ("values",) if needs_critic(config) else ()
+    return (
         StepPhase(
             "prompts",
             "data/",
@@ -128,21 +135,17 @@ def step_phases(config: PPOConfig) -> tuple[StepPhase, ...]:
         ),
         StepPhase("sync", "RolloutWorker, generation/", ()),
     )
-    left_out = set() if critic else {"values", "critic"}
-    left_out |= set() if reference else {"reference"}
-    left_out |= set() if config.distillation.enabled else {"teachers"}
-    return tuple(phase for phase in phases if phase.name not in left_out)
 
 
 def score_columns(config: PPOConfig) -> tuple[str, ...]:
-    """The columns of a step's scores: `SCORES`, and what the estimator needs besides."""
+    """The columns of a step's scores: `SCORES`, and those that the estimator needs."""
     estimator = estimator_of(config.algorithm.adv_estimator)
     baselines = ["reward_baselines"] if estimator.greedy_baseline else []
     return (*SCORES, *baselines, *(["reward_parts"] if estimator.several_rewards else []))
 
 
 def teacher_columns(config: PPOConfig) -> tuple[str, ...]:
-    """What teachers say of a step's trajectories."""
+    """The columns that teachers add."""
     if config.distillation.distillation_loss.over_vocabulary:
         return "target_tokens", "teacher_top_log_probs"
     return ("teacher_log_probs",)
@@ -154,8 +157,8 @@ def reference_worker(config: PPOConfig) -> str:
 
 
 def old_from(config: PPOConfig, plan: BatchPlan, *, exact: bool, mini_batches: int = 1) -> OldFrom:
-    """The choice for one batch. `exact`: the generation engine's own are the trainer's to the last bits, and
-    of the newest weights. `mini_batches`: of the batch."""
+    """The source of the old log-probabilities for one batch. `exact`: the generation engine's are
+    bit-identical to the trainer's, and sampled with the newest weights. `mini_batches`: of the batch."""
     correction = config.algorithm.rollout_correction
     measures = config.actor_rollout_ref.actor.adaptive_entropy.enabled
     records = config.actor_rollout_ref.actor.router_replay.mode == "R2"

@@ -47,8 +47,8 @@ from hydraflow.workers.training import TrainedWorker
 
 
 class PPOTrainer:
-    """The step of PPO, GRPO and all others; they differ in the phases and columns that the advantage
-    estimator needs, a critic among them."""
+    """The training step of PPO, GRPO and all other algorithms, which differ in the phases and columns that
+    they need."""
 
     def __init__(
         self,
@@ -65,20 +65,20 @@ class PPOTrainer:
         """Phase -> the columns passed to it; phases that the run does not need are absent."""
         mode = config.actor_rollout_ref.actor.router_replay.mode
         self.sampled_too = ("routed_experts",) if mode == "R3" else ()
-        """Columns that trajectories have besides those of any run."""
+        """Further columns of this run's trajectories."""
         self.timer = PhaseTimer(runtime.timeline)
         self.metrics: dict[str, float] = {}
         self.version = 0
-        """Of the weights that the generation engine holds."""
+        """Version of the weights that the generation engine holds."""
         self.of_advantages: dict[str, dict[str, float]] = {}
-        """The state of what computes advantages, after the last step."""
+        """State of the advantage worker after the last step."""
         actor = config.actor_rollout_ref.actor
         self.entropy = None
         """Controls the coefficient of the entropy bonus; None: it is constant."""
         if actor.adaptive_entropy.enabled:
             self.entropy = EntropyController(actor.entropy_coeff, actor.adaptive_entropy)
         self.entropy_coeff: float | None = None
-        """Of this step; None: as configured."""
+        """Entropy coefficient of this step; None: as configured."""
         self.exact = rollout_is_exact(config, lambda name: resolve_dtype(name, runtime.device_type).itemsize)
         self.old = OldFrom.RECOMPUTE
         """Where this step's old log-probabilities come from."""
@@ -145,11 +145,11 @@ class PPOTrainer:
         return batch.union(estimated)
 
     def begin(self, step: int) -> None:
-        """Gives the generation engine the actor's weights, those after `step` steps."""
+        """Sends the actor's weights, those after `step` steps, to the generation engine."""
         self.published(step, self.roles.link.publish(step))
 
     def published(self, version: int, wait: Callable[[], None]) -> None:
-        """Waits until the generation engine has the weights; `version`: the training steps behind them."""
+        """Waits until the generation engine has the weights; `version`: their number of training steps."""
         wait()
         self.version = version
         self.source.published(version)
@@ -157,10 +157,10 @@ class PPOTrainer:
     def old_log_probs(self, taken: Trajectories, step: int) -> RemoteBatch:
         """The rows, with `old_log_probs` if the actor computes them; `self.old` is where they come from.
 
-        The first fresh batch after a start always computes them, and stops the run if they are not those of
-        the generation engine. So does every replayed batch, which uses the generation engine's own only if
-        they are near enough: the run that sampled it may have had other weights. With
-        `rollout_correction.bypass_mode` they are used in any case.
+        The first fresh batch after a start always computes them, and stops the run if they disagree with the
+        generation engine's. Every replayed batch computes them too, and uses the recorded ones only if they
+        are close enough: the run that sampled it may have had other weights. With
+        `rollout_correction.bypass_mode` the recorded ones are always used.
         """
         known = self.runtime.fetch(columns(taken.rows, ["group", "versions"]))
         newest = bool((known.get("versions") == self.version).all())
@@ -170,7 +170,7 @@ class PPOTrainer:
         is_needed = self.old == OldFrom.RECOMPUTE or self.entropy is not None
         if self._compared and not taken.replayed and not is_needed:
             return self.with_old(taken.rows)
-        if not self.sampled_too:  # a file of trajectories may have them from a run that used them
+        if not self.sampled_too:  # a trajectory file may contain them from a run that used them
             taken.rows.columns.pop("routed_experts", None)
         batch = taken.rows.union(
             self.roles.actor.call(ActorWorker.compute_log_prob, columns(taken.rows, self.reads["log-probs"]))
@@ -185,15 +185,17 @@ class PPOTrainer:
                 self.old = OldFrom.RECOMPUTE
         elif compared.by_replica and newest:
             self._compared = True
-        # a resumed run logs what it would have without the stop
+        # a resumed run logs the same metrics as an uninterrupted one
         if step == 1 or self.old == OldFrom.RECOMPUTE:
             self.metrics |= compared.metrics
-            if self.old != OldFrom.ROLLOUT:  # else the update's own pass measures them, without replicas
+            if (
+                self.old != OldFrom.ROLLOUT
+            ):  # otherwise the update's own pass measures them, without a breakdown by replica
                 self.metrics |= compared.of_replicas
         return self.with_old(batch)
 
     def with_old(self, batch: RemoteBatch) -> RemoteBatch:
-        """The batch with the generation engine's log-probabilities as the old ones, if they are."""
+        """The batch with the generation engine's log-probabilities as the old ones, if those are used."""
         if self.old == OldFrom.ROLLOUT:
             batch.columns["old_log_probs"] = batch.columns["rollout_log_probs"]
         return batch
@@ -208,7 +210,7 @@ class PPOTrainer:
         return batch.union(self.roles.ref.call(ReferenceWorker.compute_ref_log_prob, inputs))
 
     def teacher_log_probs(self, batch: RemoteBatch) -> RemoteBatch:
-        """Adds what each row's teacher says."""
+        """Adds the columns of each row's teacher."""
         inputs, teachers = columns(batch, self.reads["teachers"]), self.roles.teachers
         taught = np.array([teacher_of(source, teachers) for source in batch.objects["data_source"]])
         parts, order = [], []
@@ -227,8 +229,8 @@ class PPOTrainer:
         return batch.union(self.roles.critic.call(CriticWorker.compute_values, inputs))
 
     def advantages(self, batch: RemoteBatch, scored: RemoteBatch) -> RemoteBatch:
-        """Rewards, advantages and returns. The process that computes them also saves checkpoints, so it must
-        not be the one that waits for the scores."""
+        """Rewards, advantages and returns. Waits for the scores here, because the process that computes
+        advantages also saves checkpoints and must not block."""
         inputs = columns(batch, self.reads["advantages"])
         estimated: RemoteBatch = self.roles.advantage.call(
             AdvantageWorker.compute, inputs, columns(scored, score_columns(self.config))
@@ -249,8 +251,8 @@ class PPOTrainer:
         self.note_update(self.roles.critic.call(CriticWorker.update, inputs, step))
 
     def update_actor(self, batch: RemoteBatch, step: int) -> Future | None:
-        """Takes the actor's optimizer steps, from step `trainer.critic_warmup` on. None: there are none, also
-        because all rows failed and `reward.max_failed_share` allows it."""
+        """Takes the actor's optimizer steps, from step `trainer.critic_warmup` on. None: there are none; also
+        if all rows failed and `reward.max_failed_share` allows it."""
         if step < self.plan.actor.first_step:
             return None
         if not len(batch):
@@ -259,7 +261,7 @@ class PPOTrainer:
         names = list(self.reads["actor"])
         if self.old == OldFrom.FIRST_PASS:
             names.remove("old_log_probs")
-            names = list(dict.fromkeys([*names, "rollout_log_probs", "replica"]))  # at least to be compared
+            names = list(dict.fromkeys([*names, "rollout_log_probs", "replica"]))  # needed for the comparison
         inputs = self.mini_batched(batch, names, self.plan.actor, step)
         inputs.meta_info[OLD_FROM] = self.old
         if self.entropy_coeff is not None:
@@ -275,7 +277,7 @@ class PPOTrainer:
     def mini_batched(
         self, batch: RemoteBatch, names: Sequence[str], plan: RolePlan, step: int
     ) -> RemoteBatch:
-        """These columns of the batch, cut for the role's optimizer steps and data ranks."""
+        """These columns of the batch, split into the role's mini-batches and data ranks."""
         known = self.runtime.fetch(columns(batch, ["lengths", "group"]))
         cut = cut_mini_batches(
             known.get("lengths").numpy(),
@@ -287,7 +289,7 @@ class PPOTrainer:
         return dispatched(columns(batch, [name for name in names if name != "lengths"]), cut, plan)
 
     def restore(self, entropy: dict[str, float]) -> None:
-        """The controller of the entropy bonus, as a checkpoint has it; empty: it had none."""
+        """Restores the controller of the entropy bonus from a checkpoint; empty: it had none."""
         if self.entropy is not None and entropy:
             self.entropy.load_state_dict(entropy)
 
@@ -297,7 +299,7 @@ class PPOTrainer:
         return {**self.of_advantages, "entropy": entropy}
 
     def _control_entropy(self, measured: Mapping[str, float]) -> None:
-        """Takes the step's coefficient from its entropy; the last one where no token is trained."""
+        """Sets the step's entropy coefficient from its entropy; unchanged if no token is trained."""
         if self.entropy is not None and "actor/entropy" in measured:
             self.entropy_coeff = self.entropy.take(measured["actor/entropy"])
             self.metrics["actor/entropy_coeff"] = self.entropy_coeff
@@ -318,9 +320,9 @@ class PPOTrainer:
         engine = self.config.actor_rollout_ref.rollout.name
         weights = "the trainer's" if GENERATION_ENGINES[engine].reads_back else f"not read back from {engine}"
         cause = (
-            f"The first of its weights that is not the trainer's: {differing}."
+            f"The first of its weights that differs from the trainer's: {differing}."
             if differing
-            else f"Its weights are {weights}. Usual causes: another chat template or tokenizer, different"
+            else f"Its weights are {weights}. Usual causes: a different chat template or tokenizer, different"
             " dtypes."
         )
         return (

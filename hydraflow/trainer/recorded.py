@@ -31,7 +31,7 @@ from hydraflow.trainer.source import Trajectories, TrajectorySource
 from hydraflow.workers.reward import FUNCTION_MEANS, WHY_FAILED
 
 TEXTS = ("text", "prompt_text")
-"""Columns of scores for people to read; not in a file of trajectories."""
+"""Score columns with text for people; not stored in trajectory files."""
 COLUMNS = (*TRAJECTORY, "score", "failed")
 FACTS = ("scores", WHY_FAILED)
 """Columns and facts that every file of trajectories has."""
@@ -80,7 +80,7 @@ class RecordedSource:
 
 
 class ReplayedSource:
-    """Reads what `RecordedSource` wrote. `loader` only counts: its place in the data is that of a run that
+    """Reads what `RecordedSource` wrote. `loader` only advances, so that its position is that of a run that
     samples."""
 
     def __init__(self, folder: Path, loader: PromptLoader):
@@ -101,7 +101,7 @@ class ReplayedSource:
         self.loader.give_back()
 
     def published(self, version: int) -> None:
-        """Does nothing: what is in the files was sampled before."""
+        """Does nothing: recorded trajectories need no weights."""
 
     def state(self) -> dict[str, Any]:
         """See `TrajectorySource`."""
@@ -134,8 +134,8 @@ def read_dump(file: Path) -> tuple[DataProto, Mapping[str, Any]]:
 
 
 def require_dumps(debug: DebugConfig, plan: BatchPlan, *, first: int) -> None:
-    """Raises ConfigError when steps `first` to the last have no dump, or the first one is no dump. Its groups
-    may have any size."""
+    """Raises ConfigError when a step from `first` to the last has no dump, or the first file is not a dump.
+    Groups may have any size."""
     if debug.load_rollouts is None:
         return
     folder = Path(debug.load_rollouts).expanduser()

@@ -76,7 +76,7 @@ class Roles:
     ref: RoleGroup | None
     reward_model: RoleGroup | None
     teachers: dict[str, RoleGroup]
-    """By the data source that each is for; default: all others."""
+    """By data source; default: all others."""
     link: WeightLink
     """From the actor to the rollout."""
 
@@ -96,13 +96,15 @@ def build_roles(config: PPOConfig, plan: BatchPlan, runtime: Runtime, *, skipped
     skip_limits = SkipLimits(config.trainer.max_skipped_steps, str(skipped))
     specs = _training_roles(config, plan, skip_limits)
     train: dict[str, RoleGroup] = {}
-    # an engine in processes of its own first
+    # engines with their own processes first
     for place in sorted(_places(config, plan), key=lambda place: set(place.roles) != {"rollout"}):
         if roles := {name: spec for name, spec in specs.items() if name in place.roles}:
             group = runtime.group(TRAIN, roles, place.devices.listed())
             train |= {name: group.role(name) for name in roles}
-            if _measures_memory(config, roles) and (beside := _beside(plan, roles)):
-                group.await_ready()  # nothing else may start meanwhile
+            # at its start such an engine reserves a share of the memory that it finds free
+            reserves = GENERATION_ENGINES[config.actor_rollout_ref.rollout.name].own_process
+            if "rollout" in roles and reserves and (beside := _roles_beside(plan, roles)):
+                group.await_ready()  # nothing else may allocate memory meanwhile
                 train["rollout"].call(RolloutWorker.sleep, beside)
     score = runtime.group(SCORE, {"reward": _reward_role(config)})
     runtime.await_ready()
@@ -128,9 +130,9 @@ def pool_of(config: PPOConfig, plan: BatchPlan, machine: Machine) -> ResourcePoo
 
 
 def _places(config: PPOConfig, plan: BatchPlan) -> list[_Place]:
-    """The worker groups: one for each set of devices, or with `trainer.fuse_roles=false` for each role. A
-    generation engine that shares no process has its own, and so have Megatron's roles of other sizes than
-    those before them: its groups of ranks are a process's."""
+    """The worker groups: one per set of devices, or with `trainer.fuse_roles=false` one per role. A
+    generation engine that needs its own process gets a group, and so do Megatron roles with different
+    parallel sizes, because Megatron-Core's process groups are global to a process."""
     fused = config.trainer.fuse_roles or config.trainer.debug.local
     alone = {"rollout"} if GENERATION_ENGINES[config.actor_rollout_ref.rollout.name].own_process else set()
     places: dict[tuple[Devices, str], _Place] = {}
@@ -149,7 +151,7 @@ def _places(config: PPOConfig, plan: BatchPlan) -> list[_Place]:
 
 
 def teacher_roles(config: PPOConfig) -> dict[str, str]:
-    """Names of the teachers' roles -> the data source that each is for."""
+    """Role name of each teacher -> its data source."""
     sources = config.distillation.teachers if config.distillation.enabled else {}
     return {f"teacher_{number}": source for number, source in enumerate(sources)}
 
@@ -168,33 +170,27 @@ def _link(config: PPOConfig, plan: BatchPlan, actor: RoleGroup, rollout: RoleGro
     tensor = plan.layouts["rollout"].tensor
     kind = SharedMemory if _on_one_node(actor, rollout) else Broadcast
     apart = _adapters(config) is not None
-    link = kind(actor, rollout, _rollout(config), _beside(plan, own), tensor, apart)
-    # a model that is trained cannot be made again, nor can one process of an engine on several devices
+    link = kind(actor, rollout, _rollout(config), _roles_beside(plan, own), tensor, apart)
+    # a trained model cannot be recreated, nor can one process of an engine on several devices
     if len(own) == 1 and tensor == 1:
         rollout.group.recovery = Recovery(link.restore, link.config.max_retries)
     return link
 
 
 def _on_one_node(actor: RoleGroup, rollout: RoleGroup) -> bool:
-    """Whether all generation processes are on the node of the process that sends them weights."""
+    """Whether all generation processes are on the node of the sending process."""
     sender = actor.group.processes[0].node_id
     return all(process.node_id == sender for process in rollout.group.processes.values())
 
 
-def _measures_memory(config: PPOConfig, roles: Collection[str]) -> bool:
-    """Whether this group's engine takes, when it starts, a share of the memory that it finds free."""
-    return "rollout" in roles and GENERATION_ENGINES[config.actor_rollout_ref.rollout.name].own_process
-
-
-def _beside(plan: BatchPlan, own: Collection[str]) -> list[str]:
-    """Roles that are not among the rollout's `own`, on devices of the rollout."""
+def _roles_beside(plan: BatchPlan, own: Collection[str]) -> list[str]:
+    """Roles in other processes than the rollout's (`own`) that use its devices."""
     devices = plan.layouts["rollout"].devices
     return [role for role, layout in plan.layouts.items() if role not in own and layout.devices & devices]
 
 
 def build_sampling_roles(config: PPOConfig, plan: BatchPlan, runtime: Runtime) -> SamplingRoles:
-    """Starts what `trainer.debug.rollout_only` needs; the generation engine has the weights of
-    `model.path`."""
+    """Starts the roles for `trainer.debug.rollout_only`; the generation engine loads `model.path`."""
     devices = plan.layouts["rollout"].devices.listed()
     train = runtime.group(TRAIN, {"rollout": _rollout_role(config, plan, None)}, devices)
     model: RoleGroup | None = None
@@ -205,59 +201,32 @@ def build_sampling_roles(config: PPOConfig, plan: BatchPlan, runtime: Runtime) -
     score = runtime.group(SCORE, {"reward": _reward_role(config)})
     runtime.await_ready()
     roles = SamplingRoles(train.role("rollout"), score.role("reward"), model)
-    alone = plan.layouts["rollout"].tensor == 1  # else one process of an engine cannot be made again
+    alone = (
+        plan.layouts["rollout"].tensor == 1
+    )  # one process of an engine on several devices cannot be recreated
     load_model_directory(roles.rollout, config.actor_rollout_ref.rollout.max_retries if alone else 0)
     return roles
 
 
 def _training_roles(config: PPOConfig, plan: BatchPlan, skip_limits: SkipLimits) -> dict[str, RoleSpec]:
     policy = config.actor_rollout_ref
-    temperature = policy.rollout.temperature
-    tokens = config.data.max_response_length
-    distillation, in_loss = distillation_of(config)
-    actor = ActorSpec(
-        model=policy.model,
-        actor=policy.actor,
-        plan=plan.actor,
-        log_prob=plan.old_log_prob,
-        ref=plan.ref,
-        temperature=temperature,
-        response_tokens=tokens,
-        total_steps=plan.total_steps,
-        seed=config.trainer.seed,
-        skip_limits=skip_limits,
-        correction=rollout_correction(config),
-        distillation=distillation if in_loss else None,
-        sum_pi_squared=estimator_of(config.algorithm.adv_estimator).sum_pi_squared,
-        loss=_loss_instead(config),
-    )
-    roles = {"actor": RoleSpec(ActorWorker, (actor,))}
+    roles = {"actor": _actor_role(config, plan, skip_limits)}
     if not config.trainer.debug.train_only:
         roles["rollout"] = _rollout_role(config, plan, _adapters(config))
     if plan.critic:
-        critic = replace(config.critic, model=critic_model(config))
-        assert plan.values is not None, "a critic has a pass that computes values"
-        spec = CriticSpec(
-            critic,
-            plan.critic,
-            plan.values,
-            response_tokens=tokens,
-            total_steps=plan.total_steps,
-            seed=config.trainer.seed,
-            skip_limits=skip_limits,
-        )
-        roles["critic"] = RoleSpec(CriticWorker, (spec,))
+        roles["critic"] = _critic_role(config, plan, skip_limits)
     if own_reference(config):
         assert plan.ref is not None, "a reference has a pass that computes log-probabilities"
         engine = reference_engine(policy, plan.layouts["ref"])
-        ref = ReferenceSpec(policy.actor.strategy, policy.model, engine, plan.ref, temperature)
+        ref = ReferenceSpec(policy.actor.strategy, policy.model, engine, plan.ref, policy.rollout.temperature)
         roles["ref"] = RoleSpec(ReferenceWorker, (ref,))
     roles |= _teachers(config, plan)
     if plan.reward_model:
         roles["reward_model"] = _reward_model_role(config, plan)
+    distillation, in_loss = distillation_of(config)
     advantage = AdvantageSpec(
         config.algorithm,
-        tokens,
+        config.data.max_response_length,
         drop_failed=config.reward.on_failure == "mask",
         overlong=overlong_buffer(config),
         distillation=None if in_loss else distillation,
@@ -266,8 +235,44 @@ def _training_roles(config: PPOConfig, plan: BatchPlan, skip_limits: SkipLimits)
     return roles
 
 
+def _actor_role(config: PPOConfig, plan: BatchPlan, skip_limits: SkipLimits) -> RoleSpec:
+    policy = config.actor_rollout_ref
+    distillation, in_loss = distillation_of(config)
+    spec = ActorSpec(
+        model=policy.model,
+        actor=policy.actor,
+        plan=plan.actor,
+        log_prob=plan.old_log_prob,
+        ref=plan.ref,
+        temperature=policy.rollout.temperature,
+        response_tokens=config.data.max_response_length,
+        total_steps=plan.total_steps,
+        seed=config.trainer.seed,
+        skip_limits=skip_limits,
+        correction=rollout_correction(config),
+        distillation=distillation if in_loss else None,
+        sum_pi_squared=estimator_of(config.algorithm.adv_estimator).sum_pi_squared,
+        loss=_bypass_loss(config),
+    )
+    return RoleSpec(ActorWorker, (spec,))
+
+
+def _critic_role(config: PPOConfig, plan: BatchPlan, skip_limits: SkipLimits) -> RoleSpec:
+    assert plan.critic is not None and plan.values is not None, "a critic has a pass that computes values"
+    spec = CriticSpec(
+        replace(config.critic, model=critic_model(config)),
+        plan.critic,
+        plan.values,
+        response_tokens=config.data.max_response_length,
+        total_steps=plan.total_steps,
+        seed=config.trainer.seed,
+        skip_limits=skip_limits,
+    )
+    return RoleSpec(CriticWorker, (spec,))
+
+
 def _teachers(config: PPOConfig, plan: BatchPlan) -> dict[str, RoleSpec]:
-    """Each a reference of its own model, on the actor's devices and divided as the actor is."""
+    """Frozen models on the actor's devices, with the actor's parallel sizes."""
     policy, asked, roles = config.actor_rollout_ref, config.distillation.distillation_loss, {}
     for name, source in teacher_roles(config).items():
         frozen = ReferenceSpec(
@@ -297,7 +302,8 @@ TEACHERS = "distillation.teachers"
 
 
 def distillation_of(config: PPOConfig) -> tuple[Distillation | None, bool]:
-    """What draws the policy to its teachers, if anything does; and whether it is a term of the loss."""
+    """The distillation loss, if enabled; and whether it is a term of the loss rather than of the
+    advantages."""
     asked = config.distillation
     found = Distillation(asked.distillation_loss) if asked.enabled else None
     return found, not asked.distillation_loss.use_policy_gradient
@@ -328,8 +334,8 @@ def rejection(rule: str, bounds: Bounds) -> Rejection:
     return Rejection(rule, bounds.upper, lower)
 
 
-def _loss_instead(config: PPOConfig) -> Loss | None:
-    """The policy loss in place of `actor.policy_loss.loss_mode`, if there is one."""
+def _bypass_loss(config: PPOConfig) -> Loss | None:
+    """The policy loss of bypass mode that replaces `actor.policy_loss.loss_mode`, if any."""
     asked = config.algorithm.rollout_correction
     return (
         BYPASS_LOSSES[asked.loss_type] if asked.bypass_mode and BYPASS_LOSSES[asked.loss_type].where else None
@@ -343,7 +349,7 @@ def critic_model(config: PPOConfig) -> ModelConfig:
 
 
 def _rollout(config: PPOConfig) -> RolloutConfig:
-    """The section, with the dtype that it has."""
+    """The section `rollout` with its dtype resolved."""
     policy = config.actor_rollout_ref
     trainer = engine_config(policy.actor.strategy, policy.actor)
     dtype = engine_dtype(policy.rollout.dtype, trainer.compute_dtype)
@@ -351,7 +357,7 @@ def _rollout(config: PPOConfig) -> RolloutConfig:
 
 
 def _adapters(config: PPOConfig) -> AdapterLayers | None:
-    """What the generation engine loads beside the weights; None: it gets merged weights."""
+    """The adapters that the generation engine applies itself; None: it gets merged weights."""
     model = config.actor_rollout_ref.model
     if model.lora_rank == 0 or model.lora.merge:
         return None
@@ -375,7 +381,7 @@ def _rollout_role(config: PPOConfig, plan: BatchPlan, adapters: AdapterLayers | 
 
 
 def reference_engine(policy: ActorRolloutRefConfig, layout: Layout) -> EngineConfig:
-    """The reference's engine; its sizes are the actor's, where nothing else is said."""
+    """The reference's engine; its parallel sizes default to the actor's."""
     engine = engine_config(policy.actor.strategy, policy.ref)
     if isinstance(engine, FSDPConfig):
         return replace(engine, ulysses_sequence_parallel_size=layout.context)

@@ -23,7 +23,7 @@ from hydraflow.workers.reward import FUNCTION_MEANS, WHY_FAILED
 
 
 class RolloutTrainer:
-    """Does what the loop asks of a trainer, with the generation engine and the reward function alone."""
+    """A trainer for the loop with a generation engine and a reward function only."""
 
     def __init__(
         self,

@@ -1,11 +1,10 @@
-"""Hands prompts to the replicas of a generation engine that have processes of their own, prompt by prompt.
+"""Load balancing: assigns prompts to the replicas of a generation engine that have their own processes.
 
-In: prompts, and how each is sampled. Out: the trajectories of all of them, in the prompts' order. All samples
-of a prompt go to one replica, which computes the prompt once: the one with the fewest tokens in flight. A
-replica gets no more than its engine decodes at a time; what it has ended comes back while it goes on, and
-makes room for the next prompts, so none is idle while prompts wait. The process that takes the place of one
-that died gets its prompts again. Left out on purpose: what is sampled, which does not depend on where (draw
-keys).
+In: prompts, and their sampling parameters. Out: all trajectories, in the prompts' order. All samples of a
+prompt go to the replica with the fewest tokens in flight, which prefills the prompt once. A replica gets no
+more than its engine decodes at a time; finished prompts return while it continues, and make room for the
+next, so no replica is idle while prompts wait. The replacement of a process that died gets its prompts again.
+Left out on purpose: the samples themselves, which do not depend on the replica (random keys).
 """
 
 from __future__ import annotations
@@ -28,58 +27,58 @@ from hydraflow.workers.rollout import RolloutSpec, RolloutWorker, SamplingSpec
 
 
 @dataclass
-class Dealer:
-    """Which prompts each replica has in flight; the others wait.
+class PromptBalancer:
+    """Tracks which prompts each replica has in flight; the others wait.
 
-    >>> dealer = Dealer([9, 2, 2, 2, 2], samples=1, replicas=2, rows=1)
-    >>> dealer.deal([0, 1])
+    >>> balancer = PromptBalancer([9, 2, 2, 2, 2], samples=1, replicas=2, rows=1)
+    >>> balancer.assign([0, 1])
     {0: [0, 3], 1: [1, 2]}
-    >>> dealer.ended(1, [2])
-    >>> dealer.deal([1]), dealer.all_dealt
+    >>> balancer.ended(1, [2])
+    >>> balancer.assign([1]), balancer.all_assigned
     ({1: [4]}, True)
     """
 
     tokens: Sequence[int]
-    """Of each prompt with its responses, at their longest."""
+    """Maximum tokens of each prompt with its responses."""
     samples: int
     """Responses per prompt."""
     replicas: int
     rows: int
-    """Responses that one replica decodes at a time. It gets one prompt more, so that it has work while its
+    """Responses that one replica decodes at a time. It gets one extra prompt, so that it has work while its
     answer travels."""
     waiting: list[int] = field(init=False)
-    flying: list[set[int]] = field(init=False)
+    in_flight: list[set[int]] = field(init=False)
     """By replica."""
 
     def __post_init__(self) -> None:
         self.waiting = list(range(len(self.tokens)))
-        self.flying = [set() for _ in range(self.replicas)]
+        self.in_flight = [set() for _ in range(self.replicas)]
 
     @property
-    def all_dealt(self) -> bool:
+    def all_assigned(self) -> bool:
         """Whether no prompt waits."""
         return not self.waiting
 
-    def deal(self, free: Sequence[int]) -> dict[int, list[int]]:
-        """What each of the `free` replicas gets now, by replica: prompt after prompt to the one with the
-        fewest tokens in flight that has room."""
-        dealt: dict[int, list[int]] = {}
+    def assign(self, free: Sequence[int]) -> dict[int, list[int]]:
+        """Prompts for each of the `free` replicas: each prompt goes to the replica with room and the fewest
+        tokens in flight."""
+        assigned: dict[int, list[int]] = {}
         while self.waiting and (open_ones := [one for one in free if self._has_room(one)]):
             least = min(open_ones, key=lambda one: (self._tokens(one), one))
             prompt = self.waiting.pop(0)
-            self.flying[least].add(prompt)
-            dealt.setdefault(least, []).append(prompt)
-        return dealt
+            self.in_flight[least].add(prompt)
+            assigned.setdefault(least, []).append(prompt)
+        return assigned
 
     def ended(self, replica: int, prompts: Sequence[int]) -> None:
-        """All samples of these prompts are there."""
-        self.flying[replica] -= set(prompts)
+        """Records that all samples of these prompts have arrived."""
+        self.in_flight[replica] -= set(prompts)
 
     def _has_room(self, replica: int) -> bool:
-        return len(self.flying[replica]) * self.samples <= self.rows
+        return len(self.in_flight[replica]) * self.samples <= self.rows
 
     def _tokens(self, replica: int) -> int:
-        return sum(self.tokens[prompt] for prompt in self.flying[replica])
+        return sum(self.tokens[prompt] for prompt in self.in_flight[replica])
 
 
 class Router:
@@ -92,17 +91,17 @@ class Router:
 
     @classmethod
     def of(cls, rollout: RoleGroup) -> Router | None:
-        """None where one call for all replicas does as well: there is one, or other roles share its process,
-        so that all wait for the last of them anyway."""
+        """None if a single call for all replicas is as good: there is one, or other roles share its
+        processes, so that all wait for the slowest anyway."""
         (spec,) = rollout.group.roles[rollout.name].args
         alone = len(rollout.group.roles) == 1
         return cls(rollout, spec) if alone and rollout.world_size > spec.tensor_parallel else None
 
     def sample(self, prompts: DataProto, how: SamplingSpec) -> RemoteBatch:
         """All samples of all prompts, prompt by prompt; `prompts` as for `RolloutWorker.generate`.
-        WorkerError when the processes that have the same prompt die too often."""
+        WorkerError when processes with the same prompts die too often."""
         tokens = (lengths(prompts.get("prompts")) + self.spec.max_tokens) * how.n
-        dealer = Dealer(tokens.tolist(), how.n, self.replicas, self.spec.rollout.max_num_seqs)
+        balancer = PromptBalancer(tokens.tolist(), how.n, self.replicas, self.spec.rollout.max_num_seqs)
         numbered = prompts.union(DataProto.from_dict({"group": torch.arange(len(prompts))}))
         busy: dict[int, list[Future]] = {}
         found: list[RemoteBatch] = []
@@ -110,34 +109,34 @@ class Router:
         deaths = [0] * self.replicas
         try:
             while len(groups) < len(prompts):
-                self._hand_out(dealer, numbered, busy)
+                self._assign(balancer, numbered, busy)
                 replica = self._first(busy)
                 [answer] = busy.pop(replica)[0].get()
                 if answer is None:
                     deaths[replica] += 1
                     self._require_few(deaths[replica], replica)
-                    again = sorted(dealer.flying[replica])
-                    busy[replica] = self._advance(replica, numbered, again, dealer.all_dealt)
+                    again = sorted(balancer.in_flight[replica])
+                    busy[replica] = self._advance(replica, numbered, again, balancer.all_assigned)
                     continue
                 ended = answer.meta_info["groups"]
                 found.append(replace(answer, meta_info={}))
                 groups += ended
-                dealer.ended(replica, ended)
+                balancer.ended(replica, ended)
         except BaseException:
-            self._abandon([one for one in range(self.replicas) if dealer.flying[one]])
+            self._abandon([one for one in range(self.replicas) if balancer.in_flight[one]])
             raise
         rows = np.argsort(np.repeat(groups, how.n), kind="stable")
         return RemoteBatch.concat(found).select_idxs(rows)
 
-    def _hand_out(self, dealer: Dealer, numbered: DataProto, busy: dict[int, list[Future]]) -> None:
-        """Gives the free replicas what they have room for. Where nothing waits any more, they answer when
-        they have ended everything."""
+    def _assign(self, balancer: PromptBalancer, numbered: DataProto, busy: dict[int, list[Future]]) -> None:
+        """Assigns prompts to the free replicas. Once no prompt waits, replicas answer only when they have
+        finished everything."""
         free = [one for one in range(self.replicas) if one not in busy]
-        dealt = dealer.deal(free)
+        assigned = balancer.assign(free)
         for replica in free:
-            if dealer.flying[replica]:
-                more = dealt.get(replica, [])
-                busy[replica] = self._advance(replica, numbered, more, dealer.all_dealt)
+            if balancer.in_flight[replica]:
+                more = assigned.get(replica, [])
+                busy[replica] = self._advance(replica, numbered, more, balancer.all_assigned)
 
     def _advance(self, replica: int, numbered: DataProto, more: list[int], to_the_end: bool) -> list[Future]:
         prompts = split(numbered[more], 1)[0] if more else None
@@ -163,7 +162,7 @@ class Router:
             raise WorkerError(role=role, rank=replica, node=where.node, method="advance", cause=cause)
 
     def _abandon(self, replicas: Sequence[int]) -> None:
-        """The engines of a group that goes on end what they have in flight."""
+        """Aborts all requests in flight; the group stays usable."""
         if self.rollout.group.error is None:
             for replica in replicas:
                 self._call(replica, RolloutWorker.abandon)

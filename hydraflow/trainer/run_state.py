@@ -29,7 +29,7 @@ class RunState:
     run_id: str
     """Identity in trackers: a resumed run continues the same curve."""
     source: dict[str, Any]
-    """Where the trajectories, or conversations, continue: `TrajectorySource.state()`."""
+    """Position of the source of trajectories or conversations: `TrajectorySource.state()`."""
     data: dict[str, Any]
     """The data and their order: `PromptLoader.identity()`."""
     configuration: dict[str, Any]

@@ -40,7 +40,7 @@ class SFTTrainer:
     """
 
     version = 0
-    """Nothing is sampled: the model that a validation measures is the one in training."""
+    """Nothing is sampled: validation uses the model in training itself."""
 
     def __init__(
         self,
@@ -61,11 +61,11 @@ class SFTTrainer:
         self.timer = PhaseTimer(runtime.timeline, row)
 
     def roles(self, skip_limits: SkipLimits) -> dict[str, RoleSpec]:
-        """The roles of its processes; the one that is trained is `sft`."""
+        """The roles of its processes; `sft` is the trained one."""
         return {"sft": RoleSpec(SFTWorker, (SFTSpec(**self.spec(skip_limits)),))}
 
     def spec(self, skip_limits: SkipLimits) -> dict[str, Any]:
-        """What every worker that is trained is given."""
+        """Constructor arguments of the trained worker."""
         config, plan = self.config, self.plan
         return {
             "model": config.model,
@@ -79,7 +79,7 @@ class SFTTrainer:
         }
 
     def prepared(self, batch: DataProto, step: int) -> DataProto:
-        """A batch as the update reads it."""
+        """A batch with all columns that the update reads."""
         return batch
 
     def begin(self, step: int) -> None:
@@ -123,7 +123,7 @@ class HeldOut:
         self.loader = PromptLoader(held_out, per_call, shuffle=False, seed=0, drop_last=False)
 
     def run(self, step: int, version: int = 0) -> dict[str, float]:
-        """What the trainer measures, over all of them."""
+        """The trainer's measurements over all held-out examples."""
         return reductions.values(reductions.merge(list(map(self.trainer.measure, self.loader))))
 
 

@@ -1,4 +1,4 @@
-"""The source of trajectories: each step asks it for whole groups, sampled and scored.
+"""Sources of trajectories: each step takes whole groups, sampled and scored.
 
 In: a loader of prompts, the generation engine, the reward function. Out: `Trajectories`. `Lockstep` samples
 when it is asked, with the newest weights; files of trajectories are another source (`recorded.py`), and so is
@@ -36,36 +36,35 @@ class Trajectories:
     """The columns of sampling (`protocol/fields.py`) with the workers; `group`, `sample` and the row objects
     of each row's prompt with the controller."""
     scoring: Future
-    """A batch of `score`, `acc` and `failed` for the same rows; `text` and `prompt_text` if responses are
-    written for people to read; perhaps the fact `why_failed`. Perhaps still being computed: the trainer's
-    passes do not wait for it."""
+    """`score`, `acc` and `failed` of the same rows; `text` and `prompt_text` if responses are dumped;
+    optionally the fact `why_failed`. May be a future: the trainer's passes do not wait for it."""
     replayed: bool = False
-    """Another run sampled them, so their versions are not those of this run's weights."""
+    """Whether another run sampled them, so that their versions do not refer to this run's weights."""
 
 
 class TrajectorySource(Protocol):
-    """Where the trainer gets its trajectories from: rows with the columns `phases.TRAJECTORY`."""
+    """Provides the trainer with trajectories: rows with the columns `phases.TRAJECTORY`."""
 
     def take(self, step: int) -> Trajectories:
         """The trajectories of training step `step`, which counts from 1."""
 
     def give_back(self) -> None:
-        """The step that took the last trajectories was abandoned: `take` returns them, or others of the same
-        prompts, once more, and `state` is the one before."""
+        """Undoes the last `take`, whose step was abandoned: the next one returns the same trajectories, or
+        others of the same prompts, and `state` is the previous one."""
 
     def published(self, version: int) -> None:
-        """The generators hold the weights of that version from now on."""
+        """Called when the generation engine has the weights of that version."""
 
     def state(self) -> dict[str, Any]:
-        """What a checkpoint needs to continue with the next trajectories: plain values."""
+        """State for checkpoints, as plain values: enough to continue with the next trajectories."""
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         """Continues where `state` was taken; called before the first `take` of a resumed run."""
 
 
 def checked(taken: Trajectories, also: Sequence[str] = ()) -> Trajectories:
-    """What a source has taken, with a list of columns of its own. `also`: columns that this run needs besides
-    `phases.TRAJECTORY`. GuardStop when columns or all rows are missing."""
+    """Validates a source's trajectories; the copy has its own list of columns. `also`: required columns
+    besides `phases.TRAJECTORY`. GuardStop when columns or all rows are missing."""
     needed = (*TRAJECTORY, *also)
     if lacking := [name for name in needed if name not in taken.rows.columns]:
         raise GuardStop(
@@ -78,7 +77,7 @@ def checked(taken: Trajectories, also: Sequence[str] = ()) -> Trajectories:
 
 
 def scores_of(taken: Trajectories, names: Sequence[str] = SCORES) -> RemoteBatch:
-    """The scores, once they are there. GuardStop when a column of them is missing."""
+    """Waits for the scores. GuardStop when one of their columns is missing."""
     scored: RemoteBatch = taken.scoring.get()
     if lacking := [name for name in names if name not in scored.columns]:
         raise GuardStop(f"the scores have no column {lacking[0]} ({described(lacking[0])})")
@@ -88,10 +87,10 @@ def scores_of(taken: Trajectories, names: Sequence[str] = SCORES) -> RemoteBatch
 class Sampler:
     """Samples prompts with the generation engine and scores the responses with the reward function.
 
-    `how` is the same for all prompts. Without `reward` there are no scores. `model`: asks the reward
-    model, whose `score` of prompts and responses takes the place of the function's. `with_texts`: the scores
-    come with prompts and responses as text. `with_greedy`: and with the score of a greedy response to each
-    prompt, which is sampled for that alone. `parts`: and with the function's numbers of these names.
+    `how` is the same for all prompts. Without `reward` there are no scores. `model`: the reward model, whose
+    `score` replaces the function's. `with_texts`: scores include prompts and responses as text.
+    `with_greedy`: scores include that of an extra greedy response to each prompt. `parts`: scores include the
+    function's numbers of these names.
     """
 
     def __init__(
@@ -109,16 +108,16 @@ class Sampler:
         self.model, self.with_greedy, self.parts = model, with_greedy, tuple(parts)
         self.router = Router.of(rollout)
         self.version = 0
-        """Of the weights to sample with."""
+        """Version of the weights to sample with."""
 
     def sample(self, prompts: DataProto, visit: int) -> Trajectories:
         """Waits for the samples, not for their scores. `visit`: the epoch; -1 for validation."""
         table = row_table(prompts, [self.how.n] * len(prompts))
         sampling = self._generate(prompts, self.how, visit)
         greedy = self._generate(prompts, self.how.greedy(), visit) if self.with_greedy else None
-        scoring = self._score(table, sampling, greedy)  # behind the samples
+        scoring = self._score(table, sampling, greedy)  # queued behind the samples
         if greedy is not None:
-            greedy.get()  # before another role works on the engine's devices
+            greedy.get()  # before another role uses the engine's devices
         rows = table.union(sampling.get())
         if self.model is not None:
             scoring = ModelScores(scoring, self.model(rows.select(["prompts", "responses"], [], [])))
@@ -145,7 +144,7 @@ class Sampler:
 
 
 class ModelScores(Future):
-    """The answer of the reward function with the reward model's scores in place of its own."""
+    """The reward function's answer with its scores replaced by the reward model's."""
 
     joins = False
 
@@ -164,8 +163,8 @@ class ModelScores(Future):
 
 
 def row_table(prompts: DataProto, samples: Sequence[int]) -> RemoteBatch:
-    """What the controller knows of the rows that `samples[i]` samples of each prompt i give, prompt by
-    prompt: `group` and `sample`, both (S,) int64, and the row objects of the prompt.
+    """The controller's columns for `samples[i]` samples of each prompt i, prompt by prompt: `group` and
+    `sample`, both (S,) int64, and the prompt's row objects.
 
     >>> prompts = DataProto.from_dict(non_tensors={"uid": np.array(["a", "b", "c"], dtype=object)})
     >>> table = row_table(prompts, [2, 0, 1])
@@ -184,8 +183,8 @@ def row_table(prompts: DataProto, samples: Sequence[int]) -> RemoteBatch:
 
 
 class Lockstep:
-    """A step's prompts are sampled when the step asks for them, with the newest weights. Nothing is under
-    way between two steps.
+    """Synchronous sampling: each step's prompts are sampled on request, with the newest weights. Nothing is
+    in flight between steps.
 
     `visit`: part of the key of every random draw; None: the epoch, so that a prompt's samples do not depend
     on the step that asks for them.
@@ -208,7 +207,7 @@ class Lockstep:
         self.loader.give_back()
 
     def state(self) -> dict[str, Any]:
-        """See `TrajectorySource`: the place in the data."""
+        """See `TrajectorySource`: the position in the data."""
         return self.loader.state()
 
     def load_state(self, state: Mapping[str, Any]) -> None:

@@ -1,11 +1,11 @@
-"""How the generation engine gets the actor's weights: within a process, in buckets between processes of a
-node, or by a broadcast to other nodes.
+"""Transfers the actor's weights to the generation engine: within a process, through shared memory between
+processes of a node, or by a broadcast to other nodes.
 
-In: the groups of both. Out: weights of a version that the generation engine holds, or an error; the actor's
-are unchanged either way. On a node the bytes are in two slots of shared memory, which the processes hand
-over among themselves (`workers/weights_line.py`). To other nodes the actor broadcasts them in a process group
-of its own (`workers/weights_group.py`). At most two buckets exist at a time: one is loaded while the next is
-made (`scripts/bench/weight_sync.py` measures it).
+In: the groups of both. Out: the generation engine holds the weights of a version, or an error; the actor's
+are unchanged either way. On a node the bytes are in two slots of shared memory, which the processes hand over
+among themselves (`workers/weights_shared.py`). To other nodes the actor broadcasts them in a dedicated
+process group (`workers/weights_broadcast.py`). At most two buckets exist at a time: one is loaded while the
+next is filled (`scripts/bench/weight_sync.py` measures it).
 """
 
 from __future__ import annotations
@@ -21,32 +21,33 @@ from hydraflow.dispatch.shards import Future
 from hydraflow.errors import GuardStop
 from hydraflow.generation.config import GENERATION_ENGINES, RolloutConfig, bucket_bytes
 from hydraflow.models.adapters import Form
-from hydraflow.workers.actor import ActorWorker, Sending
+from hydraflow.workers.actor import ActorWorker, SendOptions
 from hydraflow.workers.rollout import RolloutWorker
 from hydraflow.workers.weights_transfer import Received
 
 NO_VERSION = -1
-"""Nothing has been published."""
+"""No weights have been published yet."""
 
 
 class WeightLink(Protocol):
-    """Hands weights over."""
+    """Transfers weights from the actor to the generation engine."""
 
     def publish(self, version: int) -> Callable[[], None]:
-        """Sends the actor's weights, after all updates called before. Returns a function that waits until the
-        generation engine holds them."""
+        """Sends the actor's weights, after all updates that were called before. Returns a function that waits
+        until the generation engine holds them."""
 
     def first_difference(self, replica: int) -> str | None:
-        """The first weight of a generation process that is not the actor's; None: all are, or it sleeps
-        and the checksums of the first publish said so, or its engine does not give them back."""
+        """The first weight of a generation process that differs from the actor's. None: there is none, or it
+        cannot be read: the process sleeps (the first publish compared checksums), or its engine does not
+        support it."""
 
     def sampled(self) -> None:
-        """The generation engine is not needed until the next publish."""
+        """Called when the generation engine is not needed until the next publish."""
 
 
 def load_model_directory(rollout: RoleGroup, max_retries: int) -> None:
-    """Gives the generation engine the weights of its model directory, for a run that trains nothing; also
-    processes that take the place of others."""
+    """Loads the weights of the model directory into the generation engine, for a run that trains nothing;
+    also into replacement processes."""
     rollout.call(RolloutWorker.load_weights)
 
     def restore(rank: int) -> None:
@@ -88,51 +89,51 @@ class SameProcess:
         return found
 
     def sampled(self) -> None:
-        """See `WeightLink`: it stays as it is."""
+        """See `WeightLink`: it does not sleep."""
 
 
 @dataclass(frozen=True)
 class Transfer:
-    """Weights on their way."""
+    """A transfer in progress."""
 
     receiving: Future
-    """Of the answers of the generation processes."""
+    """Future of the generation processes' answers."""
     sent: Callable[[], bool]
-    """Waits for the actor; whether it has reached all of them."""
+    """Waits for the actor; returns whether it has reached all of them."""
 
 
 @dataclass
-class Apart(ABC):
+class SeparateProcesses(ABC):
     """Actor and generation engine are in different processes."""
 
     actor: RoleGroup
     rollout: RoleGroup
     config: RolloutConfig
     beside: Sequence[str] = ()
-    """Roles in other processes on the rollout's devices: it sleeps while they work."""
+    """Roles in other processes on the rollout's devices, during whose work it sleeps."""
     processes_per_replica: int = 1
     adapters: bool = False
-    """Whether the engine gets the actor's adapters beside the weights, not merged into them."""
+    """Whether adapters are sent apart from the base weights, not merged into them."""
     published: int = field(default=0, init=False)
-    """Publishes so far."""
+    """Number of publishes."""
     _version: int = field(default=NO_VERSION, init=False)
     _sending: bool = field(default=False, init=False)
-    """Whether weights are on their way to all generation processes."""
+    """Whether a transfer to all generation processes is in progress."""
     _sleeps: bool = field(default=False, init=False)
     _reached: bool = field(default=False, init=False)
     """Whether the last transfer has reached all its receivers."""
     _held_by: int | None = field(default=None, init=False)
-    """With adapters: how many generation processes had been replaced when all of them got the base weights;
-    None: not yet. Engines keep them while they sleep."""
+    """With adapters: number of replaced generation processes when all of them last got the base weights;
+    None: not yet. Engines keep base weights while they sleep."""
 
     @abstractmethod
     def _begin(self, checked: bool, compare: bool, ranks: Sequence[int]) -> Transfer | None:
-        """Begins to send the weights to these generation processes, to be loaded or compared. None: some
+        """Starts sending the weights to these generation processes, to be loaded or compared. None: some
         cannot be reached."""
 
     def publish(self, version: int) -> Callable[[], None]:
-        """See `WeightLink`. They are sent while the caller waits: a process that waits for others can do
-        nothing else, so it begins once all are free."""
+        """See `WeightLink`. The transfer starts when the caller waits: a process that waits for its peers is
+        blocked, so all must be free first."""
         after_first_sleep = self.published == 1 and bool(self.beside)
         due = self.published % self.config.verify_weights_every == 0 or after_first_sleep
         checked = due and self._reads_back
@@ -145,7 +146,7 @@ class Apart(ABC):
         if self._sleeps or not self._reads_back:
             return None
         self._sending = True
-        found = self._deliver(False, self._everyone, compare=True)
+        found = self._deliver(False, self._all_ranks, compare=True)
         self._sending = False
         return found[replica * self.processes_per_replica]
 
@@ -156,8 +157,8 @@ class Apart(ABC):
             self.rollout.call(RolloutWorker.sleep, self.beside)
 
     def restore(self, rank: int) -> None:
-        """Gives a new process of the generation engine the weights that the others hold. While something is
-        sent to all of them it does nothing: that is done once more."""
+        """Sends the current weights to a replacement process of the generation engine. Does nothing during a
+        transfer to all: that is repeated."""
         if not self._sending and not self._sleeps and self._version != NO_VERSION:
             self._deliver(self._reads_back, [rank])
 
@@ -167,26 +168,26 @@ class Apart(ABC):
         return GENERATION_ENGINES[self.config.name].reads_back
 
     @property
-    def _everyone(self) -> Sequence[int]:
+    def _all_ranks(self) -> Sequence[int]:
         return range(self.rollout.world_size)
 
     @cached_property
     def _see_the_senders_device(self) -> list[bool]:
-        """Generation processes that do, by rank; empty where it is a CPU."""
+        """By rank, whether a generation process sees the sender's GPU; empty on a CPU."""
         identity = self.actor.call(ActorWorker.sending_device)
         return self.rollout.call(RolloutWorker.sees_device, identity) if identity else []
 
     def _arrive(self, checked: bool) -> None:
-        self._deliver(checked, self._everyone)
+        self._deliver(checked, self._all_ranks)
         self._sending, self._held_by = False, self.rollout.group.replaced
 
     def _deliver(self, checked: bool, ranks: Sequence[int], *, compare: bool = False) -> list[str | None]:
-        """Sends the weights to these generation processes, to be loaded or compared, and once more when a
-        process was replaced or not reached meanwhile. Returns the first difference of each."""
+        """Sends the weights to these generation processes, to be loaded or compared; retries when a process
+        was replaced or not reached meanwhile. Returns the first difference of each."""
         for _ in range(self.config.max_retries + 1):
             if (found := self._attempt(checked, compare, ranks)) is not None:
                 return found
-            if compare:  # who was replaced holds nothing
+            if compare:  # a replacement process holds nothing yet
                 self._deliver(checked, ranks)
         raise GuardStop(
             f"generation processes died, or were not reached, {self.config.max_retries + 1} times while"
@@ -195,7 +196,7 @@ class Apart(ABC):
         )
 
     def _attempt(self, checked: bool, compare: bool, ranks: Sequence[int]) -> list[str | None] | None:
-        """As `_deliver`, once; None when a process was replaced or not reached meanwhile."""
+        """One attempt of `_deliver`; None when a process was replaced or not reached meanwhile."""
         replaced = self.rollout.group.replaced
         transfer = self._begin(checked, compare, ranks)
         if transfer is None:
@@ -213,13 +214,13 @@ class Apart(ABC):
         [rank] = ranks
         return self.rollout.call_rank(rank, method, *values)
 
-    def _how(self, checked: bool, compare: bool) -> Sending:
+    def _options(self, checked: bool, compare: bool) -> SendOptions:
         form = self._form(whole=checked or compare)
-        return Sending(self._version, bucket_bytes(self.config), self.config.dtype, checked, form)
+        return SendOptions(self._version, bucket_bytes(self.config), self.config.dtype, checked, form)
 
     def _form(self, *, whole: bool) -> Form:
-        """Once all generation processes hold the base weights, only the adapters are sent, unless all weights
-        are checked or compared."""
+        """Adapters only, once all generation processes hold the base weights, unless all weights are checked
+        or compared."""
         if not self.adapters:
             return Form.MERGED
         held = self._held_by == self.rollout.group.replaced
@@ -227,22 +228,22 @@ class Apart(ABC):
 
 
 @dataclass
-class SharedMemory(Apart):
-    """All generation processes are on the node of the actor's rank 0. The buckets are in host memory, or in
-    that of its device where all of them see it."""
+class SharedMemory(SeparateProcesses):
+    """All generation processes are on the node of the actor's rank 0. Buckets are in host memory, or on its
+    GPU if all of them see it."""
 
     _place: str = field(default="", init=False)
-    """Where the actor waits for the next receivers; empty: not known."""
+    """Address at which the actor waits for the next receivers; empty: not known."""
 
     def _begin(self, checked: bool, compare: bool, ranks: Sequence[int]) -> Transfer:
-        """See `Apart`."""
+        """See `SeparateProcesses`."""
         seen = self._see_the_senders_device
         on_device = bool(seen) and all(seen)
-        place: str = self._place or self.actor.call(ActorWorker.open_weights_line)
+        place: str = self._place or self.actor.call(ActorWorker.open_weights_listener)
         self._place = ""
         reading = self._ask(ranks, RolloutWorker.read_weights, place, compare)
-        how = self._how(checked, compare)
-        sharing: Future = self.actor.call(ActorWorker.share_weights, ranks, on_device, how)
+        options = self._options(checked, compare)
+        sharing: Future = self.actor.call(ActorWorker.share_weights, ranks, on_device, options)
 
         def sent() -> bool:
             whole, self._place = sharing.get()[0]
@@ -252,25 +253,25 @@ class SharedMemory(Apart):
 
 
 @dataclass
-class Broadcast(Apart):
-    """Some generation processes are on other nodes than the actor's rank 0. The buckets are in host memory,
-    or in that of the devices where none is the sender's."""
+class Broadcast(SeparateProcesses):
+    """Some generation processes are on other nodes than the actor's rank 0. Buckets are in host memory, or on
+    the GPUs if no receiver sees the sender's."""
 
     _joined: tuple[int, Sequence[int]] | None = field(default=None, init=False)
-    """How many generation processes had been replaced when the group was joined, and which have joined it;
-    None: there is none."""
+    """Number of replaced generation processes when the group was joined, and its members; None: there is no
+    group."""
 
     def _begin(self, checked: bool, compare: bool, ranks: Sequence[int]) -> Transfer | None:
-        """See `Apart`."""
+        """See `SeparateProcesses`."""
         joined = self.rollout.group.replaced, ranks
         if not (self._reached and self._joined == joined) and not self._join(ranks):
             return None
         receiving = self._ask(ranks, RolloutWorker.receive_weights, compare)
-        sending: Future = self.actor.call(ActorWorker.broadcast_weights, self._how(checked, compare))
+        sending: Future = self.actor.call(ActorWorker.broadcast_weights, self._options(checked, compare))
         return Transfer(receiving, lambda: bool(sending.get()[0]))
 
     def _join(self, ranks: Sequence[int]) -> bool:
-        """Makes a group of the actor's rank 0 and these generation processes."""
+        """Creates the process group of the actor's rank 0 and these generation processes."""
         self._joined, replaced = None, self.rollout.group.replaced
         place = self.actor.call(ActorWorker.open_weights_group, self._on_device)
         join = RolloutWorker.join_weights_group

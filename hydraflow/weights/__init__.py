@@ -1,1 +1,1 @@
-"""Weights on their way from a trainer to whoever samples with them."""
+"""Transfer of weights from the trainer to generation engines."""

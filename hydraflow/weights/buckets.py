@@ -1,10 +1,10 @@
-"""Buckets: a model's weights in parts of bounded size, with a checksum of each weight where one is wanted.
+"""Buckets: a model's weights in chunks of bounded size, with optional checksums.
 
-In: a stream of (Hugging Face name, full tensor) pairs. Out: `FlatBucket`s, and from a bucket the pairs
-again. A weight that is larger than a bucket is sent as several `Part`s, in order, and none of them is larger.
-A checksum is taken from the sender's bytes; the receiver takes its own from the tensors that it holds after
-loading. Left out on purpose: the way that the bytes travel (`slots.py`, `engine/broadcast_group.py`), who
-gathers them (`engine/`), and what loads them (`generation/`).
+In: a stream of (Hugging Face name, full tensor) pairs. Out: `FlatBucket`s, and from a bucket the pairs again.
+A weight that is larger than a bucket is sent as several `Part`s, in order, and none of them is larger. A
+checksum is taken from the sender's bytes; the receiver takes its own from the tensors that it holds after
+loading. Left out on purpose: transport (`slots.py`, `engine/broadcast_group.py`), gathering (`engine/`), and
+loading (`generation/`).
 """
 
 from __future__ import annotations
@@ -15,44 +15,43 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-import numpy as np
 import torch
 
 NamedTensor = tuple[str, torch.Tensor]
 ALIGNMENT = 16
-"""Bytes: the largest size of an element."""
+"""Bytes; at least the size of any element."""
 CHUNK = 2**22
-"""Numbers that are converted and copied to the host at a time for a checksum."""
+"""Chunk size, in numbers, of the conversion and host copy for a checksum."""
 
 
 @dataclass(frozen=True)
 class Part:
-    """Some of the numbers of a weight that is larger than a bucket."""
+    """A range of a weight that is larger than a bucket."""
 
     numbers: torch.Tensor
     """(n,)"""
     start: int
-    """Place of the first among all numbers of the weight, in row-major order."""
+    """Offset in the flattened weight (row-major)."""
     shape: torch.Size
-    """Of the weight."""
+    """Shape of the whole weight."""
 
     @property
     def end(self) -> int:
-        """Place after the last."""
+        """Offset of the end."""
         return self.start + len(self.numbers)
 
     @property
     def is_last(self) -> bool:
-        """Whether the weight is complete with it."""
+        """Whether it is the weight's last part."""
         return self.end == self.shape.numel()
 
     def place_in(self, weight: torch.Tensor) -> torch.Tensor:
-        """Where it belongs in a contiguous weight, a view (n,)."""
+        """Its range of a contiguous weight, as a view (n,)."""
         return weight.view(-1)[self.start : self.end]
 
 
 Weight = tuple[str, torch.Tensor | Part]
-"""Hugging Face name, and all of the weight or the next of its parts."""
+"""Hugging Face name, and the full tensor or its next part."""
 
 
 @dataclass(frozen=True)
@@ -66,7 +65,7 @@ class Entry:
     """Of the whole weight."""
     start: int
     end: int
-    """Places of the first number and after the last, in row-major order."""
+    """Offsets of its range in the flattened weight (row-major)."""
 
     @property
     def nbytes(self) -> int:
@@ -83,17 +82,17 @@ class Entry:
 
 @dataclass(frozen=True)
 class Header:
-    """What a bucket holds."""
+    """The contents of a bucket."""
 
     version: int
-    """Training steps that made the weights."""
+    """Version of the weights: number of training steps."""
     number: int
     """From 0, in order."""
     last: bool
-    """Whether no more follow."""
+    """Whether it is the last bucket."""
     entries: tuple[Entry, ...]
     checksums: Mapping[str, int]
-    """`checksum_of` each weight that is complete with this bucket; empty: not taken."""
+    """Weight -> `checksum_of` it, for weights that end in this bucket; empty: no checksums."""
 
     def to_json(self) -> bytes:
         """For `from_json`."""
@@ -116,15 +115,15 @@ class Header:
         return cls(version, number, last, tuple(entries), checksums)
 
     def differing(self, held: Mapping[str, torch.Tensor]) -> list[str]:
-        """Weights with a checksum that are not those that a receiver holds; held ones of another type are
-        converted first. All are read, because reading them may be a collective."""
+        """Names of weights whose checksum differs from the receiver's, after conversion to the sent dtype.
+        All are read, because reading may be a collective."""
         types = {entry.name: entry.dtype for entry in self.entries}
         return [name for name, sent in self.checksums.items() if checksum_of(held[name], types[name]) != sent]
 
 
 @dataclass(frozen=True)
 class FlatBucket:
-    """Some of the weights of one version, end to end in one tensor."""
+    """Weights of one version, concatenated in one tensor."""
 
     header: Header
     flat: torch.Tensor
@@ -139,21 +138,21 @@ class FlatBucket:
         return cls(header, flat)
 
     def weights(self) -> Iterator[Weight]:
-        """The weights again, as views."""
+        """The weights, as views."""
         for entry, start in zip(self.header.entries, _starts(self.header), strict=False):
             yield entry.weight_of(self.flat[start : start + entry.nbytes].view(entry.dtype))
 
 
 class Memory(Protocol):
-    """Memory for flat buckets, one after the other."""
+    """Reusable memory for one flat bucket at a time."""
 
     def take(self, nbytes: int) -> torch.Tensor:
-        """uint8 (nbytes,), in the place of what was taken before."""
+        """uint8 (nbytes,); invalidates the previous result."""
 
 
 class BucketMemory:
-    """`Memory` of this process. Were it allocated anew for each bucket, small objects would come to lie where
-    the one before was, and the process would grow by several."""
+    """`Memory` in this process. Allocating each bucket separately would fragment the heap, because small
+    objects would occupy the freed space."""
 
     def __init__(self, device: torch.device) -> None:
         self._flat = torch.empty(0, dtype=torch.uint8, device=device)
@@ -161,7 +160,7 @@ class BucketMemory:
     def take(self, nbytes: int) -> torch.Tensor:
         """See `Memory`."""
         if len(self._flat) < nbytes:
-            self._flat = self._flat.new_empty(0)  # not both at a time
+            self._flat = self._flat.new_empty(0)  # frees the old one first
             self._flat = self._flat.new_empty(nbytes)
         return self._flat[:nbytes]
 
@@ -172,47 +171,49 @@ def flat_size(header: Header) -> int:
 
 
 @dataclass(frozen=True)
-class Cut:
-    """How weights are cut into buckets."""
+class BucketOptions:
+    """How weights are split into buckets."""
 
     version: int
     max_bytes: int
     dtype: torch.dtype
     """Floating-point weights are converted to it."""
     checked: bool
-    """With checksums, which take about as long as copying the weights several times."""
+    """Whether to compute checksums, which takes about as long as copying the weights several times."""
 
     def entries(self, name: str, tensor: torch.Tensor) -> Iterator[Entry]:
-        """One for a weight that fits into a bucket, else as few as possible."""
+        """One entry for a weight that fits into a bucket, else as few as possible."""
         dtype = self.dtype if tensor.is_floating_point() else tensor.dtype
         most, count = max(1, self.max_bytes // dtype.itemsize), tensor.numel()
         for start in range(0, max(1, count), most):
             yield Entry(name, dtype, tuple(tensor.shape), start, min(start + most, count))
 
 
-def cut(stream: Iterable[NamedTensor], how: Cut) -> Iterator[tuple[Header | None, list[torch.Tensor]]]:
-    """Header of each bucket, and the numbers of its entries, (n,) each: up to `how.max_bytes`. The list is
-    the caller's, to be cleared when it is done with them.
+def into_buckets(
+    stream: Iterable[NamedTensor], options: BucketOptions
+) -> Iterator[tuple[Header | None, list[torch.Tensor]]]:
+    """Header of each bucket, and the numbers of its entries, (n,) each: up to `options.max_bytes`. The caller
+    owns the list, and should clear it when done.
 
-    Where the stream's tensors are on the meta device, another rank sends them: no header.
+    If the stream's tensors are on the meta device, another rank sends them: no header.
     """
-    filling = _Filling(how.version, 0)
+    bucket = _OpenBucket(options.version, 0)
     for name, tensor in stream:
         numbers = tensor.detach().reshape(-1)
-        for entry in how.entries(name, tensor):
-            if filling.entries and filling.nbytes + entry.nbytes > how.max_bytes:
-                yield filling.ended(last=False)
-                filling = _Filling(how.version, filling.number + 1)
-            filling.add(entry, numbers)
-            if how.checked and entry.end == len(numbers) and not tensor.is_meta:
-                filling.checksums[name] = checksum_of(numbers, entry.dtype)
-        del tensor, numbers  # while the next one is gathered
-    assert filling.entries, "a model has weights"
-    yield filling.ended(last=True)
+        for entry in options.entries(name, tensor):
+            if bucket.entries and bucket.nbytes + entry.nbytes > options.max_bytes:
+                yield bucket.close(last=False)
+                bucket = _OpenBucket(options.version, bucket.number + 1)
+            bucket.add(entry, numbers)
+            if options.checked and entry.end == len(numbers) and not tensor.is_meta:
+                bucket.checksums[name] = checksum_of(numbers, entry.dtype)
+        del tensor, numbers  # frees them while the next one is gathered
+    assert bucket.entries, "the stream has no weights"
+    yield bucket.close(last=True)
 
 
 @dataclass
-class _Filling:
+class _OpenBucket:
     """A bucket that is being filled."""
 
     version: int
@@ -223,13 +224,13 @@ class _Filling:
     nbytes: int = 0
 
     def add(self, entry: Entry, weight: torch.Tensor) -> None:
-        """weight: all of its numbers."""
+        """Adds an entry. weight: the flattened full tensor."""
         self.entries.append(entry)
         self.numbers.append(weight[entry.start : entry.end].to(entry.dtype))
         self.nbytes += entry.nbytes
 
-    def ended(self, *, last: bool) -> tuple[Header | None, list[torch.Tensor]]:
-        """As `cut` yields it; nothing else holds the numbers."""
+    def close(self, *, last: bool) -> tuple[Header | None, list[torch.Tensor]]:
+        """The bucket as `into_buckets` yields it; drops its own reference to the numbers."""
         numbers, self.numbers = self.numbers, []
         if any(some.is_meta for some in numbers):
             return None, numbers
@@ -238,8 +239,8 @@ class _Filling:
 
 
 def _starts(header: Header) -> list[int]:
-    """Where each entry begins in a flat bucket, and where the last one ends; a dtype's view must begin at a
-    multiple of its size."""
+    """Offset of each entry in a flat bucket, and the end of the last; aligned, because a dtype's view must
+    start at a multiple of its size."""
     starts = [0]
     for entry in header.entries:
         starts.append(-(-(starts[-1] + entry.nbytes) // ALIGNMENT) * ALIGNMENT)
@@ -255,10 +256,5 @@ def checksum_of(tensor: torch.Tensor, dtype: torch.dtype | None = None) -> int:
     """
     found = 0
     for some in tensor.detach().reshape(-1).split(CHUNK):
-        found = zlib.crc32(_as_bytes(some.to(dtype or some.dtype)).data, found)
+        found = zlib.crc32(some.to(dtype or some.dtype).cpu().view(torch.uint8).numpy().data, found)
     return found
-
-
-def _as_bytes(numbers: torch.Tensor) -> np.ndarray:
-    """uint8 (nbytes,); a view where the numbers are on the host."""
-    return numbers.cpu().view(torch.uint8).numpy()

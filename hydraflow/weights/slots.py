@@ -1,10 +1,9 @@
 """Two buckets in memory that a sender shares with other processes of its node, used in turn.
 
-In: buckets. Out: a `SentBucket`, small, by which another process finds the bytes. Host memory is a file
-without a name (memfd): no folder limits its size, and it is gone with the last process that holds it, however
-that ends. Device memory is lent through the device's door. Who fills a slot waits until nobody reads it: the
-caller hands a slot over, and the process that is told of a bucket owns it until its answer. Left out on
-purpose: that order (`workers/weights_line.py`).
+In: buckets. Out: a `SentBucket`, a small handle with which another process finds the bytes. Host memory is a
+file without a name (memfd): no file system limits its size, and it is freed with the last process that holds
+it, however that ends. Device memory is lent by `device.py`. A slot must not be refilled while it is read: a
+receiver owns it until it answers. Left out on purpose: that protocol (`workers/weights_shared.py`).
 """
 
 from __future__ import annotations
@@ -25,19 +24,19 @@ from hydraflow.errors import EnvironmentFault, StoreFull
 from hydraflow.weights.buckets import FlatBucket, Header
 
 SLOTS = 2
-"""One bucket is loaded while the next is made."""
+"""One bucket is loaded while the next is filled."""
 _serials = count()
 
 
 @dataclass(frozen=True)
 class HostPlace:
-    """Where the processes of a node find host memory."""
+    """Handle of host memory for other processes of the node."""
 
     pid: int
     descriptor: int
     nbytes: int
     serial: int
-    """Of the memory in its process, where a descriptor may be used again for another one."""
+    """Unique in the process that owns the memory, where descriptors may be reused."""
 
     def open(self) -> torch.Tensor:
         """uint8 (nbytes,), read-only. EnvironmentFault when the process that made it is gone, or is another
@@ -46,7 +45,7 @@ class HostPlace:
         try:
             found = os.open(path, os.O_RDONLY)
         except OSError as error:
-            why = "the process that sends them is gone, or not this user's"
+            why = "the sending process is gone, or belongs to another user"
             raise EnvironmentFault(f"weights cannot be read from {path}: {error.strerror}; {why}") from None
         try:
             pages = mmap.mmap(found, self.nbytes, mmap.MAP_SHARED | mmap.MAP_POPULATE, mmap.PROT_READ)
@@ -58,7 +57,7 @@ class HostPlace:
 
 @dataclass(frozen=True)
 class DevicePlace:
-    """Where the processes of a node find memory of a device."""
+    """Handle of device memory for other processes of the node."""
 
     lent: LentTensor
 
@@ -82,7 +81,7 @@ class _HostSlot:
     """A `Memory` of the host."""
 
     place: Place
-    """Of what was taken."""
+    """Handle of the memory that was taken last."""
 
     def __init__(self) -> None:
         self._file = os.memfd_create("hydraflow-weights")
@@ -90,14 +89,15 @@ class _HostSlot:
         self._flat = torch.empty(0, dtype=torch.uint8)
 
     def take(self, nbytes: int) -> torch.Tensor:
-        """See `Memory`. StoreFull: there is none."""
+        """See `Memory`. StoreFull when the host is out of memory."""
         if len(self._flat) < nbytes:
             try:
-                os.posix_fallocate(self._file, 0, nbytes)  # else a lack of memory would be a signal
+                # reserve the memory: running out of it later would raise SIGBUS
+                os.posix_fallocate(self._file, 0, nbytes)
                 pages = mmap.mmap(self._file, nbytes, mmap.MAP_SHARED | mmap.MAP_POPULATE)
             except OSError as error:
                 raise StoreFull(
-                    f"{socket.gethostname()} has no memory for a bucket of weights of {nbytes} bytes"
+                    f"{socket.gethostname()} has no memory for a weight bucket of {nbytes} bytes"
                     f" ({error.strerror}). Make room, or make buckets smaller:"
                     " actor_rollout_ref.rollout.update_weights_bucket_megabytes"
                 ) from None
@@ -110,7 +110,7 @@ class _DeviceSlot:
     """A `Memory` of a device."""
 
     place: Place
-    """Of what was taken."""
+    """Handle of the memory that was taken last."""
 
     def __init__(self, device: torch.device) -> None:
         self._flat = torch.empty(0, dtype=torch.uint8, device=device)
@@ -131,7 +131,7 @@ class Slots:
         self._slots: list[_HostSlot | _DeviceSlot] = []
 
     def put(self, header: Header, numbers: Sequence[torch.Tensor]) -> SentBucket:
-        """Copies the numbers of each entry into the bucket's slot, which nobody may be reading."""
+        """Copies the numbers of each entry into the bucket's slot, which must not be in use."""
         while len(self._slots) <= header.number % SLOTS:
             host = self._device.type == "cpu"
             self._slots.append(_HostSlot() if host else _DeviceSlot(self._device))
@@ -156,5 +156,5 @@ class OpenSlots:
         return FlatBucket(sent.header, self._open[slot][1])
 
     def close(self) -> None:
-        """Gives the memory back; what is read next is opened again."""
+        """Releases the memory; slots are reopened when they are next read."""
         self._open.clear()

@@ -33,17 +33,17 @@ from hydraflow.models.adapters import Form
 from hydraflow.models.ask import Ask
 from hydraflow.models.config import ModelConfig
 from hydraflow.protocol.batch import DataProto
-from hydraflow.weights.buckets import Cut, cut
-from hydraflow.weights.line import Listener
+from hydraflow.weights.buckets import BucketOptions, into_buckets
+from hydraflow.weights.connection import Listener
 from hydraflow.weights.slots import Slots
-from hydraflow.workers.choosing import Chooser
 from hydraflow.workers.config import ActorConfig
 from hydraflow.workers.correcting import Corrector
 from hydraflow.workers.engine_worker import DATA_RANKS
 from hydraflow.workers.skipping import SkipLimits
+from hydraflow.workers.token_selection import TokenSelector
 from hydraflow.workers.training import Change, TrainedWorker, UpdateLoss
-from hydraflow.workers.weights_group import WeightsSender
-from hydraflow.workers.weights_line import SlotOutlet
+from hydraflow.workers.weights_broadcast import WeightsSender
+from hydraflow.workers.weights_shared import SlotOutlet
 from hydraflow.workers.weights_transfer import WAIT_SHARE, Outgoing, send_all
 
 OLD_FROM, ENTROPY_COEFF = "old_from", "entropy_coeff"
@@ -51,15 +51,15 @@ OLD_FROM, ENTROPY_COEFF = "old_from", "entropy_coeff"
 
 
 @dataclass(frozen=True)
-class Sending:
-    """How weights are sent to the generation engine."""
+class SendOptions:
+    """Options of a weight transfer to the generation engine."""
 
     version: int
-    """Training steps that made them."""
+    """Version of the weights: number of training steps."""
     max_bytes: int
-    """Of a bucket."""
+    """Bucket size."""
     dtype: str
-    """Of the receiver, as in `rollout.dtype`."""
+    """Dtype of the receiver, as in `rollout.dtype`."""
     checked: bool
     """With checksums."""
     form: Form
@@ -88,14 +88,13 @@ class ActorSpec:
     skip_limits: SkipLimits = SkipLimits()
     """Limits on optimizer steps skipped for a non-finite gradient."""
     correction: Correction | None = None
-    """Of the policy loss, for samples of another policy."""
+    """Rollout correction of the policy loss."""
     distillation: Distillation | None = None
-    """A term of the loss."""
+    """Distillation term of the loss; None: there is none."""
     sum_pi_squared: bool = False
-    """Whether the pass that recomputes log-probabilities also gives `sum_pi_squared`, in place of the
-    entropies."""
+    """Whether the log-prob pass returns `sum_pi_squared` instead of the entropies."""
     loss: Loss | None = None
-    """Policy loss in place of the one that `actor` names."""
+    """Policy loss that replaces the one in `actor`; None: as configured."""
 
 
 class ActorWorker(TrainedWorker):
@@ -136,7 +135,7 @@ class ActorWorker(TrainedWorker):
     @register(dispatch_mode=DATA_RANKS, read_only=True)
     def compute_log_prob(self, batch: DataProto) -> DataProto:
         """`old_log_probs` and `entropys`, or `sum_pi_squared`, of the responses under the current weights;
-        with routing replay from this pass (R2) also `routed_experts`."""
+        with routing replay R2 also `routed_experts`."""
         asked, routes = self.spec.sum_pi_squared, self.spec.actor.router_replay.mode == "R2"
         ask = Ask(self.spec.temperature, entropy=not asked, sum_pi_squared=asked, routes=routes)
         return self._log_probs(batch, ask).rename("log_probs", "old_log_probs")
@@ -164,80 +163,84 @@ class ActorWorker(TrainedWorker):
         if self.policy_loss.chooses:
             choice = self.policy_loss.chooses.bound(self.spec.actor.policy_loss)
             seed = self.spec.seed, step
-            changes.append(Chooser(choice, self.engine, self._current_log_probs, seed))
+            changes.append(TokenSelector(choice, self.engine, self._current_log_probs, seed))
         return UpdateLoss(make, Ask(self.spec.temperature, entropy=True), changes)
 
     @register(dispatch_mode=Dispatch.RANK_ZERO)
     def sending_device(self) -> str:
-        """The identity of the device from which the weights are sent; empty for a CPU."""
+        """The identity of the device that sends the weights; empty for a CPU."""
         return device_identity(self._memory(True))
 
     @register(dispatch_mode=Dispatch.RANK_ZERO)
-    def open_weights_line(self) -> str:
-        """Where the receivers of the next weights find rank 0, as far as `share_weights` has not said it."""
+    def open_weights_listener(self) -> str:
+        """Opens rank 0's socket for the receivers of the first transfer, and returns its address;
+        `share_weights` returns that of the next."""
         self._listener = Listener()
         return self._listener.name
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False, read_only=True)
-    def share_weights(self, receivers: Sequence[int], on_device: bool, how: Sending) -> tuple[bool, str]:
-        """Sends all buckets from rank 0 to these generation processes, through slots of the host's memory or
-        of the device's. Whether all of them have been read, and where the next receivers find rank 0; from
-        other ranks neither.
+    def share_weights(
+        self, receivers: Sequence[int], on_device: bool, options: SendOptions
+    ) -> tuple[bool, str]:
+        """Sends all buckets from rank 0 to these generation processes, through slots in host or device
+        memory. Returns whether all have been read, and rank 0's address for the next transfer; meaningless on
+        other ranks.
         """
-        outgoing = self._cut(how)
+        outgoing = self._buckets(options)
         if self._listener is None:
             return send_all(outgoing, None), ""
         self._slots = self._slots or Slots(self._memory(on_device))
         seconds = WAIT_SHARE * self.process.timeout_s
         with closing(SlotOutlet(self._slots, self._listener, receivers, seconds)) as outlet:
             whole = send_all(outgoing, outlet)
-        if on_device:  # which has other uses for the memory
+        if on_device:  # the device has other uses for the memory
             del outlet
             self._slots = None
             return_memory(self.process.device_type)
-        return whole, self.open_weights_line()
+        return whole, self.open_weights_listener()
 
     @register(dispatch_mode=Dispatch.RANK_ZERO)
     def open_weights_group(self, on_device: bool) -> tuple[str, int]:
-        """Where the receivers of weights find their group, of the devices or of their hosts: an address and a
-        port that other machines reach."""
+        """Opens the rendezvous of the broadcast group, on devices or hosts; returns an address and port that
+        other machines can reach."""
         self._sender = WeightsSender(self.process, self._memory(on_device))
         return self._sender.place
 
     @register(dispatch_mode=Dispatch.RANK_ZERO, blocking=False)
     def join_weights_group(self, world_size: int) -> bool:
-        """Waits until all receivers have joined; whether they have."""
-        assert self._sender is not None, "the group is opened first"
+        """Waits until all receivers have joined; returns whether they have."""
+        assert self._sender is not None, "open_weights_group comes first"
         return self._sender.join(world_size)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False, read_only=True)
-    def broadcast_weights(self, how: Sending) -> bool:
+    def broadcast_weights(self, options: SendOptions) -> bool:
         """As `share_weights`, in the group that the receivers have joined."""
-        outgoing = self._cut(how)
+        outgoing = self._buckets(options)
         return send_all(outgoing, None) if self._sender is None else self._sender.send(outgoing)
 
-    def _cut(self, how: Sending) -> Outgoing:
-        dtype = resolve_dtype(how.dtype, self.process.device_type)
-        return cut(
-            self.engine.weights(to=0, form=how.form), Cut(how.version, how.max_bytes, dtype, how.checked)
+    def _buckets(self, options: SendOptions) -> Outgoing:
+        dtype = resolve_dtype(options.dtype, self.process.device_type)
+        return into_buckets(
+            self.engine.weights(to=0, form=options.form),
+            BucketOptions(options.version, options.max_bytes, dtype, options.checked),
         )
 
     def _memory(self, on_device: bool) -> torch.device:
-        """Where buckets are."""
+        """Device of the buckets."""
         return self.process.device() if on_device else torch.device("cpu")
 
     def _log_probs(self, batch: DataProto, ask: Ask) -> DataProto:
         return self.engine.forward_rows(batch, self.log_prob_batcher, ask)
 
     def _current_log_probs(self, rows: DataProto) -> Tensor:
-        """Of the responses under the weights of now, ragged (B, R)."""
+        """Log-probabilities of the responses under the current weights, ragged (B, R)."""
         names = ["prompts", "responses", "response_mask", "routed_experts"]
         inputs = rows.select([name for name in names if name in rows.keys()])
         found: Tensor = self._log_probs(inputs, Ask(self.spec.temperature)).get("log_probs")
         return found
 
     def _corrector(self, correction: Correction | None) -> Corrector | None:
-        """None: nothing depends on a whole mini-batch."""
+        """The correction of whole mini-batches; None: there is none."""
         if correction is None or not correction.needs_mini_batch:
             return None
         return Corrector(correction, self.engine, self._current_log_probs)
@@ -265,23 +268,24 @@ class ActorWorker(TrainedWorker):
 
 
 def _own_token_first(loss: LossFn) -> LossFn:
-    """The same loss where the first of each place's target tokens is the response's own."""
+    """Wraps a loss for rows whose first target token at each position is the response's own."""
 
     def of_own(output: ModelOutput, columns: Mapping[str, Tensor]) -> tuple[Tensor, dict[str, Metric]]:
         every = output.log_probs  # (B, R, 1 + K)
-        assert every is not None, "a policy gives log-probabilities"
+        assert every is not None, "a policy returns log-probabilities"
         return loss(replace(output, log_probs=every[..., 0], target_log_probs=every[..., 1:]), columns)
 
     return of_own
 
 
 def _compared_with_rollout(loss: ActorLoss, column: str) -> LossFn:
-    """Adds how far sampled tokens' probabilities are from those of the generation engine, in `column`."""
+    """Wraps a loss to also report how far the sampled tokens' probabilities are from the generation engine's,
+    in `column`."""
 
     def compared(output: ModelOutput, columns: Mapping[str, Tensor]) -> tuple[Tensor, dict[str, Metric]]:
         value, metrics = loss(output, columns)
         mask = columns["response_mask"].bool()
-        assert output.log_probs is not None, "a policy gives log-probabilities"
+        assert output.log_probs is not None, "a policy returns log-probabilities"
         gap = (output.log_probs.detach().exp() - columns[column].exp()).abs()  # (B, R)
         found = probs_diff_metrics(gap[mask])
         if "replica" in columns:

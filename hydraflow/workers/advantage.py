@@ -44,7 +44,7 @@ class AdvantageSpec:
     overlong: OverlongBuffer | None = None
     """Penalty for long responses; None: there is none."""
     distillation: Distillation | None = None
-    """What a teacher thinks of each token, as a part of its advantage."""
+    """Distillation as a part of the advantages; None: none, or it is a term of the loss."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ class RolloutComparison:
 
 
 class AdvantageWorker(Worker):
-    """Holds the KL controller and the moments of scores, and computes advantages, all on rank 0 alone."""
+    """Computes advantages; holds the KL controller and the running moments of scores. On rank 0 only."""
 
     def __init__(self, process: ProcessContext, spec: AdvantageSpec):
         super().__init__(process)
@@ -75,9 +75,9 @@ class AdvantageWorker(Worker):
     def compute(self, batch: DataProto, scored: DataProto) -> DataProto:
         """From `score` in `scored`: `advantages` and `returns` of the rows that are trained on.
 
-        `meta_info["metrics"]` describes the step's data, `meta_info["state"]` is what `load_state_dict` takes
-        after it. `meta_info["left_out"]` numbers the rows that are not: faulted ones, those that the reward
-        function failed on unless they are scored, and the one sample that is left of a group, because it has
+        `meta_info["metrics"]` describes the step's data, `meta_info["state"]` is the state for
+        `load_state_dict`. `meta_info["left_out"]` lists the excluded rows: faulted ones, those whose reward
+        function failed unless failures are scored, and the last remaining sample of a group, which has
         nothing to be compared with.
         """
         reasons = batch.get("finish_reason")
@@ -85,7 +85,7 @@ class AdvantageWorker(Worker):
         failed = scored.get("failed") | no_number
         unusable = is_faulted(reasons) | (failed if self.spec.drop_failed else no_number)
         if compares_groups(self.spec.algorithm):
-            unusable = unusable | left_alone(batch.get("group"), batch.get("sample"), unusable)
+            unusable = unusable | is_without_peers(batch.get("group"), batch.get("sample"), unusable)
         left_out = unusable.nonzero()[:, 0].tolist()
         if left_out:
             batch, scored = batch.select_idxs(~unusable), scored.select_idxs(~unusable)
@@ -125,15 +125,7 @@ class AdvantageWorker(Worker):
             logp, teacher = (keep(columns[name], mask) for name in ("old_log_probs", "teacher_log_probs"))
             advantages = self.spec.distillation.advantages(advantages, logp, teacher)
         metrics |= _data_metrics(scores, totals, advantages, returns, values, mask)
-        if ESTIMATORS[algorithm.adv_estimator].groups:
-            metrics |= _group_metrics(shaped, batch.get("group"))
-        if self.spec.overlong is not None and self.spec.overlong.log:
-            penalties = self.spec.overlong.penalty(lengths)
-            metrics |= spread("critic/overlong_reward", penalties)
-            metrics["critic/overlong"] = float((penalties < 0).float().mean())
-        if ESTIMATORS[algorithm.adv_estimator].several_rewards:
-            for name, reward in zip(algorithm.gdpo_reward_keys or (), given["reward_parts"].unbind(1)):
-                metrics |= spread(f"gdpo/{name}", reward)
+        metrics |= self._reward_metrics(shaped, batch.get("group"), given, lengths)
         metrics |= _length_metrics(parts(batch.get("prompts"))[1], lengths, self.spec.response_tokens)
         return DataProto.from_dict(
             tensors={
@@ -144,10 +136,26 @@ class AdvantageWorker(Worker):
             meta_info={"metrics": metrics},
         )
 
+    def _reward_metrics(
+        self, shaped: torch.Tensor, group: torch.Tensor, given: Mapping[str, Any], lengths: torch.Tensor
+    ) -> dict[str, float]:
+        """Metrics of groups, overlong penalties and GDPO's rewards, where the run has them."""
+        algorithm, metrics = self.spec.algorithm, dict[str, float]()
+        if ESTIMATORS[algorithm.adv_estimator].groups:
+            metrics |= _group_metrics(shaped, group)
+        if self.spec.overlong is not None and self.spec.overlong.log:
+            penalties = self.spec.overlong.penalty(lengths)
+            metrics |= spread("critic/overlong_reward", penalties)
+            metrics["critic/overlong"] = float((penalties < 0).float().mean())
+        if ESTIMATORS[algorithm.adv_estimator].several_rewards:
+            for name, reward in zip(algorithm.gdpo_reward_keys or (), given["reward_parts"].unbind(1)):
+                metrics |= spread(f"gdpo/{name}", reward)
+        return metrics
+
     @register(dispatch_mode=Dispatch.RANK_ZERO, read_only=True)
     def compare_with_rollout(self, batch: DataProto) -> RolloutComparison:
-        """How far `old_log_probs` are from `rollout_log_probs`, and the sampling policy's entropy per token,
-        if the batch has it."""
+        """Compares `old_log_probs` with `rollout_log_probs`; adds the sampling policy's entropy per token, if
+        the batch has it."""
         columns = _flat(batch)
         mask, lengths = columns["response_mask"].bool(), parts(batch.get("response_mask"))[1]
         if not mask.any():
@@ -189,7 +197,7 @@ class AdvantageWorker(Worker):
     def _kl_penalty(
         self, columns: dict[str, torch.Tensor], mask: torch.Tensor, lengths: torch.Tensor
     ) -> tuple[torch.Tensor, dict[str, float]]:
-        """What comes off the rewards (N,), and its metrics; the controller learns of the step's KL."""
+        """The KL penalty (N,) to subtract from the rewards, and its metrics; updates the KL controller."""
         coefficient = self.kl.value
         penalty, kl = kl_penalty(
             columns["old_log_probs"],
@@ -204,7 +212,7 @@ class AdvantageWorker(Worker):
 
 
 def _flat(batch: DataProto) -> dict[str, torch.Tensor]:
-    """The ragged columns as the tokens of all rows, (N,) each."""
+    """The ragged columns, flattened to (N,) each."""
     return {name: parts(batch.get(name))[0] for name in batch.keys() if is_ragged(batch.get(name))}
 
 
@@ -235,15 +243,15 @@ def _are_numbers(scored: DataProto) -> torch.Tensor:
 
 
 def is_faulted(reasons: torch.Tensor) -> torch.Tensor:
-    """Which rows (B,) a fault ended."""
+    """Which rows (B,) ended by a fault."""
     return reasons == FINISH_REASONS.index("fault")
 
 
-def left_alone(group: torch.Tensor, sample: torch.Tensor, unusable: torch.Tensor) -> torch.Tensor:
-    """Which rows (B,) are of the only usable sample of a group that had several.
+def is_without_peers(group: torch.Tensor, sample: torch.Tensor, unusable: torch.Tensor) -> torch.Tensor:
+    """Which rows (B,) belong to the only usable sample of a group that had several.
 
     >>> group, sample = torch.tensor([0, 0, 1, 2, 2]), torch.tensor([0, 1, 0, 0, 1])
-    >>> left_alone(group, sample, torch.tensor([True, False, False, False, False])).tolist()
+    >>> is_without_peers(group, sample, torch.tensor([True, False, False, False, False])).tolist()
     [False, True, False, False, False]
     """
     if not unusable.any():
@@ -257,7 +265,7 @@ def left_alone(group: torch.Tensor, sample: torch.Tensor, unusable: torch.Tensor
 
 
 def count_ends(reasons: torch.Tensor) -> dict[str, float]:
-    """How many rows were cut off at the limit of tokens, and how many ended by a fault."""
+    """Number of rows truncated at the token limit, and of those that ended by a fault."""
     counts = torch.bincount(reasons.long(), minlength=len(FINISH_REASONS)).tolist()
     of = dict(zip(FINISH_REASONS, map(float, counts), strict=True))
     return {"rollout/truncated_rows": of["length"], "rollout/faulted_rows": of["fault"]}

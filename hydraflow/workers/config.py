@@ -27,7 +27,7 @@ BOTH_GIVEN = no_effect_when(
 
 
 def saved_of(*more: str) -> Rule:
-    """What a checkpoint may hold, the weights among it."""
+    """The rule for checkpoint contents: model, and optionally these."""
     parts = ("model", "optimizer", "extra", *more)
     return Rule(
         f"must list model, and may list {', '.join(parts[1:])}",
@@ -37,15 +37,15 @@ def saved_of(*more: str) -> Rule:
 
 @dataclass
 class CheckpointConfig:
-    """Contents of a role's checkpoints."""
+    """Checkpoint contents of a role."""
 
     save_contents: list[str] = option(
         factory=lambda: ["model", "optimizer", "extra"], rule=saved_of("hf_model"), verl=("contents",)
     )
-    """Any of model (weights), optimizer, extra (schedule state), hf_model (full weights as a Hugging Face
-    directory)."""
+    """Contents to save: model (weights), optimizer, extra (schedule state), hf_model (full weights as a
+    Hugging Face directory)."""
     load_contents: list[str] = option(factory=lambda: ["model", "optimizer", "extra"], rule=saved_of())
-    """What a resumed run restores: model, and optionally optimizer and extra."""
+    """Contents that a resumed run restores: model, and optionally optimizer and extra."""
     async_save: bool = True
     """Asynchronous saving: copy the state to host memory and write it during training; false blocks until
     written."""
@@ -53,13 +53,13 @@ class CheckpointConfig:
 
 @dataclass
 class RouterReplayConfig:
-    """Which experts the tokens of a mixture go to in the update (routing replay)."""
+    """Routing replay for mixtures of experts."""
 
     mode: str = option("disabled", choices=("disabled", "R2", "R3"))
-    """R2: the experts that the tokens went to in the pass that computes the old log-probabilities, which then
-    always takes place. R3: those that they went to in the generation engine, in that pass, too. Their weights
-    are the router's new ones. disabled: the router chooses anew, so a token near the boundary of two experts
-    may look as if the policy had moved."""
+    """R2: the update replays each token's experts from the old-log-prob pass, which then always takes place.
+    R3: that pass and the update replay the experts from the generation engine. Router weights are always
+    recomputed. disabled: the router chooses freely, so a token near the boundary between experts may look as
+    if the policy had moved."""
 
 
 @dataclass

@@ -1,4 +1,4 @@
-"""The value model: what return each response token can expect, and its updates.
+"""The critic: value estimates per response token, and its updates.
 
 In: trajectories with `returns`. Out: `values`, metrics.
 """
@@ -29,7 +29,7 @@ class CriticSpec:
     critic: CriticConfig
     plan: RolePlan
     values: MicroPlan
-    """Micro-batches of the pass that only computes values."""
+    """Micro-batches of the value pass."""
     response_tokens: int
     """Longest response: the divisor of seq-mean-token-sum-norm."""
     total_steps: int

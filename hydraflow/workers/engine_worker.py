@@ -48,7 +48,7 @@ class EngineWorker(Worker):
         super().__init__(process)
         join_group(process)
         self.micro_batchers: list[MicroBatcher] = []
-        """Of all passes of the model."""
+        """Micro-batchers of all passes of the model."""
         device = process.device()
         self.engine: TrainEngine = TRAIN_ENGINES[strategy].load()(
             model, settings, optim, head=head, device=device, total_steps=total_steps, field=field, seed=seed
@@ -61,17 +61,16 @@ class EngineWorker(Worker):
         )
 
     def micro_batcher(self, plan: MicroPlan, what: str) -> MicroBatcher:
-        """The micro-batches of one kind of pass, to be kept; `what` names it in messages."""
+        """Creates the micro-batcher of one kind of pass; `what` names the pass in messages."""
         self.micro_batchers.append(MicroBatcher(plan, what))
         return self.micro_batchers[-1]
 
     def mesh_coordinates(self, mesh: str) -> Coordinates:
-        """Which share of a batch this process gets; results are collected from one process of each
-        share."""
+        """Which share of a batch this process gets; results come from one process of each share."""
         return self.engine.coordinates()
 
     def after_call(self) -> None:
-        """Makes room for the other roles of the device."""
+        """Offloads, to make room for the device's other roles."""
         self.engine.rest()
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)

@@ -1,4 +1,4 @@
-"""A model that learns from pairs of responses: a policy by direct preference, or a reward model.
+"""A model trained on pairs of responses: a policy (DPO, IPO) or a reward model.
 
 In: rows in pairs, the preferred one first, and for a policy their `ref_log_prob`. Out: metrics, or a score
 for each row.
@@ -28,7 +28,7 @@ class PairSpec(SFTSpec):
 
 
 class PairWorker(SFTWorker):
-    """One process of a model that learns from pairs."""
+    """One process of a model that is trained on pairs."""
 
     def __init__(self, process: ProcessContext, spec: PairSpec):
         super().__init__(process, spec, head=spec.objective.head)

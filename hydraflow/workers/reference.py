@@ -1,5 +1,5 @@
-"""The frozen policy that KL terms measure from. With LoRA it is the actor itself with its adapters
-disabled (`ActorWorker`).
+"""The frozen reference policy of KL terms. With LoRA it is the actor itself with its adapters disabled
+(`ActorWorker`).
 
 In: trajectories. Out: `ref_log_prob`.
 """

@@ -1,8 +1,8 @@
 """Scores responses with a reward function, in a pool of processes beside the training processes.
 
 In: trajectories with their row objects. Out: `score`, `acc`, `failed`, and on request `reward_baselines`,
-`reward_parts` and the decoded `text` and `prompt_text`. Left out on purpose: the token that a score belongs
-to (`advantage.py`).
+`reward_parts` and the decoded `text` and `prompt_text`. Left out on purpose: assigning scores to tokens
+(`advantage.py`).
 """
 
 from __future__ import annotations
@@ -20,22 +20,22 @@ from hydraflow.models.config import ModelSourceConfig
 from hydraflow.models.loading import load_tokenizer
 from hydraflow.protocol.batch import DataProto
 from hydraflow.protocol.ragged import rows
-from hydraflow.rewards.chosen import BY_SOURCE, uses
 from hydraflow.rewards.config import RewardConfig
 from hydraflow.rewards.functions import unknown_sources
 from hydraflow.rewards.pool import RewardPool, RewardResult, RewardRow, function_means
+from hydraflow.rewards.selection import BY_SOURCE, uses
 
 SCORED_WITH = ("data_source", "reward_model", "extra_info")
 """The row objects that scoring needs."""
 WHY_FAILED = "why_failed"
 """Key of the scores' meta_info: the first cause of a row that failed, or None."""
 PARTS = "parts"
-"""Key of a batch's meta_info: names of the function's numbers that are asked for besides the score."""
+"""Key of a batch's meta_info: names of the function's numbers that are needed besides the score."""
 FUNCTION_MEANS = "function_means"
 """Key of the scores' meta_info: the mean of each function of `reward.functions`, over rows that did not fail,
 by the name of its metric."""
 NO_FUNCTION = RewardResult(0.0, {"acc": math.nan})
-"""Of a row that no function scores."""
+"""The result of a row that no function scores."""
 WITH_TEXTS = "texts"
 """Key of a batch's meta_info that requests the decoded responses and prompts."""
 
@@ -67,11 +67,11 @@ class RewardWorker(Worker):
 
         `failed` marks the rows whose function raised or took too long, `meta_info[WHY_FAILED]` is the first
         cause, `meta_info[FUNCTION_MEANS]` the means of the functions. `greedy` has one response to the prompt
-        of each `group` of `batch`, in the order of the groups' numbers: their scores come as
+        of each `group` of `batch`, in the order of the group numbers: their scores are returned as
         `reward_baselines`, and a group whose greedy response failed has failed. With `meta_info[PARTS]` in
-        `batch` the numbers of these names come as `reward_parts`; a row without one of them has failed.
-        With `meta_info[WITH_TEXTS]` in `batch` the decoded responses and prompts of `sampled` come too, as
-        the object columns `text` and `prompt_text`.
+        `batch` the numbers of these names are returned as `reward_parts`; a row without one of them has
+        failed. With `meta_info[WITH_TEXTS]` in `batch` the decoded responses and prompts of `sampled` are
+        returned as the object columns `text` and `prompt_text`.
         """
         texts = self._decoded(sampled)
         results = [
@@ -116,14 +116,13 @@ class RewardWorker(Worker):
         return [NO_FUNCTION if row.data_source in unknown else next(scored) for row in rows]
 
     def _greedy(self, batch: DataProto, greedy: DataProto) -> tuple[list[RewardResult], torch.Tensor]:
-        """The results of the greedy responses, and for each row of `batch` (B,) which of them is of its
-        prompt."""
+        """Results of the greedy responses, and for each row of `batch` (B,) the index of its prompt's."""
         _, first, of_row = np.unique(batch.get("group").numpy(), return_index=True, return_inverse=True)
         asked = self._rows(batch.select_idxs(first), self._decoded(greedy))
         return self.pool.score(asked), torch.from_numpy(of_row)
 
     def _with_parts(self, result: RewardResult, names: Sequence[str]) -> RewardResult:
-        """The result; a failed one where its function has not returned all of these numbers."""
+        """The result, or a failed one if the function did not return all of these numbers."""
         missing = [name for name in names if name not in _numbers(result)]
         if not missing or result.failed is not None:
             return result

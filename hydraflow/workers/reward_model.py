@@ -1,7 +1,7 @@
 """The reward model: a frozen value model whose value after the last token is a response's score.
 
-In: trajectories. Out: `score`. Left out on purpose: models with a tokenizer of their own, for which
-conversations would have to be written anew; a run refuses them before it starts.
+In: trajectories. Out: `score`. Left out on purpose: models with a different tokenizer, which would need
+conversations to be re-tokenized; a run refuses them before it starts.
 """
 
 from __future__ import annotations
@@ -62,4 +62,4 @@ class RewardModelWorker(EngineWorker):
 
 
 REWARD_MODEL = "reward.reward_model.model"
-"""Where messages say that its model is: its key is this with `_path`."""
+"""Configuration path of the model for messages; the key is this with `_path`."""

@@ -1,9 +1,9 @@
 """Samples responses, with weights from the actor or from a model directory.
 
 In: prompts, one row each. Out: the samples of each, prompt by prompt: `prompts`, `responses`,
-`response_mask`, `rollout_log_probs`, `lengths`, `versions`, `replica`, `finish_reason`, and
-`routed_experts` if they are asked for. What is sampled
-depends on the seed, the epoch, the prompt's uid and the sample's number, never on the process that drew it.
+`response_mask`, `rollout_log_probs`, `lengths`, `versions`, `replica`, `finish_reason`, and `routed_experts`
+on request. Samples depend on the seed, the epoch, the prompt's uid and the sample's number, never on the
+process that drew them.
 """
 
 from __future__ import annotations
@@ -51,11 +51,11 @@ from hydraflow.protocol.coordinates import Coordinates
 from hydraflow.protocol.fields import FINISH_REASONS
 from hydraflow.protocol.ragged import from_parts, from_rows, parts, rows, take
 from hydraflow.weights.buckets import FlatBucket, Header
-from hydraflow.weights.line import LineBroken
+from hydraflow.weights.connection import ConnectionLost
 from hydraflow.weights.slots import OpenSlots
 from hydraflow.workers.joining import join_group
-from hydraflow.workers.weights_group import WeightsReceiver
-from hydraflow.workers.weights_line import sent_buckets
+from hydraflow.workers.weights_broadcast import WeightsReceiver
+from hydraflow.workers.weights_shared import sent_buckets
 from hydraflow.workers.weights_transfer import WAIT_SHARE, Received, receive_all
 
 
@@ -70,22 +70,22 @@ class RolloutSpec:
     max_tokens: int
     """Longest response."""
     seed: int
-    """First part of the key of every random draw."""
+    """First part of every random key."""
     tensor_parallel: int = 1
-    """Neighbouring ranks that have one engine together."""
+    """Tensor-parallel size: neighbouring ranks that share an engine."""
     section: str = "actor_rollout_ref.rollout"
-    """Where the configuration has `rollout`, and beside it `model`; for messages."""
+    """Configuration path of `rollout`, next to `model`; for messages."""
     routes: bool = False
     """Requests will ask for the experts of their tokens."""
     start_seconds: float = math.inf
-    """An engine's own process may take so long to start."""
+    """Start timeout, in seconds, of an engine with a process of its own."""
     adapters: AdapterLayers | None = None
-    """What the engine loads beside the weights; None: it gets merged weights."""
+    """Adapters that the engine applies itself; None: it gets merged weights."""
 
 
 @dataclass(frozen=True)
 class SamplingSpec:
-    """How prompts are sampled; travels as `meta_info["sampling"]`."""
+    """Sampling parameters; sent as `meta_info["sampling"]`."""
 
     n: int
     """Responses per prompt."""
@@ -100,21 +100,21 @@ class SamplingSpec:
     stop_token_ids: tuple[int, ...] = ()
     """Tokens that end it, besides the model's own."""
     routes: bool = False
-    """Also the experts of every token."""
+    """Also return the experts of every token."""
 
     @classmethod
     def of_training(cls, rollout: SamplingConfig, n: int, *, routes: bool = False) -> SamplingSpec:
-        """As `rollout` says."""
+        """The parameters of training."""
         stops = stop_strings(rollout.stop), tuple(rollout.stop_token_ids)
         return cls(n, rollout.temperature, rollout.top_k, rollout.top_p, *stops, routes)
 
     def greedy(self) -> SamplingSpec:
-        """One greedy response, with the same ends."""
+        """The same with one greedy response."""
         return replace(self, n=1, temperature=0.0, top_k=-1, top_p=1.0)
 
     @classmethod
     def of_validation(cls, rollout: RolloutConfig, n: int) -> SamplingSpec:
-        """As `rollout.val_kwargs` says."""
+        """The parameters of validation (`rollout.val_kwargs`)."""
         val = rollout.val_kwargs
         strings = rollout.stop if val.stop is None else val.stop
         tokens = rollout.stop_token_ids if val.stop_token_ids is None else val.stop_token_ids
@@ -149,7 +149,7 @@ class RolloutWorker(Worker):
         super().__init__(process)
         self.spec = spec
         self.replica = process.rank // spec.tensor_parallel
-        """Number of its engine."""
+        """Index of its engine."""
         if spec.tensor_parallel > 1:
             join_group(process, spec.tensor_parallel)
         engine_spec = EngineSpec(
@@ -171,15 +171,15 @@ class RolloutWorker(Worker):
         build = GENERATION_ENGINES[spec.rollout.name].load()
         self.engine: GenerationEngine = build(load_config(spec.model), engine_spec)
         self.version: int | None = None
-        """Of the weights: the training steps that made them."""
+        """Version of the weights: number of training steps."""
         self._has_base = False
-        """Whether the engine has ever got all weights, not only adapters for them."""
+        """Whether the engine has ever received base weights, not only adapters."""
         self.receiver: WeightsReceiver | None = None
         self.slots = OpenSlots()
         self.sleeps_beside: Sequence[str] = ()
-        """While it sleeps: the roles that work on its devices."""
+        """While it sleeps: the roles that use its devices."""
         self._open: dict[int, _OpenGroup] = {}
-        """What `advance` has in flight, by number."""
+        """Group number -> prompts that `advance` has in flight."""
 
     def mesh_coordinates(self, mesh: str) -> Coordinates:
         """The ranks of one engine get the same rows; the first of them answers."""
@@ -188,9 +188,9 @@ class RolloutWorker(Worker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
     def sync_from_actor(self, version: int) -> None:
-        """Loads the weights of the actor in this process, and calls them `version`."""
+        """Loads the weights of the actor in this process, as `version`."""
         actor = self.process.roles["actor"]
-        self.version = None  # until all of them are there
+        self.version = None  # until all of them have arrived
         self.engine.update_weights(actor.engine.weights())  # type: ignore[attr-defined]
         self.version = version
 
@@ -206,7 +206,7 @@ class RolloutWorker(Worker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, read_only=True)
     def first_difference_from_actor(self) -> str | None:
-        """The first tensor that is not the one of the actor in this process; None: all are."""
+        """The first tensor that differs from the actor's in this process; None: there is none."""
         actor = self.process.roles["actor"]
         return first_difference(self._held(), actor.engine.weights())  # type: ignore[attr-defined]
 
@@ -217,10 +217,10 @@ class RolloutWorker(Worker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False, read_only=True)
     def read_weights(self, place: str, compare: bool) -> Received | None:
-        """Loads the weights that the actor's rank 0 shares with this node at a place; after the last bucket
-        they are those of its version. Or compares them with those that are held. None: not all have arrived.
+        """Loads the weights that the actor's rank 0 shares at an address of this node; the version is set
+        after the last bucket. Or compares them with the held ones. None: not all have arrived.
 
-        GuardStop when a bucket has checksums, and that of what is held after loading is another one.
+        GuardStop when a checksum of the loaded weights differs from the bucket's.
         """
         me, seconds = (self.process.rank, self.process.device_type), WAIT_SHARE * self.process.timeout_s
         with closing(sent_buckets(place, *me, seconds, self.slots)) as buckets:
@@ -228,9 +228,9 @@ class RolloutWorker(Worker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False, resend=False)
     def join_weights_group(self, address: str, port: int, ranks: Sequence[int], on_device: bool) -> bool:
-        """Joins the group in which the actor broadcasts weights to these ranks, between devices or their
-        hosts; whether all of it have."""
-        self.receiver = None  # the group before it
+        """Joins the group in which the actor broadcasts weights to these ranks, between devices or hosts;
+        returns whether all members have joined."""
+        self.receiver = None  # releases the previous group
         device = self.process.device() if on_device else torch.device("cpu")
         number, size = 1 + ranks.index(self.process.rank), 1 + len(ranks)
         self.receiver = WeightsReceiver.join(
@@ -240,7 +240,7 @@ class RolloutWorker(Worker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False, read_only=True, resend=False)
     def receive_weights(self, compare: bool) -> Received | None:
-        """As `read_weights`, of what the actor broadcasts in the group that was joined."""
+        """As `read_weights`, for a broadcast in the joined group."""
         if self.receiver is None:
             return None
         return receive_all(self.receiver.buckets(), partial(self._take, compare))
@@ -251,14 +251,14 @@ class RolloutWorker(Worker):
             found = first_difference(self._held(), bucket.weights())
         else:
             self._load(bucket)
-        finish_work(self.process.device_type)  # the bucket's memory is no longer read
+        finish_work(self.process.device_type)  # the bucket's memory is no longer in use
         return found
 
     def _load(self, bucket: FlatBucket) -> None:
         header = bucket.header
         adapters_alone = header.number == 0 and all(is_adapter(entry.name) for entry in header.entries)
         if adapters_alone and not self._has_base:
-            raise LineBroken("a process that took the place of another has no base weights for adapters")
+            raise ConnectionLost("a replacement process has no base weights for adapters")
         self.version, self.sleeps_beside = None, ()
         self.engine.update_weights(bucket.weights(), first=header.number == 0, last=header.last)
         if header.checksums and (differing := self._differing(header)):
@@ -270,13 +270,13 @@ class RolloutWorker(Worker):
             self.version, self._has_base = header.version, True
 
     def _held(self) -> Mapping[str, torch.Tensor]:
-        """The weights of an engine that gives them back; others are never asked (`config.Engine`)."""
+        """The weights of a readable engine; others are never asked (`config.Engine`)."""
         assert isinstance(self.engine, ReadableEngine)
         return self.engine.held()
 
     def _differing(self, header: Header) -> str:
-        """The first weight that is not held as it was sent; "" where all processes of the engine hold all of
-        them."""
+        """The first weight that differs from what was sent, on any process of the engine; "" if there is
+        none."""
         found = next(iter(header.differing(self._held())), "")
         if self.spec.tensor_parallel > 1:
             somewhere = process_group.all_reduce(torch.tensor([bool(found)]), "max").any()
@@ -285,7 +285,7 @@ class RolloutWorker(Worker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def sleep(self, beside: Sequence[str]) -> None:
-        """Gives back the memory of the weights until new ones come, for other roles that work on the same
+        """Releases the memory of weights and caches until new weights arrive, for other roles on the same
         devices."""
         self.engine.sleep()
         self.slots.close()
@@ -293,9 +293,8 @@ class RolloutWorker(Worker):
 
     @register(dispatch_mode=mesh_mode("rollout"), blocking=False, read_only=True)
     def generate(self, batch: DataProto) -> DataProto:
-        """Samples as `meta_info["sampling"]` says. `meta_info["visit"]` is the second part of the key of
-        every random draw: the epoch, negative for validation. GuardStop when the weights are not of
-        `meta_info["version"]`.
+        """Samples with `meta_info["sampling"]`. `meta_info["visit"]` is the second part of every random key:
+        the epoch, negative for validation. GuardStop when the weights are not of `meta_info["version"]`.
         """
         promised = self._require_version(batch)
         sampling_spec: SamplingSpec = batch.meta_info["sampling"]
@@ -310,10 +309,10 @@ class RolloutWorker(Worker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False, read_only=True, resend=False)
     def advance(self, batch: DataProto | None, to_the_end: bool) -> DataProto | None:
-        """Takes more prompts, if there are any, and samples on until all samples of some prompt are there, or
-        `to_the_end`: until all are. Returns the trajectories of the prompts that have ended, as `generate`
-        does; `meta_info["groups"]` has their numbers, which were in the column `group`. None from the
-        processes of an engine that do not answer for it. GuardStop as in `generate`.
+        """Adds prompts, if any, and continues sampling until some prompt is complete, or with `to_the_end`
+        until all are. Returns the trajectories of the complete prompts, as `generate` does;
+        `meta_info["groups"]` lists their numbers from the column `group`. None from processes that do not
+        answer for their engine. GuardStop as in `generate`.
         """
         if batch is not None:
             self._submit(batch)
@@ -330,14 +329,14 @@ class RolloutWorker(Worker):
         output = output_of([one for group in done for one in group.ordered()])
         prompts = from_rows([group.prompt for group in done])
         samples = [group.samples for group in done]
-        assert self.version is not None, "it was compared when the prompts came"
+        assert self.version is not None, "the version was compared when the prompts arrived"
         sampled = _trajectories(prompts, samples, output, self.version, self.replica)
         sampled.meta_info["groups"] = ended
         return sampled
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False, resend=False)
     def abandon(self) -> None:
-        """Ends what `advance` has in flight."""
+        """Aborts everything that `advance` has in flight."""
         names = [f"{number}-{sample}" for number, group in self._open.items() for sample in group.left()]
         self.engine.abort(names)
         self._open = {}
@@ -355,7 +354,7 @@ class RolloutWorker(Worker):
         self.engine.submit(requests)
 
     def _require_version(self, batch: DataProto) -> int:
-        """The version that the batch promises; GuardStop when the weights are of another."""
+        """The version that the batch requires; GuardStop when the weights have another."""
         promised: int = batch.meta_info["version"]
         if self.version != promised:
             held = "none that are complete" if self.version is None else f"those of version {self.version}"
@@ -381,7 +380,7 @@ class RolloutWorker(Worker):
 
 
 def _stop_tokenizer(spec: RolloutSpec) -> TokenizersBackend | None:
-    """None where no response ends at a string."""
+    """The tokenizer for stop strings; None: there are none."""
     if not every_stop_string(spec.rollout):
         return None
     field = f"{spec.section.removesuffix('rollout')}model"

@@ -1,4 +1,4 @@
-"""A model that learns from conversations, on the same engine as the policy.
+"""A model that is trained on conversations, with the same engine as the policy.
 
 In: conversations as `prompts`, `responses` and a `response_mask` that selects the trained tokens. Out:
 metrics.

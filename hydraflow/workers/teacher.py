@@ -1,10 +1,9 @@
 """A frozen model that judges the policy's samples (on-policy distillation).
 
-In: trajectories. Out: `teacher_log_probs` of the sampled tokens, for estimates of the KL; or for divergences
-over the vocabulary `target_tokens` and `teacher_top_log_probs`: at each place the sampled token, which the
-policy loss is about, and after it the teacher's likeliest ones. Only ids that the policy's output has are
-among these: models of one family fill up their vocabularies differently. Left out on purpose: divergences
-(`algorithms/divergence.py`).
+In: trajectories. Out: `teacher_log_probs` of the sampled tokens, for KL estimates; or, for divergences over
+the vocabulary, `target_tokens` and `teacher_top_log_probs`: at each position the sampled token, for the
+policy loss, followed by the teacher's top-k. Only ids that the policy's output has are included: models of
+one family pad their vocabularies differently. Left out on purpose: divergences (`algorithms/divergence.py`).
 """
 
 from __future__ import annotations
@@ -33,13 +32,13 @@ class TeacherSpec:
     """Constructor arguments of a TeacherWorker."""
 
     frozen: ReferenceSpec
-    """Its model, and how it computes."""
+    """The teacher's model and engine."""
     policy: ModelConfig
-    """Whose samples it judges."""
+    """The policy's model, which provides the vocabulary."""
     over_vocabulary: bool = False
-    """Whether a divergence over the vocabulary needs its likeliest tokens."""
+    """Whether to return the top-k for a divergence over the vocabulary."""
     most: int | None = None
-    """How many of them; None: the whole vocabulary."""
+    """Top-k; None: the whole vocabulary."""
 
 
 class TeacherWorker(ReferenceWorker):
@@ -70,5 +69,5 @@ class TeacherWorker(ReferenceWorker):
 
 
 def vocabulary_of(described: PreTrainedConfig) -> int:
-    """Tokens that the output of a model has."""
+    """Vocabulary size of a model's output."""
     return int(described.get_text_config().vocab_size)

@@ -32,10 +32,10 @@ from hydraflow.workers.engine_worker import DATA_RANKS, EngineWorker
 from hydraflow.workers.skipping import SkipGuard, SkipLimits
 
 ROWS_PER_RANK = "rows_per_rank"
-"""Key of a batch's meta_info: for each mini-batch, the rows of every data rank."""
+"""Key of a batch's meta_info: for each mini-batch, its number of rows on each data rank."""
 
 Change = Callable[[DataProto], tuple[DataProto, dict[str, Metric]]]
-"""Changes a mini-batch before its optimizer step: its mask, or columns that the loss reads."""
+"""Changes a mini-batch before its optimizer step: its mask, or columns for the loss."""
 LossFactory = Callable[[Denominators, bool], LossFn]
 """Builds a mini-batch's loss from its denominators; the flag marks the first optimizer step of a training
 step."""
@@ -43,11 +43,11 @@ step."""
 
 @dataclass(frozen=True)
 class UpdateLoss:
-    """What the optimizer steps of one training step minimise."""
+    """The loss of one training step's optimizer steps."""
 
     make: LossFactory
     ask: Ask = LOG_PROBS
-    """What the loss needs of the model."""
+    """Model outputs that the loss needs."""
     changes: Sequence[Change] = ()
 
 
@@ -67,7 +67,7 @@ class TrainedWorker(EngineWorker):
 
     @abstractmethod
     def update_loss(self, facts: Mapping[str, Any], step: int) -> UpdateLoss:
-        """What training step `step` minimises; `facts` are the meta_info of its rows."""
+        """The loss of training step `step`; `facts` are the meta_info of its rows."""
 
     @register(dispatch_mode=DATA_RANKS, blocking=False, read_only=True, padding=False)
     def update(self, batch: DataProto, step: int) -> dict[str, Metric]:
@@ -85,7 +85,7 @@ class TrainedWorker(EngineWorker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def skip_step(self) -> None:
-        """A training step without a row to train on: only the learning rate moves on."""
+        """A training step without trainable rows: only advances the learning rate."""
         self.engine.lr_step()
 
     @register(dispatch_mode=Dispatch.RANK_ZERO)
@@ -134,12 +134,10 @@ class Learner:
             if loss.changes:
                 [counts] = global_denominators(self.engine, [rows])
                 if not counts.tokens:
-                    continue  # momentum and weight decay would still move the weights
-            of_mini_batch = loss.make(counts, number == 0)
+                    continue  # a step without a gradient would still apply momentum and weight decay
+            loss_fn = loss.make(counts, number == 0)
             with span("gradient"):
-                of_rows.append(
-                    self.engine.forward_backward_rows(rows, self.micro_batcher, of_mini_batch, loss.ask)
-                )
+                of_rows.append(self.engine.forward_backward_rows(rows, self.micro_batcher, loss_fn, loss.ask))
             with span("optimizer_step"):
                 of_steps.append(self.engine.optimizer_step())
             facts = reductions.values(of_rows[-1]) | of_steps[-1]
@@ -151,7 +149,14 @@ class Learner:
                 facts=facts,
             )
         self.engine.lr_step()
-        found = merge([*of_rows, *(_step_metrics(of_step, self.prefix) for of_step in of_steps)])
+        return self._metrics(of_rows, of_steps)
+
+    def _metrics(
+        self, of_rows: Sequence[dict[str, Metric]], of_steps: Sequence[dict[str, float]]
+    ) -> dict[str, Metric]:
+        """Metrics of a training step, averaged over its optimizer steps."""
+        steps = [_step_metrics(of_step, self.prefix) for of_step in of_steps]
+        found = merge([*of_rows, *steps])
         skipped, taken = sum(of_step["skipped"] for of_step in of_steps), max(1, len(of_steps))
         per_step = {
             name: replace(metric, value=metric.value / taken) if metric.how == "sum" else metric
@@ -178,7 +183,7 @@ def _mini_batches(batch: DataProto, planned: int) -> list[DataProto]:
 
 
 def _dead_rows_untrained(batch: DataProto) -> DataProto:
-    """The batch with a mask of 0 in its dead rows: they fill up where rows do not divide by the ranks."""
+    """The batch with a zero mask in its dead rows, which only pad the ranks' shares."""
     if "live" not in batch.keys():
         return batch
     mask, lengths = parts(batch.get("response_mask"))

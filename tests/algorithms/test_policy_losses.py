@@ -21,7 +21,7 @@ from hydraflow.algorithms.policy_loss import vanilla
 from hydraflow.algorithms.token_terms import TokenInputs
 from hydraflow.protocol import ragged
 from hydraflow.protocol.batch import DataProto
-from hydraflow.workers.choosing import Chooser
+from hydraflow.workers.token_selection import TokenSelector
 
 
 def make_tokens(seed: int, rows: int = 6, length: int = 7) -> TokenInputs:
@@ -177,10 +177,10 @@ def test_draws_differ_between_optimizer_steps_and_training_steps(scores):
     taken = []
     for step in (1, 1, 2):
         engine = RankEngine(0, 1, {}, threading.Barrier(1))
-        chooser = Chooser(
+        selector = TokenSelector(
             lambda cov, draws: (scores(draws), 0.1), engine, lambda rows: rows.get("advantages"), (0, step)
         )
-        taken += [chooser(hundred_tokens())[0].get("chosen_tokens") for _ in range(2)]
+        taken += [selector(hundred_tokens())[0].get("chosen_tokens") for _ in range(2)]
     chosen = [frozenset(column.values().nonzero()[:, 0].tolist()) for column in taken]
     assert all(len(one) == 10 for one in chosen)
     assert chosen[0] == chosen[2] and chosen[1] == chosen[3] and len(set(chosen)) == 4

@@ -34,8 +34,8 @@ from hydraflow.algorithms.sft_loss import SFTLoss
 from hydraflow.protocol import ragged
 from hydraflow.protocol.batch import DataProto
 from hydraflow.protocol.coordinates import Coordinates
-from hydraflow.workers.choosing import Chooser
 from hydraflow.workers.correcting import Corrector
+from hydraflow.workers.token_selection import TokenSelector
 
 B, R = 6, 5
 SCALE = 16.0
@@ -193,7 +193,7 @@ def with_choice(loss_mode: str, rows, ranks: list[Split]):
         return rows
     keys = PolicyLossConfig(clip_cov_ratio=0.2, clip_cov_lb=0.05, clip_cov_ub=1.0, kl_cov_ratio=0.3)
     choice = POLICY_LOSSES[loss_mode].chooses.bound(keys)
-    return changed(rows, ranks, lambda engine: Chooser(choice, engine, current_log_probs, (1, 7)))[0]
+    return changed(rows, ranks, lambda engine: TokenSelector(choice, engine, current_log_probs, (1, 7)))[0]
 
 
 def assert_same(one, other, tolerance: float) -> None:

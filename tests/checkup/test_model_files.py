@@ -113,7 +113,7 @@ def test_a_missing_shard_stops_the_doctor_s_table(model: Path, data: Path) -> No
     shards(model)
     (model / "model-00001-of-00002.safetensors").unlink()
     [found] = look(model, data)
-    assert found.state is State.PROBLEM and found.remedy == "download the model again, all of it"
+    assert found.state is State.PROBLEM and found.remedy == "download the complete model again"
 
 
 def test_a_shard_that_is_cut_off(tmp_path: Path) -> None:
@@ -226,7 +226,7 @@ def test_a_tokenizer_larger_than_the_model(model: Path, data: Path) -> None:
     vocabulary, _ = findings(CheckContext(configured(model, data)), "model and tokenizer")
     assert vocabulary.state is State.PROBLEM
     # Both count padding and end: 39 characters, where the model has 15.
-    assert "the tokenizer has 41 tokens, the model 17: the last 24" in vocabulary.evidence
+    assert "the tokenizer has 41 tokens, the model 17: the ids of the last 24" in vocabulary.evidence
 
 
 def test_a_directory_without_a_tokenizer_is_reported_once(model: Path, data: Path) -> None:

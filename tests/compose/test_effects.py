@@ -289,7 +289,7 @@ def test_machines_to_plan_for_are_without_effect_in_a_run():
     _, command = load_command("ppo", PPOConfig, [*OWN, "cluster.nodes=4", "algorithm.adv_estimator=grpo"])
     assert command.notes == (
         (
-            "cluster.nodes=4: has no effect: it describes machines for python -m hydraflow.plan; a run takes"
-            " those of trainer.*"
+            "cluster.nodes=4: has no effect: it describes machines for python -m hydraflow.plan; a run reads"
+            " trainer.*"
         ),
     )

@@ -6,6 +6,8 @@ import pytest
 from hydraflow.compose.judges import judge, missing
 from hydraflow.compose.loading import load_command
 from hydraflow.errors import ConfigError
+from hydraflow.options import walk
+from hydraflow.plan import Planning
 from hydraflow.schema import EvalConfig, GenerateConfig, PPOConfig, SFTConfig
 
 MACHINES = ["cluster=h100", "cluster.nodes=64"]
@@ -81,3 +83,14 @@ def test_files_that_a_run_does_not_read_need_not_be_there(tmp_path):
     ]
     (tmp_path / "val.jsonl").touch()
     judged(*words, f"{MODEL}=org/name", f"data.val_files={tmp_path}/val.jsonl")
+
+
+CHOICES = [leaf.key for leaf in walk(PPOConfig()) if leaf.option.rule and leaf.option.rule.choices]
+
+
+@pytest.mark.parametrize("key", CHOICES)
+def test_a_choice_that_does_not_exist_is_told_and_no_judge_looks_it_up(key):
+    given = [f"{key}={['nope'] if key == 'trainer.logger' else 'nope'}", "global_profiler.steps=[2]"]
+    with pytest.raises(ConfigError) as caught:
+        load_command("ppo", PPOConfig, given, judges=(judge, Planning().judge))
+    assert key in [problem.field for problem in caught.value.problems]

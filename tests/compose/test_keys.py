@@ -4,8 +4,9 @@ from typing import Any
 
 import pytest
 
-from hydraflow.compose.keys import accepts, fitted, known_keys, nearest_keys, type_words
+from hydraflow.compose.keys import accepts, fitted, known_keys, nearest_keys, type_words, unknown_key
 from hydraflow.compose.tree import check, value_problems
+from hydraflow.compose.verl import suggested
 from hydraflow.schema import EvalConfig, GenerateConfig, PPOConfig, SFTConfig
 
 
@@ -61,6 +62,31 @@ def test_nearest_keys_by_whole_path_and_by_last_name():
     assert set(nearest_keys(PPOConfig, "optim.lr")) == {"critic.optim.lr", "actor_rollout_ref.actor.optim.lr"}
     assert nearest_keys(PPOConfig, "zzz") == []
     assert len(nearest_keys(PPOConfig, "ppo_micro_batch_size_per_gpu")) == 3
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "remedy"),
+    [
+        ("actor_rollout_ref.rollout.nme", "vllm", "actor_rollout_ref.rollout.name=vllm"),
+        ("data.train_bach_size", "many", "data.train_batch_size=<a whole number>"),
+        ("trainer.critic_warmp", 1e3, "trainer.critic_warmup=1000.0"),
+        ("trainer.val_before_trian", "no", "trainer.val_before_train=no"),
+        ("teachers.math", "/path", "distillation.teachers.math=/path"),
+        (
+            "data.apply_chat_template_kwarg.enable_thinking",
+            False,
+            "data.apply_chat_template_kwargs.enable_thinking=false",
+        ),
+    ],
+)
+def test_the_keys_suggested_take_the_value(key, value, remedy):
+    assert suggested(PPOConfig, unknown_key(PPOConfig, key, value), value).remedy.split(" or ")[0] == remedy
+
+
+def test_no_key_is_suggested_that_does_not_take_the_value():
+    problem = unknown_key(PPOConfig, "actor_rollout_ref.rollout.nme", "vllm")
+    assert problem.remedy == "actor_rollout_ref.rollout.name=vllm"
+    assert " or " in unknown_key(PPOConfig, "actor_rollout_ref.rollout.nme", 4).remedy
 
 
 def test_a_tree_is_checked_whole():

@@ -11,6 +11,7 @@ from hydraflow.errors import ConfigError
 from hydraflow.schema import GenerateConfig, PPOConfig, SFTConfig
 
 ROLLOUT = "actor_rollout_ref.rollout"
+SAVED = "actor_rollout_ref.actor.checkpoint.save_contents"
 
 
 @pytest.mark.parametrize(
@@ -68,6 +69,15 @@ def test_other_entry_points_know_verls_names():
         ("~data.shufle", "~data.shufle: there is no such key to delete\n      -> ~data.shuffle"),
         ("trainer.seed=${nope}", "trainer.seed=${nope}: Interpolation key 'nope' not found\n      -> "),
         ("data.train_batch_size", "is not key=value\n      -> data.train_batch_size=1024"),
+        ("data.train_batch_size==32", "has more than one =\n      -> data.train_batch_size=32"),
+        ("data.train_batch_size=64,128", "-> data.train_batch_size=64 for one value, or --multirun"),
+        ("data.train_files=[a,b", "its [ is not closed\n      -> 'data.train_files=[a,b]'"),
+        ("data.val_files=['']", "data.val_files=['']: must be a file or a list of files"),
+        ('data.train_files="[/a,/b]"', "data.train_files=[/a,/b]: must be a file or a list of files"),
+        ("d\u0430ta.shuffle=true", "\u0430 (U+0430) is no letter of a key\n      -> data.shuffle=true"),
+        ("algorithm.adv_estimator=GRPO", "-> algorithm.adv_estimator=grpo"),
+        ("actor_rollout_ref.actor.use_kl_loss=1", "-> actor_rollout_ref.actor.use_kl_loss=true"),
+        (f"{SAVED}=model", f"must be a list of text, not text\n      -> {SAVED}=[model]"),
         ("data.nope", "is not key=value\n      -> --help lists every key"),
     ],
 )
@@ -75,6 +85,23 @@ def test_a_word_that_hydra_cannot_take_has_a_remedy(word, expected):
     with pytest.raises(ConfigError) as refused:
         load("ppo", PPOConfig, [word])
     assert expected in str(refused.value)
+
+
+def test_spaces_around_the_sign_are_one_problem():
+    with pytest.raises(ConfigError) as refused:
+        load("ppo", PPOConfig, ["trainer.seed=2", "data.train_batch_size", "=", "32"])
+    [problem] = refused.value.problems
+    expected = "data.train_batch_size = 32: has spaces around its =\n      -> data.train_batch_size=32"
+    assert str(problem) == expected
+
+
+@pytest.mark.parametrize(
+    ("key", "value"), [("actor_rollout_ref.actor.loss_agg_mode", "token_mean"), (SAVED, "[weights]")]
+)
+def test_a_key_that_follows_another_is_not_refused_beside_it(key, value):
+    with pytest.raises(ConfigError) as refused:
+        load("ppo", PPOConfig, [f"{key}={value}", "algorithm.adv_estimator=gae"])
+    assert [problem.field for problem in refused.value.problems] == [key]
 
 
 @pytest.mark.parametrize(

@@ -308,7 +308,7 @@ def test_rollout_corrections_as_in_verl_are_legal(given):
         (
             {"rollout_rs": "seq_max_k2", "rollout_rs_threshold": "0.5_2.0"},
             "rollout_rs_threshold",
-            "seq_max_k2 has no lower bound",
+            "seq_max_k2 takes no lower bound",
         ),
         (
             {"rollout_rs": "token_k1", "rollout_rs_threshold": "2;3"},

@@ -226,7 +226,7 @@ def test_torchrun_is_left_out(monkeypatch):
     with pytest.raises(ConfigError) as refused:
         load_command("sft", SFTConfig, OWN)
     assert [str(problem) for problem in refused.value.problems] == [
-        "torchrun: has started this 16 times; one process is enough, and starts the others\n"
+        "torchrun: has started this 16 times; start it once, it starts its own workers\n"
         "      -> python -m hydraflow.main_sft ... trainer.nnodes=2 trainer.n_gpus_per_node=8"
     ]
     load_command("sft", SFTConfig, OWN, tolerant=True)

@@ -191,7 +191,7 @@ def test_an_answer_that_does_not_arrive_has_a_limit(monkeypatch: pytest.MonkeyPa
     )
     with pytest.raises(
         WorkerError,
-        match="actor rank 1 on node there failed in update: its answer is ready, but does not arrive",
+        match="actor rank 1 on node there failed in update: its answer is ready but does not arrive",
     ):
         calls.settle({1: ref})  # type: ignore[dict-item]
     assert asked == [7.0, FETCH] and group.error is not None

@@ -143,7 +143,7 @@ def test_a_short_file_takes_little_memory(tmp_path: Path, opcode: bytes) -> None
 def test_an_index_without_end_is_not_read(tmp_path: Path) -> None:
     os.truncate(write_index(tmp_path, b"") / INDEX, 2**40)
     with pytest.raises(
-        ConfigError, match="is no index of a distributed checkpoint: it has 1099511627776 bytes"
+        ConfigError, match="is not the index of a distributed checkpoint: it has 1099511627776 bytes"
     ):
         read_index(tmp_path)
 

@@ -35,7 +35,7 @@ def test_modules_that_are_there(tiny: str, targets: object, head: str) -> None:
         ),
         ("*proj", "names no linear layer of this model (nothing to repeat at position 0); they are q_proj"),
         (["norm"], "names no linear layer of this model"),
-        (["embed_tokens"], "embeddings get no adapters"),
+        (["embed_tokens"], "embeddings cannot have adapters"),
     ],
 )
 def test_modules_that_are_not_there(tiny: str, targets: object, rule: str) -> None:

@@ -91,13 +91,13 @@ def test_safe_defaults_of_mixtures() -> None:
 @pytest.mark.parametrize(
     ("overrides", "said"),
     [
-        ({"moe_grouped_gemm": True}, "the experts are the engine's own"),
+        ({"moe_grouped_gemm": True}, "the engine has its own experts"),
         (
             {"moe_token_dispatcher_type": "flex"},
-            "only alltoall exchanges tokens of lines whose lengths differ",
+            "only alltoall supports lines of different lengths",
         ),
-        ({"moe_enable_deepep": True}, "only alltoall exchanges tokens of lines whose lengths differ"),
-        ({"moe_z_loss_coeff": 0.01}, "the gradient would depend on how rows are cut into micro-batches"),
+        ({"moe_enable_deepep": True}, "only alltoall supports lines of different lengths"),
+        ({"moe_z_loss_coeff": 0.01}, "the gradient would depend on how rows are split into micro-batches"),
         ({"moe_aux_loss_coeff": 0.01}, f"-> {SECTION}.megatron.moe_aux_loss_coeff=0.01"),
         ({"moe_router_bias_update_rate": 0.1}, f"-> {SECTION}.megatron.moe_router_bias_update_rate=0.1"),
         ({"moe_permute_fusion": True}, f"-> {SECTION}.megatron.moe_permute_fusion=true"),
@@ -123,7 +123,7 @@ def test_speed_and_losses_of_mixtures_are_refused_with_the_reason(
         (
             MIXTURE,
             {"moe_aux_loss_coeff": 0.1, "override_transformer_config": {"recompute_modules": ["moe"]}},
-            "experts that are computed again alone do not know the rows of",
+            "experts that are recomputed on their own do not know the rows of",
         ),
     ],
 )
@@ -234,7 +234,7 @@ def test_what_the_engine_relies_on_is_refused(name: str) -> None:
     ("overrides", "said"),
     [
         ({"use_distributed_optimizer": False}, f"-> {SECTION}.megatron.use_distributed_optimizer=false"),
-        ({"average_in_collective": True}, "gradients are summed and never divided"),
+        ({"average_in_collective": True}, "gradients are summed and never averaged"),
         ({"pad_buckets_for_high_nccl_busbw": "no"}, "must be true or false"),
         ({"bucketsize": 1}, "Megatron-Core has no such argument"),
     ],

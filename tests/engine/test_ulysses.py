@@ -13,7 +13,7 @@ import transformers
 from engine import oom_jobs, ulysses_jobs
 from engine import rank_jobs as jobs
 from engine.pool import Ranks
-from engine.test_own_numbers import GROUPED, PADDED, SIZES, saved
+from engine.test_parity import GROUPED, PADDED, SIZES, saved
 
 from hydraflow.batch_plan.parts import MicroPlan
 from hydraflow.engine.config import WrapPolicyConfig

@@ -26,7 +26,7 @@ from hydraflow.generation.config import RolloutConfig
 from hydraflow.generation.native import NativeEngine, build
 from hydraflow.generation.weights import first_difference
 from hydraflow.protocol import ragged
-from hydraflow.weights.buckets import BucketMemory, Cut, FlatBucket, Weight, cut
+from hydraflow.weights.buckets import BucketMemory, BucketOptions, FlatBucket, Weight, into_buckets
 from scripts.tiny_types import save_tiny, tiny_config
 
 VOCABULARY = 23
@@ -293,8 +293,8 @@ def weights(model: PreTrainedModel) -> dict[str, Tensor]:
 
 def in_buckets(model: PreTrainedModel, max_bytes: int = 10**6) -> list[list[Weight]]:
     """The weights of each bucket."""
-    how = Cut(1, max_bytes, torch.float32, checked=False)
-    parts = cut(weights(model).items(), how)
+    how = BucketOptions(1, max_bytes, torch.float32, checked=False)
+    parts = into_buckets(weights(model).items(), how)
     flat = [FlatBucket.of(*part, BucketMemory(torch.device("cpu"))) for part in parts]
     return [list(bucket.weights()) for bucket in flat]
 

@@ -4,6 +4,7 @@ recorded contract and really samples."""
 from __future__ import annotations
 
 import copy
+import http.client
 import os
 import signal
 import tempfile
@@ -17,6 +18,7 @@ from typing import Any
 import psutil
 import pytest
 import torch
+import yaml
 from generation.stand_in import Installed, installed
 from generation.test_native import CONFIGS, END, expected_log_probs, in_buckets, make, rows, weights
 from generation.test_requests import drained, single
@@ -328,6 +330,24 @@ def test_it_takes_a_while_to_become_healthy(hollow: Installed) -> None:
     assert len(hollow.processes()) == 2 and len(folders() - before) == 1
     engine.close()
     assert hollow.processes() == [] and folders() == before
+
+
+def test_it_answers_nobody_without_its_key_which_no_command_line_has(hollow: Installed) -> None:
+    before = folders()
+    hollow.goes_wrong(hollow=True)
+    engine = build()
+    (folder,) = folders() - before
+    key = yaml.safe_load((folder / "server.yaml").read_text())["api-key"]
+    assert folder.stat().st_mode & 0o777 == 0o700 and len(key) == 64
+    lines = [psutil.Process(pid).cmdline() for pid in [os.getpid(), *hollow.processes()]]
+    assert not [words for words in lines if key in " ".join(words)]
+    for given in ({}, {"Authorization": f"Bearer {key[:-1]}x"}):
+        connection = http.client.HTTPConnection("127.0.0.1", engine._server._port, timeout=30)
+        connection.request("POST", "/flush_cache", "{}", given)
+        assert connection.getresponse().status == 401
+        connection.close()
+    engine._server.post("/flush_cache", {})
+    engine.close()
 
 
 def test_one_that_does_not_become_healthy_is_ended(hollow: Installed) -> None:

@@ -499,7 +499,10 @@ def test_weights_that_could_not_be_compared_are_refused_at_once() -> None:
     latent = DeepseekV3Config(**larger, q_lora_rank=None, kv_lora_rank=16)
     for config, words in (
         (by_transformers, "Olmo2ForCausalLM [^\n]* transformers' own class"),
-        (latent, "DeepseekV3ForCausalLM [^\n]* attention .MLA. do not follow new weights\n"),
+        (
+            latent,
+            "DeepseekV3ForCausalLM [^\n]* attention .MLA. caches products of weights, which would go stale\n",
+        ),
     ):
         process = EngineProcess(config)
         with pytest.raises(RuntimeError, match=rf"vllm: vLLM does not hold [^\n]*{words}(?s:.*)name=native"):

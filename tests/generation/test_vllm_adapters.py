@@ -135,9 +135,9 @@ def test_it_keeps_the_base_weights_while_it_sleeps(
 def test_a_number_that_vllm_knows_is_refused(
     process: EngineProcess, base: PreTrainedModel, adapters: list[Adapter]
 ) -> None:
-    """It would go on with the old adapter."""
+    """It would keep the old adapter."""
     send(process, dict(weights(base)), adapters[0])
-    with pytest.raises(RuntimeError, match=r"vLLM has an adapter \d+ already, and would go on with it"):
+    with pytest.raises(RuntimeError, match=r"vLLM already has an adapter \d+ and would keep it"):
         process.run(number_again, list(adapters[1].items()))
     with pytest.raises(RuntimeError, match="failed half-way"):
         process.run(generate, request_of([3]), GREEDY)

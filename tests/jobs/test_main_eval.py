@@ -130,7 +130,7 @@ def test_a_function_of_ones_own_and_rows_that_fail(tmp_path: Path, caplog: pytes
             [{"data_source": "arithmetic", "reward_model": {"ground_truth": "1"}}],
             "has no value in column responses",
         ),
-        ([row("002", source="my/own")], "data_source=my/own: no built-in reward function is for it"),
+        ([row("002", source="my/own")], "data_source=my/own: has no built-in reward function"),
     ],
 )
 def test_rows_that_cannot_be_scored(rows: list[dict], words: str, tmp_path: Path) -> None:

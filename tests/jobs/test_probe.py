@@ -59,7 +59,7 @@ def test_a_process_with_other_weights_is_named_and_the_first_of_them(
     with pytest.raises(GuardStop) as stopped:
         PPOJob(config(tmp_path, recipe_cache)).run()
     assert "generation replica 0 and the trainer disagree" in str(stopped.value)
-    assert str(stopped.value).endswith(f"The first of its weights that is not the trainer's: {SPOILT}.")
+    assert str(stopped.value).endswith(f"The first of its weights that differs from the trainer's: {SPOILT}.")
 
 
 def test_few_calls_lie_between_the_step_and_the_loss(

@@ -171,7 +171,7 @@ def test_broken_safetensors_files(tmp_path: Path) -> None:
     save_file({"w": torch.zeros(4)}, file)
     whole_file = file.read_bytes()
     file.write_bytes(whole_file[:-1])
-    with pytest.raises(ConfigError, match="is cut short"):
+    with pytest.raises(ConfigError, match="is truncated"):
         list(safetensors_files.read_file(file))
     file.write_bytes(b"hello")
     with pytest.raises(ConfigError, match="is no safetensors file"):

@@ -80,7 +80,7 @@ def test_a_truncated_shard(
     told = refused(
         "merge", "--local_dir", checkpoint, "--target_dir", tmp_path / "out", target=tmp_path / "out"
     )
-    assert f"{shard}: is cut short" in told
+    assert f"{shard}: is truncated" in told
 
 
 @LAYOUTS
@@ -97,7 +97,7 @@ def test_a_foreign_shard_is_not_executed(
             and "nothing was executed" in told
         )
         (checkpoint / SHARD[layout]).write_text("hello")
-        assert "is cut short or no shard of a model" in refused(*command, target=tmp_path / "out")
+        assert "is truncated, or not a shard of a model" in refused(*command, target=tmp_path / "out")
         torch.save([1, 2], checkpoint / SHARD[layout])
         assert "holds a list, not a state dict" in refused(*command, target=tmp_path / "out")
     else:

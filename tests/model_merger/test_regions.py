@@ -71,9 +71,7 @@ def test_a_stack_is_made_of_its_layers(tmp_path: Path) -> None:
 
 def test_what_is_not_one_range_of_a_file_is_refused(tmp_path: Path) -> None:
     source = stored(torch.randn(4, 4), tmp_path, 1)
-    with pytest.raises(
-        ConfigError, match=r"\[4, 2\] of a piece \[4, 4\] of saved is not one range of numbers"
-    ):
+    with pytest.raises(ConfigError, match=r"\[4, 2\] of a piece \[4, 4\] of saved is not contiguous"):
         assembled("columns", (4, 2), [Region((0, 0), (4, 2), source, (0, 1))])
 
 

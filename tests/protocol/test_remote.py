@@ -266,5 +266,5 @@ def test_mistakes_are_named() -> None:
     with pytest.raises(ValueError, match="differ in their columns"):
         RemoteBatch.concat([batch, batch.select(["tokens"])])
     lying = RemoteBatch({"x": Column((FarRef("x", 3),))})
-    with pytest.raises(ValueError, match="a piece said to hold 3 rows holds 2"):
+    with pytest.raises(ValueError, match="a piece with 3 announced rows has 2"):
         materialise(lying, lambda refs: [torch.zeros(2)])

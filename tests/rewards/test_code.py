@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from hydraflow.rewards.chosen import check_sources
 from hydraflow.rewards.code import passed_tests
 from hydraflow.rewards.config import RewardConfig, SandboxConfig
 from hydraflow.rewards.pool import RewardPool, RewardRow
+from hydraflow.rewards.selection import check_sources
 
 SUMS = {"inputs": ["1 2\n", "3 4\n", "5 6\n", "7 8\n"], "outputs": ["3\n", "7\n", "11\n", "15\n"]}
 ADDS = "Here it is:\n```python\na, b = map(int, input().split())\nprint(a + b)\n```\nGood luck."

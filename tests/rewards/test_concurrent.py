@@ -140,7 +140,7 @@ def test_a_batch_function_has_its_own_arguments_and_is_not_asynchronous(tmp_path
     with pytest.raises(ConfigError, match="is called with data_sources, solution_strs, ground_truths"):
         check_function(config)
     (tmp_path / "rows.py").write_text("async def compute_score(**lists):\n    return []\n")
-    with pytest.raises(ConfigError, match="takes rows one by one"):
+    with pytest.raises(ConfigError, match="scores rows one by one"):
         check_function(config)
 
 

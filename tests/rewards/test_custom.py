@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 
 from hydraflow.errors import ConfigError
-from hydraflow.rewards.chosen import check_sources
 from hydraflow.rewards.config import CustomRewardConfig, RewardConfig
 from hydraflow.rewards.custom import load_function
 from hydraflow.rewards.pool import check_function
+from hydraflow.rewards.selection import check_sources
 
 GOOD = (
     "def compute_score(data_source, solution_str, ground_truth, extra_info, scale=1.0):\n    return scale *"
@@ -79,7 +79,7 @@ def test_a_signature_that_does_not_accept_the_arguments(file: Path) -> None:
         file, "def compute_score(data_source, solution_str, ground_truth):\n    return 0\n"
     )
     assert "got an unexpected keyword argument 'bonus'" in message(file, GOOD, bonus=1)
-    assert "are given by the trainer" in message(file, GOOD, ground_truth=1)
+    assert "are passed by the trainer" in message(file, GOOD, ground_truth=1)
 
 
 def test_check_function_looks_at_the_users_file(tmp_path: Path) -> None:

@@ -190,8 +190,8 @@ def test_a_pool_outlives_the_thread_that_started_it(config: RewardConfig) -> Non
         ("close", "closed the connection of its process"),
         ("partial", "took longer than 0.5 seconds and could not be interrupted"),
         ("dribble", "took longer than 0.5 seconds and could not be interrupted"),
-        ("rubbish", "wrote into the connection that its process answers on"),
-        ("answers", "wrote into the connection that its process answers on"),
+        ("rubbish", "wrote to the connection that its process answers on"),
+        ("answers", "wrote to the connection that its process answers on"),
         ("fork and exit", "ended its process (exit code 6)"),
     ],
 )

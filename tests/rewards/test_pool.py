@@ -81,7 +81,7 @@ def test_built_in_functions_and_empty_batches() -> None:
     assert [r.score for r in results] == [1.0, 0.0, 1.0, 0.0]
     assert results[1].extra == {"acc": 0.0, "acc_flexible": 1.0}
     assert [r.failed is None for r in results] == [True, True, True, False]
-    assert "no built-in reward function is for it" in str(results[3].failed)
+    assert "has no built-in reward function" in str(results[3].failed)
 
 
 def test_extra_info_and_reward_kwargs_reach_the_function(config: RewardConfig) -> None:

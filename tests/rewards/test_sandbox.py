@@ -201,7 +201,7 @@ def test_what_is_mounted_below_the_libraries_is_read_only_too() -> None:
 @pytest.mark.skipif(os.geteuid() != 0, reason="takes a right away from root")
 def test_where_namespaces_are_forbidden_it_says_so_and_runs_nothing() -> None:
     shown = elsewhere(["setpriv", "--bounding-set=-sys_admin"], Path(sys.executable), CHECK)
-    assert "programs of responses are run in namespaces of their own, which cannot be made here" in shown
+    assert "programs of responses run in their own namespaces, which cannot be created here" in shown
     assert "unshare failed: Operation not permitted" in shown
     assert "docker run --cap-add SYS_ADMIN" in shown
 

@@ -132,7 +132,8 @@ class Cluster:
 
     def at_rest(self) -> bool:
         """Both nodes are idle, and no message to one of them is on its way or waits to be sent again."""
-        messages = re.findall(r"Agent (?:count|thread count|queue size): *(\d+)", self.ask("sdiag"))
+        queues = r"^Agent (?:count|thread count|queue size): *(\d+)"
+        messages = re.findall(queues, self.ask("sdiag"), re.MULTILINE)
         return set(self.nodes().values()) == {"idle"} and messages == ["0"] * 3
 
     def account(self) -> str:

@@ -1,7 +1,8 @@
-"""Runs on a real Slurm of two nodes: training over both, two jobs at once, pre-emption, a lost node; sweeps
-up to the submission.
+"""Runs on a real Slurm of two nodes: training over both, several jobs at once, pre-emption, a lost node;
+sweeps up to the submission.
 
-One file, since one process of a test run has the cluster.
+One file, since one process of a test run has the cluster. While a job waits to be started again, another one
+runs.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from safetensors.torch import load_file
 from slurm.cluster import Cluster, Job
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
-STEPS = 40
+STEPS = 30
 LONG = 420.0
 ROLLOUT_APART = [f"actor_rollout_ref.rollout.{size}=1" for size in ("nnodes", "n_gpus_per_node")]
 
@@ -33,7 +34,7 @@ def arguments(cluster: Cluster, *more: str, steps: int = STEPS, ranks: int = 1) 
     fixed = [
         f"recipe.cache_dir={cluster.cache}",
         f"trainer.total_training_steps={steps}",
-        "trainer.save_freq=4",
+        "trainer.save_freq=3",
         "trainer.test_freq=-1",
         "trainer.threads_per_process=1",  # sums of several threads are rounded differently on some processors
         "actor_rollout_ref.actor.optim.lr_scheduler_type=constant",  # runs of any length begin alike
@@ -65,16 +66,56 @@ def weights(job: Job) -> dict[str, torch.Tensor]:
 
 
 @pytest.fixture(scope="module")
-def both(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> tuple[Job, Job]:
-    """A run that nothing stopped, and another one that ran on the same nodes at the same time: it trains on
-    the one and samples on the other."""
+def jobs(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Job]:
+    """Jobs on the same nodes, some at the same time:
+
+    first   nothing stops it
+    killed  it was told to stop, continued and was killed; now it is held
+    other   trains on the one node and samples on the other
+    fails   by itself, since only the run knows its metrics
+    """
     home = tmp_path_factory.mktemp("whole")
     first = cluster.submit(*arguments(cluster), home=home, name="first")
     first.await_step(1, LONG)  # the recipe is made
+    job = cluster.submit(*arguments(cluster), home=tmp_path_factory.mktemp("killed"))
+    job.await_step(3)
+    # --signal=B:USR1@120 sends the same ahead of the limit.
+    cluster.ask("scancel", "--signal=USR1", "--batch", job.number)
+    job.await_state("PENDING", seconds=180)
     other = cluster.submit(*arguments(cluster, *ROLLOUT_APART, steps=4, ranks=2), home=home, name="other")
-    assert first.await_state("COMPLETED", "FAILED", seconds=LONG) == "COMPLETED", first.said()[-4000:]
-    assert other.await_state("COMPLETED", "FAILED", seconds=LONG) == "COMPLETED", other.said()[-4000:]
-    return first, other
+    assert "it was asked to stop, and saved; back into the queue, for the 1. time" in job.said()
+    saved = max(job.steps())
+    assert saved < STEPS - 15, "it was too fast for this test"
+
+    job.await_step(saved + 4)
+    assert f"continues after step {saved} of {STEPS}" in job.said()
+    cluster.ask("scontrol", "requeue", job.number)  # at once, without a word to the training
+    job.await_state("PENDING", seconds=180)
+    cluster.ask("scontrol", "hold", job.number)
+    wrong = arguments(cluster, "trainer.keep_best=val-core/none")
+    fails = cluster.submit(*wrong, home=tmp_path_factory.mktemp("fails"), name="fails")
+    fails.await_state("RUNNING", "FAILED", "COMPLETED", seconds=120)
+    return {"first": first, "killed": job, "other": other, "fails": fails}
+
+
+def completed(job: Job) -> Job:
+    """The job, which has done what it should."""
+    assert job.await_state("COMPLETED", "FAILED", seconds=LONG) == "COMPLETED", job.said()[-4000:]
+    return job
+
+
+@pytest.fixture(scope="module")
+def both(jobs: dict[str, Job]) -> tuple[Job, Job]:
+    """A run that nothing stopped, and the one that trains on one node and samples on the other."""
+    return completed(jobs["first"]), completed(jobs["other"])
+
+
+@pytest.fixture(scope="module")
+def failed(jobs: dict[str, Job]) -> Job:
+    """A run that failed by itself."""
+    job = jobs["fails"]
+    assert job.await_state("FAILED", "COMPLETED", "PENDING", seconds=LONG) == "FAILED", job.said()[-4000:]
+    return job
 
 
 @pytest.fixture(scope="module")
@@ -119,32 +160,26 @@ def test_two_jobs_on_the_same_nodes_took_ports_of_their_own(whole: Job) -> None:
     assert len(files) == 2 and len({file.read_text() for file in files}) == 2
 
 
+def test_a_run_that_fails_by_itself_hands_its_exit_code_on_and_is_not_put_back(failed: Job) -> None:
+    assert (failed.fact("ExitCode"), failed.fact("Restarts")) == ("2:0", "0")
+    assert "all 2 nodes have joined Ray" in failed.said() and "ended with 2" in failed.said()
+    assert "no validation of this run measures it" in failed.said()
+
+
 def test_a_job_that_was_told_to_stop_then_killed_then_lost_a_node_ends_with_the_same_numbers(
-    cluster: Cluster, whole: Job, home: Path
+    cluster: Cluster, jobs: dict[str, Job], whole: Job, failed: Job
 ) -> None:
-    job = cluster.submit(*arguments(cluster), home=home)
-    job.await_step(5)
-    # --signal=B:USR1@120 sends the same ahead of the limit.
-    cluster.ask("scancel", "--signal=USR1", "--batch", job.number)
-    job.await_state("PENDING", seconds=180)
-    assert "it was asked to stop, and saved; back into the queue, for the 1. time" in job.said()
-    saved = max(job.steps())
-    assert saved < STEPS - 20, "it was too fast for this test"
-
-    job.await_step(saved + 6)
-    assert f"continues after step {saved} of {STEPS}" in job.said()
-    cluster.ask("scontrol", "requeue", job.number)  # at once, without a word to the training
-    job.await_state("PENDING", seconds=180)
-
-    job.await_step(max(job.steps()) + 6)
+    """The other jobs have ended: none of them loses the node."""
+    killed = jobs["killed"]
+    cluster.ask("scontrol", "release", killed.number)
+    killed.await_step(max(killed.steps()) + 4)
     # What Ray's processes say while Slurm kills them is theirs: the next run's words are ours.
-    without_node2(cluster, job, since=job.said().rindex("continues after step"))
+    without_node2(cluster, killed, since=killed.said().rindex("continues after step"))
 
-    assert job.await_state("COMPLETED", "FAILED", seconds=LONG) == "COMPLETED", job.said()[-4000:]
-    assert job.fact("Restarts") == "3"
-    assert len(re.findall(rf"continues after step [1-9]\d* of {STEPS}", job.said())) == 3
-    assert differing(numbers(job), numbers(whole)) == []
-    mine, theirs = weights(job), weights(whole)
+    assert completed(killed).fact("Restarts") == "3"
+    assert len(re.findall(rf"continues after step [1-9]\d* of {STEPS}", killed.said())) == 3
+    assert differing(numbers(killed), numbers(whole)) == []
+    mine, theirs = weights(killed), weights(whole)
     assert mine.keys() == theirs.keys() and all(torch.equal(mine[name], theirs[name]) for name in mine)
 
 
@@ -168,26 +203,14 @@ def without_node2(cluster: Cluster, job: Job, since: int) -> None:
         assert job.await_state("PENDING", "COMPLETING", seconds=120)
         assert "Traceback" not in job.said()[since:]
     finally:
-        # What Slurm could not say to the lost node it says again when the node is back: "kill job N" would
-        # hit the job's next start. On real machines it has said it long before a node has booted.
+        # Slurm resends what the lost node missed when the node is back: "kill job N" would hit the job's next
+        # start. On real machines it has done so long before a node has booted.
         cluster.ask("scontrol", "hold", job.number)
         held = job.fact("Priority")
         cluster.script("start", "2")
         cluster.wait_for(cluster.at_rest, 300, "Slurm to have nothing left to say to a node", job.account)
         cluster.ask("scontrol", "release", job.number)
     assert held == "0", "the job was not held"
-
-
-def test_a_run_that_fails_by_itself_hands_its_exit_code_on_and_is_not_put_back(
-    cluster: Cluster, home: Path
-) -> None:
-    # Only the run itself knows its metrics.
-    job = cluster.submit(*arguments(cluster, "trainer.keep_best=val-core/none"), home=home)
-    job.await_state("RUNNING", seconds=120)
-    assert job.await_state("FAILED", "COMPLETED", "PENDING", seconds=LONG) == "FAILED", job.said()[-4000:]
-    assert (job.fact("ExitCode"), job.fact("Restarts")) == ("2:0", "0")
-    assert "all 2 nodes have joined Ray" in job.said() and "ended with 2" in job.said()
-    assert "no validation of this run measures it" in job.said()
 
 
 def test_a_job_for_more_nodes_than_there_are_is_refused(cluster: Cluster, home: Path) -> None:

@@ -179,7 +179,7 @@ def test_combinations_write_out_lists_ranges_and_nothing_else() -> None:
         (["--container", "image.sif"], "is not of the form apptainer:/path/image.sif"),
         (["--sbatch=reservation=x"], "-> --sbatch=--reservation=x"),
         (["--dry-run", "--wait"], "submits nothing that could be waited for"),
-        (["--", "--multirun"], "the sweep is made when it is submitted"),
+        (["--", "--multirun"], "the sweep is expanded when it is submitted"),
         (["--", "--help"], "shows something and runs nothing"),
         (
             ["--", "--cfg", "job", "trainer.seed=1"],

@@ -13,7 +13,7 @@
 set -euo pipefail
 
 command=$1 dir=$(realpath -m "$2") net=10.77.0 bridge=brhf
-CPUS=8 # more than there are: processes of the tests may share cores (SlurmdParameters=config_overrides)
+CPUS=16 # more than there are: processes of the tests may share cores (SlurmdParameters=config_overrides)
 
 plug_in() { # node
     ip netns add "hf$1"
@@ -80,6 +80,8 @@ TaskPlugin=task/none
 JobAcctGatherType=jobacct_gather/none
 MpiDefault=none
 ReturnToService=2
+# Tests ask about jobs that ended minutes ago.
+MinJobAge=3600
 SchedulerType=sched/backfill
 SchedulerParameters=bf_interval=5,sched_interval=5
 SelectType=select/cons_tres

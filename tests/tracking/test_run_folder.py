@@ -19,7 +19,7 @@ SUMMARY = Summary(0.25, 0.5, float("nan"), 10, 61.5, "all steps done")
 def begun(directory: str | None, experiment_name: str) -> RunFolder:
     """The folder of a run that starts from scratch."""
     folder = RunFolder.make(directory, experiment_name)
-    folder.set_earlier_run_aside()
+    folder.move_earlier_run()
     return folder
 
 

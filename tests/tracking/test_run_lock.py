@@ -109,7 +109,7 @@ def test_a_lock_file_of_another_kind_names_nobody(tmp_path: Path, content: str) 
     assert is_at_work(tmp_path) is None
     held = (tmp_path / LOCK_FILE).open()
     fcntl.flock(held, fcntl.LOCK_EX)
-    with pytest.raises(ConfigError, match="a process that has not said who it is"):
+    with pytest.raises(ConfigError, match="a process that has not identified itself"):
         RunLock(tmp_path, field=FIELD)
     held.close()
     RunLock(tmp_path, field=FIELD).release()

@@ -19,7 +19,7 @@ from hydraflow.errors import GuardStop, WorkerError
 from hydraflow.generation.config import SamplingConfig
 from hydraflow.protocol.batch import DataProto
 from hydraflow.protocol.remote import RemoteBatch, materialise
-from hydraflow.trainer.routing import Dealer, Router
+from hydraflow.trainer.routing import PromptBalancer, Router
 from hydraflow.workers.rollout import RolloutWorker
 
 SAMPLED = ("prompts", "responses", "response_mask", "rollout_log_probs", "lengths", "versions")
@@ -77,14 +77,14 @@ def as_lists(batch: DataProto, name: str) -> list[Any]:
 
 
 def test_the_replica_with_the_fewest_tokens_gets_the_next_prompt() -> None:
-    dealer = Dealer([50, *[10] * 6], samples=2, replicas=2, rows=4)
-    assert dealer.deal([0, 1]) == {0: [0, 4, 5], 1: [1, 2, 3]}, "two prompts of two samples, and one more"
-    dealer.ended(1, [1, 3])
-    assert dealer.deal([1]) == {1: [6]} and dealer.all_dealt
-    whole = Dealer([8, 8], samples=16, replicas=1, rows=4)
-    assert whole.deal([0]) == {0: [0]}, "a prompt's samples stay together, also above the limit"
+    balancer = PromptBalancer([50, *[10] * 6], samples=2, replicas=2, rows=4)
+    assert balancer.assign([0, 1]) == {0: [0, 4, 5], 1: [1, 2, 3]}, "two prompts of two samples, and one more"
+    balancer.ended(1, [1, 3])
+    assert balancer.assign([1]) == {1: [6]} and balancer.all_assigned
+    whole = PromptBalancer([8, 8], samples=16, replicas=1, rows=4)
+    assert whole.assign([0]) == {0: [0]}, "a prompt's samples stay together, also above the limit"
     whole.ended(0, [0])
-    assert whole.deal([0]) == {0: [1]}
+    assert whole.assign([0]) == {0: [1]}
 
 
 @pytest.mark.parametrize("rows", [64, SAMPLES - 1])

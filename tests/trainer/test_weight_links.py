@@ -119,7 +119,7 @@ class Recorder:
     def call(self, method: Any, *args: Any) -> Any:
         if method is ActorWorker.sending_device:
             return ""
-        if method is ActorWorker.open_weights_line:
+        if method is ActorWorker.open_weights_listener:
             return "a place"
         if method is ActorWorker.open_weights_group:
             return "an address", 1

@@ -13,12 +13,12 @@ from hypothesis import strategies as st
 
 from hydraflow.weights.buckets import (
     BucketMemory,
-    Cut,
+    BucketOptions,
     FlatBucket,
     Header,
     NamedTensor,
     Part,
-    cut,
+    into_buckets,
 )
 
 NAMES = ["embed", "scale", "matrix", "transposed", "nothing", "counts"]
@@ -41,7 +41,7 @@ def made(
     dtype: torch.dtype = torch.float32,
     weights: dict[str, torch.Tensor] | None = None,
 ) -> list[FlatBucket]:
-    parts = cut((weights or model()).items(), Cut(7, max_bytes, dtype, checked=True))
+    parts = into_buckets((weights or model()).items(), BucketOptions(7, max_bytes, dtype, checked=True))
     memory = partial(BucketMemory, torch.device("cpu"))
     return [FlatBucket.of(header, numbers, memory()) for header, numbers in parts if header]
 
@@ -140,5 +140,7 @@ def test_a_changed_byte_is_noticed() -> None:
 
 def test_ranks_that_send_nothing_make_as_many_buckets() -> None:
     elsewhere: list[NamedTensor] = [(name, torch.empty_like(t, device="meta")) for name, t in model().items()]
-    headers = [header for header, _ in cut(elsewhere, Cut(7, 600, torch.float32, checked=True))]
+    headers = [
+        header for header, _ in into_buckets(elsewhere, BucketOptions(7, 600, torch.float32, checked=True))
+    ]
     assert headers == [None] * len(made())

@@ -22,7 +22,7 @@ import torch
 from hydraflow import device
 from hydraflow.errors import EnvironmentFault, StoreFull
 from hydraflow.weights import slots as module
-from hydraflow.weights.buckets import Cut, checksum_of, cut
+from hydraflow.weights.buckets import BucketOptions, checksum_of, into_buckets
 from hydraflow.weights.slots import DevicePlace, OpenSlots, SentBucket, Slots
 
 CPU = torch.device("cpu")
@@ -34,7 +34,9 @@ def weights(seed: int, sizes: tuple[int, ...] = (40, 30, 20, 200)) -> dict[str, 
 
 
 def sent(slots: Slots, given: dict[str, torch.Tensor], max_bytes: int = 300) -> Iterator[SentBucket]:
-    for header, numbers in cut(given.items(), Cut(1, max_bytes, torch.float32, checked=False)):
+    for header, numbers in into_buckets(
+        given.items(), BucketOptions(1, max_bytes, torch.float32, checked=False)
+    ):
         assert header is not None
         yield slots.put(header, numbers)
 

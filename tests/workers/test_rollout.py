@@ -29,7 +29,7 @@ from hydraflow.models.config import ModelConfig
 from hydraflow.models.loading import load_tokenizer
 from hydraflow.protocol import ragged
 from hydraflow.protocol.batch import DataProto
-from hydraflow.weights.buckets import Cut, FlatBucket, cut
+from hydraflow.weights.buckets import BucketOptions, FlatBucket, into_buckets
 from hydraflow.weights.slots import OpenSlots, Slots
 from hydraflow.workers.actor import ActorWorker
 from hydraflow.workers.rollout import RolloutWorker, SamplingSpec
@@ -94,7 +94,9 @@ def sent(
 ) -> Iterator[FlatBucket]:
     """Each must be taken before the next but one is asked for."""
     slots, opened = Slots(torch.device("cpu")), OpenSlots()
-    for header, numbers in cut(actor.engine.weights(to=0), Cut(version, max_bytes, torch.float32, checked)):
+    for header, numbers in into_buckets(
+        actor.engine.weights(to=0), BucketOptions(version, max_bytes, torch.float32, checked)
+    ):
         assert header is not None
         yield opened.read(slots.put(header, numbers))
 

@@ -16,9 +16,9 @@ from hydraflow.generation.weights import Assembly
 from hydraflow.models.adapters import Form
 from hydraflow.protocol.batch import DataProto
 from hydraflow.weights.slots import OpenSlots
-from hydraflow.workers.actor import ActorWorker, Sending
+from hydraflow.workers.actor import ActorWorker, SendOptions
 from hydraflow.workers.training import ROWS_PER_RANK
-from hydraflow.workers.weights_line import sent_buckets
+from hydraflow.workers.weights_shared import sent_buckets
 
 
 def resting_actor(path: str) -> tuple[ActorWorker, list[str]]:
@@ -55,7 +55,7 @@ def test_weights_rest_once_the_last_bucket_is_sent(tiny: str) -> None:
     actor, moves = resting_actor(tiny)
     wanted = {name: tensor.clone() for name, tensor in make_actor(tiny).engine.weights()}
     moves.clear()
-    place, buckets = actor.open_weights_line(), list[int]()
+    place, buckets = actor.open_weights_listener(), list[int]()
     found: dict[str, torch.Tensor] = {}
 
     def read() -> None:
@@ -68,7 +68,7 @@ def test_weights_rest_once_the_last_bucket_is_sent(tiny: str) -> None:
 
     reader = threading.Thread(target=read)
     reader.start()
-    whole, _ = actor.share_weights([0], False, Sending(1, 4096, "fp32", True, Form.MERGED))
+    whole, _ = actor.share_weights([0], False, SendOptions(1, 4096, "fp32", True, Form.MERGED))
     assert whole
     reader.join()
     actor.after_call()

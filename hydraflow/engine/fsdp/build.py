@@ -30,7 +30,7 @@ from hydraflow.engine.config import FSDPConfig
 from hydraflow.engine.first_rank import on_first_rank
 from hydraflow.engine.fsdp import lora
 from hydraflow.engine.fsdp.groups import RankGroups
-from hydraflow.engine.fsdp.own_numbers import pads_rows
+from hydraflow.engine.fsdp.parity import must_pad_rows
 from hydraflow.engine.fsdp.ulysses import require_shareable
 from hydraflow.engine.token_exchange import Ulysses
 from hydraflow.models import loading
@@ -69,19 +69,14 @@ def build_model(
     elif model.lora_rank > 0:
         lora.add_adapters(module.hf, model, dtype, field=field)
     if trained and model.enable_gradient_checkpointing:
-        if module.hf.supports_gradient_checkpointing:
-            module.hf.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-            # for the other kind of checkpoints; of frozen embeddings it is a gradient for nothing
-            module.hf.disable_input_require_grads()
-        else:
-            log.warning("a %s model has no gradient checkpointing: it trains without", config.model_type)
+        _checkpoint_activations(module, config.model_type)
     shard(module, fsdp, groups.shards, device)
     module.to_empty(device="cpu" if fsdp.offload_policy else device)
     read = partial(loading.read_weights, config, model, head=head, dtype=dtype, field=field, tables=True)
     source = on_first_rank(read) or {}
     _fill_parameters(module, source, device, torch.Generator().manual_seed(seed))
     _fill_buffers(module, source, device)
-    padded = pads_rows(
+    padded = must_pad_rows(
         module,
         padded=padded,
         ulysses=None if groups.sequence is None else Ulysses(groups.sequence),
@@ -92,6 +87,16 @@ def build_model(
         path=model.path,
     )
     return module, padded
+
+
+def _checkpoint_activations(module: PolicyModel | ValueModel, model_type: str) -> None:
+    """Turns on gradient checkpointing, if the model supports it."""
+    if not module.hf.supports_gradient_checkpointing:
+        log.warning("a %s model does not support gradient checkpointing: it trains without it", model_type)
+        return
+    module.hf.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    # only reentrant checkpointing needs them; frozen embeddings would compute a useless gradient
+    module.hf.disable_input_require_grads()
 
 
 def shard(module: PolicyModel | ValueModel, fsdp: FSDPConfig, mesh: DeviceMesh, device: torch.device) -> None:
@@ -165,8 +170,8 @@ def _fill_parameters(
 def _fill_buffers(
     module: PolicyModel | ValueModel, source: dict[str, torch.Tensor], device: torch.device
 ) -> None:
-    """Rotary tables and the like: no file holds them, so rank 0 computes and broadcasts them. They live on
-    the device."""
+    """Rotary tables and similar buffers: no file holds them, so rank 0 computes and broadcasts them. They
+    stay on the device."""
     for name, buffer in list(module.named_buffers()):
         owner, _, leaf = name.rpartition(".")
         full = torch.empty(buffer.shape, dtype=buffer.dtype, device=device)

@@ -159,11 +159,11 @@ class FSDPEngine(InMicroBatches):
                 parameter.grad = earlier.get(parameter)
         reported = runner.results_of_all(oom_ranks)
         self._norm = math.sqrt(square / self._groups.copies)  # every copy has the whole gradient
-        told = metrics.merge(reported)
+        found = metrics.merge(reported)
         if ROUTES in micro_batches[0].keys():
             self._routers.begin(None)
-            told["actor/router_replay_changed"] = self._routes.changed_share(tally)
-        return told
+            found["actor/router_replay_changed"] = self._routes.changed_share(tally)
+        return found
 
     @torch.no_grad()
     def optimizer_step(self, options: StepOptions = AS_CONFIGURED) -> dict[str, float]:
@@ -253,7 +253,7 @@ class FSDPEngine(InMicroBatches):
         loss, reported = loss_fn(
             self._output(batch, main, entropies), columns_of(data, batch.shape[1], self._device)
         )
-        # unused entropies of a head with adapters would keep their logits alive: two copies for every token
+        # unused entropies of a head with adapters would keep its logits alive: two copies per token
         del main, entropies
         loss.backward()
         return reported
@@ -278,8 +278,8 @@ class FSDPEngine(InMicroBatches):
     def _route(
         self, data: DataProto, batch: PackedBatch, tally: Tally | None = None, *, record: bool = False
     ) -> PackedRoutes | None:
-        """Tells routers what is computed next, and which experts these rows are to take if they are given;
-        where they are not, they may be recorded."""
+        """Tells the routers which line is computed next, with the experts that these rows must take, if
+        given; otherwise the choices may be recorded."""
         given = data.get(ROUTES) if ROUTES in data.keys() else None
         if given is None and not record:
             return None
@@ -288,7 +288,7 @@ class FSDPEngine(InMicroBatches):
         return line
 
     def _run(self, data: DataProto, batch: PackedBatch, ask: Ask, *, trained: bool) -> Output:
-        """The model's numbers of all response tokens, or of the trained ones."""
+        """The model's outputs for all response tokens, or for the trained ones."""
         if self._ulysses is None:
             found: Output = self.module(batch, ask)
             return found

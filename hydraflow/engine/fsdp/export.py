@@ -42,7 +42,7 @@ def stream(
 def _plain_weights(
     module: PolicyModel | ValueModel, *, to: int | None, merged: bool
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """All but adapters, with their products if `merged`."""
+    """All weights but the adapters', which are added if `merged`."""
     layers = lora.adapted(module) if merged else {}
     adapters = dict(gathered(_parameters(module, adapters=True))) if merged else {}
     for name, full in gathered(_parameters(module, adapters=False), to=to):
@@ -60,7 +60,7 @@ def _parameters(module: PolicyModel | ValueModel, *, adapters: bool) -> dict[str
 
 
 def full_weights(module: PolicyModel | ValueModel) -> dict[str, torch.Tensor] | None:
-    """All of `stream` in rank 0's host memory; None on the other ranks, which must call it too."""
+    """The whole stream in rank 0's host memory; None on the other ranks. Collective."""
     first = dist.get_rank() == 0
     weights = {}
     for name, tensor in stream(module):

@@ -32,8 +32,8 @@ log = logging.getLogger(__name__)
 
 
 def add_adapters(hf: nn.Module, model: ModelConfig, dtype: torch.dtype, *, field: str) -> None:
-    """Puts adapters of type `dtype` into `hf` and freezes the rest of it. Experts that are one tensor for a
-    layer are no linear layers and get none.
+    """Adds adapters of type `dtype` to `hf` and freezes everything else. Experts that are one tensor per
+    layer are not linear layers and get none.
 
     Raises ConfigError when target_modules names no linear layer; a list in which only some
     names match gives a warning. `hf` may be on the meta device, for checking.
@@ -56,7 +56,7 @@ def add_adapters(hf: nn.Module, model: ModelConfig, dtype: torch.dtype, *, field
             lora_dropout=0.0,
             bias="none",
         )
-        # in a module that peft does not know: in a known mixture of experts `up_proj` would be all experts
+        # wrapped in a module that peft does not know: in a known mixture `up_proj` would mean all experts
         inject_adapter_in_model(config, nn.ModuleDict({"model": hf}), adapter_name=ADAPTER)
     except (ValueError, re.error) as error:
         rule = (
@@ -65,7 +65,7 @@ def add_adapters(hf: nn.Module, model: ModelConfig, dtype: torch.dtype, *, field
         )
         raise ConfigError.one(key, targets, rule, all_linear) from error
     if any(".lora_embedding_" in name for name, _ in hf.named_parameters()):
-        raise ConfigError.one(key, targets, "embeddings get no adapters", all_linear)
+        raise ConfigError.one(key, targets, "embeddings cannot have adapters", all_linear)
     for name, parameter in hf.named_parameters():
         parameter.requires_grad_(is_adapter(name))
         parameter.data = parameter.data.to(dtype)
@@ -79,7 +79,7 @@ def require_targets(model: ModelConfig, config: PreTrainedConfig, *, head: str, 
 
 
 def _unmatched(targets: str | list[str], hf: nn.Module) -> list[str]:
-    """Entries of a list that match no module; of a string `target_names` says it."""
+    """Entries of a list that match no module; patterns are checked by `target_names`."""
     if isinstance(targets, str):
         return []
     names = [f".{name}" for name, _ in hf.named_modules()]
@@ -119,7 +119,7 @@ def adapted(module: nn.Module) -> dict[str, Any]:
 
 
 def sent_name(name: str) -> str:
-    """What the weight of an adapter is called while it is sent.
+    """The transfer name of an adapter's weight.
 
     >>> sent_name("layers.0.q_proj.lora_A.default.weight")
     'layers.0.q_proj.lora_A.weight'
@@ -129,7 +129,7 @@ def sent_name(name: str) -> str:
 
 
 def scaled(name: str, weight: torch.Tensor, layers: Mapping[str, Any]) -> torch.Tensor:
-    """The weight of an adapter as it is sent: B holds the scale, so that W + B A is the merged weight.
+    """An adapter's weight as it is sent: B includes the scale, so that W + B A is the merged weight.
 
     layers: as of `adapted`.
     """

@@ -5,11 +5,11 @@ pass was interrupted still owes the others the remaining ones. It makes them in 
 tokens that skips the collectives already made; the result of that pass is discarded. Then all ranks drop the
 call and retry with smaller micro-batches.
 
-Where ranks share the tokens of rows, they exchange them in collectives whose size is that of the micro-batch:
-such a rank sends zeros in their place (`engine/token_exchange.py`).
+With Ulysses, ranks exchange tokens in collectives whose size is that of the micro-batch: there the rank sends
+zeros of that size (`engine/token_exchange.py`).
 
-In: passes, as functions of a micro-batch. Out: their results, and, the same on all ranks, whether one
-ran out of memory. Left out on purpose: which micro-batches are tried next (`engine/micro_batcher.py`).
+In: passes, as functions of a micro-batch. Out: their results, and whether any rank ran out of memory, the
+same on all ranks. Left out on purpose: which micro-batches are tried next (`engine/micro_batcher.py`).
 
 Between copies of the model (HSDP) gradients are summed by a hook of FSDP's on a mesh of one copy's ranks: an
 all-reduce of FSDP's own, on a mesh of all ranks, could not be skipped.
@@ -38,7 +38,7 @@ from hydraflow.protocol.batch import DataProto
 Result = TypeVar("Result")
 
 FEW_TOKENS = 2
-"""Tokens of the prompt and of the response of the row that stands in for a micro-batch."""
+"""Prompt and response tokens of the dummy row that replaces a micro-batch in the repeated pass."""
 
 
 class CollectiveCounter:
@@ -55,7 +55,7 @@ class CollectiveCounter:
         self._makes_up = False
         self._gathers: list[_Gather] = []
         self.stands_in_for: DataProto | None = None
-        """The micro-batch that the other ranks take this rank to compute."""
+        """The micro-batch that the other ranks expect this rank to compute."""
         for unit, owner, name in _units(module):
             self._gathers.append(_Gather(self, owner, name))
             unit.set_custom_all_gather(self._gathers[-1])
@@ -78,12 +78,12 @@ class CollectiveCounter:
         self._left_out, self._makes_up = self._made, True
         again()
         self._makes_up = False
-        assert self._left_out == 0, "a pass over fewer tokens makes the same collectives"
+        assert self._left_out == 0, "a pass over fewer tokens runs the same collectives"
 
     def is_due(self, gather: _Gather | None = None) -> bool:
         """Whether to make a collective: in a repeated pass, only if the first one had not made it."""
         if self._makes_up and gather is not None and gather.had_weights:
-            gather.had_weights = False  # the other ranks still hold these weights, as this rank did
+            gather.had_weights = False  # the other ranks still hold these weights gathered, as this rank did
             return False
         if self._left_out:
             self._left_out -= 1
@@ -93,7 +93,8 @@ class CollectiveCounter:
 
 
 class PassRunner(Generic[Result]):
-    """The passes of one call: once one runs out of memory, this rank only keeps in step for the rest."""
+    """The passes of one call: after one runs out of memory, this rank only takes part in the remaining
+    collectives."""
 
     def __init__(self, collectives: CollectiveCounter):
         self._collectives = collectives
@@ -175,7 +176,7 @@ class _ReplicaSum:
         if not self._collectives.is_due():
             return
         if reduced.device.type != "cpu":
-            # it belongs to the reduce-scatter's stream, which may reuse it only after this one
+            # allocated on the reduce-scatter's stream, which may reuse it only after this stream is done
             reduced.record_stream(torch.get_device_module(reduced.device).current_stream())
         dist.all_reduce(reduced, group=self._replicas)
 

@@ -1,4 +1,4 @@
-"""What a sharded model is told before and after its forward and backward passes."""
+"""Prepares a sharded model for its forward and backward passes, and resets it afterwards."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""Which Hugging Face models are built on Megatron-Core, and what their weights are divided by.
+"""Which Hugging Face models the Megatron engine supports, and the sizes that their weights are divided by.
 
 In: `config.json` as transformers reads it. Out: an `Architecture`; a model that would be computed differently
-is refused with what differs. Megatron-Core itself is not imported: a plan asks, too. Left out on purpose:
-Megatron-Core's configuration (`core_config.py`), weights (`names.py`).
+is refused, and the message names the difference. Megatron-Core is not imported, because the planner calls
+this too. Left out on purpose: Megatron-Core's configuration (`core_config.py`), weights (`names.py`).
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from hydraflow.errors import ConfigError, Problem
 LATENT = ("deepseek_v2", "deepseek_v3", "glm4_moe_lite")
 """Model types with latent attention."""
 FAMILIES = (*LATENT, "glm4_moe", "llama", "mistral", "mixtral", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe")
-"""Model types that are built here."""
+"""Supported model types."""
 ROTARY = ("default", "linear", "llama3")
-"""Types of rotary embeddings whose frequencies are all there is to them."""
+"""Types of rotary embeddings that are determined by their frequencies alone."""
 
 
 @dataclass(frozen=True)
@@ -28,27 +28,27 @@ class Mixture:
     """The experts of a model."""
 
     count: int
-    """Experts of a layer."""
+    """Experts per layer."""
     chosen: int
-    """Experts of a token."""
+    """Experts per token (top-k)."""
     width: int
-    """Columns of an expert."""
+    """Intermediate size of an expert."""
     normalised: bool
     """Whether the weights of a token's experts add up to 1."""
     layers: tuple[bool, ...]
-    """Of each layer whether it has experts; the others have an MLP."""
+    """Whether each layer has experts; the others have an MLP."""
     by_sigmoid: bool = False
-    """Weights are sigmoids of logits, and experts are chosen with a bias that is not trained; otherwise they
-    are a softmax."""
+    """Weights are sigmoids of logits, and experts are selected with an untrained bias; otherwise weights are
+    a softmax."""
     scaling: float | None = None
-    """Factor of the weights; None: 1."""
+    """Scaling factor of the weights; None: 1."""
     groups: int | None = None
     """Groups of experts, of which a token chooses `chosen_groups` first; None: there are none."""
     chosen_groups: int | None = None
     shared: int | None = None
-    """Columns of the experts that all tokens have, together; None: there are none."""
+    """Total columns of the shared experts; None: there are none."""
     shared_gate: bool = False
-    """Whether a token weighs them."""
+    """Whether shared experts have a gate."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ class Latent:
     """Multi-head latent attention (DeepSeek-V2, arXiv:2405.04434)."""
 
     q_lora_rank: int | None
-    """None: queries are not compressed."""
+    """Rank of the query latent; None: queries are not compressed."""
     kv_lora_rank: int
     qk_nope_head_dim: int
     """Columns of a head of queries and keys that are not rotated."""
@@ -64,7 +64,7 @@ class Latent:
     """Columns that are rotated; all heads have the same of keys."""
     v_head_dim: int
     rope_interleave: bool
-    """Columns are rotated with their neighbours; otherwise those of one half with those of the other."""
+    """Interleaved rotary embedding: neighbouring columns form pairs; otherwise the two halves do."""
     scale: float
     """Of the scores."""
 
@@ -94,7 +94,7 @@ class Latent:
 
 @dataclass(frozen=True)
 class Architecture:
-    """What a model's weights are divided by."""
+    """The sizes of a model that parallelism must divide."""
 
     layers: int
     heads: int
@@ -104,7 +104,7 @@ class Architecture:
     intermediate: int
     vocabulary: int
     tied: bool
-    """Whether the output matrix is the embedding."""
+    """Whether the output matrix is tied to the embedding."""
     qkv_bias: bool
     norm_of_heads: bool
     """Whether queries and keys are normalised."""
@@ -117,7 +117,7 @@ class Architecture:
 
     @classmethod
     def of(cls, config: Any, *, field: str, path: Any) -> Architecture:
-        """Raises ConfigError for a model that is not built here."""
+        """Raises ConfigError for a model that is not supported."""
         if rules := list(_differences(config)):
             remedy = f"{section_of(field)}.strategy=fsdp2"
             raise ConfigError([Problem(f"{field}.path", path, rule, remedy) for rule in rules])
@@ -125,7 +125,7 @@ class Architecture:
 
     @classmethod
     def sizes_of(cls, config: Any) -> Architecture:
-        """Of a model of one of the families, which need not compute as it does here."""
+        """The sizes of a model of a known family, even if the engine could not compute it."""
         head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         latent = Latent.of(config)
         return cls(
@@ -146,8 +146,8 @@ class Architecture:
         )
 
     def require_divisible(self, settings: MegatronConfig, *, section: str) -> None:
-        """ConfigError for sizes that the model does not divide by. `section`: the role's. With context
-        parallelism each rank attends with some of its heads; heads of keys are repeated as needed."""
+        """ConfigError for parallel sizes that do not divide the model. `section`: the role's. With context
+        parallelism each rank attends with a share of its heads; key-value heads are repeated as needed."""
         engine = f"{section}.megatron"
         found = [
             _indivisible(f"{engine}.{key}_parallel_size", size, count, what)
@@ -162,7 +162,7 @@ class Architecture:
             raise ConfigError(found)
 
     def _shares(self, settings: MegatronConfig) -> Iterator[tuple[str, int, int, str]]:
-        """Key, size, and what it divides: the number and the word."""
+        """(key, size, number that it must divide, description of that number)."""
         tensor, stages = settings.tensor_model_parallel_size, settings.pipeline_model_parallel_size
         heads = f"{self.heads} attention heads and the {self.kv_heads} key-value heads"
         yield "tensor_model", tensor, math.gcd(self.heads, self.kv_heads), heads
@@ -206,7 +206,7 @@ def _indivisible(key: str, size: int, count: int, what: str) -> Problem:
 
 
 def section_of(field: str) -> str:
-    """The role whose engine builds the model of this section."""
+    """The section of the role that owns this model section."""
     return "critic" if field.startswith("critic") else "actor_rollout_ref.actor"
 
 
@@ -263,7 +263,7 @@ def _mixture_of_deepseek(config: Any) -> Mixture:
 
 
 def _differences(config: Any) -> Iterator[str]:
-    """What Megatron-Core, as it is built here, would not compute as transformers does."""
+    """Features of the model that this engine would compute differently from transformers."""
     if config.model_type not in FAMILIES:
         yield f"the Megatron engine builds {', '.join(FAMILIES)} models, not {config.model_type}"
         return
@@ -277,9 +277,9 @@ def _differences(config: Any) -> Iterator[str]:
         yield "the Megatron engine has no noise in routers (router_jitter_noise)"
     mixture = _mixture(config)
     if mixture and mixture.normalised and mixture.chosen == 1:
-        yield "the Megatron engine has no router whose one expert always has a weight of 1"
+        yield "the Megatron engine has no top-1 router with a constant weight of 1"
     if mixture and not any(mixture.layers):
-        yield "the Megatron engine builds no mixture of experts without layers of experts"
+        yield "the Megatron engine builds no mixture of experts in which no layer has experts"
     if mixture and mixture.groups is not None:
         yield from _differences_of_groups(mixture)
     if config.hidden_act != "silu":
@@ -289,11 +289,11 @@ def _differences(config: Any) -> Iterator[str]:
         yield f"the Megatron engine has no rotary embeddings of type {kind}"
     rotated = ({"partial_rotary_factor": 1.0} | config.rope_parameters)["partial_rotary_factor"]
     if rotated != 1.0 and config.model_type != "glm4_moe":
-        yield "the Megatron engine rotates all of a head"
+        yield "the Megatron engine has no partial rotary embeddings"
 
 
 def _differences_of_groups(mixture: Mixture) -> Iterator[str]:
-    """Megatron-Core derives from the sizes how many experts of a group count in its score."""
+    """Megatron-Core derives from the sizes how many experts count in a group's score."""
     counted, wanted = mixture.chosen // (mixture.chosen_groups or 1), 2 if mixture.by_sigmoid else 1
     if counted != wanted:
         yield (

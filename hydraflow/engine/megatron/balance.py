@@ -1,10 +1,9 @@
-"""What evens out the load of experts, for users who ask for it: a loss of each row, and biases of routers
-that move.
+"""Load balancing of experts, off by default: an auxiliary loss per row, and updates of router biases.
 
-In: a router's logits, and which of its tokens are in which row. Out: a loss whose gradient reaches the
-router through the weights that it gives; moved biases. The loss is a sum over rows (DeepSeek-V3,
+In: a router's logits, and the row of each of its tokens. Out: a loss whose gradient reaches the router
+through the weights that it returns; updated biases. The loss is a sum over rows (DeepSeek-V3,
 arXiv:2412.19437, equations 17 to 20, Megatron-Core's `seq_aux_loss`), so its gradient does not depend on how
-rows are cut into micro-batches. Left out on purpose: losses of all tokens of a micro-batch (`aux_loss`,
+rows are split into micro-batches. Left out on purpose: losses over all tokens of a micro-batch (`aux_loss`,
 `global_aux_loss`, `z_loss`), whose gradient does.
 
 Legend: n tokens of this rank's share of a line, B rows, T tokens of a row, E experts, K of a token.
@@ -26,19 +25,20 @@ from hydraflow.protocol.batch import DataProto
 
 @dataclass(frozen=True)
 class BalancedRows:
-    """Rows whose load is evened out, as this rank's share of their line has them. A token of a prompt that
-    rows share is in all of them."""
+    """Rows of the balancing loss, as seen by this rank's share of their line. A token of a shared prompt
+    belongs to all rows that share it."""
 
     at: torch.Tensor
     """(M,) tokens of the share, row by row."""
     row: torch.Tensor
-    """(M,) the row of each."""
+    """(M,) the row of each of these tokens."""
     tokens: torch.Tensor
     """(B,) T of each row, on all ranks."""
     weight: torch.Tensor
-    """(B,) what the loss of a row counts; 0: it is not trained."""
+    """(B,) weight of each row's loss; 0: the row is not trained."""
     groups: Sequence[dist.ProcessGroup]
-    """Of the ranks that share the line: the sum over one after the other is that over all."""
+    """Process groups of the ranks that share the line; summing over one after the other sums over all
+    ranks."""
 
     @classmethod
     def of(
@@ -49,7 +49,7 @@ class BalancedRows:
         weight: float,
         groups: Sequence[dist.ProcessGroup],
     ) -> BalancedRows:
-        """own: this rank's share of the line; weight: of each row that is trained."""
+        """own: this rank's slice of the line; weight: of each trained row."""
         read = read_tokens(data)
         row = torch.repeat_interleave(read)
         is_here = (batch.places >= own.start) & (batch.places < own.stop)
@@ -64,15 +64,15 @@ class BalancedRows:
 
 
 def trained(data: DataProto) -> torch.Tensor:
-    """(B,) whether each row has a token that is trained."""
+    """(B,) whether a row has a trained token."""
     mask, lengths = ragged.parts(data.get("response_mask"))
     rows = torch.repeat_interleave(lengths)
     return torch.zeros(len(lengths)).index_add_(0, rows, mask.float()) > 0
 
 
 def balance_loss(scores: torch.Tensor, chosen: int, rows: BalancedRows) -> torch.Tensor:
-    """() this rank's part of the loss, with a gradient; that of a row whose tokens choose all experts alike
-    is 1, before its weight.
+    """() this rank's part of the loss, with a gradient; a row with perfectly even routing has loss 1, before
+    its weight.
 
     scores: (n, E), which add up to 1 for each token. chosen: K. Collective.
 
@@ -90,8 +90,9 @@ def balance_loss(scores: torch.Tensor, chosen: int, rows: BalancedRows) -> torch
     return (of_tokens * scores).sum()
 
 
-class Beside(torch.autograd.Function):
-    """Passes weights on, and gives a loss the gradient that it has as a summand of the whole loss."""
+class AddLoss(torch.autograd.Function):
+    """Identity on the weights that adds a loss term: in the backward pass the term gets the gradient of a
+    summand of the total loss."""
 
     @staticmethod
     def forward(ctx: Any, weights: torch.Tensor, loss: torch.Tensor) -> torch.Tensor:
@@ -103,11 +104,11 @@ class Beside(torch.autograd.Function):
         return grads[0], torch.ones_like(ctx.saved_tensors[0])
 
 
-def moved(bias: torch.Tensor, counts: torch.Tensor, rate: float) -> torch.Tensor:
-    """(E,) biases with which a router chooses, after `counts` tokens went to each expert: up by the rate for
-    those with fewer than the average, down for those with more (Wang et al. 2024, arXiv:2408.15664).
+def updated_biases(bias: torch.Tensor, counts: torch.Tensor, rate: float) -> torch.Tensor:
+    """(E,) router biases after `counts` tokens went to each expert: raised by the rate where an expert had
+    fewer than the average, lowered where it had more (Wang et al. 2024, arXiv:2408.15664).
 
-    >>> moved(torch.zeros(3), torch.tensor([4.0, 1.0, 1.0]), 0.5)
+    >>> updated_biases(torch.zeros(3), torch.tensor([4.0, 1.0, 1.0]), 0.5)
     tensor([-0.5000,  0.5000,  0.5000])
     """
     counts = counts.to(device=bias.device, dtype=torch.float64)

@@ -31,7 +31,7 @@ class Built:
     """A rank's part of a model."""
 
     chunks: tuple[Trunk, ...]
-    """One, or with an interleaved schedule several, between which are other stages'."""
+    """One, or several with the interleaved schedule; the chunks of other stages lie between them."""
     names: Names
     config: Any
     """transformers' configuration."""
@@ -52,7 +52,7 @@ class Built:
         }
 
     def buffers(self) -> dict[str, tuple[torch.Tensor, Holding]]:
-        """Likewise what no step changes."""
+        """Likewise for buffers."""
         return {
             name: (buffer, self.names.holding(name))
             for chunk in self.chunks
@@ -110,8 +110,8 @@ def build_model(
 
 
 def _mark_divided(built: Built) -> None:
-    """The gradient norm counts what is divided on every rank that has it, all else once. Megatron-Core
-    marks weights when it initialises them, which is left out here."""
+    """Marks divided weights: the gradient norm counts them on every rank, all others once. Megatron-Core
+    marks them during initialisation, which is skipped here."""
     for parameter, holding in built.holdings(copies=True).values():
         dim = holding.parts[0].dim
         if dim is not None and not hasattr(parameter, "tensor_model_parallel"):

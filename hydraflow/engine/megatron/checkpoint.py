@@ -1,4 +1,4 @@
-"""What a checkpoint holds of a model that is divided by Megatron-Core.
+"""Checkpoints of a model that Megatron-Core divides.
 
 In: this rank's part and its optimizer. Out: a `ShardedSnapshot`, or the state loaded from one. Every
 parameter is cut into parts of Hugging Face tensors, and so are its moments: a checkpoint is the same as one
@@ -56,7 +56,7 @@ def snapshot(
     slots += SLOTS if OPTIMIZER in contents and optimizer.has_moments() else ()
     for number, (name, (parameter, holding)) in enumerate(built.holdings().items()):
         rank, ranks = _writer(is_expert(parameter))
-        mine = number % ranks == rank  # each of the ranks that have the same writes some of it
+        mine = number % ranks == rank  # ranks that hold the same tensors share the writing
         for slot in slots:
             pieces = _pieces(built, name, optimizer.whole(parameter, slot))
             if mine:
@@ -145,8 +145,8 @@ def _prefix(head: str) -> str:
 
 
 def _writer(experts: bool) -> tuple[int, int]:
-    """This rank's number among those that could write the same, and how many there are. All slices of an
-    expert are written together."""
+    """This rank's index among the ranks that hold the same tensors, and their number. All slices of an expert
+    are written together."""
     if not experts:
         group = parallel_state.get_data_parallel_group(with_context_parallel=True)
         return group.rank(), group.size()
@@ -157,7 +157,8 @@ def _writer(experts: bool) -> tuple[int, int]:
 
 
 def _pieces(built: Built, name: str, local: torch.Tensor) -> Sequence[torch.Tensor]:
-    """This rank's parts of a parameter; of experts all slices, which the ranks that have them exchange."""
+    """This rank's parts of a parameter; for experts all slices, which are exchanged between the ranks that
+    hold them."""
     holding = built.names.holding(name)
     if holding.parts[0].slice is None:
         return holding.cut(local)

@@ -1,8 +1,8 @@
 """The arguments of Megatron-Core's TransformerConfig that follow from the model and from other keys.
 
-In: an `Architecture`, and the sizes of the engine. Out: arguments, or a ConfigError for overrides that say
-something else, with the reason; also before a run starts, so Megatron-Core is not imported. Left out on
-purpose: its configuration itself (`core_config.py`), its gradient buffers (`ddp_config.py`).
+In: an `Architecture`, and the sizes of the engine. Out: arguments, or a ConfigError, with the reason, for
+overrides that contradict them. It also runs before a run starts, so Megatron-Core is not imported. Left out
+on purpose: its configuration itself (`core_config.py`), its gradient buffers (`ddp_config.py`).
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ def fixed_arguments(shape: Architecture, settings: MegatronConfig, dtype: torch.
 
 
 def require_free(shape: Architecture, settings: MegatronConfig, dtype: torch.dtype, *, section: str) -> None:
-    """ConfigError for overrides of those, and for kernels that are not installed; `section`: the role's."""
+    """ConfigError for overrides of fixed arguments, and for kernels that are not installed; `section`: the
+    role's."""
     engine, fixed = f"{section}.megatron", fixed_arguments(shape, settings, dtype)
     problems = []
     if shape.mixture and settings.moe_permute_fusion and find_spec("transformer_engine") is None:
@@ -45,14 +46,14 @@ def require_free(shape: Architecture, settings: MegatronConfig, dtype: torch.dty
 
 
 def _of_balance(mixture: Mixture | None, settings: MegatronConfig, engine: str) -> Iterator[Problem]:
-    """What is to even out the load of experts, and cannot."""
+    """Load-balancing settings that cannot work."""
     loss, rate = f"{engine}.moe_aux_loss_coeff", f"{engine}.moe_router_bias_update_rate"
     has_loss = settings.moe_aux_loss_coeff > 0 and settings.moe_router_load_balancing_type != "none"
     if has_loss and mixture is None:
         yield Problem(loss, settings.moe_aux_loss_coeff, "the model has no experts", f"{loss}=0")
     if has_loss and "moe" in settings.recomputed_parts:
         name = f"{engine}.{OVERRIDES}.recompute_modules"
-        rule = f"experts that are computed again alone do not know the rows of {loss}"
+        rule = f"experts that are recomputed on their own do not know the rows of {loss}"
         given = settings.override_transformer_config["recompute_modules"]
         yield Problem(name, shown(given), rule, f"leave out {name}: all of a layer is")
     if settings.moe_router_bias_update_rate > 0 and not (mixture and mixture.by_sigmoid):
@@ -61,17 +62,17 @@ def _of_balance(mixture: Mixture | None, settings: MegatronConfig, engine: str) 
 
 
 _FOLLOWS = "follows from the model and from other keys"
-_DISPATCHER = "only alltoall exchanges tokens of lines whose lengths differ"
-_BY_MICRO_BATCH = "the gradient would depend on how rows are cut into micro-batches"
+_DISPATCHER = "only alltoall supports lines of different lengths"
+_BY_MICRO_BATCH = "the gradient would depend on how rows are split into micro-batches"
 _WHY = {
-    "moe_grouped_gemm": "the experts are the engine's own, in one tensor for each matrix",
+    "moe_grouped_gemm": "the engine has its own experts, with one tensor per matrix",
     **dict.fromkeys(("moe_token_dispatcher_type", "moe_enable_deepep"), _DISPATCHER),
-    "calculate_per_token_loss": "a loss holds its own denominators, so gradients are only summed",
+    "calculate_per_token_loss": "losses include their denominators, so gradients are summed, not averaged",
     **dict.fromkeys(
         ("moe_router_load_balancing_type", "moe_z_loss_coeff", "moe_input_jitter_eps"), _BY_MICRO_BATCH
     ),
 }
-"""Reasons that are neither the model nor another key."""
+"""Reasons other than the model or another key."""
 OF_OTHER_MODELS: dict[str, Any] = {
     "num_moe_experts": None,
     "moe_layer_freq": 1,
@@ -91,8 +92,8 @@ OF_OTHER_MODELS: dict[str, Any] = {
     "fp8": None,
     "fp4": None,
 }
-"""Megatron-Core's defaults of what would change a model that is built here, or what its own layers do not
-read."""
+"""Megatron-Core's defaults for arguments that would change a supported model, or that the engine's layers
+ignore."""
 
 
 def _of_model(shape: Architecture) -> dict[str, Any]:
@@ -126,7 +127,7 @@ def _of_mixture(mixture: Mixture, settings: MegatronConfig) -> dict[str, Any]:
         moe_router_num_groups=mixture.groups,
         moe_router_group_topk=mixture.chosen_groups,
         moe_router_enable_expert_bias=mixture.by_sigmoid,
-        moe_router_bias_update_rate=0.0,  # the engine itself moves biases, after an optimizer step
+        moe_router_bias_update_rate=0.0,  # the engine itself updates biases, after an optimizer step
         moe_shared_expert_intermediate_size=mixture.shared,
         moe_shared_expert_gate=mixture.shared_gate,
         moe_shared_expert_overlap=False,
@@ -134,7 +135,7 @@ def _of_mixture(mixture: Mixture, settings: MegatronConfig) -> dict[str, Any]:
         expert_tensor_parallel_size=settings.expert_tensor_size,
         moe_router_dtype=settings.moe_router_dtype,
         moe_permute_fusion=settings.moe_permute_fusion,
-        # what another model has, or what would make a gradient depend on micro-batches; the loss that does
+        # features of other models, or losses whose gradient depends on micro-batches; the one that does
         # not is the engine's own (balance.py)
         moe_router_load_balancing_type="none",
         moe_aux_loss_coeff=0.0,
@@ -154,18 +155,18 @@ def _of_engine(settings: MegatronConfig, dtype: torch.dtype) -> dict[str, Any]:
         tensor_model_parallel_size=settings.tensor_model_parallel_size,
         pipeline_model_parallel_size=settings.pipeline_model_parallel_size,
         virtual_pipeline_model_parallel_size=settings.chunks if settings.chunks > 1 else None,
-        # what two stages send each other in both directions at once would be mixed up
+        # batched sends in both directions between two stages would be mixed up
         overlap_p2p_comm=settings.chunks > 1,
         batch_p2p_comm=settings.chunks == 1,
         context_parallel_size=settings.context_parallel_size,
         sequence_parallel=settings.sequence_parallel and settings.tensor_model_parallel_size > 1,
-        # packed lines differ in length, and every stage must be told
+        # packed lines differ in length, so stages exchange shapes
         variable_seq_lengths=settings.pipeline_model_parallel_size > 1,
-        moe_token_dispatcher_type="alltoall",  # the only one with lengths that differ
+        moe_token_dispatcher_type="alltoall",  # the only dispatcher that supports different lengths
         params_dtype=dtype,
         pipeline_dtype=dtype,
         bf16=dtype == torch.bfloat16,
-        # the law of gradients: a loss holds its own denominators
+        # the gradient law: losses include their denominators
         calculate_per_token_loss=True,
         perform_initialization=False,
         use_cpu_initialization=True,

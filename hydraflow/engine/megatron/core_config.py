@@ -1,8 +1,8 @@
-"""A Hugging Face configuration in Megatron-Core's words.
+"""Translates a Hugging Face configuration into Megatron-Core's TransformerConfig.
 
 In: an `Architecture`, and the sizes of the engine. Out: a TransformerConfig, and rotary frequencies. Left out
-on purpose: which models there are (`architecture.py`), what may not be overridden (`core_arguments.py`),
-layers of stages (`stages.py`), layers (`layers.py`).
+on purpose: supported models (`architecture.py`), which arguments cannot be overridden (`core_arguments.py`),
+layers per stage (`stages.py`), layers (`layers.py`).
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from hydraflow.models.config import ModelConfig
 def transformer_config(
     shape: Architecture, model: ModelConfig, settings: MegatronConfig, dtype: torch.dtype, *, section: str
 ) -> TransformerConfig:
-    """Megatron-Core's configuration of this model on this engine. Raises ConfigError for overrides that are
-    not the user's to make, or that Megatron-Core refuses; `section`: the role's."""
+    """Megatron-Core's configuration of this model on this engine. Raises ConfigError for overrides of fixed
+    arguments, or that Megatron-Core rejects; `section`: the role's."""
     require_free(shape, settings, dtype, section=section)
     require_layers(shape.layers, settings, section=section)
     fixed, overrides = fixed_arguments(shape, settings, dtype), settings.override_transformer_config
@@ -36,7 +36,7 @@ def transformer_config(
     try:
         return TransformerConfig(**fixed | free | overrides)
     except (ValueError, AssertionError, TypeError) as error:
-        rule = f"Megatron-Core refuses it: {error}"
+        rule = f"Megatron-Core rejects it: {error}"
         raise ConfigError.one(name, shown(overrides), rule, f"{name}={{}}") from error
 
 
@@ -48,12 +48,12 @@ _FUSIONS = (
     "gradient_accumulation_fusion",
     "persist_layer_norm",
 )
-"""Kernels of Apex and Transformer Engine, which may not be there."""
+"""Kernels of Apex and Transformer Engine, which may not be installed."""
 
 
 def frequencies(config: Any) -> tuple[torch.Tensor, float]:
-    """(d / 2,) rotary frequencies, and the factor of what is rotated (yarn), as transformers computes them.
-    d: the columns of a head that are rotated."""
+    """(d / 2,) rotary frequencies, and the attention scaling of yarn, as transformers computes them. d:
+    rotated columns of a head."""
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
     rope = config.rope_parameters

@@ -1,8 +1,9 @@
-"""How Megatron-Core keeps gradients in buffers and sums them over data ranks.
+"""Configuration of Megatron-Core's gradient buffers and their reduction over data ranks.
 
-In: the sizes of an engine, and overrides. Out: a DistributedDataParallelConfig. Overrides of what the engine
-relies on, or of what only another engine reads, are refused with the reason, also before a run starts:
-Megatron-Core is imported only to make the configuration. Left out on purpose: sums that overlap with passes.
+In: the sizes of an engine, and overrides. Out: a DistributedDataParallelConfig. Overrides that the engine
+does not allow, or that only another engine reads, are refused with the reason, also before a run starts:
+Megatron-Core is imported only to build the configuration. Left out on purpose: reductions that overlap with
+the backward pass.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ def ddp_config(settings: MegatronConfig, *, section: str) -> DistributedDataPara
 
 
 def require_free(settings: MegatronConfig, *, section: str) -> None:
-    """ConfigError for overrides that are not the user's to make, or that Megatron-Core does not have."""
+    """ConfigError for overrides of fixed arguments, or of unknown ones."""
     engine = f"{section}.megatron"
     fixed = FIXED | {OWN: (getattr(settings, OWN), "follows from a key of its own")}
     problems = []
@@ -45,20 +46,20 @@ def require_free(settings: MegatronConfig, *, section: str) -> None:
 OWN = "use_distributed_optimizer"
 FREE = ("pad_buckets_for_high_nccl_busbw", "reduce_scatter_with_fp32_accumulation")
 _OVERLAP = "gradients are summed, and weights gathered, once all passes of an update have run"
-_SKIPS = "would end the run; an update whose gradient is not finite is skipped, and counted in its metrics"
+_SKIPS = "would end the run; here an update with a non-finite gradient is skipped and counted in the metrics"
 _NCCL = "the engine's buffers are not NCCL's: they are freed and filled again (param_offload, grad_offload)"
-_EIGHT_BITS = "the engine keeps no weights in 8 bits"
+_EIGHT_BITS = "the engine has no 8-bit weights"
 _FSDP = "only Megatron-Core's own FSDP reads it, which this engine does not use"
 FIXED: dict[str, tuple[Any, str]] = {
     "grad_reduce_in_fp32": (
         True,
-        "gradients summed in 16 bits would depend on how rows are cut into micro-batches",
+        "gradients summed in 16 bits would depend on how rows are split into micro-batches",
     ),
     "average_in_collective": (
         False,
-        "a loss holds its own denominators, so gradients are summed and never divided",
+        "losses include their denominators, so gradients are summed and never averaged",
     ),
-    "gradient_reduce_div_fusion": (True, "gradients are summed and never divided"),
+    "gradient_reduce_div_fusion": (True, "gradients are summed and never averaged"),
     "overlap_grad_reduce": (False, _OVERLAP),
     "overlap_param_gather": (False, _OVERLAP),
     "align_param_gather": (False, _OVERLAP),
@@ -81,4 +82,4 @@ FIXED: dict[str, tuple[Any, str]] = {
     "fsdp_double_buffer": (False, _FSDP),
     "fsdp_manual_registration": (False, _FSDP),
 }
-"""What must stay as it is, and why."""
+"""Arguments that cannot be overridden -> why."""

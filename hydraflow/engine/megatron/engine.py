@@ -45,13 +45,13 @@ from hydraflow.engine.megatron.architecture import section_of
 from hydraflow.engine.megatron.balance import BalancedRows, trained
 from hydraflow.engine.megatron.build import build_model
 from hydraflow.engine.megatron.ddp_config import ddp_config
-from hydraflow.engine.megatron.experts import counting, forget_counts, move_biases, take_load
+from hydraflow.engine.megatron.experts import counting, reset_counts, take_load, update_biases
 from hydraflow.engine.megatron.head import VocabularyParallelHead, VocabularyShare
 from hydraflow.engine.megatron.names import vocabulary_share
 from hydraflow.engine.megatron.oom_recovery import OomRecovery
 from hydraflow.engine.megatron.optimizer import CoreOptimizer
 from hydraflow.engine.megatron.packed_line import PackedLine
-from hydraflow.engine.megatron.repeated import require_repeatable
+from hydraflow.engine.megatron.repeatable import require_repeatable
 from hydraflow.engine.megatron.storages import GradientBuffers, Storages
 from hydraflow.engine.micro_batcher import InMicroBatches
 from hydraflow.engine.offload import Offload
@@ -142,7 +142,9 @@ class MegatronEngine(InMicroBatches):
         chunks = list(self._built.chunks)
         for chunk in chunks:
             chunk.eval()
-        recorded: dict[int, PackedRoutes] = {}  # chunks of a stage have different layers of the same lines
+        recorded: dict[
+            int, PackedRoutes
+        ] = {}  # the chunks of a stage compute different layers of the same lines
 
         def step(
             batches: Iterator[tuple[DataProto, bool]], model: torch.nn.Module
@@ -180,7 +182,7 @@ class MegatronEngine(InMicroBatches):
         assert self._ddp is not None, "a frozen model is not trained"
         self._weights.wake()
         self._gradients.wake()
-        earlier = self._set_aside()
+        earlier = self._take_gradient()
         balance = self._balance_of_rows(micro_batches)
         self._holds_gradient = True
         for chunk in self._ddp:
@@ -194,7 +196,7 @@ class MegatronEngine(InMicroBatches):
             batch = self._pack(data, trained=True)
             share = self._share_of(batch)
             routes = self._routes_of(data, batch, tally if counts else None)
-            more = self._told_to_routers(data, batch, balance) if counts else {}
+            more = self._router_inputs(data, batch, balance) if counts else {}
             with counting(model) if counts else nullcontext():
                 hidden = self._run(share.part, model, routes, **more)
 
@@ -208,16 +210,16 @@ class MegatronEngine(InMicroBatches):
             return hidden, loss
 
         try:
-            told = metrics.merge(self._schedule(step, micro_batches, self._ddp, forward_only=False))
+            found = metrics.merge(self._schedule(step, micro_batches, self._ddp, forward_only=False))
         except OutOfMemory:
             self._drop_gradient()
             self._add_gradient(earlier)
-            forget_counts(self._built.chunks)
+            reset_counts(self._built.chunks)
             raise
         self._add_gradient(earlier)
         if self.has_routers:
-            told |= self._told_of_routers(balance, tally if ROUTES in micro_batches[0].keys() else None)
-        return told
+            found |= self._router_metrics(balance, tally if ROUTES in micro_batches[0].keys() else None)
+        return found
 
     @torch.no_grad()
     def optimizer_step(self, options: StepOptions = AS_CONFIGURED) -> dict[str, float]:
@@ -227,7 +229,7 @@ class MegatronEngine(InMicroBatches):
         self._optimizer_state.wake()
         norm = self._optimizer.step(options)
         rate = self._settings.moe_router_bias_update_rate if math.isfinite(norm) else 0.0
-        move_biases(self._built.chunks, rate)
+        update_biases(self._built.chunks, rate)
         self._drop_gradient()
         self._optimizer_state.rest()
         lr = self._lr() if options.lr is None else options.lr
@@ -298,7 +300,7 @@ class MegatronEngine(InMicroBatches):
             self._gradients.rest()
 
     def _make_offloads(self) -> None:
-        """What may be in host memory."""
+        """Creates the offloads of weights, gradients and optimizer state."""
         settings, optimizer = self._settings, self._optimizer
 
         def offload(memory: Storages | GradientBuffers, *, wanted: bool) -> Offload:
@@ -318,9 +320,9 @@ class MegatronEngine(InMicroBatches):
     def _schedule(
         self, step: Any, micro_batches: Sequence[DataProto], chunks: Sequence[Any], *, forward_only: bool
     ) -> Any:
-        """Megatron-Core's passes over the micro-batches, each told apart from those that fill up the last
-        group; what the last stage found in each. An interleaved schedule takes groups of as many as there are
-        stages."""
+        """Runs Megatron-Core's schedule over the micro-batches; returns the last stage's results. The
+        interleaved schedule needs a multiple of the number of stages: `step` gets (micro-batch, is real),
+        with False for those that fill the last group."""
         work = get_forward_backward_func()
         each = [(data, True) for data in micro_batches]
         if len(chunks) > 1:
@@ -333,20 +335,20 @@ class MegatronEngine(InMicroBatches):
                 data_iterator=iterators if len(chunks) > 1 else iterators[0],
                 model=list(chunks),
                 num_microbatches=len(each),
-                seq_length=1,  # lines tell their own
+                seq_length=1,  # stages exchange the real lengths
                 micro_batch_size=1,
                 forward_only=forward_only,
                 collect_non_loss_data=forward_only,
             )
-            if forward_only:  # after passes of the other kind, before gradients are summed
+            if forward_only:  # training passes agree before gradients are summed
                 self._recovery.agree()
             return found
 
         return self._recovery.run(passes)
 
-    def _set_aside(self) -> list[torch.Tensor]:
-        """The gradient that earlier calls have left, if any: it has been summed over ranks, and must not be
-        again."""
+    def _take_gradient(self) -> list[torch.Tensor]:
+        """Takes the accumulated gradient of earlier calls out of the buffers: it is already reduced over
+        ranks and must not be reduced twice."""
         if not self._holds_gradient:
             return []
         earlier = [buffer.grad_data.clone() for buffer in self._gradient_buffers()]
@@ -354,7 +356,7 @@ class MegatronEngine(InMicroBatches):
         return earlier
 
     def _add_gradient(self, earlier: list[torch.Tensor]) -> None:
-        """Adds what `_set_aside` took away."""
+        """Adds back what `_take_gradient` took."""
         if not earlier:
             return
         for buffer, gradient in zip(self._gradient_buffers(), earlier, strict=True):
@@ -409,64 +411,64 @@ class MegatronEngine(InMicroBatches):
     def _routes_of(
         self, data: DataProto, batch: PackedBatch, tally: Tally | None = None
     ) -> PackedRoutes | None:
-        """The experts that these rows are to take, if they are given."""
+        """The experts that these rows must take, if they are given."""
         if ROUTES not in data.keys():
             return None
         assert self._routes is not None, "a dense model has no routers"
         return self._routes.begin(batch, data.get(ROUTES), tally)
 
     def _balance_of_rows(self, micro_batches: Sequence[DataProto]) -> float:
-        """What the loss of a row's load counts, of each layer: the coefficient over the trained rows of all
-        data ranks. 0: there is none. Collective if there is one."""
+        """Weight of a row's balancing loss per layer: the coefficient divided by the trained rows of all data
+        ranks. 0: no such loss. Collective if there is one."""
         settings = self._settings
         if settings.moe_router_load_balancing_type == "none" or not settings.moe_aux_loss_coeff:
             return 0.0
         rows = torch.stack([trained(data).sum() for data in micro_batches]).sum()
         return settings.moe_aux_loss_coeff / max(float(self.reduce(rows)), 1.0)
 
-    def _told_to_routers(self, data: DataProto, batch: PackedBatch, balance: float) -> dict[str, Any]:
-        """In how many trained rows each of this rank's tokens is; the rows whose load is evened out, if
-        `balance` is above 0."""
+    def _router_inputs(self, data: DataProto, batch: PackedBatch, balance: float) -> dict[str, Any]:
+        """Fields of `PackedLine` for the routers: how many trained rows contain each of this rank's tokens;
+        the rows of the balancing loss, if `balance` is above 0."""
         if self._routes is None:
             return {}
         own = self._routes.share_of(batch.input_ids.numel())
         counts = trained(data).repeat_interleave(read_tokens(data))
         rows_with = torch.bincount(batch.places[counts], minlength=own.stop)[own]
-        told: dict[str, Any] = {"rows_with": rows_with.to(self._device)}
+        fields: dict[str, Any] = {"rows_with": rows_with.to(self._device)}
         if balance:
             groups = (
                 parallel_state.get_tensor_model_parallel_group(),
                 parallel_state.get_context_parallel_group(),
             )
-            told["balanced"] = BalancedRows.of(data, batch, own, balance, groups)
-        return told
+            fields["balanced"] = BalancedRows.of(data, batch, own, balance, groups)
+        return fields
 
-    def _told_of_routers(self, balance: float, tally: Tally | None) -> dict[str, Metric]:
+    def _router_metrics(self, balance: float, tally: Tally | None) -> dict[str, Metric]:
         """Metrics of the experts' load since the last update. tally: of replayed experts. Collective."""
         assert self._routes is not None
         role = section_of(self._field).rpartition(".")[2]
         load = take_load(self._built.chunks)
-        told = {
+        found = {
             f"{role}/busiest_expert_share": metrics.maximum(load.busiest),
             f"{role}/idle_expert_share": metrics.mean(load.idle),
         }
         if balance:
             layers = len(self._routes.layers)
             evenness = load.balance / self._settings.moe_aux_loss_coeff / layers
-            told[f"{role}/moe_aux_loss"] = metrics.mean(evenness)
+            found[f"{role}/moe_aux_loss"] = metrics.mean(evenness)
         if tally is not None:
-            told[f"{role}/router_replay_changed"] = self._routes.changed_share(tally)
-        return told
+            found[f"{role}/router_replay_changed"] = self._routes.changed_share(tally)
+        return found
 
     def _share_of(self, batch: PackedBatch) -> Share | Alone:
-        """What this rank computes of a batch."""
+        """This rank's share of a batch."""
         return Alone(batch) if self._ulysses is None else self._ulysses.share(batch)
 
     def _run(
-        self, batch: PackedBatch, model: torch.nn.Module, routes: PackedRoutes | None, **told: Any
+        self, batch: PackedBatch, model: torch.nn.Module, routes: PackedRoutes | None, **fields: Any
     ) -> torch.Tensor:
-        """Hidden states after this stage. told: what else routers are told (`PackedLine`)."""
-        line = PackedLine(plan=batch.plan, positions=batch.position_ids[0], routes=routes, **told)
+        """Hidden states after this stage. fields: further fields of `PackedLine`, for routers."""
+        line = PackedLine(plan=batch.plan, positions=batch.position_ids[0], routes=routes, **fields)
         found: torch.Tensor = model(
             input_ids=batch.input_ids,
             position_ids=batch.position_ids,
@@ -476,8 +478,8 @@ class MegatronEngine(InMicroBatches):
         return found
 
     def _read(self, hidden: torch.Tensor, batch: PackedBatch, ask: Ask) -> Output:
-        """What is asked of this rank's share, from the last stage's hidden states (N, 1, h), or (N / TP, 1,
-        h) with sequence parallelism."""
+        """The requested outputs for this rank's share, from the last stage's hidden states (N, 1, h), or (N /
+        TP, 1, h) with sequence parallelism."""
         policy = self._head == "policy"
         if self._trunk.config.sequence_parallel:
             hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=policy)
@@ -524,7 +526,7 @@ class MegatronEngine(InMicroBatches):
 
 
 def _zeros(tokens: torch.Tensor, ask: Ask) -> Output:
-    """In place of the last stage's answers, in their shapes."""
+    """Placeholders with the shapes of the last stage's outputs."""
     if ask.likeliest:
         shape = len(tokens), ask.likeliest
         return torch.zeros(shape), torch.zeros(shape, dtype=torch.int64)
@@ -532,8 +534,8 @@ def _zeros(tokens: torch.Tensor, ask: Ask) -> Output:
 
 
 def _finisher(recovery: OomRecovery) -> Callable[..., None]:
-    """What Megatron-Core calls after the last pass. It sums gradients over ranks, and does not divide them:
-    denominators are in the loss."""
+    """The hook that Megatron-Core calls after the last pass: sums gradients over ranks without averaging,
+    because denominators are in the loss."""
 
     def finish(model: list[Any], num_tokens: Any = None, **others: Any) -> None:
         recovery.agree()

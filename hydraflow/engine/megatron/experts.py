@@ -1,10 +1,10 @@
 """Layers of experts: Megatron-Core's exchange of tokens between ranks, and the experts themselves.
 
 In: hidden states. Out: for each token the weighted sum of the experts that its router chose. Routers compute
-in float32 unless told otherwise, and sums over experts are taken in float32, so that a token's experts do not
-change from one pass to the next. Each rank holds some experts, all matrices of a kind in one tensor, as
-transformers does; shared experts are Megatron-Core's. Left out on purpose: auxiliary losses over all tokens
-of a micro-batch (their gradient depends on how rows are cut), and Transformer Engine's grouped matrices.
+in float32 by default, and sums over experts are taken in float32, so that a token's experts do not change
+from one pass to the next. Each rank holds some experts, all matrices of a kind in one tensor, as transformers
+does; shared experts are Megatron-Core's. Left out on purpose: auxiliary losses over all tokens of a
+micro-batch (their gradient depends on how rows are cut), and Transformer Engine's grouped matrices.
 """
 
 from __future__ import annotations
@@ -29,18 +29,18 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import nn
 
 from hydraflow.engine import process_group
-from hydraflow.engine.megatron.balance import Beside, balance_loss, moved
+from hydraflow.engine.megatron.balance import AddLoss, balance_loss, updated_biases
 from hydraflow.engine.megatron.packed_line import PackedLine
 from hydraflow.models.routing import RouterReplay
 
 ROUTER_DTYPES = {"fp32": torch.float32, "fp64": torch.float64}
-"""Types that routers compute in, by Megatron-Core's names."""
+"""Dtypes of routers, by Megatron-Core's names."""
 
 
 class CoreReplay(RouterReplay):
-    """What Megatron-Core calls where a router is about to take the top k (its `router_replay`). Its own
-    `RouterReplay` is told one after the other what comes next; here each layer says which line it computes,
-    so activations that are computed again, between any other lines of a pipeline, take the same experts."""
+    """Megatron-Core's hook around a router's top-k (`router_replay`). Its own `RouterReplay` relies on the
+    order of calls; here each layer says which line it computes, so recomputed activations take the same
+    experts, whatever other lines of a pipeline came in between."""
 
     def get_replay_topk(
         self,
@@ -50,18 +50,18 @@ class CoreReplay(RouterReplay):
         group_topk: int | None = None,
         default_compute_topk: Callable[..., tuple[torch.Tensor, torch.Tensor]] | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Scores and numbers of the experts to take, (N, K) each, from the scores (N, E) of all."""
-        assert default_compute_topk is not None, "Megatron-Core gives its own choice"
+        """Scores and indices of the selected experts, (N, K) each, from the scores (N, E) of all."""
+        assert default_compute_topk is not None, "Megatron-Core passes its own choice"
         found = default_compute_topk(scores, topk, num_groups=num_groups, group_topk=group_topk)
         return self.choose(scores, *found)
 
 
 class Router(TopKRouter):
-    """Chooses experts, and counts the tokens that it sends to each while it is told to (`counting`)."""
+    """Selects experts, and counts the tokens sent to each inside `counting`."""
 
     is_counting = False
     line: PackedLine | None = None
-    """What it works on."""
+    """The line that it computes."""
 
     def __init__(self, config: TransformerConfig, pg_collection: Any = None):
         super().__init__(config=config, pg_collection=pg_collection)
@@ -83,14 +83,14 @@ class Router(TopKRouter):
         weights, chosen = super().routing(logits, *args, **more)
         logits = logits.view(weights.shape)
         if self.score_function == "sigmoid" and self.config.moe_router_pre_softmax:
-            # Megatron-Core always makes them add up to its factor
+            # Megatron-Core always normalises them to its scaling factor
             weights = torch.sigmoid(logits) * self.config.moe_router_topk_scaling_factor * chosen
         if self.line is not None and self.line.balanced is not None:
             loss = balance_loss(self._shares(logits), self.topk, self.line.balanced)
-            weights = Beside.apply(weights, loss)
+            weights = AddLoss.apply(weights, loss)
             self.balance += loss.detach() * self.is_counting
         if self.is_counting:
-            assert self.line is not None and self.line.rows_with is not None, "what is counted has rows"
+            assert self.line is not None and self.line.rows_with is not None, "counted lines have rows"
             self.counts += (chosen * self.line.rows_with[:, None]).sum(0)
         return weights, chosen
 
@@ -112,7 +112,9 @@ class Experts(MegatronModule):
         self.down = nn.Parameter(torch.empty(count, hidden, width, dtype=config.params_dtype))
         for parameter in self.parameters():
             marked: Any = parameter
-            marked.allreduce = False  # how Megatron-Core tells experts from what all data ranks share
+            marked.allreduce = (
+                False  # Megatron-Core's mark of expert parameters, which not all data ranks share
+            )
 
     def forward(
         self, tokens: torch.Tensor, counts: torch.Tensor, weights: torch.Tensor
@@ -129,7 +131,7 @@ class Experts(MegatronModule):
 
 
 class ExpertLayer(MoELayer):
-    """What takes the place of an MLP."""
+    """Replaces the MLP of a layer with experts."""
 
     def __init__(self, config: TransformerConfig, **others: Any):
         matrices = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
@@ -145,7 +147,7 @@ class ExpertLayer(MoELayer):
 
 
 class RoutedLayer(TransformerLayer):
-    """A layer with experts, which tells its router what line it computes."""
+    """A layer with experts; tells its router which line it computes."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """As Megatron-Core calls it, with `packed_seq_params` a `PackedLine`."""
@@ -171,14 +173,14 @@ def counting(model: nn.Module) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Load:
-    """How the tokens of all rows were spread over the experts of all layers."""
+    """Distribution of all rows' tokens over the experts of all layers."""
 
     busiest: float
-    """The largest part of a layer's choices that went to one expert; with even routing 1 / E."""
+    """The largest share of a layer's choices that went to one expert; 1 / E with even routing."""
     idle: float
-    """The part of the experts that no token chose."""
+    """The share of experts that no token chose."""
     balance: float
-    """The losses that even it out, of all layers."""
+    """The sum of the balancing losses of all layers."""
 
 
 def take_load(chunks: Sequence[nn.Module]) -> Load:
@@ -193,7 +195,7 @@ def take_load(chunks: Sequence[nn.Module]) -> Load:
         balance = process_group.all_reduce(balance, "sum", group).sum()
         for router, of_layer in zip(routers, total, strict=True):
             router.counts_of_step += of_layer.to(router.counts_of_step)
-        forget_counts(chunks)
+        reset_counts(chunks)
         share = (total.amax(-1) / total.sum(-1).clamp(min=1)).amax()
         sums = torch.tensor([float((total == 0).sum()), total.numel(), float(balance)])
     pipeline = parallel_state.get_pipeline_model_parallel_group()
@@ -202,19 +204,19 @@ def take_load(chunks: Sequence[nn.Module]) -> Load:
     return Load(busiest, without / all_experts, balance_of_all)
 
 
-def forget_counts(chunks: Iterable[nn.Module]) -> None:
-    """Sets what passes have added up to 0."""
+def reset_counts(chunks: Iterable[nn.Module]) -> None:
+    """Resets the counts to 0."""
     for router in _routers(chunks):
         router.counts.zero_()
         router.balance.zero_()
 
 
-def move_biases(chunks: Iterable[nn.Module], rate: float) -> None:
-    """Moves the biases with which routers choose towards an even load, by what `take_load` has told since
-    the last call; a rate of 0 leaves them alone."""
+def update_biases(chunks: Iterable[nn.Module], rate: float) -> None:
+    """Moves router biases towards an even load, by the counts of `take_load` since the last call; a rate of 0
+    changes nothing."""
     for router in _routers(chunks):
         if rate > 0 and router.expert_bias is not None:
-            router.expert_bias.copy_(moved(router.expert_bias, router.counts_of_step, rate))
+            router.expert_bias.copy_(updated_biases(router.expert_bias, router.counts_of_step, rate))
         router.counts_of_step.zero_()
 
 

@@ -1,9 +1,8 @@
 """Full weights of a divided model under Hugging Face's names, one tensor at a time.
 
-In: this rank's part. Out: a stream for the generation engine and for files. A tensor is put
-together on the ranks that want it and nowhere else: its stage's tensor-parallel ranks send their parts, and
-another stage's rank gets the result. Left out on purpose: the receiver of the stream (`generation/`), files
-(`engine/hf_files.py`).
+In: this rank's part. Out: a stream for the generation engine and for files. A tensor is assembled only on the
+ranks that need it: its stage's tensor-parallel ranks send their parts, and a rank of another stage gets the
+result. Left out on purpose: the receiver of the stream (`generation/`), files (`engine/hf_files.py`).
 """
 
 from __future__ import annotations
@@ -88,7 +87,7 @@ def _held(built: Built) -> dict[str, tuple[torch.Tensor, Holding]]:
 def _joined(
     built: Built, parameter: torch.Tensor, tensor: Outlined, within: int | None, nothing: torch.Tensor
 ) -> torch.Tensor:
-    """The whole tensor on the rank with the place `within` its stage, or on all of them; `nothing` on the
+    """The full tensor on the rank at position `within` of its stage, or on all of them; `nothing` on the
     others."""
     holding = built.names.holding(tensor.parameter)
     sharers = built.names.of_sharers(holding.parts[tensor.part])
@@ -114,7 +113,7 @@ def _joined(
 
 
 def sharing_group(*, experts: bool) -> dist.ProcessGroup:
-    """The ranks of this stage that together have its tensors once, or its experts."""
+    """The ranks of this stage that together hold one copy of its tensors, or of its experts."""
     found: dist.ProcessGroup = (
         parallel_state.get_expert_tensor_and_model_parallel_group()
         if experts

@@ -1,9 +1,9 @@
-"""Log-probabilities and entropies from a part of the vocabulary on each tensor-parallel rank.
+"""Vocabulary-parallel head: log-probabilities and entropies with a shard of the vocabulary on each rank.
 
-In: hidden states of asked tokens, this rank's rows of the output matrix, the asked tokens. Out: what
-`models/fused_head.py` gives, equal on all ranks, and gradients. Logits are never gathered: ranks exchange
-three or four numbers for each token. A chunk of tokens has logits at a time, and the backward pass computes
-them again. Left out on purpose: logits that a model processes further (no such family is built here).
+In: hidden states of asked tokens, this rank's rows of the output matrix, the asked tokens. Out: the results
+of `models/fused_head.py`, equal on all ranks, and gradients. Logits are never gathered: ranks exchange three
+or four numbers per token. Logits exist for one chunk of tokens at a time and are recomputed in the backward
+pass. Left out on purpose: post-processing of logits (no supported family has any).
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from hydraflow.models.fused_head import several
 
 @dataclass(frozen=True)
 class VocabularyShare:
-    """The tokens whose logits this rank computes."""
+    """The vocabulary shard of this rank."""
 
     group: dist.ProcessGroup
     first: int
-    """The first of them."""
+    """First token id of the shard."""
     real: int
-    """How many of the matrix's rows are tokens; the rest fills it up."""
+    """Rows of the matrix that are tokens; the rest is padding."""
     chunk: int
-    """Tokens whose logits exist at one time."""
+    """Chunk size: tokens whose logits exist at one time."""
 
 
 class VocabularyParallelHead(torch.autograd.Function):
@@ -119,7 +119,7 @@ class VocabularyParallelHead(torch.autograd.Function):
 
 
 def _chunks(count: int, size: int) -> Iterator[slice]:
-    """One, of nothing, where there is no token: ranks compute alike."""
+    """Chunk ranges; a single empty one if there is no token, because ranks must run the same collectives."""
     for start in range(0, max(1, count), size):
         yield slice(start, start + size)
 
@@ -135,7 +135,7 @@ def _logits(hidden: torch.Tensor, weight: torch.Tensor, ask: Ask, share: Vocabul
 
 
 def _columns(targets: torch.Tensor, share: VocabularyShare) -> tuple[torch.Tensor, torch.Tensor]:
-    """(k, M) column of each target, 0 where it is another rank's, and whether it is this rank's."""
+    """(k, M) local column of each target, 0 if it is on another rank, and whether it is on this rank."""
     column = several(targets) - share.first
     is_here = (column >= 0) & (column < share.real)
     return column.where(is_here, 0), is_here
@@ -152,7 +152,7 @@ def _is_best(
 
 
 def _likeliest(logits: torch.Tensor, ask: Ask, share: VocabularyShare) -> tuple[torch.Tensor, torch.Tensor]:
-    """Logits (k, M) and ids of the likeliest tokens of all ranks, from the best of each."""
+    """Logits (k, M) and ids of the top-k tokens over all ranks, from the top-k of each."""
     own = logits[:, : max(0, min(share.real, ask.among - share.first))]
     best = logits.new_full((len(logits), ask.likeliest), -torch.inf)
     ids = torch.full(best.shape, -1, device=logits.device)

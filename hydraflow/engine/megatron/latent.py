@@ -1,8 +1,8 @@
 """Multi-head latent attention (DeepSeek-V2, arXiv:2405.04434) over packed rows.
 
-In: hidden states of this rank's tokens. Out: the same, attended to. Keys and values of all heads come from a
-short vector, the latent, and so may queries; a few columns of a head, which tell positions, bypass it.
-Matrices behind a latent are divided by heads, those before it are whole on every rank.
+In: hidden states of this rank's tokens. Out: the same, attended to. Keys and values of all heads are
+projected from a short vector, the latent, and queries may be too; a few rotary columns of each head bypass
+it. Matrices behind a latent are divided by heads, those before it are replicated.
 
 Megatron-Core's own `MLASelfAttention` cannot be built without Transformer Engine. Of matrices that it divides
 itself, the columns of keys that heads share get a gradient without the other ranks' heads, and norms of
@@ -30,12 +30,12 @@ from hydraflow.engine.megatron.packed_line import PackedLine
 from hydraflow.models.attention import attend_line
 
 NORM_EPS = 1e-6
-"""Of the norms of latents: transformers' own, whatever the model's is."""
+"""Epsilon of the latents' norms: transformers' default, whatever the model's is."""
 
 
 class WholeMatrix(nn.Module):
-    """A matrix that no rank has only a part of. With sequence parallelism each rank multiplies some of the
-    tokens, and the gradient is summed over ranks."""
+    """A replicated matrix. With sequence parallelism each rank multiplies a share of the tokens, and the
+    gradient is summed over ranks."""
 
     def __init__(self, config: TransformerConfig, inputs: int, outputs: int):
         super().__init__()
@@ -49,8 +49,8 @@ class WholeMatrix(nn.Module):
 
 
 class LatentAttention(MegatronModule):
-    """Parameters have transformers' names. N: tokens of this rank's share of the line; n: those of them that
-    it has outside attention, fewer with sequence parallelism; h: this rank's heads."""
+    """Parameters have transformers' names. N: tokens of this rank's share of the line; n: those that it holds
+    outside attention, fewer with sequence parallelism; h: this rank's heads."""
 
     def __init__(
         self,
@@ -97,7 +97,7 @@ class LatentAttention(MegatronModule):
         compressed, shared = self.kv_a_proj_with_mqa(hidden).split(widths, -1)
         expanded, _ = self.kv_b_proj(self.kv_a_layernorm(compressed))
         plain, values = self._by_heads(expanded).split([latent.qk_nope_head_dim, latent.v_head_dim], -1)
-        # its gradient is summed over the ranks, each of which has some of the heads
+        # its gradient is summed over the ranks, because each has a share of the heads
         shared = gather_from_sequence_parallel_region(shared, group=self.tp_group)
         shared = self._rotate(shared, angles).expand(-1, self.heads, -1)
         keys = torch.cat((plain, shared), -1)

@@ -1,4 +1,4 @@
-"""The layers that Megatron-Core takes from Transformer Engine, and its model without logits.
+"""Replacements for the layers that Megatron-Core takes from Transformer Engine, and its model without logits.
 
 In: Megatron-Core's own tensor-parallel matrices. Out: a `Trunk`, whose rows are packed into one line as
 everywhere else (`models/packing.py`): attention sees a `RowPlan`, and rotary embeddings are looked up by
@@ -39,7 +39,7 @@ from hydraflow.models.attention import attend_line
 from hydraflow.models.loading import persistent_buffers
 
 LAYERS = "decoder.layers."
-"""How the names of a layer's parameters begin."""
+"""Prefix of the names of layer parameters."""
 
 
 class RowAttention(MegatronModule):
@@ -75,7 +75,7 @@ class Rotary(nn.Module):
         self.register_buffer("frequencies", frequencies, persistent=False)
 
     def get_rotary_seq_len(self, *args: Any) -> torch.Tensor:
-        """Not a length but the positions, which `forward` is called with."""
+        """Returns the positions instead of a length; Megatron-Core passes them to `forward`."""
         positions: torch.Tensor = args[-1].positions
         return positions
 
@@ -102,12 +102,12 @@ class Trunk(GPTModel):
         return hidden_states
 
     def counted_parameters(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
-        """Parameters by name, their layers counted through the whole model."""
+        """Parameters by name, with layers numbered over the whole model."""
         for name, parameter in self.named_parameters():
             yield self._counted(name), parameter
 
     def counted_buffers(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Likewise what files have of a model and no step changes: the biases of routers."""
+        """Likewise for the buffers that are in files: router biases."""
         for name, buffer in persistent_buffers(self):
             yield self._counted(name), buffer
 

@@ -21,8 +21,8 @@ EMBEDDING, HEAD = "embedding.word_embeddings.weight", "output_layer.weight"
 
 @dataclass(frozen=True)
 class Slice:
-    """How expert-tensor-parallel ranks divide each matrix of their experts: a dimension is some blocks one
-    after the other (gate and up projection), and each rank has the same range of all of them."""
+    """How expert-tensor-parallel ranks divide their experts' matrices: a dimension consists of blocks (gate
+    and up projection), and each rank has the same range of every block."""
 
     dim: int
     blocks: int
@@ -30,7 +30,7 @@ class Slice:
     size: int
 
     def of(self, experts: torch.Tensor) -> torch.Tensor:
-        """The range, as a view that has the blocks as a dimension."""
+        """The range, as a view with a dimension for the blocks."""
         return experts.unflatten(self.dim, (self.blocks, -1)).narrow(self.dim + 1, self.start, self.size)
 
 
@@ -40,14 +40,14 @@ class Part:
 
     name: str
     shape: tuple[int, ...]
-    """Of the whole tensor."""
+    """Shape of the full tensor."""
     dim: int | None
-    """The dimension that is divided among tensor-parallel ranks; None: each has all of it."""
+    """The dimension that is divided among tensor-parallel ranks; None: it is replicated."""
     start: int
     size: int
     """Range of that dimension."""
     slice: Slice | None = None
-    """Of experts, which are divided among expert-parallel ranks instead; None: no experts."""
+    """For experts, which are divided among expert-parallel ranks instead; None: not an expert."""
 
     def of(self, whole: torch.Tensor) -> torch.Tensor:
         """The part of a whole tensor, as a view."""
@@ -74,14 +74,14 @@ class Names:
     rank: int
     ranks: int
     experts: int = 0
-    """Which share of the experts is here."""
+    """This rank's share of the experts."""
     expert_shares: int = 1
     slice: int = 0
-    """Which rows and columns of them."""
+    """This rank's rows and columns of each."""
     slices: int = 1
 
     def of_sharers(self, part: Part) -> list[Names]:
-        """The ranks that together have the tensor of which this is a part, in the order of their group."""
+        """The ranks that together hold the tensor of this part, in the order of their group."""
         if part.slice is None:
             return [replace(self, rank=rank) for rank in range(self.ranks)]
         return [
@@ -89,11 +89,11 @@ class Names:
         ]
 
     def of_slices(self) -> list[Names]:
-        """The ranks that together have the experts of this one, in the order of their group."""
+        """The ranks that together hold this rank's experts, in the order of their group."""
         return [replace(self, slice=slice) for slice in range(self.slices)]
 
     def holding(self, name: str) -> Holding:
-        """name: as Megatron-Core calls the parameter, the layer counted through the whole model."""
+        """name: Megatron-Core's name of the parameter, with the layer numbered over the whole model."""
         shape = self.shape
         if name in (EMBEDDING, HEAD):
             is_embedding = name == EMBEDDING or shape.tied
@@ -207,7 +207,7 @@ class Names:
         )
 
     def _vocabulary(self, name: str) -> Holding:
-        """Rows of the vocabulary; what is missing to equal shares is filled with zeros."""
+        """Rows of the vocabulary, padded with zeros to equal shares."""
         width = vocabulary_share(self.shape.vocabulary, self.ranks)
         start = min(self.rank * width, self.shape.vocabulary)
         size = min(width, self.shape.vocabulary - start)

@@ -1,4 +1,4 @@
-"""What Megatron-Core calls in the place of `torch.cuda` on a machine without CUDA (`without_cuda.py`).
+"""Replaces `torch.cuda` for Megatron-Core on a machine without CUDA (`without_cuda.py`).
 
 Streams and events do nothing, because work on a CPU is done when the call returns. Tensors that
 differ in length are exchanged here, because gloo cannot. Everything else that this module lacks comes from

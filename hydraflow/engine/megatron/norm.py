@@ -1,4 +1,4 @@
-"""RMSNorm of the ranks that share a model.
+"""RMSNorm under sequence parallelism.
 
 In: hidden states of a rank's tokens. Out: the same, normalised. Megatron-Core has it from Transformer Engine.
 """
@@ -15,8 +15,8 @@ from hydraflow.models.norms import rms_norm
 
 
 class RMSNorm(nn.Module):
-    """With sequence parallelism each rank has some of the tokens, and its weight's gradient is summed over
-    ranks: torch's own class does not say so."""
+    """With sequence parallelism each rank has a share of the tokens, so the weight is marked for a gradient
+    sum over ranks, which torch's class does not do."""
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **others: Any):
         super().__init__()

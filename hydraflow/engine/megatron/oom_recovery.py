@@ -1,9 +1,9 @@
 """Ends a call on all ranks alike when one of them runs out of memory in it.
 
-It takes ranks that exchange nothing between the first pass of a call and the sum of the gradients: those of a
-model that is not divided, whose optimizer state may be. The rank that ran out says so where the others ask,
-before they sum. Ranks that divide a model exchange tensors of the micro-batch's size in every layer, and
-nothing can stand in for them: there the error ends the run.
+This works for ranks that exchange nothing between the first pass of a call and the gradient reduction: those
+of an undivided model, whose optimizer state may be sharded. The rank that ran out reports it in a collective
+before the reduction. Ranks that divide a model exchange activations in every layer, which cannot be replaced:
+there the error ends the run.
 
 In: the passes of a call. Out: their results, or OutOfMemory on every rank. Left out on purpose: which
 micro-batches are tried next (`engine/micro_batcher.py`).
@@ -25,7 +25,7 @@ Result = TypeVar("Result")
 
 
 class OomRecovery:
-    """Of one engine."""
+    """The out-of-memory recovery of one engine."""
 
     def __init__(self, place: Place):
         sizes = (
@@ -49,7 +49,7 @@ class OomRecovery:
             note_out_of_memory(self.computes, error)
         gc.collect()  # the error's frames keep the pass's tensors alive
         self.agree(self.computes)
-        raise AssertionError("what this rank reports is raised")
+        raise AssertionError("a reported error is raised")
 
     def agree(self, too_large: DataProto | None = None) -> None:
         """Raises OutOfMemory on every rank when one of them had no memory for a micro-batch."""

@@ -59,13 +59,13 @@ class CoreOptimizer:
             group["weight_decay"], group["wd_mult"] = optim.weight_decay, 1.0
 
     def set_lr(self, lr: float) -> None:
-        """Of the next step."""
+        """Sets the learning rate of the next step."""
         for group in self._chain.param_groups:
             group["lr"] = lr
 
     @torch.no_grad()
     def step(self, options: StepOptions = AS_CONFIGURED) -> float:
-        """Clips and updates; the gradient's norm before clipping. Nothing happens if that is not finite."""
+        """Clips and updates; returns the gradient norm before clipping. Does nothing if it is not finite."""
         self._chain.prepare_grads()
         norm = self._norm()
         if math.isfinite(norm):
@@ -77,8 +77,8 @@ class CoreOptimizer:
         return norm
 
     def _norm(self) -> float:
-        """Of the whole model's gradient. Not the chain's own: a stage without experts would not take part in
-        the sum over experts."""
+        """Norm of the whole model's gradient. ChainedOptimizer's own would deadlock: a stage without experts
+        would not take part in the sum over experts."""
         norms = [float(self._dense.get_grad_norm())]
         if self._has_experts:
             group = (
@@ -95,7 +95,7 @@ class CoreOptimizer:
         self._chain.zero_grad()
 
     def own_tensors(self) -> Iterator[torch.Tensor]:
-        """The moments, and float32 weights beside a model's of a shorter type."""
+        """The moments, and the float32 copies of 16-bit weights."""
         for adamw in (one.optimizer for one in self._chain.chained_optimizers):
             for main in (main for group in adamw.param_groups for main in group["params"]):
                 if main.dtype != self._dtype:
@@ -109,7 +109,7 @@ class CoreOptimizer:
         return any(self._dense.optimizer.state.values())
 
     def make_moments(self, *, empty: bool) -> None:
-        """Drops the moments, and makes new ones of 0 for a checkpoint to be loaded into, or none."""
+        """Drops the moments; creates new ones of 0 for a checkpoint to be loaded into, or none."""
         for adamw in (one.optimizer for one in self._chain.chained_optimizers):
             adamw.state.clear()
             for main in () if empty else (main for group in adamw.param_groups for main in group["params"]):
@@ -126,7 +126,7 @@ class CoreOptimizer:
         return process_group.all_reduce(mine, "max", sharers(parameter)).float()
 
     def set_steps(self, parameter: torch.nn.Parameter, steps: torch.Tensor) -> None:
-        """Sets what `steps` gives."""
+        """The inverse of `steps`."""
         main, _ = self._main(parameter)
         if main is not None:
             set_count(self._one(parameter).optimizer, main, steps)
@@ -147,7 +147,7 @@ class CoreOptimizer:
 
     @torch.no_grad()
     def set_whole(self, parameter: torch.nn.Parameter, slot: str, value: torch.Tensor) -> None:
-        """Sets what `whole` gives; weights also in the model."""
+        """The inverse of `whole`; also sets the model's weights."""
         main, start = self._main(parameter)
         if main is not None:
             mine = main if slot == WEIGHT else self._state(parameter, main)[slot]
@@ -157,7 +157,7 @@ class CoreOptimizer:
 
     @property
     def _dense(self) -> Any:
-        """Megatron-Core's optimizer of all that is no expert; a second one has the experts, if this stage
+        """Megatron-Core's optimizer of all non-expert parameters; a second one has the experts, if this stage
         has any."""
         return self._chain.chained_optimizers[0]
 
@@ -173,7 +173,7 @@ class CoreOptimizer:
         return found
 
     def _main(self, parameter: torch.nn.Parameter) -> tuple[torch.Tensor | None, int]:
-        """What AdamW updates here of a parameter, and where in the flattened parameter it begins."""
+        """The shard of a parameter that AdamW updates here, and its offset in the flattened parameter."""
         if not self._is_shared:
             return getattr(parameter, "main_param", parameter), 0
         one = self._one(parameter)
@@ -199,7 +199,7 @@ def count_of(adamw: Any, main: torch.Tensor) -> torch.Tensor:
 
 
 def set_count(adamw: Any, main: torch.Tensor, steps: torch.Tensor) -> None:
-    """Sets what `count_of` gives; of the whole group where that has one count."""
+    """The inverse of `count_of`; sets the whole group where it has one count."""
     if counts_by_parameter(adamw):
         adamw.state[main][STEP].copy_(steps)
     else:
@@ -211,12 +211,13 @@ def _group_of(adamw: Any, main: torch.Tensor) -> dict[str, Any]:
 
 
 def is_expert(parameter: torch.nn.Parameter) -> bool:
-    """Whether Megatron-Core sums its gradient over the ranks with the same experts only."""
+    """Whether it is an expert's parameter, whose gradient is summed only over the ranks with the same
+    experts."""
     return not getattr(parameter, "allreduce", True)
 
 
 def sharers(parameter: torch.nn.Parameter) -> dist.ProcessGroup:
-    """The data ranks that have the same parameter."""
+    """The data ranks that hold the same parameter."""
     found: dist.ProcessGroup = (
         parallel_state.get_expert_data_parallel_group()
         if is_expert(parameter)

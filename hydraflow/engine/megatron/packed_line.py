@@ -1,4 +1,4 @@
-"""How Megatron-Core's layers learn about packed rows (`models/packing.py`).
+"""Passes packed rows (`models/packing.py`) through Megatron-Core to its layers.
 
 In: the plan of a line. Out: what Megatron-Core passes to every layer of a model.
 """
@@ -21,11 +21,11 @@ class PackedLine(PackedSeqParams):
 
     plan: RowPlan | None = None
     positions: torch.Tensor | None = None
-    """(N,) place of each token in its row."""
+    """(N,) position of each token in its row."""
     routes: LineRoutes | None = None
-    """Experts of its tokens, where they are recorded or given."""
+    """The line's experts, if they are recorded or given."""
     rows_with: torch.Tensor | None = None
-    """(n,) how many trained rows have each of this rank's tokens, for what counts tokens: of what fills up
-    none, of a shared prompt several."""
+    """(n,) number of trained rows that contain each of this rank's tokens: 0 for padding, several for a
+    shared prompt."""
     balanced: BalancedRows | None = None
-    """Rows over whose tokens experts are to be spread evenly."""
+    """The rows of the balancing loss."""

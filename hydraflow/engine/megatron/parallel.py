@@ -30,7 +30,7 @@ class Place:
     stage: int
     stages: int
     expert: int = 0
-    """Which share of the experts; the ranks of a stage are divided anew for them."""
+    """Share of the experts; the ranks of a stage are regrouped for them."""
     expert_size: int = 1
     expert_tensor: int = 0
     """Which rows and columns of each of them."""

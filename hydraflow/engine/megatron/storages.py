@@ -1,10 +1,10 @@
-"""The memory of tensors, taken to the host and back.
+"""Moves the storages of tensors to the host and back.
 
-In: tensors. Out: the same ones, whose storages are empty while their bytes are on the host. So whatever
-looks at the memory of another tensor still does: parameters at Megatron-Core's flat buffers, AdamW's shards
-at parameters. Megatron-Core's own ways leave out weights that are in no buffer (`offload_to_cpu` of buffers),
-and make AdamW update copies of float32 weights (`offload_to_cpu` of optimizers). Left out on purpose: when
-(`engine/offload.py`), page-locked host memory.
+In: tensors. Out: the same tensors, whose storages are empty while their bytes are on the host. Views stay
+valid: parameters are views of Megatron-Core's flat buffers, AdamW's shards are views of parameters.
+Megatron-Core's own offloading skips weights outside of buffers (`offload_to_cpu` of buffers), and makes AdamW
+update copies of float32 weights (`offload_to_cpu` of optimizers). Left out on purpose: when to move
+(`engine/offload.py`), pinned host memory.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from hydraflow.engine.offload import HOST
 
 
 class Storages:
-    """The storages of the tensors that there are when they leave."""
+    """The storages of a set of tensors, which is read when they are moved."""
 
     def __init__(self, tensors: Callable[[], Iterable[torch.Tensor]]):
         self._tensors = tensors
@@ -27,7 +27,7 @@ class Storages:
 
     @torch.no_grad()
     def to_host(self) -> None:
-        """Copies each storage once, however many tensors look at it, and frees it."""
+        """Copies each storage once, however many tensors share it, and frees it."""
         found = (tensor.untyped_storage() for tensor in self._tensors())
         for storage in {one.data_ptr(): one for one in found if one.nbytes()}.values():
             self._left.append((storage, _bytes(storage).to(HOST, copy=True)))
@@ -35,7 +35,7 @@ class Storages:
 
     @torch.no_grad()
     def to_device(self) -> None:
-        """Gives each storage its memory and its bytes again."""
+        """Reallocates each storage and copies its bytes back."""
         while self._left:
             storage, copy = self._left.pop()
             storage.resize_(copy.numel())
@@ -43,7 +43,7 @@ class Storages:
 
 
 class GradientBuffers:
-    """The gradients' storages, which only give up their memory: between updates they hold zeros."""
+    """The gradients' storages, which are freed without a copy: between updates they hold zeros."""
 
     def __init__(self, models: Sequence[DistributedDataParallel]):
         self._models = models

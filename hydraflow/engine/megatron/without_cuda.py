@@ -1,9 +1,9 @@
-"""Lets Megatron-Core run where there is no CUDA: its sources are rewritten, as text, while they are imported.
+"""Runs Megatron-Core without CUDA: its sources are rewritten as text while they are imported.
 
-Megatron-Core names torch.cuda and the device "cuda" in some 500 lines, and has no door for another device.
-Only modules below `megatron.core` are changed; torch is not, and where there is CUDA nothing is. The rules
-are for Megatron-Core 0.16, which `setup.py` asks for. In: an import. Out: the module, on a CPU. Left out on
-purpose: what Megatron-Core takes from Transformer Engine (`layers.py`).
+Megatron-Core names torch.cuda and the device "cuda" in some 500 lines, and has no option for another device.
+Only modules below `megatron.core` are changed, never torch; with CUDA nothing is. The rules are for
+Megatron-Core 0.16, which `setup.py` asks for. In: an import. Out: the module, on a CPU. Left out on purpose:
+what Megatron-Core takes from Transformer Engine (`layers.py`).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from typing import Any
 from hydraflow.device import gpu_count
 
 STAND_IN = "hydraflow.engine.megatron.no_cuda"
-"""What is called in the place of torch.cuda."""
+"""The module that replaces torch.cuda."""
 
 _EXCHANGE = rf"__import__('sys').modules['{STAND_IN}'].\1(\2, group)"
 _RULES = [
@@ -60,13 +60,13 @@ def rewritten(source: str) -> str:
 
 
 def install() -> None:
-    """To be called before Megatron-Core is imported; where there is CUDA it does nothing."""
+    """Call it before Megatron-Core is imported; no-op with CUDA."""
     if gpu_count() or any(isinstance(finder, _Finder) for finder in sys.meta_path):
         return
     assert "megatron.core" not in sys.modules, "Megatron-Core has already been imported"
     importlib.import_module(STAND_IN)
     sys.meta_path.insert(0, _Finder())
-    # it warns for each layer that random states of CPU and GPU are one, which they are
+    # it warns once per layer that CPU and GPU share a random state, which is true here
     logging.getLogger("megatron.core.tensor_parallel.random").setLevel(logging.ERROR)
 
 

@@ -4,7 +4,8 @@ small Hugging Face model on a CPU.
 Read in its sources: the arguments (`srt/arg_groups/fields/*.py`), the endpoints
 (`srt/entrypoints/http_server.py`), their fields (`srt/managers/io_struct.py`,
 `srt/sampling/sampling_params.py`), the answers and the lengths (`srt/managers/tokenizer_manager.py`,
-`scheduler.py`, `tp_worker.py`), and what a log-probability is (`srt/layers/sampler.py`). What is misuse there
+`scheduler.py`, `tp_worker.py`), the key (`srt/utils/auth.py`, `srt/utils/server_args_config_parser.py`), and
+what a log-probability is (`srt/layers/sampler.py`). What is misuse there
 ends this process, as it ends SGLang's scheduler.
 
 $STAND_IN names a JSON file with what goes wrong; it is read again at every request:
@@ -28,6 +29,8 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
+import yaml
+
 NOTES = Path(os.environ.get("STAND_IN", "faults.json"))
 GREEDY = 1e-6
 
@@ -50,7 +53,10 @@ def parse() -> argparse.Namespace:
     for name in ("skip-tokenizer-init", "disable-radix-cache", "enable-memory-saver"):
         parser.add_argument(f"--{name}", action="store_true")
     parser.add_argument("--enable-deterministic-inference", action="store_true")
+    parser.add_argument("--config", required=True, type=Path)
     given = parser.parse_args()
+    assert given.config.suffix == ".yaml" and given.config.stat().st_mode & 0o777 == 0o600
+    given.api_key = yaml.safe_load(given.config.read_text())["api-key"]
     assert given.host == "127.0.0.1" and given.load_format == "dummy"
     return given
 
@@ -258,6 +264,9 @@ def handler(server: Server) -> type[BaseHTTPRequestHandler]:
 
         def do_POST(self) -> None:
             body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+            if self.headers["Authorization"] != f"Bearer {server.given.api_key}":
+                self.answer(401, {"error": "Unauthorized"})
+                return
             asked = urlsplit(self.path)
             if faults().get("dies") == asked.path:
                 die("out of memory")

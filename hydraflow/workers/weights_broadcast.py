@@ -1,7 +1,7 @@
-"""The two sides of a broadcast of weights, from the actor's rank 0 to all generation processes.
+"""Sender and receiver of a weight broadcast, from the actor's rank 0 to all generation processes.
 
-In: buckets, as they are made. Out: buckets to load. A bucket's header goes before its bytes. The next one
-is gathered while a bucket is sent, so that each side holds two at most. Left out on purpose: who joins when
+In: buckets. Out: buckets to load. A bucket's header precedes its bytes. The next one is gathered while a
+bucket is sent, so that each side holds two at most. Left out on purpose: the group's membership
 (`trainer/weight_links.py`).
 """
 
@@ -23,7 +23,7 @@ log = logging.getLogger(__name__)
 
 
 class WeightsSender:
-    """On the actor's rank 0. The constructor opens a port."""
+    """The sender on the actor's rank 0. The constructor opens a port."""
 
     def __init__(self, process: ProcessContext, device: torch.device):
         self.process, self._device = process, device
@@ -53,21 +53,21 @@ class _Broadcasts:
 
     def __init__(self, group: BroadcastGroup, device: torch.device):
         self._group, self._memory = group, BucketMemory(device)
-        self._under_way: list[PendingBroadcast] = []
+        self._pending: list[PendingBroadcast] = []
 
     def send(self, header: Header, numbers: Sequence[torch.Tensor]) -> None:
         """See `Outlet`."""
         self.finish()
-        self._under_way = _sent(self._group, FlatBucket.of(header, numbers, self._memory))
+        self._pending = _sent(self._group, FlatBucket.of(header, numbers, self._memory))
 
     def finish(self) -> None:
         """See `Outlet`."""
-        for part in self._under_way:
+        for part in self._pending:
             part.wait()
 
 
 class WeightsReceiver:
-    """In a generation process."""
+    """The receiver in a generation process."""
 
     def __init__(self, group: BroadcastGroup):
         self._group = group
@@ -83,12 +83,12 @@ class WeightsReceiver:
         number: int,
         world_size: int,
     ) -> WeightsReceiver | None:
-        """None: not all have come. number: of this process in the group, from 1."""
+        """None: some processes did not join. number: rank of this process in the group, from 1."""
         group = _joined(process, device, address, port, rank=number, world_size=world_size)
         return None if group is None else cls(group)
 
     def buckets(self) -> Iterator[FlatBucket]:
-        """Those of a publish, each valid until the next. Raises GroupBroken."""
+        """The buckets of one transfer, each valid until the next. Raises GroupBroken."""
         last, memory = False, BucketMemory(self._group.device)
         while not last:
             bucket = self._next(memory)
@@ -131,5 +131,5 @@ def _joined(
             listen_fd=listen_fd,
         )
     except GroupBroken as error:
-        log.warning("the group for weights was not joined by all: %s", error)
+        log.warning("not all processes joined the weights group: %s", error)
         return None

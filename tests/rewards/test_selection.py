@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from hydraflow.errors import ConfigError
-from hydraflow.rewards.chosen import check_sources, problems
 from hydraflow.rewards.config import CustomRewardConfig, JudgeConfig, RewardConfig, RewardManagerConfig
 from hydraflow.rewards.pool import RewardPool, RewardRow, check_function
+from hydraflow.rewards.selection import check_sources, problems
 
 MINE = """
 def compute_score(data_source, solution_str, ground_truth, extra_info, bonus=0.0):
@@ -83,7 +83,7 @@ def test_the_data_sources_own_function_can_be_one_of_several() -> None:
         ([{"name": "math", "kwargs": [1]}], "reward.functions[0].kwargs=[1]: must be a mapping"),
         ([{"path": "mine.py", "kwargs": {1: 2}}], "reward.functions[0].kwargs={1: 2}: must be a mapping"),
         ([{"name": "math"}, {"name": "math"}], "reward.functions=[math,math]: two functions are called math"),
-        ([{"path": "score.py"}], "reward.functions=[score]: score is the name of another number"),
+        ([{"path": "score.py"}], "reward.functions=[score]: score is reserved for another number"),
         (
             [{"name": "format", "kwargs": {"most": 1}}],
             "kwargs={most: 1}: format takes no most, but pattern",
@@ -104,7 +104,7 @@ def test_functions_and_managers_that_exclude_each_other(mine: str) -> None:
     (both,) = problems(RewardConfig(functions=[{"name": "exact"}], custom_reward_function=custom))
     assert "reward.functions are the functions" in str(both)
     (batch,) = problems(RewardConfig(reward_manager=RewardManagerConfig("batch")))
-    assert "calls one function of your own with many rows" in str(batch)
+    assert "calls a single custom function with many rows" in str(batch)
 
 
 def judge_problem(**values: Any) -> str:
@@ -116,9 +116,9 @@ def judge_problem(**values: Any) -> str:
 def test_what_is_wrong_with_a_judge() -> None:
     scheme = "must begin with http:// or https://\n      -> reward.judge.base_url=http://host:8000/v1"
     assert scheme in judge_problem(base_url="host:8000/v1")
-    assert "is more than reward.timeout=10" in judge_problem(timeout=20.0)
+    assert "exceeds reward.timeout=10" in judge_problem(timeout=20.0)
     assert "reward.timeout=60" in judge_problem(timeout=20.0)
     assert "must have one group" in judge_problem(pattern="Score")
-    assert "is no regular expression" in judge_problem(pattern="(")
+    assert "is not a regular expression" in judge_problem(pattern="(")
     assert "{answer} is unknown" in judge_problem(prompt="{answer}")
     assert "write {{ and }} for braces" in judge_problem(prompt="{")

@@ -1,7 +1,7 @@
 """Which functions score a run's responses: `reward.functions`, the user's file, or the data source's own.
 
-In: the section `reward`. Out: a list of `Chosen`, at least one, or the problems of what was written, as far
-as they can be told without loading a function.
+In: the section `reward`. Out: a list of `SelectedFunction`, at least one, or the problems that can be found
+without loading a function.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from hydraflow.rewards.sandbox import require_sandbox
 KEY = "reward.functions"
 BY_SOURCE = "data_source"
 _FIELDS = {"name": None, "path": None, "weight": 1.0, "kwargs": None}
-"""Of an entry, and their defaults."""
+"""Fields of an entry, with defaults."""
 _TAKEN = ("score", "acc", "failed", "failed_rows")
 _PLACES = ("data_source", "solution_str", "ground_truth", "extra_info")
-"""What a judge's prompt may name."""
+"""Placeholders of a judge's prompt."""
 
 
 @dataclass(frozen=True)
-class Chosen:
-    """One function, and its part in the score."""
+class SelectedFunction:
+    """A reward function and its weight in the score."""
 
     label: str
     """Its name in metrics and in the reward's numbers."""
@@ -43,29 +43,29 @@ class Chosen:
     kwargs: Mapping[str, Any] = field(default_factory=dict)
 
 
-def chosen(config: RewardConfig) -> list[Chosen]:
-    """The functions in their order. What is written must have no `problems`.
+def selected(config: RewardConfig) -> list[SelectedFunction]:
+    """The functions in their order. The configuration must have no `problems`.
 
-    >>> [one.name for one in chosen(RewardConfig(functions=[{"name": "math"}, {"name": "length"}]))]
+    >>> [one.name for one in selected(RewardConfig(functions=[{"name": "math"}, {"name": "length"}]))]
     ['math', 'length']
     """
     if config.functions:
         return [_written(entry) for entry in config.functions]
     custom = config.custom_reward_function
     if custom.path is None:
-        return [Chosen(BY_SOURCE, BY_SOURCE)]
-    return [Chosen(custom.name, custom.name, custom.path, kwargs=custom.reward_kwargs)]
+        return [SelectedFunction(BY_SOURCE, BY_SOURCE)]
+    return [SelectedFunction(custom.name, custom.name, custom.path, kwargs=custom.reward_kwargs)]
 
 
 def check_sources(config: RewardConfig, data_sources: Iterable[str]) -> None:
-    """`ConfigError` for sources without a built-in function, if one is to be found for them, and where
-    programs are to be run that no sandbox can be made for."""
+    """`ConfigError` for data sources that need a built-in function but have none, and for programs that
+    cannot be sandboxed here."""
     if any(problems(config)):
-        return  # `RewardPool.require_loaded` tells them
+        return  # reported by `RewardPool.require_loaded`
     data_sources = set(data_sources)
     if uses(config, BY_SOURCE) and (unknown := unknown_sources(data_sources)):
         raise ConfigError(unknown)
-    names = {one.name for one in chosen(config) if one.path is None}
+    names = {one.name for one in selected(config) if one.path is None}
     if BY_SOURCE in names:
         names |= {find_scorer(source) for source in data_sources}
     if "code" in names:
@@ -74,11 +74,11 @@ def check_sources(config: RewardConfig, data_sources: Iterable[str]) -> None:
 
 def uses(config: RewardConfig, name: str) -> bool:
     """Whether one of the functions is the built-in one of that name."""
-    return any(one.path is None and one.name == name for one in chosen(config))
+    return any(one.path is None and one.name == name for one in selected(config))
 
 
 def problems(config: RewardConfig) -> Iterator[Problem]:
-    """What is wrong with the section, as far as it can be told without loading anything."""
+    """Problems of the section that can be found without loading anything."""
     found = [problem for place, entry in enumerate(config.functions) for problem in _faults(place, entry)]
     yield from found
     custom = config.custom_reward_function.path
@@ -86,27 +86,27 @@ def problems(config: RewardConfig) -> Iterator[Problem]:
         rule, remedy = "are the functions", f"{KEY}=[{{path: {custom}}},...] without it"
         yield Problem("reward.custom_reward_function.path", custom, f"{KEY} {rule}", remedy)
     if config.reward_manager.name == "batch" and (config.functions or custom is None):
-        rule = "calls one function of your own with many rows"
+        rule = "calls a single custom function with many rows"
         remedy = "reward.custom_reward_function.path=... or reward.reward_manager.name=naive"
         yield Problem("reward.reward_manager.name", "batch", rule, remedy)
     if found:
         return
-    labels = [one.label for one in chosen(config)]
+    labels = [one.label for one in selected(config)]
     if doubled := sorted({label for label in labels if labels.count(label) > 1}):
         rule = f"two functions are called {doubled[0]}"
         yield Problem(KEY, shown(labels), rule, "give the files or functions other names")
     if config.functions and (taken := [label for label in labels if label in _TAKEN]):
-        rule = f"{taken[0]} is the name of another number of a reward"
+        rule = f"{taken[0]} is reserved for another number of a reward"
         yield Problem(KEY, shown(labels), rule, "give the function another name")
     if uses(config, "judge"):
         yield from _judge_problems(config)
 
 
-def _written(entry: Mapping[str, Any]) -> Chosen:
+def _written(entry: Mapping[str, Any]) -> SelectedFunction:
     given = _FIELDS | dict(entry)
     name, path = given["name"] or "compute_score", given["path"]
     label = Path(path).stem if path and not given["name"] else name
-    return Chosen(label, name, path, float(given["weight"]), given["kwargs"] or {})
+    return SelectedFunction(label, name, path, float(given["weight"]), given["kwargs"] or {})
 
 
 def _faults(place: int, entry: Any) -> Iterator[Problem]:
@@ -120,7 +120,7 @@ def _faults(place: int, entry: Any) -> Iterator[Problem]:
     if name is not None and not isinstance(name, str):
         yield Problem(f"{key}.name", shown(name), "must be the name of a function")
     elif path is None and name not in FUNCTIONS:
-        own = f"{KEY}=[{{path: mine.py, name: {name}}}] for a function of your own"
+        own = f"{KEY}=[{{path: mine.py, name: {name}}}] for your own function"
         yield Problem(f"{key}.name", shown(name), f"must be {listed(FUNCTIONS)}", own)
     if path is not None and not isinstance(path, str):
         yield Problem(f"{key}.path", shown(path), "must be the path of a Python file")
@@ -139,7 +139,7 @@ def _judge_problems(config: RewardConfig) -> Iterator[Problem]:
         rule, remedy = "must begin with http:// or https://", f"{key}.base_url=http://{judge.base_url}"
         yield Problem(f"{key}.base_url", judge.base_url, rule, remedy)
     if judge.timeout > config.timeout:
-        rule = f"is more than reward.timeout={config.timeout:g}, which limits all attempts together"
+        rule = f"exceeds reward.timeout={config.timeout:g}, which limits all attempts together"
         remedy = f"reward.timeout={judge.timeout * (judge.max_retries + 1):g}"
         yield Problem(f"{key}.timeout", judge.timeout, rule, remedy)
     try:
@@ -147,7 +147,7 @@ def _judge_problems(config: RewardConfig) -> Iterator[Problem]:
             rule, remedy = "must have one group, which is the score", f"{key}.pattern='Score: ([0-9]+)'"
             yield Problem(f"{key}.pattern", judge.pattern, rule, remedy)
     except re.error as error:
-        yield Problem(f"{key}.pattern", judge.pattern, f"is no regular expression: {error}")
+        yield Problem(f"{key}.pattern", judge.pattern, f"is not a regular expression: {error}")
     try:
         places = [name for _, name, _, _ in string.Formatter().parse(judge.prompt) if name is not None]
     except ValueError as error:

@@ -1,16 +1,17 @@
-"""Compares, once when a model is loaded, its log-probabilities as they are computed here with those of the
-model's own forward pass.
+"""Compares, when a model is loaded, the log-probabilities of the training path with those of the model's own
+forward pass in transformers.
 
 In: a sharded model. Out: whether its rows are padded, or a ConfigError. A few short rows of random tokens go
-through the head and the packing that training uses, and each row alone through the model as transformers
-runs it. Models differ in more than their configuration tells: heads that scale logits by a factor of their
-own, layers that mix tokens in other ways than attention. Every rank takes part, and all of them decide alike.
+through the head and the packing that training uses, and each row alone through the unmodified model. Models
+differ in more than their configuration says: heads may scale logits, layers may mix tokens by other means
+than attention. Collective; all ranks reach the same decision.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 from torch import nn
@@ -35,7 +36,7 @@ log = logging.getLogger(__name__)
 
 
 @torch.no_grad()
-def pads_rows(
+def must_pad_rows(
     module: PolicyModel | ValueModel,
     *,
     padded: bool,
@@ -46,37 +47,17 @@ def pads_rows(
     field: str,
     path: str | None,
 ) -> bool:
-    """Whether rows must be padded: if `padded`, or if packed rows give other numbers than the model's own.
+    """Whether rows must be padded: if `padded`, or if packed rows differ from the model's own forward pass.
 
-    ulysses: the ranks that share the tokens of packed rows; padded rows they cannot share. own_attention:
+    ulysses: the ranks that share the tokens of packed rows, which padded rows do not allow. own_attention:
     transformers' implementation for this model. dtype: of the computation. Raises ConfigError where padded
-    rows give other numbers too, or the model's code does not take them.
+    rows differ too, or the model's code rejects them.
     """
     module.eval()
     config = module.hf.config
-    rows = probe_rows(_vocabulary(module))
-    prompts, responses = (ragged.rows(column) for column in rows)
-
-    def wrong(pads: bool) -> str:
-        """What is wrong with rows that are computed so; empty: nothing."""
-        raised, off = "", float("inf")
-        try:
-            config._attn_implementation = own_attention if pads else NAME
-            ours = _as_trained(module, pack(*rows, device=device, padded=pads), ulysses)
-            config._attn_implementation = own_attention
-            theirs = _as_published(module, prompts, responses, device)
-            off = difference(ours, theirs, ragged.lengths(rows[1]), dtype)
-        except REFUSED as error:
-            if ran_out_of_memory(error) or isinstance(error, DistError):
-                raise
-            raised = f"its code raises {type(error).__name__}: {first_line(error)}"
-        finally:
-            forget_passes(module)
-        off = float(process_group.all_reduce(torch.tensor([off]), "max"))
-        if off <= limit(dtype):
-            return ""
-        return raised or f"the numbers are off by {off:.2g} from those of the model's own forward pass"
-
+    wrong = partial(
+        _mismatch, module, ulysses=ulysses, own_attention=own_attention, device=device, dtype=dtype
+    )
     if not padded and (why := wrong(pads=False)):
         if ulysses is not None:
             raise not_shareable(config, ulysses.group.size(), why)
@@ -90,11 +71,42 @@ def pads_rows(
     return padded
 
 
+def _mismatch(
+    module: PolicyModel | ValueModel,
+    *,
+    pads: bool,
+    ulysses: Ulysses | None,
+    own_attention: str,
+    device: torch.device,
+    dtype: torch.dtype,
+) -> str:
+    """What is wrong with padded or packed rows; empty: nothing. Collective."""
+    config, raised, off = module.hf.config, "", float("inf")
+    rows = probe_rows(_vocabulary(module))
+    prompts, responses = (ragged.rows(column) for column in rows)
+    try:
+        config._attn_implementation = own_attention if pads else NAME
+        ours = _as_trained(module, pack(*rows, device=device, padded=pads), ulysses)
+        config._attn_implementation = own_attention
+        theirs = _as_published(module, prompts, responses, device)
+        off = difference(ours, theirs, ragged.lengths(rows[1]), dtype)
+    except REFUSED as error:
+        if ran_out_of_memory(error) or isinstance(error, DistError):
+            raise
+        raised = f"its code raises {type(error).__name__}: {first_line(error)}"
+    finally:
+        forget_passes(module)
+    off = float(process_group.all_reduce(torch.tensor([off]), "max"))
+    if off <= limit(dtype):
+        return ""
+    return raised or f"the numbers are off by {off:.2g} from those of the model's own forward pass"
+
+
 def _vocabulary(module: PolicyModel | ValueModel) -> int:
-    """Tokens that the embeddings and the head know."""
+    """Vocabulary size that both embeddings and head cover."""
     try:
         sizes = [module.hf.get_input_embeddings().num_embeddings]
-    except NotImplementedError:  # the decoders of translators, among others
+    except NotImplementedError:  # decoders of translation models, among others
         return int(module.hf.config.get_text_config().vocab_size)
     head = module.hf.get_output_embeddings()
     return min([*sizes, *([head.out_features] if isinstance(head, nn.Linear) else [])])
@@ -121,7 +133,7 @@ def _as_published(
     responses: Sequence[torch.Tensor],
     device: torch.device,
 ) -> torch.Tensor:
-    """The same by the model's own code, row by row."""
+    """The same with the model's own forward pass, row by row."""
     found = []
     with _Gathered(module):
         for prompt, response in zip(prompts, responses, strict=True):
@@ -137,7 +149,7 @@ def _as_published(
 
 
 class _Gathered:
-    """While the parts of a model are called without their root: the root's own weights are whole."""
+    """Keeps the root's own weights gathered while parts of a model are called without their root."""
 
     def __init__(self, module: PolicyModel | ValueModel):
         self.module = module

@@ -1,8 +1,8 @@
-"""Checks, once when a model with experts is loaded, that the same rows give the same numbers twice.
+"""Checks, when a model with experts is loaded, that two passes over the same rows give the same numbers.
 
 In: an engine's forward pass. Out: nothing, or a ConfigError. A token whose experts change from one pass to
-the next has another log-probability in the update than before it, and looks as if the policy had moved. Every
-rank takes part, and all of them decide alike.
+the next has a different log-probability in the update, as if the policy had moved. Collective; all ranks
+reach the same decision.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from hydraflow.protocol.batch import DataProto
 
 LIMITS = {torch.float32: 1e-5}
 ROUNDED = 0.02
-"""Largest mean difference of log-probabilities or values, by the type that is computed in. The mean, because
-sums in another order may move a single token."""
+"""Tolerance of the mean difference of log-probabilities or values, by dtype. The mean, because another
+summation order may move a single token."""
 
 
 def require_repeatable(
@@ -40,7 +40,7 @@ def require_repeatable(
     found = float(process_group.all_reduce(off, "max"))
     if found <= LIMITS.get(dtype, ROUNDED):
         return
-    rule = f"the same rows gave numbers that differ by {found:.2g} on average when they were computed twice"
+    rule = f"two passes over the same rows differ by {found:.2g} on average"
     engine = f"{section}.megatron"
     if settings.moe_permute_fusion:
         raise ConfigError.one(
@@ -51,6 +51,6 @@ def require_repeatable(
     raise ConfigError.one(f"{section}.strategy", "megatron", rule, f"{section}.strategy=fsdp2")
 
 
-def _numbers(said: DataProto) -> torch.Tensor:
-    columns = [column for column in dict(said.items()).values() if isinstance(column, torch.Tensor)]
+def _numbers(output: DataProto) -> torch.Tensor:
+    columns = [column for column in dict(output.items()).values() if isinstance(column, torch.Tensor)]
     return torch.cat([ragged.parts(column)[0].double() for column in columns])

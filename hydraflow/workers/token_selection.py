@@ -1,9 +1,9 @@
-"""Chooses tokens of a mini-batch before its optimizer step, for losses that treat a few of them differently.
+"""Selects tokens of a mini-batch before its optimizer step, for losses that treat a few of them differently.
 
-In: one data rank's rows of a mini-batch. Out: the rows with `chosen_tokens`. Means, and what the highest
-scores are, run over all data ranks, and each token's draw follows its trajectory, so the choice does not
-depend on how rows were split. Log-probabilities are those of the policy being trained, from a forward pass
-over the mini-batch. Left out on purpose: the mathematics (`algorithms/covariance.py`).
+In: one data rank's rows of a mini-batch. Out: the rows with `chosen_tokens`. Means and the selection span all
+data ranks, and each token's random draw is tied to its trajectory, so the result does not depend on how rows
+are split. Log-probabilities are those of the policy being trained, from a forward pass over the mini-batch.
+Left out on purpose: the mathematics (`algorithms/covariance.py`).
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ from hydraflow.protocol.ragged import from_parts, parts
 
 
 @dataclass(frozen=True)
-class Chooser:
-    """The choices of one training step, one for each optimizer step."""
+class TokenSelector:
+    """Selects tokens for each optimizer step of one training step."""
 
     choice: TokenChoice
     engine: TrainEngine
     log_probs: Callable[[DataProto], Tensor]
     """Log-probabilities of the responses under the current weights, ragged (B, R)."""
     seed: tuple[int, int]
-    """Of the draws: the run's seed and the training step."""
+    """Seed of the draws: the run's seed and the training step."""
     _numbers: count[int] = field(default_factory=count)
-    """Of the optimizer steps."""
+    """Number of optimizer steps so far."""
 
     def __call__(self, rows: DataProto) -> tuple[DataProto, dict[str, Metric]]:
         """The rows with the column, and no metrics. Every data rank calls it at the same time."""
@@ -55,7 +55,7 @@ class Chooser:
         return DataProto.from_dict(columns, meta_info=rows.meta_info), {}
 
     def _draws(self, rows: DataProto, lengths: Tensor) -> Tensor:
-        """(N,) float64 for all tokens, each row's own whichever rank has it."""
+        """(N,) float64 random draws; a row's draws do not depend on its rank."""
         number = next(self._numbers)
         ids = zip(rows.get("group").tolist(), rows.get("sample").tolist(), lengths.tolist())
         drawn = [
@@ -65,8 +65,8 @@ class Chooser:
         return torch.from_numpy(np.concatenate(drawn))
 
     def _last(self, scores: Tensor, draws: Tensor, wanted: int) -> tuple[float, float]:
-        """Score and draw of the last token to choose: all ranks' tokens are ordered by score, equal ones (of
-        equal responses) by draw, and the first `wanted` chosen, or fewer where there are no more."""
+        """Score and draw of the last selected token: tokens of all ranks are ordered by score, ties (of equal
+        responses) by draw, and the first `wanted` are selected, or fewer if there are no more."""
         possible = scores[scores > -torch.inf]
         least = possible.topk(min(wanted, len(possible))).values[-1:]  # empty: this rank has none
         mine = torch.stack([scores, draws])[

@@ -1,9 +1,9 @@
-"""Compares, once when the built-in engine has its weights, the log-probabilities that it tells with those of
-the model's own forward pass without a cache.
+"""Compares, when the built-in engine gets its first weights, its log-probabilities with those of the model's
+own forward pass without a cache.
 
-In: an engine and its model. Out: nothing, or a ConfigError. Models keep more between two tokens than keys and
-values: recurrent states, keys of an index. Where they are kept in a way that is not known here, or inside of
-the model, samples come from another distribution than the one that is told.
+In: an engine and its model. Out: nothing, or a ConfigError. Models may keep more state between tokens than
+keys and values: recurrent states, index keys. If that state is stored in an unknown way, or inside the model,
+the reported log-probabilities are not those of the distribution that is sampled from.
 """
 
 from __future__ import annotations
@@ -23,14 +23,15 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 TOKENS, SAMPLES = 6, 2
-"""Of each response; of each prompt."""
+"""Tokens per response; samples per prompt."""
 OTHER_WITH_A_CACHE = ("moshi", "zamba2")
-"""Types whose own code computes other numbers with a cache than without one, and not in all rows: those that
-are compared here may be alike."""
+"""Model types whose own code gives different numbers with a cache, but only in some rows, which this
+comparison could miss."""
 
 
-def require_own_numbers(engine: GenerationEngine, model: PreTrainedModel, field: str) -> None:
-    """ConfigError where the engine tells other numbers than the model has. field: the engine's name."""
+def require_parity(engine: GenerationEngine, model: PreTrainedModel, field: str) -> None:
+    """ConfigError if the engine's log-probabilities differ from the model's. field: the engine's
+    configuration key."""
     context = context_of(model.config)
     if context is not None and context.tokens < TOKENS + max(prompt for prompt, _ in ROWS):
         return
@@ -38,13 +39,13 @@ def require_own_numbers(engine: GenerationEngine, model: PreTrainedModel, field:
         off = _difference(engine, model)
         why = f"its log-probabilities are off by {off:.2g} from those of the model's own forward pass"
     except FloatingPointError:
-        return  # damaged weights; whoever samples is told
+        return  # damaged weights; sampling itself reports them
     except REFUSED as error:
         if ran_out_of_memory(error):
             raise
         off, why = float("inf"), f"the model's code raises {type(error).__name__}: {first_line(error)}"
     if (is_known := model.config.model_type in OTHER_WITH_A_CACHE) and off <= limit(model.dtype):
-        why = "its code computes other numbers with a cache than without one"
+        why = "its code gives different numbers with a cache than without"
     if off > limit(model.dtype) or is_known:
         raise not_sampled(model.config.model_type, field, why)
 
@@ -57,7 +58,7 @@ def not_sampled(model_type: str, field: str, why: str) -> ConfigError:
 
 @torch.inference_mode()
 def _difference(engine: GenerationEngine, model: PreTrainedModel) -> float:
-    """The larger of two calls: what is kept inside of a model shows in the second."""
+    """The larger difference of two calls: state inside the model shows in the second."""
     embeddings: Any = model.get_input_embeddings()
     prompts = ragged.rows(probe_rows(embeddings.num_embeddings)[0])
     request = GenerationRequest(
@@ -74,7 +75,7 @@ def _difference(engine: GenerationEngine, model: PreTrainedModel) -> float:
 
 
 def _own(model: PreTrainedModel, prompt: torch.Tensor, response: torch.Tensor) -> torch.Tensor:
-    """(R,) log-probabilities by the model's own code."""
+    """(R,) log-probabilities by the model's own forward pass."""
     ids = torch.cat([prompt, response]).to(model.device)[None]
     logits = model(input_ids=ids, use_cache=False).logits[0, len(prompt) - 1 : -1].float()
     return logits.log_softmax(-1).gather(1, ids[0, len(prompt) :, None])[:, 0].cpu()

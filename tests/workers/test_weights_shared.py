@@ -16,11 +16,11 @@ import torch
 from workers.by_hand import process, rollout_spec
 
 from hydraflow.models.adapters import SIDES
-from hydraflow.weights.buckets import Cut, FlatBucket, cut
-from hydraflow.weights.line import Listener
+from hydraflow.weights.buckets import BucketOptions, FlatBucket, into_buckets
+from hydraflow.weights.connection import Listener
 from hydraflow.weights.slots import OpenSlots, Slots
 from hydraflow.workers.rollout import RolloutWorker
-from hydraflow.workers.weights_line import SlotOutlet, sent_buckets
+from hydraflow.workers.weights_shared import SlotOutlet, sent_buckets
 from hydraflow.workers.weights_transfer import Outgoing, Received, receive_all, send_all
 
 CPU = torch.device("cpu")
@@ -32,7 +32,9 @@ Take = Callable[[FlatBucket], str | None]
 
 def outgoing(made: list[int] | None = None) -> Outgoing:
     """made: gets the number of each bucket."""
-    for header, numbers in cut(WEIGHTS.items(), Cut(1, 2000, torch.float32, checked=False)):
+    for header, numbers in into_buckets(
+        WEIGHTS.items(), BucketOptions(1, 2000, torch.float32, checked=False)
+    ):
         assert header is not None
         if made is not None:
             made.append(header.number)
@@ -133,11 +135,11 @@ def test_a_receiver_that_hangs_is_named_in_time(caplog: pytest.LogCaptureFixture
     slots, listener = Slots(CPU), Listener()
     with forked(lambda: received(listener.name, 0, stop) is None):
         assert not sent(slots, listener, 1, seconds=1.0)
-    assert "generation rank 0 has not answered in 1 seconds" in caplog.text
+    assert "generation rank 0 has not answered within 1 seconds" in caplog.text
 
 
 def test_a_sender_that_dies_or_hangs_ends_it_for_the_receivers(caplog: pytest.LogCaptureFixture) -> None:
-    for how, said in ((signal.SIGKILL, "has ended"), (signal.SIGSTOP, "has not answered in 2 seconds")):
+    for how, said in ((signal.SIGKILL, "has ended"), (signal.SIGSTOP, "has not answered within 2 seconds")):
         listener = Listener()
 
         def die(how: signal.Signals = how) -> Outgoing:
@@ -165,5 +167,7 @@ def test_a_process_without_base_weights_takes_no_adapters(one_rank: None, tiny: 
     with ThreadPoolExecutor(1) as reader:
         reading = reader.submit(worker.read_weights, listener.name, False)
         with closing(SlotOutlet(slots, listener, [0], WAIT)) as outlet:
-            assert not send_all(cut(adapters.items(), Cut(1, 2000, torch.float32, checked=False)), outlet)
+            assert not send_all(
+                into_buckets(adapters.items(), BucketOptions(1, 2000, torch.float32, checked=False)), outlet
+            )
         assert reading.result() is None and worker.version is None

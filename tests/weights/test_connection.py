@@ -8,12 +8,12 @@ import time
 
 import pytest
 
-from hydraflow.weights.line import Line, LineBroken, Listener, connect
+from hydraflow.weights.connection import Connection, ConnectionLost, Listener, connect
 
 WAIT = 30.0
 
 
-def lines(seconds: float = WAIT) -> tuple[Line, Line]:
+def connections(seconds: float = WAIT) -> tuple[Connection, Connection]:
     """Both ends of one: the sender's and that of generation rank 3."""
     listener = Listener()
     other = connect(listener.name, 3, seconds)
@@ -22,7 +22,7 @@ def lines(seconds: float = WAIT) -> tuple[Line, Line]:
 
 
 def test_messages_of_any_length_arrive_in_order() -> None:
-    mine, other = lines()
+    mine, other = connections()
     sent = [b"", b"one", bytes(range(256)) * 20_000]
     sending = threading.Thread(target=lambda: [mine.send(one) for one in sent])
     sending.start()
@@ -33,19 +33,19 @@ def test_messages_of_any_length_arrive_in_order() -> None:
 
 
 def test_an_end_that_is_gone_or_late_is_named() -> None:
-    mine, other = lines(seconds=0.2)
-    with pytest.raises(LineBroken, match=r"^generation rank 3 has not answered in 0\.2 seconds$"):
+    mine, other = connections(seconds=0.2)
+    with pytest.raises(ConnectionLost, match=r"^generation rank 3 has not answered within 0\.2 seconds$"):
         mine.receive()
-    mine, other = lines()
+    mine, other = connections()
     mine.close()
-    with pytest.raises(LineBroken, match="^the actor's rank 0 has ended$"):
+    with pytest.raises(ConnectionLost, match="^the actor's rank 0 has ended$"):
         other.receive()
-    mine, other = lines()
+    mine, other = connections()
     other.close()
     begun = time.monotonic()
-    with pytest.raises(LineBroken, match="^generation rank 3 has ended$"):
+    with pytest.raises(ConnectionLost, match="^generation rank 3 has ended$"):
         mine.receive()
-    with pytest.raises(LineBroken, match="^generation rank 3 has ended$"):
+    with pytest.raises(ConnectionLost, match="^generation rank 3 has ended$"):
         for _ in range(3):
             mine.send(b"more")
     assert time.monotonic() - begun < WAIT / 2
@@ -59,25 +59,29 @@ def test_a_process_that_died_on_its_way_is_awaited_again() -> None:
     zero.send(b"0")
     again.send(b"1")
     assert (first.receive(), second.receive()) == (b"0", b"1")
-    with pytest.raises(LineBroken, match="waits for no generation process any more: Connection refused"):
+    with pytest.raises(ConnectionLost, match="no longer waits for generation processes: Connection refused"):
         connect(listener.name, 1, WAIT)
 
 
 def test_those_that_do_not_come_are_named() -> None:
     listener = Listener()
     other = connect(listener.name, 1, WAIT)
-    with pytest.raises(LineBroken, match=r"^generation rank 0, 2 has not come for the weights in 0\.2 sec"):
+    with pytest.raises(
+        ConnectionLost, match=r"^generation rank 0, 2 has not connected for the weights within 0\.2 sec"
+    ):
         listener.accept([0, 1, 2], 0.2)
-    with pytest.raises(LineBroken, match="^the actor's rank 0 has ended$"):
+    with pytest.raises(ConnectionLost, match="^the actor's rank 0 has ended$"):
         other.receive()
 
 
-def test_another_users_process_is_not_let_in(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_users_process_is_not_admit(monkeypatch: pytest.MonkeyPatch) -> None:
     listener, myself = Listener(), os.geteuid()
     connect(listener.name, 0, WAIT)
     monkeypatch.setattr(os, "geteuid", lambda: myself + 1)
-    with pytest.raises(LineBroken, match="generation rank 0 has not come"):
+    with pytest.raises(ConnectionLost, match="generation rank 0 has not connected"):
         listener.accept([0], 0.2)
     other = Listener()
-    with pytest.raises(LineBroken, match="another user's process listens in the place of the actor's rank 0"):
+    with pytest.raises(
+        ConnectionLost, match="another user's process listens at the address of the actor's rank 0"
+    ):
         connect(other.name, 0, WAIT)
