@@ -68,6 +68,11 @@ def row_tokens(data: DataProto) -> torch.Tensor:
     return ragged.lengths(data.get("prompts")) + ragged.lengths(data.get("responses"))
 
 
+def read_tokens(data: DataProto) -> torch.Tensor:
+    """Tokens of each row that a model reads, all but the last of a response: int64 (B,)."""
+    return ragged.lengths(data.get("prompts")) + (ragged.lengths(data.get("responses")) - 1).clamp(min=0)
+
+
 class _Rows(NamedTuple):
     """The rows' tokens, each with its row and its position in the row."""
 

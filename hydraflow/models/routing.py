@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from hydraflow.models.packing import PackedBatch
+from hydraflow.models.packing import PackedBatch, read_tokens
 from hydraflow.protocol import ragged
 from hydraflow.protocol.batch import DataProto
 
@@ -46,11 +46,8 @@ def of_rows(
     micro_batches: Sequence[DataProto], lines: Sequence[tuple[torch.Tensor, PackedBatch]]
 ) -> torch.Tensor:
     """The column of all rows, from each line's experts (N, L, K)."""
-    read = [
-        ragged.lengths(data.get("prompts")) + (ragged.lengths(data.get("responses")) - 1).clamp(min=0)
-        for data in micro_batches
-    ]
-    return ragged.from_parts(torch.cat([line[batch.places] for line, batch in lines]), torch.cat(read))
+    read = torch.cat(list(map(read_tokens, micro_batches)))
+    return ragged.from_parts(torch.cat([line[batch.places] for line, batch in lines]), read)
 
 
 @dataclass

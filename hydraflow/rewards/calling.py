@@ -117,11 +117,17 @@ def _weighted(parts: list[_Part], **row: Any) -> dict[str, float]:
     return _added(parts, (part.function(**row) for part in parts))
 
 
-async def _weighted_async(parts: list[_Part], **row: Any) -> dict[str, float]:
+def _weighted_async(parts: list[_Part], **row: Any) -> Awaitable[dict[str, float]]:
+    """Synchronous parts have run when this returns; the coroutine awaits the others."""
+    computed = [None if is_async(part.function) else part.function(**row) for part in parts]
+    return _waiting(parts, computed, row)
+
+
+async def _waiting(parts: list[_Part], computed: list[Any], row: dict[str, Any]) -> dict[str, float]:
     values = []
-    for part in parts:  # rows are already concurrent, so parts need not be
-        value = part.function(**row)
-        values.append(await value if inspect.isawaitable(value) else value)
+    for part, value in zip(parts, computed, strict=True):  # rows are already concurrent, so parts need not be
+        found = part.function(**row) if is_async(part.function) else value
+        values.append(await found if inspect.isawaitable(found) else found)
     return _added(parts, iter(values))
 
 

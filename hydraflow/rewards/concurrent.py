@@ -1,14 +1,15 @@
 """Runs an asynchronous reward function on several rows concurrently, in one process.
 
-In: the rows of a chunk. Out: their results, each as soon as it is ready. A row that waits too long is
-cancelled; one that blocks the event loop is interrupted by the alarm of `child.py`; if that does not help,
-the pool ends the process.
+In: the rows of a chunk. Out: their results, each as soon as it is ready. Synchronous parts run one row at a
+time, and between two rows the event loop serves those that wait. A row that waits too long is cancelled; one
+that blocks the event loop is interrupted by the alarm of `child.py`; if that does not help, the pool ends the
+process.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from hydraflow.rewards.custom import ARGUMENTS
@@ -42,34 +43,53 @@ class ConcurrentRows:
         self._runner.run(self._score(rows, done))
 
     async def _score(self, rows: Sequence[Any], done: Callable[[int, Result], None]) -> None:
-        gate = asyncio.Semaphore(self.caller.at_once)
+        gate, turn = asyncio.Semaphore(self.caller.at_once), asyncio.Lock()
         beat = asyncio.create_task(self._beat())
         try:
-            await asyncio.gather(*(self._row(number, row, gate, done) for number, row in enumerate(rows)))
+            await asyncio.gather(
+                *(self._row(number, row, gate, turn, done) for number, row in enumerate(rows))
+            )
         finally:
             beat.cancel()
             self.caller.alarm.disarm()
 
     async def _row(
-        self, number: int, row: Sequence[Any], gate: asyncio.Semaphore, done: Callable[[int, Result], None]
+        self,
+        number: int,
+        row: Sequence[Any],
+        gate: asyncio.Semaphore,
+        turn: asyncio.Lock,
+        done: Callable[[int, Result], None],
     ) -> None:
         async with gate:
-            self.caller.alarm.start()
-            self._started[number] = self.caller.alarm.began, self.caller.alarm.waited
-            self._note()
-            result = await self._result(row)
+            async with turn:  # the loop turns before the next row has it
+                self.caller.alarm.start()
+                ends = asyncio.get_running_loop().time() + self.caller.alarm.limit
+                self._started[number] = self.caller.alarm.began, self.caller.alarm.waited
+                self._note()
+                begun = self._begun(row)
+            result = await self._result(begun, ends)
             del self._started[number]
             self._note()
             done(number, result)
 
-    async def _result(self, row: Sequence[Any]) -> Result:
-        call, limit = self.caller.call, self.caller.alarm.limit
+    def _begun(self, row: Sequence[Any]) -> Awaitable[Any] | Result:
+        """What is to be waited for; or the result of a row that failed before."""
         try:
-            async with asyncio.timeout(limit) as waiting:
-                return read_value(await call.function(**dict(zip(ARGUMENTS, row, strict=True))))
+            found: Awaitable[Any] = self.caller.call.function(**dict(zip(ARGUMENTS, row, strict=True)))
+            return found
         except BaseException as error:  # the user's code may raise anything: the row fails, never the run
+            return self.caller.failed(error)
+
+    async def _result(self, begun: Awaitable[Any] | Result, ends: float) -> Result:
+        if isinstance(begun, tuple):
+            return begun
+        try:
+            async with asyncio.timeout_at(ends) as waiting:
+                return read_value(await begun)
+        except BaseException as error:  # see above
             if waiting.expired() and isinstance(error, TimeoutError):
-                return None, {}, f"took longer than {limit:g} seconds"
+                return None, {}, f"took longer than {self.caller.alarm.limit:g} seconds"
             return self.caller.failed(error)
 
     def _note(self) -> None:

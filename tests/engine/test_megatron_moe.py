@@ -211,7 +211,7 @@ def test_the_oracle_is_not_trivial(oracle: Oracle) -> None:
 
 
 def busiest_share(path: str, rows: DataProto) -> float:
-    """Of all tokens of a model of transformers."""
+    """Of all tokens of trained rows, of a model of transformers."""
     lm = AutoModelForCausalLM.from_pretrained(path)
     routers = [layer.mlp.gate for layer in lm.model.layers if hasattr(layer.mlp, "gate")]
     counts = torch.zeros(len(routers), 4)
@@ -221,8 +221,10 @@ def busiest_share(path: str, rows: DataProto) -> float:
 
     for number, router in enumerate(routers):
         router.register_forward_hook(lambda m, args, output, number=number: count(number, output))
-    for prompt, response in zip(ragged.rows(rows.get("prompts")), ragged.rows(rows.get("responses"))):
-        lm(input_ids=torch.cat([prompt, response[:-1]])[None])  # the last token predicts nothing
+    columns = [ragged.rows(rows.get(name)) for name in ("prompts", "responses", "response_mask")]
+    for prompt, response, mask in zip(*columns, strict=True):
+        if bool(mask.any()):
+            lm(input_ids=torch.cat([prompt, response[:-1]])[None])  # the last token predicts nothing
     return float((counts.amax(1) / counts.sum(1)).max())
 
 

@@ -147,3 +147,27 @@ def test_a_batch_function_has_its_own_arguments_and_is_not_asynchronous(tmp_path
 def test_names_of_arguments_are_free_where_their_order_is_not(tmp_path: Path) -> None:
     source = "def compute_score(source, answer, truth, info=None):\n    return float(answer) + 10\n"
     assert [one.score for one in score(tmp_path, source, {}, rows=2)] == [10.0, 11.0]
+
+
+SLOW = """
+import asyncio, time
+
+def computes(data_source, solution_str, ground_truth, extra_info):
+    time.sleep(0.1)
+    return 1.0
+
+async def waits(data_source, solution_str, ground_truth, extra_info):
+    await asyncio.sleep(0.05)
+    return float(solution_str)
+"""
+
+
+@pytest.mark.parametrize("names", [["computes", "waits"], ["waits", "computes"]])
+def test_what_rows_compute_takes_no_time_from_rows_that_wait(names: list[str], tmp_path: Path) -> None:
+    """24 rows compute for more than the limit of one; a row is over as soon as it could be."""
+    (tmp_path / "mine.py").write_text(SLOW)
+    functions = [{"path": str(tmp_path / "mine.py"), "name": name} for name in names]
+    with RewardPool(RewardConfig(functions=functions, timeout=1.0, max_concurrent=24)) as pool:
+        pool.require_loaded()
+        results = pool.score([RewardRow("any", str(i), "", {}) for i in range(24)])
+    assert [(one.failed, one.score) for one in results] == [(None, i + 1.0) for i in range(24)]

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from hydraflow.models.packing import PackedBatch
+from hydraflow.models.packing import PackedBatch, read_tokens
 from hydraflow.protocol import ragged
 from hydraflow.protocol.batch import DataProto
 
@@ -50,7 +50,7 @@ class BalancedRows:
         groups: Sequence[dist.ProcessGroup],
     ) -> BalancedRows:
         """own: this rank's slice of the line; weight: of each trained row."""
-        read = ragged.lengths(data.get("prompts")) + (ragged.lengths(data.get("responses")) - 1).clamp(min=0)
+        read = read_tokens(data)
         row = torch.repeat_interleave(read)
         is_here = (batch.places >= own.start) & (batch.places < own.stop)
         device = batch.input_ids.device

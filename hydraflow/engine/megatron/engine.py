@@ -65,7 +65,7 @@ from hydraflow.models.ask import LOG_PROBS, Ask
 from hydraflow.models.attention import pick
 from hydraflow.models.chunks import head_chunk
 from hydraflow.models.config import ModelConfig
-from hydraflow.models.packing import PackedBatch, pack
+from hydraflow.models.packing import PackedBatch, pack, read_tokens
 from hydraflow.models.routing import ROUTES, Tally
 from hydraflow.protocol import ragged
 from hydraflow.protocol.batch import DataProto
@@ -427,12 +427,13 @@ class MegatronEngine(InMicroBatches):
         return settings.moe_aux_loss_coeff / max(float(self.reduce(rows)), 1.0)
 
     def _router_inputs(self, data: DataProto, batch: PackedBatch, balance: float) -> dict[str, Any]:
-        """Fields of `PackedLine` for the routers: how many rows contain each of this rank's tokens; the rows
-        of the balancing loss, if `balance` is above 0."""
+        """Fields of `PackedLine` for the routers: how many trained rows contain each of this rank's tokens;
+        the rows of the balancing loss, if `balance` is above 0."""
         if self._routes is None:
             return {}
         own = self._routes.share_of(batch.input_ids.numel())
-        rows_with = torch.bincount(batch.places, minlength=own.stop)[own]
+        counts = trained(data).repeat_interleave(read_tokens(data))
+        rows_with = torch.bincount(batch.places[counts], minlength=own.stop)[own]
         fields: dict[str, Any] = {"rows_with": rows_with.to(self._device)}
         if balance:
             groups = (

@@ -25,7 +25,7 @@ class PackedLine(PackedSeqParams):
     routes: LineRoutes | None = None
     """The line's experts, if they are recorded or given."""
     rows_with: torch.Tensor | None = None
-    """(n,) number of rows that contain each of this rank's tokens: 0 for padding, several for a shared
-    prompt."""
+    """(n,) number of trained rows that contain each of this rank's tokens: 0 for padding, several for a
+    shared prompt."""
     balanced: BalancedRows | None = None
     """The rows of the balancing loss."""
