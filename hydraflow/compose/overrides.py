@@ -9,6 +9,7 @@ tree (`tree.py`).
 from __future__ import annotations
 
 import re
+import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -190,10 +191,13 @@ def _unreadable(word: str, key: str, value: str, reason: str, near: Sequence[str
         return Problem(word, None, "has more than one =", f"{key}={value.lstrip('=')}")
     if hidden == word and value.startswith("[") and "]" not in value:
         return Problem(word, None, "its [ is not closed", f"'{word}]'")
-    rule, inner = f"cannot be read: {reason}", value.strip("'\"").replace("'", "").replace('"', "")
+    rule, inner = f"cannot be read: {reason}", value.replace('"', r"\"")
+    if value.count("'") % 2 or value.count('"') % 2:  # the start or the end of the user's own
+        inner = value.replace("'", "").replace('"', "")
     if hidden != word:  # Hydra's message would quote the secret
         rule, inner = "cannot be read", "..."
-    return Problem(hidden, None, rule, f"quote the value, and all of it for the shell: '{key}=\"{inner}\"'")
+    quoted = shlex.quote(f'{key}="{inner}"')
+    return Problem(hidden, None, rule, f"quote the value, and all of it for the shell: {quoted}")
 
 
 def _problems(override: Override, schema: type, groups: Groups, *, multirun: bool) -> list[Problem]:
@@ -232,7 +236,9 @@ def _no_deletion(key: str, schema: type) -> list[Problem]:
     known = known_keys(schema)
     if key in known or is_below_open(known, key) or classify(schema, key) is not None:
         return []
-    near = " or ".join(f"~{name}" for name in nearest_keys(schema, key)) or f"leave out ~{key}"
+    section = key.rpartition(".")[0]
+    beside = [name for name in nearest_keys(schema, key) if name.rpartition(".")[0] == section]
+    near = " or ".join(f"~{name}" for name in beside) or f"leave out ~{key}"
     return [Problem(f"~{key}", None, "there is no such key to delete", near)]
 
 

@@ -128,7 +128,8 @@ def _sort(schema: type, key: str, value: Any, checked: CheckedTree, foreign: dic
     value, note = our_value(key, value)
     checked.translation.notes += [note] if note else []
     in_file = verl.in_file(checked.origins.get(key, COMMAND_LINE))
-    is_unset = value is None and not accepts(known.hint, None) and verl.is_other_default(schema, key, None)
+    says_nothing = (value is None and not accepts(known.hint, None)) or (type(value) is int and value == 0)
+    is_unset = says_nothing and verl.is_other_default(schema, key, value)
     if value == "???" or (in_file and is_unset):
         return
     if known.is_section or not accepts(known.hint, value):

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -69,6 +69,9 @@ def require_columns(records: Sequence[FileRecord], columns: Sequence[str]) -> No
         if missing := [c for c in columns if record.values.get(c) is None]:
             there = ", ".join(filled(record)) or "none"
             problems.append(record.problem(f"has no value in column {', '.join(missing)}; it has {there}"))
+    if len(problems) == len(records) > 1 and len({problem.rule for problem in problems}) == 1:
+        rule = f"{problems[0].rule}, as all {len(records)} rows"
+        raise ConfigError([replace(problems[0], rule=rule)])
     raise_problems(problems)
 
 

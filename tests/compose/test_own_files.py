@@ -3,6 +3,7 @@ name."""
 
 import json
 import subprocess
+from functools import reduce
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ from hydraflow.compose import verl
 from hydraflow.compose.arguments import split
 from hydraflow.compose.own_files import take
 from hydraflow.compose.patterns import expand
+from hydraflow.compose.rules import problems
 from hydraflow.compose.tree import check, nested
 from hydraflow.compose.verl_defaults import leaves
 from hydraflow.compose.verl_table import tables
@@ -150,6 +152,12 @@ def test_untouched_defaults_of_any_version_are_accepted_in_a_file():
     assert [str(problem) for problem in judged.problems] == []
     assert len(judged.translation.notes) < 60
     assert judged.translation.untouched["mine.yaml"] > 500
+    config = PPOConfig()
+    config.actor_rollout_ref.rollout.name = "vllm"  # verl has no default
+    for key, value in judged.leaves.items():
+        *sections, name = key.split(".")
+        setattr(reduce(getattr, sections, config), name, value)
+    assert [str(problem) for problem in problems(config, planning=True)] == []
 
 
 @pytest.mark.parametrize("value", [None, False, {}, [], 0, -1, "", "disabled"])

@@ -1,6 +1,8 @@
 """Remedies that lead somewhere: verl's names for misspelt ones of verl's, Hydra's words in this program's
 form."""
 
+import shlex
+
 import pytest
 from hydra.errors import ConfigCompositionException
 
@@ -67,6 +69,7 @@ def test_other_entry_points_know_verls_names():
     ("word", "expected"),
     [
         ("~data.shufle", "~data.shufle: there is no such key to delete\n      -> ~data.shuffle"),
+        ("~data.nope", "~data.nope: there is no such key to delete\n      -> leave out ~data.nope"),
         ("trainer.seed=${nope}", "trainer.seed=${nope}: Interpolation key 'nope' not found\n      -> "),
         ("data.train_batch_size", "is not key=value\n      -> data.train_batch_size=1024"),
         ("data.train_batch_size==32", "has more than one =\n      -> data.train_batch_size=32"),
@@ -85,6 +88,18 @@ def test_a_word_that_hydra_cannot_take_has_a_remedy(word, expected):
     with pytest.raises(ConfigError) as refused:
         load("ppo", PPOConfig, [word])
     assert expected in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    "template", ["{% for m in messages %}{{ m['role'] }}: {{ m[\"content\"] }}{% endfor %}", "<|im_start|> é"]
+)
+def test_a_quoted_value_is_the_users_with_all_of_its_own_quotes(template):
+    key = "actor_rollout_ref.model.custom_chat_template"
+    with pytest.raises(ConfigError) as refused:
+        load("ppo", PPOConfig, [f"{key}={template}"])
+    [problem] = refused.value.problems
+    [word] = shlex.split(problem.remedy.partition("for the shell: ")[2])
+    assert load("ppo", PPOConfig, [word]).actor_rollout_ref.model.custom_chat_template == template
 
 
 def test_spaces_around_the_sign_are_one_problem():

@@ -49,6 +49,15 @@ def test_every_missing_file_is_named(tmp_path: Path) -> None:
     assert "data.val_files=" in message
 
 
+def test_a_column_that_no_row_has_is_one_problem(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"y": 1}\n' * 36)
+    with pytest.raises(ConfigError) as caught:
+        read_records(path, key="k", columns=["x"])
+    [problem] = caught.value.problems
+    assert str(problem) == f"{path} row 0: has no value in column x; it has y, as all 36 rows"
+
+
 @pytest.mark.parametrize("files", [None, [], 3, [3]])
 def test_files_must_be_paths(files: object) -> None:
     with pytest.raises(ConfigError, match="must be a Parquet or JSONL file, or a list of them"):
@@ -94,7 +103,7 @@ def test_a_row_without_a_needed_column_is_named(tmp_path: Path) -> None:
 
 def test_only_the_first_problems_are_shown(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
-    path.write_text('{"y": 2}\n' * 9)
+    path.write_text('{"x": 1}\n' + '{"y": 2}\n' * 9)
     with pytest.raises(ConfigError, match="4 more rows have such a problem") as caught:
         read_records(path, key="k", columns=["x"])
     assert len(caught.value.problems) == 6
