@@ -1,5 +1,5 @@
-"""One chain that the tests of three commands look at: a model learns four sums by heart (main_sft) and is
-asked them (main_generate)."""
+"""Runs that several files look at: one of the main job, and a model that learns four sums by heart (main_sft)
+and is asked them (main_generate)."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from jobs.command import end_leftovers, hydraflow
+from jobs.command import SMALL_RECIPE, SMALL_STEPS, end_leftovers, hydraflow
 from once import made_once
 
 LEARNT = {"1+1=": "002", "17+25=": "042", "60+60=": "120", "9+9=": "018"}
@@ -25,6 +25,24 @@ def no_leftovers() -> Iterator[None]:
     """Runs that a failed test has left would take the processors from the next one."""
     yield
     end_leftovers()
+
+
+@pytest.fixture(scope="session")
+def run(tmp_path_factory: pytest.TempPathFactory, recipe_cache: Path) -> Path:
+    """The folder of a run of three steps on two ranks, with validation and a timeline, the second step
+    profiled; started in a folder that has nothing to do with the project."""
+    given = [*SMALL_RECIPE, *SMALL_STEPS, f"recipe.cache_dir={recipe_cache}", "log.level=debug"]
+    given += ["+trainer.total_training_steps=3", "++trainer.test_freq=2", "trainer.log_val_generations=4"]
+    given += ["trainer.default_local_dir=out", "ray_init.timeline_file=out/timeline.json"]
+    given += ["global_profiler.tool=torch", "global_profiler.steps=[2]"]
+
+    def train(home: Path) -> None:
+        done = hydraflow("main_ppo", *given, cwd=home, fresh=True)
+        assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+        assert "\x1b[" not in done.stdout, "piped to a file it prints plain lines"
+        assert str(home / "out") in done.stdout, "the last line says where the run folder is"
+
+    return made_once(tmp_path_factory, "run", train) / "out"
 
 
 @pytest.fixture(scope="session")

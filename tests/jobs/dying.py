@@ -14,12 +14,12 @@ from hydraflow.weights.buckets import FlatBucket
 from hydraflow.workers.rollout import RolloutWorker
 
 
-def dying_worker(deaths: Mapping[str, int], folder: Path) -> type[RolloutWorker]:
+def dying_worker(deaths: Mapping[str, int], folder: Path, version: int = 0) -> type[RolloutWorker]:
     """A class whose process of rank 0 is killed so often at each of these moments, noted in `folder`:
 
-    idle       0.2 s after it has sampled with weights of version 0
-    receiving  in the middle of the weights of version 1
-    sampling   with those
+    idle       0.2 s after it has sampled with weights of `version`
+    receiving  in the middle of those of the next version
+    sampling   with the next version's
     """
 
     def die(moment: str) -> None:
@@ -31,16 +31,16 @@ def dying_worker(deaths: Mapping[str, int], folder: Path) -> type[RolloutWorker]
 
     class Dying(RolloutWorker):
         def _take(self, compare: bool, bucket: FlatBucket) -> str | None:
-            if self.process.rank == 0 and bucket.header.version == 1 and bucket.header.number == 1:
+            if self.process.rank == 0 and bucket.header.version == version + 1 and bucket.header.number == 1:
                 die("receiving")
             return super()._take(compare, bucket)
 
         @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False, read_only=True, resend=False)
         def advance(self, batch: DataProto | None, to_the_end: bool) -> DataProto | None:
             sampled = super().advance(batch, to_the_end)
-            if self.process.rank == 0 and self.version == 0:
+            if self.process.rank == 0 and self.version == version:
                 threading.Timer(0.2, die, ("idle",)).start()
-            if self.process.rank == 0 and self.version == 1:
+            if self.process.rank == 0 and self.version == version + 1:
                 die("sampling")
             return sampled
 

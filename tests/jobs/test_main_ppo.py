@@ -9,28 +9,6 @@ import pytest
 from jobs.command import LOCAL, SMALL_RECIPE, SMALL_STEPS, hydraflow, read_steps
 
 
-@pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory, recipe_cache: Path) -> Path:
-    """A run of three steps with validation, from a folder that has nothing to do with the project."""
-    home = tmp_path_factory.mktemp("run")
-    done = hydraflow(
-        "main_ppo",
-        *SMALL_RECIPE,
-        *SMALL_STEPS,
-        f"recipe.cache_dir={recipe_cache}",
-        "+trainer.total_training_steps=3",
-        "++trainer.test_freq=2",
-        "trainer.log_val_generations=4",
-        "trainer.default_local_dir=out",
-        cwd=home,
-        fresh=True,
-    )
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    assert "\x1b[" not in done.stdout, "piped to a file it prints plain lines"
-    assert str(home / "out") in done.stdout, "the last line says where the run folder is"
-    return home / "out"
-
-
 def test_it_leaves_what_it_promises(run: Path) -> None:
     summary = json.loads((run / "summary.json").read_text())
     assert summary["steps"] == 3

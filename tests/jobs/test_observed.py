@@ -28,25 +28,6 @@ PHASES = [
 ]
 
 
-@pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory, recipe_cache: Path) -> Path:
-    """Three steps on two ranks, the second of which is profiled."""
-    home = tmp_path_factory.mktemp("observed")
-    seen = [
-        "ray_init.timeline_file=out/timeline.json",
-        "global_profiler.tool=torch",
-        "global_profiler.steps=[2]",
-    ]
-    kept = [
-        "trainer.total_training_steps=3",
-        "trainer.default_local_dir=out",
-        f"recipe.cache_dir={recipe_cache}",
-    ]
-    done = hydraflow("main_ppo", *SMALL_RECIPE, *SMALL_STEPS, *kept, *seen, "log.level=debug", cwd=home)
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    return home / "out"
-
-
 def trace_of(run: Path) -> dict[str, Any]:
     trace = json.loads((run / "timeline.json").read_text())
     trace_format.check(trace)

@@ -104,7 +104,7 @@ def test_a_run_whose_function_fails_on_every_row_ends_before_it_trains(
 def test_a_run_whose_responses_all_score_alike_says_so_once(tmp_path: Path, recipe_cache: Path) -> None:
     (tmp_path / "reward.py").write_text(f"{SIGNATURE}\n    return 0.0\n")
     given = [*SMALL_RECIPE, *SMALL_STEPS, f"recipe.cache_dir={recipe_cache}", "trainer.default_local_dir=out"]
-    given += ["trainer.total_training_steps=4", "trainer.val_before_train=false", *ONE_RANK]
+    given += ["trainer.total_training_steps=4", "trainer.val_before_train=false", *LOCAL]
     done = hydraflow("main_ppo", *given, f"{PATH}=reward.py", cwd=tmp_path)
     assert done.returncode == 0, done.stderr[-3000:]
     words = "steps 1 to 3: every advantage is the same"

@@ -94,19 +94,20 @@ def test_the_trainer_agrees_with_it_in_every_step_though_tokens_were_filtered(co
     assert all(mean == pytest.approx(1, abs=1e-4) and high == 0 for mean, high in weights)
 
 
-def test_its_own_devices_and_its_deaths_change_no_number(
+def test_its_own_devices_its_deaths_and_a_resume_change_no_number(
     colocated: Any, tmp_path: Path, recipe_cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Rank 0 is killed while it is idle, while it receives weights, and while it samples."""
+    """After step 1. Rank 0 is killed while it is idle, while it receives weights, and while it samples. Each
+    sample has a seed of its own: its draws do not depend on what was sampled before."""
     deaths = {"idle": 1, "receiving": 1, "sampling": 1}
-    monkeypatch.setattr(roles, "RolloutWorker", dying_worker(deaths, tmp_path))
+    monkeypatch.setattr(roles, "RolloutWorker", dying_worker(deaths, tmp_path, version=1))
     before = left_in_memory()
-    places = [f"{GPUS}=4", f"{ACTOR}=[0,1]", f"{CRITIC}=[0,1]", f"{ROLLOUT}=[2,3]"]
-    job, rows = train(
-        tmp_path / "run", recipe_cache, *places, *VLLM, *FILTERED, *CORRECTED, *STEPS, *SMALL_BUCKETS
-    )
-    assert rows == colocated[-1]
-    assert job.beside == [[], [], []] and len(list(tmp_path.glob("died *"))) == 3
+    resumed = ["trainer.resume_mode=resume_path", f"trainer.resume_from_path={colocated[0]}/global_step_1"]
+    given = [f"{GPUS}=4", f"{ACTOR}=[0,1]", f"{CRITIC}=[0,1]", f"{ROLLOUT}=[2,3]", *resumed]
+    given += [*VLLM, *FILTERED, *CORRECTED, *STEPS, *SMALL_BUCKETS]
+    job, rows = train(tmp_path / "run", recipe_cache, *given)
+    assert rows == colocated[-1][1:]
+    assert job.beside == [[], []] and len(list(tmp_path.glob("died *"))) == 3
     assert left_in_memory() <= before
 
 
@@ -166,15 +167,6 @@ def left_in_memory() -> set[str]:
         with suppress(psutil.Error):
             left -= {Path(file.path).name for file in process.memory_maps()}
     return left
-
-
-def test_a_resumed_run_has_the_same_numbers(colocated: Any, tmp_path: Path, recipe_cache: Path) -> None:
-    """Each sample has a seed of its own: its draws do not depend on what was sampled before."""
-    resumed = ["trainer.resume_mode=resume_path", f"trainer.resume_from_path={colocated[0]}/global_step_2"]
-    _, rows = train(
-        tmp_path, recipe_cache, f"{GPUS}=2", *VLLM, *FILTERED, *CORRECTED, *STEPS, *SMALL_BUCKETS, *resumed
-    )
-    assert rows == colocated[-1][2:]
 
 
 def test_main_generate_writes_what_native_writes(prompts: Path, tmp_path: Path) -> None:
