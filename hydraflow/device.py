@@ -325,24 +325,6 @@ def _measured_flops(dtype: torch.dtype) -> float:
     return 2 * _SIDE**3 / min(seconds)
 
 
-_KEPT, _LARGEST = 2**30, 2**28
-"""Bytes of freed memory that a process keeps at most, and of the largest tensor that may be part of them."""
-_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
-"""Of malloc.h."""
-
-
-def keep_freed_memory(environ: Mapping[str, str] = os.environ) -> bool:
-    """Lets this process's allocator keep up to 1 GiB of freed host memory, until `return_memory`. By default
-    glibc gives every large tensor back at once, and the next one costs a page fault for every 4 KiB. False:
-    there is another C library, or the user has set these thresholds (MALLOC_TRIM_THRESHOLD_,
-    MALLOC_MMAP_THRESHOLD_, GLIBC_TUNABLES)."""
-    said = {name for name in environ if name.startswith("MALLOC_")} | {environ.get("GLIBC_TUNABLES", "")}
-    if any(f"{kind}_threshold" in one.lower() for one in said for kind in ("trim", "mmap")):
-        return False
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", lambda *_: 0)
-    return bool(mallopt(_M_MMAP_THRESHOLD, _LARGEST) and mallopt(_M_TRIM_THRESHOLD, _KEPT))
-
-
 def return_memory(device_type: str) -> None:
     """Returns unused memory that allocators have cached to the device or the host."""
     if device_type == "cpu":

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -134,34 +132,3 @@ def test_the_peak_of_a_gpu_is_that_of_its_data_sheet(
     found = peak_flops(torch.device("cuda", 0), dtype)
     peak_flops.cache_clear()
     assert found == (None if teraflops is None else teraflops * 1e12)
-
-
-KEEPS = """
-import resource, sys
-from pathlib import Path
-from hydraflow.device import keep_freed_memory, return_memory
-print(keep_freed_memory())
-def faults():
-    start = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-    [bytearray(40 * 2**20) for _ in range(2)]  # freed when the list is
-    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - start
-def resident():
-    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
-first, second, kept = faults(), faults(), resident()
-return_memory("cpu")
-print(first, second, kept - resident())
-"""
-
-
-@pytest.mark.parametrize(
-    "said", [{}, {"MALLOC_TRIM_THRESHOLD_": "1"}, {"GLIBC_TUNABLES": "glibc.malloc.mmap_threshold=100000"}]
-)
-def test_freed_memory_is_kept_until_it_is_to_be_returned(said: dict[str, str]) -> None:
-    """Two blocks of 40 MiB: 20,480 pages."""
-    command = [sys.executable, "-c", KEEPS]
-    done = subprocess.run(
-        command, env=os.environ | said, capture_output=True, text=True, timeout=60, check=True
-    )
-    keeps, first, second, returned = done.stdout.split()
-    assert (keeps == "True") == (not said) and int(first) > 20_000
-    assert (int(second) < 1000, int(returned) > 70 * 2**20) == ((True, True) if not said else (False, False))

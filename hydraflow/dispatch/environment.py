@@ -1,4 +1,4 @@
-"""Environment variables of a worker process, set before any library reads them, and its allocator.
+"""Environment variables of a worker process, set before any library reads them.
 
 In: rank, whether the group spans nodes. Out: compiler caches per rank, a cache of models' own code per node,
 how threads wait, and the interface for collectives. Values from the user's environment are kept, with a
@@ -13,7 +13,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
 
-from hydraflow.device import keep_freed_memory
 from hydraflow.system.network import VARIABLE, interface_of, node_address
 from hydraflow.system.node_folder import MODULES, make_node_folder, node_folder
 
@@ -66,17 +65,9 @@ def settle_command() -> None:
     os.environ.update(shared_variables())
 
 
-def settle(
-    rank: int,
-    *,
-    device_type: str,
-    node_ip: str = LOOPBACK,
-    given: Mapping[str, str] = MappingProxyType({}),
-) -> None:
-    """Sets the variables in this process, after those of `given`, and its allocator where it computes on the
-    host. EnvironmentFault when the folder for caches is another user's."""
+def settle(rank: int, *, node_ip: str = LOOPBACK, given: Mapping[str, str] = MappingProxyType({})) -> None:
+    """Sets the variables in this process, after those of `given`. EnvironmentFault when the folder for caches
+    is another user's."""
     make_node_folder()
     os.environ.update(given)
     os.environ.update(variables(rank, node_ip=node_ip))
-    if device_type == "cpu":
-        keep_freed_memory()

@@ -67,7 +67,7 @@ class LocalRuntime(Runtime):
                 remedy = f"trainer.nnodes=1 trainer.n_gpus_per_node=1 or {KEY}=false"
                 raise ConfigError.one(KEY, True, rule, remedy)
             self._pools[pool.name] = pool
-        settle(0, device_type=self.device_type, given=self.ray_init.runtime_env.as_text())
+        settle(0, given=self.ray_init.runtime_env.as_text())
 
     def group(self, pool: str, roles: Mapping[str, RoleSpec], devices: Sequence[int] | None = None) -> Group:
         """Builds the workers immediately; there is one device."""

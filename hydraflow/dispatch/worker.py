@@ -175,7 +175,7 @@ class WorkerProcess:
         """Environment error from __init__, raised by `build` because Ray hides errors of actor
         constructors."""
         try:
-            settle(rank_info.rank, device_type=device_type, node_ip=self._address())
+            settle(rank_info.rank, node_ip=self._address())
         except HydraflowError as error:
             self._unfit = error
         self.first_role = first_role
