@@ -41,7 +41,7 @@ from hydraflow.dispatch.worker import RoleSpec
 from hydraflow.engine.config import FSDPConfig
 from hydraflow.generation.config import RolloutConfig, SamplingConfig
 from hydraflow.models.config import ModelConfig
-from hydraflow.trainer.weight_links import Apart, Broadcast, SameProcess, SharedMemory, WeightLink
+from hydraflow.trainer.weight_links import Broadcast, SameProcess, SeparateProcesses, SharedMemory, WeightLink
 from hydraflow.workers.actor import ActorSpec, ActorWorker
 from hydraflow.workers.config import ActorConfig
 from hydraflow.workers.rollout import RolloutSpec, RolloutWorker
@@ -151,13 +151,13 @@ def slot_bytes(link: SharedMemory) -> int:
     return sum({found.st_ino: found.st_blocks * 512 for found in map(os.stat, files)}.values())
 
 
-def pids(link: Apart) -> dict[str, int]:
+def pids(link: SeparateProcesses) -> dict[str, int]:
     """The process of each role."""
     return {"actor": link.actor.group.processes[0].pid, "rollout": link.rollout.group.processes[0].pid}
 
 
 @contextmanager
-def watched(link: Apart) -> Iterator[dict[str, int]]:
+def watched(link: SeparateProcesses) -> Iterator[dict[str, int]]:
     """By how many bytes the memory of each role's process has grown at most, once the context has ended. The
     weights are published once before: only then does the rollout have the memory of its own."""
     link.publish(1)()

@@ -26,7 +26,7 @@ from hydraflow.errors import WorkerError
 from hydraflow.generation.config import RolloutConfig
 from hydraflow.models.tiny import make_model
 from hydraflow.trainer.roles import _on_one_node
-from hydraflow.trainer.weight_links import Apart, Broadcast, SharedMemory
+from hydraflow.trainer.weight_links import Broadcast, SeparateProcesses, SharedMemory
 from hydraflow.workers.rollout import RolloutWorker
 
 slow = pytest.mark.slow
@@ -41,7 +41,9 @@ def large(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 @contextmanager
-def linked(kind: type[Apart], model: str, *, call: float = 60.0, recovery: bool = True) -> Iterator[Apart]:
+def linked(
+    kind: type[SeparateProcesses], model: str, *, call: float = 60.0, recovery: bool = True
+) -> Iterator[SeparateProcesses]:
     """Two actor ranks and two generation processes."""
     with Runtime(RayInitConfig(), Timeouts(start=120, call=call)) as runtime:
         runtime.start([ResourcePool("actor", [2]), ResourcePool("rollout", [RECEIVERS])])
@@ -55,14 +57,14 @@ def linked(kind: type[Apart], model: str, *, call: float = 60.0, recovery: bool 
         yield link
 
 
-def changed(link: Apart, version: int) -> list[str | None]:
+def changed(link: SeparateProcesses, version: int) -> list[str | None]:
     """Publishes other weights than before; the first difference of each generation process."""
     link.actor.call(ChangingActor.change, 0.01)
     link.publish(version)()
     return differences(link)
 
 
-def differences(link: Apart) -> list[str | None]:
+def differences(link: SeparateProcesses) -> list[str | None]:
     return [link.first_difference(replica) for replica in range(RECEIVERS)]
 
 
@@ -80,7 +82,7 @@ def later(seconds: float, pid: int, *signals: signal.Signals) -> None:
 @slow
 @pytest.mark.parametrize("kind", [SharedMemory, Broadcast])
 def test_every_publish_arrives_and_a_process_that_dies_is_replaced(
-    kind: type[Apart], ray_session: None, large: str
+    kind: type[SeparateProcesses], ray_session: None, large: str
 ) -> None:
     with linked(kind, large) as link:
         for version in range(3):
@@ -99,7 +101,9 @@ def test_every_publish_arrives_and_a_process_that_dies_is_replaced(
 
 @slow
 @pytest.mark.parametrize(("kind", "method"), [(SharedMemory, "read_weights"), (Broadcast, "receive_weights")])
-def test_a_process_that_hangs_is_named(kind: type[Apart], method: str, ray_session: None, large: str) -> None:
+def test_a_process_that_hangs_is_named(
+    kind: type[SeparateProcesses], method: str, ray_session: None, large: str
+) -> None:
     with linked(kind, large, call=12.0, recovery=False) as link:
         link.publish(0)()
         stopped = link.rollout.group.processes[1].pid

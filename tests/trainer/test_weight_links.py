@@ -25,9 +25,9 @@ from hydraflow.models.config import ModelConfig
 from hydraflow.schema import PPOConfig
 from hydraflow.trainer.roles import _link, _places
 from hydraflow.trainer.weight_links import (
-    Apart,
     Broadcast,
     SameProcess,
+    SeparateProcesses,
     SharedMemory,
     load_model_directory,
 )
@@ -152,7 +152,7 @@ both_links = pytest.mark.parametrize("kind", [SharedMemory, Broadcast])
 
 
 @both_links
-def test_adapters_alone_are_sent_where_everybody_has_the_base_weights(kind: type[Apart]) -> None:
+def test_adapters_alone_are_sent_where_everybody_has_the_base_weights(kind: type[SeparateProcesses]) -> None:
     both: Any = Recorder()
     link = kind(both, both, RolloutConfig(name="vllm"), adapters=True)
     link.publish(0)()
@@ -177,7 +177,9 @@ def test_adapters_alone_are_sent_where_everybody_has_the_base_weights(kind: type
 
 
 @both_links
-def test_a_process_that_died_while_it_slept_wakes_with_the_base_weights(kind: type[Apart]) -> None:
+def test_a_process_that_died_while_it_slept_wakes_with_the_base_weights(
+    kind: type[SeparateProcesses],
+) -> None:
     """Until then it has none: weights sent to it would wake it beside the trainer."""
     both: Any = Recorder()
     link = kind(both, both, RolloutConfig(name="vllm"), ["actor"], adapters=True)
