@@ -10,7 +10,7 @@ micro-batches (`engine/micro_batcher.py`) and the attention itself (`attention.p
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -145,6 +145,24 @@ def pack(
         cells=cells.to(device),
         shape=(len(response_len), width),
         places=layout.places,
+    )
+
+
+def pack_rows(
+    data: DataProto, *, device: torch.device, trained: bool, padded: bool = False, multiple_of: int = 1
+) -> PackedBatch:
+    """`pack` of rows with their `routed_experts` and `target_tokens`, if they have any. trained: score only
+    the tokens whose response_mask is set."""
+    given: dict[str, Any] = dict(data.items())
+    return pack(
+        given["prompts"],
+        given["responses"],
+        device=device,
+        padded=padded,
+        multiple_of=multiple_of,
+        wanted=ragged.parts(given["response_mask"])[0].bool() if trained else None,
+        routes=given.get("routed_experts"),
+        targets=given.get("target_tokens"),
     )
 
 

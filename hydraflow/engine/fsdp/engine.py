@@ -38,10 +38,9 @@ from hydraflow.metrics import Metric
 from hydraflow.models.adapters import Form
 from hydraflow.models.ask import LOG_PROBS, Ask
 from hydraflow.models.config import ModelConfig
-from hydraflow.models.packing import PackedBatch, pack
+from hydraflow.models.packing import PackedBatch, pack_rows
 from hydraflow.models.routers import HFRouters
 from hydraflow.models.routing import ROUTES, Tally
-from hydraflow.protocol import ragged
 from hydraflow.protocol.batch import DataProto
 from hydraflow.protocol.coordinates import Coordinates
 
@@ -297,15 +296,7 @@ class FSDPEngine(InMicroBatches):
         return self._ulysses.compute(batch, partial(self.module, ask=ask), real)
 
     def _pack(self, data: DataProto, device: torch.device, *, trained: bool) -> PackedBatch:
-        return pack(
-            data.get("prompts"),
-            data.get("responses"),
-            device=device,
-            padded=self._padded,
-            wanted=ragged.parts(data.get("response_mask"))[0].bool() if trained else None,
-            routes=data.get(ROUTES) if ROUTES in data.keys() else None,
-            targets=data.get("target_tokens") if "target_tokens" in data.keys() else None,
-        )
+        return pack_rows(data, device=device, trained=trained, padded=self._padded)
 
     def _output(self, batch: PackedBatch, main: torch.Tensor, entropies: torch.Tensor | None) -> ModelOutput:
         if self._head == "value":

@@ -65,7 +65,7 @@ from hydraflow.models.ask import LOG_PROBS, Ask
 from hydraflow.models.attention import pick
 from hydraflow.models.chunks import head_chunk
 from hydraflow.models.config import ModelConfig
-from hydraflow.models.packing import PackedBatch, pack, read_tokens
+from hydraflow.models.packing import PackedBatch, pack_rows, read_tokens
 from hydraflow.models.routing import ROUTES, Tally
 from hydraflow.protocol import ragged
 from hydraflow.protocol.batch import DataProto
@@ -379,16 +379,7 @@ class MegatronEngine(InMicroBatches):
         tensor = self._place.tensor_size if self._trunk.config.sequence_parallel else 1
         multiple_of = tensor * self._place.context_size
         padded = not self._model.use_remove_padding
-        found = pack(
-            data.get("prompts"),
-            data.get("responses"),
-            device=self._device,
-            padded=padded,
-            multiple_of=multiple_of,
-            wanted=ragged.parts(data.get("response_mask"))[0].bool() if trained else None,
-            routes=data.get(ROUTES) if ROUTES in data.keys() else None,
-            targets=data.get("target_tokens") if "target_tokens" in data.keys() else None,
-        )
+        found = pack_rows(data, device=self._device, trained=trained, padded=padded, multiple_of=multiple_of)
         return found.in_a_line(multiple_of) if padded else found
 
     def _make_routes(self) -> Routes | None:
