@@ -29,6 +29,7 @@ from hydraflow.protocol.fields import FIELDS, RESPONSE, ROW
 
 if TYPE_CHECKING:
     from hydraflow.engine.micro_batcher import MicroBatcher
+    from hydraflow.models.packing import PackedBatch
 
 
 @dataclass(frozen=True)
@@ -133,6 +134,16 @@ def columns_of(data: DataProto, width: int, device: torch.device) -> dict[str, t
         if axis in (ROW, RESPONSE):
             columns[name] = (ragged.to_padded(column, width) if is_ragged else column).to(device)
     return columns
+
+
+def model_output(
+    batch: PackedBatch, main: torch.Tensor, more: torch.Tensor | None, *, head: str
+) -> ModelOutput:
+    """What a loss gets of a model's numbers for the K asked tokens: values, or log-probabilities and, if not
+    None, entropies."""
+    if head == "value":
+        return ModelOutput(values=batch.dense(main))
+    return ModelOutput(log_probs=batch.dense(main), entropy=None if more is None else batch.dense(more))
 
 
 def answers_of(

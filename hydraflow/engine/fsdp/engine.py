@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 from hydraflow import metrics
 from hydraflow.engine import optim as optimizers
 from hydraflow.engine import process_group
-from hydraflow.engine.base import AS_CONFIGURED, LossFn, ModelOutput, StepOptions, answers_of, columns_of
+from hydraflow.engine.base import AS_CONFIGURED, LossFn, StepOptions, answers_of, columns_of, model_output
 from hydraflow.engine.config import FSDPConfig, OptimConfig
 from hydraflow.engine.fsdp import checkpoint, export, lora
 from hydraflow.engine.fsdp.build import build_model
@@ -249,11 +249,10 @@ class FSDPEngine(InMicroBatches):
         batch = self._pack(data, self._device, trained=True)
         self._route(data, batch, tally)
         main, entropies = self._run(data, batch, ask, trained=True)
-        loss, reported = loss_fn(
-            self._output(batch, main, entropies), columns_of(data, batch.shape[1], self._device)
-        )
+        output = model_output(batch, main, entropies, head=self._head)
+        loss, reported = loss_fn(output, columns_of(data, batch.shape[1], self._device))
         # unused entropies of a head with adapters would keep its logits alive: two copies per token
-        del main, entropies
+        del main, entropies, output
         loss.backward()
         return reported
 
@@ -297,13 +296,6 @@ class FSDPEngine(InMicroBatches):
 
     def _pack(self, data: DataProto, device: torch.device, *, trained: bool) -> PackedBatch:
         return pack_rows(data, device=device, trained=trained, padded=self._padded)
-
-    def _output(self, batch: PackedBatch, main: torch.Tensor, entropies: torch.Tensor | None) -> ModelOutput:
-        if self._head == "value":
-            return ModelOutput(values=batch.dense(main))
-        return ModelOutput(
-            log_probs=batch.dense(main), entropy=None if entropies is None else batch.dense(entropies)
-        )
 
     def _reduce_gradients(self, last: bool) -> None:
         """Gradients stay on their rank until the last micro-batch; so do gathered weights, unless memory is

@@ -32,11 +32,11 @@ from hydraflow.engine import process_group
 from hydraflow.engine.base import (
     AS_CONFIGURED,
     LossFn,
-    ModelOutput,
     OutOfMemory,
     StepOptions,
     answers_of,
     columns_of,
+    model_output,
 )
 from hydraflow.engine.config import MegatronConfig, OptimConfig
 from hydraflow.engine.hf_files import save_whole
@@ -202,7 +202,7 @@ class MegatronEngine(InMicroBatches):
 
             def loss(hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, dict[str, Metric]]:
                 main, more = share.whole(self._read(hidden, share.part, ask))
-                output = self._output(batch, main, more)
+                output = model_output(batch, main, more, head=self._head)
                 value, reported = loss_fn(output, columns_of(data, batch.shape[1], self._device))
                 one = torch.ones((), dtype=torch.int, device=self._device)
                 return (value, one, reported) if counts else (value * 0.0, one, {})
@@ -485,11 +485,6 @@ class MegatronEngine(InMicroBatches):
             asked, self._trunk.output_weight(), batch.targets, ask, self._share
         )
         return found
-
-    def _output(self, batch: PackedBatch, main: torch.Tensor, more: torch.Tensor | None) -> ModelOutput:
-        if self._head == "value":
-            return ModelOutput(values=batch.dense(main))
-        return ModelOutput(log_probs=batch.dense(main), entropy=None if more is None else batch.dense(more))
 
     def _vocabulary_share(self) -> VocabularyShare:
         shape, place = self._built.names.shape, self._place
