@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 
 from hydraflow import metrics as reductions
+from hydraflow.algorithms.trained_tokens import row_sums
 from hydraflow.batch_plan.sft import SFTPlan
 from hydraflow.data.loader import PromptLoader, RowSource
 from hydraflow.dispatch.group import RoleGroup
@@ -128,11 +128,9 @@ class HeldOut:
 
 
 def _held_out_metrics(batch: DataProto, output: DataProto) -> dict[str, reductions.Metric]:
-    trained, lengths = parts(batch.get("response_mask"))
-    trained = trained.bool()
+    mask, lengths = parts(batch.get("response_mask"))
     log_probs, match = parts(output.get("log_probs"))[0], parts(output.get("greedy_match"))[0]
-    row = torch.repeat_interleave(torch.arange(len(lengths)), lengths)
-    missed = torch.zeros(len(lengths)).index_add_(0, row[trained], 1.0 - match[trained].float())
+    trained, missed = mask.bool(), row_sums((1.0 - match) * mask, lengths)
     tokens = int(trained.sum())
     return {
         "val/loss": reductions.mean(

@@ -19,6 +19,7 @@ import torch
 
 from hydraflow import metrics as reductions
 from hydraflow.algorithms.aggregate import Denominators
+from hydraflow.algorithms.trained_tokens import row_sums
 from hydraflow.batch_plan.parts import RolePlan
 from hydraflow.dispatch.modes import Dispatch, register
 from hydraflow.dispatch.spans import span
@@ -193,9 +194,7 @@ def _dead_rows_untrained(batch: DataProto) -> DataProto:
 
 
 def _mask_counts(mini_batch: DataProto) -> tuple[float, float]:
-    values, lengths = parts(mini_batch.get("response_mask"))
-    rows = torch.repeat_interleave(torch.arange(len(lengths)), lengths)
-    per_row = torch.zeros(len(lengths), dtype=torch.float64).index_add_(0, rows, values.double())
+    per_row = row_sums(*parts(mini_batch.get("response_mask")))
     return float(per_row.sum()), float((per_row > 0).sum())
 
 

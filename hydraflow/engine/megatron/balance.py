@@ -18,6 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from hydraflow.algorithms.trained_tokens import row_sums
 from hydraflow.models.packing import PackedBatch, read_tokens
 from hydraflow.protocol import ragged
 from hydraflow.protocol.batch import DataProto
@@ -65,9 +66,7 @@ class BalancedRows:
 
 def trained(data: DataProto) -> torch.Tensor:
     """(B,) whether a row has a trained token."""
-    mask, lengths = ragged.parts(data.get("response_mask"))
-    rows = torch.repeat_interleave(lengths)
-    return torch.zeros(len(lengths)).index_add_(0, rows, mask.float()) > 0
+    return row_sums(*ragged.parts(data.get("response_mask"))) > 0
 
 
 def balance_loss(scores: torch.Tensor, chosen: int, rows: BalancedRows) -> torch.Tensor:
