@@ -116,6 +116,19 @@ class DataProto(Rows):
         columns = {key: column.to(device) for key, column in self._columns().items()}
         return self._like(columns, dict(self.non_tensor_batch), dict(self.meta_info), len(self))
 
+    def with_columns(self, tensors: Mapping[str, Tensor]) -> Self:
+        """A copy with these tensor columns, each in place of one of its name or besides the others.
+
+        >>> data = DataProto.from_dict({"length": torch.tensor([3, 1])})
+        >>> data.with_columns({"live": torch.tensor([True, False])}).get("live").tolist()
+        [True, False]
+        """
+        return self.from_dict({**self._columns(), **tensors}, self.non_tensor_batch, self.meta_info)
+
+    def flat_columns(self) -> dict[str, Tensor]:
+        """The ragged columns, flattened to (tokens of all rows, ...) each."""
+        return {name: ragged.parts(one)[0] for name, one in self._columns().items() if ragged.is_ragged(one)}
+
     # Rows
 
     def select_idxs(self, index: RowIndex) -> Self:

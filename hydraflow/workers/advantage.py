@@ -29,7 +29,7 @@ from hydraflow.dispatch.modes import Dispatch, register
 from hydraflow.dispatch.worker import ProcessContext, Worker
 from hydraflow.protocol.batch import DataProto
 from hydraflow.protocol.fields import FINISH_REASONS
-from hydraflow.protocol.ragged import from_parts, is_ragged, parts
+from hydraflow.protocol.ragged import from_parts, parts
 
 
 @dataclass(frozen=True)
@@ -97,7 +97,7 @@ class AdvantageWorker(Worker):
 
     def _compute(self, batch: DataProto, scored: DataProto) -> DataProto:
         algorithm = self.spec.algorithm
-        columns, (mask, lengths) = _flat(batch), parts(batch.get("response_mask"))
+        columns, (mask, lengths) = batch.flat_columns(), parts(batch.get("response_mask"))
         mask, values = mask.bool(), columns.get("values")
         metrics: dict[str, float] = {}
         given: dict[str, Any] = dict(scored.items())
@@ -156,7 +156,7 @@ class AdvantageWorker(Worker):
     def compare_with_rollout(self, batch: DataProto) -> RolloutComparison:
         """Compares `old_log_probs` with `rollout_log_probs`; adds the sampling policy's entropy per token, if
         the batch has it."""
-        columns = _flat(batch)
+        columns = batch.flat_columns()
         mask, lengths = columns["response_mask"].bool(), parts(batch.get("response_mask"))[1]
         if not mask.any():
             return RolloutComparison({}, {}, {})
@@ -209,11 +209,6 @@ class AdvantageWorker(Worker):
         self.kl.update(kl, len(lengths))
         metrics = {"actor/reward_kl_penalty": kl, "actor/reward_kl_penalty_coeff": coefficient}
         return coefficient * penalty, metrics
-
-
-def _flat(batch: DataProto) -> dict[str, torch.Tensor]:
-    """The ragged columns, flattened to (N,) each."""
-    return {name: parts(batch.get(name))[0] for name in batch.keys() if is_ragged(batch.get(name))}
 
 
 def on_last_trained_token(scores: torch.Tensor, mask: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -52,8 +51,7 @@ class Corrector:
             weights, factor = self._weights(logp - sampled, kept)
             changed["rollout_is_weights"] = _ragged(weights, trained)
             metrics |= factor
-        columns: dict[str, Any] = dict(rows.items()) | changed
-        return DataProto.from_dict(columns, meta_info=rows.meta_info), metrics
+        return rows.with_columns(changed), metrics
 
     def _weights(self, log_ratio: Tensor, kept: Tensor) -> tuple[Tensor, dict[str, Metric]]:
         """Weights (B, R); with the mean that they were divided by, if they were."""

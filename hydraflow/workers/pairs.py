@@ -15,7 +15,7 @@ from hydraflow.dispatch.modes import register
 from hydraflow.dispatch.worker import ProcessContext
 from hydraflow.engine.base import LossFn
 from hydraflow.protocol.batch import DataProto
-from hydraflow.protocol.ragged import is_ragged, parts
+from hydraflow.protocol.ragged import parts
 from hydraflow.workers.engine_worker import DATA_RANKS
 from hydraflow.workers.sft import SFTSpec, SFTWorker
 
@@ -46,9 +46,7 @@ class PairWorker(SFTWorker):
         output = self.engine.forward_rows(batch, self.evaluation_batcher)
         answer = output.get("log_probs" if self.objective.head == "policy" else "values")
         mask, lengths = parts(batch.get("response_mask"))
-        names = [name for name in batch.keys() if is_ragged(batch.get(name))]
-        columns = {name: parts(batch.get(name))[0] for name in names}
-        scores = self.objective.token_scores(parts(answer)[0], columns) * mask  # (tokens of all rows,)
+        scores = self.objective.token_scores(parts(answer)[0], batch.flat_columns()) * mask
         return DataProto.from_dict(tensors={"score": row_sums(scores, lengths).float()})
 
     def _loss(self, denominators: Denominators, first: bool) -> LossFn:

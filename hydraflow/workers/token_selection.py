@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import count
-from typing import Any
 
 import numpy as np
 import torch
@@ -51,8 +50,7 @@ class TokenSelector:
             scores, share = self.choice(covariances(logp, advantages, total), draws)
             score, draw = self._last(scores, draws, number_chosen(share, int(total[0])))
             chosen[trained] = (scores > score) | ((scores == score) & (draws >= draw))
-        columns: dict[str, Any] = dict(rows.items()) | {"chosen_tokens": from_parts(chosen, lengths)}
-        return DataProto.from_dict(columns, meta_info=rows.meta_info), {}
+        return rows.with_columns({"chosen_tokens": from_parts(chosen, lengths)}), {}
 
     def _draws(self, rows: DataProto, lengths: Tensor) -> Tensor:
         """(N,) float64 random draws; a row's draws do not depend on its rank."""

@@ -189,8 +189,7 @@ def _dead_rows_untrained(batch: DataProto) -> DataProto:
         return batch
     mask, lengths = parts(batch.get("response_mask"))
     live = torch.repeat_interleave(batch.get("live"), lengths)
-    columns: dict[str, Any] = dict(batch.items()) | {"response_mask": from_parts(mask * live, lengths)}
-    return DataProto.from_dict(columns, meta_info=batch.meta_info)
+    return batch.with_columns({"response_mask": from_parts(mask * live, lengths)})
 
 
 def _mask_counts(mini_batch: DataProto) -> tuple[float, float]:
