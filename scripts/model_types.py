@@ -48,6 +48,7 @@ from hydraflow.generation.native import build
 from hydraflow.metrics import Metric
 from hydraflow.models.config import ModelConfig
 from hydraflow.models.loading import load_config
+from hydraflow.models.probe import own_log_probs
 from hydraflow.protocol import ragged
 from hydraflow.protocol.batch import DataProto
 from scripts.tiny_types import TYPES, VOCABULARY, save_tiny, tiny_config
@@ -107,14 +108,10 @@ def own_model(folder: Path) -> PreTrainedModel:
     return lm
 
 
-def own_log_probs(lm: PreTrainedModel, prompts: Sequence[Tensor], responses: Sequence[Tensor]) -> Tensor:
+def log_probs_of_all(lm: PreTrainedModel, prompts: Sequence[Tensor], responses: Sequence[Tensor]) -> Tensor:
     """(K,) of all response tokens by transformers' own code, row by row."""
-    found = []
-    for prompt, response in zip(prompts, responses, strict=True):
-        logits = lm(input_ids=torch.cat([prompt, response])[None], use_cache=False).logits
-        asked = logits[0, len(prompt) - 1 : -1].float().log_softmax(-1)
-        found.append(asked.gather(1, response[:, None])[:, 0])
-    return torch.cat(found)
+    rows = zip(prompts, responses, strict=True)
+    return torch.cat([own_log_probs(lm, prompt, response, lm.device) for prompt, response in rows])
 
 
 def engine_of(folder: Path, *, head: str = "policy", lora_rank: int = 0) -> FSDPEngine:
@@ -139,7 +136,7 @@ def as_policy(folder: Path) -> Outcome:
     """Log-probabilities and gradients."""
     engine = engine_of(folder)
     lm, rows = own_model(folder), rows_of()
-    expected = own_log_probs(lm, ragged.rows(rows.get("prompts")), ragged.rows(rows.get("responses")))
+    expected = log_probs_of_all(lm, ragged.rows(rows.get("prompts")), ragged.rows(rows.get("responses")))
     said = ragged.parts(engine.forward(rows.split(3)).get("log_probs"))[0]
     off = float((said - expected.detach()).abs().max())
     engine.forward_backward([rows], loss_of)
@@ -195,7 +192,7 @@ def sampled(folder: Path) -> Outcome:
         output = engine.generate(request, SamplingParams(max_tokens=12, ignore_eos=True))
         responses = ragged.rows(output.responses)
         with torch.no_grad():
-            expected = own_log_probs(lm, [one for one in prompts for _ in range(2)], responses)
+            expected = log_probs_of_all(lm, [one for one in prompts for _ in range(2)], responses)
         off = max(off, float((ragged.parts(output.log_probs)[0] - expected).abs().max()))
         seen.append(torch.cat(list(responses)))
     same = torch.equal(*seen)

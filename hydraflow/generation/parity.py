@@ -16,7 +16,7 @@ from hydraflow.device import ran_out_of_memory
 from hydraflow.errors import ConfigError
 from hydraflow.generation.base import GenerationEngine, GenerationRequest, SamplingParams
 from hydraflow.models.loading import context_of, first_line
-from hydraflow.models.probe import REFUSED, ROWS, difference, limit, probe_rows
+from hydraflow.models.probe import REFUSED, ROWS, difference, limit, own_log_probs, probe_rows
 from hydraflow.protocol import ragged
 
 if TYPE_CHECKING:
@@ -68,14 +68,9 @@ def _difference(engine: GenerationEngine, model: PreTrainedModel) -> float:
     for _ in range(2):
         output = engine.generate(request, SamplingParams(max_tokens=TOKENS, ignore_eos=True))
         responses = ragged.rows(output.responses)
-        theirs = torch.cat([_own(model, prompts[i // SAMPLES], one) for i, one in enumerate(responses)])
+        own = [
+            own_log_probs(model, prompts[i // SAMPLES], one, model.device) for i, one in enumerate(responses)
+        ]
         ours = ragged.parts(output.log_probs)[0]
-        found.append(difference(ours, theirs, ragged.lengths(output.responses), model.dtype))
+        found.append(difference(ours, torch.cat(own).cpu(), ragged.lengths(output.responses), model.dtype))
     return max(found)
-
-
-def _own(model: PreTrainedModel, prompt: torch.Tensor, response: torch.Tensor) -> torch.Tensor:
-    """(R,) log-probabilities by the model's own forward pass."""
-    ids = torch.cat([prompt, response]).to(model.device)[None]
-    logits = model(input_ids=ids, use_cache=False).logits[0, len(prompt) - 1 : -1].float()
-    return logits.log_softmax(-1).gather(1, ids[0, len(prompt) :, None])[:, 0].cpu()

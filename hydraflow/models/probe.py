@@ -1,11 +1,15 @@
-"""Shared by the checks of a model at load time: test rows, and when two results count as different.
+"""Shared by the checks of a model at load time: test rows, a model's own results, and when two results count
+as different.
 
-In: a vocabulary, or numbers of the same tokens computed in two ways. Out: short rows of random tokens, the
-same on every rank; a difference, and the tolerance for rounding. Left out on purpose: the checks
-(`engine/fsdp/parity.py`, `engine/megatron/repeatable.py`, `generation/parity.py`).
+In: a vocabulary, a model of transformers, or numbers of the same tokens computed in two ways. Out: short rows
+of random tokens, the same on every rank; log-probabilities by the model's own code; a difference, and the
+tolerance for rounding. Left out on purpose: the checks (`engine/fsdp/parity.py`,
+`engine/megatron/repeatable.py`, `generation/parity.py`).
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 
@@ -27,6 +31,17 @@ def probe_rows(vocabulary: int) -> tuple[torch.Tensor, torch.Tensor]:
     tokens = [[torch.randint(vocabulary, (n,), generator=draw) for n in lengths] for lengths in ROWS]
     prompts = [tokens[0][0], tokens[0][0], *(prompt for prompt, _ in tokens[2:])]
     return ragged.from_rows(prompts), ragged.from_rows([response for _, response in tokens])
+
+
+def own_log_probs(
+    lm: Any, prompt: torch.Tensor, response: torch.Tensor, device: torch.device
+) -> torch.Tensor:
+    """(R,) log-probabilities of a response by the model's own forward pass on that device, at least
+    float32."""
+    ids = torch.cat([prompt, response]).to(device)[None]
+    logits = lm(input_ids=ids, use_cache=False).logits[0, len(prompt) - 1 : -1]  # (R, V)
+    logits = logits if logits.dtype == torch.float64 else logits.float()
+    return logits.log_softmax(-1).gather(1, ids[0, len(prompt) :, None])[:, 0]
 
 
 def limit(dtype: torch.dtype) -> float:

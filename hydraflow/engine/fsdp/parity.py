@@ -29,7 +29,7 @@ from hydraflow.models.attention import NAME
 from hydraflow.models.heads import PolicyModel, ValueModel, asked_hidden_states
 from hydraflow.models.loading import first_line
 from hydraflow.models.packing import PackedBatch, pack
-from hydraflow.models.probe import LIMITS, REFUSED, difference, limit, probe_rows
+from hydraflow.models.probe import LIMITS, REFUSED, difference, limit, own_log_probs, probe_rows
 from hydraflow.protocol import ragged
 
 log = logging.getLogger(__name__)
@@ -105,11 +105,11 @@ def _mismatch(
 def _vocabulary(module: PolicyModel | ValueModel) -> int:
     """Vocabulary size that both embeddings and head cover."""
     try:
-        sizes = [module.hf.get_input_embeddings().num_embeddings]
+        embedded = int(module.hf.get_input_embeddings().num_embeddings)
     except NotImplementedError:  # decoders of translation models, among others
         return int(module.hf.config.get_text_config().vocab_size)
     head = module.hf.get_output_embeddings()
-    return min([*sizes, *([head.out_features] if isinstance(head, nn.Linear) else [])])
+    return min(embedded, head.out_features) if isinstance(head, nn.Linear) else embedded
 
 
 def _as_trained(
@@ -137,14 +137,12 @@ def _as_published(
     found = []
     with _Gathered(module):
         for prompt, response in zip(prompts, responses, strict=True):
-            ids = torch.cat([prompt, response]).to(device)[None]
-            asked = slice(len(prompt) - 1, ids.shape[1] - 1)
-            if isinstance(module, ValueModel):
-                found.append(module.hf(input_ids=ids, use_cache=False).last_hidden_state[0, asked])
+            if isinstance(module, PolicyModel):
+                found.append(own_log_probs(module.lm, prompt, response, device))
                 continue
-            logits = module.lm(input_ids=ids, use_cache=False).logits[0, asked]  # (R, V)
-            logits = logits if logits.dtype == torch.float64 else logits.float()
-            found.append(logits.log_softmax(-1).gather(1, response.to(device)[:, None])[:, 0])
+            ids = torch.cat([prompt, response]).to(device)[None]
+            states = module.hf(input_ids=ids, use_cache=False).last_hidden_state
+            found.append(states[0, len(prompt) - 1 : -1])
     return torch.cat(found)
 
 
