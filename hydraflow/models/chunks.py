@@ -1,6 +1,8 @@
-"""How many tokens' logits exist at one time, and in how many copies."""
+"""Chunks of tokens whose logits exist at one time: their size, their copies, and the chunks themselves."""
 
 from __future__ import annotations
+
+from collections.abc import Iterator
 
 LOGITS_BYTES = 512 * 2**20
 """Most bytes of one copy of a chunk's logits, as they are computed with: float32, or float64."""
@@ -23,3 +25,14 @@ def head_chunk(chunk_tokens: int, vocabulary: int, number: int) -> int:
     (2048, 883, 441)
     """
     return max(1, min(chunk_tokens, LOGITS_BYTES // (vocabulary * max(4, number))))
+
+
+def chunk_slices(count: int, size: int) -> Iterator[slice]:
+    """The chunks of `count` tokens; a single empty one if there are none, because ranks must run the same
+    collectives.
+
+    >>> list(chunk_slices(5, 3)), list(chunk_slices(0, 3))
+    ([slice(0, 3, None), slice(3, 6, None)], [slice(0, 3, None)])
+    """
+    for start in range(0, max(1, count), size):
+        yield slice(start, start + size)

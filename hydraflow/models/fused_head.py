@@ -10,7 +10,7 @@ Left out on purpose: heads other than a plain linear layer (`heads.py`), kernels
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +18,7 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from hydraflow.models.ask import Ask
+from hydraflow.models.chunks import chunk_slices
 
 
 @dataclass(frozen=True)
@@ -51,7 +52,7 @@ class FusedHead(torch.autograd.Function):
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         logits = _Logits(hidden, weight, bias, work)
         log_probs, more = [], []
-        for part in logits.parts():
+        for part in chunk_slices(len(hidden), work.chunk):
             every = logits.log_probs(part)
             if work.ask.likeliest:
                 top = every[:, : work.ask.among].topk(work.ask.likeliest)
@@ -89,7 +90,7 @@ class FusedHead(torch.autograd.Function):
             of_log_probs = entropies.new_zeros(targets.shape)
         of_hidden = torch.empty_like(hidden) if needs_hidden else None
         of_weight = of_bias = None
-        for part in logits.parts():
+        for part in chunk_slices(len(hidden), ctx.work.chunk):
             every = logits.log_probs(part)
             trained = None if of_entropies is None else (of_entropies[part], entropies[part])
             gradient = logits.gradient(every, targets[part], of_log_probs[part], trained)
@@ -135,11 +136,6 @@ class _Logits:
         self._every = torch.empty_like(self.scaled) if kept is None else kept
         self._graph: tuple[torch.Tensor, torch.Tensor] | None = None
         """Logits after and before their post-processing."""
-
-    def parts(self) -> Iterator[slice]:
-        """The chunks; one, of nothing, where there is no token."""
-        for start in range(0, max(1, len(self._hidden)), self._work.chunk):
-            yield slice(start, start + self._work.chunk)
 
     def log_probs(self, part: slice) -> torch.Tensor:
         """(k, V) log-probabilities of the whole vocabulary for each token of the chunk."""

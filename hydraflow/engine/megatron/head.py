@@ -8,7 +8,6 @@ pass. Left out on purpose: post-processing of logits (no supported family has an
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +16,7 @@ import torch.distributed as dist
 from torch.autograd.function import once_differentiable
 
 from hydraflow.models.ask import Ask
+from hydraflow.models.chunks import chunk_slices
 from hydraflow.models.fused_head import several
 
 
@@ -48,7 +48,7 @@ class VocabularyParallelHead(torch.autograd.Function):
         share: VocabularyShare,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         scores, normalizers, more = [], [], []
-        for part in _chunks(len(hidden), share.chunk):
+        for part in chunk_slices(len(hidden), share.chunk):
             logits = _logits(hidden[part], weight, ask, share)
             top = logits.amax(-1)
             dist.all_reduce(top, dist.ReduceOp.MAX, share.group)
@@ -98,7 +98,7 @@ class VocabularyParallelHead(torch.autograd.Function):
         if of_log_probs is None:
             of_log_probs = normalizers.new_zeros(targets.shape)
         of_hidden, of_weight = torch.empty_like(hidden), torch.zeros_like(weight)
-        for part in _chunks(len(hidden), share.chunk):
+        for part in chunk_slices(len(hidden), share.chunk):
             logits = _logits(hidden[part], weight, ask, share)
             every = logits.sub_(normalizers[part, None])  # log-probabilities
             column, is_here = _columns(targets[part], share)
@@ -116,12 +116,6 @@ class VocabularyParallelHead(torch.autograd.Function):
             torch.mm(narrow, weight, out=of_hidden[part])
             of_weight.addmm_(narrow.t(), hidden[part])
         return of_hidden, of_weight, None, None, None
-
-
-def _chunks(count: int, size: int) -> Iterator[slice]:
-    """Chunk ranges; a single empty one if there is no token, because ranks must run the same collectives."""
-    for start in range(0, max(1, count), size):
-        yield slice(start, start + size)
 
 
 def _logits(hidden: torch.Tensor, weight: torch.Tensor, ask: Ask, share: VocabularyShare) -> torch.Tensor:
@@ -157,10 +151,8 @@ def _likeliest(logits: torch.Tensor, ask: Ask, share: VocabularyShare) -> tuple[
     best = logits.new_full((len(logits), ask.likeliest), -torch.inf)
     ids = torch.full(best.shape, -1, device=logits.device)
     found = own.topk(min(ask.likeliest, own.shape[1]))
-    best[:, : found.values.shape[1]], ids[:, : found.values.shape[1]] = (
-        found.values,
-        found.indices + share.first,
-    )
+    width = found.values.shape[1]
+    best[:, :width], ids[:, :width] = found.values, found.indices + share.first
     every_best, every_id = ([torch.empty_like(one) for _ in range(share.group.size())] for one in (best, ids))
     dist.all_gather(every_best, best, share.group)
     dist.all_gather(every_id, ids, share.group)
