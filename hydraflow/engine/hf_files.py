@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import copy
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 
 from hydraflow.engine.first_rank import on_first_rank
 from hydraflow.models import loading
@@ -44,6 +45,14 @@ def save_whole(
         replace_folder(unfinished, directory)
 
     on_first_rank(write)
+
+
+def first_rank_copy(weights: Iterable[tuple[str, torch.Tensor]]) -> dict[str, torch.Tensor] | None:
+    """All weights of a stream in rank 0's host memory; None on the others. Every rank exhausts the stream,
+    because it may be collective."""
+    first = dist.get_rank() == 0
+    found = {name: tensor.to("cpu", copy=True) for name, tensor in weights if first}
+    return found if first else None
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from hydraflow.engine.fsdp import lora
 from hydraflow.engine.fsdp.build import hf_name
 from hydraflow.engine.fsdp.gather import gathered
+from hydraflow.engine.hf_files import first_rank_copy
 from hydraflow.models import loading
 from hydraflow.models.adapters import SIDES, Form, is_adapter
 from hydraflow.models.heads import PolicyModel, ValueModel
@@ -60,10 +61,5 @@ def _parameters(module: PolicyModel | ValueModel, *, adapters: bool) -> dict[str
 
 
 def full_weights(module: PolicyModel | ValueModel) -> dict[str, torch.Tensor] | None:
-    """The whole stream in rank 0's host memory; None on the other ranks. Collective."""
-    first = dist.get_rank() == 0
-    weights = {}
-    for name, tensor in stream(module):
-        if first:
-            weights[name] = tensor.to("cpu", copy=True)
-    return weights if first else None
+    """The whole stream; see `first_rank_copy`."""
+    return first_rank_copy(stream(module, to=0))

@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, finalize_model_grads
 from megatron.core.pipeline_parallel import get_forward_backward_func
@@ -39,7 +38,7 @@ from hydraflow.engine.base import (
     model_output,
 )
 from hydraflow.engine.config import MegatronConfig, OptimConfig
-from hydraflow.engine.hf_files import save_whole
+from hydraflow.engine.hf_files import first_rank_copy, save_whole
 from hydraflow.engine.megatron import checkpoint, export, parallel
 from hydraflow.engine.megatron.architecture import section_of
 from hydraflow.engine.megatron.balance import BalancedRows, trained
@@ -497,10 +496,8 @@ class MegatronEngine(InMicroBatches):
         return VocabularyShare(group, first, real, chunk)
 
     def _full_weights(self) -> dict[str, torch.Tensor] | None:
-        """All weights in rank 0's host memory; None on the others."""
-        first = dist.get_rank() == 0
-        found = {name: tensor.to("cpu", copy=True) for name, tensor in self.weights(to=0) if first}
-        return found if first else None
+        """See `first_rank_copy`."""
+        return first_rank_copy(self.weights(to=0))
 
     def _lr(self) -> float:
         assert self._optim is not None
