@@ -82,6 +82,11 @@ class RolloutSpec:
     adapters: AdapterLayers | None = None
     """Adapters that the engine applies itself; None: it gets merged weights."""
 
+    @property
+    def model_field(self) -> str:
+        """Configuration path of `model`, for messages."""
+        return f"{self.section.removesuffix('rollout')}model"
+
 
 @dataclass(frozen=True)
 class SamplingSpec:
@@ -156,7 +161,7 @@ class RolloutWorker(Worker):
             spec.rollout,
             process.device(),
             resolve_dtype(spec.rollout.dtype, process.device_type),
-            load_generation_config(spec.model),
+            load_generation_config(spec.model, field=spec.model_field),
             longest_row=spec.max_prompt + spec.max_tokens,
             processes=process.world_size,
             tensor_parallel=spec.tensor_parallel,
@@ -169,7 +174,7 @@ class RolloutWorker(Worker):
             adapters=spec.adapters,
         )
         build = GENERATION_ENGINES[spec.rollout.name].load()
-        self.engine: GenerationEngine = build(load_config(spec.model), engine_spec)
+        self.engine: GenerationEngine = build(load_config(spec.model, field=spec.model_field), engine_spec)
         self.version: int | None = None
         """Version of the weights: number of training steps."""
         self._has_base = False
@@ -197,10 +202,10 @@ class RolloutWorker(Worker):
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def load_weights(self) -> None:
         """Loads the weights of the model directory, version 0."""
-        config = load_config(self.spec.model)
+        model, field = self.spec.model, self.spec.model_field
         dtype = resolve_dtype(self.spec.rollout.dtype, self.process.device_type)
-        field = f"{self.spec.section.removesuffix('rollout')}model"
-        weights = read_weights(config, self.spec.model, head="policy", dtype=dtype, field=field)
+        config = load_config(model, field=field)
+        weights = read_weights(config, model, head="policy", dtype=dtype, field=field)
         self.engine.update_weights(weights.items())
         self.version = 0
 
@@ -383,10 +388,8 @@ def _stop_tokenizer(spec: RolloutSpec) -> TokenizersBackend | None:
     """The tokenizer for stop strings; None: there are none."""
     if not every_stop_string(spec.rollout):
         return None
-    field = f"{spec.section.removesuffix('rollout')}model"
-    return streaming_tokenizer(
-        load_tokenizer(spec.model, field=field, chat=False), spec.rollout, section=spec.section
-    )
+    tokenizer = load_tokenizer(spec.model, field=spec.model_field, chat=False)
+    return streaming_tokenizer(tokenizer, spec.rollout, section=spec.section)
 
 
 def _trajectories(
