@@ -76,6 +76,10 @@ class SamplingParams:
         if not 0 < self.top_p <= 1:
             raise ValueError(f"top_p={self.top_p} must be in (0, 1]; 1 keeps every token")
 
+    def all_stop_tokens(self, eos: Iterable[int]) -> list[int]:
+        """Sorted ids of all tokens that end a response. eos: the model's own end tokens."""
+        return sorted({*self.stop_token_ids, *(() if self.ignore_eos else eos)})
+
     @property
     def greedy(self) -> bool:
         """Greedy decoding; log-probabilities are then those at temperature 1."""

@@ -28,7 +28,6 @@ from transformers.initialization import no_init_weights
 
 from hydraflow.device import return_memory
 from hydraflow.generation.base import (
-    ABORT,
     ASLEEP,
     LENGTH,
     MIXED_WEIGHTS,
@@ -45,7 +44,7 @@ from hydraflow.generation.base import (
 from hydraflow.generation.decode import CachedForward, NoCache, WaveDecoder, WaveResult
 from hydraflow.generation.layout import Wave, request_order, waves
 from hydraflow.generation.parity import not_sampled, require_parity
-from hydraflow.generation.requests import require_fitting
+from hydraflow.generation.requests import aborted, require_fitting
 from hydraflow.generation.sampling import UniformDraws
 from hydraflow.generation.stopping import StopStrings, watched
 from hydraflow.generation.weights import WeightLoader, held_weights
@@ -170,9 +169,7 @@ class NativeEngine:
 
     def abort(self, names: Collection[str]) -> list[Completion]:
         """See `GenerationEngine`. Between two calls, no request in flight has any token yet."""
-        ended = [name for name in names if self._queue.pop(name, None) is not None]
-        none = torch.empty(0, dtype=torch.int64)
-        return [Completion(name, none, none.float(), ABORT) for name in ended]
+        return [aborted(name) for name in names if self._queue.pop(name, None) is not None]
 
     def update_weights(self, stream: Iterable[Weight], *, first: bool = True, last: bool = True) -> None:
         """Loads weights, converting dtypes and devices.
@@ -232,7 +229,6 @@ class NativeEngine:
             samples = [prompts[at].samples[i] for at, i in zip(wave.owner, wave.samples, strict=True)]
             keys = [some.key for some in prompts]
             draws = UniformDraws(keys, np.array(samples), np.array(wave.owner), device, begun=begun)
-        stops = {*params.stop_token_ids, *(() if params.ignore_eos else self._eos)}
         decoder = WaveDecoder(
             self._forward,
             [some.prompt for some in prompts],
@@ -241,7 +237,7 @@ class NativeEngine:
             draws,
             self._routers() if params.routes else None,
         )
-        stop_tokens = torch.tensor(sorted(stops), dtype=torch.int64, device=device)
+        stop_tokens = torch.tensor(params.all_stop_tokens(self._eos), dtype=torch.int64, device=device)
         return decoder.run(params, stop_tokens, self._stop_strings(prompts, wave.owner, params, begun))
 
     def _routers(self) -> HFRouters:

@@ -1,7 +1,7 @@
-"""Shared by engines that take single requests: whole batches, seeds, and input checks.
+"""Shared by engines that take single requests: whole batches, aborted requests, seeds, and input checks.
 
 In: a batch of prompts, or a request's key. Out: the batch's rows in order, or a seed. Left out on purpose:
-the native engine, which samples batches itself and draws its own random numbers.
+the native engine's own sampling of batches and random numbers.
 """
 
 from __future__ import annotations
@@ -13,10 +13,12 @@ from contextlib import suppress
 from typing import TYPE_CHECKING
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from hydraflow.errors import EnvironmentFault
 from hydraflow.generation.base import (
+    ABORT,
     Completion,
     GenerationEngine,
     GenerationOutput,
@@ -64,6 +66,12 @@ def output_of(ordered: Sequence[Completion]) -> GenerationOutput:
         np.array([one.finish_reason for one in ordered], dtype=object),
         ragged.from_rows(routes) if routes else None,
     )
+
+
+def aborted(name: str) -> Completion:
+    """The completion of a request that was aborted before it had a token."""
+    none = torch.empty(0, dtype=torch.int64)
+    return Completion(name, none, none.float(), ABORT)
 
 
 def require_fitting(

@@ -47,7 +47,7 @@ from hydraflow.generation.base import (
 )
 from hydraflow.generation.config import MINIMUM_SGLANG, SGLANG
 from hydraflow.generation.native import end_tokens
-from hydraflow.generation.requests import engine_context, require_fitting, sample_batch, seed_of
+from hydraflow.generation.requests import aborted, engine_context, require_fitting, sample_batch, seed_of
 from hydraflow.generation.sglang_server import RequestRefused, SglangServer, flags
 from hydraflow.generation.sglang_weights import WeightFiles, private_folder
 from hydraflow.generation.stopping import watched
@@ -143,7 +143,7 @@ class SglangEngine:
 
     def abort(self, names: Collection[str]) -> list[Completion]:
         """See `GenerationEngine`. What has just been completed is returned as it is."""
-        waiting = [_nothing(name) for name in names if self._queue.pop(name, None) is not None]
+        waiting = [aborted(name) for name in names if self._queue.pop(name, None) is not None]
         begun = [name for name in names if name in self._flights]
         if self._server.over:
             self._flights.clear()
@@ -264,7 +264,7 @@ class SglangEngine:
             "top_k": params.top_k or -1,
             "top_p": params.top_p,
             # The model's own are sent, too: the server does not know them. Its ignore_eos ignores all.
-            "stop_token_ids": sorted({*params.stop_token_ids, *(() if params.ignore_eos else self._eos)}),
+            "stop_token_ids": params.all_stop_tokens(self._eos),
             "stop": list(params.stop),
             "skip_special_tokens": False,
             # Read with --enable-deterministic-inference only; then each position has a draw of its own, and
@@ -379,9 +379,3 @@ def _completion(one: TokenRequest, answer: Mapping[str, Any]) -> Completion:
     if not bool(log_probs.isfinite().all()):
         raise FloatingPointError("log-probabilities of sampled tokens are not finite: the weights are broken")
     return Completion(one.name, torch.tensor(tokens, dtype=torch.int64), log_probs, reason)
-
-
-def _nothing(name: str) -> Completion:
-    """Of a request that the server has not got."""
-    none = torch.empty(0, dtype=torch.int64)
-    return Completion(name, none, none.float(), ABORT)

@@ -272,7 +272,6 @@ class VllmEngine:
         from vllm import SamplingParams as VllmParams
         from vllm.sampling_params import RequestOutputKind
 
-        stops = {*params.stop_token_ids, *(() if params.ignore_eos else self._eos)}
         return VllmParams(
             max_tokens=params.max_tokens,
             temperature=params.temperature,
@@ -280,7 +279,7 @@ class VllmEngine:
             top_p=params.top_p,
             seed=seed,
             ignore_eos=True,  # end tokens are passed as stop tokens: vLLM would read them from a file
-            stop_token_ids=sorted(stops),
+            stop_token_ids=params.all_stop_tokens(self._eos),
             stop=list(params.stop),
             skip_special_tokens=False,
             logprobs=0,
