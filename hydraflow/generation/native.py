@@ -18,13 +18,11 @@ import numpy as np
 import torch
 from torch import Tensor
 from transformers import (
-    AutoModelForCausalLM,
     GenerationConfig,
     PreTrainedConfig,
     PreTrainedModel,
     TokenizersBackend,
 )
-from transformers.initialization import no_init_weights
 
 from hydraflow.device import return_memory
 from hydraflow.generation.base import (
@@ -48,7 +46,7 @@ from hydraflow.generation.requests import aborted, require_fitting
 from hydraflow.generation.sampling import UniformDraws
 from hydraflow.generation.stopping import StopStrings, watched
 from hydraflow.generation.weights import WeightLoader, held_weights
-from hydraflow.models.loading import context_of, soft_capped, widen_buffers
+from hydraflow.models.loading import context_of, soft_capped, unfilled_model, widen_buffers
 from hydraflow.models.routers import HFRouters
 from hydraflow.protocol import ragged
 from hydraflow.weights.buckets import Weight
@@ -117,9 +115,7 @@ class NativeEngine:
         config = copy.deepcopy(config)
         # the trainer may have set its own attention, which supports packed rows but no cache
         config._attn_implementation = "eager" if soft_capped(config) else None
-        with no_init_weights(), torch.device(device):
-            model = AutoModelForCausalLM.from_config(config, dtype=dtype)
-        model.tie_weights()
+        model = unfilled_model(config, device=device, dtype=dtype)
         widen_buffers(model)
         engine = cls(
             model, max_num_seqs=max_num_seqs, generation_config=generation_config, tokenizer=tokenizer

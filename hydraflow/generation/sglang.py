@@ -27,8 +27,7 @@ from typing import Any
 import torch
 from packaging.version import Version
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, PreTrainedConfig, TokenizersBackend
-from transformers.initialization import no_init_weights
+from transformers import PreTrainedConfig, TokenizersBackend
 
 from hydraflow.errors import ConfigError, EnvironmentFault
 from hydraflow.generation.base import (
@@ -52,6 +51,7 @@ from hydraflow.generation.sglang_server import RequestRefused, SglangServer, fla
 from hydraflow.generation.sglang_weights import WeightFiles, private_folder
 from hydraflow.generation.stopping import watched
 from hydraflow.generation.weights import Arrivals
+from hydraflow.models.loading import unfilled_model
 from hydraflow.weights.buckets import Weight
 
 SILENCE_SECONDS = 300.0
@@ -282,9 +282,7 @@ def build(config: PreTrainedConfig, spec: EngineSpec) -> SglangEngine:
     """The engine of a rollout process. ConfigError: another version of SGLang than needed. EnvironmentFault:
     its server does not start."""
     _require_version(spec.section)
-    with no_init_weights(), torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(copy.deepcopy(config), dtype=spec.dtype)
-    model.tie_weights()
+    model = unfilled_model(config, device="meta", dtype=spec.dtype)
     folder = private_folder(sum(parameter.nbytes for parameter in model.parameters()))
     try:
         _save(config, type(model).__name__, spec.tokenizer, folder)

@@ -21,8 +21,7 @@ import torch
 import torch.distributed as dist
 from packaging.version import Version
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, PreTrainedConfig, TokenizersBackend
-from transformers.initialization import no_init_weights
+from transformers import PreTrainedConfig, TokenizersBackend
 
 from hydraflow.device import collective_backend
 from hydraflow.errors import ConfigError
@@ -51,7 +50,7 @@ from hydraflow.generation.vllm_weights import pattern, wanted_weights
 from hydraflow.generation.vllm_worker import WeightReceiver, executor_in_group
 from hydraflow.generation.weights import Arrivals, Assembly
 from hydraflow.models.adapters import AdapterLayers, add_shapes, is_adapter
-from hydraflow.models.loading import first_line
+from hydraflow.models.loading import first_line, unfilled_model
 from hydraflow.system.importing import importing
 from hydraflow.weights.buckets import Weight
 
@@ -300,9 +299,7 @@ def build(config: PreTrainedConfig, spec: EngineSpec) -> VllmEngine:
     """The engine of a rollout process. ConfigError when vLLM does not support the model, or has the wrong
     version."""
     set_environment(compiles=spec.device.type != "cpu" or spec.rollout.enforce_eager is False)
-    with no_init_weights(), torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(copy.deepcopy(config), dtype=spec.dtype)
-    model.tie_weights()
+    model = unfilled_model(config, device="meta", dtype=spec.dtype)
     if spec.adapters is not None:
         add_shapes(spec.adapters, model)
     eos = end_tokens(spec.generation_config or model.generation_config, config)

@@ -6,6 +6,7 @@ purpose: sharding and broadcasting (`engine/fsdp/build.py`), saving (`engine/hf_
 
 from __future__ import annotations
 
+import copy
 import logging
 import os
 import pickle
@@ -30,7 +31,7 @@ from hydraflow.system.own_code import import_modules
 from hydraflow.system.paths import is_hub_name, model_problems
 
 if TYPE_CHECKING:
-    from transformers import GenerationConfig, PreTrainedConfig, PreTrainedTokenizerBase
+    from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 _log = logging.getLogger(__name__)
 GENERATION_CONFIG = "generation_config.json"
@@ -227,6 +228,20 @@ def empty_model(
         assert head == "value", head
         name, backbone = backbone_of(lm)
         return ValueModel(backbone, name=name)
+
+
+def unfilled_model(
+    config: PreTrainedConfig, *, device: torch.device | str, dtype: torch.dtype
+) -> PreTrainedModel:
+    """A causal language model whose weights hold arbitrary numbers; tied weights are one tensor. Reads no
+    files, draws no random numbers, and leaves `config` as it is."""
+    from transformers import AutoModelForCausalLM
+    from transformers.initialization import no_init_weights
+
+    with no_init_weights(), torch.device(device):
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(copy.deepcopy(config), dtype=dtype)
+    model.tie_weights()
+    return model
 
 
 def read_weights(
