@@ -31,6 +31,7 @@ from torch.distributed.tensor import DTensor
 from hydraflow.device import ran_out_of_memory
 from hydraflow.engine.base import OutOfMemory
 from hydraflow.engine.oom_reports import note_out_of_memory, reports_of
+from hydraflow.models.packing import read_tokens
 from hydraflow.models.routing import ROUTES
 from hydraflow.protocol import ragged
 from hydraflow.protocol.batch import DataProto
@@ -200,11 +201,12 @@ def _own_parameters(part: nn.Module) -> Iterator[tuple[nn.Module, str]]:
 
 def _few_tokens(data: DataProto) -> DataProto:
     """The start of the first row."""
-    few = {name: _first_cells(column) for name, column in data.items() if isinstance(column, torch.Tensor)}
-    if ROUTES in few:  # of the tokens that the model reads
-        read = len(ragged.rows(few["prompts"])[0]) + len(ragged.rows(few["responses"])[0]) - 1
-        few[ROUTES] = ragged.from_rows([ragged.rows(data.get(ROUTES))[0][:read]])
-    return DataProto.from_dict(few)
+    columns = {name: column for name, column in data.items() if isinstance(column, torch.Tensor)}
+    routes = columns.pop(ROUTES, None)
+    few = DataProto.from_dict({name: _first_cells(column) for name, column in columns.items()})
+    if routes is None:
+        return few
+    return few.with_columns({ROUTES: ragged.from_rows([ragged.rows(routes)[0][: int(read_tokens(few))]])})
 
 
 def _first_cells(column: torch.Tensor) -> torch.Tensor:
