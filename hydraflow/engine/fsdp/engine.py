@@ -260,7 +260,7 @@ class FSDPEngine(InMicroBatches):
     def _routers(self) -> HFRouters:
         return HFRouters(self.module.hf)
 
-    @property
+    @cached_property
     def _routes(self) -> Routes:
         routers, sequence = self._routers, self._groups.sequence
         return Routes(
