@@ -85,15 +85,16 @@ def vllm_name(model: nn.Module, name: str) -> str:
 
 
 def name_of_experts(name: str) -> str:
-    """vLLM's name of a weight that holds all experts of a layer; None for others.
+    """vLLM's name of a weight that holds all experts of a layer; other names stay as they are.
 
     >>> name_of_experts("model.layers.0.mlp.experts.down_proj")
     'model.layers.0.mlp.experts.routed_experts.w2_weight'
+    >>> name_of_experts("model.layers.0.mlp.down_proj")
+    'model.layers.0.mlp.down_proj'
     """
     module, _, kind = name.rpartition(".")
-    return (
-        f"{module}.routed_experts.{WEIGHTS[kind]}" if kind in WEIGHTS and module.endswith("experts") else name
-    )
+    is_all = kind in WEIGHTS and module.endswith("experts")
+    return f"{module}.routed_experts.{WEIGHTS[kind]}" if is_all else name
 
 
 def is_experts(module: nn.Module) -> bool:
