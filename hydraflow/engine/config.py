@@ -25,10 +25,12 @@ DECAYS = Rule(
     lambda value: len(value) == 2 and all(0 <= beta < 1 for beta in value),
 )
 
+BALANCING_TYPES = ("none", "seq_aux_loss")
 BALANCING = Rule(
-    "must be none or seq_aux_loss: the gradient of the others depends on how rows are cut into micro-batches",
-    lambda kind: kind in ("none", "seq_aux_loss"),
-    choices=("none", "seq_aux_loss"),
+    f"must be {' or '.join(BALANCING_TYPES)}: the gradient of the others depends on how rows are cut into"
+    " micro-batches",
+    lambda kind: kind in BALANCING_TYPES,
+    choices=BALANCING_TYPES,
 )
 
 ON_THE_HOST = no_effect_when(

@@ -12,10 +12,10 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Shard
 
+from hydraflow.weights.buckets import NamedTensor
+
 BUCKET_BYTES = 64 * 2**20
 """Bytes of full tensors that are gathered together; a larger tensor is a bucket of its own."""
-
-NamedTensor = tuple[str, torch.Tensor]
 
 
 @torch.no_grad()

@@ -99,7 +99,7 @@ def load(
     buffers = {holding.parts[0]: buffer for buffer, holding in built.buffers().values()}
 
     def empty(slot: str, parts: Collection[Part]) -> State:
-        return {_key(prefix, part, slot): _sharded(part, _empty(part)) for part in parts}
+        return {_key(prefix, part, slot): _sharded(part, torch.empty(_held(part))) for part in parts}
 
     wanted = State({SCHEDULE_STEP: torch.tensor(0)} if EXTRA in contents else {})
     wanted |= empty(WEIGHT, [*parts, *buffers]) if MODEL in contents else {}
@@ -186,10 +186,6 @@ def _sharded(part: Part, local: torch.Tensor) -> torch.Tensor:
     return DTensor.from_local(
         local, mesh, [placement], run_check=False, shape=whole.shape, stride=whole.stride()
     )
-
-
-def _empty(part: Part) -> torch.Tensor:
-    return torch.empty(_held(part))
 
 
 def _held(part: Part) -> list[int]:
