@@ -173,7 +173,7 @@ from hydraflow.engine.megatron.names import Names
 from hydraflow.model_merger.megatron_names import LAYERS, keys_of, parameters, sizes_of
 from pathlib import Path
 checkpoint, target = map(Path, sys.argv[1:])
-torch.distributed.init_process_group("gloo", init_method="tcp://127.0.0.1:29671", rank=0, world_size=1)
+torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
 folder, shape = str(checkpoint / "release"), sizes_of(checkpoint / "huggingface")
 saved = dist_checkpointing.load(dist_checkpointing.load_tensors_metadata(folder), folder)
 state, names = {}, Names(shape, 0, 1)
