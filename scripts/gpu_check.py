@@ -317,9 +317,8 @@ def figures(device: torch.device, size: str) -> None:
     sizes, (count, prompt, longest, repetitions) = MODELS[size], WORK[size]
     batch = rows(sizes["vocab_size"], count, prompt, longest)
     micro = [batch.slice(i, i + count // 4) for i in range(0, count, count // 4)]
-    tokens = prompt * count // 2 + int(
-        ragged.lengths(batch.get("responses")).sum()
-    )  # two rows share a prompt
+    # two rows share a prompt
+    tokens = prompt * count // 2 + int(ragged.lengths(batch.get("responses")).sum())
     with tempfile.TemporaryDirectory() as folder:
         path = write_model(sizes, Path(folder), torch.bfloat16)
         times, engine = {}, None

@@ -60,16 +60,13 @@ class _Layer:
         attention, mlp = layer.self_attn, layer.mlp
         self._head_dim, self._scale = attention.head_dim, attention.scaling
         self._keys = attention.k_proj.out_features // self._head_dim
-        self._before, self._between = (
-            _norm_of(layer.input_layernorm),
-            _norm_of(layer.post_attention_layernorm),
-        )
+        self._before = _norm_of(layer.input_layernorm)
+        self._between = _norm_of(layer.post_attention_layernorm)
         self._qkv = _join([attention.q_proj, attention.k_proj, attention.v_proj])
         self._gate_up = _join([mlp.gate_proj, mlp.up_proj])
         self._out, self._down, self._act = attention.o_proj, mlp.down_proj, mlp.act_fn
-        self._of_heads = (
-            (_norm_of(attention.q_norm), _norm_of(attention.k_norm)) if hasattr(attention, "q_norm") else None
-        )
+        has_norms = hasattr(attention, "q_norm")
+        self._of_heads = (_norm_of(attention.q_norm), _norm_of(attention.k_norm)) if has_norms else None
 
     def __call__(self, x: Tensor, cached: Any, mask: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         x = x + self._attend(_norm(x, *self._before), cached, mask, cos, sin)

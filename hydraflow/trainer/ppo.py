@@ -188,9 +188,8 @@ class PPOTrainer:
         # a resumed run logs the same metrics as an uninterrupted one
         if step == 1 or self.old == OldFrom.RECOMPUTE:
             self.metrics |= compared.metrics
-            if (
-                self.old != OldFrom.ROLLOUT
-            ):  # otherwise the update's own pass measures them, without a breakdown by replica
+            # otherwise the update's own pass measures them, without a breakdown by replica
+            if self.old != OldFrom.ROLLOUT:
                 self.metrics |= compared.of_replicas
         return self.with_old(batch)
 

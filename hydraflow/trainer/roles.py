@@ -201,9 +201,8 @@ def build_sampling_roles(config: PPOConfig, plan: BatchPlan, runtime: Runtime) -
     score = runtime.group(SCORE, {"reward": _reward_role(config)})
     runtime.await_ready()
     roles = SamplingRoles(train.role("rollout"), score.role("reward"), model)
-    alone = (
-        plan.layouts["rollout"].tensor == 1
-    )  # one process of an engine on several devices cannot be recreated
+    # one process of an engine on several devices cannot be recreated
+    alone = plan.layouts["rollout"].tensor == 1
     load_model_directory(roles.rollout, config.actor_rollout_ref.rollout.max_retries if alone else 0)
     return roles
 
@@ -337,9 +336,8 @@ def rejection(rule: str, bounds: Bounds) -> Rejection:
 def _bypass_loss(config: PPOConfig) -> Loss | None:
     """The policy loss of bypass mode that replaces `actor.policy_loss.loss_mode`, if any."""
     asked = config.algorithm.rollout_correction
-    return (
-        BYPASS_LOSSES[asked.loss_type] if asked.bypass_mode and BYPASS_LOSSES[asked.loss_type].where else None
-    )
+    loss = BYPASS_LOSSES[asked.loss_type]
+    return loss if asked.bypass_mode and loss.where else None
 
 
 def critic_model(config: PPOConfig) -> ModelConfig:

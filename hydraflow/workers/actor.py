@@ -114,10 +114,8 @@ class ActorWorker(TrainedWorker):
         )
         self.spec = spec
         if (mode := spec.actor.router_replay.mode) != "disabled" and not self.engine.has_routers:
-            key, rule = (
-                "actor_rollout_ref.actor.router_replay.mode",
-                "the model has no experts that can be replayed",
-            )
+            key = "actor_rollout_ref.actor.router_replay.mode"
+            rule = "the model has no experts that can be replayed"
             raise ConfigError.one(key, mode, rule, f"{key}=disabled")
         self.log_prob_batcher = self.micro_batcher(spec.log_prob, "log-probabilities of the actor")
         self.ref_batcher = (

@@ -67,9 +67,8 @@ class TokenSelector:
         responses) by draw, and the first `wanted` are selected, or fewer if there are no more."""
         possible = scores[scores > -torch.inf]
         least = possible.topk(min(wanted, len(possible))).values[-1:]  # empty: this rank has none
-        mine = torch.stack([scores, draws])[
-            :, scores >= (least if len(least) else torch.inf)
-        ]  # (2, candidates)
+        is_candidate = scores >= (least if len(least) else torch.inf)
+        mine = torch.stack([scores, draws])[:, is_candidate]  # (2, candidates)
         place = self.engine.coordinates()
         counts = torch.zeros(place.data_size, dtype=torch.float64)
         counts[place.data_rank] = mine.shape[1]

@@ -34,10 +34,8 @@ def stream(
     if form != Form.MERGED:
         layers = lora.adapted(module)
         for name, full in gathered(_parameters(module, adapters=True), to=to):
-            yield (
-                hf_name(module, lora.sent_name(name)),
-                full if full.is_meta else lora.scaled(name, full, layers),
-            )
+            sent = full if full.is_meta else lora.scaled(name, full, layers)
+            yield hf_name(module, lora.sent_name(name)), sent
 
 
 def _plain_weights(

@@ -141,9 +141,8 @@ class MegatronEngine(InMicroBatches):
         chunks = list(self._built.chunks)
         for chunk in chunks:
             chunk.eval()
-        recorded: dict[
-            int, PackedRoutes
-        ] = {}  # the chunks of a stage compute different layers of the same lines
+        # by micro-batch: the chunks of a stage compute different layers of the same lines
+        recorded: dict[int, PackedRoutes] = {}
 
         def step(
             batches: Iterator[tuple[DataProto, bool]], model: torch.nn.Module

@@ -112,9 +112,8 @@ class Experts(MegatronModule):
         self.down = nn.Parameter(torch.empty(count, hidden, width, dtype=config.params_dtype))
         for parameter in self.parameters():
             marked: Any = parameter
-            marked.allreduce = (
-                False  # Megatron-Core's mark of expert parameters, which not all data ranks share
-            )
+            # Megatron-Core's mark of expert parameters, which not all data ranks share
+            marked.allreduce = False
 
     def forward(
         self, tokens: torch.Tensor, counts: torch.Tensor, weights: torch.Tensor
