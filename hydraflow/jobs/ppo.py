@@ -250,7 +250,7 @@ class PPOJob:
         if debug.load_rollouts is not None:
             source = ReplayedSource(Path(debug.load_rollouts).expanduser(), loader)
         else:
-            routes = self.config.actor_rollout_ref.actor.router_replay.mode == "R3"
+            routes = self.config.actor_rollout_ref.actor.router_replay.by_rollout
             how = SamplingSpec.of_training(rollout, plan.samples_per_prompt, routes=routes)
             algorithm = self.config.algorithm
             estimator = estimator_of(algorithm.adv_estimator)

@@ -41,7 +41,7 @@ SAMPLED = (
     "finish_reason",
 )
 TRAJECTORY = ("prompts", "group", "sample", *SAMPLED)
-"""Columns of a trajectory before it is scored; with routing replay R3 also `routed_experts`."""
+"""Columns of a trajectory before it is scored, besides `sampled_too`."""
 SCORES = ("score", "acc", "failed")
 
 
@@ -76,10 +76,16 @@ def _columns_of(config: PPOConfig) -> _Columns:
     if estimator_of(config.algorithm.adv_estimator).sum_pi_squared:
         measured.append("sum_pi_squared")
         in_reward += ["old_log_probs", "sum_pi_squared"]
-    routed = () if actor.router_replay.mode == "disabled" else ("routed_experts",)
-    sampled = routed if actor.router_replay.mode == "R3" else ()
-    recorded = routed if actor.router_replay.mode == "R2" else ()
-    return _Columns(tuple(dict.fromkeys(in_reward)), (*in_loss, *routed), (*measured, *recorded), sampled)
+    if actor.router_replay.by_actor:
+        measured.append("routed_experts")
+        in_loss.append("routed_experts")
+    sampled = sampled_too(config)
+    return _Columns(tuple(dict.fromkeys(in_reward)), (*in_loss, *sampled), tuple(measured), sampled)
+
+
+def sampled_too(config: PPOConfig) -> tuple[str, ...]:
+    """Columns of this run's trajectories besides `TRAJECTORY`."""
+    return ("routed_experts",) if config.actor_rollout_ref.actor.router_replay.by_rollout else ()
 
 
 def step_phases(config: PPOConfig) -> tuple[StepPhase, ...]:
@@ -161,7 +167,7 @@ def old_from(config: PPOConfig, plan: BatchPlan, *, exact: bool, mini_batches: i
     bit-identical to the trainer's, and sampled with the newest weights. `mini_batches`: of the batch."""
     correction = config.algorithm.rollout_correction
     measures = config.actor_rollout_ref.actor.adaptive_entropy.enabled
-    records = config.actor_rollout_ref.actor.router_replay.mode == "R2"
+    records = config.actor_rollout_ref.actor.router_replay.by_actor
     if records or estimator_of(config.algorithm.adv_estimator).sum_pi_squared:
         return OldFrom.RECOMPUTE  # the pass that measures them
     if correction.bypass_mode or (exact and not measures):

@@ -33,7 +33,7 @@ from hydraflow.schema import PPOConfig
 from hydraflow.trainer.failures import judge_failures
 from hydraflow.trainer.generations import GenerationDump, read_scored
 from hydraflow.trainer.mini_batches import cut_mini_batches, dispatched
-from hydraflow.trainer.phases import old_from, rollout_is_exact, score_columns, step_phases
+from hydraflow.trainer.phases import old_from, rollout_is_exact, sampled_too, score_columns, step_phases
 from hydraflow.trainer.roles import Roles
 from hydraflow.trainer.source import Trajectories, TrajectorySource, checked, scores_of
 from hydraflow.trainer.timing import PhaseTimer
@@ -63,9 +63,7 @@ class PPOTrainer:
         self.runtime, self.source, self.dump = runtime, source, dump
         self.reads = {phase.name: phase.reads for phase in step_phases(config)}
         """Phase -> the columns passed to it; phases that the run does not need are absent."""
-        mode = config.actor_rollout_ref.actor.router_replay.mode
-        self.sampled_too = ("routed_experts",) if mode == "R3" else ()
-        """Further columns of this run's trajectories."""
+        self.sampled_too = sampled_too(config)
         self.timer = PhaseTimer(runtime.timeline)
         self.metrics: dict[str, float] = {}
         self.version = 0

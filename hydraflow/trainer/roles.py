@@ -371,7 +371,7 @@ def _rollout_role(config: PPOConfig, plan: BatchPlan, adapters: AdapterLayers | 
         max_tokens=config.data.max_response_length,
         seed=config.trainer.seed,
         tensor_parallel=plan.layouts["rollout"].tensor,
-        routes=config.actor_rollout_ref.actor.router_replay.mode == "R3",
+        routes=config.actor_rollout_ref.actor.router_replay.by_rollout,
         start_seconds=config.trainer.start_timeout,
         adapters=adapters,
     )

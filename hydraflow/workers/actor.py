@@ -134,7 +134,7 @@ class ActorWorker(TrainedWorker):
     def compute_log_prob(self, batch: DataProto) -> DataProto:
         """`old_log_probs` and `entropys`, or `sum_pi_squared`, of the responses under the current weights;
         with routing replay R2 also `routed_experts`."""
-        asked, routes = self.spec.sum_pi_squared, self.spec.actor.router_replay.mode == "R2"
+        asked, routes = self.spec.sum_pi_squared, self.spec.actor.router_replay.by_actor
         ask = Ask(self.spec.temperature, entropy=not asked, sum_pi_squared=asked, routes=routes)
         return self._log_probs(batch, ask).rename("log_probs", "old_log_probs")
 

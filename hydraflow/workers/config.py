@@ -61,6 +61,16 @@ class RouterReplayConfig:
     recomputed. disabled: the router chooses freely, so a token near the boundary between experts may look as
     if the policy had moved."""
 
+    @property
+    def by_actor(self) -> bool:
+        """R2: the actor's old-log-prob pass records the experts."""
+        return self.mode == "R2"
+
+    @property
+    def by_rollout(self) -> bool:
+        """R3: the generation engine does."""
+        return self.mode == "R3"
+
 
 @dataclass
 class ActorConfig:
