@@ -17,7 +17,6 @@ import argparse
 import logging
 import multiprocessing
 import os
-import socket
 import sys
 import tempfile
 import traceback
@@ -28,6 +27,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 import transformers
 from torch import Tensor
 from torch.distributed.tensor import DTensor
@@ -36,7 +36,6 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 sys.path.insert(0, str(Path(__file__).parents[1]))  # `scripts` is not installed
 
 from hydraflow import metrics
-from hydraflow.engine import process_group
 from hydraflow.engine.base import ModelOutput
 from hydraflow.engine.config import FSDPConfig, OptimConfig, WrapPolicyConfig
 from hydraflow.engine.fsdp.build import hf_name
@@ -217,11 +216,9 @@ def first_words(error: BaseException) -> str:
     return f"{type(error).__name__}: {said[:160]}" if said else type(error).__name__
 
 
-def examine(model_type: str, port: int) -> dict[str, Outcome]:
+def examine(model_type: str) -> dict[str, Outcome]:
     """All ways to use one type; those of a policy end where it is refused."""
-    process_group.start(
-        rank=0, world_size=1, address="127.0.0.1", port=port, device_type="cpu", timeout_s=SECONDS
-    )
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         try:
@@ -234,7 +231,7 @@ def examine(model_type: str, port: int) -> dict[str, Outcome]:
         return found
 
 
-def quiet(model_type: str, port: int, answer: Connection) -> None:
+def quiet(model_type: str, answer: Connection) -> None:
     """`examine`, without a word of the libraries."""
     torch.set_num_threads(1)
     transformers.logging.set_verbosity_error()
@@ -244,23 +241,20 @@ def quiet(model_type: str, port: int, answer: Connection) -> None:
     nowhere = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, 1)
     os.dup2(nowhere, 2)
-    answer.send(examine(model_type, port))
+    answer.send(examine(model_type))
 
 
 def apart(model_type: str) -> dict[str, Outcome]:
     """`examine` in a process of its own, which may crash or hang."""
     context = multiprocessing.get_context("fork")
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
     mine, theirs = context.Pipe(duplex=False)
-    process = context.Process(target=quiet, args=(model_type, port, theirs))
+    process = context.Process(target=quiet, args=(model_type, theirs))
     process.start()
     theirs.close()
+    found = {"policy": Outcome(BROKEN, "hangs")}
     try:
-        found: dict[str, Outcome] = (
-            mine.recv() if mine.poll(SECONDS) else {"policy": Outcome(BROKEN, "hangs")}
-        )
+        if mine.poll(SECONDS):
+            found = mine.recv()
     except EOFError:
         found = {"policy": Outcome(BROKEN, "the process died")}
     process.kill()
