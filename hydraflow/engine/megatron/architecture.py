@@ -126,13 +126,12 @@ class Architecture:
     @classmethod
     def sizes_of(cls, config: Any) -> Architecture:
         """The sizes of a model of a known family, even if the engine could not compute it."""
-        head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         latent = Latent.of(config)
         return cls(
             layers=config.num_hidden_layers,
             heads=config.num_attention_heads,
             kv_heads=config.num_attention_heads if latent else config.num_key_value_heads,
-            head_dim=latent.qk_head_dim if latent else head_dim,
+            head_dim=latent.qk_head_dim if latent else head_dim_of(config),
             hidden=config.hidden_size,
             intermediate=config.intermediate_size,
             vocabulary=config.vocab_size,
@@ -203,6 +202,11 @@ def _indivisible(key: str, size: int, count: int, what: str) -> Problem:
     return Problem(
         key, size, f"must divide the {what} of the model", " or ".join(f"{key}={one}" for one in near)
     )
+
+
+def head_dim_of(config: Any) -> int:
+    """Columns of an attention head."""
+    return int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
 
 
 def section_of(field: str) -> str:

@@ -14,7 +14,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from hydraflow.batch_plan.stages import require_layers
 from hydraflow.engine.config import MegatronConfig
-from hydraflow.engine.megatron.architecture import Architecture
+from hydraflow.engine.megatron.architecture import Architecture, head_dim_of
 from hydraflow.engine.megatron.core_arguments import OVERRIDES, fixed_arguments, require_free
 from hydraflow.errors import ConfigError, shown
 from hydraflow.models.config import ModelConfig
@@ -58,8 +58,7 @@ def frequencies(config: Any) -> tuple[torch.Tensor, float]:
 
     rope = config.rope_parameters
     if rope["rope_type"] == "default":
-        dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-        dim = int(dim * rope.get("partial_rotary_factor", 1.0))
+        dim = int(head_dim_of(config) * rope.get("partial_rotary_factor", 1.0))
         exponents = torch.arange(0, dim, 2, dtype=torch.int64).float() / dim
         return 1.0 / (rope["rope_theta"] ** exponents), 1.0
     found: tuple[torch.Tensor, float] = ROPE_INIT_FUNCTIONS[rope["rope_type"]](config, torch.device("cpu"))
