@@ -111,7 +111,7 @@ class MegatronEngine(InMicroBatches):
             buffers = ddp_config(settings, section=section_of(field))
             self._ddp = [DistributedDataParallel(core, buffers, chunk) for chunk in self._built.chunks]
             self._optimizer = CoreOptimizer(self._ddp, optim, settings)
-            self._optimizer.set_lr(self._lr())
+            self._set_lr()
         self._make_offloads()
         if self.has_routers:
             require_repeatable(
