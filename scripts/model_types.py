@@ -1,4 +1,4 @@
-"""What each type of causal language model does here: packed, padded or refused, and how far its numbers are
+"""How each type of causal language model is handled: packed, padded or refused, and how far its numbers are
 from transformers' own.
 
     python scripts/model_types.py                  # all types that transformers has; writes docs/models.md
@@ -7,8 +7,8 @@ from transformers' own.
 In: tiny models with random weights (`tiny_types.py`). The training engine loads each as a policy, with
 adapters, and as a value model; its log-probabilities and gradients are compared with those of transformers'
 own code, row by row; the built-in engine samples from it, and its log-probabilities are compared likewise.
-Each type has a process of its own. Out: a table; exit code 1 if anything is computed wrong, or ends in an
-error that is no refusal. Left out on purpose: pretrained weights, and rows beyond a few dozen tokens.
+Each type runs in a process of its own. Out: a table; exit code 1 if anything is computed wrong, or fails with
+anything but a refusal. Left out on purpose: pretrained weights, and rows beyond a few dozen tokens.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ from scripts.tiny_types import TYPES, VOCABULARY, save_tiny, tiny_config
 
 PAGE = Path(__file__).parents[1] / "docs" / "models.md"
 SECONDS = 600
-"""For a type; on a quiet machine it takes one or two."""
+"""Time limit per type; on a quiet machine one takes a second or two."""
 ROWS = ((5, 6), (5, 21), (2, 3), (19, 17))
 """Tokens of each row's prompt and response: some exceed the windows of the tiny models. The first two have
 the same prompt."""
@@ -67,24 +67,24 @@ REFUSED, UNMADE, WRONG, BROKEN = "refused", "not tried", "WRONG", "ERROR"
 
 @dataclass(frozen=True)
 class Outcome:
-    """Of one way to use a model."""
+    """The result of one way to use a model."""
 
     word: str
-    """PACKED, PADDED, of the engine that samples RIGHT; REFUSED, UNMADE; WRONG, BROKEN."""
+    """PACKED or PADDED, for sampling RIGHT; REFUSED, UNMADE, WRONG or BROKEN."""
     why: str = ""
-    """What was said, or where it broke."""
+    """The message, or where it failed."""
     log_probs: float = 0.0
-    """Largest difference from transformers'."""
+    """Largest difference from those of transformers."""
     gradients: float = 0.0
 
     @property
     def bad(self) -> bool:
-        """Whether something is to be mended."""
+        """Whether it is a defect."""
         return self.word in (WRONG, BROKEN)
 
 
 def rows_of(vocabulary: int = VOCABULARY) -> DataProto:
-    """Random tokens."""
+    """The test rows, of random tokens."""
     draw = torch.Generator().manual_seed(1)
     tokens = [[torch.randint(2, vocabulary, (n,), generator=draw) for n in lengths] for lengths in ROWS]
     tokens[1][0] = tokens[0][0]
@@ -100,10 +100,10 @@ def rows_of(vocabulary: int = VOCABULARY) -> DataProto:
 
 
 def own_model(folder: Path) -> PreTrainedModel:
-    """By transformers alone."""
+    """The model as transformers loads it."""
     lm = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     if getattr(lm.config.get_text_config(), "attn_logit_softcapping", None) is not None:
-        lm.set_attn_implementation("eager")  # the other one drops the cap
+        lm.set_attn_implementation("eager")  # SDPA ignores the cap
     return lm
 
 
@@ -125,14 +125,14 @@ def engine_of(folder: Path, *, head: str = "policy", lora_rank: int = 0) -> FSDP
 
 
 def loss_of(output: ModelOutput, columns: Mapping[str, Tensor]) -> tuple[Tensor, dict[str, Metric]]:
-    """The sum of all numbers."""
+    """The sum of all log-probabilities or values."""
     found = output.log_probs if output.values is None else output.values
     assert found is not None
     return found.sum(), {"n": metrics.summed(1)}
 
 
 def as_policy(folder: Path) -> Outcome:
-    """Log-probabilities and gradients."""
+    """Compares log-probabilities and gradients with those of transformers."""
     engine = engine_of(folder)
     lm, rows = own_model(folder), rows_of()
     expected = log_probs_of_all(lm, ragged.rows(rows.get("prompts")), ragged.rows(rows.get("responses")))
@@ -151,7 +151,7 @@ def as_policy(folder: Path) -> Outcome:
 
 
 def gradient_difference(mine: Tensor | None, wanted: Tensor | None) -> float:
-    """Relative to the largest number; none is as good as zeros."""
+    """Largest difference relative to the largest number; a missing gradient counts as zeros."""
     ours = mine.to_local() if isinstance(mine, DTensor) else mine
     found = ours if ours is not None else wanted
     if found is None:
@@ -170,17 +170,18 @@ def trained_once(engine: FSDPEngine) -> Outcome:
 
 
 def as_value_model(folder: Path) -> Outcome:
-    """As a critic is made of it."""
+    """Trains it as a critic."""
     return trained_once(engine_of(folder, head="value"))
 
 
 def with_adapters(folder: Path) -> Outcome:
-    """LoRA of all linear layers."""
+    """Trains it with LoRA on all linear layers."""
     return trained_once(engine_of(folder, lora_rank=2))
 
 
 def sampled(folder: Path) -> Outcome:
-    """Two samples of prompts of different lengths, twice."""
+    """Samples twice from prompts of different lengths; compares log-probabilities, and the tokens of both
+    calls."""
     lm, prompts = own_model(folder), ragged.rows(rows_of().get("prompts"))
     spec = EngineSpec(RolloutConfig(), torch.device("cpu"), torch.float32, None, longest_row=64)
     engine = build(load_config(ModelConfig(path=str(folder))), spec)
@@ -200,7 +201,7 @@ def sampled(folder: Path) -> Outcome:
 
 
 def tried(way: Callable[[Path], Outcome], folder: Path) -> Outcome:
-    """What happens; refusals are those that a user reads as a sentence."""
+    """The outcome of one way to use a model; a ConfigError is a refusal, any other error a defect."""
     try:
         return way(folder)
     except ConfigError as error:
@@ -211,13 +212,13 @@ def tried(way: Callable[[Path], Outcome], folder: Path) -> Outcome:
 
 
 def first_words(error: BaseException) -> str:
-    """Its kind and what it says, on a line."""
+    """Class and message of an error, on one line."""
     said = " ".join(str(error).split())
     return f"{type(error).__name__}: {said[:160]}" if said else type(error).__name__
 
 
 def examine(model_type: str) -> dict[str, Outcome]:
-    """All ways to use one type; those of a policy end where it is refused."""
+    """Tries all ways to use one type; adapters and sampling only if it is not refused as a policy."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -232,7 +233,7 @@ def examine(model_type: str) -> dict[str, Outcome]:
 
 
 def quiet(model_type: str, answer: Connection) -> None:
-    """`examine`, without a word of the libraries."""
+    """`examine` without the output of libraries."""
     torch.set_num_threads(1)
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
@@ -245,7 +246,7 @@ def quiet(model_type: str, answer: Connection) -> None:
 
 
 def apart(model_type: str) -> dict[str, Outcome]:
-    """`examine` in a process of its own, which may crash or hang."""
+    """`examine` in a child process, which may crash or hang."""
     context = multiprocessing.get_context("fork")
     mine, theirs = context.Pipe(duplex=False)
     process = context.Process(target=quiet, args=(model_type, theirs))
@@ -286,7 +287,7 @@ largest of their tensor.
 
 
 def page(lines: Sequence[str], version: str) -> str:
-    """The Markdown page of rows of the table. version: transformers'."""
+    """The Markdown page with these rows of the table. version: of transformers."""
     words = [one.split("|")[2].strip() for one in lines]
     head = HEAD.format(
         version=version,
@@ -298,7 +299,7 @@ def page(lines: Sequence[str], version: str) -> str:
 
 
 def line(name: str, ways: Mapping[str, Outcome]) -> str:
-    """A row of the table."""
+    """One row of the table."""
     cells = [ways[way].word if way in ways else "" for way in ("policy", "value", "lora", "native")]
     reasons = dict.fromkeys(
         one.why for one in ways.values() if one.word not in (PACKED, PADDED, RIGHT) and one.why
@@ -308,7 +309,7 @@ def line(name: str, ways: Mapping[str, Outcome]) -> str:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Exit code 1 if something is to be mended."""
+    """Exit code 1 if there is a defect."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("types", nargs="*", metavar="TYPE", help="by default all")
     wanted = parser.parse_args(arguments).types

@@ -5,8 +5,8 @@
     python scripts/bench/all.py --again head plan  # some, once more
     python scripts/bench/all.py --list
 
-In: nothing; figures are kept in .bench/results, a file for each bench, so a run that was stopped goes on.
-Out: the page, and exit code 1 if a bench failed. Their sizes are meant for a quarter of an hour on two cores
+In: nothing; figures are stored in .bench/results, one file per bench, so an interrupted run can be resumed.
+Out: the page, and exit code 1 if a bench failed. Each bench takes at most a quarter of an hour on two cores
 that do nothing else; the page says how busy the machine was. Left out on purpose: whether choices learn
 (learn.py).
 """
@@ -32,11 +32,11 @@ HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 RESULTS, PAGE = ROOT / ".bench" / "results", ROOT / "docs" / "performance.md"
 LIMIT_SECONDS = 900
-"""Of one bench."""
+"""Time limit of one bench."""
 QUIET = 0.5
-"""Busy cores before a bench, up to which its figures are those of a quiet machine."""
+"""A machine is quiet if no more cores than this are busy before a bench."""
 LOOK_SECONDS = 3.0
-"""So long they are counted."""
+"""How long busy cores are counted before a bench."""
 
 Found = Sequence[Mapping[str, Any]]
 """The JSON objects that a bench prints."""
@@ -52,7 +52,7 @@ class Row:
     ratio: float | None = None
     """How many times ours is as good as the peer."""
     limit: str = ""
-    """What the machine allows at most."""
+    """The best that the machine allows."""
 
 
 def of_trl(found: Found) -> Iterator[Row]:
@@ -170,8 +170,8 @@ BENCHES: dict[str, Bench] = {
 
 
 def measure(name: str, bench: Bench, results: Path) -> str | None:
-    """Runs a bench and keeps its figures; returns why there are none."""
-    # not the load average, which has the bench before this one in it
+    """Runs a bench and stores its figures. Returns the reason if there are none, else None."""
+    # not the load average, which still counts the previous bench
     load = psutil.cpu_percent(LOOK_SECONDS) / 100 * psutil.cpu_count()
     begun = time.perf_counter()
     command = [sys.executable, str(HERE / bench.script), *bench.arguments]
@@ -197,7 +197,7 @@ def measure(name: str, bench: Bench, results: Path) -> str | None:
 
 
 def objects(text: str) -> Iterator[dict[str, Any]]:
-    """The JSON objects of a text that has nothing else.
+    """The JSON objects of a text that contains nothing else.
 
     >>> list(objects('{"a": 1}\\n{"b": 2}\\n'))
     [{'a': 1}, {'b': 2}]
@@ -209,7 +209,7 @@ def objects(text: str) -> Iterator[dict[str, Any]]:
 
 
 def commit() -> str:
-    """Of the tree."""
+    """The commit that is checked out."""
     done = subprocess.run(
         ["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False
     )
@@ -231,7 +231,7 @@ figure counts. Models other than the recipe's have random weights.
 
 
 def page(results: Path) -> str:
-    """The Markdown page of all figures that there are."""
+    """The Markdown page of all stored figures."""
     kept = {
         name: json.loads(file.read_text()) for name in BENCHES if (file := results / f"{name}.json").exists()
     }
@@ -248,20 +248,20 @@ def page(results: Path) -> str:
 
 
 def load_of(most: float) -> str:
-    """How busy the machine was, in words."""
+    """Whether the machine was quiet, as a sentence."""
     if most <= QUIET:
         return "The machine was quiet."
     return f"**The machine was not quiet**: up to {most:.1f} of its cores were busy before a bench."
 
 
 def line(row: Row) -> str:
-    """Of the table."""
+    """One line of the table."""
     ratio = "" if row.ratio is None else f"{row.ratio:.2f}"
     return f"| {row.what} | {row.ours} | {row.peer} | {ratio} | {row.limit} |"
 
 
 def machine() -> str:
-    """Processor and cores."""
+    """Number of cores, processor and Python version."""
     lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
     name = next((one.partition(":")[2].strip() for one in lines if one.startswith("model name")), "a CPU")
     return f"{len(os.sched_getaffinity(0))} cores of {name}, Python {platform.python_version()}"
