@@ -55,29 +55,29 @@ from hydraflow.models.loading import unfilled_model
 from hydraflow.weights.buckets import Weight
 
 SILENCE_SECONDS = 300.0
-"""A server of which no response ends and that is not healthy for so long has failed."""
+"""A server has failed if it completes no response and is not healthy for this long."""
 LOOK_SECONDS = 10.0
-"""Without a response for so long, its health is looked at."""
+"""After this long without a response, the server's health is checked."""
 CALL_SECONDS = 600.0
-"""What loading weights, and giving back or taking memory, may take."""
+"""Time limit for loading weights, and for releasing or allocating memory."""
 ABORT_SECONDS = 0.2
-"""After so long an abort is asked for again: the server ignores it for requests that it has not read yet."""
+"""After this long an abort is repeated: the server ignores it for requests that it has not read yet."""
 IDLE_SECONDS = 60
-"""The server may take so long to notice that nothing is in flight."""
+"""Time limit for the server to notice that nothing is in flight."""
 SPARE_TOKENS = 2
-"""SGLang samples up to two tokens less than its context has room for (`Scheduler.init_req_max_new_tokens`,
+"""SGLang samples up to two tokens fewer than fit into its context (`Scheduler.init_req_max_new_tokens`,
 `TpModelWorker.get_worker_info`)."""
 
 
 @dataclass(frozen=True)
 class _Flight:
-    """A request that the server has, or will have at once."""
+    """A request that has been sent to the server, or is about to be."""
 
     rid: str
-    """Its name on the server, none the beginning of another: an abort ends all that begin with it."""
+    """Its name on the server, never a prefix of another: an abort ends all whose names start with it."""
     request: TokenRequest
     answer: Future[Any] = field(default_factory=Future)
-    """Of /generate."""
+    """The response of /generate."""
 
 
 class SglangEngine:
@@ -183,7 +183,7 @@ class SglangEngine:
         self._server.end()
 
     def _load(self) -> None:
-        """Has the server load the files, which are removed then."""
+        """Makes the server load the files, then removes them."""
         if self._sleeps:
             self._server.post("/resume_memory_occupation", {}, seconds=CALL_SECONDS)
             self._sleeps = False
@@ -195,19 +195,19 @@ class SglangEngine:
         self._files.remove()
 
     def _become_idle(self) -> None:
-        """Has the server drop its cache, for which it must have noticed that nothing is in flight: asked to
-        give back memory before that, it would fail an assertion."""
+        """Makes the server drop its cache, once it has noticed that nothing is in flight: asked to release
+        memory before that, it would fail an assertion."""
         self._server.post(f"/flush_cache?timeout={IDLE_SECONDS}", {}, seconds=CALL_SECONDS)
 
     def _ended(self) -> list[str]:
-        """Requests that have ended; none after LOOK_SECONDS."""
+        """Requests that have ended; [] if none does within LOOK_SECONDS."""
         answers = [flight.answer for flight in self._flights.values()]
         wait(answers, LOOK_SECONDS, return_when=FIRST_COMPLETED)
         return [name for name, flight in self._flights.items() if flight.answer.done()]
 
     def _land(self, names: Sequence[str]) -> list[Completion]:
-        """Completions of requests that have ended, which are then no longer in flight. An error of one is
-        raised."""
+        """Completions of requests that have ended; they are no longer in flight. Raises the error of one that
+        failed."""
         landed = [self._flights.pop(name) for name in names]
         self._launch()
         return [
@@ -216,8 +216,7 @@ class SglangEngine:
         ]
 
     def _ended_at_string(self, one: TokenRequest, sampled: Completion) -> Completion:
-        """Without the tokens after a stop string: the server looks at a few tokens at a time, apart from what
-        is before them."""
+        """Drops the tokens after a stop string: the server looks for it in a few tokens at a time."""
         if not one.params.stop:
             return sampled
         response = watched(self._tokenizer, one.params, one.prompt.tolist(), one.begun)
@@ -233,7 +232,7 @@ class SglangEngine:
             self._server.post("/abort_request", {"rid": self._flights[name].rid}, seconds=CALL_SECONDS)
 
     def _launch(self) -> None:
-        """Sends requests, each from a thread of its own, which no exit of this process waits for."""
+        """Sends requests, each from its own daemon thread."""
         while self._queue and len(self._flights) < self._most_flights:
             name = next(iter(self._queue))
             flight = _Flight(f"{next(self._numbers):016d}", self._queue.pop(name))
@@ -241,7 +240,7 @@ class SglangEngine:
             threading.Thread(target=self._ask, args=(flight,), daemon=True).start()
 
     def _ask(self, flight: _Flight) -> None:
-        """Has one response sampled."""
+        """Requests one response and waits for it."""
         asked = {
             "rid": flight.rid,
             "input_ids": flight.request.context.tolist(),

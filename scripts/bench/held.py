@@ -1,4 +1,4 @@
-"""Models with random weights that benches have besides the recipe's: a figure may hold for one size only.
+"""Models with random weights, for benches of other sizes than the recipe's model.
 
 In: a name. Out: a Hugging Face directory with a character tokenizer that knows the recipe's problems.
 """

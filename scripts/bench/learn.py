@@ -23,7 +23,7 @@ from itertools import product
 from pathlib import Path
 
 LIMIT_SECONDS = 3600
-"""Of one run, the warm start included."""
+"""Time limit of one run, including the warm start."""
 ONE_PROCESS = (
     "trainer.debug.local=true",
     "trainer.n_gpus_per_node=1",
@@ -49,7 +49,8 @@ def variants(overrides: Sequence[str]) -> Iterator[tuple[str, ...]]:
 
 
 def learn(steps: int, overrides: Sequence[str]) -> dict[str, float]:
-    """Trains, and returns what `summary.json` says. RuntimeError with the last lines when the run fails."""
+    """Trains, and returns the content of `summary.json`. RuntimeError with the end of its log when the run
+    fails."""
     with tempfile.TemporaryDirectory(prefix="learn-") as folder:
         command = [sys.executable, "-m", "hydraflow.main_ppo", f"trainer.total_training_steps={steps}"]
         command += [*ONE_PROCESS, f"trainer.default_local_dir={folder}", *overrides]
@@ -61,7 +62,7 @@ def learn(steps: int, overrides: Sequence[str]) -> dict[str, float]:
 
 
 def main() -> int:
-    """Runs and prints; returns the exit code."""
+    """Runs everything and prints a line per run; returns the exit code."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

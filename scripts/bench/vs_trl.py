@@ -36,7 +36,7 @@ HERE = Path(__file__).parent
 SETUP = HERE.parent / "setup_env.sh"
 LR = 1e-4
 PROMPT_TOKENS = 6
-"""Of a problem of the recipe."""
+"""Tokens of one problem of the recipe."""
 
 
 @dataclass(frozen=True)
@@ -47,15 +47,15 @@ class Job:
     samples: int
     updates: int
     tokens: int
-    """Of a response at most; without `ends` of every one."""
+    """Longest response; without `ends` the length of every response."""
     ends: bool
-    """Whether a response may end before."""
+    """Whether a response may end earlier."""
     warm_up: int
     """Steps that do not count."""
 
     @property
     def trajectories(self) -> int:
-        """Of a step."""
+        """Per step."""
         return self.prompts * self.samples
 
 
@@ -67,8 +67,8 @@ JOBS = {
 
 
 def trl_python(venv: Path) -> Path:
-    """The interpreter of TRL's environment, made if need be; torch goes in first, as scripts/setup_env.sh
-    chooses its build."""
+    """The interpreter of TRL's environment, which is created if it is missing; torch is installed first, in
+    the build that scripts/setup_env.sh chooses."""
     python = venv / "bin" / "python"
     if not python.exists():
         subprocess.run([sys.executable, "-m", "venv", str(venv)], check=True)
@@ -142,8 +142,8 @@ def our_steps(job: Job, model: Path | None, problems: Path, dtype: str, steps: i
 
 
 def least_seconds(job: Job, model: Path, dtype: str) -> float | None:
-    """Of a step in which all cores multiply at their peak: each response once to sample it, with its prompt
-    counted for each, and once to learn from it."""
+    """Seconds of a step at the peak rate of all cores: one forward pass per response for sampling, each with
+    its prompt, and one update. None: the peak is not known."""
     work = ModelWork.of(ModelConfig(path=str(model)), "policy", "model")
     torch.set_num_threads(usable_cores())
     peak = peak_flops(torch.device("cpu"), resolve_dtype(dtype, "cpu"))
@@ -155,7 +155,7 @@ def least_seconds(job: Job, model: Path, dtype: str) -> float | None:
 
 
 def compare(name: str, job: Job, dtype: str, steps: int, venv: Path) -> dict[str, object]:
-    """Both sides' figures."""
+    """The figures of both sides."""
     assets = default_assets()
     with tempfile.TemporaryDirectory() as folder:
         held = None if name == "recipe" else write_model(name, Path(folder) / name)
