@@ -59,6 +59,10 @@ class Built:
             for name, buffer in chunk.counted_buffers()
         }
 
+    def tensors(self, *, copies: bool = False) -> dict[str, tuple[torch.Tensor, Holding]]:
+        """Parameters and buffers together."""
+        return {**self.holdings(copies=copies), **self.buffers()}
+
 
 def build_model(
     model: ModelConfig, settings: MegatronConfig, place: Place, *, head: str, device: torch.device, field: str
@@ -130,7 +134,7 @@ def _fill(
     listed: list[Any] = [[(name, tensor.shape, tensor.dtype) for name, tensor in source.items()]]
     dist.broadcast_object_list(listed, src=0)
     wanted: dict[str, list[str]] = {}
-    holdings = {**built.holdings(copies=True), **built.buffers()}
+    holdings = built.tensors(copies=True)
     for name, (_, holding) in holdings.items():
         for part in holding.parts:
             wanted.setdefault(part.name, []).append(name)

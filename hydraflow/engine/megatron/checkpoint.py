@@ -99,7 +99,7 @@ def load(
     buffers = {holding.parts[0]: buffer for buffer, holding in built.buffers().values()}
 
     def empty(slot: str, parts: Collection[Part]) -> State:
-        return {_key(prefix, part, slot): _sharded(part, torch.empty(_held(part))) for part in parts}
+        return {_key(prefix, part, slot): _sharded(part, torch.empty(_stored_shape(part))) for part in parts}
 
     wanted = State({SCHEDULE_STEP: torch.tensor(0)} if EXTRA in contents else {})
     wanted |= empty(WEIGHT, [*parts, *buffers]) if MODEL in contents else {}
@@ -164,7 +164,7 @@ def _pieces(built: Built, name: str, local: torch.Tensor) -> Sequence[torch.Tens
         return holding.cut(local)
     found = [torch.empty_like(local) for _ in range(built.names.slices)]
     dist.all_gather(found, local.contiguous(), group=parallel_state.get_expert_tensor_parallel_group())
-    whole = local.new_empty(_held(holding.parts[0]))
+    whole = local.new_empty(_stored_shape(holding.parts[0]))
     for names, slice in zip(built.names.of_slices(), found, strict=True):
         of_rank = names.holding(name)
         assert of_rank.parts[0].slice is not None
@@ -188,7 +188,7 @@ def _sharded(part: Part, local: torch.Tensor) -> torch.Tensor:
     )
 
 
-def _held(part: Part) -> list[int]:
+def _stored_shape(part: Part) -> list[int]:
     """The shape in which a part is stored."""
     shape = list(part.shape)
     if part.dim is not None:

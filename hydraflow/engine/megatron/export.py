@@ -16,7 +16,6 @@ from megatron.core import parallel_state
 
 from hydraflow.engine.config import MegatronConfig
 from hydraflow.engine.megatron.build import Built
-from hydraflow.engine.megatron.names import Holding
 from hydraflow.engine.megatron.parallel import Place
 from hydraflow.models import loading
 from hydraflow.models.config import ModelConfig
@@ -42,7 +41,7 @@ def outline(built: Built, place: Place) -> list[Outlined]:
     """All tensors of all stages, the same list on every rank. Collective."""
     mine = [
         Outlined(place.stage, name, number, part.name, part.shape, tensor.dtype, part.slice is not None)
-        for name, (tensor, holding) in _held(built).items()
+        for name, (tensor, holding) in built.tensors().items()
         for number, part in enumerate(holding.parts)
     ]
     found: list[list[Outlined]] = [[]] * place.stages
@@ -56,7 +55,7 @@ def stream(
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """See `TrainEngine.weights`."""
     device = next(built.trunk.parameters()).device
-    holdings = _held(built)
+    holdings = built.tensors()
     wanted = None if to is None else Place.of(to, dist.get_world_size(), settings)
     pipeline = parallel_state.get_pipeline_model_parallel_group()
     for tensor in outlined:
@@ -78,10 +77,6 @@ def stream(
                 full = torch.empty(tensor.shape, dtype=dtype, device=device)
                 dist.recv(full, place.rank(stage=tensor.stage), group=pipeline)
         yield tensor.name, full
-
-
-def _held(built: Built) -> dict[str, tuple[torch.Tensor, Holding]]:
-    return {**built.holdings(), **built.buffers()}
 
 
 def _joined(
