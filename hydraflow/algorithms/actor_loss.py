@@ -87,7 +87,6 @@ class ActorLoss:
             kl = KL_ESTIMATORS[self.kl_type](logp, keep(columns["ref_log_prob"], mask))
             sums["actor/kl_loss"] = (kl * weights).sum()
             loss = loss + self.kl_coef * sums["actor/kl_loss"]
-        if self.kl_coef is not None:
             found["actor/kl_coef"] = metrics.mean(self.kl_coef)
         return loss, token_metrics(mask, stats, sums) | found
 
