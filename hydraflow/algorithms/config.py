@@ -255,18 +255,23 @@ class AdaptiveEntropyConfig:
     """Change of the coefficient per step."""
 
 
+PREFERENCE_LOSSES = {
+    "sigmoid": Implementation("hydraflow.algorithms.preference:sigmoid", reads=("label_smoothing",)),
+    "ipo": Implementation("hydraflow.algorithms.preference:ipo", reads=("beta",)),
+}
+"""Values of `dpo.loss_type`: functions of the gaps between the rows of pairs; `reads` are keys of `dpo`."""
+
+
 @dataclass
 class PreferenceConfig:
     """Learning from pairs of responses without a reward model."""
 
-    loss_type: str = option("sigmoid", choices=("sigmoid", "ipo"))
+    loss_type: str = option("sigmoid", choices=PREFERENCE_LOSSES)
     """Loss of a pair. sigmoid: direct preference optimization (DPO); ipo: the squared distance of its margin
     from 1 / (2 beta)."""
     beta: float = option(0.1, gt=0)
     """DPO's beta: coefficient of the implicit KL penalty against the reference."""
-    label_smoothing: float = option(
-        0.0, ge=0, lt=0.5, no_effect=unless("loss_type", "sigmoid", why="{s}.loss_type=ipo has no labels")
-    )
+    label_smoothing: float = option(0.0, ge=0, lt=0.5, no_effect=unread(PREFERENCE_LOSSES, "loss_type"))
     """Label smoothing (cDPO): assumed fraction of pairs with swapped labels."""
 
 
