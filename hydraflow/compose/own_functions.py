@@ -7,13 +7,13 @@ they read. The files are parsed, not run. Left out on purpose: importing them (`
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from hydraflow.algorithms.config import ESTIMATORS, OF_ESTIMATORS, POLICY_LOSSES
+from hydraflow.batch_plan.settings import with_value
 from hydraflow.errors import Problem
-from hydraflow.options import effective_value
 from hydraflow.schema import PPOConfig
 from hydraflow.system.own_code import OwnFunction, Parameters
 
@@ -44,23 +44,14 @@ def own_choices(config: PPOConfig) -> list[OwnChoice]:
     ):
         function = OwnFunction.named(given)
         if function is not None:
-            known = {field.name: section for section in sections for field in fields(section)}
-            read = [name for name in table[given].all_reads if name in known]
-            keys = {name: effective_value(known[name], name) for name in read}
-            found.append(OwnChoice(key, given, function, keys))
+            found.append(OwnChoice(key, given, function, table[given].keys(*sections)))
     return found
 
 
 def with_whole_paths(config: PPOConfig) -> PPOConfig:
     """The configuration with absolute paths, for processes with another working directory."""
-    whole = {choice.key: f"{choice.function.path}:{choice.function.name}" for choice in own_choices(config)}
-    if ESTIMATOR in whole:
-        config = replace(config, algorithm=replace(config.algorithm, adv_estimator=whole[ESTIMATOR]))
-    if LOSS in whole:
-        policy = config.actor_rollout_ref
-        loss = replace(policy.actor.policy_loss, loss_mode=whole[LOSS])
-        actor = replace(policy.actor, policy_loss=loss)
-        config = replace(config, actor_rollout_ref=replace(policy, actor=actor))
+    for choice in own_choices(config):
+        config = with_value(config, choice.key, f"{choice.function.path}:{choice.function.name}")
     return config
 
 
