@@ -56,10 +56,12 @@ def with_whole_paths(config: PPOConfig) -> PPOConfig:
 
 
 def own_files(config: PPOConfig) -> dict[str, Path]:
-    """The user's code files, by the keys that name them."""
+    """The user's code files of a legal configuration, by the keys that name them."""
     found = {choice.key: choice.function.path for choice in own_choices(config)}
-    reward = config.reward.custom_reward_function.path
-    return found | ({REWARD: Path(reward).expanduser().absolute()} if reward else {})
+    rewards = {REWARD: config.reward.custom_reward_function.path}
+    for place, entry in enumerate(config.reward.functions):
+        rewards[f"reward.functions[{place}].path"] = entry.get("path")
+    return found | {key: Path(path).expanduser().absolute() for key, path in rewards.items() if path}
 
 
 def own_problems(config: PPOConfig) -> Iterator[Problem]:
@@ -84,7 +86,8 @@ def _misfit(choice: OwnChoice, parameters: Parameters) -> str:
     else:
         data = next((len(shape) for shape in SHAPES if parameters.names[: len(shape)] == shape), 0)
         section, begins = "algorithm", data > 0
-        how = "must take scores, or rewards, mask and lengths, then values, group_ids or keys of algorithm"
+        columns = ", ".join(OF_ESTIMATORS)
+        how = f"must take scores, or rewards, mask and lengths, then {columns} or keys of algorithm"
     if not begins:
         return f"{how}; it takes {', '.join(parameters.names) or 'nothing'}"
     if data == 1 and choice.key == ESTIMATOR and "values" in parameters.names:
