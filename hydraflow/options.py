@@ -116,11 +116,14 @@ class Implementation:
             found = getattr(found, name)
         return found
 
+    def keys(self, *sections: Any) -> dict[str, Any]:
+        """The keys of these sections that it reads, with their effective values."""
+        found = {field.name: section for section in sections for field in fields(section)}
+        return {name: effective_value(found[name], name) for name in self.reads if name in found}
+
     def bound(self, *sections: Any) -> Any:
         """The function with the keys that it reads bound as keyword arguments, taken from these sections."""
-        found = {field.name: section for section in sections for field in fields(section)}
-        keys = {name: effective_value(found[name], name) for name in self.reads if name in found}
-        return functools.partial(self.load(), **keys)
+        return functools.partial(self.load(), **self.keys(*sections))
 
 
 class OwnChoices(dict[str, Choice]):

@@ -73,10 +73,10 @@ class ActorLoss:
         loss = (policy * weights).sum()
         sums = {"actor/pg_loss": loss}
         if self.distillation is not None:
-            drawn, seen = self._drawn(self.distillation, logp, output, columns)
-            stats |= seen
+            distilled, mass = self._distilled(self.distillation, logp, output, columns)
+            stats |= mass
             task = sums if self.distillation.task_rewards else {}
-            sums = {**task, "actor/distillation_loss": (drawn * weights).sum()}
+            sums = {**task, "actor/distillation_loss": (distilled * weights).sum()}
             loss = sums["actor/distillation_loss"] + (loss if task else 0.0)
         if output.entropy is not None:
             stats["actor/entropy"] = output.entropy
@@ -87,11 +87,10 @@ class ActorLoss:
             kl = KL_ESTIMATORS[self.kl_type](logp, keep(columns["ref_log_prob"], mask))
             sums["actor/kl_loss"] = (kl * weights).sum()
             loss = loss + self.kl_coef * sums["actor/kl_loss"]
-        if self.kl_coef is not None:
             found["actor/kl_coef"] = metrics.mean(self.kl_coef)
         return loss, token_metrics(mask, stats, sums) | found
 
-    def _drawn(
+    def _distilled(
         self, distillation: Distillation, logp: Tensor, output: PolicyOutput, columns: Mapping[str, Tensor]
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """Distillation terms (B, R), and metrics: the probability mass of the compared tokens."""

@@ -63,51 +63,6 @@ class Loss(Implementation):
 GRPO = Estimator(
     "hydraflow.algorithms.grpo:grpo", reads=("norm_adv_by_std_in_grpo",), per_trajectory=True, groups=True
 )
-ESTIMATORS = {
-    "gae": Estimator(
-        "hydraflow.algorithms.gae:gae",
-        reads=("gamma", "lam", "critic_gamma", "critic_lam", "lam_length_alpha"),
-        critic=True,
-        whitened=True,
-    ),
-    "grpo": GRPO,
-    "grpo_vectorized": GRPO,
-    "grpo_passk": replace(GRPO, where="hydraflow.algorithms.grpo_passk:grpo_passk"),
-    "rloo": Estimator("hydraflow.algorithms.rloo:rloo", per_trajectory=True, groups=True),
-    "rloo_vectorized": Estimator(
-        "hydraflow.algorithms.rloo:rloo_vectorized", per_trajectory=True, groups=True
-    ),
-    "reinforce": Estimator("hydraflow.algorithms.reinforce_plus_plus:discounted_return", reads=("gamma",)),
-    "reinforce_plus_plus": Estimator(
-        "hydraflow.algorithms.reinforce_plus_plus:discounted_return", reads=("gamma",), whitened=True
-    ),
-    "reinforce_plus_plus_baseline": Estimator(
-        "hydraflow.algorithms.reinforce_plus_plus:reinforce_plus_plus_baseline",
-        per_trajectory=True,
-        groups=True,
-        whitened=True,
-    ),
-    "opo": Estimator("hydraflow.algorithms.opo:opo", per_trajectory=True, groups=True, counts=True),
-    "gpg": Estimator("hydraflow.algorithms.gpg:gpg", per_trajectory=True, groups=True),
-    "maxrl": Estimator("hydraflow.algorithms.maxrl:maxrl", per_trajectory=True, groups=True),
-    "remax": Estimator("hydraflow.algorithms.remax:remax", greedy_baseline=True),
-    "gdpo": Estimator(
-        "hydraflow.algorithms.gdpo:gdpo",
-        reads=("norm_adv_by_std_in_grpo", "gdpo_reward_weights"),
-        per_trajectory=True,
-        groups=True,
-        whitened=True,
-        several_rewards=True,
-    ),
-    "optimal_token_baseline": Estimator(
-        "hydraflow.algorithms.optimal_token_baseline:optimal_token_baseline", groups=True, sum_pi_squared=True
-    ),
-    "tir_optimal_token_baseline": Estimator(
-        "hydraflow.algorithms.optimal_token_baseline:tir_optimal_token_baseline",
-        groups=True,
-        sum_pi_squared=True,
-    ),
-}
 OF_ESTIMATORS = {
     "values": "critic",
     "group_ids": "groups",
@@ -122,7 +77,58 @@ def _own_estimator(where: str, parameters: tuple[str, ...]) -> Estimator:
     return Estimator(where, reads=parameters, per_trajectory=parameters[:1] == ("scores",), **facts)
 
 
-ESTIMATORS = OwnChoices(ESTIMATORS, _own_estimator)
+ESTIMATORS = OwnChoices(
+    {
+        "gae": Estimator(
+            "hydraflow.algorithms.gae:gae",
+            reads=("gamma", "lam", "critic_gamma", "critic_lam", "lam_length_alpha"),
+            critic=True,
+            whitened=True,
+        ),
+        "grpo": GRPO,
+        "grpo_vectorized": GRPO,
+        "grpo_passk": replace(GRPO, where="hydraflow.algorithms.grpo_passk:grpo_passk"),
+        "rloo": Estimator("hydraflow.algorithms.rloo:rloo", per_trajectory=True, groups=True),
+        "rloo_vectorized": Estimator(
+            "hydraflow.algorithms.rloo:rloo_vectorized", per_trajectory=True, groups=True
+        ),
+        "reinforce": Estimator(
+            "hydraflow.algorithms.reinforce_plus_plus:discounted_return", reads=("gamma",)
+        ),
+        "reinforce_plus_plus": Estimator(
+            "hydraflow.algorithms.reinforce_plus_plus:discounted_return", reads=("gamma",), whitened=True
+        ),
+        "reinforce_plus_plus_baseline": Estimator(
+            "hydraflow.algorithms.reinforce_plus_plus:reinforce_plus_plus_baseline",
+            per_trajectory=True,
+            groups=True,
+            whitened=True,
+        ),
+        "opo": Estimator("hydraflow.algorithms.opo:opo", per_trajectory=True, groups=True, counts=True),
+        "gpg": Estimator("hydraflow.algorithms.gpg:gpg", per_trajectory=True, groups=True),
+        "maxrl": Estimator("hydraflow.algorithms.maxrl:maxrl", per_trajectory=True, groups=True),
+        "remax": Estimator("hydraflow.algorithms.remax:remax", greedy_baseline=True),
+        "gdpo": Estimator(
+            "hydraflow.algorithms.gdpo:gdpo",
+            reads=("norm_adv_by_std_in_grpo", "gdpo_reward_weights"),
+            per_trajectory=True,
+            groups=True,
+            whitened=True,
+            several_rewards=True,
+        ),
+        "optimal_token_baseline": Estimator(
+            "hydraflow.algorithms.optimal_token_baseline:optimal_token_baseline",
+            groups=True,
+            sum_pi_squared=True,
+        ),
+        "tir_optimal_token_baseline": Estimator(
+            "hydraflow.algorithms.optimal_token_baseline:tir_optimal_token_baseline",
+            groups=True,
+            sum_pi_squared=True,
+        ),
+    },
+    _own_estimator,
+)
 """Values of `algorithm.adv_estimator`; `reads` are keys of `algorithm`."""
 
 
@@ -249,18 +255,23 @@ class AdaptiveEntropyConfig:
     """Change of the coefficient per step."""
 
 
+PREFERENCE_LOSSES = {
+    "sigmoid": Implementation("hydraflow.algorithms.preference:sigmoid", reads=("label_smoothing",)),
+    "ipo": Implementation("hydraflow.algorithms.preference:ipo", reads=("beta",)),
+}
+"""Values of `dpo.loss_type`: functions of the gaps between the rows of pairs; `reads` are keys of `dpo`."""
+
+
 @dataclass
 class PreferenceConfig:
     """Learning from pairs of responses without a reward model."""
 
-    loss_type: str = option("sigmoid", choices=("sigmoid", "ipo"))
+    loss_type: str = option("sigmoid", choices=PREFERENCE_LOSSES)
     """Loss of a pair. sigmoid: direct preference optimization (DPO); ipo: the squared distance of its margin
     from 1 / (2 beta)."""
     beta: float = option(0.1, gt=0)
     """DPO's beta: coefficient of the implicit KL penalty against the reference."""
-    label_smoothing: float = option(
-        0.0, ge=0, lt=0.5, no_effect=unless("loss_type", "sigmoid", why="{s}.loss_type=ipo has no labels")
-    )
+    label_smoothing: float = option(0.0, ge=0, lt=0.5, no_effect=unread(PREFERENCE_LOSSES, "loss_type"))
     """Label smoothing (cDPO): assumed fraction of pairs with swapped labels."""
 
 

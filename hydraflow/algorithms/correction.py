@@ -18,8 +18,7 @@ import torch
 from torch import Tensor
 
 from hydraflow.algorithms.masked import keep
-
-LOG_RATIO_BOUND = 20.0
+from hydraflow.algorithms.policy_loss import LOG_RATIO_BOUND
 
 
 @dataclass(frozen=True)

@@ -37,7 +37,7 @@ DIVERGENCES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "reverse_kl": reverse,
     "reverse_kl_topk": reverse,
 }
-"""Values of `distillation_loss.loss_mode` without the suffix TOPK."""
+"""Values of `distillation_loss.loss_mode` over the vocabulary, and over top-k tokens."""
 
 
 def with_rest(log_probs: Tensor) -> Tensor:

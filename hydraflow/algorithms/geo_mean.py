@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import torch
 
-from hydraflow.algorithms.policy_loss import LOG_RATIO_BOUND, bounded_log_ratio
+from hydraflow.algorithms.policy_loss import bounded_log_ratio, bounded_row_means
 from hydraflow.algorithms.token_terms import TokenInputs, TokenTerms
 
 
@@ -29,9 +29,7 @@ def geo_mean(tokens: TokenInputs, *, clip_ratio_low: float, clip_ratio_high: flo
     clipped = torch.where(
         tokens.advantages > 0, gap.clamp(max=clip_ratio_high), gap.clamp(min=-clip_ratio_low)
     )
-    count = tokens.mask.sum(dim=1, keepdim=True).clamp(min=1.0)  # (B, 1)
-    of_row = clipped.sum(dim=1, keepdim=True) / count  # (B, 1)
-    ratio = of_row.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND).exp()
+    ratio = bounded_row_means(clipped, tokens.mask).exp()  # (B, 1)
     stats = {
         "actor/pg_clipfrac": (clipped != gap).to(gap.dtype),
         "actor/ppo_kl": -bounded_log_ratio(tokens).detach(),

@@ -6,15 +6,15 @@
 
 The ratio is that of the whole sequence, so a row is clipped as one. This is the paper's GSPO-token: with one
 advantage for all of a row's tokens it has GSPO's values and gradients, and advantages may also differ from
-token to token. The paper averages over each sequence
-first, as `actor.loss_agg_mode=seq-mean-token-mean` does, and clips at about 3e-4 instead of 0.2.
+token to token. The paper averages over each sequence first, as `actor.loss_agg_mode=seq-mean-token-mean`
+does, and clips at about 3e-4 instead of 0.2.
 """
 
 from __future__ import annotations
 
 import torch
 
-from hydraflow.algorithms.policy_loss import LOG_RATIO_BOUND
+from hydraflow.algorithms.policy_loss import LOG_RATIO_BOUND, bounded_row_means
 from hydraflow.algorithms.token_terms import TokenInputs, TokenTerms
 
 
@@ -29,9 +29,7 @@ def gspo(tokens: TokenInputs, *, clip_ratio_low: float, clip_ratio_high: float) 
     """
     logp, advantages = tokens.log_probs, tokens.advantages
     difference = torch.where(tokens.mask.bool(), logp - tokens.old_log_probs, 0.0)
-    count = tokens.mask.sum(dim=1, keepdim=True).clamp(min=1.0)  # (B, 1)
-    of_row = difference.sum(dim=1, keepdim=True) / count  # (B, 1)
-    of_row = of_row.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
+    of_row = bounded_row_means(difference, tokens.mask)  # (B, 1)
     ratio = (of_row.detach() + logp - logp.detach()).exp()
     plain = -advantages * ratio
     clipped = -advantages * ratio.clamp(1.0 - clip_ratio_low, 1.0 + clip_ratio_high)

@@ -1,8 +1,8 @@
 """Policy losses per token, as `actor.policy_loss.loss_mode` chooses them from `POLICY_LOSSES` in `config.py`.
 
-In: `TokenInputs`. Out: the loss per token, which `aggregate.py`
-weighs. A loss may look along a row (a ratio of whole sequences) but never across rows: that is what keeps its
-gradient the same however the rows are split.
+In: `TokenInputs`. Out: the loss per token, which `aggregate.py` weighs. A loss may look along a row (a ratio
+of whole sequences) but never across rows: that is what keeps its gradient the same however the rows are
+split.
 """
 
 from __future__ import annotations
@@ -26,6 +26,13 @@ class PolicyLoss(Protocol):
 def bounded_log_ratio(tokens: TokenInputs) -> Tensor:
     """`log_probs - old_log_probs` (B, R), from -20 to 20; no gradient where a bound holds."""
     return (tokens.log_probs - tokens.old_log_probs).clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
+
+
+def bounded_row_means(log_ratios: Tensor, mask: Tensor) -> Tensor:
+    """Means (B, 1) over the trained tokens of each row of `log_ratios` (B, R), which are 0 where `mask` is 0;
+    from -20 to 20, without a gradient where a bound holds."""
+    count = mask.sum(dim=1, keepdim=True).clamp(min=1.0)  # (B, 1)
+    return (log_ratios.sum(dim=1, keepdim=True) / count).clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
 
 
 def vanilla(

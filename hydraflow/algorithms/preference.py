@@ -2,15 +2,17 @@
 
 In: rows in pairs, the preferred one first (rows 2i and 2i + 1), right padded to (B, R). Out: the sum over
 the pairs of a micro-batch, divided by the pairs of the whole mini-batch, and metrics. A loss looks at both
-rows of a pair and at nothing else, so no gradient depends on how whole pairs were split. Left out on purpose:
-other preference losses (KTO, ORPO, SimPO, CPO), and keeping pairs together (`engine/micro_batcher.py`).
+rows of a pair and at nothing else, so no gradient depends on how whole pairs were split. A loss of the gap of
+a pair is a function here and a line in `PREFERENCE_LOSSES` of `config.py`. Left out on purpose: losses of
+something else (KTO, ORPO, SimPO, CPO), and keeping pairs together (`engine/micro_batcher.py`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar, Protocol
+from functools import cached_property
+from typing import Any, ClassVar, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -18,7 +20,7 @@ from torch import Tensor
 
 from hydraflow import metrics
 from hydraflow.algorithms.aggregate import Denominators
-from hydraflow.algorithms.config import BradleyTerryConfig, PreferenceConfig
+from hydraflow.algorithms.config import PREFERENCE_LOSSES, BradleyTerryConfig, PreferenceConfig
 from hydraflow.algorithms.masked import keep
 from hydraflow.metrics import Metric
 
@@ -49,16 +51,30 @@ class Objective(Protocol):
         """(P,) for scores (2P,) of pairs, the preferred row first."""
 
 
+def sigmoid(gaps: Tensor, *, label_smoothing: float) -> Tensor:
+    """Direct preference optimization (Rafailov et al. 2023, https://arxiv.org/abs/2305.18290, equation 7),
+    with the share e of wrong labels of cDPO (Mitchell 2023, https://ericmitchell.ai/cdpo.pdf).
+
+        loss = -(1 - e) log sigmoid(gap) - e log sigmoid(-gap)
+    """
+    return -(1 - label_smoothing) * F.logsigmoid(gaps) - label_smoothing * F.logsigmoid(-gaps)
+
+
+def ipo(gaps: Tensor, *, beta: float) -> Tensor:
+    """IPO (Azar et al. 2023, https://arxiv.org/abs/2310.12036, equation 17).
+
+    loss = (gap / beta - 1 / (2 beta))^2
+    """
+    return (gaps / beta - 1 / (2 * beta)) ** 2
+
+
 @dataclass(frozen=True)
 class DirectPreference:
-    """Direct preference optimization (Rafailov et al. 2023, https://arxiv.org/abs/2305.18290, equation 7),
-    with the share e of wrong labels of cDPO (Mitchell 2023, https://ericmitchell.ai/cdpo.pdf); or IPO (Azar
-    et al. 2023, https://arxiv.org/abs/2310.12036, equation 17).
+    """A policy's preference for one row of a pair over the other, measured against a reference.
 
-        score = beta * sum over the response of (logp - ref)
-        gap   = score of the preferred row - score of the other
-        DPO:  loss = -(1 - e) log sigmoid(gap) - e log sigmoid(-gap)
-        IPO:  loss = (gap / beta - 1 / (2 beta))^2
+    score = beta * sum over the response of (logp - ref)
+    gap   = score of the preferred row - score of the other
+    loss  = that of PREFERENCE_LOSSES, (P,) of gaps (P,)
     """
 
     config: PreferenceConfig
@@ -76,11 +92,12 @@ class DirectPreference:
         >>> DirectPreference(PreferenceConfig(loss_type="ipo", beta=0.5)).losses(torch.tensor([2.0, 1.0]), {})
         tensor([1.])
         """
-        beta, smoothing = self.config.beta, self.config.label_smoothing
-        gap = scores[0::2] - scores[1::2]
-        if self.config.loss_type == "ipo":
-            return (gap / beta - 1 / (2 * beta)) ** 2
-        return -(1 - smoothing) * F.logsigmoid(gap) - smoothing * F.logsigmoid(-gap)
+        found: Tensor = self._loss(scores[0::2] - scores[1::2])
+        return found
+
+    @cached_property
+    def _loss(self) -> Any:
+        return PREFERENCE_LOSSES[self.config.loss_type].bound(self.config)
 
 
 @dataclass(frozen=True)

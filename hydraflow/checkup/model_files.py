@@ -126,7 +126,7 @@ def check_megatron_model(context: CheckContext) -> Iterator[Finding]:
 
 
 def _problems_of_teacher(config: PPOConfig, key: str, path: str) -> Iterator[Problem]:
-    """A teacher is divided as the actor is. A directory that cannot be read has been told (`jobs/inputs`)."""
+    """A teacher is divided as the actor is. `jobs/inputs.py` reports a directory that cannot be read."""
     described = Faults().result(partial(load_config, ModelConfig(path=path), field=key))
     if described is None:
         return

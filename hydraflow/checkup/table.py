@@ -100,7 +100,7 @@ CHECKS = (
 
 
 def run_checks(context: CheckContext, checks: Iterable[Check] = CHECKS) -> Iterator[Result]:
-    """Prints results as they arrive."""
+    """Yields results as they arrive."""
     for check in checks:
         started = time.monotonic()
         findings = within(check.seconds(context), check, context)

@@ -12,7 +12,7 @@ from typing import Any
 
 from hydraflow.device import CPU_PROCESSES
 from hydraflow.errors import Problem
-from hydraflow.schema import GenerateConfig, PPOConfig, RayCommandConfig, SupervisedConfig
+from hydraflow.schema import JobConfig, PPOConfig, RayCommandConfig
 from hydraflow.system.allocation import Allocation
 from hydraflow.system.printing import count
 
@@ -52,7 +52,7 @@ def take(schema: type, leaves: dict[str, Any], origins: dict[str, str], given: A
 
 def contradictions(config: Any, given: Allocation | None) -> Iterator[Problem]:
     """Problems where the configuration asks for more than the allocation, with a remedy for either side."""
-    if given is None or not isinstance(config, PPOConfig | SupervisedConfig | GenerateConfig):
+    if given is None or not isinstance(config, JobConfig):
         return
     trainer, on_gpus = config.trainer, given.gpus is not None and config.trainer.device != "cpu"
     own = config.actor_rollout_ref.rollout.nnodes if isinstance(config, PPOConfig) else 0

@@ -10,9 +10,9 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any, TypeVar
 
-from hydraflow.schema import GenerateConfig, PPOConfig, SupervisedConfig
+from hydraflow.schema import GenerateConfig, JobConfig, PPOConfig
 
-Config = TypeVar("Config", bound=PPOConfig | SupervisedConfig | GenerateConfig)
+Config = TypeVar("Config", bound=JobConfig)
 
 NO_DEADLINE = 30 * 86400.0
 """Seconds: effectively no timeout while a breakpoint waits."""

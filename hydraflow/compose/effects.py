@@ -24,6 +24,7 @@ from hydraflow.engine.config import engine_config
 from hydraflow.errors import Problem, shown
 from hydraflow.generation.config import GENERATION_ENGINES, engine_dtype
 from hydraflow.options import why_idle
+from hydraflow.rewards.config import FUNCTIONS
 from hydraflow.schema import GenerateConfig, PPOConfig, SupervisedConfig, entry_for
 from hydraflow.system.allocation import allocation
 
@@ -272,21 +273,21 @@ _PARTS = (
         "trainer.debug.train_only=false",
     ),
     NoEffectRule(
-        "reward.{num_workers,timeout,max_memory,failure_score,functions,max_concurrent,custom_reward_function.*,"
-        "reward_manager.*,sandbox.*,judge.*}",
+        "reward.{num_workers,timeout,max_memory,failure_score,functions,max_concurrent,"
+        "custom_reward_function.*,reward_manager.*,sandbox.*,judge.*}",
         lambda c: c.trainer.debug.train_only,
         "trainer.debug.train_only=true takes the scores of trainer.debug.load_rollouts",
         "trainer.debug.train_only=false",
     ),
     NoEffectRule(
         "reward.judge.*",
-        lambda c: "judge" not in _reward_functions(c),
+        lambda c: not _rewards_read(c, "judge"),
         "only the function judge reads it",
         "reward.functions=[{name: judge}]",
     ),
     NoEffectRule(
         "reward.sandbox.*",
-        lambda c: _reward_functions(c).isdisjoint(("code", "data_source")),
+        lambda c: not _rewards_read(c, "sandbox"),
         "only functions that run programs read it",
         "reward.functions=[{name: code}]",
     ),
@@ -325,13 +326,16 @@ _RUN = (
 )
 
 
-def _reward_functions(config: PPOConfig) -> set[str]:
-    """Names of the built-in functions that score."""
+def _rewards_read(config: PPOConfig, section: str) -> bool:
+    """Whether one of the built-in functions that score reads this section of `reward`."""
     reward = config.reward
-    if not reward.functions:
-        return set() if reward.custom_reward_function.path else {"data_source"}
-    named = (one for one in reward.functions if isinstance(one, dict) and "path" not in one)
-    return {str(name) for one in named for key, name in one.items() if key == "name"}
+    if reward.functions:
+        named = {
+            str(one.get("name")) for one in reward.functions if isinstance(one, dict) and "path" not in one
+        }
+    else:
+        named = set() if reward.custom_reward_function.path else {"data_source"}
+    return any(section in FUNCTIONS[name].reads for name in FUNCTIONS.keys() & named)
 
 
 RULES: dict[type, tuple[NoEffectRule, ...]] = {

@@ -23,14 +23,14 @@ from hydraflow.compose.own_functions import REWARD, own_problems
 from hydraflow.compose.runnable import problems as not_runnable
 from hydraflow.device import planned_devices
 from hydraflow.errors import Faults, Problem
-from hydraflow.schema import EvalConfig, GenerateConfig, PPOConfig, SupervisedConfig
+from hydraflow.schema import EvalConfig, GenerateConfig, JobConfig, PPOConfig, SupervisedConfig
 from hydraflow.system.paths import file_problems, model_problems
 from hydraflow.trainer.config import ClusterConfig
 
 REWARD_MODEL = "reward.reward_model.model_path"
 
 
-def judge(config: PPOConfig | SupervisedConfig | GenerateConfig, command: Command) -> list[Problem]:
+def judge(config: JobConfig, command: Command) -> list[Problem]:
     """Broken rules of the batch plan, and features that can be planned but not run yet."""
     config, faults = applied(config), Faults()
     known: dict[str, Any] = {
@@ -50,9 +50,7 @@ def judge(config: PPOConfig | SupervisedConfig | GenerateConfig, command: Comman
     return [*faults.problems, *not_runnable(config)]
 
 
-def missing(
-    config: PPOConfig | SupervisedConfig | GenerateConfig | EvalConfig, command: Command
-) -> Iterator[Problem]:
+def missing(config: JobConfig | EvalConfig, command: Command) -> Iterator[Problem]:
     """Models and files that the command reads but that are not on this machine."""
     if isinstance(config, PPOConfig):
         yield from own_problems(config)
@@ -64,7 +62,7 @@ def missing(
             yield from file_problems(named, key)
 
 
-def _read_from_disk(config: PPOConfig | SupervisedConfig | GenerateConfig | EvalConfig) -> list[str]:
+def _read_from_disk(config: JobConfig | EvalConfig) -> list[str]:
     """Keys that name models and files."""
     if isinstance(config, EvalConfig):
         return ["data.path", REWARD]

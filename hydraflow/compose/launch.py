@@ -128,7 +128,7 @@ def help_text(config_name: str, schema: type, options: Sequence[CommandLineOptio
         "          --config-name NAME take your own YAML file (start it with"
         f" `defaults: [{config_name}, _self_]`);",
         "          --info shows where values come from; --hydra-help lists the rest;",
-        " --help verl lists how each of verl's keys is handled.",
+        "          --help verl lists how each of verl's keys is handled.",
         *(f"          {f'{one.name} {one.value}'.rstrip()}  {one.doc}" for one in options),
         *(["\nGroups:"] if groups else []),
         *(f"  {group}={'|'.join(choices)}" for group, choices in groups),

@@ -7,13 +7,13 @@ they read. The files are parsed, not run. Left out on purpose: importing them (`
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from hydraflow.algorithms.config import ESTIMATORS, OF_ESTIMATORS, POLICY_LOSSES
+from hydraflow.batch_plan.settings import with_value
 from hydraflow.errors import Problem
-from hydraflow.options import effective_value
 from hydraflow.schema import PPOConfig
 from hydraflow.system.own_code import OwnFunction, Parameters
 
@@ -44,31 +44,24 @@ def own_choices(config: PPOConfig) -> list[OwnChoice]:
     ):
         function = OwnFunction.named(given)
         if function is not None:
-            known = {field.name: section for section in sections for field in fields(section)}
-            read = [name for name in table[given].all_reads if name in known]
-            keys = {name: effective_value(known[name], name) for name in read}
-            found.append(OwnChoice(key, given, function, keys))
+            found.append(OwnChoice(key, given, function, table[given].keys(*sections)))
     return found
 
 
 def with_whole_paths(config: PPOConfig) -> PPOConfig:
     """The configuration with absolute paths, for processes with another working directory."""
-    whole = {choice.key: f"{choice.function.path}:{choice.function.name}" for choice in own_choices(config)}
-    if ESTIMATOR in whole:
-        config = replace(config, algorithm=replace(config.algorithm, adv_estimator=whole[ESTIMATOR]))
-    if LOSS in whole:
-        policy = config.actor_rollout_ref
-        loss = replace(policy.actor.policy_loss, loss_mode=whole[LOSS])
-        actor = replace(policy.actor, policy_loss=loss)
-        config = replace(config, actor_rollout_ref=replace(policy, actor=actor))
+    for choice in own_choices(config):
+        config = with_value(config, choice.key, f"{choice.function.path}:{choice.function.name}")
     return config
 
 
 def own_files(config: PPOConfig) -> dict[str, Path]:
-    """The user's code files, by the keys that name them."""
+    """The user's code files of a legal configuration, by the keys that name them."""
     found = {choice.key: choice.function.path for choice in own_choices(config)}
-    reward = config.reward.custom_reward_function.path
-    return found | ({REWARD: Path(reward).expanduser().absolute()} if reward else {})
+    rewards = {REWARD: config.reward.custom_reward_function.path}
+    for place, entry in enumerate(config.reward.functions):
+        rewards[f"reward.functions[{place}].path"] = entry.get("path")
+    return found | {key: Path(path).expanduser().absolute() for key, path in rewards.items() if path}
 
 
 def own_problems(config: PPOConfig) -> Iterator[Problem]:
@@ -93,7 +86,8 @@ def _misfit(choice: OwnChoice, parameters: Parameters) -> str:
     else:
         data = next((len(shape) for shape in SHAPES if parameters.names[: len(shape)] == shape), 0)
         section, begins = "algorithm", data > 0
-        how = "must take scores, or rewards, mask and lengths, then values, group_ids or keys of algorithm"
+        columns = ", ".join(OF_ESTIMATORS)
+        how = f"must take scores, or rewards, mask and lengths, then {columns} or keys of algorithm"
     if not begins:
         return f"{how}; it takes {', '.join(parameters.names) or 'nothing'}"
     if data == 1 and choice.key == ESTIMATOR and "values" in parameters.names:

@@ -19,6 +19,7 @@ from hydraflow.algorithms.config import (
     REJECTIONS,
     THRESHOLDS,
     Bounds,
+    bounded_rules,
     estimator_of,
     listed_in,
 )
@@ -35,7 +36,7 @@ from hydraflow.generation.config import (
 )
 from hydraflow.models.config import ModelConfig
 from hydraflow.options import walk
-from hydraflow.schema import EvalConfig, GenerateConfig, PPOConfig, SupervisedConfig, entry_for
+from hydraflow.schema import EvalConfig, GenerateConfig, JobConfig, PPOConfig, SupervisedConfig, entry_for
 from hydraflow.workers.config import ActorConfig
 
 ROLLOUT = "actor_rollout_ref.rollout"
@@ -210,13 +211,10 @@ def _rejection_has_thresholds(config: PPOConfig) -> Iterator[Problem]:
     if given is None:
         yield Problem(key, "null", f"must be given: rollout_rs={','.join(rules)} rejects by it", remedy)
     elif THRESHOLDS.holds(given):
-        bounds = [found for found in map(Bounds.read, listed_in(given)) if found]
-        if len(bounds) not in (1, len(rules)):
-            rule = f"has {len(bounds)} thresholds; rollout_rs has {len(rules)} rules"
+        if (count := len(listed_in(given))) not in (1, len(rules)):
+            rule = f"has {count} thresholds; rollout_rs has {len(rules)} rules"
             yield Problem(key, shown(given), rule, remedy)
-            return
-        pairs = zip(rules, bounds * len(rules) if len(bounds) == 1 else bounds)
-        if why := next((why for one in pairs if (why := _misfit(*one))), None):
+        elif why := next((why for one in bounded_rules(asked) if (why := _misfit(*one))), None):
             yield Problem(key, shown(given), why, remedy)
 
 
@@ -247,15 +245,15 @@ def _validation_samples(config: PPOConfig) -> Iterator[Problem]:
 
 
 def _engines_that_hold_whole_models(config: PPOConfig) -> Iterator[Problem]:
-    rollout, section = config.actor_rollout_ref.rollout, "actor_rollout_ref.rollout"
+    rollout = config.actor_rollout_ref.rollout
     engine = GENERATION_ENGINES.get(rollout.name)
     if engine is None or engine.divides_models:
         return
     other = next(name for name, one in GENERATION_ENGINES.items() if one.divides_models)
     for name in ("tensor_model_parallel_size", "data_parallel_size", "pipeline_model_parallel_size"):
         if (size := getattr(rollout, name)) > 1:
-            rule = f"{section}.name={rollout.name} holds the whole model on each device"
-            yield Problem(f"{section}.{name}", size, rule, f"{section}.{name}=1 or {section}.name={other}")
+            rule = f"{ROLLOUT}.name={rollout.name} holds the whole model on each device"
+            yield Problem(f"{ROLLOUT}.{name}", size, rule, f"{ROLLOUT}.{name}=1 or {ROLLOUT}.name={other}")
 
 
 def _engine_arguments_are_free(config: PPOConfig | GenerateConfig) -> Iterator[Problem]:
@@ -364,12 +362,12 @@ def _experts_are_replayed(config: PPOConfig) -> Iterator[Problem]:
     if mode == "R2" and config.algorithm.rollout_correction.bypass_mode:
         rule = f"records experts in the pass of the old log-probabilities, which {bypass}=true leaves out"
         yield Problem(key, mode, rule, f"{bypass}=false or {key}=disabled")
-    rollout, section = config.actor_rollout_ref.rollout, "actor_rollout_ref.rollout"
+    rollout = config.actor_rollout_ref.rollout
     engine = GENERATION_ENGINES.get(rollout.name)
     if mode == "R3" and engine is not None and not engine.tells_experts:
         names = [name for name, one in GENERATION_ENGINES.items() if one.tells_experts]
         rule = f"replays the experts of the generation engine, which {rollout.name} does not report"
-        yield Problem(key, mode, rule, f"{key}=R2 or {section}.name={' or '.join(names)}")
+        yield Problem(key, mode, rule, f"{key}=R2 or {ROLLOUT}.name={' or '.join(names)}")
     if actor.strategy != "megatron":
         return
     overrides = "actor_rollout_ref.actor.megatron.override_transformer_config"
@@ -465,7 +463,7 @@ def _dumps_lie_apart(config: PPOConfig) -> Iterator[Problem]:
         yield Problem(key, given, rule, f"{key}={config.trainer.rollout_data_dir}-val")
 
 
-def _one_process_is_debugged(config: PPOConfig | SupervisedConfig | GenerateConfig) -> Iterator[Problem]:
+def _one_process_is_debugged(config: JobConfig) -> Iterator[Problem]:
     trainer, asked = config.trainer, "debug" if config.debug else "trainer.debug.local"
     if not (config.debug or trainer.debug.local):
         return

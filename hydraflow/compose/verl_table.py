@@ -104,8 +104,7 @@ FOLLOWS: dict[str, str] = {
 }
 """Keys of ours that, if unset, have the value of another, as in verl."""
 
-WITH_COUNTERPART = ("ppo", "sft", "generate", "eval")
-"""Commands of ours for which verl has one, too."""
+_FILES = Path(__file__).with_name("verl_data")
 DTYPES = {
     "bfloat16": "bf16",
     "float16": "fp16",
@@ -195,14 +194,15 @@ def tables(schema: type) -> KeyTables:
 def _rows(schema: type) -> dict[str, Any]:
     """The content of a configuration's `keys_*.yaml`; verl has no counterpart of some commands."""
     name = schema.__name__.removesuffix("Config").lower()
-    rows: dict[str, Any] = read(f"keys_{name}") if name in WITH_COUNTERPART else {"command": ""}
+    has_rows = (_FILES / f"keys_{name}.yaml").is_file()
+    rows: dict[str, Any] = read(f"keys_{name}") if has_rows else {"command": ""}
     return rows
 
 
 @cache
 def read(file: str) -> Any:
     """The content of a file of `verl_data`, which is named without its ending."""
-    text = Path(__file__).with_name("verl_data").joinpath(f"{file}.yaml").read_text(encoding="utf-8")
+    text = (_FILES / f"{file}.yaml").read_text(encoding="utf-8")
     return yaml.load(text, getattr(yaml, "CSafeLoader", yaml.SafeLoader))
 
 

@@ -66,7 +66,8 @@ class ConversationDataset:
         assert config.truncation in TRUNCATIONS, config.truncation
         require_template(tokenizer)
         records, chats = read_chats(config, files, key=key, max_samples=max_samples)
-        cut = tokenised(tokenizer, chats, records, config)
+        conversations = tokenised(tokenizer, chats, records, config)
+        cut = [truncated(c, config.max_length, config.truncation) for c in conversations]
         kept = [c for c in cut if bool(c.trained[1:].any())]
         _report_dropped(len(cut) - len(kept), len(cut), key)
         self._conversations = kept
@@ -90,18 +91,6 @@ class ConversationDataset:
 
 
 def tokenised(
-    tokenizer: PreTrainedTokenizerBase,
-    chats: Sequence[Messages],
-    records: Sequence[FileRecord],
-    config: ExamplesConfig,
-) -> list[Conversation]:
-    """Tokens and masks of `chats`, cut to `max_length`. `records[i]` is where `chats[i]` came from. Raises
-    ConfigError as `tokenised_whole`."""
-    conversations = tokenised_whole(tokenizer, chats, records, config)
-    return [truncated(c, config.max_length, config.truncation) for c in conversations]
-
-
-def tokenised_whole(
     tokenizer: PreTrainedTokenizerBase,
     chats: Sequence[Messages],
     records: Sequence[FileRecord],

@@ -23,7 +23,7 @@ from hydraflow.data.conversations import (
     end_of_turn,
     require_turns,
     special_ids,
-    tokenised_whole,
+    tokenised,
     truncated,
 )
 from hydraflow.data.files import FileRecord, raise_problems, read_records, require_columns
@@ -66,7 +66,7 @@ class PairDataset:
         require_template(tokenizer)
         records, pairs = read_pairs(config, files, key=key, max_samples=max_samples)
         chosen, rejected = (
-            tokenised_whole(tokenizer, [pair[side] for pair in pairs], records, config) for side in (0, 1)
+            tokenised(tokenizer, [pair[side] for pair in pairs], records, config) for side in (0, 1)
         )
         ended = partial(_ended, tokenizer, special_ids(tokenizer))
         both = [_only_what_differs(*map(ended, pair)) for pair in zip(chosen, rejected, strict=True)]
@@ -93,9 +93,8 @@ class PairDataset:
             "group": torch.arange(len(numbers)).repeat_interleave(2),
         }
         if self._margins is not None:
-            columns["margin"] = torch.tensor([self._margins[number] for number in numbers]).repeat_interleave(
-                2
-            )
+            margins = torch.tensor([self._margins[number] for number in numbers])
+            columns["margin"] = margins.repeat_interleave(2)
         return DataProto.from_dict(tensors=columns)
 
     def _row(self, conversation: Conversation) -> _Row:
@@ -193,9 +192,8 @@ def _after(trained: torch.Tensor, common: int) -> torch.Tensor:
     >>> _after(torch.tensor([0, 1, 1, 0, 1, 1]), 5)
     tensor([0, 0, 0, 0, 1, 1])
     """
-    starts = (
-        ((trained == 1) & (torch.cat([trained.new_zeros(1), trained[:-1]]) == 0)).nonzero()[:, 0].tolist()
-    )
+    before = torch.cat([trained.new_zeros(1), trained[:-1]])
+    starts = ((trained == 1) & (before == 0)).nonzero()[:, 0].tolist()
     kept = torch.zeros_like(trained)
     for start, following in zip(starts, [*starts[1:], len(trained)]):
         run = trained[start:following]

@@ -33,7 +33,7 @@ from hydraflow.generation.config import GENERATION_ENGINES
 from hydraflow.memory.estimate import estimate
 from hydraflow.memory.limits import limits_of
 from hydraflow.memory.report import MemoryReport
-from hydraflow.schema import GenerateConfig, PPOConfig, SupervisedConfig
+from hydraflow.schema import GenerateConfig, JobConfig, PPOConfig, SupervisedConfig
 from hydraflow.trainer.phases import rollout_is_exact
 
 
@@ -79,7 +79,7 @@ class Report:
         return json.dumps(content, indent=2, ensure_ascii=False)
 
 
-def make_report(config: PPOConfig | SupervisedConfig | GenerateConfig, command: Command) -> Report:
+def make_report(config: JobConfig, command: Command) -> Report:
     """The report on a composed configuration. Raises ConfigError with every broken rule."""
     if isinstance(config, PPOConfig):
         return _ppo_report(config, command)
@@ -171,7 +171,7 @@ def _generate_report(config: GenerateConfig, command: Command) -> Report:
 
 
 def _report(
-    config: PPOConfig | SupervisedConfig | GenerateConfig,
+    config: JobConfig,
     job: str,
     plan: BatchPlan | SFTPlan | GeneratePlan,
     phases: Iterable[Phase],

@@ -22,7 +22,7 @@ from hydraflow.compose.own_functions import ESTIMATOR, own_choices, own_problems
 from hydraflow.errors import ConfigError, Faults, Problem
 from hydraflow.models.config import ModelSourceConfig
 from hydraflow.schema import PPOConfig
-from hydraflow.system.own_code import OwnFunction, import_modules, line_of
+from hydraflow.system.own_code import OwnFunction, import_modules, with_line
 
 SECONDS = 120.0
 """Timeout in seconds, which includes importing torch."""
@@ -106,10 +106,8 @@ def _try(key: str, given: str, keys: dict[str, Any]) -> None:
     function = OwnFunction.named(given)
     assert function is not None, "the key names a function"
     loaded = function.load()
-    from hydraflow.algorithms.trial import (
-        try_estimator,
-        try_loss,
-    )  # imports torch: only for a file that loads
+    # imports torch: only for a file that loads
+    from hydraflow.algorithms.trial import try_estimator, try_loss
 
     try:
         if key == ESTIMATOR:
@@ -117,7 +115,7 @@ def _try(key: str, given: str, keys: dict[str, Any]) -> None:
         else:
             why = try_loss(partial(loaded, **keys))
     except Exception as error:  # the user's function may raise anything
-        why = f"fails on a few rows: {type(error).__name__}: {error}{line_of(error, function.path)}"
+        why = f"fails on a few rows: {with_line(error, function.path)}"
         raise ConfigError.one(key, given, why, "correct the function") from error
     if why:
         raise ConfigError.one(key, given, why, "correct the function")

@@ -32,7 +32,6 @@ from hydraflow.trainer.pairs import PairTrainer
 from hydraflow.trainer.resume import CheckpointRequirements
 from hydraflow.trainer.sft import HeldOut, SFTTrainer
 
-open_chats = partial(open_rows, ConversationDataset, read_chats)
 Examples = ConversationDataset | PairDataset
 
 
@@ -49,20 +48,16 @@ class Kind:
     """Metrics of held-out examples by which a checkpoint can be the best."""
 
 
+OF_PAIRS = ("val/loss", "val/accuracy", "val/margin")
 KINDS: dict[type[SupervisedConfig], Kind] = {
-    SFTConfig: Kind(open_chats, SFTTrainer, "policy", ("val/loss", "val/accuracy")),
-    DPOConfig: Kind(
-        partial(open_rows, PairDataset, read_pairs),
-        PairTrainer,
+    SFTConfig: Kind(
+        partial(open_rows, ConversationDataset, read_chats),
+        SFTTrainer,
         "policy",
-        ("val/loss", "val/accuracy", "val/margin"),
+        ("val/loss", "val/accuracy"),
     ),
-    RMConfig: Kind(
-        partial(open_rows, ScoredPairDataset, read_pairs),
-        PairTrainer,
-        "value",
-        ("val/loss", "val/accuracy", "val/margin"),
-    ),
+    DPOConfig: Kind(partial(open_rows, PairDataset, read_pairs), PairTrainer, "policy", OF_PAIRS),
+    RMConfig: Kind(partial(open_rows, ScoredPairDataset, read_pairs), PairTrainer, "value", OF_PAIRS),
 }
 
 

@@ -69,9 +69,8 @@ def tokens_of(
     if ulysses == 1:
         return MicroBatchTokens(*(-(-number // devices) for number in (line, attended, asked)))
     line, attended = -(-line // ulysses), -(-attended // ulysses)
-    several = (
-        count if rows.packed else 0
-    )  # the last token of a shared prompt predicts the first token of several responses
+    # the last token of a shared prompt predicts the first token of several responses
+    several = count if rows.packed else 0
     return MicroBatchTokens(line, attended, min(asked, line + several), ulysses)
 
 
@@ -103,9 +102,8 @@ def layer_costs(
     saved = 2 * tokens.line * _norm(shape, number) // outside + tokens.line * mlp_saved // tensor
     saved += _attention(shape, tokens, number) // tensor
     heads = 4 * shape.q_width
-    if (
-        tokens.ulysses > 1
-    ):  # queries, keys and values exist three times: before the exchange, as sent, and as received
+    if tokens.ulysses > 1:
+        # queries, keys and values exist three times: before the exchange, as sent, and as received
         heads = 3 * (shape.q_width + 2 * shape.kv_width * _repeats(shape, tokens))
     forward = tokens.line * (2 * h // outside + max(3 * mlp_wide, heads * number) // tensor)
     return LayerCosts(entry, saved, forward, tokens.line * (2 * h // outside + 2 * mlp_wide // tensor))

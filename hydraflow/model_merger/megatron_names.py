@@ -104,10 +104,10 @@ def sizes_of(directory: Path) -> Architecture:
     if found.model_type not in FAMILIES:
         rule = f"Megatron's names are known for {', '.join(FAMILIES)}"
         raise ConfigError.one(f"{file}: model_type", found.model_type, rule)
-    for name in ("attention_bias", "mlp_bias"):
-        if getattr(found, name, False) and found.model_type not in ("qwen2", "glm4_moe"):
-            raise ConfigError.one(f"{file}: {name}", True, "Megatron's names of these biases are not known")
     shape = Architecture.sizes_of(found)
+    for name in ("attention_bias", "mlp_bias"):
+        if getattr(found, name, False) and not shape.qkv_bias:
+            raise ConfigError.one(f"{file}: {name}", True, "Megatron's names of these biases are not known")
     if shape.latent and not shape.latent.rope_interleave:
         rule = "Megatron-Core rotates columns of latent attention with their neighbours"
         raise ConfigError.one(f"{file}: rope_interleave", False, rule)

@@ -1,7 +1,7 @@
 """Finds a checkpoint from the directory that the user names, and opens it with the reader of its format.
 
 In: a directory: one model's (`.../global_step_12/actor`), a step's, or a run's. Out: a `Checkpoint`. Left out
-on purpose: the formats (`dcp.py`, `verl.py`).
+on purpose: the formats (`dcp.py`, `verl.py`, `megatron.py`).
 """
 
 from __future__ import annotations

@@ -37,7 +37,9 @@ class ShardedTensor(torch.Tensor):
     _spec: InertRecord
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         """Nothing can be computed with it."""
         raise AssertionError(f"{func} on a tensor that is only described")
 

@@ -251,7 +251,9 @@ class DataProto(Rows):
     # Inner parts
 
     def _columns(self) -> dict[str, Tensor]:
-        return {} if self.batch is None else {key: value for key, value in self.batch.items()}  # type: ignore[misc]
+        if self.batch is None:
+            return {}
+        return {key: value for key, value in self.batch.items()}  # type: ignore[misc]
 
     def _objects(self) -> dict[str, np.ndarray]:
         return self.non_tensor_batch

@@ -6,7 +6,7 @@ In: the section `reward`. Out: a `RewardCall`. Loading runs the user's code (`cu
 from __future__ import annotations
 
 import inspect
-from collections.abc import Awaitable, Callable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from functools import partial
 from typing import Any
@@ -35,6 +35,10 @@ class RewardCall:
     """It needs the functions of the rows' data sources."""
     paths: tuple[str, ...] = ()
     """The user's files."""
+
+    def of_row(self, row: Sequence[Any]) -> Any:
+        """What the function returns for one row, whose values are those of ARGUMENTS in order."""
+        return self.function(**dict(zip(ARGUMENTS, row, strict=True)))
 
     def at_once(self, max_concurrent: int) -> int:
         """Maximum rows that a process scores concurrently."""

@@ -25,11 +25,12 @@ from typing import Any, TypeVar
 from hydraflow.errors import ConfigError, Problem, shown
 from hydraflow.rewards.calling import RewardCall, config_of, load
 from hydraflow.rewards.config import RewardConfig
-from hydraflow.rewards.custom import ARGUMENTS, BATCH_ARGUMENTS, line_of
+from hydraflow.rewards.custom import BATCH_ARGUMENTS, absolute
 from hydraflow.rewards.frames import FrameSocket
 from hydraflow.rewards.functions import load_scorers
 from hydraflow.rewards.row_time import QueueTime, over_at
 from hydraflow.rewards.values import Result, read_value
+from hydraflow.system.own_code import line_of
 
 R = TypeVar("R")
 
@@ -135,7 +136,7 @@ class RewardCaller:
         return None, {}, cause_of(error, self.call.paths) + limit
 
     def _one(self, row: Sequence[Any]) -> Result:
-        return read_value(self.call.function(**dict(zip(ARGUMENTS, row, strict=True))))
+        return read_value(self.call.of_row(row))
 
     def _within_limits(self, number: int, rows: int, call: Callable[[], R]) -> R | Result:
         self.alarm.start()
@@ -225,7 +226,7 @@ def cause_of(error: BaseException, paths: Sequence[str]) -> str:
         cause = f"{type(error).__name__}: {error}"
     except Exception:  # str() of it is the user's code, too
         cause = type(error).__name__
-    places = ((path, line_of(error, path)) for path in paths)
+    places = ((path, line_of(error, absolute(path))) for path in paths)
     where = next((f" ({os.path.basename(path)}, {line})" for path, line in places if line), "")
     return cause[:MOST_CAUSE] + where
 
@@ -248,7 +249,7 @@ def score_here(call: RewardCall, rows: Sequence[Any]) -> list[Result]:
             if call.is_batched:
                 results += _of_batch(call.function, [row])
                 continue
-            value = call.function(**dict(zip(ARGUMENTS, row, strict=True)))
+            value = call.of_row(row)
             results.append(read_value(_runner().run(value) if call.is_async else value))
         except BdbQuit:
             raise

@@ -10,13 +10,10 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from hydraflow.rewards.custom import ARGUMENTS
+from hydraflow.rewards.child import RewardCaller, RowTimeout
 from hydraflow.rewards.values import Result, read_value
-
-if TYPE_CHECKING:
-    from hydraflow.rewards.child import RewardCaller
 
 BEAT = 0.25
 """Interval at which a live event loop resets the alarm, as a fraction of the time limit."""
@@ -76,7 +73,7 @@ class ConcurrentRows:
     def _begun(self, row: Sequence[Any]) -> Awaitable[Any] | Result:
         """What is to be waited for; or the result of a row that failed before."""
         try:
-            found: Awaitable[Any] = self.caller.call.function(**dict(zip(ARGUMENTS, row, strict=True)))
+            found: Awaitable[Any] = self.caller.call.of_row(row)
             return found
         except BaseException as error:  # the user's code may raise anything: the row fails, never the run
             return self.caller.failed(error)
@@ -88,9 +85,8 @@ class ConcurrentRows:
             async with asyncio.timeout_at(ends) as waiting:
                 return read_value(await begun)
         except BaseException as error:  # see above
-            if waiting.expired() and isinstance(error, TimeoutError):
-                return None, {}, f"took longer than {self.caller.alarm.limit:g} seconds"
-            return self.caller.failed(error)
+            is_late = waiting.expired() and isinstance(error, TimeoutError)
+            return self.caller.failed(RowTimeout() if is_late else error)
 
     def _note(self) -> None:
         """The pool watches the oldest row."""

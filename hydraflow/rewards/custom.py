@@ -7,18 +7,15 @@ is done in a process of a pool (`RewardPool.require_loaded`).
 
 from __future__ import annotations
 
-import importlib.util
 import inspect
-import sys
-import traceback
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import redirect_stdout, suppress
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 from hydraflow.errors import ConfigError
+from hydraflow.system.own_code import import_file
 
 SECTION = "reward.custom_reward_function"
 ARGUMENTS = ("data_source", "solution_str", "ground_truth", "extra_info")
@@ -38,7 +35,11 @@ def load_function(
     """The function `name` in the Python file `path`, to be called with `arguments` by name; `reward_kwargs`
     are bound to it. Its arguments may have other names if they are in this order. `key`: the section for
     messages. Raises `ConfigError`."""
-    module = _import_file(_absolute(path), f"{key}.path")
+    file = absolute(path)
+    if not file.is_file():
+        raise ConfigError.one(f"{key}.path", file, "no such file")
+    name_of_module = f"hydraflow_custom_reward_{file.stem}"
+    module = import_file(file, module=name_of_module, field=f"{key}.path", value=file)
     if not hasattr(module, name):
         functions = inspect.getmembers(module, inspect.isfunction)
         defined = ", ".join(n for n, value in functions if value.__module__ == module.__name__)
@@ -97,33 +98,6 @@ def _takes_names(
     return True
 
 
-def _import_file(path: Path, key: str) -> ModuleType:
-    if not path.is_file():
-        raise ConfigError.one(key, path, "no such file")
-    spec = importlib.util.spec_from_file_location(f"hydraflow_custom_reward_{path.stem}", path)
-    if spec is None or spec.loader is None:
-        raise ConfigError.one(key, path, "is not a Python file", "its name must end in .py")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses and pickle look their module up
-    try:
-        with redirect_stdout(sys.stderr):  # a command's stdout is reserved for its report
-            spec.loader.exec_module(module)
-    except (Exception, SystemExit) as error:  # the user's file may raise anything; it becomes our message
-        where = f" ({line})" if (line := line_of(error, path)) else ""
-        rule = f"cannot be imported: {type(error).__name__}: {error}{where}"
-        raise ConfigError.one(key, path, rule) from error
-    return module
-
-
-def line_of(error: BaseException, path: str | Path) -> str:
-    """The line of the user's file that raised, such as `line 7: return table[key]`; empty if the file is not
-    in the traceback."""
-    if isinstance(error, SyntaxError):
-        return ""  # its message names file and line
-    file = _absolute(path)
-    frames = [f for f in traceback.extract_tb(error.__traceback__) if Path(f.filename) == file]
-    return f"line {frames[-1].lineno}: {frames[-1].line}" if frames else ""
-
-
-def _absolute(path: str | Path) -> Path:
+def absolute(path: str | Path) -> Path:
+    """The path of the user's file as it is imported."""
     return Path(path).expanduser().absolute()

@@ -15,7 +15,7 @@ from functools import cache
 from typing import Any
 
 from hydraflow.errors import ConfigError, Problem
-from hydraflow.rewards.config import FUNCTIONS, SandboxConfig
+from hydraflow.rewards.config import FUNCTIONS
 
 Score = float | dict[str, Any]
 
@@ -23,23 +23,15 @@ _MARKED = re.compile(r"####\s*(-?\$?[0-9][0-9.,]*)")
 _NUMBER = re.compile(r"-?\$?[0-9](?:[0-9,]*[0-9])?(?:\.[0-9]+)?")
 
 
-def by_source(
-    data_source: str,
-    solution_str: str,
-    ground_truth: Any,
-    *,
-    sandbox: SandboxConfig | None = None,
-    timeout: float = 0.0,
-) -> Score:
-    """Scores one response with the function of its data source. `sandbox` and `timeout`: those of `reward`,
-    for programs. Raises `ConfigError` for an unknown source.
+def by_source(data_source: str, solution_str: str, ground_truth: Any, **keys: Any) -> Score:
+    """Scores one response with the function of its data source. `keys`: those of `reward` that one of these
+    functions reads. Raises `ConfigError` for an unknown source.
 
     >>> by_source("arithmetic", "042", "042")
     1.0
     """
     name = find_scorer(data_source)
-    given = {"sandbox": sandbox, "timeout": timeout}
-    read = {key: given[key] for key in FUNCTIONS[name].reads}
+    read = {key: keys[key] for key in FUNCTIONS[name].reads}
     score: Score = _loaded(name)(solution_str, ground_truth, **read)
     return score
 

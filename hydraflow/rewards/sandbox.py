@@ -221,14 +221,11 @@ def require_sandbox(sandbox: SandboxConfig, timeout: float) -> None:
     try:
         outcomes = run("print(6 * 7)", [""], sandbox=sandbox, seconds=max(5.0, sandbox.timeout))
     except SandboxError as error:
-        raise ConfigError.one(KEY, None, _refusal(str(error)), _remedy()) from error
+        rule = f"programs of responses run in their own namespaces, which cannot be created here: {error}"
+        raise ConfigError.one(KEY, None, rule, _remedy()) from error
     if outcomes != [Outcome(DONE, "42\n")]:
         rule = f"a program that prints 42 {outcomes[0].how} within these limits"
         raise ConfigError.one(KEY, None, rule, f"raise {KEY}.memory, {KEY}.timeout or {KEY}.processes")
-
-
-def _refusal(error: str) -> str:
-    return f"programs of responses run in their own namespaces, which cannot be created here: {error}"
 
 
 def _remedy() -> str:

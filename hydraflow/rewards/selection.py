@@ -17,6 +17,7 @@ from typing import Any
 from hydraflow.errors import ConfigError, Problem, shown
 from hydraflow.options import listed
 from hydraflow.rewards.config import FUNCTIONS, RewardConfig
+from hydraflow.rewards.custom import ARGUMENTS
 from hydraflow.rewards.functions import find_scorer, unknown_sources
 from hydraflow.rewards.sandbox import require_sandbox
 
@@ -25,8 +26,6 @@ BY_SOURCE = "data_source"
 _FIELDS = {"name": None, "path": None, "weight": 1.0, "kwargs": None}
 """Fields of an entry, with defaults."""
 _TAKEN = ("score", "acc", "failed", "failed_rows")
-_PLACES = ("data_source", "solution_str", "ground_truth", "extra_info")
-"""Placeholders of a judge's prompt."""
 
 
 @dataclass(frozen=True)
@@ -153,6 +152,6 @@ def _judge_problems(config: RewardConfig) -> Iterator[Problem]:
     except ValueError as error:
         yield Problem(f"{key}.prompt", None, f"{error}", "write {{ and }} for braces")
         return
-    if strange := [name for name in places if name.partition("[")[0] not in _PLACES]:
-        rule = f"{{{strange[0]}}} is unknown; known are {listed([f'{{{name}}}' for name in _PLACES])}"
+    if strange := [name for name in places if name.partition("[")[0] not in ARGUMENTS]:
+        rule = f"{{{strange[0]}}} is unknown; known are {listed([f'{{{name}}}' for name in ARGUMENTS])}"
         yield Problem(f"{key}.prompt", None, rule, "write {{ and }} for braces")

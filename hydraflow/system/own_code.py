@@ -104,10 +104,39 @@ def import_modules(names: str | Sequence[str] | None, field: str) -> None:
 
 
 def line_of(error: BaseException, path: Path) -> str:
-    """The line of the user's file that raised, as ` (line 7: return table[key])`; empty if it is not in the
-    traceback."""
+    """The line of the user's file, an absolute path, that raised, such as `line 7: return table[key]`; empty
+    if the file is not in the traceback."""
+    if isinstance(error, SyntaxError):
+        return ""  # its message names file and line
     frames = [f for f in traceback.extract_tb(error.__traceback__) if Path(f.filename) == path]
-    return f" (line {frames[-1].lineno}: {frames[-1].line})" if frames else ""
+    return f"line {frames[-1].lineno}: {frames[-1].line}" if frames else ""
+
+
+def with_line(error: BaseException, path: Path) -> str:
+    """The error with the line of the user's file that raised it.
+
+    >>> with_line(KeyError("x"), Path("/code/mine.py"))
+    "KeyError: 'x'"
+    """
+    where = f" ({line})" if (line := line_of(error, path)) else ""
+    return f"{type(error).__name__}: {error}{where}"
+
+
+def import_file(path: Path, *, module: str, field: str, value: object = None) -> ModuleType:
+    """Imports the user's file at this absolute path as `module`. Raises ConfigError if it cannot be imported;
+    `field` and `value`: the key that names it, for the message."""
+    spec = importlib.util.spec_from_file_location(module, path)
+    if spec is None or spec.loader is None:
+        raise ConfigError.one(field, value, "is not a Python file", "its name must end in .py")
+    found = importlib.util.module_from_spec(spec)
+    sys.modules[module] = found  # dataclasses and pickle look their module up
+    try:
+        with redirect_stdout(sys.stderr):  # a command's stdout is reserved for its report
+            spec.loader.exec_module(found)
+    except (Exception, SystemExit) as error:  # the user's file may raise anything; it becomes our message
+        rule = f"cannot be imported: {with_line(error, path)}"
+        raise ConfigError.one(field, value, rule) from error
+    return found
 
 
 def _parameters(arguments: ast.arguments) -> Parameters:
@@ -123,14 +152,4 @@ def _parameters(arguments: ast.arguments) -> Parameters:
 def _module(path: Path) -> ModuleType:
     """The file as a module, imported once in a process."""
     name = f"hydraflow_own_{hashlib.sha256(str(path).encode()).hexdigest()[:12]}"
-    spec = importlib.util.spec_from_file_location(name, path)
-    assert spec is not None and spec.loader is not None, "it ends in .py"
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module  # dataclasses and pickle look their module up
-    try:
-        with redirect_stdout(sys.stderr):
-            spec.loader.exec_module(module)
-    except (Exception, SystemExit) as error:  # the user's file may raise anything; it becomes our message
-        rule = f"cannot be imported: {type(error).__name__}: {error}{line_of(error, path)}"
-        raise ConfigError.one(str(path), None, rule) from error
-    return module
+    return import_file(path, module=name, field=str(path))

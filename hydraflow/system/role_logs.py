@@ -145,7 +145,8 @@ class RoleLogs(logging.Handler):
         if self.log.console is not None:
             self._console = os.dup(STANDARD_ERROR)
         self._captures = below_python
-        sys.stdout, sys.stderr = PrintedLines(self, STANDARD_OUTPUT), PrintedLines(self, STANDARD_ERROR)  # type: ignore[assignment]
+        sys.stdout = PrintedLines(self, STANDARD_OUTPUT)  # type: ignore[assignment]
+        sys.stderr = PrintedLines(self, STANDARD_ERROR)  # type: ignore[assignment]
         self._point(self._file())
 
     @contextmanager

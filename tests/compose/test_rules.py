@@ -11,6 +11,7 @@ import yaml
 from hydraflow.algorithms.config import (
     ESTIMATORS,
     POLICY_LOSSES,
+    PREFERENCE_LOSSES,
     REJECTION_RULES,
     DistillationLossConfig,
     KLControlConfig,
@@ -23,7 +24,7 @@ from hydraflow.data.config import PromptConfig, SFTDataConfig
 from hydraflow.engine.config import TRAIN_ENGINES, OptimConfig
 from hydraflow.generation.config import GENERATION_ENGINES
 from hydraflow.options import option_of
-from hydraflow.schema import EvalConfig, GenerateConfig, PPOConfig, SFTConfig
+from hydraflow.schema import DPOConfig, EvalConfig, GenerateConfig, PPOConfig, SFTConfig
 from hydraflow.trainer.config import LOGGERS
 from hydraflow.workers.config import ActorConfig
 
@@ -136,9 +137,18 @@ def test_choices_are_those_that_the_code_offers():
     assert set(LOGGERS) == set(trackers.TRACKERS)
 
 
-@pytest.mark.parametrize("table", [ESTIMATORS, POLICY_LOSSES, TRAIN_ENGINES, GENERATION_ENGINES])
-def test_a_named_choice_has_code_or_is_planned_and_reads_keys_that_there_are(table):
-    keys = {key.rpartition(".")[2] for key in known_keys(PPOConfig)}
+@pytest.mark.parametrize(
+    ("table", "schema"),
+    [
+        (ESTIMATORS, PPOConfig),
+        (POLICY_LOSSES, PPOConfig),
+        (PREFERENCE_LOSSES, DPOConfig),
+        (TRAIN_ENGINES, PPOConfig),
+        (GENERATION_ENGINES, PPOConfig),
+    ],
+)
+def test_a_named_choice_has_code_or_is_planned_and_reads_keys_that_there_are(table, schema):
+    keys = {key.rpartition(".")[2] for key in known_keys(schema)}
     for name, named in table.items():
         assert callable(named.load()) if named.where else named.planned, name
         assert set(named.all_reads) <= keys, name

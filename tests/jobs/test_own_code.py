@@ -138,6 +138,9 @@ def test_what_is_kept_of_a_file(tmp_path: Path, choose: Choose, caplog: pytest.L
     kept = folder.keep_code(own_files(config))
     assert set(kept) == {ESTIMATOR, LOSS, "reward.custom_reward_function.path"}
     assert (folder.path / kept[LOSS]["copy"]).read_text() == GOOD
+    config.reward.functions = [{"name": "length"}, {"path": f"{tmp_path}/mine.py"}]
+    assert own_files(config)["reward.functions[1].path"] == tmp_path / "mine.py"
+    config.reward.functions = []
     folder.note_start({"code": kept})
     assert folder.keep_code(own_files(config)) == kept and caplog.text == ""
     again = folder.keep_code(own_files(choose(GOOD + "# another\n", loss="loss")))

@@ -6,6 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
+from source_tree import ROOT
 
 from hydraflow.errors import ConfigError
 from hydraflow.rewards.config import CustomRewardConfig, JudgeConfig, RewardConfig, RewardManagerConfig
@@ -105,6 +107,15 @@ def test_functions_and_managers_that_exclude_each_other(mine: str) -> None:
     assert "reward.functions are the functions" in str(both)
     (batch,) = problems(RewardConfig(reward_manager=RewardManagerConfig("batch")))
     assert "calls a single custom function with many rows" in str(batch)
+
+
+def test_the_example_on_the_page_scores_a_boxed_answer(mine: str) -> None:
+    page = (ROOT / "docs/rewards.md").read_text(encoding="utf-8")
+    functions = yaml.safe_load(page.split("```yaml\n")[1].split("```")[0])["reward"]["functions"]
+    functions[2]["path"] = mine
+    answers = (r"so \boxed{4}.", "so 4")
+    boxed, bare = scored(functions, *(RewardRow("any", answer, "4", {}) for answer in answers))
+    assert (boxed.extra["format"], bare.extra["format"]) == (1.0, 0.0)
 
 
 def judge_problem(**values: Any) -> str:
