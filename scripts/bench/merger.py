@@ -180,7 +180,7 @@ state, names = {}, Names(shape, 0, 1)
 for name in parameters(shape):
     layer, _, place = name.removeprefix(LAYERS).partition(".")
     if name.startswith(LAYERS):
-        tensor = saved[LAYERS + keys_of(place, experts=False)[0]][int(layer)]
+        tensor = saved[LAYERS + keys_of(place, latent=False, experts=False)[0]][int(layer)]
     else:
         tensor = saved[name]
     holding = names.holding(name)
