@@ -136,7 +136,9 @@ def bench(size: str, layout: str, folder: Path, repeats: int, verl: str | None) 
         ]
         theirs = fastest(command, target, repeats)
     if layout == "megatron":
-        theirs = fastest([sys.executable, "-c", _CORE, str(checkpoint), str(target)], target, repeats)
+        theirs = fastest(
+            [sys.executable, "-c", WITH_MEGATRON_CORE, str(checkpoint), str(target)], target, repeats
+        )
         run([sys.executable, "-c", _SAME, str(model), str(target)])
     base = run([sys.executable, "-c", "import torch"])
     shutil.rmtree(checkpoint)
@@ -164,7 +166,7 @@ assert a.keys() == b.keys() and all(torch.equal(a[k], b[k]) for k in a), "the me
 """
 
 
-_CORE = """
+WITH_MEGATRON_CORE = """
 import sys, torch
 import hydraflow.engine.megatron
 from megatron.core import dist_checkpointing
@@ -173,7 +175,7 @@ from hydraflow.engine.megatron.names import Names
 from hydraflow.model_merger.megatron_names import LAYERS, keys_of, parameters, sizes_of
 from pathlib import Path
 checkpoint, target = map(Path, sys.argv[1:])
-torch.distributed.init_process_group("gloo", init_method="tcp://127.0.0.1:29671", rank=0, world_size=1)
+torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
 folder, shape = str(checkpoint / "release"), sizes_of(checkpoint / "huggingface")
 saved = dist_checkpointing.load(dist_checkpointing.load_tensors_metadata(folder), folder)
 state, names = {}, Names(shape, 0, 1)
