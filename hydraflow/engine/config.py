@@ -248,6 +248,18 @@ class MegatronConfig:
         names = given if isinstance(given, list) else [given]
         return tuple(name for name in names if isinstance(name, str))
 
+    def recomputes_layers(self, *, checkpointing: bool) -> bool:
+        """Whether whole layers are recomputed. checkpointing: `model.enable_gradient_checkpointing`, which an
+        override of recompute_granularity replaces.
+
+        >>> selective = MegatronConfig(override_transformer_config={"recompute_granularity": "selective"})
+        >>> [one.recomputes_layers(checkpointing=True) for one in (MegatronConfig(), selective)]
+        [True, False]
+        """
+        usual = "full" if checkpointing else None
+        found: bool = self.override_transformer_config.get("recompute_granularity", usual) == "full"
+        return found
+
     @property
     def chunks(self) -> int:
         """Model chunks per stage."""

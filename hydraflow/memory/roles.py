@@ -155,8 +155,10 @@ def _engine(
     if layout.engine != "megatron":
         return _sharded(inputs, layout, shape, model, role.fsdp_config, trained=trained, policy=policy)
     number = inputs.limits.bytes_of(role.megatron.dtype)
-    checkpointing = trained and model.enable_gradient_checkpointing
     settings, on_host = role.megatron, inputs.limits.device_type == "cpu"
+    # of layers that are recomputed in part, all is counted as kept
+    whole = settings.recomputes_layers(checkpointing=model.enable_gradient_checkpointing)
+    checkpointing = trained and whole
     if on_host:  # on a CPU offloading moves nothing
         settings = replace(settings, param_offload=False, grad_offload=False, optimizer_offload=False)
     return MegatronModelMemory(shape, layout, settings, number, trained, checkpointing, policy, on_host)

@@ -66,6 +66,8 @@ def model_problems(path: str, key: str) -> list[Problem]:
         if writer := _sharded_by(folder):
             rule = f"holds a checkpoint of {writer}, which must be merged first"
             merge = f"python -m hydraflow.model_merger merge --local_dir {path} --target_dir MERGED"
+            if not _has_settings(folder):  # Megatron-LM saves none
+                merge += " --hf_model_path <Hugging Face directory of that model>"
             return [Problem(key, path, rule, f"{merge}, then {key}=MERGED")]
         rule = "this directory has no config.json, so it is not a Hugging Face model"
         inside = sorted(str(file.parent) for file in folder.glob("*/config.json"))
@@ -82,6 +84,12 @@ _MODELS = ("", "actor/", "global_step_*/*/")
 """Folders of models below a model's, a step's or a run's folder."""
 _PLACES = ("", "dist_ckpt/", "model/dist_ckpt/", "weights/", "iter_*/", "release/")
 """Subfolders of a model's folder that may hold the files."""
+
+
+def _has_settings(folder: Path) -> bool:
+    """Whether a sharded checkpoint in a folder or below it has the model's Hugging Face configuration."""
+    places = (f"{model}{place}huggingface/config.json" for model in _MODELS for place in _PLACES)
+    return any(next(folder.glob(place), None) for place in places)
 
 
 def _sharded_by(folder: Path) -> str | None:

@@ -136,7 +136,9 @@ def bench(size: str, layout: str, folder: Path, repeats: int, verl: str | None) 
         ]
         theirs = fastest(command, target, repeats)
     if layout == "megatron":
-        theirs = fastest([sys.executable, "-c", _CORE, str(checkpoint), str(target)], target, repeats)
+        theirs = fastest(
+            [sys.executable, "-c", WITH_MEGATRON_CORE, str(checkpoint), str(target)], target, repeats
+        )
         run([sys.executable, "-c", _SAME, str(model), str(target)])
     base = run([sys.executable, "-c", "import torch"])
     shutil.rmtree(checkpoint)
@@ -164,7 +166,7 @@ assert a.keys() == b.keys() and all(torch.equal(a[k], b[k]) for k in a), "the me
 """
 
 
-_CORE = """
+WITH_MEGATRON_CORE = """
 import sys, torch
 import hydraflow.engine.megatron
 from megatron.core import dist_checkpointing
@@ -180,7 +182,7 @@ state, names = {}, Names(shape, 0, 1)
 for name in parameters(shape):
     layer, _, place = name.removeprefix(LAYERS).partition(".")
     if name.startswith(LAYERS):
-        tensor = saved[LAYERS + keys_of(place, experts=False)[0]][int(layer)]
+        tensor = saved[LAYERS + keys_of(place, latent=False, experts=False)[0]][int(layer)]
     else:
         tensor = saved[name]
     holding = names.holding(name)

@@ -52,6 +52,15 @@ def test_a_library_that_is_not_installed_is_named(monkeypatch: pytest.MonkeyPatc
     )
 
 
+def test_megatron_core_that_is_not_installed_is_named(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("hydraflow.options.Library.is_installed", False)
+    found = problems(configured(actor__strategy="megatron", algorithm__adv_estimator="grpo"))
+    assert [str(problem) for problem in found] == [
+        "actor_rollout_ref.actor.strategy=megatron: needs Megatron-Core, which is not installed\n"
+        "      -> pip install 'hydraflow-trainer[megatron]'; or actor_rollout_ref.actor.strategy=fsdp2"
+    ]
+
+
 def test_a_server_of_sglang_has_one_device(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("hydraflow.options.Library.is_installed", True)
     assert problems(configured(rollout__name="sglang")) == []

@@ -178,6 +178,16 @@ def test_no_checkpointing_of_activations(
     check(pools, models, oracle, "qwen3", ranks, options, micro_batches=4)
 
 
+@pytest.mark.parametrize("form", ["tp 2", "pp 2"])
+def test_parts_of_a_layer_that_are_recomputed_alone(
+    pools: dict[int, Ranks], models: Path, oracle: Oracle, form: str
+) -> None:
+    ranks, settings = FORMS[form]
+    overrides = {"recompute_granularity": "selective", "recompute_modules": ["core_attn", "mlp"]}
+    options = {"megatron": {**settings, "override_transformer_config": overrides}}
+    check(pools, models, oracle, "qwen3", ranks, options)
+
+
 def test_the_oracle_is_not_trivial(oracle: Oracle) -> None:
     """Every tensor has a gradient, gradients are clipped, and some tokens are the most probable, some not."""
     found = oracle("qwen2", "policy", "usual")

@@ -21,7 +21,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from hydraflow.batch_plan.stages import layers_of_parts
 from hydraflow.engine.config import MegatronConfig
-from hydraflow.engine.megatron.architecture import Architecture, Mixture
+from hydraflow.engine.megatron.architecture import Architecture, Latent, Mixture
 from hydraflow.engine.megatron.core_arguments import OF_OTHER_MODELS, fixed_arguments
 from hydraflow.engine.megatron.core_config import transformer_config
 from hydraflow.engine.megatron.ddp_config import FIXED, FREE, OWN, ddp_config
@@ -33,6 +33,7 @@ SECTION = "actor_rollout_ref.actor"
 OVERRIDES = f"{SECTION}.megatron.override_transformer_config"
 
 DENSE = Architecture(4, 4, 2, 8, 32, 48, 19, False, False, False, 1e-6)
+COMPRESSED = replace(DENSE, latent=Latent(None, 12, 8, 4, 6, True, 0.3))
 MIXTURE = replace(DENSE, mixture=Mixture(4, 2, 8, True, (True,) * 4))
 
 
@@ -96,6 +97,7 @@ def test_safe_defaults_of_mixtures() -> None:
             {"moe_token_dispatcher_type": "flex"},
             "only alltoall supports lines of different lengths",
         ),
+        ({"moe_layer_recompute": True}, "recompute_modules=[moe] replaced it"),
         ({"moe_enable_deepep": True}, "only alltoall supports lines of different lengths"),
         ({"moe_z_loss_coeff": 0.01}, "the gradient would depend on how rows are split into micro-batches"),
         ({"moe_aux_loss_coeff": 0.01}, f"-> {SECTION}.megatron.moe_aux_loss_coeff=0.01"),
@@ -197,8 +199,41 @@ def test_a_stage_without_layers_is_refused(first: int) -> None:
 
 def test_recomputation_is_full_unless_another_kind_is_asked_for() -> None:
     assert configured({}).recompute_method == "uniform"
+    model = ModelConfig(enable_gradient_checkpointing=False)
+    for overrides, wanted in (({}, None), ({"recompute_granularity": "full"}, "uniform")):
+        settings = divided(overrides, 1, None)
+        found = transformer_config(DENSE, model, settings, torch.float32, section=SECTION)
+        assert found.recompute_method == wanted
     selective = configured({"recompute_granularity": "selective"})
     assert (selective.recompute_granularity, selective.recompute_method) == ("selective", None)
+
+
+@pytest.mark.parametrize(
+    ("shape", "parts", "said"),
+    [
+        (DENSE, ["mlp", "layernorm"], "only with Transformer Engine, which is not installed"),
+        (
+            COMPRESSED,
+            ["core_attn"],
+            "recompute_modules=[core_attn]: latent attention is not recomputed on its",
+        ),
+        (COMPRESSED, None, "recompute_modules=null: latent attention is not recomputed on its own"),
+    ],
+)
+def test_parts_that_cannot_be_recomputed_alone(
+    shape: Architecture, parts: list[str] | None, said: str
+) -> None:
+    """Megatron-Core would end in a NameError in the first update, or recompute nothing."""
+    overrides = {"recompute_granularity": "selective", **({"recompute_modules": parts} if parts else {})}
+    with pytest.raises(ConfigError, match=re.escape(said)):
+        transformer_config(shape, ModelConfig(), divided(overrides, 1, None), torch.float32, section=SECTION)
+
+
+def test_other_parts_of_latent_layers_are_recomputed_alone() -> None:
+    overrides = {"recompute_granularity": "selective", "recompute_modules": ["mlp"]}
+    settings = divided(overrides, 1, None)
+    found = transformer_config(COMPRESSED, ModelConfig(), settings, torch.float32, section=SECTION)
+    assert found.recompute_modules == ["mlp"]
 
 
 DDP = f"{SECTION}.megatron.override_ddp_config"

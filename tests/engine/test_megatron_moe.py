@@ -200,6 +200,16 @@ def test_no_checkpointing_of_activations(pools: dict[int, Ranks], models: Path, 
     check(found, oracle("qwen3_moe"))
 
 
+@pytest.mark.parametrize("layout", ["qwen2_moe, tp 2", "pp 2, tp 2"])
+def test_experts_that_are_recomputed_alone(
+    pools: dict[int, Ranks], models: Path, oracle: Oracle, layout: str
+) -> None:
+    family, ranks, settings = LAYOUTS[layout]
+    overrides = {"recompute_granularity": "selective", "recompute_modules": ["moe", "shared_experts"]}
+    options = {"megatron": {**settings, "override_transformer_config": overrides}}
+    check(pools[ranks].run(jobs.numbers, str(models / family), options, 2), oracle(family))
+
+
 def test_the_oracle_is_not_trivial(oracle: Oracle) -> None:
     """Every tensor has a gradient, each expert's matrices among them, and gradients are clipped."""
     for family in FAMILIES:

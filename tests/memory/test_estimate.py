@@ -297,6 +297,17 @@ def test_megatron_plain_optimizer() -> None:
     assert whole.resting.optimizer == 6 * whole.resting.weights > plain.resting.optimizer
 
 
+def test_layers_that_are_recomputed_in_part_are_counted_as_kept() -> None:
+    def activations(overrides: dict[str, Any], *, checkpointing: bool) -> int:
+        config = megatron(tensor_model_parallel_size=8, override_transformer_config=overrides)
+        config.actor_rollout_ref.model.enable_gradient_checkpointing = checkpointing
+        return report_of(config).roles[0].phases["update"].activations
+
+    kept, recomputed = (activations({}, checkpointing=on) for on in (False, True))
+    assert activations({"recompute_granularity": "selective"}, checkpointing=True) == kept
+    assert activations({"recompute_granularity": "full"}, checkpointing=False) == recomputed < kept
+
+
 def test_megatron_offload() -> None:
     """Gradients are freed, all else moves to the host; the optimizer's step is no longer beside passes."""
     sizes = dict(tensor_model_parallel_size=8)

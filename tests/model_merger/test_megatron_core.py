@@ -6,6 +6,8 @@ from __future__ import annotations
 import json
 import pickle
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -22,7 +24,7 @@ from engine import megatron_models
 from engine.megatron_models import LATENT, QWEN, SCORE, save_families, save_model, sizes, stored
 from engine.pool import Ranks
 from model_merger import core_jobs as jobs
-from model_merger.directories import assert_same_bits, merge
+from model_merger.directories import assert_same_bits, merge, read
 from once import made_once
 from transformers import DeepseekV2Config, DeepseekV3Config, Qwen3MoeConfig
 
@@ -30,6 +32,7 @@ from hydraflow.engine.dcp_index import INDEX
 from hydraflow.errors import ConfigError
 from hydraflow.model_merger import load_state_dict
 from hydraflow.model_merger.__main__ import main
+from scripts.bench.merger import WITH_MEGATRON_CORE
 
 MIXTURES = {
     **megatron_models.MIXTURES,
@@ -118,6 +121,16 @@ def test_splitting_and_merging_gives_the_same_bits(models: Path, tmp_path: Path,
     }
     assert_same_bits(merge(half, tmp_path / "half-merged"), wanted)
     assert_same_bits(merge(tmp_path / "split", tmp_path / "rounded", "--dtype", "bf16"), wanted)
+
+
+@pytest.mark.slow
+def test_what_the_bench_compares_with_gives_the_same_bits(models: Path, tmp_path: Path) -> None:
+    """Megatron-Core's own loading, in one process."""
+    run = split(models / "qwen2", tmp_path / "split")
+    command = [sys.executable, "-c", WITH_MEGATRON_CORE, str(run), str(tmp_path / "saved")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert_same_bits(read(tmp_path / "saved"), stored(models / "qwen2"))
 
 
 def test_test_and_info(models: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

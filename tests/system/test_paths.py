@@ -82,3 +82,8 @@ def test_a_checkpoint_in_parts_must_be_merged_first(
     assert problem.rule == f"holds a checkpoint of {writer}, which must be merged first"
     command = f"python -m hydraflow.model_merger merge --local_dir {tmp_path} --target_dir MERGED"
     assert problem.remedy == f"{command}, then k=MERGED"
+    (tmp_path / "huggingface" / "config.json").unlink()
+    [problem] = model_problems(str(tmp_path), "k")
+    assert (
+        problem.remedy == f"{command} --hf_model_path <Hugging Face directory of that model>, then k=MERGED"
+    )

@@ -36,6 +36,7 @@ def require_free(shape: Architecture, settings: MegatronConfig, dtype: torch.dty
         key = f"{engine}.moe_permute_fusion"
         problems.append(Problem(key, True, "Transformer Engine is not installed", f"{key}=false"))
     problems += _of_balance(shape.mixture, settings, engine)
+    problems += _of_recomputation(shape, settings, engine)
     for name, value in sorted(settings.override_transformer_config.items()):
         if name in fixed and value != fixed[name]:
             key = f"{engine}.{OVERRIDES}.{name}"
@@ -61,12 +62,27 @@ def _of_balance(mixture: Mixture | None, settings: MegatronConfig, engine: str) 
         yield Problem(rate, settings.moe_router_bias_update_rate, rule, f"{rate}=0")
 
 
+def _of_recomputation(shape: Architecture, settings: MegatronConfig, engine: str) -> Iterator[Problem]:
+    """Parts of a layer that cannot be recomputed on their own."""
+    overrides, name = settings.override_transformer_config, f"{engine}.{OVERRIDES}.recompute_modules"
+    parts = settings.recomputed_parts
+    if "layernorm" in parts and find_spec("transformer_engine") is None:
+        rule = "norms are recomputed on their own only with Transformer Engine, which is not installed"
+        yield Problem(name, shown(overrides["recompute_modules"]), rule, f"leave layernorm out of {name}")
+    is_selective = overrides.get("recompute_granularity") == "selective"
+    if shape.latent and is_selective and "core_attn" in (parts or ("core_attn",)):
+        granularity = f"{engine}.{OVERRIDES}.recompute_granularity"
+        rule = "latent attention is not recomputed on its own"
+        yield Problem(name, shown(list(parts) or None), rule, f"leave out {granularity}: all of a layer is")
+
+
 _FOLLOWS = "follows from the model and from other keys"
 _DISPATCHER = "only alltoall supports lines of different lengths"
 _BY_MICRO_BATCH = "the gradient would depend on how rows are split into micro-batches"
 _WHY = {
     "moe_grouped_gemm": "the engine has its own experts, with one tensor per matrix",
     **dict.fromkeys(("moe_token_dispatcher_type", "moe_enable_deepep"), _DISPATCHER),
+    "moe_layer_recompute": "recompute_granularity=selective with recompute_modules=[moe] replaced it",
     "calculate_per_token_loss": "losses include their denominators, so gradients are summed, not averaged",
     **dict.fromkeys(
         ("moe_router_load_balancing_type", "moe_z_loss_coeff", "moe_input_jitter_eps"), _BY_MICRO_BATCH
@@ -147,6 +163,7 @@ def _of_mixture(mixture: Mixture, settings: MegatronConfig) -> dict[str, Any]:
         moe_enable_deepep=False,
         moe_apply_probs_on_input=False,
         moe_enable_routing_replay=False,
+        moe_layer_recompute=False,
     )
 
 

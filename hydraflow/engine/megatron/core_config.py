@@ -31,7 +31,7 @@ def transformer_config(
     name = f"{section}.megatron.{OVERRIDES}"
     free: dict[str, Any] = dict.fromkeys(_FUSIONS, False)
     whole = dict(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)
-    if model.enable_gradient_checkpointing and (whole | overrides)["recompute_granularity"] == "full":
+    if settings.recomputes_layers(checkpointing=model.enable_gradient_checkpointing):
         free |= whole
     try:
         return TransformerConfig(**fixed | free | overrides)
