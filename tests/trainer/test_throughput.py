@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from trainer.test_bypass import make_trainer
@@ -19,11 +21,13 @@ def traffic(sent: int, received: int, **seconds: float) -> Traffic:
 @pytest.mark.parametrize(("reward", "dispatch"), [(1.0, 0.125), (4.0, 0.0)], ids=["in turn", "at a time"])
 def test_shares_of_a_step(reward: float, dispatch: float) -> None:
     """A step of 8 s: the rollout works for 2 s of it, the actor for 4 s; the reward function, which earlier
-    steps did not need, at most beside them."""
+    steps did not need, at most beside them. The warm start's role is no role of the run."""
     trainer, _ = make_trainer(PPOConfig(), RolloutComparison({}, {}, {}))
-    before, now = traffic(100, 50, actor=3.0, rollout=1.0), traffic(900, 250, actor=7.0, rollout=3.0)
-    now.worked["reward"] = reward
-    trainer.runtime.traffic = lambda: now  # type: ignore[method-assign]
+    before = traffic(100, 50, actor=3.0, rollout=1.0, sft=9.0)
+    now = traffic(900, 250, actor=7.0, rollout=3.0, sft=9.0, reward=reward)
+    runtime: Any = trainer.runtime
+    runtime.traffic = lambda: now
+    runtime.groups = [SimpleNamespace(roles=roles) for roles in (["actor", "rollout"], ["reward"])]
     found = trainer._throughput(tokens=1600, rows=10, seconds={"timing_s/step": 8.0}, before=before)
     assert found == {
         "timing_s/step": 8.0,
