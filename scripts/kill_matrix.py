@@ -413,7 +413,8 @@ def carry_out(moment: Moment | Chance, home: Path, cache: Path, wanted: Result) 
     else:
         words = strike_anywhere(run, moment, wanted.seconds)
     struck = time.monotonic()
-    code, fault = run.ending(ENDS if isinstance(moment, Moment) else STARTS)
+    ends = isinstance(moment, Moment) and moment.target != GENERATION
+    code, fault = run.ending(ENDS if ends else STARTS)
     outcome = Outcome(
         moment.number,
         words,
