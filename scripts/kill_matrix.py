@@ -9,6 +9,7 @@ another exit code than 0, 3 or 4), or when a process of it outlived it.
 
     python scripts/kill_matrix.py                       20 moments, about a quarter of an hour on two cores
     python scripts/kill_matrix.py --random 20           any process of the run, Ray's included, at any time
+    python scripts/kill_matrix.py --generation 6        a process of the generation engine: the run must go on
     python scripts/kill_matrix.py --moments 3 --json    the first three of the twenty
 
 tests/jobs/test_resume.py carries out the tenth of the twenty, and kills the controller after that.
@@ -92,6 +93,18 @@ METHODS = {
 }
 """What is trained, on two ranks: each training step makes two optimizer steps."""
 TARGETS = ("controller", "actor rank", "rollout worker", "raylet", "middle of a save")
+GENERATION = "generation process"
+APART = [
+    "algorithm.adv_estimator=grpo",
+    "trainer.n_gpus_per_node=4",
+    "actor_rollout_ref.actor.device_mapping=[0,1]",
+    "actor_rollout_ref.rollout.device_mapping=[2,3]",
+    "actor_rollout_ref.rollout.update_weights_bucket_megabytes=1",
+    "actor_rollout_ref.rollout.verify_weights_every=1",
+]
+"""The generation engine on two devices of its own, so that its processes hold nothing that cannot be made
+again. They are sampling, idle or receiving weights, whatever the moment hits."""
+REPLACED = re.compile(r"rollout rank \d on node \S+ is started again: ")
 
 
 @dataclass(frozen=True)
@@ -113,7 +126,9 @@ class Moment:
     def words(self) -> str:
         """The moment in words, for the table."""
         whom = (
-            f"{self.target} {self.rank}" if self.target in ("actor rank", "rollout worker") else self.target
+            f"{self.target} {self.rank}"
+            if self.target in ("actor rank", "rollout worker", GENERATION)
+            else self.target
         )
         if self.target == "middle of a save":
             whom = (
@@ -198,6 +213,15 @@ def draw_chances(count: int, seed: int) -> list[Chance]:
     ]
 
 
+def draw_generation(count: int, seed: int) -> list[Moment]:
+    """That many moments at which a generation process is killed."""
+    chance = random.Random(seed)
+    drawn = [
+        (chance.randint(1, STEPS - 1), chance.uniform(0.0, 0.5), chance.randint(0, 1)) for _ in range(count)
+    ]
+    return [Moment(number + 1, GENERATION, "apart", *one) for number, one in enumerate(drawn)]
+
+
 class Run:
     """One command, in a session of its own."""
 
@@ -212,7 +236,7 @@ class Run:
             "-m",
             "hydraflow.main_ppo",
             *COMMON,
-            *METHODS[method],
+            *(APART if method == "apart" else METHODS[method]),
             f"trainer.default_local_dir={self.folder}",
         ]
         words += [f"recipe.cache_dir={cache}", f"reward.custom_reward_function.path={home}/reward.py"]
@@ -248,6 +272,13 @@ class Run:
         return sorted(
             (process for process in workers if not process.children()), key=lambda process: process.pid
         )
+
+    def generator(self, rank: int) -> psutil.Process:
+        """The generation process of a rank: it has the role's log file open."""
+        log = str(self.folder / "logs" / f"rollout-{rank}.log")
+        workers = [process for process in self.family() if _title(process).startswith("ray::WorkerHost")]
+        [found] = [one for one in workers if log in [file.path for file in one.open_files()]]
+        return found
 
     def kinds(self) -> dict[str, list[psutil.Process]]:
         """Its processes by what they are: controller, gcs_server, raylet, ray::WorkerHost and so on, reward
@@ -322,13 +353,14 @@ def wait_until(condition: Callable[[], object], seconds: float, what: str) -> No
 def strike(run: Run, moment: Moment) -> None:
     """Waits for the moment and kills."""
     trainers = []
-    if moment.target in ("actor rank", "rollout worker", "middle of a save"):
+    if moment.target in ("actor rank", "rollout worker", "middle of a save", GENERATION):
         wait_until(
             lambda: run.process.poll() is not None or run.lines() >= 1,
             STARTS,
             "the validation before training",
         )
-        trainers = run.trainers()
+        of_generation = moment.target == GENERATION
+        trainers = [run.generator(rank) for rank in (0, 1)] if of_generation else run.trainers()
     if moment.target == "middle of a save":
         step = 2 * moment.steps
         saving = f"global_step_{step}.*.unfinished"
@@ -381,7 +413,8 @@ def carry_out(moment: Moment | Chance, home: Path, cache: Path, wanted: Result) 
     else:
         words = strike_anywhere(run, moment, wanted.seconds)
     struck = time.monotonic()
-    code, fault = run.ending(ENDS if isinstance(moment, Moment) else STARTS)
+    ends = isinstance(moment, Moment) and moment.target != GENERATION
+    code, fault = run.ending(ENDS if ends else STARTS)
     outcome = Outcome(
         moment.number,
         words,
@@ -393,8 +426,11 @@ def carry_out(moment: Moment | Chance, home: Path, cache: Path, wanted: Result) 
         fault=fault,
         said=run.last_line(),
     )
-    if isinstance(moment, Moment) and code == 0:
+    survived = REPLACED.search(run.log.read_text()) is not None
+    if isinstance(moment, Moment) and code == 0 and not survived:
         raise RuntimeError(f"moment {moment.number} came too late: {run.said()}")
+    if isinstance(moment, Moment) and moment.target == GENERATION and code != 0:
+        outcome.fault = "it did not go on"
     if code not in TOLD and not (code == -signal.SIGKILL and whom_is_controller(words)):
         outcome.fault = outcome.fault or f"ended with {code}"
     if code != 0:
@@ -526,6 +562,9 @@ def main() -> int:
     parser.add_argument(
         "--random", type=int, metavar="COUNT", help="instead, COUNT moments at which any process may be hit"
     )
+    parser.add_argument(
+        "--generation", type=int, metavar="COUNT", help="instead, COUNT kills of a generation process"
+    )
     parser.add_argument("--seed", type=int, default=1, help="of the moments")
     parser.add_argument("--only", type=int, nargs="*", help="numbers of the moments to carry out")
     parser.add_argument("--folder", type=Path, help="where the runs are kept; default: a temporary folder")
@@ -534,11 +573,12 @@ def main() -> int:
     options = parser.parse_args()
     home = options.folder or Path(tempfile.mkdtemp(prefix="kill-matrix-"))
     drawn: Sequence[Moment | Chance]
-    drawn = (
-        draw_moments(options.moments, options.seed)
-        if options.random is None
-        else draw_chances(options.random, options.seed)
-    )
+    if options.generation is not None:
+        drawn = draw_generation(options.generation, options.seed)
+    elif options.random is not None:
+        drawn = draw_chances(options.random, options.seed)
+    else:
+        drawn = draw_moments(options.moments, options.seed)
     moments = [moment for moment in drawn if not options.only or moment.number in options.only]
     outcomes = run_matrix(moments, home.resolve(), (options.cache or home / "cache").resolve())
     print(json.dumps([asdict(one) for one in outcomes], indent=1) if options.json else table(outcomes))

@@ -32,6 +32,8 @@ class Identity:
 
     values: dict[str, Any]
     """Plain values by key; secrets as fingerprints (`redact.fingerprinted`)."""
+    mappings: tuple[str, ...] = ()
+    """Keys whose entries are in `values` one by one, also those that have none."""
 
     @property
     def hash(self) -> str:
@@ -45,19 +47,22 @@ class Identity:
 
     def differences(self, stored: Mapping[str, Any], *, where: str) -> list[Problem]:
         """Problems where this run differs from the checkpoint `where`. Keys that only one of the two has
-        belong to another version and are ignored."""
+        belong to another version and are ignored, but for entries of a mapping that both have."""
         mine = json.loads(json.dumps(self.values, default=str))
-        return [  # checkpoints of earlier versions contain secrets verbatim
-            _difference(key, mine[key], stored[key], where)
-            for key in mine
-            if key in stored and mine[key] != fingerprinted(stored[key], key)
+        differing = [  # checkpoints of earlier versions contain secrets verbatim
+            key for key in mine if key in stored and mine[key] != fingerprinted(stored[key], key)
         ]
+        for mapping in self.mappings:
+            ours, theirs = ({key for key in of if _is_in(key, mapping)} for of in (mine, stored))
+            differing += sorted((ours ^ theirs) - {mapping}) if theirs else []
+        return [_difference(key, mine, stored, where) for key in differing]
 
 
 def identity_of(config: PPOConfig | SupervisedConfig, plan: BatchPlan | SFTPlan) -> Identity:
     """The identity of a run. `config` is as the user gave it: a recipe's assets are identified by its
     parameters."""
-    values = dict(_shaping(config, plan))
+    shaping = list(_shaping(config, plan))
+    values = {key: value for leaf in shaping for key, value in _entries(leaf.key, leaf.value)}
     if isinstance(config, PPOConfig):
         assert isinstance(plan, BatchPlan)
         values |= _ppo_sizes(plan)
@@ -69,19 +74,25 @@ def identity_of(config: PPOConfig | SupervisedConfig, plan: BatchPlan | SFTPlan)
         rates = [config.optim]
     if any(map(_follows_the_total, rates)):
         values[TOTAL] = plan.total_steps
-    return Identity({key: fingerprinted(value, key) for key, value in values.items()})
+    mappings = tuple(leaf.key for leaf in shaping if leaf.value is None or isinstance(leaf.value, dict))
+    return Identity({key: fingerprinted(value, key) for key, value in values.items()}, mappings)
 
 
-def _difference(key: str, mine: Any, stored: Any, where: str) -> Problem:
-    known = public(stored, key)
-    if known != stored:
-        return Problem(
-            key,
-            _shown(public(mine, key)),
-            f"{where} was trained with another value, which is hidden",
-            f"{key}=<its value then>",
-        )
-    return Problem(key, _shown(mine), f"{where} was trained with {_shown(stored)}", f"{key}={_shown(stored)}")
+def _is_in(key: str, mapping: str) -> bool:
+    """Whether the key is the mapping or one of its entries."""
+    return key == mapping or key.startswith(f"{mapping}.")
+
+
+def _difference(key: str, mine: Mapping[str, Any], stored: Mapping[str, Any], where: str) -> Problem:
+    """An entry of a mapping may be in only one of the two."""
+    value = _shown(public(mine[key], key)) if key in mine else None
+    if key not in stored:
+        return Problem(key, value, f"{where} was trained without it", f"leave out {key}")
+    known, remedy = public(stored[key], key), key if key in mine else f"+{key}"
+    if known != stored[key]:
+        rule = f"{where} was trained with another value, which is hidden"
+        return Problem(key, value, rule, f"{remedy}=<its value then>")
+    return Problem(key, value, f"{where} was trained with {_shown(known)}", f"{remedy}={_shown(known)}")
 
 
 def _ppo_sizes(plan: BatchPlan) -> dict[str, Any]:
@@ -105,11 +116,11 @@ def _follows_the_total(optim: OptimConfig) -> bool:
     )
 
 
-def _shaping(config: PPOConfig | SupervisedConfig, plan: BatchPlan | SFTPlan) -> Iterator[tuple[str, Any]]:
-    """The keys that shape training, and their values; entries of mappings one by one."""
+def _shaping(config: PPOConfig | SupervisedConfig, plan: BatchPlan | SFTPlan) -> Iterator[Leaf]:
+    """The keys that shape training, with their values."""
     for leaf in walk(config):
         if _shapes(leaf) and not (isinstance(plan, BatchPlan) and _has_no_role(leaf.key, plan)):
-            yield from _entries(leaf.key, leaf.value)
+            yield leaf
 
 
 def _shapes(leaf: Leaf) -> bool:
@@ -128,6 +139,7 @@ def _has_no_role(key: str, plan: BatchPlan) -> bool:
 
 
 def _entries(key: str, value: Any) -> Iterator[tuple[str, Any]]:
+    """A key with its value; a mapping's entries one by one."""
     if isinstance(value, dict) and value:
         for name, item in value.items():
             yield from _entries(f"{key}.{name}", item)

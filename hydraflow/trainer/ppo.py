@@ -338,7 +338,8 @@ class PPOTrainer:
         own time; 0 where concurrent methods add up to more than the step.
         """
         per_step, now = seconds["timing_s/step"], self.runtime.traffic()
-        busy = {role: (now.worked[role] - before.worked[role]) / per_step for role in now.worked}
+        roles = [role for group in self.runtime.groups for role in group.roles]  # a recipe's have ended
+        busy = {role: (now.worked[role] - before.worked[role]) / per_step for role in roles}
         perf = {
             "perf/total_num_tokens": float(tokens),
             "perf/time_per_step": per_step,

@@ -8,6 +8,10 @@ from pathlib import Path
 import pytest
 from jobs.command import LOCAL, SMALL_RECIPE, SMALL_STEPS, hydraflow, read_steps
 
+from hydraflow.compose.loading import load
+from hydraflow.jobs.ppo import PPOJob
+from hydraflow.schema import PPOConfig
+
 
 def test_it_leaves_what_it_promises(run: Path) -> None:
     summary = json.loads((run / "summary.json").read_text())
@@ -68,6 +72,29 @@ def test_metrics_have_the_names_that_users_know(run: Path) -> None:
         assert row["perf/total_num_tokens"] == pytest.approx(
             32 * (row["prompt_length/mean"] + row["response_length/mean"])
         )
+
+
+def test_idle_shares_are_of_the_runs_own_roles(run: Path) -> None:
+    """Of none that a recipe had before."""
+    for row in read_steps(run)[1:]:
+        shares = {name: value for name, value in row.items() if name.startswith("perf/idle_share/")}
+        assert {name.split("/")[-1] for name in shares} == {"actor", "rollout", "advantage", "reward"}
+        assert all(0 <= share < 1 for share in shares.values()), shares
+        busy = sum(1 - share for share in shares.values())
+        assert row["perf/dispatch_share"] == pytest.approx(max(0.0, 1 - busy), abs=1e-9)
+
+
+@pytest.mark.slow
+def test_few_bytes_of_a_trajectory_pass_through_the_controller(
+    tmp_path: Path, recipe_cache: Path, ray_session: None
+) -> None:
+    """Steps of the default recipe, with all its rows, on two ranks."""
+    given = [f"recipe.cache_dir={recipe_cache}", f"trainer.default_local_dir={tmp_path}"]
+    given += ["trainer.n_gpus_per_node=2", "trainer.total_training_steps=2", "trainer.val_before_train=false"]
+    given += ["data.val_max_samples=4", "trainer.save_final_model=false", "trainer.logger=[file]"]
+    PPOJob(load("ppo", PPOConfig, given)).run()
+    found = [row["perf/controller_bytes_per_trajectory"] for row in read_steps(tmp_path)]
+    assert len(found) == 2 and all(0 < number <= 120 for number in found), found
 
 
 def test_the_trained_model_is_a_hugging_face_directory(run: Path) -> None:

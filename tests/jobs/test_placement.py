@@ -50,10 +50,7 @@ FOUR_RANKS = [f"{GPUS}=4", f"{CRITIC}=[0,1]"]
 OF_SIX = [f"{GPUS}=6", f"{ACTOR}=0-3", f"{REF}=0-3", f"{ROLLOUT}=2-5", f"{CRITIC}=[0,1]"]
 OVERLAPPING = [f"{GPUS}=3", f"{ACTOR}=[0,1]", f"{CRITIC}=[1,2]", f"{REF}=[1,2]", f"{ROLLOUT}=[1,2]"]
 NOT_COMPARED = ("timing_s/", "perf/")
-SMALL_BUCKETS = [
-    "actor_rollout_ref.rollout.update_weights_bucket_megabytes=1",
-    "actor_rollout_ref.rollout.verify_weights_every=1",
-]
+SMALL_BUCKETS = ["actor_rollout_ref.rollout.update_weights_bucket_megabytes=1"]
 
 
 class FrankHost(WorkerHost):
@@ -93,6 +90,7 @@ def train(
         f"recipe.cache_dir={cache}",
         f"trainer.default_local_dir={folder}",
         *algorithm,
+        "actor_rollout_ref.rollout.verify_weights_every=1",
         "trainer.total_training_steps=2",
         "trainer.threads_per_process=1",
         "trainer.val_before_train=false",
@@ -196,6 +194,14 @@ def test_a_reward_model_has_a_device_and_a_process_of_its_own(tmp_path: Path, re
         wanted = torch.tensor([float(model(torch.cat(one)[None]).logits[0, 0]) for one in whole])
     assert float((rows.get("score") - wanted).abs().max()) < 0.05 * float(wanted.std())  # it computes in bf16
     assert steps[-1]["critic/score/mean"] == pytest.approx(float(rows.get("score").mean()), rel=1e-5)
+
+
+def test_the_rollout_may_have_one_of_two_devices(fused: Any, tmp_path: Path, recipe_cache: Path) -> None:
+    job, rows = train(tmp_path, recipe_cache, *ONE_OF_TWO)
+    assert rows == fused
+    found = as_planned(job)
+    assert list(found["rollout"]) == [1] and found["actor"] == found["critic"] == found["ref"]
+    assert [set(beside) for beside in job.beside] == [{"actor", "critic", "ref"}] * 2
 
 
 def test_a_checkpoint_of_one_placement_resumes_in_another(

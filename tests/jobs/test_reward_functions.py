@@ -112,3 +112,23 @@ def test_a_run_whose_responses_all_score_alike_says_so_once(tmp_path: Path, reci
     [symptom] = json.loads((tmp_path / "out" / "summary.json").read_text())["symptoms"]
     assert symptom.startswith(words)
     assert [row["critic/groups/no_signal_ratio"] for row in read_steps(tmp_path / "out")] == [1.0] * 4
+
+
+@pytest.mark.slow
+def test_a_failed_row_is_left_out_or_scored_as_the_run_says(tmp_path: Path, recipe_cache: Path) -> None:
+    """The function fails on about a third of the responses."""
+    lines = ["rest = sum(map(ord, solution_str)) % 3", "assert rest", "return rest - 1.0"]
+    (tmp_path / "reward.py").write_text("\n    ".join([SIGNATURE, *lines]))
+    given = [*SMALL_RECIPE, *SMALL_STEPS, f"recipe.cache_dir={recipe_cache}", f"{PATH}=reward.py", *LOCAL]
+    given += ["trainer.total_training_steps=1", "trainer.val_before_train=false", "data.val_max_samples=4"]
+    given += ["reward.failure_score=-7", "reward.max_failed_share=1.0"]
+    step = {}
+    for how in ("mask", "score"):
+        done = hydraflow(
+            "main_ppo", *given, f"reward.on_failure={how}", f"trainer.default_local_dir={how}", cwd=tmp_path
+        )
+        assert done.returncode == 0, done.stderr[-3000:]
+        step[how] = read_steps(tmp_path / how)[-1]
+    assert 0 < step["mask"]["reward/failed_rows"] == step["score"]["reward/failed_rows"] < 32
+    assert (step["mask"]["critic/score/min"], step["score"]["critic/score/min"]) == (0, -7)
+    assert step["mask"]["actor/grad_norm"] != step["score"]["actor/grad_norm"]

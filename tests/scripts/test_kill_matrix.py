@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from scripts.kill_matrix import (
+    GENERATION,
     METHODS,
     STEPS,
     TARGETS,
@@ -17,6 +18,7 @@ from scripts.kill_matrix import (
     Result,
     differences,
     draw_chances,
+    draw_generation,
     draw_moments,
     table,
 )
@@ -40,6 +42,14 @@ def test_moments_lie_within_the_run(seed: int) -> None:
         assert moment.rank in ((-1, 0, 1) if saves else (0, 1)) and 0 <= moment.delay <= 0.25
 
 
+def test_generation_processes_are_killed_where_they_have_devices_of_their_own() -> None:
+    moments = draw_generation(20, seed=1)
+    assert moments[:7] == draw_generation(7, seed=1) != draw_generation(7, seed=2)
+    assert {(one.target, one.method) for one in moments} == {(GENERATION, "apart")}
+    assert {one.rank for one in moments} == {0, 1} and all(1 <= one.steps < STEPS for one in moments)
+    assert all(0 <= one.delay <= 0.5 for one in moments)
+
+
 def test_a_seed_draws_the_same_moments_however_many() -> None:
     assert draw_moments(20, seed=1)[:7] == draw_moments(7, seed=1) != draw_moments(7, seed=2)
     assert draw_chances(20, seed=1)[:7] == draw_chances(7, seed=1) != draw_chances(7, seed=2)
@@ -57,6 +67,7 @@ def test_one_chance_in_four_is_in_the_first_half() -> None:
     [
         ("controller", 0, "controller after step 1 + 20 ms"),
         ("actor rank", 1, "actor rank 1 after step 1 + 20 ms"),
+        (GENERATION, 0, "generation process 0 after step 1 + 20 ms"),
         ("middle of a save", 1, "rank 1 in the middle of save 2 + 20 ms"),
         ("middle of a save", -1, "controller in the middle of save 2 + 20 ms"),
     ],

@@ -11,6 +11,7 @@ import torch
 
 from hydraflow.algorithms.config import OldFrom
 from hydraflow.batch_plan.resolve import resolve_plan
+from hydraflow.errors import GuardStop
 from hydraflow.protocol.batch import DataProto
 from hydraflow.protocol.remote import RemoteBatch
 from hydraflow.schema import PPOConfig
@@ -86,3 +87,26 @@ def test_an_adaptive_entropy_bonus_has_a_pass_in_every_step(bypass: bool) -> Non
     measured.clear()  # nothing is trained on
     resumed.old_log_probs(take(), 5)
     assert resumed.controllers()["entropy"] == {"value": 1.0}
+
+
+def test_the_worst_of_several_processes_is_named_and_the_first_weight_in_which_it_differs() -> None:
+    compared = RolloutComparison({}, {}, {0: 0.01, 1: 0.3, 2: 0.2})
+    trainer, _ = make_trainer(PPOConfig(), compared)
+    trainer.roles.rollout = SimpleNamespace(world_size=3)  # type: ignore[assignment]
+    link: Any = SimpleNamespace(first_difference=lambda replica: f"a weight of replica {replica}")
+    trainer.roles.link = link
+    said = r"^generation replica 1 and .* by 0\.3000 on average, .* trainer's: a weight of replica 1\.$"
+    with pytest.raises(GuardStop, match=said):
+        trainer.old_log_probs(take(), 1)
+
+
+def test_a_batch_without_a_trained_token_is_no_comparison() -> None:
+    """With one optimizer step, passes end once there has been one."""
+    config, compared = PPOConfig(), RolloutComparison({}, {}, {})
+    config.data.train_batch_size = config.actor_rollout_ref.actor.ppo_mini_batch_size = 8
+    trainer, passes = make_trainer(config, compared)
+    trainer.old_log_probs(take(), 1)
+    compared.by_replica[0] = 0.0
+    for step in (2, 3, 4):
+        trainer.old_log_probs(take(), step)
+    assert len(passes) == 2 and trainer.old == OldFrom.FIRST_PASS

@@ -125,6 +125,32 @@ def test_what_does_not_shape_it_may_change(change: Change) -> None:
     assert ppo(change).hash == ppo().hash
 
 
+def given(**entries: object) -> Identity:
+    def change(config: PPOConfig) -> None:
+        config.reward.custom_reward_function.reward_kwargs = dict(entries)
+
+    return ppo(change)
+
+
+def test_an_entry_that_only_one_of_the_two_has_is_a_difference() -> None:
+    """Of a mapping; an entry that is itself one, and a mapping that was None, too."""
+    section = "reward.custom_reward_function.reward_kwargs"
+    for more, fewer in ((given(n=1), given()), (given(n=1, m=2), given(m=2)), (given(n={"a": 1}), given())):
+        [name] = more.values.keys() - fewer.values.keys()
+        [added], [removed] = (
+            one.differences(json.loads(json.dumps(other.values)), where="x")
+            for one, other in ((more, fewer), (fewer, more))
+        )
+        assert added.field == removed.field == name and name.startswith(f"{section}.n")
+        assert str(added) == f"{name}=1: x was trained without it\n      -> leave out {name}"
+        assert str(removed) == f"{name}: x was trained with 1\n      -> +{name}=1"
+        assert more.hash != fewer.hash
+    without = {key: value for key, value in given().values.items() if key != section}
+    assert given().differences(without | {f"{section}.n": 1}, where="x") != []
+    assert given(n=1).differences(without, where="x") == [], "a version that did not have the mapping"
+    assert given(n=1).differences(without | {section: None}, where="x") != []
+
+
 def test_the_critic_counts_where_there_is_one() -> None:
     assert differing(ppo(change_the_critic, estimator="gae"), ppo(estimator="gae")) == ["critic.optim.lr"]
 

@@ -19,6 +19,7 @@ from hydraflow.dispatch.placement import ResourcePool
 from hydraflow.dispatch.runtime import Runtime
 from hydraflow.dispatch.shards import CompletedFuture
 from hydraflow.dispatch.worker import RoleSpec
+from hydraflow.errors import GuardStop
 from hydraflow.generation.config import RolloutConfig, SamplingConfig
 from hydraflow.models.adapters import Form
 from hydraflow.models.config import ModelConfig
@@ -104,17 +105,24 @@ def test_only_a_process_that_holds_nothing_else_is_replaced(
     assert (group.recovery is not None) == replaced
 
 
+def test_the_configuration_says_how_often_a_process_is_replaced() -> None:
+    link, group = linked("trainer.fuse_roles=false", "actor_rollout_ref.rollout.max_retries=7")
+    assert group.recovery.max_retries == link.config.max_retries == 7
+    assert group.recovery.restore == link.restore
+
+
 class Recorder:
-    """Both groups of a link: what the actor was asked to send, and how often a generation process was
-    replaced."""
+    """Both groups of a link: what the actor was asked to send, whether with checksums, and how often a
+    generation process was replaced."""
 
     world_size = 2
 
     def __init__(self) -> None:
         self.forms: list[Form] = []
+        self.checked: list[bool] = []
         self.group = SimpleNamespace(replaced=0)
-        self.dies = False
-        """A generation process, while it receives what is sent next."""
+        self.deaths = 0
+        """In so many of the next transfers a generation process dies."""
 
     def call(self, method: Any, *args: Any) -> Any:
         if method is ActorWorker.sending_device:
@@ -127,8 +135,9 @@ class Recorder:
             return CompletedFuture(True)
         if method in (ActorWorker.share_weights, ActorWorker.broadcast_weights):
             self.forms.append(args[-1].form)
-            self.group.replaced += self.dies
-            self.dies = False
+            self.checked.append(args[-1].checked)
+            self.group.replaced += self.deaths > 0
+            self.deaths = max(0, self.deaths - 1)
             shared = method is ActorWorker.share_weights
             return CompletedFuture([(True, "another place") if shared else True])
         answers = [self.answer(method)] * self.world_size
@@ -163,7 +172,7 @@ def test_adapters_alone_are_sent_where_everybody_has_the_base_weights(kind: type
     link.publish(3)()
     assert both.forms[2:] == [Form.APART, Form.ADAPTERS]
     arrive = link.publish(4)
-    both.dies = True
+    both.deaths = 1
     arrive()
     assert both.forms[4:] == [Form.ADAPTERS, Form.APART]
     assert link.first_difference(1) is None
@@ -218,3 +227,34 @@ def test_the_engine_gets_the_adapters_that_the_actor_trains() -> None:
     for given, apart in (([rank], False), ([rank, f"{lora}.merge=false"], True)):
         link, _ = linked(vllm, *given)
         assert link.adapters == apart
+
+
+@both_links
+@pytest.mark.parametrize(
+    ("beside", "checked"),
+    [([], [True, False, False, True, False, False]), (["actor"], [True, True, False, True, False, False])],
+    ids=["awake", "sleeps"],
+)
+def test_the_first_transfer_and_every_so_many_have_checksums(
+    kind: type[SeparateProcesses], beside: list[str], checked: list[bool]
+) -> None:
+    """And the one after the first sleep."""
+    both: Any = Recorder()
+    link = kind(both, both, RolloutConfig(verify_weights_every=3), beside)
+    for version in range(6):
+        link.publish(version)()
+        link.sampled()
+    assert both.checked == checked
+
+
+@both_links
+def test_a_transfer_is_repeated_as_often_as_the_configuration_says(kind: type[SeparateProcesses]) -> None:
+    both: Any = Recorder()
+    link = kind(both, both, RolloutConfig(max_retries=2))
+    both.deaths = 2
+    link.publish(3)()
+    assert len(both.forms) == 3
+    both.deaths = 3
+    with pytest.raises(GuardStop, match=r"3 times while weights of version 4 were sent; .*max_retries=2$"):
+        link.publish(4)()
+    assert len(both.forms) == 6
