@@ -58,13 +58,6 @@ class GroupHandle(Protocol):
         fails, too."""
 
 
-@dataclass
-class CallDuration:
-    """Run time of the slowest rank of one call, among those that have answered."""
-
-    seconds: float = 0.0
-
-
 @dataclass(frozen=True)
 class PendingCall:
     """A pending answer: its rank, its deadline, and where to store it."""
@@ -79,8 +72,6 @@ class PendingCall:
     """time.monotonic() at which `seconds` have passed."""
     answers: dict[int, Any]
     """The call's answers by rank; this one is added."""
-    duration: CallDuration
-    """Shared by the pending calls of one call."""
     refs: dict[int, ObjectRef]
     """The call's pending answers, by rank; this one changes when the call is resent."""
     again: Callable[[], list[ObjectRef]] | None
@@ -223,8 +214,7 @@ class PendingCalls:
     def _opened(self, call: PendingCall, payload: Payload) -> Any:
         self.traffic.received += payload.nbytes
         self.timeline.note(call.role, call.rank, payload.spans)
-        self.traffic.worked[call.role] += max(0.0, payload.seconds - call.duration.seconds)
-        call.duration.seconds = max(call.duration.seconds, payload.seconds)
+        self.traffic.worked[call.role, call.rank] += payload.seconds
         answer = unpack(payload)
         columns_elsewhere = call.columns is not None and isinstance(answer, Receipt)
         return answer.at(call.columns) if columns_elsewhere else answer

@@ -23,7 +23,6 @@ import ray
 from ray import ObjectRef
 
 from hydraflow.dispatch.future import (
-    CallDuration,
     CallFuture,
     PendingCall,
     PendingCalls,
@@ -229,11 +228,11 @@ class WorkerGroup(Group):
     ) -> dict[int, ObjectRef]:
         """Sends a call to those ranks. Returns the answers to wait for, by rank."""
         refs: dict[int, ObjectRef] = {}
-        deadline, duration = time.monotonic() + seconds, CallDuration()
+        deadline = time.monotonic() + seconds
         for rank in ranks:
             what = (role, rank, self.rank_infos[rank].node, method)
             again = partial(ask, rank) if resend else None
-            self._owe(PendingCall(self, *what, seconds, deadline, answers, duration, refs, again), ask(rank))
+            self._owe(PendingCall(self, *what, seconds, deadline, answers, refs, again), ask(rank))
         return refs
 
     def _owe(self, call: PendingCall, results: list[ObjectRef]) -> None:

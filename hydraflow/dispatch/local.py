@@ -138,7 +138,7 @@ class LocalGroup(Group):
             with span(method):
                 answer = getattr(self.workers[role], method)(*given, **given_by_name)
                 self.workers[role].after_call()
-            self.channel.traffic.worked[role] += time.perf_counter() - started
+            self.channel.traffic.worked[role, 0] += time.perf_counter() - started
         self.channel.traffic.calls += 1
         return CompletedFuture(plan.mode.collect_fn(context, [_kept(answer)]))
 

@@ -67,14 +67,19 @@ class Traffic:
     object store."""
     received: int = 0
     """Bytes of results and of columns that were fetched."""
-    worked: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
-    """By role, run time of its methods in seconds, of the slowest rank of each call; time in which none runs
-    is overhead of the controller and Ray."""
+    worked: defaultdict[tuple[str, int], float] = field(default_factory=lambda: defaultdict(float))
+    """By role and rank, run time of its methods in seconds."""
 
     @property
     def total(self) -> int:
         """Bytes in both directions."""
         return self.sent + self.received
+
+    def worked_since(self, before: Traffic, role: str) -> float:
+        """Seconds since that snapshot in which the role's busiest rank ran a method."""
+        return max(
+            (now - before.worked[key] for key, now in self.worked.items() if key[0] == role), default=0.0
+        )
 
 
 class _Pickler(cloudpickle.CloudPickler):

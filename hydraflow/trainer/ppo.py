@@ -332,14 +332,14 @@ class PPOTrainer:
         self, tokens: int, rows: int, seconds: dict[str, float], before: Traffic
     ) -> dict[str, float]:
         """`perf/throughput` is tokens per second and device of the rollout, as in verl.
-        `perf/idle_share/<role>`: share of the step in which no method of the role ran.
+        `perf/idle_share/<role>`: share of the step in which the role's busiest process ran no method.
 
         `perf/dispatch_share`: share of the step in which no worker's method ran: the controller's and Ray's
         own time; 0 where concurrent methods add up to more than the step.
         """
         per_step, now = seconds["timing_s/step"], self.runtime.traffic()
         roles = [role for group in self.runtime.groups for role in group.roles]  # a recipe's have ended
-        busy = {role: (now.worked[role] - before.worked[role]) / per_step for role in roles}
+        busy = {role: now.worked_since(before, role) / per_step for role in roles}
         perf = {
             "perf/total_num_tokens": float(tokens),
             "perf/time_per_step": per_step,

@@ -16,7 +16,7 @@ from dispatch.probes import Probe
 from ray._private.internal_api import memory_summary
 
 from hydraflow import metrics
-from hydraflow.dispatch.future import FETCH, CallDuration, CallFuture, PendingCall, PendingCalls
+from hydraflow.dispatch.future import FETCH, CallFuture, PendingCall, PendingCalls
 from hydraflow.dispatch.group import RoleGroup, WorkerGroup
 from hydraflow.dispatch.runtime import Runtime
 from hydraflow.dispatch.timeline import Timeline
@@ -187,7 +187,7 @@ def test_an_answer_that_does_not_arrive_has_a_limit(monkeypatch: pytest.MonkeyPa
     calls, group, ref = PendingCalls(Traffic(), Timeline(None)), GroupHandle(), object()
     deadline = time.monotonic() + 7.0
     calls.pending[ref] = PendingCall(  # type: ignore[index]
-        group, "actor", 1, "there", "update", 7.0, deadline, {}, CallDuration(), {}, None
+        group, "actor", 1, "there", "update", 7.0, deadline, {}, {}, None
     )
     with pytest.raises(
         WorkerError,

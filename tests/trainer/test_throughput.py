@@ -15,7 +15,11 @@ from hydraflow.workers.advantage import RolloutComparison
 
 
 def traffic(sent: int, received: int, **seconds: float) -> Traffic:
-    return Traffic(sent=sent, received=received, worked=defaultdict(float, seconds))
+    """The rollout has a second replica, which works for half as long beside the first."""
+    worked = {(role, 0): of_role for role, of_role in seconds.items()} | {
+        ("rollout", 1): seconds["rollout"] / 2
+    }
+    return Traffic(sent=sent, received=received, worked=defaultdict(float, worked))
 
 
 @pytest.mark.parametrize(("reward", "dispatch"), [(1.0, 0.125), (4.0, 0.0)], ids=["in turn", "at a time"])
