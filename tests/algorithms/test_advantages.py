@@ -513,7 +513,10 @@ def test_a_shift_of_a_groups_scores_changes_nothing(name, step, shift):
         assert row == pytest.approx(other, abs=1e-7)
 
 
-@pytest.mark.parametrize("name", ["grpo", "grpo_passk", "reinforce_plus_plus_baseline", "maxrl", "gdpo"])
+@pytest.mark.parametrize(
+    "name",
+    ["grpo", "grpo_passk", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "maxrl", "gdpo"],
+)
 @settings(deadline=None, max_examples=20)
 @given(grouped(st.integers(0, 4).map(float)), st.sampled_from([0.5, 3.0]))
 def test_the_scale_of_scores_changes_nothing(name, step, scale):
