@@ -160,6 +160,18 @@ def test_prompts_are_counted_in_the_files(tmp_path: Path) -> None:
             ],
             ["context 3", "100000", "ppo_max_token_len_per_gpu"],
         ),
+        (  # a reward function that there is not, and experts that the recipe's model does not have
+            [
+                "trainer.device=cpu",
+                "reward.functions=[{name: maths}]",
+                "actor_rollout_ref.actor.router_replay.mode=R2",
+            ],
+            [
+                "reward.functions[0].name=maths: must be data_source",
+                "router_replay.mode=R2: the model has no experts that can be replayed",
+                "-> actor_rollout_ref.actor.router_replay.mode=disabled",
+            ],
+        ),
         (  # layers of stages that do not add up, with a number that does
             [
                 *GRPO_64_NODES,

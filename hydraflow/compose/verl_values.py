@@ -86,6 +86,7 @@ def beside_others(leaves: dict[str, Any], origins: dict[str, str], foreign: Coll
     yield from _divided_by_vllm(leaves, origins, foreign)
     yield from _sharded_over_all(leaves)
     yield from _counted_by_rows(leaves, origins, foreign)
+    yield from _bypassed(leaves, origins)
     tool = leaves.get("global_profiler.tool")
     if tool is not None and not leaves.get("global_profiler.steps"):
         leaves["global_profiler.tool"] = None
@@ -130,6 +131,16 @@ def _counted_by_rows(
     if "model.partial_pretrain" in foreign and rows in origins and by_tokens not in origins:
         leaves[by_tokens], origins[by_tokens] = False, f"follows {rows}"
         yield f"{by_tokens}: taken as false: fsdp_sft_trainer takes {rows}={leaves[rows]} rows at a time"
+
+
+def _bypassed(leaves: dict[str, Any], origins: dict[str, str]) -> Iterator[str]:
+    """verl's loss `bypass_mode` is PPO's, or with loss_type=reinforce the policy gradient, whose ratio is to
+    the generation engine's probabilities."""
+    loss, bypass = f"{ACTOR}.policy_loss.loss_mode", "algorithm.rollout_correction.bypass_mode"
+    if leaves.get(loss) == "bypass_mode" and (leaves.get(bypass) or origins.get(bypass, DEFAULT) == DEFAULT):
+        leaves[loss], leaves[bypass] = "vanilla", True
+        origins[bypass] = origins.get(bypass, f"follows {loss}")
+        yield f"{loss}=bypass_mode: taken as vanilla with {bypass}=true"
 
 
 def unbuilt(leaves: dict[str, Any], origins: Mapping[str, str], foreign: dict[str, Any]) -> Iterator[Problem]:

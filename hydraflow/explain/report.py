@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from hydraflow.batch_plan.generate import GeneratePlan, resolve_generate_plan
+from hydraflow.batch_plan.replay import replay_problems
 from hydraflow.batch_plan.resolve import BatchPlan, resolve_plan
 from hydraflow.batch_plan.sft import SFTPlan, noun_of, resolve_sft_plan
 from hydraflow.batch_plan.stages import stage_problems
@@ -33,6 +34,8 @@ from hydraflow.generation.config import GENERATION_ENGINES
 from hydraflow.memory.estimate import estimate
 from hydraflow.memory.limits import limits_of
 from hydraflow.memory.report import MemoryReport
+from hydraflow.memory.shape import FAMILIES, ModelShape
+from hydraflow.rewards.selection import problems as reward_problems
 from hydraflow.schema import GenerateConfig, JobConfig, PPOConfig, SupervisedConfig
 from hydraflow.trainer.phases import rollout_is_exact
 
@@ -96,6 +99,7 @@ def _ppo_report(config: PPOConfig, command: Command) -> Report:
     layers = None if models.policy is None else models.policy.layers
     of_critic = layers if models.critic is None else models.critic.layers
     faults.add(stage_problems(config, policy=layers, critic=of_critic))
+    faults.add([*_replay_problems(config, models.policy), *reward_problems(config.reward)])
     limits = limits_of(config)
     plan = faults.result(
         lambda: resolve_plan(
@@ -116,6 +120,13 @@ def _ppo_report(config: PPOConfig, command: Command) -> Report:
     notes = [*_file_notes(config, prompts, held_out), *models.notes, *_turn_notes(config, plan)]
     step, placement = ppo_step(plan), plan.placement
     return _report(config, "ppo", plan, phases, command, notes, step, placement=placement, memory=memory)
+
+
+def _replay_problems(config: PPOConfig, policy: ModelShape | None) -> list[Problem]:
+    """Nothing is said of model types whose experts may have other names in config.json."""
+    if policy is None or policy.model_type not in FAMILIES:
+        return []
+    return replay_problems(config.actor_rollout_ref.actor, has_routers=policy.experts > 0)
 
 
 def _turn_notes(config: PPOConfig, plan: BatchPlan) -> Iterator[str]:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from hydraflow.algorithms.config import TOPK
+from hydraflow.batch_plan.replay import replay_problems
 from hydraflow.batch_plan.resolve import BatchPlan
 from hydraflow.batch_plan.roles import needs_critic
 from hydraflow.batch_plan.topology import SECTIONS
@@ -22,6 +23,7 @@ from hydraflow.data.files import FileRecord
 from hydraflow.data.prompts import PromptDataset, read_prompts
 from hydraflow.engine.fsdp.lora import require_targets
 from hydraflow.engine.fsdp.ulysses import KEY, require_shareable
+from hydraflow.engine.megatron.architecture import Architecture
 from hydraflow.errors import ConfigError, Faults, Problem
 from hydraflow.generation.config import SamplingConfig, every_stop_string
 from hydraflow.generation.stopping import streaming_tokenizer
@@ -37,6 +39,7 @@ from hydraflow.models.loading import (
     require_path,
     stored_tensor,
 )
+from hydraflow.models.routers import HFRouters
 from hydraflow.protocol.ragged import lengths
 from hydraflow.schema import PPOConfig
 from hydraflow.trainer.ppo import teacher_of
@@ -169,6 +172,8 @@ def open_inputs(config: PPOConfig, faults: Faults) -> RunPrompts | None:
     described = open_trained_model(model, faults, head="policy", field=POLICY)
     if needs_critic(config):
         _open_critic(config, faults)
+    if described is not None:
+        _require_routers(config, described, faults)
     tokenizer = open_tokenizer(model, described, faults, field=POLICY)
     if config.reward.reward_model.enable:
         _open_reward_model(config, tokenizer, faults)
@@ -188,6 +193,21 @@ def open_inputs(config: PPOConfig, faults: Faults) -> RunPrompts | None:
     if tokenizer is None or len(datasets) < (not config.trainer.val_only) + bool(data.val_files):
         return None
     return RunPrompts(train, val, tokenizer)
+
+
+def _require_routers(config: PPOConfig, described: PreTrainedConfig, faults: Faults) -> None:
+    """Checks that routing replay has routers that the actor's engine can replay. The worker checks models
+    with their own code; models that Megatron-Core cannot train are reported elsewhere."""
+    actor, model = config.actor_rollout_ref.actor, config.actor_rollout_ref.model
+    if actor.router_replay.mode == "disabled":
+        return
+    if actor.strategy == "megatron":
+        shape = Faults().result(partial(Architecture.of, described, field=POLICY, path=model.path))
+        has_routers = shape is None or shape.mixture is not None
+    else:
+        empty = Faults().result(partial(require_model, model, described, head="policy", field=POLICY))
+        has_routers = empty is None or HFRouters(empty.hf).experts > 0
+    faults.add(replay_problems(actor, has_routers=has_routers))
 
 
 def _open_critic(config: PPOConfig, faults: Faults) -> None:

@@ -22,6 +22,7 @@ from hydraflow.algorithms.correction import Correction
 from hydraflow.algorithms.diagnostics import probs_diff_name
 from hydraflow.algorithms.distillation import Distillation
 from hydraflow.batch_plan.parts import MicroPlan, RolePlan
+from hydraflow.batch_plan.replay import replay_problems
 from hydraflow.device import device_identity, resolve_dtype, return_memory
 from hydraflow.dispatch.modes import Dispatch, register
 from hydraflow.dispatch.worker import ProcessContext
@@ -113,10 +114,8 @@ class ActorWorker(TrainedWorker):
             seed=spec.seed,
         )
         self.spec = spec
-        if (mode := spec.actor.router_replay.mode) != "disabled" and not self.engine.has_routers:
-            key = "actor_rollout_ref.actor.router_replay.mode"
-            rule = "the model has no experts that can be replayed"
-            raise ConfigError.one(key, mode, rule, f"{key}=disabled")
+        if problems := replay_problems(spec.actor, has_routers=self.engine.has_routers):
+            raise ConfigError(problems)
         self.log_prob_batcher = self.micro_batcher(spec.log_prob, "log-probabilities of the actor")
         self.ref_batcher = (
             None if spec.ref is None else self.micro_batcher(spec.ref, "log-probabilities of the reference")

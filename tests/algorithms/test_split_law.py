@@ -244,7 +244,7 @@ def test_kl_penalty(kl_type, agg_mode):
     check_law(actor(agg_mode=agg_mode, kl_coef=0.3, kl_type=kl_type), make_rows(seed=2))
 
 
-@pytest.mark.parametrize("loss_mode", ["k1+", "k3"])
+@pytest.mark.parametrize("loss_mode", KL_ESTIMATORS)
 @pytest.mark.parametrize("agg_mode", LOSS_AGG_MODES)
 def test_distillation(loss_mode, agg_mode):
     distillation = Distillation(DistillationLossConfig(loss_mode=loss_mode, loss_max_clamp=2.0))

@@ -8,6 +8,7 @@ from hydraflow.errors import ConfigError
 from hydraflow.schema import PPOConfig
 
 ACTOR, REF, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.ref", "actor_rollout_ref.rollout"
+LOSS, BYPASS = f"{ACTOR}.policy_loss.loss_mode", "algorithm.rollout_correction.bypass_mode"
 OWN = ["actor_rollout_ref.model.path=model", "data.train_files=train.parquet", "trainer.n_gpus_per_node=8"]
 
 
@@ -63,6 +64,17 @@ def test_a_profiler_without_steps_profiles_nothing():
         "ppo", PPOConfig, [*OWN, "global_profiler.tool=torch", "global_profiler.steps=[2]"]
     )
     assert config.global_profiler.tool == "torch"
+
+
+@pytest.mark.parametrize("also", [[], [f"{BYPASS}=true", "algorithm.rollout_correction.loss_type=reinforce"]])
+def test_the_loss_of_bypass_mode_is_that_of_the_correction(also):
+    config, command = load_command("ppo", PPOConfig, [*OWN, f"{LOSS}=bypass_mode", *also])
+    correction = config.algorithm.rollout_correction
+    assert correction.bypass_mode and config.actor_rollout_ref.actor.policy_loss.loss_mode == "vanilla"
+    assert correction.loss_type == ("reinforce" if also else "ppo_clip")
+    assert f"{LOSS}=bypass_mode: taken as vanilla with {BYPASS}=true" in command.notes
+    with pytest.raises(ConfigError, match="loss_mode=bypass_mode: must be vanilla"):
+        load_command("ppo", PPOConfig, [*OWN, f"{LOSS}=bypass_mode", f"{BYPASS}=false"])
 
 
 def test_what_takes_the_place_of_verls_eight_gpus_is_said():

@@ -118,8 +118,10 @@ def changed(lines: dict[int, dict[str, float]]) -> list[float]:
     return [line["actor/router_replay_changed"] for line in lines.values()]
 
 
-def test_a_dense_model_has_nothing_to_replay(folder: Path) -> None:
-    done = hydraflow(
-        "main_ppo", *given(folder, "dense", "dense"), f"{ACTOR}.strategy=megatron", f"{MODE}=R2", cwd=folder
-    )
+@pytest.mark.parametrize("strategy", ["fsdp2", "megatron"])
+def test_a_dense_model_has_nothing_to_replay(folder: Path, strategy: str) -> None:
+    """Nothing starts: another mistake is told with it."""
+    wrong = [f"{ACTOR}.strategy={strategy}", f"{MODE}=R2", "reward.functions=[{name: maths}]"]
+    done = hydraflow("main_ppo", *given(folder, "dense", "dense"), *wrong, cwd=folder)
     assert_refused(done, f"{MODE}=R2: the model has no experts that can be replayed", f"-> {MODE}=disabled")
+    assert_refused(done, "reward.functions[0].name=maths")

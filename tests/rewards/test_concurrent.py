@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from hydraflow.errors import ConfigError
-from hydraflow.rewards.config import CustomRewardConfig, RewardConfig, RewardManagerConfig
+from hydraflow.rewards.config import MANAGERS, CustomRewardConfig, RewardConfig, RewardManagerConfig
 from hydraflow.rewards.pool import RewardPool, RewardResult, RewardRow, check_function
 
 ASYNC = """
@@ -147,6 +147,15 @@ def test_a_batch_function_has_its_own_arguments_and_is_not_asynchronous(tmp_path
 def test_names_of_arguments_are_free_where_their_order_is_not(tmp_path: Path) -> None:
     source = "def compute_score(source, answer, truth, info=None):\n    return float(answer) + 10\n"
     assert [one.score for one in score(tmp_path, source, {}, rows=2)] == [10.0, 11.0]
+
+
+@pytest.mark.parametrize("manager", [name for name in MANAGERS if name != "batch"])
+def test_other_managers_call_with_one_row(tmp_path: Path, manager: str) -> None:
+    """verl's form, with its default and more arguments than it names."""
+    source = "def compute_score(data_source, solution_str, ground_truth, extra_info=None, **kwargs):\n"
+    source += "    return {'score': float(solution_str), 'more': len(kwargs) + len(extra_info)}\n"
+    results = score(tmp_path, source, {}, rows=2, manager=manager, reward_kwargs={"scale": 2.0})
+    assert [(one.score, one.extra["more"]) for one in results] == [(0.0, 1.0), (1.0, 1.0)]
 
 
 SLOW = """

@@ -134,6 +134,17 @@ def test_a_process_that_hangs_or_dies_fails_its_row_alone_and_is_replaced(
     assert pool.score([row(4)])[0].score == 4.0
 
 
+def test_mathematics_that_no_time_would_be_enough_for_fails_its_row_alone() -> None:
+    """The last of these powers has more digits than any memory."""
+    texts = [r"\boxed{8}", r"\boxed{9^{9^{9^{9}}}}", r"\boxed{2^3}"]
+    began = time.monotonic()
+    with RewardPool(RewardConfig(timeout=1.0, max_memory=4.0)) as pool:
+        first, endless, last = pool.score([RewardRow("lighteval/MATH", text, "8", {}) for text in texts])
+    assert (first.score, endless.score, last.score) == (1.0, 0.0, 1.0)
+    assert "took longer than 1 seconds" in str(endless.failed)
+    assert time.monotonic() - began < 60
+
+
 @pytest.mark.parametrize(("times", "score"), [(1, 2.0), (2, -5.0)])
 def test_a_row_whose_process_is_killed_is_scored_once_more(
     pool: RewardPool, tmp_path: Path, times: int, score: float

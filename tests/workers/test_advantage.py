@@ -12,7 +12,13 @@ from hypothesis import strategies as st
 from known_columns import assert_as_documented
 from workers.by_hand import process
 
-from hydraflow.algorithms.config import ESTIMATORS, AlgorithmConfig, KLControlConfig
+from hydraflow.algorithms.config import (
+    ESTIMATORS,
+    AlgorithmConfig,
+    DistillationLossConfig,
+    KLControlConfig,
+)
+from hydraflow.algorithms.distillation import Distillation
 from hydraflow.algorithms.shaping import OverlongBuffer
 from hydraflow.protocol import ragged
 from hydraflow.protocol.batch import DataProto
@@ -125,6 +131,20 @@ def test_where_no_function_says_what_is_right_the_score_does() -> None:
 def test_advantages_without_the_division() -> None:
     made = make_worker(norm_adv_by_std_in_grpo=False).compute(*make_batch([1, 0, 4, 1]))
     assert listed(made, "advantages") == [0.5, 0, 0.5, -0.5, 1.5, 1.5, -1.5, -1.5]
+
+
+@pytest.mark.parametrize("use_task_rewards", [True, False])
+def test_a_teachers_estimates_beside_the_rewards_or_alone(use_task_rewards: bool) -> None:
+    """Its log-probabilities are those of the reference; twice the gap comes off each trained token."""
+    config = DistillationLossConfig("k1", distillation_loss_coef=2.0, use_task_rewards=use_task_rewards)
+    algorithm = AlgorithmConfig(adv_estimator="grpo", norm_adv_by_std_in_grpo=False)
+    spec = AdvantageSpec(algorithm, response_tokens=3, distillation=Distillation(config))
+    batch, scored = make_batch([1, 0, 4, 1])
+    made = AdvantageWorker(process(), spec).compute(batch.rename("ref_log_prob", "teacher_log_probs"), scored)
+    task = [0.5, 0, 0.5, -0.5, 1.5, 1.5, -1.5, -1.5]
+    gaps = [0.2, 0, 0.4, 0.1, 0.0, 0.2, -0.2, 0.0]
+    expected = [use_task_rewards * one - 2 * gap for one, gap in zip(task, gaps, strict=True)]
+    assert listed(made, "advantages") == pytest.approx(expected, abs=1e-6)
 
 
 def test_kl_in_the_reward_and_its_controller() -> None:
