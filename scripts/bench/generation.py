@@ -94,7 +94,7 @@ def raw_vllm(size: str, lengths: str, sequences: int) -> Sample:
     from hydraflow.generation.config import RolloutConfig
     from hydraflow.generation.vllm import arguments, set_environment
 
-    set_environment()
+    set_environment(compiles=False)  # as our engine does on a CPU
     from vllm import LLM, SamplingParams
 
     longest = PROMPT_TOKENS + LONGEST[lengths]

@@ -31,10 +31,9 @@ def test_every_choice_has_its_source_its_file_and_what_it_learned(
     [before] = re.findall(r"after (?:its first )?50 steps, from\s([0-9.]+) %", page)
     for first, _, source, file, *_, learned in rows_of(page):
         names = re.findall(r"`([a-z_]+)`", first)
-        functions = {table[one].where for one in names}
-        modules = {f"`{where.rpartition('.')[2].partition(':')[0]}.py`" for where in functions}
+        modules = {f"`{table[one].where.rpartition('.')[2].partition(':')[0]}.py`" for one in names}
         assert {file} == modules and "](https://" in source
         figures = [float(figure) for figure in re.findall(r"([0-9.]+) %", learned)]
-        assert figures and min(figures) > float(before), names
+        assert len(figures) == len(names) and min(figures) > float(before), names
         listed |= set(names)
     assert listed == set(table)

@@ -14,6 +14,9 @@ from jobs.command import LOCAL, assert_refused, hydraflow, read_steps
 from jobs.conftest import write_lines
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
+from hydraflow.compose.loading import load
+from hydraflow.recipes.arithmetic import with_made_assets
+from hydraflow.schema import PPOConfig
 from hydraflow.trainer.recorded import read_dump
 
 BETA = 0.1
@@ -25,7 +28,22 @@ def sums(seed: int, count: int) -> list[dict]:
     rows = []
     for _ in range(count):
         a, b, off = drawn.randint(1, 99), drawn.randint(1, 99), drawn.choice([-2, -1, 1, 2])
-        rows.append({"prompt": f"{a}+{b}=", "chosen": f"{a + b:03d}", "rejected": f"{a + b + off:03d}"})
+        rows.append(pair(a, b, rejected=a + b + off))
+    return rows
+
+
+def pair(a: int, b: int, *, rejected: int) -> dict:
+    return {"prompt": f"{a}+{b}=", "chosen": f"{a + b:03d}", "rejected": f"{rejected:03d}"}
+
+
+def far_apart(count: int) -> list[dict]:
+    """Different sums, each with the right answer and one that is at least 10 away from it."""
+    drawn = random.Random(1)
+    operands = drawn.sample([(a, b) for a in range(1, 100) for b in range(1, 100)], count)
+    rows = []
+    for a, b in operands:
+        wrong = [answer for answer in range(200) if abs(answer - a - b) >= 10]
+        rows.append(pair(a, b, rejected=drawn.choice(wrong)))
     return rows
 
 
@@ -229,3 +247,28 @@ def test_a_mistake_is_one_message(keys: list[str], tmp_path: Path) -> None:
     done = hydraflow("main_rm", *keys, "data.train_batch_size=9", "data.chosn_key=x", cwd=tmp_path)
     assert_refused(done, "data.chosn_key", "data.chosen_key")
     assert json.loads((tmp_path / "train.jsonl").read_text().splitlines()[1]) == rows[1]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize(("command", "rate", "steps"), [("main_dpo", 1e-4, 50), ("main_rm", 2e-4, 75)])
+def test_preferences_are_learned_from_the_recipes_model(
+    command: str, rate: float, steps: int, recipe_cache: Path, tmp_path: Path
+) -> None:
+    """Held-out pairs of sums that the training set does not have; half of them are right by chance."""
+    recipe = ["recipe=arithmetic", f"recipe.cache_dir={recipe_cache}", *LOCAL]
+    only = ["trainer.total_training_steps=1", "trainer.test_freq=-1", "trainer.save_final_model=false"]
+    made = hydraflow("main_ppo", *recipe, *only, cwd=tmp_path, timeout=800)
+    assert made.returncode == 0, made.stderr[-3000:]
+    model = with_made_assets(load("ppo", PPOConfig, recipe)).actor_rollout_ref.model.path
+    rows = far_apart(2656)
+    train = write_lines(tmp_path / "train.jsonl", rows[256:])
+    val = write_lines(tmp_path / "val.jsonl", rows[:256])
+    keys = [f"model.path={model}", f"data.train_files={train}", f"data.val_files={val}", f"optim.lr={rate}"]
+    keys += ["data.train_batch_size=32", "data.max_length=32", "fsdp_config.dtype=fp32"]
+    keys += [f"trainer.total_training_steps={steps}", "trainer.test_freq=-1", "trainer.logger=[file]"]
+    keys += ["trainer.save_final_model=false", "trainer.default_local_dir=out"]
+    done = hydraflow(command, *keys, *LOCAL, cwd=tmp_path, timeout=800)
+    assert done.returncode == 0, done.stderr[-3000:]
+    accuracy = [row["val/accuracy"] for row in read_steps(tmp_path / "out") if "val/accuracy" in row]
+    assert accuracy[-1] >= 0.75
