@@ -8,7 +8,14 @@ import config_reads
 import pytest
 
 from hydraflow import schema
-from hydraflow.algorithms.config import ESTIMATORS, POLICY_LOSSES, AlgorithmConfig, PolicyLossConfig
+from hydraflow.algorithms.config import (
+    ESTIMATORS,
+    POLICY_LOSSES,
+    PREFERENCE_LOSSES,
+    AlgorithmConfig,
+    PolicyLossConfig,
+    PreferenceConfig,
+)
 from hydraflow.engine.config import TRAIN_ENGINES, FSDPConfig, OptimConfig
 from hydraflow.generation.config import GENERATION_ENGINES
 from hydraflow.models.config import ModelConfig, ModelSourceConfig
@@ -58,20 +65,26 @@ ALL_LEAVES = [(config, *leaf) for config in RUNS for leaf in leaves(config)]
 
 
 READ_BY_NAME = {
-    (kind, field.name)
-    for kind in (ActorConfig, PolicyLossConfig)
-    for field in fields(kind)
-    for loss in POLICY_LOSSES.values()
-    if field.name in loss.all_reads
-    or any(option_of(other).follows == field.name for other in fields(kind) if other.name in loss.all_reads)
-} | {(AlgorithmConfig, name) for estimator in ESTIMATORS.values() for name in estimator.reads}
-"""What `Implementation.bound` hands to the chosen function."""
+    schema.PPOConfig: {
+        (kind, field.name)
+        for kind in (ActorConfig, PolicyLossConfig)
+        for field in fields(kind)
+        for loss in POLICY_LOSSES.values()
+        if field.name in loss.all_reads
+        or any(
+            option_of(other).follows == field.name for other in fields(kind) if other.name in loss.all_reads
+        )
+    }
+    | {(AlgorithmConfig, name) for estimator in ESTIMATORS.values() for name in estimator.reads},
+    schema.DPOConfig: {(PreferenceConfig, name) for loss in PREFERENCE_LOSSES.values() for name in loss.reads},
+}
+"""Configuration -> what `Implementation.bound` hands to the chosen functions of its command."""
 
 
 def is_read(run: str, kind: type, field: str) -> bool:
     """Whether `run` gets to code that reads the field from this class or, knowing less, from one of its
     bases, and makes more of it than an estimate."""
-    if run == RUNS[schema.PPOConfig] and (kind, field) in READ_BY_NAME:
+    if any(run == RUNS[config] and (kind, field) in bound for config, bound in READ_BY_NAME.items()):
         return True
     ignored = (*config_reads.LOOKERS, *config_reads.ESTIMATES)
     reads = config_reads.reads_below(run, ignored) | config_reads.reads_below(LAUNCH, ignored)

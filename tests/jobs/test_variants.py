@@ -98,15 +98,15 @@ def test_the_coefficient_of_the_entropy_controller_is_that_of_the_loss(
     tmp_path: Path, recipe_cache: Path
 ) -> None:
     """Above the target there is no bonus, whatever the configured coefficient."""
-    given = [f"{ACTOR}.entropy_coeff=0.5", f"{ACTOR}.adaptive_entropy.enabled=true"]
-    given += [f"{ACTOR}.adaptive_entropy.target_entropy=0.0", f"{ACTOR}.adaptive_entropy.max_ent_coef=0.5"]
+    given = [f"{ACTOR}.entropy_coeff=2.0", f"{ACTOR}.adaptive_entropy.enabled=true"]
+    given += [f"{ACTOR}.adaptive_entropy.target_entropy=0.0", f"{ACTOR}.adaptive_entropy.max_ent_coef=2.0"]
     controlled = train(tmp_path / "controlled", recipe_cache, *LOCAL, *given)
     without = train(tmp_path / "without", recipe_cache, *LOCAL)
     fixed = train(tmp_path / "fixed", recipe_cache, *LOCAL, given[0])
     assert [row["actor/entropy_coeff"] for row in controlled] == [0.0, 0.0]
     for row, same, other in zip(controlled, without, fixed, strict=True):
         assert row["actor/grad_norm"] == pytest.approx(same["actor/grad_norm"], rel=1e-4)
-        assert row["actor/grad_norm"] != pytest.approx(other["actor/grad_norm"], rel=1e-2)
+        assert row["actor/grad_norm"] != pytest.approx(other["actor/grad_norm"], rel=1e-3)
 
 
 def test_reinforce_plus_plus_with_kl_in_the_reward(tmp_path: Path, recipe_cache: Path) -> None:

@@ -40,7 +40,7 @@ MAPPINGS = {"columns", "padded", "objects", "non_tensor_batch"}
 MAKERS = {"tensors", "non_tensors", "objects", "columns"}
 """Keyword arguments and variables that take a dict from the name of a column to the column."""
 OTHER_DICTS = {"reward_model", "row", "model", "environ", "extra", "manifest", "train", "rope"}
-OTHER_DICTS |= {"override_transformer_config", "described"}
+OTHER_DICTS |= {"override_transformer_config", "overrides", "described"}
 """What has a `get` but is no batch."""
 
 
@@ -71,6 +71,8 @@ def places_of_names(node: ast.AST) -> Iterator[ast.AST | list]:
             return
         case ast.Call(func=function, args=arguments) if last_name(function) in METHODS:
             yield arguments
+        case ast.Call(func=function, args=[ast.Dict(keys=keys), *_]) if last_name(function) == "from_dict":
+            yield keys
         case ast.List(elts=items):  # in these files a list of names is a choice of columns
             yield items
         case ast.keyword(arg=name, value=ast.Dict(keys=keys)) if name in MAKERS:
@@ -106,6 +108,7 @@ def test_every_column_of_the_table_is_used() -> None:
         "output.rename('log_probs', 'wrong')",
         "prompts.select(batch_keys=['wrong'])",
         "DataProto.from_dict(tensors={'wrong': x})",
+        "DataProto.from_dict({'wrong': x})",
         "columns = {'wrong': rewards}",
     ],
 )
