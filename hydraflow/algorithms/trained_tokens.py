@@ -43,7 +43,7 @@ class TrainedTokens:
         """A column (N,) with these trained tokens (n,), and 0 elsewhere."""
         if len(values) == self._size:
             return values
-        return values.new_zeros(self._size).index_copy_(0, self._places, values)
+        return values.new_zeros(self._size).scatter_(0, self._places, values)
 
     def following(self, values: Tensor) -> Tensor:
         """For each trained token the value of the next one in its row, 0 after the last: (n,).
@@ -88,16 +88,30 @@ def _discounted(values: Tensor, lengths: Tensor, factor: float) -> Tensor:
     blocks = -(-lengths // size)  # (B,)
     places, total = None, int(blocks.sum()) * size
     if total != len(values):  # rows that do not fill their last block
-        shift = (blocks.cumsum(0) - blocks) * size - (lengths.cumsum(0) - lengths)
-        places = torch.arange(len(values)) + shift.repeat_interleave(lengths)
-        values = values.new_zeros(total).index_copy_(0, places, values)
+        places = _with_gaps(lengths, blocks * size - lengths)
+        values = values.new_zeros(total).scatter_(0, places, values)
     powers = (factor ** torch.arange(size + 1, dtype=torch.float64)).to(values.dtype)
     steps = torch.arange(size)
     apart = steps[:, None] - steps[None, :]  # later minus earlier
     inside = values.view(-1, size) @ torch.where(apart >= 0, powers[apart.clamp(min=0)], 0)
     firsts = _discounted(inside[:, 0], blocks, factor**size)
     whole = inside.addcmul_(_following(firsts, blocks)[:, None], powers[size - steps]).view(-1)
-    return whole if places is None else whole[places]
+    return whole if places is None else whole.index_select(0, places)
+
+
+def _with_gaps(lengths: Tensor, gaps: Tensor) -> Tensor:
+    """Places of the tokens (n,) of rows that are followed by so many free places each; a row without tokens
+    is followed by none.
+
+    >>> _with_gaps(torch.tensor([2, 0, 3]), torch.tensor([1, 0, 5])).tolist()
+    [0, 1, 3, 4, 5]
+    """
+    lengths, gaps = lengths[lengths > 0], gaps[lengths > 0]
+    starts = lengths.cumsum(0)
+    places = torch.ones(int(starts[-1]), dtype=torch.int64)
+    places[0] = 0
+    places[starts[:-1]] += gaps[:-1]
+    return places.cumsum_(0)
 
 
 def _discounted_by_token(values: Tensor, lengths: Tensor, factors: Tensor) -> Tensor:
