@@ -20,6 +20,8 @@ from hydraflow.protocol import ragged
 from hydraflow.protocol.batch import DataProto
 
 SIZES = (1, 2, 4)
+CPUS = 0.1
+"""Of each process. Held to the end of the session, beside jobs that need 7 of the 8 CPUs that Ray counts."""
 
 
 @pytest.fixture(scope="session")
@@ -27,7 +29,7 @@ def runtime(ray_session: None) -> Iterator[Runtime]:
     """Groups of 1, 2 and 4 processes with the roles `probe` and `other`."""
     with Runtime(RayInitConfig(), Timeouts(start=120, call=60)) as runtime:
         runtime.start(
-            [ResourcePool(f"of{size}", [size], cpus=0.25, threads=2 if size == 1 else 1) for size in SIZES]
+            [ResourcePool(f"of{size}", [size], cpus=CPUS, threads=2 if size == 1 else 1) for size in SIZES]
         )
         for size in SIZES:
             runtime.group(f"of{size}", {"probe": RoleSpec(Probe), "other": RoleSpec(Probe, (7,))})
