@@ -76,7 +76,9 @@ READ_BY_NAME = {
         )
     }
     | {(AlgorithmConfig, name) for estimator in ESTIMATORS.values() for name in estimator.reads},
-    schema.DPOConfig: {(PreferenceConfig, name) for loss in PREFERENCE_LOSSES.values() for name in loss.reads},
+    schema.DPOConfig: {
+        (PreferenceConfig, name) for loss in PREFERENCE_LOSSES.values() for name in loss.reads
+    },
 }
 """Configuration -> what `Implementation.bound` hands to the chosen functions of its command."""
 

@@ -135,6 +135,16 @@ def is_range(rows: np.ndarray) -> bool:
     return bool((rows == np.arange(len(rows))).all())
 
 
+def as_slice(rows: np.ndarray) -> np.ndarray | slice:
+    """Row numbers that follow each other as a slice, which is taken without a copy.
+
+    >>> as_slice(np.array([3, 4, 5])), as_slice(np.array([3, 5])).tolist()
+    (slice(3, 6, None), [3, 5])
+    """
+    first = int(rows[0]) if len(rows) else 0
+    return slice(first, first + len(rows)) if is_range(rows - first) else rows
+
+
 def _unless_whole(rows: np.ndarray, available: int) -> np.ndarray | None:
     return None if len(rows) == available and is_range(rows) else rows
 
@@ -179,7 +189,8 @@ class LocalisedPieces:
 
 
 def localise(column: Column, plans: PiecePlanCache, memo: dict[object, LocalisedPieces]) -> Column:
-    """The same rows without unused pieces, local pieces cut. `memo` is kept over a batch's columns."""
+    """The same rows without unused pieces, local pieces cut: rows that follow each other by a view. `memo`
+    is kept over a batch's columns."""
     plan = plans(column)
     refs = [column.refs[number] for number, _ in plan.picks]
     is_local = tuple(isinstance(ref, LocalColumn) for ref in refs)
@@ -187,7 +198,9 @@ def localise(column: Column, plans: PiecePlanCache, memo: dict[object, Localised
     if key not in memo:
         memo[key] = _shrink(plan, is_local, [ref.rows for ref in refs])
     cut = [
-        LocalColumn(take_rows(ref.data, kept)) if isinstance(ref, LocalColumn) and kept is not None else ref
+        LocalColumn(take_rows(ref.data, as_slice(kept)))
+        if isinstance(ref, LocalColumn) and kept is not None
+        else ref
         for ref, kept in zip(refs, memo[key].kept, strict=True)
     ]
     return Column(tuple(cut), memo[key].index)

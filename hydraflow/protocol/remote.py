@@ -30,9 +30,9 @@ from hydraflow.protocol.pieces import (
     LocalisedPieces,
     PiecePlan,
     PiecePlanCache,
+    as_slice,
     compose,
     concat_columns,
-    is_range,
     localise,
     piece_plan,
 )
@@ -218,7 +218,7 @@ def _read(
     gathers: dict[int, Gather],
 ) -> ColumnData:
     """`gathers`: by the plan's identity, for all columns that share it."""
-    if plan.wanted is not None and not isinstance(_as_slice(plan.wanted), slice):
+    if plan.wanted is not None and not isinstance(as_slice(plan.wanted), slice):
         gather = gathers.setdefault(id(plan), Gather(torch.from_numpy(plan.wanted)))
         pieces = [_checked(column.refs[number], data, name) for number, _ in plan.picks]
         if gather.suits(pieces):
@@ -238,7 +238,7 @@ def _wanted(
     piece = _checked(ref, data, name)
     if local is None:
         return piece, True
-    index = _as_slice(local)
+    index = as_slice(local)
     return take_rows(piece, index), isinstance(index, slice)
 
 
@@ -247,11 +247,6 @@ def _checked(ref: ColumnRef, data: Mapping[ColumnRef, ColumnData], name: str) ->
     if (rows := n_rows(piece)) != ref.rows:
         raise ValueError(f"column {name!r}: a piece with {ref.rows} announced rows has {rows}")
     return piece
-
-
-def _as_slice(rows: np.ndarray) -> np.ndarray | slice:
-    first = int(rows[0]) if len(rows) else 0
-    return slice(first, first + len(rows)) if is_range(rows - first) else rows
 
 
 def _copied(column: ColumnData) -> ColumnData:

@@ -123,6 +123,15 @@ def of_merger(found: Found) -> Iterator[Row]:
         yield Row(what, f"{one['cpu_seconds']:.3g} CPU s", theirs, one["ratio_cpu"])
 
 
+def of_data_plane(found: Found) -> Iterator[Row]:
+    """Rows to the ranks and their log-probabilities back."""
+    for one in found:
+        what = f"{one['rows']:,} rows to {one['ranks']} ranks and log-probs back, {one['form']}"
+        limit = f"{one['copy_ms']:.3g} ms (one copy)"
+        yield Row(f"{what}, {one['megabytes']:,.0f} MB", f"{one['median_ms']:.3g} ms", limit=limit)
+    yield Row(f"start of a group of {found[0]['ranks']} ranks", f"{found[0]['group_start_s']:.3g} s")
+
+
 def of_step(found: Found) -> Iterator[Row]:
     """The default recipe."""
     (one,) = found
@@ -162,6 +171,7 @@ BENCHES: dict[str, Bench] = {
     "trl-31.7M-bf16": against_trl("31.7M", "bf16", 3),
     "generation": Bench("generation.py", SAMPLING, of_generation),
     "head": Bench("head.py", ("--entropy",), of_head),
+    "data-plane": Bench("data_plane.py", (), of_data_plane),
     "weights": Bench("weight_sync.py", ("--models", "small"), of_weights),
     "memory": Bench("memory.py", ("--cases", "tied"), of_memory),
     "merger": Bench("merger.py", ("--layouts", "hydraflow", "--repeats", "1"), of_merger),
