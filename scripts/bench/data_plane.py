@@ -78,6 +78,12 @@ def milliseconds(work: Callable[[], object], repeats: int) -> list[float]:
     return sorted(taken[1:])
 
 
+def copies_of(size: int, repeats: int) -> list[float]:
+    """Milliseconds in which so many bytes are copied once."""
+    source, target = torch.ones(size, dtype=torch.uint8), torch.ones(size, dtype=torch.uint8)
+    return milliseconds(lambda: target.copy_(source), repeats)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -106,8 +112,7 @@ def main() -> None:
             sent = runtime.traffic().sent
             taken = milliseconds(round_trip, args.repeats)
             sent = (runtime.traffic().sent - sent) // (args.repeats + 1)
-            source, target = torch.ones(sent, dtype=torch.uint8), torch.ones(sent, dtype=torch.uint8)
-            copies = milliseconds(lambda: target.copy_(source), args.repeats)
+            copies = copies_of(sent, args.repeats)
             found = {
                 "form": form,
                 "ranks": args.ranks,
