@@ -1,5 +1,5 @@
-"""The pages of estimators and losses have a row for each: its source, its file, how far it is from its oracle,
-and what it learned."""
+"""The pages of estimators and losses have a row for each: its source, its file, how far it is from its
+oracle, and what it learned."""
 
 from __future__ import annotations
 
