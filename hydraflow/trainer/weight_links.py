@@ -5,7 +5,7 @@ In: the groups of both. Out: the generation engine holds the weights of a versio
 are unchanged either way. On a node the bytes are in two slots of shared memory, which the processes hand over
 among themselves (`workers/weights_shared.py`). To other nodes the actor broadcasts them in a dedicated
 process group (`workers/weights_broadcast.py`). At most two buckets exist at a time: one is loaded while the
-next is filled (`scripts/bench/weight_sync.py` measures it).
+next is filled (`scripts/bench/weight_sync.py` measures it). A sharded actor gathers the tensors of the next.
 """
 
 from __future__ import annotations
