@@ -17,10 +17,11 @@ from jobs.command import SMALL_RECIPE, SMALL_STEPS, read_steps
 from jobs.dying import dying_worker
 from jobs.turning import noting_workers
 from safetensors.torch import load_file, save_file
+from source_tree import ROOT
 from transformers import AutoModelForSequenceClassification
 
 from hydraflow.batch_plan.layout import Devices
-from hydraflow.batch_plan.resolve import BatchPlan
+from hydraflow.batch_plan.resolve import BatchPlan, resolve_plan
 from hydraflow.compose.loading import load
 from hydraflow.dispatch import group as dispatch_group
 from hydraflow.dispatch.host import WorkerHost
@@ -47,8 +48,8 @@ GPUS = "trainer.n_gpus_per_node"
 ELSEWHERE = [f"{GPUS}=4", f"{ACTOR}=[0,1]", f"{CRITIC}=[0,1]", f"{ROLLOUT}=[2,3]"]
 ONE_OF_TWO = [f"{GPUS}=2", f"{ROLLOUT}=[1]"]
 REFERENCE_APART = [f"{GPUS}=4", f"{ACTOR}=[0,1]", f"{ROLLOUT}=[0,1]", f"{REF}=[2,3]"]
-FOUR_RANKS = [f"{GPUS}=4", f"{CRITIC}=[0,1]"]
-OF_SIX = [f"{GPUS}=6", f"{ACTOR}=0-3", f"{REF}=0-3", f"{ROLLOUT}=2-5", f"{CRITIC}=[0,1]"]
+OF_SIX = [f"{GPUS}=6", f"{ACTOR}=0-3", f"{REF}=0-3", f"{ROLLOUT}=2-5"]
+CRITIC_OF_SIX = [f"{CRITIC}=[0,1]"]
 OVERLAPPING = [f"{GPUS}=3", f"{ACTOR}=[0,1]", f"{CRITIC}=[1,2]", f"{REF}=[1,2]", f"{ROLLOUT}=[1,2]"]
 NOT_COMPARED = ("timing_s/", "perf/")
 SMALL_BUCKETS = ["actor_rollout_ref.rollout.update_weights_bucket_megabytes=1"]
@@ -151,6 +152,16 @@ def as_planned(job: WatchedJob) -> dict[str, dict[int, int]]:
     }
     assert picture(facts, plan.cluster) == picture(plan.layouts, plan.cluster)
     return {role: found[role] for role in plan.layouts}
+
+
+def test_the_pictures_in_the_documentation_are_those_of_the_plans() -> None:
+    shown = []
+    for overrides in (ELSEWHERE, ONE_OF_TWO, [*OF_SIX, *CRITIC_OF_SIX]):
+        config = load("ppo", PPOConfig, [*SMALL_RECIPE, *SMALL_STEPS, *PPO, *overrides])
+        plan = resolve_plan(config, prompts=600, devices_per_node=6)
+        shown.append("\n".join([plan.placement, *picture(plan.layouts, plan.cluster)]))
+    page = (ROOT / "docs" / "architecture.md").read_text()
+    assert "```text\n" + "\n\n".join(shown) + "\n```\n" in page
 
 
 def test_roles_apart_share_no_process_and_change_no_number(fused: Any, apart: Any) -> None:
@@ -302,14 +313,12 @@ def fused_grpo(tmp_path_factory: pytest.TempPathFactory, recipe_cache: Path) -> 
         (ELSEWHERE[:2] + ELSEWHERE[3:] + [f"{REF}=[0,1]"], [("actor", "ref")]),
         (ONE_OF_TWO, [("actor", "ref")]),
         (REFERENCE_APART, [("actor", "rollout")]),
-        ([f"{GPUS}=3", f"{ACTOR}=[0,1]", f"{REF}=[0,1]", f"{ROLLOUT}=[1,2]"], [("actor", "ref")]),
     ],
     ids=[
         "processes of their own",
         "disaggregated",
         "rollout on one of two",
         "reference apart",
-        "overlapping",
     ],
 )
 def test_no_placement_changes_a_number_of_grpo(
@@ -322,13 +331,18 @@ def test_no_placement_changes_a_number_of_grpo(
 
 
 @pytest.mark.timeout(900)
-def test_overlapping_roles_on_six_devices_change_no_number(tmp_path: Path, recipe_cache: Path) -> None:
+@pytest.mark.parametrize(("algorithm", "steps"), [(PPO, 2), (GRPO, 1)], ids=["PPO", "GRPO"])
+def test_overlapping_roles_on_six_devices_change_no_number(
+    algorithm: list[str], steps: int, tmp_path: Path, recipe_cache: Path
+) -> None:
     """Compared with four actor ranks that sample themselves: sums over ranks depend on how many there are."""
-    _, wanted = train(tmp_path / "four", recipe_cache, *FOUR_RANKS)
-    job, rows = train(tmp_path / "six", recipe_cache, *OF_SIX)
-    assert rows == wanted and len(rows) == 2
+    critic, number = CRITIC_OF_SIX if algorithm is PPO else [], f"trainer.total_training_steps={steps}"
+    _, wanted = train(tmp_path / "four", recipe_cache, f"{GPUS}=4", *critic, number, algorithm=algorithm)
+    job, rows = train(tmp_path / "six", recipe_cache, *OF_SIX, *critic, number, algorithm=algorithm)
+    assert rows == wanted and len(rows) == steps
     found = as_planned(job)
     on = {role: list(one) for role, one in found.items()}
-    assert on == {"actor": [0, 1, 2, 3], "ref": [0, 1, 2, 3], "rollout": [2, 3, 4, 5], "critic": [0, 1]}
-    assert len({pid for one in found.values() for pid in one.values()}) == 4 + 4 + 2
-    assert [set(beside) for beside in job.beside] == [{"actor", "ref"}] * 2
+    on_critic = {"critic": [0, 1]} if critic else {}
+    assert on == {"actor": [0, 1, 2, 3], "ref": [0, 1, 2, 3], "rollout": [2, 3, 4, 5]} | on_critic
+    assert len({pid for one in found.values() for pid in one.values()}) == 4 + 4 + len(on_critic) * 2
+    assert [set(beside) for beside in job.beside] == [{"actor", "ref"}] * steps
