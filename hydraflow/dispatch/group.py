@@ -106,6 +106,8 @@ class Group(ABC):
     """Why it has ended; every later call raises it."""
     replaced: int = 0
     """Processes that have been replaced."""
+    before_call: Callable[[str, str], None] | None = None
+    """Gets role and method of each call before it is sent, and may refuse it; None: nothing is done."""
 
     @abstractmethod
     def await_ready(self) -> None:
@@ -134,9 +136,16 @@ class Group(ABC):
         self.await_ready()
         context = CallContext(self, role, method, plan.padding)
         settled = {name: _settled(value) for name, value in kwargs.items()}
-        positional, named = plan.mode.dispatch_fn(context, *map(_settled, args), **settled)
+        values = [_settled(value) for value in args]
+        self.announce(role, method)
+        positional, named = plan.mode.dispatch_fn(context, *values, **settled)
         future = self.send(plan, context, positional, named)
         return future.get() if plan.blocking else future
+
+    def announce(self, role: str, method: str) -> None:
+        """Tells `before_call` of a call."""
+        if self.before_call is not None:
+            self.before_call(role, method)
 
     @abstractmethod
     def start_profile(self, tool: str, folder: str, ranks: Sequence[int] | None) -> None:
@@ -442,6 +451,7 @@ class RoleGroup:
         """Calls `method` on one rank with these values; returns a future of a list with its answer."""
         plan = self._plan(method)
         context = CallContext(self.group, self.name, method.__name__, plan.padding, only=rank)
+        self.group.announce(self.name, method.__name__)
         return self.group.send(plan, context, [[value] * self.world_size for value in args], {})
 
     def fetch(self, batch: RemoteBatch, keys: Sequence[str] | None = None) -> DataProto:

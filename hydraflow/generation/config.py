@@ -369,8 +369,9 @@ class RolloutConfig(SamplingConfig):
         shapes_training=False,
         verl=("checkpoint_engine.update_weights_bucket_megabytes",),
     )
-    """Maximum bucket size of weight transfers to an engine in another process, in megabytes; at most two
-    buckets exist at a time. The native engine takes 16 at most."""
+    """Maximum bucket size of weight transfers to an engine in another process, in megabytes. At most two
+    buckets exist at a time; a sharded actor also holds the full tensors that it gathers for the next one, of
+    64 MiB at least. The native engine takes 16 at most."""
     verify_weights_every: int = option(50, ge=1, shapes_training=False)
     """Weight transfers between two checksum comparisons with the engine's own tensors; the first is always
     compared."""

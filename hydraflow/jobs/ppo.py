@@ -317,7 +317,7 @@ def _sampler(roles: Roles | SamplingRoles, how: SamplingSpec, **more: Any) -> Sa
     model = None
     if roles.reward_model is not None:
         model = partial(roles.reward_model.call, RewardModelWorker.compute_scores)
-    return Sampler(roles.rollout, roles.reward, how, model=model, **more)
+    return Sampler(roles.rollout, roles.reward, how, turns=roles.turns, model=model, **more)
 
 
 def save(roles: Roles, session: Session) -> None:

@@ -95,7 +95,6 @@ class PPOTrainer:
             with self.runtime.interruptible(interrupt):  # reward functions may sleep or hang
                 with phase("gen"):
                     taken = checked(self.source.take(step), self.sampled_too)
-                    self.roles.link.sampled()
                 known = self.runtime.fetch(columns(taken.rows, ["lengths", "group", "versions"]))
                 taken.rows.columns |= RemoteBatch.from_local(known).columns  # held here from now on
                 batch = self.experience(taken, step)

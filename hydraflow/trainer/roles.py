@@ -8,7 +8,6 @@ advantages between the models' passes. The reward function has a process of its 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -36,10 +35,12 @@ from hydraflow.models.adapters import AdapterLayers
 from hydraflow.models.config import ModelConfig
 from hydraflow.schema import PPOConfig
 from hydraflow.trainer.machine import SCORE, TRAIN, Machine, training_pool
+from hydraflow.trainer.turns import EngineRole, Turns
 from hydraflow.trainer.weight_links import (
     Broadcast,
     NoRollout,
     SameProcess,
+    SeparateProcesses,
     SharedMemory,
     WeightLink,
     load_model_directory,
@@ -79,6 +80,8 @@ class Roles:
     """By data source; default: all others."""
     link: WeightLink
     """From the actor to the rollout."""
+    turns: Turns
+    """Which of them are awake."""
 
 
 @dataclass
@@ -88,6 +91,7 @@ class SamplingRoles:
     rollout: RoleGroup
     reward: RoleGroup
     reward_model: RoleGroup | None
+    turns: Turns
 
 
 def build_roles(config: PPOConfig, plan: BatchPlan, runtime: Runtime, *, skipped: Path) -> Roles:
@@ -96,18 +100,25 @@ def build_roles(config: PPOConfig, plan: BatchPlan, runtime: Runtime, *, skipped
     skip_limits = SkipLimits(config.trainer.max_skipped_steps, str(skipped))
     specs = _training_roles(config, plan, skip_limits)
     train: dict[str, RoleGroup] = {}
+    devices: dict[str, Devices] = {}
     # engines with their own processes first
     for place in sorted(_places(config, plan), key=lambda place: set(place.roles) != {"rollout"}):
         if roles := {name: spec for name, spec in specs.items() if name in place.roles}:
             group = runtime.group(TRAIN, roles, place.devices.listed())
             train |= {name: group.role(name) for name in roles}
-            # at its start such an engine reserves a share of the memory that it finds free
-            reserves = GENERATION_ENGINES[config.actor_rollout_ref.rollout.name].own_process
-            if "rollout" in roles and reserves and (beside := _roles_beside(plan, roles)):
-                group.await_ready()  # nothing else may allocate memory meanwhile
-                train["rollout"].call(RolloutWorker.sleep, beside)
+            devices |= dict.fromkeys(roles, place.devices)
+            others = [layout for name, layout in plan.layouts.items() if name not in roles]
+            if "rollout" in roles and any(layout.devices & place.devices for layout in others):
+                _sleep_from_the_start(config, train["rollout"])
     score = runtime.group(SCORE, {"reward": _reward_role(config)})
     runtime.await_ready()
+    turns = Turns()
+    link = _link(config, plan, train["actor"], train.get("rollout"), turns)
+    for name, used in devices.items():
+        if name == "rollout" and not isinstance(link, NoRollout):
+            turns.add(train[name], used, link)
+        elif name != "advantage":  # it computes on the host
+            turns.add(train[name], used, EngineRole(train[name]))
     return Roles(
         actor=train["actor"],
         rollout=train.get("rollout"),
@@ -117,8 +128,17 @@ def build_roles(config: PPOConfig, plan: BatchPlan, runtime: Runtime, *, skipped
         teachers={source: train[name] for name, source in teacher_roles(config).items()},
         reward=score.role("reward"),
         advantage=train["advantage"],
-        link=_link(config, plan, train["actor"], train.get("rollout")),
+        link=link,
+        turns=turns,
     )
+
+
+def _sleep_from_the_start(config: PPOConfig, rollout: RoleGroup) -> None:
+    """Lets a generation engine sleep that at its start reserves a share of the memory that it finds free.
+    Others that use its devices start later."""
+    if GENERATION_ENGINES[config.actor_rollout_ref.rollout.name].own_process:
+        rollout.group.await_ready()
+        rollout.call(RolloutWorker.sleep)
 
 
 def pool_of(config: PPOConfig, plan: BatchPlan, machine: Machine) -> ResourcePool:
@@ -161,18 +181,19 @@ def teacher_model(config: PPOConfig, source: str) -> ModelConfig:
     return replace(ModelConfig(), path=str(config.distillation.teachers[source]))
 
 
-def _link(config: PPOConfig, plan: BatchPlan, actor: RoleGroup, rollout: RoleGroup | None) -> WeightLink:
+def _link(
+    config: PPOConfig, plan: BatchPlan, actor: RoleGroup, rollout: RoleGroup | None, turns: Turns
+) -> NoRollout | SameProcess | SeparateProcesses:
     if rollout is None:
         return NoRollout()
     if rollout.group is actor.group:
-        return SameProcess(rollout)
-    own = rollout.group.roles
+        return SameProcess(rollout, turns)
     tensor = plan.layouts["rollout"].tensor
     kind = SharedMemory if _on_one_node(actor, rollout) else Broadcast
     apart = _adapters(config) is not None
-    link = kind(actor, rollout, _rollout(config), _roles_beside(plan, own), tensor, apart)
+    link = kind(actor, rollout, _rollout(config), tensor, apart, turns)
     # a trained model cannot be recreated, nor can one process of an engine on several devices
-    if len(own) == 1 and tensor == 1:
+    if len(rollout.group.roles) == 1 and tensor == 1:
         rollout.group.recovery = Recovery(link.restore, link.config.max_retries)
     return link
 
@@ -183,28 +204,27 @@ def _on_one_node(actor: RoleGroup, rollout: RoleGroup) -> bool:
     return all(process.node_id == sender for process in rollout.group.processes.values())
 
 
-def _roles_beside(plan: BatchPlan, own: Collection[str]) -> list[str]:
-    """Roles in other processes than the rollout's (`own`) that use its devices."""
-    devices = plan.layouts["rollout"].devices
-    return [role for role, layout in plan.layouts.items() if role not in own and layout.devices & devices]
-
-
 def build_sampling_roles(config: PPOConfig, plan: BatchPlan, runtime: Runtime) -> SamplingRoles:
     """Starts the roles for `trainer.debug.rollout_only`; the generation engine loads `model.path`."""
-    devices = plan.layouts["rollout"].devices.listed()
-    train = runtime.group(TRAIN, {"rollout": _rollout_role(config, plan, None)}, devices)
+    turns = Turns()
+    devices = plan.layouts["rollout"].devices
+    train = runtime.group(TRAIN, {"rollout": _rollout_role(config, plan, None)}, devices.listed())
+    rollout = train.role("rollout")
     model: RoleGroup | None = None
     if plan.reward_model:
-        theirs = plan.layouts["reward_model"].devices.listed()
-        group = runtime.group(TRAIN, {"reward_model": _reward_model_role(config, plan)}, theirs)
+        theirs = plan.layouts["reward_model"].devices
+        if devices & theirs:
+            _sleep_from_the_start(config, rollout)
+        group = runtime.group(TRAIN, {"reward_model": _reward_model_role(config, plan)}, theirs.listed())
         model = group.role("reward_model")
+        turns.add(model, theirs, EngineRole(model))
     score = runtime.group(SCORE, {"reward": _reward_role(config)})
     runtime.await_ready()
-    roles = SamplingRoles(train.role("rollout"), score.role("reward"), model)
     # one process of an engine on several devices cannot be recreated
     alone = plan.layouts["rollout"].tensor == 1
-    load_model_directory(roles.rollout, config.actor_rollout_ref.rollout.max_retries if alone else 0)
-    return roles
+    retries = config.actor_rollout_ref.rollout.max_retries if alone else 0
+    turns.add(rollout, devices, load_model_directory(rollout, retries, turns))
+    return SamplingRoles(rollout, score.role("reward"), model, turns)
 
 
 def _training_roles(config: PPOConfig, plan: BatchPlan, skip_limits: SkipLimits) -> dict[str, RoleSpec]:

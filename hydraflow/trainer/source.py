@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cache, partial
 from typing import Any, Protocol
 
 import numpy as np
@@ -24,6 +25,7 @@ from hydraflow.protocol.fields import described
 from hydraflow.protocol.remote import RemoteBatch
 from hydraflow.trainer.phases import SCORES, TRAJECTORY
 from hydraflow.trainer.routing import Router
+from hydraflow.trainer.turns import Turns
 from hydraflow.workers.reward import PARTS, SCORED_WITH, WITH_TEXTS, RewardWorker
 from hydraflow.workers.rollout import RolloutWorker, SamplingSpec
 
@@ -88,7 +90,8 @@ class Sampler:
     """Samples prompts with the generation engine and scores the responses with the reward function.
 
     `how` is the same for all prompts. Without `reward` there are no scores. `model`: the reward model, whose
-    `score` replaces the function's. `with_texts`: scores include prompts and responses as text.
+    `score` replaces the function's; it starts once the rows are there, or if it shares devices with the
+    generation engine, once its scores are needed. `with_texts`: scores include prompts and responses as text.
     `with_greedy`: scores include that of an extra greedy response to each prompt. `parts`: scores include the
     function's numbers of these names.
     """
@@ -99,6 +102,7 @@ class Sampler:
         reward: RoleGroup | None,
         how: SamplingSpec,
         *,
+        turns: Turns | None = None,
         model: Callable[[RemoteBatch], Future] | None = None,
         with_texts: bool = False,
         with_greedy: bool = False,
@@ -106,6 +110,7 @@ class Sampler:
     ):
         self.rollout, self.reward, self.how, self.with_texts = rollout, reward, how, with_texts
         self.model, self.with_greedy, self.parts = model, with_greedy, tuple(parts)
+        self.turns = turns or Turns()
         self.router = Router.of(rollout)
         self.version = 0
         """Version of the weights to sample with."""
@@ -113,14 +118,17 @@ class Sampler:
     def sample(self, prompts: DataProto, visit: int) -> Trajectories:
         """Waits for the samples, not for their scores. `visit`: the epoch; -1 for validation."""
         table = row_table(prompts, [self.how.n] * len(prompts))
-        sampling = self._generate(prompts, self.how, visit)
-        greedy = self._generate(prompts, self.how.greedy(), visit) if self.with_greedy else None
-        scoring = self._score(table, sampling, greedy)  # queued behind the samples
-        if greedy is not None:
-            greedy.get()  # before another role uses the engine's devices
-        rows = table.union(sampling.get())
+        with self.turns("rollout"):
+            sampling = self._generate(prompts, self.how, visit)
+            greedy = self._generate(prompts, self.how.greedy(), visit) if self.with_greedy else None
+            scoring = self._score(table, sampling, greedy)  # queued behind the samples
+            if greedy is not None:
+                greedy.get()
+            rows = table.union(sampling.get())
         if self.model is not None:
-            scoring = ModelScores(scoring, self.model(rows.select(["prompts", "responses"], [], [])))
+            late = "reward_model" in self.turns.beside("rollout")
+            judged = partial(self.model, rows.select(["prompts", "responses"], [], []))
+            scoring = ModelScores(scoring, judged, late=late)
         return Trajectories(rows, scoring)
 
     def _generate(self, prompts: DataProto, how: SamplingSpec, visit: int) -> Future:
@@ -144,12 +152,15 @@ class Sampler:
 
 
 class ModelScores(Future):
-    """The reward function's answer with its scores replaced by the reward model's."""
+    """The reward function's answer with its scores replaced by the reward model's. `late`: the model is
+    called when the scores are needed, not at once."""
 
     joins = False
 
-    def __init__(self, function: Future, model: Future):
-        self.function, self.model = function, model
+    def __init__(self, function: Future, model: Callable[[], Future], *, late: bool):
+        self.function, self.model = function, cache(model)
+        if not late:
+            self.model()
 
     def shards(self, parts: int, padding: bool) -> list[Shard] | list[LateShard]:
         """See `Future`."""
@@ -158,7 +169,7 @@ class ModelScores(Future):
     def get(self) -> RemoteBatch:
         """Waits for both."""
         scored: RemoteBatch = self.function.get()
-        columns = scored.columns | {"score": self.model.get().columns["score"]}
+        columns = scored.columns | {"score": self.model().get().columns["score"]}
         return RemoteBatch(columns, scored.objects, scored.meta_info)
 
 

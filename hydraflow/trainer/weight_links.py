@@ -5,7 +5,7 @@ In: the groups of both. Out: the generation engine holds the weights of a versio
 are unchanged either way. On a node the bytes are in two slots of shared memory, which the processes hand over
 among themselves (`workers/weights_shared.py`). To other nodes the actor broadcasts them in a dedicated
 process group (`workers/weights_broadcast.py`). At most two buckets exist at a time: one is loaded while the
-next is filled (`scripts/bench/weight_sync.py` measures it).
+next is filled (`scripts/bench/weight_sync.py` measures it). A sharded actor gathers the tensors of the next.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from hydraflow.dispatch.shards import Future
 from hydraflow.errors import GuardStop
 from hydraflow.generation.config import GENERATION_ENGINES, RolloutConfig, bucket_bytes
 from hydraflow.models.adapters import Form
+from hydraflow.trainer.turns import Turns
 from hydraflow.workers.actor import ActorWorker, SendOptions
 from hydraflow.workers.rollout import RolloutWorker
 from hydraflow.workers.weights_transfer import Received
@@ -41,20 +42,47 @@ class WeightLink(Protocol):
         cannot be read: the process sleeps (the first publish compared checksums), or its engine does not
         support it."""
 
-    def sampled(self) -> None:
-        """Called when the generation engine is not needed until the next publish."""
+
+class _Sleeps:
+    """A generation engine that sleeps until weights arrive."""
+
+    rollout: RoleGroup
+    sleeps: bool
+
+    def sleep(self) -> None:
+        """See `Sleeper`."""
+        self.sleeps = True  # before a process that dies in the call is replaced
+        self.rollout.call(RolloutWorker.sleep)
 
 
-def load_model_directory(rollout: RoleGroup, max_retries: int) -> None:
-    """Loads the weights of the model directory into the generation engine, for a run that trains nothing;
-    also into replacement processes."""
-    rollout.call(RolloutWorker.load_weights)
+@dataclass
+class ModelDirectory(_Sleeps):
+    """The weights of the model directory, for a run that trains nothing."""
 
-    def restore(rank: int) -> None:
-        loading: Future = rollout.call_rank(rank, RolloutWorker.load_weights)
-        loading.get()
+    rollout: RoleGroup
+    turns: Turns = field(default_factory=Turns)
+    sleeps: bool = field(default=False, init=False)
 
-    rollout.group.recovery = Recovery(restore, max_retries)
+    def wake(self) -> None:
+        """See `Sleeper`."""
+        self.sleeps = False
+        with self.turns.together("rollout"):
+            self.rollout.call(RolloutWorker.load_weights)
+
+    def restore(self, rank: int) -> None:
+        """Loads the weights into a replacement process."""
+        if not self.sleeps:
+            loading: Future = self.rollout.call_rank(rank, RolloutWorker.load_weights)
+            loading.get()
+
+
+def load_model_directory(rollout: RoleGroup, max_retries: int, turns: Turns | None = None) -> ModelDirectory:
+    """Loads the weights of the model directory into the generation engine; later also into replacement
+    processes."""
+    weights = ModelDirectory(rollout, turns or Turns())
+    weights.wake()
+    rollout.group.recovery = Recovery(weights.restore, max_retries)
+    return weights
 
 
 class NoRollout:
@@ -68,28 +96,33 @@ class NoRollout:
         """See `WeightLink`."""
         return None
 
-    def sampled(self) -> None:
-        """See `WeightLink`."""
-
 
 @dataclass
-class SameProcess:
+class SameProcess(_Sleeps):
     """Every process of the generation engine also holds the actor."""
 
     rollout: RoleGroup
+    turns: Turns = field(default_factory=Turns)
+    sleeps: bool = field(default=False, init=False)
+    _version: int = field(default=NO_VERSION, init=False)
 
     def publish(self, version: int) -> Callable[[], None]:
         """See `WeightLink`."""
-        sent: Future = self.rollout.call(RolloutWorker.sync_from_actor, version)
+        self.sleeps, self._version = False, version
+        with self.turns.together("actor", "rollout"):
+            sent: Future = self.rollout.call(RolloutWorker.sync_from_actor, version)
         return sent.get
 
     def first_difference(self, replica: int) -> str | None:
         """See `WeightLink`."""
+        if self.sleeps:
+            return None
         found: str | None = self.rollout.call(RolloutWorker.first_difference_from_actor)[replica]
         return found
 
-    def sampled(self) -> None:
-        """See `WeightLink`: it does not sleep."""
+    def wake(self) -> None:
+        """See `Sleeper`."""
+        self.publish(self._version)()
 
 
 @dataclass(frozen=True)
@@ -103,23 +136,23 @@ class Transfer:
 
 
 @dataclass
-class SeparateProcesses(ABC):
+class SeparateProcesses(_Sleeps, ABC):
     """Actor and generation engine are in different processes."""
 
     actor: RoleGroup
     rollout: RoleGroup
     config: RolloutConfig
-    beside: Sequence[str] = ()
-    """Roles in other processes on the rollout's devices, during whose work it sleeps."""
     processes_per_replica: int = 1
     adapters: bool = False
     """Whether adapters are sent apart from the base weights, not merged into them."""
+    turns: Turns = field(default_factory=Turns)
     published: int = field(default=0, init=False)
-    """Number of publishes."""
+    """Number of publishes, including those that wake the generation engine."""
+    sleeps: bool = field(default=False, init=False)
     _version: int = field(default=NO_VERSION, init=False)
     _sending: bool = field(default=False, init=False)
     """Whether a transfer to all generation processes is in progress."""
-    _sleeps: bool = field(default=False, init=False)
+    _has_woken: bool = field(default=False, init=False)
     _reached: bool = field(default=False, init=False)
     """Whether the last transfer has reached all its receivers."""
     _held_by: int | None = field(default=None, init=False)
@@ -134,32 +167,31 @@ class SeparateProcesses(ABC):
     def publish(self, version: int) -> Callable[[], None]:
         """See `WeightLink`. The transfer starts when the caller waits: a process that waits for its peers is
         blocked, so all must be free first."""
-        after_first_sleep = self.published == 1 and bool(self.beside)
+        after_first_sleep = self.sleeps and not self._has_woken
         due = self.published % self.config.verify_weights_every == 0 or after_first_sleep
         checked = due and self._reads_back
         self.published += 1
-        self._version, self._sending, self._sleeps = version, True, False
+        self._has_woken |= self.sleeps
+        self._version, self._sending, self.sleeps = version, True, False
         return partial(self._arrive, checked)
 
     def first_difference(self, replica: int) -> str | None:
         """See `WeightLink`."""
-        if self._sleeps or not self._reads_back:
+        if self.sleeps or not self._reads_back:
             return None
         self._sending = True
         found = self._deliver(False, self._all_ranks, compare=True)
         self._sending = False
         return found[replica * self.processes_per_replica]
 
-    def sampled(self) -> None:
-        """See `WeightLink`."""
-        if self.beside:
-            self._sleeps = True
-            self.rollout.call(RolloutWorker.sleep, self.beside)
+    def wake(self) -> None:
+        """See `Sleeper`."""
+        self.publish(self._version)()
 
     def restore(self, rank: int) -> None:
         """Sends the current weights to a replacement process of the generation engine. Does nothing during a
         transfer to all: that is repeated."""
-        if not self._sending and not self._sleeps and self._version != NO_VERSION:
+        if not self._sending and not self.sleeps and self._version != NO_VERSION:
             self._deliver(self._reads_back, [rank])
 
     @property
@@ -185,7 +217,9 @@ class SeparateProcesses(ABC):
         """Sends the weights to these generation processes, to be loaded or compared; retries when a process
         was replaced or not reached meanwhile. Returns the first difference of each."""
         for _ in range(self.config.max_retries + 1):
-            if (found := self._attempt(checked, compare, ranks)) is not None:
+            with self.turns.together("actor", "rollout"):
+                found = self._attempt(checked, compare, ranks)
+            if found is not None:
                 return found
             if compare:  # a replacement process holds nothing yet
                 self._deliver(checked, ranks)

@@ -74,6 +74,10 @@ class EngineWorker(Worker):
         self.engine.rest()
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def rest(self) -> None:
+        """Returns when all earlier calls have ended and `after_call` has offloaded."""
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def save_hf(self, directory: str) -> None:
         """Writes the weights as a Hugging Face directory."""
         self.engine.save_hf(directory)

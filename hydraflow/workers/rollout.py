@@ -181,8 +181,6 @@ class RolloutWorker(Worker):
         """Whether the engine has ever received base weights, not only adapters."""
         self.receiver: WeightsReceiver | None = None
         self.slots = OpenSlots()
-        self.sleeps_beside: Sequence[str] = ()
-        """While it sleeps: the roles that use its devices."""
         self._open: dict[int, _OpenGroup] = {}
         """Group number -> prompts that `advance` has in flight."""
 
@@ -264,7 +262,7 @@ class RolloutWorker(Worker):
         adapters_alone = header.number == 0 and all(is_adapter(entry.name) for entry in header.entries)
         if adapters_alone and not self._has_base:
             raise ConnectionLost("a replacement process has no base weights for adapters")
-        self.version, self.sleeps_beside = None, ()
+        self.version = None
         self.engine.update_weights(bucket.weights(), first=header.number == 0, last=header.last)
         if header.checksums and (differing := self._differing(header)):
             raise GuardStop(
@@ -289,12 +287,12 @@ class RolloutWorker(Worker):
         return found
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def sleep(self, beside: Sequence[str]) -> None:
+    def sleep(self) -> None:
         """Releases the memory of weights and caches until new weights arrive, for other roles on the same
         devices."""
         self.engine.sleep()
         self.slots.close()
-        self.version, self.sleeps_beside = None, beside
+        self.version = None
 
     @register(dispatch_mode=mesh_mode("rollout"), blocking=False, read_only=True)
     def generate(self, batch: DataProto) -> DataProto:
@@ -363,8 +361,6 @@ class RolloutWorker(Worker):
         promised: int = batch.meta_info["version"]
         if self.version != promised:
             held = "none that are complete" if self.version is None else f"those of version {self.version}"
-            if self.sleeps_beside:
-                held = f"none: it sleeps while {' and '.join(self.sleeps_beside)} work on its devices"
             raise GuardStop(
                 f"generation rank {self.process.rank} was to sample with weights of version {promised}, and"
                 f" holds {held}"

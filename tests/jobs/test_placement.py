@@ -15,11 +15,13 @@ import ray
 import torch
 from jobs.command import SMALL_RECIPE, SMALL_STEPS, read_steps
 from jobs.dying import dying_worker
+from jobs.turning import noting_workers
 from safetensors.torch import load_file, save_file
+from source_tree import ROOT
 from transformers import AutoModelForSequenceClassification
 
 from hydraflow.batch_plan.layout import Devices
-from hydraflow.batch_plan.resolve import BatchPlan
+from hydraflow.batch_plan.resolve import BatchPlan, resolve_plan
 from hydraflow.compose.loading import load
 from hydraflow.dispatch import group as dispatch_group
 from hydraflow.dispatch.host import WorkerHost
@@ -46,8 +48,8 @@ GPUS = "trainer.n_gpus_per_node"
 ELSEWHERE = [f"{GPUS}=4", f"{ACTOR}=[0,1]", f"{CRITIC}=[0,1]", f"{ROLLOUT}=[2,3]"]
 ONE_OF_TWO = [f"{GPUS}=2", f"{ROLLOUT}=[1]"]
 REFERENCE_APART = [f"{GPUS}=4", f"{ACTOR}=[0,1]", f"{ROLLOUT}=[0,1]", f"{REF}=[2,3]"]
-FOUR_RANKS = [f"{GPUS}=4", f"{CRITIC}=[0,1]"]
-OF_SIX = [f"{GPUS}=6", f"{ACTOR}=0-3", f"{REF}=0-3", f"{ROLLOUT}=2-5", f"{CRITIC}=[0,1]"]
+OF_SIX = [f"{GPUS}=6", f"{ACTOR}=0-3", f"{REF}=0-3", f"{ROLLOUT}=2-5"]
+CRITIC_OF_SIX = [f"{CRITIC}=[0,1]"]
 OVERLAPPING = [f"{GPUS}=3", f"{ACTOR}=[0,1]", f"{CRITIC}=[1,2]", f"{REF}=[1,2]", f"{ROLLOUT}=[1,2]"]
 NOT_COMPARED = ("timing_s/", "perf/")
 SMALL_BUCKETS = ["actor_rollout_ref.rollout.update_weights_bucket_megabytes=1"]
@@ -103,9 +105,9 @@ def train(
     job.beside = []
 
     class Link(SharedMemory):
-        def sampled(self) -> None:
-            job.beside.append(self.beside)
-            super().sampled()
+        def sleep(self) -> None:
+            job.beside.append(self.turns.beside("rollout"))
+            super().sleep()
 
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(roles, "SharedMemory", Link)
@@ -152,13 +154,23 @@ def as_planned(job: WatchedJob) -> dict[str, dict[int, int]]:
     return {role: found[role] for role in plan.layouts}
 
 
+def test_the_pictures_in_the_documentation_are_those_of_the_plans() -> None:
+    shown = []
+    for overrides in (ELSEWHERE, ONE_OF_TWO, [*OF_SIX, *CRITIC_OF_SIX]):
+        config = load("ppo", PPOConfig, [*SMALL_RECIPE, *SMALL_STEPS, *PPO, *overrides])
+        plan = resolve_plan(config, prompts=600, devices_per_node=6)
+        shown.append("\n".join([plan.placement, *picture(plan.layouts, plan.cluster)]))
+    page = (ROOT / "docs" / "architecture.md").read_text()
+    assert "```text\n" + "\n\n".join(shown) + "\n```\n" in page
+
+
 def test_roles_apart_share_no_process_and_change_no_number(fused: Any, apart: Any) -> None:
     _, job, rows = apart
     assert rows == fused and len(rows) == 2
     found = [pid for on_devices in as_planned(job).values() for pid in on_devices.values()]
     assert len(set(found)) == len(found) == 8
     slept = [set(beside) for beside in job.beside]
-    assert slept == [{"actor", "critic", "ref"}] * 2
+    assert slept == [{"actor", "critic", "ref"}] * 4, "in each step, and while its checkpoint is saved"
 
 
 def test_roles_share_processes_where_they_have_the_same_devices(
@@ -173,27 +185,70 @@ def test_roles_share_processes_where_they_have_the_same_devices(
             assert shared == (set(found.values()) if set(found) == set(others) else set()), (role, other)
 
 
-def test_a_reward_model_has_a_device_and_a_process_of_its_own(tmp_path: Path, recipe_cache: Path) -> None:
-    """Its scores of the run's samples are those of transformers."""
-    folder = make_model(tmp_path / "model", hidden=32, layers=1, heads=2, kv_heads=1, seed=3)
+@pytest.fixture(scope="module")
+def judged(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """A reward model, and a step between two validations of two calls each."""
+    folder = make_model(
+        tmp_path_factory.mktemp("judge") / "model", hidden=32, layers=1, heads=2, kv_heads=1, seed=3
+    )
     score = torch.randn(1, 32, generator=torch.Generator().manual_seed(1))
     weights = load_file(folder / "model.safetensors") | {"score.weight": score}
     save_file(weights, folder / "model.safetensors", {"format": "pt"})
-    given = ["reward.reward_model.enable=true", f"reward.reward_model.model_path={folder}", f"{GPUS}=2"]
-    given += ["reward.reward_model.device_mapping=[1]", *(f"{role}=[0]" for role in (ACTOR, CRITIC, ROLLOUT))]
-    given += [f"trainer.debug.save_rollouts={tmp_path / 'dump'}", "trainer.total_training_steps=1"]
-    job, steps = train(tmp_path / "run", recipe_cache, *given)
+    steps = ["trainer.total_training_steps=1", "trainer.val_before_train=true", "data.val_batch_size=2"]
+    return ["reward.reward_model.enable=true", f"reward.reward_model.model_path={folder}", *steps]
+
+
+@pytest.fixture(scope="module")
+def judged_apart(
+    judged: list[str], tmp_path_factory: pytest.TempPathFactory, recipe_cache: Path
+) -> tuple[Path, WatchedJob, list[dict[str, float]]]:
+    """A run whose reward model has a device of its own."""
+    folder = tmp_path_factory.mktemp("judged apart")
+    given = ["reward.reward_model.device_mapping=[1]", *(f"{role}=[0]" for role in (ACTOR, CRITIC, ROLLOUT))]
+    given += [f"trainer.debug.save_rollouts={folder / 'dump'}", f"{GPUS}=2"]
+    return folder, *train(folder / "run", recipe_cache, *judged, *given)
+
+
+def test_a_reward_model_has_a_device_and_a_process_of_its_own(judged: list[str], judged_apart: Any) -> None:
+    """Its scores of the run's samples are those of transformers."""
+    folder, job, steps = judged_apart
     found = as_planned(job)
     mine = found.pop("reward_model")
     assert list(mine) == [1] and {device for one in found.values() for device in one} == {0}
     assert not set(mine.values()) & {pid for one in found.values() for pid in one.values()}
-    model = AutoModelForSequenceClassification.from_pretrained(folder, num_labels=1)
-    rows = read_dump(tmp_path / "dump" / "step_1.safetensors")[0]
+    model = AutoModelForSequenceClassification.from_pretrained(judged[1].split("=")[1], num_labels=1)
+    rows = read_dump(folder / "dump" / "step_1.safetensors")[0]
     whole = zip(rows.get("prompts").unbind(), rows.get("responses").unbind(), strict=True)
     with torch.no_grad():
         wanted = torch.tensor([float(model(torch.cat(one)[None]).logits[0, 0]) for one in whole])
     assert float((rows.get("score") - wanted).abs().max()) < 0.05 * float(wanted.std())  # it computes in bf16
     assert steps[-1]["critic/score/mean"] == pytest.approx(float(rows.get("score").mean()), rel=1e-5)
+
+
+def test_a_reward_model_takes_turns_with_all_on_its_device_and_changes_no_number(
+    judged: list[str],
+    judged_apart: Any,
+    tmp_path: Path,
+    recipe_cache: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Also in validations, and in a run that only samples: the rollout sleeps while it scores."""
+    notes = tmp_path / "notes"
+    for name, noting in zip(("RolloutWorker", "RewardModelWorker"), noting_workers(notes)):
+        monkeypatch.setattr(roles, name, noting)
+    one_each = [f"{GPUS}=1", "trainer.fuse_roles=false"]
+    job, rows = train(tmp_path / "run", recipe_cache, *judged, *one_each)
+    assert rows == judged_apart[-1] and len(rows) == 2
+    assert len({pid for found in as_planned(job).values() for pid in found.values()}) == 5
+    validated = ["loads.", "samples.", "samples.", "sleeps.", "scores.", "scores."]
+    wanted = [*validated, "loads.", "samples.", "sleeps.", "scores.", *validated]
+    assert notes.read_text().split() == wanted
+    notes.unlink()
+    only = "trainer.debug.rollout_only=true"
+    _, sampled = train(tmp_path / "sampled", recipe_cache, *judged, *one_each, only)
+    assert notes.read_text().split() == wanted
+    scores = {name: value for name, value in rows[1].items() if name.startswith("critic/score/")}
+    assert scores and sampled[0] == rows[0] and sampled[1].items() >= scores.items()
 
 
 def test_the_rollout_may_have_one_of_two_devices(fused: Any, tmp_path: Path, recipe_cache: Path) -> None:
@@ -228,7 +283,7 @@ def test_generation_processes_that_die_are_replaced_and_change_no_number(
     job, rows = train(tmp_path / "run", recipe_cache, *ELSEWHERE, *SMALL_BUCKETS)
     assert rows == fused
     as_planned(job)
-    assert job.beside == [[], []], "nobody else is on its devices, so it never sleeps"
+    assert job.beside == [], "nobody else is on its devices, so it never sleeps"
     assert len(list(tmp_path.glob("died *"))) == 4
     said = [record.getMessage() for record in caplog.records if "is started again" in record.getMessage()]
     assert len(said) == 4 and all(text.startswith("rollout rank 0 on node ") for text in said)
@@ -258,14 +313,12 @@ def fused_grpo(tmp_path_factory: pytest.TempPathFactory, recipe_cache: Path) -> 
         (ELSEWHERE[:2] + ELSEWHERE[3:] + [f"{REF}=[0,1]"], [("actor", "ref")]),
         (ONE_OF_TWO, [("actor", "ref")]),
         (REFERENCE_APART, [("actor", "rollout")]),
-        ([f"{GPUS}=3", f"{ACTOR}=[0,1]", f"{REF}=[0,1]", f"{ROLLOUT}=[1,2]"], [("actor", "ref")]),
     ],
     ids=[
         "processes of their own",
         "disaggregated",
         "rollout on one of two",
         "reference apart",
-        "overlapping",
     ],
 )
 def test_no_placement_changes_a_number_of_grpo(
@@ -278,13 +331,18 @@ def test_no_placement_changes_a_number_of_grpo(
 
 
 @pytest.mark.timeout(900)
-def test_overlapping_roles_on_six_devices_change_no_number(tmp_path: Path, recipe_cache: Path) -> None:
+@pytest.mark.parametrize(("algorithm", "steps"), [(PPO, 2), (GRPO, 1)], ids=["PPO", "GRPO"])
+def test_overlapping_roles_on_six_devices_change_no_number(
+    algorithm: list[str], steps: int, tmp_path: Path, recipe_cache: Path
+) -> None:
     """Compared with four actor ranks that sample themselves: sums over ranks depend on how many there are."""
-    _, wanted = train(tmp_path / "four", recipe_cache, *FOUR_RANKS)
-    job, rows = train(tmp_path / "six", recipe_cache, *OF_SIX)
-    assert rows == wanted and len(rows) == 2
+    critic, number = CRITIC_OF_SIX if algorithm is PPO else [], f"trainer.total_training_steps={steps}"
+    _, wanted = train(tmp_path / "four", recipe_cache, f"{GPUS}=4", *critic, number, algorithm=algorithm)
+    job, rows = train(tmp_path / "six", recipe_cache, *OF_SIX, *critic, number, algorithm=algorithm)
+    assert rows == wanted and len(rows) == steps
     found = as_planned(job)
     on = {role: list(one) for role, one in found.items()}
-    assert on == {"actor": [0, 1, 2, 3], "ref": [0, 1, 2, 3], "rollout": [2, 3, 4, 5], "critic": [0, 1]}
-    assert len({pid for one in found.values() for pid in one.values()}) == 4 + 4 + 2
-    assert [set(beside) for beside in job.beside] == [{"actor", "ref"}] * 2
+    on_critic = {"critic": [0, 1]} if critic else {}
+    assert on == {"actor": [0, 1, 2, 3], "ref": [0, 1, 2, 3], "rollout": [2, 3, 4, 5]} | on_critic
+    assert len({pid for one in found.values() for pid in one.values()}) == 4 + 4 + len(on_critic) * 2
+    assert [set(beside) for beside in job.beside] == [{"actor", "ref"}] * steps

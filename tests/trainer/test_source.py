@@ -1,15 +1,26 @@
-"""Which random draws the prompts of a step get from `Lockstep`: those of their epoch, whatever the step."""
+"""Which random draws the prompts of a step get from `Lockstep`: those of their epoch, whatever the step; and
+when a reward model is called."""
 
 from __future__ import annotations
 
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
+import pytest
+import torch
 from data.test_loader import loader, numbers
 
+from hydraflow.batch_plan.layout import Devices
 from hydraflow.data.loader import PromptLoader
+from hydraflow.dispatch.shards import CompletedFuture, Future
+from hydraflow.generation.config import SamplingConfig
 from hydraflow.protocol.batch import DataProto
-from hydraflow.trainer.source import Lockstep
+from hydraflow.protocol.ragged import from_rows
+from hydraflow.protocol.remote import RemoteBatch
+from hydraflow.trainer.source import Lockstep, Sampler
+from hydraflow.trainer.turns import EngineRole, Turns
+from hydraflow.workers.rollout import SamplingSpec
 
 Asked = list[tuple[list[int], int]]
 """Prompts and visit of each call of the sampler."""
@@ -46,3 +57,38 @@ def test_held_out_prompts_have_a_visit_of_their_own() -> None:
     for _ in range(3):
         source.take(0)
     assert asked == [([0, 1, 2], -1), ([3, 4, 5], -1), ([0, 1, 2], -1)]
+
+
+@pytest.mark.parametrize(("device", "at_once"), [(1, True), (0, False)], ids=["its own", "the rollout's"])
+def test_a_reward_model_scores_at_once_unless_it_needs_the_rollouts_device(
+    device: int, at_once: bool
+) -> None:
+    """Then it is called once, for whoever asks first, when the rollout's turn is over."""
+    calls: list[str] = []
+    rows = DataProto.from_dict({name: from_rows([torch.ones(2)] * 6) for name in ("prompts", "responses")})
+
+    def sampled(*_: object) -> Future:
+        calls.append("rollout")
+        return CompletedFuture(RemoteBatch.from_local(rows))
+
+    def scores(_: RemoteBatch) -> Future:
+        calls.append("reward_model")
+        return CompletedFuture(RemoteBatch.from_local(DataProto.from_dict({"score": torch.ones(6)})))
+
+    def role(name: str, where: int) -> Any:
+        spec = SimpleNamespace(args=(SimpleNamespace(tensor_parallel=1),))
+        group = SimpleNamespace(roles={name: spec})
+        found: Any = SimpleNamespace(name=name, world_size=1, group=group, call=sampled)
+        turns.add(found, Devices.of([range(where, where + 1)]), EngineRole(found))
+        return found
+
+    turns = Turns()
+    engine, _ = role("rollout", 0), role("reward_model", device)
+    how = SamplingSpec.of_training(SamplingConfig(), 2)
+    uids = {"uid": np.array(["a", "b", "c"], dtype=object)}
+    prompts = DataProto.from_dict({"prompts": from_rows([torch.ones(2)] * 3)}, non_tensors=uids)
+    taken = Sampler(engine, None, how, turns=turns, model=scores).sample(prompts, 0)
+    assert calls == ["rollout", "reward_model"][: 1 + at_once]
+    for _ in range(2):
+        assert len(taken.scoring.get()) == 6
+    assert calls == ["rollout", "reward_model"]

@@ -25,6 +25,7 @@ from hydraflow.models.adapters import Form
 from hydraflow.models.config import ModelConfig
 from hydraflow.schema import PPOConfig
 from hydraflow.trainer.roles import _link, _places
+from hydraflow.trainer.turns import EngineRole, Turns
 from hydraflow.trainer.weight_links import (
     Broadcast,
     SameProcess,
@@ -46,7 +47,7 @@ PLACE = {
 
 
 def linked(*overrides: str, **places: str) -> tuple[Any, Any]:
-    """The link of such a run, and its rollout's group."""
+    """The link of such a run, and its rollout's group. A role of the link's turns has the plan's devices."""
     mappings = [f"{PLACE[role]}={devices}" for role, devices in places.items()]
     config = load("ppo", PPOConfig, [*GAE, *mappings, *overrides])
     plan = resolve_plan(config, prompts=64, devices_per_node=4)
@@ -56,8 +57,12 @@ def linked(*overrides: str, **places: str) -> tuple[Any, Any]:
         group = SimpleNamespace(
             roles=dict.fromkeys(place.roles), recovery=None, replaced=0, processes=processes
         )
-        of_role |= {role: SimpleNamespace(group=group) for role in place.roles}
-    return _link(config, plan, of_role["actor"], of_role["rollout"]), of_role["rollout"].group
+        of_role |= {role: SimpleNamespace(name=role, group=group) for role in place.roles}
+    link = _link(config, plan, of_role["actor"], of_role["rollout"], Turns())
+    assert isinstance(link, SameProcess | SeparateProcesses)
+    for role, layout in plan.layouts.items():
+        link.turns.add(of_role[role], layout.devices, EngineRole(of_role[role]))
+    return link, of_role["rollout"].group
 
 
 def test_a_run_that_trains_nothing_reads_the_weights_again_for_a_new_process(
@@ -101,7 +106,7 @@ def test_only_a_process_that_holds_nothing_else_is_replaced(
 ) -> None:
     """A critic that is trained cannot be made again."""
     link, group = linked(*overrides, **places)
-    assert isinstance(link, SharedMemory) and set(link.beside) == beside
+    assert isinstance(link, SharedMemory) and set(link.turns.beside("rollout")) == beside
     assert (group.recovery is not None) == replaced
 
 
@@ -191,17 +196,17 @@ def test_a_process_that_died_while_it_slept_wakes_with_the_base_weights(
 ) -> None:
     """Until then it has none: weights sent to it would wake it beside the trainer."""
     both: Any = Recorder()
-    link = kind(both, both, RolloutConfig(name="vllm"), ["actor"], adapters=True)
+    link = kind(both, both, RolloutConfig(name="vllm"), adapters=True)
     for version in range(3):
         link.publish(version)()
-        link.sampled()
+        link.sleep()
     assert both.forms == [Form.APART, Form.APART, Form.ADAPTERS], "the second is checked: the first sleep"
     both.group.replaced += 1
     link.restore(1)
     assert len(both.forms) == 3
     for version in (3, 4):
         link.publish(version)()
-        link.sampled()
+        link.sleep()
     assert both.forms[3:] == [Form.APART, Form.ADAPTERS]
 
 
@@ -231,19 +236,20 @@ def test_the_engine_gets_the_adapters_that_the_actor_trains() -> None:
 
 @both_links
 @pytest.mark.parametrize(
-    ("beside", "checked"),
-    [([], [True, False, False, True, False, False]), (["actor"], [True, True, False, True, False, False])],
+    ("sleeps", "checked"),
+    [(False, [True, False, False, True, False, False]), (True, [True, True, False, True, False, False])],
     ids=["awake", "sleeps"],
 )
 def test_the_first_transfer_and_every_so_many_have_checksums(
-    kind: type[SeparateProcesses], beside: list[str], checked: list[bool]
+    kind: type[SeparateProcesses], sleeps: bool, checked: list[bool]
 ) -> None:
     """And the one after the first sleep."""
     both: Any = Recorder()
-    link = kind(both, both, RolloutConfig(verify_weights_every=3), beside)
+    link = kind(both, both, RolloutConfig(verify_weights_every=3))
     for version in range(6):
         link.publish(version)()
-        link.sampled()
+        if sleeps:
+            link.sleep()
     assert both.checked == checked
 
 

@@ -7,10 +7,13 @@ import logging
 import os
 import signal
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
+from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from workers.by_hand import process, rollout_spec
@@ -99,6 +102,42 @@ def test_every_bit_arrives_everywhere_and_no_slot_is_filled_while_somebody_reads
         for answer, mine in (one.result() for one in reading):
             assert answer == Received("bucket 4") and mine.keys() == WEIGHTS.keys()
             assert all(torch.equal(mine[name], one) for name, one in WEIGHTS.items())
+
+
+def test_each_side_has_two_buckets_in_memory_and_the_sender_only_the_tensors_of_the_next() -> None:
+    """Measured: what is mapped, and which tensors of the stream are alive whenever the next one is made."""
+    numbers = 2**16
+    bucket, alive, most = 2 * 4 * numbers, list[weakref.ref[np.ndarray]](), 0
+
+    def stream() -> Iterator[tuple[str, torch.Tensor]]:
+        nonlocal most
+        for number in range(12):
+            made = np.full(numbers, number, dtype=np.float32)
+            alive.append(weakref.ref(made))
+            most = max(most, sum(one() is not None for one in alive))
+            yield f"w{number}", torch.from_numpy(made)
+            del made
+
+    def mapped() -> int:
+        """Bytes of slots in this process's address space."""
+        lines = [line.split() for line in Path("/proc/self/maps").read_text().splitlines()]
+        ends = [line[0].split("-") for line in lines if "/memfd:hydraflow-weights" in line]
+        return sum(int(end, 16) - int(start, 16) for start, end in ends)
+
+    def receives(place: str) -> bool:
+        seen: list[int] = []
+        received(place, 0, lambda _: seen.append(mapped() - before))
+        return seen == [bucket, *[2 * bucket] * 5]
+
+    before, slots, listener = mapped(), Slots(CPU), Listener()
+    options = BucketOptions(1, bucket, torch.float32, checked=False)
+    with forked(lambda: receives(listener.name)) as reader:
+        with closing(SlotOutlet(slots, listener, [0], WAIT)) as outlet:
+            assert send_all(into_buckets(stream(), options), outlet)
+        assert mapped() - before == 2 * bucket
+        ended = os.waitid(os.P_PID, reader, os.WEXITED | os.WNOWAIT)
+        assert ended is not None and ended.si_status == 0
+    assert most == 3, "two fill a bucket, the third is the next one's first"
 
 
 @pytest.mark.parametrize("end", ["killed", "refuses"])

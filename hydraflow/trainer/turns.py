@@ -1,0 +1,140 @@
+"""Turns: roles that share devices, but no process, work one after the other.
+
+In: the roles with their devices. Out: before a call of a role, every other one on its devices that is awake
+goes to sleep. A model ends its calls and offloads, as `param_offload` says, until its next call. The
+generation engine releases weights and caches until weights arrive again. `with turns("rollout"):` wakes a
+role and keeps the others asleep: calls of them are refused, as is a call of a generation engine that sleeps.
+Nothing happens where no devices are shared. Left out on purpose: roles in the same process, which runs one
+method at a time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from hydraflow.batch_plan.layout import Devices
+from hydraflow.dispatch.group import Group, RoleGroup
+from hydraflow.errors import GuardStop
+from hydraflow.workers.engine_worker import EngineWorker
+
+
+class Sleeper(Protocol):
+    """How a role sleeps and wakes."""
+
+    @property
+    def sleeps(self) -> bool:
+        """Whether its calls are refused until it is woken."""
+
+    def sleep(self) -> None:
+        """Waits for its calls, then releases memory for the other roles of its devices."""
+
+    def wake(self) -> None:
+        """Undoes `sleep`."""
+
+
+@dataclass(frozen=True)
+class EngineRole:
+    """A role with a training engine, which loads what it has offloaded whenever it is called."""
+
+    role: RoleGroup
+    sleeps = False
+
+    def sleep(self) -> None:
+        """See `Sleeper`."""
+        self.role.call(EngineWorker.rest)
+
+    def wake(self) -> None:
+        """See `Sleeper`: its next call does."""
+
+
+@dataclass
+class _Member:
+    """One role."""
+
+    group: Group
+    devices: Devices
+    sleeper: Sleeper
+    beside: list[str] = field(default_factory=list)
+
+
+class Turns:
+    """Which roles are awake. Used by one thread."""
+
+    def __init__(self) -> None:
+        self._members: dict[str, _Member] = {}
+        self._awake: set[str] = set()
+        self._kept: frozenset[str] = frozenset()
+        """Awake until the end of a `with` block."""
+        self._going: str | None = None
+        """The role that is being sent to sleep."""
+
+    def add(self, role: RoleGroup, devices: Devices, sleeper: Sleeper) -> None:
+        """Adds a role, whose calls are turns from now on."""
+        member = _Member(role.group, devices, sleeper)
+        for name, other in self._members.items():
+            if other.group is not member.group and other.devices & devices:
+                other.beside.append(role.name)
+                member.beside.append(name)
+        self._members[role.name] = member
+        role.group.before_call = self._begin
+
+    def beside(self, role: str) -> list[str]:
+        """The roles in other processes on its devices."""
+        return self._members[role].beside if role in self._members else []
+
+    @contextmanager
+    def __call__(self, role: str) -> Iterator[None]:
+        """Wakes a role and keeps it awake. GuardStop inside another turn of its devices."""
+        self._require_free([role], f"turns({role!r})")
+        if role in self._members and self._members[role].sleeper.sleeps:
+            self._members[role].sleeper.wake()
+        with self.together(role):
+            yield
+
+    @contextmanager
+    def together(self, *roles: str) -> Iterator[None]:
+        """Keeps roles awake at the same time, for weights that travel between them; whoever sleeps is woken
+        by the block. GuardStop inside another turn of their devices."""
+        self._require_free(roles, "turns.together")
+        self._sleep_beside(roles)
+        self._awake.update(roles)
+        before, self._kept = self._kept, self._kept.union(roles)
+        try:
+            yield
+        finally:
+            self._kept = before
+
+    def _begin(self, role: str, method: str) -> None:
+        """Before a call of a role. GuardStop when it sleeps."""
+        if role not in self._members or role in self._kept or role == self._going:
+            return
+        self._require_free([role], method)
+        if self._members[role].sleeper.sleeps:
+            raise _refused(role, method, self.beside(role))
+        self._sleep_beside([role])
+        self._awake.add(role)
+
+    def _require_free(self, roles: Collection[str], method: str) -> None:
+        for role in roles:
+            if working := [one for one in self.beside(role) if one in self._kept.difference(roles)]:
+                raise _refused(role, method, working)
+
+    def _sleep_beside(self, roles: Collection[str]) -> None:
+        beside = {other for role in roles for other in self.beside(role)}
+        for other in sorted(beside & self._awake - set(roles)):
+            self._awake.discard(other)
+            self._going = other
+            self._members[other].sleeper.sleep()
+            self._going = None
+
+
+def _refused(role: str, method: str, working: Collection[str]) -> GuardStop:
+    names = " and ".join(working)
+    verb = "works" if len(working) == 1 else "work"
+    return GuardStop(
+        f"{role} was called ({method}) while it sleeps: {names} {verb} on the same devices; call it in a turn"
+        f" of its own, with turns({role!r}), when theirs is over"
+    )
