@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from hydraflow.device import return_memory
@@ -147,6 +148,15 @@ class WeightReceiver:
             model: Any = self._model()
             model.load_weights((vllm_name(model, name), tensor) for name, tensor in stream)
 
+    def hydraflow_pack_weights(self) -> None:
+        """On a CPU: packs all linear weights as its matrix products want them, also a tied head's."""
+        if self.model_runner.device.type != "cpu":
+            return
+        from vllm.model_executor.layers import utils
+
+        for layer in self._linear_layers():
+            utils.dispatch_cpu_unquantized_gemm(layer, remove_weight=False)
+
     def hydraflow_load_adapter(self, number: int, rank: int, tensors: Mapping[str, Tensor]) -> None:
         """See `replace_adapter`."""
         replace_adapter(self.model_runner.lora_manager, number, rank, tensors)
@@ -179,6 +189,8 @@ class WeightReceiver:
             self.sleep(level=1 if keeps else 2)
             self._asleep = True
             return
+        for layer in self._linear_layers():
+            layer.cpu_linear = F.linear  # drops the packed copy of its weight
         for weight in set() if keeps else set(self._model().parameters()) - set(self._empty):
             self._empty[weight] = weight.shape
             weight.data = weight.new_empty(0)
@@ -203,6 +215,11 @@ class WeightReceiver:
     def _model(self) -> nn.Module:
         model: nn.Module = self.model_runner.get_model()
         return model
+
+    def _linear_layers(self) -> list[Any]:
+        """On a CPU: all layers with a packed weight."""
+        layers = [one for one in self._model().modules() if hasattr(one, "cpu_linear")]
+        return [layer for layer in layers if layer.weight.ndim == 2]
 
     def _caches(self) -> list[Tensor]:
         caches: list[Tensor] = self.model_runner.kv_caches
