@@ -287,6 +287,7 @@ class VllmEngine:
             flat_logprobs=True,
             detokenize=bool(params.stop),
             output_kind=RequestOutputKind.FINAL_ONLY,
+            skip_clone=True,  # each request has its own; vLLM would copy them deeply
         )
 
     def _check(self, prompts: Sequence[Tensor], params: SamplingParams) -> None:
