@@ -14,6 +14,7 @@ import copy
 import os
 import tempfile
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import psutil
@@ -177,6 +178,7 @@ class VllmEngine:
         if last:
             self._arrivals.require_all()
             self._load_adapter()
+            self._rpc(WeightReceiver.hydraflow_pack_weights)
             self._rpc(WeightReceiver.hydraflow_clear_cache)
             if not self._engine.reset_prefix_cache():
                 raise RuntimeError("vLLM kept the cache of old weights: requests are still running")
@@ -285,6 +287,7 @@ class VllmEngine:
             flat_logprobs=True,
             detokenize=bool(params.stop),
             output_kind=RequestOutputKind.FINAL_ONLY,
+            skip_clone=True,  # each request has its own; vLLM would copy them deeply
         )
 
     def _check(self, prompts: Sequence[Tensor], params: SamplingParams) -> None:
@@ -436,14 +439,19 @@ def arguments(folder: str, spec: EngineSpec) -> dict[str, Any]:
 
 
 def _keep_weights_plain() -> None:
-    """Stops vLLM from packing linear weights for oneDNN or AMX, which empties the parameters: later updates
-    would not reach a tied head, and could not come in parts."""
-    from vllm import _custom_ops
+    """Stops vLLM from emptying linear weights that it packs for oneDNN: updates could not come in parts. They
+    are packed again after each update (`WeightReceiver.hydraflow_pack_weights`)."""
     from vllm.model_executor.layers import utils
 
-    _custom_ops._supports_onednn = False
-    utils.check_cpu_sgl_kernel = lambda n, k, dtype: False
+    utils.check_cpu_sgl_kernel = lambda n, k, dtype: False  # packing for AMX changes biases
+    if not isinstance(utils.dispatch_cpu_unquantized_gemm, partial):
+        utils.dispatch_cpu_unquantized_gemm = partial(_pack, utils.dispatch_cpu_unquantized_gemm)
     keep_experts_plain()
+
+
+def _pack(pack: Callable[..., None], layer: nn.Module, remove_weight: bool) -> None:
+    """`pack` is vLLM's function; the layer keeps its weight."""
+    pack(layer, remove_weight=False)
 
 
 def _cache_bytes(config: Any, spec: EngineSpec) -> int:

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from hydraflow.device import return_memory
@@ -21,36 +22,28 @@ from hydraflow.generation.vllm_adapters import replace_adapter
 from hydraflow.generation.vllm_experts import ROUTES, is_experts, vllm_name, whole_experts
 from hydraflow.generation.vllm_weights import HeldWeights, HFWeight
 
-LEAST_TEMPERATURE = 1e-5
-"""Temperatures below this are greedy in vLLM."""
-
 
 def tempered_sampler(logprobs_mode: str) -> Any:
     """A sampler of vLLM's whose log-probabilities are those of softmax(logits / temperature) before top-k and
     top-p, as in training.
 
     vLLM's own modes leave out the temperature (`raw_logprobs`) or count only what the filters keep
-    (`processed_logprobs`). Greedy rows have temperature 1.
+    (`processed_logprobs`). Here vLLM takes `raw_logprobs` of logits that have been divided already, in place:
+    a divided copy made decoding 5 % slower. So processors of logits get them divided. Greedy rows have
+    temperature 1.
     """
     from vllm.v1.outputs import LogprobsTensors
     from vllm.v1.sample.sampler import Sampler
 
     class TemperedSampler(Sampler):
-        temperature: Tensor | None = None  # (B,) while it samples; None: all rows are greedy
-
         def forward(self, logits: Tensor, sampling_metadata: Any, *args: Any, **kwargs: Any) -> Any:
-            self.temperature = sampling_metadata.temperature
-            try:
-                return super().forward(logits, sampling_metadata, *args, **kwargs)
-            finally:
-                self.temperature = None
+            if (temperature := sampling_metadata.temperature) is not None:  # None: all rows are greedy
+                logits = Sampler.apply_temperature(logits.float(), temperature, all_random=False)
+            return super().forward(logits, sampling_metadata, *args, **kwargs)
 
-        def compute_logprobs(self, logits: Tensor) -> Tensor:
-            """float32 (B, V)."""
-            if self.temperature is not None:
-                is_greedy = self.temperature < LEAST_TEMPERATURE
-                logits = logits.float() / torch.where(is_greedy, 1.0, self.temperature)[:, None]
-            return logits.log_softmax(dim=-1, dtype=torch.float32)
+        @staticmethod
+        def apply_temperature(logits: Tensor, temp: Tensor, all_random: bool) -> Tensor:
+            return logits  # `forward` has divided them
 
         @staticmethod
         def gather_logprobs(logprobs: Tensor, num_logprobs: int, token_ids: Tensor) -> LogprobsTensors:
@@ -147,6 +140,15 @@ class WeightReceiver:
             model: Any = self._model()
             model.load_weights((vllm_name(model, name), tensor) for name, tensor in stream)
 
+    def hydraflow_pack_weights(self) -> None:
+        """On a CPU: packs all linear weights as its matrix products want them, also a tied head's."""
+        if self.model_runner.device.type != "cpu":
+            return
+        from vllm.model_executor.layers import utils
+
+        for layer in self._linear_layers():
+            utils.dispatch_cpu_unquantized_gemm(layer, remove_weight=False)
+
     def hydraflow_load_adapter(self, number: int, rank: int, tensors: Mapping[str, Tensor]) -> None:
         """See `replace_adapter`."""
         replace_adapter(self.model_runner.lora_manager, number, rank, tensors)
@@ -179,6 +181,8 @@ class WeightReceiver:
             self.sleep(level=1 if keeps else 2)
             self._asleep = True
             return
+        for layer in self._linear_layers():
+            layer.cpu_linear = F.linear  # drops the packed copy of its weight
         for weight in set() if keeps else set(self._model().parameters()) - set(self._empty):
             self._empty[weight] = weight.shape
             weight.data = weight.new_empty(0)
@@ -203,6 +207,11 @@ class WeightReceiver:
     def _model(self) -> nn.Module:
         model: nn.Module = self.model_runner.get_model()
         return model
+
+    def _linear_layers(self) -> list[Any]:
+        """On a CPU: all layers with a packed weight."""
+        layers = [one for one in self._model().modules() if hasattr(one, "cpu_linear")]
+        return [layer for layer in layers if layer.weight.ndim == 2]
 
     def _caches(self) -> list[Tensor]:
         caches: list[Tensor] = self.model_runner.kv_caches

@@ -109,9 +109,10 @@ class ServingEngineMemory:
 
     def sample_on_cpu(self, max_num_seqs: int, length: int, most: int | None) -> MemoryParts:
         """Where it takes what it is allowed to sample at a time, in whole blocks, and one block that it does
-        not use; at most `most` bytes of cache."""
+        not use; at most `most` bytes of cache. It also holds a packed copy of its weights."""
         demand = (max_num_seqs * -(-length // CPU_BLOCK) + 1) * self.row_bytes(CPU_BLOCK)
-        return self.reserved(demand if most is None else min(demand, most))
+        reserved = self.reserved(demand if most is None else min(demand, most))
+        return reserved + MemoryParts(weights=self.weights)
 
     def row_bytes(self, length: int) -> int:
         """Cache of one row on each device; key-value heads fewer than devices are held several times."""

@@ -137,6 +137,18 @@ def cache_bytes(engine: VllmEngine) -> int:
     return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
 
+def packed(engine: VllmEngine) -> set[bool]:
+    """Whether linear layers compute with packed copies of their weights, whatever weights they are given."""
+    model = engine._engine.model_executor.driver_worker.worker.model_runner.get_model()
+    found = set()
+    for layer in model.modules():
+        if hasattr(layer, "cpu_linear") and hasattr(layer, "input_size_per_partition"):
+            width, height = layer.input_size_per_partition, layer.output_size_per_partition
+            product = layer.cpu_linear(torch.ones(1, width), torch.zeros(height, width), None)
+            found.add(bool(product.any()))
+    return found
+
+
 def listening(engine: VllmEngine) -> set[str]:
     """Addresses at which the process can be reached."""
     return {one.laddr.ip for one in psutil.Process().net_connections() if one.status == psutil.CONN_LISTEN}
@@ -392,7 +404,9 @@ def test_weights_that_are_not_numbers_leave_nothing_behind(
 def test_it_sleeps(engine: EngineProcess, models: list[PreTrainedModel]) -> None:
     request = request_of([3, 9])
     before = rows(engine.run(generate, request, GREEDY))
+    assert engine.run(packed) == {True}
     awake, asleep = engine.run(sleep)
+    assert engine.run(packed) == {False}
     config = MODELS["tied"]  # both have the same cache
     numbers = 2 * config.num_hidden_layers * config.num_key_value_heads * 32
     assert awake - asleep > 0.8 * 4 * numbers * 64 * 256, "64 rows of 256 tokens"

@@ -85,6 +85,7 @@ def test_vllms_cache_on_a_cpu_is_whole_blocks_within_its_share() -> None:
     assert engine.sample_on_cpu(10, 200, None).kv_cache == whole
     assert engine.sample_on_cpu(10, 200, whole + 1).kv_cache == whole
     assert engine.sample_on_cpu(10, 200, 1000).kv_cache == 1000
+    assert engine.sample_on_cpu(10, 200, 1000).weights == 2 * SHAPE.parameters * 4  # and a packed copy
 
 
 @pytest.mark.parametrize(("tensor", "width"), [(1, 16), (2, 8), (4, 8)])
