@@ -56,6 +56,10 @@ def test_neighbours_share_a_copy_and_deadlines_stay(ranks: Ranks) -> None:
     assert found[2] == [([2, 3], deadline), ([0, 2], deadline)]
 
 
+def test_all_groups_of_a_process_share_one_thread_for_their_bytes(ranks: Ranks) -> None:
+    assert ranks.run(jobs.loops_of_gloo) == [1] * RANKS
+
+
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_training_is_that_of_one_rank(tiny: str, ranks: Ranks, layout: str, size: int) -> None:
