@@ -115,11 +115,9 @@ def test_all_ranks_as_one_copy_is_plain_fsdp_bit_by_bit(tiny: str, ranks: Ranks)
 
 
 def test_gradients_are_summed_over_copies_once(tiny: str, ranks: Ranks) -> None:
-    options = with_size({}, 2)
-    for one, two in ranks.run(jobs.count_reductions, tiny, 2, options):
-        assert one == two == 3  # two layers and the root
-    for one, two in ranks.run(jobs.count_reductions, tiny, 2, options, "c10d::allreduce_"):
-        assert one == two == 3 + 1  # and one for the norm
+    units = 3  # two layers and the root
+    for one, two in ranks.run(jobs.count_reductions, tiny, 2, with_size({}, 2)):
+        assert one == two == {jobs.SCATTERED: units, jobs.REDUCED: units + 1}, "and one for the norm"
 
 
 @pytest.mark.parametrize("size", SIZES)
