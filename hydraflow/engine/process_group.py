@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from datetime import timedelta
 from functools import cache
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -40,6 +41,7 @@ def start(
         )
         return
     timeout = timedelta(seconds=timeout_s)
+    _share_devices_of_gloo()
     store = dist.TCPStore(address, port, world_size, rank == 0, timeout, master_listen_fd=listen_fd)
     dist.init_process_group(
         collective_backend(device_type),
@@ -48,6 +50,32 @@ def start(
         world_size=size,
         timeout=timeout,
     )
+
+
+@cache
+def _share_devices_of_gloo() -> None:
+    """All groups of gloo that this process makes from now on have the devices of the first one.
+
+    A device is a thread that wakes a hundred times a second, and torch gives every group its own, without an
+    option. Megatron-Core makes some forty groups: on a CPU they took more of it than the training of a small
+    model. Bytes and their order are the same.
+    """
+    gloo: Any = dist.ProcessGroupGloo
+    make = gloo.__init__
+    devices: list[Any] = []
+
+    def shared(group: Any, store: dist.Store, rank: int, size: int, *options: Any, **settings: Any) -> None:
+        if devices and not options and settings.keys() == {"timeout"}:
+            given = gloo._Options()
+            given._devices, given._threads = devices, 2 * len(devices)
+            given._timeout = settings["timeout"]
+            make(group, store, rank, size, given)
+            return
+        make(group, store, rank, size, *options, **settings)
+        if not devices and not options:
+            devices.extend(group.options._devices)
+
+    gloo.__init__ = shared
 
 
 def stop() -> None:

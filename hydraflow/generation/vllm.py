@@ -352,6 +352,7 @@ def _start(folder: str, spec: EngineSpec, model: nn.Module) -> Any:
         _keep_weights_plain()
     if spec.routes:
         record_routes()
+    _look_at_models_here()
     if not dist.is_initialized():
         # otherwise vLLM creates this group through a file in TMPDIR, which a killed process leaves, or a port
         dist.init_process_group(collective_backend(ours), store=dist.HashStore(), rank=0, world_size=1)
@@ -372,6 +373,17 @@ def _start(folder: str, spec: EngineSpec, model: nn.Module) -> Any:
     except (ValueError, TypeError, NotImplementedError, AssertionError) as error:
         rule = f"vLLM {found} refuses this model or these settings: {_reason(error)}"
         raise ConfigError.one(key, "vllm", rule, f"{key}=native, or other settings") from error
+
+
+def _look_at_models_here() -> None:
+    """vLLM looks at a model's class for the first time in another process, which imports vLLM again: seven
+    seconds of a core. That keeps CUDA out of this process, which is the engine anyway."""
+    from vllm.model_executor.models import registry
+
+    def called(look: Callable[[], Any]) -> Any:
+        return look()
+
+    registry._run_in_subprocess = called
 
 
 def _require_own_weights(model: Any, spec: EngineSpec) -> None:

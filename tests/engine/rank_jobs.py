@@ -162,21 +162,35 @@ def groups_of(size: int) -> list[tuple[list[int], float]]:
     ]
 
 
+def loops_of_gloo() -> int:
+    """Threads of this process that move bytes of gloo's groups; there are two groups more than before."""
+    process_group.groups_of(2, "loops")
+    names = [thread.read_text().strip() for thread in Path("/proc/self/task").glob("*/comm")]
+    return names.count("gloo_tcp_loop")
+
+
+SCATTERED, REDUCED = "c10d::_reduce_scatter", "c10d::allreduce_"
+"""Collectives, by the beginnings of their names."""
+
+
 def count_reductions(
-    path: str,
-    micro_batches: int,
-    options: Mapping[str, Any] | None = None,
-    call: str = "c10d::_reduce_scatter",
-) -> tuple[int, int]:
-    """Reduce-scatter calls of one update with one and with several micro-batches."""
-    counts = []
+    path: str, micro_batches: int, options: Mapping[str, Any] | None = None
+) -> list[dict[str, int]]:
+    """How many there are in one update with one micro-batch, and in one with several."""
+    found = []
     for n in (1, micro_batches):
         engine = make_engine(path, options)
         share = my_share(make_batch(), engine)
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
             engine.forward_backward(share.split(len(share) // n), loss_of)
-        counts.append(sum(event.count for event in profile.key_averages() if event.key.startswith(call)))
-    return counts[0], counts[1]
+        events = profile.key_averages()
+        found.append(
+            {
+                call: sum(event.count for event in events if event.key.startswith(call))
+                for call in (SCATTERED, REDUCED)
+            }
+        )
+    return found
 
 
 def held_bytes(path: str, options: Mapping[str, Any]) -> dict[str, int]:

@@ -170,7 +170,7 @@ def test_options_of_layout_change_no_number(tiny: str, ranks: Ranks, change: dic
 
 def test_gradients_are_reduced_once(tiny: str, ranks: Ranks) -> None:
     for one, four in ranks.run(jobs.count_reductions, tiny, 4):
-        assert one == four == 3  # two layers and the root
+        assert one == four and one[jobs.SCATTERED] == 3  # two layers and the root
 
 
 def test_clipping(tiny: str, ranks: Ranks) -> None:

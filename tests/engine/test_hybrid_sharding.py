@@ -56,6 +56,10 @@ def test_neighbours_share_a_copy_and_deadlines_stay(ranks: Ranks) -> None:
     assert found[2] == [([2, 3], deadline), ([0, 2], deadline)]
 
 
+def test_all_groups_of_a_process_share_one_thread_for_their_bytes(ranks: Ranks) -> None:
+    assert ranks.run(jobs.loops_of_gloo) == [1] * RANKS
+
+
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_training_is_that_of_one_rank(tiny: str, ranks: Ranks, layout: str, size: int) -> None:
@@ -111,11 +115,9 @@ def test_all_ranks_as_one_copy_is_plain_fsdp_bit_by_bit(tiny: str, ranks: Ranks)
 
 
 def test_gradients_are_summed_over_copies_once(tiny: str, ranks: Ranks) -> None:
-    options = with_size({}, 2)
-    for one, two in ranks.run(jobs.count_reductions, tiny, 2, options):
-        assert one == two == 3  # two layers and the root
-    for one, two in ranks.run(jobs.count_reductions, tiny, 2, options, "c10d::allreduce_"):
-        assert one == two == 3 + 1  # and one for the norm
+    units = 3  # two layers and the root
+    for one, two in ranks.run(jobs.count_reductions, tiny, 2, with_size({}, 2)):
+        assert one == two == {jobs.SCATTERED: units, jobs.REDUCED: units + 1}, "and one for the norm"
 
 
 @pytest.mark.parametrize("size", SIZES)
@@ -157,12 +159,12 @@ OOM_LAYOUTS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("layout", OOM_LAYOUTS)
 def test_memory_that_runs_out_on_some_ranks_leaves_no_trace(tiny: str, ranks: Ranks, layout: str) -> None:
-    """Every place in the first and the last pass: on one rank, on both of a copy, on one of each copy."""
+    """Every place, in the first or the last pass: on one rank, on both of a copy, on one of each copy. Every
+    place in both: test_out_of_memory.py."""
     short = ((0,), (3,), (2, 3), (1, 2))
     cases = [
-        oom_jobs.Case(place, short[(number + at) % len(short)], at)
+        oom_jobs.Case(place, short[number % len(short)], 2 * (number % 2))
         for number, place in enumerate(oom_jobs.PLACES)
-        for at in (0, 2)
     ]
     options = {"fsdp": {**DOUBLE, **OOM_LAYOUTS[layout]}}
     for wrong in ranks.run(

@@ -4,6 +4,8 @@ convention, and after every update nothing of the old weights."""
 from __future__ import annotations
 
 import copy
+import subprocess
+import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -524,10 +526,25 @@ def test_weights_that_could_not_be_compared_are_refused_at_once() -> None:
         process.stop()
 
 
-def test_it_leaves_no_file_and_no_open_port(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def start_no_python() -> None:
+    """Another one would import vLLM again."""
+    run = subprocess.run
+
+    def watched(command: Any, *args: Any, **how: Any) -> Any:
+        assert sys.executable not in command, f"starts {command}"
+        return run(command, *args, **how)
+
+    subprocess.run = watched  # type: ignore[assignment]
+
+
+def test_it_leaves_no_file_and_no_open_port_and_starts_no_python(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where vLLM has never seen a model of that class."""
     monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setenv("VLLM_CACHE_ROOT", str(tmp_path / "cache"))
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
-    process = EngineProcess(MODELS["tied"])
+    process = EngineProcess(MODELS["tied"], before=start_no_python)
     assert process.run(listening) <= {"127.0.0.1", "::1"}
     assert list(tmp_path.glob("vllm_dist*")) == []
     process.stop()
