@@ -1,7 +1,7 @@
 """Finds a checkpoint from the directory that the user names, and opens it with the reader of its format.
 
 In: a directory: one model's (`.../global_step_12/actor`), a step's, or a run's. Out: a `Checkpoint`. Left out
-on purpose: the formats (`dcp.py`, `verl.py`, `megatron.py`).
+on purpose: the formats (`dcp.py`, `verl.py`, `engine/stored/megatron.py`).
 """
 
 from __future__ import annotations
@@ -9,9 +9,10 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
+from hydraflow.engine.stored import megatron
+from hydraflow.engine.stored.checkpoint import Checkpoint
 from hydraflow.errors import ConfigError
-from hydraflow.model_merger import dcp, megatron, verl
-from hydraflow.model_merger.checkpoint import Checkpoint
+from hydraflow.model_merger import dcp, verl
 
 POINTER = "latest_checkpointed_iteration.txt"
 UNFINISHED = ".unfinished"

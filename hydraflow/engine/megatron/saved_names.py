@@ -1,8 +1,8 @@
 """Maps rows of the tensors that Megatron-Core saves to rows of Hugging Face's, and back.
 
 In: tensors of one side. Out: those of the other, as pieces of the same files; nothing is read. The mapping is
-that of `engine/megatron/names.py` for a rank that holds everything: it is applied to row indices instead of
-parameters. Left out on purpose: files (`megatron.py`, `megatron_split.py`).
+that of `names.py` for a rank that holds everything: it is applied to row indices instead of
+parameters. Left out on purpose: files (`engine/stored/megatron.py`, `model_merger/megatron_split.py`).
 """
 
 from __future__ import annotations
@@ -11,19 +11,15 @@ import re
 from collections import defaultdict
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
-from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import torch
 
-from hydraflow.engine.megatron.architecture import FAMILIES, Architecture, Mixture
+from hydraflow.engine.megatron.architecture import Architecture, Mixture
 from hydraflow.engine.megatron.names import EMBEDDING, HEAD, SCORE, Holding, Names
+from hydraflow.engine.stored.checkpoint import Checkpoint
+from hydraflow.engine.stored.pieces import Shape, StoredTensor
+from hydraflow.engine.stored.regions import Region, assembled
 from hydraflow.errors import ConfigError, Problem
-from hydraflow.model_merger import architecture, families
-from hydraflow.model_merger.checkpoint import Checkpoint, read_json
-from hydraflow.model_merger.pieces import Shape, StoredTensor
-from hydraflow.model_merger.regions import Region, assembled
 
 LAYERS = "decoder.layers."
 """Prefix of the names of a layer's tensors; NeMo prepends `module.`."""
@@ -89,33 +85,8 @@ class _Saved:
     """w: the gate projection, v: the up projection alone."""
 
 
-def sizes_of(directory: Path) -> Architecture:
-    """Sizes of the model that config.json describes. Raises ConfigError for one of which the names are not
-    known here."""
-    file = directory / "config.json"
-    if not file.is_file():
-        rule, remedy = "the model's configuration is missing", "--hf_model_path <Hugging Face directory>"
-        raise ConfigError.one(str(file), None, rule, remedy)
-    found: Any = read_json(file)
-    if families.class_name(found, "value") is not None:  # every size is there
-        found = SimpleNamespace(**{"rms_norm_eps": 0.0, **found})
-    else:
-        found = architecture.read_config(directory, False)
-    if found.model_type not in FAMILIES:
-        rule = f"Megatron's names are known for {', '.join(FAMILIES)}"
-        raise ConfigError.one(f"{file}: model_type", found.model_type, rule)
-    shape = Architecture.sizes_of(found)
-    for name in ("attention_bias", "mlp_bias"):
-        if getattr(found, name, False) and not shape.qkv_bias:
-            raise ConfigError.one(f"{file}: {name}", True, "Megatron's names of these biases are not known")
-    if shape.latent and not shape.latent.rope_interleave:
-        rule = "Megatron-Core rotates columns of latent attention with their neighbours"
-        raise ConfigError.one(f"{file}: rope_interleave", False, rule)
-    return shape
-
-
 def parameters(shape: Architecture) -> list[str]:
-    """Every parameter of a policy, by the names of `engine/megatron/names.py`."""
+    """Every parameter of a policy, by the names of `names.py`."""
     found = [EMBEDDING]
     for layer in range(shape.layers):
         places = ["input_layernorm.weight"]
@@ -188,11 +159,10 @@ def runs(numbers: torch.Tensor) -> list[Rows]:
     return [Rows(int(found[at]), at, end - at) for at, end in zip(starts, ends, strict=True)]
 
 
-def hugging_face(checkpoint: Checkpoint) -> dict[str, StoredTensor]:
-    """The tensors of a Megatron-Core checkpoint by the names of transformers' modules. Raises ConfigError
-    when they are not those of the model that config.json describes."""
-    shape = replace(sizes_of(checkpoint.huggingface), tied=False)
-    names, found = Names(shape, 0, 1), {}
+def hugging_face(checkpoint: Checkpoint, shape: Architecture) -> dict[str, StoredTensor]:
+    """The tensors of a Megatron-Core checkpoint by the names of transformers' modules. `shape`: of the model
+    that its config.json describes. Raises ConfigError when they are not that model's."""
+    names, found = Names(replace(shape, tied=False), 0, 1), {}
     for name, tensor in _parameters_of(checkpoint, names).items():
         holding = names.holding(name)
         for part, rows in zip(holding.parts, rows_of(names, name, tensor.shape[0]), strict=True):

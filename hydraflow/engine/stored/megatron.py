@@ -3,8 +3,8 @@ and slime, verl and NeMo save them: `.metadata`, `metadata.json`, `common.pt`, `
 
 In: that folder, or a parent. Out: a `Checkpoint` with Megatron-Core's own tensors. Nothing is unpickled: the
 index is read into inert records (`engine/dcp_index.py`), and `common.pt` is not opened. Left out on purpose:
-optimizer states, which are counted but not read; Hugging Face's names (`megatron_names.py`); what our own
-Megatron engine saves, which are Hugging Face tensors (`dcp.py`).
+optimizer states, which are counted but not read; Hugging Face's names (`engine/megatron/saved_names.py`);
+what our own Megatron engine saves, which are Hugging Face tensors (`model_merger/dcp.py`).
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ import re
 from pathlib import Path
 
 from hydraflow.engine.dcp_index import INDEX, Index, read_index
+from hydraflow.engine.stored.checkpoint import Checkpoint, read_json
+from hydraflow.engine.stored.pieces import StoredTensor
+from hydraflow.engine.stored.shards import count, last_writer, missing_parts, stored
 from hydraflow.errors import ConfigError
-from hydraflow.model_merger import dcp
-from hydraflow.model_merger.checkpoint import Checkpoint, read_json
-from hydraflow.model_merger.pieces import StoredTensor
 
 CONFIG, COMMON, BACKEND = "metadata.json", "common.pt", "torch_dist"
 RELEASE = "release"
@@ -79,16 +79,16 @@ def _checkpoint(directory: Path, folder: Path, index: Index) -> Checkpoint:
     others: dict[str, tuple[int, int]] = {}
     for key, tensor in index.tensors.items():
         if _OPTIMIZER.match(key):
-            dcp.count(others, "optimizer", sum(chunk.place.length for chunk in tensor.chunks))
+            count(others, "optimizer", sum(chunk.place.length for chunk in tensor.chunks))
         elif EXTRA not in key:
-            tensors[key] = dcp.stored(key, tensor, folder)
+            tensors[key] = stored(key, tensor, folder)
     for key, size in index.objects.items():
         part = "optimizer" if _OPTIMIZER.match(key) else re.split(r"[./]", key)[0]
-        dcp.count(others, EXTRA.strip("_") if EXTRA in key else part, size)
+        count(others, EXTRA.strip("_") if EXTRA in key else part, size)
     if not tensors:
         raise ConfigError.one(str(folder), None, "holds no weights")
-    found = Checkpoint(directory, "megatron", dcp.last_writer(index) + 1, tensors, others=others)
-    found.problems = [*dcp.missing_parts(tensors.values(), index, folder)]
+    found = Checkpoint(directory, "megatron", last_writer(index) + 1, tensors, others=others)
+    found.problems = [*missing_parts(tensors.values(), index, folder)]
     found.settings = next((path for path in _settings(directory, folder) if path.is_dir()), None)
     return found
 

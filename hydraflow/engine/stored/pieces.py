@@ -2,7 +2,7 @@
 
 In: boxes of a tensor and the byte ranges that hold them. Out: blocks of rows in memory of their own. Nothing
 is mapped, so nothing but the block counts as memory of this process. Left out on purpose: what the tensors
-are for; formats (`dcp.py`, `verl.py`, `megatron.py`, `safetensors_files.py`).
+are for; formats (`megatron.py`, and in `model_merger/` `dcp.py`, `verl.py`, `safetensors_files.py`).
 """
 
 from __future__ import annotations
