@@ -27,12 +27,11 @@ from hydraflow.engine.megatron.saved_names import (
     runs,
     shape_of,
 )
-from hydraflow.engine.stored.megatron import BACKEND, COMMON, CONFIG, EXTRA, RELEASE
+from hydraflow.engine.stored.megatron import BACKEND, COMMON, CONFIG, EXTRA, POINTER, RELEASE
 from hydraflow.engine.stored.pieces import Shape, StoredTensor, block_rows
 from hydraflow.engine.stored.regions import Region, assembled
 from hydraflow.errors import ConfigError
 from hydraflow.model_merger import architecture, target
-from hydraflow.model_merger.opening import POINTER
 from hydraflow.model_merger.outputs import DTYPES, cast
 from hydraflow.model_merger.progress import bar
 from hydraflow.model_merger.safetensors_files import read_directory

@@ -45,6 +45,22 @@ CASES: dict[str, tuple[str, dict[str, Any], Mapping[str, Any]]] = {
     "glm4_moe": ("glm4_moe", sizes(1, 2), STACKED),
 }
 """Case -> family, sizes of the engine, how layers are saved."""
+OTHERS: dict[str, dict[str, Any]] = {
+    "llama": sizes(1, 2),
+    "mistral": sizes(2, 1),
+    "qwen2": sizes(2, 1),
+    "qwen3": sizes(2, 2),
+    "bf16": sizes(2, 1, dtype="bf16"),
+    "qwen3_moe": sizes(1, 2, expert_model_parallel_size=2),
+    "experts": sizes(2, 2, expert_tensor_parallel_size=1),
+    "mixed": sizes(2, 1, expert_model_parallel_size=2),
+    "mixtral": sizes(1, 2),
+    "deepseek_v3": sizes(2, 1, expert_model_parallel_size=2),
+    "deepseek_v2": sizes(2, 2),
+    "qwen2_moe": sizes(2, 2),
+    "glm4_moe": sizes(2, 1, expert_tensor_parallel_size=1),
+}
+"""Case -> sizes of the engine that loads what was saved with others."""
 
 
 def make_engine(path: str, sizes: Mapping[str, Any]) -> MegatronEngine:
@@ -158,6 +174,12 @@ def save(path: str, folder: str, case: str) -> None:
     state = {"model": core.sharded_state_dict(metadata=dict(metadata)), "iteration": 10}
     multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]  # files are written by children
     dist_checkpointing.save(state, folder, content_metadata=dict(metadata))
+
+
+def load_into_engine(path: str, folder: str, sizes: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    """The weights of an engine that starts from a checkpoint; `path` holds its configuration."""
+    stored = dict(use_dist_checkpointing=True, dist_checkpointing_path=folder)
+    return {name: tensor.clone() for name, tensor in make_engine(path, {**sizes, **stored}).weights()}
 
 
 @torch.no_grad()

@@ -84,6 +84,16 @@ class _Saved:
     half: str | None
     """w: the gate projection, v: the up projection alone."""
 
+    @property
+    def front(self) -> Shape:
+        """Its place in the stack."""
+        return () if self.layer is None else (self.layer,)
+
+    def rows_in(self, shape: Shape) -> Shape:
+        """The shape that it must have, without that of the stack, in a parameter of `shape`."""
+        rows = shape if self.expert is None else shape[1:]
+        return rows if self.half is None else (rows[0] // 2, *rows[1:])
+
 
 def parameters(shape: Architecture) -> list[str]:
     """Every parameter of a policy, by the names of `names.py`."""
@@ -185,7 +195,11 @@ def _parameters_of(checkpoint: Checkpoint, names: Names) -> dict[str, StoredTens
         if name in (EMBEDDING, HEAD):  # padding rows, so that all ranks have the same number
             shape = (max(shape[0], *parts[0].tensor.shape[:1]), *shape[1:])
         regions = [_region(saved, shape) for saved in parts]
-        misshapen += [_shown(saved.tensor) for saved, region in zip(parts, regions) if region is None]
+        misshapen += [
+            f"{_shown(saved.tensor)}, not {[*saved.tensor.shape[: len(saved.front)], *saved.rows_in(shape)]}"
+            for saved, region in zip(parts, regions)
+            if region is None
+        ]
         if fitting := [region for region in regions if region is not None]:
             whole[name] = assembled(name, shape, fitting)
     missing = sorted(wanted - sources.keys() - {HEAD})
@@ -203,11 +217,18 @@ def _sorted(
     for tensor in checkpoint.tensors.values():
         here = dict(_sources(tensor, shape))
         if not all(name in known for name in here):
-            unknown.append(_shown(tensor))
+            other = _is_stack(tensor.name) and tensor.shape[:1] != (shape.layers,)
+            unknown.append(_shown(tensor) + (f", not {shape.layers} layers" if other else ""))
             continue
         for name, saved in here.items():
             sources[name].setdefault((saved.expert, saved.half), saved)  # a norm may have two names
     return {name: list(found.values()) for name, found in sources.items()}, unknown
+
+
+def _is_stack(name: str) -> bool:
+    """Whether a tensor holds all layers."""
+    found = _KEY.fullmatch(name)
+    return LAYERS in name and found is not None and found["layer"] is None
 
 
 def _shown(tensor: StoredTensor) -> str:
@@ -239,7 +260,7 @@ def _sources(tensor: StoredTensor, shape: Architecture) -> Iterator[tuple[str, _
     if one := _EXPERT.fullmatch(place):
         place, expert = one["front"] + one["rest"], int(one["expert"])
     place = (_PLACES if shape.latent is None else _LATENT_PLACES).get(place, place)
-    stacked = LAYERS in tensor.name and found["layer"] is None
+    stacked = _is_stack(tensor.name)
     if LAYERS not in tensor.name or (stacked and tensor.shape[:1] != (shape.layers,)):
         is_value = place == HEAD and tensor.shape[:1] == (1,) and shape.vocabulary > 1
         yield SCORE if is_value else place, _Saved(tensor, None, expert, half)
@@ -252,11 +273,7 @@ def _sources(tensor: StoredTensor, shape: Architecture) -> Iterator[tuple[str, _
 
 def _region(saved: _Saved, shape: Shape) -> Region | None:
     """The region of a tensor in a parameter of that shape; None when it does not fit."""
-    front = () if saved.layer is None else (saved.layer,)
-    held = saved.tensor.shape[len(front) :]
-    rows = shape if saved.expert is None else shape[1:]
-    if saved.half is not None:
-        rows = (rows[0] // 2, *rows[1:])
+    held, rows = saved.tensor.shape[len(saved.front) :], saved.rows_in(shape)
     if held != rows:
         return None
     start = [0] * len(shape)
@@ -265,4 +282,4 @@ def _region(saved: _Saved, shape: Shape) -> Region | None:
     if saved.half == "v":
         start[-2] = rows[0]
     box = rows if saved.expert is None else (1, *rows)
-    return Region(tuple(start), box, saved.tensor, (*front, *[0] * len(held)))
+    return Region(tuple(start), box, saved.tensor, (*saved.front, *[0] * len(held)))
