@@ -156,13 +156,13 @@ def absent(run: Path) -> Path:
     ("change", "said"),
     [
         (absent, "there is no such directory"),
-        (without_a_shard, "this shard is missing; the index expects"),
+        (without_a_shard, "/release/__0_0.distcp: this shard is missing; the index expects"),
         (
             with_files_of_hugging_face_alone,
             "holds no checkpoint that Megatron-Core wrote",
         ),
         (of_a_step, f"-> {KEY}={{run}}/global_step_3/actor"),
-        (of_another_format, "only torch_dist can be read"),
+        (of_another_format, "metadata.json: sharded_backend=zarr: only torch_dist can be read"),
     ],
 )
 def test_what_is_not_a_whole_checkpoint(

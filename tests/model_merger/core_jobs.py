@@ -22,6 +22,7 @@ from hydraflow.engine.megatron import parallel
 from hydraflow.engine.megatron.architecture import Latent
 from hydraflow.engine.megatron.engine import MegatronEngine
 from hydraflow.engine.megatron.names import vocabulary_share
+from hydraflow.errors import ConfigError
 from hydraflow.models.config import ModelConfig
 from hydraflow.models.loading import persistent_buffers
 
@@ -180,6 +181,16 @@ def load_into_engine(path: str, folder: str, sizes: Mapping[str, Any]) -> dict[s
     """The weights of an engine that starts from a checkpoint; `path` holds its configuration."""
     stored = dict(use_dist_checkpointing=True, dist_checkpointing_path=folder)
     return {name: tensor.clone() for name, tensor in make_engine(path, {**sizes, **stored}).weights()}
+
+
+def refused_without(path: str, folder: str, rank: int) -> str:
+    """What every rank is told when one of them has no checkpoint."""
+    mine = folder if dist.get_rank() != rank else f"{folder}-of-another-machine"
+    try:
+        load_into_engine(path, mine, sizes(2, 2))
+    except ConfigError as error:
+        return str(error)
+    return ""
 
 
 @torch.no_grad()

@@ -100,6 +100,13 @@ def in_files(weights: dict[str, torch.Tensor], model: Path) -> dict[str, torch.T
     return known.revert({name: weights[name] for name in weights.keys() - known.tied.keys()})
 
 
+@pytest.mark.slow
+def test_a_rank_that_has_no_checkpoint_ends_all(models: Path, pool: Ranks, tmp_path: Path) -> None:
+    folder, model = split(models / "qwen3", tmp_path / "split"), str(models / "qwen3")
+    told = pool.run(jobs.refused_without, model, str(folder), 2)
+    assert f"{folder}-of-another-machine: there is no such directory" in told[0] and len({*told}) == 1
+
+
 LOADED = {
     "llama": (sizes(2, 2), jobs.STACKED),
     "qwen2": (sizes(2, 1), jobs.SEPARATE),

@@ -9,7 +9,8 @@ configuration and the tokenizer, which come from `model.path`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -20,7 +21,7 @@ from hydraflow.engine.megatron.names import EMBEDDING, HEAD, SCORE, Names, Part
 from hydraflow.engine.megatron.saved_names import hugging_face
 from hydraflow.engine.stored import megatron
 from hydraflow.engine.stored.pieces import StoredTensor, same
-from hydraflow.errors import ConfigError, Problem
+from hydraflow.errors import ConfigError, Problem, shown
 
 
 def open_weights(
@@ -29,24 +30,30 @@ def open_weights(
     """The weights in a checkpoint of Megatron-Core by Hugging Face name, not yet read. key: of the path;
     model: of the role's model, whose directory is `model_path`. Raises ConfigError when there is no such
     checkpoint, parts of it are missing, or it is of another model; a value head may be missing."""
-    try:
-        checkpoint = megatron.find(Path(path), field=key)
-        checkpoint = replace(checkpoint, settings=Path(model_path))
+    with _named(key, path, "copy or save the checkpoint again"):
+        checkpoint = replace(megatron.find(Path(path), field=key), settings=Path(model_path))
         checkpoint.require_whole()
+    with _named(key, path, f"{model}.path=<Hugging Face directory of the model in {path}>"):
         found = hugging_face(checkpoint, shape)
-    except ConfigError as error:
-        remedy = f"{model}.path=<Hugging Face directory of the model in {path}>"
-        raise ConfigError([_renamed(one, key, path, remedy) for one in error.problems]) from error
     if head == "policy" and (wrong := _head_problem(found, shape, key, path, model)):
         raise ConfigError([wrong])
     return found
 
 
+@contextmanager
+def _named(key: str, path: str, remedy: str) -> Iterator[None]:
+    """Raises what is wrong with files as problems of the key that names them."""
+    try:
+        yield
+    except ConfigError as error:
+        raise ConfigError([_renamed(one, key, path, remedy) for one in error.problems]) from error
+
+
 def _renamed(problem: Problem, key: str, path: str, remedy: str) -> Problem:
-    """What is wrong with a checkpoint, as a problem of the key that names it."""
     if problem.field == key:
         return problem
-    where = "" if problem.field.rstrip("/") == path.rstrip("/") else f"{problem.field}: "
+    value = "" if problem.value is None else f"={shown(problem.value)}"
+    where = "" if problem.field.rstrip("/") == path.rstrip("/") else f"{problem.field}{value}: "
     return Problem(key, path, f"{where}{problem.rule}", problem.remedy or remedy)
 
 
