@@ -22,8 +22,8 @@ CALLED_BY_LIBRARIES = {
     "hydraflow/engine/megatron/layers.py: Trunk._postprocess": "Megatron-Core",
     "hydraflow/engine/megatron/without_cuda.py: _Loader.get_code": "import",
     "hydraflow/generation/cache.py: GrowingLayer.get_seq_length": "transformers",
-    "hydraflow/model_merger/pieces.py: _Window.readinto": "io",
-    "hydraflow/model_merger/pieces.py: _Window.seekable": "io",
+    "hydraflow/engine/stored/pieces.py: _Window.readinto": "io",
+    "hydraflow/engine/stored/pieces.py: _Window.seekable": "io",
     "hydraflow/system/role_logs.py: PrintedLines.writable": "io",
     "hydraflow/system/role_logs.py: RoleLogs.emit": "logging",
 }

@@ -98,6 +98,15 @@ def test_grpo_on_64_machines(tmp_path: Path) -> None:
     assert report["memory"] is not None
 
 
+def test_a_megatron_checkpoint_that_is_not_here_or_is_none(tmp_path: Path) -> None:
+    path = "actor_rollout_ref.actor.megatron.dist_checkpointing_path"
+    asked = [*GRPO_64_NODES, "actor_rollout_ref.actor.megatron.use_dist_checkpointing=true"]
+    report = planned(*asked, f"{path}=/cluster/core", cwd=tmp_path)
+    assert f"{path}: /cluster/core is not on this machine; a run would refuse to start" in report["notes"]
+    done = hydraflow("plan", *asked, f"{path}={tmp_path}", cwd=tmp_path)
+    assert_refused(done, f"{path}={tmp_path}: holds no checkpoint that Megatron-Core wrote")
+
+
 def test_a_model_of_unknown_shape_leaves_memory_out_and_says_what_is_missing(tmp_path: Path) -> None:
     report = planned(*GRPO_64_NODES, cwd=tmp_path)
     assert report["memory"] is None

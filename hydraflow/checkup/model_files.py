@@ -14,13 +14,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hydraflow.batch_plan.stages import megatron_sections, require_layers
+from hydraflow.batch_plan.weights import missing_checkpoints, reads_critic_files, reads_policy_files
 from hydraflow.checkup.context import CRITIC, MODEL, CheckContext
+from hydraflow.checkup.dist_checkpoints import dist_checkpoint_problems
 from hydraflow.checkup.finding import CheckSkipped, Finding, note, of_problem, ok, problem, warning
 from hydraflow.device import resolve_dtype
 from hydraflow.engine.fsdp.lora import require_targets
 from hydraflow.engine.megatron import core_arguments, ddp_config
 from hydraflow.engine.megatron.architecture import Architecture
-from hydraflow.errors import Faults, Problem
+from hydraflow.errors import ConfigError, Faults, Problem
 from hydraflow.memory.report import size_text
 from hydraflow.models.cache import cached_snapshot, hub_fault, is_offline
 from hydraflow.models.config import ModelConfig
@@ -39,12 +41,14 @@ def check_model(context: CheckContext) -> Iterator[Finding]:
     policy = context.config.actor_rollout_ref.model
     if not policy.path:
         raise CheckSkipped(context.nothing_yet())
-    yield from _check_directory(policy, MODEL)
+    yield from _check_directory(policy, MODEL, weights=reads_policy_files(context.config))
     if context.config.critic.model.path and context.plan.critic is not None:
-        yield from _check_directory(context.config.critic.model, CRITIC)
+        weights = reads_critic_files(context.config)
+        yield from _check_directory(context.config.critic.model, CRITIC, weights=weights)
+    yield from map(of_problem, missing_checkpoints(context.config))
 
 
-def _check_directory(model: ModelConfig, field: str) -> Iterator[Finding]:
+def _check_directory(model: ModelConfig, field: str, *, weights: bool) -> Iterator[Finding]:
     assert model.path is not None
     if wrong := model_problems(model.path, f"{field}.path"):
         yield from map(of_problem, wrong)
@@ -53,6 +57,9 @@ def _check_directory(model: ModelConfig, field: str) -> Iterator[Finding]:
     directory = cached_snapshot(model.path) if hub else Path(model.path).expanduser()
     if directory is None:
         yield to_download(f"{field}.path={model.path} is not on this machine", model.path, fault=hub_fault())
+        return
+    if not weights:
+        yield ok(f"{directory}: configuration and tokenizer alone are read")
         return
     faults = weight_faults(directory)
     for fault in faults[:SHOWN]:
@@ -77,14 +84,20 @@ def to_download(evidence: str, name: str, *, fault: str | None) -> Finding:
 
 def check_weights(context: CheckContext) -> Iterator[Finding]:
     """The weights fill the model that config.json describes, by their names and shapes."""
-    policy, critic = context.config.actor_rollout_ref.model, context.config.critic.model
+    config = context.config
+    policy, critic = config.actor_rollout_ref.model, config.critic.model
     context.own_model()  # Skip where there is none yet
     if is_hub_name(str(policy.path)):
         raise CheckSkipped("the weights are the hub's own")
-    require_weights(policy, context.model_config, head="policy", field=MODEL)
+    if reads_policy_files(config):
+        require_weights(policy, context.model_config, head="policy", field=MODEL)
     if policy.lora_rank > 0:
         require_targets(policy, context.model_config, head="policy", field=MODEL)
-    if critic.path and context.plan.critic is not None:
+    reported = missing_checkpoints(config)
+    found = dist_checkpoint_problems(config, context.model_config)
+    if problems := [one for one in found if one not in reported]:
+        raise ConfigError(problems)
+    if critic.path and reads_critic_files(config):
         require_weights(critic, load_config(critic, field=CRITIC), head="value", field=CRITIC)
     yield ok("names and shapes are those of config.json")
 

@@ -261,7 +261,8 @@ _VALIDATION = (
 )
 _PARTS = (
     NoEffectRule(
-        "{actor_rollout_ref.actor.optim.**,critic.**,trainer.{save_freq,save_final_model,critic_warmup}}",
+        "{actor_rollout_ref.actor.{optim.**,megatron.{use_dist_checkpointing,dist_checkpointing_path}},"
+        "critic.**,trainer.{save_freq,save_final_model,critic_warmup}}",
         lambda c: c.trainer.debug.rollout_only,
         "trainer.debug.rollout_only=true trains nothing",
         "trainer.debug.rollout_only=false",

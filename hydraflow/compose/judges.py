@@ -17,6 +17,7 @@ from hydraflow.batch_plan.resolve import resolve_plan
 from hydraflow.batch_plan.roles import needs_critic
 from hydraflow.batch_plan.settings import value_at
 from hydraflow.batch_plan.sft import resolve_sft_plan
+from hydraflow.batch_plan.weights import missing_checkpoints
 from hydraflow.compose.command import Command
 from hydraflow.compose.debugging import applied
 from hydraflow.compose.own_functions import REWARD, own_problems
@@ -54,6 +55,7 @@ def missing(config: JobConfig | EvalConfig, command: Command) -> Iterator[Proble
     """Models and files that the command reads but that are not on this machine."""
     if isinstance(config, PPOConfig):
         yield from own_problems(config)
+        yield from missing_checkpoints(config)
     for key in _read_from_disk(config):
         named = value_at(config, key)
         if key.endswith(("model.path", "model_path")):

@@ -25,6 +25,8 @@ from hydraflow.algorithms.config import (
 )
 from hydraflow.batch_plan.roles import needs_critic
 from hydraflow.batch_plan.settings import value_at
+from hydraflow.batch_plan.stages import megatron_sections
+from hydraflow.batch_plan.weights import PATH
 from hydraflow.compose.effects import without_effect
 from hydraflow.engine.config import FSDPConfig, engine_config
 from hydraflow.errors import Problem, shown
@@ -383,6 +385,14 @@ def _experts_are_replayed(config: PPOConfig) -> Iterator[Problem]:
         yield Problem(name, shown(given["recompute_modules"]), rule, f"leave out {name}: all of a layer is")
 
 
+def _dist_checkpoint_has_a_path(config: PPOConfig) -> Iterator[Problem]:
+    for section, settings in megatron_sections(config):
+        if settings.use_dist_checkpointing and settings.dist_checkpointing_path is None:
+            key = f"{section}.{PATH}"
+            rule = f"must be given: {section}.megatron.use_dist_checkpointing=true loads weights from it"
+            yield Problem(key, "null", rule, f"{key}=<checkpoint of Megatron-Core>")
+
+
 def _reward_model_has_a_path(config: PPOConfig) -> Iterator[Problem]:
     reward, key = config.reward.reward_model, "reward.reward_model"
     if reward.enable and reward.model_path is None:
@@ -542,6 +552,7 @@ CROSS_RULES: dict[type, tuple[Callable[[Any], Iterator[Problem]], ...]] = {
         _megatron_trains_all_weights,
         _adapters_are_loaded,
         _experts_are_replayed,
+        _dist_checkpoint_has_a_path,
         _reward_model_has_a_path,
         _teachers_are_named,
         _partial_rollout_is_stale,

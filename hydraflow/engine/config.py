@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from hydraflow.options import Implementation, Library, Rule, no_effect_when, option
+from hydraflow.options import Implementation, Library, Rule, no_effect_when, option, unless
 
 TRAIN_ENGINES = {
     "fsdp2": Implementation("hydraflow.engine.fsdp.engine:FSDPEngine", reads=("fsdp_config",)),
@@ -201,6 +201,12 @@ class MegatronConfig:
     have them. 0: biases are frozen; moving them changes the policy without a loss."""
     sequence_parallel: bool = option(True, shapes_training=False)
     """Sequence parallelism: also shard activations outside the tensor-parallel layers."""
+    use_dist_checkpointing: bool = False
+    """Load the weights of dist_checkpointing_path instead of those of the model's directory, which then only
+    needs its configuration and tokenizer."""
+    dist_checkpointing_path: str | None = option(None, no_effect=unless("use_dist_checkpointing"))
+    """A checkpoint that Megatron-Core wrote (torch_dist), with any parallel sizes: the folder of its files,
+    an iteration's, or a run's, of which the latest is taken."""
     use_distributed_optimizer: bool = option(True, shapes_training=False)
     """Shard the optimizer state across data ranks."""
     param_offload: bool = option(False, shapes_training=False)

@@ -1,4 +1,4 @@
-"""Work that rank 0 does for all."""
+"""Work that rank 0 does for all, or every rank for itself, and whose mistakes end all of them."""
 
 from __future__ import annotations
 
@@ -26,3 +26,16 @@ def on_first_rank(work: Callable[[], Result]) -> Result | None:
     if problem[0] is not None:
         raise problem[0]
     return found
+
+
+def on_every_rank(work: Callable[[], None]) -> None:
+    """Does `work`. When a rank raises a ConfigError, every rank raises that of the lowest. Collective."""
+    problem: ConfigError | None = None
+    try:
+        work()
+    except ConfigError as error:
+        problem = error
+    found: list[ConfigError | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, problem)
+    if first := next((one for one in found if one is not None), None):
+        raise first

@@ -20,6 +20,7 @@ from hydraflow.batch_plan.replay import replay_problems
 from hydraflow.batch_plan.resolve import BatchPlan, resolve_plan
 from hydraflow.batch_plan.sft import SFTPlan, noun_of, resolve_sft_plan
 from hydraflow.batch_plan.stages import stage_problems
+from hydraflow.batch_plan.weights import PATH, dist_checkpoints, missing_checkpoints
 from hydraflow.compose import runnable
 from hydraflow.compose.command import Command, KeyCounts
 from hydraflow.device import planned_devices
@@ -100,6 +101,7 @@ def _ppo_report(config: PPOConfig, command: Command) -> Report:
     of_critic = layers if models.critic is None else models.critic.layers
     faults.add(stage_problems(config, policy=layers, critic=of_critic))
     faults.add([*_replay_problems(config, models.policy), *reward_problems(config.reward)])
+    faults.add([one for one in missing_checkpoints(config) if Path(str(one.value)).expanduser().exists()])
     limits = limits_of(config)
     plan = faults.result(
         lambda: resolve_plan(
@@ -227,6 +229,7 @@ def _file_notes(config: PPOConfig, prompts: RowCount, held_out: RowCount) -> Ite
         yield from _bound_notes(key, count, longest)
     reward = config.reward
     own = {"reward.custom_reward_function.path": reward.custom_reward_function.path}
+    own |= {f"{section}.{PATH}": path for section, path in dist_checkpoints(config).items()}
     if reward.reward_model.enable:
         own["reward.reward_model.model_path"] = reward.reward_model.model_path
     for key, path in own.items():

@@ -18,6 +18,8 @@ from hydraflow.batch_plan.replay import replay_problems
 from hydraflow.batch_plan.resolve import BatchPlan
 from hydraflow.batch_plan.roles import needs_critic
 from hydraflow.batch_plan.topology import SECTIONS
+from hydraflow.batch_plan.weights import reads_critic_files, reads_policy_files
+from hydraflow.checkup.dist_checkpoints import dist_checkpoint_problems
 from hydraflow.data.config import ExamplesConfig, PromptConfig
 from hydraflow.data.files import FileRecord
 from hydraflow.data.prompts import PromptDataset, read_prompts
@@ -79,23 +81,27 @@ class RunPrompts:
         return sorted({source for dataset in datasets for source in dataset.data_sources()})
 
 
-def open_model(model: ModelSourceConfig, faults: Faults, *, head: str, field: str) -> PreTrainedConfig | None:
-    """The model's configuration, checked against the weight files as far as possible without loading them."""
+def open_model(
+    model: ModelSourceConfig, faults: Faults, *, head: str, field: str, weights: bool = True
+) -> PreTrainedConfig | None:
+    """The model's configuration, checked against the weight files as far as possible without loading them.
+    weights: whether they are read."""
     if not faults.passes(lambda: check_modules(model, field)):
         return None
     config = faults.result(lambda: load_config(model, field=field))
     if config is None or not faults.passes(lambda: require_model(model, config, head=head, field=field)):
         return None
-    faults.passes(lambda: require_weights(model, config, head=head, field=field))
+    if weights:
+        faults.passes(lambda: require_weights(model, config, head=head, field=field))
     faults.passes(lambda: load_generation_config(model, field=field))
     return config
 
 
 def open_trained_model(
-    model: ModelConfig, faults: Faults, *, head: str, field: str
+    model: ModelConfig, faults: Faults, *, head: str, field: str, weights: bool = True
 ) -> PreTrainedConfig | None:
     """The same for a model that may get adapters."""
-    config = open_model(model, faults, head=head, field=field)
+    config = open_model(model, faults, head=head, field=field, weights=weights)
     if config is not None and model.lora_rank > 0:
         faults.passes(lambda: require_targets(model, config, head=head, field=field))
     return config
@@ -169,11 +175,13 @@ def require_shareable_rows(config: PPOConfig, plan: BatchPlan, faults: Faults) -
 def open_inputs(config: PPOConfig, faults: Faults) -> RunPrompts | None:
     """Models, tokenizer and prompts of a run of reinforcement learning; None: not all could be opened."""
     data, model = config.data, config.actor_rollout_ref.model
-    described = open_trained_model(model, faults, head="policy", field=POLICY)
+    from_files = reads_policy_files(config)
+    described = open_trained_model(model, faults, head="policy", field=POLICY, weights=from_files)
     if needs_critic(config):
         _open_critic(config, faults)
     if described is not None:
         _require_routers(config, described, faults)
+        faults.add(dist_checkpoint_problems(config, described))
     tokenizer = open_tokenizer(model, described, faults, field=POLICY)
     if config.reward.reward_model.enable:
         _open_reward_model(config, tokenizer, faults)
@@ -214,7 +222,8 @@ def _open_critic(config: PPOConfig, faults: Faults) -> None:
     """The critic's directory defaults to the policy's, whose errors are already reported."""
     known = {(str(problem.value), problem.rule) for problem in faults.problems}
     critics = Faults()
-    open_trained_model(critic_model(config), critics, head="value", field=CRITIC)
+    from_files = reads_critic_files(config)
+    open_trained_model(critic_model(config), critics, head="value", field=CRITIC, weights=from_files)
     faults.add([problem for problem in critics.problems if (str(problem.value), problem.rule) not in known])
 
 

@@ -32,10 +32,10 @@ def load_state_dict(
         model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(f"{checkpoint}/huggingface"))
         model.load_state_dict(hydraflow.model_merger.load_state_dict(checkpoint))
     """
+    from hydraflow.engine.stored.pieces import whole
     from hydraflow.errors import ConfigError
     from hydraflow.model_merger.opening import open_checkpoint
     from hydraflow.model_merger.outputs import DTYPES, MergeOptions, cast, outputs_of
-    from hydraflow.model_merger.pieces import whole
 
     if dtype not in ("auto", *DTYPES):
         raise ConfigError.one("dtype", dtype, f"is none of auto, {', '.join(DTYPES)}")

@@ -17,10 +17,10 @@ from typing import Any
 
 import torch
 
+from hydraflow.engine.stored.checkpoint import read_json
+from hydraflow.engine.stored.pieces import Shape
 from hydraflow.errors import ConfigError
 from hydraflow.model_merger import families
-from hydraflow.model_merger.checkpoint import read_json
-from hydraflow.model_merger.pieces import Shape
 
 _SHOWN = 5
 """Number of names of a kind that a message shows."""

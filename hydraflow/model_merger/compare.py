@@ -11,10 +11,10 @@ from pathlib import Path
 
 import torch
 
+from hydraflow.engine.stored.pieces import StoredTensor
 from hydraflow.errors import ConfigError
 from hydraflow.model_merger.opening import open_checkpoint
 from hydraflow.model_merger.outputs import MergeOptions, cast, outputs_of
-from hydraflow.model_merger.pieces import StoredTensor
 from hydraflow.model_merger.progress import bar
 from hydraflow.model_merger.safetensors_files import read_directory
 

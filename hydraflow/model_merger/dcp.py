@@ -7,14 +7,14 @@ but not read; writing (`split.py`).
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
-from hydraflow.engine.dcp_index import INDEX, SHARDS, Index, IndexedTensor, read_index
+from hydraflow.engine.dcp_index import INDEX, SHARDS, Index, read_index
+from hydraflow.engine.stored.checkpoint import Checkpoint, read_json
+from hydraflow.engine.stored.pieces import StoredTensor
+from hydraflow.engine.stored.shards import count, last_writer, missing_parts, stored
 from hydraflow.errors import ConfigError, Problem
-from hydraflow.model_merger.checkpoint import Checkpoint, read_json
-from hydraflow.model_merger.pieces import ByteRange, Piece, StoredTensor
 
 FACTS = "checkpoint.json"
 MODEL = "model."
@@ -75,37 +75,3 @@ def _problems(found: Checkpoint, index: Index, folder: Path, last_rank: int) -> 
         rule = f"says world_size={found.world_size}, but rank {last_rank} wrote shards, too"
         yield Problem(str(found.directory / FACTS), None, rule)
     yield from missing_parts(found.tensors.values(), index, folder)
-
-
-def last_writer(index: Index) -> int:
-    """The last rank that wrote a file."""
-    named = (re.fullmatch(r"__(\d+)_\d+\.distcp", name) for name in index.ends)
-    return max((int(found[1]) for found in named if found), default=0)
-
-
-def missing_parts(tensors: Iterable[StoredTensor], index: Index, folder: Path) -> Iterator[Problem]:
-    """Missing or truncated files, and tensors that their pieces do not cover."""
-    for name, end in sorted(index.ends.items()):
-        if not (folder / name).is_file():
-            rule = f"this shard is missing; the index expects {end} bytes of it"
-            yield Problem(str(folder / name), None, rule)
-        elif (size := (folder / name).stat().st_size) < end:
-            yield Problem(str(folder / name), None, f"is truncated: {size} of {end} bytes")
-    for tensor in tensors:
-        if hole := tensor.holes():
-            yield Problem(str(folder / INDEX), None, hole)
-
-
-def stored(name: str, found: IndexedTensor, folder: Path) -> StoredTensor:
-    """A tensor of the index whose files are in `folder`."""
-    pieces = []
-    for chunk in found.chunks:
-        byte_range = ByteRange(folder / chunk.place.file, chunk.place.offset, chunk.place.length)
-        pieces.append(Piece(chunk.start, chunk.shape, byte_range, archived=True))
-    return StoredTensor(name, found.dtype, found.shape, tuple(pieces))
-
-
-def count(others: dict[str, tuple[int, int]], part: str, size: int) -> None:
-    """Adds an entry to its part's count and bytes."""
-    entries, before = others.get(part, (0, 0))
-    others[part] = (entries + 1, before + size)

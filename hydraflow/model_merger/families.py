@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from hydraflow.engine.stored.pieces import Shape
 from hydraflow.memory.shape import FAMILIES, flag
-from hydraflow.model_merger.pieces import Shape
 
 CLASSES = {"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3"}
 """By config.json's model_type: the prefix of its class names."""

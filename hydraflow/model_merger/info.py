@@ -11,10 +11,10 @@ import re
 from pathlib import Path
 from typing import Any
 
+from hydraflow.engine.stored.checkpoint import Checkpoint, read_json
+from hydraflow.engine.stored.pieces import StoredTensor
 from hydraflow.errors import ConfigError
-from hydraflow.model_merger.checkpoint import Checkpoint, read_json
 from hydraflow.model_merger.opening import model_directories, open_checkpoint
-from hydraflow.model_merger.pieces import StoredTensor
 
 MANIFEST = "manifest.json"
 

@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
+from hydraflow.engine.stored.pieces import StoredTensor, whole
 from hydraflow.errors import ConfigError
-from hydraflow.model_merger.pieces import StoredTensor, whole
 
 _PEFT = "base_model.model."
 

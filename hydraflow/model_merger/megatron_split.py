@@ -18,10 +18,7 @@ import torch
 from hydraflow.engine.dcp_writer import CheckpointWriter
 from hydraflow.engine.megatron.architecture import Architecture
 from hydraflow.engine.megatron.names import Names
-from hydraflow.errors import ConfigError
-from hydraflow.model_merger import architecture, target
-from hydraflow.model_merger.megatron import BACKEND, COMMON, CONFIG, EXTRA, RELEASE
-from hydraflow.model_merger.megatron_names import (
+from hydraflow.engine.megatron.saved_names import (
     BIAS,
     LAYERS,
     keys_of,
@@ -29,14 +26,16 @@ from hydraflow.model_merger.megatron_names import (
     rows_of,
     runs,
     shape_of,
-    sizes_of,
 )
-from hydraflow.model_merger.opening import POINTER
+from hydraflow.engine.stored.megatron import BACKEND, COMMON, CONFIG, EXTRA, POINTER, RELEASE
+from hydraflow.engine.stored.pieces import Shape, StoredTensor, block_rows
+from hydraflow.engine.stored.regions import Region, assembled
+from hydraflow.errors import ConfigError
+from hydraflow.model_merger import architecture, target
 from hydraflow.model_merger.outputs import DTYPES, cast
-from hydraflow.model_merger.pieces import Shape, StoredTensor, block_rows
 from hydraflow.model_merger.progress import bar
-from hydraflow.model_merger.regions import Region, assembled
 from hydraflow.model_merger.safetensors_files import read_directory
+from hydraflow.model_merger.sizes import sizes_of
 
 _MODULES = (
     "input_layernorm",

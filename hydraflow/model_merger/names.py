@@ -11,11 +11,12 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
+from hydraflow.engine.megatron.saved_names import hugging_face
+from hydraflow.engine.stored.checkpoint import Checkpoint
+from hydraflow.engine.stored.pieces import StoredTensor
 from hydraflow.errors import ConfigError
-from hydraflow.model_merger import megatron_names
-from hydraflow.model_merger.checkpoint import Checkpoint
 from hydraflow.model_merger.lora import Adapter
-from hydraflow.model_merger.pieces import StoredTensor
+from hydraflow.model_merger.sizes import sizes_of
 
 _WRAPPERS = re.compile(r"\b(?:_fsdp_wrapped_module|_checkpoint_wrapped_module|_orig_mod)\.")
 _PEFT = "base_model.model."
@@ -45,7 +46,7 @@ def weights_of(checkpoint: Checkpoint, *, is_value_model: bool = False) -> Weigh
     checkpoint.require_whole()
     tensors = checkpoint.tensors
     if checkpoint.layout == "megatron":
-        tensors = megatron_names.hugging_face(checkpoint)
+        tensors = hugging_face(checkpoint, sizes_of(checkpoint.huggingface))
     prefix = checkpoint.prefix
     if prefix is None:
         prefix = _POLICY_PREFIX if all(name.startswith(_POLICY_PREFIX) for name in tensors) else ""

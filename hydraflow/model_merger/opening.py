@@ -1,7 +1,7 @@
 """Finds a checkpoint from the directory that the user names, and opens it with the reader of its format.
 
 In: a directory: one model's (`.../global_step_12/actor`), a step's, or a run's. Out: a `Checkpoint`. Left out
-on purpose: the formats (`dcp.py`, `verl.py`, `megatron.py`).
+on purpose: the formats (`dcp.py`, `verl.py`, `engine/stored/megatron.py`).
 """
 
 from __future__ import annotations
@@ -9,12 +9,10 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
+from hydraflow.engine.stored import megatron
+from hydraflow.engine.stored.checkpoint import Checkpoint
 from hydraflow.errors import ConfigError
-from hydraflow.model_merger import dcp, megatron, verl
-from hydraflow.model_merger.checkpoint import Checkpoint
-
-POINTER = "latest_checkpointed_iteration.txt"
-UNFINISHED = ".unfinished"
+from hydraflow.model_merger import dcp, verl
 
 
 def open_checkpoint(path: str | Path, backend: str = "auto", settings: str | None = None) -> Checkpoint:
@@ -48,15 +46,7 @@ def _read(directory: Path, backend: str) -> Checkpoint:
 def model_directory(path: Path) -> Path:
     """From a run or a step down to one model's directory. Raises ConfigError if it is missing or
     unfinished."""
-    if not path.is_dir():
-        raise ConfigError.one("--local_dir", str(path), "there is no such directory")
-    if (path / POINTER).is_file():
-        path = _latest_step(path)
-    elif found := megatron.iterations(path):
-        path = found[-1]
-    if any(part.endswith(UNFINISHED) for part in path.absolute().parts):
-        rule = f"a directory named *{UNFINISHED} is a save that was interrupted"
-        raise ConfigError.one("--local_dir", str(path), rule)
+    path = megatron.latest_directory(path, field="--local_dir")
     return path if is_model_directory(path) else next(iter(_roles(path)), path)
 
 
@@ -75,12 +65,3 @@ def _roles(step: Path) -> list[Path]:
 def is_model_directory(path: Path) -> bool:
     """Whether a checkpoint of one model is in it."""
     return dcp.is_dcp(path) or verl.is_verl(path) or megatron.folder_of(path) is not None
-
-
-def _latest_step(run: Path) -> Path:
-    content = (run / POINTER).read_text(encoding="utf-8").strip()
-    for step in (run / f"global_step_{content}", run / megatron.iteration(content)):
-        if step.is_dir() and (content.isdecimal() or content == megatron.RELEASE):
-            return step
-    rule = f"there is neither global_step_{content} nor {megatron.iteration(content)} beside it"
-    raise ConfigError.one(str(run / POINTER), content, rule, "--local_dir <run>/global_step_N/actor")

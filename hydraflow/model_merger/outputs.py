@@ -13,11 +13,11 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from hydraflow.engine.stored.checkpoint import Checkpoint
+from hydraflow.engine.stored.pieces import StoredTensor, block_rows, same, whole
 from hydraflow.errors import ConfigError
 from hydraflow.model_merger import architecture, lora, names
 from hydraflow.model_merger.architecture import Architecture, Conversion
-from hydraflow.model_merger.checkpoint import Checkpoint
-from hydraflow.model_merger.pieces import StoredTensor, block_rows, same, whole
 from hydraflow.model_merger.safetensors_files import TensorSpec
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}

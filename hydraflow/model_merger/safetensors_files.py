@@ -19,8 +19,8 @@ from typing import Any
 import torch
 from huggingface_hub.serialization import split_state_dict_into_shards_factory
 
+from hydraflow.engine.stored.pieces import ByteRange, Piece, Shape, StoredTensor
 from hydraflow.errors import ConfigError
-from hydraflow.model_merger.pieces import ByteRange, Piece, Shape, StoredTensor
 from hydraflow.models.weight_files import SINGLE, raw_header
 from hydraflow.models.weight_map import INDEX, read_weight_map
 

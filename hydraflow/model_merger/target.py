@@ -19,10 +19,10 @@ from typing import Any
 
 import torch
 
+from hydraflow.engine.stored.checkpoint import read_json
+from hydraflow.engine.stored.megatron import UNFINISHED
 from hydraflow.errors import ConfigError, EnvironmentFault, Problem
 from hydraflow.model_merger.architecture import Architecture
-from hydraflow.model_merger.checkpoint import read_json
-from hydraflow.model_merger.opening import UNFINISHED
 
 _INDICES = (".safetensors.index.json", ".bin.index.json")
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx", *_INDICES)

@@ -19,9 +19,9 @@ from typing import Any
 import torch
 
 from hydraflow.engine.inert import InertRecord, record_type
+from hydraflow.engine.stored.checkpoint import Checkpoint, read_json
+from hydraflow.engine.stored.pieces import UNREADABLE, Piece, StoredTensor, numbers_of, odd_strides, same
 from hydraflow.errors import ConfigError, Problem
-from hydraflow.model_merger.checkpoint import Checkpoint, read_json
-from hydraflow.model_merger.pieces import UNREADABLE, Piece, StoredTensor, numbers_of, odd_strides, same
 
 CONFIG = "fsdp_config.json"
 LORA = "lora_train_meta.json"

@@ -75,8 +75,24 @@ def model_problems(path: str, key: str) -> list[Problem]:
     return []
 
 
+def core_checkpoint_problems(path: str, key: str) -> list[Problem]:
+    """Problems of the path of a Megatron-Core checkpoint in `key`: no such folder, or no checkpoint in it."""
+    folder = Path(os.path.expanduser(path))
+    if not folder.is_dir():
+        rule = "is a file, not a directory" if folder.exists() else "there is no such directory"
+        return [Problem(key, path, rule, f"{key}=<checkpoint of Megatron-Core>")]
+    if _sharded_by(folder) == CORE:
+        return []
+    rule = "holds no checkpoint that Megatron-Core wrote: there is no common.pt in it"
+    remedy = f"{key}=<folder with .metadata, common.pt and *.distcp>"
+    if (folder / "config.json").is_file():
+        remedy = f"use_dist_checkpointing=false in that section, and {path} as the path of the model"
+    return [Problem(key, path, rule, remedy)]
+
+
+CORE = "Megatron-Core"
 _SHARDED = {
-    "Megatron-Core": ("common.pt", "mp_rank_*"),
+    CORE: ("common.pt", "mp_rank_*"),
     "several ranks": ("checkpoint.json", "model_world_size_*_rank_*.pt"),
 }
 """Writer -> files of its sharded checkpoints."""

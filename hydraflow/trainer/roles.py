@@ -297,7 +297,7 @@ def _teachers(config: PPOConfig, plan: BatchPlan) -> dict[str, RoleSpec]:
         frozen = ReferenceSpec(
             policy.actor.strategy,
             teacher_model(config, source),
-            reference_engine(policy, plan.layouts["actor"]),
+            _teacher_engine(policy, plan.layouts["actor"]),
             plan.old_log_prob,
             policy.rollout.temperature,
             field=f"{TEACHERS}.{source}",
@@ -412,6 +412,12 @@ def reference_engine(policy: ActorRolloutRefConfig, layout: Layout) -> EngineCon
         expert_model_parallel_size=layout.expert,
         expert_tensor_parallel_size=layout.expert_tensor,
     )
+
+
+def _teacher_engine(policy: ActorRolloutRefConfig, layout: Layout) -> EngineConfig:
+    """The reference's, with weights from the teacher's own directory."""
+    engine = reference_engine(policy, layout)
+    return engine if isinstance(engine, FSDPConfig) else replace(engine, use_dist_checkpointing=False)
 
 
 def rewards_are_optional(config: PPOConfig) -> bool:

@@ -172,7 +172,8 @@ import hydraflow.engine.megatron
 from megatron.core import dist_checkpointing
 from transformers import AutoConfig, AutoModelForCausalLM
 from hydraflow.engine.megatron.names import Names
-from hydraflow.model_merger.megatron_names import LAYERS, keys_of, parameters, sizes_of
+from hydraflow.engine.megatron.saved_names import LAYERS, keys_of, parameters
+from hydraflow.model_merger.sizes import sizes_of
 from pathlib import Path
 checkpoint, target = map(Path, sys.argv[1:])
 torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,6 +18,7 @@ from hydraflow.checkup.context import CheckContext
 from hydraflow.checkup.finding import Finding, State
 from hydraflow.checkup.model_files import judge_context, to_download
 from hydraflow.engine.config import MegatronConfig
+from hydraflow.model_merger.__main__ import main
 from hydraflow.models.loading import Context
 from hydraflow.models.tiny import make_model, make_tokenizer
 from hydraflow.models.weight_files import file_fault, weight_faults
@@ -63,6 +66,32 @@ def test_a_teacher_is_divided_as_the_actor_is(model: Path, data: Path, tmp_path:
         if state is State.PROBLEM:
             assert "tensor_model_parallel_size=2: must divide" in found.evidence
             assert f"(distillation.teachers.default={model})" in found.evidence
+
+
+def test_weights_from_a_checkpoint_of_megatron_core(model: Path, data: Path, tmp_path: Path) -> None:
+    """A model's directory then needs no weights; a folder without a checkpoint is reported once."""
+    where = ("--hf_dir", str(model), "--target_dir", str(tmp_path / "core"))
+    assert main(["split", "--backend", "megatron", "--world_size", "1", *where]) == 0
+    alone = shutil.copytree(model, tmp_path / "alone", ignore=shutil.ignore_patterns("*.safetensors"))
+    section = "actor_rollout_ref__actor__megatron"
+    given: dict[str, Any] = dict(actor_rollout_ref__actor__strategy="megatron")
+    given |= {f"{section}__use_dist_checkpointing": True}
+
+    def looked(path: Path) -> list[Finding]:
+        config = configured(alone, data, **given, **{f"{section}__dist_checkpointing_path": str(path)})
+        context = CheckContext(config)
+        return [*findings(context, "model files"), *findings(context, "weights and model")]
+
+    files, weights = looked(tmp_path / "core")
+    assert (files.state, weights.state) == (State.OK, State.OK)
+    assert files.evidence.endswith("configuration and tokenizer alone are read")
+    _, missing, weights = looked(tmp_path / "nothing")
+    assert (missing.state, weights.state) == (State.PROBLEM, State.OK)
+    assert "dist_checkpointing_path" in missing.evidence and "no such directory" in missing.evidence
+    file = alone / "config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "intermediate_size": 24}))
+    _, weights = looked(tmp_path / "core")
+    assert weights.state is State.PROBLEM and "of another shape" in weights.evidence
 
 
 def test_a_model_that_megatron_divides_or_does_not(model: Path, data: Path) -> None:

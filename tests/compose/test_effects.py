@@ -26,6 +26,8 @@ SHAPES_THE_SCORE = ("length_penalty=0.5", "norm_mean_type=batch", "norm_std_type
 GDPO = ["algorithm.adv_estimator=gdpo"]
 KWARGS = "reward.reward_kwargs"
 
+SAMPLES = "trainer.debug.rollout_only=true"
+
 CASES = [
     (f"{ACTOR}.megatron.param_offload=true", [], f"{ACTOR}.strategy=megatron"),
     (f"{ACTOR}.fsdp_config.param_offload=true", [f"{ACTOR}.strategy=megatron"], f"{ACTOR}.strategy=fsdp2"),
@@ -39,6 +41,16 @@ CASES = [
         for name in ("param_offload", "optimizer_offload")
     ),
     ("critic.megatron.dtype=bf16", [], "critic.strategy=megatron"),
+    (
+        f"{ACTOR}.megatron.dist_checkpointing_path=x",
+        [f"{ACTOR}.strategy=megatron"],
+        f"{ACTOR}.megatron.use_dist_checkpointing=true",
+    ),
+    (
+        f"{ACTOR}.megatron.use_dist_checkpointing=true",
+        [f"{ACTOR}.strategy=megatron", f"{ACTOR}.megatron.dist_checkpointing_path=x", SAMPLES],
+        "trainer.debug.rollout_only=false",
+    ),
     ("critic.optim.lr=1", ["algorithm.adv_estimator=grpo"], "algorithm.adv_estimator=gae"),
     ("critic.model.path=x", ["critic.enable=false", "algorithm.adv_estimator=rloo"], "critic.enable=true"),
     (f"{REF}.log_prob_micro_batch_size_per_gpu=4", [], "algorithm.use_kl_in_reward=true"),

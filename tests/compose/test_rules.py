@@ -191,6 +191,17 @@ def test_experts_that_are_computed_again_alone_cannot_be_replayed(parts: object,
     assert [problem.field for problem in problems(config)] == [key] * refused
 
 
+def test_a_dist_checkpoint_has_a_path() -> None:
+    config, key = valid(), "actor_rollout_ref.actor.megatron.dist_checkpointing_path"
+    config.actor_rollout_ref.actor.megatron.use_dist_checkpointing = True
+    assert problems(config) == []  # FSDP2 does not read it
+    config.actor_rollout_ref.actor.strategy = "megatron"
+    [problem] = problems(config)
+    assert problem.field == key and "must be given" in problem.rule
+    put(config, key, "/checkpoint")
+    assert problems(config) == []
+
+
 @pytest.mark.parametrize(
     ("key", "value", "field"),
     [

@@ -24,15 +24,8 @@ NO_PLAN = {
     "sapo_moe_megatron": {"actor_rollout_ref.actor.megatron.expert_tensor_parallel_size"},
 }
 """Lines that do not plan, and what is wrong with them."""
-DIST_CKPT = {
-    f"actor_rollout_ref.{role}.megatron.{name}"
-    for role in ("actor", "ref")
-    for name in ("use_dist_checkpointing", "dist_checkpointing_path")
-}
 NOT_HONOURED = {
     "grpo_fsdp_trtllm": {f"{ROLLOUT}.name"},
-    "grpo_moonlight": DIST_CKPT,
-    "grpo_qwen3_236b": DIST_CKPT,
     "lora_from_adapter": {f"{MODEL}.lora_adapter_path"},
     "lora_moe_megatron": {f"{MODEL}.lora.{name}" for name in ("rank", "alpha", "lora_A_init_method")},
     "multi_token_prediction": {

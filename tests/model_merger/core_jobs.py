@@ -22,6 +22,7 @@ from hydraflow.engine.megatron import parallel
 from hydraflow.engine.megatron.architecture import Latent
 from hydraflow.engine.megatron.engine import MegatronEngine
 from hydraflow.engine.megatron.names import vocabulary_share
+from hydraflow.errors import ConfigError
 from hydraflow.models.config import ModelConfig
 from hydraflow.models.loading import persistent_buffers
 
@@ -45,6 +46,22 @@ CASES: dict[str, tuple[str, dict[str, Any], Mapping[str, Any]]] = {
     "glm4_moe": ("glm4_moe", sizes(1, 2), STACKED),
 }
 """Case -> family, sizes of the engine, how layers are saved."""
+OTHERS: dict[str, dict[str, Any]] = {
+    "llama": sizes(1, 2),
+    "mistral": sizes(2, 1),
+    "qwen2": sizes(2, 1),
+    "qwen3": sizes(2, 2),
+    "bf16": sizes(2, 1, dtype="bf16"),
+    "qwen3_moe": sizes(1, 2, expert_model_parallel_size=2),
+    "experts": sizes(2, 2, expert_tensor_parallel_size=1),
+    "mixed": sizes(2, 1, expert_model_parallel_size=2),
+    "mixtral": sizes(1, 2),
+    "deepseek_v3": sizes(2, 1, expert_model_parallel_size=2),
+    "deepseek_v2": sizes(2, 2),
+    "qwen2_moe": sizes(2, 2),
+    "glm4_moe": sizes(2, 1, expert_tensor_parallel_size=1),
+}
+"""Case -> sizes of the engine that loads what was saved with others."""
 
 
 def make_engine(path: str, sizes: Mapping[str, Any]) -> MegatronEngine:
@@ -158,6 +175,22 @@ def save(path: str, folder: str, case: str) -> None:
     state = {"model": core.sharded_state_dict(metadata=dict(metadata)), "iteration": 10}
     multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]  # files are written by children
     dist_checkpointing.save(state, folder, content_metadata=dict(metadata))
+
+
+def load_into_engine(path: str, folder: str, sizes: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    """The weights of an engine that starts from a checkpoint; `path` holds its configuration."""
+    stored = dict(use_dist_checkpointing=True, dist_checkpointing_path=folder)
+    return {name: tensor.clone() for name, tensor in make_engine(path, {**sizes, **stored}).weights()}
+
+
+def refused_without(path: str, folder: str, rank: int) -> str:
+    """What every rank is told when one of them has no checkpoint."""
+    mine = folder if dist.get_rank() != rank else f"{folder}-of-another-machine"
+    try:
+        load_into_engine(path, mine, sizes(2, 2))
+    except ConfigError as error:
+        return str(error)
+    return ""
 
 
 @torch.no_grad()

@@ -15,10 +15,10 @@ import torch
 import transformers
 from model_merger.directories import assert_same_bits, merge, read
 
+from hydraflow.engine.stored.checkpoint import Checkpoint
+from hydraflow.engine.stored.pieces import ByteRange, Piece, StoredTensor
 from hydraflow.model_merger import architecture, families, names
 from hydraflow.model_merger.__main__ import main
-from hydraflow.model_merger.checkpoint import Checkpoint
-from hydraflow.model_merger.pieces import ByteRange, Piece, StoredTensor
 
 SIZES: dict[str, Any] = dict(
     vocab_size=17, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=2

@@ -30,7 +30,7 @@ from transformers import DeepseekV2Config, DeepseekV3Config, Qwen3MoeConfig
 
 from hydraflow.engine.dcp_index import INDEX
 from hydraflow.errors import ConfigError
-from hydraflow.model_merger import load_state_dict
+from hydraflow.model_merger import architecture, load_state_dict
 from hydraflow.model_merger.__main__ import main
 from scripts.bench.merger import WITH_MEGATRON_CORE
 
@@ -74,7 +74,10 @@ def split(model: Path, folder: Path, *flags: str) -> Path:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", jobs.CASES)
-def test_merging_gives_the_model_that_was_saved(models: Path, pool: Ranks, tmp_path: Path, case: str) -> None:
+def test_merging_and_loading_give_the_model_that_was_saved(
+    models: Path, pool: Ranks, tmp_path: Path, case: str
+) -> None:
+    """The engine loads it with other parallel sizes than it was saved with, and reads no other weights."""
     model, run = models / jobs.CASES[case][0], tmp_path / "run"
     pool.run(jobs.save, str(model), str(run / "iter_0000010"), case)
     merged = merge(run, tmp_path / "merged", "--backend", "megatron", NAMES, str(model))
@@ -83,6 +86,25 @@ def test_merging_gives_the_model_that_was_saved(models: Path, pool: Ranks, tmp_p
     assert {tensor.dtype for tensor in merged.values()} == {
         torch.bfloat16 if case == "bf16" else torch.float32
     }
+    without_weights = shutil.copytree(
+        model, tmp_path / "model", ignore=shutil.ignore_patterns("*.safetensors")
+    )
+    found = pool.run(jobs.load_into_engine, str(without_weights), str(run), jobs.OTHERS[case])
+    for rank in (0, 3):
+        assert_same_bits(in_files(found[rank], model), wanted)
+
+
+def in_files(weights: dict[str, torch.Tensor], model: Path) -> dict[str, torch.Tensor]:
+    """The engine's weights by their names in files."""
+    known = architecture.describe(model, {n: tuple(t.shape) for n, t in weights.items()}, head="policy")
+    return known.revert({name: weights[name] for name in weights.keys() - known.tied.keys()})
+
+
+@pytest.mark.slow
+def test_a_rank_that_has_no_checkpoint_ends_all(models: Path, pool: Ranks, tmp_path: Path) -> None:
+    folder, model = split(models / "qwen3", tmp_path / "split"), str(models / "qwen3")
+    told = pool.run(jobs.refused_without, model, str(folder), 2)
+    assert f"{folder}-of-another-machine: there is no such directory" in told[0] and len({*told}) == 1
 
 
 LOADED = {

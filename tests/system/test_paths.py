@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from hydraflow.system.paths import file_problems, listed, model_problems
+from hydraflow.system.paths import core_checkpoint_problems, file_problems, listed, model_problems
 
 
 def rules(problems: list) -> list[str]:
@@ -87,3 +87,17 @@ def test_a_checkpoint_in_parts_must_be_merged_first(
     assert (
         problem.remedy == f"{command} --hf_model_path <Hugging Face directory of that model>, then k=MERGED"
     )
+
+
+def test_a_checkpoint_of_megatron_core_is_found_where_trainers_put_it(tmp_path: Path) -> None:
+    assert rules(core_checkpoint_problems(str(tmp_path / "gone"), "k")) == ["k: there is no such directory"]
+    (tmp_path / "config.json").touch()
+    assert rules(core_checkpoint_problems(str(tmp_path / "config.json"), "k")) == [
+        "k: is a file, not a directory"
+    ]
+    [problem] = core_checkpoint_problems(str(tmp_path), "k")
+    assert problem.rule == "holds no checkpoint that Megatron-Core wrote: there is no common.pt in it"
+    assert problem.remedy.endswith(f"{tmp_path} as the path of the model")
+    (tmp_path / "iter_0000010").mkdir()
+    (tmp_path / "iter_0000010" / "common.pt").touch()
+    assert core_checkpoint_problems(str(tmp_path), "k") == []

@@ -65,8 +65,17 @@ def written_otherwise(config: PPOConfig) -> None:
     config.batch.optimizer_steps_per_step = 2
 
 
+def start_from_core(config: PPOConfig) -> None:
+    config.actor_rollout_ref.actor.megatron.dist_checkpointing_path = "/checkpoint"
+
+
 def change_the_critic(config: PPOConfig) -> None:
     config.critic.optim.lr = 1.0
+
+
+def test_weights_of_another_checkpoint_are_another_run() -> None:
+    key = "actor_rollout_ref.actor.megatron.dist_checkpointing_path"
+    assert differing(ppo(start_from_core), ppo()) == [key]
 
 
 def test_what_shapes_training_is_named_with_both_values() -> None:

@@ -8,8 +8,9 @@ import pytest
 from batch_plan.plans import resolve, small
 
 from hydraflow.dispatch.placement import ResourcePool
+from hydraflow.engine.config import MegatronConfig
 from hydraflow.trainer.machine import Machine
-from hydraflow.trainer.roles import _rollout, pool_of
+from hydraflow.trainer.roles import _rollout, _teachers, pool_of, reference_engine
 
 
 def pool(device: str, devices: int, **values: Any) -> ResourcePool:
@@ -72,3 +73,15 @@ def test_megatron_roles_of_other_sizes_have_processes_of_their_own(size: str) ->
     key = f"megatron__{size}_parallel_size"
     assert pool("cpu", 2, **given, **{f"actor__{key}": 2}).groups == 2
     assert pool("cpu", 2, **given, **{f"actor__{key}": 2, f"critic__{key}": 2}).groups == 1
+
+
+def test_a_teacher_has_weights_of_its_own_with_the_references_engine() -> None:
+    config = small(actor__strategy="megatron", algorithm__adv_estimator="grpo")
+    config.distillation.enabled, config.distillation.teachers = True, {"default": "/teacher"}
+    megatron = config.actor_rollout_ref.ref.megatron
+    megatron.use_dist_checkpointing, megatron.dist_checkpointing_path = True, "/checkpoint"
+    plan = resolve(config, devices=1)
+    reference = reference_engine(config.actor_rollout_ref, plan.layouts["actor"])
+    assert isinstance(reference, MegatronConfig) and reference.use_dist_checkpointing
+    [teacher] = _teachers(config, plan).values()
+    assert not teacher.args[0].frozen.engine.use_dist_checkpointing

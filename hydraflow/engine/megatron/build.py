@@ -1,7 +1,8 @@
 """Builds this rank's part of a model on Megatron-Core, and fills it.
 
-In: a `ModelConfig` and a `MegatronConfig`. Out: `Built`, with weights. Only rank 0 reads files; it
-broadcasts tensor by tensor, and every rank keeps its parts. Left out on purpose: optimizer (`optimizer.py`).
+In: a `ModelConfig` and a `MegatronConfig`. Out: `Built`, with weights. Of a Hugging Face directory only rank
+0 reads files; it broadcasts tensor by tensor, and every rank keeps its parts. Of a checkpoint of
+Megatron-Core every rank reads its own. Left out on purpose: optimizer (`optimizer.py`).
 """
 
 from __future__ import annotations
@@ -16,12 +17,13 @@ from megatron.core.transformer.transformer_layer import get_transformer_layer_of
 
 from hydraflow.device import resolve_dtype
 from hydraflow.engine.config import MegatronConfig
-from hydraflow.engine.first_rank import on_first_rank
+from hydraflow.engine.first_rank import on_every_rank, on_first_rank
 from hydraflow.engine.megatron.architecture import Architecture, section_of
 from hydraflow.engine.megatron.core_config import frequencies, transformer_config
 from hydraflow.engine.megatron.layers import Trunk, layer_spec
 from hydraflow.engine.megatron.names import HEAD, Holding, Names, vocabulary_share
 from hydraflow.engine.megatron.parallel import Place
+from hydraflow.engine.megatron.stored_weights import open_weights, read_part
 from hydraflow.models import loading
 from hydraflow.models.config import ModelConfig
 
@@ -109,7 +111,10 @@ def build_model(
     )
     built = Built(chunks, names, config)
     _mark_divided(built)
-    _fill(built, model, head=head, dtype=dtype, device=device, field=field)
+    if settings.use_dist_checkpointing:
+        on_every_rank(lambda: _fill_from_core(built, model, settings, head=head, field=field))
+    else:
+        _fill(built, model, head=head, dtype=dtype, device=device, field=field)
     return built
 
 
@@ -153,3 +158,15 @@ def _fill(
                 parameter.copy_(holding.join([found[part.name] for part in holding.parts]))
                 del pieces[name]
     assert not wanted, f"{model.path} has no {sorted(wanted)}"
+
+
+@torch.no_grad()
+def _fill_from_core(
+    built: Built, model: ModelConfig, settings: MegatronConfig, *, head: str, field: str
+) -> None:
+    path, shape = settings.dist_checkpointing_path, built.names.shape
+    assert path is not None, "compose/rules.py requires it"
+    key = f"{section_of(field)}.megatron.dist_checkpointing_path"
+    weights = open_weights(path, shape, head=head, key=key, model=field, model_path=str(model.path))
+    for parameter, holding in built.tensors(copies=True).values():
+        parameter.copy_(holding.join([read_part(part, weights) for part in holding.parts]))

@@ -14,9 +14,8 @@ from hypothesis import strategies as st
 from model_merger.directories import assert_same_bits, read
 from safetensors.torch import save_file
 
-from hydraflow.errors import ConfigError
-from hydraflow.model_merger import pieces, safetensors_files
-from hydraflow.model_merger.pieces import (
+from hydraflow.engine.stored import pieces
+from hydraflow.engine.stored.pieces import (
     ByteRange,
     Piece,
     StoredTensor,
@@ -25,6 +24,8 @@ from hydraflow.model_merger.pieces import (
     odd_strides,
     whole,
 )
+from hydraflow.errors import ConfigError
+from hydraflow.model_merger import safetensors_files
 from hydraflow.model_merger.safetensors_files import TensorSpec, Writer
 
 

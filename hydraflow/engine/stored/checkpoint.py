@@ -1,7 +1,8 @@
 """Describes a checkpoint on disk, of any format, without reading its numbers.
 
-In: the result of a reader (`dcp.py`, `verl.py`, `megatron.py`). Out: a `Checkpoint`. Left out on purpose:
-finding it (`opening.py`), names in Hugging Face's files (`names.py`).
+In: the result of a reader (`megatron.py`; in `model_merger/` `dcp.py` and `verl.py`). Out: a `Checkpoint`.
+Left out on purpose: finding it (`model_merger/opening.py`), names in Hugging Face's files
+(`model_merger/names.py`).
 """
 
 from __future__ import annotations
@@ -12,8 +13,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from hydraflow.engine.stored.pieces import StoredTensor
 from hydraflow.errors import ConfigError, Problem
-from hydraflow.model_merger.pieces import StoredTensor
 
 
 @dataclass

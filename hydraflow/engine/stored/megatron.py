@@ -3,8 +3,8 @@ and slime, verl and NeMo save them: `.metadata`, `metadata.json`, `common.pt`, `
 
 In: that folder, or a parent. Out: a `Checkpoint` with Megatron-Core's own tensors. Nothing is unpickled: the
 index is read into inert records (`engine/dcp_index.py`), and `common.pt` is not opened. Left out on purpose:
-optimizer states, which are counted but not read; Hugging Face's names (`megatron_names.py`); what our own
-Megatron engine saves, which are Hugging Face tensors (`dcp.py`).
+optimizer states, which are counted but not read; Hugging Face's names (`engine/megatron/saved_names.py`);
+what our own Megatron engine saves, which are Hugging Face tensors (`model_merger/dcp.py`).
 """
 
 from __future__ import annotations
@@ -13,12 +13,17 @@ import re
 from pathlib import Path
 
 from hydraflow.engine.dcp_index import INDEX, Index, read_index
+from hydraflow.engine.stored.checkpoint import Checkpoint, read_json
+from hydraflow.engine.stored.pieces import StoredTensor
+from hydraflow.engine.stored.shards import count, last_writer, missing_parts, stored
 from hydraflow.errors import ConfigError
-from hydraflow.model_merger import dcp
-from hydraflow.model_merger.checkpoint import Checkpoint, read_json
-from hydraflow.model_merger.pieces import StoredTensor
+from hydraflow.system.paths import core_checkpoint_problems
 
 CONFIG, COMMON, BACKEND = "metadata.json", "common.pt", "torch_dist"
+POINTER = "latest_checkpointed_iteration.txt"
+"""In a run's folder: its latest iteration, or step."""
+UNFINISHED = ".unfinished"
+"""Suffix of a save that was interrupted."""
 RELEASE = "release"
 """Folder of a converted model, used instead of an iteration's."""
 _ITERATION = re.compile(r"iter_(\d+)")
@@ -46,6 +51,32 @@ def iterations(run: Path) -> list[Path]:
     return [*converted, *(path for _, path in sorted(found))]
 
 
+def latest_directory(path: Path, *, field: str) -> Path:
+    """Of a run, the directory of its latest iteration or step; else `path` itself. `field`: the key or flag
+    that names the path. Raises ConfigError when it is missing or unfinished."""
+    if not path.is_dir():
+        raise ConfigError.one(field, str(path), "there is no such directory")
+    if (path / POINTER).is_file():
+        path = _latest(path, field)
+    elif found := iterations(path):
+        path = found[-1]
+    if any(part.endswith(UNFINISHED) for part in path.absolute().parts):
+        rule = f"a directory named *{UNFINISHED} is a save that was interrupted"
+        raise ConfigError.one(field, str(path), rule)
+    return path
+
+
+def _latest(run: Path, field: str) -> Path:
+    content = (run / POINTER).read_text(encoding="utf-8").strip()
+    for step in (run / f"global_step_{content}", run / iteration(content)):
+        if step.is_dir() and (content.isdecimal() or content == RELEASE):
+            return step
+    rule = f"there is neither global_step_{content} nor {iteration(content)} beside it"
+    raise ConfigError.one(
+        str(run / POINTER), content, rule, f"name the folder of one of its steps in {field}"
+    )
+
+
 def folder_of(directory: Path) -> Path | None:
     """The folder with the files below a model's directory (the index may be missing); None: not such a
     directory. Raises ConfigError for Megatron's older format."""
@@ -57,6 +88,19 @@ def folder_of(directory: Path) -> Path | None:
         rule = "holds one file for each rank (mp_rank_*), Megatron's older format, which cannot be read"
         raise ConfigError.one(str(directory), None, rule, "save it with Megatron's --ckpt-format torch_dist")
     return None
+
+
+def find(path: Path, *, field: str) -> Checkpoint:
+    """The checkpoint in a directory, or in the latest of a run. Raises ConfigError, named `field`, when there
+    is none."""
+    if problems := core_checkpoint_problems(str(path), field):
+        raise ConfigError(problems)
+    directory = latest_directory(path.expanduser(), field=field)
+    if folder_of(directory) is None:
+        rule = f"holds several models' checkpoints, or one that is not where {directory} says"
+        inside = [str(one) for one in sorted(directory.iterdir()) if one.is_dir() and folder_of(one)]
+        raise ConfigError.one(field, str(path), rule, " or ".join(f"{field}={one}" for one in inside))
+    return read(directory)
 
 
 def read(directory: Path) -> Checkpoint:
@@ -79,16 +123,16 @@ def _checkpoint(directory: Path, folder: Path, index: Index) -> Checkpoint:
     others: dict[str, tuple[int, int]] = {}
     for key, tensor in index.tensors.items():
         if _OPTIMIZER.match(key):
-            dcp.count(others, "optimizer", sum(chunk.place.length for chunk in tensor.chunks))
+            count(others, "optimizer", sum(chunk.place.length for chunk in tensor.chunks))
         elif EXTRA not in key:
-            tensors[key] = dcp.stored(key, tensor, folder)
+            tensors[key] = stored(key, tensor, folder)
     for key, size in index.objects.items():
         part = "optimizer" if _OPTIMIZER.match(key) else re.split(r"[./]", key)[0]
-        dcp.count(others, EXTRA.strip("_") if EXTRA in key else part, size)
+        count(others, EXTRA.strip("_") if EXTRA in key else part, size)
     if not tensors:
         raise ConfigError.one(str(folder), None, "holds no weights")
-    found = Checkpoint(directory, "megatron", dcp.last_writer(index) + 1, tensors, others=others)
-    found.problems = [*dcp.missing_parts(tensors.values(), index, folder)]
+    found = Checkpoint(directory, "megatron", last_writer(index) + 1, tensors, others=others)
+    found.problems = [*missing_parts(tensors.values(), index, folder)]
     found.settings = next((path for path in _settings(directory, folder) if path.is_dir()), None)
     return found
 

@@ -1,8 +1,8 @@
 """Maps rows of the tensors that Megatron-Core saves to rows of Hugging Face's, and back.
 
 In: tensors of one side. Out: those of the other, as pieces of the same files; nothing is read. The mapping is
-that of `engine/megatron/names.py` for a rank that holds everything: it is applied to row indices instead of
-parameters. Left out on purpose: files (`megatron.py`, `megatron_split.py`).
+that of `names.py` for a rank that holds everything: it is applied to row indices instead of
+parameters. Left out on purpose: files (`engine/stored/megatron.py`, `model_merger/megatron_split.py`).
 """
 
 from __future__ import annotations
@@ -11,19 +11,15 @@ import re
 from collections import defaultdict
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
-from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import torch
 
-from hydraflow.engine.megatron.architecture import FAMILIES, Architecture, Mixture
+from hydraflow.engine.megatron.architecture import Architecture, Mixture
 from hydraflow.engine.megatron.names import EMBEDDING, HEAD, SCORE, Holding, Names
+from hydraflow.engine.stored.checkpoint import Checkpoint
+from hydraflow.engine.stored.pieces import Shape, StoredTensor
+from hydraflow.engine.stored.regions import Region, assembled
 from hydraflow.errors import ConfigError, Problem
-from hydraflow.model_merger import architecture, families
-from hydraflow.model_merger.checkpoint import Checkpoint, read_json
-from hydraflow.model_merger.pieces import Shape, StoredTensor
-from hydraflow.model_merger.regions import Region, assembled
 
 LAYERS = "decoder.layers."
 """Prefix of the names of a layer's tensors; NeMo prepends `module.`."""
@@ -88,34 +84,19 @@ class _Saved:
     half: str | None
     """w: the gate projection, v: the up projection alone."""
 
+    @property
+    def front(self) -> Shape:
+        """Its place in the stack."""
+        return () if self.layer is None else (self.layer,)
 
-def sizes_of(directory: Path) -> Architecture:
-    """Sizes of the model that config.json describes. Raises ConfigError for one of which the names are not
-    known here."""
-    file = directory / "config.json"
-    if not file.is_file():
-        rule, remedy = "the model's configuration is missing", "--hf_model_path <Hugging Face directory>"
-        raise ConfigError.one(str(file), None, rule, remedy)
-    found: Any = read_json(file)
-    if families.class_name(found, "value") is not None:  # every size is there
-        found = SimpleNamespace(**{"rms_norm_eps": 0.0, **found})
-    else:
-        found = architecture.read_config(directory, False)
-    if found.model_type not in FAMILIES:
-        rule = f"Megatron's names are known for {', '.join(FAMILIES)}"
-        raise ConfigError.one(f"{file}: model_type", found.model_type, rule)
-    shape = Architecture.sizes_of(found)
-    for name in ("attention_bias", "mlp_bias"):
-        if getattr(found, name, False) and not shape.qkv_bias:
-            raise ConfigError.one(f"{file}: {name}", True, "Megatron's names of these biases are not known")
-    if shape.latent and not shape.latent.rope_interleave:
-        rule = "Megatron-Core rotates columns of latent attention with their neighbours"
-        raise ConfigError.one(f"{file}: rope_interleave", False, rule)
-    return shape
+    def rows_in(self, shape: Shape) -> Shape:
+        """The shape that it must have, without that of the stack, in a parameter of `shape`."""
+        rows = shape if self.expert is None else shape[1:]
+        return rows if self.half is None else (rows[0] // 2, *rows[1:])
 
 
 def parameters(shape: Architecture) -> list[str]:
-    """Every parameter of a policy, by the names of `engine/megatron/names.py`."""
+    """Every parameter of a policy, by the names of `names.py`."""
     found = [EMBEDDING]
     for layer in range(shape.layers):
         places = ["input_layernorm.weight"]
@@ -188,11 +169,10 @@ def runs(numbers: torch.Tensor) -> list[Rows]:
     return [Rows(int(found[at]), at, end - at) for at, end in zip(starts, ends, strict=True)]
 
 
-def hugging_face(checkpoint: Checkpoint) -> dict[str, StoredTensor]:
-    """The tensors of a Megatron-Core checkpoint by the names of transformers' modules. Raises ConfigError
-    when they are not those of the model that config.json describes."""
-    shape = replace(sizes_of(checkpoint.huggingface), tied=False)
-    names, found = Names(shape, 0, 1), {}
+def hugging_face(checkpoint: Checkpoint, shape: Architecture) -> dict[str, StoredTensor]:
+    """The tensors of a Megatron-Core checkpoint by the names of transformers' modules. `shape`: of the model
+    that its config.json describes. Raises ConfigError when they are not that model's."""
+    names, found = Names(replace(shape, tied=False), 0, 1), {}
     for name, tensor in _parameters_of(checkpoint, names).items():
         holding = names.holding(name)
         for part, rows in zip(holding.parts, rows_of(names, name, tensor.shape[0]), strict=True):
@@ -215,7 +195,11 @@ def _parameters_of(checkpoint: Checkpoint, names: Names) -> dict[str, StoredTens
         if name in (EMBEDDING, HEAD):  # padding rows, so that all ranks have the same number
             shape = (max(shape[0], *parts[0].tensor.shape[:1]), *shape[1:])
         regions = [_region(saved, shape) for saved in parts]
-        misshapen += [_shown(saved.tensor) for saved, region in zip(parts, regions) if region is None]
+        misshapen += [
+            f"{_shown(saved.tensor)}, not {[*saved.tensor.shape[: len(saved.front)], *saved.rows_in(shape)]}"
+            for saved, region in zip(parts, regions)
+            if region is None
+        ]
         if fitting := [region for region in regions if region is not None]:
             whole[name] = assembled(name, shape, fitting)
     missing = sorted(wanted - sources.keys() - {HEAD})
@@ -233,11 +217,18 @@ def _sorted(
     for tensor in checkpoint.tensors.values():
         here = dict(_sources(tensor, shape))
         if not all(name in known for name in here):
-            unknown.append(_shown(tensor))
+            other = _is_stack(tensor.name) and tensor.shape[:1] != (shape.layers,)
+            unknown.append(_shown(tensor) + (f", not {shape.layers} layers" if other else ""))
             continue
         for name, saved in here.items():
             sources[name].setdefault((saved.expert, saved.half), saved)  # a norm may have two names
     return {name: list(found.values()) for name, found in sources.items()}, unknown
+
+
+def _is_stack(name: str) -> bool:
+    """Whether a tensor holds all layers."""
+    found = _KEY.fullmatch(name)
+    return LAYERS in name and found is not None and found["layer"] is None
 
 
 def _shown(tensor: StoredTensor) -> str:
@@ -269,7 +260,7 @@ def _sources(tensor: StoredTensor, shape: Architecture) -> Iterator[tuple[str, _
     if one := _EXPERT.fullmatch(place):
         place, expert = one["front"] + one["rest"], int(one["expert"])
     place = (_PLACES if shape.latent is None else _LATENT_PLACES).get(place, place)
-    stacked = LAYERS in tensor.name and found["layer"] is None
+    stacked = _is_stack(tensor.name)
     if LAYERS not in tensor.name or (stacked and tensor.shape[:1] != (shape.layers,)):
         is_value = place == HEAD and tensor.shape[:1] == (1,) and shape.vocabulary > 1
         yield SCORE if is_value else place, _Saved(tensor, None, expert, half)
@@ -282,11 +273,7 @@ def _sources(tensor: StoredTensor, shape: Architecture) -> Iterator[tuple[str, _
 
 def _region(saved: _Saved, shape: Shape) -> Region | None:
     """The region of a tensor in a parameter of that shape; None when it does not fit."""
-    front = () if saved.layer is None else (saved.layer,)
-    held = saved.tensor.shape[len(front) :]
-    rows = shape if saved.expert is None else shape[1:]
-    if saved.half is not None:
-        rows = (rows[0] // 2, *rows[1:])
+    held, rows = saved.tensor.shape[len(saved.front) :], saved.rows_in(shape)
     if held != rows:
         return None
     start = [0] * len(shape)
@@ -295,4 +282,4 @@ def _region(saved: _Saved, shape: Shape) -> Region | None:
     if saved.half == "v":
         start[-2] = rows[0]
     box = rows if saved.expert is None else (1, *rows)
-    return Region(tuple(start), box, saved.tensor, (*front, *[0] * len(held)))
+    return Region(tuple(start), box, saved.tensor, (*saved.front, *[0] * len(held)))

@@ -11,9 +11,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from hydraflow.engine.stored.pieces import ByteRange, Piece, StoredTensor, whole
+from hydraflow.engine.stored.regions import Region, assembled
 from hydraflow.errors import ConfigError
-from hydraflow.model_merger.pieces import ByteRange, Piece, StoredTensor, whole
-from hydraflow.model_merger.regions import Region, assembled
 
 
 def stored(tensor: torch.Tensor, folder: Path, cuts: int, transposed: bool = False) -> StoredTensor:

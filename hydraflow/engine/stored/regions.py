@@ -1,7 +1,7 @@
 """Assembles tensors from boxes of other tensors without reading them.
 
 In: boxes of tensors in files, and where they go. Out: a `StoredTensor` with pieces of the same files. Left
-out on purpose: which boxes (`megatron_names.py`).
+out on purpose: which boxes (`engine/megatron/saved_names.py`).
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from hydraflow.engine.stored.pieces import Piece, Shape, StoredTensor
 from hydraflow.errors import ConfigError
-from hydraflow.model_merger.pieces import Piece, Shape, StoredTensor
 
 
 @dataclass(frozen=True)

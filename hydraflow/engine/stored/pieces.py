@@ -2,7 +2,7 @@
 
 In: boxes of a tensor and the byte ranges that hold them. Out: blocks of rows in memory of their own. Nothing
 is mapped, so nothing but the block counts as memory of this process. Left out on purpose: what the tensors
-are for; formats (`dcp.py`, `verl.py`, `megatron.py`, `safetensors_files.py`).
+are for; formats (`megatron.py`, and in `model_merger/` `dcp.py`, `verl.py`, `safetensors_files.py`).
 """
 
 from __future__ import annotations
@@ -67,6 +67,11 @@ class Piece:
         byte_range = replace(inner, offset=self.byte_range.offset + inner.offset)
         return replace(self, byte_range=byte_range, archived=False, strides=odd_strides(found))
 
+    def has_rows(self, first: int, last: int) -> bool:
+        """Whether any of the tensor's rows first..last are in it."""
+        start, size = (self.start or (0,))[0], (self.shape or (1,))[0]
+        return max(first, start) < min(last, start + size)
+
     def rows(self, first: int, last: int, into: torch.Tensor) -> None:
         """Fills `into` with rows first..last of the piece (counted within the piece)."""
         if self.strides is not None:
@@ -98,19 +103,22 @@ class StoredTensor:
 
     def blocks(self) -> Iterator[torch.Tensor]:
         """Its rows (first dimension) in order, some at a time; without dimensions it is one row."""
-        located = replace(self, pieces=tuple(piece.opened(self.dtype) for piece in self.pieces))
-        for first, last in block_rows(self.shape, self.dtype):
-            yield located.rows(first, last)
+        return self.blocks_between(0, (self.shape or (1,))[0])
+
+    def blocks_between(self, first: int, last: int) -> Iterator[torch.Tensor]:
+        """Rows first..last (exclusive) in order, some at a time."""
+        here = [piece for piece in self.pieces if piece.has_rows(first, last)]
+        located = replace(self, pieces=tuple(piece.opened(self.dtype) for piece in here))
+        for start, end in block_rows((last - first, *self.shape[1:]), self.dtype):
+            yield located.rows(first + start, first + end)
 
     def rows(self, first: int, last: int) -> torch.Tensor:
         """Reads rows first..last (exclusive) into memory."""
         shape = self.shape or (1,)
         block = torch.empty((last - first, *shape[1:]), dtype=self.dtype)
-        for piece in self.pieces:
+        for piece in (piece for piece in self.pieces if piece.has_rows(first, last)):
             start, size = piece.start or (0,), piece.shape or (1,)
             low, high = max(first, start[0]), min(last, start[0] + size[0])
-            if low >= high:
-                continue
             box = [slice(low - first, high - first), *(slice(s, s + n) for s, n in zip(start[1:], size[1:]))]
             flat = replace(piece.opened(self.dtype), shape=size)
             flat.rows(low - start[0], high - start[0], block[tuple(box)])

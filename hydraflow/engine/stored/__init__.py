@@ -1,0 +1,1 @@
+"""engine/stored: checkpoints on disk, read a block of rows at a time, by whoever needs which tensor."""
