@@ -1,7 +1,7 @@
 """Every estimator and every loss really learns the default recipe: thirty steps raise held-out accuracy.
 
-In one process; with the recipe's own choices, grpo and vanilla, on two tensor-parallel ranks of Megatron-Core.
-With these `test_own_source.py` trains in one process, and .ci/run in Ray on two data ranks."""
+In one process; with the recipe's own choices, grpo and vanilla, on two tensor-parallel ranks of
+Megatron-Core. With these `test_own_source.py` trains in one process, and .ci/run in Ray on two data ranks."""
 
 from __future__ import annotations
 
