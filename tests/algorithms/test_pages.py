@@ -9,7 +9,7 @@ from itertools import takewhile
 from pathlib import Path
 
 import pytest
-from algorithms import test_advantages, test_policy_losses
+from algorithms import advantage_oracle, test_policy_losses
 
 from hydraflow.algorithms.config import ESTIMATORS, POLICY_LOSSES
 from hydraflow.options import Implementation
@@ -28,7 +28,7 @@ def rows_of(page: str) -> list[list[str]]:
 @pytest.mark.parametrize(
     ("name", "table", "oracle_difference"),
     [
-        ("advantages", ESTIMATORS, test_advantages.oracle_difference),
+        ("advantages", ESTIMATORS, advantage_oracle.oracle_difference),
         ("policy_losses", POLICY_LOSSES, test_policy_losses.oracle_difference),
     ],
 )
