@@ -27,6 +27,8 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
+from hydraflow.models.linear import linear
+
 _CLASSES = (LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM)
 """Classes whose layers are norm, attention, norm, gated MLP, and nothing else."""
 
@@ -70,12 +72,12 @@ class _Layer:
 
     def __call__(self, x: Tensor, cached: Any, mask: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         x = x + self._attend(_norm(x, *self._before), cached, mask, cos, sin)
-        gate, up = F.linear(_norm(x, *self._between), *self._gate_up).chunk(2, -1)
+        gate, up = linear(_norm(x, *self._between), *self._gate_up).chunk(2, -1)
         return x + self._down(self._act(gate).mul_(up))  # type: ignore[no-any-return]
 
     def _attend(self, x: Tensor, cached: Any, mask: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         rows, keys, dim = len(x), self._keys, self._head_dim
-        heads = F.linear(x, *self._qkv).view(rows, -1, dim)  # (B, h + 2k, d)
+        heads = linear(x, *self._qkv).view(rows, -1, dim)  # (B, h + 2k, d)
         turned, v = heads[:, :-keys], heads[:, -keys:]
         if self._of_heads is not None:
             of_q, of_k = self._of_heads

@@ -46,6 +46,7 @@ from hydraflow.generation.requests import aborted, require_fitting
 from hydraflow.generation.sampling import UniformDraws
 from hydraflow.generation.stopping import StopStrings, watched
 from hydraflow.generation.weights import WeightLoader, held_weights
+from hydraflow.models.linear import speed_up_linears
 from hydraflow.models.loading import context_of, soft_capped, unfilled_model, widen_buffers
 from hydraflow.models.routers import HFRouters
 from hydraflow.protocol import ragged
@@ -79,6 +80,7 @@ class NativeEngine:
         if max_num_seqs < 1:
             raise ValueError(f"max_num_seqs={max_num_seqs} must be at least 1")
         self._model = model.eval().requires_grad_(False)
+        speed_up_linears(model)
         self._forward = CachedForward(model)
         self._max_rows = max_num_seqs
         self._eos = end_tokens(generation_config or model.generation_config, model.config)

@@ -14,6 +14,8 @@ from enum import Enum
 import torch
 from torch import nn
 
+from hydraflow.models.linear import PLAIN_LINEAR
+
 ALL_LINEAR = "all-linear"
 SIDES = ("lora_A", "lora_B")
 """The two modules of an adapter, with weights A (rank, in) and B (out, rank)."""
@@ -116,4 +118,4 @@ def is_linear(part: nn.Module) -> bool:
     from transformers.pytorch_utils import Conv1D
 
     # not isinstance: a router that is a subclass of Linear returns more than a tensor
-    return type(part) in (nn.Linear, Conv1D)
+    return type(part) in (*PLAIN_LINEAR, Conv1D)

@@ -19,6 +19,7 @@ from torch.autograd.function import once_differentiable
 
 from hydraflow.models.ask import Ask
 from hydraflow.models.chunks import chunk_slices
+from hydraflow.models.linear import add_product, multiply
 
 
 @dataclass(frozen=True)
@@ -95,11 +96,9 @@ class FusedHead(torch.autograd.Function):
             trained = None if of_entropies is None else (of_entropies[part], entropies[part])
             gradient = logits.gradient(every, targets[part], of_log_probs[part], trained)
             if of_hidden is not None:
-                torch.mm(gradient, weight, out=of_hidden[part])
-            if needs_weight and of_weight is None:
-                of_weight = gradient.t() @ hidden[part]
-            elif of_weight is not None:
-                of_weight.addmm_(gradient.t(), hidden[part])
+                multiply(gradient, weight.t(), out=of_hidden[part])
+            if needs_weight:
+                of_weight = add_product(of_weight, gradient, hidden[part])
             if needs_bias:
                 of_bias = gradient.sum(0) if of_bias is None else of_bias.add_(gradient.sum(0))
             del every, gradient  # otherwise it would live while the next chunk is computed
@@ -143,10 +142,7 @@ class _Logits:
             return self._kept
         rows = self._hidden[part]
         raw, scaled, every = (whole[: len(rows)] for whole in (self._raw, self.scaled, self._every))
-        if self._bias is None:
-            torch.mm(rows, self._weight.t(), out=raw)
-        else:
-            torch.addmm(self._bias, rows, self._weight.t(), out=raw)
+        multiply(rows, self._weight, self._bias, out=raw)
         self._graph = None  # freed first: the previous chunk's takes as much memory again
         with torch.set_grad_enabled(self._backward):
             before = raw.detach().requires_grad_(self._backward)

@@ -20,6 +20,7 @@ from hydraflow.models.ask import LOG_PROBS, Ask
 from hydraflow.models.attention import pick
 from hydraflow.models.chunks import POST_PROCESSING, head_chunk
 from hydraflow.models.fused_head import FusedHead, HeadWork, several
+from hydraflow.models.linear import PLAIN_LINEAR
 from hydraflow.models.packing import PackedBatch
 
 
@@ -47,7 +48,7 @@ class PolicyModel(nn.Module):
         hidden = asked_hidden_states(backbone_of(self.lm)[1], batch)
         head = self.lm.get_output_embeddings()
         chunk = head_chunk(self.chunk_tokens, len(head.weight), hidden.element_size())
-        if type(head) is not nn.Linear:
+        if type(head) not in PLAIN_LINEAR:
             return self._by_module(hidden, batch.targets, ask, chunk)
         process = partial(shape_logits, config=self.lm.config)
         found: tuple[torch.Tensor, torch.Tensor | None] = FusedHead.apply(

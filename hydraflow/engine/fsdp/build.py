@@ -37,6 +37,7 @@ from hydraflow.models import loading
 from hydraflow.models.adapters import is_adapter
 from hydraflow.models.config import ModelConfig
 from hydraflow.models.heads import PolicyModel, ValueModel
+from hydraflow.models.linear import speed_up_linears
 from hydraflow.models.norms import replace_norms
 
 log = logging.getLogger(__name__)
@@ -68,6 +69,7 @@ def build_model(
         module.requires_grad_(False)
     elif model.lora_rank > 0:
         lora.add_adapters(module.hf, model, dtype, field=field)
+    speed_up_linears(module)
     if trained and model.enable_gradient_checkpointing:
         _checkpoint_activations(module, config.model_type)
     shard(module, fsdp, groups.shards, device)

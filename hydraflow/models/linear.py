@@ -1,0 +1,100 @@
+"""Linear layers in float32 on CPUs on which torch's own products are slow.
+
+torch multiplies float32 matrices with MKL, which leaves AVX-512 unused on processors other than Intel's: 105
+GFLOP/s on a core of an AMD EPYC, where oneDNN, which torch comes with, reaches 240. Its products differ in
+the last bits.
+In: a model as transformers builds it. Out: the same model, whose plain linear layers multiply with the faster
+of the two. Small products stay as they are: a call of oneDNN takes longer. Left out on purpose: types other
+than float32, which torch gives to oneDNN itself, and products that are no linear layer (attention, experts).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from hydraflow.device import onednn_is_faster, onednn_product
+
+LEAST_WEIGHTS = 2**14
+"""Smallest matrix that is multiplied by oneDNN."""
+LEAST_ROWS = 16
+"""Fewest rows. From here on a row has the same bits beside any others (`generation/decode.py`)."""
+
+
+class Linear(nn.Linear):
+    """A linear layer that multiplies with `linear`."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(..., K) to (..., N)."""
+        return linear(x, self.weight, self.bias)
+
+
+PLAIN_LINEAR = (nn.Linear, Linear)
+"""Classes of layers that are a product and a bias, and nothing else."""
+
+
+def speed_up_linears(model: nn.Module) -> None:
+    """Makes every plain linear layer of the model a `Linear`, if that is faster on this machine; parameters
+    are kept."""
+    if onednn_is_faster():
+        for part in model.modules():
+            if type(part) is nn.Linear:
+                part.__class__ = Linear
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """`x @ weight.T + bias`: (..., K), (N, K) and (N,) to (..., N)."""
+    if not _suits(x, weight):
+        return F.linear(x, weight, bias)
+    found: Tensor = _Product.apply(x, weight, bias)
+    return found
+
+
+def multiply(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, out: Tensor) -> Tensor:
+    """`linear` of (M, K) into `out` (M, N), without a gradient."""
+    if _suits(x, weight):
+        return out.copy_(onednn_product(x, weight, bias))
+    return torch.mm(x, weight.t(), out=out) if bias is None else torch.addmm(bias, x, weight.t(), out=out)
+
+
+def add_product(total: Tensor | None, grad: Tensor, x: Tensor) -> Tensor:
+    """`total + grad.T @ x`, in the memory of `total` (N, K) if there is one: (M, N) and (M, K)."""
+    if not _suits(x, grad):
+        return grad.t() @ x if total is None else total.addmm_(grad.t(), x)
+    found = onednn_product(grad.t(), x.t())
+    return found if total is None else total.add_(found)
+
+
+def _suits(x: Tensor, weight: Tensor) -> bool:
+    return (
+        x.dtype == weight.dtype == torch.float32
+        and weight.numel() >= LEAST_WEIGHTS
+        and x.numel() >= LEAST_ROWS * x.shape[-1]
+        and x.device.type == weight.device.type == "cpu"
+        and onednn_is_faster()
+    )
+
+
+class _Product(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        return onednn_product(x, weight, bias)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        x, weight = ctx.saved_tensors
+        to_x = to_weight = to_bias = None
+        grad = grads[0].reshape(-1, len(weight)).contiguous()  # (M, N)
+        if ctx.needs_input_grad[0]:
+            to_x = onednn_product(grad, weight.t()).view(x.shape)
+        if ctx.needs_input_grad[1]:
+            to_weight = add_product(None, grad, x.reshape(-1, x.shape[-1]))
+        if ctx.needs_input_grad[2]:
+            to_bias = grad.sum(0)
+        return to_x, to_weight, to_bias

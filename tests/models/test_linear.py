@@ -1,0 +1,116 @@
+"""Products by oneDNN: right to float32's rounding, with the bits that sampling relies on, and only where they
+suit."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from hydraflow.models import linear as products
+from hydraflow.models.adapters import is_linear
+from hydraflow.models.linear import Linear, add_product, linear, multiply, speed_up_linears
+
+SIZES = [(128, 128), (128, 384), (512, 300), (300, 512)]
+"""(K, N)."""
+
+
+@pytest.fixture(autouse=True)
+def on_any_cpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Tensor]]:
+    """oneDNN multiplies, wherever this runs; gives the matrices that it was given."""
+    if not torch.backends.mkldnn.is_available():
+        pytest.skip("this torch has no oneDNN")
+    found: list[Tensor] = []
+
+    def product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        found.append(weight)
+        return real(x, weight, bias)
+
+    real = products.onednn_product
+    monkeypatch.setattr(products, "onednn_is_faster", lambda: True)
+    monkeypatch.setattr(products, "onednn_product", product)
+    yield found
+
+
+def drawn(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.mark.parametrize("with_bias", [False, True])
+@pytest.mark.parametrize(("inner", "outer"), SIZES)
+def test_values_and_gradients_are_those_of_float64(
+    inner: int, outer: int, with_bias: bool, on_any_cpu: list[Tensor]
+) -> None:
+    given = [drawn(3, 40, inner), drawn(outer, inner, seed=1)]
+    given += [drawn(outer, seed=2)] if with_bias else []
+    found = [one.clone().requires_grad_() for one in given]
+    exact = [one.double().requires_grad_() for one in given]
+    # a gradient with strides of 0, as that of a sum
+    for layer, one in ((linear, found), (nn.functional.linear, exact)):
+        (layer(*one) * one[0].mean() + layer(*one)[:, :1].expand(-1, 40, -1)).sum().backward()
+    assert len(on_any_cpu) >= 4, "two forward passes and their gradients"
+    for mine, wanted in zip(found, exact, strict=True):
+        assert mine.grad is not None and wanted.grad is not None
+        apart = (mine.grad - wanted.grad).abs().max() / wanted.grad.abs().max()
+        assert apart < 3e-6, apart
+    torch.testing.assert_close(linear(*given), nn.functional.linear(*given), rtol=0, atol=2e-4)
+
+
+def test_products_into_memory_and_sums_of_products() -> None:
+    x, weight, bias = drawn(64, 128), drawn(256, 128, seed=1), drawn(256, seed=2)
+    out = torch.empty(64, 256)
+    assert multiply(x, weight, bias, out=out) is out
+    torch.testing.assert_close(out, x @ weight.t() + bias, rtol=0, atol=1e-4)
+    torch.testing.assert_close(multiply(x, weight, out=out), x @ weight.t(), rtol=0, atol=1e-4)
+    torch.testing.assert_close(
+        multiply(out, weight.t(), out=torch.empty(64, 128)), out @ weight, rtol=1e-5, atol=1e-3
+    )
+    first = add_product(None, out, x)
+    total = add_product(first, out, x)
+    assert total is first
+    torch.testing.assert_close(total, 2 * out.t() @ x, rtol=1e-5, atol=1e-2)
+
+
+@pytest.mark.parametrize(("inner", "outer"), [*SIZES, (896, 1200)])
+def test_a_row_has_the_same_bits_beside_any_others(inner: int, outer: int) -> None:
+    """From 16 rows on, and with any columns: the law of `generation/decode.py` and `lean.py`."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        x, weight = drawn(400, inner), drawn(outer, inner, seed=1)
+        whole = linear(x, weight)
+        for rows in (16, 17, 31, 48, 100, 256):
+            assert torch.equal(linear(x[:rows], weight), whole[:rows])
+        if outer * inner >= 4 * products.LEAST_WEIGHTS:
+            cut = outer // 4 // 8 * 8
+            assert torch.equal(linear(x, weight[cut:]), whole[:, cut:])
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_only_products_that_gain_are_given_away(on_any_cpu: list[Tensor]) -> None:
+    x, weight = drawn(64, 128), drawn(128, 128, seed=1)
+    linear(x[:15], weight), linear(x, weight[:127])
+    linear(x.double(), weight.double()), linear(x.bfloat16(), weight.bfloat16())
+    assert not on_any_cpu
+    linear(x, weight), linear(x.view(4, 16, 128), weight)
+    assert len(on_any_cpu) == 2
+
+
+def test_plain_layers_are_replaced_and_stay_plain(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Router(nn.Linear):
+        """Has a forward of its own."""
+
+    model = nn.ModuleDict({"plain": nn.Linear(128, 128), "other": Router(128, 128)})
+    weight, x = model["plain"].weight, drawn(32, 128)
+    wanted = model["plain"](x)
+    speed_up_linears(model)
+    assert type(model["plain"]) is Linear and type(model["other"]) is Router
+    assert model["plain"].weight is weight and is_linear(model["plain"])
+    torch.testing.assert_close(model["plain"](x), wanted, rtol=0, atol=1e-5)
+    monkeypatch.setattr(products, "onednn_is_faster", lambda: False)
+    untouched = nn.ModuleDict({"plain": nn.Linear(128, 128)})
+    speed_up_linears(untouched)
+    assert type(untouched["plain"]) is nn.Linear
