@@ -40,10 +40,13 @@ PRELOADED = ("ppo", "sft", "generate", "evaluate")
 
 READ_LATER = (
     *("PYTEST_", "RAY_", "PYTHONBREAKPOINT"),
-    *("COLUMNS", "HYDRA_FULL_ERROR", "HYDRAFLOW_", "COMP_LINE", "PATH", "SLURM_", "MLFLOW_"),
+    *("COLUMNS", "HYDRA_FULL_ERROR", "HYDRAFLOW_", "COMP_LINE", "PATH", "SLURM_"),
+    *("MLFLOW_", "SWANLAB_", "WANDB_", "HOME", "MY_", "TORCHINDUCTOR_CACHE_DIR"),
 )
 """Variables that no library reads while it is imported, by their beginnings. Ray sets its own, and a
-debugger's, where a test has started it in its own process; commands start a Ray of their own."""
+debugger's, where a test has started it in its own process; commands start a Ray of their own; torch sets
+the folder of its compiler where a test has it imported. Trackers are imported by the command itself, and look
+for a login in its home; of the server's home the libraries know where their caches are."""
 STARTED: list[Server] = []
 """The server of this process, once a command was run."""
 ASKED: list[dict[str, str]] = []

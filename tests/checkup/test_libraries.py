@@ -90,6 +90,7 @@ def test_sglang_that_is_missing_too_old_or_cannot_be_imported(
     assert "older than 0.5.23" in found.evidence
 
 
+@pytest.mark.slow
 def test_megatron_that_fits_is_missing_or_of_another_version(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

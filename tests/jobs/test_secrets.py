@@ -33,8 +33,8 @@ def given(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, sft_keys: list[str]) 
         monkeypatch.delenv(name)
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     monkeypatch.setenv("WANDB_MODE", "offline")
-    monkeypatch.setenv("HF_TOKEN_OF_MINE", EXPORTED)
-    variables = f"ray_init.runtime_env.env_vars={{JUDGE: {TYPED}, REFERRED: '${{oc.env:HF_TOKEN_OF_MINE}}'}}"
+    monkeypatch.setenv("MY_HF_TOKEN", EXPORTED)
+    variables = f"ray_init.runtime_env.env_vars={{JUDGE: {TYPED}, REFERRED: '${{oc.env:MY_HF_TOKEN}}'}}"
     steps = [
         "trainer.total_training_steps=1",
         "trainer.save_freq=1",
@@ -59,7 +59,7 @@ def test_secrets_of_a_run_are_in_its_configuration_alone(tmp_path: Path, given: 
     assert not [word for word in (TYPED, IN_ADDRESS, EXPORTED) if word in done.stdout + done.stderr]
     assert files_with(TYPED, tmp_path) == files_with(IN_ADDRESS, tmp_path) == {"run/config.yaml"}
     assert files_with(EXPORTED, tmp_path) == set(), "the configuration refers to it"
-    assert "${oc.env:HF_TOKEN_OF_MINE}" in (run / "config.yaml").read_text()
+    assert "${oc.env:MY_HF_TOKEN}" in (run / "config.yaml").read_text()
     assert {name: mode(run / name) for name in ("config.yaml", "config_origins.json", "run.json")} == {
         "config.yaml": 0o600,
         "config_origins.json": 0o600,
