@@ -19,7 +19,7 @@ from torch.autograd.function import once_differentiable
 
 from hydraflow.models.ask import Ask
 from hydraflow.models.chunks import chunk_slices
-from hydraflow.models.linear import add_product, multiply
+from hydraflow.models.linear import add_product, gains, linear, multiply
 
 
 @dataclass(frozen=True)
@@ -129,10 +129,14 @@ class _Logits:
         self.processed = False
         """Whether logits have been post-processed."""
         wide = torch.promote_types(hidden.dtype, torch.float32)
-        self.scaled = hidden.new_empty((min(len(hidden), work.chunk), len(weight)), dtype=wide)
+        self._by_onednn = kept is None and gains(hidden, weight)
+        """Whether each chunk's logits come in memory of their own."""
+        rows = 0 if self._by_onednn else min(len(hidden), work.chunk)
+        self.scaled = hidden.new_empty((rows, len(weight)), dtype=wide)
         """(chunk, V) logits divided by the temperature."""
         self._raw = self.scaled if hidden.dtype == wide else torch.empty_like(self.scaled, dtype=hidden.dtype)
-        self._every = torch.empty_like(self.scaled) if kept is None else kept
+        shape = min(len(hidden), work.chunk), len(weight)
+        self._every = self.scaled.new_empty(shape) if kept is None else kept
         self._graph: tuple[torch.Tensor, torch.Tensor] | None = None
         """Logits after and before their post-processing."""
 
@@ -141,9 +145,13 @@ class _Logits:
         if self._kept is not None:
             return self._kept
         rows = self._hidden[part]
-        raw, scaled, every = (whole[: len(rows)] for whole in (self._raw, self.scaled, self._every))
-        multiply(rows, self._weight, self._bias, out=raw)
         self._graph = None  # freed first: the previous chunk's takes as much memory again
+        if self._by_onednn:
+            self.scaled = self._raw = self.scaled.new_empty(0)
+            self.scaled = self._raw = linear(rows, self._weight, self._bias)
+        raw, scaled, every = (whole[: len(rows)] for whole in (self._raw, self.scaled, self._every))
+        if not self._by_onednn:
+            multiply(rows, self._weight, self._bias, out=raw)
         with torch.set_grad_enabled(self._backward):
             before = raw.detach().requires_grad_(self._backward)
             after = self._work.process(before)

@@ -48,7 +48,7 @@ def speed_up_linears(model: nn.Module) -> None:
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """`x @ weight.T + bias`: (..., K), (N, K) and (N,) to (..., N)."""
-    if not _suits(x, weight):
+    if not gains(x, weight):
         return F.linear(x, weight, bias)
     found: Tensor = _Product.apply(x, weight, bias)
     return found
@@ -56,20 +56,25 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 def multiply(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, out: Tensor) -> Tensor:
     """`linear` of (M, K) into `out` (M, N), without a gradient."""
-    if _suits(x, weight):
+    if gains(x, weight):
         return out.copy_(onednn_product(x, weight, bias))
     return torch.mm(x, weight.t(), out=out) if bias is None else torch.addmm(bias, x, weight.t(), out=out)
 
 
 def add_product(total: Tensor | None, grad: Tensor, x: Tensor) -> Tensor:
     """`total + grad.T @ x`, in the memory of `total` (N, K) if there is one: (M, N) and (M, K)."""
-    if not _suits(x, grad):
+    if not gains(x, grad):
         return grad.t() @ x if total is None else total.addmm_(grad.t(), x)
-    found = onednn_product(grad.t(), x.t())
-    return found if total is None else total.add_(found)
+    # oneDNN copies its first factor if that is transposed
+    if grad.numel() <= x.numel() + x.shape[1] * grad.shape[1]:
+        found = onednn_product(grad.t(), x.t())
+    else:
+        found = onednn_product(x.t(), grad.t()).t()
+    return found.contiguous() if total is None else total.add_(found)
 
 
-def _suits(x: Tensor, weight: Tensor) -> bool:
+def gains(x: Tensor, weight: Tensor) -> bool:
+    """Whether oneDNN multiplies these, (..., K) and (N, K)."""
     return (
         x.dtype == weight.dtype == torch.float32
         and weight.numel() >= LEAST_WEIGHTS
