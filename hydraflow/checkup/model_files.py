@@ -14,7 +14,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hydraflow.batch_plan.stages import megatron_sections, require_layers
-from hydraflow.batch_plan.weights import missing_checkpoints, reads_critic_files, reads_policy_files
+from hydraflow.batch_plan.weights import (
+    dist_checkpoints,
+    missing_checkpoints,
+    reads_critic_files,
+    reads_policy_files,
+)
 from hydraflow.checkup.context import CRITIC, MODEL, CheckContext
 from hydraflow.checkup.dist_checkpoints import dist_checkpoint_problems
 from hydraflow.checkup.finding import CheckSkipped, Finding, note, of_problem, ok, problem, warning
@@ -87,9 +92,10 @@ def check_weights(context: CheckContext) -> Iterator[Finding]:
     config = context.config
     policy, critic = config.actor_rollout_ref.model, config.critic.model
     context.own_model()  # Skip where there is none yet
-    if is_hub_name(str(policy.path)):
+    on_hub = is_hub_name(str(policy.path))
+    if on_hub and not dist_checkpoints(config):
         raise CheckSkipped("the weights are the hub's own")
-    if reads_policy_files(config):
+    if reads_policy_files(config) and not on_hub:
         require_weights(policy, context.model_config, head="policy", field=MODEL)
     if policy.lora_rank > 0:
         require_targets(policy, context.model_config, head="policy", field=MODEL)

@@ -6,8 +6,8 @@ its rows. Left out on purpose: grouping (`layout.py`), the model's states (`nati
 
 A row's numbers must not depend on its neighbours. Kernels for few rows sum in another order: on CPUs with
 AVX-512 a matrix product gives a row the same bits from 16 rows on, and other bits below. So no product here
-has fewer than 16 rows; rows are repeated to fill up. With several threads, or on a GPU, only the last bits
-may still differ.
+has fewer rows (`LEAST_ROWS`); rows are repeated to fill up. With several threads, or on a GPU, only the last
+bits may still differ.
 
 Legend: Q prompts, B rows in the batch now, W rows of the wave, P padded prompt, V vocabulary, L tokens so
 far.
@@ -31,10 +31,9 @@ from hydraflow.generation.lean import LeanForward, is_known
 from hydraflow.generation.routes import WaveRoutes
 from hydraflow.generation.sampling import UniformDraws, choose
 from hydraflow.generation.stopping import StopStrings
+from hydraflow.models.linear import LEAST_ROWS
 from hydraflow.models.routers import HFRouters
 
-MIN_ROWS = 16
-"""Minimum rows of a matrix product."""
 _PREFILL_TOKENS = 8192
 """Prompt tokens per forward pass; more would need memory without being faster."""
 _LEAVE_SHARE = 4
@@ -148,7 +147,7 @@ class WaveDecoder:
         self._padding = self._key_padding(self._width - self._length) if forward.pads else None
         """Additive mask over the cache's tokens, first (Q, P), then (B, L)."""
         self._owner = torch.tensor(owner, device=device)
-        self._slot = _at_least(torch.arange(len(owner), device=device), MIN_ROWS)
+        self._slot = _at_least(torch.arange(len(owner), device=device), LEAST_ROWS)
         """(B,) index in the wave of each row in the batch."""
         self._routes = None if routers is None else WaveRoutes(routers)
         self._moved: Tensor | None = None
@@ -200,7 +199,7 @@ class WaveDecoder:
 
     def _prefill_part(self, ids: Tensor, pad: Tensor) -> tuple[Tensor, Cache]:
         prompts = len(ids)
-        enough = _at_least(torch.arange(prompts, device=ids.device), -(-MIN_ROWS // self._width))
+        enough = _at_least(torch.arange(prompts, device=ids.device), -(-LEAST_ROWS // self._width))
         ids, pad = ids[enough], pad[enough]
         cache = new_cache(self._forward.model.config, growing=self._forward.pads)
         mask = positions = None
@@ -210,7 +209,7 @@ class WaveDecoder:
             # through the cache.
             mask.diagonal(dim1=-2, dim2=-1).zero_()
             positions = (torch.arange(self._width, device=ids.device)[None, :] - pad[:, None]).clamp_(min=0)
-        last = -(-MIN_ROWS // len(ids))
+        last = -(-LEAST_ROWS // len(ids))
         logits = self._forward(ids, cache, mask, positions, last)[:prompts, -1]
         if self._routes is not None:
             self._routes.note_prompts(prompts, self._width)
@@ -254,7 +253,7 @@ class WaveDecoder:
             return None
         stay = alive.nonzero()[:, 0]
         if count:
-            stay = _at_least(stay, MIN_ROWS)
+            stay = _at_least(stay, LEAST_ROWS)
         if count and len(stay) == len(alive):
             return None
         self._slot = self._slot[stay]

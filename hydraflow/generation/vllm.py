@@ -178,7 +178,7 @@ class VllmEngine:
         if last:
             self._arrivals.require_all()
             self._load_adapter()
-            self._rpc(WeightReceiver.hydraflow_pack_weights)
+            self._rpc(WeightReceiver.hydraflow_pack_weights, self._base_comes)
             self._rpc(WeightReceiver.hydraflow_clear_cache)
             if not self._engine.reset_prefix_cache():
                 raise RuntimeError("vLLM kept the cache of old weights: requests are still running")

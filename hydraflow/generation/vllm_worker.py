@@ -130,7 +130,7 @@ class WeightReceiver:
     def hydraflow_prepare_sampler(self) -> None:
         """Replaces vLLM's sampler with ours."""
         self.model_runner.sampler = tempered_sampler(self.model_runner.model_config.logprobs_mode)
-        self._empty, self._cache_bytes, self._asleep = {}, {}, False
+        self._empty, self._cache_bytes, self._asleep, self._packed = {}, {}, False, False
 
     def hydraflow_load_weights(self, stream: Iterable[tuple[str, Tensor]]) -> None:
         """Loads some of the weights, by Hugging Face names, with the loader of vLLM's model class."""
@@ -140,14 +140,17 @@ class WeightReceiver:
             model: Any = self._model()
             model.load_weights((vllm_name(model, name), tensor) for name, tensor in stream)
 
-    def hydraflow_pack_weights(self) -> None:
-        """On a CPU: packs all linear weights as its matrix products want them, also a tied head's."""
-        if self.model_runner.device.type != "cpu":
+    def hydraflow_pack_weights(self, changed: bool) -> None:
+        """On a CPU: packs all linear weights as its matrix products want them, also a tied head's, if they
+        have `changed` or are not packed. Not where vLLM compiles the model, which then keeps its products."""
+        compiled = not self.vllm_config.model_config.enforce_eager
+        if self.model_runner.device.type != "cpu" or compiled or (self._packed and not changed):
             return
         from vllm.model_executor.layers import utils
 
         for layer in self._linear_layers():
             utils.dispatch_cpu_unquantized_gemm(layer, remove_weight=False)
+        self._packed = True
 
     def hydraflow_load_adapter(self, number: int, rank: int, tensors: Mapping[str, Tensor]) -> None:
         """See `replace_adapter`."""
@@ -183,6 +186,7 @@ class WeightReceiver:
             return
         for layer in self._linear_layers():
             layer.cpu_linear = F.linear  # drops the packed copy of its weight
+        self._packed = False
         for weight in set() if keeps else set(self._model().parameters()) - set(self._empty):
             self._empty[weight] = weight.shape
             weight.data = weight.new_empty(0)
@@ -209,9 +213,13 @@ class WeightReceiver:
         return model
 
     def _linear_layers(self) -> list[Any]:
-        """On a CPU: all layers with a packed weight."""
+        """On a CPU: the layers that multiply with their whole weight."""
         layers = [one for one in self._model().modules() if hasattr(one, "cpu_linear")]
-        return [layer for layer in layers if layer.weight.ndim == 2]
+        return [
+            layer
+            for layer in layers
+            if layer.weight.ndim == 2 and not getattr(layer, "_cpu_skip_gemm_dispatch", False)
+        ]
 
     def _caches(self) -> list[Tensor]:
         caches: list[Tensor] = self.model_runner.kv_caches

@@ -213,7 +213,14 @@ class PPOJob:
             if group is not None
         }
         saving = RunCheckpointing(
-            self.config.trainer, self._required(plan), session.start, groups, source, loader, roles.advantage
+            self.config.trainer,
+            self._required(plan),
+            session.start,
+            groups,
+            source,
+            loader,
+            roles.advantage,
+            undisturbed=roles.turns.undisturbed,
         )
         saving.restore()
         trackers = session.open_trackers(plan.total_steps)

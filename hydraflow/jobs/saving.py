@@ -6,6 +6,7 @@ In: a job's parts. Out: its `Checkpointer`, and a report of what was restored. S
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -86,6 +87,8 @@ class RunCheckpointing:
     """The training rows, from which the source takes its own."""
     advantage: RoleGroup | None = None
     """Holds the KL controller; None: the run has none."""
+    undisturbed: Callable[[], AbstractContextManager[None]] = nullcontext
+    """See `Checkpointer`."""
 
     def checkpointer(
         self, trackers: Trackers, controllers: Callable[[], dict[str, dict[str, float]]] = dict
@@ -97,7 +100,8 @@ class RunCheckpointing:
         """
         store = CheckpointStore(self.start.folder.path)
         describe = partial(self._describe, trackers, controllers)
-        made = Checkpointer(self.trainer, store, self.groups, self.required.roles, describe)
+        roles = self.required.roles
+        made = Checkpointer(self.trainer, store, self.groups, roles, describe, self.undisturbed)
         made.require_space(self.required.total_steps, self.start.step)
         return made
 

@@ -14,6 +14,7 @@ from dataclasses import replace
 
 from hydraflow.batch_plan.layout import Devices, Layout
 from hydraflow.batch_plan.resolve import BatchPlan
+from hydraflow.batch_plan.weights import dist_checkpoints
 from hydraflow.memory.advice import advise
 from hydraflow.memory.limits import BytesPerNumber, MemoryLimits
 from hydraflow.memory.report import (
@@ -35,6 +36,12 @@ from hydraflow.memory.shape import ModelShape
 from hydraflow.schema import PPOConfig
 from hydraflow.workers.config import CriticConfig, RefConfig
 
+_SECTIONS = {
+    "actor": "actor_rollout_ref.actor",
+    "ref": "actor_rollout_ref.ref",
+    "critic": "critic",
+}
+"""Role -> section."""
 PROCESS_BYTES = 360 * 2**20
 """Host memory of a worker process after its imports; measured by scripts/bench/memory.py."""
 
@@ -140,6 +147,8 @@ def _load(inputs: EstimateInputs) -> tuple[int, str]:
         readers[first] = max(readers.get(first, 0), _read_bytes(inputs, name, layout))
     load = sum(readers.values())
     who = "rank 0 of each role reads its whole model, the others read nothing"
+    if dist_checkpoints(inputs.config):
+        who += "; from a checkpoint of Megatron-Core, each rank a tensor at a time"
     return load, f"{size_text(load)} on machine 0 while models load: {who}"
 
 
@@ -149,7 +158,10 @@ def _read_bytes(inputs: EstimateInputs, role: str, layout: Layout) -> int:
         return 0  # starts without weights
     others: dict[str, CriticConfig | RefConfig] = {"critic": inputs.config.critic, "ref": policy.ref}
     section = others.get(role, policy.actor)
-    numbers = inputs.critic_shape.value_parameters if role == "critic" else inputs.shape.parameters
+    shape = inputs.critic_shape if role == "critic" else inputs.shape
+    numbers = shape.value_parameters if role == "critic" else shape.parameters
+    if _SECTIONS.get(role) in dist_checkpoints(inputs.config):
+        numbers = shape.largest_tensor
     if layout.engine == "megatron":
         return numbers * limits.bytes_of(section.megatron.dtype)
     return numbers * BytesPerNumber.of(section.fsdp_config, limits).kept

@@ -19,10 +19,12 @@ from torch.autograd.function import once_differentiable
 
 from hydraflow.device import onednn_is_faster, onednn_product
 
-LEAST_WEIGHTS = 2**14
-"""Smallest matrix that is multiplied by oneDNN."""
+LEAST_INNER = 128
+"""Shortest sums that oneDNN computes. What is part of a larger product has as long ones, and the same bits
+(`generation/lean.py`)."""
 LEAST_ROWS = 16
-"""Fewest rows. From here on a row has the same bits beside any others (`generation/decode.py`)."""
+"""Fewest rows that oneDNN multiplies. From here on a row has the same bits beside any others, also with MKL
+(`generation/decode.py`)."""
 
 
 class Linear(nn.Linear):
@@ -77,7 +79,7 @@ def gains(x: Tensor, weight: Tensor) -> bool:
     """Whether oneDNN multiplies these, (..., K) and (N, K)."""
     return (
         x.dtype == weight.dtype == torch.float32
-        and weight.numel() >= LEAST_WEIGHTS
+        and weight.shape[-1] >= LEAST_INNER
         and x.numel() >= LEAST_ROWS * x.shape[-1]
         and x.device.type == weight.device.type == "cpu"
         and onednn_is_faster()
@@ -87,7 +89,9 @@ def gains(x: Tensor, weight: Tensor) -> bool:
 class _Product(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        ctx.save_for_backward(x, weight)
+        to_x, to_weight = ctx.needs_input_grad[:2]
+        ctx.save_for_backward(x if to_weight else None, weight if to_x else None)
+        ctx.shape = x.shape
         return onednn_product(x, weight, bias)
 
     @staticmethod
@@ -95,11 +99,11 @@ class _Product(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         x, weight = ctx.saved_tensors
         to_x = to_weight = to_bias = None
-        grad = grads[0].reshape(-1, len(weight)).contiguous()  # (M, N)
+        grad = grads[0].flatten(0, -2).contiguous()  # (M, N)
         if ctx.needs_input_grad[0]:
-            to_x = onednn_product(grad, weight.t()).view(x.shape)
+            to_x = onednn_product(grad, weight.t()).view(ctx.shape)
         if ctx.needs_input_grad[1]:
-            to_weight = add_product(None, grad, x.reshape(-1, x.shape[-1]))
+            to_weight = add_product(None, grad, x.flatten(0, -2))
         if ctx.needs_input_grad[2]:
             to_bias = grad.sum(0)
         return to_x, to_weight, to_bias

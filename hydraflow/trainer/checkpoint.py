@@ -15,6 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -77,8 +78,11 @@ class Checkpointer:
         groups: Mapping[str, RoleGroup],
         roles: Mapping[str, RoleCheckpoints],
         describe: Callable[[int], Mapping[str, Any]],
+        undisturbed: Callable[[], AbstractContextManager[None]] = nullcontext,
     ):
+        """`undisturbed`: around a save after a preemption, which waits for no other role's work."""
         self.trainer, self.store, self.groups = trainer, store, groups
+        self.undisturbed = undisturbed
         self.roles, self.describe = roles, describe
         self._best = store.best()
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
@@ -93,7 +97,8 @@ class Checkpointer:
         regular = preempted or (self.trainer.save_freq > 0 and (last or step % self.trainer.save_freq == 0))
         score = self._record(metrics)
         if regular or score:
-            self._save(step, regular, score)
+            with self.undisturbed() if preempted else nullcontext():
+                self._save(step, regular, score)
 
     def settle(self) -> None:
         """Waits for the checkpoint being written. A failure is logged as a warning, or raised as

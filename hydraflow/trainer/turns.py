@@ -107,6 +107,12 @@ class Turns:
         finally:
             self._kept = before
 
+    @contextmanager
+    def undisturbed(self) -> Iterator[None]:
+        """Sends nobody to sleep, for calls that cannot wait until the others are done."""
+        with self.together(*self._members):
+            yield
+
     def _begin(self, role: str, method: str) -> None:
         """Before a call of a role. GuardStop when it sleeps."""
         if role not in self._members or role in self._kept or role == self._going:
@@ -125,10 +131,12 @@ class Turns:
     def _sleep_beside(self, roles: Collection[str]) -> None:
         beside = {other for role in roles for other in self.beside(role)}
         for other in sorted(beside & self._awake - set(roles)):
-            self._awake.discard(other)
             self._going = other
-            self._members[other].sleeper.sleep()
-            self._going = None
+            try:
+                self._members[other].sleeper.sleep()
+            finally:
+                self._going = None
+            self._awake.discard(other)
 
 
 def _refused(role: str, method: str, working: Collection[str]) -> GuardStop:

@@ -180,8 +180,10 @@ class SeparateProcesses(_Sleeps, ABC):
         if self.sleeps or not self._reads_back:
             return None
         self._sending = True
-        found = self._deliver(False, self._all_ranks, compare=True)
-        self._sending = False
+        try:
+            found = self._deliver(False, self._all_ranks, compare=True)
+        finally:
+            self._sending = False
         return found[replica * self.processes_per_replica]
 
     def wake(self) -> None:
@@ -210,8 +212,11 @@ class SeparateProcesses(_Sleeps, ABC):
         return self.rollout.call(RolloutWorker.sees_device, identity) if identity else []
 
     def _arrive(self, checked: bool) -> None:
-        self._deliver(checked, self._all_ranks)
-        self._sending, self._held_by = False, self.rollout.group.replaced
+        try:
+            self._deliver(checked, self._all_ranks)
+        finally:
+            self._sending = False
+        self._held_by = self.rollout.group.replaced
 
     def _deliver(self, checked: bool, ranks: Sequence[int], *, compare: bool = False) -> list[str | None]:
         """Sends the weights to these generation processes, to be loaded or compared; retries when a process

@@ -21,12 +21,13 @@ from hydraflow.memory.generation import (
     padded_width,
 )
 from hydraflow.memory.shape import ModelShape
+from hydraflow.models import linear
 
 SHAPE = ModelShape("llama", 1000, 64, 3, 8, 2, 8, 128, tied=True, dense_layers=3)
 
 
 def test_constants_are_those_of_the_engine() -> None:
-    assert decode.MIN_ROWS == generation.LEAST_ROWS
+    assert linear.LEAST_ROWS == generation.LEAST_ROWS
     assert decode._PREFILL_TOKENS == generation.PREFILL_TOKENS
     assert cache._ROOM == generation.ROOM
     assert sampling._CHUNK == generation.FILTERED

@@ -75,6 +75,33 @@ def test_whoever_is_awake_on_the_same_devices_sleeps_before_a_call() -> None:
     assert run.since() == ["critic sleeps", "rollout sleeps"]
 
 
+def test_a_save_that_cannot_wait_sends_nobody_to_sleep() -> None:
+    run = Recorder()
+    actor, rollout = run.add("actor", range(2)), run.add("rollout", range(2))
+    run.call(rollout)
+    with run.turns.undisturbed():
+        run.call(actor)
+    assert run.since() == []
+    run.call(actor)
+    assert run.since() == ["rollout sleeps"]
+
+
+def test_a_role_that_could_not_be_sent_to_sleep_is_sent_again() -> None:
+    """A wait for it was interrupted."""
+    run = Recorder()
+    actor, ref = run.add("actor", range(2)), run.add("ref", range(2))
+    run.call(ref)
+    sleeper = run.turns._members["ref"].sleeper
+    sleep, sleeper.sleep = sleeper.sleep, lambda: 1 / 0
+    with pytest.raises(ZeroDivisionError):
+        run.call(actor)
+    sleeper.sleep = sleep
+    run.call(actor)
+    assert run.since() == ["ref sleeps"]
+    run.call(ref)
+    assert run.since() == ["actor sleeps"]
+
+
 def test_a_call_in_another_roles_turn_names_both() -> None:
     run = Recorder()
     actor, rollout, ref = (run.add(name, range(2)) for name in ("actor", "rollout", "ref"))

@@ -97,9 +97,10 @@ def find(path: Path, *, field: str) -> Checkpoint:
         raise ConfigError(problems)
     directory = latest_directory(path.expanduser(), field=field)
     if folder_of(directory) is None:
-        rule = f"holds several models' checkpoints, or one that is not where {directory} says"
+        rule = "is not a model's checkpoint, but a folder of several models', or one whose place is not known"
         inside = [str(one) for one in sorted(directory.iterdir()) if one.is_dir() and folder_of(one)]
-        raise ConfigError.one(field, str(path), rule, " or ".join(f"{field}={one}" for one in inside))
+        remedy = " or ".join(f"{field}={one}" for one in inside)
+        raise ConfigError.one(field, str(path), rule, remedy or f"{field}=<the folder with {COMMON}>")
     return read(directory)
 
 
