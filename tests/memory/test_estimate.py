@@ -290,6 +290,13 @@ def test_megatron_by_hand() -> None:
     assert actor.resting.optimizer == 12 * (-(-dense // 64) + -(-experts // 32))
 
 
+def test_a_checkpoint_of_megatron_core_is_read_tensor_by_tensor() -> None:
+    host = report_of(megatron(use_dist_checkpointing=True, dist_checkpointing_path="/core")).host
+    whole = report_of(megatron()).host
+    assert host.load == whole.load // QWEN_7B.parameters * QWEN_7B.largest_tensor
+    assert "a tensor at a time" in host.load_text and "a tensor" not in whole.load_text
+
+
 def test_megatron_plain_optimizer() -> None:
     sizes = dict(tensor_model_parallel_size=8)
     plain = report_of(megatron(**sizes)).roles[0]
