@@ -21,15 +21,20 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 TENSOR_RANKS = ["recipe=arithmetic_megatron", "trainer.threads_per_process=1"]
 ACTOR = "actor_rollout_ref.actor"
 LOSS = f"{ACTOR}.policy_loss"
+SLOWER = f"{ACTOR}.optim.lr=1.5e-4"
+"""The recipe's rate suits losses with a clip."""
 SUITABLE = {
-    "gdpo": ["algorithm.gdpo_reward_keys=[score]"],
-    "gspo": [f"{ACTOR}.clip_ratio=0.01"],
-    "geo_mean": [f"{ACTOR}.clip_ratio=0.4"],
-    "cispo": [f"{ACTOR}.clip_ratio_low=1"],
-    "dppo_kl": [f"{ACTOR}.clip_ratio=0.05"],
-    "dro": [f"{LOSS}.dro_beta=0.1"],
-    "clip_cov": [f"{LOSS}.clip_cov_ratio=0.002"],
-    "kl_cov": [f"{LOSS}.kl_cov_ratio=0.002"],
+    "adv_estimator=gdpo": ["algorithm.gdpo_reward_keys=[score]"],
+    "loss_mode=gspo": [f"{ACTOR}.clip_ratio=0.01"],
+    "loss_mode=sapo": [SLOWER],
+    "loss_mode=geo_mean": [f"{ACTOR}.clip_ratio=0.4"],
+    "loss_mode=cispo": [f"{ACTOR}.clip_ratio_low=1", SLOWER],
+    "loss_mode=gpg": [SLOWER],
+    "loss_mode=dppo_kl": [f"{ACTOR}.clip_ratio=0.05"],
+    "loss_mode=dro": [f"{LOSS}.dro_beta=0.1", SLOWER],
+    "loss_mode=topr": [SLOWER],
+    "loss_mode=clip_cov": [f"{LOSS}.clip_cov_ratio=0.002"],
+    "loss_mode=kl_cov": [f"{LOSS}.kl_cov_ratio=0.002"],
 }
 """What a choice needs besides, or learns this small recipe better with (docs/policy_losses.md)."""
 
@@ -38,7 +43,8 @@ def choices(key: str, table: Mapping[str, Implementation]) -> Iterator[list[str]
     """The overrides of each entry of a table, once where several names are the same code."""
     for name in {entry: name for name, entry in reversed(table.items())}.values():
         if name not in ("grpo", "vanilla"):
-            yield [f"{key}={name}", *SUITABLE.get(name, []), *LOCAL]
+            choice = f"{key}={name}"
+            yield [choice, *SUITABLE.get(choice.rpartition(".")[2], []), *LOCAL]
 
 
 @pytest.mark.parametrize(
