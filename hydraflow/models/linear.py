@@ -18,10 +18,15 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from hydraflow.device import onednn_is_faster, onednn_product
+from hydraflow.models.chunks import chunk_slices
 
 LEAST_INNER = 128
 """Shortest sums that oneDNN computes. What is part of a larger product has as long ones, and the same bits
 (`generation/lean.py`)."""
+MOST_WEIGHTS = 2**25
+"""Largest matrix: oneDNN makes a copy in an order of its own."""
+COPIED = 2**20
+"""Numbers of a gradient that are copied at a time."""
 LEAST_ROWS = 16
 """Fewest rows that oneDNN multiplies. From here on a row has the same bits beside any others, also with MKL
 (`generation/decode.py`)."""
@@ -67,12 +72,19 @@ def add_product(total: Tensor | None, grad: Tensor, x: Tensor) -> Tensor:
     """`total + grad.T @ x`, in the memory of `total` (N, K) if there is one: (M, N) and (M, K)."""
     if not gains(x, grad):
         return grad.t() @ x if total is None else total.addmm_(grad.t(), x)
-    # oneDNN copies its first factor if that is transposed
-    if grad.numel() <= x.numel() + x.shape[1] * grad.shape[1]:
+    (rows, outer), inner = grad.shape, x.shape[1]
+    # oneDNN copies a first factor that is transposed, and always its second
+    if outer <= inner:
         found = onednn_product(grad.t(), x.t())
-    else:
-        found = onednn_product(x.t(), grad.t()).t()
-    return found.contiguous() if total is None else total.add_(found)
+        return found if total is None else total.add_(found)
+    found = grad.new_empty(outer, inner) if total is None else total
+    for part in chunk_slices(outer, max(LEAST_INNER, COPIED // rows)):
+        product = onednn_product(grad[:, part].t(), x.t())
+        if total is None:
+            found[part] = product
+        else:
+            found[part] += product
+    return found
 
 
 def gains(x: Tensor, weight: Tensor) -> bool:
@@ -80,6 +92,7 @@ def gains(x: Tensor, weight: Tensor) -> bool:
     return (
         x.dtype == weight.dtype == torch.float32
         and weight.shape[-1] >= LEAST_INNER
+        and weight.numel() <= MOST_WEIGHTS
         and x.numel() >= LEAST_ROWS * x.shape[-1]
         and x.device.type == weight.device.type == "cpu"
         and onednn_is_faster()

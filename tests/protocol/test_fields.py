@@ -26,11 +26,14 @@ PLACES = (
     "jobs/generate.py",
 )
 """Files below hydraflow/ that make or read columns."""
+NAMES_OF_WEIGHTS = {"engine/megatron/saved_names.py"}
+"""Files whose lists are names of weights."""
 READERS = [
     path
     for path in FILES
     if path.name != "config.py"
-    and any(fnmatch(path.relative_to(ROOT / "hydraflow").as_posix(), place) for place in PLACES)
+    and (name := path.relative_to(ROOT / "hydraflow").as_posix()) not in NAMES_OF_WEIGHTS
+    and any(fnmatch(name, place) for place in PLACES)
 ]
 
 METHODS = {"get", "select", "rename", "columns"}
@@ -40,7 +43,7 @@ MAPPINGS = {"columns", "padded", "objects", "non_tensor_batch"}
 MAKERS = {"tensors", "non_tensors", "objects", "columns"}
 """Keyword arguments and variables that take a dict from the name of a column to the column."""
 OTHER_DICTS = {"reward_model", "row", "model", "environ", "extra", "manifest", "train", "rope"}
-OTHER_DICTS |= {"override_transformer_config", "overrides", "described"}
+OTHER_DICTS |= {"override_transformer_config", "overrides", "described", "about"}
 """What has a `get` but is no batch."""
 
 
