@@ -78,8 +78,9 @@ def add_product(total: Tensor | None, grad: Tensor, x: Tensor) -> Tensor:
         found = onednn_product(grad.t(), x.t())
         return found if total is None else total.add_(found)
     found = grad.new_empty(outer, inner) if total is None else total
+    turned = x.t().contiguous()
     for part in chunk_slices(outer, max(LEAST_INNER, COPIED // rows)):
-        product = onednn_product(grad[:, part].t(), x.t())
+        product = onednn_product(turned, grad[:, part].t()).t()
         if total is None:
             found[part] = product
         else:
