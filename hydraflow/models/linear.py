@@ -70,7 +70,7 @@ def multiply(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, out: Tens
 
 def add_product(total: Tensor | None, grad: Tensor, x: Tensor) -> Tensor:
     """`total + grad.T @ x`, in the memory of `total` (N, K) if there is one: (M, N) and (M, K)."""
-    if not gains(x, grad):
+    if not _suit(x, grad):
         return grad.t() @ x if total is None else total.addmm_(grad.t(), x)
     (rows, outer), inner = grad.shape, x.shape[1]
     # oneDNN copies a first factor that is transposed, and always its second
@@ -90,12 +90,15 @@ def add_product(total: Tensor | None, grad: Tensor, x: Tensor) -> Tensor:
 
 def gains(x: Tensor, weight: Tensor) -> bool:
     """Whether oneDNN multiplies these, (..., K) and (N, K)."""
+    return weight.numel() <= MOST_WEIGHTS and _suit(x, weight)
+
+
+def _suit(x: Tensor, other: Tensor) -> bool:
     return (
-        x.dtype == weight.dtype == torch.float32
-        and weight.shape[-1] >= LEAST_INNER
-        and weight.numel() <= MOST_WEIGHTS
+        x.dtype == other.dtype == torch.float32
+        and other.shape[-1] >= LEAST_INNER
         and x.numel() >= LEAST_ROWS * x.shape[-1]
-        and x.device.type == weight.device.type == "cpu"
+        and x.device.type == other.device.type == "cpu"
         and onednn_is_faster()
     )
 
