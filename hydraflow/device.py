@@ -292,7 +292,7 @@ def onednn_is_faster() -> bool:
 
 def onednn_product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
     """`x @ weight.T + bias` of float32 by oneDNN, without a gradient: (..., K), (N, K) and (N,) to (..., N).
-    Strides may be any."""
+    `weight` is contiguous, or its transpose is: a part of a matrix takes hundreds of times as long."""
     import torch
 
     found: torch.Tensor = torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")

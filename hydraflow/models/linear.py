@@ -25,7 +25,7 @@ LEAST_INNER = 128
 (`generation/lean.py`)."""
 MOST_WEIGHTS = 2**25
 """Largest matrix: oneDNN makes a copy in an order of its own."""
-COPIED = 2**20
+COPIED = 2**16
 """Numbers of a gradient that are copied at a time."""
 LEAST_ROWS = 16
 """Fewest rows that oneDNN multiplies. From here on a row has the same bits beside any others, also with MKL
@@ -80,7 +80,7 @@ def add_product(total: Tensor | None, grad: Tensor, x: Tensor) -> Tensor:
     found = grad.new_empty(outer, inner) if total is None else total
     turned = x.t().contiguous()
     for part in chunk_slices(outer, max(LEAST_INNER, COPIED // rows)):
-        product = onednn_product(turned, grad[:, part].t()).t()
+        product = onednn_product(turned, grad[:, part].contiguous().t()).t()
         if total is None:
             found[part] = product
         else:
@@ -90,7 +90,8 @@ def add_product(total: Tensor | None, grad: Tensor, x: Tensor) -> Tensor:
 
 def gains(x: Tensor, weight: Tensor) -> bool:
     """Whether oneDNN multiplies these, (..., K) and (N, K)."""
-    return weight.numel() <= MOST_WEIGHTS and _suit(x, weight)
+    is_whole = weight.is_contiguous() or weight.t().is_contiguous()
+    return is_whole and weight.numel() <= MOST_WEIGHTS and _suit(x, weight)
 
 
 def _suit(x: Tensor, other: Tensor) -> bool:
