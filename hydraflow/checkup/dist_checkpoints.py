@@ -1,8 +1,7 @@
 """Checkpoints of Megatron-Core that roles start from: whether they hold the roles' models.
 
-In: the configuration, and the policy's. Out: problems. Indices are read, and weights
-only where an output matrix must be the same as the embeddings. Left out on
-purpose: a run's other files (`model_files.py`).
+In: the configuration, and the policy's. Out: problems. Indices are read, and weights only where an output
+matrix must be the same as the embeddings. Left out on purpose: a run's other files (`model_files.py`).
 """
 
 from __future__ import annotations

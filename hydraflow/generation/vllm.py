@@ -349,7 +349,7 @@ def _start(folder: str, spec: EngineSpec, model: nn.Module) -> Any:
         rule = f"the installed vLLM {found} is built for {theirs or 'no device here'}, the run is on {ours}"
         raise ConfigError.one(key, "vllm", rule, f"{VLLM.install}, or {key}=native")
     if ours == "cpu":
-        _keep_weights_plain()
+        _keep_weights_plain(compiled=spec.rollout.enforce_eager is False)
     if spec.routes:
         record_routes()
     _look_at_models_here()
@@ -450,12 +450,15 @@ def arguments(folder: str, spec: EngineSpec) -> dict[str, Any]:
     }
 
 
-def _keep_weights_plain() -> None:
+def _keep_weights_plain(*, compiled: bool) -> None:
     """Stops vLLM from emptying linear weights that it packs for oneDNN: updates could not come in parts. They
-    are packed again after each update (`WeightReceiver.hydraflow_pack_weights`)."""
+    are packed again after each update (`WeightReceiver.hydraflow_pack_weights`). In compiled code, which
+    keeps the products of the first weights, they are not packed."""
+    from vllm import _custom_ops
     from vllm.model_executor.layers import utils
 
     utils.check_cpu_sgl_kernel = lambda n, k, dtype: False  # packing for AMX changes biases
+    _custom_ops._supports_onednn = _custom_ops._supports_onednn and not compiled
     if not isinstance(utils.dispatch_cpu_unquantized_gemm, partial):
         utils.dispatch_cpu_unquantized_gemm = partial(_pack, utils.dispatch_cpu_unquantized_gemm)
     keep_experts_plain()

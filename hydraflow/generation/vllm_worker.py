@@ -142,14 +142,12 @@ class WeightReceiver:
 
     def hydraflow_pack_weights(self, changed: bool) -> None:
         """On a CPU: packs all linear weights as its matrix products want them, also a tied head's, if they
-        have `changed` or are not packed. Not where vLLM compiles the model, which then keeps its products."""
-        compiled = not self.vllm_config.model_config.enforce_eager
-        if self.model_runner.device.type != "cpu" or compiled or (self._packed and not changed):
-            return
+        have `changed` or are not packed."""
         from vllm.model_executor.layers import utils
 
-        for layer in self._linear_layers():
-            utils.dispatch_cpu_unquantized_gemm(layer, remove_weight=False)
+        if changed or not self._packed:
+            for layer in self._packed_layers():
+                utils.dispatch_cpu_unquantized_gemm(layer, remove_weight=False)
         self._packed = True
 
     def hydraflow_load_adapter(self, number: int, rank: int, tensors: Mapping[str, Tensor]) -> None:
@@ -184,7 +182,7 @@ class WeightReceiver:
             self.sleep(level=1 if keeps else 2)
             self._asleep = True
             return
-        for layer in self._linear_layers():
+        for layer in self._packed_layers():
             layer.cpu_linear = F.linear  # drops the packed copy of its weight
         self._packed = False
         for weight in set() if keeps else set(self._model().parameters()) - set(self._empty):
@@ -212,8 +210,11 @@ class WeightReceiver:
         model: nn.Module = self.model_runner.get_model()
         return model
 
-    def _linear_layers(self) -> list[Any]:
-        """On a CPU: the layers that multiply with their whole weight."""
+    def _packed_layers(self) -> list[Any]:
+        """The layers that multiply with a packed copy of their weight: none on a GPU, or where the model is
+        compiled."""
+        if self.model_runner.device.type != "cpu" or not self.vllm_config.model_config.enforce_eager:
+            return []
         layers = [one for one in self._model().modules() if hasattr(one, "cpu_linear")]
         return [
             layer

@@ -14,6 +14,7 @@ from dataclasses import replace
 
 from hydraflow.batch_plan.layout import Devices, Layout
 from hydraflow.batch_plan.resolve import BatchPlan
+from hydraflow.batch_plan.topology import SECTIONS
 from hydraflow.batch_plan.weights import dist_checkpoints
 from hydraflow.memory.advice import advise
 from hydraflow.memory.limits import BytesPerNumber, MemoryLimits
@@ -36,12 +37,6 @@ from hydraflow.memory.shape import ModelShape
 from hydraflow.schema import PPOConfig
 from hydraflow.workers.config import CriticConfig, RefConfig
 
-_SECTIONS = {
-    "actor": "actor_rollout_ref.actor",
-    "ref": "actor_rollout_ref.ref",
-    "critic": "critic",
-}
-"""Role -> section."""
 PROCESS_BYTES = 360 * 2**20
 """Host memory of a worker process after its imports; measured by scripts/bench/memory.py."""
 
@@ -160,7 +155,7 @@ def _read_bytes(inputs: EstimateInputs, role: str, layout: Layout) -> int:
     section = others.get(role, policy.actor)
     shape = inputs.critic_shape if role == "critic" else inputs.shape
     numbers = shape.value_parameters if role == "critic" else shape.parameters
-    if _SECTIONS.get(role) in dist_checkpoints(inputs.config):
+    if SECTIONS.get(role) in dist_checkpoints(inputs.config):
         numbers = shape.largest_tensor
     if layout.engine == "megatron":
         return numbers * limits.bytes_of(section.megatron.dtype)

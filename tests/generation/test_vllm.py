@@ -369,6 +369,24 @@ def test_three_updates_in_a_row(
         assert all(torch.equal(found[name], tensor) for name, tensor in weights(model).items())
 
 
+def test_a_compiled_model_follows_updates_and_sleeps() -> None:
+    """Compiled code would keep what the first weights were packed to."""
+    engine = EngineProcess(MODELS["tied"], max_num_seqs=8, enforce_eager=False)
+    try:
+        request = request_of([3, 9, 17], samples=2)
+        for seed in (1, 2):
+            torch.manual_seed(seed)
+            model = make(MODELS["tied"])
+            for parameter in model.parameters():
+                parameter.data.add_(torch.randn(parameter.shape) * 0.1)
+            load(engine, model)
+            output = engine.run(generate, request, SamplingParams(max_tokens=16))
+            assert largest_gap(model, request, output, 1.0) < NEAR
+            engine.run(sleep)
+    finally:
+        engine.stop()
+
+
 def test_a_borrowed_stream(process: EngineProcess, models: list[PreTrainedModel]) -> None:
     process.run(update_borrowed, list(weights(models[1]).items()))
     found = process.run(held)

@@ -176,3 +176,27 @@ def processes_with(words: Sequence[str], *, cwd: Path | None = None) -> list[int
         if there == cwd or all(word.encode() in text for word in words):
             found.append(int(entry.name))
     return found
+
+
+SUM_OF_DIGITS = """
+def compute_score(data_source, solution_str, ground_truth, extra_info):
+    return sum(map(int, filter(str.isdigit, solution_str))) / 100
+"""
+
+
+def write_sums(folder: Path, prompts: int) -> None:
+    """`data.parquet` with so many prompts, and `reward.py`, which scores a response by its digits."""
+    import pyarrow
+    import pyarrow.parquet
+
+    rows = [
+        {
+            "prompt": [{"role": "user", "content": f"{number}+1="}],
+            "data_source": "arithmetic",
+            "reward_model": {"style": "rule", "ground_truth": "0"},
+            "extra_info": {"index": number},
+        }
+        for number in range(prompts)
+    ]
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), folder / "data.parquet")
+    (folder / "reward.py").write_text(SUM_OF_DIGITS)

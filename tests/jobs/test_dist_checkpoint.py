@@ -8,10 +8,8 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-import pyarrow
-import pyarrow.parquet
 import pytest
-from jobs.command import assert_refused, hydraflow
+from jobs.command import assert_refused, hydraflow, write_sums
 
 from hydraflow.compose.loading import load
 from hydraflow.jobs.ppo import PPOJob
@@ -22,10 +20,6 @@ from hydraflow.schema import PPOConfig
 pytestmark = pytest.mark.slow
 
 ACTOR, REF, CRITIC = "actor_rollout_ref.actor", "actor_rollout_ref.ref", "critic"
-REWARD = """
-def compute_score(data_source, solution_str, ground_truth, extra_info):
-    return sum(map(int, filter(str.isdigit, solution_str))) / 100
-"""
 STEPS = [
     "data.train_batch_size=4",
     "data.max_response_length=8",
@@ -59,17 +53,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     assert main(["split", "--backend", "megatron", "--world_size", "2", *where]) == 0
     assert main(["merge", "--local_dir", str(made / "core"), "--target_dir", str(made / "merged")]) == 0
     shutil.copytree(made / "merged", made / "config", ignore=shutil.ignore_patterns("*.safetensors"))
-    (made / "reward.py").write_text(REWARD)
-    rows = [
-        {
-            "prompt": [{"role": "user", "content": f"{number}+1="}],
-            "data_source": "arithmetic",
-            "reward_model": {"style": "rule", "ground_truth": "0"},
-            "extra_info": {"index": number},
-        }
-        for number in range(8)
-    ]
-    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), made / "data.parquet")
+    write_sums(made, 8)
     return made
 
 

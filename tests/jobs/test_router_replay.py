@@ -5,10 +5,8 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-import pyarrow
-import pyarrow.parquet
 import pytest
-from jobs.command import LOCAL, assert_refused, hydraflow
+from jobs.command import LOCAL, assert_refused, hydraflow, write_sums
 
 from hydraflow.models.tiny import make_model, make_tokenizer
 
@@ -16,10 +14,6 @@ pytestmark = pytest.mark.slow
 
 ACTOR = "actor_rollout_ref.actor"
 MODE = f"{ACTOR}.router_replay.mode"
-REWARD = """
-def compute_score(data_source, solution_str, ground_truth, extra_info):
-    return sum(map(int, filter(str.isdigit, solution_str))) / 100
-"""
 STEPS = [
     "data.train_batch_size=4",
     "data.max_response_length=8",
@@ -58,17 +52,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     model.save_pretrained(made / "experts")
     tokenizer.save_pretrained(made / "experts")
     make_model(made / "dense", hidden=32, layers=1, heads=2, kv_heads=1)
-    (made / "reward.py").write_text(REWARD)
-    rows = [
-        {
-            "prompt": [{"role": "user", "content": f"{number}+1="}],
-            "data_source": "arithmetic",
-            "reward_model": {"style": "rule", "ground_truth": "0"},
-            "extra_info": {"index": number},
-        }
-        for number in range(12)
-    ]
-    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), made / "data.parquet")
+    write_sums(made, 12)
     return made
 
 

@@ -11,6 +11,7 @@ import shutil
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -85,6 +86,24 @@ def run(saver: Checkpointer, values: list[float], *, preempted_at: int | None = 
             checkpoints.after(
                 step, {METRIC: value}, last=preempted or step == len(values), preempted=preempted
             )
+
+
+def test_only_a_save_after_a_preemption_waits_for_no_other_role(tmp_path: Path, group: Group) -> None:
+    saver, call, seen = checkpointer(tmp_path, group, save_freq=1), group.call, list[str]()
+
+    @contextmanager
+    def undisturbed() -> Iterator[None]:
+        seen.append("begins")
+        yield
+        seen.append("ends")
+
+    def noted(method: Callable, *args: Any) -> Any:
+        seen.append(method.__name__)
+        return call(method, *args)
+
+    saver.undisturbed, group.call = undisturbed, noted  # type: ignore[method-assign]
+    run(saver, [0.0] * 3, preempted_at=3)
+    assert seen == ["save_checkpoint"] * 2 + ["begins", "save_checkpoint", "ends"]
 
 
 def test_every_so_many_steps_and_at_the_end(tmp_path: Path, group: Group) -> None:
