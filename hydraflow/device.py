@@ -24,6 +24,8 @@ DEVICES = ("auto", "cpu", GPU)
 """Legal values of trainer.device."""
 CPU_PROCESSES = 2
 """Default number of worker processes on a machine without GPUs."""
+_FREED_FROM = {-1: "M_TRIM_THRESHOLD", -3: "M_MMAP_THRESHOLD"}
+"""glibc's `mallopt`: bytes at the end of the heap, and of one block, from which on it returns them."""
 _DTYPES = {"fp64": "float64", "fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 
 
@@ -347,6 +349,16 @@ def _measured_flops(dtype: torch.dtype) -> float:
         multiply(matrix, matrix)
         seconds.append(time.perf_counter() - start)
     return 2 * _SIDE**3 / min(seconds)
+
+
+def keep_freed_memory(device_type: str, environ: Mapping[str, str] = os.environ) -> None:
+    """On a CPU: freed blocks stay with this process until `return_memory`; by default glibc gives every large
+    one back, and the system clears its pages before the next use. MALLOC_* in the environment have priority.
+    """
+    if device_type == "cpu" and not any(name.startswith("MALLOC_") for name in environ):
+        with suppress(AttributeError):  # a C library other than glibc
+            for parameter in _FREED_FROM:
+                ctypes.CDLL(None).mallopt(parameter, 2**31 - 1)
 
 
 def return_memory(device_type: str) -> None:

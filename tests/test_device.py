@@ -3,13 +3,22 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 import torch
 
 from hydraflow import device
-from hydraflow.device import cgroup_folders, core_limits, listed_gpus, peak_flops, usable_cores
+from hydraflow.device import (
+    cgroup_folders,
+    core_limits,
+    keep_freed_memory,
+    listed_gpus,
+    peak_flops,
+    usable_cores,
+)
 
 ALLOWED = float(len(os.sched_getaffinity(0)))
 
@@ -132,3 +141,45 @@ def test_the_peak_of_a_gpu_is_that_of_its_data_sheet(
     found = peak_flops(torch.device("cuda", 0), dtype)
     peak_flops.cache_clear()
     assert found == (None if teraflops is None else teraflops * 1e12)
+
+
+FAULTS = """
+import resource, sys
+import torch
+from hydraflow.device import keep_freed_memory, return_memory
+
+def faults():
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+
+def used():
+    return int(open("/proc/self/statm").read().split()[1]) * resource.getpagesize()
+
+if "keep" in sys.argv:
+    keep_freed_memory("cpu")
+for _ in range(10):
+    torch.ones(2**24)
+before = faults()
+for _ in range(10):
+    torch.ones(2**24)
+print(faults() - before)
+kept = used()
+return_memory("cpu")
+print(kept - used())
+"""
+
+
+@pytest.mark.parametrize("words", [["keep"], []])
+def test_freed_memory_is_kept_until_it_is_returned(words: list[str]) -> None:
+    """Ten tensors of 64 MiB, one after the other; by default each of their pages is a new one."""
+    environ = {name: value for name, value in os.environ.items() if not name.startswith("MALLOC_")}
+    command = [sys.executable, "-c", FAULTS, *words]
+    done = subprocess.run(command, env=environ, capture_output=True, text=True, check=True)
+    faults, returned = map(int, done.stdout.split())
+    assert (faults < 100) == bool(words)
+    assert (returned > 2**25) == bool(words)
+
+
+def test_who_sets_the_allocator_keeps_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ctypes.CDLL", None)
+    keep_freed_memory("cpu", {"MALLOC_ARENA_MAX": "1"})
+    keep_freed_memory("cuda", {})

@@ -25,7 +25,7 @@ import torch
 from ray import ObjectRef
 from torch.profiler import record_function
 
-from hydraflow.device import current_device
+from hydraflow.device import current_device, keep_freed_memory
 from hydraflow.dispatch.environment import LOOPBACK, settle
 from hydraflow.dispatch.host import RankInfo
 from hydraflow.dispatch.observability import Observability, of_role
@@ -190,6 +190,7 @@ class WorkerProcess:
         self.logs = observability.open_logs(rank_info.rank, first_role)
         write_stacks_when_asked()
         torch.set_num_threads(threads)
+        keep_freed_memory(device_type)
 
     def identify(self) -> Payload:
         """This process's node, pid and log file."""
