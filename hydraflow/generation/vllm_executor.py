@@ -1,7 +1,7 @@
 """A vLLM engine whose model is divided among processes of a group that exists already.
 
-In: the process's rank. Out: the executor class of its engine. vLLM would start a process per device; here each
-process has an engine of its own, with a part of every layer (tensor parallelism), some of the layers (a
+In: the process's rank. Out: the executor class of its engine. vLLM would start a process per device; here
+each process has an engine of its own, with a part of every layer (tensor parallelism), some of the layers (a
 pipeline stage), or both. All get the same calls and schedule alike; only the last stage samples, and sends
 what it sampled to the others. While it computes one batch, earlier stages compute the next, if there are
 requests for it. Left out on purpose: shared memory between processes, which killed ones would leave behind.
