@@ -370,12 +370,6 @@ def _experts_are_replayed(config: PPOConfig) -> Iterator[Problem]:
         names = [name for name, one in GENERATION_ENGINES.items() if one.tells_experts]
         rule = f"replays the experts of the generation engine, which {rollout.name} does not report"
         yield Problem(key, mode, rule, f"{key}=R2 or {ROLLOUT}.name={' or '.join(names)}")
-    if mode == "R3" and rollout.pipeline_model_parallel_size > 1:
-        size = f"{ROLLOUT}.pipeline_model_parallel_size"
-        rule = (
-            f"replays the experts of all layers, and {size}={rollout.pipeline_model_parallel_size} leaves the"
-        )
-        yield Problem(key, mode, f"{rule} last stage only its own", f"{key}=R2 or {size}=1")
     if actor.strategy != "megatron":
         return
     overrides = "actor_rollout_ref.actor.megatron.override_transformer_config"
