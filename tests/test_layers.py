@@ -37,6 +37,7 @@ DOORS = {
     "vllm": [
         "generation/vllm.py",
         "generation/vllm_worker.py",
+        "generation/vllm_executor.py",
         "generation/vllm_experts.py",
         "generation/vllm_adapters.py",
     ],

@@ -263,6 +263,8 @@ def _shape(role: RoleDevices, topology: Topology, shape: ShapeNumbers | None) ->
         yield from _shares(role, "expert", shape.experts, "experts")
         if role.role not in topology.layers_fixed:
             yield from _stages(role, shape.layers)
+    elif role.degree("pipeline") > shape.layers:
+        yield _empty_stages(role, shape.layers)
 
 
 def _shares(
@@ -283,6 +285,13 @@ def _shares(
     if number:
         text = f"must divide the {number} {what} of the {role.role}'s model"
     yield Violation(f"{what}:{name}:{role.role}", DIVISION, key, size, text, fixes)
+
+
+def _empty_stages(role: RoleDevices, layers: int) -> Violation:
+    stages, count = role.degrees["pipeline"], len(role.devices)
+    fixes: list[Fix] = [{stages.key: size} for size in nearest(layers, divisors(count)) if size <= layers]
+    text = f"must be at most {layers}, the layers of the {role.role}'s model: no stage may be without one"
+    return Violation(f"layers:{role.role}", DIVISION, stages.key, stages.value, text, fixes)
 
 
 def _stages(role: RoleDevices, layers: int) -> Iterator[Violation]:

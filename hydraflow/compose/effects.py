@@ -187,6 +187,12 @@ _PLACES = (
         f"{ROLLOUT}.tensor_model_parallel_size=1",
     ),
     NoEffectRule(
+        f"{ROLLOUT}.max_retries",
+        lambda c: c.actor_rollout_ref.rollout.pipeline_model_parallel_size > 1,
+        "the death of one stage of a replica ends the run",
+        f"{ROLLOUT}.pipeline_model_parallel_size=1",
+    ),
+    NoEffectRule(
         "trainer.fuse_roles",
         lambda c: c.trainer.debug.local,
         "trainer.debug.local=true runs all roles in one process",

@@ -105,10 +105,11 @@ def _divided_by_vllm(
 ) -> Iterator[str]:
     """A verl command line that shards a replica but names no engine means vLLM, the default of earlier
     versions; our native engine holds whole models."""
-    name, size = f"{ROLLOUT}.name", f"{ROLLOUT}.tensor_model_parallel_size"
-    if foreign and name not in origins and isinstance(leaves.get(size), int) and leaves[size] > 1:
-        leaves[name], origins[name] = "vllm", f"follows {size}"
-        yield f"{name}: not set, and {size}={leaves[size]}; taken as vllm, as in earlier versions of verl"
+    name = f"{ROLLOUT}.name"
+    for size in (f"{ROLLOUT}.tensor_model_parallel_size", f"{ROLLOUT}.pipeline_model_parallel_size"):
+        if foreign and name not in origins and isinstance(leaves.get(size), int) and leaves[size] > 1:
+            leaves[name], origins[name] = "vllm", f"follows {size}"
+            yield f"{name}: not set, and {size}={leaves[size]}; taken as vllm, as in earlier versions of verl"
 
 
 def _sharded_over_all(leaves: dict[str, Any]) -> Iterator[str]:

@@ -195,10 +195,12 @@ class EngineSpec:
     processes: int = 1
     """Number of engines in this run."""
     tensor_parallel: int = 1
-    """Tensor-parallel size: processes that share the engine's model; a torch.distributed group, all of which
-    get the same calls."""
+    """Tensor-parallel size: processes that share each of the engine's layers."""
+    pipeline_parallel: int = 1
+    """Pipeline-parallel size: stages, each with some of its layers on `tensor_parallel` processes. The
+    processes of all stages are a torch.distributed group, and get the same calls."""
     rank: int = 0
-    """This process's rank among them."""
+    """This process's rank in that group, stage by stage."""
     section: str = "actor_rollout_ref.rollout"
     """Configuration path of `rollout`, for messages."""
     seed: int = 0
@@ -212,6 +214,11 @@ class EngineSpec:
     adapters: AdapterLayers | None = None
     """Adapters to load besides the weights, if the engine can (`config.Engine.loads_adapters`); None: merged
     weights."""
+
+    @property
+    def model_parallel(self) -> int:
+        """Processes that share the engine's model."""
+        return self.tensor_parallel * self.pipeline_parallel
 
 
 class GenerationEngine(Protocol):

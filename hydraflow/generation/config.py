@@ -185,7 +185,6 @@ SERVED_WHOLE = Planned(
     "divide each model over {value} devices of an SGLang server",
     lambda section: section.name == "sglang",
 )
-MORE_DEVICES = Planned(lambda value: value > 1, "give each replica of the rollout {value} times the devices")
 GREEDY = no_effect_when(
     lambda s: s.temperature == 0, "{s}.temperature=0 takes the most probable token", "{s}.temperature=1.0"
 )
@@ -361,8 +360,9 @@ class RolloutConfig(SamplingConfig):
     """Tensor-parallel size of one engine replica."""
     data_parallel_size: int = option(1, size=True, shapes_training=False)
     """Data-parallel size inside one replica: number of engines that count as one replica."""
-    pipeline_model_parallel_size: int = option(1, size=True, shapes_training=False, planned=MORE_DEVICES)
-    """Pipeline-parallel size of one engine replica."""
+    pipeline_model_parallel_size: int = option(1, size=True, shapes_training=False, planned=SERVED_WHOLE)
+    """Pipeline-parallel size of one engine replica: stages that hold a part of the layers each, on
+    tensor_model_parallel_size devices."""
     update_weights_bucket_megabytes: int = option(
         2048,
         ge=1,

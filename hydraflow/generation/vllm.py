@@ -11,6 +11,7 @@ tokenizer loading, its server, and its statistics.
 from __future__ import annotations
 
 import copy
+import itertools
 import os
 import tempfile
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -46,9 +47,10 @@ from hydraflow.generation.native import end_tokens
 from hydraflow.generation.requests import engine_context, require_fitting, sample_batch, seed_of
 from hydraflow.generation.stopping import watched
 from hydraflow.generation.vllm_adapters import request_of
+from hydraflow.generation.vllm_executor import executor_in_group
 from hydraflow.generation.vllm_experts import keep_experts_plain, record_routes
 from hydraflow.generation.vllm_weights import pattern, wanted_weights
-from hydraflow.generation.vllm_worker import WeightReceiver, executor_in_group
+from hydraflow.generation.vllm_worker import WeightReceiver
 from hydraflow.generation.weights import Arrivals, Assembly
 from hydraflow.models.adapters import AdapterLayers, add_shapes, is_adapter
 from hydraflow.models.loading import first_line, unfilled_model
@@ -111,7 +113,8 @@ class VllmEngine:
         self._seeds = not (
             config.device_config.device_type == "cpu" and config.scheduler_config.enable_chunked_prefill
         )
-        self._rpc(WeightReceiver.hydraflow_prepare_sampler)
+        engine.input_processor.assign_request_id = partial(_number, itertools.count())
+        self._rpc(WeightReceiver.hydraflow_prepare)
 
     def generate(self, request: GenerationRequest, params: SamplingParams) -> GenerationOutput:
         """Samples every prompt. See `GenerationOutput` for the order of rows.
@@ -298,6 +301,13 @@ class VllmEngine:
         )
 
 
+def _number(numbers: Iterator[int], request: Any) -> None:
+    """Gives a request vLLM's own id. vLLM would make it unique by random characters, but all processes of a
+    divided engine must give it the same."""
+    name = request.request_id
+    request.external_req_id, request.request_id = name, f"{name}-{next(numbers)}"
+
+
 def build(config: PreTrainedConfig, spec: EngineSpec) -> VllmEngine:
     """The engine of a rollout process. ConfigError when vLLM does not support the model, or has the wrong
     version."""
@@ -360,14 +370,13 @@ def _start(folder: str, spec: EngineSpec, model: nn.Module) -> Any:
         layers = spec.adapters
         of_adapters = {} if layers is None else vllm_adapters.arguments(layers, model)
         config = vllm.EngineArgs(**arguments(folder, spec), **of_adapters).create_engine_config()
+        config.parallel_config.rank = spec.rank  # its layers are those of the rank's stage
         _require_own_weights(config.model_config, spec)
         if ours == "cpu":
             _require_kernel(config.model_config.get_head_size())
             if config.cache_config.kv_cache_memory_bytes is None:
                 config.cache_config.kv_cache_memory_bytes = _cache_bytes(config, spec)
-        if spec.tensor_parallel == 1:
-            return LLMEngine.from_vllm_config(config, disable_log_stats=True)
-        return LLMEngine(config, executor_in_group(spec.rank), log_stats=False)
+        return LLMEngine.from_vllm_config(config, disable_log_stats=True)
     except ConfigError:
         raise
     except (ValueError, TypeError, NotImplementedError, AssertionError) as error:
@@ -439,12 +448,13 @@ def arguments(folder: str, spec: EngineSpec) -> dict[str, Any]:
         "enable_prefix_caching": rollout.enable_prefix_caching,
         "enable_chunked_prefill": splits_prompts(rollout, spec.device.type),
         "tensor_parallel_size": spec.tensor_parallel,
-        "distributed_executor_backend": "uni" if spec.tensor_parallel == 1 else "external_launcher",
+        "pipeline_parallel_size": spec.pipeline_parallel,
+        "distributed_executor_backend": "uni" if spec.model_parallel == 1 else executor_in_group(spec.rank),
         "worker_extension_cls": f"{WeightReceiver.__module__}.{WeightReceiver.__qualname__}",
         "logprobs_mode": "raw_logprobs",
         "enable_sleep_mode": not on_cpu,
         # it queries the driver about devices of other processes, which are not visible here
-        "disable_custom_all_reduce": spec.tensor_parallel > 1,
+        "disable_custom_all_reduce": spec.model_parallel > 1,
         "moe_backend": "auto" if on_cpu else "triton",  # it does not repack weights
         **rollout.engine_kwargs.vllm,
     }

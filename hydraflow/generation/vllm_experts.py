@@ -133,7 +133,7 @@ def whole_experts(module: Any, kind: str, part: Tensor) -> Tensor:
 
 class SlotRoutes:
     """The experts of every token in the KV cache, stored by cache slot, so that tokens of a cached prompt or
-    an interrupted request are found as well."""
+    an interrupted request are found as well. A pipeline stage stores those of its layers."""
 
     def __init__(self, model: nn.Module, cache: Any):
         """model: vLLM's. cache: the configuration of its cache. ValueError: a model whose routers do not say
@@ -163,9 +163,13 @@ class SlotRoutes:
             router.set_capture_fn(partial(self._note, layer))
 
     def of_tokens(self, blocks: list[int], tokens: int) -> Tensor:
-        """(tokens, L, K) on the host: the experts of the first tokens whose cache is in these blocks."""
+        """(tokens, L, K) on the host: the experts of the first tokens whose cache is in these blocks, in all
+        layers. Collective."""
+        from vllm.distributed import get_pp_group
+
         slots = torch.tensor(blocks)[:, None] * self._block + torch.arange(self._block)
-        return self._experts[slots.flatten()[:tokens].to(self._experts.device)].cpu()
+        mine, stages = self._experts[slots.flatten()[:tokens].to(self._experts.device)].cpu(), get_pp_group()
+        return torch.cat([stages.broadcast_object(mine, src=stage) for stage in range(stages.world_size)], 1)
 
     def _note(self, layer: int, experts: Tensor) -> None:
         """experts: (N, K) of a forward pass, padding tokens included; may be captured in a CUDA graph."""

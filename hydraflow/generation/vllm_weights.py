@@ -1,14 +1,15 @@
 """Finds the weights of a Hugging Face model among vLLM's parameters.
 
-In: the Hugging Face model, for names and shapes, and vLLM's. Out: vLLM's tensors by Hugging Face name, and a
-test pattern that proves the mapping right. Left out on purpose: gathering tensor-parallel shards
-(`vllm_worker.py`, `vllm_experts.py`).
+In: the Hugging Face model, for names and shapes, and vLLM's. Out: vLLM's tensors by Hugging Face name, also
+those of other pipeline stages, and a test pattern that proves the mapping right. Left out on purpose:
+gathering tensor-parallel shards (`vllm_worker.py`, `vllm_experts.py`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -65,13 +66,22 @@ def pattern(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
     }
 
 
+@dataclass(frozen=True)
+class _Place:
+    """Where a weight is among vLLM's parameters."""
+
+    parameter: str
+    rows: slice | None = None
+    """Rows of a fused parameter; None: all of it."""
+
+
 Whole = Callable[[nn.Module, str, Tensor], Tensor]
 """(module, name in the module, tensor) -> the tensor of an undivided model."""
 
 
 class HeldWeights(Mapping[str, Tensor]):
     """Maps each Hugging Face weight to vLLM's parameters: under its own name, as rows of a fused one, or
-    under the name of the weight it is tied to. ValueError when a weight is not found.
+    under the name of the weight it is tied to. KeyError when a weight is not found.
 
     Tensor-parallel weights are gathered when they are read, by a collective: all processes of the engine must
     read the same ones in the same order.
@@ -92,32 +102,55 @@ class HeldWeights(Mapping[str, Tensor]):
 
     def __getitem__(self, name: str) -> Tensor:
         weight = self._wanted[name]
-        if is_adapter(name):
-            return self._adapter(name, weight.shape)
-        known = vllm_name(self._model, name)
-        own = next((held for held in (known, name_of_experts(known)) if held in self._held), None)
-        tensor = self._rows_of_fused(name) if own is None else self._gathered(own)
-        if tensor is None and weight.tied_to is not None:
-            return self[weight.tied_to]
-        if tensor is None:
-            raise ValueError(f"weight {name} cannot be read back from {type(self._model).__name__}")
+        if (adapter := self._adapter(name)) is not None:
+            return adapter
+        if (place := self._place(name)) is None:
+            raise KeyError(name)
+        tensor = self._gathered(place.parameter)
+        if place.rows is not None:
+            tensor = tensor[place.rows]
         if weight.transposed:
             tensor = tensor.t()
         return tensor[: weight.shape[0]] if weight.shape else tensor  # a vocabulary may be padded
+
+    def dtypes(self) -> dict[str, torch.dtype]:
+        """The dtype of each weight that is found, by name; nothing is gathered."""
+        found = {}
+        for name in self:
+            if (adapter := self._adapter(name)) is not None:
+                found[name] = adapter.dtype
+            elif (place := self._place(name)) is not None:
+                found[name] = self._held[place.parameter].dtype
+        return found
+
+    def missing(self, name: str) -> ValueError:
+        """The error for a weight that no process of the engine has."""
+        model = type(self._model).__name__
+        if is_adapter(name):
+            return ValueError(f"{model} has no place for the adapter of {layer_and_side(name)[0]}")
+        return ValueError(f"weight {name} cannot be read back from {model}")
+
+    def _place(self, name: str) -> _Place | None:
+        known = vllm_name(self._model, name)
+        for held in (known, name_of_experts(known)):
+            if held in self._held:
+                return _Place(held)
+        if (fused := self._rows_of_fused(name)) is not None:
+            return fused
+        tied_to = self._wanted[name].tied_to
+        return None if tied_to is None else self._place(tied_to)
 
     def _gathered(self, name: str) -> Tensor:
         path, _, kind = name.rpartition(".")
         return self._whole(without_wrapper(self._model.get_submodule(path)), kind, self._held[name])
 
-    def _adapter(self, name: str, shape: torch.Size) -> Tensor:
+    def _adapter(self, name: str) -> Tensor | None:
+        if not is_adapter(name):
+            return None
         self._adapted = self._adapted or adapted_modules(self._model)
-        tensor = held_adapter(self._adapted, self._fused, name, shape)
-        if tensor is None:
-            layer, model = layer_and_side(name)[0], type(self._model).__name__
-            raise ValueError(f"{model} has no place for the adapter of {layer}")
-        return tensor
+        return held_adapter(self._adapted, self._fused, name, self._wanted[name].shape)
 
-    def _rows_of_fused(self, name: str) -> Tensor | None:
+    def _rows_of_fused(self, name: str) -> _Place | None:
         """The rows of this weight in a fused parameter (q, k and v); None: there is none."""
         *before, module, kind = name.split(".") if "." in name else ("", "", name)
         for whole, parts in self._fused.items():
@@ -125,5 +158,48 @@ class HeldWeights(Mapping[str, Tensor]):
             if module in parts and fused in self._held:
                 sizes = [self._wanted[".".join([*before, part, kind])].shape[0] for part in parts]
                 start = sum(sizes[: parts.index(module)])
-                return self._gathered(fused)[start : start + sizes[parts.index(module)]]
+                return _Place(fused, slice(start, start + sizes[parts.index(module)]))
         return None
+
+
+class WeightsOfStages(Mapping[str, Tensor]):
+    """All weights, those of other pipeline stages included: each is broadcast by the stages that hold it (an
+    embedding is held by the first one and, if it is tied, by the last). ValueError when no stage holds it, or
+    two hold different numbers.
+
+    Reading is a collective, as for `HeldWeights`.
+    """
+
+    def __init__(self, mine: HeldWeights, wanted: Mapping[str, HFWeight], stages: Any):
+        """stages: vLLM's group of the processes that hold the same parts of different layers."""
+        self._mine, self._wanted, self._stages = mine, wanted, stages
+        everyone, dtypes = range(stages.world_size), mine.dtypes()
+        self._dtypes = [stages.broadcast_object(dtypes, src=stage) for stage in everyone]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._wanted)
+
+    def __len__(self) -> int:
+        return len(self._wanted)
+
+    def __getitem__(self, name: str) -> Tensor:
+        holders = [stage for stage, dtypes in enumerate(self._dtypes) if name in dtypes]
+        if not holders:
+            raise self._mine.missing(name)
+        first, *others = holders
+        tensor = self._from(first, name)
+        for other in others:
+            if not torch.equal(tensor, self._from(other, name)):
+                raise ValueError(f"stages {first} and {other} hold different numbers for {name}")
+        return tensor
+
+    def _from(self, stage: int, name: str) -> Tensor:
+        if self._stages.world_size == 1:
+            return self._mine[name]
+        if stage == self._stages.rank_in_group:
+            tensor = self._mine[name].contiguous()
+        else:
+            dtype = self._dtypes[stage][name]
+            tensor = torch.empty(self._wanted[name].shape, dtype=dtype, device=self._stages.device)
+        sent: Tensor = self._stages.broadcast(tensor, src=stage)
+        return sent

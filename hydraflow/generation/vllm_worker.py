@@ -2,16 +2,15 @@
 log-probabilities that training needs.
 
 In: calls from `vllm.py`, by name. vLLM mixes `WeightReceiver` into its worker class (`worker_extension_cls`),
-so `self` is that worker. With tensor parallelism each device has a process with an engine of its own; they
-get the same calls, so they schedule alike, and their forward passes meet in collectives. Left out on purpose:
-weights that vLLM transforms (quantised, or experts that its kernels repack). vLLM is imported lazily: this
-module is also imported where vLLM is not installed.
+so `self` is that worker. A model on several devices has a process on each, with an engine of its own
+(`vllm_executor.py`). Left out on purpose: weights that vLLM transforms (quantised, or experts that its
+kernels repack). vLLM is imported lazily: this module is also imported where vLLM is not installed.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -20,7 +19,7 @@ from torch import Tensor, nn
 from hydraflow.device import return_memory
 from hydraflow.generation.vllm_adapters import replace_adapter
 from hydraflow.generation.vllm_experts import ROUTES, is_experts, vllm_name, whole_experts
-from hydraflow.generation.vllm_weights import HeldWeights, HFWeight
+from hydraflow.generation.vllm_weights import HeldWeights, HFWeight, WeightsOfStages
 
 
 def tempered_sampler(logprobs_mode: str) -> Any:
@@ -53,29 +52,6 @@ def tempered_sampler(logprobs_mode: str) -> Any:
             return LogprobsTensors(ids.to(torch.int32), logprobs.gather(-1, ids), no_ranks)
 
     return TemperedSampler(logprobs_mode)
-
-
-def executor_in_group(rank: int) -> Any:
-    """An executor for one engine per process of an existing group. It uses no shared memory, which killed
-    processes would leave behind."""
-    from vllm.distributed.device_communicators.shm_broadcast import MessageQueue
-    from vllm.v1.executor.uniproc_executor import ExecutorWithExternalLauncher
-
-    class ExecutorInGroup(ExecutorWithExternalLauncher):
-        def _init_executor(self) -> None:
-            # no broadcast queue: all engines get the same calls
-            make = MessageQueue.create_from_process_group
-            MessageQueue.create_from_process_group = lambda *args, **kwargs: None
-            try:
-                super()._init_executor()
-            finally:
-                MessageQueue.create_from_process_group = make
-
-        def _distributed_args(self) -> tuple[str, int, int]:
-            # On a CPU, ranks that share this name would share memory. Each process sees one device.
-            return f"file://rank{rank}", rank, 0
-
-    return ExecutorInGroup
 
 
 def whole(module: nn.Module, kind: str, part: Tensor) -> Tensor:
@@ -127,9 +103,17 @@ class WeightReceiver:
     _cache_bytes: dict[Tensor, int]
     """On a CPU, while it rests: its caches and their sizes in bytes."""
 
-    def hydraflow_prepare_sampler(self) -> None:
-        """Replaces vLLM's sampler with ours."""
-        self.model_runner.sampler = tempered_sampler(self.model_runner.model_config.logprobs_mode)
+    def hydraflow_prepare(self) -> None:
+        """Replaces vLLM's sampler with ours, and allocates the input of a pipeline stage, which vLLM does in
+        a profiling pass that it skips on a CPU."""
+        from vllm.distributed import get_pp_group
+
+        runner, model = self.model_runner, cast(Any, self._model())
+        runner.sampler = tempered_sampler(runner.model_config.logprobs_mode)
+        if not get_pp_group().is_first_rank and runner.intermediate_tensors is None:
+            runner.intermediate_tensors = model.make_empty_intermediate_tensors(
+                batch_size=runner.max_num_tokens, dtype=runner.model_config.dtype, device=runner.device
+            )
         self._empty, self._cache_bytes, self._asleep, self._packed = {}, {}, False, False
 
     def hydraflow_load_weights(self, stream: Iterable[tuple[str, Tensor]]) -> None:
@@ -154,9 +138,11 @@ class WeightReceiver:
         """See `replace_adapter`."""
         replace_adapter(self.model_runner.lora_manager, number, rank, tensors)
 
-    def hydraflow_read_weights(self, wanted: Mapping[str, HFWeight]) -> HeldWeights:
+    def hydraflow_read_weights(self, wanted: Mapping[str, HFWeight]) -> WeightsOfStages:
         """The weights by Hugging Face name."""
-        return HeldWeights(self._model(), wanted, whole)
+        from vllm.distributed import get_pp_group
+
+        return WeightsOfStages(HeldWeights(self._model(), wanted, whole), wanted, get_pp_group())
 
     def hydraflow_read_routes(self, request: str, tokens: int) -> Tensor | None:
         """uint8 or int16 (tokens, L, K): the experts of a request's first tokens; valid until the next

@@ -88,8 +88,23 @@ class ServingEngineMemory:
 
     @property
     def weights(self) -> int:
-        """Bytes of the weights on each device."""
-        return self.shape.parameters * self.number // (self.tensor * self.pipeline)
+        """Bytes of the weights on each device; those of the fullest pipeline stage."""
+        return max(self._stages()) * self.number // self.tensor
+
+    def _stages(self) -> list[int]:
+        """Parameters of each stage, as vLLM divides them (`get_pp_indices` of vllm/distributed/utils.py):
+        layers that are left over go to the stages before the last. The first has the embedding, the last the
+        output matrix, or a copy of the embedding that it is tied to."""
+        shape, stages = self.shape, self.pipeline
+        if stages == 1:
+            return [shape.parameters]
+        ends = shape.hidden + shape.embedding * (1 if shape.tied else 2)
+        layer = (shape.parameters - ends) // shape.layers
+        each, left = divmod(shape.layers, stages)
+        found = [layer * (each + (stages - 1 - left <= stage < stages - 1)) for stage in range(stages)]
+        found[0] += shape.embedding
+        found[-1] += shape.embedding + shape.hidden
+        return found
 
     @property
     def resting(self) -> MemoryParts:

@@ -188,12 +188,12 @@ def _link(
         return NoRollout()
     if rollout.group is actor.group:
         return SameProcess(rollout, turns)
-    tensor = plan.layouts["rollout"].tensor
+    processes = plan.layouts["rollout"].model_parallel
     kind = SharedMemory if _on_one_node(actor, rollout) else Broadcast
     apart = _adapters(config) is not None
-    link = kind(actor, rollout, _rollout(config), tensor, apart, turns)
+    link = kind(actor, rollout, _rollout(config), processes, apart, turns)
     # a trained model cannot be recreated, nor can one process of an engine on several devices
-    if len(rollout.group.roles) == 1 and tensor == 1:
+    if len(rollout.group.roles) == 1 and processes == 1:
         rollout.group.recovery = Recovery(link.restore, link.config.max_retries)
     return link
 
@@ -221,7 +221,7 @@ def build_sampling_roles(config: PPOConfig, plan: BatchPlan, runtime: Runtime) -
     score = runtime.group(SCORE, {"reward": _reward_role(config)})
     runtime.await_ready()
     # one process of an engine on several devices cannot be recreated
-    alone = plan.layouts["rollout"].tensor == 1
+    alone = plan.layouts["rollout"].model_parallel == 1
     retries = config.actor_rollout_ref.rollout.max_retries if alone else 0
     turns.add(rollout, devices, load_model_directory(rollout, retries, turns))
     return SamplingRoles(rollout, score.role("reward"), model, turns)
@@ -391,6 +391,7 @@ def _rollout_role(config: PPOConfig, plan: BatchPlan, adapters: AdapterLayers | 
         max_tokens=config.data.max_response_length,
         seed=config.trainer.seed,
         tensor_parallel=plan.layouts["rollout"].tensor,
+        pipeline_parallel=plan.layouts["rollout"].pipeline,
         routes=config.actor_rollout_ref.actor.router_replay.by_rollout,
         start_seconds=config.trainer.start_timeout,
         adapters=adapters,

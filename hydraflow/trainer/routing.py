@@ -87,7 +87,7 @@ class Router:
     def __init__(self, rollout: RoleGroup, spec: RolloutSpec):
         """rollout: a group that holds no other role."""
         self.rollout, self.spec = rollout, spec
-        self.replicas = rollout.world_size // spec.tensor_parallel
+        self.replicas = rollout.world_size // spec.model_parallel
 
     @classmethod
     def of(cls, rollout: RoleGroup) -> Router | None:
@@ -95,7 +95,7 @@ class Router:
         processes, so that all wait for the slowest anyway."""
         (spec,) = rollout.group.roles[rollout.name].args
         alone = len(rollout.group.roles) == 1
-        return cls(rollout, spec) if alone and rollout.world_size > spec.tensor_parallel else None
+        return cls(rollout, spec) if alone and rollout.world_size > spec.model_parallel else None
 
     def sample(self, prompts: DataProto, how: SamplingSpec) -> RemoteBatch:
         """All samples of all prompts, prompt by prompt; `prompts` as for `RolloutWorker.generate`.
@@ -144,7 +144,7 @@ class Router:
 
     def _call(self, replica: int, method: Callable[..., Any], *args: object) -> list[Future]:
         """A call to all processes of a replica; the first of them answers."""
-        size = self.spec.tensor_parallel
+        size = self.spec.model_parallel
         return [self.rollout.call_rank(replica * size + one, method, *args) for one in range(size)]
 
     @staticmethod

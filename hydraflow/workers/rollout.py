@@ -72,7 +72,9 @@ class RolloutSpec:
     seed: int
     """First part of every random key."""
     tensor_parallel: int = 1
-    """Tensor-parallel size: neighbouring ranks that share an engine."""
+    """Tensor-parallel size of an engine."""
+    pipeline_parallel: int = 1
+    """Pipeline-parallel size of an engine."""
     section: str = "actor_rollout_ref.rollout"
     """Configuration path of `rollout`, next to `model`; for messages."""
     routes: bool = False
@@ -81,6 +83,11 @@ class RolloutSpec:
     """Start timeout, in seconds, of an engine with a process of its own."""
     adapters: AdapterLayers | None = None
     """Adapters that the engine applies itself; None: it gets merged weights."""
+
+    @property
+    def model_parallel(self) -> int:
+        """Neighbouring ranks that share an engine."""
+        return self.tensor_parallel * self.pipeline_parallel
 
     @property
     def model_field(self) -> str:
@@ -153,10 +160,10 @@ class RolloutWorker(Worker):
     def __init__(self, process: ProcessContext, spec: RolloutSpec):
         super().__init__(process)
         self.spec = spec
-        self.replica = process.rank // spec.tensor_parallel
+        self.replica = process.rank // spec.model_parallel
         """Index of its engine."""
-        if spec.tensor_parallel > 1:
-            join_group(process, spec.tensor_parallel)
+        if spec.model_parallel > 1:
+            join_group(process, spec.model_parallel)
         engine_spec = EngineSpec(
             spec.rollout,
             process.device(),
@@ -165,7 +172,8 @@ class RolloutWorker(Worker):
             longest_row=spec.max_prompt + spec.max_tokens,
             processes=process.world_size,
             tensor_parallel=spec.tensor_parallel,
-            rank=process.rank % spec.tensor_parallel,
+            pipeline_parallel=spec.pipeline_parallel,
+            rank=process.rank % spec.model_parallel,
             section=spec.section,
             seed=(spec.seed + self.replica) % 2**31,
             tokenizer=_stop_tokenizer(spec),
@@ -186,7 +194,7 @@ class RolloutWorker(Worker):
 
     def mesh_coordinates(self, mesh: str) -> Coordinates:
         """The ranks of one engine get the same rows; the first of them answers."""
-        size, rank = self.spec.tensor_parallel, self.process.rank
+        size, rank = self.spec.model_parallel, self.process.rank
         return Coordinates(self.replica, self.process.world_size // size, rank % size == 0)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
@@ -281,7 +289,7 @@ class RolloutWorker(Worker):
         """The first weight that differs from what was sent, on any process of the engine; "" if there is
         none."""
         found = next(iter(header.differing(self._held())), "")
-        if self.spec.tensor_parallel > 1:
+        if self.spec.model_parallel > 1:
             somewhere = process_group.all_reduce(torch.tensor([bool(found)]), "max").any()
             return found or ("one of another process" if somewhere else "")
         return found
@@ -327,7 +335,7 @@ class RolloutWorker(Worker):
                 if self._open[group].is_complete:
                     ended.append(group)
         done = [self._open.pop(group) for group in ended]
-        if self.process.rank % self.spec.tensor_parallel:
+        if self.process.rank % self.spec.model_parallel:
             return None
         output = output_of([one for group in done for one in group.ordered()])
         prompts = from_rows([group.prompt for group in done])

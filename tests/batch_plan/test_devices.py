@@ -199,7 +199,7 @@ def test_sizes_that_do_not_divide_the_devices(values, key, remedy):
     ("values", "key", "said"),
     [
         (megatron(tensor=8), f"{ACTOR}.megatron.tensor_model_parallel_size", "12 attention heads"),
-        (megatron(pipeline=8), f"{ACTOR}.megatron.pipeline_model_parallel_size", "12 layers"),
+        (megatron(pipeline=8), f"{ACTOR}.megatron.pipeline_model_parallel_size", "6 layers"),
         (
             megatron(tensor=2, context=4),
             f"{ACTOR}.megatron.context_parallel_size",
@@ -216,12 +216,24 @@ def test_sizes_that_do_not_divide_the_devices(values, key, remedy):
             f"{ROLLOUT}.tensor_model_parallel_size",
             "12 attention heads",
         ),
+        (
+            dict(rollout__pipeline_model_parallel_size=8),
+            f"{ROLLOUT}.pipeline_model_parallel_size",
+            "must be at most 6, the layers of the rollout's model",
+        ),
     ],
 )
 def test_a_model_that_cannot_be_divided(values, key, said):
     assert resolve(small(**values), devices=8)
-    problems = broken(small(**values), devices=8, shape=ShapeNumbers(layers=12, heads=12, kv_heads=4))
+    problems = broken(small(**values), devices=8, shape=ShapeNumbers(layers=6, heads=12, kv_heads=4))
     assert said in problems[key].rule
+
+
+def test_a_replicas_stages_may_have_different_numbers_of_layers():
+    shape = ShapeNumbers(layers=7, heads=12, kv_heads=4)
+    divided = dict(rollout__name="vllm", rollout__pipeline_model_parallel_size=2)
+    found = resolve(small(**divided, rollout__tensor_model_parallel_size=2), devices=8, shape=shape)
+    assert found.layouts["rollout"].pipeline == 2 and found.layouts["rollout"].replicas == 2
 
 
 def test_few_key_value_heads_are_repeated_but_by_megatron():

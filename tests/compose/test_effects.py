@@ -168,6 +168,11 @@ CASES = [
         [f"{ROLLOUT}.name=vllm", f"{ROLLOUT}.tensor_model_parallel_size=2"],
         f"{ROLLOUT}.tensor_model_parallel_size=1",
     ),
+    (
+        f"{ROLLOUT}.max_retries=1",
+        [f"{ROLLOUT}.name=vllm", f"{ROLLOUT}.pipeline_model_parallel_size=2"],
+        f"{ROLLOUT}.pipeline_model_parallel_size=1",
+    ),
     ("trainer.fuse_roles=false", ["trainer.debug.local=true"], "trainer.debug.local=false"),
     (
         f"{REF}.fsdp_config.param_offload=true",

@@ -15,10 +15,6 @@ def test_the_defaults_run():
 @pytest.mark.parametrize(
     ("values", "key"),
     [
-        (
-            dict(rollout__pipeline_model_parallel_size=2),
-            "actor_rollout_ref.rollout.pipeline_model_parallel_size",
-        ),
         (dict(async_training__staleness_threshold=0.5), "async_training.staleness_threshold"),
         (dict(async_training__trigger_parameter_sync_step=2), "async_training.trigger_parameter_sync_step"),
         (dict(async_training__partial_rollout=True), "async_training.partial_rollout"),
@@ -64,10 +60,12 @@ def test_megatron_core_that_is_not_installed_is_named(monkeypatch: pytest.Monkey
 def test_a_server_of_sglang_has_one_device(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("hydraflow.options.Library.is_installed", True)
     assert problems(configured(rollout__name="sglang")) == []
-    assert problems(configured(rollout__name="vllm", rollout__tensor_model_parallel_size=2)) == []
-    [found] = problems(configured(rollout__name="sglang", rollout__tensor_model_parallel_size=2))
-    assert found.field == "actor_rollout_ref.rollout.tensor_model_parallel_size"
-    assert "divide each model over 2 devices of an SGLang server" in found.rule
+    for size in ("tensor_model_parallel_size", "pipeline_model_parallel_size"):
+        divided = {f"rollout__{size}": 2}
+        assert problems(configured(rollout__name="vllm", **divided)) == []
+        [found] = problems(configured(rollout__name="sglang", **divided))
+        assert found.field == f"actor_rollout_ref.rollout.{size}"
+        assert "divide each model over 2 devices of an SGLang server" in found.rule
 
 
 def test_sglang_that_is_not_installed_is_named(monkeypatch: pytest.MonkeyPatch):

@@ -123,5 +123,10 @@ def test_a_divided_replica_is_vllms_where_a_line_of_verls_names_none():
     config, command = load_command("ppo", PPOConfig, LINES["grpo_qwen3_236b"], tolerant=True)
     assert config.actor_rollout_ref.rollout.name == "vllm"
     assert f"{name}: not set, and {size}=8; taken as vllm, as in earlier versions of verl" in command.notes
+    stages = f"{ROLLOUT}.pipeline_model_parallel_size"
+    line = [one for one in LINES["grpo_qwen3_236b"] if not one.startswith(size)]
+    config, command = load_command("ppo", PPOConfig, [*line, f"{stages}=2"], tolerant=True)
+    assert config.actor_rollout_ref.rollout.name == "vllm"
+    assert f"{name}: not set, and {stages}=2; taken as vllm, as in earlier versions of verl" in command.notes
     with pytest.raises(ConfigError, match=f"{size}=2: .*name=native holds the whole model"):
         load_command("ppo", PPOConfig, [f"{size}=2", "recipe=arithmetic"])

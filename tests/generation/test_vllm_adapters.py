@@ -53,19 +53,17 @@ def process(base: PreTrainedModel) -> Iterator[EngineProcess]:
 @pytest.fixture(scope="module")
 def adapters(base: PreTrainedModel) -> list[Adapter]:
     """Three that differ in every number."""
-    shapes = dict(weights(base))
+    return [drawn(base, seed) for seed in range(3)]
+
+
+def drawn(base: PreTrainedModel, seed: int) -> Adapter:
+    shapes, draw, adapter = dict(weights(base)), torch.Generator().manual_seed(seed), {}
     named = base.named_modules()
-    linear = [name for name, part in named if isinstance(part, nn.Linear) and name != "lm_head"]
-    found = []
-    for seed in range(3):
-        draw = torch.Generator().manual_seed(seed)
-        adapter = {}
-        for layer in linear:
-            outputs, inputs = shapes[f"{layer}.weight"].shape
-            adapter[f"{layer}.lora_A.weight"] = torch.randn((RANK, inputs), generator=draw) * 0.2
-            adapter[f"{layer}.lora_B.weight"] = torch.randn((outputs, RANK), generator=draw) * 0.2
-        found.append(adapter)
-    return found
+    for layer in [name for name, part in named if isinstance(part, nn.Linear) and name != "lm_head"]:
+        outputs, inputs = shapes[f"{layer}.weight"].shape
+        adapter[f"{layer}.lora_A.weight"] = torch.randn((RANK, inputs), generator=draw) * 0.2
+        adapter[f"{layer}.lora_B.weight"] = torch.randn((outputs, RANK), generator=draw) * 0.2
+    return adapter
 
 
 def merged(base: PreTrainedModel, adapter: Adapter) -> PreTrainedModel:

@@ -60,12 +60,12 @@ def shared_memory(engine: VllmEngine) -> int:
 class Divided:
     """The processes of one engine, which have hardly any shared memory. All run the same functions."""
 
-    def __init__(self, config: Any, **rollout: Any):
+    def __init__(self, config: Any, *, tensor: int = 1, stages: int = 1, **given: Any):
         with socket.create_server(("127.0.0.1", 0)) as listener:
-            port = listener.getsockname()[1]
-            places = [(rank, 2, port, None if rank else listener) for rank in range(2)]
+            port, sizes = listener.getsockname()[1], (tensor, stages)
+            places = [(rank, sizes, port, None if rank else listener) for rank in range(tensor * stages)]
             self.processes = [
-                EngineProcess(config, place=place, before=give_little_shared_memory, **rollout)
+                EngineProcess(config, place=place, before=give_little_shared_memory, **given)
                 for place in places
             ]
 
@@ -79,6 +79,12 @@ class Divided:
             process.stop()
 
 
+def shared_files(engine: Divided) -> list[str]:
+    """Files of /dev/shm that its processes use."""
+    maps = [file.path for one in engine.processes for file in psutil.Process(one.process.pid).memory_maps()]
+    return [path for path in maps if path.startswith("/dev/shm") and Path(path).exists()]
+
+
 @pytest.fixture(scope="module", params=["tied", "one head of keys and values"])
 def config(request: pytest.FixtureRequest) -> Any:
     return MODELS["tied"] if request.param == "tied" else one_head_of_keys()
@@ -86,7 +92,7 @@ def config(request: pytest.FixtureRequest) -> Any:
 
 @pytest.fixture(scope="module")
 def engine(config: Any) -> Iterator[Divided]:
-    engine = Divided(config, max_num_seqs=16)
+    engine = Divided(config, tensor=2, max_num_seqs=16)
     yield engine
     engine.stop()
 
@@ -122,8 +128,7 @@ def test_it_sleeps_and_leaves_nothing(engine: Divided, config: Any) -> None:
     assert rows(engine.run(generate, request, GREEDY)[0]) == rows(
         NativeEngine(model).generate(request, GREEDY)
     )
-    maps = [file.path for one in engine.processes for file in psutil.Process(one.process.pid).memory_maps()]
-    assert not [path for path in maps if path.startswith("/dev/shm") and Path(path).exists()]
+    assert shared_files(engine) == []
     assert set.union(*engine.run(listening)) <= {"127.0.0.1", "::1"}
 
 

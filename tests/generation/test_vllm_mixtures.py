@@ -132,11 +132,21 @@ def test_the_experts_of_a_response_that_was_interrupted(process: EngineProcess, 
         assert float((found[one.name].log_probs - log_probs).abs().max()) < NEAR
 
 
-@pytest.mark.parametrize("by_experts", [False, True], ids=["slices of experts", "experts"])
-def test_divided_among_two_devices(by_experts: bool) -> None:
-    config = MIXTURES["a dense layer"]
-    engine_kwargs = EngineKwargs(vllm={"enable_expert_parallel": by_experts})
-    engine = Divided(config, routes=True, max_num_seqs=8, engine_kwargs=engine_kwargs)
+DIVIDED = {
+    "slices of experts": ("a dense layer", dict(tensor=2)),
+    "experts": (
+        "a dense layer",
+        dict(tensor=2, engine_kwargs=EngineKwargs({"enable_expert_parallel": True})),
+    ),
+    "layers": ("shared experts", dict(stages=2)),
+}
+
+
+@pytest.mark.parametrize("what", DIVIDED)
+def test_divided_among_two_devices(what: str) -> None:
+    name, given = DIVIDED[what]
+    config = MIXTURES[name]
+    engine = Divided(config, routes=True, max_num_seqs=8, **given)
     request = request_of([1, 9, 17], samples=2)
     for model in models(config, 2):
         engine.run(update, in_buckets(model, 3000))

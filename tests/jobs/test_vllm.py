@@ -130,11 +130,12 @@ def test_adapters_alone_travel_and_a_replica_that_dies_gets_the_base_weights(
     assert all(row["actor/grad_norm"] > 0 for row in rows)
 
 
+@pytest.mark.parametrize("kind", ["tensor", "pipeline"])
 def test_a_replica_on_two_devices_agrees_with_the_trainer(
-    colocated: Any, tmp_path: Path, recipe_cache: Path
+    colocated: Any, tmp_path: Path, recipe_cache: Path, kind: str
 ) -> None:
     before = left_in_memory()
-    divided = [f"{SECTION}.tensor_model_parallel_size=2"]
+    divided = [f"{SECTION}.{kind}_model_parallel_size=2"]
     job, rows = train(tmp_path, recipe_cache, f"{GPUS}=2", *VLLM, *FILTERED, *STEPS, *SMALL_BUCKETS, *divided)
     assert len(set(as_planned(job)["rollout"].values())) == 2 and [set(beside) for beside in job.beside]
     for row, whole in zip(rows, colocated[-1], strict=True):
@@ -144,6 +145,24 @@ def test_a_replica_on_two_devices_agrees_with_the_trainer(
         ]
         # sums of floats in another order may draw another token, but not at the start
         assert row["step"] != 1 or row["critic/score/mean"] == whole["critic/score/mean"]
+    assert left_in_memory() <= before
+
+
+def test_a_stage_that_is_killed_ends_the_run_and_leaves_no_process(
+    tmp_path: Path, recipe_cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Noted(dying_worker({"receiving": 1}, tmp_path)):  # type: ignore[misc]
+        def __init__(self, *args: Any):
+            (tmp_path / f"process {os.getpid()}").touch()
+            super().__init__(*args)
+
+    monkeypatch.setattr(roles, "RolloutWorker", Noted)
+    before, stages = left_in_memory(), f"{SECTION}.pipeline_model_parallel_size=2"
+    with pytest.raises(WorkerError, match="^rollout rank 0 .* in read_weights"):
+        train(tmp_path / "run", recipe_cache, f"{GPUS}=2", *VLLM, *STEPS, *SMALL_BUCKETS, stages)
+    processes = [int(note.name.split()[1]) for note in tmp_path.glob("process *")]
+    assert len(processes) == 2
+    wait_for(lambda: not any(map(psutil.pid_exists, processes)), 30, "the end of both")
     assert left_in_memory() <= before
 
 

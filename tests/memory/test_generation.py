@@ -79,6 +79,19 @@ def test_vllm_takes_its_share() -> None:
     assert alone.resting == parts
 
 
+def test_the_fullest_stage_is_planned() -> None:
+    """Of three layers, the first of two stages has two and the embedding; the last has one, the output matrix
+    and the last norm."""
+    layer, ends = SHAPE.dense_layer, SHAPE.embedding
+    assert SHAPE.layers == 3
+    stages = [2 * layer + ends, layer + ends + SHAPE.hidden]
+    engine = ServingEngineMemory(SHAPE, 2, tensor=2, pipeline=2, share=0.5, device_bytes=10**9, shared=True)
+    assert engine.weights == max(stages)
+    three = ServingEngineMemory(SHAPE, 2, tensor=1, pipeline=3, share=0.5, device_bytes=10**9, shared=True)
+    assert three.weights == 2 * (layer + ends + SHAPE.hidden)
+    assert three.row_bytes(10) == engine.row_bytes(10)  # one layer whole, or two layers' halves
+
+
 def test_vllms_cache_on_a_cpu_is_whole_blocks_within_its_share() -> None:
     engine = ServingEngineMemory(SHAPE, 4, tensor=1, pipeline=1, share=0.5, device_bytes=None, shared=True)
     blocks = 10 * 2 + 1  # two for a row of 200 tokens, one is never used

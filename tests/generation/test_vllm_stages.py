@@ -1,0 +1,184 @@
+"""vLLM with layers on several devices (pipeline parallelism): what one device computes."""
+
+from __future__ import annotations
+
+import copy
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from generation.test_native import make, rows, weights
+from generation.test_requests import single
+from generation.test_vllm import (
+    GREEDY,
+    MODELS,
+    NEAR,
+    begin,
+    cache_bytes,
+    finish,
+    generate,
+    held,
+    largest_gap,
+    listening,
+    request_of,
+    sleep,
+    update,
+)
+from generation.test_vllm_adapters import LAYERS, drawn, merged
+from generation.test_vllm_divided import Divided, load, shared_files
+from generation.vllm_process import needs_vllm
+from transformers import PreTrainedModel
+
+from hydraflow.generation.base import GenerationRequest, SamplingParams
+from hydraflow.generation.native import NativeEngine
+from hydraflow.generation.vllm import VllmEngine
+
+pytestmark = [needs_vllm, pytest.mark.slow]
+
+
+def three_layers(name: str) -> Any:
+    """Of two stages the first has two of them."""
+    config = copy.deepcopy(MODELS[name])
+    config.num_hidden_layers = 3
+    if name == "tied":
+        config.layer_types = ["full_attention"] * 3
+    return config
+
+
+SIZES = {"tied": dict(tensor=2, stages=2), "untied": dict(tensor=1, stages=3)}
+
+
+@pytest.fixture(scope="module", params=SIZES)
+def name(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture(scope="module")
+def models(name: str) -> list[PreTrainedModel]:
+    """Three whose weights differ in every tensor. They are small enough that a plain forward in float32 is
+    within a few 1e-6 of one in float64."""
+    made = [make(three_layers(name)) for _ in range(3)]
+    for i, model in enumerate(made):
+        for number, parameter in enumerate(model.parameters()):
+            draw = torch.Generator().manual_seed(100 * i + number)
+            parameter.data.mul_(0.7).add_(torch.randn(parameter.shape, generator=draw) * 0.05)
+    return made
+
+
+@pytest.fixture(scope="module")
+def engine(name: str) -> Iterator[Divided]:
+    engine = Divided(three_layers(name), max_num_seqs=16, max_num_batched_tokens=256, **SIZES[name])
+    yield engine
+    engine.stop()
+
+
+def most_batches(engine: VllmEngine, request: GenerationRequest) -> int:
+    """The largest number of batches between the first stage and the last."""
+    core = engine._engine.engine_core.engine_core
+    execute, most = core.model_executor.execute_model, 0
+
+    def counted(scheduled: Any, non_block: bool) -> Any:
+        nonlocal most
+        begun = [scheduled, *(one for _, one, _ in core.batch_queue)]
+        most = max(most, sum(one.total_num_scheduled_tokens > 0 for one in begun))
+        return execute(scheduled, non_block)
+
+    core.model_executor.execute_model = counted
+    engine.generate(request, GREEDY)
+    core.model_executor.execute_model = execute
+    return most
+
+
+def test_after_every_update_weights_samples_and_log_probs_are_those_of_one_device(
+    engine: Divided, models: list[PreTrainedModel]
+) -> None:
+    long, request = request_of([100, 130, 1, 2, 3]), request_of([1, 3, 9, 17, 40], samples=3)
+    for model, max_bytes in zip(models, (1000, 10**6, 50_000), strict=True):
+        load(engine, model, max_bytes)
+        for found in engine.run(held):
+            assert all(torch.equal(found[name], tensor) for name, tensor in weights(model).items())
+        expected = rows(NativeEngine(model).generate(long, GREEDY))
+        assert all(rows(output) == expected for output in engine.run(generate, long, GREEDY))
+        for temperature in (1.0, 0.7):
+            params = SamplingParams(max_tokens=16, temperature=temperature, top_p=0.9)
+            first, *others = engine.run(generate, request, params)
+            assert all(rows(other) == rows(first) for other in others), "the last stage draws for all"
+            assert largest_gap(model, request, first, temperature) < NEAR
+
+
+def test_every_stage_computes_a_batch_of_its_own(
+    name: str, engine: Divided, models: list[PreTrainedModel]
+) -> None:
+    load(engine, models[0], 10**6)
+    found = engine.run(most_batches, request_of([100] * 6))  # two prompts are a batch
+    assert found == [SIZES[name]["stages"]] * len(engine.processes)
+
+
+def test_an_aborted_response_is_continued_with_new_weights(
+    engine: Divided, models: list[PreTrainedModel]
+) -> None:
+    """A batch of the aborted requests is still between the stages."""
+    load(engine, models[0], 10**6)
+    params = replace(GREEDY, ignore_eos=True)
+    wanted = single(request_of([3, 9, 17, 40]), params)
+    short = replace(wanted[0], name="short", params=replace(params, max_tokens=5))
+    [(complete, aborted), *others] = engine.run(begin, [short, *wanted])
+    assert [(one.name, len(one.tokens)) for one in complete] == [("short", 5)] and len(aborted) == 4
+    begun = {one.name: tuple(one.tokens.tolist()) for one in aborted}
+    assert all({one.name: tuple(one.tokens.tolist()) for one in also} == begun for _, also in others)
+    load(engine, models[1], 10**6)
+    left = [replace(one, begun=begun[one.name]) for one in wanted]
+    expected = finish(NativeEngine(models[1]), left)  # type: ignore[arg-type]
+    for found in engine.run(finish, left):
+        assert {name: one.tokens.tolist() for name, one in found.items()} == {
+            name: one.tokens.tolist() for name, one in expected.items()
+        }
+
+
+def test_it_sleeps_and_leaves_nothing(engine: Divided, models: list[PreTrainedModel]) -> None:
+    load(engine, models[1], 10_000)
+    engine.run(sleep)
+    assert engine.run(cache_bytes) == [0] * len(engine.processes)
+    load(engine, models[2], 10_000)
+    request = request_of([5, 7])
+    expected = rows(NativeEngine(models[2]).generate(request, GREEDY))
+    assert rows(engine.run(generate, request, GREEDY)[0]) == expected
+    assert shared_files(engine) == [] and set.union(*engine.run(listening)) <= {"127.0.0.1", "::1"}
+
+
+def test_a_stage_that_is_killed_fails_the_others(engine: Divided, models: list[PreTrainedModel]) -> None:
+    """Those that wait for it; the end of the others is the trainer's. The last test of this engine."""
+    load(engine, models[0], 10**6)
+    request = request_of([5] * 16, samples=20)
+    for process in engine.processes:
+        process.ask(generate, request, replace(GREEDY, max_tokens=200, ignore_eos=True))
+    *others, last = engine.processes
+    time.sleep(0.5)
+    last.process.kill()
+    begun = time.monotonic()
+    for neighbour in others[-2:]:
+        with pytest.raises(RuntimeError, match="(?i)closed by peer|reset by peer"):
+            neighbour.answer()
+    assert time.monotonic() - begun < 20
+    for other in others:
+        other.process.kill()
+
+
+def test_every_stage_computes_with_its_adapters() -> None:
+    """The second update brings them alone."""
+    base = make(three_layers("tied"))
+    engine = Divided(base.config, stages=2, max_num_seqs=16, adapters=LAYERS)
+    request, plain = request_of([1, 9, 40]), dict(weights(base))
+    for adapter, sent in ((drawn(base, 0), plain), (drawn(base, 1), {})):
+        engine.run(update, [[*(sent | adapter).items()]])
+        model = merged(base, adapter)
+        expected = rows(NativeEngine(model).generate(request, GREEDY))
+        assert [rows(output) for output in engine.run(generate, request, GREEDY)] == [expected] * 2
+        params = SamplingParams(max_tokens=16, temperature=0.7)
+        assert largest_gap(model, request, engine.run(generate, request, params)[0], 0.7) < NEAR
+        for found in engine.run(held):
+            assert all(torch.equal(found[name], tensor) for name, tensor in (plain | adapter).items())
+    engine.stop()
