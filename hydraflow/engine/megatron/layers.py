@@ -9,12 +9,17 @@ position, so neighbouring rows share a prompt here, too. Left out on purpose: wh
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import torch
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.models.gpt import GPTModel
-from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from megatron.core.tensor_parallel.layers import (
+    ColumnParallelLinear,
+    RowParallelLinear,
+    VocabParallelEmbedding,
+)
 from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.identity_op import IdentityOp
@@ -88,12 +93,15 @@ class Rotary(nn.Module):
 class Trunk(GPTModel):
     """Megatron-Core's GPT, of which the last stage returns hidden states.
 
-    head: policy has an output matrix (`output_layer`), value a `score`.
+    head: policy has an output matrix (`output_layer`), value a `score`. padding: the padding token, whose
+    embedding gets no gradient, as in transformers; None: every token's does.
     """
 
-    def __init__(self, *, head: str, frequencies: torch.Tensor, **arguments: Any):
+    def __init__(self, *, head: str, frequencies: torch.Tensor, padding: int | None, **arguments: Any):
         super().__init__(**arguments)
         self.rotary_pos_emb = Rotary(frequencies)
+        if padding is not None and self.pre_process:
+            self.embedding.word_embeddings.register_forward_hook(partial(_without_gradient, padding))
         if head == "value" and self.post_process:
             del self.output_layer
             self.score = nn.Linear(self.config.hidden_size, 1, bias=False, dtype=self.config.params_dtype)
@@ -122,6 +130,17 @@ class Trunk(GPTModel):
         """(V / TP, hidden) this rank's part of the output matrix, on the last stage."""
         weight = self.output_layer.weight
         return self.shared_embedding_or_output_weight() if weight is None else weight
+
+
+def _without_gradient(
+    token: int, table: VocabParallelEmbedding, given: tuple[torch.Tensor], found: torch.Tensor
+) -> torch.Tensor:
+    """Detaches the embeddings of one token. given: (1, N) tokens; found: (1, N, h), or with sequence
+    parallelism this rank's (N / TP, 1, h)."""
+    is_it = (given[0] == token)[..., None]
+    if table.reduce_scatter_embeddings:
+        is_it = is_it.transpose(0, 1).chunk(table.tp_group.size())[table.tp_group.rank()]
+    return torch.where(is_it, found.detach(), found)
 
 
 def layer_spec(
