@@ -6,8 +6,8 @@ Needs torch, transformers, tensordict, hydra-core, ray and codetiming, and names
 numbers: attention over packed rows against float64; log-probabilities, gradients and greedy samples of a
 tiny model against the CPU; weights that another process reads (CUDA IPC) and that a group of one broadcasts
 (NCCL); Megatron-Core's log-probabilities and weights after a step against FSDP2's, of a dense model and of a
-mixture of experts, also where its state rests in host memory, if it is installed. Then figures of a model
-with random weights (large:
+mixture of experts, also where its state rests in host memory, if it is installed, and in bf16 those of
+Transformer Engine's matrices against Megatron-Core's own. Then figures of a model with random weights (large:
 0.5 billion, bf16): a training step, packed rows against padded ones, generation, weights from the trainer to
 the generation engine. Prints one JSON object per check. Exit code 1: a number is wrong; 2: the check cannot
 run here; 124: 8 minutes were not enough. `--device cpu --size small` shows that the check itself works; its
@@ -16,10 +16,11 @@ times say nothing.
 What one GPU cannot show of Megatron-Core, and nothing here has run with CUDA yet: ranks that divide a model
 (tensor, sequence, pipeline with either schedule, context and expert parallelism) and its optimizer state over
 NCCL, the sends in both directions of the interleaved schedule among them; bf16 with float32 main weights;
-optimizers of Transformer Engine and Apex, which count updates by group; moe_permute_fusion and the fusions
-that override_transformer_config switches on; sums over ranks for the load of experts (moe_aux_loss_coeff,
-moe_router_bias_update_rate); recovery from a lack of memory. All but the kernels and those optimizers are
-tested on CPUs with gloo (tests/engine/test_megatron*.py; the table is in docs/megatron.md).
+Transformer Engine's matrices on several ranks; optimizers of Transformer Engine and Apex, which count updates
+by group; moe_permute_fusion and the fusions that override_transformer_config switches on; sums over ranks for
+the load of experts (moe_aux_loss_coeff, moe_router_bias_update_rate); recovery from a lack of memory. All but
+the kernels and those optimizers are tested on CPUs with gloo (tests/engine/test_megatron*.py; the table is in
+docs/megatron.md).
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ if TYPE_CHECKING:
     from hydraflow.protocol.batch import DataProto
 
 NEEDED = ("torch", "transformers", "tensordict", "hydra-core", "ray", "codetiming")
-OPTIONAL = ("flash-attn", "vllm", "peft", "megatron-core")
+OPTIONAL = ("flash-attn", "vllm", "peft", "megatron-core", "transformer-engine")
 SMALL = {
     "vocab_size": 512,
     "hidden_size": 64,
@@ -220,6 +221,35 @@ def megatron(device: torch.device, kind: str, sizes: Mapping[str, int]) -> bool:
     return good
 
 
+def matrices(device: torch.device) -> bool:
+    """Whether Megatron-Core's numbers in bf16 are the same with Transformer Engine's matrices, which are
+    taken where they are installed and there is CUDA, and with its own."""
+    import torch
+
+    from hydraflow.engine.config import TRAIN_ENGINES, MegatronConfig, OptimConfig
+    from hydraflow.models.config import ModelConfig
+
+    batch, found = rows(SMALL["vocab_size"], 8, 8, 16), {}
+    core, optim = TRAIN_ENGINES["megatron"].load(), OptimConfig(lr=1e-2)
+    with tempfile.TemporaryDirectory() as folder:
+        model = ModelConfig(path=write_model(SMALL, Path(folder), torch.bfloat16))
+        for kind in ("local", "transformer_engine"):
+            settings = MegatronConfig(dtype="bf16", override_transformer_config={"transformer_impl": kind})
+            engine = core(model, settings, optim, head="policy", device=device)
+            log_probs = engine.forward([batch]).get("log_probs").values()
+            engine.forward_backward([batch], loss)
+            found[kind] = (
+                log_probs,
+                engine.optimizer_step()["grad_norm"],
+                [name for name, _ in engine.weights()],
+            )
+    (wanted, norm, names), (log_probs, other, others) = found.values()
+    off, far = float((log_probs - wanted).abs().max()), abs(other / norm - 1)
+    good = off < 0.05 and far < 0.02 and sorted(names) == sorted(others)
+    say("matrices", log_probs=off, gradient=far, right=good)
+    return good
+
+
 def read_elsewhere(sent: Any) -> list[int]:
     """Checksums of the weights in a bucket that another process has sent."""
     from hydraflow.weights.buckets import checksum_of
@@ -373,6 +403,7 @@ def main() -> int:
         if libraries["megatron-core"] != "missing":
             right.append(megatron(device, "qwen3", SMALL))
             right.append(megatron(device, "qwen3_moe", SMALL | EXPERTS))
+            right.append(matrices(device))
         figures(device, given.size)
     return 0 if all(right) else 1
 

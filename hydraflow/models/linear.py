@@ -4,8 +4,9 @@ torch multiplies float32 matrices with MKL, which leaves AVX-512 unused on proce
 GFLOP/s on a core of an AMD EPYC, where oneDNN, which torch comes with, reaches 240. Its products differ in
 the last bits.
 In: a model as transformers builds it. Out: the same model, whose plain linear layers multiply with the faster
-of the two. Small products stay as they are: a call of oneDNN takes longer. Left out on purpose: types other
-than float32, which torch gives to oneDNN itself, and products that are no linear layer (attention, experts).
+of the two, as those of Megatron-Core do (`engine/megatron/without_cuda.py`). Small products stay as they are:
+a call of oneDNN takes longer. Left out on purpose: types other than float32, which torch gives to oneDNN
+itself, and products that are no linear layer (attention, experts).
 """
 
 from __future__ import annotations

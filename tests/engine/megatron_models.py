@@ -23,9 +23,10 @@ from hydraflow.protocol import ragged
 
 SIZES: dict[str, Any] = dict(vocab_size=19, hidden_size=32, intermediate_size=48, num_attention_heads=4)
 SIZES |= dict(
-    num_hidden_layers=2, max_position_embeddings=128, bos_token_id=0, eos_token_id=1, pad_token_id=0
+    num_hidden_layers=2, max_position_embeddings=128, bos_token_id=0, eos_token_id=1, pad_token_id=7
 )
-"""No number of ranks divides the vocabulary."""
+"""No number of ranks divides the vocabulary. Rows contain the padding token, whose embedding transformers
+does not train."""
 GROUPED = SIZES | dict(num_key_value_heads=2)
 SCALED: dict[str, Any] = dict(rope_type="llama3", rope_theta=100.0, factor=4.0)
 SCALED |= dict(low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=16)

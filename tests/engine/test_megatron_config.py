@@ -92,6 +92,7 @@ def test_safe_defaults_of_mixtures() -> None:
 @pytest.mark.parametrize(
     ("overrides", "said"),
     [
+        ({"tp_comm_overlap": True}, "the engine creates no communication buffers of Transformer Engine"),
         ({"moe_grouped_gemm": True}, "the engine has its own experts"),
         (
             {"moe_token_dispatcher_type": "flex"},

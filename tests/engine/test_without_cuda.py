@@ -16,12 +16,15 @@ import hydraflow.engine.megatron  # noqa: F401  lets Megatron-Core run without C
 pytest.importorskip("megatron.core")
 
 from megatron import core
+from megatron.core.tensor_parallel import layers
 
 from hydraflow.device import gpu_count
 from hydraflow.engine.megatron import no_cuda, without_cuda
-from hydraflow.engine.megatron.without_cuda import STAND_IN, rewritten
+from hydraflow.engine.megatron.without_cuda import PRODUCTS, STAND_IN, rewritten
+from hydraflow.models import linear
 
 HERE = f"__import__('sys').modules['{STAND_IN}']."
+OURS = f"__import__('sys').modules['{PRODUCTS}']."
 pytestmark = pytest.mark.skipif(gpu_count() > 0, reason="nothing is rewritten where there is CUDA")
 
 
@@ -57,6 +60,10 @@ REWRITTEN = {
     "torch.distributed.reduce_scatter(output, input_list, group=group)": (
         f"{HERE}reduce_scatter(output, input_list, group)"
     ),
+    "y = torch.matmul(total_input, weight.t())": f"y = {OURS}linear(total_input, weight)",
+    "grad_output.matmul(weight)": f"{OURS}linear(grad_output.contiguous(), weight.t())",
+    "grad_output.t().matmul(total_input)": f"{OURS}add_product(None, grad_output, total_input)",
+    "torch.matmul(x, self.weight.t())": "torch.matmul(x, self.weight.t())",
     "config.use_cuda_graph": "config.use_cuda_graph",
 }
 
@@ -89,6 +96,34 @@ def test_every_source_compiles_and_names_no_device_of_cuda() -> None:
                 wrong.append(f"{path}: {ast.unparse(node)}")
     assert not wrong
     assert count > 200
+
+
+@pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="this torch has no oneDNN")
+@pytest.mark.parametrize("trained", [True, False])
+def test_linear_layers_multiply_with_the_faster_library(
+    trained: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their outputs and gradients are those of float64, also of a gradient with strides of 0."""
+    multiply, products = linear.onednn_product, []
+    monkeypatch.setattr(linear, "onednn_is_faster", lambda: True)
+    monkeypatch.setattr(linear, "onednn_product", lambda *given: products.append(given) or multiply(*given))
+    draw = torch.Generator().manual_seed(0)
+    x, weight, sent = (
+        torch.randn(*shape, generator=draw) for shape in ((40, 1, 128), (192, 128), (1, 1, 192))
+    )
+    results = []
+    for dtype in (torch.float64, torch.float32):
+        given = [x.to(dtype).requires_grad_(), weight.to(dtype).requires_grad_(trained)]
+        if trained:
+            plain = layers.LinearWithGradAccumulationAndAsyncCommunication
+            found = plain.apply(*given, None, False, False, False, None, None, None)
+        else:
+            found = layers.LinearWithFrozenWeight.apply(*given, None, False, None)
+        found.backward(sent.to(dtype).expand_as(found))
+        results.append([found.detach(), *(one.grad for one in given if one.requires_grad)])
+    assert len(products) == len(results[0])
+    for exact, mine in zip(*results, strict=True):
+        assert float((mine - exact).abs().max() / exact.abs().max()) < 1e-6
 
 
 def test_modules_of_the_core_are_rewritten_and_no_others() -> None:

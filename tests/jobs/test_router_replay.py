@@ -20,6 +20,8 @@ STEPS = [
     f"{ACTOR}.ppo_mini_batch_size=2",
     f"{ACTOR}.ppo_micro_batch_size_per_gpu=2",
     f"{ACTOR}.optim.lr=0.05",
+    f"{ACTOR}.fsdp_config.dtype=fp32",
+    f"{ACTOR}.megatron.dtype=fp32",
     "actor_rollout_ref.rollout.n=4",
     "algorithm.adv_estimator=grpo",
     "trainer.total_training_steps=3",
@@ -89,13 +91,17 @@ def test_a_run_that_records_and_replays(folder: Path) -> None:
 
 
 def test_a_run_that_replays_what_the_generation_engine_tells(folder: Path) -> None:
-    """On FSDP2; files of trajectories hold the experts, too."""
+    """On FSDP2 and Megatron-Core alike; files of trajectories hold the experts, too."""
     dump, short = folder / "dump", "trainer.total_training_steps=2"
     whole = train(folder, "R3", f"{MODE}=R3", short, f"trainer.debug.save_rollouts={dump}")
     assert all(0 < share < 0.5 for share in changed(whole))
     loaded = "trainer.total_training_steps=1", f"trainer.debug.load_rollouts={dump}"
     assert changed(train(folder, "read", f"{MODE}=R3", *loaded)) == changed(whole)[:1]
     assert len(changed(train(folder, "recorded anew", f"{MODE}=R2", *loaded))) == 1
+    core = [f"{ACTOR}.strategy=megatron", f"{MODE}=R3", "trainer.total_training_steps=1"]
+    on_core = train(folder, "R3 core", *core)[1]
+    for name in ("router_replay_changed", "grad_norm", "pg_loss", "entropy"):
+        assert on_core[f"actor/{name}"] == pytest.approx(whole[1][f"actor/{name}"], rel=1e-4), name
 
 
 def changed(lines: dict[int, dict[str, float]]) -> list[float]:

@@ -87,6 +87,7 @@ def build_model(
         return Trunk(
             head=head,
             frequencies=angles,
+            padding=config.pad_token_id,
             config=core,
             transformer_layer_spec=layers,
             vocab_size=vocabulary_share(shape.vocabulary, place.tensor_size) * place.tensor_size,

@@ -82,6 +82,8 @@ _BY_MICRO_BATCH = "the gradient would depend on how rows are split into micro-ba
 _WHY = {
     "moe_grouped_gemm": "the engine has its own experts, with one tensor per matrix",
     **dict.fromkeys(("moe_token_dispatcher_type", "moe_enable_deepep"), _DISPATCHER),
+    "tp_comm_overlap": "the engine creates no communication buffers of Transformer Engine",
+    "delay_wgrad_compute": "gradients of weights are computed with those of activations",
     "moe_layer_recompute": "recompute_granularity=selective with recompute_modules=[moe] replaced it",
     "calculate_per_token_loss": "losses include their denominators, so gradients are summed, not averaged",
     **dict.fromkeys(
@@ -179,6 +181,8 @@ def _of_engine(settings: MegatronConfig, dtype: torch.dtype) -> dict[str, Any]:
         sequence_parallel=settings.sequence_parallel and settings.tensor_model_parallel_size > 1,
         # packed lines differ in length, so stages exchange shapes
         variable_seq_lengths=settings.pipeline_model_parallel_size > 1,
+        tp_comm_overlap=False,
+        delay_wgrad_compute=False,
         moe_token_dispatcher_type="alltoall",  # the only dispatcher that supports different lengths
         params_dtype=dtype,
         pipeline_dtype=dtype,

@@ -64,7 +64,7 @@ FIXED: dict[str, tuple[Any, str]] = {
     "overlap_param_gather": (False, _OVERLAP),
     "align_param_gather": (False, _OVERLAP),
     "bucket_size": (None, f"{_OVERLAP}, so there is one bucket"),
-    "delay_wgrad_compute": (False, "needs Transformer Engine's matrices"),
+    "delay_wgrad_compute": (False, "gradients of weights are computed with those of activations"),
     "num_distributed_optimizer_instances": (1, "the optimizer state is divided over all data ranks"),
     "check_for_nan_in_grad": (False, _SKIPS),
     "check_for_large_grads": (False, _SKIPS),

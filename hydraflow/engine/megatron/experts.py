@@ -17,7 +17,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from megatron.core import parallel_state
-from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.mlp import MLPSubmodules
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
@@ -30,6 +29,7 @@ from torch import nn
 
 from hydraflow.engine import process_group
 from hydraflow.engine.megatron.balance import AddLoss, balance_loss, updated_biases
+from hydraflow.engine.megatron.matrices import matrices
 from hydraflow.engine.megatron.packed_line import PackedLine
 from hydraflow.models.routing import RouterReplay
 
@@ -133,8 +133,9 @@ class ExpertLayer(MoELayer):
     """Replaces the MLP of a layer with experts."""
 
     def __init__(self, config: TransformerConfig, **others: Any):
-        matrices = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
-        shared = ModuleSpec(SharedExpertMLP, submodules=matrices)
+        kinds = matrices(config)
+        both = MLPSubmodules(linear_fc1=kinds.column, linear_fc2=kinds.row)
+        shared = ModuleSpec(SharedExpertMLP, submodules=both)
         super().__init__(
             config, MoESubmodules(experts=Experts, shared_experts=shared, router=Router), **others
         )

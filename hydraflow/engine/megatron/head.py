@@ -18,6 +18,7 @@ from torch.autograd.function import once_differentiable
 from hydraflow.models.ask import Ask
 from hydraflow.models.chunks import chunk_slices
 from hydraflow.models.fused_head import several
+from hydraflow.models.linear import add_product, linear, multiply
 
 
 @dataclass(frozen=True)
@@ -113,14 +114,14 @@ class VocabularyParallelHead(torch.autograd.Function):
                 gradient.mul_(-wanted - of_entropy * (every + entropies[part, None]))
             gradient.scatter_add_(-1, column, of_targets.where(is_here, 0.0))
             narrow = gradient.div_(ask.temperature).to(hidden.dtype)
-            torch.mm(narrow, weight, out=of_hidden[part])
-            of_weight.addmm_(narrow.t(), hidden[part])
+            multiply(narrow, weight.t(), out=of_hidden[part])
+            add_product(of_weight, narrow, hidden[part])
         return of_hidden, of_weight, None, None, None
 
 
 def _logits(hidden: torch.Tensor, weight: torch.Tensor, ask: Ask, share: VocabularyShare) -> torch.Tensor:
     """(k, V / TP) divided by the temperature; -inf for rows that are no tokens."""
-    logits = hidden @ weight.t()
+    logits = linear(hidden, weight)
     wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
     if ask.temperature != 1.0:
         wide = wide.div_(ask.temperature)

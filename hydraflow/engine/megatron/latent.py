@@ -16,7 +16,6 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
@@ -28,6 +27,7 @@ from hydraflow.engine.megatron.architecture import Latent
 from hydraflow.engine.megatron.norm import RMSNorm
 from hydraflow.engine.megatron.packed_line import PackedLine
 from hydraflow.models.attention import attend_line
+from hydraflow.models.linear import linear
 
 NORM_EPS = 1e-6
 """Epsilon of the latents' norms: transformers' default, whatever the model's is."""
@@ -45,7 +45,7 @@ class WholeMatrix(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """(..., inputs) to (..., outputs)."""
-        return F.linear(x, self.weight)
+        return linear(x, self.weight)
 
 
 class LatentAttention(MegatronModule):

@@ -1,20 +1,21 @@
 """Replacements for the layers that Megatron-Core takes from Transformer Engine, and its model without logits.
 
-In: Megatron-Core's own tensor-parallel matrices. Out: a `Trunk`, whose rows are packed into one line as
+In: tensor-parallel matrices (`matrices.py`). Out: a `Trunk`, whose rows are packed into one line as
 everywhere else (`models/packing.py`): attention sees a `RowPlan`, and rotary embeddings are looked up by
 position, so neighbouring rows share a prompt here, too. Left out on purpose: what follows the last layer
-(`head.py`), Transformer Engine's own modules.
+(`head.py`), Transformer Engine's attention and norms.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import torch
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.models.gpt import GPTModel
-from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from megatron.core.tensor_parallel.layers import VocabParallelEmbedding
 from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.identity_op import IdentityOp
@@ -33,6 +34,7 @@ from torch import nn
 from hydraflow.engine.megatron.architecture import Architecture
 from hydraflow.engine.megatron.experts import ExpertLayer, RoutedLayer
 from hydraflow.engine.megatron.latent import LatentAttention
+from hydraflow.engine.megatron.matrices import Matrices, matrices
 from hydraflow.engine.megatron.norm import RMSNorm
 from hydraflow.engine.megatron.packed_line import PackedLine
 from hydraflow.models.attention import attend_line
@@ -88,12 +90,15 @@ class Rotary(nn.Module):
 class Trunk(GPTModel):
     """Megatron-Core's GPT, of which the last stage returns hidden states.
 
-    head: policy has an output matrix (`output_layer`), value a `score`.
+    head: policy has an output matrix (`output_layer`), value a `score`. padding: the padding token, whose
+    embedding gets no gradient, as in transformers; None: every token's does.
     """
 
-    def __init__(self, *, head: str, frequencies: torch.Tensor, **arguments: Any):
+    def __init__(self, *, head: str, frequencies: torch.Tensor, padding: int | None, **arguments: Any):
         super().__init__(**arguments)
         self.rotary_pos_emb = Rotary(frequencies)
+        if padding is not None and self.pre_process:
+            self.embedding.word_embeddings.register_forward_hook(partial(_without_gradient, padding))
         if head == "value" and self.post_process:
             del self.output_layer
             self.score = nn.Linear(self.config.hidden_size, 1, bias=False, dtype=self.config.params_dtype)
@@ -124,22 +129,33 @@ class Trunk(GPTModel):
         return self.shared_embedding_or_output_weight() if weight is None else weight
 
 
+def _without_gradient(
+    token: int, table: VocabParallelEmbedding, given: tuple[torch.Tensor], found: torch.Tensor
+) -> torch.Tensor:
+    """Detaches the embeddings of one token. given: (1, N) tokens; found: (1, N, h), or with sequence
+    parallelism this rank's (N / TP, 1, h)."""
+    is_it = (given[0] == token)[..., None]
+    if table.reduce_scatter_embeddings:
+        is_it = is_it.transpose(0, 1).chunk(table.tp_group.size())[table.tp_group.rank()]
+    return torch.where(is_it, found.detach(), found)
+
+
 def layer_spec(
     config: TransformerConfig, shape: Architecture, *, rotary_scale: float, first: int, chunk: int | None
 ) -> TransformerBlockSubmodules:
-    """The layers of this stage, or of a chunk of it, from layer `first` on: Megatron-Core's matrices, and
-    norms, attention and experts from here. rotary_scale: factor of what latent attention rotates."""
-    attention = _attention(config, shape, rotary_scale)
-    mlp = ModuleSpec(
-        MLP, submodules=MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
-    )
+    """The layers of this stage, or of a chunk of it, from layer `first` on: matrices of Megatron-Core or
+    Transformer Engine, and norms, attention and experts from here. rotary_scale: factor of what latent
+    attention rotates."""
+    kinds = matrices(config)
+    attention = _attention(config, shape, rotary_scale, kinds)
+    mlp = ModuleSpec(MLP, submodules=MLPSubmodules(linear_fc1=kinds.after_norm, linear_fc2=kinds.row))
 
     def layer(has_experts: bool) -> ModuleSpec:
         parts = TransformerLayerSubmodules(
-            input_layernorm=RMSNorm,
+            input_layernorm=RMSNorm if shape.latent else kinds.norm,
             self_attention=attention,
             self_attn_bda=get_bias_dropout_add,
-            pre_mlp_layernorm=RMSNorm,
+            pre_mlp_layernorm=RMSNorm if has_experts else kinds.norm,
             mlp=ExpertLayer if has_experts else mlp,
             mlp_bda=get_bias_dropout_add,
         )
@@ -152,14 +168,16 @@ def layer_spec(
     )
 
 
-def _attention(config: TransformerConfig, shape: Architecture, rotary_scale: float) -> ModuleSpec:
+def _attention(
+    config: TransformerConfig, shape: Architecture, rotary_scale: float, kinds: Matrices
+) -> ModuleSpec:
     if shape.latent is not None:
         return ModuleSpec(LatentAttention, {"latent": shape.latent, "rotary_scale": rotary_scale})
     norm_of_heads = RMSNorm if config.qk_layernorm else IdentityOp
     submodules = SelfAttentionSubmodules(
-        linear_qkv=ColumnParallelLinear,
+        linear_qkv=kinds.after_norm,
         core_attention=RowAttention,
-        linear_proj=RowParallelLinear,
+        linear_proj=kinds.row,
         q_layernorm=norm_of_heads,
         k_layernorm=norm_of_heads,
     )

@@ -17,6 +17,12 @@ from hydraflow.engine.megatron.architecture import Architecture, Latent, Mixture
 
 SCORE = "score.weight"
 EMBEDDING, HEAD = "embedding.word_embeddings.weight", "output_layer.weight"
+IN_MATRIX = {
+    "input_layernorm.weight": "self_attention.linear_qkv.layer_norm_weight",
+    "pre_mlp_layernorm.weight": "mlp.linear_fc1.layer_norm_weight",
+}
+"""Norms that Transformer Engine fuses into the next matrix: their names as layers of their own, and fused."""
+_NORMS = {fused: name for name, fused in IN_MATRIX.items()}
 
 
 @dataclass(frozen=True)
@@ -104,7 +110,7 @@ class Names:
             return self._norm("model.norm.weight", shape.hidden)
         _, _, number, place = name.split(".", 3)
         layer = f"model.layers.{number}."
-        match place:
+        match _NORMS.get(place, place):
             case "self_attention.linear_qkv.weight":
                 return self._queries_keys_values(layer, "weight", (shape.hidden,))
             case "self_attention.linear_qkv.bias":

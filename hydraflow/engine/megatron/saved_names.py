@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from hydraflow.engine.megatron.architecture import Architecture, Mixture
-from hydraflow.engine.megatron.names import EMBEDDING, HEAD, SCORE, Holding, Names
+from hydraflow.engine.megatron.names import EMBEDDING, HEAD, IN_MATRIX, SCORE, Holding, Names
 from hydraflow.engine.stored.checkpoint import Checkpoint
 from hydraflow.engine.stored.pieces import Shape, StoredTensor
 from hydraflow.engine.stored.regions import Region, assembled
@@ -27,17 +27,12 @@ NORM = "decoder.final_layernorm.weight"
 GATE_UP, DOWN = "mlp.experts.gate_up", "mlp.experts.down"
 BIAS = "mlp.router.expert_bias"
 """The router's bias; float32 whatever the dtype of the weights."""
-_IN_MATRIX = {
-    "input_layernorm.weight": "self_attention.linear_qkv.layer_norm_weight",
-    "pre_mlp_layernorm.weight": "mlp.linear_fc1.layer_norm_weight",
-}
-"""Norms that Transformer Engine fuses into the next matrix, and their names with local layers."""
 _MATRICES = {GATE_UP: "mlp.experts.experts.linear_fc1.weight", DOWN: "mlp.experts.experts.linear_fc2.weight"}
 """Of experts."""
 _ATTENTION = "self_attention."
 _WITH_LATENT = {
     "input_layernorm.weight": ("input_layernorm.weight",),
-    "pre_mlp_layernorm.weight": ("pre_mlp_layernorm.weight", _IN_MATRIX["pre_mlp_layernorm.weight"]),
+    "pre_mlp_layernorm.weight": ("pre_mlp_layernorm.weight", IN_MATRIX["pre_mlp_layernorm.weight"]),
     **{
         f"{_ATTENTION}{ours}.weight": tuple(_ATTENTION + one for one in theirs)
         for ours, theirs in {
@@ -54,7 +49,7 @@ _WITH_LATENT = {
 }
 """Names of latent attention: the norms before it are separate; with Transformer Engine's layers some are
 fused into the next matrix."""
-_PLACES = {saved: place for place, saved in (_IN_MATRIX | _MATRICES).items()}
+_PLACES = {saved: place for place, saved in (IN_MATRIX | _MATRICES).items()}
 _LATENT_PLACES = _PLACES | {saved: place for place, keys in _WITH_LATENT.items() for saved in keys}
 """A tensor's name in files -> its name in `engine/megatron/`."""
 _KEY = re.compile(rf"(?:module\.|model\.)*(?:{re.escape(LAYERS)}(?:(?P<layer>\d+)\.)?)?(?P<place>.+)")
@@ -137,8 +132,8 @@ def keys_of(place: str, *, latent: bool, experts: bool) -> tuple[str, ...]:
     if latent and place in _WITH_LATENT:
         return _WITH_LATENT[place]
     if place == "pre_mlp_layernorm.weight" and experts:
-        return place, _IN_MATRIX[place]
-    return (_IN_MATRIX.get(place, place),)
+        return place, IN_MATRIX[place]
+    return (IN_MATRIX.get(place, place),)
 
 
 def shape_of(holding: Holding) -> Shape:

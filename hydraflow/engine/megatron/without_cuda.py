@@ -23,8 +23,12 @@ from hydraflow.device import gpu_count
 
 STAND_IN = "hydraflow.engine.megatron.no_cuda"
 """The module that replaces torch.cuda."""
+PRODUCTS = "hydraflow.models.linear"
+"""The module that multiplies what Megatron-Core's linear layers multiply."""
 
 _EXCHANGE = rf"__import__('sys').modules['{STAND_IN}'].\1(\2, group)"
+_LINEAR = f"__import__('sys').modules['{PRODUCTS}'].linear"
+_ADD_PRODUCT = f"__import__('sys').modules['{PRODUCTS}'].add_product"
 _RULES = [
     (re.compile(pattern), replacement)
     for pattern, replacement in (
@@ -33,6 +37,10 @@ _RULES = [
         (r"torch\.is_tensor\(tensor\) and tensor\.is_cuda", "torch.is_tensor(tensor)"),
         # gloo exchanges tensors of one length only
         (r"torch\.distributed\.(all_gather|reduce_scatter)\((output\w*, input\w*), group=group\)", _EXCHANGE),
+        # linear layers, forward and both gradients
+        (r"torch\.matmul\((\w*input), weight\.t\(\)\)", rf"{_LINEAR}(\1, weight)"),
+        (r"\bgrad_output\.matmul\(weight\)", f"{_LINEAR}(grad_output.contiguous(), weight.t())"),
+        (r"\bgrad_output\.t\(\)\.matmul\(total_input\)", f"{_ADD_PRODUCT}(None, grad_output, total_input)"),
         (r"tensor\.record_stream\([^)]*\)+", "pass"),
         (r"(['\"])torch\.cuda\.(\w*Tensor)", r"\1torch.\2"),
         (r"\.cuda\((torch\.cuda\.current_device\(\)|non_blocking=\w+|)\)", ".cpu()"),
@@ -64,7 +72,8 @@ def install() -> None:
     if gpu_count() or any(isinstance(finder, _Finder) for finder in sys.meta_path):
         return
     assert "megatron.core" not in sys.modules, "Megatron-Core has already been imported"
-    importlib.import_module(STAND_IN)
+    for name in (STAND_IN, PRODUCTS):
+        importlib.import_module(name)
     sys.meta_path.insert(0, _Finder())
     # it warns once per layer that CPU and GPU share a random state, which is true here
     logging.getLogger("megatron.core.tensor_parallel.random").setLevel(logging.ERROR)

@@ -1,0 +1,52 @@
+"""Classes of the matrices that tensor-parallel ranks divide: Transformer Engine's or Megatron-Core's.
+
+In: Megatron-Core's configuration. Out: `Matrices`, of which `layers.py` and `experts.py` build layers.
+Transformer Engine's normalise their inputs in the same kernel, so these norms have other names (`names.py`).
+Left out on purpose: its attention, which has no prompts that rows share; its norms and grouped matrices;
+latent attention (`latent.py`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import nn
+
+from hydraflow.device import gpu_count
+from hydraflow.engine.megatron.norm import RMSNorm
+
+
+@dataclass(frozen=True)
+class Matrices:
+    """Classes with Megatron-Core's arguments."""
+
+    norm: type[nn.Module]
+    """Applied before `after_norm`."""
+    after_norm: type[nn.Module]
+    """Column-parallel, the first matrix behind a norm."""
+    column: type[nn.Module]
+    """Column-parallel."""
+    row: type[nn.Module]
+    """Row-parallel."""
+
+
+LOCAL = Matrices(RMSNorm, ColumnParallelLinear, ColumnParallelLinear, RowParallelLinear)
+
+
+def matrices(config: TransformerConfig) -> Matrices:
+    """Transformer Engine's with CUDA and in bfloat16, unless `transformer_impl` is local: float32 it would
+    multiply in TF32."""
+    wanted = config.transformer_impl == "transformer_engine" and config.params_dtype == torch.bfloat16
+    if not wanted or not gpu_count():
+        return LOCAL
+    from megatron.core.extensions import transformer_engine as te
+
+    if not te.HAVE_TE:
+        return LOCAL
+    return Matrices(
+        IdentityOp, te.TELayerNormColumnParallelLinear, te.TEColumnParallelLinear, te.TERowParallelLinear
+    )
