@@ -35,6 +35,8 @@ from transformers import PreTrainedModel
 from hydraflow.generation.base import GenerationRequest, SamplingParams
 from hydraflow.generation.native import NativeEngine
 from hydraflow.generation.vllm import VllmEngine
+from hydraflow.memory.generation import ServingEngineMemory
+from hydraflow.memory.shape import shape_of
 
 pytestmark = [needs_vllm, pytest.mark.slow]
 
@@ -136,6 +138,32 @@ def test_an_aborted_response_is_continued_with_new_weights(
         assert {name: one.tokens.tolist() for name, one in found.items()} == {
             name: one.tokens.tolist() for name, one in expected.items()
         }
+
+
+def test_the_cache_of_the_fullest_stage_is_what_the_plan_estimates(name: str, engine: Divided) -> None:
+    tensor, stages = (SIZES[name].get(kind, 1) for kind in ("tensor", "stages"))
+    shape = shape_of(three_layers(name).to_dict())
+    planned = ServingEngineMemory(shape, 4, tensor, stages, share=0.5, device_bytes=None, shared=True)
+    assert max(engine.run(cache_bytes)) == planned.sample_on_cpu(16, 256, None).kv_cache
+
+
+def change_embedding(engine: VllmEngine) -> None:
+    model = engine._engine.model_executor.driver_worker.worker.model_runner.get_model()
+    model.get_parameter("model.embed_tokens.weight").data.add_(1)
+
+
+@pytest.mark.parametrize("name", ["tied"], indirect=True)
+def test_stages_with_different_copies_of_an_embedding_are_found(
+    engine: Divided, models: list[PreTrainedModel]
+) -> None:
+    load(engine, models[0], 10**6)
+    for process in engine.processes[-2:]:  # the last stage
+        process.run(change_embedding)
+    for process in engine.processes:
+        process.ask(held)
+    for process in engine.processes:
+        with pytest.raises(ValueError, match="^stages 0 and 1 hold different numbers for model.embed_tokens"):
+            process.answer()
 
 
 def test_it_sleeps_and_leaves_nothing(engine: Divided, models: list[PreTrainedModel]) -> None:

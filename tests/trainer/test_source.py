@@ -76,7 +76,7 @@ def test_a_reward_model_scores_at_once_unless_it_needs_the_rollouts_device(
         return CompletedFuture(RemoteBatch.from_local(DataProto.from_dict({"score": torch.ones(6)})))
 
     def role(name: str, where: int) -> Any:
-        spec = SimpleNamespace(args=(SimpleNamespace(tensor_parallel=1),))
+        spec = SimpleNamespace(args=(SimpleNamespace(model_parallel=1),))
         group = SimpleNamespace(roles={name: spec})
         found: Any = SimpleNamespace(name=name, world_size=1, group=group, call=sampled)
         turns.add(found, Devices.of([range(where, where + 1)]), EngineRole(found))
