@@ -14,7 +14,6 @@ from hydraflow.options import (
     Planned,
     Rule,
     Switch,
-    listed,
     no_effect_when,
     option,
     unless,
@@ -195,9 +194,6 @@ LOSS_AGG_MODES = (
     "seq-mean-token-sum-norm",
 )
 KL_ESTIMATORS = ("kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3")
-TOPK = "_topk"
-DIVERGENCES = ("forward_kl", "reverse_kl", f"forward_kl{TOPK}", f"reverse_kl{TOPK}")
-"""Distillation losses over the vocabulary; with the suffix TOPK, over the teacher's top-k tokens."""
 
 
 @dataclass
@@ -281,71 +277,6 @@ class BradleyTerryConfig:
 
     center_rewards_coefficient: float = option(0.0, ge=0)
     """Weight of the squared sum of a pair's scores in the loss, which keeps scores around 0."""
-
-
-@dataclass
-class DistillationLossConfig:
-    """The distillation loss."""
-
-    loss_mode: str = option(
-        "k3", choices=(*KL_ESTIMATORS, *(f"{name}+" for name in KL_ESTIMATORS), *DIVERGENCES)
-    )
-    """Estimator of the KL from the policy to the teacher, on the sampled tokens (a trailing + uses k2's
-    gradient, which is that of the KL); or the divergence over the whole vocabulary, forward_kl from the
-    teacher to the policy or reverse_kl the other way; or over the teacher's top-k tokens, forward_kl_topk and
-    reverse_kl_topk."""
-    topk: int = option(
-        32,
-        ge=1,
-        no_effect=no_effect_when(
-            lambda s: not s.loss_mode.endswith(TOPK),
-            f"only {{s}}.loss_mode=forward_kl{TOPK} and reverse_kl{TOPK} read it",
-            f"{{s}}.loss_mode=forward_kl{TOPK}",
-        ),
-    )
-    """Top-k: number of the teacher's most probable tokens compared at each position; all others count as one
-    bucket."""
-    log_prob_min_clamp: float | None = option(
-        None,
-        lt=0,
-        no_effect=no_effect_when(
-            lambda s: s.loss_mode not in DIVERGENCES,
-            f"only {{s}}.loss_mode={listed(DIVERGENCES, 'and')} read it",
-            f"{{s}}.loss_mode={DIVERGENCES[0]}",
-        ),
-    )
-    """Lower clamp of both models' log-probabilities in divergences over the vocabulary; null: none."""
-    distillation_loss_coef: float = option(1.0, ge=0)
-    """Coefficient of the estimate or divergence."""
-    loss_max_clamp: float | None = option(None, gt=0)
-    """Clamp on the magnitude of a token's estimate or divergence; null: none."""
-    use_policy_gradient: bool = False
-    """Take the negative estimate as each token's advantage instead of adding its gradient to the loss."""
-    use_task_rewards: bool = True
-    """Learn from the rewards as well; false: from the teachers only."""
-
-    @property
-    def over_vocabulary(self) -> bool:
-        """Whether the loss compares more than the sampled tokens."""
-        return self.loss_mode in DIVERGENCES
-
-    @property
-    def most_tokens(self) -> int | None:
-        """Number of teacher tokens that such a loss compares; None: the whole vocabulary."""
-        return self.topk if self.loss_mode.endswith(TOPK) else None
-
-
-@dataclass
-class DistillationConfig:
-    """On-policy distillation: the policy's samples, judged token by token by larger models."""
-
-    enabled: bool = option(False, switch=Switch(off=False, remedy="{s}.enabled=true"))
-    """Enable distillation."""
-    teachers: dict[str, Any] = field(default_factory=dict)
-    """Directories of the teachers by the data source that each is for; default is for all others:
-    {default: path}. They have the policy's vocabulary and share the actor's devices; memory estimates do not
-    count them."""
-    distillation_loss: DistillationLossConfig = field(default_factory=DistillationLossConfig)
 
 
 @dataclass
