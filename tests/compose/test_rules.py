@@ -172,6 +172,10 @@ def test_keys_of_the_actors_loss_that_depend_on_each_other():
     actor.policy_loss.loss_mode, actor.policy_loss.clip_cov_lb = "clip_cov", 5.0
     assert [problem.field for problem in problems(config)] == [f"{key}.policy_loss.clip_cov_lb"]
     actor.policy_loss.clip_cov_ub = 6.0
+    assert problems(config) == []
+    actor.policy_loss.loss_mode, actor.policy_loss.tis_lower_bound = "tis", 1.0
+    assert [problem.field for problem in problems(config)] == [f"{key}.policy_loss.tis_lower_bound"]
+    actor.policy_loss.tis_upper_bound = 2.0
     actor.adaptive_entropy.min_ent_coef = 1.0
     assert problems(config) == [], "it is not enabled"
     actor.adaptive_entropy.enabled = True
