@@ -10,12 +10,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TypeVar
 
-from hydraflow.algorithms.config import (
-    AlgorithmConfig,
-    BradleyTerryConfig,
-    DistillationConfig,
-    PreferenceConfig,
-)
+from hydraflow.algorithms.config import AlgorithmConfig, BradleyTerryConfig, PreferenceConfig
+from hydraflow.algorithms.distillation.config import DistillationConfig
 from hydraflow.data.config import (
     DataConfig,
     ExamplesConfig,

@@ -16,6 +16,7 @@ from hydraflow.algorithms.config import (
     PolicyLossConfig,
     PreferenceConfig,
 )
+from hydraflow.algorithms.distillation.config import DIVERGENCES, DistillationLossConfig
 from hydraflow.engine.config import TRAIN_ENGINES, FSDPConfig, OptimConfig
 from hydraflow.generation.config import GENERATION_ENGINES
 from hydraflow.models.config import ModelConfig, ModelSourceConfig
@@ -75,7 +76,8 @@ READ_BY_NAME = {
             option_of(other).follows == field.name for other in fields(kind) if other.name in loss.all_reads
         )
     }
-    | {(AlgorithmConfig, name) for estimator in ESTIMATORS.values() for name in estimator.reads},
+    | {(AlgorithmConfig, name) for estimator in ESTIMATORS.values() for name in estimator.reads}
+    | {(DistillationLossConfig, name) for loss in DIVERGENCES.values() for name in loss.reads},
     schema.DPOConfig: {
         (PreferenceConfig, name) for loss in PREFERENCE_LOSSES.values() for name in loss.reads
     },

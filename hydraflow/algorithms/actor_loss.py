@@ -15,7 +15,7 @@ from hydraflow import metrics
 from hydraflow.algorithms.aggregate import Denominators, token_weights
 from hydraflow.algorithms.correction import Correction
 from hydraflow.algorithms.correction_metrics import correction_metrics
-from hydraflow.algorithms.distillation import Distillation
+from hydraflow.algorithms.distillation.terms import Distillation
 from hydraflow.algorithms.kl import KL_ESTIMATORS
 from hydraflow.algorithms.masked import keep
 from hydraflow.algorithms.policy_loss import PolicyLoss

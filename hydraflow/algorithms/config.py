@@ -14,7 +14,6 @@ from hydraflow.options import (
     Planned,
     Rule,
     Switch,
-    listed,
     no_effect_when,
     option,
     unless,
@@ -107,6 +106,19 @@ ESTIMATORS = OwnChoices(
         "opo": Estimator("hydraflow.algorithms.opo:opo", per_trajectory=True, groups=True, counts=True),
         "gpg": Estimator("hydraflow.algorithms.gpg:gpg", per_trajectory=True, groups=True),
         "maxrl": Estimator("hydraflow.algorithms.maxrl:maxrl", per_trajectory=True, groups=True),
+        "opmd": Estimator(
+            "hydraflow.algorithms.opmd:less_the_soft_best",
+            reads=("opmd_tau",),
+            per_trajectory=True,
+            groups=True,
+        ),
+        "asymre": Estimator(
+            "hydraflow.algorithms.asymre:asymre",
+            reads=("asymre_baseline_shift",),
+            per_trajectory=True,
+            groups=True,
+        ),
+        "raft": Estimator("hydraflow.algorithms.raft:raft", per_trajectory=True, groups=True),
         "remax": Estimator("hydraflow.algorithms.remax:remax", greedy_baseline=True),
         "gdpo": Estimator(
             "hydraflow.algorithms.gdpo:gdpo",
@@ -157,7 +169,20 @@ POLICY_LOSSES = OwnChoices(
             "hydraflow.algorithms.dppo:dppo_kl", reads=("clip_ratio_low", "clip_ratio_high", "clip_ratio_c")
         ),
         "dro": Loss("hydraflow.algorithms.dro:dro", reads=("dro_beta",)),
-        "topr": Loss("hydraflow.algorithms.topr:topr"),
+        "topr": Loss(
+            "hydraflow.algorithms.topr:topr", reads=("topr_positive_weight", "topr_negative_weight")
+        ),
+        "tis": Loss("hydraflow.algorithms.tis:tis", reads=("tis_lower_bound", "tis_upper_bound")),
+        "kimi15": Loss("hydraflow.algorithms.kimi15:kimi15", reads=("kimi15_tau",)),
+        "opmd": Loss("hydraflow.algorithms.opmd:opmd", reads=("opmd_tau",)),
+        "sppo": Loss("hydraflow.algorithms.sppo:sppo", reads=("sppo_epsilon",)),
+        "rec": Loss(
+            "hydraflow.algorithms.rec:rec",
+            reads=(
+                *("clip_ratio_low", "clip_ratio_high", "rec_clip_mode", "rec_weight", "rec_temp"),
+                *("rec_epsilon_low_prime", "rec_epsilon_high_prime"),
+            ),
+        ),
         "clip_cov": Loss(
             "hydraflow.algorithms.clip_cov:clip_cov",
             reads=("clip_ratio_low", "clip_ratio_high"),
@@ -195,9 +220,9 @@ LOSS_AGG_MODES = (
     "seq-mean-token-sum-norm",
 )
 KL_ESTIMATORS = ("kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3")
-TOPK = "_topk"
-DIVERGENCES = ("forward_kl", "reverse_kl", f"forward_kl{TOPK}", f"reverse_kl{TOPK}")
-"""Distillation losses over the vocabulary; with the suffix TOPK, over the teacher's top-k tokens."""
+REC_CLIP_MODES = ("none", "one-side", "two-side", "ring")
+REC_WEIGHTS = ("none", "importance_sampling", "advantage")
+OTHER_LOSS = unread(POLICY_LOSSES, "loss_mode")
 
 
 @dataclass
@@ -224,18 +249,43 @@ class PolicyLossConfig:
 
     loss_mode: str = option("vanilla", choices=POLICY_LOSSES)
     """Policy loss. vanilla: PPO's clipped objective with a dual clip."""
-    clip_cov_ratio: float = option(0.0002, gt=0, le=1, no_effect=unread(POLICY_LOSSES, "loss_mode"))
+    clip_cov_ratio: float = option(0.0002, gt=0, le=1, no_effect=OTHER_LOSS)
     """clip_cov: fraction of the mini-batch's tokens whose gradient is dropped."""
-    clip_cov_lb: float = option(1.0, rule=FINITE, no_effect=unread(POLICY_LOSSES, "loss_mode"))
+    clip_cov_lb: float = option(1.0, rule=FINITE, no_effect=OTHER_LOSS)
     """clip_cov: lower bound of the covariance of log-probability and advantage for selected tokens."""
-    clip_cov_ub: float = option(5.0, rule=FINITE, no_effect=unread(POLICY_LOSSES, "loss_mode"))
+    clip_cov_ub: float = option(5.0, rule=FINITE, no_effect=OTHER_LOSS)
     """clip_cov: upper bound of that covariance."""
-    kl_cov_ratio: float = option(0.0002, gt=0, le=1, no_effect=unread(POLICY_LOSSES, "loss_mode"))
+    kl_cov_ratio: float = option(0.0002, gt=0, le=1, no_effect=OTHER_LOSS)
     """kl_cov: fraction of the mini-batch's tokens, those of highest covariance, that get a KL penalty."""
-    ppo_kl_coef: float = option(0.1, ge=0, no_effect=unread(POLICY_LOSSES, "loss_mode"))
+    ppo_kl_coef: float = option(0.1, ge=0, no_effect=OTHER_LOSS)
     """kl_cov: coefficient of that penalty."""
-    dro_beta: float | None = option(None, gt=0, no_effect=unread(POLICY_LOSSES, "loss_mode"))
+    dro_beta: float | None = option(None, gt=0, no_effect=OTHER_LOSS)
     """dro: weight of the squared log-ratio to the old policy; required with loss_mode=dro."""
+    topr_positive_weight: float = option(1.0, ge=0, no_effect=OTHER_LOSS)
+    """topr: weight of tokens with a positive advantage."""
+    topr_negative_weight: float = option(1.0, ge=0, no_effect=OTHER_LOSS)
+    """topr: weight of the others, times the ratio of their response."""
+    tis_lower_bound: float = option(0.0, ge=0, no_effect=OTHER_LOSS)
+    """tis: lower bound of the importance weight."""
+    tis_upper_bound: float = option(1.0, gt=0, no_effect=OTHER_LOSS)
+    """tis: upper bound of the importance weight."""
+    kimi15_tau: float = option(0.1, ge=0, no_effect=OTHER_LOSS)
+    """kimi15: weight of the squared log-ratio of whole responses to the old policy."""
+    opmd_tau: float = option(1.0, ge=0, no_effect=OTHER_LOSS)
+    """opmd: regularization; the loss is divided by 1 + this."""
+    sppo_epsilon: float = option(0.3, gt=0, no_effect=OTHER_LOSS)
+    """sppo: clip range of the ratio, from 1 / (1 + this) to 1 + this."""
+    rec_clip_mode: str = option("one-side", choices=REC_CLIP_MODES, no_effect=OTHER_LOSS)
+    """rec: tokens without a gradient. one-side: as PPO's clip; two-side: all outside of the clip range; ring:
+    two-side, but those far on the wrong side have one; none: no token."""
+    rec_weight: str = option("none", choices=REC_WEIGHTS, no_effect=OTHER_LOSS)
+    """rec: weight of a token. importance_sampling: its ratio; advantage: exp(advantage / rec_temp)."""
+    rec_temp: float = option(1.0, gt=0, no_effect=(OTHER_LOSS, unless("rec_weight", "advantage")))
+    """rec: temperature of the weights by advantage."""
+    rec_epsilon_low_prime: float = option(0.6, gt=0, no_effect=(OTHER_LOSS, unless("rec_clip_mode", "ring")))
+    """rec: the ring's outer bound below 1."""
+    rec_epsilon_high_prime: float = option(2.0, gt=0, no_effect=(OTHER_LOSS, unless("rec_clip_mode", "ring")))
+    """rec: the ring's outer bound above 1."""
 
 
 @dataclass
@@ -281,71 +331,6 @@ class BradleyTerryConfig:
 
     center_rewards_coefficient: float = option(0.0, ge=0)
     """Weight of the squared sum of a pair's scores in the loss, which keeps scores around 0."""
-
-
-@dataclass
-class DistillationLossConfig:
-    """The distillation loss."""
-
-    loss_mode: str = option(
-        "k3", choices=(*KL_ESTIMATORS, *(f"{name}+" for name in KL_ESTIMATORS), *DIVERGENCES)
-    )
-    """Estimator of the KL from the policy to the teacher, on the sampled tokens (a trailing + uses k2's
-    gradient, which is that of the KL); or the divergence over the whole vocabulary, forward_kl from the
-    teacher to the policy or reverse_kl the other way; or over the teacher's top-k tokens, forward_kl_topk and
-    reverse_kl_topk."""
-    topk: int = option(
-        32,
-        ge=1,
-        no_effect=no_effect_when(
-            lambda s: not s.loss_mode.endswith(TOPK),
-            f"only {{s}}.loss_mode=forward_kl{TOPK} and reverse_kl{TOPK} read it",
-            f"{{s}}.loss_mode=forward_kl{TOPK}",
-        ),
-    )
-    """Top-k: number of the teacher's most probable tokens compared at each position; all others count as one
-    bucket."""
-    log_prob_min_clamp: float | None = option(
-        None,
-        lt=0,
-        no_effect=no_effect_when(
-            lambda s: s.loss_mode not in DIVERGENCES,
-            f"only {{s}}.loss_mode={listed(DIVERGENCES, 'and')} read it",
-            f"{{s}}.loss_mode={DIVERGENCES[0]}",
-        ),
-    )
-    """Lower clamp of both models' log-probabilities in divergences over the vocabulary; null: none."""
-    distillation_loss_coef: float = option(1.0, ge=0)
-    """Coefficient of the estimate or divergence."""
-    loss_max_clamp: float | None = option(None, gt=0)
-    """Clamp on the magnitude of a token's estimate or divergence; null: none."""
-    use_policy_gradient: bool = False
-    """Take the negative estimate as each token's advantage instead of adding its gradient to the loss."""
-    use_task_rewards: bool = True
-    """Learn from the rewards as well; false: from the teachers only."""
-
-    @property
-    def over_vocabulary(self) -> bool:
-        """Whether the loss compares more than the sampled tokens."""
-        return self.loss_mode in DIVERGENCES
-
-    @property
-    def most_tokens(self) -> int | None:
-        """Number of teacher tokens that such a loss compares; None: the whole vocabulary."""
-        return self.topk if self.loss_mode.endswith(TOPK) else None
-
-
-@dataclass
-class DistillationConfig:
-    """On-policy distillation: the policy's samples, judged token by token by larger models."""
-
-    enabled: bool = option(False, switch=Switch(off=False, remedy="{s}.enabled=true"))
-    """Enable distillation."""
-    teachers: dict[str, Any] = field(default_factory=dict)
-    """Directories of the teachers by the data source that each is for; default is for all others:
-    {default: path}. They have the policy's vocabulary and share the actor's devices; memory estimates do not
-    count them."""
-    distillation_loss: DistillationLossConfig = field(default_factory=DistillationLossConfig)
 
 
 @dataclass
@@ -517,6 +502,11 @@ class AlgorithmConfig:
     is alpha, in the paper 0.05; null: lam for responses of any length."""
     norm_adv_by_std_in_grpo: bool = option(True, no_effect=unread(ESTIMATORS, "adv_estimator"))
     """Divide GRPO's advantages by the group's standard deviation; false is Dr. GRPO."""
+    opmd_tau: float = option(1.0, gt=0, no_effect=unread(ESTIMATORS, "adv_estimator"))
+    """opmd: temperature of the baseline, which for a small one is near the group's best score and for a large
+    one near its mean."""
+    asymre_baseline_shift: float = option(-0.1, rule=FINITE, no_effect=unread(ESTIMATORS, "adv_estimator"))
+    """asymre: added to the group's mean as the baseline; below 0, good samples count for more."""
     gdpo_reward_keys: list[str] | None = option(None, no_effect=ONE_REWARD)
     """Names of the reward function's numbers that GDPO normalizes separately."""
     gdpo_reward_weights: list[float] | None = option(None, no_effect=ONE_REWARD)

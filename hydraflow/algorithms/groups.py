@@ -49,6 +49,27 @@ def centred_by_weight(scores: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
     return raised - means[index]
 
 
+def group_best(scores: Tensor, ids: Tensor) -> Tensor:
+    """The highest score (B,) of each row's group.
+
+    >>> group_best(torch.tensor([1.0, 5.0, 2.0]), torch.tensor([0, 0, 7])).tolist()
+    [5.0, 5.0, 2.0]
+    """
+    _, index = torch.unique(ids, return_inverse=True)
+    lowest = scores.new_full((int(index.max()) + 1 if len(index) else 0,), -torch.inf)
+    return lowest.scatter_reduce(0, index, scores, reduce="amax")[index]
+
+
+def group_sums(column: Tensor, ids: Tensor) -> Tensor:
+    """The sum (B,) of a column (B,) over each row's group.
+
+    >>> group_sums(torch.tensor([1.0, 5.0, 2.0]), torch.tensor([0, 0, 7])).tolist()
+    [6.0, 6.0, 2.0]
+    """
+    _, index, counts = torch.unique(ids, return_inverse=True, return_counts=True)
+    return column.new_zeros(len(counts)).index_add(0, index, column)[index]
+
+
 def _raised(scores: Tensor, ids: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """The group (B,) of each row, numbered from 0; the size of each group (G,); and the scores (B,), shifted
     so that each group's lowest is 0.

@@ -13,7 +13,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from hydraflow.algorithms.groups import group_scores
+from hydraflow.algorithms.groups import group_best, group_scores, group_sums
 
 
 @torch.no_grad()
@@ -29,12 +29,9 @@ def grpo_passk(
     [0.0, 2.0, 0.0, 0.0, 0.0]
     """
     group = group_scores(scores, group_ids)
-    _, index = torch.unique(group_ids, return_inverse=True)
-    lowest = scores.new_full((int(index.max()) + 1 if len(index) else 0,), -torch.inf)
-    best = lowest.scatter_reduce(0, index, scores, reduce="amax")[index]  # (B,)
-    is_best = scores == best
-    shares = torch.zeros_like(lowest).index_add(0, index, is_best.to(scores.dtype))[index]
-    second = lowest.scatter_reduce(0, index, scores.masked_fill(is_best, -torch.inf), reduce="amax")[index]
+    is_best = scores == group_best(scores, group_ids)
+    shares = group_sums(is_best.to(scores.dtype), group_ids)
+    second = group_best(scores.masked_fill(is_best, -torch.inf), group_ids)
     wins = is_best & (shares == 1) & (group.size > 1)
     advantages = torch.where(wins, scores - second, 0.0)
     return advantages / (group.std + eps) if norm_adv_by_std_in_grpo else advantages

@@ -123,11 +123,14 @@ def _dro_has_its_weight(config: PPOConfig) -> Iterator[Problem]:
         yield Problem(key, "null", rule, f"{key}=0.1")
 
 
-def _covariance_bounds_are_in_order(config: PPOConfig) -> Iterator[Problem]:
+def _bounds_of_the_loss_are_in_order(config: PPOConfig) -> Iterator[Problem]:
     chosen, key = config.actor_rollout_ref.actor.policy_loss, "actor_rollout_ref.actor.policy_loss"
     if chosen.loss_mode == "clip_cov" and chosen.clip_cov_lb >= chosen.clip_cov_ub:
         rule = f"must be below clip_cov_ub={chosen.clip_cov_ub:g}: no token would be chosen"
         yield Problem(f"{key}.clip_cov_lb", chosen.clip_cov_lb, rule, f"{key}.clip_cov_lb=1.0")
+    if chosen.loss_mode == "tis" and chosen.tis_lower_bound >= chosen.tis_upper_bound:
+        rule = f"must be below tis_upper_bound={chosen.tis_upper_bound:g}: all weights would be the same"
+        yield Problem(f"{key}.tis_lower_bound", chosen.tis_lower_bound, rule, f"{key}.tis_lower_bound=0.0")
 
 
 def _entropy_bounds_are_in_order(config: PPOConfig) -> Iterator[Problem]:
@@ -534,7 +537,7 @@ CROSS_RULES: dict[type, tuple[Callable[[Any], Iterator[Problem]], ...]] = {
         _training_samples,
         _values_come_from_a_critic,
         _dro_has_its_weight,
-        _covariance_bounds_are_in_order,
+        _bounds_of_the_loss_are_in_order,
         _entropy_bounds_are_in_order,
         _several_rewards_are_named,
         _the_actor_computes_what_a_baseline_needs,

@@ -20,7 +20,7 @@ from hydraflow.algorithms.config import (
     is_corrected,
 )
 from hydraflow.algorithms.correction import Correction, Rejection, Weighting
-from hydraflow.algorithms.distillation import Distillation
+from hydraflow.algorithms.distillation.terms import Distillation
 from hydraflow.algorithms.shaping import OverlongBuffer
 from hydraflow.batch_plan.layout import Devices, Layout
 from hydraflow.batch_plan.resolve import BatchPlan

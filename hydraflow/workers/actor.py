@@ -20,7 +20,7 @@ from hydraflow.algorithms.aggregate import Denominators
 from hydraflow.algorithms.config import POLICY_LOSSES, Loss, OldFrom
 from hydraflow.algorithms.correction import Correction
 from hydraflow.algorithms.diagnostics import probs_diff_name
-from hydraflow.algorithms.distillation import Distillation
+from hydraflow.algorithms.distillation.terms import Distillation
 from hydraflow.batch_plan.parts import MicroPlan, RolePlan
 from hydraflow.batch_plan.replay import replay_problems
 from hydraflow.device import device_identity, resolve_dtype, return_memory

@@ -16,7 +16,7 @@ import torch
 from hydraflow.algorithms.advantages import estimate_advantages
 from hydraflow.algorithms.config import ESTIMATORS, AlgorithmConfig, compares_groups
 from hydraflow.algorithms.diagnostics import probs_diff_name, rollout_probs_diff
-from hydraflow.algorithms.distillation import Distillation
+from hydraflow.algorithms.distillation.terms import Distillation
 from hydraflow.algorithms.groups import group_scores
 from hydraflow.algorithms.kl import kl_penalty
 from hydraflow.algorithms.kl_control import make_kl_controller

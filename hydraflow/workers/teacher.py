@@ -3,7 +3,7 @@
 In: trajectories. Out: `teacher_log_probs` of the sampled tokens, for KL estimates; or, for divergences over
 the vocabulary, `target_tokens` and `teacher_top_log_probs`: at each position the sampled token, for the
 policy loss, followed by the teacher's top-k. Only ids that the policy's output has are included: models of
-one family pad their vocabularies differently. Left out on purpose: divergences (`algorithms/divergence.py`).
+one family pad their vocabularies differently. Left out on purpose: divergences (`algorithms/distillation`).
 """
 
 from __future__ import annotations

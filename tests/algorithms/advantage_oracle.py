@@ -187,6 +187,22 @@ def of_success_rate(step: Step, row: int) -> float:
     return (score - mean) / mean if mean > 0 else 0.0
 
 
+def less_the_price_of_reach(step: Step, row: int) -> float:
+    """With the temperature 1."""
+    score, others = of_group(step, row)
+    return score - math.log(np.mean(np.exp([score, *others]))) if others else score
+
+
+def less_a_lower_mean(step: Step, row: int) -> float:
+    return less_the_mean(step, row) + 0.1 if of_group(step, row)[1] else step.scores[row]
+
+
+def share_of_the_best(step: Step, row: int) -> float:
+    score, others = of_group(step, row)
+    best = [one for one in (score, *others) if one == max(score, *others, -math.inf)]
+    return 1 / len(best) if score in best and len(best) < 1 + len(others) else 0.0
+
+
 OF_ROW = {
     "grpo": group_relative,
     "grpo_vectorized": group_relative,
@@ -197,6 +213,9 @@ OF_ROW = {
     "opo": less_the_mean_by_tokens,
     "gpg": policy_gradient_of_groups,
     "maxrl": of_success_rate,
+    "opmd": less_the_price_of_reach,
+    "asymre": less_a_lower_mean,
+    "raft": share_of_the_best,
     "gdpo": lambda step, row: sum_of_comparisons(step, row, group_relative),
 }
 """Estimators of one number for each row."""

@@ -10,8 +10,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hydraflow.algorithms.config import DIVERGENCES, TOPK, DistillationLossConfig
-from hydraflow.algorithms.distillation import Distillation
+from hydraflow.algorithms.distillation.config import DIVERGENCES, TOPK, DistillationLossConfig
+from hydraflow.algorithms.distillation.terms import Distillation
 
 V = 7
 
@@ -42,9 +42,17 @@ def by_hand(mode: str, policy: torch.Tensor, teacher: torch.Tensor, most: int) -
             buckets.append((sum(p[j] for j in others), sum(q[j] for j in others)))
         if mode.startswith("forward"):
             found.append(sum(b * (b.log() - a.log()) for a, b in buckets))
+        elif mode.startswith("jsd"):
+            found.append(sum(jensen_shannon(a, b) for a, b in buckets))
         else:
             found.append(sum(a * (a.log() - b.log()) for a, b in buckets))
     return found
+
+
+def jensen_shannon(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """A bucket's part, each side to the middle of both."""
+    middle = (a + b) / 2
+    return 0.5 * a * (a / middle).log() + 0.5 * b * (b / middle).log()
 
 
 @pytest.mark.parametrize("most", [1, 3, V - 1, V])
@@ -60,11 +68,21 @@ def test_values_and_gradients_are_those_of_the_formula(mode: str, most: int) -> 
 
 
 @settings(deadline=None, max_examples=50)
-@given(seed=st.integers(0, 10_000), most=st.integers(1, V), mode=st.sampled_from(DIVERGENCES))
+@given(seed=st.integers(0, 10_000), most=st.integers(1, V), mode=st.sampled_from(list(DIVERGENCES)))
 def test_is_never_negative_and_at_most_that_of_the_whole_vocabulary(seed: int, most: int, mode: str) -> None:
     policy, teacher = distributions(seed)
     few, all_of_it = (divergence(mode, policy, teacher, number) for number in (most, V))
     assert bool((few >= -1e-12).all() and (few <= all_of_it + 1e-12).all())
+
+
+def test_jsd_lies_between_both_and_has_a_bound() -> None:
+    """Near 0 and 1 the share of the teacher makes it either KL, and at 1/2 it is at most log 2."""
+    policy, teacher = distributions(seed=2)
+    for mode, beta in (("forward_kl", 1e-7), ("reverse_kl", 1 - 1e-7)):
+        found = divergence("jsd", policy, teacher, V, jsd_beta=beta) / min(beta, 1 - beta)
+        torch.testing.assert_close(found, divergence(mode, policy, teacher, V), rtol=0, atol=1e-5)
+    apart = torch.tensor([[1.0, 1e-12]], dtype=torch.float64).log()
+    assert divergence("jsd", apart, apart.flip(1), 2).item() == pytest.approx(math.log(2), abs=1e-9)
 
 
 @pytest.mark.parametrize("most", [1, 3, V])

@@ -38,7 +38,7 @@ def test_every_choice_has_its_source_its_file_its_oracle_and_what_it_learned(
     page, listed = (DOCS / f"{name}.md").read_text(), set[str]()
     [before] = re.findall(r"after (?:its first )?50 steps, from\s([0-9.]+) %", page)
     for first, _, source, file, *_, apart, learned in rows_of(page):
-        names = re.findall(r"`([a-z_]+)`", first)
+        names = re.findall(r"`([a-z0-9_]+)`", first)
         modules = {f"`{table[one].where.rpartition('.')[2].partition(':')[0]}.py`" for one in names}
         assert {file} == modules and "](https://" in source
         # another processor adds up in another order

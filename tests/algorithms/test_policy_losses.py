@@ -1,6 +1,7 @@
 """Every policy loss against its plain twin in float64, what some of them claim, and the choice of tokens
 over a mini-batch."""
 
+import functools
 import math
 import threading
 
@@ -14,10 +15,10 @@ from workers import naive
 
 from hydraflow.algorithms.actor_loss import ActorLoss
 from hydraflow.algorithms.aggregate import Denominators
-from hydraflow.algorithms.config import POLICY_LOSSES
+from hydraflow.algorithms.config import POLICY_LOSSES, REC_CLIP_MODES, REC_WEIGHTS
 from hydraflow.algorithms.correction import Correction, Weighting
 from hydraflow.algorithms.covariance import covariances, moments
-from hydraflow.algorithms.policy_loss import vanilla
+from hydraflow.algorithms.policy_loss import PolicyLoss, vanilla
 from hydraflow.algorithms.token_terms import TokenInputs
 from hydraflow.protocol import ragged
 from hydraflow.protocol.batch import DataProto
@@ -38,7 +39,7 @@ def make_tokens(seed: int, rows: int = 6, length: int = 7) -> TokenInputs:
     return TokenInputs(kept[0].requires_grad_(), kept[1], kept[2], mask.long(), chosen)
 
 
-def plain_gradient(name: str, tokens: TokenInputs) -> torch.Tensor:
+def plain_gradient(twin, tokens: TokenInputs) -> torch.Tensor:
     """Of the sum of the twin's losses."""
     gradient = torch.zeros_like(tokens.log_probs)
     for i in range(len(gradient)):
@@ -49,19 +50,24 @@ def plain_gradient(name: str, tokens: TokenInputs) -> torch.Tensor:
         ]
         chosen = [bool(tokens.chosen[i, t]) for t in places]
         if now:
-            total = sum(naive.POLICY[name](now, *others, chosen), sum(0 * logp for logp in now))
+            total = sum(twin(now, *others, chosen), sum(0 * logp for logp in now))
             gradient[i, places] = torch.stack(torch.autograd.grad(total, now))
     return gradient
 
 
 def oracle_difference(name: str) -> float:
+    """The largest difference of its gradient from its twin's, with the defaults of its keys."""
+    return difference(policy_loss(name), naive.POLICY[name])
+
+
+def difference(loss: PolicyLoss, twin) -> float:
     """The largest difference of a gradient from the twin's over five draws of tokens."""
     worst = 0.0
     for seed in range(5):
         tokens = make_tokens(seed)
-        terms = policy_loss(name)(tokens)
+        terms = loss(tokens)
         (terms.loss * tokens.mask).sum().backward()
-        wanted = plain_gradient(name, tokens)
+        wanted = plain_gradient(twin, tokens)
         worst = max(worst, (tokens.log_probs.grad - wanted).abs().max().item())
         assert all(
             stat.shape == tokens.mask.shape and not stat.requires_grad for stat in terms.stats.values()
@@ -74,9 +80,9 @@ def test_gradients_are_those_of_the_plain_twin(name):
     assert oracle_difference(name) < 1e-13
 
 
-@pytest.mark.parametrize("name", sorted(set(POLICY_LOSSES) - {"dro", "kl_cov"}))
+@pytest.mark.parametrize("name", sorted(set(POLICY_LOSSES) - {"dro", "kimi15", "kl_cov"}))
 def test_no_gradient_without_an_advantage(name):
-    """DRO and KL-Cov pull towards the old policy besides."""
+    """These three pull towards the old policy besides."""
     tokens = make_tokens(1)
     still = TokenInputs(
         tokens.log_probs, tokens.old_log_probs, tokens.advantages * 0, tokens.mask, tokens.chosen
@@ -85,9 +91,9 @@ def test_no_gradient_without_an_advantage(name):
     assert tokens.log_probs.grad.abs().max() == 0
 
 
-@pytest.mark.parametrize("name", sorted(set(POLICY_LOSSES) - {"clip_cov"}))
+@pytest.mark.parametrize("name", sorted(set(POLICY_LOSSES) - {"clip_cov", "opmd"}))
 def test_at_the_old_policy_the_gradient_is_the_policy_gradients(name):
-    """-A of every token; a mean over the row, for the geometric mean."""
+    """-A of every token; a mean over the row, for the geometric mean. OPMD's is divided."""
     tokens = make_tokens(2)
     row = TokenInputs(
         tokens.log_probs,
@@ -98,6 +104,47 @@ def test_at_the_old_policy_the_gradient_is_the_policy_gradients(name):
     )
     policy_loss(name)(row).loss.sum().backward()
     assert torch.allclose(tokens.log_probs.grad, -row.advantages, rtol=0, atol=1e-14)
+
+
+@pytest.mark.parametrize("weight", REC_WEIGHTS)
+@pytest.mark.parametrize("clip_mode", REC_CLIP_MODES)
+def test_rec_with_every_clip_and_weight(clip_mode, weight):
+    def twin(*given):
+        return naive.rec(*given, clip_mode=clip_mode, weight=weight)
+
+    assert difference(policy_loss("rec", rec_clip_mode=clip_mode, rec_weight=weight), twin) < 1e-13
+
+
+def test_rec_on_one_side_with_importance_sampling_is_ppos_clip():
+    found = policy_loss("rec", rec_weight="importance_sampling")
+    clip = functools.partial(vanilla, clip_ratio_low=0.2, clip_ratio_high=0.2, clip_ratio_c=1e9)
+    gradients = []
+    for loss in (found, clip):
+        tokens = make_tokens(5)
+        (loss(tokens).loss * tokens.mask).sum().backward()
+        gradients.append(tokens.log_probs.grad)
+    torch.testing.assert_close(*gradients, rtol=0, atol=1e-14)
+
+
+def test_topr_weighs_good_and_bad_examples():
+    """Twice and half of what the twin says."""
+
+    def twin(now, old, advantages, chosen):
+        return [
+            loss * (2.0 if a > 0 else 0.5)
+            for loss, a in zip(naive.topr(now, old, advantages, chosen), advantages)
+        ]
+
+    assert difference(policy_loss("topr", topr_positive_weight=2.0, topr_negative_weight=0.5), twin) < 1e-13
+
+
+def test_kimi15_squares_the_log_ratio_of_the_whole_response():
+    """In value, too: the row's losses sum to the paper's."""
+    tokens = make_tokens(6)
+    gap = ((tokens.log_probs - tokens.old_log_probs) * tokens.mask).sum(1)
+    wanted = 0.15 * gap**2 - (tokens.advantages * tokens.log_probs).sum(1)
+    found = (policy_loss("kimi15", kimi15_tau=0.3)(tokens).loss * tokens.mask).sum(1)
+    torch.testing.assert_close(found, wanted, rtol=0, atol=1e-13)
 
 
 def test_gspo_has_the_gradient_of_its_sequence_form():

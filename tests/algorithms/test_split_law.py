@@ -18,16 +18,15 @@ from hydraflow import metrics
 from hydraflow.algorithms.actor_loss import ActorLoss
 from hydraflow.algorithms.aggregate import LOSS_AGG_MODES, Denominators
 from hydraflow.algorithms.config import (
-    DIVERGENCES,
     POLICY_LOSSES,
     REJECTION_RULES,
     ROLLOUT_IS_LEVELS,
-    DistillationLossConfig,
     PolicyLossConfig,
 )
 from hydraflow.algorithms.correction import Correction, Rejection, Weighting
 from hydraflow.algorithms.critic_loss import ValueLoss
-from hydraflow.algorithms.distillation import Distillation
+from hydraflow.algorithms.distillation.config import DIVERGENCES, DistillationLossConfig
+from hydraflow.algorithms.distillation.terms import Distillation
 from hydraflow.algorithms.kl import KL_ESTIMATORS
 from hydraflow.algorithms.reinforce import reinforce
 from hydraflow.algorithms.sft_loss import SFTLoss

@@ -13,11 +13,11 @@ from hydraflow.algorithms.config import (
     POLICY_LOSSES,
     PREFERENCE_LOSSES,
     REJECTION_RULES,
-    DistillationLossConfig,
     KLControlConfig,
     bounded_rules,
     listed_in,
 )
+from hydraflow.algorithms.distillation.config import DIVERGENCES, DistillationLossConfig
 from hydraflow.compose.keys import known_keys
 from hydraflow.compose.rules import problems
 from hydraflow.data.config import PromptConfig, SFTDataConfig
@@ -117,7 +117,7 @@ def test_a_number_without_an_upper_limit_is_still_finite():
 
 def test_choices_are_those_that_the_code_offers():
     """The configuration loads no torch; where it has names only, they are those of the code's tables."""
-    from hydraflow.algorithms import aggregate, divergence, kl, kl_control
+    from hydraflow.algorithms import aggregate, kl, kl_control
     from hydraflow.data import conversations, prompts
     from hydraflow.engine import optim
     from hydraflow.tracking import trackers
@@ -126,7 +126,7 @@ def test_choices_are_those_that_the_code_offers():
         (KLControlConfig, "type"): kl_control.KL_CONTROLLERS,
         (ActorConfig, "loss_agg_mode"): aggregate.LOSS_AGG_MODES,
         (ActorConfig, "kl_loss_type"): kl.KL_ESTIMATORS,
-        (DistillationLossConfig, "loss_mode"): kl.KL_ESTIMATORS | divergence.DIVERGENCES,
+        (DistillationLossConfig, "loss_mode"): kl.KL_ESTIMATORS | DIVERGENCES,
         (OptimConfig, "lr_scheduler_type"): optim.SCHEDULES,
         (PromptConfig, "truncation"): prompts.TRUNCATIONS,
         (SFTDataConfig, "truncation"): conversations.TRUNCATIONS,
@@ -143,6 +143,7 @@ def test_choices_are_those_that_the_code_offers():
         (ESTIMATORS, PPOConfig),
         (POLICY_LOSSES, PPOConfig),
         (PREFERENCE_LOSSES, DPOConfig),
+        (DIVERGENCES, PPOConfig),
         (TRAIN_ENGINES, PPOConfig),
         (GENERATION_ENGINES, PPOConfig),
     ],
@@ -171,6 +172,10 @@ def test_keys_of_the_actors_loss_that_depend_on_each_other():
     actor.policy_loss.loss_mode, actor.policy_loss.clip_cov_lb = "clip_cov", 5.0
     assert [problem.field for problem in problems(config)] == [f"{key}.policy_loss.clip_cov_lb"]
     actor.policy_loss.clip_cov_ub = 6.0
+    assert problems(config) == []
+    actor.policy_loss.loss_mode, actor.policy_loss.tis_lower_bound = "tis", 1.0
+    assert [problem.field for problem in problems(config)] == [f"{key}.policy_loss.tis_lower_bound"]
+    actor.policy_loss.tis_upper_bound = 2.0
     actor.adaptive_entropy.min_ent_coef = 1.0
     assert problems(config) == [], "it is not enabled"
     actor.adaptive_entropy.enabled = True

@@ -13,8 +13,8 @@ from engine import megatron_jobs, rank_jobs
 from engine.megatron_models import SIZES
 
 from hydraflow import metrics
-from hydraflow.algorithms.config import DistillationLossConfig
-from hydraflow.algorithms.distillation import Distillation
+from hydraflow.algorithms.distillation.config import DistillationLossConfig
+from hydraflow.algorithms.distillation.terms import Distillation
 from hydraflow.engine.base import StepOptions
 from hydraflow.engine.megatron.engine import MegatronEngine
 from hydraflow.models.ask import Ask

@@ -139,6 +139,57 @@ def topr(now: list[Tensor], old: list[float], advantages: list[float], chosen: l
     return [-a * (1.0 if a > 0 else min(whole, 1.0)) * logp for logp, a in zip(now, advantages)]
 
 
+def tis(now: list[Tensor], old: list[float], advantages: list[float], chosen: list[bool]) -> list[Tensor]:
+    losses = []
+    for logp, before, advantage in zip(now, old, advantages):
+        losses.append(-advantage * min(math.exp(logp.item() - before), 1.0) * logp)
+    return losses
+
+
+def kimi15(now: list[Tensor], old: list[float], advantages: list[float], chosen: list[bool]) -> list[Tensor]:
+    """The paper's objective has one term for the whole response; the sum of these is that."""
+    whole = sum(logp - before for logp, before in zip(now, old))
+    return [0.1 / 2 * whole**2 / len(now) - a * logp for logp, a in zip(now, advantages)]
+
+
+def opmd(now: list[Tensor], old: list[float], advantages: list[float], chosen: list[bool]) -> list[Tensor]:
+    return [-advantage * logp / 2 for logp, advantage in zip(now, advantages)]
+
+
+def sppo(now: list[Tensor], old: list[float], advantages: list[float], chosen: list[bool]) -> list[Tensor]:
+    losses = []
+    for logp, before, advantage in zip(now, old, advantages):
+        ratio = (logp - before).exp()
+        near = ratio if 1 / 1.3 <= ratio <= 1.3 else ratio.detach().clamp(1 / 1.3, 1.3)
+        losses.append(-advantage * near.log() + 0 * logp)
+    return losses
+
+
+def rec(
+    now: list[Tensor],
+    old: list[float],
+    advantages: list[float],
+    chosen: list[bool],
+    *,
+    clip_mode: str = "one-side",
+    weight: str = "none",
+) -> list[Tensor]:
+    """With the ring's outer bounds at 1 - 0.6 and 1 + 2, and the temperature 1."""
+    losses = []
+    for logp, before, advantage in zip(now, old, advantages):
+        ratio = math.exp(logp.item() - before)
+        within, rewarded = 0.8 <= ratio <= 1.2, advantage > 0
+        keep = {
+            "none": True,
+            "one-side": ratio <= 1.2 if rewarded else ratio >= 0.8,
+            "two-side": within,
+            "ring": within or (ratio <= 0.4 if rewarded else ratio >= 3.0),
+        }[clip_mode]
+        factor = {"none": 1.0, "importance_sampling": ratio, "advantage": math.exp(advantage)}[weight]
+        losses.append(-advantage * factor * keep * logp)
+    return losses
+
+
 def clip_cov(
     now: list[Tensor], old: list[float], advantages: list[float], chosen: list[bool]
 ) -> list[Tensor]:
@@ -175,6 +226,11 @@ POLICY: dict[str, Callable[[list[Tensor], list[float], list[float], list[bool]],
     "dppo_kl": partial(dppo, binary_kl),
     "dro": dro,
     "topr": topr,
+    "tis": tis,
+    "kimi15": kimi15,
+    "opmd": opmd,
+    "sppo": sppo,
+    "rec": rec,
     "clip_cov": clip_cov,
     "kl_cov": kl_cov,
 }

@@ -15,10 +15,10 @@ from workers.by_hand import process
 from hydraflow.algorithms.config import (
     ESTIMATORS,
     AlgorithmConfig,
-    DistillationLossConfig,
     KLControlConfig,
 )
-from hydraflow.algorithms.distillation import Distillation
+from hydraflow.algorithms.distillation.config import DistillationLossConfig
+from hydraflow.algorithms.distillation.terms import Distillation
 from hydraflow.algorithms.shaping import OverlongBuffer
 from hydraflow.protocol import ragged
 from hydraflow.protocol.batch import DataProto

@@ -3,6 +3,8 @@ bucket for all others (Agarwal et al. 2024, https://arxiv.org/abs/2306.13649).
 
     forward   KL(teacher || policy) = sum_j q_j (log q_j - log p_j)     covers all that the teacher does
     reverse   KL(policy || teacher) = sum_j p_j (log p_j - log q_j)     keeps to what the teacher does
+    jsd       b KL(teacher || m) + (1 - b) KL(policy || m), m = b q + (1 - b) p     in between, never above
+              -b log b - (1 - b) log(1 - b)
 
 p and q are the probabilities of the K tokens, and of the bucket: 1 - their sum. With the bucket both are
 divergences of distributions: never negative, at most that over the whole vocabulary, and without a gradient
@@ -15,7 +17,7 @@ purpose: which tokens (`workers/teacher.py`).
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
 
 import torch
 from torch import Tensor
@@ -31,13 +33,15 @@ def reverse(policy: Tensor, teacher: Tensor) -> Tensor:
     return (policy.exp() * (policy - teacher)).sum(-1)
 
 
-DIVERGENCES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
-    "forward_kl": forward,
-    "forward_kl_topk": forward,
-    "reverse_kl": reverse,
-    "reverse_kl_topk": reverse,
-}
-"""Values of `distillation_loss.loss_mode` over the vocabulary, and over top-k tokens."""
+def jensen_shannon(policy: Tensor, teacher: Tensor, *, jsd_beta: float) -> Tensor:
+    """The generalized Jensen-Shannon divergence over the last dimension.
+
+    >>> policy, teacher = torch.tensor([0.5, 0.5]).log(), torch.tensor([1.0, 0.0]).log()
+    >>> jensen_shannon(policy, teacher.clamp(min=-100), jsd_beta=0.5)  # m = 3/4, 1/4
+    tensor(0.2158)
+    """
+    mixture = torch.logaddexp(teacher + math.log(jsd_beta), policy + math.log1p(-jsd_beta))
+    return jsd_beta * forward(mixture, teacher) + (1 - jsd_beta) * reverse(policy, mixture)
 
 
 def with_rest(log_probs: Tensor) -> Tensor:

@@ -12,11 +12,13 @@ mean of k grad log p lacks the mean of grad k: that of k3 is of second order whe
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
 
 from torch import Tensor
 
-from hydraflow.algorithms.config import DistillationLossConfig
-from hydraflow.algorithms.divergence import DIVERGENCES, with_rest
+from hydraflow.algorithms.distillation.config import DIVERGENCES, DistillationLossConfig
+from hydraflow.algorithms.distillation.divergence import with_rest
 from hydraflow.algorithms.kl import KL_ESTIMATORS
 
 
@@ -59,12 +61,16 @@ class Distillation:
         both = [with_rest(one) for one in (policy, teacher)]
         if (least := self.config.log_prob_min_clamp) is not None:
             both = [one.clamp(min=least) for one in both]
-        return self._limited(DIVERGENCES[self.config.loss_mode](*both))
+        return self._limited(self._divergence(*both))
 
     def advantages(self, task: Tensor, logp: Tensor, teacher: Tensor) -> Tensor:
         """The advantages plus the negative estimates; the task's own are dropped if task rewards do not
         count."""
         return (task if self.task_rewards else 0.0 * task) - self.terms(logp, teacher)
+
+    @cached_property
+    def _divergence(self) -> Any:
+        return DIVERGENCES[self.config.loss_mode].bound(self.config)
 
     def _limited(self, estimate: Tensor) -> Tensor:
         if (limit := self.config.loss_max_clamp) is not None:

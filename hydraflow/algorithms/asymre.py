@@ -1,0 +1,31 @@
+"""Asymmetric REINFORCE, AsymRE (Arnal et al. 2025, https://arxiv.org/abs/2506.20520): a baseline below the
+mean.
+
+    A = score - (mean of the group + asymre_baseline_shift)
+
+With a shift below 0 good samples count for more than bad ones, which keeps the policy from collapsing where
+samples are of an older policy; every sample pulls a little towards the policy that it came from, also in a
+group of equal scores. A group of one has nothing to compare with: its advantage is its score, as in GRPO. The
+paper's loss is `gpg`'s.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from hydraflow.algorithms.groups import group_scores
+
+
+@torch.no_grad()
+def asymre(scores: Tensor, *, group_ids: Tensor, asymre_baseline_shift: float) -> Tensor:
+    """Advantages (B,) of trajectories with these scores (B,).
+
+    `group_ids`: (B,) integer, equal for the trajectories of one prompt.
+
+    >>> scores, ids = torch.tensor([1.0, 3.0]), torch.tensor([7, 7])
+    >>> asymre(scores, group_ids=ids, asymre_baseline_shift=-0.5).tolist()
+    [-0.5, 1.5]
+    """
+    group = group_scores(scores, group_ids)
+    return torch.where(group.size == 1, scores, group.centred - asymre_baseline_shift)

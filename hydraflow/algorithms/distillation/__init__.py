@@ -1,0 +1,1 @@
+"""On-policy distillation: the pull of teachers on the policy."""

@@ -1,0 +1,86 @@
+"""Configuration of on-policy distillation. Standard library only."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from hydraflow.algorithms.config import KL_ESTIMATORS
+from hydraflow.options import Implementation, Switch, listed, no_effect_when, option, unread
+
+TOPK = "_topk"
+_OVER_VOCABULARY = {
+    "forward_kl": Implementation("hydraflow.algorithms.distillation.divergence:forward"),
+    "reverse_kl": Implementation("hydraflow.algorithms.distillation.divergence:reverse"),
+    "jsd": Implementation("hydraflow.algorithms.distillation.divergence:jensen_shannon", reads=("jsd_beta",)),
+}
+DIVERGENCES = _OVER_VOCABULARY | {name + TOPK: found for name, found in _OVER_VOCABULARY.items()}
+"""Distillation losses over the vocabulary; with the suffix TOPK, over the teacher's top-k tokens. `reads` are
+keys of `distillation_loss`."""
+
+NO_DIVERGENCE = no_effect_when(
+    lambda s: s.loss_mode not in DIVERGENCES,
+    f"only {{s}}.loss_mode={listed(DIVERGENCES, 'and')} read it",
+    "{s}.loss_mode=forward_kl",
+)
+
+
+@dataclass
+class DistillationLossConfig:
+    """The distillation loss."""
+
+    loss_mode: str = option(
+        "k3", choices=(*KL_ESTIMATORS, *(f"{name}+" for name in KL_ESTIMATORS), *DIVERGENCES)
+    )
+    """Estimator of the KL from the policy to the teacher, on the sampled tokens (a trailing + uses k2's
+    gradient, which is that of the KL); or the divergence over the whole vocabulary, forward_kl from the
+    teacher to the policy, reverse_kl the other way, or jsd between the two; or over the teacher's top-k
+    tokens, with the suffix _topk."""
+    topk: int = option(
+        32,
+        ge=1,
+        no_effect=no_effect_when(
+            lambda s: not s.loss_mode.endswith(TOPK),
+            f"only {{s}}.loss_mode={listed([name for name in DIVERGENCES if name.endswith(TOPK)], 'and')}"
+            " read it",
+            f"{{s}}.loss_mode=forward_kl{TOPK}",
+        ),
+    )
+    """Top-k: number of the teacher's most probable tokens compared at each position; all others count as one
+    bucket."""
+    jsd_beta: float = option(0.5, gt=0, lt=1, no_effect=(unread(DIVERGENCES, "loss_mode"), NO_DIVERGENCE))
+    """jsd: the teacher's share of the mixture with which both are compared. Near 0 the divergence is
+    forward_kl times this, near 1 reverse_kl times the rest."""
+    log_prob_min_clamp: float | None = option(None, lt=0, no_effect=NO_DIVERGENCE)
+    """Lower clamp of both models' log-probabilities in divergences over the vocabulary; null: none."""
+    distillation_loss_coef: float = option(1.0, ge=0)
+    """Coefficient of the estimate or divergence."""
+    loss_max_clamp: float | None = option(None, gt=0)
+    """Clamp on the magnitude of a token's estimate or divergence; null: none."""
+    use_policy_gradient: bool = False
+    """Take the negative estimate as each token's advantage instead of adding its gradient to the loss."""
+    use_task_rewards: bool = True
+    """Learn from the rewards as well; false: from the teachers only."""
+
+    @property
+    def over_vocabulary(self) -> bool:
+        """Whether the loss compares more than the sampled tokens."""
+        return self.loss_mode in DIVERGENCES
+
+    @property
+    def most_tokens(self) -> int | None:
+        """Number of teacher tokens that such a loss compares; None: the whole vocabulary."""
+        return self.topk if self.loss_mode.endswith(TOPK) else None
+
+
+@dataclass
+class DistillationConfig:
+    """On-policy distillation: the policy's samples, judged token by token by larger models."""
+
+    enabled: bool = option(False, switch=Switch(off=False, remedy="{s}.enabled=true"))
+    """Enable distillation."""
+    teachers: dict[str, Any] = field(default_factory=dict)
+    """Directories of the teachers by the data source that each is for; default is for all others:
+    {default: path}. They have the policy's vocabulary and share the actor's devices; memory estimates do not
+    count them."""
+    distillation_loss: DistillationLossConfig = field(default_factory=DistillationLossConfig)

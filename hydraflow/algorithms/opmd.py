@@ -1,0 +1,48 @@
+"""Online policy mirror descent, OPMD, as Trinity defines it after Kimi k1.5 (Kimi Team 2025,
+https://arxiv.org/abs/2501.12599, section 2.3.2; analysed by Yao et al. 2025,
+https://arxiv.org/abs/2509.24203).
+
+    A    = score - tau log Z,    Z = mean over the group of exp(score / tau)
+    loss = -A logp / (1 + tau)
+
+tau is the price of a nat of KL from the old policy, and tau log Z what a policy can reach at that price: near
+the group's best score for a small tau, near its mean for a large one. (Trinity's default is the mean itself,
+which is `grpo` without the standard deviation.) The loss has neither ratio nor clip, so samples of an older
+policy count in full; there tau only slows the step. A group of one has nothing to compare with: its advantage
+is its score, as in GRPO.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from hydraflow.algorithms.groups import group_best, group_scores, group_sums
+from hydraflow.algorithms.reinforce import reinforce
+from hydraflow.algorithms.token_terms import TokenInputs, TokenTerms
+
+
+@torch.no_grad()
+def less_the_soft_best(scores: Tensor, *, group_ids: Tensor, opmd_tau: float) -> Tensor:
+    """Advantages (B,) of trajectories with these scores (B,).
+
+    `group_ids`: (B,) integer, equal for the trajectories of one prompt.
+
+    >>> scores, ids = torch.tensor([0.0, 3.0]).log1p(), torch.tensor([7, 7])
+    >>> less_the_soft_best(scores, group_ids=ids, opmd_tau=1.0)  # the baseline is log((1 + 4) / 2)
+    tensor([-0.9163,  0.4700])
+    """
+    best, size = group_best(scores, group_ids), group_scores(scores, group_ids).size
+    mean = group_sums(((scores - best) / opmd_tau).exp(), group_ids) / size.to(scores.dtype)
+    return torch.where(size == 1, scores, scores - best - opmd_tau * mean.log())
+
+
+def opmd(tokens: TokenInputs, *, opmd_tau: float) -> TokenTerms:
+    """Statistics: `actor/ppo_kl` as in `vanilla`.
+
+    >>> half = torch.tensor([[0.5]]).log()
+    >>> opmd(TokenInputs(half, half, torch.tensor([[2.0]]), torch.ones(1, 1)), opmd_tau=1.0).loss  # log 2
+    tensor([[0.6931]])
+    """
+    terms = reinforce(tokens)
+    return TokenTerms(terms.loss / (1 + opmd_tau), terms.stats)

@@ -1,0 +1,30 @@
+"""Reward-ranked fine-tuning, RAFT (Dong et al. 2023, https://arxiv.org/abs/2304.06767): supervised learning
+on the best of the group's own responses.
+
+    A = 1 / (responses that share the best score) for each of those, 0 for the others
+
+That is the mean over the draws where the paper takes one of several best. A group of equal scores has no best
+response and teaches nothing here; so has a group of one. The paper's loss, the cross-entropy, is `gpg`'s.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from hydraflow.algorithms.groups import group_best, group_scores, group_sums
+
+
+@torch.no_grad()
+def raft(scores: Tensor, *, group_ids: Tensor) -> Tensor:
+    """Advantages (B,) of trajectories with these scores (B,).
+
+    `group_ids`: (B,) integer, equal for the trajectories of one prompt.
+
+    >>> raft(torch.tensor([0.0, 2.0, 2.0, 1.0, 1.0]), group_ids=torch.tensor([0, 0, 0, 8, 8])).tolist()
+    [0.0, 0.5, 0.5, 0.0, 0.0]
+    """
+    is_best = scores == group_best(scores, group_ids)
+    shares = group_sums(is_best.to(scores.dtype), group_ids)
+    stands_out = is_best & (shares < group_scores(scores, group_ids).size)
+    return torch.where(stands_out, 1 / shares, 0.0)
