@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import logging
-import os
-import subprocess
-import sys
-import textwrap
 from pathlib import Path
 
 import pytest
+from dispatch import programs
 
 from hydraflow.dispatch.modes import Dispatch, register
 from hydraflow.dispatch.worker import Worker
@@ -49,10 +46,7 @@ PROGRAM = """
 
 
 def run(folder: Path, *console: str) -> str:
-    tests = Path(__file__).parents[1]
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tests.parent), str(tests)])}
-    command = [sys.executable, "-c", textwrap.dedent(PROGRAM), str(folder), *console]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=200, env=env, check=False)
+    done = programs.run(folder, PROGRAM, folder, *console)
     assert done.returncode == 0, done.stderr[-2000:]
     return done.stdout + done.stderr
 

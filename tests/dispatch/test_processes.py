@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import subprocess
-import sys
-import textwrap
+from pathlib import Path
 
 import psutil
 import pytest
+from dispatch import programs
 
 from hydraflow.dispatch.processes import end_processes
 
@@ -37,14 +37,8 @@ print(*[process.pid for process in found if process.is_running() and process.sta
 
 
 @pytest.mark.slow
-def test_nothing_of_rays_is_left_when_it_is_left() -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(PROGRAM)],
-        capture_output=True,
-        text=True,
-        timeout=180,
-        check=False,
-    )
+def test_nothing_of_rays_is_left_when_it_is_left(tmp_path: Path) -> None:
+    done = programs.run(tmp_path, PROGRAM)
     assert (done.returncode, done.stdout) == (0, "\n"), done.stdout + done.stderr[-3000:]
 
 

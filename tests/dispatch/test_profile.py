@@ -5,12 +5,12 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
+from dispatch import programs
 from dispatch.probes import Probe
 
 from hydraflow.dispatch.config import LogConfig, ProfilerConfig, RayInitConfig
@@ -102,35 +102,32 @@ exec "$@"
 """
 
 
+UNDER_NSYS = """
+    import sys
+    from pathlib import Path
+    from dispatch.test_profile import Probe, RoleSpec, train, watched
+    from hydraflow.dispatch.config import RayInitConfig
+    from hydraflow.dispatch.group import Timeouts
+    from hydraflow.dispatch.placement import ResourcePool
+    from hydraflow.dispatch.runtime import Runtime
+
+    observability = watched(Path(sys.argv[1]), "nsys")
+    with Runtime(RayInitConfig(), Timeouts(start=120, call=60), observability=observability) as runtime:
+        runtime.start([ResourcePool("pool", [2])])
+        runtime.group("pool", {"probe": RoleSpec(Probe)})
+        runtime.await_ready()
+        train(runtime)
+        print("done")
+"""
+
+
 @pytest.mark.slow
 def test_nsight_systems_starts_the_workers(tmp_path: Path) -> None:
     """In a Ray of its own, whose processes find the program on PATH."""
     (tmp_path / "nsys").write_text(FAKE_NSYS.format(said=tmp_path / "said"))
     (tmp_path / "nsys").chmod(0o755)
-    program = (
-        "import sys; from pathlib import Path; from dispatch.test_profile import watched, train, Probe,"
-        " RoleSpec\nfrom hydraflow.dispatch.runtime import Runtime; from hydraflow.dispatch.config import"
-        " RayInitConfig\nfrom hydraflow.dispatch.group import Timeouts; from hydraflow.dispatch.placement"
-        " import ResourcePool\nwith Runtime(RayInitConfig(), Timeouts(start=120, call=60),"
-        " observability=watched(Path(sys.argv[1]), 'nsys')) as runtime:\n"
-        "    runtime.start([ResourcePool('pool',"
-        " [2])])\n    runtime.group('pool', {'probe': RoleSpec(Probe)})\n    runtime.await_ready();"
-        " train(runtime); print('done')\n"
-    )
-    tests = Path(__file__).parents[1]
-    env = {
-        **os.environ,
-        "PATH": f"{tmp_path}:{sys.prefix}/bin:{os.environ['PATH']}",
-        "PYTHONPATH": os.pathsep.join([str(tests.parent), str(tests)]),
-    }
-    done = subprocess.run(
-        [sys.executable, "-c", program, str(tmp_path)],
-        capture_output=True,
-        text=True,
-        timeout=200,
-        env=env,
-        check=False,
-    )
+    path = f"{tmp_path}:{sys.prefix}/bin:{os.environ['PATH']}"
+    done = programs.run(tmp_path, UNDER_NSYS, tmp_path, PATH=path)
     assert done.stdout.strip().endswith("done"), done.stderr[-2000:]
     said = [line for line in (tmp_path / "said").read_text().splitlines() if "default_worker.py" in line]
     assert len(said) == 1, "rank 0 alone"

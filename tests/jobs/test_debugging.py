@@ -14,7 +14,7 @@ import numpy as np
 import pyarrow.parquet
 import pytest
 from dispatch import trace_format
-from jobs.command import ONE_RANK, SMALL_RECIPE, SMALL_STEPS, assert_refused, hydraflow, read_steps
+from jobs.command import ONE_RANK, SMALL_RECIPE, SMALL_STEPS, assert_refused, hydraflow, python, read_steps
 
 from hydraflow.protocol.columns import first_difference
 from hydraflow.protocol.stored import read_batch
@@ -200,18 +200,12 @@ def test_an_exception_of_a_worker_comes_with_its_stack(home: Path, recipe_cache:
         "trainer.debug.local=true",
         "reward.custom_reward_function.path=reward.py",
     ]
-    patch = "import hydraflow.workers.actor as actor, sys, runpy; actor.maximum = None; "
-    program = patch + "sys.argv[0] = 'main_ppo'; runpy.run_module('hydraflow.main_ppo', run_name='__main__')"
-    command = [
-        sys.executable,
-        "-c",
-        program,
-        *SMALL_RECIPE,
-        *SMALL_STEPS,
-        *given,
-        "trainer.default_local_dir=raises",
-    ]
-    done = subprocess.run(command, cwd=home, capture_output=True, text=True, timeout=240, check=False)
+    (home / "broken.py").write_text(
+        "import runpy\nimport hydraflow.workers.actor as actor\n"
+        "actor.maximum = None\nrunpy.run_module('hydraflow.main_ppo', run_name='__main__')\n"
+    )
+    folder = "trainer.default_local_dir=raises"
+    done = python("broken.py", *SMALL_RECIPE, *SMALL_STEPS, *given, folder, cwd=home)
     assert done.returncode == 1, done.stdout[-3000:] + done.stderr[-3000:]
     assert "TypeError: 'NoneType' object is not callable" in done.stderr and "in update" in done.stderr
 
