@@ -3,8 +3,8 @@ rises, and most need a third of them.
 
 In one process; with the recipe's own choices, grpo and vanilla, on two tensor-parallel ranks of
 Megatron-Core, and with a critic on two of its pipeline stages, for which twenty steps are enough. With the
-recipe's choices `test_own_source.py` trains in one process, and .ci/run in Ray on two data ranks. Whole runs are
-in the tables of docs/advantages.md and docs/policy_losses.md (`scripts/bench/learn.py`)."""
+recipe's choices `test_own_source.py` trains in one process, and .ci/run in Ray on two data ranks. Whole runs
+are in the tables of docs/advantages.md and docs/policy_losses.md (`scripts/bench/learn.py`)."""
 
 from __future__ import annotations
 
