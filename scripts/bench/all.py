@@ -156,8 +156,8 @@ class Bench:
     rows: Callable[[Found], Iterable[Row]]
 
 
-def against_trl(model: str, dtype: str, steps: int) -> Bench:
-    return Bench("vs_trl.py", ("--model", model, "--dtype", dtype, "--steps", str(steps)), of_trl)
+def against_trl(model: str, dtype: str, steps: int, *more: str) -> Bench:
+    return Bench("vs_trl.py", ("--model", model, "--dtype", dtype, "--steps", str(steps), *more), of_trl)
 
 
 SAMPLING = ("--engines", "native,transformers", "--sequences", "128")
@@ -167,6 +167,8 @@ BENCHES: dict[str, Bench] = {
     "trl-recipe": against_trl("recipe", "fp32", 20),
     "trl-0.85M-fp32": against_trl("0.85M", "fp32", 10),
     "trl-0.85M-bf16": against_trl("0.85M", "bf16", 10),
+    "trl-0.85M-fp32-long": against_trl("0.85M", "fp32", 4, "--tokens", "256"),
+    "trl-0.85M-bf16-long": against_trl("0.85M", "bf16", 4, "--tokens", "256"),
     "trl-31.7M-fp32": against_trl("31.7M", "fp32", 3),
     "trl-31.7M-bf16": against_trl("31.7M", "bf16", 3),
     "generation": Bench("generation.py", SAMPLING, of_generation),
