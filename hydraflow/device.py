@@ -24,7 +24,7 @@ DEVICES = ("auto", "cpu", GPU)
 """Legal values of trainer.device."""
 CPU_PROCESSES = 2
 """Default number of worker processes on a machine without GPUs."""
-_FREED_FROM = {-1: "M_TRIM_THRESHOLD", -3: "M_MMAP_THRESHOLD"}
+_TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
 """glibc's `mallopt`: bytes at the end of the heap, and of one block, from which on it returns them."""
 _DTYPES = {"fp64": "float64", "fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 
@@ -357,8 +357,10 @@ def keep_freed_memory(device_type: str, environ: Mapping[str, str] = os.environ)
     """
     if device_type == "cpu" and not any(name.startswith("MALLOC_") for name in environ):
         with suppress(AttributeError):  # a C library other than glibc
-            for parameter in _FREED_FROM:
-                ctypes.CDLL(None).mallopt(parameter, 2**31 - 1)
+            mallopt = ctypes.CDLL(None).mallopt
+            # before 2.35 at most 32 MiB; the trim threshold alone would end glibc's choice of the other
+            if mallopt(_MMAP_THRESHOLD, 2**31 - 1) or mallopt(_MMAP_THRESHOLD, 2**25):
+                mallopt(_TRIM_THRESHOLD, 2**31 - 1)
 
 
 def return_memory(device_type: str) -> None:

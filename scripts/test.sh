@@ -40,11 +40,8 @@ mypy_says="$(mktemp)"
 "$PYTHON" -m mypy >"$mypy_says" 2>&1 &
 mypy=$!
 trap 'kill "$mypy" 2>/dev/null || true; rm -f "$mypy_says"' EXIT
-# Five test processes on two cores: most slow tests wait for processes of their own. Each takes a file at a time.
-# Fast tests wait for little, and each process collects them all first.
-processes=5
-[[ " $* " == *" --fast "* ]] && processes=3
-check pytest "some minutes" "$PYTHON" -m pytest -q -n "$processes" --dist loadfile --no-loadscope-reorder "$@"
+# Three test processes on two cores: most slow tests wait for processes of their own. Each takes a file at a time.
+check pytest "some minutes" "$PYTHON" -m pytest -q -n 3 --dist loadfile --no-loadscope-reorder "$@"
 check mypy "beside the tests" types
 
 if ((${#failed[@]})); then

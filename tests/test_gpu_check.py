@@ -30,7 +30,6 @@ def test_it_runs_and_says_what_is_right() -> None:
         "numbers",
         "links",
         "megatron",
-        "matrices",
         "step",
         "packing",
         "weights",
@@ -64,6 +63,25 @@ def test_wrong_numbers_are_noticed(one_rank: None, monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setitem(check["numbers"].__globals__, "engine_of", engine_of)
     assert not check["numbers"](torch.device("cpu"))
+    assert len(made) == 2
+
+
+def test_other_matrices_are_noticed(one_rank: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both are Megatron-Core's own here, so what the first engine loads is changed."""
+    from hydraflow.engine import config
+
+    check = runpy.run_path(str(SCRIPTS / "gpu_check.py"))
+    assert check["matrices"](torch.device("cpu"))
+    core, made = config.TRAIN_ENGINES["megatron"].load(), []
+
+    def engine_of(*given: object, **how: object) -> object:
+        made.append(core(*given, **how))
+        if len(made) == 1:
+            next(made[0]._trunk.parameters()).data.mul_(1.1)
+        return made[-1]
+
+    monkeypatch.setattr(type(config.TRAIN_ENGINES["megatron"]), "load", lambda entry: engine_of)
+    assert not check["matrices"](torch.device("cpu"))
     assert len(made) == 2
 
 

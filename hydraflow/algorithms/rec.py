@@ -20,7 +20,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from hydraflow.algorithms.policy_loss import bounded_log_ratio
+from hydraflow.algorithms.policy_loss import LOG_RATIO_BOUND, bounded_log_ratio
 from hydraflow.algorithms.token_terms import TokenInputs, TokenTerms
 
 
@@ -75,6 +75,6 @@ def _weights(kind: str, ratio: Tensor, advantages: Tensor, temperature: float) -
     if kind == "importance_sampling":
         return ratio
     if kind == "advantage":
-        return (advantages / temperature).exp()
+        return (advantages / temperature).clamp(max=LOG_RATIO_BOUND).exp()
     assert kind == "none", kind
     return torch.ones_like(ratio)

@@ -180,17 +180,14 @@ _PLACES = (
         "the rollout shares its processes with another role: their death ends the run",
         "trainer.fuse_roles=false",
     ),
-    NoEffectRule(
-        f"{ROLLOUT}.max_retries",
-        lambda c: c.actor_rollout_ref.rollout.tensor_model_parallel_size > 1,
-        "the death of one process of a replica on several devices ends the run",
-        f"{ROLLOUT}.tensor_model_parallel_size=1",
-    ),
-    NoEffectRule(
-        f"{ROLLOUT}.max_retries",
-        lambda c: c.actor_rollout_ref.rollout.pipeline_model_parallel_size > 1,
-        "the death of one stage of a replica ends the run",
-        f"{ROLLOUT}.pipeline_model_parallel_size=1",
+    *(
+        NoEffectRule(
+            f"{ROLLOUT}.max_retries",
+            lambda c, size=size: getattr(c.actor_rollout_ref.rollout, size) > 1,
+            "the death of one process of a replica on several devices ends the run",
+            f"{ROLLOUT}.{size}=1",
+        )
+        for size in ("tensor_model_parallel_size", "pipeline_model_parallel_size")
     ),
     NoEffectRule(
         "trainer.fuse_roles",
@@ -216,6 +213,11 @@ def _has_no_clip(config: PPOConfig) -> bool:
     return correction.bypass_mode and correction.loss_type == "reinforce"
 
 
+def _rec_does_not_clip(config: PPOConfig) -> bool:
+    chosen = config.actor_rollout_ref.actor.policy_loss
+    return chosen.loss_mode == "rec" and chosen.rec_clip_mode == "none"
+
+
 _CORRECTION = (
     NoEffectRule(
         "algorithm.rollout_correction.{rollout_is,rollout_is_*,rollout_rs,rollout_rs_threshold}",
@@ -228,6 +230,12 @@ _CORRECTION = (
         _has_no_clip,
         "algorithm.rollout_correction.loss_type=reinforce is the policy loss",
         "algorithm.rollout_correction.loss_type=ppo_clip",
+    ),
+    NoEffectRule(
+        f"{ACTOR}.{{clip_ratio,clip_ratio_low,clip_ratio_high}}",
+        _rec_does_not_clip,
+        f"{ACTOR}.policy_loss.rec_clip_mode=none has no bounds",
+        f"{ACTOR}.policy_loss.rec_clip_mode=one-side",
     ),
 )
 _BATCHES = (

@@ -131,6 +131,19 @@ def _bounds_of_the_loss_are_in_order(config: PPOConfig) -> Iterator[Problem]:
     if chosen.loss_mode == "tis" and chosen.tis_lower_bound >= chosen.tis_upper_bound:
         rule = f"must be below tis_upper_bound={chosen.tis_upper_bound:g}: all weights would be the same"
         yield Problem(f"{key}.tis_lower_bound", chosen.tis_lower_bound, rule, f"{key}.tis_lower_bound=0.0")
+    if chosen.loss_mode == "rec" and chosen.rec_clip_mode == "ring":
+        yield from _the_ring_is_outside(config)
+
+
+def _the_ring_is_outside(config: PPOConfig) -> Iterator[Problem]:
+    actor, key = config.actor_rollout_ref.actor, "actor_rollout_ref.actor"
+    for side in ("low", "high"):
+        name = f"rec_epsilon_{side}_prime"
+        inner, outer = getattr(actor, f"clip_ratio_{side}"), getattr(actor.policy_loss, name)
+        inner = actor.clip_ratio if inner is None else inner
+        if outer <= inner:
+            rule = f"must be above {key}.clip_ratio_{side}={inner:g}: tokens beyond it come back"
+            yield Problem(f"{key}.policy_loss.{name}", outer, rule, f"{key}.clip_ratio_{side}={outer / 2:g}")
 
 
 def _entropy_bounds_are_in_order(config: PPOConfig) -> Iterator[Problem]:

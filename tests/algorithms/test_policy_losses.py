@@ -126,6 +126,30 @@ def test_rec_on_one_side_with_importance_sampling_is_ppos_clip():
     torch.testing.assert_close(*gradients, rtol=0, atol=1e-14)
 
 
+RING = {"rec_clip_mode": "ring", "rec_epsilon_low_prime": 0.4, "rec_epsilon_high_prime": 0.9}
+
+
+@pytest.mark.parametrize(
+    ("name", "keys", "same"),
+    [
+        ("tis", {"tis_lower_bound": 0.6, "tis_upper_bound": 1.4}, {"least": 0.6, "most": 1.4}),
+        ("opmd", {"opmd_tau": 0.3}, {"tau": 0.3}),
+        ("sppo", {"sppo_epsilon": 0.8}, {"most": 1.8}),
+        ("rec", {"rec_weight": "advantage", "rec_temp": 2.5}, {"weight": "advantage", "temperature": 2.5}),
+        ("rec", RING, {"clip_mode": "ring", "outer": (0.6, 1.9)}),
+    ],
+)
+def test_keys_other_than_their_defaults(name, keys, same):
+    assert difference(policy_loss(name, **keys), functools.partial(naive.POLICY[name], **same)) < 1e-13
+
+
+def test_rec_has_a_finite_weight_for_any_advantage():
+    tokens = make_tokens(7)
+    far = TokenInputs(tokens.log_probs, tokens.old_log_probs, tokens.advantages * 1e4, tokens.mask)
+    policy_loss("rec", rec_weight="advantage", rec_temp=1e-3)(far).loss.sum().backward()
+    assert torch.isfinite(tokens.log_probs.grad).all()
+
+
 def test_topr_weighs_good_and_bad_examples():
     """Twice and half of what the twin says."""
 

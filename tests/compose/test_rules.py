@@ -176,6 +176,12 @@ def test_keys_of_the_actors_loss_that_depend_on_each_other():
     actor.policy_loss.loss_mode, actor.policy_loss.tis_lower_bound = "tis", 1.0
     assert [problem.field for problem in problems(config)] == [f"{key}.policy_loss.tis_lower_bound"]
     actor.policy_loss.tis_upper_bound = 2.0
+    actor.policy_loss.loss_mode, actor.policy_loss.rec_epsilon_low_prime = "rec", 0.1
+    assert problems(config) == [], "only the ring reads it"
+    actor.policy_loss.rec_clip_mode, actor.clip_ratio_high = "ring", 3.0
+    names = [f"{key}.policy_loss.rec_epsilon_{side}_prime" for side in ("low", "high")]
+    assert [problem.field for problem in problems(config)] == names
+    actor.clip_ratio_high, actor.policy_loss.rec_epsilon_low_prime = 0.2, 0.6
     actor.adaptive_entropy.min_ent_coef = 1.0
     assert problems(config) == [], "it is not enabled"
     actor.adaptive_entropy.enabled = True

@@ -30,7 +30,7 @@ SMALL_STEPS = [
 ]
 
 ONE_RANK = ["trainer.n_gpus_per_node=1", "trainer.threads_per_process=1"]
-"""One process with one thread: two tests run at a time."""
+"""One process with one thread: several tests run at a time."""
 LOCAL = ["trainer.debug.local=true", *ONE_RANK]
 """Without Ray, in one process: bit by bit what a run on one rank does (`test_debugging.py`), in a tenth of
 the time."""

@@ -139,10 +139,18 @@ def topr(now: list[Tensor], old: list[float], advantages: list[float], chosen: l
     return [-a * (1.0 if a > 0 else min(whole, 1.0)) * logp for logp, a in zip(now, advantages)]
 
 
-def tis(now: list[Tensor], old: list[float], advantages: list[float], chosen: list[bool]) -> list[Tensor]:
+def tis(
+    now: list[Tensor],
+    old: list[float],
+    advantages: list[float],
+    chosen: list[bool],
+    *,
+    least: float = 0.0,
+    most: float = 1.0,
+) -> list[Tensor]:
     losses = []
     for logp, before, advantage in zip(now, old, advantages):
-        losses.append(-advantage * min(math.exp(logp.item() - before), 1.0) * logp)
+        losses.append(-advantage * max(least, min(math.exp(logp.item() - before), most)) * logp)
     return losses
 
 
@@ -152,15 +160,19 @@ def kimi15(now: list[Tensor], old: list[float], advantages: list[float], chosen:
     return [0.1 / 2 * whole**2 / len(now) - a * logp for logp, a in zip(now, advantages)]
 
 
-def opmd(now: list[Tensor], old: list[float], advantages: list[float], chosen: list[bool]) -> list[Tensor]:
-    return [-advantage * logp / 2 for logp, advantage in zip(now, advantages)]
+def opmd(
+    now: list[Tensor], old: list[float], advantages: list[float], chosen: list[bool], *, tau: float = 1.0
+) -> list[Tensor]:
+    return [-advantage * logp / (1 + tau) for logp, advantage in zip(now, advantages)]
 
 
-def sppo(now: list[Tensor], old: list[float], advantages: list[float], chosen: list[bool]) -> list[Tensor]:
+def sppo(
+    now: list[Tensor], old: list[float], advantages: list[float], chosen: list[bool], *, most: float = 1.3
+) -> list[Tensor]:
     losses = []
     for logp, before, advantage in zip(now, old, advantages):
         ratio = (logp - before).exp()
-        near = ratio if 1 / 1.3 <= ratio <= 1.3 else ratio.detach().clamp(1 / 1.3, 1.3)
+        near = ratio if 1 / most <= ratio <= most else ratio.detach().clamp(1 / most, most)
         losses.append(-advantage * near.log() + 0 * logp)
     return losses
 
@@ -173,8 +185,9 @@ def rec(
     *,
     clip_mode: str = "one-side",
     weight: str = "none",
+    outer: tuple[float, float] = (0.4, 3.0),
+    temperature: float = 1.0,
 ) -> list[Tensor]:
-    """With the ring's outer bounds at 1 - 0.6 and 1 + 2, and the temperature 1."""
     losses = []
     for logp, before, advantage in zip(now, old, advantages):
         ratio = math.exp(logp.item() - before)
@@ -183,9 +196,10 @@ def rec(
             "none": True,
             "one-side": ratio <= 1.2 if rewarded else ratio >= 0.8,
             "two-side": within,
-            "ring": within or (ratio <= 0.4 if rewarded else ratio >= 3.0),
+            "ring": within or (ratio <= outer[0] if rewarded else ratio >= outer[1]),
         }[clip_mode]
-        factor = {"none": 1.0, "importance_sampling": ratio, "advantage": math.exp(advantage)}[weight]
+        of_advantage = math.exp(advantage / temperature)
+        factor = {"none": 1.0, "importance_sampling": ratio, "advantage": of_advantage}[weight]
         losses.append(-advantage * factor * keep * logp)
     return losses
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from hydraflow.algorithms.config import KL_ESTIMATORS
-from hydraflow.options import Implementation, Switch, listed, no_effect_when, option, unread
+from hydraflow.options import Implementation, Switch, listed, no_effect_when, option
 
 TOPK = "_topk"
 _OVER_VOCABULARY = {
@@ -48,7 +48,16 @@ class DistillationLossConfig:
     )
     """Top-k: number of the teacher's most probable tokens compared at each position; all others count as one
     bucket."""
-    jsd_beta: float = option(0.5, gt=0, lt=1, no_effect=(unread(DIVERGENCES, "loss_mode"), NO_DIVERGENCE))
+    jsd_beta: float = option(
+        0.5,
+        gt=0,
+        lt=1,
+        no_effect=no_effect_when(
+            lambda section: not section.loss_mode.startswith("jsd"),
+            f"only {{s}}.loss_mode=jsd and jsd{TOPK} read it",
+            "{s}.loss_mode=jsd",
+        ),
+    )
     """jsd: the teacher's share of the mixture with which both are compared. Near 0 the divergence is
     forward_kl times this, near 1 reverse_kl times the rest."""
     log_prob_min_clamp: float | None = option(None, lt=0, no_effect=NO_DIVERGENCE)
