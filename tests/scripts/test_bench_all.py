@@ -48,7 +48,7 @@ def test_the_page_has_the_figures_that_there_are(tmp_path: Path) -> None:
     assert "| batch plan for 16 devices | 1.5 ms |  |  |  |" in found
     assert "| GRPO step, 0.85M, bf16, 128 x 32 tokens | 0.5 s | TRL 1 s | 2.00 | 0.02 s |" in found
     assert "Commit abc1234. The machine was quiet." in found
-    assert "Not measured: step, trl-recipe, trl-0.85M-fp32, trl-31.7M-fp32," in found
+    assert "Not measured: step, trl-recipe, trl-0.85M-fp32, trl-0.85M-fp32-long," in found
     keep(tmp_path, "plan", load=3.0)
     assert "**The machine was not quiet**: up to 3.0 of its cores" in page(tmp_path)
 
