@@ -152,6 +152,10 @@ def _devices(mapping: object) -> Devices | None:
         return None
 
 
+def _replica_is_divided(size: str, config: PPOConfig) -> bool:
+    return bool(getattr(config.actor_rollout_ref.rollout, size) > 1)
+
+
 _PLACES = (
     NoEffectRule(
         f"{ROLLOUT}.{{update_weights_bucket_megabytes,verify_weights_every}}",
@@ -183,7 +187,7 @@ _PLACES = (
     *(
         NoEffectRule(
             f"{ROLLOUT}.max_retries",
-            lambda c, size=size: getattr(c.actor_rollout_ref.rollout, size) > 1,
+            partial(_replica_is_divided, size),
             "the death of one process of a replica on several devices ends the run",
             f"{ROLLOUT}.{size}=1",
         )
