@@ -113,15 +113,9 @@ class HeldWeights(Mapping[str, Tensor]):
             tensor = tensor.t()
         return tensor[: weight.shape[0]] if weight.shape else tensor  # a vocabulary may be padded
 
-    def dtypes(self) -> dict[str, torch.dtype]:
-        """The dtype of each weight that is found, by name; nothing is gathered."""
-        found = {}
-        for name in self:
-            if (adapter := self._adapter(name)) is not None:
-                found[name] = adapter.dtype
-            elif (place := self._place(name)) is not None:
-                found[name] = self._held[place.parameter].dtype
-        return found
+    def found(self) -> set[str]:
+        """Names of the weights that this process has; nothing is gathered."""
+        return {name for name in self if self._adapter(name) is not None or self._place(name) is not None}
 
     def missing(self, name: str) -> ValueError:
         """The error for a weight that no process of the engine has."""
@@ -173,8 +167,8 @@ class WeightsOfStages(Mapping[str, Tensor]):
     def __init__(self, mine: HeldWeights, wanted: Mapping[str, HFWeight], stages: Any):
         """stages: vLLM's group of the processes that hold the same parts of different layers."""
         self._mine, self._wanted, self._stages = mine, wanted, stages
-        everyone, dtypes = range(stages.world_size), mine.dtypes()
-        self._dtypes = [stages.broadcast_object(dtypes, src=stage) for stage in everyone]
+        found = mine.found()
+        self._found = [stages.broadcast_object(found, src=stage) for stage in range(stages.world_size)]
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._wanted)
@@ -183,7 +177,7 @@ class WeightsOfStages(Mapping[str, Tensor]):
         return len(self._wanted)
 
     def __getitem__(self, name: str) -> Tensor:
-        holders = [stage for stage, dtypes in enumerate(self._dtypes) if name in dtypes]
+        holders = [stage for stage, found in enumerate(self._found) if name in found]
         if not holders:
             raise self._mine.missing(name)
         first, *others = holders
@@ -196,10 +190,18 @@ class WeightsOfStages(Mapping[str, Tensor]):
     def _from(self, stage: int, name: str) -> Tensor:
         if self._stages.world_size == 1:
             return self._mine[name]
+        tensor: Tensor | None = None
+        trouble: ValueError | None = None
         if stage == self._stages.rank_in_group:
-            tensor = self._mine[name].contiguous()
-        else:
-            dtype = self._dtypes[stage][name]
-            tensor = torch.empty(self._wanted[name].shape, dtype=dtype, device=self._stages.device)
+            try:
+                tensor = self._mine[name].contiguous()
+            except ValueError as error:  # the other stages wait for the tensor
+                trouble = error
+        mine = (trouble, None, None) if tensor is None else (None, tensor.shape, tensor.dtype)
+        theirs, shape, dtype = self._stages.broadcast_object(mine, src=stage)
+        if theirs is not None:
+            raise trouble or theirs
+        if tensor is None:
+            tensor = torch.empty(shape, dtype=dtype, device=self._stages.device)
         sent: Tensor = self._stages.broadcast(tensor, src=stage)
         return sent
