@@ -63,9 +63,14 @@ def server(environ: dict[str, str]) -> Server | None:
         return None
     asked = relevant(environ)
     ASKED[:] = [*ASKED, asked][-3:] if asked in ASKED else [asked]
-    if STARTED and STARTED[0].environ != asked:
-        if len(ASKED) < 3:
-            return None
+    if STARTED and STARTED[0].environ != asked and len(ASKED) < 3:
+        return None
+    return needed_server(environ)
+
+
+def needed_server(environ: dict[str, str]) -> Server:
+    """The server of this process, with this environment: for a command that must be a fork."""
+    if STARTED and STARTED[0].environ != relevant(environ):
         STARTED.pop().stop()
     if not STARTED:
         STARTED.append(Server(environ))

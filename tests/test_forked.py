@@ -81,7 +81,7 @@ def test_an_answer_about_another_command_is_noticed(server: forked.Server) -> No
 
 
 def test_a_changed_environment_gets_a_server_of_its_own(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The third time in a row; before, it gets no server at all."""
+    """The third time in a row, or where it is needed; else it gets no server at all."""
     monkeypatch.setattr(forked, "ASKED", [])
     made: list[forked.Server] = []
 
@@ -100,7 +100,9 @@ def test_a_changed_environment_gets_a_server_of_its_own(home: Path, monkeypatch:
     second = forked.server(other)
     assert second is not None and made == [first, second] and [second] == forked.STARTED
     assert run(second, home, "ends", "one").returncode == 3
-    second.stop()
+    third = forked.needed_server(usual)
+    assert forked.needed_server(later) is third and [third] == forked.STARTED
+    third.abandon()
 
 
 @pytest.mark.slow

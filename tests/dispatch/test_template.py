@@ -95,8 +95,7 @@ def run(tmp_path: Path, asked: dict[str, Any]) -> tuple[forked.Background, Path]
     (tmp_path / "program.py").write_text(textwrap.dedent(PROGRAM))
     (tmp_path / "busy.py").write_text("import threading\nthreading.Timer(60, print).start()\n")
     environ = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
-    server = forked.server(environ)
-    assert server is not None
+    server = forked.needed_server(environ)
     environ["PYTHONPATH"] = os.pathsep.join([str(TESTS.parent), str(TESTS)])
     words, log = [str(tmp_path / "program.py"), json.dumps(asked)], tmp_path / "log"
     return server.start(*words, cwd=tmp_path, environ=environ, log=log), log

@@ -65,7 +65,13 @@ def python(
     while they are imported.
     """
     environ = {**os.environ, "OMP_NUM_THREADS": "1", **environment}
-    server = None if fresh else forked.server(environ)
+    return run(None if fresh else forked.server(environ), *words, cwd=cwd, environ=environ, timeout=timeout)
+
+
+def run(
+    server: forked.Server | None, *words: str, cwd: Path, environ: dict[str, str], timeout: float
+) -> subprocess.CompletedProcess[str]:
+    """`python words` in a fork of the server, or in a process of its own."""
     if server is not None:
         return server.run(*words, cwd=cwd, environ=environ, timeout=timeout)
     return subprocess.run(
