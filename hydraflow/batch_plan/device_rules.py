@@ -10,7 +10,7 @@ import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
-from hydraflow.batch_plan.layout import Devices, Layout, ShapeNumbers
+from hydraflow.batch_plan.layout import Devices, Layout, ShapeNumbers, layers_of_stages
 from hydraflow.batch_plan.mapping import text_of
 from hydraflow.batch_plan.parts import divisors, multiples, nearest
 from hydraflow.batch_plan.repair import DIVISION, HOLES, MACHINES, MAPPING, Fix, Values, Violation
@@ -263,8 +263,8 @@ def _shape(role: RoleDevices, topology: Topology, shape: ShapeNumbers | None) ->
         yield from _shares(role, "expert", shape.experts, "experts")
         if role.role not in topology.layers_fixed:
             yield from _stages(role, shape.layers)
-    elif role.degree("pipeline") > shape.layers:
-        yield _empty_stages(role, shape.layers)
+    else:
+        yield from _empty_stages(role, shape)
 
 
 def _shares(
@@ -287,11 +287,27 @@ def _shares(
     yield Violation(f"{what}:{name}:{role.role}", DIVISION, key, size, text, fixes)
 
 
-def _empty_stages(role: RoleDevices, layers: int) -> Violation:
-    stages, count = role.degrees["pipeline"], len(role.devices)
-    fixes: list[Fix] = [{stages.key: size} for size in nearest(layers, divisors(count)) if size <= layers]
+def _empty_stages(role: RoleDevices, shape: ShapeNumbers) -> Iterator[Violation]:
+    """Each stage has a layer, and one with experts where the model has any."""
+    if role.degree("pipeline") == 1:
+        return
+    stages, count, layers = role.degrees["pipeline"], len(role.devices), shape.layers
+    fits = [size for size in divisors(count) if size <= layers and not _dense_stages(shape, size)]
+    fixes: list[Fix] = [{stages.key: size} for size in nearest(stages.value, fits)]
     text = f"must be at most {layers}, the layers of the {role.role}'s model: no stage may be without one"
-    return Violation(f"layers:{role.role}", DIVISION, stages.key, stages.value, text, fixes)
+    if stages.value <= layers:
+        dense = [f"{indices[0]} to {indices[-1]}" for indices in _dense_stages(shape, stages.value)]
+        if not dense:
+            return
+        text = f"each stage needs a layer with experts, which layers {' and '.join(dense)} lack"
+    yield Violation(f"layers:{role.role}", DIVISION, stages.key, stages.value, text, fixes)
+
+
+def _dense_stages(shape: ShapeNumbers, stages: int) -> list[range]:
+    """Layers of the stages without an expert, of a mixture of experts: vLLM does not start with one."""
+    if not shape.experts:
+        return []
+    return [indices for indices in layers_of_stages(shape.layers, stages) if {*indices} <= {*shape.dense_at}]
 
 
 def _stages(role: RoleDevices, layers: int) -> Iterator[Violation]:

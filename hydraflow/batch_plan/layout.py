@@ -7,8 +7,9 @@ long as the cluster: a mapping of a hundred thousand devices is a handful of ran
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 
 @dataclass(frozen=True)
@@ -137,6 +138,21 @@ class ShapeNumbers:
     """Key-value heads."""
     experts: int = 0
     """Routed experts of a layer; 0: a dense model."""
+    dense_at: Sequence[int] = ()
+    """Indices of the layers without experts."""
+
+
+def layers_of_stages(layers: int, stages: int) -> list[range]:
+    """Indices of each stage's layers, as vLLM divides them (`get_pp_indices` of vllm/distributed/utils.py):
+    layers that are left over go to the stages before the last.
+
+    >>> layers_of_stages(5, 3)
+    [range(0, 2), range(2, 4), range(4, 5)]
+    """
+    each, left = divmod(layers, stages)
+    sizes = [each + (stages - 1 - left <= stage < stages - 1) for stage in range(stages)]
+    ends = list(accumulate(sizes))
+    return [range(end - size, end) for size, end in zip(sizes, ends, strict=True)]
 
 
 @dataclass(frozen=True)

@@ -59,9 +59,7 @@ def numbers(shape: ModelShape | None) -> ShapeNumbers | None:
     """What the plan's rules need of a shape."""
     if shape is None:
         return None
-    return ShapeNumbers(
-        layers=shape.layers, heads=shape.heads, kv_heads=shape.kv_heads, experts=shape.experts
-    )
+    return ShapeNumbers(shape.layers, shape.heads, shape.kv_heads, shape.experts, shape.dense_at)
 
 
 def _unknown(model: ModelSourceConfig, field: str, shape: ModelShape | None) -> Iterator[str]:

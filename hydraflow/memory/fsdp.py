@@ -220,7 +220,7 @@ def units_of(shape: ModelShape, *, policy: bool, least: int, trained: bool, adap
     `least`: fsdp_config.wrap_policy.min_num_params. `adapters`: trained numbers of low-rank adapters in one
     layer; 0: without.
 
-    >>> shape = ModelShape("llama", 100, 8, 2, 2, 2, 4, 16, tied=True, dense_layers=2)
+    >>> shape = ModelShape("llama", 100, 8, 2, 2, 2, 4, 16, tied=True, dense_at=range(2))
     >>> units_of(shape, policy=True, least=0, trained=True, adapters=0).root == 100 * 8 + 8
     True
     """

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from hydraflow.batch_plan.layout import layers_of_stages
 from hydraflow.memory.activations import RowSizes
 from hydraflow.memory.report import MemoryParts, fullest
 from hydraflow.memory.shape import ModelShape
@@ -92,16 +93,14 @@ class ServingEngineMemory:
         return max(self._stages()) * self.number // self.tensor
 
     def _stages(self) -> list[int]:
-        """Parameters of each stage, as vLLM divides them (`get_pp_indices` of vllm/distributed/utils.py):
-        layers that are left over go to the stages before the last. The first has the embedding, the last the
-        output matrix, or a copy of the embedding that it is tied to."""
+        """Parameters of each stage. The first has the embedding, the last the output matrix, or a copy of the
+        embedding that it is tied to."""
         shape, stages = self.shape, self.pipeline
         if stages == 1:
             return [shape.parameters]
         ends = shape.hidden + shape.embedding * (1 if shape.tied else 2)
         layer = (shape.parameters - ends) // shape.layers
-        each, left = divmod(shape.layers, stages)
-        found = [layer * (each + (stages - 1 - left <= stage < stages - 1)) for stage in range(stages)]
+        found = [layer * len(indices) for indices in layers_of_stages(shape.layers, stages)]
         found[0] += shape.embedding
         found[-1] += shape.embedding + shape.hidden
         return found

@@ -10,7 +10,7 @@ layers.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -50,8 +50,8 @@ class ModelShape:
     expert_intermediate: int = 0
     shared_intermediate: int = 0
     """Width of the shared expert; 0: there is none."""
-    dense_layers: int = 0
-    """Layers without experts; all of a dense model."""
+    dense_at: Sequence[int] = ()
+    """Indices of the layers without experts; all of a dense model."""
     logit_copies: int = 0
     """Copies of the logits that their post-processing makes."""
     notes: tuple[str, ...] = ()
@@ -106,6 +106,11 @@ class ModelShape:
             return 0
         routed = self.experts * (self.hidden + self.expert)
         return self.attention + routed + self.shared_expert + 2 * self.hidden
+
+    @property
+    def dense_layers(self) -> int:
+        """Number of layers without experts."""
+        return len(self.dense_at)
 
     @property
     def sparse_layers(self) -> int:
@@ -229,7 +234,7 @@ def shape_of(config: Mapping[str, Any], *, field: str = "actor_rollout_ref.model
     heads, layers, hidden = config["num_attention_heads"], config["num_hidden_layers"], config["hidden_size"]
     intermediate = config["intermediate_size"]
     experts = next((int(config[key]) for key in _EXPERTS if config.get(key)), 0)
-    dense = sum(not _is_sparse(config, layer) for layer in range(layers)) if experts else layers
+    dense = tuple(layer for layer in range(layers) if not (experts and _is_sparse(config, layer)))
     return ModelShape(
         model_type=kind,
         vocabulary=config["vocab_size"],
@@ -250,7 +255,7 @@ def shape_of(config: Mapping[str, Any], *, field: str = "actor_rollout_ref.model
         experts_per_token=int(config.get("num_experts_per_tok") or 0) if experts else 0,
         expert_intermediate=int(config.get(family.expert_width) or intermediate) if experts else 0,
         shared_intermediate=int(config.get("shared_expert_intermediate_size") or 0) if experts else 0,
-        dense_layers=dense,
+        dense_at=dense,
         logit_copies=sum(n for key, n in POST_PROCESSING.items() if config.get(key) is not None),
         notes=tuple(_notes(config, kind)),
     )

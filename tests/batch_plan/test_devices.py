@@ -1,5 +1,7 @@
 """Machines, mappings and the sizes by which roles divide their work, by hand."""
 
+from dataclasses import replace
+
 import pytest
 from batch_plan.plans import ACTOR, ROLLOUT, broken, configured, resolve, small
 
@@ -234,6 +236,19 @@ def test_a_replicas_stages_may_have_different_numbers_of_layers():
     divided = dict(rollout__name="vllm", rollout__pipeline_model_parallel_size=2)
     found = resolve(small(**divided, rollout__tensor_model_parallel_size=2), devices=8, shape=shape)
     assert found.layouts["rollout"].pipeline == 2 and found.layouts["rollout"].replicas == 2
+
+
+def test_each_stage_of_a_replica_needs_a_layer_with_experts():
+    key = "actor_rollout_ref.rollout.pipeline_model_parallel_size"
+    shape = ShapeNumbers(layers=8, heads=12, kv_heads=4, experts=4, dense_at=(0, 1, 4))
+    divided = dict(rollout__name="vllm", rollout__pipeline_model_parallel_size=4)
+    problem = broken(small(**divided), devices=8, shape=shape)[key]
+    assert problem.rule == "each stage needs a layer with experts, which layers 0 to 1 lack"
+    assert problem.remedy == f"{key}=2"
+    divided["rollout__pipeline_model_parallel_size"] = 2
+    assert resolve(small(**divided), devices=8, shape=shape).layouts["rollout"].pipeline == 2
+    shape = replace(shape, dense_at=(2, 4))
+    assert resolve(small(**divided), devices=8, shape=shape).layouts["rollout"].pipeline == 2
 
 
 def test_few_key_value_heads_are_repeated_but_by_megatron():

@@ -10,7 +10,7 @@ from hydraflow.memory.limits import BytesPerNumber
 from hydraflow.memory.report import MemoryParts
 from hydraflow.memory.shape import ModelShape
 
-UNTIED = ModelShape("llama", 1000, 8, 2, 1, 1, 8, 16, tied=False, dense_layers=2)
+UNTIED = ModelShape("llama", 1000, 8, 2, 1, 1, 8, 16, tied=False, dense_at=range(2))
 TIED = replace(UNTIED, tied=True)
 LAYER = 4 * 64 + 3 * 8 * 16 + 16
 ONE = MicroBatchTokens(1, 1, 1)

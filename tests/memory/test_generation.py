@@ -23,7 +23,7 @@ from hydraflow.memory.generation import (
 from hydraflow.memory.shape import ModelShape
 from hydraflow.models import linear
 
-SHAPE = ModelShape("llama", 1000, 64, 3, 8, 2, 8, 128, tied=True, dense_layers=3)
+SHAPE = ModelShape("llama", 1000, 64, 3, 8, 2, 8, 128, tied=True, dense_at=range(3))
 
 
 def test_constants_are_those_of_the_engine() -> None:
