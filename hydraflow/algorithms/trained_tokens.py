@@ -100,18 +100,13 @@ def _discounted(values: Tensor, lengths: Tensor, factor: float) -> Tensor:
 
 
 def _with_gaps(lengths: Tensor, gaps: Tensor) -> Tensor:
-    """Places of the tokens (n,) of rows that are followed by so many free places each; a row without tokens
-    is followed by none.
+    """Places of the tokens (n,) of rows that are followed by so many free places each.
 
     >>> _with_gaps(torch.tensor([2, 0, 3]), torch.tensor([1, 0, 5])).tolist()
     [0, 1, 3, 4, 5]
     """
-    lengths, gaps = lengths[lengths > 0], gaps[lengths > 0]
-    starts = lengths.cumsum(0)
-    places = torch.ones(int(starts[-1]), dtype=torch.int64)
-    places[0] = 0
-    places[starts[:-1]] += gaps[:-1]
-    return places.cumsum_(0)
+    shifts = (gaps.cumsum(0) - gaps).repeat_interleave(lengths)  # (n,)
+    return shifts.add_(torch.arange(len(shifts)))
 
 
 def _discounted_by_token(values: Tensor, lengths: Tensor, factors: Tensor) -> Tensor:
