@@ -31,6 +31,8 @@ SIZES: Mapping[str, Mapping[str, int]] = {
 LONGEST = {"equal": 64, "ragged": 256}
 MEAN_LENGTH = 85
 """Of ragged responses, were there no longest one."""
+REPEAT_SECONDS = 10.0
+"""Calls that have taken less than this together are repeated, up to three of them: the fastest counts."""
 Sample = Callable[[int], int]
 """Samples so many sequences; returns the number of tokens."""
 
@@ -150,9 +152,11 @@ def measure(engine: str, size: str, lengths: str, sequences: int, results: Any) 
     case = size, lengths, sequences
     sample = others[engine](*case) if engine in others else ours(engine, *case)
     sample(4 * SAMPLES)
-    begun, spent = time.perf_counter(), time.process_time()
-    tokens = sample(sequences)
-    seconds, spent = time.perf_counter() - begun, time.process_time() - spent
+    begun = time.perf_counter()
+    calls = [timed(sample, sequences)]
+    while len(calls) < 3 and time.perf_counter() - begun < REPEAT_SECONDS:
+        calls.append(timed(sample, sequences))
+    seconds, spent, tokens = min(calls)
     results.put(
         {
             "engine": engine,
@@ -166,6 +170,13 @@ def measure(engine: str, size: str, lengths: str, sequences: int, results: Any) 
             "start_seconds": round(begun - start, 1),
         }
     )
+
+
+def timed(sample: Sample, sequences: int) -> tuple[float, float, int]:
+    """Seconds and processor seconds of one call, and its tokens."""
+    begun, spent = time.perf_counter(), time.process_time()
+    tokens = sample(sequences)
+    return time.perf_counter() - begun, time.process_time() - spent, tokens
 
 
 def main() -> None:
