@@ -21,10 +21,13 @@ from torch import Tensor
 from hydraflow.generation.base import Key, SamplingParams
 
 _CHUNK = 2**23
-"""Number of logits filtered at once: float64 copies of a large vocabulary for all rows would need
-gigabytes."""
+"""Number of logits filtered at once: copies of a large vocabulary for all rows would need gigabytes."""
 _BLOCK = 32
 """Tokens for which uniform numbers are drawn at a time."""
+_TOP = 128
+"""Tokens among which top-p looks first for those that it keeps."""
+_BLOCK_TOKENS = 64
+"""Tokens of the vocabulary whose weights are summed before one of them is drawn."""
 _MULTIPLIERS = np.array([0xD2511F53, 0xCD9E8D57], dtype=np.uint64)
 _WEYL = 0x9E3779B9, 0xBB67AE85
 _LOW = np.uint64(0xFFFFFFFF)
@@ -121,30 +124,81 @@ def _choose(logits: Tensor, params: SamplingParams, uniforms: Tensor | None) -> 
     if uniforms is None:
         logp = torch.log_softmax(logits, dim=-1)  # (B, V)
         tokens = logp.argmax(dim=-1, keepdim=True)
-    else:
-        logp = torch.log_softmax(logits if params.temperature == 1 else logits / params.temperature, dim=-1)
-        cumulative = keep(logp, params.top_k, params.top_p).cumsum(dim=-1)
-        target = uniforms[:, None] * cumulative[:, -1:]
-        # The clamp only matters for NaN logits; the caller detects those in the log-probabilities.
-        tokens = torch.searchsorted(cumulative, target, right=True).clamp_(max=logits.shape[1] - 1)
-    return tokens[:, 0], logp.gather(1, tokens)[:, 0].float()
+        return tokens[:, 0], logp.gather(1, tokens)[:, 0].float()
+    logits = logits if params.temperature == 1 else logits / params.temperature
+    most = logits.amax(dim=-1, keepdim=True)
+    weights = (logits - most).exp_()  # (B, V)
+    tokens = draw(keep(weights, params.top_k, params.top_p), uniforms)[:, None]
+    logp = logits.gather(1, tokens) - most - weights.sum(-1, keepdim=True).log()
+    return tokens[:, 0], logp[:, 0].float()
 
 
-def keep(logp: Tensor, top_k: int, top_p: float) -> Tensor:
-    """Probabilities float64 (B, V) with 0 for tokens that top-k or top-p leave out; not renormalised.
+def draw(weights: Tensor, uniforms: Tensor) -> Tensor:
+    """The token (B,) of each row at `uniforms` float64 (B,) of the sum of its weights (B, V), which are in
+    proportion to probabilities. First a block of tokens by the blocks' sums, then a token of it: a running sum
+    over all tokens would take longer than their exponentials.
 
-    top-p counts within what top-k kept, as vLLM does; of equal probabilities the smaller token id goes first.
-
-    >>> keep(torch.tensor([[0.5, 0.3, 0.2]]).log(), -1, 0.6).round(decimals=3).tolist()
-    [[0.5, 0.3, 0.0]]
+    >>> draw(torch.tensor([[1.0, 0.0, 3.0]]).repeat(3, 1), torch.tensor([0.2, 0.25, 0.999])).tolist()
+    [0, 2, 2]
     """
-    probs = logp.double().exp()
-    if 0 < top_k < probs.shape[1]:
-        least = probs.topk(top_k, dim=-1).values[:, -1:]
-        probs = torch.where(probs >= least, probs, 0.0)
+    tokens = weights.shape[1]
+    if tokens <= 2 * _BLOCK_TOKENS:
+        return _search(weights, uniforms[:, None])[0][:, 0]
+    whole = tokens // _BLOCK_TOKENS * _BLOCK_TOKENS
+    sums = weights[:, :whole].unflatten(1, (-1, _BLOCK_TOKENS)).sum(-1)  # (B, blocks)
+    if whole < tokens:
+        sums = torch.cat([sums, weights[:, whole:].sum(-1, keepdim=True)], dim=1)
+    block, uniform = _search(sums, uniforms[:, None])
+    places = block * _BLOCK_TOKENS + torch.arange(_BLOCK_TOKENS, device=block.device)
+    inside = weights.gather(1, places.clamp(max=tokens - 1)).masked_fill_(places >= tokens, 0)
+    chosen = block * _BLOCK_TOKENS + _search(inside, uniform)[0]
+    return chosen[:, 0].clamp(max=tokens - 1)  # beyond it only where weights are NaN
+
+
+def _search(weights: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
+    """The place (B, 1) at `uniforms` (B, 1) of the sum of a row's weights (B, n), never one of weight 0, and
+    where in that place, from 0 to 1."""
+    cumulative = weights.cumsum(-1, dtype=torch.float64)
+    total = cumulative[:, -1:].contiguous()
+    target = uniforms * total
+    found = torch.searchsorted(cumulative, target, right=True)
+    # target may be rounded up to the sum; NaN is beyond it, and the caller detects it in the log-probabilities
+    found = torch.minimum(found, torch.searchsorted(cumulative, total)).clamp_(max=weights.shape[1] - 1)
+    weight = weights.gather(1, found).double()
+    return found, 1 - ((cumulative.gather(1, found) - target) / weight).clamp(0, 1)
+
+
+def keep(weights: Tensor, top_k: int, top_p: float) -> Tensor:
+    """Weights (B, V), in proportion to probabilities, with 0 for tokens that top-k or top-p leave out.
+
+    top-p counts within what top-k kept, as vLLM does; of equal weights the smaller token id goes first.
+
+    >>> keep(torch.tensor([[0.5, 0.3, 0.2]]), -1, 0.6).tolist()
+    [[0.5, 0.30000001192092896, 0.0]]
+    """
+    if 0 < top_k < weights.shape[1]:
+        least = weights.topk(top_k, dim=-1).values[:, -1:]
+        weights = torch.where(weights >= least, weights, 0.0)
     if top_p < 1:
-        ranked, order = probs.sort(dim=-1, descending=True, stable=True)
-        cumulative = ranked.cumsum(dim=-1)
-        ranked = torch.where(cumulative - ranked < top_p * cumulative[:, -1:], ranked, 0.0)
-        probs = torch.zeros_like(probs).scatter_(1, order, ranked)
-    return probs
+        least, equal = _least_kept(weights, top_p * weights.sum(-1, keepdim=True, dtype=torch.float64), _TOP)
+        ties = weights == least
+        if bool((ties.sum(-1, keepdim=True) > equal).any()):
+            ties &= ties.cumsum(-1) <= equal
+        weights = torch.where((weights > least) | ties, weights, 0.0)
+    return weights
+
+
+def _least_kept(weights: Tensor, share: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """The smallest weight (B, 1) among the largest ones of each row whose sum reaches `share` (B, 1), and how
+    many of that size there are among them. It looks for them among the `count` largest, which are sorted, and
+    where these are not enough among more: a row's whole vocabulary would take twenty times as long."""
+    count = min(count, weights.shape[1])
+    ranked = weights.topk(count, dim=-1).values
+    before = ranked.cumsum(dim=-1, dtype=torch.float64) - ranked
+    kept = (before < share).sum(-1, keepdim=True).clamp_(min=1)
+    least = ranked.gather(1, kept - 1)
+    equal = kept - (ranked > least).sum(-1, keepdim=True)
+    short = (kept == count)[:, 0].nonzero()[:, 0]
+    if count < weights.shape[1] and len(short):
+        least[short], equal[short] = _least_kept(weights[short], share[short], 8 * count)
+    return least, equal

@@ -80,14 +80,15 @@ LOGP = torch.tensor([[0.1, 0.4, 0.2, 0.3]]).log()
     ],
 )
 def test_filters_keep_the_tokens_that_they_should(top_k: int, top_p: float, kept: list[int]) -> None:
-    probs = keep(LOGP, top_k, top_p)
-    assert torch.allclose(probs, LOGP.double().exp() * torch.tensor([kept]))
+    assert torch.equal(keep(LOGP.exp(), top_k, top_p), LOGP.exp() * torch.tensor([kept]))
 
 
 def test_equal_probabilities_are_kept_in_token_order_by_top_p_and_together_by_top_k() -> None:
-    logp = torch.full((1, 4), 0.25).log()
-    assert (keep(logp, -1, 0.49) > 0)[0].tolist() == [True, True, False, False]
-    assert (keep(logp, 2, 1.0) > 0)[0].tolist() == [True] * 4
+    weights = torch.full((1, 4), 0.25)
+    assert (keep(weights, -1, 0.49) > 0)[0].tolist() == [True, True, False, False]
+    assert (keep(weights, 2, 1.0) > 0)[0].tolist() == [True] * 4
+    many = torch.cat([torch.full((1, 300), 0.25), torch.ones(1, 300)], 1)  # more than are looked at first
+    assert (keep(many, -1, 0.9) > 0)[0].nonzero()[:, 0].tolist() == [*range(150), *range(300, 600)]
 
 
 def test_a_token_is_where_the_uniform_number_falls_in_token_order() -> None:
@@ -95,6 +96,46 @@ def test_a_token_is_where_the_uniform_number_falls_in_token_order() -> None:
     tokens, logp = choose(LOGP.expand(8, 4), SamplingParams(max_tokens=1), u)
     assert tokens.tolist() == [0, 0, 1, 1, 2, 2, 3, 3]
     assert torch.allclose(logp, LOGP[0, tokens])
+
+
+@pytest.mark.parametrize("filters", [{}, {"top_k": 20}, {"top_p": 0.8}, {"top_k": 200, "top_p": 0.9}])
+@pytest.mark.parametrize("tokens", [128, 129, 1000])
+@pytest.mark.parametrize("spread", [0.1, 4.0])
+def test_a_token_of_a_large_vocabulary_is_the_one_that_float64_finds(
+    tokens: int, spread: float, filters: dict[str, float]
+) -> None:
+    draw = np.random.default_rng(0)
+    logits, uniforms = draw.normal(size=(200, tokens)) * spread, draw.random(200)
+    uniforms[:2] = 0, 1 - 2**-53
+    found, logp = choose(
+        torch.from_numpy(logits).float(),
+        SamplingParams(max_tokens=1, temperature=0.7, **filters),  # type: ignore[arg-type]
+        torch.from_numpy(uniforms),
+    )
+    weights = np.exp(logits.astype(np.float32).astype(np.float64) / 0.7)
+    probabilities = weights / weights.sum(1, keepdims=True)
+    order = (-probabilities).argsort(1, kind="stable")
+    kept = np.take_along_axis(probabilities, order, 1)
+    kept[:, int(filters.get("top_k", tokens)) :] = 0
+    kept /= kept.sum(1, keepdims=True)
+    kept[kept.cumsum(1) - kept >= filters.get("top_p", 1)] = 0
+    filtered = np.zeros_like(kept)
+    np.put_along_axis(filtered, order, kept / kept.sum(1, keepdims=True), 1)
+    ends = filtered.cumsum(1)
+    chosen = (np.arange(200), found.numpy())
+    assert (filtered[chosen] > 0).all()
+    assert (ends[chosen] - filtered[chosen] - 1e-6 <= uniforms).all() and (
+        uniforms <= ends[chosen] + 1e-6
+    ).all()
+    assert np.abs(logp.numpy() - np.log(probabilities[chosen])).max() < 2e-6
+
+
+def test_logits_that_are_not_numbers_have_such_log_probs() -> None:
+    logits, uniforms = torch.zeros(3, 1000), torch.full((3,), 0.5, dtype=torch.float64)
+    logits[0, 7], logits[1, 7] = torch.nan, torch.inf
+    for filters in ({}, {"top_k": 5}, {"top_p": 0.5}):
+        tokens, logp = choose(logits, SamplingParams(max_tokens=1, **filters), uniforms)  # type: ignore[arg-type]
+        assert logp.isfinite().tolist() == [False, False, True] and bool((tokens < 1000).all())
 
 
 def test_log_probs_are_at_the_temperature_and_before_the_filters() -> None:
