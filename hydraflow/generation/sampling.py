@@ -135,8 +135,8 @@ def _choose(logits: Tensor, params: SamplingParams, uniforms: Tensor | None) -> 
 
 def draw(weights: Tensor, uniforms: Tensor) -> Tensor:
     """The token (B,) of each row at `uniforms` float64 (B,) of the sum of its weights (B, V), which are in
-    proportion to probabilities. First a block of tokens by the blocks' sums, then a token of it: a running sum
-    over all tokens would take longer than their exponentials.
+    proportion to probabilities. First a block of tokens by the blocks' sums, then a token of it: a running
+    sum over all tokens would take longer than their exponentials.
 
     >>> draw(torch.tensor([[1.0, 0.0, 3.0]]).repeat(3, 1), torch.tensor([0.2, 0.25, 0.999])).tolist()
     [0, 2, 2]
@@ -162,7 +162,7 @@ def _search(weights: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
     total = cumulative[:, -1:].contiguous()
     target = uniforms * total
     found = torch.searchsorted(cumulative, target, right=True)
-    # target may be rounded up to the sum; NaN is beyond it, and the caller detects it in the log-probabilities
+    # target may be rounded up to the sum; NaN is beyond it, which the caller detects in the log-probabilities
     found = torch.minimum(found, torch.searchsorted(cumulative, total)).clamp_(max=weights.shape[1] - 1)
     weight = weights.gather(1, found).double()
     return found, 1 - ((cumulative.gather(1, found) - target) / weight).clamp(0, 1)
