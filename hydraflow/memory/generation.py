@@ -24,8 +24,10 @@ FILTERED = 2**23
 """generation/sampling.py: logits that are turned into probabilities at one time."""
 CPU_BLOCK = 128
 """Tokens in a block of vLLM's cache on a CPU."""
-_SAMPLING_BYTES = 20
-"""Per logit that is filtered: float32 log-probabilities and two float64 tensors."""
+_SAMPLING_BYTES = 12
+"""Per logit that is turned into a probability: in float32, at the temperature, and as a weight."""
+_TOP_P_BYTES = 42
+"""Per logit, besides: what top-p sorts, where no few tokens have most of the probability. Measured."""
 
 
 @dataclass(frozen=True)
@@ -35,6 +37,8 @@ class NativeEngineMemory:
     shape: ModelShape
     number: int
     """Bytes of a number."""
+    top_p: bool = False
+    """Whether top-p filters."""
 
     @property
     def resting(self) -> MemoryParts:
@@ -65,11 +69,12 @@ class NativeEngineMemory:
         width = padded_width(rows.prompt)
         last = width + rows.response - 1
         repeated = 2 * batch * last * shape.q_width * (shape.heads > shape.kv_heads)
-        filtered = min(batch, max(1, FILTERED // shape.vocabulary)) * shape.vocabulary * _SAMPLING_BYTES
+        filtered = min(batch, max(1, FILTERED // shape.vocabulary)) * shape.vocabulary
         return MemoryParts(
             kv_cache=batch * cache_room(width, last) * kv_numbers(shape) * self.number,
             activations=repeated * self.number,
-            logits=2 * batch * shape.vocabulary * self.number + filtered,
+            logits=2 * batch * shape.vocabulary * self.number
+            + filtered * (_SAMPLING_BYTES + _TOP_P_BYTES * self.top_p),
         )
 
 

@@ -54,10 +54,13 @@ def test_native_by_hand() -> None:
     """3 layers of keys and values, 16 wide; 32 rows whose prompts of 30 are padded to 32, and 10 tokens, the
     last of which never runs."""
     assert kv_numbers(SHAPE) == 2 * 3 * 16
-    parts = NativeEngineMemory(SHAPE, 4).sample(RowSizes(30, 10, samples=4, packed=True), 32)
+    rows = RowSizes(30, 10, samples=4, packed=True)
+    parts = NativeEngineMemory(SHAPE, 4).sample(rows, 32)
     assert parts.weights == SHAPE.parameters * 4
     assert parts.kv_cache == 32 * (33 + 16) * 96 * 4
-    assert parts.logits == 2 * 32 * 1000 * 4 + 32 * 1000 * 20
+    assert parts.logits == 2 * 32 * 1000 * 4 + 32 * 1000 * 12
+    filtered = NativeEngineMemory(SHAPE, 4, top_p=True).sample(rows, 32)
+    assert filtered.logits == 2 * 32 * 1000 * 4 + 32 * 1000 * (12 + 42)
     assert parts.activations == 2 * 32 * 41 * 64 * 4  # one layer's keys and values, for every query head
 
 
