@@ -66,6 +66,10 @@ def of_trl(found: Found) -> Iterator[Row]:
         limit = "" if least is None else f"{least:.3g} s"
         what = f"GRPO step, {one['model']}, {one['dtype']}, {rows}"
         yield Row(what, f"{ours:.3g} s", f"TRL {theirs:.3g} s", one["ratio"], limit)
+        update, least = one["hydraflow_phases_s"]["timing_s/update_actor"], one["least_seconds_per_update"]
+        if least is not None:
+            share = f"{least:.3g} s, {least / update:.0%} of it"
+            yield Row("the update of that step", f"{update:.3g} s", limit=share)
 
 
 def of_generation(found: Found) -> Iterator[Row]:

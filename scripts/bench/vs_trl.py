@@ -141,9 +141,9 @@ def our_steps(job: Job, model: Path | None, problems: Path, dtype: str, steps: i
     )
 
 
-def least_seconds(job: Job, model: Path, dtype: str) -> float | None:
-    """Seconds of a step at the peak rate of all cores: one forward pass per response for sampling, each with
-    its prompt, and one update. None: the peak is not known."""
+def least_seconds(job: Job, model: Path, dtype: str) -> tuple[float, float] | None:
+    """Seconds of sampling and of the update at the peak rate of all cores: one forward pass per response, each
+    with its prompt, and one update. None: the peak is not known."""
     work = ModelWork.of(ModelConfig(path=str(model)), "policy", "model")
     torch.set_num_threads(usable_cores())
     peak = peak_flops(torch.device("cpu"), resolve_dtype(dtype, "cpu"))
@@ -151,7 +151,7 @@ def least_seconds(job: Job, model: Path, dtype: str) -> float | None:
         return None
     rows = torch.ones(job.trajectories, dtype=torch.int64)
     lengths = rows * PROMPT_TOKENS, rows * job.tokens
-    return (work.forward(*lengths) + work.update(*lengths)) / peak
+    return work.forward(*lengths) / peak, work.update(*lengths) / peak
 
 
 def compare(name: str, job: Job, dtype: str, steps: int, venv: Path) -> dict[str, object]:
@@ -174,7 +174,8 @@ def compare(name: str, job: Job, dtype: str, steps: int, venv: Path) -> dict[str
         "hydraflow_trajectories_per_s": round(job.trajectories / ours.median, 1),
         "trl_trajectories_per_s": round(job.trajectories / best, 1),
         "ratio": round(best / ours.median, 2),
-        "least_seconds_per_step": least,
+        "least_seconds_per_step": least and sum(least),
+        "least_seconds_per_update": least and least[1],
         "trl": theirs,
         "hydraflow_phases_s": ours.phases,
     }

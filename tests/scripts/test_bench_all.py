@@ -20,6 +20,8 @@ FIGURES = {
         "trl_trajectories_per_s": 128.0,
         "ratio": 2.0,
         "least_seconds_per_step": 0.02,
+        "least_seconds_per_update": 0.015,
+        "hydraflow_phases_s": {"timing_s/update_actor": 0.3},
     },
     "plan": {"devices": 16, "milliseconds": {"configuration": 1.5}},
 }
@@ -47,6 +49,7 @@ def test_the_page_has_the_figures_that_there_are(tmp_path: Path) -> None:
     found = page(tmp_path)
     assert "| batch plan for 16 devices | 1.5 ms |  |  |  |" in found
     assert "| GRPO step, 0.85M, bf16, 128 x 32 tokens | 0.5 s | TRL 1 s | 2.00 | 0.02 s |" in found
+    assert "| the update of that step | 0.3 s |  |  | 0.015 s, 5% of it |" in found
     assert "Commit abc1234. The machine was quiet." in found
     assert "Not measured: step, trl-recipe, trl-0.85M-fp32, trl-0.85M-fp32-long," in found
     keep(tmp_path, "plan", load=3.0)
