@@ -142,7 +142,7 @@ def our_steps(job: Job, model: Path | None, problems: Path, dtype: str, steps: i
 
 
 def least_seconds(job: Job, model: Path, dtype: str) -> tuple[float, float] | None:
-    """Seconds of sampling and of the update at the peak rate of all cores: one forward pass per response, each
+    """Seconds of sampling and of the update at the peak rate of all cores: a forward pass per response, each
     with its prompt, and one update. None: the peak is not known."""
     work = ModelWork.of(ModelConfig(path=str(model)), "policy", "model")
     torch.set_num_threads(usable_cores())
