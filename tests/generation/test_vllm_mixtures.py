@@ -46,13 +46,16 @@ pytestmark = [needs_vllm, pytest.mark.slow]
 SIZES = {**SMALL, "head_dim": 32, "max_position_embeddings": 256}
 CHOSEN = dict(num_experts=8, num_experts_per_tok=3, moe_intermediate_size=24)
 """Sizes that vLLM's own kernel on a CPU would not take."""
+
+
+def with_shared_experts(**others: Any) -> Any:
+    sizes = SIZES | dict(hidden_size=64, num_attention_heads=2, num_key_value_heads=1)
+    return Qwen2MoeConfig(**sizes | others, **CHOSEN, shared_expert_intermediate_size=40)
+
+
 MIXTURES: dict[str, Any] = {
     "a dense layer": Qwen3MoeConfig(**SIZES, **CHOSEN, mlp_only_layers=[0]),
-    "shared experts": Qwen2MoeConfig(
-        **SIZES | dict(hidden_size=64, num_attention_heads=2, num_key_value_heads=1),
-        **CHOSEN,
-        shared_expert_intermediate_size=40,
-    ),
+    "shared experts": with_shared_experts(),
     "mixtral": MixtralConfig(**SIZES, num_local_experts=4, num_experts_per_tok=2),
 }
 TOLD = replace(GREEDY, ignore_eos=True, routes=True)
@@ -133,19 +136,18 @@ def test_the_experts_of_a_response_that_was_interrupted(process: EngineProcess, 
 
 
 DIVIDED = {
-    "slices of experts": ("a dense layer", dict(tensor=2)),
+    "slices of experts": (MIXTURES["a dense layer"], dict(tensor=2)),
     "experts": (
-        "a dense layer",
+        MIXTURES["a dense layer"],
         dict(tensor=2, engine_kwargs=EngineKwargs({"enable_expert_parallel": True})),
     ),
-    "layers": ("shared experts", dict(stages=2)),
+    "layers": (with_shared_experts(num_hidden_layers=4, mlp_only_layers=[0, 2]), dict(stages=2)),
 }
 
 
 @pytest.mark.parametrize("what", DIVIDED)
 def test_divided_among_two_devices(what: str) -> None:
-    name, given = DIVIDED[what]
-    config = MIXTURES[name]
+    config, given = DIVIDED[what]
     engine = Divided(config, routes=True, max_num_seqs=8, **given)
     request = request_of([1, 9, 17], samples=2)
     for model in models(config, 2):
