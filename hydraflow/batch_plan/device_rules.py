@@ -264,7 +264,7 @@ def _shape(role: RoleDevices, topology: Topology, shape: ShapeNumbers | None) ->
         if role.role not in topology.layers_fixed:
             yield from _stages(role, shape.layers)
     else:
-        yield from _empty_stages(role, shape)
+        yield from _replica_stages(role, shape)
 
 
 def _shares(
@@ -287,27 +287,38 @@ def _shares(
     yield Violation(f"{what}:{name}:{role.role}", DIVISION, key, size, text, fixes)
 
 
-def _empty_stages(role: RoleDevices, shape: ShapeNumbers) -> Iterator[Violation]:
-    """Each stage has a layer, and one with experts where the model has any."""
+def _replica_stages(role: RoleDevices, shape: ShapeNumbers) -> Iterator[Violation]:
+    """Each stage of a replica has a layer, and one with experts where the model has any: vLLM does not start
+    without."""
     if role.degree("pipeline") == 1:
         return
-    stages, count, layers = role.degrees["pipeline"], len(role.devices), shape.layers
-    fits = [size for size in divisors(count) if size <= layers and not _dense_stages(shape, size)]
-    fixes: list[Fix] = [{stages.key: size} for size in nearest(stages.value, fits)]
-    text = f"must be at most {layers}, the layers of the {role.role}'s model: no stage may be without one"
-    if stages.value <= layers:
-        dense = [f"{indices[0]} to {indices[-1]}" for indices in _dense_stages(shape, stages.value)]
-        if not dense:
-            return
-        text = f"each stage needs a layer with experts, which layers {' and '.join(dense)} lack"
+    stages, sizes = role.degrees["pipeline"], divisors(len(role.devices))
+    whole = [size for size in sizes if size == 1 or (size <= shape.layers and not _dense_stages(shape, size))]
+    fixes: list[Fix] = [{stages.key: size} for size in nearest(stages.value, whole)]
+    model = f"the {role.role}'s model"
+    if stages.value > shape.layers:
+        text = f"must be at most {shape.layers}, the layers of {model}: no stage may be without one"
+    elif dense := _dense_stages(shape, stages.value):
+        lacking = " and ".join(_indices(stage) for stage in dense)
+        text = f"each stage of {model} needs a layer with experts; none is in {lacking} (of {shape.layers})"
+    else:
+        return
     yield Violation(f"layers:{role.role}", DIVISION, stages.key, stages.value, text, fixes)
 
 
 def _dense_stages(shape: ShapeNumbers, stages: int) -> list[range]:
-    """Layers of the stages without an expert, of a mixture of experts: vLLM does not start with one."""
+    """Layers of the stages without an expert, of a mixture of experts."""
     if not shape.experts:
         return []
     return [indices for indices in layers_of_stages(shape.layers, stages) if {*indices} <= {*shape.dense_at}]
+
+
+def _indices(layers: range) -> str:
+    """
+    >>> _indices(range(2, 4)), _indices(range(3, 4))
+    ('layers 2 to 3', 'layer 3')
+    """
+    return f"layer {layers[0]}" if len(layers) == 1 else f"layers {layers[0]} to {layers[-1]}"
 
 
 def _stages(role: RoleDevices, layers: int) -> Iterator[Violation]:

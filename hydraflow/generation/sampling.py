@@ -129,7 +129,7 @@ def _choose(logits: Tensor, params: SamplingParams, uniforms: Tensor | None) -> 
     most = logits.amax(dim=-1, keepdim=True)
     weights = (logits - most).exp_()  # (B, V)
     tokens = draw(keep(weights, params.top_k, params.top_p), uniforms)[:, None]
-    logp = logits.gather(1, tokens) - most - weights.sum(-1, keepdim=True).log()
+    logp = (logits.gather(1, tokens) - most).double() - _total(weights).log()
     return tokens[:, 0], logp[:, 0].float()
 
 
@@ -144,15 +144,26 @@ def draw(weights: Tensor, uniforms: Tensor) -> Tensor:
     tokens = weights.shape[1]
     if tokens <= 2 * _BLOCK_TOKENS:
         return _search(weights, uniforms[:, None])[0][:, 0]
-    whole = tokens // _BLOCK_TOKENS * _BLOCK_TOKENS
-    sums = weights[:, :whole].unflatten(1, (-1, _BLOCK_TOKENS)).sum(-1)  # (B, blocks)
-    if whole < tokens:
-        sums = torch.cat([sums, weights[:, whole:].sum(-1, keepdim=True)], dim=1)
-    block, uniform = _search(sums, uniforms[:, None])
+    block, uniform = _search(_block_sums(weights), uniforms[:, None])
     places = block * _BLOCK_TOKENS + torch.arange(_BLOCK_TOKENS, device=block.device)
     inside = weights.gather(1, places.clamp(max=tokens - 1)).masked_fill_(places >= tokens, 0)
     chosen = block * _BLOCK_TOKENS + _search(inside, uniform)[0]
     return chosen[:, 0].clamp(max=tokens - 1)  # beyond it only where weights are NaN
+
+
+def _total(weights: Tensor) -> Tensor:
+    """The sum float64 (B, 1) of each row (B, V). Threads would share the sum of a long row that is alone, and
+    its last bits would depend on that."""
+    return _block_sums(weights).sum(-1, keepdim=True, dtype=torch.float64)
+
+
+def _block_sums(weights: Tensor) -> Tensor:
+    """Sums (B, blocks) of each _BLOCK_TOKENS weights of a row (B, V), and of those that are left."""
+    whole = weights.shape[1] // _BLOCK_TOKENS * _BLOCK_TOKENS
+    sums = weights[:, :whole].unflatten(1, (-1, _BLOCK_TOKENS)).sum(-1)
+    if whole == weights.shape[1]:
+        return sums
+    return torch.cat([sums, weights[:, whole:].sum(-1, keepdim=True)], dim=1)
 
 
 def _search(weights: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
@@ -180,7 +191,7 @@ def keep(weights: Tensor, top_k: int, top_p: float) -> Tensor:
         least = weights.topk(top_k, dim=-1).values[:, -1:]
         weights = torch.where(weights >= least, weights, 0.0)
     if top_p < 1:
-        least, equal = _least_kept(weights, top_p * weights.sum(-1, keepdim=True, dtype=torch.float64), _TOP)
+        least, equal = _least_kept(weights, top_p * _total(weights), _TOP)
         ties = weights == least
         if bool((ties.sum(-1, keepdim=True) > equal).any()):
             ties &= ties.cumsum(-1) <= equal

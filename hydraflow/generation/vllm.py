@@ -340,6 +340,7 @@ def set_environment(*, compiles: bool) -> None:
     """Sets the variables that vLLM reads on import. compiles: it may compile single functions in eager
     mode."""
     os.environ.update(REQUIRED)
+    os.environ.pop("VLLM_PP_LAYER_PARTITION", None)  # the plan and its memory know vLLM's own division only
     for name, value in (DEFAULTS if compiles else DEFAULTS | UNCOMPILED).items():
         os.environ.setdefault(name, value)
 

@@ -24,9 +24,10 @@ FILTERED = 2**23
 """generation/sampling.py: logits that are turned into probabilities at one time."""
 CPU_BLOCK = 128
 """Tokens in a block of vLLM's cache on a CPU."""
-_SAMPLING_BYTES = 12
-"""Per logit that is turned into a probability: in float32, at the temperature, and as a weight."""
-_TOP_P_BYTES = 42
+_SAMPLING_BYTES = 15
+"""Per logit that is turned into a probability, in float32: at the temperature, as a weight, and filtered by
+top-k. Measured."""
+_TOP_P_BYTES = 43
 """Per logit, besides: what top-p sorts, where no few tokens have most of the probability. Measured."""
 
 

@@ -174,8 +174,8 @@ def compare(name: str, job: Job, dtype: str, steps: int, venv: Path) -> dict[str
         "hydraflow_trajectories_per_s": round(job.trajectories / ours.median, 1),
         "trl_trajectories_per_s": round(job.trajectories / best, 1),
         "ratio": round(best / ours.median, 2),
-        "least_seconds_per_step": least and sum(least),
-        "least_seconds_per_update": least and least[1],
+        "least_seconds_per_step": None if least is None else sum(least),
+        "least_seconds_per_update": None if least is None else least[1],
         "trl": theirs,
         "hydraflow_phases_s": ours.phases,
     }

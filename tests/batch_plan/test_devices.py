@@ -243,12 +243,15 @@ def test_each_stage_of_a_replica_needs_a_layer_with_experts():
     shape = ShapeNumbers(layers=8, heads=12, kv_heads=4, experts=4, dense_at=(0, 1, 4))
     divided = dict(rollout__name="vllm", rollout__pipeline_model_parallel_size=4)
     problem = broken(small(**divided), devices=8, shape=shape)[key]
-    assert problem.rule == "each stage needs a layer with experts, which layers 0 to 1 lack"
-    assert problem.remedy == f"{key}=2"
+    wanted = "each stage of the rollout's model needs a layer with experts; none is in layers 0 to 1 (of 8)"
+    assert problem.rule == wanted and problem.remedy == f"{key}=2"
     divided["rollout__pipeline_model_parallel_size"] = 2
     assert resolve(small(**divided), devices=8, shape=shape).layouts["rollout"].pipeline == 2
     shape = replace(shape, dense_at=(2, 4))
     assert resolve(small(**divided), devices=8, shape=shape).layouts["rollout"].pipeline == 2
+    assert (
+        broken(small(**divided), devices=8, shape=replace(shape, dense_at=range(8)))[key].remedy == f"{key}=1"
+    )
 
 
 def test_few_key_value_heads_are_repeated_but_by_megatron():

@@ -58,9 +58,9 @@ def test_native_by_hand() -> None:
     parts = NativeEngineMemory(SHAPE, 4).sample(rows, 32)
     assert parts.weights == SHAPE.parameters * 4
     assert parts.kv_cache == 32 * (33 + 16) * 96 * 4
-    assert parts.logits == 2 * 32 * 1000 * 4 + 32 * 1000 * 12
+    assert parts.logits == 2 * 32 * 1000 * 4 + 32 * 1000 * 15
     filtered = NativeEngineMemory(SHAPE, 4, top_p=True).sample(rows, 32)
-    assert filtered.logits == 2 * 32 * 1000 * 4 + 32 * 1000 * (12 + 42)
+    assert filtered.logits == 2 * 32 * 1000 * 4 + 32 * 1000 * (15 + 43)
     assert parts.activations == 2 * 32 * 41 * 64 * 4  # one layer's keys and values, for every query head
 
 
