@@ -196,8 +196,7 @@ def borrow(lent: LentTensor) -> torch.Tensor:
 
     facts, place = list(lent), _place_of_device()
     facts[place] = number_of(facts[place])
-    tensor: torch.Tensor = rebuild_cuda_tensor(*facts)
-    return tensor
+    return rebuild_cuda_tensor(*facts)
 
 
 def _place_of_device() -> int:
@@ -297,8 +296,7 @@ def onednn_product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | N
     `weight` is contiguous, or its transpose is: a part of a matrix takes hundreds of times as long."""
     import torch
 
-    found: torch.Tensor = torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
-    return found
+    return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
 
 
 _TERAFLOPS = {

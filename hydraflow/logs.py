@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import heapq
-import json
 import os
 import re
 import sys
@@ -23,6 +22,7 @@ from pathlib import Path
 
 from hydraflow.system.printing import make_printable, reader_may_leave
 from hydraflow.system.role_logs import LEVELS, LINE
+from hydraflow.system.whole_files import json_object
 from hydraflow.tracking.endings import DONE, is_orderly
 from hydraflow.tracking.run_lock import is_at_work
 
@@ -179,10 +179,7 @@ def has_ended(run: Path) -> bool:
     While the process lives, a failure may be followed by a restart (`trainer.max_restarts`). For a process on
     another machine, only its last line is known.
     """
-    try:
-        why = str(json.loads((run / ENDED).read_text(encoding="utf-8"))["why_it_ended"])
-    except (OSError, ValueError, KeyError, TypeError):
-        why = ""
+    why = str((json_object(run / ENDED) or {}).get("why_it_ended", ""))
     if why == DONE or is_orderly(why):
         return True
     lives = is_at_work(run)

@@ -6,37 +6,15 @@ Ray starts.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-from hydraflow.dispatch.environment import settle_command
-from hydraflow.dispatch.forked_template import fork_template
-from hydraflow.system.importing import importing
+from hydraflow.main_sft import train
 from hydraflow.system.interrupts import command
-
-if TYPE_CHECKING:
-    from hydraflow.compose.command import Command
-    from hydraflow.schema import RMConfig
-
-
-def run(config: RMConfig, command: Command) -> None:
-    """Trains as configured. The import is here so that configuration errors are reported within a second."""
-    settle_command()
-    with importing():
-        fork_template(config.ray_init, config.trainer)
-        from hydraflow.jobs.sft import run_sft
-
-    run_sft(config, command=command)
 
 
 def main() -> int:
     """Composes the configuration and runs; returns the exit code."""
-    from hydraflow.compose.advice import advice
-    from hydraflow.compose.judges import judge, missing
-    from hydraflow.compose.launch import launch
-    from hydraflow.compose.loading import EntryPoint
     from hydraflow.schema import RMConfig
 
-    return launch(EntryPoint("rm", RMConfig, judges=(judge,), missing=missing, advise=advice), run)
+    return train("rm", RMConfig)
 
 
 if __name__ == "__main__":

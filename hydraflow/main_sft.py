@@ -15,10 +15,10 @@ from hydraflow.system.interrupts import command
 
 if TYPE_CHECKING:
     from hydraflow.compose.command import Command
-    from hydraflow.schema import SFTConfig
+    from hydraflow.schema import SupervisedConfig
 
 
-def run(config: SFTConfig, command: Command) -> None:
+def run(config: SupervisedConfig, command: Command) -> None:
     """Trains as configured. The import is here so that configuration errors are reported within a second."""
     settle_command()
     with importing():
@@ -28,15 +28,21 @@ def run(config: SFTConfig, command: Command) -> None:
     run_sft(config, command=command)
 
 
-def main() -> int:
-    """Composes the configuration and runs; returns the exit code."""
+def train(config_name: str, schema: type[SupervisedConfig]) -> int:
+    """Composes the configuration of a command for supervised training and runs; returns the exit code."""
     from hydraflow.compose.advice import advice
     from hydraflow.compose.judges import judge, missing
     from hydraflow.compose.launch import launch
     from hydraflow.compose.loading import EntryPoint
+
+    return launch(EntryPoint(config_name, schema, judges=(judge,), missing=missing, advise=advice), run)
+
+
+def main() -> int:
+    """Trains on conversations; returns the exit code."""
     from hydraflow.schema import SFTConfig
 
-    return launch(EntryPoint("sft", SFTConfig, judges=(judge,), missing=missing, advise=advice), run)
+    return train("sft", SFTConfig)
 
 
 if __name__ == "__main__":

@@ -223,10 +223,13 @@ def option(
     return dataclasses.field(default=default, metadata={_KEY: facts})
 
 
+free = functools.partial(option, shapes_training=False)
+"""`option` of a key that does not shape training: a run resumes with another value of it."""
+
+
 def option_of(field: dataclasses.Field[Any]) -> Option:
     """The facts of a field; an empty `Option` for a plain field."""
-    found: Option = field.metadata.get(_KEY, Option())
-    return found
+    return field.metadata.get(_KEY, Option())
 
 
 @dataclass(frozen=True)

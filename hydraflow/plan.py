@@ -9,7 +9,6 @@ Starts nothing and needs no GPU, no model and no data.
 from __future__ import annotations
 
 import json
-import os
 import sys
 from pathlib import Path
 
@@ -23,6 +22,7 @@ from hydraflow.errors import ConfigError, HydraflowError, Problem
 from hydraflow.explain.report import Report, make_report
 from hydraflow.explain.show import show
 from hydraflow.schema import JOBS, JobConfig, PPOConfig
+from hydraflow.system.printing import reader_may_leave
 
 NO_ROOM = 1
 """Exit code of a plan that does not fit according to its memory estimate."""
@@ -63,14 +63,11 @@ class Planning:
         report = self._report or make_report(applied(config), command)
         if path := command.switches.get("--svg"):
             _draw(report, Path(str(path)))
-        try:
+        with reader_may_leave():
             if command.switches.get("--json"):
                 print(report.to_json())
             else:
                 show(report, everything=bool(command.switches.get("--all")))
-            sys.stdout.flush()
-        except BrokenPipeError:  # a reader such as `head` closed it; Python would report it again at exit
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return NO_ROOM if report.memory is not None and report.memory.fits is False else 0
 
 

@@ -24,7 +24,7 @@ from hydraflow.dispatch.config import LogConfig, ProfilerConfig, RayInitConfig
 from hydraflow.engine.config import FSDPConfig, OptimConfig
 from hydraflow.generation.config import SamplingConfig
 from hydraflow.models.config import ModelConfig, ModelSourceConfig
-from hydraflow.options import option
+from hydraflow.options import free, option
 from hydraflow.recipes.config import RecipeConfig
 from hydraflow.rewards.config import ModelRewardConfig, RewardConfig
 from hydraflow.trainer.config import (
@@ -42,7 +42,7 @@ from hydraflow.workers.config import ActorRolloutRefConfig, CheckpointConfig, Cr
 class CommandConfig:
     """Keys of every command."""
 
-    strict: bool = option(False, shapes_training=False)
+    strict: bool = free(False)
     """Reject keys that are set and have no effect, instead of only printing a note."""
 
 
@@ -50,7 +50,7 @@ class CommandConfig:
 class RayCommandConfig(CommandConfig):
     """Keys of every command that starts worker processes."""
 
-    debug: bool = option(False, shapes_training=False)
+    debug: bool = free(False)
     """One process per role, no deadlines, and Ray's debugger: breakpoint() in a worker waits for it.
     docs/debugging.md"""
 
@@ -68,10 +68,10 @@ class PPOConfig(RayCommandConfig):
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
     async_training: AsyncTrainingConfig = field(default_factory=AsyncTrainingConfig)
     batch: BatchConfig = option(factory=BatchConfig, in_plan=True)
-    cluster: ClusterConfig = option(factory=ClusterConfig, shapes_training=False)
-    ray_init: RayInitConfig = option(factory=RayInitConfig, shapes_training=False)
-    log: LogConfig = option(factory=LogConfig, shapes_training=False)
-    global_profiler: ProfilerConfig = option(factory=ProfilerConfig, shapes_training=False)
+    cluster: ClusterConfig = free(factory=ClusterConfig)
+    ray_init: RayInitConfig = free(factory=RayInitConfig)
+    log: LogConfig = free(factory=LogConfig)
+    global_profiler: ProfilerConfig = free(factory=ProfilerConfig)
     recipe: RecipeConfig = field(default_factory=RecipeConfig)
 
 
@@ -83,11 +83,11 @@ class SupervisedConfig(RayCommandConfig):
     data: ExamplesConfig = field(default_factory=ExamplesConfig)
     optim: OptimConfig = field(default_factory=lambda: OptimConfig(lr=1e-5))
     fsdp_config: FSDPConfig = field(default_factory=FSDPConfig)
-    checkpoint: CheckpointConfig = option(factory=CheckpointConfig, shapes_training=False)
+    checkpoint: CheckpointConfig = free(factory=CheckpointConfig)
     trainer: SupervisedTrainerConfig = field(default_factory=SupervisedTrainerConfig)
-    ray_init: RayInitConfig = option(factory=RayInitConfig, shapes_training=False)
-    log: LogConfig = option(factory=LogConfig, shapes_training=False)
-    global_profiler: ProfilerConfig = option(factory=ProfilerConfig, shapes_training=False)
+    ray_init: RayInitConfig = free(factory=RayInitConfig)
+    log: LogConfig = free(factory=LogConfig)
+    global_profiler: ProfilerConfig = free(factory=ProfilerConfig)
 
 
 @dataclass
@@ -138,7 +138,7 @@ class GenerateConfig(RayCommandConfig):
     data: GenerateDataConfig = field(default_factory=GenerateDataConfig)
     output: OutputConfig = field(default_factory=OutputConfig)
     trainer: RunConfig = field(default_factory=RunConfig)
-    ray_init: RayInitConfig = option(factory=RayInitConfig, shapes_training=False)
+    ray_init: RayInitConfig = free(factory=RayInitConfig)
 
 
 @dataclass

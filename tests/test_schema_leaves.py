@@ -27,8 +27,8 @@ from hydraflow.workers.config import ActorConfig
 RUNS = {
     schema.PPOConfig: "hydraflow.main_ppo.run",
     schema.SFTConfig: "hydraflow.main_sft.run",
-    schema.DPOConfig: "hydraflow.main_dpo.run",
-    schema.RMConfig: "hydraflow.main_rm.run",
+    schema.DPOConfig: "hydraflow.main_sft.run",
+    schema.RMConfig: "hydraflow.main_sft.run",
     schema.GenerateConfig: "hydraflow.main_generate.run",
     schema.EvalConfig: "hydraflow.main_eval.run",
 }

@@ -59,9 +59,12 @@ class Loss(Implementation):
         return self.reads + (self.chooses.reads if self.chooses else ())
 
 
-GRPO = Estimator(
-    "hydraflow.algorithms.grpo:grpo", reads=("norm_adv_by_std_in_grpo",), per_trajectory=True, groups=True
-)
+def _in_groups(where: str, *reads: str, **facts: Any) -> Estimator:
+    """One that compares the scores of the responses to one prompt."""
+    return Estimator(where, reads=reads, per_trajectory=True, groups=True, **facts)
+
+
+GRPO = _in_groups("hydraflow.algorithms.grpo:grpo", "norm_adv_by_std_in_grpo")
 OF_ESTIMATORS = {
     "values": "critic",
     "group_ids": "groups",
@@ -87,44 +90,28 @@ ESTIMATORS = OwnChoices(
         "grpo": GRPO,
         "grpo_vectorized": GRPO,
         "grpo_passk": replace(GRPO, where="hydraflow.algorithms.grpo_passk:grpo_passk"),
-        "rloo": Estimator("hydraflow.algorithms.rloo:rloo", per_trajectory=True, groups=True),
-        "rloo_vectorized": Estimator(
-            "hydraflow.algorithms.rloo:rloo_vectorized", per_trajectory=True, groups=True
-        ),
+        "rloo": _in_groups("hydraflow.algorithms.rloo:rloo"),
+        "rloo_vectorized": _in_groups("hydraflow.algorithms.rloo:rloo_vectorized"),
         "reinforce": Estimator(
             "hydraflow.algorithms.reinforce_plus_plus:discounted_return", reads=("gamma",)
         ),
         "reinforce_plus_plus": Estimator(
             "hydraflow.algorithms.reinforce_plus_plus:discounted_return", reads=("gamma",), whitened=True
         ),
-        "reinforce_plus_plus_baseline": Estimator(
-            "hydraflow.algorithms.reinforce_plus_plus:reinforce_plus_plus_baseline",
-            per_trajectory=True,
-            groups=True,
-            whitened=True,
+        "reinforce_plus_plus_baseline": _in_groups(
+            "hydraflow.algorithms.reinforce_plus_plus:reinforce_plus_plus_baseline", whitened=True
         ),
-        "opo": Estimator("hydraflow.algorithms.opo:opo", per_trajectory=True, groups=True, counts=True),
-        "gpg": Estimator("hydraflow.algorithms.gpg:gpg", per_trajectory=True, groups=True),
-        "maxrl": Estimator("hydraflow.algorithms.maxrl:maxrl", per_trajectory=True, groups=True),
-        "opmd": Estimator(
-            "hydraflow.algorithms.opmd:less_the_soft_best",
-            reads=("opmd_tau",),
-            per_trajectory=True,
-            groups=True,
-        ),
-        "asymre": Estimator(
-            "hydraflow.algorithms.asymre:asymre",
-            reads=("asymre_baseline_shift",),
-            per_trajectory=True,
-            groups=True,
-        ),
-        "raft": Estimator("hydraflow.algorithms.raft:raft", per_trajectory=True, groups=True),
+        "opo": _in_groups("hydraflow.algorithms.opo:opo", counts=True),
+        "gpg": _in_groups("hydraflow.algorithms.gpg:gpg"),
+        "maxrl": _in_groups("hydraflow.algorithms.maxrl:maxrl"),
+        "opmd": _in_groups("hydraflow.algorithms.opmd:less_the_soft_best", "opmd_tau"),
+        "asymre": _in_groups("hydraflow.algorithms.asymre:asymre", "asymre_baseline_shift"),
+        "raft": _in_groups("hydraflow.algorithms.raft:raft"),
         "remax": Estimator("hydraflow.algorithms.remax:remax", greedy_baseline=True),
-        "gdpo": Estimator(
+        "gdpo": _in_groups(
             "hydraflow.algorithms.gdpo:gdpo",
-            reads=("norm_adv_by_std_in_grpo", "gdpo_reward_weights"),
-            per_trajectory=True,
-            groups=True,
+            "norm_adv_by_std_in_grpo",
+            "gdpo_reward_weights",
             whitened=True,
             several_rewards=True,
         ),
@@ -223,6 +210,8 @@ KL_ESTIMATORS = ("kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3")
 REC_CLIP_MODES = ("none", "one-side", "two-side", "ring")
 REC_WEIGHTS = ("none", "importance_sampling", "advantage")
 OTHER_LOSS = unread(POLICY_LOSSES, "loss_mode")
+OTHER_ESTIMATOR = unread(ESTIMATORS, "adv_estimator")
+FIXED = unless("type", "adaptive", why="{s}.type=fixed keeps the coefficient")
 
 
 @dataclass
@@ -233,13 +222,9 @@ class KLControlConfig:
     """fixed keeps kl_coef; adaptive (Ziegler et al. 2019) steers the KL towards target_kl."""
     kl_coef: float = option(0.001, ge=0)
     """Coefficient at the first step."""
-    horizon: int = option(
-        10000, ge=1, no_effect=unless("type", "adaptive", why="{s}.type=fixed keeps the coefficient")
-    )
+    horizon: int = option(10000, ge=1, no_effect=FIXED)
     """Trajectories over which the adaptive controller adjusts the coefficient."""
-    target_kl: float = option(
-        0.1, gt=0, no_effect=unless("type", "adaptive", why="{s}.type=fixed keeps the coefficient")
-    )
+    target_kl: float = option(0.1, gt=0, no_effect=FIXED)
     """Target KL per trained token, averaged over trajectories (adaptive controller)."""
 
 
@@ -354,10 +339,7 @@ REJECTION_RULES = (
     *(f"{over}_{form}" for over in ("token", "seq_sum", "seq_mean") for form in ("k1", "k2", "k3")),
     *("seq_max_k2", "seq_max_k3"),
 )
-BYPASS_LOSSES = {
-    "ppo_clip": Loss(),
-    "reinforce": Loss("hydraflow.algorithms.reinforce:reinforce"),
-}
+BYPASS_LOSSES = {"ppo_clip": Loss(), "reinforce": Loss("hydraflow.algorithms.reinforce:reinforce")}
 """Values of `rollout_correction.loss_type`; one without code stands for the loss of
 `actor.policy_loss.loss_mode`."""
 
@@ -485,27 +467,23 @@ class AlgorithmConfig:
     adv_estimator: str = option("gae", choices=ESTIMATORS)
     """Advantage estimator. grpo_vectorized is grpo; rloo_vectorized is rloo, except that a prompt with a
     single response has advantage 0."""
-    gamma: float = option(1.0, ge=0, le=1, no_effect=unread(ESTIMATORS, "adv_estimator"))
+    gamma: float = option(1.0, ge=0, le=1, no_effect=OTHER_ESTIMATOR)
     """Discount factor per token."""
-    lam: float = option(1.0, ge=0, le=1, no_effect=unread(ESTIMATORS, "adv_estimator"))
+    lam: float = option(1.0, ge=0, le=1, no_effect=OTHER_ESTIMATOR)
     """Lambda of generalized advantage estimation (GAE)."""
-    critic_gamma: float | None = option(
-        None, ge=0, le=1, follows="gamma", no_effect=unread(ESTIMATORS, "adv_estimator")
-    )
+    critic_gamma: float | None = option(None, ge=0, le=1, follows="gamma", no_effect=OTHER_ESTIMATOR)
     """Discount factor of the returns that the critic is trained to predict; null: gamma."""
-    critic_lam: float | None = option(
-        None, ge=0, le=1, follows="lam", no_effect=unread(ESTIMATORS, "adv_estimator")
-    )
+    critic_lam: float | None = option(None, ge=0, le=1, follows="lam", no_effect=OTHER_ESTIMATOR)
     """Lambda of these returns (decoupled GAE: 1.0 here beside 0.95 for lam, say); null: lam."""
-    lam_length_alpha: float | None = option(None, gt=0, no_effect=unread(ESTIMATORS, "adv_estimator"))
+    lam_length_alpha: float | None = option(None, gt=0, no_effect=OTHER_ESTIMATOR)
     """Length-adaptive lambda of the advantages (VAPO): 1 - 1 / (alpha * trained tokens of the response). This
     is alpha, in the paper 0.05; null: lam for responses of any length."""
-    norm_adv_by_std_in_grpo: bool = option(True, no_effect=unread(ESTIMATORS, "adv_estimator"))
+    norm_adv_by_std_in_grpo: bool = option(True, no_effect=OTHER_ESTIMATOR)
     """Divide GRPO's advantages by the group's standard deviation; false is Dr. GRPO."""
-    opmd_tau: float = option(1.0, gt=0, no_effect=unread(ESTIMATORS, "adv_estimator"))
+    opmd_tau: float = option(1.0, gt=0, no_effect=OTHER_ESTIMATOR)
     """opmd: temperature of the baseline, which for a small one is near the group's best score and for a large
     one near its mean."""
-    asymre_baseline_shift: float = option(-0.1, rule=FINITE, no_effect=unread(ESTIMATORS, "adv_estimator"))
+    asymre_baseline_shift: float = option(-0.1, rule=FINITE, no_effect=OTHER_ESTIMATOR)
     """asymre: added to the group's mean as the baseline; below 0, good samples count for more."""
     gdpo_reward_keys: list[str] | None = option(None, no_effect=ONE_REWARD)
     """Names of the reward function's numbers that GDPO normalizes separately."""

@@ -6,42 +6,25 @@ use.
 
 from __future__ import annotations
 
-from typing import Protocol
 
-
-class KLController(Protocol):
-    """The interface that the trainer uses."""
-
-    value: float
-
-    def update(self, kl: float, trajectories: int) -> None:
-        """Updates the coefficient from one step's KL."""
-
-    def state_dict(self) -> dict[str, float]:
-        """The state that a resumed run needs."""
-
-    def load_state_dict(self, state: dict[str, float]) -> None:
-        """Restores `state`."""
-
-
-class FixedKLController:
+class KLController:
     """A constant. It has no state: a resumed run takes the coefficient from its configuration."""
 
     def __init__(self, kl_coef: float):
         self.value = kl_coef
 
     def update(self, kl: float, trajectories: int) -> None:
-        """Does nothing: the coefficient is constant."""
+        """Updates the coefficient from one step's KL."""
 
     def state_dict(self) -> dict[str, float]:
-        """Empty: there is no state."""
+        """The state that a resumed run needs."""
         return {}
 
     def load_state_dict(self, state: dict[str, float]) -> None:
-        """Does nothing: there is no state."""
+        """Restores `state`."""
 
 
-class AdaptiveKLController:
+class AdaptiveKLController(KLController):
     """Steers to a target KL (Ziegler et al. 2019, https://arxiv.org/abs/1909.08593, section 2.2).
 
         value <- value * (1 + clip(kl / target - 1, -0.2, 0.2) * trajectories / horizon)
@@ -53,7 +36,7 @@ class AdaptiveKLController:
     """
 
     def __init__(self, kl_coef: float, *, target_kl: float, horizon: int):
-        self.value = kl_coef
+        super().__init__(kl_coef)
         self.target_kl = target_kl
         self.horizon = horizon
 
@@ -63,11 +46,9 @@ class AdaptiveKLController:
         self.value *= 1.0 + error * trajectories / self.horizon
 
     def state_dict(self) -> dict[str, float]:
-        """The current coefficient."""
         return {"value": self.value}
 
     def load_state_dict(self, state: dict[str, float]) -> None:
-        """Restores a saved coefficient."""
         self.value = state["value"]
 
 
@@ -77,8 +58,6 @@ KL_CONTROLLERS = ("fixed", "adaptive")
 def make_kl_controller(kind: str, *, kl_coef: float, target_kl: float, horizon: int) -> KLController:
     """The controller that `algorithm.kl_ctrl.type` names, one of KL_CONTROLLERS."""
     assert kind in KL_CONTROLLERS, kind
-    return (
-        FixedKLController(kl_coef)
-        if kind == "fixed"
-        else AdaptiveKLController(kl_coef, target_kl=target_kl, horizon=horizon)
-    )
+    if kind == "fixed":
+        return KLController(kl_coef)
+    return AdaptiveKLController(kl_coef, target_kl=target_kl, horizon=horizon)

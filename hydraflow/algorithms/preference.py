@@ -92,8 +92,7 @@ class DirectPreference:
         >>> DirectPreference(PreferenceConfig(loss_type="ipo", beta=0.5)).losses(torch.tensor([2.0, 1.0]), {})
         tensor([1.])
         """
-        found: Tensor = self._loss(scores[0::2] - scores[1::2])
-        return found
+        return self._loss(scores[0::2] - scores[1::2])
 
     @cached_property
     def _loss(self) -> Any:

@@ -6,7 +6,6 @@ Left out on purpose: illegal values (`rules.py`), keys without effect (`effects.
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,6 +17,7 @@ from hydraflow.engine.config import OptimConfig
 from hydraflow.models.config import ModelConfig
 from hydraflow.schema import PPOConfig, SupervisedConfig
 from hydraflow.system.printing import count
+from hydraflow.system.whole_files import json_object
 from hydraflow.workers.config import ActorConfig
 
 POLICY = "actor_rollout_ref"
@@ -109,11 +109,7 @@ def _hidden_size(model: ModelConfig) -> int | None:
     """The hidden size from `override_config` or a config.json on this machine; None: not known."""
     found = model.override_config.get("hidden_size")
     if found is None and model.path:
-        try:
-            file = Path(os.path.expanduser(model.path)) / "config.json"
-            found = json.loads(file.read_text(encoding="utf-8")).get("hidden_size")
-        except (OSError, ValueError, AttributeError):
-            return None
+        found = (json_object(Path(os.path.expanduser(model.path)) / "config.json") or {}).get("hidden_size")
     return found if isinstance(found, int) else None
 
 

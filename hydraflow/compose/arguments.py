@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from hydraflow.errors import Problem
 
@@ -67,15 +67,11 @@ class Arguments:
         return self.has(*CONFIG_PATH, *CONFIG_DIR, *CONFIG_NAME)
 
     def value(self, *names: str) -> str | None:
-        """The value of an option; None if it was not given."""
-        for position, option in enumerate(self.options):
-            name, equals, value = option.partition("=")
-            if name in names:
-                return value if equals else self.options[position + 1]
-        return None
+        """The value of an option; "" for one without a value; None if it was not given."""
+        return replace(self, options=list(self.options)).take(*names)
 
     def take(self, *names: str) -> str | None:
-        """Removes an option from `options` and returns its value; "" for an option without a value."""
+        """Removes an option from `options` and returns its `value`."""
         for position, option in enumerate(self.options):
             name, equals, value = option.partition("=")
             if name in names:

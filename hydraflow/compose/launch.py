@@ -35,7 +35,7 @@ from hydraflow.compose.own_files import take, unreadable
 from hydraflow.errors import ConfigError, HydraflowError, Problem
 from hydraflow.redact import public_text
 from hydraflow.system.interrupts import INTERRUPTED, TERMINATED, say_interrupted
-from hydraflow.system.printing import make_printable
+from hydraflow.system.printing import make_printable, reader_may_leave
 
 Config = TypeVar("Config")
 Run = Callable[[Config, Command], int | None]
@@ -63,9 +63,11 @@ def launch(entry: EntryPoint[Config], run: Run[Config]) -> int:
         if arguments.overrides == ["verl"]:
             from hydraflow.compose.verl_page import page  # only this needs the tables
 
-            _print(page(entry.schema))
+            text = page(entry.schema)
         else:
-            _print(help_text(entry.config_name, entry.schema, entry.options))
+            text = help_text(entry.config_name, entry.schema, entry.options)
+        with reader_may_leave():
+            print(text)
         return 0
     if arguments.has("--shell-completion", "-sc") and completion.install(arguments.overrides):
         return 0
@@ -240,14 +242,8 @@ def _show(composed: ComposedConfig[Any], shown: tuple[str, bool]) -> int:
             [Problem(f"--package {package}", None, "there is no such section", "--package data")]
         )
     header = f"# @package {package}\n" if package else ""
-    _print(header + (OmegaConf.to_yaml(section) if OmegaConf.is_config(section) else f"{section}\n"), end="")
+    with reader_may_leave():
+        print(
+            header + (OmegaConf.to_yaml(section) if OmegaConf.is_config(section) else f"{section}\n"), end=""
+        )
     return 0
-
-
-def _print(text: str, end: str = "\n") -> None:
-    """Prints a long text; a reader such as `head` may close the pipe early."""
-    try:
-        print(text, end=end, flush=True)
-    except BrokenPipeError:
-        # else Python reports the broken pipe again at exit
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

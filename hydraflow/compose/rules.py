@@ -30,12 +30,7 @@ from hydraflow.batch_plan.weights import PATH
 from hydraflow.compose.effects import without_effect
 from hydraflow.engine.config import FSDPConfig, engine_config
 from hydraflow.errors import Problem, shown
-from hydraflow.generation.config import (
-    GENERATION_ENGINES,
-    RolloutConfig,
-    SamplingConfig,
-    engine_dtype,
-)
+from hydraflow.generation.config import GENERATION_ENGINES, RolloutConfig, SamplingConfig, engine_dtype
 from hydraflow.models.config import ModelConfig
 from hydraflow.options import walk
 from hydraflow.schema import EvalConfig, GenerateConfig, JobConfig, PPOConfig, SupervisedConfig, entry_for

@@ -180,11 +180,15 @@ def _report(
     if isinstance(row, Ignored):
         effect = "never did anything" if is_never_read(schema, key) else "has no effect"
         result.ignored.append(Problem(key, shown(value), f"{effect}: {row.why}", f"leave out {key}"))
-    elif _is_harmless(schema, key, value, row) or _is_decided(value, row, leaves):
+    elif _is_harmless(schema, key, value, row) or (
+        row.decided_by and _same(value, leaves.get(row.decided_by))
+    ):
         rule = "has no effect: it is off, or the default behaviour"
         result.ignored.append(Problem(key, shown(value), rule, f"leave out {key}"))
     else:
-        result.unsupported.append(_unsupported(key, value, row))
+        rule = f"is not supported yet; in verl it would {row.would}"
+        remedy = f"leave out {key}" + (f" or {row.instead}" if row.instead else "")
+        result.unsupported.append(Problem(key, shown(value), rule, remedy))
 
 
 def _other_engine(schema: type, foreign: dict[str, Any]) -> Iterator[Problem]:
@@ -229,19 +233,9 @@ def is_never_read(schema: type, key: str) -> bool:
     return named or (same is not None and is_never_read(PPOConfig, same))
 
 
-def _unsupported(key: str, value: Any, row: Unsupported) -> Problem:
-    remedy = f"leave out {key}" + (f" or {row.instead}" if row.instead else "")
-    return Problem(key, shown(value), f"is not supported yet; in verl it would {row.would}", remedy)
-
-
 def _is_harmless(schema: type, key: str, value: Any, row: Unsupported) -> bool:
     """Whether a value has no effect: verl's default, or one that the row lists."""
     return _is_default(schema, key, value) or any(_same(value, harmless) for harmless in row.harmless)
-
-
-def _is_decided(value: Any, row: Unsupported, leaves: Mapping[str, Any]) -> bool:
-    """Whether one of our keys already has the same value."""
-    return bool(row.decided_by) and _same(value, leaves.get(row.decided_by))
 
 
 def _is_default(schema: type, key: str, value: Any) -> bool:

@@ -195,8 +195,7 @@ def _rows(schema: type) -> dict[str, Any]:
     """The content of a configuration's `keys_*.yaml`; verl has no counterpart of some commands."""
     name = schema.__name__.removesuffix("Config").lower()
     has_rows = (_FILES / f"keys_{name}.yaml").is_file()
-    rows: dict[str, Any] = read(f"keys_{name}") if has_rows else {"command": ""}
-    return rows
+    return read(f"keys_{name}") if has_rows else {"command": ""}
 
 
 @cache

@@ -36,8 +36,7 @@ def primary_names(schema: type) -> list[str]:
 
 
 def _trees(schema: type) -> dict[str, Any]:
-    trees: dict[str, Any] = read("trees").get(schema.__name__, {"primary": {}, "defaults": [], "files": {}})
-    return trees
+    return read("trees").get(schema.__name__, {"primary": {}, "defaults": [], "files": {}})
 
 
 def register(schema: type, config_name: str, folders: Sequence[Path]) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from hydraflow.options import FILES, NO_LIMIT_OR_COUNT, no_effect_when, option, unless
+from hydraflow.options import FILES, NO_LIMIT_OR_COUNT, free, no_effect_when, option, unless
 
 
 @dataclass
@@ -40,19 +40,19 @@ class DataConfig(PromptConfig):
     """Column with a row's data source, which selects the built-in reward function."""
     train_files: Any = option(None, rule=FILES)
     """Parquet or JSONL file of training prompts, or a list of them."""
-    val_files: Any = option(None, rule=FILES, shapes_training=False)
+    val_files: Any = free(None, rule=FILES)
     """Parquet or JSONL file of held-out prompts, or a list of them; null: no validation."""
     train_batch_size: int = option(1024, size=True, in_plan=True)
     """Prompts per training step (Q of the batch plan)."""
     gen_batch_size: int | None = option(None, size=True)
     """Prompts sampled at a time when filter_groups fills a step; null: train_batch_size."""
-    val_batch_size: int | None = option(None, size=True, shapes_training=False)
+    val_batch_size: int | None = free(None, size=True)
     """Prompts per validation call; null: all at once."""
     shuffle: bool = True
     """Shuffle the training prompts every epoch (seeded by trainer.seed)."""
     train_max_samples: int = option(-1, rule=NO_LIMIT_OR_COUNT)
     """Maximum number of training prompts, from the start of the files; -1: all."""
-    val_max_samples: int = option(-1, rule=NO_LIMIT_OR_COUNT, shapes_training=False)
+    val_max_samples: int = free(-1, rule=NO_LIMIT_OR_COUNT)
     """Maximum number of held-out prompts, from the start of the files; -1: all."""
 
 
@@ -72,7 +72,7 @@ class ExamplesConfig:
 
     train_files: Any = option(None, rule=FILES)
     """Parquet or JSONL file of training examples, or a list of them."""
-    val_files: Any = option(None, rule=FILES, shapes_training=False)
+    val_files: Any = free(None, rule=FILES)
     """Parquet or JSONL file of held-out examples, or a list of them; null: no validation."""
     tools_key: str | None = "tools"
     """Column with the tools for a row's chat template; used if the file has it."""
@@ -82,20 +82,18 @@ class ExamplesConfig:
     """Column with the prompt, a string or chat messages; used if a row has no whole conversations."""
     train_batch_size: int = option(256, size=True, in_plan=True)
     """Conversations (main_dpo, main_rm: pairs) per optimizer step, over all data ranks."""
-    micro_batch_size_per_gpu: int | None = option(
+    micro_batch_size_per_gpu: int | None = free(
         None,
         size=True,
-        shapes_training=False,
         verl=("micro_batch_size",),
         no_effect=unless(
             "use_dynamic_bsz", False, why="{s}.use_dynamic_bsz=true fills micro-batches by tokens"
         ),
     )
     """Micro-batch size in conversations, or pairs, per data rank; null: from max_token_len_per_gpu."""
-    max_token_len_per_gpu: int = option(
+    max_token_len_per_gpu: int = free(
         8192,
         size=True,
-        shapes_training=False,
         no_effect=no_effect_when(
             lambda s: s.micro_batch_size_per_gpu is not None and not s.use_dynamic_bsz,
             "micro-batches have a given number of rows",
@@ -103,7 +101,7 @@ class ExamplesConfig:
         ),
     )
     """Token budget per device of one forward pass, with use_dynamic_bsz or without a micro-batch size."""
-    use_dynamic_bsz: bool = option(True, shapes_training=False)
+    use_dynamic_bsz: bool = free(True)
     """Fill micro-batches by tokens (dynamic batch size) instead of by number."""
     max_length: int = option(1024, size=True)
     """Maximum conversation length, in tokens."""
@@ -113,7 +111,7 @@ class ExamplesConfig:
     """Shuffle the examples every epoch (seeded by trainer.seed)."""
     train_max_samples: int = option(-1, rule=NO_LIMIT_OR_COUNT)
     """Maximum number of training examples, from the start of the files; -1: all."""
-    val_max_samples: int = option(-1, rule=NO_LIMIT_OR_COUNT, shapes_training=False)
+    val_max_samples: int = free(-1, rule=NO_LIMIT_OR_COUNT)
     """Maximum number of held-out examples, from the start of the files; -1: all."""
     apply_chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
     """Extra variables for the tokenizer's chat template."""

@@ -49,6 +49,31 @@ class Conversation:
     trained: torch.Tensor  # (T,) int64, 1 = the assistant's
 
 
+@dataclass(frozen=True)
+class TrainedRow:
+    """A prompt of at least one token and the rest, in the engine's columns."""
+
+    prompt: torch.Tensor
+    response: torch.Tensor
+    mask: torch.Tensor
+
+    @classmethod
+    def of(cls, conversation: Conversation) -> TrainedRow:
+        """The first response token is a trained one."""
+        ids, trained = conversation.ids, conversation.trained
+        start = max(1, int(trained.nonzero()[0]))
+        return cls(ids[:start], ids[start:], trained[start:])
+
+
+def columns_of(rows: Sequence[TrainedRow]) -> dict[str, torch.Tensor]:
+    """Ragged int64 `prompts` (B, P), `responses` (B, R) and `response_mask` (B, R)."""
+    return {
+        "prompts": ragged.from_rows([row.prompt for row in rows]),
+        "responses": ragged.from_rows([row.response for row in rows]),
+        "response_mask": ragged.from_rows([row.mask for row in rows]),
+    }
+
+
 class ConversationDataset:
     """Tokenised conversations with their loss masks. Raises `ConfigError` for unusable files, rows without a
     needed column, conversations without an assistant turn, overlong ones under truncation=error, and chat
@@ -70,24 +95,15 @@ class ConversationDataset:
         cut = [truncated(c, config.max_length, config.truncation) for c in conversations]
         kept = [c for c in cut if bool(c.trained[1:].any())]
         _report_dropped(len(cut) - len(kept), len(cut), key)
-        self._conversations = kept
-        self._starts = [max(1, int(c.trained.nonzero()[0])) for c in kept]
+        self._rows = list(map(TrainedRow.of, kept))
 
     def __len__(self) -> int:
-        return len(self._conversations)
+        return len(self._rows)
 
     def batch(self, rows: Sequence[int] | np.ndarray) -> DataProto:
-        """The conversations of `rows`: ragged int64 `prompts` (B, P), `responses` (B, R) and `response_mask`
-        (B, R). A prompt has at least one token; the first response token is a trained one."""
-        picked = [
-            (self._conversations[i], self._starts[i]) for i in np.asarray(rows, dtype=np.int64).tolist()
-        ]
-        columns = {
-            "prompts": [c.ids[:start] for c, start in picked],
-            "responses": [c.ids[start:] for c, start in picked],
-            "response_mask": [c.trained[start:] for c, start in picked],
-        }
-        return DataProto.from_dict(tensors={name: ragged.from_rows(parts) for name, parts in columns.items()})
+        """The conversations of `rows`, as `columns_of`."""
+        picked = [self._rows[i] for i in np.asarray(rows, dtype=np.int64).tolist()]
+        return DataProto.from_dict(tensors=columns_of(picked))
 
 
 def tokenised(

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +20,8 @@ from hydraflow.data.chat import Messages, as_messages, require_template
 from hydraflow.data.config import GradedPairsConfig, PairsConfig
 from hydraflow.data.conversations import (
     Conversation,
+    TrainedRow,
+    columns_of,
     end_of_turn,
     require_turns,
     special_ids,
@@ -27,7 +29,6 @@ from hydraflow.data.conversations import (
     truncated,
 )
 from hydraflow.data.files import FileRecord, raise_problems, read_records, require_columns
-from hydraflow.protocol import ragged
 from hydraflow.protocol.batch import DataProto
 
 if TYPE_CHECKING:
@@ -39,15 +40,6 @@ _LOST = {
     "right": f"{_SAME} when they are cut to data.max_length={{}}",
 }
 """Why a pair cannot be cut, by the side."""
-
-
-@dataclass(frozen=True)
-class _Row:
-    """One response with its prompt, as the engine's columns have it."""
-
-    prompt: torch.Tensor
-    response: torch.Tensor
-    trained: torch.Tensor
 
 
 class PairDataset:
@@ -86,30 +78,23 @@ class PairDataset:
         rows have them, `margin` (2B,) float32."""
         numbers = np.asarray(rows, dtype=np.int64).tolist()
         picked = [row for number in numbers for row in self._pairs[number]]
-        columns = {
-            "prompts": ragged.from_rows([row.prompt for row in picked]),
-            "responses": ragged.from_rows([row.response for row in picked]),
-            "response_mask": ragged.from_rows([row.trained for row in picked]),
-            "group": torch.arange(len(numbers)).repeat_interleave(2),
-        }
+        columns = columns_of(picked) | {"group": torch.arange(len(numbers)).repeat_interleave(2)}
         if self._margins is not None:
             margins = torch.tensor([self._margins[number] for number in numbers])
             columns["margin"] = margins.repeat_interleave(2)
         return DataProto.from_dict(tensors=columns)
 
-    def _row(self, conversation: Conversation) -> _Row:
-        ids, trained = conversation.ids, conversation.trained
-        start = max(1, int(trained.nonzero()[0]))
-        return _Row(ids[:start], ids[start:], trained[start:])
+    def _row(self, conversation: Conversation) -> TrainedRow:
+        return TrainedRow.of(conversation)
 
 
 class ScoredPairDataset(PairDataset):
     """Pairs for a reward model, whose score is its value after the last token: responses get one extra token
     that marks this position and is never fed to the model."""
 
-    def _row(self, conversation: Conversation) -> _Row:
+    def _row(self, conversation: Conversation) -> TrainedRow:
         row = super()._row(conversation)
-        return _Row(row.prompt, *ending(row.response))
+        return TrainedRow(row.prompt, *ending(row.response))
 
 
 def ending(response: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

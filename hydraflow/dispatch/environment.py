@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
 
-from hydraflow.system.network import VARIABLE, interface_of, node_address
+from hydraflow.system.network import VARIABLE, interface_variables, node_address
 from hydraflow.system.node_folder import MODULES, make_node_folder, node_folder
 
 COMPILER_CACHES = {"TORCHINDUCTOR_CACHE_DIR": "inductor", "TRITON_CACHE_DIR": "triton"}
@@ -38,15 +38,8 @@ def variables(rank: int, *, node_ip: str, environ: Mapping[str, str] = os.enviro
         base = Path(environ[name]) if environ.get(name) else node_folder() / folder
         found[name] = str(base / f"rank_{rank}")
     found |= shared_variables(environ)
-    named = environ.get(VARIABLE)
-    address = node_address(environ=environ) if named else node_ip
-    if interface := interface_of(address):
-        # gloo would resolve this host's name, which may give an address that other nodes cannot reach
-        if not environ.get("GLOO_SOCKET_IFNAME"):
-            found["GLOO_SOCKET_IFNAME"] = interface
-        if named and not environ.get("NCCL_SOCKET_IFNAME"):
-            found["NCCL_SOCKET_IFNAME"] = f"={interface}"
-    return found
+    address = node_address(environ=environ) if environ.get(VARIABLE) else node_ip
+    return found | interface_variables(address, environ)
 
 
 def shared_variables(environ: Mapping[str, str] = os.environ) -> dict[str, str]:

@@ -22,12 +22,7 @@ from typing import Any
 import ray
 from ray import ObjectRef
 
-from hydraflow.dispatch.future import (
-    CallFuture,
-    PendingCall,
-    PendingCalls,
-    ReplacementDied,
-)
+from hydraflow.dispatch.future import CallFuture, PendingCall, PendingCalls, ReplacementDied
 from hydraflow.dispatch.host import WorkerHost
 from hydraflow.dispatch.modes import CallContext, Registration, registration
 from hydraflow.dispatch.observability import Observability
@@ -186,7 +181,6 @@ class WorkerGroup(Group):
         self.world_size = len(self.rank_infos)
         self.roles = dict(roles)
         self.channel = channel
-        self.error: HydraflowError | None = None
         self._meshes: dict[tuple[str, str], list[Coordinates]] = {}
         self._reservation = reservation
         self._env_vars, self._device_type = dict(env_vars or {}), device_type
@@ -307,8 +301,7 @@ class WorkerGroup(Group):
         host = self._hosts[rank]
         if not call.returns_columns:
             return [host.invoke.remote(call)]
-        results: list[ObjectRef] = host.invoke_with_columns.options(num_returns=2).remote(call)
-        return results
+        return host.invoke_with_columns.options(num_returns=2).remote(call)
 
     def may_replace(self, call: PendingCall) -> bool:
         """Whether the process that died with this call can be replaced. Not if its machine is lost: its

@@ -40,12 +40,7 @@ PROBE_SECONDS = 5.0
 
 
 def start_ray(
-    config: RayInitConfig,
-    cpus: float,
-    gpus: int | None = None,
-    *,
-    console: bool = False,
-    forks: bool = True,
+    config: RayInitConfig, cpus: float, gpus: int | None = None, *, console: bool = False, forks: bool = True
 ) -> bool:
     """Starts or joins Ray; True when it is ours to stop. A Ray that this process is already connected to is
     used unchanged.

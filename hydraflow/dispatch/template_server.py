@@ -87,8 +87,7 @@ def _begin(
             os.dup2(stream, number)
             os.close(stream)
         connection.sendall(b"1")
-        request: dict[str, Any] = json.loads(message)
-        return request
+        return json.loads(message)
     except (OSError, ValueError):
         os._exit(1)
 

@@ -45,14 +45,7 @@ from hydraflow.dispatch.transport import (
     unpack_all,
     with_columns,
 )
-from hydraflow.errors import (
-    ConfigError,
-    DoesNotFit,
-    GuardStop,
-    HydraflowError,
-    StoreFull,
-    WorkerError,
-)
+from hydraflow.errors import ConfigError, DoesNotFit, GuardStop, HydraflowError, StoreFull, WorkerError
 from hydraflow.protocol.batch import DataProto
 from hydraflow.protocol.coordinates import Coordinates
 from hydraflow.protocol.remote import materialise

@@ -181,11 +181,7 @@ class TrainEngine(Protocol):
         """Whether it records and replays the experts of this model (`routed_experts`)."""
 
     def forward(
-        self,
-        micro_batches: Sequence[DataProto],
-        ask: Ask = LOG_PROBS,
-        *,
-        adapter: bool = True,
+        self, micro_batches: Sequence[DataProto], ask: Ask = LOG_PROBS, *, adapter: bool = True
     ) -> DataProto:
         """Ragged `log_probs` (and further columns as requested), or `values`, of all rows in order.
         `adapter=False`: without LoRA.

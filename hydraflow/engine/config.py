@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from hydraflow.options import Implementation, Library, Rule, no_effect_when, option, unless
+from hydraflow.options import Implementation, Library, Rule, free, no_effect_when, option, unless
 
 TRAIN_ENGINES = {
     "fsdp2": Implementation("hydraflow.engine.fsdp.engine:FSDPEngine", reads=("fsdp_config",)),
@@ -103,28 +103,28 @@ class FSDPConfig:
     and fp64 with weights in fp64."""
     reduce_dtype: str = option("fp32", choices=DTYPES, verl=("mixed_precision.reduce_dtype",))
     """Dtype of the gradient reduction across ranks."""
-    reshard_after_forward: bool = option(True, shapes_training=False)
+    reshard_after_forward: bool = free(True)
     """Reshard after forward: free gathered weights until the backward pass; less memory, one more
     all-gather."""
-    param_offload: bool = option(False, shapes_training=False, no_effect=ON_THE_HOST)
+    param_offload: bool = free(False, no_effect=ON_THE_HOST)
     """Keep sharded weights in host memory while the role is idle; they move to the device for each of its
     calls."""
-    optimizer_offload: bool = option(False, shapes_training=False, no_effect=ON_THE_HOST)
+    optimizer_offload: bool = free(False, no_effect=ON_THE_HOST)
     """Keep the optimizer state in host memory between updates."""
-    offload_policy: bool = option(False, shapes_training=False)
+    offload_policy: bool = free(False)
     """Keep sharded weights, gradients and optimizer state in host memory during training, too (fully_shard's
     CPU offload policy): each layer is copied to the device at every use, and AdamW runs on the CPU."""
-    head_chunk_tokens: int = option(2048, ge=1, shapes_training=False)
+    head_chunk_tokens: int = free(2048, ge=1)
     """Chunk size, in tokens, in which logits are computed for log-probabilities. A chunk's logits never take
     more than 512 MiB in float32, so with a vocabulary above 65 536 a chunk is smaller than 2048 tokens.
     Tokens that fit into one chunk pass the output matrix once, others (and all tokens of a model that
     post-processes its logits) a second time in the backward pass."""
-    wrap_policy: WrapPolicyConfig = option(factory=WrapPolicyConfig, shapes_training=False)
-    fsdp_size: int = option(-1, shapes_training=False)
+    wrap_policy: WrapPolicyConfig = free(factory=WrapPolicyConfig)
+    fsdp_size: int = free(-1)
     """FSDP shard group size: neighbouring ranks that hold one copy of weights, gradients and optimizer
     state. Smaller than the number of ranks gives HSDP, with ranks / fsdp_size replicas: less traffic between
     machines, more memory. -1: all ranks."""
-    ulysses_sequence_parallel_size: int = option(1, size=True, shapes_training=False)
+    ulysses_sequence_parallel_size: int = free(1, size=True)
     """Ulysses sequence-parallel size: neighbouring devices that share the tokens of each row, for rows whose
     activations do not fit into one. It divides the model's attention heads, and needs packed rows
     (use_remove_padding)."""
@@ -153,32 +153,28 @@ LAYERS_OF_STAGES = (
 class MegatronConfig:
     """Megatron-Core parallelism settings."""
 
-    tensor_model_parallel_size: int = option(1, size=True, shapes_training=False)
+    tensor_model_parallel_size: int = free(1, size=True)
     """Tensor-parallel size (TP)."""
-    pipeline_model_parallel_size: int = option(1, size=True, shapes_training=False)
+    pipeline_model_parallel_size: int = free(1, size=True)
     """Pipeline-parallel size (PP): number of stages."""
-    virtual_pipeline_model_parallel_size: int | None = option(None, size=True, shapes_training=False)
+    virtual_pipeline_model_parallel_size: int | None = free(None, size=True)
     """Virtual pipeline size: model chunks per stage in the interleaved schedule; null: 1."""
-    context_parallel_size: int = option(1, size=True, shapes_training=False)
+    context_parallel_size: int = free(1, size=True)
     """Context-parallel size (CP): devices that share the tokens of packed rows. It divides the attention
     heads of each tensor-parallel rank, which are exchanged for tokens (Ulysses, Megatron's a2a)."""
-    expert_model_parallel_size: int = option(1, size=True, shapes_training=False)
+    expert_model_parallel_size: int = free(1, size=True)
     """Expert-parallel size (EP): devices that share the experts of a layer. They are taken from the
     tensor-parallel and data ranks of a stage."""
-    expert_tensor_parallel_size: int | None = option(None, size=True, shapes_training=False)
+    expert_tensor_parallel_size: int | None = free(None, size=True)
     """Tensor-parallel size of the experts; null: tensor_model_parallel_size."""
     moe_router_dtype: str = option(
         "fp32", choices=("fp32", "fp64"), verl=("override_transformer_config.moe_router_dtype",)
     )
     """Dtype of the routers' computation."""
-    moe_permute_fusion: bool = option(
-        False, shapes_training=False, verl=("override_transformer_config.moe_permute_fusion",)
-    )
+    moe_permute_fusion: bool = free(False, verl=("override_transformer_config.moe_permute_fusion",))
     """Permute tokens with Transformer Engine's fused kernels, if they are installed."""
     moe_router_load_balancing_type: str = option(
-        "seq_aux_loss",
-        rule=BALANCING,
-        verl=("override_transformer_config.moe_router_load_balancing_type",),
+        "seq_aux_loss", rule=BALANCING, verl=("override_transformer_config.moe_router_load_balancing_type",)
     )
     """Load-balancing loss of the routers: seq_aux_loss, per row (DeepSeek-V3), scaled by moe_aux_loss_coeff;
     or none."""
@@ -199,7 +195,7 @@ class MegatronConfig:
     )
     """Update rate of the router biases (aux-loss-free load balancing) per optimizer step, for models that
     have them. 0: biases are frozen; moving them changes the policy without a loss."""
-    sequence_parallel: bool = option(True, shapes_training=False)
+    sequence_parallel: bool = free(True)
     """Sequence parallelism: also shard activations outside the tensor-parallel layers."""
     use_dist_checkpointing: bool = False
     """Load the weights of dist_checkpointing_path instead of those of the model's directory, which then only
@@ -207,25 +203,25 @@ class MegatronConfig:
     dist_checkpointing_path: str | None = option(None, no_effect=unless("use_dist_checkpointing"))
     """A checkpoint that Megatron-Core wrote (torch_dist), with any parallel sizes: the folder of its files,
     an iteration's, or a run's, of which the latest is taken."""
-    use_distributed_optimizer: bool = option(True, shapes_training=False)
+    use_distributed_optimizer: bool = free(True)
     """Shard the optimizer state across data ranks."""
-    param_offload: bool = option(False, shapes_training=False)
+    param_offload: bool = free(False)
     """Keep weights in host memory while the role is idle; they move to the device for each of its calls."""
-    grad_offload: bool = option(False, shapes_training=False)
+    grad_offload: bool = free(False)
     """Free the gradient buffers between updates, when they hold nothing (verl's name; no gradient moves to
     host memory)."""
-    optimizer_offload: bool = option(False, shapes_training=False)
+    optimizer_offload: bool = free(False)
     """Keep the optimizer state, and the fp32 weights of a bf16 model, in host memory between optimizer steps;
     they move to the device for each."""
     dtype: str = option("auto", choices=("auto", "fp32", "bf16"))
     """Dtype of the weights and of the forward and backward pass; auto: bf16 where the device computes in it,
     else fp32. The optimizer keeps bf16 weights in fp32, too."""
-    head_chunk_tokens: int = option(2048, ge=1, shapes_training=False)
+    head_chunk_tokens: int = free(2048, ge=1)
     """Chunk size, in tokens, in which logits are computed for log-probabilities; smaller with a large
     vocabulary, as in fsdp_config."""
     override_transformer_config: dict[str, Any] = field(default_factory=dict)
     """Overrides of Megatron-Core's TransformerConfig."""
-    override_ddp_config: dict[str, Any] = option(factory=dict, shapes_training=False)
+    override_ddp_config: dict[str, Any] = free(factory=dict)
     """Overrides of Megatron-Core's DistributedDataParallelConfig: pad_buckets_for_high_nccl_busbw and
     reduce_scatter_with_fp32_accumulation. Arguments that the engine depends on are refused."""
 
@@ -263,8 +259,7 @@ class MegatronConfig:
         [True, False]
         """
         usual = "full" if checkpointing else None
-        found: bool = self.override_transformer_config.get("recompute_granularity", usual) == "full"
-        return found
+        return self.override_transformer_config.get("recompute_granularity", usual) == "full"
 
     @property
     def chunks(self) -> int:
@@ -292,5 +287,4 @@ def engine_config(strategy: str, section: Any) -> EngineConfig:
     `compose/rules.py` refuses, counts as fsdp2.
     """
     engine = TRAIN_ENGINES.get(strategy, TRAIN_ENGINES["fsdp2"])
-    found: EngineConfig = getattr(section, engine.reads[0])
-    return found
+    return getattr(section, engine.reads[0])

@@ -51,7 +51,6 @@ class ShardedSnapshot:
     field: str
 
     def write(self, directory: Path) -> list[Path]:
-        """See `engine.base.Snapshot`."""
         directory.mkdir(parents=True, exist_ok=True)
         try:
             dcp.save(self.state, checkpoint_id=directory / SHARDS, process_group=host_group())

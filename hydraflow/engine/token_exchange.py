@@ -155,7 +155,6 @@ class _Slices:
         return tuple(x.unflatten(1, (-1, like.shape[2])) for x, like in zip(found, (q, k, v), strict=True))
 
     def to_tokens(self, out: torch.Tensor) -> torch.Tensor:
-        """See `TokenExchange`."""
         filled = F.pad(out.flatten(1), (0, 0, 0, self._missing)).unflatten(0, (self._size, self.tokens))
         heads = _Exchange.apply(filled, self).unflatten(2, out.shape[1:])  # (U, S, h / U, d)
         return heads.transpose(0, 1).flatten(1, 2)

@@ -12,6 +12,7 @@ from hydraflow.options import (
     Library,
     Planned,
     Rule,
+    free,
     no_effect_when,
     option,
     unless,
@@ -28,9 +29,7 @@ VLLM = Library(
 MINIMUM_SGLANG = "0.5.23"
 """The release whose server the client was written for; older ones are refused."""
 SGLANG = Library(
-    "sglang",
-    "SGLang",
-    f"uv pip install 'sglang>={MINIMUM_SGLANG}' on a machine with GPUs (docs/sglang.md)",
+    "sglang", "SGLang", f"uv pip install 'sglang>={MINIMUM_SGLANG}' on a machine with GPUs (docs/sglang.md)"
 )
 
 
@@ -250,30 +249,28 @@ class SamplingConfig:
     stop: Any = option(None, rule=STOP_STRINGS)
     """Stop strings: a string, or a list of them. A response ends with the token that completes one, and keeps
     that token whole."""
-    max_num_seqs: int = option(1024, size=True, shapes_training=False)
+    max_num_seqs: int = free(1024, size=True)
     """Maximum number of sequences decoded concurrently per rollout replica."""
     dtype: str = option("auto", choices=("auto", "fp32", "bf16", "fp16", "fp64"))
     """Dtype of the engine; auto: as the actor's training engine."""
-    gpu_memory_utilization: float = option(0.5, gt=0, lt=1, shapes_training=False, no_effect=OTHER_ENGINE)
+    gpu_memory_utilization: float = free(0.5, gt=0, lt=1, no_effect=OTHER_ENGINE)
     """Fraction of a device's memory for the engine: weights, activations and KV cache. On a CPU the maximum
     share of the machine's memory for the KV caches of all its replicas."""
-    max_num_batched_tokens: int | None = option(
-        None, size=True, shapes_training=False, no_effect=OTHER_ENGINE
-    )
+    max_num_batched_tokens: int | None = free(None, size=True, no_effect=OTHER_ENGINE)
     """Maximum tokens one replica processes in one forward pass; without chunked prefill at least the longest
     row. null: 8192, or more where max_num_seqs or the longest row need more."""
-    max_model_len: int | None = option(None, size=True, shapes_training=False, no_effect=OTHER_ENGINE)
+    max_model_len: int | None = free(None, size=True, no_effect=OTHER_ENGINE)
     """Maximum sequence length of the engine; null: data.max_prompt_length + data.max_response_length."""
-    enforce_eager: bool | None = option(None, shapes_training=False, no_effect=OTHER_ENGINE)
+    enforce_eager: bool | None = free(None, no_effect=OTHER_ENGINE)
     """Run the engine's model eagerly, without compilation and CUDA graphs; null: true on a CPU."""
-    enable_prefix_caching: bool = option(True, shapes_training=False, no_effect=OTHER_ENGINE)
+    enable_prefix_caching: bool = free(True, no_effect=OTHER_ENGINE)
     """Prefix caching: reuse the KV cache for requests with a common prefix."""
     enable_chunked_prefill: bool | None = option(None, no_effect=OTHER_ENGINE)
     """Chunked prefill: split long prompts over several forward passes; null: true on a GPU. On a CPU, samples
     then also depend on which requests are batched together."""
-    engine_kwargs: EngineKwargs = option(factory=EngineKwargs, shapes_training=False, no_effect=OTHER_ENGINE)
+    engine_kwargs: EngineKwargs = free(factory=EngineKwargs, no_effect=OTHER_ENGINE)
     """Arguments for the engine that have no key here."""
-    max_retries: int = option(3, ge=0, shapes_training=False)
+    max_retries: int = free(3, ge=0)
     """Maximum retries of a request or weight transfer after a dedicated generation process died and was
     replaced; 0: its death ends the run."""
 
@@ -339,7 +336,7 @@ def batched_tokens(rollout: SamplingConfig, longest_row: int, device_type: str) 
 class AgentConfig:
     """Processes that run conversations with tools and environments."""
 
-    num_workers: int = option(8, size=True, shapes_training=False)
+    num_workers: int = free(8, size=True)
     """Number of agent workers; each takes a share of a step's trajectories."""
 
 
@@ -347,49 +344,43 @@ class AgentConfig:
 class RolloutConfig(SamplingConfig):
     """Sampling for training and validation, and recomputation of log-probabilities."""
 
-    log_prob_micro_batch_size_per_gpu: int | None = option(
-        None, size=True, shapes_training=False, verl=("log_prob_micro_batch_size",)
-    )
+    log_prob_micro_batch_size_per_gpu: int | None = free(None, size=True, verl=("log_prob_micro_batch_size",))
     """Micro-batch size of log-probability passes, in trajectories per data rank; null: as many as fit the
     token budget."""
-    log_prob_use_dynamic_bsz: bool | None = option(None, shapes_training=False)
+    log_prob_use_dynamic_bsz: bool | None = free(None)
     """Fill those micro-batches by tokens (dynamic batch size); null: actor.use_dynamic_bsz."""
-    log_prob_max_token_len_per_gpu: int | None = option(None, size=True, shapes_training=False)
+    log_prob_max_token_len_per_gpu: int | None = free(None, size=True)
     """Token budget per device of those passes; null: actor.ppo_max_token_len_per_gpu."""
-    tensor_model_parallel_size: int = option(1, size=True, shapes_training=False, planned=SERVED_WHOLE)
+    tensor_model_parallel_size: int = free(1, size=True, planned=SERVED_WHOLE)
     """Tensor-parallel size of one engine replica."""
-    data_parallel_size: int = option(1, size=True, shapes_training=False)
+    data_parallel_size: int = free(1, size=True)
     """Data-parallel size inside one replica: number of engines that count as one replica."""
-    pipeline_model_parallel_size: int = option(1, size=True, shapes_training=False, planned=SERVED_WHOLE)
+    pipeline_model_parallel_size: int = free(1, size=True, planned=SERVED_WHOLE)
     """Pipeline-parallel size of one engine replica: stages that hold a part of the layers each, on
     tensor_model_parallel_size devices."""
-    update_weights_bucket_megabytes: int = option(
-        2048,
-        ge=1,
-        shapes_training=False,
-        verl=("checkpoint_engine.update_weights_bucket_megabytes",),
+    update_weights_bucket_megabytes: int = free(
+        2048, ge=1, verl=("checkpoint_engine.update_weights_bucket_megabytes",)
     )
     """Maximum bucket size of weight transfers to an engine in another process, in megabytes. At most two
     buckets exist at a time; a sharded actor also holds the full tensors that it gathers for the next one, of
     64 MiB at least. The native engine takes 16 at most."""
-    verify_weights_every: int = option(50, ge=1, shapes_training=False)
+    verify_weights_every: int = free(50, ge=1)
     """Weight transfers between two checksum comparisons with the engine's own tensors; the first is always
     compared."""
-    nnodes: int = option(0, ge=0, shapes_training=False)
+    nnodes: int = free(0, ge=0)
     """Number of machines dedicated to the rollout; 0: it shares the trainer's."""
-    n_gpus_per_node: int = option(
+    n_gpus_per_node: int = free(
         8,
         size=True,
-        shapes_training=False,
         no_effect=no_effect_when(
             lambda s: s.nnodes == 0, "{s}.nnodes=0: the rollout shares the trainer's devices", "{s}.nnodes=1"
         ),
     )
     """Devices on each dedicated machine."""
-    device_mapping: Any = option(None, shapes_training=False)
+    device_mapping: Any = free(None)
     """Devices of the role; null: the actor's, or those of rollout.nnodes."""
     agent: AgentConfig = field(default_factory=AgentConfig)
-    probs_diff_limit: float = option(0.05, gt=0, shapes_training=False)
+    probs_diff_limit: float = free(0.05, gt=0)
     """Maximum mean difference of sampled tokens' probabilities between engine and trainer; a larger one in
     the first step after a start ends the run."""
-    val_kwargs: ValSamplingConfig = option(factory=ValSamplingConfig, shapes_training=False)
+    val_kwargs: ValSamplingConfig = free(factory=ValSamplingConfig)

@@ -121,7 +121,6 @@ class SglangEngine:
         return sample_batch(self, request, params)
 
     def submit(self, requests: Sequence[TokenRequest]) -> None:
-        """See `GenerationEngine`."""
         if self._not_ready:
             raise RuntimeError(self._not_ready)
         for one in requests:
@@ -171,7 +170,6 @@ class SglangEngine:
             self._not_ready = ""
 
     def sleep(self) -> None:
-        """See `GenerationEngine`."""
         self._not_ready = ASLEEP
         if not self._sleeps:
             self._become_idle()

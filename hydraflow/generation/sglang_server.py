@@ -189,5 +189,4 @@ def _error_text(content: bytes) -> str:
 
 def _free_port() -> int:
     with socket.create_server((ADDRESS, 0)) as listening:
-        port: int = listening.getsockname()[1]
-        return port
+        return listening.getsockname()[1]

@@ -79,8 +79,7 @@ class WeightFiles:
         if name in self._pending:
             return self._pending[name]
         with safe_open(self._file_of[name], "pt") as file:
-            held: Tensor = file.get_tensor(name)
-            return held
+            return file.get_tensor(name)
 
 
 def private_folder(needed: int) -> Path:

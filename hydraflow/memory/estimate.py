@@ -26,13 +26,7 @@ from hydraflow.memory.report import (
     RoleMemory,
     size_text,
 )
-from hydraflow.memory.roles import (
-    ALONE,
-    EstimateInputs,
-    role_memory,
-    slot_bytes,
-    slots_are_on_device,
-)
+from hydraflow.memory.roles import ALONE, EstimateInputs, role_memory, slot_bytes, slots_are_on_device
 from hydraflow.memory.shape import ModelShape
 from hydraflow.schema import PPOConfig
 from hydraflow.workers.config import CriticConfig, RefConfig

@@ -92,8 +92,7 @@ def size(text: str) -> int:
 
 
 def _command(commands: Any, name: str, what: str) -> argparse.ArgumentParser:
-    made: argparse.ArgumentParser = commands.add_parser(name, help=what, description=what, allow_abbrev=False)
-    return made
+    return commands.add_parser(name, help=what, description=what, allow_abbrev=False)
 
 
 def _checkpoint(command: argparse.ArgumentParser) -> None:

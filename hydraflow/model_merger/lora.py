@@ -16,7 +16,7 @@ import torch
 from hydraflow.engine.stored.pieces import StoredTensor, whole
 from hydraflow.errors import ConfigError
 
-_PEFT = "base_model.model."
+PEFT = "base_model.model."
 
 
 @dataclass(frozen=True)
@@ -86,8 +86,8 @@ def peft_names(adapters: Iterable[Adapter]) -> dict[str, StoredTensor]:
     """The matrices by the names of peft's files."""
     found = {}
     for adapter in adapters:
-        found[f"{_PEFT}{adapter.module}.lora_A.weight"] = adapter.a
-        found[f"{_PEFT}{adapter.module}.lora_B.weight"] = adapter.b
+        found[f"{PEFT}{adapter.module}.lora_A.weight"] = adapter.a
+        found[f"{PEFT}{adapter.module}.lora_B.weight"] = adapter.b
     return found
 
 

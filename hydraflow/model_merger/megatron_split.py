@@ -18,15 +18,7 @@ import torch
 from hydraflow.engine.dcp_writer import CheckpointWriter
 from hydraflow.engine.megatron.architecture import Architecture
 from hydraflow.engine.megatron.names import Names
-from hydraflow.engine.megatron.saved_names import (
-    BIAS,
-    LAYERS,
-    keys_of,
-    parameters,
-    rows_of,
-    runs,
-    shape_of,
-)
+from hydraflow.engine.megatron.saved_names import BIAS, LAYERS, keys_of, parameters, rows_of, runs, shape_of
 from hydraflow.engine.stored.megatron import BACKEND, COMMON, CONFIG, EXTRA, POINTER, RELEASE
 from hydraflow.engine.stored.pieces import Shape, StoredTensor, block_rows
 from hydraflow.engine.stored.regions import Region, assembled

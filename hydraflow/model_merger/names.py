@@ -15,11 +15,10 @@ from hydraflow.engine.megatron.saved_names import hugging_face
 from hydraflow.engine.stored.checkpoint import Checkpoint
 from hydraflow.engine.stored.pieces import StoredTensor
 from hydraflow.errors import ConfigError
-from hydraflow.model_merger.lora import Adapter
+from hydraflow.model_merger.lora import PEFT, Adapter
 from hydraflow.model_merger.sizes import sizes_of
 
 _WRAPPERS = re.compile(r"\b(?:_fsdp_wrapped_module|_checkpoint_wrapped_module|_orig_mod)\.")
-_PEFT = "base_model.model."
 _POLICY_PREFIX = "lm."
 _ADAPTER = re.compile(r"(?P<module>.+)\.lora_(?P<side>[AB])(?:\.(?P<name>\w+))?\.weight")
 _TRL_HEAD, _TRL_BODY = "v_head.summary.", "pretrained_model."
@@ -53,7 +52,7 @@ def weights_of(checkpoint: Checkpoint, *, is_value_model: bool = False) -> Weigh
     plain: dict[str, StoredTensor] = {}
     sides: dict[str, dict[str, StoredTensor]] = {}
     for raw, tensor in tensors.items():
-        name = _WRAPPERS.sub("", raw).removeprefix(prefix).removeprefix(_PEFT)
+        name = _WRAPPERS.sub("", raw).removeprefix(prefix).removeprefix(PEFT)
         if found := _ADAPTER.fullmatch(name):
             module = sides.setdefault(f"{found['module']}.weight", {})
             _refuse_second(checkpoint, module, found["side"], name)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import errno
 import json
-import os
 import secrets
 import shutil
 from collections.abc import Iterable, Iterator, Mapping
@@ -23,6 +22,7 @@ from hydraflow.engine.stored.checkpoint import read_json
 from hydraflow.engine.stored.megatron import UNFINISHED
 from hydraflow.errors import ConfigError, EnvironmentFault, Problem
 from hydraflow.model_merger.architecture import Architecture
+from hydraflow.system.whole_files import flush
 
 _INDICES = (".safetensors.index.json", ".bin.index.json")
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx", *_INDICES)
@@ -46,7 +46,8 @@ def unfinished(target: Path, source: Path, *, nbytes: int, overwrite: bool) -> I
         raise ConfigError.one("--target_dir", str(target), f"cannot be made: {error.strerror}") from error
     try:
         yield folder
-        _flush(folder)
+        for path in [*folder.rglob("*"), folder]:  # the new name never refers to incomplete files
+            flush(path)
         _replace(folder, target, old)
     except OSError as error:
         shutil.rmtree(folder, ignore_errors=True)
@@ -153,13 +154,3 @@ def _replace(folder: Path, target: Path, old: Path) -> None:
         old.rename(target)
         raise
     shutil.rmtree(old, ignore_errors=True)
-
-
-def _flush(folder: Path) -> None:
-    """Flushes everything to disk, so that the new name never refers to incomplete files."""
-    for path in [*folder.rglob("*"), folder]:
-        descriptor = os.open(path, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)

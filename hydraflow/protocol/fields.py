@@ -82,9 +82,7 @@ GENERATION = {
     ),
     "lengths": Field("int32", ROW, "tokens of prompt and response; mini-batches are balanced by it"),
     "versions": Field(
-        "int32",
-        ROW,
-        "version of the weights that sampled the tokens: number of training steps",
+        "int32", ROW, "version of the weights that sampled the tokens: number of training steps"
     ),
     "replica": Field("int32", ROW, "the generation process that sampled the row"),
     "finish_reason": Field("int8", ROW, "why the response ended: an index into FINISH_REASONS"),
@@ -104,9 +102,7 @@ service), whose rows are never trained on."""
 SCORING = {
     "score": Field("float32", ROW, "the reward function's score"),
     "acc": Field(
-        "float32",
-        ROW,
-        "the reward function's acc, else its score; NaN if only a reward model scores the row",
+        "float32", ROW, "the reward function's acc, else its score; NaN if only a reward model scores the row"
     ),
     "failed": Field("bool", ROW, "the reward function raised or exceeded a limit; `score` is failure_score"),
     "reward_baselines": Field("float32", ROW, "the score of the greedy response to the row's prompt"),
@@ -116,9 +112,7 @@ SCORING = {
     "text": Field("str", OBJECT, "the decoded response"),
     "prompt_text": Field("str", OBJECT, "the decoded prompt"),
     "token_level_rewards": Field(
-        "float32",
-        RESPONSE,
-        "the score on the last trained token, minus any KL penalty in the reward",
+        "float32", RESPONSE, "the score on the last trained token, minus any KL penalty in the reward"
     ),
 }
 """Produced by scoring."""
@@ -141,9 +135,7 @@ ENGINES = {
     ),
     "greedy_match": Field("float32", RESPONSE, "1 where the token is the most probable one"),
     "target_tokens": Field(
-        "int64",
-        RESPONSE,
-        "token ids whose log-probabilities replace the response's own, one or K per token",
+        "int64", RESPONSE, "token ids whose log-probabilities replace the response's own, one or K per token"
     ),
     "top_tokens": Field("int64", RESPONSE, "(K,) per token: ids of the top-k tokens at its position"),
     "teacher_top_log_probs": Field(
@@ -167,9 +159,7 @@ UPDATES = {
         "float32", RESPONSE, "importance weight of each token's policy loss (rollout correction)"
     ),
     "chosen_tokens": Field(
-        "bool",
-        RESPONSE,
-        "tokens selected over the whole mini-batch, for losses that treat them differently",
+        "bool", RESPONSE, "tokens selected over the whole mini-batch, for losses that treat them differently"
     ),
 }
 """Columns of a mini-batch: `live` by the controller if its rows do not divide by the data ranks, the others

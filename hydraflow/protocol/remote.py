@@ -97,10 +97,6 @@ class RemoteBatch(Rows):
         objects = {key: value[chosen] for key, value in self.objects.items()}
         return self._like(picked, objects, dict(self.meta_info), len(chosen))
 
-    def slice(self, start: int | None = None, end: int | None = None, step: int | None = None) -> Self:
-        """Rows `start:end:step`."""
-        return self.select_idxs(slice(start, end, step))
-
     def pad_to_divisor(self, divisor: int) -> tuple[Self, int]:
         """Rows repeated from the start until `divisor` divides their number, and how many were added."""
         pad = -len(self) % divisor

@@ -35,9 +35,9 @@ class Rows(ABC):
     def select_idxs(self, index: RowIndex) -> Self:
         """The named rows, in the named order."""
 
-    @abstractmethod
     def slice(self, start: int | None = None, end: int | None = None, step: int | None = None) -> Self:
         """Rows `start:end:step`."""
+        return self.select_idxs(slice(start, end, step))
 
     def reorder(self, indices: RowIndex) -> None:
         """Puts row `indices[i]` at place i, in the batch itself."""

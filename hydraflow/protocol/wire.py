@@ -78,15 +78,11 @@ def decode(encoded: EncodedColumn, *, copy: bool = True) -> ColumnData:
 def as_objects(items: list[object]) -> np.ndarray:
     """A one-dimensional object array with one item per row, also when the items are lists of equal length."""
     column = np.empty(len(items), dtype=object)
-    column[:] = items if all(type(item) in _ATOMS for item in items) else _boxed(items)
-    return column
-
-
-def _boxed(items: list[object]) -> np.ndarray:
-    # numpy would read a list of lists as a table; assigning one by one keeps each item whole.
-    column = np.empty(len(items), dtype=object)
-    for row, item in enumerate(items):
-        column[row] = item
+    if all(type(item) in _ATOMS for item in items):
+        column[:] = items
+    else:  # numpy would read a list of lists as a table; assigning one by one keeps each item whole
+        for row, item in enumerate(items):
+            column[row] = item
     return column
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from hydraflow.options import Switch, option
+from hydraflow.options import Switch, free, option
 
 
 @dataclass
@@ -17,7 +17,7 @@ class RecipeConfig:
         switch=Switch(off="none", remedy="{s}=arithmetic", why="recipe=none makes nothing"),
     )
     """Recipe. arithmetic: sums, and a model of 0.6 M parameters."""
-    cache_dir: str | None = option(None, shapes_training=False)
+    cache_dir: str | None = free(None)
     """Cache of generated data and models; null: $HYDRAFLOW_CACHE, else ~/.cache/hydraflow."""
     warm_start_steps: int = option(500, ge=0)
     """Maximum supervised steps before reinforcement learning."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import asdict, dataclass, fields, is_dataclass
 from functools import partial
 from typing import Any
 
@@ -67,7 +67,8 @@ def load(config: RewardConfig) -> RewardCall:
 
 def settings_of(config: RewardConfig) -> dict[str, Any]:
     """The section as plain values, for a process of a pool."""
-    return {field.name: _plain(getattr(config, field.name)) for field in fields(RewardConfig)}
+    plain = asdict(config)
+    return {field.name: plain[field.name] for field in fields(RewardConfig)}
 
 
 def config_of(settings: Mapping[str, Any]) -> RewardConfig:
@@ -78,10 +79,6 @@ def config_of(settings: Mapping[str, Any]) -> RewardConfig:
         for name, value in settings.items()
     }
     return RewardConfig(**given)
-
-
-def _plain(value: Any) -> Any:
-    return {name: _plain(inner) for name, inner in vars(value).items()} if is_dataclass(value) else value
 
 
 def _load(one: SelectedFunction, config: RewardConfig, place: int) -> Callable[..., Any]:

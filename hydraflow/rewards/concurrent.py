@@ -73,8 +73,7 @@ class ConcurrentRows:
     def _begun(self, row: Sequence[Any]) -> Awaitable[Any] | Result:
         """What is to be waited for; or the result of a row that failed before."""
         try:
-            found: Awaitable[Any] = self.caller.call.of_row(row)
-            return found
+            return self.caller.call.of_row(row)
         except BaseException as error:  # the user's code may raise anything: the row fails, never the run
             return self.caller.failed(error)
 

@@ -12,6 +12,7 @@ from hydraflow.options import (
     Implementation,
     Planned,
     Switch,
+    free,
     no_effect_when,
     option,
     unless,
@@ -104,12 +105,12 @@ class JudgeConfig:
     """Regular expression whose one group is the score; the last match in the answer counts."""
     parameters: dict[str, Any] = field(default_factory=lambda: {"temperature": 0.0})
     """Further fields of a request, such as max_tokens."""
-    timeout: float = option(10.0, rule=SECONDS, shapes_training=False)
+    timeout: float = free(10.0, rule=SECONDS)
     """Time limit of one request in seconds, at most reward.timeout, which limits all attempts together."""
-    max_retries: int = option(2, ge=0, shapes_training=False)
+    max_retries: int = free(2, ge=0)
     """Retries if the endpoint cannot be reached, is overloaded (429) or fails (5xx), with exponential backoff
     from half a second, or as the endpoint's Retry-After says."""
-    cache_dir: str | None = option(None, shapes_training=False)
+    cache_dir: str | None = free(None)
     """Folder that caches answers with a score by request; null: no cache."""
 
 
@@ -121,22 +122,21 @@ class RewardModelConfig:
     """Score with a reward model. A reward function for the row's data source still provides acc."""
     model_path: str | None = None
     """Directory of the model, as main_rm writes it: with score.weight and the policy's tokenizer."""
-    micro_batch_size_per_gpu: int | None = option(None, size=True, shapes_training=False)
+    micro_batch_size_per_gpu: int | None = free(None, size=True)
     """Micro-batch size in trajectories per data rank; null: the largest that fits max_token_len_per_gpu."""
-    max_token_len_per_gpu: int = option(32768, size=True, shapes_training=False)
+    max_token_len_per_gpu: int = free(32768, size=True)
     """Token budget per device of one forward pass."""
-    enable_resource_pool: bool = option(False, shapes_training=False)
+    enable_resource_pool: bool = free(False)
     """Dedicated devices for the reward model: nnodes machines with n_gpus_per_node each."""
-    nnodes: int = option(1, size=True, shapes_training=False, no_effect=SHARED_DEVICES)
+    nnodes: int = free(1, size=True, no_effect=SHARED_DEVICES)
     """Dedicated machines."""
-    n_gpus_per_node: int = option(8, size=True, shapes_training=False, no_effect=SHARED_DEVICES)
+    n_gpus_per_node: int = free(8, size=True, no_effect=SHARED_DEVICES)
     """Devices on each dedicated machine."""
-    device_mapping: Any = option(None, shapes_training=False)
+    device_mapping: Any = free(None)
     """Devices of the role; null: all devices of the trainer, or the dedicated ones."""
-    tensor_model_parallel_size: int = option(
+    tensor_model_parallel_size: int = free(
         1,
         size=True,
-        shapes_training=False,
         planned=Planned(lambda value: value > 1, "divide the model's matrices among {value} devices"),
         verl=("rollout.tensor_model_parallel_size",),
     )
@@ -153,23 +153,23 @@ class RewardConfig:
     file {path, name, weight, kwargs}. The mean of each is logged as reward/<name>. Empty:
     custom_reward_function, or else the function of the row's data source."""
     reward_manager: RewardManagerConfig = field(default_factory=RewardManagerConfig)
-    max_concurrent: int = option(64, ge=1, shapes_training=False, no_effect=NO_PROCESS)
+    max_concurrent: int = free(64, ge=1, no_effect=NO_PROCESS)
     """Maximum rows that a reward process scores concurrently with an asynchronous function, such as the
     judge."""
     sandbox: SandboxConfig = field(default_factory=SandboxConfig)
     judge: JudgeConfig = field(default_factory=JudgeConfig)
-    num_workers: int = option(1, ge=0, shapes_training=False)
+    num_workers: int = free(1, ge=0)
     """Reward processes, each scoring one row at a time unless the function is asynchronous; 0: score in the
     calling process, where breakpoint() works and rows have no limits."""
-    timeout: float = option(10.0, rule=SECONDS, shapes_training=False, no_effect=NO_PROCESS)
+    timeout: float = free(10.0, rule=SECONDS, no_effect=NO_PROCESS)
     """Time limit per row in seconds, not counting time spent waiting for a CPU; at most four times as long in
     wall-clock time. A row over the limit fails."""
-    max_memory: float = option(16.0, rule=GIBIBYTES, shapes_training=False, no_effect=NO_PROCESS)
+    max_memory: float = free(16.0, rule=GIBIBYTES, no_effect=NO_PROCESS)
     """Memory limit, in GiB, of a reward process and of each process it starts (RLIMIT_DATA: allocated, used
     or not). A row over the limit raises MemoryError."""
     failure_score: float = option(0.0, rule=FINITE)
     """Score of a failed row: in validation, in main_eval, and in training with on_failure=score."""
-    max_failed_share: float = option(0.5, ge=0, le=1, shapes_training=False)
+    max_failed_share: float = free(0.5, ge=0, le=1)
     """Fraction of failed rows in a step, a validation or a file of main_eval above which the run ends with
     exit code 5; 1.0: never."""
 

@@ -32,8 +32,7 @@ def by_source(data_source: str, solution_str: str, ground_truth: Any, **keys: An
     """
     name = find_scorer(data_source)
     read = {key: keys[key] for key in FUNCTIONS[name].reads}
-    score: Score = _loaded(name)(solution_str, ground_truth, **read)
-    return score
+    return _loaded(name)(solution_str, ground_truth, **read)
 
 
 def find_scorer(data_source: str) -> str:
@@ -50,8 +49,7 @@ def find_scorer(data_source: str) -> str:
 @cache
 def _loaded(name: str) -> Callable[..., Score]:
     # at first use: sympy alone takes half a second to import, and only mathematics needs it
-    found: Callable[..., Score] = FUNCTIONS[name].load()
-    return found
+    return FUNCTIONS[name].load()
 
 
 def load_scorers(data_sources: Iterable[str]) -> None:

@@ -97,12 +97,7 @@ class Outcome(NamedTuple):
 
 
 def run(
-    source: str,
-    inputs: Sequence[Any],
-    *,
-    sandbox: SandboxConfig,
-    seconds: float,
-    function: str | None = None,
+    source: str, inputs: Sequence[Any], *, sandbox: SandboxConfig, seconds: float, function: str | None = None
 ) -> list[Outcome]:
     """The outcomes of the tests up to the first that exceeded a limit, or until `seconds`, the time for all
     of them, is up. `inputs`: what each writes to standard input, or the arguments of `function`. Raises

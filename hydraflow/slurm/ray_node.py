@@ -21,7 +21,7 @@ from hydraflow.errors import EnvironmentFault
 from hydraflow.slurm.job_settings import JobSettings
 from hydraflow.slurm.ports import ReservedPorts, hold
 from hydraflow.system.allocation import Allocation, allocation, node_names
-from hydraflow.system.network import VARIABLE, interface_of, node_address, unreachable
+from hydraflow.system.network import interface_variables, node_address, unreachable
 from hydraflow.system.whole_files import replacing
 
 ADDRESS, FACTS = "address", "facts"
@@ -60,7 +60,7 @@ def start(folder: Path, temporary: Path, *, dashboard: bool) -> None:
     settings = JobSettings.from_shell((folder / FACTS).read_text())
     # srun was called on the first node: this is an address of its own, by which Slurm reaches it
     own = node_address(os.environ.get("SLURM_LAUNCH_NODE_IPADDR", "") if head else address.rpartition(":")[0])
-    environment = {**DEFAULTS, **os.environ, **_interface(own)}
+    environment = {**DEFAULTS, **os.environ, **interface_variables(own)}
     held = hold(4 if head else 1)
     words = _common(own, temporary, settings, held)
     words += _head(held, dashboard) if head else [f"--address={address}"]
@@ -116,18 +116,6 @@ def object_store(given: Allocation | None, shared_memory: int) -> int | None:
     if given is None or given.memory_bytes is None:
         return None
     return max(STORE_LEAST, int(min(given.memory_bytes * STORE_SHARE, shared_memory * SHM_SHARE)))
-
-
-def _interface(own: str) -> dict[str, str]:
-    """Which interface collectives use. gloo would look up the host's name, which need not lead to the address
-    that others reach."""
-    name = interface_of(own)
-    if name is None:
-        return {}
-    found = {} if "GLOO_SOCKET_IFNAME" in os.environ else {"GLOO_SOCKET_IFNAME": name}
-    if os.environ.get(VARIABLE) and "NCCL_SOCKET_IFNAME" not in os.environ:
-        found["NCCL_SOCKET_IFNAME"] = f"={name}"
-    return found
 
 
 def await_head(file: Path, head: str, seconds: float = 300.0) -> str:

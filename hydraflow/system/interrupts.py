@@ -23,7 +23,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from types import FrameType
 from typing import NoReturn
 
 from hydraflow.errors import EnvironmentFault, HydraflowError
@@ -96,7 +95,7 @@ def command(main: Callable[[], int]) -> NoReturn:
     """Runs a command and exits with its exit code. Called once, by the main module."""
     SHUTDOWN.commanded = True
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # background jobs may ignore it
-        signal.signal(signal.SIGINT, _on_sigint)
+        signal.signal(signal.SIGINT, lambda number, frame: SHUTDOWN.interrupt(INTERRUPTED))
     try:
         code = main()
     except KeyboardInterrupt:
@@ -118,10 +117,7 @@ def ending(error: BaseException | None) -> Iterator[None]:
     SHUTDOWN.result = _code_of(error)
     SHUTDOWN.message = str(error) if isinstance(error, HydraflowError) else ""
     SHUTDOWN.since = time.monotonic()
-    watch = threading.Timer(
-        LIMIT, end_at_once, (SHUTDOWN.result, f"the shutdown took more than {LIMIT:g} seconds")
-    )
-    watch.daemon = True
+    watch = _timer(LIMIT, SHUTDOWN.result, f"the shutdown took more than {LIMIT:g} seconds")
     if SHUTDOWN.commanded:
         watch.start()
     try:
@@ -169,16 +165,14 @@ def _leave(code: int) -> NoReturn:
         kill_family()
         os._exit(code)
     SHUTDOWN.patience = 0.0
-    watch = threading.Timer(
-        EXIT_LIMIT, end_at_once, (code, f"Python has not exited in {EXIT_LIMIT:g} seconds")
-    )
-    watch.daemon = True
-    watch.start()
+    _timer(EXIT_LIMIT, code, f"Python has not exited in {EXIT_LIMIT:g} seconds").start()
     sys.exit(code)
 
 
-def _on_sigint(number: int, frame: FrameType | None) -> None:
-    SHUTDOWN.interrupt(INTERRUPTED)
+def _timer(seconds: float, code: int, why: str) -> threading.Timer:
+    timer = threading.Timer(seconds, end_at_once, (code, why))
+    timer.daemon = True
+    return timer
 
 
 def _code_of(error: BaseException | None) -> int:

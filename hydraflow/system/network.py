@@ -40,6 +40,18 @@ def interface_of(address: str) -> str | None:
     return next((name for name, own in interfaces().items() if own == address), None)
 
 
+def interface_variables(address: str, environ: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """Variables that tell collectives the interface with `address`, besides those that `environ` has: gloo's,
+    which would look up this host's name, and that may give an address that other nodes cannot reach; NCCL's
+    where HYDRAFLOW_NETWORK_INTERFACE names an interface."""
+    if (name := interface_of(address)) is None:
+        return {}
+    found = {"GLOO_SOCKET_IFNAME": name}
+    if environ.get(VARIABLE):
+        found["NCCL_SOCKET_IFNAME"] = f"={name}"
+    return {variable: value for variable, value in found.items() if not environ.get(variable)}
+
+
 def node_address(peer: str = "", environ: Mapping[str, str] = os.environ) -> str:
     """The address by which other nodes reach this one: of HYDRAFLOW_NETWORK_INTERFACE, else of the interface
     that leads to `peer` (a host name or address), else of the default route, else of the first interface that

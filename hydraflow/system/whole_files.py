@@ -1,17 +1,19 @@
-"""Atomic writes, and a test in advance whether a file can be written.
+"""Atomic writes, a test in advance whether a file can be written, and JSON that may be missing.
 
-In: a path. Out: a name beside it to write to, or OSError. Standard library only. Left out on purpose: fsync,
-which checkpoints need (`trainer/checkpoint_store.py`), and messages to the user.
+In: a path. Out: a name beside it to write to, or OSError. Standard library only. Left out on purpose:
+messages to the user.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 
 @contextmanager
@@ -45,3 +47,21 @@ def prove_writable(folder: Path) -> None:
     existing = next(one for one in (folder, *folder.absolute().parents) if one.exists())
     with tempfile.TemporaryFile(dir=existing):
         pass
+
+
+def json_object(file: Path) -> dict[str, Any] | None:
+    """The JSON object in a file; None if there is none that can be read."""
+    try:
+        found = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return None
+    return found if isinstance(found, dict) else None
+
+
+def flush(path: Path) -> None:
+    """Flushes a file, or a folder's entries, to disk (fsync)."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -23,7 +23,7 @@ import yaml
 
 from hydraflow.errors import ConfigError, EnvironmentFault
 from hydraflow.redact import fingerprinted
-from hydraflow.system.whole_files import prove_writable, replacing
+from hydraflow.system.whole_files import json_object, prove_writable, replacing
 from hydraflow.tracking.file import METRICS_FILE, json_number
 from hydraflow.tracking.history import record_of
 from hydraflow.tracking.summary import Summary
@@ -185,10 +185,8 @@ class RunFolder:
 
     def starts(self) -> list[dict[str, Any]]:
         """The starts in run.json, the oldest first."""
-        try:
-            return list(json.loads(self.run.read_text(encoding="utf-8"))["starts"])
-        except (OSError, ValueError, KeyError, TypeError):
-            return []
+        found = (json_object(self.run) or {}).get("starts")
+        return found if isinstance(found, list) else []
 
     def write_config(self, config: Mapping[str, Any], origins: Mapping[str, str]) -> None:
         """Writes the whole configuration, as plain dicts, lists and scalars, to config.yaml: `--config-dir

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from hydraflow.errors import ConfigError
+from hydraflow.system.whole_files import json_object
 
 LOCK_FILE = ".lock"
 
@@ -93,11 +94,7 @@ def is_at_work(folder: Path) -> bool | None:
 
 def _owner(folder: Path) -> dict[str, Any]:
     """The content of `.lock`; empty if unreadable."""
-    try:
-        owner = json.loads((folder / LOCK_FILE).read_text())
-    except (OSError, ValueError):
-        return {}
-    return owner if isinstance(owner, dict) else {}
+    return json_object(folder / LOCK_FILE) or {}
 
 
 def _lives(owner: dict[str, Any]) -> bool | None:

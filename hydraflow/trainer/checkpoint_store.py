@@ -27,7 +27,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
-from hydraflow.system.whole_files import replace_folder, replacing
+from hydraflow.system.whole_files import flush, json_object, replace_folder, replacing
 from hydraflow.workers.saving import PARTS, FileInfo, expect_part, file_facts
 
 FORMAT = 1
@@ -88,7 +88,7 @@ class CheckpointStore:
 
     def best(self) -> dict[str, Any] | None:
         """`metric`, `value` and `step` of the best checkpoint, if any."""
-        return _read_json(self.folder / BEST / "best.json")
+        return json_object(self.folder / BEST / "best.json")
 
     # --- writing --------------------------------------------------
 
@@ -112,7 +112,7 @@ class CheckpointStore:
         shutil.rmtree(unfinished / PARTS)
         _write_manifest(unfinished, step, files)
         for folder in [unfinished, *(path for path in unfinished.rglob("*") if path.is_dir())]:
-            flush_folder(folder)
+            flush(folder)
 
     def name(self, sealed: Path, step: int) -> Path:
         """Gives a sealed checkpoint its name. Runs do not resume from it before the pointer names it."""
@@ -220,7 +220,7 @@ def _change(path: Path, name: str, facts: FileInfo) -> str:
 
 def _manifest_of(path: Path) -> dict[str, FileInfo] | None:
     """The files of a checkpoint; None without a readable manifest."""
-    manifest = _read_json(path / MANIFEST) or {}
+    manifest = json_object(path / MANIFEST) or {}
     files = manifest.get("files")
     if manifest.get("format") != FORMAT or not isinstance(files, dict):
         return None
@@ -230,22 +230,13 @@ def _manifest_of(path: Path) -> dict[str, FileInfo] | None:
         return None
 
 
-def flush_folder(folder: Path) -> None:
-    """Flushes a folder's entries to disk (fsync)."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
 def write_whole(path: Path, text: str) -> None:
     """Replaces a small file atomically and flushes it to disk."""
     with replacing(path) as unfinished, unfinished.open("w") as file:
         file.write(text)
         file.flush()
         os.fsync(file.fileno())
-    flush_folder(path.parent)
+    flush(path.parent)
 
 
 def _write_manifest(folder: Path, step: int, files: Mapping[str, FileInfo]) -> None:
@@ -257,7 +248,7 @@ def _write_manifest(folder: Path, step: int, files: Mapping[str, FileInfo]) -> N
 
 def _replace_folder(source: Path, target: Path) -> None:
     replace_folder(source, target)
-    flush_folder(target.parent)
+    flush(target.parent)
 
 
 def _linked_copy(source: Path, target: Path) -> Path:
@@ -270,14 +261,6 @@ def _linked_copy(source: Path, target: Path) -> Path:
         shutil.rmtree(target, ignore_errors=True)
         shutil.copytree(source, target)
     return target
-
-
-def _read_json(path: Path) -> dict[str, Any] | None:
-    try:
-        found = json.loads(path.read_text())
-    except (OSError, ValueError, RecursionError):
-        return None
-    return found if isinstance(found, dict) else None
 
 
 def _step_of(path: Path) -> int:

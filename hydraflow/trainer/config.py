@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 from hydraflow.device import DEVICES
@@ -15,14 +14,13 @@ from hydraflow.options import (
     TIME,
     Planned,
     Rule,
+    free,
     no_effect_when,
     option,
     replaced_by,
     unless,
 )
 
-free = partial(option, shapes_training=False)
-"""A key that does not shape training: a run resumes with another value of it."""
 LOGGERS = ("console", "file", "tensorboard", "wandb", "mlflow", "swanlab")
 KNOWN_LOGGERS = Rule(f"may list {', '.join(LOGGERS)}", lambda value: set(value) <= set(LOGGERS))
 PROXY = Rule(

@@ -106,12 +106,7 @@ def _all_phases(config: PPOConfig) -> tuple[StepPhase, ...]:
             (),
             ("prompts", "group", "sample", "data_source", "reward_model", "extra_info"),
         ),
-        StepPhase(
-            "generate",
-            "RolloutWorker, generation/",
-            ("prompts",),
-            (*SAMPLED, *more.sampled),
-        ),
+        StepPhase("generate", "RolloutWorker, generation/", ("prompts",), (*SAMPLED, *more.sampled)),
         StepPhase(
             "score",
             "RewardWorker, rewards/",

@@ -262,8 +262,7 @@ class PPOTrainer:
         inputs.meta_info[OLD_FROM] = self.old
         if self.entropy_coeff is not None:
             inputs.meta_info[ENTROPY_COEFF] = self.entropy_coeff
-        updating: Future = self.roles.actor.call(ActorWorker.update, inputs, step)
-        return updating
+        return self.roles.actor.call(ActorWorker.update, inputs, step)
 
     def note_update(self, updating: Future | None) -> None:
         """Waits for an update and keeps its metrics."""
@@ -303,10 +302,7 @@ class PPOTrainer:
     def _compare_with_rollout(self, batch: RemoteBatch) -> RolloutComparison:
         names = ["response_mask", "rollout_log_probs", "old_log_probs", "replica"]
         names += ["entropys"] if "entropys" in batch.columns else []
-        compared: RolloutComparison = self.roles.advantage.call(
-            AdvantageWorker.compare_with_rollout, columns(batch, names)
-        )
-        return compared
+        return self.roles.advantage.call(AdvantageWorker.compare_with_rollout, columns(batch, names))
 
     def _disagreement(self, by_replica: Mapping[int, float], limit: float) -> str:
         worst = max(by_replica, key=lambda number: by_replica[number])

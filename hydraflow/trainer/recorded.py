@@ -27,7 +27,7 @@ from hydraflow.protocol.remote import RemoteBatch
 from hydraflow.protocol.stored import read_batch, write_batch
 from hydraflow.trainer.config import DebugConfig
 from hydraflow.trainer.phases import TRAJECTORY
-from hydraflow.trainer.source import Trajectories, TrajectorySource
+from hydraflow.trainer.source import FollowsLoader, Trajectories, TrajectorySource
 from hydraflow.workers.reward import FUNCTION_MEANS, WHY_FAILED
 
 TEXTS = ("text", "prompt_text")
@@ -79,7 +79,7 @@ class RecordedSource:
         self.source.load_state(state)
 
 
-class ReplayedSource:
+class ReplayedSource(FollowsLoader):
     """Reads what `RecordedSource` wrote. `loader` only advances, so that its position is that of a run that
     samples."""
 
@@ -96,20 +96,8 @@ class ReplayedSource:
         rows = batch.select([name for name in batch.columns if name not in facts["scores"]], None, [])
         return Trajectories(rows, CompletedFuture(scored), replayed=True)
 
-    def give_back(self) -> None:
-        """See `TrajectorySource`."""
-        self.loader.give_back()
-
     def published(self, version: int) -> None:
         """Does nothing: recorded trajectories need no weights."""
-
-    def state(self) -> dict[str, Any]:
-        """See `TrajectorySource`."""
-        return self.loader.state()
-
-    def load_state(self, state: Mapping[str, Any]) -> None:
-        """See `TrajectorySource`."""
-        self.loader.load_state(state)
 
 
 def dump_file(folder: Path, step: int) -> Path:

@@ -11,14 +11,7 @@ from collections import Counter
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from hydraflow.algorithms.config import (
-    BYPASS_LOSSES,
-    Bounds,
-    Loss,
-    bounded_rules,
-    estimator_of,
-    is_corrected,
-)
+from hydraflow.algorithms.config import BYPASS_LOSSES, Bounds, Loss, bounded_rules, estimator_of, is_corrected
 from hydraflow.algorithms.correction import Correction, Rejection, Weighting
 from hydraflow.algorithms.distillation.terms import Distillation
 from hydraflow.algorithms.shaping import OverlongBuffer
@@ -293,11 +286,14 @@ def _critic_role(config: PPOConfig, plan: BatchPlan, skip_limits: SkipLimits) ->
 def _teachers(config: PPOConfig, plan: BatchPlan) -> dict[str, RoleSpec]:
     """Frozen models on the actor's devices, with the actor's parallel sizes."""
     policy, asked, roles = config.actor_rollout_ref, config.distillation.distillation_loss, {}
+    engine = reference_engine(policy, plan.layouts["actor"])
+    if not isinstance(engine, FSDPConfig):  # weights come from the teacher's own directory
+        engine = replace(engine, use_dist_checkpointing=False)
     for name, source in teacher_roles(config).items():
         frozen = ReferenceSpec(
             policy.actor.strategy,
             teacher_model(config, source),
-            _teacher_engine(policy, plan.layouts["actor"]),
+            engine,
             plan.old_log_prob,
             policy.rollout.temperature,
             field=f"{TEACHERS}.{source}",
@@ -413,12 +409,6 @@ def reference_engine(policy: ActorRolloutRefConfig, layout: Layout) -> EngineCon
         expert_model_parallel_size=layout.expert,
         expert_tensor_parallel_size=layout.expert_tensor,
     )
-
-
-def _teacher_engine(policy: ActorRolloutRefConfig, layout: Layout) -> EngineConfig:
-    """The reference's, with weights from the teacher's own directory."""
-    engine = reference_engine(policy, layout)
-    return engine if isinstance(engine, FSDPConfig) else replace(engine, use_dist_checkpointing=False)
 
 
 def rewards_are_optional(config: PPOConfig) -> bool:

@@ -9,7 +9,7 @@ Left out on purpose: the samples themselves, which do not depend on the replica 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -110,7 +110,8 @@ class Router:
         try:
             while len(groups) < len(prompts):
                 self._assign(balancer, numbered, busy)
-                replica = self._first(busy)
+                replicas = list(busy)
+                replica = replicas[await_any([busy[one][0] for one in replicas])]
                 [answer] = busy.pop(replica)[0].get()
                 if answer is None:
                     deaths[replica] += 1
@@ -146,12 +147,6 @@ class Router:
         """A call to all processes of a replica; the first of them answers."""
         size = self.spec.model_parallel
         return [self.rollout.call_rank(replica * size + one, method, *args) for one in range(size)]
-
-    @staticmethod
-    def _first(busy: Mapping[int, list[Future]]) -> int:
-        """A replica that has answered."""
-        replicas = list(busy)
-        return replicas[await_any([busy[replica][0] for replica in replicas])]
 
     def _require_few(self, deaths: int, replica: int) -> None:
         group, role = self.rollout.group, self.rollout.name

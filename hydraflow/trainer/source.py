@@ -136,8 +136,7 @@ class Sampler:
         inputs.meta_info |= {"sampling": how, "visit": visit, "version": self.version}
         if self.router is not None:
             return CompletedFuture(self.router.sample(inputs, how))
-        sampling: Future = self.rollout.call(RolloutWorker.generate, inputs)
-        return sampling
+        return self.rollout.call(RolloutWorker.generate, inputs)
 
     def _score(self, table: RemoteBatch, sampling: Future, greedy: Future | None) -> Future:
         """The reward process waits for the samples itself."""
@@ -147,8 +146,7 @@ class Sampler:
         objects.meta_info |= {WITH_TEXTS: self.with_texts, PARTS: self.parts}
         names = ["prompts", "responses"] if self.with_texts else ["responses"]
         beside = [] if greedy is None else [greedy.columns("responses")]
-        scoring: Future = self.reward.call(RewardWorker.score, objects, sampling.columns(*names), *beside)
-        return scoring
+        return self.reward.call(RewardWorker.score, objects, sampling.columns(*names), *beside)
 
 
 class ModelScores(Future):
@@ -163,7 +161,6 @@ class ModelScores(Future):
             self.model()
 
     def shards(self, parts: int, padding: bool) -> list[Shard] | list[LateShard]:
-        """See `Future`."""
         return split(self.get(), parts, padding=padding)
 
     def get(self) -> RemoteBatch:
@@ -193,7 +190,22 @@ def row_table(prompts: DataProto, samples: Sequence[int]) -> RemoteBatch:
     )
 
 
-class Lockstep:
+class FollowsLoader:
+    """The part of a `TrajectorySource` whose state is its place in the data."""
+
+    loader: PromptLoader
+
+    def give_back(self) -> None:
+        self.loader.give_back()
+
+    def state(self) -> dict[str, Any]:
+        return self.loader.state()
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        self.loader.load_state(state)
+
+
+class Lockstep(FollowsLoader):
     """Synchronous sampling: each step's prompts are sampled on request, with the newest weights. Nothing is
     in flight between steps.
 
@@ -212,15 +224,3 @@ class Lockstep:
     def published(self, version: int) -> None:
         """See `TrajectorySource`."""
         self.sampler.version = version
-
-    def give_back(self) -> None:
-        """See `TrajectorySource`."""
-        self.loader.give_back()
-
-    def state(self) -> dict[str, Any]:
-        """See `TrajectorySource`: the position in the data."""
-        return self.loader.state()
-
-    def load_state(self, state: Mapping[str, Any]) -> None:
-        """See `TrajectorySource`."""
-        self.loader.load_state(state)

@@ -117,8 +117,7 @@ class SameProcess(_Sleeps):
         """See `WeightLink`."""
         if self.sleeps:
             return None
-        found: str | None = self.rollout.call(RolloutWorker.first_difference_from_actor)[replica]
-        return found
+        return self.rollout.call(RolloutWorker.first_difference_from_actor)[replica]
 
     def wake(self) -> None:
         """See `Sleeper`."""
@@ -275,7 +274,6 @@ class SharedMemory(SeparateProcesses):
     """Address at which the actor waits for the next receivers; empty: not known."""
 
     def _begin(self, checked: bool, compare: bool, ranks: Sequence[int]) -> Transfer:
-        """See `SeparateProcesses`."""
         seen = self._see_the_senders_device
         on_device = bool(seen) and all(seen)
         place: str = self._place or self.actor.call(ActorWorker.open_weights_listener)
@@ -301,7 +299,6 @@ class Broadcast(SeparateProcesses):
     group."""
 
     def _begin(self, checked: bool, compare: bool, ranks: Sequence[int]) -> Transfer | None:
-        """See `SeparateProcesses`."""
         joined = self.rollout.group.replaced, ranks
         if not (self._reached and self._joined == joined) and not self._join(ranks):
             return None

@@ -158,7 +158,6 @@ class BucketMemory:
         self._flat = torch.empty(0, dtype=torch.uint8, device=device)
 
     def take(self, nbytes: int) -> torch.Tensor:
-        """See `Memory`."""
         if len(self._flat) < nbytes:
             self._flat = self._flat.new_empty(0)  # frees the old one first
             self._flat = self._flat.new_empty(nbytes)

@@ -116,7 +116,6 @@ class _DeviceSlot:
         self._flat = torch.empty(0, dtype=torch.uint8, device=device)
 
     def take(self, nbytes: int) -> torch.Tensor:
-        """See `Memory`."""
         if len(self._flat) < nbytes:
             self._flat = self._flat.new_empty(nbytes)
             self.place = DevicePlace(lend(self._flat))

@@ -233,8 +233,7 @@ class ActorWorker(TrainedWorker):
         """Log-probabilities of the responses under the current weights, ragged (B, R)."""
         names = ["prompts", "responses", "response_mask", "routed_experts"]
         inputs = rows.select([name for name in names if name in rows.keys()])
-        found: Tensor = self._log_probs(inputs, Ask(self.spec.temperature)).get("log_probs")
-        return found
+        return self._log_probs(inputs, Ask(self.spec.temperature)).get("log_probs")
 
     def _corrector(self, correction: Correction | None) -> Corrector | None:
         """The correction of whole mini-batches; None: there is none."""

@@ -126,7 +126,9 @@ class AdvantageWorker(Worker):
             advantages = self.spec.distillation.advantages(advantages, logp, teacher)
         metrics |= _data_metrics(scores, totals, advantages, returns, values, mask)
         metrics |= self._reward_metrics(shaped, batch.get("group"), given, lengths)
-        metrics |= _length_metrics(parts(batch.get("prompts"))[1], lengths, self.spec.response_tokens)
+        metrics |= spread("response_length", lengths)
+        metrics["response_length/clip_ratio"] = float((lengths >= self.spec.response_tokens).float().mean())
+        metrics |= spread("prompt_length", parts(batch.get("prompts"))[1])
         return DataProto.from_dict(
             tensors={
                 "token_level_rewards": from_parts(rewards.float(), lengths),
@@ -302,16 +304,6 @@ def _group_metrics(scores: torch.Tensor, ids: torch.Tensor) -> dict[str, float]:
     if not of_row.any():
         return {}
     return {"critic/groups/no_signal_ratio": float((of_row * (group.std == 0)).sum() / of_row.sum())}
-
-
-def _length_metrics(
-    prompt_lengths: torch.Tensor, response_lengths: torch.Tensor, response_tokens: int
-) -> dict[str, float]:
-    return {
-        **spread("response_length", response_lengths),
-        "response_length/clip_ratio": float((response_lengths >= response_tokens).float().mean()),
-        **spread("prompt_length", prompt_lengths),
-    }
 
 
 def spread(name: str, column: torch.Tensor) -> dict[str, float]:

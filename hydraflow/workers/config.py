@@ -15,7 +15,7 @@ from hydraflow.algorithms.config import (
 from hydraflow.engine.config import TRAIN_ENGINES, FSDPConfig, MegatronConfig, OptimConfig
 from hydraflow.generation.config import RolloutConfig
 from hydraflow.models.config import ModelConfig, PolicyModelConfig
-from hydraflow.options import FINITE, Rule, no_effect_when, option, unless, unread
+from hydraflow.options import FINITE, Rule, free, no_effect_when, option, unless, unread
 
 OTHER_LOSS = unread(POLICY_LOSSES, "policy_loss.loss_mode")
 OTHER_ENGINE = unread(TRAIN_ENGINES, "strategy")
@@ -76,16 +76,13 @@ class RouterReplayConfig:
 class ActorConfig:
     """The policy being trained."""
 
-    strategy: str = option(
-        "fsdp2", choices=TRAIN_ENGINES, shapes_training=False, verl=("fsdp_config.strategy",)
-    )
+    strategy: str = free("fsdp2", choices=TRAIN_ENGINES, verl=("fsdp_config.strategy",))
     """Training engine."""
     ppo_mini_batch_size: int = option(256, size=True, in_plan=True)
     """Mini-batch size: prompts per optimizer step (M of the batch plan); times rollout.n trajectories."""
-    ppo_micro_batch_size_per_gpu: int | None = option(
+    ppo_micro_batch_size_per_gpu: int | None = free(
         None,
         size=True,
-        shapes_training=False,
         verl=("ppo_micro_batch_size",),
         no_effect=unless(
             "use_dynamic_bsz", False, why="{s}.use_dynamic_bsz=true fills micro-batches by tokens"
@@ -93,9 +90,9 @@ class ActorConfig:
     )
     """Micro-batch size in trajectories per data rank (m); null: the largest that fits
     ppo_max_token_len_per_gpu."""
-    use_dynamic_bsz: bool = option(False, shapes_training=False)
+    use_dynamic_bsz: bool = free(False)
     """Fill micro-batches by tokens (ppo_max_token_len_per_gpu) instead of by trajectories."""
-    ppo_max_token_len_per_gpu: int = option(16384, size=True, shapes_training=False)
+    ppo_max_token_len_per_gpu: int = free(16384, size=True)
     """Token budget per device of one forward pass."""
     ppo_epochs: int = option(1, size=True, in_plan=True)
     """PPO epochs: passes over each step's trajectories."""
@@ -144,8 +141,8 @@ class ActorConfig:
     optim: OptimConfig = field(default_factory=OptimConfig)
     fsdp_config: FSDPConfig = option(factory=FSDPConfig, no_effect=OTHER_ENGINE)
     megatron: MegatronConfig = option(factory=MegatronConfig, no_effect=OTHER_ENGINE)
-    checkpoint: CheckpointConfig = option(factory=CheckpointConfig, shapes_training=False)
-    device_mapping: Any = option(None, shapes_training=False)
+    checkpoint: CheckpointConfig = free(factory=CheckpointConfig)
+    device_mapping: Any = free(None)
     """Devices of the role: a list of numbers, or text such as 0-7 or 0-3,8-11; null: all devices of the
     trainer."""
 
@@ -154,18 +151,16 @@ class ActorConfig:
 class RefConfig:
     """The frozen reference policy of the KL terms; unset batch sizes follow the actor's."""
 
-    log_prob_micro_batch_size_per_gpu: int | None = option(
-        None, size=True, shapes_training=False, verl=("log_prob_micro_batch_size",)
-    )
+    log_prob_micro_batch_size_per_gpu: int | None = free(None, size=True, verl=("log_prob_micro_batch_size",))
     """Micro-batch size in trajectories per data rank; null: the largest that fits
     log_prob_max_token_len_per_gpu."""
-    log_prob_use_dynamic_bsz: bool | None = option(None, shapes_training=False)
+    log_prob_use_dynamic_bsz: bool | None = free(None)
     """Fill micro-batches by tokens (dynamic batch size); null: actor.use_dynamic_bsz."""
-    log_prob_max_token_len_per_gpu: int | None = option(None, size=True, shapes_training=False)
+    log_prob_max_token_len_per_gpu: int | None = free(None, size=True)
     """Token budget per device of one forward pass; null: actor.ppo_max_token_len_per_gpu."""
     fsdp_config: FSDPConfig = field(default_factory=FSDPConfig)
     megatron: MegatronConfig = field(default_factory=MegatronConfig)
-    device_mapping: Any = option(None, shapes_training=False)
+    device_mapping: Any = free(None)
     """Devices of the role; null: the actor's."""
 
 
@@ -185,28 +180,22 @@ class CriticConfig:
 
     enable: bool | None = None
     """Train a critic; null: if algorithm.adv_estimator needs values."""
-    strategy: str = option(
-        "fsdp2", choices=TRAIN_ENGINES, shapes_training=False, verl=("fsdp_config.strategy",)
-    )
+    strategy: str = free("fsdp2", choices=TRAIN_ENGINES, verl=("fsdp_config.strategy",))
     """Training engine."""
     model: ModelConfig = field(default_factory=ModelConfig)
     ppo_mini_batch_size: int | None = option(None, size=True, in_plan=True)
     """Mini-batch size: prompts per optimizer step; null: the actor's."""
-    ppo_micro_batch_size_per_gpu: int | None = option(
-        None, size=True, shapes_training=False, verl=("ppo_micro_batch_size",)
-    )
+    ppo_micro_batch_size_per_gpu: int | None = free(None, size=True, verl=("ppo_micro_batch_size",))
     """Micro-batch size in trajectories per data rank; null: the largest that fits
     ppo_max_token_len_per_gpu."""
-    use_dynamic_bsz: bool | None = option(None, shapes_training=False)
+    use_dynamic_bsz: bool | None = free(None)
     """Fill micro-batches by tokens (dynamic batch size); null: the actor's."""
-    ppo_max_token_len_per_gpu: int = option(32768, size=True, shapes_training=False)
+    ppo_max_token_len_per_gpu: int = free(32768, size=True)
     """Token budget per device of one forward pass in an update."""
-    forward_micro_batch_size_per_gpu: int | None = option(
-        None, size=True, shapes_training=False, verl=("forward_micro_batch_size",)
-    )
+    forward_micro_batch_size_per_gpu: int | None = free(None, size=True, verl=("forward_micro_batch_size",))
     """Micro-batch size for computing values, in trajectories per data rank; null:
     ppo_micro_batch_size_per_gpu."""
-    forward_max_token_len_per_gpu: int | None = option(None, size=True, shapes_training=False)
+    forward_max_token_len_per_gpu: int | None = free(None, size=True)
     """Token budget per device for computing values; null: ppo_max_token_len_per_gpu."""
     ppo_epochs: int | None = option(None, size=True, in_plan=True)
     """PPO epochs: passes over each step's trajectories; null: the actor's."""
@@ -219,6 +208,6 @@ class CriticConfig:
     optim: OptimConfig = field(default_factory=lambda: OptimConfig(lr=1e-5))
     fsdp_config: FSDPConfig = option(factory=FSDPConfig, no_effect=OTHER_ENGINE)
     megatron: MegatronConfig = option(factory=MegatronConfig, no_effect=OTHER_ENGINE)
-    checkpoint: CheckpointConfig = option(factory=CheckpointConfig, shapes_training=False)
-    device_mapping: Any = option(None, shapes_training=False)
+    checkpoint: CheckpointConfig = free(factory=CheckpointConfig)
+    device_mapping: Any = free(None)
     """Devices of the role; null: all devices of the trainer."""

@@ -9,7 +9,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from hydraflow.algorithms.aggregate import Denominators
 from hydraflow.algorithms.critic_loss import ValueLoss
 from hydraflow.batch_plan.parts import MicroPlan, RolePlan
 from hydraflow.dispatch.modes import register
@@ -68,14 +67,12 @@ class CriticWorker(TrainedWorker):
         return self.engine.forward_rows(batch, self.values_batcher)
 
     def update_loss(self, facts: Mapping[str, Any], step: int) -> UpdateLoss:
-        """See `TrainedWorker`."""
-        return UpdateLoss(self._loss)
-
-    def _loss(self, denominators: Denominators, first: bool) -> ValueLoss:
         critic = self.spec.critic
-        return ValueLoss(
-            cliprange=critic.cliprange_value,
-            agg_mode=critic.loss_agg_mode,
-            scale_factor=self.spec.response_tokens,
-            denominators=denominators,
+        return UpdateLoss(
+            lambda denominators, first: ValueLoss(
+                denominators=denominators,
+                scale_factor=self.spec.response_tokens,
+                cliprange=critic.cliprange_value,
+                agg_mode=critic.loss_agg_mode,
+            )
         )

@@ -129,14 +129,12 @@ class RewardWorker(Worker):
         why = f"returned no number {missing[0]}, which algorithm.gdpo_reward_keys names"
         return RewardResult(self.spec.reward.failure_score, {}, why)
 
-    def _decoded(self, sampled: DataProto) -> list[str]:
-        responses = [row.tolist() for row in rows(sampled.get("responses"))]
-        return self.tokenizer.batch_decode(responses, skip_special_tokens=True)
+    def _decoded(self, sampled: DataProto, column: str = "responses") -> list[str]:
+        tokens = [row.tolist() for row in rows(sampled.get(column))]
+        return self.tokenizer.batch_decode(tokens, skip_special_tokens=True)
 
     def _texts(self, sampled: DataProto, responses: Sequence[str]) -> dict[str, np.ndarray]:
-        prompts = self.tokenizer.batch_decode(
-            [row.tolist() for row in rows(sampled.get("prompts"))], skip_special_tokens=True
-        )
+        prompts = self._decoded(sampled, "prompts")
         return {"text": np.array(responses, dtype=object), "prompt_text": np.array(prompts, dtype=object)}
 
     def _rows(self, batch: DataProto, texts: Sequence[str]) -> list[RewardRow]:

@@ -64,7 +64,6 @@ class SFTWorker(TrainedWorker):
         )
 
     def update_loss(self, facts: Mapping[str, Any], step: int) -> UpdateLoss:
-        """See `TrainedWorker`."""
         return UpdateLoss(self._loss)
 
     @register(dispatch_mode=DATA_RANKS, read_only=True)

@@ -61,10 +61,7 @@ class TeacherWorker(ReferenceWorker):
         sampled, lengths = parts(batch.get("responses"))
         targets = torch.cat([sampled[:, None], parts(found.get("top_tokens"))[0]], 1)
         return DataProto.from_dict(
-            {
-                "target_tokens": from_parts(targets, lengths),
-                "teacher_top_log_probs": found.get("log_probs"),
-            }
+            {"target_tokens": from_parts(targets, lengths), "teacher_top_log_probs": found.get("log_probs")}
         )
 
 

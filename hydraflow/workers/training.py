@@ -143,11 +143,7 @@ class Learner:
                 of_steps.append(self.engine.optimizer_step())
             facts = reductions.values(of_rows[-1]) | of_steps[-1]
             self.skip_guard.note(
-                live_rows(rows),
-                skipped=bool(of_steps[-1]["skipped"]),
-                step=step,
-                number=number,
-                facts=facts,
+                live_rows(rows), skipped=bool(of_steps[-1]["skipped"]), step=step, number=number, facts=facts
             )
         self.engine.lr_step()
         return self._metrics(of_rows, of_steps)

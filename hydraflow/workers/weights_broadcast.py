@@ -56,12 +56,10 @@ class _Broadcasts:
         self._pending: list[PendingBroadcast] = []
 
     def send(self, header: Header, numbers: Sequence[torch.Tensor]) -> None:
-        """See `Outlet`."""
         self.finish()
         self._pending = _sent(self._group, FlatBucket.of(header, numbers, self._memory))
 
     def finish(self) -> None:
-        """See `Outlet`."""
         for part in self._pending:
             part.wait()
 

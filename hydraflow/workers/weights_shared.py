@@ -33,7 +33,6 @@ class SlotOutlet:
         """Buckets that some receiver may still be reading."""
 
     def send(self, header: Header, numbers: Sequence[torch.Tensor]) -> None:
-        """See `Outlet`."""
         self._await(SLOTS - 1)
         sent = pickle.dumps(self._slots.put(header, numbers))
         self._connections = self._connections or self._listener.accept(self._receivers, self._seconds)
@@ -42,7 +41,6 @@ class SlotOutlet:
         self._unread += 1
 
     def finish(self) -> None:
-        """See `Outlet`."""
         self._await(0)
 
     def close(self) -> None:

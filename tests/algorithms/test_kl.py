@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from hydraflow.algorithms.kl import KL_ESTIMATORS, kl_penalty
-from hydraflow.algorithms.kl_control import AdaptiveKLController, FixedKLController, make_kl_controller
+from hydraflow.algorithms.kl_control import AdaptiveKLController, KLController, make_kl_controller
 
 LOGP, REF = math.log(0.5), math.log(0.25)  # d = log 2
 D = math.log(2.0)
@@ -115,6 +115,6 @@ def test_fixed_controller_does_not_move_and_a_resume_takes_the_new_coefficient()
     controller = make_kl_controller("fixed", kl_coef=0.001, target_kl=0.1, horizon=1000)
     controller.update(kl=9.0, trajectories=100)
     assert controller.value == 0.001
-    resumed = FixedKLController(0.002)
+    resumed = KLController(0.002)
     resumed.load_state_dict(controller.state_dict())
     assert resumed.value == 0.002

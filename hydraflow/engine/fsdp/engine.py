@@ -94,13 +94,11 @@ class FSDPEngine(InMicroBatches):
             self._set_lr()
 
     def coordinates(self) -> Coordinates:
-        """See `TrainEngine`."""
         share, place = divmod(dist.get_rank(), self._groups.sharers)
         return Coordinates(share, dist.get_world_size() // self._groups.sharers, place == 0)
 
     @property
     def has_routers(self) -> bool:
-        """See `TrainEngine`."""
         return bool(self._routers.replays)
 
     @torch.no_grad()
@@ -186,30 +184,25 @@ class FSDPEngine(InMicroBatches):
         return {"grad_norm": norm, "lr": lr, "skipped": float(not finite)}
 
     def lr_step(self) -> None:
-        """See `TrainEngine`."""
         self._step += 1
         self._set_lr()
 
     def weights(
         self, *, to: int | None = None, form: Form = Form.MERGED
     ) -> Iterator[tuple[str, torch.Tensor]]:
-        """See `TrainEngine`."""
         with self._param_offload.borrowed():
             yield from export.stream(self.module, to=to, form=form)
         self._param_offload.rest()
 
     def reduce(self, values: torch.Tensor, how: str = "sum") -> torch.Tensor:
-        """See `TrainEngine`."""
         return process_group.all_reduce(values, how, self._groups.data)
 
     def save_hf(self, directory: str | Path) -> None:
-        """See `TrainEngine`."""
         self._param_offload.wake()
         weights = export.full_weights(self.module)
         save_whole(lambda: self.module, self._model, weights, Path(directory), field=self._field)
 
     def snapshot(self, contents: Collection[str]) -> ShardedSnapshot:
-        """See `TrainEngine`."""
         assert self._optimizer is not None, "a frozen model has no state of its own"
         self._param_offload.wake()
         forget_passes(self.module)
@@ -224,7 +217,6 @@ class FSDPEngine(InMicroBatches):
         )
 
     def load(self, directory: str | Path, contents: Collection[str]) -> None:
-        """See `TrainEngine`."""
         assert self._optimizer is not None, "a frozen model has no state of its own"
         self._param_offload.wake()
         forget_passes(self.module)
@@ -236,12 +228,10 @@ class FSDPEngine(InMicroBatches):
             self._set_lr()
 
     def stored_bytes(self, contents: Collection[str]) -> int:
-        """See `TrainEngine`."""
         assert self._optimizer is not None, "a frozen model has no state of its own"
         return checkpoint.stored_bytes(self.module, self._optimizer, contents, copies=self._groups.copies)
 
     def rest(self) -> None:
-        """See `TrainEngine`."""
         self._param_offload.rest()
 
     def _learn(self, data: DataProto, loss_fn: LossFn, ask: Ask, tally: Tally) -> dict[str, Metric]:
@@ -288,8 +278,7 @@ class FSDPEngine(InMicroBatches):
     def _run(self, data: DataProto, batch: PackedBatch, ask: Ask, *, trained: bool) -> Output:
         """The model's outputs for all response tokens, or for the trained ones."""
         if self._ulysses is None:
-            found: Output = self.module(batch, ask)
-            return found
+            return self.module(batch, ask)
         instead_of = self._collectives.stands_in_for
         real = None if instead_of is None else self._pack(instead_of, torch.device("cpu"), trained=trained)
         return self._ulysses.compute(batch, partial(self.module, ask=ask), real)

@@ -30,9 +30,8 @@ def transformer_config(
     fixed, overrides = fixed_arguments(shape, settings, dtype), settings.override_transformer_config
     name = f"{section}.megatron.{OVERRIDES}"
     free: dict[str, Any] = dict.fromkeys(_FUSIONS, False)
-    whole = dict(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)
     if settings.recomputes_layers(checkpointing=model.enable_gradient_checkpointing):
-        free |= whole
+        free |= {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
     try:
         return TransformerConfig(**fixed | free | overrides)
     except (ValueError, AssertionError, TypeError) as error:
@@ -61,5 +60,4 @@ def frequencies(config: Any) -> tuple[torch.Tensor, float]:
         dim = int(head_dim_of(config) * rope.get("partial_rotary_factor", 1.0))
         exponents = torch.arange(0, dim, 2, dtype=torch.int64).float() / dim
         return 1.0 / (rope["rope_theta"] ** exponents), 1.0
-    found: tuple[torch.Tensor, float] = ROPE_INIT_FUNCTIONS[rope["rope_type"]](config, torch.device("cpu"))
-    return found
+    return ROPE_INIT_FUNCTIONS[rope["rope_type"]](config, torch.device("cpu"))

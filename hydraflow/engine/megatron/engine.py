@@ -234,12 +234,10 @@ class MegatronEngine(InMicroBatches):
         return {"grad_norm": norm, "lr": lr, "skipped": float(not math.isfinite(norm))}
 
     def lr_step(self) -> None:
-        """See `TrainEngine`."""
         self._step += 1
         self._set_lr()
 
     def reduce(self, values: torch.Tensor, how: str = "sum") -> torch.Tensor:
-        """See `TrainEngine`."""
         return process_group.all_reduce(values, how, parallel_state.get_data_parallel_group())
 
     # --- weights and checkpoints
@@ -247,19 +245,16 @@ class MegatronEngine(InMicroBatches):
     def weights(
         self, *, to: int | None = None, form: Form = Form.MERGED
     ) -> Iterator[tuple[str, torch.Tensor]]:
-        """See `TrainEngine`."""
         assert form == Form.MERGED, "there are no adapters"
         with self._weights.borrowed():
             yield from export.stream(self._built, self._outline, self._place, self._settings, to=to)
         self._weights.rest()
 
     def save_hf(self, directory: str | Path) -> None:
-        """See `TrainEngine`."""
         shape = partial(export.empty_model, self._built, self._model, self._head)
         save_whole(shape, self._model, self._full_weights(), Path(directory), field=self._field)
 
     def snapshot(self, contents: Collection[str]) -> ShardedSnapshot:
-        """See `TrainEngine`."""
         assert self._optimizer is not None, "a frozen model has no state of its own"
         with self._weights.borrowed():
             self._optimizer_state.wake()
@@ -277,7 +272,6 @@ class MegatronEngine(InMicroBatches):
         return found
 
     def load(self, directory: str | Path, contents: Collection[str]) -> None:
-        """See `TrainEngine`."""
         assert self._optimizer is not None, "a frozen model has no state of its own"
         self._weights.wake()
         self._optimizer_state.wake()
@@ -288,7 +282,6 @@ class MegatronEngine(InMicroBatches):
             self._set_lr()
 
     def stored_bytes(self, contents: Collection[str]) -> int:
-        """See `TrainEngine`."""
         return checkpoint.stored_bytes(self._built, contents)
 
     def rest(self) -> None:
@@ -458,13 +451,12 @@ class MegatronEngine(InMicroBatches):
     ) -> torch.Tensor:
         """Hidden states after this stage. fields: further fields of `PackedLine`, for routers."""
         line = PackedLine(plan=batch.plan, positions=batch.position_ids[0], routes=routes, **fields)
-        found: torch.Tensor = model(
+        return model(
             input_ids=batch.input_ids,
             position_ids=batch.position_ids,
             attention_mask=None,
             packed_seq_params=line,
         )
-        return found
 
     def _read(self, hidden: torch.Tensor, batch: PackedBatch, ask: Ask) -> Output:
         """The requested outputs for this rank's share, from the last stage's hidden states (N, 1, h), or (N /
@@ -479,10 +471,9 @@ class MegatronEngine(InMicroBatches):
         if not policy:
             values = torch.mv(asked, self._trunk.score.weight[0])
             return values.to(torch.promote_types(values.dtype, torch.float32)), None
-        found: Output = VocabularyParallelHead.apply(
+        return VocabularyParallelHead.apply(
             asked, self._trunk.output_weight(), batch.targets, ask, self._share
         )
-        return found
 
     def _vocabulary_share(self) -> VocabularyShare:
         shape, place = self._built.names.shape, self._place

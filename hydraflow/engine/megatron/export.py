@@ -109,12 +109,11 @@ def _joined(
 
 def sharing_group(*, experts: bool) -> dist.ProcessGroup:
     """The ranks of this stage that together hold one copy of its tensors, or of its experts."""
-    found: dist.ProcessGroup = (
+    return (
         parallel_state.get_expert_tensor_and_model_parallel_group()
         if experts
         else parallel_state.get_tensor_model_parallel_group()
     )
-    return found
 
 
 def empty_model(built: Built, model: ModelConfig, head: str) -> PolicyModel | ValueModel:

@@ -35,13 +35,11 @@ from hydraflow.engine.megatron.architecture import Architecture
 from hydraflow.engine.megatron.experts import ExpertLayer, RoutedLayer
 from hydraflow.engine.megatron.latent import LatentAttention
 from hydraflow.engine.megatron.matrices import Matrices, matrices
+from hydraflow.engine.megatron.names import LAYERS
 from hydraflow.engine.megatron.norm import RMSNorm
 from hydraflow.engine.megatron.packed_line import PackedLine
 from hydraflow.models.attention import attend_line
 from hydraflow.models.loading import persistent_buffers
-
-LAYERS = "decoder.layers."
-"""Prefix of the names of layer parameters."""
 
 
 class RowAttention(MegatronModule):
@@ -78,8 +76,7 @@ class Rotary(nn.Module):
 
     def get_rotary_seq_len(self, *args: Any) -> torch.Tensor:
         """Returns the positions instead of a length; Megatron-Core passes them to `forward`."""
-        positions: torch.Tensor = args[-1].positions
-        return positions
+        return args[-1].positions
 
     def forward(self, positions: torch.Tensor, **others: Any) -> torch.Tensor:
         """(N, 1, 1, d) angles."""

@@ -16,6 +16,8 @@ import torch
 from hydraflow.engine.megatron.architecture import Architecture, Latent, Mixture
 
 SCORE = "score.weight"
+LAYERS = "decoder.layers."
+"""Prefix of the names of a layer's parameters."""
 EMBEDDING, HEAD = "embedding.word_embeddings.weight", "output_layer.weight"
 IN_MATRIX = {
     "input_layernorm.weight": "self_attention.linear_qkv.layer_norm_weight",

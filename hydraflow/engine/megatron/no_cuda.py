@@ -8,7 +8,6 @@ differ in length are exchanged here, because gloo cannot. Everything else that t
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -62,18 +61,8 @@ FloatTensor, HalfTensor, BFloat16Tensor = torch.FloatTensor, torch.HalfTensor, t
 manual_seed = torch.manual_seed
 
 
-@contextlib.contextmanager
-def stream(chosen: Any = None) -> Iterator[None]:
-    """Work inside runs as anywhere else."""
-    yield
-
-
-@contextlib.contextmanager
-def _range(*args: Any, **kwargs: Any) -> Iterator[None]:
-    yield
-
-
-nvtx = SimpleNamespace(range_push=nothing, range_pop=nothing, range=_range)
+stream = contextlib.nullcontext  # work inside runs as anywhere else
+nvtx = SimpleNamespace(range_push=nothing, range_pop=nothing, range=contextlib.nullcontext)
 
 
 def current_stream(*args: Any) -> Stream:

@@ -169,8 +169,7 @@ class CoreOptimizer:
         return self._chain.chained_optimizers[int(is_expert(parameter))]
 
     def _state(self, parameter: torch.nn.Parameter, main: torch.Tensor) -> dict[str, torch.Tensor]:
-        found: dict[str, torch.Tensor] = self._one(parameter).optimizer.state[main]
-        return found
+        return self._one(parameter).optimizer.state[main]
 
     def _main(self, parameter: torch.nn.Parameter) -> tuple[torch.Tensor | None, int]:
         """The shard of a parameter that AdamW updates here, and its offset in the flattened parameter."""
@@ -193,8 +192,7 @@ def counts_by_parameter(adamw: Any) -> bool:
 def count_of(adamw: Any, main: torch.Tensor) -> torch.Tensor:
     """() updates of a parameter."""
     if counts_by_parameter(adamw):
-        found: torch.Tensor = adamw.state[main][STEP].detach().cpu()
-        return found
+        return adamw.state[main][STEP].detach().cpu()
     return torch.tensor(float(_group_of(adamw, main).get(STEP, 0)))
 
 
@@ -218,9 +216,8 @@ def is_expert(parameter: torch.nn.Parameter) -> bool:
 
 def sharers(parameter: torch.nn.Parameter) -> dist.ProcessGroup:
     """The data ranks that hold the same parameter."""
-    found: dist.ProcessGroup = (
+    return (
         parallel_state.get_expert_data_parallel_group()
         if is_expert(parameter)
         else parallel_state.get_data_parallel_group(with_context_parallel=True)
     )
-    return found

@@ -15,14 +15,12 @@ from dataclasses import dataclass, replace
 import torch
 
 from hydraflow.engine.megatron.architecture import Architecture, Mixture
-from hydraflow.engine.megatron.names import EMBEDDING, HEAD, IN_MATRIX, SCORE, Holding, Names
+from hydraflow.engine.megatron.names import EMBEDDING, HEAD, IN_MATRIX, LAYERS, SCORE, Holding, Names
 from hydraflow.engine.stored.checkpoint import Checkpoint
 from hydraflow.engine.stored.pieces import Shape, StoredTensor
 from hydraflow.engine.stored.regions import Region, assembled
 from hydraflow.errors import ConfigError, Problem
 
-LAYERS = "decoder.layers."
-"""Prefix of the names of a layer's tensors; NeMo prepends `module.`."""
 NORM = "decoder.final_layernorm.weight"
 GATE_UP, DOWN = "mlp.experts.gate_up", "mlp.experts.down"
 BIAS = "mlp.router.expert_bias"
@@ -51,7 +49,7 @@ _WITH_LATENT = {
 fused into the next matrix."""
 _PLACES = {saved: place for place, saved in (IN_MATRIX | _MATRICES).items()}
 _LATENT_PLACES = _PLACES | {saved: place for place, keys in _WITH_LATENT.items() for saved in keys}
-"""A tensor's name in files -> its name in `engine/megatron/`."""
+"""A tensor's name in files -> its name in `engine/megatron/`. NeMo prepends `module.`."""
 _KEY = re.compile(rf"(?:module\.|model\.)*(?:{re.escape(LAYERS)}(?:(?P<layer>\d+)\.)?)?(?P<place>.+)")
 _EXPERT = re.compile(r"(?P<front>mlp\.experts\.experts\.)(?:(?P<expert>\d+)\.)(?P<rest>.+)")
 _HALF = re.compile(r"(?P<whole>.+linear_fc1\.weight)_(?P<half>[wv])")

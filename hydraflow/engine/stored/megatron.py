@@ -134,10 +134,7 @@ def _checkpoint(directory: Path, folder: Path, index: Index) -> Checkpoint:
         raise ConfigError.one(str(folder), None, "holds no weights")
     found = Checkpoint(directory, "megatron", last_writer(index) + 1, tensors, others=others)
     found.problems = [*missing_parts(tensors.values(), index, folder)]
-    found.settings = next((path for path in _settings(directory, folder) if path.is_dir()), None)
+    # folders that may hold Hugging Face's files; Megatron-LM writes none
+    places = (place / "huggingface" for place in (folder, directory, directory.parent))
+    found.settings = next((path for path in places if path.is_dir()), None)
     return found
-
-
-def _settings(directory: Path, folder: Path) -> list[Path]:
-    """Folders that may hold Hugging Face's files. Megatron-LM writes none."""
-    return [place / "huggingface" for place in dict.fromkeys((folder, directory, directory.parent))]
