@@ -226,24 +226,23 @@ class Run:
     """One command, in a session of its own."""
 
     def __init__(self, home: Path, method: str, cache: Path):
+        self.home = home
         self.folder = home / "out"
         self.log = home / "log"
         self.mark = f"{MARK}={home}"
         home.mkdir(parents=True, exist_ok=True)
         (home / "reward.py").write_text(REWARD)
-        words = [
-            sys.executable,
-            "-m",
-            "hydraflow.main_ppo",
-            *COMMON,
-            *(APART if method == "apart" else METHODS[method]),
-            f"trainer.default_local_dir={self.folder}",
-        ]
-        words += [f"recipe.cache_dir={cache}", f"reward.custom_reward_function.path={home}/reward.py"]
-        env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), MARK: str(home)}
+        given = [*COMMON, *(APART if method == "apart" else METHODS[method]), f"recipe.cache_dir={cache}"]
+        given += [f"trainer.default_local_dir={self.folder}"]
+        self.process = self.launch([*given, f"reward.custom_reward_function.path={home}/reward.py"])
+
+    def launch(self, given: list[str]) -> Any:
+        """Starts main_ppo, and returns its process."""
+        words = [sys.executable, "-m", "hydraflow.main_ppo", *given]
+        env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), MARK: str(self.home)}
         with self.log.open("a") as log:
-            self.process = subprocess.Popen(
-                words, cwd=home, env=env, stdout=log, stderr=log, start_new_session=True
+            return subprocess.Popen(
+                words, cwd=self.home, env=env, stdout=log, stderr=log, start_new_session=True
             )
 
     def lines(self) -> int:

@@ -186,6 +186,9 @@ class Background:
     def send_signal(self, number: int) -> None:
         os.kill(self.pid, number)
 
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
+
     def _answer(self, timeout: float) -> int:
         if not select.select([self._answers], [], [], timeout)[0]:
             raise subprocess.TimeoutExpired("a command in the background", timeout)

@@ -74,7 +74,7 @@ STORED = Case(
     "qwen2",
     dict(vocab_size=20000, hidden_size=384, intermediate_size=1152, num_hidden_layers=8)
     | dict(num_attention_heads=6, num_key_value_heads=2, tie_word_embeddings=False),
-    prompt=296, response=24, rows=4, micro=4,
+    prompt=184, response=8, rows=4, micro=4,
     settings={
         "actor_rollout_ref.model.enable_gradient_checkpointing": False,
         "actor_rollout_ref.actor.fsdp_config.head_chunk_tokens": 128,
@@ -85,7 +85,7 @@ TIED = Case(
     "qwen3",
     dict(vocab_size=8192, hidden_size=512, intermediate_size=1536, num_hidden_layers=8)
     | dict(num_attention_heads=8, num_key_value_heads=4, head_dim=64, tie_word_embeddings=True),
-    prompt=104, response=24, rows=12, micro=4,
+    prompt=88, response=8, rows=6, micro=2,
 )  # fmt: skip
 MEGATRON = {
     "actor_rollout_ref.actor.strategy": "megatron",
@@ -93,12 +93,12 @@ MEGATRON = {
 }
 CASES = {
     "tied": TIED,
-    # 75 M parameters, two thirds of them in the embedding and the output matrix; one micro-batch
+    # 45 M parameters, three quarters of them in the embedding and the output matrix; one micro-batch
     "untied": Case(
         "llama",
-        dict(vocab_size=32000, hidden_size=768, intermediate_size=2048, num_hidden_layers=4)
-        | dict(num_attention_heads=12, num_key_value_heads=4, tie_word_embeddings=False),
-        prompt=32, response=16, rows=8, micro=8,
+        dict(vocab_size=32000, hidden_size=512, intermediate_size=1408, num_hidden_layers=4)
+        | dict(num_attention_heads=8, num_key_value_heads=4, tie_word_embeddings=False),
+        prompt=32, response=8, rows=4, micro=4,
     ),
     "stored": STORED,
     # the same, but the two processes share the tokens of each row (Ulysses)

@@ -96,7 +96,7 @@ def sft_run(tmp_path_factory: pytest.TempPathFactory, sft_keys: list[str]) -> Pa
     given = [*sft_keys, "trainer.total_training_steps=60", "trainer.default_local_dir=out"]
 
     def train(home: Path) -> None:
-        done = hydraflow("main_sft", *given, cwd=home, fresh=True)
+        done = hydraflow("main_sft", *given, cwd=home)
         assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
         assert "command line" in done.stdout, "the plan says where a number comes from"
 
@@ -110,7 +110,7 @@ def answers(tmp_path_factory: pytest.TempPathFactory, sft_run: Path, prompts: Pa
     given += ["data.max_response_length=8", "rollout.temperature=0", "ray_init.timeline_file=t.json"]
 
     def generate(home: Path) -> None:
-        done = hydraflow("main_generate", *given, cwd=home, fresh=True)
+        done = hydraflow("main_generate", *given, cwd=home)
         assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
         assert done.stdout == "4 prompts, 1 response each: deep/answers.parquet\n"
 

@@ -1,10 +1,12 @@
-"""Every estimator and every loss really learns the default recipe: within fifty steps held-out accuracy
-rises, and most need a third of them.
+"""Every estimator and every loss really learns the default recipe: held-out accuracy rises by fifteen points
+within fifty steps. Most need three.
 
 In one process; with the recipe's own choices, grpo and vanilla, on two tensor-parallel ranks of
-Megatron-Core, and with a critic on two of its pipeline stages, for which twenty steps are enough. With the
-recipe's choices `test_own_source.py` trains in one process, and .ci/run in Ray on two data ranks. Whole runs
-are in the tables of docs/advantages.md and docs/policy_losses.md (`scripts/bench/learn.py`)."""
+Megatron-Core, and with a critic on two of its pipeline stages, for which six steps are enough. At a quarter
+of the recipe's learning rate the first steps are the best ones; with rewards that say nothing accuracy falls
+by six to eight points in three of them. With the recipe's choices `test_own_source.py` trains in one process,
+and .ci/run in Ray on two data ranks. Whole runs are in the tables of docs/advantages.md and
+docs/policy_losses.md (`scripts/bench/learn.py`)."""
 
 from __future__ import annotations
 
@@ -14,7 +16,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import pytest
-from jobs.command import LOCAL, hydraflow
+from jobs.command import LOCAL
 
 from hydraflow.algorithms.config import ESTIMATORS, POLICY_LOSSES
 from hydraflow.compose.loading import load
@@ -27,10 +29,12 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 
 METRIC = "val-core/arithmetic/acc/mean@1"
-ENOUGH = 0.05
-"""By which held-out accuracy must rise."""
+ENOUGH = 0.15
+"""By which held-out accuracy must rise; of 500 problems, so that chance moves it by 0.03."""
 ACTOR = "actor_rollout_ref.actor"
-TENSOR_RANKS = ["recipe=arithmetic_megatron", "trainer.threads_per_process=1"]
+RATE = f"{ACTOR}.optim.lr=1.5e-4"
+SIX_STEPS = ["trainer.total_training_steps=6", "trainer.test_freq=-1", f"{ACTOR}.optim.lr=5e-5"]
+TENSOR_RANKS = ["recipe=arithmetic_megatron", "trainer.n_gpus_per_node=2", "trainer.threads_per_process=1"]
 STAGES = [
     *(
         override
@@ -43,26 +47,16 @@ STAGES = [
     ),
     *TENSOR_RANKS,
     "algorithm.adv_estimator=gae",
-    "trainer.total_training_steps=20",
 ]
 """Three layers on two stages, of actor and critic."""
 LOSS = f"{ACTOR}.policy_loss"
-SLOWER = f"{ACTOR}.optim.lr=1.5e-4"
-"""The recipe's rate suits losses with a clip."""
 SUITABLE = {
     "adv_estimator=gdpo": ["algorithm.gdpo_reward_keys=[score]"],
     "loss_mode=gspo": [f"{ACTOR}.clip_ratio=0.01"],
-    "loss_mode=sapo": [SLOWER],
     "loss_mode=geo_mean": [f"{ACTOR}.clip_ratio=0.4"],
-    "loss_mode=cispo": [f"{ACTOR}.clip_ratio_low=1", SLOWER],
-    "loss_mode=gpg": [SLOWER],
+    "loss_mode=cispo": [f"{ACTOR}.clip_ratio_low=1"],
     "loss_mode=dppo_kl": [f"{ACTOR}.clip_ratio=0.05"],
-    "loss_mode=dro": [f"{LOSS}.dro_beta=0.1", SLOWER],
-    "loss_mode=topr": [SLOWER],
-    "loss_mode=tis": [SLOWER],
-    "loss_mode=kimi15": [SLOWER],
-    "loss_mode=opmd": [SLOWER],
-    "loss_mode=sppo": [SLOWER],
+    "loss_mode=dro": [f"{LOSS}.dro_beta=0.1"],
     "loss_mode=clip_cov": [f"{LOSS}.clip_cov_ratio=0.002"],
     "loss_mode=kl_cov": [f"{LOSS}.kl_cov_ratio=0.002"],
 }
@@ -96,7 +90,7 @@ def gain(folder: Path) -> float:
 
 
 def stop_once_learnt(monkeypatch: pytest.MonkeyPatch) -> None:
-    """SIGTERM comes with a validation that is twice as much above the first as the last one must be."""
+    """SIGTERM comes with a validation that is above the first by more than the last one must be."""
     whole: Callable = FileTracker.log
     found: list[float] = []
 
@@ -104,7 +98,7 @@ def stop_once_learnt(monkeypatch: pytest.MonkeyPatch) -> None:
         whole(self, metrics, at)
         if METRIC in metrics:
             found.append(metrics[METRIC])
-            if found[-1] > found[0] + 2 * ENOUGH:
+            if found[-1] > found[0] + ENOUGH:
                 signal.raise_signal(signal.SIGTERM)
 
     monkeypatch.setattr(FileTracker, "log", log)
@@ -119,18 +113,14 @@ def test_it_learns(
     given: list[str], tmp_path: Path, recipe_cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stop_once_learnt(monkeypatch)
-    overrides = [*given, *fifty_steps(tmp_path, recipe_cache), "trainer.test_freq=3"]
+    overrides = [*given, *fifty_steps(tmp_path, recipe_cache), "trainer.test_freq=3", RATE]
     PPOJob(load("ppo", PPOConfig, overrides)).run()
     assert gain(tmp_path) > ENOUGH
 
 
-@pytest.mark.parametrize(
-    "given",
-    [[*TENSOR_RANKS, "trainer.total_training_steps=30"], STAGES],
-    ids=["tensor-parallel", "stages-and-critic"],
-)
+@pytest.mark.usefixtures("ray_session")
+@pytest.mark.parametrize("given", [TENSOR_RANKS, STAGES], ids=["tensor-parallel", "stages-and-critic"])
 def test_ranks_of_megatron_learn(given: list[str], tmp_path: Path, recipe_cache: Path) -> None:
-    overrides = [*fifty_steps(tmp_path, recipe_cache), *given, "trainer.test_freq=-1"]
-    done = hydraflow("main_ppo", *overrides, cwd=tmp_path, timeout=800)
-    assert done.returncode == 0, done.stderr[-3000:]
+    overrides = [*fifty_steps(tmp_path, recipe_cache), *given, *SIX_STEPS]
+    PPOJob(load("ppo", PPOConfig, overrides)).run()
     assert gain(tmp_path) > ENOUGH

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from jobs.command import assert_refused, hydraflow
-from jobs.test_resume import METRIC, given, stop_after, train, train_locally
+from jobs.test_resume import FIVE, METRIC, given, stop_after, train, train_locally
 
 from scripts import kill_matrix as matrix
 
@@ -62,23 +62,23 @@ def test_actor_and_critic_with_other_layouts_train_as_fsdp_does(tmp_path: Path, 
 def test_a_run_goes_on_bit_by_bit_and_on_another_engine(
     tmp_path: Path, recipe_cache: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    train(tmp_path / "whole", recipe_cache, "megatron")
+    train(tmp_path / "whole", recipe_cache, "megatron", FIVE)
     with monkeypatch.context() as patch:
         stop_after(3, patch)
-        train(tmp_path / "cut", recipe_cache, "megatron")
+        train(tmp_path / "cut", recipe_cache, "megatron", FIVE)
     capsys.readouterr()
-    train(tmp_path / "cut", recipe_cache, "megatron")
-    assert "continues after step 3 of 8" in capsys.readouterr().out
+    train(tmp_path / "cut", recipe_cache, "megatron", FIVE)
+    assert "continues after step 3 of 5" in capsys.readouterr().out
     wanted = matrix.read_result(tmp_path / "whole")
-    assert len(wanted.metrics) == 9 and len(wanted.weights) == 35
+    assert len(wanted.metrics) == 6 and len(wanted.weights) == 35
     assert list(matrix.differences(matrix.read_result(tmp_path / "cut"), wanted)) == []
 
-    checkpoint = f"trainer.resume_from_path={tmp_path / 'cut' / 'global_step_6'}"
+    checkpoint = f"trainer.resume_from_path={tmp_path / 'cut' / 'global_step_4'}"
     other = ["trainer.resume_mode=resume_path", checkpoint, f"{ACTOR}.strategy=fsdp2"]
     other.append("trainer.keep_best=null")
-    told = train_locally(tmp_path / "fsdp", recipe_cache, "megatron", *other)
-    assert "continues after step 6 of 8" in told and "written by 2 ranks, read by 1" in told
-    assert sorted(numbers(tmp_path / "fsdp")) == [7, 8]
+    told = train_locally(tmp_path / "fsdp", recipe_cache, "megatron", *other, FIVE)
+    assert "continues after step 4 of 5" in told and "written by 2 ranks, read by 1" in told
+    assert sorted(numbers(tmp_path / "fsdp")) == [5]
     assert_close(tmp_path / "fsdp", tmp_path / "whole")
 
 

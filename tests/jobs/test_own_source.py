@@ -72,9 +72,9 @@ def test_groups_of_any_size_in_any_order_train(tmp_path: Path, recipe_cache: Pat
     overrides = [
         f"recipe.cache_dir={recipe_cache}",
         f"trainer.default_local_dir={tmp_path}",
-        "trainer.total_training_steps=30",
-        # About as many rows as the recipe's after the source has dropped its share: with half of them the
-        # first steps are noise, and accuracy falls for twenty steps before it rises.
+        "trainer.total_training_steps=8",
+        "actor_rollout_ref.actor.optim.lr=5e-5",  # at which the first steps are the best ones
+        # About as many rows as the recipe's after the source has dropped its share.
         "data.train_batch_size=128",
         "actor_rollout_ref.actor.ppo_mini_batch_size=64",
         "trainer.test_freq=-1",
@@ -83,12 +83,12 @@ def test_groups_of_any_size_in_any_order_train(tmp_path: Path, recipe_cache: Pat
     ]
     RandomJob(load("ppo", PPOConfig, [*overrides, *LOCAL])).run()
     summary = json.loads((tmp_path / "summary.json").read_text())
-    assert summary["last_val_accuracy"] > summary["first_val_accuracy"] + 0.05
-    assert len(set(ROWS)) > 20 and max(FAULTED) > 0
+    assert summary["last_val_accuracy"] > summary["first_val_accuracy"] + 0.15
+    assert len(set(ROWS)) > 5 and max(FAULTED) > 0
     steps = read_steps(tmp_path)[1:]
     assert [row["rollout/faulted_rows"] for row in steps] == FAULTED
     tokens = [row["perf/total_num_tokens"] / row["perf/throughput"] for row in steps]
-    assert len(tokens) == 30 and all(0 < count < float("inf") for count in tokens)
+    assert len(tokens) == 8 and all(0 < count < float("inf") for count in tokens)
 
 
 def test_the_ranks_share_rows_that_do_not_divide(

@@ -7,8 +7,11 @@ import os
 import re
 import signal
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
+import psutil
 import pytest
 from jobs.command import LOCAL, ONE_RANK, has_lines, hydraflow, start, wait_for
 
@@ -20,6 +23,7 @@ from scripts import kill_matrix as matrix
 
 pytestmark = pytest.mark.slow
 
+FIVE = "trainer.total_training_steps=5"
 METRIC = "val-core/arithmetic/acc/mean@1"
 
 
@@ -136,7 +140,7 @@ def test_grpo_in_one_process_goes_on_bit_by_bit(tmp_path: Path, recipe_cache: Pa
     """Without a critic and a KL controller: what GRPO keeps is all that there is to restore, and moments of
     the scores."""
     (tmp_path / "stops.py").write_text(STOPS)
-    stops = [f"reward.custom_reward_function.path={tmp_path}/stops.py"]
+    stops = [f"reward.custom_reward_function.path={tmp_path}/stops.py", FIVE]
     stops += [f"algorithm.norm_{of}_type=running" for of in ("mean", "std")]
     train_locally(tmp_path / "whole", recipe_cache, "grpo", *stops)
     validated, scored = 32, 8 * 4
@@ -145,9 +149,9 @@ def test_grpo_in_one_process_goes_on_bit_by_bit(tmp_path: Path, recipe_cache: Pa
     assert json.loads((tmp_path / "cut" / "requeue").read_text())["step"] == 3
     (tmp_path / "stop_at_row").unlink()
     told = train_locally(tmp_path / "cut", recipe_cache, "grpo", *stops)
-    assert "continues after step 3 of 8" in told and "KL controller" not in told
+    assert "continues after step 3 of 5" in told and "KL controller" not in told
     wanted = matrix.read_result(tmp_path / "whole")
-    assert [step for step, _ in wanted.metrics] == list(range(9)) and len(wanted.weights) == 35
+    assert [step for step, _ in wanted.metrics] == list(range(6)) and len(wanted.weights) == 35
     assert all(values["actor/grad_norm"] > 0 for step, values in wanted.metrics if step)
     assert list(matrix.differences(matrix.read_result(tmp_path / "cut"), wanted)) == []
 
@@ -159,7 +163,7 @@ def test_another_number_of_processes_goes_on(
     """And in another sharding. In float64, where the order of sums hardly shows."""
     actor = "actor_rollout_ref.actor"
     double = [f"{actor}.fsdp_config.{name}=fp64" for name in ("model_dtype", "dtype", "reduce_dtype")]
-    double += ["actor_rollout_ref.rollout.dtype=fp64", "trainer.save_final_model=false"]
+    double += ["actor_rollout_ref.rollout.dtype=fp64", "trainer.save_final_model=false", FIVE]
     train_locally(tmp_path / "whole", recipe_cache, "grpo", *double)
     with monkeypatch.context() as patch:
         stop_after(3, patch)
@@ -185,24 +189,39 @@ def test_another_number_of_processes_goes_on(
             assert mine[name] == pytest.approx(theirs[name], rel=1e-4, abs=1e-8), (step, name)
 
 
+class ForkedRun(matrix.Run):
+    """A command of the matrix, as a fork of a process that has imported the libraries."""
+
+    def launch(self, given: list[str]) -> Any:
+        self.started = start("main_ppo", *given, cwd=self.home)
+        return self.started.process
+
+    def family(self) -> list[psutil.Process]:
+        found = []
+        for pid in self.started.processes():
+            with suppress(psutil.NoSuchProcess):
+                found.append(psutil.Process(pid))
+        return found
+
+
 @pytest.mark.timeout(900)  # three runs one after the other
 def test_a_run_that_is_killed_twice_goes_on(tmp_path: Path, recipe_cache: Path, whole: Path) -> None:
     """A rank in the middle of a save, as the tenth of the matrix's moments has it; then the controller."""
     (save,) = (moment for moment in matrix.draw_moments(10, seed=1) if moment.number == 10)
     assert (save.target, save.method, save.steps) == ("middle of a save", "ppo", 2)
     later = matrix.Moment(0, "controller", "ppo", steps=7, delay=0.0, rank=0)
-    for moment, code in ((save, 4), (later, -signal.SIGKILL)):
-        run = matrix.Run(tmp_path, "ppo", recipe_cache)
+    restored = []
+    for moment, code in ((save, 4), (later, -signal.SIGKILL), (None, 0)):
+        run = ForkedRun(tmp_path, "ppo", recipe_cache)
         if moment is later:
             newest = run.folder / "latest_checkpointed_iteration.txt"
             matrix.wait_until(lambda newest=newest: int(newest.read_text()) >= 4, matrix.STARTS, "a save")
-        matrix.strike(run, moment)
-        assert run.ending(matrix.ENDS) == (code, ""), run.said()
-    last = matrix.Run(tmp_path, "ppo", recipe_cache)
-    assert last.ending(matrix.STARTS) == (0, ""), last.said()
-    restored = re.findall(r"continues after step (\d+)", last.log.read_text())
+        if moment is not None:
+            matrix.strike(run, moment)
+        assert run.ending(matrix.STARTS) == (code, ""), run.said()
+        restored += re.findall(r"continues after step (\d+)", run.log.read_text())
     assert len(restored) == 2 and int(restored[0]) in (2, 4) and int(restored[1]) >= 4
-    assert list(matrix.differences(matrix.read_result(last.folder), matrix.read_result(whole))) == []
+    assert list(matrix.differences(matrix.read_result(run.folder), matrix.read_result(whole))) == []
 
 
 def test_a_supervised_run_goes_on_after_a_warning_signal(tmp_path: Path, sft_keys: list[str]) -> None:
