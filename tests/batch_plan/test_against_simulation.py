@@ -320,7 +320,7 @@ def check_counts(plan: BatchPlan, counts: Counts) -> None:
     assert plan.actor.total_optimizer_steps == counts.actor_optimizer_steps
 
 
-@settings(max_examples=1000, deadline=None)
+@settings(max_examples=400, deadline=None)
 @given(some_run(most_replaced=1) | some_run())
 def test_what_can_be_dealt_out_has_a_plan_and_the_rest_has_remedies(taken: dict[str, Any]) -> None:
     counts = simulated(taken)
@@ -348,7 +348,7 @@ def check_remedies(taken: dict[str, Any], problems: list[Problem]) -> None:
         assert simulated(taken | remedy)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(even_run())
 def test_even_runs_can_mostly_be_dealt_out(taken: dict[str, Any]) -> None:
     """The drawing is worth something: without replaced numbers only the other roles' layouts and the

@@ -110,7 +110,7 @@ def numbers_of(plan: BatchPlan) -> dict[str, int | None]:
 subsets = st.sets(st.sampled_from(sorted(KEYS)), min_size=1)
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=200, deadline=None)
 @given(numbers_of_a_step(), subsets)
 def test_a_sufficient_subset_gives_all_numbers(numbers: dict[str, int], chosen: set[str]) -> None:
     assume(set(KEYS) <= set(closure({name: numbers[name] for name in (*chosen, "dp", "E")})))
@@ -118,7 +118,7 @@ def test_a_sufficient_subset_gives_all_numbers(numbers: dict[str, int], chosen: 
     assert numbers_of(plan) == {name: numbers[name] for name in KEYS}
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=200, deadline=None)
 @example(dict(Q=4, n=3, M=4, m=1, S=12, G=12, K=1, a=4, dp=3, E=1), {"a", "Q"})
 @given(numbers_of_a_step(), subsets)
 def test_what_is_given_holds(numbers: dict[str, int], chosen: set[str]) -> None:
@@ -135,7 +135,7 @@ def test_what_is_given_holds(numbers: dict[str, int], chosen: set[str]) -> None:
         assert all(value.denominator == 1 and value > 0 for value in closure(known).values())
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(numbers_of_a_step(), subsets, st.data())
 def test_a_contradiction_names_both_sides(
     numbers: dict[str, int], chosen: set[str], data: st.DataObject

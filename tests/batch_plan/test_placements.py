@@ -95,7 +95,7 @@ def placement(roles: dict[str, set[int]]) -> str:
     return "partial" if all(a < b or b < a for a, b in pairs if a & b) else "overlapping"
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(mapped())
 def test_mappings_against_sets(drawn: tuple[int, dict[str, list[int]], dict[str, Any]]) -> None:
     count, names, taken = drawn

@@ -79,7 +79,7 @@ def counts_of(plan: BatchPlan) -> SamplingCounts:
     )
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=200, deadline=None)
 @given(samplings())
 def test_sampling_is_accepted_exactly_when_it_can_be_dealt_out(one: Sampling) -> None:
     problems = refusal(written(one), prompts=one.prompts)
@@ -102,7 +102,7 @@ def test_sampling_is_accepted_exactly_when_it_can_be_dealt_out(one: Sampling) ->
         assert plan.asynchronous.prompts_per_round * plan.asynchronous.rounds_per_sync == one.prompts_per_step
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(some_run(), samplings())
 def test_every_formula_gives_its_value(taken: dict[str, Any], one: Sampling) -> None:
     """What stands right of a formula's last `=`, where it is arithmetic, is the value of its line."""

@@ -91,7 +91,7 @@ def simulated(taken: Settings) -> Counts | None:
         return None
 
 
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=250, deadline=None)
 @given(some_run())
 def test_the_plan_accepts_exactly_what_can_be_dealt_out(taken: Settings) -> None:
     counts, problems = simulated(taken), refusal(taken)

@@ -1,4 +1,4 @@
-"""The command line as a user meets it: each test starts a process."""
+"""The command line as a user meets it, in a process of its own or, where only words matter, in this one."""
 
 import json
 import os
@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 
 import pytest
+from compose import here
 from jobs.command import hydraflow, python
 
 ENTRY = Path(__file__).parent / "dummy_entry.py"
@@ -69,7 +70,7 @@ def test_a_run_gets_its_configuration_and_leaves_no_files(tmp_path):
     ],
 )
 def test_a_mistake_is_named_without_a_stack_trace(tmp_path, arguments, expected):
-    result = call(tmp_path, "ppo", *arguments)
+    result = here.call(tmp_path, "ppo", *arguments)
     assert (result.returncode, result.stdout) == (2, "")
     assert result.stderr.startswith("1 problem found")
     assert expected in result.stderr
@@ -91,13 +92,13 @@ def test_a_mistake_is_named_without_a_stack_trace(tmp_path, arguments, expected)
 )
 def test_a_file_that_cannot_be_read_is_named_without_a_stack_trace(tmp_path, content, expected):
     (tmp_path / "mine.yaml").write_bytes(content)
-    result = call(tmp_path, "ppo", "--config-dir", ".", "--config-name", "mine")
+    result = here.call(tmp_path, "ppo", "--config-dir", ".", "--config-name", "mine")
     assert (result.returncode, result.stdout) == (2, "")
     assert expected in result.stderr and "Traceback" not in result.stderr
 
 
 def test_several_mistakes_are_reported_at_once(tmp_path):
-    result = call(tmp_path, "ppo", "data.train_bach_size=4", "trainer.seed=abc", "recipe=x", "--lr=3")
+    result = here.call(tmp_path, "ppo", "data.train_bach_size=4", "trainer.seed=abc", "recipe=x", "--lr=3")
     assert result.returncode == 2
     assert result.stderr.startswith("4 problems found")
 
@@ -119,7 +120,7 @@ def test_a_users_file_is_checked_whole(tmp_path):
     (tmp_path / "mine.yaml").write_text(
         "defaults: [ppo, _self_]\ndata: {train_bach_size: 3, shuffle: maybe}\nnew: 3\n"
     )
-    result = call(tmp_path, "ppo", "--config-dir", ".", "--config-name", "mine")
+    result = here.call(tmp_path, "ppo", "--config-dir", ".", "--config-name", "mine")
     assert result.returncode == 2
     found = (
         "5 problems",
@@ -138,17 +139,19 @@ def test_a_users_files_are_used(tmp_path):
     )
     (tmp_path / "experiment").mkdir()
     (tmp_path / "experiment" / "big.yaml").write_text("# @package _global_\ntrainer: {nnodes: 2}\n")
-    [seen] = printed(call(tmp_path, "ppo", "--config-dir", ".", "--config-name", "mine", "+experiment=big"))
+    [seen] = printed(
+        here.call(tmp_path, "ppo", "--config-dir", ".", "--config-name", "mine", "+experiment=big")
+    )
     assert (seen["config"]["trainer"]["nnodes"], seen["config"]["recipe"]["name"]) == (2, "none")
-    assert "there are big" in call(tmp_path, "ppo", "--config-dir", ".", "+experiment=small").stderr
+    assert "there are big" in here.call(tmp_path, "ppo", "--config-dir", ".", "+experiment=small").stderr
 
 
 def test_a_sweep_runs_each_value(tmp_path):
-    seen = printed(call(tmp_path, "ppo", "--multirun", "trainer.seed=1,2", "algorithm.gamma=0.5"))
+    seen = printed(here.call(tmp_path, "ppo", "--multirun", "trainer.seed=1,2", "algorithm.gamma=0.5"))
     assert [one["config"]["trainer"]["seed"] for one in seen] == [1, 2]
-    assert call(tmp_path, "ppo", "-m", "trainer.seed=1,x").returncode == 2
+    assert here.call(tmp_path, "ppo", "-m", "trainer.seed=1,x").returncode == 2
     old = ["-m", "critic.ppo_micro_batch_size=4,8", "trainer.n_gpus_per_node=2", "critic.enable=true"]
-    seen = printed(call(tmp_path, "ppo", *old))
+    seen = printed(here.call(tmp_path, "ppo", *old))
     assert [one["config"]["critic"]["ppo_micro_batch_size_per_gpu"] for one in seen] == [2, 4]
 
 
@@ -158,22 +161,22 @@ def test_an_interrupt_ends_the_sweep(tmp_path):
 
 
 def test_the_configuration_can_be_shown(tmp_path):
-    shown = call(tmp_path, "ppo", "--cfg", "job", "data.train_batch_size=96").stdout
+    shown = here.call(tmp_path, "ppo", "--cfg", "job", "data.train_batch_size=96").stdout
     assert "train_batch_size: 96" in shown
     assert "max_prompt_length: 16" in shown  # the recipe's
-    assert "searchpath" in call(tmp_path, "ppo", "--info", "searchpath").stdout.lower().replace(" ", "")
+    assert "searchpath" in here.call(tmp_path, "ppo", "--info", "searchpath").stdout.lower().replace(" ", "")
 
 
 def test_help_lists_groups_and_keys(tmp_path):
-    text = call(tmp_path, "ppo", "--help").stdout
+    text = here.call(tmp_path, "ppo", "--help").stdout
     assert "recipe=arithmetic|arithmetic_megatron|none" in text
     line = "data.train_batch_size=1024   (a whole number; at least 1)\n      Prompts per training step"
     assert line in text
-    assert "Groups:" not in call(tmp_path, "sft", "--help").stdout
+    assert "Groups:" not in here.call(tmp_path, "sft", "--help").stdout
 
 
 def test_what_is_shown_is_what_keys_came_to(tmp_path):
-    shown = call(
+    shown = here.call(
         tmp_path, "ppo", "--cfg", "job", "--package", "ray_init", "ray_kwargs.ray_init.num_cpus=8"
     ).stdout
     assert (
@@ -188,10 +191,13 @@ def test_what_is_shown_is_what_keys_came_to(tmp_path):
         "-p",
         "trainer",
     ]
-    assert "seed: ${data.train_batch_size}\n" in call(tmp_path, "ppo", *words).stdout
-    assert "seed: 96\n" in call(tmp_path, "ppo", *words, "--resolve").stdout
-    assert "there is no such section" in call(tmp_path, "ppo", "--cfg", "job", "--package", "nothing").stderr
-    wrong = call(tmp_path, "ppo", "--cfg", "job", "data.train_bach_size=96", "trainer.nnodes=0")
+    assert "seed: ${data.train_batch_size}\n" in here.call(tmp_path, "ppo", *words).stdout
+    assert "seed: 96\n" in here.call(tmp_path, "ppo", *words, "--resolve").stdout
+    assert (
+        "there is no such section"
+        in here.call(tmp_path, "ppo", "--cfg", "job", "--package", "nothing").stderr
+    )
+    wrong = here.call(tmp_path, "ppo", "--cfg", "job", "data.train_bach_size=96", "trainer.nnodes=0")
     # Keys are judged, values are shown as they are.
     assert (wrong.returncode, "1 problem" in wrong.stderr) == (2, True)
 
@@ -207,7 +213,9 @@ def test_a_reader_may_stop_early(tmp_path):
 
 def test_verls_files_and_names_are_taken_from_the_command_line(tmp_path):
     own = ["actor_rollout_ref.model.path=m", "data.train_files=t", "actor_rollout_ref.actor.grad_clip=0.5"]
-    result = call(tmp_path, "ppo", "--config-path=config", "--config-name=ppo_megatron_trainer.yaml", *own)
+    result = here.call(
+        tmp_path, "ppo", "--config-path=config", "--config-name=ppo_megatron_trainer.yaml", *own
+    )
     [seen] = printed(result)
     assert (
         seen["config"]["critic"]["strategy"]

@@ -7,7 +7,7 @@ from functools import reduce
 from pathlib import Path
 
 import pytest
-from jobs.command import python
+from compose import here
 
 from hydraflow.compose import verl
 from hydraflow.compose.arguments import split
@@ -20,7 +20,6 @@ from hydraflow.compose.verl_table import tables
 from hydraflow.schema import PPOConfig
 
 CONFIG = Path(__file__).parents[2] / "config"
-ENTRY = Path(__file__).parent / "dummy_entry.py"
 ACTOR = "actor_rollout_ref.actor"
 OWN = ["actor_rollout_ref.model.path=m", "data.train_files=t"]
 BASE = "data: {train_batch_size: 48}\nactor_rollout_ref: {actor: {ppo_mini_batch_size: 24}}\n"
@@ -37,7 +36,7 @@ actor_rollout_ref: {rollout: {max_model_len: "${data.max_prompt_length}"}}
 
 
 def call(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    return python(str(ENTRY), "ppo", *arguments, cwd=folder)
+    return here.call(folder, "ppo", *arguments)
 
 
 def config(result: subprocess.CompletedProcess[str]) -> dict:

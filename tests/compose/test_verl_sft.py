@@ -1,11 +1,9 @@
 """Command lines of verl's supervised trainers: they mean the same here, or are refused by name."""
 
 import json
-from pathlib import Path
 
 import pytest
-from compose import verl_sft_commands
-from jobs.command import python
+from compose import here, verl_sft_commands
 
 from hydraflow.batch_plan.sft import resolve_sft_plan
 from hydraflow.compose import verl
@@ -17,7 +15,6 @@ from hydraflow.compose.verl_table import tables
 from hydraflow.errors import ConfigError
 from hydraflow.schema import SFTConfig
 
-ENTRY = Path(__file__).parent / "dummy_entry.py"
 OWN = ["model.path=model", "data.train_files=train.parquet"]
 STRATEGY = "engine.strategy"
 
@@ -240,14 +237,14 @@ def test_a_file_over_verls_defaults_composes(tmp_path):
         "defaults: [sft_trainer_engine, _self_]\nengine: {param_offload: true}\ndata: {max_length: 48}\n"
     )
     words = [*OWN, "engine=fsdp", "optim=fsdp"]
-    done = python(str(ENTRY), "sft", "--config-dir", ".", "--config-name", "mine", *words, cwd=tmp_path)
+    done = here.call(tmp_path, "sft", "--config-dir", ".", "--config-name", "mine", *words)
     assert done.returncode == 0, done.stderr
     seen = json.loads(done.stdout)["config"]
     assert (seen["data"]["max_length"], seen["fsdp_config"]["param_offload"]) == (48, True)
 
 
 def test_verls_own_file_means_the_defaults(tmp_path):
-    done = python(str(ENTRY), "sft", "--config-name", "sft_trainer", *OWN, cwd=tmp_path)
+    done = here.call(tmp_path, "sft", "--config-name", "sft_trainer", *OWN)
     assert done.returncode == 0, done.stderr
 
 

@@ -1,11 +1,11 @@
 """A program that starts a Ray cluster of two nodes with two GPUs each, as Ray counts them, and worker groups
-on overlapping devices. Prints which GPU of which node each process sees."""
+on overlapping devices. Prints which GPU of which node each process sees. Workers are forked, which saves
+nine imports of all libraries; a run with GPUs forks none."""
 
 from __future__ import annotations
 
 import json
 import os
-import sys
 
 import ray
 from ray.cluster_utils import Cluster
@@ -15,6 +15,7 @@ from hydraflow.dispatch.group import Timeouts
 from hydraflow.dispatch.modes import Dispatch, register
 from hydraflow.dispatch.placement import ResourcePool
 from hydraflow.dispatch.runtime import Runtime
+from hydraflow.dispatch.template import end_template, workers_from_template
 from hydraflow.dispatch.worker import RoleSpec, Worker
 
 
@@ -28,8 +29,9 @@ class Seeing(Worker):
 
 def main(groups: list[list[int]]) -> None:
     node = dict(num_cpus=4, num_gpus=2, include_dashboard=False, object_store_memory=80_000_000)
-    cluster = Cluster(initialize_head=True, head_node_args=node)
-    cluster.add_node(**{name: node[name] for name in ("num_cpus", "num_gpus", "object_store_memory")})
+    with workers_from_template():
+        cluster = Cluster(initialize_head=True, head_node_args=node)
+        cluster.add_node(**{name: node[name] for name in ("num_cpus", "num_gpus", "object_store_memory")})
     with Runtime(RayInitConfig(address=cluster.address), Timeouts(start=120, call=60)) as runtime:
         runtime.start([ResourcePool("small", [1]), ResourcePool("train", [2, 2], gpus=1, groups=3)])
         roles = [
@@ -38,7 +40,4 @@ def main(groups: list[list[int]]) -> None:
         runtime.await_ready()
         print(json.dumps([role.call(Seeing.where) for role in roles]), flush=True)
     cluster.shutdown()
-
-
-if __name__ == "__main__":
-    main(json.loads(sys.argv[1]))
+    end_template()

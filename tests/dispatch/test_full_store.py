@@ -3,13 +3,11 @@ for which every disk is full."""
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
+from dispatch import programs
 
 from hydraflow.dispatch.config import RayInitConfig
 from hydraflow.dispatch.group import Timeouts
@@ -49,16 +47,9 @@ def main() -> None:
 
 @pytest.mark.slow
 def test_the_error_says_what_is_full_and_what_makes_room(tmp_path: Path) -> None:
-    paths = os.pathsep.join([str(Path(__file__).parents[1]), str(Path(__file__).parents[2])])
-    done = subprocess.run(
-        [sys.executable, "-c", "from dispatch.test_full_store import main; main()"],
-        env={**os.environ, **FULL, "PYTHONPATH": paths},
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=180,
-    )
-    sent, refused = done.stdout.splitlines()[-2:]
-    assert sent == "20 MB are sent", done.stderr[-3000:]
-    assert refused.startswith("StoreFull 3: Ray's object store on ") and "is full" in refused
+    text = f"{programs.FORKS_WORKERS}\nfrom dispatch.test_full_store import main; main()"
+    process, log = programs.start(tmp_path, text, **FULL)
+    assert process.wait(timeout=180) == 0 and "20 MB are sent\n" in log.read_text(), log.read_text()[-3000:]
+    refused = log.read_text().partition("20 MB are sent\n")[2]
+    assert "StoreFull 3: Ray's object store on " in refused and "is full" in refused
     assert "data.train_batch_size" in refused

@@ -13,9 +13,10 @@ from pathlib import Path
 
 import psutil
 import pytest
+from dispatch import programs
+from jobs.command import processes_with
 
 pytestmark = pytest.mark.slow
-ROOT = Path(__file__).parents[2]
 PROGRAM = """
 import sys, time
 from hydraflow.compose.launch import run_guarded
@@ -37,19 +38,19 @@ command(lambda: run_guarded(work))
 MARK = "HYDRAFLOW_GUARD_TEST"
 
 
-def family(mark: str) -> list[psutil.Process]:
-    """Living processes with that mark in their environment."""
+def family(folder: Path) -> list[psutil.Process]:
+    """Living processes of that program: with its mark in their environment, or its forks."""
     found = []
-    for process in psutil.process_iter():
+    for pid in processes_with([f"{MARK}={folder}"], cwd=folder):
         with suppress(psutil.Error):
-            if process.environ().get(MARK) == mark and process.status() != psutil.STATUS_ZOMBIE:
+            if (process := psutil.Process(pid)).status() != psutil.STATUS_ZOMBIE:
                 found.append(process)
     return found
 
 
-def named(mark: str, name: str) -> list[psutil.Process]:
+def named(folder: Path, name: str) -> list[psutil.Process]:
     found = []
-    for process in family(mark):
+    for process in family(folder):
         with suppress(psutil.Error):
             found += [process] if process.name() == name else []
     return found
@@ -57,12 +58,11 @@ def named(mark: str, name: str) -> list[psutil.Process]:
 
 @pytest.mark.parametrize("name, words", [("gcs_server", "control service"), ("raylet", "node process")])
 def test_a_process_that_ray_needs_is_killed_while_it_starts(tmp_path: Path, name: str, words: str) -> None:
-    mark = str(tmp_path)
-    environ = {**os.environ, "PYTHONPATH": str(ROOT), MARK: mark}
+    environ = {**os.environ, **programs.FINDABLE, MARK: str(tmp_path)}
     with open(tmp_path / "log", "w") as log:
         process = subprocess.Popen([sys.executable, "-c", PROGRAM, "0"], env=environ, stdout=log, stderr=log)
     deadline = time.monotonic() + 120
-    while not (found := named(mark, name)):
+    while not (found := named(tmp_path, name)):
         assert process.poll() is None and time.monotonic() < deadline, (tmp_path / "log").read_text()
         time.sleep(0.02)
     time.sleep(0.5)  # the guard has seen it, and Ray's client has connected to it, or has not
@@ -73,7 +73,7 @@ def test_a_process_that_ray_needs_is_killed_while_it_starts(tmp_path: Path, name
         f"Ray's {words} ({name}) has ended: it was killed, or it failed" in said and "Traceback" not in said
     )
     deadline = time.monotonic() + 10
-    while left := family(mark):
+    while left := family(tmp_path):
         assert time.monotonic() < deadline, [process.name() for process in left]
         time.sleep(0.1)
 
@@ -81,20 +81,15 @@ def test_a_process_that_ray_needs_is_killed_while_it_starts(tmp_path: Path, name
 @pytest.mark.parametrize("name", ["", "raylet"])
 def test_rays_agents_end_with_a_command_or_a_node_process_that_is_killed(tmp_path: Path, name: str) -> None:
     """Both end without a word to them; the control service that they would report it to ends as well."""
-    mark = str(tmp_path)
-    environ = {**os.environ, "PYTHONPATH": str(ROOT), MARK: mark}
-    with open(tmp_path / "log", "w") as log:
-        process = subprocess.Popen(
-            [sys.executable, "-c", PROGRAM, "300"], env=environ, stdout=log, stderr=log
-        )
+    process, _ = programs.start(tmp_path, f"{programs.FORKS_WORKERS}{PROGRAM}", 300, **{MARK: str(tmp_path)})
     deadline = time.monotonic() + 120
     while "up" not in (tmp_path / "log").read_text():
         assert process.poll() is None and time.monotonic() < deadline, (tmp_path / "log").read_text()
         time.sleep(0.02)
     time.sleep(1.0)  # the guard has looked for the agents
-    (named(mark, name)[0] if name else process).kill()
+    (named(tmp_path, name)[0] if name else process).send_signal(signal.SIGKILL)
     assert process.wait(timeout=60) == (3 if name else -signal.SIGKILL), (tmp_path / "log").read_text()
     deadline = time.monotonic() + 10
-    while left := family(mark):
+    while left := family(tmp_path):
         assert time.monotonic() < deadline, [process.name() for process in left]
         time.sleep(0.1)

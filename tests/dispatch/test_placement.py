@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 import tempfile
 import time
 from pathlib import Path
 
 import pytest
 import ray
+from dispatch import programs
 
 from hydraflow.dispatch.config import RayInitConfig
 from hydraflow.dispatch.group import Timeouts
@@ -102,13 +100,12 @@ def test_a_busy_cluster_is_named_after_a_bounded_wait(ray_session: None) -> None
 @pytest.mark.slow
 def test_all_processes_on_a_device_see_the_same_gpu_and_no_other() -> None:
     groups = [[0, 1, 2, 3], [1, 2], [3, 2]]
-    program = Path(__file__).with_name("fake_gpus.py")
+    text = f"{programs.FORKS_WORKERS}\nfrom dispatch.fake_gpus import main; main({groups})"
     with tempfile.TemporaryDirectory(dir="/tmp") as folder:  # paths of sockets must be short
-        environ = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "RAY_TMPDIR": folder}
-        words = [sys.executable, str(program), json.dumps(groups)]
-        done = subprocess.run(words, env=environ, capture_output=True, timeout=120)
-    assert done.returncode == 0, done.stderr.decode()
-    found = json.loads(done.stdout.splitlines()[-1])
+        process, log = programs.start(Path(folder), text, RAY_TMPDIR=folder)
+        assert process.wait(timeout=120) == 0, log.read_text()
+        [said] = [line for line in log.read_text().splitlines() if line.startswith("[[[")]
+    found = json.loads(said)
     seen: dict[int, set[tuple[str, str]]] = {}
     for devices, places in zip(groups, found, strict=True):
         for device, (node, gpus, _) in zip(devices, places, strict=True):

@@ -5,23 +5,22 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import sys
 import textwrap
 import time
 from pathlib import Path
 
 import psutil
 import pytest
+from dispatch import programs
+from jobs import command
 
 from hydraflow.dispatch.config import RayInitConfig
 from hydraflow.dispatch.placement import ResourcePool
 from hydraflow.dispatch.start import _join, _local_cpus, require_room
 from hydraflow.errors import ConfigError
 
-TESTS = Path(__file__).parents[1]
 PROGRAM = """
-    import signal, sys, time
+    import signal, time
     from dispatch.probes import Troubled
     from hydraflow.dispatch.config import RayInitConfig
     from hydraflow.dispatch.group import Timeouts
@@ -47,32 +46,25 @@ PROGRAM = """
 
 
 @pytest.mark.slow
-def test_ctrl_c_ends_a_wait_and_leaves_no_process() -> None:
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(TESTS.parent), str(TESTS)])}
-    # A session of its own, so that the signal reaches all its processes, as a terminal's Ctrl-C does.
-    process = subprocess.Popen(
-        [sys.executable, "-c", textwrap.dedent(PROGRAM)],
-        stdout=subprocess.PIPE,
-        text=True,
-        env=environment,
-        start_new_session=True,
-    )
+def test_ctrl_c_ends_a_wait_and_leaves_no_process(tmp_path: Path) -> None:
+    process, log = programs.start(tmp_path, f"{programs.FORKS_WORKERS}\n{textwrap.dedent(PROGRAM)}")
     try:
-        assert process.stdout is not None
-        pids = [int(pid) for pid in process.stdout.readline().split()[1:]]
+        command.wait_for(lambda: "ready" in log.read_text(), 120, "its workers")
+        pids = [int(pid) for pid in log.read_text().split()[1:]]
         children = psutil.Process(process.pid).children(recursive=True)
         assert len(pids) == 3 and set(pids) <= {child.pid for child in children}
         time.sleep(0.5)
         begun = time.monotonic()
-        os.killpg(process.pid, signal.SIGINT)
-        word, at = process.stdout.readline().split()
-        assert word == "interrupted" and float(at) - begun < 3
-        assert process.stdout.readline() == "stopped\n"
+        os.killpg(process.pid, signal.SIGINT)  # reaches all its processes, as a terminal's Ctrl-C does
+        command.wait_for(lambda: "stopped" in log.read_text(), 60, "its end")
+        interrupted, stopped = log.read_text().splitlines()[1:]
+        word, at = interrupted.split()
+        assert word == "interrupted" and float(at) - begun < 3 and stopped == "stopped"
         gone, alive = psutil.wait_procs(children, timeout=5)
         assert not alive, [child.cmdline() for child in alive]
     finally:
         os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
+        process.wait(timeout=20)
 
 
 def test_a_local_cluster_counts_the_cpus_that_the_pools_need() -> None:

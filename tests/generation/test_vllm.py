@@ -370,13 +370,16 @@ def test_three_updates_in_a_row(
 
 
 def test_a_compiled_model_follows_updates_and_sleeps() -> None:
-    """Compiled code would keep what the first weights were packed to."""
-    engine = EngineProcess(MODELS["tied"], max_num_seqs=8, enforce_eager=False)
+    """Compiled code would keep what the first weights were packed to. One layer has all kinds of weights, and
+    each more is compiled, too."""
+    config = copy.deepcopy(MODELS["tied"])
+    config.num_hidden_layers, config.layer_types = 1, ["full_attention"]
+    engine = EngineProcess(config, max_num_seqs=8, enforce_eager=False)
     try:
         request = request_of([3, 9, 17], samples=2)
         for seed in (1, 2):
             torch.manual_seed(seed)
-            model = make(MODELS["tied"])
+            model = make(config)
             for parameter in model.parameters():
                 parameter.data.add_(torch.randn(parameter.shape) * 0.1)
             load(engine, model)

@@ -62,6 +62,31 @@ class Case:
         return ActorLoss(policy_loss=chosen, denominators=denominators, scale_factor=SCALE, **options)
 
 
+@dataclass(frozen=True)
+class Together:
+    """The weighted sum of several cases. A gradient is linear in the loss, so one pass says of all of them
+    what a pass for each would."""
+
+    head: str
+    cases: tuple[Case, ...]
+    weights: tuple[float, ...]
+    name: str = "all together"
+
+    def loss(self, denominators: Denominators) -> LossFn:
+        losses = [case.loss(denominators) for case in self.cases]
+
+        def loss(
+            output: ModelOutput, columns: Mapping[str, torch.Tensor]
+        ) -> tuple[torch.Tensor, dict[str, Metric]]:
+            each = [one(output, columns)[0] for one in losses]
+            return torch.stack([w * one for w, one in zip(self.weights, each, strict=True)]).sum(), {}
+
+        return loss
+
+
+AnyCase = Case | Together
+
+
 class OwnCounts(Case):
     """A loss that breaks the law: each micro-batch divides by its own counts."""
 
@@ -108,13 +133,12 @@ def measure(
     head: str,
     options: Mapping[str, Any],
     batch: DataProto,
-    cases: Sequence[Case],
-    cuts: Sequence[str] = tuple(CUTS),
+    cases: Sequence[AnyCase],
 ) -> dict[str, torch.Tensor]:
     """By case: the gradients (cuts, parameters) under each of the cuts, from one engine."""
     engine = rank_jobs.make_engine(path, {**options, "head": head})
     found: dict[str, list[torch.Tensor]] = {case.name: [] for case in cases}
-    for case in gradients_of(engine, head, batch, cases, cuts):
+    for case in gradients_of(engine, head, batch, cases):
         found[case.name].append(whole_gradient(engine))
         engine.module.zero_grad()
     return {name: torch.stack(gradients) for name, gradients in found.items()}
@@ -125,25 +149,22 @@ def measure_on_megatron(
     head: str,
     settings: Mapping[str, Any],
     batch: DataProto,
-    cases: Sequence[Case],
-    cuts: Sequence[str],
+    cases: Sequence[AnyCase],
 ) -> dict[str, list[Any]]:
     """Likewise this rank's parts of the gradients of the Megatron engine."""
     from engine import megatron_jobs  # Megatron-Core may not be there
 
     engine = megatron_jobs.make_engine(path, {"megatron": settings, "head": head})
     found: dict[str, list[Any]] = {case.name: [] for case in cases}
-    for case in gradients_of(engine, head, batch, cases, cuts):
+    for case in gradients_of(engine, head, batch, cases):
         found[case.name].append(megatron_jobs.gradients(engine))
         engine._drop_gradient()
     return found
 
 
-def gradients_of(
-    engine: Any, head: str, batch: DataProto, cases: Sequence[Case], cuts: Sequence[str]
-) -> Iterator[Case]:
-    """Each case under each of the cuts, while its gradient is in the engine."""
-    for cut in (CUTS[name] for name in cuts):
+def gradients_of(engine: Any, head: str, batch: DataProto, cases: Sequence[AnyCase]) -> Iterator[AnyCase]:
+    """Each case under each of CUTS, while its gradient is in the engine."""
+    for cut in CUTS.values():
         share = rank_jobs.my_share(batch.select_idxs(cut.order), engine)
         (denominators,) = global_denominators(engine, [share])
         micro_batches = MicroBatcher(cut.micro, "test").cut(share, engine.reduce).parts

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from engine import rank_jobs
-from workers.gradient_jobs import TEMPERATURE, Case, make_worker, rows, tokens, whole_gradient
+from workers.gradient_jobs import TEMPERATURE, AnyCase, make_worker, rows, tokens, whole_gradient
 from workers.gradient_jobs import Training as TrainingStep
 
 from hydraflow.batch_plan.parts import MicroPlan, RolePlan
@@ -37,7 +37,7 @@ def plan_of(data_ranks: int, prompts: int, micro: MicroPlan) -> RolePlan:
 
 
 def gradients(
-    path: str, head: str, batch: DataProto, groups: Sequence[int], prompts: int, cases: Sequence[Case]
+    path: str, head: str, batch: DataProto, groups: Sequence[int], prompts: int, cases: Sequence[AnyCase]
 ) -> dict[tuple[str, str], list[torch.Tensor]]:
     """By case and micro-batches: the whole gradient of each optimizer step, as the worker's learner gets it
     from what a controller would send to this rank."""

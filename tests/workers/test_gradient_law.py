@@ -3,7 +3,8 @@ ranks, depends neither on micro-batches (rows or tokens), nor on packing or padd
 nor on the number of data ranks.
 
 Every gradient is also that of `naive.py`: a plain Hugging Face model, one row at a time, the loss written
-with loops.
+with loops. A gradient is linear in the loss, so one pass with the sum of all losses, each of them as large as
+the others, says what a pass for each would; where it fails, there is a pass for each, to name the one.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 from workers import gradient_jobs as jobs
 from workers import naive
-from workers.gradient_jobs import CUTS, SCALE, TEMPERATURE, Case
+from workers.gradient_jobs import CUTS, SCALE, TEMPERATURE, AnyCase, Case, Together
 
 from hydraflow.algorithms.aggregate import LOSS_AGG_MODES
 from hydraflow.algorithms.config import POLICY_LOSSES
@@ -48,15 +49,13 @@ POLICY_CASES = [
 ]
 VALUE_CASES = [Case(f"value {mode}", "value", {"agg_mode": mode}) for mode in LOSS_AGG_MODES]
 """The law in every aggregation mode is in tests/algorithms/test_split_law.py, without an engine."""
-CASES = {"policy": POLICY_CASES, "value": VALUE_CASES}
-LAYOUT_CASES = ("vanilla ", "gspo seq-mean-token-mean", "entropy and KL seq-mean-token-sum-norm", "value ")
-"""Beginnings of the names of those that say whether the layout of the rows matters, which no loss sees."""
-FEW_CUTS = ("all rows", "24 tokens", "shuffled, 13 tokens")
-"""Where losses have met all of them before; among two ranks also the one of unlike numbers."""
 SINGLE_TERMS = [
     Case("entropy", options={"entropy_coeff": 0.5}),
     *(Case(f"KL {kind}", options={"kl_coef": 0.7, "kl_type": kind}) for kind in KL_ESTIMATORS),
 ]
+CASES = {"policy": POLICY_CASES + SINGLE_TERMS, "value": VALUE_CASES}
+Measure = Callable[[list[AnyCase]], list[Mapping[str, Tensor]]]
+"""By case: the gradients (cuts, parameters) that each rank has."""
 
 
 @dataclass
@@ -67,6 +66,8 @@ class Plain:
     head: str
     batch: DataProto
     rows: list[naive.Row] = field(default_factory=list)
+    norms: dict[str, float] = field(default_factory=dict)
+    """Of the gradients of cases, by name."""
 
     def __post_init__(self) -> None:
         self.model = AutoModelForCausalLM.from_pretrained(self.path, dtype=torch.float64)
@@ -98,12 +99,23 @@ class Plain:
     def loss(self, options: Mapping[str, Any]) -> Tensor:
         return naive.LOSS[self.head](self.rows, options, SCALE)
 
-    def gradient(self, options: Mapping[str, Any]) -> Tensor:
-        names = sorted(self.parameters)
-        gradients = torch.autograd.grad(
-            self.loss(options), [self.parameters[name] for name in names], retain_graph=True
-        )
+    def gradient(self, case: AnyCase) -> Tensor:
+        terms = zip(case.cases, case.weights) if isinstance(case, Together) else [(case, 1.0)]
+        losses = torch.stack([weight * self.loss(one.options) for one, weight in terms])
+        parameters = [self.parameters[name] for name in sorted(self.parameters)]
+        gradients = torch.autograd.grad(losses.sum(), parameters, retain_graph=True)
         return torch.cat([g.flatten() for g in gradients])
+
+    def together(self, cases: Sequence[Case]) -> Together:
+        """The sum of cases, with weights that make the norm of each one's gradient another number from 1 to
+        2: no case is too small to be seen, and the errors of two do not cancel."""
+        for case in cases:
+            if case.name not in self.norms:
+                self.norms[case.name] = self.gradient(case).norm().item()
+                assert self.norms[case.name] > 1e-2
+        norms = [1 + number / len(cases) for number in range(len(cases))]
+        weights = (norm / self.norms[case.name] for norm, case in zip(norms, cases, strict=True))
+        return Together(self.head, tuple(cases), tuple(weights))
 
     def said(self) -> Tensor:
         return torch.cat([torch.stack(row.said) for row in self.rows]).detach()
@@ -176,20 +188,25 @@ def in_float32(batch: DataProto) -> DataProto:
     return DataProto.from_dict({name: c.float() if c.is_floating_point() else c for name, c in batch.items()})
 
 
-def assert_lawful(
-    found: Mapping[str, Tensor],
-    plain: Plain,
-    cases: list[Case],
-    tolerance: float,
-    cuts: Sequence[str] = tuple(CUTS),
-) -> None:
+def assert_lawful(measure: Measure, plain: Plain, cases: list[Case], tolerance: float) -> None:
     """Every gradient is the plain one, up to `tolerance` of its norm."""
+    failed = unlawful(measure, plain, [plain.together(cases)], tolerance)
+    assert not failed, unlawful(measure, plain, cases, tolerance) or failed
+
+
+def unlawful(measure: Measure, plain: Plain, cases: Sequence[AnyCase], tolerance: float) -> list[str]:
+    """Gradients that are not the plain ones. A sum of cases is held to the norm of the smallest."""
+    failed = []
+    every = measure(list(cases))
     for case in cases:
-        wanted = plain.gradient(case.options)
-        assert wanted.norm() > 1e-2
-        for name, gradient in zip(cuts, found[case.name], strict=True):
-            error = ((gradient.double() - wanted).norm() / wanted.norm()).item()
-            assert error < tolerance, f"{case.name}, {name}: {error:.1e}"
+        wanted = plain.gradient(case)
+        norm = 1.0 if isinstance(case, Together) else wanted.norm().item()
+        for rank, found in enumerate(every):
+            for cut, gradient in zip(CUTS, found[case.name], strict=True):
+                error = (gradient.double() - wanted).norm().item() / norm
+                if not error < tolerance:
+                    failed.append(f"{case.name}, {cut}, rank {rank}: {error:.1e}")
+    return failed
 
 
 def test_every_loss_has_its_plain_twin() -> None:
@@ -235,16 +252,12 @@ def test_gradient_is_the_plain_one_however_it_was_computed(
         "fsdp": DOUBLE,
         "model": {"use_remove_padding": packed, "enable_gradient_checkpointing": False},
     }
-    cases = CASES[head] + (SINGLE_TERMS if head == "policy" else [])
-    if not packed:
-        cases = [case for case in cases if case.name.startswith(LAYOUT_CASES)]
-    args = path, head, options, plain(head).batch, cases
-    if data_ranks == 1:
-        assert_lawful(jobs.measure(*args), plain(head), cases, 1e-9)
-        return
-    cuts = (*FEW_CUTS, "shuffled, three rows")
-    for found in ranks.run(jobs.measure, *args, cuts):
-        assert_lawful(found, plain(head), cases, 1e-9, cuts)
+    args = path, head, options, plain(head).batch
+
+    def measure(cases: list[AnyCase]) -> list[Mapping[str, Tensor]]:
+        return [jobs.measure(*args, cases)] if data_ranks == 1 else ranks.run(jobs.measure, *args, cases)
+
+    assert_lawful(measure, plain(head), CASES[head], 1e-9)
 
 
 @pytest.mark.parametrize("head", CASES)
@@ -252,17 +265,15 @@ def test_gradient_is_the_plain_one_where_two_ranks_share_the_tokens(
     path: str, plain: Callable[[str], Plain], ranks: Ranks, head: str
 ) -> None:
     options = {"fsdp": {**DOUBLE, "ulysses_sequence_parallel_size": 2, "head_chunk_tokens": 3}}
-    cases = [case for case in CASES[head] if case.name.endswith(" seq-mean-token-mean")]
-    for found in ranks.run(jobs.measure, path, head, options, plain(head).batch, cases, FEW_CUTS):
-        assert_lawful(found, plain(head), cases, 1e-9, FEW_CUTS)
+    args = path, head, options, plain(head).batch
+    assert_lawful(lambda cases: ranks.run(jobs.measure, *args, cases), plain(head), CASES[head], 1e-9)
 
 
 @pytest.mark.parametrize("head", CASES)
 def test_float32_on_two_ranks(path: str, plain: Callable[[str], Plain], ranks: Ranks, head: str) -> None:
     """gloo has no scaled sum of float32: an engine that asks for one fails here, and only here."""
-    cases = [case for case in CASES[head] if case.name.endswith(" seq-mean-token-mean")]
-    for found in ranks.run(jobs.measure, path, head, {}, in_float32(plain(head).batch), cases, FEW_CUTS):
-        assert_lawful(found, plain(head), cases, 1e-4, FEW_CUTS)
+    args = path, head, {}, in_float32(plain(head).batch)
+    assert_lawful(lambda cases: ranks.run(jobs.measure, *args, cases), plain(head), CASES[head], 1e-4)
 
 
 def test_the_law_can_fail(path: str, plain: Callable[[str], Plain]) -> None:
@@ -270,7 +281,7 @@ def test_the_law_can_fail(path: str, plain: Callable[[str], Plain]) -> None:
     of them."""
     case = jobs.OwnCounts("own counts", "value", {"agg_mode": "token-mean"})
     found = jobs.measure(path, "value", {"fsdp": DOUBLE}, plain("value").batch, [case])["own counts"]
-    wanted = plain("value").gradient(case.options)
+    wanted = plain("value").gradient(case)
     right = [
         name
         for name, gradient in zip(CUTS, found, strict=True)

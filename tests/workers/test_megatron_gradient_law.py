@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 import hydraflow.engine.megatron  # noqa: F401  lets Megatron-Core run without CUDA, so it comes first
 
@@ -18,7 +19,6 @@ from engine.pool import Ranks
 from workers import gradient_jobs as jobs
 from workers.test_gradient_law import (  # noqa: F401
     CASES,
-    FEW_CUTS,
     Plain,
     assert_lawful,
     in_float32,
@@ -60,12 +60,14 @@ def test_gradient_is_the_plain_one_however_it_was_computed(
     layout: str,
     head: str,
 ) -> None:
-    cases = [case for case in CASES[head] if case.name.endswith(" seq-mean-token-mean")]
-    model = plain(head)
-    args = path, head, LAYOUTS[layout], in_float32(model.batch), cases, FEW_CUTS
-    found = ranks.run(jobs.measure_on_megatron, *args)
-    whole = {}
-    for case in cases:
-        parts = [assembled([rank[case.name][cut] for rank in found]) for cut in range(len(FEW_CUTS))]
-        whole[case.name] = torch.stack([torch.cat([g[name].flatten() for name in sorted(g)]) for g in parts])
-    assert_lawful(whole, model, cases, 1e-4, FEW_CUTS)
+    args = path, head, LAYOUTS[layout], in_float32(plain(head).batch)
+
+    def measure(cases: list[jobs.AnyCase]) -> list[Mapping[str, Tensor]]:
+        of_ranks, whole = ranks.run(jobs.measure_on_megatron, *args, cases), {}
+        for case in cases:
+            parts = [assembled(cut) for cut in zip(*(found[case.name] for found in of_ranks), strict=True)]
+            flat = [torch.cat([part[name].flatten() for name in sorted(part)]) for part in parts]
+            whole[case.name] = torch.stack(flat)
+        return [whole]
+
+    assert_lawful(measure, plain(head), CASES[head], 1e-4)
