@@ -169,8 +169,8 @@ def loops_of_gloo() -> int:
     return names.count("gloo_tcp_loop")
 
 
-SCATTERED, REDUCED = "c10d::_reduce_scatter", "c10d::allreduce_"
-"""Collectives, by the beginnings of their names."""
+SCATTERED, REDUCED = "c10d::alltoall", "c10d::allreduce_"
+"""Collectives, by the beginnings of their names; ranks on CPUs exchange their parts of gradients."""
 
 
 def count_reductions(

@@ -118,6 +118,8 @@ def shard(module: PolicyModel | ValueModel, fsdp: FSDPConfig, mesh: DeviceMesh, 
     # the backward pass starts with the root's weights, so freeing them after the forward pass would only
     # gather them again
     fully_shard(module, **{**policy, "reshard_after_forward": False})
+    if mesh.size() == 1:
+        return  # FSDP would divide all gradients by 1
     for part in module.modules():
         if isinstance(part, FSDPModule):
             part.set_gradient_divide_factor(1.0)
