@@ -41,12 +41,13 @@ PRELOADED = ("ppo", "sft", "generate", "evaluate")
 READ_LATER = (
     *("PYTEST_", "RAY_", "PYTHONBREAKPOINT"),
     *("COLUMNS", "HYDRA_FULL_ERROR", "HYDRAFLOW_", "COMP_LINE", "PATH", "SLURM_"),
-    *("MLFLOW_", "SWANLAB_", "WANDB_", "HOME", "MY_", "TORCHINDUCTOR_CACHE_DIR"),
+    *("MLFLOW_", "SWANLAB_", "WANDB_", "HOME", "MY_"),
+    *("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "GLOO_SOCKET_IFNAME"),
 )
 """Variables that no library reads while it is imported, by their beginnings. Ray sets its own, and a
-debugger's, where a test has started it in its own process; commands start a Ray of their own; torch sets
-the folder of its compiler where a test has it imported. Trackers are imported by the command itself, and look
-for a login in its home; of the server's home the libraries know where their caches are."""
+debugger's, where a test has started it in its own process; commands start a Ray of their own; a run in the
+process of the tests sets the folders of compilers and gloo's interface. Trackers are imported by the command
+itself, and look for a login in its home; of the server's home the libraries know where their caches are."""
 STARTED: list[Server] = []
 """The server of this process, once a command was run."""
 ASKED: list[dict[str, str]] = []
@@ -78,7 +79,10 @@ def needed_server(environ: dict[str, str]) -> Server:
 
 
 def relevant(environ: dict[str, str]) -> dict[str, str]:
-    """Variables that a library may read while it is imported."""
+    """Variables that a library may read while it is imported, with those that a command would set itself."""
+    from hydraflow.dispatch.environment import shared_variables
+
+    environ = environ | shared_variables(environ)
     return {name: value for name, value in environ.items() if not name.startswith(READ_LATER)}
 
 

@@ -23,31 +23,57 @@ from jobs.command import SMALL_RECIPE, SMALL_STEPS, processes_with, read_steps
 from safetensors.torch import load_file
 from slurm.cluster import Cluster, Job
 
+from hydraflow.compose.loading import load
+from hydraflow.jobs.ppo import PPOJob
+from hydraflow.schema import PPOConfig
+
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
-STEPS = 30
+STEPS = 18
 LONG = 420.0
 ROLLOUT_APART = [f"actor_rollout_ref.rollout.{size}=1" for size in ("nnodes", "n_gpus_per_node")]
+APART_STEPS = 5
+REWARD = """
+import time
+
+CALLS = []
+
+def compute_score(data_source, solution_str, ground_truth, extra_info):
+    CALLS.append(solution_str)
+    assert len(CALLS) <= {most}
+    time.sleep({seconds})
+    return sum(said == right for said, right in zip(solution_str, ground_truth)) / len(ground_truth)
+"""
+"""Share of right digits: a model that has hardly been warmed up is never right as a whole."""
 
 
-def arguments(cluster: Cluster, *more: str, steps: int = STEPS, ranks: int = 1) -> list[str]:
+def arguments(cluster: Cluster, *more: str, ranks: int = 1) -> list[str]:
     """The default recipe, small; one process on each of the trainer's nodes, or several."""
+    return ["--", *overrides(cluster.cache), f"trainer.n_gpus_per_node={ranks}", *more]
+
+
+def overrides(cache: Path) -> list[str]:
     fixed = [
-        f"recipe.cache_dir={cluster.cache}",
-        f"trainer.total_training_steps={steps}",
+        f"recipe.cache_dir={cache}",
+        f"trainer.total_training_steps={STEPS}",
         "trainer.save_freq=3",
         "trainer.test_freq=-1",
         "trainer.threads_per_process=1",  # sums of several threads are rounded differently on some processors
-        "actor_rollout_ref.actor.optim.lr_scheduler_type=constant",  # runs of any length begin alike
         "actor_rollout_ref.actor.optim.lr_warmup_steps=0",
     ]
-    return ["--", *SMALL_RECIPE, *SMALL_STEPS, f"trainer.n_gpus_per_node={ranks}", *fixed, *more]
+    return [*SMALL_RECIPE, *SMALL_STEPS, *fixed]
 
 
-def numbers(job: Job) -> list[dict[str, float]]:
-    """What it logged, without what depends on the clock."""
+def with_reward(home: Path, name: str, calls: int = 10**6, seconds: float = 0.0) -> str:
+    """A reward function that fails after so many calls, each of which takes so many seconds."""
+    (home / f"{name}.py").write_text(REWARD.format(most=calls, seconds=seconds))
+    return f"reward.custom_reward_function.path={home}/{name}.py"
+
+
+def numbers(folder: Path) -> list[dict[str, float]]:
+    """What a run logged, without what depends on the clock."""
     clock = re.compile(r"timing_s/|perf/|seconds$|training/restarts$")
     return [
-        {key: value for key, value in line.items() if not clock.match(key)} for line in read_steps(job.folder)
+        {key: value for key, value in line.items() if not clock.match(key)} for line in read_steps(folder)
     ]
 
 
@@ -61,126 +87,123 @@ def differing(ours: list[dict[str, float]], theirs: list[dict[str, float]]) -> l
     ]
 
 
-def weights(job: Job) -> dict[str, torch.Tensor]:
-    return load_file(job.folder / "final_model" / "actor" / "model.safetensors")
+def weights(folder: Path) -> dict[str, torch.Tensor]:
+    return load_file(folder / "final_model" / "actor" / "model.safetensors")
 
 
 @pytest.fixture(scope="module")
 def jobs(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Job]:
-    """Jobs on the same nodes, some at the same time:
+    """Two jobs, for some time at once on the same nodes:
 
-    first   nothing stops it
-    killed  it was told to stop, continued and was killed; now it is held
-    other   trains on the one node and samples on the other
-    fails   by itself, since only the run knows its metrics
+    killed  was killed while it started, then told to stop; now it is held
+    other   trains on the one node and samples on the other; it fails by itself
     """
-    home = tmp_path_factory.mktemp("whole")
-    first = cluster.submit(*arguments(cluster), home=home, name="first")
-    first.await_step(1, LONG)  # the recipe is made
-    job = cluster.submit(*arguments(cluster), home=tmp_path_factory.mktemp("killed"))
+    home = tmp_path_factory.mktemp("jobs")
+    paced = with_reward(home, "killed", seconds=1 / 32)  # a second for each step, of 32 rows
+    job = cluster.submit(*arguments(cluster, paced), home=home, name="killed")
+    cluster.wait_for(lambda: "nodes have joined Ray" in job.said(), 120, "Ray on both nodes", job.account)
+    cluster.ask("scontrol", "requeue", job.number)  # at once, without a word to the training
+    job.await_state("PENDING", seconds=180)
+    job.await_step(1, LONG)  # the recipe is made
+    fails = with_reward(home, "other", 32 * (1 + APART_STEPS))  # also the validation has 32 rows
+    apart = arguments(cluster, *ROLLOUT_APART, fails, ranks=2)
+    other = cluster.submit(*apart, home=home, name="other")
+    other.await_state("RUNNING", seconds=60)
     job.await_step(3)
     # --signal=B:USR1@120 sends the same ahead of the limit.
     cluster.ask("scancel", "--signal=USR1", "--batch", job.number)
     job.await_state("PENDING", seconds=180)
-    other = cluster.submit(*arguments(cluster, *ROLLOUT_APART, steps=4, ranks=2), home=home, name="other")
-    assert "it was asked to stop, and saved; back into the queue, for the 1. time" in job.said()
-    saved = max(job.steps())
-    assert saved < STEPS - 15, "it was too fast for this test"
-
-    job.await_step(saved + 4)
-    assert f"continues after step {saved} of {STEPS}" in job.said()
-    cluster.ask("scontrol", "requeue", job.number)  # at once, without a word to the training
-    job.await_state("PENDING", seconds=180)
     cluster.ask("scontrol", "hold", job.number)
-    wrong = arguments(cluster, "trainer.keep_best=val-core/none")
-    fails = cluster.submit(*wrong, home=tmp_path_factory.mktemp("fails"), name="fails")
-    fails.await_state("RUNNING", "FAILED", "COMPLETED", seconds=120)
-    return {"first": first, "killed": job, "other": other, "fails": fails}
-
-
-def completed(job: Job) -> Job:
-    """The job, which has done what it should."""
-    assert job.await_state("COMPLETED", "FAILED", seconds=LONG) == "COMPLETED", job.said()[-4000:]
-    return job
-
-
-@pytest.fixture(scope="module")
-def both(jobs: dict[str, Job]) -> tuple[Job, Job]:
-    """A run that nothing stopped, and the one that trains on one node and samples on the other."""
-    return completed(jobs["first"]), completed(jobs["other"])
+    assert "it was asked to stop, and saved; back into the queue, for the 2. time" in job.said()
+    assert max(job.steps()) < STEPS - 8, "it was too fast for this test"
+    return {"killed": job, "other": other}
 
 
 @pytest.fixture(scope="module")
 def failed(jobs: dict[str, Job]) -> Job:
-    """A run that failed by itself."""
-    job = jobs["fails"]
+    """The other job, which failed by itself."""
+    job = jobs["other"]
     assert job.await_state("FAILED", "COMPLETED", "PENDING", seconds=LONG) == "FAILED", job.said()[-4000:]
     return job
 
 
 @pytest.fixture(scope="module")
-def whole(both: tuple[Job, Job]) -> Job:
-    return both[0]
+def whole(
+    cluster: Cluster, jobs: dict[str, Job], ray_session: None, tmp_path_factory: pytest.TempPathFactory
+) -> Path:
+    """The folder of a run that nothing stopped, on two processes of this machine, without Slurm."""
+    home = tmp_path_factory.mktemp("whole")
+    here = ["trainer.n_gpus_per_node=2", with_reward(home, "whole"), f"trainer.default_local_dir={home}/run"]
+    PPOJob(load("ppo", PPOConfig, [*overrides(cluster.cache), *here])).run()
+    return home / "run"
 
 
-def test_the_default_recipe_trains_over_two_nodes(whole: Job) -> None:
-    assert "all 2 nodes have joined Ray: node1, node2" in whole.said()
-    assert [line["step"] for line in read_steps(whole.folder)] == list(range(STEPS + 1))
-    assert re.search(r"trainer: machines +2 machines +follows", whole.said())
-    assert "SLURM_JOB_NUM_NODES=2" in whole.said()
-    shards = whole.folder / f"global_step_{STEPS}" / "actor" / "dcp"
+@pytest.fixture(scope="module")
+def completed(cluster: Cluster, jobs: dict[str, Job], failed: Job, whole: Path) -> Job:
+    """The job that was killed and told to stop has lost a node, too, and then come to its end. The other one
+    has ended before: it does not lose the node."""
+    killed = jobs["killed"]
+    saved = max(killed.steps())
+    cluster.ask("scontrol", "release", killed.number)
+    killed.await_step(saved + 4)
+    assert f"continues after step {saved} of {STEPS}" in killed.said()
+    # What Ray's processes say while Slurm kills them is theirs: the next run's words are ours.
+    without_node2(cluster, killed, since=killed.said().rindex("continues after step"))
+    assert killed.await_state("COMPLETED", "FAILED", seconds=LONG) == "COMPLETED", killed.said()[-4000:]
+    return killed
+
+
+def test_a_job_that_was_killed_then_told_to_stop_then_lost_a_node_ends_with_the_numbers_of_one_machine(
+    completed: Job, whole: Path
+) -> None:
+    assert completed.fact("Restarts") == "3"
+    assert len(re.findall(rf"continues after step [1-9]\d* of {STEPS}", completed.said())) == 2
+    assert [line["step"] for line in read_steps(completed.folder)] == list(range(STEPS + 1))
+    assert all(line["actor/grad_norm"] > 0 for line in read_steps(whole)[1:])
+    assert differing(numbers(completed.folder), numbers(whole)) == []
+    mine, theirs = weights(completed.folder), weights(whole)
+    assert mine.keys() == theirs.keys() and all(torch.equal(mine[name], theirs[name]) for name in mine)
+
+
+def test_the_default_recipe_trains_over_two_nodes(completed: Job) -> None:
+    assert "all 2 nodes have joined Ray: node1, node2" in completed.said()
+    assert re.search(r"trainer: machines +2 machines +follows", completed.said())
+    assert "SLURM_JOB_NUM_NODES=2" in completed.said()
+    shards = completed.folder / f"global_step_{STEPS}" / "actor" / "dcp"
     assert {"__0_0.distcp", "__1_0.distcp"} <= {file.name for file in shards.iterdir()}, (
         "each node wrote its half"
     )
-    assert "ended with 0" in whole.said()
+    assert "ended with 0" in completed.said()
 
 
-def test_the_rollout_may_have_a_node_of_its_own_and_changes_no_number(both: tuple[Job, Job]) -> None:
-    whole, apart = both
-    assert re.search(r"trainer: machines +1 machines +follows", apart.said())
-    assert re.search(r"rollout: machines +1 machines", apart.said())
-    assert [row["step"] for row in numbers(apart)] == [0, 1, 2, 3, 4]
-    assert differing(numbers(apart)[:4], numbers(whole)[:4]) == [], "the last step is validated"
+def test_the_rollout_may_have_a_node_of_its_own_and_changes_no_number(failed: Job, whole: Path) -> None:
+    assert re.search(r"trainer: machines +1 machines +follows", failed.said())
+    assert re.search(r"rollout: machines +1 machines", failed.said())
+    found = numbers(failed.folder)
+    assert len(found) == 1 + APART_STEPS
+    assert differing(found, numbers(whole)[: len(found)]) == []
 
 
-def test_the_jobs_folder_is_the_users_alone_and_its_token_is_gone(whole: Job) -> None:
-    folder = whole.home / "runs" / "slurm" / f"job-{whole.number}"
+def test_the_jobs_folder_is_the_users_alone_and_its_token_is_gone(completed: Job) -> None:
+    folder = completed.home / "runs" / "slurm" / f"job-{completed.number}"
     assert stat.S_IMODE(folder.stat().st_mode) == 0o700
     assert not (folder / "token").exists()
 
 
-def test_no_process_of_a_job_outlives_it(whole: Job) -> None:
-    assert not processes_with([f"/tmp/hydraflow-0/{whole.number}/"]), (
-        "Ray of the first of the two jobs is still there"
-    )
+def test_no_process_of_a_job_outlives_it(completed: Job, failed: Job) -> None:
+    for job in (completed, failed):
+        assert not processes_with([f"/tmp/hydraflow-0/{job.number}/"]), f"Ray of {job.name} is still there"
 
 
-def test_two_jobs_on_the_same_nodes_took_ports_of_their_own(whole: Job) -> None:
-    files = sorted((whole.home / "runs" / "slurm").glob("job-*/address"))
+def test_two_jobs_on_the_same_nodes_took_ports_of_their_own(completed: Job, failed: Job) -> None:
+    files = sorted((completed.home / "runs" / "slurm").glob("job-*/address"))
     assert len(files) == 2 and len({file.read_text() for file in files}) == 2
 
 
 def test_a_run_that_fails_by_itself_hands_its_exit_code_on_and_is_not_put_back(failed: Job) -> None:
-    assert (failed.fact("ExitCode"), failed.fact("Restarts")) == ("2:0", "0")
-    assert "all 2 nodes have joined Ray" in failed.said() and "ended with 2" in failed.said()
-    assert "no validation of this run measures it" in failed.said()
-
-
-def test_a_job_that_was_told_to_stop_then_killed_then_lost_a_node_ends_with_the_same_numbers(
-    cluster: Cluster, jobs: dict[str, Job], whole: Job, failed: Job
-) -> None:
-    """The other jobs have ended: none of them loses the node."""
-    killed = jobs["killed"]
-    cluster.ask("scontrol", "release", killed.number)
-    killed.await_step(max(killed.steps()) + 4)
-    # What Ray's processes say while Slurm kills them is theirs: the next run's words are ours.
-    without_node2(cluster, killed, since=killed.said().rindex("continues after step"))
-
-    assert completed(killed).fact("Restarts") == "3"
-    assert len(re.findall(rf"continues after step [1-9]\d* of {STEPS}", killed.said())) == 3
-    assert differing(numbers(killed), numbers(whole)) == []
-    mine, theirs = weights(killed), weights(whole)
-    assert mine.keys() == theirs.keys() and all(torch.equal(mine[name], theirs[name]) for name in mine)
+    assert (failed.fact("ExitCode"), failed.fact("Restarts")) == ("5:0", "0")
+    assert "all 2 nodes have joined Ray" in failed.said() and "ended with 5" in failed.said()
+    assert "the reward function failed on" in failed.said()
 
 
 def without_node2(cluster: Cluster, job: Job, since: int) -> None:
@@ -192,7 +215,7 @@ def without_node2(cluster: Cluster, job: Job, since: int) -> None:
         cluster.wait_for(lambda: "] lost: node2." in job.said(), 150, "the message", job.account)
         print(f"a lost node is told after {time.monotonic() - begun:.0f} s")
         assert re.search(
-            r"^\w+ rank 1 on node node2 failed in \w+: the process died", job.said(), re.MULTILINE
+            r"^\w+ rank [01] on node node2 failed in \w+: the process died", job.said(), re.MULTILINE
         ), job.said()[-4000:]
         cluster.wait_for(
             lambda: "a node was lost; back into the queue" in job.said(),
