@@ -29,11 +29,18 @@ class OwnConfig(PretrainedConfig):
         self.width = width
 """
 LOAD = """
-import sys
+import os, sys
+from transformers import AutoConfig
 from hydraflow.models.config import ModelSourceConfig
 from hydraflow.models.loading import load_config
+loads = []
+while len(loads) < 3 and (pid := os.fork()):
+    loads.append(pid)
+if len(loads) == 3:
+    sys.exit(any(os.waitpid(pid, 0)[1] for pid in loads))
 print(load_config(ModelSourceConfig(path=sys.argv[1], trust_remote_code=True)).width)
 """
+"""Three processes, forked from one that has imported the libraries."""
 
 
 def _work(path: str, file: str) -> None:
@@ -88,9 +95,5 @@ def test_three_processes_load_a_model_with_its_own_code_at_the_same_time(tmp_pat
     )
     environ = {**os.environ, "PYTHONPATH": str(ROOT), "HF_MODULES_CACHE": str(tmp_path / "modules")}
     words = [sys.executable, "-c", LOAD, str(model)]
-    loads = [
-        subprocess.Popen(words, env=environ, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-        for _ in range(3)
-    ]
-    told = [load.communicate(timeout=120) for load in loads]
-    assert [said for said, _ in told] == ["7\n"] * 3, told
+    done = subprocess.run(words, env=environ, capture_output=True, text=True, timeout=120, check=False)
+    assert (done.returncode, done.stdout) == (0, "7\n" * 3), done.stderr
