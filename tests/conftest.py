@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import signal
+import sys
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -83,6 +84,16 @@ def draw_few(test: object) -> None:
     own = getattr(test, "_hypothesis_internal_use_settings", None)
     if own is not None and own.max_examples > 25:
         test._hypothesis_internal_use_settings = settings(own, max_examples=25)  # type: ignore[attr-defined]
+
+
+@pytest.fixture(autouse=True)
+def own_threads() -> Iterator[None]:
+    """A run in the process of the tests sets torch's threads; what later tests measure depends on them."""
+    torch = sys.modules.get("torch")
+    before = torch and torch.get_num_threads()
+    yield
+    if torch is not None:
+        torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="session")

@@ -156,10 +156,10 @@ def used():
 
 if "keep" in sys.argv:
     keep_freed_memory("cpu")
-for _ in range(4):
+for _ in range(10):
     torch.ones(2**24)
 before = faults()
-for _ in range(4):
+for _ in range(10):
     torch.ones(2**24)
 print(faults() - before)
 kept = used()
@@ -170,7 +170,7 @@ print(kept - used())
 
 @pytest.mark.parametrize("words", [["keep"], []])
 def test_freed_memory_is_kept_until_it_is_returned(words: list[str]) -> None:
-    """Four tensors of 64 MiB, one after the other; by default each of their pages is a new one."""
+    """Ten tensors of 64 MiB, one after the other; by default each of their pages is a new one."""
     environ = {name: value for name, value in os.environ.items() if not name.startswith("MALLOC_")}
     command = [sys.executable, "-c", FAULTS, *words]
     done = subprocess.run(command, env=environ, capture_output=True, text=True, check=True)
