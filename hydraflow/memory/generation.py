@@ -104,9 +104,10 @@ class ServingEngineMemory:
         shape, stages = self.shape, self.pipeline
         if stages == 1:
             return [shape.parameters]
-        ends = shape.hidden + shape.embedding * (1 if shape.tied else 2)
-        layer = (shape.parameters - ends) // shape.layers
-        found = [layer * len(indices) for indices in layers_of_stages(shape.layers, stages)]
+        layers = [shape.sparse_layer] * shape.layers
+        for dense in shape.dense_at:
+            layers[dense] = shape.dense_layer
+        found = [sum(layers[of.start : of.stop]) for of in layers_of_stages(shape.layers, stages)]
         found[0] += shape.embedding
         found[-1] += shape.embedding + shape.hidden
         return found

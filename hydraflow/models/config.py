@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from hydraflow.options import MODULE_NAMES, MODULES, no_effect_when, option
+from hydraflow.options import MODULE_NAMES, MODULES, free, no_effect_when, option
 
 NO_ADAPTERS = no_effect_when(lambda s: s.lora_rank == 0, "{s}.lora_rank=0: no adapters", "{s}.lora_rank=8")
 
@@ -21,9 +21,9 @@ class ModelSourceConfig:
     """Path of the tokenizer; null: the model's."""
     custom_chat_template: str | None = None
     """Jinja chat template that replaces the tokenizer's own."""
-    trust_remote_code: bool = option(False, shapes_training=False)
+    trust_remote_code: bool = free(False)
     """Allow Python code that comes with the model to run."""
-    external_lib: Any = option(None, rule=MODULE_NAMES, shapes_training=False)
+    external_lib: Any = free(None, rule=MODULE_NAMES)
     """Python module, or a list of them, that every process imports before it builds the model; null: none."""
     override_config: dict[str, Any] = field(default_factory=dict)
     """Overrides of config.json."""
@@ -33,9 +33,9 @@ class ModelSourceConfig:
 class ModelConfig(ModelSourceConfig):
     """A model that is trained, or the reference it is compared with."""
 
-    use_remove_padding: bool = option(True, shapes_training=False)
+    use_remove_padding: bool = free(True)
     """Pack rows without padding (sequence packing), where the model allows it."""
-    enable_gradient_checkpointing: bool = option(True, shapes_training=False)
+    enable_gradient_checkpointing: bool = free(True)
     """Activation checkpointing: recompute activations in the backward pass; less memory, about a third more
     time."""
     lora_rank: int = option(0, ge=0)
@@ -50,7 +50,7 @@ class ModelConfig(ModelSourceConfig):
 class AdapterConfig:
     """How LoRA adapters reach the generation engine."""
 
-    merge: bool = option(True, shapes_training=False)
+    merge: bool = free(True)
     """Merge LoRA adapters into the weights that are sent to the generation engine; false: send the base
     weights once and then only the adapters, which the engine applies itself."""
 

@@ -1,7 +1,7 @@
 """Which keys shape training: a run resumes only with the same values for them.
 
 In: a configuration and its plan. Out: values by key, their hash, and the differences from those that a
-checkpoint carries. Every key shapes training unless its field says otherwise (`shapes_training=False`,
+checkpoint carries. Every key shapes training unless its field says otherwise (`free`,
 `in_plan=True` of `options.py`), so a new key is safe. Left out on purpose: what the files behind the paths
 hold; the data loader knows how many rows there were.
 """

@@ -3,6 +3,8 @@ hand."""
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import given
@@ -93,6 +95,10 @@ def test_the_fullest_stage_is_planned() -> None:
     three = ServingEngineMemory(SHAPE, 2, tensor=1, pipeline=3, share=0.5, device_bytes=10**9, shared=True)
     assert three.weights == 2 * (layer + ends + SHAPE.hidden)
     assert three.row_bytes(10) == engine.row_bytes(10)  # one layer whole, or two layers' halves
+    mixed = replace(SHAPE, experts=8, expert_intermediate=64, dense_at=(0, 1))
+    divided = ServingEngineMemory(mixed, 2, tensor=1, pipeline=2, share=0.5, device_bytes=10**9, shared=True)
+    last = mixed.sparse_layer + mixed.embedding + mixed.hidden
+    assert mixed.sparse_layer > 2 * mixed.dense_layer and divided.weights == last * 2
 
 
 def test_vllms_cache_on_a_cpu_is_whole_blocks_within_its_share() -> None:
