@@ -109,7 +109,7 @@ def test_its_own_devices_its_deaths_and_a_resume_change_no_number(
     job, rows = train(tmp_path / "run", recipe_cache, *given)
     assert rows == colocated[-1][1:]
     assert job.beside == [] and len(list(tmp_path.glob("died *"))) == 3
-    assert left_in_memory() <= before
+    wait_for(lambda: left_in_memory() <= before, 30, "nothing left in shared memory")
 
 
 def test_adapters_alone_travel_and_a_replica_that_dies_gets_the_base_weights(
@@ -145,7 +145,7 @@ def test_a_replica_on_two_devices_agrees_with_the_trainer(
         ]
         # sums of floats in another order may draw another token, but not at the start
         assert row["step"] != 1 or row["critic/score/mean"] == whole["critic/score/mean"]
-    assert left_in_memory() <= before
+    wait_for(lambda: left_in_memory() <= before, 30, "nothing left in shared memory")
 
 
 def test_a_stage_that_is_killed_ends_the_run_and_leaves_no_process(
@@ -163,7 +163,7 @@ def test_a_stage_that_is_killed_ends_the_run_and_leaves_no_process(
     processes = [int(note.name.split()[1]) for note in tmp_path.glob("process *")]
     assert len(processes) == 2
     wait_for(lambda: not any(map(psutil.pid_exists, processes)), 30, "the end of both")
-    assert left_in_memory() <= before
+    wait_for(lambda: left_in_memory() <= before, 30, "nothing left in shared memory")
 
 
 def test_a_replica_that_hangs_is_named_and_leaves_no_process(
@@ -176,12 +176,13 @@ def test_a_replica_that_hangs_is_named_and_leaves_no_process(
     replicas = [int(note.name.split()[1]) for note in tmp_path.glob("process *")]
     assert len(replicas) == 2
     wait_for(lambda: not any(map(psutil.pid_exists, replicas)), 30, "the end of both")
-    assert left_in_memory() <= before
+    wait_for(lambda: left_in_memory() <= before, 30, "nothing left in shared memory")
 
 
 def left_in_memory() -> set[str]:
     """What engines in processes of their own leave in shared memory when they are killed; not what live ones
-    use, which other tests may have."""
+    use, which other tests may have. A process of another test that has just ended, or just made a semaphore,
+    may be seen for a moment: what is left stays."""
     left = {name for name in os.listdir("/dev/shm") if name.startswith(("vllm", "psm_", "sem."))}
     for process in psutil.process_iter():
         with suppress(psutil.Error):
