@@ -47,6 +47,8 @@ Config = TypeVar("Config")
 Judge = Callable[[Any, Command], Iterable[Problem]]
 """An entry point's own check of a configuration, whose problems join the report."""
 VERSION_BASE = "1.3"
+_stored: dict[str, type] = {}
+"""Config name -> the schema whose defaults Hydra's store has under it."""
 
 
 @dataclass(frozen=True)
@@ -115,7 +117,9 @@ def register(entry: EntryPoint[Any], folders: Sequence[Path] = ()) -> None:
 
     `folders` contain the user's files, which may name verl's.
     """
-    ConfigStore.instance().store(f"schema_{entry.config_name}", asdict(entry.schema()))
+    if _stored.get(entry.config_name) is not entry.schema:
+        ConfigStore.instance().store(f"schema_{entry.config_name}", asdict(entry.schema()))
+        _stored[entry.config_name] = entry.schema
     verl_trees.register(entry.schema, entry.config_name, folders)
 
 
