@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import random
@@ -121,6 +122,11 @@ def test_a_forked_worker_differs_from_rays_own_in_its_parent_only(tmp_path: Path
     drawn = [one.pop("random") for several in found for one in several]
     assert len(set(pids)) == 6 and len({number for numbers in drawn for number in numbers}) == 12
     assert late == early == own * 2 == left * 2 and late[0]["threads"] == 2 and late[0]["variables"]
+
+
+def test_what_it_imports_is_there() -> None:
+    """It skips what cannot be imported."""
+    assert [name for name in template_server.LIBRARIES if importlib.util.find_spec(name) is None] == []
 
 
 def test_half_a_request_costs_no_worker(tmp_path: Path) -> None:
