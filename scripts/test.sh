@@ -2,7 +2,7 @@
 # Checks the project: ruff, formatting, mypy, pytest. All of them run, whatever the first ones say. Arguments go to pytest.
 #
 #   scripts/test.sh                       everything
-#   scripts/test.sh --fast                without the tests that use Ray or several ranks, or train: about three and a half minutes on two cores
+#   scripts/test.sh --fast                without the tests that use Ray or several ranks, train, or wait for other programs: three minutes on two cores
 #   scripts/test.sh -n 0 --pdb FILE       in one process, at the debugger
 set -euo pipefail
 

@@ -45,7 +45,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--fast",
         action="store_true",
-        help="without slow tests: those that use Ray or several ranks, train, or work for many seconds",
+        help="without slow tests: those that use Ray or several ranks, train, or wait for other programs",
     )
 
 

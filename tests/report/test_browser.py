@@ -11,7 +11,10 @@ from report.runs import ACCURACY, HOSTILE, hostile_run, record, write_run
 
 from hydraflow.report.__main__ import main
 
-pytestmark = pytest.mark.skipif(BROWSER is None, reason="there is no Chromium here: apt-get install chromium")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(BROWSER is None, reason="there is no Chromium here: apt-get install chromium"),
+]
 
 DRAWN = "document.documentElement.dataset.drawn"
 SCORE_PLOT = (

@@ -12,6 +12,8 @@ from hydraflow.errors import ConfigError
 from hydraflow.rewards.config import MANAGERS, CustomRewardConfig, RewardConfig, RewardManagerConfig
 from hydraflow.rewards.pool import RewardPool, RewardResult, RewardRow, check_function
 
+pytestmark = pytest.mark.slow  # they wait for processes that take too long
+
 ASYNC = """
 import asyncio, itertools, os, time
 most = now = 0

@@ -17,6 +17,8 @@ from hydraflow.rewards.failures import require_scored
 from hydraflow.rewards.pool import RewardPool, RewardRow, check_function
 from hydraflow.rewards.row_time import QueueTime
 
+pytestmark = pytest.mark.slow  # they wait for processes that take too long
+
 FUNCTION = """
 import os, resource, subprocess, sys, time
 

@@ -13,10 +13,13 @@ from tracking.samples import ACCURACY, SAMPLES, about
 
 from hydraflow.tracking.trackers import open_trackers
 
-pytestmark = pytest.mark.skipif(
-    find_spec("mlflow") is None or find_spec("sqlalchemy") is None,
-    reason="mlflow is not installed: pip install -c constraints.txt -e '.[dev]'",
-)
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(
+        find_spec("mlflow") is None or find_spec("sqlalchemy") is None,
+        reason="mlflow is not installed: pip install -c constraints.txt -e '.[dev]'",
+    ),
+]
 NAME = "val-core/sums/acc/mean_at_1"
 
 

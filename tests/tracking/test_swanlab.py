@@ -17,10 +17,13 @@ from tracking.samples import ACCURACY, SAMPLES, about
 from hydraflow.tracking.swanlab import offline_because
 from hydraflow.tracking.trackers import open_trackers
 
-pytestmark = pytest.mark.skipif(
-    find_spec("swanlab") is None,
-    reason="swanlab is not installed: pip install -c constraints.txt -e '.[dev]'",
-)
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(
+        find_spec("swanlab") is None,
+        reason="swanlab is not installed: pip install -c constraints.txt -e '.[dev]'",
+    ),
+]
 
 
 @pytest.fixture(autouse=True)

@@ -18,9 +18,13 @@ from hydraflow.tracking.base import SAMPLE_TABLE, RunInfo
 from hydraflow.tracking.trackers import open_trackers
 from hydraflow.tracking.wandb import STEP, WandbTracker, offline_because
 
-pytestmark = pytest.mark.skipif(
-    find_spec("wandb") is None, reason="wandb is not installed: pip install -c constraints.txt -e '.[dev]'"
-)
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(
+        find_spec("wandb") is None,
+        reason="wandb is not installed: pip install -c constraints.txt -e '.[dev]'",
+    ),
+]
 
 
 @pytest.fixture(autouse=True)
