@@ -16,6 +16,7 @@ from hydraflow.engine import process_group
 from hydraflow.engine.base import ModelOutput
 from hydraflow.engine.config import FSDPConfig, OptimConfig, WrapPolicyConfig
 from hydraflow.engine.fsdp.engine import FSDPEngine
+from hydraflow.engine.fsdp.gather import gathered
 from hydraflow.metrics import Metric
 from hydraflow.models.adapters import Form
 from hydraflow.models.ask import Ask
@@ -118,11 +119,13 @@ def full_weights(engine: FSDPEngine) -> dict[str, torch.Tensor]:
 
 def gradients(engine: FSDPEngine) -> dict[str, torch.Tensor]:
     engine._param_offload.wake()
-    return {
-        name: p.grad.full_tensor().clone()
-        for name, p in engine.module.named_parameters()
-        if p.grad is not None
-    }
+    named = engine.module.named_parameters()
+    return whole({name: p.grad for name, p in named if p.grad is not None})
+
+
+def whole(shards: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Full tensors, many in an exchange: an exchange of each would take longer than a pass."""
+    return {name: full.clone() for name, full in gathered(shards)}
 
 
 def one_gradient(
@@ -277,13 +280,13 @@ def step_once(engine: FSDPEngine, step: int) -> None:
 
 def moments(engine: FSDPEngine) -> dict[str, torch.Tensor]:
     """The optimizer's whole state, by parameter and slot."""
-    found = {}
-    for name, parameter in engine.module.named_parameters():
-        for slot, value in engine._optimizer.state.get(parameter, {}).items():
-            found[f"{name}.{slot}"] = (
-                (value.full_tensor() if hasattr(value, "full_tensor") else value).clone().cpu()
-            )
-    return found
+    return whole(
+        {
+            f"{name}.{slot}": value
+            for name, parameter in engine.module.named_parameters()
+            for slot, value in engine._optimizer.state.get(parameter, {}).items()
+        }
+    )
 
 
 def everything(engine: FSDPEngine) -> dict[str, Any]:
