@@ -4,8 +4,6 @@ imports are what costs."""
 from __future__ import annotations
 
 import gc
-import io
-import pickle
 import socket
 import traceback
 from collections.abc import Callable
@@ -14,6 +12,7 @@ from typing import Any
 
 import torch
 import torch.multiprocessing as mp
+from by_bytes import packed
 
 from hydraflow.engine import process_group
 
@@ -38,29 +37,6 @@ PRELOADED = [
     "transformers.models.qwen3.modeling_qwen3",
 ]
 """Modules that import what ranks need, also what libraries import at their first use."""
-
-
-class Packer(pickle.Pickler):
-    """Writes plain tensors as bytes. torch puts each into shared memory of its own, which the reader asks for
-    over a connection: for a small one that takes ten times as long as a copy."""
-
-    def reducer_override(self, value: object) -> Any:
-        if type(value) is not torch.Tensor or value.is_meta or value.requires_grad:
-            return NotImplemented
-        numbers = value.contiguous().view(-1).view(torch.uint8)
-        return unpacked, (bytearray(numbers.numpy()), value.dtype, value.shape)
-
-
-def packed(value: object) -> bytes:
-    """Tensors in it are copied."""
-    file = io.BytesIO()
-    Packer(file, pickle.HIGHEST_PROTOCOL).dump(value)
-    return file.getvalue()
-
-
-def unpacked(data: bytearray, dtype: torch.dtype, shape: torch.Size) -> torch.Tensor:
-    """A tensor of these bytes."""
-    return torch.frombuffer(data, dtype=dtype).view(shape) if data else torch.empty(shape, dtype=dtype)
 
 
 def serve(
