@@ -315,12 +315,14 @@ def write_checkpoint(path: str, options: Mapping[str, Any], directory: str, step
 
 
 def read_checkpoint(
-    path: str, options: Mapping[str, Any], directory: str, contents: list[str]
+    path: str, options: Mapping[str, Any], directory: str, contents: list[str], goes_on: bool = False
 ) -> dict[str, Any]:
-    """What an engine holds after reading, and after one more step."""
+    """What an engine holds after reading, and after one more step if it goes on."""
     engine = make_engine(path, options)
     engine.load(directory, contents)
     held = everything(engine)
+    if not goes_on:
+        return held
     step_once(engine, 2)
     return held | {"next": full_weights(engine)}
 
