@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import copy
 import multiprocessing
+import runpy
+import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import fields
 from pathlib import Path
@@ -15,10 +17,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from engine.megatron_jobs import restart
 from engine.megatron_models import sizes
 
 from hydraflow.engine.config import MegatronConfig
-from hydraflow.engine.megatron import parallel
 from hydraflow.engine.megatron.architecture import Latent
 from hydraflow.engine.megatron.engine import MegatronEngine
 from hydraflow.engine.megatron.names import vocabulary_share
@@ -65,10 +67,10 @@ OTHERS: dict[str, dict[str, Any]] = {
 
 
 def make_engine(path: str, sizes: Mapping[str, Any]) -> MegatronEngine:
-    """An engine without an optimizer; the groups of ranks are new."""
-    parallel.stop()
+    """An engine without an optimizer; the groups of ranks are those of its sizes."""
     options: dict[str, Any] = {"dtype": "fp32", "use_distributed_optimizer": False, **sizes}
     settings = MegatronConfig(**options, sequence_parallel=sizes["tensor_model_parallel_size"] > 1)
+    restart(settings)
     return MegatronEngine(ModelConfig(path=path), settings, None, head="policy", device=torch.device("cpu"))
 
 
@@ -206,6 +208,12 @@ def load(path: str, folder: str, sizes: Mapping[str, Any], metadata: Mapping[str
     core.load_state_dict(state["model"])
     names = {id(tensor): name for name, tensor in core.state_dict(keep_vars=True).items()}
     return [names[id(theirs)] for theirs, ours in pairs(engine, core) if not torch.equal(theirs, ours)]
+
+
+def run_script(*words: str) -> None:
+    """`python words`."""
+    sys.argv = [*words]
+    runpy.run_path(words[0], run_name="__main__")
 
 
 def end_helpers() -> None:
