@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import multiprocessing
+import queue
 import runpy
 import sys
 from collections.abc import Iterator, Mapping
@@ -166,7 +167,11 @@ def pairs(engine: MegatronEngine, core: Any) -> Iterator[tuple[torch.Tensor, tor
 def save(path: str, folder: str, case: str) -> None:
     """A checkpoint of the model in `path`."""
     from megatron.core import dist_checkpointing
+    from megatron.core.dist_checkpointing.strategies import filesystem_async
 
+    # The process that writes reads what was written, unless another does both. Megatron-Core would start one
+    # that has the queue, which takes a second of imports and outlives a rank that is terminated.
+    filesystem_async._results_queue = queue.Queue()
     _, sizes, metadata = CASES[case]
     engine = make_engine(path, sizes)
     core = make_core(engine)
@@ -214,11 +219,3 @@ def run_script(*words: str) -> None:
     """`python words`."""
     sys.argv = [*words]
     runpy.run_path(words[0], run_name="__main__")
-
-
-def end_helpers() -> None:
-    """Ends the process that Megatron-Core starts for its first checkpoint: ranks are terminated, and it would
-    outlive them."""
-    from megatron.core.dist_checkpointing.strategies import filesystem_async
-
-    filesystem_async._results_queue = None  # the last reference to its manager

@@ -61,7 +61,6 @@ def pool() -> Iterator[Ranks]:
     """Four ranks."""
     with megatron_models.started([4]) as made:
         yield made[4]
-        made[4].run(jobs.end_helpers)
 
 
 def split(model: Path, folder: Path, *flags: str) -> Path:
