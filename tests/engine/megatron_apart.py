@@ -3,7 +3,7 @@ whoever uses it ends its process."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -52,9 +52,9 @@ def _bytes(tensors: Iterable[torch.Tensor]) -> int:
     return sum(storage.nbytes() for storage in storages.values())
 
 
-def train(engine: MegatronEngine, folder: Path) -> dict[str, Any]:
-    """Two steps, a checkpoint, which is read again, a directory, and a third step; and what was on the
-    device: while the engine was idle, in passes of both kinds, and in the optimizer's step."""
+def begin(engine: MegatronEngine) -> tuple[dict[str, Any], Callable[[int], None]]:
+    """Two steps; what was found, and a function that takes another. `held` says what was on the device: while
+    the engine was idle, in passes of both kinds, in the optimizer's step, and at rest."""
     found: dict[str, Any] = {"said": [], "told": [], "held": {"idle": held(engine)}}
 
     def loss_of(*args: Any) -> Any:
@@ -73,6 +73,13 @@ def train(engine: MegatronEngine, folder: Path) -> dict[str, Any]:
     step(0)
     step(1)
     found["held"]["rest"] = held(engine)
+    return found, step
+
+
+def train(engine: MegatronEngine, folder: Path) -> dict[str, Any]:
+    """Two steps, a checkpoint, which is read again, a directory, and a third step; also what was on the
+    device."""
+    found, step = begin(engine)
     engine.snapshot([*rank_jobs.CONTENTS, "hf_model"]).write(folder / "checkpoint")
     engine.save_hf(folder / "model")
     engine.load(folder / "checkpoint", rank_jobs.CONTENTS)

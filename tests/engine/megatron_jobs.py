@@ -21,7 +21,7 @@ from hydraflow.engine.megatron import export, parallel
 from hydraflow.engine.megatron.engine import MegatronEngine
 from hydraflow.engine.megatron.head import VocabularyParallelHead, VocabularyShare
 from hydraflow.engine.megatron.names import vocabulary_share
-from hydraflow.engine.megatron.optimizer import SLOTS, WEIGHT, sharers
+from hydraflow.engine.megatron.optimizer import SLOTS, WEIGHT, is_expert, sharers
 from hydraflow.errors import ConfigError
 from hydraflow.models.ask import Ask
 from hydraflow.models.config import ModelConfig
@@ -115,24 +115,36 @@ def assembled(found: Sequence[Sequence[Piece]]) -> dict[str, torch.Tensor]:
     return whole
 
 
-def gradient_of(engine: MegatronEngine, parameter: Any) -> torch.Tensor:
-    """Summed over data ranks: with a distributed optimizer each has its range of the buffer."""
-    optimizer, summed = engine._optimizer, parameter.main_grad
-    assert optimizer is not None
-    if not optimizer._is_shared:
-        return summed
-    main, start = optimizer._main(parameter)
-    full = torch.zeros(parameter.numel(), dtype=summed.dtype)
+def whole_gradients(engine: MegatronEngine) -> dict[torch.nn.Parameter, torch.Tensor]:
+    """Summed over data ranks, all in one exchange: with a distributed optimizer each has its range of the
+    buffer."""
+    parameters = [parameter for parameter, _ in engine._built.holdings(copies=True).values()]
+    found: dict[torch.nn.Parameter, Any] = {parameter: parameter.main_grad for parameter in parameters}
+    if not engine._optimizer._is_shared:
+        return found
+    for kind in (False, True):
+        shared = [p for p in parameters if is_expert(p) == kind]
+        if shared and sharers(shared[0]).size() > 1:
+            flat = torch.cat([_own_range(engine, p) for p in shared])
+            dist.all_reduce(flat, group=sharers(shared[0]))
+            summed = flat.split([p.numel() for p in shared])
+            found |= {p: one.view(p.shape) for p, one in zip(shared, summed, strict=True)}
+    return found
+
+
+def _own_range(engine: MegatronEngine, parameter: Any) -> torch.Tensor:
+    """A flat gradient with this rank's range of numbers, the others 0."""
+    main, start = engine._optimizer._main(parameter)
+    full = torch.zeros(parameter.numel(), dtype=parameter.main_grad.dtype)
     if main is not None:
         end = start + main.numel()
-        full[start:end] = summed.view(-1)[start:end]
-    dist.all_reduce(full, group=sharers(parameter))
-    return full.view(parameter.shape)
+        full[start:end] = parameter.main_grad.view(-1)[start:end]
+    return full
 
 
 def gradients(engine: MegatronEngine) -> list[Piece]:
     """This rank's parts of the gradient."""
-    return pieces(engine, lambda parameter: gradient_of(engine, parameter))
+    return pieces(engine, whole_gradients(engine).__getitem__)
 
 
 def state(engine: Any) -> dict[str, list[Piece]]:
@@ -156,7 +168,7 @@ def numbers(path: str, options: Mapping[str, Any], kind: str, micro_batches: int
     ask = Ask(TEMPERATURE, entropy=options.get("head", "policy") == "policy")
     columns = dict(engine.forward(parts, ask).items())
     if ask.entropy:
-        columns["greedy_match"] = engine.forward(parts, Ask(TEMPERATURE, greedy_match=True)).get(
+        columns["greedy_match"] = engine.forward([share], Ask(TEMPERATURE, greedy_match=True)).get(
             "greedy_match"
         )
     found: dict[str, Any] = {"said": {name: ragged.parts(column)[0] for name, column in columns.items()}}
@@ -212,9 +224,13 @@ def break_one_rank(path: str, options: Mapping[str, Any]) -> tuple[dict[str, flo
 # --- weights
 
 
-def weights_to(path: str, options: Mapping[str, Any], rank: int | None) -> list[tuple[str, torch.Tensor]]:
-    """In the order in which they come."""
-    return [(name, tensor.clone()) for name, tensor in make_engine(path, options).weights(to=rank)]
+def weights_to(
+    path: str, options: Mapping[str, Any], ranks: Sequence[int | None] = (None,)
+) -> list[list[tuple[str, torch.Tensor]]]:
+    """Those of one engine, sent to each rank, or to all, one after the other; in the order in which they
+    come."""
+    engine = make_engine(path, options)
+    return [[(name, tensor.clone()) for name, tensor in engine.weights(to=rank)] for rank in ranks]
 
 
 def save_hf(path: str, options: Mapping[str, Any], directory: str) -> int:
@@ -278,13 +294,15 @@ def read_checkpoint(
     steps: int,
     contents: Sequence[str],
     trained: int = 0,
+    goes_on: bool = True,
 ) -> dict[str, Any]:
-    """What an engine holds after reading, and after two more steps. trained: steps before it reads."""
+    """What an engine holds after reading, and after two more steps if it goes on. trained: steps before it
+    reads."""
     engine = make_engine(path, options)
     for step in range(trained):
         rank_jobs.step_once(engine, 50 + step)
     engine.load(directory, contents)
-    return everything(engine) | {"next": go_on(engine, steps)}
+    return everything(engine) | ({"next": go_on(engine, steps)} if goes_on else {})
 
 
 def pass_on(path: str, options: Mapping[str, Any], source: str, target: str) -> dict[str, Any]:
@@ -330,6 +348,12 @@ def rest(path: str, options: Mapping[str, Any], directory: str) -> dict[str, Any
         **found,
         "state": [(piece.name, piece.value) for slot in state(engine).values() for piece in slot],
     }
+
+
+def rest_held(path: str, options: Mapping[str, Any]) -> dict[str, tuple[int, int, int]]:
+    """What is on the device at times of two steps of an engine that may rest."""
+    found, _ = megatron_apart.begin(make_engine(path, options))
+    return found["held"]
 
 
 def rest_frozen(path: str, options: Mapping[str, Any]) -> tuple[torch.Tensor, int]:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from engine import rank_jobs
-from engine.megatron_jobs import TEMPERATURE, gradient_of, make_engine
+from engine.megatron_jobs import TEMPERATURE, make_engine, whole_gradients
 from engine.ulysses_jobs import make_rows
 
 from hydraflow.engine.megatron.engine import MegatronEngine
@@ -49,6 +49,11 @@ def pieces(engine: MegatronEngine, of: Any) -> Pieces:
     ]
 
 
+def gradients(engine: MegatronEngine) -> Pieces:
+    """This rank's parts of the gradient."""
+    return pieces(engine, whole_gradients(engine).__getitem__)
+
+
 def numbers(path: str, options: Mapping[str, Any], micro_batches: int) -> dict[str, Any]:
     """What the engine says of this rank's rows, metrics of their loss, its gradient, and two steps."""
     engine = make_engine(path, options)
@@ -58,11 +63,7 @@ def numbers(path: str, options: Mapping[str, Any], micro_batches: int) -> dict[s
     found: dict[str, Any] = {"said": {name: ragged.parts(column)[0] for name, column in columns.items()}}
     found["told"] = engine.forward_backward(parts, rank_jobs.loss_of, ask)
     is_core = isinstance(engine, MegatronEngine)
-    found["gradient"] = (
-        pieces(engine, lambda parameter: gradient_of(engine, parameter))
-        if is_core
-        else rank_jobs.gradients(engine)
-    )
+    found["gradient"] = gradients(engine) if is_core else rank_jobs.gradients(engine)
     found["steps"] = [engine.optimizer_step()]
     engine.lr_step()
     engine.forward_backward(parts, rank_jobs.loss_of, ask)
@@ -110,7 +111,7 @@ def balanced(
             engine = make_engine(path, {**options, "megatron": settings})
         parts = rank_jobs.my_share(rows_of(kind, untrained), engine).split(rows)
         told = engine.forward_backward(parts, rank_jobs.loss_of, Ask(TEMPERATURE, entropy=True))
-        found.append((pieces(engine, lambda p, engine=engine: gradient_of(engine, p)), told))
+        found.append((gradients(engine), told))
         engine._drop_gradient()
     return found
 
@@ -133,11 +134,6 @@ def moved_biases(
         weights = rank_jobs.full_weights(engine)
         found.append({name: weights[name] for name in weights if name.endswith("correction_bias")})
     return found
-
-
-def weights_to(path: str, options: Mapping[str, Any], rank: int | None) -> list[tuple[str, torch.Tensor]]:
-    """In the order in which they come."""
-    return [(name, tensor.clone()) for name, tensor in make_engine(path, options).weights(to=rank)]
 
 
 def save_hf(path: str, options: Mapping[str, Any], directory: str) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from engine import rank_jobs
-from engine.megatron_jobs import gradient_of, make_engine
+from engine.megatron_jobs import make_engine, whole_gradients
 from engine.oom_jobs import ON_A_CPU, ROWS, Case, caught, tokens_of
 
 from hydraflow.engine.megatron.engine import MegatronEngine
@@ -117,4 +117,4 @@ def _update(engine: MegatronEngine, share: Any) -> tuple[Any, list[torch.Tensor]
 
 
 def _gradients(engine: MegatronEngine) -> list[torch.Tensor]:
-    return [gradient_of(engine, parameter).clone() for parameter, _ in engine._built.holdings().values()]
+    return [gradient.clone() for gradient in whole_gradients(engine).values()]

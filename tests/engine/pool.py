@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 import torch.multiprocessing as mp
+from by_bytes import packed
 
 from hydraflow.engine import process_group
 
@@ -21,9 +22,21 @@ PRELOADED = [
     "hydraflow.workers.critic",
     "hydraflow.engine.fsdp.engine",
     "hydraflow.engine.megatron.engine",
+    "engine.oom_jobs",
+    "engine.megatron_moe_jobs",
+    "peft.tuners",
+    "numpy.ma",
+    "torch.distributed.checkpoint._fsspec_filesystem",
+    "torch.export._trace",
+    "torch.nested._internal.sdpa",
+    "transformers.models.auto.tokenization_auto",
+    "transformers.models.deepseek_v3.modeling_deepseek_v3",
+    "transformers.models.llama.modeling_llama",
+    "transformers.models.mixtral.modeling_mixtral",
+    "transformers.models.qwen2.modeling_qwen2",
     "transformers.models.qwen3.modeling_qwen3",
 ]
-"""Modules that import what ranks need."""
+"""Modules that import what ranks need, also what libraries import at their first use."""
 
 
 def serve(
@@ -45,9 +58,10 @@ def serve(
     while (job := pipe.recv()) is not None:
         function, args = job
         try:
-            pipe.send((True, function(*args)))
+            answer = packed((True, function(*args)))
         except Exception:  # the test that asked shall see it
-            pipe.send((False, traceback.format_exc()))
+            answer = packed((False, traceback.format_exc()))
+        pipe.send_bytes(answer)
     process_group.stop()
 
 
@@ -75,9 +89,10 @@ class Ranks:
 
     def run(self, function: Callable[..., Any], *args: Any) -> list[Any]:
         """What each rank returns."""
+        job = packed((function, args))
         for rank, (pipe, process) in enumerate(zip(self.pipes, self.processes, strict=True)):
             assert process.is_alive(), f"rank {rank} is gone, exit code {process.exitcode}"
-            pipe.send((function, args))
+            pipe.send_bytes(job)
         answers = []
         for rank, pipe in enumerate(self.pipes):
             assert pipe.poll(150), f"rank {rank} did not answer"

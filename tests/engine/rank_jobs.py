@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ from hydraflow.engine import process_group
 from hydraflow.engine.base import ModelOutput
 from hydraflow.engine.config import FSDPConfig, OptimConfig, WrapPolicyConfig
 from hydraflow.engine.fsdp.engine import FSDPEngine
+from hydraflow.engine.fsdp.gather import gathered
 from hydraflow.metrics import Metric
 from hydraflow.models.adapters import Form
 from hydraflow.models.ask import Ask
@@ -106,10 +107,11 @@ def my_share(batch: DataProto, engine: FSDPEngine | None = None) -> DataProto:
 
 
 def weights_to(
-    path: str, rank: int | None, options: Mapping[str, Any], form: Form = Form.MERGED
-) -> dict[str, torch.Tensor]:
+    path: str, options: Mapping[str, Any], ranks: Sequence[int | None], form: Form = Form.MERGED
+) -> list[dict[str, torch.Tensor]]:
+    """Those of one engine, sent to each rank, or to all, one after the other."""
     engine = make_engine(path, options)
-    return {name: tensor.clone() for name, tensor in engine.weights(to=rank, form=form)}
+    return [{name: one.clone() for name, one in engine.weights(to=rank, form=form)} for rank in ranks]
 
 
 def full_weights(engine: FSDPEngine) -> dict[str, torch.Tensor]:
@@ -118,21 +120,32 @@ def full_weights(engine: FSDPEngine) -> dict[str, torch.Tensor]:
 
 def gradients(engine: FSDPEngine) -> dict[str, torch.Tensor]:
     engine._param_offload.wake()
-    return {
-        name: p.grad.full_tensor().clone()
-        for name, p in engine.module.named_parameters()
-        if p.grad is not None
-    }
+    named = engine.module.named_parameters()
+    return whole({name: p.grad for name, p in named if p.grad is not None})
+
+
+def whole(shards: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Full tensors, many in an exchange: an exchange of each would take longer than a pass."""
+    return {name: full.clone() for name, full in gathered(shards)}
 
 
 def one_gradient(
     path: str, options: Mapping[str, Any], micro_rows: int, entropy: bool = False
 ) -> dict[str, torch.Tensor]:
-    engine = make_engine(path, options)
-    engine.forward_backward(
-        my_share(make_batch(), engine).split(micro_rows), loss_of, Ask(0.8, entropy=entropy)
-    )
-    return gradients(engine)
+    return cut_gradients(path, options, [micro_rows], entropy)[0]
+
+
+def cut_gradients(
+    path: str, options: Mapping[str, Any], cuts: Sequence[int], entropy: bool = False
+) -> list[dict[str, torch.Tensor]]:
+    """The gradient of one engine with so many rows in a micro-batch, for each number."""
+    engine, found = make_engine(path, options), []
+    for micro_rows in cuts:
+        share = my_share(make_batch(), engine)
+        engine.forward_backward(share.split(micro_rows), loss_of, Ask(0.8, entropy=entropy))
+        found.append(gradients(engine))
+        engine.module.zero_grad()
+    return found
 
 
 def train(path: str, options: Mapping[str, Any], steps: int = 3, micro_rows: int = 2) -> dict[str, Any]:
@@ -177,10 +190,10 @@ def count_reductions(
     path: str, micro_batches: int, options: Mapping[str, Any] | None = None
 ) -> list[dict[str, int]]:
     """How many there are in one update with one micro-batch, and in one with several."""
-    found = []
+    engine, found = make_engine(path, options), []
+    share = my_share(make_batch(), engine)
     for n in (1, micro_batches):
-        engine = make_engine(path, options)
-        share = my_share(make_batch(), engine)
+        engine.module.zero_grad()
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
             engine.forward_backward(share.split(len(share) // n), loss_of)
         events = profile.key_averages()
@@ -277,13 +290,13 @@ def step_once(engine: FSDPEngine, step: int) -> None:
 
 def moments(engine: FSDPEngine) -> dict[str, torch.Tensor]:
     """The optimizer's whole state, by parameter and slot."""
-    found = {}
-    for name, parameter in engine.module.named_parameters():
-        for slot, value in engine._optimizer.state.get(parameter, {}).items():
-            found[f"{name}.{slot}"] = (
-                (value.full_tensor() if hasattr(value, "full_tensor") else value).clone().cpu()
-            )
-    return found
+    return whole(
+        {
+            f"{name}.{slot}": value
+            for name, parameter in engine.module.named_parameters()
+            for slot, value in engine._optimizer.state.get(parameter, {}).items()
+        }
+    )
 
 
 def everything(engine: FSDPEngine) -> dict[str, Any]:
@@ -312,12 +325,14 @@ def write_checkpoint(path: str, options: Mapping[str, Any], directory: str, step
 
 
 def read_checkpoint(
-    path: str, options: Mapping[str, Any], directory: str, contents: list[str]
+    path: str, options: Mapping[str, Any], directory: str, contents: list[str], goes_on: bool = False
 ) -> dict[str, Any]:
-    """What an engine holds after reading, and after one more step."""
+    """What an engine holds after reading, and after one more step if it goes on."""
     engine = make_engine(path, options)
     engine.load(directory, contents)
     held = everything(engine)
+    if not goes_on:
+        return held
     step_once(engine, 2)
     return held | {"next": full_weights(engine)}
 

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 import transformers
 from engine import rank_jobs
 from engine.megatron_jobs import TEMPERATURE, make_engine
-from engine.megatron_moe_jobs import gradient_of, pieces
+from engine.megatron_moe_jobs import gradients
 from engine.oom_jobs import Trouble, caught
 from engine.ulysses_jobs import make_rows
 
@@ -71,11 +71,7 @@ def replayed(
     said = {name: ragged.parts(column)[0] for name, column in engine.forward(parts, ask).items()}
     told = engine.forward_backward(parts, rank_jobs.loss_of, ask)
     is_core = isinstance(engine, MegatronEngine)
-    gradient = (
-        pieces(engine, lambda parameter: gradient_of(engine, parameter))
-        if is_core
-        else rank_jobs.gradients(engine)
-    )
+    gradient = gradients(engine) if is_core else rank_jobs.gradients(engine)
     return {"said": said, "told": told, "gradient": gradient, "collect": engine.coordinates().is_collect}
 
 
@@ -89,7 +85,7 @@ def with_and_without(path: str, options: Mapping[str, Any], kind: str, size: int
         parts = some.split(size)
         said = {name: ragged.parts(column)[0] for name, column in engine.forward(parts, ask).items()}
         told = engine.forward_backward(parts, rank_jobs.loss_of, ask)
-        gradient = pieces(engine, lambda parameter: gradient_of(engine, parameter))
+        gradient = gradients(engine)
         found.append({"said": said, "told": told, "gradient": gradient})
         for chunk in engine._ddp:
             chunk.zero_grad_buffer()

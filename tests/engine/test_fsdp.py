@@ -98,9 +98,8 @@ def test_weights_are_those_of_one_plain_process(tiny: str, ranks: Ranks, precisi
 def test_weights_for_one_rank_have_values_there_alone(
     tiny: str, ranks: Ranks, options: dict[str, Any]
 ) -> None:
-    everywhere = ranks.run(jobs.weights_to, tiny, None, options)
-    for rank in (0, 1):
-        found = ranks.run(jobs.weights_to, tiny, rank, options)
+    everywhere, *to_one = zip(*ranks.run(jobs.weights_to, tiny, options, (None, 0, 1)), strict=True)
+    for rank, found in enumerate(to_one):
         assert_same(found[rank], everywhere[rank], 0.0)
         assert all(tensor.is_meta for tensor in found[1 - rank].values())
         assert [(name, tensor.shape, tensor.dtype) for name, tensor in found[1 - rank].items()] == [
@@ -124,12 +123,11 @@ def test_gradient_does_not_depend_on_ranks_or_micro_batches(
     tiny: str, ranks: Ranks, precision: str, head: str
 ) -> None:
     options = {**OPTIONS[precision], "head": head}
-    whole = jobs.one_gradient(tiny, options, jobs.ROWS, head == "policy")
+    whole, *alone = jobs.cut_gradients(tiny, options, (jobs.ROWS, 1, 3), head == "policy")
     assert max(g.abs().max() for g in whole.values()) > 1e-2
-    for micro in (1, 3):
-        assert_same(jobs.one_gradient(tiny, options, micro, head == "policy"), whole, TOLERANCE[precision])
-    for micro in (1, 4):
-        for result in ranks.run(jobs.one_gradient, tiny, options, micro, head == "policy"):
+    both = ranks.run(jobs.cut_gradients, tiny, options, (1, 4), head == "policy")
+    for found in (alone, *both):
+        for result in found:
             assert_same(result, whole, TOLERANCE[precision])
 
 
@@ -393,7 +391,7 @@ def test_an_engine_can_tell_which_adapters_come_and_every_rank_sends_the_same(
         shaped = AutoModelForCausalLM.from_pretrained(tiny).to("meta")
         add_shapes(AdapterLayers(2, targets if isinstance(targets, str) else tuple(targets)), shaped)
         expected = {name: one.shape for name, one in shaped.named_parameters() if is_adapter(name)}
-        found = ranks.run(jobs.weights_to, tiny, None, options, Form.ADAPTERS)
+        found = [one for (one,) in ranks.run(jobs.weights_to, tiny, options, [None], Form.ADAPTERS)]
         assert {name: one.shape for name, one in found[0].items()} == expected != {}
         assert_same(found[0], found[1], 0)
 

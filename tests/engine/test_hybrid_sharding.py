@@ -27,6 +27,8 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "adapters": {"model": {"lora_rank": 2}},
     "value": {"head": "value"},
 }
+ALONE: dict[str, dict[str, Any]] = {}
+"""How one rank alone trains, by layout."""
 
 
 @pytest.fixture(scope="module")
@@ -64,7 +66,9 @@ def test_all_groups_of_a_process_share_one_thread_for_their_bytes(ranks: Ranks) 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_training_is_that_of_one_rank(tiny: str, ranks: Ranks, layout: str, size: int) -> None:
     """Weights, gradient norms and outputs of three steps with two micro-batches each."""
-    alone = jobs.train(tiny, with_size(LAYOUTS[layout], -1, **DOUBLE))
+    if layout not in ALONE:
+        ALONE[layout] = jobs.train(tiny, with_size(LAYOUTS[layout], -1, **DOUBLE))
+    alone = ALONE[layout]
     found = ranks.run(jobs.train, tiny, with_size(LAYOUTS[layout], size, **DOUBLE), 3, 1)
     for rank in found:
         assert rank["told"] == [pytest.approx(told, rel=1e-12) for told in alone["told"]]
@@ -93,8 +97,8 @@ def test_the_gradient_does_not_depend_on_micro_batches(tiny: str, ranks: Ranks, 
     options = with_size({"head": head}, size, **DOUBLE)
     alone = jobs.one_gradient(tiny, {"fsdp": DOUBLE, "head": head}, jobs.ROWS, head == "policy")
     assert max(gradient.abs().max() for gradient in alone.values()) > 1e-2
-    for micro_rows in (1, 2):
-        for found in ranks.run(jobs.one_gradient, tiny, options, micro_rows, head == "policy"):
+    for cuts in ranks.run(jobs.cut_gradients, tiny, options, (1, 2), head == "policy"):
+        for found in cuts:
             assert_same(found, alone, 1e-12)
 
 
@@ -131,9 +135,9 @@ def test_a_norm_that_is_not_finite_skips_the_step_on_all_ranks(tiny: str, ranks:
 def test_weights_for_one_rank_have_values_there_alone(
     tiny: str, ranks: Ranks, size: int, options: dict[str, Any]
 ) -> None:
-    everywhere = ranks.run(jobs.weights_to, tiny, None, with_size(options, size))
-    for rank in (0, 3):
-        found = ranks.run(jobs.weights_to, tiny, rank, with_size(options, size))
+    sent = ranks.run(jobs.weights_to, tiny, with_size(options, size), (None, 0, 3))
+    everywhere, *to_one = map(list, zip(*sent, strict=True))
+    for rank, found in zip((0, 3), to_one, strict=True):
         assert_same(found.pop(rank), everywhere[rank], 0.0)
         for other in found:
             assert all(tensor.is_meta for tensor in other.values()) and list(other) == list(everywhere[rank])

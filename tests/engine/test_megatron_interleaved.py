@@ -72,9 +72,9 @@ def test_values(pools: dict[int, Ranks], oracle: Oracle) -> None:
 
 def test_weights_come_to_one_rank(pools: dict[int, Ranks], oracle: Oracle) -> None:
     path = str(oracle.folder / "qwen2")
-    found = pools[2].run(jobs.weights_to, path, {"megatron": interleaved(2)}, 1)
-    alone = dict(pools[2].run(jobs.weights_to, path, {"megatron": sizes()}, None)[0])
-    first, second = map(dict, found)
+    found = pools[2].run(jobs.weights_to, path, {"megatron": interleaved(2)}, [1])
+    alone = dict(pools[2].run(jobs.weights_to, path, {"megatron": sizes()})[0][0])
+    first, second = (dict(sent) for (sent,) in found)
     assert all(tensor.is_meta for tensor in first.values())
     assert second.keys() == alone.keys()
     assert all(torch.equal(tensor, alone[name]) for name, tensor in second.items())

@@ -16,7 +16,7 @@ import hydraflow.engine.megatron  # noqa: F401  lets Megatron-Core run without C
 pytest.importorskip("megatron.core")
 
 from engine import megatron_moe_jobs as jobs
-from engine.megatron_jobs import OPTIM, save_both
+from engine.megatron_jobs import OPTIM, save_both, weights_to
 from engine.megatron_models import GROUPED, LATENT, MIXTURES, QWEN, SCORE, plain_numbers, save_model
 from engine.megatron_ways import TOLERANCE, assert_near
 from engine.pool import Ranks
@@ -273,9 +273,10 @@ def test_weights_come_out_as_they_went_in(pools: dict[int, Ranks], models: Path,
     """Bit by bit and under the FSDP engine's names, on all ranks or on the one that wants them."""
     family, ranks, settings = LAYOUTS[layout]
     path = str(models / family)
-    wanted = dict(jobs.weights_to(path, {}, None))
-    for to in (None, 0, 3):
-        for rank, tensors in enumerate(pools[ranks].run(jobs.weights_to, path, {"megatron": settings}, to)):
+    (wanted,) = map(dict, weights_to(path, {}))
+    receivers = (None, 0, 3)
+    for rank, sent in enumerate(pools[ranks].run(weights_to, path, {"megatron": settings}, receivers)):
+        for to, tensors in zip(receivers, sent, strict=True):
             assert sorted(name for name, _ in tensors) == sorted(wanted)
             for name, tensor in tensors:
                 assert tensor.shape == wanted[name].shape
@@ -288,7 +289,7 @@ def test_biases_of_routers_are_never_rounded(pools: dict[int, Ranks], models: Pa
     wanted = load_file(path / "model.safetensors")[name]
     assert not torch.equal(wanted, wanted.bfloat16().float())
     for options in ({"megatron": sizes(2, dtype="bf16")}, {"fsdp": {"model_dtype": "bf16", "dtype": "bf16"}}):
-        tensors = dict(pools[2].run(jobs.weights_to, str(path), options, None)[0])
+        tensors = dict(pools[2].run(weights_to, str(path), options)[0][0])
         others = {tensor.dtype for other, tensor in tensors.items() if other != name}
         assert torch.equal(tensors[name], wanted) and others == {torch.bfloat16}
         sampler = NativeEngine.from_config(FAMILIES["deepseek_v3"], device="cpu", dtype=torch.bfloat16)

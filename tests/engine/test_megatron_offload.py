@@ -116,8 +116,8 @@ def test_the_estimate_counts_what_is_held(ranks: Ranks, tmp_path: Path, layout: 
         number = 2 if megatron.dtype == "bf16" else 4
         memory = MegatronModelMemory(shape, layout_of, megatron, number, True, True, True, False)
         options = {"megatron": {**settings, **keys}}
-        found = ranks.run(jobs.rest, str(tmp_path / "model"), options, str(tmp_path / str(bool(keys))))
-        held = {name: tuple(map(max, *(one["held"][name] for one in found))) for name in found[0]["held"]}
+        found = ranks.run(jobs.rest_held, str(tmp_path / "model"), options)
+        held = {name: tuple(map(max, *(one[name] for one in found))) for name in found[0]}
         for name, parts in (("rest", memory.resting), ("update", memory.held)):
             assert held[name] == pytest.approx((parts.weights, parts.gradients, parts.optimizer), rel=0.01)
         state = memory.held.optimizer or memory.held.host

@@ -56,8 +56,9 @@ def test_weights_are_those_of_the_files(
     path = str(models / family)
     dtype = torch.bfloat16 if settings.get("dtype") == "bf16" else torch.float32
     wanted = {name: tensor.to(dtype) for name, tensor in stored(path).items()}
-    for to in (None, *range(ranks)):
-        found = pools[ranks].run(jobs.weights_to, path, {"megatron": settings, "optim": None}, to)
+    receivers = (None, *range(ranks))
+    sent = pools[ranks].run(jobs.weights_to, path, {"megatron": settings, "optim": None}, receivers)
+    for to, found in zip(receivers, zip(*sent, strict=True), strict=True):
         names = [name for name, _ in found[0]]
         assert sorted(names) == sorted(wanted)
         for rank, tensors in enumerate(found):

@@ -32,9 +32,11 @@ def ranks() -> Iterator[Ranks]:
 
 
 @pytest.fixture(scope="module")
-def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("model")
-    save_model(Qwen2Config(**GROUPED | dict(num_hidden_layers=4)), folder)
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a model of two layers, and one of four for stages of two parts."""
+    folder = tmp_path_factory.mktemp("models")
+    for layers in (2, 4):
+        save_model(Qwen2Config(**GROUPED | dict(num_hidden_layers=layers)), folder / str(layers))
     return folder
 
 
@@ -49,8 +51,9 @@ LAYOUTS: dict[str, dict[str, Any] | None] = {
 """Settings of Megatron."""
 
 
-def planned(path: Path, settings: dict[str, Any] | None, **others: Any) -> tuple[PPOConfig, BatchPlan]:
+def planned(models: Path, settings: dict[str, Any] | None, **others: Any) -> tuple[PPOConfig, BatchPlan]:
     """Two optimizer steps on four devices."""
+    layers = 2 * parts_of(settings)
     config = configured(
         data__train_batch_size=16,
         rollout__n=2,
@@ -61,15 +64,20 @@ def planned(path: Path, settings: dict[str, Any] | None, **others: Any) -> tuple
         trainer__n_gpus_per_node=4,
         **others,
     )
-    config.actor_rollout_ref.model.path = str(path)
+    config.actor_rollout_ref.model.path = str(models / str(layers))
     return config, resolve_plan(config, prompts=None)
 
 
+def parts_of(settings: dict[str, Any] | None) -> int:
+    """Of each stage."""
+    return (settings or {}).get("virtual_pipeline_model_parallel_size", 1)
+
+
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_what_ran_is_what_was_planned(ranks: Ranks, path: Path, layout: str) -> None:
+def test_what_ran_is_what_was_planned(ranks: Ranks, models: Path, layout: str) -> None:
     """Data ranks, optimizer steps, their rows per rank, and the number of micro-batches and their rows."""
     sizes = dict(actor__ppo_micro_batch_size_per_gpu=2, rollout__log_prob_micro_batch_size_per_gpu=4)
-    config, plan = planned(path, LAYOUTS[layout], **sizes)
+    config, plan = planned(models, LAYOUTS[layout], **sizes)
     role = plan.actor
     assert (role.optimizer_steps_per_step, role.mini_batch_trajectories) == (2, 16)
     for found in ranks.run(jobs.train, config, plan):
@@ -84,15 +92,15 @@ def test_what_ran_is_what_was_planned(ranks: Ranks, path: Path, layout: str) -> 
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_micro_batches_filled_by_tokens(ranks: Ranks, path: Path, layout: str) -> None:
+def test_micro_batches_filled_by_tokens(ranks: Ranks, models: Path, layout: str) -> None:
     """None is over the budget, data ranks have as many of them in each update, and an interleaved schedule of
     two stages runs an even number."""
     lengths = dict(data__max_prompt_length=8, data__max_response_length=12)
     budget = dict(actor__use_dynamic_bsz=True, actor__ppo_max_token_len_per_gpu=20)
-    config, plan = planned(path, LAYOUTS[layout], **lengths, **budget)
+    config, plan = planned(models, LAYOUTS[layout], **lengths, **budget)
     found = ranks.run(jobs.train, config, plan)
     assert plan.actor.micro.max_tokens == 20
-    multiple = (LAYOUTS[layout] or {}).get("virtual_pipeline_model_parallel_size", 1)
+    multiple = parts_of(LAYOUTS[layout])
     for rank in found:
         assert [len(update) for update in rank["updates"]] == [len(update) for update in found[0]["updates"]]
         assert min(map(len, rank["tokens"])) > 1 and max(map(max, rank["tokens"])) <= 20

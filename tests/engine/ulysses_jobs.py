@@ -52,7 +52,7 @@ def numbers(path: str, options: Mapping[str, Any], kind: str, micro_batches: int
     ask = Ask(0.8, entropy=not hasattr(engine.module, "score"))
     columns = dict(engine.forward(parts, ask).items())
     if ask.entropy:
-        columns["greedy_match"] = engine.forward(parts, Ask(greedy_match=True)).get("greedy_match")
+        columns["greedy_match"] = engine.forward([share], Ask(greedy_match=True)).get("greedy_match")
     said = {name: ragged.parts(column)[0] for name, column in columns.items()}
     told = engine.forward_backward(parts, rank_jobs.loss_of, ask)
     rows = torch.tensor([float(len(share))])

@@ -21,6 +21,7 @@ from typing import Any
 
 import psutil
 import pytest
+from by_bytes import packed
 from transformers import PreTrainedConfig
 
 from hydraflow.models.adapters import AdapterLayers
@@ -155,7 +156,7 @@ def serve(
         except Exception as error:  # the test that asked shall see it
             kind = type(error) if type(error).__module__ == "builtins" else RuntimeError
             answer = False, (kind, f"{error}\n{traceback.format_exc()}")
-        pipe.send_bytes(pickle.dumps(answer))
+        pipe.send_bytes(packed(answer))
 
 
 class EngineProcess:
@@ -182,7 +183,7 @@ class EngineProcess:
         return self.answer()
 
     def ask(self, function: Callable[..., Any], *args: Any) -> None:
-        self.pipe.send_bytes(pickle.dumps((function, args)))
+        self.pipe.send_bytes(packed((function, args)))
 
     def answer(self) -> Any:
         assert self.pipe.poll(240), "the engine did not answer"

@@ -8,6 +8,9 @@ from __future__ import annotations
 
 import copy
 import multiprocessing
+import queue
+import runpy
+import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import fields
 from pathlib import Path
@@ -15,10 +18,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from engine.megatron_jobs import restart
 from engine.megatron_models import sizes
 
 from hydraflow.engine.config import MegatronConfig
-from hydraflow.engine.megatron import parallel
 from hydraflow.engine.megatron.architecture import Latent
 from hydraflow.engine.megatron.engine import MegatronEngine
 from hydraflow.engine.megatron.names import vocabulary_share
@@ -65,10 +68,10 @@ OTHERS: dict[str, dict[str, Any]] = {
 
 
 def make_engine(path: str, sizes: Mapping[str, Any]) -> MegatronEngine:
-    """An engine without an optimizer; the groups of ranks are new."""
-    parallel.stop()
+    """An engine without an optimizer; the groups of ranks are those of its sizes."""
     options: dict[str, Any] = {"dtype": "fp32", "use_distributed_optimizer": False, **sizes}
     settings = MegatronConfig(**options, sequence_parallel=sizes["tensor_model_parallel_size"] > 1)
+    restart(settings)
     return MegatronEngine(ModelConfig(path=path), settings, None, head="policy", device=torch.device("cpu"))
 
 
@@ -164,7 +167,11 @@ def pairs(engine: MegatronEngine, core: Any) -> Iterator[tuple[torch.Tensor, tor
 def save(path: str, folder: str, case: str) -> None:
     """A checkpoint of the model in `path`."""
     from megatron.core import dist_checkpointing
+    from megatron.core.dist_checkpointing.strategies import filesystem_async
 
+    # The process that writes reads what was written, unless another does both. Megatron-Core would start one
+    # that has the queue, which takes a second of imports and outlives a rank that is terminated.
+    filesystem_async._results_queue = queue.Queue()
     _, sizes, metadata = CASES[case]
     engine = make_engine(path, sizes)
     core = make_core(engine)
@@ -208,9 +215,7 @@ def load(path: str, folder: str, sizes: Mapping[str, Any], metadata: Mapping[str
     return [names[id(theirs)] for theirs, ours in pairs(engine, core) if not torch.equal(theirs, ours)]
 
 
-def end_helpers() -> None:
-    """Ends the process that Megatron-Core starts for its first checkpoint: ranks are terminated, and it would
-    outlive them."""
-    from megatron.core.dist_checkpointing.strategies import filesystem_async
-
-    filesystem_async._results_queue = None  # the last reference to its manager
+def run_script(*words: str) -> None:
+    """`python words`."""
+    sys.argv = [*words]
+    runpy.run_path(words[0], run_name="__main__")

@@ -38,7 +38,8 @@ while len(loads) < 3 and (pid := os.fork()):
     loads.append(pid)
 if len(loads) == 3:
     sys.exit(any(os.waitpid(pid, 0)[1] for pid in loads))
-print(load_config(ModelSourceConfig(path=sys.argv[1], trust_remote_code=True)).width)
+print(load_config(ModelSourceConfig(path=sys.argv[1], trust_remote_code=True)).width, flush=True)
+os._exit(0)  # to tidy up what was imported takes each a second
 """
 """Three processes, forked from one that has imported the libraries."""
 

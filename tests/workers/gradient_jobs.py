@@ -178,7 +178,8 @@ def whole_gradient(engine: FSDPEngine) -> torch.Tensor:
     """The gradients of all ranks' shards as one vector, parameters in the order of their Hugging Face
     names."""
     named = {name.removeprefix(engine.module.prefix): p for name, p in engine.module.named_parameters()}
-    return torch.cat([named[name].grad.full_tensor().flatten() for name in sorted(named)]).clone()
+    gradients = rank_jobs.whole({name: named[name].grad for name in sorted(named)})
+    return torch.cat([gradient.flatten() for gradient in gradients.values()])
 
 
 def count_micro_batches(path: str, batch: DataProto) -> dict[str, tuple[int, int]]:

@@ -3,7 +3,7 @@ remembered."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -33,15 +33,30 @@ def without_counts(metrics: Mapping[str, float]) -> dict[str, float]:
     }
 
 
+@pytest.fixture(scope="module")
+def with_memory(tiny: str, ranks: Ranks) -> Callable[[str, int], list[dict[str, Any]]]:
+    """What the ranks do, by head and rows in a micro-batch, where memory does not run out."""
+    known: dict[tuple[str, int], list[dict[str, Any]]] = {}
+
+    def found(head: str, number: int) -> list[dict[str, Any]]:
+        if (head, number) not in known:
+            training = Training(head, rows(number))
+            known[head, number] = ranks.run(jobs.update_with_little_memory, tiny, training, [], 0)
+        return known[head, number]
+
+    return found
+
+
 @pytest.mark.parametrize("short", [[0], [1], [0, 1]], ids=["first rank", "last rank", "both ranks"])
 @pytest.mark.parametrize("head", PREFIX)
-def test_an_update_is_that_of_a_smaller_plan(tiny: str, ranks: Ranks, head: str, short: list[int]) -> None:
+def test_an_update_is_that_of_a_smaller_plan(
+    tiny: str, ranks: Ranks, with_memory: Callable[..., Any], head: str, short: list[int]
+) -> None:
     """Two rows of a rank in each mini-batch, memory for one: one split, in the first of eight optimizer
     steps."""
     found = ranks.run(jobs.update_with_little_memory, tiny, Training(head, rows(2)), short, 1)
-    small = ranks.run(jobs.update_with_little_memory, tiny, Training(head, rows(1)), [], 0)
-    whole = ranks.run(jobs.update_with_little_memory, tiny, Training(head, rows(2)), [], 0)
-    for rank, (mine, other, planned) in enumerate(zip(found, small, whole, strict=True)):
+    small_and_whole = with_memory(head, 1), with_memory(head, 2)
+    for rank, (mine, other, planned) in enumerate(zip(found, *small_and_whole, strict=True)):
         assert [metrics[f"{PREFIX[head]}/oom_splits"] for metrics in mine["metrics"]] == [1.0, 0.0]
         assert [without_counts(metrics) for metrics in mine["metrics"]] == [
             without_counts(metrics) for metrics in other["metrics"]
@@ -57,12 +72,13 @@ def test_an_update_is_that_of_a_smaller_plan(tiny: str, ranks: Ranks, head: str,
         )
 
 
-def test_a_budget_of_tokens_shrinks_until_it_fits(tiny: str, ranks: Ranks) -> None:
+def test_a_budget_of_tokens_shrinks_until_it_fits(
+    tiny: str, ranks: Ranks, with_memory: Callable[..., Any]
+) -> None:
     """All rows of a mini-batch fit into 100 tokens, memory is for one row: the budget becomes the longest
     row, then one row at a time."""
     found = ranks.run(jobs.update_with_little_memory, tiny, Training("policy", tokens(100)), [0], 1)
-    small = ranks.run(jobs.update_with_little_memory, tiny, Training("policy", rows(1)), [], 0)
-    for mine, other in zip(found, small, strict=True):
+    for mine, other in zip(found, with_memory("policy", 1), strict=True):
         assert 1 <= mine["metrics"][0]["actor/oom_splits"] <= 3
         for name, weight in other["weights"].items():
             torch.testing.assert_close(mine["weights"][name], weight, rtol=0, atol=1e-9)

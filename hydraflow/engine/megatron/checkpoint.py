@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Sequence
+from functools import lru_cache
 from pathlib import Path
 
 import torch
@@ -180,12 +181,18 @@ def _sharded(part: Part, local: torch.Tensor) -> torch.Tensor:
         if part.slice is None
         else parallel_state.get_expert_model_parallel_group()
     )
-    mesh = DeviceMesh.from_group(group, "cpu")
     placement = Replicate() if part.dim is None else Shard(part.dim)
     whole = torch.empty(part.shape, device="meta")
     return DTensor.from_local(
-        local, mesh, [placement], run_check=False, shape=whole.shape, stride=whole.stride()
+        local, _mesh(group), [placement], run_check=False, shape=whole.shape, stride=whole.stride()
     )
+
+
+@lru_cache(maxsize=2)
+def _mesh(group: dist.ProcessGroup) -> DeviceMesh:
+    """The ranks that have parts of a tensor, of which there are two groups. To make it for each tensor would
+    take longer than to copy a small one."""
+    return DeviceMesh.from_group(group, "cpu")
 
 
 def _stored_shape(part: Part) -> list[int]:

@@ -136,13 +136,14 @@ class CoreOptimizer:
         ranks that share them."""
         main, start = self._main(parameter)
         mine = None if main is None else main if slot == WEIGHT else self._state(parameter, main)[slot]
-        if mine is not None and not self._is_shared:
+        group = sharers(parameter)
+        if mine is not None and (not self._is_shared or group.size() == 1):
             return mine.detach().view(parameter.shape)
         wide = torch.promote_types(parameter.dtype, torch.float32)
         full = torch.zeros(parameter.numel(), dtype=wide, device=parameter.device)
         if mine is not None:
             full[start : start + mine.numel()] = mine.detach().view(-1)
-        dist.all_reduce(full, group=sharers(parameter))
+        dist.all_reduce(full, group=group)
         return full.view(parameter.shape)
 
     @torch.no_grad()
