@@ -18,6 +18,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields, is_dataclass
 from typing import Any
 
+import yaml
+
 from hydraflow.compose.nearest import nearest
 from hydraflow.errors import Problem, shown
 from hydraflow.options import option_of
@@ -154,6 +156,19 @@ def accepts(hint: Any, value: Any) -> bool:
     if hint is float and isinstance(value, int):
         return abs(value) <= sys.float_info.max
     return isinstance(value, hint)
+
+
+def without_quotes(value: Any) -> Any:
+    """The number, list or mapping that a text would be without the quotes around it; None: it is none.
+
+    >>> without_quotes("64"), without_quotes("[/a,/b]"), without_quotes("a, b"), without_quotes("[/a")
+    (64, ['/a', '/b'], None, None)
+    """
+    try:
+        meant = yaml.safe_load(value) if isinstance(value, str) else None
+    except yaml.YAMLError:
+        return None
+    return None if isinstance(meant, str) else meant
 
 
 def fitted(hint: Any, value: Any) -> Any:

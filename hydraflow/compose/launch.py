@@ -179,11 +179,17 @@ class _Launch(Generic[Config]):
             if self._has_composed:
                 raise  # not an error of reading a configuration
             raise ConfigError([*problems, unreadable(error)]) from error
+        except (ValueError, RecursionError) as error:  # Hydra's words about a defaults list
+            if self._has_composed:
+                raise
+            raise ConfigError([*problems, *translated(error, self._prepared.files).problems]) from error
 
     def _words_for_hydra(self) -> list[str]:
         words = self._prepared.words
         if self.arguments.has("--shell-completion", "-sc"):
             return [*self.arguments.options, *self.arguments.overrides]
+        if self.arguments.has("--hydra-help", "--version"):  # these compose no configuration
+            return self.arguments.options
         keys = {word.partition("=")[0].lstrip("+") for word in words}
         quiet = _QUIET | {"hydra.job.name": self.entry.config_name}
         return [

@@ -37,7 +37,7 @@ from hydraflow.compose.hydra_errors import translated
 from hydraflow.compose.keys import fitted, known_keys, leaf_keys
 from hydraflow.compose.overrides import PreparedCommandLine, config_folder, groups_in, prepare
 from hydraflow.compose.tree import CheckedTree, UnknownValues, check, nested, over
-from hydraflow.compose.verl_values import ROLLOUT
+from hydraflow.compose.verl_values import ROLLOUT, shard_over_all
 from hydraflow.device import planned_devices
 from hydraflow.errors import ConfigError, HydraflowError, Problem
 from hydraflow.schema import CommandConfig, PPOConfig, SupervisedConfig
@@ -142,6 +142,7 @@ def finish(
         composed = OmegaConf.create(tree)
     checked = check(entry.schema, tree, origins, lambda key: _resolved(composed, key))
     allocated.take(entry.schema, checked.leaves, checked.origins, allocation())
+    checked.translation.notes += shard_over_all(checked.leaves)
     checked.unknown.keys |= prepared.unknown.keys
     checked.unknown.everything |= prepared.unknown.everything
     unsupported = checked.translation.unsupported

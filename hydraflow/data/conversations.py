@@ -160,8 +160,8 @@ def read_chats(
     records = read_records(files, key=key, limit=max_samples)
     with_messages = [record for record in records if config.messages_key in record.values]
     pairs = [record for record in records if config.messages_key not in record.values]
-    require_columns(with_messages, [config.messages_key])
-    require_columns(pairs, [config.prompt_key, config.response_key])
+    require_columns(with_messages, {config.messages_key: "data.messages_key"})
+    require_columns(pairs, {config.prompt_key: "data.prompt_key", config.response_key: "data.response_key"})
     chats = [_read_chat(record, config) for record in records]
     require_turns(records, chats)
     return records, chats
