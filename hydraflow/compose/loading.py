@@ -300,8 +300,8 @@ def _value_problems(
     `others`: problems already found that may be due to one, too. `refused`: there are problems besides.
     """
     problems = [*checks.problems(config, planning=entry.tolerant), *others]
-    led = {f"follows {problem.field}" for problem in problems}  # told of the key that leads
-    problems = [problem for problem in problems if checked.origins.get(problem.field) not in led]
+    followed = {f"follows {problem.field}" for problem in problems}  # the key they follow is reported
+    problems = [problem for problem in problems if checked.origins.get(problem.field) not in followed]
     if not entry.tolerant:
         problems += allocated.contradictions(config, allocation())
         problems += allocated.started_often(config, torchrun_processes())

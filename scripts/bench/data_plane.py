@@ -79,7 +79,7 @@ def milliseconds(work: Callable[[], object], repeats: int) -> list[float]:
 
 
 def copies_of(size: int, repeats: int) -> list[float]:
-    """Milliseconds in which so many bytes are copied once."""
+    """Milliseconds that one copy of that many bytes takes."""
     source, target = torch.ones(size, dtype=torch.uint8), torch.ones(size, dtype=torch.uint8)
     return milliseconds(lambda: target.copy_(source), repeats)
 

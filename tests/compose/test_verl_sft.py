@@ -213,7 +213,7 @@ def test_a_line_of_the_later_trainer_means_the_same():
 
 
 def test_every_default_of_verl_is_accepted():
-    """Whoever writes verl's own defaults on the command line asks for nothing special."""
+    """A user who writes verl's own defaults on the command line asks for nothing special."""
     given = {key: value for key, value in leaves(SFTConfig).items() if value is not ...}
     assert [str(problem) for problem in translated(given)[1].problems] == []
 
