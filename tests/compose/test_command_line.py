@@ -11,6 +11,10 @@ import pytest
 from compose import here
 from jobs.command import hydraflow, python
 
+from hydraflow.compose.arguments import CommandLineOption
+from hydraflow.compose.launch import help_text
+from hydraflow.schema import PPOConfig
+
 ENTRY = Path(__file__).parent / "dummy_entry.py"
 ROOT = ENTRY.parent.parent.parent
 
@@ -190,6 +194,17 @@ def test_help_lists_groups_and_keys(tmp_path):
     line = "data.train_batch_size=1024   (a whole number; at least 1)\n      Prompts per training step"
     assert line in text
     assert "Groups:" not in here.call(tmp_path, "sft", "--help").stdout
+
+
+@pytest.mark.parametrize("width", [80, 100])
+def test_help_is_as_wide_as_the_terminal(width, monkeypatch):
+    monkeypatch.setenv("COLUMNS", str(width))
+    option = CommandLineOption(
+        "--svg", value="FILE", doc=f"Draws the step. {'And so on. ' * 9}\nExit codes: 0"
+    )
+    lines = help_text("ppo", PPOConfig, [option]).splitlines()
+    assert max(map(len, lines)) <= width
+    assert "          Exit codes: 0" in lines
 
 
 @pytest.mark.parametrize("option", ["--hydra-help", "--version"])
