@@ -72,6 +72,7 @@ def test_other_entry_points_know_verls_names():
         ("~data.nope", "~data.nope: there is no such key to delete\n      -> leave out ~data.nope"),
         ("trainer.seed=${nope}", "trainer.seed=${nope}: Interpolation key 'nope' not found\n      -> "),
         ("data.train_batch_size", "is not key=value\n      -> data.train_batch_size=1024"),
+        ("data.train_batch_size: 32", "is not key=value\n      -> data.train_batch_size=32"),
         ("data.train_batch_size==32", "has more than one =\n      -> data.train_batch_size=32"),
         ("data.train_batch_size=64,128", "-> data.train_batch_size=64 for one value, or --multirun"),
         ("data.train_files=[a,b", "its [ is not closed\n      -> 'data.train_files=[a,b]'"),
