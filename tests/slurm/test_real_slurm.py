@@ -177,8 +177,8 @@ def test_the_default_recipe_trains_over_two_nodes(completed: Job) -> None:
 
 
 def test_the_rollout_may_have_a_node_of_its_own_and_changes_no_number(failed: Job, whole: Path) -> None:
-    assert re.search(r"trainer: machines +1 machines +follows", failed.said())
-    assert re.search(r"rollout: machines +1 machines", failed.said())
+    assert re.search(r"trainer: machines +1 machine +follows", failed.said())
+    assert re.search(r"rollout: machines +1 machine", failed.said())
     found = numbers(failed.folder)
     assert len(found) == 1 + APART_STEPS
     assert differing(found, numbers(whole)[: len(found)]) == []
