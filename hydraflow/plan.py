@@ -39,7 +39,7 @@ SWITCHES = (
         value="NAME",
         choices=tuple(JOBS),
         doc="Plan python -m hydraflow.main_NAME (ppo).\n"
-        "          Exit codes: 0 a plan, 1 a plan that DOES NOT FIT the memory, 2 a broken rule.",
+        "Exit codes: 0 a plan, 1 a plan that DOES NOT FIT the memory, 2 a broken rule.",
     ),
 )
 

@@ -41,7 +41,7 @@ _COLUMNS = {
     *("prompt_key", "response_key", "messages_key", "data_source_key"),
     *("reward_fn_key", "reward_model_key", "gdpo_reward_keys"),
     *("input_key", "output_key", "question_key", "answer_key", "text_key", "label_key"),
-    *("chosen_key", "rejected_key"),
+    *("chosen_key", "rejected_key", "margin_key", "prompt_dict_keys", "response_dict_keys"),
     *("tools_key", "enable_thinking_key", "image_key", "video_key", "audio_key"),
 }
 """Keys that name a column of the data."""

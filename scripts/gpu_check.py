@@ -326,11 +326,11 @@ def seconds(device: torch.device, work: Callable[[], object], repetitions: int) 
 
     found = []
     for _ in range(1 + repetitions):
-        begun = time.perf_counter()
+        since = time.perf_counter()
         work()
         if device.type != "cpu":
             torch.get_device_module(device).synchronize()
-        found.append(time.perf_counter() - begun)
+        found.append(time.perf_counter() - since)
     return min(found[1:])
 
 

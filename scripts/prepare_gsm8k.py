@@ -68,7 +68,7 @@ def _to_row(question: str, answer: str, index: int, split: str, instruction: str
 
 
 def _from_files(paths: dict[str, str | None]) -> dict[str, list[FileRecord]]:
-    columns = ["question", "answer"]
+    columns = {"question": "", "answer": ""}
     return {
         split: read_records(path, key=f"--{split}", columns=columns) for split, path in paths.items() if path
     }

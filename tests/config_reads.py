@@ -30,7 +30,7 @@ ESTIMATES = ("hydraflow.memory.",)
 
 @dataclass(frozen=True)
 class Scope:
-    """Where an expression stands: whose names it sees."""
+    """The scope of an expression: whose names it sees."""
 
     module: str
     owner: str = ""
@@ -89,7 +89,7 @@ def body_of(class_key: str) -> list[ast.stmt]:
 
 
 def settled(find: Callable[..., set[str]]) -> Callable[..., set[str]]:
-    """Remembers what was found; whoever asks in a circle finds nothing."""
+    """Remembers what was found; a search that comes back to itself finds nothing."""
     known: dict[tuple, set[str]] = {}
 
     @wraps(find)
@@ -280,7 +280,7 @@ def children(node: ast.AST) -> Iterator[tuple[str, ast.AST]]:
 
 
 def attributes(node: ast.AST, scope: Scope) -> Iterator[tuple[ast.Attribute, Scope]]:
-    """Every attribute that is read, with the scope that it stands in."""
+    """Every attribute that is read, with its scope."""
     if isinstance(node, ast.ClassDef):
         scope = Scope(scope.module, f"{scope.module}.{node.name}")
     elif isinstance(node, Function):

@@ -373,8 +373,8 @@ def serve_background(requests: socket.socket) -> dict | None:
         if os.fork() == 0:
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
             requests.close()
-            with socket.socket(fileno=answers) as told:
-                if begin(log, told):
+            with socket.socket(fileno=answers) as reported:
+                if begin(log, reported):
                     return asked
             os._exit(0)
         os.close(log)

@@ -15,12 +15,12 @@ def assert_as_documented(batch: DataProto) -> None:
     wrong = {
         name: kind_of(column)
         for name, column in batch.items()
-        if name not in FIELDS or kind_of(column) != told(name)
+        if name not in FIELDS or kind_of(column) != reported(name)
     }
     assert not wrong, f"not as in protocol/fields.py: {wrong}"
 
 
-def told(name: str) -> str:
+def reported(name: str) -> str:
     """The table's word on a column, without the letters of its shape that no tensor shows."""
     return FIELDS[name].kind.replace("(B, P)", "(B, j)").replace("(B, R)", "(B, j)")
 

@@ -131,15 +131,15 @@ def test_it_answers_at_once_and_imports_nothing_large(run: Path) -> None:
         "import sys; from hydraflow import logs; logs.main(sys.argv[1:]); print(*(sys.modules.keys() &"
         " {'torch', 'ray', 'hydra', 'numpy'}))"
     )
-    begun = time.monotonic()
+    since = time.monotonic()
     done = subprocess.run(
         [sys.executable, "-c", program, str(run), "-n", "0"], capture_output=True, text=True, check=True
     )
-    assert done.stdout.strip() == "" and time.monotonic() - begun < 5
+    assert done.stdout.strip() == "" and time.monotonic() - since < 5
 
 
 def test_following_a_run_to_its_end(tmp_path: Path) -> None:
-    """Files that appear, grow, are set aside; the end of the run ends it."""
+    """Files that appear, grow, are moved; the end of the run ends it."""
     folder = tmp_path / "logs"
     written = RoleLogs(LogSettings(str(folder), LogConfig(max_megabytes=300 / 2**20, keep=9)), 0, "actor")
     written.line("INFO", "there before")
@@ -199,7 +199,8 @@ def test_following_a_run_that_is_killed(run: Path) -> None:
 def test_following_a_role_that_has_not_written_yet(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """As right after the start of a run; and its folder is set aside meanwhile, as when it starts anew."""
+    """As right after the start of a run; and its folder is moved meanwhile, as when it starts from
+    scratch."""
     folder = tmp_path / "logs"
     folder.mkdir()
     owned(tmp_path, os.getpid())

@@ -1,4 +1,4 @@
-"""Secrets are hidden wherever they stand, and nothing else is."""
+"""Secrets are hidden wherever they are, and nothing else is."""
 
 from __future__ import annotations
 

@@ -100,7 +100,7 @@ def _discounted(values: Tensor, lengths: Tensor, factor: float) -> Tensor:
 
 
 def _with_gaps(lengths: Tensor, gaps: Tensor) -> Tensor:
-    """Places of the tokens (n,) of rows that are followed by so many free places each.
+    """Places of the tokens (n,) of rows that are each followed by a gap of free places.
 
     >>> _with_gaps(torch.tensor([2, 0, 3]), torch.tensor([1, 0, 5])).tolist()
     [0, 1, 3, 4, 5]

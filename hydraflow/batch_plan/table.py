@@ -6,6 +6,7 @@ the plan's.
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Sequence
 
@@ -31,7 +32,11 @@ def print_plan(plan: BatchPlan | SFTPlan | GeneratePlan) -> None:
 def plan_lines(quantities: Sequence[Quantity], width: int) -> list[str]:
     """The quantities as a table: name, value, unit, formula with numbers, provenance; on a narrow terminal
     value and unit share a column, and formula and provenance another."""
-    rows = [(one.name, str(one.value), one.unit, one.formula, one.provenance) for one in quantities]
+    units = [_one(each.unit) if each.value == 1 else each.unit for each in quantities]
+    rows = [
+        (each.name, str(each.value), unit, each.formula, each.provenance)
+        for each, unit in zip(quantities, units, strict=True)
+    ]
     if fits([HEAD, *rows], width):
         return table([HEAD, *rows], width, right=[1])
     narrow = [("quantity", "value", "formula, or where it is from")]
@@ -39,3 +44,16 @@ def plan_lines(quantities: Sequence[Quantity], width: int) -> list[str]:
         how = formula or origin if origin == DERIVED or not formula else f"{formula}; {origin}"
         narrow.append((name, f"{value} {unit}", how))
     return table(narrow, width)
+
+
+def _one(unit: str) -> str:
+    """A unit in the singular.
+
+    >>> [_one(unit) for unit in ("data ranks", "micro-batches", "fillings of an engine", "trajectories")]
+    ['data rank', 'micro-batch', 'filling of an engine', 'trajectory']
+    """
+    noun, *rest = re.split("(?= of | per )", unit, maxsplit=1)
+    for plural, singular in (("ies", "y"), ("ches", "ch"), ("sses", "ss"), ("s", "")):
+        if noun.endswith(plural):
+            return noun.removesuffix(plural) + singular + "".join(rest)
+    return unit

@@ -21,6 +21,8 @@ from hydraflow.system.whole_files import json_object
 from hydraflow.workers.config import ActorConfig
 
 POLICY = "actor_rollout_ref"
+_LARGEST_HIDDEN_SIZE = 16384
+"""That of Llama 3.1 405B: the limit for models whose config.json is not on this machine."""
 
 
 def advice(config: object, *, planning: bool) -> Iterator[str]:
@@ -98,10 +100,11 @@ def _teachers(config: PPOConfig) -> Iterator[str]:
 
 def _rank(model: ModelConfig, key: str) -> Iterator[str]:
     hidden = _hidden_size(model) if model.lora_rank > 0 else None
-    if hidden is not None and model.lora_rank > hidden:
+    if model.lora_rank > (hidden or _LARGEST_HIDDEN_SIZE):
+        whose = f"the model's hidden size {hidden}" if hidden else "the hidden size of any model"
         yield (
-            f"{key}.lora_rank={model.lora_rank}: is more than the model's hidden size {hidden}, so the"
-            f" adapters are larger than the matrices they change; usual are {key}.lora_rank=8 to 64"
+            f"{key}.lora_rank={model.lora_rank}: is more than {whose}, so the adapters are larger than the"
+            f" matrices they change; usual are {key}.lora_rank=8 to 64"
         )
 
 

@@ -20,6 +20,7 @@ CONFIG_NAME = ("--config-name", "-cn")
 _WITH_VALUE = {"--cfg", "-c", "--package", "-p", *CONFIG_PATH, *CONFIG_DIR, *CONFIG_NAME}
 _INFO = {"--info", "-i"}
 _INFO_KINDS = {"all", "config", "defaults", "defaults-tree", "plugins", "searchpath"}
+_CFG_KINDS = ("job", "hydra", "all")
 _COMMANDS = {"--cfg", "-c", "--info", "-i", "--shell-completion", "-sc", *_RUNS}
 
 
@@ -140,6 +141,10 @@ def _combination_problems(arguments: Arguments) -> list[Problem]:
     commands = [option for option in arguments.options if option.partition("=")[0] in _COMMANDS]
     if len(commands) > 1:
         problems.append(Problem(" ".join(commands), None, "only one of these options at a time", commands[0]))
+    shown = arguments.value("--cfg", "-c")
+    if shown is not None and shown not in _CFG_KINDS:
+        rule = f"there are {', '.join(_CFG_KINDS)}"
+        problems.append(Problem(f"--cfg {shown}", None, rule, "--cfg job"))
     if not arguments.has("--cfg", "-c") and arguments.take("--resolve") is not None:  # Hydra would crash
         problems.append(Problem("--resolve", None, "goes with --cfg", "--cfg job --resolve"))
     return problems

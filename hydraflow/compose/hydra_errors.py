@@ -9,13 +9,10 @@ import difflib
 import re
 from collections.abc import Callable, Sequence
 
-from hydra.errors import HydraException
-from omegaconf.errors import OmegaConfBaseException
-
 from hydraflow.errors import ConfigError, Problem
 
 
-def translated(error: HydraException | OmegaConfBaseException, files: Sequence[str] = ()) -> ConfigError:
+def translated(error: Exception, files: Sequence[str] = ()) -> ConfigError:
     """An error of Hydra or OmegaConf as a problem of the configuration; `files`: names that a defaults list
     may use.
 
@@ -44,6 +41,25 @@ def _interpolation(key: str, match: re.Match[str], files: Sequence[str]) -> Prob
     return Problem(key, f"${{{match[1]}}}", f"Interpolation key '{match[1]}' not found", remedy)
 
 
+def _environment(key: str, match: re.Match[str], files: Sequence[str]) -> Problem:
+    name = match[1]
+    remedy = f"export {name}=<value>, or ${{oc.env:{name},<default>}}"
+    return Problem(key, f"${{oc.env:{name}}}", f"the environment has no variable {name}", remedy)
+
+
+def _resolver(key: str, match: re.Match[str], files: Sequence[str]) -> Problem:
+    rule = f"there is no resolver {match[1]}"
+    return Problem(key, f"${{{match[1]}:...}}", rule, "${oc.env:NAME} is a variable of the environment")
+
+
+def _circle(key: str, match: re.Match[str], files: Sequence[str]) -> Problem:
+    return Problem(key, None, "its interpolations refer to each other in a circle", f"{key}=<value>")
+
+
+def _no_hydra_key(key: str, match: re.Match[str], files: Sequence[str]) -> Problem:
+    return Problem(match[1], None, "there is no such key or group to override", f"leave out {match[1]}")
+
+
 def _no_mapping(key: str, match: re.Match[str], files: Sequence[str]) -> Problem:
     kind = "a list" if match[2] == "ListConfig" else "no keys"
     return Problem(f"{match[1]}.yaml", None, f"holds {kind} where keys belong", "write lines `key: value`")
@@ -51,7 +67,8 @@ def _no_mapping(key: str, match: re.Match[str], files: Sequence[str]) -> Problem
 
 def _default(key: str, match: re.Match[str], files: Sequence[str]) -> Problem:
     name = match[2]
-    close = difflib.get_close_matches(name.rpartition("/")[2], files, n=1)
+    others = [file for file in files if file != match[1]]
+    close = difflib.get_close_matches(name.rpartition("/")[2], others, n=1)
     remedy = f"leave out {name}, or --config-dir DIR names its folder"
     remedy = f"write {close[0]} instead" if close else remedy
     rule = f"its defaults list names '{name}', and there is no such file"
@@ -72,6 +89,19 @@ def _override(key: str, match: re.Match[str], files: Sequence[str]) -> Problem:
     return Problem(f"{match[1]}.yaml", None, rule, remedy)
 
 
+def _no_list(key: str, match: re.Match[str], files: Sequence[str]) -> Problem:
+    return Problem(f"{match[1]}.yaml", None, f"defaults must be a list, not {match[2]}", "defaults: [_self_]")
+
+
+def _no_entry(key: str, match: re.Match[str], files: Sequence[str]) -> Problem:
+    rule = f"an entry of a defaults list must be text or a mapping, not {match[1]}"
+    return Problem(key, None, rule, "write the name of a file, or group: name")
+
+
+def _no_end(key: str, match: re.Match[str], files: Sequence[str]) -> Problem:
+    return Problem(key, None, "files name each other in their defaults lists", "leave out one of the names")
+
+
 def _other_kind(key: str, match: re.Match[str], files: Sequence[str]) -> Problem:
     name, value = match.groups()
     kinds = "a list such as [a,b], not a mapping", "a mapping such as {name: value}, not a list"
@@ -82,9 +112,17 @@ _ROWS: tuple[tuple[str, Callable[[str, re.Match[str], Sequence[str]], Problem]],
     (r"Could not delete from config\. (?:The value of )?'(.+?)'", _deletion),
     (r"Error merging override \+*([\w.]+)=([{\[].*)", _other_kind),
     (r"Interpolation key '(.+?)' not found", _interpolation),
+    (r"Environment variable '(.+?)' not found", _environment),
+    (r"Unsupported interpolation type (\S+)", _resolver),
+    (r"Recursive interpolation detected", _circle),
+    (r"Invalid defaults list in '(.+?)', defaults must be a list \(got (.+?)\)", _no_list),
+    (r"Unsupported type in defaults : (\w+)", _no_entry),
+    (r"maximum recursion depth exceeded", _no_end),
     (r"primary config '(.+?)' must be a DictConfig, got (\w+)", _no_mapping),
     (r"In '(.+?)': Could not (?:load|find) '(.+?)'\.?\s*Available options in '.+?':\s*(.+)", _choice),
     (r"In '(.+?)': Could not (?:load|find) '(.+?)'", _default),
     (r"In '(.+?)': Could not override '(.+?)'\. No match in the defaults list", _override),
+    (r"Could not override '(.+?)'\.", _no_hydra_key),
+    (r"Override (\S+?)=\S* looks like a config group override", _no_hydra_key),
 )
 """Pattern of Hydra's message -> the problem."""

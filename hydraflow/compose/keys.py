@@ -18,6 +18,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields, is_dataclass
 from typing import Any
 
+import yaml
+
 from hydraflow.compose.nearest import nearest
 from hydraflow.errors import Problem, shown
 from hydraflow.options import option_of
@@ -156,6 +158,19 @@ def accepts(hint: Any, value: Any) -> bool:
     return isinstance(value, hint)
 
 
+def without_quotes(value: Any) -> Any:
+    """The number, list or mapping that a text would be without the quotes around it; None: it is none.
+
+    >>> without_quotes("64"), without_quotes("[/a,/b]"), without_quotes("a, b"), without_quotes("[/a")
+    (64, ['/a', '/b'], None, None)
+    """
+    try:
+        meant = yaml.safe_load(value) if isinstance(value, str) else None
+    except yaml.YAMLError:
+        return None
+    return None if isinstance(meant, str) else meant
+
+
 def fitted(hint: Any, value: Any) -> Any:
     """Converts a value that `accepts` took to the exact type: 1 for a float is 1.0, 5 for text is '5'.
 
@@ -190,16 +205,26 @@ def type_words(hint: Any) -> str:
 def describe(schema: type) -> str:
     """Every key with its default, its legal values and what it does; sections as headings."""
     lines: list[str] = []
-    width = min(shutil.get_terminal_size().columns, 110)
-    wrap = functools.partial(textwrap.wrap, break_long_words=False, break_on_hyphens=False)
     for key in known_keys(schema).values():
         if key.is_section:
-            lines += ["", *wrap(f"{key.path}: {key.doc}", width)]
+            lines += ["", *wrapped(f"{key.path}: {key.doc}")]
         else:
             legal = "; ".join(filter(None, (type_words(key.hint), key.limits)))
-            lines += wrap(f"  {key.path}={shown(key.default)}   ({legal})", width, subsequent_indent=" " * 8)
-            lines += wrap(key.doc, width, initial_indent=" " * 6, subsequent_indent=" " * 6)
+            lines += wrapped(f"{key.path}={shown(key.default)}   ({legal})", first=2, rest=8)
+            lines += wrapped(key.doc, first=6, rest=6)
     return "\n".join(lines)
+
+
+def wrapped(text: str, *, first: int = 0, rest: int = 0) -> list[str]:
+    """Lines as wide as the terminal, at most 110, without splitting words; first, rest: their indentation."""
+    wrapper = textwrap.TextWrapper(
+        width=min(shutil.get_terminal_size().columns, 110),
+        initial_indent=" " * first,
+        subsequent_indent=" " * rest,
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
+    return wrapper.wrap(text)
 
 
 def known_above(keys: Mapping[str, Key], path: str) -> Key | None:

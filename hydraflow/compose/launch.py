@@ -28,7 +28,7 @@ from hydraflow.compose.arguments import Arguments, CommandLineOption, split
 from hydraflow.compose.command import Command
 from hydraflow.compose.command_words import public_words
 from hydraflow.compose.hydra_errors import translated
-from hydraflow.compose.keys import describe
+from hydraflow.compose.keys import describe, wrapped
 from hydraflow.compose.loading import VERSION_BASE, ComposedConfig, EntryPoint, finish, register
 from hydraflow.compose.overrides import PreparedCommandLine, config_folder, groups_in, prepare
 from hydraflow.compose.own_files import take, unreadable
@@ -119,27 +119,37 @@ def help_text(config_name: str, schema: type, options: Sequence[CommandLineOptio
     groups = groups_in([config_folder(config_name)], schema).items()
     lines = [
         f"{command} [options] [key=value ...]",
-        (
+        *wrapped(
             "Settings: key=value, one for each key below; lists as key=[a,b]; +key=value and ++key=value mean"
-            " the same."
+            " the same.",
+            rest=10,
         ),
-        (
+        *wrapped(
             "Options:  --cfg job prints the configuration; --multirun runs key=a,b once for each value;"
-            " --config-dir DIR and"
+            " --config-dir DIR and --config-name NAME take your own YAML file (start it with `defaults:"
+            f" [{config_name}, _self_]`); --info shows where values come from; --help verl lists how each of"
+            " verl's keys is handled; --hydra-help lists the rest.",
+            rest=10,
         ),
-        "          --config-name NAME take your own YAML file (start it with"
-        f" `defaults: [{config_name}, _self_]`);",
-        "          --info shows where values come from; --hydra-help lists the rest;",
-        "          --help verl lists how each of verl's keys is handled.",
-        *(f"          {f'{one.name} {one.value}'.rstrip()}  {one.doc}" for one in options),
+        *(line for one in options for line in _help_of(one)),
         *(["\nGroups:"] if groups else []),
         *(f"  {group}={'|'.join(choices)}" for group, choices in groups),
-        "\nKeys, with the defaults for your own data. The recipe, which runs without any, sets others:"
-        " --cfg job shows what is in force.\n"
-        if config_name == "ppo"
-        else "\nKeys:\n",
+        "",
+        *wrapped(
+            "Keys, with the defaults for your own data. The recipe, which runs without any, sets others:"
+            " --cfg job shows what is in force."
+            if config_name == "ppo"
+            else "Keys:"
+        ),
+        "",
     ]
     return "\n".join(lines) + describe(schema)
+
+
+def _help_of(option: CommandLineOption) -> list[str]:
+    name = f"{option.name} {option.value}".rstrip()
+    paragraphs = f"{name}  {option.doc}".splitlines()
+    return [line for text in paragraphs for line in wrapped(text.strip(), first=10, rest=12)]
 
 
 class _Launch(Generic[Config]):
@@ -179,11 +189,17 @@ class _Launch(Generic[Config]):
             if self._has_composed:
                 raise  # not an error of reading a configuration
             raise ConfigError([*problems, unreadable(error)]) from error
+        except (ValueError, RecursionError) as error:  # Hydra's words about a defaults list
+            if self._has_composed:
+                raise
+            raise ConfigError([*problems, *translated(error, self._prepared.files).problems]) from error
 
     def _words_for_hydra(self) -> list[str]:
         words = self._prepared.words
         if self.arguments.has("--shell-completion", "-sc"):
             return [*self.arguments.options, *self.arguments.overrides]
+        if self.arguments.has("--hydra-help", "--version"):  # these compose no configuration
+            return self.arguments.options
         keys = {word.partition("=")[0].lstrip("+") for word in words}
         quiet = _QUIET | {"hydra.job.name": self.entry.config_name}
         return [

@@ -37,7 +37,7 @@ from hydraflow.compose.hydra_errors import translated
 from hydraflow.compose.keys import fitted, known_keys, leaf_keys
 from hydraflow.compose.overrides import PreparedCommandLine, config_folder, groups_in, prepare
 from hydraflow.compose.tree import CheckedTree, UnknownValues, check, nested, over
-from hydraflow.compose.verl_values import ROLLOUT
+from hydraflow.compose.verl_values import ROLLOUT, shard_over_all
 from hydraflow.device import planned_devices
 from hydraflow.errors import ConfigError, HydraflowError, Problem
 from hydraflow.schema import CommandConfig, PPOConfig, SupervisedConfig
@@ -149,6 +149,7 @@ def finish(
         composed = OmegaConf.create(tree)
     checked = check(entry.schema, tree, origins, lambda key: _resolved(composed, key))
     allocated.take(entry.schema, checked.leaves, checked.origins, allocation())
+    checked.translation.notes += shard_over_all(checked.leaves)
     checked.unknown.keys |= prepared.unknown.keys
     checked.unknown.everything |= prepared.unknown.everything
     unsupported = checked.translation.unsupported
@@ -306,8 +307,8 @@ def _value_problems(
     `others`: problems already found that may be due to one, too. `refused`: there are problems besides.
     """
     problems = [*checks.problems(config, planning=entry.tolerant), *others]
-    led = {f"follows {problem.field}" for problem in problems}  # told of the key that leads
-    problems = [problem for problem in problems if checked.origins.get(problem.field) not in led]
+    followed = {f"follows {problem.field}" for problem in problems}  # the key they follow is reported
+    problems = [problem for problem in problems if checked.origins.get(problem.field) not in followed]
     if not entry.tolerant:
         problems += allocated.contradictions(config, allocation())
         problems += allocated.started_often(config, torchrun_processes())

@@ -21,13 +21,18 @@ _MISSING_SECTION, _EXTRA_SECTION, _WRONG_SECTION = 0.1, 0.4, 0.6
 
 
 def nearest(path: str, keys: Iterable[str], count: int = 3) -> list[str]:
-    """The `count` keys most similar to `path`.
+    """The `count` keys most similar to `path`; only those of its last name if the most similar one has that.
 
     >>> nearest("data.train_bach_size", ["data.train_batch_size", "data.val_batch_size", "trainer.seed"])
     ['data.train_batch_size', 'data.val_batch_size']
+    >>> nearest("actor.top_k", ["rollout.top_p", "rollout.top_k"])
+    ['rollout.top_k']
     """
     prices = {key: price for key in keys if (price := _price(path, key)) is not None}
-    return sorted(prices, key=lambda key: prices[key])[:count]
+    found = sorted(prices, key=lambda key: prices[key])
+    if found and _names(found[0])[-1] == _names(path)[-1]:  # only its sections are wrong
+        found = [key for key in found if _names(key)[-1] == _names(path)[-1]]
+    return found[:count]
 
 
 def _price(path: str, key: str) -> float | None:

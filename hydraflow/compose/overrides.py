@@ -169,6 +169,10 @@ def _without_spaces(words: Sequence[str]) -> tuple[list[str], list[Problem]]:
 
 
 def _no_value(word: str, schema: type) -> Problem:
+    name, colon, value = word.lstrip("+").partition(":")
+    if colon and name in known_keys(schema):  # as in a YAML file
+        meant = public_word(f"{name}={value.strip()}")
+        return Problem(public_word(word), None, "is not key=value", meant)
     known = known_keys(schema).get(word.lstrip("+"))
     remedy = (
         "--help lists every key" if known is None or known.is_section else f"{word}={shown(known.default)}"

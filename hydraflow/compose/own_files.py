@@ -74,12 +74,19 @@ def unreadable(error: yaml.YAMLError | UnicodeDecodeError) -> Problem:
     ... except yaml.YAMLError as error:
     ...     print(unreadable(error))
     configuration: is not YAML: expected ',' or ']', but got '<stream end>' (line 1)
+          -> write lines `key: value`, those of one section indented by the same number of spaces
     """
     mark = getattr(error, "problem_mark", None)
     if isinstance(error, UnicodeDecodeError) or mark is None:
         return Problem("configuration", None, f"a YAML file cannot be read: {error}", "write it in UTF-8")
     file = "configuration" if mark.name.startswith("<") else mark.name
-    return Problem(file, None, f"is not YAML: {getattr(error, 'problem', error)} (line {mark.line + 1})")
+    why = str(getattr(error, "problem", error))
+    remedy = "write lines `key: value`, those of one section indented by the same number of spaces"
+    if "\\t" in why:
+        remedy = "indent with spaces, not tabs"
+    elif why.startswith("found duplicate key"):
+        remedy = "leave out one of the two lines"
+    return Problem(file, None, f"is not YAML: {why} (line {mark.line + 1})", remedy)
 
 
 def _split_name(arguments: Arguments) -> None:

@@ -28,6 +28,7 @@ from hydraflow.batch_plan.settings import value_at
 from hydraflow.batch_plan.stages import megatron_sections
 from hydraflow.batch_plan.weights import PATH
 from hydraflow.compose.effects import without_effect
+from hydraflow.compose.keys import known_keys, without_quotes
 from hydraflow.engine.config import FSDPConfig, engine_config
 from hydraflow.errors import Problem, shown
 from hydraflow.generation.config import GENERATION_ENGINES, RolloutConfig, SamplingConfig, engine_dtype
@@ -53,11 +54,17 @@ def problems(config: object, *, planning: bool = False) -> list[Problem]:
     return [*_value_problems(config), *across, *(() if planning else _missing(config))]
 
 
-def _value_problems(config: object) -> Iterator[Problem]:
+def _value_problems(config: Any) -> Iterator[Problem]:
     """Values outside of a key's choices or limits."""
-    for leaf, default in zip(walk(config), walk(type(config)()), strict=True):  # type: ignore[operator]
+    hints = known_keys(config.__class__)
+    for leaf, default in zip(walk(config), walk(type(config)()), strict=True):
         rule = leaf.option.rule
         if rule is None or leaf.value is None or rule.holds(leaf.value):
+            continue
+        meant = without_quotes(leaf.value) if hints[leaf.key].hint is Any else None
+        if meant is not None and rule.holds(meant):
+            quoted, text = shown(f"'{leaf.value}'", leaf.key), f"{rule.text}, and the quotes make it text"
+            yield Problem(leaf.key, quoted, text, f"{leaf.key}={shown(meant)}")
             continue
         choices = {choice.lower(): choice for choice in rule.choices}
         if close := difflib.get_close_matches(str(leaf.value).lower(), choices, n=1):

@@ -24,6 +24,7 @@ from hydraflow.compose.keys import (
     nearest_keys,
     type_words,
     unknown_key,
+    without_quotes,
     wrong_type,
 )
 from hydraflow.compose.verl import Translation
@@ -144,11 +145,8 @@ def _as_meant(known: Key, value: Any) -> Problem | None:
     if known.is_section:
         return None
     if isinstance(value, str):
-        try:
-            meant = yaml.safe_load(value)
-        except yaml.YAMLError:
-            return None
-        if isinstance(meant, str) or meant is None or not accepts(known.hint, meant):
+        meant = without_quotes(value)
+        if meant is None or not accepts(known.hint, meant):
             return None
         rule = f"must be {type_words(known.hint)}, and the quotes make it text"
         return Problem(known.path, shown(f"'{value}'", known.path), rule, f"{known.path}={shown(meant)}")

@@ -23,6 +23,7 @@ from hydraflow.compose.verl_table import (
     UNBUILT_STRATEGIES,
     VERL_TRACKERS,
 )
+from hydraflow.device import planned_devices
 from hydraflow.errors import Problem, shown
 
 ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
@@ -62,7 +63,7 @@ def our_value(key: str, value: Any) -> tuple[Any, str | None]:
 
 
 def _loggers(value: Any) -> tuple[Any, str | None]:
-    names = [value] if isinstance(value, str) else value
+    names = [value] if isinstance(value, str) and not value.startswith("[") else value
     if not isinstance(names, list):
         return value, None
     names = ["wandb" if name == "tracking" else name for name in names]
@@ -84,7 +85,6 @@ def beside_others(leaves: dict[str, Any], origins: dict[str, str], foreign: Coll
     """Changes values whose meaning in verl depends on other keys, foreign ones included; yields a note on
     each."""
     yield from _divided_by_vllm(leaves, origins, foreign)
-    yield from _sharded_over_all(leaves)
     yield from _counted_by_rows(leaves, origins, foreign)
     yield from _bypassed(leaves, origins)
     tool = leaves.get("global_profiler.tool")
@@ -103,20 +103,21 @@ def beside_others(leaves: dict[str, Any], origins: dict[str, str], foreign: Coll
 def _divided_by_vllm(
     leaves: dict[str, Any], origins: dict[str, str], foreign: Collection[str]
 ) -> Iterator[str]:
-    """A verl command line that shards a replica but names no engine means vLLM, the default of earlier
-    versions; our native engine holds whole models."""
+    """A verl command line or file that shards a replica but names no engine (`name: ???`) means vLLM, the
+    default of earlier versions; our native engine holds whole models."""
     name = f"{ROLLOUT}.name"
+    unnamed = name not in origins or name not in leaves
     for size in (f"{ROLLOUT}.tensor_model_parallel_size", f"{ROLLOUT}.pipeline_model_parallel_size"):
-        if foreign and name not in origins and isinstance(leaves.get(size), int) and leaves[size] > 1:
-            leaves[name], origins[name] = "vllm", f"follows {size}"
+        if foreign and unnamed and isinstance(leaves.get(size), int) and leaves[size] > 1:
+            leaves[name], origins[name], unnamed = "vllm", f"follows {size}", False
             yield f"{name}: not set, and {size}={leaves[size]}; taken as vllm, as in earlier versions of verl"
 
 
-def _sharded_over_all(leaves: dict[str, Any]) -> Iterator[str]:
-    """A shard size above the number of devices means full sharding."""
-    per_node = leaves.get("trainer.n_gpus_per_node")
-    if per_node is None:
-        return
+def shard_over_all(leaves: dict[str, Any]) -> Iterator[str]:
+    """A shard size above the number of devices means full sharding; yields a note. The devices are those of
+    the configuration or an allocation, else this machine's."""
+    per_node = leaves.get("trainer.n_gpus_per_node") or leaves.get("cluster.devices_per_node")
+    per_node = per_node or planned_devices(leaves.get("trainer.device", "auto"))
     devices = per_node * leaves.get("trainer.nnodes", 1)
     for key, size in leaves.items():
         if key.endswith("fsdp_config.fsdp_size") and isinstance(size, int) and size > devices:

@@ -160,8 +160,8 @@ def read_chats(
     records = read_records(files, key=key, limit=max_samples)
     with_messages = [record for record in records if config.messages_key in record.values]
     pairs = [record for record in records if config.messages_key not in record.values]
-    require_columns(with_messages, [config.messages_key])
-    require_columns(pairs, [config.prompt_key, config.response_key])
+    require_columns(with_messages, {config.messages_key: "data.messages_key"})
+    require_columns(pairs, {config.prompt_key: "data.prompt_key", config.response_key: "data.response_key"})
     chats = [_read_chat(record, config) for record in records]
     require_turns(records, chats)
     return records, chats
@@ -222,8 +222,8 @@ def _by_beginnings(
     owners = [records[row] for row, _ in turns]
     options = dict(template_kwargs=template_kwargs)
     whole = tokenise_chats(tokenizer, chats, records, add_generation_prompt=False, **options)
-    begun = [chats[row][:turn] for row, turn in turns]
-    before = tokenise_chats(tokenizer, begun, owners, add_generation_prompt=True, **options)
+    openings = [chats[row][:turn] for row, turn in turns]
+    before = tokenise_chats(tokenizer, openings, owners, add_generation_prompt=True, **options)
     # The last turn of a conversation ends with the whole, which is the common case and needs no third
     # tokenisation.
     inner = [(i, row, turn) for i, (row, turn) in enumerate(turns) if turn + 1 < len(chats[row])]

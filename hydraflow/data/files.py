@@ -6,7 +6,7 @@ downloads (a run reads local files only) and streaming (the prompts of a run fit
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
@@ -39,11 +39,15 @@ class FileRecord:
 
 
 def read_records(
-    files: str | Path | Sequence[str | Path] | None, *, key: str, columns: Sequence[str] = (), limit: int = -1
+    files: str | Path | Sequence[str | Path] | None,
+    *,
+    key: str,
+    columns: Mapping[str, str] | None = None,
+    limit: int = -1,
 ) -> list[FileRecord]:
     """Rows of all `files` in order, the first `limit` of them (-1: all). `key` is the configuration key to
     name in errors. Raises `ConfigError` for a missing, unreadable or empty file and for a row in which one of
-    `columns` is absent or null."""
+    `columns` (see `require_columns`) is absent or null."""
     records: list[FileRecord] = []
     for path in as_paths(files, key):
         if len(records) == limit:
@@ -51,7 +55,7 @@ def read_records(
         records += _read_file(path, key, limit - len(records) if limit >= 0 else None)
     if not records:
         raise ConfigError.one(key, files, f"a limit of {limit} leaves no rows", "use -1 for all rows")
-    require_columns(records, columns)
+    require_columns(records, columns or {})
     return records
 
 
@@ -62,17 +66,26 @@ def as_paths(files: Any, key: str) -> list[Path]:
     return listed(files) or []
 
 
-def require_columns(records: Sequence[FileRecord], columns: Sequence[str]) -> None:
-    """Raises `ConfigError` naming file, row and column of the first rows that lack one of `columns`."""
+def require_columns(records: Sequence[FileRecord], columns: Mapping[str, str]) -> None:
+    """Raises `ConfigError` naming file, row and column of the first rows that lack one of `columns`: name ->
+    the configuration key that names it; empty: the name is fixed."""
     problems: list[Problem] = []
     for record in records:
         if missing := [c for c in columns if record.values.get(c) is None]:
             there = ", ".join(filled(record)) or "none"
-            problems.append(record.problem(f"has no value in column {', '.join(missing)}; it has {there}"))
+            rule = f"has no value in column {', '.join(missing)}; it has {there}"
+            problems.append(record.problem(rule, _other_columns(missing, columns)))
     if len(problems) == len(records) > 1 and len({problem.rule for problem in problems}) == 1:
         rule = f"{problems[0].rule}, as all {len(records)} rows"
         raise ConfigError([replace(problems[0], rule=rule)])
     raise_problems(problems)
+
+
+def _other_columns(missing: Sequence[str], columns: Mapping[str, str]) -> str:
+    """What to write for rows without these columns."""
+    named = " ".join(f"{columns[name]}=<one of its columns>" for name in missing if columns[name])
+    fixed = ", ".join(name for name in missing if not columns[name])
+    return " and ".join(filter(None, [named, fixed and f"write a column {fixed}"]))
 
 
 def raise_problems(problems: Sequence[Problem]) -> None:

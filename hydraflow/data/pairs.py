@@ -115,11 +115,10 @@ def read_pairs(
 ) -> tuple[list[FileRecord], list[tuple[Messages, Messages]]]:
     """Rows and their two conversations, the preferred one first, not tokenised yet. Raises ConfigError for
     unusable files and for rows that are not pairs."""
-    records = read_records(
-        files, key=key, columns=(config.chosen_key, config.rejected_key), limit=max_samples
-    )
+    columns = {config.chosen_key: "data.chosen_key", config.rejected_key: "data.rejected_key"}
+    records = read_records(files, key=key, columns=columns, limit=max_samples)
     texts = [record for record in records if isinstance(record.values[config.chosen_key], str)]
-    require_columns(texts, [config.prompt_key])
+    require_columns(texts, {config.prompt_key: "data.prompt_key"})
     pairs = [(_chat(r, config.chosen_key, config), _chat(r, config.rejected_key, config)) for r in records]
     for side in (0, 1):
         require_turns(records, [pair[side] for pair in pairs])
@@ -192,7 +191,7 @@ def _margins(config: PairsConfig, records: Sequence[FileRecord]) -> list[float] 
     column = config.margin_key if isinstance(config, GradedPairsConfig) else None
     if column is None or not any(record.values.get(column) is not None for record in records):
         return None
-    require_columns(records, [column])
+    require_columns(records, {column: "data.margin_key"})
     problems = []
     for record in records:
         value = record.values[column]

@@ -87,7 +87,9 @@ def read_prompts(
     """Rows and their messages, not tokenised yet. Raises ConfigError for unusable files and rows without a
     needed column."""
     source_key = _source_key(config)
-    needed = [config.prompt_key, *([source_key, "reward_model"] if source_key else [])]
+    needed = {config.prompt_key: "data.prompt_key"}
+    if source_key:
+        needed |= {source_key: "data.reward_fn_key", "reward_model": ""}
     records = read_records(files, key=key, columns=needed, limit=max_samples)
     if source_key:
         _require_ground_truth(records)

@@ -145,25 +145,25 @@ class TokenRequest:
     """As in `GenerationRequest`."""
     sample: int
     """Number of the sample, from 0."""
-    begun: tuple[int, ...] = ()
+    sampled: tuple[int, ...] = ()
     """Tokens already sampled, by an aborted request."""
 
     def __post_init__(self) -> None:
-        if len(self.begun) >= self.params.max_tokens:
+        if len(self.sampled) >= self.params.max_tokens:
             most = f"max_tokens={self.params.max_tokens}"
-            raise ValueError(f"a response of {len(self.begun)} tokens is complete: {most}")
+            raise ValueError(f"a response of {len(self.sampled)} tokens is complete: {most}")
 
     @property
     def context(self) -> Tensor:
-        """Context of the next token, int64 (P + begun,)."""
-        if not self.begun:
+        """Context of the next token, int64 (P + sampled,)."""
+        if not self.sampled:
             return self.prompt
-        return torch.cat([self.prompt, torch.tensor(self.begun, dtype=torch.int64)])
+        return torch.cat([self.prompt, torch.tensor(self.sampled, dtype=torch.int64)])
 
     @property
     def left(self) -> SamplingParams:
         """Sampling parameters for the rest of the response."""
-        return replace(self.params, max_tokens=self.params.max_tokens - len(self.begun))
+        return replace(self.params, max_tokens=self.params.max_tokens - len(self.sampled))
 
 
 @dataclass(frozen=True)

@@ -154,9 +154,9 @@ class NativeEngine:
         alike = [one for one in self._queue.values() if _alike(one) == _alike(first)][: self._max_rows]
         groups: dict[tuple[int, Key, tuple[int, ...]], list[TokenRequest]] = {}
         for one in alike:
-            groups.setdefault((id(one.prompt), one.key, one.begun), []).append(one)
+            groups.setdefault((id(one.prompt), one.key, one.sampled), []).append(one)
         rows = [_Rows(some[0].context, some[0].key, [one.sample for one in some]) for some in groups.values()]
-        output = self._sample(rows, first.left, begun=len(first.begun))
+        output = self._sample(rows, first.left, sampled=len(first.sampled))
         names = [one.name for some in groups.values() for one in some]
         for name in names:
             del self._queue[name]
@@ -212,21 +212,21 @@ class NativeEngine:
             tokenizer=self._tokenizer,
         )
 
-    def _sample(self, rows: Sequence[_Rows], params: SamplingParams, begun: int = 0) -> GenerationOutput:
-        """Samples all rows, in this order. begun: trailing prompt tokens that belong to the responses."""
+    def _sample(self, rows: Sequence[_Rows], params: SamplingParams, sampled: int = 0) -> GenerationOutput:
+        """Samples all rows, in this order. sampled: trailing prompt tokens that belong to the responses."""
         lengths, counts = [len(some.prompt) for some in rows], [len(some.samples) for some in rows]
         plan = list(waves(lengths, counts, self._max_rows, pad=self._forward.pads))
-        return _output([self._run(wave, rows, params, begun) for wave in plan], request_order(plan, counts))
+        return _output([self._run(wave, rows, params, sampled) for wave in plan], request_order(plan, counts))
 
     # The engine returns only copies of these tensors: inference-mode tensors cannot be used in training.
     @torch.inference_mode()
-    def _run(self, wave: Wave, rows: Sequence[_Rows], params: SamplingParams, begun: int) -> WaveResult:
+    def _run(self, wave: Wave, rows: Sequence[_Rows], params: SamplingParams, sampled: int) -> WaveResult:
         device, prompts = self._forward.device, [rows[i] for i in wave.prompts]
         draws = None
         if not params.greedy:
             samples = [prompts[at].samples[i] for at, i in zip(wave.owner, wave.samples, strict=True)]
             keys = [some.key for some in prompts]
-            draws = UniformDraws(keys, np.array(samples), np.array(wave.owner), device, begun=begun)
+            draws = UniformDraws(keys, np.array(samples), np.array(wave.owner), device, sampled=sampled)
         decoder = WaveDecoder(
             self._forward,
             [some.prompt for some in prompts],
@@ -236,7 +236,7 @@ class NativeEngine:
             self._routers() if params.routes else None,
         )
         stop_tokens = torch.tensor(params.all_stop_tokens(self._eos), dtype=torch.int64, device=device)
-        return decoder.run(params, stop_tokens, self._stop_strings(prompts, wave.owner, params, begun))
+        return decoder.run(params, stop_tokens, self._stop_strings(prompts, wave.owner, params, sampled))
 
     def _routers(self) -> HFRouters:
         """ValueError: the model has no experts, or of an unknown form."""
@@ -246,13 +246,13 @@ class NativeEngine:
         return self._found_routers
 
     def _stop_strings(
-        self, prompts: Sequence[_Rows], owner: Sequence[int], params: SamplingParams, begun: int
+        self, prompts: Sequence[_Rows], owner: Sequence[int], params: SamplingParams, sampled: int
     ) -> list[StopStrings]:
         """Stop-string matcher of each row; empty if there are no stop strings."""
         if not params.stop:
             return []
         contexts = [some.prompt.tolist() for some in prompts]
-        split = [(ids[: len(ids) - begun], ids[len(ids) - begun :]) for ids in contexts]
+        split = [(ids[: len(ids) - sampled], ids[len(ids) - sampled :]) for ids in contexts]
         return [watched(self._tokenizer, params, *split[at]) for at in owner]
 
 
@@ -275,7 +275,7 @@ def build(config: PreTrainedConfig, spec: EngineSpec) -> NativeEngine:
 
 def _alike(request: TokenRequest) -> tuple[SamplingParams, int]:
     """Key of requests that can be batched together."""
-    return request.left, len(request.begun)
+    return request.left, len(request.sampled)
 
 
 def end_tokens(generation_config: GenerationConfig | None, config: PreTrainedConfig) -> tuple[int, ...]:

@@ -106,10 +106,10 @@ def engine_context(tokens: int) -> Context:
     return Context(tokens, f"rollout.max_model_len={tokens}")
 
 
-def seed_of(key: Key, sample: int, begun: int = 0) -> int:
+def seed_of(key: Key, sample: int, sampled: int = 0) -> int:
     """The seed of one sample's draws: 63 bits of a hash, of which torch's generator on a CPU uses 32.
-    `begun`: tokens that have already been sampled."""
+    `sampled`: tokens of the response that exist already."""
     parts = [part if isinstance(part, str) else int(part) for part in key]
-    words = [*parts, sample, *([begun] if begun else [])]
+    words = [*parts, sample, *([sampled] if sampled else [])]
     digest = hashlib.blake2b(json.dumps(words).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1

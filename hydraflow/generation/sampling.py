@@ -67,11 +67,11 @@ class UniformDraws:
         owner: np.ndarray,
         device: torch.device,
         *,
-        begun: int = 0,
+        sampled: int = 0,
     ):
         """keys: one per prompt; samples, owner: int (B,), the sample number of each row and its prompt's
-        place in `keys`. begun: tokens that the responses have already."""
-        self._begun = begun
+        place in `keys`. sampled: tokens that the responses have already."""
+        self._sampled = sampled
         words = np.stack([key_words(key) for key in keys], axis=1)[:, owner]
         self._key = words[:2, :, None]
         self._upper = words[2:, :, None]
@@ -81,8 +81,8 @@ class UniformDraws:
         self._uniforms = torch.empty(0)
 
     def at(self, token: int) -> Tensor:
-        """float64 (B,) in [0, 1) for the token at that position after those that were begun with."""
-        block, offset = divmod(self._begun + token, _BLOCK)
+        """float64 (B,) in [0, 1) for the token at that position after those that were sampled before."""
+        block, offset = divmod(self._sampled + token, _BLOCK)
         if block != self._block:
             self._block = block
             self._uniforms = torch.from_numpy(self._draw(block)).to(self._device)

@@ -143,17 +143,17 @@ class SglangEngine:
     def abort(self, names: Collection[str]) -> list[Completion]:
         """See `GenerationEngine`. What has just been completed is returned as it is."""
         waiting = [aborted(name) for name in names if self._queue.pop(name, None) is not None]
-        begun = [name for name in names if name in self._flights]
+        started = [name for name in names if name in self._flights]
         if self._server.over:
             self._flights.clear()
             return waiting
         deadline = time.monotonic() + CALL_SECONDS
-        while left := [name for name in begun if not self._flights[name].answer.done()]:
+        while left := [name for name in started if not self._flights[name].answer.done()]:
             if time.monotonic() > deadline:
                 self._server.give_up(f"has not aborted {len(left)} requests in {CALL_SECONDS:g} seconds")
             self._ask_to_abort(left)
             wait([self._flights[name].answer for name in left], ABORT_SECONDS)
-        return waiting + self._land(begun)
+        return waiting + self._land(started)
 
     def update_weights(self, stream: Iterable[Weight], *, first: bool = True, last: bool = True) -> None:
         """See `GenerationEngine`. The server loads all of them at once, in the end."""
@@ -217,7 +217,7 @@ class SglangEngine:
         """Drops the tokens after a stop string: the server looks for it in a few tokens at a time."""
         if not one.params.stop:
             return sampled
-        response = watched(self._tokenizer, one.params, one.prompt.tolist(), one.begun)
+        response = watched(self._tokenizer, one.params, one.prompt.tolist(), one.sampled)
         if (length := response.length(sampled.tokens.tolist())) is None:
             return sampled
         return Completion(one.name, sampled.tokens[:length], sampled.log_probs[:length], STOP)
@@ -248,7 +248,7 @@ class SglangEngine:
         }
         try:
             flight.answer.set_result(self._server.post("/generate", asked))
-        except (RequestRefused, EnvironmentFault) as error:  # whoever waits for the answer raises it
+        except (RequestRefused, EnvironmentFault) as error:  # the caller that waits for the answer raises it
             flight.answer.set_exception(error)
         finally:
             flight.answer.cancel()  # of anything else the thread dies, and nobody must wait

@@ -30,10 +30,14 @@ class StopStrings:
     """Watches one response."""
 
     def __init__(
-        self, tokenizer: Tokenizer, strings: Sequence[str], context: Sequence[int], begun: Sequence[int] = ()
+        self,
+        tokenizer: Tokenizer,
+        strings: Sequence[str],
+        context: Sequence[int],
+        sampled: Sequence[int] = (),
     ):
-        """context: the prompt, on which the text of the first tokens depends. begun: tokens that the response
-        has already."""
+        """context: the prompt, on which the text of the first tokens depends. sampled: tokens that the
+        response has already."""
         self._tokenizer, self._strings = tokenizer, tuple(strings)
         whole = _whole_characters(tokenizer, context)
         self.stream = DecodeStream(ids=list(context[:whole]), skip_special_tokens=False)
@@ -41,8 +45,8 @@ class StopStrings:
             self._decoded(token)
         self._kept = max(map(len, strings)) - 1
         self.text = ""
-        """The end of the response's text, in which a stop string may have begun."""
-        for token in begun:
+        """The end of the response's text, in which a stop string may have started."""
+        for token in sampled:
             self.ends_with(token)
 
     def ends_with(self, token: int) -> bool:
@@ -67,11 +71,11 @@ class StopStrings:
 
 
 def watched(
-    tokenizer: TokenizersBackend | None, params: SamplingParams, prompt: Sequence[int], begun: Sequence[int]
+    tokenizer: TokenizersBackend | None, params: SamplingParams, prompt: Sequence[int], sampled: Sequence[int]
 ) -> StopStrings:
     """Watches a response for the stop strings of `params`, for which an engine has a tokenizer."""
     assert tokenizer is not None, "checked with the request"
-    return StopStrings(tokenizer.backend_tokenizer, params.stop, prompt, begun)
+    return StopStrings(tokenizer.backend_tokenizer, params.stop, prompt, sampled)
 
 
 def streaming_tokenizer(

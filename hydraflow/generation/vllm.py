@@ -135,7 +135,7 @@ class VllmEngine:
         for one in requests:
             self._check([one.prompt], one.params)
         for one in requests:
-            seed = seed_of(one.key, one.sample, len(one.begun)) if self._seeds else None
+            seed = seed_of(one.key, one.sample, len(one.sampled)) if self._seeds else None
             how = self._sampling_params(one.left, seed)
             adapter = request_of(self._adapter) if self._adapter else None
             self._engine.add_request(one.name, tokens_input(one.context.tolist()), how, lora_request=adapter)
@@ -250,7 +250,7 @@ class VllmEngine:
     def _watch(self, one: TokenRequest) -> None:
         """Makes vLLM detect stop strings as the other engines do: also one that began before the request was
         interrupted, and after a prompt that ends within a character."""
-        response = watched(self._tokenizer, one.params, one.prompt.tolist(), one.begun)
+        response = watched(self._tokenizer, one.params, one.prompt.tolist(), one.sampled)
         known = self._engine.output_processor
         for inner in known.external_req_ids[one.name]:
             detokenizer = known.request_states[inner].detokenizer
@@ -268,8 +268,8 @@ class VllmEngine:
             )
         tokens, routes = torch.tensor(one.token_ids, dtype=torch.int64), None
         if output.request_id in self._recorded:
-            inner, begun = self._recorded.pop(output.request_id)
-            routes = self._rpc(WeightReceiver.hydraflow_read_routes, inner, begun + max(len(tokens) - 1, 0))
+            inner, before = self._recorded.pop(output.request_id)
+            routes = self._rpc(WeightReceiver.hydraflow_read_routes, inner, before + max(len(tokens) - 1, 0))
         return Completion(output.request_id, tokens, log_probs, one.finish_reason, routes)
 
     def _sampling_params(self, params: SamplingParams, seed: int | None) -> Any:

@@ -52,7 +52,7 @@ def executor_in_group(rank: int) -> Any:
 
         def sample_tokens(self, grammar_output: Any, non_block: bool = False) -> Any:
             """What the last stage has sampled. Earlier ones receive it when the result is needed, not before
-            they have begun the next batch."""
+            they have started the next batch."""
             stages = get_pp_group()
             if stages.world_size == 1:
                 return super().sample_tokens(grammar_output, non_block)

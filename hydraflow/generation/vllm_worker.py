@@ -147,10 +147,10 @@ class WeightReceiver:
     def hydraflow_read_routes(self, request: str, tokens: int) -> Tensor | None:
         """uint8 or int16 (tokens, L, K): the experts of a request's first tokens; valid until the next
         forward pass. None: the request never started."""
-        begun = self.model_runner.requests.get(request)
-        if begun is None:
+        state = self.model_runner.requests.get(request)
+        if state is None:
             return None
-        routes: Tensor = getattr(self.model_runner, ROUTES).of_tokens(begun.block_ids[0], tokens)
+        routes: Tensor = getattr(self.model_runner, ROUTES).of_tokens(state.block_ids[0], tokens)
         return routes
 
     def hydraflow_clear_cache(self) -> None:

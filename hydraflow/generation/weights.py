@@ -29,7 +29,7 @@ class Arrivals:
         self.known = held_weights(model)
         self._needed = {id(parameter): name for name, parameter in model.named_parameters()}
         self._arrived: dict[int, str] = {}
-        self._begun: dict[str, int] = {}
+        self._partial: dict[str, int] = {}
         """Weight -> how many of its numbers have arrived, if incomplete."""
 
     def note(self, name: str, sent: Tensor | Part) -> str:
@@ -54,7 +54,9 @@ class Arrivals:
         """Resets all weights, or those whose names match."""
         forgotten = {id(tensor) for name, tensor in self.known.items() if which is None or which(name)}
         self._arrived = {key: name for key, name in self._arrived.items() if key not in forgotten}
-        self._begun = {name: n for name, n in self._begun.items() if id(self.known[name]) not in forgotten}
+        self._partial = {
+            name: n for name, n in self._partial.items() if id(self.known[name]) not in forgotten
+        }
 
     def refuse_other(self, name: str, earlier: str) -> NoReturn:
         """ValueError: two different tensors were sent for tied weights."""
@@ -74,12 +76,12 @@ class Arrivals:
             )
 
     def _completes(self, name: str, part: Part) -> bool:
-        if (begun := self._begun.pop(name, 0)) != part.start:
+        if (numbers := self._partial.pop(name, 0)) != part.start:
             raise ValueError(
-                f"a part of weight {name} begins at number {part.start}, but {begun} have arrived so far"
+                f"a part of weight {name} begins at number {part.start}, but {numbers} have arrived so far"
             )
         if not part.is_last:
-            self._begun[name] = part.end
+            self._partial[name] = part.end
         return part.is_last
 
 
@@ -88,7 +90,7 @@ class Assembly:
     the parts of one weight are consecutive."""
 
     def __init__(self) -> None:
-        self._begun: Tensor | None = None
+        self._whole: Tensor | None = None
 
     def add(self, sent: Tensor | Part) -> Tensor | None:
         """Adds a weight or a part. Returns a copy of the complete weight (the stream is borrowed), None
@@ -96,12 +98,12 @@ class Assembly:
         if not isinstance(sent, Part):
             return sent.clone(memory_format=torch.contiguous_format)
         if sent.start == 0:
-            self._begun = sent.numbers.new_empty(sent.shape)
-        assert self._begun is not None, "parts come in order"
-        sent.place_in(self._begun).copy_(sent.numbers)
+            self._whole = sent.numbers.new_empty(sent.shape)
+        assert self._whole is not None, "parts come in order"
+        sent.place_in(self._whole).copy_(sent.numbers)
         if not sent.is_last:
             return None
-        whole, self._begun = self._begun, None
+        whole, self._whole = self._whole, None
         return whole
 
 

@@ -52,7 +52,8 @@ def score(config: EvalConfig) -> Scored:
     function.
     """
     data = config.data
-    columns = [data.response_key, data.data_source_key, data.reward_model_key]
+    named = ("response_key", "data_source_key", "reward_model_key")
+    columns = {getattr(data, name): f"data.{name}" for name in named}
     records = read_records(data.path, key="data.path", columns=columns)
     raise_problems([problem for record in records for problem in _row_problems(record, data)])
     sources: dict[str, list[list[RewardRow]]] = {}  # per source, per prompt: its responses

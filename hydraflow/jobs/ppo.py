@@ -96,7 +96,7 @@ class PPOJob:
 
     def _checked(self, session: Session, config: PPOConfig) -> tuple[BatchPlan, RunPrompts]:
         """Opens every file that the run will use, and makes the plan. Raises one ConfigError that lists
-        everything missing or inconsistent. Before the run has begun, a recipe's files are a small sample."""
+        everything missing or inconsistent. Before the run starts, a recipe's files are a small sample."""
         faults = session.faults
         prompts = open_inputs(config, faults)
         sources = set(prompts.data_sources()) if prompts else set()

@@ -64,25 +64,25 @@ class ConcurrentRows:
                 ends = asyncio.get_running_loop().time() + self.caller.alarm.limit
                 self._started[number] = self.caller.alarm.began, self.caller.alarm.waited
                 self._note()
-                begun = self._begun(row)
-            result = await self._result(begun, ends)
+                started = self._awaitable(row)
+            result = await self._result(started, ends)
             del self._started[number]
             self._note()
             done(number, result)
 
-    def _begun(self, row: Sequence[Any]) -> Awaitable[Any] | Result:
+    def _awaitable(self, row: Sequence[Any]) -> Awaitable[Any] | Result:
         """What is to be waited for; or the result of a row that failed before."""
         try:
             return self.caller.call.of_row(row)
         except BaseException as error:  # the user's code may raise anything: the row fails, never the run
             return self.caller.failed(error)
 
-    async def _result(self, begun: Awaitable[Any] | Result, ends: float) -> Result:
-        if isinstance(begun, tuple):
-            return begun
+    async def _result(self, started: Awaitable[Any] | Result, ends: float) -> Result:
+        if isinstance(started, tuple):
+            return started
         try:
             async with asyncio.timeout_at(ends) as waiting:
-                return read_value(await begun)
+                return read_value(await started)
         except BaseException as error:  # see above
             is_late = waiting.expired() and isinstance(error, TimeoutError)
             return self.caller.failed(RowTimeout() if is_late else error)

@@ -111,8 +111,8 @@ def supervise(run: Callable[[], None], leash: int, *, own: Sequence[int] = ()) -
 
 
 def end_like(status: int | None) -> None:
-    """Exits as a process with this wait status did, because whoever started this one reads the reason from
-    it."""
+    """Exits as a process with this wait status did, because the process that started this one reads the
+    reason from it."""
     code = 0 if status is None else os.waitstatus_to_exitcode(status)
     if code < 0:
         with suppress(OSError):  # SIGKILL has no handler to reset

@@ -96,7 +96,7 @@ class Turns:
 
     @contextmanager
     def together(self, *roles: str) -> Iterator[None]:
-        """Keeps roles awake at the same time, for weights that travel between them; whoever sleeps is woken
+        """Keeps roles awake at the same time, for weights that travel between them; sleeping roles are woken
         by the block. GuardStop inside another turn of their devices."""
         self._require_free(roles, "turns.together")
         self._sleep_beside(roles)

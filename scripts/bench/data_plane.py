@@ -72,14 +72,14 @@ def milliseconds(work: Callable[[], object], repeats: int) -> list[float]:
     """Of each repetition but the first, ascending."""
     taken = []
     for _ in range(repeats + 1):
-        begun = time.perf_counter()
+        since = time.perf_counter()
         work()
-        taken.append(1e3 * (time.perf_counter() - begun))
+        taken.append(1e3 * (time.perf_counter() - since))
     return sorted(taken[1:])
 
 
 def copies_of(size: int, repeats: int) -> list[float]:
-    """Milliseconds in which so many bytes are copied once."""
+    """Milliseconds that one copy of that many bytes takes."""
     source, target = torch.ones(size, dtype=torch.uint8), torch.ones(size, dtype=torch.uint8)
     return milliseconds(lambda: target.copy_(source), repeats)
 
@@ -94,13 +94,13 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=7)
     args = parser.parse_args()
     torch.manual_seed(0)
-    begun = time.perf_counter()
+    since = time.perf_counter()
     with Runtime(RayInitConfig(), Timeouts()) as runtime:
         runtime.start([ResourcePool("ranks", [args.ranks])])
-        ray_seconds = time.perf_counter() - begun
+        ray_seconds = time.perf_counter() - since
         group = runtime.group("ranks", {"scorer": RoleSpec(Scorer)})
         runtime.await_ready()
-        group_seconds = time.perf_counter() - begun - ray_seconds
+        group_seconds = time.perf_counter() - since - ray_seconds
         scorer = group.role("scorer")
         for form, make in (("ragged", as_sent), ("dense", as_in_verl)):
             batch = make(args.rows, args.tokens)

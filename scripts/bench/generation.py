@@ -34,7 +34,7 @@ MEAN_LENGTH = 85
 REPEAT_SECONDS = 10.0
 """Calls that have taken less than this together are repeated, up to three of them: the fastest counts."""
 Sample = Callable[[int], int]
-"""Samples so many sequences; returns the number of tokens."""
+"""Samples that many sequences; returns the number of tokens."""
 
 
 def config_of(size: str) -> Any:
@@ -59,7 +59,7 @@ def prompts_of(size: str, count: int) -> list[Any]:
 
 
 def stops_of(size: str, lengths: str) -> list[int]:
-    """Tokens that end a ragged response: of nearly equal probabilities, so many of them."""
+    """Tokens that end a ragged response: of nearly equal probabilities, that many of them."""
     return list(range(SIZES[size]["vocab_size"] // MEAN_LENGTH)) if lengths == "ragged" else []
 
 

@@ -1,4 +1,4 @@
-"""Sums under a mask, trained tokens, and statistics over groups: by hand, and what stands outside a mask."""
+"""Sums under a mask, trained tokens, and statistics over groups: by hand, and what is outside a mask."""
 
 import math
 

@@ -292,7 +292,7 @@ def _train(rows: list[Row], role: Trained) -> TrainedCounts:
 
 
 def _mini_batches(rows: list[Row], prompts: int) -> list[list[Row]]:
-    """All rows of so many prompts each, in prompt order."""
+    """All rows of that many prompts each, in prompt order."""
     batches: list[list[Row]] = []
     left = sorted({row.prompt for row in rows})
     while left:

@@ -34,7 +34,7 @@ Draw = Callable[[st.SearchStrategy[Any]], Any]
 POLICY = "actor_rollout_ref"
 ACTOR, REF, ROLLOUT = f"{POLICY}.actor", f"{POLICY}.ref", f"{POLICY}.rollout"
 PROMPTS = "prompts in the data"
-"""Stands among the settings, though it is no key."""
+"""One of the settings, though it is no key."""
 
 
 # --- settings that come out even --------------------------------------------------
@@ -170,7 +170,7 @@ def critic(draw: Draw, devices: int, per_step: int, n: int, longest: int) -> dic
 
 @st.composite
 def some_run(draw: Draw, most_replaced: int = 3) -> dict[str, Any]:
-    """An even run in which up to so many numbers are replaced by any others."""
+    """An even run in which up to that many numbers are replaced by any others."""
     taken = draw(even_run())
     numbers = [
         key
@@ -285,7 +285,7 @@ def simulated(taken: dict[str, Any]) -> Counts | None:
 
 
 def keys(taken: dict[str, Any]) -> dict[str, Any]:
-    """What stands on the command line."""
+    """What is on the command line."""
     return {key: value for key, value in taken.items() if key != PROMPTS}
 
 

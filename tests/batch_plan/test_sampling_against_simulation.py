@@ -105,7 +105,7 @@ def test_sampling_is_accepted_exactly_when_it_can_be_dealt_out(one: Sampling) ->
 @settings(max_examples=100, deadline=None)
 @given(some_run(), samplings())
 def test_every_formula_gives_its_value(taken: dict[str, Any], one: Sampling) -> None:
-    """What stands right of a formula's last `=`, where it is arithmetic, is the value of its line."""
+    """What is right of a formula's last `=`, where it is arithmetic, is the value of its line."""
     for line, prompts in ((keys(taken), taken[PROMPTS]), (written(one), one.prompts)):
         if refusal(line, prompts=prompts):
             continue

@@ -15,7 +15,7 @@ POLICY = "actor_rollout_ref"
 
 
 def machines(nodes: int, **changed: Any) -> dict[str, Any]:
-    """Mixture-of-experts training with tp 4, pp 2, ep 8 on so many machines with 8 devices; the step grows
+    """Mixture-of-experts training with tp 4, pp 2, ep 8 on that many machines with 8 devices; the step grows
     with them."""
     sizes = {"tensor_model": 4, "pipeline_model": 2, "expert_model": 8, "expert_tensor": 1}
     return {

@@ -122,9 +122,9 @@ def test_a_model_that_megatron_divides_or_does_not(model: Path, data: Path) -> N
     divided.actor_rollout_ref.actor.megatron.override_transformer_config |= {
         "num_layers_in_last_pipeline_stage": 9
     }
-    told = [found.evidence for found in findings(CheckContext(divided), "Megatron and model")]
-    assert len(told) == 2, "all at once"
-    assert "num_layers_in_last_pipeline_stage=9: gives the 2 stages" in told[1]
+    reported = [found.evidence for found in findings(CheckContext(divided), "Megatron and model")]
+    assert len(reported) == 2, "all at once"
+    assert "num_layers_in_last_pipeline_stage=9: gives the 2 stages" in reported[1]
 
 
 def test_shards_as_the_index_promises(tmp_path: Path) -> None:

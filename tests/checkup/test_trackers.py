@@ -63,9 +63,9 @@ def test_a_missing_package_is_answered_before_the_start(without_packages: None, 
 
 
 def test_a_missing_login_is_a_warning_unless_offline_was_asked_for() -> None:
-    told = judge_login("wandb", "there is no login", "wandb login")
-    assert (told.state, told.remedy) == (State.WARNING, "wandb login")
-    assert "kept offline in <run folder>/wandb" in told.evidence
+    reported = judge_login("wandb", "there is no login", "wandb login")
+    assert (reported.state, reported.remedy) == (State.WARNING, "wandb login")
+    assert "kept offline in <run folder>/wandb" in reported.evidence
     assert judge_login("wandb", "WANDB_MODE=offline", "wandb login").state is State.OK
     assert judge_login("wandb", None, "wandb login").state is State.OK
 
@@ -84,7 +84,7 @@ def test_mlflow_servers_that_answer_and_that_do_not(monkeypatch: pytest.MonkeyPa
 
 
 def test_an_mlflow_server_behind_a_proxy(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing but the proxy can be reached from here; what lies behind it is seen when the run begins."""
+    """Nothing but the proxy can be reached from here; what is behind it is seen when the run starts."""
     with socket.create_server(("127.0.0.1", 0)) as proxy:
         monkeypatch.setenv("http_proxy", f"127.0.0.1:{proxy.getsockname()[1]}")
         monkeypatch.setenv("no_proxy", "inside.invalid")

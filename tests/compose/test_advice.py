@@ -93,7 +93,9 @@ def test_a_rank_is_compared_with_the_hidden_size_where_that_is_known(tmp_path: P
     assert note.startswith("actor_rollout_ref.model.lora_rank=65: is more than the model's hidden size 64")
     assert notes(**{f"{key}lora_rank": 64, f"{key}path": str(tmp_path)}) == []
     assert len(notes(**{f"{key}lora_rank": 9, f"{key}override_config": {"hidden_size": 8}})) == 1
-    assert notes(**{f"{key}lora_rank": 10**5, f"{key}path": "somewhere/else"}) == []
+    assert notes(**{f"{key}lora_rank": 16384, f"{key}path": "somewhere/else"}) == []
+    [note] = notes(**{f"{key}lora_rank": 10**5, f"{key}path": "somewhere/else"})
+    assert "is more than the hidden size of any model" in note
 
 
 def test_steps_that_are_never_profiled() -> None:

@@ -11,6 +11,10 @@ import pytest
 from compose import here
 from jobs.command import hydraflow, python
 
+from hydraflow.compose.arguments import CommandLineOption
+from hydraflow.compose.launch import help_text
+from hydraflow.schema import PPOConfig
+
 ENTRY = Path(__file__).parent / "dummy_entry.py"
 ROOT = ENTRY.parent.parent.parent
 
@@ -55,8 +59,16 @@ def test_a_run_gets_its_configuration_and_leaves_no_files(tmp_path):
             ["trainer.seed=${nope}"],
             "trainer.seed=${nope}: Interpolation key 'nope' not found\n      -> write the whole path",
         ),
-        (["trainer.seed=${oc.env:NOT_THERE}"], "NOT_THERE"),
-        (["trainer.seed=${trainer.seed}"], "trainer.seed: "),
+        (
+            ["trainer.seed=${oc.env:NOT_THERE}"],
+            "the environment has no variable NOT_THERE\n      -> export NOT_THERE=<value>, or ${oc.env:",
+        ),
+        (["trainer.seed=${trainer.seed}"], "refer to each other in a circle\n      -> trainer.seed=<value>"),
+        (["trainer.seed=${oc.nope:3}"], "there is no resolver oc.nope\n      -> ${oc.env:NAME}"),
+        (["hydra.nope=3"], "hydra.nope: there is no such key or group to override\n      -> leave out"),
+        (["trainer@mine=3"], "trainer@mine: there is no such key or group to override\n      -> leave out"),
+        (["recipe@mine=none"], "recipe@mine: there is no such key or group to override\n      -> leave out"),
+        (["--cfg", "jobb"], "--cfg jobb: there are job, hydra, all\n      -> --cfg job"),
         (
             ["--config-name", "pqo"],
             (
@@ -81,13 +93,22 @@ def test_a_mistake_is_named_without_a_stack_trace(tmp_path, arguments, expected)
     ("content", "expected"),
     [
         (b"data:\n  train_files: [a\n", "is not YAML: expected ',' or ']'"),
-        (b"trainer: {seed: 1}\ntrainer: {seed: 2}\n", "is not YAML: found duplicate key trainer (line 2)"),
+        (b"data:\n  shuffle: true\n seed: 3\n", "(line 3)\n      -> write lines `key: value`"),
+        (b"data:\n\tshuffle: true\n", "(line 2)\n      -> indent with spaces, not tabs"),
+        (
+            b"trainer: {seed: 1}\ntrainer: {seed: 2}\n",
+            "is not YAML: found duplicate key trainer (line 2)\n      -> leave out one of the two lines",
+        ),
+        (b"defaults: 3\n", "mine.yaml: defaults must be a list, not int\n      -> defaults: [_self_]"),
+        (b"defaults: [3]\n", "must be text or a mapping, not int\n      -> write the name of a file"),
+        (b"defaults: [mine]\n", "files name each other in their defaults lists\n      -> leave out one"),
         (b"\xff\xfe", "-> write it in UTF-8"),
         (b"- a\n- b\n", "mine.yaml: holds a list where keys belong"),
         (
             b"defaults: [ppo, nowhere, _self_]\n",
             "its defaults list names 'nowhere', and there is no such file\n      -> ",
         ),
+        (b"defaults: [mine2, _self_]\n", "-> leave out mine2, or --config-dir DIR"),
     ],
 )
 def test_a_file_that_cannot_be_read_is_named_without_a_stack_trace(tmp_path, content, expected):
@@ -173,6 +194,24 @@ def test_help_lists_groups_and_keys(tmp_path):
     line = "data.train_batch_size=1024   (a whole number; at least 1)\n      Prompts per training step"
     assert line in text
     assert "Groups:" not in here.call(tmp_path, "sft", "--help").stdout
+
+
+@pytest.mark.parametrize("width", [80, 100])
+def test_help_is_as_wide_as_the_terminal(width, monkeypatch):
+    monkeypatch.setenv("COLUMNS", str(width))
+    option = CommandLineOption(
+        "--svg", value="FILE", doc=f"Draws the step. {'And so on. ' * 9}\nExit codes: 0"
+    )
+    lines = help_text("ppo", PPOConfig, [option]).splitlines()
+    assert max(map(len, lines)) <= width
+    assert "          Exit codes: 0" in lines
+
+
+@pytest.mark.parametrize("option", ["--hydra-help", "--version"])
+def test_hydras_own_pages_need_no_configuration(tmp_path, option):
+    with pytest.raises(SystemExit) as ended:  # Hydra's way after its pages
+        here.call(tmp_path, "ppo", option)
+    assert ended.value.code == 0
 
 
 def test_what_is_shown_is_what_keys_came_to(tmp_path):

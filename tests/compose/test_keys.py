@@ -61,7 +61,9 @@ def test_nearest_keys_by_whole_path_and_by_last_name():
     assert nearest_keys(PPOConfig, "data.train_bach_size")[0] == "data.train_batch_size"
     assert set(nearest_keys(PPOConfig, "optim.lr")) == {"critic.optim.lr", "actor_rollout_ref.actor.optim.lr"}
     assert nearest_keys(PPOConfig, "zzz") == []
-    assert len(nearest_keys(PPOConfig, "ppo_micro_batch_size_per_gpu")) == 3
+    assert len(nearest_keys(PPOConfig, "ppo_micro_batch_size_per_gp")) == 3
+    ours = {f"{section}.ppo_micro_batch_size_per_gpu" for section in ("actor_rollout_ref.actor", "critic")}
+    assert set(nearest_keys(PPOConfig, "ppo_micro_batch_size_per_gpu")) == ours, "only those of that name"
 
 
 @pytest.mark.parametrize(

@@ -72,7 +72,7 @@ KINDS: list[Callable[[random.Random, str], str]] = [
 
 
 def typos(seed: int, count: int) -> list[tuple[str, str]]:
-    """(typo, key) of so many keys, every kind in turn."""
+    """(typo, key) of that many keys, every kind in turn."""
     rng, found = random.Random(seed), []
     while len(found) < count:
         key = rng.choice(LEAVES)

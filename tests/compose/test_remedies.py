@@ -72,11 +72,21 @@ def test_other_entry_points_know_verls_names():
         ("~data.nope", "~data.nope: there is no such key to delete\n      -> leave out ~data.nope"),
         ("trainer.seed=${nope}", "trainer.seed=${nope}: Interpolation key 'nope' not found\n      -> "),
         ("data.train_batch_size", "is not key=value\n      -> data.train_batch_size=1024"),
+        ("data.train_batch_size: 32", "is not key=value\n      -> data.train_batch_size=32"),
         ("data.train_batch_size==32", "has more than one =\n      -> data.train_batch_size=32"),
         ("data.train_batch_size=64,128", "-> data.train_batch_size=64 for one value, or --multirun"),
         ("data.train_files=[a,b", "its [ is not closed\n      -> 'data.train_files=[a,b]'"),
         ("data.val_files=['']", "data.val_files=['']: must be a file or a list of files"),
-        ('data.train_files="[/a,/b]"', "data.train_files=[/a,/b]: must be a file or a list of files"),
+        (
+            'data.train_files="[/a,/b]"',
+            "data.train_files='[/a,/b]': must be a file or a list of files, and the quotes make it text\n"
+            "      -> data.train_files=[/a,/b]",
+        ),
+        (
+            "trainer.logger='[console,file]'",
+            "trainer.logger='[console,file]': must be a list of text, and the quotes make it text\n"
+            "      -> trainer.logger=[console,file]",
+        ),
         ("d\u0430ta.shuffle=true", "\u0430 (U+0430) is no letter of a key\n      -> data.shuffle=true"),
         ("algorithm.adv_estimator=GRPO", "-> algorithm.adv_estimator=grpo"),
         ("actor_rollout_ref.actor.use_kl_loss=1", "-> actor_rollout_ref.actor.use_kl_loss=true"),

@@ -269,9 +269,9 @@ def test_debugging_keys_fit_each_other(given, found):
     config = valid()
     for key, value in given.items():
         put(config, key, value)
-    told = problems(config)
-    assert [problem.field for problem in told] == found
-    assert all(problem.remedy for problem in told)
+    reported = problems(config)
+    assert [problem.field for problem in reported] == found
+    assert all(problem.remedy for problem in reported)
 
 
 CORRECTION = "algorithm.rollout_correction"

@@ -415,7 +415,7 @@ def test_verls_groups_are_taken_or_named():
 
 
 def test_every_default_of_verl_is_accepted():
-    """Whoever writes verl's own defaults on the command line asks for nothing special."""
+    """A user who writes verl's own defaults on the command line asks for nothing special."""
     given = {
         key: value
         for key, value in leaves(PPOConfig, megatron=False).items()

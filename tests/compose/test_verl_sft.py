@@ -205,13 +205,15 @@ def test_a_line_of_the_later_trainer_means_the_same():
         0.1,
         [0.9, 0.95],
     )
-    assert (config.fsdp_config.fsdp_size, config.trainer.test_freq) == (8, "after_each_epoch")
+    assert (config.fsdp_config.fsdp_size, config.trainer.test_freq) == (-1, "after_each_epoch")
+    size = "fsdp_config.fsdp_size=8: more than the 2 devices, so the model is sharded over all of them"
+    assert size in command.notes, "torchrun says how many there are, and is not part of the line"
     plan = resolve_sft_plan(config, conversations=1000, devices_per_node=8)
     assert (plan.role.micro.max_tokens, plan.total_steps, plan.steps_per_epoch) == (2048, 2, 7)
 
 
 def test_every_default_of_verl_is_accepted():
-    """Whoever writes verl's own defaults on the command line asks for nothing special."""
+    """A user who writes verl's own defaults on the command line asks for nothing special."""
     given = {key: value for key, value in leaves(SFTConfig).items() if value is not ...}
     assert [str(problem) for problem in translated(given)[1].problems] == []
 
@@ -257,3 +259,11 @@ def test_untouched_defaults_of_any_version_are_accepted_in_a_file():
     assert [str(problem) for problem in judged.problems] == []
     assert judged.translation.untouched["mine.yaml"] > 90
     assert len(judged.translation.notes) < 12, judged.translation.notes
+
+
+def test_options_of_a_profiler_in_an_earlier_file_ask_for_nothing():
+    """Version 0.7.1 has them in its file for supervised training."""
+    section = "global_profiler.global_tool_config.nsys.worker_nsight_options"
+    tree = {f"{section}.capture-range": "cudaProfilerApi", f"{section}.capture-range-end": None}
+    judged = check(SFTConfig, nested(tree), dict.fromkeys(tree, "mine.yaml"), lambda key: None)
+    assert judged.problems == [] and judged.translation.untouched["mine.yaml"] == 2

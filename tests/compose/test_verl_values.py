@@ -2,10 +2,12 @@
 
 import pytest
 
+from hydraflow.compose import loading
 from hydraflow.compose.loading import load_command
 from hydraflow.compose.tree import check, nested
 from hydraflow.errors import ConfigError
 from hydraflow.schema import PPOConfig
+from hydraflow.system.allocation import Allocation
 
 ACTOR, REF, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.ref", "actor_rollout_ref.rollout"
 LOSS, BYPASS = f"{ACTOR}.policy_loss.loss_mode", "algorithm.rollout_correction.bypass_mode"
@@ -44,16 +46,33 @@ def test_weights_to_resume_from_are_added_to_hf_model():
     assert command.notes[0].endswith("taken as [model,hf_model], since a run resumes from model")
 
 
-@pytest.mark.parametrize(("size", "taken"), [(32, -1), (16, 16), (4, 4)])
-def test_a_shard_size_above_the_devices_shards_over_all(size, taken):
+@pytest.mark.parametrize(
+    ("size", "machines", "taken"),
+    [
+        (32, ["trainer.n_gpus_per_node=8", "trainer.nnodes=2"], -1),
+        (16, ["trainer.n_gpus_per_node=8", "trainer.nnodes=2"], 16),
+        (4, ["trainer.n_gpus_per_node=8", "trainer.nnodes=2"], 4),
+        (32, ["trainer.device=cpu"], -1),
+        (2, ["trainer.device=cpu"], 2),
+        (16, ["cluster=h100"], -1),
+        (8, ["cluster=h100"], 8),
+    ],
+)
+def test_a_shard_size_above_the_devices_shards_over_all(size, machines, taken):
     key = f"{ACTOR}.fsdp_config.fsdp_size"
-    found, said = translated({key: size, "trainer.n_gpus_per_node": 8, "trainer.nnodes": 2})
-    assert found[key] == taken
-    assert said.notes == (
-        []
-        if size == taken
-        else [f"{key}=32: more than the 16 devices, so the model is sharded over all of them"]
-    )
+    config, command = load_command("ppo", PPOConfig, [*OWN[:2], f"{key}={size}", *machines], tolerant=True)
+    assert config.actor_rollout_ref.actor.fsdp_config.fsdp_size == taken
+    said = [note for note in command.notes if note.startswith(f"{key}={size}: more than the ")]
+    assert len(said) == (size != taken) and all("sharded over all of them" in note for note in said)
+
+
+def test_a_shard_size_is_compared_with_what_the_batch_system_gave(monkeypatch):
+    """A machine that submits jobs may have other devices than those that they get."""
+    given = Allocation(job="1", gpus=8)
+    monkeypatch.setattr(loading, "allocation", lambda: given)
+    size = "actor.fsdp_config.fsdp_size"
+    config, _ = load_command("ppo", PPOConfig, [*OWN[:2], f"actor_rollout_ref.{size}=8"], tolerant=True)
+    assert config.actor_rollout_ref.actor.fsdp_config.fsdp_size == 8
 
 
 def test_a_profiler_without_steps_profiles_nothing():
@@ -120,3 +139,11 @@ def test_pasting_the_remedies_of_unbuilt_engines_ends_in_a_run(words):
     changed = {word.partition("=")[0]: word for word in [*words, *remedies]}
     load_command("ppo", PPOConfig, [*OWN, *changed.values()])
     load_command("ppo", PPOConfig, [*OWN, *words], tolerant=True)
+
+
+def test_an_engine_that_a_file_leaves_to_the_user_is_vllm_where_a_replica_is_divided():
+    """verl's own files have `name: ???` and a tensor-parallel size of 2."""
+    name, size = f"{ROLLOUT}.name", f"{ROLLOUT}.tensor_model_parallel_size"
+    found, said = translated({name: "???", size: 2, "trainer.val_only": False, "data.use_shm": False})
+    assert found[name] == "vllm"
+    assert f"{name}: not set, and {size}=2; taken as vllm, as in earlier versions of verl" in said.notes

@@ -1,5 +1,5 @@
 """Command lines of verl's example scripts of main_ppo, with the scripts' own defaults filled in: one for each
-algorithm, training engine and rollout engine that the scripts show. Most share a part, which stands once.
+algorithm, training engine and rollout engine that the scripts show. Most share a part, which is here once.
 
 In the sections below a key begins with a letter for its section: A actor, M model, R rollout, F reference,
 C critic, D data, G algorithm, T trainer; `+` before it as in the script, `!` leaves out a shared key.

@@ -18,7 +18,9 @@ def test_rows_of_several_files_keep_order_and_origin(tmp_path: Path) -> None:
     write_rows(tmp_path / "a.parquet", [{"x": 1, "nested": {"y": [1, 2]}}, {"x": 2, "nested": None}])
     (tmp_path / "b.jsonl").write_text('{"x": 3}\n\n{"x": 4, "other": "z"}\n')
     records = read_records(
-        [str(tmp_path / "a.parquet"), tmp_path / "b.jsonl"], key="data.train_files", columns=["x"]
+        [str(tmp_path / "a.parquet"), tmp_path / "b.jsonl"],
+        key="data.train_files",
+        columns={"x": "data.prompt_key"},
     )
     assert [(r.values["x"], r.file.name, r.row) for r in records] == [
         (1, "a.parquet", 0),
@@ -53,9 +55,10 @@ def test_a_column_that_no_row_has_is_one_problem(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     path.write_text('{"y": 1}\n' * 36)
     with pytest.raises(ConfigError) as caught:
-        read_records(path, key="k", columns=["x"])
+        read_records(path, key="k", columns={"x": "data.prompt_key"})
     [problem] = caught.value.problems
-    assert str(problem) == f"{path} row 0: has no value in column x; it has y, as all 36 rows"
+    expected = f"{path} row 0: has no value in column x; it has y, as all 36 rows"
+    assert str(problem) == f"{expected}\n      -> data.prompt_key=<one of its columns>"
 
 
 @pytest.mark.parametrize("files", [None, [], 3, [3]])
@@ -96,7 +99,7 @@ def test_a_row_without_a_needed_column_is_named(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     path.write_text('{"x": 1, "y": 1}\n{"y": 2}\n{"x": null, "y": 3}\n')
     with pytest.raises(ConfigError) as caught:
-        read_records(path, key="k", columns=["x"])
+        read_records(path, key="k", columns={"x": "data.prompt_key"})
     assert [p.field for p in caught.value.problems] == [f"{path} row 1", f"{path} row 2"]
     assert "has no value in column x; it has y" in str(caught.value)
 
@@ -105,7 +108,7 @@ def test_only_the_first_problems_are_shown(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     path.write_text('{"x": 1}\n' + '{"y": 2}\n' * 9)
     with pytest.raises(ConfigError, match="4 more rows have such a problem") as caught:
-        read_records(path, key="k", columns=["x"])
+        read_records(path, key="k", columns={"x": "data.prompt_key"})
     assert len(caught.value.problems) == 6
 
 

@@ -132,8 +132,10 @@ def test_prompts_for_generation_need_no_reward_columns(
     assert set(dataset.batch([0]).non_tensor_batch) == {"uid", "extra_info", "raw_prompt"}
     with pytest.raises(
         ConfigError, match="row 0: has no value in column data_source, reward_model; it has prompt, note"
-    ):
+    ) as refused:
         PromptDataset(DataConfig(), path, tokenizer)
+    remedy = "data.reward_fn_key=<one of its columns> and write a column reward_model"
+    assert [problem.remedy for problem in refused.value.problems] == [remedy]
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,7 @@ from hydraflow.dispatch.config import RayInitConfig
 from hydraflow.dispatch.start import start_ray, stop_ray
 from hydraflow.errors import HydraflowError
 address, what = sys.argv[1:3]
-begun = time.monotonic()
+since = time.monotonic()
 try:
     if what == "silence":
         print("silent", cluster.silence(address))
@@ -38,7 +38,7 @@ try:
         print("all are there")
 except HydraflowError as error:
     print(error)
-print("SECONDS", time.monotonic() - begun)
+print("SECONDS", time.monotonic() - since)
 """
 
 

@@ -47,7 +47,7 @@ def test_collectives_between_nodes_use_the_interface_by_which_ray_knows_the_node
 
 @pytest.fixture
 def described(ray_session: None) -> list[dict[str, str]]:
-    """The environments of two processes, and what happens to somebody who wants their port."""
+    """The environments of two processes, and what happens to another process that wants their port."""
     env = RuntimeEnvConfig({"HYDRAFLOW_TEST_COLOUR": "green", "OMP_NUM_THREADS": 1})
     with Runtime(RayInitConfig(runtime_env=env), Timeouts(start=120, call=60)) as runtime:
         runtime.start([ResourcePool("pool", [2], threads=2)])
@@ -96,7 +96,7 @@ def test_the_folder_on_the_node_is_the_users_alone(tmp_path: Path, monkeypatch: 
         make_node_folder()
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to give a folder to somebody else")
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to give a folder to another user")
 def test_a_folder_that_somebody_else_made_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     node_folder().mkdir()

@@ -50,10 +50,10 @@ def start(ray_session: None) -> Iterator[Start]:
 
 
 def _error_of(call: Callable[..., Any], *args: Any) -> tuple[WorkerError, float]:
-    begun = time.monotonic()
+    since = time.monotonic()
     with pytest.raises(WorkerError) as caught:
         call(*args)
-    return caught.value, time.monotonic() - begun
+    return caught.value, time.monotonic() - since
 
 
 def _assert_gone(pids: list[int]) -> None:

@@ -28,11 +28,11 @@ BatchOf = Callable[[int], DataProto]
 
 
 def test_a_call_that_does_not_wait(pair: RoleGroup, batch_of: BatchOf) -> None:
-    begun = time.monotonic()
+    since = time.monotonic()
     future = pair.call(Probe.double_later, batch_of(3), seconds=0.5)
-    assert time.monotonic() - begun < 0.4
+    assert time.monotonic() - since < 0.4
     assert pair.fetch(future.get()).get("y").tolist() == [0, 2, 4]
-    assert time.monotonic() - begun >= 0.5
+    assert time.monotonic() - since >= 0.5
 
 
 @pytest.mark.parametrize("to", [1, 2, 4])
@@ -41,13 +41,13 @@ def test_futures_chain_over_groups_of_other_sizes(
 ) -> None:
     made = groups[4].role("probe").call(Probe.double_later, batch_of(5), seconds=0.2)
     assert isinstance(made, CallFuture)
-    begun = time.monotonic()
+    since = time.monotonic()
     chained = (
         groups[to]
         .role("probe")
         .call(Probe.apply, lambda data: DataProto.from_dict({"x": data.get("y") + 1}), made)
     )
-    assert time.monotonic() - begun >= 0.1
+    assert time.monotonic() - since >= 0.1
     assert groups[to].role("probe").fetch(chained).get("x").tolist() == [1, 3, 5, 7, 9]
 
 
@@ -151,9 +151,9 @@ def _store_used() -> int:
 def test_an_empty_call_is_cheap(pair: RoleGroup) -> None:
     times = []
     for _ in range(200):
-        begun = time.perf_counter()
+        since = time.perf_counter()
         pair.call(Probe.nothing)
-        times.append(time.perf_counter() - begun)
+        times.append(time.perf_counter() - since)
     print(f"no-op call on 2 workers: median {1e3 * median(times):.2f} ms")
     # 2 to 3 ms on an idle machine; the bound only catches a mistake that makes every call wait for something.
     assert median(times) < 0.05

@@ -91,7 +91,7 @@ def test_a_call_that_would_not_wait_is_made_at_once_and_can_be_passed_on(
 
 
 def test_columns_of_a_batch_that_is_there_are_passed_on(local: Group, batch_of: BatchOf) -> None:
-    """As on Ray, where whoever needs the columns waits for them."""
+    """As on Ray, where the process that needs the columns waits for them."""
     role = local.role("probe")
     later = role.call(Probe.double_later, batch_of(2))
     chosen = later.columns("y")

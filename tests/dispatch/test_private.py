@@ -78,7 +78,7 @@ def test_variables_are_in_no_log_and_on_no_command_line(cluster: dict[str, Any])
     assert [pid for pid, line in lines.items() if SECRET.encode() in line and pid != program] == []
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to become somebody else")
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to become another user")
 def test_another_user_is_refused_everywhere(cluster: dict[str, Any]) -> None:
     words = [cluster["gcs"], cluster["token"], cluster["session"], str(cluster["pids"][-1])]
     done = subprocess.run(

@@ -34,7 +34,7 @@ class Fragile(Worker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
     def learn(self, factor: int) -> int:
-        """What a new process must be told again."""
+        """What must be passed to a new process again."""
         self.die_if_asked("learn")
         self.factor = factor
         return os.getpid()

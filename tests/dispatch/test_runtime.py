@@ -54,12 +54,12 @@ def test_ctrl_c_ends_a_wait_and_leaves_no_process(tmp_path: Path) -> None:
         children = psutil.Process(process.pid).children(recursive=True)
         assert len(pids) == 3 and set(pids) <= {child.pid for child in children}
         time.sleep(0.5)
-        begun = time.monotonic()
+        since = time.monotonic()
         os.killpg(process.pid, signal.SIGINT)  # reaches all its processes, as a terminal's Ctrl-C does
         command.wait_for(lambda: "stopped" in log.read_text(), 60, "its end")
         interrupted, stopped = log.read_text().splitlines()[1:]
         word, at = interrupted.split()
-        assert word == "interrupted" and float(at) - begun < 3 and stopped == "stopped"
+        assert word == "interrupted" and float(at) - since < 3 and stopped == "stopped"
         gone, alive = psutil.wait_procs(children, timeout=5)
         assert not alive, [child.cmdline() for child in alive]
     finally:
@@ -99,10 +99,10 @@ def test_a_local_cluster_has_one_node(monkeypatch: pytest.MonkeyPatch) -> None:
 )
 def test_an_address_where_no_cluster_is(address: str, words: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:1")  # what `auto` stands for
-    begun = time.monotonic()
+    since = time.monotonic()
     with pytest.raises(ConfigError) as caught:
         _join(address, {})
-    assert time.monotonic() - begun < 5
+    assert time.monotonic() - since < 5
     (problem,) = caught.value.problems
     assert (problem.field, problem.value, problem.remedy) == (
         "ray_init.address",

@@ -95,7 +95,7 @@ def run(tmp_path: Path, asked: dict[str, Any]) -> tuple[forked.Background, Path]
     return programs.start(tmp_path, PROGRAM, json.dumps(asked))
 
 
-def told(log: Path) -> list[Any]:
+def reported(log: Path) -> list[Any]:
     """The lists that it has printed."""
     lines = [line for line in log.read_text().splitlines() if line.removeprefix("said once ")[:1] == "["]
     return [json.loads(line.removeprefix("said once ")) for line in lines]
@@ -110,7 +110,7 @@ def test_a_forked_worker_differs_from_rays_own_in_its_parent_only(tmp_path: Path
     for asked in ({}, {"early": "auto"}, *by_ray):
         process, log = run(tmp_path, asked)
         assert process.wait(timeout=240) == 0, log.read_text()[-3000:]
-        found += told(log)
+        found += reported(log)
         assert log.read_text().count("said") == ("early" in asked)
     late, early, own, left = found
     assert all(one.pop("parent").endswith("dispatch/template_server.py") for one in late)
@@ -163,8 +163,8 @@ def test_ctrl_c_does_not_reach_a_template_that_is_only_starting() -> None:
 
 def test_a_killed_command_leaves_no_template(tmp_path: Path) -> None:
     process, log = run(tmp_path, {"wait": True})
-    wait_for(lambda: len(told(log)) == 2, 240, "both lists")
-    facts, started = told(log)
+    wait_for(lambda: len(reported(log)) == 2, 240, "both lists")
+    facts, started = reported(log)
     workers, templates = [psutil.Process(one["pid"]) for one in facts], list(map(psutil.Process, started))
     assert len(templates) == 1 and len(workers) == 2
     assert len(list(session_folder().glob(f"template.{process.pid}.*"))) == 1

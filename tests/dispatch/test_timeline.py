@@ -60,7 +60,7 @@ def test_the_spans_of_a_step_add_up_to_it(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_long_run_is_written_at_once(tmp_path: Path) -> None:
-    """As many spans as are kept, of steps and of ranks: the end of a run that is told to stop has seconds,
+    """As many spans as are kept, of steps and of ranks: the end of a run that was asked to stop has seconds,
     not minutes."""
     timeline = Timeline(str(tmp_path / "t.json"))
     phases = [f"phase {number}" for number in range(9)]

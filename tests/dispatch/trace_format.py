@@ -33,8 +33,8 @@ def check(trace: dict[str, Any]) -> None:
 
 
 def _check_nesting(events: list[dict[str, Any]]) -> None:
-    """In the order of the file: sorted by begin, the outer one first; each lies in the one around it or after
-    it."""
+    """In the order of the file: sorted by begin, the outer one first; each is inside the one around it or
+    after it."""
     ends: list[float] = []
     before = 0.0
     for event in events:

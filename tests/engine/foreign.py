@@ -1,4 +1,4 @@
-"""Checkpoints that somebody else made: what they would run, and how it gets into one."""
+"""Checkpoints from another source: what they would run, and how it gets into one."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def put_into_shard(role: Path, folder: Path, *, as_object: bool) -> None:
 
 
 def seal(step: Path) -> None:
-    """Makes the manifest of a checkpoint true again, as whoever spoils one can."""
+    """Makes the manifest of a checkpoint true again, as anyone who changes one can."""
     manifest = json.loads((step / "manifest.json").read_text())
     for name, facts in manifest["files"].items():
         found = file_facts(step / name)

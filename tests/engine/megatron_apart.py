@@ -1,5 +1,5 @@
 """A Megatron engine on a CPU that has a host memory apart from its own: what rests has no memory, so that
-whoever uses it ends its process."""
+using it ends the process."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def _bytes(tensors: Iterable[torch.Tensor]) -> int:
 def begin(engine: MegatronEngine) -> tuple[dict[str, Any], Callable[[int], None]]:
     """Two steps; what was found, and a function that takes another. `held` says what was on the device: while
     the engine was idle, in passes of both kinds, in the optimizer's step, and at rest."""
-    found: dict[str, Any] = {"said": [], "told": [], "held": {"idle": held(engine)}}
+    found: dict[str, Any] = {"said": [], "reported": [], "held": {"idle": held(engine)}}
 
     def loss_of(*args: Any) -> Any:
         found["held"]["update"] = held(engine)
@@ -64,8 +64,8 @@ def begin(engine: MegatronEngine) -> tuple[dict[str, Any], Callable[[int], None]
     def step(number: int) -> None:
         share = rank_jobs.my_share(rank_jobs.make_batch(number), engine)
         found["said"].append(ragged.parts(engine.forward([share]).get("log_probs"))[0])
-        found["told"].append(engine.forward_backward(share.chunk(2), loss_of))
-        found["told"].append(engine.optimizer_step())
+        found["reported"].append(engine.forward_backward(share.chunk(2), loss_of))
+        found["reported"].append(engine.optimizer_step())
         engine.lr_step()
 
     for adamw in (one.optimizer for one in engine._optimizer._chain.chained_optimizers):

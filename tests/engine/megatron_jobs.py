@@ -172,7 +172,7 @@ def numbers(path: str, options: Mapping[str, Any], kind: str, micro_batches: int
             "greedy_match"
         )
     found: dict[str, Any] = {"said": {name: ragged.parts(column)[0] for name, column in columns.items()}}
-    found["told"] = engine.forward_backward(parts, rank_jobs.loss_of, ask)
+    found["reported"] = engine.forward_backward(parts, rank_jobs.loss_of, ask)
     is_core = isinstance(engine, MegatronEngine)
     found["gradient"] = gradients(engine) if is_core else rank_jobs.gradients(engine)
     found["steps"] = [engine.optimizer_step()]
@@ -189,7 +189,7 @@ def numbers(path: str, options: Mapping[str, Any], kind: str, micro_batches: int
 def cut_gradients(
     path: str, options: Mapping[str, Any], batch: DataProto, cuts: Sequence[tuple[Sequence[int], int]]
 ) -> list[list[Piece]]:
-    """The gradient with the rows in each order and so many of them in a micro-batch."""
+    """The gradient with the rows in each order and that many of them in a micro-batch."""
     engine = make_engine(path, options)
     found = []
     for order, rows in cuts:
@@ -203,22 +203,22 @@ def cut_gradients(
 
 
 def break_one_rank(path: str, options: Mapping[str, Any]) -> tuple[dict[str, float], bool, dict[str, float]]:
-    """An infinite loss on the last rank only: what each rank is told, whether its weights moved, and what it
-    is told of a sound step after that."""
+    """An infinite loss on the last rank only: what is reported to each rank, whether its weights moved, and
+    what it reports of a sound step after that."""
     engine = make_engine(path, options)
     before = rank_jobs.full_weights(engine)
 
     def broken(*args: Any) -> Any:
-        loss, told = rank_jobs.loss_of(*args)
-        return (loss * float("inf") if dist.get_rank() == dist.get_world_size() - 1 else loss), told
+        loss, reported = rank_jobs.loss_of(*args)
+        return (loss * float("inf") if dist.get_rank() == dist.get_world_size() - 1 else loss), reported
 
     share = rank_jobs.my_share(rank_jobs.make_batch(), engine)
     engine.forward_backward([share], broken)
-    told = engine.optimizer_step()
+    reported = engine.optimizer_step()
     after = rank_jobs.full_weights(engine)
     engine.forward_backward([share], rank_jobs.loss_of)
     moved = any(not torch.equal(before[name], after[name]) for name in before)
-    return told, moved, engine.optimizer_step()
+    return reported, moved, engine.optimizer_step()
 
 
 # --- weights
@@ -245,7 +245,7 @@ def save_hf(path: str, options: Mapping[str, Any], directory: str) -> int:
 
 
 def refusal(path: str, options: Mapping[str, Any]) -> str:
-    """What a rank is told that cannot have this model."""
+    """What a rank raises that cannot have this model."""
     try:
         make_engine(path, options)
     except ConfigError as error:
@@ -341,7 +341,7 @@ def save_both(path: str, options: Mapping[str, Any], directory: str) -> None:
 
 
 def rest(path: str, options: Mapping[str, Any], directory: str) -> dict[str, Any]:
-    """What an engine says, is told and becomes that may rest; what is on the device meanwhile."""
+    """What an engine returns, gets and becomes that may rest; what is on the device meanwhile."""
     engine = make_engine(path, options)
     found = megatron_apart.train(engine, Path(directory))
     return {

@@ -76,7 +76,7 @@ def sizes(tensor: int = 1, stages: int = 1, **others: Any) -> dict[str, Any]:
 
 @contextmanager
 def started(sizes: Sequence[int]) -> Iterator[dict[int, Ranks]]:
-    """So many ranks each, which are ended without leaving their groups: of many layouts, that takes
+    """That many ranks each, which are ended without leaving their groups: of many layouts, that takes
     seconds."""
     made = {size: Ranks(size) for size in sizes}
     yield made

@@ -61,7 +61,7 @@ def numbers(path: str, options: Mapping[str, Any], micro_batches: int) -> dict[s
     ask = Ask(TEMPERATURE, entropy=options.get("head", "policy") == "policy")
     columns = dict(engine.forward(parts, ask).items())
     found: dict[str, Any] = {"said": {name: ragged.parts(column)[0] for name, column in columns.items()}}
-    found["told"] = engine.forward_backward(parts, rank_jobs.loss_of, ask)
+    found["reported"] = engine.forward_backward(parts, rank_jobs.loss_of, ask)
     is_core = isinstance(engine, MegatronEngine)
     found["gradient"] = gradients(engine) if is_core else rank_jobs.gradients(engine)
     found["steps"] = [engine.optimizer_step()]
@@ -76,16 +76,16 @@ def numbers(path: str, options: Mapping[str, Any], micro_batches: int) -> dict[s
 def told_of_load(
     path: str, options: Mapping[str, Any], kind: str, rows: int
 ) -> tuple[dict[str, float], Load]:
-    """What a rank is told of its experts, and the load when every token of every rank goes to the first of
-    each layer. rows: of a micro-batch, the last of which may be smaller."""
+    """What is reported to a rank about its experts, and the load when every token of every rank goes to the
+    first of each layer. rows: of a micro-batch, the last of which may be smaller."""
     engine = make_engine(path, options)
     engine.forward([rank_jobs.my_share(make_rows(kind), engine)])  # does not count
     parts = rank_jobs.my_share(make_rows(kind), engine).split(rows)
-    told = engine.forward_backward(parts, rank_jobs.loss_of)
+    reported = engine.forward_backward(parts, rank_jobs.loss_of)
     chunks = engine._built.chunks
     for router in (one for chunk in chunks for one in chunk.modules() if isinstance(one, Router)):
         router.counts[0] = 1 + dist.get_rank()
-    shares = {what: float(told[f"actor/{what}_expert_share"].value) for what in ("busiest", "idle")}
+    shares = {what: float(reported[f"actor/{what}_expert_share"].value) for what in ("busiest", "idle")}
     return shares, take_load(chunks)
 
 
@@ -102,7 +102,7 @@ def rows_of(kind: str, untrained: int) -> DataProto:
 def balanced(
     path: str, options: Mapping[str, Any], kind: str, untrained: int, rows: int
 ) -> list[tuple[Pieces, dict[str, Any]]]:
-    """The gradient and what is told of it, without a loss of the experts' load and with one, and then once
+    """The gradient and its metrics, without a loss of the experts' load and with one, and then once
     more: the loss of a call does not depend on what was before. rows: of a micro-batch."""
     found = []
     for coefficient in (0.0, BALANCE, BALANCE):
@@ -110,8 +110,8 @@ def balanced(
         if coefficient == 0 or not found[1:]:
             engine = make_engine(path, {**options, "megatron": settings})
         parts = rank_jobs.my_share(rows_of(kind, untrained), engine).split(rows)
-        told = engine.forward_backward(parts, rank_jobs.loss_of, Ask(TEMPERATURE, entropy=True))
-        found.append((gradients(engine), told))
+        reported = engine.forward_backward(parts, rank_jobs.loss_of, Ask(TEMPERATURE, entropy=True))
+        found.append((gradients(engine), reported))
         engine._drop_gradient()
     return found
 
@@ -124,8 +124,8 @@ def moved_biases(
     parts = rank_jobs.my_share(make_rows(kind), engine).split(rows)
 
     def infinite(*args: Any) -> Any:
-        loss, told = rank_jobs.loss_of(*args)
-        return loss * float("inf"), told
+        loss, reported = rank_jobs.loss_of(*args)
+        return loss * float("inf"), reported
 
     found = []
     for loss in (infinite, rank_jobs.loss_of):
@@ -173,7 +173,7 @@ def read(path: str, options: Mapping[str, Any], directory: str) -> dict[str, Any
 
 
 def refusal_of_noise(path: str, options: Mapping[str, Any]) -> str:
-    """What a rank is told of a router that draws random numbers."""
+    """What is reported to a rank about a router that draws random numbers."""
     plain = Router.gating
 
     def gating(self: Router, input: torch.Tensor) -> torch.Tensor:
@@ -188,7 +188,7 @@ def refusal_of_noise(path: str, options: Mapping[str, Any]) -> str:
 
 
 def refusal(path: str, options: Mapping[str, Any]) -> str:
-    """What a rank is told that cannot have this model."""
+    """What a rank raises that cannot have this model."""
     try:
         make_engine(path, options)
     except ConfigError as error:

@@ -57,8 +57,8 @@ def trouble(engine: MegatronEngine, case: Case) -> Iterator[Any]:
 
 
 def disturbed(path: str, options: Mapping[str, Any], cases: Sequence[Case]) -> list[str]:
-    """For each case what is wrong: a call with two rows in a pass is cut off, and the one with one row in a
-    pass that comes after it must be as if nothing had happened before. All cases with one engine."""
+    """For each case what is wrong: a call with two rows in a pass is interrupted, and the one with one row in
+    a pass that comes after it must be as if nothing had happened before. All cases with one engine."""
     gc.freeze()
     engine = make_engine(path, options)
     batch = rank_jobs.make_batch(rows=ROWS * engine.coordinates().data_size)
@@ -72,8 +72,8 @@ def disturbed(path: str, options: Mapping[str, Any], cases: Sequence[Case]) -> l
             wrong.append(f"{case}: reported {found}")
         if any(bool(gradient.any()) for gradient in _gradients(engine)):
             wrong.append(f"{case}: a gradient is left")
-        told, gradients = _update(engine, share)
-        if told != wanted[0] or not all(map(torch.equal, gradients, wanted[1])):
+        reported, gradients = _update(engine, share)
+        if reported != wanted[0] or not all(map(torch.equal, gradients, wanted[1])):
             wrong.append(f"{case}: another gradient")
     return wrong
 
@@ -110,10 +110,10 @@ def divided(path: str, options: Mapping[str, Any]) -> str:
 
 def _update(engine: MegatronEngine, share: Any) -> tuple[Any, list[torch.Tensor]]:
     """Metrics and gradient, which is dropped."""
-    told = engine.forward_backward(share.split(1), rank_jobs.loss_of)
+    reported = engine.forward_backward(share.split(1), rank_jobs.loss_of)
     found = _gradients(engine)
     engine._drop_gradient()
-    return told, found
+    return reported, found
 
 
 def _gradients(engine: MegatronEngine) -> list[torch.Tensor]:

@@ -58,9 +58,9 @@ def check(
         near = TOLERANCE * max(1.0, float(said.abs().max()))
         torch.testing.assert_close(got, said, rtol=0, atol=near)
         torch.testing.assert_close(got, fsdp["said"][name].double(), rtol=0, atol=near)
-    told = values(merge(rank["told"] for rank in collected))
-    assert told == pytest.approx(values(fsdp["told"]), rel=TOLERANCE)
-    assert told["loss"] == pytest.approx(wanted["loss"], rel=TOLERANCE)
+    reported = values(merge(rank["reported"] for rank in collected))
+    assert reported == pytest.approx(values(fsdp["reported"]), rel=TOLERANCE)
+    assert reported["loss"] == pytest.approx(wanted["loss"], rel=TOLERANCE)
     assert_near(jobs.assembled([rank["gradient"] for rank in found]), wanted["gradient"])
     rows, data = len(jobs.make_rows(kind)), found[0]["place"][1]
     for rank in found:

@@ -15,8 +15,8 @@ from hydraflow.engine.offload import HOST, Offload
 
 
 class MemoryApart(Offload):
-    """Every move makes new tensors. At rest they are NaN, so that whoever uses them without `wake` computes
-    NaN; once awake, all older ones are, so that whoever kept one does. Until then borrowed weights hold."""
+    """Every move makes new tensors. At rest they are NaN, so that code that uses them without `wake` computes
+    NaN; once awake, all older ones are, so that code that kept one does. Until then borrowed weights hold."""
 
     def __init__(self, module: nn.Module):
         super().__init__(self._leave, self._come, HOST, rests=True)

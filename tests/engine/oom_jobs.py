@@ -120,7 +120,7 @@ class Case:
 
 
 def disturbed(path: str, options: Mapping[str, Any], cases: Sequence[Case]) -> list[str]:
-    """For each case what is wrong: a call with two rows in a pass is cut off, and the one with three in a
+    """For each case what is wrong: a call with two rows in a pass is interrupted, and the one with three in a
     pass that comes after it must be as if nothing had happened before. All cases with one engine."""
     # an out-of-memory error has garbage collected, which takes half a second for all that is imported
     gc.freeze()
@@ -142,8 +142,8 @@ def disturbed(path: str, options: Mapping[str, Any], cases: Sequence[Case]) -> l
             wrong.append(f"{case}: reported {found}")
         if rank_jobs.gradients(engine):
             wrong.append(f"{case}: a gradient is left")
-        told, gradient = engine.forward_backward(after, rank_jobs.loss_of), rank_jobs.gradients(engine)
-        if told != wanted[0] or not _equal(gradient, wanted[1]):
+        reported, gradient = engine.forward_backward(after, rank_jobs.loss_of), rank_jobs.gradients(engine)
+        if reported != wanted[0] or not _equal(gradient, wanted[1]):
             wrong.append(f"{case}: another gradient")
     return wrong
 
@@ -151,7 +151,7 @@ def disturbed(path: str, options: Mapping[str, Any], cases: Sequence[Case]) -> l
 def gradient_after_out_of_memory(
     path: str, options: Mapping[str, Any]
 ) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-    """The gradient of all rows in one pass, and that of four passes, of which one was cut off before."""
+    """The gradient of all rows in one pass, and that of four passes, of which one was interrupted before."""
     engine = rank_jobs.make_engine(path, options)
     share = rank_jobs.my_share(rank_jobs.make_batch(), engine)
     engine.forward_backward([share], rank_jobs.loss_of)

@@ -42,7 +42,7 @@ PRELOADED = [
 def serve(
     rank: int, size: int, port: int, listener: socket.socket | None, device_type: str, pipe: Connection
 ) -> None:
-    """A rank: runs what it is told until told nothing. listener: rank 0's, bound to the port."""
+    """A rank: runs what it receives until it receives nothing. listener: rank 0's, bound to the port."""
     gc.freeze()  # a rank that looked for garbage in what was imported would copy it
     gc.enable()
     torch.set_num_threads(1)
@@ -59,14 +59,14 @@ def serve(
         function, args = job
         try:
             answer = packed((True, function(*args)))
-        except Exception:  # the test that asked shall see it
+        except Exception:  # the test that asked must see it
             answer = packed((False, traceback.format_exc()))
         pipe.send_bytes(answer)
     process_group.stop()
 
 
 class Ranks:
-    """Ranks, two unless told otherwise, that run functions of `rank_jobs`."""
+    """Ranks, two by default, that run functions of `rank_jobs`."""
 
     def __init__(self, size: int = 2, device_type: str = "cpu") -> None:
         context = mp.get_context("forkserver")

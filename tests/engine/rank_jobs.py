@@ -151,14 +151,14 @@ def cut_gradients(
 def train(path: str, options: Mapping[str, Any], steps: int = 3, micro_rows: int = 2) -> dict[str, Any]:
     """A few optimizer steps; also what a forward pass between them sees, which must be the newest weights."""
     engine = make_engine(path, options)
-    told, seen = [], []
+    reported, seen = [], []
     for step in range(steps):
         share = my_share(make_batch(step), engine)
         seen.append(ragged.parts(engine.forward([share], Ask(0.8)).batch[_column(engine)])[0])
         engine.forward_backward(share.split(micro_rows), loss_of, Ask(0.8))
-        told.append(engine.optimizer_step())
+        reported.append(engine.optimizer_step())
         engine.lr_step()
-    return {"told": told, "seen": seen, "weights": full_weights(engine)}
+    return {"reported": reported, "seen": seen, "weights": full_weights(engine)}
 
 
 def _column(engine: FSDPEngine) -> str:
@@ -224,20 +224,20 @@ def held_bytes(path: str, options: Mapping[str, Any]) -> dict[str, int]:
 
 
 def break_one_rank(path: str, options: Mapping[str, Any] | None = None) -> tuple[dict[str, float], bool]:
-    """An infinite loss on rank 1 only: what each rank is told, and whether its weights moved."""
+    """An infinite loss on rank 1 only: what is reported to each rank, and whether its weights moved."""
     engine = make_engine(path, options)
     before = full_weights(engine)
 
     def broken(
         output: ModelOutput, columns: Mapping[str, torch.Tensor]
     ) -> tuple[torch.Tensor, dict[str, Metric]]:
-        loss, told = loss_of(output, columns)
-        return (loss * float("inf") if dist.get_rank() == 1 else loss), told
+        loss, reported = loss_of(output, columns)
+        return (loss * float("inf") if dist.get_rank() == 1 else loss), reported
 
     engine.forward_backward([my_share(make_batch(), engine)], broken)
-    told = engine.optimizer_step()
+    reported = engine.optimizer_step()
     after = full_weights(engine)
-    return told, any(not torch.equal(before[name], after[name]) for name in before)
+    return reported, any(not torch.equal(before[name], after[name]) for name in before)
 
 
 def save_both(path: str, options: Mapping[str, Any], directory: str) -> dict[str, torch.Tensor]:
@@ -338,8 +338,8 @@ def read_checkpoint(
 
 
 def write_on_a_full_disk(path: str, directory: str) -> str:
-    """Rank 1's disk is full while the first snapshot is written: what each rank is told. The second one is
-    written well."""
+    """Rank 1's disk is full while the first snapshot is written: what is reported to each rank. The second
+    one is written well."""
     from torch.distributed.checkpoint.filesystem import FileSystem
 
     from hydraflow.errors import EnvironmentFault
@@ -355,13 +355,13 @@ def write_on_a_full_disk(path: str, directory: str) -> str:
     FileSystem.create_stream = full  # type: ignore[method-assign]
     try:
         engine.snapshot(CONTENTS).write(Path(directory) / "first")
-        told = "written"
+        reported = "written"
     except EnvironmentFault as error:
-        told = str(error)
+        reported = str(error)
     finally:
         FileSystem.create_stream = whole  # type: ignore[method-assign]
     engine.snapshot(CONTENTS).write(Path(directory) / "second")
-    return told
+    return reported
 
 
 def train_and_rest(path: str, device_type: str, fsdp: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,5 +1,5 @@
-"""What ranks do in the tests of routing replay, and what a model of transformers' says whose routers are told
-which experts to take; in a file of its own so that spawned processes can import it."""
+"""What ranks do in the tests of routing replay, and what a model of transformers' says whose routers are
+given which experts to take; in a file of its own so that spawned processes can import it."""
 
 from __future__ import annotations
 
@@ -69,10 +69,15 @@ def replayed(
         )
         trouble.leave()
     said = {name: ragged.parts(column)[0] for name, column in engine.forward(parts, ask).items()}
-    told = engine.forward_backward(parts, rank_jobs.loss_of, ask)
+    reported = engine.forward_backward(parts, rank_jobs.loss_of, ask)
     is_core = isinstance(engine, MegatronEngine)
     gradient = gradients(engine) if is_core else rank_jobs.gradients(engine)
-    return {"said": said, "told": told, "gradient": gradient, "collect": engine.coordinates().is_collect}
+    return {
+        "said": said,
+        "reported": reported,
+        "gradient": gradient,
+        "collect": engine.coordinates().is_collect,
+    }
 
 
 def with_and_without(path: str, options: Mapping[str, Any], kind: str, size: int) -> list[dict[str, Any]]:
@@ -84,9 +89,9 @@ def with_and_without(path: str, options: Mapping[str, Any], kind: str, size: int
     for some in (rows, with_routes(rows, routes)):
         parts = some.split(size)
         said = {name: ragged.parts(column)[0] for name, column in engine.forward(parts, ask).items()}
-        told = engine.forward_backward(parts, rank_jobs.loss_of, ask)
+        reported = engine.forward_backward(parts, rank_jobs.loss_of, ask)
         gradient = gradients(engine)
-        found.append({"said": said, "told": told, "gradient": gradient})
+        found.append({"said": said, "reported": reported, "gradient": gradient})
         for chunk in engine._ddp:
             chunk.zero_grad_buffer()
         engine._optimizer.zero_grad()
@@ -100,7 +105,7 @@ def oracle(path: str | Path, rows: DataProto) -> dict[str, Any]:
         path, dtype=torch.float64, experts_implementation="eager"
     )
     gates = [layer.mlp.gate for layer in lm.model.layers if hasattr(layer.mlp, "gate")]
-    told: dict[int, torch.Tensor] = {}
+    reported: dict[int, torch.Tensor] = {}
     own: dict[int, torch.Tensor] = {}
 
     def gate(number: int, hidden: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -108,10 +113,10 @@ def oracle(path: str | Path, rows: DataProto) -> dict[str, Any]:
         logits = F.linear(hidden.reshape(-1, hidden.shape[-1]), module.weight)
         probabilities = logits.softmax(-1)
         own[number] = probabilities.topk(module.top_k).indices
-        weights = torch.stack([row[to] for row, to in zip(probabilities, told[number], strict=True)])
+        weights = torch.stack([row[to] for row, to in zip(probabilities, reported[number], strict=True)])
         if lm.config.norm_topk_prob:
             weights = weights / weights.sum(-1, keepdim=True)
-        return logits, weights, told[number]
+        return logits, weights, reported[number]
 
     for number, module in enumerate(gates):
         module.forward = lambda hidden, number=number: gate(number, hidden)
@@ -121,14 +126,16 @@ def oracle(path: str | Path, rows: DataProto) -> dict[str, Any]:
         ragged.rows(rows.get(name)) for name in ("prompts", "responses", "routed_experts", "response_mask")
     ]
     for prompt, response, routes, mask in zip(*columns, strict=True):
-        told |= dict(enumerate(routes.long().unbind(1)))
+        reported |= dict(enumerate(routes.long().unbind(1)))
         ids = torch.cat([prompt, response])[None, :-1]
         full = (lm(input_ids=ids, use_cache=False).logits[0, len(prompt) - 1 :] / TEMPERATURE).log_softmax(-1)
         said["log_probs"].append(full.gather(-1, response[:, None])[:, 0])
         said["entropys"].append(-(full.exp() * full).sum(-1))
         asked = torch.cat([torch.zeros(len(prompt) - 1), mask]).bool()
         for number, chosen in own.items():
-            differs = [set(a.tolist()) != set(b.tolist()) for a, b in zip(chosen, told[number], strict=True)]
+            differs = [
+                set(a.tolist()) != set(b.tolist()) for a, b in zip(chosen, reported[number], strict=True)
+            ]
             changed += int(torch.tensor(differs)[asked].sum())
             counted += int(asked.sum())
     padded = columns_of(rows, int(ragged.lengths(rows.get("responses")).max()), rank_jobs.CPU)

@@ -31,18 +31,18 @@ TEACHER = 0.4
 def updated(
     path: str, options: Mapping[str, Any], calls: int, step: StepOptions, disturbed: bool = False
 ) -> dict[str, Any]:
-    """Two optimizer steps, the rows of each in so many calls; disturbed: after each call there is another one
-    in which the last rank has no memory. The first step has its own settings, the second the
+    """Two optimizer steps, the rows of each in that many calls; disturbed: after each call there is another
+    one in which the last rank has no memory. The first step has its own settings, the second the
     configuration's."""
     engine = megatron_jobs.make_engine(path, options)
-    told = []
+    reported = []
     for number, settings in enumerate((step, StepOptions())):
         for part in rank_jobs.my_share(rank_jobs.make_batch(number), engine).chunk(calls):
             engine.forward_backward(part.split(1), rank_jobs.loss_of)
             if disturbed:
                 try_without_memory(engine, part)
-        told.append(engine.optimizer_step(settings))
-    return {"told": told, "weights": rank_jobs.full_weights(engine)}
+        reported.append(engine.optimizer_step(settings))
+    return {"reported": reported, "weights": rank_jobs.full_weights(engine)}
 
 
 def try_without_memory(engine: Any, rows: DataProto) -> None:
@@ -123,8 +123,8 @@ def distilled(path: str, options: Mapping[str, Any], mode: str, most: int) -> di
         terms = distillation.divergences(output.log_probs[..., 1:], given["teacher_top_log_probs"])
         return terms[mask].sum(), {"loss": metrics.summed(float(terms[mask].sum()))}
 
-    told = engine.forward_backward(DataProto.from_dict(columns).split(2), loss)
+    reported = engine.forward_backward(DataProto.from_dict(columns).split(2), loss)
     is_core = isinstance(engine, MegatronEngine)
     gradient = megatron_jobs.gradients(engine) if is_core else rank_jobs.gradients(engine)
-    loss_here = told["loss"].value if told else 0.0
+    loss_here = reported["loss"].value if reported else 0.0
     return {"loss": loss_here, "place": tuple(engine.coordinates()), "gradient": gradient}

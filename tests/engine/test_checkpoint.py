@@ -164,7 +164,7 @@ def test_parts_can_be_read_by_themselves(pools: dict[int, Ranks], tiny: str, tmp
     written = pools[1].run(jobs.write_checkpoint, tiny, OPTIONS, str(tmp_path))[0]
     read = pools[1].run(jobs.read_checkpoint, tiny, OPTIONS, str(tmp_path), ["model"])[0]
     assert_equal(read["weights"], written["weights"])
-    assert read["moments"] == {} and read["lr"] == 0.0, "the schedule starts anew"
+    assert read["moments"] == {} and read["lr"] == 0.0, "the schedule starts from scratch"
 
 
 def test_before_its_first_update_an_optimizer_has_no_state(tiny: str, tmp_path: Path) -> None:
@@ -199,7 +199,7 @@ def test_another_models_checkpoint_is_refused(tiny: str, tmp_path: Path) -> None
 def test_a_disk_that_is_full_for_one_rank_is_told_to_all_and_stops_nobody(
     pools: dict[int, Ranks], tiny: str, tmp_path: Path
 ) -> None:
-    told = pools[2].run(jobs.write_on_a_full_disk, tiny, str(tmp_path))
-    assert told == ["rank 1: OSError: [Errno 28] No space left on device"] * 2
+    reported = pools[2].run(jobs.write_on_a_full_disk, tiny, str(tmp_path))
+    assert reported == ["rank 1: OSError: [Errno 28] No space left on device"] * 2
     read = pools[4].run(jobs.read_checkpoint, tiny, {}, str(tmp_path / "second"), jobs.CONTENTS)[0]
     assert_equal(read["weights"], jobs.full_weights(jobs.make_engine(tiny)))

@@ -86,7 +86,7 @@ def test_weights_are_those_of_one_plain_process(tiny: str, ranks: Ranks, precisi
     norms, weights = plain_training(tiny, torch.float64 if precision == "fp64" else torch.float32)
     alone = jobs.train(tiny, OPTIONS[precision])
     for result in [alone, *ranks.run(jobs.train, tiny, OPTIONS[precision])]:
-        assert [told["grad_norm"] for told in result["told"]] == pytest.approx(
+        assert [reported["grad_norm"] for reported in result["reported"]] == pytest.approx(
             norms, rel=1e-10 if precision == "fp64" else 1e-3
         )
         # Adam's first steps are signs of gradients: rounding in a tiny gradient moves a weight by a visible
@@ -185,16 +185,16 @@ def test_clipping(tiny: str, ranks: Ranks) -> None:
         )
     )
     clipped.forward_backward([jobs.make_batch()], jobs.loss_of)
-    told = clipped.optimizer_step()
-    assert told["grad_norm"] == pytest.approx(norm, rel=1e-12)
+    reported = clipped.optimizer_step()
+    assert reported["grad_norm"] == pytest.approx(norm, rel=1e-12)
     assert seen == [pytest.approx(norm / 4, rel=1e-5)]
     assert not jobs.gradients(clipped)
 
 
 def test_a_norm_that_is_not_finite_skips_the_step_on_all_ranks(tiny: str, ranks: Ranks) -> None:
-    for told, moved in ranks.run(jobs.break_one_rank, tiny):
-        assert told["skipped"] == 1.0
-        assert not told["grad_norm"] < float("inf")
+    for reported, moved in ranks.run(jobs.break_one_rank, tiny):
+        assert reported["skipped"] == 1.0
+        assert not reported["grad_norm"] < float("inf")
         assert not moved
 
 
@@ -203,7 +203,7 @@ def test_bf16_computes_in_bf16_and_keeps_float32(tiny: str, ranks: Ranks) -> Non
     full, half = jobs.train(tiny, {}), jobs.train(tiny, bf16)
     both = ranks.run(jobs.train, tiny, bf16)
     for result in [half, *both]:
-        difference = abs(result["told"][0]["grad_norm"] / full["told"][0]["grad_norm"] - 1)
+        difference = abs(result["reported"][0]["grad_norm"] / full["reported"][0]["grad_norm"] - 1)
         assert 0 < difference < 0.02
         assert {tensor.dtype for tensor in result["weights"].values()} == {torch.float32}
 
@@ -216,12 +216,12 @@ def test_output_and_columns_are_right_padded(tiny: str) -> None:
         seen.update(columns, output=output)
         return jobs.loss_of(output, columns)
 
-    told = engine.forward_backward([batch], loss, Ask(0.8, entropy=True))
+    reported = engine.forward_backward([batch], loss, Ask(0.8, entropy=True))
     log_probs, entropy, mask = seen["output"].log_probs, seen["output"].entropy, seen["response_mask"]
     assert log_probs.shape == entropy.shape == mask.shape == seen["advantages"].shape == (8, 9)
     assert "prompts" not in seen
     assert torch.equal(log_probs != 0, mask.bool()) and torch.equal(entropy > 0, mask.bool())
-    assert told["tokens"].value == int(ragged.parts(batch.batch["response_mask"])[0].sum())
+    assert reported["tokens"].value == int(ragged.parts(batch.batch["response_mask"])[0].sum())
     inferred = engine.forward([batch], Ask(0.8, entropy=True))
     assert torch.equal(ragged.lengths(inferred.batch["log_probs"]), ragged.lengths(batch.batch["responses"]))
     torch.testing.assert_close(

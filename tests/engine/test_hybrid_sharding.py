@@ -71,7 +71,7 @@ def test_training_is_that_of_one_rank(tiny: str, ranks: Ranks, layout: str, size
     alone = ALONE[layout]
     found = ranks.run(jobs.train, tiny, with_size(LAYOUTS[layout], size, **DOUBLE), 3, 1)
     for rank in found:
-        assert rank["told"] == [pytest.approx(told, rel=1e-12) for told in alone["told"]]
+        assert rank["reported"] == [pytest.approx(reported, rel=1e-12) for reported in alone["reported"]]
         assert_same(rank["weights"], alone["weights"], 1e-12)
         assert_same(rank["weights"], found[0]["weights"], 0.0)  # copies stay equal
     for step, wanted in enumerate(alone["seen"]):
@@ -114,7 +114,7 @@ def test_other_precisions_are_within_rounding(tiny: str, ranks: Ranks, size: int
 def test_all_ranks_as_one_copy_is_plain_fsdp_bit_by_bit(tiny: str, ranks: Ranks) -> None:
     plain = ranks.run(jobs.train, tiny, {})
     for found, wanted in zip(ranks.run(jobs.train, tiny, with_size({}, RANKS)), plain, strict=True):
-        assert found["told"] == wanted["told"]
+        assert found["reported"] == wanted["reported"]
         assert_same(found["weights"], wanted["weights"], 0.0)
 
 
@@ -126,8 +126,8 @@ def test_gradients_are_summed_over_copies_once(tiny: str, ranks: Ranks) -> None:
 
 @pytest.mark.parametrize("size", SIZES)
 def test_a_norm_that_is_not_finite_skips_the_step_on_all_ranks(tiny: str, ranks: Ranks, size: int) -> None:
-    for told, moved in ranks.run(jobs.break_one_rank, tiny, with_size({}, size)):
-        assert told["skipped"] == 1.0 and not moved
+    for reported, moved in ranks.run(jobs.break_one_rank, tiny, with_size({}, size)):
+        assert reported["skipped"] == 1.0 and not moved
 
 
 @pytest.mark.parametrize("options", [{}, {"model": {"lora_rank": 2, "target_modules": "all-linear"}}])

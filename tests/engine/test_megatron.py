@@ -48,9 +48,9 @@ def assert_is_right(
         torch.testing.assert_close(
             said.double(), oracle["fsdp"]["said"][name].double(), rtol=0, atol=TOLERANCE
         )
-    told = values(merge(rank["told"] for rank in collected))
-    assert told == pytest.approx(values(oracle["fsdp"]["told"]), rel=TOLERANCE)
-    assert told["loss"] == pytest.approx(oracle["loss"], rel=TOLERANCE)
+    reported = values(merge(rank["reported"] for rank in collected))
+    assert reported == pytest.approx(values(oracle["fsdp"]["reported"]), rel=TOLERANCE)
+    assert reported["loss"] == pytest.approx(oracle["loss"], rel=TOLERANCE)
     gradient = jobs.assembled([rank["gradient"] for rank in found])
     assert_near(gradient, oracle["gradient"])
     fsdp = {name.removeprefix("lm."): g for name, g in oracle["fsdp"]["gradient"].items()}
@@ -239,8 +239,8 @@ def test_an_infinite_loss_of_one_rank_skips_the_step_on_all(
     path = str(models / "qwen2")
     found = pools[ranks].run(jobs.break_one_rank, path, {"megatron": settings})
     norms = {after["grad_norm"] for _, _, after in found}
-    for told, moved, after in found:
-        assert told["skipped"] == 1.0 and not moved
+    for reported, moved, after in found:
+        assert reported["skipped"] == 1.0 and not moved
         assert after["skipped"] == 0.0
     assert len(norms) == 1
 
@@ -272,5 +272,5 @@ def test_models_that_would_be_computed_differently_are_refused(
 ) -> None:
     config, settings, words = REFUSED[why]
     save_model(config, tmp_path)
-    for told in pools[4].run(jobs.refusal, str(tmp_path), {"megatron": settings}):
-        assert words in told
+    for reported in pools[4].run(jobs.refusal, str(tmp_path), {"megatron": settings}):
+        assert words in reported

@@ -123,8 +123,8 @@ def test_the_loss_of_the_load_trains_as_its_formula_says(
     assert_near(again, once)
     for rank in found:
         assert "actor/moe_aux_loss" not in rank[0][1]
-        for _, told in rank[1:]:
-            assert metrics.values(told)["actor/moe_aux_loss"] == pytest.approx(mean, rel=TOLERANCE)
+        for _, reported in rank[1:]:
+            assert metrics.values(reported)["actor/moe_aux_loss"] == pytest.approx(mean, rel=TOLERANCE)
 
 
 def test_the_oracle_is_not_trivial(oracle: Any) -> None:

@@ -246,8 +246,8 @@ def test_what_the_ranks_write_adds_up(
     facts = json.loads((tmp_path / "checkpoint.json").read_text())
     assert facts["engine"] == "megatron" and facts["world_size"] == len(written) and facts["tied"]
     weights = sum(tensor.numel() for tensor in written[0]["weights"].values())
-    told = sum(rank["bytes"] for rank in written)
-    assert 4 * 4 * weights <= told < 4.3 * 4 * weights, "weights, two moments and a Hugging Face model"
+    reported = sum(rank["bytes"] for rank in written)
+    assert 4 * 4 * weights <= reported < 4.3 * 4 * weights, "weights, two moments and a Hugging Face model"
 
 
 def test_the_merger_reads_it(pools: dict[int, Ranks], models: Path, tmp_path: Path) -> None:
@@ -288,14 +288,14 @@ def test_a_damaged_checkpoint_is_refused_in_the_same_words(
     path = str(models / "qwen2")
     write(pools, path, "tp 2", tmp_path)
     damage(tmp_path)
-    told = {
+    reported = {
         layout: pools[2].run(jobs.load_refusal, path, options_of(layout), str(tmp_path))
         for layout in ("tp 2", "pp 2", "data 2", "fsdp 2")
     }
-    for words in told.values():
+    for words in reported.values():
         assert all(words) and str(tmp_path) in words[0]
         assert words[0] == words[1]
-        assert re.sub(r"rank \d", "rank", words[0]) == re.sub(r"rank \d", "rank", told["fsdp 2"][0])
+        assert re.sub(r"rank \d", "rank", words[0]) == re.sub(r"rank \d", "rank", reported["fsdp 2"][0])
     assert not (tmp_path / "hacked").exists()
 
 
@@ -303,5 +303,5 @@ def test_another_models_checkpoint_is_refused(pools: dict[int, Ranks], models: P
     write(pools, models / "qwen2", "tp 2", tmp_path)
     for options in ({"head": "value"}, {}):
         path = str(models / ("qwen2" if options else "qwen3"))
-        for told in pools[2].run(jobs.load_refusal, path, options_of("tp 2", **options), str(tmp_path)):
-            assert told.startswith("ConfigError") and "it is of another model" in told
+        for reported in pools[2].run(jobs.load_refusal, path, options_of("tp 2", **options), str(tmp_path)):
+            assert reported.startswith("ConfigError") and "it is of another model" in reported

@@ -1,5 +1,5 @@
-"""What Megatron-Core is told of a model, and what may be overridden; the counts of optimizers that are not
-torch's."""
+"""What is passed to Megatron-Core about a model, and what may be overridden; the counts of optimizers that
+are not torch's."""
 
 from __future__ import annotations
 

@@ -125,5 +125,5 @@ def test_heads_that_ranks_cannot_share(
 ) -> None:
     heads = dict(num_attention_heads=6, num_key_value_heads=2, head_dim=8)
     save_model(Qwen3Config(**SIZES | heads), tmp_path)
-    for told in pools[4].run(jobs.refusal, str(tmp_path), {"megatron": settings}):
-        assert words in told and f"context_parallel_{remedy}" in told
+    for reported in pools[4].run(jobs.refusal, str(tmp_path), {"megatron": settings}):
+        assert words in reported and f"context_parallel_{remedy}" in reported

@@ -97,5 +97,5 @@ def test_a_checkpoint_is_read_with_other_sizes(
 
 def test_layers_that_the_parts_do_not_divide(pools: dict[int, Ranks], oracle: Oracle) -> None:
     path = str(oracle.folder / "qwen2")
-    for told in pools[2].run(jobs.refusal, path, {"megatron": interleaved(3)}):
-        assert "must divide the 4 layers of each stage" in told
+    for reported in pools[2].run(jobs.refusal, path, {"megatron": interleaved(3)}):
+        assert "must divide the 4 layers of each stage" in reported

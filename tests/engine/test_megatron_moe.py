@@ -155,8 +155,8 @@ def check(found: list[dict[str, Any]], oracle: dict[str, Any]) -> None:
         said = torch.cat([rank["said"][name] for rank in collected]).double()
         torch.testing.assert_close(said, wanted.double(), rtol=0, atol=TOLERANCE)
         torch.testing.assert_close(said, oracle["said"][name], rtol=0, atol=TOLERANCE)
-    told = metrics.values(metrics.merge(rank["told"] for rank in collected))
-    assert told["loss"] == pytest.approx(oracle["loss"], rel=TOLERANCE)
+    reported = metrics.values(metrics.merge(rank["reported"] for rank in collected))
+    assert reported["loss"] == pytest.approx(oracle["loss"], rel=TOLERANCE)
     gradient = jobs.assembled([rank["gradient"] for rank in found])
     assert_near(gradient, oracle["gradient"])
     norm = float(torch.cat([g.flatten() for g in oracle["gradient"].values()]).norm())
@@ -256,8 +256,8 @@ def test_share_of_the_busiest_expert(pools: dict[int, Ranks], models: Path, agai
         wanted = busiest_share(path, jobs.make_rows("far apart"))
         assert wanted < 0.5, "no expert that every token chose"
         options = {"megatron": settings, "model": {"enable_gradient_checkpointing": again}}
-        for told, load in pools[ranks].run(jobs.told_of_load, path, options, "far apart", 3):
-            assert told == {"busiest": pytest.approx(wanted), "idle": 0}
+        for reported, load in pools[ranks].run(jobs.told_of_load, path, options, "far apart", 3):
+            assert reported == {"busiest": pytest.approx(wanted), "idle": 0}
             assert (load.busiest, load.idle) == (1, 3 / 4)
 
 
@@ -377,9 +377,9 @@ def test_a_model_that_changes_from_pass_to_pass_ends_the_run(
     pools: dict[int, Ranks], models: Path, ranks: int, settings: dict[str, Any]
 ) -> None:
     path = str(models / "qwen3_moe")
-    for told in pools[ranks].run(jobs.refusal_of_noise, path, {"megatron": settings}):
-        assert "two passes over the same rows differ by" in told
-        assert "-> actor_rollout_ref.actor.megatron.moe_router_dtype=fp64" in told
+    for reported in pools[ranks].run(jobs.refusal_of_noise, path, {"megatron": settings}):
+        assert "two passes over the same rows differ by" in reported
+        assert "-> actor_rollout_ref.actor.megatron.moe_router_dtype=fp64" in reported
 
 
 REFUSED: dict[str, tuple[Any, dict[str, Any], str]] = {
@@ -438,5 +438,5 @@ REFUSED: dict[str, tuple[Any, dict[str, Any], str]] = {
 def test_what_is_not_built_is_refused(tmp_path: Path, pools: dict[int, Ranks], why: str) -> None:
     config, settings, words = REFUSED[why]
     save_model(config, tmp_path)
-    for told in pools[2].run(jobs.refusal, str(tmp_path), {"megatron": settings}):
-        assert words in told
+    for reported in pools[2].run(jobs.refusal, str(tmp_path), {"megatron": settings}):
+        assert words in reported

@@ -1,5 +1,5 @@
-"""Weights that rest in host memory between calls: nothing that is learned changes by a bit, and whoever uses
-them finds them on the device. The host memory of these tests is one apart (`memory_apart.py`)."""
+"""Weights that rest in host memory between calls: nothing that is learned changes by a bit, and code that
+uses them finds them on the device. The host memory of these tests is one apart (`memory_apart.py`)."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_results_are_the_same_bit_by_bit(tiny: str, ranks: Ranks, layout: str) -
     """Also where the gradient rests between the backward pass and the optimizer step."""
     plain = ranks.run(jobs.train, tiny, LAYOUTS[layout])
     for moved, usual in zip(ranks.run(jobs.train, tiny, resting(layout)), plain, strict=True):
-        assert moved["told"] == usual["told"]
+        assert moved["reported"] == usual["reported"]
         for mine, other in zip(moved["seen"], usual["seen"], strict=True):
             assert torch.equal(mine, other)
         assert moved["weights"].keys() == usual["weights"].keys()
@@ -51,7 +51,7 @@ def test_results_are_the_same_bit_by_bit(tiny: str, ranks: Ranks, layout: str) -
 
 
 def test_at_rest_nothing_can_be_read(tiny: str) -> None:
-    """What the other tests stand on: a method that forgot to wake the weights would compute NaN."""
+    """What the other tests rest on: a method that forgot to wake the weights would compute NaN."""
     engine = jobs.make_engine(tiny, resting())
     assert moves(engine) == ["rest"]
     assert all(bool(tensor.isnan().all()) for tensor in held(engine.module))

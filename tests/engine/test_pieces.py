@@ -1,4 +1,4 @@
-"""Reading tensors that lie in files in pieces, and writing them; by hand and for all ways to cut."""
+"""Reading tensors that are in files in pieces, and writing them; by hand and for all ways to cut."""
 
 from __future__ import annotations
 

@@ -73,9 +73,9 @@ def check(found: list[dict[str, Any]], wanted: dict[str, Any]) -> None:
     for name, said in wanted["said"].items():
         got = torch.cat([rank["said"][name] for rank in collected]).double()
         torch.testing.assert_close(got, said, rtol=0, atol=TOLERANCE)
-    told = values(merge(rank["told"] for rank in collected))
-    assert told["loss"] == pytest.approx(wanted["loss"], rel=TOLERANCE)
-    assert told["actor/router_replay_changed"] == pytest.approx(wanted["changed"])
+    reported = values(merge(rank["reported"] for rank in collected))
+    assert reported["loss"] == pytest.approx(wanted["loss"], rel=TOLERANCE)
+    assert reported["actor/router_replay_changed"] == pytest.approx(wanted["changed"])
     gradient = found[0]["gradient"]
     if isinstance(gradient, dict):
         gradient = {name.removeprefix("lm."): value for name, value in gradient.items()}
@@ -173,9 +173,9 @@ def test_with_unchanged_weights_every_bit_is_the_same(
             assert torch.equal(replayed["said"][name], said)
         for (_, value), (_, other) in zip(free["gradient"], replayed["gradient"], strict=True):
             assert torch.equal(value, other)
-        told = values(replayed["told"])
-        assert told.pop("actor/router_replay_changed") == 0
-        assert told == values(free["told"])
+        reported = values(replayed["reported"])
+        assert reported.pop("actor/router_replay_changed") == 0
+        assert reported == values(free["reported"])
 
 
 def test_the_oracle_is_not_trivial(oracles: dict[str, Any], models: Path) -> None:

@@ -51,11 +51,11 @@ def test_calls_add_up_and_a_step_has_its_own_settings(ranks: Ranks, models: Path
     disturbed = layout != "Megatron, tensor parallel"  # where it ends the run
     several = ranks.run(jobs.updated, path, options, 2, OWN, disturbed)[0]
     like_it = ranks.run(jobs.updated, path, {**options, "optim": configured}, 1, StepOptions())[0]
-    assert several["told"][0]["grad_norm"] > 0.2, "it is clipped"
-    for mine, other in zip(several["told"], whole["told"], strict=True):
+    assert several["reported"][0]["grad_norm"] > 0.2, "it is clipped"
+    for mine, other in zip(several["reported"], whole["reported"], strict=True):
         assert mine == pytest.approx(other, rel=1e-5)
-    assert like_it["told"][0] == pytest.approx(whole["told"][0], rel=1e-5)
-    assert [step["lr"] for step in whole["told"]] == [OWN.lr, OPTIM["lr"]]
+    assert like_it["reported"][0] == pytest.approx(whole["reported"][0], rel=1e-5)
+    assert [step["lr"] for step in whole["reported"]] == [OWN.lr, OPTIM["lr"]]
     for name, weight in whole["weights"].items():
         torch.testing.assert_close(several["weights"][name], weight, atol=2e-5, rtol=0)
     other = ranks.run(jobs.updated, path, options, 1, StepOptions())[0]

@@ -109,22 +109,23 @@ def refused(*given: Any, **overrides: Any) -> str:
 
 def test_a_checkpoint_of_another_model_is_named_with_both_shapes(made: Path) -> None:
     core, model = made / "core" / "qwen3", made / "qwen3"
-    told = refused(core, model, intermediate_size=40)
-    assert f"{KEY}={core}: " in told and "of another shape than the model of" in told
-    assert "decoder.layers.mlp.linear_fc1.weight [2, 96, 32], not [2, 80, 32]" in told
-    assert f"-> {MODEL}.path=<Hugging Face directory of the model in {core}>" in told
-    told = refused(core, model, num_hidden_layers=3)
-    assert "decoder.layers.mlp.linear_fc1.weight [2, 96, 32], not 3 layers" in told
-    assert "lacks tensors of the model" in told
+    reported = refused(core, model, intermediate_size=40)
+    assert f"{KEY}={core}: " in reported and "of another shape than the model of" in reported
+    assert "decoder.layers.mlp.linear_fc1.weight [2, 96, 32], not [2, 80, 32]" in reported
+    assert f"-> {MODEL}.path=<Hugging Face directory of the model in {core}>" in reported
+    reported = refused(core, model, num_hidden_layers=3)
+    assert "decoder.layers.mlp.linear_fc1.weight [2, 96, 32], not 3 layers" in reported
+    assert "lacks tensors of the model" in reported
 
 
 def test_embeddings_that_are_tied_or_not(made: Path, tmp_path: Path) -> None:
     tie = f"{MODEL}.override_config.tie_word_embeddings"
-    told = refused(made / "core" / "qwen2", made / "qwen2", tie_word_embeddings=False)
-    assert "holds no output matrix (output_layer.weight [19, 32])" in told and f"+{tie}=true" in told
-    told = refused(made / "core" / "qwen3", made / "qwen3", tie_word_embeddings=True)
+    reported = refused(made / "core" / "qwen2", made / "qwen2", tie_word_embeddings=False)
+    assert "holds no output matrix (output_layer.weight [19, 32])" in reported and f"+{tie}=true" in reported
+    reported = refused(made / "core" / "qwen3", made / "qwen3", tie_word_embeddings=True)
     assert (
-        "output matrix (output_layer.weight) differs from its embedding" in told and f"+{tie}=false" in told
+        "output matrix (output_layer.weight) differs from its embedding" in reported
+        and f"+{tie}=false" in reported
     )
 
 

@@ -56,7 +56,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def shared(size: int, options: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """The options with so many ranks for each row, in float64 unless they say otherwise."""
+    """The options with that many ranks for each row, in float64 unless they say otherwise."""
     options = options or {}
     return {**options, "fsdp": {**DOUBLE, **options.get("fsdp", {}), KEY: size}}
 
@@ -94,8 +94,8 @@ def assert_is_that_of_one_rank(
     for name, wanted in alone["said"].items():
         said = torch.cat([rank["said"][name] for rank in collected])
         torch.testing.assert_close(said, wanted, rtol=0, atol=1e-12)
-    told = values(merge(rank["told"] for rank in collected))
-    assert told == pytest.approx(values(alone["told"]), rel=1e-12)
+    reported = values(merge(rank["reported"] for rank in collected))
+    assert reported == pytest.approx(values(alone["reported"]), rel=1e-12)
 
 
 @pytest.mark.parametrize("size", [2, 4])
@@ -150,7 +150,7 @@ def test_training_is_that_of_one_rank(ranks: Ranks, models: Path, size: int, opt
     alone = jobs.train(path, shared(1, {**options, "fsdp": {}}))
     found = ranks.run(jobs.train, path, shared(size, options), 3, size)
     for rank in found:
-        assert rank["told"] == [pytest.approx(told, rel=1e-12) for told in alone["told"]]
+        assert rank["reported"] == [pytest.approx(reported, rel=1e-12) for reported in alone["reported"]]
         assert_same(rank["weights"], alone["weights"], 1e-12)
         assert_same(rank["weights"], found[0]["weights"], 0.0)
     for step, wanted in enumerate(alone["seen"]):
@@ -204,22 +204,27 @@ def test_a_rank_keeps_its_share_of_the_activations(ranks: Ranks, tmp_path: Path,
 def test_heads_that_ranks_cannot_divide_are_refused(ranks: Ranks, tmp_path: Path) -> None:
     heads = SIZES | dict(num_attention_heads=6, num_key_value_heads=3, hidden_size=24)
     saved(transformers.LlamaConfig(**heads), tmp_path)
-    for told in ranks.run(ulysses_jobs.refusal, str(tmp_path), shared(4)):
-        assert f"fsdp_config.{KEY}=4: must divide the 6 attention heads of the model: 1, 2, 3 or 6" in told
-        assert f"-> fsdp_config.{KEY}=3" in told
+    for reported in ranks.run(ulysses_jobs.refusal, str(tmp_path), shared(4)):
+        assert (
+            f"fsdp_config.{KEY}=4: must divide the 6 attention heads of the model: 1, 2, 3 or 6" in reported
+        )
+        assert f"-> fsdp_config.{KEY}=3" in reported
 
 
 @pytest.mark.parametrize("kind", ["gemma2", "doge", "nemotron"])
 def test_models_whose_rows_are_padded_are_refused(ranks: Ranks, tmp_path: Path, kind: str) -> None:
     saved(PADDED[kind], tmp_path)
-    for told in ranks.run(ulysses_jobs.refusal, str(tmp_path), shared(2)):
-        assert f"those of a {kind} model cannot be packed: " in told and f"-> fsdp_config.{KEY}=1" in told
+    for reported in ranks.run(ulysses_jobs.refusal, str(tmp_path), shared(2)):
+        assert (
+            f"those of a {kind} model cannot be packed: " in reported
+            and f"-> fsdp_config.{KEY}=1" in reported
+        )
 
 
 def test_padded_rows_are_refused(ranks: Ranks, models: Path) -> None:
     options = shared(2, {"model": {"use_remove_padding": False}})
-    for told in ranks.run(ulysses_jobs.refusal, str(models / "windows"), options):
-        assert "use_remove_padding=false" in told
+    for reported in ranks.run(ulysses_jobs.refusal, str(models / "windows"), options):
+        assert "use_remove_padding=false" in reported
 
 
 # --- checkpoints and memory --------------------------------------------------------------------------------

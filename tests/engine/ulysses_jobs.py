@@ -54,12 +54,12 @@ def numbers(path: str, options: Mapping[str, Any], kind: str, micro_batches: int
     if ask.entropy:
         columns["greedy_match"] = engine.forward([share], Ask(greedy_match=True)).get("greedy_match")
     said = {name: ragged.parts(column)[0] for name, column in columns.items()}
-    told = engine.forward_backward(parts, rank_jobs.loss_of, ask)
+    reported = engine.forward_backward(parts, rank_jobs.loss_of, ask)
     rows = torch.tensor([float(len(share))])
     counted = [float(engine.reduce(rows, how)) for how in ("sum", "max")]
     return {
         "said": said,
-        "told": told,
+        "reported": reported,
         "place": tuple(engine.coordinates()),
         "gradient": rank_jobs.gradients(engine),
         "counted": counted,
@@ -67,7 +67,7 @@ def numbers(path: str, options: Mapping[str, Any], kind: str, micro_batches: int
 
 
 def refusal(path: str, options: Mapping[str, Any]) -> str:
-    """What a rank is told that cannot have this model."""
+    """What a rank raises that cannot have this model."""
     try:
         rank_jobs.make_engine(path, options)
     except ConfigError as error:

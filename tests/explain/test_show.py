@@ -1,4 +1,4 @@
-"""The report at several widths: no word is split, nothing is cut off."""
+"""The report at several widths: no word is split, nothing is truncated."""
 
 import pytest
 

@@ -73,7 +73,7 @@ def test_of_whole_batches(name: str) -> None:
 def test_of_a_response_that_had_begun() -> None:
     engine = make(MODELS["mixtral"])
     params = SamplingParams(max_tokens=6, ignore_eos=True, routes=True)
-    engine.submit([TokenRequest("a", PROMPTS[1], params, (0,), 0, begun=(4, 6))])
+    engine.submit([TokenRequest("a", PROMPTS[1], params, (0,), 0, sampled=(4, 6))])
     [done] = engine.advance()
     assert done.routed_experts is not None
     ids = torch.cat([PROMPTS[1], torch.tensor([4, 6]), done.tokens])

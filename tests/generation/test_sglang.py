@@ -263,7 +263,7 @@ def test_requests_are_advanced_aborted_and_continued(
     engine.submit(rest)
     continued = drained(engine)
     for one in rest:
-        assert [*one.begun, *continued[one.name].tokens.tolist()] == whole[one.name]
+        assert [*one.sampled, *continued[one.name].tokens.tolist()] == whole[one.name]
         expected = expected_log_probs(models[0], one.context, continued[one.name].tokens, 0.7)
         assert float((continued[one.name].log_probs - expected).abs().max()) < NEAR
 

@@ -50,19 +50,19 @@ def needed(tokens: Sequence[int], stops: Sequence[str] = STOPS) -> int | None:
 
 @given(
     tokens=st.lists(st.integers(0, VOCABULARY - 1), max_size=30),
-    begun=st.integers(0, 8),
+    sampled=st.integers(0, 8),
     stops=st.lists(st.sampled_from([*STOPS, "a", "cab", ". a"]), min_size=1, max_size=3),
 )
-@example(tokens=[WORDS.index(word) for word in ("ab", "Ã", "©a", "d")], begun=2, stops=["é"])
+@example(tokens=[WORDS.index(word) for word in ("ab", "Ã", "©a", "d")], sampled=2, stops=["é"])
 def test_it_is_the_token_that_decoding_everything_finds(
-    tokens: list[int], begun: int, stops: list[str]
+    tokens: list[int], sampled: int, stops: list[str]
 ) -> None:
     watched = StopStrings(letters().backend_tokenizer, stops, [2, 3])
     found = watched.length(tokens)
     assert found == needed(tokens, stops)
-    if found is None or found > begun:
-        later = StopStrings(letters().backend_tokenizer, stops, [2, 3], tokens[:begun])
-        assert later.length(tokens[begun:]) == (None if found is None else found - begun)
+    if found is None or found > sampled:
+        later = StopStrings(letters().backend_tokenizer, stops, [2, 3], tokens[:sampled])
+        assert later.length(tokens[sampled:]) == (None if found is None else found - sampled)
 
 
 @pytest.mark.parametrize("words", [["Ã"], ["©", "Ã"], ["a", "©", "©", "©", "©", "©", "Ã"]])
@@ -123,7 +123,7 @@ def test_a_string_may_have_begun_before_an_interruption(engine: NativeEngine) ->
     wanted = single(make_request([3, 8, 5, 6], samples=12), params)
     engine.submit(wanted)
     whole = {name: one.tokens.tolist() for name, one in drained(engine).items()}
-    left = [replace(one, begun=tuple(whole[one.name][:-1])) for one in wanted if len(whole[one.name]) < 24]
+    left = [replace(one, sampled=tuple(whole[one.name][:-1])) for one in wanted if len(whole[one.name]) < 24]
     engine.submit(left)
     assert {name: one.tokens.tolist() for name, one in drained(engine).items()} == {
         one.name: whole[one.name][-1:] for one in left

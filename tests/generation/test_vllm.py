@@ -244,7 +244,7 @@ def test_a_stop_string_may_have_begun_before_an_interruption(
         for one, row in zip(single(request, params), rows(engine.run(generate, request, params)))
     }
     left = [
-        replace(one, begun=tuple(whole[one.name][:-1]))
+        replace(one, sampled=tuple(whole[one.name][:-1]))
         for one in single(request, params)
         if len(whole[one.name]) > 1
     ]
@@ -286,13 +286,13 @@ def test_an_aborted_response_is_continued_with_the_weights_of_then(
     short = replace(wanted[0], name="short", params=replace(params, max_tokens=5))
     complete, aborted = engine.run(begin, [short, *wanted])
     assert [(one.name, len(one.tokens)) for one in complete] == [("short", 5)]
-    begun = {one.name: one for one in aborted}
+    so_far = {one.name: one for one in aborted}
     assert {one.finish_reason for one in aborted} == {ABORT}
     assert all(4 <= len(one.tokens) == len(one.log_probs) <= 6 for one in aborted) and len(aborted) == 4
     if updated:
         load(engine, models[1])
     now = models[1] if updated else models[0]
-    left = [replace(one, begun=tuple(begun[one.name].tokens.tolist())) for one in wanted]
+    left = [replace(one, sampled=tuple(so_far[one.name].tokens.tolist())) for one in wanted]
     found = engine.run(finish, left)
     expected = finish(NativeEngine(now), left)  # type: ignore[arg-type]
     for one in left:
@@ -301,7 +301,7 @@ def test_an_aborted_response_is_continued_with_the_weights_of_then(
         assert float((found[one.name].log_probs - log_probs).abs().max()) < NEAR
     if not updated:
         whole = rows(NativeEngine(now).generate(request, params))
-        assert [[*one.begun, *found[one.name].tokens.tolist()] for one in left] == whole
+        assert [[*one.sampled, *found[one.name].tokens.tolist()] for one in left] == whole
 
 
 def test_a_response_that_was_aborted_before_it_began_is_empty(

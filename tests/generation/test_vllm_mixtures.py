@@ -58,7 +58,7 @@ MIXTURES: dict[str, Any] = {
     "shared experts": with_shared_experts(),
     "mixtral": MixtralConfig(**SIZES, num_local_experts=4, num_experts_per_tok=2),
 }
-TOLD = replace(GREEDY, ignore_eos=True, routes=True)
+ROUTED = replace(GREEDY, ignore_eos=True, routes=True)
 
 
 @pytest.fixture(scope="module", params=MIXTURES)
@@ -105,7 +105,7 @@ def test_the_experts_of_every_token(process: EngineProcess, name: str) -> None:
     prompts = replace(prompts, samples=[2, 3, 3, 3])
     for model in models(MIXTURES[name], 2):
         load(process, model)
-        for params in (TOLD, replace(TOLD, temperature=1.0, stop_token_ids=tuple(range(2, 12)))):
+        for params in (ROUTED, replace(ROUTED, temperature=1.0, stop_token_ids=tuple(range(2, 12)))):
             output = process.run(generate, prompts, params)
             assert output.routed_experts is not None and output.routed_experts.dtype == torch.uint8
             owner = [prompt for prompt, n in zip(prompts.prompts, prompts.samples) for _ in range(n)]
@@ -119,13 +119,13 @@ def test_the_experts_of_every_token(process: EngineProcess, name: str) -> None:
 def test_the_experts_of_a_response_that_was_interrupted(process: EngineProcess, name: str) -> None:
     old, new = models(MIXTURES[name], 2)
     load(process, old)
-    wanted = single(request_of([3, 17]), TOLD)
-    short = replace(wanted[0], name="short", params=replace(TOLD, max_tokens=5))
+    wanted = single(request_of([3, 17]), ROUTED)
+    short = replace(wanted[0], name="short", params=replace(ROUTED, max_tokens=5))
     (complete,), aborted = process.run(begin, [short, *wanted])
     assert complete.routed_experts is not None and len(complete.routed_experts) == 3 + 5 - 1
     load(process, new)
-    begun = {one.name: tuple(one.tokens.tolist()) for one in aborted}
-    left = [replace(one, begun=begun[one.name]) for one in wanted]
+    so_far = {one.name: tuple(one.tokens.tolist()) for one in aborted}
+    left = [replace(one, sampled=so_far[one.name]) for one in wanted]
     found = process.run(finish, left)
     for one in left:
         ids = torch.cat([one.context, found[one.name].tokens])[:-1]
@@ -154,8 +154,8 @@ def test_divided_among_two_devices(what: str) -> None:
         engine.run(update, in_buckets(model, 3000))
         for found in engine.run(held):
             assert all(torch.equal(found[name], tensor) for name, tensor in weights(model).items())
-        for output in engine.run(generate, request, TOLD):
-            assert rows(output) == rows(NativeEngine(model).generate(request, TOLD))
+        for output in engine.run(generate, request, ROUTED):
+            assert rows(output) == rows(NativeEngine(model).generate(request, ROUTED))
             assert largest_gap(model, request, output, 1.0) < NEAR
             assert output.routed_experts is not None
             for i, routes in enumerate(ragged.rows(output.routed_experts)):
@@ -172,7 +172,7 @@ def test_what_it_cannot_record_is_refused() -> None:
     silent = EngineProcess(MIXTURES["mixtral"])
     with pytest.raises(ValueError, match="built to record them"):
         load(silent, make(MIXTURES["mixtral"]))
-        silent.run(generate, request_of([3]), TOLD)
+        silent.run(generate, request_of([3]), ROUTED)
     silent.stop()
     other = EngineProcess(GptOssConfig(**SIZES, num_local_experts=4, num_experts_per_tok=2))
     with pytest.raises(RuntimeError, match="No Unquantized MoE backend supports(?s:.*)name=native"):

@@ -84,8 +84,8 @@ def most_batches(engine: VllmEngine, request: GenerationRequest) -> int:
 
     def counted(scheduled: Any, non_block: bool) -> Any:
         nonlocal most
-        begun = [scheduled, *(one for _, one, _ in core.batch_queue)]
-        most = max(most, sum(one.total_num_scheduled_tokens > 0 for one in begun))
+        sampled = [scheduled, *(one for _, one, _ in core.batch_queue)]
+        most = max(most, sum(one.total_num_scheduled_tokens > 0 for one in sampled))
         return execute(scheduled, non_block)
 
     core.model_executor.execute_model = counted
@@ -129,10 +129,10 @@ def test_an_aborted_response_is_continued_with_new_weights(
     short = replace(wanted[0], name="short", params=replace(params, max_tokens=5))
     [(complete, aborted), *others] = engine.run(begin, [short, *wanted])
     assert [(one.name, len(one.tokens)) for one in complete] == [("short", 5)] and len(aborted) == 4
-    begun = {one.name: tuple(one.tokens.tolist()) for one in aborted}
-    assert all({one.name: tuple(one.tokens.tolist()) for one in also} == begun for _, also in others)
+    sampled = {one.name: tuple(one.tokens.tolist()) for one in aborted}
+    assert all({one.name: tuple(one.tokens.tolist()) for one in also} == sampled for _, also in others)
     load(engine, models[1], 10**6)
-    left = [replace(one, begun=begun[one.name]) for one in wanted]
+    left = [replace(one, sampled=sampled[one.name]) for one in wanted]
     expected = finish(NativeEngine(models[1]), left)  # type: ignore[arg-type]
     for found in engine.run(finish, left):
         assert {name: one.tokens.tolist() for name, one in found.items()} == {
@@ -186,11 +186,11 @@ def test_a_stage_that_is_killed_fails_the_others(engine: Divided, models: list[P
     *others, last = engine.processes
     time.sleep(0.5)
     last.process.kill()
-    begun = time.monotonic()
+    sampled = time.monotonic()
     for neighbour in others[-2:]:
         with pytest.raises(RuntimeError, match="(?i)closed by peer|reset by peer"):
             neighbour.answer()
-    assert time.monotonic() - begun < 20
+    assert time.monotonic() - sampled < 20
     for other in others:
         other.process.kill()
 

@@ -108,7 +108,7 @@ def serve(
     before: Callable[[], None] | None,
     pipe: Connection,
 ) -> None:
-    """Builds the engine, then runs functions with it until told nothing."""
+    """Builds the engine, then runs functions with it until it receives none."""
     import torch
     from generation.test_stopping import letters
 
@@ -153,7 +153,7 @@ def serve(
                 )
                 engine = vllm.build(config, spec)
             answer = True, function(engine, *args)
-        except Exception as error:  # the test that asked shall see it
+        except Exception as error:  # the test that asked must see it
             kind = type(error) if type(error).__module__ == "builtins" else RuntimeError
             answer = False, (kind, f"{error}\n{traceback.format_exc()}")
         pipe.send_bytes(packed(answer))

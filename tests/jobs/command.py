@@ -93,7 +93,7 @@ class Started:
     process: forked.Background | subprocess.Popen[bytes]
     log: Path
     mark: str
-    """Stands in the environment of all its processes that were not forked."""
+    """Is in the environment of all its processes that were not forked."""
 
     def said(self) -> str:
         """What it has printed."""
@@ -143,7 +143,7 @@ def wait_for(condition: Callable[[], object], seconds: float, what: str) -> None
 
 
 def has_lines(path: Path, count: int) -> bool:
-    """Whether a file is there and has so many lines."""
+    """Whether a file is there and has that many lines."""
     return path.exists() and len(path.read_text().splitlines()) >= count
 
 
@@ -191,7 +191,7 @@ def compute_score(data_source, solution_str, ground_truth, extra_info):
 
 
 def write_sums(folder: Path, prompts: int) -> None:
-    """`data.parquet` with so many prompts, and `reward.py`, which scores a response by its digits."""
+    """`data.parquet` with that many prompts, and `reward.py`, which scores a response by its digits."""
     import pyarrow
     import pyarrow.parquet
 

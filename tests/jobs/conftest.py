@@ -78,7 +78,7 @@ def prompts(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def sft_keys(tiny: str, conversations: Path, pairs: Path) -> list[str]:
-    """What every supervised run here is told."""
+    """The arguments of every supervised run here."""
     files = [f"model.path={tiny}", f"data.train_files={conversations}", f"data.val_files={pairs}"]
     return [
         *files,

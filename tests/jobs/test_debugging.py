@@ -145,10 +145,10 @@ def test_sampling_alone(with_ray: Path, home: Path, recipe_cache: Path) -> None:
     assert first["critic/score/mean"] == pytest.approx(reference["critic/score/mean"])
     assert first["response_length/max"] == reference["response_length/max"]
     assert "actor/grad_norm" not in first
-    told = [json.loads(line) for line in (home / "responses" / "1.jsonl").read_text().splitlines()]
+    reported = [json.loads(line) for line in (home / "responses" / "1.jsonl").read_text().splitlines()]
     assert (
-        np.mean([row["score"] for row in told]) == pytest.approx(first["critic/score/mean"])
-        and len(told) == 32
+        np.mean([row["score"] for row in reported]) == pytest.approx(first["critic/score/mean"])
+        and len(reported) == 32
     )
     stale, _ = read_batch(home / "dump_only" / "step_3.safetensors")
     assert len(stale) == 32 and len(np.unique(stale.get("group").numpy())) == 8
@@ -166,7 +166,7 @@ def test_dumps_that_do_not_suffice_are_refused_before_anything_starts(
 
 
 def debugged(home: Path, typed: str, *overrides: str) -> subprocess.CompletedProcess[str]:
-    """A run at whose debugger somebody types."""
+    """A run at whose debugger a user types."""
     command = [sys.executable, "-m", "hydraflow.main_ppo", *SMALL_RECIPE, *SMALL_STEPS, *overrides]
     environ = {**os.environ, "OMP_NUM_THREADS": "1"}
     environ.pop("PYTHONBREAKPOINT", None)  # Ray in the process of the tests has set it

@@ -97,29 +97,29 @@ def test_a_run_goes_on_by_itself_as_often_as_it_may(tmp_path: Path, recipe_cache
 
 def test_rays_node_process_dies(tmp_path: Path, recipe_cache: Path) -> None:
     started = begin(tmp_path, recipe_cache, *ONE_RANK)
-    begun = time.monotonic()
+    since = time.monotonic()
     family(started, "/raylet/raylet")[0].kill()
     assert started.ended(30) == 3, started.said()[-3000:]
-    assert time.monotonic() - begun < 10
+    assert time.monotonic() - since < 10
     assert "Ray's node process (raylet) has ended: it was killed, or it failed" in started.said()
     assert "Start the same command again to resume from the last checkpoint." in started.said()
 
 
 def test_rays_control_service_dies(tmp_path: Path, recipe_cache: Path) -> None:
     started = begin(tmp_path, recipe_cache, *ONE_RANK)
-    begun = time.monotonic()
+    since = time.monotonic()
     family(started, "gcs_server")[0].kill()
     assert started.ended(30) == 3, started.said()[-3000:]
-    assert time.monotonic() - begun < 30
+    assert time.monotonic() - since < 30
     assert "Ray's control service (gcs_server) at " in started.said() and "Traceback" not in started.said()
 
 
 def test_a_process_hangs(tmp_path: Path, recipe_cache: Path) -> None:
     started = begin(tmp_path, recipe_cache, "trainer.rpc_timeout=6", *ONE_RANK)
-    begun = time.monotonic()
+    since = time.monotonic()
     family(started, "ray::WorkerHost")[0].send_signal(signal.SIGSTOP)
     assert started.ended(40) == 4, started.said()[-3000:]
-    assert time.monotonic() - begun > 5
+    assert time.monotonic() - since > 5
     assert "no answer in 6 seconds" in started.said() and "Traceback" not in started.said()
     assert (
         "; stacks of all workers: " in started.said()

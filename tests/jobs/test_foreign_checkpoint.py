@@ -1,4 +1,4 @@
-"""A whole run that is given somebody else's checkpoint runs nothing of it; an honest one it goes on from."""
+"""A whole run that is given a foreign checkpoint runs nothing of it, and resumes from an honest one."""
 
 from __future__ import annotations
 

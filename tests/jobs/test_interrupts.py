@@ -61,8 +61,8 @@ def busy_training_processes(started: Started) -> list[psutil.Process]:
 
 
 def interrupt_again_and_again(started: Started) -> None:
-    """Twelve times in a second, as an impatient hand does: on the way to whoever ends the run, and into the
-    end."""
+    """Twelve times in a second, as an impatient hand does: on the way to the process that ends the run, and
+    into the end."""
     for _ in range(12):
         with suppress(ProcessLookupError):
             os.killpg(started.process.pid, signal.SIGINT)
@@ -160,20 +160,20 @@ def test_a_killed_process_ends_a_run_on_a_cache_that_an_interrupted_one_left(
     assert len(list(interrupted_cache.glob("*/model"))) == 1
     found: list[psutil.Process] = []
     wait_for(
-        lambda: found.extend(busy_training_processes(started)) or found, 60, "a training process at work"
+        lambda: found.extend(busy_training_processes(started)) or found, 60, "a running training process"
     )
-    begun = time.monotonic()
+    since = time.monotonic()
     found[0].kill()
     assert started.ended(30) == 4, started.said()[-3000:]
-    assert time.monotonic() - begun < 30
-    told = re.search(
+    assert time.monotonic() - since < 30
+    reported = re.search(
         r"^(actor|rollout|advantage) rank [01] on node (\S+) failed in (\w+): the process died",
         started.said(),
         re.MULTILINE,
     )
-    assert told is not None and told[2] == socket.gethostname(), started.said()[-3000:]
+    assert reported is not None and reported[2] == socket.gethostname(), started.said()[-3000:]
     assert "Traceback" not in started.said()
-    assert why_it_ended(tmp_path).startswith(told[0])
+    assert why_it_ended(tmp_path).startswith(reported[0])
 
     trace = json.loads((tmp_path / "t.json").read_text())
     trace_format.check(trace)
@@ -212,10 +212,10 @@ def test_sigterm_does_not_wait_for_rewards_that_sleep(tmp_path: Path, recipe_cac
     lines = 0
     while lines != (lines := len(read_steps(tmp_path / "out"))):
         time.sleep(3)
-    begun = time.monotonic()
+    since = time.monotonic()
     started.process.send_signal(signal.SIGTERM)
     assert started.ended(60) == 0, started.said()[-3000:]
-    assert time.monotonic() - begun < 30, "10 s on a machine with nothing else to do"
+    assert time.monotonic() - since < 30, "10 s on a machine with nothing else to do"
     assert (
         f"step {lines} is given up: its rewards are late" in started.said()
         and "Traceback" not in started.said()

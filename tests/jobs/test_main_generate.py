@@ -73,9 +73,9 @@ def test_samples_depend_on_the_seed_alone(tiny: str, prompts: Path, tmp_path: Pa
     first = generate(tiny, prompts, tmp_path / "out.parquet", "rollout.n=3")
     assert [len(set(texts)) for texts in first] == [3, 3, 3, 3], "three different responses for each prompt"
     given = ["rollout.n=3", "rollout.max_num_seqs=1"]
-    again, told = generated(tiny, prompts, tmp_path, *given)
+    again, reported = generated(tiny, prompts, tmp_path, *given)
     assert again == first
-    assert re.findall(r"\d of 4 prompts", told) == [f"{i} of 4 prompts" for i in (1, 2, 3, 4)]
+    assert re.findall(r"\d of 4 prompts", reported) == [f"{i} of 4 prompts" for i in (1, 2, 3, 4)]
     assert generated(tiny, prompts, tmp_path, *given, "trainer.seed=2")[0] != first
 
 

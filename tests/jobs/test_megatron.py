@@ -76,8 +76,8 @@ def test_a_run_goes_on_bit_by_bit_and_on_another_engine(
     checkpoint = f"trainer.resume_from_path={tmp_path / 'cut' / 'global_step_4'}"
     other = ["trainer.resume_mode=resume_path", checkpoint, f"{ACTOR}.strategy=fsdp2"]
     other.append("trainer.keep_best=null")
-    told = train_locally(tmp_path / "fsdp", recipe_cache, "megatron", *other, FIVE)
-    assert "continues after step 4 of 5" in told and "written by 2 ranks, read by 1" in told
+    reported = train_locally(tmp_path / "fsdp", recipe_cache, "megatron", *other, FIVE)
+    assert "continues after step 4 of 5" in reported and "written by 2 ranks, read by 1" in reported
     assert sorted(numbers(tmp_path / "fsdp")) == [5]
     assert_close(tmp_path / "fsdp", tmp_path / "whole")
 

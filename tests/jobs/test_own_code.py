@@ -88,8 +88,8 @@ def test_the_facts_are_those_of_the_signature(choose: Choose) -> None:
     ],
 )
 def test_parameters_that_do_not_fit(choose: Choose, text: str, names: dict[str, str], words: str) -> None:
-    told = refused(choose(text, **names))
-    assert words in told and "mine.py:" in told and "->" in told
+    reported = refused(choose(text, **names))
+    assert words in reported and "mine.py:" in reported and "->" in reported
 
 
 @pytest.mark.parametrize(

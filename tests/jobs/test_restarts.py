@@ -1,5 +1,5 @@
-"""When a run whose worker failed is begun again, and when not. What runs here fails at once; `test_faults.py`
-kills real workers."""
+"""When a run whose worker failed is started again, and when not. What runs here fails at once;
+`test_faults.py` kills real workers."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ DIED = WorkerError(role="model", rank=0, node="here", method="update", cause="th
 
 
 class Failing:
-    """A job that has begun in a folder and ends with `error` in each of its runs."""
+    """A job that has started in a folder and ends with `error` in each of its runs."""
 
     def __init__(self, folder: Path, error: HydraflowError, **trainer: object):
         self.folder, self.error = RunFolder.make(str(folder), "sft"), error
@@ -44,7 +44,7 @@ def test_as_often_as_it_may_and_in_its_folder(tmp_path: Path) -> None:
         job.run()
     assert [trainer.default_local_dir for trainer in job.seen] == [None, str(tmp_path), str(tmp_path)]
     assert [trainer.resume_mode for trainer in job.seen] == ["disable", "auto", "auto"], (
-        "anew means the first time"
+        "afresh means the first time"
     )
 
 
@@ -80,14 +80,14 @@ def test_a_worker_that_fails_after_the_run_was_told_to_stop(tmp_path: Path) -> N
     trainer = SupervisedTrainerConfig(
         max_restarts=5, restart_backoff=0.0, default_local_dir=str(tmp_path), device="cpu"
     )
-    begun = []
+    seen_attempts = []
 
     with pytest.raises(WorkerError):
         for attempt in attempts(SFTConfig(trainer=trainer)):
-            begun.append(attempt)
+            seen_attempts.append(attempt)
             with attempt, Session(attempt.config, scoring=False, restarts=attempt.restarts) as session:
                 session.begin(CheckpointRequirements(Identity({}), {}, 8))
                 os.kill(os.getpid(), signal.SIGTERM)
                 raise DIED
-    assert len(begun) == 1
+    assert len(seen_attempts) == 1
     assert json.loads((tmp_path / "requeue").read_text()) == {"step": 0, "why": "SIGTERM received"}

@@ -90,12 +90,12 @@ def test_three_steps_and_five_are_eight(
     capsys.readouterr()
 
     train(cut, recipe_cache, method)
-    told = capsys.readouterr().out
-    assert f"continues after step 3 of 8, from {cut}/global_step_3" in told
-    assert "actor: weights, optimizer, place in the schedule; written by 2 ranks, read by 2" in told
-    assert "data: 3 of 75 batches of epoch 1 are done" in told
-    assert "KL controller: coefficient 0.000" in told, "it has moved from 0.001"
-    assert "entropy bonus: coefficient 0.0003" in told, "it has moved from 0 three times"
+    reported = capsys.readouterr().out
+    assert f"continues after step 3 of 8, from {cut}/global_step_3" in reported
+    assert "actor: weights, optimizer, place in the schedule; written by 2 ranks, read by 2" in reported
+    assert "data: 3 of 75 batches of epoch 1 are done" in reported
+    assert "KL controller: coefficient 0.000" in reported, "it has moved from 0.001"
+    assert "entropy bonus: coefficient 0.0003" in reported, "it has moved from 0 three times"
     required = matrix.read_result(whole)
     assert len({step for step, _ in required.metrics}) == 9 and len(required.weights) == 71
     assert list(matrix.differences(matrix.read_result(cut), required)) == []
@@ -148,8 +148,8 @@ def test_grpo_in_one_process_goes_on_bit_by_bit(tmp_path: Path, recipe_cache: Pa
     train_locally(tmp_path / "cut", recipe_cache, "grpo", *stops)
     assert json.loads((tmp_path / "cut" / "requeue").read_text())["step"] == 3
     (tmp_path / "stop_at_row").unlink()
-    told = train_locally(tmp_path / "cut", recipe_cache, "grpo", *stops)
-    assert "continues after step 3 of 5" in told and "KL controller" not in told
+    reported = train_locally(tmp_path / "cut", recipe_cache, "grpo", *stops)
+    assert "continues after step 3 of 5" in reported and "KL controller" not in reported
     wanted = matrix.read_result(tmp_path / "whole")
     assert [step for step, _ in wanted.metrics] == list(range(6)) and len(wanted.weights) == 35
     assert all(values["actor/grad_norm"] > 0 for step, values in wanted.metrics if step)
@@ -169,8 +169,8 @@ def test_another_number_of_processes_goes_on(
         stop_after(3, patch)
         train(tmp_path / "cut", recipe_cache, "grpo", *double)
     other = [f"{actor}.fsdp_config.wrap_policy.min_num_params=0", f"{actor}.ppo_micro_batch_size_per_gpu=2"]
-    told = train_locally(tmp_path / "cut", recipe_cache, "grpo", *double, *other)
-    assert "written by 2 ranks, read by 1" in told
+    reported = train_locally(tmp_path / "cut", recipe_cache, "grpo", *double, *other)
+    assert "written by 2 ranks, read by 1" in reported
     rows = zip(
         matrix.read_result(tmp_path / "cut").metrics,
         matrix.read_result(tmp_path / "whole").metrics,

@@ -97,7 +97,7 @@ def test_a_run_that_replays_what_the_generation_engine_tells(folder: Path) -> No
     assert all(0 < share < 0.5 for share in changed(whole))
     loaded = "trainer.total_training_steps=1", f"trainer.debug.load_rollouts={dump}"
     assert changed(train(folder, "read", f"{MODE}=R3", *loaded)) == changed(whole)[:1]
-    assert len(changed(train(folder, "recorded anew", f"{MODE}=R2", *loaded))) == 1
+    assert len(changed(train(folder, "recorded again", f"{MODE}=R2", *loaded))) == 1
     core = [f"{ACTOR}.strategy=megatron", f"{MODE}=R3", "trainer.total_training_steps=1"]
     on_core = train(folder, "R3 core", *core)[1]
     for name in ("router_replay_changed", "grad_norm", "pg_loss", "entropy"):
@@ -110,7 +110,7 @@ def changed(lines: dict[int, dict[str, float]]) -> list[float]:
 
 @pytest.mark.parametrize("strategy", ["fsdp2", "megatron"])
 def test_a_dense_model_has_nothing_to_replay(folder: Path, strategy: str) -> None:
-    """Nothing starts: another mistake is told with it."""
+    """Nothing starts: another mistake is reported with it."""
     wrong = [f"{ACTOR}.strategy={strategy}", f"{MODE}=R2", "reward.functions=[{name: maths}]"]
     done = hydraflow("main_ppo", *given(folder, "dense", "dense"), *wrong, cwd=folder)
     assert_refused(done, f"{MODE}=R2: the model has no experts that can be replayed", f"-> {MODE}=disabled")

@@ -85,7 +85,7 @@ def begin(want: CheckpointRequirements | None = None, **trainer: Any) -> RunStar
 
 @pytest.fixture
 def out(tmp_path: Path) -> Path:
-    """The folder of a run that was cut off after step 5, with checkpoints of steps 2 and 4."""
+    """The folder of a run that was interrupted after step 5, with checkpoints of steps 2 and 4."""
     folder = tmp_path / "out"
     folder.mkdir()
     save(folder, 2)
@@ -119,7 +119,7 @@ def test_a_folder_without_a_checkpoint_starts_anew(tmp_path: Path) -> None:
     start = begin(default_local_dir=str(tmp_path))
     assert start.found is None
     assert sorted(path.name for path in tmp_path.iterdir()) == [".lock", "earlier-1"], (
-        "and what was begun is gone"
+        "and what was started is gone"
     )
 
 
@@ -249,7 +249,7 @@ def test_a_path_in_another_folder_begins_a_run_of_its_own(out: Path, tmp_path: P
     assert start.step == 2 and start.run_id != "run-1" and start.folder.path == tmp_path / "new"
     assert records(out) == 6 and CheckpointStore(out).pointer() == 4, "the other run stays as it is"
     save(tmp_path / "new", 6, origin=str(out / "global_step_2"))
-    assert begin(**path).step == 6, "the same command again goes on from its own checkpoint"
+    assert begin(**path).step == 6, "the same command again resumes from its own checkpoint"
 
 
 def test_a_path_in_the_same_folder_goes_back(out: Path) -> None:

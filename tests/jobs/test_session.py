@@ -19,21 +19,21 @@ from hydraflow.trainer.identity import Identity
 from hydraflow.trainer.resume import CheckpointRequirements
 
 
-def begun(folder: Path, **sections: object) -> None:
+def started(folder: Path, **sections: object) -> None:
     """Begins a run of eight steps in a folder, and ends it."""
     config = SFTConfig(trainer=SupervisedTrainerConfig(default_local_dir=str(folder)), **sections)  # type: ignore[arg-type]
     with Session(config, scoring=False) as session:
         assert session.begin(CheckpointRequirements(Identity({}), {}, 8))
 
 
-@pytest.mark.parametrize(("steps", "told"), [([3, 8], ""), ([3, 9, 12], "[9, 12]")])
+@pytest.mark.parametrize(("steps", "reported"), [([3, 8], ""), ([3, 9, 12], "[9, 12]")])
 def test_profiled_steps_that_never_come_are_told(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, steps: list[int], told: str
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, steps: list[int], reported: str
 ) -> None:
-    begun(tmp_path, global_profiler=ProfilerConfig(tool="torch", steps=steps))
-    expected = f"global_profiler.steps: the run has 8 steps, so it never comes to {told}"
+    started(tmp_path, global_profiler=ProfilerConfig(tool="torch", steps=steps))
+    expected = f"global_profiler.steps: the run has 8 steps, so it never comes to {reported}"
     assert [record.getMessage() for record in caplog.records if "profiler" in record.getMessage()] == (
-        [expected] if told else []
+        [expected] if reported else []
     )
 
 
@@ -42,7 +42,7 @@ def test_a_run_can_do_without_log_files(
 ) -> None:
     nowhere = LogSettings("/proc/nowhere")
     monkeypatch.setattr("hydraflow.dispatch.observability.log_settings", lambda run, log: nowhere)
-    begun(tmp_path)
+    started(tmp_path)
     assert "no log files in /proc/nowhere" in caplog.text
 
 

@@ -1,4 +1,4 @@
-"""Every tracker at once in a real run that is cut off and goes on, and what is kept with the run."""
+"""Every tracker at once in a real run that is interrupted and resumed, and what is kept with the run."""
 
 from __future__ import annotations
 

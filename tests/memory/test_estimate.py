@@ -407,7 +407,7 @@ def test_advice_that_is_not_enough_says_so() -> None:
 def test_advice_keeps_its_word(
     memory: int, response: int, micro: int | None, checkpointing: bool, reference: bool, engine: str
 ) -> None:
-    """Each change saves what it says, on top of the ones before, in a plan that is resolved anew."""
+    """Each change saves what it says, on top of the ones before, in a plan that is resolved again."""
     config = configured(
         **{
             "cluster__device_memory_gib": memory,
@@ -439,9 +439,9 @@ def test_unknown_limits_give_no_verdict() -> None:
 
 
 def test_json_holds_everything() -> None:
-    told = json.loads(json.dumps(report_of(configured()).to_json()))
-    assert told["fits"] is True
-    assert told["groups"][0]["peak"] == max(told["groups"][0]["phases"].values())
+    reported = json.loads(json.dumps(report_of(configured()).to_json()))
+    assert reported["fits"] is True
+    assert reported["groups"][0]["peak"] == max(reported["groups"][0]["phases"].values())
     assert {
         "weights",
         "gradients",
@@ -451,7 +451,7 @@ def test_json_holds_everything() -> None:
         "logits",
         "kv_cache",
         "weight_sync",
-    } <= set(told["roles"][0]["resting"])
+    } <= set(reported["roles"][0]["resting"])
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""What machines and devices have: told by the configuration, or read from this machine."""
+"""What machines and devices have: given by the configuration, or read from this machine."""
 
 from __future__ import annotations
 

@@ -42,22 +42,22 @@ def measured() -> dict[str, Any]:
         timeout=850,
     )
     assert done.returncode == 0, done.stderr[-4000:]
-    return {told["case"]: told for told in map(json.loads, done.stdout.splitlines())}
+    return {reported["case"]: reported for reported in map(json.loads, done.stdout.splitlines())}
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("case", CASES)
 def test_every_phase_is_estimated_within_20_percent(case: str, measured: dict[str, Any]) -> None:
-    told = measured[case]
-    assert set(told["phases"]) == {"sync", "sample", "log_probs", "update"}
+    reported = measured[case]
+    assert set(reported["phases"]) == {"sync", "sample", "log_probs", "update"}
     off = {
         name: one
-        for name, one in told["phases"].items()
+        for name, one in reported["phases"].items()
         if not 0.8 <= one["estimate"] / one["measured"] <= 1.2
     }
     assert not off, f"{case}: {off}"
-    largest = max(one["measured"] for one in told["phases"].values())
+    largest = max(one["measured"] for one in reported["phases"].values())
     assert largest > 400 * 2**20, "too little to tell the model from noise"
 
 

@@ -191,7 +191,7 @@ def load_into_engine(path: str, folder: str, sizes: Mapping[str, Any]) -> dict[s
 
 
 def refused_without(path: str, folder: str, rank: int) -> str:
-    """What every rank is told when one of them has no checkpoint."""
+    """What every rank raises when one of them has no checkpoint."""
     mine = folder if dist.get_rank() != rank else f"{folder}-of-another-machine"
     try:
         load_into_engine(path, mine, sizes(2, 2))

@@ -55,7 +55,7 @@ def save(
     steps: int = 0,
     contents: list[str] | None = None,
 ) -> None:
-    """A checkpoint as training saves it, after so many steps; and beside it what the engine itself
+    """A checkpoint as training saves it, after that many steps; and beside it what the engine itself
     exports."""
     engine = make_engine(path, options)
     for step in range(steps):

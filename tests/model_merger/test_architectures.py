@@ -73,16 +73,16 @@ def test_the_table_says_what_transformers_says(name: str, tmp_path: Path) -> Non
     shapes = on_meta(causal, config)
     config.architectures = [class_name(causal, config)]
     config.save_pretrained(tmp_path)
-    told = json.loads((tmp_path / "config.json").read_text())
-    assert families.class_name(told, "policy") == class_name(causal, config)
-    assert dict(families.tensors(told, "policy")) == shapes
+    reported = json.loads((tmp_path / "config.json").read_text())
+    assert families.class_name(reported, "policy") == class_name(causal, config)
+    assert dict(families.tensors(reported, "policy")) == shapes
     asked = architecture._ask_transformers(tmp_path, shapes, "policy", tie=False, trust=False)
     assert all(found.renamed and found.inputs == tuple(found.outputs) for found in asked.conversions(shapes))
     config.num_labels = 1
-    assert dict(families.tensors(told, "value", score_bias=True)) == on_meta(classify, config)
+    assert dict(families.tensors(reported, "value", score_bias=True)) == on_meta(classify, config)
     config.token_classification_bias = False
-    assert families.class_name(told, "value") == class_name(classify, config)
-    assert dict(families.tensors(told, "value")) == on_meta(classify, config)
+    assert families.class_name(reported, "value") == class_name(classify, config)
+    assert dict(families.tensors(reported, "value")) == on_meta(classify, config)
 
 
 @pytest.mark.parametrize(
@@ -285,10 +285,10 @@ def test_code_that_comes_with_a_model_runs_only_when_trusted(
     mine = {"model_type": "mine", "auto_map": auto, "architectures": ["MineForCausalLM"]}
     file.write_text(json.dumps({**json.loads(file.read_text()), **mine}))
     file.with_name("mine.py").write_text(CODE)
-    told = refused(
+    reported = refused(
         "merge", "--local_dir", tmp_path / "split", "--target_dir", tmp_path / "out", target=tmp_path / "out"
     )
-    assert "--trust-remote-code" in told
+    assert "--trust-remote-code" in reported
     assert_same_bits(merge(tmp_path / "split", tmp_path / "out", "--trust_remote_code"), read(tiny))
     assert (tmp_path / "out" / "mine.py").read_text() == CODE
     assert json.loads((tmp_path / "out" / "config.json").read_text())["architectures"] == ["MineForCausalLM"]

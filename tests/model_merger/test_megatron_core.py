@@ -101,8 +101,8 @@ def in_files(weights: dict[str, torch.Tensor], model: Path) -> dict[str, torch.T
 @pytest.mark.slow
 def test_a_rank_that_has_no_checkpoint_ends_all(models: Path, pool: Ranks, tmp_path: Path) -> None:
     folder, model = split(models / "qwen3", tmp_path / "split"), str(models / "qwen3")
-    told = pool.run(jobs.refused_without, model, str(folder), 2)
-    assert f"{folder}-of-another-machine: there is no such directory" in told[0] and len({*told}) == 1
+    reported = pool.run(jobs.refused_without, model, str(folder), 2)
+    assert f"{folder}-of-another-machine: there is no such directory" in reported[0] and len({*reported}) == 1
 
 
 LOADED = {
@@ -273,37 +273,37 @@ def test_optimizer_states_are_skipped_and_unknown_names_listed(
         change(run / "release", partial(rename, old=norm, new=prefix + norm, copy=True))
     assert_same_bits(merge(run, tmp_path / "merged"), stored(models / "qwen3"))
     change(run / "release", partial(rename, old=norm, new=f"mtp.{norm}", copy=True))
-    told = refused("merge", "--local_dir", run, "--target_dir", tmp_path / "out", target=tmp_path / "out")
-    assert "with unknown names (1): mtp.decoder.final_layernorm.weight [32]" in told
+    reported = refused("merge", "--local_dir", run, "--target_dir", tmp_path / "out", target=tmp_path / "out")
+    assert "with unknown names (1): mtp.decoder.final_layernorm.weight [32]" in reported
 
 
 def test_a_model_of_other_sizes(models: Path, tmp_path: Path, refused: Callable[..., str]) -> None:
     run, out = split(models / "qwen3", tmp_path / "run"), tmp_path / "out"
     file = run / "huggingface" / "config.json"
     config = json.loads(file.read_text())
-    told = {}
+    reported = {}
     for key, value in {"num_hidden_layers": 3, "intermediate_size": 40, "model_type": "gpt2"}.items():
         file.write_text(json.dumps({**config, key: value}))
-        told[key] = refused("merge", "--local_dir", run, "--target_dir", out, target=out)
-    assert "lacks tensors of the model" in told["num_hidden_layers"]
-    assert "of another shape" in told["intermediate_size"]
-    assert "decoder.layers.mlp.linear_fc1.weight [2, 96, 32]" in told["intermediate_size"]
-    assert "model_type=gpt2: Megatron's names are known for deepseek_v2, " in told["model_type"]
-    told["empty"] = refused("merge", NAMES, tmp_path, "--local_dir", run, "--target_dir", out, target=out)
-    assert f"{NAMES}={tmp_path}: is not a Hugging Face directory" in told["empty"]
+        reported[key] = refused("merge", "--local_dir", run, "--target_dir", out, target=out)
+    assert "lacks tensors of the model" in reported["num_hidden_layers"]
+    assert "of another shape" in reported["intermediate_size"]
+    assert "decoder.layers.mlp.linear_fc1.weight [2, 96, 32]" in reported["intermediate_size"]
+    assert "model_type=gpt2: Megatron's names are known for deepseek_v2, " in reported["model_type"]
+    reported["empty"] = refused("merge", NAMES, tmp_path, "--local_dir", run, "--target_dir", out, target=out)
+    assert f"{NAMES}={tmp_path}: is not a Hugging Face directory" in reported["empty"]
     file.unlink()
-    told["none"] = refused("merge", "--local_dir", run, "--target_dir", out, target=out)
-    assert "configuration is missing" in told["none"] and NAMES in told["none"]
+    reported["none"] = refused("merge", "--local_dir", run, "--target_dir", out, target=out)
+    assert "configuration is missing" in reported["none"] and NAMES in reported["none"]
 
 
 def test_formats_that_cannot_be_read(models: Path, tmp_path: Path, refused: Callable[..., str]) -> None:
     run, out = split(models / "qwen3", tmp_path / "run"), tmp_path / "out"
     (run / "release" / "metadata.json").write_text('{"sharded_backend": "zarr"}')
-    told = refused("merge", "--local_dir", run, "--target_dir", out, target=out)
-    assert "sharded_backend=zarr: only torch_dist can be read" in told
+    reported = refused("merge", "--local_dir", run, "--target_dir", out, target=out)
+    assert "sharded_backend=zarr: only torch_dist can be read" in reported
     (tmp_path / "old" / "iter_0000010" / "mp_rank_00").mkdir(parents=True)
-    told = refused("merge", "--local_dir", tmp_path / "old", "--target_dir", out, target=out)
-    assert "one file for each rank (mp_rank_*)" in told and "--ckpt-format torch_dist" in told
+    reported = refused("merge", "--local_dir", tmp_path / "old", "--target_dir", out, target=out)
+    assert "one file for each rank (mp_rank_*)" in reported and "--ckpt-format torch_dist" in reported
 
 
 class Opens:
@@ -327,7 +327,7 @@ def test_nothing_is_unpickled(models: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("flags", "told"),
+    ("flags", "reported"),
     [
         (["--layout", "verl"], "--layout=verl: has no meaning with --backend megatron"),
         (["--is-value-model"], "--is-value-model: has no meaning with --backend megatron"),
@@ -335,11 +335,11 @@ def test_nothing_is_unpickled(models: Path, tmp_path: Path) -> None:
     ],
 )
 def test_flags_that_do_not_fit(
-    models: Path, tmp_path: Path, refused: Callable[..., str], flags: list[str], told: str
+    models: Path, tmp_path: Path, refused: Callable[..., str], flags: list[str], reported: str
 ) -> None:
     out = tmp_path / "out"
     where = ("--hf_dir", models / "qwen3", "--target_dir", out, "--world_size", 1)
-    assert told in refused("split", "--backend", "megatron", *where, *flags, target=out)
+    assert reported in refused("split", "--backend", "megatron", *where, *flags, target=out)
 
 
 def test_split_tells_what_it_leaves_out(

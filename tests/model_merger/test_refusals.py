@@ -62,10 +62,10 @@ def test_a_missing_shard(
 ) -> None:
     checkpoint = broken(layout)
     (checkpoint / SHARD[layout]).unlink()
-    told = refused(
+    reported = refused(
         "merge", "--local_dir", checkpoint, "--target_dir", tmp_path / "out", target=tmp_path / "out"
     )
-    assert f"{checkpoint / SHARD[layout]}: this shard is missing" in told
+    assert f"{checkpoint / SHARD[layout]}: this shard is missing" in reported
     assert main(["info", "--local_dir", str(checkpoint)]) == 1
 
 
@@ -77,10 +77,10 @@ def test_a_truncated_shard(
     checkpoint = broken(layout)
     shard = checkpoint / SHARD[layout]
     os.truncate(shard, left if left >= 0 else shard.stat().st_size + left)
-    told = refused(
+    reported = refused(
         "merge", "--local_dir", checkpoint, "--target_dir", tmp_path / "out", target=tmp_path / "out"
     )
-    assert f"{shard}: is truncated" in told
+    assert f"{shard}: is truncated" in reported
 
 
 @LAYOUTS
@@ -91,10 +91,10 @@ def test_a_foreign_shard_is_not_executed(
     command = ("merge", "--local_dir", checkpoint, "--target_dir", tmp_path / "out")
     if layout == "verl":
         torch.save({"w": Payload(tmp_path / "hacked")}, checkpoint / SHARD[layout])
-        told = refused(*command, target=tmp_path / "out")
+        reported = refused(*command, target=tmp_path / "out")
         assert (
-            f"{checkpoint / SHARD[layout]}: holds what weights_only refuses" in told
-            and "nothing was executed" in told
+            f"{checkpoint / SHARD[layout]}: holds what weights_only refuses" in reported
+            and "nothing was executed" in reported
         )
         (checkpoint / SHARD[layout]).write_text("hello")
         assert "is truncated, or not a shard of a model" in refused(*command, target=tmp_path / "out")
@@ -147,7 +147,7 @@ def test_pickled_weights_of_a_foreign_model_are_not_run(
     model = Path(shutil.copytree(models["tied"], tmp_path / "model"))
     (model / "model.safetensors").unlink()
     torch.save({"w": Payload(tmp_path / "hacked")}, model / "pytorch_model.bin")
-    told = refused(
+    reported = refused(
         "split",
         "--hf_dir",
         model,
@@ -157,7 +157,7 @@ def test_pickled_weights_of_a_foreign_model_are_not_run(
         2,
         target=tmp_path / "out",
     )
-    assert f"--hf_dir={model}: its weights hold more than tensors, which was not executed" in told
+    assert f"--hf_dir={model}: its weights hold more than tensors, which was not executed" in reported
     assert not (tmp_path / "hacked").exists()
 
 
@@ -165,10 +165,10 @@ def test_other_bytes_in_a_shard(broken: Callable[[str], Path], refused: Refused,
     checkpoint = broken("hydraflow")
     shard = checkpoint / SHARD["hydraflow"]
     shard.write_bytes(b"x" * shard.stat().st_size)
-    told = refused(
+    reported = refused(
         "merge", "--local_dir", checkpoint, "--target_dir", tmp_path / "out", target=tmp_path / "out"
     )
-    assert f"{shard}: cannot be read at byte" in told
+    assert f"{shard}: cannot be read at byte" in reported
 
 
 def test_a_shard_of_another_checkpoint(
@@ -219,8 +219,8 @@ def test_weights_that_config_json_does_not_describe(
         *command, target=tmp_path / "out"
     )
     file.write_text(json.dumps({**config, "tie_word_embeddings": False}))
-    told = refused(*command, target=tmp_path / "out")
-    assert "1 tensors missing: lm_head.weight" in told and "--tie-word-embedding" in told
+    reported = refused(*command, target=tmp_path / "out")
+    assert "1 tensors missing: lm_head.weight" in reported and "--tie-word-embedding" in reported
     file.write_text(json.dumps({**config, "model_type": "no_such_model"}))
     assert "config.json: cannot be read" in refused(*command, target=tmp_path / "out")
     file.unlink()
@@ -243,7 +243,7 @@ def test_ties_that_are_none(
 ) -> None:
     """config.json says tied, the two matrices differ: both are kept, and the new config.json says so."""
     checkpoint = Path(shutil.copytree(split(layout, "untied"), tmp_path / "checkpoint"))
-    told = refused(
+    reported = refused(
         "merge",
         "--local_dir",
         checkpoint,
@@ -252,7 +252,7 @@ def test_ties_that_are_none(
         "--tie-word-embedding",
         target=tmp_path / "out",
     )
-    assert "lm_head.weight and model.embed_tokens.weight hold different numbers" in told
+    assert "lm_head.weight and model.embed_tokens.weight hold different numbers" in reported
     file = checkpoint / "huggingface" / "config.json"
     file.write_text(json.dumps({**json.loads(file.read_text()), "tie_word_embeddings": True}))
     assert merge(checkpoint, tmp_path / "out").keys() == read(models["untied"]).keys()
@@ -276,8 +276,8 @@ def test_directories_that_hold_no_checkpoint(
         "merge", "--local_dir", unfinished, "--target_dir", target, target=target
     )
     (tmp_path / "megatron" / "dist_ckpt").mkdir(parents=True)
-    told = refused("merge", "--local_dir", tmp_path / "megatron", "--target_dir", target, target=target)
-    assert "dist_ckpt/.metadata: the checkpoint's index is missing" in told
+    reported = refused("merge", "--local_dir", tmp_path / "megatron", "--target_dir", target, target=target)
+    assert "dist_ckpt/.metadata: the checkpoint's index is missing" in reported
     assert "neither Megatron-Core's common.pt nor metadata.json" in refused(
         "merge", "--backend", "megatron", "--local_dir", split("verl"), "--target_dir", target, target=target
     )
@@ -384,12 +384,12 @@ def test_links_out_of_a_checkpoint_are_not_published(
     else:
         (checkpoint / "huggingface").rename(private)
         (checkpoint / "huggingface").symlink_to(private)
-    told = refused(
+    reported = refused(
         "merge", "--local_dir", checkpoint, "--target_dir", tmp_path / "out", target=tmp_path / "out"
     )
     assert (
         f"{checkpoint}/huggingface/{'notes.txt' if link == 'file' else 'config.json'}: is a link to"
-        f" {private}/" in told
+        f" {private}/" in reported
     )
 
 
@@ -437,8 +437,8 @@ def test_a_target_that_holds_what_is_read(
 ) -> None:
     checkpoint = broken("hydraflow")
     before = sorted(tmp_path.rglob("*"))
-    told = refused("merge", "--local_dir", checkpoint, "--target_dir", tmp_path / target, "--overwrite")
-    assert f"holds what is read: {checkpoint}/huggingface" in told
+    reported = refused("merge", "--local_dir", checkpoint, "--target_dir", tmp_path / target, "--overwrite")
+    assert f"holds what is read: {checkpoint}/huggingface" in reported
     assert "holds what is read" in refused(
         "split",
         "--hf_dir",
@@ -517,10 +517,10 @@ def test_no_space_is_known_before(
     split: Callable[..., Path], refused: Refused, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(100, 99, 1))
-    told = refused(
+    reported = refused(
         "merge", "--local_dir", split("verl"), "--target_dir", tmp_path / "out", target=tmp_path / "out"
     )
-    assert "0.0 GB left" in told
+    assert "0.0 GB left" in reported
 
 
 def test_numbers_too_large_for_the_type(
@@ -556,10 +556,10 @@ def test_wishes_that_do_not_fit(split: Callable[..., Path], refused: Refused, tm
         "split", "--hf_dir", tmp_path / "empty", "--target_dir", target, "--world_size", 2, target=target
     )
     (tmp_path / "empty" / "config.json").write_text("{}")
-    told = refused(
+    reported = refused(
         "split", "--hf_dir", tmp_path / "empty", "--target_dir", target, "--world_size", 2, target=target
     )
-    assert f"--hf_dir={tmp_path}/empty: cannot be read as a model" in told
+    assert f"--hf_dir={tmp_path}/empty: cannot be read as a model" in reported
     assert "at least 1" in refused(
         "split", "--hf_dir", tmp_path / "empty", "--target_dir", target, "--world_size", 0, target=target
     )
@@ -588,8 +588,8 @@ def test_an_adapter_on_a_tied_matrix(split: Callable[..., Path], refused: Refuse
     differing = torch.load(checkpoint / SHARD["verl"], weights_only=True)
     differing["lm_head.lora_B.default.weight"][3] = 7
     torch.save(differing, checkpoint / SHARD["verl"])
-    told = refused(*command, target=tmp_path / "other")
+    reported = refused(*command, target=tmp_path / "other")
     assert (
         "lm_head.lora_B.default.weight is not cut, but differs from the copy in model_world_size_2_rank_0.pt"
-        in told
+        in reported
     )

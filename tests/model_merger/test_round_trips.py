@@ -105,11 +105,11 @@ def test_compared_with_a_directory(
     assert main([*command, str(tmp_path / "bf16"), "--dtype", "fp32"]) == 1
     assert "torch.float32, torch.bfloat16 in the directory" in capsys.readouterr().out
     assert main([*command, models["bf16"]]) == 1
-    told = capsys.readouterr().out
+    reported = capsys.readouterr().out
     assert (
-        "only in the checkpoint: lm_head.weight" in told
-        and "model.norm.weight: " in told
-        and "numbers differ" in told
+        "only in the checkpoint: lm_head.weight" in reported
+        and "model.norm.weight: " in reported
+        and "numbers differ" in reported
     )
 
 

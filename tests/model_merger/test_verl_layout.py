@@ -69,9 +69,9 @@ def test_adapters_without_their_scale_are_not_guessed(
     command = ["merge", "--local_dir", str(made / "verl-lora"), "--target_dir", str(tmp_path / "merged")]
     assert main(command) == 2
     assert "--lora-alpha" in capsys.readouterr().err
-    told = merge(made / "verl-lora", tmp_path / "told", "--lora_alpha", "6")
+    reported = merge(made / "verl-lora", tmp_path / "reported", "--lora_alpha", "6")
     (tmp_path / "kept.json").rename(made / "verl-lora" / "lora_train_meta.json")
-    assert_same_bits(told, merge(made / "verl-lora", tmp_path / "merged"))
+    assert_same_bits(reported, merge(made / "verl-lora", tmp_path / "merged"))
 
 
 def test_what_a_checkpoint_holds(made: Path, capsys: pytest.CaptureFixture[str]) -> None:

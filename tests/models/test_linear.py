@@ -83,7 +83,7 @@ def test_a_row_has_the_same_bits_beside_any_others(inner: int, outer: int) -> No
         whole = linear(x, weight)
         for rows in (16, 17, 31, 48, 100, 256):
             assert torch.equal(linear(x[:rows], weight), whole[:rows])
-        for cut in (outer // 4 // 8 * 8, 64):  # what lies beside it changes nothing
+        for cut in (outer // 4 // 8 * 8, 64):  # what is beside it changes nothing
             assert torch.equal(linear(x, weight[:cut]), whole[:, :cut])
             assert torch.equal(linear(x, weight[cut:]), whole[:, cut:])
     finally:

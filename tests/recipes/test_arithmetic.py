@@ -87,12 +87,12 @@ def problems(file: Path) -> set[str]:
     asked = {}
     for row in rows:
         if "messages" in row:
-            said, told = row["messages"]
-            asked[said["content"]] = told["content"]
+            said, reported = row["messages"]
+            asked[said["content"]] = reported["content"]
         else:
             asked[row["prompt"][0]["content"]] = row["reward_model"]["ground_truth"]
-    assert all(RIGHT[said] == told for said, told in asked.items())
-    assert len(asked) == len(rows), "no problem stands in a file twice"
+    assert all(RIGHT[said] == reported for said, reported in asked.items())
+    assert len(asked) == len(rows), "no problem is in a file twice"
     return set(asked)
 
 

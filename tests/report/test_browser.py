@@ -30,12 +30,12 @@ POINT = f"""(() => {{
 KEYS = f"""(() => {{
   const plot = {SCORE_PLOT}, svg = plot.querySelector('svg'), tip = plot.querySelector('.tip');
   svg.dispatchEvent(new Event('blur'));
-  const told = ['ArrowRight', 'ArrowRight', 'ArrowLeft'].map(key => {{
+  const focused = ['ArrowRight', 'ArrowRight', 'ArrowLeft'].map(key => {{
     svg.dispatchEvent(new KeyboardEvent('keydown', {{ key }}));
     return tip.querySelector('strong').textContent;
   }});
   svg.dispatchEvent(new Event('blur'));
-  return [...told, tip.hidden];
+  return [...focused, tip.hidden];
 }})()"""
 MINUTES = f"""(() => {{
   const axis = document.getElementById('axis');

@@ -1,4 +1,4 @@
-"""What went wrong is told: how it ended, restarts, skipped steps, numbers that are none, damaged
+"""What went wrong is reported: how it ended, restarts, skipped steps, numbers that are none, damaged
 checkpoints."""
 
 from __future__ import annotations
@@ -52,8 +52,8 @@ def test_everything_that_can_go_wrong(tmp_path: Path) -> None:
     (folder / "skipped" / "step_4_actor_0_rank_0.safetensors").write_bytes(b"")
     (folder / "requeue").write_text(json.dumps({"step": 20, "why": "SIGUSR1 received"}))
     found = {finding.what: finding for finding in findings(read_run(folder))}
-    told = "Optimizer steps skipped for a gradient that is not finite: 3"
-    assert found[told].detail == "actor/skipped_steps, steps 4, 10" and found[told].weight == SERIOUS
+    reported = "Optimizer steps skipped for a gradient that is not finite: 3"
+    assert found[reported].detail == "actor/skipped_steps, steps 4, 10" and found[reported].weight == SERIOUS
     assert found["Forward passes split after running out of memory: 4"].detail == "critic/oom_splits, step 4"
     assert found["Rows that the reward function could not score: 7"].detail == "reward/failed_rows, step 10"
     assert found["actor/grad_norm was not a finite number, once"].detail == "step 4"

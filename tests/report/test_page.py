@@ -1,4 +1,4 @@
-"""The page as a file: small, quick, self-contained, and deaf to what stands in samples."""
+"""The page as a file: small, quick, self-contained, and unaffected by what is in samples."""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ def test_mistakes_are_answered_with_2(tmp_path: Path, capsys: pytest.CaptureFixt
     assert main([folder] * 33) == 2
     for place in (".", "/", str(tmp_path)):
         assert main([folder, "--output", place]) == 2
-    told = capsys.readouterr().err
-    assert "is no folder" in told and "cannot be written" in told and "at most 32 runs" in told
+    reported = capsys.readouterr().err
+    assert "is no folder" in reported and "cannot be written" in reported and "at most 32 runs" in reported
 
 
 class Tags(HTMLParser):

@@ -1,4 +1,4 @@
-"""Thinned curves are honest: nothing lies outside the band, and the least and greatest values of all stay."""
+"""Thinned curves are honest: nothing is outside the band, and the least and greatest values of all stay."""
 
 from __future__ import annotations
 

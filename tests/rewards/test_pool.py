@@ -149,7 +149,7 @@ def test_mathematics_that_no_time_would_be_enough_for_fails_its_row_alone() -> N
 def test_a_row_whose_process_is_killed_is_scored_once_more(
     pool: RewardPool, tmp_path: Path, times: int, score: float
 ) -> None:
-    """Somebody else may have killed it; a row that does it by itself does it again."""
+    """Another process may have killed it; a row that does it by itself does it again."""
     results = pool.score([row(1), row(2, f"kill {tmp_path}/killed", times=times), row(3)])
     assert [result.score for result in results] == [1.0, score, 3.0]
     assert results[1].failed == (None if times == 1 else "ended its process (signal 9)")

@@ -64,7 +64,7 @@ class Job:
         return self.state()
 
     def await_step(self, step: int, seconds: float = 400) -> None:
-        """Waits until it has logged so many steps."""
+        """Waits until it has logged that many steps."""
         what = f"step {step} of job {self.number}"
         self.cluster.wait_for(
             lambda: self.steps()[-1:] >= [step] or self.state() == "FAILED", seconds, what, self.account

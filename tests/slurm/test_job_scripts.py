@@ -1,5 +1,5 @@
-"""The batch script's part of a job, with an srun that only notes how it was called, and ends as it is
-told."""
+"""The batch script's part of a job, with an srun that only notes how it was called, and ends as it was
+asked to."""
 
 from __future__ import annotations
 
@@ -185,9 +185,9 @@ def test_a_run_that_saved_because_it_was_told_to_goes_back_into_the_queue(tmp_pa
 
 
 def test_a_lost_node_is_named_at_once_and_nobody_waits_for_it(tmp_path: Path) -> None:
-    begun = time.monotonic()
+    since = time.monotonic()
     _, said = ended(batch(tmp_path, LOST))
-    assert time.monotonic() - begun < 10
+    assert time.monotonic() - since < 10
     assert "lost: node2. It no longer answers" in said and "a node was lost" in said
     assert (tmp_path / "scontrol.words").read_text() == "requeue 77\n"
 
@@ -301,8 +301,8 @@ def test_a_run_folder_with_any_name_reaches_the_training(tmp_path: Path) -> None
     """Hydra would read brackets, commas and quotes in it."""
     run = tmp_path / "it's [mine], (2)" / "a=b"
     given = JobSettings(cpus=1, gpus=0, run_folder=str(run), start_timeout=1)
-    told = (first_node(tmp_path, facts=given.to_shell()) / "training").read_text().splitlines()
-    assert load("ppo", PPOConfig, told).trainer.default_local_dir == str(run)
+    reported = (first_node(tmp_path, facts=given.to_shell()) / "training").read_text().splitlines()
+    assert load("ppo", PPOConfig, reported).trainer.default_local_dir == str(run)
 
 
 @pytest.mark.parametrize(("job", "goes_on"), [("77", True), ("76", False)])
@@ -320,8 +320,8 @@ def test_a_job_that_was_put_back_goes_on_even_where_it_was_told_to_begin_anew(
     )
     facts = job_settings_of(config, Allocation("77"))
     assert facts.goes_on == goes_on
-    told = (first_node(tmp_path, facts=facts.to_shell()) / "training").read_text().splitlines()
-    assert ("trainer.resume_mode=auto" in told) == goes_on
+    reported = (first_node(tmp_path, facts=facts.to_shell()) / "training").read_text().splitlines()
+    assert ("trainer.resume_mode=auto" in reported) == goes_on
 
 
 def test_a_folder_on_the_node_that_somebody_else_made_is_not_used(tmp_path: Path) -> None:

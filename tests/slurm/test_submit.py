@@ -317,7 +317,7 @@ def test_options_that_would_be_more_than_one_line_or_option(words: list[str]) ->
 def slurm(
     home: Path, monkeypatch: pytest.MonkeyPatch, *, sinfo: str = "main*|2|8", sbatch: str = "echo 41"
 ) -> None:
-    """Slurm's commands, which print what they are told to."""
+    """Slurm's commands, which print what they are given."""
     programs = home / "bin"
     programs.mkdir()
     for name, does in {

@@ -4,7 +4,7 @@
 #
 #   two_nodes.sh probe DIR      whether this machine lets it make such namespaces
 #   two_nodes.sh up DIR         then: export SLURM_CONF=DIR/slurm.conf
-#   two_nodes.sh lose DIR N     node N is gone at once, with its cable: nobody is told
+#   two_nodes.sh lose DIR N     node N is gone at once, with its cable: nobody is notified
 #   two_nodes.sh start DIR N    a lost node comes back
 #   two_nodes.sh down DIR
 #
@@ -31,7 +31,7 @@ unplug() { # node
 
 start_node() { # node
     mkdir -p "$dir/tmp$1"
-    # nsenter, not "ip netns exec": that mounts /sys anew, and slurmd then finds no control groups.
+    # nsenter, not "ip netns exec": that mounts /sys again, and slurmd then finds no control groups.
     # tini reaps the orphans of the PID namespace. slurmd gets a clean environment, which its jobs would inherit.
     setsid nsenter --net="/run/netns/hf$1" unshare --uts --pid --fork --mount-proc --kill-child sh -c "
         hostname node$1
@@ -61,7 +61,7 @@ SlurmctldHost=$(hostname)($net.254)
 SlurmUser=root
 SlurmdUser=root
 AuthType=auth/munge
-# cred_expire: a job that is put back waits so many seconds, or its nodes would refuse it; the default is 120.
+# cred_expire: a job that is put back waits that many seconds, or its nodes would refuse it; the default is 120.
 AuthInfo=cred_expire=12
 StateSaveLocation=$dir/state
 SlurmdSpoolDir=$dir/spool/%n

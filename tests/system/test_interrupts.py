@@ -92,7 +92,7 @@ def begin(commands: list[Command], program: str) -> Command:
 def begin_to_work(
     commands: list[Command], *, seconds: float, patience: float = 60.0, limit: float = 60.0
 ) -> tuple[Command, list[int]]:
-    """A command that works, and its processes; once it is interrupted, it cleans up for so many seconds."""
+    """A command that works, and its processes; once it is interrupted, it cleans up for that many seconds."""
     one = begin(commands, WORKS.format(seconds=seconds, patience=patience, limit=limit))
     word, *pids = one.line().split()
     assert word == "works"

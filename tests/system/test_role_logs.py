@@ -128,7 +128,7 @@ CAPTURED = """
         os.write(1, b"C code of the rollout\\n")
     for number in range(40):
         print("filler", number)
-    os.write(2, b"after the file was set aside\\n")
+    os.write(2, b"after the file was moved\\n")
     faulthandler.enable()
     os.abort()
 """
@@ -153,7 +153,7 @@ def test_whatever_a_process_writes_is_in_its_files(tmp_path: Path) -> None:
         "hydraflow: a warning",
     ]
     assert actor[0].split()[1:3] == ["OUT", "actor-1"]
-    assert "| after the file was set aside" in message
+    assert "| after the file was moved" in message
     assert any("Fatal Python error: Aborted" in line for line in message), "what a crash leaves behind"
     rollout = lines(tmp_path / "rollout-1.log")
     assert (
@@ -182,7 +182,7 @@ def test_a_full_disk_costs_lines_and_nothing_else(tmp_path: Path, monkeypatch: p
 
 def test_a_file_that_cannot_be_set_aside_grows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """No room for another file, or too many open: no line is lost, no older file, and nothing is written to a
-    file of somebody else."""
+    file of another user."""
     logs = RoleLogs(LogSettings(str(tmp_path), LogConfig(max_megabytes=100 / 2**20, keep=2)), 0, "actor")
     for number in range(4):
         logs.line("INFO", f"{number} {'x' * 60}")
@@ -205,4 +205,4 @@ def test_a_file_that_cannot_be_set_aside_grows(tmp_path: Path, monkeypatch: pyte
     held = [text.split()[3] for name in reversed(before) for text in lines(tmp_path / name)]
     assert held[-5:] == ["3", "4", "5", "6", "7"]
     logs.line("INFO", "8")
-    assert lines(tmp_path / "actor-0.log")[0].endswith(" 8"), "set aside as soon as it can be"
+    assert lines(tmp_path / "actor-0.log")[0].endswith(" 8"), "moved as soon as it can be"

@@ -26,7 +26,7 @@ try:
             print(f"note {step}")
             time.sleep(0.02)
 except KeyboardInterrupt:
-    print("stopped in good order")
+    print("stopped cleanly")
 """
 
 
@@ -59,7 +59,7 @@ def test_ctrl_c_in_a_terminal_gives_the_cursor_back_and_keeps_other_output(tmp_p
     output = interrupted_in_a_terminal(tmp_path, wait_for=b"note 3")
     hidden, shown = output.rfind(b"\x1b[?25l"), output.rfind(b"\x1b[?25h")
     assert -1 < hidden < shown, "the cursor was hidden by the display and must be visible again at the end"
-    assert output.rstrip().endswith(b"stopped in good order")
+    assert output.rstrip().endswith(b"stopped cleanly")
     assert b"Traceback" not in output
     assert b"/1000" in output and b"accuracy" in output
     for step in range(4):

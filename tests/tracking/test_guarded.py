@@ -107,10 +107,10 @@ def test_a_tracker_that_hangs_holds_up_neither_a_step_nor_the_end(
         tracker.flush()  # only the first one waits
     tracker.close()
     assert time.monotonic() - began < 2
-    told = warnings(caplog)
-    assert len(told) == 2
-    assert "it is too slow: 2000 calls wait" in told[0]
-    assert told[1].startswith("memory: waited 0.2 seconds for it to take what was logged, and gave up")
+    reported = warnings(caplog)
+    assert len(reported) == 2
+    assert "it is too slow: 2000 calls wait" in reported[0]
+    assert reported[1].startswith("memory: waited 0.2 seconds for it to take what was logged, and gave up")
     release.set()
 
 
@@ -135,9 +135,9 @@ def test_a_run_whose_trackers_cannot_be_opened_is_logged_to_the_file(
         opened.log({"a": 1.0}, 1)
         opened.log({"a": 2.0}, 2)
     assert [record["a"] for record in read_metrics(tmp_path)] == [1.0, 2.0]
-    told = warnings(caplog)
-    assert sum("wandb could not be opened (RuntimeError: no such server)" in line for line in told) == 1
-    assert sum("mlflow does not take what is logged" in line for line in told) == 1
+    reported = warnings(caplog)
+    assert sum("wandb could not be opened (RuntimeError: no such server)" in line for line in reported) == 1
+    assert sum("mlflow does not take what is logged" in line for line in reported) == 1
 
 
 def test_a_terminal_that_is_gone_costs_one_warning(caplog: pytest.LogCaptureFixture) -> None:
@@ -164,8 +164,8 @@ def test_a_library_that_leaves_is_told_like_any_other_fault(
         tracker.log({}, step)
     tracker.close()
     assert memory.got == [2] and memory.closed == [False], "the thread goes on"
-    told = warnings(caplog)
-    assert len(told) == 2 and f"({leaves.__name__}: http://(hidden)@host does not answer)" in told[0]
+    reported = warnings(caplog)
+    assert len(reported) == 2 and f"({leaves.__name__}: http://(hidden)@host does not answer)" in reported[0]
 
 
 def test_whatever_draws_on_the_terminal_raises_costs_one_warning(caplog: pytest.LogCaptureFixture) -> None:

@@ -122,5 +122,5 @@ def test_a_folder_that_no_address_can_name(
         trackers.log({"loss": 1.0}, 1)
     assert "its database cannot be in" in caplog.text
     assert [path.name for path in tmp_path.iterdir() if path.is_dir()] == ["100%41?"], (
-        "nothing lies beside the run folder"
+        "nothing is beside the run folder"
     )

@@ -42,7 +42,7 @@ def test_commit_branch_and_changed_files_of_a_repository(tmp_path: Path) -> None
 
 
 def test_looking_at_a_repository_runs_none_of_its_programs(tmp_path: Path) -> None:
-    """A folder that somebody unpacked may have a .git of somebody else's."""
+    """An unpacked folder may have another project's .git."""
     git(tmp_path, "init", "-q")
     program = tmp_path / "program"
     program.write_text(f"#!/bin/sh\ntouch {tmp_path}/ran\n")

@@ -1,4 +1,4 @@
-"""Two runs in one folder: the second is refused, and told who the first is. A killed owner does not keep the
+"""Two runs in one folder: the second is refused, with the name of the first. A killed owner does not keep the
 folder."""
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""SwanLab offline: what lies in its file afterwards is what was logged."""
+"""SwanLab offline: what is in its file afterwards is what was logged."""
 
 from __future__ import annotations
 

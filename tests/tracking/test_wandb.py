@@ -1,4 +1,4 @@
-"""Weights & Biases: what lies in its file afterwards, or has come to a server, is what was logged."""
+"""Weights & Biases: what is in its file afterwards, or has come to a server, is what was logged."""
 
 from __future__ import annotations
 

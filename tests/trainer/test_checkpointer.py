@@ -212,7 +212,7 @@ def test_workers_that_do_not_finish_are_named(
 
 
 class Stale:
-    """A file system on which some files cannot be read: all reports, so many times."""
+    """A file system on which some files cannot be read: all reports, that many times."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, times: int):
         self.left, self._read = times, Path.read_text

@@ -26,8 +26,8 @@ SAMPLED = ("prompts", "responses", "response_mask", "rollout_log_probs", "length
 
 
 class Replicas(WorkerGroup):
-    """Rollout workers in this process. `dies`: ranks that lose all they hold before each of so many calls of
-    `advance`, as a process that takes the place of another."""
+    """Rollout workers in this process. `dies`: ranks that lose all they hold before each of that many calls
+    of `advance`, as a process that takes the place of another."""
 
     def __init__(self, path: str, count: int, rows: int, dies: Mapping[int, int] | None = None):
         self.spec = replace(rollout_spec(path), rollout=SamplingConfig(dtype="fp32", max_num_seqs=rows))

@@ -63,7 +63,7 @@ def test_held_out_prompts_have_a_visit_of_their_own() -> None:
 def test_a_reward_model_scores_at_once_unless_it_needs_the_rollouts_device(
     device: int, at_once: bool
 ) -> None:
-    """Then it is called once, for whoever asks first, when the rollout's turn is over."""
+    """Then it is called once, for the caller that asks first, when the rollout's turn is over."""
     calls: list[str] = []
     rows = DataProto.from_dict({name: from_rows([torch.ones(2)] * 6) for name in ("prompts", "responses")})
 

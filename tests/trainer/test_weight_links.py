@@ -127,7 +127,7 @@ class Recorder:
         self.checked: list[bool] = []
         self.group = SimpleNamespace(replaced=0)
         self.deaths = 0
-        """In so many of the next transfers a generation process dies."""
+        """In that many of the next transfers a generation process dies."""
 
     def call(self, method: Any, *args: Any) -> Any:
         if method is ActorWorker.sending_device:

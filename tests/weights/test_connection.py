@@ -1,4 +1,5 @@
-"""Lines between processes of a node: messages arrive, and whoever is gone, late or a stranger is named."""
+"""Lines between processes of a node: messages arrive, and a peer that is gone, late or a stranger is
+named."""
 
 from __future__ import annotations
 
@@ -42,13 +43,13 @@ def test_an_end_that_is_gone_or_late_is_named() -> None:
         other.receive()
     mine, other = connections()
     other.close()
-    begun = time.monotonic()
+    since = time.monotonic()
     with pytest.raises(ConnectionLost, match="^generation rank 3 has ended$"):
         mine.receive()
     with pytest.raises(ConnectionLost, match="^generation rank 3 has ended$"):
         for _ in range(3):
             mine.send(b"more")
-    assert time.monotonic() - begun < WAIT / 2
+    assert time.monotonic() - since < WAIT / 2
 
 
 def test_a_process_that_died_on_its_way_is_awaited_again() -> None:

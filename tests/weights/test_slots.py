@@ -1,5 +1,5 @@
 """Buckets in memory that processes share: bit by bit, in two slots that are opened once, with nothing left
-behind whoever is killed."""
+behind a process that is killed."""
 
 from __future__ import annotations
 

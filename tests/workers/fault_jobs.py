@@ -35,7 +35,7 @@ def make_batch() -> DataProto:
 
 
 def update_with_little_memory(path: str, training: Training, ranks: list[int], rows: int) -> dict[str, Any]:
-    """Two updates on ranks that have memory for so many rows at a time; 0: for any number."""
+    """Two updates on ranks that have memory for that many rows at a time; 0: for any number."""
     worker = make_worker(path, training)
     share = rank_jobs.my_share(make_batch())
     trouble = Trouble(worker.engine, "layer_backward", ranks, fit=lambda data: len(data) <= (rows or ROWS))  # type: ignore[arg-type]
@@ -50,7 +50,7 @@ def update_with_little_memory(path: str, training: Training, ranks: list[int], r
 
 
 def infer_with_little_memory(path: str, micro: MicroPlan, rows: int) -> dict[str, Any]:
-    """Log-probabilities twice, with memory for so many rows at a time on rank 1, then an update."""
+    """Log-probabilities twice, with memory for that many rows at a time on rank 1, then an update."""
     worker = make_worker(path, Training("policy", micro))
     share = rank_jobs.my_share(make_batch())
     trouble = Trouble(worker.engine, "head", [1], fit=lambda data: len(data) <= (rows or ROWS))  # type: ignore[arg-type]
@@ -78,10 +78,10 @@ def update_with_bad_rows(path: str, head: str, folder: str) -> dict[str, Any]:
     half = training.plan(dist.get_world_size()).rows_per_rank
     worker, other = make_worker(path, training, SkipLimits(3, folder)), make_worker(path, training)
     bad = DataProto.concat([share.slice(0, half), broken(share.slice(half, 2 * half))])
-    told = values(worker.update(bad, 7))
+    reported = values(worker.update(bad, 7))
     other.update(share.slice(0, half), 7)
     return {
-        "told": told,
+        "reported": reported,
         "found": state(worker),
         "wanted": state(other),
         "bad": columns(broken(share.slice(half, 2 * half))),

@@ -21,7 +21,7 @@ class Row:
     """One row as the model sees it, and its columns (R,) by name."""
 
     said: list[Tensor]
-    """Log-probability of each response token, or the value told before it."""
+    """Log-probability of each response token, or the value predicted before it."""
     entropy: list[Tensor]
     columns: dict[str, list[Any]]
 

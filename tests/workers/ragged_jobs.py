@@ -23,7 +23,7 @@ MICRO = {"one row": rows(1), "three rows": rows(3), "24 tokens": tokens(24)}
 
 
 def plan_of(data_ranks: int, prompts: int, micro: MicroPlan) -> RolePlan:
-    """Mini-batches of so many prompts; that the plan counted on other rows must not matter."""
+    """Mini-batches of that many prompts; that the plan counted on other rows must not matter."""
     return RolePlan(
         data_ranks=data_ranks,
         mini_batch_prompts=prompts,

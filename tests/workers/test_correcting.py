@@ -130,7 +130,7 @@ STEPS = {
 
 @pytest.fixture(scope="module")
 def model(tiny: str) -> Plain:
-    """On columns that lie around what the model says."""
+    """On columns that are close to what the model says."""
     said = Plain(tiny, "policy", make_batch({})).said()
     draw, trained = torch.Generator().manual_seed(5), torch.tensor([int(m) for m in "".join(MASKS)]).bool()
     noise = 0.5 * torch.randn(len(said), generator=draw, dtype=torch.float64)

@@ -139,7 +139,7 @@ def path(tiny: str, tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture(scope="module")
 def plain(path: str) -> Callable[[str], Plain]:
-    """Plain models by head, on columns that lie around what the models say, so that clips hold for some
+    """Plain models by head, on columns that are close to what the models say, so that clips hold for some
     tokens and not for others."""
     empty = make_batch({})
     spoken = {head: Plain(path, head, empty).said() for head in ("policy", "value")}

@@ -105,7 +105,7 @@ def test_a_single_row_that_does_not_fit(tiny: str, ranks: Ranks) -> None:
 
 
 def lengths(*sizes: int) -> DataProto:
-    """Rows of so many tokens, one of them the prompt."""
+    """Rows of that many tokens, one of them the prompt."""
     ones = [torch.ones(size - 1, dtype=torch.int64) for size in sizes]
     return DataProto.from_dict(
         {
@@ -116,7 +116,7 @@ def lengths(*sizes: int) -> DataProto:
 
 
 def after(plan: MicroPlan, data: DataProto, *reports: tuple[int, int]) -> list[MicroPlan]:
-    """The sizes after micro-batches of so many rows and tokens did not fit."""
+    """The sizes after micro-batches of that many rows and tokens did not fit."""
     micro_batcher, found = MicroBatcher(plan, "test"), []
     for number, tokens_short in reports:
         micro_batcher.make_smaller(data, [OomReport(0, number, tokens_short)], lambda own, how: own)

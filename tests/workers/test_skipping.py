@@ -20,7 +20,9 @@ PREFIX = {"policy": "actor", "value": "critic"}
 def test_the_step_is_as_if_it_had_not_been(tiny: str, ranks: Ranks, tmp_path: Path, head: str) -> None:
     results = ranks.run(jobs.update_with_bad_rows, tiny, head, str(tmp_path / "skipped"))
     for result in results:
-        assert result["told"][f"{PREFIX[head]}/skipped_steps"] == 2.0, "the second mini-batch in both epochs"
+        assert result["reported"][f"{PREFIX[head]}/skipped_steps"] == 2.0, (
+            "the second mini-batch in both epochs"
+        )
         for part in ("weights", "moments"):
             assert result["wanted"][part].keys() == result["found"][part].keys()
             assert all(
@@ -49,11 +51,11 @@ def test_the_step_is_as_if_it_had_not_been(tiny: str, ranks: Ranks, tmp_path: Pa
 def test_three_in_a_row_stop_the_run(tiny: str, ranks: Ranks, tmp_path: Path) -> None:
     first, second = ranks.run(jobs.give_up, tiny, str(tmp_path))
     assert first == second
-    told, moved, skipped = first
-    assert told.startswith(
+    reported, moved, skipped = first
+    assert reported.startswith(
         "the gradient of the actor was not finite in 3 optimizer steps in a row, the last one in step 2 "
     )
-    assert "trainer.max_skipped_steps=3" in told and str(tmp_path) in told
+    assert "trainer.max_skipped_steps=3" in reported and str(tmp_path) in reported
     assert (moved, skipped) == (False, 2.0)
 
 

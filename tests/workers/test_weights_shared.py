@@ -1,5 +1,5 @@
-"""A transfer of weights on a node: bit by bit, at most two buckets ahead, and whoever dies, hangs or refuses
-ends it for all at once, with nobody else harmed."""
+"""A transfer of weights on a node: bit by bit, at most two buckets ahead, and a process that dies, hangs or
+refuses ends it for all at once, with nobody else harmed."""
 
 from __future__ import annotations
 
@@ -155,13 +155,13 @@ def test_a_receiver_that_ends_ends_the_transfer_for_all_at_once(
             received(place, 1, fail)
         return True
 
-    slots, listener, begun = Slots(CPU), Listener(), time.monotonic()
+    slots, listener, since = Slots(CPU), Listener(), time.monotonic()
     with forked(lambda: received(listener.name, 0, nothing) is None), forked(lambda: refuses(listener.name)):
         made: list[int] = []
         assert not sent(slots, listener, 2, made=made)
     assert made == list(range(6)), "all are made: other ranks take part in that"
     assert "weights did not arrive everywhere: generation rank 1 has ended" in caplog.text
-    assert time.monotonic() - begun < WAIT / 2
+    assert time.monotonic() - since < WAIT / 2
     again = Listener()
     with forked(lambda: received(again.name, 0, nothing) == Received(None)):
         assert sent(slots, again, 1)

@@ -33,7 +33,7 @@ class Built:
     """A rank's part of a model."""
 
     chunks: tuple[Trunk, ...]
-    """One, or several with the interleaved schedule; the chunks of other stages lie between them."""
+    """One, or several with the interleaved schedule; the chunks of other stages are between them."""
     names: Names
     config: Any
     """transformers' configuration."""

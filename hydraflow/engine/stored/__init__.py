@@ -1,1 +1,2 @@
-"""engine/stored: checkpoints on disk, read a block of rows at a time, by whoever needs which tensor."""
+"""engine/stored: checkpoints on disk, read a block of rows at a time, by the process that needs the
+tensor."""
