@@ -180,14 +180,17 @@ def test_a_replica_that_hangs_is_named_and_leaves_no_process(
 
 
 def left_in_memory() -> set[str]:
-    """What engines in processes of their own leave in shared memory when they are killed; not what live ones
-    use, which other tests may have. A process of another test that has just ended, or just made a semaphore,
-    may be seen for a moment: what is left stays."""
-    left = {name for name in os.listdir("/dev/shm") if name.startswith(("vllm", "psm_", "sem."))}
+    """What engines in processes of their own leave in shared memory when they are killed: neither what live
+    ones use, which other tests may have, nor what is removed while this looks through all processes."""
+
+    def names() -> set[str]:
+        return {name for name in os.listdir("/dev/shm") if name.startswith(("vllm", "psm_", "sem."))}
+
+    left = names()
     for process in psutil.process_iter():
         with suppress(psutil.Error):
             left -= {Path(file.path).name for file in process.memory_maps()}
-    return left
+    return left & names()
 
 
 def test_main_generate_writes_what_native_writes(prompts: Path, tmp_path: Path) -> None:
