@@ -11,13 +11,15 @@ import logging
 import math
 import signal
 import socket
+import sys
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from pathlib import Path
 from typing import Any
 
 import ray
-from ray._private import utils
+from ray._private import ray_constants, services
 from ray._private.node import Node
 from ray._private.services import canonicalize_bootstrap_address
 from ray.exceptions import AuthenticationError
@@ -75,20 +77,30 @@ def _start(config: RayInitConfig, cpus: float, gpus: int | None, console: bool, 
 
 @contextmanager
 def _without_services(*, log_monitor: bool) -> Iterator[None]:
-    """Inside, Ray starts without its autoscaler, its dashboard's server and its agent's HTTP server, which no
+    """Inside, Ray starts without its autoscaler, its dashboard's server and its dashboard's agent, which no
     option leaves out; without `log_monitor`, nothing reads its log files either.
 
-    They take more than two seconds of a CPU, and `ray.init` waits for the first server."""
+    They take more than three seconds of a CPU, and `ray.init` waits for the first server and the agent."""
     unwanted = ["start_monitor", "start_api_server", *([] if log_monitor else ["start_log_monitor"])]
-    replaced = [(Node, name) for name in unwanted] + [(utils, "get_dashboard_dependency_error")]
-    before = [getattr(owner, name) for owner, name in replaced]
-    missing = ImportError("a run has no dashboard")
-    for owner, name in replaced:
-        setattr(owner, name, lambda *args, **kwargs: missing)
+    replaced: list[tuple[Any, str, Callable]] = [
+        (Node, name, lambda *args, **kwargs: None) for name in unwanted
+    ]
+    interpreter = services._build_python_executable_command_memory_profileable
+    agent = [sys.executable, "-I", "-S", str(Path(__file__).with_name("agent.py"))]
+
+    def command(component: str, *args: Any, **kwargs: Any) -> list[str]:
+        if component == ray_constants.PROCESS_TYPE_DASHBOARD_AGENT:
+            return agent
+        return interpreter(component, *args, **kwargs)
+
+    replaced.append((services, interpreter.__name__, command))
+    before = [getattr(owner, name) for owner, name, _ in replaced]
+    for owner, name, function in replaced:
+        setattr(owner, name, function)
     try:
         yield
     finally:
-        for (owner, name), function in zip(replaced, before, strict=True):
+        for (owner, name, _), function in zip(replaced, before, strict=True):
             setattr(owner, name, function)
 
 
