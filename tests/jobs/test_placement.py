@@ -3,7 +3,6 @@ processes report. docs/architecture.md has the table of placements."""
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import combinations
@@ -15,6 +14,7 @@ import ray
 import torch
 from jobs.command import SMALL_RECIPE, SMALL_STEPS, read_steps
 from jobs.dying import dying_worker
+from jobs.frank import FrankHost
 from jobs.turning import noting_workers
 from safetensors.torch import load_file, save_file
 from source_tree import ROOT
@@ -24,7 +24,6 @@ from hydraflow.batch_plan.layout import Devices
 from hydraflow.batch_plan.resolve import BatchPlan, resolve_plan
 from hydraflow.compose.loading import load
 from hydraflow.dispatch import group as dispatch_group
-from hydraflow.dispatch.host import WorkerHost
 from hydraflow.dispatch.runtime import Runtime
 from hydraflow.errors import ConfigError
 from hydraflow.explain.picture import picture
@@ -53,20 +52,6 @@ CRITIC_OF_SIX = [f"{CRITIC}=[0,1]"]
 OVERLAPPING = [f"{GPUS}=3", f"{ACTOR}=[0,1]", f"{CRITIC}=[1,2]", f"{REF}=[1,2]", f"{ROLLOUT}=[1,2]"]
 NOT_COMPARED = ("timing_s/", "perf/")
 SMALL_BUCKETS = ["actor_rollout_ref.rollout.update_weights_bucket_megabytes=1"]
-
-
-class FrankHost(WorkerHost):
-    """A worker process that tells what it is."""
-
-    def facts(self) -> tuple[int, list[str], int]:
-        """Its process id, its roles, and the bundle whose resources Ray has given it: the device."""
-        given = ray._private.worker.global_worker.core_worker.resource_ids()
-        [bundle] = {
-            int(name.split("_")[2])
-            for name in given
-            if name.startswith("CPU_group_") and name.count("_") == 3
-        }
-        return os.getpid(), list(self._process.workers), bundle
 
 
 class WatchedJob(PPOJob):
