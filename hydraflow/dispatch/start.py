@@ -11,16 +11,12 @@ import logging
 import math
 import signal
 import socket
-import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
-from pathlib import Path
+from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import ray
-from ray._private import ray_constants, services
-from ray._private.node import Node
 from ray._private.services import canonicalize_bootstrap_address
 from ray.exceptions import AuthenticationError
 
@@ -30,6 +26,7 @@ from hydraflow.dispatch.config import RayInitConfig
 from hydraflow.dispatch.placement import FEWER_NODES, ResourcePool, cpus_needed
 from hydraflow.dispatch.private import close_to_others
 from hydraflow.dispatch.processes import end_processes, own_ray_processes
+from hydraflow.dispatch.services import without_services
 from hydraflow.dispatch.template import end_template, stop_forking, workers_from_template
 from hydraflow.errors import ConfigError
 from hydraflow.system.interrupts import blocked
@@ -69,39 +66,10 @@ def _start(config: RayInitConfig, cpus: float, gpus: int | None, console: bool, 
     if config.address == "local":
         cores = _local_cpus(config, math.ceil(cpus))
         private: dict[str, Any] = dict(_temp_dir=str(close_to_others()), _system_config=PROMPT_FREEING)
-        with workers_from_template() if forks else nullcontext(), _without_services(log_monitor=console):
+        with workers_from_template() if forks else nullcontext(), without_services(log_monitor=console):
             ray.init(address="local", num_cpus=cores, num_gpus=gpus, **private, **quiet)
     else:
         _join(config.address, quiet)
-
-
-@contextmanager
-def _without_services(*, log_monitor: bool) -> Iterator[None]:
-    """Inside, Ray starts without its autoscaler, its dashboard's server and its dashboard's agent, which no
-    option leaves out; without `log_monitor`, nothing reads its log files either.
-
-    They take more than three seconds of a CPU, and `ray.init` waits for the first server and the agent."""
-    unwanted = ["start_monitor", "start_api_server", *([] if log_monitor else ["start_log_monitor"])]
-    replaced: list[tuple[Any, str, Callable]] = [
-        (Node, name, lambda *args, **kwargs: None) for name in unwanted
-    ]
-    interpreter = services._build_python_executable_command_memory_profileable
-    agent = [sys.executable, "-I", "-S", str(Path(__file__).with_name("agent.py"))]
-
-    def command(component: str, *args: Any, **kwargs: Any) -> list[str]:
-        if component == ray_constants.PROCESS_TYPE_DASHBOARD_AGENT:
-            return agent
-        return interpreter(component, *args, **kwargs)
-
-    replaced.append((services, interpreter.__name__, command))
-    before = [getattr(owner, name) for owner, name, _ in replaced]
-    for owner, name, function in replaced:
-        setattr(owner, name, function)
-    try:
-        yield
-    finally:
-        for (owner, name, _), function in zip(replaced, before, strict=True):
-            setattr(owner, name, function)
 
 
 def _local_cpus(config: RayInitConfig, needed: int) -> int:
