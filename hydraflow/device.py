@@ -317,8 +317,8 @@ _TERAFLOPS = {
 }
 """Peak TFLOP/s of dense 16-bit matrix products, from NVIDIA's data sheets, by a part of the device's name;
 the first match counts."""
-_SIDE = 1024
-"""Size of the matrices that are multiplied to measure a CPU."""
+_SIDE, _SIDE_OF_ONE_THREAD = 1024, 512
+"""Size of the matrices that are multiplied to measure a CPU: several threads need larger ones."""
 
 
 @cache
@@ -339,14 +339,15 @@ def _measured_flops(dtype: torch.dtype) -> float:
     """The fastest of a few products, by the library that linear layers use."""
     import torch
 
-    matrix = torch.ones(_SIDE, _SIDE, dtype=dtype)
+    side = _SIDE_OF_ONE_THREAD if torch.get_num_threads() == 1 else _SIDE
+    matrix = torch.ones(side, side, dtype=dtype)
     multiply = onednn_product if dtype == torch.float32 and onednn_is_faster() else torch.mm
     seconds = []
     for _ in range(4):
         start = time.perf_counter()
         multiply(matrix, matrix)
         seconds.append(time.perf_counter() - start)
-    return 2 * _SIDE**3 / min(seconds)
+    return 2 * side**3 / min(seconds)
 
 
 def keep_freed_memory(device_type: str, environ: Mapping[str, str] = os.environ) -> None:

@@ -230,6 +230,8 @@ def preload() -> None:
 
     for name in PRELOADED:
         importlib.import_module(f"hydraflow.jobs.{name}")
+    import matplotlib.backends.backend_agg
+    import matplotlib.figure  # noqa: F401
     import transformers.models.qwen3.modeling_qwen3  # noqa: F401
     from transformers import AutoModelForCausalLM, AutoTokenizer  # noqa: F401
 
@@ -310,7 +312,7 @@ def start_templates() -> socket.socket:
 
     server = import_server()
     mine, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)
-    os.environ.update(shared_variables())
+    os.environ.update(shared_variables() | server.WITHOUT_THREADS)
     server.import_all(server.LIBRARIES)
     gc.freeze()
     assert server.threads() == 1

@@ -24,7 +24,7 @@ from typing import NoReturn
 
 from hydraflow.device import planned_type
 from hydraflow.dispatch.config import RayInitConfig
-from hydraflow.dispatch.template_server import LIBRARIES, import_all, live, threads
+from hydraflow.dispatch.template_server import LIBRARIES, WITHOUT_THREADS, import_all, live, threads
 from hydraflow.errors import HydraflowError
 from hydraflow.system.interrupts import SHUTDOWN, blocked
 from hydraflow.system.node_folder import session_folder
@@ -42,7 +42,7 @@ def fork_template(ray_init: RayInitConfig, trainer: RunConfig) -> None:
     if ray_init.address != "local" or planned_type(trainer.device) != "cpu" or trainer.debug.local:
         return
     if "ray" not in sys.modules:
-        with _one_thread_of_openmp():
+        with _without_threads():
             import_all(LIBRARIES)
         if threads() == 1:
             with suppress(HydraflowError, OSError):
@@ -72,16 +72,17 @@ def listening() -> Iterator[socket.socket]:
 
 
 @contextmanager
-def _one_thread_of_openmp() -> Iterator[None]:
-    """Libraries imported inside start no threads, and workers take one each unless told otherwise."""
-    before = os.environ.get("OMP_NUM_THREADS")
-    os.environ["OMP_NUM_THREADS"] = "1"
+def _without_threads() -> Iterator[None]:
+    """Libraries imported inside start no threads; workers take what they are told otherwise."""
+    before = {name: os.environ.get(name) for name in WITHOUT_THREADS}
+    os.environ.update(WITHOUT_THREADS)
     try:
         yield
     finally:
-        del os.environ["OMP_NUM_THREADS"]
-        if before is not None:
-            os.environ["OMP_NUM_THREADS"] = before
+        for name, value in before.items():
+            del os.environ[name]
+            if value is not None:
+                os.environ[name] = value
 
 
 def _become_template(listener: socket.socket, starter: int) -> NoReturn:

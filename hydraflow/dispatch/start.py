@@ -12,13 +12,11 @@ import math
 import signal
 import socket
 import threading
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import ray
-from ray._private import utils
-from ray._private.node import Node
 from ray._private.services import canonicalize_bootstrap_address
 from ray.exceptions import AuthenticationError
 
@@ -28,6 +26,7 @@ from hydraflow.dispatch.config import RayInitConfig
 from hydraflow.dispatch.placement import FEWER_NODES, ResourcePool, cpus_needed
 from hydraflow.dispatch.private import close_to_others
 from hydraflow.dispatch.processes import end_processes, own_ray_processes
+from hydraflow.dispatch.services import without_services
 from hydraflow.dispatch.template import end_template, stop_forking, workers_from_template
 from hydraflow.errors import ConfigError
 from hydraflow.system.interrupts import blocked
@@ -67,29 +66,10 @@ def _start(config: RayInitConfig, cpus: float, gpus: int | None, console: bool, 
     if config.address == "local":
         cores = _local_cpus(config, math.ceil(cpus))
         private: dict[str, Any] = dict(_temp_dir=str(close_to_others()), _system_config=PROMPT_FREEING)
-        with workers_from_template() if forks else nullcontext(), _without_services(log_monitor=console):
+        with workers_from_template() if forks else nullcontext(), without_services(log_monitor=console):
             ray.init(address="local", num_cpus=cores, num_gpus=gpus, **private, **quiet)
     else:
         _join(config.address, quiet)
-
-
-@contextmanager
-def _without_services(*, log_monitor: bool) -> Iterator[None]:
-    """Inside, Ray starts without its autoscaler, its dashboard's server and its agent's HTTP server, which no
-    option leaves out; without `log_monitor`, nothing reads its log files either.
-
-    They take more than two seconds of a CPU, and `ray.init` waits for the first server."""
-    unwanted = ["start_monitor", "start_api_server", *([] if log_monitor else ["start_log_monitor"])]
-    replaced = [(Node, name) for name in unwanted] + [(utils, "get_dashboard_dependency_error")]
-    before = [getattr(owner, name) for owner, name in replaced]
-    missing = ImportError("a run has no dashboard")
-    for owner, name in replaced:
-        setattr(owner, name, lambda *args, **kwargs: missing)
-    try:
-        yield
-    finally:
-        for (owner, name), function in zip(replaced, before, strict=True):
-            setattr(owner, name, function)
 
 
 def _local_cpus(config: RayInitConfig, needed: int) -> int:

@@ -26,7 +26,7 @@ from ray._private.node import Node
 from hydraflow.dispatch.environment import shared_variables
 from hydraflow.dispatch.forked_template import READY, listening
 from hydraflow.dispatch.template_client import ADDRESS
-from hydraflow.dispatch.template_server import LIBRARIES
+from hydraflow.dispatch.template_server import LIBRARIES, WITHOUT_THREADS
 from hydraflow.system.interrupts import blocked
 
 HERE = Path(__file__).parent
@@ -39,7 +39,7 @@ def start_server(listener: socket.socket) -> psutil.Process:
     with blocked(signal.SIGINT):
         return psutil.Popen(
             [sys.executable, str(HERE / "template_server.py"), *words],
-            env=os.environ | shared_variables() | {"OMP_NUM_THREADS": "1"},  # no threads before a fork
+            env=os.environ | shared_variables() | WITHOUT_THREADS,
             pass_fds=[listener.fileno()],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,  # a command's report

@@ -38,15 +38,26 @@ LIBRARIES = (
     "hydraflow.algorithms.actor_loss",
     "hydraflow.algorithms.advantages",
     # what Ray imports
+    "google.protobuf.json_format",
     "google.protobuf.text_format",
+    "google.protobuf.timestamp_pb2",
     "jsonschema",
+    "msgpack",
+    "numpy.ma",
+    "pyarrow.json",
+    "pydantic.fields",
+    "pydantic.main",
     "pydantic.types",
     "pydantic.v1.typing",
     "requests",
+    "torch.nested._internal.ops",
     "wcwidth",
 )
 """What a worker imports; none of them may start a thread or import Ray. What is missing costs each worker its
 share of a second of a core, and nothing else."""
+WITHOUT_THREADS = {"OMP_NUM_THREADS": "1", "JE_ARROW_MALLOC_CONF": "background_thread:false"}
+"""Variables with which torch and pyarrow start no thread while they are imported. pyarrow allocates with
+another library than the one meant here, but has it."""
 
 
 def serve(listener: socket.socket, starter: int) -> dict[str, Any] | None:

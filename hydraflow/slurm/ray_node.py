@@ -69,8 +69,8 @@ def start(folder: Path, temporary: Path, *, dashboard: bool) -> None:
             unfinished.write_text(f"{own}:{held.ports[0]}\n")
     held.open_up()
     print(f"{own_name()}: Ray's {'head' if head else 'node'} at {own}, {settings.cpus} CPUs", flush=True)
-    command = [sys.executable, "-m", "ray.scripts.scripts", "start", *words, "--block"]
-    os.execve(sys.executable, command, environment)
+    program = "ray.scripts.scripts" if dashboard else "hydraflow.dispatch.services"
+    os.execve(sys.executable, [sys.executable, "-m", program, "start", *words, "--block"], environment)
 
 
 def _common(own: str, temporary: Path, settings: JobSettings, held: ReservedPorts) -> list[str]:

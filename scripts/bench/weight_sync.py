@@ -37,6 +37,8 @@ from hydraflow.dispatch.config import RayInitConfig
 from hydraflow.dispatch.group import Timeouts
 from hydraflow.dispatch.placement import ResourcePool
 from hydraflow.dispatch.runtime import Runtime
+from hydraflow.dispatch.services import without_services
+from hydraflow.dispatch.template import end_template, workers_from_template
 from hydraflow.dispatch.worker import RoleSpec
 from hydraflow.engine.config import FSDPConfig
 from hydraflow.generation.config import RolloutConfig, SamplingConfig
@@ -130,12 +132,14 @@ def _cluster(folder: str) -> Iterator[str]:
     """Two Ray nodes on this machine, whose files are in `folder`; the address of the first."""
     node = dict(num_cpus=2, object_store_memory=3 * 10**9)
     with patch.dict(os.environ, RAY_TMPDIR=folder):
-        cluster = Cluster(initialize_head=True, head_node_args=node | dict(include_dashboard=False))
-        try:
+        with workers_from_template(), without_services(log_monitor=False):
+            cluster = Cluster(initialize_head=True, head_node_args=node | dict(include_dashboard=False))
             cluster.add_node(**node)
+        try:
             yield cluster.address
         finally:
             cluster.shutdown()
+            end_template()
 
 
 def how(bucket_megabytes: int) -> RolloutConfig:

@@ -15,6 +15,7 @@ from hydraflow.dispatch.group import Timeouts
 from hydraflow.dispatch.modes import Dispatch, register
 from hydraflow.dispatch.placement import ResourcePool
 from hydraflow.dispatch.runtime import Runtime
+from hydraflow.dispatch.services import without_services
 from hydraflow.dispatch.template import end_template, workers_from_template
 from hydraflow.dispatch.worker import RoleSpec, Worker
 
@@ -29,7 +30,7 @@ class Seeing(Worker):
 
 def main(groups: list[list[int]]) -> None:
     node = dict(num_cpus=4, num_gpus=2, include_dashboard=False, object_store_memory=80_000_000)
-    with workers_from_template():
+    with workers_from_template(), without_services(log_monitor=False):
         cluster = Cluster(initialize_head=True, head_node_args=node)
         cluster.add_node(**{name: node[name] for name in ("num_cpus", "num_gpus", "object_store_memory")})
     with Runtime(RayInitConfig(address=cluster.address), Timeouts(start=120, call=60)) as runtime:

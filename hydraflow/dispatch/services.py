@@ -1,0 +1,55 @@
+"""Ray without services that a run does not use. `python -m hydraflow.dispatch.services start ...` is
+`ray start` without them, for nodes of a cluster that has no dashboard.
+
+In: Ray's own start, in this process. Out: fewer processes. No option of Ray leaves them out.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from ray._private import ray_constants, services, utils
+from ray._private.node import Node
+
+AGENT = Path(__file__).with_name("agent.py")
+
+
+@contextmanager
+def without_services(*, log_monitor: bool) -> Iterator[None]:
+    """Inside, Ray starts without its autoscaler, its dashboard's server and its dashboard's agent; without
+    `log_monitor`, nothing reads its log files either.
+
+    They take more than three seconds of a CPU, and `ray.init` waits for the first server and the agent."""
+    unwanted = ["start_monitor", "start_api_server", *([] if log_monitor else ["start_log_monitor"])]
+    interpreter = services._build_python_executable_command_memory_profileable
+
+    def command(component: str, *args: Any, **kwargs: Any) -> list[str]:
+        if component == ray_constants.PROCESS_TYPE_DASHBOARD_AGENT:
+            return [sys.executable, "-I", "-S", str(AGENT)]
+        return interpreter(component, *args, **kwargs)
+
+    replaced: list[tuple[Any, str, Callable]] = [
+        *((Node, name, lambda *args, **kwargs: None) for name in unwanted),
+        (services, interpreter.__name__, command),
+        # whose libraries Ray would import here, to see whether they are there
+        (utils, "get_dashboard_dependency_error", lambda: ImportError("a run has no dashboard")),
+    ]
+    before = [getattr(owner, name) for owner, name, _ in replaced]
+    for owner, name, function in replaced:
+        setattr(owner, name, function)
+    try:
+        yield
+    finally:
+        for (owner, name, _), function in zip(replaced, before, strict=True):
+            setattr(owner, name, function)
+
+
+if __name__ == "__main__":
+    from ray.scripts.scripts import main
+
+    with without_services(log_monitor=True):
+        main()
