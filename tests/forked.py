@@ -375,8 +375,8 @@ def serve_background(requests: socket.socket) -> dict | None:
         if os.fork() == 0:
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
             requests.close()
-            with socket.socket(fileno=answers) as reported:
-                if begin(log, reported):
+            with socket.socket(fileno=answers) as answer_to:
+                if begin(log, answer_to):
                     return asked
             os._exit(0)
         os.close(log)

@@ -60,6 +60,11 @@ def _no_hydra_key(key: str, match: re.Match[str], files: Sequence[str]) -> Probl
     return Problem(match[1], None, "there is no such key or group to override", f"leave out {match[1]}")
 
 
+def _no_group(key: str, match: re.Match[str], files: Sequence[str]) -> Problem:
+    remedy = f"override {match[2]}" if match[2] else f"leave out {match[1]}"
+    return Problem(match[1], None, "there is no such key or group to override", remedy)
+
+
 def _no_mapping(key: str, match: re.Match[str], files: Sequence[str]) -> Problem:
     kind = "a list" if match[2] == "ListConfig" else "no keys"
     return Problem(f"{match[1]}.yaml", None, f"holds {kind} where keys belong", "write lines `key: value`")
@@ -116,13 +121,13 @@ _ROWS: tuple[tuple[str, Callable[[str, re.Match[str], Sequence[str]], Problem]],
     (r"Unsupported interpolation type (\S+)", _resolver),
     (r"Recursive interpolation detected", _circle),
     (r"Invalid defaults list in '(.+?)', defaults must be a list \(got (.+?)\)", _no_list),
-    (r"Unsupported type in defaults : (\w+)", _no_entry),
+    (r"Unsupported (?:type|item value) in defaults : (\w+)", _no_entry),
     (r"maximum recursion depth exceeded", _no_end),
     (r"primary config '(.+?)' must be a DictConfig, got (\w+)", _no_mapping),
     (r"In '(.+?)': Could not (?:load|find) '(.+?)'\.?\s*Available options in '.+?':\s*(.+)", _choice),
     (r"In '(.+?)': Could not (?:load|find) '(.+?)'", _default),
     (r"In '(.+?)': Could not override '(.+?)'\. No match in the defaults list", _override),
-    (r"Could not override '(.+?)'\.", _no_hydra_key),
+    (r"Could not override '(.+?)'\.(?:\s*Did you mean to override (?:one of )?(.+?)\?)?", _no_group),
     (r"Override (\S+?)=\S* looks like a config group override", _no_hydra_key),
 )
 """Pattern of Hydra's message -> the problem."""

@@ -163,12 +163,15 @@ def without_quotes(value: Any) -> Any:
 
     >>> without_quotes("64"), without_quotes("[/a,/b]"), without_quotes("a, b"), without_quotes("[/a")
     (64, ['/a', '/b'], None, None)
+    >>> without_quotes("1:30"), without_quotes("2024-13-45")  # numbers to base 60 and dates of YAML
+    (None, None)
     """
     try:
         meant = yaml.safe_load(value) if isinstance(value, str) else None
-    except yaml.YAMLError:
+    except (yaml.YAMLError, ValueError):
         return None
-    return None if isinstance(meant, str) else meant
+    is_number = isinstance(meant, int | float) and ":" not in value
+    return meant if is_number or isinstance(meant, list | dict) else None
 
 
 def fitted(hint: Any, value: Any) -> Any:

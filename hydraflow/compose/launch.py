@@ -183,6 +183,8 @@ class _Launch(Generic[Config]):
         os.environ["HYDRA_FULL_ERROR"] = "1"
         try:
             main(self._composed)()
+        except HydraflowError:
+            raise
         except (HydraException, OmegaConfBaseException) as error:
             raise ConfigError([*problems, *translated(error, self._prepared.files).problems]) from error
         except (yaml.YAMLError, UnicodeDecodeError) as error:

@@ -47,8 +47,8 @@ Config = TypeVar("Config")
 Judge = Callable[[Any, Command], Iterable[Problem]]
 """An entry point's own check of a configuration, whose problems join the report."""
 VERSION_BASE = "1.3"
-_stored: dict[str, type] = {}
-"""Config name -> the schema whose defaults Hydra's store has under it: of the command composed last."""
+_stored: list[tuple[str, type]] = []
+"""Name and schema of the configuration that was composed last: the one whose defaults Hydra's store has."""
 
 
 @dataclass(frozen=True)
@@ -117,12 +117,11 @@ def register(entry: EntryPoint[Any], folders: Sequence[Path] = ()) -> None:
 
     `folders` contain the user's files, which may name verl's.
     """
-    if _stored.get(entry.config_name) is not entry.schema:
-        for name in _stored:  # Hydra copies its whole store for each composition
+    if _stored != [(entry.config_name, entry.schema)]:
+        for name, _ in _stored:  # Hydra copies its whole store for each composition
             ConfigStore.instance().repo.pop(f"schema_{name}.yaml", None)
-        _stored.clear()
         ConfigStore.instance().store(f"schema_{entry.config_name}", asdict(entry.schema()))
-        _stored[entry.config_name] = entry.schema
+        _stored[:] = [(entry.config_name, entry.schema)]
     verl_trees.register(entry.schema, entry.config_name, folders)
 
 

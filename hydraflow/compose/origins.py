@@ -38,7 +38,8 @@ def find(
     """Key -> origin. `words`: the overrides as Hydra got them; `folders`: Hydra's search path; `ours`: the
     folder of our own files."""
     choosing = tuple(word for word in words if not word.startswith("++"))  # the others set values
-    memory, chosen = _of_our_files if set(folders) == {ours} else {}, (schema, ours, config_name, choosing)
+    memory = _FOUND if set(folders) == {ours} else {}
+    chosen = (schema, ours, config_name, choosing)
     if chosen not in memory:
         memory[chosen] = _of_files(schema, loader, config_name, choosing, folders, ours)
     origins = dict(memory[chosen])
@@ -112,6 +113,6 @@ def _label(file: Path, ours: Path) -> str:
 
 
 _LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
-_of_our_files: dict[tuple[type, Path, str, tuple[str, ...]], dict[str, str]] = {}
+_FOUND: dict[tuple[type, Path, str, tuple[str, ...]], dict[str, str]] = {}
 """What `_of_files` found where all files are ours, which do not change while a process runs: to list them
 takes Hydra a third of a composition's time, and a sweep composes for each of its runs."""

@@ -156,10 +156,13 @@ def _parse(word: str, schema: type, prepared: PreparedCommandLine) -> Override |
 
 
 def _without_spaces(words: Sequence[str]) -> tuple[list[str], list[Problem]]:
-    """The words without those of `key = value`, which the shell has made three of, and a problem for each."""
+    """The words without those of `key = value` and `key: value`, which the shell has made several of, and a
+    problem for each."""
     kept, problems = list[str](), list[Problem]()
     for word in words:
-        if len(kept) > 1 and kept[-1] == "=" and "=" not in kept[-2]:
+        if kept and kept[-1].endswith(":") and "=" not in kept[-1] + word:
+            problems.append(_as_in_yaml(kept.pop().removesuffix(":"), word))
+        elif len(kept) > 1 and kept[-1] == "=" and "=" not in kept[-2]:
             kept.pop()
             meant = public_word(f"{kept.pop()}={word}")
             problems.append(Problem(meant.replace("=", " = ", 1), None, "has spaces around its =", meant))
@@ -169,15 +172,20 @@ def _without_spaces(words: Sequence[str]) -> tuple[list[str], list[Problem]]:
 
 
 def _no_value(word: str, schema: type) -> Problem:
-    name, colon, value = word.lstrip("+").partition(":")
-    if colon and name in known_keys(schema):  # as in a YAML file
-        meant = public_word(f"{name}={value.strip()}")
-        return Problem(public_word(word), None, "is not key=value", meant)
+    name, _, value = word.lstrip("+").partition(":")
+    if value.strip() and name in known_keys(schema):
+        return _as_in_yaml(name, value.strip())
     known = known_keys(schema).get(word.lstrip("+"))
     remedy = (
         "--help lists every key" if known is None or known.is_section else f"{word}={shown(known.default)}"
     )
     return Problem(word or "''", None, "is not key=value", remedy)
+
+
+def _as_in_yaml(name: str, value: str) -> Problem:
+    """The problem of `name: value`."""
+    meant = public_word(f"{name}={value}")
+    return Problem(meant.replace("=", ": ", 1), None, "is not key=value", shlex.quote(meant))
 
 
 def _unreadable(word: str, key: str, value: str, reason: str, near: Sequence[str]) -> Problem:

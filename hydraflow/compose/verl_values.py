@@ -114,11 +114,11 @@ def _divided_by_vllm(
 
 
 def shard_over_all(leaves: dict[str, Any]) -> Iterator[str]:
-    """A shard size above the number of devices means full sharding; yields a note. The devices are those of
-    the configuration or an allocation, else this machine's."""
-    per_node = leaves.get("trainer.n_gpus_per_node") or leaves.get("cluster.devices_per_node")
-    per_node = per_node or planned_devices(leaves.get("trainer.device", "auto"))
-    devices = per_node * leaves.get("trainer.nnodes", 1)
+    """A shard size above the number of devices means full sharding; yields a note. The devices are the most
+    that the configuration or an allocation gives, else this machine's."""
+    per_node = max(leaves.get(key) or 0 for key in ("trainer.n_gpus_per_node", "cluster.devices_per_node"))
+    nodes = max(leaves.get(key) or 1 for key in ("trainer.nnodes", "cluster.nodes"))
+    devices = nodes * (per_node or planned_devices(leaves.get("trainer.device", "auto")))
     for key, size in leaves.items():
         if key.endswith("fsdp_config.fsdp_size") and isinstance(size, int) and size > devices:
             leaves[key] = -1

@@ -1,4 +1,4 @@
-"""What a local Ray starts in the place of its dashboard agent, which it refuses to do without.
+"""What Ray starts here in place of its dashboard agent, which it refuses to do without.
 
 In: the agent's command line. Out: the files in which Ray looks for its ports; they say that there are none.
 Ray's own agent, without a dashboard, does no more, and takes a second of a core and 100 MiB to import what it
@@ -21,7 +21,7 @@ NOT_IN_USE = "-1"
 
 def main(arguments: Sequence[str]) -> None:
     """Writes the files, then waits for the end of the node process, its parent."""
-    parent = os.getppid()
+    parent = int(os.environ.get("RAY_RAYLET_PID") or os.getppid())
     parser = argparse.ArgumentParser(allow_abbrev=False)
     parser.add_argument("--session-dir", required=True)
     parser.add_argument("--node-id", required=True)

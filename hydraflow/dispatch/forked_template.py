@@ -73,7 +73,7 @@ def listening() -> Iterator[socket.socket]:
 
 @contextmanager
 def _without_threads() -> Iterator[None]:
-    """Libraries imported inside start no threads; workers take what they are told otherwise."""
+    """Libraries imported inside start no threads; workers take as many as they should have."""
     before = {name: os.environ.get(name) for name in WITHOUT_THREADS}
     os.environ.update(WITHOUT_THREADS)
     try:

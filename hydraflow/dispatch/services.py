@@ -35,7 +35,7 @@ def without_services(*, log_monitor: bool) -> Iterator[None]:
     replaced: list[tuple[Any, str, Callable]] = [
         *((Node, name, lambda *args, **kwargs: None) for name in unwanted),
         (services, interpreter.__name__, command),
-        # whose libraries Ray would import here, to see whether they are there
+        # else Ray imports the dashboard's libraries here, to see whether they are installed
         (utils, "get_dashboard_dependency_error", lambda: ImportError("a run has no dashboard")),
     ]
     before = [getattr(owner, name) for owner, name, _ in replaced]

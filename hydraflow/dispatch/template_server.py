@@ -56,8 +56,8 @@ LIBRARIES = (
 """What a worker imports; none of them may start a thread or import Ray. What is missing costs each worker its
 share of a second of a core, and nothing else."""
 WITHOUT_THREADS = {"OMP_NUM_THREADS": "1", "JE_ARROW_MALLOC_CONF": "background_thread:false"}
-"""Variables with which torch and pyarrow start no thread while they are imported. pyarrow allocates with
-another library than the one meant here, but has it."""
+"""Variables with which torch and pyarrow start no thread while they are imported. pyarrow contains jemalloc,
+which starts one although mimalloc allocates."""
 
 
 def serve(listener: socket.socket, starter: int) -> dict[str, Any] | None:

@@ -16,7 +16,6 @@ repeated.
 from __future__ import annotations
 
 import ctypes
-import gc
 import os
 import signal
 import sys
@@ -167,7 +166,6 @@ def _leave(code: int) -> NoReturn:
         os._exit(code)
     SHUTDOWN.patience = 0.0
     _timer(EXIT_LIMIT, code, f"Python has not exited in {EXIT_LIMIT:g} seconds").start()
-    gc.freeze()  # or Python would look three times for garbage among all that it has imported: half a second
     sys.exit(code)
 
 

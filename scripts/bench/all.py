@@ -189,7 +189,7 @@ def measure(name: str, bench: Bench, results: Path) -> str | None:
     """Runs a bench and stores its figures. Returns the reason if there are none, else None."""
     # not the load average, which still counts the previous bench
     load = psutil.cpu_percent(LOOK_SECONDS) / 100 * psutil.cpu_count()
-    begun = time.perf_counter()
+    since = time.perf_counter()
     command = [sys.executable, str(HERE / bench.script), *bench.arguments]
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     try:
@@ -205,10 +205,10 @@ def measure(name: str, bench: Bench, results: Path) -> str | None:
         return f"took more than {LIMIT_SECONDS} s"
     if done.returncode:
         return (done.stderr.strip().splitlines() or ["it said nothing"])[-1]
-    told = {"load": load, "seconds": time.perf_counter() - begun, "commit": commit()}
+    facts = {"load": load, "seconds": time.perf_counter() - since, "commit": commit()}
     results.mkdir(parents=True, exist_ok=True)
     kept = results / f"{name}.json"
-    kept.write_text(json.dumps({**told, "found": list(objects(done.stdout))}, indent=1))
+    kept.write_text(json.dumps({**facts, "found": list(objects(done.stdout))}, indent=1))
     return None
 
 
@@ -254,10 +254,10 @@ def page(results: Path) -> str:
     head = HEAD.format(
         machine=machine(),
         versions=", ".join(f"{name} {version(name)}" for name in ("torch", "transformers", "ray")),
-        commits=" and ".join(sorted({told["commit"] for told in kept.values()})) or "unknown",
-        load=load_of(max((told["load"] for told in kept.values()), default=0.0)),
+        commits=" and ".join(sorted({facts["commit"] for facts in kept.values()})) or "unknown",
+        load=load_of(max((facts["load"] for facts in kept.values()), default=0.0)),
     )
-    lines = [line(row) for name, told in kept.items() for row in BENCHES[name].rows(told["found"])]
+    lines = [line(row) for name, facts in kept.items() for row in BENCHES[name].rows(facts["found"])]
     missing = [name for name in BENCHES if name not in kept]
     foot = f"\nNot measured: {', '.join(missing)}.\n" if missing else ""
     return head + "".join(f"{one}\n" for one in lines) + foot

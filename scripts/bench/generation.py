@@ -152,9 +152,9 @@ def measure(engine: str, size: str, lengths: str, sequences: int, results: Any) 
     case = size, lengths, sequences
     sample = others[engine](*case) if engine in others else ours(engine, *case)
     sample(4 * SAMPLES)
-    begun = time.perf_counter()
+    since = time.perf_counter()
     calls = [timed(sample, sequences)]
-    while len(calls) < 3 and time.perf_counter() - begun < REPEAT_SECONDS:
+    while len(calls) < 3 and time.perf_counter() - since < REPEAT_SECONDS:
         calls.append(timed(sample, sequences))
     seconds, spent, tokens = min(calls)
     results.put(
@@ -167,16 +167,16 @@ def measure(engine: str, size: str, lengths: str, sequences: int, results: Any) 
             "seconds": round(seconds, 2),
             "tokens_per_second": round(tokens / seconds),
             "cpu_seconds_per_1000": round(1000 * spent / tokens, 4),
-            "start_seconds": round(begun - start, 1),
+            "start_seconds": round(since - start, 1),
         }
     )
 
 
 def timed(sample: Sample, sequences: int) -> tuple[float, float, int]:
     """Seconds and processor seconds of one call, and its tokens."""
-    begun, spent = time.perf_counter(), time.process_time()
+    since, spent = time.perf_counter(), time.process_time()
     tokens = sample(sequences)
-    return time.perf_counter() - begun, time.process_time() - spent, tokens
+    return time.perf_counter() - since, time.process_time() - spent, tokens
 
 
 def main() -> None:

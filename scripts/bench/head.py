@@ -71,8 +71,8 @@ def main() -> None:
             seconds[name].append(took)
             peaks[name].append(held)
     for name in ways:
-        told = {"way": name, **vars(args), "cpu_s": min(seconds[name]), "peak_mib": max(peaks[name])}
-        print(json.dumps(told), flush=True)
+        result = {"way": name, **vars(args), "cpu_s": min(seconds[name]), "peak_mib": max(peaks[name])}
+        print(json.dumps(result), flush=True)
 
 
 def passes(args: argparse.Namespace) -> dict[str, Pass]:

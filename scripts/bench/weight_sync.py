@@ -193,9 +193,9 @@ def rates(link: WeightLink, size: int, times: int) -> dict[str, float]:
 
 def seconds(work: Callable[[], Any]) -> float:
     """How long it takes."""
-    begun = time.perf_counter()
+    since = time.perf_counter()
     work()
-    return time.perf_counter() - begun
+    return time.perf_counter() - since
 
 
 def measure(model: str, publishes: int, bucket_megabytes: int) -> dict[str, Any]:

@@ -67,7 +67,7 @@ def test_a_run_gets_its_configuration_and_leaves_no_files(tmp_path):
         (["trainer.seed=${oc.nope:3}"], "there is no resolver oc.nope\n      -> ${oc.env:NAME}"),
         (["hydra.nope=3"], "hydra.nope: there is no such key or group to override\n      -> leave out"),
         (["trainer@mine=3"], "trainer@mine: there is no such key or group to override\n      -> leave out"),
-        (["recipe@mine=none"], "recipe@mine: there is no such key or group to override\n      -> leave out"),
+        (["recipe@mine=none"], "recipe@mine: there is no such key or group to override\n      -> override "),
         (["--cfg", "jobb"], "--cfg jobb: there are job, hydra, all\n      -> --cfg job"),
         (
             ["--config-name", "pqo"],

@@ -73,6 +73,9 @@ def test_other_entry_points_know_verls_names():
         ("trainer.seed=${nope}", "trainer.seed=${nope}: Interpolation key 'nope' not found\n      -> "),
         ("data.train_batch_size", "is not key=value\n      -> data.train_batch_size=1024"),
         ("data.train_batch_size: 32", "is not key=value\n      -> data.train_batch_size=32"),
+        ("data.train_batch_size:", "is not key=value\n      -> --help lists every key"),
+        ("trainer.max_wall_time=2024-13-45", "trainer.max_wall_time=2024-13-45: must be"),
+        ("data.train_batch_size=1:30", "data.train_batch_size=1:30: must be a whole number"),
         ("data.train_batch_size==32", "has more than one =\n      -> data.train_batch_size=32"),
         ("data.train_batch_size=64,128", "-> data.train_batch_size=64 for one value, or --multirun"),
         ("data.train_files=[a,b", "its [ is not closed\n      -> 'data.train_files=[a,b]'"),
@@ -112,12 +115,18 @@ def test_a_quoted_value_is_the_users_with_all_of_its_own_quotes(template):
     assert load("ppo", PPOConfig, [word]).actor_rollout_ref.model.custom_chat_template == template
 
 
-def test_spaces_around_the_sign_are_one_problem():
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["data.train_batch_size", "=", "32"], "data.train_batch_size = 32: has spaces around its ="),
+        (["data.train_batch_size:", "32"], "data.train_batch_size: 32: is not key=value"),
+    ],
+)
+def test_spaces_around_the_sign_are_one_problem(words, said):
     with pytest.raises(ConfigError) as refused:
-        load("ppo", PPOConfig, ["trainer.seed=2", "data.train_batch_size", "=", "32"])
+        load("ppo", PPOConfig, ["trainer.seed=2", *words])
     [problem] = refused.value.problems
-    expected = "data.train_batch_size = 32: has spaces around its =\n      -> data.train_batch_size=32"
-    assert str(problem) == expected
+    assert str(problem) == f"{said}\n      -> data.train_batch_size=32"
 
 
 @pytest.mark.parametrize(

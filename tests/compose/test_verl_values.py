@@ -56,6 +56,8 @@ def test_weights_to_resume_from_are_added_to_hf_model():
         (2, ["trainer.device=cpu"], 2),
         (16, ["cluster=h100"], -1),
         (8, ["cluster=h100"], 8),
+        (16, ["cluster=h100", "cluster.nodes=4"], 16),
+        (64, ["cluster=h100", "cluster.nodes=4"], -1),
     ],
 )
 def test_a_shard_size_above_the_devices_shards_over_all(size, machines, taken):

@@ -100,7 +100,7 @@ def head(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Head]:
     held.open_up()
     with open(folder / "log", "w") as log:
         process = subprocess.Popen(
-            [sys.executable, "-m", "ray.scripts.scripts", *words], env=environ, stdout=log, stderr=log
+            [sys.executable, "-m", "hydraflow.dispatch.services", *words], env=environ, stdout=log, stderr=log
         )
     made = Head(f"127.0.0.1:{port}", token)
     deadline = time.monotonic() + 120

@@ -186,11 +186,11 @@ def test_a_stage_that_is_killed_fails_the_others(engine: Divided, models: list[P
     *others, last = engine.processes
     time.sleep(0.5)
     last.process.kill()
-    sampled = time.monotonic()
+    since = time.monotonic()
     for neighbour in others[-2:]:
         with pytest.raises(RuntimeError, match="(?i)closed by peer|reset by peer"):
             neighbour.answer()
-    assert time.monotonic() - sampled < 20
+    assert time.monotonic() - since < 20
     for other in others:
         other.process.kill()
 

@@ -19,7 +19,7 @@ from hydraflow.trainer.identity import Identity
 from hydraflow.trainer.resume import CheckpointRequirements
 
 
-def started(folder: Path, **sections: object) -> None:
+def start(folder: Path, **sections: object) -> None:
     """Begins a run of eight steps in a folder, and ends it."""
     config = SFTConfig(trainer=SupervisedTrainerConfig(default_local_dir=str(folder)), **sections)  # type: ignore[arg-type]
     with Session(config, scoring=False) as session:
@@ -30,7 +30,7 @@ def started(folder: Path, **sections: object) -> None:
 def test_profiled_steps_that_never_come_are_told(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, steps: list[int], reported: str
 ) -> None:
-    started(tmp_path, global_profiler=ProfilerConfig(tool="torch", steps=steps))
+    start(tmp_path, global_profiler=ProfilerConfig(tool="torch", steps=steps))
     expected = f"global_profiler.steps: the run has 8 steps, so it never comes to {reported}"
     assert [record.getMessage() for record in caplog.records if "profiler" in record.getMessage()] == (
         [expected] if reported else []
@@ -42,7 +42,7 @@ def test_a_run_can_do_without_log_files(
 ) -> None:
     nowhere = LogSettings("/proc/nowhere")
     monkeypatch.setattr("hydraflow.dispatch.observability.log_settings", lambda run, log: nowhere)
-    started(tmp_path)
+    start(tmp_path)
     assert "no log files in /proc/nowhere" in caplog.text
 
 

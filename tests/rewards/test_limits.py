@@ -17,7 +17,7 @@ from hydraflow.rewards.failures import require_scored
 from hydraflow.rewards.pool import RewardPool, RewardRow, check_function
 from hydraflow.rewards.row_time import QueueTime
 
-pytestmark = pytest.mark.slow(seconds=1)  # they wait for processes that take too long
+pytestmark = pytest.mark.slow(seconds=0)  # they wait for processes that take too long
 
 FUNCTION = """
 import os, resource, subprocess, sys, time
@@ -32,7 +32,7 @@ def compute_score(data_source, solution_str, ground_truth, extra_info):
     if solution_str == "work":
         os.sched_setaffinity(0, {int(ground_truth)})
         began = time.monotonic()
-        while time.process_time() < extra_info["until"] + 0.65:
+        while time.process_time() < extra_info["until"] + 0.45:
             pass
         return {"score": 1.0, "seconds": time.monotonic() - began}
     if solution_str == "used":
@@ -159,7 +159,7 @@ def test_a_row_does_not_time_out_because_others_use_the_processor(config: Reward
         used = pool.score([row("used")])[0].score
         (result,) = pool.score([row("work", str(crowded), until=used)])
     assert result.failed is None, result
-    assert result.extra["seconds"] > config.timeout, "most of the limit in work, on a third of a processor"
+    assert result.extra["seconds"] > config.timeout, "half of the limit in work, on a third of a processor"
 
 
 def test_the_share_of_failed_rows_that_ends_a_run() -> None:

@@ -74,7 +74,7 @@ def test_the_data_sources_own_function_can_be_one_of_several() -> None:
 
 
 @pytest.mark.parametrize(
-    ("functions", "reported"),
+    ("functions", "expected"),
     [
         (["math"], "reward.functions[0]=math: must be a mapping"),
         ([{"name": "maths"}], "reward.functions[0].name=maths: must be data_source, exact, gsm8k"),
@@ -94,10 +94,10 @@ def test_the_data_sources_own_function_can_be_one_of_several() -> None:
         ([{"name": "judge"}], "reward.judge.base_url=null: must be given: a function is judge"),
     ],
 )
-def test_what_is_wrong_is_told_before_the_start(functions: list[Any], reported: str) -> None:
+def test_what_is_wrong_is_told_before_the_start(functions: list[Any], expected: str) -> None:
     with pytest.raises(ConfigError) as caught:
         check_function(RewardConfig(functions=functions))
-    assert reported in str(caught.value)
+    assert expected in str(caught.value)
     check_sources(RewardConfig(functions=[{"name": "exact"}]), ["any source"])
 
 

@@ -301,8 +301,8 @@ def test_a_run_folder_with_any_name_reaches_the_training(tmp_path: Path) -> None
     """Hydra would read brackets, commas and quotes in it."""
     run = tmp_path / "it's [mine], (2)" / "a=b"
     given = JobSettings(cpus=1, gpus=0, run_folder=str(run), start_timeout=1)
-    reported = (first_node(tmp_path, facts=given.to_shell()) / "training").read_text().splitlines()
-    assert load("ppo", PPOConfig, reported).trainer.default_local_dir == str(run)
+    words = (first_node(tmp_path, facts=given.to_shell()) / "training").read_text().splitlines()
+    assert load("ppo", PPOConfig, words).trainer.default_local_dir == str(run)
 
 
 @pytest.mark.parametrize(("job", "goes_on"), [("77", True), ("76", False)])
@@ -320,8 +320,8 @@ def test_a_job_that_was_put_back_goes_on_even_where_it_was_told_to_begin_anew(
     )
     facts = job_settings_of(config, Allocation("77"))
     assert facts.goes_on == goes_on
-    reported = (first_node(tmp_path, facts=facts.to_shell()) / "training").read_text().splitlines()
-    assert ("trainer.resume_mode=auto" in reported) == goes_on
+    words = (first_node(tmp_path, facts=facts.to_shell()) / "training").read_text().splitlines()
+    assert ("trainer.resume_mode=auto" in words) == goes_on
 
 
 def test_a_folder_on_the_node_that_somebody_else_made_is_not_used(tmp_path: Path) -> None:

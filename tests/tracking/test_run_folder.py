@@ -16,7 +16,7 @@ from hydraflow.tracking.summary import Summary
 SUMMARY = Summary(0.25, 0.5, float("nan"), 10, 61.5, "all steps done")
 
 
-def started(directory: str | None, experiment_name: str) -> RunFolder:
+def start(directory: str | None, experiment_name: str) -> RunFolder:
     """The folder of a run that starts from scratch."""
     folder = RunFolder.make(directory, experiment_name)
     folder.move_earlier_run()
@@ -25,8 +25,8 @@ def started(directory: str | None, experiment_name: str) -> RunFolder:
 
 def test_default_is_named_after_experiment_and_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    first = started(None, "ppo/tiny run")
-    second = started(None, "ppo/tiny run")
+    first = start(None, "ppo/tiny run")
+    second = start(None, "ppo/tiny run")
     assert re.fullmatch(r"ppo-tiny-run-\d{8}-\d{6}", first.path.name)
     assert first.path.parent == tmp_path / "runs"
     assert first.path.is_dir() and second.path.is_dir() and first.path != second.path
@@ -39,13 +39,13 @@ def test_a_folder_that_cannot_be_written_is_the_users_mistake(
     monkeypatch.chdir(tmp_path)
     (tmp_path / "file").write_text("no folder")
     with pytest.raises(ConfigError, match="trainer.default_local_dir=.*cannot be written") as caught:
-        started(directory, "ppo")
+        start(directory, "ppo")
     assert caught.value.exit_code == 2
 
 
 def test_an_earlier_run_is_set_aside_not_mixed_in(tmp_path: Path) -> None:
     for content in ("one\n", "two\n", "three\n"):
-        folder = started(str(tmp_path / "run"), "ppo")
+        folder = start(str(tmp_path / "run"), "ppo")
         assert not folder.metrics.exists()
         folder.metrics.write_text(content)
     assert (folder.path / "earlier-1" / "metrics.jsonl").read_text() == "one\n"
@@ -58,7 +58,7 @@ def test_config_reads_back_as_it_was(tmp_path: Path) -> None:
         "trainer": {"logger": ["console"], "seed": 1, "max_wall_time": None},
         "actor": {"optim": {"lr": 1e-6}},
     }
-    folder = started(str(tmp_path), "ppo")
+    folder = start(str(tmp_path), "ppo")
     folder.write_config(config, {"trainer.seed": "default", "actor.optim.lr": "command line"})
     assert yaml.safe_load(folder.config.read_text()) == config
     assert json.loads(folder.config_origins.read_text()) == {
@@ -68,7 +68,7 @@ def test_config_reads_back_as_it_was(tmp_path: Path) -> None:
 
 
 def test_summary_replaces_the_old_one_whole_and_holds_no_nan(tmp_path: Path) -> None:
-    folder = started(str(tmp_path), "ppo")
+    folder = start(str(tmp_path), "ppo")
     folder.summary.write_text("{")
     folder.write_summary(SUMMARY)
     assert json.loads(folder.summary.read_text()) == {
@@ -84,7 +84,7 @@ def test_summary_replaces_the_old_one_whole_and_holds_no_nan(tmp_path: Path) -> 
 
 
 def test_samples_of_a_step_are_one_json_object_a_line(tmp_path: Path) -> None:
-    folder = started(str(tmp_path), "ppo")
+    folder = start(str(tmp_path), "ppo")
     samples = [
         {"output": "4\n2", "ground_truth": "042", "score": 0.0},
         {"output": "é", "ground_truth": None, "score": 1.0},
@@ -97,7 +97,7 @@ def test_samples_of_a_step_are_one_json_object_a_line(tmp_path: Path) -> None:
 def test_samples_that_cannot_be_written_do_not_end_the_run(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    folder = started(str(tmp_path), "ppo")
+    folder = start(str(tmp_path), "ppo")
     folder.samples.touch()
     folder.write_samples(20, [{"output": "42"}])
     assert "the samples of step 20 are lost: " in caplog.text
@@ -110,7 +110,7 @@ def test_a_summary_that_cannot_be_written_is_an_environment_fault(tmp_path: Path
 
 
 def test_going_back_forgets_what_came_after(tmp_path: Path) -> None:
-    folder = started(str(tmp_path), "ppo")
+    folder = start(str(tmp_path), "ppo")
     lines = [json.dumps({"step": step, "seconds": 1.0 * step}) + "\n" for step in range(6)]
     folder.metrics.write_text("".join(lines) + '{"step": 6, "sec')
     for step in (0, 3, 5):
@@ -130,7 +130,7 @@ def test_going_back_forgets_what_came_after(tmp_path: Path) -> None:
 
 def test_torn_lines_are_dropped_with_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """As a machine that lost its power leaves them, in the middle of what is gone on from."""
-    folder = started(str(tmp_path), "ppo")
+    folder = start(str(tmp_path), "ppo")
     lines = [json.dumps({"step": step, "seconds": 1.0 * step}) + "\n" for step in range(4)]
     torn = [
         '{"step": 1, "sec\n',
@@ -149,7 +149,7 @@ def test_torn_lines_are_dropped_with_a_warning(tmp_path: Path, caplog: pytest.Lo
 
 
 def test_files_that_only_look_like_a_steps_are_kept(tmp_path: Path) -> None:
-    folder = started(str(tmp_path), "ppo")
+    folder = start(str(tmp_path), "ppo")
     names = ["step_old.jsonl", "step_.jsonl", "step_9x.jsonl", "step_000009.jsonl"]
     folder.samples.mkdir()
     folder.skipped.mkdir()
@@ -182,7 +182,7 @@ def test_the_folders_of_an_experiment_come_newest_first(
 def test_checkpoints_of_an_earlier_run_are_set_aside_with_it(tmp_path: Path) -> None:
     (tmp_path / "global_step_4").mkdir()
     (tmp_path / "latest_checkpointed_iteration.txt").write_text("4\n")
-    started(str(tmp_path), "ppo")
+    start(str(tmp_path), "ppo")
     assert sorted(path.name for path in (tmp_path / "earlier-1").iterdir()) == [
         "global_step_4",
         "latest_checkpointed_iteration.txt",

@@ -243,10 +243,10 @@ def make_worker(
     model, plan = ModelConfig(path=path), training.plan(size)
     if training.head == "value":
         critic = CriticConfig(model=model, **shared)
-        reported: dict[str, Any] = dict(
+        others: dict[str, Any] = dict(
             response_tokens=int(SCALE), total_steps=1, seed=0, skip_limits=skip_limits or SkipLimits()
         )
-        return CriticWorker(here, CriticSpec(critic, plan, training.micro, **reported))
+        return CriticWorker(here, CriticSpec(critic, plan, training.micro, **others))
     actor = ActorConfig(entropy_coeff=0.02, use_kl_loss=True, kl_loss_coef=0.3, **shared)
     spec = ActorSpec(
         model,

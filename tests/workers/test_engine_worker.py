@@ -27,8 +27,8 @@ class NoEngine:
 
 
 def test_a_collective_waits_as_long_as_a_call_may_take(monkeypatch: pytest.MonkeyPatch) -> None:
-    reported: dict[str, Any] = {}
-    monkeypatch.setattr(process_group, "start", reported.update)
+    given: dict[str, Any] = {}
+    monkeypatch.setattr(process_group, "start", given.update)
     monkeypatch.setitem(engine_worker.TRAIN_ENGINES, "none", Implementation(f"{__name__}:NoEngine"))
     here = replace(process(rank=1, world_size=2), timeout_s=7200.0)
     worker = EngineWorker(
@@ -36,4 +36,4 @@ def test_a_collective_waits_as_long_as_a_call_may_take(monkeypatch: pytest.Monke
     )
     assert worker.engine.rests == 1, "other roles start beside it"  # type: ignore[attr-defined]
     where = dict(rank=1, world_size=2, address="127.0.0.1", port=0, listen_fd=None, group_size=None)
-    assert reported == where | dict(device_type="cpu", timeout_s=7200.0)
+    assert given == where | dict(device_type="cpu", timeout_s=7200.0)
