@@ -57,9 +57,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         if SLOW.intersection(getattr(item, "fixturenames", ())):
             item.add_marker("slow")
-        if slow := item.get_closest_marker("slow"):
+        slow = item.get_closest_marker("slow")
+        if slow and not slow.kwargs.get("short"):
             limit = item.get_closest_marker("timeout")
-            weights[item.path] += slow.kwargs.get("seconds", limit.args[0] if limit else 300)
+            weights[item.path] += limit.args[0] if limit else 300
     if config.getoption("--fast"):
         slow = [item for item in items if item.get_closest_marker("slow")]
         config.hook.pytest_deselected(items=slow)

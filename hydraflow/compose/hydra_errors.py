@@ -56,10 +56,6 @@ def _circle(key: str, match: re.Match[str], files: Sequence[str]) -> Problem:
     return Problem(key, None, "its interpolations refer to each other in a circle", f"{key}=<value>")
 
 
-def _no_hydra_key(key: str, match: re.Match[str], files: Sequence[str]) -> Problem:
-    return Problem(match[1], None, "there is no such key or group to override", f"leave out {match[1]}")
-
-
 def _no_group(key: str, match: re.Match[str], files: Sequence[str]) -> Problem:
     remedy = f"override {match[2]}" if match[2] else f"leave out {match[1]}"
     return Problem(match[1], None, "there is no such key or group to override", remedy)
@@ -128,6 +124,6 @@ _ROWS: tuple[tuple[str, Callable[[str, re.Match[str], Sequence[str]], Problem]],
     (r"In '(.+?)': Could not (?:load|find) '(.+?)'", _default),
     (r"In '(.+?)': Could not override '(.+?)'\. No match in the defaults list", _override),
     (r"Could not override '(.+?)'\.(?:\s*Did you mean to override (?:one of )?(.+?)\?)?", _no_group),
-    (r"Override (\S+?)=\S* looks like a config group override", _no_hydra_key),
+    (r"Override (\S+?)=\S* looks like a config group override()", _no_group),
 )
 """Pattern of Hydra's message -> the problem."""

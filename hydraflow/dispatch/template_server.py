@@ -29,6 +29,7 @@ LIBRARIES = (
     "torch",
     "torch.distributed.checkpoint.state_dict",
     "torch.distributed.fsdp",
+    "torch.nested._internal.ops",
     "tensordict",
     "transformers.modeling_utils",
     "transformers.models.auto.modeling_auto",
@@ -50,7 +51,6 @@ LIBRARIES = (
     "pydantic.types",
     "pydantic.v1.typing",
     "requests",
-    "torch.nested._internal.ops",
     "wcwidth",
 )
 """What a worker imports; none of them may start a thread or import Ray. What is missing costs each worker its

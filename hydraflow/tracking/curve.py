@@ -36,18 +36,14 @@ def draw_curve(folder: Path, target: Path, *, title: str = "") -> bool:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    height = 0.6 + 2.7 * len(curves)  # inches
-    figure = Figure(figsize=(10, height))
+    figure = Figure(figsize=(10, 0.6 + 2.7 * len(curves)), layout="constrained")
     FigureCanvasAgg(figure)
-    # a layout that measures all texts would draw everything twice
-    figure.subplots_adjust(0.09, 0.5 / height, 0.985, 1 - 0.45 / height, wspace=0.06, hspace=0.1)
     grid = figure.subplots(len(curves), 2, sharex="col", sharey="row", squeeze=False)
     for (by_step, by_time), (name, points) in zip(grid, curves.items()):
         values = [point.value for point in points]
         _draw(by_step, [point.step for point in points], values)
         _draw(by_time, [point.seconds / 60 for point in points], values)
         by_step.set_ylabel(name)
-        by_step.yaxis.set_label_coords(-0.15, 0.5)
     grid[-1][0].set_xlabel("training step")
     grid[-1][1].set_xlabel("minutes")
     figure.suptitle(title)

@@ -12,7 +12,7 @@ from report.runs import ACCURACY, HOSTILE, hostile_run, record, write_run
 from hydraflow.report.__main__ import main
 
 pytestmark = [
-    pytest.mark.slow(seconds=0),
+    pytest.mark.slow(short=True),
     pytest.mark.skipif(BROWSER is None, reason="there is no Chromium here: apt-get install chromium"),
 ]
 

@@ -12,7 +12,7 @@ from hydraflow.errors import ConfigError
 from hydraflow.rewards.config import MANAGERS, CustomRewardConfig, RewardConfig, RewardManagerConfig
 from hydraflow.rewards.pool import RewardPool, RewardResult, RewardRow, check_function
 
-pytestmark = pytest.mark.slow(seconds=0)  # they wait for processes that take too long
+pytestmark = pytest.mark.slow(short=True)  # they wait for processes that take too long
 
 ASYNC = """
 import asyncio, itertools, os, time

@@ -18,7 +18,7 @@ from hydraflow.rewards import worker
 from hydraflow.rewards.config import CustomRewardConfig, RewardConfig
 from hydraflow.rewards.pool import RewardPool, RewardResult, RewardRow
 
-pytestmark = pytest.mark.slow(seconds=0)  # they wait for processes that take too long
+pytestmark = pytest.mark.slow(short=True)  # they wait for processes that take too long
 
 MISCHIEF = """
 import itertools, os, signal, subprocess, sys, time

@@ -18,7 +18,7 @@ from hydraflow.rewards.failures import require_scored
 from hydraflow.rewards.pool import RewardPool, RewardRow, check_function
 from hydraflow.rewards.row_time import QueueTime
 
-pytestmark = pytest.mark.slow(seconds=0)  # they wait for processes that take too long
+pytestmark = pytest.mark.slow(short=True)  # they wait for processes that take too long
 
 FUNCTION = """
 import os, resource, subprocess, sys, time

@@ -14,7 +14,7 @@ from tracking.samples import ACCURACY, SAMPLES, about
 from hydraflow.tracking.trackers import open_trackers
 
 pytestmark = [
-    pytest.mark.slow(seconds=0),
+    pytest.mark.slow(short=True),
     pytest.mark.skipif(
         find_spec("mlflow") is None or find_spec("sqlalchemy") is None,
         reason="mlflow is not installed: pip install -c constraints.txt -e '.[dev]'",

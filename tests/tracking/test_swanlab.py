@@ -18,7 +18,7 @@ from hydraflow.tracking.swanlab import offline_because
 from hydraflow.tracking.trackers import open_trackers
 
 pytestmark = [
-    pytest.mark.slow(seconds=0),
+    pytest.mark.slow(short=True),
     pytest.mark.skipif(
         find_spec("swanlab") is None,
         reason="swanlab is not installed: pip install -c constraints.txt -e '.[dev]'",

@@ -19,7 +19,7 @@ from hydraflow.tracking.trackers import open_trackers
 from hydraflow.tracking.wandb import STEP, WandbTracker, offline_because
 
 pytestmark = [
-    pytest.mark.slow(seconds=0),
+    pytest.mark.slow(short=True),
     pytest.mark.skipif(
         find_spec("wandb") is None,
         reason="wandb is not installed: pip install -c constraints.txt -e '.[dev]'",
