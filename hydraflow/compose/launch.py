@@ -23,7 +23,6 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from hydraflow.compose import completion
 from hydraflow.compose.arguments import Arguments, CommandLineOption, split
 from hydraflow.compose.command import Command
 from hydraflow.compose.command_words import public_words
@@ -48,6 +47,25 @@ _QUIET = {
     "hydra.sweep.subdir": ".",
 }
 """Hydra writes no logs, folders or copies of the configuration; a sweep writes one multirun.yaml."""
+_COMPLETION = r"""_hydraflow_completion()
+{
+    local words=($COMP_LINE)
+    if [[ "${words[1]}" != "-m" || "${words[2]}" != hydraflow.* ]]; then
+        COMPREPLY=($(compgen -o default -- "${COMP_WORDS[COMP_CWORD]}"))
+        return
+    fi
+    local line="app ${words[*]:3}"
+    [[ "$COMP_LINE" == *" " ]] && line="$line "
+    local word=""
+    [[ "$COMP_LINE" == *" " ]] || word="${words[-1]}"
+    local found="$(COMP_LINE="$line" "${words[0]}" -m "${words[2]}" -sc query=bash 2>/dev/null)"
+    COMPREPLY=($(compgen -W "$found" -- "$word"))
+}
+COMP_WORDBREAKS=${COMP_WORDBREAKS//=}
+complete -o nospace -o default -F _hydraflow_completion python python3"""
+"""Prepares bash for completion, by `eval "$(python -m hydraflow.main_ppo -sc install=bash)"`: Hydra completes
+`python file.py` and installed programs; this adds `python -m hydraflow.<name>`, and asks Hydra for the
+candidates."""
 
 
 def launch(entry: EntryPoint[Config], run: Run[Config]) -> int:
@@ -69,7 +87,8 @@ def launch(entry: EntryPoint[Config], run: Run[Config]) -> int:
         with reader_may_leave():
             print(text)
         return 0
-    if arguments.has("--shell-completion", "-sc") and completion.install(arguments.overrides):
+    if arguments.has("--shell-completion", "-sc") and arguments.overrides == ["install=bash"]:
+        print(_COMPLETION)
         return 0
     entry = replace(entry, switches=arguments.switches, words=tuple(public_words(sys.orig_argv)))
     launched = _Launch(entry, arguments, run)
@@ -185,15 +204,13 @@ class _Launch(Generic[Config]):
             main(self._composed)()
         except HydraflowError:
             raise
-        except (HydraException, OmegaConfBaseException) as error:
-            raise ConfigError([*problems, *translated(error, self._prepared.files).problems]) from error
         except (yaml.YAMLError, UnicodeDecodeError) as error:
             if self._has_composed:
                 raise  # not an error of reading a configuration
             raise ConfigError([*problems, unreadable(error)]) from error
-        except (ValueError, RecursionError) as error:  # Hydra's words about a defaults list
-            if self._has_composed:
-                raise
+        except (HydraException, OmegaConfBaseException, ValueError, RecursionError) as error:
+            if self._has_composed and not isinstance(error, HydraException | OmegaConfBaseException):
+                raise  # before, these are Hydra's words about a defaults list
             raise ConfigError([*problems, *translated(error, self._prepared.files).problems]) from error
 
     def _words_for_hydra(self) -> list[str]:

@@ -20,8 +20,7 @@ from hydraflow.compose.command import COMMAND_LINE, DEFAULT
 from hydraflow.compose.keys import accepts, is_below_open, keys_for, known_above, known_keys, wrong_type
 from hydraflow.compose.nearest import nearest
 from hydraflow.compose.patterns import fits
-from hydraflow.compose.verl_defaults import leaves as verl_leaves
-from hydraflow.compose.verl_table import FOLLOWS, Alias, Ignored, Unsupported, aliases, tables
+from hydraflow.compose.verl_table import FOLLOWS, Alias, Ignored, Unsupported, aliases, defaults, tables
 from hydraflow.compose.verl_values import (
     beside_others,
     frozen_routers,
@@ -149,7 +148,7 @@ def translate(
         origin = found_origins.get(key, COMMAND_LINE)
         if value == {} and key not in found_origins and found_origins:
             continue  # one of verl's groups in a defaults list, which sets nothing
-        follows = key in interpolated and verl_leaves(schema).get(key) is ...
+        follows = key in interpolated and defaults(schema).get(key) is ...
         idle = not isinstance(row, Alias) and (follows or _asks_for_nothing(schema, key, value, row))
         if in_file(origin) and idle:
             result.untouched[origin] += 1
@@ -222,7 +221,7 @@ def _asks_for_nothing(schema: type, key: str, value: Any, row: Row | None) -> bo
         return True
     if _is_default(schema, key, value) or key.endswith("._target_"):
         return True
-    return is_off(value) and verl_leaves(schema).get(key, ...) is ...
+    return is_off(value) and defaults(schema).get(key, ...) is ...
 
 
 def is_never_read(schema: type, key: str) -> bool:
@@ -240,14 +239,14 @@ def _is_harmless(schema: type, key: str, value: Any, row: Unsupported) -> bool:
 
 def _is_default(schema: type, key: str, value: Any) -> bool:
     """Whether a value is verl's default, of this version or another."""
-    default = verl_leaves(schema).get(key, _moved_defaults(schema).get(renamed(schema, key), ...))
+    default = defaults(schema).get(key, _moved_defaults(schema).get(renamed(schema, key), ...))
     return (default is not ... and _same(value, default)) or is_other_default(schema, key, value)
 
 
 @cache
 def _moved_defaults(schema: type) -> dict[str, Any]:
     """verl's defaults under the current names of the sections."""
-    return {renamed(schema, key): default for key, default in verl_leaves(schema).items()}
+    return {renamed(schema, key): default for key, default in defaults(schema).items()}
 
 
 def is_other_default(schema: type, key: str, value: Any) -> bool:
@@ -279,7 +278,7 @@ def is_of_another_version(schema: type, key: str, value: Any) -> bool:
     """Whether an unknown key of a file may be from another version of verl, and has no effect: it is in a
     section of verl's, off, and not a misspelling of a key of that section."""
     section, _, name = key.rpartition(".")
-    known = [*known_keys(schema), *verl_leaves(schema)]
+    known = [*known_keys(schema), *defaults(schema)]
     beside = [one.removeprefix(f"{section}.") for one in known if one.startswith(f"{section}.")]
     names = {one.partition(".")[0] for one in beside}
     misspelt = difflib.get_close_matches(name, names, n=1, cutoff=_MISSPELT)
@@ -294,7 +293,7 @@ def suggested(schema: type, problem: Problem, value: Any) -> Problem:
     actor_rollout_ref.rollout.free_cache_engine=true
     """
     ours = keys_for(schema, problem.field)
-    others = [key for key in {**verl_leaves(schema), **aliases(schema)} if key not in ours]
+    others = [key for key in {**defaults(schema), **aliases(schema)} if key not in ours]
     near = nearest(problem.field, [*ours, *others], 1)
     if not near or near[0] in ours:
         return problem

@@ -11,7 +11,6 @@ from collections.abc import Iterable, Iterator, Mapping
 from hydraflow.compose.keys import is_below_open, known_keys
 from hydraflow.compose.patterns import fits
 from hydraflow.compose.verl import classify, is_never_read, renamed
-from hydraflow.compose.verl_defaults import VERSION, leaves
 from hydraflow.compose.verl_table import (
     DTYPES,
     ENGINES,
@@ -19,9 +18,11 @@ from hydraflow.compose.verl_table import (
     FOLLOWS,
     STRATEGIES,
     VERL_TRACKERS,
+    VERSION,
     Alias,
     Ignored,
     aliases,
+    defaults,
     tables,
 )
 from hydraflow.compose.verl_trees import primary_names
@@ -124,12 +125,12 @@ In a pattern `{{a,b}}` matches either, `*` one name, `**` any number of names.
 
 
 def _counts(schema: type) -> str:
-    counts = Counter(kind(schema, key) for key in leaves(schema))
-    plain = len(leaves(schema, megatron=False))
+    counts = Counter(kind(schema, key) for key in defaults(schema))
+    plain = len(defaults(schema, megatron=False))
     if not plain:
         return ""
     rows = ((name, counts[name], MEANING[name]) for name in (KNOWN, ALIAS, NEVER, NOT_MISSED, REFUSED))
-    more = len(leaves(schema)) - plain
+    more = len(defaults(schema)) - plain
     text = f"{plain} keys of verl's default configuration" + (
         f" and {more} more with `model_engine=megatron`" if more else ""
     )
@@ -159,7 +160,7 @@ def _cell(head: str, cell: object) -> str:
 
 
 def _differences(schema: type) -> Iterator[tuple[str, str, str]]:
-    for key, default in leaves(schema).items():
+    for key, default in defaults(schema).items():
         known = known_keys(schema).get(renamed(schema, key))
         if known is None or default is ... or key in FOLLOWS or our_value(key, default)[0] == known.default:
             continue
@@ -167,7 +168,7 @@ def _differences(schema: type) -> Iterator[tuple[str, str, str]]:
 
 
 def _renamed(schema: type) -> Iterator[tuple[str, str, str]]:
-    there = {"model_engine", *(renamed(schema, key) for key in leaves(schema))}
+    there = {"model_engine", *(renamed(schema, key) for key in defaults(schema))}
     for old, row in aliases(schema).items():
         ranks = "rows over all data ranks, divided by their number" if row.over_all_ranks else ""
         other = "" if old in there else "a name of other versions"
