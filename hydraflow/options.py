@@ -206,17 +206,23 @@ def option(
         rule = AT_LEAST_ONE
     elif is_limited:
         rule = limits(ge=ge, gt=gt, le=le, lt=lt)
+    table = choices if isinstance(choices, Mapping) else {}
+    plans = [
+        Planned(functools.partial(operator.eq, name), named.planned)
+        for name, named in table.items()
+        if named.planned
+    ]
     facts = Option(
         rule=rule,
         no_effect=no_effect if isinstance(no_effect, tuple) else (no_effect,),
         switch=switch,
-        planned=(*((planned,) if planned else ()), *_planned_choices(choices)),
+        planned=(*((planned,) if planned else ()), *plans),
         shapes_training=shapes_training,
         in_plan=in_plan,
         size=size,
         follows=follows,
         verl=verl,
-        needs=_needed_by(choices),
+        needs={name: named.needs for name, named in table.items() if named.needs},
     )
     if factory is not dataclasses.MISSING:
         return dataclasses.field(default_factory=factory, metadata={_KEY: facts})
@@ -389,18 +395,6 @@ def effective_value(section: Any, name: str) -> Any:
     value = getattr(section, name)
     follows = next(option_of(field).follows for field in fields(section) if field.name == name)
     return effective_value(section, follows) if value is None and follows else value
-
-
-def _planned_choices(choices: Collection[str] | Mapping[str, Implementation]) -> tuple[Planned, ...]:
-    table = choices.items() if isinstance(choices, Mapping) else ()
-    return tuple(
-        Planned(functools.partial(operator.eq, name), named.planned) for name, named in table if named.planned
-    )
-
-
-def _needed_by(choices: Collection[str] | Mapping[str, Implementation]) -> dict[str, Library]:
-    table = choices.items() if isinstance(choices, Mapping) else ()
-    return {name: named.needs for name, named in table if named.needs}
 
 
 def why_idle(section: Any, key: str) -> tuple[str, str] | None:

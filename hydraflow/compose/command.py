@@ -10,13 +10,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from hydraflow.batch_plan.settings import COMMAND_LINE
 from hydraflow.errors import Problem
 from hydraflow.system.printing import count
-
-DEFAULT = "default"
-"""Origin of an unset value."""
-COMMAND_LINE = "command line"
-"""Origin of a value that an override set."""
 
 
 @dataclass(frozen=True)

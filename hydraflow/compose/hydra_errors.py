@@ -91,8 +91,8 @@ def _of_a_name(message: str, files: Sequence[str]) -> Problem | None:
         remedy = f"write {found[2]} without override, or put the file that has it first"
         return Problem(f"{found[1]}.yaml", None, rule, remedy)
     rule = "there is no such key or group to override"
-    close = r"Did you mean to override (?:one of )?(.+?)\?"
-    if found := re.search(rf"Could not override '(.+?)'\.(?:\s*{close})?", message):
+    suggestion = r"Did you mean to override (?:one of )?(.+?)\?"
+    if found := re.search(rf"Could not override '(.+?)'\.(?:\s*{suggestion})?", message):
         return Problem(found[1], None, rule, f"override {found[2]}" if found[2] else f"leave out {found[1]}")
     if found := re.search(r"Override (\S+?)=\S* looks like a config group override", message):
         return Problem(found[1], None, rule, f"leave out {found[1]}")

@@ -14,8 +14,8 @@ from typing import Any
 
 import yaml
 
+from hydraflow.batch_plan.settings import COMMAND_LINE
 from hydraflow.compose import verl
-from hydraflow.compose.command import COMMAND_LINE
 from hydraflow.compose.keys import (
     Key,
     accepts,

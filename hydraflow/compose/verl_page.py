@@ -13,8 +13,6 @@ from hydraflow.compose.patterns import fits
 from hydraflow.compose.verl import classify, is_never_read, renamed
 from hydraflow.compose.verl_table import (
     DTYPES,
-    ENGINES,
-    FILTER_METRICS,
     FOLLOWS,
     STRATEGIES,
     VERL_TRACKERS,
@@ -26,7 +24,7 @@ from hydraflow.compose.verl_table import (
     tables,
 )
 from hydraflow.compose.verl_trees import primary_names
-from hydraflow.compose.verl_values import our_value
+from hydraflow.compose.verl_values import OTHER_VALUES, our_value
 from hydraflow.errors import shown
 from hydraflow.schema import GenerateConfig, PPOConfig, SFTConfig
 
@@ -179,8 +177,7 @@ def _value_rows(schema: type) -> Iterator[tuple[str, str, str]]:
     rows = [
         *(("**.{dtype,model_dtype,reduce_dtype}", verls, ours) for verls, ours in DTYPES.items()),
         *(("**.strategy", verls, ours) for verls, ours in STRATEGIES.items()),
-        *(("actor_rollout_ref.rollout.name", verls, ours) for verls, ours in ENGINES.items()),
-        *(("algorithm.filter_groups.metric", verls, ours) for verls, ours in FILTER_METRICS.items()),
+        *((key, verls, ours) for key, table in OTHER_VALUES.items() for verls, ours in table.items()),
         ("**.checkpoint.save_contents", "[hf_model]", "[model,hf_model]"),
         ("**.optim.lr_warmup_steps", "null", "-1"),
         ("trainer.test_freq", "0", "-1"),

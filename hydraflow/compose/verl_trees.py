@@ -15,7 +15,7 @@ from hydra.core.config_store import ConfigStore
 from hydraflow.compose.verl_table import read
 from hydraflow.schema import PPOConfig
 
-_STRATEGIES = ("actor_rollout_ref.actor.strategy", "critic.strategy")
+STRATEGIES = ("actor_rollout_ref.actor.strategy", "critic.strategy")
 """Our keys for the model_engine."""
 _registered: set[str] = set()
 """Groups and files at the top of Hydra's store that replace verl's."""
@@ -127,4 +127,4 @@ def engine_override(engine: Any) -> list[str] | None:
     """
     if engine not in _trees(PPOConfig)["primary"].values():
         return None
-    return [f"++{key}={engine}" for key in _STRATEGIES if engine != "dp"]
+    return [f"++{key}={engine}" for key in STRATEGIES if engine != "dp"]

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Collection, Container, Iterator, Mapping
 from typing import Any
 
-from hydraflow.compose.command import COMMAND_LINE, DEFAULT
+from hydraflow.batch_plan.settings import COMMAND_LINE, DEFAULT
 from hydraflow.compose.patterns import fits
 from hydraflow.compose.verl_table import (
     DEVICES,
