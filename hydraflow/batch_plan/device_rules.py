@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
 
 from hydraflow.batch_plan.layout import Devices, Layout, ShapeNumbers, layers_of_stages
 from hydraflow.batch_plan.mapping import text_of
@@ -23,31 +22,25 @@ ROW = ("tensor", "pipeline", "context")
 """Sizes whose product is the devices that one row needs."""
 
 
-@dataclass
-class DeviceCheck:
-    """Broken rules, and the layouts of the other roles."""
-
-    violations: list[Violation] = field(default_factory=list)
-    layouts: dict[str, Layout] = field(default_factory=dict)
-    """Layouts of the roles that break no rule."""
-
-
-def judge_devices(topology: Topology, shapes: Mapping[str, ShapeNumbers | None]) -> DeviceCheck:
-    """Every broken rule of machines, mappings and sizes; `shapes` per role."""
-    check = DeviceCheck([*_machines(topology), *_twofold(topology)])
+def judge_devices(
+    topology: Topology, shapes: Mapping[str, ShapeNumbers | None]
+) -> tuple[list[Violation], dict[str, Layout]]:
+    """Every broken rule of machines, mappings and sizes, and the layouts of the roles that break none;
+    `shapes` per role."""
+    violations, layouts = [*_machines(topology), *_twofold(topology)], dict[str, Layout]()
     placed = True
     for role in topology.roles.values():
         misplaced, wrong = _mapping(role, topology), list[Violation]()
         placed = placed and not misplaced
         if not misplaced:
             wrong = [*_division(role, topology), *_shape(role, topology, shapes.get(role.role))]
-        check.violations += misplaced if role.mapping is not None else []
-        check.violations += wrong if not _is_the_actor(role, topology) else []
+        violations += misplaced if role.mapping is not None else []
+        violations += wrong if not _is_the_actor(role, topology) else []
         if not misplaced and not wrong:
-            check.layouts[role.role] = _layout(role)
+            layouts[role.role] = _layout(role)
     if placed:
-        check.violations += _holes(topology)
-    return check
+        violations += _holes(topology)
+    return violations, layouts
 
 
 def _is_the_actor(role: RoleDevices, topology: Topology) -> bool:

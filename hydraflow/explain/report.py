@@ -28,8 +28,7 @@ from hydraflow.errors import ConfigError, Faults, Problem
 from hydraflow.explain.counts import RowCount, count_rows, missing_notes
 from hydraflow.explain.models import Models, find_models, find_shape, numbers
 from hydraflow.explain.picture import picture
-from hydraflow.explain.steps import ppo_step, sft_step
-from hydraflow.explain.svg import StepPicture
+from hydraflow.explain.svg import StepPicture, ppo_step, sft_step
 from hydraflow.explain.words import Phase, generate_phases, ppo_phases, sft_phases
 from hydraflow.generation.config import GENERATION_ENGINES
 from hydraflow.memory.estimate import estimate

@@ -19,7 +19,7 @@ from hydraflow.batch_plan.resolve import BatchPlan
 from hydraflow.batch_plan.roles import needs_critic
 from hydraflow.batch_plan.topology import SECTIONS
 from hydraflow.batch_plan.weights import reads_critic_files, reads_policy_files
-from hydraflow.checkup.dist_checkpoints import dist_checkpoint_problems
+from hydraflow.checkup.model_files import dist_checkpoint_problems
 from hydraflow.data.config import ExamplesConfig, PromptConfig
 from hydraflow.data.files import FileRecord
 from hydraflow.data.prompts import PromptDataset, read_prompts
