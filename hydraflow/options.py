@@ -294,23 +294,21 @@ def limits(
     >>> limits(ge=0, le=1).text, limits(gt=0).text, limits(gt=0, lt=1).text
     ('must be from 0 to 1', 'must be above 0', 'must be above 0 and below 1')
     """
+    bounds: tuple[tuple[str, Callable[[Any, Any], bool], float | None], ...] = (
+        ("at least", operator.ge, ge),
+        ("above", operator.gt, gt),
+        ("at most", operator.le, le),
+        ("below", operator.lt, lt),
+    )
+    given = [one for one in bounds if one[2] is not None]
+    text = " and ".join(f"{word} {bound}" for word, _, bound in given)
     if ge is not None and le is not None:
-        text = f"must be from {ge} to {le}"
-    else:
-        named = {"at least": ge, "above": gt, "at most": le, "below": lt}
-        given = (f"{word} {limit}" for word, limit in named.items() if limit is not None)
-        text = f"must be {' and '.join(given)}"
+        text = f"from {ge} to {le}"
 
     def holds(value: Any) -> bool:
-        return (
-            math.isfinite(value)
-            and (ge is None or value >= ge)
-            and (gt is None or value > gt)
-            and (le is None or value <= le)
-            and (lt is None or value < lt)
-        )
+        return math.isfinite(value) and all(compares(value, bound) for _, compares, bound in given)
 
-    return Rule(text, holds)
+    return Rule(f"must be {text}", holds)
 
 
 def _is_text_or_list(value: Any) -> bool:

@@ -63,9 +63,6 @@ def _layout(role: RoleDevices) -> Layout:
     )
 
 
-# --- machines --------------------------------------------------
-
-
 def _machines(topology: Topology) -> Iterator[Violation]:
     """The pools need exactly the machines that the cluster has."""
     pools, asked, per_node = topology.cluster.pools, topology.asked_nodes, topology.asked_per_node
@@ -120,9 +117,6 @@ def device_fixes(topology: Topology, role: RoleDevices, unit: int) -> Iterator[F
     for per_node in multiples(pool.devices_per_node, unit // math.gcd(unit, pool.nodes)):
         if per_node != pool.devices_per_node:
             yield {per_node_key: per_node}
-
-
-# --- mappings --------------------------------------------------
 
 
 def _show(mapping: object) -> str:
@@ -189,9 +183,6 @@ def _holes(topology: Topology) -> Iterator[Violation]:
     where = f"{_machines_text(topology)}; {roles}"
     text = f"no role uses devices {unused} of {topology.cluster.devices} ({where})"
     yield Violation("mapping holes", HOLES, key, value, text, fixes)
-
-
-# --- sizes --------------------------------------------------
 
 
 def _division(role: RoleDevices, topology: Topology) -> Iterator[Violation]:

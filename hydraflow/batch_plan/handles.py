@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 from fractions import Fraction
 
 from hydraflow.batch_plan.parts import divisors, mini_batch_unit, multiples, nearest
-from hydraflow.batch_plan.repair import BATCH, MICRO, Fix, Violation
+from hydraflow.batch_plan.repair import BATCH, MICRO, Fix, Violation, without
 from hydraflow.batch_plan.settings import DEFAULT, Settings
 from hydraflow.batch_plan.topology import ACTOR
 from hydraflow.schema import PPOConfig
@@ -116,7 +116,6 @@ class Derivation:
 
     @property
     def whole(self) -> dict[str, int]:
-        """The values that are whole numbers."""
         return {name: value for name, value in self.values.items() if isinstance(value, int)}
 
 
@@ -276,7 +275,7 @@ def settle(
     )
     if step.static or "a" not in given:
         return _NumberResolver(settings, given, step, ranks).result()
-    numbers, broken = _NumberResolver(settings, _without(given, "a"), step, ranks).result()
+    numbers, broken = _NumberResolver(settings, without(given, "a"), step, ranks).result()
     text = f"cannot be fixed while {SWITCH}=true fills micro-batches by tokens: there are as many as"
     text += " the rows need"
     fixes: list[Fix] = [{HANDLES["a"]: None}, {SWITCH: False}]
@@ -302,7 +301,6 @@ class _NumberResolver:
         command line."""
 
     def result(self) -> tuple[StepNumbers, list[Violation]]:
-        """The numbers, and what cannot hold."""
         solution = self._keeping(self.binding)
         if solution is not None:
             return self._numbers(solution), []
@@ -327,17 +325,17 @@ class _NumberResolver:
 
     def _guess(self) -> dict[str, int]:
         """Numbers to judge the rest with where there is no solution: those that follow, else those given."""
-        fixed = _without(self.binding, *HANDLES)
+        fixed = without(self.binding, *HANDLES)
         everything = self.step.follow({"n": self.given["n"], **self.binding})
         follows = (self.step.follow(fixed) if everything.contradicts else everything).whole
-        return {**self.given, **_without(follows, *self.binding)}
+        return {**self.given, **without(follows, *self.binding)}
 
     def _numbers(self, solution: Mapping[str, int]) -> StepNumbers:
         known = {name: solution[name] for name in KEYS if name in solution}
         if "m" not in self.given and "a" not in self.handles:
             known.pop("m", None)
         derived, notes = {}, []
-        for name, value in _without(known, *self.binding).items():
+        for name, value in without(known, *self.binding).items():
             source, changed = self._source(name), value != self.given.get(name)
             if not source and not changed:
                 continue
@@ -354,7 +352,7 @@ class _NumberResolver:
         """The handle without which a number would not follow."""
         follows = name in self.step.follow(self.binding).values
         for handle in self.handles if follows else ():
-            if name not in self.step.follow(_without(self.binding, handle)).values:
+            if name not in self.step.follow(without(self.binding, handle)).values:
                 return HANDLES[handle]
         return None
 
@@ -366,14 +364,12 @@ class _NumberResolver:
     def _named(self, names: Iterable[str]) -> list[str]:
         return [f"{ALL_KEYS[name]}={self.given[name]}" for name in ALL_KEYS if name in set(names)]
 
-    # --- contradictions
-
     def _core(self) -> set[str]:
         """Numbers that cannot hold together, though without any one of them the rest could."""
         contradicts = self.step.follow(self.binding).contradicts
         core = dict(self.binding)
         for name in sorted(core, key=lambda one: one not in HANDLES):
-            fewer = _without(core, name)
+            fewer = without(core, name)
             if self.step.follow(fewer).contradicts if contradicts else self.step.solve(fewer) is None:
                 core = fewer
         if core.keys() & HANDLES.keys() and not self.step.explain(core):
@@ -397,9 +393,9 @@ class _NumberResolver:
 
     def _other_values(self, name: str) -> Iterator[Fix]:
         """Other values for one number, so that the rest can hold."""
-        rest = _without(self.binding, name)
+        rest = without(self.binding, name)
         solution = self._keeping(rest) if name in HANDLES else self.step.solve(rest)
-        implied = solution and self.step.follow(_without(solution, *HANDLES)).whole.get(name)
+        implied = solution and self.step.follow(without(solution, *HANDLES)).whole.get(name)
         if implied and implied != self.given[name]:
             yield {ALL_KEYS[name]: implied}
         if name in HANDLES or name == "m":
@@ -410,7 +406,7 @@ class _NumberResolver:
 
     def _possible(self, name: str) -> list[int]:
         """Values near that a handle might have."""
-        follows = self.step.follow(_without(self.binding, *HANDLES)).whole
+        follows = self.step.follow(without(self.binding, *HANDLES)).whole
         value, ranks = self.given[name], self.step.ranks
         if name == "K" and "Q" in follows:
             return [t * self.step.epochs for t in divisors(follows["Q"])]
@@ -441,7 +437,3 @@ class _NumberResolver:
         text = f"must be a multiple of {unit}, so that each rank has equally many trajectories: {shared}"
         fixes = [{KEYS["Q"]: near} for near in nearest(known["Q"], multiples(known["Q"], unit))]
         return [Violation(NO_MINI_BATCH, BATCH, KEYS["Q"], known["Q"], text, fixes)]
-
-
-def _without(numbers: Mapping[str, int], *names: str) -> dict[str, int]:
-    return {name: value for name, value in numbers.items() if name not in names}

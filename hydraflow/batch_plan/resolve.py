@@ -118,9 +118,6 @@ def _with_other_steps(violation: Violation, request: Request) -> Iterator[Fix]:
         yield {**fix, **dropped}
 
 
-# --- the plan --------------------------------------------------
-
-
 def _plan(request: Request, topology: Topology) -> BatchPlan:
     layouts, s = dict(request.layouts), request.q * request.n
 

@@ -33,9 +33,6 @@ def _step(request: Request, rule: str, field: str, value: object, text: str) -> 
     return Violation(rule, BATCH, field, value, text, partial(targets.fixes, request))
 
 
-# --- a step --------------------------------------------------
-
-
 def _mini_batches_fill_the_step(request: Request) -> Iterator[Violation]:
     """M divides Q."""
     for role in request.roles:
@@ -114,9 +111,6 @@ def _groups_can_differ(request: Request) -> Iterator[Violation]:
         yield _step(request, "n >= 2", request.numbers.key("n"), request.numbers.shown("n"), text)
 
 
-# --- micro-batches --------------------------------------------------
-
-
 def _micro_batches_fill_a_rank(request: Request) -> Iterator[Violation]:
     """m divides g, where micro-batches of an update have a fixed size."""
     for role in request.roles:
@@ -129,9 +123,6 @@ def _token_budgets_hold_a_row(request: Request) -> Iterator[Violation]:
     formula = f"{request.longest_prompt} + {request.longest_response}"
     for micro in request.passes:
         yield from micro.token_budget_violations(request.longest_row, formula)
-
-
-# --- sampling --------------------------------------------------
 
 
 def engine_violations(
@@ -190,9 +181,6 @@ def _filter_can_fill_a_step(request: Request) -> Iterator[Violation]:
         text = f"is more than the {request.prompts} training prompts that there are"
         fewer: list[Fix] = [{GEN_BATCH: None}, {GEN_BATCH: request.prompts}]
         yield Violation("gen batch", BATCH, GEN_BATCH, size, text, fewer)
-
-
-# --- the schedule --------------------------------------------------
 
 
 def _warmups_end(request: Request) -> Iterator[Violation]:

@@ -129,8 +129,6 @@ class _TopologyReader:
         runs["reward_model"] = self.config.reward.reward_model.enable
         return [role for role in SECTIONS if runs.get(role, True)]
 
-    # --- machines
-
     def pools(self, devices_per_node: int) -> tuple[str, str, dict[str, Pool]]:
         """The keys that decide the trainer's machines and the devices on each; the trainer's machines, and
         those of roles that have their own."""
@@ -162,8 +160,6 @@ class _TopologyReader:
 
     def _yields(self, key: str, to: str) -> bool:
         return self.settings.strength(key) < self.settings.strength(to)
-
-    # --- roles
 
     def role(self, role: str, pools: Mapping[str, Pool]) -> RoleDevices:
         """Where a role is: by its mapping, on machines of its own, with the actor, or on all devices."""

@@ -42,22 +42,18 @@ class CheckSkipped(Exception):
 
 
 def ok(evidence: str) -> Finding:
-    """A check that passed."""
     return Finding(State.OK, evidence)
 
 
 def note(evidence: str, remedy: str = "") -> Finding:
-    """Information that needs no action."""
     return Finding(State.NOTE, evidence, remedy)
 
 
 def warning(evidence: str, remedy: str = "") -> Finding:
-    """A warning: the run starts anyway."""
     return Finding(State.WARNING, evidence, remedy)
 
 
 def problem(evidence: str, remedy: str = "") -> Finding:
-    """A problem: the run cannot start, or would fail."""
     return Finding(State.PROBLEM, evidence, remedy)
 
 

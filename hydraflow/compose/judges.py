@@ -65,7 +65,6 @@ def missing(config: JobConfig | EvalConfig, command: Command) -> Iterator[Proble
 
 
 def _read_from_disk(config: JobConfig | EvalConfig) -> list[str]:
-    """Keys that name models and files."""
     if isinstance(config, EvalConfig):
         return ["data.path", REWARD]
     if isinstance(config, GenerateConfig):

@@ -101,7 +101,6 @@ def unknown_key(schema: type, path: str, value: Any) -> Problem:
 
 
 def leaf_keys(schema: type) -> list[str]:
-    """The paths of the schema's leaves."""
     return [key.path for key in known_keys(schema).values() if not key.is_section]
 
 

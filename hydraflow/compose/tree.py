@@ -27,7 +27,7 @@ from hydraflow.compose.keys import (
     without_quotes,
     wrong_type,
 )
-from hydraflow.compose.verl import Translation
+from hydraflow.compose.verl import Translation, Translator
 from hydraflow.compose.verl_table import aliases
 from hydraflow.compose.verl_values import our_value
 from hydraflow.errors import ConfigError, Problem, shown
@@ -110,9 +110,10 @@ def check(schema: type, tree: Mapping[str, Any], origins: Mapping[str, str], res
         except ConfigError as error:
             checked.problems += error.problems
             checked.unknown.add(key)
-    verl.translate(
-        schema, foreign, checked.leaves, checked.origins, origins, checked.translation, checked.written
+    translator = Translator(
+        schema, checked.leaves, checked.origins, origins, checked.written, checked.translation
     )
+    translator.translate(foreign)
     checked.problems += checked.translation.problems
     for key, value in checked.translation.unknown.items():
         checked.problems.append(verl.suggested(schema, unknown_key(schema, key, value), value))

@@ -65,9 +65,6 @@ class Translation:
     """Keys that verl does not have either."""
 
 
-# --- tables --------------------------------------------------
-
-
 def classify(schema: type, key: str) -> Row | None:
     """The row of a key that is not one of the schema's; None: no table has it.
 
@@ -112,39 +109,21 @@ def renamed(schema: type, key: str) -> str:
     return key
 
 
-# --- a whole command --------------------------------------------------
-
-
-def translate(
-    schema: type,
-    foreign: Mapping[str, Any],
-    leaves: dict[str, Any],
-    origins: dict[str, str],
-    found_origins: Mapping[str, str],
-    result: Translation,
-    interpolated: Container[str],
-) -> None:
-    """Sorts foreign keys into `result`. Values of renamed keys go to `leaves`, with their origin to
-    `origins`.
-
-    `found_origins` has the origins under the names that the user wrote; `interpolated` the keys whose values
-    were written as interpolations.
-    """
-    _Translator(schema, leaves, origins, found_origins, result, interpolated).run(foreign)
-
-
 @dataclass(frozen=True)
-class _Translator:
-    """The arguments of `translate`."""
+class Translator:
+    """Sorts foreign keys into `result`; values of renamed ones go to `leaves`, their origin to `origins`."""
 
     schema: type
     leaves: dict[str, Any]
     origins: dict[str, str]
     found_origins: Mapping[str, str]
-    result: Translation
+    """Origins under the names that the user wrote."""
     interpolated: Container[str]
+    """Keys whose values were written as interpolations."""
+    result: Translation
 
-    def run(self, given: Mapping[str, Any]) -> None:
+    def translate(self, given: Mapping[str, Any]) -> None:
+        """Sorts all of the given keys."""
         leaves, origins, result, foreign = self.leaves, self.origins, self.result, dict(given)
         result.problems += model_overrides(leaves, result.notes)
         result.unsupported += [

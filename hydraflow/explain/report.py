@@ -45,12 +45,8 @@ class Report:
     """A plan with everything that explains it."""
 
     job: str
-    """ppo, sft or generate."""
+    """ppo, sft, dpo, rm or generate."""
     plan: BatchPlan | SFTPlan | GeneratePlan
-    placement: str
-    """colocated, disaggregated, overlapping or partial."""
-    picture: tuple[str, ...]
-    """The devices × roles table, as lines of text."""
     phases: tuple[Phase, ...]
     """What one step does."""
     memory: MemoryReport | None
@@ -63,6 +59,16 @@ class Report:
     """How the keys of the command line were handled."""
     step: StepPicture | None
     """The picture from prompts to optimizer steps; None: there are none."""
+
+    @property
+    def placement(self) -> str:
+        """colocated, disaggregated, overlapping or partial; a single role is colocated."""
+        return self.plan.placement if isinstance(self.plan, BatchPlan) else "colocated"
+
+    @property
+    def picture(self) -> list[str]:
+        """The devices × roles table, as lines of text."""
+        return picture(self.plan.layouts, self.plan.cluster)
 
     def to_json(self) -> str:
         """The report as one JSON object, with numbers as in `plan.json`."""
@@ -119,8 +125,7 @@ def _ppo_report(config: PPOConfig, command: Command) -> Report:
         memory = estimate(plan, config, models.policy, limits=limits, critic_shape=models.critic)
     phases = ppo_phases(plan, config, exact=rollout_is_exact(config, limits.bytes_of))
     notes = [*_file_notes(config, prompts, held_out), *models.notes, *_turn_notes(config, plan)]
-    step, placement = ppo_step(plan), plan.placement
-    return _report(config, "ppo", plan, phases, command, notes, step, placement=placement, memory=memory)
+    return _report(config, command, plan, phases, notes, ppo_step(plan), memory)
 
 
 def _replay_problems(config: PPOConfig, policy: ModelShape | None) -> list[Problem]:
@@ -160,7 +165,7 @@ def _sft_report(config: SupervisedConfig, command: Command) -> Report:
         raise ConfigError(faults.problems)
     notes = missing_notes("data.train_files", rows)
     step = sft_step(plan, noun_of(config))
-    return _report(config, command.config_name, plan, sft_phases(plan, config), command, notes, step)
+    return _report(config, command, plan, sft_phases(plan, config), notes, step)
 
 
 def _generate_report(config: GenerateConfig, command: Command) -> Report:
@@ -179,27 +184,21 @@ def _generate_report(config: GenerateConfig, command: Command) -> Report:
     if plan is None or faults.problems:
         raise ConfigError(faults.problems)
     notes = [*missing_notes("data.path", rows), *_bound_notes("data", rows, data.max_prompt_length)]
-    return _report(config, "generate", plan, generate_phases(plan, config), command, notes, None)
+    return _report(config, command, plan, generate_phases(plan, config), notes)
 
 
 def _report(
     config: JobConfig,
-    job: str,
+    command: Command,
     plan: BatchPlan | SFTPlan | GeneratePlan,
     phases: Iterable[Phase],
-    command: Command,
     notes: Iterable[str],
-    step: StepPicture | None,
-    *,
-    placement: str = "colocated",
+    step: StepPicture | None = None,
     memory: MemoryReport | None = None,
 ) -> Report:
-    """The report of a job with a single role, which is always colocated."""
     return Report(
-        job=job,
+        job=command.config_name,
         plan=plan,
-        placement=placement,
-        picture=tuple(picture(plan.layouts, plan.cluster)),
         phases=tuple(phases),
         memory=memory,
         notes=(*command.notes, *plan.notes, *notes),

@@ -14,6 +14,7 @@ from typing import Any
 from hydraflow.batch_plan.parts import MicroPlan, RolePlan
 from hydraflow.batch_plan.plans import BatchPlan
 from hydraflow.batch_plan.settings import value_at, with_value
+from hydraflow.errors import shown
 from hydraflow.memory.generation import LEAST_ROWS
 from hydraflow.memory.report import Advice, MemoryReport
 from hydraflow.memory.roles import EstimateInputs
@@ -49,9 +50,7 @@ class Change:
 
     @property
     def override(self) -> str:
-        """The change as an override to paste."""
-        value = str(self.value).lower() if isinstance(self.value, bool) else self.value
-        return f"{self.key}={value}"
+        return f"{self.key}={shown(self.value)}"
 
 
 Measure = Callable[[EstimateInputs], MemoryReport]

@@ -69,7 +69,6 @@ class RoleMemory:
 
     @property
     def peak(self) -> MemoryParts:
-        """The parts at the role's peak."""
         return self.phases[self.peak_phase]
 
     @property
@@ -79,7 +78,6 @@ class RoleMemory:
 
     @property
     def total(self) -> int:
-        """Bytes at its peak."""
         return self.peak.total
 
     @property
@@ -197,7 +195,6 @@ class MemoryReport:
         return max(0, self.missing[1] - sum(one.saves for one in self.advice))
 
     def to_json(self) -> dict[str, Any]:
-        """The report as JSON values."""
         roles = [{**asdict(one), "peak_phase": one.peak_phase, "total": one.total} for one in self.roles]
         derived = ("peak", "peak_phase", "fits")
         groups = [asdict(one) | {name: getattr(one, name) for name in derived} for one in self.groups]

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from hydraflow.batch_plan.layout import Layout
 from hydraflow.batch_plan.parts import MicroPlan, RolePlan
 from hydraflow.batch_plan.resolve import BatchPlan
-from hydraflow.engine.config import FSDPConfig, engine_config
+from hydraflow.engine.config import engine_config
 from hydraflow.generation.config import GENERATION_ENGINES, bucket_bytes, engine_dtype
 from hydraflow.memory.activations import MicroBatchTokens, RowSizes, tokens_of
 from hydraflow.memory.fsdp import FSDPModelMemory, adapter_numbers, units_of
@@ -130,8 +130,8 @@ def _reward_model(inputs: EstimateInputs, layout: Layout) -> Estimate:
     model = inputs.config.critic.model
     micro = inputs.plan.reward_model or inputs.plan.old_log_prob
     tokens = _tokens(inputs, layout, micro, model, _rows_of_a_rank(inputs, layout))
-    sharded = _sharded(inputs, layout, inputs.shape, model, FSDPConfig(), trained=False, policy=False)
-    return sharded.resting, {"log_probs": sharded.forward(tokens)}
+    engine = _engine(inputs, layout, inputs.shape, model, RefConfig(), trained=False, policy=False)
+    return engine.resting, {"log_probs": engine.forward(tokens)}
 
 
 ROLES: dict[str, Callable[[EstimateInputs, Layout], Estimate]] = {
@@ -153,29 +153,17 @@ def _engine(
     trained: bool,
     policy: bool,
 ) -> FSDPModelMemory | MegatronModelMemory:
-    if layout.engine != "megatron":
-        return _sharded(inputs, layout, shape, model, role.fsdp_config, trained=trained, policy=policy)
-    number = inputs.limits.bytes_of(role.megatron.dtype)
-    settings, on_host = role.megatron, inputs.limits.device_type == "cpu"
-    # of layers that are recomputed in part, all is counted as kept
-    whole = settings.recomputes_layers(checkpointing=model.enable_gradient_checkpointing)
-    checkpointing = trained and whole
-    if on_host:  # on a CPU offloading moves nothing
-        settings = replace(settings, param_offload=False, grad_offload=False, optimizer_offload=False)
-    return MegatronModelMemory(shape, layout, settings, number, trained, checkpointing, policy, on_host)
-
-
-def _sharded(
-    inputs: EstimateInputs,
-    layout: Layout,
-    shape: ModelShape,
-    model: ModelConfig,
-    fsdp: FSDPConfig,
-    *,
-    trained: bool,
-    policy: bool,
-) -> FSDPModelMemory:
-    on_host = inputs.limits.device_type == "cpu"  # on a CPU offloading moves nothing
+    on_host = inputs.limits.device_type == "cpu"  # there offloading moves nothing
+    if layout.engine == "megatron":
+        settings, number = role.megatron, inputs.limits.bytes_of(role.megatron.dtype)
+        # of layers that are recomputed in part, all is counted as kept
+        whole = settings.recomputes_layers(checkpointing=model.enable_gradient_checkpointing)
+        if on_host:
+            settings = replace(settings, param_offload=False, grad_offload=False, optimizer_offload=False)
+        return MegatronModelMemory(
+            shape, layout, settings, number, trained, trained and whole, policy, on_host
+        )
+    fsdp = role.fsdp_config
     adapters = adapter_numbers(shape, model.lora_rank, model.target_modules) if trained else 0
     least = fsdp.wrap_policy.min_num_params
     return FSDPModelMemory(

@@ -85,9 +85,6 @@ def key_numbers(runs: Sequence[Run]) -> list[tuple[str, list[str]]]:
     return [row for row in rows if any(value != NO_VALUE for value in row[1])]
 
 
-# --- phases --------------------------------------------------
-
-
 def phases(run: Run, axes: Axes, most: int) -> tuple[dict[str, Any], list[dict[str, str]]]:
     """The picture's data, and the table's rows, the longest phase first. Empty where the run has no times."""
     timings = {name[9:]: column for name, column in run.columns.items() if name.startswith("timing_s/")}
@@ -123,9 +120,6 @@ def phases(run: Run, axes: Axes, most: int) -> tuple[dict[str, Any], list[dict[s
     return {"x": x, "parts": parts}, rows
 
 
-# --- configuration --------------------------------------------------
-
-
 def configuration(run: Run) -> list[dict[str, Any]]:
     """Every key with value and origin; `set`: it is not a default."""
     rows = sorted(run.settings.items())
@@ -147,9 +141,6 @@ def differences(runs: Sequence[Run]) -> list[dict[str, Any]]:
         if len({value for run, value in zip(runs, values) if run.settings}) > 1:
             rows.append({"key": key, "values": values})
     return rows
-
-
-# --- plan, versions, starts --------------------------------------------------
 
 
 def plan(run: Run) -> tuple[list[dict[str, str]], list[str]]:
@@ -194,9 +185,6 @@ def starts(run: Run) -> list[dict[str, str]]:
     names = ("started", "after_step", "host", "command")
     rows = [{name: as_text(start.get(name, "")) for name in names} for start in run.starts]
     return [one | {"commit": commit(start.get("git"))} for one, start in zip(rows, run.starts, strict=True)]
-
-
-# --- samples --------------------------------------------------
 
 
 def samples(run: Run) -> list[dict[str, Any]]:
