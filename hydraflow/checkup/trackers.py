@@ -27,8 +27,6 @@ from hydraflow.tracking.run_folder import RunFolder
 from hydraflow.tracking.trackers import TRACKERS
 from hydraflow.trainer.config import LoopConfig, TrainerConfig
 
-ON_SCREEN = ("console",)
-"""Trackers that write no file."""
 ON_SERVERS = ("wandb", "mlflow", "swanlab")
 """Trackers that others see, which a check must not fill with trials."""
 CONNECT_SECONDS = 2.0
@@ -50,7 +48,7 @@ def look_at(trainer: LoopConfig) -> Iterator[Finding]:
 def check_writing(context: CheckContext) -> Iterator[Finding]:
     """Has each tracker that writes files here take one number, in a folder that goes away."""
     for name in dict.fromkeys(["file", *context.config.trainer.logger]):
-        if name in (*ON_SCREEN, *ON_SERVERS):
+        if name in ("console", *ON_SERVERS):
             continue
         with tempfile.TemporaryDirectory() as folder:
             tracker = TRACKERS[name](RunInfo(Path(folder), "doctor", total_steps=1))

@@ -124,14 +124,12 @@ def _take_own(arguments: Arguments, switch: CommandLineOption, word: str, rest: 
         missing = not rest or rest[0].startswith("-")
         value = "" if missing else rest.pop(0)
     if not value:
-        arguments.problems.append(
-            Problem(switch.name, None, "needs a value", f"{switch.name} {switch.value}")
-        )
+        remedy = f"{switch.name} {switch.value}"
+        arguments.problems.append(Problem(switch.name, None, "needs a value", remedy))
     elif switch.choices and value not in switch.choices:
+        rule = f"there are {', '.join(switch.choices)}"
         remedy = " or ".join(f"{switch.name} {choice}" for choice in switch.choices)
-        arguments.problems.append(
-            Problem(f"{switch.name} {value}", None, f"there are {', '.join(switch.choices)}", remedy)
-        )
+        arguments.problems.append(Problem(f"{switch.name} {value}", None, rule, remedy))
     else:
         arguments.switches[switch.name] = value
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from hydraflow.batch_plan.generate import resolve_generate_plan
@@ -34,20 +35,16 @@ REWARD_MODEL = "reward.reward_model.model_path"
 def judge(config: JobConfig, command: Command) -> list[Problem]:
     """Broken rules of the batch plan, and features that can be planned but not run yet."""
     config, faults = applied(config), Faults()
-    known: dict[str, Any] = {
-        "devices_per_node": planned_devices(config.trainer.device),
-        "origins": command.origins,
-    }
+    devices = planned_devices(config.trainer.device)
+    known: dict[str, Any] = {"devices_per_node": devices, "origins": command.origins}
     if isinstance(config, PPOConfig):
         prompts = config.recipe.train_problems if config.recipe.name != "none" else None
         here = replace(config, cluster=ClusterConfig())  # cluster.* is for python -m hydraflow.plan alone
-        faults.passes(lambda: resolve_plan(here, prompts=prompts, **known))
+        faults.passes(partial(resolve_plan, here, prompts=prompts, **known))
     elif isinstance(config, SupervisedConfig):
-        supervised = config
-        faults.passes(lambda: resolve_sft_plan(supervised, conversations=None, **known))
+        faults.passes(partial(resolve_sft_plan, config, conversations=None, **known))
     else:
-        generation = config
-        faults.passes(lambda: resolve_generate_plan(generation, prompts=None, **known))
+        faults.passes(partial(resolve_generate_plan, config, prompts=None, **known))
     return [*faults.problems, *not_runnable(config)]
 
 

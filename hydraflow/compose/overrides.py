@@ -114,7 +114,7 @@ def prepare(
         keys.add(parsed.key_or_group)
         if problems := _problems(parsed, schema, groups, multirun=arguments.multirun):
             prepared.problems += problems
-            prepared.unknown.add(parsed.key_or_group, *nearest_keys(schema, parsed.key_or_group, 1))
+            prepared.unknown.keys.update([parsed.key_or_group, *nearest_keys(schema, parsed.key_or_group, 1)])
             prepared.unknown.everything |= _is_choice(parsed, groups)  # a choice of files sets anything
         else:
             prepared.words += _normalised(parsed, schema, groups, chosen, own_file=own_file)
@@ -151,7 +151,7 @@ def _parse(word: str, schema: type, prepared: PreparedCommandLine) -> Override |
     else:
         prepared.problems.append(_no_value(word, schema))
     if key:
-        prepared.unknown.add(key)
+        prepared.unknown.keys.add(key)
     return None
 
 

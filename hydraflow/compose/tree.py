@@ -52,9 +52,6 @@ class UnknownValues:
     everything: bool = False
     """No value is known."""
 
-    def add(self, *keys: str) -> None:
-        self.keys.update(keys)
-
     @property
     def hide_the_plan(self) -> bool:
         """Whether results of the plan's rules, which combine many keys, would be misleading."""
@@ -109,7 +106,7 @@ def check(schema: type, tree: Mapping[str, Any], origins: Mapping[str, str], res
             _sort(schema, key, value, checked, foreign)
         except ConfigError as error:
             checked.problems += error.problems
-            checked.unknown.add(key)
+            checked.unknown.keys.add(key)
     translator = Translator(
         schema, checked.leaves, checked.origins, origins, checked.written, checked.translation
     )
@@ -117,7 +114,7 @@ def check(schema: type, tree: Mapping[str, Any], origins: Mapping[str, str], res
     checked.problems += checked.translation.problems
     for key, value in checked.translation.unknown.items():
         checked.problems.append(verl.suggested(schema, unknown_key(schema, key, value), value))
-        checked.unknown.add(*nearest_keys(schema, key, 1))
+        checked.unknown.keys.update(nearest_keys(schema, key, 1))
     return checked
 
 
@@ -136,7 +133,7 @@ def _sort(schema: type, key: str, value: Any, checked: CheckedTree, foreign: dic
         return
     if known.is_section or not accepts(known.hint, value):
         checked.problems.append(_as_meant(known, value) or wrong_type(schema, known, value))
-        checked.unknown.add(f"{key}." if known.is_section else key)
+        checked.unknown.keys.add(f"{key}." if known.is_section else key)
         return
     checked.leaves[key] = value
 

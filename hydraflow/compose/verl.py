@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import difflib
 import math
+import re
 from collections import Counter
 from collections.abc import Container, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache
+from itertools import chain
 from typing import Any
 
 from hydraflow.batch_plan.settings import COMMAND_LINE, DEFAULT, strength
@@ -38,13 +40,7 @@ Row = Alias | Ignored | Unsupported
 _MISSPELT = 0.9
 """Similarity above which a name counts as a misspelling of another."""
 
-_ROLE_KEYS = (
-    "actor_rollout_ref.actor.",
-    "actor_rollout_ref.ref.",
-    "actor_rollout_ref.rollout.",
-    "critic.",
-    "reward.reward_model.",
-)
+_ROLES = re.compile(r"(?:actor_rollout_ref\.(?:actor|ref|rollout)|critic|reward\.reward_model)\.")
 
 
 @dataclass
@@ -80,19 +76,15 @@ def classify(schema: type, key: str) -> Row | None:
         return alias
     rows = tables(schema)
     found: list[Mapping[str, Row]] = [rows.ignored, rows.not_needed, rows.unsupported]
-    of_its_own = (row for table in found for pattern, row in table.items() if _fits_any(pattern, moved, key))
-    if row := next(of_its_own, None):
-        return row
+    for pattern, row in chain.from_iterable(table.items() for table in found):
+        if fits(pattern, moved) or fits(pattern, key):
+            return row
     same = _same_of_ppo(schema, moved)
-    row = classify(PPOConfig, same) if same else None
-    if isinstance(row, Unsupported):
+    like = classify(PPOConfig, same) if same else None
+    if isinstance(like, Unsupported):
         for ours, theirs in rows.like.items():
-            row = replace(row, instead=row.instead.replace(theirs, ours))
-    return None if isinstance(row, Alias) else row
-
-
-def _fits_any(pattern: str, *names: str) -> bool:
-    return any(fits(pattern, name) for name in names)
+            like = replace(like, instead=like.instead.replace(theirs, ours))
+    return None if isinstance(like, Alias) else like
 
 
 def _same_of_ppo(schema: type, key: str) -> str | None:
@@ -294,7 +286,7 @@ def is_never_read(schema: type, key: str) -> bool:
     """Whether verl itself ignores the key."""
     moved = renamed(schema, key)
     same = _same_of_ppo(schema, moved)
-    named = any(_fits_any(pattern, moved, key) for pattern in tables(schema).ignored)
+    named = any(fits(pattern, moved) or fits(pattern, key) for pattern in tables(schema).ignored)
     return named or (same is not None and is_never_read(PPOConfig, same))
 
 
@@ -381,8 +373,8 @@ def counts_all_ranks(row: Row | None) -> bool:
 
 def _data_ranks(key: str, leaves: Mapping[str, Any]) -> int | None:
     """Number of data ranks of the role of `key`; None: not known, or a size is no count."""
-    role = next((prefix for prefix in _ROLE_KEYS if key.startswith(prefix)), "")
-    role = "actor_rollout_ref.actor." if "rollout" in role.rpartition("_ref.")[2] else role
+    found = _ROLES.match(key)
+    role = found[0].replace(".rollout.", ".actor.") if found else ""
     engine = "critic.strategy" if role == "critic." else "actor_rollout_ref.actor.strategy"
     if leaves.get(engine) == "megatron":
         names = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size")

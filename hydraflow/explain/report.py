@@ -25,7 +25,7 @@ from hydraflow.compose import runnable
 from hydraflow.compose.command import Command, KeyCounts
 from hydraflow.device import planned_devices
 from hydraflow.errors import ConfigError, Faults, Problem
-from hydraflow.explain.counts import RowCount, count_rows, missing_notes
+from hydraflow.explain.counts import RowCount, count_rows, notes_on
 from hydraflow.explain.models import Models, find_models, find_shape, numbers
 from hydraflow.explain.picture import picture
 from hydraflow.explain.svg import StepPicture, ppo_step, sft_step
@@ -163,7 +163,7 @@ def _sft_report(config: SupervisedConfig, command: Command) -> Report:
     )
     if plan is None or faults.problems:
         raise ConfigError(faults.problems)
-    notes = missing_notes("data.train_files", rows)
+    notes = notes_on("data.train_files", rows, data.max_length)
     step = sft_step(plan, noun_of(config))
     return _report(config, command, plan, sft_phases(plan, config), notes, step)
 
@@ -183,7 +183,7 @@ def _generate_report(config: GenerateConfig, command: Command) -> Report:
     )
     if plan is None or faults.problems:
         raise ConfigError(faults.problems)
-    notes = [*missing_notes("data.path", rows), *_bound_notes("data", rows, data.max_prompt_length)]
+    notes = notes_on("data.path", rows, data.max_prompt_length)
     return _report(config, command, plan, generate_phases(plan, config), notes)
 
 
@@ -221,10 +221,8 @@ def _prompt_counts(config: PPOConfig) -> tuple[RowCount, RowCount]:
 
 
 def _file_notes(config: PPOConfig, prompts: RowCount, held_out: RowCount) -> Iterator[str]:
-    longest = config.data.max_prompt_length
     for key, count in (("data.train_files", prompts), ("data.val_files", held_out)):
-        yield from missing_notes(key, count)
-        yield from _bound_notes(key, count, longest)
+        yield from notes_on(key, count, config.data.max_prompt_length)
     reward = config.reward
     own = {"reward.custom_reward_function.path": reward.custom_reward_function.path}
     own |= {f"{section}.{PATH}": path for section, path in dist_checkpoints(config).items()}
@@ -235,10 +233,3 @@ def _file_notes(config: PPOConfig, prompts: RowCount, held_out: RowCount) -> Ite
             yield f"{key}: {path} is not on this machine; a run would refuse to start"
     if config.recipe.name == "none" and config.data.train_files is None and not config.trainer.val_only:
         yield "data.train_files is not given: prompts are not counted; a run would refuse to start"
-
-
-def _bound_notes(key: str, count: RowCount, longest: int) -> Iterator[str]:
-    """Notes on counts that are upper bounds."""
-    if count.at_most:
-        longer = f"those with more than data.max_prompt_length={longest} tokens are left out"
-        yield f"{key}: {count} prompts, an upper bound: {longer}, and only a tokenizer knows how many"

@@ -63,11 +63,11 @@ Estimate = tuple[MemoryParts, dict[str, MemoryParts]]
 
 def _actor(inputs: EstimateInputs, layout: Layout) -> Estimate:
     policy, plan = inputs.config.actor_rollout_ref, inputs.plan
-    model, most = policy.model, _rows_of_a_rank(inputs, layout)
+    model = policy.model
     engine = _engine(inputs, layout, inputs.shape, model, policy.actor, trained=True, policy=True)
-    forwards = [engine.forward(_tokens(inputs, layout, plan.old_log_prob, model, most))]
+    forwards = [engine.forward(_tokens(inputs, layout, plan.old_log_prob, model))]
     if plan.ref and model.lora_rank:
-        forwards.append(engine.forward(_tokens(inputs, layout, plan.ref, model, most)))
+        forwards.append(engine.forward(_tokens(inputs, layout, plan.ref, model)))
     update = engine.update(
         _tokens(inputs, layout, plan.actor.micro, model, plan.actor.rows_per_rank),
         micro_batches(plan.actor, inputs.longest_row),
@@ -86,7 +86,7 @@ def _critic(inputs: EstimateInputs, layout: Layout) -> Estimate:
     critic, plan = inputs.config.critic, inputs.plan
     assert plan.critic is not None and plan.values is not None, "a critic has a plan"
     tokens = _tokens(inputs, layout, plan.critic.micro, critic.model, plan.critic.rows_per_rank)
-    values = _tokens(inputs, layout, plan.values, critic.model, _rows_of_a_rank(inputs, layout))
+    values = _tokens(inputs, layout, plan.values, critic.model)
     engine = _engine(inputs, layout, inputs.critic_shape, critic.model, critic, trained=True, policy=False)
     update = engine.update(tokens, micro_batches(plan.critic, inputs.longest_row))
     return engine.resting, {"log_probs": engine.forward(values), "update": update}
@@ -95,7 +95,7 @@ def _critic(inputs: EstimateInputs, layout: Layout) -> Estimate:
 def _reference(inputs: EstimateInputs, layout: Layout) -> Estimate:
     policy = inputs.config.actor_rollout_ref
     assert inputs.plan.ref is not None, "a reference has a plan"
-    tokens = _tokens(inputs, layout, inputs.plan.ref, policy.model, _rows_of_a_rank(inputs, layout))
+    tokens = _tokens(inputs, layout, inputs.plan.ref, policy.model)
     engine = _engine(inputs, layout, inputs.shape, policy.model, policy.ref, trained=False, policy=True)
     return engine.resting, {"log_probs": engine.forward(tokens)}
 
@@ -129,7 +129,7 @@ def _reward_model(inputs: EstimateInputs, layout: Layout) -> Estimate:
     """Estimated as an untrained critic of the policy's shape: its own config.json is not read."""
     model = inputs.config.critic.model
     micro = inputs.plan.reward_model or inputs.plan.old_log_prob
-    tokens = _tokens(inputs, layout, micro, model, _rows_of_a_rank(inputs, layout))
+    tokens = _tokens(inputs, layout, micro, model)
     engine = _engine(inputs, layout, inputs.shape, model, RefConfig(), trained=False, policy=False)
     return engine.resting, {"log_probs": engine.forward(tokens)}
 
@@ -183,15 +183,13 @@ def _engine(
 
 
 def _tokens(
-    inputs: EstimateInputs, layout: Layout, micro: MicroPlan, model: ModelConfig, most_rows: int
+    inputs: EstimateInputs, layout: Layout, micro: MicroPlan, model: ModelConfig, rows: int | None = None
 ) -> MicroBatchTokens:
+    """`rows`: that a data rank gets at most; None: its share of a step's trajectories."""
+    if rows is None:
+        rows = -(-inputs.plan.trajectories_per_step // layout.data_ranks)
     sharers = {"devices" if layout.engine == "megatron" else "ulysses": layout.context}
-    return tokens_of(micro, inputs.rows(model), most_rows=max(1, most_rows), **sharers)
-
-
-def _rows_of_a_rank(inputs: EstimateInputs, layout: Layout) -> int:
-    """Trajectories of a step that a data rank gets, at most."""
-    return -(-inputs.plan.trajectories_per_step // layout.data_ranks)
+    return tokens_of(micro, inputs.rows(model), most_rows=max(1, rows), **sharers)
 
 
 def micro_batches(plan: RolePlan, longest_row: int) -> int:

@@ -53,7 +53,7 @@ def first_and_last(column: MetricColumn | None) -> str:
     return f"{values[0]:.4g} → {values[-1]:.4g} (best {values.max():.4g})"
 
 
-def _mean(name: str, unit: str) -> Callable[[Run], str]:
+def _median(name: str, unit: str) -> Callable[[Run], str]:
     def text(run: Run) -> str:
         values = _finite(run.columns.get(name))
         return f"{np.median(values):.4g} {unit}" if len(values) else NO_VALUE
@@ -73,8 +73,8 @@ KEY_NUMBERS: dict[str, Callable[[Run], str]] = {
     "Training loss": lambda run: first_and_last(run.columns.get("train/loss")).partition(" (")[0],
     "Training steps": _steps,
     "Wall time": lambda run: duration(run.seconds) if run.columns else NO_VALUE,
-    "Time of a step, median": _mean("timing_s/step", "s"),
-    "Throughput, median": _mean("perf/throughput", "tokens/s per device"),
+    "Time of a step, median": _median("timing_s/step", "s"),
+    "Throughput, median": _median("perf/throughput", "tokens/s per device"),
 }
 """Title -> the number, which says how a run went; the same for every run of a page."""
 
