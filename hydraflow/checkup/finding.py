@@ -1,8 +1,4 @@
-"""What a check says: a state, the evidence for it, and what would repair it.
-
-In: nothing. Out: `Finding`, and `CheckSkipped` for a check that has nothing to look at. Standard library
-only.
-"""
+"""What a check says: a state, the evidence for it, and what would repair it. Standard library only."""
 
 from __future__ import annotations
 

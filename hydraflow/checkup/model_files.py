@@ -13,14 +13,15 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from hydraflow.batch_plan.stages import megatron_sections, require_layers
-from hydraflow.batch_plan.weights import (
+from hydraflow.batch_plan.roles import (
     PATH,
     dist_checkpoints,
+    megatron_sections,
     missing_checkpoints,
     reads_critic_files,
     reads_policy_files,
 )
+from hydraflow.batch_plan.stages import require_layers
 from hydraflow.checkup.context import CRITIC, MODEL, CheckContext
 from hydraflow.checkup.finding import CheckSkipped, Finding, note, of_problem, ok, problem, warning
 from hydraflow.device import resolve_dtype

@@ -1,7 +1,5 @@
-"""The parsed command line apart from the configuration: origins of values, notes to print, the entry point's
-options.
-
-In: nothing. Out: `Command`, which `launch` hands to every `run`. Standard library only.
+"""What `launch` hands to every `run` besides the configuration: origins of values, notes to print, the entry
+point's options.
 """
 
 from __future__ import annotations

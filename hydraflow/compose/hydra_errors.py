@@ -1,6 +1,5 @@
-"""Translates errors of Hydra and OmegaConf to this program's form: field, value, rule, remedy.
-
-In: an exception. Out: ConfigError. A message that is not known here is passed on verbatim.
+"""Translates errors of Hydra and OmegaConf to this program's form: field, value, rule, remedy. A message that
+is not known here is passed on verbatim.
 """
 
 from __future__ import annotations

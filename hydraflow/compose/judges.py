@@ -15,10 +15,9 @@ from typing import Any
 
 from hydraflow.batch_plan.generate import resolve_generate_plan
 from hydraflow.batch_plan.resolve import resolve_plan
-from hydraflow.batch_plan.roles import needs_critic
+from hydraflow.batch_plan.roles import missing_checkpoints, needs_critic
 from hydraflow.batch_plan.settings import value_at
 from hydraflow.batch_plan.sft import resolve_sft_plan
-from hydraflow.batch_plan.weights import missing_checkpoints
 from hydraflow.compose.command import Command
 from hydraflow.compose.debugging import applied
 from hydraflow.compose.own_functions import REWARD, own_problems

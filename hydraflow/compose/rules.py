@@ -23,10 +23,8 @@ from hydraflow.algorithms.config import (
     estimator_of,
     listed_in,
 )
-from hydraflow.batch_plan.roles import needs_critic
+from hydraflow.batch_plan.roles import PATH, megatron_sections, needs_critic
 from hydraflow.batch_plan.settings import value_at
-from hydraflow.batch_plan.stages import megatron_sections
-from hydraflow.batch_plan.weights import PATH
 from hydraflow.compose.effects import without_effect
 from hydraflow.compose.keys import known_keys, without_quotes
 from hydraflow.engine.config import FSDPConfig, engine_config

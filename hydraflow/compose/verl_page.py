@@ -1,7 +1,4 @@
-"""The text of `--help verl`: how each of verl's keys is handled, as Markdown.
-
-In: the tables of `verl_table.py`, `verl_values.py` and `verl_data/`. Out: the page.
-"""
+"""The text of `--help verl`: how each of verl's keys is handled, as Markdown."""
 
 from __future__ import annotations
 

@@ -1,7 +1,5 @@
-"""Translates verl's values that have another name here or depend on other keys.
-
-In: known keys with their values. Out: our values, and a note on each. Left out on purpose: names of keys
-(`verl.py`).
+"""Translates verl's values that have another name here or depend on other keys, with a note on each. Left out
+on purpose: names of keys (`verl.py`).
 """
 
 from __future__ import annotations

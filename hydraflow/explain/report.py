@@ -16,11 +16,10 @@ from pathlib import Path
 from typing import Any
 
 from hydraflow.batch_plan.generate import GeneratePlan, resolve_generate_plan
-from hydraflow.batch_plan.replay import replay_problems
 from hydraflow.batch_plan.resolve import BatchPlan, resolve_plan
+from hydraflow.batch_plan.roles import PATH, dist_checkpoints, missing_checkpoints, replay_problems
 from hydraflow.batch_plan.sft import SFTPlan, noun_of, resolve_sft_plan
 from hydraflow.batch_plan.stages import stage_problems
-from hydraflow.batch_plan.weights import PATH, dist_checkpoints, missing_checkpoints
 from hydraflow.compose import runnable
 from hydraflow.compose.command import Command, KeyCounts
 from hydraflow.device import planned_devices

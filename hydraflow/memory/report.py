@@ -1,8 +1,4 @@
-"""The result of the memory estimate: bytes by role, part, phase and device, whether they fit, and advice.
-
-In: numbers from `memory/estimate.py`. Out: dataclasses for tables and JSON, and sizes as text. All sizes are
-bytes.
-"""
+"""The result of the memory estimate: bytes by role, part, phase and device, whether they fit, and advice."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Titles, units and groups of metrics on the page.
-
-In: a metric's name. Out: its title, unit and group. A name that is not listed is shown as it is, in the group
+"""Titles, units and groups of metrics on the page. A name that is not listed is shown as it is, in the group
 of its prefix.
 """
 
