@@ -62,11 +62,6 @@ class Arguments:
         """Whether the command runs something, rather than only printing it."""
         return not self.has(*(_COMMANDS - _RUNS), "--hydra-help", "--version")
 
-    @property
-    def own_files(self) -> bool:
-        """Whether the user brings configuration files."""
-        return self.has(*CONFIG_PATH, *CONFIG_DIR, *CONFIG_NAME)
-
     def value(self, *names: str) -> str | None:
         """The value of an option; "" for one without a value; None if it was not given."""
         return replace(self, options=list(self.options)).take(*names)

@@ -153,7 +153,7 @@ def _reads_back(config: PPOConfig) -> bool:
 
 def _devices(mapping: object) -> Devices | None:
     try:
-        return None if mapping is None else parse(mapping).devices
+        return None if mapping is None else parse(mapping)[0]
     except ValueError:  # the plan says so
         return None
 

@@ -96,18 +96,6 @@ def launch(entry: EntryPoint[Config], run: Run[Config]) -> int:
     return code or next((code for code in launched.codes if code), 0)
 
 
-def given_switches(
-    options: Sequence[CommandLineOption], argv: Sequence[str] | None = None
-) -> dict[str, str | bool]:
-    """The entry point's own options on a command line, by default that of this process; errors are reported
-    by `launch`.
-
-    >>> given_switches([CommandLineOption("--job", value="NAME")], ["data.shuffle=false", "--job", "sft"])
-    {'--job': 'sft'}
-    """
-    return split(sys.argv[1:] if argv is None else argv, options).switches
-
-
 def run_guarded(
     work: Callable[[], int | None], show_error: Callable[[HydraflowError], None] | None = None
 ) -> int:

@@ -20,7 +20,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException
 
-from hydraflow.compose.arguments import CONFIG_NAME, CONFIG_PATH, Arguments
+from hydraflow.compose.arguments import CONFIG_DIR, CONFIG_NAME, CONFIG_PATH, Arguments
 from hydraflow.compose.command_words import plain, unparsed, values
 from hydraflow.compose.keys import (
     accepts,
@@ -118,7 +118,8 @@ def prepare(
             prepared.unknown.everything |= _is_choice(parsed, groups)  # a choice of files sets anything
         else:
             prepared.words += _normalised(parsed, schema, groups, chosen, own_file=own_file)
-    if "recipe" in groups and not arguments.own_files and not keys & _OWN_MODEL_OR_DATA:
+    brings_files = own_file or arguments.has(*CONFIG_DIR)
+    if "recipe" in groups and not brings_files and not keys & _OWN_MODEL_OR_DATA:
         prepared.words.append(_DEFAULT_RECIPE)
     return prepared
 

@@ -93,14 +93,14 @@ def phases(run: Run, axes: Axes, most: int) -> tuple[dict[str, Any], list[dict[s
     base = step or max(columns.values(), key=lambda column: len(column.steps), default=None)
     if base is None:
         return {}, []
-    spans = spans_of(base.steps, most)
-    means = {name: mean_at(column, base.steps, spans) for name, column in columns.items()}
+    begins, width = spans_of(base.steps, most)
+    means = {name: mean_at(column, base.steps, begins) for name, column in columns.items()}
     totals = {name: float(_finite(column).sum()) for name, column in columns.items()}
-    none = np.zeros(len(spans.starts))
+    none = np.zeros(len(begins))
     if step is not None:
         inside = [name for name in means if name not in OUTSIDE]
         within = sum((means[name] for name in inside), none)
-        means["rest of the step"] = np.maximum(0.0, mean_at(step, base.steps, spans) - within)
+        means["rest of the step"] = np.maximum(0.0, mean_at(step, base.steps, begins) - within)
         rest = float(_finite(step).sum()) - sum(totals[name] for name in inside)
         totals["rest of the step"] = max(0.0, rest)
     whole = sum(totals.values()) or 1.0
@@ -110,7 +110,7 @@ def phases(run: Run, axes: Axes, most: int) -> tuple[dict[str, Any], list[dict[s
     parts = [{"name": name, "y": rounded(means[name])} for name in large]
     if small:
         parts.append({"name": "others", "y": rounded(sum((means[name] for name in small), none))})
-    x = axes.place(base.steps[spans.starts], base.seconds[spans.starts], spans.width)
+    x = axes.place(base.steps[begins], base.seconds[begins], width)
     rows = []
     for name in order:
         total = totals[name]
