@@ -124,8 +124,8 @@ class StepConstraints:
     """What limits the numbers of a step besides what was given for them."""
 
     epochs: int
-    ranks: int
-    """The actor's data ranks."""
+    data_ranks: int | None
+    """The actor's; None: its devices do not add up."""
     group: int
     """Micro-batches come in groups of this size."""
     shares: tuple[int, ...]
@@ -137,6 +137,11 @@ class StepConstraints:
     static: bool
     """Whether micro-batches have a fixed number of rows."""
     asynchronous: bool
+
+    @property
+    def ranks(self) -> int:
+        """The data ranks to divide by."""
+        return self.data_ranks or 1
 
     def follow(self, known: Mapping[str, int]) -> Derivation:
         """Everything that follows from `known`."""
@@ -235,13 +240,6 @@ def _nearest(value: int, unit: int) -> list[int]:
     return sorted(multiples(value, unit), key=lambda one: abs(one - value))
 
 
-def is_asynchronous(config: PPOConfig) -> bool:
-    """Whether sampling continues during training."""
-    training = config.async_training
-    rounds = max(training.trigger_parameter_sync_step, training.require_batches)
-    return training.staleness_threshold > 0 or rounds > 1 or training.partial_rollout
-
-
 def settle(
     settings: Settings[PPOConfig], *, ranks: int | None, group: int, shares: Sequence[int], whole: int
 ) -> tuple[StepNumbers, list[Violation]]:
@@ -249,7 +247,8 @@ def settle(
     add up; `group`: see `StepConstraints`; `shares`, `whole`: what a critic asks of G and Q."""
     config: PPOConfig = settings.config
     batch, training, actor = config.batch, config.async_training, config.actor_rollout_ref.actor
-    asynchronous = is_asynchronous(config)
+    rounds = max(training.trigger_parameter_sync_step, training.require_batches)
+    asynchronous = training.staleness_threshold > 0 or rounds > 1 or training.partial_rollout
     found = {
         "n": config.actor_rollout_ref.rollout.n,
         "Q": config.data.train_batch_size,
@@ -265,7 +264,7 @@ def settle(
     given = {name: value for name, value in found.items() if value is not None}
     step = StepConstraints(
         epochs=actor.ppo_epochs,
-        ranks=ranks or 1,
+        data_ranks=ranks,
         group=group,
         shares=tuple(shares),
         whole=whole,
@@ -274,8 +273,8 @@ def settle(
         asynchronous=asynchronous,
     )
     if step.static or "a" not in given:
-        return _NumberResolver(settings, given, step, ranks).result()
-    numbers, broken = _NumberResolver(settings, without(given, "a"), step, ranks).result()
+        return _NumberResolver(settings, given, step).result()
+    numbers, broken = _NumberResolver(settings, without(given, "a"), step).result()
     text = f"cannot be fixed while {SWITCH}=true fills micro-batches by tokens: there are as many as"
     text += " the rows need"
     fixes: list[Fix] = [{HANDLES["a"]: None}, {SWITCH: False}]
@@ -283,14 +282,8 @@ def settle(
 
 
 class _NumberResolver:
-    def __init__(
-        self,
-        settings: Settings[PPOConfig],
-        given: Mapping[str, int],
-        step: StepConstraints,
-        ranks: int | None,
-    ):
-        self.settings, self.given, self.step, self.ranks = settings, given, step, ranks
+    def __init__(self, settings: Settings[PPOConfig], given: Mapping[str, int], step: StepConstraints):
+        self.settings, self.given, self.step = settings, given, step
         self.handles = {name: value for name, value in given.items() if name in HANDLES}
         self.strength = {name: settings.strength(ALL_KEYS[name]) for name in given}
         least = 2 if any(self.strength[name] == 2 for name in self.handles) else 1
@@ -345,8 +338,8 @@ class _NumberResolver:
                 whose = "the default" if origin == DEFAULT else f"{origin}'s"
                 to = ", ".join([*self._named(self.binding), f"{self.step.ranks} data ranks"])
                 notes.append(f"{KEYS[name]}={value}: {whose} {self.given[name]} yields to {to}")
-        handles = {HANDLES[name]: value for name, value in self.handles.items()}
-        return StepNumbers(known, derived, handles, self.step.asynchronous, self.ranks, tuple(notes))
+        step, handles = self.step, {HANDLES[name]: value for name, value in self.handles.items()}
+        return StepNumbers(known, derived, handles, step.asynchronous, step.data_ranks, tuple(notes))
 
     def _source(self, name: str) -> str | None:
         """The handle without which a number would not follow."""

@@ -41,7 +41,7 @@ from hydraflow.system.paths import is_hub_name, model_problems
 from hydraflow.trainer.roles import critic_model
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedConfig, PreTrainedTokenizerBase
+    from transformers import PreTrainedConfig
 
 
 def check_model(context: CheckContext) -> Iterator[Finding]:
@@ -131,9 +131,16 @@ def dist_checkpoint_problems(config: PPOConfig, policy: PreTrainedConfig) -> lis
 
 
 def check_model_fits(context: CheckContext) -> Iterator[Finding]:
-    """Tokenizer and model agree on the vocabulary; rows fit the model's positions."""
+    """Tokenizer and model agree on the vocabulary: a token beyond the model's table would end the run with an
+    index error. Rows fit the model's positions."""
     data, config = context.config.data, context.model_config
-    yield judge_vocabulary(context.tokenizer, config)
+    known, rows = len(context.tokenizer), config.get_text_config().vocab_size
+    seen = f"the tokenizer has {known} tokens, the model {rows}"
+    if known > rows:
+        evidence = f"{seen}: the ids of the last {known - rows} would be out of range"
+        yield problem(evidence, f"{MODEL}.tokenizer_path=<the model's own tokenizer>")
+    else:
+        yield ok(seen)
     if (most := context_of(config)) is not None:
         yield judge_context(data.max_prompt_length, data.max_response_length, most)
 
@@ -181,16 +188,6 @@ def _problems_of_teacher(config: PPOConfig, key: str, path: str) -> Iterator[Pro
     for one in faults.problems:
         is_own = one.field == f"{key}.path"
         yield replace(one, field=key) if is_own else replace(one, rule=f"{one.rule} ({key}={path})")
-
-
-def judge_vocabulary(tokenizer: PreTrainedTokenizerBase, config: PreTrainedConfig) -> Finding:
-    """A token beyond the model's table would end the run with an index error."""
-    model, known = config.get_text_config().vocab_size, len(tokenizer)
-    if known > model:
-        seen = f"the tokenizer has {known} tokens, the model {model}"
-        evidence = f"{seen}: the ids of the last {known - model} would be out of range"
-        return problem(evidence, f"{MODEL}.tokenizer_path=<the model's own tokenizer>")
-    return ok(f"the tokenizer has {known} tokens, the model {model}")
 
 
 def judge_context(prompt: int, response: int, context: Context) -> Finding:

@@ -95,9 +95,8 @@ def combinations(words: Sequence[str]) -> list[list[str]]:
     choices = [_swept(word) for word in words]
     count = prod(map(len, choices))
     if count > MOST:
-        raise ConfigError.one(
-            "--multirun", None, f"{count} jobs, and at most {MOST} are submitted at once", "list fewer values"
-        )
+        rule = f"{count} jobs, and at most {MOST} are submitted at once"
+        raise ConfigError.one("--multirun", None, rule, "list fewer values")
     return [list(words) for words in product(*choices)]
 
 

@@ -338,9 +338,8 @@ def _rewards_read(config: PPOConfig, section: str) -> bool:
     """Whether one of the built-in functions that score reads this section of `reward`."""
     reward = config.reward
     if reward.functions:
-        named = {
-            str(one.get("name")) for one in reward.functions if isinstance(one, dict) and "path" not in one
-        }
+        built_in = (one for one in reward.functions if isinstance(one, dict) and "path" not in one)
+        named = {str(one.get("name")) for one in built_in}
     else:
         named = set() if reward.custom_reward_function.path else {"data_source"}
     return any(section in FUNCTIONS[name].reads for name in FUNCTIONS.keys() & named)

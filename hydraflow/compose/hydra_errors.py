@@ -52,9 +52,8 @@ def _of_a_key(key: str, message: str) -> Problem | None:
 
 def _of_a_file(key: str, message: str) -> Problem | None:
     """Files that are no mappings, and defaults lists that cannot be read."""
-    if found := re.search(
-        r"Invalid defaults list in '(.+?)', defaults must be a list \(got (.+?)\)", message
-    ):
+    no_list = r"Invalid defaults list in '(.+?)', defaults must be a list \(got (.+?)\)"
+    if found := re.search(no_list, message):
         rule = f"defaults must be a list, not {found[2]}"
         return Problem(f"{found[1]}.yaml", None, rule, "defaults: [_self_]")
     if found := re.search(r"Unsupported (?:type|item value) in defaults : (\w+)", message):

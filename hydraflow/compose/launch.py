@@ -31,7 +31,7 @@ from hydraflow.compose.keys import describe, wrapped
 from hydraflow.compose.loading import VERSION_BASE, ComposedConfig, EntryPoint, finish, register
 from hydraflow.compose.overrides import PreparedCommandLine, config_folder, groups_in, prepare
 from hydraflow.compose.own_files import take, unreadable
-from hydraflow.errors import ConfigError, HydraflowError, Problem
+from hydraflow.errors import ConfigError, HydraflowError
 from hydraflow.redact import public_text
 from hydraflow.system.interrupts import INTERRUPTED, TERMINATED, say_interrupted
 from hydraflow.system.printing import make_printable, reader_may_leave
@@ -261,12 +261,9 @@ def _show(composed: ComposedConfig[Any], shown: tuple[str, bool]) -> int:
     whole = OmegaConf.create(asdict(composed.config) if resolve else composed.tree)
     section = OmegaConf.select(whole, package) if package not in ("", "_global_") else whole
     if section is None:
-        raise ConfigError(
-            [Problem(f"--package {package}", None, "there is no such section", "--package data")]
-        )
+        raise ConfigError.one(f"--package {package}", None, "there is no such section", "--package data")
     header = f"# @package {package}\n" if package else ""
+    text = OmegaConf.to_yaml(section) if OmegaConf.is_config(section) else f"{section}\n"
     with reader_may_leave():
-        print(
-            header + (OmegaConf.to_yaml(section) if OmegaConf.is_config(section) else f"{section}\n"), end=""
-        )
+        print(header + text, end="")
     return 0

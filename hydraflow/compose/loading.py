@@ -156,9 +156,8 @@ def finish(
     unsupported = checked.translation.unsupported
     if not entry.tolerant:  # do not report the replacement of a rejected value
         checked.unknown.keys |= {one.field for one in unsupported if one.field == f"{ROLLOUT}.name"}
-    problems = prepared.problems + [
-        one for one in checked.problems if not (entry.tolerant and one in unsupported)
-    ]
+    tolerated = unsupported if entry.tolerant else []
+    problems = prepared.problems + [one for one in checked.problems if one not in tolerated]
     config = _build(entry.schema, checked.leaves)
     copied = {key for key, origin in checked.origins.items() if origin.startswith("follows ")}
     foreign, notes = check_names({key: checked.leaves[key] for key in checked.leaves if key not in copied})
@@ -303,9 +302,8 @@ def _value_problems(
         problems += allocated.contradictions(config, allocation())
         problems += allocated.started_often(config, torchrun_processes())
     problems = checked.unknown.unrelated(problems)
-    unknown = UnknownValues(
-        checked.unknown.keys | {problem.field for problem in problems}, checked.unknown.everything
-    )
+    keys = checked.unknown.keys | {problem.field for problem in problems}
+    unknown = UnknownValues(keys, checked.unknown.everything)
     if unknown.hide_the_plan:
         return problems
     wrong = checks.unknown_choices(config)  # judges look choices up; as far as they go, defaults do

@@ -194,12 +194,11 @@ def _unreadable(word: str, key: str, value: str, reason: str, near: Sequence[str
     hidden = unparsed(word)
     if foreign := [char for char in key if not char.isascii()]:
         rule = f"{foreign[0]} (U+{ord(foreign[0]):04X}) is no letter of a key"
-        remedy = f"{near[0]}={unparsed(word).partition('=')[2]}" if near else "--help lists every key"
+        remedy = f"{near[0]}={hidden.partition('=')[2]}" if near else "--help lists every key"
         return Problem(hidden, None, rule, remedy)
     if hidden == word and not _KEY.fullmatch(key):
-        return Problem(
-            word, None, f"{key} is not a key: a key is names joined by dots", "--help lists every key"
-        )
+        rule = f"{key} is not a key: a key is names joined by dots"
+        return Problem(word, None, rule, "--help lists every key")
     if hidden == word and value.startswith("="):
         return Problem(word, None, "has more than one =", f"{key}={value.lstrip('=')}")
     if hidden == word and value.startswith("[") and "]" not in value:

@@ -284,9 +284,8 @@ def _engine_samples_like_this(config: PPOConfig | GenerateConfig) -> Iterator[Pr
         sampled[f"{key}.val_kwargs.temperature"] = rollout.val_kwargs.temperature
     for name, value in sampled.items():
         if 0 < value < least:
-            yield Problem(
-                name, value, f"{library} samples at {least} or above", f"{name}={least}, or 0 for greedy"
-            )
+            rule = f"{library} samples at {least} or above"
+            yield Problem(name, value, rule, f"{name}={least}, or 0 for greedy")
     actor = config.actor_rollout_ref.actor if isinstance(config, PPOConfig) else ActorConfig()
     dtype = engine_dtype(rollout.dtype, engine_config(actor.strategy, actor).compute_dtype)
     if dtype == "fp64" and not engine.computes_fp64:

@@ -87,21 +87,15 @@ class CheckedTree:
 def check(schema: type, tree: Mapping[str, Any], origins: Mapping[str, str], resolve: Resolve) -> CheckedTree:
     """Sorts every leaf of `tree`; `origins` has the keys that files or the command line set, by the names
     they were set under."""
-    checked = CheckedTree(
-        origins={key: origin for key, origin in origins.items() if key in known_keys(schema)}
-    )
-    foreign: dict[str, Any] = {}
+    keys, foreign = known_keys(schema), dict[str, Any]()
+    checked = CheckedTree(origins={key: origin for key, origin in origins.items() if key in keys})
     for key, value in flatten(schema, tree):
         try:
             if _has_interpolation(value):
                 checked.written[key] = value
-                value, known = resolve(key), known_keys(schema).get(key)
-                if (
-                    known
-                    and not known.is_section
-                    and isinstance(value, str)
-                    and not accepts(known.hint, value)
-                ):
+                value, known = resolve(key), keys.get(key)
+                fits = known is None or known.is_section or accepts(known.hint, value)
+                if isinstance(value, str) and not fits:
                     value = yaml.safe_load(value)  # text from the environment may be a number
             _sort(schema, key, value, checked, foreign)
         except ConfigError as error:

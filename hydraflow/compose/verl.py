@@ -258,13 +258,12 @@ def _other_engine(schema: type, foreign: dict[str, Any]) -> Iterator[Problem]:
     del foreign[key]
     chosen = verl_trees.group_override(schema, "engine", None, engine) is not None
     remedy = "engine=fsdp optim=fsdp" if chosen else f"{key}=fsdp2"
-    its_own = [name for name in foreign if name.startswith(("engine.", "optim."))]
-    for name in list(its_own):
+    its_own = []
+    for name in [name for name in foreign if name.startswith(("engine.", "optim."))]:
         row = classify(schema, name)
         is_harmless = isinstance(row, Unsupported) and _is_harmless(schema, name, foreign[name], row)
-        if isinstance(row, Alias | Ignored) or is_harmless:
-            its_own.remove(name)
-        else:
+        if not is_harmless and not isinstance(row, Alias | Ignored):
+            its_own.append(name)
             del foreign[name]
     remedy += f", and leave out {', '.join(its_own)}" if its_own else ""
     field = "engine" if chosen else key

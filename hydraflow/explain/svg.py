@@ -74,9 +74,8 @@ def ppo_step(plan: BatchPlan) -> StepPicture:
     q, n, actor = plan.prompts_per_step, plan.samples_per_prompt, plan.actor
     minis, mini, policy = q // actor.mini_batch_prompts, actor.mini_batch_prompts, "actor_rollout_ref"
     answers, each = count(n, "response"), count(actor.mini_batch_trajectories, "trajectory")
-    prompts = PictureBar(
-        count(q, "prompt"), "Q", "data.train_batch_size", q, "1", becomes=f"{answers} to each prompt"
-    )
+    becomes = f"{answers} to each prompt"
+    prompts = PictureBar(count(q, "prompt"), "Q", "data.train_batch_size", q, "1", becomes)
     cut = f"S = Q·n = {q}·{n}, cut into {count(minis, 'mini-batch')}"
     whole = count(plan.trajectories_per_step, "trajectory")
     step = PictureBar(whole, cut, f"{policy}.rollout.n", minis, each)
@@ -96,9 +95,8 @@ def sft_step(plan: SFTPlan, noun: str) -> StepPicture:
     ranks, rows = f"on {count(role.data_ranks, 'data rank')}", count(role.rows_per_rank, "row")
     first = PictureBar(batch, ranks, "data.train_batch_size", role.data_ranks, rows)
     end = ("then one optimizer step", *_total(plan.total_steps, role))
-    return StepPicture(
-        f"One training step: {batch}, 1 optimizer step", (first, _forwards(role, "data.")), end
-    )
+    title = f"One training step: {batch}, 1 optimizer step"
+    return StepPicture(title, (first, _forwards(role, "data.")), end)
 
 
 def _forwards(role: RolePlan, prefix: str) -> PictureBar:

@@ -182,10 +182,8 @@ def _update(role: RolePlan | None, prompts: int) -> str:
 def _run(per_epoch: int, total: int, role: RolePlan, rows: str, batch: int) -> Phase:
     """The whole run, if the number of steps is known."""
     if not total:
-        unless = "trainer.total_training_steps says it"
-        return Phase(
-            "run", f"the number of {rows} is not known, so the number of steps is not, unless {unless}"
-        )
+        unless = "so the number of steps is not, unless trainer.total_training_steps says it"
+        return Phase("run", f"the number of {rows} is not known, {unless}")
     epochs = f" ({per_epoch:,} are one pass over the {rows}, {batch:,} each)" if per_epoch else ""
     steps = role.optimizer_steps(total)
     warm = ""

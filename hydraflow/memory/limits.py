@@ -58,9 +58,8 @@ class BytesPerNumber:
     @classmethod
     def of(cls, fsdp: FSDPConfig, limits: MemoryLimits) -> BytesPerNumber:
         """The sizes for a model's configuration, resolved as in `engine/fsdp/build.py`."""
-        kept, compute, reduced = (
-            limits.bytes_of(name) for name in (fsdp.model_dtype, fsdp.compute_dtype, fsdp.reduce_dtype)
-        )
+        names = fsdp.model_dtype, fsdp.compute_dtype, fsdp.reduce_dtype
+        kept, compute, reduced = map(limits.bytes_of, names)
         return cls(kept, compute, compute if compute == 8 else reduced)
 
 
