@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hydraflow.compose.sweep import combinations
+from hydraflow.compose.command_words import combinations
 from hydraflow.errors import ConfigError, EnvironmentFault, Problem
 from hydraflow.slurm.job_settings import check
 from hydraflow.slurm.options import Submission

@@ -22,7 +22,7 @@ from hydraflow.algorithms.correction import Correction
 from hydraflow.algorithms.diagnostics import probs_diff_name
 from hydraflow.algorithms.distillation.terms import Distillation
 from hydraflow.batch_plan.parts import MicroPlan, RolePlan
-from hydraflow.batch_plan.replay import replay_problems
+from hydraflow.batch_plan.roles import replay_problems
 from hydraflow.device import device_identity, resolve_dtype, return_memory
 from hydraflow.dispatch.modes import Dispatch, register
 from hydraflow.dispatch.worker import ProcessContext
