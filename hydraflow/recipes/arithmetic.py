@@ -163,7 +163,7 @@ def prepare(
             start = make_model(folder / "start", seed=seed)
             config = _sft_config(recipe, seed, start, files.sft, _write_held_out(recipe, seed, folder))
             model = _warm_up(recipe, config, machine, clock, runtime(), scratch, logger)
-            if clock.is_over():
+            if clock.why_to_stop():
                 return _assets(folder, model)
             shutil.copytree(model, folder / "unfinished", dirs_exist_ok=True)
             (folder / "unfinished").rename(folder / "model")

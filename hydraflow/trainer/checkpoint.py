@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 import math
+import operator
 import shutil
 import threading
 import time
@@ -52,18 +53,6 @@ class RoleCheckpoints:
     """Configuration key of `keep`."""
 
 
-@dataclass(frozen=True)
-class Score:
-    """The validation metric that selects the best checkpoint, with its value."""
-
-    metric: str
-    value: float
-
-    def beats(self, other: float) -> bool:
-        """Whether this value is better; for a loss, smaller is better."""
-        return self.value < other if self.metric.endswith("loss") else self.value > other
-
-
 class Checkpointer:
     """Saves one checkpoint at a time. A context manager: leaving it finishes the one being written,
     unless the workers are gone.
@@ -96,7 +85,7 @@ class Checkpointer:
             self.settle()
         regular = preempted or (self.trainer.save_freq > 0 and (last or step % self.trainer.save_freq == 0))
         score = self._record(metrics)
-        if regular or score:
+        if regular or score is not None:
             with self.undisturbed() if preempted else nullcontext():
                 self._save(step, regular, score)
 
@@ -178,18 +167,18 @@ class Checkpointer:
         finally:
             self._thread.shutdown(wait=False)
 
-    def _record(self, metrics: Mapping[str, float]) -> Score | None:
-        """The validation score if it is the best so far."""
-        name = self.trainer.keep_best
+    def _record(self, metrics: Mapping[str, float]) -> float | None:
+        """The validation score if it is the best so far; for a loss, smaller is better."""
+        name, best = self.trainer.keep_best, self._best
         if name is None or (value := metrics.get(name)) is None or math.isnan(value):
             return None
-        score = Score(name, value)
-        if self._best is not None and self._best["metric"] == name and not score.beats(self._best["value"]):
+        is_better = operator.lt if name.endswith("loss") else operator.gt
+        if best is not None and best["metric"] == name and not is_better(value, best["value"]):
             return None
         self._best = {"metric": name, "value": value}
-        return score
+        return value
 
-    def _save(self, step: int, regular: bool, score: Score | None) -> None:
+    def _save(self, step: int, regular: bool, score: float | None) -> None:
         self.settle()
         ranks = {name: group.world_size for name, group in self.groups.items()}
         try:
@@ -216,7 +205,7 @@ class Checkpointer:
     # --- in the thread --------------------------------------------------
 
     def _finish(
-        self, unfinished: Path, step: int, ranks: Mapping[str, int], regular: bool, score: Score | None
+        self, unfinished: Path, step: int, ranks: Mapping[str, int], regular: bool, score: float | None
     ) -> str:
         """Waits for all parts and publishes the checkpoint; returns the error, empty if none."""
         try:
@@ -266,11 +255,11 @@ class Checkpointer:
                 return None
             return RankFiles({}, f"{role} rank {rank}: {error}")
 
-    def _publish(self, sealed: Path, step: int, regular: bool, score: Score | None) -> None:
+    def _publish(self, sealed: Path, step: int, regular: bool, score: float | None) -> None:
         """The pointer moves last, so that a run interrupted before that repeats all of it."""
         whole = self.store.name(sealed, step) if regular else sealed
         if score is not None:
-            self.store.publish_best(whole, step, score.metric, score.value, linked=regular)
+            self.store.publish_best(whole, step, str(self.trainer.keep_best), score, linked=regular)
         if regular:
             self.store.point_to(step)
             self._thin_out()

@@ -30,12 +30,11 @@ from hydraflow.errors import GuardStop
 from hydraflow.generation.config import GENERATION_ENGINES
 from hydraflow.protocol.remote import RemoteBatch
 from hydraflow.schema import PPOConfig
-from hydraflow.trainer.failures import judge_failures
 from hydraflow.trainer.generations import GenerationDump, read_scored
 from hydraflow.trainer.mini_batches import cut_mini_batches, dispatched
 from hydraflow.trainer.phases import old_from, rollout_is_exact, sampled_too, score_columns, step_phases
 from hydraflow.trainer.roles import Roles
-from hydraflow.trainer.source import Trajectories, TrajectorySource, checked, scores_of
+from hydraflow.trainer.source import Trajectories, TrajectorySource, checked, judge_failures, scores_of
 from hydraflow.trainer.timing import PhaseTimer
 from hydraflow.workers.actor import ENTROPY_COEFF, OLD_FROM, ActorWorker
 from hydraflow.workers.advantage import AdvantageWorker, RolloutComparison

@@ -127,26 +127,14 @@ def require_dumps(debug: DebugConfig, plan: BatchPlan, *, first: int) -> None:
     if debug.load_rollouts is None:
         return
     folder = Path(debug.load_rollouts).expanduser()
+    other = f"{LOAD}=<a folder that trainer.debug.save_rollouts wrote>"
     missing = [step for step in range(first, plan.total_steps + 1) if not dump_file(folder, step).is_file()]
     if missing:
-        there = sorted(
-            int(path.stem.split("_")[1])
-            for path in folder.glob("step_*.safetensors")
-            if path.stem.split("_")[1].isdigit()
-        )
-        rule = f"has no trajectories of step {missing[0]}" + (
-            f" and {len(missing) - 1} more" if len(missing) > 1 else ""
-        )
-        run = next((number - 1 for number in range(first, plan.total_steps + 2) if number not in there), 0)
-        remedy = (
-            f"trainer.total_training_steps={run}"
-            if run >= first
-            else f"{LOAD}=<a folder that trainer.debug.save_rollouts wrote>"
-        )
+        more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
+        rule = f"has no trajectories of step {missing[0]}{more}"
+        remedy = f"trainer.total_training_steps={missing[0] - 1}" if missing[0] > first else other
         raise ConfigError.one(LOAD, debug.load_rollouts, rule, remedy)
     try:
         read_dump(dump_file(folder, first))
     except EnvironmentFault as error:
-        raise ConfigError.one(
-            LOAD, debug.load_rollouts, str(error), f"{LOAD}=<a folder that trainer.debug.save_rollouts wrote>"
-        ) from error
+        raise ConfigError.one(LOAD, debug.load_rollouts, str(error), other) from error

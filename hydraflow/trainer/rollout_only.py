@@ -13,10 +13,9 @@ from hydraflow.batch_plan.resolve import BatchPlan
 from hydraflow.dispatch.runtime import Runtime
 from hydraflow.protocol.ragged import lengths
 from hydraflow.protocol.remote import RemoteBatch
-from hydraflow.trainer.failures import judge_failures
 from hydraflow.trainer.generations import GenerationDump, read_scored
 from hydraflow.trainer.ppo import columns
-from hydraflow.trainer.source import Trajectories, TrajectorySource, checked, scores_of
+from hydraflow.trainer.source import Trajectories, TrajectorySource, checked, judge_failures, scores_of
 from hydraflow.trainer.timing import PhaseTimer
 from hydraflow.workers.advantage import count_ends, is_faulted, spread
 from hydraflow.workers.reward import FUNCTION_MEANS, WHY_FAILED

@@ -8,6 +8,7 @@ trajectories (`ppo.py`).
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
@@ -23,11 +24,14 @@ from hydraflow.errors import GuardStop
 from hydraflow.protocol.batch import DataProto
 from hydraflow.protocol.fields import described
 from hydraflow.protocol.remote import RemoteBatch
+from hydraflow.rewards.failures import require_scored
 from hydraflow.trainer.phases import SCORES, TRAJECTORY
 from hydraflow.trainer.routing import Router
 from hydraflow.trainer.turns import Turns
 from hydraflow.workers.reward import PARTS, SCORED_WITH, WITH_TEXTS, RewardWorker
 from hydraflow.workers.rollout import RolloutWorker, SamplingSpec
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -84,6 +88,17 @@ def scores_of(taken: Trajectories, names: Sequence[str] = SCORES) -> RemoteBatch
     if lacking := [name for name in names if name not in scored.columns]:
         raise GuardStop(f"the scores have no column {lacking[0]} ({described(lacking[0])})")
     return scored
+
+
+def judge_failures(
+    failed: int, rows: int, first_cause: str | None, max_share: float, *, where: str, so: str
+) -> None:
+    """Logs how many rows the reward function failed on, and the first error; GuardStop when they are more
+    than the share `max_share`. `so`: the consequence, for the message."""
+    require_scored(failed, rows, first_cause, max_share, where=where, so=so)
+    if failed:
+        text = "%s: the reward function failed on %d of %d rows: %s"
+        logger.warning(text, where, failed, rows, first_cause)
 
 
 class Sampler:

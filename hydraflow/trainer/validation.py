@@ -15,9 +15,8 @@ from hydraflow.dispatch.runtime import Runtime
 from hydraflow.schema import PPOConfig
 from hydraflow.tracking.run_folder import RunFolder
 from hydraflow.tracking.trackers import Trackers
-from hydraflow.trainer.failures import judge_failures
 from hydraflow.trainer.generations import GenerationDump, ScoredResponses, read_scored
-from hydraflow.trainer.source import TrajectorySource
+from hydraflow.trainer.source import TrajectorySource, judge_failures
 from hydraflow.workers.reward import WHY_FAILED
 
 

@@ -28,6 +28,7 @@ from hydraflow.workers.weights_transfer import Received
 
 NO_VERSION = -1
 """No weights have been published yet."""
+Transfer = tuple[Future, Callable[[], bool]]
 
 
 class WeightLink(Protocol):
@@ -124,16 +125,6 @@ class SameProcess(_Sleeps):
         self.publish(self._version)()
 
 
-@dataclass(frozen=True)
-class Transfer:
-    """A transfer in progress."""
-
-    receiving: Future
-    """Future of the generation processes' answers."""
-    sent: Callable[[], bool]
-    """Waits for the actor; returns whether it has reached all of them."""
-
-
 @dataclass
 class SeparateProcesses(_Sleeps, ABC):
     """Actor and generation engine are in different processes."""
@@ -160,8 +151,9 @@ class SeparateProcesses(_Sleeps, ABC):
 
     @abstractmethod
     def _begin(self, checked: bool, compare: bool, ranks: Sequence[int]) -> Transfer | None:
-        """Starts sending the weights to these generation processes, to be loaded or compared. None: some
-        cannot be reached."""
+        """Starts sending the weights to these generation processes, to be loaded or compared. Returns the
+        future of their answers, and a function that waits for the actor and says whether it has reached all
+        of them. None: some cannot be reached."""
 
     def publish(self, version: int) -> Callable[[], None]:
         """See `WeightLink`. The transfer starts when the caller waits: a process that waits for its peers is
@@ -240,9 +232,10 @@ class SeparateProcesses(_Sleeps, ABC):
         if transfer is None:
             return None
         self._reached = False
-        received: list[Received | None] = transfer.receiving.get()
+        receiving, sent = transfer
+        received: list[Received | None] = receiving.get()
         found = [one.difference for one in received if one is not None]
-        self._reached = transfer.sent() and len(found) == len(ranks)
+        self._reached = sent() and len(found) == len(ranks)
         return found if self._reached and self.rollout.group.replaced == replaced else None
 
     def _ask(self, ranks: Sequence[int], method: Callable[..., Any], *values: Any) -> Future:
@@ -286,7 +279,7 @@ class SharedMemory(SeparateProcesses):
             whole, self._place = sharing.get()[0]
             return bool(whole)
 
-        return Transfer(reading, sent)
+        return reading, sent
 
 
 @dataclass
@@ -304,7 +297,7 @@ class Broadcast(SeparateProcesses):
             return None
         receiving = self._ask(ranks, RolloutWorker.receive_weights, compare)
         sending: Future = self.actor.call(ActorWorker.broadcast_weights, self._options(checked, compare))
-        return Transfer(receiving, lambda: bool(sending.get()[0]))
+        return receiving, lambda: bool(sending.get()[0])
 
     def _join(self, ranks: Sequence[int]) -> bool:
         """Creates the process group of the actor's rank 0 and these generation processes."""
