@@ -123,7 +123,10 @@ class ActorWorker(TrainedWorker):
         self.learner = self.make_learner(
             spec.plan, spec.skip_limits, what="update of the actor", role="actor", prefix="actor"
         )
-        self.correct = self._corrector(spec.correction)
+        self.correct: Corrector | None = None
+        """The correction of whole mini-batches; None: there is none."""
+        if spec.correction is not None and spec.correction.needs_mini_batch:
+            self.correct = Corrector(spec.correction, self.engine, self._current_log_probs)
         self.policy_loss = spec.loss or POLICY_LOSSES[spec.actor.policy_loss.loss_mode]
         self._listener: Listener | None = None
         self._slots: Slots | None = None
@@ -234,12 +237,6 @@ class ActorWorker(TrainedWorker):
         names = ["prompts", "responses", "response_mask", "routed_experts"]
         inputs = rows.select([name for name in names if name in rows.keys()])
         return self._log_probs(inputs, Ask(self.spec.temperature)).get("log_probs")
-
-    def _corrector(self, correction: Correction | None) -> Corrector | None:
-        """The correction of whole mini-batches; None: there is none."""
-        if correction is None or not correction.needs_mini_batch:
-            return None
-        return Corrector(correction, self.engine, self._current_log_probs)
 
     def _loss(self, old: OldFrom, entropy_coeff: float, denominators: Denominators, first: bool) -> LossFn:
         actor = self.spec.actor
