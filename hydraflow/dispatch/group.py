@@ -27,8 +27,7 @@ from hydraflow.dispatch.host import WorkerHost
 from hydraflow.dispatch.modes import CallContext, Registration, registration
 from hydraflow.dispatch.observability import Observability
 from hydraflow.dispatch.placement import Reservation
-from hydraflow.dispatch.profile import Profile
-from hydraflow.dispatch.profiler import nsight_options
+from hydraflow.dispatch.profiler import Profile, nsight_options
 from hydraflow.dispatch.shards import Future
 from hydraflow.dispatch.stacks import NamedProcess, ProcessInfo, names_of
 from hydraflow.dispatch.template import has_template
@@ -138,7 +137,6 @@ class Group(ABC):
         return future.get() if plan.blocking else future
 
     def announce(self, role: str, method: str) -> None:
-        """Tells `before_call` of a call."""
         if self.before_call is not None:
             self.before_call(role, method)
 
