@@ -39,7 +39,6 @@ class ReservedPorts:
             held.close()
 
     def release(self) -> None:
-        """Releases ports and locks."""
         self.open_up()
         for lock in self.locks:
             lock.close()
