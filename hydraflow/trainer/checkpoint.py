@@ -19,7 +19,6 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from hydraflow.dispatch.group import RoleGroup
@@ -95,12 +94,13 @@ class Checkpointer:
         if self._pending is None:
             return
         wrong, self._pending = self._result(self._pending), None
-        if wrong:
-            self._best = self.store.best()
-        if wrong and self.trainer.stop_on_failed_save:
+        if not wrong:
+            return
+        self._best, pointer = self.store.best(), self.store.pointer()
+        if self.trainer.stop_on_failed_save:
             raise EnvironmentFault(f"{wrong} (trainer.stop_on_failed_save=true)")
-        if wrong:
-            logger.warning("%s; training continues, and %s", wrong, self._what_is_left())
+        left = "there is no checkpoint yet" if pointer is None else f"the one of step {pointer} stays"
+        logger.warning("%s; training continues, and %s", wrong, left)
 
     def has(self, step: int) -> bool:
         """Whether the newest checkpoint is of that step. EnvironmentFault as in `settle`."""
@@ -114,19 +114,15 @@ class Checkpointer:
         try:
             return saving.result(limit)
         except TimeoutError:
-            text = (
-                f"a checkpoint in {self.store.folder} is not on the disk after {limit:g} seconds: the disk"
-                " does not answer"
-            )
-            raise EnvironmentFault(f"{text} (twice trainer.rpc_timeout)") from None
+            text = f"a checkpoint in {self.store.folder} is not on the disk after {limit:g} seconds"
+            why = "the disk does not answer (twice trainer.rpc_timeout)"
+            raise EnvironmentFault(f"{text}: {why}") from None
 
     def require_space(self, total_steps: int, done: int) -> None:
         """Raises ConfigError when the disk has no room for two checkpoints (or for the only one planned)."""
-        planned = (
-            math.ceil((total_steps - done) / self.trainer.save_freq) if self.trainer.save_freq > 0 else 0
-        )
-        if not planned:
+        if self.trainer.save_freq <= 0 or total_steps <= done:
             return
+        planned = math.ceil((total_steps - done) / self.trainer.save_freq)
         sizes = {
             name: sum(group.call(EngineWorker.checkpoint_bytes, self._contents(name)))
             for name, group in self.groups.items()
@@ -151,9 +147,7 @@ class Checkpointer:
     def __enter__(self) -> Checkpointer:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         workers_live = error is None or (
             isinstance(error, HydraflowError) and not isinstance(error, WorkerError | HeadLost)
         )
@@ -188,13 +182,8 @@ class Checkpointer:
             self._pending.set_result(f"the checkpoint of step {step} could not be started: {error}")
             return
         for name, group in self.groups.items():
-            group.call(
-                EngineWorker.save_checkpoint,
-                str(unfinished),
-                name,
-                self._contents(name),
-                self.roles[name].config.async_save,
-            )
+            contents, background = self._contents(name), self.roles[name].config.async_save
+            group.call(EngineWorker.save_checkpoint, str(unfinished), name, contents, background)
         self._pending = self._thread.submit(self._finish, unfinished, step, ranks, regular, score)
         if not any(role.config.async_save for role in self.roles.values()):
             self.settle()
@@ -262,14 +251,7 @@ class Checkpointer:
             self.store.publish_best(whole, step, str(self.trainer.keep_best), score, linked=regular)
         if regular:
             self.store.point_to(step)
-            self._thin_out()
-
-    def _thin_out(self) -> None:
-        try:
-            self.store.thin_out({name: role.keep for name, role in self.roles.items()})
-        except OSError as error:
-            logger.warning("old checkpoints could not be removed: %s", error)
-
-    def _what_is_left(self) -> str:
-        pointer = self.store.pointer()
-        return "there is no checkpoint yet" if pointer is None else f"the one of step {pointer} stays"
+            try:
+                self.store.thin_out({name: role.keep for name, role in self.roles.items()})
+            except OSError as error:
+                logger.warning("old checkpoints could not be removed: %s", error)

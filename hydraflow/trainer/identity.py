@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +22,7 @@ from hydraflow.errors import Problem
 from hydraflow.options import Leaf, walk
 from hydraflow.redact import fingerprinted, public
 from hydraflow.schema import PPOConfig, SupervisedConfig
+from hydraflow.tracking.base import flat
 
 TOTAL = "trainer.total_training_steps"
 
@@ -68,7 +69,7 @@ def identity_of(config: PPOConfig | SupervisedConfig, plan: BatchPlan | SFTPlan)
         absent = [section for section, role in roles.items() if role is None]
     leaves = (leaf for leaf in walk(config) if not leaf.key.startswith(tuple(absent)))
     shaping = [leaf for leaf in leaves if _shapes(leaf)]
-    values = {key: value for leaf in shaping for key, value in _entries(leaf.key, leaf.value)}
+    values: dict[str, Any] = dict(flat({leaf.key: leaf.value for leaf in shaping}))
     if isinstance(config, PPOConfig):
         assert isinstance(plan, BatchPlan)
         values |= _ppo_sizes(plan)
@@ -124,15 +125,6 @@ def _shapes(leaf: Leaf) -> bool:
         return False
     given = [option.shapes_training for option in on_the_way if option.shapes_training is not None]
     return given[0] if given else True
-
-
-def _entries(key: str, value: Any) -> Iterator[tuple[str, Any]]:
-    """A key with its value; a mapping's entries one by one."""
-    if isinstance(value, dict) and value:
-        for name, item in value.items():
-            yield from _entries(f"{key}.{name}", item)
-    else:
-        yield key, value
 
 
 def _shown(value: Any) -> str:

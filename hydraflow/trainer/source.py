@@ -73,10 +73,8 @@ def checked(taken: Trajectories, also: Sequence[str] = ()) -> Trajectories:
     besides `phases.TRAJECTORY`. GuardStop when columns or all rows are missing."""
     needed = (*TRAJECTORY, *also)
     if lacking := [name for name in needed if name not in taken.rows.columns]:
-        raise GuardStop(
-            f"the trajectories have no column {lacking[0]} ({described(lacking[0])}): a source must deliver"
-            f" {', '.join(needed)}"
-        )
+        what = f"the trajectories have no column {lacking[0]} ({described(lacking[0])})"
+        raise GuardStop(f"{what}: a source must deliver {', '.join(needed)}")
     if not len(taken.rows):
         raise GuardStop("a source must deliver at least one row for each step")
     return replace(taken, rows=RemoteBatch(dict(taken.rows.columns), taken.rows.objects))
@@ -232,10 +230,8 @@ class Lockstep(FollowsLoader):
         self.loader, self.sampler, self.visit = loader, sampler, visit
 
     def take(self, step: int) -> Trajectories:
-        """See `TrajectorySource`."""
         prompts = self.loader.next_batch()
         return self.sampler.sample(prompts, self.loader.epoch if self.visit is None else self.visit)
 
     def published(self, version: int) -> None:
-        """See `TrajectorySource`."""
         self.sampler.version = version

@@ -45,13 +45,12 @@ class WeightLink(Protocol):
 
 
 class _Sleeps:
-    """A generation engine that sleeps until weights arrive."""
+    """The part of a `Sleeper` for a generation engine, which sleeps until weights arrive."""
 
     rollout: RoleGroup
     sleeps: bool
 
     def sleep(self) -> None:
-        """See `Sleeper`."""
         self.sleeps = True  # before a process that dies in the call is replaced
         self.rollout.call(RolloutWorker.sleep)
 
@@ -65,7 +64,6 @@ class ModelDirectory(_Sleeps):
     sleeps: bool = field(default=False, init=False)
 
     def wake(self) -> None:
-        """See `Sleeper`."""
         self.sleeps = False
         with self.turns.together("rollout"):
             self.rollout.call(RolloutWorker.load_weights)
@@ -87,20 +85,18 @@ def load_model_directory(rollout: RoleGroup, max_retries: int, turns: Turns | No
 
 
 class NoRollout:
-    """The link of a run that samples nothing."""
+    """The `WeightLink` of a run that samples nothing."""
 
     def publish(self, version: int) -> Callable[[], None]:
-        """See `WeightLink`."""
         return lambda: None
 
     def first_difference(self, replica: int) -> str | None:
-        """See `WeightLink`."""
         return None
 
 
 @dataclass
 class SameProcess(_Sleeps):
-    """Every process of the generation engine also holds the actor."""
+    """A `WeightLink` where every process of the generation engine also holds the actor."""
 
     rollout: RoleGroup
     turns: Turns = field(default_factory=Turns)
@@ -108,26 +104,23 @@ class SameProcess(_Sleeps):
     _version: int = field(default=NO_VERSION, init=False)
 
     def publish(self, version: int) -> Callable[[], None]:
-        """See `WeightLink`."""
         self.sleeps, self._version = False, version
         with self.turns.together("actor", "rollout"):
             sent: Future = self.rollout.call(RolloutWorker.sync_from_actor, version)
         return sent.get
 
     def first_difference(self, replica: int) -> str | None:
-        """See `WeightLink`."""
         if self.sleeps:
             return None
         return self.rollout.call(RolloutWorker.first_difference_from_actor)[replica]
 
     def wake(self) -> None:
-        """See `Sleeper`."""
         self.publish(self._version)()
 
 
 @dataclass
 class SeparateProcesses(_Sleeps, ABC):
-    """Actor and generation engine are in different processes."""
+    """A `WeightLink` between different processes."""
 
     actor: RoleGroup
     rollout: RoleGroup
@@ -156,7 +149,7 @@ class SeparateProcesses(_Sleeps, ABC):
         of them. None: some cannot be reached."""
 
     def publish(self, version: int) -> Callable[[], None]:
-        """See `WeightLink`. The transfer starts when the caller waits: a process that waits for its peers is
+        """The transfer starts when the caller waits: a process that waits for its peers is
         blocked, so all must be free first."""
         after_first_sleep = self.sleeps and not self._has_woken
         due = self.published % self.config.verify_weights_every == 0 or after_first_sleep
@@ -167,7 +160,6 @@ class SeparateProcesses(_Sleeps, ABC):
         return partial(self._arrive, checked)
 
     def first_difference(self, replica: int) -> str | None:
-        """See `WeightLink`."""
         if self.sleeps or not self._reads_back:
             return None
         self._sending = True
@@ -178,7 +170,6 @@ class SeparateProcesses(_Sleeps, ABC):
         return found[replica * self.processes_per_replica]
 
     def wake(self) -> None:
-        """See `Sleeper`."""
         self.publish(self._version)()
 
     def restore(self, rank: int) -> None:

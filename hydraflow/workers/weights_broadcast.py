@@ -41,7 +41,6 @@ class WeightsSender:
         return self._group is not None
 
     def send(self, outgoing: Outgoing) -> bool:
-        """See `send_all`."""
         outlet = None if self._group is None else _Broadcasts(self._group, self._device)
         if not (whole := send_all(outgoing, outlet)):
             self._group = None
