@@ -24,7 +24,7 @@ from torch.profiler import record_function
 
 from hydraflow.dispatch.environment import LOOPBACK, settle
 from hydraflow.dispatch.group import Channel, Group
-from hydraflow.dispatch.modes import CallContext, Registration
+from hydraflow.dispatch.modes import CallContext, PerRank, Registration
 from hydraflow.dispatch.observability import of_role
 from hydraflow.dispatch.placement import ResourcePool
 from hydraflow.dispatch.profiler import Profile
@@ -116,15 +116,9 @@ class LocalGroup(Group):
     def await_ready(self) -> None:
         """Returns at once: the workers are already built."""
 
-    def send(
-        self,
-        plan: Registration,
-        context: CallContext,
-        positional: Sequence[Sequence[Any]],
-        named: Mapping[str, Sequence[Any]],
-    ) -> CompletedFuture:
+    def send(self, plan: Registration, context: CallContext, arguments: PerRank) -> CompletedFuture:
         """Runs the call here; exceptions of the method pass through."""
-        role, method = context.role, context.method
+        role, method, (positional, named) = context.role, context.method, arguments
         given = [_given(values[0], plan) for values in positional]
         given_by_name = {name: _given(values[0], plan) for name, values in named.items()}
         with self._as(role), record_function(f"{role}.{method}"):

@@ -25,11 +25,11 @@ from hydraflow.redact import fingerprinted
 from hydraflow.system.whole_files import json_object, make_earlier, prove_writable, replacing
 from hydraflow.tracking.file import METRICS_FILE, json_number
 from hydraflow.tracking.history import record_of
+from hydraflow.tracking.run_lock import FIELD
 from hydraflow.tracking.summary import Summary
 
 logger = logging.getLogger(__name__)
 
-FIELD = "trainer.default_local_dir"
 RUNS = Path("runs")
 """Parent of run folders that the user did not name."""
 RUN_FILES = (
