@@ -53,8 +53,7 @@ from hydraflow.trainer.roles import (
 from hydraflow.trainer.rollout_only import RolloutTrainer
 from hydraflow.trainer.source import Lockstep, Sampler, TrajectorySource
 from hydraflow.trainer.validation import Validator, metric_names
-from hydraflow.workers.actor import ActorWorker
-from hydraflow.workers.critic import CriticWorker
+from hydraflow.workers.engine_worker import EngineWorker
 from hydraflow.workers.reward_model import RewardModelWorker
 from hydraflow.workers.rollout import SamplingSpec
 
@@ -213,7 +212,8 @@ class PPOJob:
                 validate_first=self.config.trainer.val_before_train,
             )
         if self.config.trainer.save_final_model and (session.why == DONE or not session.clock.preempted):
-            save(roles, session)
+            for name, group in groups.items():
+                group.call(EngineWorker.save_hf, str(session.folder.final_model / name))
 
     def _sample(self, session: Session, plan: BatchPlan, prompts: RunPrompts, loader: PromptLoader) -> None:
         """Samples and scores every step's prompts; nothing is trained or saved."""
@@ -302,10 +302,3 @@ def _sampler(roles: Roles | SamplingRoles, how: SamplingSpec, **more: Any) -> Sa
     if roles.reward_model is not None:
         model = partial(roles.reward_model.call, RewardModelWorker.compute_scores)
     return Sampler(roles.rollout, roles.reward, how, turns=roles.turns, model=model, **more)
-
-
-def save(roles: Roles, session: Session) -> None:
-    """Writes the trained models as Hugging Face directories."""
-    roles.actor.call(ActorWorker.save_hf, str(session.folder.final_model / "actor"))
-    if roles.critic is not None:
-        roles.critic.call(CriticWorker.save_hf, str(session.folder.final_model / "critic"))
