@@ -167,7 +167,8 @@ def numbers(device: torch.device) -> bool:
             engine = engine_of(path, where, "fp32")
             log_probs = engine.forward([batch]).get("log_probs").values()
             engine.forward_backward([batch], loss)
-            gradient = torch.cat([p.grad.to_local().flatten().cpu() for p in engine.module.parameters()])
+            gradients: list[Any] = [p.grad for p in engine.module.parameters()]
+            gradient = torch.cat([one.to_local().flatten().cpu() for one in gradients])
             native = sampler(engine, where, torch.float32)
             request = GenerationRequest(ragged.rows(batch.get("prompts")), [1] * 8, [(i,) for i in range(8)])
             sampled = native.generate(request, SamplingParams(max_tokens=16, temperature=0)).responses
@@ -253,7 +254,8 @@ def read_elsewhere(sent: Any) -> list[int]:
     from hydraflow.weights.buckets import checksum_of
     from hydraflow.weights.slots import OpenSlots
 
-    return [checksum_of(one) for _, one in OpenSlots().read(sent).weights()]
+    weights: Any = OpenSlots().read(sent).weights()
+    return [checksum_of(one) for _, one in weights]
 
 
 def links(device: torch.device) -> bool:
@@ -273,7 +275,7 @@ def links(device: torch.device) -> bool:
             if header is not None:
                 found += other.apply(read_elsewhere, (slots.put(header, numbers),))
     same = found == [checksum_of(one) for one in weights.values()]
-    place = dict(address="127.0.0.1", port=0, own_address="127.0.0.1")
+    place: dict[str, Any] = dict(address="127.0.0.1", port=0, own_address="127.0.0.1")
     group = BroadcastGroup(device, rank=0, world_size=1, timeout_s=60, **place)
     sent = group.broadcast(weights["w0"].clone()).wait()
     good = same and torch.equal(sent, weights["w0"])
@@ -301,7 +303,8 @@ def attention(device: torch.device) -> bool:
 
     def results(where: torch.device, dtype: torch.dtype) -> list[torch.Tensor]:
         given = [one.to(where, dtype).requires_grad_() for one in exact]
-        out = attend_rows(*given, plan_rows(lengths, where), None, None)
+        q, k, v = given
+        out = attend_rows(q, k, v, plan_rows(lengths, where), None, None)
         return [x.detach().cpu().double() for x in (out, *torch.autograd.grad(out.sum(), given))]
 
     wanted, found = results(torch.device("cpu"), torch.float64), results(device, torch.bfloat16)
@@ -349,7 +352,8 @@ def figures(device: torch.device, size: str) -> None:
     tokens = prompt * count // 2 + int(ragged.lengths(batch.get("responses")).sum())
     with tempfile.TemporaryDirectory() as folder:
         path = write_model(sizes, Path(folder), torch.bfloat16)
-        times, engine = {}, None
+        times: dict[bool, float] = {}
+        engine: Any = None
         for packed in (False, True):
             del engine
             return_memory(device.type)
@@ -393,7 +397,7 @@ def main() -> int:
     if given.device != "cpu" and not torch.get_device_module(given.device).is_available():
         print(f"torch {torch.__version__} finds no {given.device} device here", file=sys.stderr)
         return 2
-    device = torch.device(given.device, None if given.device == "cpu" else 0)
+    device = torch.device("cpu" if given.device == "cpu" else f"{given.device}:0")
     name = platform.machine() if device.type == "cpu" else torch.get_device_module(device).get_device_name(0)
     say("device", name=name)
     with one_rank(device):

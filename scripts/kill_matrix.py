@@ -479,7 +479,7 @@ def read_result(folder: Path) -> Result:
             if not name.startswith(("timing_s/", "perf/")) and name != "seconds"
         }
         metrics.append((record["step"], values))
-    weights = {}
+    weights: dict[str, Any] = {}
     for path in sorted((folder / "final_model").rglob("*.safetensors")):
         weights |= {f"{path.parent.name}/{name}": tensor for name, tensor in load_file(path).items()}
     return Result(metrics, weights)

@@ -52,7 +52,7 @@ def _label(role: str, rank: int) -> str:
 def draw(around: Event, rows: list[tuple[str, list[Event]]], path: Path) -> None:
     """Writes the picture."""
     kinds = sorted({span["name"] for _, spans in rows for span in spans})
-    colours = dict(zip(kinds, plt.get_cmap("tab20").colors * 3, strict=False))
+    colours = dict(zip(kinds, matplotlib.color_sequences["tab20"] * 3, strict=False))
     named = set()
     figure, axes = plt.subplots(figsize=(12, 0.5 * len(rows) + 1))
     for number, (_, spans) in enumerate(rows):

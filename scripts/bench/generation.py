@@ -129,8 +129,8 @@ def transformers(size: str, lengths: str, sequences: int) -> Sample:
 
     model, stops = model_of(size), stops_of(size, lengths)
     padding = SIZES[size]["vocab_size"] - 1
-    how = dict(do_sample=True, top_k=0, max_new_tokens=LONGEST[lengths], pad_token_id=padding)
-    how["eos_token_id"] = stops or None
+    how: dict[str, Any] = dict(do_sample=True, top_k=0, max_new_tokens=LONGEST[lengths])
+    how |= dict(pad_token_id=padding, eos_token_id=stops or None)
 
     @torch.inference_mode()
     def sample(count: int) -> int:

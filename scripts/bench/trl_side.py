@@ -9,6 +9,7 @@ import argparse
 import json
 import statistics
 import time
+from typing import Any
 
 import pyarrow.parquet
 from datasets import Dataset
@@ -23,15 +24,17 @@ class StepClock(TrainerCallback):
         self.ends: list[float] = []
         self.rewards: list[float] = []
 
-    def on_step_end(self, args, state, control, **kwargs) -> None:
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.ends.append(time.perf_counter())
 
-    def on_log(self, args, state, control, logs=None, **kwargs) -> None:
+    def on_log(
+        self, args: Any, state: Any, control: Any, logs: dict[str, float] | None = None, **kwargs: Any
+    ) -> None:
         if logs and "reward" in logs:
             self.rewards.append(logs["reward"])
 
 
-def exact_match(completions, ground_truth, **kwargs) -> list[float]:
+def exact_match(completions: list[Any], ground_truth: list[str], **kwargs: Any) -> list[float]:
     """1 where the text is the answer."""
     texts = [c[0]["content"] if isinstance(c, list) else c for c in completions]
     return [float(text.strip() == truth) for text, truth in zip(texts, ground_truth, strict=True)]

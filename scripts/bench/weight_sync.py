@@ -130,7 +130,7 @@ def two_nodes(model: str, bucket_megabytes: int) -> Iterator[Broadcast]:
 @contextmanager
 def _cluster(folder: str) -> Iterator[str]:
     """Two Ray nodes on this machine, whose files are in `folder`; the address of the first."""
-    node = dict(num_cpus=2, object_store_memory=3 * 10**9)
+    node: dict[str, Any] = dict(num_cpus=2, object_store_memory=3 * 10**9)
     with patch.dict(os.environ, RAY_TMPDIR=folder):
         with workers_from_template(), without_services(log_monitor=False):
             cluster = Cluster(initialize_head=True, head_node_args=node | dict(include_dashboard=False))
@@ -184,8 +184,9 @@ def rates(link: WeightLink, size: int, times: int) -> dict[str, float]:
     for _ in range(times + 1):
         published.append(seconds(lambda: link.publish(1)()))
         copied.append(seconds(lambda: np.copyto(target, source)))
-    found = {}
-    for name, of in {"median": statistics.median, "fastest": min}.items():
+    found: dict[str, float] = {}
+    middles: dict[str, Callable[[list[float]], float]] = {"median": statistics.median, "fastest": min}
+    for name, of in middles.items():
         sent, copy = size / of(published[1:]), COPIED_BYTES / of(copied[1:])
         found |= {name: sent, f"{name}_copy": copy, f"{name}_share": round(sent / copy, 3)}
     return found
