@@ -19,7 +19,7 @@ from hydraflow.algorithms.distillation.terms import Distillation
 from hydraflow.algorithms.kl import KL_ESTIMATORS
 from hydraflow.algorithms.masked import keep
 from hydraflow.algorithms.policy_loss import PolicyLoss
-from hydraflow.algorithms.token_terms import PolicyOutput, TokenInputs, token_metrics
+from hydraflow.algorithms.token_terms import ModelOutput, TokenInputs, token_metrics
 from hydraflow.metrics import Metric
 
 
@@ -57,7 +57,7 @@ class ActorLoss:
     (`workers/correcting.py`)."""
 
     def __call__(
-        self, output: PolicyOutput, columns: Mapping[str, Tensor]
+        self, output: ModelOutput, columns: Mapping[str, Tensor]
     ) -> tuple[Tensor, dict[str, Metric]]:
         assert output.log_probs is not None, "the actor's loss needs log-probabilities"
         mask = columns["response_mask"]
@@ -91,7 +91,7 @@ class ActorLoss:
         return loss, token_metrics(mask, stats, sums) | found
 
     def _distilled(
-        self, distillation: Distillation, logp: Tensor, output: PolicyOutput, columns: Mapping[str, Tensor]
+        self, distillation: Distillation, logp: Tensor, output: ModelOutput, columns: Mapping[str, Tensor]
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """Distillation terms (B, R), and metrics: the probability mass of the compared tokens."""
         mask = columns["response_mask"]

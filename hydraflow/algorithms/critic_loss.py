@@ -13,7 +13,7 @@ from torch import Tensor
 
 from hydraflow.algorithms.aggregate import Denominators, token_weights
 from hydraflow.algorithms.masked import keep
-from hydraflow.algorithms.token_terms import ValueOutput, token_metrics
+from hydraflow.algorithms.token_terms import ModelOutput, token_metrics
 from hydraflow.algorithms.value_loss import clipped_value_loss
 from hydraflow.metrics import Metric
 
@@ -36,7 +36,7 @@ class ValueLoss:
     """A name of LOSS_AGG_MODES."""
 
     def __call__(
-        self, output: ValueOutput, columns: Mapping[str, Tensor]
+        self, output: ModelOutput, columns: Mapping[str, Tensor]
     ) -> tuple[Tensor, dict[str, Metric]]:
         assert output.values is not None, "the critic's loss needs values"
         mask = columns["response_mask"]

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from hydraflow.algorithms.aggregate import Denominators
 from hydraflow.algorithms.masked import masked_sum
-from hydraflow.algorithms.token_terms import PolicyOutput, token_metrics
+from hydraflow.algorithms.token_terms import ModelOutput, token_metrics
 from hydraflow.metrics import Metric
 
 
@@ -32,7 +32,7 @@ class SFTLoss:
     """Name of the metric; validation uses a different one."""
 
     def __call__(
-        self, output: PolicyOutput, columns: Mapping[str, Tensor]
+        self, output: ModelOutput, columns: Mapping[str, Tensor]
     ) -> tuple[Tensor, dict[str, Metric]]:
         assert output.log_probs is not None, "the loss needs log-probabilities"
         mask = columns["response_mask"]

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -42,28 +41,19 @@ class TokenTerms:
     """Metric name -> (B, R); reported as means over trained tokens."""
 
 
-class PolicyOutput(Protocol):
-    """The part of a forward pass that a policy loss reads."""
+@dataclass(frozen=True)
+class ModelOutput:
+    """A model's output for B rows with up to R response tokens: (B, R), right padded, 0 where
+    response_mask is 0."""
 
-    @property
-    def log_probs(self) -> Tensor | None:
-        """(B, R) of the response's tokens."""
-
-    @property
-    def entropy(self) -> Tensor | None:
-        """(B, R), or None if not requested."""
-
-    @property
-    def target_log_probs(self) -> Tensor | None:
-        """(B, R, K) of the teacher's top-k tokens, for losses over them."""
-
-
-class ValueOutput(Protocol):
-    """The part of a forward pass that a critic loss reads."""
-
-    @property
-    def values(self) -> Tensor | None:
-        """(B, R)."""
+    log_probs: Tensor | None = None
+    """Log-probability of each response token (policy)."""
+    entropy: Tensor | None = None
+    """Entropy in nats of each token's distribution (policy, on request)."""
+    values: Tensor | None = None
+    """Value estimate for the state before each token (value model)."""
+    target_log_probs: Tensor | None = None
+    """(B, R, K): log-probabilities of the teacher's top-k tokens, for losses over them."""
 
 
 @torch.no_grad()
