@@ -9,7 +9,7 @@ between stages. Left out on purpose: LoRA.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
@@ -103,7 +103,7 @@ class MegatronEngine(InMicroBatches):
         self._ulysses = Ulysses(group) if place.context_size > 1 else None
         core = self._trunk.config
         self._recovery = OomRecovery(place)
-        core.finalize_model_grads_func = _finisher(self._recovery)
+        core.finalize_model_grads_func = partial(_finish, self._recovery)
         self._routes = self._make_routes()
         self._ddp: list[DistributedDataParallel] | None = None
         self._optimizer: CoreOptimizer | None = None
@@ -506,12 +506,8 @@ def _zeros(tokens: torch.Tensor, ask: Ask) -> Output:
     return torch.zeros(tokens.shape), torch.zeros(len(tokens))
 
 
-def _finisher(recovery: OomRecovery) -> Callable[..., None]:
-    """The hook that Megatron-Core calls after the last pass: sums gradients over ranks without averaging,
-    because denominators are in the loss."""
-
-    def finish(model: list[Any], num_tokens: Any = None, **others: Any) -> None:
-        recovery.agree()
-        finalize_model_grads(model, None, **others)
-
-    return finish
+def _finish(recovery: OomRecovery, model: list[Any], num_tokens: Any = None, **others: Any) -> None:
+    """Megatron-Core calls it after the last pass: sums gradients over ranks without averaging, because
+    denominators are in the loss."""
+    recovery.agree()
+    finalize_model_grads(model, None, **others)
