@@ -17,9 +17,8 @@ from hydraflow.algorithms.correction import Correction
 from hydraflow.algorithms.correction_metrics import correction_metrics
 from hydraflow.algorithms.distillation.terms import Distillation
 from hydraflow.algorithms.kl import KL_ESTIMATORS
-from hydraflow.algorithms.masked import keep
 from hydraflow.algorithms.policy_loss import PolicyLoss
-from hydraflow.algorithms.token_terms import ModelOutput, TokenInputs, token_metrics
+from hydraflow.algorithms.token_terms import ModelOutput, TokenInputs, keep, token_metrics
 from hydraflow.metrics import Metric
 
 
@@ -75,7 +74,7 @@ class ActorLoss:
         if self.distillation is not None:
             distilled, mass = self._distilled(self.distillation, logp, output, columns)
             stats |= mass
-            task = sums if self.distillation.task_rewards else {}
+            task = sums if self.distillation.config.use_task_rewards else {}
             sums = {**task, "actor/distillation_loss": (distilled * weights).sum()}
             loss = sums["actor/distillation_loss"] + (loss if task else 0.0)
         if output.entropy is not None:
@@ -95,7 +94,7 @@ class ActorLoss:
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """Distillation terms (B, R), and metrics: the probability mass of the compared tokens."""
         mask = columns["response_mask"]
-        if not distillation.over_vocabulary:
+        if not distillation.config.over_vocabulary:
             return distillation.terms(logp, keep(columns["teacher_log_probs"], mask)), {}
         assert output.target_log_probs is not None, "the top-k tokens are among the targets"
         each = mask[..., None]

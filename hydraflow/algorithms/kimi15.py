@@ -11,9 +11,8 @@ token on its own. ROLL does that under this paper's name.
 
 from __future__ import annotations
 
-from hydraflow.algorithms.masked import keep
 from hydraflow.algorithms.policy_loss import bounded_log_ratio
-from hydraflow.algorithms.token_terms import TokenInputs, TokenTerms
+from hydraflow.algorithms.token_terms import TokenInputs, TokenTerms, keep
 
 
 def kimi15(tokens: TokenInputs, *, kimi15_tau: float) -> TokenTerms:

@@ -21,8 +21,7 @@ from torch import Tensor
 from hydraflow import metrics
 from hydraflow.algorithms.aggregate import Denominators
 from hydraflow.algorithms.config import PREFERENCE_LOSSES, BradleyTerryConfig, PreferenceConfig
-from hydraflow.algorithms.masked import keep
-from hydraflow.algorithms.token_terms import ModelOutput
+from hydraflow.algorithms.token_terms import ModelOutput, keep
 from hydraflow.metrics import Metric
 
 

@@ -13,8 +13,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from hydraflow.algorithms.aggregate import Denominators
-from hydraflow.algorithms.masked import masked_sum
-from hydraflow.algorithms.token_terms import ModelOutput, token_metrics
+from hydraflow.algorithms.token_terms import ModelOutput, keep, token_metrics
 from hydraflow.metrics import Metric
 
 
@@ -36,5 +35,5 @@ class SFTLoss:
     ) -> tuple[Tensor, dict[str, Metric]]:
         assert output.log_probs is not None, "the loss needs log-probabilities"
         mask = columns["response_mask"]
-        loss = -masked_sum(output.log_probs, mask) / max(self.denominators.tokens, 1.0)
+        loss = -keep(output.log_probs, mask).sum() / max(self.denominators.tokens, 1.0)
         return loss, token_metrics(mask, {self.metric: -output.log_probs}, {})

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from hydraflow import metrics
-from hydraflow.algorithms.masked import masked_sum
 from hydraflow.metrics import Metric
 
 
@@ -56,13 +55,19 @@ class ModelOutput:
     """(B, R, K): log-probabilities of the teacher's top-k tokens, for losses over them."""
 
 
+def keep(values: Tensor, mask: Tensor) -> Tensor:
+    """`values` with 0 where the mask (bool, or numbers 0 and 1) is 0; no gradient flows there. What is
+    replaced never matters, NaN and infinity included."""
+    return values.masked_fill(~mask.bool(), 0.0)
+
+
 @torch.no_grad()
 def token_metrics(mask: Tensor, stats: Mapping[str, Tensor], sums: Mapping[str, Tensor]) -> dict[str, Metric]:
     """Means over trained tokens of each of `stats` (B, R), and the sums of `sums` (scalars).
 
     Each of `sums` is a part of a loss whose parts add up. One transfer from the device for all of them.
     """
-    scalars = [mask.bool().sum(), *(masked_sum(stat, mask) for stat in stats.values()), *sums.values()]
+    scalars = [mask.bool().sum(), *(keep(stat, mask).sum() for stat in stats.values()), *sums.values()]
     count, *rest = torch.stack([scalar.detach().to(torch.float64) for scalar in scalars]).tolist()
     means = {name: metrics.mean(value / max(count, 1.0), count) for name, value in zip(stats, rest)}
     return means | {name: metrics.summed(value) for name, value in zip(sums, rest[len(stats) :])}

@@ -28,8 +28,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-TRUNCATIONS = ("error", "left", "right", "middle")
-
 
 class PromptDataset:
     """Tokenised prompts and their row objects.
@@ -51,7 +49,6 @@ class PromptDataset:
         key: str = "data.train_files",
         max_samples: int = -1,
     ):
-        assert config.truncation in TRUNCATIONS, config.truncation
         require_template(tokenizer)
         records, chats = read_prompts(config, files, key=key, max_samples=max_samples)
         options = config.apply_chat_template_kwargs
