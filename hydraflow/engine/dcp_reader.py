@@ -22,7 +22,8 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from hydraflow.engine.dcp_index import SHARDS, Index, IndexedTensor, read_tensors_alone
+from hydraflow.engine.dcp_index import SHARDS, Index, read_tensors_alone
+from hydraflow.engine.stored.pieces import StoredTensor
 
 
 class RoleCheckpointReader(dcp.FileSystemReader):
@@ -42,13 +43,14 @@ def _metadata(index: Index) -> Metadata:
     entries: dict[str, STORAGE_TYPES] = {name: _entry(tensor) for name, tensor in index.tensors.items()}
     places = {}
     for name, tensor in index.tensors.items():
-        for chunk in tensor.chunks:
-            place = chunk.place
-            places[MetadataIndex(name, chunk.start)] = _StorageInfo(place.file, place.offset, place.length)
+        for piece in tensor.pieces:
+            place = piece.byte_range
+            info = _StorageInfo(place.file.name, place.offset, place.length)
+            places[MetadataIndex(name, torch.Size(piece.start))] = info
     return Metadata(entries, storage_data=places)
 
 
-def _entry(tensor: IndexedTensor) -> TensorStorageMetadata:
-    boxes = ((torch.Size(chunk.start), torch.Size(chunk.shape)) for chunk in tensor.chunks)
+def _entry(tensor: StoredTensor) -> TensorStorageMetadata:
+    boxes = ((torch.Size(piece.start), torch.Size(piece.shape)) for piece in tensor.pieces)
     chunks = [ChunkStorageMetadata(start, shape) for start, shape in boxes]
     return TensorStorageMetadata(TensorProperties(tensor.dtype), torch.Size(tensor.shape), chunks)

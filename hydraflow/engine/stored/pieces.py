@@ -101,6 +101,11 @@ class StoredTensor:
         """Size of the tensor in bytes."""
         return math.prod(self.shape) * self.dtype.itemsize
 
+    @property
+    def stored_bytes(self) -> int:
+        """Bytes of its pieces in files."""
+        return sum(piece.byte_range.length for piece in self.pieces)
+
     def blocks(self) -> Iterator[torch.Tensor]:
         """Its rows (first dimension) in order, some at a time; without dimensions it is one row."""
         return self.blocks_between(0, (self.shape or (1,))[0])
