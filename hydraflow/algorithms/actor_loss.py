@@ -17,7 +17,7 @@ from hydraflow.algorithms.correction import Correction
 from hydraflow.algorithms.correction_metrics import correction_metrics
 from hydraflow.algorithms.distillation.terms import Distillation
 from hydraflow.algorithms.kl import KL_ESTIMATORS
-from hydraflow.algorithms.policy_loss import PolicyLoss
+from hydraflow.algorithms.policy_loss import PolicyLoss, bounded_log_ratio
 from hydraflow.algorithms.token_terms import ModelOutput, TokenInputs, keep, token_metrics
 from hydraflow.metrics import Metric
 
@@ -31,7 +31,7 @@ class ActorLoss:
     teacher_log_probs or, over the vocabulary, teacher_top_log_probs where `distillation` is; where
     `correction` is, rollout_log_probs or, if it needs the mini-batch, rollout_is_weights; chosen_tokens where
     the policy loss has them. Metrics: actor/pg_loss and actor/kl_loss are sums (parts of the mini-batch's
-    loss), the others means over tokens.
+    loss), the others means over tokens; actor/ppo_kl is that of `old_log_probs - log_probs`.
     """
 
     denominators: Denominators
@@ -65,8 +65,9 @@ class ActorLoss:
         advantages = keep(columns["advantages"], mask)
         weights = token_weights(mask, self.agg_mode, self.denominators, self.scale_factor, dtype=logp.dtype)
         chosen = columns["chosen_tokens"] & mask.bool() if "chosen_tokens" in columns else None
-        terms = self.policy_loss(TokenInputs(logp, old_logp, advantages, mask, chosen))
-        stats = dict(terms.stats)
+        tokens = TokenInputs(logp, old_logp, advantages, mask, chosen)
+        terms = self.policy_loss(tokens)
+        stats = {"actor/ppo_kl": -bounded_log_ratio(tokens).detach()} | terms.stats
         importance, found = self._importance(columns, logp, old_logp)
         policy = terms.loss if importance is None else terms.loss * importance
         loss = (policy * weights).sum()

@@ -6,7 +6,7 @@ In: tensors (B, R) and a mask. Out: `Metric`s that merge exactly over micro-batc
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -36,7 +36,7 @@ class TokenTerms:
 
     loss: Tensor
     """(B, R) before any weighting."""
-    stats: dict[str, Tensor]
+    stats: dict[str, Tensor] = field(default_factory=dict)
     """Metric name -> (B, R); reported as means over trained tokens."""
 
 
