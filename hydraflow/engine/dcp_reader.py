@@ -23,7 +23,6 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from hydraflow.engine.dcp_index import SHARDS, Index, read_tensors_alone
-from hydraflow.engine.stored.pieces import StoredTensor
 
 
 class RoleCheckpointReader(dcp.FileSystemReader):
@@ -40,17 +39,15 @@ class RoleCheckpointReader(dcp.FileSystemReader):
 
 
 def _metadata(index: Index) -> Metadata:
-    entries: dict[str, STORAGE_TYPES] = {name: _entry(tensor) for name, tensor in index.tensors.items()}
+    entries: dict[str, STORAGE_TYPES] = {}
     places = {}
     for name, tensor in index.tensors.items():
+        chunks = []
         for piece in tensor.pieces:
-            place = piece.byte_range
-            info = _StorageInfo(place.file.name, place.offset, place.length)
-            places[MetadataIndex(name, torch.Size(piece.start))] = info
+            start, place = torch.Size(piece.start), piece.byte_range
+            chunks.append(ChunkStorageMetadata(start, torch.Size(piece.shape)))
+            places[MetadataIndex(name, start)] = _StorageInfo(place.file.name, place.offset, place.length)
+        entries[name] = TensorStorageMetadata(
+            TensorProperties(tensor.dtype), torch.Size(tensor.shape), chunks
+        )
     return Metadata(entries, storage_data=places)
-
-
-def _entry(tensor: StoredTensor) -> TensorStorageMetadata:
-    boxes = ((torch.Size(piece.start), torch.Size(piece.shape)) for piece in tensor.pieces)
-    chunks = [ChunkStorageMetadata(start, shape) for start, shape in boxes]
-    return TensorStorageMetadata(TensorProperties(tensor.dtype), torch.Size(tensor.shape), chunks)

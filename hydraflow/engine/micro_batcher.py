@@ -131,7 +131,6 @@ class InMicroBatches:
         *,
         adapter: bool = True,
     ) -> DataProto:
-        """See `TrainEngine`."""
         while True:
             micro = micro_batcher.cut(rows, self.reduce)
             try:
@@ -147,7 +146,6 @@ class InMicroBatches:
         loss_fn: LossFn,
         ask: Ask = LOG_PROBS,
     ) -> dict[str, Metric]:
-        """See `TrainEngine`."""
         while True:
             micro = micro_batcher.cut(rows, self.reduce)
             try:

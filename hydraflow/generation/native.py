@@ -134,7 +134,6 @@ class NativeEngine:
         return self._sample(rows, params)
 
     def submit(self, requests: Sequence[TokenRequest]) -> None:
-        """See `GenerationEngine`."""
         if self._not_ready:
             raise RuntimeError(self._not_ready)
         for one in requests:
@@ -196,7 +195,6 @@ class NativeEngine:
         return_memory(self._forward.device.type)
 
     def held(self) -> Mapping[str, Tensor]:
-        """See `GenerationEngine`."""
         return held_weights(self._model)
 
     def _sample(self, rows: Sequence[_Rows], params: SamplingParams, sampled: int = 0) -> GenerationOutput:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+import operator
 import os
 import tempfile
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -153,7 +154,6 @@ class VllmEngine:
         return []
 
     def abort(self, names: Collection[str]) -> list[Completion]:
-        """See `GenerationEngine`."""
         from vllm.v1.engine import FinishReason
 
         known = self._engine.output_processor
@@ -188,7 +188,6 @@ class VllmEngine:
             self._not_ready = ""
 
     def sleep(self) -> None:
-        """See `GenerationEngine`."""
         self._not_ready = ASLEEP
         self._rpc(WeightReceiver.hydraflow_rest, self._adapters is not None)
 
@@ -257,7 +256,6 @@ class VllmEngine:
             detokenizer.stream, detokenizer.output_text = response.stream, response.text
 
     def _completion(self, output: Any) -> Completion:
-        """The completion of a request that has just finished."""
         (one,) = output.outputs
         if one.finish_reason not in (STOP, LENGTH, ABORT):
             raise RuntimeError(f"vLLM ended a request with {one.finish_reason}")
@@ -388,10 +386,7 @@ def _look_at_models_here() -> None:
     seconds of a core. That keeps CUDA out of this process, which is the engine anyway."""
     from vllm.model_executor.models import registry
 
-    def called(look: Callable[[], Any]) -> Any:
-        return look()
-
-    registry._run_in_subprocess = called
+    registry._run_in_subprocess = operator.call
 
 
 def _require_own_weights(model: Any, spec: EngineSpec) -> None:

@@ -209,7 +209,6 @@ class RewardProcess:
 
 
 def _kill_marked(mark: str) -> None:
-    """Kills all processes with the mark in their environment."""
     for entry in Path("/proc").iterdir():
         with suppress(OSError):  # it has ended, or belongs to another user
             if entry.name.isdigit() and f"{MARK}={mark}".encode() in (entry / "environ").read_bytes():

@@ -291,7 +291,6 @@ class MegatronEngine(InMicroBatches):
             self._gradients.rest()
 
     def _make_offloads(self) -> None:
-        """Creates the offloads of weights, gradients and optimizer state."""
         settings, optimizer = self._settings, self._optimizer
 
         def offload(memory: Storages | GradientBuffers, *, wanted: bool) -> Offload:
@@ -347,7 +346,6 @@ class MegatronEngine(InMicroBatches):
         return earlier
 
     def _add_gradient(self, earlier: list[torch.Tensor]) -> None:
-        """Adds back what `_take_gradient` took."""
         if not earlier:
             return
         for buffer, gradient in zip(self._gradient_buffers(), earlier, strict=True):
@@ -443,7 +441,6 @@ class MegatronEngine(InMicroBatches):
         return found
 
     def _share_of(self, batch: PackedBatch) -> Share | Alone:
-        """This rank's share of a batch."""
         return Alone(batch) if self._ulysses is None else self._ulysses.share(batch)
 
     def _run(
@@ -486,7 +483,6 @@ class MegatronEngine(InMicroBatches):
         return VocabularyShare(group, first, real, chunk)
 
     def _full_weights(self) -> dict[str, torch.Tensor] | None:
-        """See `first_rank_copy`."""
         return first_rank_copy(self.weights(to=0))
 
     def _lr(self) -> float:

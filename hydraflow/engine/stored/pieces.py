@@ -98,7 +98,6 @@ class StoredTensor:
 
     @property
     def nbytes(self) -> int:
-        """Size of the tensor in bytes."""
         return math.prod(self.shape) * self.dtype.itemsize
 
     @property
@@ -158,7 +157,6 @@ def block_rows(shape: Shape, dtype: torch.dtype) -> Iterator[tuple[int, int]]:
 
 
 def whole(source: StoredTensor) -> torch.Tensor:
-    """The whole tensor in memory."""
     full = torch.empty(source.shape, dtype=source.dtype)
     rows = full if source.shape else full.view(1)
     at = 0
