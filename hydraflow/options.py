@@ -206,17 +206,23 @@ def option(
         rule = AT_LEAST_ONE
     elif is_limited:
         rule = limits(ge=ge, gt=gt, le=le, lt=lt)
+    table = choices if isinstance(choices, Mapping) else {}
+    plans = [
+        Planned(functools.partial(operator.eq, name), named.planned)
+        for name, named in table.items()
+        if named.planned
+    ]
     facts = Option(
         rule=rule,
         no_effect=no_effect if isinstance(no_effect, tuple) else (no_effect,),
         switch=switch,
-        planned=(*((planned,) if planned else ()), *_planned_choices(choices)),
+        planned=(*((planned,) if planned else ()), *plans),
         shapes_training=shapes_training,
         in_plan=in_plan,
         size=size,
         follows=follows,
         verl=verl,
-        needs=_needed_by(choices),
+        needs={name: named.needs for name, named in table.items() if named.needs},
     )
     if factory is not dataclasses.MISSING:
         return dataclasses.field(default_factory=factory, metadata={_KEY: facts})
@@ -288,23 +294,21 @@ def limits(
     >>> limits(ge=0, le=1).text, limits(gt=0).text, limits(gt=0, lt=1).text
     ('must be from 0 to 1', 'must be above 0', 'must be above 0 and below 1')
     """
+    bounds: tuple[tuple[str, Callable[[Any, Any], bool], float | None], ...] = (
+        ("at least", operator.ge, ge),
+        ("above", operator.gt, gt),
+        ("at most", operator.le, le),
+        ("below", operator.lt, lt),
+    )
+    given = [one for one in bounds if one[2] is not None]
+    text = " and ".join(f"{word} {bound}" for word, _, bound in given)
     if ge is not None and le is not None:
-        text = f"must be from {ge} to {le}"
-    else:
-        named = {"at least": ge, "above": gt, "at most": le, "below": lt}
-        given = (f"{word} {limit}" for word, limit in named.items() if limit is not None)
-        text = f"must be {' and '.join(given)}"
+        text = f"from {ge} to {le}"
 
     def holds(value: Any) -> bool:
-        return (
-            math.isfinite(value)
-            and (ge is None or value >= ge)
-            and (gt is None or value > gt)
-            and (le is None or value <= le)
-            and (lt is None or value < lt)
-        )
+        return math.isfinite(value) and all(compares(value, bound) for _, compares, bound in given)
 
-    return Rule(text, holds)
+    return Rule(f"must be {text}", holds)
 
 
 def _is_text_or_list(value: Any) -> bool:
@@ -389,18 +393,6 @@ def effective_value(section: Any, name: str) -> Any:
     value = getattr(section, name)
     follows = next(option_of(field).follows for field in fields(section) if field.name == name)
     return effective_value(section, follows) if value is None and follows else value
-
-
-def _planned_choices(choices: Collection[str] | Mapping[str, Implementation]) -> tuple[Planned, ...]:
-    table = choices.items() if isinstance(choices, Mapping) else ()
-    return tuple(
-        Planned(functools.partial(operator.eq, name), named.planned) for name, named in table if named.planned
-    )
-
-
-def _needed_by(choices: Collection[str] | Mapping[str, Implementation]) -> dict[str, Library]:
-    table = choices.items() if isinstance(choices, Mapping) else ()
-    return {name: named.needs for name, named in table if named.needs}
 
 
 def why_idle(section: Any, key: str) -> tuple[str, str] | None:

@@ -13,10 +13,10 @@ import sys
 from pathlib import Path
 
 from hydraflow.compose.advice import advice
-from hydraflow.compose.arguments import CommandLineOption
+from hydraflow.compose.arguments import CommandLineOption, split
 from hydraflow.compose.command import Command
 from hydraflow.compose.debugging import applied
-from hydraflow.compose.launch import given_switches, launch
+from hydraflow.compose.launch import launch
 from hydraflow.compose.loading import EntryPoint
 from hydraflow.errors import ConfigError, HydraflowError, Problem
 from hydraflow.explain.report import Report, make_report
@@ -93,7 +93,7 @@ def _draw(report: Report, path: Path) -> None:
 
 def main() -> int:
     """Plans the command line; returns the exit code."""
-    given = given_switches(SWITCHES)
+    given = split(sys.argv[1:], SWITCHES).switches  # errors are reported by `launch`
     job, planning = str(given.get("--job", "ppo")), Planning()
     entry = EntryPoint(
         job,

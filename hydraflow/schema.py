@@ -1,7 +1,5 @@
-"""The whole configuration as dataclasses. Standard library only.
-
-In: nothing. Out: one class per entry point, whose leaves are the known keys. Each section is defined next to
-its reader.
+"""The whole configuration as dataclasses: one class per entry point, whose leaves are the known keys. Each
+section is defined next to its reader. Standard library only.
 """
 
 from __future__ import annotations

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
 
 from hydraflow.batch_plan.layout import Devices, Layout, ShapeNumbers, layers_of_stages
 from hydraflow.batch_plan.mapping import text_of
@@ -23,31 +22,25 @@ ROW = ("tensor", "pipeline", "context")
 """Sizes whose product is the devices that one row needs."""
 
 
-@dataclass
-class DeviceCheck:
-    """Broken rules, and the layouts of the other roles."""
-
-    violations: list[Violation] = field(default_factory=list)
-    layouts: dict[str, Layout] = field(default_factory=dict)
-    """Layouts of the roles that break no rule."""
-
-
-def judge_devices(topology: Topology, shapes: Mapping[str, ShapeNumbers | None]) -> DeviceCheck:
-    """Every broken rule of machines, mappings and sizes; `shapes` per role."""
-    check = DeviceCheck([*_machines(topology), *_twofold(topology)])
+def judge_devices(
+    topology: Topology, shapes: Mapping[str, ShapeNumbers | None]
+) -> tuple[list[Violation], dict[str, Layout]]:
+    """Every broken rule of machines, mappings and sizes, and the layouts of the roles that break none;
+    `shapes` per role."""
+    violations, layouts = [*_machines(topology), *_twofold(topology)], dict[str, Layout]()
     placed = True
     for role in topology.roles.values():
         misplaced, wrong = _mapping(role, topology), list[Violation]()
         placed = placed and not misplaced
         if not misplaced:
             wrong = [*_division(role, topology), *_shape(role, topology, shapes.get(role.role))]
-        check.violations += misplaced if role.mapping is not None else []
-        check.violations += wrong if not _is_the_actor(role, topology) else []
+        violations += misplaced if role.mapping is not None else []
+        violations += wrong if not _is_the_actor(role, topology) else []
         if not misplaced and not wrong:
-            check.layouts[role.role] = _layout(role)
+            layouts[role.role] = _layout(role)
     if placed:
-        check.violations += _holes(topology)
-    return check
+        violations += _holes(topology)
+    return violations, layouts
 
 
 def _is_the_actor(role: RoleDevices, topology: Topology) -> bool:
@@ -68,9 +61,6 @@ def _layout(role: RoleDevices) -> Layout:
         shard=(shard if shard > 0 else count) if role.engine == "fsdp2" else 1,
         **{name: role.degree(name) for name in (*_PARTS, "virtual_pipeline")},
     )
-
-
-# --- machines --------------------------------------------------
 
 
 def _machines(topology: Topology) -> Iterator[Violation]:
@@ -127,9 +117,6 @@ def device_fixes(topology: Topology, role: RoleDevices, unit: int) -> Iterator[F
     for per_node in multiples(pool.devices_per_node, unit // math.gcd(unit, pool.nodes)):
         if per_node != pool.devices_per_node:
             yield {per_node_key: per_node}
-
-
-# --- mappings --------------------------------------------------
 
 
 def _show(mapping: object) -> str:
@@ -196,9 +183,6 @@ def _holes(topology: Topology) -> Iterator[Violation]:
     where = f"{_machines_text(topology)}; {roles}"
     text = f"no role uses devices {unused} of {topology.cluster.devices} ({where})"
     yield Violation("mapping holes", HOLES, key, value, text, fixes)
-
-
-# --- sizes --------------------------------------------------
 
 
 def _division(role: RoleDevices, topology: Topology) -> Iterator[Violation]:

@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from hydraflow.batch_plan.engine_rules import engine_violations
 from hydraflow.batch_plan.layout import Cluster, Devices, Layout, Pool
 from hydraflow.batch_plan.parts import Plan, Quantity, no_sizes
 from hydraflow.batch_plan.repair import Violation, problems
+from hydraflow.batch_plan.rules import engine_violations
 from hydraflow.batch_plan.settings import Settings, value_at
 from hydraflow.device import planned_type
 from hydraflow.errors import ConfigError

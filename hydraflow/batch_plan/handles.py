@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 from fractions import Fraction
 
 from hydraflow.batch_plan.parts import divisors, mini_batch_unit, multiples, nearest
-from hydraflow.batch_plan.repair import BATCH, MICRO, Fix, Violation
+from hydraflow.batch_plan.repair import BATCH, MICRO, Fix, Violation, without
 from hydraflow.batch_plan.settings import DEFAULT, Settings
 from hydraflow.batch_plan.topology import ACTOR
 from hydraflow.schema import PPOConfig
@@ -116,7 +116,6 @@ class Derivation:
 
     @property
     def whole(self) -> dict[str, int]:
-        """The values that are whole numbers."""
         return {name: value for name, value in self.values.items() if isinstance(value, int)}
 
 
@@ -125,8 +124,8 @@ class StepConstraints:
     """What limits the numbers of a step besides what was given for them."""
 
     epochs: int
-    ranks: int
-    """The actor's data ranks."""
+    data_ranks: int | None
+    """The actor's; None: its devices do not add up."""
     group: int
     """Micro-batches come in groups of this size."""
     shares: tuple[int, ...]
@@ -138,6 +137,11 @@ class StepConstraints:
     static: bool
     """Whether micro-batches have a fixed number of rows."""
     asynchronous: bool
+
+    @property
+    def ranks(self) -> int:
+        """The data ranks to divide by."""
+        return self.data_ranks or 1
 
     def follow(self, known: Mapping[str, int]) -> Derivation:
         """Everything that follows from `known`."""
@@ -236,13 +240,6 @@ def _nearest(value: int, unit: int) -> list[int]:
     return sorted(multiples(value, unit), key=lambda one: abs(one - value))
 
 
-def is_asynchronous(config: PPOConfig) -> bool:
-    """Whether sampling continues during training."""
-    training = config.async_training
-    rounds = max(training.trigger_parameter_sync_step, training.require_batches)
-    return training.staleness_threshold > 0 or rounds > 1 or training.partial_rollout
-
-
 def settle(
     settings: Settings[PPOConfig], *, ranks: int | None, group: int, shares: Sequence[int], whole: int
 ) -> tuple[StepNumbers, list[Violation]]:
@@ -250,7 +247,8 @@ def settle(
     add up; `group`: see `StepConstraints`; `shares`, `whole`: what a critic asks of G and Q."""
     config: PPOConfig = settings.config
     batch, training, actor = config.batch, config.async_training, config.actor_rollout_ref.actor
-    asynchronous = is_asynchronous(config)
+    rounds = max(training.trigger_parameter_sync_step, training.require_batches)
+    asynchronous = training.staleness_threshold > 0 or rounds > 1 or training.partial_rollout
     found = {
         "n": config.actor_rollout_ref.rollout.n,
         "Q": config.data.train_batch_size,
@@ -266,7 +264,7 @@ def settle(
     given = {name: value for name, value in found.items() if value is not None}
     step = StepConstraints(
         epochs=actor.ppo_epochs,
-        ranks=ranks or 1,
+        data_ranks=ranks,
         group=group,
         shares=tuple(shares),
         whole=whole,
@@ -275,8 +273,8 @@ def settle(
         asynchronous=asynchronous,
     )
     if step.static or "a" not in given:
-        return _NumberResolver(settings, given, step, ranks).result()
-    numbers, broken = _NumberResolver(settings, _without(given, "a"), step, ranks).result()
+        return _NumberResolver(settings, given, step).result()
+    numbers, broken = _NumberResolver(settings, without(given, "a"), step).result()
     text = f"cannot be fixed while {SWITCH}=true fills micro-batches by tokens: there are as many as"
     text += " the rows need"
     fixes: list[Fix] = [{HANDLES["a"]: None}, {SWITCH: False}]
@@ -284,14 +282,8 @@ def settle(
 
 
 class _NumberResolver:
-    def __init__(
-        self,
-        settings: Settings[PPOConfig],
-        given: Mapping[str, int],
-        step: StepConstraints,
-        ranks: int | None,
-    ):
-        self.settings, self.given, self.step, self.ranks = settings, given, step, ranks
+    def __init__(self, settings: Settings[PPOConfig], given: Mapping[str, int], step: StepConstraints):
+        self.settings, self.given, self.step = settings, given, step
         self.handles = {name: value for name, value in given.items() if name in HANDLES}
         self.strength = {name: settings.strength(ALL_KEYS[name]) for name in given}
         least = 2 if any(self.strength[name] == 2 for name in self.handles) else 1
@@ -302,7 +294,6 @@ class _NumberResolver:
         command line."""
 
     def result(self) -> tuple[StepNumbers, list[Violation]]:
-        """The numbers, and what cannot hold."""
         solution = self._keeping(self.binding)
         if solution is not None:
             return self._numbers(solution), []
@@ -327,17 +318,17 @@ class _NumberResolver:
 
     def _guess(self) -> dict[str, int]:
         """Numbers to judge the rest with where there is no solution: those that follow, else those given."""
-        fixed = _without(self.binding, *HANDLES)
+        fixed = without(self.binding, *HANDLES)
         everything = self.step.follow({"n": self.given["n"], **self.binding})
         follows = (self.step.follow(fixed) if everything.contradicts else everything).whole
-        return {**self.given, **_without(follows, *self.binding)}
+        return {**self.given, **without(follows, *self.binding)}
 
     def _numbers(self, solution: Mapping[str, int]) -> StepNumbers:
         known = {name: solution[name] for name in KEYS if name in solution}
         if "m" not in self.given and "a" not in self.handles:
             known.pop("m", None)
         derived, notes = {}, []
-        for name, value in _without(known, *self.binding).items():
+        for name, value in without(known, *self.binding).items():
             source, changed = self._source(name), value != self.given.get(name)
             if not source and not changed:
                 continue
@@ -347,14 +338,14 @@ class _NumberResolver:
                 whose = "the default" if origin == DEFAULT else f"{origin}'s"
                 to = ", ".join([*self._named(self.binding), f"{self.step.ranks} data ranks"])
                 notes.append(f"{KEYS[name]}={value}: {whose} {self.given[name]} yields to {to}")
-        handles = {HANDLES[name]: value for name, value in self.handles.items()}
-        return StepNumbers(known, derived, handles, self.step.asynchronous, self.ranks, tuple(notes))
+        step, handles = self.step, {HANDLES[name]: value for name, value in self.handles.items()}
+        return StepNumbers(known, derived, handles, step.asynchronous, step.data_ranks, tuple(notes))
 
     def _source(self, name: str) -> str | None:
         """The handle without which a number would not follow."""
         follows = name in self.step.follow(self.binding).values
         for handle in self.handles if follows else ():
-            if name not in self.step.follow(_without(self.binding, handle)).values:
+            if name not in self.step.follow(without(self.binding, handle)).values:
                 return HANDLES[handle]
         return None
 
@@ -366,14 +357,12 @@ class _NumberResolver:
     def _named(self, names: Iterable[str]) -> list[str]:
         return [f"{ALL_KEYS[name]}={self.given[name]}" for name in ALL_KEYS if name in set(names)]
 
-    # --- contradictions
-
     def _core(self) -> set[str]:
         """Numbers that cannot hold together, though without any one of them the rest could."""
         contradicts = self.step.follow(self.binding).contradicts
         core = dict(self.binding)
         for name in sorted(core, key=lambda one: one not in HANDLES):
-            fewer = _without(core, name)
+            fewer = without(core, name)
             if self.step.follow(fewer).contradicts if contradicts else self.step.solve(fewer) is None:
                 core = fewer
         if core.keys() & HANDLES.keys() and not self.step.explain(core):
@@ -397,9 +386,9 @@ class _NumberResolver:
 
     def _other_values(self, name: str) -> Iterator[Fix]:
         """Other values for one number, so that the rest can hold."""
-        rest = _without(self.binding, name)
+        rest = without(self.binding, name)
         solution = self._keeping(rest) if name in HANDLES else self.step.solve(rest)
-        implied = solution and self.step.follow(_without(solution, *HANDLES)).whole.get(name)
+        implied = solution and self.step.follow(without(solution, *HANDLES)).whole.get(name)
         if implied and implied != self.given[name]:
             yield {ALL_KEYS[name]: implied}
         if name in HANDLES or name == "m":
@@ -410,7 +399,7 @@ class _NumberResolver:
 
     def _possible(self, name: str) -> list[int]:
         """Values near that a handle might have."""
-        follows = self.step.follow(_without(self.binding, *HANDLES)).whole
+        follows = self.step.follow(without(self.binding, *HANDLES)).whole
         value, ranks = self.given[name], self.step.ranks
         if name == "K" and "Q" in follows:
             return [t * self.step.epochs for t in divisors(follows["Q"])]
@@ -441,7 +430,3 @@ class _NumberResolver:
         text = f"must be a multiple of {unit}, so that each rank has equally many trajectories: {shared}"
         fixes = [{KEYS["Q"]: near} for near in nearest(known["Q"], multiples(known["Q"], unit))]
         return [Violation(NO_MINI_BATCH, BATCH, KEYS["Q"], known["Q"], text, fixes)]
-
-
-def _without(numbers: Mapping[str, int], *names: str) -> dict[str, int]:
-    return {name: value for name, value in numbers.items() if name not in names}

@@ -93,7 +93,6 @@ class Pool:
 
     @property
     def devices(self) -> Devices:
-        """All devices of the pool."""
         return Devices.of([range(self.first_device, self.first_device + self.nodes * self.devices_per_node)])
 
 
@@ -105,7 +104,6 @@ class Cluster:
 
     @property
     def devices(self) -> Devices:
-        """All devices of the cluster."""
         return Devices.of(part for pool in self.pools for part in pool.devices.ranges)
 
     @property

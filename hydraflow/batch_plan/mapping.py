@@ -1,6 +1,6 @@
 """The devices that a `device_mapping` names.
 
-In: a list or text as configured. Out: `Mapping`, ranges of device numbers; or ValueError with the reason.
+In: a list or text as configured. Out: ranges of device numbers; or ValueError with the reason.
 Expressions such as ROLL's `list(range(0,8))` are recognised, never evaluated.
 """
 
@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 from hydraflow.batch_plan.layout import Devices
 
@@ -21,27 +20,19 @@ _MOST_STEPS = 10**6
 """No range with steps between its devices names more of them."""
 
 
-@dataclass(frozen=True)
-class ParsedMapping:
-    """What a mapping says: the devices, and those of them that it names twice."""
+def parse(value: object) -> tuple[Devices, Devices]:
+    """The devices of a mapping, and those of them that it names twice. Raises ValueError for text that names
+    none.
 
-    devices: Devices
-    twice: Devices
-
-
-def parse(value: object) -> ParsedMapping:
-    """The devices of a mapping. Raises ValueError for text that names none.
-
-    >>> str(parse("list(range(0,4)) + list(range(8,12))").devices), str(parse([3, 0, 1]).devices)
+    >>> str(parse("list(range(0,4)) + list(range(8,12))")[0]), str(parse([3, 0, 1])[0])
     ('0-3,8-11', '0-1,3')
-    >>> str(parse("0-3,2-5").twice)
-    '2-3'
+    >>> [str(devices) for devices in parse("0-3,2-5")]
+    ['0-5', '2-3']
     """
     parts = sorted(_parts(value), key=lambda part: part.start)
     if not parts:
         raise ValueError("names no device")
-    devices = Devices.of(parts)
-    return ParsedMapping(devices, _twice(parts) if len(devices) < sum(map(len, parts)) else Devices(()))
+    return Devices.of(parts), _twice(parts)
 
 
 def text_of(devices: Devices) -> object:

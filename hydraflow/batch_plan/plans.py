@@ -1,6 +1,5 @@
-"""The reinforcement-learning plan, and its parts besides the trained roles.
-
-In: numbers. Out: small classes that the running code, the tables and the memory estimate read.
+"""The reinforcement-learning plan, and its parts besides the trained roles: small classes that the running
+code, the tables and the memory estimate read.
 """
 
 from __future__ import annotations

@@ -46,9 +46,6 @@ def _origin(request: Request, name: str) -> tuple[str, str]:
     return f"follows from {source}" + ("" if value is None else f"={value}"), DERIVED
 
 
-# --- machines --------------------------------------------------
-
-
 def _machines(request: Request, topology: Topology, plan: BatchPlan) -> Iterator[Quantity]:
     for pool in plan.cluster.pools:
         nodes, per_node = map(request.settings.origin, topology.keys_of(pool))
@@ -84,9 +81,6 @@ def layout_quantities(layout: Layout) -> Iterator[Quantity]:
     if layout.engine == "fsdp2" and layout.shard < count:
         formula = f"W/fsdp_size = {count}/{layout.shard}"
         yield Quantity(f"{role}: copies of the model", "copies", count // layout.shard, formula)
-
-
-# --- the run and the step --------------------------------------------------
 
 
 def run_quantities(
@@ -185,9 +179,6 @@ def micro_quantities(
         yield Quantity(name, "rows per data rank", micro.rows, f"g/a, {micro.rows_key}")
     else:
         yield Quantity(name, "rows per data rank", micro.rows, "", origin)
-
-
-# --- sampling --------------------------------------------------
 
 
 def _rollout(request: Request, plan: BatchPlan) -> Iterator[Quantity]:

@@ -13,9 +13,11 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 from hydraflow.errors import Problem, shown
 
+T = TypeVar("T")
 Values = dict[str, object]
 """Overrides: key -> value."""
 Fix = Mapping[str, object]
@@ -73,10 +75,9 @@ class _Search:
         """Rule -> the keys that were changed on its account."""
 
     def problems(self) -> list[Problem]:
-        """Every broken rule with its remedies."""
         left = self._repair()
         for key in list(self.changes) if not left else ():  # without the detours
-            fewer = _without(self.changes, key)
+            fewer = without(self.changes, key)
             if not self.judge(fewer):
                 self.changes = fewer
         first = {violation.rule: self._remedy(violation) for violation in self.found}
@@ -125,7 +126,7 @@ class _Search:
         own = self.owned.get(violation.rule, set()) & set(self.changes)
         if not own:
             for key in self.changes:
-                if violation.rule in {one.rule for one in self.judge(_without(self.changes, key))}:
+                if violation.rule in {one.rule for one in self.judge(without(self.changes, key))}:
                     own |= set().union(*(keys for keys in self.owned.values() if key in keys))
         return {key: value for key, value in self.changes.items() if key in own} or self.changes
 
@@ -147,8 +148,9 @@ class _Search:
         return Problem(violation.field, violation.value, violation.text, text or violation.advice)
 
 
-def _without(values: Values, key: str) -> Values:
-    return {other: value for other, value in values.items() if other != key}
+def without(values: Mapping[str, T], *keys: str) -> dict[str, T]:
+    """A copy without these keys."""
+    return {key: value for key, value in values.items() if key not in keys}
 
 
 def _by_stage(violations: Iterable[Violation]) -> tuple[int, ...]:

@@ -17,7 +17,7 @@ and the steps of `targets.py`; `quantities.py` explains. None of it takes longer
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 
 from hydraflow.batch_plan import repair, targets
@@ -36,15 +36,6 @@ from hydraflow.batch_plan.topology import PER_NODE, Topology, read_topology
 from hydraflow.errors import ConfigError
 from hydraflow.generation.config import batched_tokens
 from hydraflow.schema import PPOConfig
-
-
-@dataclass(frozen=True)
-class CheckedRequest:
-    """The request, and the rules that it breaks."""
-
-    topology: Topology
-    request: Request
-    violations: list[Violation]
 
 
 def resolve_plan(
@@ -72,23 +63,21 @@ def resolve_plan(
     """
     settings = Settings(config, PPOConfig(), origins or {})
     shapes = dict.fromkeys(("actor", "ref", "rollout"), shape) | {"critic": critic_shape or shape}
-    checked = judge(settings, prompts, devices_per_node, shapes)
+    topology, request, broken = judge(settings, prompts, devices_per_node, shapes)
 
     def broken_with(values: Mapping[str, object]) -> list[Violation]:
-        if not values:
-            return checked.violations
-        return judge(settings.changed(values), prompts, devices_per_node, shapes).violations
+        return judge(settings.changed(values), prompts, devices_per_node, shapes)[2] if values else broken
 
     def in_force(key: str) -> object:
         value = value_at(config, key)
         if value is None and key == PER_NODE:
-            return checked.topology.pools["trainer"].devices_per_node
+            return topology.pools["trainer"].devices_per_node
         return value
 
-    if checked.violations:
+    if broken:
         raise ConfigError(repair.problems(broken_with, in_force))
-    plan = _plan(checked.request, checked.topology)
-    return replace(plan, quantities=tuple(quantities(checked.request, checked.topology, plan)))
+    plan = _plan(request, topology)
+    return replace(plan, quantities=tuple(quantities(request, topology, plan)))
 
 
 def judge(
@@ -96,7 +85,7 @@ def judge(
     prompts: int | None,
     devices_per_node: int,
     shapes: Mapping[str, ShapeNumbers | None],
-) -> CheckedRequest:
+) -> tuple[Topology, Request, list[Violation]]:
     """What is asked for, with every rule that it breaks; `shapes` by role."""
     small = no_sizes(settings)
     legal: dict[str, object] = {}
@@ -105,19 +94,18 @@ def judge(
         legal[one.field] = 1 if isinstance(default, int) and default < 1 else default
     settings = settings.changed(legal)
     topology = read_topology(settings, devices_per_node)
-    devices = judge_devices(topology, shapes)
-    request, relations = read(settings, devices.layouts, prompts)
+    found, layouts = judge_devices(topology, shapes)
+    request, relations = read(settings, layouts, prompts)
     broken = judge_batches(request)
     if any(one.stage == BATCH for one in broken):  # another rule reports the same numbers
         relations = [one for one in relations if one.rule != NO_MINI_BATCH]
     elif any(one.rule == NO_MINI_BATCH for one in relations):
         broken = [one for one in broken if one.stage != MICRO]
-    found = list(devices.violations)
     for one in relations:
         steps = partial(_with_other_steps, one, request)
         found.append(replace(one, fixes=steps) if one.stage == BATCH else one)
     found += broken
-    return CheckedRequest(topology, request, [*small, *(one for one in found if one.field not in legal)])
+    return topology, request, [*small, *(one for one in found if one.field not in legal)]
 
 
 def _with_other_steps(violation: Violation, request: Request) -> Iterator[Fix]:
@@ -128,9 +116,6 @@ def _with_other_steps(violation: Violation, request: Request) -> Iterator[Fix]:
     for fix in targets.fixes(request):
         yield fix
         yield {**fix, **dropped}
-
-
-# --- the plan --------------------------------------------------
 
 
 def _plan(request: Request, topology: Topology) -> BatchPlan:

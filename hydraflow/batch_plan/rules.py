@@ -1,7 +1,7 @@
 """Rules for a run's batch sizes, once its devices add up.
 
-In: a `Request`. Out: broken rules, each with its numbers. A new rule is a function from the request to
-violations, in `RULES`.
+In: a `Request`; for generation alone, its section `rollout`. Out: broken rules, each with its numbers. A new
+rule is a function from the request to violations, in `RULES`.
 """
 
 from __future__ import annotations
@@ -10,11 +10,11 @@ from collections.abc import Callable, Iterator
 from functools import partial
 
 from hydraflow.batch_plan import targets
-from hydraflow.batch_plan.engine_rules import engine_violations
 from hydraflow.batch_plan.parts import RoleRequest, divisors
 from hydraflow.batch_plan.repair import BATCH, BUDGET, MICRO, Fix, Violation
 from hydraflow.batch_plan.request import SAMPLES, TRAIN_BATCH, Request
 from hydraflow.batch_plan.topology import PER_NODE, ROLLOUT
+from hydraflow.generation.config import GENERATION_ENGINES, SamplingConfig, least_batched_tokens
 
 GEN_BATCH = "data.gen_batch_size"
 
@@ -31,9 +31,6 @@ def judge_batches(request: Request) -> list[Violation]:
 
 def _step(request: Request, rule: str, field: str, value: object, text: str) -> Violation:
     return Violation(rule, BATCH, field, value, text, partial(targets.fixes, request))
-
-
-# --- a step --------------------------------------------------
 
 
 def _mini_batches_fill_the_step(request: Request) -> Iterator[Violation]:
@@ -114,9 +111,6 @@ def _groups_can_differ(request: Request) -> Iterator[Violation]:
         yield _step(request, "n >= 2", request.numbers.key("n"), request.numbers.shown("n"), text)
 
 
-# --- micro-batches --------------------------------------------------
-
-
 def _micro_batches_fill_a_rank(request: Request) -> Iterator[Violation]:
     """m divides g, where micro-batches of an update have a fixed size."""
     for role in request.roles:
@@ -131,7 +125,35 @@ def _token_budgets_hold_a_row(request: Request) -> Iterator[Violation]:
         yield from micro.token_budget_violations(request.longest_row, formula)
 
 
-# --- sampling --------------------------------------------------
+def engine_violations(
+    rollout: SamplingConfig, section: str, *, longest_prompt: int, longest_response: int, device_type: str
+) -> Iterator[Violation]:
+    """Serving engines refuse rows above max_model_len, and vLLM budgets below its sequences or an unchunked
+    prompt. `section`: where the configuration has `rollout`."""
+    engine = GENERATION_ENGINES.get(rollout.name)
+    if engine is None or "max_model_len" not in engine.reads:
+        return
+    row = longest_prompt + longest_response
+    longest, key = rollout.max_model_len, f"{section}.max_model_len"
+    if longest is not None and longest < row:
+        fitting: list[Fix] = [{key: None}, {key: row}]
+        text = f"must hold the longest row, {longest_prompt} + {longest_response} = {row} tokens"
+        yield Violation("max_model_len", BUDGET, key, longest, text, fitting)
+    if "max_num_batched_tokens" not in engine.reads:
+        return
+    key = f"{section}.max_num_batched_tokens"
+    tokens, most = rollout.max_num_batched_tokens, rollout.max_num_seqs
+    least = least_batched_tokens(rollout, row, device_type)
+    if tokens is None or tokens >= least:
+        return
+    because = "vLLM decodes one token of each sequence at a time"
+    text = f"must be at least {section}.max_num_seqs={most}: {because}"
+    if tokens >= most:
+        chunked = f"{section}.enable_chunked_prefill"
+        default = f"{chunked}=null on a CPU"
+        because = default if rollout.enable_chunked_prefill is None else f"{chunked}=false"
+        text = f"must hold a whole row of {longest or row} tokens, because {because}"
+    yield Violation("max_num_batched_tokens", BUDGET, key, tokens, text, [{key: least}])
 
 
 def _engine_holds_a_row(request: Request) -> Iterator[Violation]:
@@ -159,9 +181,6 @@ def _filter_can_fill_a_step(request: Request) -> Iterator[Violation]:
         text = f"is more than the {request.prompts} training prompts that there are"
         fewer: list[Fix] = [{GEN_BATCH: None}, {GEN_BATCH: request.prompts}]
         yield Violation("gen batch", BATCH, GEN_BATCH, size, text, fewer)
-
-
-# --- the schedule --------------------------------------------------
 
 
 def _warmups_end(request: Request) -> Iterator[Violation]:

@@ -13,6 +13,7 @@ from typing import Generic, TypeVar
 
 Config = TypeVar("Config")
 DEFAULT, FILE, COMMAND_LINE = "default", "file", "command line"
+"""Origins of values: unset, set by a file whose name is not known, set by an override."""
 
 
 @dataclass(frozen=True)
@@ -30,8 +31,8 @@ class Settings(Generic[Config]):
         return DEFAULT if value_at(self.config, key) == value_at(self.defaults, key) else FILE
 
     def strength(self, key: str) -> int:
-        """0 for a default, 1 for a file, 2 for the command line: the weaker yields to the stronger."""
-        return {DEFAULT: 0, COMMAND_LINE: 2}.get(self.origin(key), 1)
+        """That of a key's origin."""
+        return strength(self.origin(key))
 
     def changed(self, values: Mapping[str, object]) -> Settings[Config]:
         """The settings as if these overrides were on the command line.
@@ -47,6 +48,11 @@ class Settings(Generic[Config]):
         for key, value in values.items():
             config = with_value(config, key, value)
         return Settings(config, self.defaults, {**self.origins, **dict.fromkeys(values, COMMAND_LINE)})
+
+
+def strength(origin: str) -> int:
+    """0 for a default, 1 for a file, 2 for the command line: the weaker yields to the stronger."""
+    return {DEFAULT: 0, COMMAND_LINE: 2}.get(origin, 1)
 
 
 def value_at(config: object, key: str) -> object:

@@ -110,8 +110,8 @@ def _judge(
     keys = {violation.field for violation in small}
     settings = settings.changed(dict.fromkeys(keys, 1))
     topology = _read_topology(settings.config, per_node)
-    devices = judge_devices(topology, {"model": shape} if shape else {})
-    layout = devices.layouts.get("model")
+    found, layouts = judge_devices(topology, {"model": shape} if shape else {})
+    layout = layouts.get("model")
     config: SupervisedConfig = settings.config
     per_epoch, unit = (conversations or 0) // config.data.train_batch_size, rows_of_example(config)
     request = _Request(
@@ -125,7 +125,7 @@ def _judge(
         steps_per_epoch=per_epoch,
         total_steps=config.trainer.total_training_steps or per_epoch * config.trainer.total_epochs,
     )
-    found = [*devices.violations, *_violations(request)]
+    found += _violations(request)
     return request, [*small, *(violation for violation in found if violation.field not in keys)]
 
 

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping
 from functools import partial
 from typing import Any
 
-from hydraflow.batch_plan.roles import needs_critic, own_reference
+from hydraflow.batch_plan.roles import megatron_sections
 from hydraflow.engine.config import LAYERS_OF_STAGES, MegatronConfig
 from hydraflow.errors import ConfigError, Faults, Problem, shown
 from hydraflow.schema import PPOConfig
@@ -53,17 +53,6 @@ def require_layers(layers: int, settings: MegatronConfig, *, section: str) -> No
     role's."""
     if problems := list(_problems(layers, settings, f"{section}.megatron")):
         raise ConfigError(problems)
-
-
-def megatron_sections(config: PPOConfig) -> Iterator[tuple[str, MegatronConfig]]:
-    """Sections of the roles that use Megatron-Core."""
-    policy = config.actor_rollout_ref
-    if policy.actor.strategy == "megatron":
-        yield "actor_rollout_ref.actor", policy.actor.megatron
-        if own_reference(config):
-            yield "actor_rollout_ref.ref", policy.ref.megatron
-    if needs_critic(config) and config.critic.strategy == "megatron":
-        yield "critic", config.critic.megatron
 
 
 def stage_problems(config: PPOConfig, *, policy: int | None, critic: int | None) -> list[Problem]:

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from hydraflow.batch_plan.layout import Cluster, Devices, Pool
-from hydraflow.batch_plan.mapping import ParsedMapping, parse
+from hydraflow.batch_plan.mapping import parse
 from hydraflow.batch_plan.roles import needs_critic, own_reference
 from hydraflow.batch_plan.settings import Settings
 from hydraflow.engine.config import FSDPConfig, MegatronConfig
@@ -129,8 +129,6 @@ class _TopologyReader:
         runs["reward_model"] = self.config.reward.reward_model.enable
         return [role for role in SECTIONS if runs.get(role, True)]
 
-    # --- machines
-
     def pools(self, devices_per_node: int) -> tuple[str, str, dict[str, Pool]]:
         """The keys that decide the trainer's machines and the devices on each; the trainer's machines, and
         those of roles that have their own."""
@@ -163,8 +161,6 @@ class _TopologyReader:
     def _yields(self, key: str, to: str) -> bool:
         return self.settings.strength(key) < self.settings.strength(to)
 
-    # --- roles
-
     def role(self, role: str, pools: Mapping[str, Pool]) -> RoleDevices:
         """Where a role is: by its mapping, on machines of its own, with the actor, or on all devices."""
         mapping = self._mapping(role)
@@ -172,20 +168,20 @@ class _TopologyReader:
         if follows_actor:
             mapping = self.policy.actor.device_mapping
         pool = pools.get(role, pools["trainer"])
-        mapped, fault = ParsedMapping(pool.devices, Devices(())), ""
+        devices, twice, fault = pool.devices, Devices(()), ""
         if mapping is not None:
             try:
-                mapped = parse(mapping)
+                devices, twice = parse(mapping)
             except ValueError as error:
-                mapped, fault = ParsedMapping(Devices(()), Devices(())), str(error)
+                devices, fault = Devices(()), str(error)
         return RoleDevices(
             role=role,
             engine=self._engine(role),
-            devices=mapped.devices,
+            devices=devices,
             devices_per_node=pool.devices_per_node,
             pool="" if mapping is not None else pool.name,
             mapping=None if follows_actor else mapping,
-            twice=mapped.twice,
+            twice=twice,
             fault=fault,
             degrees=self._degrees(role),
         )

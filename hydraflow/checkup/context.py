@@ -64,9 +64,7 @@ class CheckContext:
         self.origins = origins
         self.notes, self.unsupported = tuple(notes), tuple(unsupported)
         self.everything = everything
-        self._opened: dict[str, Any] = {
-            name: found for name, found in (opened or {}).items() if found is not None
-        }
+        self._opened = {name: found for name, found in (opened or {}).items() if found is not None}
         self._broken = set(opened or ()) - set(self._opened)
 
     @property

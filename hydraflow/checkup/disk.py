@@ -23,7 +23,6 @@ from hydraflow.models.config import ModelConfig
 from hydraflow.recipes import arithmetic
 from hydraflow.schema import PPOConfig
 from hydraflow.system.whole_files import prove_writable
-from hydraflow.trainer.config import TrainerConfig
 from hydraflow.workers.config import ActorConfig, CriticConfig
 
 MOMENTS = 2
@@ -80,30 +79,22 @@ def what_is_written(
 ) -> list[PlannedFiles]:
     """Trained models and checkpoints of the roles that are trained."""
     trainer, policy, critic = config.trainer, config.actor_rollout_ref, config.critic
-    count = checkpoints(plan.total_steps, trainer.save_freq, trainer.max_actor_ckpt_to_keep)
-    found = _of_role("actor", shape.parameters, policy.actor, policy.model, trainer, count)
+    roles: list[tuple[str, int, ActorConfig | CriticConfig, ModelConfig, int | None]] = [
+        ("actor", shape.parameters, policy.actor, policy.model, trainer.max_actor_ckpt_to_keep)
+    ]
     if plan.critic is not None:
         weights = (critic_shape or shape).value_parameters
-        count = checkpoints(plan.total_steps, trainer.save_freq, trainer.max_critic_ckpt_to_keep)
-        found += _of_role("critic", weights, critic, critic.model, trainer, count)
-    return found
-
-
-def _of_role(
-    name: str,
-    weights: int,
-    role: ActorConfig | CriticConfig,
-    model: ModelConfig,
-    trainer: TrainerConfig,
-    count: int,
-) -> list[PlannedFiles]:
-    """`weights`: how many numbers. `count`: checkpoints, besides the best."""
-    full = weights * BYTES[engine_config(role.strategy, role).model_dtype]
-    found = [PlannedFiles(f"final_model/{name}", full)] if trainer.save_final_model else []
-    parts = {"model": full, "optimizer": 0 if model.lora_rank > 0 else MOMENTS * full, "hf_model": full}
-    if count:
+        roles.append(("critic", weights, critic, critic.model, trainer.max_critic_ckpt_to_keep))
+    found = []
+    for name, weights, role, model, keep in roles:
+        full = weights * BYTES[engine_config(role.strategy, role).model_dtype]
+        if trainer.save_final_model:
+            found.append(PlannedFiles(f"final_model/{name}", full))
+        parts = {"model": full, "optimizer": 0 if model.lora_rank > 0 else MOMENTS * full, "hf_model": full}
         size = sum(parts.get(part, 0) for part in role.checkpoint.save_contents)
-        found.append(PlannedFiles(f"checkpoint of the {name}", size, count + (trainer.keep_best is not None)))
+        if count := checkpoints(plan.total_steps, trainer.save_freq, keep):
+            count += trainer.keep_best is not None
+            found.append(PlannedFiles(f"checkpoint of the {name}", size, count))
     return found
 
 

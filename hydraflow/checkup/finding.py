@@ -1,8 +1,4 @@
-"""What a check says: a state, the evidence for it, and what would repair it.
-
-In: nothing. Out: `Finding`, and `CheckSkipped` for a check that has nothing to look at. Standard library
-only.
-"""
+"""What a check says: a state, the evidence for it, and what would repair it. Standard library only."""
 
 from __future__ import annotations
 
@@ -42,22 +38,18 @@ class CheckSkipped(Exception):
 
 
 def ok(evidence: str) -> Finding:
-    """A check that passed."""
     return Finding(State.OK, evidence)
 
 
 def note(evidence: str, remedy: str = "") -> Finding:
-    """Information that needs no action."""
     return Finding(State.NOTE, evidence, remedy)
 
 
 def warning(evidence: str, remedy: str = "") -> Finding:
-    """A warning: the run starts anyway."""
     return Finding(State.WARNING, evidence, remedy)
 
 
 def problem(evidence: str, remedy: str = "") -> Finding:
-    """A problem: the run cannot start, or would fail."""
     return Finding(State.PROBLEM, evidence, remedy)
 
 

@@ -1,7 +1,8 @@
-"""Limits of the system that Ray runs into: shared memory, open files, room on the disk of its temporary
-files.
+"""Limits of the system: CPUs that this process may really use, and what Ray runs into, shared memory, open
+files, room on the disk of its temporary files.
 
-In: this machine. Out: findings. Ray starts all the same in most cases, and is then slow or fails much later.
+In: this machine, and the processes and threads that the run starts on it. Out: findings. Ray starts all the
+same in most cases, and is then slow or fails much later.
 """
 
 from __future__ import annotations
@@ -10,15 +11,17 @@ import os
 import resource
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from hydraflow.checkup.context import CheckContext
-from hydraflow.checkup.finding import CheckSkipped, Finding, ok, problem, warning
+from hydraflow.checkup.finding import CheckSkipped, Finding, note, ok, problem, warning
+from hydraflow.device import core_limits
 from hydraflow.errors import EnvironmentFault
 from hydraflow.memory.limits import host_memory
 from hydraflow.memory.report import size_text
 from hydraflow.system.node_folder import RAY_BASE, session_folder
+from hydraflow.trainer.machine import Machine
 
 STORE_SHARE, STORE_MOST, STORE_FLOOR = 0.3, 200 * 10**9, 10**10
 """Ray's object store: share of the memory, largest size in bytes, and the size below which it does not shrink
@@ -30,6 +33,32 @@ warns below). Measured: with 2 training processes Ray starts under a limit of 64
 register worker to Raylet); with 8 it holds 97."""
 DISK_FULL = 0.95
 """Ray stops storing objects when the disk of its temporary folder is fuller."""
+
+
+def check_processors(context: CheckContext) -> Iterator[Finding]:
+    """Worker processes times threads must not exceed the cores, nor Ray count more than there are."""
+    yield judge_processors(core_limits(), context.machine, ray_cpus=context.config.ray_init.num_cpus)
+
+
+def judge_processors(limits: Mapping[str, float], machine: Machine, *, ray_cpus: int | None) -> Finding:
+    """`limits`: what limits the cores -> to how many. `ray_cpus`: what the user lets Ray count."""
+    source, least = min(limits.items(), key=lambda limit: limit[1])
+    cores, each = max(1, int(least)), machine.threads
+    each_limit = ", ".join(f"{name} {amount:g}" for name, amount in limits.items())
+    seen = f"{least:g} cores by {source} ({each_limit})"
+    threads = "1 thread" if each == 1 else f"{each} threads"
+    busy = f"{machine.processes_per_node} training processes of {threads}"
+    if ray_cpus is not None and ray_cpus > cores:
+        evidence = f"ray_init.num_cpus={ray_cpus} is more than {seen}: Ray starts workers for all of them"
+        return warning(evidence, f"ray_init.num_cpus={cores}")
+    if machine.processes_per_node * each <= cores:
+        return ok(f"{busy} on {seen}")
+    if each == 1:
+        once = f"trainer.n_gpus_per_node={cores} uses each core once"
+        return note(f"{busy} on {seen}: they take turns", once)
+    fitting = max(1, cores // machine.processes_per_node)
+    evidence = f"{busy} are more than {seen}: they will slow each other down"
+    return warning(evidence, f"trainer.threads_per_process={fitting}")
 
 
 def check_shared_memory(context: CheckContext) -> Iterator[Finding]:

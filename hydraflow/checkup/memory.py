@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from hydraflow.checkup.context import CheckContext
 from hydraflow.checkup.finding import CheckSkipped, Finding, ok, problem, warning
@@ -32,15 +32,6 @@ for index in range(gpu_count()):
     assert (ones @ ones).sum().item() == 64**3
     print(json.dumps({"name": gpu_name(index), "free": free, "total": total}))
 """
-
-
-@dataclass(frozen=True)
-class Gpu:
-    """One GPU of this machine; bytes."""
-
-    name: str
-    free: int
-    total: int
 
 
 def check_devices(context: CheckContext) -> Iterator[Finding]:
@@ -79,12 +70,11 @@ def check_gpus(context: CheckContext) -> Iterator[Finding]:
         yield problem(f"a GPU cannot be used: {ended.reason}", remedy)
         return
     lines = [line for line in ended.output.splitlines() if line.startswith("{")]
-    gpus = [Gpu(**json.loads(line)) for line in lines[: context.machine.processes_per_node]]
-    fullest = min(gpus, key=lambda gpu: gpu.free)
-    kinds = ", ".join(dict.fromkeys(gpu.name for gpu in gpus))
-    free = f"{size_text(fullest.free)} of {size_text(fullest.total)} free"
-    where = f"of {len(gpus)} GPUs ({kinds}) the fullest has {free}"
-    yield judge_device(_report(context, device_bytes=fullest.free), fullest.free, where)
+    gpus = [json.loads(line) for line in lines[: context.machine.processes_per_node]]
+    free, total = min((gpu["free"], gpu["total"]) for gpu in gpus)
+    kinds = ", ".join(dict.fromkeys(gpu["name"] for gpu in gpus))
+    where = f"of {len(gpus)} GPUs ({kinds}) the fullest has {size_text(free)} of {size_text(total)} free"
+    yield judge_device(_report(context, device_bytes=free), free, where)
 
 
 def _report(context: CheckContext, **measured: int) -> MemoryReport:

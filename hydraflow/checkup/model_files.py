@@ -1,8 +1,8 @@
 """A model directory, file by file: configuration, weights as the index promises them, tokenizer, lengths.
 
-In: the models that the configuration names. Out: findings. Only the headers of weight files are read, so that
-a missing, truncated or never downloaded shard is found within milliseconds instead of after minutes of
-loading.
+In: the models that the configuration names, and checkpoints that roles start from. Out: findings. Only the
+headers of weight files are read, so that a missing, truncated or never downloaded shard is found within
+milliseconds instead of after minutes of loading.
 """
 
 from __future__ import annotations
@@ -13,20 +13,22 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from hydraflow.batch_plan.stages import megatron_sections, require_layers
-from hydraflow.batch_plan.weights import (
+from hydraflow.batch_plan.roles import (
+    PATH,
     dist_checkpoints,
+    megatron_sections,
     missing_checkpoints,
     reads_critic_files,
     reads_policy_files,
 )
+from hydraflow.batch_plan.stages import require_layers
 from hydraflow.checkup.context import CRITIC, MODEL, CheckContext
-from hydraflow.checkup.dist_checkpoints import dist_checkpoint_problems
 from hydraflow.checkup.finding import CheckSkipped, Finding, note, of_problem, ok, problem, warning
 from hydraflow.device import resolve_dtype
 from hydraflow.engine.fsdp.lora import require_targets
 from hydraflow.engine.megatron import core_arguments, ddp_config
 from hydraflow.engine.megatron.architecture import Architecture
+from hydraflow.engine.megatron.stored_weights import open_weights
 from hydraflow.errors import ConfigError, Faults, Problem
 from hydraflow.memory.report import size_text
 from hydraflow.models.cache import cached_snapshot, hub_fault, is_offline
@@ -36,9 +38,10 @@ from hydraflow.models.loading import Context, context_of, load_config
 from hydraflow.models.weight_files import SHOWN, stored_types, weight_faults, weight_files
 from hydraflow.schema import PPOConfig
 from hydraflow.system.paths import is_hub_name, model_problems
+from hydraflow.trainer.roles import critic_model
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedConfig, PreTrainedTokenizerBase
+    from transformers import PreTrainedConfig
 
 
 def check_model(context: CheckContext) -> Iterator[Finding]:
@@ -108,10 +111,36 @@ def check_weights(context: CheckContext) -> Iterator[Finding]:
     yield ok("names and shapes are those of config.json")
 
 
+def dist_checkpoint_problems(config: PPOConfig, policy: PreTrainedConfig) -> list[Problem]:
+    """Whether checkpoints of Megatron-Core hold the models of the roles that start from them. Indices are
+    read, and weights only where an output matrix must be the same as the embeddings. Models that the engine
+    does not build are reported elsewhere."""
+    faults, own = Faults(), critic_model(config)
+    for section, path in dist_checkpoints(config).items():
+        is_critic = section == "critic"
+        field, model = (CRITIC, own) if is_critic else (MODEL, config.actor_rollout_ref.model)
+        described = Faults().result(partial(load_config, own, field=CRITIC)) if is_critic else policy
+        shape = described and Faults().result(
+            partial(Architecture.of, described, field=field, path=model.path)
+        )
+        if shape:
+            where = {"key": f"{section}.{PATH}", "model": field, "model_path": str(model.path)}
+            head = "value" if is_critic else "policy"
+            faults.passes(partial(open_weights, path, shape, head=head, **where))
+    return faults.problems
+
+
 def check_model_fits(context: CheckContext) -> Iterator[Finding]:
-    """Tokenizer and model agree on the vocabulary; rows fit the model's positions."""
+    """Tokenizer and model agree on the vocabulary: a token beyond the model's table would end the run with an
+    index error. Rows fit the model's positions."""
     data, config = context.config.data, context.model_config
-    yield judge_vocabulary(context.tokenizer, config)
+    known, rows = len(context.tokenizer), config.get_text_config().vocab_size
+    seen = f"the tokenizer has {known} tokens, the model {rows}"
+    if known > rows:
+        evidence = f"{seen}: the ids of the last {known - rows} would be out of range"
+        yield problem(evidence, f"{MODEL}.tokenizer_path=<the model's own tokenizer>")
+    else:
+        yield ok(seen)
     if (most := context_of(config)) is not None:
         yield judge_context(data.max_prompt_length, data.max_response_length, most)
 
@@ -159,16 +188,6 @@ def _problems_of_teacher(config: PPOConfig, key: str, path: str) -> Iterator[Pro
     for one in faults.problems:
         is_own = one.field == f"{key}.path"
         yield replace(one, field=key) if is_own else replace(one, rule=f"{one.rule} ({key}={path})")
-
-
-def judge_vocabulary(tokenizer: PreTrainedTokenizerBase, config: PreTrainedConfig) -> Finding:
-    """A token beyond the model's table would end the run with an index error."""
-    model, known = config.get_text_config().vocab_size, len(tokenizer)
-    if known > model:
-        seen = f"the tokenizer has {known} tokens, the model {model}"
-        evidence = f"{seen}: the ids of the last {known - model} would be out of range"
-        return problem(evidence, f"{MODEL}.tokenizer_path=<the model's own tokenizer>")
-    return ok(f"the tokenizer has {known} tokens, the model {model}")
 
 
 def judge_context(prompt: int, response: int, context: Context) -> Finding:

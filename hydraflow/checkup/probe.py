@@ -1,8 +1,7 @@
-"""Runs a piece of Python, or any command, in a process of its own: for what may crash, hang or leave
-something behind.
+"""Runs a piece of Python in a process of its own: for what may crash, hang or leave something behind.
 
-In: a command and a time limit. Out: how it ended and what it printed last. The process and its children are
-gone afterwards.
+In: source and a time limit. Out: how it ended and what it printed last. The process and its children are gone
+afterwards.
 """
 
 from __future__ import annotations
@@ -12,12 +11,11 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
 LAST_LINES = 3
-"""Number of lines of a failed command's output that are reported."""
+"""Number of lines of a failed process's output that are reported."""
 
 
 @dataclass(frozen=True)
@@ -44,28 +42,17 @@ class ProcessResult:
         return f"{how}: {self.last}" if self.last else how
 
 
-def run_python(
-    source: str, *arguments: str, seconds: float, environ: Mapping[str, str] = os.environ
-) -> ProcessResult:
-    """Runs Python source with this interpreter; `arguments` are its sys.argv[1:]."""
-    return run([sys.executable, "-c", source, *arguments], seconds=seconds, environ=environ)
-
-
-def run(command: Sequence[str], *, seconds: float, environ: Mapping[str, str] = os.environ) -> ProcessResult:
-    """Runs a command for at most `seconds`. What it prints goes to a file: a pipe would wait for
-    grandchildren that hold it."""
+def run_python(source: str, *arguments: str, seconds: float) -> ProcessResult:
+    """Runs Python source with this interpreter for at most `seconds`; `arguments` are its sys.argv[1:]. What
+    it prints goes to a file: a pipe would wait for grandchildren that hold it."""
     with tempfile.TemporaryFile() as printed:
-        try:
-            process = subprocess.Popen(
-                list(command),
-                stdin=subprocess.DEVNULL,
-                stdout=printed,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-                env=dict(environ),
-            )
-        except OSError as error:
-            return ProcessResult(127, f"{command[0]}: {error.strerror}")
+        process = subprocess.Popen(
+            [sys.executable, "-c", source, *arguments],
+            stdin=subprocess.DEVNULL,
+            stdout=printed,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
         try:
             code: int | None = process.wait(timeout=seconds)
         except subprocess.TimeoutExpired:

@@ -40,17 +40,15 @@ def look_at(path: Path, key: str) -> DataFileInfo:
         file = _open(path, key)
         columns = {field.name: str(field.type) for field in file.schema_arrow}
         return DataFileInfo(path, file.metadata.num_rows, columns)
-    lines = _lines(path, key)
-    records = [_parse(path, key, *lines[place]) for place in spread(len(lines), TYPED_LINES)]
+    rows, records = _of_lines(path, key, TYPED_LINES)
     types = {name: type(value).__name__ for record in records for name, value in record.values.items()}
-    return DataFileInfo(path, len(lines), types)
+    return DataFileInfo(path, rows, types)
 
 
 def sample(path: Path, key: str, count: int) -> list[FileRecord]:
     """About `count` rows from all over the file, or all of them where there are fewer."""
     if not _is_parquet(path, key):
-        lines = _lines(path, key)
-        return [_parse(path, key, *lines[place]) for place in spread(len(lines), count)]
+        return _of_lines(path, key, count)[1]
     file = _open(path, key)
     groups = spread(file.metadata.num_row_groups, min(PIECES, count))
     starts = [0]
@@ -106,8 +104,8 @@ def _first_of(file: ParquetFile, path: Path, key: str, group: int, count: int) -
         raise ConfigError.one(key, path, rule, "write it again, or copy it again") from error
 
 
-def _lines(path: Path, key: str) -> list[tuple[int, str]]:
-    """(number from 1, text) of every line that is not blank."""
+def _of_lines(path: Path, key: str, count: int) -> tuple[int, list[FileRecord]]:
+    """Number of lines that are not blank, and the rows in `count` of them."""
     try:
         text = path.read_text(encoding="utf-8-sig")
         lines = [(number, line) for number, line in enumerate(text.split("\n"), 1) if line.strip()]
@@ -115,8 +113,6 @@ def _lines(path: Path, key: str) -> list[tuple[int, str]]:
         raise ConfigError.one(key, path, f"cannot be read: {error}") from error
     if not lines:
         raise ConfigError.one(key, path, "the file has no rows")
-    return lines
-
-
-def _parse(path: Path, key: str, number: int, line: str) -> FileRecord:
-    return FileRecord(parse_line(path, key, number, line), path, number - 1)
+    chosen = (lines[place] for place in spread(len(lines), count))
+    records = [FileRecord(parse_line(path, key, number, line), path, number - 1) for number, line in chosen]
+    return len(lines), records

@@ -2,7 +2,8 @@
 program.
 
 In: `CheckContext`. Out: `Result`s in the order of the table. A new check is a function from that to
-findings, and a line in `CHECKS`.
+findings, and a line in `CHECKS`. Those of the configuration itself are here: keys without effect, what cannot
+run yet, and the batch plan's rules, whose numbers `python -m hydraflow.plan` explains.
 """
 
 from __future__ import annotations
@@ -17,20 +18,19 @@ from typing import Any
 from hydraflow.checkup import (
     data_files,
     disk,
-    lengths,
     libraries,
     limits,
     memory,
     model_files,
     network,
-    processors,
     scoring,
-    settings,
     templates,
     trackers,
 )
 from hydraflow.checkup.context import CheckContext
-from hydraflow.checkup.finding import CheckSkipped, Finding, State, of_problem, problem
+from hydraflow.checkup.finding import CheckSkipped, Finding, State, note, of_problem, ok, problem
+from hydraflow.compose.rules import problems as wrong_values
+from hydraflow.compose.runnable import problems as not_runnable
 from hydraflow.errors import ConfigError
 
 SECONDS = 20.0
@@ -60,22 +60,39 @@ class Result:
     """How long it took."""
 
 
-def _lasting(seconds: float) -> Callable[[CheckContext], float]:
-    return lambda context: seconds
+CLUSTER = "cluster.*: describes machines for python -m hydraflow.plan; the doctor looks at this one"
+
+
+def check_settings(context: CheckContext) -> Iterator[Finding]:
+    """Keys that main_ppo would refuse or miss, and keys that do nothing."""
+    refused = [*context.unsupported, *wrong_values(context.asked), *not_runnable(context.config)]
+    notes = [*context.notes, *([CLUSTER] if context.asked.cluster != context.config.cluster else [])]
+    yield from map(of_problem, refused)
+    yield from map(note, notes)
+    if not refused and not notes:
+        yield ok("every key has an effect and can be run")
+
+
+def check_plan(context: CheckContext) -> Iterator[Finding]:
+    """The batch plan resolves; its broken rules are reported one by one."""
+    plan = context.plan
+    steps = f"{plan.total_steps or 'an unknown number of'} training steps"
+    each = f"{plan.prompts_per_step} prompts and {plan.trajectories_per_step} trajectories"
+    yield ok(f"{steps} of {each} on {len(plan.cluster.devices)} devices, {plan.placement}")
 
 
 CHECKS = (
     Check("library versions", libraries.check_versions, fast=True),
     Check("tensordict and torch", libraries.check_tensordict, fast=True),
-    Check("vLLM and torch", libraries.check_vllm, seconds=_lasting(libraries.PROBE_SECONDS + SECONDS)),
-    Check("SGLang and torch", libraries.check_sglang, seconds=_lasting(libraries.PROBE_SECONDS + SECONDS)),
-    Check("Megatron-Core", libraries.check_megatron, seconds=_lasting(libraries.PROBE_SECONDS + SECONDS)),
-    Check("flash-attn", libraries.check_flash_attention, seconds=_lasting(libraries.PROBE_SECONDS + SECONDS)),
-    Check("configuration", settings.check_settings),
-    Check("batch plan", settings.check_plan),
-    Check("processors", processors.check_processors, fast=True),
+    Check("vLLM and torch", libraries.check_vllm, seconds=lambda _: libraries.PROBE_SECONDS + SECONDS),
+    Check("SGLang and torch", libraries.check_sglang, seconds=lambda _: libraries.PROBE_SECONDS + SECONDS),
+    Check("Megatron-Core", libraries.check_megatron, seconds=lambda _: libraries.PROBE_SECONDS + SECONDS),
+    Check("flash-attn", libraries.check_flash_attention, seconds=lambda _: libraries.PROBE_SECONDS + SECONDS),
+    Check("configuration", check_settings),
+    Check("batch plan", check_plan),
+    Check("processors", limits.check_processors, fast=True),
     Check("devices", memory.check_devices, fast=True),
-    Check("GPUs, used", memory.check_gpus, seconds=_lasting(memory.GPU_SECONDS + SECONDS)),
+    Check("GPUs, used", memory.check_gpus, seconds=lambda _: memory.GPU_SECONDS + SECONDS),
     Check("host memory", memory.check_host_memory, fast=True),
     Check("shared memory", limits.check_shared_memory, fast=True),
     Check("open files", limits.check_open_files, fast=True),
@@ -85,15 +102,15 @@ CHECKS = (
     Check("ports", network.check_ports, fast=True),
     Check("Ray", network.check_ray, fast=True),
     Check("trackers", trackers.check_trackers, fast=True),
-    Check("trackers, used", trackers.check_writing, seconds=_lasting(60.0)),
+    Check("trackers, used", trackers.check_writing, seconds=lambda _: 60.0),
     Check("model files", model_files.check_model, fast=True),
-    Check("weights and model", model_files.check_weights, seconds=_lasting(60.0)),
+    Check("weights and model", model_files.check_weights, seconds=lambda _: 60.0),
     Check("model and tokenizer", model_files.check_model_fits, fast=True),
     Check("Megatron and model", model_files.check_megatron_model, fast=True),
     Check("end of sequence", templates.check_end_tokens, fast=True),
-    Check("data files", data_files.check_data, seconds=_lasting(60.0)),
+    Check("data files", data_files.check_data, seconds=lambda _: 60.0),
     Check("chat template", templates.check_template, fast=True),
-    Check("prompt lengths", lengths.check_lengths, seconds=_lasting(120.0)),
+    Check("prompt lengths", data_files.check_lengths, seconds=lambda _: 120.0),
     Check("reward function", scoring.check_reward, seconds=lambda c: scoring.seconds(c.config.reward)),
 )
 """In the order of the report; the first to open something broken reports it."""

@@ -27,8 +27,6 @@ from hydraflow.tracking.run_folder import RunFolder
 from hydraflow.tracking.trackers import TRACKERS
 from hydraflow.trainer.config import LoopConfig, TrainerConfig
 
-ON_SCREEN = ("console",)
-"""Trackers that write no file."""
 ON_SERVERS = ("wandb", "mlflow", "swanlab")
 """Trackers that others see, which a check must not fill with trials."""
 CONNECT_SECONDS = 2.0
@@ -50,7 +48,7 @@ def look_at(trainer: LoopConfig) -> Iterator[Finding]:
 def check_writing(context: CheckContext) -> Iterator[Finding]:
     """Has each tracker that writes files here take one number, in a folder that goes away."""
     for name in dict.fromkeys(["file", *context.config.trainer.logger]):
-        if name in (*ON_SCREEN, *ON_SERVERS):
+        if name in ("console", *ON_SERVERS):
             continue
         with tempfile.TemporaryDirectory() as folder:
             tracker = TRACKERS[name](RunInfo(Path(folder), "doctor", total_steps=1))
@@ -64,23 +62,21 @@ def check_writing(context: CheckContext) -> Iterator[Finding]:
 def _dumps(trainer: TrainerConfig) -> Iterator[Finding]:
     for key in ("trainer.rollout_data_dir", "trainer.validation_data_dir", "trainer.debug.save_rollouts"):
         folder: Any = value_at(trainer, key.removeprefix("trainer."))
-        if folder is None:
-            continue
-        try:
-            RunFolder.prove_writable(folder, key)
-        except ConfigError as error:
-            yield of_problem(error.problems[0])
-        else:
-            yield ok(f"{key}: {Path(folder).expanduser()} can be written")
+        if folder is not None:
+            yield _writable(folder, f"{key}: {Path(folder).expanduser()} can be written", key)
 
 
 def _check_file(trainer: LoopConfig) -> Finding:
+    folder = Path(trainer.default_local_dir or "runs").expanduser()
+    return _writable(trainer.default_local_dir, f"metrics.jsonl goes to {folder}, which can be written")
+
+
+def _writable(directory: str | None, seen: str, *key: str) -> Finding:
     try:
-        RunFolder.prove_writable(trainer.default_local_dir)
+        RunFolder.prove_writable(directory, *key)
     except ConfigError as error:
         return of_problem(error.problems[0])
-    folder = Path(trainer.default_local_dir or "runs").expanduser()
-    return ok(f"metrics.jsonl goes to {folder}, which can be written")
+    return ok(seen)
 
 
 def _check_login(name: str, trainer: LoopConfig) -> Finding:

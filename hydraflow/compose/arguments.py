@@ -62,11 +62,6 @@ class Arguments:
         """Whether the command runs something, rather than only printing it."""
         return not self.has(*(_COMMANDS - _RUNS), "--hydra-help", "--version")
 
-    @property
-    def own_files(self) -> bool:
-        """Whether the user brings configuration files."""
-        return self.has(*CONFIG_PATH, *CONFIG_DIR, *CONFIG_NAME)
-
     def value(self, *names: str) -> str | None:
         """The value of an option; "" for one without a value; None if it was not given."""
         return replace(self, options=list(self.options)).take(*names)
@@ -124,14 +119,12 @@ def _take_own(arguments: Arguments, switch: CommandLineOption, word: str, rest: 
         missing = not rest or rest[0].startswith("-")
         value = "" if missing else rest.pop(0)
     if not value:
-        arguments.problems.append(
-            Problem(switch.name, None, "needs a value", f"{switch.name} {switch.value}")
-        )
+        remedy = f"{switch.name} {switch.value}"
+        arguments.problems.append(Problem(switch.name, None, "needs a value", remedy))
     elif switch.choices and value not in switch.choices:
+        rule = f"there are {', '.join(switch.choices)}"
         remedy = " or ".join(f"{switch.name} {choice}" for choice in switch.choices)
-        arguments.problems.append(
-            Problem(f"{switch.name} {value}", None, f"there are {', '.join(switch.choices)}", remedy)
-        )
+        arguments.problems.append(Problem(f"{switch.name} {value}", None, rule, remedy))
     else:
         arguments.switches[switch.name] = value
 

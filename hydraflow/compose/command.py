@@ -1,7 +1,5 @@
-"""The parsed command line apart from the configuration: origins of values, notes to print, the entry point's
-options.
-
-In: nothing. Out: `Command`, which `launch` hands to every `run`. Standard library only.
+"""What `launch` hands to every `run` besides the configuration: origins of values, notes to print, the entry
+point's options.
 """
 
 from __future__ import annotations
@@ -10,13 +8,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from hydraflow.batch_plan.settings import COMMAND_LINE
 from hydraflow.errors import Problem
 from hydraflow.system.printing import count
-
-DEFAULT = "default"
-"""Origin of an unset value."""
-COMMAND_LINE = "command line"
-"""Origin of a value that an override set."""
 
 
 @dataclass(frozen=True)

@@ -1,23 +1,29 @@
-"""A command line without its secrets, for run.json, trackers and messages.
+"""The words of a command line: without its secrets, and those of each job of a sweep.
 
-In: its words. Out: the same words; an override that holds a secret is rewritten without it. Values are parsed
-by Hydra's own parser, so that hiding does not depend on how the value was quoted.
+In: its words. Out: the same words, where an override that holds a secret is rewritten without it; or one list
+of words for each combination, as `--multirun` would run them. Values are parsed by Hydra's own parser, so
+that it does not matter how they were quoted. Left out on purpose: sweepers other than Hydra's basic one,
+which run their jobs themselves.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from itertools import product
+from math import prod
 from typing import Any
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import ChoiceSweep, Override, QuotedString
 from hydra.errors import HydraException
 
-from hydraflow.errors import shown
+from hydraflow.errors import ConfigError, shown
 from hydraflow.redact import ENVIRONMENTS, HIDDEN, public, public_word
 
 _NAMES = re.compile(r"\w+")
+MOST = 1000
+"""Largest number of combinations; more are probably a mistake."""
 
 
 def public_words(words: Sequence[str]) -> list[str]:
@@ -77,3 +83,28 @@ def _public(word: str) -> str:
     if all(public(value, key) == value for value in found):
         return word
     return f"{word.partition('=')[0]}={','.join(shown(value, key) for value in found)}"
+
+
+def combinations(words: Sequence[str]) -> list[list[str]]:
+    """Every combination, the last word varying fastest. Options (`--config-name ...`) go to each. Raises
+    ConfigError.
+
+    >>> combinations(["trainer.seed=1,2", "data.shuffle=false"])
+    [['trainer.seed=1', 'data.shuffle=false'], ['trainer.seed=2', 'data.shuffle=false']]
+    """
+    choices = [_swept(word) for word in words]
+    count = prod(map(len, choices))
+    if count > MOST:
+        rule = f"{count} jobs, and at most {MOST} are submitted at once"
+        raise ConfigError.one("--multirun", None, rule, "list fewer values")
+    return [list(words) for words in product(*choices)]
+
+
+def _swept(word: str) -> list[str]:
+    if word.startswith("-") or "=" not in word:
+        return [word]
+    override = parsed(word)
+    if override is None or not override.is_sweep_override():
+        return [word]  # what cannot be parsed is reported by the job
+    key = word.partition("=")[0]
+    return [f"{key}={value}" for value in override.sweep_string_iterator()]

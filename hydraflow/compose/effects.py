@@ -53,6 +53,13 @@ def _validates(config: PPOConfig) -> bool:
     return config.recipe.name != "none" or bool(config.data.val_files)
 
 
+def _while(switch: str, pattern: str, what: str) -> NoEffectRule:
+    """Keys without effect while `switch` is true, because it `what`."""
+    return NoEffectRule(
+        pattern, lambda c: bool(value_at(c, switch)), f"{switch}=true {what}", f"{switch}=false"
+    )
+
+
 def _micro_batch_rules(
     role: str, section: str, *, rows: tuple[str, ...], tokens: str, switch: str
 ) -> tuple[NoEffectRule, NoEffectRule]:
@@ -101,7 +108,6 @@ _ROLES = (
         "moe_router_load_balancing_type,moe_aux_loss_coeff,moe_router_bias_update_rate}",
         lambda c: True,
         "the reference is not trained",
-        "",
     ),
     NoEffectRule(
         f"{REF}.megatron.**",
@@ -147,7 +153,7 @@ def _reads_back(config: PPOConfig) -> bool:
 
 def _devices(mapping: object) -> Devices | None:
     try:
-        return None if mapping is None else parse(mapping).devices
+        return None if mapping is None else parse(mapping)[0]
     except ValueError:  # the plan says so
         return None
 
@@ -193,12 +199,7 @@ _PLACES = (
         )
         for size in ("tensor_model_parallel_size", "pipeline_model_parallel_size")
     ),
-    NoEffectRule(
-        "trainer.fuse_roles",
-        lambda c: c.trainer.debug.local,
-        "trainer.debug.local=true runs all roles in one process",
-        "trainer.debug.local=false",
-    ),
+    _while("trainer.debug.local", "trainer.fuse_roles", "runs all roles in one process"),
 )
 
 
@@ -278,25 +279,18 @@ _VALIDATION = (
     NoEffectRule("data.{val_batch_size,val_max_samples}", lambda c: not _validates(c), NO_VALIDATION),
 )
 _PARTS = (
-    NoEffectRule(
+    _while(
+        "trainer.debug.rollout_only",
         "{actor_rollout_ref.actor.{optim.**,megatron.{use_dist_checkpointing,dist_checkpointing_path}},"
         "critic.**,trainer.{save_freq,save_final_model,critic_warmup}}",
-        lambda c: c.trainer.debug.rollout_only,
-        "trainer.debug.rollout_only=true trains nothing",
-        "trainer.debug.rollout_only=false",
+        "trains nothing",
     ),
-    NoEffectRule(
-        f"trainer.{VALIDATION}",
-        lambda c: c.trainer.debug.train_only,
-        "trainer.debug.train_only=true does not validate",
-        "trainer.debug.train_only=false",
-    ),
-    NoEffectRule(
+    _while("trainer.debug.train_only", f"trainer.{VALIDATION}", "does not validate"),
+    _while(
+        "trainer.debug.train_only",
         "reward.{num_workers,timeout,max_memory,failure_score,functions,max_concurrent,"
         "custom_reward_function.*,reward_manager.*,sandbox.*,judge.*}",
-        lambda c: c.trainer.debug.train_only,
-        "trainer.debug.train_only=true takes the scores of trainer.debug.load_rollouts",
-        "trainer.debug.train_only=false",
+        "takes the scores of trainer.debug.load_rollouts",
     ),
     NoEffectRule(
         "reward.judge.*",
@@ -330,12 +324,7 @@ _RUN = (
         lambda c: c.trainer.debug.local,
         "trainer.debug.local=true does without Ray",
     ),
-    NoEffectRule(
-        "log.console",
-        lambda c: c.trainer.debug.local,
-        "trainer.debug.local=true has one process, whose lines are on the console",
-        "trainer.debug.local=false",
-    ),
+    _while("trainer.debug.local", "log.console", "has one process, whose lines are on the console"),
     NoEffectRule(
         "trainer.{rpc_timeout,start_timeout}",
         lambda c: c.debug or c.trainer.debug.local,
@@ -349,9 +338,8 @@ def _rewards_read(config: PPOConfig, section: str) -> bool:
     """Whether one of the built-in functions that score reads this section of `reward`."""
     reward = config.reward
     if reward.functions:
-        named = {
-            str(one.get("name")) for one in reward.functions if isinstance(one, dict) and "path" not in one
-        }
+        built_in = (one for one in reward.functions if isinstance(one, dict) and "path" not in one)
+        named = {str(one.get("name")) for one in built_in}
     else:
         named = set() if reward.custom_reward_function.path else {"data_source"}
     return any(section in FUNCTIONS[name].reads for name in FUNCTIONS.keys() & named)
@@ -366,12 +354,7 @@ RULES: dict[type, tuple[NoEffectRule, ...]] = {
         *_VALIDATION,
         *_PARTS,
         *_RUN,
-        NoEffectRule(
-            "trainer.rollout_data_dir",
-            lambda c: c.trainer.val_only,
-            "trainer.val_only=true trains nothing",
-            "trainer.val_only=false",
-        ),
+        _while("trainer.val_only", "trainer.rollout_data_dir", "trains nothing"),
         NoEffectRule(
             "trainer.rollout_data_dir",
             lambda c: c.trainer.debug.load_rollouts is not None,

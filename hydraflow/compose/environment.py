@@ -1,8 +1,5 @@
 """Resolves `${oc.env:NAME}` to its own text, so that values of environment variables are not written to
 files.
-
-In: values that are resolved within the context. Out: the same with `${oc.env:NAME}` in place of the
-variable's value.
 """
 
 from __future__ import annotations

@@ -10,14 +10,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from hydraflow.batch_plan.generate import resolve_generate_plan
 from hydraflow.batch_plan.resolve import resolve_plan
-from hydraflow.batch_plan.roles import needs_critic
+from hydraflow.batch_plan.roles import missing_checkpoints, needs_critic
 from hydraflow.batch_plan.settings import value_at
 from hydraflow.batch_plan.sft import resolve_sft_plan
-from hydraflow.batch_plan.weights import missing_checkpoints
 from hydraflow.compose.command import Command
 from hydraflow.compose.debugging import applied
 from hydraflow.compose.own_functions import REWARD, own_problems
@@ -34,20 +34,16 @@ REWARD_MODEL = "reward.reward_model.model_path"
 def judge(config: JobConfig, command: Command) -> list[Problem]:
     """Broken rules of the batch plan, and features that can be planned but not run yet."""
     config, faults = applied(config), Faults()
-    known: dict[str, Any] = {
-        "devices_per_node": planned_devices(config.trainer.device),
-        "origins": command.origins,
-    }
+    devices = planned_devices(config.trainer.device)
+    known: dict[str, Any] = {"devices_per_node": devices, "origins": command.origins}
     if isinstance(config, PPOConfig):
         prompts = config.recipe.train_problems if config.recipe.name != "none" else None
         here = replace(config, cluster=ClusterConfig())  # cluster.* is for python -m hydraflow.plan alone
-        faults.passes(lambda: resolve_plan(here, prompts=prompts, **known))
+        faults.passes(partial(resolve_plan, here, prompts=prompts, **known))
     elif isinstance(config, SupervisedConfig):
-        supervised = config
-        faults.passes(lambda: resolve_sft_plan(supervised, conversations=None, **known))
+        faults.passes(partial(resolve_sft_plan, config, conversations=None, **known))
     else:
-        generation = config
-        faults.passes(lambda: resolve_generate_plan(generation, prompts=None, **known))
+        faults.passes(partial(resolve_generate_plan, config, prompts=None, **known))
     return [*faults.problems, *not_runnable(config)]
 
 
@@ -65,7 +61,6 @@ def missing(config: JobConfig | EvalConfig, command: Command) -> Iterator[Proble
 
 
 def _read_from_disk(config: JobConfig | EvalConfig) -> list[str]:
-    """Keys that name models and files."""
     if isinstance(config, EvalConfig):
         return ["data.path", REWARD]
     if isinstance(config, GenerateConfig):

@@ -101,7 +101,6 @@ def unknown_key(schema: type, path: str, value: Any) -> Problem:
 
 
 def leaf_keys(schema: type) -> list[str]:
-    """The paths of the schema's leaves."""
     return [key.path for key in known_keys(schema).values() if not key.is_section]
 
 
@@ -248,9 +247,8 @@ def wrong_type(schema: type, key: Key, value: Any) -> Problem:
     """The problem of a value of the wrong type, or of a value for a section."""
     if key.is_section:
         first = next(name for name in known_keys(schema) if name.startswith(f"{key.path}."))
-        return Problem(
-            key.path, shown(value), "is a group of keys, not a value", f"set a key of it, such as {first}=..."
-        )
+        remedy = f"set a key of it, such as {first}=..."
+        return Problem(key.path, shown(value), "is a group of keys, not a value", remedy)
     meant = _as_meant(key.hint, value)
     example = key.default if meant is None else meant
     remedy = "" if example is None else f"{key.path}={shown(example)}"

@@ -23,7 +23,6 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from hydraflow.compose import completion
 from hydraflow.compose.arguments import Arguments, CommandLineOption, split
 from hydraflow.compose.command import Command
 from hydraflow.compose.command_words import public_words
@@ -32,7 +31,7 @@ from hydraflow.compose.keys import describe, wrapped
 from hydraflow.compose.loading import VERSION_BASE, ComposedConfig, EntryPoint, finish, register
 from hydraflow.compose.overrides import PreparedCommandLine, config_folder, groups_in, prepare
 from hydraflow.compose.own_files import take, unreadable
-from hydraflow.errors import ConfigError, HydraflowError, Problem
+from hydraflow.errors import ConfigError, HydraflowError
 from hydraflow.redact import public_text
 from hydraflow.system.interrupts import INTERRUPTED, TERMINATED, say_interrupted
 from hydraflow.system.printing import make_printable, reader_may_leave
@@ -48,6 +47,25 @@ _QUIET = {
     "hydra.sweep.subdir": ".",
 }
 """Hydra writes no logs, folders or copies of the configuration; a sweep writes one multirun.yaml."""
+_COMPLETION = r"""_hydraflow_completion()
+{
+    local words=($COMP_LINE)
+    if [[ "${words[1]}" != "-m" || "${words[2]}" != hydraflow.* ]]; then
+        COMPREPLY=($(compgen -o default -- "${COMP_WORDS[COMP_CWORD]}"))
+        return
+    fi
+    local line="app ${words[*]:3}"
+    [[ "$COMP_LINE" == *" " ]] && line="$line "
+    local word=""
+    [[ "$COMP_LINE" == *" " ]] || word="${words[-1]}"
+    local found="$(COMP_LINE="$line" "${words[0]}" -m "${words[2]}" -sc query=bash 2>/dev/null)"
+    COMPREPLY=($(compgen -W "$found" -- "$word"))
+}
+COMP_WORDBREAKS=${COMP_WORDBREAKS//=}
+complete -o nospace -o default -F _hydraflow_completion python python3"""
+"""Prepares bash for completion, by `eval "$(python -m hydraflow.main_ppo -sc install=bash)"`: Hydra completes
+`python file.py` and installed programs; this adds `python -m hydraflow.<name>`, and asks Hydra for the
+candidates."""
 
 
 def launch(entry: EntryPoint[Config], run: Run[Config]) -> int:
@@ -69,24 +87,13 @@ def launch(entry: EntryPoint[Config], run: Run[Config]) -> int:
         with reader_may_leave():
             print(text)
         return 0
-    if arguments.has("--shell-completion", "-sc") and completion.install(arguments.overrides):
+    if arguments.has("--shell-completion", "-sc") and arguments.overrides == ["install=bash"]:
+        print(_COMPLETION)
         return 0
     entry = replace(entry, switches=arguments.switches, words=tuple(public_words(sys.orig_argv)))
     launched = _Launch(entry, arguments, run)
     code = run_guarded(launched.run, entry.show_error)
     return code or next((code for code in launched.codes if code), 0)
-
-
-def given_switches(
-    options: Sequence[CommandLineOption], argv: Sequence[str] | None = None
-) -> dict[str, str | bool]:
-    """The entry point's own options on a command line, by default that of this process; errors are reported
-    by `launch`.
-
-    >>> given_switches([CommandLineOption("--job", value="NAME")], ["data.shuffle=false", "--job", "sft"])
-    {'--job': 'sft'}
-    """
-    return split(sys.argv[1:] if argv is None else argv, options).switches
 
 
 def run_guarded(
@@ -185,15 +192,13 @@ class _Launch(Generic[Config]):
             main(self._composed)()
         except HydraflowError:
             raise
-        except (HydraException, OmegaConfBaseException) as error:
-            raise ConfigError([*problems, *translated(error, self._prepared.files).problems]) from error
         except (yaml.YAMLError, UnicodeDecodeError) as error:
             if self._has_composed:
                 raise  # not an error of reading a configuration
             raise ConfigError([*problems, unreadable(error)]) from error
-        except (ValueError, RecursionError) as error:  # Hydra's words about a defaults list
-            if self._has_composed:
-                raise
+        except (HydraException, OmegaConfBaseException, ValueError, RecursionError) as error:
+            if self._has_composed and not isinstance(error, HydraException | OmegaConfBaseException):
+                raise  # before, these are Hydra's words about a defaults list
             raise ConfigError([*problems, *translated(error, self._prepared.files).problems]) from error
 
     def _words_for_hydra(self) -> list[str]:
@@ -256,12 +261,9 @@ def _show(composed: ComposedConfig[Any], shown: tuple[str, bool]) -> int:
     whole = OmegaConf.create(asdict(composed.config) if resolve else composed.tree)
     section = OmegaConf.select(whole, package) if package not in ("", "_global_") else whole
     if section is None:
-        raise ConfigError(
-            [Problem(f"--package {package}", None, "there is no such section", "--package data")]
-        )
+        raise ConfigError.one(f"--package {package}", None, "there is no such section", "--package data")
     header = f"# @package {package}\n" if package else ""
+    text = OmegaConf.to_yaml(section) if OmegaConf.is_config(section) else f"{section}\n"
     with reader_may_leave():
-        print(
-            header + (OmegaConf.to_yaml(section) if OmegaConf.is_config(section) else f"{section}\n"), end=""
-        )
+        print(header + text, end="")
     return 0

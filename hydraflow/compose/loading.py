@@ -19,23 +19,23 @@ from typing import Any, Generic, TypeVar, cast
 
 import hydra
 from hydra.core.config_store import ConfigStore
-from hydra.core.global_hydra import GlobalHydra
 from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from hydraflow.batch_plan.roles import needs_critic
+from hydraflow.batch_plan.settings import COMMAND_LINE, DEFAULT
 from hydraflow.compose import allocated, verl_trees
 from hydraflow.compose import origins as provenance
 from hydraflow.compose import rules as checks
 from hydraflow.compose.arguments import Arguments, CommandLineOption
-from hydraflow.compose.command import COMMAND_LINE, DEFAULT, Command, KeyCounts
+from hydraflow.compose.command import Command, KeyCounts
 from hydraflow.compose.effects import keys_without_effect
 from hydraflow.compose.engine_arguments import check_names
 from hydraflow.compose.environment import unread_environment
 from hydraflow.compose.hydra_errors import translated
 from hydraflow.compose.keys import fitted, known_keys, leaf_keys
-from hydraflow.compose.overrides import PreparedCommandLine, config_folder, groups_in, prepare
+from hydraflow.compose.overrides import PreparedCommandLine, config_folder, prepare
 from hydraflow.compose.tree import CheckedTree, UnknownValues, check, nested, over
 from hydraflow.compose.verl_values import ROLLOUT, shard_over_all
 from hydraflow.device import planned_devices
@@ -139,7 +139,9 @@ def finish(
     `config_name` and `words`: the file and the overrides that were composed. `only_keys`: values are not
     checked, because the configuration is only shown.
     """
-    origins = _find_origins(entry, config_name, words, prepared)
+    searched = [word for word in prepared.words if word.startswith("hydra.searchpath=")]
+    ours = config_folder(entry.config_name)
+    origins = provenance.find(entry.schema, config_name, [*words, *searched], prepared.folders, ours)
     content = OmegaConf.to_container(composed, resolve=False)
     assert isinstance(content, dict)
     tree = {str(name): value for name, value in content.items()}
@@ -154,9 +156,8 @@ def finish(
     unsupported = checked.translation.unsupported
     if not entry.tolerant:  # do not report the replacement of a rejected value
         checked.unknown.keys |= {one.field for one in unsupported if one.field == f"{ROLLOUT}.name"}
-    problems = prepared.problems + [
-        one for one in checked.problems if not (entry.tolerant and one in unsupported)
-    ]
+    tolerated = unsupported if entry.tolerant else []
+    problems = prepared.problems + [one for one in checked.problems if one not in tolerated]
     config = _build(entry.schema, checked.leaves)
     copied = {key for key, origin in checked.origins.items() if origin.startswith("follows ")}
     foreign, notes = check_names({key: checked.leaves[key] for key in checked.leaves if key not in copied})
@@ -169,17 +170,6 @@ def finish(
         raise ConfigError(problems)
     as_written = {key: checked.written.get(key, value) for key, value in checked.leaves.items()}
     return ComposedConfig(config, command, nested(as_written))
-
-
-def _find_origins(
-    entry: EntryPoint[Any], config_name: str, words: Sequence[str], prepared: PreparedCommandLine
-) -> dict[str, str]:
-    loader, ours = GlobalHydra.instance().config_loader(), config_folder(entry.config_name)
-    sources = [Path(source.path) for source in loader.get_sources() if source.scheme() == "file"]
-    folders = [*sources, *prepared.folders, ours]
-    words = [*words, *(word for word in prepared.words if word.startswith("hydra.searchpath="))]
-    groups = groups_in([ours, *folders], entry.schema)
-    return provenance.find(entry.schema, loader, config_name, words, groups, folders, ours)
 
 
 def from_environment(
@@ -312,9 +302,8 @@ def _value_problems(
         problems += allocated.contradictions(config, allocation())
         problems += allocated.started_often(config, torchrun_processes())
     problems = checked.unknown.unrelated(problems)
-    unknown = UnknownValues(
-        checked.unknown.keys | {problem.field for problem in problems}, checked.unknown.everything
-    )
+    keys = checked.unknown.keys | {problem.field for problem in problems}
+    unknown = UnknownValues(keys, checked.unknown.everything)
     if unknown.hide_the_plan:
         return problems
     wrong = checks.unknown_choices(config)  # judges look choices up; as far as they go, defaults do

@@ -12,11 +12,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import yaml
-from hydra.core.config_loader import ConfigLoader
+from hydra.core.global_hydra import GlobalHydra
 from hydra.types import RunMode
 
-from hydraflow.compose.command import COMMAND_LINE, DEFAULT
-from hydraflow.compose.overrides import Groups, overridden
+from hydraflow.batch_plan.settings import COMMAND_LINE, DEFAULT
+from hydraflow.compose.overrides import groups_in, overridden
 from hydraflow.compose.own_files import yaml_in
 from hydraflow.compose.tree import flatten, leaf_of, nested
 from hydraflow.compose.verl_trees import keys_of
@@ -27,23 +27,20 @@ OURS = "config/"
 
 
 def find(
-    schema: type,
-    loader: ConfigLoader,
-    config_name: str,
-    words: Sequence[str],
-    groups: Groups,
-    folders: Sequence[Path],
-    ours: Path,
+    schema: type, config_name: str, words: Sequence[str], own_folders: Sequence[Path], ours: Path
 ) -> dict[str, str]:
-    """Key -> origin. `words`: the overrides as Hydra got them; `folders`: Hydra's search path; `ours`: the
-    folder of our own files."""
+    """Key -> origin. `words`: the overrides as Hydra got them; `own_folders`: the user's; `ours`: the folder
+    of our own files."""
+    sources = GlobalHydra.instance().config_loader().get_sources()
+    folders = [Path(source.path) for source in sources if source.scheme() == "file"]
+    folders += [*own_folders, ours]
     choosing = tuple(word for word in words if not word.startswith("++"))  # the others set values
     memory = _FOUND if set(folders) == {ours} else {}
     chosen = (schema, ours, config_name, choosing)
     if chosen not in memory:
-        memory[chosen] = _of_files(schema, loader, config_name, choosing, folders, ours)
+        memory[chosen] = _of_files(schema, config_name, choosing, folders, ours)
     origins = dict(memory[chosen])
-    for key, value in overridden(words, groups).items():
+    for key, value in overridden(words, groups_in([ours, *folders], schema)).items():
         for leaf, _ in flatten(schema, nested({key: value})):
             origins[leaf_of(schema, leaf)] = COMMAND_LINE
     for word in words:
@@ -54,15 +51,11 @@ def find(
 
 
 def _of_files(
-    schema: type,
-    loader: ConfigLoader,
-    config_name: str,
-    words: Sequence[str],
-    folders: Sequence[Path],
-    ours: Path,
+    schema: type, config_name: str, words: Sequence[str], folders: Sequence[Path], ours: Path
 ) -> dict[str, str]:
     """Key -> origin, for every key that a file sets; the other arguments as in `find`."""
     origins: dict[str, str] = {}
+    loader = GlobalHydra.instance().config_loader()
     primary = yaml_in(folders, config_name)
     for default in loader.compute_defaults_list(config_name, list(words), RunMode.RUN).defaults:
         name = default.config_path or ""

@@ -20,7 +20,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException
 
-from hydraflow.compose.arguments import CONFIG_NAME, CONFIG_PATH, Arguments
+from hydraflow.compose.arguments import CONFIG_DIR, CONFIG_NAME, CONFIG_PATH, Arguments
 from hydraflow.compose.command_words import plain, unparsed, values
 from hydraflow.compose.keys import (
     accepts,
@@ -114,11 +114,12 @@ def prepare(
         keys.add(parsed.key_or_group)
         if problems := _problems(parsed, schema, groups, multirun=arguments.multirun):
             prepared.problems += problems
-            prepared.unknown.add(parsed.key_or_group, *nearest_keys(schema, parsed.key_or_group, 1))
+            prepared.unknown.keys.update([parsed.key_or_group, *nearest_keys(schema, parsed.key_or_group, 1)])
             prepared.unknown.everything |= _is_choice(parsed, groups)  # a choice of files sets anything
         else:
             prepared.words += _normalised(parsed, schema, groups, chosen, own_file=own_file)
-    if "recipe" in groups and not arguments.own_files and not keys & _OWN_MODEL_OR_DATA:
+    brings_files = own_file or arguments.has(*CONFIG_DIR)
+    if "recipe" in groups and not brings_files and not keys & _OWN_MODEL_OR_DATA:
         prepared.words.append(_DEFAULT_RECIPE)
     return prepared
 
@@ -151,7 +152,7 @@ def _parse(word: str, schema: type, prepared: PreparedCommandLine) -> Override |
     else:
         prepared.problems.append(_no_value(word, schema))
     if key:
-        prepared.unknown.add(key)
+        prepared.unknown.keys.add(key)
     return None
 
 
@@ -193,12 +194,11 @@ def _unreadable(word: str, key: str, value: str, reason: str, near: Sequence[str
     hidden = unparsed(word)
     if foreign := [char for char in key if not char.isascii()]:
         rule = f"{foreign[0]} (U+{ord(foreign[0]):04X}) is no letter of a key"
-        remedy = f"{near[0]}={unparsed(word).partition('=')[2]}" if near else "--help lists every key"
+        remedy = f"{near[0]}={hidden.partition('=')[2]}" if near else "--help lists every key"
         return Problem(hidden, None, rule, remedy)
     if hidden == word and not _KEY.fullmatch(key):
-        return Problem(
-            word, None, f"{key} is not a key: a key is names joined by dots", "--help lists every key"
-        )
+        rule = f"{key} is not a key: a key is names joined by dots"
+        return Problem(word, None, rule, "--help lists every key")
     if hidden == word and value.startswith("="):
         return Problem(word, None, "has more than one =", f"{key}={value.lstrip('=')}")
     if hidden == word and value.startswith("[") and "]" not in value:

@@ -46,11 +46,11 @@ def take(arguments: Arguments, ours: Path, schema: type) -> OwnFiles:
     if path is not None and path.startswith("pkg://"):
         return OwnFiles()
     named = [Path(folder) for folder in (path, extra) if folder is not None]
-    absent = name is not None and verl_trees.is_primary(schema, name) and not yaml_in(named, name)
-    if name and absent and (path is None or Path(path).parts == (_VERLS_FOLDER,)):
+    instead = verl_trees.config_file(schema, name) if name and not yaml_in(named, name) else None
+    if instead is not None and (path is None or Path(path).parts == (_VERLS_FOLDER,)):
         arguments.take(*CONFIG_NAME)
         arguments.take(*CONFIG_PATH)
-        arguments.overrides += verl_trees.config_file(schema, name)
+        arguments.overrides += instead
         return take(arguments, ours, schema)
     if problems := [*_no_folder("--config-path", path), *_no_folder("--config-dir", extra)]:
         return OwnFiles(problems=problems)
@@ -121,7 +121,7 @@ def _no_file(name: str, folders: list[Path], schema: type | None) -> list[Proble
     choices = sorted({file.stem for each in folders for file in each.glob("*.yaml")})
     close = difflib.get_close_matches(Path(name).stem, choices, n=1)
     remedy = f"--config-name {close[0]}" if close else "--config-dir DIR names the folder of your own files"
-    if schema is not None and verl_trees.is_primary(schema, name):
+    if schema is not None and verl_trees.config_file(schema, name) is not None:
         remedy = f"leave out --config-path: {name} alone means verl's own file"
     there = f"there are {', '.join(choices)}" if choices else f"there is no YAML file in {folders[0]}"
     return [Problem(f"--config-name {name}", None, f"there is no such file; {there}", remedy)]

@@ -1,7 +1,4 @@
-"""Patterns over dotted keys: `{a,b}` matches either, `*` one name, `**` one or more.
-
-In: a pattern. Out: its forms without braces, and whether a key matches.
-"""
+"""Patterns over dotted keys: `{a,b}` matches either, `*` one name, `**` one or more."""
 
 from __future__ import annotations
 

@@ -23,17 +23,15 @@ from hydraflow.algorithms.config import (
     estimator_of,
     listed_in,
 )
-from hydraflow.batch_plan.roles import needs_critic
+from hydraflow.batch_plan.roles import PATH, megatron_sections, needs_critic
 from hydraflow.batch_plan.settings import value_at
-from hydraflow.batch_plan.stages import megatron_sections
-from hydraflow.batch_plan.weights import PATH
 from hydraflow.compose.effects import without_effect
 from hydraflow.compose.keys import known_keys, without_quotes
 from hydraflow.engine.config import FSDPConfig, engine_config
 from hydraflow.errors import Problem, shown
 from hydraflow.generation.config import GENERATION_ENGINES, RolloutConfig, SamplingConfig, engine_dtype
 from hydraflow.models.config import ModelConfig
-from hydraflow.options import walk
+from hydraflow.options import effective_value, walk
 from hydraflow.schema import EvalConfig, GenerateConfig, JobConfig, PPOConfig, SupervisedConfig, entry_for
 from hydraflow.workers.config import ActorConfig
 
@@ -102,11 +100,15 @@ def _recipe_makes_model_and_data(config: PPOConfig) -> Iterator[Problem]:
             yield Problem(key, given, rule, f"recipe=none, or leave out {key}")
 
 
-def _training_samples(config: PPOConfig) -> Iterator[Problem]:
-    key, temperature = "actor_rollout_ref.rollout.temperature", config.actor_rollout_ref.rollout.temperature
-    if temperature == 0 and not config.trainer.val_only:
+def _samples_are_drawn(config: PPOConfig) -> Iterator[Problem]:
+    rollout, held_out = config.actor_rollout_ref.rollout, config.actor_rollout_ref.rollout.val_kwargs
+    if rollout.temperature == 0 and not config.trainer.val_only:
         rule = "must be above 0 for training: greedy responses carry no policy gradient"
-        yield Problem(key, temperature, rule, f"{key}=1.0")
+        yield Problem(f"{ROLLOUT}.temperature", rollout.temperature, rule, f"{ROLLOUT}.temperature=1.0")
+    if held_out.do_sample and held_out.temperature == 0:
+        key, rule = f"{ROLLOUT}.val_kwargs", "must be above 0 when do_sample=true"
+        remedy = f"{key}.temperature=1.0 or {key}.do_sample=false"
+        yield Problem(f"{key}.temperature", held_out.temperature, rule, remedy)
 
 
 def _values_come_from_a_critic(config: PPOConfig) -> Iterator[Problem]:
@@ -118,34 +120,25 @@ def _values_come_from_a_critic(config: PPOConfig) -> Iterator[Problem]:
         yield Problem("critic.enable", "false", rule, remedy)
 
 
-def _dro_has_its_weight(config: PPOConfig) -> Iterator[Problem]:
-    chosen, key = config.actor_rollout_ref.actor.policy_loss, "actor_rollout_ref.actor.policy_loss.dro_beta"
+def _the_loss_has_its_bounds(config: PPOConfig) -> Iterator[Problem]:
+    actor, key = config.actor_rollout_ref.actor, "actor_rollout_ref.actor.policy_loss"
+    chosen = actor.policy_loss
     if chosen.loss_mode == "dro" and chosen.dro_beta is None:
         rule = "must be given: the weight of dro's squared log-ratio has no default"
-        yield Problem(key, "null", rule, f"{key}=0.1")
-
-
-def _bounds_of_the_loss_are_in_order(config: PPOConfig) -> Iterator[Problem]:
-    chosen, key = config.actor_rollout_ref.actor.policy_loss, "actor_rollout_ref.actor.policy_loss"
+        yield Problem(f"{key}.dro_beta", "null", rule, f"{key}.dro_beta=0.1")
     if chosen.loss_mode == "clip_cov" and chosen.clip_cov_lb >= chosen.clip_cov_ub:
         rule = f"must be below clip_cov_ub={chosen.clip_cov_ub:g}: no token would be chosen"
         yield Problem(f"{key}.clip_cov_lb", chosen.clip_cov_lb, rule, f"{key}.clip_cov_lb=1.0")
     if chosen.loss_mode == "tis" and chosen.tis_lower_bound >= chosen.tis_upper_bound:
         rule = f"must be below tis_upper_bound={chosen.tis_upper_bound:g}: all weights would be the same"
         yield Problem(f"{key}.tis_lower_bound", chosen.tis_lower_bound, rule, f"{key}.tis_lower_bound=0.0")
-    if chosen.loss_mode == "rec" and chosen.rec_clip_mode == "ring":
-        yield from _the_ring_is_outside(config)
-
-
-def _the_ring_is_outside(config: PPOConfig) -> Iterator[Problem]:
-    actor, key = config.actor_rollout_ref.actor, "actor_rollout_ref.actor"
-    for side in ("low", "high"):
-        name = f"rec_epsilon_{side}_prime"
-        inner, outer = getattr(actor, f"clip_ratio_{side}"), getattr(actor.policy_loss, name)
-        inner = actor.clip_ratio if inner is None else inner
+    is_ring = chosen.loss_mode == "rec" and chosen.rec_clip_mode == "ring"
+    for side in ("low", "high") if is_ring else ():
+        name, clip = f"rec_epsilon_{side}_prime", f"actor_rollout_ref.actor.clip_ratio_{side}"
+        inner, outer = effective_value(actor, f"clip_ratio_{side}"), getattr(chosen, name)
         if outer <= inner:
-            rule = f"must be above {key}.clip_ratio_{side}={inner:g}: tokens beyond it come back"
-            yield Problem(f"{key}.policy_loss.{name}", outer, rule, f"{key}.clip_ratio_{side}={outer / 2:g}")
+            rule = f"must be above {clip}={inner:g}: tokens beyond it come back"
+            yield Problem(f"{key}.{name}", outer, rule, f"{clip}={outer / 2:g}")
 
 
 def _entropy_bounds_are_in_order(config: PPOConfig) -> Iterator[Problem]:
@@ -180,34 +173,32 @@ def _long_responses_have_a_penalty(config: PPOConfig) -> Iterator[Problem]:
     if buffer.enable and buffer.len > limit:
         source = f"{key}.max_resp_len" if given.max_resp_len else "data.max_response_length"
         rule = f"must be at most {source}={limit}, the length that the penalty grows up to"
-        yield Problem(
-            f"{key}.overlong_buffer_cfg.len", buffer.len, rule, f"{key}.overlong_buffer_cfg.len={limit}"
-        )
+        key += ".overlong_buffer_cfg.len"
+        yield Problem(key, buffer.len, rule, f"{key}={limit}")
 
 
 def _a_greedy_baseline_has_the_scale_of_scores(config: PPOConfig) -> Iterator[Problem]:
-    algorithm, chosen = config.algorithm, config.algorithm.adv_estimator
-    if not estimator_of(chosen).greedy_baseline:
+    algorithm, what = config.algorithm, f"algorithm.adv_estimator={config.algorithm.adv_estimator}"
+    if not estimator_of(algorithm.adv_estimator).greedy_baseline:
         return
     if config.reward.reward_model.enable:
-        key, rule = (
-            "reward.reward_model.enable",
-            "has its greedy responses scored by the reward function alone",
-        )
-        yield Problem(key, "true", f"algorithm.adv_estimator={chosen} {rule}", f"{key}=false")
+        rule = f"{what} has its greedy responses scored by the reward function alone"
+        yield Problem("reward.reward_model.enable", "true", rule, "reward.reward_model.enable=false")
     for name in ("norm_mean_type", "norm_std_type"):
         if (kind := getattr(algorithm, name)) is not None:
-            rule = f"algorithm.adv_estimator={chosen} subtracts a greedy response's raw score"
+            rule = f"{what} subtracts a greedy response's raw score"
             yield Problem(f"algorithm.{name}", kind, rule, f"algorithm.{name}=null")
 
 
 def _the_actor_computes_what_a_baseline_needs(config: PPOConfig) -> Iterator[Problem]:
     key, name = "algorithm.rollout_correction.bypass_mode", config.algorithm.adv_estimator
-    if config.algorithm.rollout_correction.bypass_mode and estimator_of(name).sum_pi_squared:
+    if not estimator_of(name).sum_pi_squared:
+        return
+    if config.algorithm.rollout_correction.bypass_mode:
         rule = f"algorithm.adv_estimator={name} needs the actor's own probabilities"
         yield Problem(key, "true", rule, f"{key}=false")
-    key = "actor_rollout_ref.actor.adaptive_entropy.enabled"
-    if config.actor_rollout_ref.actor.adaptive_entropy.enabled and estimator_of(name).sum_pi_squared:
+    if config.actor_rollout_ref.actor.adaptive_entropy.enabled:
+        key = "actor_rollout_ref.actor.adaptive_entropy.enabled"
         rule = f"with algorithm.adv_estimator={name} the pass before the update measures no entropy"
         yield Problem(key, "true", rule, f"{key}=false")
 
@@ -254,16 +245,6 @@ def _warmup_has_a_critic(config: PPOConfig) -> Iterator[Problem]:
         yield Problem("trainer.critic_warmup", config.trainer.critic_warmup, rule, "trainer.critic_warmup=0")
 
 
-def _validation_samples(config: PPOConfig) -> Iterator[Problem]:
-    sampling, key = config.actor_rollout_ref.rollout.val_kwargs, "actor_rollout_ref.rollout.val_kwargs"
-    if sampling.do_sample and sampling.temperature == 0:
-        rule, remedy = (
-            "must be above 0 when do_sample=true",
-            f"{key}.temperature=1.0 or {key}.do_sample=false",
-        )
-        yield Problem(f"{key}.temperature", sampling.temperature, rule, remedy)
-
-
 def _engines_that_hold_whole_models(config: PPOConfig) -> Iterator[Problem]:
     rollout = config.actor_rollout_ref.rollout
     engine = GENERATION_ENGINES.get(rollout.name)
@@ -303,9 +284,8 @@ def _engine_samples_like_this(config: PPOConfig | GenerateConfig) -> Iterator[Pr
         sampled[f"{key}.val_kwargs.temperature"] = rollout.val_kwargs.temperature
     for name, value in sampled.items():
         if 0 < value < least:
-            yield Problem(
-                name, value, f"{library} samples at {least} or above", f"{name}={least}, or 0 for greedy"
-            )
+            rule = f"{library} samples at {least} or above"
+            yield Problem(name, value, rule, f"{name}={least}, or 0 for greedy")
     actor = config.actor_rollout_ref.actor if isinstance(config, PPOConfig) else ActorConfig()
     dtype = engine_dtype(rollout.dtype, engine_config(actor.strategy, actor).compute_dtype)
     if dtype == "fp64" and not engine.computes_fp64:
@@ -393,10 +373,9 @@ def _experts_are_replayed(config: PPOConfig) -> Iterator[Problem]:
     overrides = "actor_rollout_ref.actor.megatron.override_transformer_config"
     given = actor.megatron.override_transformer_config
     if given.get("moe_router_fusion"):
+        name = f"{overrides}.moe_router_fusion"
         rule = f"this kernel chooses experts itself, but router_replay.mode={mode} prescribes them"
-        yield Problem(
-            f"{overrides}.moe_router_fusion", True, rule, f"leave out {overrides}.moe_router_fusion"
-        )
+        yield Problem(name, True, rule, f"leave out {name}")
     if "moe" in actor.megatron.recomputed_parts:
         name = f"{overrides}.recompute_modules"
         rule = f"experts that are recomputed on their own do not get those of router_replay.mode={mode}"
@@ -549,10 +528,9 @@ def _parts_of_a_run(config: PPOConfig) -> Iterator[Problem]:
 CROSS_RULES: dict[type, tuple[Callable[[Any], Iterator[Problem]], ...]] = {
     PPOConfig: (
         _recipe_makes_model_and_data,
-        _training_samples,
+        _samples_are_drawn,
         _values_come_from_a_critic,
-        _dro_has_its_weight,
-        _bounds_of_the_loss_are_in_order,
+        _the_loss_has_its_bounds,
         _entropy_bounds_are_in_order,
         _several_rewards_are_named,
         _the_actor_computes_what_a_baseline_needs,
@@ -561,7 +539,6 @@ CROSS_RULES: dict[type, tuple[Callable[[Any], Iterator[Problem]], ...]] = {
         _weights_keep_equal_probabilities,
         _rejection_has_thresholds,
         _warmup_has_a_critic,
-        _validation_samples,
         _engines_that_hold_whole_models,
         _engine_arguments_are_free,
         _engine_samples_like_this,

@@ -37,10 +37,9 @@ whose responses all have the same acc
                 found.append(Problem(leaf.key, shown(leaf.value), rule, remedy))
         library = leaf.option.needs.get(str(leaf.value))
         if library and not library.is_installed and without_effect(config, leaf.key) is None:
+            rule = f"needs {library.name}, which is not installed"
             remedy = f"{library.install}; or {leaf.key}={shown(defaults[leaf.key])}"
-            found.append(
-                Problem(leaf.key, leaf.value, f"needs {library.name}, which is not installed", remedy)
-            )
+            found.append(Problem(leaf.key, leaf.value, rule, remedy))
     return found
 
 

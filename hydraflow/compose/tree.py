@@ -14,8 +14,8 @@ from typing import Any
 
 import yaml
 
+from hydraflow.batch_plan.settings import COMMAND_LINE
 from hydraflow.compose import verl
-from hydraflow.compose.command import COMMAND_LINE
 from hydraflow.compose.keys import (
     Key,
     accepts,
@@ -27,7 +27,7 @@ from hydraflow.compose.keys import (
     without_quotes,
     wrong_type,
 )
-from hydraflow.compose.verl import Translation
+from hydraflow.compose.verl import Translation, Translator
 from hydraflow.compose.verl_table import aliases
 from hydraflow.compose.verl_values import our_value
 from hydraflow.errors import ConfigError, Problem, shown
@@ -51,9 +51,6 @@ class UnknownValues:
     keys: set[str] = field(default_factory=set)
     everything: bool = False
     """No value is known."""
-
-    def add(self, *keys: str) -> None:
-        self.keys.update(keys)
 
     @property
     def hide_the_plan(self) -> bool:
@@ -90,33 +87,28 @@ class CheckedTree:
 def check(schema: type, tree: Mapping[str, Any], origins: Mapping[str, str], resolve: Resolve) -> CheckedTree:
     """Sorts every leaf of `tree`; `origins` has the keys that files or the command line set, by the names
     they were set under."""
-    checked = CheckedTree(
-        origins={key: origin for key, origin in origins.items() if key in known_keys(schema)}
-    )
-    foreign: dict[str, Any] = {}
+    keys, foreign = known_keys(schema), dict[str, Any]()
+    checked = CheckedTree(origins={key: origin for key, origin in origins.items() if key in keys})
     for key, value in flatten(schema, tree):
         try:
             if _has_interpolation(value):
                 checked.written[key] = value
-                value, known = resolve(key), known_keys(schema).get(key)
-                if (
-                    known
-                    and not known.is_section
-                    and isinstance(value, str)
-                    and not accepts(known.hint, value)
-                ):
+                value, known = resolve(key), keys.get(key)
+                fits = known is None or known.is_section or accepts(known.hint, value)
+                if isinstance(value, str) and not fits:
                     value = yaml.safe_load(value)  # text from the environment may be a number
             _sort(schema, key, value, checked, foreign)
         except ConfigError as error:
             checked.problems += error.problems
-            checked.unknown.add(key)
-    verl.translate(
-        schema, foreign, checked.leaves, checked.origins, origins, checked.translation, checked.written
+            checked.unknown.keys.add(key)
+    translator = Translator(
+        schema, checked.leaves, checked.origins, origins, checked.written, checked.translation
     )
+    translator.translate(foreign)
     checked.problems += checked.translation.problems
     for key, value in checked.translation.unknown.items():
         checked.problems.append(verl.suggested(schema, unknown_key(schema, key, value), value))
-        checked.unknown.add(*nearest_keys(schema, key, 1))
+        checked.unknown.keys.update(nearest_keys(schema, key, 1))
     return checked
 
 
@@ -135,7 +127,7 @@ def _sort(schema: type, key: str, value: Any, checked: CheckedTree, foreign: dic
         return
     if known.is_section or not accepts(known.hint, value):
         checked.problems.append(_as_meant(known, value) or wrong_type(schema, known, value))
-        checked.unknown.add(f"{key}." if known.is_section else key)
+        checked.unknown.keys.add(f"{key}." if known.is_section else key)
         return
     checked.leaves[key] = value
 

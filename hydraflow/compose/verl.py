@@ -9,19 +9,20 @@ from __future__ import annotations
 
 import difflib
 import math
+import re
 from collections import Counter
 from collections.abc import Container, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache
+from itertools import chain
 from typing import Any
 
+from hydraflow.batch_plan.settings import COMMAND_LINE, DEFAULT, strength
 from hydraflow.compose import verl_trees
-from hydraflow.compose.command import COMMAND_LINE, DEFAULT
 from hydraflow.compose.keys import accepts, is_below_open, keys_for, known_above, known_keys, wrong_type
 from hydraflow.compose.nearest import nearest
 from hydraflow.compose.patterns import fits
-from hydraflow.compose.verl_defaults import leaves as verl_leaves
-from hydraflow.compose.verl_table import FOLLOWS, Alias, Ignored, Unsupported, aliases, tables
+from hydraflow.compose.verl_table import FOLLOWS, Alias, Ignored, Unsupported, aliases, defaults, tables
 from hydraflow.compose.verl_values import (
     beside_others,
     frozen_routers,
@@ -39,13 +40,7 @@ Row = Alias | Ignored | Unsupported
 _MISSPELT = 0.9
 """Similarity above which a name counts as a misspelling of another."""
 
-_ROLE_KEYS = (
-    "actor_rollout_ref.actor.",
-    "actor_rollout_ref.ref.",
-    "actor_rollout_ref.rollout.",
-    "critic.",
-    "reward.reward_model.",
-)
+_ROLES = re.compile(r"(?:actor_rollout_ref\.(?:actor|ref|rollout)|critic|reward\.reward_model)\.")
 
 
 @dataclass
@@ -66,9 +61,6 @@ class Translation:
     """Keys that verl does not have either."""
 
 
-# --- tables --------------------------------------------------
-
-
 def classify(schema: type, key: str) -> Row | None:
     """The row of a key that is not one of the schema's; None: no table has it.
 
@@ -84,19 +76,15 @@ def classify(schema: type, key: str) -> Row | None:
         return alias
     rows = tables(schema)
     found: list[Mapping[str, Row]] = [rows.ignored, rows.not_needed, rows.unsupported]
-    of_its_own = (row for table in found for pattern, row in table.items() if _fits_any(pattern, moved, key))
-    if row := next(of_its_own, None):
-        return row
+    for pattern, row in chain.from_iterable(table.items() for table in found):
+        if fits(pattern, moved) or fits(pattern, key):
+            return row
     same = _same_of_ppo(schema, moved)
-    row = classify(PPOConfig, same) if same else None
-    if isinstance(row, Unsupported):
+    like = classify(PPOConfig, same) if same else None
+    if isinstance(like, Unsupported):
         for ours, theirs in rows.like.items():
-            row = replace(row, instead=row.instead.replace(theirs, ours))
-    return None if isinstance(row, Alias) else row
-
-
-def _fits_any(pattern: str, *names: str) -> bool:
-    return any(fits(pattern, name) for name in names)
+            like = replace(like, instead=like.instead.replace(theirs, ours))
+    return None if isinstance(like, Alias) else like
 
 
 def _same_of_ppo(schema: type, key: str) -> str | None:
@@ -113,82 +101,151 @@ def renamed(schema: type, key: str) -> str:
     return key
 
 
-# --- a whole command --------------------------------------------------
+@dataclass(frozen=True)
+class Translator:
+    """Sorts foreign keys into `result`; values of renamed ones go to `leaves`, their origin to `origins`."""
 
+    schema: type
+    leaves: dict[str, Any]
+    origins: dict[str, str]
+    found_origins: Mapping[str, str]
+    """Origins under the names that the user wrote."""
+    interpolated: Container[str]
+    """Keys whose values were written as interpolations."""
+    result: Translation
 
-def translate(
-    schema: type,
-    foreign: Mapping[str, Any],
-    leaves: dict[str, Any],
-    origins: dict[str, str],
-    found_origins: Mapping[str, str],
-    result: Translation,
-    interpolated: Container[str],
-) -> None:
-    """Sorts foreign keys into `result`. Values of renamed keys go to `leaves`, with their origin to
-    `origins`.
+    def translate(self, given: Mapping[str, Any]) -> None:
+        """Sorts all of the given keys."""
+        leaves, origins, result, foreign = self.leaves, self.origins, self.result, dict(given)
+        result.problems += model_overrides(leaves, result.notes)
+        result.unsupported += [
+            *unbuilt(leaves, origins, foreign),
+            *frozen_routers(leaves),
+            *_other_engine(self.schema, foreign),
+        ]
+        result.notes += teachers(leaves, origins, foreign, self.found_origins)
+        # these values are divided by the number of ranks, which other keys determine
+        waiting = {key: foreign[key] for key in foreign if counts_all_ranks(classify(self.schema, key))}
+        for key in foreign:
+            if key not in waiting:
+                self._sort(key, foreign[key])
+        self._follow()
+        for key, value in waiting.items():
+            self._sort(key, value)
+        for origin, count in result.untouched.items():
+            keys = "1 key of verl's is" if count == 1 else f"{count} keys of verl's are"
+            result.notes.append(f"{origin}: {keys} off or at verl's default, without effect here")
+        result.problems += result.unsupported
+        self._follow()
+        result.notes += beside_others(leaves, origins, frozenset(given))
 
-    `found_origins` has the origins under the names that the user wrote; `interpolated` the keys whose values
-    were written as interpolations.
-    """
-    foreign, written = dict(foreign), frozenset(foreign)
-    result.problems += model_overrides(leaves, result.notes)
-    result.unsupported += [
-        *unbuilt(leaves, origins, foreign),
-        *frozen_routers(leaves),
-        *_other_engine(schema, foreign),
-    ]
-    result.notes += teachers(leaves, origins, foreign, found_origins)
-    # these values are divided by the number of ranks, which other keys determine
-    waiting = [key for key in foreign if counts_all_ranks(classify(schema, key))]
-    for key in [*(key for key in foreign if key not in waiting), None, *waiting]:
-        if key is None:
-            _follow(schema, leaves, origins)
-            continue
-        row, value = classify(schema, key), foreign[key]
-        origin = found_origins.get(key, COMMAND_LINE)
-        if value == {} and key not in found_origins and found_origins:
-            continue  # one of verl's groups in a defaults list, which sets nothing
-        follows = key in interpolated and verl_leaves(schema).get(key) is ...
-        idle = not isinstance(row, Alias) and (follows or _asks_for_nothing(schema, key, value, row))
+    def _sort(self, key: str, value: Any) -> None:
+        origin, row = self.found_origins.get(key, COMMAND_LINE), classify(self.schema, key)
+        if value == {} and key not in self.found_origins and self.found_origins:
+            return  # one of verl's groups in a defaults list, which sets nothing
+        follows = key in self.interpolated and defaults(self.schema).get(key) is ...
+        idle = not isinstance(row, Alias) and (follows or _asks_for_nothing(self.schema, key, value, row))
         if in_file(origin) and idle:
-            result.untouched[origin] += 1
+            self.result.untouched[origin] += 1
         elif row is None:
-            result.unknown[key] = value
+            self.result.unknown[key] = value
         elif isinstance(row, Alias):
-            for new, converted in _renamed_values(schema, key, value, row, leaves, result):
-                _take(schema, key, new, converted, origin, leaves, origins, result)
+            for new, converted in self._renamed_values(key, value, row):
+                self._take(key, new, converted, origin, row)
         else:
-            _report(schema, key, value, row, leaves, result)
-    for origin, count in result.untouched.items():
-        keys = "1 key of verl's is" if count == 1 else f"{count} keys of verl's are"
-        result.notes.append(f"{origin}: {keys} off or at verl's default, without effect here")
-    result.problems += result.unsupported
-    _follow(schema, leaves, origins)
-    result.notes += beside_others(leaves, origins, written)
+            self._report(key, value, row)
 
+    def _report(self, key: str, value: Any, row: Ignored | Unsupported) -> None:
+        """Reports a key without a counterpart as ignored or unsupported."""
+        ignored, idle, remedy = self.result.ignored, "has no effect", f"leave out {key}"
+        if isinstance(row, Ignored):
+            effect = "never did anything" if is_never_read(self.schema, key) else idle
+            ignored.append(Problem(key, shown(value), f"{effect}: {row.why}", remedy))
+        elif _is_harmless(self.schema, key, value, row) or (
+            row.decided_by and _same(value, self.leaves.get(row.decided_by))
+        ):
+            ignored.append(Problem(key, shown(value), f"{idle}: it is off, or the default behaviour", remedy))
+        else:
+            rule = f"is not supported yet; in verl it would {row.would}"
+            remedy += f" or {row.instead}" if row.instead else ""
+            self.result.unsupported.append(Problem(key, shown(value), rule, remedy))
 
-def _report(
-    schema: type,
-    key: str,
-    value: Any,
-    row: Ignored | Unsupported,
-    leaves: Mapping[str, Any],
-    result: Translation,
-) -> None:
-    """Reports a key without a counterpart as ignored or unsupported."""
-    if isinstance(row, Ignored):
-        effect = "never did anything" if is_never_read(schema, key) else "has no effect"
-        result.ignored.append(Problem(key, shown(value), f"{effect}: {row.why}", f"leave out {key}"))
-    elif _is_harmless(schema, key, value, row) or (
-        row.decided_by and _same(value, leaves.get(row.decided_by))
-    ):
-        rule = "has no effect: it is off, or the default behaviour"
-        result.ignored.append(Problem(key, shown(value), rule, f"leave out {key}"))
-    else:
-        rule = f"is not supported yet; in verl it would {row.would}"
-        remedy = f"leave out {key}" + (f" or {row.instead}" if row.instead else "")
-        result.unsupported.append(Problem(key, shown(value), rule, remedy))
+    def _renamed_values(self, old: str, value: Any, row: Alias) -> Iterator[tuple[str, Any]]:
+        """(our key, value) of a renamed key; nothing if it is unset, as null means in keys of older
+        versions."""
+        known = known_keys(self.schema).get(row.new)
+        if value is None and known is not None and not accepts(known.hint, None):
+            return
+        if counts_all_ranks(row):
+            yield from self._per_rank(old, row.new, value)
+        elif old != "model_engine":
+            yield row.new, our_value(row.new, value)[0]
+        elif value == "megatron":
+            yield from ((key, value) for key in verl_trees.STRATEGIES)
+        elif value != "dp":
+            remedy = "model_engine=dp or model_engine=megatron"
+            self.result.problems.append(Problem(old, value, "there is no such engine here", remedy))
+
+    def _per_rank(self, old: str, new: str, value: Any) -> Iterator[tuple[str, Any]]:
+        """A size that counts rows over all data ranks, divided by them."""
+        if value is None:
+            return
+        ranks = _data_ranks(new, self.leaves)
+        if ranks is None:
+            rule = "counts rows over all data ranks, whose number is not known here"
+            remedy = f"{new}=... or trainer.n_gpus_per_node=..."
+        elif not isinstance(value, int) or isinstance(value, bool) or value % ranks:
+            rule = f"counts rows over all data ranks, and {ranks} of them cannot share it"
+            remedy = f"{new}={max(1, value // ranks) if isinstance(value, int) else 1}"
+        else:
+            yield new, value // ranks
+            return
+        self.result.problems.append(Problem(old, shown(value), rule, remedy))
+
+    def _take(self, old: str, new: str, value: Any, origin: str, row: Alias) -> None:
+        """Moves a renamed key's value to our key, unless that was set by a source of higher precedence."""
+        known, leaves, result = known_keys(self.schema).get(new), self.leaves, self.result
+        if known is not None and not accepts(known.hint, value):
+            result.problems.append(wrong_type(self.schema, known, value))
+            return
+        here = self.origins.get(new, DEFAULT)
+        if strength(here) > strength(origin):
+            ours = f"{new}={shown(leaves[new], new)}"
+            result.notes.append(f"{old}={shown(value, old)}: {ours} takes precedence ({here})")
+            return
+        if strength(here) == strength(origin) and leaves.get(new) != value:
+            rule = f"is another name for {new}, which is set to {shown(leaves.get(new), new)}"
+            remedy = f"leave out {old} or {new}={shown(value, old)}"
+            result.problems.append(Problem(old, shown(value), rule, remedy))
+            return
+        if in_file(origin) and leaves.get(new) == value:
+            return  # a default that the file repeats
+        self._set(new, value)
+        self.origins[new] = origin
+        result.honoured.add(new)
+        why = f" ({row.why})" if row.why else ""
+        result.notes.append(f"{old}: taken as {new}={shown(public(value, old), new)}{why}")
+
+    def _set(self, new: str, value: Any) -> None:
+        """Sets a leaf, or a name inside an open one."""
+        known, leaves = known_keys(self.schema), self.leaves
+        if new in known:
+            leaves[new] = value
+            return
+        above = known_above(known, new)
+        assert above is not None
+        leaves[above.path] = tree = dict(leaves.get(above.path) or {})
+        *sections, last = new.removeprefix(f"{above.path}.").split(".")
+        for section in sections:
+            tree[section] = tree = dict(tree.get(section) or {})
+        tree[last] = value
+
+    def _follow(self) -> None:
+        """Unset keys take the value of the key that they follow, if that is set."""
+        known, leaves, origins = known_keys(self.schema), self.leaves, self.origins
+        for key, leader in FOLLOWS.items():
+            if key in known and leader in origins and key not in origins and leaves.get(leader) is not None:
+                leaves[key], origins[key] = leaves[leader], f"follows {leader}"
 
 
 def _other_engine(schema: type, foreign: dict[str, Any]) -> Iterator[Problem]:
@@ -201,13 +258,12 @@ def _other_engine(schema: type, foreign: dict[str, Any]) -> Iterator[Problem]:
     del foreign[key]
     chosen = verl_trees.group_override(schema, "engine", None, engine) is not None
     remedy = "engine=fsdp optim=fsdp" if chosen else f"{key}=fsdp2"
-    its_own = [name for name in foreign if name.startswith(("engine.", "optim."))]
-    for name in list(its_own):
+    its_own = []
+    for name in [name for name in foreign if name.startswith(("engine.", "optim."))]:
         row = classify(schema, name)
         is_harmless = isinstance(row, Unsupported) and _is_harmless(schema, name, foreign[name], row)
-        if isinstance(row, Alias | Ignored) or is_harmless:
-            its_own.remove(name)
-        else:
+        if not is_harmless and not isinstance(row, Alias | Ignored):
+            its_own.append(name)
             del foreign[name]
     remedy += f", and leave out {', '.join(its_own)}" if its_own else ""
     field = "engine" if chosen else key
@@ -222,14 +278,14 @@ def _asks_for_nothing(schema: type, key: str, value: Any, row: Row | None) -> bo
         return True
     if _is_default(schema, key, value) or key.endswith("._target_"):
         return True
-    return is_off(value) and verl_leaves(schema).get(key, ...) is ...
+    return is_off(value) and defaults(schema).get(key, ...) is ...
 
 
 def is_never_read(schema: type, key: str) -> bool:
     """Whether verl itself ignores the key."""
     moved = renamed(schema, key)
     same = _same_of_ppo(schema, moved)
-    named = any(_fits_any(pattern, moved, key) for pattern in tables(schema).ignored)
+    named = any(fits(pattern, moved) or fits(pattern, key) for pattern in tables(schema).ignored)
     return named or (same is not None and is_never_read(PPOConfig, same))
 
 
@@ -240,14 +296,14 @@ def _is_harmless(schema: type, key: str, value: Any, row: Unsupported) -> bool:
 
 def _is_default(schema: type, key: str, value: Any) -> bool:
     """Whether a value is verl's default, of this version or another."""
-    default = verl_leaves(schema).get(key, _moved_defaults(schema).get(renamed(schema, key), ...))
+    default = defaults(schema).get(key, _moved_defaults(schema).get(renamed(schema, key), ...))
     return (default is not ... and _same(value, default)) or is_other_default(schema, key, value)
 
 
 @cache
 def _moved_defaults(schema: type) -> dict[str, Any]:
     """verl's defaults under the current names of the sections."""
-    return {renamed(schema, key): default for key, default in verl_leaves(schema).items()}
+    return {renamed(schema, key): default for key, default in defaults(schema).items()}
 
 
 def is_other_default(schema: type, key: str, value: Any) -> bool:
@@ -279,7 +335,7 @@ def is_of_another_version(schema: type, key: str, value: Any) -> bool:
     """Whether an unknown key of a file may be from another version of verl, and has no effect: it is in a
     section of verl's, off, and not a misspelling of a key of that section."""
     section, _, name = key.rpartition(".")
-    known = [*known_keys(schema), *verl_leaves(schema)]
+    known = [*known_keys(schema), *defaults(schema)]
     beside = [one.removeprefix(f"{section}.") for one in known if one.startswith(f"{section}.")]
     names = {one.partition(".")[0] for one in beside}
     misspelt = difflib.get_close_matches(name, names, n=1, cutoff=_MISSPELT)
@@ -294,7 +350,7 @@ def suggested(schema: type, problem: Problem, value: Any) -> Problem:
     actor_rollout_ref.rollout.free_cache_engine=true
     """
     ours = keys_for(schema, problem.field)
-    others = [key for key in {**verl_leaves(schema), **aliases(schema)} if key not in ours]
+    others = [key for key in {**defaults(schema), **aliases(schema)} if key not in ours]
     near = nearest(problem.field, [*ours, *others], 1)
     if not near or near[0] in ours:
         return problem
@@ -309,56 +365,15 @@ def _same(value: Any, other: Any) -> bool:
     return bool(str(value).lower() == str(other).lower() if isinstance(value, str) else value == other)
 
 
-def _renamed_values(
-    schema: type, old: str, value: Any, row: Alias, leaves: Mapping[str, Any], result: Translation
-) -> Iterator[tuple[str, Any]]:
-    """(our key, value) of a renamed key; nothing if it is unset, as null means in keys of older versions."""
-    known = known_keys(schema).get(row.new)
-    if value is None and known is not None and not accepts(known.hint, None):
-        return
-    if old == "model_engine":
-        yield from _model_engine(value, result)
-    elif counts_all_ranks(row):
-        yield from _per_rank(old, row.new, value, leaves, result)
-    else:
-        yield row.new, our_value(row.new, value)[0]
-
-
 def counts_all_ranks(row: Row | None) -> bool:
     """Whether a value must be divided by the number of data ranks, which depends on other keys."""
     return isinstance(row, Alias) and row.over_all_ranks
 
 
-def _model_engine(value: Any, result: Translation) -> Iterator[tuple[str, Any]]:
-    if value == "megatron":
-        yield from (("actor_rollout_ref.actor.strategy", "megatron"), ("critic.strategy", "megatron"))
-    elif value != "dp":
-        remedy = "model_engine=dp or model_engine=megatron"
-        result.problems.append(Problem("model_engine", value, "there is no such engine here", remedy))
-
-
-def _per_rank(
-    old: str, new: str, value: Any, leaves: Mapping[str, Any], result: Translation
-) -> Iterator[tuple[str, Any]]:
-    """A size that counts rows over all data ranks, divided by them."""
-    if value is None:
-        return
-    ranks = _data_ranks(new, leaves)
-    if ranks is None:
-        rule = "counts rows over all data ranks, whose number is not known here"
-        result.problems.append(Problem(old, shown(value), rule, f"{new}=... or trainer.n_gpus_per_node=..."))
-    elif not isinstance(value, int) or isinstance(value, bool) or value % ranks:
-        rule = f"counts rows over all data ranks, and {ranks} of them cannot share it"
-        near = max(1, value // ranks) if isinstance(value, int) else 1
-        result.problems.append(Problem(old, shown(value), rule, f"{new}={near}"))
-    else:
-        yield new, value // ranks
-
-
 def _data_ranks(key: str, leaves: Mapping[str, Any]) -> int | None:
     """Number of data ranks of the role of `key`; None: not known, or a size is no count."""
-    role = next((prefix for prefix in _ROLE_KEYS if key.startswith(prefix)), "")
-    role = "actor_rollout_ref.actor." if "rollout" in role.rpartition("_ref.")[2] else role
+    found = _ROLES.match(key)
+    role = found[0].replace(".rollout.", ".actor.") if found else ""
     engine = "critic.strategy" if role == "critic." else "actor_rollout_ref.actor.strategy"
     if leaves.get(engine) == "megatron":
         names = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size")
@@ -369,66 +384,3 @@ def _data_ranks(key: str, leaves: Mapping[str, Any]) -> int | None:
     if not all(isinstance(count, int) and count >= 1 for count in (*devices, *sizes)):
         return None
     return max(1, math.prod(devices) // math.prod(sizes))
-
-
-def _take(
-    schema: type,
-    old: str,
-    new: str,
-    value: Any,
-    origin: str,
-    leaves: dict[str, Any],
-    origins: dict[str, str],
-    result: Translation,
-) -> None:
-    """Moves a renamed key's value to our key, unless that was set by a source of higher precedence."""
-    known = known_keys(schema).get(new)
-    if known is not None and not accepts(known.hint, value):
-        result.problems.append(wrong_type(schema, known, value))
-        return
-    here = origins.get(new, DEFAULT)
-    if _rank(here) > _rank(origin):
-        ours = f"{new}={shown(leaves[new], new)}"
-        result.notes.append(f"{old}={shown(value, old)}: {ours} takes precedence ({here})")
-        return
-    if _rank(here) == _rank(origin) and leaves.get(new) != value:
-        rule = f"is another name for {new}, which is set to {shown(leaves.get(new), new)}"
-        remedy = f"leave out {old} or {new}={shown(value, old)}"
-        result.problems.append(Problem(old, shown(value), rule, remedy))
-        return
-    if in_file(origin) and leaves.get(new) == value:
-        return  # a default that the file repeats
-    _set(schema, new, value, leaves)
-    origins[new] = origin
-    result.honoured.add(new)
-    row = classify(schema, old)
-    why = f" ({row.why})" if isinstance(row, Alias) and row.why else ""
-    result.notes.append(f"{old}: taken as {new}={shown(public(value, old), new)}{why}")
-
-
-def _set(schema: type, new: str, value: Any, leaves: dict[str, Any]) -> None:
-    """Sets a leaf, or a name inside an open one."""
-    known = known_keys(schema)
-    if new in known:
-        leaves[new] = value
-        return
-    above = known_above(known, new)
-    assert above is not None
-    leaves[above.path] = tree = dict(leaves.get(above.path) or {})
-    *sections, last = new.removeprefix(f"{above.path}.").split(".")
-    for section in sections:
-        tree[section] = tree = dict(tree.get(section) or {})
-    tree[last] = value
-
-
-def _rank(origin: str) -> int:
-    return {DEFAULT: 0, COMMAND_LINE: 2}.get(origin, 1)
-
-
-def _follow(schema: type, leaves: dict[str, Any], origins: dict[str, str]) -> None:
-    """Unset keys take the value of the key that they follow, if that is set."""
-    known = known_keys(schema)
-    for key, leader in FOLLOWS.items():
-        if key in known and leader in origins and key not in origins and leaves.get(leader) is not None:
-            leaves[key] = leaves[leader]
-            origins[key] = f"follows {leader}"

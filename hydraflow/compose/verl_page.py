@@ -1,7 +1,4 @@
-"""The text of `--help verl`: how each of verl's keys is handled, as Markdown.
-
-In: the tables of `verl_table.py`, `verl_values.py` and `verl_data/`. Out: the page.
-"""
+"""The text of `--help verl`: how each of verl's keys is handled, as Markdown."""
 
 from __future__ import annotations
 
@@ -11,21 +8,20 @@ from collections.abc import Iterable, Iterator, Mapping
 from hydraflow.compose.keys import is_below_open, known_keys
 from hydraflow.compose.patterns import fits
 from hydraflow.compose.verl import classify, is_never_read, renamed
-from hydraflow.compose.verl_defaults import VERSION, leaves
 from hydraflow.compose.verl_table import (
     DTYPES,
-    ENGINES,
-    FILTER_METRICS,
     FOLLOWS,
     STRATEGIES,
     VERL_TRACKERS,
+    VERSION,
     Alias,
     Ignored,
     aliases,
+    defaults,
     tables,
 )
 from hydraflow.compose.verl_trees import primary_names
-from hydraflow.compose.verl_values import our_value
+from hydraflow.compose.verl_values import OTHER_VALUES, our_value
 from hydraflow.errors import shown
 from hydraflow.schema import GenerateConfig, PPOConfig, SFTConfig
 
@@ -124,12 +120,12 @@ In a pattern `{{a,b}}` matches either, `*` one name, `**` any number of names.
 
 
 def _counts(schema: type) -> str:
-    counts = Counter(kind(schema, key) for key in leaves(schema))
-    plain = len(leaves(schema, megatron=False))
+    counts = Counter(kind(schema, key) for key in defaults(schema))
+    plain = len(defaults(schema, megatron=False))
     if not plain:
         return ""
     rows = ((name, counts[name], MEANING[name]) for name in (KNOWN, ALIAS, NEVER, NOT_MISSED, REFUSED))
-    more = len(leaves(schema)) - plain
+    more = len(defaults(schema)) - plain
     text = f"{plain} keys of verl's default configuration" + (
         f" and {more} more with `model_engine=megatron`" if more else ""
     )
@@ -159,7 +155,7 @@ def _cell(head: str, cell: object) -> str:
 
 
 def _differences(schema: type) -> Iterator[tuple[str, str, str]]:
-    for key, default in leaves(schema).items():
+    for key, default in defaults(schema).items():
         known = known_keys(schema).get(renamed(schema, key))
         if known is None or default is ... or key in FOLLOWS or our_value(key, default)[0] == known.default:
             continue
@@ -167,7 +163,7 @@ def _differences(schema: type) -> Iterator[tuple[str, str, str]]:
 
 
 def _renamed(schema: type) -> Iterator[tuple[str, str, str]]:
-    there = {"model_engine", *(renamed(schema, key) for key in leaves(schema))}
+    there = {"model_engine", *(renamed(schema, key) for key in defaults(schema))}
     for old, row in aliases(schema).items():
         ranks = "rows over all data ranks, divided by their number" if row.over_all_ranks else ""
         other = "" if old in there else "a name of other versions"
@@ -178,8 +174,7 @@ def _value_rows(schema: type) -> Iterator[tuple[str, str, str]]:
     rows = [
         *(("**.{dtype,model_dtype,reduce_dtype}", verls, ours) for verls, ours in DTYPES.items()),
         *(("**.strategy", verls, ours) for verls, ours in STRATEGIES.items()),
-        *(("actor_rollout_ref.rollout.name", verls, ours) for verls, ours in ENGINES.items()),
-        *(("algorithm.filter_groups.metric", verls, ours) for verls, ours in FILTER_METRICS.items()),
+        *((key, verls, ours) for key, table in OTHER_VALUES.items() for verls, ours in table.items()),
         ("**.checkpoint.save_contents", "[hf_model]", "[model,hf_model]"),
         ("**.optim.lr_warmup_steps", "null", "-1"),
         ("trainer.test_freq", "0", "-1"),

@@ -1,15 +1,18 @@
-"""How verl's keys that are not ours are handled: renamed, accepted without effect, or not supported yet.
+"""verl's keys and their defaults, and how those are handled that are not ours: renamed, accepted without
+effect, or not supported yet.
 
 In: `verl_data/keys_*.yaml`, one for each of our configurations, read when a key of verl's is first looked up,
-and the other names that our fields declare (`option(verl=...)`). Out: tables from keys or patterns to rows.
-In a pattern `{a,b}` matches either, `*` one name, `**` any names. The target is verl 0.9.1; rows
-for names of other versions are those that `verl_defaults.py` does not have. A key of ours needs no row.
-Left out on purpose: how rows are applied (`verl.py`).
+the other names that our fields declare (`option(verl=...)`), and `defaults_*.yaml` from verl's public files.
+Out: tables from keys or patterns to rows, and `defaults()`. In a pattern `{a,b}` matches either, `*` one
+name, `**` any names. Rows for names of other versions are those that `defaults` does not have. A key of ours
+needs no row. Left out on purpose: how rows are applied (`verl.py`), the defaults of main_generation and
+main_eval.
 """
 
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -20,6 +23,10 @@ import yaml
 from hydraflow.compose.patterns import expand
 from hydraflow.device import GPU
 from hydraflow.options import walk
+from hydraflow.schema import PPOConfig, SFTConfig
+
+VERSION = "0.9.1"
+"""The version of verl that is followed."""
 
 
 @dataclass(frozen=True)
@@ -105,6 +112,10 @@ FOLLOWS: dict[str, str] = {
 """Keys of ours that, if unset, have the value of another, as in verl."""
 
 _FILES = Path(__file__).with_name("verl_data")
+_DEFAULTS: dict[type, tuple[str, ...]] = {
+    PPOConfig: ("defaults_ppo", "defaults_ppo_megatron"),
+    SFTConfig: ("defaults_sft",),
+}
 DTYPES = {
     "bfloat16": "bf16",
     "float16": "fp16",
@@ -133,7 +144,6 @@ def aliases(schema: type) -> dict[str, Alias]:
     """The keys of verl's that have another name in a schema: what our fields declare, and those that are in
     another section here.
 
-    >>> from hydraflow.schema import PPOConfig
     >>> aliases(PPOConfig)["critic.ppo_micro_batch_size"]
     Alias(new='critic.ppo_micro_batch_size_per_gpu', why='', over_all_ranks=True)
     """
@@ -158,7 +168,6 @@ def _alias(old: str, new: str, why: str = "") -> Alias:
 def tables(schema: type) -> KeyTables:
     """The tables of a configuration's `verl_data/keys_*.yaml`.
 
-    >>> from hydraflow.schema import PPOConfig
     >>> tables(PPOConfig).ignored["trainer.esi_redundant_time"].why
     "verl's trainer never reads it"
     """
@@ -209,3 +218,28 @@ def _pattern(text: str, names: dict[str, str]) -> str:
     """A pattern of the file with its `<name>`s replaced and the spaces of its line breaks removed."""
     whole = re.sub(r"<(\w+)>", lambda name: names[name[1]], text)
     return re.sub(r"\s", "", whole)
+
+
+@cache
+def defaults(schema: type, *, megatron: bool = True) -> dict[str, Any]:
+    """Key -> default of verl's command, `...` if it follows another key; `megatron` adds the keys of
+    `model_engine=megatron`.
+
+    >>> ppo = defaults(PPOConfig)
+    >>> ppo["trainer.total_epochs"], ppo["actor_rollout_ref.ref.strategy"]
+    (30, Ellipsis)
+    """
+    files = _DEFAULTS.get(schema, ())
+    return {key: value for file in (files if megatron else files[:1]) for key, value in _defaults_in(file)}
+
+
+def _defaults_in(file: str) -> Iterator[tuple[str, Any]]:
+    for paragraph in read(file):
+        found = paragraph["defaults"]
+        if "like" in paragraph:
+            whole, like = defaults(PPOConfig, megatron=False), f"{paragraph['like']}."
+            shared = {key.removeprefix(like): whole[key] for key in whole if key.startswith(like)}
+            found = shared | found
+        for name, default in found.items():
+            value = ... if default == "..." else default
+            yield from ((f"{section}.{name}", value) for section in paragraph["sections"])

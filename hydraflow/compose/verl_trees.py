@@ -15,19 +15,10 @@ from hydra.core.config_store import ConfigStore
 from hydraflow.compose.verl_table import read
 from hydraflow.schema import PPOConfig
 
-_STRATEGIES = ("actor_rollout_ref.actor.strategy", "critic.strategy")
+STRATEGIES = ("actor_rollout_ref.actor.strategy", "critic.strategy")
 """Our keys for the model_engine."""
 _registered: set[str] = set()
 """Groups and files at the top of Hydra's store that replace verl's."""
-
-
-def is_primary(schema: type, name: str) -> bool:
-    """Whether the name is that of one of verl's primary configurations.
-
-    >>> is_primary(PPOConfig, "ppo_trainer.yaml"), is_primary(PPOConfig, "mine")
-    (True, False)
-    """
-    return name.removesuffix(".yaml") in primary_names(schema)
 
 
 def primary_names(schema: type) -> list[str]:
@@ -75,14 +66,16 @@ def keys_of(schema: type, path: str, package: str) -> list[str]:
     return [prefix + name for name in _trees(schema)["files"].get(path, {})]
 
 
-def config_file(schema: type, name: str) -> list[str]:
-    """The overrides that replace one of verl's primary configurations.
+def config_file(schema: type, name: str) -> list[str] | None:
+    """The overrides that replace one of verl's primary configurations; None: the name is none of theirs.
 
-    >>> config_file(PPOConfig, "ppo_megatron_trainer.yaml")
-    ['++model_engine=megatron']
+    >>> config_file(PPOConfig, "ppo_megatron_trainer.yaml"), config_file(PPOConfig, "mine")
+    (['++model_engine=megatron'], None)
     """
-    engine = _trees(schema)["primary"][name.removesuffix(".yaml")]
-    return [f"++model_engine={engine}"] if engine == "megatron" else []
+    engines, name = _trees(schema)["primary"], name.removesuffix(".yaml")
+    if name not in engines:
+        return None
+    return ["++model_engine=megatron"] if engines[name] == "megatron" else []
 
 
 def group_override(schema: type, group: str, package: str | None, value: Any) -> list[str] | None:
@@ -127,4 +120,4 @@ def engine_override(engine: Any) -> list[str] | None:
     """
     if engine not in _trees(PPOConfig)["primary"].values():
         return None
-    return [f"++{key}={engine}" for key in _STRATEGIES if engine != "dp"]
+    return [f"++{key}={engine}" for key in STRATEGIES if engine != "dp"]

@@ -1,7 +1,5 @@
-"""Translates verl's values that have another name here or depend on other keys.
-
-In: known keys with their values. Out: our values, and a note on each. Left out on purpose: names of keys
-(`verl.py`).
+"""Translates verl's values that have another name here or depend on other keys, with a note on each. Left out
+on purpose: names of keys (`verl.py`).
 """
 
 from __future__ import annotations
@@ -9,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Collection, Container, Iterator, Mapping
 from typing import Any
 
-from hydraflow.compose.command import COMMAND_LINE, DEFAULT
+from hydraflow.batch_plan.settings import COMMAND_LINE, DEFAULT
 from hydraflow.compose.patterns import fits
 from hydraflow.compose.verl_table import (
     DEVICES,
@@ -76,9 +74,6 @@ def _loggers(value: Any) -> tuple[Any, str | None]:
         kept,
         f"trainer.logger: there is no {' and no '.join(absent)} here yet; metrics go to {', '.join(kept)}",
     )
-
-
-# --- beside other keys --------------------------------------------------
 
 
 def beside_others(leaves: dict[str, Any], origins: dict[str, str], foreign: Collection[str]) -> Iterator[str]:
@@ -174,32 +169,31 @@ def unbuilt(leaves: dict[str, Any], origins: Mapping[str, str], foreign: dict[st
                 leaves[key] = "fsdp2"
 
 
+def _parts_of_overrides(leaves: Mapping[str, Any], name: str) -> Iterator[tuple[str, Any, dict[str, Any]]]:
+    """Key, mapping `name` in it, and all else in it, of each `override_config` that has one."""
+    for key, given in list(leaves.items()):
+        part = given.get(name) if isinstance(given, Mapping) else None
+        if key.endswith("model.override_config") and isinstance(part, Mapping):
+            yield key, part, {other: value for other, value in given.items() if other != name}
+
+
 def model_overrides(leaves: dict[str, Any], notes: list[str]) -> Iterator[Problem]:
     """verl's Megatron engine reads overrides of config.json from `override_config.model_config`, which its
     other engines have in `override_config`. Adds a note for each; problems of those that both give."""
-    for key in [key for key in leaves if key.endswith("model.override_config")]:
-        given = leaves[key] if isinstance(leaves[key], Mapping) else {}
-        moved, rest = given.get("model_config"), dict(given)
-        if not isinstance(moved, Mapping):
-            continue
-        del rest["model_config"]
+    for key, moved, rest in _parts_of_overrides(leaves, "model_config"):
         for name in moved:
             if name in rest and rest[name] != moved[name]:
+                field = f"{key}.model_config.{name}"
                 rule = f"is another name for {key}.{name}, which is set to {shown(rest[name])}"
-                remedy = f"leave out {key}.model_config.{name}"
-                yield Problem(f"{key}.model_config.{name}", shown(moved[name]), rule, remedy)
+                yield Problem(field, shown(moved[name]), rule, f"leave out {field}")
         leaves[key] = {**moved, **rest}
         notes.append(f"{key}.model_config: taken as {key}, with {', '.join(map(str, moved)) or 'nothing'}")
 
 
 def frozen_routers(leaves: dict[str, Any]) -> Iterator[Problem]:
     """Problems of `override_config.moe_config`, which verl's Megatron engine reads. Removes the rest."""
-    for key in [key for key in leaves if key.endswith("model.override_config")]:
-        given = leaves[key] if isinstance(leaves[key], Mapping) else {}
-        frozen = given.get("moe_config")
-        if not isinstance(frozen, Mapping):
-            continue
-        leaves[key] = {name: value for name, value in given.items() if name != "moe_config"}
+    for key, frozen, rest in _parts_of_overrides(leaves, "moe_config"):
+        leaves[key] = rest
         for name, value in frozen.items():
             if value:
                 rule = "is not supported yet; in verl it would freeze the routers of a mixture of experts"

@@ -24,11 +24,10 @@ from ray import ObjectRef
 
 from hydraflow.dispatch.future import CallFuture, PendingCall, PendingCalls, ReplacementDied
 from hydraflow.dispatch.host import WorkerHost
-from hydraflow.dispatch.modes import CallContext, Registration, registration
+from hydraflow.dispatch.modes import CallContext, PerRank, Registration, registration
 from hydraflow.dispatch.observability import Observability
 from hydraflow.dispatch.placement import Reservation
-from hydraflow.dispatch.profile import Profile
-from hydraflow.dispatch.profiler import nsight_options
+from hydraflow.dispatch.profiler import Profile, nsight_options
 from hydraflow.dispatch.shards import Future
 from hydraflow.dispatch.stacks import NamedProcess, ProcessInfo, names_of
 from hydraflow.dispatch.template import has_template
@@ -114,13 +113,7 @@ class Group(ABC):
         """Coordinates of all ranks in a mesh. ValueError when they are inconsistent."""
 
     @abstractmethod
-    def send(
-        self,
-        plan: Registration,
-        context: CallContext,
-        positional: Sequence[Sequence[Any]],
-        named: Mapping[str, Sequence[Any]],
-    ) -> Future:
+    def send(self, plan: Registration, context: CallContext, arguments: PerRank) -> Future:
         """Sends a call whose arguments are already divided by rank."""
 
     def perform(
@@ -133,12 +126,10 @@ class Group(ABC):
         settled = {name: _settled(value) for name, value in kwargs.items()}
         values = [_settled(value) for value in args]
         self.announce(role, method)
-        positional, named = plan.mode.dispatch_fn(context, *values, **settled)
-        future = self.send(plan, context, positional, named)
+        future = self.send(plan, context, plan.mode.dispatch_fn(context, *values, **settled))
         return future.get() if plan.blocking else future
 
     def announce(self, role: str, method: str) -> None:
-        """Tells `before_call` of a call."""
         if self.before_call is not None:
             self.before_call(role, method)
 
@@ -251,15 +242,9 @@ class WorkerGroup(Group):
             self.channel.calls.settle(self._starting[0])
             del self._starting[0]
 
-    def send(
-        self,
-        plan: Registration,
-        context: CallContext,
-        positional: Sequence[Sequence[Any]],
-        named: Mapping[str, Sequence[Any]],
-    ) -> CallFuture:
+    def send(self, plan: Registration, context: CallContext, arguments: PerRank) -> CallFuture:
         """Sends one message to each rank. The future's `get` raises WorkerError when a rank fails."""
-        packer = ArgumentPacker(self.channel.traffic)
+        packer, (positional, named) = ArgumentPacker(self.channel.traffic), arguments
         collectors = plan.mode.collectors(context) if context.only is None else [context.only]
         # The process writes its stacks to the log shortly before the controller gives up, so that the log
         # tail shows them.
@@ -445,7 +430,7 @@ class RoleGroup:
         plan = self._plan(method)
         context = CallContext(self.group, self.name, method.__name__, plan.padding, only=rank)
         self.group.announce(self.name, method.__name__)
-        return self.group.send(plan, context, [[value] * self.world_size for value in args], {})
+        return self.group.send(plan, context, ([[value] * self.world_size for value in args], {}))
 
     def fetch(self, batch: RemoteBatch, keys: Sequence[str] | None = None) -> DataProto:
         """Reads columns into the controller; None: all."""

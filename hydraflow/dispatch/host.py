@@ -21,7 +21,7 @@ from hydraflow.system.importing import importing
 if TYPE_CHECKING:
     from ray import ObjectRef
 
-    from hydraflow.dispatch.profile import Profile
+    from hydraflow.dispatch.profiler import Profile
     from hydraflow.dispatch.transport import Columns, Payload
     from hydraflow.dispatch.worker import Call
 

@@ -16,18 +16,18 @@ import socket
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import cached_property
 from typing import Any
 
 import torch
 from torch.profiler import record_function
 
-from hydraflow.dispatch.config import RayInitConfig
 from hydraflow.dispatch.environment import LOOPBACK, settle
-from hydraflow.dispatch.group import Channel, Group, Timeouts
-from hydraflow.dispatch.modes import CallContext, Registration
-from hydraflow.dispatch.observability import Observability, of_role
+from hydraflow.dispatch.group import Channel, Group
+from hydraflow.dispatch.modes import CallContext, PerRank, Registration
+from hydraflow.dispatch.observability import of_role
 from hydraflow.dispatch.placement import ResourcePool
-from hydraflow.dispatch.profile import Profile
+from hydraflow.dispatch.profiler import Profile
 from hydraflow.dispatch.runtime import Runtime
 from hydraflow.dispatch.shards import CompletedFuture, Shard, is_batch, split
 from hydraflow.dispatch.spans import SpanRecorder, record_into, span
@@ -47,16 +47,10 @@ KEY = "trainer.debug.local"
 class LocalRuntime(Runtime):
     """A `Runtime` whose workers are objects of this process."""
 
-    def __init__(
-        self,
-        ray_init: RayInitConfig,
-        timeouts: Timeouts,
-        *,
-        device_type: str = "cpu",
-        observability: Observability | None = None,
-    ):
-        super().__init__(ray_init, timeouts, device_type=device_type, observability=observability)
-        self._pools: dict[str, ResourcePool] = {}
+    @cached_property
+    def _pools(self) -> dict[str, ResourcePool]:
+        """By name."""
+        return {}
 
     def start(self, pools: Sequence[ResourcePool]) -> None:
         """Registers the pools and sets the workers' environment variables. ConfigError when a pool has
@@ -122,15 +116,9 @@ class LocalGroup(Group):
     def await_ready(self) -> None:
         """Returns at once: the workers are already built."""
 
-    def send(
-        self,
-        plan: Registration,
-        context: CallContext,
-        positional: Sequence[Sequence[Any]],
-        named: Mapping[str, Sequence[Any]],
-    ) -> CompletedFuture:
+    def send(self, plan: Registration, context: CallContext, arguments: PerRank) -> CompletedFuture:
         """Runs the call here; exceptions of the method pass through."""
-        role, method = context.role, context.method
+        role, method, (positional, named) = context.role, context.method, arguments
         given = [_given(values[0], plan) for values in positional]
         given_by_name = {name: _given(values[0], plan) for name, values in named.items()}
         with self._as(role), record_function(f"{role}.{method}"):

@@ -41,11 +41,9 @@ class CallContext:
 
     @property
     def world_size(self) -> int:
-        """Ranks in the group."""
         return self.group.world_size
 
     def mesh(self, name: str) -> list[Coordinates]:
-        """Coordinates of each rank in a mesh."""
         return self.group.mesh(self.role, name)
 
 

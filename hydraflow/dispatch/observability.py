@@ -18,11 +18,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from hydraflow.dispatch.config import LogConfig, ProfilerConfig
-from hydraflow.errors import ConfigError
 from hydraflow.system.role_logs import CONTROLLER, LogSettings, RoleLogs, apply_level
-from hydraflow.system.whole_files import prove_writable
-
-FIELD = "ray_init.timeline_file"
 
 
 @dataclass(frozen=True)
@@ -106,17 +102,3 @@ def of_role(logs: RoleLogs | None, role: str) -> AbstractContextManager[None]:
 def debugger() -> str:
     """Ray's name of the available debugger: the one for editors if debugpy is installed, else `ray debug`."""
     return os.environ.get("RAY_DEBUG") or ("1" if find_spec("debugpy") else "legacy")
-
-
-def require_writable(timeline_file: str | None) -> None:
-    """Raises ConfigError when the timeline file is not writable; leaves nothing behind."""
-    if timeline_file is None:
-        return
-    path = Path(timeline_file).expanduser()
-    try:
-        if path.is_dir():
-            raise IsADirectoryError(None, "it is a folder")
-        prove_writable(path.absolute().parent)
-    except OSError as error:
-        rule = f"cannot be written ({error.strerror})"
-        raise ConfigError.one(FIELD, timeline_file, rule, f"{FIELD}=<a file you may write>") from error

@@ -65,7 +65,6 @@ class ResourcePool:
 
     @property
     def size(self) -> int:
-        """Total number of devices."""
         return sum(self.devices_on_nodes)
 
     def bundle(self) -> dict[str, float]:
@@ -133,7 +132,6 @@ class Reservation:
 
     @property
     def rank_infos(self) -> list[RankInfo]:
-        """By rank."""
         nodes = [node.id for node, _ in self.places]
         several = len(set(nodes)) > 1
         return [
@@ -242,6 +240,5 @@ def _seated(pool: ResourcePool, nodes: Sequence[_Node]) -> Reservation:
 
 
 def release(reservations: Sequence[Reservation]) -> None:
-    """Releases the placement groups."""
     for group in {id(node.group): node.group for place in reservations for node, _ in place.places}.values():
         remove_placement_group(group)

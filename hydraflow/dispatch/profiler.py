@@ -1,22 +1,35 @@
-"""Checks that the requested profiler works on this machine, and builds the options of Nsight Systems.
+"""Profiles of one process over one training step: operators and allocations with torch, or a range for Nsight
+Systems; and whether the requested profiler works on this machine.
 
-In: `global_profiler`. Out: ConfigError before anything starts, or nothing. Left out on purpose: the profile
-itself (`profile.py`).
+In: `global_profiler`. Out: ConfigError before anything starts; files in the step's folder, named by roles and
+rank. torch: a Chrome trace and a table of operators; torch_memory: the same with allocations, on a GPU a
+snapshot for pytorch.org/memory_viz; nsys: the range of the report that Nsight Systems writes. Left out on
+purpose: which steps are profiled (`runtime.py`).
 """
 
 from __future__ import annotations
 
 import shutil
 import sys
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+from torch import profiler
+
+from hydraflow.device import begin_range, end_range, keep_allocations, write_allocations
 from hydraflow.dispatch.config import ProfilerConfig
 from hydraflow.dispatch.observability import Observability
-from hydraflow.dispatch.profile import NSYS
 from hydraflow.errors import ConfigError
 from hydraflow.system.whole_files import prove_writable
 
 KEY = "global_profiler"
+MEMORY, NSYS = "torch_memory", "nsys"
+"""Values of global_profiler.tool besides torch."""
+ROWS = 40
+"""Number of operators in the table."""
+ALLOCATIONS = 100_000
+"""Number of allocations to record."""
 
 
 def require_profiler(config: ProfilerConfig) -> None:
@@ -47,10 +60,10 @@ def nsight_options(
 
     On a GPU it records each profiled step and writes a report for each; on a CPU it records the whole run.
     """
-    profiler = observability.profiler
-    if profiler is None or profiler.tool != NSYS or not profiler.steps:
+    asked = observability.profiler
+    if asked is None or asked.tool != NSYS or not asked.steps:
         return None
-    if profiler.ranks is not None and rank not in profiler.ranks:
+    if asked.ranks is not None and rank not in asked.ranks:
         return None
     Path(observability.profiles).mkdir(parents=True, exist_ok=True)  # nsys does not create it
     options = {"o": f"{observability.profiles}/{name}-{rank}", "force-overwrite": "true"}
@@ -58,7 +71,47 @@ def nsight_options(
         return options | {"t": "osrt,nvtx"}
     ends = {
         "capture-range": "cudaProfilerApi",
-        "capture-range-end": f"repeat-shutdown:{len(set(profiler.steps))}",
+        "capture-range-end": f"repeat-shutdown:{len(set(asked.steps))}",
         "kill": "none",
     }
     return options | {"t": "cuda,nvtx,cublas,ucx"} | ends
+
+
+@dataclass
+class Profile:
+    """One process's profile; `start` and `stop` are called in it."""
+
+    tool: str
+    folder: str
+    """Folder of the step."""
+    name: str
+    """Roles in the process."""
+    _torch: Any = None
+    _device: str = "cpu"
+
+    def start(self, device_type: str) -> None:
+        self._device = device_type
+        Path(self.folder).mkdir(parents=True, exist_ok=True)
+        if self.tool == NSYS:
+            begin_range(device_type)
+            return
+        if self.tool == MEMORY:
+            keep_allocations(device_type, ALLOCATIONS)
+        self._torch = profiler.profile(profile_memory=self.tool == MEMORY, record_shapes=self.tool == MEMORY)
+        self._torch.start()
+
+    def stop(self, rank: int) -> None:
+        """Stops recording and writes the files."""
+        if self.tool == NSYS:
+            end_range(self._device)
+            return
+        self._torch.stop()
+        stem = Path(self.folder) / f"{self.name}-{rank}"
+        self._torch.export_chrome_trace(f"{stem}.json")
+        device = "cpu" if self._device == "cpu" else "device"
+        amount = "memory_usage" if self.tool == MEMORY else "time_total"
+        table = self._torch.key_averages().table(sort_by=f"self_{device}_{amount}", row_limit=ROWS)
+        Path(f"{stem}.txt").write_text(table)
+        if self.tool == MEMORY:
+            write_allocations(self._device, f"{stem}.pickle")
+        self._torch = None

@@ -38,38 +38,31 @@ PROBE_SECONDS = 5.0
 """Seconds for a cluster's address to accept a connection."""
 
 
-def start_ray(
-    config: RayInitConfig, cpus: float, gpus: int | None = None, *, console: bool = False, forks: bool = True
-) -> bool:
+def start_ray(config: RayInitConfig, cpus: float, *, console: bool = False, forks: bool = True) -> bool:
     """Starts or joins Ray; True when it is ours to stop. A Ray that this process is already connected to is
     used unchanged.
 
     cpus: logical CPUs that the pools need; a local cluster declares at least that many, whatever the machine
-    has. gpus: GPUs that a local cluster declares; None: all that Ray finds. console: show here what processes
-    write to Ray's files, deduplicated (RAY_DEDUP_LOGS=0 in the environment shows all). forks: a local
-    cluster forks its workers from a template (`template.py`). ConfigError when there is no cluster at the
-    address. The processes of a local cluster ignore SIGUSR1, with which Slurm warns every process of a step:
-    only this one handles it."""
+    has. console: show here what processes write to Ray's files, deduplicated (RAY_DEDUP_LOGS=0 in the
+    environment shows all). forks: a local cluster forks its workers from a template (`template.py`).
+    ConfigError when there is no cluster at the address. The processes of a local cluster ignore SIGUSR1, with
+    which Slurm warns every process of a step: only this one handles it."""
     if ray.is_initialized():
         return False
     handler = signal.getsignal(signal.SIGTERM)
+    quiet: dict[str, Any] = dict(include_dashboard=False, log_to_driver=console, logging_level=logging.ERROR)
     with blocked(signal.SIGUSR1):
-        _start(config, cpus, gpus, console, forks)
+        if config.address == "local":
+            cores = _local_cpus(config, math.ceil(cpus))
+            private: dict[str, Any] = dict(_temp_dir=str(close_to_others()), _system_config=PROMPT_FREEING)
+            with workers_from_template() if forks else nullcontext(), without_services(log_monitor=console):
+                ray.init(address="local", num_cpus=cores, **private, **quiet)
+        else:
+            _join(config.address, quiet)
     if threading.current_thread() is threading.main_thread():
         # ray.init replaces the handler with which a run saves before it ends.
         signal.signal(signal.SIGTERM, handler)
     return True
-
-
-def _start(config: RayInitConfig, cpus: float, gpus: int | None, console: bool, forks: bool) -> None:
-    quiet: dict[str, Any] = dict(include_dashboard=False, log_to_driver=console, logging_level=logging.ERROR)
-    if config.address == "local":
-        cores = _local_cpus(config, math.ceil(cpus))
-        private: dict[str, Any] = dict(_temp_dir=str(close_to_others()), _system_config=PROMPT_FREEING)
-        with workers_from_template() if forks else nullcontext(), without_services(log_monitor=console):
-            ray.init(address="local", num_cpus=cores, num_gpus=gpus, **private, **quiet)
-    else:
-        _join(config.address, quiet)
 
 
 def _local_cpus(config: RayInitConfig, needed: int) -> int:

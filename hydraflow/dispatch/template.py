@@ -65,12 +65,6 @@ class Template:
             self.process.kill()
         self.process.wait()
 
-    def workers(self) -> list[psutil.Process]:
-        """The live ones that were forked from it, with all descendants."""
-        with suppress(psutil.NoSuchProcess):
-            return psutil.Process(self.process.pid).children(recursive=True)
-        return []
-
 
 STARTED: list[Template] = []
 """The template of this process's Ray, while there is one."""
@@ -78,7 +72,11 @@ STARTED: list[Template] = []
 
 def forked_workers() -> list[psutil.Process]:
     """The live workers of this process's Ray that were forked, with all descendants."""
-    return [worker for template in STARTED for worker in template.workers()]
+    found: list[psutil.Process] = []
+    for template in STARTED:
+        with suppress(psutil.NoSuchProcess):
+            found += psutil.Process(template.process.pid).children(recursive=True)
+    return found
 
 
 def has_template() -> bool:

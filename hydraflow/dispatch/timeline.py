@@ -26,6 +26,7 @@ from hydraflow.system.whole_files import replacing
 
 log = logging.getLogger(__name__)
 
+TIMELINE = "ray_init.timeline_file"
 STEP, REST = "step", "dispatch"
 """Names of the span of a step, and of the time in it that belongs to no phase."""
 RAY_SECONDS = 15.0

@@ -72,7 +72,6 @@ class Traffic:
 
     @property
     def total(self) -> int:
-        """Bytes in both directions."""
         return self.sent + self.received
 
     def worked_since(self, before: Traffic, role: str) -> float:
@@ -125,17 +124,13 @@ def pack(value: object) -> Payload:
     buffers: list[pickle.PickleBuffer] = []
     pickler = _Pickler(stream, buffers)
     pickler.dump(value)
-    return Payload(stream.getvalue(), [_bytes_of(buffer) for buffer in buffers], list(pickler.refs))
+    arrays = [np.frombuffer(buffer.raw(), dtype=np.uint8) for buffer in buffers]
+    return Payload(stream.getvalue(), arrays, list(pickler.refs))
 
 
 def unpack(payload: Payload) -> Any:
     """The value of a payload; its arrays may be read-only views of shared memory."""
     return _Unpickler(payload).load()
-
-
-def _bytes_of(buffer: pickle.PickleBuffer) -> np.ndarray:
-    raw = buffer.raw()
-    return np.frombuffer(raw, dtype=np.uint8) if raw.nbytes else np.empty(0, dtype=np.uint8)
 
 
 @dataclass

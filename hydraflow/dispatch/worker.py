@@ -29,7 +29,7 @@ from hydraflow.device import current_device, keep_freed_memory
 from hydraflow.dispatch.environment import LOOPBACK, settle
 from hydraflow.dispatch.host import RankInfo
 from hydraflow.dispatch.observability import Observability, of_role
-from hydraflow.dispatch.profile import Profile
+from hydraflow.dispatch.profiler import Profile
 from hydraflow.dispatch.shards import LateShard, Shard, part_of, real_rows
 from hydraflow.dispatch.spans import SpanRecorder, record_into, span
 from hydraflow.dispatch.stacks import ProcessInfo
@@ -207,8 +207,7 @@ class WorkerProcess:
     def build(self, roles: Payload | ObjectRef, rendezvous: tuple[str, int]) -> Payload:
         """Builds the workers, in order."""
         where = self.rank_info
-        guard = _Guard(where, "worker process", "__init__", as_it_is=(*AS_THEY_ARE, ConfigError))
-        with guard:
+        with _Guard(where, "worker process", "__init__", as_it_is=(*AS_THEY_ARE, ConfigError)) as guard:
             if self._unfit is not None:
                 raise self._unfit
             process = ProcessContext(
@@ -231,35 +230,28 @@ class WorkerProcess:
         return self._with_spans(guard.answer)
 
     def coordinates(self, role: str, mesh: str) -> Payload:
-        """A worker's coordinates in a mesh."""
-        guard = _Guard(self.rank_info, role, f"mesh_coordinates({mesh!r})")
-        with guard:
+        with _Guard(self.rank_info, role, f"mesh_coordinates({mesh!r})") as guard:
             guard.answer = pack(Coordinates(*self.workers[role].mesh_coordinates(mesh)))
         return guard.answer
 
     def invoke(self, call: Call) -> tuple[Payload, Columns]:
         """Runs one method of one worker; with the columns that the call returns."""
         columns: Columns = {}
-        guard = _Guard(self.rank_info, call.role, call.method)
         with of_role(self.logs, call.role):
             faulthandler.dump_traceback_later(call.seconds, file=STANDARD_ERROR)
-            with guard:
+            with _Guard(self.rank_info, call.role, call.method) as guard:
                 guard.answer, columns = self._run(call)
             faulthandler.cancel_dump_traceback_later()
         return self._with_spans(guard.answer), columns
 
     def start_profile(self, profile: Profile) -> Payload:
-        """Starts a profile of this process."""
-        guard = _Guard(self.rank_info, self.first_role, "start_profile")
-        with guard:
+        with _Guard(self.rank_info, self.first_role, "start_profile") as guard:
             profile.start(self.device_type)
             self.profile = profile
         return guard.answer
 
     def stop_profile(self) -> Payload:
-        """Ends the profile and writes it."""
-        guard = _Guard(self.rank_info, self.first_role, "stop_profile")
-        with guard:
+        with _Guard(self.rank_info, self.first_role, "stop_profile") as guard:
             if self.profile is not None:  # otherwise this process replaced the one that started it
                 self.profile.stop(self.rank_info.rank)
             self.profile = None
@@ -339,7 +331,8 @@ class _Guard:
         self.rank_info, self.role, self.method, self.as_it_is = rank_info, role, method, as_it_is
         self.answer = NOTHING
 
-    def __enter__(self) -> None: ...
+    def __enter__(self) -> _Guard:
+        return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> bool:
         if not isinstance(error, Exception):

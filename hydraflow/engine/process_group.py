@@ -106,7 +106,7 @@ def groups_of(size: int, purpose: str) -> tuple[dist.ProcessGroup, dist.ProcessG
     """
     ranks = torch.arange(dist.get_world_size()).view(-1, size)
     assert dist.group.WORLD is not None
-    timeout = dist.group.WORLD._get_backend(torch.device("cpu")).options._timeout
+    timeout = _timeout(dist.group.WORLD)
     neighbours, same_place = (
         dist.new_subgroups_by_enumeration(groups.tolist(), timeout=timeout)[0] for groups in (ranks, ranks.T)
     )
@@ -163,3 +163,29 @@ def from_first_rank(
     if dist.get_world_size() > 1:
         dist.broadcast(full, src=0)
     return full
+
+
+def gather_parts(whole: torch.Tensor, group: dist.ProcessGroup) -> None:
+    """Fills a flat tensor of equal parts, in the order of the group's ranks; this rank's is there already."""
+    parts, rank = whole.view(group.size(), -1), group.rank()
+    if whole.device.type == "cpu":
+        exchange(parts, parts[rank].expand_as(parts), group)
+    else:
+        dist.all_gather_single(whole, parts[rank], group=group)
+
+
+def exchange(received: torch.Tensor, sent: torch.Tensor, group: dist.ProcessGroup) -> None:
+    """On a CPU: row i of `sent` to rank i of the group, and row i of `received` from it; this rank's own rows
+    stay as they are. gloo's collectives copy everything once more, and take up to four times as long."""
+    others = [rank for rank in range(group.size()) if rank != group.rank()]
+    works = [dist.irecv(received[other], group=group, group_src=other) for other in others]
+    works += [dist.isend(sent[other], group=group, group_dst=other) for other in others]
+    for work in works:
+        assert work is not None
+        work.wait(_timeout(group))  # by default half an hour
+
+
+def _timeout(group: dist.ProcessGroup) -> timedelta:
+    """The deadline of a gloo group's collectives."""
+    found: timedelta = group._get_backend(torch.device("cpu")).options._timeout
+    return found

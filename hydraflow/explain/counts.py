@@ -58,11 +58,15 @@ def count_rows(files: Any, *, key: str, limit: int = -1, filtered: bool = False)
     return RowCount(rows if limit < 0 else min(rows, limit), at_most=filtered)
 
 
-def missing_notes(key: str, count: RowCount) -> Iterator[str]:
-    """Notes about files that are not on this machine."""
+def notes_on(key: str, count: RowCount, longest: int) -> Iterator[str]:
+    """Notes about files that are not on this machine, and counts that are upper bounds; longest: tokens of a
+    prompt."""
     for name in count.missing:
         uncounted = "so its rows are not counted; a run would refuse to start"
         yield f"{key}: {name} is not on this machine, {uncounted}"
+    if count.at_most:
+        longer = f"those with more than data.max_prompt_length={longest} tokens are left out"
+        yield f"{key}: {count} prompts, an upper bound: {longer}, and only a tokenizer knows how many"
 
 
 def _count_file(path: Path, key: str) -> int | Problem:

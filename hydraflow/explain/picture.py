@@ -54,9 +54,8 @@ def segments(layouts: Mapping[str, Layout], devices: int) -> list[tuple[range, s
     found = []
     for start, stop in pairwise(sorted(edges)):
         first = Devices((range(start, start + 1),))
-        found.append(
-            (range(start, stop), {role for role, one in layouts.items() if len(one.devices & first)})
-        )
+        roles = {role for role, one in layouts.items() if len(one.devices & first)}
+        found.append((range(start, stop), roles))
     return found
 
 

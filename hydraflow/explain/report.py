@@ -16,20 +16,18 @@ from pathlib import Path
 from typing import Any
 
 from hydraflow.batch_plan.generate import GeneratePlan, resolve_generate_plan
-from hydraflow.batch_plan.replay import replay_problems
 from hydraflow.batch_plan.resolve import BatchPlan, resolve_plan
+from hydraflow.batch_plan.roles import PATH, dist_checkpoints, missing_checkpoints, replay_problems
 from hydraflow.batch_plan.sft import SFTPlan, noun_of, resolve_sft_plan
 from hydraflow.batch_plan.stages import stage_problems
-from hydraflow.batch_plan.weights import PATH, dist_checkpoints, missing_checkpoints
 from hydraflow.compose import runnable
 from hydraflow.compose.command import Command, KeyCounts
 from hydraflow.device import planned_devices
 from hydraflow.errors import ConfigError, Faults, Problem
-from hydraflow.explain.counts import RowCount, count_rows, missing_notes
+from hydraflow.explain.counts import RowCount, count_rows, notes_on
 from hydraflow.explain.models import Models, find_models, find_shape, numbers
 from hydraflow.explain.picture import picture
-from hydraflow.explain.steps import ppo_step, sft_step
-from hydraflow.explain.svg import StepPicture
+from hydraflow.explain.svg import StepPicture, ppo_step, sft_step
 from hydraflow.explain.words import Phase, generate_phases, ppo_phases, sft_phases
 from hydraflow.generation.config import GENERATION_ENGINES
 from hydraflow.memory.estimate import estimate
@@ -46,12 +44,8 @@ class Report:
     """A plan with everything that explains it."""
 
     job: str
-    """ppo, sft or generate."""
+    """ppo, sft, dpo, rm or generate."""
     plan: BatchPlan | SFTPlan | GeneratePlan
-    placement: str
-    """colocated, disaggregated, overlapping or partial."""
-    picture: tuple[str, ...]
-    """The devices × roles table, as lines of text."""
     phases: tuple[Phase, ...]
     """What one step does."""
     memory: MemoryReport | None
@@ -64,6 +58,16 @@ class Report:
     """How the keys of the command line were handled."""
     step: StepPicture | None
     """The picture from prompts to optimizer steps; None: there are none."""
+
+    @property
+    def placement(self) -> str:
+        """colocated, disaggregated, overlapping or partial; a single role is colocated."""
+        return self.plan.placement if isinstance(self.plan, BatchPlan) else "colocated"
+
+    @property
+    def picture(self) -> list[str]:
+        """The devices × roles table, as lines of text."""
+        return picture(self.plan.layouts, self.plan.cluster)
 
     def to_json(self) -> str:
         """The report as one JSON object, with numbers as in `plan.json`."""
@@ -120,8 +124,7 @@ def _ppo_report(config: PPOConfig, command: Command) -> Report:
         memory = estimate(plan, config, models.policy, limits=limits, critic_shape=models.critic)
     phases = ppo_phases(plan, config, exact=rollout_is_exact(config, limits.bytes_of))
     notes = [*_file_notes(config, prompts, held_out), *models.notes, *_turn_notes(config, plan)]
-    step, placement = ppo_step(plan), plan.placement
-    return _report(config, "ppo", plan, phases, command, notes, step, placement=placement, memory=memory)
+    return _report(config, command, plan, phases, notes, ppo_step(plan), memory)
 
 
 def _replay_problems(config: PPOConfig, policy: ModelShape | None) -> list[Problem]:
@@ -159,9 +162,9 @@ def _sft_report(config: SupervisedConfig, command: Command) -> Report:
     )
     if plan is None or faults.problems:
         raise ConfigError(faults.problems)
-    notes = missing_notes("data.train_files", rows)
+    notes = notes_on("data.train_files", rows, data.max_length)
     step = sft_step(plan, noun_of(config))
-    return _report(config, command.config_name, plan, sft_phases(plan, config), command, notes, step)
+    return _report(config, command, plan, sft_phases(plan, config), notes, step)
 
 
 def _generate_report(config: GenerateConfig, command: Command) -> Report:
@@ -179,28 +182,22 @@ def _generate_report(config: GenerateConfig, command: Command) -> Report:
     )
     if plan is None or faults.problems:
         raise ConfigError(faults.problems)
-    notes = [*missing_notes("data.path", rows), *_bound_notes("data", rows, data.max_prompt_length)]
-    return _report(config, "generate", plan, generate_phases(plan, config), command, notes, None)
+    notes = notes_on("data.path", rows, data.max_prompt_length)
+    return _report(config, command, plan, generate_phases(plan, config), notes)
 
 
 def _report(
     config: JobConfig,
-    job: str,
+    command: Command,
     plan: BatchPlan | SFTPlan | GeneratePlan,
     phases: Iterable[Phase],
-    command: Command,
     notes: Iterable[str],
-    step: StepPicture | None,
-    *,
-    placement: str = "colocated",
+    step: StepPicture | None = None,
     memory: MemoryReport | None = None,
 ) -> Report:
-    """The report of a job with a single role, which is always colocated."""
     return Report(
-        job=job,
+        job=command.config_name,
         plan=plan,
-        placement=placement,
-        picture=tuple(picture(plan.layouts, plan.cluster)),
         phases=tuple(phases),
         memory=memory,
         notes=(*command.notes, *plan.notes, *notes),
@@ -223,10 +220,8 @@ def _prompt_counts(config: PPOConfig) -> tuple[RowCount, RowCount]:
 
 
 def _file_notes(config: PPOConfig, prompts: RowCount, held_out: RowCount) -> Iterator[str]:
-    longest = config.data.max_prompt_length
     for key, count in (("data.train_files", prompts), ("data.val_files", held_out)):
-        yield from missing_notes(key, count)
-        yield from _bound_notes(key, count, longest)
+        yield from notes_on(key, count, config.data.max_prompt_length)
     reward = config.reward
     own = {"reward.custom_reward_function.path": reward.custom_reward_function.path}
     own |= {f"{section}.{PATH}": path for section, path in dist_checkpoints(config).items()}
@@ -237,10 +232,3 @@ def _file_notes(config: PPOConfig, prompts: RowCount, held_out: RowCount) -> Ite
             yield f"{key}: {path} is not on this machine; a run would refuse to start"
     if config.recipe.name == "none" and config.data.train_files is None and not config.trainer.val_only:
         yield "data.train_files is not given: prompts are not counted; a run would refuse to start"
-
-
-def _bound_notes(key: str, count: RowCount, longest: int) -> Iterator[str]:
-    """Notes on counts that are upper bounds."""
-    if count.at_most:
-        longer = f"those with more than data.max_prompt_length={longest} tokens are left out"
-        yield f"{key}: {count} prompts, an upper bound: {longer}, and only a tokenizer knows how many"

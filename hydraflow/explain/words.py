@@ -142,7 +142,7 @@ _TEXTS: dict[str, Callable[[BatchPlan, PPOConfig, bool], str]] = {
     "generate": lambda plan, config, _: _generation(plan, config),
     "score": lambda plan, config, _: _scoring(plan, config),
     "log-probs": _old_log_probs,
-    "reference": lambda plan, *_: f"the reference computes its own, {_reference_pass(plan)}",
+    "reference": lambda plan, *_: f"the reference computes its own, {_pass(plan, 'ref', plan.ref)}",
     "teachers": lambda plan, *_: (
         f"the teacher of its data source judges each row, {_pass(plan, 'actor', plan.old_log_prob)}"
     ),
@@ -156,15 +156,11 @@ _TEXTS: dict[str, Callable[[BatchPlan, PPOConfig, bool], str]] = {
 
 
 def _pass(plan: BatchPlan, role: str, micro: MicroPlan | None) -> str:
-    """One pass of a step's trajectories through a role's model."""
+    """One pass of a step's trajectories through a role's model; a reference may be the actor's."""
     assert micro is not None, f"a step with {role} has a plan for it"
-    ranks = plan.layouts[role].data_ranks
+    ranks = plan.layouts.get(role, plan.layouts["actor"]).data_ranks
     rows = -(-plan.trajectories_per_step // ranks)
     return f"{count(ranks, 'data rank')} of {count(rows, 'row')}, {forwards(micro, rows)}"
-
-
-def _reference_pass(plan: BatchPlan) -> str:
-    return _pass(plan, "ref" if "ref" in plan.layouts else "actor", plan.ref)
 
 
 def _on_ranks(role: RolePlan, noun: str) -> str:
@@ -186,10 +182,8 @@ def _update(role: RolePlan | None, prompts: int) -> str:
 def _run(per_epoch: int, total: int, role: RolePlan, rows: str, batch: int) -> Phase:
     """The whole run, if the number of steps is known."""
     if not total:
-        unless = "trainer.total_training_steps says it"
-        return Phase(
-            "run", f"the number of {rows} is not known, so the number of steps is not, unless {unless}"
-        )
+        unless = "so the number of steps is not, unless trainer.total_training_steps says it"
+        return Phase("run", f"the number of {rows} is not known, {unless}")
     epochs = f" ({per_epoch:,} are one pass over the {rows}, {batch:,} each)" if per_epoch else ""
     steps = role.optimizer_steps(total)
     warm = ""

@@ -16,7 +16,8 @@ from hydraflow.compose.debugging import applied
 from hydraflow.data.files import FileRecord
 from hydraflow.data.loader import PromptLoader
 from hydraflow.data.prompts import PromptDataset
-from hydraflow.dispatch.observability import Observability, require_writable
+from hydraflow.dispatch.observability import Observability
+from hydraflow.dispatch.timeline import TIMELINE
 from hydraflow.dispatch.worker import RoleSpec
 from hydraflow.errors import ConfigError, EnvironmentFault, Faults, after_the_start
 from hydraflow.jobs.inputs import open_model, open_prompts, open_tokenizer, require_context, require_stops
@@ -24,6 +25,7 @@ from hydraflow.jobs.output import output_file, require_output
 from hydraflow.protocol.ragged import rows
 from hydraflow.schema import GenerateConfig
 from hydraflow.system.logging_setup import set_up_logging
+from hydraflow.system.paths import require_writable
 from hydraflow.trainer.machine import (
     TRAIN,
     Machine,
@@ -77,7 +79,7 @@ def _checked(config: GenerateConfig) -> GenerateInputs:
     """Opens all inputs and makes the plan. Raises one ConfigError that lists everything missing or
     inconsistent."""
     faults, data, output = Faults(), config.data, str(config.output.path)
-    faults.passes(lambda: require_writable(config.ray_init.timeline_file))
+    faults.passes(lambda: require_writable(config.ray_init.timeline_file, TIMELINE))
     faults.passes(lambda: require_output(output, ending=ENDING))
     machine = faults.result(lambda: resolve_machine(config.trainer))
     if machine is not None:

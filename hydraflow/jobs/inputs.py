@@ -14,12 +14,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from hydraflow.algorithms.distillation.config import TOPK
-from hydraflow.batch_plan.replay import replay_problems
 from hydraflow.batch_plan.resolve import BatchPlan
-from hydraflow.batch_plan.roles import needs_critic
+from hydraflow.batch_plan.roles import needs_critic, reads_critic_files, reads_policy_files, replay_problems
 from hydraflow.batch_plan.topology import SECTIONS
-from hydraflow.batch_plan.weights import reads_critic_files, reads_policy_files
-from hydraflow.checkup.dist_checkpoints import dist_checkpoint_problems
+from hydraflow.checkup.model_files import dist_checkpoint_problems
 from hydraflow.data.config import ExamplesConfig, PromptConfig
 from hydraflow.data.files import FileRecord
 from hydraflow.data.prompts import PromptDataset, read_prompts

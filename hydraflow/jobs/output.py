@@ -12,7 +12,10 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from hydraflow.errors import ConfigError
-from hydraflow.system.whole_files import prove_writable, replacing
+from hydraflow.system.paths import require_writable, unwritable
+from hydraflow.system.whole_files import replacing
+
+KEY = "output.path"
 
 
 @contextmanager
@@ -26,24 +29,13 @@ def output_file(path: str, *, ending: str = "") -> Iterator[Path]:
             target.parent.mkdir(parents=True, exist_ok=True)
             unfinished.touch()
         except OSError as error:
-            raise _unwritable(path, error.strerror) from error
+            raise unwritable(path, KEY, error) from error
         yield unfinished
 
 
 def require_output(path: str, *, ending: str = "") -> None:
     """Raises ConfigError when `path` has another `ending` or cannot be written; leaves nothing behind."""
     target = Path(path).expanduser()
-    if target.is_dir():
-        raise _unwritable(path, "it is a folder")
-    if ending and target.suffix != ending:
-        remedy = f"output.path={target.with_suffix(ending)}"
-        raise ConfigError.one("output.path", path, f"must end in {ending}", remedy)
-    try:
-        prove_writable(target.absolute().parent)
-    except OSError as error:
-        raise _unwritable(path, error.strerror) from error
-
-
-def _unwritable(path: str, reason: str | None) -> ConfigError:
-    rule = f"cannot be written ({reason})"
-    return ConfigError.one("output.path", path, rule, "output.path=<a file you may write>")
+    if ending and target.suffix != ending and not target.is_dir():
+        raise ConfigError.one(KEY, path, f"must end in {ending}", f"{KEY}={target.with_suffix(ending)}")
+    require_writable(path, KEY)

@@ -71,18 +71,13 @@ def _in_process(key: str, given: Any, asked: dict[str, Any]) -> None:
         except subprocess.TimeoutExpired:
             text, rule = "", f"its import did not finish within {SECONDS:g} seconds"
         finally:
-            _end(process)
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait(10)
     if not text:
         raise ConfigError.one(key, given, rule, "correct the code that runs at import")
     if problems := [Problem(*problem) for problem in json.loads(text)]:
         raise ConfigError(problems)
-
-
-def _end(process: subprocess.Popen[bytes]) -> None:
-    """Kills the process and all others of its group."""
-    with suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
-    process.wait(10)
 
 
 def main(answer: int, asked: dict[str, Any]) -> None:

@@ -25,7 +25,7 @@ from hydraflow.data.prompts import PromptDataset
 from hydraflow.dispatch.runtime import Runtime
 from hydraflow.jobs.inputs import RunPrompts, open_inputs, require_shareable_rows, require_teachers
 from hydraflow.jobs.own_code import check_functions
-from hydraflow.jobs.restarts import Restarts, attempts
+from hydraflow.jobs.restarts import Restarts, with_restarts
 from hydraflow.jobs.saving import RunCheckpointing, ppo_roles, require_metric, training_loader, weights_only
 from hydraflow.jobs.session import Session
 from hydraflow.recipes import arithmetic
@@ -53,8 +53,7 @@ from hydraflow.trainer.roles import (
 from hydraflow.trainer.rollout_only import RolloutTrainer
 from hydraflow.trainer.source import Lockstep, Sampler, TrajectorySource
 from hydraflow.trainer.validation import Validator, metric_names
-from hydraflow.workers.actor import ActorWorker
-from hydraflow.workers.critic import CriticWorker
+from hydraflow.workers.engine_worker import EngineWorker
 from hydraflow.workers.reward_model import RewardModelWorker
 from hydraflow.workers.rollout import SamplingSpec
 
@@ -64,9 +63,7 @@ VALIDATION = -1
 
 def run_ppo(config: PPOConfig, *, command: Command | None = None) -> None:
     """`PPOJob.run`, repeated after worker failures as often as `trainer.max_restarts` allows."""
-    for attempt in attempts(config):
-        with attempt:
-            PPOJob(attempt.config, command=command, restarts=attempt.restarts).run()
+    with_restarts(config, lambda given, restarts: PPOJob(given, command=command, restarts=restarts).run())
 
 
 class PPOJob:
@@ -85,8 +82,9 @@ class PPOJob:
             with arithmetic.rehearsed(self.config) as config:
                 plan, prompts = self._checked(session, config)
             print_plan(plan)
-            if not self._begin(session, plan):
+            if not session.begin(self._required(plan)):
                 return
+            require_dumps(self.config.trainer.debug, plan, first=session.start.step + 1)
             if self.config.recipe.name != "none":
                 if not self._make_recipe(session):
                     return
@@ -108,7 +106,9 @@ class PPOJob:
             count = config.recipe.train_problems
         plan = self._plan(session, count)
         if plan and not session.has_begun:
-            self._place(session, config, plan)
+            pool = faults.result(lambda: pool_of(config, plan, session.machine))
+            if pool is not None:
+                session.place(pool)
         if plan and prompts:
             measured = metric_names(prompts.val.data_sources() if prompts.val else (), plan)
             faults.passes(lambda: require_metric(config.trainer.keep_best, measured))
@@ -122,23 +122,11 @@ class PPOJob:
         assert plan is not None and prompts is not None, "whatever could not be opened is a fault"
         return plan, prompts
 
-    def _begin(self, session: Session, plan: BatchPlan) -> bool:
-        """Starts the run; False: there is nothing to do. ConfigError also when recorded trajectories are
-        missing."""
-        started = session.begin(self._required(plan))
-        if started:
-            require_dumps(self.config.trainer.debug, plan, first=session.start.step + 1)
-        return started
-
     def _required(self, plan: BatchPlan) -> CheckpointRequirements:
         """The run's requirements on a checkpoint; a run that only validates accepts any model's weights."""
         if self.config.trainer.val_only:
-            return CheckpointRequirements(
-                Identity({}),
-                {"actor": weights_only("actor_rollout_ref.actor.checkpoint")},
-                0,
-                looks_only=True,
-            )
+            weights = {"actor": weights_only("actor_rollout_ref.actor.checkpoint")}
+            return CheckpointRequirements(Identity({}), weights, 0, looks_only=True)
         if self.config.trainer.debug.rollout_only:
             return CheckpointRequirements(Identity({}), {}, plan.total_steps, looks_only=True)
         roles = ppo_roles(self.config, critic=plan.critic is not None)
@@ -147,24 +135,21 @@ class PPOJob:
     def _make_recipe(self, session: Session) -> bool:
         """Points the configuration at the recipe's files and model, which are made if they do not exist;
         False: there is no time left to train."""
+        trainer = self.config.trainer
+        debugged = self.config.debug or trainer.debug.local  # a debugger uses the terminal
         assets = arithmetic.prepare(
             self.config.recipe,
-            self.config.trainer.seed,
+            trainer.seed,
             session.machine,
             session.clock,
             runtime=lambda: session.runtime,
             scratch=session.folder.path / "warm_start",
-            logger=self._loggers(),
+            logger=[name for name in trainer.logger if not (debugged and name == "console")],
         )
         self.config = arithmetic.pointed_at(self.config, assets)
         if session.clock.preempted:
             session.why = session.clock.why_to_stop()
         return not session.clock.preempted
-
-    def _loggers(self) -> list[str]:
-        """The recipe's progress display; none while a debugger uses the terminal."""
-        debugged = self.config.debug or self.config.trainer.debug.local
-        return [name for name in self.config.trainer.logger if not (debugged and name == "console")]
 
     def _plan(self, session: Session, prompts: int | None) -> BatchPlan | None:
         """The plan; None if it, or the machine it is for, has a fault."""
@@ -178,19 +163,12 @@ class PPOJob:
             )
         )
 
-    def _place(self, session: Session, config: PPOConfig, plan: BatchPlan) -> None:
-        pool = session.faults.result(lambda: pool_of(config, plan, session.machine))
-        if pool is not None:
-            session.place(pool)
-
     def _check_up(self, session: Session, plan: BatchPlan | None, prompts: RunPrompts | None) -> None:
         """Checks this machine for what the run needs, apart from the inputs that are already open."""
         opened: dict[str, Any] = {"machine": session.found_machine, "plan": plan}
         if self.config.recipe.name == "none":
-            opened |= {
-                "tokenizer": prompts and prompts.tokenizer,
-                "first_rows": prompts and prompts.first_rows(),
-            }
+            opened["tokenizer"] = prompts and prompts.tokenizer
+            opened["first_rows"] = prompts and prompts.first_rows()
         session.faults.passes(
             lambda: require_healthy(CheckContext(self.config, opened=opened), known=session.faults.problems)
         )
@@ -207,11 +185,9 @@ class PPOJob:
             self._look(session, plan, roles, prompts)
             return
         source = self.source(plan, session.runtime, roles, loader)
-        groups = {
-            name: group
-            for name, group in (("actor", roles.actor), ("critic", roles.critic))
-            if group is not None
-        }
+        groups = {"actor": roles.actor}
+        if roles.critic is not None:
+            groups["critic"] = roles.critic
         saving = RunCheckpointing(
             self.config.trainer,
             self._required(plan),
@@ -236,7 +212,8 @@ class PPOJob:
                 validate_first=self.config.trainer.val_before_train,
             )
         if self.config.trainer.save_final_model and (session.why == DONE or not session.clock.preempted):
-            save(roles, session)
+            for name, group in groups.items():
+                group.call(EngineWorker.save_hf, str(session.folder.final_model / name))
 
     def _sample(self, session: Session, plan: BatchPlan, prompts: RunPrompts, loader: PromptLoader) -> None:
         """Samples and scores every step's prompts; nothing is trained or saved."""
@@ -325,10 +302,3 @@ def _sampler(roles: Roles | SamplingRoles, how: SamplingSpec, **more: Any) -> Sa
     if roles.reward_model is not None:
         model = partial(roles.reward_model.call, RewardModelWorker.compute_scores)
     return Sampler(roles.rollout, roles.reward, how, turns=roles.turns, model=model, **more)
-
-
-def save(roles: Roles, session: Session) -> None:
-    """Writes the trained models as Hugging Face directories."""
-    roles.actor.call(ActorWorker.save_hf, str(session.folder.final_model / "actor"))
-    if roles.critic is not None:
-        roles.critic.call(CriticWorker.save_hf, str(session.folder.final_model / "critic"))

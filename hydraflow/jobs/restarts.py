@@ -11,9 +11,9 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Generic, TypeVar
+from typing import TypeVar
 
 from hydraflow.dispatch.observability import controller_log
 from hydraflow.errors import WorkerError
@@ -74,47 +74,27 @@ class Restarts:
         return replace(trainer, default_local_dir=folder, resume_mode=mode, max_wall_time=left)
 
 
-@dataclass
-class Attempt(Generic[Config]):
-    """One start of the run; its body may fail with a WorkerError that another start follows."""
-
-    config: Config
-    restarts: Restarts
-    failure: str = ""
-    """First line of the WorkerError."""
-
-    def __enter__(self) -> None: ...
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> bool:
-        if not isinstance(error, WorkerError) or not self.restarts.is_possible():
-            return False
-        self.failure = str(error).splitlines()[0]
-        return True
-
-
-def attempts(config: Config) -> Iterator[Attempt[Config]]:
-    """The starts of a run: the first, and another after each worker failure while restarts are left.
-
-    Use: `for attempt in attempts(config):` and then `with attempt:` run with `attempt.config`.
-    """
+def with_restarts(config: Config, start: Callable[[Config, Restarts], None]) -> None:
+    """Starts a run, and again after each worker failure while restarts are left."""
     restarts = Restarts(config.trainer)
     while True:
-        attempt = Attempt(config, restarts)
-        yield attempt
-        if not attempt.failure:
-            return
+        try:
+            return start(config, restarts)
+        except WorkerError as error:
+            if not restarts.is_possible():
+                raise
+            reason = str(error).splitlines()[0]
         assert restarts.folder is not None, "only a run with a folder is restarted"
         with controller_log(restarts.folder.path, config.log):  # between two starts, too
-            if not _wait(restarts, attempt.failure):
+            if not _wait(restarts, restarts.folder, reason):
                 return
         restarts.done += 1
         config = replace(config, trainer=restarts.next_trainer(config.trainer))
 
 
-def _wait(restarts: Restarts, reason: str) -> bool:
+def _wait(restarts: Restarts, folder: RunFolder, reason: str) -> bool:
     """Pauses; False if a signal asks the run to stop meanwhile; its batch system then reads `requeue`."""
-    assert restarts.folder is not None
-    number, pause, folder = restarts.done + 1, restarts.pause(), restarts.folder
+    number, pause = restarts.done + 1, restarts.pause()
     text = "%s -- RESTART %d of %d in %g seconds, from the last complete checkpoint in %s"
     logger.warning(text, reason, number, restarts.trainer.max_restarts, pause, folder.path)
     until = time.monotonic() + pause

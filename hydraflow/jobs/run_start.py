@@ -16,7 +16,7 @@ from pathlib import Path
 
 from hydraflow.errors import ConfigError
 from hydraflow.tracking.endings import DONE
-from hydraflow.tracking.run_folder import FIELD, RunFolder
+from hydraflow.tracking.run_folder import RunFolder
 from hydraflow.tracking.run_lock import RunLock
 from hydraflow.trainer.checkpoint_store import BEST, CheckpointStore
 from hydraflow.trainer.config import LoopConfig
@@ -55,7 +55,7 @@ def begin(trainer: LoopConfig, required: CheckpointRequirements) -> RunStart:
     if searches and not required.looks_only and (cut_off := _cut_off(trainer, required)):
         return cut_off
     folder = RunFolder.make(trainer.default_local_dir, trainer.experiment_name)
-    lock = RunLock(folder.path, field=FIELD)
+    lock = RunLock(folder.path)
     try:
         return _start(folder, lock, find(folder.path, trainer, required))
     except ConfigError:
@@ -101,7 +101,7 @@ def _cut_off(trainer: LoopConfig, required: CheckpointRequirements) -> RunStart 
         if not _may_go_on(folder, required):
             continue
         try:
-            lock = RunLock(folder.path, field=FIELD)
+            lock = RunLock(folder.path)
         except ConfigError:
             continue
         start = _start_in(folder, lock, required)

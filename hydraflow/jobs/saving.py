@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -145,7 +145,7 @@ class RunCheckpointing:
             origin=self._origin(),
             **controllers(),
         )
-        return state.to_json()
+        return asdict(state)
 
     def _origin(self) -> str | None:
         if self.trainer.resume_mode == "resume_path" and self.trainer.resume_from_path:

@@ -14,16 +14,16 @@ from dataclasses import asdict, replace
 from functools import partial, reduce
 from operator import getitem
 from pathlib import Path
-from types import TracebackType
 
 from hydraflow.batch_plan.resolve import BatchPlan
 from hydraflow.batch_plan.sft import SFTPlan
 from hydraflow.compose.command import Command
 from hydraflow.dispatch.config import RayInitConfig
-from hydraflow.dispatch.observability import controller_log, observability_of, require_writable
+from hydraflow.dispatch.observability import controller_log, observability_of
 from hydraflow.dispatch.placement import ResourcePool
 from hydraflow.dispatch.profiler import require_profiler
 from hydraflow.dispatch.runtime import Runtime
+from hydraflow.dispatch.timeline import TIMELINE
 from hydraflow.errors import ConfigError, EnvironmentFault, Faults, HydraflowError, WorkerError
 from hydraflow.jobs import run_start
 from hydraflow.jobs.restarts import Restarts
@@ -32,8 +32,9 @@ from hydraflow.redact import public
 from hydraflow.schema import PPOConfig, SupervisedConfig
 from hydraflow.system.interrupts import ending
 from hydraflow.system.logging_setup import set_up_logging
+from hydraflow.system.paths import require_writable
 from hydraflow.system.role_logs import RoleLogs
-from hydraflow.tracking.base import PublishedInfo
+from hydraflow.tracking.base import PublishedInfo, RunInfo
 from hydraflow.tracking.curve import draw_curve
 from hydraflow.tracking.endings import DONE
 from hydraflow.tracking.history import read_metrics, seconds_of
@@ -70,7 +71,7 @@ class Session:
         set_up_logging(config.log.level)
         self.faults = Faults()
         """Errors of the machine; the job adds its own, and raises all of them before it starts."""
-        self.faults.passes(lambda: require_writable(config.ray_init.timeline_file))
+        self.faults.passes(lambda: require_writable(config.ray_init.timeline_file, TIMELINE))
         self.faults.passes(lambda: require_profiler(config.global_profiler))
         self.faults.passes(lambda: RunFolder.prove_writable(trainer.default_local_dir))
         self.found_machine = self.faults.result(lambda: resolve_machine(trainer))
@@ -132,7 +133,6 @@ class Session:
 
     @property
     def machine(self) -> Machine:
-        """The machine that the run uses."""
         assert self.found_machine is not None, "faults are raised before the machine is used"
         return self.found_machine
 
@@ -191,28 +191,24 @@ class Session:
 
     def open_trackers(self, total_steps: int) -> Trackers:
         """The trackers of the run, closed with the session."""
-        title = f"{self.trainer.project_name}/{self.trainer.experiment_name}"
-        start = self.start
         self._seconds_before = seconds_of(read_metrics(self.folder.path))
-        self._trackers = open_trackers(
-            self.trainer.logger,
+        run = RunInfo(
             self.folder.path,
-            title=title,
+            title=f"{self.trainer.project_name}/{self.trainer.experiment_name}",
             total_steps=total_steps,
-            run_id=start.run_id,
-            done_steps=start.step,
+            run_id=self.start.run_id,
+            done_steps=self.start.step,
             about=self._about,
             redraws=not (self.debug or self.trainer.debug.local),
         )
+        self._trackers = open_trackers(self.trainer.logger, run)
         return self._trackers
 
     def __enter__(self) -> Session:
         self.signals.__enter__()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         """Closes everything the session opened. If an error ended the run, that error is reported, and
         failures of closing only cause warnings."""
         if isinstance(error, ConfigError) and self._runtime is not None:

@@ -20,7 +20,7 @@ from hydraflow.data.conversations import ConversationDataset, read_chats
 from hydraflow.data.pairs import PairDataset, ScoredPairDataset, read_pairs
 from hydraflow.engine.fsdp.ulysses import require_shareable
 from hydraflow.jobs.inputs import open_rows, open_tokenizer, open_trained_model
-from hydraflow.jobs.restarts import Restarts, attempts
+from hydraflow.jobs.restarts import Restarts, with_restarts
 from hydraflow.jobs.saving import RunCheckpointing, require_metric, sft_roles, training_loader
 from hydraflow.jobs.session import Session
 from hydraflow.schema import DPOConfig, RMConfig, SFTConfig, SupervisedConfig
@@ -66,12 +66,10 @@ def run_sft(config: SupervisedConfig, *, command: Command | None = None) -> None
 
     `command` says where each value is from.
     """
-    for attempt in attempts(config):
-        with attempt:
-            _run(attempt.config, command or Command("sft"), attempt.restarts)
+    with_restarts(config, partial(_run, command or Command("sft")))
 
 
-def _run(config: SupervisedConfig, command: Command, restarts: Restarts) -> None:
+def _run(command: Command, config: SupervisedConfig, restarts: Restarts) -> None:
     config, origins = applied(config), command.origins
     with Session(config, scoring=False, restarts=restarts) as session:
         plan, train, val = _checked(config, session, origins)

@@ -93,10 +93,10 @@ def layer_costs(
 ) -> LayerCosts:
     """The fullest kind of layer. `number`: bytes per number. `tensor` devices share each matrix; `outside`
     devices share what is between matrices (norms and residuals)."""
-    mlp = _dense_mlp(shape, number) if shape.dense_layers else (0, 0)
+    mlp_wide = shape.intermediate * number if shape.dense_layers else 0
+    mlp_saved = 4 * mlp_wide  # gate, its activation, up, their product
     if shape.experts:
-        mlp = max(mlp, _experts(shape, number))
-    mlp_saved, mlp_wide = mlp
+        mlp_saved, mlp_wide = max((mlp_saved, mlp_wide), _experts(shape, number))
     h = shape.hidden * number
     entry = tokens.line * h // outside
     saved = 2 * tokens.line * _norm(shape, number) // outside + tokens.line * mlp_saved // tensor
@@ -146,14 +146,9 @@ def _repeats(shape: ModelShape, tokens: MicroBatchTokens) -> int:
     return tokens.ulysses // gcd(tokens.ulysses, shape.kv_heads)
 
 
-def _dense_mlp(shape: ModelShape, number: int) -> tuple[int, int]:
-    """Bytes per token: saved (gate, its activation, up, their product), and one intermediate."""
-    return 4 * shape.intermediate * number, shape.intermediate * number
-
-
 def _experts(shape: ModelShape, number: int) -> tuple[int, int]:
-    """As `_dense_mlp`, for experts: each token is copied to its experts' inputs and outputs; 24 bytes are
-    indices."""
+    """Bytes per token of experts: saved, and one intermediate. Each token is copied to its experts' inputs
+    and outputs; 24 bytes are indices."""
     chosen = shape.experts_per_token
     per_expert = (4 * shape.expert_intermediate + 2 * shape.hidden + 1) * number + 24
     saved = chosen * per_expert + 4 * shape.experts + 4 * shape.shared_intermediate * number

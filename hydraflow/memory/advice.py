@@ -14,6 +14,7 @@ from typing import Any
 from hydraflow.batch_plan.parts import MicroPlan, RolePlan
 from hydraflow.batch_plan.plans import BatchPlan
 from hydraflow.batch_plan.settings import value_at, with_value
+from hydraflow.errors import shown
 from hydraflow.memory.generation import LEAST_ROWS
 from hydraflow.memory.report import Advice, MemoryReport
 from hydraflow.memory.roles import EstimateInputs
@@ -22,17 +23,14 @@ LEAST_SHARE = 0.005
 """Changes that save a smaller share of the excess are not listed."""
 _MOST = 8
 POLICY = "actor_rollout_ref"
-_LOG_PROB = ("log_prob_micro_batch_size_per_gpu", "log_prob_max_token_len_per_gpu")
-_UPDATE = ("ppo_micro_batch_size_per_gpu", "ppo_max_token_len_per_gpu")
-_FORWARD = ("forward_micro_batch_size_per_gpu", "forward_max_token_len_per_gpu")
 MICRO_KEYS = {
-    name: (f"{section}.{rows}", f"{section}.{tokens}")
-    for name, section, (rows, tokens) in (
-        ("actor", f"{POLICY}.actor", _UPDATE),
-        ("old_log_prob", f"{POLICY}.rollout", _LOG_PROB),
-        ("ref", f"{POLICY}.ref", _LOG_PROB),
-        ("critic", "critic", _UPDATE),
-        ("values", "critic", _FORWARD),
+    name: (f"{prefix}micro_batch_size_per_gpu", f"{prefix}max_token_len_per_gpu")
+    for name, prefix in (
+        ("actor", f"{POLICY}.actor.ppo_"),
+        ("old_log_prob", f"{POLICY}.rollout.log_prob_"),
+        ("ref", f"{POLICY}.ref.log_prob_"),
+        ("critic", "critic.ppo_"),
+        ("values", "critic.forward_"),
     )
 }
 """The plan's field of each pass -> the keys of its micro-batch's rows and tokens."""
@@ -49,9 +47,7 @@ class Change:
 
     @property
     def override(self) -> str:
-        """The change as an override to paste."""
-        value = str(self.value).lower() if isinstance(self.value, bool) else self.value
-        return f"{self.key}={value}"
+        return f"{self.key}={shown(self.value)}"
 
 
 Measure = Callable[[EstimateInputs], MemoryReport]

@@ -14,8 +14,8 @@ from dataclasses import replace
 
 from hydraflow.batch_plan.layout import Devices, Layout
 from hydraflow.batch_plan.resolve import BatchPlan
+from hydraflow.batch_plan.roles import dist_checkpoints
 from hydraflow.batch_plan.topology import SECTIONS
-from hydraflow.batch_plan.weights import dist_checkpoints
 from hydraflow.memory.advice import advise
 from hydraflow.memory.limits import BytesPerNumber, MemoryLimits
 from hydraflow.memory.report import (

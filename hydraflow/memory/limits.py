@@ -16,7 +16,6 @@ from hydraflow.device import CPU_PROCESSES, cgroup_folders, cpu_has_bf16, listed
 from hydraflow.engine.config import FSDPConfig
 from hydraflow.schema import PPOConfig
 from hydraflow.system.allocation import allocation
-from hydraflow.trainer.config import ClusterConfig, RunConfig
 
 GIB = 2**30
 BYTES = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2}
@@ -59,9 +58,8 @@ class BytesPerNumber:
     @classmethod
     def of(cls, fsdp: FSDPConfig, limits: MemoryLimits) -> BytesPerNumber:
         """The sizes for a model's configuration, resolved as in `engine/fsdp/build.py`."""
-        kept, compute, reduced = (
-            limits.bytes_of(name) for name in (fsdp.model_dtype, fsdp.compute_dtype, fsdp.reduce_dtype)
-        )
+        names = fsdp.model_dtype, fsdp.compute_dtype, fsdp.reduce_dtype
+        kept, compute, reduced = map(limits.bytes_of, names)
         return cls(kept, compute, compute if compute == 8 else reduced)
 
 
@@ -73,11 +71,7 @@ def limits_of(config: PPOConfig) -> MemoryLimits:
     >>> limits_of(config).device_bytes // GIB
     80
     """
-    return machine_limits(config.trainer, config.cluster)
-
-
-def machine_limits(trainer: RunConfig, cluster: ClusterConfig) -> MemoryLimits:
-    """The same for commands whose configuration describes no machines: `ClusterConfig()` means this one."""
+    trainer, cluster = config.trainer, config.cluster
     device_type = planned_type(trainer.device, cluster.device)
     elsewhere = device_type != "cpu" and not listed_gpus()
     host: float | None = None if elsewhere else host_memory().total

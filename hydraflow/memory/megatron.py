@@ -79,7 +79,10 @@ class MegatronModelMemory:
         around = around_layers(self.shape, tokens, self.number) // self._outside
         passes = MemoryParts(activations=stored + working + around, logits=self._logits(tokens, copies=2))
         step = MemoryParts(optimizer=self._state if self.settings.optimizer_offload else 0)
-        return self.held + fullest(passes, self._reducing(), step)
+        # gradients are reduced over data ranks after the last pass
+        is_copied = self.host_copies and self._data_ranks()[0] > 1
+        reducing = MemoryParts(gathered=4 * (self._dense + self._experts) * is_copied)
+        return self.held + fullest(passes, reducing, step)
 
     @property
     def _without_gradients(self) -> MemoryParts:
@@ -93,11 +96,6 @@ class MegatronModelMemory:
             data, expert_data = self._data_ranks()
             shards = -(-self._dense // data) + -(-self._experts // expert_data)
         return (12 if self.number == 2 else 8) * shards
-
-    def _reducing(self) -> MemoryParts:
-        """During the gradient reduction over data ranks, after the last pass."""
-        is_copied = self.host_copies and self._data_ranks()[0] > 1
-        return MemoryParts(gathered=4 * (self._dense + self._experts) * is_copied)
 
     def sent(self) -> MemoryParts:
         """A full tensor that is sent to the generation engine, and the parts that it is gathered from."""

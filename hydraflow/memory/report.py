@@ -1,8 +1,4 @@
-"""The result of the memory estimate: bytes by role, part, phase and device, whether they fit, and advice.
-
-In: numbers from `memory/estimate.py`. Out: dataclasses for tables and JSON, and sizes as text. All sizes are
-bytes.
-"""
+"""The result of the memory estimate: bytes by role, part, phase and device, whether they fit, and advice."""
 
 from __future__ import annotations
 
@@ -69,7 +65,6 @@ class RoleMemory:
 
     @property
     def peak(self) -> MemoryParts:
-        """The parts at the role's peak."""
         return self.phases[self.peak_phase]
 
     @property
@@ -79,7 +74,6 @@ class RoleMemory:
 
     @property
     def total(self) -> int:
-        """Bytes at its peak."""
         return self.peak.total
 
     @property
@@ -197,7 +191,6 @@ class MemoryReport:
         return max(0, self.missing[1] - sum(one.saves for one in self.advice))
 
     def to_json(self) -> dict[str, Any]:
-        """The report as JSON values."""
         roles = [{**asdict(one), "peak_phase": one.peak_phase, "total": one.total} for one in self.roles]
         derived = ("peak", "peak_phase", "fits")
         groups = [asdict(one) | {name: getattr(one, name) for name in derived} for one in self.groups]

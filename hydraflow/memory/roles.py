@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from hydraflow.batch_plan.layout import Layout
 from hydraflow.batch_plan.parts import MicroPlan, RolePlan
 from hydraflow.batch_plan.resolve import BatchPlan
-from hydraflow.engine.config import FSDPConfig, engine_config
+from hydraflow.engine.config import engine_config
 from hydraflow.generation.config import GENERATION_ENGINES, bucket_bytes, engine_dtype
 from hydraflow.memory.activations import MicroBatchTokens, RowSizes, tokens_of
 from hydraflow.memory.fsdp import FSDPModelMemory, adapter_numbers, units_of
@@ -63,11 +63,11 @@ Estimate = tuple[MemoryParts, dict[str, MemoryParts]]
 
 def _actor(inputs: EstimateInputs, layout: Layout) -> Estimate:
     policy, plan = inputs.config.actor_rollout_ref, inputs.plan
-    model, most = policy.model, _rows_of_a_rank(inputs, layout)
+    model = policy.model
     engine = _engine(inputs, layout, inputs.shape, model, policy.actor, trained=True, policy=True)
-    forwards = [engine.forward(_tokens(inputs, layout, plan.old_log_prob, model, most))]
+    forwards = [engine.forward(_tokens(inputs, layout, plan.old_log_prob, model))]
     if plan.ref and model.lora_rank:
-        forwards.append(engine.forward(_tokens(inputs, layout, plan.ref, model, most)))
+        forwards.append(engine.forward(_tokens(inputs, layout, plan.ref, model)))
     update = engine.update(
         _tokens(inputs, layout, plan.actor.micro, model, plan.actor.rows_per_rank),
         micro_batches(plan.actor, inputs.longest_row),
@@ -86,7 +86,7 @@ def _critic(inputs: EstimateInputs, layout: Layout) -> Estimate:
     critic, plan = inputs.config.critic, inputs.plan
     assert plan.critic is not None and plan.values is not None, "a critic has a plan"
     tokens = _tokens(inputs, layout, plan.critic.micro, critic.model, plan.critic.rows_per_rank)
-    values = _tokens(inputs, layout, plan.values, critic.model, _rows_of_a_rank(inputs, layout))
+    values = _tokens(inputs, layout, plan.values, critic.model)
     engine = _engine(inputs, layout, inputs.critic_shape, critic.model, critic, trained=True, policy=False)
     update = engine.update(tokens, micro_batches(plan.critic, inputs.longest_row))
     return engine.resting, {"log_probs": engine.forward(values), "update": update}
@@ -95,7 +95,7 @@ def _critic(inputs: EstimateInputs, layout: Layout) -> Estimate:
 def _reference(inputs: EstimateInputs, layout: Layout) -> Estimate:
     policy = inputs.config.actor_rollout_ref
     assert inputs.plan.ref is not None, "a reference has a plan"
-    tokens = _tokens(inputs, layout, inputs.plan.ref, policy.model, _rows_of_a_rank(inputs, layout))
+    tokens = _tokens(inputs, layout, inputs.plan.ref, policy.model)
     engine = _engine(inputs, layout, inputs.shape, policy.model, policy.ref, trained=False, policy=True)
     return engine.resting, {"log_probs": engine.forward(tokens)}
 
@@ -129,9 +129,9 @@ def _reward_model(inputs: EstimateInputs, layout: Layout) -> Estimate:
     """Estimated as an untrained critic of the policy's shape: its own config.json is not read."""
     model = inputs.config.critic.model
     micro = inputs.plan.reward_model or inputs.plan.old_log_prob
-    tokens = _tokens(inputs, layout, micro, model, _rows_of_a_rank(inputs, layout))
-    sharded = _sharded(inputs, layout, inputs.shape, model, FSDPConfig(), trained=False, policy=False)
-    return sharded.resting, {"log_probs": sharded.forward(tokens)}
+    tokens = _tokens(inputs, layout, micro, model)
+    engine = _engine(inputs, layout, inputs.shape, model, RefConfig(), trained=False, policy=False)
+    return engine.resting, {"log_probs": engine.forward(tokens)}
 
 
 ROLES: dict[str, Callable[[EstimateInputs, Layout], Estimate]] = {
@@ -153,29 +153,17 @@ def _engine(
     trained: bool,
     policy: bool,
 ) -> FSDPModelMemory | MegatronModelMemory:
-    if layout.engine != "megatron":
-        return _sharded(inputs, layout, shape, model, role.fsdp_config, trained=trained, policy=policy)
-    number = inputs.limits.bytes_of(role.megatron.dtype)
-    settings, on_host = role.megatron, inputs.limits.device_type == "cpu"
-    # of layers that are recomputed in part, all is counted as kept
-    whole = settings.recomputes_layers(checkpointing=model.enable_gradient_checkpointing)
-    checkpointing = trained and whole
-    if on_host:  # on a CPU offloading moves nothing
-        settings = replace(settings, param_offload=False, grad_offload=False, optimizer_offload=False)
-    return MegatronModelMemory(shape, layout, settings, number, trained, checkpointing, policy, on_host)
-
-
-def _sharded(
-    inputs: EstimateInputs,
-    layout: Layout,
-    shape: ModelShape,
-    model: ModelConfig,
-    fsdp: FSDPConfig,
-    *,
-    trained: bool,
-    policy: bool,
-) -> FSDPModelMemory:
-    on_host = inputs.limits.device_type == "cpu"  # on a CPU offloading moves nothing
+    on_host = inputs.limits.device_type == "cpu"  # there offloading moves nothing
+    if layout.engine == "megatron":
+        settings, number = role.megatron, inputs.limits.bytes_of(role.megatron.dtype)
+        # of layers that are recomputed in part, all is counted as kept
+        whole = settings.recomputes_layers(checkpointing=model.enable_gradient_checkpointing)
+        if on_host:
+            settings = replace(settings, param_offload=False, grad_offload=False, optimizer_offload=False)
+        return MegatronModelMemory(
+            shape, layout, settings, number, trained, trained and whole, policy, on_host
+        )
+    fsdp = role.fsdp_config
     adapters = adapter_numbers(shape, model.lora_rank, model.target_modules) if trained else 0
     least = fsdp.wrap_policy.min_num_params
     return FSDPModelMemory(
@@ -195,15 +183,13 @@ def _sharded(
 
 
 def _tokens(
-    inputs: EstimateInputs, layout: Layout, micro: MicroPlan, model: ModelConfig, most_rows: int
+    inputs: EstimateInputs, layout: Layout, micro: MicroPlan, model: ModelConfig, rows: int | None = None
 ) -> MicroBatchTokens:
+    """`rows`: that a data rank gets at most; None: its share of a step's trajectories."""
+    if rows is None:
+        rows = -(-inputs.plan.trajectories_per_step // layout.data_ranks)
     sharers = {"devices" if layout.engine == "megatron" else "ulysses": layout.context}
-    return tokens_of(micro, inputs.rows(model), most_rows=max(1, most_rows), **sharers)
-
-
-def _rows_of_a_rank(inputs: EstimateInputs, layout: Layout) -> int:
-    """Trajectories of a step that a data rank gets, at most."""
-    return -(-inputs.plan.trajectories_per_step // layout.data_ranks)
+    return tokens_of(micro, inputs.rows(model), most_rows=max(1, rows), **sharers)
 
 
 def micro_batches(plan: RolePlan, longest_row: int) -> int:

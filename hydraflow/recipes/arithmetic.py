@@ -33,6 +33,7 @@ from hydraflow.models.loading import load_tokenizer
 from hydraflow.models.tiny import make_model
 from hydraflow.recipes.config import RecipeConfig
 from hydraflow.schema import PPOConfig, SFTConfig
+from hydraflow.tracking.base import RunInfo
 from hydraflow.tracking.trackers import LOCAL, open_trackers
 from hydraflow.trainer.clock import Clock
 from hydraflow.trainer.config import SupervisedTrainerConfig
@@ -73,19 +74,12 @@ def cache_folder(recipe: RecipeConfig, seed: int) -> Path:
         "sft": asdict(_sft_config(recipe, seed, Path("start"), Path("sft"), Path("sft_val"))),
     }
     digest = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:12]
-    return (
-        _root(recipe.cache_dir or os.environ.get("HYDRAFLOW_CACHE") or "~/.cache/hydraflow")
-        / f"arithmetic-{digest}"
-    )
-
-
-def _root(named: str) -> Path:
+    named = recipe.cache_dir or os.environ.get("HYDRAFLOW_CACHE") or "~/.cache/hydraflow"
     try:
-        return Path(named).expanduser()
+        return Path(named).expanduser() / f"arithmetic-{digest}"
     except RuntimeError as error:  # no HOME, and no such user
-        raise ConfigError.one(
-            KEY, None, f"must be given: {named} is in no home folder that is known", f"{KEY}=/tmp/hydraflow"
-        ) from error
+        rule = f"must be given: {named} is in no home folder that is known"
+        raise ConfigError.one(KEY, None, rule, f"{KEY}=/tmp/hydraflow") from error
 
 
 def is_made(folder: Path) -> bool:
@@ -157,34 +151,25 @@ def prepare(
         with FileLock(folder / "lock", timeout=LOCK_SECONDS):
             if is_made(folder):
                 return _assets(folder, folder / "model")
-            files = write_arithmetic(
-                folder, train_problems=recipe.train_problems, val_problems=recipe.val_problems, seed=seed
-            )
+            train, val, held_out = recipe.train_problems, recipe.val_problems, folder / "sft_val.parquet"
+            files = write_arithmetic(folder, train_problems=train, val_problems=val, seed=seed)
+            # with their answers, for the warm start's validation
+            write_rows(held_out, conversation_rows(split_problems(train, val, seed)[1]))
             start = make_model(folder / "start", seed=seed)
-            config = _sft_config(recipe, seed, start, files.sft, _write_held_out(recipe, seed, folder))
+            config = _sft_config(recipe, seed, start, files.sft, held_out)
             model = _warm_up(recipe, config, machine, clock, runtime(), scratch, logger)
-            if clock.is_over():
+            if clock.why_to_stop():
                 return _assets(folder, model)
             shutil.copytree(model, folder / "unfinished", dirs_exist_ok=True)
             (folder / "unfinished").rename(folder / "model")
             return _assets(folder, folder / "model")
     except Timeout as error:
-        raise EnvironmentFault(
-            f"another run has been making {folder} for more than {LOCK_SECONDS:g} seconds"
-        ) from error
+        text = f"another run has been making {folder} for more than {LOCK_SECONDS:g} seconds"
+        raise EnvironmentFault(text) from error
 
 
 def _assets(folder: Path, model: Path) -> ArithmeticAssets:
     return ArithmeticAssets(folder / "train.parquet", folder / "val.parquet", model)
-
-
-def _write_held_out(recipe: RecipeConfig, seed: int, folder: Path) -> Path:
-    """The held-out problems with their answers, for the warm start's validation."""
-    held_out = folder / "sft_val.parquet"
-    write_rows(
-        held_out, conversation_rows(split_problems(recipe.train_problems, recipe.val_problems, seed)[1])
-    )
-    return held_out
 
 
 def _warm_up(
@@ -218,7 +203,8 @@ def _warm_up(
     held_out = HeldOut(trainer, val, len(val))
     scratch.mkdir(parents=True, exist_ok=True)
     local = [name for name in logger if name in LOCAL]
-    with open_trackers(local, scratch, title="warm start", total_steps=plan.total_steps) as trackers:
+    run = RunInfo(scratch, "warm start", plan.total_steps)
+    with open_trackers(local, run) as trackers:
         Loop(config.trainer, trainer, held_out, trackers, clock, profiled=False).fit(
             None,
             plan.total_steps,
@@ -226,11 +212,8 @@ def _warm_up(
         )
     accuracy = held_out.run(plan.total_steps)["val/accuracy"]
     if accuracy < LEAST_ACCURACY:
-        log.warning(
-            "the warm start ended at a held-out accuracy of %.2f: rewards will be rare"
-            " (recipe.warm_start_steps)",
-            accuracy,
-        )
+        text = "the warm start ended at a held-out accuracy of %.2f: rewards will be rare"
+        log.warning(f"{text} (recipe.warm_start_steps)", accuracy)
     trainer.save(scratch / "model")
     trainer.close()
     return scratch / "model"

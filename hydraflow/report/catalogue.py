@@ -1,6 +1,4 @@
-"""Titles, units and groups of metrics on the page.
-
-In: a metric's name. Out: its title, unit and group. A name that is not listed is shown as it is, in the group
+"""Titles, units and groups of metrics on the page. A name that is not listed is shown as it is, in the group
 of its prefix.
 """
 
@@ -107,21 +105,16 @@ _ROWS = (
 _KNOWN = {
     name: MetricDisplay(title, unit, group, rank) for rank, (group, name, title, unit) in enumerate(_ROWS)
 }
-_PREFIXES = (
-    ("val", "Validation"),
-    ("critic/score", "Reward"),
-    ("critic/rewards", "Reward"),
-    ("critic/advantages", "Reward"),
-    ("critic/returns", "Reward"),
-    ("critic/groups", "Reward"),
-    ("critic/overlong", "Reward"),
-    ("gdpo/", "Reward"),
-    ("actor/", "Policy"),
-    ("critic/", "Critic"),
-    ("train/", "Supervised training"),
-    ("prompt_length/", "Lengths"),
-    ("response_length/", "Lengths"),
-)
+_OF_REWARDS = ("score", "rewards", "advantages", "returns", "groups", "overlong")
+_PREFIXES = {
+    "Validation": ("val",),
+    "Reward": ("gdpo/", *(f"critic/{part}" for part in _OF_REWARDS)),
+    "Policy": ("actor/",),
+    "Critic": ("critic/",),
+    "Supervised training": ("train/",),
+    "Lengths": ("prompt_length/", "response_length/"),
+}
+"""Group -> how its metrics start; the first that fits counts."""
 HIDDEN = ("training/global_step", "perf/time_per_step", "perf/seconds_since_launch")
 """Metrics without a curve: the step itself, and what another metric or the page's other axis shows."""
 _VALIDATION = re.compile(r"val-core/(?P<source>.+)/(?P<what>acc|reward)/mean@(?P<n>\d+)")
@@ -141,7 +134,7 @@ def metric(name: str) -> MetricDisplay:
         title = f"{found['source']}: {'accuracy' if accuracy else 'reward'}, mean{of}"
         unit, rank = ("share of responses", -2) if accuracy else ("score", -1)
         return MetricDisplay(title, unit, "Validation", rank)
-    group = next((group for prefix, group in _PREFIXES if name.startswith(prefix)), "Other metrics")
+    group = next((group for group, starts in _PREFIXES.items() if name.startswith(starts)), "Other metrics")
     return MetricDisplay(name, "", group, len(_ROWS))
 
 

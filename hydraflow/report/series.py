@@ -48,56 +48,47 @@ class Axes:
         return self.known[key]
 
 
-@dataclass(frozen=True)
-class Spans:
-    """Which points of a column belong together."""
-
-    starts: Numbers
-    """Index of each span's first point."""
-    width: int
-    """Steps of a span; 1: every point is a single step."""
-
-
-def spans_of(steps: Numbers, most: int) -> Spans:
-    """At most `most` spans of equally many steps.
+def spans_of(steps: Numbers, most: int) -> tuple[Numbers, int]:
+    """At most `most` spans of equally many steps: index of each one's first point, and how many steps; 1:
+    every point is a single step.
 
     >>> spans_of(np.arange(10, 20), 3)
-    Spans(starts=array([0, 4, 8]), width=4)
+    (array([0, 4, 8]), 4)
     """
     if len(steps) <= most:
-        return Spans(np.arange(len(steps)), 1)
+        return np.arange(len(steps)), 1
     first, last = int(steps[0]), int(steps[-1])
     width = -(-(last - first + 1) // most)
     numbers = (steps - first) // width
-    return Spans(np.flatnonzero(np.diff(numbers, prepend=-1)), width)
+    return np.flatnonzero(np.diff(numbers, prepend=-1)), width
 
 
 def curve(column: MetricColumn, axes: Axes, most: int) -> dict[str, Any]:
     """`x`: number of its axis, `y`: values, with `lo` and `hi` where a point represents several; null where
     none is finite."""
-    spans = spans_of(column.steps, most)
+    starts, width = spans_of(column.steps, most)
     finite = np.isfinite(column.values)
-    if spans.width == 1:
+    if width == 1:
         x = axes.place(column.steps, column.seconds, 1)
         return {"x": x, "y": rounded(column.values)}
-    counts = np.add.reduceat(finite, spans.starts)
+    counts = np.add.reduceat(finite, starts)
     with np.errstate(invalid="ignore", divide="ignore", over="ignore"):
-        means = np.add.reduceat(np.where(finite, column.values, 0.0), spans.starts) / counts
-    least = np.minimum.reduceat(np.where(finite, column.values, np.inf), spans.starts)
-    most_ = np.maximum.reduceat(np.where(finite, column.values, -np.inf), spans.starts)
-    x = axes.place(column.steps[spans.starts], column.seconds[spans.starts], spans.width)
+        means = np.add.reduceat(np.where(finite, column.values, 0.0), starts) / counts
+    least = np.minimum.reduceat(np.where(finite, column.values, np.inf), starts)
+    most_ = np.maximum.reduceat(np.where(finite, column.values, -np.inf), starts)
+    x = axes.place(column.steps[starts], column.seconds[starts], width)
     return {"x": x, "y": rounded(means), "lo": rounded(least), "hi": rounded(most_)}
 
 
-def mean_at(column: MetricColumn, steps: Numbers, spans: Spans) -> Numbers:
-    """Means of a column over spans of `steps`; 0 where it has no finite value."""
+def mean_at(column: MetricColumn, steps: Numbers, starts: Numbers) -> Numbers:
+    """Means of a column over spans of `steps` that begin at these indices; 0 where it has no finite value."""
     values = np.zeros(len(steps))
     at = np.searchsorted(steps, column.steps)
     inside = (at < len(steps)) & np.isfinite(column.values)
     inside[inside] = steps[at[inside]] == column.steps[inside]
     values[at[inside]] = column.values[inside]
-    ends = np.append(spans.starts[1:], len(steps))
-    return np.add.reduceat(values, spans.starts) / (ends - spans.starts)
+    ends = np.append(starts[1:], len(steps))
+    return np.add.reduceat(values, starts) / (ends - starts)
 
 
 def rounded(values: Numbers | Sequence[float]) -> list[float | None]:

@@ -53,7 +53,7 @@ def first_and_last(column: MetricColumn | None) -> str:
     return f"{values[0]:.4g} → {values[-1]:.4g} (best {values.max():.4g})"
 
 
-def _mean(name: str, unit: str) -> Callable[[Run], str]:
+def _median(name: str, unit: str) -> Callable[[Run], str]:
     def text(run: Run) -> str:
         values = _finite(run.columns.get(name))
         return f"{np.median(values):.4g} {unit}" if len(values) else NO_VALUE
@@ -73,8 +73,8 @@ KEY_NUMBERS: dict[str, Callable[[Run], str]] = {
     "Training loss": lambda run: first_and_last(run.columns.get("train/loss")).partition(" (")[0],
     "Training steps": _steps,
     "Wall time": lambda run: duration(run.seconds) if run.columns else NO_VALUE,
-    "Time of a step, median": _mean("timing_s/step", "s"),
-    "Throughput, median": _mean("perf/throughput", "tokens/s per device"),
+    "Time of a step, median": _median("timing_s/step", "s"),
+    "Throughput, median": _median("perf/throughput", "tokens/s per device"),
 }
 """Title -> the number, which says how a run went; the same for every run of a page."""
 
@@ -85,9 +85,6 @@ def key_numbers(runs: Sequence[Run]) -> list[tuple[str, list[str]]]:
     return [row for row in rows if any(value != NO_VALUE for value in row[1])]
 
 
-# --- phases --------------------------------------------------
-
-
 def phases(run: Run, axes: Axes, most: int) -> tuple[dict[str, Any], list[dict[str, str]]]:
     """The picture's data, and the table's rows, the longest phase first. Empty where the run has no times."""
     timings = {name[9:]: column for name, column in run.columns.items() if name.startswith("timing_s/")}
@@ -96,14 +93,14 @@ def phases(run: Run, axes: Axes, most: int) -> tuple[dict[str, Any], list[dict[s
     base = step or max(columns.values(), key=lambda column: len(column.steps), default=None)
     if base is None:
         return {}, []
-    spans = spans_of(base.steps, most)
-    means = {name: mean_at(column, base.steps, spans) for name, column in columns.items()}
+    begins, width = spans_of(base.steps, most)
+    means = {name: mean_at(column, base.steps, begins) for name, column in columns.items()}
     totals = {name: float(_finite(column).sum()) for name, column in columns.items()}
-    none = np.zeros(len(spans.starts))
+    none = np.zeros(len(begins))
     if step is not None:
         inside = [name for name in means if name not in OUTSIDE]
         within = sum((means[name] for name in inside), none)
-        means["rest of the step"] = np.maximum(0.0, mean_at(step, base.steps, spans) - within)
+        means["rest of the step"] = np.maximum(0.0, mean_at(step, base.steps, begins) - within)
         rest = float(_finite(step).sum()) - sum(totals[name] for name in inside)
         totals["rest of the step"] = max(0.0, rest)
     whole = sum(totals.values()) or 1.0
@@ -113,7 +110,7 @@ def phases(run: Run, axes: Axes, most: int) -> tuple[dict[str, Any], list[dict[s
     parts = [{"name": name, "y": rounded(means[name])} for name in large]
     if small:
         parts.append({"name": "others", "y": rounded(sum((means[name] for name in small), none))})
-    x = axes.place(base.steps[spans.starts], base.seconds[spans.starts], spans.width)
+    x = axes.place(base.steps[begins], base.seconds[begins], width)
     rows = []
     for name in order:
         total = totals[name]
@@ -121,9 +118,6 @@ def phases(run: Run, axes: Axes, most: int) -> tuple[dict[str, Any], list[dict[s
         mean = f"{total / max(1, len(base.steps)):.3g}"
         rows.append({"name": name, "total": text, "share": f"{100 * total / whole:.1f} %", "mean": mean})
     return {"x": x, "parts": parts}, rows
-
-
-# --- configuration --------------------------------------------------
 
 
 def configuration(run: Run) -> list[dict[str, Any]]:
@@ -147,9 +141,6 @@ def differences(runs: Sequence[Run]) -> list[dict[str, Any]]:
         if len({value for run, value in zip(runs, values) if run.settings}) > 1:
             rows.append({"key": key, "values": values})
     return rows
-
-
-# --- plan, versions, starts --------------------------------------------------
 
 
 def plan(run: Run) -> tuple[list[dict[str, str]], list[str]]:
@@ -194,9 +185,6 @@ def starts(run: Run) -> list[dict[str, str]]:
     names = ("started", "after_step", "host", "command")
     rows = [{name: as_text(start.get(name, "")) for name in names} for start in run.starts]
     return [one | {"commit": commit(start.get("git"))} for one, start in zip(rows, run.starts, strict=True)]
-
-
-# --- samples --------------------------------------------------
 
 
 def samples(run: Run) -> list[dict[str, Any]]:

@@ -64,7 +64,6 @@ class Submission:
 
     @property
     def name(self) -> str:
-        """The job's name in Slurm."""
         return self.job_name or f"hydraflow-{self.job}"
 
 
@@ -113,12 +112,8 @@ def _parser() -> argparse.ArgumentParser:
     add("--exclusive", action="store_true", help="whole nodes")
     ends = "end a pre-empted job, or one that lost a node, instead of requeueing it"
     add("--no-requeue", action="store_false", dest="requeue", help=ends)
-    add(
-        "--warning",
-        type=int,
-        metavar="SECONDS",
-        help="seconds before the time limit at which the job saves (120)",
-    )
+    early = "seconds before the time limit at which the job saves (120)"
+    add("--warning", type=int, metavar="SECONDS", help=early)
     image = "apptainer:FILE.sif or pyxis:IMAGE; container for everything on the nodes"
     add("--container", metavar="KIND:IMAGE", help=image)
     add("--interface", metavar="NAME", help="network interface on which nodes reach each other")

@@ -13,7 +13,7 @@ from __future__ import annotations
 import random
 import socket
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from hydraflow.errors import EnvironmentFault
@@ -27,10 +27,10 @@ RANGE_FILE = Path("/proc/sys/net/ipv4/ip_local_port_range")
 class ReservedPorts:
     """Ports that are reserved for this process."""
 
-    ports: Sequence[int]
-    locks: Sequence[socket.socket]
+    ports: list[int] = field(default_factory=list)
+    locks: list[socket.socket] = field(default_factory=list)
     """To be kept until the ports are not used any more; exec hands them on to the next program."""
-    sockets: Sequence[socket.socket]
+    sockets: list[socket.socket] = field(default_factory=list)
     """Bound to the ports."""
 
     def open_up(self) -> None:
@@ -39,7 +39,6 @@ class ReservedPorts:
             held.close()
 
     def release(self) -> None:
-        """Releases ports and locks."""
         self.open_up()
         for lock in self.locks:
             lock.close()
@@ -54,24 +53,21 @@ def hold(count: int, candidates: Sequence[int] | None = None) -> ReservedPorts:
     (2, False)
     """
     candidates = _candidates() if candidates is None else candidates
-    ports: list[int] = []
-    locks: list[socket.socket] = []
-    sockets: list[socket.socket] = []
+    found = ReservedPorts()
     for port in candidates:
-        if len(ports) == count:
+        if len(found.ports) == count:
             break
         if (lock := _lock(port)) is None:
             continue
         if (held := _bound(port)) is None:
             lock.close()
             continue
-        ports.append(port)
-        locks.append(lock)
-        sockets.append(held)
-    found = ReservedPorts(ports, locks, sockets)
-    if len(ports) < count:
+        found.ports.append(port)
+        found.locks.append(lock)
+        found.sockets.append(held)
+    if len(found.ports) < count:
         found.release()
-        there = f"{socket.gethostname()} has {len(ports)} (ss -ltn shows who holds them)"
+        there = f"{socket.gethostname()} has {len(found.ports)} (ss -ltn shows who holds them)"
         raise EnvironmentFault(f"{count} free ports are needed, and {there}")
     return found
 

@@ -13,17 +13,16 @@ import sys
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hydraflow.compose.sweep import combinations
+from hydraflow.compose.command_words import combinations
 from hydraflow.errors import ConfigError, EnvironmentFault, Problem
 from hydraflow.slurm.job_settings import check
 from hydraflow.slurm.options import Submission
 from hydraflow.slurm.script import fill, shipped, unquoted
 from hydraflow.system.allocation import JOB
-from hydraflow.system.printing import reader_may_leave
+from hydraflow.system.printing import count, reader_may_leave
 
 LOGS = Path("runs/slurm")
 FOLDER = "trainer.default_local_dir"
@@ -132,15 +131,6 @@ def _outside_of_jobs() -> dict[str, str]:
     return {name: text for name, text in all_of_it if not name.startswith("SLURM_") or name in kept}
 
 
-@dataclass(frozen=True)
-class Partition:
-    """What sinfo says of a partition."""
-
-    nodes: int
-    cpus: int
-    """Of its largest node."""
-
-
 def _require_room(given: Submission) -> None:
     """ConfigError if the partition can never satisfy the request; whether it is free now is up to Slurm."""
     for program in ("sbatch", "sinfo"):
@@ -157,34 +147,34 @@ def _require_room(given: Submission) -> None:
         rule = f"there are {', '.join(partitions)}"
         remedy = " or ".join(f"--partition {one}" for one in partitions)
         raise ConfigError.one(f"--partition {given.partition}", None, rule, remedy)
-    problems = [list(_lacks(given, name, partitions[name])) for name in names]
+    problems = [list(_lacks(given, name, *partitions[name])) for name in names]
     if names and all(problems):
         raise ConfigError(problems[0])
 
 
-def _lacks(given: Submission, name: str, there: Partition) -> Iterator[Problem]:
-    if given.nodes > there.nodes:
-        rule = f"partition {name} has {there.nodes}" + (" node" if there.nodes == 1 else " nodes")
-        yield Problem(f"--nodes {given.nodes}", None, rule, f"--nodes {there.nodes}")
-    if given.cores and given.cores > there.cpus:
-        rule = f"the largest node of partition {name} has {there.cpus} CPUs"
-        yield Problem(f"--cpus-per-task {given.cores}", None, rule, f"--cpus-per-task {there.cpus}")
+def _lacks(given: Submission, partition: str, nodes: int, cpus: int) -> Iterator[Problem]:
+    if given.nodes > nodes:
+        rule = f"partition {partition} has {count(nodes, 'node')}"
+        yield Problem(f"--nodes {given.nodes}", None, rule, f"--nodes {nodes}")
+    if given.cores and given.cores > cpus:
+        rule = f"the largest node of partition {partition} has {cpus} CPUs"
+        yield Problem(f"--cpus-per-task {given.cores}", None, rule, f"--cpus-per-task {cpus}")
 
 
-def _partitions(listed: str) -> tuple[dict[str, Partition], str | None]:
-    """Partitions by name, and the default one's name.
+def _partitions(listed: str) -> tuple[dict[str, tuple[int, int]], str | None]:
+    """By name of a partition, its nodes and the CPUs of the largest of them; and the default one's name.
 
     >>> _partitions("main*|2|8\\nbig|1|64\\nbig|3|128+\\n")
-    ({'main': Partition(nodes=2, cpus=8), 'big': Partition(nodes=4, cpus=128)}, 'main')
+    ({'main': (2, 8), 'big': (4, 128)}, 'main')
     """
-    found: dict[str, Partition] = {}
+    found: dict[str, tuple[int, int]] = {}
     default = None
     for line in listed.splitlines():
         name, nodes, cpus = line.strip().split("|")
         if name.endswith("*"):
             name = default = name[:-1]
-        earlier = found.get(name, Partition(0, 0))
-        found[name] = Partition(earlier.nodes + int(nodes), max(earlier.cpus, int(cpus.rstrip("+"))))
+        counted, largest = found.get(name, (0, 0))
+        found[name] = counted + int(nodes), max(largest, int(cpus.rstrip("+")))
     return found, default
 
 

@@ -47,13 +47,10 @@ def allocation(environ: Mapping[str, str] = os.environ) -> Allocation | None:
         "nodes": _first(environ, ("SLURM_JOB_NUM_NODES", "SLURM_NNODES")),
         "gpus": _gpus(environ),
         "cpus": _first(environ, ("SLURM_CPUS_ON_NODE",)),
-        "memory": _memory(environ),
+        "memory_bytes": _memory(environ),
     }
     sources = {field: f"{name}={environ[name]}" for field, (name, _) in found.items() if name}
-    values = {field: value for field, (_, value) in found.items()}
-    return Allocation(
-        environ[JOB], values["nodes"], values["gpus"], values["cpus"], values["memory"], sources
-    )
+    return Allocation(environ[JOB], sources=sources, **{field: value for field, (_, value) in found.items()})
 
 
 def torchrun_processes(environ: Mapping[str, str] = os.environ) -> tuple[int, int] | None:

@@ -30,9 +30,7 @@ def paragraph(text: str, width: int, *, first: str = "  ", rest: str = "    ") -
     return _wrap(text, width, first, rest) or [first.rstrip()]
 
 
-def table(
-    rows: Sequence[Sequence[str]], width: int, *, right: Sequence[int] = (), rule: bool = True
-) -> list[str]:
+def table(rows: Sequence[Sequence[str]], width: int, *, right: Sequence[int] = ()) -> list[str]:
     """A text table whose first row is the header; the columns in `right` are right-aligned.
 
     Cells wrap if the table is wider than `width`. A table whose longest words do not fit is wider than that.
@@ -48,8 +46,7 @@ def table(
     cells = [[_wrap(cell, wide) or [""] for cell, wide in zip(row, widths, strict=True)] for row in rows]
     lines = [line for row in cells for line in _lines(row, widths, set(right))]
     head = max(map(len, cells[0]))
-    ruled = [GAP + GAP.join("-" * wide for wide in widths)] if rule else []
-    return [*lines[:head], *ruled, *lines[head:]]
+    return [*lines[:head], GAP + GAP.join("-" * wide for wide in widths), *lines[head:]]
 
 
 def fits(rows: Sequence[Sequence[str]], width: int) -> bool:

@@ -30,7 +30,6 @@ class CurrentStderr(logging.StreamHandler):
 
     @property
     def stream(self) -> TextIO:  # type: ignore[override]
-        """Standard error."""
         return sys.stderr
 
 

@@ -1,4 +1,4 @@
-"""Checks that the paths of a configuration exist: data files, model folders, reward functions.
+"""Checks the paths of a configuration: that data files and model folders exist, that outputs can be written.
 
 In: paths as the user wrote them. Out: problems, worded the same for every command. Standard library only, so
 that missing files are reported together with all other mistakes, before any large import. Left out on
@@ -12,7 +12,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from hydraflow.errors import Problem
+from hydraflow.errors import ConfigError, Problem
+from hydraflow.system.whole_files import prove_writable
 
 
 def listed(files: Any) -> list[Path] | None:
@@ -42,6 +43,25 @@ def file_problems(files: Any, key: str) -> list[Problem]:
         for path in paths
         if not path.is_file()
     ]
+
+
+def require_writable(path: str | None, key: str) -> None:
+    """Raises ConfigError when the file in `key`, if any, cannot be written; leaves nothing behind."""
+    if path is None:
+        return
+    target = Path(os.path.expanduser(path))
+    try:
+        if target.is_dir():
+            raise IsADirectoryError(None, "it is a folder")
+        prove_writable(target.absolute().parent)
+    except OSError as error:
+        raise unwritable(path, key, error) from error
+
+
+def unwritable(path: str, key: str, error: OSError) -> ConfigError:
+    """The message that the file in `key` cannot be written."""
+    rule = f"cannot be written ({error.strerror})"
+    return ConfigError.one(key, path, rule, f"{key}=<a file you may write>")
 
 
 def is_hub_name(path: str) -> bool:

@@ -94,7 +94,6 @@ class RoleFile:
         return turned
 
     def close(self) -> None:
-        """Closes the file descriptor."""
         os.close(self.number)
 
     def _turn(self) -> None:
@@ -160,7 +159,6 @@ class RoleLogs(logging.Handler):
             self._switch(before)
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Writes a record of Python's logging."""
         text = f"{record.name}: {record.getMessage()}"
         if record.exc_info:
             text += "\n" + logging.Formatter().formatException(record.exc_info)

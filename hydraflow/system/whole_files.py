@@ -12,6 +12,7 @@ import shutil
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +41,14 @@ def replace_folder(finished: Path, target: Path) -> None:
         target.rename(old)
     finished.rename(target)
     shutil.rmtree(old, ignore_errors=True)
+
+
+def make_earlier(folder: Path) -> Path:
+    """Makes earlier-1/, earlier-2/, ... in the folder, the first that is not there, for files of an earlier
+    run."""
+    aside = next(path for number in count(1) if not (path := folder / f"earlier-{number}").exists())
+    aside.mkdir()
+    return aside
 
 
 def prove_writable(folder: Path) -> None:

@@ -83,9 +83,9 @@ class RunInfo:
 
     folder: Path
     """The run folder; it exists and can be written."""
-    title: str
+    title: str = ""
     """Display names: project and experiment."""
-    total_steps: int | None
+    total_steps: int | None = None
     """Planned training steps; None: unknown."""
     run_id: str = ""
     """Identity of the run: kept when it resumes."""

@@ -15,7 +15,6 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict
 from datetime import datetime
 from functools import reduce
-from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -23,14 +22,14 @@ import yaml
 
 from hydraflow.errors import ConfigError, EnvironmentFault
 from hydraflow.redact import fingerprinted
-from hydraflow.system.whole_files import json_object, prove_writable, replacing
+from hydraflow.system.whole_files import json_object, make_earlier, prove_writable, replacing
 from hydraflow.tracking.file import METRICS_FILE, json_number
 from hydraflow.tracking.history import record_of
+from hydraflow.tracking.run_lock import FIELD
 from hydraflow.tracking.summary import Summary
 
 logger = logging.getLogger(__name__)
 
-FIELD = "trainer.default_local_dir"
 RUNS = Path("runs")
 """Parent of run folders that the user did not name."""
 RUN_FILES = (
@@ -111,10 +110,8 @@ class RunFolder:
         leftovers = sorted(path for name in RUN_FILES for path in self.path.glob(name))
         if not leftovers:
             return
-        folders = (self.path / f"earlier-{number}" for number in count(1))
-        aside = next(folder for folder in folders if not folder.exists())
         try:
-            aside.mkdir()
+            aside = make_earlier(self.path)
             for leftover in leftovers:
                 leftover.rename(aside / leftover.name)
         except OSError as error:
@@ -202,7 +199,6 @@ class RunFolder:
         self._write(self.config_origins, json.dumps(facts, indent=1, ensure_ascii=False) + "\n", private=True)
 
     def write_plan(self, text: str) -> None:
-        """Writes plan.json."""
         self._write(self.plan, text)
 
     def write_summary(self, summary: Summary) -> None:

@@ -23,6 +23,8 @@ from hydraflow.errors import ConfigError
 from hydraflow.system.whole_files import json_object
 
 LOCK_FILE = ".lock"
+FIELD = "trainer.default_local_dir"
+"""The key that names the folder."""
 
 logger = logging.getLogger(__name__)
 
@@ -31,12 +33,12 @@ class RunLock:
     """Held until `release`. Raises ConfigError, naming the owner, when another process holds it, and when
     `.lock` cannot be written."""
 
-    def __init__(self, folder: Path, *, field: str):
+    def __init__(self, folder: Path):
         self._path = folder / LOCK_FILE
         self._file = -1
         try:
             self._file = os.open(self._path, os.O_RDWR | os.O_CREAT, 0o644)
-            self._is_kernels = self._take(field)
+            self._is_kernels = self._take()
             os.truncate(self._file, 0)
             os.pwrite(self._file, json.dumps(_me()).encode(), 0)
         except ConfigError:
@@ -46,7 +48,7 @@ class RunLock:
             self._close()
             named = _in_words(_owner(folder))
             rule = f"{LOCK_FILE} in it cannot be written ({error.strerror}); it names {named}"
-            raise ConfigError.one(field, folder, rule, self._remedy(field)) from None
+            raise ConfigError.one(FIELD, folder, rule, self._remedy()) from None
 
     def release(self) -> None:
         """Releases the folder. A second call does nothing."""
@@ -54,7 +56,7 @@ class RunLock:
             self._path.unlink(missing_ok=True)
         self._close()
 
-    def _take(self, field: str) -> bool:
+    def _take(self) -> bool:
         """Whether the kernel lock is held; False: this file system has no locks, and no other process is
         known to use the folder."""
         folder = self._path.parent
@@ -62,20 +64,20 @@ class RunLock:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             rule = f"another run is using it: {_in_words(_owner(folder))}"
-            remedy = f"{field}=<another folder>, or wait for it to end"
-            raise ConfigError.one(field, folder, rule, remedy) from None
+            remedy = f"{FIELD}=<another folder>, or wait for it to end"
+            raise ConfigError.one(FIELD, folder, rule, remedy) from None
         except OSError as error:
             owner, lacking = _owner(folder), f"this file system has no locks ({error.strerror})"
             if owner and _lives(owner) is not False:
                 rule = f"another run may be using it, and {lacking}: {_in_words(owner)}"
-                raise ConfigError.one(field, folder, rule, self._remedy(field)) from None
+                raise ConfigError.one(FIELD, folder, rule, self._remedy()) from None
             text = "%s: %s, so a run that starts there in the same moment is not noticed"
             logger.warning(text, folder, lacking)
             return False
         return True
 
-    def _remedy(self, field: str) -> str:
-        return f"{field}=<another folder>, or rm {self._path} once that run has ended"
+    def _remedy(self) -> str:
+        return f"{FIELD}=<another folder>, or rm {self._path} once that run has ended"
 
     def _close(self) -> None:
         if self._file >= 0:

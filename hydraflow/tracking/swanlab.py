@@ -99,7 +99,7 @@ class SwanlabTracker(Tracker):
 def run_id(run: RunInfo) -> str | None:
     """The run's identity in SwanLab's form; None: SwanLab chooses.
 
-    >>> run_id(RunInfo(Path("."), "", None, run_id="ppo-1-ff00"))
+    >>> run_id(RunInfo(Path("."), run_id="ppo-1-ff00"))
     '1ba9b3f8baec2fbc2efdc'
     """
     return hashlib.sha256(run.run_id.encode()).hexdigest()[:ID_LENGTH] if run.run_id else None

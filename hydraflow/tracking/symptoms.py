@@ -38,7 +38,6 @@ class SymptomHistory:
     """Whether an optimizer step had a learning rate above 0."""
 
     def add(self, row: Row) -> None:
-        """Adds the next step."""
         if self.first_entropy is None:
             self.first_entropy = row.get("actor/entropy")
         self.lowest_score = min(self.lowest_score, row.get("critic/score/min", self.lowest_score))

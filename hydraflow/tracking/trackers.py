@@ -8,10 +8,10 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from pathlib import Path
+from dataclasses import replace
 
 from hydraflow.errors import HydraflowError
-from hydraflow.tracking.base import Forwarder, PublishedInfo, RunInfo, Tracker, TrackerFactory
+from hydraflow.tracking.base import Forwarder, RunInfo, Tracker, TrackerFactory
 from hydraflow.tracking.console import open_console
 from hydraflow.tracking.file import FileTracker
 from hydraflow.tracking.guarded import BackgroundTracker, ForegroundTracker
@@ -73,31 +73,20 @@ class Trackers(Forwarder):
         self.close(failed=error is not None)
 
 
-def open_trackers(
-    names: Sequence[str],
-    folder: Path,
-    *,
-    title: str = "",
-    total_steps: int | None = None,
-    run_id: str = "",
-    done_steps: int = 0,
-    about: PublishedInfo | None = None,
-    redraws: bool = True,
-) -> Trackers:
-    """Opens the trackers of `trainer.logger`; the file is always among them. Creates `folder` if
-    missing.
+def open_trackers(names: Sequence[str], run: RunInfo) -> Trackers:
+    """Opens the trackers of `trainer.logger`; the file is always among them. Creates the run folder if
+    missing, and takes the seconds before this start from it.
 
-    `compose/rules.py` has checked the names. `run_id`, `done_steps`, `about`, `redraws`:
-    see `RunInfo`. But for the file, a tracker that fails costs a warning, never the run.
+    `compose/rules.py` has checked the names. But for the file, a tracker that fails costs a warning, never
+    the run.
     """
     assert set(names) <= set(TRACKERS), names
-    folder.mkdir(parents=True, exist_ok=True)
-    earlier = read_metrics(folder)
-    about, seconds = about or PublishedInfo(), seconds_of(earlier)
-    run = RunInfo(folder, title, total_steps, run_id, done_steps, seconds, about, redraws)
+    run.folder.mkdir(parents=True, exist_ok=True)
+    earlier = read_metrics(run.folder)
+    run = replace(run, seconds_before=seconds_of(earlier))
     watch = SymptomWatch()  # a resumed run knows what its earlier steps showed, and does not repeat it
     for record in earlier:
-        if record["step"] <= done_steps:
+        if record["step"] <= run.done_steps:
             watch.after(int(record["step"]), record)
     wanted = {"file", *names}
     return Trackers([_open(name, run) for name in TRACKERS if name in wanted], watch)

@@ -121,7 +121,7 @@ class WandbTracker(Tracker):
 def run_id(run: RunInfo) -> str | None:
     """The run's identity, as W&B allows it; None: W&B chooses.
 
-    >>> run_id(RunInfo(Path("."), "", None, run_id="a run:1/2-ff00"))
+    >>> run_id(RunInfo(Path("."), run_id="a run:1/2-ff00"))
     'a-run-1-2-ff00'
     """
     return re.sub(r"[^A-Za-z0-9_-]+", "-", run.run_id)[-LONGEST_ID:] or None

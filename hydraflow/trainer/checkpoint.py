@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 import math
+import operator
 import shutil
 import threading
 import time
@@ -18,7 +19,6 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from hydraflow.dispatch.group import RoleGroup
@@ -50,18 +50,6 @@ class RoleCheckpoints:
     """Number of checkpoints to keep; None: all."""
     keep_key: str
     """Configuration key of `keep`."""
-
-
-@dataclass(frozen=True)
-class Score:
-    """The validation metric that selects the best checkpoint, with its value."""
-
-    metric: str
-    value: float
-
-    def beats(self, other: float) -> bool:
-        """Whether this value is better; for a loss, smaller is better."""
-        return self.value < other if self.metric.endswith("loss") else self.value > other
 
 
 class Checkpointer:
@@ -96,7 +84,7 @@ class Checkpointer:
             self.settle()
         regular = preempted or (self.trainer.save_freq > 0 and (last or step % self.trainer.save_freq == 0))
         score = self._record(metrics)
-        if regular or score:
+        if regular or score is not None:
             with self.undisturbed() if preempted else nullcontext():
                 self._save(step, regular, score)
 
@@ -106,12 +94,13 @@ class Checkpointer:
         if self._pending is None:
             return
         wrong, self._pending = self._result(self._pending), None
-        if wrong:
-            self._best = self.store.best()
-        if wrong and self.trainer.stop_on_failed_save:
+        if not wrong:
+            return
+        self._best, pointer = self.store.best(), self.store.pointer()
+        if self.trainer.stop_on_failed_save:
             raise EnvironmentFault(f"{wrong} (trainer.stop_on_failed_save=true)")
-        if wrong:
-            logger.warning("%s; training continues, and %s", wrong, self._what_is_left())
+        left = "there is no checkpoint yet" if pointer is None else f"the one of step {pointer} stays"
+        logger.warning("%s; training continues, and %s", wrong, left)
 
     def has(self, step: int) -> bool:
         """Whether the newest checkpoint is of that step. EnvironmentFault as in `settle`."""
@@ -125,19 +114,15 @@ class Checkpointer:
         try:
             return saving.result(limit)
         except TimeoutError:
-            text = (
-                f"a checkpoint in {self.store.folder} is not on the disk after {limit:g} seconds: the disk"
-                " does not answer"
-            )
-            raise EnvironmentFault(f"{text} (twice trainer.rpc_timeout)") from None
+            text = f"a checkpoint in {self.store.folder} is not on the disk after {limit:g} seconds"
+            why = "the disk does not answer (twice trainer.rpc_timeout)"
+            raise EnvironmentFault(f"{text}: {why}") from None
 
     def require_space(self, total_steps: int, done: int) -> None:
         """Raises ConfigError when the disk has no room for two checkpoints (or for the only one planned)."""
-        planned = (
-            math.ceil((total_steps - done) / self.trainer.save_freq) if self.trainer.save_freq > 0 else 0
-        )
-        if not planned:
+        if self.trainer.save_freq <= 0 or total_steps <= done:
             return
+        planned = math.ceil((total_steps - done) / self.trainer.save_freq)
         sizes = {
             name: sum(group.call(EngineWorker.checkpoint_bytes, self._contents(name)))
             for name, group in self.groups.items()
@@ -162,9 +147,7 @@ class Checkpointer:
     def __enter__(self) -> Checkpointer:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         workers_live = error is None or (
             isinstance(error, HydraflowError) and not isinstance(error, WorkerError | HeadLost)
         )
@@ -178,18 +161,18 @@ class Checkpointer:
         finally:
             self._thread.shutdown(wait=False)
 
-    def _record(self, metrics: Mapping[str, float]) -> Score | None:
-        """The validation score if it is the best so far."""
-        name = self.trainer.keep_best
+    def _record(self, metrics: Mapping[str, float]) -> float | None:
+        """The validation score if it is the best so far; for a loss, smaller is better."""
+        name, best = self.trainer.keep_best, self._best
         if name is None or (value := metrics.get(name)) is None or math.isnan(value):
             return None
-        score = Score(name, value)
-        if self._best is not None and self._best["metric"] == name and not score.beats(self._best["value"]):
+        is_better = operator.lt if name.endswith("loss") else operator.gt
+        if best is not None and best["metric"] == name and not is_better(value, best["value"]):
             return None
         self._best = {"metric": name, "value": value}
-        return score
+        return value
 
-    def _save(self, step: int, regular: bool, score: Score | None) -> None:
+    def _save(self, step: int, regular: bool, score: float | None) -> None:
         self.settle()
         ranks = {name: group.world_size for name, group in self.groups.items()}
         try:
@@ -199,13 +182,8 @@ class Checkpointer:
             self._pending.set_result(f"the checkpoint of step {step} could not be started: {error}")
             return
         for name, group in self.groups.items():
-            group.call(
-                EngineWorker.save_checkpoint,
-                str(unfinished),
-                name,
-                self._contents(name),
-                self.roles[name].config.async_save,
-            )
+            contents, background = self._contents(name), self.roles[name].config.async_save
+            group.call(EngineWorker.save_checkpoint, str(unfinished), name, contents, background)
         self._pending = self._thread.submit(self._finish, unfinished, step, ranks, regular, score)
         if not any(role.config.async_save for role in self.roles.values()):
             self.settle()
@@ -216,7 +194,7 @@ class Checkpointer:
     # --- in the thread --------------------------------------------------
 
     def _finish(
-        self, unfinished: Path, step: int, ranks: Mapping[str, int], regular: bool, score: Score | None
+        self, unfinished: Path, step: int, ranks: Mapping[str, int], regular: bool, score: float | None
     ) -> str:
         """Waits for all parts and publishes the checkpoint; returns the error, empty if none."""
         try:
@@ -266,21 +244,14 @@ class Checkpointer:
                 return None
             return RankFiles({}, f"{role} rank {rank}: {error}")
 
-    def _publish(self, sealed: Path, step: int, regular: bool, score: Score | None) -> None:
+    def _publish(self, sealed: Path, step: int, regular: bool, score: float | None) -> None:
         """The pointer moves last, so that a run interrupted before that repeats all of it."""
         whole = self.store.name(sealed, step) if regular else sealed
         if score is not None:
-            self.store.publish_best(whole, step, score.metric, score.value, linked=regular)
+            self.store.publish_best(whole, step, str(self.trainer.keep_best), score, linked=regular)
         if regular:
             self.store.point_to(step)
-            self._thin_out()
-
-    def _thin_out(self) -> None:
-        try:
-            self.store.thin_out({name: role.keep for name, role in self.roles.items()})
-        except OSError as error:
-            logger.warning("old checkpoints could not be removed: %s", error)
-
-    def _what_is_left(self) -> str:
-        pointer = self.store.pointer()
-        return "there is no checkpoint yet" if pointer is None else f"the one of step {pointer} stays"
+            try:
+                self.store.thin_out({name: role.keep for name, role in self.roles.items()})
+            except OSError as error:
+                logger.warning("old checkpoints could not be removed: %s", error)

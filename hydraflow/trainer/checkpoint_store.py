@@ -23,11 +23,10 @@ import shutil
 from collections.abc import Collection, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
-from itertools import count
 from pathlib import Path
 from typing import Any
 
-from hydraflow.system.whole_files import flush, json_object, replace_folder, replacing
+from hydraflow.system.whole_files import flush, json_object, make_earlier, replace_folder, replacing
 from hydraflow.workers.saving import PARTS, FileInfo, expect_part, file_facts
 
 FORMAT = 1
@@ -50,11 +49,8 @@ class CheckpointStore:
 
     def steps(self) -> list[int]:
         """Steps whose checkpoint has its name, ascending."""
-        return sorted(
-            _step_of(path)
-            for path in self.folder.glob("global_step_*")
-            if re.fullmatch(r"global_step_\d+", path.name)
-        )
+        names = (path.name for path in self.folder.glob("global_step_*"))
+        return sorted(int(found[1]) for name in names if (found := re.fullmatch(r"global_step_(\d+)", name)))
 
     def path(self, step: int) -> Path:
         """The folder of a step's checkpoint, whether it exists or not."""
@@ -133,10 +129,8 @@ class CheckpointStore:
         target.parent.mkdir(exist_ok=True)
         source = _linked_copy(whole, target.with_name(target.name + UNFINISHED)) if linked else whole
         _replace_folder(source, target)
-        write_whole(
-            target.parent / "best.json",
-            json.dumps({"metric": metric, "value": value, "step": step}, indent=2) + "\n",
-        )
+        facts = {"metric": metric, "value": value, "step": step}
+        write_whole(target.parent / "best.json", json.dumps(facts, indent=2) + "\n")
         for other in target.parent.iterdir():
             if other.is_dir() and other != target:
                 shutil.rmtree(other)
@@ -149,30 +143,25 @@ class CheckpointStore:
                 continue
             holders = [step for step in self.steps() if (self.path(step) / role).is_dir()]
             for step in holders[:-most]:
-                self._drop(self.path(step), role, keep)
+                self._drop(step, role, keep)
 
-    def _drop(self, path: Path, role: str, roles: Iterable[str]) -> None:
+    def _drop(self, step: int, role: str, roles: Iterable[str]) -> None:
+        path = self.path(step)
         if not any((path / other).is_dir() for other in roles if other != role):
             shutil.rmtree(path.rename(path.with_name(f"{path.name}.old{UNFINISHED}")))
             return
-        files = _manifest_of(path)
-        if files is not None:
-            _write_manifest(
-                path,
-                _step_of(path),
-                {name: facts for name, facts in files.items() if not name.startswith(f"{role}/")},
-            )
+        if (files := _manifest_of(path)) is not None:
+            kept = {name: facts for name, facts in files.items() if not name.startswith(f"{role}/")}
+            _write_manifest(path, step, kept)
         shutil.rmtree(path / role)
 
     # --- clean-up before a run resumes --------------------------------------------------
 
     def clear_leftovers(self) -> None:
         """Removes unfinished checkpoints of an interrupted run."""
-        for leftover in [
-            *self.folder.glob(f"global_step_*{UNFINISHED}"),
-            *self.folder.glob(f"{BEST}/*{UNFINISHED}"),
-        ]:
-            shutil.rmtree(leftover, ignore_errors=True)  # only a rank believed lost may still write to it
+        for pattern in (f"global_step_*{UNFINISHED}", f"{BEST}/*{UNFINISHED}"):
+            for leftover in self.folder.glob(pattern):
+                shutil.rmtree(leftover, ignore_errors=True)  # only a rank believed lost may still write to it
 
     def set_aside(self, step: int, damaged: Collection[int]) -> list[Path]:
         """Renames the checkpoints that do not lead to `step`: damaged ones and newer ones. Returns the new
@@ -184,10 +173,7 @@ class CheckpointStore:
                 _replace_folder(self.path(other), moved[-1])
         newer = [other for other in self.steps() if other > step]
         if newer:
-            aside = next(
-                folder for number in count(1) if not (folder := self.folder / f"earlier-{number}").exists()
-            )
-            aside.mkdir()
+            aside = make_earlier(self.folder)
             moved += [self.path(other).rename(aside / self.path(other).name) for other in newer]
         return moved
 
@@ -241,9 +227,8 @@ def write_whole(path: Path, text: str) -> None:
 
 def _write_manifest(folder: Path, step: int, files: Mapping[str, FileInfo]) -> None:
     facts = {name: asdict(files[name]) for name in sorted(files)}
-    write_whole(
-        folder / MANIFEST, json.dumps({"format": FORMAT, "step": step, "files": facts}, indent=1) + "\n"
-    )
+    manifest = {"format": FORMAT, "step": step, "files": facts}
+    write_whole(folder / MANIFEST, json.dumps(manifest, indent=1) + "\n")
 
 
 def _replace_folder(source: Path, target: Path) -> None:
@@ -261,7 +246,3 @@ def _linked_copy(source: Path, target: Path) -> Path:
         shutil.rmtree(target, ignore_errors=True)
         shutil.copytree(source, target)
     return target
-
-
-def _step_of(path: Path) -> int:
-    return int(path.name.removeprefix("global_step_"))

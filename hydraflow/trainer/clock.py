@@ -70,7 +70,3 @@ class Clock:
         if self.preempted:
             return f"{self.signals.received}{RECEIVED}"
         return OUT_OF_TIME if self.limit is not None and self.seconds() >= self.limit else ""
-
-    def is_over(self) -> bool:
-        """Whether the limit has passed or a signal has come."""
-        return bool(self.why_to_stop())

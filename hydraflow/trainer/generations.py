@@ -41,7 +41,6 @@ class ScoredResponses:
     uids: list[object]
 
     def rows(self, step: int) -> Iterator[dict[str, Any]]:
-        """One JSON object for each response."""
         for row, text in enumerate(self.texts):
             yield {
                 "step": step,
@@ -97,10 +96,6 @@ class GenerationDump:
                 file.writelines(json.dumps(row, ensure_ascii=False, default=str) + "\n" for row in rows)
         except OSError as error:
             if not self._warned:
-                logger.warning(
-                    "%s: %s cannot be written (%s); training continues without it",
-                    self.key,
-                    target,
-                    error.strerror,
-                )
+                text = "%s: %s cannot be written (%s); training continues without it"
+                logger.warning(text, self.key, target, error.strerror)
             self._warned = True

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +22,7 @@ from hydraflow.errors import Problem
 from hydraflow.options import Leaf, walk
 from hydraflow.redact import fingerprinted, public
 from hydraflow.schema import PPOConfig, SupervisedConfig
+from hydraflow.tracking.base import flat
 
 TOTAL = "trainer.total_training_steps"
 
@@ -53,7 +54,8 @@ class Identity:
             key for key in mine if key in stored and mine[key] != fingerprinted(stored[key], key)
         ]
         for mapping in self.mappings:
-            ours, theirs = ({key for key in of if _is_in(key, mapping)} for of in (mine, stored))
+            below = f"{mapping}."
+            ours, theirs = ({key for key in of if f"{key}.".startswith(below)} for of in (mine, stored))
             differing += sorted((ours ^ theirs) - {mapping}) if theirs else []
         return [_difference(key, mine, stored, where) for key in differing]
 
@@ -61,8 +63,13 @@ class Identity:
 def identity_of(config: PPOConfig | SupervisedConfig, plan: BatchPlan | SFTPlan) -> Identity:
     """The identity of a run. `config` is as the user gave it: a recipe's assets are identified by its
     parameters."""
-    shaping = list(_shaping(config, plan))
-    values = {key: value for leaf in shaping for key, value in _entries(leaf.key, leaf.value)}
+    absent = []
+    if isinstance(plan, BatchPlan):
+        roles = {"critic.": plan.critic, "actor_rollout_ref.ref.": plan.ref}
+        absent = [section for section, role in roles.items() if role is None]
+    leaves = (leaf for leaf in walk(config) if not leaf.key.startswith(tuple(absent)))
+    shaping = [leaf for leaf in leaves if _shapes(leaf)]
+    values: dict[str, Any] = dict(flat({leaf.key: leaf.value for leaf in shaping}))
     if isinstance(config, PPOConfig):
         assert isinstance(plan, BatchPlan)
         values |= _ppo_sizes(plan)
@@ -76,11 +83,6 @@ def identity_of(config: PPOConfig | SupervisedConfig, plan: BatchPlan | SFTPlan)
         values[TOTAL] = plan.total_steps
     mappings = tuple(leaf.key for leaf in shaping if leaf.value is None or isinstance(leaf.value, dict))
     return Identity({key: fingerprinted(value, key) for key, value in values.items()}, mappings)
-
-
-def _is_in(key: str, mapping: str) -> bool:
-    """Whether the key is the mapping or one of its entries."""
-    return key == mapping or key.startswith(f"{mapping}.")
 
 
 def _difference(key: str, mine: Mapping[str, Any], stored: Mapping[str, Any], where: str) -> Problem:
@@ -116,35 +118,13 @@ def _follows_the_total(optim: OptimConfig) -> bool:
     )
 
 
-def _shaping(config: PPOConfig | SupervisedConfig, plan: BatchPlan | SFTPlan) -> Iterator[Leaf]:
-    """The keys that shape training, with their values."""
-    for leaf in walk(config):
-        if _shapes(leaf) and not (isinstance(plan, BatchPlan) and _has_no_role(leaf.key, plan)):
-            yield leaf
-
-
 def _shapes(leaf: Leaf) -> bool:
-    """As the field says; else as the nearest section above it that says something."""
+    """Whether a key shapes training: as its field says, else as the nearest section above that says so."""
     on_the_way = [leaf.option, *(section.option for section in reversed(leaf.above))]
     if any(option.in_plan for option in on_the_way):
         return False
     given = [option.shapes_training for option in on_the_way if option.shapes_training is not None]
     return given[0] if given else True
-
-
-def _has_no_role(key: str, plan: BatchPlan) -> bool:
-    return (plan.critic is None and key.startswith("critic.")) or (
-        plan.ref is None and key.startswith("actor_rollout_ref.ref.")
-    )
-
-
-def _entries(key: str, value: Any) -> Iterator[tuple[str, Any]]:
-    """A key with its value; a mapping's entries one by one."""
-    if isinstance(value, dict) and value:
-        for name, item in value.items():
-            yield from _entries(f"{key}.{name}", item)
-    else:
-        yield key, value
 
 
 def _shown(value: Any) -> str:

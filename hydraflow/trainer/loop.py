@@ -163,10 +163,7 @@ class Loop:
             ):
                 metrics = self.validator.run(step, self.trainer.version)
         except GracePeriodOver:
-            logger.warning(
-                "the validation after step %d is given up: it has no samples or no rewards yet, and the run"
-                " must end",
-                step,
-            )
+            why = "it has no samples or no rewards yet, and the run must end"
+            logger.warning("the validation after step %d is given up: %s", step, why)
             return {}
         return metrics | self.trainer.timer.drain()

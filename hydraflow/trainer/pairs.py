@@ -35,7 +35,6 @@ class PairTrainer(SFTTrainer):
 
     @property
     def objective(self) -> Objective:
-        """The pairwise objective."""
         if isinstance(self.config, DPOConfig):
             return DirectPreference(self.config.dpo)
         assert isinstance(self.config, RMConfig), "of the jobs that learn from pairs"

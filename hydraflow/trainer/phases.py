@@ -7,7 +7,7 @@ because planning works without torch.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from hydraflow.algorithms.config import POLICY_LOSSES, OldFrom, estimator_of, is_corrected
@@ -45,21 +45,9 @@ TRAJECTORY = ("prompts", "group", "sample", *SAMPLED)
 SCORES = ("score", "acc", "failed")
 
 
-@dataclass(frozen=True)
-class _Columns:
-    """Columns that only some runs have."""
-
-    in_reward: tuple[str, ...]
-    """Read by the phase `advantages`."""
-    in_loss: tuple[str, ...]
-    """Read by the actor's loss."""
-    measured: tuple[str, ...]
-    """Added by the phase `log-probs`."""
-    sampled: tuple[str, ...]
-    """Added by sampling, and read by `log-probs`."""
-
-
-def _columns_of(config: PPOConfig) -> _Columns:
+def _more_columns(config: PPOConfig) -> tuple[Iterable[str], Sequence[str], Sequence[str]]:
+    """Columns that only some runs have: those that the phase `advantages` reads, those that the actor's loss
+    reads, and those that the phase `log-probs` adds."""
     actor, in_reward, in_loss, measured = config.actor_rollout_ref.actor, [], [], []
     if config.algorithm.use_kl_in_reward:
         in_reward += ["old_log_probs", "ref_log_prob"]
@@ -79,8 +67,7 @@ def _columns_of(config: PPOConfig) -> _Columns:
     if actor.router_replay.by_actor:
         measured.append("routed_experts")
         in_loss.append("routed_experts")
-    sampled = sampled_too(config)
-    return _Columns(tuple(dict.fromkeys(in_reward)), (*in_loss, *sampled), tuple(measured), sampled)
+    return dict.fromkeys(in_reward), (*in_loss, *sampled_too(config)), measured
 
 
 def sampled_too(config: PPOConfig) -> tuple[str, ...]:
@@ -97,8 +84,10 @@ def step_phases(config: PPOConfig) -> tuple[StepPhase, ...]:
 
 
 def _all_phases(config: PPOConfig) -> tuple[StepPhase, ...]:
-    more = _columns_of(config)
-    values = ("values",) if needs_critic(config) else ()
+    in_reward, in_loss, measured = _more_columns(config)
+    sampled, values = sampled_too(config), ("values",) if needs_critic(config) else ()
+    # with LoRA the reference is the actor with its adapters disabled
+    reference = "ReferenceWorker" if own_reference(config) else "ActorWorker"
     return (
         StepPhase(
             "prompts",
@@ -106,7 +95,7 @@ def _all_phases(config: PPOConfig) -> tuple[StepPhase, ...]:
             (),
             ("prompts", "group", "sample", "data_source", "reward_model", "extra_info"),
         ),
-        StepPhase("generate", "RolloutWorker, generation/", ("prompts",), (*SAMPLED, *more.sampled)),
+        StepPhase("generate", "RolloutWorker, generation/", ("prompts",), (*SAMPLED, *sampled)),
         StepPhase(
             "score",
             "RewardWorker, rewards/",
@@ -116,23 +105,23 @@ def _all_phases(config: PPOConfig) -> tuple[StepPhase, ...]:
         StepPhase(
             "log-probs",
             "ActorWorker, engine/",
-            (*MODEL_INPUTS, *more.sampled),
-            ("old_log_probs", *more.measured),
+            (*MODEL_INPUTS, *sampled),
+            ("old_log_probs", *measured),
         ),
-        StepPhase("reference", reference_worker(config), MODEL_INPUTS, ("ref_log_prob",)),
+        StepPhase("reference", f"{reference}, engine/", MODEL_INPUTS, ("ref_log_prob",)),
         StepPhase("teachers", "TeacherWorker, engine/", MODEL_INPUTS, teacher_columns(config)),
         StepPhase("values", "CriticWorker, engine/", MODEL_INPUTS, ("values",)),
         StepPhase(
             "advantages",
             "AdvantageWorker, algorithms/",
-            ("prompts", "response_mask", "group", "sample", "finish_reason", *values, *more.in_reward),
+            ("prompts", "response_mask", "group", "sample", "finish_reason", *values, *in_reward),
             ("token_level_rewards", "advantages", "returns"),
         ),
         StepPhase("critic", "CriticWorker, engine/", (*MODEL_INPUTS, "values", "returns", "lengths")),
         StepPhase(
             "actor",
             "ActorWorker, engine/",
-            (*MODEL_INPUTS, "old_log_probs", "advantages", *more.in_loss, "lengths"),
+            (*MODEL_INPUTS, "old_log_probs", "advantages", *in_loss, "lengths"),
         ),
         StepPhase("sync", "RolloutWorker, generation/", ()),
     )
@@ -150,11 +139,6 @@ def teacher_columns(config: PPOConfig) -> tuple[str, ...]:
     if config.distillation.distillation_loss.over_vocabulary:
         return "target_tokens", "teacher_top_log_probs"
     return ("teacher_log_probs",)
-
-
-def reference_worker(config: PPOConfig) -> str:
-    """The worker of the reference's log-probabilities: with LoRA the actor, with its adapters disabled."""
-    return f"{'ReferenceWorker' if own_reference(config) else 'ActorWorker'}, engine/"
 
 
 def old_from(config: PPOConfig, plan: BatchPlan, *, exact: bool, mini_batches: int = 1) -> OldFrom:

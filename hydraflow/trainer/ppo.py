@@ -30,12 +30,11 @@ from hydraflow.errors import GuardStop
 from hydraflow.generation.config import GENERATION_ENGINES
 from hydraflow.protocol.remote import RemoteBatch
 from hydraflow.schema import PPOConfig
-from hydraflow.trainer.failures import judge_failures
 from hydraflow.trainer.generations import GenerationDump, read_scored
 from hydraflow.trainer.mini_batches import cut_mini_batches, dispatched
 from hydraflow.trainer.phases import old_from, rollout_is_exact, sampled_too, score_columns, step_phases
 from hydraflow.trainer.roles import Roles
-from hydraflow.trainer.source import Trajectories, TrajectorySource, checked, scores_of
+from hydraflow.trainer.source import Trajectories, TrajectorySource, checked, judge_failures, scores_of
 from hydraflow.trainer.timing import PhaseTimer
 from hydraflow.workers.actor import ENTROPY_COEFF, OLD_FROM, ActorWorker
 from hydraflow.workers.advantage import AdvantageWorker, RolloutComparison
@@ -129,14 +128,9 @@ class PPOTrainer:
         with phase("adv"):
             estimated = self.advantages(batch, scored)
         self.metrics |= scored.meta_info.get(FUNCTION_MEANS) or {}
-        judge_failures(
-            int(self.metrics["reward/failed_rows"]),
-            len(batch),
-            scored.meta_info.get(WHY_FAILED),
-            self.config.reward.max_failed_share,
-            where=f"step {step}",
-            so="nothing was trained on them",
-        )
+        failed, why = int(self.metrics["reward/failed_rows"]), scored.meta_info.get(WHY_FAILED)
+        most, so = self.config.reward.max_failed_share, "nothing was trained on them"
+        judge_failures(failed, len(batch), why, most, where=f"step {step}", so=so)
         if left_out := estimated.meta_info["left_out"]:
             batch = batch.select_idxs(np.delete(np.arange(len(batch)), left_out))
         return batch.union(estimated)
@@ -236,7 +230,6 @@ class PPOTrainer:
         return estimated
 
     def update_critic(self, batch: RemoteBatch, step: int) -> None:
-        """Takes the critic's optimizer steps."""
         if self.roles.critic is None:
             return
         assert self.plan.critic is not None, "a critic has a plan"
@@ -311,12 +304,10 @@ class PPOTrainer:
             differing = self.roles.link.first_difference(worst)
         engine = self.config.actor_rollout_ref.rollout.name
         weights = "the trainer's" if GENERATION_ENGINES[engine].reads_back else f"not read back from {engine}"
-        cause = (
-            f"The first of its weights that differs from the trainer's: {differing}."
-            if differing
-            else f"Its weights are {weights}. Usual causes: a different chat template or tokenizer, different"
-            " dtypes."
-        )
+        usual = "a different chat template or tokenizer, different dtypes"
+        cause = f"Its weights are {weights}. Usual causes: {usual}."
+        if differing:
+            cause = f"The first of its weights that differs from the trainer's: {differing}."
         return (
             f"generation replica {worst} and the trainer disagree: sampled tokens' probabilities differ by"
             f" {by_replica[worst]:.4f} on average, actor_rollout_ref.rollout.probs_diff_limit is {limit}."

@@ -39,8 +39,8 @@ LOAD = "trainer.debug.load_rollouts"
 
 
 class RecordedSource:
-    """Wraps another source and writes its trajectories to a folder; the controller fetches all of them for
-    that."""
+    """A `TrajectorySource` around another, whose trajectories it writes to a folder; the controller fetches
+    all of them for that."""
 
     def __init__(self, source: TrajectorySource, folder: Path, runtime: Runtime):
         self.source, self.folder, self.runtime = source, folder, runtime
@@ -57,25 +57,20 @@ class RecordedSource:
         try:
             write_batch(dump_file(self.folder, step), self.runtime.fetch(rows), facts)
         except OSError as error:
-            raise EnvironmentFault(
-                f"the trajectories of step {step} cannot be written to {self.folder}: {error.strerror}"
-            ) from error
+            text = f"the trajectories of step {step} cannot be written to {self.folder}: {error.strerror}"
+            raise EnvironmentFault(text) from error
         return replace(taken, scoring=CompletedFuture(scored))
 
     def give_back(self) -> None:
-        """See `TrajectorySource`."""
         self.source.give_back()
 
     def published(self, version: int) -> None:
-        """See `TrajectorySource`."""
         self.source.published(version)
 
     def state(self) -> dict[str, Any]:
-        """The wrapped source's."""
         return self.source.state()
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """See `TrajectorySource`."""
         self.source.load_state(state)
 
 
@@ -108,16 +103,15 @@ def dump_file(folder: Path, step: int) -> Path:
 def read_dump(file: Path) -> tuple[DataProto, Mapping[str, Any]]:
     """Trajectories with their scores, and facts. EnvironmentFault when the file is damaged or of another
     kind."""
+    text = f"{file} cannot be read as trajectories"
     try:
         rows, facts = read_batch(file)
     except (OSError, safetensors.SafetensorError, ValueError, KeyError, TypeError) as error:
-        raise EnvironmentFault(
-            f"{file} cannot be read as trajectories: {error or type(error).__name__}"
-        ) from error
-    if lacking := [name for name in COLUMNS if name not in rows.keys()] + [
-        name for name in FACTS if name not in facts
-    ]:
-        raise EnvironmentFault(f"{file} cannot be read as trajectories: it has no {', '.join(lacking)}")
+        raise EnvironmentFault(f"{text}: {error or type(error).__name__}") from error
+    lacking = [name for name in COLUMNS if name not in rows.keys()]
+    lacking += [name for name in FACTS if name not in facts]
+    if lacking:
+        raise EnvironmentFault(f"{text}: it has no {', '.join(lacking)}")
     return rows, facts
 
 
@@ -127,26 +121,14 @@ def require_dumps(debug: DebugConfig, plan: BatchPlan, *, first: int) -> None:
     if debug.load_rollouts is None:
         return
     folder = Path(debug.load_rollouts).expanduser()
+    other = f"{LOAD}=<a folder that trainer.debug.save_rollouts wrote>"
     missing = [step for step in range(first, plan.total_steps + 1) if not dump_file(folder, step).is_file()]
     if missing:
-        there = sorted(
-            int(path.stem.split("_")[1])
-            for path in folder.glob("step_*.safetensors")
-            if path.stem.split("_")[1].isdigit()
-        )
-        rule = f"has no trajectories of step {missing[0]}" + (
-            f" and {len(missing) - 1} more" if len(missing) > 1 else ""
-        )
-        run = next((number - 1 for number in range(first, plan.total_steps + 2) if number not in there), 0)
-        remedy = (
-            f"trainer.total_training_steps={run}"
-            if run >= first
-            else f"{LOAD}=<a folder that trainer.debug.save_rollouts wrote>"
-        )
+        more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
+        rule = f"has no trajectories of step {missing[0]}{more}"
+        remedy = f"trainer.total_training_steps={missing[0] - 1}" if missing[0] > first else other
         raise ConfigError.one(LOAD, debug.load_rollouts, rule, remedy)
     try:
         read_dump(dump_file(folder, first))
     except EnvironmentFault as error:
-        raise ConfigError.one(
-            LOAD, debug.load_rollouts, str(error), f"{LOAD}=<a folder that trainer.debug.save_rollouts wrote>"
-        ) from error
+        raise ConfigError.one(LOAD, debug.load_rollouts, str(error), other) from error

@@ -101,12 +101,11 @@ def _looked_at(folder: Path, path: Path | None, required: CheckpointRequirements
 
 
 def _at(path: Path, required: CheckpointRequirements) -> ResumePoint:
+    remedy = f"{PATH}=<run folder>/global_step_N"
     if not path.is_dir():
-        raise ConfigError.one(PATH, path, "is no folder", f"{PATH}=<run folder>/global_step_N")
+        raise ConfigError.one(PATH, path, "is no folder", remedy)
     if found := damage(path, required.roles):
-        raise ConfigError.one(
-            PATH, path, f"is no whole checkpoint: {found}", f"{PATH}=<run folder>/global_step_N"
-        )
+        raise ConfigError.one(PATH, path, f"is no whole checkpoint: {found}", remedy)
     return ResumePoint(path, RunState.read(path), {})
 
 
@@ -118,24 +117,21 @@ def _checked(found: ResumePoint | None, required: CheckpointRequirements) -> Res
         last = problems[-1]
         problems[-1] = Problem(last.field, last.value, last.rule, f"{last.remedy}; or start over: {FRESH}")
         raise ConfigError(problems)
-    if missing := [
-        problem
-        for role in required.roles
-        for problem in _missing_contents(found.checkpoint, role, required.roles[role])
-    ]:
-        raise ConfigError(missing)
+    lacking = [_missing_contents(found.checkpoint, role, wanted) for role, wanted in required.roles.items()]
+    if problems := [problem for problem in lacking if problem is not None]:
+        raise ConfigError(problems)
     for role in required.roles:
         read_tensors_alone(found.checkpoint / role)  # as its workers will, but before anything starts
     return found
 
 
-def _missing_contents(checkpoint: Path, role: str, required: RoleCheckpoints) -> list[Problem]:
+def _missing_contents(checkpoint: Path, role: str, required: RoleCheckpoints) -> Problem | None:
     """Parts of the state that the run needs and the checkpoint was saved without, such as the optimizer."""
     config, key = required.config, f"{required.key}.load_contents"
     held = _facts(checkpoint, role)["contents"]
     absent = [name for name in config.load_contents if name not in held]
     rule = f"{checkpoint / role} was saved without {', '.join(absent)}"
-    return [Problem(key, config.load_contents, rule, f"{key}=[{','.join(held)}]")] if absent else []
+    return Problem(key, config.load_contents, rule, f"{key}=[{','.join(held)}]") if absent else None
 
 
 def load_roles(
@@ -147,10 +143,8 @@ def load_roles(
         contents = list(roles[role].config.load_contents)
         group.call(EngineWorker.load_checkpoint, str(found.checkpoint / role), contents)
         ranks = _facts(found.checkpoint, role)["world_size"]
-        lines.append(
-            f"{role}: {', '.join(WORDS[name] for name in contents)}; written by {ranks} ranks, read by"
-            f" {group.world_size}"
-        )
+        loaded = ", ".join(WORDS[name] for name in contents)
+        lines.append(f"{role}: {loaded}; written by {ranks} ranks, read by {group.world_size}")
     return lines
 
 
@@ -168,11 +162,7 @@ def _facts(checkpoint: Path, role: str) -> dict[str, Any]:
         found = json.loads(file.read_text())
     except (OSError, ValueError, RecursionError) as error:
         raise ConfigError.one(str(file), None, f"cannot be read: {error}", OTHER) from error
-    says = (
-        isinstance(found, dict)
-        and {"contents", "world_size"} <= found.keys()
-        and isinstance(found["contents"], list)
-    )
+    says = isinstance(found, dict) and "world_size" in found and isinstance(found.get("contents"), list)
     if not says:
         raise ConfigError.one(str(file), None, "does not say the checkpoint's contents and world_size", OTHER)
     return found

@@ -170,7 +170,6 @@ def teacher_roles(config: PPOConfig) -> dict[str, str]:
 
 
 def teacher_model(config: PPOConfig, source: str) -> ModelConfig:
-    """The teacher of a data source."""
     return replace(ModelConfig(), path=str(config.distillation.teachers[source]))
 
 
@@ -420,7 +419,6 @@ def rewards_are_optional(config: PPOConfig) -> bool:
 
 
 def reward_model(config: PPOConfig) -> ModelConfig:
-    """The model of `reward.reward_model`."""
     return replace(ModelConfig(), path=config.reward.reward_model.model_path)
 
 

@@ -13,10 +13,9 @@ from hydraflow.batch_plan.resolve import BatchPlan
 from hydraflow.dispatch.runtime import Runtime
 from hydraflow.protocol.ragged import lengths
 from hydraflow.protocol.remote import RemoteBatch
-from hydraflow.trainer.failures import judge_failures
 from hydraflow.trainer.generations import GenerationDump, read_scored
 from hydraflow.trainer.ppo import columns
-from hydraflow.trainer.source import Trajectories, TrajectorySource, checked, scores_of
+from hydraflow.trainer.source import Trajectories, TrajectorySource, checked, judge_failures, scores_of
 from hydraflow.trainer.timing import PhaseTimer
 from hydraflow.workers.advantage import count_ends, is_faulted, spread
 from hydraflow.workers.reward import FUNCTION_MEANS, WHY_FAILED
@@ -52,17 +51,11 @@ class RolloutTrainer:
                 scored = scores_of(taken)
         if self.dump is not None:
             self.dump.write(step, list(read_scored(self.runtime, taken).rows(step)))
-        metrics = (
-            self._measured(taken, scored) | (scored.meta_info.get(FUNCTION_MEANS) or {}) | self.timer.drain()
-        )
-        judge_failures(
-            int(metrics["reward/failed_rows"]),
-            len(taken.rows),
-            scored.meta_info.get(WHY_FAILED),
-            self.max_failed_share,
-            where=f"step {step}",
-            so="no more are sampled",
-        )
+        metrics = self._measured(taken, scored) | (scored.meta_info.get(FUNCTION_MEANS) or {})
+        metrics |= self.timer.drain()
+        failed, why = int(metrics["reward/failed_rows"]), scored.meta_info.get(WHY_FAILED)
+        most, so = self.max_failed_share, "no more are sampled"
+        judge_failures(failed, len(taken.rows), why, most, where=f"step {step}", so=so)
         tokens, seconds = metrics["perf/total_num_tokens"], metrics["timing_s/step"]
         return metrics | {
             "perf/time_per_step": seconds,

@@ -9,7 +9,7 @@ state either. Trajectories under way between two steps, if any, are in their sou
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -46,10 +46,6 @@ class RunState:
     (`workers/skipping.py`)."""
     origin: str | None = None
     """trainer.resume_from_path of the start that led here, if it had one."""
-
-    def to_json(self) -> dict[str, Any]:
-        """The state as plain values for JSON."""
-        return asdict(self)
 
     @classmethod
     def read(cls, checkpoint: Path) -> RunState:

@@ -102,11 +102,9 @@ class SFTTrainer:
         return reductions.values(metrics) | seconds | perf
 
     def save(self, directory: Path) -> None:
-        """Writes the weights as a Hugging Face directory."""
         self.role.call(SFTWorker.save_hf, str(directory))
 
     def close(self) -> None:
-        """Ends the worker processes."""
         self.runtime.end(self.group)
 
     def measure(self, batch: DataProto) -> dict[str, reductions.Metric]:

@@ -13,7 +13,7 @@ import logging
 import signal
 import threading
 import time
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Any
 
 from hydraflow.system.interrupts import SHUTDOWN, TERMINATED
@@ -44,9 +44,7 @@ class StopSignals:
             self._before = {number: signal.signal(number, self._note) for number in WATCHED}
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         for number, handler in self._before.items():
             signal.signal(number, handler)
 
@@ -54,11 +52,8 @@ class StopSignals:
         SHUTDOWN.asked = True
         if not self.received:
             self.received = signal.Signals(number).name
-            logger.warning(
-                "%s: saves after this step, then ends; SIGTERM after %g s more ends at once",
-                self.received,
-                REPEATED,
-            )
+            text = "%s: saves after this step, then ends; SIGTERM after %g s more ends at once"
+            logger.warning(text, self.received, REPEATED)
         if number != signal.SIGTERM:
             return
         now = time.monotonic()

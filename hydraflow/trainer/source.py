@@ -8,6 +8,7 @@ trajectories (`ppo.py`).
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
@@ -23,11 +24,14 @@ from hydraflow.errors import GuardStop
 from hydraflow.protocol.batch import DataProto
 from hydraflow.protocol.fields import described
 from hydraflow.protocol.remote import RemoteBatch
+from hydraflow.rewards.failures import require_scored
 from hydraflow.trainer.phases import SCORES, TRAJECTORY
 from hydraflow.trainer.routing import Router
 from hydraflow.trainer.turns import Turns
 from hydraflow.workers.reward import PARTS, SCORED_WITH, WITH_TEXTS, RewardWorker
 from hydraflow.workers.rollout import RolloutWorker, SamplingSpec
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -69,10 +73,8 @@ def checked(taken: Trajectories, also: Sequence[str] = ()) -> Trajectories:
     besides `phases.TRAJECTORY`. GuardStop when columns or all rows are missing."""
     needed = (*TRAJECTORY, *also)
     if lacking := [name for name in needed if name not in taken.rows.columns]:
-        raise GuardStop(
-            f"the trajectories have no column {lacking[0]} ({described(lacking[0])}): a source must deliver"
-            f" {', '.join(needed)}"
-        )
+        what = f"the trajectories have no column {lacking[0]} ({described(lacking[0])})"
+        raise GuardStop(f"{what}: a source must deliver {', '.join(needed)}")
     if not len(taken.rows):
         raise GuardStop("a source must deliver at least one row for each step")
     return replace(taken, rows=RemoteBatch(dict(taken.rows.columns), taken.rows.objects))
@@ -84,6 +86,17 @@ def scores_of(taken: Trajectories, names: Sequence[str] = SCORES) -> RemoteBatch
     if lacking := [name for name in names if name not in scored.columns]:
         raise GuardStop(f"the scores have no column {lacking[0]} ({described(lacking[0])})")
     return scored
+
+
+def judge_failures(
+    failed: int, rows: int, first_cause: str | None, max_share: float, *, where: str, so: str
+) -> None:
+    """Logs how many rows the reward function failed on, and the first error; GuardStop when they are more
+    than the share `max_share`. `so`: the consequence, for the message."""
+    require_scored(failed, rows, first_cause, max_share, where=where, so=so)
+    if failed:
+        text = "%s: the reward function failed on %d of %d rows: %s"
+        logger.warning(text, where, failed, rows, first_cause)
 
 
 class Sampler:
@@ -217,10 +230,8 @@ class Lockstep(FollowsLoader):
         self.loader, self.sampler, self.visit = loader, sampler, visit
 
     def take(self, step: int) -> Trajectories:
-        """See `TrajectorySource`."""
         prompts = self.loader.next_batch()
         return self.sampler.sample(prompts, self.loader.epoch if self.visit is None else self.visit)
 
     def published(self, version: int) -> None:
-        """See `TrajectorySource`."""
         self.sampler.version = version

@@ -37,17 +37,16 @@ class Sleeper(Protocol):
 
 @dataclass(frozen=True)
 class EngineRole:
-    """A role with a training engine, which loads what it has offloaded whenever it is called."""
+    """A `Sleeper`: a role with a training engine, which loads what it has offloaded whenever it is called."""
 
     role: RoleGroup
     sleeps = False
 
     def sleep(self) -> None:
-        """See `Sleeper`."""
         self.role.call(EngineWorker.rest)
 
     def wake(self) -> None:
-        """See `Sleeper`: its next call does."""
+        """Does nothing: its next call loads."""
 
 
 @dataclass

@@ -7,6 +7,7 @@ In: a source that takes the held-out prompts call by call. Out: `val-core/<data_
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from itertools import islice
 
 import numpy as np
 
@@ -15,9 +16,8 @@ from hydraflow.dispatch.runtime import Runtime
 from hydraflow.schema import PPOConfig
 from hydraflow.tracking.run_folder import RunFolder
 from hydraflow.tracking.trackers import Trackers
-from hydraflow.trainer.failures import judge_failures
 from hydraflow.trainer.generations import GenerationDump, ScoredResponses, read_scored
-from hydraflow.trainer.source import TrajectorySource
+from hydraflow.trainer.source import TrajectorySource, judge_failures
 from hydraflow.workers.reward import WHY_FAILED
 
 
@@ -55,14 +55,9 @@ class Validator:
             self.dump.write(step, [row for part in parts for row in part.rows(step)])
         failed = np.concatenate([part.failed for part in parts])
         causes = (part.scoring.get().meta_info.get(WHY_FAILED) for part in taken)
-        judge_failures(
-            int(failed.sum()),
-            len(failed),
-            next((cause for cause in causes if cause), None),
-            self.config.reward.max_failed_share,
-            where=f"validation after step {step}",
-            so="its averages would say nothing",
-        )
+        why, most = next(filter(None, causes), None), self.config.reward.max_failed_share
+        where, so = f"validation after step {step}", "its averages would say nothing"
+        judge_failures(int(failed.sum()), len(failed), why, most, where=where, so=so)
         if samples := self._samples(parts):
             self.folder.write_samples(step, samples)
             self.trackers.log_samples(samples, step)
@@ -79,12 +74,13 @@ class Validator:
         return means | {"val-aux/failed_rows": float(failed.sum())}
 
     def _samples(self, parts: Sequence[ScoredResponses]) -> list[dict[str, object]]:
-        samples: list[dict[str, object]] = []
-        for part in parts:
-            for prompt, text, truth, score in zip(
-                part.prompts, part.texts, part.truths, part.scores.tolist(), strict=True
-            ):
-                if len(samples) == self.config.trainer.log_val_generations:
-                    return samples
-                samples.append({"input": prompt, "output": text, "ground_truth": truth, "score": score})
-        return samples
+        rows = (row for part in parts for row in part.rows(0))
+        return [
+            {
+                "input": row["input"],
+                "output": row["output"],
+                "ground_truth": row["gts"],
+                "score": row["score"],
+            }
+            for row in islice(rows, self.config.trainer.log_val_generations)
+        ]

@@ -28,6 +28,7 @@ from hydraflow.workers.weights_transfer import Received
 
 NO_VERSION = -1
 """No weights have been published yet."""
+Transfer = tuple[Future, Callable[[], bool]]
 
 
 class WeightLink(Protocol):
@@ -44,13 +45,12 @@ class WeightLink(Protocol):
 
 
 class _Sleeps:
-    """A generation engine that sleeps until weights arrive."""
+    """The part of a `Sleeper` for a generation engine, which sleeps until weights arrive."""
 
     rollout: RoleGroup
     sleeps: bool
 
     def sleep(self) -> None:
-        """See `Sleeper`."""
         self.sleeps = True  # before a process that dies in the call is replaced
         self.rollout.call(RolloutWorker.sleep)
 
@@ -64,7 +64,6 @@ class ModelDirectory(_Sleeps):
     sleeps: bool = field(default=False, init=False)
 
     def wake(self) -> None:
-        """See `Sleeper`."""
         self.sleeps = False
         with self.turns.together("rollout"):
             self.rollout.call(RolloutWorker.load_weights)
@@ -86,20 +85,18 @@ def load_model_directory(rollout: RoleGroup, max_retries: int, turns: Turns | No
 
 
 class NoRollout:
-    """The link of a run that samples nothing."""
+    """The `WeightLink` of a run that samples nothing."""
 
     def publish(self, version: int) -> Callable[[], None]:
-        """See `WeightLink`."""
         return lambda: None
 
     def first_difference(self, replica: int) -> str | None:
-        """See `WeightLink`."""
         return None
 
 
 @dataclass
 class SameProcess(_Sleeps):
-    """Every process of the generation engine also holds the actor."""
+    """A `WeightLink` where every process of the generation engine also holds the actor."""
 
     rollout: RoleGroup
     turns: Turns = field(default_factory=Turns)
@@ -107,36 +104,23 @@ class SameProcess(_Sleeps):
     _version: int = field(default=NO_VERSION, init=False)
 
     def publish(self, version: int) -> Callable[[], None]:
-        """See `WeightLink`."""
         self.sleeps, self._version = False, version
         with self.turns.together("actor", "rollout"):
             sent: Future = self.rollout.call(RolloutWorker.sync_from_actor, version)
         return sent.get
 
     def first_difference(self, replica: int) -> str | None:
-        """See `WeightLink`."""
         if self.sleeps:
             return None
         return self.rollout.call(RolloutWorker.first_difference_from_actor)[replica]
 
     def wake(self) -> None:
-        """See `Sleeper`."""
         self.publish(self._version)()
-
-
-@dataclass(frozen=True)
-class Transfer:
-    """A transfer in progress."""
-
-    receiving: Future
-    """Future of the generation processes' answers."""
-    sent: Callable[[], bool]
-    """Waits for the actor; returns whether it has reached all of them."""
 
 
 @dataclass
 class SeparateProcesses(_Sleeps, ABC):
-    """Actor and generation engine are in different processes."""
+    """A `WeightLink` between different processes."""
 
     actor: RoleGroup
     rollout: RoleGroup
@@ -160,11 +144,12 @@ class SeparateProcesses(_Sleeps, ABC):
 
     @abstractmethod
     def _begin(self, checked: bool, compare: bool, ranks: Sequence[int]) -> Transfer | None:
-        """Starts sending the weights to these generation processes, to be loaded or compared. None: some
-        cannot be reached."""
+        """Starts sending the weights to these generation processes, to be loaded or compared. Returns the
+        future of their answers, and a function that waits for the actor and says whether it has reached all
+        of them. None: some cannot be reached."""
 
     def publish(self, version: int) -> Callable[[], None]:
-        """See `WeightLink`. The transfer starts when the caller waits: a process that waits for its peers is
+        """The transfer starts when the caller waits: a process that waits for its peers is
         blocked, so all must be free first."""
         after_first_sleep = self.sleeps and not self._has_woken
         due = self.published % self.config.verify_weights_every == 0 or after_first_sleep
@@ -175,7 +160,6 @@ class SeparateProcesses(_Sleeps, ABC):
         return partial(self._arrive, checked)
 
     def first_difference(self, replica: int) -> str | None:
-        """See `WeightLink`."""
         if self.sleeps or not self._reads_back:
             return None
         self._sending = True
@@ -186,7 +170,6 @@ class SeparateProcesses(_Sleeps, ABC):
         return found[replica * self.processes_per_replica]
 
     def wake(self) -> None:
-        """See `Sleeper`."""
         self.publish(self._version)()
 
     def restore(self, rank: int) -> None:
@@ -240,9 +223,10 @@ class SeparateProcesses(_Sleeps, ABC):
         if transfer is None:
             return None
         self._reached = False
-        received: list[Received | None] = transfer.receiving.get()
+        receiving, sent = transfer
+        received: list[Received | None] = receiving.get()
         found = [one.difference for one in received if one is not None]
-        self._reached = transfer.sent() and len(found) == len(ranks)
+        self._reached = sent() and len(found) == len(ranks)
         return found if self._reached and self.rollout.group.replaced == replaced else None
 
     def _ask(self, ranks: Sequence[int], method: Callable[..., Any], *values: Any) -> Future:
@@ -286,7 +270,7 @@ class SharedMemory(SeparateProcesses):
             whole, self._place = sharing.get()[0]
             return bool(whole)
 
-        return Transfer(reading, sent)
+        return reading, sent
 
 
 @dataclass
@@ -304,7 +288,7 @@ class Broadcast(SeparateProcesses):
             return None
         receiving = self._ask(ranks, RolloutWorker.receive_weights, compare)
         sending: Future = self.actor.call(ActorWorker.broadcast_weights, self._options(checked, compare))
-        return Transfer(receiving, lambda: bool(sending.get()[0]))
+        return receiving, lambda: bool(sending.get()[0])
 
     def _join(self, ranks: Sequence[int]) -> bool:
         """Creates the process group of the actor's rank 0 and these generation processes."""

@@ -37,12 +37,10 @@ class Part:
 
     @property
     def end(self) -> int:
-        """Offset of the end."""
         return self.start + len(self.numbers)
 
     @property
     def is_last(self) -> bool:
-        """Whether it is the weight's last part."""
         return self.end == self.shape.numel()
 
     def place_in(self, weight: torch.Tensor) -> torch.Tensor:
@@ -69,7 +67,6 @@ class Entry:
 
     @property
     def nbytes(self) -> int:
-        """Its size."""
         return (self.end - self.start) * self.dtype.itemsize
 
     def weight_of(self, numbers: torch.Tensor) -> Weight:
@@ -131,7 +128,6 @@ class FlatBucket:
 
     @classmethod
     def of(cls, header: Header, numbers: Sequence[torch.Tensor], memory: Memory) -> FlatBucket:
-        """Copies the numbers of each entry."""
         flat = memory.take(flat_size(header))
         for entry, start, some in zip(header.entries, _starts(header), numbers, strict=False):
             flat[start : start + entry.nbytes].view(entry.dtype).copy_(some)

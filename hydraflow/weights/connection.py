@@ -36,7 +36,6 @@ class Connection:
         self.other, self._seconds = other, seconds
 
     def send(self, message: bytes) -> None:
-        """ConnectionLost: see the class."""
         try:
             self._socket.sendall(_LENGTH.pack(len(message)) + message)
         except OSError as error:

@@ -22,7 +22,7 @@ from hydraflow.algorithms.correction import Correction
 from hydraflow.algorithms.diagnostics import probs_diff_name
 from hydraflow.algorithms.distillation.terms import Distillation
 from hydraflow.batch_plan.parts import MicroPlan, RolePlan
-from hydraflow.batch_plan.replay import replay_problems
+from hydraflow.batch_plan.roles import replay_problems
 from hydraflow.device import device_identity, resolve_dtype, return_memory
 from hydraflow.dispatch.modes import Dispatch, register
 from hydraflow.dispatch.worker import ProcessContext
@@ -123,7 +123,10 @@ class ActorWorker(TrainedWorker):
         self.learner = self.make_learner(
             spec.plan, spec.skip_limits, what="update of the actor", role="actor", prefix="actor"
         )
-        self.correct = self._corrector(spec.correction)
+        self.correct: Corrector | None = None
+        """The correction of whole mini-batches; None: there is none."""
+        if spec.correction is not None and spec.correction.needs_mini_batch:
+            self.correct = Corrector(spec.correction, self.engine, self._current_log_probs)
         self.policy_loss = spec.loss or POLICY_LOSSES[spec.actor.policy_loss.loss_mode]
         self._listener: Listener | None = None
         self._slots: Slots | None = None
@@ -135,7 +138,8 @@ class ActorWorker(TrainedWorker):
         with routing replay R2 also `routed_experts`."""
         asked, routes = self.spec.sum_pi_squared, self.spec.actor.router_replay.by_actor
         ask = Ask(self.spec.temperature, entropy=not asked, sum_pi_squared=asked, routes=routes)
-        return self._log_probs(batch, ask).rename("log_probs", "old_log_probs")
+        output = self.engine.forward_rows(batch, self.log_prob_batcher, ask)
+        return output.rename("log_probs", "old_log_probs")
 
     @register(dispatch_mode=DATA_RANKS, read_only=True)
     def compute_ref_log_prob(self, batch: DataProto) -> DataProto:
@@ -226,20 +230,12 @@ class ActorWorker(TrainedWorker):
         """Device of the buckets."""
         return self.process.device() if on_device else torch.device("cpu")
 
-    def _log_probs(self, batch: DataProto, ask: Ask) -> DataProto:
-        return self.engine.forward_rows(batch, self.log_prob_batcher, ask)
-
     def _current_log_probs(self, rows: DataProto) -> Tensor:
         """Log-probabilities of the responses under the current weights, ragged (B, R)."""
         names = ["prompts", "responses", "response_mask", "routed_experts"]
         inputs = rows.select([name for name in names if name in rows.keys()])
-        return self._log_probs(inputs, Ask(self.spec.temperature)).get("log_probs")
-
-    def _corrector(self, correction: Correction | None) -> Corrector | None:
-        """The correction of whole mini-batches; None: there is none."""
-        if correction is None or not correction.needs_mini_batch:
-            return None
-        return Corrector(correction, self.engine, self._current_log_probs)
+        ask = Ask(self.spec.temperature)
+        return self.engine.forward_rows(inputs, self.log_prob_batcher, ask).get("log_probs")
 
     def _loss(self, old: OldFrom, entropy_coeff: float, denominators: Denominators, first: bool) -> LossFn:
         actor = self.spec.actor

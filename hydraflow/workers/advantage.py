@@ -197,14 +197,9 @@ class AdvantageWorker(Worker):
         self, columns: dict[str, torch.Tensor], mask: torch.Tensor, lengths: torch.Tensor
     ) -> tuple[torch.Tensor, dict[str, float]]:
         """The KL penalty (N,) to subtract from the rewards, and its metrics; updates the KL controller."""
-        coefficient = self.kl.value
-        penalty, kl = kl_penalty(
-            columns["old_log_probs"],
-            columns["ref_log_prob"],
-            mask,
-            lengths,
-            kind=self.spec.algorithm.kl_penalty,
-        )
+        coefficient, kind = self.kl.value, self.spec.algorithm.kl_penalty
+        old, ref = columns["old_log_probs"], columns["ref_log_prob"]
+        penalty, kl = kl_penalty(old, ref, mask, lengths, kind=kind)
         self.kl.update(kl, len(lengths))
         metrics = {"actor/reward_kl_penalty": kl, "actor/reward_kl_penalty_coeff": coefficient}
         return coefficient * penalty, metrics
@@ -260,9 +255,11 @@ def is_without_peers(group: torch.Tensor, sample: torch.Tensor, unusable: torch.
 
 def count_ends(reasons: torch.Tensor) -> dict[str, float]:
     """Number of rows truncated at the token limit, and of those that ended by a fault."""
-    counts = torch.bincount(reasons.long(), minlength=len(FINISH_REASONS)).tolist()
-    of = dict(zip(FINISH_REASONS, map(float, counts), strict=True))
-    return {"rollout/truncated_rows": of["length"], "rollout/faulted_rows": of["fault"]}
+    truncated = (reasons == FINISH_REASONS.index("length")).sum()
+    return {
+        "rollout/truncated_rows": float(truncated),
+        "rollout/faulted_rows": float(is_faulted(reasons).sum()),
+    }
 
 
 def _data_metrics(

@@ -26,7 +26,7 @@ DATA_RANKS = mesh_mode("data")
 
 
 class EngineWorker(Worker):
-    """One process of a training engine, in `engine`; an `optim` of None freezes the weights.
+    """One process of a training engine, in `engine`; without `optim` the weights are frozen.
 
     `strategy` names the engine, `head` is policy or value, `field` the configuration key of `model`, for
     messages; `seed` seeds the initialisation of new weights (adapters).
@@ -38,10 +38,10 @@ class EngineWorker(Worker):
         strategy: str,
         model: ModelConfig,
         settings: EngineConfig,
-        optim: OptimConfig | None,
+        optim: OptimConfig | None = None,
         *,
         head: str,
-        total_steps: int,
+        total_steps: int = 1,
         field: str,
         seed: int = 0,
     ):
@@ -79,7 +79,6 @@ class EngineWorker(Worker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def save_hf(self, directory: str) -> None:
-        """Writes the weights as a Hugging Face directory."""
         self.engine.save_hf(directory)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)

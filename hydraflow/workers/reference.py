@@ -36,16 +36,7 @@ class ReferenceWorker(EngineWorker):
     """One process of the reference policy."""
 
     def __init__(self, process: ProcessContext, spec: ReferenceSpec):
-        super().__init__(
-            process,
-            spec.strategy,
-            spec.model,
-            spec.engine,
-            None,
-            head="policy",
-            total_steps=1,
-            field=spec.field,
-        )
+        super().__init__(process, spec.strategy, spec.model, spec.engine, head="policy", field=spec.field)
         self.spec = spec
         self.log_prob_batcher = self.micro_batcher(spec.log_prob, "log-probabilities of the reference")
 

@@ -104,11 +104,9 @@ class RewardWorker(Worker):
 
     @register(dispatch_mode=Dispatch.RANK_ZERO)
     def close(self) -> None:
-        """Ends the pool's processes."""
         self.pool.close()
 
     def _results(self, rows: Sequence[RewardRow]) -> list[RewardResult]:
-        """The function's answers, in the order of `rows`."""
         unknown: set[str] = set()
         if self.spec.optional and uses(self.spec.reward, BY_SOURCE):
             unknown = {str(problem.value) for problem in unknown_sources(row.data_source for row in rows)}
@@ -138,17 +136,10 @@ class RewardWorker(Worker):
         return {"text": np.array(responses, dtype=object), "prompt_text": np.array(prompts, dtype=object)}
 
     def _rows(self, batch: DataProto, texts: Sequence[str]) -> list[RewardRow]:
-        objects = batch.non_tensor_batch
+        sources, models, extras = (batch.non_tensor_batch[name] for name in SCORED_WITH)
         return [
-            RewardRow(
-                data_source=source,
-                solution_str=text,
-                ground_truth=reward_model.get("ground_truth"),
-                extra_info=extra,
-            )
-            for source, text, reward_model, extra in zip(
-                objects["data_source"], texts, objects["reward_model"], objects["extra_info"], strict=True
-            )
+            RewardRow(source, text, model.get("ground_truth"), extra)
+            for source, text, model, extra in zip(sources, texts, models, extras, strict=True)
         ]
 
 
@@ -158,5 +149,4 @@ def _column(numbers: Iterable[float]) -> torch.Tensor:
 
 
 def _numbers(result: RewardResult) -> dict[str, float]:
-    """All numbers that the function returned."""
     return {"score": result.score} | result.extra

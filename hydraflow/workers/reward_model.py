@@ -34,16 +34,7 @@ class RewardModelWorker(EngineWorker):
     """One process of the reward model."""
 
     def __init__(self, process: ProcessContext, spec: RewardModelSpec):
-        super().__init__(
-            process,
-            spec.strategy,
-            spec.model,
-            spec.engine,
-            None,
-            head="value",
-            total_steps=1,
-            field=REWARD_MODEL,
-        )
+        super().__init__(process, spec.strategy, spec.model, spec.engine, head="value", field=REWARD_MODEL)
         self.batcher = self.micro_batcher(spec.micro, "scores of the reward model")
 
     @register(dispatch_mode=DATA_RANKS, blocking=False, read_only=True)

@@ -22,6 +22,7 @@ from hydraflow.device import finish_work, number_of, resolve_dtype
 from hydraflow.dispatch.modes import Dispatch, mesh_mode, register
 from hydraflow.dispatch.worker import ProcessContext, Worker
 from hydraflow.engine import process_group
+from hydraflow.engine.broadcast_group import BroadcastGroup
 from hydraflow.errors import GuardStop
 from hydraflow.generation.base import (
     Completion,
@@ -54,7 +55,7 @@ from hydraflow.weights.buckets import FlatBucket, Header
 from hydraflow.weights.connection import ConnectionLost
 from hydraflow.weights.slots import OpenSlots
 from hydraflow.workers.joining import join_group
-from hydraflow.workers.weights_broadcast import WeightsReceiver
+from hydraflow.workers.weights_broadcast import joined, received_buckets
 from hydraflow.workers.weights_shared import sent_buckets
 from hydraflow.workers.weights_transfer import WAIT_SHARE, Received, receive_all
 
@@ -143,10 +144,6 @@ class _OpenGroup:
     found: dict[int, Completion] = field(default_factory=dict)
     """By the sample's number."""
 
-    @property
-    def is_complete(self) -> bool:
-        return len(self.found) == self.samples
-
     def ordered(self) -> list[Completion]:
         return [self.found[sample] for sample in range(self.samples)]
 
@@ -187,7 +184,7 @@ class RolloutWorker(Worker):
         """Version of the weights: number of training steps."""
         self._has_base = False
         """Whether the engine has ever received base weights, not only adapters."""
-        self.receiver: WeightsReceiver | None = None
+        self._weights_group: BroadcastGroup | None = None
         self.slots = OpenSlots()
         self._open: dict[int, _OpenGroup] = {}
         """Group number -> prompts that `advance` has in flight."""
@@ -241,20 +238,18 @@ class RolloutWorker(Worker):
     def join_weights_group(self, address: str, port: int, ranks: Sequence[int], on_device: bool) -> bool:
         """Joins the group in which the actor broadcasts weights to these ranks, between devices or hosts;
         returns whether all members have joined."""
-        self.receiver = None  # releases the previous group
+        self._weights_group = None  # releases the previous group
         device = self.process.device() if on_device else torch.device("cpu")
         number, size = 1 + ranks.index(self.process.rank), 1 + len(ranks)
-        self.receiver = WeightsReceiver.join(
-            self.process, device, address, port, number=number, world_size=size
-        )
-        return self.receiver is not None
+        self._weights_group = joined(self.process, device, address, port, rank=number, world_size=size)
+        return self._weights_group is not None
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False, read_only=True, resend=False)
     def receive_weights(self, compare: bool) -> Received | None:
         """As `read_weights`, for a broadcast in the joined group."""
-        if self.receiver is None:
+        if self._weights_group is None:
             return None
-        return receive_all(self.receiver.buckets(), partial(self._take, compare))
+        return receive_all(received_buckets(self._weights_group), partial(self._take, compare))
 
     def _take(self, compare: bool, bucket: FlatBucket) -> str | None:
         found = None
@@ -332,7 +327,7 @@ class RolloutWorker(Worker):
             for one in self.engine.advance():
                 group, sample = map(int, one.name.split("-"))
                 self._open[group].found[sample] = one
-                if self._open[group].is_complete:
+                if not self._open[group].left():
                     ended.append(group)
         done = [self._open.pop(group) for group in ended]
         if self.process.rank % self.spec.model_parallel:

@@ -58,12 +58,8 @@ class SkipGuard:
             self.in_a_row = 0
             return
         self.in_a_row += 1
-        logger.warning(
-            "step %d: optimizer step %d of the %s is skipped: its gradient is not finite",
-            step,
-            number,
-            self._role,
-        )
+        text = "step %d: optimizer step %d of the %s is skipped: its gradient is not finite"
+        logger.warning(text, step, number, self._role)
         self._keep(rows, step, number, facts)
         if self.in_a_row >= self._limits.in_a_row:
             raise GuardStop(
@@ -78,20 +74,12 @@ class SkipGuard:
             return
         path = Path(self._limits.folder) / f"step_{step}_{self._role}_{number}_rank_{self._rank}.safetensors"
         self._files += 1
+        tensors = [name for name, column in rows.items() if isinstance(column, torch.Tensor)]
+        about = {"step": step, "role": self._role, "optimizer_step": number, "rank": self._rank, **facts}
         try:
-            write_skipped(
-                path,
-                rows,
-                {"step": step, "role": self._role, "optimizer_step": number, "rank": self._rank, **facts},
-            )
+            write_batch(path, rows.select(tensors, []), about)
         except OSError as error:
             logger.warning("the rows of a skipped step cannot be written: %s", error)
-
-
-def write_skipped(path: Path, rows: DataProto, facts: Mapping[str, Any]) -> None:
-    """Writes the tensor columns bit for bit, and the facts as JSON. OSError when it cannot."""
-    tensors = [name for name, column in rows.items() if isinstance(column, torch.Tensor)]
-    write_batch(path, rows.select(tensors, []), facts)
 
 
 def read_skipped(path: Path) -> tuple[DataProto, dict[str, Any]]:

@@ -151,8 +151,16 @@ class Learner:
     def _metrics(
         self, of_rows: Sequence[dict[str, Metric]], of_steps: Sequence[dict[str, float]]
     ) -> dict[str, Metric]:
-        """Metrics of a training step, averaged over its optimizer steps."""
-        steps = [_step_metrics(of_step, self.prefix) for of_step in of_steps]
+        """Metrics of a training step, averaged over its optimizer steps; of `grad_norm` the maximum is kept
+        as well."""
+        steps = [
+            {
+                f"{self.prefix}/grad_norm": mean(of_step["grad_norm"]),
+                f"{self.prefix}/grad_norm_max": maximum(of_step["grad_norm"]),
+                f"{self.prefix}/lr": mean(of_step["lr"]),
+            }
+            for of_step in of_steps
+        ]
         found = merge([*of_rows, *steps])
         skipped, taken = sum(of_step["skipped"] for of_step in of_steps), max(1, len(of_steps))
         per_step = {
@@ -191,13 +199,3 @@ def _dead_rows_untrained(batch: DataProto) -> DataProto:
 def _mask_counts(mini_batch: DataProto) -> tuple[float, float]:
     per_row = row_sums(*parts(mini_batch.get("response_mask")))
     return float(per_row.sum()), float((per_row > 0).sum())
-
-
-def _step_metrics(step: dict[str, float], prefix: str) -> dict[str, Metric]:
-    """grad_norm is averaged over optimizer steps, and its maximum kept; the learning rate is the same on all
-    ranks."""
-    return {
-        f"{prefix}/grad_norm": mean(step["grad_norm"]),
-        f"{prefix}/grad_norm_max": maximum(step["grad_norm"]),
-        f"{prefix}/lr": mean(step["lr"]),
-    }

@@ -45,17 +45,9 @@ class ModelWork:
         return ModelWork(shape, shape.vocabulary if head == "policy" else 1, model.lora_rank > 0)
 
     def update(self, prompts: torch.Tensor, responses: torch.Tensor) -> float:
-        """FLOPs of a forward and a backward pass over rows of these lengths, (B,) each. A product takes two
-        more in the backward pass, or one where a factor is a frozen weight."""
-        weights, attended = self._products(prompts, responses)
-        return (2 if self.frozen else 3) * weights + 3 * attended
-
-    def forward(self, prompts: torch.Tensor, responses: torch.Tensor) -> float:
-        """FLOPs of a forward pass; the last token of a row is not read, and the head sees responses only."""
-        return sum(self._products(prompts, responses))
-
-    def _products(self, prompts: torch.Tensor, responses: torch.Tensor) -> tuple[float, float]:
-        """FLOPs of a forward pass: of products with weights, and of queries with keys and values."""
+        """FLOPs of a forward and a backward pass over rows of these lengths, (B,) each. The last token of a
+        row is not read, and the head sees responses only. A product takes two more in the backward pass, or
+        one where a factor is a frozen weight."""
         shape, tokens = self.shape, (prompts + responses - 1).double()  # (B,)
         matrices = 2 * shape.layers * shape.hidden * (shape.q_width + shape.kv_width)
         matrices += 3 * shape.dense_layers * shape.hidden * shape.intermediate
@@ -64,7 +56,8 @@ class ModelWork:
         # a query attends to its own and all earlier keys, and as many values
         attended = shape.layers * shape.q_width * float((tokens * (tokens + 1)).sum())
         head = shape.hidden * self.outputs * int(responses.sum())
-        return 2 * (matrices * float(tokens.sum()) + head), 2 * attended
+        weights = 2 * (matrices * float(tokens.sum()) + head)
+        return (2 if self.frozen else 3) * weights + 3 * (2 * attended)
 
 
 class Utilization:

@@ -35,13 +35,12 @@ class WeightsSender:
     def join(self, world_size: int) -> bool:
         """Waits for the receivers to join. Returns False when some do not."""
         listening = self._listener.detach()
-        self._group = _joined(
+        self._group = joined(
             self.process, self._device, *self.place, rank=0, world_size=world_size, listen_fd=listening
         )
         return self._group is not None
 
     def send(self, outgoing: Outgoing) -> bool:
-        """See `send_all`."""
         outlet = None if self._group is None else _Broadcasts(self._group, self._device)
         if not (whole := send_all(outgoing, outlet)):
             self._group = None
@@ -57,57 +56,28 @@ class _Broadcasts:
 
     def send(self, header: Header, numbers: Sequence[torch.Tensor]) -> None:
         self.finish()
-        self._pending = _sent(self._group, FlatBucket.of(header, numbers, self._memory))
+        bucket = FlatBucket.of(header, numbers, self._memory)
+        text = torch.from_numpy(np.frombuffer(header.to_json(), dtype=np.uint8).copy())
+        parts = torch.tensor([len(text)]), text, bucket.flat
+        self._pending = [self._group.broadcast(part.to(self._group.device)) for part in parts]
 
     def finish(self) -> None:
         for part in self._pending:
             part.wait()
 
 
-class WeightsReceiver:
-    """The receiver in a generation process."""
-
-    def __init__(self, group: BroadcastGroup):
-        self._group = group
-
-    @classmethod
-    def join(
-        cls,
-        process: ProcessContext,
-        device: torch.device,
-        address: str,
-        port: int,
-        *,
-        number: int,
-        world_size: int,
-    ) -> WeightsReceiver | None:
-        """None: some processes did not join. number: rank of this process in the group, from 1."""
-        group = _joined(process, device, address, port, rank=number, world_size=world_size)
-        return None if group is None else cls(group)
-
-    def buckets(self) -> Iterator[FlatBucket]:
-        """The buckets of one transfer, each valid until the next. Raises GroupBroken."""
-        last, memory = False, BucketMemory(self._group.device)
-        while not last:
-            bucket = self._next(memory)
-            last = bucket.header.last
-            yield bucket
-
-    def _next(self, memory: BucketMemory) -> FlatBucket:
-        device = self._group.device
-        [size] = self._group.broadcast(torch.empty(1, dtype=torch.int64, device=device)).wait().tolist()
-        text = self._group.broadcast(torch.empty(size, dtype=torch.uint8, device=device)).wait()
+def received_buckets(group: BroadcastGroup) -> Iterator[FlatBucket]:
+    """In a generation process: the buckets of one transfer, each valid until the next. Raises GroupBroken."""
+    last, memory, device = False, BucketMemory(group.device), group.device
+    while not last:
+        [size] = group.broadcast(torch.empty(1, dtype=torch.int64, device=device)).wait().tolist()
+        text = group.broadcast(torch.empty(size, dtype=torch.uint8, device=device)).wait()
         header = Header.from_json(text.cpu().numpy().tobytes())
-        return FlatBucket(header, self._group.broadcast(memory.take(flat_size(header))).wait())
+        last = header.last
+        yield FlatBucket(header, group.broadcast(memory.take(flat_size(header))).wait())
 
 
-def _sent(group: BroadcastGroup, bucket: FlatBucket) -> list[PendingBroadcast]:
-    text = torch.from_numpy(np.frombuffer(bucket.header.to_json(), dtype=np.uint8).copy())
-    size = torch.tensor([len(text)])
-    return [group.broadcast(part.to(group.device)) for part in (size, text, bucket.flat)]
-
-
-def _joined(
+def joined(
     process: ProcessContext,
     device: torch.device,
     address: str,
@@ -117,6 +87,8 @@ def _joined(
     world_size: int,
     listen_fd: int | None = None,
 ) -> BroadcastGroup | None:
+    """The group of the actor's rank 0, which listens there, and all receivers, as its member `rank`. None:
+    some processes did not join."""
     try:
         return BroadcastGroup(
             device,

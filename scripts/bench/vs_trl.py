@@ -133,6 +133,7 @@ def our_steps(job: Job, model: Path | None, problems: Path, dtype: str, steps: i
             "actor_rollout_ref.model.enable_gradient_checkpointing": False,
             "data.train_files": problems,
             "data.val_files": problems,
+            "data.val_max_samples": 8,  # it is validated after the last step
             "data.max_prompt_length": 16,
             "algorithm.adv_estimator": "grpo",
         }

@@ -1,12 +1,11 @@
-"""Commands in processes of their own, ended for good."""
+"""Python in processes of its own, ended for good."""
 
 from __future__ import annotations
 
-import os
 import time
 from pathlib import Path
 
-from hydraflow.checkup.probe import run, run_python
+from hydraflow.checkup.probe import run_python
 
 
 def test_what_it_prints_and_how_it_ends() -> None:
@@ -43,7 +42,3 @@ def test_its_children_end_with_it(tmp_path: Path) -> None:
     while lives(child) and time.monotonic() < deadline:
         time.sleep(0.05)
     assert not lives(child)
-
-
-def test_a_command_that_is_not_there() -> None:
-    assert run(["/no/such/command"], seconds=5, environ=os.environ).code == 127

@@ -3,7 +3,7 @@
 import pytest
 
 from hydraflow.compose.arguments import CommandLineOption, split
-from hydraflow.compose.launch import given_switches, help_text
+from hydraflow.compose.launch import help_text
 from hydraflow.schema import EvalConfig
 
 SWITCHES = (
@@ -40,8 +40,8 @@ def test_own_options_are_unknown_to_others():
 
 
 def test_a_value_can_be_read_before_anything_is_composed():
-    assert given_switches(SWITCHES, ["--job", "sft", "no=key", "--jsn"]) == {"--job": "sft"}
-    assert given_switches(SWITCHES, ["data.shuffle=false"]) == {}
+    assert split(["--job", "sft", "no=key", "--jsn"], SWITCHES).switches == {"--job": "sft"}
+    assert split(["data.shuffle=false"], SWITCHES).switches == {}
 
 
 def test_the_help_lists_own_options():

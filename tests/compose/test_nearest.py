@@ -84,10 +84,10 @@ def typos(seed: int, count: int) -> list[tuple[str, str]]:
 
 @pytest.mark.parametrize("seed", [0, 1, 2])
 def test_of_a_hundred_typos_ninety_five_are_answered_with_the_right_key(seed):
-    start = time.perf_counter()
+    start = time.process_time()
     missed = [(typo, key) for typo, key in typos(seed, 100) if key not in nearest_keys(PPOConfig, typo)]
     assert len(missed) <= 5, missed
-    assert time.perf_counter() - start < 5  # about 0.5 s on an idle core
+    assert time.process_time() - start < 5  # about 0.5 s
 
 
 @given(st.sampled_from(LEAVES), st.data())

@@ -15,8 +15,7 @@ from hydraflow.compose.own_files import take
 from hydraflow.compose.patterns import expand
 from hydraflow.compose.rules import problems
 from hydraflow.compose.tree import check, nested
-from hydraflow.compose.verl_defaults import leaves
-from hydraflow.compose.verl_table import tables
+from hydraflow.compose.verl_table import defaults, tables
 from hydraflow.schema import PPOConfig
 
 CONFIG = Path(__file__).parents[2] / "config"
@@ -142,7 +141,7 @@ def judged_as_a_file(tree: dict[str, object]):
 
 def test_untouched_defaults_of_any_version_are_accepted_in_a_file():
     """What verl prints as its whole configuration, values that follow others left out."""
-    ours = {key: value for key, value in leaves(PPOConfig).items() if value is not ...}
+    ours = {key: value for key, value in defaults(PPOConfig).items() if value is not ...}
     for pattern, default in tables(PPOConfig).other_defaults.items():
         ours |= {
             key: default for key in expand(pattern) if not any(known.startswith(f"{key}.") for known in ours)

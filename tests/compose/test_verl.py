@@ -13,8 +13,7 @@ from hydraflow.compose.keys import accepts, is_below_open, known_keys
 from hydraflow.compose.loading import load_command
 from hydraflow.compose.patterns import fits
 from hydraflow.compose.tree import check, flatten, nested
-from hydraflow.compose.verl_defaults import leaves
-from hydraflow.compose.verl_table import FOLLOWS, REJECTION_RULES, Alias, aliases, tables
+from hydraflow.compose.verl_table import FOLLOWS, REJECTION_RULES, Alias, aliases, defaults, tables
 from hydraflow.compose.verl_trees import config_file
 from hydraflow.errors import ConfigError
 from hydraflow.schema import EvalConfig, GenerateConfig, PPOConfig, SFTConfig
@@ -44,19 +43,19 @@ def translated(tree: dict[str, object]) -> tuple[dict[str, object], verl.Transla
 
 def test_the_defaults_are_those_of_verl():
     # verl 0.9.1 has 898 leaves; 69 of them are _target_
-    assert len(leaves(PPOConfig, megatron=False)) == 829
-    assert len(leaves(PPOConfig)) == 829 + 182
-    assert leaves(PPOConfig)["actor_rollout_ref.actor.ppo_mini_batch_size"] == 256
-    assert leaves(PPOConfig)["critic.fsdp.qat.ignore_patterns"] == [
+    assert len(defaults(PPOConfig, megatron=False)) == 829
+    assert len(defaults(PPOConfig)) == 829 + 182
+    assert defaults(PPOConfig)["actor_rollout_ref.actor.ppo_mini_batch_size"] == 256
+    assert defaults(PPOConfig)["critic.fsdp.qat.ignore_patterns"] == [
         "lm_head",
         "embed_tokens",
         "re:.*mlp.gate$",
     ]
-    assert leaves(PPOConfig)["actor_rollout_ref.ref.strategy"] is ...
+    assert defaults(PPOConfig)["actor_rollout_ref.ref.strategy"] is ...
 
 
 def test_the_defaults_of_supervised_training_are_those_of_verl():
-    found = leaves(SFTConfig)
+    found = defaults(SFTConfig)
     # sft_trainer_engine.yaml has 180, and three come with the sections that are like those of main_ppo
     assert len(found) == 180 + 3
     assert (found["optim.lr"], found["engine.dtype"], found["model.lora_alpha"]) == (0.001, "bfloat16", 16)
@@ -68,7 +67,7 @@ def test_every_key_of_verl_falls_in_exactly_one_class(schema):
     rows = tables(schema)
     named = {"ignored": rows.ignored, "not needed": rows.not_needed, "unsupported": rows.unsupported}
     other_names = aliases(schema)
-    for key in leaves(schema):
+    for key in defaults(schema):
         new = verl.renamed(schema, key)
         found = [name for name, table in named.items() for pattern in table if fits(pattern, new)]
         found += (
@@ -123,7 +122,7 @@ def test_help_says_what_becomes_of_verls_keys(command, schema, row):
     said = hydraflow(command, "--help", "verl", cwd=ROOT).stdout
     assert said.strip() == verl_page.page(schema).strip()
     assert row in said
-    refused = sum(verl_page.kind(schema, key) == "unsupported" for key in leaves(schema))
+    refused = sum(verl_page.kind(schema, key) == "unsupported" for key in defaults(schema))
     assert not refused or f"| unsupported | {refused} |" in said
 
 
@@ -418,7 +417,7 @@ def test_every_default_of_verl_is_accepted():
     """A user who writes verl's own defaults on the command line asks for nothing special."""
     given = {
         key: value
-        for key, value in leaves(PPOConfig, megatron=False).items()
+        for key, value in defaults(PPOConfig, megatron=False).items()
         if value is not ... and value != "???"
     }
     given |= {"trainer.n_gpus_per_node": 8, "trainer.nnodes": 1}

@@ -10,8 +10,7 @@ from hydraflow.compose import verl
 from hydraflow.compose.loading import load_command
 from hydraflow.compose.patterns import expand
 from hydraflow.compose.tree import check, nested
-from hydraflow.compose.verl_defaults import leaves
-from hydraflow.compose.verl_table import tables
+from hydraflow.compose.verl_table import defaults, tables
 from hydraflow.errors import ConfigError
 from hydraflow.schema import SFTConfig
 
@@ -214,7 +213,7 @@ def test_a_line_of_the_later_trainer_means_the_same():
 
 def test_every_default_of_verl_is_accepted():
     """A user who writes verl's own defaults on the command line asks for nothing special."""
-    given = {key: value for key, value in leaves(SFTConfig).items() if value is not ...}
+    given = {key: value for key, value in defaults(SFTConfig).items() if value is not ...}
     assert [str(problem) for problem in translated(given)[1].problems] == []
 
 
@@ -252,7 +251,7 @@ def test_verls_own_file_means_the_defaults(tmp_path):
 
 def test_untouched_defaults_of_any_version_are_accepted_in_a_file():
     """What verl prints as its whole configuration, values that follow others left out."""
-    given = {key: value for key, value in leaves(SFTConfig).items() if value is not ...}
+    given = {key: value for key, value in defaults(SFTConfig).items() if value is not ...}
     for pattern, default in tables(SFTConfig).other_defaults.items():
         given |= dict.fromkeys(expand(pattern), default)
     judged = check(SFTConfig, nested(given), dict.fromkeys(given, "mine.yaml"), lambda key: None)

@@ -15,13 +15,11 @@ from hypothesis import strategies as st
 
 from hydraflow.dispatch.config import RayInitConfig
 from hydraflow.dispatch.group import Timeouts
-from hydraflow.dispatch.observability import require_writable
 from hydraflow.dispatch.placement import ResourcePool
 from hydraflow.dispatch.runtime import Runtime
 from hydraflow.dispatch.spans import Span
 from hydraflow.dispatch.timeline import Timeline, _lanes
 from hydraflow.dispatch.worker import RoleSpec
-from hydraflow.errors import ConfigError
 
 
 def written(timeline: Timeline, ray: list[dict] | None = None) -> dict:
@@ -173,11 +171,3 @@ def test_without_a_file_ray_keeps_no_event_of_a_call(ray_session: None) -> None:
         time.sleep(2.5)  # Ray's processes report once a second
         found = [event for event in ray.timeline() if mine in str(event.get("tid", ""))]
     assert found == []
-
-
-def test_a_file_that_cannot_be_written_is_refused_before_the_start(tmp_path: Path) -> None:
-    require_writable(str(tmp_path / "new" / "folder" / "t.json"))
-    assert not list(tmp_path.iterdir())
-    for path in (str(tmp_path), "/proc/t.json"):
-        with pytest.raises(ConfigError, match="ray_init.timeline_file=.*cannot be written"):
-            require_writable(path)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping, Sequence
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -182,8 +184,36 @@ def loops_of_gloo() -> int:
     return names.count("gloo_tcp_loop")
 
 
-SCATTERED, REDUCED = "c10d::alltoall", "c10d::allreduce_"
-"""Collectives, by the beginnings of their names; ranks on CPUs exchange their parts of gradients."""
+def exchanged(dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """What `gather_parts` and `exchange` give a rank: parts of 3 numbers, 10 times a rank's number and 0 to
+    2; and rows of 2 numbers, 10 times the sender's number and the receiver's. A rank's own rows are -1."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    group = dist.new_group()
+    whole = torch.zeros(size, 3, dtype=dtype)
+    whole[rank] = 10 * rank + torch.arange(3)
+    process_group.gather_parts(whole.view(-1), group)
+    received = torch.full((size, 2), -1, dtype=dtype)
+    sent = (10 * rank + torch.arange(size)).to(dtype)[:, None].expand(-1, 2).contiguous()
+    process_group.exchange(received, sent, group)
+    return whole, received
+
+
+def awaited_in_vain() -> tuple[float, str]:
+    """Seconds that rank 0 waits for a rank that sends nothing in a group with a deadline of one second, and
+    the error."""
+    group = dist.new_group(timeout=timedelta(seconds=1))
+    if dist.get_rank():
+        return 0.0, ""
+    since, error = time.monotonic(), ""
+    try:
+        process_group.gather_parts(torch.zeros(2 * dist.get_world_size()), group)
+    except RuntimeError as raised:
+        error = str(raised)
+    return time.monotonic() - since, error
+
+
+SCATTERED, REDUCED = "FSDP::post_backward_reduce", "c10d::allreduce_"
+"""What sums gradients in a copy of the model and over copies, by the beginnings of the names in a profile."""
 
 
 def count_reductions(

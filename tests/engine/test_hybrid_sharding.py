@@ -62,6 +62,20 @@ def test_all_groups_of_a_process_share_one_thread_for_their_bytes(ranks: Ranks) 
     assert ranks.run(jobs.loops_of_gloo) == [1] * RANKS
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.uint8], ids=str)
+def test_ranks_exchange_parts(ranks: Ranks, dtype: torch.dtype) -> None:
+    for rank, (whole, received) in enumerate(ranks.run(jobs.exchanged, dtype)):
+        assert whole.tolist() == [[10 * one, 10 * one + 1, 10 * one + 2] for one in range(RANKS)]
+        wanted = [[10 * one + rank] * 2 for one in range(RANKS)]
+        wanted[rank] = torch.full((2,), -1).to(dtype).tolist()
+        assert received.tolist() == wanted
+
+
+def test_a_rank_that_sends_nothing_is_waited_for_until_the_deadline(ranks: Ranks) -> None:
+    seconds, error = ranks.run(jobs.awaited_in_vain)[0]
+    assert 0.9 < seconds < 30 and "Timed out" in error
+
+
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_training_is_that_of_one_rank(tiny: str, ranks: Ranks, layout: str, size: int) -> None:

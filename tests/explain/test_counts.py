@@ -7,7 +7,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from hydraflow.explain.counts import RowCount, count_rows, missing_notes
+from hydraflow.explain.counts import RowCount, count_rows, notes_on
 
 KEY = "data.train_files"
 
@@ -46,7 +46,7 @@ def test_a_filter_makes_the_count_an_upper_bound(tmp_path: Path) -> None:
 def test_a_file_elsewhere_is_noted_and_nothing_is_counted(tmp_path: Path) -> None:
     found = count_rows([parquet(tmp_path / "a.parquet", 10), "/cluster/train.parquet"], key=KEY)
     assert found == RowCount(None, missing=("/cluster/train.parquet",))
-    (note,) = missing_notes(KEY, found)
+    (note,) = notes_on(KEY, found, 512)
     assert "/cluster/train.parquet" in note and KEY in note
     assert count_rows(None, key=KEY) == RowCount(None)
 

@@ -9,8 +9,7 @@ from hypothesis import strategies as st
 from hydraflow.batch_plan.layout import Cluster
 from hydraflow.batch_plan.parts import MicroPlan, RolePlan
 from hydraflow.batch_plan.sft import SFTPlan
-from hydraflow.explain.steps import sft_step
-from hydraflow.explain.svg import BAR, LEFT, WIDTH, PictureBar, StepPicture, draw
+from hydraflow.explain.svg import BAR, LEFT, WIDTH, PictureBar, StepPicture, draw, sft_step
 
 SVG = "{http://www.w3.org/2000/svg}"
 

@@ -102,7 +102,7 @@ def test_ctrl_c_again_and_again(
     said = started.said()
     assert "Traceback" not in said and said.endswith("interrupted\n"), said[-3000:]
     if moment is trains:
-        RunLock(tmp_path / "out", field="trainer.default_local_dir").release()
+        RunLock(tmp_path / "out").release()
         assert why_it_ended(tmp_path) == "interrupted"
         store = CheckpointStore(tmp_path / "out")
         assert store.pointer() is not None and store.newest_whole(["actor"]) == (store.pointer(), {})
@@ -133,7 +133,7 @@ def test_a_second_sigterm_does_not_wait_for_a_step_that_hangs(tmp_path: Path, re
     assert "Traceback" not in started.said() and started.said().endswith("ended by a repeated SIGTERM\n")
     assert why_it_ended(tmp_path) == "SIGTERM received"
     assert json.loads((tmp_path / "out" / "requeue").read_text())["why"] == "SIGTERM received"
-    RunLock(tmp_path / "out", field="trainer.default_local_dir").release()
+    RunLock(tmp_path / "out").release()
 
 
 @pytest.fixture(scope="module")

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from hydraflow.errors import GuardStop, HydraflowError, WorkerError
-from hydraflow.jobs.restarts import Restarts, attempts
+from hydraflow.jobs.restarts import Restarts, with_restarts
 from hydraflow.jobs.session import Session
 from hydraflow.schema import SFTConfig
 from hydraflow.tracking.run_folder import RunFolder
@@ -31,11 +31,12 @@ class Failing:
         self.config = SFTConfig(trainer=SupervisedTrainerConfig(restart_backoff=0.0, **trainer))  # type: ignore[arg-type]
 
     def run(self) -> None:
-        for attempt in attempts(self.config):
-            with attempt:
-                self.seen.append(attempt.config.trainer)
-                attempt.restarts.folder = self.folder
-                raise self.error
+        def start(config: SFTConfig, restarts: Restarts) -> None:
+            self.seen.append(config.trainer)
+            restarts.folder = self.folder
+            raise self.error
+
+        with_restarts(self.config, start)
 
 
 def test_as_often_as_it_may_and_in_its_folder(tmp_path: Path) -> None:
@@ -80,14 +81,16 @@ def test_a_worker_that_fails_after_the_run_was_told_to_stop(tmp_path: Path) -> N
     trainer = SupervisedTrainerConfig(
         max_restarts=5, restart_backoff=0.0, default_local_dir=str(tmp_path), device="cpu"
     )
-    seen_attempts = []
+    starts = []
+
+    def start(config: SFTConfig, restarts: Restarts) -> None:
+        starts.append(config)
+        with Session(config, scoring=False, restarts=restarts) as session:
+            session.begin(CheckpointRequirements(Identity({}), {}, 8))
+            os.kill(os.getpid(), signal.SIGTERM)
+            raise DIED
 
     with pytest.raises(WorkerError):
-        for attempt in attempts(SFTConfig(trainer=trainer)):
-            seen_attempts.append(attempt)
-            with attempt, Session(attempt.config, scoring=False, restarts=attempt.restarts) as session:
-                session.begin(CheckpointRequirements(Identity({}), {}, 8))
-                os.kill(os.getpid(), signal.SIGTERM)
-                raise DIED
-    assert len(seen_attempts) == 1
+        with_restarts(SFTConfig(trainer=trainer), start)
+    assert len(starts) == 1
     assert json.loads((tmp_path / "requeue").read_text()) == {"step": 0, "why": "SIGTERM received"}

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import pickle
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -48,7 +49,7 @@ class Snapshot:
 def save(folder: Path, step: int, *, contents: list[str] = CONTENTS, **state: Any) -> Path:
     store = CheckpointStore(folder)
     facts = RunState(step, 8, "run-1", {}, {}, IDENTITY, "", **state)
-    unfinished = store.begin(step, {"actor": 1}, facts.to_json())
+    unfinished = store.begin(step, {"actor": 1}, asdict(facts))
     save_part(Snapshot(contents), unfinished, "actor", 0, background=False)
     part = read_part(unfinished, "actor", 0)
     assert part is not None

@@ -88,7 +88,7 @@ def ended(
 def assert_left(folder: Path, runtime: Stopped) -> None:
     """Workers were ended, the folder is free, and the summary is there."""
     assert runtime.stops == 1
-    RunLock(folder, field="trainer.default_local_dir").release()
+    RunLock(folder).release()
     assert (folder / "summary.json").exists()
 
 
@@ -142,6 +142,6 @@ def test_a_summary_that_cannot_be_written_fails_a_run_that_is_done_and_frees_its
     )
     with pytest.raises(EnvironmentFault, match="full"):
         ended(tmp_path, None, runtime=Stopped())
-    RunLock(tmp_path, field="trainer.default_local_dir").release()
+    RunLock(tmp_path).release()
     with pytest.raises(GuardStop):
         ended(tmp_path, GuardStop("too many"), runtime=Stopped())

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from jobs.command import hydraflow
 
-from hydraflow.compose.sweep import combinations
+from hydraflow.compose.command_words import combinations
 from hydraflow.errors import ConfigError, EnvironmentFault
 from hydraflow.slurm.options import parse
 from hydraflow.slurm.script import fill, shipped

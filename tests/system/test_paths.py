@@ -6,7 +6,14 @@ from pathlib import Path
 
 import pytest
 
-from hydraflow.system.paths import core_checkpoint_problems, file_problems, listed, model_problems
+from hydraflow.errors import ConfigError
+from hydraflow.system.paths import (
+    core_checkpoint_problems,
+    file_problems,
+    listed,
+    model_problems,
+    require_writable,
+)
 
 
 def rules(problems: list) -> list[str]:
@@ -101,3 +108,12 @@ def test_a_checkpoint_of_megatron_core_is_found_where_trainers_put_it(tmp_path: 
     (tmp_path / "iter_0000010").mkdir()
     (tmp_path / "iter_0000010" / "common.pt").touch()
     assert core_checkpoint_problems(str(tmp_path), "k") == []
+
+
+def test_a_file_that_cannot_be_written_is_refused_before_the_start(tmp_path: Path) -> None:
+    require_writable(None, "ray_init.timeline_file")
+    require_writable(str(tmp_path / "new" / "folder" / "t.json"), "ray_init.timeline_file")
+    assert not list(tmp_path.iterdir())
+    for path in (str(tmp_path), "/proc/t.json"):
+        with pytest.raises(ConfigError, match="ray_init.timeline_file=.*cannot be written"):
+            require_writable(path, "ray_init.timeline_file")

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from hydraflow.tracking.base import RunInfo
 from hydraflow.tracking.console import PlainConsole, RunProgress
 from hydraflow.tracking.trackers import open_trackers
 
@@ -16,11 +17,12 @@ ROOT = Path(__file__).parents[2]
 SCRIPT = """
 import signal, sys, time
 from pathlib import Path
+from hydraflow.tracking.base import RunInfo
 from hydraflow.tracking.trackers import open_trackers
 # a test that runs in the background inherits an ignored SIGINT
 signal.signal(signal.SIGINT, signal.default_int_handler)
 try:
-    with open_trackers(["console"], Path(sys.argv[1]), title="tiny", total_steps=1000) as trackers:
+    with open_trackers(["console"], RunInfo(Path(sys.argv[1]), "tiny", 1000)) as trackers:
         for step in range(1000):
             trackers.log({"critic/score/mean": step / 4, "val-core/sums/acc/mean@1": 0.125}, step)
             print(f"note {step}")
@@ -31,7 +33,7 @@ except KeyboardInterrupt:
 
 
 def test_plain_lines_in_a_pipe(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with open_trackers(["console"], tmp_path, total_steps=3) as trackers:
+    with open_trackers(["console"], RunInfo(tmp_path, total_steps=3)) as trackers:
         assert isinstance(trackers._trackers[-1].tracker, PlainConsole)  # type: ignore[attr-defined]
         trackers.log({"val-core/sums/acc/mean@1": 0.25}, 0)
         trackers.log({"critic/score/mean": 0.5, "perf/throughput": 1234.4, "unknown/name": 1.0}, 1)

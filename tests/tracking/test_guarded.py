@@ -131,7 +131,7 @@ def test_a_run_whose_trackers_cannot_be_opened_is_logged_to_the_file(
 ) -> None:
     monkeypatch.setitem(trackers.TRACKERS, "wandb", lambda run: Memory(opens=False))
     monkeypatch.setitem(trackers.TRACKERS, "mlflow", lambda run: Memory({1: 99, 2: 99}))
-    with open_trackers(["wandb", "mlflow"], tmp_path) as opened:
+    with open_trackers(["wandb", "mlflow"], RunInfo(tmp_path)) as opened:
         opened.log({"a": 1.0}, 1)
         opened.log({"a": 2.0}, 2)
     assert [record["a"] for record in read_metrics(tmp_path)] == [1.0, 2.0]

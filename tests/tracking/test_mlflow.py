@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from tracking.samples import ACCURACY, SAMPLES, about
 
+from hydraflow.tracking.base import RunInfo
 from hydraflow.tracking.trackers import open_trackers
 
 pytestmark = [
@@ -44,9 +45,8 @@ def artifacts_of(folder: Path, run: Any) -> Path:
 
 def test_a_run_that_goes_on_is_one_run_with_its_curve_table_and_configuration(tmp_path: Path) -> None:
     for done, steps, failed in ((0, (1, 2, 3), True), (2, (3, 4), False)):
-        trackers = open_trackers(
-            ["mlflow"], tmp_path, run_id="ppo-'1", done_steps=done, about=about(tmp_path)
-        )
+        known = RunInfo(tmp_path, run_id="ppo-'1", done_steps=done, about=about(tmp_path))
+        trackers = open_trackers(["mlflow"], known)
         for step in steps:
             trackers.log({ACCURACY: step / 4, "nan": math.nan}, step)
         trackers.log_samples(SAMPLES, steps[-1])
@@ -78,7 +78,7 @@ def test_two_runs_share_the_store_that_the_environment_names(
     for name in ("a", "b"):
         folder = tmp_path / name
         folder.mkdir()
-        with open_trackers(["mlflow"], folder, run_id=name, about=about(folder)) as trackers:
+        with open_trackers(["mlflow"], RunInfo(folder, run_id=name, about=about(folder))) as trackers:
             trackers.log({"loss": 1.0}, 1)
         assert not (folder / "mlflow").exists()
     from mlflow.tracking import MlflowClient
@@ -97,7 +97,7 @@ def test_names_and_rows_that_mlflow_would_refuse(tmp_path: Path) -> None:
     asked = replace(
         about(tmp_path), config={"reward": {"a(b)": 1, "": 2, "..": 3}}, facts={"versions": {"//": "1"}}
     )
-    with open_trackers(["mlflow"], tmp_path, run_id="x", about=asked) as trackers:
+    with open_trackers(["mlflow"], RunInfo(tmp_path, run_id="x", about=asked)) as trackers:
         trackers.log({"val-core//acc": 0.5, "val-core/./../x": 0.5, long: 0.25, "loss": 1.0}, 1)
         trackers.log_samples(
             [
@@ -118,7 +118,7 @@ def test_a_folder_that_no_address_can_name(
 ) -> None:
     monkeypatch.setattr("hydraflow.tracking.guarded.PAUSES", ())
     folder = tmp_path / "100%41?"
-    with open_trackers(["mlflow"], folder, run_id="x", about=about(tmp_path)) as trackers:
+    with open_trackers(["mlflow"], RunInfo(folder, run_id="x", about=about(tmp_path))) as trackers:
         trackers.log({"loss": 1.0}, 1)
     assert "its database cannot be in" in caplog.text
     assert [path.name for path in tmp_path.iterdir() if path.is_dir()] == ["100%41?"], (

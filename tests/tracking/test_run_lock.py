@@ -22,7 +22,7 @@ HOLD = """
 import sys, time
 from pathlib import Path
 from hydraflow.tracking.run_lock import RunLock
-lock = RunLock(Path(sys.argv[1]), field="trainer.default_local_dir")
+lock = RunLock(Path(sys.argv[1]))
 print("held", flush=True)
 time.sleep(600)
 """
@@ -32,20 +32,19 @@ def test_the_second_is_refused_and_a_killed_owner_lets_go(tmp_path: Path) -> Non
     owner = subprocess.Popen([sys.executable, "-c", HOLD, str(tmp_path)], stdout=subprocess.PIPE, text=True)
     assert owner.stdout is not None and owner.stdout.readline() == "held\n"
     with pytest.raises(ConfigError) as caught:
-        RunLock(tmp_path, field="trainer.default_local_dir")
+        RunLock(tmp_path)
     assert caught.value.exit_code == 2
     assert f"process {owner.pid} on {socket.gethostname()}" in str(caught.value)
     owner.send_signal(signal.SIGKILL)
     owner.wait()
     owner.stdout.close()
-    lock = RunLock(tmp_path, field="trainer.default_local_dir")
+    lock = RunLock(tmp_path)
     assert f'"pid": {os.getpid()}' in (tmp_path / LOCK_FILE).read_text()
     lock.release()
     lock.release()
-    RunLock(tmp_path, field="trainer.default_local_dir").release()
+    RunLock(tmp_path).release()
 
 
-FIELD = "trainer.default_local_dir"
 NO_LOCKS = [errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP]
 
 
@@ -69,7 +68,7 @@ class TestWithoutLocks:
     def test_a_run_starts_with_a_warning_and_takes_its_name_away(
         self, tmp_path: Path, caplog: pytest.LogCaptureFixture
     ) -> None:
-        lock = RunLock(tmp_path, field=FIELD)
+        lock = RunLock(tmp_path)
         assert "this file system has no locks" in caplog.text
         assert is_at_work(tmp_path)
         lock.release()
@@ -77,29 +76,29 @@ class TestWithoutLocks:
         assert not list(tmp_path.iterdir())
 
     def test_a_process_that_lives_keeps_the_folder(self, tmp_path: Path) -> None:
-        owner = RunLock(tmp_path, field=FIELD)
+        owner = RunLock(tmp_path)
         with pytest.raises(ConfigError, match=f"(?s)process {os.getpid()} on .* once that run has ended"):
-            RunLock(tmp_path, field=FIELD)
+            RunLock(tmp_path)
         owner.release()
-        RunLock(tmp_path, field=FIELD).release()
+        RunLock(tmp_path).release()
 
     def test_a_dead_one_does_not(self, tmp_path: Path) -> None:
         dead = subprocess.Popen(["true"])
         dead.wait()
         write_owner(tmp_path, pid=dead.pid)
-        RunLock(tmp_path, field=FIELD).release()
+        RunLock(tmp_path).release()
 
     def test_nor_one_whose_number_another_process_has_now(self, tmp_path: Path) -> None:
         write_owner(tmp_path, start_ticks=1)
         assert is_at_work(tmp_path) is False
-        RunLock(tmp_path, field=FIELD).release()
+        RunLock(tmp_path).release()
 
     def test_of_another_machine_nobody_knows(self, tmp_path: Path) -> None:
         write_owner(tmp_path, host="elsewhere")
         with pytest.raises(
             ConfigError, match=r"(?s)of ada, since 2026.*or rm .*\.lock once that run has ended"
         ) as caught:
-            RunLock(tmp_path, field=FIELD)
+            RunLock(tmp_path)
         assert caught.value.exit_code == 2
 
 
@@ -110,14 +109,14 @@ def test_a_lock_file_of_another_kind_names_nobody(tmp_path: Path, content: str) 
     held = (tmp_path / LOCK_FILE).open()
     fcntl.flock(held, fcntl.LOCK_EX)
     with pytest.raises(ConfigError, match="a process that has not identified itself"):
-        RunLock(tmp_path, field=FIELD)
+        RunLock(tmp_path)
     held.close()
-    RunLock(tmp_path, field=FIELD).release()
+    RunLock(tmp_path).release()
 
 
 def test_a_lock_file_that_cannot_be_written(tmp_path: Path) -> None:
     """As another user's; a folder stands for it, which not even root can write."""
     (tmp_path / LOCK_FILE).mkdir()
     with pytest.raises(ConfigError, match=r"\.lock in it cannot be written \(Is a directory\)") as caught:
-        RunLock(tmp_path, field=FIELD)
+        RunLock(tmp_path)
     assert caught.value.exit_code == 2

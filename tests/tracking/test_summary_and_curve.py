@@ -7,6 +7,7 @@ from pathlib import Path
 import matplotlib.image
 from rich.console import Console
 
+from hydraflow.tracking.base import RunInfo
 from hydraflow.tracking.curve import draw_curve
 from hydraflow.tracking.summary import print_summary, summarise
 from hydraflow.tracking.trackers import open_trackers
@@ -15,7 +16,7 @@ ACCURACY = "val-core/sums/acc/mean@1"
 
 
 def make_run(folder: Path, accuracies: list[float]) -> None:
-    with open_trackers([], folder) as trackers:
+    with open_trackers([], RunInfo(folder)) as trackers:
         for step, accuracy in enumerate(accuracies):
             trackers.log({ACCURACY: accuracy, "critic/score/mean": accuracy / 2}, step)
 

@@ -14,6 +14,7 @@ import pytest
 import yaml
 from tracking.samples import ACCURACY, SAMPLES, about
 
+from hydraflow.tracking.base import RunInfo
 from hydraflow.tracking.swanlab import offline_because
 from hydraflow.tracking.trackers import open_trackers
 
@@ -64,7 +65,7 @@ def records(folder: Path) -> list[Any]:
 
 def test_metrics_table_and_configuration_are_kept(tmp_path: Path) -> None:
     hook, out = sys.excepthook, sys.stdout
-    with open_trackers(["swanlab"], tmp_path, run_id="ppo-1", about=about(tmp_path)) as trackers:
+    with open_trackers(["swanlab"], RunInfo(tmp_path, run_id="ppo-1", about=about(tmp_path))) as trackers:
         for step in (1, 2, 3):
             trackers.log({ACCURACY: step / 4}, step)
         trackers.log_samples(SAMPLES, 3)
@@ -91,7 +92,7 @@ def test_a_server_that_lets_nobody_in_means_offline(
         monkeypatch.setenv("SWANLAB_API_KEY", "no such key")
         monkeypatch.setenv("SWANLAB_API_HOST", f"http://127.0.0.1:{server.server_port}")
         monkeypatch.setenv("no_proxy", "127.0.0.1")
-        with open_trackers(["swanlab"], tmp_path, run_id="ppo-1", about=about(tmp_path)) as trackers:
+        with open_trackers(["swanlab"], RunInfo(tmp_path, run_id="ppo-1", about=about(tmp_path))) as trackers:
             trackers.log({"loss": 0.5}, 1)
         server.shutdown()
     assert f"The run is kept in {tmp_path}/swanlab" in caplog.text

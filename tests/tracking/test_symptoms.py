@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from hydraflow.tracking.base import RunInfo
 from hydraflow.tracking.summary import summarise
 from hydraflow.tracking.symptoms import SymptomWatch, symptoms_of
 from hydraflow.tracking.trackers import open_trackers
@@ -87,7 +88,7 @@ def test_a_learning_rate_of_0_counts_from_the_first_step_on() -> None:
 def test_the_trackers_warn_and_the_summary_repeats_it(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with open_trackers([], tmp_path) as trackers:
+    with open_trackers([], RunInfo(tmp_path)) as trackers:
         for step in range(1, 6):
             trackers.log(HEALTHY | CUT_OFF, step)
     [warning] = [record.message for record in caplog.records if record.levelname == "WARNING"]
@@ -99,7 +100,7 @@ def test_the_trackers_warn_and_the_summary_repeats_it(
 
 def test_a_resumed_run_counts_its_earlier_steps(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     for done, steps in ((0, [1, 2, 3]), (2, [3, 4, 5])):  # the second start repeats step 3
-        with open_trackers([], tmp_path, done_steps=done) as trackers:
+        with open_trackers([], RunInfo(tmp_path, done_steps=done)) as trackers:
             for step in steps:
                 trackers.log(HEALTHY | (CUT_OFF if step > 1 else {}) | (COLLAPSED if step > 3 else {}), step)
     [warning] = [record.message for record in caplog.records if record.levelname == "WARNING"]

@@ -15,10 +15,10 @@ from hydraflow.tracking.trackers import open_trackers
 
 
 def test_steps_after_the_checkpoint_are_hidden(tmp_path: Path) -> None:
-    with open_trackers(["tensorboard"], tmp_path) as trackers:
+    with open_trackers(["tensorboard"], RunInfo(tmp_path)) as trackers:
         for step in range(5):
             trackers.log({"loss": float(step)}, step)
-    with open_trackers(["tensorboard"], tmp_path, done_steps=2) as trackers:
+    with open_trackers(["tensorboard"], RunInfo(tmp_path, done_steps=2)) as trackers:
         for step in range(3, 7):
             trackers.log({"loss": 10.0 + step}, step)
     events = EventAccumulator(str(tmp_path / "tensorboard"))

@@ -6,18 +6,19 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from hydraflow.errors import EnvironmentFault
+from hydraflow.tracking.base import RunInfo
 from hydraflow.tracking.symptoms import SymptomWatch
 from hydraflow.tracking.trackers import Trackers, open_trackers
 
 
 def test_the_file_is_written_without_being_asked_for(tmp_path: Path) -> None:
-    with open_trackers([], tmp_path) as trackers:
+    with open_trackers([], RunInfo(tmp_path)) as trackers:
         trackers.log({"a": 1.0}, 1)
     assert (tmp_path / "metrics.jsonl").read_text().count("\n") == 1
 
 
 def test_tensorboard_reads_back_what_was_logged(tmp_path: Path) -> None:
-    with open_trackers(["tensorboard"], tmp_path) as trackers:
+    with open_trackers(["tensorboard"], RunInfo(tmp_path)) as trackers:
         for step in (1, 2, 3):
             trackers.log({"critic/score/mean": step / 4}, step)
     events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
@@ -29,7 +30,7 @@ def test_tensorboard_reads_back_what_was_logged(tmp_path: Path) -> None:
 
 
 def test_an_interrupt_closes_every_tracker(tmp_path: Path) -> None:
-    with pytest.raises(KeyboardInterrupt), open_trackers([], tmp_path) as trackers:
+    with pytest.raises(KeyboardInterrupt), open_trackers([], RunInfo(tmp_path)) as trackers:
         file = trackers._trackers[0]._file  # type: ignore[attr-defined]
         raise KeyboardInterrupt
     assert file.closed

@@ -67,7 +67,7 @@ def history(folder: Path) -> list[dict[str, Any]]:
 
 
 def test_metrics_tables_configuration_and_files_are_kept(tmp_path: Path) -> None:
-    with open_trackers(["wandb"], tmp_path, run_id="ppo 1-ff00", about=about(tmp_path)) as trackers:
+    with open_trackers(["wandb"], RunInfo(tmp_path, run_id="ppo 1-ff00", about=about(tmp_path))) as trackers:
         for step in (1, 2, 3):
             trackers.log({ACCURACY: step / 4, "actor/lr": 1e-6}, step)
         trackers.log_samples(SAMPLES, 3)
@@ -92,7 +92,7 @@ def test_references_of_several_types_make_a_table(tmp_path: Path, caplog: pytest
     samples = [
         {"input": "a", "output": "b", "score": 1.0, "ground_truth": truth} for truth in (5, "x", ["y"], None)
     ]
-    with open_trackers(["wandb"], tmp_path, run_id="x", about=about(tmp_path)) as trackers:
+    with open_trackers(["wandb"], RunInfo(tmp_path, run_id="x", about=about(tmp_path))) as trackers:
         trackers.log_samples([*samples, {"input": "a", "output": "b", "score": None}], 1)
     list(records(tmp_path))
     (table,) = tmp_path.glob("wandb/offline-run-*/files/media/table/val/*.table.json")
@@ -102,7 +102,7 @@ def test_references_of_several_types_make_a_table(tmp_path: Path, caplog: pytest
 
 def test_a_run_that_goes_on_has_the_same_identity_and_a_failure_is_told(tmp_path: Path) -> None:
     for steps, failed in (((1, 2, 3), False), ((3, 4), True)):
-        trackers = open_trackers(["wandb"], tmp_path, run_id="ppo-1", about=about(tmp_path))
+        trackers = open_trackers(["wandb"], RunInfo(tmp_path, run_id="ppo-1", about=about(tmp_path)))
         for step in steps:
             trackers.log({"loss": float(step)}, step)
         trackers.close(failed=failed)
@@ -120,7 +120,7 @@ def test_what_is_logged_comes_to_the_server(
     monkeypatch.setenv("no_proxy", "127.0.0.1")
     with serving() as server:
         monkeypatch.setenv("WANDB_BASE_URL", server.address)
-        trackers = open_trackers(["wandb"], tmp_path, run_id="x", about=about(tmp_path))
+        trackers = open_trackers(["wandb"], RunInfo(tmp_path, run_id="x", about=about(tmp_path)))
         for step in (1, 2, 3):
             trackers.log({ACCURACY: step / 4}, step)
         trackers.close(failed=failed)

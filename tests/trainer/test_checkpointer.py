@@ -21,7 +21,7 @@ import pytest
 from hydraflow.dispatch.head import HeadLost
 from hydraflow.errors import ConfigError, EnvironmentFault, WorkerError
 from hydraflow.trainer import checkpoint
-from hydraflow.trainer.checkpoint import Checkpointer, RoleCheckpoints, Score
+from hydraflow.trainer.checkpoint import Checkpointer, RoleCheckpoints
 from hydraflow.trainer.checkpoint_store import CheckpointStore
 from hydraflow.trainer.config import TrainerConfig
 from hydraflow.workers.config import CheckpointConfig
@@ -142,9 +142,11 @@ def test_the_best_is_kept_apart_with_its_value(tmp_path: Path, group: Group) -> 
     )
 
 
-def test_of_a_loss_the_least_is_best() -> None:
-    assert Score("val/loss", 0.5).beats(0.6) and not Score("val/loss", 0.5).beats(0.5)
-    assert Score(METRIC, 0.6).beats(0.5) and not Score(METRIC, 0.5).beats(0.5)
+def test_of_a_loss_the_least_is_best(tmp_path: Path, group: Group) -> None:
+    with checkpointer(tmp_path, group, keep_best="val/loss") as checkpoints:
+        for step, loss in enumerate([0.6, 0.5, 0.5, 0.7], 1):
+            checkpoints.after(step, {"val/loss": loss}, last=False, preempted=False)
+    assert CheckpointStore(tmp_path).best() == {"metric": "val/loss", "value": 0.5, "step": 2}
 
 
 def test_a_full_disk_costs_the_new_checkpoint_only(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -12,7 +12,7 @@ import torch
 from workers.by_hand import PROMPTS, SAMPLES, make_prompts, process, rollout_spec
 
 from hydraflow.dispatch.group import Channel, Recovery, RoleGroup, WorkerGroup
-from hydraflow.dispatch.modes import CallContext, Registration
+from hydraflow.dispatch.modes import CallContext, PerRank, Registration
 from hydraflow.dispatch.shards import CompletedFuture, Shard
 from hydraflow.dispatch.worker import RoleSpec
 from hydraflow.errors import GuardStop, WorkerError
@@ -44,14 +44,8 @@ class Replicas(WorkerGroup):
         worker.load_weights()
         return worker
 
-    def send(
-        self,
-        plan: Registration,
-        context: CallContext,
-        positional: Sequence[Sequence[Any]],
-        named: Mapping[str, Sequence[Any]],
-    ) -> CompletedFuture:  # type: ignore[override]
-        rank = context.only
+    def send(self, plan: Registration, context: CallContext, arguments: PerRank) -> CompletedFuture:  # type: ignore[override]
+        rank, (positional, _) = context.only, arguments
         assert rank is not None
         self.calls.append((rank, context.method))
         if context.method == "advance" and self.dies.get(rank):

@@ -31,6 +31,7 @@ from torch.distributed.tensor import DTensor
 from hydraflow.device import ran_out_of_memory
 from hydraflow.engine.base import OutOfMemory
 from hydraflow.engine.oom_reports import note_out_of_memory, reports_of
+from hydraflow.engine.process_group import exchange, gather_parts
 from hydraflow.models.packing import read_tokens
 from hydraflow.models.routing import ROUTES
 from hydraflow.protocol import ragged
@@ -147,17 +148,25 @@ class _Gather(DefaultAllGather):
     def note_what_is_there(self) -> None:
         self.had_weights = not isinstance(getattr(self._owner, self._name), DTensor)
 
-    def __call__(self, output_tensor: torch.Tensor, *args: Any, **kwargs: Any) -> dist.Work | None:
-        if self._collectives.is_due(self):
-            return super().__call__(output_tensor, *args, **kwargs)
-        output_tensor.zero_()
+    def __call__(
+        self,
+        output_tensor: torch.Tensor,
+        input_tensor: torch.Tensor,
+        group: dist.ProcessGroup,
+        async_op: bool = False,
+    ) -> dist.Work | None:
+        if not self._collectives.is_due(self):
+            output_tensor.zero_()
+            return None
+        if output_tensor.device.type != "cpu":
+            return super().__call__(output_tensor, input_tensor, group, async_op)
+        gather_parts(output_tensor, group)  # the input is this rank's part of the output
         return None
 
 
 class _Reduce(DefaultReduceScatter):
-    """FSDP's reduce-scatter of one unit's gradients. gloo's sends every rank all sums, in a copy of its own:
-    on a CPU ranks exchange their parts instead and add those that they get in the order of ranks, which takes
-    less than half the time."""
+    """FSDP's reduce-scatter of one unit's gradients. gloo's sends every rank all sums: on a CPU ranks
+    exchange their parts instead, and each adds its own in the order of ranks."""
 
     def __init__(self, collectives: CollectiveCounter):
         self._collectives = collectives
@@ -173,8 +182,11 @@ class _Reduce(DefaultReduceScatter):
         if received is None:
             return super().__call__(output_tensor, input_tensor, group, op, *args)
         assert op == dist.ReduceOp.SUM
-        dist.all_to_all_single(received, input_tensor, group=group)
-        first, second, *others = received.view(group.size(), -1)
+        parts, sent = received.view(group.size(), -1), input_tensor.view(group.size(), -1)
+        exchange(parts, sent, group)
+        first, second, *others = [
+            sent[rank] if rank == group.rank() else part for rank, part in enumerate(parts)
+        ]
         torch.add(first, second, out=output_tensor)
         for part in others:
             output_tensor.add_(part)
