@@ -17,9 +17,8 @@ from hydraflow.algorithms.correction import Correction
 from hydraflow.algorithms.correction_metrics import correction_metrics
 from hydraflow.algorithms.distillation.terms import Distillation
 from hydraflow.algorithms.kl import KL_ESTIMATORS
-from hydraflow.algorithms.masked import keep
-from hydraflow.algorithms.policy_loss import PolicyLoss
-from hydraflow.algorithms.token_terms import PolicyOutput, TokenInputs, token_metrics
+from hydraflow.algorithms.policy_loss import PolicyLoss, bounded_log_ratio
+from hydraflow.algorithms.token_terms import ModelOutput, TokenInputs, keep, token_metrics
 from hydraflow.metrics import Metric
 
 
@@ -32,7 +31,7 @@ class ActorLoss:
     teacher_log_probs or, over the vocabulary, teacher_top_log_probs where `distillation` is; where
     `correction` is, rollout_log_probs or, if it needs the mini-batch, rollout_is_weights; chosen_tokens where
     the policy loss has them. Metrics: actor/pg_loss and actor/kl_loss are sums (parts of the mini-batch's
-    loss), the others means over tokens.
+    loss), the others means over tokens; actor/ppo_kl is that of `old_log_probs - log_probs`.
     """
 
     denominators: Denominators
@@ -57,7 +56,7 @@ class ActorLoss:
     (`workers/correcting.py`)."""
 
     def __call__(
-        self, output: PolicyOutput, columns: Mapping[str, Tensor]
+        self, output: ModelOutput, columns: Mapping[str, Tensor]
     ) -> tuple[Tensor, dict[str, Metric]]:
         assert output.log_probs is not None, "the actor's loss needs log-probabilities"
         mask = columns["response_mask"]
@@ -66,8 +65,9 @@ class ActorLoss:
         advantages = keep(columns["advantages"], mask)
         weights = token_weights(mask, self.agg_mode, self.denominators, self.scale_factor, dtype=logp.dtype)
         chosen = columns["chosen_tokens"] & mask.bool() if "chosen_tokens" in columns else None
-        terms = self.policy_loss(TokenInputs(logp, old_logp, advantages, mask, chosen))
-        stats = dict(terms.stats)
+        tokens = TokenInputs(logp, old_logp, advantages, mask, chosen)
+        terms = self.policy_loss(tokens)
+        stats = {"actor/ppo_kl": -bounded_log_ratio(tokens).detach()} | terms.stats
         importance, found = self._importance(columns, logp, old_logp)
         policy = terms.loss if importance is None else terms.loss * importance
         loss = (policy * weights).sum()
@@ -75,7 +75,7 @@ class ActorLoss:
         if self.distillation is not None:
             distilled, mass = self._distilled(self.distillation, logp, output, columns)
             stats |= mass
-            task = sums if self.distillation.task_rewards else {}
+            task = sums if self.distillation.config.use_task_rewards else {}
             sums = {**task, "actor/distillation_loss": (distilled * weights).sum()}
             loss = sums["actor/distillation_loss"] + (loss if task else 0.0)
         if output.entropy is not None:
@@ -91,11 +91,11 @@ class ActorLoss:
         return loss, token_metrics(mask, stats, sums) | found
 
     def _distilled(
-        self, distillation: Distillation, logp: Tensor, output: PolicyOutput, columns: Mapping[str, Tensor]
+        self, distillation: Distillation, logp: Tensor, output: ModelOutput, columns: Mapping[str, Tensor]
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """Distillation terms (B, R), and metrics: the probability mass of the compared tokens."""
         mask = columns["response_mask"]
-        if not distillation.over_vocabulary:
+        if not distillation.config.over_vocabulary:
             return distillation.terms(logp, keep(columns["teacher_log_probs"], mask)), {}
         assert output.target_log_probs is not None, "the top-k tokens are among the targets"
         each = mask[..., None]

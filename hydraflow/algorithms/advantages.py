@@ -10,8 +10,8 @@ from __future__ import annotations
 from torch import Tensor
 
 from hydraflow.algorithms.config import ESTIMATORS, OF_ESTIMATORS, AlgorithmConfig, Estimator
-from hydraflow.algorithms.masked import keep
 from hydraflow.algorithms.samples import Samples
+from hydraflow.algorithms.token_terms import keep
 from hydraflow.algorithms.trained_tokens import TrainedTokens, row_sums, whiten
 
 

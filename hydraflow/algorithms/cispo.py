@@ -14,7 +14,7 @@ from hydraflow.algorithms.token_terms import TokenInputs, TokenTerms
 
 
 def cispo(tokens: TokenInputs, *, clip_ratio_low: float, clip_ratio_high: float) -> TokenTerms:
-    """Statistics: `actor/pg_clipfrac` tokens whose weight was clipped, `actor/ppo_kl` as in `vanilla`.
+    """Statistics: `actor/pg_clipfrac` tokens whose weight was clipped.
 
     >>> import torch
     >>> logp, zero = torch.tensor([[0.5]]).log(), torch.zeros(1, 1)
@@ -22,8 +22,7 @@ def cispo(tokens: TokenInputs, *, clip_ratio_low: float, clip_ratio_high: float)
     >>> cispo(tokens, clip_ratio_low=0.2, clip_ratio_high=0.2).loss  # -2 * 0.8 * log 0.5
     tensor([[1.1090]])
     """
-    log_ratio = bounded_log_ratio(tokens)
-    ratio = log_ratio.detach().exp()
+    ratio = bounded_log_ratio(tokens).detach().exp()
     weight = ratio.clamp(1.0 - clip_ratio_low, 1.0 + clip_ratio_high)
-    stats = {"actor/pg_clipfrac": (weight != ratio).to(ratio.dtype), "actor/ppo_kl": -log_ratio.detach()}
+    stats = {"actor/pg_clipfrac": (weight != ratio).to(ratio.dtype)}
     return TokenTerms(-tokens.advantages * weight * tokens.log_probs, stats)

@@ -29,16 +29,14 @@ def choose(
 
 def clip_cov(tokens: TokenInputs, *, clip_ratio_low: float, clip_ratio_high: float) -> TokenTerms:
     """Statistics: `actor/cov_chosen` the chosen tokens, `actor/pg_clipfrac` those and tokens whose ratio was
-    clipped, `actor/ppo_kl` as in `vanilla`."""
+    clipped."""
     assert tokens.chosen is not None, "clip_cov selects tokens over the mini-batch"
-    log_ratio, advantages = bounded_log_ratio(tokens), tokens.advantages
-    ratio = log_ratio.exp()
+    ratio, advantages = bounded_log_ratio(tokens).exp(), tokens.advantages
     plain = -advantages * ratio
     clipped = -advantages * ratio.clamp(1.0 - clip_ratio_low, 1.0 + clip_ratio_high)
     loss = torch.maximum(plain, clipped)
     stats = {
         "actor/cov_chosen": tokens.chosen.to(ratio.dtype),
         "actor/pg_clipfrac": (tokens.chosen | (clipped > plain)).to(ratio.dtype),
-        "actor/ppo_kl": -log_ratio.detach(),
     }
     return TokenTerms(torch.where(tokens.chosen, loss.detach(), loss), stats)

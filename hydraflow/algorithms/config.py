@@ -136,25 +136,18 @@ def estimator_of(name: str) -> Estimator:
     return ESTIMATORS.get(name, Estimator())
 
 
+_CLIP = ("clip_ratio_low", "clip_ratio_high")
+_DUAL_CLIP = (*_CLIP, "clip_ratio_c")
 POLICY_LOSSES = OwnChoices(
     {
-        "vanilla": Loss(
-            "hydraflow.algorithms.policy_loss:vanilla",
-            reads=("clip_ratio_low", "clip_ratio_high", "clip_ratio_c"),
-        ),
-        "gspo": Loss("hydraflow.algorithms.gspo:gspo", reads=("clip_ratio_low", "clip_ratio_high")),
+        "vanilla": Loss("hydraflow.algorithms.policy_loss:vanilla", reads=_DUAL_CLIP),
+        "gspo": Loss("hydraflow.algorithms.gspo:gspo", reads=_CLIP),
         "sapo": Loss("hydraflow.algorithms.sapo:sapo", reads=("tau_pos", "tau_neg")),
-        "cispo": Loss("hydraflow.algorithms.cispo:cispo", reads=("clip_ratio_low", "clip_ratio_high")),
-        "geo_mean": Loss(
-            "hydraflow.algorithms.geo_mean:geo_mean", reads=("clip_ratio_low", "clip_ratio_high")
-        ),
+        "cispo": Loss("hydraflow.algorithms.cispo:cispo", reads=_CLIP),
+        "geo_mean": Loss("hydraflow.algorithms.geo_mean:geo_mean", reads=_CLIP),
         "gpg": Loss("hydraflow.algorithms.reinforce:reinforce"),
-        "dppo_tv": Loss(
-            "hydraflow.algorithms.dppo:dppo_tv", reads=("clip_ratio_low", "clip_ratio_high", "clip_ratio_c")
-        ),
-        "dppo_kl": Loss(
-            "hydraflow.algorithms.dppo:dppo_kl", reads=("clip_ratio_low", "clip_ratio_high", "clip_ratio_c")
-        ),
+        "dppo_tv": Loss("hydraflow.algorithms.dppo:dppo_tv", reads=_DUAL_CLIP),
+        "dppo_kl": Loss("hydraflow.algorithms.dppo:dppo_kl", reads=_DUAL_CLIP),
         "dro": Loss("hydraflow.algorithms.dro:dro", reads=("dro_beta",)),
         "topr": Loss(
             "hydraflow.algorithms.topr:topr", reads=("topr_positive_weight", "topr_negative_weight")
@@ -166,13 +159,13 @@ POLICY_LOSSES = OwnChoices(
         "rec": Loss(
             "hydraflow.algorithms.rec:rec",
             reads=(
-                *("clip_ratio_low", "clip_ratio_high", "rec_clip_mode", "rec_weight", "rec_temp"),
+                *(*_CLIP, "rec_clip_mode", "rec_weight", "rec_temp"),
                 *("rec_epsilon_low_prime", "rec_epsilon_high_prime"),
             ),
         ),
         "clip_cov": Loss(
             "hydraflow.algorithms.clip_cov:clip_cov",
-            reads=("clip_ratio_low", "clip_ratio_high"),
+            reads=_CLIP,
             chooses=Implementation(
                 "hydraflow.algorithms.clip_cov:choose", reads=("clip_cov_ratio", "clip_cov_lb", "clip_cov_ub")
             ),

@@ -17,8 +17,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from hydraflow.algorithms.masked import keep
 from hydraflow.algorithms.policy_loss import LOG_RATIO_BOUND
+from hydraflow.algorithms.token_terms import keep
 
 
 @dataclass(frozen=True)

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from hydraflow.algorithms.correction import Correction, Rejection, Weighting
-from hydraflow.algorithms.masked import keep
 from hydraflow.algorithms.policy_loss import LOG_RATIO_BOUND
+from hydraflow.algorithms.token_terms import keep
 from hydraflow.metrics import Metric, from_moments, maximum, mean, minimum, spread
 
 PREFIX = "rollout_corr"

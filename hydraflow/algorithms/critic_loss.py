@@ -1,4 +1,4 @@
-"""The critic's whole loss.
+"""The critic's loss, per token and as a whole.
 
 In: a forward pass over a micro-batch and its columns, right padded to (B, R). Out: this micro-batch's part of
 the mini-batch's loss (parts add up), and metrics.
@@ -9,13 +9,28 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from hydraflow.algorithms.aggregate import Denominators, token_weights
-from hydraflow.algorithms.masked import keep
-from hydraflow.algorithms.token_terms import ValueOutput, token_metrics
-from hydraflow.algorithms.value_loss import clipped_value_loss
+from hydraflow.algorithms.token_terms import ModelOutput, TokenTerms, keep, token_metrics
 from hydraflow.metrics import Metric
+
+
+def clipped_value_loss(
+    values: Tensor, old_values: Tensor, returns: Tensor, *, cliprange: float
+) -> TokenTerms:
+    """Squared error with the change of the values clipped, as in PPO's reference implementation.
+
+        v_clip = clip(v, v_old - cliprange, v_old + cliprange)
+        loss   = max((v - G)^2, (v_clip - G)^2) / 2
+
+    Statistics: `critic/vf_clipfrac` tokens whose clipped error is the larger, `critic/vpred_mean` the values.
+    """
+    near = torch.minimum(torch.maximum(values, old_values - cliprange), old_values + cliprange)
+    plain, clipped = (values - returns) ** 2, (near - returns) ** 2
+    stats = {"critic/vf_clipfrac": (clipped > plain).to(values.dtype), "critic/vpred_mean": values.detach()}
+    return TokenTerms(0.5 * torch.maximum(plain, clipped), stats)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,7 +51,7 @@ class ValueLoss:
     """A name of LOSS_AGG_MODES."""
 
     def __call__(
-        self, output: ValueOutput, columns: Mapping[str, Tensor]
+        self, output: ModelOutput, columns: Mapping[str, Tensor]
     ) -> tuple[Tensor, dict[str, Metric]]:
         assert output.values is not None, "the critic's loss needs values"
         mask = columns["response_mask"]

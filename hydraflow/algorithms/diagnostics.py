@@ -25,10 +25,7 @@ def rollout_probs_diff(old_log_probs: Tensor, rollout_log_probs: Tensor, mask: T
     (0.25, 0.125)
     """
     trained = mask.bool()
-    ours, theirs = (
-        old_log_probs[trained].double().exp(),
-        rollout_log_probs[trained].double().exp(),
-    )  # (tokens,)
+    ours, theirs = (logp[trained].double().exp() for logp in (old_log_probs, rollout_log_probs))  # (tokens,)
     if not len(ours):
         return {}
     gap = (ours - theirs).abs()

@@ -25,7 +25,7 @@ def dppo_tv(
     tokens: TokenInputs, *, clip_ratio_low: float, clip_ratio_high: float, clip_ratio_c: float
 ) -> TokenTerms:
     """Total variation. Statistics: `actor/pg_clipfrac` tokens without a gradient, `actor/pg_clipfrac_lower`
-    kept tokens whose ratio was truncated, `actor/ppo_kl` as in `vanilla`.
+    kept tokens whose ratio was truncated.
 
     >>> logp, old = torch.tensor([[0.5]]).log(), torch.tensor([[0.4]]).log()
     >>> tokens = TokenInputs(logp, old, advantages=torch.ones(1, 1), mask=torch.ones(1, 1))
@@ -59,6 +59,5 @@ def _within(tokens: TokenInputs, divergence: Tensor, low: float, high: float, mo
     stats = {
         "actor/pg_clipfrac": (~keep).to(ratio.dtype),
         "actor/pg_clipfrac_lower": (keep & (ratio > most)).to(ratio.dtype),
-        "actor/ppo_kl": -log_ratio.detach(),
     }
     return TokenTerms(-tokens.advantages * keep * ratio.clamp(max=most) * tokens.log_probs, stats)

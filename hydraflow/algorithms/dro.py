@@ -9,12 +9,11 @@ whole responses; here, as in verl, they are tokens. There is no ratio, so nothin
 
 from __future__ import annotations
 
-from hydraflow.algorithms.policy_loss import bounded_log_ratio
 from hydraflow.algorithms.token_terms import TokenInputs, TokenTerms
 
 
 def dro(tokens: TokenInputs, *, dro_beta: float) -> TokenTerms:
-    """Statistics: `actor/ppo_kl` as in `vanilla`.
+    """No statistics.
 
     >>> import torch
     >>> half = torch.tensor([[-0.5]])
@@ -23,5 +22,4 @@ def dro(tokens: TokenInputs, *, dro_beta: float) -> TokenTerms:
     tensor([[0.7000]])
     """
     gap = tokens.log_probs - tokens.old_log_probs
-    loss = 0.5 * dro_beta * gap**2 - tokens.advantages * tokens.log_probs
-    return TokenTerms(loss, {"actor/ppo_kl": -bounded_log_ratio(tokens).detach()})
+    return TokenTerms(0.5 * dro_beta * gap**2 - tokens.advantages * tokens.log_probs)

@@ -34,9 +34,7 @@ class EntropyController:
         return used
 
     def state_dict(self) -> dict[str, float]:
-        """The current c."""
         return {"value": self.value}
 
     def load_state_dict(self, state: dict[str, float]) -> None:
-        """Restores a saved c."""
         self.value = state["value"]

@@ -13,25 +13,21 @@ from __future__ import annotations
 
 import torch
 
-from hydraflow.algorithms.policy_loss import bounded_log_ratio, bounded_row_means
-from hydraflow.algorithms.token_terms import TokenInputs, TokenTerms
+from hydraflow.algorithms.policy_loss import bounded_row_means
+from hydraflow.algorithms.token_terms import TokenInputs, TokenTerms, keep
 
 
 def geo_mean(tokens: TokenInputs, *, clip_ratio_low: float, clip_ratio_high: float) -> TokenTerms:
-    """Statistics: `actor/pg_clipfrac` tokens whose ratio was clipped, `actor/ppo_kl` as in `vanilla`.
+    """Statistics: `actor/pg_clipfrac` tokens whose ratio was clipped.
 
     >>> logp = torch.tensor([[0.1, 0.5]])
     >>> tokens = TokenInputs(logp, torch.zeros(1, 2), advantages=torch.ones(1, 2), mask=torch.ones(1, 2))
     >>> geo_mean(tokens, clip_ratio_low=0.4, clip_ratio_high=0.4).loss  # exp of the mean of 0.1 and 0.4
     tensor([[-1.2840, -1.2840]])
     """
-    gap = torch.where(tokens.mask.bool(), tokens.log_probs - tokens.old_log_probs, 0.0)
+    gap = keep(tokens.log_probs - tokens.old_log_probs, tokens.mask)
     clipped = torch.where(
         tokens.advantages > 0, gap.clamp(max=clip_ratio_high), gap.clamp(min=-clip_ratio_low)
     )
     ratio = bounded_row_means(clipped, tokens.mask).exp()  # (B, 1)
-    stats = {
-        "actor/pg_clipfrac": (clipped != gap).to(gap.dtype),
-        "actor/ppo_kl": -bounded_log_ratio(tokens).detach(),
-    }
-    return TokenTerms(-tokens.advantages * ratio, stats)
+    return TokenTerms(-tokens.advantages * ratio, {"actor/pg_clipfrac": (clipped != gap).to(gap.dtype)})

@@ -14,12 +14,12 @@ from __future__ import annotations
 
 import torch
 
-from hydraflow.algorithms.policy_loss import LOG_RATIO_BOUND, bounded_row_means
-from hydraflow.algorithms.token_terms import TokenInputs, TokenTerms
+from hydraflow.algorithms.policy_loss import bounded_row_means
+from hydraflow.algorithms.token_terms import TokenInputs, TokenTerms, keep
 
 
 def gspo(tokens: TokenInputs, *, clip_ratio_low: float, clip_ratio_high: float) -> TokenTerms:
-    """Statistics: `actor/pg_clipfrac` tokens of clipped rows, `actor/ppo_kl` as in `vanilla`.
+    """Statistics: `actor/pg_clipfrac` tokens of clipped rows.
 
     >>> logp = torch.tensor([[0.0, 0.2]])
     >>> tokens = TokenInputs(logp, torch.zeros(1, 2), advantages=torch.ones(1, 2), mask=torch.ones(1, 2))
@@ -28,11 +28,8 @@ def gspo(tokens: TokenInputs, *, clip_ratio_low: float, clip_ratio_high: float) 
     tensor([[-1.1052, -1.1052]])
     """
     logp, advantages = tokens.log_probs, tokens.advantages
-    difference = torch.where(tokens.mask.bool(), logp - tokens.old_log_probs, 0.0)
-    of_row = bounded_row_means(difference, tokens.mask)  # (B, 1)
+    of_row = bounded_row_means(keep(logp - tokens.old_log_probs, tokens.mask), tokens.mask)  # (B, 1)
     ratio = (of_row.detach() + logp - logp.detach()).exp()
     plain = -advantages * ratio
     clipped = -advantages * ratio.clamp(1.0 - clip_ratio_low, 1.0 + clip_ratio_high)
-    kl = -difference.detach().clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
-    stats = {"actor/pg_clipfrac": (clipped > plain).to(logp.dtype), "actor/ppo_kl": kl}
-    return TokenTerms(torch.maximum(plain, clipped), stats)
+    return TokenTerms(torch.maximum(plain, clipped), {"actor/pg_clipfrac": (clipped > plain).to(logp.dtype)})

@@ -11,13 +11,11 @@ token on its own. ROLL does that under this paper's name.
 
 from __future__ import annotations
 
-from hydraflow.algorithms.masked import keep
-from hydraflow.algorithms.policy_loss import bounded_log_ratio
-from hydraflow.algorithms.token_terms import TokenInputs, TokenTerms
+from hydraflow.algorithms.token_terms import TokenInputs, TokenTerms, keep
 
 
 def kimi15(tokens: TokenInputs, *, kimi15_tau: float) -> TokenTerms:
-    """Statistics: `actor/ppo_kl` as in `vanilla`.
+    """No statistics.
 
     >>> import torch
     >>> logp, one = torch.tensor([[-1.0, -2.0]]), torch.ones(1, 2)
@@ -26,5 +24,4 @@ def kimi15(tokens: TokenInputs, *, kimi15_tau: float) -> TokenTerms:
     """
     gap = keep(tokens.log_probs - tokens.old_log_probs, tokens.mask)
     of_row = gap.sum(dim=1, keepdim=True)  # (B, 1)
-    loss = 0.5 * kimi15_tau * of_row * gap - tokens.advantages * tokens.log_probs
-    return TokenTerms(loss, {"actor/ppo_kl": -bounded_log_ratio(tokens).detach()})
+    return TokenTerms(0.5 * kimi15_tau * of_row * gap - tokens.advantages * tokens.log_probs)

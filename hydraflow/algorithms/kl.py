@@ -19,7 +19,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from hydraflow.algorithms.masked import keep
+from hydraflow.algorithms.token_terms import keep
 from hydraflow.algorithms.trained_tokens import row_sums
 
 KLEstimator = Callable[[Tensor, Tensor], Tensor]
@@ -57,15 +57,7 @@ def with_k2_gradient(estimator: KLEstimator) -> KLEstimator:
     return estimate
 
 
-_PLAIN: dict[str, KLEstimator] = {
-    "kl": k1,
-    "k1": k1,
-    "abs": absolute,
-    "mse": k2,
-    "k2": k2,
-    "low_var_kl": k3,
-    "k3": k3,
-}
+_PLAIN = {"kl": k1, "k1": k1, "abs": absolute, "mse": k2, "k2": k2, "low_var_kl": k3, "k3": k3}
 KL_ESTIMATORS: dict[str, KLEstimator] = _PLAIN | {
     f"{name}+": with_k2_gradient(plain) for name, plain in _PLAIN.items()
 }

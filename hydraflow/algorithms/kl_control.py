@@ -6,6 +6,8 @@ use.
 
 from __future__ import annotations
 
+from hydraflow.algorithms.config import KLControlConfig
+
 
 class KLController:
     """A constant. It has no state: a resumed run takes the coefficient from its configuration."""
@@ -52,12 +54,8 @@ class AdaptiveKLController(KLController):
         self.value = state["value"]
 
 
-KL_CONTROLLERS = ("fixed", "adaptive")
-
-
-def make_kl_controller(kind: str, *, kl_coef: float, target_kl: float, horizon: int) -> KLController:
-    """The controller that `algorithm.kl_ctrl.type` names, one of KL_CONTROLLERS."""
-    assert kind in KL_CONTROLLERS, kind
-    if kind == "fixed":
-        return KLController(kl_coef)
-    return AdaptiveKLController(kl_coef, target_kl=target_kl, horizon=horizon)
+def make_kl_controller(config: KLControlConfig) -> KLController:
+    """The controller that `algorithm.kl_ctrl.type` names."""
+    if config.type == "fixed":
+        return KLController(config.kl_coef)
+    return AdaptiveKLController(config.kl_coef, target_kl=config.target_kl, horizon=config.horizon)

@@ -28,9 +28,9 @@ def choose(covariances: Tensor, draws: Tensor, *, kl_cov_ratio: float) -> tuple[
 
 
 def kl_cov(tokens: TokenInputs, *, ppo_kl_coef: float) -> TokenTerms:
-    """Statistics: `actor/cov_chosen` the chosen tokens, `actor/ppo_kl` as in `vanilla`."""
+    """Statistics: `actor/cov_chosen` the chosen tokens."""
     assert tokens.chosen is not None, "kl_cov chooses tokens over the mini-batch"
     log_ratio = bounded_log_ratio(tokens)
     penalty = torch.where(tokens.chosen, ppo_kl_coef * log_ratio.abs(), 0.0)
-    stats = {"actor/cov_chosen": tokens.chosen.to(log_ratio.dtype), "actor/ppo_kl": -log_ratio.detach()}
+    stats = {"actor/cov_chosen": tokens.chosen.to(log_ratio.dtype)}
     return TokenTerms(-tokens.advantages * log_ratio.exp() + penalty, stats)

@@ -38,11 +38,10 @@ def less_the_soft_best(scores: Tensor, *, group_ids: Tensor, opmd_tau: float) ->
 
 
 def opmd(tokens: TokenInputs, *, opmd_tau: float) -> TokenTerms:
-    """Statistics: `actor/ppo_kl` as in `vanilla`.
+    """No statistics.
 
     >>> half = torch.tensor([[0.5]]).log()
     >>> opmd(TokenInputs(half, half, torch.tensor([[2.0]]), torch.ones(1, 1)), opmd_tau=1.0).loss  # log 2
     tensor([[0.6931]])
     """
-    terms = reinforce(tokens)
-    return TokenTerms(terms.loss / (1 + opmd_tau), terms.stats)
+    return TokenTerms(reinforce(tokens).loss / (1 + opmd_tau))

@@ -46,11 +46,10 @@ def vanilla(
                 at most -A clip_ratio_c where A < 0
 
     Statistics: `actor/pg_clipfrac` tokens whose ratio was clipped, `actor/pg_clipfrac_lower` tokens at the
-    dual clip, `actor/ppo_kl` the mean of `old_log_probs - log_probs`.
+    dual clip.
     """
     advantages = tokens.advantages
-    log_ratio = bounded_log_ratio(tokens)
-    ratio = log_ratio.exp()
+    ratio = bounded_log_ratio(tokens).exp()
     plain = -advantages * ratio
     clipped = -advantages * ratio.clamp(1.0 - clip_ratio_low, 1.0 + clip_ratio_high)
     worst = torch.maximum(plain, clipped)
@@ -59,6 +58,5 @@ def vanilla(
     stats = {
         "actor/pg_clipfrac": (clipped > plain).to(ratio.dtype),
         "actor/pg_clipfrac_lower": ((worst > bound) & negative).to(ratio.dtype),
-        "actor/ppo_kl": -log_ratio.detach(),
     }
     return TokenTerms(torch.where(negative, torch.minimum(worst, bound), worst), stats)

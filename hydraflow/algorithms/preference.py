@@ -21,20 +21,8 @@ from torch import Tensor
 from hydraflow import metrics
 from hydraflow.algorithms.aggregate import Denominators
 from hydraflow.algorithms.config import PREFERENCE_LOSSES, BradleyTerryConfig, PreferenceConfig
-from hydraflow.algorithms.masked import keep
+from hydraflow.algorithms.token_terms import ModelOutput, keep
 from hydraflow.metrics import Metric
-
-
-class PairOutput(Protocol):
-    """The part of a forward pass that a loss over pairs reads: of a policy or of a value model."""
-
-    @property
-    def log_probs(self) -> Tensor | None:
-        """(B, R) of the response's tokens."""
-
-    @property
-    def values(self) -> Tensor | None:
-        """(B, R)."""
 
 
 class Objective(Protocol):
@@ -138,7 +126,9 @@ class PairLoss:
     """Counts of the whole mini-batch, over all data ranks; each of its rows has a trained token."""
     objective: Objective
 
-    def __call__(self, output: PairOutput, columns: Mapping[str, Tensor]) -> tuple[Tensor, dict[str, Metric]]:
+    def __call__(
+        self, output: ModelOutput, columns: Mapping[str, Tensor]
+    ) -> tuple[Tensor, dict[str, Metric]]:
         answer = output.log_probs if self.objective.head == "policy" else output.values
         assert answer is not None, f"the loss needs the outputs of a {self.objective.head} model"
         scores = keep(self.objective.token_scores(answer, columns), columns["response_mask"]).sum(1)  # (B,)

@@ -35,7 +35,7 @@ def rec(
     rec_epsilon_low_prime: float,
     rec_epsilon_high_prime: float,
 ) -> TokenTerms:
-    """Statistics: `actor/pg_clipfrac` tokens without a gradient, `actor/ppo_kl` as in `vanilla`.
+    """Statistics: `actor/pg_clipfrac` tokens without a gradient.
 
     >>> ratio, zero = torch.tensor([[0.5, 1.5]]), torch.zeros(1, 2)
     >>> tokens = TokenInputs(ratio.log(), zero, advantages=zero + 1, mask=zero + 1)
@@ -44,14 +44,12 @@ def rec(
     ...     **keys).loss  # log 2, and nothing for the ratio above 1.2
     tensor([[0.6931, -0.0000]])
     """
-    log_ratio, advantages = bounded_log_ratio(tokens), tokens.advantages
-    ratio = log_ratio.detach().exp()
+    ratio, advantages = bounded_log_ratio(tokens).detach().exp(), tokens.advantages
     inner = 1 - clip_ratio_low, 1 + clip_ratio_high
     outer = 1 - rec_epsilon_low_prime, 1 + rec_epsilon_high_prime
     keep = _kept(rec_clip_mode, ratio, advantages, inner, outer)
     weight = keep.to(ratio.dtype) * _weights(rec_weight, ratio, advantages, rec_temp)
-    stats = {"actor/pg_clipfrac": (~keep).to(ratio.dtype), "actor/ppo_kl": -log_ratio.detach()}
-    return TokenTerms(-advantages * weight * tokens.log_probs, stats)
+    return TokenTerms(-advantages * weight * tokens.log_probs, {"actor/pg_clipfrac": (~keep).to(ratio.dtype)})
 
 
 def _kept(

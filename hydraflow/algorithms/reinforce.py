@@ -8,17 +8,15 @@ is GPG's loss (Chu et al. 2025, https://arxiv.org/abs/2504.02546); the rest of G
 
 from __future__ import annotations
 
-from hydraflow.algorithms.policy_loss import bounded_log_ratio
 from hydraflow.algorithms.token_terms import TokenInputs, TokenTerms
 
 
 def reinforce(tokens: TokenInputs) -> TokenTerms:
-    """Statistics: `actor/ppo_kl` as in `vanilla`.
+    """No statistics.
 
     >>> import torch
     >>> half = torch.tensor([[0.5]]).log()
     >>> reinforce(TokenInputs(half, half, torch.tensor([[2.0]]), torch.ones(1, 1))).loss  # 2 log 2
     tensor([[1.3863]])
     """
-    stats = {"actor/ppo_kl": -bounded_log_ratio(tokens).detach()}
-    return TokenTerms(-tokens.advantages * tokens.log_probs, stats)
+    return TokenTerms(-tokens.advantages * tokens.log_probs)

@@ -40,9 +40,7 @@ class RunningMoments:
         self.count = whole
 
     def state_dict(self) -> dict[str, float]:
-        """What a resumed run needs."""
         return {"count": self.count, "mean": self.mean, "squares": self._squares}
 
     def load_state_dict(self, state: dict[str, float]) -> None:
-        """Restores a saved state."""
         self.count, self.mean, self._squares = int(state["count"]), state["mean"], state["squares"]

@@ -14,13 +14,12 @@ from hydraflow.algorithms.token_terms import TokenInputs, TokenTerms
 
 
 def sapo(tokens: TokenInputs, *, tau_pos: float, tau_neg: float) -> TokenTerms:
-    """Statistics: `actor/ppo_kl` as in `vanilla`.
+    """No statistics.
 
     >>> one = torch.ones(1, 1)
     >>> sapo(TokenInputs(one, one, one, one), tau_pos=1.0, tau_neg=1.05).loss  # -4 sigmoid(0)
     tensor([[-2.]])
     """
-    log_ratio = bounded_log_ratio(tokens)
-    tau = torch.full_like(log_ratio, tau_neg).masked_fill(tokens.advantages > 0, tau_pos)
-    gate = torch.sigmoid(tau * (log_ratio.exp() - 1.0)) * 4.0 / tau
-    return TokenTerms(-tokens.advantages * gate, {"actor/ppo_kl": -log_ratio.detach()})
+    ratio = bounded_log_ratio(tokens).exp()
+    tau = torch.full_like(ratio, tau_neg).masked_fill(tokens.advantages > 0, tau_pos)
+    return TokenTerms(-tokens.advantages * (torch.sigmoid(tau * (ratio - 1.0)) * 4.0 / tau))

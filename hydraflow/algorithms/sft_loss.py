@@ -13,8 +13,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from hydraflow.algorithms.aggregate import Denominators
-from hydraflow.algorithms.masked import masked_sum
-from hydraflow.algorithms.token_terms import PolicyOutput, token_metrics
+from hydraflow.algorithms.token_terms import ModelOutput, keep, token_metrics
 from hydraflow.metrics import Metric
 
 
@@ -32,9 +31,9 @@ class SFTLoss:
     """Name of the metric; validation uses a different one."""
 
     def __call__(
-        self, output: PolicyOutput, columns: Mapping[str, Tensor]
+        self, output: ModelOutput, columns: Mapping[str, Tensor]
     ) -> tuple[Tensor, dict[str, Metric]]:
         assert output.log_probs is not None, "the loss needs log-probabilities"
         mask = columns["response_mask"]
-        loss = -masked_sum(output.log_probs, mask) / max(self.denominators.tokens, 1.0)
+        loss = -keep(output.log_probs, mask).sum() / max(self.denominators.tokens, 1.0)
         return loss, token_metrics(mask, {self.metric: -output.log_probs}, {})

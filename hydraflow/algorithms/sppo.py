@@ -16,7 +16,7 @@ from hydraflow.algorithms.token_terms import TokenInputs, TokenTerms
 
 
 def sppo(tokens: TokenInputs, *, sppo_epsilon: float) -> TokenTerms:
-    """Statistics: `actor/pg_clipfrac` tokens whose ratio was clipped, `actor/ppo_kl` as in `vanilla`.
+    """Statistics: `actor/pg_clipfrac` tokens whose ratio was clipped.
 
     >>> import torch
     >>> ratio, zero = torch.tensor([[1.2, 3.0]]), torch.zeros(1, 2)
@@ -26,8 +26,5 @@ def sppo(tokens: TokenInputs, *, sppo_epsilon: float) -> TokenTerms:
     """
     log_ratio, bound = bounded_log_ratio(tokens), math.log1p(sppo_epsilon)
     clipped = log_ratio.clamp(-bound, bound)
-    stats = {
-        "actor/pg_clipfrac": (clipped != log_ratio).to(log_ratio.dtype),
-        "actor/ppo_kl": -log_ratio.detach(),
-    }
+    stats = {"actor/pg_clipfrac": (clipped != log_ratio).to(log_ratio.dtype)}
     return TokenTerms(-tokens.advantages * clipped, stats)

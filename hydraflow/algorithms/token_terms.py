@@ -6,14 +6,12 @@ In: tensors (B, R) and a mask. Out: `Metric`s that merge exactly over micro-batc
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Protocol
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from hydraflow import metrics
-from hydraflow.algorithms.masked import masked_sum
 from hydraflow.metrics import Metric
 
 
@@ -38,32 +36,29 @@ class TokenTerms:
 
     loss: Tensor
     """(B, R) before any weighting."""
-    stats: dict[str, Tensor]
+    stats: dict[str, Tensor] = field(default_factory=dict)
     """Metric name -> (B, R); reported as means over trained tokens."""
 
 
-class PolicyOutput(Protocol):
-    """The part of a forward pass that a policy loss reads."""
+@dataclass(frozen=True)
+class ModelOutput:
+    """A model's output for B rows with up to R response tokens: (B, R), right padded, 0 where
+    response_mask is 0."""
 
-    @property
-    def log_probs(self) -> Tensor | None:
-        """(B, R) of the response's tokens."""
-
-    @property
-    def entropy(self) -> Tensor | None:
-        """(B, R), or None if not requested."""
-
-    @property
-    def target_log_probs(self) -> Tensor | None:
-        """(B, R, K) of the teacher's top-k tokens, for losses over them."""
+    log_probs: Tensor | None = None
+    """Log-probability of each response token (policy)."""
+    entropy: Tensor | None = None
+    """Entropy in nats of each token's distribution (policy, on request)."""
+    values: Tensor | None = None
+    """Value estimate for the state before each token (value model)."""
+    target_log_probs: Tensor | None = None
+    """(B, R, K): log-probabilities of the teacher's top-k tokens, for losses over them."""
 
 
-class ValueOutput(Protocol):
-    """The part of a forward pass that a critic loss reads."""
-
-    @property
-    def values(self) -> Tensor | None:
-        """(B, R)."""
+def keep(values: Tensor, mask: Tensor) -> Tensor:
+    """`values` with 0 where the mask (bool, or numbers 0 and 1) is 0; no gradient flows there. What is
+    replaced never matters, NaN and infinity included."""
+    return values.masked_fill(~mask.bool(), 0.0)
 
 
 @torch.no_grad()
@@ -72,7 +67,7 @@ def token_metrics(mask: Tensor, stats: Mapping[str, Tensor], sums: Mapping[str, 
 
     Each of `sums` is a part of a loss whose parts add up. One transfer from the device for all of them.
     """
-    scalars = [mask.bool().sum(), *(masked_sum(stat, mask) for stat in stats.values()), *sums.values()]
+    scalars = [mask.bool().sum(), *(keep(stat, mask).sum() for stat in stats.values()), *sums.values()]
     count, *rest = torch.stack([scalar.detach().to(torch.float64) for scalar in scalars]).tolist()
     means = {name: metrics.mean(value / max(count, 1.0), count) for name, value in zip(stats, rest)}
     return means | {name: metrics.summed(value) for name, value in zip(sums, rest[len(stats) :])}

@@ -13,25 +13,20 @@ from __future__ import annotations
 
 import torch
 
-from hydraflow.algorithms.policy_loss import bounded_log_ratio
-from hydraflow.algorithms.token_terms import TokenInputs, TokenTerms
+from hydraflow.algorithms.token_terms import TokenInputs, TokenTerms, keep
 
 
 def topr(tokens: TokenInputs, *, topr_positive_weight: float, topr_negative_weight: float) -> TokenTerms:
-    """Statistics: `actor/pg_clipfrac` tokens with a negative advantage in rows whose ratio was above 1,
-    `actor/ppo_kl` as in `vanilla`.
+    """Statistics: `actor/pg_clipfrac` tokens with a negative advantage in rows whose ratio was above 1.
 
     >>> logp = torch.tensor([[-1.0, -1.0]])
     >>> tokens = TokenInputs(logp, torch.zeros(1, 2), torch.tensor([[1.0, -1.0]]), mask=torch.ones(1, 2))
     >>> topr(tokens, topr_positive_weight=2.0, topr_negative_weight=1.0).loss  # 2, and exp(-2) for the second
     tensor([[ 2.0000, -0.1353]])
     """
-    gap = torch.where(tokens.mask.bool(), tokens.log_probs - tokens.old_log_probs, 0.0).detach()
+    gap = keep(tokens.log_probs - tokens.old_log_probs, tokens.mask).detach()
     of_row = gap.sum(dim=1, keepdim=True)  # (B, 1)
     negative = tokens.advantages <= 0
     weight = torch.where(negative, topr_negative_weight * of_row.clamp(max=0.0).exp(), topr_positive_weight)
-    stats = {
-        "actor/pg_clipfrac": ((tokens.advantages < 0) & (of_row > 0)).to(gap.dtype),
-        "actor/ppo_kl": -bounded_log_ratio(tokens).detach(),
-    }
+    stats = {"actor/pg_clipfrac": ((tokens.advantages < 0) & (of_row > 0)).to(gap.dtype)}
     return TokenTerms(-tokens.advantages * weight * tokens.log_probs, stats)

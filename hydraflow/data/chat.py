@@ -39,13 +39,6 @@ def _is_message(value: Any) -> bool:
     return all(isinstance(text, str) for text in texts)
 
 
-def require_template(tokenizer: PreTrainedTokenizerBase) -> None:
-    """Raises `ConfigError` when the tokenizer has no chat template."""
-    if not tokenizer.chat_template:
-        remedy = "set the model's custom_chat_template, or use an instruction-tuned model"
-        raise ConfigError.one("tokenizer", tokenizer.name_or_path or None, "has no chat template", remedy)
-
-
 def tokenise_chats(
     tokenizer: PreTrainedTokenizerBase,
     chats: Sequence[Messages],

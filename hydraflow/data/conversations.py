@@ -22,7 +22,7 @@ import numpy as np
 import torch
 
 from hydraflow.data import turns as turns_of
-from hydraflow.data.chat import Messages, as_messages, require_template, tokenise_chats
+from hydraflow.data.chat import Messages, as_messages, tokenise_chats
 from hydraflow.data.config import ExamplesConfig, SFTDataConfig
 from hydraflow.data.files import FileRecord, raise_problems, read_records, require_columns
 from hydraflow.errors import ConfigError
@@ -34,7 +34,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-TRUNCATIONS = ("error", "left", "right")
 _REWRITES = """message {}: the chat template writes the conversation up to it differently when more follows, \
 so its tokens cannot be identified"""
 _INSTEAD = "set a custom_chat_template with {% generation %} markers, or write one row per assistant turn"
@@ -88,8 +87,6 @@ class ConversationDataset:
         key: str = "data.train_files",
         max_samples: int = -1,
     ):
-        assert config.truncation in TRUNCATIONS, config.truncation
-        require_template(tokenizer)
         records, chats = read_chats(config, files, key=key, max_samples=max_samples)
         conversations = tokenised(tokenizer, chats, records, config)
         cut = [truncated(c, config.max_length, config.truncation) for c in conversations]

@@ -87,7 +87,10 @@ class PromptLoader:
     def order(self) -> np.ndarray:
         """Row numbers of the current epoch in the order in which they are drawn, (rows,) int64."""
         if self._order is None or self._order[0] != self.epoch:
-            self._order = (self.epoch, self._draw_order())
+            drawn = np.arange(len(self.dataset))
+            if self.shuffle:
+                drawn = np.random.default_rng([self.seed, self.epoch]).permutation(drawn)
+            self._order = (self.epoch, drawn)
         return self._order[1]
 
     def state(self) -> dict[str, Any]:
@@ -113,12 +116,6 @@ class PromptLoader:
         """What the order of the rows depends on."""
         names = ("batch_size", "seed", "shuffle", "drop_last")
         return {"rows": len(self.dataset), **{name: getattr(self, name) for name in names}}
-
-    def _draw_order(self) -> np.ndarray:
-        rows = len(self.dataset)
-        if not self.shuffle:
-            return np.arange(rows)
-        return np.random.default_rng([self.seed, self.epoch]).permutation(rows)
 
     def _roll_over(self) -> None:
         if self.position >= len(self):

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from hydraflow.data.chat import Messages, as_messages, require_template
+from hydraflow.data.chat import Messages, as_messages
 from hydraflow.data.config import GradedPairsConfig, PairsConfig
 from hydraflow.data.conversations import (
     Conversation,
@@ -55,7 +55,6 @@ class PairDataset:
         key: str = "data.train_files",
         max_samples: int = -1,
     ):
-        require_template(tokenizer)
         records, pairs = read_pairs(config, files, key=key, max_samples=max_samples)
         chosen, rejected = (
             tokenised(tokenizer, [pair[side] for pair in pairs], records, config) for side in (0, 1)

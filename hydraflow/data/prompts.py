@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from hydraflow.data.chat import Messages, as_messages, require_template, tokenise_chats
+from hydraflow.data.chat import Messages, as_messages, tokenise_chats
 from hydraflow.data.config import DataConfig, PromptConfig
 from hydraflow.data.files import FileRecord, raise_problems, read_records
 from hydraflow.errors import ConfigError
@@ -27,8 +27,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 logger = logging.getLogger(__name__)
-
-TRUNCATIONS = ("error", "left", "right", "middle")
 
 
 class PromptDataset:
@@ -51,8 +49,6 @@ class PromptDataset:
         key: str = "data.train_files",
         max_samples: int = -1,
     ):
-        assert config.truncation in TRUNCATIONS, config.truncation
-        require_template(tokenizer)
         records, chats = read_prompts(config, files, key=key, max_samples=max_samples)
         options = config.apply_chat_template_kwargs
         ids = tokenise_chats(tokenizer, chats, records, add_generation_prompt=True, template_kwargs=options)

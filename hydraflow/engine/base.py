@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
+from hydraflow.algorithms.token_terms import ModelOutput
 from hydraflow.metrics import Metric
 from hydraflow.models.adapters import Form
 from hydraflow.models.ask import LOG_PROBS, Ask
@@ -30,21 +31,6 @@ from hydraflow.protocol.fields import FIELDS, RESPONSE, ROW
 if TYPE_CHECKING:
     from hydraflow.engine.micro_batcher import MicroBatcher
     from hydraflow.models.packing import PackedBatch
-
-
-@dataclass(frozen=True)
-class ModelOutput:
-    """A model's output for B rows with up to R response tokens: (B, R), right padded, 0 where
-    response_mask is 0."""
-
-    log_probs: torch.Tensor | None = None
-    """Log-probability of each response token (policy)."""
-    entropy: torch.Tensor | None = None
-    """Entropy in nats of each token's distribution (policy, on request)."""
-    values: torch.Tensor | None = None
-    """Value estimate for the state before each token (value model)."""
-    target_log_probs: torch.Tensor | None = None
-    """(B, R, K): log-probabilities of the teacher's top-k tokens, for losses over them."""
 
 
 LossFn = Callable[[ModelOutput, Mapping[str, torch.Tensor]], tuple[torch.Tensor, dict[str, Metric]]]

@@ -11,7 +11,8 @@ from __future__ import annotations
 import io
 import pickle
 import pickletools
-from collections.abc import Mapping
+import re
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,14 +20,13 @@ from typing import Any
 import torch
 
 from hydraflow.engine.inert import record_type
-from hydraflow.errors import ConfigError
+from hydraflow.engine.stored.pieces import ByteRange, Piece, Shape, StoredTensor
+from hydraflow.errors import ConfigError, Problem
 
 SHARDS, INDEX = "dcp", ".metadata"
 """Folder of a role's checkpoint, and the file in it."""
 LARGEST = 2**31
 """Bytes of an index; one of a million pieces has 150 MB."""
-
-Shape = tuple[int, ...]
 
 _INERT = {
     "torch.distributed.checkpoint.metadata": {
@@ -53,42 +53,34 @@ _BROKEN = (AttributeError, TypeError, ValueError, LookupError)
 
 
 @dataclass(frozen=True)
-class FileRange:
-    """A range of a file, written by torch.save."""
-
-    file: str
-    """File name, in the folder of the index."""
-    offset: int
-    length: int
-
-
-@dataclass(frozen=True)
-class Chunk:
-    """A box of a tensor, and where its numbers are."""
-
-    start: Shape
-    shape: Shape
-    place: FileRange
-
-
-@dataclass(frozen=True)
-class IndexedTensor:
-    """A tensor as the index describes it."""
-
-    dtype: torch.dtype
-    shape: Shape
-    chunks: tuple[Chunk, ...]
-
-
-@dataclass(frozen=True)
 class Index:
     """What a checkpoint holds."""
 
-    tensors: dict[str, IndexedTensor]
+    folder: Path
+    """Of the index and the files that it names."""
+    tensors: dict[str, StoredTensor]
     objects: dict[str, int]
     """Pickled objects other than tensors, which are never read -> their size in bytes."""
     ends: dict[str, int]
     """File -> its minimum size in bytes."""
+
+    @property
+    def last_writer(self) -> int:
+        """The last rank that wrote a file."""
+        named = (re.fullmatch(r"__(\d+)_\d+\.distcp", name) for name in self.ends)
+        return max((int(found[1]) for found in named if found), default=0)
+
+    def missing_parts(self, tensors: Iterable[StoredTensor]) -> Iterator[Problem]:
+        """Missing or truncated files, and which of these tensors their pieces do not cover."""
+        for name, end in sorted(self.ends.items()):
+            file = self.folder / name
+            if not file.is_file():
+                yield Problem(str(file), None, f"this shard is missing; the index expects {end} bytes of it")
+            elif (size := file.stat().st_size) < end:
+                yield Problem(str(file), None, f"is truncated: {size} of {end} bytes")
+        for tensor in tensors:
+            if hole := tensor.holes():
+                yield Problem(str(self.folder / INDEX), None, hole)
 
 
 def read_index(checkpoint: Path, shards: str = SHARDS) -> Index:
@@ -104,7 +96,7 @@ def read_index(checkpoint: Path, shards: str = SHARDS) -> Index:
         rule = f"holds a {type(found).__name__}, not the index of a distributed checkpoint"
         raise ConfigError.one(str(file), None, rule)
     try:
-        return _checked(found)
+        return _checked(found, file.parent)
     except _BROKEN as error:  # a record without what an index says of every tensor
         raise ConfigError.one(str(file), None, f"is damaged: {error or type(error).__name__}") from error
 
@@ -155,14 +147,14 @@ class _InertUnpickler(pickle.Unpickler):
         raise pickle.UnpicklingError(f"it names {module}.{name}, which no index holds; nothing was executed")
 
 
-def _checked(found: Any) -> Index:
-    places: dict[str, dict[Shape, FileRange]] = {}
+def _checked(found: Any, folder: Path) -> Index:
+    places: dict[str, dict[Shape, ByteRange]] = {}
     ends: dict[str, int] = {}
     for key, info in found.storage_data.items():
-        place = _place(info)
+        place = _place(info, folder)
         places.setdefault(key.fqn, {})[_shape(getattr(key, "offset", None) or ())] = place
-        ends[place.file] = max(ends.get(place.file, 0), place.offset + place.length)
-    tensors: dict[str, IndexedTensor] = {}
+        ends[place.file.name] = max(ends.get(place.file.name, 0), place.offset + place.length)
+    tensors: dict[str, StoredTensor] = {}
     objects: dict[str, int] = {}
     for name, entry in found.state_dict_metadata.items():
         held = places.get(name, {})
@@ -172,10 +164,10 @@ def _checked(found: Any) -> Index:
             tensors[name] = _tensor(name, entry, held)
         else:
             objects[name] = sum(place.length for place in held.values())
-    return Index(tensors, objects, ends)
+    return Index(folder, tensors, objects, ends)
 
 
-def _place(info: Any) -> FileRange:
+def _place(info: Any, folder: Path) -> ByteRange:
     name = info.relative_path
     if not isinstance(name, str):
         raise ValueError(f"it names a file by a {type(name).__name__}")
@@ -183,20 +175,22 @@ def _place(info: Any) -> FileRange:
         raise ValueError(f"it names the file {name[:80]!r}, which is not beside it")
     if getattr(info, "transform_descriptors", None):
         raise ValueError(f"{name} is compressed or otherwise transformed, which cannot be read")
-    return FileRange(name, _count(info.offset), _count(info.length))
+    return ByteRange(folder / name, _count(info.offset), _count(info.length))
 
 
-def _tensor(name: str, entry: Any, places: Mapping[Shape, FileRange]) -> IndexedTensor:
-    dtype, chunks = entry.properties.state[0], []
+def _tensor(name: str, entry: Any, places: Mapping[Shape, ByteRange]) -> StoredTensor:
+    dtype, shape, pieces = entry.properties.state[0], _shape(entry.size), []
     if not isinstance(dtype, torch.dtype):
         raise ValueError(f"{name} has a {type(dtype).__name__} for its type of numbers")
     for chunk in entry.chunks:
-        start = _shape(chunk.offsets)
+        start, size = _shape(chunk.offsets), _shape(chunk.sizes)
+        if not len(start) == len(size) == len(shape):
+            raise ValueError(f"{name} has a piece {list(size)} at {list(start)}, and the shape {list(shape)}")
         place = places.get(start) or places.get(())  # a whole tensor may be filed without an offset
         if place is None:
             raise ValueError(f"{name} has a piece at {list(start)} that is in no file")
-        chunks.append(Chunk(start, _shape(chunk.sizes), place))
-    return IndexedTensor(dtype, _shape(entry.size), tuple(chunks))
+        pieces.append(Piece(start, size, place, archived=True))
+    return StoredTensor(name, dtype, shape, tuple(pieces))
 
 
 def _shape(value: Any) -> Shape:

@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from hydraflow.engine.dcp_index import SHARDS, Index, IndexedTensor, read_tensors_alone
+from hydraflow.engine.dcp_index import SHARDS, Index, read_tensors_alone
 
 
 class RoleCheckpointReader(dcp.FileSystemReader):
@@ -39,16 +39,15 @@ class RoleCheckpointReader(dcp.FileSystemReader):
 
 
 def _metadata(index: Index) -> Metadata:
-    entries: dict[str, STORAGE_TYPES] = {name: _entry(tensor) for name, tensor in index.tensors.items()}
+    entries: dict[str, STORAGE_TYPES] = {}
     places = {}
     for name, tensor in index.tensors.items():
-        for chunk in tensor.chunks:
-            place = chunk.place
-            places[MetadataIndex(name, chunk.start)] = _StorageInfo(place.file, place.offset, place.length)
+        chunks = []
+        for piece in tensor.pieces:
+            start, place = torch.Size(piece.start), piece.byte_range
+            chunks.append(ChunkStorageMetadata(start, torch.Size(piece.shape)))
+            places[MetadataIndex(name, start)] = _StorageInfo(place.file.name, place.offset, place.length)
+        entries[name] = TensorStorageMetadata(
+            TensorProperties(tensor.dtype), torch.Size(tensor.shape), chunks
+        )
     return Metadata(entries, storage_data=places)
-
-
-def _entry(tensor: IndexedTensor) -> TensorStorageMetadata:
-    boxes = ((torch.Size(chunk.start), torch.Size(chunk.shape)) for chunk in tensor.chunks)
-    chunks = [ChunkStorageMetadata(start, shape) for start, shape in boxes]
-    return TensorStorageMetadata(TensorProperties(tensor.dtype), torch.Size(tensor.shape), chunks)

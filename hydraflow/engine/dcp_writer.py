@@ -24,7 +24,8 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from hydraflow.engine.dcp_index import INDEX, FileRange
+from hydraflow.engine.dcp_index import INDEX
+from hydraflow.engine.stored.pieces import ByteRange
 
 
 class CheckpointWriter:
@@ -35,16 +36,16 @@ class CheckpointWriter:
         self._entries: dict[str, STORAGE_TYPES] = {}
         self._places: dict[MetadataIndex, _StorageInfo] = {}
 
-    def write(self, content: Any, rank: int) -> FileRange:
+    def write(self, content: Any, rank: int) -> ByteRange:
         """Appends the output of torch.save to a rank's file."""
-        name = f"__{rank}_0.distcp"
-        with (self._folder / name).open("ab") as file:
+        path = self._folder / f"__{rank}_0.distcp"
+        with path.open("ab") as file:
             at = file.tell()
             torch.save(content, file)
-            return FileRange(name, at, file.tell() - at)
+            return ByteRange(path, at, file.tell() - at)
 
     def add_box(
-        self, key: str, shape: Sequence[int], start: Sequence[int], box: torch.Tensor, place: FileRange
+        self, key: str, shape: Sequence[int], start: Sequence[int], box: torch.Tensor, place: ByteRange
     ) -> None:
         """Adds a box of the tensor `key`, whose full shape is `shape`, to the index."""
         entry = self._entries.get(key)
@@ -54,7 +55,7 @@ class CheckpointWriter:
         entry.chunks.append(ChunkStorageMetadata(torch.Size(start), box.shape))
         self._places[MetadataIndex(key, torch.Size(start))] = _info(place)
 
-    def add_object(self, key: str, place: FileRange) -> None:
+    def add_object(self, key: str, place: ByteRange) -> None:
         """Adds a pickled object to the index."""
         self._entries[key] = BytesStorageMetadata()
         self._places[MetadataIndex(key)] = _info(place)
@@ -66,5 +67,5 @@ class CheckpointWriter:
             pickle.dump(found, file)
 
 
-def _info(place: FileRange) -> _StorageInfo:
-    return _StorageInfo(place.file, place.offset, place.length)
+def _info(place: ByteRange) -> _StorageInfo:
+    return _StorageInfo(place.file.name, place.offset, place.length)

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from hydraflow.engine.first_rank import on_first_rank
+from hydraflow.engine.process_group import on_first_rank
 from hydraflow.models import loading
 from hydraflow.models.config import ModelConfig
 from hydraflow.models.heads import PolicyModel, ValueModel

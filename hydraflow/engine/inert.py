@@ -36,5 +36,4 @@ class InertRecord:
 
 
 def record_type(name: str) -> type[InertRecord]:
-    """Creates a record type with that name."""
     return type(name, (InertRecord,), {})

@@ -11,7 +11,6 @@ its ranks after such an error lets it propagate. Left out on purpose: growing ag
 from __future__ import annotations
 
 import logging
-from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
@@ -19,7 +18,7 @@ import numpy as np
 import torch
 
 from hydraflow.batch_plan.parts import MicroPlan
-from hydraflow.engine.base import LossFn, OomReport, OutOfMemory
+from hydraflow.engine.base import LossFn, OomReport, OutOfMemory, TrainEngine
 from hydraflow.errors import DoesNotFit
 from hydraflow.metrics import Metric
 from hydraflow.models.ask import LOG_PROBS, Ask
@@ -125,9 +124,13 @@ class InMicroBatches:
     """The passes of an engine over any number of rows."""
 
     def forward_rows(
-        self, rows: DataProto, micro_batcher: MicroBatcher, ask: Ask = LOG_PROBS, *, adapter: bool = True
+        self: TrainEngine,
+        rows: DataProto,
+        micro_batcher: MicroBatcher,
+        ask: Ask = LOG_PROBS,
+        *,
+        adapter: bool = True,
     ) -> DataProto:
-        """See `TrainEngine`."""
         while True:
             micro = micro_batcher.cut(rows, self.reduce)
             try:
@@ -137,9 +140,12 @@ class InMicroBatches:
             micro_batcher.make_smaller(rows, reports, self.reduce)
 
     def forward_backward_rows(
-        self, rows: DataProto, micro_batcher: MicroBatcher, loss_fn: LossFn, ask: Ask = LOG_PROBS
+        self: TrainEngine,
+        rows: DataProto,
+        micro_batcher: MicroBatcher,
+        loss_fn: LossFn,
+        ask: Ask = LOG_PROBS,
     ) -> dict[str, Metric]:
-        """See `TrainEngine`."""
         while True:
             micro = micro_batcher.cut(rows, self.reduce)
             try:
@@ -147,22 +153,6 @@ class InMicroBatches:
             except OutOfMemory as error:
                 reports = error.reports
             micro_batcher.make_smaller(rows, reports, self.reduce)
-
-    @abstractmethod
-    def forward(
-        self, micro_batches: Sequence[DataProto], ask: Ask = LOG_PROBS, *, adapter: bool = True
-    ) -> DataProto:
-        """See `TrainEngine`."""
-
-    @abstractmethod
-    def forward_backward(
-        self, micro_batches: Sequence[DataProto], loss_fn: LossFn, ask: Ask = LOG_PROBS
-    ) -> dict[str, Metric]:
-        """See `TrainEngine`."""
-
-    @abstractmethod
-    def reduce(self, values: torch.Tensor, how: str = "sum") -> torch.Tensor:
-        """See `TrainEngine`."""
 
 
 def live_rows(rows: DataProto) -> DataProto:
@@ -182,13 +172,10 @@ def _at_least_one(rows: DataProto) -> DataProto:
 def split_rows(data: DataProto, size: int) -> MicroBatches:
     """Micro-batches of `size` rows in order; the last may have fewer. Ranks with the same number of
     rows get the same number of parts."""
-    assert size >= 1, size
     order = np.arange(len(data))
     if size >= len(data):
         return MicroBatches([data], order)
-    return MicroBatches(
-        [data.slice(first, min(first + size, len(data))) for first in range(0, len(data), size)], order
-    )
+    return MicroBatches(data.split(size), order)
 
 
 def unit_tokens(data: DataProto, unit: int) -> torch.Tensor:

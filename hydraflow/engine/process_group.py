@@ -1,4 +1,4 @@
-"""Joins this process to the group of one role's ranks, and leaves it.
+"""The group of one role's ranks: joining and leaving it, and what all of its ranks do together.
 
 In: rank, number of ranks, address of rank 0. Out: torch.distributed, ready, with a deadline on every
 collective. Left out on purpose: choosing addresses and starting processes (`dispatch/`).
@@ -6,14 +6,18 @@ collective. Left out on purpose: choosing addresses and starting processes (`dis
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from datetime import timedelta
 from functools import cache
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
 from hydraflow.device import collective_backend
+from hydraflow.errors import ConfigError
+
+Result = TypeVar("Result")
 
 
 def start(
@@ -117,6 +121,48 @@ def all_reduce(
     if dist.get_world_size(group) > 1:
         dist.all_reduce(reduced, {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}[how], group)
     return reduced
+
+
+def on_first_rank(work: Callable[[], Result]) -> Result | None:
+    """The result of `work` on rank 0, None elsewhere. When rank 0 raises a ConfigError, every rank does: none
+    waits for a broadcast that never arrives. Collective."""
+    found: Result | None = None
+    problem: list[ConfigError | None] = [None]
+    if dist.get_rank() == 0:
+        try:
+            found = work()
+        except ConfigError as error:
+            problem = [error]
+    dist.broadcast_object_list(problem, src=0)
+    if problem[0] is not None:
+        raise problem[0]
+    return found
+
+
+def on_every_rank(work: Callable[[], None]) -> None:
+    """Does `work`. When a rank raises a ConfigError, every rank raises that of the lowest. Collective."""
+    problem: ConfigError | None = None
+    try:
+        work()
+    except ConfigError as error:
+        problem = error
+    found: list[ConfigError | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, problem)
+    if first := next((one for one in found if one is not None), None):
+        raise first
+
+
+def from_first_rank(
+    value: torch.Tensor | None, shape: torch.Size, dtype: torch.dtype, device: torch.device
+) -> torch.Tensor:
+    """Rank 0's value, which may be None elsewhere, on the device of every rank. Collective."""
+    full = torch.empty(shape, dtype=dtype, device=device)
+    if dist.get_rank() == 0:
+        assert value is not None, "rank 0 has all values"
+        full.copy_(value)
+    if dist.get_world_size() > 1:
+        dist.broadcast(full, src=0)
+    return full
 
 
 def gather_parts(whole: torch.Tensor, group: dist.ProcessGroup) -> None:

@@ -204,7 +204,8 @@ class WaveDecoder:
         cache = new_cache(self._forward.model.config, growing=self._forward.pads)
         mask = positions = None
         if self._forward.pads:
-            mask = self._key_padding(pad)[:, None, None, :] + self._causal()
+            padding = self._key_padding(pad)[:, None, None, :]
+            mask = padding + padding.new_full((self._width, self._width), -torch.inf).triu_(1)
             # A padding token attends to itself: a row of nothing but -inf would give NaN, and NaN spreads
             # through the cache.
             mask.diagonal(dim1=-2, dim2=-1).zero_()
@@ -220,13 +221,6 @@ class WaveDecoder:
         columns = torch.arange(self._width, device=pad.device)
         mask = torch.zeros(len(pad), self._width, dtype=self._forward.dtype, device=pad.device)
         return mask.masked_fill_(columns[None, :] < pad[:, None], -torch.inf)
-
-    def _causal(self) -> Tensor:
-        """Additive mask (P, P): -inf at later tokens."""
-        full = torch.full(
-            (self._width, self._width), -torch.inf, dtype=self._forward.dtype, device=self._forward.device
-        )
-        return full.triu_(1)
 
     def _step(self, token: Tensor, step: int) -> Tensor:
         """Logits (B, V) after `token` (B,), the sampled token number `step`."""

@@ -12,17 +12,12 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
-from transformers import (
-    GenerationConfig,
-    PreTrainedConfig,
-    PreTrainedModel,
-    TokenizersBackend,
-)
+from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel, TokenizersBackend
 
 from hydraflow.device import return_memory
 from hydraflow.generation.base import (
@@ -42,10 +37,10 @@ from hydraflow.generation.base import (
 from hydraflow.generation.decode import CachedForward, NoCache, WaveDecoder, WaveResult
 from hydraflow.generation.layout import Wave, request_order, waves
 from hydraflow.generation.parity import not_sampled, require_parity
-from hydraflow.generation.requests import aborted, require_fitting
+from hydraflow.generation.requests import Limits, aborted
 from hydraflow.generation.sampling import UniformDraws
 from hydraflow.generation.stopping import StopStrings, watched
-from hydraflow.generation.weights import WeightLoader, held_weights
+from hydraflow.generation.weights import Arrivals, held_weights, load_weights
 from hydraflow.models.linear import speed_up_linears
 from hydraflow.models.loading import context_of, soft_capped, unfilled_model, widen_buffers
 from hydraflow.models.routers import HFRouters
@@ -84,9 +79,10 @@ class NativeEngine:
         self._forward = CachedForward(model)
         self._max_rows = max_num_seqs
         self._eos = end_tokens(generation_config or model.generation_config, model.config)
-        self._tokenizer = tokenizer
+        embeddings: Any = model.get_input_embeddings()
+        self._limits = Limits(context_of(model.config), embeddings.num_embeddings, tokenizer)
         self._not_ready = ""
-        self._loader = WeightLoader(model)
+        self._arrivals = Arrivals(model)
         self._unchecked: str | None = None
         """Configuration key of the engine until its log-probabilities have been checked; then None."""
         self._found_routers: HFRouters | None = None
@@ -133,16 +129,15 @@ class NativeEngine:
         """
         if self._not_ready:
             raise RuntimeError(self._not_ready)
-        self._check(request.prompts, params)
+        self._limits.require(request.prompts, params)
         rows = [_Rows(*one) for one in zip(request.prompts, request.keys, map(range, request.samples))]
         return self._sample(rows, params)
 
     def submit(self, requests: Sequence[TokenRequest]) -> None:
-        """See `GenerationEngine`."""
         if self._not_ready:
             raise RuntimeError(self._not_ready)
         for one in requests:
-            self._check([one.prompt], one.params)
+            self._limits.require([one.prompt], one.params)
         self._queue |= {one.name: one for one in requests}
 
     def advance(self) -> list[Completion]:
@@ -151,9 +146,10 @@ class NativeEngine:
         first = next(iter(self._queue.values()), None)
         if first is None:
             return []
-        alike = [one for one in self._queue.values() if _alike(one) == _alike(first)][: self._max_rows]
+        key = first.left, len(first.sampled)
+        alike = [one for one in self._queue.values() if (one.left, len(one.sampled)) == key]
         groups: dict[tuple[int, Key, tuple[int, ...]], list[TokenRequest]] = {}
-        for one in alike:
+        for one in alike[: self._max_rows]:
             groups.setdefault((id(one.prompt), one.key, one.sampled), []).append(one)
         rows = [_Rows(some[0].context, some[0].key, [one.sample for one in some]) for some in groups.values()]
         output = self._sample(rows, first.left, sampled=len(first.sampled))
@@ -172,7 +168,7 @@ class NativeEngine:
     def update_weights(self, stream: Iterable[Weight], *, first: bool = True, last: bool = True) -> None:
         """Loads weights, converting dtypes and devices.
 
-        ValueError: see `WeightLoader`; the engine then refuses to generate until an update succeeds.
+        ValueError: see `load_weights`; the engine then refuses to generate until an update succeeds.
         ConfigError: see `require_parity`.
         """
         self._not_ready = MIXED_WEIGHTS
@@ -180,10 +176,10 @@ class NativeEngine:
             for tensor, shape in self._empty.items():
                 tensor.data = tensor.new_empty(shape)
             self._empty = {}
-            self._loader.forget()
-        self._loader.load(stream)
+            self._arrivals.forget()
+        load_weights(self._arrivals, stream)
         if last:
-            self._loader.require_all()
+            self._arrivals.require_all()
             self._not_ready = ""
             field, self._unchecked = self._unchecked, None
             if field is not None:
@@ -199,18 +195,7 @@ class NativeEngine:
         return_memory(self._forward.device.type)
 
     def held(self) -> Mapping[str, Tensor]:
-        """See `GenerationEngine`."""
         return held_weights(self._model)
-
-    def _check(self, prompts: Sequence[Tensor], params: SamplingParams) -> None:
-        vocabulary = self._model.get_input_embeddings().num_embeddings
-        require_fitting(
-            prompts,
-            params,
-            context=context_of(self._model.config),
-            vocabulary=vocabulary,
-            tokenizer=self._tokenizer,
-        )
 
     def _sample(self, rows: Sequence[_Rows], params: SamplingParams, sampled: int = 0) -> GenerationOutput:
         """Samples all rows, in this order. sampled: trailing prompt tokens that belong to the responses."""
@@ -253,7 +238,7 @@ class NativeEngine:
             return []
         contexts = [some.prompt.tolist() for some in prompts]
         split = [(ids[: len(ids) - sampled], ids[len(ids) - sampled :]) for ids in contexts]
-        return [watched(self._tokenizer, params, *split[at]) for at in owner]
+        return [watched(self._limits.tokenizer, params, *split[at]) for at in owner]
 
 
 def build(config: PreTrainedConfig, spec: EngineSpec) -> NativeEngine:
@@ -271,11 +256,6 @@ def build(config: PreTrainedConfig, spec: EngineSpec) -> NativeEngine:
         )
     except NoCache as error:
         raise not_sampled(config.model_type, field, str(error)) from error
-
-
-def _alike(request: TokenRequest) -> tuple[SamplingParams, int]:
-    """Key of requests that can be batched together."""
-    return request.left, len(request.sampled)
 
 
 def end_tokens(generation_config: GenerationConfig | None, config: PreTrainedConfig) -> tuple[int, ...]:

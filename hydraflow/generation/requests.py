@@ -10,6 +10,7 @@ import hashlib
 import json
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -74,31 +75,33 @@ def aborted(name: str) -> Completion:
     return Completion(name, none, none.float(), ABORT)
 
 
-def require_fitting(
-    prompts: Sequence[Tensor],
-    params: SamplingParams,
-    *,
-    context: Context | None,
-    vocabulary: int,
-    tokenizer: TokenizersBackend | None,
-) -> None:
-    """ValueError: a prompt that is too long for the engine, or with a token that the model does not know; or
-    stop strings without a tokenizer."""
-    if params.stop and tokenizer is None:
-        raise ValueError(f"stop={list(params.stop)} needs an engine that was built with a tokenizer")
-    for i, prompt in enumerate(prompts):
-        row = len(prompt) + params.max_tokens
-        if context is not None and row > context.tokens:
-            raise ValueError(
-                f"prompt {i} has {len(prompt)} tokens; with max_tokens={params.max_tokens} that is {row},"
-                f" more than {context.limit}"
-            )
-        low, high = (int(x) for x in prompt.aminmax())
-        if low < 0 or high >= vocabulary:
-            raise ValueError(
-                f"prompt {i} holds token {high if high >= vocabulary else low}; the vocabulary has"
-                f" {vocabulary} tokens"
-            )
+@dataclass(frozen=True)
+class Limits:
+    """What an engine can sample from."""
+
+    context: Context | None
+    vocabulary: int
+    tokenizer: TokenizersBackend | None
+    """For stop strings."""
+
+    def require(self, prompts: Sequence[Tensor], params: SamplingParams) -> None:
+        """ValueError: a prompt that is too long for the engine, or with a token that the model does not know;
+        or stop strings without a tokenizer."""
+        if params.stop and self.tokenizer is None:
+            raise ValueError(f"stop={list(params.stop)} needs an engine that was built with a tokenizer")
+        for i, prompt in enumerate(prompts):
+            row = len(prompt) + params.max_tokens
+            if self.context is not None and row > self.context.tokens:
+                raise ValueError(
+                    f"prompt {i} has {len(prompt)} tokens; with max_tokens={params.max_tokens} that is {row},"
+                    f" more than {self.context.limit}"
+                )
+            low, high = (int(x) for x in prompt.aminmax())
+            if low < 0 or high >= self.vocabulary:
+                raise ValueError(
+                    f"prompt {i} holds token {high if high >= self.vocabulary else low}; the vocabulary has"
+                    f" {self.vocabulary} tokens"
+                )
 
 
 def engine_context(tokens: int) -> Context:

@@ -26,7 +26,7 @@ from typing import Any
 
 import torch
 from packaging.version import Version
-from torch import Tensor, nn
+from torch import nn
 from transformers import PreTrainedConfig, TokenizersBackend
 
 from hydraflow.errors import ConfigError, EnvironmentFault
@@ -46,7 +46,7 @@ from hydraflow.generation.base import (
 )
 from hydraflow.generation.config import MINIMUM_SGLANG, SGLANG
 from hydraflow.generation.native import end_tokens
-from hydraflow.generation.requests import aborted, engine_context, require_fitting, sample_batch, seed_of
+from hydraflow.generation.requests import Limits, aborted, engine_context, sample_batch, seed_of
 from hydraflow.generation.sglang_server import RequestRefused, SglangServer, flags
 from hydraflow.generation.sglang_weights import WeightFiles, private_folder
 from hydraflow.generation.stopping import watched
@@ -100,10 +100,9 @@ class SglangEngine:
         model's arrivals. eos: its end tokens. context: tokens of the longest row. folder: of the model.
         tokenizer: for stop strings; the server has the same."""
         self._server, self._files, self._arrivals = server, files, arrivals
-        self._eos, self._context, self._folder = tuple(eos), engine_context(context), folder
-        self._tokenizer = tokenizer
+        self._eos, self._folder = tuple(eos), folder
         embeddings = model.get_input_embeddings()  # type: ignore[operator]
-        self._vocabulary: int = embeddings.num_embeddings
+        self._limits = Limits(engine_context(context), embeddings.num_embeddings, tokenizer)
         self._not_ready = NO_WEIGHTS
         self._sleeps = False
         self._numbers, self._most_flights = count(), max_num_seqs
@@ -117,14 +116,14 @@ class SglangEngine:
         ValueError: a prompt that does not fit the context or the vocabulary. RuntimeError: without weights.
         FloatingPointError: log-probabilities are not numbers. EnvironmentFault: the server has failed.
         """
-        self._check(request.prompts, params)
+        self._limits.require(request.prompts, params)
         return sample_batch(self, request, params)
 
     def submit(self, requests: Sequence[TokenRequest]) -> None:
         if self._not_ready:
             raise RuntimeError(self._not_ready)
         for one in requests:
-            self._check([one.prompt], one.params)
+            self._limits.require([one.prompt], one.params)
         self._queue |= {one.name: one for one in requests}
         self._launch()
 
@@ -217,7 +216,7 @@ class SglangEngine:
         """Drops the tokens after a stop string: the server looks for it in a few tokens at a time."""
         if not one.params.stop:
             return sampled
-        response = watched(self._tokenizer, one.params, one.prompt.tolist(), one.sampled)
+        response = watched(self._limits.tokenizer, one.params, one.prompt.tolist(), one.sampled)
         if (length := response.length(sampled.tokens.tolist())) is None:
             return sampled
         return Completion(one.name, sampled.tokens[:length], sampled.log_probs[:length], STOP)
@@ -268,11 +267,6 @@ class SglangEngine:
             # a continued response is the unbroken one.
             "sampling_seed": seed_of(one.key, one.sample),
         }
-
-    def _check(self, prompts: Sequence[Tensor], params: SamplingParams) -> None:
-        require_fitting(
-            prompts, params, context=self._context, vocabulary=self._vocabulary, tokenizer=self._tokenizer
-        )
 
 
 def build(config: PreTrainedConfig, spec: EngineSpec) -> SglangEngine:

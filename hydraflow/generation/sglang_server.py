@@ -61,7 +61,8 @@ class SglangServer:
         """
         self.over = False
         """Whether it was ended."""
-        self._port = _free_port()
+        with socket.create_server((ADDRESS, 0)) as listening:
+            self._port: int = listening.getsockname()[1]
         # by its descriptor: it is read when the folder is gone
         self._log = os.open(folder / "server.log", os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
         self._key, with_key = secrets.token_hex(32), folder / "server.yaml"
@@ -185,8 +186,3 @@ def _error_text(content: bytes) -> str:
         if isinstance(parsed, dict) and name in parsed:
             parsed = parsed[name]
     return str(parsed)
-
-
-def _free_port() -> int:
-    with socket.create_server((ADDRESS, 0)) as listening:
-        return listening.getsockname()[1]

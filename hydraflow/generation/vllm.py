@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+import operator
 import os
 import tempfile
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -44,7 +45,7 @@ from hydraflow.generation.base import (
 )
 from hydraflow.generation.config import MINIMUM_VLLM, VLLM, batched_tokens, splits_prompts
 from hydraflow.generation.native import end_tokens
-from hydraflow.generation.requests import engine_context, require_fitting, sample_batch, seed_of
+from hydraflow.generation.requests import Limits, engine_context, sample_batch, seed_of
 from hydraflow.generation.stopping import watched
 from hydraflow.generation.vllm_adapters import request_of
 from hydraflow.generation.vllm_executor import executor_in_group
@@ -91,7 +92,7 @@ class VllmEngine:
         """engine: a `LLMEngine` without weights. model: the Hugging Face model, perhaps on the meta device,
         with the shapes of its adapters. eos: its end tokens. tokenizer: for stop strings. routes: it records
         experts. adapters: it was built to compute with them."""
-        self._engine, self._eos, self._tokenizer = engine, tuple(eos), tokenizer
+        self._engine, self._eos = engine, tuple(eos)
         self._records = routes
         self._recorded: dict[str, tuple[str, int]] = {}
         """For each request in flight with experts requested: vLLM's request id, and the number of tokens that
@@ -106,8 +107,8 @@ class VllmEngine:
         """Tensors of the next adapter, as they arrive."""
         self._base_comes = False
         """Whether the current update includes base weights."""
-        self._vocabulary: int = engine.model_config.get_vocab_size()
-        self._context = engine_context(engine.model_config.max_model_len)
+        of_model = engine.model_config
+        self._limits = Limits(engine_context(of_model.max_model_len), of_model.get_vocab_size(), tokenizer)
         config = engine.vllm_config
         # vLLM rewinds the generator after each chunk of a prompt but the last; CPU generators cannot do that.
         self._seeds = not (
@@ -153,7 +154,6 @@ class VllmEngine:
         return []
 
     def abort(self, names: Collection[str]) -> list[Completion]:
-        """See `GenerationEngine`."""
         from vllm.v1.engine import FinishReason
 
         known = self._engine.output_processor
@@ -188,7 +188,6 @@ class VllmEngine:
             self._not_ready = ""
 
     def sleep(self) -> None:
-        """See `GenerationEngine`."""
         self._not_ready = ASLEEP
         self._rpc(WeightReceiver.hydraflow_rest, self._adapters is not None)
 
@@ -250,14 +249,13 @@ class VllmEngine:
     def _watch(self, one: TokenRequest) -> None:
         """Makes vLLM detect stop strings as the other engines do: also one that began before the request was
         interrupted, and after a prompt that ends within a character."""
-        response = watched(self._tokenizer, one.params, one.prompt.tolist(), one.sampled)
+        response = watched(self._limits.tokenizer, one.params, one.prompt.tolist(), one.sampled)
         known = self._engine.output_processor
         for inner in known.external_req_ids[one.name]:
             detokenizer = known.request_states[inner].detokenizer
             detokenizer.stream, detokenizer.output_text = response.stream, response.text
 
     def _completion(self, output: Any) -> Completion:
-        """The completion of a request that has just finished."""
         (one,) = output.outputs
         if one.finish_reason not in (STOP, LENGTH, ABORT):
             raise RuntimeError(f"vLLM ended a request with {one.finish_reason}")
@@ -296,9 +294,7 @@ class VllmEngine:
     def _check(self, prompts: Sequence[Tensor], params: SamplingParams) -> None:
         if params.routes and not self._records:
             raise ValueError("experts need an engine that was built to record them")
-        require_fitting(
-            prompts, params, context=self._context, vocabulary=self._vocabulary, tokenizer=self._tokenizer
-        )
+        self._limits.require(prompts, params)
 
 
 def _number(numbers: Iterator[int], request: Any) -> None:
@@ -390,10 +386,7 @@ def _look_at_models_here() -> None:
     seconds of a core. That keeps CUDA out of this process, which is the engine anyway."""
     from vllm.model_executor.models import registry
 
-    def called(look: Callable[[], Any]) -> Any:
-        return look()
-
-    registry._run_in_subprocess = called
+    registry._run_in_subprocess = operator.call
 
 
 def _require_own_weights(model: Any, spec: EngineSpec) -> None:

@@ -158,7 +158,7 @@ class WeightReceiver:
         if self._asleep:
             self.wake_up(["kv_cache"])
             self._asleep = False
-        for cache in self._caches():
+        for cache in self.model_runner.kv_caches:
             cache.zero_()
 
     def hydraflow_rest(self, keeps: bool) -> None:
@@ -174,7 +174,7 @@ class WeightReceiver:
         for weight in set() if keeps else set(self._model().parameters()) - set(self._empty):
             self._empty[weight] = weight.shape
             weight.data = weight.new_empty(0)
-        for cache in self._caches():
+        for cache in self.model_runner.kv_caches:
             # layers hold views, so the storage itself must be freed; all layers may share one
             if nbytes := cache.untyped_storage().nbytes():
                 self._cache_bytes[cache] = nbytes
@@ -207,7 +207,3 @@ class WeightReceiver:
             for layer in layers
             if layer.weight.ndim == 2 and not getattr(layer, "_cpu_skip_gemm_dispatch", False)
         ]
-
-    def _caches(self) -> list[Tensor]:
-        caches: list[Tensor] = self.model_runner.kv_caches
-        return caches

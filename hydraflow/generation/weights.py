@@ -107,24 +107,17 @@ class Assembly:
         return whole
 
 
-class WeightLoader:
-    """Copies a model's weights, in parts."""
-
-    def __init__(self, model: nn.Module):
-        self._arrivals = Arrivals(model)
-        self.forget, self.require_all = self._arrivals.forget, self._arrivals.require_all
-
-    @torch.no_grad()
-    def load(self, stream: Iterable[Weight]) -> None:
-        """Copies weights, or parts of one, into the model. ValueError: an unknown name, a wrong shape, a
-        missing part, or two different tensors for tied weights."""
-        for name, sent in stream:
-            earlier = self._arrivals.note(name, sent)
-            target, source = _pair(self._arrivals.known[name], sent)
-            if earlier == name:
-                target.copy_(source)
-            elif not torch.equal(target, source.to(target)):
-                self._arrivals.refuse_other(name, earlier)
+@torch.no_grad()
+def load_weights(arrivals: Arrivals, stream: Iterable[Weight]) -> None:
+    """Copies weights, or parts of one, into the model. ValueError: an unknown name, a wrong shape, a missing
+    part, or two different tensors for tied weights."""
+    for name, sent in stream:
+        earlier = arrivals.note(name, sent)
+        target, source = _pair(arrivals.known[name], sent)
+        if earlier == name:
+            target.copy_(source)
+        elif not torch.equal(target, source.to(target)):
+            arrivals.refuse_other(name, earlier)
 
 
 def held_weights(model: nn.Module) -> dict[str, Tensor]:

@@ -41,15 +41,14 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _merge(args: Namespace) -> int:
-    from hydraflow.model_merger.merge import HubUpload, merge
+    from hydraflow.model_merger.merge import merge
 
     if args.private and args.hf_upload_path is None:
         rule = "is about an upload, and there is none"
         raise ConfigError.one("--private", None, rule, "--hf_upload_path <repository>")
-    upload = HubUpload(args.hf_upload_path, args.private) if args.hf_upload_path is not None else None
     files = dict(most_bytes=args.max_shard_size, overwrite=args.overwrite, **_source(args))
-    options = _merge_options(args)
-    _print(*merge(args.local_dir, args.target_dir, merge_options=options, upload=upload, **files))
+    hub, options = dict(upload_to=args.hf_upload_path, private=args.private), _merge_options(args)
+    _print(*merge(args.local_dir, args.target_dir, merge_options=options, **hub, **files))
     return 0
 
 

@@ -123,6 +123,5 @@ def _switch(command: argparse.ArgumentParser, name: str, what: str) -> None:
 
 
 def _flag(command: argparse.ArgumentParser, name: str, **options: Any) -> None:
-    """A flag in both spellings."""
     spellings = dict.fromkeys((f"--{name}", f"--{name.replace('_', '-')}"))
     command.add_argument(*spellings, dest=name, **options)

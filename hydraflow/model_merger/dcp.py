@@ -7,13 +7,12 @@ but not read; writing (`split.py`).
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
-from hydraflow.engine.dcp_index import INDEX, SHARDS, Index, read_index
-from hydraflow.engine.stored.checkpoint import Checkpoint, read_json
+from hydraflow.engine.dcp_index import SHARDS, read_index
+from hydraflow.engine.stored.checkpoint import Checkpoint, counted, read_json
 from hydraflow.engine.stored.pieces import StoredTensor
-from hydraflow.engine.stored.shards import count, last_writer, missing_parts, stored
 from hydraflow.errors import ConfigError, Problem
 
 FACTS = "checkpoint.json"
@@ -28,50 +27,36 @@ def is_dcp(directory: Path) -> bool:
 
 def read(directory: Path) -> Checkpoint:
     """See the module. Raises ConfigError when the index cannot be read."""
-    index, folder = read_index(directory), directory / SHARDS
-    try:
-        return _checkpoint(directory, index)
-    except ConfigError:
-        raise
-    except (TypeError, ValueError) as error:  # pieces whose dimensions differ from their tensor's
-        raise ConfigError.one(str(folder / INDEX), None, f"is damaged: {error}") from error
-
-
-def _checkpoint(directory: Path, index: Index) -> Checkpoint:
-    facts = read_json(directory / FACTS)
-    folder = directory / SHARDS
+    index, facts = read_index(directory), read_json(directory / FACTS)
     tensors: dict[str, StoredTensor] = {}
-    others: dict[str, tuple[int, int]] = {}
+    entries = []
     for key, tensor in index.tensors.items():
         if key.startswith(MODEL):
             name = key.removeprefix(MODEL)
-            tensors[name] = stored(name, tensor, folder)
+            tensors[name] = replace(tensor, name=name)
         else:
-            count(others, key.split(".")[0], sum(chunk.place.length for chunk in tensor.chunks))
-    for key, size in index.objects.items():
-        count(others, key.split(".")[0], size)
+            entries.append((key.split(".")[0], tensor.stored_bytes))
+    entries += [(key.split(".")[0], size) for key, size in index.objects.items()]
     if not tensors:
         rule = f"holds no weights: no key of its index begins with {MODEL!r}"
-        raise ConfigError.one(str(folder), None, rule)
-    last_rank = last_writer(index)
+        raise ConfigError.one(str(index.folder), None, rule)
+    world_size = facts.get("world_size", index.last_writer + 1)
+    if type(world_size) is not int:
+        raise ConfigError.one(f"{directory / FACTS}: world_size", world_size, "is no number of ranks")
     shown_apart = ("world_size", "head", "module_prefix")
     found = Checkpoint(
         directory,
         "hydraflow",
-        int(facts.get("world_size", last_rank + 1)),
+        world_size,
         tensors,
         head=facts.get("head"),
         prefix=facts.get("module_prefix"),
         lora_alpha=facts.get("lora_alpha") if facts.get("lora_rank") else None,
         details={name: fact for name, fact in facts.items() if name not in shown_apart},
-        others=others,
+        others=counted(entries),
     )
-    found.problems = [*_problems(found, index, folder, last_rank)]
+    if index.last_writer >= world_size:
+        rule = f"says world_size={world_size}, but rank {index.last_writer} wrote shards, too"
+        found.problems.append(Problem(str(directory / FACTS), None, rule))
+    found.problems += index.missing_parts(tensors.values())
     return found
-
-
-def _problems(found: Checkpoint, index: Index, folder: Path, last_rank: int) -> Iterator[Problem]:
-    if last_rank >= found.world_size:
-        rule = f"says world_size={found.world_size}, but rank {last_rank} wrote shards, too"
-        yield Problem(str(found.directory / FACTS), None, rule)
-    yield from missing_parts(found.tensors.values(), index, folder)

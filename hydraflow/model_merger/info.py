@@ -8,8 +8,11 @@ from __future__ import annotations
 import json
 import math
 import re
+from functools import partial
 from pathlib import Path
 from typing import Any
+
+from rich.filesize import decimal
 
 from hydraflow.engine.stored.checkpoint import Checkpoint, read_json
 from hydraflow.engine.stored.pieces import StoredTensor
@@ -17,6 +20,7 @@ from hydraflow.errors import ConfigError
 from hydraflow.model_merger.opening import model_directories, open_checkpoint
 
 MANIFEST = "manifest.json"
+_bytes = partial(decimal, precision=2)
 
 
 def facts_of(
@@ -129,10 +133,3 @@ def _tensor_lines(tensors: dict[str, dict[str, Any]]) -> list[str]:
 
 def _dtype(tensor: StoredTensor) -> str:
     return str(tensor.dtype).removeprefix("torch.")
-
-
-def _bytes(size: int) -> str:
-    for unit, scale in (("GB", 10**9), ("MB", 10**6), ("kB", 10**3)):
-        if size >= scale:
-            return f"{size / scale:.2f} {unit}"
-    return f"{size} bytes"

@@ -32,7 +32,6 @@ class Adapter:
 
     @property
     def rank(self) -> int:
-        """Rank of the adapter."""
         return self.a.shape[0]
 
     @property

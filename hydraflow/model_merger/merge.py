@@ -8,7 +8,6 @@ In: a checkpoint and a `MergeOptions`. Out: the directory, whole or not at all; 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -24,14 +23,6 @@ ADAPTER = "lora_adapter"
 """Folder of exported adapters inside the target."""
 
 
-@dataclass(frozen=True)
-class HubUpload:
-    """Destination of an upload."""
-
-    repo: str
-    private: bool
-
-
 def merge(
     local_dir: str,
     target_dir: str,
@@ -40,20 +31,22 @@ def merge(
     merge_options: MergeOptions | None = None,
     most_bytes: int = 5 * 10**9,
     overwrite: bool = False,
-    upload: HubUpload | None = None,
+    upload_to: str | None = None,
+    private: bool = False,
     hf_model_path: str | None = None,
 ) -> list[str]:
     """Merges, and returns what was done in lines for the user. most_bytes: of one safetensors file.
-    hf_model_path: a directory with configuration and tokenizer, where the checkpoint has none. Raises
-    ConfigError before anything is written, EnvironmentFault when the disk fills up or the hub refuses."""
+    upload_to: a repository of the hub, made `private` if it is new. hf_model_path: a directory with
+    configuration and tokenizer, where the checkpoint has none. Raises ConfigError before anything is written,
+    EnvironmentFault when the disk fills up or the hub refuses."""
     merge_options = merge_options or MergeOptions()
     outputs = outputs_of(open_checkpoint(local_dir, backend, hf_model_path), merge_options)
     specs = outputs.specs
     nbytes = sum(spec.nbytes for spec in specs.values())
     settings = target.settings(outputs.checkpoint.huggingface)
     target.require_inside(settings, outputs.checkpoint.huggingface.parent)
-    if upload is not None:
-        _make_repo(upload)
+    if upload_to is not None:
+        _make_repo(upload_to, private)
     source, where = outputs.checkpoint.huggingface, Path(target_dir)
     with target.unfinished(where, source, nbytes=nbytes, overwrite=overwrite) as folder:
         writer = Writer(folder, specs, most_bytes=most_bytes)
@@ -68,7 +61,7 @@ def merge(
     dtype = str(outputs.main_dtype).removeprefix("torch.")
     lines = [f"{where.absolute()}: {len(specs)} tensors, {nbytes / 1e9:.3f} GB, {dtype}"]
     lines += [f"  {note}" for note in outputs.notes]
-    return [*lines, _send(upload, where)] if upload is not None else lines
+    return [*lines, _send(upload_to, where)] if upload_to is not None else lines
 
 
 def _export_adapter(outputs: Outputs, folder: Path, base: str) -> None:
@@ -95,26 +88,26 @@ def _counted(blocks: Iterator[torch.Tensor], advance: Advance) -> Iterator[torch
         advance(block.numel() * block.element_size())
 
 
-def _make_repo(upload: HubUpload) -> None:
+def _make_repo(repo: str, private: bool) -> None:
     """Creates the repository first, so that missing permissions are found before the merge."""
     from huggingface_hub import HfApi
 
     try:
-        HfApi().create_repo(repo_id=upload.repo, private=upload.private, exist_ok=True)
+        HfApi().create_repo(repo_id=repo, private=private, exist_ok=True)
     except _hub_errors() as error:
-        text = f"--hf_upload_path={upload.repo}: the hub refuses it: {_first_line(error)}"
+        text = f"--hf_upload_path={repo}: the hub refuses it: {_first_line(error)}"
         raise EnvironmentFault(text) from error
 
 
-def _send(upload: HubUpload, folder: Path) -> str:
+def _send(repo: str, folder: Path) -> str:
     from huggingface_hub import HfApi
 
     try:
-        HfApi().upload_folder(folder_path=str(folder), repo_id=upload.repo, repo_type="model")
+        HfApi().upload_folder(folder_path=str(folder), repo_id=repo, repo_type="model")
     except _hub_errors() as error:
         text = f"{folder} is merged, but the upload failed: {_first_line(error)}"
-        raise EnvironmentFault(f"{text}\n      -> hf upload {upload.repo} {folder}") from error
-    return f"uploaded to {upload.repo}"
+        raise EnvironmentFault(f"{text}\n      -> hf upload {repo} {folder}") from error
+    return f"uploaded to {repo}"
 
 
 def _hub_errors() -> tuple[type[Exception], ...]:

@@ -21,8 +21,7 @@ from huggingface_hub.serialization import split_state_dict_into_shards_factory
 
 from hydraflow.engine.stored.pieces import ByteRange, Piece, Shape, StoredTensor
 from hydraflow.errors import ConfigError
-from hydraflow.models.weight_files import SINGLE, raw_header
-from hydraflow.models.weight_map import INDEX, read_weight_map
+from hydraflow.models.weight_files import INDEX, SINGLE, raw_header, read_weight_map
 
 DTYPES = {
     "F64": torch.float64,
@@ -50,7 +49,6 @@ class TensorSpec:
 
     @property
     def nbytes(self) -> int:
-        """Size of the tensor in bytes."""
         return math.prod(self.shape) * self.dtype.itemsize
 
 

@@ -256,7 +256,6 @@ def _same_everywhere(stored: StoredTensor) -> StoredTensor:
 
 
 def _others(directory: Path, world_size: int) -> dict[str, tuple[int, int]]:
-    """Files that are not the model's."""
     found = {}
     for part, prefix in (("optim", "optim"), ("extra", "extra_state")):
         files = [directory / file_of(world_size, rank, prefix) for rank in range(world_size)]

@@ -8,7 +8,6 @@ is imported only where a name is looked up. Left out on purpose: downloads, and 
 from __future__ import annotations
 
 import os
-import socket
 import threading
 from functools import cache
 from pathlib import Path
@@ -16,6 +15,7 @@ from queue import Empty, SimpleQueue
 from urllib.parse import urlsplit
 
 from hydraflow.errors import ConfigError
+from hydraflow.system.network import unreachable
 
 SECONDS = 5.0
 """Timeout for the hub in seconds; huggingface_hub itself tries for half a minute."""
@@ -66,17 +66,11 @@ def hub_fault() -> str | None:
 @cache
 def _unreachable(host: str, port: int) -> str | None:
     """Why a host cannot be reached. Runs in a thread: DNS lookup may take longer than a socket timeout."""
-    answers: SimpleQueue[str | None] = SimpleQueue()
-    threading.Thread(target=lambda: answers.put(_connected(host, port)), daemon=True).start()
+    answers: SimpleQueue[str] = SimpleQueue()
+    look = threading.Thread(target=lambda: answers.put(unreachable(f"{host}:{port}", SECONDS)), daemon=True)
+    look.start()
     try:
-        return answers.get(timeout=SECONDS)
+        why = answers.get(timeout=SECONDS)
     except Empty:
         return f"{host} does not answer within {SECONDS:g} s"
-
-
-def _connected(host: str, port: int) -> str | None:
-    try:
-        socket.create_connection((host, port), timeout=SECONDS).close()
-    except OSError as error:
-        return f"{host} cannot be reached ({error.strerror or error})"
-    return None
+    return f"{host} cannot be reached ({why})" if why else None

@@ -26,7 +26,7 @@ from hydraflow.models.cache import from_hub
 from hydraflow.models.config import ModelConfig, ModelSourceConfig
 from hydraflow.models.heads import PolicyModel, ValueModel, backbone_of
 from hydraflow.models.once import resolving
-from hydraflow.models.weight_map import INDEX, read_weight_map
+from hydraflow.models.weight_files import INDEX, SINGLE, read_weight_map
 from hydraflow.system.own_code import import_modules
 from hydraflow.system.paths import is_hub_name, model_problems
 
@@ -364,7 +364,7 @@ def stored_tensor(directory: Path, name: str) -> torch.Tensor | None:
     """One tensor of a directory's safetensors files; None if there is no such name."""
     from safetensors import safe_open
 
-    index, file = directory / INDEX, directory / "model.safetensors"
+    index, file = directory / INDEX, directory / SINGLE
     if index.is_file():
         if (shard := read_weight_map(index).get(name)) is None:
             return None

@@ -31,11 +31,9 @@ class HFRouters:
         alike = len(sizes) == 1 and None not in sizes
         self.experts, self.chosen = (sizes.pop() if alike else None) or (0, 0)
         """E and K; 0 if the model has no experts, or an unsupported router."""
-        self.replays: list[RouterReplay] = []
-        for number, router in enumerate(found if alike else ()):
-            replay = RouterReplay()
-            replay.layer = number
-            self.replays.append(replay)
+        routers = found if alike else []
+        self.replays = list(map(RouterReplay, range(len(routers))))
+        for replay, router in zip(self.replays, routers, strict=True):
             router.forward = partial(_routed, router.forward, replay)  # type: ignore[method-assign]
 
     def begin(self, line: LineRoutes | None) -> None:

@@ -76,14 +76,14 @@ class LineRoutes:
     """Layers that have been counted; recomputation must not count twice."""
 
 
+@dataclass(eq=False)
 class RouterReplay:
     """Recording and replaying for one router."""
 
-    def __init__(self) -> None:
-        self.line: LineRoutes | None = None
-        """The line that the router computes. None: it chooses freely."""
-        self.layer = 0
-        """Its number."""
+    layer: int = 0
+    """Its number."""
+    line: LineRoutes | None = None
+    """The line that the router computes. None: it chooses freely."""
 
     def choose(
         self, scores: torch.Tensor, values: torch.Tensor, own: torch.Tensor

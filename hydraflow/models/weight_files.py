@@ -1,5 +1,5 @@
-"""The weight files of a Hugging Face directory, from their headers: which exist, what is wrong with them,
-what they hold.
+"""The weight files of a Hugging Face directory, from their index and headers: which exist, what is wrong with
+them, what they hold.
 
 In: a directory. Out: faults in words, names and shapes. Only headers are read, so that a missing, truncated
 or never downloaded shard is found within milliseconds instead of after minutes of loading. Left out on
@@ -8,24 +8,43 @@ purpose: whether the tensors fill a model (`fit.py`), and numbers."""
 from __future__ import annotations
 
 import json
+import reprlib
 import struct
 import zipfile
 from collections.abc import Collection
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any, TypeGuard
 
 import torch
 
 from hydraflow.errors import ConfigError
-from hydraflow.models.weight_map import INDEX, PICKLED_INDEX, read_weight_map
 
 SINGLE, PICKLE = "model.safetensors", "pytorch_model.bin"
+INDEX, PICKLED_INDEX = f"{SINGLE}.index.json", f"{PICKLE}.index.json"
 LFS = b"version https://git-lfs"
 LARGEST_HEADER = 100 * 2**20
 """Largest header that safetensors allows."""
 LARGEST_SIZE = 2**63
 """torch counts in signed 64-bit integers."""
 SHOWN = 3
+
+
+def read_weight_map(index: Path) -> dict[str, str]:
+    """File by name of weight, from the index of a sharded model. Raises ConfigError for an invalid index, or
+    one that names files outside of the directory; a file may be a link, as all are in the hub's cache."""
+    try:
+        content = json.loads(index.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise ConfigError.one(str(index), None, f"cannot be read: {error}") from error
+    files = content.get("weight_map") if isinstance(content, dict) else None
+    if not isinstance(files, dict):
+        raise ConfigError.one(str(index), None, "names no files: it has no weight_map")
+    for weight, file in files.items():
+        parts = PurePosixPath(file).parts if isinstance(file, str) and "\0" not in file else ()
+        if not parts or parts[0] == "/" or ".." in parts:
+            rule = f"says that {weight} is in {reprlib.repr(file)}, which is no file of this directory"
+            raise ConfigError.one(str(index), None, rule)
+    return files
 
 
 def weight_files(directory: Path) -> list[Path]:
@@ -105,7 +124,6 @@ def raw_header(file: Path) -> tuple[dict[str, Any], int] | None:
 
 
 def _is_tensor(entry: Any) -> bool:
-    """Whether a header's entry describes a tensor."""
     if not isinstance(entry, dict) or not isinstance(entry.get("dtype"), str):
         return False
     offsets = entry.get("data_offsets")

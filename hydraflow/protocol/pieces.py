@@ -125,11 +125,6 @@ class PiecePlanCache:
         return self._plans[key]
 
 
-def compose(index: np.ndarray | None, chosen: np.ndarray) -> np.ndarray:
-    """The index of the rows `chosen` among the rows that `index` names."""
-    return chosen if index is None else index[chosen]
-
-
 def is_range(rows: np.ndarray) -> bool:
     """Whether the row numbers are 0, 1, 2 and so on."""
     return bool((rows == np.arange(len(rows))).all())
@@ -180,15 +175,11 @@ def _joined_index(
     return _unless_whole(np.concatenate(moved), total)
 
 
-@dataclass(frozen=True)
-class LocalisedPieces:
-    """`localised` for one plan: the rows that each local piece keeps (None: all), and the new index."""
-
-    kept: tuple[np.ndarray | None, ...]
-    index: np.ndarray | None
+Localised = tuple[list[np.ndarray | None], np.ndarray | None]
+"""For one plan: the rows that each local piece keeps (None: all), and the new index."""
 
 
-def localise(column: Column, plans: PiecePlanCache, memo: dict[object, LocalisedPieces]) -> Column:
+def localise(column: Column, plans: PiecePlanCache, memo: dict[object, Localised]) -> Column:
     """The same rows without unused pieces, local pieces cut: rows that follow each other by a view. `memo`
     is kept over a batch's columns."""
     plan = plans(column)
@@ -197,16 +188,17 @@ def localise(column: Column, plans: PiecePlanCache, memo: dict[object, Localised
     key = (plans.key(column), is_local)
     if key not in memo:
         memo[key] = _shrink(plan, is_local, [ref.rows for ref in refs])
+    kept_rows, index = memo[key]
     cut = [
         LocalColumn(take_rows(ref.data, as_slice(kept)))
         if isinstance(ref, LocalColumn) and kept is not None
         else ref
-        for ref, kept in zip(refs, memo[key].kept, strict=True)
+        for ref, kept in zip(refs, kept_rows, strict=True)
     ]
-    return Column(tuple(cut), memo[key].index)
+    return Column(tuple(cut), index)
 
 
-def _shrink(plan: PiecePlan, is_local: Sequence[bool], layout: Sequence[int]) -> LocalisedPieces:
+def _shrink(plan: PiecePlan, is_local: Sequence[bool], layout: Sequence[int]) -> Localised:
     """Local pieces keep each wanted row once; the index takes the smallest integer type: two bytes a row
     where int64 takes eight."""
     kept: list[np.ndarray | None] = []
@@ -219,7 +211,7 @@ def _shrink(plan: PiecePlan, is_local: Sequence[bool], layout: Sequence[int]) ->
         total += size if keep is None else len(keep)
     joined = np.concatenate(rows)
     index = _unless_whole(joined if plan.order is None else joined[plan.order], total)
-    return LocalisedPieces(tuple(kept), None if index is None else index.astype(np.min_scalar_type(total)))
+    return kept, (None if index is None else index.astype(np.min_scalar_type(total)))
 
 
 def _distinct(rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

@@ -27,11 +27,10 @@ from hydraflow.protocol.pieces import (
     Column,
     ColumnRef,
     LocalColumn,
-    LocalisedPieces,
+    Localised,
     PiecePlan,
     PiecePlanCache,
     as_slice,
-    compose,
     concat_columns,
     localise,
     piece_plan,
@@ -92,7 +91,8 @@ class RemoteBatch(Rows):
     def select_idxs(self, index: RowIndex) -> Self:
         """The named rows, in the named order."""
         chosen = ragged.as_index(index, len(self))
-        moved = {id(column.index): compose(column.index, chosen) for column in self.columns.values()}
+        indices = {id(column.index): column.index for column in self.columns.values()}
+        moved = {key: chosen if index is None else index[chosen] for key, index in indices.items()}
         picked = {key: Column(column.refs, moved[id(column.index)]) for key, column in self.columns.items()}
         objects = {key: value[chosen] for key, value in self.objects.items()}
         return self._like(picked, objects, dict(self.meta_info), len(chosen))
@@ -137,7 +137,7 @@ class RemoteBatch(Rows):
         """The same rows with only what is needed to read them: unused pieces dropped, local columns cut to
         their rows, indices small. This is what is sent to a worker."""
         plans = PiecePlanCache()
-        memo: dict[object, LocalisedPieces] = {}
+        memo: dict[object, Localised] = {}
         smaller = {key: localise(column, plans, memo) for key, column in self.columns.items()}
         return RemoteBatch(smaller, self.objects, self.meta_info)
 
@@ -166,7 +166,7 @@ class RemoteBatch(Rows):
             return super()._difference(mine, theirs)
         if isinstance(mine, np.ndarray) or isinstance(theirs, np.ndarray):
             return "is a reference in one batch and objects in the other"
-        if mine.refs == theirs.refs and _same_index(mine.index, theirs.index):
+        if mine.refs == theirs.refs and np.array_equal(mine.index, theirs.index):
             return None
         return "is in both batches and not by reference the same; pop or rename one of the two first"
 
@@ -252,10 +252,6 @@ def _copied(column: ColumnData) -> ColumnData:
         return column.clone()
     values, lengths = ragged.parts(column)
     return ragged.from_parts(values.clone(), lengths)
-
-
-def _same_index(a: np.ndarray | None, b: np.ndarray | None) -> bool:
-    return a is b or (a is not None and b is not None and np.array_equal(a, b))
 
 
 def _subset(batch: RemoteBatch, keys: Iterable[str]) -> RemoteBatch:

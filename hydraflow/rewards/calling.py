@@ -13,9 +13,8 @@ from typing import Any
 
 from hydraflow.errors import ConfigError
 from hydraflow.rewards.config import FUNCTIONS, RewardConfig
-from hydraflow.rewards.custom import ARGUMENTS, BATCH_ARGUMENTS, SECTION, is_async, load_function
-from hydraflow.rewards.judge_key import require_key
-from hydraflow.rewards.selection import BY_SOURCE, KEY, SelectedFunction, selected
+from hydraflow.rewards.custom import ARGUMENTS, BATCH_ARGUMENTS, SECTION, by_names, is_async, load_function
+from hydraflow.rewards.selection import BY_SOURCE, KEY, SelectedFunction, key_of, selected
 from hydraflow.rewards.values import read_value
 
 ALL_ROWS = 2**31
@@ -91,8 +90,8 @@ def _load(one: SelectedFunction, config: RewardConfig, place: int) -> Callable[.
             remedy = "make it a plain function (def), or reward.reward_manager.name=naive"
             raise ConfigError.one(f"{key}.name", one.name, rule, remedy)
         return function
-    if one.name == "judge":
-        require_key(config.judge)
+    if one.name == "judge" and config.judge.api_key_env is not None:
+        key_of(config.judge.api_key_env)  # before the first row
     built_in = FUNCTIONS[one.name].bound(config)
     takes = inspect.signature(built_in).parameters
     ours = (*ARGUMENTS, *FUNCTIONS[one.name].reads)
@@ -101,17 +100,7 @@ def _load(one: SelectedFunction, config: RewardConfig, place: int) -> Callable[.
         rule = f"{one.name} has no argument {strange[0]}; it takes {', '.join(own) or 'none'}"
         raise ConfigError.one(f"{KEY}[{place}].kwargs", dict(one.kwargs), rule)
     names = [name for name in ARGUMENTS if name in takes]
-    return partial(_of_named_async if is_async(built_in) else _of_named, built_in, names, one.kwargs)
-
-
-def _of_named(function: Callable[..., Any], names: list[str], kwargs: Mapping[str, Any], **row: Any) -> Any:
-    return function(**{name: row[name] for name in names}, **kwargs)
-
-
-async def _of_named_async(
-    function: Callable[..., Awaitable[Any]], names: list[str], kwargs: Mapping[str, Any], **row: Any
-) -> Any:
-    return await function(**{name: row[name] for name in names}, **kwargs)
+    return partial(by_names, built_in, names, one.kwargs)
 
 
 def _weighted(parts: list[_Part], **row: Any) -> dict[str, float]:

@@ -31,6 +31,7 @@ from hydraflow.rewards.functions import load_scorers
 from hydraflow.rewards.row_time import QueueTime, over_at
 from hydraflow.rewards.values import Result, read_value
 from hydraflow.system.own_code import line_of
+from hydraflow.system.tether import end_like, supervise
 
 R = TypeVar("R")
 
@@ -174,6 +175,13 @@ def main(socket_number: int, shared: int) -> None:
         return  # the pool is closed, or its process is gone
 
 
+def supervised(socket_number: int, shared: int, leash: int) -> None:
+    """Runs `main` in a process of its own until it ends or the pool's process lets go of the leash
+    (`system/tether.py`): nothing that the function has started outlives the pool. Exits as `main` did."""
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    end_like(supervise(lambda: main(socket_number, shared), leash, own=(socket_number, shared)))
+
+
 def _serve(pool: FrameSocket, caller: RewardCaller) -> None:
     if not caller.call.is_async:
         score = caller.scored_together if caller.call.is_batched else caller.scored
@@ -182,11 +190,9 @@ def _serve(pool: FrameSocket, caller: RewardCaller) -> None:
             if caller.call.by_source:
                 load_scorers(row[0] for row in rows)
             _send(pool, score(rows))
-    from hydraflow.rewards.concurrent import ConcurrentRows  # asyncio is slow to import
+    from hydraflow.rewards.concurrent import serve  # asyncio is slow to import
 
-    with ConcurrentRows(caller) as concurrent:
-        while True:
-            concurrent.score(pool.receive(), lambda number, result: pool.send([(number, result)]))
+    serve(pool, caller)
 
 
 def _send(pool: FrameSocket, results: Iterable[tuple[int, Result]]) -> None:

@@ -9,57 +9,47 @@ process.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
-from typing import Any
+from collections.abc import Awaitable, Sequence
+from typing import Any, NoReturn
 
 from hydraflow.rewards.child import RewardCaller, RowTimeout
+from hydraflow.rewards.frames import FrameSocket
 from hydraflow.rewards.values import Result, read_value
 
 BEAT = 0.25
 """Interval at which a live event loop resets the alarm, as a fraction of the time limit."""
 
 
-class ConcurrentRows:
-    """An event loop for the lifetime of the process, because a function may keep connections in it."""
+def serve(pool: FrameSocket, caller: RewardCaller) -> NoReturn:
+    """Scores chunks until the pool closes the socket. One event loop for all of them, because a function may
+    keep connections in it."""
+    with asyncio.Runner() as runner:
+        rows = ConcurrentRows(pool, caller)
+        while True:
+            runner.run(rows.score(pool.receive()))
 
-    def __init__(self, caller: RewardCaller):
-        self.caller = caller
-        self._runner = asyncio.Runner()
+
+class ConcurrentRows:
+    """The rows of one chunk after another."""
+
+    def __init__(self, pool: FrameSocket, caller: RewardCaller):
+        self.pool, self.caller = pool, caller
+        self._gate, self._turn = asyncio.Semaphore(caller.at_once), asyncio.Lock()
         self._started: dict[int, tuple[float, float]] = {}
         """Active rows, oldest first: start time, and seconds waited for a CPU by then."""
 
-    def __enter__(self) -> ConcurrentRows:
-        self._runner.__enter__()
-        return self
-
-    def __exit__(self, *raised: Any) -> None:
-        self._runner.__exit__(*raised)
-
-    def score(self, rows: Sequence[Any], done: Callable[[int, Result], None]) -> None:
-        """Scores the rows of a chunk; `done` gets the index and result of each."""
-        self._runner.run(self._score(rows, done))
-
-    async def _score(self, rows: Sequence[Any], done: Callable[[int, Result], None]) -> None:
-        gate, turn = asyncio.Semaphore(self.caller.at_once), asyncio.Lock()
+    async def score(self, rows: Sequence[Any]) -> None:
+        """Scores the rows of a chunk, and sends the result of each."""
         beat = asyncio.create_task(self._beat())
         try:
-            await asyncio.gather(
-                *(self._row(number, row, gate, turn, done) for number, row in enumerate(rows))
-            )
+            await asyncio.gather(*(self._row(number, row) for number, row in enumerate(rows)))
         finally:
             beat.cancel()
             self.caller.alarm.disarm()
 
-    async def _row(
-        self,
-        number: int,
-        row: Sequence[Any],
-        gate: asyncio.Semaphore,
-        turn: asyncio.Lock,
-        done: Callable[[int, Result], None],
-    ) -> None:
-        async with gate:
-            async with turn:  # the loop turns before the next row has it
+    async def _row(self, number: int, row: Sequence[Any]) -> None:
+        async with self._gate:
+            async with self._turn:  # the loop turns before the next row has it
                 self.caller.alarm.start()
                 ends = asyncio.get_running_loop().time() + self.caller.alarm.limit
                 self._started[number] = self.caller.alarm.began, self.caller.alarm.waited
@@ -68,7 +58,7 @@ class ConcurrentRows:
             result = await self._result(started, ends)
             del self._started[number]
             self._note()
-            done(number, result)
+            self.pool.send([(number, result)])
 
     def _awaitable(self, row: Sequence[Any]) -> Awaitable[Any] | Result:
         """What is to be waited for; or the result of a row that failed before."""

@@ -26,8 +26,8 @@ FUNCTIONS: dict[str, Implementation] = {
     "math_dapo": Implementation("hydraflow.rewards.mathematics:after_answer"),
     "mcq": Implementation("hydraflow.rewards.multiple_choice:mcq"),
     "code": Implementation("hydraflow.rewards.code:passed_tests", reads=("sandbox", "timeout")),
-    "format": Implementation("hydraflow.rewards.forms:follows_format"),
-    "length": Implementation("hydraflow.rewards.forms:length"),
+    "format": Implementation("hydraflow.rewards.functions:follows_format"),
+    "length": Implementation("hydraflow.rewards.functions:length"),
     "judge": Implementation("hydraflow.rewards.judge:judged", reads=("judge",)),
 }
 """The built-in functions for `reward.functions`. Each takes any of data_source, solution_str, ground_truth

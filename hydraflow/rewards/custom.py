@@ -55,6 +55,11 @@ def load_function(
     return bound if by_name else partial(_in_order, bound, arguments)
 
 
+def by_names(function: RewardFunction, names: Sequence[str], kwargs: Mapping[str, Any], **values: Any) -> Any:
+    """Calls a function that takes some of the values."""
+    return function(**{name: values[name] for name in names}, **kwargs)
+
+
 def _in_order(function: RewardFunction, arguments: Sequence[str], **values: Any) -> Any:
     return function(*(values[name] for name in arguments))
 
@@ -62,7 +67,7 @@ def _in_order(function: RewardFunction, arguments: Sequence[str], **values: Any)
 def is_async(function: RewardFunction) -> bool:
     """Whether calling it gives a coroutine."""
     while isinstance(function, partial):
-        function = function.args[0] if function.func is _in_order else function.func
+        function = function.args[0] if function.func in (_in_order, by_names) else function.func
     return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(
         getattr(function, "__call__", None)  # noqa: B004
     )

@@ -1,8 +1,9 @@
-"""The built-in reward functions, chosen by a row's data source.
+"""The built-in reward functions: which one a row's data source chooses, and the short ones themselves.
 
 In: data source, the response's text, the ground truth. Out: a float, or a dict with `score` and more numbers.
 The answer patterns for GSM8K are those that its users compare by: `#### 42` (strict), else the last number
-(flexible). Left out on purpose: bonuses; `reward.functions` sums several functions.
+(flexible). Left out on purpose: bonuses, because `reward.functions` sums several functions; limits in tokens,
+which the algorithm knows.
 """
 
 from __future__ import annotations
@@ -19,6 +20,8 @@ from hydraflow.rewards.config import FUNCTIONS
 
 Score = float | dict[str, Any]
 
+THINK_ANSWER = r"\s*<think>(?:(?!</?think>).)*</think>\s*<answer>(?:(?!</?answer>).)*</answer>\s*"
+"""One block of reasoning, then one answer (DeepSeek-R1, https://arxiv.org/abs/2501.12948)."""
 _MARKED = re.compile(r"####\s*(-?\$?[0-9][0-9.,]*)")
 _NUMBER = re.compile(r"-?\$?[0-9](?:[0-9,]*[0-9])?(?:\.[0-9]+)?")
 
@@ -93,6 +96,25 @@ def _plain(number: str) -> str:
     """Without thousands separators, currency, a closing full stop and zero decimals: $1,200.00. -> 1200"""
     number = number.strip().replace(",", "").replace("$", "").rstrip(".")
     return re.sub(r"\.0+$", "", number)
+
+
+def follows_format(solution_str: str, *, pattern: str = THINK_ANSWER) -> float:
+    """1 when the whole response matches the regular expression, in which a dot matches line breaks too.
+
+    >>> follows_format("<think>6 * 7</think><answer>42</answer>"), follows_format("42")
+    (1.0, 0.0)
+    """
+    return float(re.fullmatch(pattern, solution_str, re.DOTALL) is not None)
+
+
+def length(solution_str: str, *, least: int = 0, most: int = 4000, buffer: int = 1000) -> float:
+    """0 for `least` to `most` characters; beyond, it falls evenly to -1, which it reaches after `buffer`.
+
+    >>> [length("x" * n, most=10, buffer=4) for n in (10, 12, 14, 99)]
+    [0.0, -0.5, -1.0, -1.0]
+    """
+    beyond = max(least - len(solution_str), len(solution_str) - most, 0)
+    return -min(1.0, beyond / buffer) if beyond else 0.0
 
 
 BUILT_IN = {

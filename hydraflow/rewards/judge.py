@@ -21,7 +21,7 @@ import httpx2
 
 from hydraflow.redact import HIDDEN, public_text
 from hydraflow.rewards.config import JudgeConfig
-from hydraflow.rewards.judge_key import key_of
+from hydraflow.rewards.selection import key_of
 from hydraflow.system.whole_files import replacing
 
 FIRST_WAIT, MOST_WAIT = 0.5, 30.0

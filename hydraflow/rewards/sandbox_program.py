@@ -47,7 +47,6 @@ def main() -> None:
 
 
 def _limit(request: dict[str, Any]) -> None:
-    """Sets hard limits for this process and its children."""
     os.chdir("/tmp")
     # the kernel delivers other signals to the first process of a namespace only if it handles them
     signal.signal(signal.SIGINT, signal.SIG_IGN)

@@ -7,6 +7,7 @@ without loading a function.
 from __future__ import annotations
 
 import math
+import os
 import re
 import string
 from collections.abc import Iterable, Iterator, Mapping
@@ -99,6 +100,15 @@ def problems(config: RewardConfig) -> Iterator[Problem]:
         yield Problem(KEY, shown(labels), rule, "give the function another name")
     if uses(config, "judge"):
         yield from _judge_problems(config)
+
+
+def key_of(variable: str) -> str:
+    """The judge's API key, in an environment variable. ConfigError: there is none."""
+    if key := os.environ.get(variable, "").strip():
+        return key
+    rule = "the environment has no such variable, or it is empty"
+    remedy = f"export {variable}=... before the command, or reward.judge.api_key_env=null"
+    raise ConfigError.one("reward.judge.api_key_env", variable, rule, remedy)
 
 
 def _written(entry: Mapping[str, Any]) -> SelectedFunction:

@@ -1,7 +1,7 @@
 """One process of a pool: starting it, talking to it, ending it, and tracking its current row.
 
 In: the configuration, then chunks of rows. Out: their results as they come, the time at which it should have
-been done, and why it ended. Every wait has a limit. A supervisor (`supervisor.py`) runs between here and
+been done, and why it ended. Every wait has a limit. A supervisor (`child.supervised`) runs between here and
 the function's process and ends everything with it. Left out on purpose: `multiprocessing.Process`,
 which imports the main program again in every child.
 """
@@ -25,14 +25,13 @@ from typing import Any
 
 from hydraflow.errors import EnvironmentFault, Problem
 from hydraflow.rewards.calling import settings_of
-from hydraflow.rewards.child import NO_ROW, PROGRESS_BYTES, RowProgress
+from hydraflow.rewards.child import NO_ROW, PROGRESS_BYTES, RowProgress, supervised
 from hydraflow.rewards.config import RewardConfig
 from hydraflow.rewards.custom import SECTION
 from hydraflow.rewards.frames import FrameSocket
 from hydraflow.rewards.printed import PrintedReader, in_one_line
 from hydraflow.rewards.row_time import QueueTime, over_at
 from hydraflow.rewards.selection import KEY
-from hydraflow.rewards.supervisor import main as supervise
 
 logger = logging.getLogger(__name__)
 
@@ -51,8 +50,8 @@ PRINTED_SECONDS = 1.0
 MARK = "HYDRAFLOW_REWARD_PROCESS"
 """Environment variable that all descendants of a process inherit."""
 _BOOT = (
-    f"import json, sys; sys.path[:] = json.loads(sys.argv[1]); from {supervise.__module__} import main;"
-    " main(*map(int, sys.argv[2:]))"
+    f"import json, sys; sys.path[:] = json.loads(sys.argv[1]); from {supervised.__module__} import supervised"
+    "; supervised(*map(int, sys.argv[2:]))"
 )
 
 
@@ -210,7 +209,6 @@ class RewardProcess:
 
 
 def _kill_marked(mark: str) -> None:
-    """Kills all processes with the mark in their environment."""
     for entry in Path("/proc").iterdir():
         with suppress(OSError):  # it has ended, or belongs to another user
             if entry.name.isdigit() and f"{MARK}={mark}".encode() in (entry / "environ").read_bytes():

@@ -255,7 +255,8 @@ class ActorWorker(TrainedWorker):
         if first and old != OldFrom.RECOMPUTE:
             column = "old_log_probs" if old == OldFrom.ROLLOUT else "rollout_log_probs"
             found = _compared_with_rollout(loss, column)
-        over_vocabulary = self.spec.distillation is not None and self.spec.distillation.over_vocabulary
+        distillation = self.spec.distillation
+        over_vocabulary = distillation is not None and distillation.config.over_vocabulary
         return _own_token_first(found) if over_vocabulary else found
 
 

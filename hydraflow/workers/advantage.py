@@ -20,10 +20,10 @@ from hydraflow.algorithms.distillation.terms import Distillation
 from hydraflow.algorithms.groups import group_scores
 from hydraflow.algorithms.kl import kl_penalty
 from hydraflow.algorithms.kl_control import make_kl_controller
-from hydraflow.algorithms.masked import keep
 from hydraflow.algorithms.running import RunningMoments
 from hydraflow.algorithms.samples import numbered
 from hydraflow.algorithms.shaping import OverlongBuffer, shape_scores
+from hydraflow.algorithms.token_terms import keep
 from hydraflow.algorithms.trained_tokens import row_sums
 from hydraflow.dispatch.modes import Dispatch, register
 from hydraflow.dispatch.worker import ProcessContext, Worker
@@ -65,10 +65,7 @@ class AdvantageWorker(Worker):
     def __init__(self, process: ProcessContext, spec: AdvantageSpec):
         super().__init__(process)
         self.spec = spec
-        control = spec.algorithm.kl_ctrl
-        self.kl = make_kl_controller(
-            control.type, kl_coef=control.kl_coef, target_kl=control.target_kl, horizon=control.horizon
-        )
+        self.kl = make_kl_controller(spec.algorithm.kl_ctrl)
         self.scores = RunningMoments()
 
     @register(dispatch_mode=Dispatch.RANK_ZERO, read_only=True)

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from hydraflow.algorithms.correction import Correction
 from hydraflow.algorithms.correction_metrics import PREFIX, correction_metrics
-from hydraflow.algorithms.masked import keep
+from hydraflow.algorithms.token_terms import keep
 from hydraflow.engine.base import TrainEngine
 from hydraflow.metrics import Metric, mean
 from hydraflow.protocol import ragged

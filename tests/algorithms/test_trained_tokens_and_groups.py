@@ -8,15 +8,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hydraflow.algorithms.groups import group_scores
-from hydraflow.algorithms.masked import keep, masked_sum
+from hydraflow.algorithms.token_terms import keep
 from hydraflow.algorithms.trained_tokens import TrainedTokens, row_sums, whiten
 
 NAN = float("nan")
 
 
-def test_masked_sum_by_hand():
+def test_what_a_mask_keeps_by_hand():
     values = torch.tensor([[1.0, NAN, 3.0], [8.0, float("inf"), 0.0]], dtype=torch.float64)
-    assert masked_sum(values, torch.tensor([[1, 0, 1], [1, 0, 0]])).item() == 12.0
+    assert keep(values, torch.tensor([[1, 0, 1], [1, 0, 0]])).sum().item() == 12.0
 
 
 def test_no_gradient_and_no_nan_pass_a_closed_mask():

@@ -21,8 +21,7 @@ from hydraflow.engine.config import MegatronConfig
 from hydraflow.model_merger.__main__ import main
 from hydraflow.models.loading import Context
 from hydraflow.models.tiny import make_model, make_tokenizer
-from hydraflow.models.weight_files import file_fault, weight_faults
-from hydraflow.models.weight_map import INDEX
+from hydraflow.models.weight_files import INDEX, file_fault, weight_faults
 
 LORA = {"lora_rank": 2, "target_modules": ["nope_proj"]}
 

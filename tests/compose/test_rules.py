@@ -13,14 +13,12 @@ from hydraflow.algorithms.config import (
     POLICY_LOSSES,
     PREFERENCE_LOSSES,
     REJECTION_RULES,
-    KLControlConfig,
     bounded_rules,
     listed_in,
 )
 from hydraflow.algorithms.distillation.config import DIVERGENCES, DistillationLossConfig
 from hydraflow.compose.keys import known_keys
 from hydraflow.compose.rules import problems
-from hydraflow.data.config import PromptConfig, SFTDataConfig
 from hydraflow.engine.config import TRAIN_ENGINES, OptimConfig
 from hydraflow.generation.config import GENERATION_ENGINES
 from hydraflow.options import option_of
@@ -117,19 +115,15 @@ def test_a_number_without_an_upper_limit_is_still_finite():
 
 def test_choices_are_those_that_the_code_offers():
     """The configuration loads no torch; where it has names only, they are those of the code's tables."""
-    from hydraflow.algorithms import aggregate, kl, kl_control
-    from hydraflow.data import conversations, prompts
+    from hydraflow.algorithms import aggregate, kl
     from hydraflow.engine import optim
     from hydraflow.tracking import trackers
 
     offered = {
-        (KLControlConfig, "type"): kl_control.KL_CONTROLLERS,
         (ActorConfig, "loss_agg_mode"): aggregate.LOSS_AGG_MODES,
         (ActorConfig, "kl_loss_type"): kl.KL_ESTIMATORS,
         (DistillationLossConfig, "loss_mode"): kl.KL_ESTIMATORS | DIVERGENCES,
         (OptimConfig, "lr_scheduler_type"): optim.SCHEDULES,
-        (PromptConfig, "truncation"): prompts.TRUNCATIONS,
-        (SFTDataConfig, "truncation"): conversations.TRUNCATIONS,
     }
     for (owner, name), choices in offered.items():
         rule = next(option_of(field).rule for field in fields(owner) if field.name == name)

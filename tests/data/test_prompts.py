@@ -183,9 +183,3 @@ def test_values_that_json_cannot_carry_are_named(tmp_path: Path, tokenizer: PreT
     write_rows(tmp_path / "a.parquet", [row("1", extra_info={"when": datetime.date(2024, 1, 1)})])
     with pytest.raises(ConfigError, match="row 0: extra_info cannot be written as JSON"):
         PromptDataset(DataConfig(), tmp_path / "a.parquet", tokenizer)
-
-
-def test_a_tokenizer_without_a_template_is_refused(file: Path, tokenizer: PreTrainedTokenizerFast) -> None:
-    tokenizer.chat_template = None
-    with pytest.raises(ConfigError, match="has no chat template"):
-        PromptDataset(DataConfig(), file, tokenizer)

@@ -285,13 +285,13 @@ def test_what_does_not_fit_is_refused(server: Installed, engine: SglangEngine) -
         engine.generate(request_of([3, 60]), GREEDY)
     with pytest.raises(ValueError, match="prompt 0 holds token 23; the vocabulary has 23"):
         engine.generate(GenerationRequest([torch.tensor([23])], [1], [(0,)]), GREEDY)
-    request, known = request_of([60]), engine._context
-    engine._context = engine_context(1000)
+    request, known = request_of([60]), engine._limits
+    engine._limits = replace(known, context=engine_context(1000))
     with pytest.raises(
         RuntimeError, match=r"SGLang refused /generate \(400\): Requested token count exceeds"
     ):
         engine.generate(request, GREEDY)
-    engine._context = known
+    engine._limits = known
     server.goes_wrong(cuts=2)
     with pytest.raises(RuntimeError, match="SGLang cut a response at 2 of 16 tokens: its KV cache"):
         engine.generate(request_of([3]), SamplingParams(max_tokens=16, ignore_eos=True))

@@ -45,7 +45,7 @@ def test_a_hub_that_cannot_be_reached_is_said_at_once(monkeypatch: pytest.Monkey
 
 def test_a_hub_that_does_not_answer_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cache, "SECONDS", 0.2)
-    monkeypatch.setattr(cache, "_connected", lambda host, port: time.sleep(1))
+    monkeypatch.setattr(cache, "unreachable", lambda address, seconds: time.sleep(1))
     assert cache.hub_fault() == "huggingface.co does not answer within 0.2 s"
 
 

@@ -15,8 +15,7 @@ from hydraflow.models.config import ModelConfig
 from hydraflow.models.fit import require_model, require_weights
 from hydraflow.models.loading import load_config
 from hydraflow.models.tiny import make_model
-from hydraflow.models.weight_files import PICKLE, SINGLE
-from hydraflow.models.weight_map import INDEX
+from hydraflow.models.weight_files import INDEX, PICKLE, SINGLE
 
 FIELD = "model"
 

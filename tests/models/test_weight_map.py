@@ -15,8 +15,7 @@ from hydraflow.model_merger.safetensors_files import read_directory
 from hydraflow.models.config import ModelConfig
 from hydraflow.models.fit import require_weights
 from hydraflow.models.loading import stored_tensor
-from hydraflow.models.weight_files import files_to_load
-from hydraflow.models.weight_map import INDEX, PICKLED_INDEX, read_weight_map
+from hydraflow.models.weight_files import INDEX, PICKLED_INDEX, files_to_load, read_weight_map
 
 OUTSIDE = [
     "../secret.safetensors",

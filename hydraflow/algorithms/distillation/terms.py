@@ -27,16 +27,7 @@ class Distillation:
     """The distillation loss with its settings."""
 
     config: DistillationLossConfig
-
-    @property
-    def task_rewards(self) -> bool:
-        """Whether task rewards count as well."""
-        return self.config.use_task_rewards
-
-    @property
-    def over_vocabulary(self) -> bool:
-        """Whether terms are `divergences`, not `terms`."""
-        return self.config.over_vocabulary
+    """Terms are `divergences` if it is `over_vocabulary`, else `terms`."""
 
     def terms(self, logp: Tensor, teacher: Tensor) -> Tensor:
         """Terms of the loss, in the shape of both.
@@ -66,7 +57,7 @@ class Distillation:
     def advantages(self, task: Tensor, logp: Tensor, teacher: Tensor) -> Tensor:
         """The advantages plus the negative estimates; the task's own are dropped if task rewards do not
         count."""
-        return (task if self.task_rewards else 0.0 * task) - self.terms(logp, teacher)
+        return (task if self.config.use_task_rewards else 0.0 * task) - self.terms(logp, teacher)
 
     @cached_property
     def _divergence(self) -> Any:

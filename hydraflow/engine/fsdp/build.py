@@ -13,7 +13,6 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import (
@@ -27,11 +26,11 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from hydraflow.device import resolve_dtype
 from hydraflow.engine.config import FSDPConfig
-from hydraflow.engine.first_rank import on_first_rank
 from hydraflow.engine.fsdp import lora
 from hydraflow.engine.fsdp.groups import RankGroups
 from hydraflow.engine.fsdp.parity import must_pad_rows
 from hydraflow.engine.fsdp.ulysses import require_shareable
+from hydraflow.engine.process_group import from_first_rank, on_first_rank
 from hydraflow.engine.token_exchange import Ulysses
 from hydraflow.models import loading
 from hydraflow.models.adapters import is_adapter
@@ -157,15 +156,10 @@ def _fill_parameters(
 ) -> None:
     for name, parameter in module.named_parameters():
         assert isinstance(parameter, DTensor), f"{name} is not sharded"
-        full = torch.empty(parameter.shape, dtype=parameter.dtype, device=device)
-        if dist.get_rank() == 0:
-            found = (
-                lora.initial_value(name, parameter.shape, parameter.dtype, draw)
-                if is_adapter(name)
-                else source[hf_name(module, name)]
-            )
-            full.copy_(found)
-        _broadcast(full)
+        shape, dtype = parameter.shape, parameter.dtype
+        is_new = is_adapter(name)
+        found = lora.initial_value(name, shape, dtype, draw) if is_new else source.get(hf_name(module, name))
+        full = from_first_rank(found, shape, dtype, device)
         piece = distribute_tensor(full, parameter.device_mesh, parameter.placements, src_data_rank=None)
         parameter.to_local().copy_(piece.to_local())
 
@@ -178,14 +172,6 @@ def _fill_buffers(
     stay on the device."""
     for name, buffer in list(module.named_buffers()):
         owner, _, leaf = name.rpartition(".")
-        full = torch.empty(buffer.shape, dtype=buffer.dtype, device=device)
-        if dist.get_rank() == 0:
-            full.copy_(source[hf_name(module, name)])
-        _broadcast(full)
+        full = from_first_rank(source.get(hf_name(module, name)), buffer.shape, buffer.dtype, device)
         part = module.get_submodule(owner)
         part.register_buffer(leaf, full, persistent=leaf not in part._non_persistent_buffers_set)
-
-
-def _broadcast(tensor: torch.Tensor) -> None:
-    if dist.get_world_size() > 1:
-        dist.broadcast(tensor, src=0)

@@ -133,5 +133,4 @@ def _empty_optimizer_state(
 
 
 def _local_bytes(tensor: torch.Tensor) -> int:
-    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-    return local.numel() * local.element_size()
+    return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).nbytes

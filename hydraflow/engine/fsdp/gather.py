@@ -51,17 +51,20 @@ def _gather(bucket: list[NamedTensor], to: int | None) -> list[NamedTensor]:
     if to not in (None, dist.get_rank()):
         return [(name, torch.empty(one.shape, dtype=one.dtype, device="meta")) for name, one in bucket]
     pieces = iter(rows)
-    return [
-        (name, whole[name] if name in whole else _joined(next(pieces), parameter))
-        for name, parameter in bucket
-    ]
+    for name, parameter in bucket:
+        if name not in whole:  # (ranks, numbers of one padded shard)
+            whole[name] = next(pieces).reshape(-1, *parameter.shape[1:])[: parameter.shape[0]]
+    return [(name, whole[name]) for name, _ in bucket]
 
 
 def _rows_of_all(sharded: list[torch.Tensor], to: int | None) -> Sequence[torch.Tensor]:
     """For each parameter the padded shards of all ranks of a copy, (ranks, numbers of one shard); nothing on
     a rank that gets none."""
-    group = _group(sharded[0]) if sharded else None
-    if group is None or to not in (None, *dist.get_process_group_ranks(group)):
+    if not sharded:
+        return []
+    assert isinstance(sharded[0], DTensor)
+    group = sharded[0].device_mesh.get_group()
+    if to not in (None, *dist.get_process_group_ranks(group)):
         return []
     ranks = group.size()
     shards = [_padded_shard(parameter, ranks) for parameter in sharded]
@@ -75,12 +78,6 @@ def _rows_of_all(sharded: list[torch.Tensor], to: int | None) -> Sequence[torch.
     else:
         dist.gather(mine, list(everyone) if here else None, dst=to, group=group)
     return everyone.split([shard.numel() for shard in shards], dim=1)
-
-
-def _group(parameter: torch.Tensor) -> dist.ProcessGroup:
-    """The ranks that share a copy of the model."""
-    assert isinstance(parameter, DTensor)
-    return parameter.device_mesh.get_group()
 
 
 def _is_split_by_rows(parameter: torch.Tensor) -> bool:
@@ -97,11 +94,6 @@ def _padded_shard(parameter: torch.Tensor, ranks: int) -> torch.Tensor:
     local = parameter.to_local()
     missing = -(-parameter.shape[0] // ranks) - local.shape[0]
     return local if not missing else torch.cat([local, local.new_zeros(missing, *local.shape[1:])])
-
-
-def _joined(pieces: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
-    """pieces (ranks, numbers of one padded shard)."""
-    return pieces.reshape(-1, *parameter.shape[1:])[: parameter.shape[0]]
 
 
 def _whole(parameter: torch.Tensor) -> torch.Tensor:

@@ -10,7 +10,8 @@ than attention. Collective; all ranks reach the same decision.
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 
 import torch
@@ -121,7 +122,7 @@ def _as_trained(
         if isinstance(module, PolicyModel):
             return module(part, LOG_PROBS)[0], None
         module(part)  # makes it the root of its sharded parts
-        with _Gathered(module):
+        with _gathered(module):
             return asked_hidden_states(module.hf, part), None
 
     return (numbers(batch) if ulysses is None else ulysses.compute(batch, numbers))[0]
@@ -135,7 +136,7 @@ def _as_published(
 ) -> torch.Tensor:
     """The same with the model's own forward pass, row by row."""
     found = []
-    with _Gathered(module):
+    with _gathered(module):
         for prompt, response in zip(prompts, responses, strict=True):
             if isinstance(module, PolicyModel):
                 found.append(own_log_probs(module.lm, prompt, response, device))
@@ -146,15 +147,12 @@ def _as_published(
     return torch.cat(found)
 
 
-class _Gathered:
+@contextmanager
+def _gathered(module: PolicyModel | ValueModel) -> Iterator[None]:
     """Keeps the root's own weights gathered while parts of a model are called without their root."""
-
-    def __init__(self, module: PolicyModel | ValueModel):
-        self.module = module
-
-    def __enter__(self) -> None:
-        assert isinstance(self.module, FSDPModule)
-        self.module.unshard()
-
-    def __exit__(self, *raised: object) -> None:
-        forget_passes(self.module)
+    assert isinstance(module, FSDPModule)
+    module.unshard()
+    try:
+        yield
+    finally:
+        forget_passes(module)

@@ -17,13 +17,13 @@ from megatron.core.transformer.transformer_layer import get_transformer_layer_of
 
 from hydraflow.device import resolve_dtype
 from hydraflow.engine.config import MegatronConfig
-from hydraflow.engine.first_rank import on_every_rank, on_first_rank
 from hydraflow.engine.megatron.architecture import Architecture, section_of
 from hydraflow.engine.megatron.core_config import frequencies, transformer_config
 from hydraflow.engine.megatron.layers import Trunk, layer_spec
 from hydraflow.engine.megatron.names import HEAD, Holding, Names, vocabulary_share
 from hydraflow.engine.megatron.parallel import Place
 from hydraflow.engine.megatron.stored_weights import open_weights, read_part
+from hydraflow.engine.process_group import from_first_rank, on_every_rank, on_first_rank
 from hydraflow.models import loading
 from hydraflow.models.config import ModelConfig
 
@@ -146,11 +146,7 @@ def _fill(
             wanted.setdefault(part.name, []).append(name)
     pieces: dict[str, dict[str, torch.Tensor]] = {}
     for hf_name, shape, kind in listed[0]:
-        full = torch.empty(shape, dtype=kind, device=device)
-        if dist.get_rank() == 0:
-            full.copy_(source[hf_name])
-        if dist.get_world_size() > 1:
-            dist.broadcast(full, src=0)
+        full = from_first_rank(source.get(hf_name), shape, kind, device)
         for name in wanted.pop(hf_name, []):
             parameter, holding = holdings[name]
             found = pieces.setdefault(name, {})

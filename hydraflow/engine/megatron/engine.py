@@ -9,7 +9,7 @@ between stages. Left out on purpose: LoRA.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
@@ -103,7 +103,7 @@ class MegatronEngine(InMicroBatches):
         self._ulysses = Ulysses(group) if place.context_size > 1 else None
         core = self._trunk.config
         self._recovery = OomRecovery(place)
-        core.finalize_model_grads_func = _finisher(self._recovery)
+        core.finalize_model_grads_func = partial(_finish, self._recovery)
         self._routes = self._make_routes()
         self._ddp: list[DistributedDataParallel] | None = None
         self._optimizer: CoreOptimizer | None = None
@@ -291,7 +291,6 @@ class MegatronEngine(InMicroBatches):
             self._gradients.rest()
 
     def _make_offloads(self) -> None:
-        """Creates the offloads of weights, gradients and optimizer state."""
         settings, optimizer = self._settings, self._optimizer
 
         def offload(memory: Storages | GradientBuffers, *, wanted: bool) -> Offload:
@@ -347,7 +346,6 @@ class MegatronEngine(InMicroBatches):
         return earlier
 
     def _add_gradient(self, earlier: list[torch.Tensor]) -> None:
-        """Adds back what `_take_gradient` took."""
         if not earlier:
             return
         for buffer, gradient in zip(self._gradient_buffers(), earlier, strict=True):
@@ -443,7 +441,6 @@ class MegatronEngine(InMicroBatches):
         return found
 
     def _share_of(self, batch: PackedBatch) -> Share | Alone:
-        """This rank's share of a batch."""
         return Alone(batch) if self._ulysses is None else self._ulysses.share(batch)
 
     def _run(
@@ -486,7 +483,6 @@ class MegatronEngine(InMicroBatches):
         return VocabularyShare(group, first, real, chunk)
 
     def _full_weights(self) -> dict[str, torch.Tensor] | None:
-        """See `first_rank_copy`."""
         return first_rank_copy(self.weights(to=0))
 
     def _lr(self) -> float:
@@ -506,12 +502,8 @@ def _zeros(tokens: torch.Tensor, ask: Ask) -> Output:
     return torch.zeros(tokens.shape), torch.zeros(len(tokens))
 
 
-def _finisher(recovery: OomRecovery) -> Callable[..., None]:
-    """The hook that Megatron-Core calls after the last pass: sums gradients over ranks without averaging,
-    because denominators are in the loss."""
-
-    def finish(model: list[Any], num_tokens: Any = None, **others: Any) -> None:
-        recovery.agree()
-        finalize_model_grads(model, None, **others)
-
-    return finish
+def _finish(recovery: OomRecovery, model: list[Any], num_tokens: Any = None, **others: Any) -> None:
+    """Megatron-Core calls it after the last pass: sums gradients over ranks without averaging, because
+    denominators are in the loss."""
+    recovery.agree()
+    finalize_model_grads(model, None, **others)

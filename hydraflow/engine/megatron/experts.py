@@ -205,7 +205,6 @@ def take_load(chunks: Sequence[nn.Module]) -> Load:
 
 
 def reset_counts(chunks: Iterable[nn.Module]) -> None:
-    """Resets the counts to 0."""
     for router in _routers(chunks):
         router.counts.zero_()
         router.balance.zero_()

@@ -24,7 +24,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import nn
 
 from hydraflow.engine.megatron.architecture import Latent
-from hydraflow.engine.megatron.norm import RMSNorm
+from hydraflow.engine.megatron.matrices import RMSNorm
 from hydraflow.engine.megatron.packed_line import PackedLine
 from hydraflow.models.attention import attend_line
 from hydraflow.models.linear import linear

@@ -34,9 +34,8 @@ from torch import nn
 from hydraflow.engine.megatron.architecture import Architecture
 from hydraflow.engine.megatron.experts import ExpertLayer, RoutedLayer
 from hydraflow.engine.megatron.latent import LatentAttention
-from hydraflow.engine.megatron.matrices import Matrices, matrices
+from hydraflow.engine.megatron.matrices import Matrices, RMSNorm, matrices
 from hydraflow.engine.megatron.names import LAYERS
-from hydraflow.engine.megatron.norm import RMSNorm
 from hydraflow.engine.megatron.packed_line import PackedLine
 from hydraflow.models.attention import attend_line
 from hydraflow.models.loading import persistent_buffers

@@ -1,4 +1,5 @@
-"""Classes of the matrices that tensor-parallel ranks divide: Transformer Engine's or Megatron-Core's.
+"""Classes of the matrices that tensor-parallel ranks divide, Transformer Engine's or Megatron-Core's, and of
+the norms between them.
 
 In: Megatron-Core's configuration. Out: `Matrices`, of which `layers.py` and `experts.py` build layers.
 Transformer Engine's normalise their inputs in the same kernel, so these norms have other names (`names.py`).
@@ -9,6 +10,7 @@ latent attention (`latent.py`).
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
@@ -17,7 +19,23 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import nn
 
 from hydraflow.device import gpu_count
-from hydraflow.engine.megatron.norm import RMSNorm
+from hydraflow.models.norms import rms_norm
+
+
+class RMSNorm(nn.Module):
+    """With sequence parallelism each rank has a share of the tokens, so the weight is marked for a gradient
+    sum over ranks, which torch's class does not do. Megatron-Core has it from Transformer Engine."""
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **others: Any):
+        super().__init__()
+        self.eps = eps
+        self.weight = nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype))
+        marked: Any = self.weight
+        marked.sequence_parallel = config.sequence_parallel
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """(..., hidden), normalised over the last dimension in float32."""
+        return rms_norm(x, self.weight, self.eps)
 
 
 @dataclass(frozen=True)

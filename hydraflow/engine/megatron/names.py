@@ -109,7 +109,7 @@ class Names:
         if name == SCORE:
             return self._whole(SCORE, (1, shape.hidden))
         if name == "decoder.final_layernorm.weight":
-            return self._norm("model.norm.weight", shape.hidden)
+            return self._whole("model.norm.weight", (shape.hidden,))
         _, _, number, place = name.split(".", 3)
         layer = f"model.layers.{number}."
         match _NORMS.get(place, place):
@@ -121,13 +121,13 @@ class Names:
                 width = shape.heads * shape.head_dim
                 return self._columns(f"{layer}self_attn.o_proj.weight", (shape.hidden, width))
             case "self_attention.q_layernorm.weight":
-                return self._norm(f"{layer}self_attn.q_norm.weight", shape.head_dim)
+                return self._whole(f"{layer}self_attn.q_norm.weight", (shape.head_dim,))
             case "self_attention.k_layernorm.weight":
-                return self._norm(f"{layer}self_attn.k_norm.weight", shape.head_dim)
+                return self._whole(f"{layer}self_attn.k_norm.weight", (shape.head_dim,))
             case "input_layernorm.weight":
-                return self._norm(f"{layer}input_layernorm.weight", shape.hidden)
+                return self._whole(f"{layer}input_layernorm.weight", (shape.hidden,))
             case "pre_mlp_layernorm.weight":
-                return self._norm(f"{layer}post_attention_layernorm.weight", shape.hidden)
+                return self._whole(f"{layer}post_attention_layernorm.weight", (shape.hidden,))
             case "mlp.linear_fc1.weight":
                 return self._gate_and_up(f"{layer}mlp.", shape.intermediate)
             case "mlp.linear_fc2.weight":
@@ -156,9 +156,6 @@ class Names:
         size = shape[1] // self.ranks
         return self._alone(Part(name, shape, 1, self.rank * size, size))
 
-    def _norm(self, name: str, width: int) -> Holding:
-        return self._whole(name, (width,))
-
     def _whole(self, name: str, shape: tuple[int, ...]) -> Holding:
         return self._alone(Part(name, shape, None, 0, shape[0]))
 
@@ -182,22 +179,22 @@ class Names:
         """Matrices of latent attention have transformers' names."""
         name, heads, hidden = f"{layer}self_attn.{place}", self.shape.heads, self.shape.hidden
         queries, compressed = heads * latent.qk_head_dim, latent.q_lora_rank or 0
-        match place.removesuffix(".weight"):
-            case "q_proj":
-                return self._alone(self._rows(name, (queries, hidden)))
-            case "q_a_proj":
-                return self._whole(name, (compressed, hidden))
-            case "q_a_layernorm":
-                return self._norm(name, compressed)
-            case "q_b_proj":
-                return self._alone(self._rows(name, (queries, compressed)))
-            case "kv_a_proj_with_mqa":
-                return self._whole(name, (latent.kv_lora_rank + latent.qk_rope_head_dim, hidden))
-            case "kv_a_layernorm":
-                return self._norm(name, latent.kv_lora_rank)
-            case "kv_b_proj":
-                rows = heads * (latent.qk_nope_head_dim + latent.v_head_dim)
-                return self._alone(self._rows(name, (rows, latent.kv_lora_rank)))
+        keys_values = heads * (latent.qk_nope_head_dim + latent.v_head_dim)
+        divided = {
+            "q_proj.weight": (queries, hidden),
+            "q_b_proj.weight": (queries, compressed),
+            "kv_b_proj.weight": (keys_values, latent.kv_lora_rank),
+        }
+        whole = {
+            "q_a_proj.weight": (compressed, hidden),
+            "q_a_layernorm.weight": (compressed,),
+            "kv_a_proj_with_mqa.weight": (latent.kv_lora_rank + latent.qk_rope_head_dim, hidden),
+            "kv_a_layernorm.weight": (latent.kv_lora_rank,),
+        }
+        if place in divided:
+            return self._alone(self._rows(name, divided[place]))
+        if place in whole:
+            return self._whole(name, whole[place])
         assert place == "o_proj.weight", place
         return self._columns(name, (hidden, heads * latent.v_head_dim))
 

@@ -66,7 +66,6 @@ nvtx = SimpleNamespace(range_push=nothing, range_pop=nothing, range=contextlib.n
 
 
 def current_stream(*args: Any) -> Stream:
-    """The stream of this thread."""
     return _ONLY
 
 
@@ -79,12 +78,10 @@ def current_device() -> torch.device:
 
 
 def device_count() -> int:
-    """Devices of this process."""
     return 1
 
 
 def is_available() -> bool:
-    """Whether there is CUDA."""
     return False
 
 
@@ -94,7 +91,6 @@ def get_rng_state(*args: Any, **kwargs: Any) -> torch.Tensor:
 
 
 def set_rng_state(state: torch.Tensor, *args: Any, **kwargs: Any) -> None:
-    """Sets the state of the CPU's generator."""
     torch.set_rng_state(state)
 
 

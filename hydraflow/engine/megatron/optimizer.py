@@ -91,7 +91,6 @@ class CoreOptimizer:
         return math.hypot(*norms)
 
     def zero_grad(self) -> None:
-        """Drops the gradient."""
         self._chain.zero_grad()
 
     def own_tensors(self) -> Iterator[torch.Tensor]:

@@ -55,12 +55,9 @@ class Place:
         of_experts = (rank // slices % experts, experts, rank % slices, slices)
         return cls(at, tensor, part, context, row, data, stage, stages, *of_experts)
 
-    def rank(self, *, tensor: int | None = None, stage: int | None = None) -> int:
-        """The rank with the same tokens and this tensor-parallel place and stage; None: the same."""
-        tensor = self.tensor if tensor is None else tensor
-        stage = self.stage if stage is None else stage
-        copies = self.context_size * self.data_size
-        return tensor + self.tensor_size * (self.within // self.tensor_size + copies * stage)
+    def rank(self, *, stage: int) -> int:
+        """The rank at the same place of a stage."""
+        return self.within + self.tensor_size * self.context_size * self.data_size * stage
 
     @property
     def within(self) -> int:

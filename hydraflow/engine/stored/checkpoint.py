@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -60,6 +61,15 @@ class Checkpoint:
         """Raises ConfigError when parts are missing or broken."""
         if self.problems:
             raise ConfigError(self.problems)
+
+
+def counted(entries: Iterable[tuple[str, int]]) -> dict[str, tuple[int, int]]:
+    """`Checkpoint.others` from (part, bytes) of each entry."""
+    found: dict[str, tuple[int, int]] = {}
+    for part, size in entries:
+        number, before = found.get(part, (0, 0))
+        found[part] = number + 1, before + size
+    return found
 
 
 def read_json(file: Path) -> dict[str, Any]:

@@ -12,10 +12,8 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from hydraflow.engine.dcp_index import INDEX, Index, read_index
-from hydraflow.engine.stored.checkpoint import Checkpoint, read_json
-from hydraflow.engine.stored.pieces import StoredTensor
-from hydraflow.engine.stored.shards import count, last_writer, missing_parts, stored
+from hydraflow.engine.dcp_index import read_index
+from hydraflow.engine.stored.checkpoint import Checkpoint, counted, read_json
 from hydraflow.errors import ConfigError
 from hydraflow.system.paths import core_checkpoint_problems
 
@@ -113,27 +111,16 @@ def read(directory: Path) -> Checkpoint:
         file = f"{folder / CONFIG}: sharded_backend"
         raise ConfigError.one(file, backend, f"only {BACKEND} can be read", f"save it as {BACKEND}")
     index = read_index(folder, ".")
-    try:
-        return _checkpoint(directory, folder, index)
-    except (TypeError, ValueError) as error:  # pieces of other dimensions than their tensor
-        raise ConfigError.one(str(folder / INDEX), None, f"is damaged: {error}") from error
-
-
-def _checkpoint(directory: Path, folder: Path, index: Index) -> Checkpoint:
-    tensors: dict[str, StoredTensor] = {}
-    others: dict[str, tuple[int, int]] = {}
-    for key, tensor in index.tensors.items():
-        if _OPTIMIZER.match(key):
-            count(others, "optimizer", sum(chunk.place.length for chunk in tensor.chunks))
-        elif EXTRA not in key:
-            tensors[key] = stored(key, tensor, folder)
-    for key, size in index.objects.items():
-        part = "optimizer" if _OPTIMIZER.match(key) else re.split(r"[./]", key)[0]
-        count(others, EXTRA.strip("_") if EXTRA in key else part, size)
+    optimizer = {key: tensor for key, tensor in index.tensors.items() if _OPTIMIZER.match(key)}
+    tensors = {key: one for key, one in index.tensors.items() if key not in optimizer and EXTRA not in key}
     if not tensors:
         raise ConfigError.one(str(folder), None, "holds no weights")
-    found = Checkpoint(directory, "megatron", last_writer(index) + 1, tensors, others=others)
-    found.problems = [*missing_parts(tensors.values(), index, folder)]
+    entries = [("optimizer", tensor.stored_bytes) for tensor in optimizer.values()]
+    for key, size in index.objects.items():
+        part = "optimizer" if _OPTIMIZER.match(key) else re.split(r"[./]", key)[0]
+        entries.append((EXTRA.strip("_") if EXTRA in key else part, size))
+    found = Checkpoint(directory, "megatron", index.last_writer + 1, tensors, others=counted(entries))
+    found.problems = [*index.missing_parts(tensors.values())]
     # folders that may hold Hugging Face's files; Megatron-LM writes none
     places = (place / "huggingface" for place in (folder, directory, directory.parent))
     found.settings = next((path for path in places if path.is_dir()), None)

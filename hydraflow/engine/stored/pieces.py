@@ -98,8 +98,12 @@ class StoredTensor:
 
     @property
     def nbytes(self) -> int:
-        """Size of the tensor in bytes."""
         return math.prod(self.shape) * self.dtype.itemsize
+
+    @property
+    def stored_bytes(self) -> int:
+        """Bytes of its pieces in files."""
+        return sum(piece.byte_range.length for piece in self.pieces)
 
     def blocks(self) -> Iterator[torch.Tensor]:
         """Its rows (first dimension) in order, some at a time; without dimensions it is one row."""
@@ -153,7 +157,6 @@ def block_rows(shape: Shape, dtype: torch.dtype) -> Iterator[tuple[int, int]]:
 
 
 def whole(source: StoredTensor) -> torch.Tensor:
-    """The whole tensor in memory."""
     full = torch.empty(source.shape, dtype=source.dtype)
     rows = full if source.shape else full.view(1)
     at = 0
