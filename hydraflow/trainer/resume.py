@@ -162,7 +162,7 @@ def _facts(checkpoint: Path, role: str) -> dict[str, Any]:
         found = json.loads(file.read_text())
     except (OSError, ValueError, RecursionError) as error:
         raise ConfigError.one(str(file), None, f"cannot be read: {error}", OTHER) from error
-    says = isinstance(found, dict) and "world_size" in found and isinstance(found.get("contents"), list)
-    if not says:
+    says = isinstance(found, dict) and {"contents", "world_size"} <= found.keys()
+    if not says or not isinstance(found["contents"], list):
         raise ConfigError.one(str(file), None, "does not say the checkpoint's contents and world_size", OTHER)
     return found
