@@ -198,7 +198,8 @@ class _Launch(Generic[Config]):
             raise ConfigError([*problems, unreadable(error)]) from error
         except (HydraException, OmegaConfBaseException, ValueError, RecursionError) as error:
             if self._has_composed and not isinstance(error, HydraException | OmegaConfBaseException):
-                raise  # before, these are Hydra's words about a defaults list
+                raise
+            # before that, other kinds are Hydra's words about a defaults list, too
             raise ConfigError([*problems, *translated(error, self._prepared.files).problems]) from error
 
     def _words_for_hydra(self) -> list[str]:

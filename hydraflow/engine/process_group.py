@@ -106,7 +106,7 @@ def groups_of(size: int, purpose: str) -> tuple[dist.ProcessGroup, dist.ProcessG
     """
     ranks = torch.arange(dist.get_world_size()).view(-1, size)
     assert dist.group.WORLD is not None
-    timeout = _timeout(dist.group.WORLD)
+    timeout = deadline_of(dist.group.WORLD)
     neighbours, same_place = (
         dist.new_subgroups_by_enumeration(groups.tolist(), timeout=timeout)[0] for groups in (ranks, ranks.T)
     )
@@ -153,25 +153,27 @@ def on_every_rank(work: Callable[[], None]) -> None:
 
 
 def from_first_rank(
-    value: torch.Tensor | None, shape: torch.Size, dtype: torch.dtype, device: torch.device
+    find: Callable[[], torch.Tensor], shape: torch.Size, dtype: torch.dtype, device: torch.device
 ) -> torch.Tensor:
-    """Rank 0's value, which may be None elsewhere, on the device of every rank. Collective."""
+    """What `find` returns on rank 0, the only one that calls it, on the device of every rank. Collective."""
     full = torch.empty(shape, dtype=dtype, device=device)
     if dist.get_rank() == 0:
-        assert value is not None, "rank 0 has all values"
-        full.copy_(value)
+        full.copy_(find())
     if dist.get_world_size() > 1:
         dist.broadcast(full, src=0)
     return full
 
 
-def gather_parts(whole: torch.Tensor, group: dist.ProcessGroup) -> None:
-    """Fills a flat tensor of equal parts, in the order of the group's ranks; this rank's is there already."""
-    parts, rank = whole.view(group.size(), -1), group.rank()
-    if whole.device.type == "cpu":
-        exchange(parts, parts[rank].expand_as(parts), group)
-    else:
-        dist.all_gather_single(whole, parts[rank], group=group)
+def gather_parts(whole: torch.Tensor, mine: torch.Tensor, group: dist.ProcessGroup) -> None:
+    """Fills a flat tensor with equal parts, in the order of the group's ranks; this rank's may be there
+    already."""
+    if whole.device.type != "cpu":
+        dist.all_gather_single(whole, mine, group=group)
+        return
+    parts = whole.view(group.size(), -1)
+    exchange(parts, mine.expand_as(parts), group)
+    if parts[group.rank()].data_ptr() != mine.data_ptr():
+        parts[group.rank()] = mine
 
 
 def exchange(received: torch.Tensor, sent: torch.Tensor, group: dist.ProcessGroup) -> None:
@@ -182,10 +184,10 @@ def exchange(received: torch.Tensor, sent: torch.Tensor, group: dist.ProcessGrou
     works += [dist.isend(sent[other], group=group, group_dst=other) for other in others]
     for work in works:
         assert work is not None
-        work.wait(_timeout(group))  # by default half an hour
+        work.wait(deadline_of(group))  # by default half an hour
 
 
-def _timeout(group: dist.ProcessGroup) -> timedelta:
-    """The deadline of a gloo group's collectives."""
+def deadline_of(group: dist.ProcessGroup) -> timedelta:
+    """How long a collective of a group may take on CPUs."""
     found: timedelta = group._get_backend(torch.device("cpu")).options._timeout
     return found

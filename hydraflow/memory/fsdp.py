@@ -52,7 +52,7 @@ class FSDPModelMemory:
     ranks: int
     """Ranks among which a copy of the model is divided."""
     host_copies: bool
-    """Collectives of host tensors copy once more inside (gloo)."""
+    """On the host the other ranks' parts of gradients arrive in a buffer before they are summed."""
     reshard: bool
     """fsdp_config.reshard_after_forward"""
     offload_policy: bool
@@ -131,8 +131,8 @@ class FSDPModelMemory:
 
     def _layer_moments(self, tokens: MicroBatchTokens, accumulates: bool) -> list[MemoryParts]:
         """The backward pass at its first layer, where most activations are left, and at its last, where most
-        gradients are summed. The layer, the next one on its way, and the buffer in which the previous layer's
-        gradients are summed exist together."""
+        gradients are summed. The layer, the next one on its way, and the buffers in which the previous
+        layer's gradients arrive and are summed exist together."""
         units, costs, waiting = self.units, self._costs(tokens), self._output_gradient
         working = self._around(tokens) + (costs.saved if self.checkpointing else 0) + costs.backward
         summing = self.types.reduced * units.trained_layer

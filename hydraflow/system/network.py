@@ -1,4 +1,5 @@
-"""Network interfaces of this machine, and which of them leads to the other nodes. Standard library only.
+"""Network interfaces of this machine, which of them leads to the other nodes, and whether an address accepts
+connections. Standard library only.
 
 In: HYDRAFLOW_NETWORK_INTERFACE, or a peer's address. Out: names and IPv4 addresses.
 Left out on purpose: ports (`slurm/ports.py`, `dispatch/worker.py`).
@@ -77,7 +78,7 @@ def unreachable(address: str, seconds: float) -> str:
     try:
         socket.create_connection((host.strip("[]"), int(port)), timeout=seconds).close()
     except OSError as error:
-        return str(error) or type(error).__name__
+        return error.strerror or str(error) or type(error).__name__
     return ""
 
 

@@ -149,8 +149,8 @@ class SeparateProcesses(_Sleeps, ABC):
         of them. None: some cannot be reached."""
 
     def publish(self, version: int) -> Callable[[], None]:
-        """The transfer starts when the caller waits: a process that waits for its peers is
-        blocked, so all must be free first."""
+        """The transfer starts when the caller waits: a process that waits for its peers is blocked, so all
+        must be free first."""
         after_first_sleep = self.sleeps and not self._has_woken
         due = self.published % self.config.verify_weights_every == 0 or after_first_sleep
         checked = due and self._reads_back

@@ -1,5 +1,5 @@
-"""Shared memory, open files, temporary files: judged by numbers, and by a real limit in a process of its
-own."""
+"""Shared memory, open files, temporary files, processors: judged by numbers, and by a real limit in a process
+of its own."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from hydraflow.checkup.finding import State
 from hydraflow.checkup.limits import (
     check_temporary_files,
     judge_open_files,
+    judge_processors,
     judge_shared_memory,
     judge_temporary_files,
     object_store_bytes,
@@ -25,6 +26,7 @@ from hydraflow.checkup.limits import (
 from hydraflow.compose.loading import load
 from hydraflow.errors import ConfigError
 from hydraflow.schema import PPOConfig
+from hydraflow.trainer.machine import Machine
 
 
 def test_ray_takes_a_third_of_the_memory_but_not_more_than_shared_memory() -> None:
@@ -98,3 +100,29 @@ def test_temporary_files(tmp_path: Path) -> None:
     full = judge_temporary_files(tmp_path, full=0.0)
     assert full.state is State.WARNING and "RAY_TMPDIR" in full.remedy
     assert judge_temporary_files(tmp_path / "none").state is State.PROBLEM
+
+
+def machine(processes: int, threads: int) -> Machine:
+    return Machine("cpu", 1, processes, threads)
+
+
+def test_processes_that_fit() -> None:
+    found = judge_processors({"affinity mask": 8, "cgroup quota": 4.0}, machine(2, 2), ray_cpus=None)
+    assert found.state is State.OK
+    assert "4 cores by cgroup quota (affinity mask 8, cgroup quota 4)" in found.evidence
+
+
+def test_threads_beyond_the_quota() -> None:
+    found = judge_processors({"affinity mask": 64, "SLURM_CPUS_PER_TASK": 4.0}, machine(2, 8), ray_cpus=None)
+    assert found.state is State.WARNING
+    assert found.remedy == "trainer.threads_per_process=2"
+
+
+def test_processes_beyond_the_cores_take_turns() -> None:
+    found = judge_processors({"affinity mask": 2}, machine(8, 1), ray_cpus=None)
+    assert found.state is State.NOTE and "take turns" in found.evidence
+
+
+def test_ray_must_not_count_more_than_there_are() -> None:
+    found = judge_processors({"affinity mask": 64, "cgroup quota": 2.5}, machine(2, 1), ray_cpus=64)
+    assert (found.state, found.remedy) == (State.WARNING, "ray_init.num_cpus=2")

@@ -75,9 +75,9 @@ def test_one_micro_batch_peaks_when_the_embeddings_gradient_is_made() -> None:
     assert parts.gathered == 4 * (16008 + LAYER)
 
 
-def test_gloo_copies_once_more_while_it_sums() -> None:
-    """The buffer twice, the half that comes out, and the output matrix's gradient, whose name torch still
-    holds."""
+def test_on_the_host_the_parts_of_others_are_held_while_they_are_summed() -> None:
+    """The buffer and theirs, the half that comes out, and the output matrix's gradient, whose name torch
+    still holds."""
     parts = update(replace(sharded(), host_copies=True), accumulates=False)
     assert parts.gathered == 2 * 4 * 16008
     assert parts.gradients == 4 * (LAYER + 16008 // 2 + 8000)

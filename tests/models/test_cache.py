@@ -39,7 +39,7 @@ def test_a_hub_that_cannot_be_reached_is_said_at_once(monkeypatch: pytest.Monkey
     assert time.monotonic() - began < 10
     [problem] = raised.value.problems
     assert (problem.field, problem.value) == ("actor_rollout_ref.model.path", NAME)
-    assert "127.0.0.1 cannot be reached" in problem.rule
+    assert "127.0.0.1 cannot be reached (Connection refused)" in problem.rule
     assert "<folder with the model>" in problem.remedy and f"hf download {NAME}" in problem.remedy
 
 

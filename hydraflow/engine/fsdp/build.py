@@ -157,9 +157,11 @@ def _fill_parameters(
     for name, parameter in module.named_parameters():
         assert isinstance(parameter, DTensor), f"{name} is not sharded"
         shape, dtype = parameter.shape, parameter.dtype
-        is_new = is_adapter(name)
-        found = lora.initial_value(name, shape, dtype, draw) if is_new else source.get(hf_name(module, name))
-        full = from_first_rank(found, shape, dtype, device)
+        if is_adapter(name):
+            find = partial(lora.initial_value, name, shape, dtype, draw)
+        else:
+            find = partial(source.__getitem__, hf_name(module, name))
+        full = from_first_rank(find, shape, dtype, device)
         piece = distribute_tensor(full, parameter.device_mesh, parameter.placements, src_data_rank=None)
         parameter.to_local().copy_(piece.to_local())
 
@@ -172,6 +174,8 @@ def _fill_buffers(
     stay on the device."""
     for name, buffer in list(module.named_buffers()):
         owner, _, leaf = name.rpartition(".")
-        full = from_first_rank(source.get(hf_name(module, name)), buffer.shape, buffer.dtype, device)
+        full = from_first_rank(
+            partial(source.__getitem__, hf_name(module, name)), buffer.shape, buffer.dtype, device
+        )
         part = module.get_submodule(owner)
         part.register_buffer(leaf, full, persistent=leaf not in part._non_persistent_buffers_set)

@@ -68,13 +68,11 @@ def _rows_of_all(sharded: list[torch.Tensor], to: int | None) -> Sequence[torch.
         return []
     ranks = group.size()
     shards = [_padded_shard(parameter, ranks) for parameter in sharded]
+    mine = torch.cat([shard.reshape(-1) for shard in shards])
     here = to in (None, dist.get_rank())
-    everyone = shards[0].new_empty(ranks if here else 0, sum(shard.numel() for shard in shards))
-    mine = torch.cat(
-        [shard.reshape(-1) for shard in shards], out=everyone[group.rank()] if to is None else None
-    )
+    everyone = mine.new_empty(ranks if here else 0, len(mine))
     if to is None:
-        gather_parts(everyone.view(-1), group)
+        gather_parts(everyone.view(-1), mine, group)
     else:
         dist.gather(mine, list(everyone) if here else None, dst=to, group=group)
     return everyone.split([shard.numel() for shard in shards], dim=1)

@@ -160,7 +160,7 @@ class _Gather(DefaultAllGather):
             return None
         if output_tensor.device.type != "cpu":
             return super().__call__(output_tensor, input_tensor, group, async_op)
-        gather_parts(output_tensor, group)  # the input is this rank's part of the output
+        gather_parts(output_tensor, input_tensor, group)
         return None
 
 

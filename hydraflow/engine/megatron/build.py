@@ -8,6 +8,7 @@ Megatron-Core every rank reads its own. Left out on purpose: optimizer (`optimiz
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -146,7 +147,7 @@ def _fill(
             wanted.setdefault(part.name, []).append(name)
     pieces: dict[str, dict[str, torch.Tensor]] = {}
     for hf_name, shape, kind in listed[0]:
-        full = from_first_rank(source.get(hf_name), shape, kind, device)
+        full = from_first_rank(partial(source.__getitem__, hf_name), shape, kind, device)
         for name in wanted.pop(hf_name, []):
             parameter, holding = holdings[name]
             found = pieces.setdefault(name, {})

@@ -11,10 +11,10 @@ from __future__ import annotations
 import warnings
 from dataclasses import dataclass
 
-import torch
 import torch.distributed as dist
 
 from hydraflow.engine.config import MegatronConfig
+from hydraflow.engine.process_group import deadline_of
 
 
 @dataclass(frozen=True)
@@ -85,7 +85,7 @@ def start(settings: MegatronConfig) -> Place:
     place = Place.of(dist.get_rank(), dist.get_world_size(), settings)
     if not parallel_state.model_parallel_is_initialized():
         assert dist.group.WORLD is not None
-        options = dist.group.WORLD._get_backend(torch.device("cpu")).options
+        deadline = deadline_of(dist.group.WORLD)
         parallel_state.initialize_model_parallel(
             tensor_model_parallel_size=place.tensor_size,
             pipeline_model_parallel_size=place.stages,
@@ -94,7 +94,7 @@ def start(settings: MegatronConfig) -> Place:
             expert_tensor_parallel_size=place.expert_tensor_size,
             context_parallel_size=place.context_size,
             create_gloo_process_groups=False,
-            distributed_timeout_minutes=max(1, int(options._timeout.total_seconds() / 60)),
+            distributed_timeout_minutes=max(1, int(deadline.total_seconds() / 60)),
         )
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of a CPU's random state, which is the only one there

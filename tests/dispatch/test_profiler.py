@@ -105,7 +105,7 @@ exec "$@"
 UNDER_NSYS = """
     import sys
     from pathlib import Path
-    from dispatch.test_profile import Probe, RoleSpec, train, watched
+    from dispatch.test_profiler import Probe, RoleSpec, train, watched
     from hydraflow.dispatch.config import RayInitConfig
     from hydraflow.dispatch.group import Timeouts
     from hydraflow.dispatch.placement import ResourcePool
