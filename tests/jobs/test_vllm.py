@@ -57,7 +57,7 @@ def ray_with_vllm(ray_session: None, tmp_path_factory: pytest.TempPathFactory) -
         patch.syspath_prepend(folder)
         patch.setattr(template, "LIBRARIES", (*template.LIBRARIES, "library_of_vllm"))
         ours = template.Template()
-    aside = usual.address.with_suffix(".aside")
+    aside = usual.address.with_name(f"aside.{usual.address.name}")
     usual.address.rename(aside)
     ours.address.rename(usual.address)
     template.STARTED.append(ours)
