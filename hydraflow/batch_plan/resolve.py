@@ -6,8 +6,8 @@ In: the configuration, where its values come from, how many prompts there are. O
 
 Letters: Q prompts per step, n trajectories per prompt, S = Q·n; M prompts per optimizer step, G = M·n; W
 devices of a role, mp devices that one row needs, dp = W/mp data ranks, g = G/dp; m rows per data rank in one
-forward, a = g/m; L tokens per device; E passes; K = (Q/M)·E optimizer steps per step; P, R longest prompt and
-response.
+forward, a = g/m; L tokens per device; E passes; K = (Q/M)·E optimizer steps per step. A step of
+asynchronous training is P rounds of R mini-batches.
 
 `topology.py` reads machines and devices, `device_rules.py` checks them; `handles.py` solves for the step's
 numbers, `request.py` reads the rest, `rules.py` checks it; `repair.py` finds remedies among the rules' fixes

@@ -1,1 +1,1 @@
-"""recipes"""
+"""Problems and a small model that are made on the spot: the default recipe."""

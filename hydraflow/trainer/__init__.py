@@ -1,1 +1,1 @@
-"""trainer"""
+"""The training step, the loop around it, validation, checkpoints and exact resume."""

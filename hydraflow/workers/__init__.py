@@ -1,1 +1,1 @@
-"""workers"""
+"""The roles in worker processes: actor, critic, reference, rollout, reward, advantage, teacher."""

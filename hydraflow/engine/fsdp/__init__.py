@@ -1,1 +1,1 @@
-"""engine/fsdp"""
+"""FSDP2 as a training engine: sharding, hybrid sharding, Ulysses sequence parallelism, LoRA."""

@@ -1,2 +1,1 @@
-"""engine/stored: checkpoints on disk, read a block of rows at a time, by the process that needs the
-tensor."""
+"""Checkpoints on disk, read a block of rows at a time by the process that needs the tensor."""
