@@ -61,7 +61,7 @@ def of_trl(found: Found) -> Iterator[Row]:
         ours, theirs = (
             one["trajectories_per_step"] / one[f"{who}_trajectories_per_s"] for who in ("hydraflow", "trl")
         )
-        rows = f"{one['trajectories_per_step']} x {one['tokens']} tokens"
+        rows = f"{one['trajectories_per_step']} x {'up to ' * one['ragged']}{one['tokens']} tokens"
         least = one["least_seconds_per_step"]
         limit = "" if least is None else f"{least:.3g} s"
         what = f"GRPO step, {one['model']}, {one['dtype']}, {rows}"
@@ -173,8 +173,12 @@ BENCHES: dict[str, Bench] = {
     "trl-0.85M-bf16": against_trl("0.85M", "bf16", 10),
     "trl-0.85M-fp32-long": against_trl("0.85M", "fp32", 4, "--tokens", "256"),
     "trl-0.85M-bf16-long": against_trl("0.85M", "bf16", 4, "--tokens", "256"),
+    "trl-0.85M-fp32-ragged": against_trl("0.85M", "fp32", 4, "--tokens", "256", "--ragged"),
+    "trl-0.85M-bf16-ragged": against_trl("0.85M", "bf16", 4, "--tokens", "256", "--ragged"),
     "trl-31.7M-fp32": against_trl("31.7M", "fp32", 3),
     "trl-31.7M-bf16": against_trl("31.7M", "bf16", 3),
+    "trl-31.7M-fp32-long": against_trl("31.7M", "fp32", 2, "--tokens", "256", "--prompts", "4"),
+    "trl-31.7M-bf16-long": against_trl("31.7M", "bf16", 2, "--tokens", "256", "--prompts", "4"),
     "generation": Bench("generation.py", SAMPLING, of_generation),
     "head": Bench("head.py", ("--entropy",), of_head),
     "data-plane": Bench("data_plane.py", (), of_data_plane),

@@ -35,6 +35,8 @@ class Steady:
     """Median seconds of each phase."""
     ray_share: float
     """Share of a step that the controller spent outside of what the workers measured as their own time."""
+    response_tokens: float
+    """Mean length of the responses."""
 
 
 def default_assets(*overrides: str) -> ArithmeticAssets:
@@ -74,4 +76,5 @@ def hydraflow_steps(steps: int, *overrides: str, warm_up: int = WARM_UP) -> Stea
         first_step_after=rows[0]["perf/seconds_since_launch"],
         phases={name: round(statistics.median(row.get(name, 0.0) for row in counted), 4) for name in names},
         ray_share=statistics.median(row["perf/dispatch_share"] for row in counted),
+        response_tokens=statistics.mean(row["response_length/mean"] for row in counted),
     )

@@ -2,12 +2,14 @@
 length, same cores.
 
     python scripts/bench/vs_trl.py [--model recipe|0.85M|31.7M] [--dtype fp32|bf16] [--steps 40]
-                                   [--tokens 32] [--venv .bench/trl]
+                                   [--tokens 32] [--prompts 16] [--ragged] [--venv .bench/trl]
 
 The two run one after the other. TRL gets a virtual environment of its own (made here the first time, some
 minutes) and is measured with one process of two threads and of one thread; its better figure counts.
 hydraflow runs its default: two processes of one thread. Models other than the recipe's have random weights,
-and their responses have `--tokens` tokens each. bf16 is the type of the passes; weights stay in fp32 in both.
+and their responses have `--tokens` tokens each; with `--ragged` they end where the model ends them: of 256
+tokens from a vocabulary of 512 four in ten do before that. bf16 is the type of the passes; weights stay in
+fp32 in both.
 Prints one JSON object with both figures, their ratio, and the seconds that the matrix products of sampling
 and learning alone would take at the machine's peak.
 """
@@ -142,16 +144,16 @@ def our_steps(job: Job, model: Path | None, problems: Path, dtype: str, steps: i
     )
 
 
-def least_seconds(job: Job, model: Path, dtype: str) -> tuple[float, float] | None:
-    """Seconds of sampling and of the update at the peak rate of all cores: a forward pass per response, each
-    with its prompt, and one update. None: the peak is not known."""
+def least_seconds(job: Job, tokens: float, model: Path, dtype: str) -> tuple[float, float] | None:
+    """Seconds of sampling and of the update at the peak rate of all cores: a forward pass per response of
+    `tokens` tokens, each with its prompt, and one update. None: the peak is not known."""
     work = ModelWork.of(ModelConfig(path=str(model)), "policy", "model")
     torch.set_num_threads(usable_cores())
     peak = peak_flops(torch.device("cpu"), resolve_dtype(dtype, "cpu"))
     if work is None or peak is None:
         return None
     rows = torch.ones(job.trajectories, dtype=torch.int64)
-    lengths = rows * PROMPT_TOKENS, rows * job.tokens
+    lengths = rows * PROMPT_TOKENS, rows * round(tokens)
     return work.forward(*lengths) / peak, work.update(*lengths) / peak
 
 
@@ -165,12 +167,14 @@ def compare(name: str, job: Job, dtype: str, steps: int, venv: Path) -> dict[str
         theirs = {
             threads: trl_steps(python, job, model, assets.train, dtype, steps, threads) for threads in (2, 1)
         }
-        least = least_seconds(job, model, dtype)
+        least = least_seconds(job, ours.response_tokens, model, dtype)
     best = min(result["seconds_per_step"] for result in theirs.values())
     return {
         "model": name,
         "dtype": dtype,
         "tokens": job.tokens,
+        "ragged": job.ends,
+        "response_tokens": ours.response_tokens,
         "trajectories_per_step": job.trajectories,
         "hydraflow_trajectories_per_s": round(job.trajectories / ours.median, 1),
         "trl_trajectories_per_s": round(job.trajectories / best, 1),
@@ -190,11 +194,18 @@ def main() -> None:
     parser.add_argument("--model", choices=["recipe", *MODELS], default="recipe")
     parser.add_argument("--dtype", choices=["fp32", "bf16"], default="fp32")
     parser.add_argument("--tokens", type=int, help="of a response")
+    parser.add_argument("--prompts", type=int, help="of a step")
+    parser.add_argument("--ragged", action="store_true", help="responses end where the model ends them")
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--venv", type=Path, default=Path(".bench/trl"))
     args = parser.parse_args()
     job = JOBS[args.model]
-    job = replace(job, tokens=args.tokens or job.tokens)
+    job = replace(
+        job,
+        tokens=args.tokens or job.tokens,
+        prompts=args.prompts or job.prompts,
+        ends=args.ragged or job.ends,
+    )
     print(json.dumps(compare(args.model, job, args.dtype, args.steps, args.venv), indent=2))
 
 

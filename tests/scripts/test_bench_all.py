@@ -15,6 +15,7 @@ FIGURES = {
         "model": "0.85M",
         "dtype": "bf16",
         "tokens": 32,
+        "ragged": False,
         "trajectories_per_step": 128,
         "hydraflow_trajectories_per_s": 256.0,
         "trl_trajectories_per_s": 128.0,
@@ -52,6 +53,8 @@ def test_the_page_has_the_figures_that_there_are(tmp_path: Path) -> None:
     assert "| the update of that step | 0.3 s |  |  | 0.015 s, 5% of it |" in found
     assert "Commit abc1234. The machine was quiet." in found
     assert "Not measured: step, trl-recipe, trl-0.85M-fp32, trl-0.85M-fp32-long," in found
+    (row, _) = benches.of_trl([{**FIGURES["trl-0.85M-bf16"], "ragged": True}])
+    assert row.what == "GRPO step, 0.85M, bf16, 128 x up to 32 tokens"
     keep(tmp_path, "plan", load=3.0)
     assert "**The machine was not quiet**: up to 3.0 of its cores" in page(tmp_path)
 
