@@ -41,7 +41,7 @@ def replace_norms(model: nn.Module) -> None:
     """Replaces every equivalent norm of the model by `RMSNorm`; parameters are kept."""
     for part in list(model.modules()):
         for name, child in part.named_children():
-            if _steps(type(child).forward) == _steps(_as_in_transformers):
+            if steps_of(type(child).forward) == steps_of(_as_in_transformers):
                 usual: Any = child
                 part.add_module(name, RMSNorm(usual.weight, usual.variance_epsilon))
 
@@ -87,7 +87,7 @@ def _as_in_transformers(self: Any, hidden_states: Tensor) -> Tensor:
     return self.weight * hidden_states.to(input_dtype)  # type: ignore[no-any-return]
 
 
-def _steps(function: Any) -> tuple[Any, ...] | None:
+def steps_of(function: Any) -> tuple[Any, ...] | None:
     """A function's bytecode and names; None: not a plain function."""
     code = getattr(function, "__code__", None)
     # the first constant may be a docstring

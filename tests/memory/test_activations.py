@@ -30,6 +30,7 @@ from hydraflow.models.chunks import POST_PROCESSING
 from hydraflow.models.heads import PolicyModel
 from hydraflow.models.norms import replace_norms
 from hydraflow.models.packing import PackedBatch, pack
+from hydraflow.models.rotary import replace_rotations
 from hydraflow.protocol import ragged
 
 SIZES: dict[str, Any] = dict(
@@ -95,6 +96,7 @@ def test_a_layer_keeps_what_the_formula_says(
             config, dtype=dtype, attn_implementation=NAME
         )
         replace_norms(model)
+        replace_rotations(model)
         totals.append(saved_bytes(model.train().base_model, batch))
     shape = shape_of({**config.to_dict(), "model_type": config.model_type})
     tokens = tokens_of(

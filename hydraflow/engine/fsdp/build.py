@@ -38,6 +38,7 @@ from hydraflow.models.config import ModelConfig
 from hydraflow.models.heads import PolicyModel, ValueModel
 from hydraflow.models.linear import speed_up_linears
 from hydraflow.models.norms import replace_norms
+from hydraflow.models.rotary import replace_rotations
 
 log = logging.getLogger(__name__)
 
@@ -64,6 +65,7 @@ def build_model(
         config, model, head=head, dtype=dtype, attention=attention, chunk_tokens=fsdp.head_chunk_tokens
     )
     replace_norms(module)
+    replace_rotations(module)
     if not trained:
         module.requires_grad_(False)
     elif model.lora_rank > 0:

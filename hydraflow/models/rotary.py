@@ -1,0 +1,111 @@
+"""Rotary embeddings of queries and keys with a custom backward pass, replacing transformers'.
+
+In: a model as transformers builds it. Out: the same model; its rotations and their gradients are
+bit-identical, and take three fifths of the time on a CPU, where a few rows at a time go through all
+operations while they are in the cache. Layers are changed if the function that they call is transformers'
+usual one, operation by operation. Left out on purpose: other rotations (interleaved or partial ones), and
+cosines that are trained.
+"""
+
+from __future__ import annotations
+
+from types import FunctionType, MethodType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from hydraflow.models.chunks import chunk_slices
+from hydraflow.models.norms import steps_of
+
+_NAME = "apply_rotary_pos_emb"
+CACHED = 2**16
+"""Numbers that are rotated at a time on a CPU."""
+
+
+def replace_rotations(model: nn.Module) -> None:
+    """Makes every layer that rotates queries and keys as usual call `rotate_both`."""
+    for part in model.modules():
+        forward = type(part).forward
+        calls = isinstance(forward, FunctionType) and _NAME in forward.__code__.co_names
+        if calls and _is_usual(forward.__globals__[_NAME]):
+            known = {**forward.__globals__, _NAME: rotate_both}
+            own = FunctionType(
+                forward.__code__, known, forward.__name__, forward.__defaults__, forward.__closure__
+            )
+            own.__kwdefaults__ = forward.__kwdefaults__
+            part.forward = MethodType(own, part)  # type: ignore[method-assign]
+
+
+def rotate_both(
+    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1
+) -> tuple[Tensor, Tensor]:
+    """Queries and keys (B, h, T, d), or (B, T, h, d) with `unsqueeze_dim` 2, rotated by cos and sin (B, T, d)
+    or (1, T, d)."""
+    if unsqueeze_dim not in (1, 2) or q.ndim != 4 or cos.requires_grad:
+        return _as_in_transformers(q, k, cos, sin, unsqueeze_dim)
+    cos, sin = (one[:, :, None].expand(len(q), -1, 1, -1).flatten(0, 1) for one in (cos, sin))  # (B T, 1, d)
+    of_q, of_k = (_Rotated.apply(x, cos, sin, unsqueeze_dim == 1) for x in (q, k))
+    return of_q, of_k
+
+
+class _Rotated(torch.autograd.Function):
+    """(B, T, h, d), or (B, h, T, d) where `turned`."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor, turned: bool) -> Tensor:
+        ctx.save_for_backward(cos, sin)
+        ctx.turned = turned
+        return _rotate(x, cos, sin, turned, backward=False)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
+        cos, sin = ctx.saved_tensors
+        return _rotate(grads[0], cos, sin, ctx.turned, backward=True), None, None, None
+
+
+def _rotate(x: Tensor, cos: Tensor, sin: Tensor, turned: bool, *, backward: bool) -> Tensor:
+    x = x.transpose(1, 2) if turned else x
+    rows = x.flatten(0, 1)  # (B T, h, d)
+    out = torch.empty_like(rows)
+    half = rows.shape[-1] // 2
+    size = max(1, CACHED // rows[0].numel()) if x.device.type == "cpu" and len(rows) else max(1, len(rows))
+    for part in chunk_slices(len(rows), size):
+        of_part = torch.mul(rows[part], cos[part], out=out[part])
+        if backward:
+            moved = rows[part] * sin[part]
+            of_part += torch.cat((moved[..., half:], moved[..., :half].neg_()), -1)
+        else:
+            first, second = rows[part].split(half, -1)
+            of_part += torch.cat((-second, first), -1).mul_(sin[part])
+    out = out.view(x.shape)
+    return out.transpose(1, 2) if turned else out
+
+
+def _is_usual(function: Any) -> bool:
+    half = getattr(function, "__globals__", {}).get("rotate_half")
+    return (
+        steps_of(function) == steps_of(_as_in_transformers)
+        and function.__code__.co_varnames == _as_in_transformers.__code__.co_varnames
+        and steps_of(half) == steps_of(rotate_half)
+    )
+
+
+def rotate_half(x: Tensor) -> Tensor:
+    """A verbatim copy of transformers' function of this name, as is the next."""
+    x1 = x[..., : x.shape[-1] // 2]
+    x2 = x[..., x.shape[-1] // 2 :]
+    return torch.cat((-x2, x1), dim=-1)
+
+
+def _as_in_transformers(
+    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1
+) -> tuple[Tensor, Tensor]:
+    """A verbatim copy of Llama's `apply_rotary_pos_emb`, whose bytecode is compared with that of others."""
+    cos = cos.unsqueeze(unsqueeze_dim)
+    sin = sin.unsqueeze(unsqueeze_dim)
+    q_embed = (q * cos) + (rotate_half(q) * sin)
+    k_embed = (k * cos) + (rotate_half(k) * sin)
+    return q_embed, k_embed
