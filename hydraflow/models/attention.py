@@ -175,7 +175,7 @@ def packed_attention(
     """transformers' attention function: (1, h, N, d) each (fewer heads of keys) to (1, N, h, d), with an
     exchange for the S tokens of this rank's slice."""
     assert others.get("softcap") is None and others.get("s_aux") is None, "such a model takes the padded path"
-    q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
+    q, k, v = (x.squeeze(0).transpose(0, 1) for x in (query, key, value))  # of x[0] the gradient is a copy
     return attend_line(q, k, v, row_plan, scaling, sliding_window)[None], None
 
 
