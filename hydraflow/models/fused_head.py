@@ -3,8 +3,9 @@
 In: hidden states, the output matrix and its bias, the asked tokens. Out: two numbers for each token, and the
 gradients of hidden states, matrix and bias. Logits exist for a chunk of tokens at a time, in memory that the
 next chunk uses again. The backward pass recomputes them and turns them into their gradient in place; tokens
-that fit into one chunk pass the head only once, unless their logits are post-processed. The gradient of the
-matrix is summed over chunks in its own type, as it is over micro-batches.
+that fit into one chunk pass the head only once, unless their logits are post-processed: their
+log-probabilities are kept, or their probabilities if these have been computed and are all that it needs. The
+gradient of the matrix is summed over chunks in its own type, as it is over micro-batches.
 Left out on purpose: heads other than a plain linear layer (`heads.py`), kernels for a device.
 """
 
@@ -66,16 +67,20 @@ class FusedHead(torch.autograd.Function):
                 best = logits.scaled[: len(every)].argmax(-1, keepdim=True)
                 more.append((best == wanted[:, :1])[:, 0].to(every.dtype))
             elif work.ask.entropy:
-                more.append(-logits.probs(every).mul_(every).sum(-1))
+                probs = logits.probs(every)
+                product = probs.mul_(every) if work.ask.entropy_is_trained else every.mul_(probs)
+                more.append(-product.sum(-1))
             elif work.ask.sum_pi_squared:
                 more.append(logits.probs(every).square_().sum(-1))
         second = torch.cat(more) if more else None
-        kept = every if len(log_probs) == 1 and not logits.processed else None
+        kept = None
+        if len(log_probs) == 1 and not logits.processed:
+            kept = probs if keeps_probs(work.ask) else every
         ctx.save_for_backward(hidden, weight, bias, targets, second, kept)
         ctx.work = work
         ctx.set_materialize_grads(False)
         found = torch.cat(log_probs)
-        if second is not None and not work.ask.entropy:
+        if second is not None and not (work.ask.entropy and work.ask.entropy_is_trained):
             ctx.mark_non_differentiable(second, *([found] if work.ask.likeliest else []))
         return found, second
 
@@ -105,14 +110,19 @@ class FusedHead(torch.autograd.Function):
         return of_hidden, of_weight, of_bias, None, None
 
 
+def keeps_probs(ask: Ask) -> bool:
+    """Whether a single chunk's probabilities are kept, and not their logarithms."""
+    return ask.entropy and not ask.entropy_is_trained
+
+
 def several(targets: torch.Tensor) -> torch.Tensor:
     """(K, M) from (K, M), or from (K,) with M = 1."""
     return targets[:, None] if targets.ndim == 1 else targets
 
 
 class _Logits:
-    """Logits of a chunk and what is computed from them, in memory that is the next chunk's, too. `kept`: the
-    log-probabilities of the only chunk."""
+    """Logits of a chunk and what is computed from them, in memory that is the next chunk's, too. `kept`: of
+    the only chunk, see `keeps_probs`."""
 
     def __init__(
         self,
@@ -141,7 +151,7 @@ class _Logits:
         """Logits after and before their post-processing."""
 
     def log_probs(self, part: slice) -> torch.Tensor:
-        """(k, V) log-probabilities of the whole vocabulary for each token of the chunk."""
+        """(k, V) log-probabilities of the whole vocabulary for each token of the chunk, or what was kept."""
         if self._kept is not None:
             return self._kept
         rows = self._hidden[part]
@@ -165,7 +175,9 @@ class _Logits:
         return torch.log_softmax(scaled, -1, out=every)
 
     def probs(self, every: torch.Tensor) -> torch.Tensor:
-        """(k, V) probabilities, in the memory of the logits."""
+        """(k, V) probabilities, kept or in the memory of the logits; `every` is what `log_probs` returned."""
+        if self._kept is not None and keeps_probs(self._work.ask):
+            return every
         return torch.exp(every, out=self.scaled[: len(every)])
 
     def gradient(
@@ -178,15 +190,15 @@ class _Logits:
         """(k, V) gradient of the head's raw output. `trained`: the gradient of the entropies, and the
         entropies; None: no entropy term."""
         temperature = self._work.ask.temperature
-        of_targets, gradient = several(of_log_probs / temperature), self.probs(every)
+        of_targets, probs = several(of_log_probs / temperature), self.probs(every)
         of_target = of_targets.sum(1, keepdim=True)
         if trained is None:
-            gradient.mul_(-of_target)
+            gradient = torch.mul(probs, -of_target, out=self.scaled[: len(every)])
         else:
             of_entropy, entropies = (trained[0] / temperature)[:, None], trained[1][:, None]
             out = every if self._kept is None else torch.empty_like(every)
             offset = -of_target - of_entropy * entropies
-            gradient = torch.addcmul(offset, every, of_entropy, value=-1, out=out).mul_(gradient)
+            gradient = torch.addcmul(offset, every, of_entropy, value=-1, out=out).mul_(probs)
         gradient.scatter_add_(-1, several(targets), of_targets)
         if self._raw is not self.scaled:
             gradient = self._raw[: len(every)].copy_(gradient)

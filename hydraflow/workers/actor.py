@@ -155,17 +155,15 @@ class ActorWorker(TrainedWorker):
         by default a pass of the actor. Where there was none, the first optimizer step compares its own with
         the generation engine's.
         """
-        make = partial(
-            self._loss,
-            facts.get(OLD_FROM, OldFrom.RECOMPUTE),
-            facts.get(ENTROPY_COEFF, self.spec.actor.entropy_coeff),
-        )
+        coefficient = facts.get(ENTROPY_COEFF, self.spec.actor.entropy_coeff)
+        make = partial(self._loss, facts.get(OLD_FROM, OldFrom.RECOMPUTE), coefficient)
         changes: list[Change] = [] if self.correct is None else [self.correct]
         if self.policy_loss.chooses:
             choice = self.policy_loss.chooses.bound(self.spec.actor.policy_loss)
             seed = self.spec.seed, step
             changes.append(TokenSelector(choice, self.engine, self._current_log_probs, seed))
-        return UpdateLoss(make, Ask(self.spec.temperature, entropy=True), changes)
+        ask = Ask(self.spec.temperature, entropy=True, entropy_is_trained=coefficient != 0)
+        return UpdateLoss(make, ask, changes)
 
     @register(dispatch_mode=Dispatch.RANK_ZERO)
     def sending_device(self) -> str:

@@ -103,6 +103,21 @@ def test_one_of_the_two_outputs_may_be_all_that_is_trained(trained: int, chunk: 
     )
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("chunk", [3, 100])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_entropies_that_are_not_trained_change_no_bit(shape: str, chunk: int, dtype: torch.dtype) -> None:
+    *weights, targets = inputs()
+    weights = [weight.detach().to(dtype).requires_grad_() for weight in weights]
+    results = []
+    for trained in (True, False):
+        ask = Ask(0.7, entropy=True, entropy_is_trained=trained)
+        log_probs, entropies = FusedHead.apply(*weights, targets, HeadWork(ask, shape_of(shape), chunk))
+        assert entropies.requires_grad == trained
+        results.append([log_probs, entropies, *gradients([log_probs], weights)])
+    assert all(map(torch.equal, *results))
+
+
 @pytest.mark.parametrize("frozen", [0, 1, 2])
 def test_what_is_frozen_gets_no_gradient(frozen: int) -> None:
     *weights, targets = inputs()
