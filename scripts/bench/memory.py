@@ -80,12 +80,14 @@ STORED = Case(
         "actor_rollout_ref.actor.fsdp_config.head_chunk_tokens": 128,
     },
 )  # fmt: skip
-# 29 M parameters, tied; three micro-batches, so gradients are accumulated unsharded
+# 29 M parameters, tied, each layer a unit of its own; three micro-batches, so gradients are accumulated
+# unsharded
 TIED = Case(
     "qwen3",
     dict(vocab_size=8192, hidden_size=512, intermediate_size=1536, num_hidden_layers=8)
     | dict(num_attention_heads=8, num_key_value_heads=4, head_dim=64, tie_word_embeddings=True),
     prompt=88, response=8, rows=6, micro=2,
+    settings={"actor_rollout_ref.actor.fsdp_config.wrap_policy.min_num_params": 0},
 )  # fmt: skip
 MEGATRON = {
     "actor_rollout_ref.actor.strategy": "megatron",
