@@ -8,10 +8,24 @@ import threading
 from collections.abc import Mapping
 from pathlib import Path
 
+import psutil
+
 from hydraflow.dispatch.modes import Dispatch, register
 from hydraflow.protocol.batch import DataProto
 from hydraflow.weights.buckets import FlatBucket
 from hydraflow.workers.rollout import RolloutWorker
+
+
+def shared_files() -> str:
+    """Files in shared memory that this process uses, a line each."""
+    found = {file.path for file in psutil.Process().memory_maps() if file.path.startswith("/dev/shm/")}
+    return "\n".join(sorted(path for path in found if Path(path).exists()))
+
+
+def left_in_memory(folder: Path) -> list[str]:
+    """Those of `shared_files` noted in `folder` that are still there."""
+    noted = [line for note in folder.glob("*") if note.is_file() for line in note.read_text().split("\n")]
+    return [path for path in noted if path and Path(path).exists()]
 
 
 def dying_worker(deaths: Mapping[str, int], folder: Path, version: int = 0) -> type[RolloutWorker]:
@@ -26,7 +40,7 @@ def dying_worker(deaths: Mapping[str, int], folder: Path, version: int = 0) -> t
         for time in range(deaths.get(moment, 0)):
             note = folder / f"died {moment} {time}"
             if not note.exists():
-                note.touch()
+                note.write_text(shared_files())
                 os.kill(os.getpid(), signal.SIGKILL)
 
     class Dying(RolloutWorker):
@@ -54,7 +68,7 @@ def hanging_worker(folder: Path) -> type[RolloutWorker]:
     class Hanging(RolloutWorker):
         @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False, read_only=True, resend=False)
         def advance(self, batch: DataProto | None, to_the_end: bool) -> DataProto | None:
-            (folder / f"process {os.getpid()}").touch()
+            (folder / f"process {os.getpid()}").write_text(shared_files())
             if self.process.rank == 1:
                 os.kill(os.getpid(), signal.SIGSTOP)
             return super().advance(batch, to_the_end)

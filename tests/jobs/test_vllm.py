@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,7 @@ import pyarrow.parquet as parquet
 import pytest
 from generation.vllm_process import needs_vllm
 from jobs.command import ONE_RANK, assert_refused, hydraflow, wait_for
-from jobs.dying import dying_worker, hanging_worker
+from jobs.dying import dying_worker, hanging_worker, left_in_memory
 from jobs.test_placement import ACTOR, CRITIC, GPUS, ROLLOUT, SMALL_BUCKETS, as_planned, train
 
 from hydraflow.dispatch import template
@@ -102,14 +101,13 @@ def test_its_own_devices_its_deaths_and_a_resume_change_no_number(
     sample has a seed of its own: its draws do not depend on what was sampled before."""
     deaths = {"idle": 1, "receiving": 1, "sampling": 1}
     monkeypatch.setattr(roles, "RolloutWorker", dying_worker(deaths, tmp_path, version=1))
-    before = left_in_memory()
     resumed = ["trainer.resume_mode=resume_path", f"trainer.resume_from_path={colocated[0]}/global_step_1"]
     given = [f"{GPUS}=4", f"{ACTOR}=[0,1]", f"{CRITIC}=[0,1]", f"{ROLLOUT}=[2,3]", *resumed]
     given += [*VLLM, *FILTERED, *CORRECTED, *STEPS, *SMALL_BUCKETS]
     job, rows = train(tmp_path / "run", recipe_cache, *given)
     assert rows == colocated[-1][1:]
     assert job.beside == [] and len(list(tmp_path.glob("died *"))) == 3
-    wait_for(lambda: left_in_memory() <= before, 30, "nothing left in shared memory")
+    assert left_in_memory(tmp_path) == []
 
 
 def test_adapters_alone_travel_and_a_replica_that_dies_gets_the_base_weights(
@@ -134,9 +132,9 @@ def test_adapters_alone_travel_and_a_replica_that_dies_gets_the_base_weights(
 def test_a_replica_on_two_devices_agrees_with_the_trainer(
     colocated: Any, tmp_path: Path, recipe_cache: Path, kind: str
 ) -> None:
-    before = left_in_memory()
     divided = [f"{SECTION}.{kind}_model_parallel_size=2"]
-    job, rows = train(tmp_path, recipe_cache, f"{GPUS}=2", *VLLM, *FILTERED, *STEPS, *SMALL_BUCKETS, *divided)
+    given = [*VLLM, *FILTERED, *STEPS, *SMALL_BUCKETS, *divided]
+    job, rows = train(tmp_path, recipe_cache, f"{GPUS}=2", *given)
     assert len(set(as_planned(job)["rollout"].values())) == 2 and [set(beside) for beside in job.beside]
     for row, whole in zip(rows, colocated[-1], strict=True):
         assert row["training/rollout_probs_diff_max"] < 1e-5 and row["actor/grad_norm"] > 0
@@ -145,7 +143,6 @@ def test_a_replica_on_two_devices_agrees_with_the_trainer(
         ]
         # sums of floats in another order may draw another token, but not at the start
         assert row["step"] != 1 or row["critic/score/mean"] == whole["critic/score/mean"]
-    wait_for(lambda: left_in_memory() <= before, 30, "nothing left in shared memory")
 
 
 def test_a_stage_that_is_killed_ends_the_run_and_leaves_no_process(
@@ -157,40 +154,26 @@ def test_a_stage_that_is_killed_ends_the_run_and_leaves_no_process(
             super().__init__(*args)
 
     monkeypatch.setattr(roles, "RolloutWorker", Noted)
-    before, stages = left_in_memory(), f"{SECTION}.pipeline_model_parallel_size=2"
-    with pytest.raises(WorkerError, match="^rollout rank 0 .* in read_weights"):
+    stages, failed = f"{SECTION}.pipeline_model_parallel_size=2", "^rollout rank 0 .* in read_weights"
+    with pytest.raises(WorkerError, match=failed):
         train(tmp_path / "run", recipe_cache, f"{GPUS}=2", *VLLM, *STEPS, *SMALL_BUCKETS, stages)
     processes = [int(note.name.split()[1]) for note in tmp_path.glob("process *")]
     assert len(processes) == 2
     wait_for(lambda: not any(map(psutil.pid_exists, processes)), 30, "the end of both")
-    wait_for(lambda: left_in_memory() <= before, 30, "nothing left in shared memory")
+    assert left_in_memory(tmp_path) == []
 
 
 def test_a_replica_that_hangs_is_named_and_leaves_no_process(
     tmp_path: Path, recipe_cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(roles, "RolloutWorker", hanging_worker(tmp_path))
-    before, limit = left_in_memory(), "trainer.rpc_timeout=45"
-    with pytest.raises(WorkerError, match=r"^rollout rank 1 .* in advance.*: no answer in 45 seconds"):
+    limit, failed = "trainer.rpc_timeout=45", r"^rollout rank 1 .* in advance.*: no answer in 45 seconds"
+    with pytest.raises(WorkerError, match=failed):
         train(tmp_path / "run", recipe_cache, f"{GPUS}=2", *VLLM, *STEPS, limit)
     replicas = [int(note.name.split()[1]) for note in tmp_path.glob("process *")]
     assert len(replicas) == 2
     wait_for(lambda: not any(map(psutil.pid_exists, replicas)), 30, "the end of both")
-    wait_for(lambda: left_in_memory() <= before, 30, "nothing left in shared memory")
-
-
-def left_in_memory() -> set[str]:
-    """What engines in processes of their own leave in shared memory when they are killed: neither what live
-    ones use, which other tests may have, nor what is removed while this looks through all processes."""
-
-    def names() -> set[str]:
-        return {name for name in os.listdir("/dev/shm") if name.startswith(("vllm", "psm_", "sem."))}
-
-    left = names()
-    for process in psutil.process_iter():
-        with suppress(psutil.Error):
-            left -= {Path(file.path).name for file in process.memory_maps()}
-    return left & names()
+    assert left_in_memory(tmp_path) == []
 
 
 def test_main_generate_writes_what_native_writes(prompts: Path, tmp_path: Path) -> None:
