@@ -156,7 +156,7 @@ class Reservation:
                 node.group, placement_group_bundle_index=bundle
             ),
         )
-        # a runtime_env costs 0.4 s and a process that Ray has started in advance, so few things need it
+        # a runtime_env costs 0.4 s, so few things need it
         wanted = {"env_vars": dict(environment), "nsight": dict(nsight or {})}
         runtime_env = {name: value for name, value in wanted.items() if value}
         return options | ({"runtime_env": runtime_env} if runtime_env else {})

@@ -31,9 +31,11 @@ from hydraflow.dispatch.template import end_template, stop_forking, workers_from
 from hydraflow.errors import ConfigError
 from hydraflow.system.interrupts import blocked
 
-PROMPT_FREEING = {"free_objects_batch_size": 1}
-"""Ray's setting: memory of an object is free at once when no reference is left. By default Ray waits for a
-hundred objects or a second, and what is stored meanwhile takes memory that no process has touched yet."""
+RAY_SETTINGS = {"free_objects_batch_size": 1, "prestart_worker_first_driver": False}
+"""Of every Ray that we start. Memory of an object is free at once when no reference is left: by default Ray
+waits for a hundred objects or a second, and what is stored meanwhile takes memory that no process has touched
+yet. Processes are started when there is work for them: by default `ray.init` starts one per CPU of the
+machine and waits for all."""
 PROBE_SECONDS = 5.0
 """Seconds for a cluster's address to accept a connection."""
 
@@ -54,7 +56,7 @@ def start_ray(config: RayInitConfig, cpus: float, *, console: bool = False, fork
     with blocked(signal.SIGUSR1):
         if config.address == "local":
             cores = _local_cpus(config, math.ceil(cpus))
-            private: dict[str, Any] = dict(_temp_dir=str(close_to_others()), _system_config=PROMPT_FREEING)
+            private: dict[str, Any] = dict(_temp_dir=str(close_to_others()), _system_config=RAY_SETTINGS)
             with workers_from_template() if forks else nullcontext(), without_services(log_monitor=console):
                 ray.init(address="local", num_cpus=cores, **private, **quiet)
         else:

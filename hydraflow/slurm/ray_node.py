@@ -36,8 +36,9 @@ DEFAULTS = {
     "RAY_gcs_rpc_server_reconnect_timeout_s": "30",
     # Nothing is left to finish when Ray is asked to stop; it would wait for half a minute.
     "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S": "0",
-    # As in a cluster that a run starts itself (PROMPT_FREEING in dispatch/start.py).
+    # As in a cluster that a run starts itself (RAY_SETTINGS in dispatch/start.py).
     "RAY_free_objects_batch_size": "1",
+    "RAY_prestart_worker_first_driver": "0",
 }
 """Ray's settings, where the user's environment says nothing else."""
 
