@@ -20,11 +20,13 @@ AGENT = Path(__file__).with_name("agent.py")
 
 @contextmanager
 def without_services(*, log_monitor: bool) -> Iterator[None]:
-    """Inside, Ray starts without its autoscaler, its dashboard's server and its dashboard's agent; without
-    `log_monitor`, nothing reads its log files either.
+    """Inside, Ray starts without its autoscaler, its dashboard's server and agent, and its server for clients
+    (ray://); without `log_monitor`, nothing reads its log files either.
 
-    They take more than three seconds of a CPU, and `ray.init` waits for the first server and the agent."""
-    unwanted = ["start_monitor", "start_api_server", *([] if log_monitor else ["start_log_monitor"])]
+    They take four seconds of a CPU, and `ray.init` waits for the first server and the agent."""
+    unwanted = ["start_monitor", "start_api_server", "start_ray_client_server"]
+    if not log_monitor:
+        unwanted.append("start_log_monitor")
     interpreter = services._build_python_executable_command_memory_profileable
 
     def command(component: str, *args: Any, **kwargs: Any) -> list[str]:
