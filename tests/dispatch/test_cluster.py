@@ -4,6 +4,7 @@ and none."""
 from __future__ import annotations
 
 import os
+import socket
 import subprocess
 import sys
 import time
@@ -48,6 +49,7 @@ class Head:
 
     address: str
     token: Path
+    client_port: int
 
     def tell(self, *words: str, mode: str = "token", token: Path | None = None) -> tuple[str, float]:
         """What a process with this authentication sees, and how long it looked."""
@@ -102,7 +104,7 @@ def head(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Head]:
         process = subprocess.Popen(
             [sys.executable, "-m", "hydraflow.dispatch.services", *words], env=environ, stdout=log, stderr=log
         )
-    made = Head(f"127.0.0.1:{port}", token)
+    made = Head(f"127.0.0.1:{port}", token, client)
     deadline = time.monotonic() + 120
     while "all are there" not in made.tell("first")[0]:
         assert time.monotonic() < deadline and process.poll() is None, (folder / "log").read_text()
@@ -115,6 +117,11 @@ def head(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Head]:
 def test_who_has_the_token_sees_the_nodes_and_joins(head: Head) -> None:
     assert head.tell("look")[0] == "None ['first'] []\n"
     assert head.tell("join")[0] == "joined True\n"
+
+
+def test_nothing_listens_for_clients_of_ray(head: Head) -> None:
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(("127.0.0.1", head.client_port), timeout=5)
 
 
 def test_a_wrong_token_is_told_at_once(head: Head, tmp_path: Path) -> None:
