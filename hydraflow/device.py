@@ -328,15 +328,16 @@ def peak_flops(device: torch.device, dtype: torch.dtype) -> float | None:
     import torch
 
     if device.type == "cpu":
-        return _measured_flops(dtype)
+        return measured_flops(dtype)
     if dtype not in (torch.bfloat16, torch.float16):
         return None
     name = gpu_name(torch.cuda.current_device() if device.index is None else device.index)
     return next((1e12 * peak for part, peak in _TERAFLOPS.items() if part in name), None)
 
 
-def _measured_flops(dtype: torch.dtype) -> float:
-    """The fastest of a few products, by the library that linear layers use."""
+def measured_flops(dtype: torch.dtype) -> float:
+    """FLOP/s of the fastest of a few products on the CPU, by the library that linear layers use. Where other
+    programs run, two measurements may differ by a tenth."""
     import torch
 
     side = _SIDE_OF_ONE_THREAD if torch.get_num_threads() == 1 else _SIDE
