@@ -79,22 +79,22 @@ class PPOJob:
         """Trains, or resumes training. Raises ConfigError before anything starts, other errors of `errors.py`
         later."""
         with Session(self.config, scoring=True, restarts=self.restarts) as session:
-            with arithmetic.rehearsed(self.config) as config:
-                plan, prompts = self._checked(session, config)
+            with arithmetic.rehearsed(self.config) as (config, final):
+                plan, prompts = self._checked(session, config, final)
             print_plan(plan)
             if not session.begin(self._required(plan)):
                 return
             require_dumps(self.config.trainer.debug, plan, first=session.start.step + 1)
-            if self.config.recipe.name != "none":
-                if not self._make_recipe(session):
-                    return
-                plan, prompts = self._checked(session, self.config)
+            if self.config.recipe.name != "none" and not self._make_recipe(session):
+                return
+            if not final:
+                plan, prompts = self._checked(session, self.config, True)
             session.keep(self.asked, plan, self.command, own_files(self.asked))
             self._train(session, plan, prompts)
 
-    def _checked(self, session: Session, config: PPOConfig) -> tuple[BatchPlan, RunPrompts]:
+    def _checked(self, session: Session, config: PPOConfig, final: bool) -> tuple[BatchPlan, RunPrompts]:
         """Opens every file that the run will use, and makes the plan. Raises one ConfigError that lists
-        everything missing or inconsistent. Before the run starts, a recipe's files are a small sample."""
+        everything missing or inconsistent. Unless `final`, a recipe's files are a small sample."""
         faults = session.faults
         prompts = open_inputs(config, faults)
         sources = set(prompts.data_sources()) if prompts else set()
@@ -102,7 +102,7 @@ class PPOJob:
             sources -= {str(problem.value) for problem in unknown_sources(sources)}
         faults.passes(lambda: check_sources(config.reward, sources))
         count = len(prompts.train) if prompts and prompts.train else None
-        if config.recipe.name != "none" and not session.has_begun:
+        if not final:
             count = config.recipe.train_problems
         plan = self._plan(session, count)
         if plan and not session.has_begun:

@@ -107,25 +107,26 @@ def with_made_assets(config: PPOConfig) -> PPOConfig:
 
 
 @contextmanager
-def rehearsed(config: PPOConfig) -> Iterator[PPOConfig]:
+def rehearsed(config: PPOConfig) -> Iterator[tuple[PPOConfig, bool]]:
     """The configuration with its recipe's assets or, while they do not exist, with a few problems and an
-    untrained model that are deleted after the block. Without a recipe, the configuration itself.
+    untrained model that are deleted after the block; and whether it is the one to train with. Without a
+    recipe, the configuration itself.
 
     So everything that depends on a model and data can be checked before minutes go into making the real ones.
     """
     recipe, seed = config.recipe, config.trainer.seed
     if recipe.name == "none":
-        yield config
+        yield config, True
         return
     made = cache_folder(recipe, seed)
     if is_made(made):
-        yield pointed_at(config, _assets(made, made / "model"))
+        yield pointed_at(config, _assets(made, made / "model")), True
         return
     with tempfile.TemporaryDirectory(prefix="hydraflow-recipe-") as name:
         folder = Path(name)
         few, held_out = min(REHEARSED, recipe.train_problems), min(REHEARSED, recipe.val_problems)
         write_arithmetic(folder, train_problems=few, val_problems=held_out, seed=seed)
-        yield pointed_at(config, _assets(folder, make_model(folder / "model", seed=seed)))
+        yield pointed_at(config, _assets(folder, make_model(folder / "model", seed=seed))), False
 
 
 def prepare(
