@@ -34,8 +34,8 @@ from hydraflow.system.interrupts import blocked
 RAY_SETTINGS = {"free_objects_batch_size": 1, "prestart_worker_first_driver": False}
 """Of every Ray that we start. Memory of an object is free at once when no reference is left: by default Ray
 waits for a hundred objects or a second, and what is stored meanwhile takes memory that no process has touched
-yet. Processes are started when there is work for them: by default `ray.init` starts one per CPU of the
-machine and waits for all."""
+yet. Processes are started when there is work for them: by default `ray.init` starts one per
+declared CPU and waits for them."""
 PROBE_SECONDS = 5.0
 """Seconds for a cluster's address to accept a connection."""
 

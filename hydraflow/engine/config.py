@@ -86,7 +86,7 @@ class OptimConfig:
 class WrapPolicyConfig:
     """Which layers become FSDP units of their own."""
 
-    min_num_params: int = option(4_000_000, ge=0)
+    min_num_params: int = option(3_500_000, ge=0)
     """Minimum parameters of a layer that becomes an FSDP unit of its own; smaller layers are gathered with
     the root: fewer collectives, higher peak memory. With the default, models of a few dozen million
     parameters are one unit; verl's default is 0."""

@@ -167,7 +167,7 @@ def head_backward(
     vocabulary: int, asked: int, chunk: int, number: int, *, trained_entropy: bool, post: int = 0
 ) -> int:
     """The backward pass turns logits into their gradient in place, but for that of the post-processing. The
-    forward pass keeps the log-probabilities of a single chunk, nothing of several, nor of post-processed
+    forward pass keeps the (log-)probabilities of a single chunk, nothing of several, nor of post-processed
     logits; with them a trained entropy takes one copy more.
     """
     single = asked <= head_chunk(chunk, vocabulary, number)

@@ -14,7 +14,7 @@ class Ask:
     entropy: bool = False
     """Also the entropy in nats of the token's distribution."""
     entropy_is_trained: bool = True
-    """With `entropy`: whether it is differentiable. If not, the backward pass is shorter."""
+    """With `entropy`: whether it must be differentiable. If not, the backward pass may be shorter."""
     greedy_match: bool = False
     """Instead of the entropy: 1 if the token (or the first of several) is the most probable one, else 0."""
     routes: bool = False

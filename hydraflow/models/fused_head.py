@@ -4,7 +4,7 @@ In: hidden states, the output matrix and its bias, the asked tokens. Out: two nu
 gradients of hidden states, matrix and bias. Logits exist for a chunk of tokens at a time, in memory that the
 next chunk uses again. The backward pass recomputes them and turns them into their gradient in place; tokens
 that fit into one chunk pass the head only once, unless their logits are post-processed: their
-log-probabilities are kept, or their probabilities if these have been computed and are all that it needs. The
+log-probabilities are kept, or their probabilities if these are all that the backward pass needs. The
 gradient of the matrix is summed over chunks in its own type, as it is over micro-batches.
 Left out on purpose: heads other than a plain linear layer (`heads.py`), kernels for a device.
 """

@@ -100,7 +100,7 @@ def _head(held: ReservedPorts, dashboard: bool) -> list[str]:
         "--head",
         "--no-monitor",  # of an autoscaler
         f"--port={ray_port}",
-        f"--ray-client-server-port={client_port}",
+        f"--ray-client-server-port={client_port}",  # used with a dashboard only (`dispatch/services.py`)
         f"--include-dashboard={str(dashboard).lower()}",
         "--dashboard-host=127.0.0.1",
         f"--dashboard-port={dashboard_port}",

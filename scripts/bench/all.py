@@ -61,7 +61,8 @@ def of_trl(found: Found) -> Iterator[Row]:
         ours, theirs = (
             one["trajectories_per_step"] / one[f"{who}_trajectories_per_s"] for who in ("hydraflow", "trl")
         )
-        rows = f"{one['trajectories_per_step']} x {'up to ' * one['ragged']}{one['tokens']} tokens"
+        tokens = f"up to {one['tokens']}" if one["ragged"] else one["tokens"]
+        rows = f"{one['trajectories_per_step']} x {tokens} tokens"
         least = one["least_seconds_per_step"]
         limit = "" if least is None else f"{least:.3g} s"
         what = f"GRPO step, {one['model']}, {one['dtype']}, {rows}"

@@ -24,8 +24,20 @@ def shared_files() -> str:
 
 def left_in_memory(folder: Path) -> list[str]:
     """Those of `shared_files` noted in `folder` that are still there."""
-    noted = [line for note in folder.glob("*") if note.is_file() for line in note.read_text().split("\n")]
-    return [path for path in noted if path and Path(path).exists()]
+    notes = [*folder.glob("died *"), *folder.glob("process *")]
+    return [path for note in notes for path in note.read_text().split("\n") if path and Path(path).exists()]
+
+
+def noting_worker(folder: Path, base: type[RolloutWorker] = RolloutWorker) -> type[RolloutWorker]:
+    """A class whose processes each note their id in `folder`, with the shared files of an engine that gets
+    weights."""
+
+    class Noting(base):  # type: ignore[misc, valid-type]
+        def _take(self, compare: bool, bucket: FlatBucket) -> str | None:
+            (folder / f"process {os.getpid()}").write_text(shared_files())
+            return super()._take(compare, bucket)  # type: ignore[no-any-return]
+
+    return Noting
 
 
 def dying_worker(deaths: Mapping[str, int], folder: Path, version: int = 0) -> type[RolloutWorker]:

@@ -3,7 +3,6 @@ of its processes dies."""
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,7 @@ import pyarrow.parquet as parquet
 import pytest
 from generation.vllm_process import needs_vllm
 from jobs.command import ONE_RANK, assert_refused, hydraflow, wait_for
-from jobs.dying import dying_worker, hanging_worker, left_in_memory
+from jobs.dying import dying_worker, hanging_worker, left_in_memory, noting_worker
 from jobs.test_placement import ACTOR, CRITIC, GPUS, ROLLOUT, SMALL_BUCKETS, as_planned, train
 
 from hydraflow.dispatch import template
@@ -130,11 +129,13 @@ def test_adapters_alone_travel_and_a_replica_that_dies_gets_the_base_weights(
 
 @pytest.mark.parametrize("kind", ["tensor", "pipeline"])
 def test_a_replica_on_two_devices_agrees_with_the_trainer(
-    colocated: Any, tmp_path: Path, recipe_cache: Path, kind: str
+    colocated: Any, tmp_path: Path, recipe_cache: Path, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(roles, "RolloutWorker", noting_worker(tmp_path))
     divided = [f"{SECTION}.{kind}_model_parallel_size=2"]
     given = [*VLLM, *FILTERED, *STEPS, *SMALL_BUCKETS, *divided]
-    job, rows = train(tmp_path, recipe_cache, f"{GPUS}=2", *given)
+    job, rows = train(tmp_path / "run", recipe_cache, f"{GPUS}=2", *given)
+    assert len(list(tmp_path.glob("process *"))) == 2 and left_in_memory(tmp_path) == []
     assert len(set(as_planned(job)["rollout"].values())) == 2 and [set(beside) for beside in job.beside]
     for row, whole in zip(rows, colocated[-1], strict=True):
         assert row["training/rollout_probs_diff_max"] < 1e-5 and row["actor/grad_norm"] > 0
@@ -148,12 +149,8 @@ def test_a_replica_on_two_devices_agrees_with_the_trainer(
 def test_a_stage_that_is_killed_ends_the_run_and_leaves_no_process(
     tmp_path: Path, recipe_cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    class Noted(dying_worker({"receiving": 1}, tmp_path)):  # type: ignore[misc]
-        def __init__(self, *args: Any):
-            (tmp_path / f"process {os.getpid()}").touch()
-            super().__init__(*args)
-
-    monkeypatch.setattr(roles, "RolloutWorker", Noted)
+    worker = noting_worker(tmp_path, dying_worker({"receiving": 1}, tmp_path))
+    monkeypatch.setattr(roles, "RolloutWorker", worker)
     stages, failed = f"{SECTION}.pipeline_model_parallel_size=2", "^rollout rank 0 .* in read_weights"
     with pytest.raises(WorkerError, match=failed):
         train(tmp_path / "run", recipe_cache, f"{GPUS}=2", *VLLM, *STEPS, *SMALL_BUCKETS, stages)

@@ -207,7 +207,8 @@ def test_the_head_allocates_what_the_formula_says(
     def forward() -> torch.Tensor:
         """The loss, of log-probabilities alone or of both; what the loss does not use is gone when it is
         returned."""
-        log_probs, entropies = model(batch, Ask(0.7, entropy=entropy))  # type: ignore[arg-type]
+        ask = Ask(0.7, entropy=entropy, entropy_is_trained=trained)
+        log_probs, entropies = model(batch, ask)  # type: ignore[arg-type]
         return log_probs.sum() + entropies.sum() if trained and entropies is not None else log_probs.sum()
 
     with torch.no_grad():

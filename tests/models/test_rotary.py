@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -61,6 +62,44 @@ def test_cosines_that_are_trained_get_their_gradient() -> None:
         for rotate in (rotate_both, apply_rotary_pos_emb)
     )
     assert theirs.any() and torch.equal(mine, theirs)
+
+
+def test_wider_cosines_widen_the_result_as_in_transformers() -> None:
+    q, k, cos, sin, *_ = inputs(torch.bfloat16, 1, True)
+    mine, theirs = (
+        rotate(q, k, cos.float(), sin.float(), 2) for rotate in (rotate_both, apply_rotary_pos_emb)
+    )
+    assert mine[0].dtype == torch.float32 and all(map(torch.equal, mine, theirs))
+
+
+@pytest.mark.parametrize("heads_first", [True, False])
+def test_what_was_rotated_may_be_changed_in_place(heads_first: bool) -> None:
+    def doubled(*given: Any, **options: Any) -> tuple[Tensor, Tensor]:
+        q, k = rotate_both(*given, **options)
+        return q.mul_(2), k.mul_(2)
+
+    given = inputs(torch.float32, 3, True)
+    once, twice = (results(one, given, heads_first) for one in (rotate_both, doubled))
+    assert all(torch.equal(2 * one, other) for one, other in zip(once, twice, strict=True))
+
+
+def test_a_method_of_that_name_is_left_alone() -> None:
+    code = "def forward(self, x):\n    return self.apply_rotary_pos_emb(x)"
+    elsewhere: dict[str, Any] = {}  # a module that knows no function of that name
+    exec(code, elsewhere)
+    layer = type("Layer", (torch.nn.Module,), {"forward": elsewhere["forward"]})()
+    replace_rotations(layer)
+    assert "forward" not in vars(layer)
+
+
+def test_a_layer_whose_forward_was_replaced_keeps_it() -> None:
+    sizes = dict(vocab_size=9, hidden_size=16, intermediate_size=16, num_hidden_layers=1)
+    config = AutoConfig.for_model("llama", **sizes, num_attention_heads=2, num_key_value_heads=2)
+    lm = AutoModelForCausalLM.from_config(config)
+    attention = lm.model.layers[0].self_attn
+    attention.forward = usual = attention.forward
+    replace_rotations(lm)
+    assert attention.forward is usual
 
 
 @pytest.mark.parametrize(

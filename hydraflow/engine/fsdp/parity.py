@@ -94,7 +94,7 @@ def _mismatch(
     except REFUSED as error:
         if ran_out_of_memory(error) or isinstance(error, DistError):
             raise
-        said = first_line(error).split(". ")[0]  # what follows is advice to the model's author
+        said = first_line(error).partition(". For ")[0]  # what follows is advice to the model's author
         raised = f"its code raises {type(error).__name__}: {said}"
     finally:
         forget_passes(module)
