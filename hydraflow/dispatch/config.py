@@ -7,6 +7,12 @@ from typing import Any
 
 from hydraflow.options import Rule, Switch, option
 
+RAY_SETTINGS = {"free_objects_batch_size": 1, "prestart_worker_first_driver": False}
+"""Of every Ray that we start. Memory of an object is free at once when no reference is left: by default Ray
+waits for a hundred objects or a second, and what is stored meanwhile takes memory that no process has touched
+yet. Processes are started when there is work for them: by default `ray.init` starts one per declared CPU and
+waits for them."""
+
 
 def _are_variables(value: dict[Any, Any]) -> bool:
     named = all(isinstance(name, str) and name and not set("=\0") & set(name) for name in value)

@@ -22,7 +22,7 @@ from ray.exceptions import AuthenticationError
 
 from hydraflow.device import usable_cores
 from hydraflow.dispatch.cluster import refusal
-from hydraflow.dispatch.config import RayInitConfig
+from hydraflow.dispatch.config import RAY_SETTINGS, RayInitConfig
 from hydraflow.dispatch.placement import FEWER_NODES, ResourcePool, cpus_needed
 from hydraflow.dispatch.private import close_to_others
 from hydraflow.dispatch.processes import end_processes, own_ray_processes
@@ -31,11 +31,6 @@ from hydraflow.dispatch.template import end_template, stop_forking, workers_from
 from hydraflow.errors import ConfigError
 from hydraflow.system.interrupts import blocked
 
-RAY_SETTINGS = {"free_objects_batch_size": 1, "prestart_worker_first_driver": False}
-"""Of every Ray that we start. Memory of an object is free at once when no reference is left: by default Ray
-waits for a hundred objects or a second, and what is stored meanwhile takes memory that no process has touched
-yet. Processes are started when there is work for them: by default `ray.init` starts one per
-declared CPU and waits for them."""
 PROBE_SECONDS = 5.0
 """Seconds for a cluster's address to accept a connection."""
 

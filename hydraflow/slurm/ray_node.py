@@ -17,6 +17,7 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
+from hydraflow.dispatch.config import RAY_SETTINGS
 from hydraflow.errors import EnvironmentFault
 from hydraflow.slurm.job_settings import JobSettings
 from hydraflow.slurm.ports import ReservedPorts, hold
@@ -36,9 +37,7 @@ DEFAULTS = {
     "RAY_gcs_rpc_server_reconnect_timeout_s": "30",
     # Nothing is left to finish when Ray is asked to stop; it would wait for half a minute.
     "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S": "0",
-    # As in a cluster that a run starts itself (RAY_SETTINGS in dispatch/start.py).
-    "RAY_free_objects_batch_size": "1",
-    "RAY_prestart_worker_first_driver": "0",
+    **{f"RAY_{name}": str(int(value)) for name, value in RAY_SETTINGS.items()},
 }
 """Ray's settings, where the user's environment says nothing else."""
 
