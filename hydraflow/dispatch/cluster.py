@@ -17,6 +17,7 @@ import ray._raylet
 from ray.core.generated import gcs_pb2, gcs_service_pb2, gcs_service_pb2_grpc
 
 from hydraflow.errors import EnvironmentFault
+from hydraflow.system.network import unreachable
 
 MESSAGES: Any = gcs_service_pb2
 NODES: Any = gcs_pb2
@@ -56,13 +57,24 @@ def alive(address: str) -> set[str]:
 
 
 def lost(address: str) -> set[str]:
-    """Names of nodes that have left the cluster, and have not joined it again."""
+    """Names of nodes that have left the cluster and have not joined it again, or that no longer answer: Ray
+    notices that a machine is gone long after the connections to its processes broke."""
     nodes = _nodes(address)
-    return {node.node_name for node in nodes} - _alive(nodes)
+    here = {
+        node.node_name: f"{node.node_manager_address}:{node.node_manager_port}"
+        for node in nodes
+        if _is_alive(node)
+    }
+    silent = {name for name, raylet in here.items() if unreachable(raylet, CALL_SECONDS)}
+    return {node.node_name for node in nodes} - here.keys() | silent
 
 
 def _alive(nodes: Iterable[Any]) -> set[str]:
-    return {node.node_name for node in nodes if node.state == NODES.GcsNodeInfo.ALIVE}
+    return {node.node_name for node in nodes if _is_alive(node)}
+
+
+def _is_alive(node: Any) -> bool:
+    return bool(node.state == NODES.GcsNodeInfo.ALIVE)
 
 
 def await_nodes(

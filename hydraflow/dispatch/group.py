@@ -38,6 +38,7 @@ from hydraflow.errors import HydraflowError, WorkerError
 from hydraflow.protocol.batch import DataProto
 from hydraflow.protocol.coordinates import Coordinates
 from hydraflow.protocol.remote import RemoteBatch, materialise
+from hydraflow.system.network import unreachable
 
 log = logging.getLogger(__name__)
 WORKER_PROCESS = "worker process"
@@ -56,6 +57,10 @@ class Timeouts:
     """For processes to start and build their roles."""
     call: float = 3600.0
     """For any one call."""
+
+
+RAYLET_SECONDS = 5.0
+"""Seconds for a machine's raylet to accept a connection; one that was killed refuses it at once."""
 
 
 @dataclass
@@ -290,11 +295,15 @@ class WorkerGroup(Group):
 
     def may_replace(self, call: PendingCall) -> bool:
         """Whether the process that died with this call can be replaced. Not if its machine is lost: its
-        devices were there."""
+        devices were there. Ray itself may not have noticed yet."""
         if self.recovery is None or call.attempts >= self.recovery.max_retries:
             return False
         machine = self.processes[call.rank].node_id
-        return any(node["NodeID"] == machine and node["Alive"] for node in ray.nodes())
+        there = [node for node in ray.nodes() if node["NodeID"] == machine and node["Alive"]]
+        return any(
+            not unreachable(f"{node['NodeManagerAddress']}:{node['NodeManagerPort']}", RAYLET_SECONDS)
+            for node in there
+        )
 
     def replace(self, lost: Sequence[PendingCall], cause: str) -> None:
         """Starts another process for the rank of these calls, restores it and resends them. WorkerError when

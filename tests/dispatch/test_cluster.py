@@ -4,15 +4,18 @@ and none."""
 from __future__ import annotations
 
 import os
+import signal
 import socket
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from jobs.command import processes_with
 
 from hydraflow.slurm.ports import hold
 
@@ -71,46 +74,45 @@ class Head:
         return said, float(seconds)
 
 
-@pytest.fixture(scope="module")
-def head(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Head]:
-    folder = tmp_path_factory.mktemp("head")
-    token = folder / "token"
-    token.write_text("0123456789abcdef" * 4)
-    held = hold(3)
-    port, client, agent = held.ports
+@contextmanager
+def ray_node(token: Path, log: Path, *words: str) -> Iterator[subprocess.Popen[bytes]]:
+    """A node of Ray that runs in its block."""
     environ = {
         **os.environ,
         "RAY_AUTH_MODE": "token",
         "RAY_AUTH_TOKEN_PATH": str(token),
         "RAY_TMPDIR": f"/tmp/hft{os.getpid()}",
     }
-    words = [
-        "start",
-        "--head",
-        "--node-ip-address=127.0.0.1",
-        f"--port={port}",
-        f"--ray-client-server-port={client}",
-        "--node-name=first",
-    ]
-    words += [
-        f"--dashboard-agent-listen-port={agent}",
-        "--include-dashboard=false",
-        "--num-cpus=2",
-        "--disable-usage-stats",
-        "--block",
-    ]
-    held.open_up()
-    with open(folder / "log", "w") as log:
-        process = subprocess.Popen(
-            [sys.executable, "-m", "hydraflow.dispatch.services", *words], env=environ, stdout=log, stderr=log
-        )
-    made = Head(f"127.0.0.1:{port}", token, client)
+    always = ["start", "--node-ip-address=127.0.0.1", "--num-cpus=2", "--disable-usage-stats", "--block"]
+    command = [sys.executable, "-m", "hydraflow.dispatch.services", *always, *words]
+    with log.open("w") as file:
+        process = subprocess.Popen(command, env=environ, stdout=file, stderr=file)
+    try:
+        yield process
+    finally:
+        process.terminate()
+        process.wait(timeout=60)
+
+
+def await_joined(head: Head, names: str, process: subprocess.Popen[bytes], log: Path) -> None:
     deadline = time.monotonic() + 120
-    while "all are there" not in made.tell("first")[0]:
-        assert time.monotonic() < deadline and process.poll() is None, (folder / "log").read_text()
-    yield made
-    process.terminate()
-    process.wait(timeout=60)
+    while "all are there" not in head.tell(names)[0]:
+        assert time.monotonic() < deadline and process.poll() is None, log.read_text()
+
+
+@pytest.fixture(scope="module")
+def head(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Head]:
+    folder = tmp_path_factory.mktemp("head")
+    token, log = folder / "token", folder / "log"
+    token.write_text("0123456789abcdef" * 4)
+    held = hold(3)
+    port, client, agent = held.ports
+    ports = [f"--port={port}", f"--ray-client-server-port={client}", f"--dashboard-agent-listen-port={agent}"]
+    made = Head(f"127.0.0.1:{port}", token, client)
+    held.open_up()
+    with ray_node(token, log, "--head", "--node-name=first", "--include-dashboard=false", *ports) as process:
+        await_joined(made, "first", process, log)
+        yield made
     held.release()
 
 
@@ -147,6 +149,16 @@ def test_no_token_is_told_at_once(head: Head, tmp_path: Path) -> None:
 
 def test_whether_a_ray_answers_needs_no_token(head: Head, tmp_path: Path) -> None:
     assert head.tell("silence", token=tmp_path / "nowhere")[0] == "silent None\n"
+
+
+def test_a_node_whose_processes_are_gone_is_lost_before_ray_notices(head: Head, tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    with ray_node(head.token, log, f"--address={head.address}", "--node-name=other") as process:
+        await_joined(head, "other", process, log)
+        assert head.tell("look")[0] == "None ['first', 'other'] []\n"
+        [raylet] = processes_with(["/raylet/raylet", "--node-name=other"])
+        os.kill(raylet, signal.SIGKILL)
+        assert head.tell("look")[0] == "None ['first', 'other'] ['other']\n"
 
 
 def test_nodes_that_do_not_come_are_named_after_the_limit(head: Head) -> None:

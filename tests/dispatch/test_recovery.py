@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
+from dispatch import programs
 
 from hydraflow.dispatch.config import RayInitConfig
 from hydraflow.dispatch.group import Recovery, RoleGroup, Timeouts
@@ -151,3 +154,14 @@ def test_it_gives_up(runtime: Runtime, tmp_path: Path, method: str, deaths: int)
         product(runtime, role)
     assert role.group.replaced == 1
     runtime.end(role.group)
+
+
+def test_a_process_whose_machine_is_lost_is_not_started_again() -> None:
+    text = f"{programs.FORKS_WORKERS}\nfrom dispatch.lost_node import main; main()"
+    with tempfile.TemporaryDirectory(dir="/tmp") as folder:  # paths of sockets must be short
+        process, log = programs.start(Path(folder), text, RAY_TMPDIR=folder)
+        assert process.wait(timeout=200) == 0, log.read_text()
+        found = re.search(
+            r"^after ([\d.]+) s: waiting rank [01] on node .* failed in sleep: .*", log.read_text(), re.M
+        )
+        assert found and float(found[1]) < 60, log.read_text()

@@ -12,7 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 
-from jobs.command import read_steps
+from jobs.command import processes_with, read_steps
+
+from hydraflow.system.role_logs import STACKS
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = Path(__file__).with_name("two_nodes.sh")
@@ -52,9 +54,12 @@ class Job:
         return [int(line["step"]) for line in read_steps(self.folder)] if file.exists() else []
 
     def account(self) -> str:
-        """The end of its log, and Slurm's side of it."""
+        """The end of its log, with the stacks of its controller, and Slurm's side of it."""
+        for controller in processes_with(["-m\0hydraflow.main_ppo", f"SLURM_JOB_ID={self.number}\0"]):
+            os.kill(controller, STACKS)
+        time.sleep(1)
         facts = self.cluster.ask("scontrol", "show", "job", self.number)
-        return f"{self.said()[-4000:]}\n{facts}\n{self.cluster.account()}"
+        return f"{self.said()[-8000:]}\n{facts}\n{self.cluster.account()}"
 
     def await_state(self, *states: str, seconds: float) -> str:
         """Waits until it is in one of these states."""

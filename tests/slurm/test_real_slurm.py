@@ -57,6 +57,7 @@ def overrides(cache: Path) -> list[str]:
         f"trainer.total_training_steps={STEPS}",
         "trainer.save_freq=3",
         "trainer.test_freq=-1",
+        "trainer.rpc_timeout=100",  # whatever hangs is named, with the stacks of all workers
         "trainer.threads_per_process=1",  # sums of several threads are rounded differently on some processors
         "actor_rollout_ref.actor.optim.lr_warmup_steps=0",
     ]
