@@ -129,6 +129,11 @@ class FSDPConfig:
     activations do not fit into one. It divides the model's attention heads, and needs packed rows
     (use_remove_padding)."""
 
+    use_torch_compile: bool = free(False)
+    """Compute RMSNorm, rotations and SwiGLU with kernels of torch.compile instead of our own: faster steps, a
+    slower first start (later ones find them on disk). On a CPU it needs a C++ compiler. Results differ in the
+    last bits, also between two starts of a run."""
+
     @property
     def compute_dtype(self) -> str:
         """`dtype`, where auto with weights in fp64 is fp64.

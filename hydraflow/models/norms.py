@@ -14,21 +14,24 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from hydraflow.models import compiled
+
 
 class RMSNorm(nn.Module):
     """`weight * (x / rms(x))`, normalised in float32 for any dtype (Zhang and Sennrich 2019,
     https://arxiv.org/abs/1910.07467)."""
 
-    def __init__(self, weight: nn.Parameter, epsilon: float):
+    def __init__(self, weight: nn.Parameter, epsilon: float, *, compile: bool = False):
         super().__init__()
         self.weight = weight
         self.variance_epsilon = epsilon
+        self._function = compiled.rms_norm if compile else rms_norm
 
     def forward(self, x: Tensor) -> Tensor:
         """(..., H) to (..., H)."""
         if x.dtype == torch.float64:
             return _as_in_transformers(self, x)
-        return rms_norm(x, self.weight, self.variance_epsilon)
+        return self._function(x, self.weight, self.variance_epsilon)
 
 
 def rms_norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
@@ -37,13 +40,14 @@ def rms_norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
     return normed
 
 
-def replace_norms(model: nn.Module) -> None:
-    """Replaces every equivalent norm of the model by `RMSNorm`; parameters are kept."""
+def replace_norms(model: nn.Module, *, compile: bool = False) -> None:
+    """Replaces every equivalent norm of the model by `RMSNorm`; parameters are kept. `compile`: by one that
+    torch.compile has fused."""
     for part in list(model.modules()):
         for name, child in part.named_children():
             if steps_of(type(child).forward) == steps_of(_as_in_transformers):
                 usual: Any = child
-                part.add_module(name, RMSNorm(usual.weight, usual.variance_epsilon))
+                part.add_module(name, RMSNorm(usual.weight, usual.variance_epsilon, compile=compile))
 
 
 class _Normed(torch.autograd.Function):

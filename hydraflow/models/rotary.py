@@ -10,6 +10,8 @@ head, and cosines that are trained.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from types import FunctionType, MethodType
 from typing import Any
 
@@ -17,6 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from hydraflow.models import compiled
 from hydraflow.models.chunks import chunk_slices
 from hydraflow.models.norms import steps_of
 
@@ -25,14 +28,15 @@ CACHED = 2**16
 """Numbers that are rotated at a time on a CPU."""
 
 
-def replace_rotations(model: nn.Module) -> None:
+def replace_rotations(model: nn.Module, *, compile: bool = False) -> None:
     """Makes every layer that rotates queries and keys as usual call `rotate_both`; layers whose `forward` has
-    been replaced stay as they are."""
+    been replaced stay as they are. `compile`: with a rotation that torch.compile has fused."""
+    function = partial(rotate_both, rotated=compiled.rotated) if compile else rotate_both
     for part in model.modules():
         forward = type(part).forward
         calls = isinstance(forward, FunctionType) and _NAME in forward.__code__.co_names
         if calls and "forward" not in vars(part) and _is_usual(forward.__globals__.get(_NAME)):
-            known = {**forward.__globals__, _NAME: rotate_both}
+            known = {**forward.__globals__, _NAME: function}
             own = FunctionType(
                 forward.__code__, known, forward.__name__, forward.__defaults__, forward.__closure__
             )
@@ -41,17 +45,23 @@ def replace_rotations(model: nn.Module) -> None:
 
 
 def rotate_both(
-    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1
+    q: Tensor,
+    k: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    unsqueeze_dim: int = 1,
+    rotated: Callable[[Tensor, Tensor, Tensor], Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Queries and keys (B, h, T, d), or (B, T, h, d) with `unsqueeze_dim` 2, rotated by cos and sin (B, T, d)
-    or (1, T, d)."""
+    or (1, T, d). `rotated`: another function for the rotation."""
     plain = unsqueeze_dim in (1, 2) and q.ndim == 4 and len(cos) in (1, len(q))
     if not plain or cos.requires_grad or not q.dtype == k.dtype == cos.dtype:
         return _as_in_transformers(q, k, cos, sin, unsqueeze_dim)
+    rotated = rotated or _Rotated.apply
     cos, sin = (one[:, :, None].expand(len(q), -1, 1, -1).flatten(0, 1) for one in (cos, sin))  # (B T, 1, d)
     if unsqueeze_dim == 2:
-        return _Rotated.apply(q, cos, sin), _Rotated.apply(k, cos, sin)
-    of_q, of_k = (_Rotated.apply(x.transpose(1, 2), cos, sin).transpose(1, 2) for x in (q, k))
+        return rotated(q, cos, sin), rotated(k, cos, sin)
+    of_q, of_k = (rotated(x.transpose(1, 2), cos, sin).transpose(1, 2) for x in (q, k))
     return of_q, of_k
 
 

@@ -6,6 +6,7 @@ import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -26,6 +27,7 @@ from hydraflow.engine.base import ModelOutput
 from hydraflow.engine.config import WrapPolicyConfig
 from hydraflow.engine.fsdp.engine import FSDPEngine
 from hydraflow.errors import ConfigError
+from hydraflow.models import compiled
 from hydraflow.models.adapters import (
     SIDES,
     AdapterLayers,
@@ -115,6 +117,17 @@ def test_forward_sees_the_newest_weights(tiny: str, ranks: Ranks) -> None:
             torch.testing.assert_close(
                 torch.cat([rank["seen"][step] for rank in both]), whole, rtol=0, atol=1e-10
             )
+
+
+@pytest.mark.parametrize("model", [{}, {"lora_rank": 2, "target_modules": "all-linear"}], ids=["", "lora"])
+def test_compiled_kernels_give_the_same_gradient(tiny: str, model: dict[str, Any]) -> None:
+    options = {"model": {"enable_gradient_checkpointing": True, **model}}
+    plain = jobs.one_gradient(tiny, options, jobs.ROWS)
+    with patch.object(compiled, "swiglu", wraps=compiled.swiglu) as called:
+        found = jobs.cut_gradients(tiny, {**options, "fsdp": {"use_torch_compile": True}}, (jobs.ROWS, 3))
+    assert called.called
+    for gradient in found:
+        assert_same(gradient, plain, TOLERANCE["fp32"])
 
 
 @pytest.mark.parametrize("precision", ["fp64", "fp32"])

@@ -35,6 +35,7 @@ from hydraflow.engine.token_exchange import Ulysses
 from hydraflow.models import loading
 from hydraflow.models.adapters import is_adapter
 from hydraflow.models.config import ModelConfig
+from hydraflow.models.gated import replace_gates
 from hydraflow.models.heads import PolicyModel, ValueModel
 from hydraflow.models.linear import speed_up_linears
 from hydraflow.models.norms import replace_norms
@@ -64,8 +65,10 @@ def build_model(
     module = loading.empty_model(
         config, model, head=head, dtype=dtype, attention=attention, chunk_tokens=fsdp.head_chunk_tokens
     )
-    replace_norms(module)
-    replace_rotations(module)
+    replace_norms(module, compile=fsdp.use_torch_compile)
+    replace_rotations(module, compile=fsdp.use_torch_compile)
+    if fsdp.use_torch_compile:
+        replace_gates(module)
     if not trained:
         module.requires_grad_(False)
     elif model.lora_rank > 0:

@@ -92,7 +92,7 @@ def _mismatch(
         theirs = _as_published(module, prompts, responses, device)
         off = difference(ours, theirs, ragged.lengths(rows[1]), dtype)
     except REFUSED as error:
-        if ran_out_of_memory(error) or isinstance(error, DistError):
+        if ran_out_of_memory(error) or isinstance(error, ConfigError | DistError):
             raise
         said = first_line(error).partition(". For ")[0]  # what follows is advice to the model's author
         raised = f"its code raises {type(error).__name__}: {said}"

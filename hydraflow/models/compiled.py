@@ -1,0 +1,81 @@
+"""RMSNorm, rotations and SwiGLU as kernels that torch.compile fuses (`fsdp_config.use_torch_compile`).
+
+In: tensors with a row for each token. Out: what the plain operations give, but for the last bits: nothing is
+rounded in between. Each function is compiled at its first call, for any number of rows, and once more for
+each width, dtype, and for calls without gradients; torch keeps what it compiled on disk, for later starts.
+Left out on purpose: products and attention, whose kernels are no worse, and which modules call these
+functions (`norms.py`, `rotary.py`, `gated.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from hydraflow.errors import ConfigError
+
+KEY = "fsdp_config.use_torch_compile"
+"""Within the section of a role."""
+VARIANTS = 64
+"""Of one function in a process; then torch would run it as it is written. Its own limit is 8."""
+
+
+class Kernel:
+    """A function compiled at its first call; the first dimension of its first `by_rows` arguments counts
+    rows. ConfigError when it cannot be compiled."""
+
+    def __init__(self, function: Callable[..., Tensor], by_rows: int):
+        self.function, self.by_rows = function, by_rows
+        self._compiled: Callable[..., Tensor] | None = None
+
+    def __call__(self, *args: Any) -> Tensor:
+        import torch._dynamo as dynamo
+
+        if self._compiled is None:
+            dynamo.config.recompile_limit = VARIANTS
+            self._compiled = torch.compile(self.function)
+        for rows in args[: self.by_rows]:
+            dynamo.maybe_mark_dynamic(rows, 0)
+        try:
+            return self._compiled(*args)
+        except dynamo.exc.TorchDynamoException as error:
+            first = str(error).strip().splitlines()[0]
+            rule = f"torch.compile cannot compile {self.function.__name__}: {first}"
+            raise ConfigError.one(KEY, "true", rule, f"{KEY}=false") from error
+
+
+def _normed(rows: Tensor, weight: Tensor, epsilon: float) -> Tensor:
+    wide = rows.to(torch.float32)
+    normed = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + epsilon)
+    return weight * normed.to(rows.dtype)
+
+
+def _turned(rows: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    first, second = rows.chunk(2, -1)
+    return rows * cos + torch.cat((-second, first), -1) * sin
+
+
+def _gated(gate: Tensor, up: Tensor) -> Tensor:
+    return F.silu(gate) * up
+
+
+_NORM, _TURN, _GATE = Kernel(_normed, by_rows=1), Kernel(_turned, by_rows=3), Kernel(_gated, by_rows=2)
+
+
+def rms_norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
+    """`norms.rms_norm`, (..., H) to (..., H)."""
+    return _NORM(x.flatten(0, -2), weight, epsilon).view(x.shape)
+
+
+def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """(B, T, h, d) rotated by cos and sin (B T, 1, d)."""
+    return _TURN(x.flatten(0, 1), cos, sin).view(x.shape)
+
+
+def swiglu(gate: Tensor, up: Tensor) -> Tensor:
+    """`silu(gate) * up`, (..., I) each."""
+    return _GATE(gate.flatten(0, -2), up.flatten(0, -2)).view(gate.shape)
