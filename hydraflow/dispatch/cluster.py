@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import grpc
@@ -27,6 +28,8 @@ RAYLET: Any = ray._raylet
 Token = tuple[tuple[str, str], ...]
 CALL_SECONDS = 5.0
 POLL_SECONDS = 0.5
+AT_ONCE = 64
+"""Nodes that are asked at a time."""
 
 
 def refusal(address: str) -> str | None:
@@ -60,13 +63,12 @@ def lost(address: str) -> set[str]:
     """Names of nodes that have left the cluster and have not joined it again, or that no longer answer: Ray
     notices that a machine is gone long after the connections to its processes broke."""
     nodes = _nodes(address)
-    here = {
-        node.node_name: f"{node.node_manager_address}:{node.node_manager_port}"
-        for node in nodes
-        if _is_alive(node)
-    }
-    silent = {name for name, raylet in here.items() if unreachable(raylet, CALL_SECONDS)}
-    return {node.node_name for node in nodes} - here.keys() | silent
+    there = [node for node in nodes if _is_alive(node)]
+    raylets = [f"{node.node_manager_address}:{node.node_manager_port}" for node in there]
+    with ThreadPoolExecutor(AT_ONCE) as pool:
+        silent = pool.map(lambda raylet: unreachable(raylet, CALL_SECONDS), raylets)
+        answer = {node.node_name for node, why in zip(there, silent, strict=True) if not why}
+    return {node.node_name for node in nodes} - answer
 
 
 def _alive(nodes: Iterable[Any]) -> set[str]:

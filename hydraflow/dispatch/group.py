@@ -298,18 +298,14 @@ class WorkerGroup(Group):
         devices were there. Ray itself may not have noticed yet."""
         if self.recovery is None or call.attempts >= self.recovery.max_retries:
             return False
-        machine = self.processes[call.rank].node_id
-        there = [node for node in ray.nodes() if node["NodeID"] == machine and node["Alive"]]
-        return any(
-            not unreachable(f"{node['NodeManagerAddress']}:{node['NodeManagerPort']}", RAYLET_SECONDS)
-            for node in there
-        )
+        return _is_there(self.processes[call.rank].node_id)
 
     def replace(self, lost: Sequence[PendingCall], cause: str) -> None:
         """Starts another process for the rank of these calls, restores it and resends them. WorkerError when
         it dies more often than a call may be resent."""
         assert self.recovery is not None, "the group was asked"
         rank, attempts = lost[0].rank, 0
+        machine = self.processes[rank].node_id
         while True:
             name = f"{'+'.join(self.roles)} rank {rank} on node {self.rank_infos[rank].node}"
             log.warning("%s is started again: %s", name, cause)
@@ -319,7 +315,7 @@ class WorkerGroup(Group):
             except ReplacementDied as died:
                 self.channel.calls.forget(self, rank)
                 attempts, cause = attempts + 1, died.failure.cause
-                if attempts >= self.recovery.max_retries:
+                if attempts >= self.recovery.max_retries or not _is_there(machine):
                     self.channel.calls.forget(self)
                     self.end(died.failure.error)
                     raise died.failure.error from None
@@ -395,6 +391,13 @@ class WorkerGroup(Group):
             resend=False,
         )
         self.channel.calls.settle(refs)
+
+
+def _is_there(machine: str) -> bool:
+    """Whether the machine, by Ray's id, is in the cluster and its raylet accepts connections."""
+    found = [node for node in ray.nodes() if node["NodeID"] == machine and node["Alive"]]
+    raylets = [f"{node['NodeManagerAddress']}:{node['NodeManagerPort']}" for node in found]
+    return any(not unreachable(raylet, RAYLET_SECONDS) for raylet in raylets)
 
 
 def _checked(places: list[Coordinates], mesh: str) -> list[Coordinates]:

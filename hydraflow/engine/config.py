@@ -130,9 +130,9 @@ class FSDPConfig:
     (use_remove_padding)."""
 
     use_torch_compile: bool = free(False)
-    """Compute RMSNorm, rotations and SwiGLU with kernels of torch.compile instead of our own: faster steps, a
-    slower first start (later ones find them on disk). On a CPU it needs a C++ compiler. Results differ in the
-    last bits, also between two starts of a run."""
+    """Compute RMSNorm, rotary embeddings and SwiGLU with kernels of torch.compile instead of our own: faster
+    steps, a slower first start (later ones find them on disk). On a CPU it needs a C++ compiler. Results
+    differ in the last bits, also between two starts of a run."""
 
     @property
     def compute_dtype(self) -> str:

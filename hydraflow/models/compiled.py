@@ -1,15 +1,17 @@
-"""RMSNorm, rotations and SwiGLU as kernels that torch.compile fuses (`fsdp_config.use_torch_compile`).
+"""RMSNorm, rotary embeddings and SwiGLU as kernels that torch.compile fuses.
 
 In: tensors with a row for each token. Out: what the plain operations give, but for the last bits: nothing is
-rounded in between. Each function is compiled at its first call, for any number of rows, and once more for
-each width, dtype, and for calls without gradients; torch keeps what it compiled on disk, for later starts.
-Left out on purpose: products and attention, whose kernels are no worse, and which modules call these
-functions (`norms.py`, `rotary.py`, `gated.py`).
+rounded in between. Each function is compiled at its first call, for any number of rows above one, and again
+for other dtypes and for calls without gradients; torch keeps what it compiled on disk, for later starts. Left
+out on purpose: products and attention, whose kernels are no worse, the choice
+(`fsdp_config.use_torch_compile`), and which modules call these functions (`norms.py`, `rotary.py`,
+`gated.py`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -20,8 +22,6 @@ from hydraflow.errors import ConfigError
 
 KEY = "fsdp_config.use_torch_compile"
 """Within the section of a role."""
-VARIANTS = 64
-"""Of one function in a process; then torch would run it as it is written. Its own limit is 8."""
 
 
 class Kernel:
@@ -33,37 +33,62 @@ class Kernel:
         self._compiled: Callable[..., Tensor] | None = None
 
     def __call__(self, *args: Any) -> Tensor:
+        if _as_written:
+            return self.function(*args)
         import torch._dynamo as dynamo
 
         if self._compiled is None:
-            dynamo.config.recompile_limit = VARIANTS
             self._compiled = torch.compile(self.function)
         for rows in args[: self.by_rows]:
             dynamo.maybe_mark_dynamic(rows, 0)
         try:
             return self._compiled(*args)
         except dynamo.exc.TorchDynamoException as error:
-            first = str(error).strip().splitlines()[0]
-            rule = f"torch.compile cannot compile {self.function.__name__}: {first}"
+            rule = f"torch.compile cannot compile {self.function.__name__}: {_reason(error)}"
             raise ConfigError.one(KEY, "true", rule, f"{KEY}=false") from error
 
 
-def _normed(rows: Tensor, weight: Tensor, epsilon: float) -> Tensor:
+_as_written: list[bool] = []
+
+
+@contextmanager
+def as_written() -> Iterator[None]:
+    """In its body nothing is compiled: the functions are called as they are written."""
+    _as_written.append(True)
+    try:
+        yield
+    finally:
+        _as_written.pop()
+
+
+def _reason(error: Exception) -> str:
+    """The first line of what failed below torch.compile, and a compiler's first error."""
+    lines = [line.strip() for line in str(getattr(error, "inner_exception", error)).splitlines()]
+    first = next((line for line in lines if line), type(error).__name__)
+    cause = next((line for line in lines if "error:" in line and line != first), "")
+    return f"{first}: {cause}" if cause else first
+
+
+def _rms_norm(rows: Tensor, weight: Tensor, epsilon: float) -> Tensor:
     wide = rows.to(torch.float32)
     normed = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + epsilon)
     return weight * normed.to(rows.dtype)
 
 
-def _turned(rows: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+def _rotated(rows: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     first, second = rows.chunk(2, -1)
     return rows * cos + torch.cat((-second, first), -1) * sin
 
 
-def _gated(gate: Tensor, up: Tensor) -> Tensor:
+def _swiglu(gate: Tensor, up: Tensor) -> Tensor:
     return F.silu(gate) * up
 
 
-_NORM, _TURN, _GATE = Kernel(_normed, by_rows=1), Kernel(_turned, by_rows=3), Kernel(_gated, by_rows=2)
+_NORM, _ROTATION, _GATE = (
+    Kernel(_rms_norm, by_rows=1),
+    Kernel(_rotated, by_rows=3),
+    Kernel(_swiglu, by_rows=2),
+)
 
 
 def rms_norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
@@ -73,7 +98,7 @@ def rms_norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
 
 def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """(B, T, h, d) rotated by cos and sin (B T, 1, d)."""
-    return _TURN(x.flatten(0, 1), cos, sin).view(x.shape)
+    return _ROTATION(x.flatten(0, 1), cos, sin).view(x.shape)
 
 
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:

@@ -6,6 +6,8 @@ from __future__ import annotations
 import os
 import signal
 import time
+from collections.abc import Sequence
+from threading import Timer
 
 from jobs.command import processes_with
 from ray.cluster_utils import Cluster
@@ -27,11 +29,12 @@ class Waiting(Worker):
         time.sleep(seconds)
 
 
-def main() -> None:
+def main(workers_first: bool) -> None:
+    name = f"second-{os.getpid()}"  # other test runs may share the machine
     node = dict(num_cpus=2, include_dashboard=False, object_store_memory=80_000_000)
     with workers_from_template(), without_services(log_monitor=False):
         cluster = Cluster(initialize_head=True, head_node_args=node)
-        second = cluster.add_node(num_cpus=2, object_store_memory=80_000_000, node_name="second")
+        second = cluster.add_node(num_cpus=2, object_store_memory=80_000_000, node_name=name)
     with Runtime(RayInitConfig(address=cluster.address), Timeouts(start=120, call=60)) as runtime:
         runtime.start([ResourcePool("both", [1, 1])])
         group = runtime.group("both", {"waiting": RoleSpec(Waiting)})
@@ -41,9 +44,10 @@ def main() -> None:
         role.call(Waiting.sleep, 0).get()
         pending = role.call(Waiting.sleep, 5)
         at = time.monotonic()
-        there = [process.pid for process in group.processes.values() if process.node_id == second.node_id]
-        for pid in [*processes_with(["/raylet/raylet", "--node-name=second"]), *there]:
-            os.kill(pid, signal.SIGKILL)
+        raylets = processes_with(["/raylet/raylet", f"--node-name={name}"])
+        workers = [process.pid for process in group.processes.values() if process.node_id == second.node_id]
+        kill(workers if workers_first else raylets)
+        Timer(0.5 if workers_first else 0, kill, [raylets if workers_first else workers]).start()
         try:
             pending.get()
         except WorkerError as error:
@@ -51,5 +55,6 @@ def main() -> None:
     end_template()
 
 
-if __name__ == "__main__":
-    main()
+def kill(pids: Sequence[int]) -> None:
+    for pid in pids:
+        os.kill(pid, signal.SIGKILL)

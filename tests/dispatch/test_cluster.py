@@ -152,13 +152,13 @@ def test_whether_a_ray_answers_needs_no_token(head: Head, tmp_path: Path) -> Non
 
 
 def test_a_node_whose_processes_are_gone_is_lost_before_ray_notices(head: Head, tmp_path: Path) -> None:
-    log = tmp_path / "log"
-    with ray_node(head.token, log, f"--address={head.address}", "--node-name=other") as process:
-        await_joined(head, "other", process, log)
-        assert head.tell("look")[0] == "None ['first', 'other'] []\n"
-        [raylet] = processes_with(["/raylet/raylet", "--node-name=other"])
+    log, name = tmp_path / "log", f"other-{os.getpid()}"  # other test runs may share the machine
+    with ray_node(head.token, log, f"--address={head.address}", f"--node-name={name}") as process:
+        await_joined(head, name, process, log)
+        assert head.tell("look")[0] == f"None ['first', '{name}'] []\n"
+        [raylet] = processes_with(["/raylet/raylet", f"--node-name={name}"])
         os.kill(raylet, signal.SIGKILL)
-        assert head.tell("look")[0] == "None ['first', 'other'] ['other']\n"
+        assert head.tell("look")[0] == f"None ['first', '{name}'] ['{name}']\n"
 
 
 def test_nodes_that_do_not_come_are_named_after_the_limit(head: Head) -> None:

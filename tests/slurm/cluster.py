@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -56,7 +57,8 @@ class Job:
     def account(self) -> str:
         """The end of its log, with the stacks of its controller, and Slurm's side of it."""
         for controller in processes_with(["-m\0hydraflow.main_ppo", f"SLURM_JOB_ID={self.number}\0"]):
-            os.kill(controller, STACKS)
+            with suppress(ProcessLookupError):
+                os.kill(controller, STACKS)
         time.sleep(1)
         facts = self.cluster.ask("scontrol", "show", "job", self.number)
         return f"{self.said()[-8000:]}\n{facts}\n{self.cluster.account()}"
