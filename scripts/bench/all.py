@@ -73,6 +73,14 @@ def of_trl(found: Found) -> Iterator[Row]:
             yield Row("the update of that step", f"{update:.3g} s", limit=share)
 
 
+def of_compiled(found: Found) -> Iterator[Row]:
+    """Updates with kernels of torch.compile."""
+    for one in found:
+        what = f"update of 128 x 32 tokens, {one['model']}, {one['dtype']}, use_torch_compile"
+        ours, plain = one["compiled_s"], one["plain_s"]
+        yield Row(what, f"{ours:.3g} s", f"without {plain:.3g} s", plain / ours)
+
+
 def of_generation(found: Found) -> Iterator[Row]:
     """Sampling."""
     speeds = {(one["model"], one["lengths"], one["engine"]): one["tokens_per_second"] for one in found}
@@ -180,6 +188,8 @@ BENCHES: dict[str, Bench] = {
     "trl-31.7M-bf16": against_trl("31.7M", "bf16", 3),
     "trl-31.7M-fp32-long": against_trl("31.7M", "fp32", 2, "--tokens", "256", "--prompts", "4"),
     "trl-31.7M-bf16-long": against_trl("31.7M", "bf16", 2, "--tokens", "256", "--prompts", "4"),
+    "compiled-fp32": Bench("compiled.py", ("--dtype", "fp32"), of_compiled),
+    "compiled-bf16": Bench("compiled.py", ("--dtype", "bf16"), of_compiled),
     "generation": Bench("generation.py", SAMPLING, of_generation),
     "head": Bench("head.py", ("--entropy",), of_head),
     "data-plane": Bench("data_plane.py", (), of_data_plane),

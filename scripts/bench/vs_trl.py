@@ -118,8 +118,8 @@ def trl_steps(
     return found
 
 
-def our_steps(job: Job, model: Path | None, problems: Path, dtype: str, steps: int) -> Steady:
-    """Seconds per step of hydraflow; `model`: None is the recipe's."""
+def our_steps(job: Job, model: Path | None, problems: Path, dtype: str, steps: int, *more: str) -> Steady:
+    """Seconds per step of hydraflow; `model`: None is the recipe's. `more`: overrides."""
     overrides = {
         "data.train_batch_size": job.prompts,
         "actor_rollout_ref.rollout.n": job.samples,
@@ -141,7 +141,7 @@ def our_steps(job: Job, model: Path | None, problems: Path, dtype: str, steps: i
             "algorithm.adv_estimator": "grpo",
         }
     return hydraflow_steps(
-        steps, *(f"{key}={value}" for key, value in overrides.items()), warm_up=job.warm_up
+        steps, *(f"{key}={value}" for key, value in overrides.items()), *more, warm_up=job.warm_up
     )
 
 
