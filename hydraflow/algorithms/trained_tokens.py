@@ -7,6 +7,7 @@ purpose: making flat columns (`protocol/ragged.py`).
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -29,7 +30,8 @@ class TrainedTokens:
 
     def __init__(self, mask: Tensor, lengths: Tensor):
         self._size = len(mask)
-        self._places = mask.nonzero()[:, 0]
+        # of booleans, and by numpy: twice as fast as by torch
+        self._places = torch.from_numpy(np.flatnonzero(mask.numpy().astype(bool)))
         """(n,) among all tokens."""
         ends = torch.searchsorted(self._places, lengths.cumsum(0))
         self.lengths = ends.diff(prepend=ends.new_zeros(1))
@@ -105,8 +107,9 @@ def _with_gaps(lengths: Tensor, gaps: Tensor) -> Tensor:
     >>> _with_gaps(torch.tensor([2, 0, 3]), torch.tensor([1, 0, 5])).tolist()
     [0, 1, 3, 4, 5]
     """
-    shifts = (gaps.cumsum(0) - gaps).repeat_interleave(lengths)  # (n,)
-    return shifts.add_(torch.arange(len(shifts)))
+    steps = torch.ones(int(lengths.sum()) + 1, dtype=torch.int64)  # to each place from the one before
+    steps[0] = 0
+    return steps.index_add_(0, lengths.cumsum(0), gaps).cumsum(0)[:-1]
 
 
 def _discounted_by_token(values: Tensor, lengths: Tensor, factors: Tensor) -> Tensor:

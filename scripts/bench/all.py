@@ -93,11 +93,16 @@ def of_generation(found: Found) -> Iterator[Row]:
 
 def of_head(found: Found) -> Iterator[Row]:
     """Log-probabilities and entropies."""
-    ours, theirs = ({one["way"]: one for one in found}[way] for way in ("fused", "module"))
-    what = f"head, {ours['tokens']} tokens x {ours['vocabulary']:,}, forward and backward"
-    seconds, others = f"{ours['cpu_s']:.3g} CPU s", f"by module {theirs['cpu_s']:.3g} CPU s"
-    yield Row(what, seconds, others, theirs["cpu_s"] / ours["cpu_s"])
-    memory, more = f"{ours['peak_mib']:,.0f} MiB", f"by module {theirs['peak_mib']:,.0f} MiB"
+    ways = {one["way"]: one for one in found}
+    ours, theirs = ways["fused"], ways.get("module")
+    what = f"head, {ours['tokens']:,} tokens x {ours['vocabulary']:,}, forward and backward"
+    seconds, memory = f"{ours['cpu_s']:.3g} CPU s", f"{ours['peak_mib']:,.0f} MiB"
+    if theirs is None:
+        logits = f"{4 * ours['tokens'] * ours['vocabulary'] / 2**20:,.0f} MiB"
+        yield from (Row(what, seconds), Row(f"{what}: memory", memory, f"all logits once {logits}"))
+        return
+    yield Row(what, seconds, f"by module {theirs['cpu_s']:.3g} CPU s", theirs["cpu_s"] / ours["cpu_s"])
+    more = f"by module {theirs['peak_mib']:,.0f} MiB"
     yield Row(f"{what}: memory", memory, more, theirs["peak_mib"] / ours["peak_mib"])
 
 
@@ -153,6 +158,30 @@ def of_step(found: Found) -> Iterator[Row]:
     yield Row("default recipe, share of a step without a running worker", f"{one['ray_share']:.1%}")
 
 
+def of_growth(found: Found) -> Iterator[Row]:
+    """Memory of a long run."""
+    (one,) = found
+    for kind, growth in one["growth"].items():
+        before, after = (f"{one[f'{when}_mib'][kind]:,.0f}" for when in ("before", "after"))
+        what = f"default recipe, memory over {one['steps']} steps, {kind}"
+        yield Row(what, f"{before} -> {after} MiB, {growth:+.1%}")
+
+
+def of_advantages(found: Found) -> Iterator[Row]:
+    """Advantages."""
+    for one in found:
+        tokens = (
+            "all tokens trained" if one["holes"] == 0 else f"{one['holes']:.0%} of the tokens not trained"
+        )
+        what = f"GAE, {one['rows']:,} x {one['tokens']:,}, {tokens}, one thread"
+        yield Row(
+            what,
+            f"{one['ms']:.3g} ms",
+            f"a loop over time {one['loop_ms']:.3g} ms",
+            one["loop_ms"] / one["ms"],
+        )
+
+
 def of_plan(found: Found) -> Iterator[Row]:
     """Batch plans."""
     for one in found:
@@ -174,6 +203,17 @@ def against_trl(model: str, dtype: str, steps: int, *more: str) -> Bench:
 
 
 SAMPLING = ("--engines", "native,transformers", "--sequences", "128")
+LONG_HEAD = (
+    "--tokens",
+    "32768",
+    "--vocabulary",
+    "151936",
+    "--hidden",
+    "64",
+    "--fused-only",
+    "--repeats",
+    "1",
+)
 BENCHES: dict[str, Bench] = {
     "plan": Bench("plan_scale.py", (), of_plan),
     "step": Bench("grpo_step.py", ("--steps", "20"), of_step),
@@ -192,6 +232,9 @@ BENCHES: dict[str, Bench] = {
     "compiled-bf16": Bench("compiled.py", ("--dtype", "bf16"), of_compiled),
     "generation": Bench("generation.py", SAMPLING, of_generation),
     "head": Bench("head.py", ("--entropy",), of_head),
+    "head-long": Bench("head.py", LONG_HEAD, of_head),
+    "advantages": Bench("advantages.py", (), of_advantages),
+    "growth": Bench("growth.py", (), of_growth),
     "data-plane": Bench("data_plane.py", (), of_data_plane),
     "weights": Bench("weight_sync.py", ("--models", "small"), of_weights),
     "memory": Bench("memory.py", ("--cases", "tied"), of_memory),

@@ -1,0 +1,73 @@
+"""By how much the processes of a run grow in 200 training steps of the default recipe.
+
+    python scripts/bench/growth.py [--steps 200] [overrides ...]
+
+Prints one JSON object: for the controller, the workers and Ray's control service (gcs_server) MiB of resident
+memory after 60 steps, which fill caches, and after that many more, and the growth as a share.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import psutil
+from steady import default_assets
+
+WARM_UP, BEYOND = 60, 40
+"""Steps before the first look, and after the last one: the run must not have ended."""
+LIMIT_SECONDS = 800
+
+
+def resident(pid: int) -> dict[str, float]:
+    """MiB by kind of process."""
+    found = {"controller": psutil.Process(pid).memory_info().rss / 2**20}
+    for process in psutil.Process(pid).children(recursive=True):
+        name = " ".join(process.cmdline())
+        kind = (
+            "workers" if name.startswith("ray::WorkerHost") else "gcs_server" if "gcs_server" in name else ""
+        )
+        if kind:
+            found[kind] = found.get(kind, 0.0) + process.memory_info().rss / 2**20
+    return found
+
+
+def await_step(metrics: Path, step: int, process: subprocess.Popen[bytes]) -> None:
+    """Until the run has logged it."""
+    deadline = time.monotonic() + LIMIT_SECONDS
+    while not metrics.exists() or f'"step": {step},' not in metrics.read_text():
+        if process.poll() is not None or time.monotonic() > deadline:
+            raise SystemExit(f"the run did not come to step {step}")
+        time.sleep(0.2)
+
+
+def main() -> None:
+    """Runs and prints."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--steps", type=int, default=200)
+    args, overrides = parser.parse_known_args()
+    default_assets(*overrides)
+    with tempfile.TemporaryDirectory() as folder:
+        command = [sys.executable, "-m", "hydraflow.main_ppo", *overrides]
+        command += [f"trainer.total_training_steps={WARM_UP + args.steps + BEYOND}", "trainer.test_freq=-1"]
+        command += [f"trainer.default_local_dir={folder}/run", "trainer.val_before_train=false"]
+        process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
+        metrics = Path(folder) / "run" / "metrics.jsonl"
+        await_step(metrics, WARM_UP, process)
+        before = resident(process.pid)
+        await_step(metrics, WARM_UP + args.steps, process)
+        after = resident(process.pid)
+        process.wait(timeout=LIMIT_SECONDS)
+    growth = {kind: after[kind] / before[kind] - 1 for kind in before}
+    print(json.dumps({"steps": args.steps, "before_mib": before, "after_mib": after, "growth": growth}))
+
+
+if __name__ == "__main__":
+    main()
