@@ -78,7 +78,8 @@ class Head:
 def ray_node(token: Path, log: Path, *words: str) -> Iterator[subprocess.Popen[bytes]]:
     """A node of Ray that runs in its block."""
     environ = {
-        **os.environ,
+        # What the local Ray of other tests has set in this process would forbid it to join one.
+        **{name: value for name, value in os.environ.items() if not name.startswith("RAY_")},
         "RAY_AUTH_MODE": "token",
         "RAY_AUTH_TOKEN_PATH": str(token),
         "RAY_TMPDIR": f"/tmp/hft{os.getpid()}",

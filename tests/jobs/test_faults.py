@@ -96,11 +96,15 @@ def test_a_run_goes_on_by_itself_as_often_as_it_may(tmp_path: Path, recipe_cache
 
 
 def test_rays_node_process_dies(tmp_path: Path, recipe_cache: Path) -> None:
-    started = begin(tmp_path, recipe_cache, *ONE_RANK)
-    since = time.monotonic()
-    family(started, "/raylet/raylet")[0].kill()
-    assert started.ended(30) == 3, started.said()[-3000:]
-    assert time.monotonic() - since < 10
+    for attempt in ("first", "second"):
+        (tmp_path / attempt).mkdir()
+        started = begin(tmp_path / attempt, recipe_cache, *ONE_RANK)
+        since = time.monotonic()
+        family(started, "/raylet/raylet")[0].kill()
+        code, seconds = started.ended(30), time.monotonic() - since
+        if code != 1:  # Ray's client was first, as it may be on a busy machine (`dispatch/guard.py`)
+            break
+    assert code == 3 and seconds < 10, started.said()[-3000:]
     assert "Ray's node process (raylet) has ended: it was killed, or it failed" in started.said()
     assert "Start the same command again to resume from the last checkpoint." in started.said()
 
