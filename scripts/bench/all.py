@@ -163,7 +163,7 @@ def of_growth(found: Found) -> Iterator[Row]:
     (one,) = found
     for kind, growth in one["growth"].items():
         before, after = (f"{one[f'{when}_mib'][kind]:,.0f}" for when in ("before", "after"))
-        what = f"default recipe, memory over {one['steps']} steps, {kind}"
+        what = f"default recipe, memory over {one['steps']} steps after 400, {kind}"
         yield Row(what, f"{before} -> {after} MiB, {growth:+.1%}")
 
 
