@@ -84,11 +84,8 @@ def _swiglu(gate: Tensor, up: Tensor) -> Tensor:
     return F.silu(gate) * up
 
 
-_NORM, _ROTATION, _GATE = (
-    Kernel(_rms_norm, by_rows=1),
-    Kernel(_rotated, by_rows=3),
-    Kernel(_swiglu, by_rows=2),
-)
+_NORM, _ROTATION = Kernel(_rms_norm, by_rows=1), Kernel(_rotated, by_rows=3)
+_GATE = Kernel(_swiglu, by_rows=2)
 
 
 def rms_norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
