@@ -3,11 +3,12 @@
     python scripts/gpu_check.py [--device cuda] [--size large]
 
 Needs torch, transformers, tensordict, hydra-core, ray and codetiming, and names what is missing. First
-numbers: attention over packed rows against float64; log-probabilities, gradients and greedy samples of a
-tiny model against the CPU; weights that another process reads (CUDA IPC) and that a group of one broadcasts
-(NCCL); Megatron-Core's log-probabilities and weights after a step against FSDP2's, of a dense model and of a
-mixture of experts, also where its state rests in host memory, if it is installed, and in bf16 those of
-Transformer Engine's matrices against Megatron-Core's own. Then figures of a model with random weights (large:
+numbers: attention over packed rows against float64; the fused head against plain operations, with the
+seconds and bytes of both; log-probabilities, gradients and greedy samples of a tiny model against the CPU;
+weights that another process reads (CUDA IPC) and that a group of one broadcasts (NCCL); Megatron-Core's
+log-probabilities and weights after a step against FSDP2's, of a dense model and of a mixture of experts, also
+where its state rests in host memory, if it is installed, and in bf16 those of Transformer Engine's matrices
+against Megatron-Core's own. Then figures of a model with random weights (large:
 0.5 billion, bf16): a training step, packed rows against padded ones, generation, weights from the trainer to
 the generation engine. Prints one JSON object per check. Exit code 1: a number is wrong; 2: the check cannot
 run here; 124: 8 minutes were not enough. `--device cpu --size small` shows that the check itself works; its
@@ -314,6 +315,57 @@ def attention(device: torch.device) -> bool:
     return good
 
 
+def head_passes(
+    device: torch.device, dtype: torch.dtype, sizes: Mapping[str, int], tokens: int
+) -> dict[str, Callable[[], list[torch.Tensor]]]:
+    """Log-probabilities of random tokens and the gradients of hidden states and matrix, by the fused head and
+    by plain operations on all logits."""
+    import torch
+
+    from hydraflow.models.ask import LOG_PROBS
+    from hydraflow.models.fused_head import FusedHead, HeadWork
+
+    draw = torch.Generator().manual_seed(0)
+    width, vocabulary = sizes["hidden_size"], sizes["vocab_size"]
+    hidden, weight = (torch.randn(count, width, generator=draw) for count in (tokens, vocabulary))
+    leaves = [one.to(device, dtype).requires_grad_() for one in (hidden, weight / width**0.5)]
+    targets = torch.randint(vocabulary, (tokens,), generator=draw).to(device)
+    work = HeadWork(LOG_PROBS, lambda logits: logits, chunk=max(1, tokens // 4))
+
+    def fused() -> list[torch.Tensor]:
+        log_probs, _ = FusedHead.apply(*leaves, None, targets, work)
+        return [log_probs.detach(), *torch.autograd.grad(log_probs.sum(), leaves)]
+
+    def plain() -> list[torch.Tensor]:
+        logits = leaves[0] @ leaves[1].t()
+        log_probs = logits.to(torch.promote_types(dtype, torch.float32)).log_softmax(-1)
+        log_probs = log_probs.gather(-1, targets[:, None])[:, 0]
+        return [log_probs.detach(), *torch.autograd.grad(log_probs.sum(), leaves)]
+
+    return {"fused": fused, "plain": plain}
+
+
+def fused_loss(device: torch.device, size: str) -> bool:
+    """Whether the fused head's log-probabilities and gradients are those of plain operations, in float32; and
+    the seconds and bytes of both in bf16."""
+    import torch
+
+    sizes, (count, _, longest, repetitions) = MODELS[size], WORK[size]
+    both = head_passes(device, torch.float32, SMALL, 64)
+    pairs = zip(both["fused"](), both["plain"](), strict=True)
+    off = max(float((one - other).abs().max() / other.abs().max()) for one, other in pairs)
+    took, held = {}, {}
+    for name, work in head_passes(device, torch.bfloat16, sizes, count * longest // 8).items():
+        before = allocated(device)
+        if device.type != "cpu":
+            torch.get_device_module(device).reset_peak_memory_stats()
+        took[name] = seconds(device, work, repetitions)
+        if device.type != "cpu":
+            held[name] = torch.get_device_module(device).max_memory_allocated() - before
+    say("fused loss", off=off, seconds=took, memory=held or None, right=off < 1e-4)
+    return off < 1e-4
+
+
 def sampler(engine: FSDPEngine, device: torch.device, dtype: torch.dtype) -> Any:
     """A generation engine with the trainer's weights."""
     from hydraflow.generation.native import NativeEngine
@@ -401,7 +453,7 @@ def main() -> int:
     name = platform.machine() if device.type == "cpu" else torch.get_device_module(device).get_device_name(0)
     say("device", name=name)
     with one_rank(device):
-        right = [attention(device), numbers(device), links(device)]
+        right = [attention(device), fused_loss(device, given.size), numbers(device), links(device)]
         if libraries["megatron-core"] != "missing":
             right.append(megatron(device, "qwen3", SMALL))
             right.append(megatron(device, "qwen3_moe", SMALL | EXPERTS))

@@ -27,6 +27,7 @@ def test_it_runs_and_says_what_is_right() -> None:
         "libraries",
         "device",
         "attention",
+        "fused loss",
         "numbers",
         "links",
         "megatron",
@@ -83,6 +84,16 @@ def test_other_matrices_are_noticed(one_rank: None, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(type(config.TRAIN_ENGINES["megatron"]), "load", lambda entry: engine_of)
     assert not check["matrices"](torch.device("cpu"))
     assert len(made) == 2
+
+
+def test_a_wrong_fused_head_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    from hydraflow.models import fused_head
+
+    check = runpy.run_path(str(SCRIPTS / "gpu_check.py"))
+    assert check["fused_loss"](torch.device("cpu"), "small")
+    right = fused_head.add_product
+    monkeypatch.setattr(fused_head, "add_product", lambda *given: right(*given) * 1.01)
+    assert not check["fused_loss"](torch.device("cpu"), "small")
 
 
 def test_wrong_attention_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -76,12 +76,8 @@ class TrainedWorker(EngineWorker):
         see `Utilization`."""
         learner, start = self.learner, time.perf_counter()
         metrics = learner.learn(batch, self.update_loss(batch.meta_info, step), step)
-        used = self.utilization.metric(
-            batch,
-            time.perf_counter() - start,
-            passes=learner.plan.epochs,
-            devices=self.process.world_size // self.engine.coordinates().data_size,
-        )
+        seconds = time.perf_counter() - start
+        used = self.utilization.of_updates(batch, seconds, epochs=learner.plan.epochs)
         return metrics if used is None else metrics | {f"perf/mfu/{learner.prefix}": used}
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)

@@ -1,16 +1,19 @@
-"""Model FLOPs utilization (MFU) of updates.
+"""Model FLOPs utilization (MFU) of updates and of passes without gradients.
 
-In: the rows of an update and its seconds. Out: a share of the peak. Only what the model needs is counted
+In: the rows and the seconds. Out: a share of the peak. Only what the model needs is counted
 (Chowdhery et al. 2022, https://arxiv.org/abs/2204.02311, appendix B): recomputed activations and padding do
 not count, a prompt that neighbouring rows share counts for each of them. Left out on purpose: types of models
-whose matrices are not known exactly (`memory/shape.py`), and sliding windows.
+whose matrices are not known exactly (`memory/shape.py`), sliding windows, and generation, which memory
+bandwidth limits (`perf/throughput` describes it).
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from hydraflow.device import peak_flops
 from hydraflow.errors import ConfigError
@@ -44,17 +47,17 @@ class ModelWork:
             return None
         return ModelWork(shape, shape.vocabulary if head == "policy" else 1, model.lora_rank > 0)
 
-    def update(self, prompts: torch.Tensor, responses: torch.Tensor) -> float:
+    def update(self, prompts: Tensor, responses: Tensor) -> float:
         """FLOPs of a forward and a backward pass over rows of these lengths, (B,) each. A product takes two
         more in the backward pass, or one where a factor is a frozen weight."""
         weights, attended = self._products(prompts, responses)
         return (2 if self.frozen else 3) * weights + 3 * attended
 
-    def forward(self, prompts: torch.Tensor, responses: torch.Tensor) -> float:
+    def forward(self, prompts: Tensor, responses: Tensor) -> float:
         """FLOPs of a forward pass; the last token of a row is not read, and the head sees responses only."""
         return sum(self._products(prompts, responses))
 
-    def _products(self, prompts: torch.Tensor, responses: torch.Tensor) -> tuple[float, float]:
+    def _products(self, prompts: Tensor, responses: Tensor) -> tuple[float, float]:
         """FLOPs of a forward pass: of products with weights, and of queries with keys and values."""
         shape, tokens = self.shape, (prompts + responses - 1).double()  # (B,)
         matrices = 2 * shape.layers * shape.hidden * (shape.q_width + shape.kv_width)
@@ -68,16 +71,24 @@ class ModelWork:
 
 
 class Utilization:
-    """MFU of the updates of one process. `dtype` is the compute dtype."""
+    """MFU of one process: the share of the peak of `devices`, which work on the same rows. `dtype` is the
+    compute dtype. None: the model's FLOPs or the device's peak are not known."""
 
-    def __init__(self, work: ModelWork | None, device: torch.device, dtype: torch.dtype):
-        self._work, self._device, self._dtype = work, device, dtype
+    def __init__(self, work: ModelWork | None, device: torch.device, dtype: torch.dtype, *, devices: int):
+        self._work, self._device, self._dtype, self._devices = work, device, dtype, devices
 
-    def metric(self, batch: DataProto, seconds: float, *, passes: int, devices: int) -> Metric | None:
-        """The MFU of `devices`, which share these rows, over `passes` updates on them; None: the model's
-        FLOPs or the device's peak are not known."""
-        peak = None if self._work is None else peak_flops(self._device, self._dtype)
-        if self._work is None or peak is None:
+    def of_updates(self, batch: DataProto, seconds: float, *, epochs: int) -> Metric | None:
+        """Of `epochs` updates on these rows."""
+        return self._share(ModelWork.update, batch, seconds / epochs)
+
+    def of_pass(self, batch: DataProto, seconds: float) -> Metric | None:
+        """Of one pass without gradients."""
+        return self._share(ModelWork.forward, batch, seconds)
+
+    def _share(
+        self, flops: Callable[[ModelWork, Tensor, Tensor], float], batch: DataProto, seconds: float
+    ) -> Metric | None:
+        if self._work is None or (peak := peak_flops(self._device, self._dtype)) is None:
             return None
         prompts, responses = (ragged.lengths(batch.get(name)) for name in ("prompts", "responses"))
-        return mean(passes * self._work.update(prompts, responses) / (seconds * peak * devices))
+        return mean(flops(self._work, prompts, responses) / (seconds * peak * self._devices))

@@ -228,6 +228,8 @@ BENCHES: dict[str, Bench] = {
     "trl-31.7M-bf16": against_trl("31.7M", "bf16", 3),
     "trl-31.7M-fp32-long": against_trl("31.7M", "fp32", 2, "--tokens", "256", "--prompts", "4"),
     "trl-31.7M-bf16-long": against_trl("31.7M", "bf16", 2, "--tokens", "256", "--prompts", "4"),
+    "trl-31.7M-fp32-ragged": against_trl("31.7M", "fp32", 2, "--tokens", "256", "--prompts", "4", "--ragged"),
+    "trl-31.7M-bf16-ragged": against_trl("31.7M", "bf16", 2, "--tokens", "256", "--prompts", "4", "--ragged"),
     "compiled-fp32": Bench("compiled.py", ("--dtype", "fp32"), of_compiled),
     "compiled-bf16": Bench("compiled.py", ("--dtype", "bf16"), of_compiled),
     "generation": Bench("generation.py", SAMPLING, of_generation),

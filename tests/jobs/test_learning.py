@@ -1,12 +1,12 @@
-"""Every estimator and every loss really learns the default recipe: held-out accuracy rises by fifteen points
+"""Every estimator and every loss really learns the default recipe: held-out accuracy rises by ten points
 within fifty steps. Most need three.
 
 In one process; with the recipe's own choices, grpo and vanilla, on two tensor-parallel ranks of
-Megatron-Core, and with a critic on two of its pipeline stages, for which six steps are enough. At a quarter
-of the recipe's learning rate the first steps are the best ones; with rewards that say nothing accuracy falls
-by six to eight points in three of them. With the recipe's choices `test_own_source.py` trains in one process,
-and .ci/run in Ray on two data ranks. Whole runs are in the tables of docs/advantages.md and
-docs/policy_losses.md (`scripts/bench/learn.py`)."""
+Megatron-Core, and with a critic on two of its pipeline stages, for which six steps are enough. At an eighth
+of the recipe's learning rate, without a warm-up, the first steps are the best ones; with rewards that say
+nothing accuracy falls by one to nine points in three of them, by twelve to twenty-two in twelve. With the
+recipe's choices `test_own_source.py` trains in one process, and .ci/run in Ray on two data ranks. Whole runs
+are in the tables of docs/advantages.md and docs/policy_losses.md (`scripts/bench/learn.py`)."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 
 METRIC = "val-core/arithmetic/acc/mean@1"
-ENOUGH = 0.15
+ENOUGH = 0.1
 """By which held-out accuracy must rise; of 500 problems, so that chance moves it by 0.03."""
 ACTOR = "actor_rollout_ref.actor"
-RATE = f"{ACTOR}.optim.lr=1.5e-4"
+RATE = [f"{ACTOR}.optim.lr=7e-5", f"{ACTOR}.optim.lr_warmup_steps_ratio=0"]
 SIX_STEPS = ["trainer.total_training_steps=6", "trainer.test_freq=-1", f"{ACTOR}.optim.lr=5e-5"]
 TENSOR_RANKS = ["recipe=arithmetic_megatron", "trainer.n_gpus_per_node=2", "trainer.threads_per_process=1"]
 STAGES = [
@@ -113,7 +113,7 @@ def test_it_learns(
     given: list[str], tmp_path: Path, recipe_cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stop_once_learnt(monkeypatch)
-    overrides = [*given, *fifty_steps(tmp_path, recipe_cache), "trainer.test_freq=3", RATE]
+    overrides = [*given, *fifty_steps(tmp_path, recipe_cache), "trainer.test_freq=3", *RATE]
     PPOJob(load("ppo", PPOConfig, overrides)).run()
     assert gain(tmp_path) > ENOUGH
 

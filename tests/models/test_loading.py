@@ -101,6 +101,9 @@ def test_rows_end_where_other_rotary_tables_begin() -> None:
     assert loading.context_of(transformers.Phi3Config(max_position_embeddings=8192)) == loading.Context(
         8192, "the model's 8192 positions"
     )
+    rope = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0}
+    dynamic = transformers.LlamaConfig(max_position_embeddings=512, rope_parameters=rope)
+    assert loading.context_of(dynamic) == loading.Context(512, "the model's 512 positions"), "not 4 x 512"
     assert loading.context_of(transformers.MambaConfig()) is None
 
 

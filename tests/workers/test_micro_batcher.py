@@ -157,6 +157,19 @@ def test_tokens_within_budget_and_back(agreed: int) -> None:
     assert sorted(parts.order.tolist()) == list(np.arange(8))
 
 
+def test_pairs_stay_together_within_the_budget() -> None:
+    """The longest row and the shortest are a pair: by rows alone they would be in different bins."""
+    data = lengths(20, 3, 8, 9, 2, 2, 10, 10)
+    parts = split_tokens(data, 24, lambda own: own, unit=2)
+    pairs = parts.order.reshape(-1, 2)
+    assert (pairs[:, 0] % 2 == 0).all() and (pairs[:, 1] == pairs[:, 0] + 1).all()
+    sizes = [int(ragged.lengths(part.get("responses")).sum()) + len(part) for part in parts.parts]
+    assert len(sizes) == 3 and sum(sizes) == 64 and max(sizes) <= 24
+    assert all(len(part) % 2 == 0 for part in parts.parts)
+    with pytest.raises(ValueError):
+        split_tokens(data, 22, lambda own: own, unit=2)
+
+
 def test_a_row_over_the_budget_is_named() -> None:
     with pytest.raises(ValueError):
         split_tokens(make_batch(), 4, lambda own: own)

@@ -72,19 +72,21 @@ def test_the_share_is_of_the_peak_of_all_devices_that_have_the_rows(monkeypatch:
             for name, each in rows.items()
         }
     )
-    used = Utilization(work, torch.device("cpu"), torch.float32).metric(batch, 2.0, passes=3, devices=4)
-    assert used is not None
-    flops = work.update(torch.tensor([3, 2]), torch.tensor([4, 1]))
-    assert used.value == pytest.approx(3 * flops / (2.0 * 1e6 * 4))
+    lengths = torch.tensor([3, 2]), torch.tensor([4, 1])
+    of = Utilization(work, torch.device("cpu"), torch.float32, devices=4)
+    updates, one_pass = of.of_updates(batch, 2.0, epochs=3), of.of_pass(batch, 2.0)
+    assert updates is not None and one_pass is not None
+    assert updates.value == pytest.approx(3 * work.update(*lengths) / (2.0 * 1e6 * 4))
+    assert one_pass.value == pytest.approx(work.forward(*lengths) / (2.0 * 1e6 * 4))
 
 
 def test_what_is_not_known_has_no_share(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = transformers.AutoConfig.for_model("gpt2", n_layer=1, n_embd=8, n_head=1, vocab_size=9)
     config.save_pretrained(tmp_path)
     assert ModelWork.of(ModelConfig(path=str(tmp_path)), "policy", "model") is None
-    of_none = Utilization(None, torch.device("cpu"), torch.float32)
+    of_none = Utilization(None, torch.device("cpu"), torch.float32, devices=1)
     batch = DataProto.from_dict({"prompts": ragged.from_rows([torch.ones(2, dtype=torch.int64)])})
-    assert of_none.metric(batch, 1.0, passes=1, devices=1) is None
+    assert of_none.of_updates(batch, 1.0, epochs=1) is None and of_none.of_pass(batch, 1.0) is None
 
 
 def test_a_critic_has_one_output(tmp_path: Path) -> None:
