@@ -61,6 +61,7 @@ SCRIPTS = {
     "scripts/bench/weight_sync.py",
     "scripts/bench/generation.py",
     "scripts/bench/head.py",
+    "scripts/bench/update_profile.py",
     "scripts/bench/learn.py",
     "scripts/gpu_check.sh",
 }
@@ -472,6 +473,17 @@ def test_the_bench_of_rollout_engines() -> None:
     found = [json.loads(line) for line in done.stdout.splitlines()]
     assert [one["engine"] for one in found] == ["native", "transformers"]
     assert all(32 * 10 < one["tokens"] < 32 * 256 and one["tokens_per_second"] > 0 for one in found)
+
+
+@pytest.mark.slow
+def test_the_profile_of_an_update() -> None:
+    case = ["--model", "0.85M", "--rows", "8", "--operators", "3"]
+    done = python("scripts/bench/update_profile.py", *case, cwd=ROOT)
+    assert done.returncode == 0, done.stderr[-3000:]
+    found = json.loads(done.stdout)
+    assert found["cpu_s"] > 0 and len(found["operators"]) == 3
+    assert sum(found["shares"].values()) == pytest.approx(1, abs=1e-2)
+    assert max(found["shares"], key=found["shares"].get) == "products"
 
 
 @pytest.mark.slow

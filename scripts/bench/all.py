@@ -91,6 +91,14 @@ def of_generation(found: Found) -> Iterator[Row]:
             yield Row(what, f"{ours:,} tokens/s", f"`generate` {theirs:,}", ours / theirs)
 
 
+def of_profile(found: Found) -> Iterator[Row]:
+    """Where an update's time goes."""
+    for one in found:
+        what = f"update of {one['rows']} x {one['tokens']} tokens, {one['model']}, {one['dtype']}, one thread"
+        shares = ", ".join(f"{kind} {share:.0%}" for kind, share in one["shares"].items() if share >= 0.01)
+        yield Row(what, f"{one['cpu_s']:.3g} CPU s: {shares}")
+
+
 def of_head(found: Found) -> Iterator[Row]:
     """Log-probabilities and entropies."""
     ways = {one["way"]: one for one in found}
@@ -232,6 +240,10 @@ BENCHES: dict[str, Bench] = {
     "trl-31.7M-bf16-ragged": against_trl("31.7M", "bf16", 2, "--tokens", "256", "--prompts", "4", "--ragged"),
     "compiled-fp32": Bench("compiled.py", ("--dtype", "fp32"), of_compiled),
     "compiled-bf16": Bench("compiled.py", ("--dtype", "bf16"), of_compiled),
+    "profile-0.85M-fp32": Bench("update_profile.py", ("--model", "0.85M"), of_profile),
+    "profile-0.85M-bf16": Bench("update_profile.py", ("--model", "0.85M", "--dtype", "bf16"), of_profile),
+    "profile-31.7M-fp32": Bench("update_profile.py", (), of_profile),
+    "profile-31.7M-bf16": Bench("update_profile.py", ("--dtype", "bf16"), of_profile),
     "generation": Bench("generation.py", SAMPLING, of_generation),
     "head": Bench("head.py", ("--entropy",), of_head),
     "head-long": Bench("head.py", LONG_HEAD, of_head),

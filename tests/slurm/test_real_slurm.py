@@ -27,7 +27,7 @@ from hydraflow.compose.loading import load
 from hydraflow.jobs.ppo import PPOJob
 from hydraflow.schema import PPOConfig
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(2000)]
 STEPS = 18
 LONG = 420.0
 ROLLOUT_APART = [f"actor_rollout_ref.rollout.{size}=1" for size in ("nnodes", "n_gpus_per_node")]

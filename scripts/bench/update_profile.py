@@ -1,0 +1,129 @@
+#!/usr/bin/env python
+"""Where an update's time goes: the shares of matrix products, attention, the head and the rest.
+
+    python scripts/bench/update_profile.py [--model 0.85M|31.7M] [--dtype fp32|bf16] [--rows 128]
+                                           [--tokens 32] [--operators 20]
+
+One rank with one thread: a forward and a backward pass, and an optimizer step, over rows of 6 tokens and
+`--tokens` more that are trained. Prints one JSON object: processor seconds of the fastest of three updates,
+and each kind's share of the time of another one, by torch's profiler; with `--operators` also the operators
+that take longest.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from held import MODELS, write_model
+from torch.profiler import ProfilerActivity, profile
+
+from hydraflow.engine.config import FSDPConfig, OptimConfig
+from hydraflow.engine.fsdp.engine import FSDPEngine
+from hydraflow.models.ask import Ask
+from hydraflow.models.config import ModelConfig
+from hydraflow.protocol import ragged
+from hydraflow.protocol.batch import DataProto
+
+PROMPT_TOKENS = 6
+KINDS: Mapping[str, str] = {
+    "head, without its products": r"log_softmax|FusedHead|scatter_add|^aten::exp$",
+    "attention": r"scaled_dot_product|bmm|_softmax",
+    "products": r"mm|linear",
+    "optimizer": r"adam|linalg_vector_norm",
+    "copies": r"copy_|cat|index|fill_|zero_|clone|embedding",
+}
+"""Kinds of work, and a pattern of their operators; the first that fits counts."""
+REST = "norms, rotations, activations, sums"
+
+
+def kind_of(operator: str) -> str:
+    """The kind of an operator.
+
+    >>> kind_of("aten::addmm"), kind_of("aten::bmm"), kind_of("aten::expand")
+    ('products', 'attention', 'norms, rotations, activations, sums')
+    """
+    return next((kind for kind, pattern in KINDS.items() if re.search(pattern, operator)), REST)
+
+
+def make_rows(count: int, tokens: int) -> DataProto:
+    """Rows of random characters, each with a prompt of its own."""
+    draw = torch.Generator().manual_seed(0)
+
+    def ids(length: int) -> torch.Tensor:
+        return ragged.from_rows([torch.randint(2, 16, (length,), generator=draw) for _ in range(count)])
+
+    mask = ragged.from_rows([torch.ones(tokens, dtype=torch.int64)] * count)
+    return DataProto.from_dict(
+        {"prompts": ids(PROMPT_TOKENS), "responses": ids(tokens), "response_mask": mask}
+    )
+
+
+def make_engine(model: str, dtype: str) -> FSDPEngine:
+    """A training engine of one rank."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = write_model(model, Path(folder) / model)
+        return FSDPEngine(
+            ModelConfig(path=str(path), enable_gradient_checkpointing=False),
+            FSDPConfig(dtype=dtype, model_dtype="fp32"),
+            OptimConfig(lr=1e-6),
+            head="policy",
+            device=torch.device("cpu"),
+        )
+
+
+def loss(output: Any, columns: Mapping[str, torch.Tensor]) -> tuple[torch.Tensor, dict[str, Any]]:
+    """The mean log-probability."""
+    mask = columns["response_mask"]
+    return -(output.log_probs * mask).sum() / mask.sum(), {}
+
+
+def update(engine: FSDPEngine, rows: DataProto) -> float:
+    """Takes an optimizer step; returns its processor seconds."""
+    start = time.process_time()
+    engine.forward_backward([rows], loss, Ask(entropy=True))
+    engine.optimizer_step()
+    return time.process_time() - start
+
+
+def main() -> None:
+    """Measures and prints."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--model", choices=[*MODELS], default="31.7M")
+    parser.add_argument("--dtype", choices=["fp32", "bf16"], default="fp32")
+    parser.add_argument("--rows", type=int, default=128)
+    parser.add_argument("--tokens", type=int, default=32)
+    parser.add_argument("--operators", type=int, default=0)
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    engine, rows = make_engine(args.model, args.dtype), make_rows(args.rows, args.tokens)
+    update(engine, rows)
+    seconds = min(update(engine, rows) for _ in range(3))
+    with profile(activities=[ProfilerActivity.CPU]) as profiled:
+        update(engine, rows)
+    dist.destroy_process_group()
+    of_operators = {event.key: event.self_cpu_time_total for event in profiled.key_averages()}
+    total, of_kinds = sum(of_operators.values()), Counter[str]()
+    for operator, taken in of_operators.items():
+        of_kinds[kind_of(operator)] += taken / total
+    shares = {kind: round(share, 4) for kind, share in of_kinds.most_common()}
+    longest = Counter(of_operators).most_common(args.operators)
+    facts = {name: value for name, value in vars(args).items() if name != "operators"}
+    operators = {name: round(taken / total, 4) for name, taken in longest}
+    print(json.dumps({**facts, "cpu_s": seconds, "shares": shares, "operators": operators}))
+
+
+if __name__ == "__main__":
+    main()
