@@ -483,7 +483,7 @@ def test_the_profile_of_an_update() -> None:
     found = json.loads(done.stdout)
     assert found["cpu_s"] > 0 and len(found["operators"]) == 3
     assert sum(found["shares"].values()) == pytest.approx(1, abs=1e-2)
-    assert max(found["shares"], key=found["shares"].get) == "products"
+    assert found["shares"]["products"] > 0.1
 
 
 @pytest.mark.slow
