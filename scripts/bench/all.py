@@ -83,11 +83,14 @@ def of_compiled(found: Found) -> Iterator[Row]:
 
 def of_generation(found: Found) -> Iterator[Row]:
     """Sampling."""
-    speeds = {(one["model"], one["lengths"], one["engine"]): one["tokens_per_second"] for one in found}
-    for (model, lengths, engine), ours in speeds.items():
+    speeds = {
+        (one["sequences"], one["model"], one["lengths"], one["engine"]): one["tokens_per_second"]
+        for one in found
+    }
+    for (sequences, model, lengths, engine), ours in speeds.items():
         if engine == "native":
-            theirs = speeds[model, lengths, "transformers"]
-            what = f"sampling, {model}, fp32, {lengths} lengths, one thread"
+            theirs = speeds[sequences, model, lengths, "transformers"]
+            what = f"sampling {sequences} at once, {model}, fp32, {lengths} lengths, one thread"
             yield Row(what, f"{ours:,} tokens/s", f"`generate` {theirs:,}", ours / theirs)
 
 
@@ -211,6 +214,7 @@ def against_trl(model: str, dtype: str, steps: int, *more: str) -> Bench:
 
 
 SAMPLING = ("--engines", "native,transformers", "--sequences", "128")
+SAMPLING_MORE = ("--engines", "native,transformers", "--sequences", "512", "--lengths", "equal")
 LONG_HEAD = (
     "--tokens",
     "32768",
@@ -245,6 +249,7 @@ BENCHES: dict[str, Bench] = {
     "profile-31.7M-fp32": Bench("update_profile.py", (), of_profile),
     "profile-31.7M-bf16": Bench("update_profile.py", ("--dtype", "bf16"), of_profile),
     "generation": Bench("generation.py", SAMPLING, of_generation),
+    "generation-512": Bench("generation.py", SAMPLING_MORE, of_generation),
     "head": Bench("head.py", ("--entropy",), of_head),
     "head-long": Bench("head.py", LONG_HEAD, of_head),
     "advantages": Bench("advantages.py", (), of_advantages),

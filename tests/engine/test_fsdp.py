@@ -12,6 +12,7 @@ import pytest
 import torch
 from engine import rank_jobs as jobs
 from engine.pool import Ranks
+from torch.distributed.fsdp import FSDPModule
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
@@ -43,6 +44,18 @@ from hydraflow.protocol import ragged
 DOUBLE = {"model_dtype": "fp64", "dtype": "fp64"}
 TOLERANCE = {"fp64": 1e-10, "fp32": 3e-5}
 OPTIONS: dict[str, dict[str, Any]] = {"fp64": {"fsdp": DOUBLE}, "fp32": {}}
+
+
+def test_layers_from_a_size_on_are_units(tiny: str) -> None:
+    """And the root, which is all that there is of a small model by default."""
+
+    def units(**policy: int) -> int:
+        engine = jobs.make_engine(tiny, {"fsdp": {"wrap_policy": WrapPolicyConfig(**policy)}})
+        return sum(isinstance(part, FSDPModule) for part in engine.module.modules())
+
+    layer = AutoModelForCausalLM.from_pretrained(tiny).model.layers[0]
+    size = sum(parameter.numel() for parameter in layer.parameters())
+    assert [units(min_num_params=size), units(min_num_params=size + 1), units()] == [3, 1, 1]
 
 
 def plain_loss(model: torch.nn.Module, step: int) -> torch.Tensor:
