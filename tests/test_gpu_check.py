@@ -27,7 +27,7 @@ def test_it_runs_and_says_what_is_right() -> None:
         "libraries",
         "device",
         "attention",
-        "fused loss",
+        "fused head",
         "numbers",
         "links",
         "megatron",
@@ -86,14 +86,16 @@ def test_other_matrices_are_noticed(one_rank: None, monkeypatch: pytest.MonkeyPa
     assert len(made) == 2
 
 
-def test_a_wrong_fused_head_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("factor", [1.1, float("nan")])
+def test_a_wrong_fused_head_is_noticed(monkeypatch: pytest.MonkeyPatch, factor: float) -> None:
+    """In the gradient of its matrix, the last thing compared."""
     from hydraflow.models import fused_head
 
     check = runpy.run_path(str(SCRIPTS / "gpu_check.py"))
-    assert check["fused_loss"](torch.device("cpu"), "small")
+    assert check["fused_head"](torch.device("cpu"), "small")
     right = fused_head.add_product
-    monkeypatch.setattr(fused_head, "add_product", lambda *given: right(*given) * 1.01)
-    assert not check["fused_loss"](torch.device("cpu"), "small")
+    monkeypatch.setattr(fused_head, "add_product", lambda *given: right(*given) * factor)
+    assert not check["fused_head"](torch.device("cpu"), "small")
 
 
 def test_wrong_attention_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -54,7 +54,7 @@ class PairTrainer(SFTTrainer):
                 found = self.group.role("ref").call(ReferenceWorker.compute_ref_log_prob, batch)
             else:
                 found = self.role.call(PairWorker.compute_ref_log_prob, batch)
-            return batch.union(self.runtime.fetch(found).select(["ref_log_prob"], [], []))
+            return batch.union(self.runtime.fetch(found))
 
     def measure(self, batch: DataProto) -> dict[str, reductions.Metric]:
         """Loss, accuracy (share of pairs in which the preferred response scores higher), margin and scores,

@@ -163,8 +163,9 @@ class PPOTrainer:
             return self.with_old(taken.rows)
         if not self.sampled_too:  # a trajectory file may contain them from a run that used them
             taken.rows.columns.pop("routed_experts", None)
-        inputs = columns(taken.rows, self.reads["log-probs"])
-        batch = taken.rows.union(self.measured(self.roles.actor.call(ActorWorker.compute_log_prob, inputs)))
+        batch = taken.rows.union(
+            self.roles.actor.call(ActorWorker.compute_log_prob, columns(taken.rows, self.reads["log-probs"]))
+        )
         compared = self._compare_with_rollout(batch)
         self._control_entropy(compared.metrics)
         limit = self.config.actor_rollout_ref.rollout.probs_diff_limit
@@ -195,10 +196,8 @@ class PPOTrainer:
             return batch
         inputs = columns(batch, self.reads["reference"])
         if self.roles.ref is None:
-            found = self.roles.actor.call(ActorWorker.compute_ref_log_prob, inputs)
-        else:
-            found = self.roles.ref.call(ReferenceWorker.compute_ref_log_prob, inputs)
-        return batch.union(self.measured(found))
+            return batch.union(self.roles.actor.call(ActorWorker.compute_ref_log_prob, inputs))
+        return batch.union(self.roles.ref.call(ReferenceWorker.compute_ref_log_prob, inputs))
 
     def teacher_log_probs(self, batch: RemoteBatch) -> RemoteBatch:
         """Adds the columns of each row's teacher."""
@@ -217,13 +216,7 @@ class PPOTrainer:
         if self.roles.critic is None:
             return batch
         inputs = columns(batch, self.reads["values"])
-        return batch.union(self.measured(self.roles.critic.call(CriticWorker.compute_values, inputs)))
-
-    def measured(self, found: RemoteBatch) -> RemoteBatch:
-        """A pass's columns, without the metrics that came with them: those are kept."""
-        of_ranks = found.meta_info.pop("metrics", {})
-        self.metrics |= {name: sum(parts[1:], parts[0]).value for name, parts in of_ranks.items()}
-        return found
+        return batch.union(self.roles.critic.call(CriticWorker.compute_values, inputs))
 
     def advantages(self, batch: RemoteBatch, scored: RemoteBatch) -> RemoteBatch:
         """Rewards, advantages and returns. Waits for the scores here, because the process that computes

@@ -6,7 +6,6 @@ it; updates (`training.py`).
 
 from __future__ import annotations
 
-import time
 from pathlib import Path
 
 from hydraflow.batch_plan.parts import MicroPlan
@@ -16,9 +15,7 @@ from hydraflow.dispatch.worker import ProcessContext, Worker
 from hydraflow.engine.base import TrainEngine
 from hydraflow.engine.config import TRAIN_ENGINES, EngineConfig, OptimConfig
 from hydraflow.engine.micro_batcher import MicroBatcher
-from hydraflow.models.ask import LOG_PROBS, Ask
 from hydraflow.models.config import ModelConfig
-from hydraflow.protocol.batch import DataProto
 from hydraflow.protocol.coordinates import Coordinates
 from hydraflow.workers.joining import join_group
 from hydraflow.workers.saving import save_part
@@ -58,7 +55,7 @@ class EngineWorker(Worker):
         )
         self.engine.rest()
         self.utilization = Utilization(
-            ModelWork.of(model, head, field),
+            None if optim is None else ModelWork.of(model, head, field),
             device,
             resolve_dtype(settings.compute_dtype, device.type),
             devices=process.world_size // self.engine.coordinates().data_size,
@@ -68,17 +65,6 @@ class EngineWorker(Worker):
         """Creates the micro-batcher of one kind of pass; `what` names the pass in messages."""
         self.micro_batchers.append(MicroBatcher(plan, what))
         return self.micro_batchers[-1]
-
-    def forward_rows(
-        self, rows: DataProto, batcher: MicroBatcher, ask: Ask = LOG_PROBS, *, name: str, adapter: bool = True
-    ) -> DataProto:
-        """The engine's `forward_rows`; `meta_info["metrics"]` has `perf/mfu/<name>`, see `Utilization`."""
-        start = time.perf_counter()
-        output = self.engine.forward_rows(rows, batcher, ask, adapter=adapter)
-        used = self.utilization.of_pass(rows, time.perf_counter() - start)
-        if used is not None:
-            output.meta_info["metrics"] = {f"perf/mfu/{name}": used}
-        return output
 
     def mesh_coordinates(self, mesh: str) -> Coordinates:
         """Which share of a batch this process gets; results come from one process of each share."""

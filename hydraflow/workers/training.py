@@ -77,8 +77,16 @@ class TrainedWorker(EngineWorker):
         learner, start = self.learner, time.perf_counter()
         metrics = learner.learn(batch, self.update_loss(batch.meta_info, step), step)
         seconds = time.perf_counter() - start
-        used = self.utilization.of_updates(batch, seconds, epochs=learner.plan.epochs)
-        return metrics if used is None else metrics | {f"perf/mfu/{learner.prefix}": used}
+        return metrics | self.utilization.of_updates(
+            learner.prefix, batch, seconds, epochs=learner.plan.epochs
+        )
+
+    def infer(self, rows: DataProto, batcher: MicroBatcher, ask: Ask = LOG_PROBS) -> DataProto:
+        """The engine's `forward_rows`; the next update reports its MFU as `perf/mfu/<role>_infer`."""
+        start = time.perf_counter()
+        output = self.engine.forward_rows(rows, batcher, ask)
+        self.utilization.note_pass(rows, time.perf_counter() - start)
+        return output
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def skip_step(self) -> None:

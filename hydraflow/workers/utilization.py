@@ -1,15 +1,14 @@
-"""Model FLOPs utilization (MFU) of updates and of passes without gradients.
+"""Model FLOPs utilization (MFU) of updates, and of the passes without gradients between them.
 
-In: the rows and the seconds. Out: a share of the peak. Only what the model needs is counted
-(Chowdhery et al. 2022, https://arxiv.org/abs/2204.02311, appendix B): recomputed activations and padding do
-not count, a prompt that neighbouring rows share counts for each of them. Left out on purpose: types of models
-whose matrices are not known exactly (`memory/shape.py`), sliding windows, and generation, which memory
-bandwidth limits (`perf/throughput` describes it).
+In: the rows and the seconds. Out: a share of the peak. Only what the model needs is counted (Chowdhery et al.
+2022, https://arxiv.org/abs/2204.02311, appendix B): recomputed activations and padded tokens do not count, a
+prompt that neighbouring rows share counts for each of them. Left out on purpose: types of models whose
+matrices are not known exactly (`memory/shape.py`), sliding windows, frozen models, and generation, which
+memory bandwidth limits (`perf/throughput` describes it).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -72,23 +71,33 @@ class ModelWork:
 
 class Utilization:
     """MFU of one process: the share of the peak of `devices`, which work on the same rows. `dtype` is the
-    compute dtype. None: the model's FLOPs or the device's peak are not known."""
+    compute dtype. Nothing is reported if `work` or the device's peak is not known."""
 
     def __init__(self, work: ModelWork | None, device: torch.device, dtype: torch.dtype, *, devices: int):
         self._work, self._device, self._dtype, self._devices = work, device, dtype, devices
+        self._pass: tuple[float, float] | None = None
+        """FLOPs and seconds of the newest pass without gradients since the last update."""
 
-    def of_updates(self, batch: DataProto, seconds: float, *, epochs: int) -> Metric | None:
-        """Of `epochs` updates on these rows."""
-        return self._share(ModelWork.update, batch, seconds / epochs)
+    def note_pass(self, rows: DataProto, seconds: float) -> None:
+        """A pass without gradients over these rows."""
+        if self._work is not None:
+            self._pass = self._work.forward(*_lengths(rows)), seconds
 
-    def of_pass(self, batch: DataProto, seconds: float) -> Metric | None:
-        """Of one pass without gradients."""
-        return self._share(ModelWork.forward, batch, seconds)
+    def of_updates(self, role: str, rows: DataProto, seconds: float, *, epochs: int) -> dict[str, Metric]:
+        """`perf/mfu/<role>` of `epochs` updates on these rows, and `perf/mfu/<role>_infer` of the newest pass
+        since the last ones, if there was one."""
+        inferred, self._pass = self._pass, None
+        peak = None if self._work is None else peak_flops(self._device, self._dtype)
+        if self._work is None or peak is None:
+            return {}
+        taken = {role: (epochs * self._work.update(*_lengths(rows)), seconds)}
+        taken |= {} if inferred is None else {f"{role}_infer": inferred}
+        return {
+            f"perf/mfu/{name}": mean(flops / (lasted * peak * self._devices))
+            for name, (flops, lasted) in taken.items()
+        }
 
-    def _share(
-        self, flops: Callable[[ModelWork, Tensor, Tensor], float], batch: DataProto, seconds: float
-    ) -> Metric | None:
-        if self._work is None or (peak := peak_flops(self._device, self._dtype)) is None:
-            return None
-        prompts, responses = (ragged.lengths(batch.get(name)) for name in ("prompts", "responses"))
-        return mean(flops(self._work, prompts, responses) / (seconds * peak * self._devices))
+
+def _lengths(rows: DataProto) -> tuple[Tensor, Tensor]:
+    """Tokens of the prompts and responses, (B,) each."""
+    return ragged.lengths(rows.get("prompts")), ragged.lengths(rows.get("responses"))

@@ -98,7 +98,7 @@ def of_profile(found: Found) -> Iterator[Row]:
     """Where an update's time goes."""
     for one in found:
         what = f"update of {one['rows']} x {one['tokens']} tokens, {one['model']}, {one['dtype']}, one thread"
-        shares = ", ".join(f"{kind} {share:.0%}" for kind, share in one["shares"].items() if share >= 0.01)
+        shares = "; ".join(f"{kind} {share:.0%}" for kind, share in one["shares"].items() if share >= 0.01)
         yield Row(what, f"{one['cpu_s']:.3g} CPU s: {shares}")
 
 

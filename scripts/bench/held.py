@@ -19,31 +19,33 @@ MODELS = {
     "31.7M": (12_743, dict(hidden=512, layers=8, heads=8, kv_heads=4)),
 }
 """By the number of their parameters: characters of the tokenizer, and sizes of a Qwen3."""
+END_EVERY = 512
+"""Tokens to a response whose end is as probable as any other token of the smaller vocabulary."""
 CONSTANT = 4.0
-"""A hundred times as large as the other numbers of an embedding."""
+"""Two hundred times the standard deviation of an embedding's other numbers."""
 
 
-def write_model(name: str, folder: Path, mean_length: int | None = None) -> Path:
-    """Writes the model; characters beyond the recipe's are Chinese. Responses end after about `mean_length`
-    tokens; None: as often as any other token is sampled."""
+def write_model(name: str, folder: Path, *, ends: bool = False) -> Path:
+    """Writes the model; characters beyond the recipe's are Chinese. `ends`: a response ends after about
+    `END_EVERY` tokens, however large the vocabulary is."""
     characters, sizes = MODELS[name]
     others = "".join(chr(0x4E00 + number) for number in range(characters - len(ALPHABET)))
     make_model(folder, alphabet=ALPHABET + others, **sizes)
-    if mean_length is not None:
-        _make_end(folder, characters / mean_length)
+    if ends and characters > END_EVERY:
+        _make_end(folder)
     return folder
 
 
-def _make_end(folder: Path, factor: float) -> None:
-    """Makes the end token about `factor` times as probable, after any tokens. One dimension of all tied
-    embeddings is a large constant, so the last hidden states are nearly constant in it, too: there an
-    embedding is a bias to the token's logit."""
+def _make_end(folder: Path) -> None:
+    """Raises the end token's probability to 1 / `END_EVERY`, whatever the tokens before it. One dimension of
+    all tied embeddings is made a large constant, so the last hidden states are nearly constant in it, too,
+    and there an embedding is a bias to its token's logit."""
     model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    embeddings = model.get_input_embeddings().weight  # (V, h)
-    draw = torch.Generator().manual_seed(0)
-    tokens = torch.randint(2, len(embeddings), (4, 64), generator=draw)
+    embeddings, end = model.get_input_embeddings().weight, model.config.eos_token_id  # (V, h)
+    tokens = torch.randint(2, len(embeddings), (16, 64), generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
         embeddings[:, 0] = CONSTANT
-        hidden = model.model(tokens).last_hidden_state[..., 0].mean()
-        embeddings[model.config.eos_token_id, 0] += math.log(factor) / hidden
+        hidden = model.model(tokens).last_hidden_state
+        missing = -math.log(END_EVERY) - model.lm_head(hidden).log_softmax(-1)[..., end].mean()
+        embeddings[end, 0] += missing / hidden[..., 0].mean()
     model.save_pretrained(folder)

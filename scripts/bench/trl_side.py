@@ -18,11 +18,12 @@ from trl import GRPOConfig, GRPOTrainer
 
 
 class StepClock(TrainerCallback):
-    """Notes when each optimizer step of a new batch ended, and the rewards that were logged."""
+    """Notes when each optimizer step of a new batch ended, and the rewards and lengths that were logged."""
 
     def __init__(self) -> None:
         self.ends: list[float] = []
         self.rewards: list[float] = []
+        self.lengths: list[float] = []
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.ends.append(time.perf_counter())
@@ -32,6 +33,7 @@ class StepClock(TrainerCallback):
     ) -> None:
         if logs and "reward" in logs:
             self.rewards.append(logs["reward"])
+            self.lengths.append(logs["completions/mean_length"])
 
 
 def exact_match(completions: list[Any], ground_truth: list[str], **kwargs: Any) -> list[float]:
@@ -86,6 +88,7 @@ def main() -> None:
         "seconds_per_step": statistics.median(seconds),
         "fastest": min(seconds),
         "reward": clock.rewards[-1],
+        "response_tokens": statistics.mean(clock.lengths[2 * args.updates :]),
     }
     print(json.dumps(found | {"steps": len(seconds)}))
 

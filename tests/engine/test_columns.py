@@ -24,13 +24,13 @@ def test_a_loss_gets_columns_of_responses_and_rows() -> None:
             "responses": of_lengths(1, 3),
             "routed_experts": of_lengths(4, 4),
             "live": torch.tensor([True, False]),
-            "a users own, ragged": of_lengths(1, 3),
-            "a users own, of rows": torch.tensor([0.5, 1.5]),
+            "custom_ragged": of_lengths(1, 3),
+            "custom_of_rows": torch.tensor([0.5, 1.5]),
         },
         {"uid": ["a", "b"]},
     )
     found = columns_of(data, 3, CPU)
-    assert found.keys() == {"responses", "live", "a users own, ragged", "a users own, of rows"}
-    assert found["responses"].tolist() == found["a users own, ragged"].tolist() == [[1, 0, 0], [1, 2, 3]]
+    assert found.keys() == {"responses", "live", "custom_ragged", "custom_of_rows"}
+    assert found["responses"].tolist() == found["custom_ragged"].tolist() == [[1, 0, 0], [1, 2, 3]]
     assert found["live"].tolist() == [True, False]
-    assert found["a users own, of rows"].tolist() == [0.5, 1.5]
+    assert found["custom_of_rows"].tolist() == [0.5, 1.5]

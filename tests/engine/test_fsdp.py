@@ -47,7 +47,7 @@ OPTIONS: dict[str, dict[str, Any]] = {"fp64": {"fsdp": DOUBLE}, "fp32": {}}
 
 
 def test_layers_from_a_size_on_are_units(tiny: str) -> None:
-    """And the root, which is all that there is of a small model by default."""
+    """With the root; by default a small model is one unit."""
 
     def units(**policy: int) -> int:
         engine = jobs.make_engine(tiny, {"fsdp": {"wrap_policy": WrapPolicyConfig(**policy)}})

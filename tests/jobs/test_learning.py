@@ -4,9 +4,9 @@ within fifty steps. Most need three.
 In one process; with the recipe's own choices, grpo and vanilla, on two tensor-parallel ranks of
 Megatron-Core, and with a critic on two of its pipeline stages, for which six steps are enough. At an eighth
 of the recipe's learning rate, without a warm-up, the first steps are the best ones; with rewards that say
-nothing accuracy falls by one to nine points in three of them, by twelve to twenty-two in twelve. With the
-recipe's choices `test_own_source.py` trains in one process, and .ci/run in Ray on two data ranks. Whole runs
-are in the tables of docs/advantages.md and docs/policy_losses.md (`scripts/bench/learn.py`)."""
+nothing accuracy falls: by one to nine points after three steps, by twelve to twenty-two after twelve. With
+the recipe's choices `test_own_source.py` trains in one process, and .ci/run in Ray on two data ranks. Whole
+runs are in the tables of docs/advantages.md and docs/policy_losses.md (`scripts/bench/learn.py`)."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ from hydraflow.compose.loading import load
 from hydraflow.jobs.ppo import PPOJob
 from hydraflow.schema import PPOConfig
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(2000)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(2000)]  # the first took 1,110 s on a slow machine
 STEPS = 18
 LONG = 420.0
 ROLLOUT_APART = [f"actor_rollout_ref.rollout.{size}=1" for size in ("nnodes", "n_gpus_per_node")]

@@ -158,7 +158,7 @@ def test_tokens_within_budget_and_back(agreed: int) -> None:
 
 
 def test_pairs_stay_together_within_the_budget() -> None:
-    """The longest row and the shortest are a pair: by rows alone they would be in different bins."""
+    """Bins of rows alone would put a long row's partner elsewhere."""
     data = lengths(20, 3, 8, 9, 2, 2, 10, 10)
     parts = split_tokens(data, 24, lambda own: own, unit=2)
     pairs = parts.order.reshape(-1, 2)
@@ -166,7 +166,9 @@ def test_pairs_stay_together_within_the_budget() -> None:
     sizes = [int(ragged.lengths(part.get("responses")).sum()) + len(part) for part in parts.parts]
     assert len(sizes) == 3 and sum(sizes) == 64 and max(sizes) <= 24
     assert all(len(part) % 2 == 0 for part in parts.parts)
-    with pytest.raises(ValueError):
+    alone = split_tokens(data, 24, lambda own: own).order.reshape(-1, 2)
+    assert not (alone[:, 1] == alone[:, 0] + 1).all()
+    with pytest.raises(ValueError, match="23"):
         split_tokens(data, 22, lambda own: own, unit=2)
 
 
