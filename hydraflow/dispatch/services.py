@@ -1,5 +1,5 @@
-"""Ray without services that a run does not use. `python -m hydraflow.dispatch.services start ...` is
-`ray start` without them, for nodes of a cluster that has no dashboard.
+"""Ray without services that a run does not use, and with more time to start. `python -m
+hydraflow.dispatch.services start ...` is such a `ray start`, for nodes of a cluster that has no dashboard.
 
 In: Ray's own start, in this process. Out: fewer processes. No option of Ray leaves them out.
 """
@@ -7,15 +7,20 @@ In: Ray's own start, in this process. Out: fewer processes. No option of Ray lea
 from __future__ import annotations
 
 import sys
+import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+import psutil
 from ray._private import ray_constants, services, utils
 from ray._private.node import Node
 
 AGENT = Path(__file__).with_name("agent.py")
+START_SECONDS = 180.0
+"""Limit on the registration of a new raylet. Ray's own, 30 seconds, is too short on a machine whose
+processors are busy."""
 
 
 @contextmanager
@@ -39,6 +44,7 @@ def without_services(*, log_monitor: bool) -> Iterator[None]:
         (services, interpreter.__name__, command),
         # else Ray imports the dashboard's libraries here, to see whether they are installed
         (utils, "get_dashboard_dependency_error", lambda: ImportError("a run has no dashboard")),
+        (services, "get_node", _patient(services.get_node)),
     ]
     before = [getattr(owner, name) for owner, name, _ in replaced]
     for owner, name, function in replaced:
@@ -48,6 +54,32 @@ def without_services(*, log_monitor: bool) -> Iterator[None]:
     finally:
         for (owner, name, _), function in zip(replaced, before, strict=True):
             setattr(owner, name, function)
+
+
+def _patient(get_node: Callable[[str, str], Any]) -> Callable[[str, str], Any]:
+    """Ray's `get_node`, which raises RuntimeError while the node's raylet is not registered: not before
+    `START_SECONDS` have passed, unless this process has no raylet."""
+
+    def registered(gcs_address: str, node_id: str) -> Any:
+        deadline = time.monotonic() + START_SECONDS
+        while True:
+            try:
+                return get_node(gcs_address, node_id)
+            except RuntimeError:
+                if time.monotonic() > deadline or not _has_raylet():
+                    raise
+            time.sleep(0.1)
+
+    return registered
+
+
+def _has_raylet() -> bool:
+    """Whether a raylet that this process has started is running."""
+    for child in psutil.Process().children():
+        with suppress(psutil.NoSuchProcess):
+            if child.name() == "raylet" and child.status() != psutil.STATUS_ZOMBIE:
+                return True
+    return False
 
 
 if __name__ == "__main__":
