@@ -108,7 +108,7 @@ class Derivation:
     values: Mapping[str, int | Fraction]
     fault: list[str]
     """The derivation of a contradiction, one line for each number on the way ("256/8 = 32 prompts per
-    optimizer step", "100/32 mini-batches per step is no whole number"); empty: they do not."""
+    optimizer step", "100/32 mini-batches per step is not an integer"); empty: they do not."""
     ways: Mapping[str, list[str]]
     """The same for each number that followed."""
     contradicts: bool
@@ -170,7 +170,7 @@ class StepConstraints:
                 text = f"{values[total]}/{text if len(there) == 1 else f'({text})'}"
             values[name] = int(value) if value.denominator == 1 else value
             if value.denominator != 1:
-                fault = fault or [*way, f"{text} {_WORDS[name]} is no whole number"]
+                fault = fault or [*way, f"{text} {_WORDS[name]} is not an integer"]
             ways[name] = way if product == 1 else [*way, f"{text} = {value} {_WORDS[name]}"]
 
     def explain(self, known: Mapping[str, int]) -> list[str]:

@@ -96,9 +96,9 @@ def _prompts_make_a_step(request: Request) -> Iterator[Violation]:
     if request.prompts is None or request.prompts >= request.q:
         return
     key, there = request.numbers.key("Q"), f"the {request.prompts}"
-    text = f"makes {request.q} prompts per step, more than {there} that there are"
+    text = f"makes {request.q} prompts per step, more than {there} that are available"
     if key == TRAIN_BATCH:
-        text = f"is more than {there} training prompts that there are"
+        text = f"is more than {there} available training prompts"
     text += ", so no step can be taken"
     yield _step(request, "prompts >= Q", key, request.numbers.shown("Q"), text)
 
@@ -178,7 +178,7 @@ def _filter_can_fill_a_step(request: Request) -> Iterator[Violation]:
         fixes = [{key: -(-request.q // size)}, {GEN_BATCH: -(-request.q // calls)}, {key: 0}]
         yield Violation("filter", BUDGET, key, calls, text, fixes)
     if request.filter.call_key == GEN_BATCH and request.prompts is not None and size > request.prompts:
-        text = f"is more than the {request.prompts} training prompts that there are"
+        text = f"is more than the {request.prompts} available training prompts"
         fewer: list[Fix] = [{GEN_BATCH: None}, {GEN_BATCH: request.prompts}]
         yield Violation("gen batch", BATCH, GEN_BATCH, size, text, fewer)
 

@@ -114,7 +114,7 @@ def judge_mlflow(environ: Mapping[str, str], *, without: str) -> Finding:
         evidence = f"{mlflow.URI}={uri}: nothing answers there ({reason})"
         return problem(evidence, f"start it, or unset {mlflow.URI}, or {without}")
     if scheme in ("", "file") and environ.get("MLFLOW_ALLOW_FILE_STORE", "").lower() not in ("1", "true"):
-        rule = f"{mlflow.URI}={uri}: MLflow has given up stores of plain files"
+        rule = f"{mlflow.URI}={uri}: MLflow no longer supports stores of plain files"
         other = f"{mlflow.URI}=sqlite:////path/mlflow.db, or MLFLOW_ALLOW_FILE_STORE=true"
         return problem(rule, f"{other}, or {without}")
     needed = ("sqlalchemy", "alembic") if scheme.startswith("sqlite") else ()

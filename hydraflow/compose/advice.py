@@ -53,15 +53,18 @@ def _single_responses(config: PPOConfig) -> Iterator[str]:
     if compares and n == 1 and config.batch.trajectories_per_step is None:
         yield (
             f"{POLICY}.rollout.n=1: {estimator} compares the responses to a prompt, and a single one has none"
-            f" to be compared with; usual are {POLICY}.rollout.n=4 to 16"
+            f" to be compared with; typical values are {POLICY}.rollout.n=4 to 16"
         )
 
 
 def _learning_rate(optim: OptimConfig, key: str) -> Iterator[str]:
     if optim.lr == 0:
-        yield f"{key}.lr=0: no weight will change; usual are {key}.lr=1e-6 to 1e-3"
+        yield f"{key}.lr=0: no weight will change; typical values are {key}.lr=1e-6 to 1e-3"
     elif optim.lr > 1:
-        yield f"{key}.lr={optim.lr:g}: steps this large destroy the weights; usual are {key}.lr=1e-6 to 1e-3"
+        yield (
+            f"{key}.lr={optim.lr:g}: steps this large destroy the weights; typical values are"
+            f" {key}.lr=1e-6 to 1e-3"
+        )
 
 
 def _policy_loss(actor: ActorConfig) -> Iterator[str]:
@@ -71,12 +74,12 @@ def _policy_loss(actor: ActorConfig) -> Iterator[str]:
     if low >= 1:
         yield (
             f"{POLICY}.actor.{key}={low:g}: the ratio of two probabilities is never below 1 - {low:g}, so"
-            f" nothing is clipped from below; usual is {POLICY}.actor.{key}=0.2"
+            f" nothing is clipped from below; a typical value is {POLICY}.actor.{key}=0.2"
         )
     if actor.entropy_coeff < 0:
         yield (
             f"{POLICY}.actor.entropy_coeff={actor.entropy_coeff:g}: a negative coefficient rewards low"
-            " entropy, so the policy stops exploring; usual is"
+            " entropy, so the policy stops exploring; a typical value is"
             f" {POLICY}.actor.entropy_coeff=0 or a small positive number"
         )
 
@@ -89,12 +92,12 @@ def _teachers(config: PPOConfig) -> Iterator[str]:
     if asked.use_policy_gradient and not is_k1:
         yield (
             f"{key}={asked.loss_mode}: as an advantage, its policy gradient is not that of the KL, and near"
-            f" the teacher almost none; usual is {key}=k1"
+            f" the teacher almost none; a typical value is {key}=k1"
         )
     elif is_k1 and not asked.use_policy_gradient and not asked.loss_mode.endswith("+"):
         yield (
             f"{key}={asked.loss_mode}: as a term of the loss its gradient is 0 in the mean, so no teacher"
-            f" teaches anything; usual is {key}=k1+"
+            f" teaches anything; a typical value is {key}=k1+"
         )
 
 
@@ -104,7 +107,7 @@ def _rank(model: ModelConfig, key: str) -> Iterator[str]:
         whose = f"the model's hidden size {hidden}" if hidden else "the hidden size of any model"
         yield (
             f"{key}.lora_rank={model.lora_rank}: is more than {whose}, so the adapters are larger than the"
-            f" matrices they change; usual are {key}.lora_rank=8 to 64"
+            f" matrices they change; typical values are {key}.lora_rank=8 to 64"
         )
 
 

@@ -60,7 +60,7 @@ def _of_a_file(key: str, message: str) -> Problem | None:
         rule = f"an entry of a defaults list must be text or a mapping, not {found[1]}"
         return Problem(key, None, rule, "write the name of a file, or group: name")
     if "maximum recursion depth exceeded" in message:
-        rule = "files name each other in their defaults lists"
+        rule = "the defaults lists are circular"
         return Problem(key, None, rule, "leave out one of the names")
     if found := re.search(r"primary config '(.+?)' must be a DictConfig, got (\w+)", message):
         rule = f"holds {'a list' if found[2] == 'ListConfig' else 'no keys'} where keys belong"

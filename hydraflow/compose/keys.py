@@ -22,7 +22,7 @@ import yaml
 
 from hydraflow.compose.nearest import nearest
 from hydraflow.errors import Problem, shown
-from hydraflow.options import option_of
+from hydraflow.options import Rule, option_of
 from hydraflow.redact import public
 
 _SWITCHED = {"yes": True, "on": True, "y": True, "t": True, "no": False, "off": False, "n": False, "f": False}
@@ -39,8 +39,13 @@ class Key:
     """Type of a leaf, dataclass of a section."""
     default: Any
     doc: str
-    limits: str = ""
-    """Legal values of a leaf beyond its type, in words."""
+    rule: Rule | None = None
+    """Limits of a leaf's value beyond its type."""
+
+    @property
+    def limits(self) -> str:
+        """The limits in words; empty if there are none."""
+        return self.rule.text.removeprefix("must be ").removeprefix("must ") if self.rule else ""
 
     @property
     def is_section(self) -> bool:
@@ -65,9 +70,7 @@ def _walk(section: Any, prefix: str) -> Iterator[Key]:
     for field in fields(section):
         value, path = getattr(section, field.name), prefix + field.name
         doc = (inspect.getdoc(type(value)) or "") if is_dataclass(value) else docs.get(field.name, "")
-        rule = option_of(field).rule
-        limits = rule.text.removeprefix("must be ").removeprefix("must ") if rule else ""
-        yield Key(path, hints[field.name], value, " ".join(doc.split()), limits)
+        yield Key(path, hints[field.name], value, " ".join(doc.split()), option_of(field).rule)
         if is_dataclass(value):
             yield from _walk(value, f"{path}.")
 
@@ -134,7 +137,11 @@ def nearest_keys(schema: type, path: str, count: int = 3) -> list[str]:
 def _takes(schema: type, path: str, value: Any) -> bool:
     """Whether a key takes a value, or one that was probably meant by it."""
     key = known_keys(schema).get(path)
-    return key is None or accepts(key.hint, value) or _as_meant(key.hint, value) is not None
+    if key is None:
+        return True
+    if not accepts(key.hint, value):
+        return _as_meant(key.hint, value) is not None
+    return key.rule is None or value is None or key.rule.holds(value)
 
 
 def accepts(hint: Any, value: Any) -> bool:

@@ -8,6 +8,7 @@ tree (`tree.py`).
 
 from __future__ import annotations
 
+import difflib
 import re
 import shlex
 from collections.abc import Mapping, Sequence
@@ -193,7 +194,7 @@ def _unreadable(word: str, key: str, value: str, reason: str, near: Sequence[str
     """`near`: the known key that resembles `key`, if any."""
     hidden = unparsed(word)
     if foreign := [char for char in key if not char.isascii()]:
-        rule = f"{foreign[0]} (U+{ord(foreign[0]):04X}) is no letter of a key"
+        rule = f"{foreign[0]} (U+{ord(foreign[0]):04X}) is not allowed in a key"
         remedy = f"{near[0]}={hidden.partition('=')[2]}" if near else "--help lists every key"
         return Problem(hidden, None, rule, remedy)
     if hidden == word and not _KEY.fullmatch(key):
@@ -234,9 +235,12 @@ def _problems(override: Override, schema: type, groups: Groups, *, multirun: boo
         return []
     if _is_choice(override, named := {**verls, **groups}):
         rule = f"there is no such choice; there are {', '.join(named[key])}"
-        remedy = " or ".join(f"{key}={choice}" for choice in named[key])
         unknown = [value for value in values(override) if value not in named[key]]
-        return [Problem(key, shown(value), rule, remedy) for value in unknown]
+        return [
+            Problem(key, shown(value), rule, " or ".join(f"{key}={choice}" for choice in close or named[key]))
+            for value in unknown
+            for close in [difflib.get_close_matches(str(value), named[key], n=1)]
+        ]
     if problem := _breaks_the_tree(override, schema):
         return [problem]
     given = values(override) if multirun else []

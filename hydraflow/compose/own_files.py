@@ -107,7 +107,9 @@ def _no_folder(option: str, folder: str | None) -> list[Problem]:
         return [Problem(f"{option} {folder}", None, "is a file, not a folder", remedy)]
     beside = [each.name for each in Path(folder).parent.glob("*") if each.is_dir()]
     close = difflib.get_close_matches(Path(folder).name, beside, n=1)
-    remedy = f"{option} {Path(folder).with_name(close[0])}" if close else f"leave out {option}"
+    remedy = f"{option} DIR names a folder that exists"
+    if close:
+        remedy = f"{option} {Path(folder).with_name(close[0])}"
     return [Problem(f"{option} {folder}", None, "there is no such folder", remedy)]
 
 

@@ -65,10 +65,15 @@ def _value_problems(config: Any) -> Iterator[Problem]:
             yield Problem(leaf.key, quoted, text, f"{leaf.key}={shown(meant)}")
             continue
         choices = {choice.lower(): choice for choice in rule.choices}
-        if close := difflib.get_close_matches(str(leaf.value).lower(), choices, n=1):
-            remedy = f"{leaf.key}={choices[close[0]]}"
+        given = leaf.value if isinstance(leaf.value, list) else [leaf.value]
+        near = [difflib.get_close_matches(str(one).lower(), choices, n=1) for one in given]
+        if choices and any(near):
+            meant = list(dict.fromkeys(choices[close[0]] for close in near if close))
+            remedy = f"{leaf.key}={shown(meant if isinstance(leaf.value, list) else meant[0])}"
         elif rule.example:
             remedy = f"{leaf.key}={rule.example}"
+        elif choices:  # any of them would be a guess, and the default may not be what a recipe has
+            remedy = f"leave out {leaf.key}"
         else:
             is_legal = default.value is None or rule.holds(default.value)
             remedy = f"{leaf.key}={shown(default.value)}" if is_legal else ""

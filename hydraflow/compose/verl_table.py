@@ -135,6 +135,11 @@ FILTER_METRICS = {"reward": "score", "seq_final_reward": "seq_reward"}
 UNBUILT_ENGINES = ("trtllm",)
 UNBUILT_STRATEGIES = ("fsdp_turbo", "veomni", "torchtitan", "automodel", "mindspeed")
 """Engines of verl that do not exist here."""
+UNBUILT_ALGORITHMS = {
+    "algorithm.adv_estimator": {"codapo": "grpo"},
+    "actor_rollout_ref.actor.policy_loss.loss_mode": {"cppo": "vanilla"},
+}
+"""Key -> estimators and losses of verl's that do not exist here -> the one that they are variants of."""
 VERL_TRACKERS = ("vemlp_wandb", "clearml", "trackio", "rl_insight")
 """Trackers of verl that do not exist here; metrics.jsonl is always written."""
 

@@ -142,7 +142,7 @@ def _turn_notes(config: PPOConfig, plan: BatchPlan) -> Iterator[str]:
     if GENERATION_ENGINES[name].own_process and beside:
         yield (
             f"{name} has processes of its own; on the devices that it shares with {' and '.join(beside)} they"
-            " take turns: it gives back its memory while they work"
+            " take turns: it frees its memory while they run"
         )
 
 

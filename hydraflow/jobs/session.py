@@ -111,7 +111,7 @@ class Session:
         self._log_files = self._log_stack.enter_context(controller_log(self.folder.path, self.log))
         profiled = self.profiler.steps if self.profiler.tool else None
         if beyond := [step for step in profiled or () if step > required.total_steps]:
-            text = "global_profiler.steps: the run has %d steps, so it never comes to %s"
+            text = "global_profiler.steps: the run has %d steps, so these are never reached: %s"
             logger.warning(text, required.total_steps, beyond)
         return True
 

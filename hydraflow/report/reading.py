@@ -79,7 +79,7 @@ def read_run(folder: Path) -> Run:
     path = folder.expanduser().resolve()
     another = "name a run folder, such as runs/ppo-20250131-120000"
     if not path.is_dir():
-        raise ConfigError.one("RUN", folder, "is no folder", another)
+        raise ConfigError.one("RUN", folder, "is not a folder", another)
     if not any((path / name).exists() for name in MARKS):
         inside = sorted(mark.parent.name for mark in path.glob("*/metrics.jsonl"))
         rule = f"holds no run: neither {' nor '.join(MARKS[:3])} is in it"
@@ -130,7 +130,7 @@ def _read_metrics(run: Run) -> None:
         elif number < len(lines):
             wrong += 1  # the last line may be half written: the run is under way, or was killed
     if wrong:
-        run.unread.append(f"metrics.jsonl: {wrong} of {len(lines)} lines are no records")
+        run.unread.append(f"metrics.jsonl: {wrong} of {len(lines)} lines are not valid records")
     steps = sorted(records)
     run.missing_steps = steps[-1] - steps[0] + 1 - len(steps) if steps else 0
     run.columns = _columns(steps, records)

@@ -153,7 +153,7 @@ def _problems(given: Submission) -> Iterator[Problem]:
             yield Problem(word, None, rule, "submit --multirun ... -- key=a,b")
     words = shlex.join(given.arguments)
     if not split(given.arguments).runs or split(given.arguments).has("--help", "-h"):
-        rule = "shows something and runs nothing, so there is nothing to submit"
+        rule = "only prints something, so there is no job to submit"
         yield Problem(f"-- {words}", None, rule, f"python -m hydraflow.main_{given.job} {words}")
     limit = _seconds(given.time) if given.time and _TIME.fullmatch(given.time) else 0
     if 0 < limit <= given.warning:

@@ -22,7 +22,7 @@ from hydraflow.options import (
 )
 
 LOGGERS = ("console", "file", "tensorboard", "wandb", "mlflow", "swanlab")
-KNOWN_LOGGERS = Rule(f"may list {', '.join(LOGGERS)}", lambda value: set(value) <= set(LOGGERS))
+KNOWN_LOGGERS = Rule(f"may list {', '.join(LOGGERS)}", lambda value: set(value) <= set(LOGGERS), LOGGERS)
 PROXY = Rule(
     "must be the address of a proxy, http://host:port",
     lambda value: re.fullmatch(r"https?://([^/\s@]+@)?[^/\s@:]+:\d{1,5}/?", value) is not None,

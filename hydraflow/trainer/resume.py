@@ -103,9 +103,9 @@ def _looked_at(folder: Path, path: Path | None, required: CheckpointRequirements
 def _at(path: Path, required: CheckpointRequirements) -> ResumePoint:
     remedy = f"{PATH}=<run folder>/global_step_N"
     if not path.is_dir():
-        raise ConfigError.one(PATH, path, "is no folder", remedy)
+        raise ConfigError.one(PATH, path, "is not a folder", remedy)
     if found := damage(path, required.roles):
-        raise ConfigError.one(PATH, path, f"is no whole checkpoint: {found}", remedy)
+        raise ConfigError.one(PATH, path, f"is not a complete checkpoint: {found}", remedy)
     return ResumePoint(path, RunState.read(path), {})
 
 

@@ -83,7 +83,7 @@ def test_responses_per_prompt_are_no_matter_of_divisibility():
         (
             dict(batch__global_batch_trajectories=256, data__train_batch_size=100, rollout__n=8),
             "batch.global_batch_trajectories",
-            "256/8 = 32 prompts per optimizer step; 100/32 mini-batches per step is no whole number",
+            "256/8 = 32 prompts per optimizer step; 100/32 mini-batches per step is not an integer",
             "batch.global_batch_trajectories=200",
         ),
         (

@@ -101,7 +101,7 @@ def test_a_mistake_is_named_without_a_stack_trace(tmp_path, arguments, expected)
         ),
         (b"defaults: 3\n", "mine.yaml: defaults must be a list, not int\n      -> defaults: [_self_]"),
         (b"defaults: [3]\n", "must be text or a mapping, not int\n      -> write the name of a file"),
-        (b"defaults: [mine]\n", "files name each other in their defaults lists\n      -> leave out one"),
+        (b"defaults: [mine]\n", "the defaults lists are circular\n      -> leave out one"),
         (b"\xff\xfe", "-> write it in UTF-8"),
         (b"- a\n- b\n", "mine.yaml: holds a list where keys belong"),
         (

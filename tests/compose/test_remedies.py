@@ -90,7 +90,7 @@ def test_other_entry_points_know_verls_names():
             "trainer.logger='[console,file]': must be a list of text, and the quotes make it text\n"
             "      -> trainer.logger=[console,file]",
         ),
-        ("d\u0430ta.shuffle=true", "\u0430 (U+0430) is no letter of a key\n      -> data.shuffle=true"),
+        ("d\u0430ta.shuffle=true", "\u0430 (U+0430) is not allowed in a key\n      -> data.shuffle=true"),
         ("algorithm.adv_estimator=GRPO", "-> algorithm.adv_estimator=grpo"),
         ("actor_rollout_ref.actor.use_kl_loss=1", "-> actor_rollout_ref.actor.use_kl_loss=true"),
         (f"{SAVED}=model", f"must be a list of text, not text\n      -> {SAVED}=[model]"),
@@ -101,6 +101,37 @@ def test_a_word_that_hydra_cannot_take_has_a_remedy(word, expected):
     with pytest.raises(ConfigError) as refused:
         load("ppo", PPOConfig, [word])
     assert expected in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("word", "expected"),
+    [
+        (
+            "algorithm.adv_estimator=codapo",
+            "is verl's and not built here yet\n      -> leave out algorithm.adv_estimator",
+        ),
+        (
+            "actor_rollout_ref.actor.policy_loss.loss_mode=cppo",
+            "is verl's and not built here yet\n      -> leave out actor_rollout_ref.actor.policy_loss",
+        ),
+        ("algorithm.adv_estimator=mine", "\n      -> leave out algorithm.adv_estimator"),
+        ("trainer.logger=[console,wandbb]", "\n      -> trainer.logger=[console,wandb]"),
+        ("cluster=h100x", "there are a100, cpu, h100, h200, l40s\n      -> cluster=h100"),
+        ("actor_rollout_ref.rollout.nam=3", "unknown key\n      -> actor_rollout_ref.rollout.n=3 or"),
+    ],
+)
+def test_a_remedy_changes_no_algorithm_and_loses_nothing(word: str, expected: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        load("ppo", PPOConfig, [word])
+    assert expected in str(refused.value) and len(refused.value.problems) == 1
+
+
+def test_optimizer_settings_of_the_reference_change_nothing() -> None:
+    """verl's generated file for torchtitan has them."""
+    given = ["+actor_rollout_ref.ref.optim.lr=0.1", "+actor_rollout_ref.actor.optim.decay_type=linear"]
+    config, command = load_command("ppo", PPOConfig, given)
+    assert config == load("ppo", PPOConfig)
+    assert any("the reference is not trained" in note for note in command.notes)
 
 
 @pytest.mark.parametrize(

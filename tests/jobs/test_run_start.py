@@ -261,7 +261,9 @@ def test_a_path_in_the_same_folder_goes_back(out: Path) -> None:
     assert (out / "earlier-1" / "global_step_4").is_dir()
 
 
-@pytest.mark.parametrize(("path", "why"), [("nowhere", "is no folder"), (".", "is no whole checkpoint")])
+@pytest.mark.parametrize(
+    ("path", "why"), [("nowhere", "is not a folder"), (".", "is not a complete checkpoint")]
+)
 def test_a_path_without_a_checkpoint_is_refused(tmp_path: Path, path: str, why: str) -> None:
     with pytest.raises(ConfigError, match=why):
         begin(

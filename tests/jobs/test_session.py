@@ -31,7 +31,7 @@ def test_profiled_steps_that_never_come_are_told(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, steps: list[int], reported: str
 ) -> None:
     start(tmp_path, global_profiler=ProfilerConfig(tool="torch", steps=steps))
-    expected = f"global_profiler.steps: the run has 8 steps, so it never comes to {reported}"
+    expected = f"global_profiler.steps: the run has 8 steps, so these are never reached: {reported}"
     assert [record.getMessage() for record in caplog.records if "profiler" in record.getMessage()] == (
         [expected] if reported else []
     )

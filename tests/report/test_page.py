@@ -44,7 +44,7 @@ def test_mistakes_are_answered_with_2(tmp_path: Path, capsys: pytest.CaptureFixt
     for place in (".", "/", str(tmp_path)):
         assert main([folder, "--output", place]) == 2
     reported = capsys.readouterr().err
-    assert "is no folder" in reported and "cannot be written" in reported and "at most 32 runs" in reported
+    assert "is not a folder" in reported and "cannot be written" in reported and "at most 32 runs" in reported
 
 
 class Tags(HTMLParser):

@@ -51,7 +51,9 @@ def test_a_half_written_run_and_rubbish_in_the_middle(tmp_path: Path) -> None:
         )
     run = read_run(folder)
     assert run.columns[SCORE].steps.tolist() == [1, 4]
-    assert run.unread == ["metrics.jsonl: 6 of 9 lines are no records"], "the torn last line is no fault"
+    assert run.unread == ["metrics.jsonl: 6 of 9 lines are not valid records"], (
+        "the torn last line is no fault"
+    )
     assert "it is still running" in render([run]).lower()
 
 
@@ -95,7 +97,7 @@ def test_secrets_of_the_configuration_are_hidden(tmp_path: Path) -> None:
 
 
 def test_folders_that_hold_no_run(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="is no folder"):
+    with pytest.raises(ConfigError, match="is not a folder"):
         read_run(tmp_path / "nowhere")
     write_run(tmp_path / "runs" / "ppo-1", [record(1)])
     with pytest.raises(ConfigError, match=r"holds no run.*\n.*runs/ppo-1"):
