@@ -372,11 +372,11 @@ class _NumberResolver:
     def _contradiction(self, core: set[str]) -> Violation:
         first = next(name for name in HANDLES if name in core)
         others = [name for name in ALL_KEYS if name in core and name != first]
-        named = f" together with {', '.join(self._named(others))}" if others else ""
+        fault = f"conflicts with {', '.join(self._named(others))}" if others else "cannot hold"
         why = self.step.explain({name: self.given[name] for name in core}) or [_TEXTS[first]]
         known = [f"{EPOCHS}={self.step.epochs}"] if "K" in core else []
         known += [f"{self.step.ranks} data ranks"] if "a" in core else []
-        text = f"cannot hold{named}: {'; '.join(why)}" + (f" ({', '.join(known)})" if known else "")
+        text = f"{fault}: {'; '.join(why)}" + (f" ({', '.join(known)})" if known else "")
 
         def fixes() -> Iterator[Fix]:
             for name in [first, *others]:

@@ -30,6 +30,7 @@ from hydraflow.compose.verl_values import (
     our_value,
     teachers,
     unbuilt,
+    unbuilt_algorithms,
 )
 from hydraflow.errors import Problem, shown
 from hydraflow.redact import public
@@ -117,7 +118,7 @@ class Translator:
     def translate(self, given: Mapping[str, Any]) -> None:
         """Sorts all of the given keys."""
         leaves, origins, result, foreign = self.leaves, self.origins, self.result, dict(given)
-        result.problems += model_overrides(leaves, result.notes)
+        result.problems += [*model_overrides(leaves, result.notes), *unbuilt_algorithms(leaves)]
         result.unsupported += [
             *unbuilt(leaves, origins, foreign),
             *frozen_routers(leaves),

@@ -141,13 +141,17 @@ def _bypassed(leaves: dict[str, Any], origins: dict[str, str]) -> Iterator[str]:
         yield f"{loss}=bypass_mode: taken as vanilla with {bypass}=true"
 
 
-def unbuilt(leaves: dict[str, Any], origins: Mapping[str, str], foreign: dict[str, Any]) -> Iterator[Problem]:
-    """Problems of verl's algorithms and engines that do not exist here; a remedy has every key that names an
-    engine. Replaces them by our nearest in `leaves`, and removes the keys from `foreign`."""
+def unbuilt_algorithms(leaves: dict[str, Any]) -> Iterator[Problem]:
+    """Problems of verl's estimators and losses that do not exist here. Replaces them in `leaves`."""
     for key, names in UNBUILT_ALGORITHMS.items():
         if leaves.get(key) in names:
             yield Problem(key, leaves[key], "is verl's and not built here yet", f"leave out {key}")
             leaves[key] = names[leaves[key]]
+
+
+def unbuilt(leaves: dict[str, Any], origins: Mapping[str, str], foreign: dict[str, Any]) -> Iterator[Problem]:
+    """Problems of verl's engines that do not exist here, with every key that names them in one remedy.
+    Replaces them by our nearest engine in `leaves`, and removes the keys from `foreign`."""
     name = f"{ROLLOUT}.name"
     if leaves.get(name) in UNBUILT_ENGINES and origins.get(name, DEFAULT) != DEFAULT:
         sizes = [

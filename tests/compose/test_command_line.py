@@ -44,7 +44,7 @@ def test_a_run_gets_its_configuration_and_leaves_no_files(tmp_path):
     [
         (["data.train_bach_size=4"], "-> data.train_batch_size=4"),
         (["trainer.seed=abc"], "trainer.seed=abc: must be a whole number"),
-        (["recipe=arithmetik"], "-> recipe=arithmetic or recipe=arithmetic_megatron or recipe=none"),
+        (["recipe=arithmetik"], "none\n      -> recipe=arithmetic\n"),
         (["algorithm.adv_estimator=grop"], "-> algorithm.adv_estimator=grpo"),
         (["--trainer.seed", "5"], "-> trainer.seed=5"),
         (["seed"], "seed: is not key=value"),

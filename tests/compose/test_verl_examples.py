@@ -13,10 +13,8 @@ MODEL = "actor_rollout_ref.model"
 CPPO = "actor_rollout_ref.actor.policy_loss"
 MICRO = "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu"
 NO_PLAN = {
-    "codapo": {"algorithm.adv_estimator"}
-    | {f"algorithm.codapo_{name}" for name in ("top_k", "weight_offset", "accuracy_key")},
-    "cppo_moe_megatron": {f"{CPPO}.loss_mode"}
-    | {f"{CPPO}.cppo.cppo_{name}" for name in ("w_min", "delta_b", "delta_b_q", "delta_b_k")},
+    "codapo": {"algorithm.adv_estimator"},
+    "cppo_moe_megatron": {f"{CPPO}.loss_mode"},
     # 32 rows on 8 devices: verl stops here, too
     "correction_rloo": {MICRO},
     "correction_several_rules": {MICRO},

@@ -180,7 +180,7 @@ def test_combinations_write_out_lists_ranges_and_nothing_else() -> None:
         (["--sbatch=reservation=x"], "-> --sbatch=--reservation=x"),
         (["--dry-run", "--wait"], "submits nothing that could be waited for"),
         (["--", "--multirun"], "the sweep is expanded when it is submitted"),
-        (["--", "--help"], "shows something and runs nothing"),
+        (["--", "--help"], "only prints something"),
         (
             ["--", "--cfg", "job", "trainer.seed=1"],
             "-> python -m hydraflow.main_ppo --cfg job trainer.seed=1",
