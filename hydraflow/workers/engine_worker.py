@@ -58,7 +58,6 @@ class EngineWorker(Worker):
             None if optim is None else ModelWork.of(model, head, field),
             device,
             resolve_dtype(settings.compute_dtype, device.type),
-            devices=process.world_size // self.engine.coordinates().data_size,
         )
 
     def micro_batcher(self, plan: MicroPlan, what: str) -> MicroBatcher:

@@ -76,9 +76,12 @@ class TrainedWorker(EngineWorker):
         see `Utilization`."""
         learner, start = self.learner, time.perf_counter()
         metrics = learner.learn(batch, self.update_loss(batch.meta_info, step), step)
-        seconds = time.perf_counter() - start
         return metrics | self.utilization.of_updates(
-            learner.prefix, batch, seconds, epochs=learner.plan.epochs
+            learner.prefix,
+            batch,
+            time.perf_counter() - start,
+            epochs=learner.plan.epochs,
+            devices=self.process.world_size // self.engine.coordinates().data_size,
         )
 
     def infer(self, rows: DataProto, batcher: MicroBatcher, ask: Ask = LOG_PROBS) -> DataProto:

@@ -70,11 +70,11 @@ class ModelWork:
 
 
 class Utilization:
-    """MFU of one process: the share of the peak of `devices`, which work on the same rows. `dtype` is the
-    compute dtype. Nothing is reported if `work` or the device's peak is not known."""
+    """MFU of one process. `dtype` is the compute dtype. Nothing is reported if `work` or the device's peak is
+    not known."""
 
-    def __init__(self, work: ModelWork | None, device: torch.device, dtype: torch.dtype, *, devices: int):
-        self._work, self._device, self._dtype, self._devices = work, device, dtype, devices
+    def __init__(self, work: ModelWork | None, device: torch.device, dtype: torch.dtype):
+        self._work, self._device, self._dtype = work, device, dtype
         self._pass: tuple[float, float] | None = None
         """FLOPs and seconds of the newest pass without gradients since the last update."""
 
@@ -83,9 +83,11 @@ class Utilization:
         if self._work is not None:
             self._pass = self._work.forward(*_lengths(rows)), seconds
 
-    def of_updates(self, role: str, rows: DataProto, seconds: float, *, epochs: int) -> dict[str, Metric]:
-        """`perf/mfu/<role>` of `epochs` updates on these rows, and `perf/mfu/<role>_infer` of the newest pass
-        since the last ones, if there was one."""
+    def of_updates(
+        self, role: str, rows: DataProto, seconds: float, *, epochs: int, devices: int
+    ) -> dict[str, Metric]:
+        """`perf/mfu/<role>` of `epochs` updates on these rows, which `devices` share, and
+        `perf/mfu/<role>_infer` of the newest pass since the last ones, if there was one."""
         inferred, self._pass = self._pass, None
         peak = None if self._work is None else peak_flops(self._device, self._dtype)
         if self._work is None or peak is None:
@@ -93,7 +95,7 @@ class Utilization:
         taken = {role: (epochs * self._work.update(*_lengths(rows)), seconds)}
         taken |= {} if inferred is None else {f"{role}_infer": inferred}
         return {
-            f"perf/mfu/{name}": mean(flops / (lasted * peak * self._devices))
+            f"perf/mfu/{name}": mean(flops / (lasted * peak * devices))
             for name, (flops, lasted) in taken.items()
         }
 
