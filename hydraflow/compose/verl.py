@@ -118,7 +118,7 @@ class Translator:
     def translate(self, given: Mapping[str, Any]) -> None:
         """Sorts all of the given keys."""
         leaves, origins, result, foreign = self.leaves, self.origins, self.result, dict(given)
-        result.problems += [*model_overrides(leaves, result.notes), *unbuilt_algorithms(leaves)]
+        result.problems += [*model_overrides(leaves, result.notes), *unbuilt_algorithms(self.schema, leaves)]
         result.unsupported += [
             *unbuilt(leaves, origins, foreign),
             *frozen_routers(leaves),

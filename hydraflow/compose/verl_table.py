@@ -80,6 +80,8 @@ class KeyTables:
     """Defaults of other versions of verl's."""
     like: dict[str, str]
     """Section here -> the section of main_ppo whose rows hold for it, too."""
+    unbuilt: dict[str, dict[str, str]]
+    """Key -> estimators or losses that do not exist here -> the one that they are variants of."""
 
 
 MEGATRON_FOLLOWS = (
@@ -135,11 +137,6 @@ FILTER_METRICS = {"reward": "score", "seq_final_reward": "seq_reward"}
 UNBUILT_ENGINES = ("trtllm",)
 UNBUILT_STRATEGIES = ("fsdp_turbo", "veomni", "torchtitan", "automodel", "mindspeed")
 """Engines of verl that do not exist here."""
-UNBUILT_ALGORITHMS = {
-    "algorithm.adv_estimator": {"codapo": "grpo"},
-    "actor_rollout_ref.actor.policy_loss.loss_mode": {"cppo": "vanilla"},
-}
-"""Key -> estimators and losses of verl's that do not exist here -> the one that they are variants of."""
 VERL_TRACKERS = ("vemlp_wandb", "clearml", "trackio", "rl_insight")
 """Trackers of verl that do not exist here; metrics.jsonl is always written."""
 
@@ -202,6 +199,7 @@ def tables(schema: type) -> KeyTables:
         unsupported=unsupported,
         other_defaults={_pattern(pattern, names): default for pattern, default in others},
         like=content.get("like", {}),
+        unbuilt=content.get("unbuilt", {}),
     )
 
 

@@ -17,10 +17,10 @@ from hydraflow.compose.verl_table import (
     REJECTION_RULES,
     REWARD_MANAGERS,
     STRATEGIES,
-    UNBUILT_ALGORITHMS,
     UNBUILT_ENGINES,
     UNBUILT_STRATEGIES,
     VERL_TRACKERS,
+    tables,
 )
 from hydraflow.device import planned_devices
 from hydraflow.errors import Problem, shown
@@ -141,9 +141,9 @@ def _bypassed(leaves: dict[str, Any], origins: dict[str, str]) -> Iterator[str]:
         yield f"{loss}=bypass_mode: taken as vanilla with {bypass}=true"
 
 
-def unbuilt_algorithms(leaves: dict[str, Any]) -> Iterator[Problem]:
+def unbuilt_algorithms(schema: type, leaves: dict[str, Any]) -> Iterator[Problem]:
     """Problems of verl's estimators and losses that do not exist here. Replaces them in `leaves`."""
-    for key, names in UNBUILT_ALGORITHMS.items():
+    for key, names in tables(schema).unbuilt.items():
         if leaves.get(key) in names:
             yield Problem(key, leaves[key], "is verl's and not built here yet", f"leave out {key}")
             leaves[key] = names[leaves[key]]

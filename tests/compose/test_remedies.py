@@ -112,7 +112,8 @@ def test_a_word_that_hydra_cannot_take_has_a_remedy(word, expected):
         ),
         (
             "actor_rollout_ref.actor.policy_loss.loss_mode=cppo",
-            "is verl's and not built here yet\n      -> leave out actor_rollout_ref.actor.policy_loss",
+            "is verl's and not built here yet\n"
+            "      -> leave out actor_rollout_ref.actor.policy_loss.loss_mode",
         ),
         ("algorithm.adv_estimator=mine", "\n      -> leave out algorithm.adv_estimator"),
         ("trainer.logger=[console,wandbb]", "\n      -> trainer.logger=[console,wandb]"),

@@ -13,6 +13,7 @@ from engine.rank_jobs import make_engine, padding_of
 from torch.distributed.tensor import DTensor
 
 from hydraflow import metrics
+from hydraflow.engine.fsdp import parity
 from hydraflow.engine.fsdp.build import hf_name
 from hydraflow.errors import ConfigError
 from hydraflow.models.probe import probe_rows
@@ -108,6 +109,15 @@ def test_what_would_be_computed_wrong_is_refused(kind: str, one_rank: None, tmp_
     with pytest.raises(ConfigError, match=f"models of type {kind} are not supported: ") as raised:
         make_engine(str(tmp_path))
     assert raised.value.problems[0].field == "actor_rollout_ref.model.path"
+
+
+def test_wrong_numbers_are_told_from_rounding_by_medians_and_means() -> None:
+    """phimoe's on a CPU without bfloat16: by the medians they could be rounding."""
+    theirs = torch.zeros(5)
+    rounded = torch.tensor([0.1, 0.1, 0.1, 0.1, 0.1])
+    for ours, times in ([0.2, 0.2, 0.2, 0.2, 0.2], 2.0), ([0.2, 0.2, 0.2, 1.0, 1.4], 4.0), ([0.5] * 5, 5.0):
+        assert parity._times_rounding(torch.tensor(ours), theirs, rounded) == pytest.approx(times, rel=1e-5)
+    assert parity._times_rounding(rounded, theirs, theirs) > parity.BEYOND, "there is no rounding"
 
 
 @pytest.mark.parametrize("kind", ["qwen3", "mixtral", "phimoe", "doge", "recurrent_gemma"])

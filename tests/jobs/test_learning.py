@@ -1,5 +1,5 @@
-"""Every estimator and every loss really learns the default recipe: held-out accuracy rises by ten points
-within fifty steps. Most need three.
+"""Every estimator and every loss really learns the default recipe: held-out accuracy rises by fifteen points
+within fifty steps. Most need three to nine steps.
 
 In one process; with the recipe's own choices, grpo and vanilla, on two tensor-parallel ranks of
 Megatron-Core, and with a critic on two of its pipeline stages, for which six steps are enough. At an eighth
@@ -29,7 +29,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 
 METRIC = "val-core/arithmetic/acc/mean@1"
-ENOUGH = 0.1
+ENOUGH = 0.15
 """By which held-out accuracy must rise; of 500 problems, so that chance moves it by 0.03."""
 ACTOR = "actor_rollout_ref.actor"
 RATE = [f"{ACTOR}.optim.lr=7e-5", f"{ACTOR}.optim.lr_warmup_steps_ratio=0"]

@@ -151,12 +151,10 @@ def test_signals_do_not_reach_the_first_process() -> None:
 
 def test_tests_for_which_there_is_no_time_have_no_outcome() -> None:
     began = time.monotonic()
-    outcomes = run("import time\ntime.sleep(0.4)", [""] * 9, sandbox=LIMITS, seconds=1.0)
-    first, *others = [one.how for one in outcomes]
-    assert first == "done" and len(others) <= 2
-    # where a start takes half a second, no time is left for a second one
-    assert others == [] or others[-1] == "took too long"
-    assert time.monotonic() - began < 6
+    # longer than a start takes on a slow machine
+    outcomes = run("import time\ntime.sleep(1.2)", [""] * 9, sandbox=LIMITS, seconds=3.0)
+    assert 1 <= len(outcomes) <= 3 and outcomes[0].how == "done" and outcomes[-1].how == "took too long"
+    assert time.monotonic() - began < 8
 
 
 def elsewhere(user: list[str], python: Path, code: str) -> str:
