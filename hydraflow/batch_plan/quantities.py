@@ -204,7 +204,7 @@ def _rollout(request: Request, plan: BatchPlan) -> Iterator[Quantity]:
         given = origin(f"{ROLLOUT}.max_num_batched_tokens")
         yield Quantity("rollout: tokens per forward", "tokens", rollout.max_num_batched_tokens, "", given)
     workers, given = plan.agent.workers, origin(f"{ROLLOUT}.agent.num_workers")
-    if asked.name == "native" and given == DEFAULT:
+    if given == DEFAULT and (engine is None or not engine.own_process):
         return  # no agents lead its conversations: nothing uses these numbers
     yield Quantity("agent workers", "processes", workers, "", given)
     formula = f"⌈S/workers⌉ = ⌈{request.q * request.n}/{workers}⌉"

@@ -210,7 +210,9 @@ def _computes_like_the_engine(config: PPOConfig) -> bool:
     trainer = engine_config(actor.strategy, actor)
     dtypes = {engine_dtype(rollout.dtype, trainer.compute_dtype), trainer.compute_dtype, trainer.model_dtype}
     replays = config.trainer.debug.load_rollouts is not None
-    return rollout.name == "native" and dtypes in ({"fp32"}, {"fp64"}) and not replays
+    engine = GENERATION_ENGINES.get(rollout.name)
+    same = engine is not None and engine.computes_as_trainer
+    return same and dtypes in ({"fp32"}, {"fp64"}) and not replays
 
 
 def _has_no_clip(config: PPOConfig) -> bool:

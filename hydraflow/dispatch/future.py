@@ -294,7 +294,10 @@ def _precedence(reported: tuple[PendingCall, Failure]) -> tuple[int, float]:
 
 
 def _how_it_died(error: ray.exceptions.RayActorError) -> str:
-    """Ray's line about the end of the process, without its actor ids and its guesses at causes."""
+    """Ray's line about the end of the process, without its actor ids and its guesses at causes; of an error
+    in its start, the end of Ray's report."""
+    if error.actor_init_failed:
+        return "\n".join(str(error).strip().splitlines()[-12:])
     lines = [line for line in str(error).splitlines() if line and not line.startswith("\t")]
     return lines[:2][-1].partition(" Some common causes include")[0]
 

@@ -44,7 +44,7 @@ def without_services(*, log_monitor: bool) -> Iterator[None]:
         (services, interpreter.__name__, command),
         # else Ray imports the dashboard's libraries here, to see whether they are installed
         (utils, "get_dashboard_dependency_error", lambda: ImportError("a run has no dashboard")),
-        (services, "get_node", _patient(services.get_node)),
+        (services, "get_node", _patient(services.get_node, others=_raylets())),
     ]
     before = [getattr(owner, name) for owner, name, _ in replaced]
     for owner, name, function in replaced:
@@ -56,9 +56,9 @@ def without_services(*, log_monitor: bool) -> Iterator[None]:
             setattr(owner, name, function)
 
 
-def _patient(get_node: Callable[[str, str], Any]) -> Callable[[str, str], Any]:
+def _patient(get_node: Callable[[str, str], Any], others: set[psutil.Process]) -> Callable[[str, str], Any]:
     """Ray's `get_node`, which raises RuntimeError while the node's raylet is not registered: not before
-    `START_SECONDS` have passed, unless this process has no raylet."""
+    `START_SECONDS` have passed, unless no raylet of this process runs but for those of `others`."""
 
     def registered(gcs_address: str, node_id: str) -> Any:
         deadline = time.monotonic() + START_SECONDS
@@ -66,20 +66,21 @@ def _patient(get_node: Callable[[str, str], Any]) -> Callable[[str, str], Any]:
             try:
                 return get_node(gcs_address, node_id)
             except RuntimeError:
-                if time.monotonic() > deadline or not _has_raylet():
+                if time.monotonic() > deadline or not _raylets() - others:
                     raise
             time.sleep(0.1)
 
     return registered
 
 
-def _has_raylet() -> bool:
-    """Whether a raylet that this process has started is running."""
+def _raylets() -> set[psutil.Process]:
+    """The raylets that this process has started and that run."""
+    found = set()
     for child in psutil.Process().children():
         with suppress(psutil.NoSuchProcess):
             if child.name() == "raylet" and child.status() != psutil.STATUS_ZOMBIE:
-                return True
-    return False
+                found.add(child)
+    return found
 
 
 if __name__ == "__main__":

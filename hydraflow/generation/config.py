@@ -51,6 +51,8 @@ class Engine(Implementation):
     """It loads parts of a weight directly, without assembling the weight first."""
     tells_experts: bool = False
     """It reports the experts of every token."""
+    computes_as_trainer: bool = False
+    """With equal dtypes its log-probabilities are the trainer's."""
     loads_adapters: bool = False
     """It computes with LoRA adapters apart from the base weights."""
     set_elsewhere: Mapping[str, str] = field(default_factory=dict)
@@ -136,7 +138,9 @@ SGLANG_ARGUMENTS = {
 }
 
 GENERATION_ENGINES = {
-    "native": Engine("hydraflow.generation.native:build", takes_parts=True, tells_experts=True),
+    "native": Engine(
+        "hydraflow.generation.native:build", takes_parts=True, tells_experts=True, computes_as_trainer=True
+    ),
     "vllm": Engine(
         "hydraflow.generation.vllm:build",
         reads=(

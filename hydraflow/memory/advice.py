@@ -17,7 +17,7 @@ from hydraflow.batch_plan.settings import value_at, with_value
 from hydraflow.errors import shown
 from hydraflow.memory.generation import LEAST_ROWS
 from hydraflow.memory.report import Advice, MemoryReport
-from hydraflow.memory.roles import EstimateInputs
+from hydraflow.memory.roles import ALONE, EstimateInputs
 
 LEAST_SHARE = 0.005
 """Changes that save a smaller share of the excess are not listed."""
@@ -181,7 +181,7 @@ def _model_changes(inputs: EstimateInputs) -> Iterator[Change]:
 
 def _rollout_changes(inputs: EstimateInputs) -> Iterator[Change]:
     rollout, prefix = inputs.config.actor_rollout_ref.rollout, f"{POLICY}.rollout"
-    if rollout.name == "native":
+    if rollout.name not in ALONE:
         running = min(rollout.max_num_seqs, inputs.plan.rollout.trajectories_per_engine)
         for size in halves(running, least=LEAST_ROWS):
             yield Change(f"{prefix}.max_num_seqs", size, 2, "fewer sequences at a time: slower sampling")

@@ -130,7 +130,7 @@ def _load(inputs: EstimateInputs) -> tuple[int, str]:
     other in that process."""
     readers: dict[int, int] = {}
     for name, layout in inputs.plan.layouts.items():
-        if name == "rollout" and layout.engine == "native":
+        if name == "rollout":
             continue  # its weights come from the actor
         first = layout.devices.ranges[0].start
         readers[first] = max(readers.get(first, 0), _read_bytes(inputs, name, layout))

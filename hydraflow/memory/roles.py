@@ -105,7 +105,7 @@ def _rollout(inputs: EstimateInputs, layout: Layout) -> Estimate:
     number = _engine_number(inputs)
     rows = inputs.rows(inputs.config.actor_rollout_ref.model)
     sequences = max(1, min(rollout.max_num_seqs, plan.trajectories_per_engine))
-    if layout.engine == "native":
+    if layout.engine not in ALONE:
         top_p = min(rollout.top_p, rollout.val_kwargs.top_p) < 1
         engine = NativeEngineMemory(inputs.shape, number, top_p)
         return engine.resting, {"sample": engine.sample(rows, sequences), "sync": engine.resting}

@@ -14,7 +14,7 @@ from hydraflow.algorithms.config import POLICY_LOSSES, OldFrom, estimator_of, is
 from hydraflow.batch_plan.plans import BatchPlan
 from hydraflow.batch_plan.roles import needs_critic, needs_reference, own_reference
 from hydraflow.engine.config import engine_config
-from hydraflow.generation.config import engine_dtype
+from hydraflow.generation.config import GENERATION_ENGINES, engine_dtype
 from hydraflow.schema import PPOConfig
 
 
@@ -174,4 +174,5 @@ def rollout_is_exact(config: PPOConfig, bytes_of: Callable[[str], int]) -> bool:
     computed = trainer.compute_dtype
     names = (engine_dtype(policy.rollout.dtype, computed), computed, trainer.model_dtype)
     sizes = {bytes_of(name) for name in names}
-    return policy.rollout.name == "native" and len(sizes) == 1 and sizes <= {4, 8}
+    same = GENERATION_ENGINES[policy.rollout.name].computes_as_trainer
+    return same and len(sizes) == 1 and sizes <= {4, 8}

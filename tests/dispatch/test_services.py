@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -14,16 +15,23 @@ from ray._private import services as rays
 from hydraflow.dispatch import services
 from hydraflow.dispatch.services import without_services
 
+Start = Callable[[], subprocess.Popen[bytes]]
+
 
 @pytest.fixture
-def raylet(tmp_path: Path) -> Iterator[subprocess.Popen[bytes]]:
-    """A process of that name which never registers."""
+def start_raylet(tmp_path: Path) -> Iterator[Start]:
+    """Starts a process of that name which never registers."""
     program = shutil.which("sleep")
     assert program is not None
     shutil.copy(program, tmp_path / "raylet")
-    with subprocess.Popen([tmp_path / "raylet", "60"]) as process:
-        yield process
-        process.kill()
+    with ExitStack() as started:
+
+        def start() -> subprocess.Popen[bytes]:
+            process = started.enter_context(subprocess.Popen([tmp_path / "raylet", "60"]))
+            started.callback(process.kill)
+            return process
+
+        yield start
 
 
 @pytest.fixture
@@ -41,25 +49,30 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return found
 
 
-def test_a_slow_raylet_is_waited_for(raylet: subprocess.Popen[bytes], asked: list[str]) -> None:
+def test_a_slow_raylet_is_waited_for(start_raylet: Start, asked: list[str]) -> None:
     before = rays.get_node
     with without_services(log_monitor=False):
+        start_raylet()
         assert rays.get_node("host:1", "a") == {"node_id": "a"}
     assert asked == ["a"] * 3 and rays.get_node is before
 
 
-def test_the_wait_has_a_limit(
-    raylet: subprocess.Popen[bytes], asked: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_wait_has_a_limit(start_raylet: Start, asked: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(services, "START_SECONDS", 0.0)
-    with without_services(log_monitor=False), pytest.raises(RuntimeError, match="not registered"):
-        rays.get_node("host:1", "a")
+    with without_services(log_monitor=False):
+        start_raylet()
+        with pytest.raises(RuntimeError, match="not registered"):
+            rays.get_node("host:1", "a")
     assert len(asked) < 3
 
 
-def test_a_raylet_that_has_died_is_not_waited_for(raylet: subprocess.Popen[bytes], asked: list[str]) -> None:
-    raylet.kill()
-    os.waitid(os.P_PID, raylet.pid, os.WEXITED | os.WNOWAIT)  # it is a zombie
-    with without_services(log_monitor=False), pytest.raises(RuntimeError, match="not registered"):
-        rays.get_node("host:1", "a")
+def test_a_raylet_that_has_died_is_not_waited_for(start_raylet: Start, asked: list[str]) -> None:
+    """Another one, of a Ray that this process has started before, runs."""
+    start_raylet()
+    with without_services(log_monitor=False):
+        raylet = start_raylet()
+        raylet.kill()
+        os.waitid(os.P_PID, raylet.pid, os.WEXITED | os.WNOWAIT)  # it is a zombie
+        with pytest.raises(RuntimeError, match="not registered"):
+            rays.get_node("host:1", "a")
     assert len(asked) < 3
