@@ -40,6 +40,18 @@ class Rule:
     """A legal value to suggest if no choice is similar; empty: the field's default."""
 
 
+@dataclass(frozen=True)
+class Beside:
+    """A condition on a key's value and the other keys of its section, checked while the key has an effect.
+    In the texts `{s}` is the dotted path of the section, and `{name}` the value of one of its keys."""
+
+    holds: Callable[[Any, Any], bool]
+    """Of the value and the section."""
+    text: str
+    remedy: str
+    """Overrides."""
+
+
 NoEffectCondition = Callable[[Any, str], tuple[str, str] | None]
 """Takes the section that holds a key, and the key's name. Returns None if the key has an effect; else the
 reason why not, and overrides that would change that (empty: there are none). `{s}` in both is the dotted path
@@ -168,6 +180,7 @@ class Option:
     """A number of the batch plan that counts something: at least 1."""
     follows: str = ""
     """The key of the same section whose value is used for null."""
+    beside: Beside | None = None
     verl: tuple[str, ...] = ()
     """verl's other names of the key, from the same section on."""
     needs: Mapping[str, Library] = dataclasses.field(default_factory=dict)
@@ -191,6 +204,7 @@ def option(
     in_plan: bool = False,
     size: bool = False,
     follows: str = "",
+    beside: Beside | None = None,
     verl: tuple[str, ...] = (),
 ) -> Any:
     """A dataclass field with the facts of its key.
@@ -221,6 +235,7 @@ def option(
         in_plan=in_plan,
         size=size,
         follows=follows,
+        beside=beside,
         verl=verl,
         needs={name: named.needs for name, named in table.items() if named.needs},
     )
@@ -309,6 +324,17 @@ def limits(
         return math.isfinite(value) and all(compares(value, bound) for _, compares, bound in given)
 
     return Rule(f"must be {text}", holds)
+
+
+def required(why: str, remedy: str) -> Beside:
+    """Null is not allowed while the key has an effect."""
+    return Beside(lambda value, _: value is not None, f"must be given: {why}", remedy)
+
+
+def ordered(compares: Callable[[Any, Any], bool], word: str, key: str, why: str, remedy: str) -> Beside:
+    """The value is in this order with another key of the section; word: the comparison in words."""
+    text = f"must be {word} {key}={{{key}:g}}: {why}"
+    return Beside(lambda value, section: compares(value, getattr(section, key)), text, remedy)
 
 
 def _is_text_or_list(value: Any) -> bool:

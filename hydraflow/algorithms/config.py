@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
+from operator import le, lt
 from typing import Any
 
 from hydraflow.options import (
@@ -16,6 +17,8 @@ from hydraflow.options import (
     Switch,
     no_effect_when,
     option,
+    ordered,
+    required,
     unless,
     unread,
 )
@@ -229,7 +232,12 @@ class PolicyLossConfig:
     """Policy loss. vanilla: PPO's clipped objective with a dual clip."""
     clip_cov_ratio: float = option(0.0002, gt=0, le=1, no_effect=OTHER_LOSS)
     """clip_cov: fraction of the mini-batch's tokens whose gradient is dropped."""
-    clip_cov_lb: float = option(1.0, rule=FINITE, no_effect=OTHER_LOSS)
+    clip_cov_lb: float = option(
+        1.0,
+        rule=FINITE,
+        beside=ordered(lt, "below", "clip_cov_ub", "no token would be chosen", "{s}.clip_cov_lb=1.0"),
+        no_effect=OTHER_LOSS,
+    )
     """clip_cov: lower bound of the covariance of log-probability and advantage for selected tokens."""
     clip_cov_ub: float = option(5.0, rule=FINITE, no_effect=OTHER_LOSS)
     """clip_cov: upper bound of that covariance."""
@@ -237,13 +245,25 @@ class PolicyLossConfig:
     """kl_cov: fraction of the mini-batch's tokens, those of highest covariance, that get a KL penalty."""
     ppo_kl_coef: float = option(0.1, ge=0, no_effect=OTHER_LOSS)
     """kl_cov: coefficient of that penalty."""
-    dro_beta: float | None = option(None, gt=0, no_effect=OTHER_LOSS)
+    dro_beta: float | None = option(
+        None,
+        gt=0,
+        beside=required("the weight of dro's squared log-ratio has no default", "{s}.dro_beta=0.1"),
+        no_effect=OTHER_LOSS,
+    )
     """dro: weight of the squared log-ratio to the old policy; required with loss_mode=dro."""
     topr_positive_weight: float = option(1.0, ge=0, no_effect=OTHER_LOSS)
     """topr: weight of tokens with a positive advantage."""
     topr_negative_weight: float = option(1.0, ge=0, no_effect=OTHER_LOSS)
     """topr: weight of the others, times the ratio of their response."""
-    tis_lower_bound: float = option(0.0, ge=0, no_effect=OTHER_LOSS)
+    tis_lower_bound: float = option(
+        0.0,
+        ge=0,
+        beside=ordered(
+            lt, "below", "tis_upper_bound", "all weights would be the same", "{s}.tis_lower_bound=0.0"
+        ),
+        no_effect=OTHER_LOSS,
+    )
     """tis: lower bound of the importance weight."""
     tis_upper_bound: float = option(1.0, gt=0, no_effect=OTHER_LOSS)
     """tis: upper bound of the importance weight."""
@@ -277,7 +297,11 @@ class AdaptiveEntropyConfig:
     """Target entropy per token, in nats; above it there is no bonus."""
     max_ent_coef: float = option(0.005, ge=0)
     """Largest coefficient."""
-    min_ent_coef: float = option(0.0, ge=0)
+    min_ent_coef: float = option(
+        0.0,
+        ge=0,
+        beside=ordered(le, "at most", "max_ent_coef", "they limit the coefficient", "{s}.min_ent_coef=0.0"),
+    )
     """Smallest coefficient."""
     delta_ent_coef: float = option(0.0001, gt=0)
     """Change of the coefficient per step."""

@@ -23,7 +23,7 @@ from hydraflow.algorithms.config import (
     estimator_of,
     listed_in,
 )
-from hydraflow.batch_plan.roles import PATH, megatron_sections, needs_critic
+from hydraflow.batch_plan.roles import needs_critic
 from hydraflow.batch_plan.settings import value_at
 from hydraflow.compose.effects import without_effect
 from hydraflow.compose.keys import known_keys, without_quotes
@@ -49,7 +49,8 @@ def problems(config: object, *, planning: bool = False) -> list[Problem]:
           -> optim.lr_scheduler_type=cosine
     """
     across = (problem for rule in entry_for(CROSS_RULES, type(config)) or () for problem in rule(config))
-    return [*_value_problems(config), *across, *(() if planning else _missing(config))]
+    values = [*_value_problems(config), *_problems_beside(config)]
+    return [*values, *across, *(() if planning else _missing(config))]
 
 
 def _value_problems(config: Any) -> Iterator[Problem]:
@@ -79,6 +80,18 @@ def _value_problems(config: Any) -> Iterator[Problem]:
             remedy = f"{leaf.key}={shown(default.value)}" if is_legal else ""
         only_finite = isinstance(leaf.value, float) and not (isfinite(leaf.value) or rule.holds(inf))
         yield Problem(leaf.key, leaf.value, "must be finite" if only_finite else rule.text, remedy)
+
+
+def _problems_beside(config: object) -> Iterator[Problem]:
+    """Values that do not fit other keys of their section."""
+    for leaf in walk(config):
+        beside = leaf.option.beside
+        if beside is None or beside.holds(leaf.value, leaf.section):
+            continue
+        if without_effect(config, leaf.key) is None:
+            named = vars(leaf.section) | {"s": leaf.key.rpartition(".")[0]}
+            texts = beside.text.format_map(named), beside.remedy.format_map(named)
+            yield Problem(leaf.key, shown(leaf.value), *texts)
 
 
 def unknown_choices(config: object) -> set[str]:
@@ -125,18 +138,9 @@ def _values_come_from_a_critic(config: PPOConfig) -> Iterator[Problem]:
         yield Problem("critic.enable", "false", rule, remedy)
 
 
-def _the_loss_has_its_bounds(config: PPOConfig) -> Iterator[Problem]:
+def _a_ring_contains_the_clip_range(config: PPOConfig) -> Iterator[Problem]:
     actor, key = config.actor_rollout_ref.actor, "actor_rollout_ref.actor.policy_loss"
     chosen = actor.policy_loss
-    if chosen.loss_mode == "dro" and chosen.dro_beta is None:
-        rule = "must be given: the weight of dro's squared log-ratio has no default"
-        yield Problem(f"{key}.dro_beta", "null", rule, f"{key}.dro_beta=0.1")
-    if chosen.loss_mode == "clip_cov" and chosen.clip_cov_lb >= chosen.clip_cov_ub:
-        rule = f"must be below clip_cov_ub={chosen.clip_cov_ub:g}: no token would be chosen"
-        yield Problem(f"{key}.clip_cov_lb", chosen.clip_cov_lb, rule, f"{key}.clip_cov_lb=1.0")
-    if chosen.loss_mode == "tis" and chosen.tis_lower_bound >= chosen.tis_upper_bound:
-        rule = f"must be below tis_upper_bound={chosen.tis_upper_bound:g}: all weights would be the same"
-        yield Problem(f"{key}.tis_lower_bound", chosen.tis_lower_bound, rule, f"{key}.tis_lower_bound=0.0")
     is_ring = chosen.loss_mode == "rec" and chosen.rec_clip_mode == "ring"
     for side in ("low", "high") if is_ring else ():
         name, clip = f"rec_epsilon_{side}_prime", f"actor_rollout_ref.actor.clip_ratio_{side}"
@@ -144,13 +148,6 @@ def _the_loss_has_its_bounds(config: PPOConfig) -> Iterator[Problem]:
         if outer <= inner:
             rule = f"must be above {clip}={inner:g}: tokens beyond it come back"
             yield Problem(f"{key}.{name}", outer, rule, f"{clip}={outer / 2:g}")
-
-
-def _entropy_bounds_are_in_order(config: PPOConfig) -> Iterator[Problem]:
-    asked, key = config.actor_rollout_ref.actor.adaptive_entropy, "actor_rollout_ref.actor.adaptive_entropy"
-    if asked.enabled and asked.min_ent_coef > asked.max_ent_coef:
-        rule = f"must be at most max_ent_coef={asked.max_ent_coef:g}"
-        yield Problem(f"{key}.min_ent_coef", asked.min_ent_coef, rule, f"{key}.min_ent_coef=0.0")
 
 
 def _several_rewards_are_named(config: PPOConfig) -> Iterator[Problem]:
@@ -387,21 +384,6 @@ def _experts_are_replayed(config: PPOConfig) -> Iterator[Problem]:
         yield Problem(name, shown(given["recompute_modules"]), rule, f"leave out {name}: all of a layer is")
 
 
-def _dist_checkpoint_has_a_path(config: PPOConfig) -> Iterator[Problem]:
-    for section, settings in megatron_sections(config):
-        if settings.use_dist_checkpointing and settings.dist_checkpointing_path is None:
-            key = f"{section}.{PATH}"
-            rule = f"must be given: {section}.megatron.use_dist_checkpointing=true loads weights from it"
-            yield Problem(key, "null", rule, f"{key}=<checkpoint of Megatron-Core>")
-
-
-def _reward_model_has_a_path(config: PPOConfig) -> Iterator[Problem]:
-    reward, key = config.reward.reward_model, "reward.reward_model"
-    if reward.enable and reward.model_path is None:
-        rule = f"must be given: {key}.enable=true scores with it"
-        yield Problem(f"{key}.model_path", "null", rule, f"{key}.model_path=...")
-
-
 def _teachers_are_named(config: PPOConfig) -> Iterator[Problem]:
     asked, key = config.distillation, "distillation.teachers"
     if not asked.enabled:
@@ -425,13 +407,6 @@ def _partial_rollout_is_stale(config: PPOConfig) -> Iterator[Problem]:
         rule = f"{key}.staleness_threshold=0 lets no response span a weight update"
         remedy = f"{key}.partial_rollout=false or {key}.staleness_threshold=0.5"
         yield Problem(f"{key}.partial_rollout", "true", rule, remedy)
-
-
-def _resume_path_is_given(config: PPOConfig | SupervisedConfig) -> Iterator[Problem]:
-    trainer, key = config.trainer, "trainer.resume_from_path"
-    if trainer.resume_mode == "resume_path" and trainer.resume_from_path is None:
-        rule = "trainer.resume_mode=resume_path needs a checkpoint"
-        yield Problem(key, "null", rule, f"{key}=.../global_step_N or trainer.resume_mode=auto")
 
 
 def _loads_what_was_saved(config: PPOConfig | SupervisedConfig) -> Iterator[Problem]:
@@ -535,8 +510,7 @@ CROSS_RULES: dict[type, tuple[Callable[[Any], Iterator[Problem]], ...]] = {
         _recipe_makes_model_and_data,
         _samples_are_drawn,
         _values_come_from_a_critic,
-        _the_loss_has_its_bounds,
-        _entropy_bounds_are_in_order,
+        _a_ring_contains_the_clip_range,
         _several_rewards_are_named,
         _the_actor_computes_what_a_baseline_needs,
         _a_greedy_baseline_has_the_scale_of_scores,
@@ -552,11 +526,8 @@ CROSS_RULES: dict[type, tuple[Callable[[Any], Iterator[Problem]], ...]] = {
         _megatron_trains_all_weights,
         _adapters_are_loaded,
         _experts_are_replayed,
-        _dist_checkpoint_has_a_path,
-        _reward_model_has_a_path,
         _teachers_are_named,
         _partial_rollout_is_stale,
-        _resume_path_is_given,
         _loads_what_was_saved,
         _best_is_measured,
         _dumps_lie_apart,
@@ -566,7 +537,6 @@ CROSS_RULES: dict[type, tuple[Callable[[Any], Iterator[Problem]], ...]] = {
     ),
     SupervisedConfig: (
         _ulysses_packs,
-        _resume_path_is_given,
         _loads_what_was_saved,
         _one_process_is_debugged,
         _profiled_steps_are_named,

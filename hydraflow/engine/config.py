@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from hydraflow.options import Implementation, Library, Rule, free, no_effect_when, option, unless
+from hydraflow.options import Implementation, Library, Rule, free, no_effect_when, option, required, unless
 
 TRAIN_ENGINES = {
     "fsdp2": Implementation("hydraflow.engine.fsdp.engine:FSDPEngine", reads=("fsdp_config",)),
@@ -205,7 +205,14 @@ class MegatronConfig:
     use_dist_checkpointing: bool = False
     """Load the weights of dist_checkpointing_path instead of those of the model's directory, which then only
     needs its configuration and tokenizer."""
-    dist_checkpointing_path: str | None = option(None, no_effect=unless("use_dist_checkpointing"))
+    dist_checkpointing_path: str | None = option(
+        None,
+        beside=required(
+            "{s}.use_dist_checkpointing=true loads weights from it",
+            "{s}.dist_checkpointing_path=<checkpoint of Megatron-Core>",
+        ),
+        no_effect=unless("use_dist_checkpointing"),
+    )
     """A checkpoint that Megatron-Core wrote (torch_dist), with any parallel sizes: the folder of its files,
     an iteration's, or a run's, of which the latest is taken."""
     use_distributed_optimizer: bool = free(True)

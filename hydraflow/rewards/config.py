@@ -15,6 +15,7 @@ from hydraflow.options import (
     free,
     no_effect_when,
     option,
+    required,
     unless,
 )
 
@@ -120,7 +121,9 @@ class RewardModelConfig:
 
     enable: bool = option(False, switch=Switch(off=False, remedy="{s}.enable=true"))
     """Score with a reward model. A reward function for the row's data source still provides acc."""
-    model_path: str | None = None
+    model_path: str | None = option(
+        None, beside=required("{s}.enable=true scores with it", "{s}.model_path=...")
+    )
     """Directory of the model, as main_rm writes it: with score.weight and the policy's tokenizer."""
     micro_batch_size_per_gpu: int | None = free(None, size=True)
     """Micro-batch size in trajectories per data rank; null: the largest that fits max_token_len_per_gpu."""

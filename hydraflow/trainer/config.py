@@ -18,6 +18,7 @@ from hydraflow.options import (
     no_effect_when,
     option,
     replaced_by,
+    required,
     unless,
 )
 
@@ -132,7 +133,14 @@ class LoopConfig(RunConfig):
     resume_mode: str = free("auto", choices=("auto", "disable", "resume_path"))
     """auto: resume from the run folder's latest checkpoint, if any; disable: start from scratch; resume_path:
     resume from resume_from_path."""
-    resume_from_path: str | None = free(None, no_effect=unless("resume_mode", "resume_path"))
+    resume_from_path: str | None = free(
+        None,
+        beside=required(
+            "{s}.resume_mode=resume_path resumes from it",
+            "{s}.resume_from_path=.../global_step_N or {s}.resume_mode=auto",
+        ),
+        no_effect=unless("resume_mode", "resume_path"),
+    )
     """Checkpoint to resume from, .../global_step_N, with resume_mode=resume_path."""
 
     def validates_after(self, step: int) -> bool:
