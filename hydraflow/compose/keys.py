@@ -125,13 +125,15 @@ def keys_for(schema: type, path: str) -> list[str]:
 
 
 def nearest_keys(schema: type, path: str, count: int = 3) -> list[str]:
-    """Known keys that resemble `path`, the nearest first; leaves and names in open mappings only.
+    """Known keys that resemble `path`, the nearest first; leaves and names in open mappings only. Of the
+    critic's and the actor's, the actor's are meant, unless the critic is named.
 
     >>> from hydraflow.schema import PPOConfig
     >>> nearest_keys(PPOConfig, "train_batch_size")[0]
     'data.train_batch_size'
     """
-    return nearest(path, keys_for(schema, path), count)
+    found = nearest(path, keys_for(schema, path), max(count, 3))
+    return sorted(found, key=lambda key: "critic" in key and "crit" not in path)[:count]
 
 
 def _takes(schema: type, path: str, value: Any) -> bool:

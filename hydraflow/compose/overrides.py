@@ -158,11 +158,17 @@ def _parse(word: str, schema: type, prepared: PreparedCommandLine) -> Override |
 
 
 def _without_spaces(words: Sequence[str]) -> tuple[list[str], list[Problem]]:
-    """The words without those of `key = value` and `key: value`, which the shell has made several of, and a
-    problem for each."""
+    """The words without those of `key = value`, `key: value` and `key={a: 1}`, which the shell has made
+    several of, and a problem for each."""
     kept, problems = list[str](), list[Problem]()
     for word in words:
-        if kept and kept[-1].endswith(":") and "=" not in kept[-1] + word:
+        if kept and _is_open(kept[-1]) and "=" not in word:
+            kept[-1] += f" {word}"
+            if not _is_open(kept[-1]):
+                whole = public_word(kept.pop())
+                rule = "has spaces, at which the shell has split it"
+                problems.append(Problem(whole, None, rule, f"quote it: {shlex.quote(whole)}"))
+        elif kept and kept[-1].endswith(":") and "=" not in kept[-1] + word:
             problems.append(_as_in_yaml(kept.pop().removesuffix(":"), word))
         elif len(kept) > 1 and kept[-1] == "=" and "=" not in kept[-2]:
             kept.pop()
@@ -171,6 +177,14 @@ def _without_spaces(words: Sequence[str]) -> tuple[list[str], list[Problem]]:
         else:
             kept.append(word)
     return kept, problems
+
+
+def _is_open(word: str) -> bool:
+    """Whether a word ends inside of the brackets of its value: of {a: 1}, the shell has made two."""
+    value = word.partition("=")[2]
+    return value.startswith(("{", "[")) and any(
+        value.count(left) > value.count(right) for left, right in ("{}", "[]")
+    )
 
 
 def _no_value(word: str, schema: type) -> Problem:
@@ -202,8 +216,9 @@ def _unreadable(word: str, key: str, value: str, reason: str, near: Sequence[str
         return Problem(word, None, rule, "--help lists every key")
     if hidden == word and value.startswith("="):
         return Problem(word, None, "has more than one =", f"{key}={value.lstrip('=')}")
-    if hidden == word and value.startswith("[") and "]" not in value:
-        return Problem(word, None, "its [ is not closed", f"'{word}]'")
+    for left, right in (("[", "]"), ("{", "...}")) if hidden == word else ():
+        if value.startswith(left) and right[-1] not in value:
+            return Problem(word, None, f"its {left} is not closed", f"'{word}{right}'")
     rule, inner = f"cannot be read: {reason}", value.replace('"', r"\"")
     if value.count("'") % 2 or value.count('"') % 2:  # the start or the end of the user's own
         inner = value.replace("'", "").replace('"', "")

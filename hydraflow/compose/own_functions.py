@@ -16,6 +16,7 @@ from hydraflow.batch_plan.settings import with_value
 from hydraflow.errors import Problem
 from hydraflow.schema import PPOConfig
 from hydraflow.system.own_code import OwnFunction, Parameters
+from hydraflow.system.paths import no_file
 
 LOSS, ESTIMATOR = "actor_rollout_ref.actor.policy_loss.loss_mode", "algorithm.adv_estimator"
 REWARD = "reward.custom_reward_function.path"
@@ -67,6 +68,10 @@ def own_files(config: PPOConfig) -> dict[str, Path]:
 def own_problems(config: PPOConfig) -> Iterator[Problem]:
     """Files, functions and parameters that do not fit."""
     for choice in own_choices(config):
+        path, name = choice.function.path, choice.function.name
+        if not path.is_file():
+            yield no_file(path, choice.key, endings=(".py",), after=f":{name}")
+            continue
         try:
             parameters = choice.function.parameters()
         except ValueError as error:

@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from hydraflow.errors import Problem
-from hydraflow.system.paths import file_problems, listed
+from hydraflow.system.paths import DATA_ENDINGS, file_problems, listed, no_file
 
-JSON_ENDINGS = (".jsonl", ".json")
+JSON_ENDINGS = DATA_ENDINGS[1:]
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ def notes_on(key: str, count: RowCount, longest: int) -> Iterator[str]:
 
 def _count_file(path: Path, key: str) -> int | Problem:
     if path.is_dir():
-        return Problem(key, path, "is a folder, not a file")
+        return no_file(path, key)
     rows: int | str
     if path.suffix in JSON_ENDINGS:
         rows = _lines(path)

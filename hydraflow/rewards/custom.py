@@ -16,6 +16,7 @@ from typing import Any
 
 from hydraflow.errors import ConfigError
 from hydraflow.system.own_code import import_file
+from hydraflow.system.paths import no_file
 
 SECTION = "reward.custom_reward_function"
 ARGUMENTS = ("data_source", "solution_str", "ground_truth", "extra_info")
@@ -37,7 +38,7 @@ def load_function(
     messages. Raises `ConfigError`."""
     file = absolute(path)
     if not file.is_file():
-        raise ConfigError.one(f"{key}.path", file, "no such file")
+        raise ConfigError([no_file(file, f"{key}.path", endings=(".py",))])
     name_of_module = f"hydraflow_custom_reward_{file.stem}"
     module = import_file(file, module=name_of_module, field=f"{key}.path", value=file)
     if not hasattr(module, name):

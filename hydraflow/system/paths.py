@@ -7,6 +7,7 @@ purpose: the files' contents, which their readers check.
 
 from __future__ import annotations
 
+import difflib
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,6 +15,10 @@ from typing import Any
 
 from hydraflow.errors import ConfigError, Problem
 from hydraflow.system.whole_files import prove_writable
+
+DATA_ENDINGS = (".parquet", ".jsonl", ".json")
+_SUGGESTED = 3
+"""Files of a folder that a message names."""
 
 
 def listed(files: Any) -> list[Path] | None:
@@ -38,11 +43,29 @@ def file_problems(files: Any, key: str) -> list[Problem]:
     if paths is None:
         rule = "must be a Parquet or JSONL file, or a list of them"
         return [Problem(key, files, rule, f"{key}=/path/to/file.parquet")]
-    return [
-        Problem(key, path, "is a folder, not a file" if path.is_dir() else "no such file")
-        for path in paths
-        if not path.is_file()
-    ]
+    return [no_file(path, key) for path in paths if not path.is_file()]
+
+
+def no_file(path: Path, key: str, *, endings: Sequence[str] = DATA_ENDINGS, after: str = "") -> Problem:
+    """The problem of a path in `key` that is not a file, with what is there instead. endings: those of files
+    that may be meant in a folder; after: what follows the path in the value."""
+    if path.is_dir():
+        rule, meant = "is a folder, not a file", [f"{path}/<file>"]
+        files = [file for file in _inside(path) if file.name.endswith(tuple(endings))]
+    else:
+        folder, meant = path.absolute().parent, ["<a file>"]
+        rule = "no such file " + (f"in {folder}" if folder.is_dir() else f"and no folder {folder}")
+        names = [file.name for file in _inside(folder)]
+        files = [path.with_name(name) for name in difflib.get_close_matches(path.name, names, _SUGGESTED)]
+    meant = [str(file) for file in sorted(files)[:_SUGGESTED]] or meant
+    return Problem(key, f"{path}{after}", rule, " or ".join(f"{key}={one}{after}" for one in meant))
+
+
+def _inside(folder: Path) -> list[Path]:
+    try:
+        return list(folder.iterdir())
+    except OSError:  # may not be read
+        return []
 
 
 def require_writable(path: str | None, key: str) -> None:

@@ -79,6 +79,8 @@ def test_other_entry_points_know_verls_names():
         ("data.train_batch_size==32", "has more than one =\n      -> data.train_batch_size=32"),
         ("data.train_batch_size=64,128", "-> data.train_batch_size=64 for one value, or --multirun"),
         ("data.train_files=[a,b", "its [ is not closed\n      -> 'data.train_files=[a,b]'"),
+        ("data.x={a:", "its { is not closed\n      -> 'data.x={a:...}'"),
+        ("lr=1e-5", "unknown key\n      -> actor_rollout_ref.actor.optim.lr=1e-05 or critic.optim.lr"),
         ("data.val_files=['']", "data.val_files=['']: must be a file or a list of files"),
         (
             'data.train_files="[/a,/b]"',
@@ -159,6 +161,23 @@ def test_spaces_around_the_sign_are_one_problem(words, said):
         load("ppo", PPOConfig, ["trainer.seed=2", *words])
     [problem] = refused.value.problems
     assert str(problem) == f"{said}\n      -> data.train_batch_size=32"
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (
+            ["data.x={a:", "1,", "b:", "2}"],
+            "data.x={a: 1, b: 2}: has spaces, at which the shell has split it\n"
+            "      -> quote it: 'data.x={a: 1, b: 2}'",
+        ),
+        (["data.x=[1,"], "data.x=[1,: its [ is not closed\n      -> 'data.x=[1,]'"),
+    ],
+)
+def test_a_value_that_the_shell_has_split_is_one_problem(words: list[str], expected: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        load("ppo", PPOConfig, [*words, "trainer.seed=3"])
+    assert [str(problem) for problem in refused.value.problems] == [expected]
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ from hydraflow.system.paths import (
     file_problems,
     listed,
     model_problems,
+    no_file,
     require_writable,
 )
 
@@ -23,8 +24,22 @@ def rules(problems: list) -> list[str]:
 def test_each_file_that_is_not_there_is_named(tmp_path: Path) -> None:
     (tmp_path / "here.parquet").touch()
     files = [str(tmp_path / "here.parquet"), str(tmp_path / "gone.parquet"), str(tmp_path)]
-    assert rules(file_problems(files, "k")) == ["k: no such file", "k: is a folder, not a file"]
+    assert rules(file_problems(files, "k")) == [
+        f"k: no such file in {tmp_path}",
+        "k: is a folder, not a file",
+    ]
     assert file_problems(files[0], "k") == []
+
+
+def test_what_is_there_instead_is_suggested(tmp_path: Path) -> None:
+    (tmp_path / "train.parquet").touch()
+    (tmp_path / "notes.md").touch()
+    meant = f"k={tmp_path}/train.parquet"
+    assert no_file(tmp_path / "trian.parquet", "k").remedy == meant
+    assert no_file(tmp_path, "k").remedy == meant
+    assert no_file(tmp_path, "k", endings=(".py",), after=":f").remedy == f"k={tmp_path}/<file>:f"
+    gone = no_file(tmp_path / "data" / "train.parquet", "k")
+    assert (gone.rule, gone.remedy) == (f"no such file and no folder {tmp_path}/data", "k=<a file>")
 
 
 @pytest.mark.parametrize("files", [[], 3, [3], None, {}])
