@@ -39,7 +39,7 @@ def advice(config: object, *, planning: bool) -> Iterator[str]:
         yield from _teachers(config)
         for key, model in roles.items():
             yield from _rank(model, f"{key}.model")
-        yield from _profiled_steps(config)
+        yield from _profiles(config)
         yield from _processes(config, planning=planning)
     elif isinstance(config, SupervisedConfig):
         yield from _processes(config, planning=planning)
@@ -119,13 +119,24 @@ def _hidden_size(model: ModelConfig) -> int | None:
     return found if isinstance(found, int) else None
 
 
-def _profiled_steps(config: PPOConfig) -> Iterator[str]:
-    total, profiler = config.trainer.total_training_steps, config.global_profiler
+def _profiles(config: PPOConfig) -> Iterator[str]:
+    trainer, profiler = config.trainer, config.global_profiler
+    if profiler.tool is None:
+        return
+    total, each = trainer.total_training_steps, trainer.n_gpus_per_node
     late = [step for step in profiler.steps or () if total is not None and step > total]
-    if profiler.tool is not None and late:
+    if late:
         yield (
             f"global_profiler.steps=[{','.join(map(str, late))}]: the run has {total} training steps, so"
             f" these are never profiled; steps count from 1 to {total}"
+        )
+    if each is None:
+        return
+    devices = trainer.nnodes * each
+    if absent := [rank for rank in profiler.ranks or () if rank >= devices]:
+        yield (
+            f"global_profiler.ranks=[{','.join(map(str, absent))}]: the trainer has {count(devices, 'rank')},"
+            " so these are never profiled; ranks count from 0"
         )
 
 

@@ -106,6 +106,13 @@ def test_steps_that_are_never_profiled() -> None:
     assert notes(**given, trainer__total_training_steps=100) == []
 
 
+def test_ranks_that_are_never_profiled() -> None:
+    given = {"global_profiler__tool": "torch", "global_profiler__ranks": [0, 3], "trainer__nnodes": 2}
+    [note] = notes(**given, trainer__n_gpus_per_node=1)
+    assert note.startswith("global_profiler.ranks=[3]: the trainer has 2 ranks")
+    assert notes(**given, trainer__n_gpus_per_node=2) == notes(**given) == []
+
+
 def test_more_processes_than_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "usable_cores", lambda: 2)
     monkeypatch.setattr(module, "listed_gpus", lambda: 0)
