@@ -140,13 +140,17 @@ def _mapping(role: RoleDevices, topology: Topology) -> list[Violation]:
     if role.fault:
         rule, text = "readable", role.fault
     elif role.twice:
-        rule, text = "once", f"names devices {role.twice} twice"
+        rule, text = "once", f"names {_named(role.twice)} twice"
     elif beyond:
         rule = "beyond"
-        text = f"names devices {beyond}, but {_machines_text(topology)} have only {there}"
+        text = f"names {_named(beyond)}, but {_machines_text(topology)} have only {there}"
     else:
         return []
     return [Violation(f"mapping {rule}:{role.role}", MAPPING, key, _show(role.mapping), text, fixes)]
+
+
+def _named(devices: Devices) -> str:
+    return f"device{'s' if len(devices) > 1 else ''} {devices}"
 
 
 def _resized(topology: Topology, stop: int) -> Iterator[Fix]:

@@ -23,7 +23,7 @@ DERIVED = "derived"
 
 @dataclass(frozen=True)
 class Plan:
-    """Base of all plans."""
+    """Every job's plan can be written as `plan.json`."""
 
     def to_json(self) -> str:
         """The content of `plan.json`; device ranges as [first, last + 1]."""

@@ -51,7 +51,7 @@ class Violation:
     """Advice if no override helps."""
 
     def candidates(self) -> list[Values]:
-        """The fixes without duplicates."""
+        """The fixes, each once and with its keys in order; those that change nothing are left out."""
         fixes = self.fixes() if callable(self.fixes) else self.fixes
         found = (sorted(fix.items()) for fix in fixes)
         return list({str(pairs): dict(pairs) for pairs in found if pairs}.values())

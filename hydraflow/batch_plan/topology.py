@@ -90,7 +90,7 @@ class Topology:
 
     @property
     def pools(self) -> dict[str, Pool]:
-        """Pool name -> pool."""
+        """The cluster's pools by name."""
         return {pool.name: pool for pool in self.cluster.pools}
 
     def keys_of(self, pool: Pool) -> tuple[str, str]:

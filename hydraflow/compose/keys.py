@@ -262,7 +262,7 @@ def wrong_type(schema: type, key: Key, value: Any) -> Problem:
     example = key.default if meant is None else meant
     remedy = "" if example is None else f"{key.path}={shown(example)}"
     kind = "a mapping" if isinstance(value, Mapping) else _WORDS.get(type(value), "text")
-    kind = "" if value is None or isinstance(value, list) else f", not {kind}"
+    kind = "" if value is None or isinstance(value, list | float) else f", not {kind}"
     return Problem(key.path, shown(value), f"must be {type_words(key.hint)}{kind}", remedy)
 
 

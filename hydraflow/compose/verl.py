@@ -160,7 +160,7 @@ class Translator:
         """Reports a key without a counterpart as ignored or unsupported."""
         ignored, idle, remedy = self.result.ignored, "has no effect", f"leave out {key}"
         if isinstance(row, Ignored):
-            effect = "never did anything" if is_never_read(self.schema, key) else idle
+            effect = "has no effect in verl either" if is_never_read(self.schema, key) else idle
             ignored.append(Problem(key, shown(value), f"{effect}: {row.why}", remedy))
         elif _is_harmless(self.schema, key, value, row) or (
             row.decided_by and _same(value, self.leaves.get(row.decided_by))

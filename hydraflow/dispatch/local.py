@@ -49,7 +49,7 @@ class LocalRuntime(Runtime):
 
     @cached_property
     def _pools(self) -> dict[str, ResourcePool]:
-        """By name."""
+        """The registered pools by name."""
         return {}
 
     def start(self, pools: Sequence[ResourcePool]) -> None:

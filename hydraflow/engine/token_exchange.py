@@ -120,7 +120,7 @@ class Alone:
     part: PackedBatch
 
     def whole(self, output: Output) -> Output:
-        """As it is."""
+        """The output itself, which already has all of its lines' tokens."""
         return output
 
 

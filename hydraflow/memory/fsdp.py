@@ -79,7 +79,7 @@ class FSDPModelMemory:
 
     @property
     def resting(self) -> MemoryParts:
-        """While others work."""
+        """Held while other roles use the device: with offloading, the weights are in host memory."""
         held = self.held
         return replace(held, weights=0, host=held.host + held.weights) if self.param_offload else held
 

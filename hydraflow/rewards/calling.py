@@ -23,7 +23,7 @@ ALL_ROWS = 2**31
 
 @dataclass(frozen=True)
 class RewardCall:
-    """What scores rows."""
+    """A reward function, with how it must be called."""
 
     function: Callable[..., Any]
     """Called with the values of ARGUMENTS by name; with BATCH_ARGUMENTS if `is_batched`."""

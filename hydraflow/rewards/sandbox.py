@@ -88,7 +88,7 @@ class SandboxError(Exception):
 
 
 class Outcome(NamedTuple):
-    """One test."""
+    """The result of one test of a program."""
 
     how: str
     """DONE, or why it failed (`sandbox_program.py`)."""
@@ -178,7 +178,7 @@ def _command(sandbox: SandboxConfig, memory: int) -> list[str]:
 
 
 def _calls() -> bytes:
-    """Raises SandboxError."""
+    """The filter of system calls. SandboxError where this machine has none."""
     try:
         return call_filter()
     except ValueError as error:

@@ -39,7 +39,7 @@ class Source(Protocol):
 
 
 class Trainer(Protocol):
-    """What takes the steps."""
+    """What the loop asks of a trainer."""
 
     runtime: Runtime
     timer: PhaseTimer
@@ -58,7 +58,7 @@ class Trainer(Protocol):
 
 
 class Validator(Protocol):
-    """What measures the model."""
+    """What the loop asks of a validation."""
 
     def run(self, step: int, version: int) -> dict[str, float]:
         """Metrics over all held-out rows after a step, with the weights of that version."""

@@ -56,7 +56,7 @@ class PromptBalancer:
 
     @property
     def all_assigned(self) -> bool:
-        """Whether no prompt waits."""
+        """Whether every prompt has a replica."""
         return not self.waiting
 
     def assign(self, free: Sequence[int]) -> dict[int, list[int]]:

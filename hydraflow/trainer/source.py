@@ -177,7 +177,7 @@ class ModelScores(Future):
         return split(self.get(), parts, padding=padding)
 
     def get(self) -> RemoteBatch:
-        """Waits for both."""
+        """The scored batch, with the reward model's scores in place of the function's. Waits for both."""
         scored: RemoteBatch = self.function.get()
         columns = scored.columns | {"score": self.model().get().columns["score"]}
         return RemoteBatch(columns, scored.objects, scored.meta_info)

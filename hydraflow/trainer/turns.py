@@ -51,7 +51,7 @@ class EngineRole:
 
 @dataclass
 class _Member:
-    """One role."""
+    """A role that takes turns with others on its devices."""
 
     group: Group
     devices: Devices

@@ -225,7 +225,7 @@ class ActorWorker(TrainedWorker):
         )
 
     def _memory(self, on_device: bool) -> torch.device:
-        """Device of the buckets."""
+        """The device, or the host, where weights are gathered into buckets."""
         return self.process.device() if on_device else torch.device("cpu")
 
     def _current_log_probs(self, rows: DataProto) -> Tensor:

@@ -117,7 +117,7 @@ class SamplingSpec:
 
     @classmethod
     def of_training(cls, rollout: SamplingConfig, n: int, *, routes: bool = False) -> SamplingSpec:
-        """The parameters of training."""
+        """The parameters of the samples to train on, `n` for each prompt."""
         stops = stop_strings(rollout.stop), tuple(rollout.stop_token_ids)
         return cls(n, rollout.temperature, rollout.top_k, rollout.top_p, *stops, routes)
 

@@ -267,7 +267,7 @@ def test_strict_refuses_what_is_otherwise_said():
     found = {problem.field: problem for problem in caught.value.problems}
     assert set(found) == {"algorithm.lam", "critic.optim.clip_grad"}
     assert found["algorithm.lam"].remedy == "leave out algorithm.lam or algorithm.adv_estimator=gae"
-    with pytest.raises(ConfigError, match=f"{ACTOR}.use_torch_compile=false: never did anything"):
+    with pytest.raises(ConfigError, match=f"{ACTOR}.use_torch_compile=false: has no effect in verl either"):
         load_command("ppo", PPOConfig, [*OWN, "strict=true", f"{ACTOR}.use_torch_compile=false"])
 
 

@@ -209,9 +209,17 @@ def test_a_size_over_all_ranks_that_cannot_be_divided_is_refused():
 @pytest.mark.parametrize(
     ("key", "value", "said"),
     [
-        (f"{ACTOR}.use_torch_compile", False, "never did anything: verl reads fsdp_config.use_torch_compile"),
-        ("actor_rollout_ref.nccl_timeout", 1200, "never did anything: verl never reads it"),
-        ("actor_rollout_ref.actor._target_", "verl.X", "never did anything: it names a class of verl's"),
+        (
+            f"{ACTOR}.use_torch_compile",
+            False,
+            "has no effect in verl either: verl reads fsdp_config.use_torch_compile",
+        ),
+        ("actor_rollout_ref.nccl_timeout", 1200, "has no effect in verl either: verl never reads it"),
+        (
+            "actor_rollout_ref.actor._target_",
+            "verl.X",
+            "has no effect in verl either: it names a class of verl's",
+        ),
         ("data.dataloader_num_workers", 2, "has no effect: it changes speed only"),
         ("actor_rollout_ref.hybrid_engine", True, "has no effect: it is off, or the default behaviour"),
         ("trainer.default_hdfs_dir", None, "has no effect: it is off, or the default behaviour"),

@@ -74,13 +74,13 @@ def test_the_earlier_trainer_takes_rows_at_a_time(more, by_tokens):
 @pytest.mark.parametrize(
     ("key", "value", "said"),
     [
-        ("trainer.resume_path", "x", "never did anything: verl's trainer never reads it"),
+        ("trainer.resume_path", "x", "has no effect in verl either: verl's trainer never reads it"),
         ("engine.forward_prefetch", True, "has no effect: it changes speed only"),
         ("model.use_liger", True, "has no effect: it changes speed only"),
         (
             "optim.total_training_steps",
             9,
-            "never did anything: verl overwrites it with the trainer's number of steps",
+            "has no effect in verl either: verl overwrites it with the trainer's number of steps",
         ),
         ("data.pad_mode", "right", "has no effect: rows are packed without padding here"),
         ("trainer.default_hdfs_dir", None, "has no effect: it is off, or the default behaviour"),

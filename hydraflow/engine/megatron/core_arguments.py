@@ -22,7 +22,7 @@ OVERRIDES = "override_transformer_config"
 
 
 def fixed_arguments(shape: Architecture, settings: MegatronConfig, dtype: torch.dtype) -> dict[str, Any]:
-    """By name."""
+    """Arguments of Megatron-Core's configuration that follow from the model and our keys, by name."""
     found = OF_OTHER_MODELS | _of_model(shape) | _of_engine(settings, dtype)
     return found if shape.mixture is None else found | _of_mixture(shape.mixture, settings)
 
