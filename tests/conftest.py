@@ -25,6 +25,10 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 for _name in [name for name in os.environ if name.startswith("SLURM_")]:
     del os.environ[_name]
 
+# A worker of Ray that waited for its template in vain starts by itself, and imports actors of the tests first.
+_TESTS = str(Path(__file__).parent)
+os.environ["PYTHONPATH"] = os.pathsep.join([_TESTS, *filter(None, [os.environ.get("PYTHONPATH")])])
+
 # By default Ray's workers give way to all other processes, and would wait for those of other tests.
 os.environ.setdefault("RAY_worker_niceness", "0")
 

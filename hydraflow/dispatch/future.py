@@ -35,6 +35,8 @@ BROKEN = re.compile(
     r"connection (was |is )?(reset|closed|refused)|broken pipe|socket closed|remote error", re.I
 )
 """Messages of gloo, NCCL and sockets when the peer process has gone."""
+COLOURS = re.compile(r"\x1b\[\d+m")
+"""In Ray's messages."""
 FETCH = 10.0
 """Seconds for one ready answer to arrive, after fetching the answers of all ranks together has failed."""
 
@@ -297,7 +299,7 @@ def _how_it_died(error: ray.exceptions.RayActorError) -> str:
     """Ray's line about the end of the process, without its actor ids and its guesses at causes; of an error
     in its start, the end of Ray's report."""
     if error.actor_init_failed:
-        return "\n".join(str(error).strip().splitlines()[-12:])
+        return "\n".join(COLOURS.sub("", str(error)).strip().splitlines()[-12:])
     lines = [line for line in str(error).splitlines() if line and not line.startswith("\t")]
     return lines[:2][-1].partition(" Some common causes include")[0]
 

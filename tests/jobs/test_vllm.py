@@ -36,11 +36,13 @@ STEPS = ["trainer.total_training_steps=3", "trainer.test_freq=3"]
 
 LIBRARY = """
 import sys
+from pathlib import Path
 sys.modules["ray"] = None  # vLLM imports it, and no template may have it
 from generation.vllm_process import import_vllm
 import_vllm()
 for name in [name for name in sys.modules if name.partition(".")[0] == "ray"]:
     del sys.modules[name]
+Path(__file__).with_suffix(".imported").touch()
 """
 
 
@@ -59,6 +61,7 @@ def ray_with_vllm(ray_session: None, tmp_path_factory: pytest.TempPathFactory) -
     usual.address.rename(aside)
     ours.address.rename(usual.address)
     template.STARTED.append(ours)
+    wait_for((folder / "library_of_vllm.imported").exists, 300, "the import of vLLM")
     yield
     usual.address.rename(ours.address)
     aside.rename(usual.address)
