@@ -25,7 +25,7 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 for _name in [name for name in os.environ if name.startswith("SLURM_")]:
     del os.environ[_name]
 
-# A worker of Ray that waited for its template in vain starts by itself, and imports actors of the tests first.
+# A worker of Ray that waited for its template in vain starts by itself, and imports the tests' actors first.
 _TESTS = str(Path(__file__).parent)
 os.environ["PYTHONPATH"] = os.pathsep.join([_TESTS, *filter(None, [os.environ.get("PYTHONPATH")])])
 

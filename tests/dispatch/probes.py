@@ -16,6 +16,7 @@ import numpy as np
 import torch
 
 from hydraflow import metrics
+from hydraflow.dispatch.host import WorkerHost
 from hydraflow.dispatch.modes import (
     Dispatch,
     Execute,
@@ -286,6 +287,13 @@ class Unbuildable(Worker):
         super().__init__(process)
         if process.rank == process.world_size - 1:
             raise FileNotFoundError("no model at /nowhere")
+
+
+class Unstartable(WorkerHost):
+    """A process that lacks a library."""
+
+    def __init__(self, *args: Any):
+        raise ImportError("no such library")
 
 
 class Misconfigured(Worker):

@@ -10,8 +10,9 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-from dispatch.probes import Misconfigured, Probe, Troubled, Unbuildable
+from dispatch.probes import Misconfigured, Probe, Troubled, Unbuildable, Unstartable
 
+from hydraflow.dispatch import group
 from hydraflow.dispatch.config import RayInitConfig
 from hydraflow.dispatch.future import GRACE
 from hydraflow.dispatch.group import RoleGroup, Timeouts
@@ -112,6 +113,13 @@ def test_a_broken_connection_waits_for_the_death_behind_it(start: Start) -> None
     role = start()
     error, _ = _error_of(role.call, Troubled.die_after_connections_broke, 1, 2 * GRACE)
     assert (error.rank, error.cause.partition(":")[0]) == (1, "the process died")
+
+
+def test_a_process_that_cannot_start_says_why(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(group, "WorkerHost", Unstartable)
+    error, _ = _error_of(start(ready=False).group.await_ready)
+    assert error.cause.startswith("the process died: ") and "\x1b" not in error.cause
+    assert error.cause.endswith("ImportError: no such library")
 
 
 def test_a_call_past_its_deadline(start: Start) -> None:
