@@ -1,36 +1,36 @@
-"""What Ray starts here in place of its dashboard agent, which it refuses to do without.
+"""What Ray starts here in place of its two agents, which it refuses to do without.
 
-In: the agent's command line. Out: the files in which Ray looks for its ports; they say that there are none.
-Ray's own agent, without a dashboard, does no more, and takes a second of a core and 100 MiB to import what it
-needs for that. A script of the standard library alone; it ends with the node process, which ends if it does.
+In: an agent's command line. Out: the files in which Ray looks for the agents' ports. In place of the
+dashboard's agent: files that say that there are none; without a dashboard, Ray's own does no more, and takes
+a second of a core and 100 MiB to import what it needs for that. In place of the agent for runtime
+environments: the port that it will have, then that agent itself. Ray's node process waits for the port, and
+aborts if it is not reported within 15 seconds; on a busy machine the agent's imports take longer. A script of
+the standard library alone; it ends with the node process, which ends if it does.
 """
 
 from __future__ import annotations
 
-import argparse
 import os
 import select
+import socket
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
+DASHBOARD, RUNTIME_ENV = "dashboard", "runtime_env"
+"""First argument: which agent."""
 PORTS = ("metrics_agent_port", "metrics_export_port", "dashboard_agent_listen_port")
 NOT_IN_USE = "-1"
+RUNTIME_ENV_PORT = "runtime_env_agent_port"
 
 
-def main(arguments: Sequence[str]) -> None:
-    """Writes the files, then waits for the end of the node process, its parent."""
+def stand_in(arguments: Sequence[str]) -> None:
+    """Writes the files of the dashboard's agent, then waits for the end of the node process, its parent."""
     parent = int(os.environ.get("RAY_RAYLET_PID") or os.getppid())
-    parser = argparse.ArgumentParser(allow_abbrev=False)
-    parser.add_argument("--session-dir", required=True)
-    parser.add_argument("--node-id", required=True)
-    asked, _ = parser.parse_known_args(arguments)
+    options = _options(arguments)
     for port in PORTS:
-        file = Path(asked.session_dir) / f"{port}_{asked.node_id}"
-        unfinished = file.with_suffix(".new")
-        unfinished.write_text(NOT_IN_USE)
-        unfinished.replace(file)
+        _report(options, port, NOT_IN_USE)
     with suppress(ProcessLookupError):
         ends = select.poll()
         ends.register(os.pidfd_open(parent), select.POLLIN)
@@ -38,5 +38,33 @@ def main(arguments: Sequence[str]) -> None:
             ends.poll()
 
 
+def start_with_a_port(command: Sequence[str]) -> None:
+    """Binds a port, writes the file of the agent for runtime environments, and becomes that agent, which
+    binds the same port and listens."""
+    options, key = _options(command), "runtime-env-agent-port"
+    place = socket.getaddrinfo(options["node-ip-address"], int(options[key]), type=socket.SOCK_STREAM)[0]
+    held = socket.socket(*place[:2])
+    held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as the agent: both may bind it
+    held.bind(place[4])
+    held.set_inheritable(True)  # nobody else gets the port until the agent has it
+    port = str(held.getsockname()[1])
+    _report(options, RUNTIME_ENV_PORT, port)
+    words = [f"--{key}={port}" if word.startswith(f"--{key}=") else word for word in command]
+    os.execv(words[0], words)
+
+
+def _options(words: Sequence[str]) -> dict[str, str]:
+    """The values of --name=value."""
+    pairs = (word.removeprefix("--").partition("=") for word in words if word.startswith("--"))
+    return {name: value for name, _, value in pairs}
+
+
+def _report(options: Mapping[str, str], port: str, value: str) -> None:
+    file = Path(options["session-dir"]) / f"{port}_{options['node-id']}"
+    unfinished = file.with_suffix(".new")
+    unfinished.write_text(value)
+    unfinished.replace(file)
+
+
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    ({DASHBOARD: stand_in, RUNTIME_ENV: start_with_a_port})[sys.argv[1]](sys.argv[2:])

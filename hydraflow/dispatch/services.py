@@ -10,14 +10,14 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from pathlib import Path
 from typing import Any
 
 import psutil
 from ray._private import ray_constants, services, utils
 from ray._private.node import Node
 
-AGENT = Path(__file__).with_name("agent.py")
+from hydraflow.dispatch import agent
+
 START_SECONDS = 180.0
 """Limit on the registration of a new raylet. Ray's own, 30 seconds, is too short on a machine whose
 processors are busy."""
@@ -26,7 +26,7 @@ processors are busy."""
 @contextmanager
 def without_services(*, log_monitor: bool) -> Iterator[None]:
     """Inside, Ray starts without its autoscaler, its dashboard's server and agent, and its server for clients
-    (ray://); without `log_monitor`, nothing reads its log files either.
+    (ray://), and waits for no import of an agent; without `log_monitor`, nothing reads its log files either.
 
     They take four seconds of a CPU, and `ray.init` waits for the first server and the agent."""
     unwanted = ["start_monitor", "start_api_server", "start_ray_client_server"]
@@ -35,9 +35,12 @@ def without_services(*, log_monitor: bool) -> Iterator[None]:
     interpreter = services._build_python_executable_command_memory_profileable
 
     def command(component: str, *args: Any, **kwargs: Any) -> list[str]:
+        ours = [sys.executable, "-I", "-S", agent.__file__]
         if component == ray_constants.PROCESS_TYPE_DASHBOARD_AGENT:
-            return [sys.executable, "-I", "-S", str(AGENT)]
-        return interpreter(component, *args, **kwargs)
+            return [*ours, agent.DASHBOARD]
+        given = interpreter(component, *args, **kwargs)
+        is_agent = component == ray_constants.PROCESS_TYPE_RUNTIME_ENV_AGENT
+        return [*ours, agent.RUNTIME_ENV, *given] if is_agent else given
 
     replaced: list[tuple[Any, str, Callable]] = [
         *((Node, name, lambda *args, **kwargs: None) for name in unwanted),

@@ -1,10 +1,12 @@
-"""What stands in for the agent of Ray's dashboard."""
+"""What stands in for Ray's agents."""
 
 from __future__ import annotations
 
+import socket
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -13,6 +15,7 @@ from ray._raylet import (
     DASHBOARD_AGENT_LISTEN_PORT_NAME,
     METRICS_AGENT_PORT_NAME,
     METRICS_EXPORT_PORT_NAME,
+    RUNTIME_ENV_AGENT_PORT_NAME,
     get_port_filename,
 )
 
@@ -30,7 +33,15 @@ sys.stdin.read()
 def test_it_writes_where_ray_looks_and_ends_with_its_parent(tmp_path: Path) -> None:
     names = (METRICS_AGENT_PORT_NAME, METRICS_EXPORT_PORT_NAME, DASHBOARD_AGENT_LISTEN_PORT_NAME)
     files = [tmp_path / get_port_filename(NODE_ID, name) for name in names]
-    words = ["-I", "-S", agent.__file__, "Ray's own", f"--node-id={NODE_ID}", f"--session-dir={tmp_path}"]
+    words = [
+        "-I",
+        "-S",
+        agent.__file__,
+        agent.DASHBOARD,
+        "Ray's own",
+        f"--node-id={NODE_ID}",
+        f"--session-dir={tmp_path}",
+    ]
     words += ["--node-ip-address=127.0.0.1", "--minimal"]
     with subprocess.Popen(
         [sys.executable, "-c", NODE, *words], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
@@ -45,6 +56,42 @@ def test_it_writes_where_ray_looks_and_ends_with_its_parent(tmp_path: Path) -> N
         assert set(tmp_path.iterdir()) == set(files)
         node.stdin.close()
     started.wait(timeout=30)
+
+
+RAYS_OWN = """
+import pathlib, socket, sys, time
+port = int(sys.argv[2].partition("=")[2])
+while not pathlib.Path("imported").exists():
+    time.sleep(0.02)
+listener = socket.socket()
+listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+listener.bind(("127.0.0.1", port))
+listener.listen()
+listener.accept()[0].sendall(sys.argv[3].encode())
+"""
+
+
+def test_a_port_is_reported_before_the_agent_has_imported_anything(tmp_path: Path) -> None:
+    file = tmp_path / get_port_filename(NODE_ID, RUNTIME_ENV_AGENT_PORT_NAME)
+    words = ["--node-ip-address=127.0.0.1", "--runtime-env-agent-port=0"]
+    words += [f"--session-dir={tmp_path}", f"--node-id={NODE_ID}"]
+    command = [sys.executable, "-c", RAYS_OWN, *words]
+    ours = [sys.executable, "-I", "-S", agent.__file__, agent.RUNTIME_ENV]
+    with subprocess.Popen([*ours, *command], cwd=tmp_path) as started:
+        deadline = time.monotonic() + 30
+        while not file.exists():
+            assert time.monotonic() < deadline and started.poll() is None
+            time.sleep(0.02)
+        place = ("127.0.0.1", int(file.read_text()))
+        with socket.socket() as other, pytest.raises(OSError, match="in use"):
+            other.bind(place)
+        (tmp_path / "imported").touch()
+        while True:
+            with suppress(ConnectionRefusedError), socket.create_connection(place) as client:
+                assert client.recv(100).decode() == words[2]
+                break
+            assert time.monotonic() < deadline and started.poll() is None
+        assert started.wait(30) == 0
 
 
 @pytest.mark.usefixtures("ray_session")
