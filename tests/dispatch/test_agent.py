@@ -97,5 +97,5 @@ def test_a_port_is_reported_before_the_agent_has_imported_anything(tmp_path: Pat
 @pytest.mark.usefixtures("ray_session")
 def test_a_local_ray_has_it_and_no_agent_of_rays_dashboard() -> None:
     lines = [process.cmdline() for process in own_ray_processes()]
-    assert sum(line[1:4] == ["-I", "-S", agent.__file__] for line in lines) == 1, lines
+    assert sum(line[1:5] == ["-I", "-S", agent.__file__, agent.DASHBOARD] for line in lines) == 1, lines
     assert not any(line and "DashboardAgent" in line[0] for line in lines), lines
