@@ -33,16 +33,8 @@ sys.stdin.read()
 def test_it_writes_where_ray_looks_and_ends_with_its_parent(tmp_path: Path) -> None:
     names = (METRICS_AGENT_PORT_NAME, METRICS_EXPORT_PORT_NAME, DASHBOARD_AGENT_LISTEN_PORT_NAME)
     files = [tmp_path / get_port_filename(NODE_ID, name) for name in names]
-    words = [
-        "-I",
-        "-S",
-        agent.__file__,
-        agent.DASHBOARD,
-        "Ray's own",
-        f"--node-id={NODE_ID}",
-        f"--session-dir={tmp_path}",
-    ]
-    words += ["--node-ip-address=127.0.0.1", "--minimal"]
+    words = ["-I", "-S", agent.__file__, agent.DASHBOARD, "Ray's own", f"--node-id={NODE_ID}"]
+    words += [f"--session-dir={tmp_path}", "--node-ip-address=127.0.0.1", "--minimal"]
     with subprocess.Popen(
         [sys.executable, "-c", NODE, *words], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     ) as node:
