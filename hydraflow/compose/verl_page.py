@@ -9,19 +9,17 @@ from hydraflow.compose.keys import is_below_open, known_keys
 from hydraflow.compose.patterns import fits
 from hydraflow.compose.verl import classify, is_never_read, renamed
 from hydraflow.compose.verl_table import (
-    DTYPES,
     FOLLOWS,
-    STRATEGIES,
-    VERL_TRACKERS,
     VERSION,
     Alias,
     Ignored,
     aliases,
     defaults,
     tables,
+    value_tables,
 )
 from hydraflow.compose.verl_trees import primary_names
-from hydraflow.compose.verl_values import OTHER_VALUES, our_value
+from hydraflow.compose.verl_values import our_value
 from hydraflow.errors import shown
 from hydraflow.schema import GenerateConfig, PPOConfig, SFTConfig
 
@@ -171,15 +169,18 @@ def _renamed(schema: type) -> Iterator[tuple[str, str, str]]:
 
 
 def _value_rows(schema: type) -> Iterator[tuple[str, str, str]]:
+    values = value_tables()
     rows = [
-        *(("**.{dtype,model_dtype,reduce_dtype}", verls, ours) for verls, ours in DTYPES.items()),
-        *(("**.strategy", verls, ours) for verls, ours in STRATEGIES.items()),
-        *((key, verls, ours) for key, table in OTHER_VALUES.items() for verls, ours in table.items()),
+        *(
+            (pattern, verls, ours)
+            for pattern, names in values.renamed.items()
+            for verls, ours in names.items()
+        ),
         ("**.checkpoint.save_contents", "[hf_model]", "[model,hf_model]"),
         ("**.optim.lr_warmup_steps", "null", "-1"),
         ("trainer.test_freq", "0", "-1"),
         ("trainer.logger", "tracking", "wandb"),
-        ("trainer.logger", ", ".join(VERL_TRACKERS), "left out, with file and tensorboard in their place"),
+        ("trainer.logger", ", ".join(values.trackers), "left out, with file and tensorboard in their place"),
     ]
     keys = known_keys(schema)
     yield from (row for row in rows if any(fits(row[0], key) or fits(row[0], f"x.{key}") for key in keys))

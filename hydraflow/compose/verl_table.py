@@ -2,7 +2,8 @@
 effect, or not supported yet.
 
 In: `verl_data/keys_*.yaml`, one for each of our configurations, read when a key of verl's is first looked up,
-the other names that our fields declare (`option(verl=...)`), and `defaults_*.yaml` from verl's public files.
+`values.yaml`, the other names that our fields declare (`option(verl=...)`), and `defaults_*.yaml` from verl's
+public files.
 Out: tables from keys or patterns to rows, and `defaults()`. In a pattern `{a,b}` matches either, `*` one
 name, `**` any names. Rows for names of other versions are those that `defaults` does not have. A key of ours
 needs no row. Left out on purpose: how rows are applied (`verl.py`), the defaults of main_generation and
@@ -21,7 +22,6 @@ from typing import Any
 import yaml
 
 from hydraflow.compose.patterns import expand
-from hydraflow.device import GPU
 from hydraflow.options import walk
 from hydraflow.schema import PPOConfig, SFTConfig
 
@@ -118,27 +118,6 @@ _DEFAULTS: dict[type, tuple[str, ...]] = {
     PPOConfig: ("defaults_ppo", "defaults_ppo_megatron"),
     SFTConfig: ("defaults_sft",),
 }
-DTYPES = {
-    "bfloat16": "bf16",
-    "float16": "fp16",
-    "half": "fp16",
-    "float32": "fp32",
-    "float": "fp32",
-    "float64": "fp64",
-}
-STRATEGIES = {"fsdp": "fsdp2", "dp": "fsdp2"}
-ENGINES = {"hf": "native"}
-DEVICES = {"gpu": GPU}
-REWARD_MANAGERS = {"gdpo": "naive"}
-"""Their scores by name are what every manager keeps here."""
-REJECTION_RULES = {"token": "token_k1", "sequence": "seq_sum_k1", "geometric": "seq_mean_k1"}
-"""Names of earlier versions."""
-FILTER_METRICS = {"reward": "score", "seq_final_reward": "seq_reward"}
-UNBUILT_ENGINES = ("trtllm",)
-UNBUILT_STRATEGIES = ("fsdp_turbo", "veomni", "torchtitan", "automodel", "mindspeed")
-"""Engines of verl that do not exist here."""
-VERL_TRACKERS = ("vemlp_wandb", "clearml", "trackio", "rl_insight")
-"""Trackers of verl that do not exist here; metrics.jsonl is always written."""
 
 
 @cache
@@ -164,6 +143,25 @@ def _alias(old: str, new: str, why: str = "") -> Alias:
     """A row; sizes of micro-batches without `_per_gpu` are those over all ranks."""
     over_all_ranks = old.endswith("micro_batch_size") and new.endswith("micro_batch_size_per_gpu")
     return Alias(new, why, over_all_ranks)
+
+
+@dataclass(frozen=True)
+class ValueTables:
+    """verl's values that have another name here, or nothing behind them."""
+
+    renamed: dict[str, dict[str, str]]
+    """Pattern of keys -> verl's value -> ours."""
+    rollout_engines: list[str]
+    training_engines: list[str]
+    """Engines that do not exist here."""
+    trackers: list[str]
+    """Trackers that do not exist here; metrics.jsonl is always written."""
+
+
+@cache
+def value_tables() -> ValueTables:
+    """The tables of `verl_data/values.yaml`."""
+    return ValueTables(**read("values"))
 
 
 @cache

@@ -9,31 +9,11 @@ from typing import Any
 
 from hydraflow.batch_plan.settings import COMMAND_LINE, DEFAULT
 from hydraflow.compose.patterns import fits
-from hydraflow.compose.verl_table import (
-    DEVICES,
-    DTYPES,
-    ENGINES,
-    FILTER_METRICS,
-    REJECTION_RULES,
-    REWARD_MANAGERS,
-    STRATEGIES,
-    UNBUILT_ENGINES,
-    UNBUILT_STRATEGIES,
-    VERL_TRACKERS,
-    tables,
-)
+from hydraflow.compose.verl_table import tables, value_tables
 from hydraflow.device import planned_devices
 from hydraflow.errors import Problem, shown
 
 ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
-OTHER_VALUES = {
-    f"{ROLLOUT}.name": ENGINES,
-    "algorithm.filter_groups.metric": FILTER_METRICS,
-    "algorithm.rollout_correction.rollout_rs": REJECTION_RULES,
-    "reward.reward_manager.name": REWARD_MANAGERS,
-    "trainer.device": DEVICES,
-}
-"""Key -> verl's values -> ours."""
 
 
 def our_value(key: str, value: Any) -> tuple[Any, str | None]:
@@ -44,12 +24,9 @@ def our_value(key: str, value: Any) -> tuple[Any, str | None]:
     """
     name = key.rpartition(".")[2]
     new, why = value, ""
-    if name in ("dtype", "model_dtype", "reduce_dtype"):
-        new = DTYPES.get(str(value), value)
-    elif name == "strategy":
-        new = STRATEGIES.get(str(value), value)
-    elif key in OTHER_VALUES:
-        new = OTHER_VALUES[key].get(str(value), value)
+    names = next((names for pattern, names in value_tables().renamed.items() if fits(pattern, key)), None)
+    if names is not None:
+        new = names.get(str(value), value)
     elif name == "save_contents" and value == ["hf_model"]:
         new, why = ["model", "hf_model"], ", since a run resumes from model"
     elif (name, value) in (("lr_warmup_steps", None), ("test_freq", 0)):
@@ -66,7 +43,7 @@ def _loggers(value: Any) -> tuple[Any, str | None]:
     if not isinstance(names, list):
         return value, None
     names = ["wandb" if name == "tracking" else name for name in names]
-    absent = [name for name in names if name in VERL_TRACKERS]
+    absent = [name for name in names if name in value_tables().trackers]
     kept = [name for name in names if name not in absent]
     if not absent:
         return kept, None
@@ -153,7 +130,7 @@ def unbuilt(leaves: dict[str, Any], origins: Mapping[str, str], foreign: dict[st
     """Problems of verl's engines that do not exist here, with every key that names them in one remedy.
     Replaces them by our nearest engine in `leaves`, and removes the keys from `foreign`."""
     name = f"{ROLLOUT}.name"
-    if leaves.get(name) in UNBUILT_ENGINES and origins.get(name, DEFAULT) != DEFAULT:
+    if leaves.get(name) in value_tables().rollout_engines and origins.get(name, DEFAULT) != DEFAULT:
         sizes = [
             f"{ROLLOUT}.{size}=1"
             for size in ("tensor_model_parallel_size", "data_parallel_size", "pipeline_model_parallel_size")
@@ -166,7 +143,9 @@ def unbuilt(leaves: dict[str, Any], origins: Mapping[str, str], foreign: dict[st
         found = {
             key: value
             for key, value in {**leaves, **foreign}.items()
-            if key.endswith(".strategy") and key.startswith(roles) and value in UNBUILT_STRATEGIES
+            if key.endswith(".strategy")
+            and key.startswith(roles)
+            and value in value_tables().training_engines
         }
         if not found:
             continue

@@ -13,7 +13,7 @@ from hydraflow.compose.keys import accepts, is_below_open, known_keys
 from hydraflow.compose.loading import load_command
 from hydraflow.compose.patterns import fits
 from hydraflow.compose.tree import check, flatten, nested
-from hydraflow.compose.verl_table import FOLLOWS, REJECTION_RULES, Alias, aliases, defaults, tables
+from hydraflow.compose.verl_table import FOLLOWS, Alias, aliases, defaults, tables, value_tables
 from hydraflow.compose.verl_trees import config_file
 from hydraflow.errors import ConfigError
 from hydraflow.schema import EvalConfig, GenerateConfig, PPOConfig, SFTConfig
@@ -157,7 +157,7 @@ def test_help_says_what_becomes_of_verls_keys(command, schema, row):
         (f"{ACTOR}.fsdp_config.model_dtype", "bfloat16", f"{ACTOR}.fsdp_config.model_dtype", "bf16"),
         (f"{ACTOR}.optim.lr_warmup_steps", None, f"{ACTOR}.optim.lr_warmup_steps", -1),
         (f"{ROLLOUT}.name", "hf", f"{ROLLOUT}.name", "native"),
-        *((CORRECTION, old, CORRECTION, new) for old, new in REJECTION_RULES.items()),
+        *((CORRECTION, old, CORRECTION, new) for old, new in value_tables().renamed[CORRECTION].items()),
         ("trainer.logger", "console", "trainer.logger", ["console"]),
         ("trainer.logger", ["console", "clearml"], "trainer.logger", ["console", "file", "tensorboard"]),
         ("trainer.val_generations_to_log_to_wandb", 4, "trainer.log_val_generations", 4),
