@@ -4,34 +4,28 @@ within fifty steps. Most need three to nine steps.
 In one process; with the recipe's own choices, grpo and vanilla, on two tensor-parallel ranks of
 Megatron-Core, and with a critic on two of its pipeline stages. At an eighth of the recipe's learning rate,
 without a warm-up, the first steps are the best ones; with rewards that say nothing accuracy falls: by one to
-nine points after three steps, by twelve to twenty-two after twelve. With
-the recipe's choices `test_own_source.py` trains in one process, and .ci/run in Ray on two data ranks. Whole
-runs are in the tables of docs/advantages.md and docs/policy_losses.md (`scripts/bench/learn.py`)."""
+nine points after three steps, by twelve to twenty-two after twelve. With the recipe's choices
+`test_own_source.py` trains in one process, and .ci/run in Ray on two data ranks. Whole runs are in the tables
+of docs/advantages.md and docs/policy_losses.md (`scripts/bench/learn.py`)."""
 
 from __future__ import annotations
 
-import json
-import signal
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import pytest
 from jobs.command import LOCAL
+from jobs.learning import ACTOR, ENOUGH, fifty_steps, gain, stop_once_learnt
 
 from hydraflow.algorithms.config import ESTIMATORS, POLICY_LOSSES
 from hydraflow.compose.loading import load
 from hydraflow.jobs.ppo import PPOJob
 from hydraflow.options import Implementation
 from hydraflow.schema import PPOConfig
-from hydraflow.tracking.file import FileTracker
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 
-METRIC = "val-core/arithmetic/acc/mean@1"
-ENOUGH = 0.15
-"""By which held-out accuracy must rise; of 500 problems, so that chance moves it by 0.03."""
-ACTOR = "actor_rollout_ref.actor"
 TENSOR_RANKS = ["recipe=arithmetic_megatron", "trainer.n_gpus_per_node=2", "trainer.threads_per_process=1"]
 STAGES = [
     *(
@@ -67,42 +61,6 @@ def choices(key: str, table: Mapping[str, Implementation]) -> Iterator[list[str]
         if name not in ("grpo", "vanilla"):
             choice = f"{key}={name}"
             yield [choice, *SUITABLE.get(choice.rpartition(".")[2], []), *LOCAL]
-
-
-def fifty_steps(folder: Path, cache: Path) -> list[str]:
-    return [
-        f"recipe.cache_dir={cache}",
-        f"trainer.default_local_dir={folder}",
-        "trainer.total_training_steps=50",
-        "trainer.test_freq=3",
-        "trainer.logger=[file]",
-        "trainer.save_final_model=false",
-        f"{ACTOR}.optim.lr=7e-5",
-        f"{ACTOR}.optim.lr_warmup_steps_ratio=0",
-    ]
-
-
-def gain(folder: Path) -> float:
-    """By how much held-out accuracy has risen."""
-    summary = json.loads((folder / "summary.json").read_text())
-    first: float = summary["first_val_accuracy"]
-    assert 0.3 <= first <= 0.6, "the warm start leaves something to learn"
-    return summary["last_val_accuracy"] - first
-
-
-def stop_once_learnt(monkeypatch: pytest.MonkeyPatch) -> None:
-    """SIGTERM comes with a validation that is above the first by more than the last one must be."""
-    whole: Callable = FileTracker.log
-    found: list[float] = []
-
-    def log(self: FileTracker, metrics: dict[str, float], at: int) -> None:
-        whole(self, metrics, at)
-        if METRIC in metrics:
-            found.append(metrics[METRIC])
-            if found[-1] > found[0] + ENOUGH:
-                signal.raise_signal(signal.SIGTERM)
-
-    monkeypatch.setattr(FileTracker, "log", log)
 
 
 @pytest.mark.parametrize(

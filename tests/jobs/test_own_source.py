@@ -3,7 +3,6 @@ default recipe learns from it."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -13,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from jobs.command import LOCAL, read_steps
+from jobs.learning import ACTOR, ENOUGH, fifty_steps, gain, stop_once_learnt
 
 from hydraflow.compose.loading import load
 from hydraflow.dispatch.shards import CompletedFuture
@@ -68,27 +68,24 @@ class RandomJob(PPOJob):
 
 
 @pytest.mark.timeout(800)
-def test_groups_of_any_size_in_any_order_train(tmp_path: Path, recipe_cache: Path) -> None:
+def test_groups_of_any_size_in_any_order_train(
+    tmp_path: Path, recipe_cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stop_once_learnt(monkeypatch)
     overrides = [
-        f"recipe.cache_dir={recipe_cache}",
-        f"trainer.default_local_dir={tmp_path}",
-        "trainer.total_training_steps=8",
-        "actor_rollout_ref.actor.optim.lr=5e-5",  # at which the first steps are the best ones
         # About as many rows as the recipe's after the source has dropped its share.
         "data.train_batch_size=128",
-        "actor_rollout_ref.actor.ppo_mini_batch_size=64",
-        "trainer.test_freq=-1",
-        "trainer.logger=[file]",
-        "trainer.save_final_model=false",
+        f"{ACTOR}.ppo_mini_batch_size=64",
+        "trainer.test_freq=8",
     ]
-    RandomJob(load("ppo", PPOConfig, [*overrides, *LOCAL])).run()
-    summary = json.loads((tmp_path / "summary.json").read_text())
-    assert summary["last_val_accuracy"] > summary["first_val_accuracy"] + 0.15
+    overrides = [*fifty_steps(tmp_path, recipe_cache), *overrides, *LOCAL]
+    RandomJob(load("ppo", PPOConfig, overrides)).run()
+    assert gain(tmp_path) > ENOUGH
     assert len(set(ROWS)) > 5 and max(FAULTED) > 0
     steps = read_steps(tmp_path)[1:]
     assert [row["rollout/faulted_rows"] for row in steps] == FAULTED
     tokens = [row["perf/total_num_tokens"] / row["perf/throughput"] for row in steps]
-    assert len(tokens) == 8 and all(0 < count < float("inf") for count in tokens)
+    assert len(tokens) >= 8 and all(0 < count < float("inf") for count in tokens)
 
 
 def test_the_ranks_share_rows_that_do_not_divide(

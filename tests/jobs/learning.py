@@ -1,0 +1,54 @@
+"""Runs of the default recipe that end once they have learnt enough."""
+
+from __future__ import annotations
+
+import json
+import signal
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from hydraflow.tracking.file import FileTracker
+
+ACTOR = "actor_rollout_ref.actor"
+METRIC = "val-core/arithmetic/acc/mean@1"
+ENOUGH = 0.15
+"""By which held-out accuracy must rise; of 500 problems, so that chance moves it by 0.03."""
+
+
+def fifty_steps(folder: Path, cache: Path) -> list[str]:
+    """Overrides for at most fifty steps, with a validation after every third."""
+    return [
+        f"recipe.cache_dir={cache}",
+        f"trainer.default_local_dir={folder}",
+        "trainer.total_training_steps=50",
+        "trainer.test_freq=3",
+        "trainer.logger=[file]",
+        "trainer.save_final_model=false",
+        f"{ACTOR}.optim.lr=7e-5",
+        f"{ACTOR}.optim.lr_warmup_steps_ratio=0",
+    ]
+
+
+def gain(folder: Path) -> float:
+    """By how much held-out accuracy has risen."""
+    summary = json.loads((folder / "summary.json").read_text())
+    first: float = summary["first_val_accuracy"]
+    assert 0.3 <= first <= 0.6, "the warm start leaves something to learn"
+    return summary["last_val_accuracy"] - first
+
+
+def stop_once_learnt(monkeypatch: pytest.MonkeyPatch) -> None:
+    """SIGTERM comes with a validation that is above the first by more than the last one must be."""
+    whole: Callable = FileTracker.log
+    found: list[float] = []
+
+    def log(self: FileTracker, metrics: dict[str, float], at: int) -> None:
+        whole(self, metrics, at)
+        if METRIC in metrics:
+            found.append(metrics[METRIC])
+            if found[-1] > found[0] + ENOUGH:
+                signal.raise_signal(signal.SIGTERM)
+
+    monkeypatch.setattr(FileTracker, "log", log)
