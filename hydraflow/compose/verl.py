@@ -22,7 +22,16 @@ from hydraflow.compose import verl_trees
 from hydraflow.compose.keys import accepts, is_below_open, keys_for, known_above, known_keys, wrong_type
 from hydraflow.compose.nearest import nearest
 from hydraflow.compose.patterns import fits
-from hydraflow.compose.verl_table import FOLLOWS, Alias, Ignored, Unsupported, aliases, defaults, tables
+from hydraflow.compose.verl_table import (
+    FOLLOWS,
+    Alias,
+    Ignored,
+    Unsupported,
+    accepted,
+    aliases,
+    defaults,
+    tables,
+)
 from hydraflow.compose.verl_values import (
     beside_others,
     frozen_routers,
@@ -351,7 +360,7 @@ def suggested(schema: type, problem: Problem, value: Any) -> Problem:
     actor_rollout_ref.rollout.free_cache_engine=true
     """
     ours = keys_for(schema, problem.field)
-    others = [key for key in {**defaults(schema), **aliases(schema)} if key not in ours]
+    others = [key for key in [*defaults(schema), *aliases(schema), *accepted(schema)] if key not in ours]
     near = nearest(problem.field, [*ours, *others], 1)
     if not near or near[0] in ours:
         return problem

@@ -201,6 +201,14 @@ def tables(schema: type) -> KeyTables:
     )
 
 
+@cache
+def accepted(schema: type) -> list[str]:
+    """The keys without a counterpart that are accepted, but for those of patterns with any names."""
+    found = tables(schema)
+    forms = [form for pattern in [*found.ignored, *found.not_needed] for form in expand(pattern)]
+    return [form for form in forms if "*" not in form]
+
+
 def _rows(schema: type) -> dict[str, Any]:
     """The content of a configuration's `keys_*.yaml`; verl has no counterpart of some commands."""
     name = schema.__name__.removesuffix("Config").lower()

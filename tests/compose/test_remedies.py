@@ -65,6 +65,16 @@ def test_other_entry_points_know_verls_names():
     assert command.origins["rollout.n"] == "command line"
 
 
+def test_a_generation_does_not_divide_models() -> None:
+    given = ["model.path=m", "data.path=d", "output.path=o.jsonl"]
+    size = "rollout.tensor_model_parallel_size"
+    with pytest.raises(ConfigError) as refused:
+        load("generate", GenerateConfig, [*given, f"{size}=2"])
+    [problem] = refused.value.problems
+    assert "divide each model" in problem.rule and problem.remedy == f"leave out {size}"
+    assert load("generate", GenerateConfig, [*given, f"{size}=1"]).rollout.n == 1
+
+
 @pytest.mark.parametrize(
     ("word", "expected"),
     [
@@ -81,6 +91,7 @@ def test_other_entry_points_know_verls_names():
         ("data.train_files=[a,b", "its [ is not closed\n      -> 'data.train_files=[a,b]'"),
         ("data.x={a:", "its { is not closed\n      -> 'data.x={a:...}'"),
         ("lr=1e-5", "unknown key\n      -> actor_rollout_ref.actor.optim.lr=1e-05 or critic.optim.lr"),
+        ("trainer.use_legacy_worker_imp=disable", "-> trainer.use_legacy_worker_impl=disable"),
         ("data.val_files=['']", "data.val_files=['']: must be a file or a list of files"),
         (
             'data.train_files="[/a,/b]"',
