@@ -43,7 +43,8 @@ class Rule:
 @dataclass(frozen=True)
 class Beside:
     """A condition on a key's value and the other keys of its section, checked while the key has an effect.
-    In the texts `{s}` is the dotted path of the section, and `{name}` the value of one of its keys."""
+    In the texts `{s}` is the dotted path of the section, `{own}` the key's name, and `{name}` the value of a
+    key of the section."""
 
     holds: Callable[[Any, Any], bool]
     """Of the value and the section."""
@@ -331,9 +332,10 @@ def required(why: str, remedy: str) -> Beside:
     return Beside(lambda value, _: value is not None, f"must be given: {why}", remedy)
 
 
-def ordered(compares: Callable[[Any, Any], bool], word: str, key: str, why: str, remedy: str) -> Beside:
-    """The value is in this order with another key of the section; word: the comparison in words."""
+def ordered(compares: Callable[[Any, Any], bool], word: str, key: str, why: str) -> Beside:
+    """The value is in this order with another, larger key of the section; word: the comparison in words."""
     text = f"must be {word} {key}={{{key}:g}}: {why}"
+    remedy = f"a smaller {{s}}.{{own}} or a larger {{s}}.{key}"
     return Beside(lambda value, section: compares(value, getattr(section, key)), text, remedy)
 
 

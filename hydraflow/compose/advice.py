@@ -136,7 +136,7 @@ def _profiles(config: PPOConfig) -> Iterator[str]:
     if absent := [rank for rank in profiler.ranks or () if rank >= devices]:
         yield (
             f"global_profiler.ranks=[{','.join(map(str, absent))}]: the trainer has {count(devices, 'rank')},"
-            " so these are never profiled; ranks count from 0"
+            " so there is nothing else to profile; ranks count from 0"
         )
 
 

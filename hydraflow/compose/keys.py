@@ -7,6 +7,7 @@ Left out on purpose: ranges and choices (`rules.py`), and whole trees (`tree.py`
 from __future__ import annotations
 
 import ast
+import difflib
 import functools
 import inspect
 import shutil
@@ -125,15 +126,16 @@ def keys_for(schema: type, path: str) -> list[str]:
 
 
 def nearest_keys(schema: type, path: str, count: int = 3) -> list[str]:
-    """Known keys that resemble `path`, the nearest first; leaves and names in open mappings only. Of the
-    critic's and the actor's, the actor's are meant, unless the critic is named.
+    """Known keys that resemble `path`, the nearest first; leaves and names in open mappings only. The actor's
+    come before the critic's unless the path names the critic.
 
     >>> from hydraflow.schema import PPOConfig
     >>> nearest_keys(PPOConfig, "train_batch_size")[0]
     'data.train_batch_size'
     """
     found = nearest(path, keys_for(schema, path), max(count, 3))
-    return sorted(found, key=lambda key: "critic" in key and "crit" not in path)[:count]
+    names_it = difflib.get_close_matches("critic", path.lower().split("."), 1)
+    return found[:count] if names_it else sorted(found, key=lambda key: key.startswith("critic."))[:count]
 
 
 def _takes(schema: type, path: str, value: Any) -> bool:

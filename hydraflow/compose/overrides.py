@@ -43,6 +43,8 @@ Groups = Mapping[str, Sequence[str]]
 """Folder of YAML files -> the choices in it."""
 
 _KEY = re.compile(r"[A-Za-z_][\w@:/-]*(\.[\w@:/-]+)*")
+_IS_OVERRIDE = re.compile(r"[+~]+|[A-Za-z_][\w@:/.-]*=")
+"""The start of a word that is an override of its own."""
 _DEFAULT_RECIPE = "recipe=arithmetic"
 _OWN_MODEL_OR_DATA = {"recipe", "actor_rollout_ref.model.path", "data.train_files", "data.val_files"}
 """The default recipe is not used if one of these keys is given."""
@@ -162,12 +164,12 @@ def _without_spaces(words: Sequence[str]) -> tuple[list[str], list[Problem]]:
     several of, and a problem for each."""
     kept, problems = list[str](), list[Problem]()
     for word in words:
-        if kept and _is_open(kept[-1]) and "=" not in word:
+        if kept and _unclosed(kept[-1]) and not _IS_OVERRIDE.match(word):
             kept[-1] += f" {word}"
-            if not _is_open(kept[-1]):
-                whole = public_word(kept.pop())
-                rule = "has spaces, at which the shell has split it"
-                problems.append(Problem(whole, None, rule, f"quote it: {shlex.quote(whole)}"))
+            if not _unclosed(kept[-1]):
+                whole = public_word(joined := kept.pop())
+                remedy = f"quote it: {shlex.quote(whole)}" if whole == joined else "quote all of it"
+                problems.append(Problem(whole, None, "contains spaces, so the shell split it", remedy))
         elif kept and kept[-1].endswith(":") and "=" not in kept[-1] + word:
             problems.append(_as_in_yaml(kept.pop().removesuffix(":"), word))
         elif len(kept) > 1 and kept[-1] == "=" and "=" not in kept[-2]:
@@ -179,12 +181,16 @@ def _without_spaces(words: Sequence[str]) -> tuple[list[str], list[Problem]]:
     return kept, problems
 
 
-def _is_open(word: str) -> bool:
-    """Whether a word ends inside of the brackets of its value: of {a: 1}, the shell has made two."""
-    value = word.partition("=")[2]
-    return value.startswith(("{", "[")) and any(
-        value.count(left) > value.count(right) for left, right in ("{}", "[]")
-    )
+def _unclosed(word: str) -> str:
+    """The brackets that would close the value of an override that begins with one; the shell splits
+    `{a: 1}` in two."""
+    value, closers = word.partition("=")[2], ""
+    for letter in re.sub(r"'[^']*'|\"[^\"]*\"", "", value) if value.startswith(("[", "{")) else "":
+        if letter in "[{":
+            closers = ("]" if letter == "[" else "}") + closers
+        elif closers.startswith(letter):
+            closers = closers[1:]
+    return closers
 
 
 def _no_value(word: str, schema: type) -> Problem:
@@ -216,9 +222,9 @@ def _unreadable(word: str, key: str, value: str, reason: str, near: Sequence[str
         return Problem(word, None, rule, "--help lists every key")
     if hidden == word and value.startswith("="):
         return Problem(word, None, "has more than one =", f"{key}={value.lstrip('=')}")
-    for left, right in (("[", "]"), ("{", "...}")) if hidden == word else ():
-        if value.startswith(left) and right[-1] not in value:
-            return Problem(word, None, f"its {left} is not closed", f"'{word}{right}'")
+    if hidden == word and (closers := _unclosed(word)):
+        more = "..." if word.endswith((":", ",")) else ""
+        return Problem(word, None, f"its {value[0]} is not closed", shlex.quote(f"{word}{more}{closers}"))
     rule, inner = f"cannot be read: {reason}", value.replace('"', r"\"")
     if value.count("'") % 2 or value.count('"') % 2:  # the start or the end of the user's own
         inner = value.replace("'", "").replace('"', "")

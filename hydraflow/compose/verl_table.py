@@ -152,10 +152,11 @@ class ValueTables:
     renamed: dict[str, dict[str, str]]
     """Pattern of keys -> verl's value -> ours."""
     rollout_engines: list[str]
+    """Those that do not exist here."""
     training_engines: list[str]
-    """Engines that do not exist here."""
+    """Likewise."""
     trackers: list[str]
-    """Trackers that do not exist here; metrics.jsonl is always written."""
+    """Likewise."""
 
 
 @cache
@@ -203,7 +204,7 @@ def tables(schema: type) -> KeyTables:
 
 @cache
 def accepted(schema: type) -> list[str]:
-    """The keys without a counterpart that are accepted, but for those of patterns with any names."""
+    """The accepted keys without a counterpart, except those of patterns that contain `*`."""
     found = tables(schema)
     forms = [form for pattern in [*found.ignored, *found.not_needed] for form in expand(pattern)]
     return [form for form in forms if "*" not in form]

@@ -3,9 +3,11 @@
 In: an agent's command line. Out: the files in which Ray looks for the agents' ports. In place of the
 dashboard's agent: files that say that there are none; without a dashboard, Ray's own does no more, and takes
 a second of a core and 100 MiB to import what it needs for that. In place of the agent for runtime
-environments: the port that it will have, then that agent itself. Ray's node process waits for the port, and
-aborts if it is not reported within 15 seconds; on a busy machine the agent's imports take longer. A script of
-the standard library alone; it ends with the node process, which ends if it does.
+environments: a process that reserves and reports the agent's port, then executes the agent. Ray's node
+process waits for the port, and aborts if it is not reported within 15 seconds; on a busy machine the agent's
+imports take longer. The first worker with an environment of its own still waits for them
+(`agent_register_timeout_ms`). A script of the standard library alone; it ends with the node process, which
+ends if it does.
 """
 
 from __future__ import annotations
@@ -41,15 +43,16 @@ def stand_in(arguments: Sequence[str]) -> None:
 def start_with_a_port(command: Sequence[str]) -> None:
     """Binds a port, writes the file of the agent for runtime environments, and becomes that agent, which
     binds the same port and listens."""
-    options, key = _options(command), "runtime-env-agent-port"
-    place = socket.getaddrinfo(options["node-ip-address"], int(options[key]), type=socket.SOCK_STREAM)[0]
-    held = socket.socket(*place[:2])
-    held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as the agent: both may bind it
-    held.bind(place[4])
-    held.set_inheritable(True)  # nobody else gets the port until the agent has it
-    port = str(held.getsockname()[1])
-    _report(options, RUNTIME_ENV_PORT, port)
-    words = [f"--{key}={port}" if word.startswith(f"--{key}=") else word for word in command]
+    options, key, words = _options(command), "runtime-env-agent-port", list(command)
+    with suppress(OSError, ValueError):  # the agent itself reports what is wrong
+        place = socket.getaddrinfo(options["node-ip-address"], int(options[key]), type=socket.SOCK_STREAM)[0]
+        held = socket.socket(*place[:2])
+        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as the agent: both may bind it
+        held.bind(place[4])
+        held.set_inheritable(True)  # nobody else gets the port until the agent has it
+        port = str(held.getsockname()[1])
+        _report(options, RUNTIME_ENV_PORT, port)
+        words = [f"--{key}={port}" if word.startswith(f"--{key}=") else word for word in command]
     os.execv(words[0], words)
 
 

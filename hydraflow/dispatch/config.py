@@ -7,7 +7,11 @@ from typing import Any
 
 from hydraflow.options import Rule, Switch, option
 
-RAY_SETTINGS = {"free_objects_batch_size": 1, "prestart_worker_first_driver": False}
+RAY_SETTINGS = {
+    "free_objects_batch_size": 1,
+    "prestart_worker_first_driver": False,
+    "agent_register_timeout_ms": 180_000,
+}
 """Of every Ray that we start. Memory of an object is free at once when no reference is left: by default Ray
 waits for a hundred objects or a second, and what is stored meanwhile takes memory that no process has touched
 yet. Processes are started when there is work for them: by default `ray.init` starts one per declared CPU and

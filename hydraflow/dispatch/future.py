@@ -37,6 +37,8 @@ BROKEN = re.compile(
 """Messages of gloo, NCCL and sockets when the peer process has gone."""
 COLOURS = re.compile(r"\x1b\[\d+m")
 """In Ray's messages."""
+UNREAD = 5.0
+"""Seconds for columns to arrive, after which all processes are asked whether they are there."""
 FETCH = 10.0
 """Seconds for one ready answer to arrive, after fetching the answers of all ranks together has failed."""
 
@@ -111,6 +113,8 @@ class PendingCalls:
         self.interrupt: Callable[[], None] | None = None
         """Called a few times a second while waiting; an exception ends the wait. The calls stay pending,
         except those of a process that was just being replaced."""
+        self.ask_all: Callable[[], None] | None = None
+        """Sends each worker process a call, so that the death of one is noticed; None: there are none."""
         self.pending: dict[ObjectRef, PendingCall] = {}
         self._died: list[tuple[PendingCall, Failure]] = []
         """Calls whose process is to be replaced."""
@@ -131,20 +135,38 @@ class PendingCalls:
                 return owed.index([])
             self._wait([ref for refs in owed for ref in refs], 1)
 
+    def await_columns(self, columns: list[ObjectRef], seconds: float) -> None:
+        """Waits until they can be read, at most `seconds`. Raises when a call fails, or a worker process is
+        dead, which Ray does not always report to those who read what it held."""
+        start, asked = time.monotonic(), False
+        while len(ray.wait(columns, num_returns=len(columns), timeout=SLICE)[0]) < len(columns):
+            waited = time.monotonic() - start
+            if waited > seconds:
+                return
+            if waited > UNREAD and not asked and self.ask_all is not None:
+                self.ask_all()
+                asked = True
+            self._check()
+            self._take(_answered(list(self.pending), 0))
+
     def _owed(self, refs: Mapping[int, ObjectRef]) -> list[ObjectRef]:
         return [ref for ref in refs.values() if ref in self.pending]
 
     def _wait(self, owed: list[ObjectRef], count: int) -> None:
         """Waits for up to `count` of those answers, and stores all that have arrived."""
-        if self.head is not None:
-            self.head.look()
-        if self.interrupt is not None:
-            self.interrupt()
+        self._check()
         left = min(call.deadline for call in self.pending.values()) - time.monotonic()
         ready = self._ready(owed, max(0.0, min(left, SLICE)), count)
         if not ready and left <= 0:
             self._late()
         self._take(ready)
+
+    def _check(self) -> None:
+        """Raises when Ray's control service is gone, or a wait is to end."""
+        if self.head is not None:
+            self.head.look()
+        if self.interrupt is not None:
+            self.interrupt()
 
     def _ready(self, wanted: list[ObjectRef], seconds: float, count: int) -> list[ObjectRef]:
         """Waits until `count` of `wanted` have answered, at most `seconds`; returns those that have, of these

@@ -22,7 +22,7 @@ from typing import Any
 import ray
 from ray import ObjectRef
 
-from hydraflow.dispatch.future import CallFuture, PendingCall, PendingCalls, ReplacementDied
+from hydraflow.dispatch.future import FETCH, CallFuture, PendingCall, PendingCalls, ReplacementDied
 from hydraflow.dispatch.host import WorkerHost
 from hydraflow.dispatch.modes import CallContext, PerRank, Registration, registration
 from hydraflow.dispatch.observability import Observability
@@ -240,6 +240,19 @@ class WorkerGroup(Group):
         columns = results[1] if len(results) > 1 else None
         self.channel.calls.pending[results[0]] = replace(call, columns=columns)
 
+    def ask_all(self) -> None:
+        """Sends each process a call; its answer is not used, and its failure is reported by any wait."""
+        role, seconds = next(iter(self.roles)), self.channel.timeouts.call
+        self._ask(
+            lambda rank: [self._hosts[rank].identify.remote()],
+            range(self.world_size),
+            role,
+            "identify",
+            answers={},
+            seconds=seconds,
+            resend=False,
+        )
+
     def await_ready(self) -> None:
         if self.error is not None:
             raise self.error
@@ -454,6 +467,8 @@ def _settled(value: Any) -> Any:
 
 
 def fetch(batch: RemoteBatch, keys: Sequence[str] | None, channel: Channel) -> DataProto:
-    """Reads columns into the controller, all in one request. EnvironmentFault when they are gone or late."""
-    read = partial(read_columns, traffic=channel.traffic, timeout=channel.timeouts.call)
+    """Reads columns into the controller, all in one request. EnvironmentFault when they are gone or late,
+    WorkerError when the process that holds them is found to be dead."""
+    wait = partial(channel.calls.await_columns, seconds=channel.timeouts.call)
+    read = partial(read_columns, traffic=channel.traffic, timeout=FETCH, wait=wait)
     return materialise(batch, read, keys=keys)

@@ -63,6 +63,7 @@ class Runtime:
         self.timeline = Timeline(ray_init.timeline_file)
         self.observability = replace(observability or Observability(), traced=self.timeline.wanted)
         self.channel = Channel(timeouts, observability=self.observability, timeline=self.timeline)
+        self.channel.calls.ask_all = self._ask_all
         self.groups: list[Group] = []
         self._reservations: dict[str, Reservation] = {}
         self._owns_ray = False
@@ -138,6 +139,11 @@ class Runtime:
         )
         self.groups.append(group)
         return group
+
+    def _ask_all(self) -> None:
+        for group in self.groups:
+            if isinstance(group, WorkerGroup) and group.error is None:
+                group.ask_all()
 
     def await_ready(self) -> None:
         """Waits until the workers of all groups are built. ConfigError or WorkerError when one fails, as in

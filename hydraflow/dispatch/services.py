@@ -61,7 +61,7 @@ def without_services(*, log_monitor: bool) -> Iterator[None]:
 
 def _patient(get_node: Callable[[str, str], Any], others: set[psutil.Process]) -> Callable[[str, str], Any]:
     """Ray's `get_node`, which raises RuntimeError while the node's raylet is not registered: not before
-    `START_SECONDS` have passed, unless no raylet of this process runs but for those of `others`."""
+    `START_SECONDS` have passed, unless this process has no running raylet besides `others`."""
 
     def registered(gcs_address: str, node_id: str) -> Any:
         deadline = time.monotonic() + START_SECONDS

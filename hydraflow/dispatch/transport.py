@@ -13,7 +13,7 @@ import io
 import pickle
 import socket
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -237,16 +237,21 @@ def join(receipts: Sequence[Receipt]) -> RemoteBatch:
 
 
 def read_columns(
-    refs: Sequence[ColumnRef], traffic: Traffic | None = None, timeout: float | None = None
+    refs: Sequence[ColumnRef],
+    traffic: Traffic | None = None,
+    timeout: float | None = None,
+    wait: Callable[[list[ObjectRef]], None] | None = None,
 ) -> list[wire.ColumnData]:
     """The columns behind `RayColumn`s, in one request; tensors are read-only views of the object store.
 
-    EnvironmentFault when a column is gone with the process that made it, or does not arrive in `timeout`
-    seconds.
+    wait: called first with what will be read; it may wait for it, and raise. EnvironmentFault when a column
+    is gone with the process that made it, or does not arrive in `timeout` seconds.
     """
     wanted = [ref for ref in refs if isinstance(ref, RayColumn)]
     assert len(wanted) == len(refs), "all columns must be in the object store"
     objects = list(dict.fromkeys(column.ref for column in wanted))
+    if wait is not None:
+        wait(objects)
     try:
         found = dict(zip(objects, ray.get(objects, timeout=timeout), strict=True))
     except (ray.exceptions.ObjectLostError, ray.exceptions.GetTimeoutError) as error:

@@ -9,15 +9,21 @@ long are still counted, and the count says so.
 from __future__ import annotations
 
 import codecs
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from hydraflow.errors import Problem
-from hydraflow.system.paths import DATA_ENDINGS, file_problems, listed, no_file
-
-JSON_ENDINGS = DATA_ENDINGS[1:]
+from hydraflow.system.paths import (
+    DATA_ENDINGS,
+    JSON_ENDINGS,
+    PARQUET_ENDING,
+    file_problems,
+    listed,
+    no_file,
+)
 
 
 @dataclass(frozen=True)
@@ -49,8 +55,8 @@ def count_rows(files: Any, *, key: str, limit: int = -1, filtered: bool = False)
     if paths is None:
         return RowCount(None, problems=tuple(file_problems(files, key)))
     names = [files] if isinstance(files, str) else files
-    missing = tuple(name for name, path in zip(names, paths) if not path.exists())
-    counted = [_count_file(path, key) for path in paths if path.exists()]
+    missing = tuple(name for name, path in zip(names, paths) if not os.path.exists(path))
+    counted = [_count_file(path, key) for path in paths if os.path.exists(path)]
     problems = tuple(found for found in counted if isinstance(found, Problem))
     if missing or problems:
         return RowCount(None, missing=missing, problems=problems)
@@ -75,10 +81,10 @@ def _count_file(path: Path, key: str) -> int | Problem:
     rows: int | str
     if path.suffix in JSON_ENDINGS:
         rows = _lines(path)
-    elif path.suffix == ".parquet":
+    elif path.suffix == PARQUET_ENDING:
         rows = _footer_rows(path)
     else:
-        rows = f"ends in {path.suffix or 'nothing'}; known are .parquet, {', '.join(JSON_ENDINGS)}"
+        rows = f"ends in {path.suffix or 'nothing'}; known are {', '.join(DATA_ENDINGS)}"
     if isinstance(rows, str):
         return Problem(key, path, rows)
     return rows or Problem(key, path, "the file has no rows")

@@ -143,8 +143,6 @@ def _load(inputs: EstimateInputs) -> tuple[int, str]:
 
 def _read_bytes(inputs: EstimateInputs, role: str, layout: Layout) -> int:
     policy, limits = inputs.config.actor_rollout_ref, inputs.limits
-    if layout.engine in ALONE:
-        return 0  # starts without weights
     others: dict[str, CriticConfig | RefConfig] = {"critic": inputs.config.critic, "ref": policy.ref}
     section = others.get(role, policy.actor)
     shape = inputs.critic_shape if role == "critic" else inputs.shape

@@ -9,14 +9,17 @@ from __future__ import annotations
 
 import difflib
 import os
+import shlex
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from hydraflow.errors import ConfigError, Problem
 from hydraflow.system.whole_files import prove_writable
 
-DATA_ENDINGS = (".parquet", ".jsonl", ".json")
+PARQUET_ENDING, JSON_ENDINGS = ".parquet", (".jsonl", ".json")
+DATA_ENDINGS = (PARQUET_ENDING, *JSON_ENDINGS)
 _SUGGESTED = 3
 """Files of a folder that a message names."""
 
@@ -43,28 +46,34 @@ def file_problems(files: Any, key: str) -> list[Problem]:
     if paths is None:
         rule = "must be a Parquet or JSONL file, or a list of them"
         return [Problem(key, files, rule, f"{key}=/path/to/file.parquet")]
-    return [no_file(path, key) for path in paths if not path.is_file()]
+    problems = [no_file(path, key) for path in paths if not os.path.isfile(path)]
+    if len(paths) > 1:  # an override with one file would drop the others
+        problems = [replace(one, remedy=one.remedy.replace(f"{key}=", "")) for one in problems]
+    return problems
 
 
 def no_file(path: Path, key: str, *, endings: Sequence[str] = DATA_ENDINGS, after: str = "") -> Problem:
     """The problem of a path in `key` that is not a file, with what is there instead. endings: those of files
-    that may be meant in a folder; after: what follows the path in the value."""
+    that may be meant; after: what follows the path in the value."""
     if path.is_dir():
-        rule, meant = "is a folder, not a file", [f"{path}/<file>"]
-        files = [file for file in _inside(path) if file.name.endswith(tuple(endings))]
+        rule, files = "is a folder, not a file", sorted(_files_in(path, endings))
+        meant = [f"{key}={path}/<file>{after}"]
     else:
-        folder, meant = path.absolute().parent, ["<a file>"]
-        rule = "no such file " + (f"in {folder}" if folder.is_dir() else f"and no folder {folder}")
-        names = [file.name for file in _inside(folder)]
+        folder, meant = path.absolute().parent, [f"{key}=<a file>{after}"]
+        if folder.is_dir():
+            rule = f"no such file in {folder}"
+        else:
+            rule = f"no such file: {folder} " + ("is not a folder" if folder.exists() else "does not exist")
+        names = [file.name for file in _files_in(folder, endings)]
         files = [path.with_name(name) for name in difflib.get_close_matches(path.name, names, _SUGGESTED)]
-    meant = [str(file) for file in sorted(files)[:_SUGGESTED]] or meant
-    return Problem(key, f"{path}{after}", rule, " or ".join(f"{key}={one}{after}" for one in meant))
+    meant = [shlex.quote(f"{key}={file}{after}") for file in files[:_SUGGESTED]] or meant
+    return Problem(key, f"{path}{after}", rule, " or ".join(meant))
 
 
-def _inside(folder: Path) -> list[Path]:
+def _files_in(folder: Path, endings: Sequence[str]) -> list[Path]:
     try:
-        return list(folder.iterdir())
-    except OSError:  # may not be read
+        return [file for file in folder.iterdir() if file.suffix in endings and file.is_file()]
+    except OSError:  # it is none, or may not be read
         return []
 
 

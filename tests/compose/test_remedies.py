@@ -90,6 +90,7 @@ def test_a_generation_does_not_divide_models() -> None:
         ("data.train_batch_size=64,128", "-> data.train_batch_size=64 for one value, or --multirun"),
         ("data.train_files=[a,b", "its [ is not closed\n      -> 'data.train_files=[a,b]'"),
         ("data.x={a:", "its { is not closed\n      -> 'data.x={a:...}'"),
+        ("citric.ppo_epochs=2", "unknown key\n      -> critic.ppo_epochs=2 or"),
         ("lr=1e-5", "unknown key\n      -> actor_rollout_ref.actor.optim.lr=1e-05 or critic.optim.lr"),
         ("trainer.use_legacy_worker_imp=disable", "-> trainer.use_legacy_worker_impl=disable"),
         ("data.val_files=['']", "data.val_files=['']: must be a file or a list of files"),
@@ -179,10 +180,12 @@ def test_spaces_around_the_sign_are_one_problem(words, said):
     [
         (
             ["data.x={a:", "1,", "b:", "2}"],
-            "data.x={a: 1, b: 2}: has spaces, at which the shell has split it\n"
+            "data.x={a: 1, b: 2}: contains spaces, so the shell split it\n"
             "      -> quote it: 'data.x={a: 1, b: 2}'",
         ),
-        (["data.x=[1,"], "data.x=[1,: its [ is not closed\n      -> 'data.x=[1,]'"),
+        (["data.x=[1,"], "data.x=[1,: its [ is not closed\n      -> 'data.x=[1,...]'"),
+        (["data.x=[{a: 1]"], "data.x=[{a: 1]: its [ is not closed\n      -> 'data.x=[{a: 1]}]'"),
+        (["data.x=[1,", "~data.shuffle"], "data.x=[1,: its [ is not closed\n      -> 'data.x=[1,...]'"),
     ],
 )
 def test_a_value_that_the_shell_has_split_is_one_problem(words: list[str], expected: str) -> None:

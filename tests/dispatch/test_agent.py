@@ -6,7 +6,7 @@ import socket
 import subprocess
 import sys
 import time
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 import psutil
@@ -53,6 +53,7 @@ def test_it_writes_where_ray_looks_and_ends_with_its_parent(tmp_path: Path) -> N
 RAYS_OWN = """
 import pathlib, socket, sys, time
 port = int(sys.argv[2].partition("=")[2])
+pathlib.Path("started").touch()
 while not pathlib.Path("imported").exists():
     time.sleep(0.02)
 listener = socket.socket()
@@ -69,9 +70,10 @@ def test_a_port_is_reported_before_the_agent_has_imported_anything(tmp_path: Pat
     words += [f"--session-dir={tmp_path}", f"--node-id={NODE_ID}"]
     command = [sys.executable, "-c", RAYS_OWN, *words]
     ours = [sys.executable, "-I", "-S", agent.__file__, agent.RUNTIME_ENV]
-    with subprocess.Popen([*ours, *command], cwd=tmp_path) as started:
+    with subprocess.Popen([*ours, *command], cwd=tmp_path) as started, ExitStack() as ends:
+        ends.callback(started.kill)
         deadline = time.monotonic() + 30
-        while not file.exists():
+        while not (tmp_path / "started").exists():
             assert time.monotonic() < deadline and started.poll() is None
             time.sleep(0.02)
         place = ("127.0.0.1", int(file.read_text()))
@@ -83,6 +85,7 @@ def test_a_port_is_reported_before_the_agent_has_imported_anything(tmp_path: Pat
                 assert client.recv(100).decode() == words[2]
                 break
             assert time.monotonic() < deadline and started.poll() is None
+            time.sleep(0.02)
         assert started.wait(30) == 0
 
 

@@ -10,11 +10,12 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+import ray
 from dispatch.probes import Misconfigured, Probe, Troubled, Unbuildable, Unstartable
 
 from hydraflow.dispatch import group
 from hydraflow.dispatch.config import RayInitConfig
-from hydraflow.dispatch.future import GRACE
+from hydraflow.dispatch.future import GRACE, UNREAD
 from hydraflow.dispatch.group import RoleGroup, Timeouts
 from hydraflow.dispatch.placement import ResourcePool
 from hydraflow.dispatch.runtime import Runtime
@@ -113,6 +114,25 @@ def test_a_broken_connection_waits_for_the_death_behind_it(start: Start) -> None
     role = start()
     error, _ = _error_of(role.call, Troubled.die_after_connections_broke, 1, 2 * GRACE)
     assert (error.rank, error.cause.partition(":")[0]) == (1, "the process died")
+
+
+def test_columns_that_never_come_are_blamed_on_the_process_that_is_dead(start: Start) -> None:
+    role = start()
+    pids = role.call(Troubled.pids)
+    never = ray.remote(num_cpus=0, max_retries=0)(lambda: time.sleep(600)).remote()
+    os.kill(pids[1], signal.SIGKILL)
+    error, seconds = _error_of(role.group.channel.calls.await_columns, [never], 60.0)
+    assert (error.role, error.rank, error.cause.partition(":")[0]) == ("troubled", 1, "the process died")
+    assert seconds < UNREAD + SOON
+    ray.cancel(never, force=True)
+
+
+def test_columns_have_a_limit(start: Start) -> None:
+    never = ray.remote(num_cpus=0, max_retries=0)(lambda: time.sleep(600)).remote()
+    since = time.monotonic()
+    start().group.channel.calls.await_columns([never], 0.5)
+    assert time.monotonic() - since < 0.5 + SOON
+    ray.cancel(never, force=True)
 
 
 def test_a_process_that_cannot_start_says_why(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:

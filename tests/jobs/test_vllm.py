@@ -57,11 +57,11 @@ def ray_with_vllm(ray_session: None, tmp_path_factory: pytest.TempPathFactory) -
         patch.syspath_prepend(folder)
         patch.setattr(template, "LIBRARIES", (*template.LIBRARIES, "library_of_vllm"))
         ours = template.Template()
+    wait_for((folder / "library_of_vllm.imported").exists, 300, "the import of vLLM")
     aside = usual.address.with_name(f"aside.{usual.address.name}")
     usual.address.rename(aside)
     ours.address.rename(usual.address)
     template.STARTED.append(ours)
-    wait_for((folder / "library_of_vllm.imported").exists, 300, "the import of vLLM")
     yield
     usual.address.rename(ours.address)
     aside.rename(usual.address)
