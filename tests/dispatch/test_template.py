@@ -78,7 +78,7 @@ if __name__ == "__main__":
     resource.setrlimit(resource.RLIMIT_NOFILE, (2000, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
     template.LIBRARIES += tuple(asked.get("libraries", []))
     runtime_env = RuntimeEnvConfig(asked.get("variables", {}))
-    with Runtime(RayInitConfig(runtime_env=runtime_env), Timeouts(start=60, call=60)) as runtime:
+    with Runtime(RayInitConfig(runtime_env=runtime_env), Timeouts(start=180, call=60)) as runtime:
         runtime.start([ResourcePool("pool", [asked.get("workers", 2)], threads=2)])
         role = runtime.group("pool", {"newborn": RoleSpec(Newborn)}).role("newborn")
         runtime.await_ready()
