@@ -339,6 +339,15 @@ def ordered(compares: Callable[[Any, Any], bool], word: str, key: str, why: str)
     return Beside(lambda value, section: compares(value, getattr(section, key)), text, remedy)
 
 
+def named_only(chooser: str, beside: Beside) -> Beside:
+    """The condition with named choices only: a user's own function that reads the key may have others."""
+
+    def holds(value: Any, section: Any) -> bool:
+        return OwnFunction.named(getattr(section, chooser)) is not None or beside.holds(value, section)
+
+    return dataclasses.replace(beside, holds=holds)
+
+
 def _is_text_or_list(value: Any) -> bool:
     names = [value] if isinstance(value, str) else value
     if not isinstance(names, list) or not names:

@@ -10,12 +10,12 @@ from typing import Any
 
 from hydraflow.options import (
     FINITE,
-    Beside,
     Implementation,
     OwnChoices,
     Planned,
     Rule,
     Switch,
+    named_only,
     no_effect_when,
     option,
     ordered,
@@ -23,7 +23,6 @@ from hydraflow.options import (
     unless,
     unread,
 )
-from hydraflow.system.own_code import OwnFunction
 
 
 @dataclass(frozen=True)
@@ -209,17 +208,6 @@ REC_CLIP_MODES = ("none", "one-side", "two-side", "ring")
 REC_WEIGHTS = ("none", "importance_sampling", "advantage")
 OTHER_LOSS = unread(POLICY_LOSSES, "loss_mode")
 OTHER_ESTIMATOR = unread(ESTIMATORS, "adv_estimator")
-
-
-def _of_ours(beside: Beside) -> Beside:
-    """The condition of a named loss; a user's function that reads the key may have others."""
-
-    def holds(value: Any, section: Any) -> bool:
-        return OwnFunction.named(section.loss_mode) is not None or beside.holds(value, section)
-
-    return replace(beside, holds=holds)
-
-
 FIXED = unless("type", "adaptive", why="{s}.type=fixed keeps the coefficient")
 
 
@@ -248,7 +236,7 @@ class PolicyLossConfig:
     clip_cov_lb: float = option(
         1.0,
         rule=FINITE,
-        beside=_of_ours(ordered(lt, "below", "clip_cov_ub", "no token would be chosen")),
+        beside=named_only("loss_mode", ordered(lt, "below", "clip_cov_ub", "no token would be chosen")),
         no_effect=OTHER_LOSS,
     )
     """clip_cov: lower bound of the covariance of log-probability and advantage for selected tokens."""
@@ -261,7 +249,9 @@ class PolicyLossConfig:
     dro_beta: float | None = option(
         None,
         gt=0,
-        beside=_of_ours(required("the weight of dro's squared log-ratio has no default", "{s}.dro_beta=0.1")),
+        beside=named_only(
+            "loss_mode", required("the weight of dro's squared log-ratio has no default", "{s}.dro_beta=0.1")
+        ),
         no_effect=OTHER_LOSS,
     )
     """dro: weight of the squared log-ratio to the old policy; required with loss_mode=dro."""
@@ -272,7 +262,9 @@ class PolicyLossConfig:
     tis_lower_bound: float = option(
         0.0,
         ge=0,
-        beside=_of_ours(ordered(lt, "below", "tis_upper_bound", "all weights would be the same")),
+        beside=named_only(
+            "loss_mode", ordered(lt, "below", "tis_upper_bound", "all weights would be the same")
+        ),
         no_effect=OTHER_LOSS,
     )
     """tis: lower bound of the importance weight."""

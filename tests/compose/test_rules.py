@@ -4,8 +4,6 @@ import functools
 import math
 import re
 from dataclasses import fields
-from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
@@ -196,29 +194,6 @@ def test_experts_that_are_computed_again_alone_cannot_be_replayed(parts: object,
     actor.megatron.override_transformer_config = {"recompute_modules": parts}
     key = "actor_rollout_ref.actor.megatron.override_transformer_config.recompute_modules"
     assert [problem.field for problem in problems(config)] == [key] * refused
-
-
-@pytest.mark.parametrize(
-    ("given", "field"),
-    [
-        ({"loss_mode": "vanila"}, "loss_mode"),
-        ({"loss_mode": "clip_cov", "clip_cov_ub": float("nan")}, "clip_cov_ub"),
-        ({"loss_mode": "tis", "tis_upper_bound": 0.0}, "tis_upper_bound"),
-    ],
-)
-def test_a_mistake_is_reported_once(given: dict[str, Any], field: str) -> None:
-    config = valid()
-    for name, value in given.items():
-        setattr(config.actor_rollout_ref.actor.policy_loss, name, value)
-    assert [one.field for one in problems(config)] == [f"actor_rollout_ref.actor.policy_loss.{field}"]
-
-
-def test_conditions_of_named_losses_do_not_bind_a_users_own(tmp_path: Path) -> None:
-    (tmp_path / "mine.py").write_text("def loss(tokens, *, dro_beta=None, clip_cov_lb=1.0): ...\n")
-    config = valid()
-    chosen = config.actor_rollout_ref.actor.policy_loss
-    chosen.loss_mode, chosen.clip_cov_lb = f"{tmp_path}/mine.py:loss", 9.0
-    assert problems(config) == []
 
 
 def test_a_dist_checkpoint_has_a_path() -> None:

@@ -218,7 +218,7 @@ def test_a_size_over_all_ranks_that_cannot_be_divided_is_refused():
         (
             "actor_rollout_ref.actor._target_",
             "verl.X",
-            "has no effect in verl either: it names a class of verl's",
+            "has no effect: it names a class of verl's",
         ),
         ("data.dataloader_num_workers", 2, "has no effect: it changes speed only"),
         ("actor_rollout_ref.hybrid_engine", True, "has no effect: it is off, or the default behaviour"),
