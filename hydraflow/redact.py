@@ -84,8 +84,13 @@ _ASSIGNED = re.compile(
 )
 _QUOTED = r"""'(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*\""""
 _REFERENCE = r"\$\{[^{}]*\}"
-_TIGHT = re.compile(rf"[\[{{][^\]}}]*[\]}}]?|(?:{_REFERENCE}|{_QUOTED}|\\.|[^\s,\]}})])+", re.DOTALL)
-_SPACED = re.compile(rf"[\[{{][^\]}}]*[\]}}]?|(?:{_REFERENCE}|{_QUOTED}|\\.|[^,\]}}\n])+", re.DOTALL)
+_HIDDEN = r"\(hidden\)(?=[\s,\]})]|$)"
+_TIGHT = re.compile(
+    rf"{_HIDDEN}|[\[{{][^\]}}]*[\]}}]?|(?:{_REFERENCE}|{_QUOTED}|\\.|[^\s,\]}})])+", re.DOTALL
+)
+_SPACED = re.compile(
+    rf"{_HIDDEN}|[\[{{][^\]}}]*[\]}}]?|(?:{_REFERENCE}|{_QUOTED}|\\.|[^,\]}}\n])+", re.DOTALL
+)
 _WORD = re.compile(r"(?P<before>[+~]*(?P<key>[\w.@:/-]+)=)(?P<value>.+)", re.DOTALL)
 _NUMBERS = re.compile(r"[\d\s.,e+\[\]-]+")
 _OPEN = re.compile(r"\$\{oc\.env:\w+\}|\(hidden\)|\{?\.\.\.\}?|null|true|false", re.IGNORECASE)

@@ -249,3 +249,8 @@ def test_fingerprints_tell_secrets_apart_and_give_none_away() -> None:
     assert "s3cr3t" not in str(one) and one["url"].startswith(f"http://{HIDDEN}@h #")
     assert fingerprinted(one, "judge") == one, "once is enough"
     assert public(one, "judge") == {"api_key": HIDDEN, "seed": 1, "url": f"http://{HIDDEN}@h"}
+
+
+@pytest.mark.parametrize("text", ["a.api_key=(hidden)", "api_key=(hidden), b=1", "{api_key: (hidden)}"])
+def test_what_is_hidden_stays_as_it_is(text: str) -> None:
+    assert public_text(text) == text
