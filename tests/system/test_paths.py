@@ -32,14 +32,28 @@ def test_each_file_that_is_not_there_is_named(tmp_path: Path) -> None:
 
 
 def test_what_is_there_instead_is_suggested(tmp_path: Path) -> None:
-    (tmp_path / "train.parquet").touch()
-    (tmp_path / "notes.md").touch()
-    meant = f"k={tmp_path}/train.parquet"
-    assert no_file(tmp_path / "trian.parquet", "k").remedy == meant
-    assert no_file(tmp_path, "k").remedy == meant
+    for name in ("train.parquet", "train_a.parquet", "train_b.parquet", "train.md"):
+        (tmp_path / name).touch()
+    (tmp_path / "train.jsonl").mkdir()
+    meant = [f"k={tmp_path}/{name}.parquet" for name in ("train", "train_a", "train_b")]
+    assert no_file(tmp_path, "k").remedy == " or ".join(meant)
+    near = no_file(tmp_path / "train_b.parqet", "k").remedy
+    assert near.startswith(meant[2]) and ".md" not in near and ".jsonl" not in near
     assert no_file(tmp_path, "k", endings=(".py",), after=":f").remedy == f"k={tmp_path}/<file>:f"
+
+
+def test_the_folder_that_is_missing_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
     gone = no_file(tmp_path / "data" / "train.parquet", "k")
-    assert (gone.rule, gone.remedy) == (f"no such file and no folder {tmp_path}/data", "k=<a file>")
+    assert (gone.rule, gone.remedy) == (f"no such file: {tmp_path}/data does not exist", "k=<a file>")
+    assert no_file(tmp_path / "file" / "a", "k").rule == f"no such file: {tmp_path}/file is not a folder"
+    assert rules(file_problems("/a" * 2000, "k")), "a path that is too long"
+
+
+def test_a_list_of_files_keeps_its_others(tmp_path: Path) -> None:
+    (tmp_path / "a.parquet").touch()
+    [problem] = file_problems([str(tmp_path / "a.parquet"), str(tmp_path / "aa.parquet")], "k")
+    assert problem.remedy == f"{tmp_path}/a.parquet"
 
 
 @pytest.mark.parametrize("files", [[], 3, [3], None, {}])
