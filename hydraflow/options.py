@@ -336,16 +336,28 @@ def ordered(compares: Callable[[Any, Any], bool], word: str, key: str, why: str)
     """The value is in this order with another, larger key of the section; word: the comparison in words."""
     text = f"must be {word} {key}={{{key}:g}}: {why}"
     remedy = f"a smaller {{s}}.{{own}} or a larger {{s}}.{key}"
-    return Beside(lambda value, section: compares(value, getattr(section, key)), text, remedy)
+
+    def holds(value: Any, section: Any) -> bool:
+        return _is_refused(section, key) or compares(value, getattr(section, key))
+
+    return Beside(holds, text, remedy)
 
 
 def named_only(chooser: str, beside: Beside) -> Beside:
     """The condition with named choices only: a user's own function that reads the key may have others."""
 
     def holds(value: Any, section: Any) -> bool:
-        return OwnFunction.named(getattr(section, chooser)) is not None or beside.holds(value, section)
+        is_named = OwnFunction.named(getattr(section, chooser)) is None and not _is_refused(section, chooser)
+        return not is_named or beside.holds(value, section)
 
     return dataclasses.replace(beside, holds=holds)
+
+
+def _is_refused(section: Any, name: str) -> bool:
+    """Whether the value of a key breaks its own rule, which is reported already."""
+    rule = next(option_of(field).rule for field in fields(section) if field.name == name)
+    value = getattr(section, name)
+    return value is not None and rule is not None and not rule.holds(value)
 
 
 def _is_text_or_list(value: Any) -> bool:

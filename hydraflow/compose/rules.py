@@ -31,7 +31,7 @@ from hydraflow.engine.config import FSDPConfig, engine_config
 from hydraflow.errors import Problem, shown
 from hydraflow.generation.config import GENERATION_ENGINES, RolloutConfig, SamplingConfig, engine_dtype
 from hydraflow.models.config import ModelConfig
-from hydraflow.options import Rule, effective_value, walk
+from hydraflow.options import effective_value, walk
 from hydraflow.schema import EvalConfig, GenerateConfig, JobConfig, PPOConfig, SupervisedConfig, entry_for
 from hydraflow.workers.config import ActorConfig
 
@@ -84,15 +84,13 @@ def _value_problems(config: Any) -> Iterator[Problem]:
 
 def _problems_beside(config: object) -> Iterator[Problem]:
     """Values that do not fit other keys of their section."""
-    wrong = {key.rpartition(".")[0] for key in _illegal(config)}
     for leaf in walk(config):
         section, _, own = leaf.key.rpartition(".")
-        if any(f"{section}.".startswith(f"{above}.") for above in wrong):
-            continue  # a key on which this one may depend is refused already
-        beside = leaf.option.beside
+        beside, rule = leaf.option.beside, leaf.option.rule
         if beside is None or beside.holds(leaf.value, leaf.section):
             continue
-        if without_effect(config, leaf.key) is None:
+        is_legal = leaf.value is None or rule is None or rule.holds(leaf.value)
+        if is_legal and without_effect(config, leaf.key) is None:
             named = vars(leaf.section) | {"s": section, "own": own}
             texts = beside.text.format_map(named), beside.remedy.format_map(named)
             yield Problem(leaf.key, shown(leaf.value), *texts)
@@ -100,13 +98,8 @@ def _problems_beside(config: object) -> Iterator[Problem]:
 
 def unknown_choices(config: object) -> set[str]:
     """The keys whose value is none of their choices: no table has an entry for it."""
-    return {key for key, rule in _illegal(config).items() if rule.choices}
-
-
-def _illegal(config: object) -> dict[str, Rule]:
-    """The keys whose value breaks their own rule."""
     rules = ((leaf, leaf.option.rule) for leaf in walk(config) if leaf.value is not None)
-    return {leaf.key: rule for leaf, rule in rules if rule and not rule.holds(leaf.value)}
+    return {leaf.key for leaf, rule in rules if rule and rule.choices and not rule.holds(leaf.value)}
 
 
 def _missing(config: object) -> Iterator[Problem]:

@@ -48,3 +48,13 @@ def test_remedies_name_both_keys() -> None:
     assert problem.rule == "must be below clip_cov_ub=0.5: no token would be chosen"
     key = "actor_rollout_ref.actor.policy_loss.clip_cov"
     assert problem.remedy == f"a smaller {key}_lb or a larger {key}_ub"
+
+
+def test_a_mistake_elsewhere_hides_no_condition() -> None:
+    config = legal()
+    actor = config.actor_rollout_ref.actor
+    actor.ppo_epochs, actor.policy_loss.loss_mode = 0, "dro"
+    config.trainer.nnodes, config.trainer.resume_mode = 0, "resume_path"
+    key = "actor_rollout_ref.actor"
+    found = {one.field for one in problems(config)}
+    assert {f"{key}.policy_loss.dro_beta", "trainer.resume_from_path", f"{key}.ppo_epochs"} <= found
