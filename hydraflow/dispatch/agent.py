@@ -6,14 +6,16 @@ a second of a core and 100 MiB to import what it needs for that. In place of the
 environments: a process that reserves and reports the agent's port, then executes the agent. Ray's node
 process waits for the port, and aborts if it is not reported within 15 seconds; on a busy machine the agent's
 imports take longer. The first worker with an environment of its own still waits for them
-(`agent_register_timeout_ms`). A script of the standard library alone; it ends with the node process, which
-ends if it does.
+(`agent_register_timeout_ms`). A script of the standard library alone. Both end with the node process, however
+it ends, and it with them: left alone, the agent for runtime environments would try for a minute to report a
+node process that was killed to a control service that may have ended, too.
 """
 
 from __future__ import annotations
 
+import ctypes
 import os
-import select
+import signal
 import socket
 import sys
 from collections.abc import Mapping, Sequence
@@ -25,19 +27,17 @@ DASHBOARD, RUNTIME_ENV = "dashboard", "runtime_env"
 PORTS = ("metrics_agent_port", "metrics_export_port", "dashboard_agent_listen_port")
 NOT_IN_USE = "-1"
 RUNTIME_ENV_PORT = "runtime_env_agent_port"
+_SIGNAL_AT_PARENTS_END = 1
+"""PR_SET_PDEATHSIG of prctl(2)."""
 
 
 def stand_in(arguments: Sequence[str]) -> None:
-    """Writes the files of the dashboard's agent, then waits for the end of the node process, its parent."""
-    parent = int(os.environ.get("RAY_RAYLET_PID") or os.getppid())
+    """Writes the files of the dashboard's agent, then waits to be ended."""
     options = _options(arguments)
     for port in PORTS:
         _report(options, port, NOT_IN_USE)
-    with suppress(ProcessLookupError):
-        ends = select.poll()
-        ends.register(os.pidfd_open(parent), select.POLLIN)
-        if os.getppid() == parent:  # else it had ended before this process looked
-            ends.poll()
+    while True:
+        signal.pause()
 
 
 def start_with_a_port(command: Sequence[str]) -> None:
@@ -56,6 +56,15 @@ def start_with_a_port(command: Sequence[str]) -> None:
     os.execv(words[0], words)
 
 
+def _end_with_the_node() -> None:
+    """This process, also as another program, is killed when its parent ends: the node process, whose pid Ray
+    tells."""
+    node = int(os.environ.get("RAY_RAYLET_PID") or os.getppid())
+    ctypes.CDLL(None).prctl(_SIGNAL_AT_PARENTS_END, signal.SIGKILL, 0, 0, 0)
+    if os.getppid() != node:  # it had ended before that
+        sys.exit()
+
+
 def _options(words: Sequence[str]) -> dict[str, str]:
     """The values of --name=value."""
     pairs = (word.removeprefix("--").partition("=") for word in words if word.startswith("--"))
@@ -70,4 +79,5 @@ def _report(options: Mapping[str, str], port: str, value: str) -> None:
 
 
 if __name__ == "__main__":
+    _end_with_the_node()
     ({DASHBOARD: stand_in, RUNTIME_ENV: start_with_a_port})[sys.argv[1]](sys.argv[2:])

@@ -2,9 +2,9 @@
 process.
 
 In: this process's children. Out: the name of one that has ended. Where Ray's client waits for it inside its
-own code (up to a minute, after which it exits the process with code 1), the command is ended from here. A run
-whose node process has ended is ended at once: Ray's client would silently exit this process with code 1 on
-its next access to the object store, even just to release a buffer.
+own code (up to a minute, after which it exits the process with code 1), the command is ended from here. It is
+ended at once when the node process ends: Ray's client would exit this process with code 1 when it connects to
+it, or on its next access to the object store, even just to release a buffer.
 Left out on purpose: clusters that were joined (`head.py` asks their control service), and workers
 (`future.py`).
 """
@@ -13,26 +13,23 @@ from __future__ import annotations
 
 import os
 import select
-import subprocess
-import sys
 import threading
 import time
 from contextlib import suppress
-from pathlib import Path
 
 import psutil
 
 from hydraflow.dispatch.head import RESUME
 from hydraflow.dispatch.processes import lives
 from hydraflow.errors import EnvironmentFault
-from hydraflow.system.interrupts import SHUTDOWN, end_at_once
+from hydraflow.system.interrupts import SHUTDOWN, end_at_once, kill_family
 from hydraflow.system.node_folder import session_folder
 
 VITAL = {"gcs_server": "control service", "raylet": "node process"}
 PERIOD = 0.25
 """Seconds between two scans for new processes; an exit is noticed at once."""
 START_PATIENCE = 3.0
-"""Seconds that Ray's own code gets to report it during start-up."""
+"""Seconds that Ray's own code gets to report the end of the control service during start-up."""
 PATIENCE = 30.0
 """Seconds that the run otherwise gets to start shutting down: workers that died with it are reported
 first."""
@@ -44,16 +41,13 @@ class RayGuard:
     def __init__(self) -> None:
         self._up = False
         """Whether Ray has started."""
-        self._last_words = b""
+        self._last_words = f"{_fault('raylet')}\n".encode(errors="replace")
         """What to print if the node process ends, ready before it does."""
         self._seen: dict[str, psutil.Process] = {}
         self._names: dict[int, str] = {}
         """Name of the process by its descriptor."""
-        self._reaper: subprocess.Popen[bytes] | None = None
-        """Ends Ray's agents with this process; None: not started yet."""
         self._ends = select.poll()
         self._stopped = threading.Event()
-        self._starting = threading.Lock()
         self._before = _children()
 
     def watch(self) -> None:
@@ -62,16 +56,11 @@ class RayGuard:
 
     def started(self) -> None:
         """Ray is up: from now on the run can notice a failure itself."""
-        self._last_words = f"{_fault('raylet')}\n".encode(errors="replace")
         self._up = True
 
     def stop(self) -> None:
         """Ends the thread; Ray may end after that."""
         self._stopped.set()
-        with self._starting:
-            if self._reaper is not None:
-                self._reaper.kill()
-                self._reaper.wait()
 
     def fault(self) -> EnvironmentFault | None:
         """The error for the process that has ended; None if both live."""
@@ -107,10 +96,13 @@ class RayGuard:
             return
 
     def _end_without_node(self) -> None:
-        """Exits before Ray's client does. Nothing is killed here, because that takes longer than the client
-        does: the other processes of Ray and of the rewards end with the one that started them."""
-        if self._up and self._may_end() and not SHUTDOWN.asked:  # a signal may be for the whole run
+        """Exits before Ray's client does. Once Ray is up nothing is killed here, because that takes longer
+        than the client does: the other processes of Ray and of the rewards end with the one that started
+        them, which those that are just starting may not."""
+        if self._may_end() and not SHUTDOWN.asked:  # a signal may be for the whole run
             os.write(2, self._last_words)
+            if not self._up:
+                kill_family()
             os._exit(EnvironmentFault.exit_code)
 
     def _may_end(self) -> bool:
@@ -124,16 +116,6 @@ class RayGuard:
                         descriptor = os.pidfd_open(process.pid)
                         self._seen[name], self._names[descriptor] = process, name
                         self._ends.register(descriptor, select.POLLIN)
-        if self._up and "raylet" in self._seen and self._reaper is None:
-            self._start_reaper(self._seen["raylet"])
-
-    def _start_reaper(self, raylet: psutil.Process) -> None:
-        """The node process's children are its agents and first workers, which end by themselves."""
-        with suppress(psutil.NoSuchProcess), self._starting:
-            pids = [os.getpid(), *(child.pid for child in raylet.children())]
-            words = [sys.executable, "-I", "-S", str(Path(__file__).with_name("reaper.py")), *map(str, pids)]
-            if not self._stopped.is_set():
-                self._reaper = subprocess.Popen(words, start_new_session=True)
 
 
 def _fault(name: str) -> EnvironmentFault:

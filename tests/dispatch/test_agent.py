@@ -89,6 +89,27 @@ def test_a_port_is_reported_before_the_agent_has_imported_anything(tmp_path: Pat
         assert started.wait(30) == 0
 
 
+WAITS = "import pathlib, time; pathlib.Path('started').touch(); time.sleep(300)"
+
+
+def test_an_agent_that_runs_ends_with_a_node_process_that_is_killed(tmp_path: Path) -> None:
+    options = ["--node-ip-address=127.0.0.1", "--runtime-env-agent-port=0"]
+    options += [f"--session-dir={tmp_path}", f"--node-id={NODE_ID}"]
+    words = ["-I", "-S", agent.__file__, agent.RUNTIME_ENV, sys.executable, "-c", WAITS, *options]
+    with subprocess.Popen(
+        [sys.executable, "-c", NODE, *words],
+        cwd=tmp_path, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+    ) as node:  # fmt: skip
+        assert node.stdout is not None
+        started = psutil.Process(int(node.stdout.readline()))
+        deadline = time.monotonic() + 30
+        while not (tmp_path / "started").exists():
+            assert time.monotonic() < deadline and started.is_running()
+            time.sleep(0.02)
+        node.kill()
+    started.wait(timeout=30)
+
+
 @pytest.mark.usefixtures("ray_session")
 def test_a_local_ray_has_it_and_no_agent_of_rays_dashboard() -> None:
     lines = [process.cmdline() for process in own_ray_processes()]
