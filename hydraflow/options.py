@@ -302,6 +302,15 @@ def _one_of_or_own(choices: OwnChoices[Any]) -> Rule:
     return Rule(text, lambda value: value in choices, tuple(choices))
 
 
+COMPARISONS: Mapping[str, Callable[[Any, Any], bool]] = {
+    "at least": operator.ge,
+    "above": operator.gt,
+    "at most": operator.le,
+    "below": operator.lt,
+}
+"""By the words for them."""
+
+
 def limits(
     *, ge: float | None = None, gt: float | None = None, le: float | None = None, lt: float | None = None
 ) -> Rule:
@@ -310,19 +319,16 @@ def limits(
     >>> limits(ge=0, le=1).text, limits(gt=0).text, limits(gt=0, lt=1).text
     ('must be from 0 to 1', 'must be above 0', 'must be above 0 and below 1')
     """
-    bounds: tuple[tuple[str, Callable[[Any, Any], bool], float | None], ...] = (
-        ("at least", operator.ge, ge),
-        ("above", operator.gt, gt),
-        ("at most", operator.le, le),
-        ("below", operator.lt, lt),
-    )
-    given = [one for one in bounds if one[2] is not None]
-    text = " and ".join(f"{word} {bound}" for word, _, bound in given)
+    bounds = {"at least": ge, "above": gt, "at most": le, "below": lt}
+    given = {words: bound for words, bound in bounds.items() if bound is not None}
+    text = " and ".join(f"{words} {bound}" for words, bound in given.items())
     if ge is not None and le is not None:
         text = f"from {ge} to {le}"
 
     def holds(value: Any) -> bool:
-        return math.isfinite(value) and all(compares(value, bound) for _, compares, bound in given)
+        return math.isfinite(value) and all(
+            COMPARISONS[words](value, bound) for words, bound in given.items()
+        )
 
     return Rule(f"must be {text}", holds)
 
@@ -332,13 +338,13 @@ def required(why: str, remedy: str) -> Beside:
     return Beside(lambda value, _: value is not None, f"must be given: {why}", remedy)
 
 
-def ordered(compares: Callable[[Any, Any], bool], word: str, key: str, why: str) -> Beside:
-    """The value is in this order with another, larger key of the section; word: the comparison in words."""
-    text = f"must be {word} {key}={{{key}:g}}: {why}"
+def ordered(comparison: str, key: str, why: str) -> Beside:
+    """The value is "below" or "at most" that of another key of the section."""
+    text = f"must be {comparison} {key}={{{key}:g}}: {why}"
     remedy = f"a smaller {{s}}.{{own}} or a larger {{s}}.{key}"
 
     def holds(value: Any, section: Any) -> bool:
-        return _is_refused(section, key) or compares(value, getattr(section, key))
+        return _is_refused(section, key) or COMPARISONS[comparison](value, getattr(section, key))
 
     return Beside(holds, text, remedy)
 

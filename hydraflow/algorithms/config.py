@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
-from operator import le, lt
 from typing import Any
 
 from hydraflow.options import (
@@ -236,7 +235,7 @@ class PolicyLossConfig:
     clip_cov_lb: float = option(
         1.0,
         rule=FINITE,
-        beside=named_only("loss_mode", ordered(lt, "below", "clip_cov_ub", "no token would be chosen")),
+        beside=named_only("loss_mode", ordered("below", "clip_cov_ub", "no token would be chosen")),
         no_effect=OTHER_LOSS,
     )
     """clip_cov: lower bound of the covariance of log-probability and advantage for selected tokens."""
@@ -262,9 +261,7 @@ class PolicyLossConfig:
     tis_lower_bound: float = option(
         0.0,
         ge=0,
-        beside=named_only(
-            "loss_mode", ordered(lt, "below", "tis_upper_bound", "all weights would be the same")
-        ),
+        beside=named_only("loss_mode", ordered("below", "tis_upper_bound", "all weights would be the same")),
         no_effect=OTHER_LOSS,
     )
     """tis: lower bound of the importance weight."""
@@ -303,7 +300,7 @@ class AdaptiveEntropyConfig:
     min_ent_coef: float = option(
         0.0,
         ge=0,
-        beside=ordered(le, "at most", "max_ent_coef", "the smallest coefficient would exceed the largest"),
+        beside=ordered("at most", "max_ent_coef", "the smallest coefficient would exceed the largest"),
     )
     """Smallest coefficient."""
     delta_ent_coef: float = option(0.0001, gt=0)

@@ -11,6 +11,7 @@ import sys
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Generic, TypeVar, cast
 
@@ -225,18 +226,17 @@ class _Launch(Generic[Config]):
             sweep.chmod(0o600)  # Hydra has written the overrides to it, which may hold secrets
         if self._shown is not None:
             return _show(self._finished(composed, facts, only_keys=True), self._shown)
-
-        def job() -> int:
-            one = self._finished(composed, facts)
-            if not self.entry.tolerant:
-                print(*(f"note: {note}\n" for note in one.command.notes), sep="", end="", file=sys.stderr)
-            return self._run_job(one.config, one.command) or 0
-
-        code = run_guarded(job, self.entry.show_error)
+        code = run_guarded(partial(self._run_one, composed, facts), self.entry.show_error)
         self.codes.append(code)
         if code in (INTERRUPTED, TERMINATED):
             sys.exit(code)
         return code
+
+    def _run_one(self, composed: DictConfig, facts: HydraConf) -> int:
+        one = self._finished(composed, facts)
+        if not self.entry.tolerant:
+            print(*(f"note: {note}\n" for note in one.command.notes), sep="", end="", file=sys.stderr)
+        return self._run_job(one.config, one.command) or 0
 
     def _finished(
         self, composed: DictConfig, facts: HydraConf, *, only_keys: bool = False

@@ -68,12 +68,13 @@ def own_files(config: PPOConfig) -> dict[str, Path]:
 def own_problems(config: PPOConfig) -> Iterator[Problem]:
     """Files, functions and parameters that do not fit."""
     for choice in own_choices(config):
-        path, name = choice.function.path, choice.function.name
-        if not path.is_file():
-            yield no_file(path, choice.key, endings=(".py",), after=f":{name}")
-            continue
         try:
             parameters = choice.function.parameters()
+        except OSError:
+            yield no_file(
+                choice.function.path, choice.key, endings=(".py",), after=f":{choice.function.name}"
+            )
+            continue
         except ValueError as error:
             yield Problem(choice.key, choice.given, str(error), f"{choice.key}=path/to/file.py:function")
             continue

@@ -182,8 +182,10 @@ def _value_rows(schema: type) -> Iterator[tuple[str, str, str]]:
         ("trainer.logger", "tracking", "wandb"),
         ("trainer.logger", ", ".join(values.trackers), "left out, with file and tensorboard in their place"),
     ]
-    keys = known_keys(schema)
-    yield from (row for row in rows if any(fits(row[0], key) or fits(row[0], f"x.{key}") for key in keys))
+    for pattern, verls, ours in rows:
+        fitting = [key for key in known_keys(schema) if fits(pattern, key) or fits(pattern, f"x.{key}")]
+        if fitting:
+            yield fitting[0] if len(fitting) == 1 else pattern, verls, ours
 
 
 def _files(schema: type) -> str:

@@ -58,10 +58,8 @@ class OwnFunction:
         return cls(Path(os.path.expanduser(path)).absolute(), name)
 
     def parameters(self) -> Parameters:
-        """Parsed from the source; nothing is run. Raises ValueError when the file or the function is missing,
-        or cannot be parsed."""
-        if not self.path.is_file():
-            raise ValueError("no such file")
+        """Parsed from the source; nothing is run. Raises OSError when the file cannot be read, ValueError
+        when it cannot be parsed or has no such function."""
         try:
             tree = ast.parse(self.path.read_bytes())
         except (SyntaxError, ValueError) as error:
@@ -87,7 +85,7 @@ def parameters_of(text: str) -> Parameters:
     function = OwnFunction.named(text)
     try:
         return function.parameters() if function else Parameters()
-    except ValueError:
+    except (OSError, ValueError):
         return Parameters()
 
 

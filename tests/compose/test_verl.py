@@ -171,6 +171,13 @@ def test_a_key_of_verl_is_taken_at_its_word(old, value, new, taken):
     assert bool(said.notes) == ((old, value) != (new, taken) and taken != ["console"])
 
 
+def test_an_engine_of_verl_is_taken_at_its_word_where_responses_are_generated():
+    own = ["model.path=m", "data.path=p", "output.path=o"]
+    config, command = load_command("generate", GenerateConfig, [*own, "rollout.name=hf"])
+    assert config.rollout.name == "native"
+    assert any("rollout.name=hf: taken as native" in note for note in command.notes)
+
+
 def test_reward_arguments_go_into_the_open_mapping():
     found, _ = translated(
         {"custom_reward_function.reward_kwargs.a": 1, "custom_reward_function.reward_kwargs.b.c": 2}
