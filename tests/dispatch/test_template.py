@@ -101,6 +101,7 @@ def reported(log: Path) -> list[Any]:
     return [json.loads(line.removeprefix("said once ")) for line in lines]
 
 
+@pytest.mark.timeout(900)  # four starts of Ray, each with an import of everything
 def test_a_forked_worker_differs_from_rays_own_in_its_parent_only(tmp_path: Path) -> None:
     """Ray starts its own for variables that a library may read, and where a library has started a thread. The
     template is a fork of the command, if that asks for one in time."""

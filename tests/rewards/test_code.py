@@ -18,7 +18,7 @@ ADDS = "Here it is:\n```python\na, b = map(int, input().split())\nprint(a + b)\n
 
 def judged(response: str, truth: Any, **options: Any) -> tuple[float, float]:
     found = passed_tests(
-        response, truth, sandbox=SandboxConfig(timeout=1.0, memory=0.25), timeout=9.0, **options
+        response, truth, sandbox=SandboxConfig(timeout=3.0, memory=0.25), timeout=20.0, **options
     )
     return found["score"], found["acc"]
 
