@@ -107,6 +107,22 @@ def test_a_megatron_checkpoint_that_is_not_here_or_is_none(tmp_path: Path) -> No
     assert_refused(done, f"{path}={tmp_path}: holds no checkpoint that Megatron-Core wrote")
 
 
+def test_paths_that_are_not_here_are_noted(tmp_path: Path) -> None:
+    tokenizer, resume = "actor_rollout_ref.model.tokenizer_path", "trainer.resume_from_path"
+    asked = [*GRPO_64_NODES, f"{tokenizer}=/cluster/words", "trainer.resume_mode=resume_path"]
+    notes = planned(*asked, f"{resume}=/cluster/run/global_step_5", cwd=tmp_path)["notes"]
+    assert f"{tokenizer}: /cluster/words is not on this machine; a run would refuse to start" in notes
+    assert (
+        f"{resume}: /cluster/run/global_step_5 is not on this machine; a run would refuse to start" in notes
+    )
+    notes = planned(*GRPO_64_NODES, f"{tokenizer}=Qwen/Qwen3-8B", f"{resume}=/cluster/run", cwd=tmp_path)[
+        "notes"
+    ]
+    assert not any(
+        key in note and "is not on this machine" in note for key in (tokenizer, resume) for note in notes
+    )
+
+
 def test_a_model_of_unknown_shape_leaves_memory_out_and_says_what_is_missing(tmp_path: Path) -> None:
     report = planned(*GRPO_64_NODES, cwd=tmp_path)
     assert report["memory"] is None

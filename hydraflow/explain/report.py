@@ -36,6 +36,7 @@ from hydraflow.memory.report import MemoryReport
 from hydraflow.memory.shape import FAMILIES, ModelShape
 from hydraflow.rewards.selection import problems as reward_problems
 from hydraflow.schema import GenerateConfig, JobConfig, PPOConfig, SupervisedConfig
+from hydraflow.system.paths import is_hub_name
 from hydraflow.trainer.phases import rollout_is_exact
 
 
@@ -227,6 +228,11 @@ def _file_notes(config: PPOConfig, prompts: RowCount, held_out: RowCount) -> Ite
     own |= {f"{section}.{PATH}": path for section, path in dist_checkpoints(config).items()}
     if reward.reward_model.enable:
         own["reward.reward_model.model_path"] = reward.reward_model.model_path
+    if config.trainer.resume_mode == "resume_path":
+        own["trainer.resume_from_path"] = config.trainer.resume_from_path
+    tokenizer = config.actor_rollout_ref.model.tokenizer_path
+    if tokenizer and not is_hub_name(tokenizer):
+        own["actor_rollout_ref.model.tokenizer_path"] = tokenizer
     for key, path in own.items():
         if path and not Path(path).expanduser().exists():
             yield f"{key}: {path} is not on this machine; a run would refuse to start"
