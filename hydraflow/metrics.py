@@ -28,9 +28,9 @@ class Metric:
     value: float
     weight: float = 1.0
     center: float = 0.0
-    """Of a standard deviation: the mean."""
+    """The mean, for a standard deviation."""
     moments: tuple[float, float] = (0.0, 0.0)
-    """Of FROM_MOMENTS: the mean of the values and that of their squares."""
+    """Mean of the values and mean of their squares, for FROM_MOMENTS."""
 
     def __add__(self, other: Metric) -> Metric:
         assert self.how == other.how, f"one metric reduced both by {self.how} and by {other.how}"

@@ -47,7 +47,7 @@ class Beside:
     key of the section."""
 
     holds: Callable[[Any, Any], bool]
-    """Of the value and the section."""
+    """Takes the value and the section."""
     text: str
     remedy: str
     """Overrides."""
@@ -157,7 +157,7 @@ class OwnChoices(dict[str, Choice]):
         return super().__contains__(name) or OwnFunction.named(name) is not None
 
     def get(self, name: str, default: Any = None) -> Any:
-        """As of any mapping."""
+        """As `dict.get`."""
         try:
             return self[name]
         except KeyError:
@@ -339,7 +339,7 @@ def required(why: str, remedy: str) -> Beside:
 
 
 def ordered(comparison: str, key: str, why: str) -> Beside:
-    """The value is "below" or "at most" that of another key of the section."""
+    """The value compares so with that of another, larger key of the section; comparison: of COMPARISONS."""
     text = f"must be {comparison} {key}={{{key}:g}}: {why}"
     remedy = f"a smaller {{s}}.{{own}} or a larger {{s}}.{key}"
 

@@ -257,7 +257,7 @@ def test_absurd_sizes_are_answered_at_once(tmp_path: Path) -> None:
 def test_what_does_not_fit_is_said_with_what_to_change(tmp_path: Path) -> None:
     done = hydraflow("plan", "trainer.device=cpu", "cluster.host_memory_gib=0.5", cwd=tmp_path)
     assert done.returncode == 1 and "of 512 MiB: DOES NOT FIT" in done.stdout
-    assert "of host memory are missing" in done.stdout and "larger devices are needed" in done.stdout
+    assert "of host memory is missing" in done.stdout and "larger devices are needed" in done.stdout
     as_json = hydraflow("plan", "trainer.device=cpu", "cluster.host_memory_gib=0.5", "--json", cwd=tmp_path)
     assert (as_json.returncode, json.loads(as_json.stdout)["memory"]["fits"]) == (1, False)
 
@@ -268,7 +268,7 @@ def test_the_rows_of_a_step_count_as_host_memory(tmp_path: Path) -> None:
     done = hydraflow("plan", *given, "--json", cwd=tmp_path)
     assert (done.returncode, json.loads(done.stdout)["memory"]["host"]["rows"]) == (1, 64 * 10**8 * 416)
     done = hydraflow("plan", *given, cwd=tmp_path)
-    assert done.returncode == 1 and "2.42 TiB are the trajectories of a step" in done.stdout
+    assert done.returncode == 1 and "a step's trajectories take 2.42 TiB" in done.stdout
 
 
 def test_problems_are_json_where_json_is_asked_for(tmp_path: Path) -> None:

@@ -70,7 +70,7 @@ def estimate_advantages(
 
 
 def _columns_of(estimator: Estimator, **given: Tensor | None) -> dict[str, Tensor]:
-    """Those of the given columns that the estimator takes."""
+    """The subset of the given columns that the estimator takes."""
     flags = OF_ESTIMATORS | {"old_log_probs": "sum_pi_squared", "sum_pi_squared": "sum_pi_squared"}
     needed = {name: column for name, column in given.items() if getattr(estimator, flags[name])}
     columns = {name: column for name, column in needed.items() if column is not None}

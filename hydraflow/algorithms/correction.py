@@ -66,7 +66,7 @@ _DIVERGENCES: dict[str, Callable[[Tensor], Tensor]] = {
     "k2": lambda log_ratio: 0.5 * log_ratio.square(),
     "k3": lambda log_ratio: torch.expm1(log_ratio) - log_ratio,
 }
-"""Of one token (Schulman 2020, http://joschu.net/blog/kl-approx.html); from log r."""
+"""KL estimates of one token, from log r (Schulman 2020, http://joschu.net/blog/kl-approx.html)."""
 _OVER_ROWS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "token": lambda values, mask: values,
     "seq_sum": lambda values, mask: values.sum(dim=1, keepdim=True),
@@ -91,7 +91,7 @@ class Rejection:
     """A name of REJECTION_RULES."""
     upper: float
     lower: float = 0.0
-    """Of k1 alone."""
+    """Lower bound; only k1 has one."""
 
     def measure(self, log_ratio: Tensor, mask: Tensor) -> Tensor:
         """What is compared, (B, R), the same for all of a row's tokens where rows are looked at."""

@@ -82,7 +82,7 @@ def _policy_gap(tokens: _Tokens, trained: Tensor, sampled: Tensor) -> dict[str, 
 
 
 def _of_weights(weighting: Weighting, tokens: _Tokens) -> dict[str, Metric]:
-    """Of the weights before they are normalized; the largest and smallest ratios are those before the
+    """Metrics of the weights before they are normalized; the largest and smallest ratios are those before the
     threshold."""
     ratios = weighting.ratios(tokens.log_ratio)
     weights = weighting.weights(ratios)

@@ -94,8 +94,8 @@ def _twofold(topology: Topology) -> Iterator[Violation]:
         own: Values = {f"{section}.enable_resource_pool": False}
         if name == "rollout":
             own = {f"{section}.nnodes": 0}
-        devices = f"{role.mapping_key}={_show(role.mapping)} devices of the trainer"
-        text = f"gives the {name} machines of its own, and {devices}; only one can be"
+        devices = f"{role.mapping_key}={_show(role.mapping)} gives it devices of the trainer"
+        text = f"gives the {name} machines of its own, but {devices}; set only one of the two"
         either: list[Fix] = [own, {role.mapping_key: None}]
         yield Violation(f"twofold:{name}", MACHINES, next(iter(own)), "given", text, either)
 
@@ -198,7 +198,7 @@ def _division(role: RoleDevices, topology: Topology) -> Iterator[Violation]:
             yield from _divides(role, topology, "experts", ("expert_tensor", "expert", "pipeline"))
         chunks, stages = role.degrees["virtual_pipeline"], role.degrees["pipeline"]
         if chunks.value > 1 and stages.value == 1:
-            text = f"parts of the layers per stage need a pipeline, but {stages.key}=1"
+            text = f"virtual pipeline stages need pipeline parallelism, but {stages.key}=1"
             fixes: list[Fix] = [{chunks.key: None}, {stages.key: 2}]
             yield Violation(f"interleaving:{role.role}", DIVISION, chunks.key, chunks.value, text, fixes)
     shard = role.degrees.get("shard")
@@ -285,7 +285,7 @@ def _replica_stages(role: RoleDevices, shape: ShapeNumbers) -> Iterator[Violatio
     fixes: list[Fix] = [{stages.key: size} for size in nearest(stages.value, whole)]
     model = f"the {role.role}'s model"
     if stages.value > shape.layers:
-        text = f"must be at most {shape.layers}, the layers of {model}: no stage may be without one"
+        text = f"must be at most {shape.layers}, the number of layers of {model}: each stage needs one"
     elif dense := _dense_stages(shape, stages.value):
         lacking = " and ".join(_indices(stage) for stage in dense)
         text = f"each stage of {model} needs a layer with experts; none is in {lacking} (of {shape.layers})"

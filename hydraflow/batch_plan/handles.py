@@ -108,11 +108,11 @@ class Derivation:
     values: Mapping[str, int | Fraction]
     fault: list[str]
     """The derivation of a contradiction, one line for each number on the way ("256/8 = 32 prompts per
-    optimizer step", "100/32 mini-batches per step is not an integer"); empty: they do not."""
+    optimizer step", "100/32 mini-batches per step is not an integer"); empty: no contradiction."""
     ways: Mapping[str, list[str]]
-    """The same for each number that followed."""
+    """The derivation of each number that followed, in the same form."""
     contradicts: bool
-    """Whether two ways to a number differ."""
+    """Whether two derivations of a number disagree."""
 
     @property
     def whole(self) -> dict[str, int]:
@@ -202,9 +202,9 @@ class StepConstraints:
         return mini_batch_unit([self._rows(values), *self.shares], values["n"])
 
     def solve(self, known: Mapping[str, int]) -> dict[str, int] | None:
-        """Whole Q, n, M (and m, P, R where they follow) that agree with `known` and that the data ranks can
-        share; None where there are none. n follows, or is the preferred one: how many responses a prompt gets
-        is no matter of divisibility."""
+        """Integers Q, n, M (and m, P, R where they follow) that agree with `known` and that the data ranks
+        can share; None if there are none. n is derived or the preferred value; it is never changed to make
+        other numbers divide."""
         follows = self.follow(known)
         if follows.fault:
             return None
@@ -317,7 +317,7 @@ class _NumberResolver:
         return solution
 
     def _guess(self) -> dict[str, int]:
-        """Numbers to judge the rest with where there is no solution: those that follow, else those given."""
+        """Numbers for the other rules to check if there is no solution: derived ones, else those given."""
         fixed = without(self.binding, *HANDLES)
         everything = self.step.follow({"n": self.given["n"], **self.binding})
         follows = (self.step.follow(fixed) if everything.contradicts else everything).whole
@@ -398,7 +398,7 @@ class _NumberResolver:
                 yield {HANDLES[name]: near}
 
     def _possible(self, name: str) -> list[int]:
-        """Values near that a handle might have."""
+        """Nearby values that a handle might take."""
         follows = self.step.follow(without(self.binding, *HANDLES)).whole
         value, ranks = self.given[name], self.step.ranks
         if name == "K" and "Q" in follows:
@@ -409,7 +409,8 @@ class _NumberResolver:
         return [max(1, value // unit) * unit, (value // unit + 1) * unit]
 
     def _rounds_violation(self, core: set[str]) -> list[Violation]:
-        """Without a handle, only the rounds of asynchronous training are no rule of their own."""
+        """The one contradiction without a handle that `rules.py` does not report: rounds of asynchronous
+        training that do not multiply to the step."""
         mini, q, rounds, batches = (self.given.get(name, 1) for name in "MQPR")
         if not core & {"P", "R"} or rounds * batches * mini == q:
             return []
@@ -421,7 +422,7 @@ class _NumberResolver:
         return [Violation("rounds", BATCH, KEYS["R"], batches, text, fixes)]
 
     def _no_mini_batch_violation(self, core: set[str]) -> list[Violation]:
-        """Where no mini-batch was given, the step alone may be one that none fits."""
+        """If no mini-batch size was given, reports a step that no mini-batch size fits."""
         if "Q" not in core or "M" in core:
             return []
         known = {name: self.given[name] for name in core | {"n"}}

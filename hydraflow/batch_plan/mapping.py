@@ -89,7 +89,7 @@ def _stepped(start: int, stop: int, step: int) -> Iterator[range]:
 
 def _checked(first: int, last: int) -> range:
     if first < 0 or last < first:
-        raise ValueError(f"must rise from a number that is not negative: {first}-{last} does not")
+        raise ValueError(f"must ascend and have no negative numbers; the range {first}-{last} does not")
     if last > _LAST:
         raise ValueError(f"names a device beyond {_LAST}")
     return range(first, last + 1)

@@ -79,7 +79,7 @@ class AsyncPlan:
     trajectories_in_flight: int
     """The same in trajectories."""
     stale_trajectories: int
-    """Of these, how many may come from older weights."""
+    """How many of these may come from older weights."""
 
 
 @dataclass(frozen=True)

@@ -195,7 +195,7 @@ def _rollout(request: Request, plan: BatchPlan) -> Iterator[Quantity]:
     yield Quantity("rollout: trajectories per engine", "trajectories", each, formula)
     engine = GENERATION_ENGINES.get(asked.name)  # another name is refused elsewhere
     formula, reads = f"⌈{each}/{asked.max_num_seqs}⌉", engine.reads if engine else ()
-    yield Quantity("rollout: waves", "fillings of an engine", rollout.waves, formula)
+    yield Quantity("rollout: waves", "waves per engine", rollout.waves, formula)
     if "max_model_len" in reads:
         own = asked.max_model_len is not None
         formula, given = ("", origin(f"{ROLLOUT}.max_model_len")) if own else ("prompt + response", DERIVED)

@@ -1,10 +1,10 @@
 """From broken rules to remedies that work together.
 
-In: a judge, a function from overrides to the rules that are broken with them. Out: one `Problem` per broken
-rule, each with overrides to paste.
+In: a judge: a function that takes overrides and returns the rules that are broken under them. Out: one
+`Problem` per broken rule, each with overrides to paste.
 
-Every rule proposes fixes close to the requested values. The search takes one broken rule after the other, by
-stage, and the fix that leaves the fewest rules broken. Pasting the first remedy of every problem gives the
+Every rule proposes fixes close to the requested values. The search repairs broken rules stage by stage, each
+by the cheapest fix: a small change that leaves few rules broken. Pasting every first remedy gives the
 configuration at which the search ended, which the judge has accepted.
 """
 
@@ -84,7 +84,7 @@ class _Search:
         return [self._problem(violation, first) for violation in self.found]
 
     def _repair(self) -> Sequence[Violation]:
-        """Changes keys until nothing is broken, or nothing helps; gives what is left."""
+        """Changes keys until nothing is broken or nothing helps; returns the rules that are still broken."""
         left: Sequence[Violation] = self.found
         original, hopeless, owner = {one.rule for one in left}, set[str](), left[0].rule
         for _ in range(MOST_STEPS):
@@ -102,9 +102,9 @@ class _Search:
         return left
 
     def _helpful(self, broken: Violation, left: Sequence[Violation]) -> Iterator[tuple[float, Values]]:
-        """The fixes after which a rule holds, each with what it asks; what stays broken asks, too. A fix is
-        a step back where not less is broken in the earliest stage in which it makes a difference. Such a fix
-        is taken where no other helps, and once for a rule: so the search ends."""
+        """Yields (cost, fix) for each fix that repairs `broken`; rules left broken add to the cost. A fix is
+        a step back unless it reduces the number of broken rules in the earliest stage that it affects. A
+        step back is taken only if no other fix helps, and once per rule, so that the search ends."""
         for fix in broken.candidates():
             after = self.judge(self.changes | fix)
             if all(one.rule != broken.rule for one in after):
@@ -122,7 +122,7 @@ class _Search:
         return asks
 
     def _remedy(self, violation: Violation) -> Values:
-        """What was changed for a rule, or for those that it was repaired with; or else everything."""
+        """The overrides that repair a rule: those made for it, else those made along with them, else all."""
         own = self.owned.get(violation.rule, set()) & set(self.changes)
         if not own:
             for key in self.changes:

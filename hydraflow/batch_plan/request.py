@@ -57,7 +57,7 @@ class Request:
     rollout: RolloutConfig
     filter: FilterRequest | None
     staleness: float | None
-    """Of asynchronous training; None: sampling and training take turns."""
+    """Staleness of asynchronous training; None: sampling and training take turns."""
     workers: int
     """Agent workers."""
     val_prompts: int | None
@@ -83,7 +83,7 @@ class Request:
 
     @property
     def device_type(self) -> str:
-        """Of the devices that are planned for."""
+        """Type of the devices that are planned for."""
         config = self.settings.config
         return planned_type(config.trainer.device, config.cluster.device)
 

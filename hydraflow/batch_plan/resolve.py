@@ -134,8 +134,8 @@ def _plan(request: Request, topology: Topology) -> BatchPlan:
     assert old_log_prob is not None
     notes = list(request.numbers.notes)
     if request.prompts is not None and (left := request.prompts % request.q):
-        text = f"{left} of {request.prompts} training prompts fill no step of {request.q}"
-        notes.append(f"{text}: an epoch leaves them out")
+        text = f"{left} of {request.prompts} training prompts do not fill a step of {request.q}"
+        notes.append(f"{text}: each epoch leaves that many out")
     return BatchPlan(
         prompts_per_step=request.q,
         samples_per_prompt=request.n,

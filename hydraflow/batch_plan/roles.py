@@ -75,7 +75,7 @@ def dist_checkpoints(config: PPOConfig) -> dict[str, str]:
 
 
 def missing_checkpoints(config: PPOConfig) -> list[Problem]:
-    """Problems of checkpoints that are not on this machine, or are none of Megatron-Core's."""
+    """Problems of checkpoint paths that are missing on this machine or hold no Megatron-Core checkpoint."""
     found = dist_checkpoints(config).items()
     return [one for section, path in found for one in core_checkpoint_problems(path, f"{section}.{PATH}")]
 
@@ -94,8 +94,8 @@ def reads_critic_files(config: PPOConfig) -> bool:
 
 
 def replay_problems(actor: ActorConfig, *, has_routers: bool) -> list[Problem]:
-    """One for routing replay with a model that has nothing to replay. The plan asks where config.json is on
-    this machine, a job before it starts, and the worker for models with their own code.
+    """A problem if routing replay is on but the model has nothing to replay. Called by the plan if
+    config.json is on this machine, by a job before it starts, and by the worker for models with own code.
 
     >>> actor = ActorConfig()
     >>> actor.router_replay.mode = "R2"

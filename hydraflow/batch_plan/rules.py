@@ -107,7 +107,7 @@ def _groups_can_differ(request: Request) -> Iterator[Violation]:
     """A group of one response has no two different scores: dynamic sampling would never end."""
     if request.filter and request.n < 2:
         keeps = "algorithm.filter_groups.enable=true keeps prompts whose responses score differently"
-        text = f"response per prompt: {keeps}, so at least 2"
+        text = f"gives one response per prompt, and at least 2 are needed: {keeps}"
         yield _step(request, "n >= 2", request.numbers.key("n"), request.numbers.shown("n"), text)
 
 

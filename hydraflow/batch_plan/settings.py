@@ -31,7 +31,7 @@ class Settings(Generic[Config]):
         return DEFAULT if value_at(self.config, key) == value_at(self.defaults, key) else FILE
 
     def strength(self, key: str) -> int:
-        """That of a key's origin."""
+        """Strength of a key's origin."""
         return strength(self.origin(key))
 
     def changed(self, values: Mapping[str, object]) -> Settings[Config]:

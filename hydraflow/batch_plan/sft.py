@@ -44,7 +44,7 @@ class SFTPlan(Plan):
     """How the model's update splits them; a conversation is a prompt with one response, a pair has two."""
     cluster: Cluster
     layouts: dict[str, Layout]
-    """Of the one role, `model`."""
+    """Layout of the one role, `model`."""
     steps_per_epoch: int
     """Whole batches in one pass over the data; 0: the number of conversations is not known."""
     total_steps: int
@@ -62,10 +62,10 @@ class _Request:
     layout: Layout | None
     """None: the devices do not add up."""
     conversations: int | None
-    """Conversations, or pairs, that there are."""
+    """Number of conversations, or of pairs; None: not known."""
     role: RoleRequest
     unit: int
-    """Rows of the model that each of them is."""
+    """Model rows per conversation (1) or pair (2)."""
     row_tokens: int
     """Maximum tokens of one of them."""
     steps_per_epoch: int
@@ -207,7 +207,7 @@ def _violations(request: _Request) -> Iterator[Violation]:
     if there is not None and there < batch:
         fewer: list[Fix] = [{_BATCH: there // ranks * ranks}] if there >= ranks else []
         fewer += [{_BATCH: 1, NODES: 1, PER_NODE: model.model_parallel}] if there else []
-        text = f"is more than the {there} training {noun}s that there are, so no step can be taken"
+        text = f"is more than the {there} available training {noun}s, so no step can be taken"
         yield Violation("conversations >= batch", BATCH, _BATCH, batch, text, fewer, advice="more data")
     yield from role.warmup_violations(request.total_steps)
 
@@ -218,7 +218,7 @@ def _plan(request: _Request) -> SFTPlan:
     role = request.role.plan(q=batch, n=1, row_tokens=tokens, total_steps=total)
     left = (request.conversations or 0) % batch
     noun = noun_of(request.settings.config)
-    text = f"{left} of {request.conversations} training {noun}s fill no step of {batch}"
+    text = f"{left} of {request.conversations} training {noun}s do not fill a step of {batch}"
     return SFTPlan(
         conversations_per_step=batch,
         role=role.of_units(request.unit) if request.unit > 1 else role,
@@ -227,7 +227,7 @@ def _plan(request: _Request) -> SFTPlan:
         steps_per_epoch=request.steps_per_epoch,
         total_steps=total,
         quantities=tuple(_quantities(request, role, request.layout)),
-        notes=(f"{text}: an epoch leaves them out",) if left else (),
+        notes=(f"{text}: each epoch leaves that many out",) if left else (),
     )
 
 

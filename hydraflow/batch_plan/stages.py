@@ -21,13 +21,13 @@ from hydraflow.schema import PPOConfig
 FIRST, LAST, WITH_EMBEDDING, WITH_LOSS, LAYOUT = LAYERS_OF_STAGES
 _LETTERS = {"E": "embedding", "t": "decoder", "L": "loss"}
 _MOST_DIGITS = 4
-"""Of a number in a layout: larger ones are of more layers than any model has."""
+"""Maximum digits of a number in a layout; a longer number means more layers than any model has."""
 Parts = list[list[int]]
 """Layers by stage, and by part of its layers."""
 
 
 def layers_of_parts(layers: int, settings: MegatronConfig) -> Parts:
-    """Of a legal division.
+    """Layers of each part of each stage, for a legal division.
 
     >>> over = {"num_layers_in_first_pipeline_stage": 2}
     >>> sizes = dict(pipeline_model_parallel_size=3, override_transformer_config=over)
@@ -56,8 +56,8 @@ def require_layers(layers: int, settings: MegatronConfig, *, section: str) -> No
 
 
 def stage_problems(config: PPOConfig, *, policy: int | None, critic: int | None) -> list[Problem]:
-    """Of all roles, with the models' numbers of layers; None: not known. A reference that follows the actor
-    is reported once."""
+    """Problems of all roles. `policy`, `critic`: the models' numbers of layers; None: not known. A reference
+    that follows the actor is reported once."""
     faults, seen = Faults(), list[MegatronConfig]()
     for section, settings in megatron_sections(config):
         layers = critic if section == "critic" else policy
@@ -79,7 +79,7 @@ def _problems(layers: int, settings: MegatronConfig, engine: str) -> Iterator[Pr
     ways = [names for names in ((LAYOUT,), (FIRST, LAST), (WITH_EMBEDDING, WITH_LOSS)) if {*names} & {*given}]
     if len(ways) > 1:
         for name in (name for names in ways[1:] for name in names if name in given):
-            rule = f"{', '.join(one for one in ways[0] if one in given)} divides the layers, too"
+            rule = f"{', '.join(one for one in ways[0] if one in given)} already divides the layers"
             yield Problem(f"{key}.{name}", shown(given[name]), rule, f"leave out {key}.{name}")
     elif LAYOUT in given:
         yield from _of_layout(layers, settings, given[LAYOUT], engine)
@@ -90,7 +90,7 @@ def _problems(layers: int, settings: MegatronConfig, engine: str) -> Iterator[Pr
 
 
 def _of_ends(layers: int, settings: MegatronConfig, given: Mapping[str, Any], key: str) -> Iterator[Problem]:
-    """Of the first stage's number, and the last's: each with legal numbers beside the other."""
+    """Problems of layer counts given for the first or last stage, each with counts that fit the other one."""
     stages, chunks = settings.pipeline_model_parallel_size, settings.chunks
 
     def are_numbers(ends: Mapping[str, Any]) -> bool:
@@ -103,10 +103,10 @@ def _of_ends(layers: int, settings: MegatronConfig, given: Mapping[str, Any], ke
 
     if is_legal(given):
         return
-    sizes = ", ".join(map(str, _uneven(layers, stages, given))) if are_numbers(given) else "no numbers"
+    sizes = ", ".join(map(str, _uneven(layers, stages, given))) if are_numbers(given) else "non-integers"
     rule = f"gives the {stages} stages {sizes} of the model's {layers} layers"
     if chunks > 1:
-        rule += f", each of which must divide by the {chunks} parts of a stage"
+        rule += f", each of which must be divisible by the {chunks} parts of a stage"
     for name, value in given.items():
         legal = [one for one in range(1, layers + 1) if is_legal({**given, name: one})]
         near = sorted(legal, key=lambda one: abs(one - value) if type(value) is int else one)[:2]
@@ -118,15 +118,15 @@ def _of_ends(layers: int, settings: MegatronConfig, given: Mapping[str, Any], ke
 def _of_counted_ends(
     layers: int, settings: MegatronConfig, given: Mapping[str, Any], engine: str
 ) -> Iterator[Problem]:
-    """Of an embedding or a loss that counts as a layer."""
+    """Problems of an embedding or a loss that counts as a layer."""
     stages, chunks = settings.pipeline_model_parallel_size, settings.chunks
     parts, counted = stages * chunks, layers + len(given)
     if counted % parts == 0 and min(map(min, layers_of_parts(layers, settings))) > 0:
         return
     names = ", ".join(f"{engine}.override_transformer_config.{name}" for name in given)
-    rule = f"with it {counted} layers are divided evenly by {stages} stages"
+    rule = f"with it {counted} layers must divide evenly into {stages} stages"
     rule += f" of {chunks} parts" if chunks > 1 else ""
-    rule += ", and no part is left without a layer"
+    rule += ", and every part must have a layer"
     legal = [one for one in range(1, counted // 2 + 1) if counted % (one * chunks) == 0]
     near = sorted(legal, key=lambda one: abs(one - stages))[:2]
     sizes = [f"{engine}.pipeline_model_parallel_size={one}" for one in near]

@@ -1,7 +1,7 @@
 """Alternative numbers for a step, close to the requested ones: candidates for repairing a broken rule.
 
-In: a `Request`. Out: overrides. All rules of a step share these fixes, because its numbers hang together:
-which of them are legal the judge decides (`batch_plan/repair.py`).
+In: a `Request`. Out: overrides. All rules of a step share these fixes, because its numbers depend on each
+other; the judge decides which fixes are legal (`batch_plan/repair.py`).
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from hydraflow.batch_plan.request import CRITIC_MINI, Request
 
 
 def fixes(request: Request) -> Iterator[Fix]:
-    """Overrides that lead to steps near the one that was asked for: those that the data ranks can share, and
-    those whose micro-batches come out even besides."""
+    """Overrides that lead to steps near the requested one: steps that the data ranks can share, then steps
+    whose micro-batches also divide evenly."""
     ranks, rows = {}, {}
     for role in request.roles:
         if role.ranks:

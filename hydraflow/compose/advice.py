@@ -22,7 +22,7 @@ from hydraflow.workers.config import ActorConfig
 
 POLICY = "actor_rollout_ref"
 _LARGEST_HIDDEN_SIZE = 16384
-"""That of Llama 3.1 405B: the limit for models whose config.json is not on this machine."""
+"""Hidden size of Llama 3.1 405B: the limit for models whose config.json is not on this machine."""
 
 
 def advice(config: object, *, planning: bool) -> Iterator[str]:
@@ -91,13 +91,13 @@ def _teachers(config: PPOConfig) -> Iterator[str]:
     is_k1 = asked.loss_mode.removesuffix("+") in ("kl", "k1")
     if asked.use_policy_gradient and not is_k1:
         yield (
-            f"{key}={asked.loss_mode}: as an advantage, its policy gradient is not that of the KL, and near"
-            f" the teacher almost none; a typical value is {key}=k1"
+            f"{key}={asked.loss_mode}: as an advantage, its policy gradient is not that of the KL and"
+            f" vanishes close to the teacher; a typical value is {key}=k1"
         )
     elif is_k1 and not asked.use_policy_gradient and not asked.loss_mode.endswith("+"):
         yield (
-            f"{key}={asked.loss_mode}: as a term of the loss its gradient is 0 in the mean, so no teacher"
-            f" teaches anything; a typical value is {key}=k1+"
+            f"{key}={asked.loss_mode}: as a loss term its expected gradient is 0, so nothing is learned from"
+            f" the teachers; a typical value is {key}=k1+"
         )
 
 

@@ -44,7 +44,7 @@ class NoEffectRule:
 POLICY = "actor_rollout_ref.model"
 ACTOR, REF, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.ref", "actor_rollout_ref.rollout"
 BY_TOKENS = "use_dynamic_bsz=true fills micro-batches by tokens"
-BY_ROWS = "micro-batches have a given number of rows"
+BY_ROWS = "micro-batches have a fixed number of rows"
 VALIDATION = "{test_freq,val_before_train,log_val_generations,validation_data_dir}"
 NO_VALIDATION = "there is no validation without data.val_files"
 
@@ -187,7 +187,7 @@ _PLACES = (
     NoEffectRule(
         f"{ROLLOUT}.max_retries",
         lambda c: _rollout_is_with_a_model(c) and not c.trainer.debug.rollout_only,
-        "the rollout shares its processes with another role: their death ends the run",
+        "the rollout shares its processes with another role, so the death of a process ends the run",
         "trainer.fuse_roles=false",
     ),
     *(
@@ -318,13 +318,13 @@ _RUN = (
         "ray_init.num_cpus",
         # in a Slurm job hydraflow.slurm starts Ray with it
         lambda c: c.ray_init.address != "local" and allocation() is None,
-        "a running cluster has counted its own",
+        "a running cluster has its own number of CPUs",
         "ray_init.address=local",
     ),
     NoEffectRule(
         "ray_init.{address,num_cpus}",
         lambda c: c.trainer.debug.local,
-        "trainer.debug.local=true does without Ray",
+        "trainer.debug.local=true runs without Ray",
     ),
     _while("trainer.debug.local", "log.console", "has one process, whose lines are on the console"),
     NoEffectRule(

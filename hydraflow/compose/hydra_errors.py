@@ -9,6 +9,7 @@ import re
 from collections.abc import Sequence
 
 from hydraflow.errors import ConfigError, Problem
+from hydraflow.options import listed
 
 
 def translated(error: Exception, files: Sequence[str] = ()) -> ConfigError:
@@ -70,14 +71,14 @@ def _of_a_file(key: str, message: str) -> Problem | None:
 
 def _of_a_name(message: str, files: Sequence[str]) -> Problem | None:
     """Entries of a defaults list, and choices of groups, that name nothing."""
-    listed = r"In '(.+?)': Could not (?:load|find) '(.+?)'"
-    if found := re.search(rf"{listed}\.?\s*Available options in '.+?':\s*(.+)", message):
+    in_a_list = r"In '(.+?)': Could not (?:load|find) '(.+?)'"
+    if found := re.search(rf"{in_a_list}\.?\s*Available options in '.+?':\s*(.+)", message):
         group, _, name = found[2].rpartition("/")
         choices = found[3].split()
         close = difflib.get_close_matches(name, choices, n=1)
-        rule = f"its defaults list names '{name}' of {group}; there are {', '.join(choices)}"
+        rule = f"its defaults list names '{name}' of {group}, which must be {listed(choices)}"
         return Problem(f"{found[1]}.yaml", None, rule, f"write {group}: {(close or choices)[0]}")
-    if found := re.search(listed, message):
+    if found := re.search(in_a_list, message):
         others = [file for file in files if file != found[1]]
         close = difflib.get_close_matches(found[2].rpartition("/")[2], others, n=1)
         remedy = f"leave out {found[2]}, or --config-dir DIR names its folder"

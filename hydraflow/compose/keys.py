@@ -139,7 +139,7 @@ def nearest_keys(schema: type, path: str, count: int = 3) -> list[str]:
 
 
 def _takes(schema: type, path: str, value: Any) -> bool:
-    """Whether a key takes a value, or one that was probably meant by it."""
+    """Whether a key takes a value, as it is or as it was probably meant."""
     key = known_keys(schema).get(path)
     if key is None:
         return True

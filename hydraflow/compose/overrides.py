@@ -37,6 +37,7 @@ from hydraflow.compose.tree import UnknownValues, value_problems
 from hydraflow.compose.verl import classify
 from hydraflow.compose.verl_trees import choices, engine_override, group_override, primary_names
 from hydraflow.errors import ConfigError, Problem, shown
+from hydraflow.options import listed
 from hydraflow.redact import public_word
 
 Groups = Mapping[str, Sequence[str]]
@@ -160,8 +161,8 @@ def _parse(word: str, schema: type, prepared: PreparedCommandLine) -> Override |
 
 
 def _without_spaces(words: Sequence[str]) -> tuple[list[str], list[Problem]]:
-    """The words without those of `key = value`, `key: value` and `key={a: 1}`, which the shell has made
-    several of, and a problem for each."""
+    """The words without `key = value`, `key: value` and `key={a: 1}`, which the shell has split into several
+    words, and a problem for each."""
     kept, problems = list[str](), list[Problem]()
     for word in words:
         if kept and _unclosed(kept[-1]) and not _IS_OVERRIDE.match(word):
@@ -243,19 +244,21 @@ def _problems(override: Override, schema: type, groups: Groups, *, multirun: boo
     if is_hydras(override):
         return []
     if override.is_sweep_override() and not multirun:
-        listed = unparsed(override.input_line or "").partition("=")[2]
+        several = unparsed(override.input_line or "").partition("=")[2]
         known = known_keys(schema).get(key)
         is_list = known is None or accepts(known.hint, list(values(override)))
         one = (
-            f"{key}=[{listed}] for one list" if is_list else f"{key}={listed.partition(',')[0]} for one value"
+            f"{key}=[{several}] for one list"
+            if is_list
+            else f"{key}={several.partition(',')[0]} for one value"
         )
         remedy = f"{one}, or --multirun for several runs"
-        return [Problem(key, listed, "several values need --multirun", remedy)]
+        return [Problem(key, several, "several values need --multirun", remedy)]
     verls = {} if key in known_keys(schema) else choices(schema)
     if group_override(schema, key, None, override.value()) is not None:
         return []
     if _is_choice(override, named := {**verls, **groups}):
-        rule = f"there is no such choice; there are {', '.join(named[key])}"
+        rule = f"must be {listed(named[key])}"
         unknown = [value for value in values(override) if value not in named[key]]
         return [
             Problem(key, shown(value), rule, " or ".join(f"{key}={choice}" for choice in close or named[key]))

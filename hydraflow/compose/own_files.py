@@ -114,7 +114,7 @@ def _no_folder(option: str, folder: str | None) -> list[Problem]:
 
 
 def _no_file(name: str, folders: list[Path], schema: type | None) -> list[Problem]:
-    """`schema`: that whose files of verl's the name means without a path; None: there is no path."""
+    """`schema`: with --config-path, the schema whose verl file the name alone would mean; None: without."""
     if yaml_in(folders, name):
         return []
     if Path(name).suffix == ".yml" and any((each / name).is_file() for each in folders):
@@ -125,7 +125,7 @@ def _no_file(name: str, folders: list[Path], schema: type | None) -> list[Proble
     remedy = f"--config-name {close[0]}" if close else "--config-dir DIR names the folder of your own files"
     if schema is not None and verl_trees.config_file(schema, name) is not None:
         remedy = f"leave out --config-path: {name} alone means verl's own file"
-    there = f"there are {', '.join(choices)}" if choices else f"there is no YAML file in {folders[0]}"
+    there = f"the folder has {', '.join(choices)}" if choices else f"there is no YAML file in {folders[0]}"
     return [Problem(f"--config-name {name}", None, f"there is no such file; {there}", remedy)]
 
 

@@ -70,10 +70,12 @@ def own_problems(config: PPOConfig) -> Iterator[Problem]:
     for choice in own_choices(config):
         try:
             parameters = choice.function.parameters()
-        except OSError:
-            yield no_file(
-                choice.function.path, choice.key, endings=(".py",), after=f":{choice.function.name}"
-            )
+        except OSError as error:
+            path, name = choice.function.path, choice.function.name
+            if path.is_file():
+                yield Problem(choice.key, choice.given, f"cannot be read: {error.strerror}")
+            else:
+                yield no_file(path, choice.key, endings=(".py",), after=f":{name}")
             continue
         except ValueError as error:
             yield Problem(choice.key, choice.given, str(error), f"{choice.key}=path/to/file.py:function")

@@ -148,7 +148,7 @@ def _a_ring_contains_the_clip_range(config: PPOConfig) -> Iterator[Problem]:
         name, clip = f"rec_epsilon_{side}_prime", f"actor_rollout_ref.actor.clip_ratio_{side}"
         inner, outer = effective_value(actor, f"clip_ratio_{side}"), getattr(chosen, name)
         if outer <= inner:
-            rule = f"must be above {clip}={inner:g}: tokens beyond it come back"
+            rule = f"must be above {clip}={inner:g}: tokens beyond this bound get a gradient again"
             yield Problem(f"{key}.{name}", outer, rule, f"{clip}={outer / 2:g}")
 
 
@@ -328,7 +328,7 @@ def _ulysses_packs(config: PPOConfig | SupervisedConfig) -> Iterator[Problem]:
         size, packs = f"{section}fsdp_config.ulysses_sequence_parallel_size", f"{key}.use_remove_padding"
         ways = fsdp.ulysses_sequence_parallel_size
         if ways > 1 and not model.use_remove_padding and without_effect(config, size) is None:
-            yield Problem(packs, "false", f"{size}={ways} divides packed rows", f"{packs}=true or {size}=1")
+            yield Problem(packs, "false", f"{size}={ways} needs packed rows", f"{packs}=true or {size}=1")
 
 
 def _megatron_trains_all_weights(config: PPOConfig) -> Iterator[Problem]:
@@ -354,7 +354,7 @@ def _adapters_are_loaded(config: PPOConfig) -> Iterator[Problem]:
         yield Problem(key, "false", rule, f"{key}=true or {ROLLOUT}.name={others}")
     elif policy.rollout.tensor_model_parallel_size > 1:
         size = f"{ROLLOUT}.tensor_model_parallel_size"
-        rule = f"adapters are not divided, and {size}={policy.rollout.tensor_model_parallel_size} divides"
+        rule = f"adapters are not sharded, but {size}={policy.rollout.tensor_model_parallel_size} shards"
         yield Problem(key, "false", f"{rule} the weights", f"{key}=true or {size}=1")
 
 
@@ -382,8 +382,10 @@ def _experts_are_replayed(config: PPOConfig) -> Iterator[Problem]:
         yield Problem(name, True, rule, f"leave out {name}")
     if "moe" in actor.megatron.recomputed_parts:
         name = f"{overrides}.recompute_modules"
-        rule = f"experts that are recomputed on their own do not get those of router_replay.mode={mode}"
-        yield Problem(name, shown(given["recompute_modules"]), rule, f"leave out {name}: all of a layer is")
+        rule = f"recomputing only the experts would not replay the choices of router_replay.mode={mode}"
+        yield Problem(
+            name, shown(given["recompute_modules"]), rule, f"leave out {name}, to recompute whole layers"
+        )
 
 
 def _teachers_are_named(config: PPOConfig) -> Iterator[Problem]:
@@ -489,14 +491,14 @@ def _parts_of_a_run(config: PPOConfig) -> Iterator[Problem]:
         rule = f"must be given: {key}.train_only=true samples nothing"
         yield Problem(f"{key}.load_rollouts", "null", rule, f"{key}.load_rollouts=...")
     if debug.rollout_only and debug.train_only:
-        rule = f"{key}.train_only=true is the other half of a step"
+        rule = f"cannot be combined with {key}.train_only=true: each leaves out what the other does"
         yield Problem(f"{key}.rollout_only", "true", rule, f"{key}.rollout_only=false")
     if debug.rollout_only and debug.load_rollouts is not None:
         rule = f"{key}.rollout_only=true only samples, so it does not read trajectories"
         yield Problem(f"{key}.load_rollouts", debug.load_rollouts, rule, f"{key}.load_rollouts=null")
     given = debug.rollout_only or debug.train_only or debug.load_rollouts or debug.save_rollouts
     if trainer.val_only and given:
-        rule = f"there are no steps that {key}.* could change"
+        rule = f"runs no steps, so it cannot be combined with {key}.*"
         yield Problem("trainer.val_only", "true", rule, "trainer.val_only=false")
     if _is_same_place(debug.save_rollouts, debug.load_rollouts):
         rule = f"{key}.load_rollouts reads that folder"

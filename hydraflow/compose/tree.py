@@ -167,8 +167,8 @@ def value_problems(schema: type, key: str, value: Any) -> list[Problem]:
 
 
 def flatten(schema: type, tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """(key, value) of every leaf. The content of an open mapping is one value, but for other names of keys;
-    an empty one is one, too."""
+    """(key, value) of every leaf. An open mapping, even an empty one, is one leaf, except for entries
+    that are other names of known keys: those are leaves of their own."""
     keys = known_keys(schema)
     for name, value in tree.items():
         key = f"{prefix}{name}"

@@ -59,7 +59,7 @@ class Unsupported:
     instead: str = ""
     """Overrides of ours that do something similar."""
     decided_by: str = ""
-    """A key of ours that decides this, too: where that has the same value, nothing is missed."""
+    """A key of ours that controls the same thing: with the same value there, nothing is lost here."""
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ class KeyTables:
     """Rows for keys of a command of verl's that have no counterpart here, by pattern."""
 
     command: str
-    """How the command is called in verl; empty: it has none of this kind."""
+    """Name of the command in verl; empty: verl has no such command."""
     sections: dict[str, str]
     """Section of verl's -> the section whose keys it holds."""
     ignored: dict[str, Ignored]
@@ -147,16 +147,16 @@ def _alias(old: str, new: str, why: str = "") -> Alias:
 
 @dataclass(frozen=True)
 class ValueTables:
-    """verl's values that have another name here, or nothing behind them."""
+    """verl's values that have another name here, or that do not exist here."""
 
     renamed: dict[str, dict[str, str]]
     """Pattern of keys -> verl's value -> ours."""
     rollout_engines: list[str]
-    """Those that do not exist here."""
+    """verl's rollout engines that do not exist here."""
     training_engines: list[str]
-    """Likewise."""
+    """verl's training engines that do not exist here."""
     trackers: list[str]
-    """Likewise."""
+    """verl's trackers that do not exist here."""
 
 
 @cache

@@ -1,14 +1,14 @@
-"""What Ray starts here in place of its two agents, which it refuses to do without.
+"""Stand-ins for Ray's two agents, without which Ray's node process does not run.
 
 In: an agent's command line. Out: the files in which Ray looks for the agents' ports. In place of the
-dashboard's agent: files that say that there are none; without a dashboard, Ray's own does no more, and takes
-a second of a core and 100 MiB to import what it needs for that. In place of the agent for runtime
+dashboard's agent: files that say that it has no ports. Without a dashboard Ray's own agent does no more, but
+takes a second of a core and 100 MiB for its imports. In place of the agent for runtime
 environments: a process that reserves and reports the agent's port, then executes the agent. Ray's node
 process waits for the port, and aborts if it is not reported within 15 seconds; on a busy machine the agent's
 imports take longer. The first worker with an environment of its own still waits for them
-(`agent_register_timeout_ms`). A script of the standard library alone. Both end with the node process, however
-it ends, and it with them: left alone, the agent for runtime environments would try for a minute to report a
-node process that was killed to a control service that may have ended, too.
+(`agent_register_timeout_ms`). A script of the standard library alone. Both are killed when the node process
+ends, however it ends, and it ends when they do. Otherwise the agent for runtime environments would try for a
+minute to report a node process that was killed to a control service that may have ended, too.
 """
 
 from __future__ import annotations
@@ -57,8 +57,8 @@ def start_with_a_port(command: Sequence[str]) -> None:
 
 
 def _end_with_the_node() -> None:
-    """This process, also as another program, is killed when its parent ends: the node process, whose pid Ray
-    tells."""
+    """Asks the kernel to kill this process when its parent ends, also after an exec. The parent is Ray's node
+    process, whose pid is in RAY_RAYLET_PID."""
     node = int(os.environ.get("RAY_RAYLET_PID") or os.getppid())
     ctypes.CDLL(None).prctl(_SIGNAL_AT_PARENTS_END, signal.SIGKILL, 0, 0, 0)
     if os.getppid() != node:  # it had ended before that

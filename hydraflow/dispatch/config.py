@@ -12,9 +12,9 @@ RAY_SETTINGS = {
     "prestart_worker_first_driver": False,
     "agent_register_timeout_ms": 180_000,
 }
-"""Of every Ray that we start. Memory of an object is free at once when no reference is left: by default Ray
-waits for a hundred objects or a second, and what is stored meanwhile takes memory that no process has touched
-yet. Processes are started when there is work for them: by default `ray.init` starts one per declared CPU and
+"""Settings of every Ray cluster that we start. An object's memory is freed as soon as its last reference is
+gone: by default Ray waits for a hundred objects or a second, and objects stored meanwhile take memory that no
+process has touched yet. Workers are started on demand: by default `ray.init` starts one per declared CPU and
 waits for them."""
 
 

@@ -43,8 +43,8 @@ def variables(rank: int, *, node_ip: str, environ: Mapping[str, str] = os.enviro
 
 
 def shared_variables(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """Those of them that are the same in all processes of a node, and that torch and transformers read when
-    they are imported."""
+    """The subset of `variables` that is the same in all processes of a node and that torch and transformers
+    read on import."""
     found = {} if environ.get(MODULES) else {MODULES: str(node_folder() / "hf_modules")}
     if not any(environ.get(name) for name in (SPINS, "OMP_WAIT_POLICY")):
         found[SPINS] = FEW_SPINS
@@ -52,8 +52,8 @@ def shared_variables(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
 
 
 def settle_command() -> None:
-    """Sets those in a command's process; call it before torch and transformers are imported. EnvironmentFault
-    as for `settle`."""
+    """Sets `shared_variables` in a command's process; call it before torch and transformers are imported.
+    EnvironmentFault as for `settle`."""
     make_node_folder()
     os.environ.update(shared_variables())
 

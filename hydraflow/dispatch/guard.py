@@ -97,8 +97,8 @@ class RayGuard:
 
     def _end_without_node(self) -> None:
         """Exits before Ray's client does. Once Ray is up nothing is killed here, because that takes longer
-        than the client does: the other processes of Ray and of the rewards end with the one that started
-        them, which those that are just starting may not."""
+        than the client does, and the other processes of Ray and of the rewards end with the one that started
+        them. Processes that are still starting may not: before that, they are killed first."""
         if self._may_end() and not SHUTDOWN.asked:  # a signal may be for the whole run
             os.write(2, self._last_words)
             if not self._up:

@@ -110,8 +110,8 @@ class Runtime:
             self._reservations |= reserve(pools, timeout=self.channel.timeouts.start, growing=growing)
 
     def fault_behind(self, error: BaseException | None) -> EnvironmentFault | None:
-        """The end of one of Ray's processes as the cause of an error that is not yet a user-facing one; None:
-        all of this run's own are alive."""
+        """The fault behind an internal error: one of Ray's processes has ended. None: the error already has a
+        message for the user, or all of this run's own Ray processes are alive."""
         if self._guard is None or not isinstance(error, Exception) or isinstance(error, HydraflowError):
             return None
         return self._guard.fault()

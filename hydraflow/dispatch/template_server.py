@@ -53,8 +53,8 @@ LIBRARIES = (
     "requests",
     "wcwidth",
 )
-"""What a worker imports; none of them may start a thread or import Ray. What is missing costs each worker its
-share of a second of a core, and nothing else."""
+"""What a worker imports; none of them may start a thread or import Ray. A module that is missing here only
+costs time: each worker imports it, at its share of a second of a core."""
 WITHOUT_THREADS = {"OMP_NUM_THREADS": "1", "JE_ARROW_MALLOC_CONF": "background_thread:false"}
 """Variables with which torch and pyarrow start no thread while they are imported. pyarrow contains jemalloc,
 which starts one although mimalloc allocates."""
@@ -143,7 +143,7 @@ def become(
 
 
 def threads() -> int:
-    """Of this process; libraries start them, too."""
+    """Number of threads of this process, including those that libraries started."""
     return len(os.listdir("/proc/self/task"))
 
 

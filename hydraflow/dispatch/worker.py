@@ -278,7 +278,7 @@ class WorkerProcess:
 
 
 def _reply(answer: Any, shards: Sequence[Shard], returns_columns: bool) -> tuple[Payload, Columns]:
-    """The answer packed; of a batch without rows computed from padding, and without its columns."""
+    """The packed answer. A batch is packed without its columns and without rows computed from padding."""
     if not isinstance(answer, DataProto):
         return pack(answer), {}
     real = real_rows(shards, len(answer))
@@ -307,7 +307,7 @@ def _cut(value: Any) -> Any:
             raise DependencyFailed(receipt)
         if not isinstance(receipt, Receipt):
             made = type(receipt).__name__
-            raise TypeError(f"an argument is a future of a batch, but its maker returned a {made}")
+            raise TypeError(f"an argument is the future of a batch, but the call behind it returned a {made}")
     return part_of(join(receipts), value)
 
 

@@ -57,7 +57,7 @@ class Index:
     """What a checkpoint holds."""
 
     folder: Path
-    """Of the index and the files that it names."""
+    """Folder of the index and of the files that it names."""
     tensors: dict[str, StoredTensor]
     objects: dict[str, int]
     """Pickled objects other than tensors, which are never read -> their size in bytes."""

@@ -41,7 +41,7 @@ class Routes:
     layers: Sequence[int]
     """Indices of all layers with experts, including those on other ranks."""
     experts: int
-    """Of a layer."""
+    """Number of experts of a layer."""
     chosen: int
     """K."""
     device: torch.device

@@ -124,18 +124,17 @@ def _fit_lines(memory: MemoryReport) -> Iterator[str]:
 def _advice_lines(memory: MemoryReport) -> Iterator[str]:
     """What to change first, and whether that is enough."""
     where, bytes_missing = memory.missing
-    first = "to change first, each on top of those before:"
-    yield f"{size_text(bytes_missing)} of {where} memory are missing; {first}"
+    first = "changes to try first, each in addition to the ones above it:"
+    yield f"{size_text(bytes_missing)} of {where} memory is missing; {first}"
     for advice in memory.advice:
         yield f"-> {advice.override} saves {size_text(advice.saves)} ({advice.where}): {advice.effect}"
     if left := memory.missing_after_advice:
         other = "more or larger devices are needed, or a smaller model"
-        yield f"-> {size_text(left)} are missing even then: {other}"
+        yield f"-> even then {size_text(left)} is missing: {other}"
     if where == "host" and 2 * memory.host.rows > memory.host.total:
         yield (
-            f"-> {size_text(memory.host.rows)} are the trajectories of a step: fewer of them"
+            f"-> a step's trajectories take {size_text(memory.host.rows)}: use fewer of them"
             " (data.train_batch_size, actor_rollout_ref.rollout.n) or shorter ones (data.max_response_length)"
-            " need less"
         )
 
 

@@ -84,7 +84,7 @@ def _prompts(plan: BatchPlan, config: PPOConfig) -> str:
         return drawn
     call, least, most = plan.filter.prompts_per_call, plan.filter.least_prompts, plan.filter.most_prompts
     bounds = f"at least {least:,}" + (f", at most {most:,}" if most else "")
-    return f"{drawn}, and others for those whose scores are all the same: {call:,} at a time, {bounds}"
+    return f"{drawn}, and replacements for those whose scores are all equal: {call:,} at a time, {bounds}"
 
 
 def _generation(plan: BatchPlan, config: PPOConfig) -> str:
@@ -182,7 +182,7 @@ def _update(role: RolePlan | None, prompts: int) -> str:
 def _run(per_epoch: int, total: int, role: RolePlan, rows: str, batch: int) -> Phase:
     """The whole run, if the number of steps is known."""
     if not total:
-        unless = "so the number of steps is not, unless trainer.total_training_steps says it"
+        unless = "so the number of steps is unknown unless trainer.total_training_steps is set"
         return Phase("run", f"the number of {rows} is not known, {unless}")
     epochs = f" ({per_epoch:,} are one pass over the {rows}, {batch:,} each)" if per_epoch else ""
     steps = role.optimizer_steps(total)

@@ -1,10 +1,10 @@
-"""Attention of one new token of each row to a cache whose keys several heads of queries share.
+"""Grouped-query attention (GQA) for decoding: one new token per row against the KV cache.
 
 In: queries (B, h, 1, d), keys and values (B, k, L, d), an additive mask. Out: as transformers' `sdpa`, up to
-rounding. That repeats keys and values of the whole cache for all heads of queries, for every token; here the
-g = h / k queries that share a key are g queries of one head. Left out on purpose: prompts, and values of
-another width than the keys (a row's last bits would depend on its neighbours), for which `sdpa` itself is
-called.
+rounding. For every token, `sdpa` repeats the whole cache's keys and values for all query heads; here the
+g = h / k query heads that share a key head are g queries of one head. Left out on purpose: prompts, and
+values whose width differs from the keys' (a row's last bits would depend on its neighbours); these go to
+`sdpa` itself.
 """
 
 from __future__ import annotations

@@ -134,9 +134,9 @@ def _choose(logits: Tensor, params: SamplingParams, uniforms: Tensor | None) -> 
 
 
 def draw(weights: Tensor, uniforms: Tensor) -> Tensor:
-    """The token (B,) of each row at `uniforms` float64 (B,) of the sum of its weights (B, V), which are in
-    proportion to probabilities. First a block of tokens by the blocks' sums, then a token of it: a running
-    sum over all tokens would take longer than their exponentials.
+    """Inverse-CDF sampling: the token (B,) of each row at which the running sum of its weights (B, V) reaches
+    the fraction `uniforms`, float64 (B,), of their total; weights are proportional to probabilities. Picks a
+    block by the blocks' sums, then a token in it: a running sum over all tokens would take longer than `exp`.
 
     >>> draw(torch.tensor([[1.0, 0.0, 3.0]]).repeat(3, 1), torch.tensor([0.2, 0.25, 0.999])).tolist()
     [0, 2, 2]
@@ -152,8 +152,8 @@ def draw(weights: Tensor, uniforms: Tensor) -> Tensor:
 
 
 def _total(weights: Tensor) -> Tensor:
-    """The sum float64 (B, 1) of each row (B, V). Threads would share the sum of a long row that is alone, and
-    its last bits would depend on that."""
+    """The sum float64 (B, 1) of each row (B, V), by blocks: threads would split the sum of a single long row,
+    and its last bits would depend on that."""
     return _block_sums(weights).sum(-1, keepdim=True, dtype=torch.float64)
 
 
@@ -167,8 +167,8 @@ def _block_sums(weights: Tensor) -> Tensor:
 
 
 def _search(weights: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
-    """The place (B, 1) at `uniforms` (B, 1) of the sum of a row's weights (B, n), never one of weight 0, and
-    where in that place, from 0 to 1."""
+    """The index (B, 1) at which the running sum of a row's weights (B, n) reaches the fraction `uniforms`
+    (B, 1) of their total, never one of weight 0; and how far into that weight, from 0 to 1."""
     cumulative = weights.cumsum(-1, dtype=torch.float64)
     total = cumulative[:, -1:].contiguous()
     target = uniforms * total
@@ -200,9 +200,9 @@ def keep(weights: Tensor, top_k: int, top_p: float) -> Tensor:
 
 
 def _least_kept(weights: Tensor, share: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """The smallest weight (B, 1) among the largest ones of each row whose sum reaches `share` (B, 1), and how
-    many of that size there are among them. It looks for them among the `count` largest, which are sorted, and
-    where these are not enough among more: a row's whole vocabulary would take twenty times as long."""
+    """The smallest weight (B, 1) that top-p keeps: that of the fewest largest weights of a row whose sum
+    reaches `share` (B, 1); and how many weights of that size it keeps. Sorts only the `count` largest,
+    and more where they do not suffice: sorting a whole vocabulary would take twenty times as long."""
     count = min(count, weights.shape[1])
     ranked = weights.topk(count, dim=-1).values
     before = ranked.cumsum(dim=-1, dtype=torch.float64) - ranked

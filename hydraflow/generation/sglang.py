@@ -96,9 +96,9 @@ class SglangEngine:
         folder: Path,
         tokenizer: TokenizersBackend | None = None,
     ):
-        """server: with the model's shape and without its weights. files: on their way to it, with the
-        model's arrivals. eos: its end tokens. context: tokens of the longest row. folder: of the model.
-        tokenizer: for stop strings; the server has the same."""
+        """server: has the model's shape, but not its weights. files: its weights, on their way to the server.
+        arrivals: which have come. eos: its end tokens. context: tokens of the longest row. folder: the
+        model's. tokenizer: for stop strings; the server has the same."""
         self._server, self._files, self._arrivals = server, files, arrivals
         self._eos, self._folder = tuple(eos), folder
         embeddings = model.get_input_embeddings()  # type: ignore[operator]
@@ -250,7 +250,7 @@ class SglangEngine:
         except (RequestRefused, EnvironmentFault) as error:  # the caller that waits for the answer raises it
             flight.answer.set_exception(error)
         finally:
-            flight.answer.cancel()  # of anything else the thread dies, and nobody must wait
+            flight.answer.cancel()  # any other error ends the thread: whoever waits must not wait forever
 
     def _sampling_params(self, one: TokenRequest) -> dict[str, Any]:
         params = one.left
@@ -358,9 +358,9 @@ def _completion(one: TokenRequest, answer: Mapping[str, Any]) -> Completion:
         raise RuntimeError(f"SGLang ended a request with {facts['finish_reason']}")
     if reason != ABORT and tokens != answer["output_ids"]:
         lengths = f"{len(answer['output_ids'])} tokens and {len(tokens)} log-probabilities"
-        raise RuntimeError(f"SGLang gave {lengths} that do not belong together")
+        raise RuntimeError(f"SGLang returned {lengths} that do not match")
     if reason == LENGTH and len(tokens) != one.left.max_tokens:
-        why = "its KV cache has no room for the longest row; a larger rollout.gpu_memory_utilization helps"
+        why = "its KV cache has no room for the longest row; raise rollout.gpu_memory_utilization"
         raise RuntimeError(f"SGLang cut a response at {len(tokens)} of {one.left.max_tokens} tokens: {why}")
     log_probs = torch.tensor(
         [float("nan") if value is None else value for value, *_ in pairs], dtype=torch.float32

@@ -31,7 +31,7 @@ HEALTH = "/health"
 """Answers 200 once the server has warmed up, and while its scheduler answers: it generates a token, or
 reads that others are generated."""
 HEALTH_SECONDS = 30.0
-"""What one look at its health may take; the server itself gives up after 20."""
+"""Timeout of one health check, in seconds; the server itself gives up after 20."""
 POLL_SECONDS = 0.2
 ENVIRONMENT = {
     # log-probabilities before the temperature, where it is set (`sglang/srt/layers/sampler.py`)
@@ -42,7 +42,7 @@ ENVIRONMENT = {
     "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "true",
 }
 _DYING_SECONDS = 5.0
-"""After a broken connection: for the server's end."""
+"""Seconds to wait for the server to exit after a broken connection."""
 _TAIL_BYTES, _TAIL_LINES = 8192, 25
 
 

@@ -19,11 +19,11 @@ from hydraflow.generation.base import SamplingParams
 from hydraflow.generation.config import SamplingConfig, every_stop_string
 
 _CHARACTER = 4
-"""Tokens of a character, at most."""
+"""Maximum number of tokens that one character takes."""
 _HALF = "\ufffd"
-"""What bytes are decoded to that are no character yet."""
+"""What bytes decode to while a character is incomplete."""
 _BROKEN = "Invalid prefix encountered"
-"""How the library's error begins when bytes that are no text have spoiled the stream's state."""
+"""Start of the library's error message after invalid bytes have corrupted the stream's state."""
 
 
 class StopStrings:
@@ -93,8 +93,8 @@ def streaming_tokenizer(
 
 
 def _whole_characters(tokenizer: Tokenizer, tokens: Sequence[int]) -> int:
-    """How many of the tokens end with a character. A stream that begins with half of one would count all of
-    them as new text."""
+    """How many leading tokens end on a character boundary. A stream that started inside a character would
+    report all of their text as new."""
     count = len(tokens)
     while count and tokenizer.decode(tokens[:count][-_CHARACTER:], skip_special_tokens=False).endswith(_HALF):
         count -= 1

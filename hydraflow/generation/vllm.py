@@ -72,8 +72,8 @@ DEFAULTS = {
 }
 """Defaults for variables that the user has not set."""
 UNCOMPILED = {"TORCHDYNAMO_DISABLE": "1"}
-"""Likewise in eager mode on a CPU, where vLLM would still run a C++ compiler in each process, for single
-functions."""
+"""Defaults that are added in eager mode on a CPU, where vLLM would still run a C++ compiler in each process,
+for single functions."""
 
 
 class VllmEngine:
@@ -322,7 +322,7 @@ def build(config: PreTrainedConfig, spec: EngineSpec) -> VllmEngine:
                 started, model, eos, spec.tokenizer, routes=spec.routes, adapters=spec.adapters
             )
         except (ImportError, AttributeError) as error:
-            rule = f"the installed vLLM lacks what is called here: {first_line(error)}"
+            rule = f"the installed vLLM lacks an API that hydraflow uses: {first_line(error)}"
             key = f"{spec.section}.name"
             raise ConfigError.one(key, "vllm", rule, f"{VLLM.install}, or {key}=native") from error
     try:
@@ -382,8 +382,8 @@ def _start(folder: str, spec: EngineSpec, model: nn.Module) -> Any:
 
 
 def _look_at_models_here() -> None:
-    """vLLM looks at a model's class for the first time in another process, which imports vLLM again: seven
-    seconds of a core. That keeps CUDA out of this process, which is the engine anyway."""
+    """Makes vLLM inspect model classes in this process. By default it starts a subprocess for that, which
+    imports vLLM again (seven seconds of a core), to keep CUDA out of a process that here is the engine."""
     from vllm.model_executor.models import registry
 
     registry._run_in_subprocess = operator.call
@@ -396,7 +396,7 @@ def _require_own_weights(model: Any, spec: EngineSpec) -> None:
         why = "its attention (MLA) caches products of weights, which would go stale"
         raise _other_form(spec, name, why)
     if model.using_transformers_backend():
-        why = "it would patch transformers' class, and this process could not build such models any more"
+        why = "it would patch the class in transformers, and this process could no longer build such models"
         raise _other_form(spec, name, why)
 
 

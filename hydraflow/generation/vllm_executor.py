@@ -40,7 +40,7 @@ def executor_in_group(rank: int) -> Any:
             return f"file://rank{rank}", rank, 0
 
         def get_kv_cache_specs(self) -> list[Any]:
-            """Of all processes, so that each derives the same number of blocks from them."""
+            """All processes' specifications: each derives the same number of blocks from them."""
             return of_all(super().get_kv_cache_specs())
 
         def determine_available_memory(self) -> list[int]:

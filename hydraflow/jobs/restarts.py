@@ -37,7 +37,7 @@ class Restarts:
     """Counts the restarts of one command, and decides on the next one."""
 
     trainer: LoopConfig
-    """As the user gave it."""
+    """The section as the user gave it."""
     done: int = 0
     folder: RunFolder | None = None
     """The run folder; None: the run has not started."""
@@ -62,7 +62,7 @@ class Restarts:
         return left is None or left > self.pause()
 
     def seconds_left(self) -> float | None:
-        """Of trainer.max_wall_time, which counts from the first start; None: no limit."""
+        """Seconds left of trainer.max_wall_time, which counts from the first start; None: no limit."""
         limit = parse_duration(self.trainer.max_wall_time)
         return None if limit is None else limit - (time.monotonic() - self.started)
 

@@ -209,7 +209,8 @@ class FSDPModelMemory:
 
     @property
     def _output_gradient(self) -> int:
-        """Of the output matrix, unsharded: waits for the embedding's (tied), or for the end of the pass."""
+        """Bytes of the output matrix's gradient, unsharded: it waits for the embedding's (tied), or for the
+        end of the pass."""
         tied = self.units.embedding if self.shape.tied and self.policy else 0
         return self.types.compute * (self.units.head + tied)
 

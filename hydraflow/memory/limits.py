@@ -19,7 +19,7 @@ from hydraflow.system.allocation import allocation
 
 GIB = 2**30
 BYTES = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2}
-"""Of a number of each type."""
+"""Bytes of a number of each type."""
 NO_LIMIT = 2**60
 """Control groups of version 1 write their largest number where there is no limit."""
 
@@ -33,7 +33,7 @@ class MemoryLimits:
     device_name: str
     devices_per_node: int
     device_bytes: int | None
-    """Of one GPU; None on CPUs, too: the processes of a machine share its memory."""
+    """Memory of one GPU; None on CPUs, too: the processes of a machine share its memory."""
     host_bytes: int | None
     half: bool
     """Whether a type of `auto` means bfloat16."""

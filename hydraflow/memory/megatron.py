@@ -107,7 +107,7 @@ class MegatronModelMemory:
 
     @property
     def _stage_layers(self) -> int:
-        """Of the fullest stage."""
+        """Layers of the fullest stage."""
         if self.settings.gives_layers:
             return max(map(sum, layers_of_parts(self.shape.layers, self.settings)))
         return -(-self.shape.layers // self.layout.pipeline)

@@ -193,7 +193,7 @@ def _tokens(
 
 
 def micro_batches(plan: RolePlan, longest_row: int) -> int:
-    """Of one optimizer step; filled by tokens, when every row is at its longest."""
+    """Micro-batches of one optimizer step; filled by tokens, when every row is at its longest."""
     if plan.micro.rows is not None:
         return -(-plan.rows_per_rank // plan.micro.rows)
     return -(-plan.rows_per_rank // max(1, (plan.micro.max_tokens or 0) // longest_row))

@@ -56,7 +56,7 @@ class Architecture:
     class_name: str | None
     """Its name in config.json; None for a value model without a transformers class."""
     shapes: dict[str, Shape]
-    """Of all tensors by names of modules, tied ones under each name."""
+    """Shapes of all tensors by module names, tied ones under each name."""
     tied: dict[str, str]
     """Names that are not in files -> the name stored instead."""
     head: str

@@ -21,7 +21,7 @@ from hydraflow.device import cpu_has_bf16
 LONGEST = 512
 """Tokens of the longest rows for which this is faster."""
 _SCORE_BYTES = 4 * 2**20
-"""Of the scores that exist at a time: what the caches of one core hold."""
+"""Bytes of the scores that exist at a time: what the caches of one core hold."""
 
 
 def are_faster(query: Tensor, key: Tensor) -> bool:

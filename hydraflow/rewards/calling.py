@@ -122,8 +122,8 @@ async def _waiting(parts: list[_Part], computed: list[Any], row: dict[str, Any])
 
 
 def _added(parts: list[_Part], values: Iterator[Any]) -> dict[str, float]:
-    """The weighted sum as `score`, each function's score under its label, its other numbers as label/name,
-    and as `acc` the first function's that returns one, else the first function's score."""
+    """`score`: the weighted sum. <label>: a function's score; <label>/<name>: its other numbers. `acc`: that
+    of the first function that returns one, else the first function's score."""
     numbers: dict[str, float] = {"score": 0.0}
     for part, value in zip(parts, values, strict=True):
         label = part.selected.label

@@ -23,7 +23,7 @@ from hydraflow.rewards.sandbox_program import DONE
 _FENCED = re.compile(r"```(?:python|py|python3)?[ \t]*\n(.*?)(?:```|\Z)", re.DOTALL | re.IGNORECASE)
 FUNCTION = "fn_name"
 _CLOSE = 1e-6
-"""Relative and absolute error that a number with a decimal point may have."""
+"""Relative and absolute tolerance for a number with a decimal point."""
 
 
 @dataclass(frozen=True)
@@ -40,8 +40,8 @@ def passed_tests(
     solution_str: str, ground_truth: Any, *, sandbox: SandboxConfig, timeout: float, partial: bool = True
 ) -> dict[str, float]:
     """`score`: the share of tests that the last fenced block of the response passes, 0 or 1 without
-    `partial`; `acc`: 1 if it passes all. Tests after one that exceeds a limit, or that `timeout`, the seconds
-    of a row, has no time for, are not passed.
+    `partial`; `acc`: 1 if it passes all. Tests after one that exceeds a limit count as failed, as do tests
+    for which the row's time, `timeout` seconds, does not suffice.
 
     Raises ValueError for a ground truth without tests, SandboxError if nothing can be run.
     """

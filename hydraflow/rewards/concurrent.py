@@ -49,7 +49,7 @@ class ConcurrentRows:
 
     async def _row(self, number: int, row: Sequence[Any]) -> None:
         async with self._gate:
-            async with self._turn:  # the loop turns before the next row has it
+            async with self._turn:  # the event loop runs before the next row starts
                 self.caller.alarm.start()
                 ends = asyncio.get_running_loop().time() + self.caller.alarm.limit
                 self._started[number] = self.caller.alarm.began, self.caller.alarm.waited
@@ -61,7 +61,7 @@ class ConcurrentRows:
             self.pool.send([(number, result)])
 
     def _awaitable(self, row: Sequence[Any]) -> Awaitable[Any] | Result:
-        """What is to be waited for; or the result of a row that failed before."""
+        """What to await; or the result of a row that has already failed."""
         try:
             return self.caller.call.of_row(row)
         except BaseException as error:  # the user's code may raise anything: the row fails, never the run

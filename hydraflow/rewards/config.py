@@ -171,7 +171,7 @@ class RewardConfig:
     """Memory limit, in GiB, of a reward process and of each process it starts (RLIMIT_DATA: allocated, used
     or not). A row over the limit raises MemoryError."""
     failure_score: float = option(0.0, rule=FINITE)
-    """Score of a failed row: in validation, in main_eval, and in training with on_failure=score."""
+    """Score of a failed row: in main_eval, and in training with on_failure=score."""
     max_failed_share: float = free(0.5, ge=0, le=1)
     """Fraction of failed rows in a step, a validation or a file of main_eval above which the run ends with
     exit code 5; 1.0: never."""

@@ -1,7 +1,7 @@
-"""The built-in reward functions: which one a row's data source chooses, and the short ones themselves.
+"""The built-in reward functions: which one scores a row, by its data source; and the short ones themselves.
 
 In: data source, the response's text, the ground truth. Out: a float, or a dict with `score` and more numbers.
-The answer patterns for GSM8K are those that its users compare by: `#### 42` (strict), else the last number
+The answer patterns for GSM8K are the usual ones: `#### 42` (strict), else the last number
 (flexible). Left out on purpose: bonuses, because `reward.functions` sums several functions; limits in tokens,
 which the algorithm knows.
 """
@@ -108,7 +108,7 @@ def follows_format(solution_str: str, *, pattern: str = THINK_ANSWER) -> float:
 
 
 def length(solution_str: str, *, least: int = 0, most: int = 4000, buffer: int = 1000) -> float:
-    """0 for `least` to `most` characters; beyond, it falls evenly to -1, which it reaches after `buffer`.
+    """0 for `least` to `most` characters; outside, it falls linearly to -1, reached `buffer` characters away.
 
     >>> [length("x" * n, most=10, buffer=4) for n in (10, 12, 14, 99)]
     [0.0, -0.5, -1.0, -1.0]

@@ -70,7 +70,7 @@ def last_boxed(text: str) -> str:
 
 
 def _equal(gold: list[Any], answer: str) -> bool:
-    """A percentage is right as the number before its sign, too: `50\\%` for 50."""
+    """Also accepts the number as a percentage: `50\\%` for 50."""
     if math_verify.verify(gold, _parse(answer), timeout_seconds=None):
         return True
     plain = _PERCENT.sub("", answer)

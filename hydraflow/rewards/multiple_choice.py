@@ -18,7 +18,7 @@ _SAID = (
         re.MULTILINE,
     ),
 )
-"""In order: the first of them that occurs counts, and of its places the last."""
+"""Tried in order: the first pattern with a match counts, and of its matches the last."""
 _ALONE = re.compile(r"\A[\s*(]*([A-Za-z])[\s*).:]*\Z")
 """A response, or its last line, that is nothing but a letter."""
 

@@ -54,8 +54,8 @@ class RewardPool:
     """`config.num_workers` processes that score rows, each one at a time unless its function is asynchronous
     or takes batches.
 
-    They start at `start()`, else with the first `score`; call it early, since their start is then hidden
-    behind other work. One thread may use a pool at a time.
+    `start()` starts them, or else the first `score`. Call `start()` early, so that starting overlaps with
+    other work. One thread may use a pool at a time.
 
     >>> rows = [RewardRow("arithmetic", answer, "042", {}) for answer in ("042", "24")]
     >>> with RewardPool(RewardConfig()) as pool:

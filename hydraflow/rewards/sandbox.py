@@ -133,7 +133,7 @@ def run(
     if errors:
         raise SandboxError(errors)
     if not outcomes:  # the first test always has an outcome in time, whatever the program does
-        raise SandboxError(f"it did not start in time: the machine is too busy for {seconds:g} seconds")
+        raise SandboxError(f"it did not start within {seconds:g} seconds: the machine is too busy")
     return outcomes
 
 
@@ -219,7 +219,7 @@ def require_sandbox(sandbox: SandboxConfig, timeout: float) -> None:
         rule = f"programs of responses run in their own namespaces, which cannot be created here: {error}"
         raise ConfigError.one(KEY, None, rule, _remedy()) from error
     if outcomes != [Outcome(DONE, "42\n")]:
-        rule = f"a program that prints 42 {outcomes[0].how} within these limits"
+        rule = f"a program that prints 42 failed within these limits ({outcomes[0].how})"
         raise ConfigError.one(KEY, None, rule, f"raise {KEY}.memory, {KEY}.timeout or {KEY}.processes")
 
 

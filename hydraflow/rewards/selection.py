@@ -83,7 +83,7 @@ def problems(config: RewardConfig) -> Iterator[Problem]:
     yield from found
     custom = config.custom_reward_function.path
     if config.functions and custom is not None:
-        rule, remedy = "are the functions", f"{KEY}=[{{path: {custom}}},...] without it"
+        rule, remedy = "already selects the functions", f"{KEY}=[{{path: {custom}}},...] without it"
         yield Problem("reward.custom_reward_function.path", custom, f"{KEY} {rule}", remedy)
     if config.reward_manager.name == "batch" and (config.functions or custom is None):
         rule = "calls a single custom function with many rows"
@@ -143,7 +143,7 @@ def _judge_problems(config: RewardConfig) -> Iterator[Problem]:
     judge, key = config.judge, "reward.judge"
     for name in ("base_url", "model"):
         if not getattr(judge, name):
-            yield Problem(f"{key}.{name}", "null", "must be given: a function is judge", f"{key}.{name}=...")
+            yield Problem(f"{key}.{name}", "null", "must be given for the judge", f"{key}.{name}=...")
     if judge.base_url and not judge.base_url.startswith(("http://", "https://")):
         rule, remedy = "must begin with http:// or https://", f"{key}.base_url=http://{judge.base_url}"
         yield Problem(f"{key}.base_url", judge.base_url, rule, remedy)

@@ -66,7 +66,7 @@ class RewardProcess:
         self._path_key = KEY if config.functions else f"{SECTION}.path"
         self._path = config.custom_reward_function.path
         self._queue_time: QueueTime | None = None
-        """Of the function's process, once it is ready."""
+        """Queue time of the function's process, once it is ready."""
         self._pending: dict[int, int] = {}
         """Place in the chunk -> row, in order, of the rows that it has not answered."""
         self._started = time.monotonic()

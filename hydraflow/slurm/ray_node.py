@@ -27,7 +27,7 @@ from hydraflow.system.whole_files import replacing
 
 ADDRESS, FACTS = "address", "facts"
 STORE_SHARE, SHM_SHARE, STORE_LEAST = 0.3, 0.9, 80 * 2**20
-"""Of the job's memory, of /dev/shm; Ray takes no smaller object store."""
+"""Object store: share of the job's memory, share of /dev/shm, and the smallest that Ray accepts."""
 DEFAULTS = {
     # A node that is gone is noticed after 4 * (3 + 6) s at the latest; Ray's own numbers make that 65.
     "RAY_health_check_period_ms": "3000",

@@ -29,7 +29,7 @@ FOLDER = "trainer.default_local_dir"
 SECONDS = 60.0
 """Seconds that Slurm's commands may take to answer."""
 LAST_LINES = 20
-"""Of the log of a job that failed."""
+"""Lines of a failed job's log that are shown."""
 
 
 def submit(given: Submission) -> int:

@@ -68,7 +68,7 @@ class Checkpointer:
         describe: Callable[[int], Mapping[str, Any]],
         undisturbed: Callable[[], AbstractContextManager[None]] = nullcontext,
     ):
-        """`undisturbed`: around a save after a preemption, which waits for no other role's work."""
+        """`undisturbed`: context of a save after a preemption, which must not wait for other roles' work."""
         self.trainer, self.store, self.groups = trainer, store, groups
         self.undisturbed = undisturbed
         self.roles, self.describe = roles, describe
@@ -99,7 +99,7 @@ class Checkpointer:
         self._best, pointer = self.store.best(), self.store.pointer()
         if self.trainer.stop_on_failed_save:
             raise EnvironmentFault(f"{wrong} (trainer.stop_on_failed_save=true)")
-        left = "there is no checkpoint yet" if pointer is None else f"the one of step {pointer} stays"
+        left = "there is no checkpoint yet" if pointer is None else f"the last one is of step {pointer}"
         logger.warning("%s; training continues, and %s", wrong, left)
 
     def has(self, step: int) -> bool:

@@ -30,8 +30,8 @@ def parse_duration(value: object) -> float | None:
 
 
 GRACE_PERIOD = 3.0
-"""Seconds after a SIGTERM in which the step may still reach the point from which it is finished; batch
-systems kill after ten or more."""
+"""Seconds after a SIGTERM that a step has to reach its updates, from where it is always finished; otherwise
+it is abandoned. Batch systems kill after ten seconds or more."""
 
 
 class GracePeriodOver(Exception):

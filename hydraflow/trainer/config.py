@@ -158,8 +158,8 @@ class TrainerConfig(LoopConfig):
     """Actor, critic, reference and native generation engine share a process on each device; false: each has
     processes of its own."""
     critic_warmup: int = option(0, ge=0)
-    """Critic warm-up: the step from which the actor learns, too. Steps count from 1, as in verl, so 10 leaves
-    9 steps to the critic alone."""
+    """Critic warm-up: the first step that also trains the actor; earlier steps train only the critic. Steps
+    count from 1, as in verl, so 10 means 9 critic-only steps."""
     balance_batch: bool = free(True)
     """Balance the total sequence length across data ranks (within each mini-batch)."""
     val_before_train: bool = free(True)

@@ -34,7 +34,7 @@ class Identity:
     values: dict[str, Any]
     """Plain values by key; secrets as fingerprints (`redact.fingerprinted`)."""
     mappings: tuple[str, ...] = ()
-    """Keys whose entries are in `values` one by one, also those that have none."""
+    """Mapping keys whose entries are in `values` one by one; includes empty mappings."""
 
     @property
     def hash(self) -> str:
@@ -48,7 +48,7 @@ class Identity:
 
     def differences(self, stored: Mapping[str, Any], *, where: str) -> list[Problem]:
         """Problems where this run differs from the checkpoint `where`. Keys that only one of the two has
-        belong to another version and are ignored, but for entries of a mapping that both have."""
+        belong to another version and are ignored, except entries of a mapping that both have."""
         mine = json.loads(json.dumps(self.values, default=str))
         differing = [  # checkpoints of earlier versions contain secrets verbatim
             key for key in mine if key in stored and mine[key] != fingerprinted(stored[key], key)

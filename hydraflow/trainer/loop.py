@@ -44,7 +44,7 @@ class Trainer(Protocol):
     runtime: Runtime
     timer: PhaseTimer
     version: int
-    """Of the weights that a validation measures."""
+    """Version of the weights that a validation uses."""
 
     @property
     def source(self) -> Source: ...
@@ -141,7 +141,7 @@ class Loop:
 
     def _give_up(self, step: int, checkpoints: Checkpointer | None, *, done: int) -> None:
         """Abandons a step, and saves the state before it unless that is already saved."""
-        logger.warning("step %d is given up: its rewards are late, and the run must end", step)
+        logger.warning("step %d is abandoned: its rewards are not ready, and the run must end", step)
         before = step - 1
         if checkpoints is not None and before > done and not checkpoints.has(before):
             checkpoints.after(before, {}, last=True, preempted=True)
@@ -163,7 +163,7 @@ class Loop:
             ):
                 metrics = self.validator.run(step, self.trainer.version)
         except GracePeriodOver:
-            why = "it has no samples or no rewards yet, and the run must end"
-            logger.warning("the validation after step %d is given up: %s", step, why)
+            why = "its samples or rewards are not ready, and the run must end"
+            logger.warning("the validation after step %d is abandoned: %s", step, why)
             return {}
         return metrics | self.trainer.timer.drain()

@@ -92,8 +92,8 @@ def _whole_groups(groups: np.ndarray, each: int, shuffle_key: tuple[int, ...] | 
 def _split_over_ranks(
     rows: np.ndarray, lengths: np.ndarray, groups: np.ndarray, ranks: int, balance: bool
 ) -> list[np.ndarray]:
-    """As many rows for each rank; -1 fills up. Whole groups stay together where they are of one size and
-    their number divides: a rank computes a prompt once for all of its samples that it has."""
+    """Equally many rows for each rank, padded with -1. Groups stay whole if they have equal sizes and their
+    number is divisible by `ranks`: a rank computes a prompt only once for all of its samples there."""
     filled = np.concatenate([rows, np.full(-len(rows) % ranks, -1)])
     if not balance or ranks == 1:
         return np.split(filled, ranks)

@@ -6,8 +6,8 @@ where responses are written for people to read. The phases are listed in `phases
 each reads and adds.
 
 Some calls return futures. A group's processes carry out its calls in the order in which they were made, and a
-future passed to another group is waited for there, not here. So the reward function scores beside the models'
-passes, and the new weights go out behind the last update.
+future passed to another group is waited for there, not here. So the reward function runs alongside the
+models' passes, and the transfer of the new weights is queued behind the last update.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ class PPOTrainer:
             with phase("update_critic"):
                 self.update_critic(batch, step)
             updating = self.update_actor(batch, step)
-            wait = self.roles.link.publish(step)  # behind the update
+            wait = self.roles.link.publish(step)  # queued behind the update
             with phase("update_actor"):
                 self.note_update(updating)
             with phase("update_weights"):

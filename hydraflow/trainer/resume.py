@@ -94,7 +94,7 @@ def _looked_at(folder: Path, path: Path | None, required: CheckpointRequirements
     store = CheckpointStore(folder)
     steps = store.steps()
     if steps or (path is not None and folder in path.parents):
-        rule = "belongs to a run with checkpoints, and trainer.val_only=true writes a run of its own"
+        rule = "belongs to a run with checkpoints; trainer.val_only=true needs a run folder of its own"
         remedy = f"{FOLDER}=<another folder> {MODE}=resume_path {PATH}={path or store.path(steps[-1])}"
         raise ConfigError.one(FOLDER, folder, rule, remedy)
     return None if path is None else _checked(_at(path, required), required)
@@ -164,5 +164,5 @@ def _facts(checkpoint: Path, role: str) -> dict[str, Any]:
         raise ConfigError.one(str(file), None, f"cannot be read: {error}", OTHER) from error
     says = isinstance(found, dict) and {"contents", "world_size"} <= found.keys()
     if not says or not isinstance(found["contents"], list):
-        raise ConfigError.one(str(file), None, "does not say the checkpoint's contents and world_size", OTHER)
+        raise ConfigError.one(str(file), None, "lacks the checkpoint's contents or world_size", OTHER)
     return found

@@ -127,8 +127,8 @@ def build_roles(config: PPOConfig, plan: BatchPlan, runtime: Runtime, *, skipped
 
 
 def _sleep_from_the_start(config: PPOConfig, rollout: RoleGroup) -> None:
-    """Lets a generation engine sleep that at its start reserves a share of the memory that it finds free.
-    Others that use its devices start later."""
+    """Puts a generation engine with its own process to sleep once it is ready: it reserves a share of the
+    free memory at its start, and other roles on its devices start later."""
     if GENERATION_ENGINES[config.actor_rollout_ref.rollout.name].own_process:
         rollout.group.await_ready()
         rollout.call(RolloutWorker.sleep)

@@ -52,7 +52,7 @@ class StopSignals:
         SHUTDOWN.asked = True
         if not self.received:
             self.received = signal.Signals(number).name
-            text = "%s: saves after this step, then ends; SIGTERM after %g s more ends at once"
+            text = "%s: saves after this step, then ends; a SIGTERM %g s or more after the first ends it now"
             logger.warning(text, self.received, REPEATED)
         if number != signal.SIGTERM:
             return

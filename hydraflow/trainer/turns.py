@@ -108,7 +108,7 @@ class Turns:
 
     @contextmanager
     def undisturbed(self) -> Iterator[None]:
-        """Sends nobody to sleep, for calls that cannot wait until the others are done."""
+        """Puts no role to sleep, for calls that cannot wait until other roles are done."""
         with self.together(*self._members):
             yield
 

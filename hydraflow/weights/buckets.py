@@ -60,7 +60,7 @@ class Entry:
     """Hugging Face name."""
     dtype: torch.dtype
     shape: tuple[int, ...]
-    """Of the whole weight."""
+    """Shape of the whole weight."""
     start: int
     end: int
     """Offsets of its range in the flattened weight (row-major)."""

@@ -259,7 +259,8 @@ class ActorWorker(TrainedWorker):
 
 
 def _own_token_first(loss: LossFn) -> LossFn:
-    """Wraps a loss for rows whose first target token at each position is the response's own."""
+    """Wraps a loss for outputs with several target tokens per position: the first is the response's own and
+    becomes `log_probs`; the others become `target_log_probs`."""
 
     def of_own(output: ModelOutput, columns: Mapping[str, Tensor]) -> tuple[Tensor, dict[str, Metric]]:
         every = output.log_probs  # (B, R, 1 + K)

@@ -57,9 +57,9 @@ class RouterReplayConfig:
 
     mode: str = option("disabled", choices=("disabled", "R2", "R3"))
     """R2: the update replays each token's experts from the old-log-prob pass, which then always takes place.
-    R3: that pass and the update replay the experts from the generation engine. Router weights are always
-    recomputed. disabled: the router chooses freely, so a token near the boundary between experts may look as
-    if the policy had moved."""
+    R3: that pass and the update replay the experts from the generation engine. Routing probabilities are
+    always recomputed. disabled: the router chooses freely, so a token near the boundary between experts may
+    look as if the policy had moved."""
 
     @property
     def by_actor(self) -> bool:

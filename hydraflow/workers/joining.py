@@ -7,8 +7,8 @@ from hydraflow.engine import process_group
 
 
 def join_group(process: ProcessContext, size: int | None = None) -> None:
-    """Waits until all processes of the worker group have joined. `size`: that many neighbouring ranks are a
-    group without the others; None: all are one."""
+    """Waits until all processes of the worker group have joined. `size`: neighbouring ranks form separate
+    process groups of that size; None: one group of all ranks."""
     process_group.start(
         rank=process.rank,
         world_size=process.world_size,

@@ -28,7 +28,7 @@ from hydraflow.rewards.selection import BY_SOURCE, uses
 SCORED_WITH = ("data_source", "reward_model", "extra_info")
 """The row objects that scoring needs."""
 WHY_FAILED = "why_failed"
-"""Key of the scores' meta_info: the first cause of a row that failed, or None."""
+"""Key of the scores' meta_info: why the first failed row failed, or None."""
 PARTS = "parts"
 """Key of a batch's meta_info: names of the function's numbers that are needed besides the score."""
 FUNCTION_MEANS = "function_means"
@@ -48,8 +48,8 @@ class RewardSpec:
     """The model whose tokenizer decodes responses."""
     reward: RewardConfig
     optional: bool = False
-    """Something else teaches (`trainer.roles.rewards_are_optional`): rows whose data source has no function
-    are `NO_FUNCTION`."""
+    """The run can learn without rewards (`trainer.roles.rewards_are_optional`): rows whose data source has no
+    function get `NO_FUNCTION`."""
 
 
 class RewardWorker(Worker):

@@ -363,10 +363,10 @@ class RolloutWorker(Worker):
         """The version that the batch requires; GuardStop when the weights have another."""
         promised: int = batch.meta_info["version"]
         if self.version != promised:
-            held = "none that are complete" if self.version is None else f"those of version {self.version}"
+            held = "no complete weights" if self.version is None else f"version {self.version}"
             raise GuardStop(
-                f"generation rank {self.process.rank} was to sample with weights of version {promised}, and"
-                f" holds {held}"
+                f"generation rank {self.process.rank} was asked to sample with weights of version {promised},"
+                f" but holds {held}"
             )
         return promised
 

@@ -78,7 +78,7 @@ def read_part(checkpoint: Path, role: str, rank: int) -> RankFiles | None:
     if report.exists():
         return _parsed(json.loads(report.read_text()))
     if not pending:
-        raise FileNotFoundError("it wrote nothing and could not say why; its log may")
+        raise FileNotFoundError("it left no report of success or failure; see its log")
     return None
 
 
@@ -88,7 +88,7 @@ def _parsed(report: Any) -> RankFiles:
             {name: FileInfo(**facts) for name, facts in report["files"].items()}, report["error"]
         )
     except (KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"its report is none: {str(report)[:100]}") from error
+        raise ValueError(f"its report is not valid: {str(report)[:100]}") from error
 
 
 def save_part(snapshot: Snapshot, checkpoint: Path, role: str, rank: int, *, background: bool) -> None:
@@ -124,7 +124,7 @@ def _tell(part: RankFiles, checkpoint: Path, role: str, rank: int) -> None:
         with replacing(report) as unfinished:
             unfinished.write_text(json.dumps(asdict(part)))
     except OSError:
-        logger.exception("cannot say that %s", part.error or "the part is written")
+        logger.exception("cannot write the report of this part (%s)", part.error or "the part is written")
     finally:
         _pending(checkpoint, role, rank).unlink(missing_ok=True)
 

@@ -221,7 +221,7 @@ def test_sizes_that_do_not_divide_the_devices(values, key, remedy):
         (
             dict(rollout__pipeline_model_parallel_size=8),
             f"{ROLLOUT}.pipeline_model_parallel_size",
-            "must be at most 6, the layers of the rollout's model",
+            "must be at most 6, the number of layers of the rollout's model",
         ),
     ],
 )

@@ -199,7 +199,7 @@ def test_reward_model_numbers():
 
 def test_prompts_that_no_step_takes_are_said():
     assert resolve(small(), prompts=69).notes == (
-        "5 of 69 training prompts fill no step of 64: an epoch leaves them out",
+        "5 of 69 training prompts do not fill a step of 64: each epoch leaves that many out",
     )
     assert resolve(small(), prompts=128).notes == ()
 

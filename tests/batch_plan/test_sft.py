@@ -27,7 +27,9 @@ def test_numbers_by_hand():
     plan = resolve_sft_plan(sft(), conversations=100)
     assert (plan.role.rows_per_rank, plan.steps_per_epoch, plan.total_steps) == (12, 4, 4)
     assert plan.role.micro == MicroPlan(rows=None, max_tokens=550)
-    assert plan.notes == ("4 of 100 training conversations fill no step of 24: an epoch leaves them out",)
+    assert plan.notes == (
+        "4 of 100 training conversations do not fill a step of 24: each epoch leaves that many out",
+    )
     static = resolve_sft_plan(sft(data__use_dynamic_bsz=False), conversations=100)
     # 5 fit, 4 divide 12.
     assert (static.role.micro, static.role.accumulation_steps) == (MicroPlan(rows=4, max_tokens=None), 3)

@@ -80,13 +80,15 @@ def test_a_stage_without_layers_or_with_no_number(wrong: Any) -> None:
 
 def test_parts_of_stages_must_be_equal() -> None:
     [found] = problems(10, 2, {FIRST: 5}, 2)
-    assert found.endswith(f"each of which must divide by the 2 parts of a stage -> {FIRST}=4 or {FIRST}=6")
+    assert found.endswith(
+        f"each of which must be divisible by the 2 parts of a stage -> {FIRST}=4 or {FIRST}=6"
+    )
 
 
 def test_counted_ends() -> None:
     name = EMBEDDING
     [found] = problems(8, 2, {name: True})
-    rule = "with it 9 layers are divided evenly by 2 stages, and no part is left without a layer"
+    rule = "with it 9 layers must divide evenly into 2 stages, and every part must have a layer"
     sizes = "pipeline_model_parallel_size=1 or pipeline_model_parallel_size=3"
     assert found == f"{name}: {rule} -> {sizes} or leave out {name}"
 
@@ -112,7 +114,7 @@ def test_a_layout_of_more_layers_than_memory_holds(layout: str) -> None:
 
 def test_two_ways_at_once() -> None:
     assert problems(4, 2, {LAYOUT: "Et*2|t*2L", FIRST: 2}) == [
-        f"{FIRST}: {LAYOUT} divides the layers, too -> leave out {FIRST}"
+        f"{FIRST}: {LAYOUT} already divides the layers -> leave out {FIRST}"
     ]
 
 

@@ -64,7 +64,7 @@ def test_what_is_usual_elsewhere_is_not_noted() -> None:
 @pytest.mark.parametrize(
     ("mode", "in_advantages", "words"),
     [
-        ("k1", False, "its gradient is 0 in the mean"),
+        ("k1", False, "its expected gradient is 0"),
         ("k3", True, "its policy gradient is not that of the KL"),
         ("k2+", True, "its policy gradient is not that of the KL"),
         ("k1", True, None),

@@ -68,11 +68,11 @@ def test_a_run_gets_its_configuration_and_leaves_no_files(tmp_path):
         (["hydra.nope=3"], "hydra.nope: there is no such key or group to override\n      -> leave out"),
         (["trainer@mine=3"], "trainer@mine: there is no such key or group to override\n      -> leave out"),
         (["recipe@mine=none"], "recipe@mine: there is no such key or group to override\n      -> override "),
-        (["--cfg", "jobb"], "--cfg jobb: there are job, hydra, all\n      -> --cfg job"),
+        (["--cfg", "jobb"], "--cfg jobb: must be job, hydra or all\n      -> --cfg job"),
         (
             ["--config-name", "pqo"],
             (
-                "--config-name pqo: there is no such file; there are dpo, eval, generate, ppo, rm, sft"
+                "--config-name pqo: there is no such file; the folder has dpo, eval, generate, ppo, rm, sft"
                 "\n      -> --config-name ppo"
             ),
         ),
@@ -164,7 +164,7 @@ def test_a_users_files_are_used(tmp_path):
         here.call(tmp_path, "ppo", "--config-dir", ".", "--config-name", "mine", "+experiment=big")
     )
     assert (seen["config"]["trainer"]["nnodes"], seen["config"]["recipe"]["name"]) == (2, "none")
-    assert "there are big" in here.call(tmp_path, "ppo", "--config-dir", ".", "+experiment=small").stderr
+    assert "must be big" in here.call(tmp_path, "ppo", "--config-dir", ".", "+experiment=small").stderr
 
 
 def test_a_sweep_runs_each_value(tmp_path):

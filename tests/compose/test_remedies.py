@@ -131,7 +131,7 @@ def test_a_word_that_hydra_cannot_take_has_a_remedy(word, expected):
         ),
         ("algorithm.adv_estimator=mine", "\n      -> leave out algorithm.adv_estimator"),
         ("trainer.logger=[console,wandbb]", "\n      -> trainer.logger=[console,wandb]"),
-        ("cluster=h100x", "there are a100, cpu, h100, h200, l40s\n      -> cluster=h100"),
+        ("cluster=h100x", "must be a100, cpu, h100, h200 or l40s\n      -> cluster=h100"),
         ("actor_rollout_ref.rollout.nam=3", "unknown key\n      -> actor_rollout_ref.rollout.n=3 or"),
     ],
 )
@@ -215,7 +215,7 @@ def test_a_key_that_follows_another_is_not_refused_beside_it(key, value):
         (
             "In 'mine': Could not find 'model_engine/veomni'\n\nAvailable options in 'model_engine':"
             "\n\tdp\n\tmegatron",
-            "names 'veomni' of model_engine; there are dp, megatron\n      -> write model_engine: dp",
+            "names 'veomni' of model_engine, which must be dp or megatron\n      -> write model_engine: dp",
         ),
         (
             "In 'mine': Could not override 'recipe'. No match in the defaults list.",

@@ -484,7 +484,7 @@ def test_what_vllm_does_not_do_is_refused(key, value, also):
     [
         ("native", 1, "rollout.name=native computes with merged weights alone"),
         ("sglang", 1, "rollout.name=sglang computes with merged weights alone"),
-        ("vllm", 2, "adapters are not divided, and .*tensor_model_parallel_size=2 divides the weights"),
+        ("vllm", 2, "adapters are not sharded, but .*tensor_model_parallel_size=2 shards the weights"),
         ("vllm", 1, None),
     ],
 )

@@ -86,7 +86,7 @@ def test_rays_agents_end_with_a_command_or_a_node_process_that_is_killed(tmp_pat
     while "up" not in (tmp_path / "log").read_text():
         assert process.poll() is None and time.monotonic() < deadline, (tmp_path / "log").read_text()
         time.sleep(0.02)
-    time.sleep(1.0)  # the guard has looked for the agents
+    time.sleep(1.0)  # the agents run
     (named(tmp_path, name)[0] if name else process).send_signal(signal.SIGKILL)
     assert process.wait(timeout=60) == (3 if name else -signal.SIGKILL), (tmp_path / "log").read_text()
     deadline = time.monotonic() + 10

@@ -504,7 +504,10 @@ def test_what_vllm_does_not_run_is_refused() -> None:
         (EngineProcess(short), "refuses .*max_model_len .256. is greater"),
         (EngineProcess(MODELS["untied"], engine_kwargs=wrong), "refuses .*: cache_dtype: Input should be"),
         (EngineProcess(MODELS["untied"], needed="99.1"), "needs vLLM 99.1 or newer; .* is installed"),
-        (EngineProcess(MODELS["untied"], before=lack_a_call), "lacks what is called .*from_vllm_config"),
+        (
+            EngineProcess(MODELS["untied"], before=lack_a_call),
+            "lacks an API that hydraflow uses: .*from_vllm_config",
+        ),
     ):
         with pytest.raises(RuntimeError, match=f"rollout.name=vllm: .*{words}"):
             process.run(held)

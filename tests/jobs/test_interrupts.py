@@ -217,7 +217,7 @@ def test_sigterm_does_not_wait_for_rewards_that_sleep(tmp_path: Path, recipe_cac
     assert started.ended(60) == 0, started.said()[-3000:]
     assert time.monotonic() - since < 30, "10 s on a machine with nothing else to do"
     assert (
-        f"step {lines} is given up: its rewards are late" in started.said()
+        f"step {lines} is abandoned: its rewards are not ready" in started.said()
         and "Traceback" not in started.said()
     )
     assert CheckpointStore(tmp_path / "out").pointer() == lines - 1

@@ -203,7 +203,7 @@ def test_a_state_of_another_version_is_refused(out: Path, change: Any, message: 
 def test_facts_that_say_nothing_are_refused(out: Path, content: str) -> None:
     file = out / "global_step_4" / "actor" / CHECKPOINT_FACTS
     rewrite(file, content)
-    with pytest.raises(ConfigError, match=f"{file}: (cannot be read|does not say the checkpoint's contents)"):
+    with pytest.raises(ConfigError, match=f"{file}: (cannot be read|lacks the checkpoint's contents)"):
         begin(default_local_dir=str(out))
 
 

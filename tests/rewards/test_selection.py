@@ -91,7 +91,7 @@ def test_the_data_sources_own_function_can_be_one_of_several() -> None:
             "kwargs={most: 1}: format has no argument most; it takes pattern",
         ),
         ([{"path": "nowhere.py"}], "nowhere.py: no such file"),
-        ([{"name": "judge"}], "reward.judge.base_url=null: must be given: a function is judge"),
+        ([{"name": "judge"}], "reward.judge.base_url=null: must be given for the judge"),
     ],
 )
 def test_what_is_wrong_is_told_before_the_start(functions: list[Any], expected: str) -> None:
@@ -104,7 +104,7 @@ def test_what_is_wrong_is_told_before_the_start(functions: list[Any], expected: 
 def test_functions_and_managers_that_exclude_each_other(mine: str) -> None:
     custom = CustomRewardConfig(path=mine)
     (both,) = problems(RewardConfig(functions=[{"name": "exact"}], custom_reward_function=custom))
-    assert "reward.functions are the functions" in str(both)
+    assert "reward.functions already selects the functions" in str(both)
     (batch,) = problems(RewardConfig(reward_manager=RewardManagerConfig("batch")))
     assert "calls a single custom function with many rows" in str(batch)
 

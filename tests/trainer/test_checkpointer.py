@@ -162,7 +162,7 @@ def test_a_full_disk_costs_the_new_checkpoint_only(
             "step 2 could not be saved: actor rank 0: [Errno 28] No space left on device; training continues"
             in caplog.text
         )
-        assert "the one of step 1 stays" in caplog.text
+        assert "the last one is of step 1" in caplog.text
         assert [path.name for path in tmp_path.iterdir() if path.is_dir()] == ["global_step_1"], (
             "the half written one gives its room back"
         )

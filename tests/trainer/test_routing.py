@@ -126,7 +126,7 @@ def interrupt(futures: object) -> int:
 
 
 def test_other_weights_than_promised_are_refused(tiny: str) -> None:
-    with pytest.raises(GuardStop, match="weights of version 3, and holds those of version 0"):
+    with pytest.raises(GuardStop, match="weights of version 3, but holds version 0"):
         routed(Replicas(tiny, 2, 64), version=3)
 
 

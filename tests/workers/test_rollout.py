@@ -71,12 +71,12 @@ def test_samples_with_other_weights_than_promised_are_refused(tiny: str) -> None
     rollout = make_rollout(tiny, actor=make_actor(tiny))
     rollout.sync_from_actor(3)
     assert set(rollout.generate(make_prompts(version=3)).get("versions").tolist()) == {3}
-    with pytest.raises(GuardStop, match="weights of version 4, and holds those of version 3"):
+    with pytest.raises(GuardStop, match="weights of version 4, but holds version 3"):
         rollout.generate(make_prompts(version=4))
     rollout.process.roles["actor"].engine.weights = lambda: iter([("nonsense", torch.ones(1))])  # type: ignore[attr-defined]
     with pytest.raises(ValueError, match="nonsense"):
         rollout.sync_from_actor(4)
-    with pytest.raises(GuardStop, match="version 4, and holds none that are complete"):
+    with pytest.raises(GuardStop, match="version 4, but holds no complete weights"):
         rollout.generate(make_prompts(version=4))
 
 
@@ -84,7 +84,7 @@ def test_after_its_sleep_it_needs_weights(tiny: str) -> None:
     rollout = make_rollout(tiny)
     rollout.load_weights()
     rollout.sleep()
-    with pytest.raises(GuardStop, match="rank 0 was .* version 0, and holds none that are complete"):
+    with pytest.raises(GuardStop, match="rank 0 was .* version 0, but holds no complete weights"):
         rollout.generate(make_prompts())
     rollout.load_weights()
     rollout.generate(make_prompts())
@@ -108,7 +108,7 @@ def test_weights_come_in_buckets_and_count_once_all_are_there(tiny: str) -> None
         next(actor.engine.module.parameters()).add_(0.5)  # type: ignore[attr-defined]
     for bucket in sent(actor, version=3):
         if bucket.header.last:
-            with pytest.raises(GuardStop, match="version 3, and holds none that are complete"):
+            with pytest.raises(GuardStop, match="version 3, but holds no complete weights"):
                 rollout.generate(make_prompts(version=3))
         rollout._take(False, bucket)
     assert largest_gap(actor, rollout.generate(make_prompts(version=3))) < 1e-4

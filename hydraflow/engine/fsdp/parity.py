@@ -37,8 +37,8 @@ from hydraflow.protocol import ragged
 log = logging.getLogger(__name__)
 
 SUSPICIOUS, BEYOND = 0.2, 2.5
-"""In 16 bits: up to this share of the tolerance a difference is taken for rounding; above, it must not be so
-many times what another kernel for attention makes of the model's own forward pass."""
+"""For 16-bit dtypes. A difference of up to SUSPICIOUS of the tolerance counts as rounding. A larger one must
+not exceed BEYOND times the difference that another attention kernel makes to the model's own forward pass."""
 
 
 @torch.no_grad()
@@ -114,8 +114,8 @@ def _mismatch(
 
 
 def _times_rounding(ours: torch.Tensor, theirs: torch.Tensor, rounded: torch.Tensor) -> float:
-    """How many times as far `ours` are from `theirs` as the same numbers that are rounded in another way are:
-    by the medians or by the means, whichever says more."""
+    """Distance of `ours` from `theirs`, as a multiple of the distance of `rounded` (the model's own numbers
+    with other rounding) from `theirs`: the ratio of medians or of means, whichever is larger."""
     far, rounding = (ours - theirs).double().abs(), (rounded - theirs).double().abs()
     ratios = torch.stack([far.median() / rounding.median(), far.mean() / rounding.mean()])
     return float(torch.nan_to_num(ratios, nan=float("inf")).max())

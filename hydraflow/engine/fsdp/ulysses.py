@@ -29,7 +29,7 @@ def require_shareable(
     if size == 1:
         return
     if not model.use_remove_padding:
-        packs, rule = f"{field}.use_remove_padding", f"{key}={size} divides packed rows"
+        packs, rule = f"{field}.use_remove_padding", f"{key}={size} needs packed rows"
         raise ConfigError.one(packs, "false", rule, f"{packs}=true or {key}=1")
     if not packable(config, causal_class(config, model, field=field)):
         raise not_shareable(config, size, "more than plain attention mixes their tokens", key=key)
@@ -41,6 +41,6 @@ def require_shareable(
 
 
 def not_shareable(config: PreTrainedConfig, size: int, why: str, *, key: str = KEY) -> ConfigError:
-    """Of a model whose rows cannot be packed."""
-    rule = f"divides packed rows, and those of a {config.model_type} model cannot be packed: {why}"
+    """The error for a model whose rows cannot be packed."""
+    rule = f"needs packed rows, and those of a {config.model_type} model cannot be packed: {why}"
     return ConfigError.one(key, size, rule, f"{key}=1")

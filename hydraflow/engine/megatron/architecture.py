@@ -66,7 +66,7 @@ class Latent:
     rope_interleave: bool
     """Interleaved rotary embedding: neighbouring columns form pairs; otherwise the two halves do."""
     scale: float
-    """Of the scores."""
+    """Factor of the attention scores."""
 
     @property
     def qk_head_dim(self) -> int:
@@ -109,7 +109,7 @@ class Architecture:
     norm_of_heads: bool
     """Whether queries and keys are normalised."""
     eps: float
-    """Of RMSNorm."""
+    """Epsilon of RMSNorm."""
     mixture: Mixture | None = None
     """None: a dense model."""
     latent: Latent | None = None
@@ -240,7 +240,7 @@ def _mixture(config: Any) -> Mixture | None:
 
 
 def _mixture_of_deepseek(config: Any) -> Mixture:
-    """Of DeepSeek's models and GLM's. DeepSeek-V2's weights are a softmax and never normalised."""
+    """Experts of DeepSeek's models and GLM's. DeepSeek-V2's weights are a softmax and never normalised."""
     numbers = range(config.num_hidden_layers)
     kinds = getattr(config, "mlp_layer_types", None)
     by_sigmoid = config.model_type != "deepseek_v2"

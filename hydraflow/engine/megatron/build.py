@@ -55,7 +55,7 @@ class Built:
         }
 
     def buffers(self) -> dict[str, tuple[torch.Tensor, Holding]]:
-        """Likewise for buffers."""
+        """Buffers by name, each with what this rank holds of it."""
         return {
             name: (buffer, self.names.holding(name))
             for chunk in self.chunks

@@ -54,9 +54,9 @@ def _of_balance(mixture: Mixture | None, settings: MegatronConfig, engine: str) 
         yield Problem(loss, settings.moe_aux_loss_coeff, "the model has no experts", f"{loss}=0")
     if has_loss and "moe" in settings.recomputed_parts:
         name = f"{engine}.{OVERRIDES}.recompute_modules"
-        rule = f"experts that are recomputed on their own do not know the rows of {loss}"
+        rule = f"recomputing only the experts would not know the rows of {loss}"
         given = settings.override_transformer_config["recompute_modules"]
-        yield Problem(name, shown(given), rule, f"leave out {name}: all of a layer is")
+        yield Problem(name, shown(given), rule, f"leave out {name}, to recompute whole layers")
     if settings.moe_router_bias_update_rate > 0 and not (mixture and mixture.by_sigmoid):
         rule = "the routers of the model have no biases"
         yield Problem(rate, settings.moe_router_bias_update_rate, rule, f"{rate}=0")
@@ -73,7 +73,9 @@ def _of_recomputation(shape: Architecture, settings: MegatronConfig, engine: str
     if shape.latent and is_selective and "core_attn" in (parts or ("core_attn",)):
         granularity = f"{engine}.{OVERRIDES}.recompute_granularity"
         rule = "latent attention is not recomputed on its own"
-        yield Problem(name, shown(list(parts) or None), rule, f"leave out {granularity}: all of a layer is")
+        yield Problem(
+            name, shown(list(parts) or None), rule, f"leave out {granularity}, to recompute whole layers"
+        )
 
 
 _FOLLOWS = "follows from the model and from other keys"

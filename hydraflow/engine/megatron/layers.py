@@ -108,7 +108,7 @@ class Trunk(GPTModel):
             yield self._counted(name), parameter
 
     def counted_buffers(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Likewise for the buffers that are in files: router biases."""
+        """The same for buffers that are in files: router biases."""
         for name, buffer in persistent_buffers(self):
             yield self._counted(name), buffer
 

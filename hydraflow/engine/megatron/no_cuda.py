@@ -18,7 +18,7 @@ CPU = torch.device("cpu")
 
 
 def nothing(*args: Any, **kwargs: Any) -> None:
-    """Of what a CPU has no need."""
+    """Stands in for calls that a CPU does not need."""
 
 
 class Event:
@@ -95,7 +95,7 @@ def set_rng_state(state: torch.Tensor, *args: Any, **kwargs: Any) -> None:
 
 
 def all_gather(parts: list[torch.Tensor], mine: torch.Tensor, group: dist.ProcessGroup) -> None:
-    """Of tensors that differ in length."""
+    """All-gather of tensors that differ in length."""
     longest = max(len(part) for part in parts)
     filled = mine.new_zeros(longest, *mine.shape[1:])
     filled[: len(mine)] = mine
@@ -106,7 +106,7 @@ def all_gather(parts: list[torch.Tensor], mine: torch.Tensor, group: dist.Proces
 
 
 def reduce_scatter(mine: torch.Tensor, parts: list[torch.Tensor], group: dist.ProcessGroup) -> None:
-    """Of tensors that differ in length."""
+    """Reduce-scatter of tensors that differ in length."""
     whole = torch.cat(parts)
     dist.all_reduce(whole, group=group)
     mine.copy_(whole.split([len(part) for part in parts])[group.rank()])

@@ -38,7 +38,7 @@ class Place:
 
     @classmethod
     def of(cls, rank: int, ranks: int, settings: MegatronConfig) -> Place:
-        """Of any rank.
+        """The place of any rank.
 
         >>> sizes = MegatronConfig(tensor_model_parallel_size=2, pipeline_model_parallel_size=2)
         >>> place = Place.of(6, 8, sizes)

@@ -26,7 +26,7 @@ GATE_UP, DOWN = "mlp.experts.gate_up", "mlp.experts.down"
 BIAS = "mlp.router.expert_bias"
 """The router's bias; float32 whatever the dtype of the weights."""
 _MATRICES = {GATE_UP: "mlp.experts.experts.linear_fc1.weight", DOWN: "mlp.experts.experts.linear_fc2.weight"}
-"""Of experts."""
+"""Names of the experts' matrices."""
 _ATTENTION = "self_attention."
 _WITH_LATENT = {
     "input_layernorm.weight": ("input_layernorm.weight",),
