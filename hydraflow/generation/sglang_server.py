@@ -126,7 +126,7 @@ class SglangServer:
             time.sleep(POLL_SECONDS)
         url = f"http://{ADDRESS}:{self._port}{HEALTH}"
         self.give_up(
-            f"was not healthy within {seconds:g} seconds, for which trainer.start_timeout leaves room: the"
+            f"was not healthy within {seconds:g} seconds, and a larger trainer.start_timeout allows more: the"
             f" last answer of {url} was {answer or 'none'}"
         )
 

@@ -538,7 +538,7 @@ def test_weights_that_could_not_be_compared_are_refused_at_once() -> None:
     by_transformers = Olmo2Config(**{name: value for name, value in larger.items() if name != "head_dim"})
     latent = DeepseekV3Config(**larger, q_lora_rank=None, kv_lora_rank=16)
     for config, words in (
-        (by_transformers, "Olmo2ForCausalLM [^\n]* patch transformers' class"),
+        (by_transformers, "Olmo2ForCausalLM [^\n]* patch the class in transformers"),
         (
             latent,
             "DeepseekV3ForCausalLM [^\n]* attention .MLA. caches products of weights, which would go stale\n",

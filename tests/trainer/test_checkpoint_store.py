@@ -153,7 +153,7 @@ def test_a_rank_that_cannot_even_say_so_is_noticed(tmp_path: Path, monkeypatch: 
 
     monkeypatch.setattr(Path, "write_text", full)
     save_part(Broken(), unfinished, "actor", 1, background=False)
-    with pytest.raises(FileNotFoundError, match="wrote nothing"):
+    with pytest.raises(FileNotFoundError, match="left no report"):
         read_part(unfinished, "actor", 1)
 
 
