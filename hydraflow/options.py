@@ -308,7 +308,7 @@ COMPARISONS: Mapping[str, Callable[[Any, Any], bool]] = {
     "at most": operator.le,
     "below": operator.lt,
 }
-"""By the words for them."""
+"""Words of a limit -> the comparison that they mean."""
 
 
 def limits(
@@ -339,7 +339,7 @@ def required(why: str, remedy: str) -> Beside:
 
 
 def ordered(comparison: str, key: str, why: str) -> Beside:
-    """The value compares so with that of another, larger key of the section; comparison: of COMPARISONS."""
+    """The value must be below, or at most, that of another key of the section. comparison: of COMPARISONS."""
     text = f"must be {comparison} {key}={{{key}:g}}: {why}"
     remedy = f"a smaller {{s}}.{{own}} or a larger {{s}}.{key}"
 

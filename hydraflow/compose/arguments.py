@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from hydraflow.errors import Problem
-from hydraflow.options import listed
+from hydraflow.options import one_of
 
 _RUNS = {"--run", "-r", "--multirun", "-m"}
 _SWITCHES = {"--help", "-h", "--hydra-help", "--version", "--resolve", "--shell-completion", "-sc", *_RUNS}
@@ -123,7 +123,7 @@ def _take_own(arguments: Arguments, switch: CommandLineOption, word: str, rest: 
         remedy = f"{switch.name} {switch.value}"
         arguments.problems.append(Problem(switch.name, None, "needs a value", remedy))
     elif switch.choices and value not in switch.choices:
-        rule = f"must be {listed(switch.choices)}"
+        rule = one_of(*switch.choices).text
         remedy = " or ".join(f"{switch.name} {choice}" for choice in switch.choices)
         arguments.problems.append(Problem(f"{switch.name} {value}", None, rule, remedy))
     else:
@@ -137,7 +137,7 @@ def _combination_problems(arguments: Arguments) -> list[Problem]:
         problems.append(Problem(" ".join(commands), None, "only one of these options at a time", commands[0]))
     shown = arguments.value("--cfg", "-c")
     if shown is not None and shown not in _CFG_KINDS:
-        rule = f"must be {listed(_CFG_KINDS)}"
+        rule = one_of(*_CFG_KINDS).text
         problems.append(Problem(f"--cfg {shown}", None, rule, "--cfg job"))
     if not arguments.has("--cfg", "-c") and arguments.take("--resolve") is not None:  # Hydra would crash
         problems.append(Problem("--resolve", None, "goes with --cfg", "--cfg job --resolve"))

@@ -9,7 +9,7 @@ import re
 from collections.abc import Sequence
 
 from hydraflow.errors import ConfigError, Problem
-from hydraflow.options import listed
+from hydraflow.options import one_of
 
 
 def translated(error: Exception, files: Sequence[str] = ()) -> ConfigError:
@@ -76,7 +76,7 @@ def _of_a_name(message: str, files: Sequence[str]) -> Problem | None:
         group, _, name = found[2].rpartition("/")
         choices = found[3].split()
         close = difflib.get_close_matches(name, choices, n=1)
-        rule = f"its defaults list names '{name}' of {group}, which must be {listed(choices)}"
+        rule = f"its defaults list names '{name}' of {group}, which {one_of(*choices).text}"
         return Problem(f"{found[1]}.yaml", None, rule, f"write {group}: {(close or choices)[0]}")
     if found := re.search(in_a_list, message):
         others = [file for file in files if file != found[1]]

@@ -37,7 +37,7 @@ from hydraflow.compose.tree import UnknownValues, value_problems
 from hydraflow.compose.verl import classify
 from hydraflow.compose.verl_trees import choices, engine_override, group_override, primary_names
 from hydraflow.errors import ConfigError, Problem, shown
-from hydraflow.options import listed
+from hydraflow.options import one_of
 from hydraflow.redact import public_word
 
 Groups = Mapping[str, Sequence[str]]
@@ -258,7 +258,7 @@ def _problems(override: Override, schema: type, groups: Groups, *, multirun: boo
     if group_override(schema, key, None, override.value()) is not None:
         return []
     if _is_choice(override, named := {**verls, **groups}):
-        rule = f"must be {listed(named[key])}"
+        rule = one_of(*named[key]).text
         unknown = [value for value in values(override) if value not in named[key]]
         return [
             Problem(key, shown(value), rule, " or ".join(f"{key}={choice}" for choice in close or named[key]))

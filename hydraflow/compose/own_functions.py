@@ -73,7 +73,8 @@ def own_problems(config: PPOConfig) -> Iterator[Problem]:
         except OSError as error:
             path, name = choice.function.path, choice.function.name
             if path.is_file():
-                yield Problem(choice.key, choice.given, f"cannot be read: {error.strerror}")
+                remedy = f"make {path} readable"
+                yield Problem(choice.key, choice.given, f"cannot be read: {error.strerror}", remedy)
             else:
                 yield no_file(path, choice.key, endings=(".py",), after=f":{name}")
             continue

@@ -58,7 +58,8 @@ def start_with_a_port(command: Sequence[str]) -> None:
 
 def _end_with_the_node() -> None:
     """Asks the kernel to kill this process when its parent ends, also after an exec. The parent is Ray's node
-    process, whose pid is in RAY_RAYLET_PID."""
+    process, whose pid is in RAY_RAYLET_PID. (`system/tether.py` does the same; this script imports nothing of
+    the package.)"""
     node = int(os.environ.get("RAY_RAYLET_PID") or os.getppid())
     ctypes.CDLL(None).prctl(_SIGNAL_AT_PARENTS_END, signal.SIGKILL, 0, 0, 0)
     if os.getppid() != node:  # it had ended before that

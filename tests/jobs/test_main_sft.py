@@ -151,7 +151,10 @@ def test_a_mistake_is_one_message(tmp_path: Path) -> None:
         ("data.messages_key=turns", "has no value in column prompt, response; it has messages"),
         ("data.response_key=reply", "has no value in column reply; it has prompt, response"),
         ("data.max_length=12", "data.max_length"),
-        ("data.train_batch_size=6", "data.train_batch_size=6: is more than the 4 available training conversations"),
+        (
+            "data.train_batch_size=6",
+            "data.train_batch_size=6: is more than the 4 available training conversations",
+        ),
         (
             "trainer.default_local_dir=/dev/null/out",
             "trainer.default_local_dir=/dev/null/out: the run folder cannot be written",

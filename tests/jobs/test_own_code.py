@@ -155,6 +155,12 @@ def test_a_command_names_a_file_that_is_not_there(tmp_path: Path) -> None:
     assert_refused(done, LOSS, "kl_cov, or your own function as path.py:name")
 
 
+def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").symlink_to("/proc/self/mem")  # for root, too
+    done = hydraflow("main_ppo", f"{LOSS}=mine.py:f", cwd=tmp_path)
+    assert_refused(done, LOSS, "cannot be read: Input/output error\n", f"-> make {tmp_path}/mine.py readable")
+
+
 @pytest.mark.slow
 def test_a_run_with_functions_and_modules_of_ones_own(
     tmp_path: Path, recipe_cache: Path, choose: Choose
