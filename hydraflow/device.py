@@ -215,6 +215,21 @@ def finish_work(device_type: str) -> None:
         torch.cuda.synchronize()
 
 
+@contextmanager
+def in_fixed_order() -> Iterator[None]:
+    """Kernels of torch that are called in the body sum in a fixed order. Not for more than one of them: some
+    operations have no such kernel, and raise RuntimeError."""
+    import torch
+
+    before = torch.are_deterministic_algorithms_enabled()
+    warns = torch.is_deterministic_algorithms_warn_only_enabled()
+    torch.use_deterministic_algorithms(True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before, warn_only=warns)
+
+
 _OUT_OF_MEMORY = (
     "DefaultCPUAllocator: can't allocate memory",
     "DefaultCPUAllocator: not enough memory",

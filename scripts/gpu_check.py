@@ -3,24 +3,24 @@
     python scripts/gpu_check.py [--device cuda] [--size large]
 
 Needs torch, transformers, tensordict, hydra-core, ray and codetiming, and names what is missing. First
-numbers: attention over packed rows and the fused head against float64, the head with its seconds and bytes
-beside plain operations; log-probabilities, gradients and greedy samples of a tiny model against the CPU;
-weights that another process reads (CUDA IPC) and that a group of one broadcasts (NCCL); Megatron-Core's
-log-probabilities and weights after a step against FSDP2's, of a dense model and of a mixture of experts, also
-where its state rests in host memory, if it is installed, and in bf16 those of Transformer Engine's matrices
-against Megatron-Core's own. Then figures of a model with random weights (large: 0.5 billion, bf16): a
-training step, packed rows against padded ones, generation, weights from the trainer to the generation engine.
-Prints one JSON object per check. Exit code 1: a number is wrong; 2: the check cannot run here; 124: 8 minutes
-were not enough. `--device cpu --size small` shows that the check itself works; its times say nothing.
+numbers: attention over packed rows and the fused head, without and with kernels, against float64, the head
+with its seconds and bytes beside plain operations; log-probabilities, gradients and greedy samples of a tiny
+model against the CPU; whether a second backward pass gives the same bits; weights that another process reads
+(CUDA IPC) and that a group of one broadcasts (NCCL); Megatron-Core's log-probabilities and weights after a
+step against FSDP2's, of a dense model and of a mixture of experts, also where its state rests in host memory,
+if it is installed, and in bf16 those of Transformer Engine's matrices against Megatron-Core's own. Then
+figures of a model with random weights (large: 0.5 billion, bf16): a training step, packed rows against padded
+ones, generation, weights from the trainer to the generation engine. Prints one JSON object per check. Exit
+code 1: a number is wrong; 2: the check cannot run here; 124: 8 minutes were not enough. `--device cpu --size
+small` shows that the check itself works; its times say nothing. docs/gpu.md has what it gave.
 
-What one GPU cannot show of Megatron-Core, and nothing here has run with CUDA yet: ranks that divide a model
-(tensor, sequence, pipeline with either schedule, context and expert parallelism) and its optimizer state over
-NCCL, the sends in both directions of the interleaved schedule among them; bf16 with float32 main weights;
-Transformer Engine's matrices on several ranks; optimizers of Transformer Engine and Apex, which count updates
-by group; moe_permute_fusion and the fusions that override_transformer_config switches on; sums over ranks for
-the load of experts (moe_aux_loss_coeff, moe_router_bias_update_rate); recovery from a lack of memory. All but
-the kernels and those optimizers are tested on CPUs with gloo (tests/engine/test_megatron*.py; the table is in
-docs/megatron.md).
+What one GPU cannot show, and nobody has run on several yet: ranks that divide a model (FSDP2, Ulysses; and
+Megatron-Core's tensor, sequence, pipeline, context and expert parallelism) and its optimizer state over NCCL,
+the sends in both directions of the interleaved schedule among them; Transformer Engine's matrices on several
+ranks; sums over ranks for the load of experts (moe_aux_loss_coeff, moe_router_bias_update_rate). Nor is it
+run here: optimizers of Transformer Engine and Apex, which count updates by group; moe_permute_fusion and the
+fusions that override_transformer_config switches on; recovery from a lack of memory. All but the kernels and
+those optimizers are tested on CPUs with gloo (tests/engine/test_*.py; docs/megatron.md has a table).
 """
 
 from __future__ import annotations
@@ -183,6 +183,24 @@ def numbers(device: torch.device) -> bool:
     return good
 
 
+def repeated(device: torch.device, size: str) -> bool:
+    """Whether the gradient of the same rows has the same bits a second time, in bf16."""
+    import torch
+
+    sizes, (count, prompt, longest, _) = MODELS[size], WORK[size]
+    batch, found = rows(sizes["vocab_size"], count, prompt, longest), []
+    with tempfile.TemporaryDirectory() as folder:
+        engine = engine_of(write_model(sizes, Path(folder), torch.bfloat16), device, "bf16")
+    for _ in range(2):
+        engine.forward_backward([batch], loss)
+        gradients: list[Any] = [p.grad for p in engine.module.parameters()]
+        found.append([one.to_local() for one in gradients])
+        engine.module.zero_grad(set_to_none=True)
+    differ = sum(not torch.equal(one, other) for one, other in zip(*found, strict=True))
+    say("repeated", tensors=len(found[0]), differ=differ, right=differ == 0)
+    return differ == 0
+
+
 def megatron(device: torch.device, kind: str, sizes: Mapping[str, int]) -> bool:
     """Whether Megatron-Core's log-probabilities, and its weights after a step, are FSDP2's, in float32; also
     where all that can rest in host memory does so after each call, and gives the device's memory back."""
@@ -327,16 +345,20 @@ def head_inputs(device: torch.device, sizes: Mapping[str, int], tokens: int) -> 
     return [*(one.bfloat16().double().to(device) for one in (hidden, weight)), targets.to(device)]
 
 
-def by_fused_head(hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor) -> list[torch.Tensor]:
+def by_fused_head(
+    hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, *, kernels: bool = False
+) -> list[torch.Tensor]:
     """Log-probabilities and the gradients of their sum, in four chunks."""
     import torch
 
     from hydraflow.models.ask import LOG_PROBS
     from hydraflow.models.fused_head import FusedHead, HeadWork
+    from hydraflow.models.kernel_head import KernelHead
 
     leaves = [hidden.requires_grad_(), weight.requires_grad_()]
     work = HeadWork(LOG_PROBS, lambda logits: logits, chunk=-(-len(targets) // 4))
-    log_probs, _ = FusedHead.apply(*leaves, None, targets, work)
+    function = KernelHead if kernels else FusedHead
+    log_probs, _ = function.apply(*leaves, None, targets, work)
     return [log_probs.detach(), *torch.autograd.grad(log_probs.sum(), leaves)]
 
 
@@ -352,29 +374,36 @@ def by_all_logits(hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Ten
 
 
 def fused_head(device: torch.device, size: str) -> bool:
-    """Whether the fused head's log-probabilities and gradients are those of float64; and its seconds and
-    bytes beside those of plain operations, in bf16."""
+    """Whether the fused head's log-probabilities and gradients, also those of its kernels, are those of
+    float64; and their seconds and bytes beside those of plain operations, in bf16."""
     import torch
 
+    from hydraflow.models.gpu_kernels import kernels_for
+
     sizes, (count, _, longest, repetitions) = MODELS[size], WORK[size]
+    ways: dict[str, Callable[..., list[torch.Tensor]]] = {"fused": by_fused_head}
+    if kernels_for(torch.empty(0, device=device)) is not None:
+        ways["kernels"] = partial(by_fused_head, kernels=True)
     errors, good = {}, True
     hidden, weight, targets = head_inputs(device, sizes, 256)
     wanted = by_all_logits(hidden.clone(), weight.clone(), targets)
-    for name, dtype, limit in (("fp32", torch.float32, 1e-4), ("bf16", torch.bfloat16, 0.02)):
-        found = by_fused_head(hidden.to(dtype), weight.to(dtype), targets)
-        errors[name] = [float((a - b).norm() / b.norm()) for a, b in zip(found, wanted, strict=True)]
-        good = good and all(error < limit for error in errors[name])  # not max, which may overlook NaN
+    for dtype, limit in ((torch.float32, 1e-4), (torch.bfloat16, 0.02)):
+        for way, work in ways.items():
+            found = work(hidden.to(dtype), weight.to(dtype), targets)
+            off = [float((a - b).norm() / b.norm()) for a, b in zip(found, wanted, strict=True)]
+            errors[f"{way}, {dtype}"] = off
+            good = good and all(error < limit for error in off)  # not max, which may overlook NaN
     del wanted, found
     hidden, weight, targets = head_inputs(device, sizes, count * longest // 8)
     hidden, weight = hidden.bfloat16(), weight.bfloat16()
     took, held = {}, {}
-    for way in (by_fused_head, by_all_logits):
+    for way, work in (ways | {"all logits": by_all_logits}).items():
         before = allocated(device)
         if device.type != "cpu":
             torch.get_device_module(device).reset_peak_memory_stats()
-        took[way.__name__] = seconds(device, partial(way, hidden, weight, targets), repetitions)
+        took[way] = seconds(device, partial(work, hidden, weight, targets), repetitions)
         if device.type != "cpu":
-            held[way.__name__] = torch.get_device_module(device).max_memory_allocated() - before
+            held[way] = torch.get_device_module(device).max_memory_allocated() - before
     say("fused head", errors=errors, seconds=took, memory=held or None, right=good)
     return good
 
@@ -406,13 +435,13 @@ def figures(device: torch.device, size: str) -> None:
     """Training step, packing, generation, weights."""
     import torch
 
-    from hydraflow.device import return_memory
+    from hydraflow.device import peak_flops, return_memory
     from hydraflow.generation.base import GenerationRequest, SamplingParams
     from hydraflow.protocol import ragged
 
     sizes, (count, prompt, longest, repetitions) = MODELS[size], WORK[size]
     batch = rows(sizes["vocab_size"], count, prompt, longest)
-    micro = [batch.slice(i, i + count // 4) for i in range(0, count, count // 4)]
+    micro = [batch.slice(i, i + count // 2) for i in range(0, count, count // 2)]
     # two rows share a prompt
     tokens = prompt * count // 2 + int(ragged.lengths(batch.get("responses")).sum())
     with tempfile.TemporaryDirectory() as folder:
@@ -434,7 +463,9 @@ def figures(device: torch.device, size: str) -> None:
     weights = sum(p.numel() for p in engine.module.parameters())
     flops = 6 * weights * tokens / times[True]
     memory = None if device.type == "cpu" else torch.get_device_module(device).max_memory_allocated()
-    say("step", parameters=weights, tokens=tokens, seconds=times[True], tflops=flops / 1e12, memory=memory)
+    peak = None if device.type == "cpu" else peak_flops(device, torch.bfloat16)
+    mfu = None if peak is None else flops / peak
+    say("step", parameters=weights, tokens=tokens, seconds=times[True], mfu=mfu, memory=memory)
     say("packing", padded=times[False], packed=times[True], ratio=times[False] / times[True])
     native = sampler(engine, device, torch.bfloat16)
     took = seconds(device, lambda: native.update_weights(engine.weights()), repetitions)
@@ -466,7 +497,8 @@ def main() -> int:
     name = platform.machine() if device.type == "cpu" else torch.get_device_module(device).get_device_name(0)
     say("device", name=name)
     with one_rank(device):
-        right = [attention(device), fused_head(device, given.size), numbers(device), links(device)]
+        right = [attention(device), fused_head(device, given.size), numbers(device)]
+        right += [repeated(device, given.size), links(device)]
         if libraries["megatron-core"] != "missing":
             right.append(megatron(device, "qwen3", SMALL))
             right.append(megatron(device, "qwen3_moe", SMALL | EXPERTS))

@@ -14,6 +14,7 @@ from hydraflow import device
 from hydraflow.device import (
     cgroup_folders,
     core_limits,
+    in_fixed_order,
     keep_freed_memory,
     listed_gpus,
     peak_flops,
@@ -183,3 +184,16 @@ def test_who_sets_the_allocator_keeps_it(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr("ctypes.CDLL", None)
     keep_freed_memory("cpu", {"MALLOC_ARENA_MAX": "1"})
     keep_freed_memory("cuda", {})
+
+
+@pytest.mark.parametrize("before", [False, True])
+def test_the_order_of_sums_is_fixed_in_the_body_only(before: bool) -> None:
+    enabled = torch.are_deterministic_algorithms_enabled
+    torch.use_deterministic_algorithms(before, warn_only=before)
+    try:
+        with pytest.raises(ZeroDivisionError), in_fixed_order():
+            assert enabled() and not torch.is_deterministic_algorithms_warn_only_enabled()
+            raise ZeroDivisionError
+        assert enabled() == before == torch.is_deterministic_algorithms_warn_only_enabled()
+    finally:
+        torch.use_deterministic_algorithms(False)

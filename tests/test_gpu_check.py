@@ -29,6 +29,7 @@ def test_it_runs_and_says_what_is_right() -> None:
         "attention",
         "fused head",
         "numbers",
+        "repeated",
         "links",
         "megatron",
         "step",

@@ -20,7 +20,9 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 import torch.nn.functional as F
+from torch.autograd.function import once_differentiable
 
+from hydraflow.device import in_fixed_order
 from hydraflow.models import products
 
 NAME = "hydraflow_varlen"
@@ -217,18 +219,49 @@ def flash_kernel() -> Callable[..., torch.Tensor] | None:
 def _varlen(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, plan: RowPlan, scale: float | None, window: int | None
 ) -> torch.Tensor:
-    """flash-attn's kernel, else torch's."""
-    bounds = (plan.boundaries, plan.boundaries, plan.longest, plan.longest)
+    """flash-attn's kernel, else torch's. Both sum gradients in a fixed order: by default two passes over the
+    same rows differ in their last bits, and a resumed run would differ from one that was not stopped."""
     if (flash := flash_kernel()) is not None:
         span = (window - 1, 0) if window else (-1, -1)
-        return flash(q, k, v, *bounds, softmax_scale=scale, causal=True, window_size=span)
-    from torch.nn.attention.varlen import varlen_attn
-
-    span = (window - 1, 0) if window else (-1, 0)
-    q, k, v, gqa = q.contiguous(), k.contiguous(), v.contiguous(), q.shape[1] != k.shape[1]
-    out = varlen_attn(q, k, v, *bounds, scale=scale, window_size=span, enable_gqa=gqa)
-    assert isinstance(out, torch.Tensor)
+        bounds = (plan.boundaries, plan.boundaries, plan.longest, plan.longest)
+        more: dict[str, Any] = dict(causal=True, window_size=span, deterministic=True)
+        return flash(q, k, v, *bounds, softmax_scale=scale, **more)
+    out: torch.Tensor = _Varlen.apply(q.contiguous(), k.contiguous(), v.contiguous(), plan, scale, window)
     return out
+
+
+class _Varlen(torch.autograd.Function):
+    """torch's kernel for packed rows, as `torch.nn.attention.varlen` calls it; that has no option for a fixed
+    order, and passes Python several times for each layer."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        plan: RowPlan,
+        scale: float | None,
+        window: int | None,
+    ) -> torch.Tensor:
+        bounds = (plan.boundaries, plan.boundaries, plan.longest, plan.longest)
+        left, right = (window - 1, 0) if window else (-1, 0)
+        ctx.how = dict(scale=scale, window_size_left=left, window_size_right=right)
+        out, sums, seed, offset, _ = torch.ops.aten._flash_attention_forward(
+            q, k, v, *bounds, 0.0, window is None, False, **ctx.how
+        )
+        ctx.save_for_backward(q, k, v, out, sums, seed, offset)
+        ctx.bounds, ctx.causal = bounds, window is None
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        q, k, v, out, sums, seed, offset = ctx.saved_tensors
+        with in_fixed_order():
+            given = (grads[0].contiguous(), q, k, v, out, sums, *ctx.bounds, 0.0, ctx.causal, seed, offset)
+            found = torch.ops.aten._flash_attention_backward(*given, **ctx.how)
+        return (*found, None, None, None)
 
 
 def _grouped(

@@ -6,7 +6,7 @@ next chunk uses again. The backward pass recomputes them and turns them into the
 that fit into one chunk pass the head only once, unless their logits are post-processed: their
 log-probabilities are kept, or their probabilities if these are all that the backward pass needs. The
 gradient of the matrix is summed over chunks in its own type, as it is over micro-batches.
-Left out on purpose: heads other than a plain linear layer (`heads.py`), kernels for a device.
+Left out on purpose: heads other than a plain linear layer (`heads.py`), kernels for a GPU (`kernel_head.py`).
 """
 
 from __future__ import annotations

@@ -1,35 +1,48 @@
 """Gated feed-forward layers whose activation is one fused kernel.
 
 In: a model as transformers builds it. Out: the same model; layers of transformers' usual form, operation by
-operation (of about a hundred classes), compute `silu(gate) * up` in one call. Left out on purpose: other
-activations, experts, and a kernel of our own: without a compiler the plain operations are as fast.
+operation (of about a hundred classes), compute `silu(gate) * up` in one call, by a kernel of torch.compile
+or one for GPUs. Left out on purpose: other activations, experts, and a kernel of our own for CPUs, where the
+plain operations are as fast.
 """
 
 from __future__ import annotations
 
-from types import MethodType
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
+import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers.activations import SiLUActivation
 
 from hydraflow.models import compiled
+from hydraflow.models.gpu_kernels import kernels_for
 from hydraflow.models.norms import steps_of
 
 _SILU = (nn.SiLU, SiLUActivation)
 
 
-def replace_gates(model: nn.Module) -> None:
-    """Has every usual layer with SwiGLU call `compiled.swiglu`; layers whose `forward` has been replaced stay
-    as they are."""
+def replace_gates(model: nn.Module, *, compile: bool = False) -> None:
+    """Has every usual layer with SwiGLU call `swiglu`; layers whose `forward` has been replaced stay as they
+    are. `compile`: `compiled.swiglu` instead."""
+    function = compiled.swiglu if compile else swiglu
     for part in model.modules():
         usual = steps_of(type(part).forward) == steps_of(_as_in_transformers)
         if usual and "forward" not in vars(part) and isinstance(part.act_fn, _SILU):
-            part.forward = MethodType(_forward, part)  # type: ignore[method-assign]
+            part.forward = partial(_forward, part, function)  # type: ignore[method-assign]
 
 
-def _forward(self: Any, x: Tensor) -> Tensor:
-    found: Tensor = self.down_proj(compiled.swiglu(self.gate_proj(x), self.up_proj(x)))
+def swiglu(gate: Tensor, up: Tensor) -> Tensor:
+    """`silu(gate) * up`, (..., I) each."""
+    if (kernels := kernels_for(gate)) is None:
+        return F.silu(gate) * up
+    found: Tensor = kernels.swiglu(gate, up)
+    return found
+
+
+def _forward(self: Any, function: Callable[[Tensor, Tensor], Tensor], x: Tensor) -> Tensor:
+    found: Tensor = self.down_proj(function(self.gate_proj(x), self.up_proj(x)))
     return found
 
 

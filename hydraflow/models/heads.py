@@ -20,6 +20,7 @@ from hydraflow.models.ask import LOG_PROBS, Ask
 from hydraflow.models.attention import pick
 from hydraflow.models.chunks import POST_PROCESSING, head_chunk
 from hydraflow.models.fused_head import FusedHead, HeadWork, several
+from hydraflow.models.kernel_head import KernelHead, suits
 from hydraflow.models.linear import PLAIN_LINEAR
 from hydraflow.models.packing import PackedBatch
 
@@ -50,9 +51,10 @@ class PolicyModel(nn.Module):
         chunk = head_chunk(self.chunk_tokens, len(head.weight), hidden.element_size())
         if type(head) not in PLAIN_LINEAR:
             return self._by_module(hidden, batch.targets, ask, chunk)
-        process = partial(shape_logits, config=self.lm.config)
-        found: tuple[torch.Tensor, torch.Tensor | None] = FusedHead.apply(
-            hidden, head.weight, head.bias, batch.targets, HeadWork(ask, process, chunk)
+        work = HeadWork(ask, partial(shape_logits, config=self.lm.config), chunk)
+        function = KernelHead if suits(hidden, batch.targets, work) else FusedHead
+        found: tuple[torch.Tensor, torch.Tensor | None] = function.apply(
+            hidden, head.weight, head.bias, batch.targets, work
         )
         return found
 

@@ -1,8 +1,9 @@
 """RMSNorm with a custom backward pass, replacing transformers'.
 
 In: a model as transformers builds it. Out: the same model; its norms give bit-identical results, save less
-for the backward pass, and take half the time there. Modules are replaced if their `forward` is transformers'
-usual one, operation by operation; about sixty classes have it. Left out on purpose: norms with other
+for the backward pass, and take half the time there; on a GPU they are one kernel, and the last bits differ.
+Modules are replaced if their `forward` is transformers' usual one, operation by operation; about sixty
+classes have it. Left out on purpose: norms with other
 operations (Gemma's, OLMo's), and float64, where transformers' own backward pass is the reference for tests.
 """
 
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from hydraflow.models import compiled
+from hydraflow.models.gpu_kernels import kernels_for
 
 
 class RMSNorm(nn.Module):
@@ -36,7 +38,8 @@ class RMSNorm(nn.Module):
 
 def rms_norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
     """(..., H) to (..., H), normalised over the last dimension."""
-    normed: Tensor = _Normed.apply(x, weight, epsilon)
+    kernels = kernels_for(x) if x.dtype == weight.dtype else None
+    normed: Tensor = (_Normed.apply if kernels is None else kernels.rms_norm)(x, weight, epsilon)
     return normed
 
 

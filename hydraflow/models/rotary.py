@@ -3,9 +3,9 @@
 In: a model as transformers builds it. Out: the same model; its rotations are bit-identical and take half the
 time on a CPU, where a few rows at a time go through all operations while they are in the cache. So are their
 gradients, which are laid out as queries and keys are: one of transformers' own norms before them then adds up
-its weights' gradient in another order. Layers are changed if the function that they call is transformers'
-usual one, operation by operation. Left out on purpose: functions that rotate neighbours, or a part of each
-head, and cosines that are trained.
+its weights' gradient in another order. On a GPU they are one kernel, and the last bits differ. Layers are
+changed if the function that they call is transformers' usual one, operation by operation. Left out on
+purpose: functions that rotate neighbours, or a part of each head, and cosines that are trained.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from torch.autograd.function import once_differentiable
 
 from hydraflow.models import compiled
 from hydraflow.models.chunks import chunk_slices
+from hydraflow.models.gpu_kernels import kernels_for
 from hydraflow.models.norms import steps_of
 
 _NAME = "apply_rotary_pos_emb"
@@ -57,7 +58,9 @@ def rotate_both(
     plain = unsqueeze_dim in (1, 2) and q.ndim == 4 and len(cos) in (1, len(q))
     if not plain or cos.requires_grad or not q.dtype == k.dtype == cos.dtype:
         return _as_in_transformers(q, k, cos, sin, unsqueeze_dim)
-    rotated = rotated or _Rotated.apply
+    if rotated is None:
+        kernels = kernels_for(q)
+        rotated = _Rotated.apply if kernels is None else kernels.rotated
     cos, sin = (one[:, :, None].expand(len(q), -1, 1, -1).flatten(0, 1) for one in (cos, sin))  # (B T, 1, d)
     if unsqueeze_dim == 2:
         return rotated(q, cos, sin), rotated(k, cos, sin)

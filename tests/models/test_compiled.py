@@ -99,7 +99,7 @@ def test_layers_of_the_usual_form_call_it(
         monkeypatch.setattr(compiled, name, mock)
     replace_norms(lm, compile=True)
     replace_rotations(lm, compile=True)
-    replace_gates(lm)
+    replace_gates(lm, compile=True)
     assert sum("forward" in vars(part) for part in lm.modules() if hasattr(part, "act_fn")) == gates
     torch.testing.assert_close(lm(ids).logits, before, rtol=1e-5, atol=1e-6)
     assert {name for name, mock in mocks.items() if mock.called} == functions

@@ -67,8 +67,8 @@ def build_model(
     )
     replace_norms(module, compile=fsdp.use_torch_compile)
     replace_rotations(module, compile=fsdp.use_torch_compile)
-    if fsdp.use_torch_compile:
-        replace_gates(module)
+    if fsdp.use_torch_compile or device.type != "cpu":
+        replace_gates(module, compile=fsdp.use_torch_compile)
     if not trained:
         module.requires_grad_(False)
     elif model.lora_rank > 0:

@@ -1,0 +1,87 @@
+"""`fused_head.FusedHead` with kernels for a GPU: the logits of a chunk exist once, in the model's type.
+
+In and out as there. Left out on purpose: what the kernels do not compute (`suits`); `FusedHead` does.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.autograd.function import once_differentiable
+
+from hydraflow.models.chunks import chunk_slices
+from hydraflow.models.fused_head import HeadWork
+from hydraflow.models.gpu_kernels import kernels_for
+from hydraflow.models.linear import add_product, linear, multiply
+
+
+def suits(hidden: torch.Tensor, targets: torch.Tensor, work: HeadWork) -> bool:
+    """Whether `KernelHead` gives what is asked for: one target for each token, its log-probability and the
+    entropy, of logits that are not post-processed."""
+    if kernels_for(hidden) is None or targets.ndim > 1:
+        return False
+    others, probe = work.ask.more not in (None, "entropys"), hidden.new_zeros(1, 1)
+    return not others and work.process(probe) is probe
+
+
+class KernelHead(torch.autograd.Function):
+    """As `FusedHead`. Keeps the logsumexp of each token, and the logits if they are one chunk."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        targets: torch.Tensor,
+        work: HeadWork,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        kernels: Any = kernels_for(hidden)
+        scored, logits = [], hidden.new_empty(0)
+        for part in chunk_slices(len(hidden), work.chunk):
+            logits = linear(hidden[part], weight, bias)
+            scored.append(kernels.score(logits, targets[part], work.ask.temperature))
+        log_probs, entropies, sums = (torch.cat(column) for column in zip(*scored, strict=True))
+        kept = logits if len(scored) == 1 else None
+        ctx.save_for_backward(hidden, weight, bias, targets, entropies, sums, kept)
+        ctx.work = work
+        ctx.set_materialize_grads(False)
+        second = entropies if work.ask.entropy else None
+        if second is not None and not work.ask.entropy_is_trained:
+            ctx.mark_non_differentiable(second)
+        return log_probs, second
+
+    @staticmethod
+    @once_differentiable
+    def backward(
+        ctx: Any, of_log_probs: torch.Tensor | None, of_entropies: torch.Tensor | None
+    ) -> tuple[torch.Tensor | None, ...]:
+        hidden, weight, bias, targets, entropies, sums, kept = ctx.saved_tensors
+        needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
+        kernels: Any = kernels_for(hidden)
+        if of_log_probs is None:
+            of_log_probs = torch.zeros_like(sums)
+        of_log_probs = of_log_probs.contiguous()
+        of_entropies = None if of_entropies is None else of_entropies.contiguous()
+        of_hidden = torch.empty_like(hidden) if needs_hidden else None
+        of_weight = of_bias = None
+        for part in chunk_slices(len(hidden), ctx.work.chunk):
+            logits = linear(hidden[part], weight, bias) if kept is None else kept
+            gradient = kernels.score_gradient(
+                logits,
+                targets[part],
+                (entropies[part], sums[part]),
+                of_log_probs[part],
+                None if of_entropies is None else of_entropies[part],
+                ctx.work.ask.temperature,
+                logits if kept is None else torch.empty_like(logits),
+            )
+            if of_hidden is not None:
+                multiply(gradient, weight.t(), out=of_hidden[part])
+            if needs_weight:
+                of_weight = add_product(of_weight, gradient, hidden[part])
+            if needs_bias:
+                of_bias = gradient.sum(0) if of_bias is None else of_bias.add_(gradient.sum(0))
+            del logits, gradient  # otherwise they would live while the next chunk is computed
+        return of_hidden, of_weight, of_bias, None, None

@@ -1,0 +1,351 @@
+"""Kernels for a GPU, in Triton: RMSNorm, rotary embeddings, SwiGLU, and what the head makes of its logits.
+
+In: tensors with a row for each token, in float32 or 16 bits. Out: what the plain operations of `norms.py`,
+`rotary.py`, `gated.py` and `fused_head.py` give, but for the last bits; each is one pass over memory instead
+of five to ten. Sums have a fixed order, whatever the GPU, so the same rows give the same bits. Triton comes
+with torch where that is built for GPUs; `gpu_kernels.py` says when these are used. Left out on purpose:
+attention and matrix products, which torch's own kernels compute, and float64.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+_TILE = 4096
+"""Numbers that a program of `rms_norm` and `swiglu` has in registers at a time."""
+_PARTS = 512
+"""Programs among which the gradient of a norm's weight is summed, on every GPU: the order decides on bits."""
+_VOCABULARY = 8192
+"""Logits of a token that a program reads at a time."""
+
+
+def rms_norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
+    """`norms.rms_norm`: (..., H) to (..., H)."""
+    found: Tensor = _Norm.apply(x, weight, epsilon)
+    return found
+
+
+def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """(B, T, h, d) rotated by cos and sin (B T, 1, d)."""
+    found: Tensor = _Rotation.apply(x, cos, sin)
+    return found
+
+
+def swiglu(gate: Tensor, up: Tensor) -> Tensor:
+    """`silu(gate) * up`, (..., I) each."""
+    found: Tensor = _Gate.apply(gate, up)
+    return found
+
+
+def score(logits: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor, Tensor]:
+    """Of (k, V) logits: the log-probabilities of `targets` (k,), the entropies and the logsumexps, float32
+    (k,) each."""
+    found = [torch.empty(len(logits), dtype=torch.float32, device=logits.device) for _ in range(3)]
+    if len(logits):
+        width = logits.shape[1]
+        _score[len(logits),](
+            logits, targets, *found, logits.stride(0), width, temperature, BLOCK=_VOCABULARY, num_warps=16
+        )
+    return found[0], found[1], found[2]
+
+
+def score_gradient(
+    logits: Tensor,
+    targets: Tensor,
+    scored: tuple[Tensor, Tensor],
+    of_log_probs: Tensor,
+    of_entropies: Tensor | None,
+    temperature: float,
+    out: Tensor,
+) -> Tensor:
+    """The gradient of (k, V) logits, written to `out`, which may be `logits`. scored: entropies and
+    logsumexps, as `score` returns them. See `fused_head.FusedHead` for the formula."""
+    if len(logits):
+        entropies, sums = scored
+        width = logits.shape[1]
+        _score_gradient[len(logits), triton.cdiv(width, _TILE)](
+            logits,
+            targets,
+            entropies,
+            sums,
+            of_log_probs,
+            of_log_probs if of_entropies is None else of_entropies,
+            out,
+            logits.stride(0),
+            out.stride(0),
+            width,
+            temperature,
+            ENTROPY=of_entropies is not None,
+            BLOCK=_TILE,
+            num_warps=8,
+        )
+    return out
+
+
+class _Norm(torch.autograd.Function):
+    """Keeps x, which the layer before it keeps as well, and 1 / rms(x)."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
+        rows, out = x.contiguous(), torch.empty_like(x, memory_format=torch.contiguous_format)
+        width = x.shape[-1]
+        count = rows.numel() // width
+        scale = torch.empty(count, dtype=torch.float32, device=x.device)
+        block, tile = _tile(width)
+        if count:
+            _norm[triton.cdiv(count, tile),](
+                rows, weight, out, scale, count, width, epsilon, ROWS=tile, BLOCK=block, num_warps=8
+            )
+        ctx.save_for_backward(rows, scale, weight)
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor | None, None]:
+        rows, scale, weight = ctx.saved_tensors
+        grad, out, width = grads[0].contiguous(), torch.empty_like(rows), rows.shape[-1]
+        block, tile = _tile(width)
+        parts = min(_PARTS, triton.cdiv(len(scale), tile))
+        of_weight = torch.zeros(max(parts, 1), width, dtype=torch.float32, device=rows.device)
+        if parts:
+            _norm_gradient[parts,](
+                grad,
+                rows,
+                weight,
+                scale,
+                out,
+                of_weight,
+                len(scale),
+                width,
+                PARTS=parts,
+                ROWS=tile,
+                BLOCK=block,
+                num_warps=8,
+            )
+        return out, of_weight.sum(0).to(weight.dtype) if ctx.needs_input_grad[1] else None, None
+
+
+class _Rotation(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        ctx.save_for_backward(cos, sin)
+        return _rotate(x, cos, sin, backward=False)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        return _rotate(grads[0], *ctx.saved_tensors, backward=True), None, None
+
+
+class _Gate(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
+        gate, up = gate.contiguous(), up.contiguous()
+        ctx.save_for_backward(gate, up)
+        out = torch.empty_like(gate)
+        if out.numel():
+            _gate[triton.cdiv(out.numel(), _TILE),](gate, up, out, out.numel(), BLOCK=_TILE, num_warps=8)
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor]:
+        gate, up = ctx.saved_tensors
+        of_gate, of_up = torch.empty_like(gate), torch.empty_like(up)
+        if (count := gate.numel()) > 0:
+            _gate_gradient[triton.cdiv(count, _TILE),](
+                grads[0].contiguous(), gate, up, of_gate, of_up, count, BLOCK=_TILE, num_warps=8
+            )
+        return of_gate, of_up
+
+
+def _tile(width: int) -> tuple[int, int]:
+    """Padded width of a row, and rows to a tile."""
+    block = triton.next_power_of_2(width)
+    return block, max(1, _TILE // block)
+
+
+def _rotate(x: Tensor, cos: Tensor, sin: Tensor, *, backward: bool) -> Tensor:
+    rows = x.flatten(0, 1)  # (B T, h, d)
+    if rows.stride(-1) != 1:
+        rows = rows.contiguous()
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    count, heads, width = rows.shape
+    if out.numel():
+        _rotation[count,](
+            rows,
+            cos.contiguous(),
+            sin.contiguous(),
+            out,
+            rows.stride(0),
+            rows.stride(1),
+            heads,
+            width // 2,
+            BACKWARD=backward,
+            HEADS=triton.next_power_of_2(heads),
+            HALF=triton.next_power_of_2(width // 2),
+        )
+    return out
+
+
+@triton.jit
+def _norm(X, W, OUT, SCALE, count, width, epsilon, ROWS: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    column = tl.arange(0, BLOCK)
+    inside = (row < count)[:, None] & (column < width)[None, :]
+    at = row[:, None] * width + column[None, :]
+    x = tl.load(X + at, mask=inside, other=0.0).to(tl.float32)
+    scale = tl.rsqrt(tl.sum(x * x, 1) / width + epsilon)
+    normed = (x * scale[:, None]).to(OUT.dtype.element_ty).to(tl.float32)
+    weight = tl.load(W + column, mask=column < width, other=0.0).to(tl.float32)
+    tl.store(OUT + at, (normed * weight[None, :]).to(OUT.dtype.element_ty), mask=inside)
+    tl.store(SCALE + row, scale, mask=row < count)
+
+
+@triton.jit
+def _norm_gradient(  # type: ignore[no-untyped-def]
+    GRAD,
+    X,
+    W,
+    SCALE,
+    OUT,
+    OF_WEIGHT,
+    count,
+    width,
+    PARTS: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    part = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, BLOCK)
+    weight = tl.load(W + column, mask=column < width, other=0.0).to(tl.float32)
+    of_weight = tl.zeros((BLOCK,), dtype=tl.float32)
+    for first in range(part * ROWS, count, PARTS * ROWS):
+        row = first + tl.arange(0, ROWS)
+        inside = (row < count)[:, None] & (column < width)[None, :]
+        at = row[:, None] * width + column[None, :]
+        x = tl.load(X + at, mask=inside, other=0.0).to(tl.float32)
+        grad = tl.load(GRAD + at, mask=inside, other=0.0).to(tl.float32)
+        scale = tl.load(SCALE + row, mask=row < count, other=0.0)
+        normed = x * scale[:, None]
+        wide = grad * weight[None, :]
+        mean = tl.sum(wide * normed, 1) / width
+        found = (wide - normed * mean[:, None]) * scale[:, None]
+        tl.store(OUT + at, found.to(OUT.dtype.element_ty), mask=inside)
+        of_weight += tl.sum(grad * normed, 0)
+    tl.store(OF_WEIGHT + part * width + column, of_weight, mask=column < width)
+
+
+@triton.jit
+def _rotation(  # type: ignore[no-untyped-def]
+    X,
+    COS,
+    SIN,
+    OUT,
+    row_stride,
+    head_stride,
+    heads,
+    half,
+    BACKWARD: tl.constexpr,
+    HEADS: tl.constexpr,
+    HALF: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    head, column = tl.arange(0, HEADS), tl.arange(0, HALF)
+    inside = (head < heads)[:, None] & (column < half)[None, :]
+    at = row * row_stride + head[:, None] * head_stride + column[None, :]
+    first = tl.load(X + at, mask=inside, other=0.0).to(tl.float32)
+    second = tl.load(X + at + half, mask=inside, other=0.0).to(tl.float32)
+    of_row = row * 2 * half + column
+    cos1 = tl.load(COS + of_row, mask=column < half, other=0.0).to(tl.float32)[None, :]
+    cos2 = tl.load(COS + of_row + half, mask=column < half, other=0.0).to(tl.float32)[None, :]
+    sin1 = tl.load(SIN + of_row, mask=column < half, other=0.0).to(tl.float32)[None, :]
+    sin2 = tl.load(SIN + of_row + half, mask=column < half, other=0.0).to(tl.float32)[None, :]
+    if BACKWARD:
+        of_first, of_second = first * cos1 + second * sin2, second * cos2 - first * sin1
+    else:
+        of_first, of_second = first * cos1 - second * sin1, second * cos2 + first * sin2
+    to = (row * heads + head[:, None]) * 2 * half + column[None, :]
+    tl.store(OUT + to, of_first.to(OUT.dtype.element_ty), mask=inside)
+    tl.store(OUT + to + half, of_second.to(OUT.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _gate(GATE, UP, OUT, count, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    gate = tl.load(GATE + at, mask=at < count, other=0.0).to(tl.float32)
+    up = tl.load(UP + at, mask=at < count, other=0.0).to(tl.float32)
+    silu = (gate * tl.sigmoid(gate)).to(OUT.dtype.element_ty).to(tl.float32)
+    tl.store(OUT + at, (silu * up).to(OUT.dtype.element_ty), mask=at < count)
+
+
+@triton.jit
+def _gate_gradient(GRAD, GATE, UP, OF_GATE, OF_UP, count, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    grad = tl.load(GRAD + at, mask=at < count, other=0.0).to(tl.float32)
+    gate = tl.load(GATE + at, mask=at < count, other=0.0).to(tl.float32)
+    up = tl.load(UP + at, mask=at < count, other=0.0).to(tl.float32)
+    sigmoid = tl.sigmoid(gate)
+    of_gate = grad * up * sigmoid * (1 + gate * (1 - sigmoid))
+    tl.store(OF_GATE + at, of_gate.to(OF_GATE.dtype.element_ty), mask=at < count)
+    tl.store(OF_UP + at, (grad * gate * sigmoid).to(OF_UP.dtype.element_ty), mask=at < count)
+
+
+@triton.jit
+def _score(  # type: ignore[no-untyped-def]
+    LOGITS, TARGETS, LOG_PROBS, ENTROPIES, SUMS, stride, width, temperature, BLOCK: tl.constexpr
+):
+    row = tl.program_id(0).to(tl.int64)
+    largest, total, weighted = -float("inf"), 0.0, 0.0
+    for first in range(0, width, BLOCK):
+        column = first + tl.arange(0, BLOCK)
+        inside = column < width
+        logits = tl.load(LOGITS + row * stride + column, mask=inside, other=-float("inf")).to(tl.float32)
+        logits = logits / temperature
+        new = tl.maximum(largest, tl.max(logits, 0))
+        shares = tl.exp(logits - new)
+        shrink = tl.exp(largest - new)
+        total = total * shrink + tl.sum(shares, 0)
+        weighted = weighted * shrink + tl.sum(tl.where(inside, shares * logits, 0.0), 0)
+        largest = new
+    logsumexp = largest + tl.log(total)
+    target = tl.load(TARGETS + row)
+    own = tl.load(LOGITS + row * stride + target).to(tl.float32) / temperature
+    tl.store(LOG_PROBS + row, own - logsumexp)
+    tl.store(ENTROPIES + row, logsumexp - weighted / total)
+    tl.store(SUMS + row, logsumexp)
+
+
+@triton.jit
+def _score_gradient(  # type: ignore[no-untyped-def]
+    LOGITS,
+    TARGETS,
+    ENTROPIES,
+    SUMS,
+    OF_LOG_PROBS,
+    OF_ENTROPIES,
+    OUT,
+    stride,
+    out_stride,
+    width,
+    temperature,
+    ENTROPY: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = column < width
+    logits = tl.load(LOGITS + row * stride + column, mask=inside, other=0.0).to(tl.float32) / temperature
+    log_probs = logits - tl.load(SUMS + row)
+    probs = tl.exp(log_probs)
+    of_log_prob = tl.load(OF_LOG_PROBS + row)
+    found = of_log_prob * (tl.where(column == tl.load(TARGETS + row), 1.0, 0.0) - probs)
+    if ENTROPY:
+        found -= tl.load(OF_ENTROPIES + row) * probs * (log_probs + tl.load(ENTROPIES + row))
+    tl.store(OUT + row * out_stride + column, (found / temperature).to(OUT.dtype.element_ty), mask=inside)

@@ -1,0 +1,114 @@
+"""Kernels for a GPU compute what float64 gives. On a machine without one they run in Triton's interpreter, if
+Triton is installed; scripts/gpu_check.sh runs them on a GPU."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from unittest.mock import patch
+
+import pytest
+import torch
+from torch import Tensor
+
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"  # Triton reads it while it is imported
+pytest.importorskip("triton", reason="Triton comes with torch for GPUs")
+
+from hydraflow.models import kernel_head, triton_kernels
+from hydraflow.models.ask import LOG_PROBS, Ask
+from hydraflow.models.fused_head import FusedHead, HeadWork
+from hydraflow.models.kernel_head import KernelHead
+from hydraflow.models.rotary import rotate_half
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+TYPES = pytest.mark.parametrize(
+    ("dtype", "relative"), [(torch.float32, 1e-5), (torch.bfloat16, 0.02)], ids=["fp32", "bf16"]
+)
+EXACT: dict[str, Callable[..., Tensor]] = {
+    "rms_norm": lambda x, weight: weight * x / (x.square().mean(-1, keepdim=True) + 1e-3).sqrt(),
+    "rotated": lambda x, cos, sin: x * cos.view(2, -1, 1, 12) + rotate_half(x) * sin.view(2, -1, 1, 12),
+    "swiglu": lambda gate, up: gate * gate.sigmoid() * up,
+}
+SHAPES: dict[str, list[tuple[int, ...]]] = {
+    "rms_norm": [(2, 7, 5, 12), (12,)],
+    "rotated": [(2, 7, 3, 12), (14, 1, 12), (14, 1, 12)],
+    "swiglu": [(2, 7, 12), (2, 7, 12)],
+}
+
+
+@TYPES
+@pytest.mark.parametrize("name", EXACT)
+def test_values_and_gradients_are_those_of_float64(name: str, dtype: torch.dtype, relative: float) -> None:
+    draw = torch.Generator().manual_seed(0)
+    given = [torch.randn(shape, generator=draw).to(DEVICE, dtype) for shape in SHAPES[name]]
+    trained = 1 if name == "rotated" else 2
+
+    def results(function: Callable[..., Tensor], arguments: list[Tensor]) -> list[Tensor]:
+        leaves = [one.detach().requires_grad_() for one in arguments[:trained]]
+        out = function(*leaves, *arguments[trained:])
+        return [out, *torch.autograd.grad(out.pow(3).sum(), leaves)]
+
+    kernel = getattr(triton_kernels, name)
+    mine = results((lambda x, w: kernel(x, w, 1e-3)) if name == "rms_norm" else kernel, given)
+    exact = results(EXACT[name], [one.double() for one in given])
+    for found, wanted in zip(mine, exact, strict=True):
+        assert found.dtype == dtype and found.shape == wanted.shape
+        assert (found.double() - wanted).norm() < relative * wanted.norm()
+
+
+def test_heads_that_lie_before_rows_are_rotated_alike() -> None:
+    x = torch.randn(1, 3, 5, 8, device=DEVICE)
+    cos, sin = torch.randn(2, 5, 1, 8, device=DEVICE)
+    turned = x.transpose(1, 2)
+    assert torch.equal(
+        triton_kernels.rotated(turned, cos, sin), triton_kernels.rotated(turned.contiguous(), cos, sin)
+    )
+
+
+@TYPES
+@pytest.mark.parametrize(
+    "ask",
+    [
+        LOG_PROBS,
+        Ask(entropy=True),
+        Ask(entropy=True, entropy_is_trained=False),
+        Ask(temperature=0.7),
+        Ask(temperature=0.7, entropy=True),
+    ],
+    ids=["log_probs", "entropy", "untrained_entropy", "temperature", "both"],
+)
+@pytest.mark.parametrize("chunk", [4, 64])
+def test_the_head_is_the_fused_head(ask: Ask, chunk: int, dtype: torch.dtype, relative: float) -> None:
+    draw = torch.Generator().manual_seed(0)
+    inputs = [torch.randn(shape, generator=draw).to(DEVICE, dtype) for shape in [(11, 16), (40, 16), (40,)]]
+    targets = torch.randint(40, (11,), generator=draw).to(DEVICE)
+
+    def results(function: type[torch.autograd.Function], dtype: torch.dtype) -> list[Tensor]:
+        leaves = [one.to(dtype).requires_grad_() for one in inputs]
+        log_probs, more = function.apply(*leaves, targets, HeadWork(ask, lambda logits: logits, chunk))
+        total = log_probs.pow(2).sum()
+        if ask.entropy and ask.entropy_is_trained:
+            total = total + more.pow(2).sum()
+        return [log_probs, *([] if more is None else [more]), *torch.autograd.grad(total, leaves)]
+
+    with patch.object(kernel_head, "kernels_for", return_value=triton_kernels):
+        mine = results(KernelHead, dtype)
+    exact = results(FusedHead, torch.float64)
+    for found, wanted in zip(mine, exact, strict=True):
+        assert (found.double() - wanted).norm() < relative * wanted.norm()
+
+
+def test_the_head_takes_what_its_kernels_compute() -> None:
+    hidden, targets = torch.zeros(3, 4), torch.zeros(3, dtype=torch.int64)
+
+    def taken(ask: Ask = LOG_PROBS, targets: Tensor = targets, factor: float | None = None) -> bool:
+        process = (lambda logits: logits) if factor is None else (lambda logits: logits * factor)
+        return kernel_head.suits(hidden, targets, HeadWork(ask, process, 2))
+
+    assert not taken()  # on a CPU
+    with patch.object(kernel_head, "kernels_for", return_value=triton_kernels):
+        assert taken() and taken(Ask(entropy=True, temperature=2.0))
+        others = (Ask(greedy_match=True), Ask(sum_pi_squared=True), Ask(likeliest=2, among=4))
+        assert not any(taken(ask) for ask in others)
+        assert not taken(targets=torch.zeros(3, 2, dtype=torch.int64)) and not taken(factor=2.0)
