@@ -10,6 +10,7 @@ Left out on purpose: how arguments are distributed (`modes`), waiting and failur
 from __future__ import annotations
 
 import logging
+import platform
 import sys
 import time
 from abc import ABC, abstractmethod
@@ -442,6 +443,11 @@ class RoleGroup:
         WorkerError when a rank fails; ValueError when rows do not divide and the method takes no padding.
         """
         return self.group.perform(self.name, method.__name__, self._plan(method), args, kwargs)
+
+    def failed(self, rank: int, method: str, cause: str) -> WorkerError:
+        """The error of a call that the processes of this rank did not survive."""
+        node = self.group.rank_infos[rank].node if isinstance(self.group, WorkerGroup) else platform.node()
+        return WorkerError(role=self.name, rank=rank, node=node, method=method, cause=cause)
 
     def _plan(self, method: Callable[..., Any]) -> Registration:
         cls = self.group.roles[self.name].cls

@@ -17,9 +17,8 @@ import numpy as np
 import torch
 
 from hydraflow.dispatch.future import await_any
-from hydraflow.dispatch.group import RoleGroup, WorkerGroup
+from hydraflow.dispatch.group import RoleGroup
 from hydraflow.dispatch.shards import Future, split
-from hydraflow.errors import WorkerError
 from hydraflow.protocol.batch import DataProto
 from hydraflow.protocol.ragged import lengths
 from hydraflow.protocol.remote import RemoteBatch
@@ -149,12 +148,11 @@ class Router:
         return [self.rollout.call_rank(replica * size + one, method, *args) for one in range(size)]
 
     def _require_few(self, deaths: int, replica: int) -> None:
-        group, role = self.rollout.group, self.rollout.name
-        assert group.recovery is not None and isinstance(group, WorkerGroup), "any other death ends the wait"
-        if deaths > group.recovery.max_retries:
+        recovery = self.rollout.group.recovery
+        assert recovery is not None, "any other death ends the wait"
+        if deaths > recovery.max_retries:
             cause = f"{deaths} processes died while they sampled the same prompts"
-            where = group.rank_infos[replica]
-            raise WorkerError(role=role, rank=replica, node=where.node, method="advance", cause=cause)
+            raise self.rollout.failed(replica, "advance", cause)
 
     def _abandon(self, replicas: Sequence[int]) -> None:
         """Aborts all requests in flight; the group stays usable."""

@@ -18,7 +18,6 @@ from typing import Any, Protocol
 
 from hydraflow.dispatch.group import Recovery, RoleGroup
 from hydraflow.dispatch.shards import Future
-from hydraflow.errors import GuardStop
 from hydraflow.generation.config import GENERATION_ENGINES, RolloutConfig, bucket_bytes
 from hydraflow.models.adapters import Form
 from hydraflow.trainer.turns import Turns
@@ -210,11 +209,12 @@ class SeparateProcesses(_Sleeps, ABC):
                 return found
             if compare:  # a replacement process holds nothing yet
                 self._deliver(checked, ranks)
-        raise GuardStop(
+        cause = (
             f"generation processes died, or were not reached, {self.config.max_retries + 1} times while"
             f" weights of version {self._version} were sent;"
             f" actor_rollout_ref.rollout.max_retries={self.config.max_retries}"
         )
+        raise self.rollout.failed(ranks[0], "read_weights", cause)
 
     def _attempt(self, checked: bool, compare: bool, ranks: Sequence[int]) -> list[str | None] | None:
         """One attempt of `_deliver`; None when a process was replaced or not reached meanwhile."""

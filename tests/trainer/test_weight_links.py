@@ -14,12 +14,12 @@ from workers.test_rollout import MAX_TOKENS, listed, make_prompts
 from hydraflow.batch_plan.resolve import resolve_plan
 from hydraflow.compose.loading import load
 from hydraflow.dispatch.config import RayInitConfig
-from hydraflow.dispatch.group import Timeouts
+from hydraflow.dispatch.group import RoleGroup, Timeouts
 from hydraflow.dispatch.placement import ResourcePool
 from hydraflow.dispatch.runtime import Runtime
 from hydraflow.dispatch.shards import CompletedFuture
 from hydraflow.dispatch.worker import RoleSpec
-from hydraflow.errors import GuardStop
+from hydraflow.errors import WorkerError
 from hydraflow.generation.config import RolloutConfig, SamplingConfig
 from hydraflow.models.adapters import Form
 from hydraflow.models.config import ModelConfig
@@ -121,6 +121,7 @@ class Recorder:
     generation process was replaced."""
 
     world_size = 2
+    name, failed = "rollout", RoleGroup.failed
 
     def __init__(self) -> None:
         self.forms: list[Form] = []
@@ -261,6 +262,6 @@ def test_a_transfer_is_repeated_as_often_as_the_configuration_says(kind: type[Se
     link.publish(3)()
     assert len(both.forms) == 3
     both.deaths = 3
-    with pytest.raises(GuardStop, match=r"3 times while weights of version 4 were sent; .*max_retries=2$"):
+    with pytest.raises(WorkerError, match=r"3 times while weights of version 4 were sent; .*max_retries=2$"):
         link.publish(4)()
     assert len(both.forms) == 6
