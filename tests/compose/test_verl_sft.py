@@ -76,7 +76,11 @@ def test_the_earlier_trainer_takes_rows_at_a_time(more, by_tokens):
     [
         ("trainer.resume_path", "x", "has no effect in verl either: verl's trainer never reads it"),
         ("engine.forward_prefetch", True, "has no effect: it changes speed only"),
-        ("model.use_liger", True, "has no effect: it changes speed only"),
+        (
+            "model.use_liger",
+            True,
+            "has no effect: norms, rotary embeddings and SwiGLU are kernels on every GPU here",
+        ),
         (
             "optim.total_training_steps",
             9,
