@@ -217,17 +217,22 @@ def finish_work(device_type: str) -> None:
 
 @contextmanager
 def in_fixed_order() -> Iterator[None]:
-    """Kernels of torch that are called in the body sum in a fixed order. Not for more than one of them: some
-    operations have no such kernel, and raise RuntimeError."""
+    """Kernels of torch that are called in the body sum in a fixed order. It holds for the whole process, and
+    some operations have no such kernel and raise RuntimeError, so the body is one call."""
     import torch
 
+    deterministic: Any = torch.utils.deterministic
     before = torch.are_deterministic_algorithms_enabled()
     warns = torch.is_deterministic_algorithms_warn_only_enabled()
-    torch.use_deterministic_algorithms(True)
+    fills = deterministic.fill_uninitialized_memory
+    # not torch.use_deterministic_algorithms, which imports and changes torch.compile's settings, too
+    torch._C._set_deterministic_algorithms(True, warn_only=False)
+    deterministic.fill_uninitialized_memory = False
     try:
         yield
     finally:
-        torch.use_deterministic_algorithms(before, warn_only=warns)
+        torch._C._set_deterministic_algorithms(before, warn_only=warns)
+        deterministic.fill_uninitialized_memory = fills
 
 
 _OUT_OF_MEMORY = (

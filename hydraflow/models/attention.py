@@ -231,8 +231,8 @@ def _varlen(
 
 
 class _Varlen(torch.autograd.Function):
-    """torch's kernel for packed rows, as `torch.nn.attention.varlen` calls it; that has no option for a fixed
-    order, and passes Python several times for each layer."""
+    """torch's kernel for packed rows, as `torch.nn.attention.varlen` calls it. That has no option for a fixed
+    order, and goes through several operators written in Python."""
 
     @staticmethod
     def forward(
@@ -247,19 +247,19 @@ class _Varlen(torch.autograd.Function):
         bounds = (plan.boundaries, plan.boundaries, plan.longest, plan.longest)
         left, right = (window - 1, 0) if window else (-1, 0)
         ctx.how = dict(scale=scale, window_size_left=left, window_size_right=right)
-        out, sums, seed, offset, _ = torch.ops.aten._flash_attention_forward(
+        out, sums, state, unused, _ = torch.ops.aten._flash_attention_forward(
             q, k, v, *bounds, 0.0, window is None, False, **ctx.how
         )
-        ctx.save_for_backward(q, k, v, out, sums, seed, offset)
+        ctx.save_for_backward(q, k, v, out, sums, state, unused)
         ctx.bounds, ctx.causal = bounds, window is None
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        q, k, v, out, sums, seed, offset = ctx.saved_tensors
+        q, k, v, out, sums, state, unused = ctx.saved_tensors
         with in_fixed_order():
-            given = (grads[0].contiguous(), q, k, v, out, sums, *ctx.bounds, 0.0, ctx.causal, seed, offset)
+            given = (grads[0].contiguous(), q, k, v, out, sums, *ctx.bounds, 0.0, ctx.causal, state, unused)
             found = torch.ops.aten._flash_attention_backward(*given, **ctx.how)
         return (*found, None, None, None)
 

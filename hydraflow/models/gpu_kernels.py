@@ -1,12 +1,14 @@
 """Where kernels for a GPU replace plain operations.
 
 In: a tensor. Out: the module with the kernels (`triton_kernels.py`), or None where the plain operations stay:
-on a CPU, in float64, or without Triton, which torch for GPUs brings along.
+on a CPU, in float64, and where Triton is missing or fails. torch for GPUs brings it along; it needs a C
+compiler and Python's headers.
 """
 
 from __future__ import annotations
 
 import importlib.util
+import logging
 from functools import cache
 from types import ModuleType
 
@@ -14,16 +16,23 @@ import torch
 
 TYPES = (torch.float32, torch.bfloat16, torch.float16)
 
+log = logging.getLogger(__name__)
+
 
 def kernels_for(x: torch.Tensor) -> ModuleType | None:
     """The kernels that take such a tensor; None: there are none."""
-    return _kernels() if x.is_cuda and x.dtype in TYPES else None
+    return _kernels(x.device) if x.is_cuda and x.dtype in TYPES else None
 
 
 @cache
-def _kernels() -> ModuleType | None:
+def _kernels(device: torch.device) -> ModuleType | None:
     if importlib.util.find_spec("triton") is None:
         return None
-    from hydraflow.models import triton_kernels
+    try:
+        from hydraflow.models import triton_kernels
 
+        triton_kernels.swiglu(*torch.ones(2, 1, device=device))  # Triton compiles at the first call
+    except Exception as error:  # of Triton, of the compiler that it calls, or of a driver
+        log.warning("Triton fails, so GPUs compute with plain, slower operations: %s", error)
+        return None
     return triton_kernels

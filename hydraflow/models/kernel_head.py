@@ -38,8 +38,9 @@ class KernelHead(torch.autograd.Function):
         work: HeadWork,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         kernels: Any = kernels_for(hidden)
-        scored, logits = [], hidden.new_empty(0)
+        scored, logits = [], None
         for part in chunk_slices(len(hidden), work.chunk):
+            logits = None  # the previous chunk's, freed first
             logits = linear(hidden[part], weight, bias)
             scored.append(kernels.score(logits, targets[part], work.ask.temperature))
         log_probs, entropies, sums = (torch.cat(column) for column in zip(*scored, strict=True))

@@ -3,8 +3,8 @@
 In: a model as transformers builds it. Out: the same model; its norms give bit-identical results, save less
 for the backward pass, and take half the time there; on a GPU they are one kernel, and the last bits differ.
 Modules are replaced if their `forward` is transformers' usual one, operation by operation; about sixty
-classes have it. Left out on purpose: norms with other
-operations (Gemma's, OLMo's), and float64, where transformers' own backward pass is the reference for tests.
+classes have it. Left out on purpose: norms with other operations (Gemma's, OLMo's), and float64, where
+transformers' own backward pass is the reference for tests.
 """
 
 from __future__ import annotations

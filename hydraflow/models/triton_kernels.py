@@ -2,9 +2,9 @@
 
 In: tensors with a row for each token, in float32 or 16 bits. Out: what the plain operations of `norms.py`,
 `rotary.py`, `gated.py` and `fused_head.py` give, but for the last bits; each is one pass over memory instead
-of five to ten. Sums have a fixed order, whatever the GPU, so the same rows give the same bits. Triton comes
-with torch where that is built for GPUs; `gpu_kernels.py` says when these are used. Left out on purpose:
-attention and matrix products, which torch's own kernels compute, and float64.
+of five to ten. Sums have a fixed order, so the same rows give the same bits. Triton comes with torch where
+that is built for GPUs; `gpu_kernels.py` says when these are used. Left out on purpose: attention and matrix
+products, which torch's own kernels compute, and float64.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch.autograd.function import once_differentiable
 _TILE = 4096
 """Numbers that a program of `rms_norm` and `swiglu` has in registers at a time."""
 _PARTS = 512
-"""Programs among which the gradient of a norm's weight is summed, on every GPU: the order decides on bits."""
+"""Most programs among which the gradient of a norm's weight is summed; their number decides on its bits."""
 _VOCABULARY = 8192
 """Logits of a token that a program reads at a time."""
 
@@ -48,7 +48,7 @@ def score(logits: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, 
     (k,) each."""
     found = [torch.empty(len(logits), dtype=torch.float32, device=logits.device) for _ in range(3)]
     if len(logits):
-        width = logits.shape[1]
+        width, targets = logits.shape[1], targets.contiguous()
         _score[len(logits),](
             logits, targets, *found, logits.stride(0), width, temperature, BLOCK=_VOCABULARY, num_warps=16
         )
@@ -71,7 +71,7 @@ def score_gradient(
         width = logits.shape[1]
         _score_gradient[len(logits), triton.cdiv(width, _TILE)](
             logits,
-            targets,
+            targets.contiguous(),
             entropies,
             sums,
             of_log_probs,
@@ -89,19 +89,19 @@ def score_gradient(
 
 
 class _Norm(torch.autograd.Function):
-    """Keeps x, which the layer before it keeps as well, and 1 / rms(x)."""
+    """Keeps x and 1 / rms(x)."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
         rows, out = x.contiguous(), torch.empty_like(x, memory_format=torch.contiguous_format)
-        width = x.shape[-1]
+        width, weight = x.shape[-1], weight.contiguous()
+        assert weight.shape == (width,)
         count = rows.numel() // width
         scale = torch.empty(count, dtype=torch.float32, device=x.device)
         block, tile = _tile(width)
+        how = dict(ROWS=tile, BLOCK=block, num_warps=_warps(block))
         if count:
-            _norm[triton.cdiv(count, tile),](
-                rows, weight, out, scale, count, width, epsilon, ROWS=tile, BLOCK=block, num_warps=8
-            )
+            _norm[triton.cdiv(count, tile),](rows, weight, out, scale, count, width, epsilon, **how)
         ctx.save_for_backward(rows, scale, weight)
         return out
 
@@ -111,8 +111,8 @@ class _Norm(torch.autograd.Function):
         rows, scale, weight = ctx.saved_tensors
         grad, out, width = grads[0].contiguous(), torch.empty_like(rows), rows.shape[-1]
         block, tile = _tile(width)
-        parts = min(_PARTS, triton.cdiv(len(scale), tile))
-        of_weight = torch.zeros(max(parts, 1), width, dtype=torch.float32, device=rows.device)
+        parts, trained = min(_PARTS, triton.cdiv(len(scale), tile)), ctx.needs_input_grad[1]
+        of_weight = torch.empty(parts if trained else 0, width, dtype=torch.float32, device=rows.device)
         if parts:
             _norm_gradient[parts,](
                 grad,
@@ -123,12 +123,12 @@ class _Norm(torch.autograd.Function):
                 of_weight,
                 len(scale),
                 width,
-                PARTS=parts,
+                TRAINED=trained,
                 ROWS=tile,
                 BLOCK=block,
-                num_warps=8,
+                num_warps=_warps(block),
             )
-        return out, of_weight.sum(0).to(weight.dtype) if ctx.needs_input_grad[1] else None, None
+        return out, of_weight.sum(0).to(weight.dtype) if trained else None, None
 
 
 class _Rotation(torch.autograd.Function):
@@ -146,6 +146,7 @@ class _Rotation(torch.autograd.Function):
 class _Gate(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
+        assert gate.shape == up.shape
         gate, up = gate.contiguous(), up.contiguous()
         ctx.save_for_backward(gate, up)
         out = torch.empty_like(gate)
@@ -171,12 +172,19 @@ def _tile(width: int) -> tuple[int, int]:
     return block, max(1, _TILE // block)
 
 
+def _warps(numbers: int) -> int:
+    """Warps of a program that has so many numbers, and at least a tile of them, in registers."""
+    return 8 if numbers <= 2 * _TILE else 16
+
+
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor, *, backward: bool) -> Tensor:
     rows = x.flatten(0, 1)  # (B T, h, d)
     if rows.stride(-1) != 1:
         rows = rows.contiguous()
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     count, heads, width = rows.shape
+    assert width % 2 == 0 and cos.numel() == sin.numel() == count * width
+    block, half = triton.next_power_of_2(heads), triton.next_power_of_2(width // 2)
     if out.numel():
         _rotation[count,](
             rows,
@@ -188,8 +196,9 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor, *, backward: bool) -> Tensor:
             heads,
             width // 2,
             BACKWARD=backward,
-            HEADS=triton.next_power_of_2(heads),
-            HALF=triton.next_power_of_2(width // 2),
+            HEADS=block,
+            HALF=half,
+            num_warps=4 if block * half < _TILE else _warps(block * half),
         )
     return out
 
@@ -218,7 +227,7 @@ def _norm_gradient(  # type: ignore[no-untyped-def]
     OF_WEIGHT,
     count,
     width,
-    PARTS: tl.constexpr,
+    TRAINED: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
@@ -226,7 +235,7 @@ def _norm_gradient(  # type: ignore[no-untyped-def]
     column = tl.arange(0, BLOCK)
     weight = tl.load(W + column, mask=column < width, other=0.0).to(tl.float32)
     of_weight = tl.zeros((BLOCK,), dtype=tl.float32)
-    for first in range(part * ROWS, count, PARTS * ROWS):
+    for first in range(part * ROWS, count, tl.num_programs(0) * ROWS):
         row = first + tl.arange(0, ROWS)
         inside = (row < count)[:, None] & (column < width)[None, :]
         at = row[:, None] * width + column[None, :]
@@ -238,8 +247,10 @@ def _norm_gradient(  # type: ignore[no-untyped-def]
         mean = tl.sum(wide * normed, 1) / width
         found = (wide - normed * mean[:, None]) * scale[:, None]
         tl.store(OUT + at, found.to(OUT.dtype.element_ty), mask=inside)
-        of_weight += tl.sum(grad * normed, 0)
-    tl.store(OF_WEIGHT + part * width + column, of_weight, mask=column < width)
+        if TRAINED:
+            of_weight += tl.sum(grad * normed, 0)
+    if TRAINED:
+        tl.store(OF_WEIGHT + part * width + column, of_weight, mask=column < width)
 
 
 @triton.jit
@@ -259,7 +270,7 @@ def _rotation(  # type: ignore[no-untyped-def]
     row = tl.program_id(0).to(tl.int64)
     head, column = tl.arange(0, HEADS), tl.arange(0, HALF)
     inside = (head < heads)[:, None] & (column < half)[None, :]
-    at = row * row_stride + head[:, None] * head_stride + column[None, :]
+    at = row * row_stride + head[:, None].to(tl.int64) * head_stride + column[None, :]
     first = tl.load(X + at, mask=inside, other=0.0).to(tl.float32)
     second = tl.load(X + at + half, mask=inside, other=0.0).to(tl.float32)
     of_row = row * 2 * half + column
@@ -302,7 +313,8 @@ def _score(  # type: ignore[no-untyped-def]
     LOGITS, TARGETS, LOG_PROBS, ENTROPIES, SUMS, stride, width, temperature, BLOCK: tl.constexpr
 ):
     row = tl.program_id(0).to(tl.int64)
-    largest, total, weighted = -float("inf"), 0.0, 0.0
+    # weighted: shares times logits, these less the largest: beside it small entropies would be lost
+    largest, total, weighted = -1e38, 0.0, 0.0
     for first in range(0, width, BLOCK):
         column = first + tl.arange(0, BLOCK)
         inside = column < width
@@ -311,15 +323,15 @@ def _score(  # type: ignore[no-untyped-def]
         new = tl.maximum(largest, tl.max(logits, 0))
         shares = tl.exp(logits - new)
         shrink = tl.exp(largest - new)
+        weighted = (weighted + total * (largest - new)) * shrink
+        weighted += tl.sum(tl.where(shares > 0, shares * (logits - new), 0.0), 0)
         total = total * shrink + tl.sum(shares, 0)
-        weighted = weighted * shrink + tl.sum(tl.where(inside, shares * logits, 0.0), 0)
         largest = new
-    logsumexp = largest + tl.log(total)
     target = tl.load(TARGETS + row)
     own = tl.load(LOGITS + row * stride + target).to(tl.float32) / temperature
-    tl.store(LOG_PROBS + row, own - logsumexp)
-    tl.store(ENTROPIES + row, logsumexp - weighted / total)
-    tl.store(SUMS + row, logsumexp)
+    tl.store(LOG_PROBS + row, own - largest - tl.log(total))
+    tl.store(ENTROPIES + row, tl.log(total) - weighted / total)
+    tl.store(SUMS + row, largest + tl.log(total))
 
 
 @triton.jit

@@ -3,6 +3,7 @@ Triton is installed; scripts/gpu_check.sh runs them on a GPU."""
 
 from __future__ import annotations
 
+import importlib.util
 import os
 from collections.abc import Callable
 from unittest.mock import patch
@@ -11,9 +12,10 @@ import pytest
 import torch
 from torch import Tensor
 
+if importlib.util.find_spec("triton") is None:
+    pytest.skip("Triton comes with torch for GPUs", allow_module_level=True)
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # Triton reads it while it is imported
-pytest.importorskip("triton", reason="Triton comes with torch for GPUs")
 
 from hydraflow.models import kernel_head, triton_kernels
 from hydraflow.models.ask import LOG_PROBS, Ask
@@ -97,6 +99,27 @@ def test_the_head_is_the_fused_head(ask: Ask, chunk: int, dtype: torch.dtype, re
     exact = results(FusedHead, torch.float64)
     for found, wanted in zip(mine, exact, strict=True):
         assert (found.double() - wanted).norm() < relative * wanted.norm()
+
+
+def test_small_entropies_are_kept_and_impossible_tokens_do_no_harm() -> None:
+    logits = torch.full((2, 9000), -torch.inf, device=DEVICE)
+    logits[0, :3] = torch.tensor([100.0, 85.0, 84.0])
+    logits[1, -2:] = torch.tensor([40.0, 30.0])  # all that a program reads first is impossible
+    targets = torch.tensor([1, 8999], device=DEVICE)
+    found = triton_kernels.score(logits, targets, 1.0)
+    wide = logits.double().log_softmax(-1)
+    exact = wide.gather(1, targets[:, None])[:, 0], torch.special.entr(wide.exp()).sum(-1)
+    for mine, wanted in zip(found, exact, strict=False):
+        torch.testing.assert_close(mine.double(), wanted, rtol=1e-6, atol=2e-7)
+
+
+def test_a_frozen_norm_passes_the_same_gradient_on() -> None:
+    x, weight = torch.randn(5, 12, device=DEVICE, requires_grad=True), torch.randn(12, device=DEVICE)
+    of_x = [
+        torch.autograd.grad(triton_kernels.rms_norm(x, one, 1e-3).sum(), x)[0]
+        for one in (weight, weight.clone().requires_grad_())
+    ]
+    assert torch.equal(*of_x)
 
 
 def test_the_head_takes_what_its_kernels_compute() -> None:
