@@ -1,8 +1,8 @@
 """Libraries that must fit each other: judged by what they ask of each other, and by using them.
 
 In: the configuration. Out: findings about our own requirements, tensordict with torch, vLLM and SGLang with
-torch, Megatron-Core, and flash-attn. What may crash the interpreter (compiled code that was built for another
-torch) is imported in a process of its own.
+torch, Megatron-Core, flash-attn, and Triton. What may crash the interpreter (compiled code that was built for
+another torch) is imported in a process of its own.
 """
 
 from __future__ import annotations
@@ -25,9 +25,11 @@ from hydraflow.options import Library
 
 OURS = "hydraflow-trainer"
 PROBE_SECONDS = 180.0
-"""What importing vLLM, SGLang or flash-attn may take: cold disks are slow."""
+"""What importing vLLM, SGLang, flash-attn or Triton may take: cold disks are slow."""
 _FLASH = """import flash_attn, torch; from flash_attn import flash_attn_varlen_func
 print(flash_attn.__version__, torch.__version__)"""
+_TRITON = """import sys, torch, triton; from hydraflow.models.triton_kernels import swiglu
+swiglu(*torch.ones(2, 1, device=sys.argv[1])); print(triton.__version__)"""
 _VLLM = """import vllm, torch; from vllm import LLM, SamplingParams; SamplingParams(n=2)
 from vllm.platforms import current_platform
 print(vllm.__version__, torch.__version__, current_platform.device_type)"""
@@ -209,3 +211,15 @@ def check_flash_attention(context: CheckContext) -> Iterator[Finding]:
     remedy = "pip install --force-reinstall --no-build-isolation flash-attn, or pip uninstall flash-attn"
     found = warning if context.device_type != "cpu" else note
     yield found(f"installed, but cannot be imported ({ended.reason}); {instead}", remedy)
+
+
+def check_triton(context: CheckContext) -> Iterator[Finding]:
+    """Where its kernels fail, GPUs compute with plain operations (`models/gpu_kernels.py`)."""
+    if context.device_type == "cpu":
+        raise CheckSkipped("its kernels are for GPUs")
+    ended = run_python(_TRITON, context.device_type, seconds=PROBE_SECONDS)
+    if ended.code == 0:
+        yield ok(f"a kernel of Triton {ended.last} runs")
+        return
+    evidence = f"no kernel runs ({ended.reason}): steps are slower and take more memory"
+    yield warning(evidence, "a C compiler, Python's headers, and the triton that torch asks for")

@@ -88,6 +88,7 @@ CHECKS = (
     Check("SGLang and torch", libraries.check_sglang, seconds=lambda _: libraries.PROBE_SECONDS + SECONDS),
     Check("Megatron-Core", libraries.check_megatron, seconds=lambda _: libraries.PROBE_SECONDS + SECONDS),
     Check("flash-attn", libraries.check_flash_attention, seconds=lambda _: libraries.PROBE_SECONDS + SECONDS),
+    Check("Triton", libraries.check_triton, seconds=lambda _: libraries.PROBE_SECONDS + SECONDS),
     Check("configuration", check_settings),
     Check("batch plan", check_plan),
     Check("processors", limits.check_processors, fast=True),

@@ -11,6 +11,7 @@ from checkup.given import configured, findings, states
 from hydraflow.checkup.context import CheckContext
 from hydraflow.checkup.finding import State
 from hydraflow.checkup.libraries import broken_requirements
+from hydraflow.checkup.probe import ProcessResult
 from hydraflow.models import attention
 
 
@@ -144,3 +145,15 @@ def test_flash_attn_that_is_there_is_taken(tmp_path: Path, monkeypatch: pytest.M
     assert kernel is not None and kernel() == 42
     [found] = findings(CheckContext(configured()), "flash-attn")
     assert found.state is State.OK and "flash-attn and torch 2.9" in found.evidence
+
+
+def test_triton_is_tried_where_gpus_are_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert states(findings(CheckContext(configured()), "Triton")) == [State.SKIPPED]
+    on_a_gpu = CheckContext(configured())
+    monkeypatch.setattr(CheckContext, "device_type", "cuda")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    [found] = findings(on_a_gpu, "Triton")
+    assert found.state is State.WARNING and "exit code 1" in found.evidence and "C compiler" in found.remedy
+    monkeypatch.setattr("hydraflow.checkup.libraries.run_python", lambda *_, seconds: ProcessResult(0, "3.6"))
+    [found] = findings(on_a_gpu, "Triton")
+    assert found.state is State.OK and "Triton 3.6" in found.evidence
