@@ -220,11 +220,6 @@ def _has_no_clip(config: PPOConfig) -> bool:
     return correction.bypass_mode and correction.loss_type == "reinforce"
 
 
-def _rec_does_not_clip(config: PPOConfig) -> bool:
-    chosen = config.actor_rollout_ref.actor.policy_loss
-    return chosen.loss_mode == "rec" and chosen.rec_clip_mode == "none"
-
-
 _CORRECTION = (
     NoEffectRule(
         "algorithm.rollout_correction.{rollout_is,rollout_is_*,rollout_rs,rollout_rs_threshold}",
@@ -237,12 +232,6 @@ _CORRECTION = (
         _has_no_clip,
         "algorithm.rollout_correction.loss_type=reinforce is the policy loss",
         "algorithm.rollout_correction.loss_type=ppo_clip",
-    ),
-    NoEffectRule(
-        f"{ACTOR}.{{clip_ratio,clip_ratio_low,clip_ratio_high}}",
-        _rec_does_not_clip,
-        f"{ACTOR}.policy_loss.rec_clip_mode=none has no bounds",
-        f"{ACTOR}.policy_loss.rec_clip_mode=one-side",
     ),
 )
 _BATCHES = (

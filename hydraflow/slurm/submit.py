@@ -144,7 +144,7 @@ def _require_room(given: Submission) -> None:
     # Slurm takes the first free partition of a list
     names = given.partition.split(",") if given.partition else [default] if default else []
     if set(names) - set(partitions):
-        rule = f"there are {', '.join(partitions)}"
+        rule = f"the partitions here are {', '.join(partitions)}"
         remedy = " or ".join(f"--partition {one}" for one in partitions)
         raise ConfigError.one(f"--partition {given.partition}", None, rule, remedy)
     problems = [list(_lacks(given, name, *partitions[name])) for name in names]

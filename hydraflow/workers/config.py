@@ -24,6 +24,12 @@ BOTH_GIVEN = no_effect_when(
     "{s}.clip_ratio_low and {s}.clip_ratio_high are both given",
     "{s}.clip_ratio_low=null",
 )
+REC_CLIPS_NOTHING = no_effect_when(
+    lambda s: (s.policy_loss.loss_mode, s.policy_loss.rec_clip_mode) == ("rec", "none"),
+    "{s}.policy_loss.rec_clip_mode=none has no bounds",
+    "{s}.policy_loss.rec_clip_mode=one-side",
+)
+CLIPS_NOTHING = (OTHER_LOSS, REC_CLIPS_NOTHING)
 
 
 def saved_of(*more: str) -> Rule:
@@ -98,11 +104,11 @@ class ActorConfig:
     """PPO epochs: passes over each step's trajectories."""
     shuffle: bool = option(False, in_plan=True)
     """Shuffle prompts into mini-batches (seeded by trainer.seed)."""
-    clip_ratio: float = option(0.2, gt=0, no_effect=(OTHER_LOSS, BOTH_GIVEN))
+    clip_ratio: float = option(0.2, gt=0, no_effect=(*CLIPS_NOTHING, BOTH_GIVEN))
     """PPO clip range of the probability ratio."""
-    clip_ratio_low: float | None = option(None, gt=0, follows="clip_ratio", no_effect=OTHER_LOSS)
+    clip_ratio_low: float | None = option(None, gt=0, follows="clip_ratio", no_effect=CLIPS_NOTHING)
     """Clip range below 1; null: clip_ratio."""
-    clip_ratio_high: float | None = option(None, gt=0, follows="clip_ratio", no_effect=OTHER_LOSS)
+    clip_ratio_high: float | None = option(None, gt=0, follows="clip_ratio", no_effect=CLIPS_NOTHING)
     """Clip range above 1 (clip-higher); null: clip_ratio."""
     clip_ratio_c: float = option(3.0, gt=1, no_effect=OTHER_LOSS)
     """Dual clip: upper bound of the loss for negative advantages, as a multiple of the advantage."""

@@ -365,7 +365,7 @@ def test_several_partitions_may_be_named_if_one_has_room(
         in submit("--partition", "small", *asked, home=tmp_path).stderr
     )
     assert (
-        "--partition small,larg: there are small, large"
+        "--partition small,larg: the partitions here are small, large"
         in submit("--partition", "small,larg", *asked, home=tmp_path).stderr
     )
 
