@@ -24,6 +24,7 @@ IN_FLOAT32 = [
 ONE_REWARD = ("gdpo_reward_keys=[a]", "gdpo_reward_weights=[1.0]")
 SHAPES_THE_SCORE = ("length_penalty=0.5", "norm_mean_type=batch", "norm_std_type=group", "reward_clip=2.0")
 GDPO = ["algorithm.adv_estimator=gdpo"]
+REC = f"{ACTOR}.policy_loss.rec_clip_mode"
 KWARGS = "reward.reward_kwargs"
 
 SAMPLES = "trainer.debug.rollout_only=true"
@@ -80,6 +81,10 @@ CASES = [
         f"{ACTOR}.clip_ratio=0.1",
         [f"{ACTOR}.clip_ratio_low=0.2", f"{ACTOR}.clip_ratio_high=0.3"],
         f"{ACTOR}.clip_ratio_low=null",
+    ),
+    *(
+        (f"{ACTOR}.{key}=0.3", [f"{ACTOR}.policy_loss.loss_mode=rec", f"{REC}=none"], f"{REC}=one-side")
+        for key in ("clip_ratio", "clip_ratio_low", "clip_ratio_high")
     ),
     (f"{ACTOR}.optim.min_lr_ratio=0.1", [], f"{ACTOR}.optim.lr_scheduler_type=cosine"),
     (
