@@ -10,11 +10,14 @@ from __future__ import annotations
 import importlib.util
 import logging
 from functools import cache
+from subprocess import SubprocessError
 from types import ModuleType
 
 import torch
 
 TYPES = (torch.float32, torch.bfloat16, torch.float16)
+_FAILURES = (ImportError, OSError, RuntimeError, AssertionError, SubprocessError)
+"""Of Triton, of the compiler that it calls, and of drivers."""
 
 log = logging.getLogger(__name__)
 
@@ -32,7 +35,7 @@ def _kernels(device: torch.device) -> ModuleType | None:
         from hydraflow.models import triton_kernels
 
         triton_kernels.swiglu(*torch.ones(2, 1, device=device))  # Triton compiles at the first call
-    except Exception as error:  # of Triton, of the compiler that it calls, or of a driver
+    except _FAILURES as error:
         log.warning("Triton fails, so GPUs compute with plain, slower operations: %s", error)
         return None
     return triton_kernels

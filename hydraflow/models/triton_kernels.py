@@ -204,7 +204,17 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor, *, backward: bool) -> Tensor:
 
 
 @triton.jit
-def _norm(X, W, OUT, SCALE, count, width, epsilon, ROWS: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+def _norm(
+    X: tl.tensor,
+    W: tl.tensor,
+    OUT: tl.tensor,
+    SCALE: tl.tensor,
+    count: tl.tensor,
+    width: tl.tensor,
+    epsilon: tl.tensor,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> None:
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, BLOCK)
     inside = (row < count)[:, None] & (column < width)[None, :]
@@ -218,19 +228,19 @@ def _norm(X, W, OUT, SCALE, count, width, epsilon, ROWS: tl.constexpr, BLOCK: tl
 
 
 @triton.jit
-def _norm_gradient(  # type: ignore[no-untyped-def]
-    GRAD,
-    X,
-    W,
-    SCALE,
-    OUT,
-    OF_WEIGHT,
-    count,
-    width,
+def _norm_gradient(
+    GRAD: tl.tensor,
+    X: tl.tensor,
+    W: tl.tensor,
+    SCALE: tl.tensor,
+    OUT: tl.tensor,
+    OF_WEIGHT: tl.tensor,
+    count: tl.tensor,
+    width: tl.tensor,
     TRAINED: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
-):
+) -> None:
     part = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     weight = tl.load(W + column, mask=column < width, other=0.0).to(tl.float32)
@@ -254,19 +264,19 @@ def _norm_gradient(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _rotation(  # type: ignore[no-untyped-def]
-    X,
-    COS,
-    SIN,
-    OUT,
-    row_stride,
-    head_stride,
-    heads,
-    half,
+def _rotation(
+    X: tl.tensor,
+    COS: tl.tensor,
+    SIN: tl.tensor,
+    OUT: tl.tensor,
+    row_stride: tl.tensor,
+    head_stride: tl.tensor,
+    heads: tl.tensor,
+    half: tl.tensor,
     BACKWARD: tl.constexpr,
     HEADS: tl.constexpr,
     HALF: tl.constexpr,
-):
+) -> None:
     row = tl.program_id(0).to(tl.int64)
     head, column = tl.arange(0, HEADS), tl.arange(0, HALF)
     inside = (head < heads)[:, None] & (column < half)[None, :]
@@ -288,7 +298,13 @@ def _rotation(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _gate(GATE, UP, OUT, count, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+def _gate(
+    GATE: tl.tensor,
+    UP: tl.tensor,
+    OUT: tl.tensor,
+    count: tl.tensor,
+    BLOCK: tl.constexpr,
+) -> None:
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     gate = tl.load(GATE + at, mask=at < count, other=0.0).to(tl.float32)
     up = tl.load(UP + at, mask=at < count, other=0.0).to(tl.float32)
@@ -297,7 +313,15 @@ def _gate(GATE, UP, OUT, count, BLOCK: tl.constexpr):  # type: ignore[no-untyped
 
 
 @triton.jit
-def _gate_gradient(GRAD, GATE, UP, OF_GATE, OF_UP, count, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+def _gate_gradient(
+    GRAD: tl.tensor,
+    GATE: tl.tensor,
+    UP: tl.tensor,
+    OF_GATE: tl.tensor,
+    OF_UP: tl.tensor,
+    count: tl.tensor,
+    BLOCK: tl.constexpr,
+) -> None:
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     grad = tl.load(GRAD + at, mask=at < count, other=0.0).to(tl.float32)
     gate = tl.load(GATE + at, mask=at < count, other=0.0).to(tl.float32)
@@ -309,9 +333,17 @@ def _gate_gradient(GRAD, GATE, UP, OF_GATE, OF_UP, count, BLOCK: tl.constexpr): 
 
 
 @triton.jit
-def _score(  # type: ignore[no-untyped-def]
-    LOGITS, TARGETS, LOG_PROBS, ENTROPIES, SUMS, stride, width, temperature, BLOCK: tl.constexpr
-):
+def _score(
+    LOGITS: tl.tensor,
+    TARGETS: tl.tensor,
+    LOG_PROBS: tl.tensor,
+    ENTROPIES: tl.tensor,
+    SUMS: tl.tensor,
+    stride: tl.tensor,
+    width: tl.tensor,
+    temperature: tl.tensor,
+    BLOCK: tl.constexpr,
+) -> None:
     row = tl.program_id(0).to(tl.int64)
     # weighted: shares times logits, these less the largest: beside it small entropies would be lost
     largest, total, weighted = -1e38, 0.0, 0.0
@@ -335,21 +367,21 @@ def _score(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _score_gradient(  # type: ignore[no-untyped-def]
-    LOGITS,
-    TARGETS,
-    ENTROPIES,
-    SUMS,
-    OF_LOG_PROBS,
-    OF_ENTROPIES,
-    OUT,
-    stride,
-    out_stride,
-    width,
-    temperature,
+def _score_gradient(
+    LOGITS: tl.tensor,
+    TARGETS: tl.tensor,
+    ENTROPIES: tl.tensor,
+    SUMS: tl.tensor,
+    OF_LOG_PROBS: tl.tensor,
+    OF_ENTROPIES: tl.tensor,
+    OUT: tl.tensor,
+    stride: tl.tensor,
+    out_stride: tl.tensor,
+    width: tl.tensor,
+    temperature: tl.tensor,
     ENTROPY: tl.constexpr,
     BLOCK: tl.constexpr,
-):
+) -> None:
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < width
