@@ -28,8 +28,8 @@ PROBE_SECONDS = 180.0
 """What importing vLLM, SGLang, flash-attn or Triton may take: cold disks are slow."""
 _FLASH = """import flash_attn, torch; from flash_attn import flash_attn_varlen_func
 print(flash_attn.__version__, torch.__version__)"""
-_TRITON = """import sys, torch, triton; from hydraflow.models.triton_kernels import swiglu
-swiglu(*torch.ones(2, 1, device=sys.argv[1])); print(triton.__version__)"""
+_TRITON = """import sys, triton; from hydraflow.models.triton_kernels import try_out
+try_out(sys.argv[1]); print(triton.__version__)"""
 _VLLM = """import vllm, torch; from vllm import LLM, SamplingParams; SamplingParams(n=2)
 from vllm.platforms import current_platform
 print(vllm.__version__, torch.__version__, current_platform.device_type)"""

@@ -34,7 +34,7 @@ def _kernels(device: torch.device) -> ModuleType | None:
     try:
         from hydraflow.models import triton_kernels
 
-        triton_kernels.swiglu(*torch.ones(2, 1, device=device))  # Triton compiles at the first call
+        triton_kernels.try_out(device)
     except _FAILURES as error:
         log.warning("Triton fails, so GPUs compute with plain, slower operations: %s", error)
         return None

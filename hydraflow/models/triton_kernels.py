@@ -25,6 +25,12 @@ _VOCABULARY = 8192
 """Logits of a token that a program reads at a time."""
 
 
+def try_out(device: str | torch.device) -> None:
+    """Runs a kernel, which Triton compiles at its first call. Raises what Triton, its compiler or a driver
+    raises."""
+    swiglu(*torch.ones(2, 1, device=device))
+
+
 def rms_norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
     """`norms.rms_norm`: (..., H) to (..., H)."""
     found: Tensor = _Norm.apply(x, weight, epsilon)

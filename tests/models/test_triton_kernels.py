@@ -135,3 +135,7 @@ def test_the_head_takes_what_its_kernels_compute() -> None:
         others = (Ask(greedy_match=True), Ask(sum_pi_squared=True), Ask(likeliest=2, among=4))
         assert not any(taken(ask) for ask in others)
         assert not taken(targets=torch.zeros(3, 2, dtype=torch.int64)) and not taken(factor=2.0)
+
+
+def test_a_kernel_can_be_tried_out() -> None:
+    triton_kernels.try_out(DEVICE)
