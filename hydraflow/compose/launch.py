@@ -34,7 +34,7 @@ from hydraflow.compose.overrides import PreparedCommandLine, config_folder, grou
 from hydraflow.compose.own_files import take, unreadable
 from hydraflow.errors import ConfigError, HydraflowError
 from hydraflow.redact import public_text
-from hydraflow.system.interrupts import INTERRUPTED, TERMINATED, say_interrupted
+from hydraflow.system.interrupts import INTERRUPTED, TERMINATED, is_hidden_interrupt, say_interrupted
 from hydraflow.system.printing import make_printable, reader_may_leave
 
 Config = TypeVar("Config")
@@ -117,6 +117,10 @@ def run_guarded(
         return error.exit_code
     except KeyboardInterrupt:
         return say_interrupted()
+    except TypeError as error:
+        if is_hidden_interrupt(error):
+            return say_interrupted()
+        raise
 
 
 def help_text(config_name: str, schema: type, options: Sequence[CommandLineOption] = ()) -> str:

@@ -30,7 +30,7 @@ from hydraflow.jobs.restarts import Restarts
 from hydraflow.jobs.run_start import RunStart
 from hydraflow.redact import public
 from hydraflow.schema import PPOConfig, SupervisedConfig
-from hydraflow.system.interrupts import ending
+from hydraflow.system.interrupts import ending, is_hidden_interrupt
 from hydraflow.system.logging_setup import set_up_logging
 from hydraflow.system.paths import require_writable
 from hydraflow.system.role_logs import RoleLogs
@@ -213,7 +213,11 @@ class Session:
         failures of closing only cause warnings."""
         if isinstance(error, ConfigError) and self._runtime is not None:
             error.started = True
-        cause = self._runtime.fault_behind(error) if self._runtime is not None else None
+        cause: BaseException | None = None
+        if is_hidden_interrupt(error):
+            cause = KeyboardInterrupt()
+        elif self._runtime is not None:
+            cause = self._runtime.fault_behind(error)
         self._note_why(cause or error)
         with ending(cause or error):
             faults = [_fault_of(what, step) for what, step in self._steps(error).items()]

@@ -72,7 +72,8 @@ class ShutdownState:
         """Why the run ended; printed in that case."""
         self.asked = False
         """Whether a signal has asked this process to stop at the next opportunity."""
-        self._raised = -REPEATS
+        self.raised_at: float | None = None
+        """When the last KeyboardInterrupt was raised; None: there was none."""
 
     def interrupt(self, code: int) -> None:
         """For signal handlers. Raises KeyboardInterrupt, does nothing, or kills the process, as described at
@@ -82,8 +83,8 @@ class ShutdownState:
             if self.commanded and now - self.since > self.patience:
                 end_at_once(self.result, "the shutdown was interrupted")
             return
-        if now - self._raised > REPEATS:
-            self._raised, self.code = now, code
+        if self.raised_at is None or now - self.raised_at > REPEATS:
+            self.raised_at, self.code = now, code
             raise KeyboardInterrupt
 
 
@@ -125,6 +126,13 @@ def ending(error: BaseException | None) -> Iterator[None]:
     finally:
         watch.cancel()
         SHUTDOWN.since = None
+
+
+def is_hidden_interrupt(error: BaseException | None) -> bool:
+    """Whether the error is a Ctrl-C that arrived while torch's argument parser was calling Python, for the
+    size of a jagged tensor: the parser raises a TypeError, which only quotes the KeyboardInterrupt."""
+    came = SHUTDOWN.raised_at is not None
+    return came and isinstance(error, TypeError) and "KeyboardInterrupt" in str(error)
 
 
 def say_interrupted() -> int:

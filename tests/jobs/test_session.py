@@ -12,6 +12,7 @@ from hydraflow.dispatch.config import ProfilerConfig
 from hydraflow.errors import EnvironmentFault, GuardStop
 from hydraflow.jobs.session import Session
 from hydraflow.schema import SFTConfig
+from hydraflow.system.interrupts import SHUTDOWN
 from hydraflow.system.role_logs import LogSettings
 from hydraflow.tracking.run_lock import RunLock
 from hydraflow.trainer.config import SupervisedTrainerConfig
@@ -90,6 +91,18 @@ def assert_left(folder: Path, runtime: Stopped) -> None:
     assert runtime.stops == 1
     RunLock(folder).release()
     assert (folder / "summary.json").exists()
+
+
+def test_an_interrupt_that_torch_hides_is_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(SHUTDOWN, "raised_at", 1.0)
+    hidden = TypeError('argument failed to unpack with error "KeyboardInterrupt: <EMPTY MESSAGE>"')
+    config = SFTConfig(trainer=SupervisedTrainerConfig(default_local_dir=str(tmp_path), logger=["file"]))
+    with pytest.raises(KeyboardInterrupt), Session(config, scoring=False) as session:
+        assert session.begin(CheckpointRequirements(Identity({}), {}, 8))
+        session.open_trackers(8).log({"train/loss": 1.0}, 1)
+        raise hidden
+    assert json.loads((tmp_path / "summary.json").read_text())["why_it_ended"] == "interrupted"
+    RunLock(tmp_path).release()
 
 
 FAULTS = [OSError(122, "Disk quota exceeded"), RuntimeError("a library"), KeyboardInterrupt()]

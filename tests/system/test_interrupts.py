@@ -16,6 +16,7 @@ import psutil
 import pytest
 
 from hydraflow.errors import GuardStop
+from hydraflow.system.interrupts import INTERRUPTED
 
 HEAD = """
 import subprocess, sys, threading, time
@@ -46,6 +47,34 @@ def work():
         raise
 SHUTDOWN.patience = {patience}
 interrupts.LIMIT = {limit}
+command(lambda: run_guarded(work))
+"""
+
+
+IN_TORCH = """
+import os, signal
+import torch
+from torch.nested._internal.nested_int import NestedIntNode
+from hydraflow.protocol import ragged
+
+calls, is_int = 0, NestedIntNode.is_int
+
+def interrupted(node):
+    global calls
+    calls += 1
+    if calls == {call}:
+        os.kill(os.getpid(), signal.SIGINT)
+    return is_int(node)
+
+NestedIntNode.is_int = interrupted
+
+def work():
+    try:
+        ragged.from_parts(torch.arange(3), torch.tensor([1, 2]))
+    except BaseException as error:
+        say(type(error).__name__)
+        raise
+
 command(lambda: run_guarded(work))
 """
 
@@ -102,6 +131,24 @@ def begin_to_work(
 def assert_gone(pids: list[int]) -> None:
     _, alive = psutil.wait_procs([psutil.Process(pid) for pid in pids if psutil.pid_exists(pid)], timeout=10)
     assert len(pids) == 2 and all(one.status() == psutil.STATUS_ZOMBIE for one in alive)
+
+
+@pytest.mark.parametrize(("call", "raised"), [(1, "KeyboardInterrupt"), (2, "TypeError")])
+def test_one_that_torch_turns_into_an_error_of_its_own(
+    commands: list[Command], call: int, raised: str
+) -> None:
+    """It reaches Python code that torch's argument parser calls."""
+    one = begin(commands, IN_TORCH.format(call=call))
+    assert one.rest() == f"{raised}\ninterrupted\n"
+    assert one.process.wait() == INTERRUPTED
+
+
+def test_an_error_about_an_interrupt_that_never_came_is_an_error(commands: list[Command]) -> None:
+    one = begin(
+        commands, "def work():\n    raise TypeError('KeyboardInterrupt')\ncommand(lambda: run_guarded(work))"
+    )
+    assert "TypeError: KeyboardInterrupt" in one.rest()
+    assert one.process.wait() == 1
 
 
 def test_more_of_them_do_not_cut_the_end_short(commands: list[Command]) -> None:
