@@ -310,7 +310,7 @@ def allocated(device: torch.device) -> int:
 
 
 def attention(device: torch.device) -> bool:
-    """Whether packed rows in bf16 are attended to as in float64."""
+    """Whether packed rows in bf16 are attended to as in float64, all tokens before and a window of them."""
     import numpy as np
     import torch
 
@@ -321,10 +321,12 @@ def attention(device: torch.device) -> bool:
     exact = [torch.randn(int(lengths.sum()), heads, 64, generator=draw).double() for heads in (4, 2, 2)]
 
     def results(where: torch.device, dtype: torch.dtype) -> list[torch.Tensor]:
-        given = [one.to(where, dtype).requires_grad_() for one in exact]
+        given, found = [one.to(where, dtype).requires_grad_() for one in exact], []
         q, k, v = given
-        out = attend_rows(q, k, v, plan_rows(lengths, where), None, None)
-        return [x.detach().cpu().double() for x in (out, *torch.autograd.grad(out.sum(), given))]
+        for window in (None, 100):
+            out = attend_rows(q, k, v, plan_rows(lengths, where), None, window)
+            found += [out, *torch.autograd.grad(out.sum(), given)]
+        return [x.detach().cpu().double() for x in found]
 
     wanted, found = results(torch.device("cpu"), torch.float64), results(device, torch.bfloat16)
     errors = [float((a - b).norm() / b.norm()) for a, b in zip(found, wanted, strict=True)]

@@ -90,24 +90,38 @@ class FusedHead(torch.autograd.Function):
         ctx: Any, of_log_probs: torch.Tensor | None, of_entropies: torch.Tensor | None
     ) -> tuple[torch.Tensor | None, ...]:
         hidden, weight, bias, targets, entropies, kept = ctx.saved_tensors
-        needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         logits = _Logits(hidden, weight, bias, ctx.work, kept, backward=True)
         if of_log_probs is None:
             of_log_probs = entropies.new_zeros(targets.shape)
-        of_hidden = torch.empty_like(hidden) if needs_hidden else None
-        of_weight = of_bias = None
-        for part in chunk_slices(len(hidden), ctx.work.chunk):
+
+        def gradient_of(part: slice) -> torch.Tensor:
             every = logits.log_probs(part)
             trained = None if of_entropies is None else (of_entropies[part], entropies[part])
-            gradient = logits.gradient(every, targets[part], of_log_probs[part], trained)
-            if of_hidden is not None:
-                multiply(gradient, weight.t(), out=of_hidden[part])
-            if needs_weight:
-                of_weight = add_product(of_weight, gradient, hidden[part])
-            if needs_bias:
-                of_bias = gradient.sum(0) if of_bias is None else of_bias.add_(gradient.sum(0))
-            del every, gradient  # otherwise it would live while the next chunk is computed
-        return of_hidden, of_weight, of_bias, None, None
+            return logits.gradient(every, targets[part], of_log_probs[part], trained)
+
+        return (*head_gradients(ctx, gradient_of), None, None)
+
+
+def head_gradients(
+    ctx: Any, gradient_of: Callable[[slice], torch.Tensor]
+) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
+    """The gradients of hidden states, matrix and bias, where they are needed, from those of each chunk's
+    logits (k, V). `ctx`: of an autograd function with the arguments of `FusedHead`, which saved the first
+    three first."""
+    hidden, weight = ctx.saved_tensors[:2]
+    needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
+    of_hidden = torch.empty_like(hidden) if needs_hidden else None
+    of_weight = of_bias = None
+    for part in chunk_slices(len(hidden), ctx.work.chunk):
+        gradient = gradient_of(part)
+        if of_hidden is not None:
+            multiply(gradient, weight.t(), out=of_hidden[part])
+        if needs_weight:
+            of_weight = add_product(of_weight, gradient, hidden[part])
+        if needs_bias:
+            of_bias = gradient.sum(0) if of_bias is None else of_bias.add_(gradient.sum(0))
+        del gradient  # otherwise it would live while the next chunk is computed
+    return of_hidden, of_weight, of_bias
 
 
 def keeps_probs(ask: Ask) -> bool:

@@ -11,9 +11,9 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from hydraflow.models.chunks import chunk_slices
-from hydraflow.models.fused_head import HeadWork
+from hydraflow.models.fused_head import HeadWork, head_gradients
 from hydraflow.models.gpu_kernels import kernels_for
-from hydraflow.models.linear import add_product, linear, multiply
+from hydraflow.models.linear import linear
 
 
 def suits(hidden: torch.Tensor, targets: torch.Tensor, work: HeadWork) -> bool:
@@ -59,17 +59,15 @@ class KernelHead(torch.autograd.Function):
         ctx: Any, of_log_probs: torch.Tensor | None, of_entropies: torch.Tensor | None
     ) -> tuple[torch.Tensor | None, ...]:
         hidden, weight, bias, targets, entropies, sums, kept = ctx.saved_tensors
-        needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         kernels: Any = kernels_for(hidden)
         if of_log_probs is None:
             of_log_probs = torch.zeros_like(sums)
         of_log_probs = of_log_probs.contiguous()
         of_entropies = None if of_entropies is None else of_entropies.contiguous()
-        of_hidden = torch.empty_like(hidden) if needs_hidden else None
-        of_weight = of_bias = None
-        for part in chunk_slices(len(hidden), ctx.work.chunk):
+
+        def gradient_of(part: slice) -> torch.Tensor:
             logits = linear(hidden[part], weight, bias) if kept is None else kept
-            gradient = kernels.score_gradient(
+            gradient: torch.Tensor = kernels.score_gradient(
                 logits,
                 targets[part],
                 (entropies[part], sums[part]),
@@ -78,11 +76,6 @@ class KernelHead(torch.autograd.Function):
                 ctx.work.ask.temperature,
                 logits if kept is None else torch.empty_like(logits),
             )
-            if of_hidden is not None:
-                multiply(gradient, weight.t(), out=of_hidden[part])
-            if needs_weight:
-                of_weight = add_product(of_weight, gradient, hidden[part])
-            if needs_bias:
-                of_bias = gradient.sum(0) if of_bias is None else of_bias.add_(gradient.sum(0))
-            del logits, gradient  # otherwise they would live while the next chunk is computed
-        return of_hidden, of_weight, of_bias, None, None
+            return gradient
+
+        return (*head_gradients(ctx, gradient_of), None, None)

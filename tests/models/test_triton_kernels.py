@@ -25,7 +25,9 @@ from hydraflow.models.rotary import rotate_half
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 TYPES = pytest.mark.parametrize(
-    ("dtype", "relative"), [(torch.float32, 1e-5), (torch.bfloat16, 0.02)], ids=["fp32", "bf16"]
+    ("dtype", "relative"),
+    [(torch.float32, 1e-5), (torch.bfloat16, 0.02), (torch.float16, 0.003)],
+    ids=["fp32", "bf16", "fp16"],
 )
 EXACT: dict[str, Callable[..., Tensor]] = {
     "rms_norm": lambda x, weight: weight * x / (x.square().mean(-1, keepdim=True) + 1e-3).sqrt(),
