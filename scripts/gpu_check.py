@@ -14,13 +14,12 @@ ones, generation, weights from the trainer to the generation engine. Prints one 
 code 1: a number is wrong; 2: the check cannot run here; 124: 8 minutes were not enough. `--device cpu --size
 small` shows that the check itself works; its times say nothing. docs/gpu.md has what it gave.
 
-What one GPU cannot show, and nobody has run on several yet: ranks that divide a model (FSDP2, Ulysses; and
-Megatron-Core's tensor, sequence, pipeline, context and expert parallelism) and its optimizer state over NCCL,
-the sends in both directions of the interleaved schedule among them; Transformer Engine's matrices on several
-ranks; sums over ranks for the load of experts (moe_aux_loss_coeff, moe_router_bias_update_rate). Nor is it
-run here: optimizers of Transformer Engine and Apex, which count updates by group; moe_permute_fusion and the
-fusions that override_transformer_config switches on; recovery from a lack of memory. All but the kernels and
-those optimizers are tested on CPUs with gloo (tests/engine/test_*.py; docs/megatron.md has a table).
+Ranks that divide a model are the work of gpu_ranks.py. Neither shows the sends in both directions of the
+interleaved schedule; Transformer Engine's matrices on several ranks; sums over ranks for the load of experts
+(moe_aux_loss_coeff, moe_router_bias_update_rate); optimizers of Transformer Engine and Apex, which count
+updates by group; moe_permute_fusion and the fusions that override_transformer_config switches on; recovery
+from a lack of memory. All but the kernels and those optimizers are tested on CPUs with gloo
+(tests/engine/test_*.py; docs/megatron.md has a table).
 """
 
 from __future__ import annotations

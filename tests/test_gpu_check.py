@@ -1,4 +1,4 @@
-"""The check of a GPU, on the CPU: that it runs, and that it notices wrong numbers."""
+"""The checks of GPUs, on the CPU: that they run, and that they notice wrong numbers."""
 
 from __future__ import annotations
 
@@ -8,11 +8,14 @@ import runpy
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 SCRIPTS = Path(__file__).parents[1] / "scripts"
+IMPORTABLE = {**os.environ, "PYTHONPATH": os.pathsep.join([str(SCRIPTS.parent), os.environ["PYTHONPATH"]])}
+"""An environment in which scripts import the package without its installation."""
 
 
 @pytest.mark.slow
@@ -111,3 +114,43 @@ def test_wrong_attention_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
         lambda q, k, v, *how: right(q, k, v * (1 + (q.dtype == torch.bfloat16)), *how),
     )
     assert not check["attention"](torch.device("cpu"))
+
+
+@pytest.mark.slow
+def test_ranks_that_divide_a_model() -> None:
+    """All collectives go through copies, as on one GPU."""
+    names = ["ulysses, 2 ranks", "megatron, pipeline"]
+    run = [sys.executable, SCRIPTS / "gpu_ranks.py", "--device", "cpu", "--at-once", "2", *names]
+    done = subprocess.run(run, capture_output=True, text=True, timeout=240, env=IMPORTABLE, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr[-3000:]
+    said = {line["check"]: line for line in map(json.loads, done.stdout.splitlines())}
+    assert said.keys() == set(names)
+    assert all(line["right"] and line["through_host"] for line in said.values())
+
+
+@pytest.mark.parametrize("wrong", ["scored", "norm", "weights", "error"])
+def test_wrong_numbers_of_ranks_are_noticed(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], wrong: str
+) -> None:
+    monkeypatch.syspath_prepend(str(SCRIPTS))
+    import gpu_ranks
+
+    def answer(rows: list[int], **changed: Any) -> dict[str, Any]:
+        numbers = dict(scored=[torch.ones(2)] * len(rows), norm=1.0, weights={"w": torch.ones(3)})
+        return {"rows": rows, **numbers, **changed}
+
+    changes = dict(scored=[torch.tensor([1.0, 1.1])], norm=1.1, weights={"w": torch.tensor([1.0, 1.0, 1.1])})
+
+    def answers(layout: object, model: str, device: str, *, shared: bool) -> list[dict[str, Any]]:
+        if said:
+            return [answer([0]), answer([1])]
+        if wrong == "error":
+            raise RuntimeError("ranks [1] did not answer")
+        return [answer([0]), answer([1], **{wrong: changes[wrong]})]
+
+    said: list[bool] = []
+    monkeypatch.setattr(gpu_ranks, "answers", answers)
+    for _ in range(2):
+        said.append(gpu_ranks.compare("fsdp", answer([0, 1]), "model", "cpu", shared=True))
+    assert said == [False, True]
+    assert ("did not answer" in capsys.readouterr().out) == (wrong == "error")

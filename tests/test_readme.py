@@ -64,6 +64,7 @@ SCRIPTS = {
     "scripts/bench/update_profile.py",
     "scripts/bench/learn.py",
     "scripts/gpu_check.sh",
+    "scripts/gpu_ranks.py",
 }
 
 

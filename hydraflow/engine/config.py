@@ -86,10 +86,22 @@ class OptimConfig:
 class WrapPolicyConfig:
     """Which layers become FSDP units of their own."""
 
-    min_num_params: int = option(3_500_000, ge=0)
+    min_num_params: int | None = option(None, ge=0)
     """Minimum parameters of a layer that becomes an FSDP unit of its own; smaller layers are gathered with
-    the root: fewer collectives, higher peak memory. With the default, models of a few dozen million
-    parameters are one unit; verl's default is 0."""
+    the root: fewer collectives, higher peak memory. null: 3.5 million, so that models of a few dozen million
+    parameters are one unit; on a GPU that has a whole copy of the model 50 million, because a unit costs
+    processor time there, too. verl's default is 0."""
+
+    def least(self, shards: int, device_type: str, *, offloaded: bool) -> int:
+        """Parameters from which on a layer is a unit. shards: ranks that share a copy of the model;
+        offloaded: fully_shard's offload policy copies each unit from host memory.
+
+        >>> WrapPolicyConfig().least(2, "gpu", offloaded=False)
+        3500000
+        """
+        if self.min_num_params is not None:
+            return self.min_num_params
+        return 50_000_000 if shards == 1 and device_type != "cpu" and not offloaded else 3_500_000
 
 
 @dataclass

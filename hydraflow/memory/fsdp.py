@@ -218,7 +218,7 @@ class FSDPModelMemory:
 def units_of(shape: ModelShape, *, policy: bool, least: int, trained: bool, adapters: int) -> FSDPUnits:
     """The model cut into units.
 
-    `least`: fsdp_config.wrap_policy.min_num_params. `adapters`: trained numbers of low-rank adapters in one
+    `least`: see `WrapPolicyConfig`. `adapters`: trained numbers of low-rank adapters in one
     layer; 0: without.
 
     >>> shape = ModelShape("llama", 100, 8, 2, 2, 2, 4, 16, tied=True, dense_at=range(2))

@@ -165,7 +165,9 @@ def _engine(
         )
     fsdp = role.fsdp_config
     adapters = adapter_numbers(shape, model.lora_rank, model.target_modules) if trained else 0
-    least = fsdp.wrap_policy.min_num_params
+    least = fsdp.wrap_policy.least(
+        max(1, layout.shard), inputs.limits.device_type, offloaded=fsdp.offload_policy
+    )
     return FSDPModelMemory(
         shape=shape,
         units=units_of(shape, policy=policy, least=least, trained=trained, adapters=adapters),

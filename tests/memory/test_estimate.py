@@ -47,6 +47,16 @@ QWEN_30B_A3B = shape_of(
         moe_intermediate_size=768,
     )
 )
+QWEN_HALF_B = shape_of(
+    dict(
+        model_type="qwen2",
+        hidden_size=896,
+        num_hidden_layers=24,
+        num_attention_heads=14,
+        num_key_value_heads=2,
+    )
+    | dict(intermediate_size=4864, vocab_size=151936, tie_word_embeddings=True)
+)
 POLICY = "actor_rollout_ref"
 
 
@@ -104,6 +114,32 @@ def test_weights_and_optimizer_of_7b_on_8_devices() -> None:
     assert group.phases["sample"] == 40 * GIB + actor.resting.total
     assert group.phases["update"] == actor.phases["update"].total  # vLLM sleeps
     assert report.fits
+
+
+@pytest.mark.parametrize(
+    ("shape", "gpus", "offloads", "one_unit"),
+    [
+        (QWEN_HALF_B, 1, False, True),
+        (QWEN_HALF_B, 2, False, False),
+        (QWEN_HALF_B, 1, True, False),
+        (QWEN_7B, 1, False, False),
+    ],
+)
+def test_on_a_gpu_alone_a_small_model_is_one_unit(
+    shape: ModelShape, gpus: int, offloads: bool, one_unit: bool
+) -> None:
+    def peak(least: int | None) -> int:
+        fsdp = f"{POLICY}__actor__fsdp_config"
+        config = configured(
+            trainer__n_gpus_per_node=gpus,
+            cluster__devices_per_node=gpus,
+            **{f"{fsdp}__offload_policy": offloads, f"{fsdp}__wrap_policy__min_num_params": least},
+        )
+        return report_of(config, shape).roles[0].phases["update"].total
+
+    layers, whole = peak(0), peak(10**12)
+    assert layers < whole
+    assert peak(None) == (whole if one_unit else layers)
 
 
 def test_loading_reads_the_model_once_per_machine_and_in_float32() -> None:

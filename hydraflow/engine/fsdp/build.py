@@ -116,8 +116,9 @@ def shard(module: PolicyModel | ValueModel, fsdp: FSDPConfig, mesh: DeviceMesh, 
         ),
         reshard_after_forward=fsdp.reshard_after_forward,
     )
+    least = fsdp.wrap_policy.least(mesh.size(), device.type, offloaded=fsdp.offload_policy)
     for layer in _layers(module.hf):
-        if sum(parameter.numel() for parameter in layer.parameters()) >= fsdp.wrap_policy.min_num_params:
+        if sum(parameter.numel() for parameter in layer.parameters()) >= least:
             fully_shard(layer, **policy)
     # the backward pass starts with the root's weights, so freeing them after the forward pass would only
     # gather them again

@@ -1,0 +1,230 @@
+"""What ranks that divide a model compute, against one rank: FSDP2's shards and copies, Ulysses, offloading,
+and Megatron-Core's tensor, sequence, pipeline, context, data and expert parallelism.
+
+    python scripts/gpu_ranks.py [--device cpu] [--at-once 4] [LAYOUT ...]
+
+Each rank has a GPU of its own, and NCCL, where there are as many as a layout has ranks. Otherwise all ranks
+share the first GPU, and collectives go through the host's memory (`through_host.py`): that shows everything
+but NCCL. Prints one JSON object for each layout, of a tiny model in float32: the largest differences of
+log-probabilities and of weights after a step, and the relative one of the gradient's norm. Exit code 1: a
+number is wrong. `--device cpu` shows that the check itself works, with
+copies as on one GPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import socket
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import through_host
+import torch
+import torch.multiprocessing as mp
+from gpu_check import EXPERTS, SMALL, loss, rows, say, write_model
+
+from hydraflow.protocol import ragged
+
+LIMIT_S = 240
+"""Seconds that the ranks of a layout may take, from their start."""
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How ranks divide a model."""
+
+    ranks: int
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    """Of `FSDPConfig` or `MegatronConfig`."""
+    engine: str = "fsdp2"
+    kind: str = "qwen3"
+    """A type of models."""
+
+
+def fsdp(ranks: int, **settings: Any) -> Layout:
+    """FSDP2."""
+    return Layout(ranks, settings)
+
+
+def megatron(ranks: int, kind: str = "qwen3", **sizes: Any) -> Layout:
+    """Megatron-Core."""
+    return Layout(ranks, {f"{name}_parallel_size": size for name, size in sizes.items()}, "megatron", kind)
+
+
+LAYOUTS = {
+    "fsdp": fsdp(2),
+    "fsdp, weights kept": fsdp(2, reshard_after_forward=False),
+    "fsdp, two copies": fsdp(2, fsdp_size=1),
+    "fsdp, two copies of two shards": fsdp(4, fsdp_size=2),
+    "fsdp, offloaded": fsdp(2, param_offload=True, optimizer_offload=True),
+    "fsdp, offload_policy": fsdp(2, offload_policy=True),
+    "ulysses, 2 ranks": fsdp(2, ulysses_sequence_parallel_size=2),
+    "ulysses, 4 ranks": fsdp(4, ulysses_sequence_parallel_size=4),
+    "megatron, tensor": megatron(2, tensor_model=2),
+    "megatron, pipeline": megatron(2, pipeline_model=2),
+    "megatron, tensor and pipeline": megatron(4, tensor_model=2, pipeline_model=2),
+    "megatron, context": megatron(2, context=2),
+    "megatron, data": megatron(2),
+    "megatron, experts": megatron(2, "qwen3_moe", expert_model=2),
+    "megatron, matrices of experts": megatron(2, "qwen3_moe", tensor_model=2, expert_tensor=2),
+}
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where ranks meet and compute."""
+
+    folder: Path
+    """Of their answers."""
+    model: str
+    device: str
+    port: int
+    shared: bool
+    """Whether all are on the first device, and collectives go through the host's memory."""
+
+
+def work(rank: int, layout: Layout, place: Place) -> None:
+    """One rank: writes what it computed, or the text of its error."""
+    try:
+        torch.save(computed(rank, layout, place), place.folder / f"{rank}.pt")
+    except Exception:  # whatever it is: the caller prints it
+        (place.folder / f"{rank}.error").write_text(traceback.format_exc())
+
+
+def computed(rank: int, layout: Layout, place: Place) -> dict[str, Any]:
+    """Log-probabilities of the rank's rows, if it answers for them, the gradient's norm, and weights after a
+    step."""
+    if place.shared:
+        through_host.install(lambda tensor: tensor.device.type == place.device)
+    from hydraflow.engine import process_group
+    from hydraflow.engine.config import (
+        TRAIN_ENGINES,
+        FSDPConfig,
+        MegatronConfig,
+        OptimConfig,
+        WrapPolicyConfig,
+    )
+    from hydraflow.models.config import ModelConfig
+
+    torch.set_num_threads(1)
+    device = torch.device(
+        place.device if place.device == "cpu" else f"{place.device}:{0 if place.shared else rank}"
+    )
+    if place.device != "cpu":
+        torch.get_device_module(place.device).set_device(device)
+    if place.shared:
+        process_group.collective_backend = lambda device_type: (
+            "gloo" if device_type == "cpu" else f"cpu:gloo,{device_type}:gloo"
+        )
+    meet: dict[str, Any] = dict(
+        address="127.0.0.1", port=place.port, device_type=place.device, timeout_s=LIMIT_S / 2
+    )
+    process_group.start(rank=rank, world_size=layout.ranks, **meet)
+    config: Any = (
+        MegatronConfig(dtype="fp32", **layout.settings)
+        if layout.engine == "megatron"
+        else FSDPConfig(dtype="fp32", wrap_policy=WrapPolicyConfig(min_num_params=0), **layout.settings)
+    )
+    # an epsilon at which Adam's first step follows the gradient's size, and not its sign
+    optim = OptimConfig(lr=1e-2, eps=1e-1, clip_grad=1e9)
+    core = TRAIN_ENGINES[layout.engine].load()
+    engine = core(ModelConfig(path=place.model), config, optim, head="policy", device=device)
+    batch, here = rows(SMALL["vocab_size"], 8, 8, 64), engine.coordinates()
+    own = batch.select_idxs(range(here.data_rank, len(batch), here.data_size))
+    micro = own.split(len(own) // 2)
+    scored = ragged.rows(engine.forward(micro).get("log_probs").cpu())
+    engine.forward_backward(micro, loss)
+    norm = engine.optimizer_step()["grad_norm"]
+    weights = {name: one.float().cpu().clone() for name, one in engine.weights()}
+    answer = scored if here.is_collect else []
+    return dict(
+        rows=[*range(here.data_rank, len(batch), here.data_size)][: len(answer)],
+        scored=answer,
+        norm=norm,
+        weights=weights,
+    )
+
+
+def answers(layout: Layout, model: str, device: str, *, shared: bool) -> list[dict[str, Any]]:
+    """What each rank computed. Raises RuntimeError with the ranks' errors, or if one does not end."""
+    with tempfile.TemporaryDirectory() as folder, socket.create_server(("127.0.0.1", 0)) as listener:
+        place = Place(Path(folder), model, device, listener.getsockname()[1], shared)
+        listener.close()
+        context = mp.get_context("spawn")
+        processes = [
+            context.Process(target=work, args=(rank, layout, place), daemon=True)
+            for rank in range(layout.ranks)
+        ]
+        for process in processes:
+            process.start()
+        until = time.monotonic() + LIMIT_S
+        for process in processes:
+            process.join(max(0.0, until - time.monotonic()))
+            process.kill()
+        if errors := [error.read_text() for error in place.folder.glob("*.error")]:
+            raise RuntimeError("\n".join(errors))
+        missing = [rank for rank in range(layout.ranks) if not (place.folder / f"{rank}.pt").exists()]
+        if missing:
+            raise RuntimeError(f"ranks {missing} did not answer within {LIMIT_S} seconds")
+        return [torch.load(place.folder / f"{rank}.pt") for rank in range(layout.ranks)]
+
+
+def compare(name: str, wanted: Mapping[str, Any], model: str, device: str, *, shared: bool) -> bool:
+    """Whether a layout's ranks compute what one rank does."""
+    try:
+        ranks = answers(LAYOUTS[name], model, device, shared=shared)
+    except RuntimeError as error:
+        say(name, right=False, error=str(error)[-4000:])
+        return False
+    scored = dict(pair for rank in ranks for pair in zip(rank["rows"], rank["scored"], strict=True))
+    off = max(float((scored[row] - one).abs().max()) for row, one in enumerate(wanted["scored"]))
+    norm = max(abs(rank["norm"] / wanted["norm"] - 1) for rank in ranks)
+    far = max(
+        float((rank["weights"][key] - one).abs().max())
+        for rank in ranks
+        for key, one in wanted["weights"].items()
+        if rank["weights"]
+    )
+    good = off < 1e-4 and norm < 1e-4 and far < 1e-5
+    say(name, log_probs=off, norm=norm, weights=far, through_host=shared, right=good)
+    return good
+
+
+def main() -> int:
+    """Runs the layouts; the exit code."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--at-once", type=int, default=1, help="layouts that run at the same time")
+    parser.add_argument("layouts", nargs="*", metavar="LAYOUT", help=f"by default all: {', '.join(LAYOUTS)}")
+    given = parser.parse_args()
+    names = given.layouts or [*LAYOUTS]
+    if unknown := set(names) - LAYOUTS.keys():
+        parser.error(f"no such layout: {', '.join(sorted(unknown))}; there are {', '.join(LAYOUTS)}")
+    devices = 0 if given.device == "cpu" else torch.get_device_module(given.device).device_count()
+    if given.device != "cpu" and not devices:
+        print(f"torch {torch.__version__} finds no {given.device} device here", file=sys.stderr)
+        return 2
+    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(given.at_once) as pool:
+        models, wanted = {}, {}
+        for kind in sorted({LAYOUTS[name].kind for name in names}):
+            sizes = SMALL | (EXPERTS if kind == "qwen3_moe" else {})
+            models[kind] = write_model(sizes, Path(folder, kind), torch.float32, kind)
+            (wanted[kind],) = answers(Layout(1), models[kind], given.device, shared=False)
+
+        def right(name: str) -> bool:
+            layout = LAYOUTS[name]
+            shared = layout.ranks > devices
+            return compare(name, wanted[layout.kind], models[layout.kind], given.device, shared=shared)
+
+        return 0 if all([*pool.map(right, names)]) else 1
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
