@@ -19,7 +19,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -102,7 +102,7 @@ def computed(rank: int, layout: Layout, place: Place) -> dict[str, Any]:
     """Log-probabilities of the rank's rows, if it answers for them, the gradient's norm, and weights after a
     step."""
     if place.shared:
-        through_host.install(lambda tensor: tensor.device.type == place.device)
+        through_host.install(place.device)
     from hydraflow.engine import process_group
     from hydraflow.engine.config import (
         TRAIN_ENGINES,
@@ -137,19 +137,15 @@ def computed(rank: int, layout: Layout, place: Place) -> dict[str, Any]:
     core = TRAIN_ENGINES[layout.engine].load()
     engine = core(ModelConfig(path=place.model), config, optim, head="policy", device=device)
     batch, here = rows(SMALL["vocab_size"], 8, 8, 64), engine.coordinates()
-    own = batch.select_idxs(range(here.data_rank, len(batch), here.data_size))
+    places = range(here.data_rank, len(batch), here.data_size)
+    own = batch.select_idxs(places)
     micro = own.split(len(own) // 2)
     scored = ragged.rows(engine.forward(micro).get("log_probs").cpu())
     engine.forward_backward(micro, loss)
     norm = engine.optimizer_step()["grad_norm"]
     weights = {name: one.float().cpu().clone() for name, one in engine.weights()}
-    answer = scored if here.is_collect else []
-    return dict(
-        rows=[*range(here.data_rank, len(batch), here.data_size)][: len(answer)],
-        scored=answer,
-        norm=norm,
-        weights=weights,
-    )
+    answers = dict(zip(places, scored, strict=True)) if here.is_collect else {}
+    return dict(scored=answers, norm=norm, weights=weights)
 
 
 def answers(layout: Layout, model: str, device: str, *, shared: bool) -> list[dict[str, Any]]:
@@ -176,6 +172,11 @@ def answers(layout: Layout, model: str, device: str, *, shared: bool) -> list[di
         return [torch.load(place.folder / f"{rank}.pt") for rank in range(layout.ranks)]
 
 
+def largest(differences: Iterable[torch.Tensor]) -> float:
+    """The largest absolute number; NaN if there is one, which Python's max may overlook."""
+    return float(torch.stack([one.abs().max() for one in differences]).max())
+
+
 def compare(name: str, wanted: Mapping[str, Any], model: str, device: str, *, shared: bool) -> bool:
     """Whether a layout's ranks compute what one rank does."""
     try:
@@ -183,15 +184,10 @@ def compare(name: str, wanted: Mapping[str, Any], model: str, device: str, *, sh
     except RuntimeError as error:
         say(name, right=False, error=str(error)[-4000:])
         return False
-    scored = dict(pair for rank in ranks for pair in zip(rank["rows"], rank["scored"], strict=True))
-    off = max(float((scored[row] - one).abs().max()) for row, one in enumerate(wanted["scored"]))
-    norm = max(abs(rank["norm"] / wanted["norm"] - 1) for rank in ranks)
-    far = max(
-        float((rank["weights"][key] - one).abs().max())
-        for rank in ranks
-        for key, one in wanted["weights"].items()
-        if rank["weights"]
-    )
+    scored = {row: one for rank in ranks for row, one in rank["scored"].items()}
+    off = largest(scored[row] - one for row, one in wanted["scored"].items())
+    norm = largest(torch.tensor(rank["norm"] / wanted["norm"] - 1) for rank in ranks)
+    far = largest(rank["weights"][key] - one for rank in ranks for key, one in wanted["weights"].items())
     good = off < 1e-4 and norm < 1e-4 and far < 1e-5
     say(name, log_probs=off, norm=norm, weights=far, through_host=shared, right=good)
     return good

@@ -39,13 +39,13 @@ class Done:
         return True
 
 
-def install(on_device: Callable[[torch.Tensor], bool] = lambda tensor: tensor.is_cuda) -> None:
-    """Replaces torch.distributed's functions in this process, before others import them by name. `on_device`:
-    which tensors go through the host's memory."""
+def install(device_type: str) -> None:
+    """Replaces torch.distributed's functions in this process, before others import them by name: for tensors
+    on devices of a type. Those of "cpu" are copied, too, so that a test needs no GPU."""
     for name, (arrives, sent) in CALLS.items():
         if hasattr(dist, name):
-            _replace(name, _through_host(getattr(dist, name), arrives, sent, on_device))
-    _replace("batch_isend_irecv", _sends_through_host(dist.batch_isend_irecv, on_device))
+            _replace(name, _through_host(getattr(dist, name), arrives, sent, device_type))
+    _replace("batch_isend_irecv", _sends_through_host(dist.batch_isend_irecv, device_type))
     _replace("_coalescing_manager", _one_by_one)
 
 
@@ -55,7 +55,7 @@ def _replace(name: str, function: Callable[..., Any]) -> None:
 
 
 def _through_host(
-    function: Callable[..., Any], arrives: str, sent: str, on_device: Callable[[torch.Tensor], bool]
+    function: Callable[..., Any], arrives: str, sent: str, device_type: str
 ) -> Callable[..., Any]:
     signature = inspect.signature(function)
 
@@ -63,7 +63,9 @@ def _through_host(
         bound = signature.bind(*given, **named)
         arguments = bound.arguments
         tensors = {name: arguments[name] for name in (arrives, sent) if arguments.get(name) is not None}
-        if not any(on_device(one) for several in tensors.values() for one in _listed(several)):
+        if not any(
+            one.device.type == device_type for several in tensors.values() for one in _listed(several)
+        ):
             return function(*bound.args, **bound.kwargs)
         arguments.update({name: _copied(several) for name, several in tensors.items()})
         waits = not arguments.pop("async_op", False)
@@ -77,11 +79,9 @@ def _through_host(
     return call
 
 
-def _sends_through_host(
-    function: Callable[..., Any], on_device: Callable[[torch.Tensor], bool]
-) -> Callable[..., Any]:
+def _sends_through_host(function: Callable[..., Any], device_type: str) -> Callable[..., Any]:
     def call(operations: Sequence[dist.P2POp]) -> Sequence[Any]:
-        if not any(on_device(one.tensor) for one in operations):
+        if not any(one.tensor.device.type == device_type for one in operations):
             return function(operations)
         hosts = [_copied(one.tensor) for one in operations]
         works: list[Any] = [

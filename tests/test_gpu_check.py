@@ -128,18 +128,20 @@ def test_ranks_that_divide_a_model() -> None:
     assert all(line["right"] and line["through_host"] for line in said.values())
 
 
+@pytest.mark.parametrize("value", [1.1, float("nan")])
 @pytest.mark.parametrize("wrong", ["scored", "norm", "weights", "error"])
 def test_wrong_numbers_of_ranks_are_noticed(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], wrong: str
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], wrong: str, value: float
 ) -> None:
     monkeypatch.syspath_prepend(str(SCRIPTS))
     import gpu_ranks
 
     def answer(rows: list[int], **changed: Any) -> dict[str, Any]:
-        numbers = dict(scored=[torch.ones(2)] * len(rows), norm=1.0, weights={"w": torch.ones(3)})
-        return {"rows": rows, **numbers, **changed}
+        scored = {row: torch.ones(2) for row in rows}
+        return {"scored": scored, "norm": 1.0, "weights": {"w": torch.ones(3)}, **changed}
 
-    changes = dict(scored=[torch.tensor([1.0, 1.1])], norm=1.1, weights={"w": torch.tensor([1.0, 1.0, 1.1])})
+    off = torch.tensor([1.0, value])
+    changes = dict(scored={1: off}, norm=value, weights={"w": torch.tensor([1.0, 1.0, value])})
 
     def answers(layout: object, model: str, device: str, *, shared: bool) -> list[dict[str, Any]]:
         if said:

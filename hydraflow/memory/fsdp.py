@@ -218,8 +218,8 @@ class FSDPModelMemory:
 def units_of(shape: ModelShape, *, policy: bool, least: int, trained: bool, adapters: int) -> FSDPUnits:
     """The model cut into units.
 
-    `least`: see `WrapPolicyConfig`. `adapters`: trained numbers of low-rank adapters in one
-    layer; 0: without.
+    `least`: see `WrapPolicyConfig`. `adapters`: trained numbers of low-rank adapters in one layer; 0:
+    without.
 
     >>> shape = ModelShape("llama", 100, 8, 2, 2, 2, 4, 16, tied=True, dense_at=range(2))
     >>> units_of(shape, policy=True, least=0, trained=True, adapters=0).root == 100 * 8 + 8
