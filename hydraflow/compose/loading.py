@@ -141,14 +141,14 @@ def finish(
     """
     searched = [word for word in prepared.words if word.startswith("hydra.searchpath=")]
     ours = config_folder(entry.config_name)
-    origins = provenance.find(entry.schema, config_name, [*words, *searched], prepared.folders, ours)
+    found = provenance.find(entry.schema, config_name, [*words, *searched], prepared.folders, ours)
     content = OmegaConf.to_container(composed, resolve=False)
     assert isinstance(content, dict)
     tree = {str(name): value for name, value in content.items()}
     if config_name != entry.config_name:
         tree = over(asdict(cast(Any, entry.schema())), tree)
         composed = OmegaConf.create(tree)
-    checked = check(entry.schema, tree, origins, lambda key: _resolved(composed, key))
+    checked = check(entry.schema, tree, found.of, lambda key: _resolved(composed, key), found.in_files)
     allocated.take(entry.schema, checked.leaves, checked.origins, allocation())
     checked.translation.notes += shard_over_all(checked.leaves)
     checked.unknown.keys |= prepared.unknown.keys
@@ -161,7 +161,7 @@ def finish(
     config = _build(entry.schema, checked.leaves)
     copied = {key for key, origin in checked.origins.items() if origin.startswith("follows ")}
     foreign, notes = check_names({key: checked.leaves[key] for key in checked.leaves if key not in copied})
-    written = from_environment(entry.schema, composed, tree, origins)
+    written = from_environment(entry.schema, composed, tree, found.of)
     command, ineffective = _describe(entry, config, checked, written, notes)
     if not only_keys:
         suspects = [*foreign, *(ineffective if _is_strict(cast(Any, config)) else [])]
@@ -295,7 +295,7 @@ def _value_problems(
 
     `others`: problems already found that may be due to one, too. `refused`: there are problems besides.
     """
-    problems = [*checks.problems(config, planning=entry.tolerant), *others]
+    problems = [*checks.problems(config, planning=entry.tolerant, usual=checked.usual), *others]
     followed = {f"follows {problem.field}" for problem in problems}  # the key they follow is reported
     problems = [problem for problem in problems if checked.origins.get(problem.field) not in followed]
     if not entry.tolerant:

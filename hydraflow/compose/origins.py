@@ -8,8 +8,11 @@ unedited values keep their original origins.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import yaml
 from hydra.core.global_hydra import GlobalHydra
@@ -26,11 +29,21 @@ OURS = "config/"
 """Prefix of our own YAML files in messages, independent of where they are installed."""
 
 
+@dataclass
+class Origins:
+    """Where values come from; keys have the names by which they were set."""
+
+    of: dict[str, str] = field(default_factory=dict)
+    """Key -> the file or the command line that set it last."""
+    in_files: dict[str, Any] = field(default_factory=dict)
+    """Key -> its value in the last file that sets it, with interpolations unresolved."""
+
+
 def find(
     schema: type, config_name: str, words: Sequence[str], own_folders: Sequence[Path], ours: Path
-) -> dict[str, str]:
-    """Key -> origin. `words`: the overrides as Hydra got them; `own_folders`: the user's; `ours`: the folder
-    of our own files."""
+) -> Origins:
+    """The origins of all keys that are set. `words`: the overrides as Hydra got them; `own_folders`: the
+    user's; `ours`: the folder of our own files."""
     sources = GlobalHydra.instance().config_loader().get_sources()
     folders = [Path(source.path) for source in sources if source.scheme() == "file"]
     folders += [*own_folders, ours]
@@ -39,7 +52,7 @@ def find(
     chosen = (schema, ours, config_name, choosing)
     if chosen not in memory:
         memory[chosen] = _of_files(schema, config_name, choosing, folders, ours)
-    origins = dict(memory[chosen])
+    origins = dict(memory[chosen].of)
     for key, value in overridden(words, groups_in([ours, *folders], schema)).items():
         for leaf, _ in flatten(schema, nested({key: value})):
             origins[leaf_of(schema, leaf)] = COMMAND_LINE
@@ -47,25 +60,25 @@ def find(
         if word.startswith("~"):  # a deleted key has the schema's default
             gone = word[1:].partition("=")[0]
             origins = {key: one for key, one in origins.items() if not f"{key}.".startswith(f"{gone}.")}
-    return origins
+    return Origins(origins, memory[chosen].in_files)
 
 
 def _of_files(
     schema: type, config_name: str, words: Sequence[str], folders: Sequence[Path], ours: Path
-) -> dict[str, str]:
-    """Key -> origin, for every key that a file sets; the other arguments as in `find`."""
-    origins: dict[str, str] = {}
+) -> Origins:
+    """The origins of the keys that files set; the other arguments as in `find`."""
+    found = Origins()
     loader = GlobalHydra.instance().config_loader()
     primary = yaml_in(folders, config_name)
     for default in loader.compute_defaults_list(config_name, list(words), RunMode.RUN).defaults:
         name = default.config_path or ""
         file = None if name.startswith("hydra/") else yaml_in(folders, name)  # Hydra's own files have none
         if file:
-            origins |= _origins_in(schema, file, default.package or "", _label(file, ours))
+            _add(found, schema, file, default.package or "", _label(file, ours))
         elif primary and primary.parent != ours and default.config_path:
             chosen = keys_of(schema, default.config_path, default.package or "")
-            origins |= dict.fromkeys(chosen, _label(primary, ours))
-    return origins
+            found.of |= dict.fromkeys(chosen, _label(primary, ours))
+    return found
 
 
 def is_users(origin: str) -> bool:
@@ -79,20 +92,22 @@ def is_users(origin: str) -> bool:
     return not origin.startswith((OURS, DEFAULT, "follows "))
 
 
-def _origins_in(schema: type, file: Path, package: str, label: str) -> dict[str, str]:
-    tree = yaml.load(file.read_text(encoding="utf-8"), _LOADER)
+def _add(found: Origins, schema: type, file: Path, package: str, label: str) -> None:
+    """Adds the keys that a file sets."""
+    tree = yaml.load(file.read_text(encoding="utf-8"), _Loader)
     if not isinstance(tree, Mapping):
-        return {}
+        return
     beside = file.with_name(f"{file.stem}_origins.json")  # what a run recorded for its config.yaml
     kept = json.loads(beside.read_text(encoding="utf-8")) if beside.is_file() else {}
     inside = {str(name): value for name, value in tree.items() if name not in ("defaults", "hydra")}
     section = "" if package in ("", "_global_") else package
-    found: dict[str, str] = {}
     for key, value in flatten(schema, nested({section: inside}) if section else inside):
-        fact = kept.get(key)
+        fact, leaf = kept.get(key), leaf_of(schema, key)
         same = fact is not None and fingerprinted(fact["value"], key) == fingerprinted(value, key)
-        found[leaf_of(schema, key)] = fact["from"] if fact and same else label
-    return {key: origin for key, origin in found.items() if origin != DEFAULT}
+        origin = fact["from"] if fact and same else label
+        if origin != DEFAULT:
+            found.of[leaf] = origin
+            found.in_files |= {key: value} if key == leaf else {}
 
 
 def _label(file: Path, ours: Path) -> str:
@@ -105,7 +120,13 @@ def _label(file: Path, ours: Path) -> str:
     return f"./{path}" if path.startswith(OURS) else path
 
 
-_LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
-_FOUND: dict[tuple[type, Path, str, tuple[str, ...]], dict[str, str]] = {}
+class _Loader(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # type: ignore[misc]
+    """Reads 1e-6 as a number, as Hydra does."""
+
+
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float", re.compile(r"[-+]?\d+[eE][-+]?\d+$"), list("-+0123456789")
+)
+_FOUND: dict[tuple[type, Path, str, tuple[str, ...]], Origins] = {}
 """What `_of_files` found where all files are ours, which do not change while a process runs: to list them
 takes Hydra a third of a composition's time, and a sweep composes for each of its runs."""

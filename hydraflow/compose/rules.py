@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import difflib
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import fields
 from math import inf, isfinite
+from types import MappingProxyType
 from typing import Any
 
 from hydraflow.algorithms.config import (
@@ -38,8 +39,13 @@ from hydraflow.workers.config import ActorConfig
 ROLLOUT = "actor_rollout_ref.rollout"
 
 
-def problems(config: object, *, planning: bool = False) -> list[Problem]:
-    """All problems of the values of a composed configuration; `planning`: models and data may be unset.
+def problems(
+    config: object, *, planning: bool = False, usual: Mapping[str, Any] = MappingProxyType({})
+) -> list[Problem]:
+    """All problems of the values of a composed configuration.
+
+    `planning`: models and data may be unset. `usual`: key -> a value that is better to suggest than the
+    default.
 
     >>> config = SupervisedConfig()
     >>> config.model.path, config.data.train_files = "model", "data.parquet"
@@ -49,11 +55,11 @@ def problems(config: object, *, planning: bool = False) -> list[Problem]:
           -> optim.lr_scheduler_type=cosine
     """
     across = (problem for rule in entry_for(CROSS_RULES, type(config)) or () for problem in rule(config))
-    values = [*_value_problems(config), *_problems_beside(config)]
+    values = [*_value_problems(config, usual), *_problems_beside(config)]
     return [*values, *across, *(() if planning else _missing(config))]
 
 
-def _value_problems(config: Any) -> Iterator[Problem]:
+def _value_problems(config: Any, usual: Mapping[str, Any]) -> Iterator[Problem]:
     """Values outside of a key's choices or limits."""
     hints = known_keys(config.__class__)
     for leaf, default in zip(walk(config), walk(type(config)()), strict=True):
@@ -76,8 +82,9 @@ def _value_problems(config: Any) -> Iterator[Problem]:
         elif choices:  # any of them would be a guess, and the default may not be what a recipe has
             remedy = f"leave out {leaf.key}"
         else:
-            is_legal = default.value is None or rule.holds(default.value)
-            remedy = f"{leaf.key}={shown(default.value)}" if is_legal else ""
+            values = (usual.get(leaf.key, default.value), default.value)
+            legal = [value for value in values if value is None or rule.holds(value)]
+            remedy = f"{leaf.key}={shown(legal[0])}" if legal else ""
         only_finite = isinstance(leaf.value, float) and not (isfinite(leaf.value) or rule.holds(inf))
         yield Problem(leaf.key, leaf.value, "must be finite" if only_finite else rule.text, remedy)
 

@@ -9,7 +9,8 @@ choices (`rules.py`), Hydra, and where the tree comes from (`loading.py`).
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 from typing import Any
 
 import yaml
@@ -82,13 +83,30 @@ class CheckedTree:
     unknown: UnknownValues = field(default_factory=UnknownValues)
     translation: Translation = field(default_factory=Translation)
     """How verl's keys were handled."""
+    usual: dict[str, Any] = field(default_factory=dict)
+    """Known key -> a file's value of the right type: better to suggest than the default."""
 
 
-def check(schema: type, tree: Mapping[str, Any], origins: Mapping[str, str], resolve: Resolve) -> CheckedTree:
-    """Sorts every leaf of `tree`; `origins` has the keys that files or the command line set, by the names
-    they were set under."""
+def check(
+    schema: type,
+    tree: Mapping[str, Any],
+    origins: Mapping[str, str],
+    resolve: Resolve,
+    in_files: Mapping[str, Any] = MappingProxyType({}),
+) -> CheckedTree:
+    """Sorts every leaf of `tree`.
+
+    `origins` has the keys that files or the command line set, by the names they were set under; `in_files`
+    the values that files set, with interpolations unresolved.
+    """
     keys, foreign = known_keys(schema), dict[str, Any]()
     checked = CheckedTree(origins={key: origin for key, origin in origins.items() if key in keys})
+    for key, value in in_files.items():
+        known = keys.get(key)
+        if known is None or known.is_section or _has_interpolation(value):
+            continue
+        if accepts(known.hint, value):
+            checked.usual[key] = value
     for key, value in flatten(schema, tree):
         try:
             if _has_interpolation(value):
@@ -126,7 +144,8 @@ def _sort(schema: type, key: str, value: Any, checked: CheckedTree, foreign: dic
     if value == "???" or (in_file and is_unset):
         return
     if known.is_section or not accepts(known.hint, value):
-        checked.problems.append(_as_meant(known, value) or wrong_type(schema, known, value))
+        usual = replace(known, default=checked.usual.get(key, known.default))
+        checked.problems.append(_as_meant(known, value) or wrong_type(schema, usual, value))
         checked.unknown.keys.add(f"{key}." if known.is_section else key)
         return
     checked.leaves[key] = value

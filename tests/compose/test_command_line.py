@@ -54,7 +54,7 @@ def test_a_run_gets_its_configuration_and_leaves_no_files(tmp_path):
         (["data..shuffle=3"], "data..shuffle is not a key"),
         (["data.train_files=~/a.parquet"], "'data.train_files=\"~/a.parquet\"'"),
         (["strict=yes"], "-> strict=true"),
-        (["data.train_batch_size=1e30"], "-> data.train_batch_size=1024"),
+        (["data.train_batch_size=1e30"], "-> data.train_batch_size=64"),
         (
             ["trainer.seed=${nope}"],
             "trainer.seed=${nope}: Interpolation key 'nope' not found\n      -> write the whole path",

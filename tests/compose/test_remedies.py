@@ -233,3 +233,27 @@ def test_a_deleted_key_is_at_its_default():
     config, command = load_command("ppo", PPOConfig, ["~data.train_batch_size", "trainer.n_gpus_per_node=2"])
     assert (config.data.train_batch_size, command.origins["data.train_batch_size"]) == (1024, "default")
     assert command.origins["data.max_prompt_length"] == "config/recipe/arithmetic.yaml"
+
+
+def test_a_value_is_suggested_that_the_run_has_without_the_command_line(tmp_path):
+    lr, suggested = "actor_rollout_ref.actor.optim.lr", {}
+    (tmp_path / "mine.yaml").write_text(
+        "defaults: [ppo_trainer]\ntrainer: {seed: 7}\ndata: {max_prompt_length: -1}\n"
+    )
+    wrong = [
+        "data.train_batch_size=0",
+        "data.max_response_length=many",
+        "data.max_prompt_length=0",
+        f"{lr}=-1",
+    ]
+    for recipe in ("arithmetic", "none"):
+        with pytest.raises(ConfigError) as refused:
+            load("ppo", PPOConfig, [f"recipe={recipe}", *wrong])
+        suggested[recipe] = {problem.remedy for problem in refused.value.problems}
+    keys = ("data.train_batch_size", "data.max_response_length", "data.max_prompt_length", lr)
+    assert suggested["arithmetic"] >= {
+        f"{key}={value}" for key, value in zip(keys, ("64", "8", "16", "0.0006"), strict=True)
+    }
+    assert suggested["none"] >= {
+        f"{key}={value}" for key, value in zip(keys, ("1024", "512", "512", "1e-06"), strict=True)
+    }
