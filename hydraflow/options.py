@@ -416,7 +416,8 @@ def replaced_by(key: str) -> NoEffectCondition:
 
 
 def unread(table: Mapping[str, Implementation], chooser: str) -> NoEffectCondition:
-    """No effect unless the choice that `chooser` makes from a table reads the key, or one that follows it.
+    """No effect unless the choice that `chooser` makes from a table reads the key, or one that is null and
+    follows it.
 
     chooser: name of a key of the same section, or section.key below it.
     """
@@ -425,9 +426,21 @@ def unread(table: Mapping[str, Implementation], chooser: str) -> NoEffectConditi
         chosen = section
         for part in chooser.split("."):
             chosen = getattr(chosen, part)
-        if chosen not in table or _is_read(table[chosen].all_reads, section, name):
+        if chosen not in table or name in table[chosen].all_reads:
             return None
-        readers = [choice for choice, named in table.items() if _is_read(named.all_reads, section, name)]
+        if followers := _followers(table[chosen], section, name):
+            if any(getattr(section, follower) is None for follower in followers):
+                return None
+            given = listed([f"{{s}}.{follower}" for follower in followers], "and")
+            return (
+                f"{given} {'is' if len(followers) == 1 else 'are both'} given",
+                f"{{s}}.{followers[0]}=null",
+            )
+        readers = [
+            choice
+            for choice, named in table.items()
+            if name in named.all_reads or _followers(named, section, name)
+        ]
         assert readers, f"no choice of {chooser} reads {name}"
         sentence = f"only {{s}}.{chooser}={listed(readers, 'and')} read{'s' if len(readers) == 1 else ''} it"
         runs = [choice for choice in readers if table[choice].where]
@@ -436,11 +449,13 @@ def unread(table: Mapping[str, Implementation], chooser: str) -> NoEffectConditi
     return no_effect
 
 
-def _is_read(names: Collection[str], section: Any, name: str) -> bool:
-    """Whether the key, or one that follows it, is among the names."""
-    return name in names or any(
-        option_of(field).follows == name for field in fields(section) if field.name in names
-    )
+def _followers(choice: Implementation, section: Any, name: str) -> list[str]:
+    """The keys that the choice reads and that follow this one while they are null."""
+    return [
+        field.name
+        for field in fields(section)
+        if option_of(field).follows == name and field.name in choice.all_reads
+    ]
 
 
 def effective_value(section: Any, name: str) -> Any:

@@ -471,10 +471,14 @@ def bounded_rules(section: RolloutCorrectionConfig) -> list[tuple[str, Bounds]]:
 NORM_TYPES = ("batch", "group", "running")
 SEVERAL_REWARDS = no_effect_when(
     lambda s: estimator_of(s.adv_estimator).several_rewards,
-    "{s}.adv_estimator=gdpo compares several rewards in place of the score",
+    "{s}.adv_estimator compares several rewards in place of the score",
     "{s}.adv_estimator=grpo",
 )
-ONE_REWARD = unless("adv_estimator", "gdpo", why="{s}.adv_estimator is not gdpo: there is one reward")
+ONE_REWARD = no_effect_when(
+    lambda s: not estimator_of(s.adv_estimator).several_rewards,
+    "{s}.adv_estimator compares a single reward, the score",
+    "{s}.adv_estimator=" + next(name for name, one in ESTIMATORS.items() if one.several_rewards),
+)
 
 
 @dataclass

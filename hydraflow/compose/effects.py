@@ -9,12 +9,11 @@ those across sections. Left out on purpose: keys that exist only in verl (`verl.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import partial
-from itertools import permutations
 from typing import Any
 
-from hydraflow.algorithms.config import estimator_of
+from hydraflow.algorithms.config import POLICY_LOSSES, estimator_of
 from hydraflow.batch_plan.layout import Devices
 from hydraflow.batch_plan.mapping import parse
 from hydraflow.batch_plan.roles import fills_by_tokens, needs_critic, needs_reference
@@ -23,10 +22,11 @@ from hydraflow.compose.patterns import fits
 from hydraflow.engine.config import engine_config
 from hydraflow.errors import Problem, shown
 from hydraflow.generation.config import GENERATION_ENGINES, engine_dtype
-from hydraflow.options import why_idle
+from hydraflow.options import option_of, why_idle
 from hydraflow.rewards.config import FUNCTIONS
 from hydraflow.schema import GenerateConfig, PPOConfig, SupervisedConfig, entry_for
 from hydraflow.system.allocation import allocation
+from hydraflow.workers.config import ActorConfig
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,7 @@ _ROLES = (
     NoEffectRule(
         "reward.reward_kwargs.**",
         lambda c: estimator_of(c.algorithm.adv_estimator).several_rewards,
-        "algorithm.adv_estimator=gdpo compares several rewards in place of the score",
+        "algorithm.adv_estimator compares several rewards in place of the score",
         "algorithm.adv_estimator=grpo",
     ),
     NoEffectRule("critic.**", lambda c: not needs_critic(c), "no critic runs", "critic.enable=true"),
@@ -139,11 +139,8 @@ def _rollout_is_with(config: PPOConfig, mapping: object) -> bool:
     return config.trainer.debug.local or (config.trainer.fuse_roles and same_devices and shares)
 
 
-_WITH_ARGUMENTS = [name for name, engine in GENERATION_ENGINES.items() if "engine_kwargs" in engine.reads]
-
-
-def _samples_with(engine: str, config: PPOConfig) -> bool:
-    return config.actor_rollout_ref.rollout.name == engine
+def _samples_without(engine: str, config: PPOConfig) -> bool:
+    return config.actor_rollout_ref.rollout.name != engine
 
 
 def _reads_back(config: PPOConfig) -> bool:
@@ -171,12 +168,13 @@ _PLACES = (
     ),
     *(
         NoEffectRule(
-            f"{ROLLOUT}.engine_kwargs.{mine}",
-            partial(_samples_with, other),
-            f"{ROLLOUT}.name={other} does not read it",
-            f"{ROLLOUT}.name={mine}",
+            f"{ROLLOUT}.engine_kwargs.{name}",
+            partial(_samples_without, name),
+            f"{ROLLOUT}.name is not {name}",
+            f"{ROLLOUT}.name={name}",
         )
-        for mine, other in permutations(_WITH_ARGUMENTS, 2)
+        for name, engine in GENERATION_ENGINES.items()
+        if "engine_kwargs" in engine.reads
     ),
     NoEffectRule(
         f"{ROLLOUT}.verify_weights_every",
@@ -220,6 +218,10 @@ def _has_no_clip(config: PPOConfig) -> bool:
     return correction.bypass_mode and correction.loss_type == "reinforce"
 
 
+_LOSS_KEYS = {name for loss in POLICY_LOSSES.values() for name in loss.all_reads}
+_OF_THE_ACTOR = [field for field in fields(ActorConfig) if field.name in _LOSS_KEYS]
+_OF_ANY_LOSS = {field.name for field in _OF_THE_ACTOR} | {option_of(field).follows for field in _OF_THE_ACTOR}
+"""The actor's keys that a policy loss may read."""
 _CORRECTION = (
     NoEffectRule(
         "algorithm.rollout_correction.{rollout_is,rollout_is_*,rollout_rs,rollout_rs_threshold}",
@@ -228,7 +230,7 @@ _CORRECTION = (
         f"{ROLLOUT}.name=vllm",
     ),
     NoEffectRule(
-        f"{ACTOR}.{{clip_ratio,clip_ratio_*,tau_pos,tau_neg,policy_loss.*}}",
+        f"{ACTOR}.{{{','.join(sorted(_OF_ANY_LOSS - {''}))},policy_loss.*}}",
         _has_no_clip,
         "algorithm.rollout_correction.loss_type=reinforce is the policy loss",
         "algorithm.rollout_correction.loss_type=ppo_clip",

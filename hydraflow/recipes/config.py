@@ -19,7 +19,7 @@ class RecipeConfig:
     """Recipe. arithmetic: sums, and a model of 0.6 M parameters."""
     cache_dir: str | None = free(None)
     """Cache of generated data and models; null: $HYDRAFLOW_CACHE, else ~/.cache/hydraflow."""
-    warm_start_steps: int = option(500, ge=0)
+    warm_start_steps: int = option(500, ge=1)
     """Maximum supervised steps before reinforcement learning."""
     warm_start_accuracy: float = option(0.42, ge=0, le=1)
     """Held-out accuracy at which the supervised steps stop."""

@@ -19,11 +19,6 @@ from hydraflow.options import FINITE, Rule, free, no_effect_when, option, unless
 
 OTHER_LOSS = unread(POLICY_LOSSES, "policy_loss.loss_mode")
 OTHER_ENGINE = unread(TRAIN_ENGINES, "strategy")
-BOTH_GIVEN = no_effect_when(
-    lambda s: None not in (s.clip_ratio_low, s.clip_ratio_high),
-    "{s}.clip_ratio_low and {s}.clip_ratio_high are both given",
-    "{s}.clip_ratio_low=null",
-)
 REC_CLIPS_NOTHING = no_effect_when(
     lambda s: (s.policy_loss.loss_mode, s.policy_loss.rec_clip_mode) == ("rec", "none"),
     "{s}.policy_loss.rec_clip_mode=none has no bounds",
@@ -104,7 +99,7 @@ class ActorConfig:
     """PPO epochs: passes over each step's trajectories."""
     shuffle: bool = option(False, in_plan=True)
     """Shuffle prompts into mini-batches (seeded by trainer.seed)."""
-    clip_ratio: float = option(0.2, gt=0, no_effect=(*CLIPS_NOTHING, BOTH_GIVEN))
+    clip_ratio: float = option(0.2, gt=0, no_effect=CLIPS_NOTHING)
     """PPO clip range of the probability ratio."""
     clip_ratio_low: float | None = option(None, gt=0, follows="clip_ratio", no_effect=CLIPS_NOTHING)
     """Clip range below 1; null: clip_ratio."""

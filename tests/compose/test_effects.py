@@ -1,16 +1,22 @@
 """Keys without effect: each rule holds when its option is off, and not when it is on."""
 
 import functools
+from dataclasses import fields
 
 import pytest
 import yaml
 
+from hydraflow.algorithms.config import ESTIMATORS, POLICY_LOSSES, AlgorithmConfig
 from hydraflow.compose.effects import RULES, keys_without_effect
 from hydraflow.compose.keys import known_keys
 from hydraflow.compose.loading import load_command
 from hydraflow.compose.patterns import expand, fits
+from hydraflow.engine.config import TRAIN_ENGINES
 from hydraflow.errors import ConfigError
+from hydraflow.generation.config import GENERATION_ENGINES, RolloutConfig
+from hydraflow.options import why_idle
 from hydraflow.schema import PPOConfig, SFTConfig
+from hydraflow.workers.config import ActorConfig
 
 OWN = ["actor_rollout_ref.model.path=model", "data.train_files=train.parquet"]
 ACTOR, REF, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.ref", "actor_rollout_ref.rollout"
@@ -127,6 +133,11 @@ CASES = [
             "policy_loss.loss_mode=vanilla",
         )
     ),
+    (
+        f"{ACTOR}.tau_pos=2.0",
+        [*BYPASS, f"{CORRECTION}.loss_type=reinforce", f"{ACTOR}.policy_loss.loss_mode=sapo"],
+        f"{CORRECTION}.loss_type=ppo_clip",
+    ),
     *(
         (f"{CORRECTION}.{key}", IN_FLOAT32, f"{ROLLOUT}.name=vllm")
         for key in ("rollout_is=token", "rollout_rs=token_k1")
@@ -137,6 +148,7 @@ CASES = [
     ("actor_rollout_ref.model.lora_alpha=4", [], "actor_rollout_ref.model.lora_rank=8"),
     (f"{ROLLOUT}.gpu_memory_utilization=0.6", [], f"{ROLLOUT}.name=vllm"),
     (f"{ROLLOUT}.engine_kwargs.vllm={{swap_space: 4}}", [], f"{ROLLOUT}.name=vllm"),
+    (f"{ROLLOUT}.engine_kwargs.sglang={{chunked_prefill_size: 4}}", [], f"{ROLLOUT}.name=sglang"),
     (
         f"{ROLLOUT}.engine_kwargs.sglang={{chunked_prefill_size: 4}}",
         [f"{ROLLOUT}.name=vllm"],
@@ -252,6 +264,36 @@ def test_the_suggested_option_is_one_that_helps(key, with_these, cure):
             )
             == []
         )
+
+
+TABLES = {
+    "adv_estimator": (AlgorithmConfig(), "", ESTIMATORS),
+    "loss_mode": (ActorConfig(), "policy_loss", POLICY_LOSSES),
+    "strategy": (ActorConfig(), "", TRAIN_ENGINES),
+    "name": (RolloutConfig(), "", GENERATION_ENGINES),
+}
+
+
+@pytest.mark.parametrize("chooser", TABLES)
+def test_a_key_that_some_choices_read_has_no_effect_with_the_others(chooser):
+    section, below, table = TABLES[chooser]
+    parts = [section, getattr(section, below)] if below else [section]
+    for choice, named in table.items():
+        setattr(parts[-1], chooser, choice)
+        others = {name for other in table.values() for name in other.all_reads} - set(named.all_reads)
+        for prefix, part in zip(("", f"{below}."), parts, strict=False):
+            for key in (prefix + field.name for field in fields(part) if field.name in others):
+                assert why_idle(section, key) is not None, f"{chooser}={choice} does not read {key}"
+
+
+def test_a_key_has_no_effect_once_all_keys_that_could_follow_it_are_given(tmp_path):
+    (tmp_path / "own.py").write_text("def loss(tokens, *, clip_ratio_high): ...\n")
+    section = ActorConfig(clip_ratio_high=0.3)
+    section.policy_loss.loss_mode = f"{tmp_path}/own.py:loss"
+    why, remedy = why_idle(section, "clip_ratio")
+    assert (why, remedy) == (".clip_ratio_high is given", ".clip_ratio_high=null")
+    section.clip_ratio_high = None
+    assert why_idle(section, "clip_ratio") is None
 
 
 def test_every_rule_is_about_keys_that_there_are():
