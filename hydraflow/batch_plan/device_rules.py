@@ -266,8 +266,8 @@ def _shares(
     def fixes() -> Iterator[Fix]:
         legal = divisors(number) if number else [1]
         yield from ({key: part} for part in nearest(size, legal))
-        yield from ({key: part} for part in nearest(size, [part for part in legal if count % part == 0]))
-        yield {key: 1}
+        among_devices = [part for part in legal if count % part == 0]
+        yield from ({key: part} for part in sorted(among_devices, key=lambda part: abs(part - size)))
 
     text = f"divides {what}, and the model has none"
     if number:

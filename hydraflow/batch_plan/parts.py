@@ -178,7 +178,8 @@ class MicroRequest:
         text = f"tokens per device{shared} must hold the longest row, {formula} = {longest_row} tokens"
         key, least = self.tokens_key, -(-longest_row // self.sharers)
         fixes: list[Fix] = [{key: least}, {key: longest_row}]
-        yield Violation(f"token budget:{key}", BUDGET, key, self.max_tokens, text, fixes)
+        advice = "shorter prompts or responses"
+        yield Violation(f"token budget:{key}", BUDGET, key, self.max_tokens, text, fixes, advice)
 
     def divisor_violations(self, rows_per_rank: int, row_tokens: int, formula: str) -> Iterator[Violation]:
         """Training micro-batches of a fixed size must divide a data rank's rows, and fill whole groups.

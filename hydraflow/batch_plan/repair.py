@@ -132,7 +132,8 @@ class _Search:
 
     def _problem(self, violation: Violation, remedies: Mapping[str, Values]) -> Problem:
         first = remedies[violation.rule]
-        alternatives = [first] if first else []
+        changed = any(self.present(key) != value for key, value in first.items())  # else nothing helps
+        alternatives = [first] if changed else []
         rest: Values = {}
         for rule, values in remedies.items():
             rest |= values if rule != violation.rule else {}

@@ -8,17 +8,16 @@ unedited values keep their original origins.
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import yaml
 from hydra.core.global_hydra import GlobalHydra
 from hydra.types import RunMode
 
 from hydraflow.batch_plan.settings import COMMAND_LINE, DEFAULT
+from hydraflow.compose import yaml_values
 from hydraflow.compose.overrides import groups_in, overridden
 from hydraflow.compose.own_files import yaml_in
 from hydraflow.compose.tree import flatten, leaf_of, nested
@@ -94,7 +93,7 @@ def is_users(origin: str) -> bool:
 
 def _add(found: Origins, schema: type, file: Path, package: str, label: str) -> None:
     """Adds the keys that a file sets."""
-    tree = yaml.load(file.read_text(encoding="utf-8"), _Loader)
+    tree = yaml_values.load(file.read_text(encoding="utf-8"))
     if not isinstance(tree, Mapping):
         return
     beside = file.with_name(f"{file.stem}_origins.json")  # what a run recorded for its config.yaml
@@ -120,13 +119,6 @@ def _label(file: Path, ours: Path) -> str:
     return f"./{path}" if path.startswith(OURS) else path
 
 
-class _Loader(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # type: ignore[misc]
-    """Reads 1e-6 as a number, as Hydra does."""
-
-
-_Loader.add_implicit_resolver(
-    "tag:yaml.org,2002:float", re.compile(r"[-+]?\d+[eE][-+]?\d+$"), list("-+0123456789")
-)
 _FOUND: dict[tuple[type, Path, str, tuple[str, ...]], Origins] = {}
 """What `_of_files` found where all files are ours, which do not change while a process runs: to list them
 takes Hydra a third of a composition's time, and a sweep composes for each of its runs."""

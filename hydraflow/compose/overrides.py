@@ -12,6 +12,7 @@ import difflib
 import re
 import shlex
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException
 
+from hydraflow.compose import yaml_values
 from hydraflow.compose.arguments import CONFIG_DIR, CONFIG_NAME, CONFIG_PATH, Arguments
 from hydraflow.compose.command_words import plain, unparsed, values
 from hydraflow.compose.keys import (
@@ -152,7 +154,7 @@ def _parse(word: str, schema: type, prepared: PreparedCommandLine) -> Override |
             return OverridesParser.create().parse_override(word)
         except HydraException as error:
             reason = str(error).splitlines()[0]
-            prepared.problems.append(_unreadable(word, key, value, reason, nearest_keys(schema, key, 1)))
+            prepared.problems.append(_unreadable(word, key, value, reason, schema))
     else:
         prepared.problems.append(_no_value(word, schema))
     if key:
@@ -211,21 +213,24 @@ def _as_in_yaml(name: str, value: str) -> Problem:
     return Problem(meant.replace("=", ": ", 1), None, "is not key=value", shlex.quote(meant))
 
 
-def _unreadable(word: str, key: str, value: str, reason: str, near: Sequence[str]) -> Problem:
-    """`near`: the known key that resembles `key`, if any."""
-    hidden = unparsed(word)
+def _unreadable(word: str, key: str, value: str, reason: str, schema: type) -> Problem:
+    hidden, dotted = unparsed(word), re.sub("[:/]", ".", key)
     if foreign := [char for char in key if not char.isascii()]:
         rule = f"{foreign[0]} (U+{ord(foreign[0]):04X}) is not allowed in a key"
+        near = nearest_keys(schema, key, 1)
         remedy = f"{near[0]}={hidden.partition('=')[2]}" if near else "--help lists every key"
         return Problem(hidden, None, rule, remedy)
-    if hidden == word and not _KEY.fullmatch(key):
+    if hidden == word and (not _KEY.fullmatch(key) or key != dotted):
         rule = f"{key} is not a key: a key is names joined by dots"
-        return Problem(word, None, rule, "--help lists every key")
+        remedy = f"{dotted}={value}" if dotted in known_keys(schema) else "--help lists every key"
+        return Problem(word, None, rule, remedy)
     if hidden == word and value.startswith("="):
         return Problem(word, None, "has more than one =", f"{key}={value.lstrip('=')}")
     if hidden == word and (closers := _unclosed(word)):
         more = "..." if word.endswith((":", ",")) else ""
         return Problem(word, None, f"its {value[0]} is not closed", shlex.quote(f"{word}{more}{closers}"))
+    if hidden == word and (trimmed := _trimmed(schema, key, value)):
+        return Problem(word, None, f"cannot be read: {reason}", f"{key}={trimmed}")
     rule, inner = f"cannot be read: {reason}", value.replace('"', r"\"")
     if value.count("'") % 2 or value.count('"') % 2:  # the start or the end of the user's own
         inner = value.replace("'", "").replace('"', "")
@@ -233,6 +238,16 @@ def _unreadable(word: str, key: str, value: str, reason: str, near: Sequence[str
         rule, inner = "cannot be read", "..."
     quoted = shlex.quote(f'{key}="{inner}"')
     return Problem(hidden, None, rule, f"quote the value, and all of it for the shell: {quoted}")
+
+
+def _trimmed(schema: type, key: str, value: str) -> str:
+    """The value without signs around it, if the key takes that and no text; else nothing."""
+    known, trimmed = known_keys(schema).get(key), value.strip(" ;:,()[]{}'\"")
+    if known is None or accepts(known.hint, "text") or not trimmed.isascii():
+        return ""
+    with suppress(yaml.YAMLError):
+        return trimmed if accepts(known.hint, yaml_values.load(trimmed)) else ""
+    return ""
 
 
 def _problems(override: Override, schema: type, groups: Groups, *, multirun: bool) -> list[Problem]:

@@ -79,7 +79,8 @@ def _value_problems(config: Any, usual: Mapping[str, Any]) -> Iterator[Problem]:
             remedy = f"{leaf.key}={shown(meant if isinstance(leaf.value, list) else meant[0])}"
         elif rule.example:
             remedy = f"{leaf.key}={rule.example}"
-        elif choices:  # any of them would be a guess, and the default may not be what a recipe has
+        elif choices or (leaf.option.size and default.value is not None and leaf.key not in usual):
+            # a choice would be a guess, and the default of a size may not fit the others
             remedy = f"leave out {leaf.key}"
         else:
             values = (usual.get(leaf.key, default.value), default.value)

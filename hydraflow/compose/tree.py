@@ -13,10 +13,8 @@ from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any
 
-import yaml
-
 from hydraflow.batch_plan.settings import COMMAND_LINE
-from hydraflow.compose import verl
+from hydraflow.compose import verl, yaml_values
 from hydraflow.compose.keys import (
     Key,
     accepts,
@@ -114,7 +112,7 @@ def check(
                 value, known = resolve(key), keys.get(key)
                 fits = known is None or known.is_section or accepts(known.hint, value)
                 if isinstance(value, str) and not fits:
-                    value = yaml.safe_load(value)  # text from the environment may be a number
+                    value = yaml_values.load(value)  # text from the environment may be a number
             _sort(schema, key, value, checked, foreign)
         except ConfigError as error:
             checked.problems += error.problems

@@ -29,7 +29,7 @@ def our_value(key: str, value: Any) -> tuple[Any, str | None]:
         new = names.get(str(value), value)
     elif name == "save_contents" and value == ["hf_model"]:
         new, why = ["model", "hf_model"], ", since a run resumes from model"
-    elif (name, value) in (("lr_warmup_steps", None), ("test_freq", 0)):
+    elif (name, value) in (("lr_warmup_steps", None), ("test_freq", 0), ("save_freq", 0)):
         new = -1
     elif key == "trainer.logger":
         return _loggers(value)
