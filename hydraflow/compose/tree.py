@@ -50,7 +50,7 @@ class UnknownValues:
 
     keys: set[str] = field(default_factory=set)
     everything: bool = False
-    """No value is known."""
+    """No value can be trusted."""
 
     @property
     def hide_the_plan(self) -> bool:
@@ -96,7 +96,9 @@ def check(schema: type, tree: Mapping[str, Any], origins: Mapping[str, str], res
                 value, known = resolve(key), keys.get(key)
                 fits = known is None or known.is_section or accepts(known.hint, value)
                 if isinstance(value, str) and not fits:
-                    value = yaml.safe_load(value)  # text from the environment may be a number
+                    value = yaml.safe_load(
+                        value
+                    )  # a variable of the environment is text, and may mean a number
             _sort(schema, key, value, checked, foreign)
         except ConfigError as error:
             checked.problems += error.problems
