@@ -1,7 +1,7 @@
 """Devices, dtypes and cores that this process can use.
 
-All other modules ask here; none of them names "cuda". torch is imported inside the functions, because
-configuration and planning ask for cores without needing it.
+The only module that names "cuda". torch is imported inside the functions, because configuration and planning
+need the number of cores but not torch.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ DEVICES = ("auto", "cpu", GPU)
 CPU_PROCESSES = 2
 """Default number of worker processes on a machine without GPUs."""
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
-"""glibc's `mallopt`: bytes at the end of the heap, and of one block, from which on it returns them."""
+"""Options of glibc's `mallopt`: free bytes at the end of the heap, and size of a block, above which memory is
+returned to the system."""
 _DTYPES = {"fp64": "float64", "fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 
 
@@ -117,14 +118,14 @@ def listed_gpus(
 
 
 def planned_devices(device: str) -> int:
-    """Devices of this machine under a `trainer.device`, as far as that is known without torch: GPUs, or
+    """Number of devices on this machine for a `trainer.device`, as far as known without torch: GPUs, or
     processes on a CPU."""
     return (0 if device == "cpu" else listed_gpus()) or CPU_PROCESSES
 
 
 def planned_type(device: str, described: str | None = None) -> str:
-    """cpu or gpu, as far as that is known without torch. device: `trainer.device`. described:
-    `cluster.device`, which comes first.
+    """cpu or gpu, as far as known without torch. device: `trainer.device`. described: `cluster.device`, which
+    takes precedence.
 
     >>> planned_type("auto", "h100"), planned_type("cpu")
     ('gpu', 'cpu')
@@ -136,7 +137,7 @@ def planned_type(device: str, described: str | None = None) -> str:
 
 
 def gpu_runtime() -> str | None:
-    """The version of CUDA that torch was built for; None: it was built without."""
+    """The CUDA version that torch was built for; None: it was built without CUDA."""
     import torch
 
     return torch.version.cuda
@@ -217,8 +218,8 @@ def finish_work(device_type: str) -> None:
 
 @contextmanager
 def in_fixed_order() -> Iterator[None]:
-    """Kernels of torch that are called in the body sum in a fixed order. It holds for the whole process, and
-    some operations have no such kernel and raise RuntimeError, so the body is one call."""
+    """Kernels of torch that are called in the body sum in a fixed order. This affects the whole process, and
+    operations without such a kernel raise RuntimeError, so the body should be a single call."""
     import torch
 
     deterministic: Any = torch.utils.deterministic
@@ -299,7 +300,7 @@ def cpu_has_bf16() -> bool:
 
 @cache
 def onednn_is_faster() -> bool:
-    """Whether oneDNN multiplies float32 matrices faster than what torch uses for them on this CPU: MKL leaves
+    """Whether oneDNN multiplies float32 matrices faster on this CPU than torch's default, MKL, which leaves
     AVX-512 unused on processors other than Intel's."""
     import torch
 
@@ -313,7 +314,7 @@ def onednn_is_faster() -> bool:
 
 def onednn_product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
     """`x @ weight.T + bias` of float32 by oneDNN, without a gradient: (..., K), (N, K) and (N,) to (..., N).
-    `weight` is contiguous, or its transpose is: a part of a matrix takes hundreds of times as long."""
+    `weight` or its transpose must be contiguous: a slice of a matrix takes hundreds of times as long."""
     import torch
 
     return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
@@ -372,13 +373,13 @@ def measured_flops(dtype: torch.dtype) -> float:
 
 
 def keep_freed_memory(device_type: str, environ: Mapping[str, str] = os.environ) -> None:
-    """On a CPU: freed blocks stay with this process until `return_memory`; by default glibc gives every large
-    one back, and the system clears its pages before the next use. MALLOC_* in the environment have priority.
-    """
+    """On a CPU: freed blocks stay with this process until `return_memory`; by default glibc returns every
+    large one, and the system clears its pages before the next use. MALLOC_* in the environment take
+    precedence."""
     if device_type == "cpu" and not any(name.startswith("MALLOC_") for name in environ):
         with suppress(AttributeError):  # a C library other than glibc
             mallopt = ctypes.CDLL(None).mallopt
-            # before 2.35 at most 32 MiB; the trim threshold alone would end glibc's choice of the other
+            # glibc before 2.35 accepts at most 32 MiB; both are set, as setting one ends glibc's own tuning
             if mallopt(_MMAP_THRESHOLD, 2**31 - 1) or mallopt(_MMAP_THRESHOLD, 2**25):
                 mallopt(_TRIM_THRESHOLD, 2**31 - 1)
 
@@ -422,7 +423,7 @@ def begin_range(device_type: str) -> None:
 
 
 def end_range(device_type: str) -> None:
-    """Ends the range of `start_range`."""
+    """Ends the range of `begin_range`."""
     if device_type != "cpu":
         import torch
 

@@ -105,8 +105,8 @@ class ConfigError(HydraflowError, ValueError):
         assert problems, "a ConfigError names at least one problem"
         self.problems = list(problems)
         self.started = started
-        """Whether the run had started processes. Set by a caller that knows, which is seldom the place where
-        the mistake is found."""
+        """Whether the run had started processes. Set by a caller that knows; the place that finds the mistake
+        usually does not."""
         super().__init__(self.problems)
 
     def __str__(self) -> str:
@@ -156,7 +156,7 @@ class Faults:
             return None
 
     def passes(self, check: Callable[[], object]) -> bool:
-        """Whether `check` raised no ConfigError; its problems are kept."""
+        """Runs `check`; False if it raised a ConfigError, whose problems are kept."""
         try:
             check()
         except ConfigError as error:
@@ -185,7 +185,7 @@ class DoesNotFit(EnvironmentFault):
 
 
 class StoreFull(EnvironmentFault):
-    """A machine has no room for what its processes pass to each other."""
+    """A machine's object store has no room for what its processes pass to each other."""
 
 
 class WorkerError(HydraflowError):

@@ -87,7 +87,7 @@ def log_files(folder: Path) -> dict[tuple[str, int], list[Path]]:
 
 
 def read(folder: Path, roles: Sequence[str], ranks: Sequence[int]) -> Iterator[LogRecord]:
-    """The records of those roles and ranks (none: all), by time; those of one file stay in their order."""
+    """The records of these roles and ranks (empty: all), by time; those of one file keep their order."""
     files = [(key, paths) for key, paths in log_files(folder).items() if _is_chosen(key, roles, ranks)]
     return heapq.merge(*(_records(key, paths) for key, paths in files), key=lambda record: record.time)
 
@@ -137,7 +137,7 @@ class LogFollower:
                 status = os.fstat(file.fileno())
                 inode = status.st_ino
                 at, unfinished = self._read.get(inode, (0, b""))
-                if status.st_size < at:  # the inode of a file that is gone has been given to this one
+                if status.st_size < at:  # the inode of a deleted file was reused for this one
                     at, unfinished = 0, b""
                 file.seek(at)
                 fresh = file.read()
@@ -149,7 +149,7 @@ class LogFollower:
 
 
 def record_filter(pattern: str | None, level: str | None) -> RecordFilter:
-    """Whether a record is to be shown."""
+    """The filter that the options describe: whether a record is shown."""
     found = re.compile(pattern) if pattern is not None else None
     least = LEVELS[level.upper()] if level else 0
     return lambda record: (
@@ -192,9 +192,9 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     add = parser.add_argument
     add("run", metavar="RUN", type=Path, help="run folder")
-    roles = "controller, actor, rollout, reward, ...; may be given again"
+    roles = "controller, actor, rollout, reward, ...; may be repeated"
     add("--role", action="append", default=[], help=roles)
-    add("--rank", action="append", default=[], type=int, help="may be given again")
+    add("--rank", action="append", default=[], type=int, help="may be repeated")
     levels = [level.lower() for level in LEVELS if level != "OUT"]
     add("--level", choices=levels, help="lowest level that is shown")
     pattern = "regular expression to search for in each record, its tag and all its lines included"

@@ -18,8 +18,7 @@ if TYPE_CHECKING:
 
 
 def run(config: GenerateConfig, command: Command) -> None:
-    """Samples as `config` says. The import is here so that configuration mistakes are answered in a
-    second."""
+    """Samples as configured. The import is here so that configuration errors are reported within a second."""
     settle_command()
     with importing():
         fork_template(config.ray_init, config.trainer)

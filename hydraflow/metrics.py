@@ -12,7 +12,7 @@ from dataclasses import dataclass
 FROM_MOMENTS: dict[str, Callable[[float, float], float]] = {
     "eff_sample_size": lambda mean, square: mean * mean / square if square else 0.0,
 }
-"""How a metric follows from the mean of its values and the mean of their squares."""
+"""Name -> how a metric is computed from the mean of its values and the mean of their squares."""
 
 
 @dataclass(frozen=True)
@@ -72,17 +72,17 @@ def summed(value: float) -> Metric:
 
 
 def maximum(value: float) -> Metric:
-    """A metric of which the maximum is kept."""
+    """A metric that is reduced to its maximum."""
     return Metric("max", float(value))
 
 
 def minimum(value: float) -> Metric:
-    """A metric of which the minimum is kept."""
+    """A metric that is reduced to its minimum."""
     return Metric("min", float(value))
 
 
 def from_moments(how: str, mean: float, square: float, weight: float) -> Metric:
-    """A metric of `weight` values that have this mean and this mean of squares; `how`: of FROM_MOMENTS.
+    """A metric of `weight` values that have this mean and this mean of squares; `how`: a key of FROM_MOMENTS.
 
     >>> parts = [{"size": from_moments("eff_sample_size", x, x * x, weight=1)} for x in (1.0, 3.0)]
     >>> merge(parts)["size"].value  # 2 squared, of (1 + 9) / 2

@@ -42,9 +42,9 @@ class Rule:
 
 @dataclass(frozen=True)
 class Beside:
-    """A condition on a key's value and the other keys of its section, checked while the key has an effect.
-    In the texts `{s}` is the dotted path of the section, `{own}` the key's name, and `{name}` the value of a
-    key of the section."""
+    """A condition on a key's value and the other keys of its section, checked while the key has an effect. In
+    the texts `{s}` is the dotted path of the section, `{own}` the key's name, and `{name}` the value of the
+    section's key of that name."""
 
     holds: Callable[[Any, Any], bool]
     """Takes the value and the section."""
@@ -173,9 +173,10 @@ class Option:
     switch: Switch | None = None
     planned: tuple[Planned, ...] = ()
     shapes_training: bool | None = None
-    """Whether a run resumes only with the same value; None: as its section, and at the top level yes."""
+    """Whether a run resumes only with the same value; None: inherited from the section, at the top level
+    yes."""
     in_plan: bool = False
-    """Its effect on training is compared through the batch plan, because several keys can set the same
+    """At resume, its effect is compared through the batch plan, because several keys can set the same
     number."""
     size: bool = False
     """A number of the batch plan that counts something: at least 1."""
@@ -339,7 +340,8 @@ def required(why: str, remedy: str) -> Beside:
 
 
 def ordered(comparison: str, key: str, why: str) -> Beside:
-    """The value must be below, or at most, that of another key of the section. comparison: of COMPARISONS."""
+    """The value must be below, or at most, that of another key of the section. comparison: a key of
+    COMPARISONS."""
     text = f"must be {comparison} {key}={{{key}:g}}: {why}"
     remedy = f"a smaller {{s}}.{{own}} or a larger {{s}}.{key}"
 
@@ -360,7 +362,7 @@ def named_only(chooser: str, beside: Beside) -> Beside:
 
 
 def _is_refused(section: Any, name: str) -> bool:
-    """Whether the value of a key breaks its own rule, which is reported already."""
+    """Whether the value of a key breaks its own rule, which is reported anyway."""
     rule = next(option_of(field).rule for field in fields(section) if field.name == name)
     value = getattr(section, name)
     return value is not None and rule is not None and not rule.holds(value)
@@ -391,7 +393,7 @@ MODULE_NAMES = Rule("must be a Python module or a list of them", _is_text_or_lis
 MODULES = Rule("must be all-linear or a list of module names", _is_text_or_list)
 
 
-# --- when a key counts -----------------------------------------------------------------------------------
+# --- when a key has an effect ----------------------------------------------------------------------------
 
 
 def no_effect_when(condition: Callable[[Any], bool], why: str, remedy: str = "") -> NoEffectCondition:

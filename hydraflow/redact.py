@@ -36,7 +36,7 @@ _LAST = {
 _LAST_UNLESS_A_NUMBER = {"keys", "tokens", "pass", "sig"}
 """max_tokens=512 counts tokens."""
 _POINTERS = {"file", "path", "dir", "folder", "env", "length", "len"}
-"""The last word of a name that says where a secret is, or how long."""
+"""Last words of names that point to a secret or give its length, but do not hold it."""
 _COLUMNS = {
     *("prompt_key", "response_key", "messages_key", "data_source_key"),
     *("reward_fn_key", "reward_model_key", "gdpo_reward_keys"),
@@ -49,7 +49,7 @@ _OF_A_VOCABULARY = {
     *("bos", "eos", "pad", "unk", "sep", "cls", "mask", "stop", "special", "begin", "end", "start", "new"),
     *("image", "video", "audio", "vision", "think", "thinking", "next", "first", "last", "bad"),
 }
-"""Words before token or tokens in names of what a model reads and writes."""
+"""Words before `token` or `tokens` in names for tokens of a vocabulary, not credentials."""
 
 _ADDRESS = re.compile(
     r"(?P<before>[a-z][a-z0-9+.-]*://)(?:[^/\s:]*:(?!\d+(?:/|\s|$))[^\s'\"]*|[^/\s]+)@", re.IGNORECASE
@@ -57,12 +57,12 @@ _ADDRESS = re.compile(
 _WHOLE_ADDRESS = re.compile(
     r"\A(?P<before>[a-z][a-z0-9+.-]*://)[^/:]*:(?!\d+(?:/|\Z)).*@", re.IGNORECASE | re.DOTALL
 )
-"""A value that is an address and nothing else may have spaces in its password."""
+"""If the whole value is an address, its password may have spaces."""
 _WITHOUT_SCHEME = re.compile(
     r"(?<![\w/:.@%+-])[\w.%+-]+:(?!//)[^\s'\"{}\[\]=]+@(?!sha\d)"
     r"(?=[\w.-]+(?::\d+)?(?:[/\s'\",\]})]|$))"
 )
-"""user:password@host, as some write a proxy."""
+"""user:password@host without a scheme, a common form for proxies."""
 _LOOKS_SECRET = re.compile(
     r"""-----BEGIN\ [^-]+-----.*?(?:-----END\ [^-]+-----|\Z)
     |(?<![A-Za-z0-9])(?:
@@ -147,7 +147,7 @@ def public_command(command: str) -> str:
     """A command line as one text, quoted for a shell."""
     try:
         return shlex.join(map(public_word, shlex.split(command)))
-    except ValueError:  # no shell would take it
+    except ValueError:  # not valid shell syntax
         return public_text(command)
 
 
@@ -186,7 +186,7 @@ def _digits(value: str, key: str) -> str:
 
 
 def _is_secret(key: str, value: Any) -> bool:
-    """Whether the key says so, by its own name or that of a section around it."""
+    """Whether the value is secret, by the name of the key or of a section around it."""
     if value in (None, "") or isinstance(value, bool) or (isinstance(value, str) and _OPEN.fullmatch(value)):
         return False
     *sections, name = key.split(".")
@@ -197,7 +197,7 @@ def _is_secret(key: str, value: Any) -> bool:
 
 @cache
 def _names_secret(name: str, *, number: bool = False) -> bool:
-    """Whether a name without dots is one of a secret. `number`: what it names is one."""
+    """Whether a name without dots names a secret. `number`: its value is a number."""
     words = [word.lower() for word in _PARTS.findall(name)]
     if not words or name in _COLUMNS or words[-1] in _POINTERS:
         return False
@@ -209,7 +209,7 @@ def _names_secret(name: str, *, number: bool = False) -> bool:
     if last in _LAST_UNLESS_A_NUMBER:
         return not number
     if last == "pwd":
-        return bool(before)  # PWD itself is a folder
+        return bool(before)  # MYSQL_PWD is a password, PWD the working folder
     return last in _LAST or last.endswith(_GLUED)
 
 
@@ -225,8 +225,8 @@ def _without_assigned(text: str) -> str:
 
 
 def _assigns_a_secret(found: re.Match[str], value: str) -> bool:
-    """`token: x` counts in a mapping, not in a sentence; HF_TOKEN: x and token=x count everywhere. key=x, as
-    messages have it where any key is meant, counts in the query of an address.
+    """`token: x` counts in a mapping, not in a sentence; HF_TOKEN: x and token=x count everywhere. key=x
+    counts only in the query of an address, because messages write it for any key.
     """
     *sections, name = found["name"].split(".")
     before = found.string[: found.start()].rstrip(" \t")[-1:]

@@ -123,8 +123,8 @@ class OutputConfig:
     """The file that receives the results."""
 
     path: str | None = None
-    """File to write: Parquet with responses (main_generate), or JSON with averages (main_eval; null: they are
-    only printed)."""
+    """File to write: Parquet with responses (main_generate), or JSON with averages (main_eval; null: only
+    printed)."""
 
 
 @dataclass

@@ -25,9 +25,9 @@ ROW = ("tensor", "pipeline", "context")
 def judge_devices(
     topology: Topology, shapes: Mapping[str, ShapeNumbers | None]
 ) -> tuple[list[Violation], dict[str, Layout]]:
-    """Every broken rule of machines, mappings and sizes, and the layouts of the roles that break none;
-    `shapes` per role."""
-    violations, layouts = [*_machines(topology), *_twofold(topology)], dict[str, Layout]()
+    """Every broken rule of machines, mappings and sizes, and the layouts of the roles that break none.
+    `shapes`: by role."""
+    violations, layouts = [*_machines(topology), *_placed_twice(topology)], dict[str, Layout]()
     placed = True
     for role in topology.roles.values():
         misplaced, wrong = _mapping(role, topology), list[Violation]()
@@ -64,7 +64,7 @@ def _layout(role: RoleDevices) -> Layout:
 
 
 def _machines(topology: Topology) -> Iterator[Violation]:
-    """The pools need exactly the machines that the cluster has."""
+    """The pools together need exactly as many machines as the cluster has."""
     pools, asked, per_node = topology.cluster.pools, topology.asked_nodes, topology.asked_per_node
     nodes = topology.cluster.nodes
     if asked is not None and asked != nodes:
@@ -75,7 +75,7 @@ def _machines(topology: Topology) -> Iterator[Violation]:
         for pool in pools:
             rest, key = asked - (nodes - pool.nodes), topology.keys_of(pool)[0]
             fixes += [{key: rest}] if rest > 0 and key != CLUSTER_NODES else []
-        text = f"machines, but {needs} are asked for: {more}"
+        text = f"machines, but {needs} are requested: {more}"
         yield Violation("machines", MACHINES, CLUSTER_NODES, asked, text, fixes)
     for pool in pools:
         own = pool.devices_per_node
@@ -88,8 +88,8 @@ def _machines(topology: Topology) -> Iterator[Violation]:
         yield Violation(f"devices per machine:{pool.name}", MACHINES, key, own, text, either)
 
 
-def _twofold(topology: Topology) -> Iterator[Violation]:
-    for name in topology.twofold:
+def _placed_twice(topology: Topology) -> Iterator[Violation]:
+    for name in topology.placed_twice:
         role, section = topology.roles[name], SECTIONS[name]
         own: Values = {f"{section}.enable_resource_pool": False}
         if name == "rollout":
@@ -97,7 +97,7 @@ def _twofold(topology: Topology) -> Iterator[Violation]:
         devices = f"{role.mapping_key}={_show(role.mapping)} gives it devices of the trainer"
         text = f"gives the {name} machines of its own, but {devices}; set only one of the two"
         either: list[Fix] = [own, {role.mapping_key: None}]
-        yield Violation(f"twofold:{name}", MACHINES, next(iter(own)), "given", text, either)
+        yield Violation(f"placed twice:{name}", MACHINES, next(iter(own)), "given", text, either)
 
 
 def device_fixes(topology: Topology, role: RoleDevices, unit: int) -> Iterator[Fix]:
@@ -168,7 +168,7 @@ def _machines_text(topology: Topology) -> str:
 
 
 def _holes(topology: Topology) -> Iterator[Violation]:
-    """Every device of the cluster has a role: an unused one is paid for, or was forgotten."""
+    """Every device of the cluster has a role: an unused one was probably forgotten, and costs money."""
     used = Devices.of(part for role in topology.roles.values() for part in role.devices.ranges)
     unused = topology.cluster.devices - used
     mapped = [role for role in topology.roles.values() if role.mapping is not None]
@@ -190,7 +190,7 @@ def _holes(topology: Topology) -> Iterator[Violation]:
 
 
 def _division(role: RoleDevices, topology: Topology) -> Iterator[Violation]:
-    """The devices of a role divide into rows' shares, experts' shares, copies and replicas."""
+    """The parallel sizes of a role divide its devices."""
     yield from _divides(role, topology, "row", (*ROW, "replica_data"))
     count = len(role.devices)
     if role.engine == "megatron":
@@ -221,7 +221,7 @@ def _divides(role: RoleDevices, topology: Topology, what: str, names: tuple[str,
             if count % others == 0:
                 yield from ({degree.key: size} for size in nearest(degree.value, divisors(count // others)))
         left, fitting = count, Values()
-        for degree in given.values():  # every size as large as still divides
+        for degree in given.values():  # the largest value of each size that still divides
             size = math.gcd(degree.value, left)
             left //= size
             if size != degree.value:
@@ -237,13 +237,13 @@ def _divides(role: RoleDevices, topology: Topology, what: str, names: tuple[str,
 
 
 def _shape(role: RoleDevices, topology: Topology, shape: ShapeNumbers | None) -> Iterator[Violation]:
-    """Heads, layers and experts divide into their parts."""
+    """The parallel sizes divide the model's heads, layers and experts."""
     if shape is None:
         return
-    either_way = role.engine != "megatron"  # the others repeat heads as needed
+    either_way = role.engine != "megatron"  # other engines repeat key-value heads
     of_keys = _shares(role, "tensor", shape.kv_heads, "key-value heads", either_way=either_way)
     yield from list(_shares(role, "tensor", shape.heads, "attention heads")) or of_keys
-    if role.engine == "fsdp2":  # Ulysses repeats key-value heads as needed
+    if role.engine == "fsdp2":  # Ulysses repeats key-value heads
         yield from _shares(role, "context", shape.heads, "attention heads")
     if role.engine == "megatron":
         of_tensor_rank = max(1, shape.heads // role.degree("tensor"))

@@ -1,4 +1,4 @@
-"""The batch plan of generation alone: how the prompts of a file are shared by the processes that sample.
+"""The batch plan of generation alone: how the sampling processes share the prompts of a file.
 
 In: the configuration, how many prompts there are. Out: one `GeneratePlan`, or one `ConfigError` with every
 broken rule.

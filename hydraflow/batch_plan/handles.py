@@ -1,4 +1,4 @@
-"""The step's numbers from any consistent subset of them, handles of other trainers included.
+"""Solves for a step's numbers from any consistent subset of them, including handles of other trainers.
 
     S = Q·n   G = M·n   Q = M·t   S = G·t   K = E·t   G = a·m·dp   t = P·R
 
@@ -8,8 +8,8 @@ per optimizer step, dp data ranks; P rounds of R mini-batches are a step of asyn
 
 In: settings and layouts. Out: `StepNumbers`, and a broken rule if the given numbers contradict each other.
 Precedence: given numbers are binding; defaults yield to them, and numbers of a file yield to a handle on the
-command line. As many of the weaker numbers as possible are kept: samples first, then the step, then the
-mini-batch.
+command line. As many of the weaker numbers as possible are kept: first the responses per prompt, then the
+prompts per step, then the mini-batch.
 """
 
 from __future__ import annotations
@@ -121,7 +121,7 @@ class Derivation:
 
 @dataclass(frozen=True)
 class StepConstraints:
-    """What limits the numbers of a step besides what was given for them."""
+    """Limits on the numbers of a step, apart from the given numbers."""
 
     epochs: int
     data_ranks: int | None
@@ -129,9 +129,9 @@ class StepConstraints:
     group: int
     """Micro-batches come in groups of this size."""
     shares: tuple[int, ...]
-    """Numbers that must divide G besides: those of a critic with the same mini-batches."""
+    """Further numbers that must divide G: those of a critic with the same mini-batches."""
     whole: int
-    """A number that must divide Q besides: the critic's own mini-batch."""
+    """A further number that must divide Q: the critic's own mini-batch."""
     preferred: Mapping[str, int]
     """Q, n, M: the preferred values if nothing rules them out."""
     static: bool
@@ -243,8 +243,8 @@ def _nearest(value: int, unit: int) -> list[int]:
 def settle(
     settings: Settings[PPOConfig], *, ranks: int | None, group: int, shares: Sequence[int], whole: int
 ) -> tuple[StepNumbers, list[Violation]]:
-    """The numbers in force, and what cannot hold. `ranks`: the actor's data ranks, None if its devices do not
-    add up; `group`: see `StepConstraints`; `shares`, `whole`: what a critic asks of G and Q."""
+    """The numbers in force, and contradictions. `ranks`: the actor's data ranks, None if its devices do not
+    add up; `group`: see `StepConstraints`; `shares`, `whole`: what a critic requires of G and Q."""
     config: PPOConfig = settings.config
     batch, training, actor = config.batch, config.async_training, config.actor_rollout_ref.actor
     rounds = max(training.trigger_parameter_sync_step, training.require_batches)
@@ -290,8 +290,8 @@ class _NumberResolver:
         self.binding = {
             name: value for name, value in given.items() if name in HANDLES or self.strength[name] >= least
         }
-        """What does not yield: handles, numbers that were given, and those of files where no handle is on the
-        command line."""
+        """The numbers that do not yield: handles, numbers on the command line, and those of files unless a
+        handle is on the command line."""
 
     def result(self) -> tuple[StepNumbers, list[Violation]]:
         solution = self._keeping(self.binding)
@@ -358,7 +358,7 @@ class _NumberResolver:
         return [f"{ALL_KEYS[name]}={self.given[name]}" for name in ALL_KEYS if name in set(names)]
 
     def _core(self) -> set[str]:
-        """Numbers that cannot hold together, though without any one of them the rest could."""
+        """A minimal contradiction: without any one of these numbers the others are consistent."""
         contradicts = self.step.follow(self.binding).contradicts
         core = dict(self.binding)
         for name in sorted(core, key=lambda one: one not in HANDLES):
@@ -409,8 +409,8 @@ class _NumberResolver:
         return [max(1, value // unit) * unit, (value // unit + 1) * unit]
 
     def _rounds_violation(self, core: set[str]) -> list[Violation]:
-        """The one contradiction without a handle that `rules.py` does not report: rounds of asynchronous
-        training that do not multiply to the step."""
+        """Rounds of asynchronous training whose product is not the step: the one contradiction without a
+        handle that `rules.py` does not report."""
         mini, q, rounds, batches = (self.given.get(name, 1) for name in "MQPR")
         if not core & {"P", "R"} or rounds * batches * mini == q:
             return []

@@ -14,7 +14,7 @@ from itertools import accumulate
 
 @dataclass(frozen=True)
 class Devices:
-    """A set of device numbers, as disjoint rising ranges. Device d of a cluster of equal machines is on
+    """A set of device numbers, as disjoint ascending ranges. Device d of a cluster of equal machines is on
     node d // devices_per_node; `Cluster.node_of` knows it for all."""
 
     ranges: tuple[range, ...]
@@ -200,7 +200,7 @@ def placement_of(layouts: Mapping[str, Layout]) -> str:
     """How roles share devices: colocated, disaggregated, partial or overlapping.
 
     Colocated: all have the same devices. Disaggregated: any two have the same devices or none in common.
-    Partial: of two that share some, one has all of the other's. Overlapping: anything else.
+    Partial: where two share some, one has all of the other's. Overlapping: anything else.
 
     >>> on = lambda *devices: Layout("", "fsdp2", Devices.of([range(*devices)]), 8)
     >>> placement_of({"actor": on(0, 4), "rollout": on(0, 8)})

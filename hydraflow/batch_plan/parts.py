@@ -1,6 +1,6 @@
 """The pieces of a batch plan, and the arithmetic that its rules share. Standard library and the schema only.
 
-In: numbers that a user asked for. Out: `MicroPlan`, `RolePlan` and `Quantity`, which the running code and the
+In: requested numbers. Out: `MicroPlan`, `RolePlan` and `Quantity`, which the running code and the
 tables use. Left out on purpose: which configuration keys the numbers come from (`batch_plan/request.py`,
 `batch_plan/sft.py`).
 """
@@ -265,7 +265,8 @@ class RoleRequest:
             yield from self.micro.divisor_violations(self.mini * n // self.ranks, row_tokens, formula)
 
     def warmup_violations(self, total_steps: int) -> Iterator[Violation]:
-        """A warm-up must end within the run and leave a step for a decay; not judged if the total is 0."""
+        """A warm-up must end within the run and leave a step for a decay; not checked if the total is 0,
+        which means unknown."""
         optim, warmup = self.optim, warmup_steps(self.optim, total_steps)
         decays, by_steps = optim.lr_scheduler_type != "constant", optim.lr_warmup_steps >= 0
         latest = total_steps - 1 if decays else total_steps
@@ -286,8 +287,8 @@ MOST_TRIED = 2**16
 
 
 def divisors(number: int) -> list[int]:
-    """Divisors of a positive number, in rising order: all of them up to 2^32, beyond that those up to 2^16
-    and their partners.
+    """Divisors of a positive number, ascending: all of them for numbers up to 2^32, beyond that those up to
+    2^16 and their partners.
 
     >>> divisors(12)
     [1, 2, 3, 4, 6, 12]
@@ -326,7 +327,7 @@ def mini_batch_unit(ranks: Sequence[int], n: int) -> int:
 
 
 def no_sizes(settings: Settings[Any]) -> list[Violation]:
-    """Sizes that have an effect and are less than one, or more than `MOST`; null is to be derived."""
+    """A violation for each size that has an effect and is below 1 or above `MOST`; null is derived later."""
     found = []
     for leaf in walk(settings.config):
         value = leaf.value

@@ -25,7 +25,7 @@ class RolloutPlan:
     """Sampling of a step's responses: engines, calls and limits."""
 
     replicas: int
-    """Groups of devices that hold the model once per data-parallel rank, and sample by themselves."""
+    """Groups of devices that sample independently; each holds the model once per data-parallel rank."""
     engines: int
     """Data-parallel ranks of all replicas: each holds the model once and decodes its own sequences."""
     concurrent_sequences: int
@@ -33,9 +33,9 @@ class RolloutPlan:
     prompts_per_call: int
     """Prompts that are sampled in one call."""
     trajectories_per_engine: int
-    """Trajectories of one call that an engine gets, at most."""
+    """Largest number of trajectories that an engine gets in one call."""
     waves: int
-    """Times that an engine fills all of its sequences in one call, at least."""
+    """Smallest number of times that an engine fills all of its sequences in one call."""
     max_model_len: int
     """Tokens of the longest row that an engine prepares for."""
     max_num_batched_tokens: int
@@ -44,11 +44,11 @@ class RolloutPlan:
 
 @dataclass(frozen=True)
 class AgentPlan:
-    """How conversations with tools are led."""
+    """How agent workers share conversations with tools."""
 
     workers: int
     trajectories_per_worker: int
-    """Trajectories of a step that one worker leads, at most."""
+    """Largest number of trajectories of a step that one worker runs."""
 
 
 @dataclass(frozen=True)

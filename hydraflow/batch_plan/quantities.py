@@ -1,7 +1,7 @@
 """The lines of the plan's table, top down: machines, run, step, each role's optimizer step, each pass's
 micro-batch, sampling.
 
-In: what was asked for and the plan's parts. Out: `Quantity` lines with unit, formula and provenance. A new
+In: the request and the plan's parts. Out: `Quantity` lines with unit, formula and provenance. A new
 number is a line here.
 """
 
@@ -87,7 +87,7 @@ def run_quantities(
     per_epoch: int | None, formula: str, epochs: int, asked: int | None, origin: str
 ) -> Iterator[Quantity]:
     """The lines that show how many steps a run takes; `formula`: that of the steps of an epoch, `origin`: of
-    the steps that were asked for."""
+    the requested steps."""
     if per_epoch is not None:
         yield Quantity("steps per epoch", "steps", per_epoch, formula)
     if asked is not None:
@@ -205,7 +205,7 @@ def _rollout(request: Request, plan: BatchPlan) -> Iterator[Quantity]:
         yield Quantity("rollout: tokens per forward", "tokens", rollout.max_num_batched_tokens, "", given)
     workers, given = plan.agent.workers, origin(f"{ROLLOUT}.agent.num_workers")
     if given == DEFAULT and (engine is None or not engine.own_process):
-        return  # no agents lead its conversations: nothing uses these numbers
+        return  # no agent workers run, so nothing uses these numbers
     yield Quantity("agent workers", "processes", workers, "", given)
     formula = f"⌈S/workers⌉ = ⌈{request.q * request.n}/{workers}⌉"
     each = plan.agent.trajectories_per_worker

@@ -27,7 +27,9 @@ SIZES, MACHINES, MAPPING, HOLES, DIVISION, BATCH, MICRO, BUDGET, SCHEDULE = STAG
 """Stages, in the order in which rules depend on each other: a fix never breaks an earlier one."""
 
 _A_STEP_BACK = 10**6
+"""Added to the cost of a fix that makes no progress, so that any other fix is preferred."""
 MOST_STEPS, MOST_REMEDIES, MOST_ALIKE = 24, 3, 2
+"""Limits: steps of the search, remedies of a rule, and remedies that change the same keys."""
 _WEIGHTS = dict.fromkeys(("nnodes", "nodes", "n_gpus_per_node", "devices_per_node"), 12)
 _WEIGHTS |= {"n": 6, "train_batch_size": 3}
 """Cost of changing a key, by the key's last part; most cost 2, and so does a rule that stays broken."""
@@ -72,11 +74,11 @@ class _Search:
         self.changes: Values = {}
         """Overrides with which no repairable rule is broken any more."""
         self.owned: dict[str, set[str]] = {}
-        """Rule -> the keys that were changed on its account."""
+        """Rule -> the keys that were changed to repair it."""
 
     def problems(self) -> list[Problem]:
         left = self._repair()
-        for key in list(self.changes) if not left else ():  # without the detours
+        for key in list(self.changes) if not left else ():  # drops changes that later ones made unnecessary
             fewer = without(self.changes, key)
             if not self.judge(fewer):
                 self.changes = fewer
@@ -88,13 +90,13 @@ class _Search:
         left: Sequence[Violation] = self.found
         original, hopeless, owner = {one.rule for one in left}, set[str](), left[0].rule
         for _ in range(MOST_STEPS):
-            curable = [one for one in left if one.rule not in hopeless]
-            if not curable:
+            repairable = [one for one in left if one.rule not in hopeless]
+            if not repairable:
                 break
-            worst = min(curable, key=lambda one: one.stage)
+            worst = min(repairable, key=lambda one: one.stage)
             owner = worst.rule if worst.rule in original else owner
-            asks, fix = min(self._helpful(worst, left), key=lambda one: one[0], default=(math.inf, {}))
-            if asks >= _A_STEP_BACK:
+            cost, fix = min(self._helpful(worst, left), key=lambda one: one[0], default=(math.inf, {}))
+            if cost >= _A_STEP_BACK:
                 hopeless.add(worst.rule)
             self.changes |= fix
             self.owned.setdefault(owner, set()).update(fix)
@@ -108,18 +110,18 @@ class _Search:
         for fix in broken.candidates():
             after = self.judge(self.changes | fix)
             if all(one.rule != broken.rule for one in after):
-                asks = self._asks(self.changes | fix) + 2 * len(after)
-                yield asks + (_A_STEP_BACK if _by_stage(after) >= _by_stage(left) else 0), fix
+                cost = self._cost(self.changes | fix) + 2 * len(after)
+                yield cost + (_A_STEP_BACK if _by_stage(after) >= _by_stage(left) else 0), fix
 
-    def _asks(self, values: Values) -> float:
-        """The cost of a change for the user: number of keys, and how far each moves."""
-        asks = 0.0
+    def _cost(self, values: Values) -> float:
+        """The cost of a change for the user: how many keys change, and by what factor."""
+        cost = 0.0
         for key, value in values.items():
             now, weight = self.present(key), _WEIGHTS.get(key.rpartition(".")[2], 2)
             numbers = [one for one in (now, value) if isinstance(one, int | float) and one > 0]
             ratio = max(numbers) / min(numbers) if len(numbers) == 2 else 8 if numbers and now else 2
-            asks += weight * (3 + min(ratio, 8)) / 4
-        return asks
+            cost += weight * (3 + min(ratio, 8)) / 4
+        return cost
 
     def _remedy(self, violation: Violation) -> Values:
         """The overrides that repair a rule: those made for it, else those made along with them, else all."""
@@ -138,7 +140,7 @@ class _Search:
         for rule, values in remedies.items():
             rest |= values if rule != violation.rule else {}
         rest = {key: value for key, value in rest.items() if key not in first}
-        for fix in sorted(violation.candidates(), key=self._asks):
+        for fix in sorted(violation.candidates(), key=self._cost):
             if len(alternatives) == MOST_REMEDIES:
                 break
             alike = sum(fix.keys() == other.keys() for other in alternatives)

@@ -29,7 +29,7 @@ CRITIC_MINI = "critic.ppo_mini_batch_size"
 
 @dataclass(frozen=True)
 class FilterRequest:
-    """Dynamic sampling as asked for."""
+    """Dynamic sampling as requested."""
 
     prompts_per_call: int
     call_key: str

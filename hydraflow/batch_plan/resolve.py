@@ -50,9 +50,9 @@ def resolve_plan(
     """The plan of a run over `prompts` training prompts (None: not known yet).
 
     `devices_per_node`: devices of a machine where neither `cluster` nor `trainer` says it. `origins`: key ->
-    default, a file or command line; a default yields to what was given. `shape`: what the policy's model, and
-    `critic_shape` the critic's, can be divided into (None: not judged). Raises ConfigError with all broken
-    rules and remedies.
+    default, a file or command line; a default yields to what was given. `shape`, `critic_shape`: sizes of the
+    policy's and the critic's model that parallel sizes must divide (None: not checked). Raises ConfigError
+    with all broken rules and remedies.
 
     >>> config = PPOConfig()
     >>> config.data.train_batch_size, config.actor_rollout_ref.actor.ppo_mini_batch_size = 8, 4
@@ -86,10 +86,10 @@ def judge(
     devices_per_node: int,
     shapes: Mapping[str, ShapeNumbers | None],
 ) -> tuple[Topology, Request, list[Violation]]:
-    """What is asked for, with every rule that it breaks; `shapes` by role."""
+    """The request, with every rule that it breaks; `shapes`: by role."""
     small = no_sizes(settings)
     legal: dict[str, object] = {}
-    for one in small:  # the rest is judged with a size in its place
+    for one in small:  # the other rules are judged with a legal size in its place
         default = value_at(settings.defaults, one.field)
         legal[one.field] = 1 if isinstance(default, int) and default < 1 else default
     settings = settings.changed(legal)

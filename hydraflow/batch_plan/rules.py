@@ -104,7 +104,7 @@ def _prompts_make_a_step(request: Request) -> Iterator[Violation]:
 
 
 def _groups_can_differ(request: Request) -> Iterator[Violation]:
-    """A group of one response has no two different scores: dynamic sampling would never end."""
+    """The responses of a group of one never differ in score, so dynamic sampling would never end."""
     if request.filter and request.n < 2:
         keeps = "algorithm.filter_groups.enable=true keeps prompts whose responses score differently"
         text = f"gives one response per prompt, and at least 2 are needed: {keeps}"

@@ -13,7 +13,7 @@ from typing import Generic, TypeVar
 
 Config = TypeVar("Config")
 DEFAULT, FILE, COMMAND_LINE = "default", "file", "command line"
-"""Origins of values: unset, set by a file whose name is not known, set by an override."""
+"""Origins of values: unset, set in a file of unknown name, set by an override."""
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class Settings(Generic[Config]):
 
 
 def strength(origin: str) -> int:
-    """0 for a default, 1 for a file, 2 for the command line: the weaker yields to the stronger."""
+    """0 for a default, 1 for a file, 2 for the command line; the weaker value yields to the stronger."""
     return {DEFAULT: 0, COMMAND_LINE: 2}.get(origin, 1)
 
 

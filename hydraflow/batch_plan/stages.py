@@ -1,4 +1,4 @@
-"""Which pipeline stage has how many layers, as Megatron-Core divides them.
+"""The number of layers of each pipeline stage, as Megatron-Core divides them.
 
 In: a model's number of layers, and the overrides that divide it unevenly. Out: the layers of each part of
 each stage, or a ConfigError with numbers that would be legal, also before a run starts, so Megatron-Core is
@@ -140,7 +140,9 @@ def _of_layout(layers: int, settings: MegatronConfig, layout: Any, engine: str) 
     flat = [one for part in parts for one in part]
     rules = []
     if unknown := sorted({one for one in flat if one not in _LETTERS.values()}):
-        rules.append(f"has {', '.join(unknown)}; only E, t and L (embedding, decoder, loss) are built here")
+        rules.append(
+            f"has {', '.join(unknown)}; only E, t and L (embedding, decoder, loss) are implemented here"
+        )
     if len(parts) != stages * chunks:
         wanted = f"{stages} stages" + (f" of {chunks} parts" if chunks > 1 else "")
         rules.append(f"has {len(parts)} parts for {wanted}")

@@ -1,7 +1,7 @@
 """The batch plan as a table in the terminal.
 
-In: a plan's quantities and notes. Out: lines of text. Left out on purpose: the numbers themselves; those are
-the plan's.
+In: a plan's quantities and notes. Out: lines of text. Left out on purpose: computing the numbers; the
+plan has them.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ HEAD = ("quantity", "value", "unit", "formula", "from")
 
 
 def print_plan(plan: BatchPlan | SFTPlan | GeneratePlan) -> None:
-    """Prints one line per quantity, then the notes, on standard output. It is flushed: minutes may pass
+    """Prints one line per quantity, then the notes, on standard output, and flushes it: minutes may pass
     until the next line."""
     width = output_width()
     print("batch plan", *plan_lines(plan.quantities, width), "", sep="\n")

@@ -31,7 +31,7 @@ def fixes(request: Request) -> Iterator[Fix]:
 
 
 def _near(request: Request, shares: Mapping[str, int]) -> Iterator[tuple[int, int, int, int]]:
-    """Q, n, M and the critic's M near those that were asked for, small changes first; `shares`: what must
+    """Q, n, M and the critic's M near the requested ones, small changes first; `shares`: what must
     divide the trajectories of a role's mini-batch."""
     q, n, mini = request.q, request.n, request.actor.mini
     own = request.critic if request.critic and request.critic.mini_key == CRITIC_MINI else None
@@ -92,7 +92,7 @@ def _overrides(request: Request, q: int, n: int, mini: int, critic: int) -> Valu
 
 
 def _whole(number: int, by: int) -> int | None:
-    """The quotient; null where it is no positive whole number, so that a handle is dropped."""
+    """The quotient; None unless it is a positive whole number, so that a handle is dropped."""
     return number // by or None if number % by == 0 else None
 
 

@@ -28,7 +28,7 @@ CLUSTER_NODES, CLUSTER_PER_NODE = "cluster.nodes", "cluster.devices_per_node"
 
 @dataclass(frozen=True)
 class Degree:
-    """One of the sizes by which a role divides its work, and its key."""
+    """A parallel size of a role, and its key."""
 
     value: int
     key: str
@@ -36,15 +36,15 @@ class Degree:
 
 @dataclass(frozen=True)
 class RoleDevices:
-    """Where a role wants to be, and how it divides."""
+    """The devices that a role asks for, and its parallel sizes."""
 
     role: str
     engine: str
     devices: Devices
-    """Its devices; none where its mapping cannot be read."""
+    """Its devices; empty if its mapping cannot be read."""
     devices_per_node: int
     pool: str
-    """The pool whose devices it has as a whole; empty: it has a mapping."""
+    """The pool whose devices it has, all of them; empty: it has a mapping."""
     mapping: object
     twice: Devices
     """Devices that the mapping names more than once."""
@@ -71,7 +71,7 @@ class RoleDevices:
 
 @dataclass(frozen=True)
 class Topology:
-    """Machines and roles as asked for."""
+    """Machines and roles as requested."""
 
     cluster: Cluster
     roles: Mapping[str, RoleDevices]
@@ -80,12 +80,12 @@ class Topology:
     per_node_key: str
     """The key that decides how many devices each of them has."""
     asked_nodes: int | None
-    """cluster.nodes, as asked for."""
+    """cluster.nodes, as requested."""
     asked_per_node: int | None
-    """cluster.devices_per_node, as asked for."""
+    """cluster.devices_per_node, as requested."""
     layers_fixed: frozenset[str]
     """Roles whose configuration assigns layers to pipeline stages itself."""
-    twofold: tuple[str, ...]
+    placed_twice: tuple[str, ...]
     """Roles that are given both devices and machines of their own."""
 
     @property
@@ -101,7 +101,7 @@ class Topology:
 
 
 def read_topology(settings: Settings[PPOConfig], devices_per_node: int) -> Topology:
-    """What is asked for; `devices_per_node` counts where neither `cluster` nor `trainer` says how many
+    """The requested topology; `devices_per_node` is used where neither `cluster` nor `trainer` says how many
     devices a machine has."""
     cluster, reader = settings.config.cluster, _TopologyReader(settings)
     nodes_key, per_node_key, pools = reader.pools(devices_per_node)
@@ -113,7 +113,7 @@ def read_topology(settings: Settings[PPOConfig], devices_per_node: int) -> Topol
         asked_nodes=cluster.nodes,
         asked_per_node=cluster.devices_per_node,
         layers_fixed=frozenset(role for role in reader.names() if reader.says_layers(role)),
-        twofold=tuple(role for role in reader.names() if reader.is_twofold(role)),
+        placed_twice=tuple(role for role in reader.names() if reader.is_placed_twice(role)),
     )
 
 
@@ -186,7 +186,7 @@ class _TopologyReader:
             degrees=self._degrees(role),
         )
 
-    def is_twofold(self, role: str) -> bool:
+    def is_placed_twice(self, role: str) -> bool:
         """Whether a role is given both devices and machines of its own."""
         reward = self.config.reward.reward_model
         own = {"rollout": self.policy.rollout.nnodes > 0, "reward_model": reward.enable_resource_pool}
@@ -225,7 +225,7 @@ class _TopologyReader:
         own, leader = self.trained_degrees(role), self.trained_degrees("actor")
         if role != "ref":
             return own
-        # the reference divides its model as the actor does, where nothing else is said
+        # the reference divides its model as the actor does, unless its own keys are set
         free = [name for name, one in own.items() if not self.settings.strength(one.key)]
         return own | {name: leader[name] for name in free if name != "shard"}
 
@@ -237,7 +237,7 @@ class _TopologyReader:
         return fsdp_degrees(section.fsdp_config, f"{SECTIONS[role]}.fsdp_config")
 
     def says_layers(self, role: str) -> bool:
-        """Whether Megatron is given the layers of each pipeline stage."""
+        """Whether the configuration gives Megatron-Core the layers of each pipeline stage."""
         if role not in TRAINED or self._engine(role) != "megatron":
             return False
         return self._section(role).megatron.gives_layers

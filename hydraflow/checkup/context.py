@@ -1,5 +1,5 @@
-"""What the checks look at: the configuration and everything that follows from it, opened once, when first
-asked for.
+"""What the checks look at: the configuration and everything that follows from it, opened once, on first
+use.
 
 In: a configuration, and what the caller has opened already. Out: plan, machine, model, tokenizer, sample
 rows. What cannot be opened is reported by the first check that asks (`ConfigError`); later ones are skipped
@@ -44,9 +44,10 @@ class CheckContext:
     """One configuration on this machine. `everything`: also look at what the configuration does not need
     (`--all`).
 
-    `asked` is the configuration as it was given; `config` has what a recipe has made by now, and no machines
-    of `cluster.*`: this one is looked at. `opened` holds what the caller already has, by the names of the
-    properties here: plan, machine, tokenizer, first_rows; None: not available; the caller reports it.
+    `asked` is the configuration as it was given; `config` names the files that a recipe has made so far, and
+    has no `cluster.*`, because this machine is checked. `opened` holds what the caller already has, by the
+    names of the properties here: plan, machine, tokenizer, first_rows; None: not available, which the caller
+    reports.
     """
 
     def __init__(
@@ -69,7 +70,7 @@ class CheckContext:
 
     @property
     def device_type(self) -> str:
-        """cpu or the GPU's type."""
+        """cpu or cuda."""
         return resolve_device(self.config.trainer.device)
 
     @property
@@ -108,21 +109,21 @@ class CheckContext:
 
     @property
     def first_rows(self) -> list[FileRecord]:
-        """Three rows of the data that the run reads, or that a recipe which has made none yet will make."""
+        """Three rows of the run's data, or of the data that a recipe will make when it first runs."""
         key = self.main_key
         return self._once("first_rows", lambda: self.sample(key, 3) if key else _recipe_rows(self.config))
 
     @property
     def main_key(self) -> str | None:
-        """The key of the files that the run reads first; None: a recipe that has made none yet."""
+        """The key of the files that the run reads first; None: a recipe that has not made its files yet."""
         data = self.config.data
         if self.config.trainer.val_only and data.val_files:
             return FILE_KEYS[1]
         return FILE_KEYS[0] if data.train_files else None
 
     def own_model(self) -> ModelConfig:
-        """The policy's model, its hub name replaced by its path in the cache. Skip when it is not on
-        this machine yet."""
+        """The policy's model, its hub name replaced by its path in the cache. CheckSkipped if it is not
+        on this machine yet."""
         model = self.config.actor_rollout_ref.model
         if not model.path:
             raise CheckSkipped(self.nothing_yet())
@@ -147,7 +148,7 @@ class CheckContext:
         return rows[:count]
 
     def nothing_yet(self) -> str:
-        """Why there is no model or data to look at."""
+        """Why there is no model or data to check."""
         name = self.config.recipe.name
         return RECIPE_MAKES.format(name) if name != "none" else "none is configured"
 
@@ -157,7 +158,7 @@ class CheckContext:
         return resolve_plan(self.config, prompts=prompts, devices_per_node=devices, origins=self.origins)
 
     def _prompts(self) -> int | None:
-        """Training prompts; None: not known. What is wrong with their files is another check's to say."""
+        """Training prompts; None: not known. Another check reports what is wrong with their files."""
         files = self.config.data.train_files
         if not files:
             return None
@@ -167,8 +168,8 @@ class CheckContext:
             return None
 
     def _once(self, name: str, make: Callable[[], T]) -> T:
-        """What `make` gives, made once. A second request for what could not be made raises Skip: it has been
-        reported."""
+        """The result of `make`, called once. If it failed, later requests raise CheckSkipped, because the
+        error has been reported."""
         if name in self._broken:
             raise CheckSkipped(f"needs {name.partition(' ')[0]}, which is not available: see above")
         if name not in self._opened:
@@ -181,7 +182,7 @@ class CheckContext:
 
 
 def _shape(model: ModelConfig, field: str) -> ModelShape:
-    """Skip where the estimates cannot know the sizes: that keeps no model from being trained."""
+    """CheckSkipped if the sizes are unknown: estimates need them, training does not."""
     try:
         shape = read_shape(model, field=field)
     except ConfigError as error:

@@ -1,5 +1,5 @@
-"""Data files: are they there, can they be read, do rows hold what training and scoring need, and are their
-prompts within the configured limits and the model's positions?
+"""Data files: whether they exist, can be read, have the columns that training and scoring need, and have
+prompts within the configured limits and the model's positions.
 
 In: the files that the configuration names, the tokenizer. Out: findings, one per file and mistake.
 """
@@ -56,7 +56,7 @@ def _check_table(table: sampling.DataFileInfo, key: str, context: CheckContext) 
 
 
 def require_prompts(records: Sequence[FileRecord], column: str) -> None:
-    """Skip where rows have no prompts: `check_data` reports that."""
+    """CheckSkipped if rows have no prompts: `check_data` reports that."""
     if any(column not in record.values for record in records):
         raise CheckSkipped(f"rows have no column {column}: see data files")
 
@@ -80,7 +80,7 @@ def row_problems(records: Sequence[FileRecord], data: DataConfig) -> list[str]:
 
 
 def _other_column(name: str, key: str, table: sampling.DataFileInfo) -> str:
-    """The override that names the column that was probably meant."""
+    """The override with the column that was probably meant."""
     close = difflib.get_close_matches(name, table.columns, n=1)
     return f"{key}={close[0]}" if key and close else f"{key}=<one of its columns>" if key else ""
 
@@ -111,7 +111,7 @@ def check_lengths(context: CheckContext) -> Iterator[Finding]:
 def judge_lengths(
     lengths: Sequence[int], data: PromptConfig, *, key: str, total: int, context: Context | None
 ) -> Iterator[Finding]:
-    """`lengths`: tokens of each prompt in the sample, rising. `total`: rows in the files. `context`: the
+    """`lengths`: tokens of each prompt in the sample, ascending. `total`: rows in the files. `context`: the
     model's."""
     limit, response = data.max_prompt_length, data.max_response_length
     longest, median = lengths[-1], lengths[len(lengths) // 2]
@@ -135,8 +135,8 @@ def _overlong(evidence: str, all_of_them: bool, longest: int, data: PromptConfig
     remedy = f"data.max_prompt_length={longest}"
     if data.filter_overlong_prompts:
         found = problem if all_of_them else note
-        return found(f"{evidence} and are left out", remedy)
+        return found(f"{evidence}; they are left out", remedy)
     if data.truncation == "error":
         return problem(evidence, f"{remedy} or data.filter_overlong_prompts=true or data.truncation=left")
-    lost = f"{evidence} and lose their {data.truncation} part"
+    lost = f"{evidence}; their {data.truncation} part is cut off"
     return warning(lost, f"{remedy} or data.filter_overlong_prompts=true")

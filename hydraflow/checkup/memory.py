@@ -1,5 +1,5 @@
-"""Devices and memory of this machine against the plan: GPUs there are, GPU memory, host memory while models
-are loaded.
+"""Devices and memory of this machine against the plan: number of GPUs, GPU memory, and host memory while
+models are loaded.
 
 In: the plan, the models' shapes, what the machine has free. Out: findings; bytes are estimates
 (`hydraflow/memory/`).
@@ -20,7 +20,7 @@ from hydraflow.memory.limits import MachineMemory, host_memory, limits_of
 from hydraflow.memory.report import MemoryReport, size_text
 
 MARGIN = 1.25
-"""Estimates are good to a fifth: too much is a warning up to this multiple, above it a problem."""
+"""Estimates may be off by a fifth: up to this multiple of the memory is a warning, above it a problem."""
 
 GPU_SECONDS = 60.0
 _EACH_GPU = """
@@ -36,7 +36,7 @@ for index in range(gpu_count()):
 
 def check_devices(context: CheckContext) -> Iterator[Finding]:
     """GPUs that torch sees, against those that the plan uses on one machine."""
-    machine = context.machine  # refuses more GPUs than there are
+    machine = context.machine  # raises ConfigError for more GPUs than there are
     if machine.device_type == "cpu":
         yield judge_unused(context.config.trainer.device, listed_gpus())
         return
@@ -59,8 +59,8 @@ def check_host_memory(context: CheckContext) -> Iterator[Finding]:
 
 
 def check_gpus(context: CheckContext) -> Iterator[Finding]:
-    """Computes on every GPU, in a process of its own so that none keeps memory, and compares what is free
-    with the estimate."""
+    """Computes on every GPU, in a separate process, so that this one keeps no GPU memory, and compares the
+    free memory with the estimate."""
     if context.machine.device_type == "cpu":
         raise CheckSkipped("no GPU is used")
     ended = run_python(_EACH_GPU, context.device_type, seconds=GPU_SECONDS)
@@ -78,8 +78,8 @@ def check_gpus(context: CheckContext) -> Iterator[Finding]:
 
 
 def _report(context: CheckContext, **measured: int) -> MemoryReport:
-    """The estimate, with what this machine was measured to have free in place of what is configured; so its
-    advice is for that."""
+    """The estimate with this machine's measured free memory instead of the configured limits, so that its
+    advice is for this machine."""
     limits = replace(limits_of(context.config), **measured)  # type: ignore[arg-type]
     shapes = context.shape, context.critic_shape
     return estimate(context.plan, context.config, shapes[0], limits=limits, critic_shape=shapes[1])
@@ -105,4 +105,4 @@ def _compared(evidence: str, needed: int, there_is: int, report: MemoryReport, w
         return ok(evidence)
     first = [advice.override for advice in report.advice if advice.where == where][:3]
     found = problem if needed > MARGIN * there_is else warning
-    return found(evidence, " or ".join(first) or "end what else uses it")
+    return found(evidence, " or ".join(first) or "stop other programs that use it")

@@ -1,4 +1,4 @@
-"""A model directory, file by file: configuration, weights as the index promises them, tokenizer, lengths.
+"""A model directory, file by file: configuration, weights listed in the index, tokenizer, lengths.
 
 In: the models that the configuration names, and checkpoints that roles start from. Out: findings. Only the
 headers of weight files are read, so that a missing, truncated or never downloaded shard is found within
@@ -67,7 +67,7 @@ def _check_directory(model: ModelConfig, field: str, *, weights: bool) -> Iterat
         yield to_download(f"{field}.path={model.path} is not on this machine", model.path, fault=hub_fault())
         return
     if not weights:
-        yield ok(f"{directory}: configuration and tokenizer alone are read")
+        yield ok(f"{directory}: only configuration and tokenizer are read")
         return
     faults = weight_faults(directory)
     for fault in faults[:SHOWN]:
@@ -91,10 +91,10 @@ def to_download(evidence: str, name: str, *, fault: str | None) -> Finding:
 
 
 def check_weights(context: CheckContext) -> Iterator[Finding]:
-    """The weights fill the model that config.json describes, by their names and shapes."""
+    """Names and shapes of the weights are those of the model that config.json describes."""
     config = context.config
     policy, critic = config.actor_rollout_ref.model, config.critic.model
-    context.own_model()  # Skip where there is none yet
+    context.own_model()  # raises CheckSkipped if there is none yet
     on_hub = is_hub_name(str(policy.path))
     if on_hub and not dist_checkpoints(config):
         raise CheckSkipped("the weights are the hub's own")
@@ -170,11 +170,11 @@ def check_megatron_model(context: CheckContext) -> Iterator[Finding]:
         for source, path in config.distillation.teachers.items():
             faults.add(list(_problems_of_teacher(config, f"distillation.teachers.{source}", str(path))))
     faults.require_none()
-    yield ok(", ".join(f"{section}: built, and divisible" for section, _ in sections))
+    yield ok(", ".join(f"{section}: supported and divisible" for section, _ in sections))
 
 
 def _problems_of_teacher(config: PPOConfig, key: str, path: str) -> Iterator[Problem]:
-    """A teacher is divided as the actor is. `jobs/inputs.py` reports a directory that cannot be read."""
+    """A teacher has the actor's parallel sizes. `jobs/inputs.py` reports a directory that cannot be read."""
     described = Faults().result(partial(load_config, ModelConfig(path=path), field=key))
     if described is None:
         return

@@ -1,8 +1,8 @@
-"""Ports that can be opened and reached, and Ray clusters that run, or are named and gone.
+"""Ports that can be opened and reached, and Ray clusters: running ones, and named ones that are gone.
 
 In: this machine's sockets, RAY_ADDRESS, the file in which `ray start` leaves its address. Out: findings. A
-run takes free ports as it needs them; none is fixed. What fails is a machine's own address that does not lead
-back to it.
+run takes free ports as it needs them; none is fixed. The usual fault is an address of the machine that does
+not lead back to it.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ PORTS_PER_PROCESS = 16
 def check_ports(context: CheckContext) -> Iterator[Finding]:
     """Opens a port on each of this machine's own addresses and connects to it."""
     if wrong := [reason for address in own_addresses() if (reason := unreachable(address))]:
-        remedy = "repair its address in /etc/hosts, leave the VPN, or open the firewall for this machine"
+        remedy = "repair its address in /etc/hosts, disconnect the VPN, or open the firewall for this machine"
         yield problem("; ".join(wrong), remedy)
         return
     free, needed = free_ports(), PORTS_PER_PROCESS * (context.machine.processes_per_node + 2)
@@ -35,14 +35,14 @@ def check_ports(context: CheckContext) -> Iterator[Finding]:
     if free >= needed:
         yield ok(seen)
     else:
-        yield problem(f"{seen}, and about {needed} are needed", "end what holds ports: ss -tan")
+        yield problem(f"{seen}, and about {needed} are needed", "stop what holds ports: ss -tan shows it")
 
 
 def own_addresses() -> list[str]:
     """Loopback, and the address by which other machines would reach this one."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
-            probe.connect(("8.8.8.8", 1))  # sends nothing: it only asks which way a packet would go
+            probe.connect(("8.8.8.8", 1))  # sends nothing: it only looks up the route
             return list(dict.fromkeys(["127.0.0.1", probe.getsockname()[0]]))
         except OSError:
             return ["127.0.0.1"]
@@ -59,7 +59,7 @@ def unreachable(address: str) -> str | None:
 
 
 def free_ports(network: Path = Path("/proc")) -> int:
-    """Ports that the system hands out and that no TCP socket holds; `network`: where proc is mounted."""
+    """Number of ephemeral ports that no TCP socket holds; `network`: where proc is mounted."""
     try:
         low, high = (int(port) for port in (network / "sys/net/ipv4/ip_local_port_range").read_text().split())
         files = [file for name in ("tcp", "tcp6") if (file := network / "net" / name).is_file()]
@@ -106,16 +106,16 @@ def named_clusters(environ: Mapping[str, str], folder: Path) -> dict[str, str]:
 
 
 def _beside(named: Mapping[str, str]) -> Finding:
-    """The run starts a Ray of its own; others are only worth a note."""
+    """The run starts its own Ray; others are only worth a note."""
     for source, address in named.items():
         if address in ("auto", "local"):
             continue
         if reason := _silent(address):
             gone = f"{source} names {address}, where no Ray answers ({reason})"
             return note(f"{gone}; not used, since ray_init.address=local", _forget(source))
-        there = f"a Ray cluster runs at {address} ({source}); this run starts one of its own beside it"
+        there = f"a Ray cluster runs at {address} ({source}); this run starts its own beside it"
         return note(there, "ray_init.address=auto joins it")
-    return ok("starts a cluster of its own; no other one is named")
+    return ok("the run starts its own cluster; no other is configured")
 
 
 def _joined(address: str, source: str) -> Finding:
@@ -128,7 +128,7 @@ def _joined(address: str, source: str) -> Finding:
 
 
 def _forget(source: str) -> str:
-    """The command after which a source names no cluster."""
+    """The command that removes the address from its source."""
     return "unset RAY_ADDRESS" if source == "RAY_ADDRESS" else f"rm {source}"
 
 

@@ -1,4 +1,4 @@
-"""The fast part of the check-up, which main_ppo makes before it starts anything.
+"""The fast checks, which main_ppo makes before it starts anything.
 
 In: `CheckContext` with what the run has opened already. Out: warnings in the log, or one ConfigError with
 every problem. Left out on purpose: whatever takes longer than milliseconds; `python -m hydraflow.doctor`
@@ -27,8 +27,8 @@ log = logging.getLogger(__name__)
 def require_healthy(
     context: CheckContext, checks: Iterable[Check] = CHECKS, *, known: Sequence[Problem] = ()
 ) -> None:
-    """Raises ConfigError with every problem of the fast checks; logs their warnings. Of a key or a file about
-    which something is `known`, nothing more is said: two checks may open the same file."""
+    """Raises ConfigError with every problem of the fast checks; logs their warnings. Keys and
+    files with a `known` problem are not reported again: two checks may open the same file."""
     fast = [replace(check, seconds=lambda context: SECONDS) for check in checks if check.fast]
     _judge(list(run_checks(context, fast)), known)
 
@@ -45,7 +45,7 @@ def _judge(results: Sequence[Result], known: Sequence[Problem]) -> None:
 
 
 def require_trackers(trainer: LoopConfig, *, known: Sequence[Problem] = ()) -> None:
-    """The same for the trackers alone, for commands that the other checks do not know."""
+    """The same for the trackers only, for commands that the other checks do not support."""
     looked = Check("trackers", lambda context: look_at(trainer))
     findings = within(SECONDS, looked, None)
     _judge([Result(looked.name, tuple(findings), 0.0)], known)

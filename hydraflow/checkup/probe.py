@@ -1,4 +1,4 @@
-"""Runs a piece of Python in a process of its own: for what may crash, hang or leave something behind.
+"""Runs Python code that may crash, hang or leave something behind in a separate process.
 
 In: source and a time limit. Out: how it ended and what it printed last. The process and its children are gone
 afterwards.
@@ -23,19 +23,19 @@ class ProcessResult:
     """Exit code and output of a process."""
 
     code: int | None
-    """Its exit code; negative: a signal; None: its time was over."""
+    """Exit code; negative: a signal; None: it timed out."""
     output: str
-    """What it printed, both streams."""
+    """What it printed to stdout and stderr."""
 
     @property
     def last(self) -> str:
-        """Its last lines, in one."""
+        """Its last lines, joined."""
         lines = [line.strip() for line in self.output.splitlines() if line.strip()]
         return " | ".join(lines[-LAST_LINES:])[-400:]
 
     @property
     def reason(self) -> str:
-        """Why it failed, for people."""
+        """Why it failed, as text for a message."""
         if self.code is None:
             return "took too long"
         how = f"ended with signal {-self.code}" if self.code < 0 else f"exit code {self.code}"
@@ -43,8 +43,8 @@ class ProcessResult:
 
 
 def run_python(source: str, *arguments: str, seconds: float) -> ProcessResult:
-    """Runs Python source with this interpreter for at most `seconds`; `arguments` are its sys.argv[1:]. What
-    it prints goes to a file: a pipe would wait for grandchildren that hold it."""
+    """Runs Python source with this interpreter for at most `seconds`; `arguments` are its sys.argv[1:].
+    Output goes to a file, because reading a pipe would wait for grandchildren that hold it."""
     with tempfile.TemporaryFile() as printed:
         process = subprocess.Popen(
             [sys.executable, "-c", source, *arguments],

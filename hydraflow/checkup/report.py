@@ -28,12 +28,12 @@ STYLES = {
 
 
 def print_report(results: Iterable[Result], console: Console) -> int:
-    """Prints the table and returns the exit code. A terminal is shown meanwhile how far it is."""
+    """Prints the table and returns the exit code. On a terminal it shows progress."""
     kept = []
     for result in results:
         kept.append(result)
         if console.is_terminal:
-            progress = Text(f"looked at {result.name} ({result.seconds:.1f} s)", style="dim")
+            progress = Text(f"checked {result.name} ({result.seconds:.1f} s)", style="dim")
             console.print(progress, end="\x1b[K\r")
     console.print("check-up of this machine for this configuration", style="italic")
     for line in as_lines(kept, output_width()):
@@ -44,7 +44,7 @@ def print_report(results: Iterable[Result], console: Console) -> int:
 
 
 def as_lines(results: Sequence[Result], width: int) -> Iterator[Text]:
-    """check, state, evidence and what to do; no word is split and no line ends in blanks."""
+    """Columns check, state, evidence and remedy; words are never split, and lines have no trailing blanks."""
     names = max((len(result.name) for result in results), default=0) + 1
     states = max(map(len, State)) + 1
     for result in results:
@@ -72,6 +72,6 @@ def as_json(results: Iterable[Result]) -> str:
 
 
 def exit_code(results: Iterable[Result]) -> int:
-    """0, or 2 when something would keep the run from starting."""
+    """0, or 2 if a problem would keep the run from starting."""
     states = {finding.state for result in results for finding in result.findings}
     return ConfigError.exit_code if State.PROBLEM in states else 0

@@ -1,6 +1,6 @@
 """The reward function on three rows, in the processes that score during training, with their time limit.
 
-In: three rows. Out: findings. Each row is asked twice: with its ground truth as the response, and with an
+In: three rows. Out: findings. Each row is scored twice: with its ground truth as the response, and with an
 empty response.
 """
 
@@ -25,7 +25,7 @@ ROWS = 3
 
 
 def seconds(config: RewardConfig) -> float:
-    """What the check may take: the pool's own limits end it before."""
+    """Time limit of the check; the pool's own limits are shorter."""
     return START_SECONDS + 2 * ROWS * (MOST * config.timeout + GRACE_SECONDS) + 10.0
 
 
@@ -72,7 +72,7 @@ def judge(rows: Sequence[RewardRow], results: Sequence[RewardResult], reward: Re
     scores = f"the ground truth scores {_few(right)}, an empty response {_few(empty)}"
     seen = f"{len(right)} rows of {sources}: {scores}"
     if right == empty:
-        return note(f"{seen}: no difference, as where a response needs a form besides the answer")
+        return note(f"{seen}: no difference, which is normal if a response also needs a certain format")
     return ok(seen)
 
 

@@ -1,4 +1,4 @@
-"""The table of all checks, and the one place that runs them: each within its time, none able to end the
+"""The table of all checks, and the one place that runs them, each with a time limit. No check can end the
 program.
 
 In: `CheckContext`. Out: `Result`s in the order of the table. A new check is a function from that to
@@ -34,37 +34,37 @@ from hydraflow.compose.runnable import problems as not_runnable
 from hydraflow.errors import ConfigError
 
 SECONDS = 20.0
-"""What a check may take where it does not say otherwise."""
+"""Default time limit of a check."""
 
 
 @dataclass(frozen=True)
 class Check:
-    """One thing that is looked at."""
+    """One check."""
 
     name: str
     look: Callable[[Any], Iterable[Finding]]
-    """From `CheckContext` to what is found."""
+    """From `CheckContext` to findings."""
     fast: bool = False
-    """Takes milliseconds: main_ppo makes it at every start."""
+    """Takes milliseconds, so main_ppo runs it at every start."""
     seconds: Callable[[CheckContext], float] = lambda context: SECONDS
-    """After so long it is given up."""
+    """Time limit, after which it is abandoned."""
 
 
 @dataclass(frozen=True)
 class Result:
-    """What a check found, one or several things."""
+    """The findings of a check."""
 
     name: str
     findings: tuple[Finding, ...]
     seconds: float
-    """How long it took."""
+    """Duration."""
 
 
-CLUSTER = "cluster.*: describes machines for python -m hydraflow.plan; the doctor looks at this one"
+CLUSTER = "cluster.*: describes machines for python -m hydraflow.plan; the doctor checks this one"
 
 
 def check_settings(context: CheckContext) -> Iterator[Finding]:
-    """Keys that main_ppo would refuse or miss, and keys that do nothing."""
+    """Keys that main_ppo would refuse or lacks, and keys without effect."""
     refused = [*context.unsupported, *wrong_values(context.asked), *not_runnable(context.config)]
     notes = [*context.notes, *([CLUSTER] if context.asked.cluster != context.config.cluster else [])]
     yield from map(of_problem, refused)
@@ -126,8 +126,8 @@ def run_checks(context: CheckContext, checks: Iterable[Check] = CHECKS) -> Itera
 
 
 def within(seconds: float, check: Check, context: CheckContext | None) -> list[Finding]:
-    """The findings, or a problem when they take too long. What still runs then is left behind in a thread
-    that no exit waits for."""
+    """The findings, or a problem after `seconds`. A check that is still running is left in a daemon thread,
+    which does not delay the exit."""
     answers: SimpleQueue[list[Finding]] = SimpleQueue()
     threading.Thread(
         target=lambda: answers.put(_guarded(check, context)), name=check.name, daemon=True
@@ -135,13 +135,13 @@ def within(seconds: float, check: Check, context: CheckContext | None) -> list[F
     try:
         return answers.get(timeout=seconds)
     except Empty:
-        remedy = "look at what it looks at: a hanging network drive, or code of the model's"
+        remedy = "look for a network drive that hangs, or model code that hangs"
         return [problem(f"gave no answer within {seconds:g} seconds", remedy)]
 
 
 def _guarded(check: Check, context: CheckContext | None) -> list[Finding]:
-    """What the check finds. Whatever it raises is a finding too: it opens files of any kind and runs the
-    model's own code."""
+    """The check's findings. Any exception is a finding too: checks open files of any kind and run the model's
+    own code."""
     found: list[Finding] = []
     try:
         for finding in check.look(context):

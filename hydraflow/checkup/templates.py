@@ -53,7 +53,7 @@ def check_template(context: CheckContext) -> Iterator[Finding]:
 def judge_chats(
     tokenizer: PreTrainedTokenizerBase, chats: Sequence[Messages], *, options: Mapping[str, Any]
 ) -> Iterator[Finding]:
-    """What rendering shows. Raises jinja2's TemplateError when the template refuses a prompt."""
+    """Findings from rendering. Raises jinja2's TemplateError if the template refuses a prompt."""
     special = set(map(str, tokenizer.all_special_tokens)) | set(MARKERS)
 
     def render(chat: Messages, *, prompt: bool) -> str:
@@ -74,14 +74,14 @@ def judge_chats(
 def _complaint(
     tokenizer: PreTrainedTokenizerBase, chat: Messages, text: str, special: Set[str]
 ) -> Finding | None:
-    """What is wrong with a prompt that was rendered as `text`."""
+    """A warning if something is wrong with a prompt that was rendered as `text`."""
     last, bos, shown = chat[-1], tokenizer.bos_token, _short(text)
     if marks := sorted({mark for message in chat for mark in special if mark in str(message["content"])}):
         evidence = f"a prompt holds {', '.join(marks)} already, so the template is applied twice: {shown}"
         return warning(evidence, "store plain messages, without the template's own markers")
     if str(last["content"]).strip() not in text:
         evidence = f"the template drops the content of the last message: {shown}"
-        return warning(evidence, "another chat template")
+        return warning(evidence, "use another chat template")
     if last["role"] == "assistant":
         evidence = f"a prompt ends with an assistant's message: {shown}"
         return warning(evidence, "end prompts with a user's message")
@@ -133,8 +133,8 @@ def judge_ends(
 
 
 def turn_end(tokenizer: PreTrainedTokenizerBase) -> int | None:
-    """The special token with which the chat template closes an assistant's message; None: with none, or it
-    takes no such message."""
+    """The special token with which the chat template closes an assistant's message; None: no
+    special token, or the template does not accept such a message."""
     if not tokenizer.chat_template:
         return None
     chat = [{"role": "user", "content": "QUESTION"}, {"role": "assistant", "content": SENTINEL}]

@@ -1,4 +1,4 @@
-"""Where metrics go: the run folder can be written, and each tracker of trainer.logger can be used.
+"""Checks that the run folder can be written and that each tracker of trainer.logger can be used.
 
 In: `trainer.logger`. Out: findings, one per tracker. A new tracker is a line in `TRACKER_CHECKS`.
 """
@@ -28,25 +28,25 @@ from hydraflow.tracking.trackers import TRACKERS
 from hydraflow.trainer.config import LoopConfig, TrainerConfig
 
 ON_SERVERS = ("wandb", "mlflow", "swanlab")
-"""Trackers that others see, which a check must not fill with trials."""
+"""Trackers on a server, which a check must not fill with test runs."""
 CONNECT_SECONDS = 2.0
 
 
 def check_trackers(context: CheckContext) -> Iterator[Finding]:
-    """Asks each tracker of the run, the file always among them; then the folders for responses."""
+    """Checks each tracker of the run, always including the file; then the folders for responses."""
     trainer = context.config.trainer
     yield from look_at(trainer)
     yield from _dumps(trainer)
 
 
 def look_at(trainer: LoopConfig) -> Iterator[Finding]:
-    """Asks each tracker of a training command."""
+    """Checks each tracker of a training command."""
     for name in dict.fromkeys(["file", *trainer.logger]):
         yield TRACKER_CHECKS[name](trainer)
 
 
 def check_writing(context: CheckContext) -> Iterator[Finding]:
-    """Has each tracker that writes files here take one number, in a folder that goes away."""
+    """Logs one number with each tracker that writes files, in a temporary folder."""
     for name in dict.fromkeys(["file", *context.config.trainer.logger]):
         if name in ("console", *ON_SERVERS):
             continue
@@ -55,7 +55,7 @@ def check_writing(context: CheckContext) -> Iterator[Finding]:
             tracker.log({"doctor": 1.0}, step=1)
             tracker.close()
             size = sum(file.stat().st_size for file in Path(folder).rglob("*") if file.is_file())
-        took = f"{name} took a number and wrote"
+        took = f"{name} logged a number and wrote"
         yield ok(f"{took} {size} bytes") if size else problem(f"{took} nothing")
 
 
@@ -87,13 +87,13 @@ def _check_login(name: str, trainer: LoopConfig) -> Finding:
 
 
 def judge_login(name: str, offline: str | None, remedy: str) -> Finding:
-    """`offline`: why the run is kept in its folder; None: it is sent. Asked for: fine; not asked for: a
-    warning, and the run starts."""
+    """`offline`: why the run is kept in its folder; None: it is sent. Offline on request is fine; otherwise
+    it is a warning, and the run starts."""
     if offline is None:
         return ok(f"{name} is installed, and a user is logged in")
     if "=" in offline:
         return ok(f"{name} is installed; {offline}")
-    kept = f"the run is kept offline in <run folder>/{name}, and `{name} sync` sends it later"
+    kept = f"the run is kept offline in <run folder>/{name}, and `{name} sync` uploads it later"
     return warning(f"{name} is installed, but {offline}: {kept}", remedy)
 
 
@@ -103,7 +103,7 @@ def _check_mlflow(trainer: LoopConfig) -> Finding:
 
 
 def judge_mlflow(environ: Mapping[str, str], *, without: str) -> Finding:
-    """Whether the place of MLFLOW_TRACKING_URI answers. `without`: the override that leaves MLflow out."""
+    """Whether MLFLOW_TRACKING_URI can be used. `without`: the override that leaves MLflow out."""
     folder = Path("<run folder>")
     address = mlflow.tracking_uri(environ, folder)
     uri, scheme = public_text(address), urlsplit(address).scheme
@@ -160,4 +160,4 @@ TRACKER_CHECKS: dict[str, Callable[[LoopConfig], Finding]] = {
     "swanlab": partial(_check_login, "swanlab"),
     "console": lambda trainer: ok("the console needs nothing"),
 }
-"""Name in trainer.logger -> what it needs. One that needs a login says here what it falls back to without."""
+"""Name in trainer.logger -> what it needs. For one that needs a login, this says what happens without."""

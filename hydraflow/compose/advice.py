@@ -53,7 +53,7 @@ def _single_responses(config: PPOConfig) -> Iterator[str]:
     if compares and n == 1 and config.batch.trajectories_per_step is None:
         yield (
             f"{POLICY}.rollout.n=1: {estimator} compares the responses to a prompt, and a single one has none"
-            f" to be compared with; typical values are {POLICY}.rollout.n=4 to 16"
+            f" to compare with; typical values are {POLICY}.rollout.n=4 to 16"
         )
 
 

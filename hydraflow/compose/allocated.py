@@ -20,11 +20,11 @@ NODES, DEVICES, CPUS = "trainer.nnodes", "trainer.n_gpus_per_node", "ray_init.nu
 ROLLOUT_NODES = "actor_rollout_ref.rollout.nnodes"
 ROLLOUT_DEVICES = "actor_rollout_ref.rollout.n_gpus_per_node"
 BESIDE = 1
-"""Processes per machine to which Ray gives a CPU besides the training processes: the one for rewards."""
+"""CPUs per machine that Ray counts besides one for each training process: one for the reward process."""
 
 
 def take(schema: type, leaves: dict[str, Any], origins: dict[str, str], given: Allocation | None) -> None:
-    """Fills in unset keys: nodes of a running cluster, without those that the rollout has of its own; GPUs;
+    """Fills in unset keys: the nodes of a running cluster, minus those reserved for the rollout; GPUs; the
     CPUs of this run's own cluster."""
     if given is None or not issubclass(schema, RayCommandConfig):
         return
@@ -43,7 +43,7 @@ def take(schema: type, leaves: dict[str, Any], origins: dict[str, str], given: A
         if key == NODES:
             value -= int(leaves.get(ROLLOUT_NODES) or 0)
             if value < 1:
-                continue  # `contradictions` says why
+                continue  # `contradictions` reports it
         processes = int(leaves.get(DEVICES) or CPU_PROCESSES)
         if key == CPUS and not (local and value >= processes + BESIDE):
             continue
@@ -79,12 +79,12 @@ def contradictions(config: Any, given: Allocation | None) -> Iterator[Problem]:
 
 
 def started_often(config: Any, started: tuple[int, int] | None) -> Iterator[Problem]:
-    """The problem of a command that starts its own processes but was started by torchrun, on (nodes,
-    processes per node)."""
+    """A problem if torchrun started a command that starts its own processes; `started`: (nodes, processes per
+    node)."""
     if started is None or not isinstance(config, RayCommandConfig):
         return
     nodes, processes = started
-    rule = f"has started this {nodes * processes} times; start it once, it starts its own workers"
+    rule = f"has started this {nodes * processes} times; start it once: it starts its own workers"
     remedy = f"{type(config).__doc__} ... {NODES}={nodes} {DEVICES}={processes}"
     yield Problem("torchrun", None, rule, remedy)
 
@@ -94,7 +94,7 @@ def _cores(processes: int, given: Allocation) -> Iterator[Problem]:
     their GPUs."""
     assert given.cpus is not None
     if processes > given.cpus:
-        no_more = f"Slurm gave job {given.job} no more ({given.source('cpus')})"
-        rule = f"that many processes share {count(given.cpus, 'core')}: {no_more}"
+        limit = f"all that Slurm gave job {given.job} ({given.source('cpus')})"
+        rule = f"that many processes would share {count(given.cpus, 'core')}, {limit}"
         fewer = f"{DEVICES}={given.cpus} or {CPUS}={processes + BESIDE}"
         yield Problem(DEVICES, processes, rule, f"sbatch --cpus-per-task={8 * processes} or {fewer}")

@@ -1,5 +1,4 @@
-"""Separates options from overrides on a command line: Hydra's options, and those that an entry point
-declares.
+"""Separates the options on a command line, Hydra's and the entry point's own, from its overrides.
 
 In: the arguments after the program's name. Out: `Arguments`, or one problem for each unknown option. Left out
 on purpose: what overrides mean (`overrides.py`).
@@ -139,7 +138,7 @@ def _combination_problems(arguments: Arguments) -> list[Problem]:
     if shown is not None and shown not in _CFG_KINDS:
         rule = one_of(*_CFG_KINDS).text
         problems.append(Problem(f"--cfg {shown}", None, rule, "--cfg job"))
-    if not arguments.has("--cfg", "-c") and arguments.take("--resolve") is not None:  # Hydra would crash
+    if not arguments.has("--cfg", "-c") and arguments.take("--resolve") is not None:  # alone it crashes Hydra
         problems.append(Problem("--resolve", None, "goes with --cfg", "--cfg job --resolve"))
     return problems
 

@@ -36,7 +36,7 @@ def public_words(words: Sequence[str]) -> list[str]:
 
 
 def unparsed(word: str) -> str:
-    """A word that is not an override, or that Hydra cannot parse; without its value if that may be secret."""
+    """A word that is not an override or that Hydra cannot parse, without its value if that may be secret."""
     public, (key, equals, value) = public_word(word), word.partition("=")
     if not equals or word.startswith("-") or public_word(key) != key:
         return public

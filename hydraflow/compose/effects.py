@@ -54,7 +54,7 @@ def _validates(config: PPOConfig) -> bool:
 
 
 def _while(switch: str, pattern: str, what: str) -> NoEffectRule:
-    """Keys without effect while `switch` is true, because it `what`."""
+    """Keys without effect while `switch` is true; `what` completes the reason, as in "switch=true what"."""
     return NoEffectRule(
         pattern, lambda c: bool(value_at(c, switch)), f"{switch}=true {what}", f"{switch}=false"
     )
@@ -151,7 +151,7 @@ def _reads_back(config: PPOConfig) -> bool:
 def _devices(mapping: object) -> Devices | None:
     try:
         return None if mapping is None else parse(mapping)[0]
-    except ValueError:  # the plan says so
+    except ValueError:  # the plan reports it
         return None
 
 
@@ -213,7 +213,7 @@ def _computes_like_the_engine(config: PPOConfig) -> bool:
     return same and dtypes in ({"fp32"}, {"fp64"}) and not replays
 
 
-def _has_no_clip(config: PPOConfig) -> bool:
+def _is_plain_reinforce(config: PPOConfig) -> bool:
     correction = config.algorithm.rollout_correction
     return correction.bypass_mode and correction.loss_type == "reinforce"
 
@@ -231,7 +231,7 @@ _CORRECTION = (
     ),
     NoEffectRule(
         f"{ACTOR}.{{{','.join(sorted(_OF_ANY_LOSS - {''}))},policy_loss.*}}",
-        _has_no_clip,
+        _is_plain_reinforce,
         "algorithm.rollout_correction.loss_type=reinforce is the policy loss",
         "algorithm.rollout_correction.loss_type=ppo_clip",
     ),
@@ -258,7 +258,7 @@ _BATCHES = (
     NoEffectRule(
         "data.gen_batch_size",
         lambda c: not c.algorithm.filter_groups.enable,
-        "only algorithm.filter_groups samples in batches of its own",
+        "only algorithm.filter_groups samples in batches of this size",
         "algorithm.filter_groups.enable=true",
     ),
 )
@@ -307,7 +307,7 @@ _PARTS = (
 _RUN = (
     NoEffectRule(
         "ray_init.num_cpus",
-        # in a Slurm job hydraflow.slurm starts Ray with it
+        # in a Slurm job hydraflow.slurm passes it to the Ray that it starts
         lambda c: c.ray_init.address != "local" and allocation() is None,
         "a running cluster has its own number of CPUs",
         "ray_init.address=local",

@@ -1,5 +1,5 @@
-"""Translates errors of Hydra and OmegaConf to this program's form: field, value, rule, remedy. A message that
-is not known here is passed on verbatim.
+"""Translates errors of Hydra and OmegaConf to this program's form: field, value, rule, remedy. An
+unknown message is passed on verbatim.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def _of_a_key(key: str, message: str) -> Problem | None:
 
 
 def _of_a_file(key: str, message: str) -> Problem | None:
-    """Files that are no mappings, and defaults lists that cannot be read."""
+    """Files that are not mappings, and defaults lists that cannot be read."""
     no_list = r"Invalid defaults list in '(.+?)', defaults must be a list \(got (.+?)\)"
     if found := re.search(no_list, message):
         rule = f"defaults must be a list, not {found[2]}"

@@ -169,11 +169,11 @@ def accepts(hint: Any, value: Any) -> bool:
 
 
 def without_quotes(value: Any) -> Any:
-    """The number, list or mapping that a text would be without the quotes around it; None: it is none.
+    """The number, list or mapping that a text would be without its quotes; None: it would still be text.
 
     >>> without_quotes("64"), without_quotes("[/a,/b]"), without_quotes("a, b"), without_quotes("[/a")
     (64, ['/a', '/b'], None, None)
-    >>> without_quotes("1:30"), without_quotes("2024-13-45")  # numbers to base 60 and dates of YAML
+    >>> without_quotes("1:30"), without_quotes("2024-13-45")  # YAML's base-60 numbers and dates
     (None, None)
     """
     try:
@@ -270,7 +270,7 @@ def wrong_type(schema: type, key: Key, value: Any) -> Problem:
 
 def _as_meant(hint: Any, value: Any) -> Any:
     """The value that was probably meant: 1000 for 1e3 in an int, true for yes and 1, [a] for a in a list;
-    None: none is likely."""
+    None: no guess."""
     if isinstance(value, float) and value.is_integer() and abs(value) <= 2**53 and accepts(hint, int(value)):
         return int(value)
     if isinstance(value, str) and accepts(hint, True) and value.lower() in _SWITCHED:

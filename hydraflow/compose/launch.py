@@ -191,7 +191,7 @@ class _Launch(Generic[Config]):
         folder = str(config_folder(entry.config_name))
         main = hydra.main(version_base=VERSION_BASE, config_path=folder, config_name=entry.config_name)
         sys.argv[1:] = self._words_for_hydra()
-        # else Hydra prints errors itself and ends the process with code 1
+        # without it Hydra prints errors itself and exits with 1
         os.environ["HYDRA_FULL_ERROR"] = "1"
         try:
             main(self._composed)()
@@ -204,7 +204,7 @@ class _Launch(Generic[Config]):
         except (HydraException, OmegaConfBaseException, ValueError, RecursionError) as error:
             if self._has_composed and not isinstance(error, HydraException | OmegaConfBaseException):
                 raise
-            # before that, other kinds are Hydra's words about a defaults list, too
+            # before composition, ValueError and RecursionError also come from Hydra, about a defaults list
             raise ConfigError([*problems, *translated(error, self._prepared.files).problems]) from error
 
     def _words_for_hydra(self) -> list[str]:
@@ -227,7 +227,7 @@ class _Launch(Generic[Config]):
         facts = HydraConfig.get()
         sweep = Path(facts.sweep.dir) / "multirun.yaml"
         if facts.mode == RunMode.MULTIRUN and sweep.is_file():
-            sweep.chmod(0o600)  # Hydra has written the overrides to it, which may hold secrets
+            sweep.chmod(0o600)  # Hydra wrote the overrides to it, and they may hold secrets
         if self._shown is not None:
             return _show(self._finished(composed, facts, only_keys=True), self._shown)
         code = run_guarded(partial(self._run_one, composed, facts), self.entry.show_error)
@@ -245,7 +245,7 @@ class _Launch(Generic[Config]):
     def _finished(
         self, composed: DictConfig, facts: HydraConf, *, only_keys: bool = False
     ) -> ComposedConfig[Config]:
-        # `${...}` in an override is resolved in the configuration, not in this list
+        # `${...}` in an override can be resolved in the configuration only, not in this list
         words = cast("list[str]", OmegaConf.to_container(cast(Any, facts.overrides.task), resolve=False))
         name = str(facts.job.config_name)
         return finish(self.entry, composed, self._prepared, name, words, only_keys=only_keys)

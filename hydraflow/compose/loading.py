@@ -99,7 +99,7 @@ def load(config_name: str, schema: type[Config], overrides: Sequence[str] = ()) 
 def load_command(
     config_name: str, schema: type[Config], overrides: Sequence[str] = (), **checks: Any
 ) -> tuple[Config, Command]:
-    """As `load`, with the `Command` and its notes; `checks`: judges, missing and tolerant of `EntryPoint`."""
+    """As `load`, with the `Command` and its notes; `checks`: fields of `EntryPoint`."""
     entry = EntryPoint(config_name, schema, **checks)
     prepared = prepare(config_name, schema, Arguments(overrides=list(overrides)))
     register(entry)
@@ -118,7 +118,7 @@ def register(entry: EntryPoint[Any], folders: Sequence[Path] = ()) -> None:
     `folders` contain the user's files, which may name verl's.
     """
     if _stored != [(entry.config_name, entry.schema)]:
-        for name, _ in _stored:  # Hydra copies its whole store for each composition
+        for name, _ in _stored:  # Hydra copies its whole store for each composition, so it is kept small
             ConfigStore.instance().repo.pop(f"schema_{name}.yaml", None)
         ConfigStore.instance().store(f"schema_{entry.config_name}", asdict(entry.schema()))
         _stored[:] = [(entry.config_name, entry.schema)]
@@ -145,7 +145,7 @@ def finish(
     content = OmegaConf.to_container(composed, resolve=False)
     assert isinstance(content, dict)
     tree = {str(name): value for name, value in content.items()}
-    if config_name != entry.config_name:
+    if config_name != entry.config_name:  # the user's own file may leave ours out of its defaults list
         tree = over(asdict(cast(Any, entry.schema())), tree)
         composed = OmegaConf.create(tree)
     checked = check(entry.schema, tree, found.of, lambda key: _resolved(composed, key), found.in_files)
@@ -159,6 +159,7 @@ def finish(
     tolerated = unsupported if entry.tolerant else []
     problems = prepared.problems + [one for one in checked.problems if one not in tolerated]
     config = _build(entry.schema, checked.leaves)
+    # wrong names in copied values are reported under the key that they were copied from
     copied = {key for key, origin in checked.origins.items() if origin.startswith("follows ")}
     foreign, notes = check_names({key: checked.leaves[key] for key in checked.leaves if key not in copied})
     written = from_environment(entry.schema, composed, tree, found.of)
@@ -214,8 +215,8 @@ def _describe(
     written: Mapping[str, Any],
     names: Sequence[str],
 ) -> tuple[Command, list[Problem]]:
-    """The command's notes, and the problems of keys without effect. `written`: see `Command`; `names`: notes
-    on the names in open mappings."""
+    """The command with its notes, and the problems of keys without effect. `written`: see `Command`; `names`:
+    notes on the names in open mappings."""
     schema: type = entry.schema
     given = [(key, written.get(key, checked.leaves[key])) for key in _keys_of_the_user(schema, checked)]
     ineffective = [*checked.translation.ignored, *keys_without_effect(config, given, planning=entry.tolerant)]
@@ -254,7 +255,7 @@ def _default_devices(config: Any, checked: CheckedTree) -> Iterator[str]:
     if translation.honoured or translation.ignored or translation.unsupported or translation.untouched:
         verls = "verl takes 8" if isinstance(config, PPOConfig) else "verl has it from torchrun"
         count = planned_devices(config.trainer.device)
-        yield f"{key}: not set; {verls}, here it is what this machine has ({count})"
+        yield f"{key}: not set; {verls}, here it is the number on this machine ({count})"
 
 
 def _default_estimator(config: Any, checked: CheckedTree) -> Iterator[str]:
@@ -293,10 +294,12 @@ def _value_problems(
 ) -> list[Problem]:
     """Problems of the values, except those that may be due to a rejected value.
 
-    `others`: problems already found that may be due to one, too. `refused`: there are problems besides.
+    `others`: problems already found, to filter in the same way. `refused`: whether there are further
+    problems.
     """
     problems = [*checks.problems(config, planning=entry.tolerant, usual=checked.usual), *others]
-    followed = {f"follows {problem.field}" for problem in problems}  # the key they follow is reported
+    # the key that these follow is reported instead
+    followed = {f"follows {problem.field}" for problem in problems}
     problems = [problem for problem in problems if checked.origins.get(problem.field) not in followed]
     if not entry.tolerant:
         problems += allocated.contradictions(config, allocation())
@@ -306,7 +309,9 @@ def _value_problems(
     unknown = UnknownValues(keys, checked.unknown.everything)
     if unknown.hide_the_plan:
         return problems
-    wrong = checks.unknown_choices(config)  # judges look choices up; as far as they go, defaults do
+    wrong = checks.unknown_choices(
+        config
+    )  # judges look choices up in tables; unknown ones are replaced by their defaults
     config = _build(entry.schema, {key: checked.leaves[key] for key in checked.leaves if key not in wrong})
     problems += unknown.unrelated(problem for judge in entry.judges for problem in judge(config, command))
     if entry.missing is not None and (problems or refused):

@@ -46,7 +46,9 @@ def find(
     sources = GlobalHydra.instance().config_loader().get_sources()
     folders = [Path(source.path) for source in sources if source.scheme() == "file"]
     folders += [*own_folders, ours]
-    choosing = tuple(word for word in words if not word.startswith("++"))  # the others set values
+    choosing = tuple(
+        word for word in words if not word.startswith("++")
+    )  # words with ++ set values; the others may choose files
     memory = _FOUND if set(folders) == {ours} else {}
     chosen = (schema, ours, config_name, choosing)
     if chosen not in memory:
@@ -96,7 +98,7 @@ def _add(found: Origins, schema: type, file: Path, package: str, label: str) -> 
     tree = yaml_values.load(file.read_text(encoding="utf-8"))
     if not isinstance(tree, Mapping):
         return
-    beside = file.with_name(f"{file.stem}_origins.json")  # what a run recorded for its config.yaml
+    beside = file.with_name(f"{file.stem}_origins.json")  # written by a run beside its config.yaml
     kept = json.loads(beside.read_text(encoding="utf-8")) if beside.is_file() else {}
     inside = {str(name): value for name, value in tree.items() if name not in ("defaults", "hydra")}
     section = "" if package in ("", "_global_") else package
@@ -120,5 +122,5 @@ def _label(file: Path, ours: Path) -> str:
 
 
 _FOUND: dict[tuple[type, Path, str, tuple[str, ...]], Origins] = {}
-"""What `_of_files` found where all files are ours, which do not change while a process runs: to list them
-takes Hydra a third of a composition's time, and a sweep composes for each of its runs."""
+"""Cached results of `_of_files` if all files are ours, which do not change while a process runs. Listing the
+files takes Hydra a third of a composition's time, and a sweep composes for each of its runs."""

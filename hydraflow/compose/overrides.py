@@ -47,7 +47,7 @@ Groups = Mapping[str, Sequence[str]]
 
 _KEY = re.compile(r"[A-Za-z_][\w@:/-]*(\.[\w@:/-]+)*")
 _IS_OVERRIDE = re.compile(r"[+~]+|[A-Za-z_][\w@:/.-]*=")
-"""The start of a word that is an override of its own."""
+"""Matches the start of a word that is a separate override."""
 _DEFAULT_RECIPE = "recipe=arithmetic"
 _OWN_MODEL_OR_DATA = {"recipe", "actor_rollout_ref.model.path", "data.train_files", "data.val_files"}
 """The default recipe is not used if one of these keys is given."""
@@ -64,7 +64,7 @@ class PreparedCommandLine:
     files: Sequence[str] = ()
     """File names that a defaults list may use."""
     unknown: UnknownValues = field(default_factory=UnknownValues)
-    """Keys that were left out of `words`: their defaults are not checked in their place."""
+    """Keys whose rejected words are not in `words`: their defaults must not be checked instead."""
 
 
 def config_folder(config_name: str) -> Path:
@@ -121,7 +121,7 @@ def prepare(
         if problems := _problems(parsed, schema, groups, multirun=arguments.multirun):
             prepared.problems += problems
             prepared.unknown.keys.update([parsed.key_or_group, *nearest_keys(schema, parsed.key_or_group, 1)])
-            prepared.unknown.everything |= _is_choice(parsed, groups)  # a choice of files sets anything
+            prepared.unknown.everything |= _is_choice(parsed, groups)  # a file may set any key
         else:
             prepared.words += _normalised(parsed, schema, groups, chosen, own_file=own_file)
     brings_files = own_file or arguments.has(*CONFIG_DIR)
@@ -156,15 +156,15 @@ def _parse(word: str, schema: type, prepared: PreparedCommandLine) -> Override |
             reason = str(error).splitlines()[0]
             prepared.problems.append(_unreadable(word, key, value, reason, schema))
     else:
-        prepared.problems.append(_no_value(word, schema))
+        prepared.problems.append(_missing_value(word, schema))
     if key:
         prepared.unknown.keys.add(key)
     return None
 
 
 def _without_spaces(words: Sequence[str]) -> tuple[list[str], list[Problem]]:
-    """The words without `key = value`, `key: value` and `key={a: 1}`, which the shell has split into several
-    words, and a problem for each."""
+    """The words, except for `key = value`, `key: value` and `key={a: 1}` that the shell split into several
+    words, and a problem for each of these."""
     kept, problems = list[str](), list[Problem]()
     for word in words:
         if kept and _unclosed(kept[-1]) and not _IS_OVERRIDE.match(word):
@@ -185,7 +185,7 @@ def _without_spaces(words: Sequence[str]) -> tuple[list[str], list[Problem]]:
 
 
 def _unclosed(word: str) -> str:
-    """The brackets that would close the value of an override that begins with one; the shell splits
+    """The closing brackets that are missing from a value that begins with a bracket: the shell splits
     `{a: 1}` in two."""
     value, closers = word.partition("=")[2], ""
     for letter in re.sub(r"'[^']*'|\"[^\"]*\"", "", value) if value.startswith(("[", "{")) else "":
@@ -196,7 +196,7 @@ def _unclosed(word: str) -> str:
     return closers
 
 
-def _no_value(word: str, schema: type) -> Problem:
+def _missing_value(word: str, schema: type) -> Problem:
     name, _, value = word.lstrip("+").partition(":")
     if value.strip() and name in known_keys(schema):
         return _as_in_yaml(name, value.strip())
@@ -232,7 +232,7 @@ def _unreadable(word: str, key: str, value: str, reason: str, schema: type) -> P
     if hidden == word and (trimmed := _trimmed(schema, key, value)):
         return Problem(word, None, f"cannot be read: {reason}", f"{key}={trimmed}")
     rule, inner = f"cannot be read: {reason}", value.replace('"', r"\"")
-    if value.count("'") % 2 or value.count('"') % 2:  # the start or the end of the user's own
+    if value.count("'") % 2 or value.count('"') % 2:  # an unpaired quote of the user's
         inner = value.replace("'", "").replace('"', "")
     if hidden != word:  # Hydra's message would quote the secret
         rule, inner = "cannot be read", "..."
@@ -255,7 +255,7 @@ def _problems(override: Override, schema: type, groups: Groups, *, multirun: boo
     runs."""
     key = override.key_or_group
     if override.is_delete() and not key.startswith("hydra") and key not in groups:
-        return _no_deletion(key, schema)
+        return _deletion_problems(key, schema)
     if is_hydras(override):
         return []
     if override.is_sweep_override() and not multirun:
@@ -286,8 +286,8 @@ def _problems(override: Override, schema: type, groups: Groups, *, multirun: boo
     return [problem for value in given for problem in value_problems(schema, key, value)]
 
 
-def _no_deletion(key: str, schema: type) -> list[Problem]:
-    """Why a key cannot be deleted: only known keys and keys that a file may have added can."""
+def _deletion_problems(key: str, schema: type) -> list[Problem]:
+    """A problem unless the key can be deleted: known keys can, and keys that a file may have added."""
     known = known_keys(schema)
     if key in known or is_below_open(known, key) or classify(schema, key) is not None:
         return []
@@ -317,7 +317,7 @@ def _breaks_the_tree(override: Override, schema: type) -> Problem | None:
 def _normalised(
     override: Override, schema: type, groups: Groups, chosen: set[str], *, own_file: bool
 ) -> list[str]:
-    """The words for Hydra, which wants a + for exactly those groups that are not in the defaults list yet:
+    """The words for Hydra, which requires a + for exactly those groups that are not in the defaults list yet:
     `chosen` are those of our file; for the user's `own_file`, the user must write the +."""
     word = override.input_line
     assert word is not None

@@ -21,7 +21,7 @@ from hydraflow.errors import Problem
 
 _FILE, _SEARCH = "file://", "hydra.searchpath"
 _VERLS_FOLDER = "config"
-"""verl's own folder in verl's command lines: Hydra looks for it beside verl's entry point."""
+"""verl's folder of YAML files as its command lines name it, relative to verl's entry point."""
 
 
 @dataclass
@@ -52,12 +52,12 @@ def take(arguments: Arguments, ours: Path, schema: type) -> OwnFiles:
         arguments.take(*CONFIG_PATH)
         arguments.overrides += instead
         return take(arguments, ours, schema)
-    if problems := [*_no_folder("--config-path", path), *_no_folder("--config-dir", extra)]:
+    if problems := [*_missing_folder("--config-path", path), *_missing_folder("--config-dir", extra)]:
         return OwnFiles(problems=problems)
     found = OwnFiles([folder.resolve() for folder in named])
     if name is not None:
         folders = [ours, *named] if path is None else named
-        found.problems += _no_file(name, folders, schema if path is not None else None)
+        found.problems += _missing_file(name, folders, schema if path is not None else None)
     if path is not None:
         arguments.take(*CONFIG_PATH)
         arguments.options += ["--config-path", str(Path(path).resolve())]
@@ -99,7 +99,7 @@ def _split_name(arguments: Arguments) -> None:
         arguments.options += ["--config-path", str(file.parent), "--config-name", file.stem]
 
 
-def _no_folder(option: str, folder: str | None) -> list[Problem]:
+def _missing_folder(option: str, folder: str | None) -> list[Problem]:
     if folder is None or Path(folder).is_dir():
         return []
     if Path(folder).is_file():
@@ -113,8 +113,8 @@ def _no_folder(option: str, folder: str | None) -> list[Problem]:
     return [Problem(f"{option} {folder}", None, "there is no such folder", remedy)]
 
 
-def _no_file(name: str, folders: list[Path], schema: type | None) -> list[Problem]:
-    """`schema`: with --config-path, the schema whose verl file the name alone would mean; None: without."""
+def _missing_file(name: str, folders: list[Path], schema: type | None) -> list[Problem]:
+    """`schema`: given with --config-path, to say that without it the name means one of verl's files."""
     if yaml_in(folders, name):
         return []
     if Path(name).suffix == ".yml" and any((each / name).is_file() for each in folders):

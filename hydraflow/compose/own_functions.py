@@ -88,7 +88,7 @@ def own_problems(config: PPOConfig) -> Iterator[Problem]:
 
 
 def _misfit(choice: OwnChoice, parameters: Parameters) -> str:
-    """What is wrong with the parameters; empty: nothing."""
+    """Why the parameters do not fit; empty: they do."""
     if choice.key == LOSS:
         data, section, begins = 1, "actor or actor.policy_loss", bool(parameters.names)
         how = "must take the tokens first, then keys of actor by name"

@@ -317,7 +317,7 @@ def _engine_has_a_process(config: PPOConfig) -> Iterator[Problem]:
     engine = GENERATION_ENGINES.get(config.actor_rollout_ref.rollout.name)
     if config.trainer.debug.local and engine is not None and engine.own_process:
         name = config.actor_rollout_ref.rollout.name
-        rule = "trainer.debug.local=true runs all roles in one process; this engine needs one of its own"
+        rule = "trainer.debug.local=true runs all roles in one process, and this engine needs its own"
         yield Problem(f"{ROLLOUT}.name", name, rule, f"{ROLLOUT}.name=native or trainer.debug.local=false")
 
 
@@ -358,7 +358,7 @@ def _adapters_are_loaded(config: PPOConfig) -> Iterator[Problem]:
         return
     if not engine.loads_adapters:
         others = " or ".join(name for name, one in GENERATION_ENGINES.items() if one.loads_adapters)
-        rule = f"{ROLLOUT}.name={policy.rollout.name} computes with merged weights alone"
+        rule = f"{ROLLOUT}.name={policy.rollout.name} samples from merged weights only"
         yield Problem(key, "false", rule, f"{key}=true or {ROLLOUT}.name={others}")
     elif policy.rollout.tensor_model_parallel_size > 1:
         size = f"{ROLLOUT}.tensor_model_parallel_size"
@@ -408,7 +408,7 @@ def _teachers_are_named(config: PPOConfig) -> Iterator[Problem]:
             yield Problem(f"{key}.{name}", shown(path), "must be the directory of a model")
     loss, key = asked.distillation_loss, "distillation.distillation_loss"
     if loss.over_vocabulary and loss.use_policy_gradient:
-        rule = f"{loss.loss_mode} is no estimate for the sampled token, so it cannot be its advantage"
+        rule = f"{loss.loss_mode} is not an estimate from the sampled token, so it cannot be its advantage"
         remedy = f"{key}.use_policy_gradient=false or {key}.loss_mode=k1"
         yield Problem(f"{key}.use_policy_gradient", "true", rule, remedy)
 
@@ -449,13 +449,13 @@ def _best_is_measured(config: PPOConfig) -> Iterator[Problem]:
 
 
 def _is_same_place(one: str | None, other: str | None) -> bool:
-    """Whether two paths name the same folder, however they are written, and whether or not it exists."""
+    """Whether two paths name the same folder, which need not exist."""
     if one is None or other is None:
         return False
     return os.path.realpath(os.path.expanduser(one)) == os.path.realpath(os.path.expanduser(other))
 
 
-def _dumps_lie_apart(config: PPOConfig) -> Iterator[Problem]:
+def _dump_folders_differ(config: PPOConfig) -> Iterator[Problem]:
     key, given = "trainer.validation_data_dir", config.trainer.validation_data_dir
     if _is_same_place(config.trainer.rollout_data_dir, given):
         rule = "trainer.rollout_data_dir is the same folder, and both write <step>.jsonl"
@@ -542,7 +542,7 @@ CROSS_RULES: dict[type, tuple[Callable[[Any], Iterator[Problem]], ...]] = {
         _partial_rollout_is_stale,
         _loads_what_was_saved,
         _best_is_measured,
-        _dumps_lie_apart,
+        _dump_folders_differ,
         _one_process_is_debugged,
         _profiled_steps_are_named,
         _parts_of_a_run,

@@ -49,7 +49,7 @@ class UnknownValues:
 
     keys: set[str] = field(default_factory=set)
     everything: bool = False
-    """No value is known."""
+    """No value can be trusted."""
 
     @property
     def hide_the_plan(self) -> bool:
@@ -112,7 +112,8 @@ def check(
                 value, known = resolve(key), keys.get(key)
                 fits = known is None or known.is_section or accepts(known.hint, value)
                 if isinstance(value, str) and not fits:
-                    value = yaml_values.load(value)  # text from the environment may be a number
+                    # a variable of the environment is text, and may mean a number
+                    value = yaml_values.load(value)
             _sort(schema, key, value, checked, foreign)
         except ConfigError as error:
             checked.problems += error.problems

@@ -134,7 +134,7 @@ class Translator:
             *_other_engine(self.schema, foreign),
         ]
         result.notes += teachers(leaves, origins, foreign, self.found_origins)
-        # these values are divided by the number of ranks, which other keys determine
+        # last, because they are divided by the number of ranks, which other keys determine
         waiting = {key: foreign[key] for key in foreign if counts_all_ranks(classify(self.schema, key))}
         for key in foreign:
             if key not in waiting:
@@ -143,7 +143,7 @@ class Translator:
         for key, value in waiting.items():
             self._sort(key, value)
         for origin, count in result.untouched.items():
-            keys = "1 key of verl's is" if count == 1 else f"{count} keys of verl's are"
+            keys = "1 of verl's keys is" if count == 1 else f"{count} of verl's keys are"
             result.notes.append(f"{origin}: {keys} off or at verl's default, without effect here")
         result.problems += result.unsupported
         self._follow()
@@ -152,7 +152,7 @@ class Translator:
     def _sort(self, key: str, value: Any) -> None:
         origin, row = self.found_origins.get(key, COMMAND_LINE), classify(self.schema, key)
         if value == {} and key not in self.found_origins and self.found_origins:
-            return  # one of verl's groups in a defaults list, which sets nothing
+            return  # a group of verl's that a defaults list names; it sets nothing
         follows = key in self.interpolated and defaults(self.schema).get(key) is ...
         idle = not isinstance(row, Alias) and (follows or _asks_for_nothing(self.schema, key, value, row))
         if in_file(origin) and idle:
@@ -381,7 +381,7 @@ def counts_all_ranks(row: Row | None) -> bool:
 
 
 def _data_ranks(key: str, leaves: Mapping[str, Any]) -> int | None:
-    """Number of data ranks of the role of `key`; None: not known, or a size is no count."""
+    """Number of data ranks of the role of `key`; None: not known, or a size is not a count."""
     found = _ROLES.match(key)
     role = found[0].replace(".rollout.", ".actor.") if found else ""
     engine = "critic.strategy" if role == "critic." else "actor_rollout_ref.actor.strategy"

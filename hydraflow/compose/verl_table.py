@@ -1,5 +1,5 @@
-"""verl's keys and their defaults, and how those are handled that are not ours: renamed, accepted without
-effect, or not supported yet.
+"""verl's keys with their defaults, and how those without the same name here are handled: renamed, accepted
+without effect, or not supported yet.
 
 In: `verl_data/keys_*.yaml`, one for each of our configurations, read when a key of verl's is first looked up,
 `values.yaml`, the other names that our fields declare (`option(verl=...)`), and `defaults_*.yaml` from verl's

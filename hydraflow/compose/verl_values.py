@@ -50,7 +50,7 @@ def _loggers(value: Any) -> tuple[Any, str | None]:
     kept += [name for name in ("file", "tensorboard") if name not in kept]
     return (
         kept,
-        f"trainer.logger: there is no {' and no '.join(absent)} here yet; metrics go to {', '.join(kept)}",
+        f"trainer.logger: no {' and no '.join(absent)} here yet; metrics go to {', '.join(kept)}",
     )
 
 
@@ -101,7 +101,7 @@ def shard_over_all(leaves: dict[str, Any]) -> Iterator[str]:
 def _counted_by_rows(
     leaves: dict[str, Any], origins: dict[str, str], foreign: Container[str]
 ) -> Iterator[str]:
-    """The micro-batches of verl's fsdp_sft_trainer have a number of rows; a dynamic size came after it."""
+    """verl's fsdp_sft_trainer fills micro-batches by rows only; use_dynamic_bsz is of its successor."""
     rows, by_tokens = "data.micro_batch_size_per_gpu", "data.use_dynamic_bsz"
     if "model.partial_pretrain" in foreign and rows in origins and by_tokens not in origins:
         leaves[by_tokens], origins[by_tokens] = False, f"follows {rows}"
@@ -122,7 +122,7 @@ def unbuilt_algorithms(schema: type, leaves: dict[str, Any]) -> Iterator[Problem
     """Problems of verl's estimators and losses that do not exist here. Replaces them in `leaves`."""
     for key, names in tables(schema).unbuilt.items():
         if leaves.get(key) in names:
-            yield Problem(key, leaves[key], "is verl's and not built here yet", f"leave out {key}")
+            yield Problem(key, leaves[key], "is verl's and not implemented here yet", f"leave out {key}")
             leaves[key] = names[leaves[key]]
 
 

@@ -1,9 +1,9 @@
 """How many rows the data files hold, without reading them: from the footers of Parquet files, or the lines of
 JSONL.
 
-In: what `data.*_files` says. Out: `RowCount`. Files that are not on this machine are noted, not refused: a
-plan may be made elsewhere. Left out on purpose: what is in the rows. Prompts that a tokenizer would find too
-long are still counted, and the count says so.
+In: what `data.*_files` says. Out: `RowCount`. Files that are not on this machine are noted, not refused: the
+plan may be for another machine. Left out on purpose: what is in the rows. Prompts that a tokenizer would find
+too long are still counted, and the count says so.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ def _lines(path: Path) -> int | str:
             if (first := next(filled, None)) is None:
                 return 0
             if not first.removeprefix(codecs.BOM_UTF8).lstrip().startswith(b"{"):
-                return "its first line is not a JSON object; write one JSON object a line"
+                return "its first line is not a JSON object; write one JSON object per line"
             return 1 + sum(1 for _ in filled)
     except OSError as error:
         return f"cannot be read: {error}"

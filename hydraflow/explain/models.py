@@ -20,7 +20,7 @@ from hydraflow.schema import PPOConfig
 from hydraflow.system.paths import is_hub_name
 
 SIZES = "hidden_size, num_hidden_layers, num_attention_heads, intermediate_size and vocab_size"
-"""What the shape of a model needs at least."""
+"""The sizes that the shape of a model requires."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ def find_shape(model: ModelSourceConfig, *, field: str) -> ModelShape | None:
 
 
 def numbers(shape: ModelShape | None) -> ShapeNumbers | None:
-    """What the plan's rules need of a shape."""
+    """The sizes of a shape that the plan's rules check."""
     if shape is None:
         return None
     return ShapeNumbers(shape.layers, shape.heads, shape.kv_heads, shape.experts, shape.dense_at)

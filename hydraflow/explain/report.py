@@ -129,7 +129,8 @@ def _ppo_report(config: PPOConfig, command: Command) -> Report:
 
 
 def _replay_problems(config: PPOConfig, policy: ModelShape | None) -> list[Problem]:
-    """Nothing is said of model types whose experts may have other names in config.json."""
+    """Problems of routing replay. None for unknown model types: their config.json may name experts
+    differently."""
     if policy is None or policy.model_type not in FAMILIES:
         return []
     return replay_problems(config.actor_rollout_ref.actor, has_routers=policy.experts > 0)
@@ -143,7 +144,7 @@ def _turn_notes(config: PPOConfig, plan: BatchPlan) -> Iterator[str]:
     if GENERATION_ENGINES[name].own_process and beside:
         yield (
             f"{name} has processes of its own; on the devices that it shares with {' and '.join(beside)} they"
-            " take turns: it frees its memory while they run"
+            " take turns, and it releases its memory while they run"
         )
 
 

@@ -1,7 +1,7 @@
 """A report for people: table, picture, words, memory and notes, in the terminal.
 
-In: a `Report`. Out: printed text, no line of which is wider than the output unless a word is. Left out on
-purpose: every number; those are the report's.
+In: a `Report`. Out: printed text, whose lines fit the output unless a single word does not. Left out on
+purpose: computing numbers; the report has them.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ BRIEF = re.compile(
 
 
 def show(report: Report, *, everything: bool = False, width: int | None = None) -> None:
-    """Prints the report; `everything`: all quantities, and the memory of each role by what it holds."""
+    """Prints the report; `everything`: all quantities, and the memory of each role by purpose."""
     print(*report_lines(report, everything=everything, width=width or output_width()), sep="\n")
 
 
@@ -49,7 +49,7 @@ def report_lines(report: Report, *, everything: bool, width: int) -> Iterator[st
     yield from _paragraphs(_notes(report), width)
     if not everything:
         yield ""
-        more = "--all shows every number with its formula, and the memory by what it holds."
+        more = "--all shows every number with its formula, and the memory by purpose."
         yield from _flush(more, width)
 
 
@@ -63,7 +63,7 @@ def _paragraphs(texts: Iterable[str], width: int) -> Iterator[str]:
 
 
 def _drawn(line: str, width: int) -> Iterator[str]:
-    """A line of the picture; where it is too wide, its words are below its drawing."""
+    """A line of the picture; if it is too wide, its words go below its drawing."""
     drawing, _, words = re.sub(r" {2,}(?=\w+[,:] )", "\0", line).partition("\0")
     if len(line) <= width or not words:
         yield line
@@ -73,7 +73,7 @@ def _drawn(line: str, width: int) -> Iterator[str]:
 
 
 def _phases(report: Report, width: int) -> Iterator[str]:
-    """Name and text in two columns, long texts under themselves."""
+    """Name and text in two columns; long texts wrap within theirs."""
     head = max(len(phase.name) for phase in report.phases) + 4
     for phase in report.phases:
         yield from paragraph(phase.text, width, first=f"  {phase.name}".ljust(head), rest=" " * head)
@@ -94,7 +94,7 @@ def _memory(memory: MemoryReport, width: int, *, everything: bool) -> Iterator[s
 
 
 def _role_rows(memory: MemoryReport) -> Iterator[list[str]]:
-    """One column per role, which fits a narrow terminal: what it holds on each of its devices."""
+    """A table of memory by purpose, with a column per role, so that it fits a narrow terminal."""
     roles = memory.roles
     yield ["role", *(role.role.replace("_", " ") for role in roles)]
     yield ["moment", *(role.peak_phase.replace("_", " ") for role in roles)]

@@ -23,7 +23,7 @@ first."""
 SPACE, LETTER = 6, 6
 """Pixels between parts, and for one letter in them."""
 MOST_PARTS = 8
-"""With more parts the first ones and the last are drawn."""
+"""Largest number of parts that are all drawn; of more, the first ones and the last."""
 
 STYLE = """
 text { font-family: ui-sans-serif, system-ui, sans-serif; font-size: 14px; fill: #1f2328; }
@@ -51,12 +51,12 @@ class PictureBar:
     key: str
     """The configuration key that decides it; empty where it is derived."""
     parts: int | None
-    """Into how many parts it is cut; None: as many as it takes."""
+    """Number of parts that it is cut into; None: not fixed."""
     part: str
     """What one part is, such as 256 trajectories."""
     becomes: str = ""
-    """What all of it turns into, in words beside the band to the next bar; empty: the next bar is the first
-    part alone."""
+    """What the whole bar becomes in the next one, in words beside the band between them; empty: the next bar
+    is only the first part."""
 
 
 @dataclass(frozen=True)
@@ -90,7 +90,7 @@ def ppo_step(plan: BatchPlan) -> StepPicture:
 
 
 def sft_step(plan: SFTPlan, noun: str) -> StepPicture:
-    """A step of supervised training, which is one optimizer step. noun: for one of its examples."""
+    """A step of supervised training, which is one optimizer step. noun: the word for one of its examples."""
     role, batch = plan.role, count(plan.conversations_per_step, noun)
     ranks, rows = f"on {count(role.data_ranks, 'data rank')}", count(role.rows_per_rank, "row")
     first = PictureBar(batch, ranks, "data.train_batch_size", role.data_ranks, rows)

@@ -40,7 +40,7 @@ def sft_phases(plan: SFTPlan, config: SupervisedConfig) -> Iterator[Phase]:
     longest = count(config.data.max_length, "token")
     yield Phase(
         "data",
-        f"{count(batch, noun)} of at most {longest}{' a conversation' if noun == 'pair' else ''} are drawn",
+        f"{count(batch, noun)} of at most {longest}{' per conversation' if noun == 'pair' else ''} are drawn",
     )
     if isinstance(config, DPOConfig):
         yield Phase("reference", "the reference computes log-probabilities of both responses")
@@ -160,7 +160,7 @@ def _pass(plan: BatchPlan, role: str, micro: MicroPlan | None) -> str:
     assert micro is not None, f"a step with {role} has a plan for it"
     ranks = plan.layouts.get(role, plan.layouts["actor"]).data_ranks
     rows = -(-plan.trajectories_per_step // ranks)
-    return f"{count(ranks, 'data rank')} of {count(rows, 'row')}, {forwards(micro, rows)}"
+    return f"on {count(ranks, 'data rank')} of {count(rows, 'row')}, {forwards(micro, rows)}"
 
 
 def _on_ranks(role: RolePlan, noun: str) -> str:

@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 
 
 def run_eval(config: EvalConfig) -> None:
-    """Prints the report of `averages` as JSON, and writes it to `output.path` where one is named.
+    """Prints the report of `averages` as JSON, and writes it to `output.path` if that is set.
 
     If more rows fail than `reward.max_failed_share` allows, the report is still written, and GuardStop is
     raised.

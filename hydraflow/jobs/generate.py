@@ -53,7 +53,7 @@ def run_generate(config: GenerateConfig) -> None:
     set_up_logging()
     config = applied(config)
     asked = _checked(config)
-    assert config.output.path is not None, "checks.py demands it"
+    assert config.output.path is not None, "`compose/rules.py` requires it"
     with output_file(config.output.path, ending=ENDING) as unfinished:
         _write(asked.table, unfinished)  # fail before the sampling, not after it
         n, decode = asked.plan.samples_per_prompt, asked.tokenizer.batch_decode

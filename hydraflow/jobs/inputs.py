@@ -55,7 +55,7 @@ LOSS = "distillation.distillation_loss"
 BYTES_PER_TARGET = 12
 """Bytes of a token's id and log-probability in a step's columns."""
 WHOLE_VOCABULARY_BYTES = 2 * 2**30
-"""Limit of such columns per process when they cover the whole vocabulary. Computing the divergence briefly
+"""Limit of such columns per process if they cover the whole vocabulary. Computing the divergence briefly
 takes several times as much."""
 POLICY, CRITIC, ROLLOUT = "actor_rollout_ref.model", "critic.model", "actor_rollout_ref.rollout"
 

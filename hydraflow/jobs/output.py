@@ -1,5 +1,5 @@
-"""The one file that main_generate and main_eval write: proven writable before the work, there only when the
-work is done.
+"""The one file that main_generate and main_eval write: tested for writability before the work, present only
+after it.
 
 In: `output.path`. Out: a temporary file beside it, which is renamed to it at the end. An existing file stays
 until then.

@@ -58,7 +58,7 @@ from hydraflow.workers.reward_model import RewardModelWorker
 from hydraflow.workers.rollout import SamplingSpec
 
 VALIDATION = -1
-"""Replaces the epoch in the random keys of a validation."""
+"""Takes the place of the epoch in the random keys of a validation."""
 
 
 def run_ppo(config: PPOConfig, *, command: Command | None = None) -> None:
@@ -182,7 +182,7 @@ class PPOJob:
             return
         roles = build_roles(self.config, plan, session.runtime, skipped=session.folder.skipped)
         if loader is None:
-            self._look(session, plan, roles, prompts)
+            self._validate_only(session, plan, roles, prompts)
             return
         source = self.source(plan, session.runtime, roles, loader)
         groups = {"actor": roles.actor}
@@ -257,7 +257,7 @@ class PPOJob:
             return None
         return GenerationDump.to(trainer.rollout_data_dir, "trainer.rollout_data_dir")
 
-    def _look(self, session: Session, plan: BatchPlan, roles: Roles, prompts: RunPrompts) -> None:
+    def _validate_only(self, session: Session, plan: BatchPlan, roles: Roles, prompts: RunPrompts) -> None:
         """Validates once, the model or the checkpoint that the user named."""
         start = session.start
         if start.found is not None:

@@ -34,7 +34,7 @@ POLL_SECONDS = 0.2
 
 @dataclass
 class Restarts:
-    """Counts the restarts of one command, and decides on the next one."""
+    """Counts the restarts of one command, and decides whether there is another."""
 
     trainer: LoopConfig
     """The section as the user gave it."""

@@ -43,7 +43,7 @@ class RunStart:
         return self.found.step if self.found else 0
 
     def is_done(self, total_steps: int) -> bool:
-        """Whether nothing is left to do: all steps are done, and the run recorded that."""
+        """Whether all steps are done and the run recorded its end."""
         why, steps = self.folder.ended_with()
         return self.found is not None and self.step >= total_steps and why == DONE and steps >= total_steps
 
@@ -52,8 +52,8 @@ def begin(trainer: LoopConfig, required: CheckpointRequirements) -> RunStart:
     """Chooses folder and checkpoint. ConfigError if the folder is in use, or as `resume.find` says; nothing
     is changed in that case."""
     searches = trainer.default_local_dir is None and trainer.resume_mode == "auto"
-    if searches and not required.looks_only and (cut_off := _cut_off(trainer, required)):
-        return cut_off
+    if searches and not required.looks_only and (interrupted := _interrupted_run(trainer, required)):
+        return interrupted
     folder = RunFolder.make(trainer.default_local_dir, trainer.experiment_name)
     lock = RunLock(folder.path)
     try:
@@ -70,7 +70,7 @@ def take_back(start: RunStart) -> RunStart:
     store, found = CheckpointStore(start.folder.path), start.found
     store.clear_leftovers()
     notes = [f"global_step_{step} is skipped: {why}" for step, why in found.passed_over.items()]
-    if not _lies_in(found.checkpoint, start.folder.path):
+    if not _is_inside(found.checkpoint, start.folder.path):
         start.folder.move_earlier_run()
         return replace(start, notes=tuple(notes))
     notes += [f"moved to {path}" for path in store.set_aside(found.step, found.passed_over)]
@@ -86,19 +86,19 @@ def _start(folder: RunFolder, lock: RunLock, found: ResumePoint | None) -> RunSt
     if found is None:
         CheckpointStore(folder.path).clear_leftovers()
         folder.move_earlier_run()
-    if found is not None and _lies_in(found.checkpoint, folder.path):
+    if found is not None and _is_inside(found.checkpoint, folder.path):
         return RunStart(folder, lock, found, found.state.run_id)
     return RunStart(folder, lock, found, f"{folder.path.name}-{secrets.token_hex(4)}")
 
 
-def _lies_in(checkpoint: Path, folder: Path) -> bool:
+def _is_inside(checkpoint: Path, folder: Path) -> bool:
     return checkpoint.parent in (folder, folder / BEST)
 
 
-def _cut_off(trainer: LoopConfig, required: CheckpointRequirements) -> RunStart | None:
+def _interrupted_run(trainer: LoopConfig, required: CheckpointRequirements) -> RunStart | None:
     """The newest run of this experiment that did not finish."""
     for folder in RunFolder.of_experiment(trainer.experiment_name):
-        if not _may_go_on(folder, required):
+        if not _may_resume(folder, required):
             continue
         try:
             lock = RunLock(folder.path)
@@ -111,9 +111,9 @@ def _cut_off(trainer: LoopConfig, required: CheckpointRequirements) -> RunStart 
     return None
 
 
-def _may_go_on(folder: RunFolder, required: CheckpointRequirements) -> bool:
-    """Reads the newest checkpoint's own record only: verifying it means reading all of it, which is too slow
-    for a search through old runs."""
+def _may_resume(folder: RunFolder, required: CheckpointRequirements) -> bool:
+    """Whether the run can be resumed, by the record in its newest checkpoint: verifying the whole checkpoint
+    would be too slow for a search through old runs."""
     store = CheckpointStore(folder.path)
     if not store.steps():
         return False

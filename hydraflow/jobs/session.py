@@ -236,7 +236,7 @@ class Session:
             self.why = f"{type(error).__name__}: {error}".splitlines()[0]
         elif error is not None and self.signals.insisted:
             self.why = self.clock.why_to_stop()
-        if self._log_files is not None and error is not None:  # the caller shows it
+        if self._log_files is not None and error is not None:  # the caller prints the error itself
             text = error if isinstance(error, HydraflowError) else self.why
             self._log_files.line("ERROR", f"{__name__}: {text}")
 

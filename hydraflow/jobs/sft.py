@@ -45,7 +45,7 @@ class Kind:
     head: str
     """The model's: policy or value."""
     measured: tuple[str, ...]
-    """Metrics of held-out examples by which a checkpoint can be the best."""
+    """Metrics of held-out examples that can select the best checkpoint."""
 
 
 OF_PAIRS = ("val/loss", "val/accuracy", "val/margin")
@@ -95,7 +95,7 @@ def _run(command: Command, config: SupervisedConfig, restarts: Restarts) -> None
 
 
 def _in_steps(trainer: SupervisedTrainerConfig, plan: SFTPlan) -> SupervisedTrainerConfig:
-    """With the steps of an epoch in place of after_each_epoch."""
+    """The settings with after_each_epoch replaced by the number of steps."""
     steps = {AFTER_EACH_EPOCH: plan.steps_per_epoch}
     test_freq, save_freq = (steps.get(every, every) for every in (trainer.test_freq, trainer.save_freq))
     return replace(trainer, test_freq=test_freq, save_freq=save_freq)

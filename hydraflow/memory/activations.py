@@ -51,8 +51,8 @@ def tokens_of(
     """Tokens of one micro-batch when every row is at its longest.
 
     `most_rows`: rows of a data rank. A token budget is filled with rows of maximum length and of different
-    prompts. `devices` share each row's tokens equally; with `ulysses` devices, the slice of one may consist
-    of asked tokens only.
+    prompts. `devices` share each row's tokens equally; with `ulysses` devices, all tokens of one device's
+    slice may be asked tokens.
 
     >>> tokens_of(MicroPlan(rows=4, max_tokens=None), RowSizes(10, 6, samples=2, packed=True), most_rows=8)
     MicroBatchTokens(line=40, attended=60, asked=24, ulysses=1)
@@ -110,7 +110,7 @@ def layer_costs(
 
 
 def around_layers(shape: ModelShape, tokens: MicroBatchTokens, number: int) -> int:
-    """Outside the layers: embedded tokens, rotary tables, the last norm, hidden states of asked tokens."""
+    """Bytes outside the layers: embedded tokens, rotary tables, last norm, hidden states of asked tokens."""
     rotary = 2 * shape.head_dim * number
     each = shape.hidden * number + _norm(shape, number) + rotary
     return tokens.line * each + tokens.asked * shape.hidden * number

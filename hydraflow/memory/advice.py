@@ -54,8 +54,8 @@ Measure = Callable[[EstimateInputs], MemoryReport]
 
 
 def advise(inputs: EstimateInputs, report: MemoryReport, measure: Measure) -> list[Advice]:
-    """Changes in order, the largest saving for the least harm first; none that a later one leaves without
-    effect."""
+    """Changes in order, the largest saving for the least harm first. A change that a later one makes
+    ineffective is left out."""
     left_out: set[str] = set()
     while True:
         found = list(_advise(inputs, report, measure, left_out))
@@ -94,7 +94,7 @@ def _advise(
 
 
 def changes(inputs: EstimateInputs) -> Iterator[Change]:
-    """All changes that are possible now."""
+    """All changes that the configuration still allows."""
     for role, prefix in (("actor", f"{POLICY}.actor"), ("ref", f"{POLICY}.ref"), ("critic", "critic")):
         layout = inputs.plan.layouts.get(role)
         if layout is not None and layout.engine == "fsdp2":

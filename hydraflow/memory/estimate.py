@@ -81,8 +81,8 @@ def device_groups(
 
 
 def _phase(roles: list[RoleMemory], phase: str) -> int | None:
-    """The active role at its peak, and the others at rest; None: none of them works in this phase. While
-    weights are sent, both the sending and the receiving role are active."""
+    """Bytes with the active role at its peak and the others at rest; None: none of them works in this phase.
+    While weights are sent, both the sending and the receiving role are active."""
     at_work = [role for role in roles if phase in role.phases]
     if not at_work:
         return None

@@ -37,9 +37,9 @@ class FSDPUnits:
     trained_layer: int
     trained: int
     embedding: int
-    """Trained numbers of the embedding; 0: it is frozen."""
+    """Trained parameters of the embedding; 0: it is frozen."""
     head: int
-    """Trained numbers of an output matrix of its own; 0: tied or frozen."""
+    """Trained parameters of an untied output matrix; 0: tied or frozen."""
 
 
 @dataclass(frozen=True)
@@ -52,13 +52,13 @@ class FSDPModelMemory:
     ranks: int
     """Ranks among which a copy of the model is divided."""
     host_copies: bool
-    """On the host the other ranks' parts of gradients arrive in a buffer before they are summed."""
+    """On a CPU, the other ranks' parts of gradients arrive in a buffer before they are summed."""
     reshard: bool
     """fsdp_config.reshard_after_forward"""
     offload_policy: bool
     """Shards are on the host all the time."""
     param_offload: bool
-    """Weights are on the host while the role rests."""
+    """Weights are on the host while the role is idle."""
     optimizer_offload: bool
     """Moments are on the host, except during an optimizer step."""
     checkpointing: bool
@@ -93,7 +93,7 @@ class FSDPModelMemory:
     def update(
         self, tokens: MicroBatchTokens, micro_batches: int, *, trained_entropy: bool = False
     ) -> MemoryParts:
-        """The fullest moment of an optimizer step of that many micro-batches."""
+        """The fullest moment of an optimizer step of `micro_batches` micro-batches."""
         accumulates = micro_batches > 1
         moments = [
             *self._head_moments(tokens, accumulates, trained_entropy=trained_entropy),
@@ -139,7 +139,7 @@ class FSDPModelMemory:
         gathered = self._gathered(3 if self.host_copies else 2) + summing
         activations = self._stored(tokens) + working
         if accumulates:
-            # a layer's unsharded gradients go when they have been summed
+            # a layer's unsharded gradients are freed once they have been summed over ranks
             gradients = self.types.reduced * (units.trained - units.trained_layer)
             gradients += self._share(units.trained_layer) + (waiting if self.shape.tied else 0)
             return [MemoryParts(gradients=gradients, gathered=gathered, activations=activations)]
@@ -168,18 +168,18 @@ class FSDPModelMemory:
         )
         number = types.reduced if accumulates else types.compute
         copied = MemoryParts(gradients=summed + number * units.trained_root, gathered=buffer)
-        # torch's loop over the gradients still names the last one while they are summed: an output matrix of
-        # its own
+        # torch's loop variable still holds the last gradient while they are summed: that of an untied output
+        # matrix
         output = number * units.head + types.reduced * -(-units.trained_root // self.ranks)
         copies = 2 if self.host_copies and self.ranks > 1 else 1
         return [making, copied, MemoryParts(gradients=summed + output, gathered=buffer * copies)]
 
     def _arriving(self) -> MemoryParts:
-        """The root as it arrives, before it is taken apart into tensors."""
+        """The gathered root before it is split into tensors."""
         return MemoryParts(gathered=self.types.compute * self.units.root * min(2, self.ranks))
 
     def _gathered(self, layers: int) -> int:
-        """The root and that many copies of a layer: in use, arriving, and the previous one not freed yet."""
+        """Bytes of the root and of `layers` layers: in use, arriving, and the previous one not freed yet."""
         units, number = self.units, self.types.compute
         copies = min(layers, 1) if self.ranks == 1 else layers
         if not self.reshard:
@@ -218,8 +218,8 @@ class FSDPModelMemory:
 def units_of(shape: ModelShape, *, policy: bool, least: int, trained: bool, adapters: int) -> FSDPUnits:
     """The model cut into units.
 
-    `least`: see `WrapPolicyConfig`. `adapters`: trained numbers of low-rank adapters in one layer; 0:
-    without.
+    `least`: see `WrapPolicyConfig`. `adapters`: parameters of low-rank adapters in one layer; 0: no
+    adapters.
 
     >>> shape = ModelShape("llama", 100, 8, 2, 2, 2, 4, 16, tied=True, dense_at=range(2))
     >>> units_of(shape, policy=True, least=0, trained=True, adapters=0).root == 100 * 8 + 8
@@ -242,8 +242,8 @@ def units_of(shape: ModelShape, *, policy: bool, least: int, trained: bool, adap
 
 
 def adapter_numbers(shape: ModelShape, rank: int, targets: object) -> int:
-    """Numbers of one layer's adapters: rank · (inputs + outputs) of each matrix that gets one. The output
-    matrix gets none."""
+    """Parameters of one layer's adapters: rank · (inputs + outputs) of each adapted matrix. The output matrix
+    has no adapter."""
     h, q, kv, wide = shape.hidden, shape.q_width, shape.kv_width, shape.intermediate
     sizes = {"q_proj": h + q, "k_proj": h + kv, "v_proj": h + kv, "o_proj": h + q}
     if shape.dense_layers:

@@ -19,16 +19,16 @@ LEAST_ROWS = 16
 PREFILL_TOKENS = 8192
 """generation/decode.py: prompt tokens in one forward."""
 ROOM = 16
-"""generation/cache.py: tokens of room at least, when a cache grows."""
+"""generation/cache.py: least number of tokens by which a cache grows."""
 FILTERED = 2**23
 """generation/sampling.py: logits that are turned into probabilities at one time."""
 CPU_BLOCK = 128
 """Tokens in a block of vLLM's cache on a CPU."""
 _SAMPLING_BYTES = 15
-"""Per logit that is turned into a probability, in float32: at the temperature, as a weight, and filtered by
-top-k. Measured."""
+"""Bytes per logit that is turned into a probability, in float32: after the temperature, as a weight, and
+filtered by top-k. Measured."""
 _TOP_P_BYTES = 43
-"""Per logit, besides: what top-p sorts, where no few tokens have most of the probability. Measured."""
+"""Further bytes per logit that top-p sorts, if probability is spread over many tokens. Measured."""
 
 
 @dataclass(frozen=True)
@@ -91,7 +91,7 @@ class ServingEngineMemory:
     """rollout.gpu_memory_utilization"""
     device_bytes: int | None
     shared: bool
-    """Whether it sleeps, and holds nothing, while training roles of the same devices work."""
+    """Whether it sleeps, holding no memory, while training roles on the same devices work."""
 
     @property
     def weights(self) -> int:
@@ -114,7 +114,7 @@ class ServingEngineMemory:
 
     @property
     def resting(self) -> MemoryParts:
-        """Nothing where it sleeps; what it reserved where it has its devices for itself."""
+        """Nothing if it sleeps; what it reserved if it has its own devices."""
         return MemoryParts() if self.shared else self.reserved(0)
 
     def reserved(self, demand: int) -> MemoryParts:
@@ -129,8 +129,8 @@ class ServingEngineMemory:
         return self.reserved(sequences * self.row_bytes(length))
 
     def sample_on_cpu(self, max_num_seqs: int, length: int, most: int | None) -> MemoryParts:
-        """Where it takes what it is allowed to sample at a time, in whole blocks, and one block that it does
-        not use; at most `most` bytes of cache. It also holds a packed copy of its weights."""
+        """On a CPU: cache for `max_num_seqs` rows in whole blocks, and one unused block, at most `most`
+        bytes; and a packed copy of the weights."""
         demand = (max_num_seqs * -(-length // CPU_BLOCK) + 1) * self.row_bytes(CPU_BLOCK)
         reserved = self.reserved(demand if most is None else min(demand, most))
         return reserved + MemoryParts(weights=self.weights)

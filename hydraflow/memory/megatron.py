@@ -67,7 +67,7 @@ class MegatronModelMemory:
         self, tokens: MicroBatchTokens, micro_batches: int, *, trained_entropy: bool = False
     ) -> MemoryParts:
         """An upper bound of the first stage, which has the most micro-batches in flight, and the last, which
-        has the logits. A trained entropy is not counted: Megatron's head is not modelled that closely."""
+        has the logits. The memory of a trained entropy is left out."""
         costs = layer_costs(self.shape, tokens, self.number, tensor=self.layout.tensor, outside=self._outside)
         layers, on_their_way = self._stage_layers, min(self.layout.pipeline, micro_batches)
         stored = layers * (costs.entry if self.checkpointing else costs.saved) * on_their_way

@@ -153,10 +153,10 @@ def _engine(
     trained: bool,
     policy: bool,
 ) -> FSDPModelMemory | MegatronModelMemory:
-    on_host = inputs.limits.device_type == "cpu"  # there offloading moves nothing
+    on_host = inputs.limits.device_type == "cpu"  # where offloading has no effect
     if layout.engine == "megatron":
         settings, number = role.megatron, inputs.limits.bytes_of(role.megatron.dtype)
-        # of layers that are recomputed in part, all is counted as kept
+        # partly recomputed layers count as not recomputed
         whole = settings.recomputes_layers(checkpointing=model.enable_gradient_checkpointing)
         if on_host:
             settings = replace(settings, param_offload=False, grad_offload=False, optimizer_offload=False)

@@ -217,7 +217,7 @@ def read_shape(model: ModelSourceConfig, *, field: str = "actor_rollout_ref.mode
 
 
 def shape_of(config: Mapping[str, Any], *, field: str = "actor_rollout_ref.model") -> ModelShape:
-    """The shape that a config.json describes. Raises ConfigError naming every size that is missing or no
+    """The shape that a config.json describes. Raises ConfigError naming every size that is missing or not a
     positive number.
 
     >>> shape_of({"model_type": "qwen2", "hidden_size": 8, "intermediate_size": 16, "num_hidden_layers": 1,

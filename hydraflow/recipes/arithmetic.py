@@ -45,7 +45,7 @@ FORMAT = 2
 """Raised when the problems or the model's shape change, so that kept folders of older versions are not
 used."""
 LOCK_SECONDS = 900.0
-"""Seconds that a run waits for another one that makes the same assets."""
+"""Seconds that a run waits for another run that makes the same assets."""
 KEY = "recipe.cache_dir"
 REHEARSED = 64
 """Number of problems in a rehearsal: a few represent all, because they differ only in their digits."""
@@ -65,8 +65,8 @@ class ArithmeticAssets:
 
 
 def cache_folder(recipe: RecipeConfig, seed: int) -> Path:
-    """Where the assets of these parameters are kept. ConfigError if that is the home folder and it cannot be
-    found."""
+    """Where the assets of these parameters are kept. ConfigError if that is in the home folder and there is
+    none."""
     facts = {name: value for name, value in asdict(recipe).items() if name != "cache_dir"}
     facts |= {
         "seed": seed,
@@ -77,8 +77,8 @@ def cache_folder(recipe: RecipeConfig, seed: int) -> Path:
     named = recipe.cache_dir or os.environ.get("HYDRAFLOW_CACHE") or "~/.cache/hydraflow"
     try:
         return Path(named).expanduser() / f"arithmetic-{digest}"
-    except RuntimeError as error:  # no HOME, and no such user
-        rule = f"must be given: {named} is in no home folder that is known"
+    except RuntimeError as error:  # HOME is not set, and the user is not in the password database
+        rule = f"must be given: {named} is in the home folder, which is not known"
         raise ConfigError.one(KEY, None, rule, f"{KEY}=/tmp/hydraflow") from error
 
 
@@ -141,8 +141,8 @@ def prepare(
 ) -> ArithmeticAssets:
     """Makes what is missing; `runtime` is only called when there is something to train.
 
-    `scratch` is a folder for the warm start's metrics, and for its model if the clock ran out: that one is
-    not kept for others. Raises EnvironmentFault when another run takes too long to make the same assets.
+    `scratch` is a folder for the warm start's metrics, and for its model if time ran out: that model is not
+    kept for other runs. Raises EnvironmentFault when another run takes too long to make the same assets.
     """
     folder = cache_folder(recipe, seed)
     if is_made(folder):  # perhaps by another user: reading needs no lock

@@ -9,7 +9,7 @@ from hydraflow.options import Switch, free, option
 
 @dataclass
 class RecipeConfig:
-    """Data and model made on the spot; none: the user's own files."""
+    """Data and model generated on this machine; none: your own files."""
 
     name: str = option(
         "none",

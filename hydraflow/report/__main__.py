@@ -1,4 +1,4 @@
-"""python -m hydraflow.report RUN [RUN2 ...] [--output FILE]: one HTML page that needs nothing but itself.
+"""python -m hydraflow.report RUN [RUN2 ...] [--output FILE]: one self-contained HTML page.
 
 In: run folders, also of runs that are in progress or were interrupted. Out: curves, phase times, samples,
 configuration with origins, plan, faults and versions; with several runs side by side, and what differs
@@ -23,7 +23,7 @@ NAME = "report.html"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Writes the page and says where it is; returns the exit code."""
+    """Writes the page and prints its path; returns the exit code."""
     make_printable()
     about = "One HTML page about training runs."
     parser = argparse.ArgumentParser("python -m hydraflow.report", description=about)

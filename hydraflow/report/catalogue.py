@@ -20,7 +20,7 @@ GROUPS = (
     "Faults",
     "Other metrics",
 )
-"""In the order of the page."""
+"""Groups in the order of the page."""
 FOLDED = ("Other metrics",)
 """Groups that are closed at first."""
 
@@ -56,7 +56,7 @@ _ROWS = (
     ("Policy", "actor/pg_clipfrac", "Clip fraction", "share of tokens"),
     ("Policy", "actor/pg_clipfrac_lower", "Clip fraction, lower bound", "share of tokens"),
     ("Policy", "actor/grad_norm", "Gradient norm, mean", "norm"),
-    ("Policy", "actor/grad_norm_max", "Gradient norm, greatest", "norm"),
+    ("Policy", "actor/grad_norm_max", "Gradient norm, maximum", "norm"),
     ("Policy", "actor/lr", "Learning rate", "per optimizer step"),
     ("Critic", "critic/vf_loss", "Value loss", "loss"),
     ("Critic", "critic/vf_explained_var", "Explained variance of the values", "share"),
@@ -64,22 +64,22 @@ _ROWS = (
     ("Critic", "critic/vpred_mean", "Value, mean", "return"),
     ("Critic", "critic/values/mean", "Old value, mean", "return"),
     ("Critic", "critic/grad_norm", "Gradient norm, mean", "norm"),
-    ("Critic", "critic/grad_norm_max", "Gradient norm, greatest", "norm"),
+    ("Critic", "critic/grad_norm_max", "Gradient norm, maximum", "norm"),
     ("Critic", "critic/lr", "Learning rate", "per optimizer step"),
     ("Supervised training", "train/loss", "Training loss", "nats per token"),
     ("Supervised training", "train/grad_norm", "Gradient norm, mean", "norm"),
-    ("Supervised training", "train/grad_norm_max", "Gradient norm, greatest", "norm"),
+    ("Supervised training", "train/grad_norm_max", "Gradient norm, maximum", "norm"),
     ("Supervised training", "train/lr", "Learning rate", "per optimizer step"),
     ("Validation", "val/accuracy", "Held-out accuracy", "share of conversations"),
     ("Validation", "val/loss", "Held-out loss", "nats per token"),
     ("Lengths", "response_length/mean", "Response length, mean", "tokens"),
-    ("Lengths", "response_length/max", "Response length, greatest", "tokens"),
-    ("Lengths", "response_length/min", "Response length, least", "tokens"),
+    ("Lengths", "response_length/max", "Response length, maximum", "tokens"),
+    ("Lengths", "response_length/min", "Response length, minimum", "tokens"),
     ("Lengths", "response_length/clip_ratio", "Responses truncated at the limit", "share of responses"),
     ("Lengths", "prompt_length/mean", "Prompt length, mean", "tokens"),
-    ("Lengths", "prompt_length/max", "Prompt length, greatest", "tokens"),
+    ("Lengths", "prompt_length/max", "Prompt length, maximum", "tokens"),
     (_AGAINST, "training/rollout_probs_diff_mean", "Difference of probabilities, mean", "probability"),
-    (_AGAINST, "training/rollout_probs_diff_max", "Difference of probabilities, greatest", "probability"),
+    (_AGAINST, "training/rollout_probs_diff_max", "Difference of probabilities, maximum", "probability"),
     (_AGAINST, "rollout_corr/kl", "KL from the generation engine's policy", "nats per token"),
     (_AGAINST, "rollout_corr/rollout_is_mean", "Importance weight, mean", "factor"),
     (_AGAINST, "rollout_corr/rollout_rs_masked_fraction", "Rejected tokens", "share of tokens"),
@@ -94,7 +94,7 @@ _ROWS = (
     ("Speed", "perf/dispatch_share", "Time without a running worker", "share of the step"),
     ("Speed", "perf/controller_bytes_per_trajectory", "Through the controller", "bytes per trajectory"),
     ("Lengths", "rollout/truncated_rows", "Responses without an end", "rows"),
-    ("Faults", "rollout/faulted_rows", "Rows that ended by a fault", "rows"),
+    ("Faults", "rollout/faulted_rows", "Rows that ended in a fault", "rows"),
     ("Faults", "reward/failed_rows", "Rows without a score", "rows"),
     ("Faults", "actor/skipped_steps", "Skipped optimizer steps of the actor", "optimizer steps"),
     ("Faults", "critic/skipped_steps", "Skipped optimizer steps of the critic", "optimizer steps"),
@@ -116,7 +116,7 @@ _PREFIXES = {
     "Supervised training": ("train/",),
     "Lengths": ("prompt_length/", "response_length/"),
 }
-"""Group -> how its metrics start; the first that fits counts."""
+"""Group -> prefixes of its metrics; the first match counts."""
 HIDDEN = ("training/global_step", "perf/time_per_step", "perf/seconds_since_launch")
 """Metrics without a curve: the step itself, and what another metric or the page's other axis shows."""
 _VALIDATION = re.compile(r"val-core/(?P<source>.+)/(?P<what>acc|reward)/mean@(?P<n>\d+)")

@@ -1,4 +1,4 @@
-"""What went wrong in a run, or was out of the ordinary, in sentences.
+"""Faults and unusual events of a run, as sentences.
 
 In: a `Run`. Out: findings with a weight. Left out on purpose: causes; the logs and docs/faults.md have them.
 """
@@ -32,8 +32,8 @@ class RunFinding:
 
 
 def ending(run: Run) -> RunFinding:
-    """How the run ended, in one or two words and in detail. From summary.json, which is written when a run
-    ends in whatever way but a kill."""
+    """How the run ended, in one or two words and in detail. From summary.json, which is written at every
+    end except a kill."""
     why = run.summary.get("why_it_ended")
     if isinstance(why, str) and why:
         weight = FINE if why == DONE else NOTABLE if is_orderly(why) else SERIOUS
@@ -43,13 +43,13 @@ def ending(run: Run) -> RunFinding:
     if run.last_written:
         at = datetime.fromtimestamp(run.last_written).astimezone()
         written = f"; last written {at.strftime('%Y-%m-%d %H:%M:%S %Z')}"
-    return RunFinding(NOTABLE, "no end noted", f"it is still running, or was killed{written}")
+    return RunFinding(NOTABLE, "no recorded end", f"it is still running, or was killed{written}")
 
 
 def findings(run: Run) -> list[RunFinding]:
     """All findings, the ending first."""
     end = ending(run)
-    known = end.what != "no end noted"
+    known = end.what != "no recorded end"
     found = [RunFinding(end.weight, f"Ended: {end.detail}" if known else end.detail.capitalize())]
     for look in (_requeue, _starts, _symptoms, _counts, _not_finite, _checkpoints, _files):
         found += look(run)
@@ -75,7 +75,7 @@ def _starts(run: Run) -> Iterator[RunFinding]:
     restarts = run.columns.get("training/restarts")
     if restarts is not None and _largest(restarts) > 0:
         often = f"{_times(int(_largest(restarts)))} in one start"
-        what = f"Restarted by itself after a worker failed, {often}"
+        what = f"Restarted automatically after a worker failed, {often}"
         yield RunFinding(SERIOUS, what, "metric training/restarts")
 
 
@@ -143,7 +143,7 @@ def _largest(column: MetricColumn) -> float:
 
 
 def _in_steps(steps: np.ndarray) -> str:
-    """The steps, the first ones of many."""
+    """The steps in words; of many, the first ones."""
     shown = ", ".join(str(step) for step in steps[:SHOWN_STEPS].tolist())
     more = len(steps) - SHOWN_STEPS
     return f"{'step' if len(steps) == 1 else 'steps'} {shown}" + (f" and {more} more" if more > 0 else "")

@@ -160,7 +160,7 @@
     const finite = one.y.filter((value) => value !== null);
     const least = (one.lo || one.y).filter((value) => value !== null), most = (one.hi || one.y).filter((value) => value !== null);
     if (!finite.length) return "no finite value";
-    const range = `least ${shown(Math.min(...least))}, greatest ${shown(Math.max(...most))}`;
+    const range = `minimum ${shown(Math.min(...least))}, maximum ${shown(Math.max(...most))}`;
     return `${one.lo ? "about " : ""}${shown(finite[0])} → ${shown(finite[finite.length - 1])}; ${range}`;
   };
 

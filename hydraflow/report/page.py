@@ -1,7 +1,7 @@
 """The page itself: one self-contained file with its styles, script and data.
 
 In: runs. Out: HTML. Whatever comes from a run (samples above all) is text: the template escapes it, the data
-are escaped for their context, and the page forbids by its own policy every script but this one and every
+are escaped for their context, and the page's own policy forbids any other script and any
 request. Left out on purpose: numbers and words, which the other files of this folder make.
 """
 
@@ -37,7 +37,7 @@ def render(runs: Sequence[Run]) -> str:
     charts, most = chart_data(runs, axes)
     phases = [tables.phases(run, axes, PHASE_POINTS) for run in runs]
     phase_data = [data for data, _ in phases]
-    samples = [tables.samples(run) for run in runs]  # before the findings: what cannot be read is one of them
+    samples = [tables.samples(run) for run in runs]  # before the findings, which list what could not be read
     style, script = ((HERE / name).read_text(encoding="utf-8") for name in ("page.css", "page.js"))
     strict: dict[str, Any] = {"autoescape": True, "undefined": StrictUndefined}
     environment = Environment(loader=FileSystemLoader(HERE), trim_blocks=True, lstrip_blocks=True, **strict)
@@ -67,7 +67,7 @@ def render(runs: Sequence[Run]) -> str:
         findings=[findings(run) for run in runs],
         made=datetime.now().astimezone().strftime("%Y-%m-%d %H:%M %Z"),
     )
-    return text.encode(errors="replace").decode()  # half of a character pair cannot be written
+    return text.encode(errors="replace").decode()  # a lone surrogate cannot be encoded
 
 
 def name_apart(runs: Sequence[Run]) -> None:
@@ -112,7 +112,7 @@ class ChartGroup:
     title: str
     charts: list[tuple[int, dict[str, Any]]]
     constant: list[tuple[str, str]]
-    """Metrics that had one value all along: name and value."""
+    """Metrics that never changed: name and value."""
 
 
 def grouped(charts: Iterable[dict[str, Any]]) -> list[ChartGroup]:
@@ -128,8 +128,7 @@ def grouped(charts: Iterable[dict[str, Any]]) -> list[ChartGroup]:
 
 
 def constant_value(curves: Sequence[dict[str, Any]]) -> str | None:
-    """The one value that all these curves have at all of their points; None: they move, or are a single
-    point.
+    """The value that all points of these curves share; None: they differ, or there is a single point.
 
     >>> constant_value([{"y": [0, 0], "lo": [0, 0], "hi": [0, 0]}])
     '0'
@@ -148,8 +147,8 @@ def thinned(spans_used: Iterable[int], most: int) -> str:
         return ""
     spans = f"{widths[0]} steps" if len(widths) == 1 else f"{widths[0]} to {widths[-1]} steps"
     return (
-        f"Curves of more than {most} points are drawn thinner: each point is the mean of a span of {spans},"
-        " and the band behind it reaches from the least to the greatest value of the span. Nothing is"
+        f"Curves of more than {most} points are thinned: each point is the mean of a span of {spans},"
+        " and the band behind it reaches from the minimum to the maximum of the span. Nothing is"
         " smoothed; metrics.jsonl has every step."
     )
 
@@ -170,6 +169,6 @@ def embedded(data: Any) -> str:
     >>> embedded({"a": "</script><!--"})
     '{"a":"\\\\u003c/script\\\\u003e\\\\u003c!--"}'
     """
-    # ASCII: other line ends of JavaScript are escaped, too
+    # ASCII, so that JavaScript's other line terminators (U+2028, U+2029) are escaped, too
     text = json.dumps(data, separators=(",", ":"), allow_nan=False)
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")

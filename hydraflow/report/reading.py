@@ -23,11 +23,11 @@ from hydraflow.tracking.base import flat
 
 Numbers = np.ndarray
 MARKS = ("metrics.jsonl", "config.yaml", "plan.json", "run.json", "summary.json", ".lock")
-"""A folder with one of these is a run's."""
+"""A folder with one of these files is a run folder."""
 LARGEST_STEP = 10**15
-"""A step above it is damage."""
+"""Larger steps count as damage."""
 DEEPEST = 50
-"""Mappings and lists in each other."""
+"""Largest nesting depth of mappings and lists."""
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ class Run:
     unread: list[str] = field(default_factory=list)
     """What could not be read, in sentences."""
     missing_steps: int = 0
-    """Steps between the first and the last of which metrics.jsonl has no line."""
+    """Number of steps between the first and the last that have no line in metrics.jsonl."""
     last_written: float | None = None
     """When metrics.jsonl was last written to, in seconds since 1970."""
 
@@ -82,7 +82,7 @@ def read_run(folder: Path) -> Run:
         raise ConfigError.one("RUN", folder, "is not a folder", another)
     if not any((path / name).exists() for name in MARKS):
         inside = sorted(mark.parent.name for mark in path.glob("*/metrics.jsonl"))
-        rule = f"holds no run: neither {' nor '.join(MARKS[:3])} is in it"
+        rule = f"holds no run: it has neither {' nor '.join(MARKS[:3])}"
         raise ConfigError.one("RUN", folder, rule, f"{folder / inside[-1]}" if inside else another)
     run = Run(path.name, path)
     _read_metrics(run)
@@ -110,7 +110,7 @@ def samples_of(run: Run, step: int) -> list[dict[str, Any]]:
         if isinstance(sample, dict):
             found.append(sample)
         else:
-            run.unread.append(f"{file.relative_to(run.folder)}: a line that is no JSON object")
+            run.unread.append(f"{file.relative_to(run.folder)}: a line that is not a JSON object")
     return found
 
 
@@ -128,7 +128,7 @@ def _read_metrics(run: Run) -> None:
         if type(step) in (int, float) and abs(step) <= LARGEST_STEP:
             records.setdefault(int(step), {}).update(record)
         elif number < len(lines):
-            wrong += 1  # the last line may be half written: the run is under way, or was killed
+            wrong += 1  # the last line may be incomplete: the run is in progress, or was killed
     if wrong:
         run.unread.append(f"metrics.jsonl: {wrong} of {len(lines)} lines are not valid records")
     steps = sorted(records)
@@ -158,7 +158,7 @@ def _columns(steps: list[int], records: Mapping[int, Mapping[str, Any]]) -> dict
 
 
 def _number(value: Any) -> float | None:
-    """A number, or one of the strings for those that JSON has not; None: neither."""
+    """A number, or a string for one that JSON lacks (NaN, infinity); None: neither."""
     if isinstance(value, bool) or not isinstance(value, (int, float, str)):
         return None
     try:
@@ -168,13 +168,13 @@ def _number(value: Any) -> float | None:
 
 
 def _finite(value: Any) -> float:
-    """A number that can be drawn; 0 for what is none."""
+    """A number that can be drawn; 0 for anything else."""
     number = _number(value)
     return number if number is not None and math.isfinite(number) else 0.0
 
 
 def _settings(run: Run) -> dict[str, tuple[str, str]]:
-    """From config_origins.json with every key's origin, else from config.yaml, which has values alone."""
+    """From config_origins.json, with every key's origin; else from config.yaml, which has only values."""
     facts = _mapping(run, "config_origins.json")
     origins = {key: fact for key, fact in facts.items() if isinstance(fact, dict)}
     rows = [(key, fact.get("value"), str(fact.get("from", ""))) for key, fact in origins.items()]
@@ -192,7 +192,7 @@ def _yaml(run: Run) -> dict[str, Any]:
     try:
         text = file.read_text(encoding="utf-8", errors="replace")
         if any(isinstance(event, yaml.AliasEvent) for event in yaml.parse(text, yaml.SafeLoader)):
-            # a few of them can expand to more than a page can hold
+            # a few aliases can expand to more than a page can hold
             raise ValueError("has YAML aliases (*name), which no run writes")
         found = yaml.safe_load(text)
         if _is_deep(found):
@@ -209,7 +209,7 @@ def as_text(value: object) -> str:
 
 
 def _mapping(run: Run, name: str) -> dict[str, Any]:
-    """A JSON object of the run folder; empty where there is none."""
+    """A JSON object of the run folder; empty if it is missing or unreadable."""
     file = run.folder / name
     if not file.exists():
         return {}
@@ -217,12 +217,12 @@ def _mapping(run: Run, name: str) -> dict[str, Any]:
     found = _parsed(text)
     if isinstance(found, dict) and not _is_deep(found):
         return found
-    run.unread.append(f"{name}: {'is no JSON object of a run' if text.strip() else 'is empty'}")
+    run.unread.append(f"{name}: {'is not a JSON object of a run' if text.strip() else 'is empty'}")
     return {}
 
 
 def _is_deep(value: Any) -> bool:
-    """Whether it is nested deeper than `DEEPEST`, as no run writes it and Python's stack may not hold it."""
+    """Whether it is nested deeper than `DEEPEST`: no run writes that, and Python's stack may overflow."""
     level = [value]
     for _ in range(DEEPEST):
         nested = [one for one in level if isinstance(one, dict | list)]

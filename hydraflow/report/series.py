@@ -1,8 +1,8 @@
-"""Curves of a size that a page can hold: every point while they are few, else mean, least and greatest of
-equal spans of steps.
+"""Curves small enough for a page: every point if there are few, else mean, minimum and maximum of equal
+spans of steps.
 
-In: columns of one or more runs. Out: plain values for the page's script. Nothing is smoothed or left out
-unseen: a span's least and greatest value are drawn with its mean, and a page says how long its spans are.
+In: columns of one or more runs. Out: plain values for the page's script. Nothing is smoothed or silently
+left out: a span's minimum and maximum are drawn with its mean, and a page says how long its spans are.
 Numbers are rounded to four digits.
 """
 
@@ -17,9 +17,9 @@ import numpy as np
 from hydraflow.report.reading import MetricColumn, Numbers
 
 POINTS = 12_000
-"""Points of a whole page, each of which takes about 25 bytes."""
+"""Largest number of points on a page; each takes about 25 bytes."""
 MOST, LEAST = 400, 40
-"""Points of one curve."""
+"""Largest number of points of a curve."""
 
 
 def points_per_curve(curves: int) -> int:
@@ -92,7 +92,7 @@ def mean_at(column: MetricColumn, steps: Numbers, starts: Numbers) -> Numbers:
 
 
 def rounded(values: Numbers | Sequence[float]) -> list[float | None]:
-    """Four digits, null for what JSON has not.
+    """Rounds to four digits; None for NaN and infinities, which JSON lacks.
 
     >>> rounded([0.123456, float("nan"), 12345.6, 2.0])
     [0.1235, None, 12350.0, 2]

@@ -20,8 +20,8 @@ SHOWN_VALIDATIONS, SHOWN_SAMPLES, LONGEST_TEXT = 5, 20, 2000
 OUTSIDE = ("testing", "save_checkpoint")
 """Phases that are not part of timing_s/step."""
 SMALL_SHARE, MOST_PHASES = 0.005, 7
-"""Phases that take less of the time than this, and those after the seven longest, are drawn together: there
-are eight colours."""
+"""Phases with a smaller share of the time, and those after the seven longest, are drawn together, because
+there are eight colours."""
 NO_VALUE = "–"
 
 
@@ -76,11 +76,11 @@ KEY_NUMBERS: dict[str, Callable[[Run], str]] = {
     "Time of a step, median": _median("timing_s/step", "s"),
     "Throughput, median": _median("perf/throughput", "tokens/s per device"),
 }
-"""Title -> the number, which says how a run went; the same for every run of a page."""
+"""Title -> a key number of a run."""
 
 
 def key_numbers(runs: Sequence[Run]) -> list[tuple[str, list[str]]]:
-    """Title, and each run's value; without those that no run has."""
+    """Title and each run's value; numbers that no run has are left out."""
     rows = [(title, [of(run) for run in runs]) for title, of in KEY_NUMBERS.items()]
     return [row for row in rows if any(value != NO_VALUE for value in row[1])]
 
@@ -154,7 +154,7 @@ def plan(run: Run) -> tuple[list[dict[str, str]], list[str]]:
 
 
 def versions(runs: Sequence[Run]) -> list[dict[str, Any]]:
-    """Library -> its version in each run's last start; `differs`: not the same in all that say it."""
+    """Library -> its version in each run's last start; `differs`: whether runs that record it disagree."""
     last = [run.starts[-1] if run.starts else {} for run in runs]
     found = [start["versions"] if isinstance(start.get("versions"), dict) else {} for start in last]
     names = list(dict.fromkeys(name for one in found for name in one))
@@ -167,7 +167,7 @@ def versions(runs: Sequence[Run]) -> list[dict[str, Any]]:
 
 
 def commit(git: Any) -> str:
-    """A commit as people say it.
+    """A commit in words.
 
     >>> commit({"commit": "abb04da7ec053e58", "branch": "main", "changed_files": 2})
     'abb04da7ec on main, 2 files changed since'

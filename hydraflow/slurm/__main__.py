@@ -19,7 +19,7 @@ from hydraflow.slurm.ray_node import ADDRESS, FACTS, job_nodes, start
 from hydraflow.slurm.submit import submit
 
 FAILED = "failed"
-"""Folder in which a node that cannot start Ray writes the reason, in a file of its name."""
+"""Folder in which a node that cannot start Ray writes the reason, in a file named after it."""
 
 
 def _check(words: Sequence[str]) -> int:
@@ -36,7 +36,7 @@ def _start(words: Sequence[str]) -> int:
 
 
 def _await(words: Sequence[str]) -> int:
-    """await FOLDER: until all nodes of the job have joined."""
+    """await FOLDER: waits until all nodes of the job have joined."""
     from hydraflow.dispatch.cluster import await_nodes
     from hydraflow.slurm.ray_node import await_head
 
@@ -54,7 +54,7 @@ def _await(words: Sequence[str]) -> int:
 
 
 def _lost(words: Sequence[str]) -> int:
-    """lost FOLDER: prints the nodes that were in the cluster and are no more, if any."""
+    """lost FOLDER: prints the nodes that have left the cluster, if any."""
     from hydraflow.dispatch.cluster import lost
 
     if gone := lost((Path(words[0]) / ADDRESS).read_text().strip()):
@@ -78,7 +78,9 @@ def main(argv: Sequence[str]) -> int:
         return 0
     if argv[0] not in COMMANDS:
         module = "python -m hydraflow.slurm"
-        raise ConfigError.one(f"{module} {argv[0]}", None, "there is submit", f"{module} submit --help")
+        raise ConfigError.one(
+            f"{module} {argv[0]}", None, "the only command is submit", f"{module} submit --help"
+        )
     return COMMANDS[argv[0]](argv[1:])
 
 

@@ -90,11 +90,11 @@ def job_settings_of(config: JobConfig, given: Allocation | None) -> JobSettings:
     cpus = config.ray_init.num_cpus or max((given.cpus if given else None) or 0, processes + BESIDE)
     folder = "" if isinstance(config, GenerateConfig) else _run_folder(config, given)
     counted = 0 if on_cpus else -1 if gpus is None else gpus
-    wait, goes_on = round(trainer.start_timeout), int(_goes_on(config, folder, given))
+    wait, goes_on = round(trainer.start_timeout), int(_resumes_own_run(config, folder, given))
     return JobSettings(cpus, counted, folder, wait, goes_on)
 
 
-def _goes_on(config: JobConfig, folder: str, given: Allocation | None) -> bool:
+def _resumes_own_run(config: JobConfig, folder: str, given: Allocation | None) -> bool:
     """`disable` refers to runs before this job: a requeued job still resumes from its own checkpoint."""
     if isinstance(config, GenerateConfig) or config.trainer.resume_mode != "disable" or given is None:
         return False

@@ -44,7 +44,7 @@ class Submission:
     exclusive: bool = False
     requeue: bool = True
     warning: int = 120
-    """Seconds before the end of its time at which the job saves."""
+    """Seconds before the time limit at which the job saves."""
     container: str | None = None
     interface: str | None = None
     python: str = field(default_factory=lambda: sys.executable)
@@ -57,7 +57,7 @@ class Submission:
 
     @property
     def cores(self) -> int | None:
-        """Cores of a node that are asked for; None: all that it has."""
+        """Cores to request on each node; None: all."""
         if self.cpus_per_task is None and not self.exclusive:
             return max(CORES_WITHOUT, CORES_PER_GPU * self.gpus_per_node)
         return self.cpus_per_task
@@ -68,7 +68,7 @@ class Submission:
 
 
 class _Parser(argparse.ArgumentParser):
-    """Raises ConfigError in place of argparse's own messages."""
+    """Raises ConfigError instead of printing argparse's own messages."""
 
     def error(self, message: str) -> NoReturn:
         command = "python -m hydraflow.slurm submit"
@@ -76,7 +76,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def parse(argv: Sequence[str]) -> Submission:
-    """The submission that a command line asks for; what follows `--` goes to the command. Raises ConfigError.
+    """The submission that a command line requests; what follows `--` goes to the command. Raises ConfigError.
 
     >>> parse(["--nodes", "4", "--gpus-per-node=8", "--", "data.train_batch_size=512"]).arguments
     ['data.train_batch_size=512']
@@ -102,11 +102,11 @@ def _parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("--job", choices=tuple(JOBS), help="the NAME of python -m hydraflow.main_NAME (ppo)")
     add("--nodes", type=int, metavar="N", help="machines (1)")
-    add("--gpus-per-node", type=int, metavar="N", help="GPUs of each (0: the run is on CPUs)")
+    add("--gpus-per-node", type=int, metavar="N", help="GPUs of each node (0: run on CPUs)")
     add("--cpus-per-task", type=int, metavar="N", help=f"cores of each node ({CORES_PER_GPU} for each GPU)")
-    add("--mem", metavar="SIZE", help="memory of each node, such as 512G (0: all that it has)")
-    ends = "shortly before it the job saves and requeues itself"
-    add("--time", metavar="TIME", help=f"limit, such as 24:00:00; {ends}")
+    add("--mem", metavar="SIZE", help="memory of each node, such as 512G (0: all)")
+    ends = "shortly before it, the job saves and requeues itself"
+    add("--time", metavar="TIME", help=f"time limit, such as 24:00:00; {ends}")
     for name in ("--partition", "--account", "--qos", "--job-name"):
         add(name, metavar="NAME")
     add("--exclusive", action="store_true", help="whole nodes")
@@ -181,7 +181,7 @@ def _script_problems(given: Submission) -> Iterator[Problem]:
 
 
 def _seconds(time: str) -> int:
-    """A limit of time as Slurm reads it; 0: none.
+    """Seconds of a time limit as Slurm reads it; 0: no limit.
 
     >>> _seconds("90"), _seconds("90:30"), _seconds("24:00:00"), _seconds("2-12"), _seconds("2-12:30")
     (5400, 5430, 86400, 216000, 217800)

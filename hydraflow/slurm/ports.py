@@ -1,11 +1,12 @@
-"""TCP ports for one job on one node, held from their choice until the process that uses them opens them.
+"""TCP ports for one job on one node, held from when they are chosen until the process that uses them opens
+them.
 
 In: how many. Out: `ReservedPorts`. Two jobs on a node never get the same port: for each, a socket with the
-port's name in the abstract namespace of Unix sockets (unix(7)) is bound as a lock. It belongs to the network,
-as ports do, so it counts across users and containers, and the system takes it back when its last holder ends.
-Programs that do not know the lock are kept away by a bound TCP socket until shortly before the use, and by
-taking ports that the system does not hand out by itself. Left out on purpose: ports that Ray lets the system
-choose, and torch's (`dispatch/worker.py`).
+port's name in the abstract namespace of Unix sockets (unix(7)) is bound as a lock. It belongs to the network
+namespace, as ports do, so it works across users and containers, and the system releases it when its last
+holder ends. Programs that do not know the lock are kept away by a bound TCP socket until shortly before the
+use, and by taking ports that the system does not hand out by itself. Left out on purpose: ports that Ray lets
+the system choose, and torch's (`dispatch/worker.py`).
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from hydraflow.errors import EnvironmentFault
 
 LOWEST, HIGHEST = 20000, 65535
 RANGE_FILE = Path("/proc/sys/net/ipv4/ip_local_port_range")
-"""Ephemeral ports, which the system assigns to programs that do not ask for a certain one."""
+"""Ephemeral ports, which the system assigns to programs that do not request a specific one."""
 
 
 @dataclass(frozen=True)
@@ -29,12 +30,12 @@ class ReservedPorts:
 
     ports: list[int] = field(default_factory=list)
     locks: list[socket.socket] = field(default_factory=list)
-    """To be kept until the ports are not used any more; exec hands them on to the next program."""
+    """Locks to keep while the ports are used; a program that this process execs inherits them."""
     sockets: list[socket.socket] = field(default_factory=list)
-    """Bound to the ports."""
+    """Sockets bound to the ports."""
 
     def open_up(self) -> None:
-        """The next program that opens a port gets it; the locks stay."""
+        """Closes the sockets, so that a program can open the ports; the locks stay."""
         for held in self.sockets:
             held.close()
 
@@ -101,7 +102,7 @@ def _bound(port: int) -> socket.socket | None:
 
 
 def _candidates() -> list[int]:
-    """Ports outside of the system's range, in an order of their own for each process."""
+    """Ports outside of the ephemeral range, in a different order for each process."""
     try:
         low, high = (int(number) for number in RANGE_FILE.read_text().split())
     except (OSError, ValueError):

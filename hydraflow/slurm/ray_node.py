@@ -35,11 +35,11 @@ DEFAULTS = {
     "RAY_health_check_failure_threshold": "4",
     # A node whose head is gone ends after this many seconds instead of 60.
     "RAY_gcs_rpc_server_reconnect_timeout_s": "30",
-    # Nothing is left to finish when Ray is asked to stop; it would wait for half a minute.
+    # Ray would wait half a minute when it is asked to stop, though nothing is left to finish.
     "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S": "0",
     **{f"RAY_{name}": str(int(value)) for name, value in RAY_SETTINGS.items()},
 }
-"""Ray's settings, where the user's environment says nothing else."""
+"""Default settings of Ray; the user's environment takes precedence."""
 
 
 def own_name(environ: Mapping[str, str] = os.environ) -> str:
@@ -58,7 +58,7 @@ def start(folder: Path, temporary: Path, *, dashboard: bool) -> None:
     head = own_name() == nodes[0]
     address = "" if head else await_head(folder / ADDRESS, nodes[0])
     settings = JobSettings.from_shell((folder / FACTS).read_text())
-    # srun was called on the first node: this is an address of its own, by which Slurm reaches it
+    # srun was called on the first node, so this is the address by which Slurm reaches that node
     own = node_address(os.environ.get("SLURM_LAUNCH_NODE_IPADDR", "") if head else address.rpartition(":")[0])
     environment = {**DEFAULTS, **os.environ, **interface_variables(own)}
     held = hold(4 if head else 1)
@@ -81,7 +81,7 @@ def _common(own: str, temporary: Path, settings: JobSettings, held: ReservedPort
         f"--num-cpus={settings.cpus}",
         f"--temp-dir={temporary}",
         f"--dashboard-agent-listen-port={held.ports[-1]}",
-        # the system chooses: a range, Ray's default, would be the same for two jobs on a node
+        # the system chooses: Ray's default range would be the same for two jobs on a node
         "--min-worker-port=0",
         "--max-worker-port=0",
         "--disable-usage-stats",
@@ -97,7 +97,7 @@ def _head(held: ReservedPorts, dashboard: bool) -> list[str]:
     ray_port, client_port, dashboard_port, _ = held.ports
     return [
         "--head",
-        "--no-monitor",  # of an autoscaler
+        "--no-monitor",  # of the autoscaler, which the cluster does not have
         f"--port={ray_port}",
         f"--ray-client-server-port={client_port}",  # used with a dashboard only (`dispatch/services.py`)
         f"--include-dashboard={str(dashboard).lower()}",
@@ -107,8 +107,8 @@ def _head(held: ReservedPorts, dashboard: bool) -> list[str]:
 
 
 def object_store(given: Allocation | None, shared_memory: int) -> int | None:
-    """Bytes of Ray's object store: of the job's memory, not of the machine's, of which Ray would take its
-    share.
+    """Bytes of Ray's object store: a share of the job's memory, where Ray would take a share of the
+    machine's.
 
     >>> object_store(Allocation("1", memory_bytes=10 * 2**30), 2**40) == int(3 * 2**30)
     True

@@ -1,7 +1,7 @@
 """The batch script of a submission: examples/slurm/ppo.sbatch with its lines filled in.
 
 In: the example's text, directives for sbatch, settings. Out: the text of a script that runs without this
-package on the submitting side. Left out on purpose: judging what is asked for (`submit.py`), and what the
+package on the submitting side. Left out on purpose: checking the request (`submit.py`), and what the
 script does (`scripts/slurm/job.sh`).
 """
 
@@ -38,7 +38,7 @@ def fill(
     sweep: Sequence[Sequence[str]],
 ) -> str:
     """The script. directives: option of sbatch -> its value, empty for one without, None to leave it out.
-    settings: variable -> value. sweep: the arguments of each job; of an array, if they are several.
+    settings: variable -> value. sweep: the arguments of each job; several jobs make an array.
     """
     for option, value in directives.items():
         template = _with_directive(template, option, value)

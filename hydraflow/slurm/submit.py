@@ -58,8 +58,8 @@ def _require_folders(sweep: Sequence[Sequence[str]]) -> None:
     shared = next((folder for folder, jobs in named.items() if jobs > 1), None)
     if shared is not None:
         several = f"{named[shared]} of the {len(sweep)} jobs"
-        rule = f"is the folder of {several}, and one run at a time may be in it"
-        own = "each job has a folder of its own, runs/<experiment>-job<id>"
+        rule = f"is the folder of {several}, and a folder holds one run at a time"
+        own = "each job then has its own folder, runs/<experiment>-job<id>"
         raise ConfigError.one(FOLDER, shared, rule, f"leave out {FOLDER}: {own}")
 
 
@@ -162,7 +162,7 @@ def _lacks(given: Submission, partition: str, nodes: int, cpus: int) -> Iterator
 
 
 def _partitions(listed: str) -> tuple[dict[str, tuple[int, int]], str | None]:
-    """By name of a partition, its nodes and the CPUs of the largest of them; and the default one's name.
+    """Partition -> (number of nodes, CPUs of the largest node); and the name of the default partition.
 
     >>> _partitions("main*|2|8\\nbig|1|64\\nbig|3|128+\\n")
     ({'main': (2, 8), 'big': (4, 128)}, 'main')
@@ -185,11 +185,11 @@ def _hand_over(given: Submission, sweep: Sequence[Sequence[str]]) -> int:
     if not number:
         reason = done.stderr.strip().removeprefix("sbatch: error: ")
         rule = f"Slurm refuses the job: {reason}"
-        raise ConfigError.one("sbatch", None, rule, "submit ... --dry-run shows what was asked for")
+        raise ConfigError.one("sbatch", None, rule, "submit ... --dry-run shows the request")
     directives = directives_of(given, jobs=len(sweep))
     log = _log(directives, number)
     print(f"{'array' if directives['--array'] else 'job'} {number} submitted; its log: {log}")
-    print(f"squeue --job {number} shows where it is, scancel {number} ends it")
+    print(f"squeue --job {number} shows its state, scancel {number} cancels it")
     if given.wait and done.returncode:
         last = log.read_text(errors="replace").splitlines()[-LAST_LINES:] if log.is_file() else []
         report = "\n".join([f"job {number} ended with {done.returncode}; the last lines of {log}:", *last])

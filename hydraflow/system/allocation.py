@@ -19,8 +19,8 @@ MEBIBYTE = 2**20
 
 @dataclass(frozen=True)
 class Allocation:
-    """A job's share of a cluster; None where Slurm does not say. Numbers are of one node, as this process
-    sees it."""
+    """A job's share of a cluster; None if Slurm does not say. Numbers are per node, as this process sees
+    it."""
 
     job: str
     nodes: int | None = None
@@ -54,7 +54,7 @@ def allocation(environ: Mapping[str, str] = os.environ) -> Allocation | None:
 
 
 def torchrun_processes(environ: Mapping[str, str] = os.environ) -> tuple[int, int] | None:
-    """(nodes, processes on each) that torchrun has started, of which this is one; None: it has not.
+    """(nodes, processes per node) of the torchrun that started this process; None: it was not torchrun.
 
     >>> torchrun_processes({"TORCHELASTIC_RUN_ID": "none", "GROUP_WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "8"})
     (2, 8)

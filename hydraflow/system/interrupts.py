@@ -9,8 +9,8 @@ process.
     LIMIT seconds later     the same without one: a library or a disk hangs
 
 Standard library only, and imported before anything else, so that Ctrl-C during the imports, which take a
-second or two, is quiet, too. Left out on purpose: SIGTERM (`trainer/signals.py`), which comes here when it is
-repeated.
+second or two, prints no stack trace either. Left out on purpose: SIGTERM (`trainer/signals.py`), which comes
+here when it is repeated.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from hydraflow.errors import EnvironmentFault, HydraflowError
 INTERRUPTED, TERMINATED = 130, 143
 """Exit codes after Ctrl-C and after a repeated SIGTERM; both end a sweep, too."""
 REPEATS = 0.3
-"""Seconds in which another Ctrl-C counts as the same one: the first may not have reached its handler yet."""
+"""Seconds in which another Ctrl-C counts as the same: the first may not have reached its handler yet."""
 PATIENCE = 5.0
 """Seconds for which a run's shutdown cannot be interrupted."""
 LIMIT = 120.0
@@ -76,8 +76,8 @@ class ShutdownState:
         """When the last KeyboardInterrupt was raised; None: there was none."""
 
     def interrupt(self, code: int) -> None:
-        """For signal handlers. Raises KeyboardInterrupt, does nothing, or kills the process, as described at
-        the top of this file."""
+        """Called by signal handlers. Raises KeyboardInterrupt, does nothing, or kills the process, as
+        described at the top of this file."""
         now = time.monotonic()
         if self.since is not None:
             if self.commanded and now - self.since > self.patience:
@@ -153,6 +153,7 @@ def end_at_once(code: int, why: str) -> NoReturn:
 
 def kill_family() -> None:
     """Kills all descendants of this process, also those whose parents have ended."""
+    # children of a killed child become ours, so that the next round finds them
     ctypes.CDLL(None).prctl(_ADOPT_ORPHANS, 1, 0, 0, 0)
     deadline = time.monotonic() + KILL_SECONDS
     while (family := _family()) and time.monotonic() < deadline:
@@ -198,6 +199,7 @@ def _family() -> list[int]:
         if not entry.name.isdigit():
             continue
         with suppress(OSError), open(f"/proc/{entry.name}/stat") as stat:
+            # the name of the program, in parentheses, may itself hold spaces and parentheses
             state, parent = stat.read().rpartition(")")[2].split()[:2]
             if state not in "ZX":
                 parents[int(entry.name)] = int(parent)

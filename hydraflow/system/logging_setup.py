@@ -1,5 +1,5 @@
-"""The console's log: our notes and warnings as plain lines on standard error, other libraries' from warnings
-up.
+"""The console's log: our notes and warnings as plain lines on standard error, those of other libraries from
+warnings up.
 
 In: `log.level`. Out: Python's logging, set up once per process, and standard streams that outlive their
 readers.
@@ -37,7 +37,7 @@ class Pipe(io.FileIO):
     """A pipe whose reader may leave; later output is discarded."""
 
     def write(self, data: ReadableBuffer) -> int:
-        """Writes, or at least says so."""
+        """Writes the data; once the reader has left, only pretends to."""
         try:
             return super().write(data)
         except BrokenPipeError:
@@ -64,7 +64,7 @@ def outlive_readers() -> None:
 def _is_pipe(stream: io.TextIOWrapper) -> bool:
     try:
         return stat.S_ISFIFO(os.fstat(stream.fileno()).st_mode)
-    except io.UnsupportedOperation:  # held in memory, as in a notebook
+    except io.UnsupportedOperation:  # an in-memory stream, as in a notebook
         return False
 
 
@@ -82,4 +82,4 @@ def set_up_logging(level: str = "info") -> None:
     apply_level(level)
     for name in NOISY:
         logging.getLogger(name).setLevel(logging.WARNING)
-    logging.getLogger("torch.fx").setLevel(logging.ERROR)  # a note to torch's own developers
+    logging.getLogger("torch.fx").setLevel(logging.ERROR)  # its warnings are for torch's own developers

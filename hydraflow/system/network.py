@@ -31,7 +31,7 @@ def interfaces() -> dict[str, str]:
             try:
                 answer = fcntl.ioctl(probe.fileno(), SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
             except OSError:
-                continue  # it has none
+                continue  # it has no IPv4 address
             found[name] = socket.inet_ntoa(answer[20:24])
     return found
 
@@ -42,9 +42,9 @@ def interface_of(address: str) -> str | None:
 
 
 def interface_variables(address: str, environ: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """Variables that tell collectives the interface with `address`, besides those that `environ` has: gloo's,
-    which would look up this host's name, and that may give an address that other nodes cannot reach; NCCL's
-    where HYDRAFLOW_NETWORK_INTERFACE names an interface."""
+    """Variables that select the interface with `address` for collectives, unless `environ` has them. gloo's,
+    because gloo looks up this host's name, which may give an address that other nodes cannot reach; NCCL's if
+    HYDRAFLOW_NETWORK_INTERFACE names an interface."""
     if (name := interface_of(address)) is None:
         return {}
     found = {"GLOO_SOCKET_IFNAME": name}

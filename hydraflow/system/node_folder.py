@@ -29,7 +29,7 @@ SESSIONS = "ray"
 
 
 def node_folder() -> Path:
-    """Path of the user's folder; it need not exist yet."""
+    """Path of the user's folder, which need not exist yet."""
     return _below(Path(tempfile.gettempdir()))
 
 
@@ -49,9 +49,9 @@ def own_folder_below(base: Path) -> Path:
             folder.chmod(0o700)
             return folder
     except OSError as error:
-        remedy = "TMPDIR=<a folder that you may write> helps"
+        remedy = "set TMPDIR=<a folder that you may write>"
         raise EnvironmentFault(f"{folder} cannot be made: {error.strerror}; {remedy}") from error
-    remedy = "TMPDIR=<a folder of your own> helps"
+    remedy = "set TMPDIR=<a folder of your own>"
     raise EnvironmentFault(f"{folder} is not a private folder of this user; {remedy}")
 
 

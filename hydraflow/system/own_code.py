@@ -127,7 +127,7 @@ def import_file(path: Path, *, module: str, field: str, value: object = None) ->
     if spec is None or spec.loader is None:
         raise ConfigError.one(field, value, "is not a Python file", "its name must end in .py")
     found = importlib.util.module_from_spec(spec)
-    sys.modules[module] = found  # dataclasses and pickle look their module up
+    sys.modules[module] = found  # dataclasses and pickle look the module up by name
     try:
         with redirect_stdout(sys.stderr):  # a command's stdout is reserved for its report
             spec.loader.exec_module(found)

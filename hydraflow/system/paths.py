@@ -21,11 +21,11 @@ from hydraflow.system.whole_files import prove_writable
 PARQUET_ENDING, JSON_ENDINGS = ".parquet", (".jsonl", ".json")
 DATA_ENDINGS = (PARQUET_ENDING, *JSON_ENDINGS)
 _SUGGESTED = 3
-"""Files of a folder that a message names."""
+"""Largest number of a folder's files that a message names."""
 
 
 def listed(files: Any) -> list[Path] | None:
-    """A path or a list of them as a list, `~` replaced; None where it is neither.
+    """A path or a list of them as a list, `~` replaced; None if it is neither.
 
     >>> listed("a.parquet"), listed([]), listed(3)
     ([PosixPath('a.parquet')], None, None)
@@ -47,7 +47,7 @@ def file_problems(files: Any, key: str) -> list[Problem]:
         rule = "must be a Parquet or JSONL file, or a list of them"
         return [Problem(key, files, rule, f"{key}=/path/to/file.parquet")]
     problems = [no_file(path, key) for path in paths if not os.path.isfile(path)]
-    if len(paths) > 1:  # an override with one file would drop the others
+    if len(paths) > 1:  # a remedy with one file would drop the others
         problems = [replace(one, remedy=one.remedy.replace(f"{key}=", "")) for one in problems]
     return problems
 
@@ -73,7 +73,7 @@ def no_file(path: Path, key: str, *, endings: Sequence[str] = DATA_ENDINGS, afte
 def _files_in(folder: Path, endings: Sequence[str]) -> list[Path]:
     try:
         return [file for file in folder.iterdir() if file.suffix in endings and file.is_file()]
-    except OSError:  # it is none, or may not be read
+    except OSError:  # it is not a folder, or cannot be read
         return []
 
 

@@ -1,4 +1,4 @@
-"""Printed text: numbers with their nouns, and streams that never fail to encode or for want of a reader.
+"""Printed text: numbers with their nouns, and streams that survive unencodable characters and lost readers.
 
 In: the streams of this process. Out: the same streams, which no longer raise UnicodeEncodeError.
 """
@@ -19,7 +19,7 @@ ASCII |= {"⌊": "floor(", "⌋": ")", "⌈": "ceil(", "⌉": ")", "─": "-", "
 
 
 def make_printable() -> None:
-    """Has stdout and stderr replace characters that their encoding lacks."""
+    """Makes stdout and stderr replace characters that their encoding lacks."""
     codecs.register_error(HANDLER, _replaced)
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
@@ -28,7 +28,7 @@ def make_printable() -> None:
 
 @contextmanager
 def reader_may_leave() -> Iterator[None]:
-    """What the block prints may be more than its reader, such as `head`, takes: the rest is discarded."""
+    """If the reader of the block's output, such as `head`, leaves early, the rest is discarded."""
     try:
         yield
         sys.stdout.flush()

@@ -52,7 +52,7 @@ class LogSettings:
     folder: str
     """The folder of the log files; created if missing."""
     log: LogConfig = field(default_factory=LogConfig)
-    """What is written. Lines for the console go to the process's original standard error, which Ray shows."""
+    """Levels and rotation. Console lines go to the process's original standard error, which Ray shows."""
 
 
 def apply_level(level: str) -> None:
@@ -63,7 +63,7 @@ def apply_level(level: str) -> None:
 
 
 def write_stacks_when_asked() -> None:
-    """Has the signal STACKS write the stacks of all threads of this process, whatever they are doing."""
+    """Makes the signal STACKS write the stacks of all threads of this process, whatever they are doing."""
     faulthandler.register(STACKS, file=STANDARD_ERROR, all_threads=True)
 
 
@@ -88,7 +88,7 @@ class RoleFile:
         turned = False
         if os.fstat(self.number).st_size >= self._max_bytes:
             with suppress(OSError):  # no room for another file: this one grows
-                self._turn()
+                self._rotate()
                 turned = True
         os.write(self.number, f"{line}\n".encode(errors="replace"))
         return turned
@@ -96,11 +96,11 @@ class RoleFile:
     def close(self) -> None:
         os.close(self.number)
 
-    def _turn(self) -> None:
-        """.log becomes .log.1, that .log.2, and so on; the oldest goes.
+    def _rotate(self) -> None:
+        """.log becomes .log.1, .log.1 becomes .log.2, and so on; the oldest is deleted.
 
-        The new file is opened first, under another name: where that fails (OSError), nothing has moved, and
-        `number` stays what it was.
+        The new file is opened first, under another name: if that fails (OSError), nothing has moved, and
+        `number` is unchanged.
         """
         fresh = self.path.with_name(f".{self.path.name}.new")
         number = os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)

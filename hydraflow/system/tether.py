@@ -3,10 +3,10 @@
 In: a leash, which is a socket whose other end only that process holds, and what to run. Out: how it ended.
 Between both is a supervisor. It adopts all processes that are left behind (PR_SET_CHILD_SUBREAPER) and kills
 them when the program ends, or when the leash closes: it was closed, or the process that held it is gone. If
-the supervisor is killed, the program goes with it. Left out on purpose: a death signal from the process that
-asked, whose thread may end before it.
+the supervisor is killed, the program goes with it. Left out on purpose: a parent-death signal, because it is
+sent when the thread that asked ends, which may be before its process.
 
-A script of the standard library alone: `Tethered` runs it for a program with a folder of its own.
+`Tethered` runs this file as a script for a program with a folder of its own. Standard library only.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ from contextlib import suppress
 from pathlib import Path
 
 END_SECONDS = 5.0
-"""Seconds to wait for killed processes: any left after that hang in the kernel and end when it lets them."""
+"""Seconds to wait for killed processes: any left after that hang in a system call, and end with it."""
 _DEATH_SIGNAL, _CHILD_SUBREAPER = 1, 36
 """Constants of prctl(2)."""
 
 
 class Tethered:
-    """A program that ends with this process, and its folder, which is removed then.
+    """A program that ends with this process, and its folder, which is then removed.
 
-    Its supervisor is no descendant of this process. It has to outlive it, and Ray kills the children of a
+    Its supervisor is not a descendant of this process: it must outlive it, and Ray kills the children of a
     worker that ends.
     """
 
@@ -44,6 +44,7 @@ class Tethered:
         self._how, self._lock = "", threading.Lock()
         with theirs:
             subprocess.run(
+                # -I: no module of the working folder or of PYTHONPATH replaces one of the standard library
                 [sys.executable, "-I", __file__, str(theirs.fileno()), str(folder), *command],
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
@@ -55,9 +56,10 @@ class Tethered:
             )
 
     def ended(self, seconds: float = 0.0) -> str:
-        """How it ended, in a few words, at the latest after so long; empty: it runs."""
+        """How it ended, in a few words, waiting up to `seconds`; empty: it is still running."""
         with self._lock:
             if not self._how and select.select([self._leash], [], [], seconds)[0]:
+                # closed without a word: the supervisor was killed
                 self._how = self._leash.recv(64).decode() or "with its supervisor"
             return self._how
 
@@ -74,7 +76,7 @@ def main(leash: int, folder: str, command: Sequence[str]) -> None:
     def run() -> None:
         os.execvp(command[0], list(command))
 
-    if os.fork():
+    if os.fork():  # the parent exits, so that the supervisor is not a descendant of the process that asked
         os._exit(0)
     try:
         status = supervise(run, leash)
@@ -86,11 +88,12 @@ def main(leash: int, folder: str, command: Sequence[str]) -> None:
 
 
 def supervise(run: Callable[[], None], leash: int, *, own: Sequence[int] = ()) -> int | None:
-    """The wait status of a process that calls `run`; None when the leash closed first. Nothing of it is left.
+    """The wait status of a process that calls `run`; None if the leash closed first. No process of it is
+    left.
 
     own: descriptors for that process alone.
     """
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the process that asked ends it
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # on Ctrl-C the process that asked closes the leash
     _prctl(_CHILD_SUBREAPER, 1)
     supervisor = os.getpid()
     child = os.fork()
@@ -124,7 +127,7 @@ def end_like(status: int | None) -> None:
 def _watch(child: int, leash: int) -> int | None:
     woken, waker = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
     signal.set_wakeup_fd(waker)
-    # without a handler nothing is written to `waker`
+    # a handler is needed, otherwise nothing is written to `waker`
     signal.signal(signal.SIGCHLD, lambda number, frame: None)
     while True:
         for pid, status in _ended():

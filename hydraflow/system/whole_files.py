@@ -1,4 +1,4 @@
-"""Atomic writes, a test in advance whether a file can be written, and JSON that may be missing.
+"""Atomic writes, tests whether a path can be written, and JSON files that may be missing.
 
 In: a path. Out: a name beside it to write to, or OSError. Standard library only. Left out on purpose:
 messages to the user.
@@ -44,8 +44,8 @@ def replace_folder(finished: Path, target: Path) -> None:
 
 
 def make_earlier(folder: Path) -> Path:
-    """Makes earlier-1/, earlier-2/, ... in the folder, the first that is not there, for files of an earlier
-    run."""
+    """Makes the first of earlier-1/, earlier-2/, ... that does not exist in the folder, for files of an
+    earlier run."""
     aside = next(path for number in count(1) if not (path := folder / f"earlier-{number}").exists())
     aside.mkdir()
     return aside
@@ -59,7 +59,7 @@ def prove_writable(folder: Path) -> None:
 
 
 def json_object(file: Path) -> dict[str, Any] | None:
-    """The JSON object in a file; None if there is none that can be read."""
+    """The JSON object in a file; None if it cannot be read."""
     try:
         found = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):

@@ -23,7 +23,7 @@ SAMPLE_TABLE = "val/generations"
 
 
 class Tracker:
-    """Where metrics go. A tracker leaves out what it has no use for: samples, or a flush."""
+    """A destination of metrics. Trackers override only the methods that they need."""
 
     def log(self, metrics: dict[str, float], step: int) -> None:
         """Logs the numbers of one training step. Steps never decrease; a step may take several calls."""
@@ -36,12 +36,12 @@ class Tracker:
         OSError postpones that."""
 
     def close(self, *, failed: bool = False) -> None:
-        """Writes what is still held. Called once, also after a failure or Ctrl-C (`failed`); nothing is
+        """Writes what is still pending. Called once, also after a failure or Ctrl-C (`failed`); nothing is
         logged afterwards."""
 
 
 class Forwarder(Tracker):
-    """Passes every call on, in the way that `_pass` says."""
+    """Forwards every call through `_pass`."""
 
     def _pass(self, call: Callable[[Tracker], None]) -> None:
         raise NotImplementedError
@@ -102,8 +102,8 @@ TrackerFactory = Callable[[RunInfo], Tracker]
 
 
 def rows_of(samples: Sequence[Sample]) -> list[list[str | float]]:
-    """The samples as a table's rows: every column is text, but for the score, which is a number. Some
-    trackers refuse what is mixed.
+    """The samples as rows of a table: every column is text, except for the score, which is a number. Some
+    trackers refuse columns of mixed types.
 
     >>> rows_of([{"input": "1+1=", "output": "2", "score": 1, "ground_truth": 2}])
     [['1+1=', '2', 1.0, '2']]
@@ -120,7 +120,7 @@ def _cell(column: str, value: object) -> str | float:
 
 
 def flat(section: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Leaves by key.
+    """The leaves of nested mappings by dotted key; empty mappings are leaves.
 
     >>> list(flat({"a": {"b": 1}, "c": {}}))
     [('a.b', 1), ('c', {})]

@@ -42,14 +42,14 @@ class RunProgress:
     total_steps: int | None
     step: int = 0
     shown: dict[str, str] = field(default_factory=dict)
-    """Label -> the newest value, as text, the accuracy being that of the last validation."""
+    """Label -> the newest value, as text; the accuracy is that of the last validation."""
     recent: deque[tuple[int, dict[str, str]]] = field(default_factory=lambda: deque(maxlen=RECENT_STEPS))
     """The last steps' values."""
     times: deque[tuple[int, float]] = field(default_factory=lambda: deque(maxlen=PACE_STEPS))
     """(step, seconds) of the last steps, from which the pace is taken."""
 
     def note(self, metrics: dict[str, float], step: int, now: float) -> None:
-        """Takes the numbers of one call; `now` in seconds of any clock."""
+        """Updates from the numbers of one call; `now`: seconds of any clock."""
         new = {label: text.format(metrics[name]) for label, name, text in SHOWN if name in metrics}
         if (accuracy := validation_accuracy(metrics)) is not None:
             new["accuracy"] = f"{accuracy:.3f}"
@@ -63,7 +63,8 @@ class RunProgress:
         self.step = step
 
     def seconds_left(self) -> float | None:
-        """At the pace of the last steps; None before there is a pace, or without a planned end."""
+        """Seconds left at the pace of the last steps; None while there is no pace, or without a planned
+        end."""
         if self.total_steps is None or len(self.times) < 2:
             return None
         (first, start), (last, end) = self.times[0], self.times[-1]
@@ -77,7 +78,7 @@ class RunProgress:
 
 
 class PlainConsole(Tracker):
-    """One line a call, for files, pipes and batch systems."""
+    """One line per call, for files, pipes and batch systems."""
 
     def __init__(self, run: RunInfo):
         self._progress = RunProgress(run.total_steps)

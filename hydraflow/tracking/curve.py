@@ -26,8 +26,8 @@ CURVES: dict[str, Callable[[Record], float | None]] = {
 
 
 def draw_curve(folder: Path, target: Path, *, title: str = "") -> bool:
-    """Draws `target` from the folder's metrics; False, and no file, when there is nothing to draw.
-    EnvironmentFault when it cannot."""
+    """Draws `target` from the folder's metrics; False, and no file, if there is nothing to draw.
+    EnvironmentFault if the file cannot be written."""
     records = read_metrics(folder)
     curves = {name: points for name, value_of in CURVES.items() if (points := curve(records, value_of))}
     if not curves:

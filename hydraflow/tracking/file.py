@@ -31,12 +31,14 @@ class FileTracker(Tracker):
 
     def __init__(self, run: RunInfo):
         self._path = run.folder / METRICS_FILE
-        self._file = self._path.open("ab", buffering=0)  # lines that a full disk rejected stay in _held
+        self._file = self._path.open(
+            "ab", buffering=0
+        )  # unbuffered: lines that a full disk rejected stay in _held
         self._held = b""
         self._start = time.monotonic() - run.seconds_before
 
     def log(self, metrics: dict[str, float], step: int) -> None:
-        """Writes one line. Raises EnvironmentFault when it cannot, for another reason than a full disk."""
+        """Writes one line. Raises EnvironmentFault if that fails for a reason other than a full disk."""
         record: dict[str, float | str] = {"step": step, "seconds": round(time.monotonic() - self._start, 3)}
         record |= {name: json_number(value) for name, value in metrics.items()}
         warned = bool(self._held)
@@ -47,11 +49,11 @@ class FileTracker(Tracker):
             if error.errno not in FULL:
                 raise EnvironmentFault(f"cannot write {self._path}: {error.strerror}") from error
             if not warned:
-                text = "%s: %s; what was measured is held back until there is room"
+                text = "%s: %s; metrics are held in memory until there is room"
                 logger.warning(text, self._path, error.strerror)
 
     def flush(self) -> None:
-        """Writes the held lines and flushes them to disk. OSError while it cannot: a checkpoint must not be
+        """Writes the held lines and flushes them to disk. OSError if that fails: a checkpoint must not be
         ahead of its metrics."""
         self._write()
         os.fsync(self._file.fileno())
@@ -72,7 +74,7 @@ class FileTracker(Tracker):
 
 
 def json_number(value: float) -> float | str:
-    """The value as JSON can hold it.
+    """The value in a form that JSON can hold.
 
     >>> json_number(0.5), json_number(float("nan")), json_number(float("-inf"))
     (0.5, 'nan', '-inf')

@@ -28,16 +28,16 @@ HELD_CALLS = 2000
 FLUSH_SECONDS = 5.0
 """Seconds that a checkpoint waits for a tracker; not again until the tracker has caught up."""
 CLOSE_SECONDS = 30.0
-"""Seconds that the end of a run waits for all trackers together: batch systems give a run that they stop a
-minute or two."""
+"""Seconds that the end of a run waits for all trackers together: batch systems give a run a minute or two
+to stop."""
 
 logger = logging.getLogger(__name__)
 Call = Callable[[Tracker], None]
 
 
 class BackgroundTracker(Forwarder):
-    """A tracker in a thread of its own. `name`: for the warning. Used for all that talk to a server or write
-    elaborate files."""
+    """A tracker in its own thread, for trackers that talk to a server or write elaborate files. `name`: for
+    the warning."""
 
     def __init__(self, name: str, factory: TrackerFactory, run: RunInfo):
         self.name, self._factory, self._run = name, factory, run
@@ -55,8 +55,8 @@ class BackgroundTracker(Forwarder):
         self._thread.start()
 
     def flush(self) -> None:
-        """Waits until the tracker has written everything, at most FLUSH_SECONDS; not for one that fails or
-        lags."""
+        """Waits until the tracker has written everything, at most FLUSH_SECONDS; does not wait for one that
+        fails or lags."""
         if self._failing or not self._flushed.is_set() or not self._thread.is_alive():
             return
         self._flushed = done = threading.Event()

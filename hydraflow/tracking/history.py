@@ -27,9 +27,9 @@ class Point:
 
 
 def read_metrics(folder: Path) -> list[dict[str, float]]:
-    """The records of metrics.jsonl by rising step, several lines of one step merged; [] without the file.
+    """The records of metrics.jsonl in order of step, lines of the same step merged; [] without the file.
 
-    Torn lines are left out: the process was killed while it wrote, or the machine was.
+    Torn lines, written while the process or the machine was killed, are left out.
     """
     path = folder / METRICS_FILE
     if not path.exists():
@@ -63,7 +63,7 @@ def seconds_of(records: Iterable[Record]) -> float:
 
 
 def curve(records: Iterable[Record], value_of: Callable[[Record], float | None]) -> list[Point]:
-    """The points of the records that have the value."""
+    """The points of the records for which `value_of` returns a value."""
     pairs = ((record, value_of(record)) for record in records)
     return [
         Point(int(record["step"]), record["seconds"], value) for record, value in pairs if value is not None

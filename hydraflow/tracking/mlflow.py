@@ -22,13 +22,13 @@ RETRIES = ("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "2")
 """Defaults where unset: a dead server is reported within seconds. `guarded.py` retries as well."""
 LONGEST_VALUE, MOST_PARAMS, MOST_METRICS = 6000, 100, 1000
 LONGEST_NAME = 250
-"""MLflow's limits: characters of a parameter's value, parameters and metrics of one call, characters of a
+"""MLflow's limits: characters of a parameter's value, parameters and metrics per call, characters of a
 name."""
 
 
 def tracking_uri(environ: Mapping[str, str], folder: Path) -> str:
-    """The tracking URI. ValueError for a run folder that a store's URI cannot express: the store would be
-    somewhere else."""
+    """The tracking URI. ValueError for a run folder that a URI cannot express: the store would end up
+    elsewhere."""
     if given := environ.get(URI):
         return given
     if set(str(folder)) & set("%?#"):
@@ -38,7 +38,7 @@ def tracking_uri(environ: Mapping[str, str], folder: Path) -> str:
 
 
 class MlflowTracker(Tracker):
-    """One run of an experiment. Every call is synchronous. Raises what MLflow raises; `guarded.py` is around
+    """One run of an experiment. Every call is synchronous. Raises what MLflow raises; `guarded.py` wraps
     it."""
 
     def __init__(self, run: RunInfo):
@@ -50,7 +50,7 @@ class MlflowTracker(Tracker):
         self._client: Any = MlflowClient(tracking_uri=tracking_uri(os.environ, run.folder))
         experiment = self._experiment(run)
         self._id, is_new = self._find_or_make(run, experiment)
-        if is_new:  # MLflow rejects a changed parameter: those of the first start stay
+        if is_new:  # MLflow rejects a changed parameter, so those of the first start stay
             values = {key: str(value) for key, value in flat(run.about.config) if str(value)}
             params = [Param(allowed_name(key), text[:LONGEST_VALUE]) for key, text in values.items()]
             for start in range(0, len(params), MOST_PARAMS):
@@ -98,8 +98,8 @@ class MlflowTracker(Tracker):
 
 
 def allowed_name(name: str) -> str:
-    """The name of a metric or parameter in characters that MLflow accepts. One that could be another file's
-    path is rejected there, with everything logged in the same call: no part of it is empty, `.` or `..`.
+    """The name of a metric or parameter in characters that MLflow accepts. No part of it may be empty,
+    `.` or `..`: MLflow rejects such a name, and with it everything logged in the same call.
 
     >>> allowed_name("val-core/sums/acc/mean@4"), allowed_name("val-core/../my (set)//acc")
     ('val-core/sums/acc/mean_at_4', 'val-core/_/my _set_/_/acc')

@@ -47,9 +47,9 @@ EXTRAS = (
 """Listed only if installed."""
 OURS = "hydraflow-trainer"
 SLURM_JOB = "slurm_job"
-"""Key of the Slurm job that a start belongs to; only there in one."""
+"""Key of the Slurm job that a start belongs to; missing outside of jobs."""
 NO_PROGRAMS = ("-c", "core.fsmonitor=false", "-c", f"core.hooksPath={os.devnull}")
-"""Options with which git starts no monitor and no hook that the repository's own configuration names."""
+"""Options that keep git from starting a monitor or hook that the repository's configuration names."""
 GIT_SECONDS = 5.0
 """Timeout for git in seconds: a hanging network drive must not block a run."""
 

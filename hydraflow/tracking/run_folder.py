@@ -118,19 +118,19 @@ class RunFolder:
             raise _unwritable(self.path, error) from error
 
     def go_back_to(self, step: int) -> int:
-        """Deletes records after `step`, which will be repeated, and how the run ended; returns the number of
-        deleted lines."""
+        """Deletes the records after `step`, which will be repeated, and the record of how the run ended;
+        returns the number of deleted lines."""
         self.summary.unlink(missing_ok=True)
         self.requeue.unlink(missing_ok=True)
         for noted in [*self.samples.glob("step_*.jsonl"), *self.skipped.glob("step_*.safetensors")]:
-            number = re.match(r"step_(\d+)(?:_|$)", noted.stem)  # other files are the user's
+            number = re.match(r"step_(\d+)(?:_|$)", noted.stem)  # files of other names are the user's
             if number and int(number[1]) > step:
                 noted.unlink()
         if not self.metrics.exists():
             return 0
         lines = self.metrics.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True)
         records = [record_of(line) for line in lines]
-        if torn := records[:-1].count(None):  # the last line may be: the run was interrupted
+        if torn := records[:-1].count(None):  # a torn last line is normal after an interrupt
             logger.warning("%s: %d of %d lines are torn; they are dropped", self.metrics, torn, len(lines))
         both = zip(lines, records, strict=True)
         kept = [line for line, record in both if record and record["step"] <= step]
@@ -147,8 +147,8 @@ class RunFolder:
 
     @staticmethod
     def prove_writable(directory: str | None, field: str = FIELD) -> None:
-        """Raises ConfigError when `make` could not make that folder; leaves nothing behind. `field`: the
-        key that names it."""
+        """Raises ConfigError if `make` could not create that folder; leaves nothing behind. `field`: the key
+        that names it."""
         path = Path(directory).expanduser() if directory else RUNS
         try:
             prove_writable(path)
@@ -212,8 +212,8 @@ class RunFolder:
         self._write(self.requeue, json.dumps({"step": step, "why": why}) + "\n")
 
     def write_samples(self, step: int, samples: Iterable[Mapping[str, object]]) -> None:
-        """Writes validation samples, one JSON object a line, to samples/step_<step>.jsonl; a warning when it
-        cannot."""
+        """Writes validation samples, one JSON object a line, to samples/step_<step>.jsonl; a warning if
+        that fails."""
         lines = [json.dumps(dict(sample), ensure_ascii=False, default=str) + "\n" for sample in samples]
         try:
             self.samples.mkdir(exist_ok=True)
@@ -223,13 +223,13 @@ class RunFolder:
 
     def _write(self, path: Path, text: str, *, private: bool = False) -> None:
         """Writes under a temporary name and renames. `private`: only this user can read it, because it
-        holds or may hold secrets: no rule knows every secret by its name.
+        holds or may hold secrets: no rule recognises every secret.
         """
         try:
             with replacing(path) as unfinished:
                 if private:
                     unfinished.touch(mode=0o600)
-                # replace: a lone surrogate in the user's data
+                # replace: the user's data may hold a lone surrogate, which UTF-8 cannot encode
                 unfinished.write_text(text, encoding="utf-8", errors="replace")
         except OSError as error:
             raise EnvironmentFault(f"cannot write {path}: {error.strerror}") from error
@@ -250,7 +250,7 @@ def slug(name: str) -> str:
 
 
 def _make_unused(path: Path) -> Path:
-    """Makes `path`, or path-2, path-3, ... where a run started in the same second."""
+    """Makes `path`, or path-2, path-3, ... if another run started in the same second."""
     path.parent.mkdir(parents=True, exist_ok=True)
     number, candidate = 1, path
     while True:

@@ -1,10 +1,10 @@
 """Allows one run at a time in a run folder, and names its owner.
 
 In: a folder. Out: a lock that the kernel releases when the process ends, however it ends; the file `.lock`
-names its owner. Some file systems have no such lock (Lustre without `-o flock`, NFS without lockd). There the
-owner's name is all there is: a run starts, with a warning, unless the process that `.lock` names may still
-live; the name is removed when the run ends. Left out on purpose: two runs that start in the same moment on
-such a file system, and file systems that lock per machine (`localflock`).
+names its owner. Some file systems have no such lock (Lustre without `-o flock`, NFS without lockd). There
+only `.lock` decides: a run starts, with a warning, unless the process that it names may still be alive; the
+name is removed when the run ends. Left out on purpose: two runs that start in the same moment on such a file
+system, and file systems that lock per machine (`localflock`).
 """
 
 from __future__ import annotations
@@ -52,6 +52,7 @@ class RunLock:
 
     def release(self) -> None:
         """Releases the folder. A second call does nothing."""
+        # with a kernel lock the file stays: a run that has opened it would lock a file that others cannot see
         if self._file >= 0 and not self._is_kernels:
             self._path.unlink(missing_ok=True)
         self._close()
@@ -71,7 +72,7 @@ class RunLock:
             if owner and _lives(owner) is not False:
                 rule = f"another run may be using it, and {lacking}: {_in_words(owner)}"
                 raise ConfigError.one(FIELD, folder, rule, self._remedy()) from None
-            text = "%s: %s, so a run that starts there in the same moment is not noticed"
+            text = "%s: %s, so another run that starts there at the same moment is not noticed"
             logger.warning(text, folder, lacking)
             return False
         return True
@@ -86,7 +87,7 @@ class RunLock:
 
 
 def is_at_work(folder: Path) -> bool | None:
-    """Whether the process that took the folder last still lives; None: it is on another machine, or there
+    """Whether the process that last took the folder is still alive; None: it is on another machine, or there
     was none.
 
     Does not try the lock: a run starting at that moment would be rejected.
@@ -115,7 +116,7 @@ def _me() -> dict[str, Any]:
     try:
         user = getpass.getuser()
     except (KeyError, OSError):
-        user = str(os.getuid())  # a container whose user has no name
+        user = str(os.getuid())  # in a container the user may have no name
     process = {"pid": os.getpid(), "start_ticks": _start_ticks(os.getpid()), "host": socket.gethostname()}
     return process | {"user": user, "since": datetime.now().isoformat(timespec="seconds")}
 
@@ -123,6 +124,7 @@ def _me() -> dict[str, Any]:
 def _start_ticks(pid: int) -> int | None:
     """Start time of a local process, in clock ticks since boot; None: there is no such pid."""
     try:
+        # the name of the program, in parentheses, may itself hold spaces and parentheses
         return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
     except (OSError, IndexError):
         return None

@@ -19,7 +19,7 @@ from typing import Any
 from hydraflow.tracking.base import SAMPLE_COLUMNS, SAMPLE_TABLE, RunInfo, Sample, Tracker, rows_of
 
 ID_LENGTH = 21
-"""Length of SwanLab's run ids, letters and digits."""
+"""Length of SwanLab's run ids, which are letters and digits."""
 MODES = ("offline", "local", "disabled")
 
 logger = logging.getLogger(__name__)
@@ -38,7 +38,7 @@ def offline_because(environ: Mapping[str, str]) -> str | None:
 
 class SwanlabTracker(Tracker):
     """One experiment of a project. SwanLab has no flush; it writes within seconds. Raises what SwanLab
-    raises; `guarded.py` is around it."""
+    raises; `guarded.py` wraps it."""
 
     def __init__(self, run: RunInfo):
         import swanlab
@@ -55,11 +55,11 @@ class SwanlabTracker(Tracker):
             if mode != "online":
                 raise
             why = str(error).splitlines()[0]
-            text = "swanlab: %s The run is kept in %s, swanlab sync sends it later"
+            text = "swanlab: %s The run is kept in %s; swanlab sync uploads it later"
             logger.warning(text, why, run.folder / "swanlab")
             self._run = self._open(run, "offline")
         finally:
-            sys.excepthook = hook  # SwanLab puts its own in its place, and ours prints what went wrong
+            sys.excepthook = hook  # SwanLab replaces it, and ours prints the error
         for path in run.about.files:
             self._run.save(str(path), base_path=str(run.folder), policy="now")
 
@@ -89,7 +89,7 @@ class SwanlabTracker(Tracker):
         self._run.log({SAMPLE_TABLE: table}, step=step)
 
     def close(self, *, failed: bool = False) -> None:
-        """Ends the experiment, as crashed where it failed."""
+        """Ends the experiment, as crashed if the run failed."""
         if failed:
             self._run.finish(state="crashed", error="the run failed; its summary.json says why")
         else:

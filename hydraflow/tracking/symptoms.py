@@ -4,8 +4,8 @@ In: the metrics of each step, by rising step. Out: sentences that name the steps
 look at. Left out on purpose: faults that the run counts itself (skipped steps, rows without a score).
 
 Each rule has to hold for `IN_A_ROW` steps in a row.
-- No signal: every advantage of the step is the same (`critic/advantages/max` and `min`). Rounding can leave
-  the same small number everywhere in place of 0. (Ignored if the run learns from teachers only.)
+- No signal: every advantage of the step is the same (`critic/advantages/max` and `min`), not necessarily 0:
+  rounding can leave the same small number everywhere. (Ignored if the run learns from teachers only.)
 - Entropy collapse: `actor/entropy` is below 0.05 nats per token and below a tenth of the first step's, and
   the mean score is below 90 % of the range of scores seen so far, or all scores were equal. (A policy that
   has learned its task may be certain.)
@@ -20,8 +20,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
 IN_A_ROW = 3
-"""Consecutive steps that must show a symptom before it is reported: a single small batch may do so by
-chance."""
+"""Consecutive steps that must show a symptom before it is reported: a small batch may show one by chance."""
 COLLAPSED_NATS, COLLAPSED_SHARE, LEARNED = 0.05, 0.1, 0.9
 
 Row = Mapping[str, float]
@@ -52,12 +51,13 @@ class Symptom:
     reads: tuple[str, ...]
     """Metrics that the rule reads."""
     holds: Callable[[Row, SymptomHistory], bool | None]
-    """Whether the step shows it; None: the step lacks the numbers, and neither ends nor extends the row."""
+    """Whether the step shows it; None: the step lacks the metrics, and neither ends nor extends the
+    streak."""
     sentence: str
     """The message, after the step numbers."""
 
 
-def _no_signal(row: Row, seen: SymptomHistory) -> bool | None:
+def _lacks_signal(row: Row, seen: SymptomHistory) -> bool | None:
     if "critic/advantages/max" not in row:
         return None
     if "actor/distillation_loss" in row and "actor/pg_loss" not in row:
@@ -74,12 +74,12 @@ def _entropy_collapse(row: Row, seen: SymptomHistory) -> bool | None:
     return low and not has_learned
 
 
-def _all_cut_off(row: Row, seen: SymptomHistory) -> bool | None:
+def _all_truncated(row: Row, seen: SymptomHistory) -> bool | None:
     share = row.get("response_length/clip_ratio")
     return None if share is None else share == 1
 
 
-def _no_learning_rate(row: Row, seen: SymptomHistory) -> bool | None:
+def _zero_learning_rate(row: Row, seen: SymptomHistory) -> bool | None:
     if "actor/lr" not in row and "train/lr" not in row:
         return None
     return not seen.learned
@@ -88,7 +88,7 @@ def _no_learning_rate(row: Row, seen: SymptomHistory) -> bool | None:
 SYMPTOMS = (
     Symptom(
         ("critic/advantages/max", "critic/advantages/min", "actor/distillation_loss", "actor/pg_loss"),
-        _no_signal,
+        _lacks_signal,
         "every advantage is the same, so the reward gives no direction: the responses to a prompt all score"
         " alike. Usual causes: prompts that are too hard or too easy, a reward function that returns one"
         " value, answers in a format that it does not recognise, a temperature that is too low. Look at"
@@ -105,14 +105,14 @@ SYMPTOMS = (
     ),
     Symptom(
         ("response_length/clip_ratio",),
-        _all_cut_off,
+        _all_truncated,
         "every response is truncated at the length limit (response_length/clip_ratio is 1), so answers"
         " may lack their end. Usual causes: data.max_response_length is too small, a chat template or"
         " tokenizer without the model's end-of-sequence token. Look at the responses in samples/.",
     ),
     Symptom(
         ("actor/lr", "train/lr"),
-        _no_learning_rate,
+        _zero_learning_rate,
         "the learning rate has been 0 in every step, so no weight has changed. Look at actor/lr (train/lr in"
         " supervised training) and the keys lr, lr_warmup_steps and min_lr_ratio of the optimizer.",
     ),
@@ -133,7 +133,7 @@ class SymptomWatch:
     _said: set[int] = field(default_factory=set)
 
     def after(self, step: int, row: Row) -> list[str]:
-        """The sentences that this step makes true for the first time."""
+        """The messages about symptoms that this step completes for the first time."""
         self.seen.add(row)
         found = []
         for number, symptom in enumerate(SYMPTOMS):

@@ -1,7 +1,7 @@
 """TensorBoard: every metric as a scalar and validation samples as text, in the run folder's tensorboard/.
 
 In: numbers of a step. Out: an event file; look at it with `tensorboard --logdir <run folder>`.
-A disk that is full costs points of these curves and a warning, never the run: metrics.jsonl is the record.
+A full disk costs points of these curves and a warning, never the run: metrics.jsonl is the record.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ PAUSE = 60.0
 
 
 class TensorboardTracker(Tracker):
-    """Writes scalars with the wall time at which they came."""
+    """Writes scalars with the wall time at which they were logged."""
 
     def __init__(self, run: RunInfo):
         self._folder = run.folder / "tensorboard"
@@ -67,7 +67,7 @@ class TensorboardTracker(Tracker):
             work(self._writer)
         except OSError as error:
             self._writer, self._next_try = None, time.monotonic() + PAUSE
-            text = "%s: %s; its curves lack what comes until there is room"
+            text = "%s: %s; its curves will lack points until there is room"
             logger.warning(text, self._folder, error.strerror)
 
 

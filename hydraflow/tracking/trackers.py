@@ -32,10 +32,10 @@ TRACKERS: dict[str, TrackerFactory] = {
     "swanlab": SwanlabTracker,
     "console": open_console,
 }
-"""Name in trainer.logger -> its constructor. The order is that in which they are called: the file first, it
-must not miss a step."""
+"""Name in trainer.logger -> its constructor. They are called in this order: the file first, because
+it must not miss a step."""
 LOCAL = ("file", "tensorboard", "console")
-"""Private trackers: they also show what comes before a run, such as a recipe's warm start."""
+"""Trackers without a server: they also show what precedes a run, such as a recipe's warm start."""
 
 
 class Trackers(Forwarder):
@@ -77,14 +77,14 @@ def open_trackers(names: Sequence[str], run: RunInfo) -> Trackers:
     """Opens the trackers of `trainer.logger`; the file is always among them. Creates the run folder if
     missing, and takes the seconds before this start from it.
 
-    `compose/rules.py` has checked the names. But for the file, a tracker that fails costs a warning, never
-    the run.
+    `compose/rules.py` has checked the names. Except for the file, a tracker that fails costs a warning,
+    never the run.
     """
     assert set(names) <= set(TRACKERS), names
     run.folder.mkdir(parents=True, exist_ok=True)
     earlier = read_metrics(run.folder)
     run = replace(run, seconds_before=seconds_of(earlier))
-    watch = SymptomWatch()  # a resumed run knows what its earlier steps showed, and does not repeat it
+    watch = SymptomWatch()  # a resumed run must not repeat symptoms of its earlier steps
     for record in earlier:
         if record["step"] <= run.done_steps:
             watch.after(int(record["step"]), record)
@@ -96,7 +96,7 @@ def _close(tracker: Tracker, *, failed: bool) -> None:
     try:
         tracker.close(failed=failed)
     except (OSError, ValueError, RuntimeError, HydraflowError) as error:
-        text = "a tracker could not be closed (%s: %s); what it shows may lack the end"
+        text = "a tracker could not be closed (%s: %s); its last entries may be missing"
         logger.warning(text, type(tracker).__name__, error)
 
 

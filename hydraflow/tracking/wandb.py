@@ -3,7 +3,7 @@ folder's wandb/.
 
 In: numbers of a step. Out: a run of the project `trainer.project_name`, whose id is the run's own, so that
 a resumed run continues there. Without a login everything stays in the run folder, until `wandb sync
-<run folder>/wandb/offline-run-*`. Left out on purpose: what W&B catches by itself (console output, code,
+<run folder>/wandb/offline-run-*`. Left out on purpose: what W&B captures by itself (console output, code,
 command line): the run folder has it.
 """
 
@@ -20,11 +20,11 @@ from urllib.parse import urlsplit
 from hydraflow.tracking.base import SAMPLE_COLUMNS, SAMPLE_TABLE, RunInfo, Sample, Tracker, rows_of
 
 STEP = "training/global_step"
-"""The x axis. W&B's own step can not go back, and steps that were logged after the last checkpoint are done
-again."""
+"""The x axis. W&B's own step cannot decrease, and steps that were logged after the last checkpoint are
+repeated."""
 SERVER = "https://api.wandb.ai"
 INIT_SECONDS = 60.0
-"""What the server may take to answer; then the run is kept offline."""
+"""Seconds that the server may take to answer; after that the run is kept offline."""
 LONGEST_ID = 64
 
 logger = logging.getLogger(__name__)
@@ -57,7 +57,7 @@ def _in_netrc(environ: Mapping[str, str]) -> bool:
 
 class WandbTracker(Tracker):
     """One run of a project. W&B's own process writes each row at once; it outlives this one. Raises what W&B
-    raises; `guarded.py` is around it."""
+    raises; `guarded.py` wraps it."""
 
     def __init__(self, run: RunInfo):
         import os
@@ -73,9 +73,9 @@ class WandbTracker(Tracker):
             if offline is not None:
                 raise
             why = str(error).splitlines()[0]
-            text = "wandb: %s; the run is kept in %s, wandb sync sends it later"
+            text = "wandb: %s; the run is kept in %s; wandb sync uploads it later"
             logger.warning(text, why, run.folder / "wandb")
-            wandb.teardown()  # W&B's own process still holds the identity for the attempt that failed
+            wandb.teardown()  # W&B's own process still holds the id of the failed attempt
             self._run = self._open(run, "offline")
         self._run.define_metric(STEP)
         self._run.define_metric("*", step_metric=STEP)
@@ -114,7 +114,7 @@ class WandbTracker(Tracker):
         self._run.log({STEP: step, SAMPLE_TABLE: table})
 
     def close(self, *, failed: bool = False) -> None:
-        """Ends the run, as crashed where it failed."""
+        """Ends the run, as crashed if it failed."""
         self._run.finish(exit_code=1 if failed else 0)
 
 

@@ -313,7 +313,7 @@ HEAD = """# Performance
 
 Written by `python scripts/bench/all.py`. {machine}. {versions}. Commit {commits}. {load}
 
-"ratio" is how many times ours is as good as the peer's in the same run; "limit" is what the machine allows:
+"ratio" is by what factor hydraflow beats the peer in the same run; "limit" is what the machine allows:
 a step whose matrix products run on all cores at their measured peak and in which nothing else takes time, or
 the rate at which one thread copies memory. TRL is measured with one thread and with two, and its better
 figure counts. Models other than the recipe's have random weights.

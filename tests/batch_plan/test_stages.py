@@ -100,7 +100,7 @@ def test_counted_ends() -> None:
         ("Et*2|t*2|L", ["has 3 parts for 2 stages",
                         "gives its parts 2, 2, 0 of the model's 4 layers, and each needs one at least"]),
         ("t*2|t*2L", ["must begin with its one embedding and end with its one loss"]),
-        ("Et*2|t*2mL", ["has m; only E, t and L (embedding, decoder, loss) are built here"]),
+        ("Et*2|t*2mL", ["has m; only E, t and L (embedding, decoder, loss) are implemented here"]),
     ],
 )  # fmt: skip
 def test_layouts(layout: str, rules: list[str]) -> None:

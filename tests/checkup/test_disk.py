@@ -90,11 +90,13 @@ def test_a_recipe_needs_a_folder_that_can_be_made(tmp_path: Path) -> None:
     context = recipe_folder(tmp_path / "new")
     [found] = check_recipe(context)
     assert (
-        found.state is State.OK and found.evidence.endswith("will be made") and not list(tmp_path.iterdir())
+        found.state is State.OK
+        and found.evidence.endswith("will be created")
+        and not list(tmp_path.iterdir())
     )
     (tmp_path / "file").touch()
     [found] = check_recipe(recipe_folder(tmp_path / "file"))
-    assert found.state is State.PROBLEM and "cannot be made (Not a directory)" in found.evidence
+    assert found.state is State.PROBLEM and "cannot be created (Not a directory)" in found.evidence
     assert found.remedy.startswith("recipe.cache_dir=")
 
 
@@ -104,4 +106,4 @@ def test_what_a_recipe_has_made_need_not_be_writable(tmp_path: Path) -> None:
     model.mkdir(parents=True)
     (model / "config.json").touch()
     [found] = check_recipe(context)
-    assert found.state is State.OK and found.evidence.endswith("is made already")
+    assert found.state is State.OK and found.evidence.endswith("exists")

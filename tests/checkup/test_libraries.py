@@ -39,7 +39,7 @@ def test_a_requirement_that_is_not_met(tmp_path: Path, monkeypatch: pytest.Monke
     distribution(tmp_path, "made-up", "1.0", "numpy<1", "no-such-thing>=2", "pytest", *elsewhere)
     monkeypatch.syspath_prepend(str(tmp_path))
     first, second = broken_requirements("made-up")
-    assert first.startswith("made-up needs numpy<1, installed is ")
+    assert first.startswith("made-up needs numpy<1, but ")
     assert second == "made-up needs no-such-thing>=2, which is not installed"
 
 
@@ -66,7 +66,7 @@ def test_vllm_for_another_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     distribution(tmp_path, "vllm", "9.9", "torch==1.0")
     monkeypatch.syspath_prepend(str(tmp_path))
     [found] = findings(CheckContext(configured(actor_rollout_ref__rollout__name="vllm")), "vLLM and torch")
-    assert found.state is State.PROBLEM and "vllm needs torch==1.0, installed is" in found.evidence
+    assert found.state is State.PROBLEM and "vllm needs torch==1.0, but" in found.evidence
     assert found.remedy.startswith("pip install 'torch==1.0'")
 
 
@@ -103,7 +103,7 @@ def test_megatron_that_fits_is_missing_or_of_another_version(
     distribution(tmp_path, "megatron-core", "0.15.3")
     monkeypatch.syspath_prepend(str(tmp_path))
     [found] = findings(asking, "library versions")
-    assert "installed is 0.15.3" in found.evidence
+    assert "but 0.15.3 is installed" in found.evidence
     assert found.remedy.startswith("pip install 'megatron-core")
     assert states(findings(other, "library versions")) == [State.OK]
     monkeypatch.setattr("hydraflow.checkup.libraries.installed", lambda name: None)

@@ -46,7 +46,7 @@ def test_shared_memory(tmp_path: Path) -> None:
 def test_shared_memory_that_is_too_small_names_the_size_to_ask_for() -> None:
     # /proc is a file system without any room
     found = judge_shared_memory(Path("/proc"), available_memory=10 * 2**30)
-    assert found.state is State.WARNING and "wants 3.00 GiB" in found.evidence
+    assert found.state is State.WARNING and "needs 3.00 GiB" in found.evidence
     assert found.remedy.startswith("docker run --shm-size=4g")
 
 

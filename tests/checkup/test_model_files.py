@@ -83,7 +83,7 @@ def test_weights_from_a_checkpoint_of_megatron_core(model: Path, data: Path, tmp
 
     files, weights = looked(tmp_path / "core")
     assert (files.state, weights.state) == (State.OK, State.OK)
-    assert files.evidence.endswith("configuration and tokenizer alone are read")
+    assert files.evidence.endswith("only configuration and tokenizer are read")
     _, missing, weights = looked(tmp_path / "nothing")
     assert (missing.state, weights.state) == (State.PROBLEM, State.OK)
     assert "dist_checkpointing_path" in missing.evidence and "no such directory" in missing.evidence

@@ -163,7 +163,7 @@ def test_a_key_of_another_version_that_is_off_is_accepted_in_a_file(value):
     judged = judged_as_a_file({"actor_rollout_ref.rollout.brand_new": value})
     assert judged.problems == []
     assert judged.translation.notes == [
-        "mine.yaml: 1 key of verl's is off or at verl's default, without effect here"
+        "mine.yaml: 1 of verl's keys is off or at verl's default, without effect here"
     ]
 
 
@@ -181,7 +181,7 @@ def test_other_unknown_keys_of_a_file_are_refused(key, value):
 
 def test_off_is_not_nothing_where_verls_default_is_on():
     [problem] = judged_as_a_file({"actor_rollout_ref.hybrid_engine": False}).problems
-    assert "in verl it would give the actor and the rollout engines of their own" in problem.rule
+    assert "in verl it would give actor and rollout separate engines" in problem.rule
 
 
 def test_on_the_command_line_an_unknown_key_is_refused_even_if_it_is_off():

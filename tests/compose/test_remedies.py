@@ -122,11 +122,11 @@ def test_a_word_that_hydra_cannot_take_has_a_remedy(word, expected):
     [
         (
             "algorithm.adv_estimator=codapo",
-            "is verl's and not built here yet\n      -> leave out algorithm.adv_estimator",
+            "is verl's and not implemented here yet\n      -> leave out algorithm.adv_estimator",
         ),
         (
             "actor_rollout_ref.actor.policy_loss.loss_mode=cppo",
-            "is verl's and not built here yet\n"
+            "is verl's and not implemented here yet\n"
             "      -> leave out actor_rollout_ref.actor.policy_loss.loss_mode",
         ),
         ("algorithm.adv_estimator=mine", "\n      -> leave out algorithm.adv_estimator"),

@@ -482,8 +482,8 @@ def test_what_vllm_does_not_do_is_refused(key, value, also):
 @pytest.mark.parametrize(
     ("engine", "devices", "said"),
     [
-        ("native", 1, "rollout.name=native computes with merged weights alone"),
-        ("sglang", 1, "rollout.name=sglang computes with merged weights alone"),
+        ("native", 1, "rollout.name=native samples from merged weights only"),
+        ("sglang", 1, "rollout.name=sglang samples from merged weights only"),
         ("vllm", 2, "adapters are not sharded, but .*tensor_model_parallel_size=2 shards the weights"),
         ("vllm", 1, None),
     ],

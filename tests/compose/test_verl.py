@@ -248,11 +248,11 @@ def test_a_key_without_effect_is_accepted_and_said(key, value, said):
         (
             "actor_rollout_ref.hybrid_engine",
             False,
-            "give the actor and the rollout engines of their own when false",
+            "give actor and rollout separate engines when false",
         ),
         ("trainer.default_hdfs_dir", "out", "keep checkpoints elsewhere"),
-        ("global_profiler.finish_hook_cmd", "ls", "shape profiles"),
-        ("skip.rollout.enable", True, "use responses of an earlier run again"),
+        ("global_profiler.finish_hook_cmd", "ls", "configure profiles"),
+        ("skip.rollout.enable", True, "reuse responses of an earlier run"),
         (f"{ROLLOUT}.multi_turn.enable", True, "hold conversations of several turns"),
         (
             f"{ACTOR}.tis_imp_ratio_cap",

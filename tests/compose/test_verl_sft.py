@@ -102,15 +102,15 @@ def test_a_key_without_effect_is_accepted_and_said(key, value, said):
     ("key", "value", "would", "instead"),
     [
         ("optim.optimizer", "Muon", "choose another optimizer than AdamW", ""),
-        ("optim.min_lr", 1e-6, "shape Megatron's learning-rate schedule", " or optim.min_lr_ratio=..."),
+        ("optim.min_lr", 1e-6, "configure Megatron's learning-rate schedule", " or optim.min_lr_ratio=..."),
         ("data.max_prompt_length", 512, "limit prompts and responses separately", " or data.max_length=..."),
         (
             "profiler.enable",
             True,
-            "shape profiles",
+            "configure profiles",
             " or global_profiler.tool=torch global_profiler.steps=[2]",
         ),
-        ("data.custom_cls.path", "my.py", "read the data with a class of one's own", ""),
+        ("data.custom_cls.path", "my.py", "read the data with a user class", ""),
     ],
 )
 def test_what_cannot_be_honoured_is_refused_with_what_it_would_do(key, value, would, instead):
@@ -228,7 +228,7 @@ def test_torchrun_is_left_out(monkeypatch):
     with pytest.raises(ConfigError) as refused:
         load_command("sft", SFTConfig, OWN)
     assert [str(problem) for problem in refused.value.problems] == [
-        "torchrun: has started this 16 times; start it once, it starts its own workers\n"
+        "torchrun: has started this 16 times; start it once: it starts its own workers\n"
         "      -> python -m hydraflow.main_sft ... trainer.nnodes=2 trainer.n_gpus_per_node=8"
     ]
     load_command("sft", SFTConfig, OWN, tolerant=True)

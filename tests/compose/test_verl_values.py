@@ -100,7 +100,7 @@ def test_the_loss_of_bypass_mode_is_that_of_the_correction(also):
 
 def test_what_takes_the_place_of_verls_eight_gpus_is_said():
     words = [*OWN[:2], f"{ACTOR}.grad_clip=0.5"]
-    said = "trainer.n_gpus_per_node: not set; verl takes 8, here it is what this machine has ("
+    said = "trainer.n_gpus_per_node: not set; verl takes 8, here it is the number on this machine ("
     assert any(note.startswith(said) for note in load_command("ppo", PPOConfig, words)[1].notes)
     # These words are not a command of verl's.
     assert not any(said in note for note in load_command("ppo", PPOConfig, OWN[:2])[1].notes)

@@ -66,7 +66,7 @@ def test_the_generation_engines_log_probs_are_taken_where_they_are_the_actors() 
         for exact in (True, False)
     )
     assert exact.startswith("those of the generation engine") and "in the first step after a start" in exact
-    assert again.startswith("the actor computes log-probabilities again, 2 data ranks of 128 rows, in 3")
+    assert again.startswith("the actor computes log-probabilities again, on 2 data ranks of 128 rows, in 3")
 
 
 def test_the_words_follow_the_phases_of_the_step() -> None:

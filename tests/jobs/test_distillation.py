@@ -200,7 +200,7 @@ def test_a_mistake_is_one_message(keys: list[str], teacher: Path, tmp_path: Path
     refused("distillation.teachers.default=nowhere", given=["+distillation.teachers.default=nowhere"])
     right = f"+distillation.teachers.default={teacher}"
     whole = [right, f"{LOSS}.loss_mode=reverse_kl"]
-    refused("is no estimate for the sampled token", given=[*whole, f"{LOSS}.use_policy_gradient=true"])
+    refused("is not an estimate from the sampled token", given=[*whole, f"{LOSS}.use_policy_gradient=true"])
     many = ["data.train_batch_size=4", "actor_rollout_ref.rollout.n=2000000", "data.max_response_length=40"]
     refused("GiB for", f"{LOSS}.loss_mode=reverse_kl_topk", given=[*whole, *many])
     config = teacher / "tokenizer.json"

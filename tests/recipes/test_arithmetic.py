@@ -124,7 +124,7 @@ def test_what_is_made_is_taken_from_a_folder_that_cannot_be_written(made: Made, 
 def test_without_a_home_folder_a_place_must_be_named() -> None:
     with pytest.raises(
         ConfigError,
-        match="recipe.cache_dir: must be given: ~nobody-at-all/x is in no home folder that is known",
+        match="recipe.cache_dir: must be given: ~nobody-at-all/x is in the home folder, which is not known",
     ):
         cache_folder(small(Path("~nobody-at-all/x")), SEED)
 

@@ -114,7 +114,7 @@ def test_a_run_is_drawn_and_answers_without_a_word_from_the_console(tmp_path: Pa
     assert bands >= 2, "600 steps are drawn thinner, with a band"
     assert pointed == "steps 598 to 599, 14.95 minvalue1 (1 to 1)"
     assert keys == ["steps 0 to 1, 0 min", "steps 2 to 3, 0.05 min", "steps 0 to 1, 0 min", True]
-    assert label.startswith("Score, mean. about 0.0099") and label.endswith("least 0, greatest 1")
+    assert label.startswith("Score, mean. about 0.0099") and label.endswith("minimum 0, maximum 1")
     assert minutes is True and colours == ["rgb(13, 17, 23)", "rgb(255, 255, 255)"]
     assert sifted == [2, 1, 1, "data.train_batch_size64command line"]
     assert sections == "summary faults curves phases samples configuration plan versions"

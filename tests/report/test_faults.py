@@ -21,7 +21,7 @@ from hydraflow.report.reading import read_run
         ("SIGTERM received", NOTABLE, "stopped"),
         ("interrupted", NOTABLE, "stopped"),
         ("actor rank 1 on node a failed in update: killed", SERIOUS, "failed"),
-        (None, NOTABLE, "no end noted"),
+        (None, NOTABLE, "no recorded end"),
     ],
 )
 def test_how_it_ended(tmp_path: Path, why: str | None, weight: str, label: str) -> None:
@@ -60,7 +60,7 @@ def test_everything_that_can_go_wrong(tmp_path: Path) -> None:
     assert found["Start 2: resumed after step 8"].detail == "2025-01-31T12:00:00 on node7"
     assert {
         "Waits to resume after step 20",
-        "Restarted by itself after a worker failed, once in one start",
+        "Restarted automatically after a worker failed, once in one start",
         "Damaged checkpoint: global_step_6.damaged",
         "Checkpoint that was never finished: global_step_9.unfinished",
         "An earlier run of this folder was moved to earlier-1/",

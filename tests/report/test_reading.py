@@ -162,4 +162,4 @@ def test_json_that_is_nested_too_deeply_is_not_followed(tmp_path: Path, name: st
     folder = write_run(tmp_path / "run", [record(1)])
     (folder / name).write_text('{"starts": ' + "[" * 400 + "]" * 400 + "}")
     run = read_run(folder)
-    assert f"{name}: is no JSON object of a run" in run.unread and "</html>" in render([run])
+    assert f"{name}: is not a JSON object of a run" in run.unread and "</html>" in render([run])

@@ -166,7 +166,8 @@ def test_eight_gpus_and_one_core_are_refused() -> None:
     config = PPOConfig()
     given = Allocation("7", gpus=8, cpus=1, sources={"cpus": "SLURM_CPUS_ON_NODE=1"})
     (problem,) = contradictions(config, given)
-    assert "that many processes share 1 core: Slurm gave job 7 no more (SLURM_CPUS_ON_NODE=1)" in problem.rule
+    limit = "all that Slurm gave job 7 (SLURM_CPUS_ON_NODE=1)"
+    assert f"that many processes would share 1 core, {limit}" in problem.rule
     assert problem.remedy.startswith("sbatch --cpus-per-task=64 or ")
     config.ray_init.num_cpus = 9
     assert not list(contradictions(config, given)), "who counts CPUs himself knows what he does"

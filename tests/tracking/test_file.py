@@ -45,7 +45,7 @@ def test_a_full_disk_is_lived_through(tmp_path: Path, caplog: pytest.LogCaptureF
     tracker._file = Disk(tracker._file, 0, errno.ENOSPC, stays_full=True)  # type: ignore[assignment, arg-type]
     tracker.log({"a": 1.0}, 1)
     tracker.log({"a": 2.0}, 2)
-    assert caplog.text.count("No space left on device; what was measured is held back") == 1
+    assert caplog.text.count("No space left on device; metrics are held in memory") == 1
     with pytest.raises(OSError, match="No space left on device"):
         tracker.flush()
     tracker.close()

@@ -45,7 +45,7 @@ def test_a_full_disk_costs_points_and_not_the_run(
         patch.setattr(gfile.LocalFileSystem, "append", full)
         tracker.log({"loss": 1.0}, 1)
         tracker.flush()
-        assert "No space left on device; its curves lack what comes until there is room" in caplog.text
+        assert "No space left on device; its curves will lack points until there is room" in caplog.text
         tracker.log({"loss": 2.0}, 2)
         assert caplog.text.count("No space left") == 1, "it is left alone for a while"
     monkeypatch.setattr(tracker, "_next_try", 0.0)
