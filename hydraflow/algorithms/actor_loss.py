@@ -1,4 +1,4 @@
-"""The actor's whole loss: policy loss, less an entropy bonus, plus a KL penalty against the reference.
+"""The actor's loss: policy loss minus an entropy bonus plus a KL penalty against the reference.
 
 In: a forward pass over a micro-batch and its columns, right padded to (B, R). Out: this micro-batch's part of
 the mini-batch's loss (parts add up), and metrics.
@@ -27,11 +27,14 @@ class ActorLoss:
     """loss = sum of weights * (policy loss - entropy_coeff * entropy + kl_coef * KL + distillation), for one
     mini-batch.
 
-    Columns read: response_mask, old_log_probs, advantages; ref_log_prob where `kl_coef` is given,
-    teacher_log_probs or, over the vocabulary, teacher_top_log_probs where `distillation` is; where
-    `correction` is, rollout_log_probs or, if it needs the mini-batch, rollout_is_weights; chosen_tokens where
-    the policy loss has them. Metrics: actor/pg_loss and actor/kl_loss are sums (parts of the mini-batch's
-    loss), the others means over tokens; actor/ppo_kl is that of `old_log_probs - log_probs`.
+    Columns read: response_mask, old_log_probs, advantages; and, with
+    - `kl_coef`: ref_log_prob;
+    - `distillation`: teacher_log_probs, or teacher_top_log_probs for a loss over the vocabulary;
+    - `correction`: rollout_log_probs, or rollout_is_weights if it needs the mini-batch;
+    - a policy loss that selects tokens: chosen_tokens.
+
+    Metrics: actor/pg_loss and actor/kl_loss are sums (parts of the mini-batch's loss), the others means over
+    tokens; actor/ppo_kl is the mean of `old_log_probs - log_probs`.
     """
 
     denominators: Denominators
@@ -40,13 +43,13 @@ class ActorLoss:
     """Divisor of seq-mean-token-sum-norm; unused in other modes."""
     policy_loss: PolicyLoss
     old_is_this_pass: bool = False
-    """Fully on-policy: the ratio is taken to this pass's own log-probabilities, old_log_probs is not read."""
+    """Fully on-policy: this pass's own log-probabilities are the old ones; old_log_probs is not read."""
     agg_mode: str = "token-mean"
     """A name of LOSS_AGG_MODES."""
     entropy_coeff: float = 0.0
-    """Weight of the entropy bonus; other than 0 needs `output.entropy`."""
+    """Weight of the entropy bonus; if it is not 0, `output.entropy` is required."""
     kl_coef: float | None = None
-    """Weight of the KL penalty; None: no such term and no reference needed."""
+    """Weight of the KL penalty; None: no KL term, and no reference is needed."""
     kl_type: str = "low_var_kl"
     """A name of KL_ESTIMATORS."""
     distillation: Distillation | None = None
@@ -61,6 +64,7 @@ class ActorLoss:
         assert output.log_probs is not None, "the actor's loss needs log-probabilities"
         mask = columns["response_mask"]
         logp = keep(output.log_probs, mask)  # (B, R)
+        # detached: the ratio is then exactly 1 but keeps its gradient
         old_logp = logp.detach() if self.old_is_this_pass else keep(columns["old_log_probs"], mask)
         advantages = keep(columns["advantages"], mask)
         weights = token_weights(mask, self.agg_mode, self.denominators, self.scale_factor, dtype=logp.dtype)

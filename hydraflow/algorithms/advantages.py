@@ -30,14 +30,15 @@ def estimate_advantages(
     old_log_probs: Tensor | None = None,
     sum_pi_squared: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Advantages and returns. Columns of tokens are flat, (N,), one row after the other; those of rows, (B,).
+    """Advantages and returns. Token columns are flat, (N,), one row after the other; row columns are (B,).
 
     scores (B,): sums of the rows' rewards. rewards (N,): after any KL penalty. mask (N,): 1 = trained token.
     lengths (B,): tokens of each row. values (N,): the critic's, for estimators that need one. group_ids (B,):
-    equal for the responses to one prompt. samples (B,): number of the sample in its group; several rows of
-    one sample count once in their group, with the mean of their scores. None: every row is a sample.
-    Of some estimators: reward_baselines (B,), the score of the greedy response to the row's prompt;
-    reward_parts (B, K), several rewards in place of the score; old_log_probs and sum_pi_squared (N,).
+    equal for the responses to one prompt. samples (B,): index of the sample within its group; rows that share
+    a sample count once, with the mean of their scores. None: every row is a sample.
+    Only for estimators that ask for them: reward_baselines (B,), the score of the greedy response to the
+    row's prompt; reward_parts (B, K), several rewards in place of the score; old_log_probs and
+    sum_pi_squared (N,).
     """
     estimator = ESTIMATORS[config.adv_estimator]
     function = estimator.bound(config)

@@ -2,8 +2,8 @@
 weights).sum()`.
 
 In: a micro-batch's mask and the counts of the whole mini-batch (all data ranks, all micro-batches), taken
-from the same mask. Out: weights. As the counts are global, losses and gradients of the parts add up to those
-of the whole, however the rows were split, ordered or padded. Left out on purpose: any mean over a
+from the same mask. Out: weights. Because the counts are global, the losses and gradients of the parts add up
+to those of the whole, however the rows were split, ordered or padded. Left out on purpose: any mean over a
 micro-batch, and any factor for the number of ranks (gradients are summed).
 
 A sequence counts if at least one of its tokens is trained. (verl divides by all sequences, empty ones
@@ -46,7 +46,7 @@ def _per_row(trained: Tensor) -> Tensor:
     return 1.0 / trained.sum(dim=1, keepdim=True, dtype=torch.float64).clamp(min=1.0)  # (B, 1)
 
 
-# Each rule gives the factor of a trained token: a number, or (B, 1). Counts of 0 only meet masks of 0.
+# The weight of a trained token: a number, or (B, 1). A count is 0 only where the mask is all 0.
 LOSS_AGG_MODES: dict[str, Callable[[Tensor, Denominators, float], Tensor | float]] = {
     "token-mean": lambda trained, n, scale: 1.0 / max(n.tokens, 1.0),
     "token-sum": lambda trained, n, scale: 1.0,

@@ -3,10 +3,10 @@ mean.
 
     A = score - (mean of the group + asymre_baseline_shift)
 
-With a shift below 0 good samples count for more than bad ones, which keeps the policy from collapsing where
-samples are of an older policy; every sample pulls a little towards the policy that it came from, also in a
-group of equal scores. A group of one has nothing to compare with: its advantage is its score, as in GRPO. The
-paper's loss is `gpg`'s.
+With a negative shift, good samples count for more than bad ones, which keeps the policy from collapsing when
+samples come from an older policy. Every sample then pulls slightly towards the policy that produced it, even
+in a group of equal scores. A group of one has nothing to compare with: its advantage is its score, as in
+GRPO. The paper's loss is `gpg`'s.
 """
 
 from __future__ import annotations

@@ -29,9 +29,9 @@ class Estimator(Implementation):
     """An advantage estimator: a function whose other arguments are the keys that it reads, by name."""
 
     per_trajectory: bool = False
-    """`f(scores) -> advantages`, (B,) each: one number per trajectory, which all its trained tokens get.
-    Else `f(rewards, mask, lengths) -> (advantages, returns)`: lengths (B,), the others (N,), the tokens of
-    all rows."""
+    """`f(scores) -> advantages`, (B,) each: one number per trajectory, shared by all its trained tokens.
+    Otherwise `f(rewards, mask, lengths) -> (advantages, returns)`: lengths (B,), the others (N,) over the
+    tokens of all rows."""
     critic: bool = False
     """Takes the critic's `values` (N,)."""
     groups: bool = False
@@ -45,7 +45,7 @@ class Estimator(Implementation):
     sum_pi_squared: bool = False
     """Takes the actor's `old_log_probs` and `sum_pi_squared`, (N,) each."""
     several_rewards: bool = False
-    """Its scores are (B, K): the reward function's numbers that `gdpo_reward_keys` names."""
+    """Its scores are (B, K): the reward function's outputs that `gdpo_reward_keys` names."""
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ class Loss(Implementation):
 
 
 def _in_groups(where: str, *reads: str, **facts: Any) -> Estimator:
-    """One that compares the scores of the responses to one prompt."""
+    """An estimator that compares the scores of the responses to one prompt."""
     return Estimator(where, reads=reads, per_trajectory=True, groups=True, **facts)
 
 
@@ -185,12 +185,12 @@ POLICY_LOSSES = OwnChoices(
 
 
 class OldFrom(StrEnum):
-    """Where a step takes the sampling policy's log-probabilities from."""
+    """Source of a step's old log-probabilities, those of the policy that sampled."""
 
     ROLLOUT = "rollout"
-    """The generation engine, which computes as the trainer does."""
+    """The generation engine, whose arithmetic is the trainer's."""
     FIRST_PASS = "first pass"
-    """The only optimizer step's own forward pass: until then the weights do not change."""
+    """The forward pass of the step's only update: the weights have not changed until then."""
     RECOMPUTE = "recompute"
     """A forward pass of the actor before the first optimizer step."""
 
@@ -257,7 +257,7 @@ class PolicyLossConfig:
     topr_positive_weight: float = option(1.0, ge=0, no_effect=OTHER_LOSS)
     """topr: weight of tokens with a positive advantage."""
     topr_negative_weight: float = option(1.0, ge=0, no_effect=OTHER_LOSS)
-    """topr: weight of the others, times the ratio of their response."""
+    """topr: weight of all other tokens, multiplied by the ratio of their response."""
     tis_lower_bound: float = option(
         0.0,
         ge=0,
@@ -274,16 +274,17 @@ class PolicyLossConfig:
     sppo_epsilon: float = option(0.3, gt=0, no_effect=OTHER_LOSS)
     """sppo: clip range of the ratio, from 1 / (1 + this) to 1 + this."""
     rec_clip_mode: str = option("one-side", choices=REC_CLIP_MODES, no_effect=OTHER_LOSS)
-    """rec: tokens without a gradient. one-side: as PPO's clip; two-side: all outside of the clip range; ring:
-    two-side, but those far on the wrong side have one; none: no token."""
+    """rec: which tokens get no gradient. one-side: those that PPO's clip stops; two-side: all outside the
+    clip range; ring: as two-side, except tokens far on the wrong side, which keep theirs; none: every token
+    keeps its gradient."""
     rec_weight: str = option("none", choices=REC_WEIGHTS, no_effect=OTHER_LOSS)
     """rec: weight of a token. importance_sampling: its ratio; advantage: exp(advantage / rec_temp)."""
     rec_temp: float = option(1.0, gt=0, no_effect=(OTHER_LOSS, unless("rec_weight", "advantage")))
-    """rec: temperature of the weights by advantage."""
+    """rec: temperature of the advantage weights."""
     rec_epsilon_low_prime: float = option(0.6, gt=0, no_effect=(OTHER_LOSS, unless("rec_clip_mode", "ring")))
-    """rec: the ring's outer bound below 1."""
+    """rec: distance from 1 to the ring's outer bound below 1."""
     rec_epsilon_high_prime: float = option(2.0, gt=0, no_effect=(OTHER_LOSS, unless("rec_clip_mode", "ring")))
-    """rec: the ring's outer bound above 1."""
+    """rec: distance from 1 to the ring's outer bound above 1."""
 
 
 @dataclass
@@ -291,18 +292,18 @@ class AdaptiveEntropyConfig:
     """Adaptive coefficient of the entropy bonus (Skywork-OR1)."""
 
     enabled: bool = option(False, switch=Switch(off=False, remedy="{s}.enabled=true"))
-    """Adjust the coefficient towards a target entropy after every step. The entropy is measured by a forward
+    """After every step, adjust the coefficient towards a target entropy. The entropy is measured by a forward
     pass over the step's trajectories before the update."""
     target_entropy: float = option(0.2, ge=0)
-    """Target entropy per token, in nats; above it there is no bonus."""
+    """Target entropy per token, in nats; above it the bonus is off."""
     max_ent_coef: float = option(0.005, ge=0)
-    """Largest coefficient."""
+    """Maximum coefficient."""
     min_ent_coef: float = option(
         0.0,
         ge=0,
         beside=ordered("at most", "max_ent_coef", "the smallest coefficient would exceed the largest"),
     )
-    """Smallest coefficient."""
+    """Minimum coefficient."""
     delta_ent_coef: float = option(0.0001, gt=0)
     """Change of the coefficient per step."""
 
@@ -311,12 +312,12 @@ PREFERENCE_LOSSES = {
     "sigmoid": Implementation("hydraflow.algorithms.preference:sigmoid", reads=("label_smoothing",)),
     "ipo": Implementation("hydraflow.algorithms.preference:ipo", reads=("beta",)),
 }
-"""Values of `dpo.loss_type`: functions of the gaps between the rows of pairs; `reads` are keys of `dpo`."""
+"""Values of `dpo.loss_type`: functions of the score gap of each pair; `reads` are keys of `dpo`."""
 
 
 @dataclass
 class PreferenceConfig:
-    """Learning from pairs of responses without a reward model."""
+    """Direct training on preference pairs, without a reward model."""
 
     loss_type: str = option("sigmoid", choices=PREFERENCE_LOSSES)
     """Loss of a pair. sigmoid: direct preference optimization (DPO); ipo: the squared distance of its margin
@@ -329,7 +330,7 @@ class PreferenceConfig:
 
 @dataclass
 class BradleyTerryConfig:
-    """Learning a reward model from pairs of responses."""
+    """Training a reward model on preference pairs."""
 
     center_rewards_coefficient: float = option(0.0, ge=0)
     """Weight of the squared sum of a pair's scores in the loss, which keeps scores around 0."""
@@ -348,7 +349,7 @@ class FilterGroupsConfig:
     metric: str = option("acc", choices=("acc", "score", "seq_reward"))
     """Score that must differ within a group."""
     max_num_gen_batches: int = option(0, ge=0)
-    """Maximum batches of data.gen_batch_size prompts sampled per step; 0: no limit."""
+    """Maximum number of batches of data.gen_batch_size prompts to sample per step; 0: no limit."""
 
 
 ROLLOUT_IS_LEVELS = ("token", "sequence")
@@ -357,13 +358,13 @@ REJECTION_RULES = (
     *("seq_max_k2", "seq_max_k3"),
 )
 BYPASS_LOSSES = {"ppo_clip": Loss(), "reinforce": Loss("hydraflow.algorithms.reinforce:reinforce")}
-"""Values of `rollout_correction.loss_type`; one without code stands for the loss of
-`actor.policy_loss.loss_mode`."""
+"""Values of `rollout_correction.loss_type`; the one without code means the loss that
+`actor.policy_loss.loss_mode` names."""
 
 
 @dataclass(frozen=True)
 class Bounds:
-    """A threshold: one number, or two."""
+    """A threshold: an upper bound, with or without a lower one."""
 
     upper: float
     lower: float | None = None
@@ -390,7 +391,7 @@ class Bounds:
 
 
 def listed_in(value: Any) -> list[Any]:
-    """The entries of a list, or of text with commas; one of anything else."""
+    """The entries of a list or of comma-separated text; any other value as a list of one."""
     if isinstance(value, str):
         return [part.strip() for part in value.split(",")]
     return value if isinstance(value, list) else [value]
@@ -425,11 +426,11 @@ NO_WEIGHTS = no_effect_when(lambda s: s.rollout_is is None, "{s}.rollout_is=null
 @dataclass
 class RolloutCorrectionConfig:
     """Correction for samples whose probabilities differ between the generation engine and the trainer. The
-    ratio is the trainer's probability to the engine's."""
+    ratio is the trainer's probability divided by the engine's."""
 
     rollout_is: str | None = option(None, choices=ROLLOUT_IS_LEVELS, no_effect=RATIO_IN_LOSS)
-    """Importance sampling: weight each token's policy loss by the ratio, of the token or of the whole
-    sequence; null: no weights."""
+    """Importance sampling: weight each token's policy loss by its own ratio (token) or by that of the whole
+    sequence (sequence); null: no weights."""
     rollout_is_threshold: Any = option(2.0, rule=THRESHOLD, no_effect=(NO_WEIGHTS, RATIO_IN_LOSS))
     """Cap on these weights (truncated importance sampling); or two bounds, such as 0.5_5.0, outside which a
     weight is 0 (IcePop)."""
@@ -445,13 +446,14 @@ class RolloutCorrectionConfig:
             lambda s: s.rollout_rs is None, "{s}.rollout_rs=null", "{s}.rollout_rs=token_k1"
         ),
     )
-    """For each rule, or for all of them: bounds of the ratio, such as 0.5_2.0, for k1 (of a single number the
-    lower bound is the reciprocal), the largest divergence for k2 and k3."""
+    """Threshold of each rule, or one for all. k1: bounds of the ratio, such as 0.5_2.0; a single number is
+    the upper bound and its reciprocal the lower one. k2 and k3: maximum divergence."""
     bypass_mode: bool = False
-    """Use the engine's log-probabilities as the old ones instead of recomputing them. The ratio is then that
-    of the policy being trained."""
+    """Use the engine's log-probabilities as the old ones instead of recomputing them. The ratio then compares
+    the policy being trained with the engine."""
     loss_type: str = option("ppo_clip", choices=tuple(BYPASS_LOSSES), no_effect=unless("bypass_mode"))
-    """Policy loss of bypass_mode: ppo_clip, the actor's own loss; or reinforce, without a clip."""
+    """Policy loss in bypass_mode. ppo_clip: the loss of actor.policy_loss; reinforce: the policy gradient
+    without a clip."""
 
 
 def is_corrected(section: RolloutCorrectionConfig) -> bool:
@@ -460,7 +462,7 @@ def is_corrected(section: RolloutCorrectionConfig) -> bool:
 
 
 def bounded_rules(section: RolloutCorrectionConfig) -> list[tuple[str, Bounds]]:
-    """The rejection rules with their thresholds, one for all of them repeated."""
+    """The rejection rules with their thresholds; a single threshold is repeated for every rule."""
     if section.rollout_rs is None:
         return []
     rules, thresholds = listed_in(section.rollout_rs), listed_in(section.rollout_rs_threshold)
@@ -495,21 +497,21 @@ class AlgorithmConfig:
     critic_gamma: float | None = option(None, ge=0, le=1, follows="gamma", no_effect=OTHER_ESTIMATOR)
     """Discount factor of the returns that the critic is trained to predict; null: gamma."""
     critic_lam: float | None = option(None, ge=0, le=1, follows="lam", no_effect=OTHER_ESTIMATOR)
-    """Lambda of these returns (decoupled GAE: 1.0 here beside 0.95 for lam, say); null: lam."""
+    """Lambda of those returns (decoupled GAE, for example 1.0 with lam=0.95); null: lam."""
     lam_length_alpha: float | None = option(None, gt=0, no_effect=OTHER_ESTIMATOR)
-    """Length-adaptive lambda of the advantages (VAPO): 1 - 1 / (alpha * trained tokens of the response). This
-    is alpha, in the paper 0.05; null: lam for responses of any length."""
+    """alpha of VAPO's length-adaptive lambda for the advantages, 1 - 1 / (alpha * trained tokens of the
+    response); the paper uses 0.05. null: lam, whatever the length."""
     norm_adv_by_std_in_grpo: bool = option(True, no_effect=OTHER_ESTIMATOR)
     """Divide GRPO's advantages by the group's standard deviation; false is Dr. GRPO."""
     opmd_tau: float = option(1.0, gt=0, no_effect=OTHER_ESTIMATOR)
-    """opmd: temperature of the baseline, which for a small one is near the group's best score and for a large
-    one near its mean."""
+    """opmd: temperature of the baseline. A low one puts the baseline near the group's best score, a high one
+    near its mean."""
     asymre_baseline_shift: float = option(-0.1, rule=FINITE, no_effect=OTHER_ESTIMATOR)
-    """asymre: added to the group's mean as the baseline; below 0, good samples count for more."""
+    """asymre: shift of the baseline from the group's mean; below 0, good samples count for more."""
     gdpo_reward_keys: list[str] | None = option(None, no_effect=ONE_REWARD)
-    """Names of the reward function's numbers that GDPO normalizes separately."""
+    """Names of the reward function's outputs that GDPO normalizes separately."""
     gdpo_reward_weights: list[float] | None = option(None, no_effect=ONE_REWARD)
-    """Weight of each of these rewards; null: all 1."""
+    """Weight of each of those rewards; null: 1 each."""
     use_kl_in_reward: bool = False
     """Subtract a KL penalty against the reference policy from every token's reward."""
     kl_penalty: str = option("kl", choices=KL_ESTIMATORS, no_effect=unless("use_kl_in_reward"))
@@ -517,11 +519,11 @@ class AlgorithmConfig:
     kl_ctrl: KLControlConfig = option(factory=KLControlConfig, no_effect=unless("use_kl_in_reward"))
     filter_groups: FilterGroupsConfig = field(default_factory=FilterGroupsConfig)
     length_penalty: float = option(0.0, ge=0, no_effect=SEVERAL_REWARDS)
-    """Weight of a length reward that is added to the score (Kimi k1.5): within a group from 0.5 for the
-    shortest to -0.5 for the longest, and for a wrong response at most 0."""
+    """Weight of Kimi k1.5's length reward, which is added to the score: within a group, 0.5 for the shortest
+    response down to -0.5 for the longest; at most 0 for a wrong response."""
     norm_mean_type: str | None = option(None, choices=NORM_TYPES, no_effect=SEVERAL_REWARDS)
-    """Reward normalization: subtract the mean of all scores of the step (batch), of those of the same prompt
-    (group), or of all scores of the run so far (running); null: none."""
+    """Reward normalization: subtract the mean of all scores of the step (batch), of the scores for the same
+    prompt (group), or of all scores of the run so far (running); null: none."""
     norm_std_type: str | None = option(None, choices=NORM_TYPES, no_effect=SEVERAL_REWARDS)
     """Divide by the standard deviation over the same scores; null: do not divide."""
     reward_clip: float | None = option(None, gt=0, no_effect=SEVERAL_REWARDS)

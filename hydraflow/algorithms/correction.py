@@ -2,8 +2,8 @@
 weights of the policy's loss, and rejection of tokens or whole sequences.
 
 In: log-probabilities of the sampled tokens from both, (B, R), and the mask. Out: weights, and a smaller mask.
-Everything looks along a row, never across rows, except for the mean that normalized weights are divided by:
-its parts add up, and `workers/correcting.py` adds them over the mini-batch. Left out on purpose: metrics
+Everything works along a row, never across rows, except the mean that normalized weights are divided by: its
+parts add up, and `workers/correcting.py` sums them over the mini-batch. Left out on purpose: metrics
 (`correction_metrics.py`), and the loss (`actor_loss.py`).
 
 r is the ratio of a token's probability in the trainer to that in the engine.
@@ -53,8 +53,8 @@ class Weighting:
         return torch.where((ratios >= self.lower) & (ratios <= self.upper), ratios, 0.0)
 
     def total(self, weights: Tensor, mask: Tensor) -> tuple[float, float]:
-        """Sum and number of the weights of which the mean is 1 after normalization: those of trained tokens,
-        or at sequence level one for each row that has any. Sums of several parts add up."""
+        """Sum and count of the weights whose mean normalization makes 1: those of trained tokens or, at
+        sequence level, one per row that has any. Sums of several parts add up."""
         if self.level == "token":
             return float(keep(weights, mask).sum()), float(mask.sum())
         has_any = mask.any(dim=1)
@@ -73,12 +73,12 @@ _OVER_ROWS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "seq_mean": lambda values, mask: values.sum(1, keepdim=True) / mask.sum(1, keepdim=True).clamp(min=1),
     "seq_max": lambda values, mask: values.amax(dim=1, keepdim=True),
 }
-"""From values that are 0 where nothing is trained."""
+"""From values (B, R) that are 0 where nothing is trained: the number to compare, for each token or row."""
 
 
 @dataclass(frozen=True)
 class Rejection:
-    """A rule that leaves out tokens, or whole sequences, that are too far from the trainer's policy.
+    """A rule that drops tokens, or whole sequences, that are too far from the trainer's policy.
 
     `token_k2` looks at each token, `seq_sum_k2`, `seq_mean_k2` and `seq_max_k2` at the row's sum, mean and
     largest value. k1 = -log r, k2 = (log r)^2 / 2, k3 = r - 1 - log r.
@@ -94,7 +94,7 @@ class Rejection:
     """Lower bound; only k1 has one."""
 
     def measure(self, log_ratio: Tensor, mask: Tensor) -> Tensor:
-        """What is compared, (B, R), the same for all of a row's tokens where rows are looked at."""
+        """The compared value, (B, R); for a rule about rows, all tokens of a row have the same."""
         over, _, form = self.rule.rpartition("_")
         values = keep(_DIVERGENCES[form](log_ratio.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)), mask)
         return _OVER_ROWS[over](values, mask).expand_as(values)
@@ -109,17 +109,17 @@ class Rejection:
 
 @dataclass(frozen=True)
 class Correction:
-    """What is done about the difference."""
+    """The importance weights and rejection rules of a run."""
 
     weighting: Weighting | None = None
     rejections: tuple[Rejection, ...] = ()
     of_current_policy: bool = False
-    """r is that of the policy being trained, as each pass finds it; else of the policy before the step."""
+    """Whether r uses the policy being trained, as of each pass, or the policy before the step."""
 
     @property
     def needs_mini_batch(self) -> bool:
-        """Whether what happens to a token depends on more than its row's forward pass: on counts of the mask
-        that rejection leaves, or on the mean weight."""
+        """Whether a token's treatment depends on more than its row's forward pass: on counts of the mask that
+        rejection leaves, or on the mean weight."""
         return bool(self.rejections) or (self.weighting is not None and self.weighting.normalized)
 
     def kept(self, log_ratio: Tensor, mask: Tensor) -> Tensor:

@@ -38,8 +38,8 @@ class _Tokens:
 def correction_metrics(
     correction: Correction, trained: Tensor, sampled: Tensor, mask: Tensor
 ) -> dict[str, Metric]:
-    """`trained` and `sampled` are log-probabilities; values where the mask is 0 never matter. {} where
-    nothing is trained."""
+    """`trained` and `sampled` are log-probabilities; where the mask is 0 they may be anything. {} if no token
+    is trained."""
     some = mask.bool().any(dim=1)
     mask = mask.bool()[some].cpu()
     trained, sampled = (keep(logp[some].double().cpu(), mask) for logp in (trained, sampled))
@@ -82,8 +82,8 @@ def _policy_gap(tokens: _Tokens, trained: Tensor, sampled: Tensor) -> dict[str, 
 
 
 def _of_weights(weighting: Weighting, tokens: _Tokens) -> dict[str, Metric]:
-    """Metrics of the weights before they are normalized; the largest and smallest ratios are those before the
-    threshold."""
+    """Metrics of the weights before normalization; the maximum and minimum are of the ratios, before the
+    threshold is applied."""
     ratios = weighting.ratios(tokens.log_ratio)
     weights = weighting.weights(ratios)
     per_row, ratio_of_row = tokens.rows(weights), tokens.rows(ratios)

@@ -18,7 +18,7 @@ from torch import Tensor
 
 
 class TokenChoice(Protocol):
-    """A choice with its knobs bound: keyword arguments, named as their keys."""
+    """A token selection with its keyword arguments (named like their keys) already bound."""
 
     def __call__(self, covariances: Tensor, draws: Tensor) -> tuple[Tensor, float]:
         """From (n,) each, the draws uniform in [0, 1): scores (n,), -inf for a token that must not be chosen,
@@ -42,7 +42,7 @@ def covariances(logp: Tensor, advantages: Tensor, total: Tensor) -> Tensor:
 
 
 def number_chosen(share: float, tokens: int) -> int:
-    """At least one, as in verl: a small share of a small mini-batch would choose none.
+    """At least one, as in verl: a small share of a small mini-batch would round down to none.
 
     >>> number_chosen(0.0002, 12_000), number_chosen(0.0002, 100)
     (2, 1)

@@ -1,4 +1,4 @@
-"""How far the trainer's and the generation engine's probabilities of the sampled tokens differ.
+"""Compares the trainer's and the generation engine's probabilities of the sampled tokens.
 
 In: both log-probabilities of all rows of a step. Out: numbers under verl's names. Wrong or stale weights in
 the generation engine show here first.
@@ -12,12 +12,11 @@ from torch import Tensor
 
 @torch.no_grad()
 def rollout_probs_diff(old_log_probs: Tensor, rollout_log_probs: Tensor, mask: Tensor) -> dict[str, float]:
-    """Statistics of |exp(old) - exp(rollout)| over the trained tokens, and the two probabilities'
-    correlation.
+    """Statistics of |exp(old) - exp(rollout)| over the trained tokens, and the correlation of the two.
 
-    All tensors (N,). Nothing is returned if no token is trained. The standard deviation is unbiased (0 for
-    one token). Pearson's correlation is left out where it is not defined: where either probability is the
-    same for all tokens.
+    All tensors (N,). Empty if no token is trained. The standard deviation is unbiased (0 for one token).
+    Pearson's correlation is left out where it is undefined: where either probability is the same for all
+    tokens.
 
     >>> old = torch.tensor([0.5, 0.2]).log()
     >>> diff = rollout_probs_diff(old, torch.tensor([0.25, 0.2]).log(), torch.tensor([1, 1]))
@@ -36,7 +35,7 @@ def rollout_probs_diff(old_log_probs: Tensor, rollout_log_probs: Tensor, mask: T
 
 
 def probs_diff_name(what: str, replica: int | None = None) -> str:
-    """The metric's name: verl's for all tokens; for those of one generation process, its number is added.
+    """The metric's name: verl's over all tokens; over those of one replica, with its number added.
 
     >>> probs_diff_name("max"), probs_diff_name("max", 1)
     ('training/rollout_probs_diff_max', 'training/rollout_probs_diff_max/replica-1')

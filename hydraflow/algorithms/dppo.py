@@ -8,8 +8,8 @@ binary estimates of the divergence: of the sampled token against all others.
            clip_ratio_high where A > 0, clip_ratio_low where A < 0
     loss = -A keep stop_gradient(min(p / p_old, clip_ratio_c)) logp
 
-The gradient is that of the paper's objective, A keep p / p_old, but for ratios above clip_ratio_c, which are
-truncated as in verl.
+The gradient is that of the paper's objective, A keep p / p_old, except for ratios above clip_ratio_c, which
+are truncated as in verl.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def dppo_kl(
 
 
 def _log_of_others(logp: Tensor) -> Tensor:
-    """log(1 - p), finite also where p is 1."""
+    """log(1 - p), finite even where p is 1."""
     return (-logp.expm1()).clamp(min=torch.finfo(logp.dtype).tiny).log()
 
 

@@ -3,7 +3,7 @@ advantage in place of reward less value, and the old policy as the reference.
 
     loss = (beta / 2) (logp - old_logp)^2 - A logp
 
-That is (A - beta (logp - old_logp))^2 / (2 beta) but for terms without a gradient. The paper's actions are
+That is (A - beta (logp - old_logp))^2 / (2 beta), up to terms without a gradient. The paper's actions are
 whole responses; here, as in verl, they are tokens. There is no ratio, so nothing is clipped.
 """
 

@@ -25,7 +25,7 @@ class EntropyController:
         self.value, self.config = coefficient, config
 
     def take(self, entropy: float) -> float:
-        """The coefficient of a step whose samples have this entropy per token, in nats; c moves on."""
+        """The coefficient for a step whose samples have this entropy per token, in nats; then updates c."""
         used = self.value if entropy <= self.config.target_entropy else 0.0
         if entropy != self.config.target_entropy:
             delta = self.config.delta_ent_coef

@@ -8,10 +8,10 @@
 skipped: they neither discount nor contribute their values, and a reward on one of them is
 ignored. After the last trained token the value is 0.
 
-Returns may have a gamma and lambda of their own (decoupled GAE: Yuan et al. 2025,
-https://arxiv.org/abs/2503.01491), and the advantages of a response of l trained tokens a lambda of
+Returns may have their own gamma and lambda (decoupled GAE: Yuan et al. 2025,
+https://arxiv.org/abs/2503.01491). The advantages of a response of l trained tokens may use a lambda of
 1 - 1 / (alpha l), at least 0 (length-adaptive GAE: VAPO, Yue et al. 2025, https://arxiv.org/abs/2504.05118).
-A function of one's own may call this one with a gamma or a lambda for each token t.
+A custom estimator may call `gae` with a gamma or lambda per token.
 """
 
 from __future__ import annotations

@@ -3,10 +3,10 @@
     d_t  = logp_t - old_logp_t, at most clip_ratio_high where A > 0, at least -clip_ratio_low where A < 0
     loss = -A exp(mean of d over the row's trained tokens)
 
-The ratio is the geometric mean of the row's clipped ratios, one number for all of its tokens. Bounds are
-those of the logarithm; the paper's are 0.4. It averages over each sequence first, as
-`actor.loss_agg_mode=seq-mean-token-mean` does. Both bounds keep their side for negative advantages; verl
-swaps them there, which matters only where they differ.
+The ratio is the geometric mean of the row's clipped ratios, one number for all of its tokens. The bounds
+apply to the logarithm; the paper uses 0.4. The paper averages over each sequence first, as
+`actor.loss_agg_mode=seq-mean-token-mean` does. For negative advantages verl swaps the two bounds, which
+matters only where they differ; here each keeps its side.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
     A     = alpha * (score - mean of the group)
     alpha = trajectories of the step / those with a score other than 0
 
-The factor makes up for trajectories that give no gradient; verl takes those with a score of 0, the paper
+The factor compensates for trajectories without a gradient: for verl those with a score of 0, for the paper
 those whose group has equal scores. A group of one has mean 0, as in GRPO.
 """
 

@@ -74,8 +74,8 @@ def _raised(scores: Tensor, ids: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """The group (B,) of each row, numbered from 0; the size of each group (G,); and the scores (B,), shifted
     so that each group's lowest is 0.
 
-    Without that, the rounding of the mean of equal scores (0.1, 0.1, 0.1) leaves a difference near 1e-8,
-    which a division by a standard deviation of 0 + 1e-6 makes a signal.
+    Otherwise rounding of the mean of equal scores (0.1, 0.1, 0.1) leaves a difference near 1e-8, which
+    division by a standard deviation of 0 + 1e-6 turns into a signal.
     """
     _, index, counts = torch.unique(ids, return_inverse=True, return_counts=True)
     zeros = scores.new_zeros(len(counts))

@@ -3,8 +3,8 @@
     A = (score - mean of the group) / (std of the group + 1e-6)
 
 with the unbiased standard deviation. Without the division it is Dr. GRPO (Liu et al. 2025,
-https://arxiv.org/abs/2503.20783). A group of one has nothing to compare with: mean 0 and standard deviation 1
-are taken, so its advantage is its score.
+https://arxiv.org/abs/2503.20783). A group of one has nothing to compare with: its mean is taken as 0 and its
+standard deviation as 1, so its advantage is its score.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ group's best score.
     A = A / (std of the group + 1e-6), unless that is switched off as in Dr. GRPO
 
 Two responses that share the best score add nothing to each other: both get 0, as do all responses of a group
-with equal scores. A group of one has no second best: its advantage is 0. (verl stops there.)
+with equal scores. A group of one has no second best: its advantage is 0. (verl raises an error.)
 """
 
 from __future__ import annotations

@@ -4,9 +4,9 @@ mirror descent, with the advantage in place of reward less mean.
     D    = sum over the row's trained tokens of (logp - old_logp)
     loss = (kimi15_tau / 2) D (logp - old_logp) - A logp
 
-Summed over the row the first term is (kimi15_tau / 2) D^2, the paper's square of the whole response's
-log-ratio, which holds the policy near the old one in place of a clip. `dro` squares the log-ratio of every
-token on its own. ROLL does that under this paper's name.
+Summed over the row, the first term is (kimi15_tau / 2) D^2: the paper's squared log-ratio of the whole
+response, which keeps the policy near the old one in place of a clip. `dro` squares the log-ratio of each
+token on its own, which is what ROLL does under this paper's name.
 """
 
 from __future__ import annotations

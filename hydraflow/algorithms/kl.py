@@ -8,8 +8,8 @@ With `d = logp - ref`, per token:
     mse, k2        d^2 / 2              its gradient is that of the KL in expectation
     low_var_kl, k3 exp(-d) + d - 1      unbiased, never negative; -d clamped to +-20 and the result to 10
 
-A trailing `+` keeps the value of an estimator and takes the gradient of k2 (useful where the estimate is a
-loss: the gradient of k1 as a loss is zero in expectation, that of k3 is the one of the reversed KL).
+A trailing `+` keeps the value of an estimator and takes the gradient of k2. That is useful where the estimate
+is a loss: as a loss, k1 has a gradient of zero in expectation, and k3 has that of the reversed KL.
 """
 
 from __future__ import annotations
@@ -69,8 +69,8 @@ def kl_penalty(
 ) -> tuple[Tensor, float]:
     """KL per token (N,), 0 where the mask is 0, and the KL for the controller.
 
-    That KL is the mean over trajectories of each one's mean per trained token; trajectories without trained
-    tokens do not count. `logp`, `ref`, `mask`: (N,), the tokens of all rows; `lengths`: (B,)."""
+    The latter averages each trajectory over its trained tokens, then averages the trajectories; those without
+    trained tokens do not count. `logp`, `ref`, `mask`: (N,), the tokens of all rows; `lengths`: (B,)."""
     penalty = KL_ESTIMATORS[kind](keep(logp, mask), keep(ref, mask))  # (N,)
     tokens = row_sums(mask.bool(), lengths)  # (B,)
     levels = (row_sums(penalty, lengths) / tokens)[tokens > 0]

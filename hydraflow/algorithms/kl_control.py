@@ -10,7 +10,7 @@ from hydraflow.algorithms.config import KLControlConfig
 
 
 class KLController:
-    """A constant. It has no state: a resumed run takes the coefficient from its configuration."""
+    """A constant coefficient. It has no state: a resumed run reads it from the configuration."""
 
     def __init__(self, kl_coef: float):
         self.value = kl_coef
@@ -43,7 +43,7 @@ class AdaptiveKLController(KLController):
         self.horizon = horizon
 
     def update(self, kl: float, trajectories: int) -> None:
-        """Moves the coefficient by one step's KL and number of trajectories."""
+        """Adjusts the coefficient for one step's KL and number of trajectories."""
         error = min(max(kl / self.target_kl - 1.0, -0.2), 0.2)
         self.value *= 1.0 + error * trajectories / self.horizon
 

@@ -3,10 +3,10 @@ clip, in which a few tokens of the highest covariance (`covariance.py`) have a K
 policy.
 
     chosen = the kl_cov_ratio of the trained tokens with the highest cov, if it is above 0
-    loss   = -A ratio, where chosen plus ppo_kl_coef |logp - old_logp|
+    loss   = -A ratio, plus ppo_kl_coef |logp - old_logp| where chosen
 
-In a step's first update both log-probabilities are the same but for rounding, and the penalty's gradient is
-the sign of what is left, as in the paper's code.
+In a step's first update the two log-probabilities differ only by rounding, and the penalty's gradient is the
+sign of that difference, as in the paper's code.
 """
 
 from __future__ import annotations

@@ -5,11 +5,11 @@ https://arxiv.org/abs/2509.24203).
     A    = score - tau log Z,    Z = mean over the group of exp(score / tau)
     loss = -A logp / (1 + tau)
 
-tau is the price of a nat of KL from the old policy, and tau log Z what a policy can reach at that price: near
-the group's best score for a small tau, near its mean for a large one. (Trinity's default is the mean itself,
-which is `grpo` without the standard deviation.) The loss has neither ratio nor clip, so samples of an older
-policy count in full; there tau only slows the step. A group of one has nothing to compare with: its advantage
-is its score, as in GRPO.
+tau is the price of a nat of KL from the old policy, and tau log Z the best score less KL cost at that price:
+near the group's best score for a small tau, near its mean for a large one. (Trinity's default is the mean
+itself, which is `grpo` without the standard deviation.) The loss has neither ratio nor clip, so samples of an
+older policy count in full; in the loss, tau only scales the step down. A group of one has nothing to compare
+with: its advantage is its score, as in GRPO.
 """
 
 from __future__ import annotations

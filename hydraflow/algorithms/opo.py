@@ -2,8 +2,8 @@
 
     A = score - sum of (tokens * score) / sum of tokens, both over the group
 
-The baseline that minimises the variance of the gradient, if that of a response grows with its length. A group
-of one has nothing to compare with: its advantage is its score, as in GRPO.
+This baseline minimises the variance of the gradient if a response's squared gradient norm grows in proportion
+to its length. A group of one has nothing to compare with: its advantage is its score, as in GRPO.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""Policy losses per token, as `actor.policy_loss.loss_mode` chooses them from `POLICY_LOSSES` in `config.py`.
+"""Per-token policy losses: what they share, and PPO's. `actor.policy_loss.loss_mode` picks one from
+`POLICY_LOSSES` in `config.py`.
 
 In: `TokenInputs`. Out: the loss per token, which `aggregate.py` weighs. A loss may look along a row (a ratio
 of whole sequences) but never across rows: that is what keeps its gradient the same however the rows are
@@ -14,11 +15,12 @@ from torch import Tensor
 
 from hydraflow.algorithms.token_terms import TokenInputs, TokenTerms
 
+# exp(20) is 5e8: far beyond any clip range, far below where exp overflows float32
 LOG_RATIO_BOUND = 20.0
 
 
 class PolicyLoss(Protocol):
-    """A policy loss with its knobs bound: keyword arguments, named as their keys."""
+    """A policy loss with its keyword arguments (named like their keys) already bound."""
 
     def __call__(self, tokens: TokenInputs) -> TokenTerms: ...
 

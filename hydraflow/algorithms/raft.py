@@ -3,8 +3,9 @@ on the best of the group's own responses.
 
     A = 1 / (responses that share the best score) for each of those, 0 for the others
 
-That is the mean over the draws where the paper takes one of several best. A group of equal scores has no best
-response and teaches nothing here; so has a group of one. The paper's loss, the cross-entropy, is `gpg`'s.
+Where the paper draws one of several best responses, this is the mean over the draws. A group of equal scores
+has no best response, nor has a group of one: their advantages are 0. The paper's loss, cross-entropy, is
+`gpg`'s.
 """
 
 from __future__ import annotations

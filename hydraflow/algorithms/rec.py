@@ -1,5 +1,5 @@
-"""REC, REINFORCE with a clip (Yao et al. 2025, https://arxiv.org/abs/2509.24203, section 4): which tokens
-have a gradient, and how much, are two choices.
+"""REC, REINFORCE with a clip (Yao et al. 2025, https://arxiv.org/abs/2509.24203, section 4). Which tokens
+have a gradient and how they are weighted are chosen separately.
 
     one-side  ratio <= 1 + clip_ratio_high where A > 0, >= 1 - clip_ratio_low where A < 0
     two-side  1 - clip_ratio_low <= ratio <= 1 + clip_ratio_high
@@ -55,7 +55,7 @@ def rec(
 def _kept(
     mode: str, ratio: Tensor, advantages: Tensor, inner: tuple[float, float], outer: tuple[float, float]
 ) -> Tensor:
-    """bool (B, R): tokens that have a gradient. Bounds of the ratio, from below and from above."""
+    """bool (B, R): tokens that have a gradient. `inner`, `outer`: lower and upper bounds of the ratio."""
     rewarded = advantages > 0
     if mode == "one-side":
         return torch.where(rewarded, ratio <= inner[1], ratio >= inner[0])

@@ -2,8 +2,8 @@
 
     loss = -A logp
 
-Samples of another policy are corrected by the weights of `correction.py`, which carry no gradient. The same
-is GPG's loss (Chu et al. 2025, https://arxiv.org/abs/2504.02546); the rest of GPG is its advantages.
+Samples of another policy are corrected by the weights of `correction.py`, which carry no gradient. GPG has
+the same loss (Chu et al. 2025, https://arxiv.org/abs/2504.02546); it differs in its advantages (`gpg.py`).
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@ baseline.
 
     A_t = (sum of the rewards from token t on) - (score of the greedy response to the same prompt)
 
-The greedy response is sampled and scored beside the others, and not trained on.
+The greedy response is sampled and scored with the others, but not trained on.
 """
 
 from __future__ import annotations

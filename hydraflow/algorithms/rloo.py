@@ -5,7 +5,7 @@ The baseline of a trajectory is the mean score of the other k - 1 trajectories o
     A = score - mean of the others = k / (k - 1) * (score - mean of the group)
 
 A group of one has no others. With `rloo` its baseline is 0 and its advantage its score, as in GRPO; with
-`rloo_vectorized` its advantage is 0, as in verl. That is all they differ in.
+`rloo_vectorized` its advantage is 0, as in verl. The two do not differ otherwise.
 """
 
 from __future__ import annotations

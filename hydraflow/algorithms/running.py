@@ -1,7 +1,7 @@
 """Running mean and standard deviation of all scores of a run: two sets are merged by their counts, means and
 sums of squared deviations (Chan, Golub and LeVeque 1979, equation 2.1).
 
-In: the scores of each step. Out: statistics over these and all before them, as if they were one list.
+In: the scores of each step. Out: statistics over all scores so far, as if they were one list.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class RunningMoments:
 
     @property
     def std(self) -> float:
-        """Unbiased; 0 of a single number."""
+        """Unbiased; 0 for a single number."""
         return math.sqrt(self._squares / max(self.count - 1, 1))
 
     def take(self, numbers: Tensor) -> None:

@@ -72,6 +72,6 @@ def numbered(group_ids: Tensor, samples: Tensor) -> tuple[Tensor, Tensor]:
     """
     _, group = torch.unique(group_ids, return_inverse=True)
     known, sample = torch.unique(samples, return_inverse=True)
-    # one number for a pair: torch.unique along a dimension compares rows one by one, ten times as long
+    # pairs as single numbers: torch.unique along a dimension compares row by row and takes ten times as long
     pairs, index = torch.unique(group * len(known) + sample, return_inverse=True)
     return index, torch.div(pairs, max(1, len(known)), rounding_mode="floor")

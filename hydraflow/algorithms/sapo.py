@@ -2,7 +2,7 @@
 
     loss = -A (4 / tau) sigmoid(tau (ratio - 1)),    tau = tau_pos where A > 0, else tau_neg
 
-A smooth gate in place of a clip: the gradient's weight is 1 at ratio 1 and fades on both sides of it.
+A smooth gate in place of a clip: the gradient's weight is 1 at ratio 1 and decays on both sides.
 """
 
 from __future__ import annotations

@@ -21,8 +21,8 @@ from hydraflow.algorithms.samples import Samples
 
 @dataclass(frozen=True)
 class OverlongBuffer:
-    """The soft punishment of long responses (DAPO: Yu et al. 2025, https://arxiv.org/abs/2503.14476, equation
-    13): 0 up to `limit - size` tokens, then linear, `-factor` at `limit`. As in verl it keeps falling beyond
+    """DAPO's soft overlong punishment (Yu et al. 2025, https://arxiv.org/abs/2503.14476, equation 13): 0 up
+    to `limit - size` tokens, then linear down to `-factor` at `limit`. As in verl, it keeps falling beyond
     the limit.
 
     >>> OverlongBuffer(limit=100, size=20, factor=2.0).penalty(torch.tensor([80, 90, 100, 110])).tolist()
@@ -40,7 +40,7 @@ class OverlongBuffer:
     def penalty(self, lengths: Tensor) -> Tensor:
         """Penalties (B,), at most 0, to add to the scores of responses of these lengths (B,)."""
         over = (lengths - (self.limit - self.size)).clamp(min=0).float()
-        return 0.0 - over / self.size * self.factor
+        return 0.0 - over / self.size * self.factor  # negation would turn 0 into -0.0
 
 
 def shape_scores(
@@ -54,12 +54,12 @@ def shape_scores(
     seen: RunningMoments,
     overlong: OverlongBuffer | None = None,
 ) -> Tensor:
-    """Scores (B,) of rows with responses of `lengths` (B,) tokens, in order: overlong penalty, length reward,
+    """Shaped scores (B,) of responses of `lengths` (B,) tokens. The order: overlong penalty, length reward,
     normalization, clip.
 
-    right: (B,) bool, whether the response is right. group_ids, samples: (B,) as in `estimate_advantages`;
-    statistics are those of samples, which several rows may share. seen: the scores of earlier steps, to which
-    these are added where the configuration asks for statistics of the run.
+    right: (B,) bool, whether the response is correct. group_ids, samples: (B,) as in `estimate_advantages`;
+    statistics are over samples, which several rows may share. seen: moments of earlier steps' scores; these
+    are added if the configuration asks for running statistics.
     """
     joined = Samples.of(group_ids, samples)
     ids = joined.first(group_ids)
@@ -100,8 +100,8 @@ def length_reward(lengths: Tensor, right: Tensor, ids: Tensor) -> Tensor:
 def _normalized(
     config: AlgorithmConfig, scores: Tensor, joined: Samples, ids: Tensor, seen: RunningMoments
 ) -> Tensor:
-    """Scores (B,) minus a mean, divided by a standard deviation + 1e-6. A sample with nothing to compare with
-    keeps its score."""
+    """Scores (B,) minus a mean, divided by a standard deviation + 1e-6. A sample alone in its group keeps its
+    score."""
     of_samples = joined.mean(scores)
     if "running" in (config.norm_mean_type, config.norm_std_type):
         seen.take(of_samples)
@@ -119,5 +119,5 @@ def _normalized(
     if config.norm_std_type:
         found = relative(config.norm_std_type)
         std = torch.where(found.size == 1, 1.0, found.std + 1e-6)
-    apart = scores - joined.to_rows(of_samples)  # rows of one sample
+    apart = scores - joined.to_rows(of_samples)  # differences between rows of one sample are kept
     return (joined.to_rows(centred) + apart) / joined.to_rows(std)

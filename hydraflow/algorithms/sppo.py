@@ -3,8 +3,9 @@ logarithm of the clipped ratio as the surrogate.
 
     loss = -A log clip(ratio, 1 / (1 + sppo_epsilon), 1 + sppo_epsilon)
 
-The gradient is that of -A logp inside of the bounds, and 0 outside, also where the step would lead back: a
-token that has moved beyond a bound stays until others move it. The bounds are symmetric in log-probability.
+The gradient is that of -A logp within the bounds and 0 outside, even where the step would lead back: a token
+that has moved beyond a bound stays there until other tokens move it. The bounds are symmetric in
+log-probability.
 """
 
 from __future__ import annotations

@@ -27,7 +27,7 @@ class TokenInputs:
     mask: Tensor
     """1 for trained tokens."""
     chosen: Tensor | None = None
-    """bool: tokens that were chosen over the whole mini-batch, for losses that have such a choice."""
+    """bool: tokens selected over the whole mini-batch, for losses that select tokens."""
 
 
 @dataclass(frozen=True)
@@ -56,8 +56,9 @@ class ModelOutput:
 
 
 def keep(values: Tensor, mask: Tensor) -> Tensor:
-    """`values` with 0 where the mask (bool, or numbers 0 and 1) is 0; no gradient flows there. What is
-    replaced never matters, NaN and infinity included."""
+    """`values` with 0 where the mask (bool, or numbers 0 and 1) is 0; no gradient flows there. The replaced
+    values may be anything, NaN and infinity included."""
+    # not a product with the mask: 0 * NaN is NaN
     return values.masked_fill(~mask.bool(), 0.0)
 
 
@@ -65,8 +66,9 @@ def keep(values: Tensor, mask: Tensor) -> Tensor:
 def token_metrics(mask: Tensor, stats: Mapping[str, Tensor], sums: Mapping[str, Tensor]) -> dict[str, Metric]:
     """Means over trained tokens of each of `stats` (B, R), and the sums of `sums` (scalars).
 
-    Each of `sums` is a part of a loss whose parts add up. One transfer from the device for all of them.
+    Each of `sums` is a part of a loss whose parts add up.
     """
+    # one stack, so that the device is waited for once
     scalars = [mask.bool().sum(), *(keep(stat, mask).sum() for stat in stats.values()), *sums.values()]
     count, *rest = torch.stack([scalar.detach().to(torch.float64) for scalar in scalars]).tolist()
     means = {name: metrics.mean(value / max(count, 1.0), count) for name, value in zip(stats, rest)}

@@ -6,7 +6,7 @@ canonical limits: positive examples count in full, negative ones by their ratio,
     loss = -A stop_gradient(w) logp
 
 A bad response that has become improbable gets almost no gradient; a good one always gets all of it. The
-paper's weights are 1; ROLL's, of these names, balance good against bad examples.
+paper's weights are 1; ROLL uses the two weights to balance good against bad examples.
 """
 
 from __future__ import annotations

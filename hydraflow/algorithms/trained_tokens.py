@@ -30,9 +30,9 @@ class TrainedTokens:
 
     def __init__(self, mask: Tensor, lengths: Tensor):
         self._size = len(mask)
-        # of booleans, and by numpy: twice as fast as by torch
+        # numpy's flatnonzero on booleans takes half the time of torch's nonzero
         self._places = torch.from_numpy(np.flatnonzero(mask.numpy().astype(bool)))
-        """(n,) among all tokens."""
+        """Positions (n,) of the trained tokens among all tokens."""
         ends = torch.searchsorted(self._places, lengths.cumsum(0))
         self.lengths = ends.diff(prepend=ends.new_zeros(1))
         """Trained tokens of each row, (B,)."""
@@ -81,8 +81,8 @@ def _following(values: Tensor, lengths: Tensor) -> Tensor:
 
 
 def _discounted(values: Tensor, lengths: Tensor, factor: float) -> Tensor:
-    """As `TrainedTokens.discounted`, without a loop over time: inside blocks of a row by a matrix product,
-    and from block to block by the same on their first values."""
+    """As `TrainedTokens.discounted`, without a loop over time: a matrix product within each block of a row,
+    then the same function on the blocks' first values."""
     longest = int(lengths.max()) if len(lengths) else 0
     if longest <= 1:
         return values
@@ -102,7 +102,7 @@ def _discounted(values: Tensor, lengths: Tensor, factor: float) -> Tensor:
 
 
 def _with_gaps(lengths: Tensor, gaps: Tensor) -> Tensor:
-    """Places of the tokens (n,) of rows that are each followed by a gap of free places.
+    """Positions (n,) of the tokens when each row is followed by a gap.
 
     >>> _with_gaps(torch.tensor([2, 0, 3]), torch.tensor([1, 0, 5])).tolist()
     [0, 1, 3, 4, 5]
@@ -113,9 +113,9 @@ def _with_gaps(lengths: Tensor, gaps: Tensor) -> Tensor:
 
 
 def _discounted_by_token(values: Tensor, lengths: Tensor, factors: Tensor) -> Tensor:
-    """As `TrainedTokens.discounted` with a factor for each token: sums over 1, 2, 4, ... tokens, each from
-    two of the one before (Hillis and Steele 1986, https://doi.org/10.1145/7902.7903), in float64: a product
-    has twice the error of its factors."""
+    """As `TrainedTokens.discounted` with a factor per token: sums over 1, 2, 4, ... tokens, each made of two
+    of the previous (Hillis and Steele 1986, https://doi.org/10.1145/7902.7903). In float64, because each
+    product doubles the relative error of its factors."""
     dtype, values = values.dtype, values.double()
     power, reach = factors.double(), 1
     after = lengths.cumsum(0).repeat_interleave(lengths) - torch.arange(len(values)) - 1  # later in the row
@@ -131,9 +131,9 @@ def _ahead(values: Tensor, reach: int) -> Tensor:
 
 
 def whiten(values: Tensor, *, eps: float = 1e-8) -> Tensor:
-    """Values (n,) moved to mean 0 and unbiased variance 1: `(x - mean) / sqrt(var + eps)`.
+    """Values (n,) shifted to mean 0 and scaled to unbiased variance 1: `(x - mean) / sqrt(var + eps)`.
 
-    A single value becomes 0 (its variance is not defined; nothing is raised).
+    A single value becomes 0, although its variance is undefined.
     """
     centred = values - values.mean()
     variance = (centred**2).sum() / max(len(values) - 1, 1)

@@ -1,6 +1,7 @@
-"""Tries a user's loss or estimator on a few made-up rows before a run depends on it.
+"""Tries a user's own loss or estimator on a few made-up rows before a run depends on it.
 
-In: the function with its keys. Out: what is wrong with its result. Left out on purpose: whether it learns.
+In: the function with its keys bound. Out: what is wrong with its result. Left out on purpose: whether it
+learns.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ ROWS, LENGTH = 4, 3
 
 
 def try_loss(loss: PolicyLoss) -> str | None:
-    """What is wrong with its answer to 4 rows of 3 tokens; None: nothing. Raises what it raises."""
+    """What is wrong with the loss's result for 4 rows of 3 tokens, or None. Its exceptions propagate."""
     draw = torch.Generator().manual_seed(0)
     logp, old, advantages = torch.rand(3, ROWS, LENGTH, generator=draw)
     mask = torch.tensor([[1, 1, 1], [1, 1, 0], [1, 0, 1], [1, 1, 1]])
@@ -27,14 +28,14 @@ def try_loss(loss: PolicyLoss) -> str | None:
     for what, tensor in {"loss": terms.loss, **terms.stats}.items():
         if not isinstance(tensor, torch.Tensor) or tensor.shape != mask.shape:
             shape = tuple(tensor.shape) if isinstance(tensor, torch.Tensor) else type(tensor).__name__
-            return f"{what} must have the shape (B, R) of its inputs, {tuple(mask.shape)}, and has {shape}"
+            return f"{what} must have the shape (B, R) of its inputs, {tuple(mask.shape)}, but has {shape}"
     if not terms.loss.requires_grad:
         return "its loss has no gradient: it does not depend on tokens.log_probs"
     return None if bool(terms.loss[mask.bool()].isfinite().all()) else "its loss is not finite"
 
 
 def try_estimator(config: AlgorithmConfig) -> str | None:
-    """The same for a configuration's estimator, on 2 groups of 2 rows."""
+    """As `try_loss` for the configured estimator, on 2 groups of 2 rows."""
     lengths = torch.tensor([3, 2, 3, 1])
     tokens = int(lengths.sum())
     rewards, values = torch.linspace(-1.0, 1.0, 2 * tokens).view(2, tokens)

@@ -1,9 +1,8 @@
-"""Addition of two numbers of two digits: a generated task that a tiny model learns in minutes on a
-CPU.
+"""Two-digit addition: a generated task that a tiny model learns in minutes on a CPU.
 
-In: how many problems and a seed. Out: Parquet files of training and held-out problems in the field's schema,
+In: the number of problems and a seed. Out: Parquet files of training and held-out problems in verl's schema,
 and the training problems with their answers as conversations for a warm start. There are 10,000 problems.
-Held-out problems are drawn first, so they depend only on the seed and their number.
+Held-out problems are drawn first, so they depend only on the seed and on how many there are.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ class ArithmeticFiles:
 
 
 def question(a: int, b: int) -> str:
-    """The prompt; numbers have two digits.
+    """The prompt; both numbers are written with two digits.
 
     >>> question(7, 25), answer(7, 25)
     ('07+25=', '032')
@@ -44,7 +43,7 @@ def question(a: int, b: int) -> str:
 
 
 def answer(a: int, b: int) -> str:
-    """The right answer, three digits."""
+    """The correct answer, in three digits."""
     return f"{a + b:03d}"
 
 

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 Messages = list[dict[str, Any]]
 
 TEMPLATE_FAULTS = (TypeError, ValueError, KeyError, AttributeError)
-"""What a template's code may raise besides Jinja's own errors, from messages or template_kwargs."""
+"""Errors that a template may raise, besides Jinja's own, because of messages or template_kwargs."""
 
 
 def as_messages(record: FileRecord, column: str) -> Messages:
@@ -58,7 +58,7 @@ def tokenise_chats(
     try:
         return cast("list[list[int]]", tokenizer.apply_chat_template(list(chats), **options))
     except (TemplateError, *TEMPLATE_FAULTS):
-        # The batch does not say which chat failed: try them one by one.
+        # the error does not say which chat of the batch failed: try them one by one
         for chat, record in zip(chats, records, strict=True):
             try:
                 tokenizer.apply_chat_template(chat, **options)

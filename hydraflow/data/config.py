@@ -24,7 +24,7 @@ class PromptConfig:
         "error",
         choices=("error", "left", "right", "middle"),
         no_effect=unless(
-            "filter_overlong_prompts", False, why="{s}.filter_overlong_prompts=true leaves longer prompts out"
+            "filter_overlong_prompts", False, why="{s}.filter_overlong_prompts=true drops longer prompts"
         ),
     )
     """What to do with longer prompts: error, or truncate on the left, right or in the middle."""
@@ -45,7 +45,7 @@ class DataConfig(PromptConfig):
     train_batch_size: int = option(1024, size=True, in_plan=True)
     """Prompts per training step (Q of the batch plan)."""
     gen_batch_size: int | None = option(None, size=True)
-    """Prompts sampled at a time when filter_groups fills a step; null: train_batch_size."""
+    """Prompts per generation batch while filter_groups fills a step; null: train_batch_size."""
     val_batch_size: int | None = free(None, size=True)
     """Prompts per validation call; null: all at once."""
     shuffle: bool = True
@@ -77,9 +77,9 @@ class ExamplesConfig:
     tools_key: str | None = "tools"
     """Column with the tools for a row's chat template; used if the file has it."""
     enable_thinking_key: str | None = "enable_thinking"
-    """Column with the chat template's variable enable_thinking of a row; used if the file has it."""
+    """Column with a row's value of the chat template's variable enable_thinking; used if the file has it."""
     prompt_key: str = "prompt"
-    """Column with the prompt, a string or chat messages; used if a row has no whole conversations."""
+    """Column with the prompt, a string or chat messages; used if a row has no complete conversation."""
     train_batch_size: int = option(256, size=True, in_plan=True)
     """Conversations (main_dpo, main_rm: pairs) per optimizer step, over all data ranks."""
     micro_batch_size_per_gpu: int | None = free(
@@ -90,7 +90,7 @@ class ExamplesConfig:
             "use_dynamic_bsz", False, why="{s}.use_dynamic_bsz=true fills micro-batches by tokens"
         ),
     )
-    """Micro-batch size in conversations, or pairs, per data rank; null: from max_token_len_per_gpu."""
+    """Micro-batch size per data rank, in conversations or pairs; null: derived from max_token_len_per_gpu."""
     max_token_len_per_gpu: int = free(
         8192,
         size=True,
@@ -100,9 +100,10 @@ class ExamplesConfig:
             "{s}.use_dynamic_bsz=true",
         ),
     )
-    """Token budget per device of one forward pass, with use_dynamic_bsz or without a micro-batch size."""
+    """Token budget per device of one forward pass; used with use_dynamic_bsz or without a micro-batch
+    size."""
     use_dynamic_bsz: bool = free(True)
-    """Fill micro-batches by tokens (dynamic batch size) instead of by number."""
+    """Fill micro-batches by token count (dynamic batch size) instead of by a fixed number of rows."""
     max_length: int = option(1024, size=True)
     """Maximum conversation length, in tokens."""
     truncation: str = option("error", choices=("error", "left", "right"))
@@ -122,28 +123,29 @@ class SFTDataConfig(ExamplesConfig):
     """Conversations for supervised training."""
 
     messages_key: str = "messages"
-    """Column with whole conversations; used if the file has it."""
+    """Column with complete conversations; used if the file has it."""
     prompt_dict_keys: list[str] | None = None
-    """Keys, outermost first, that lead to the prompt inside that column; null: it is the column itself."""
+    """Path of keys, outermost first, to the prompt inside prompt_key; null: the column itself."""
     response_key: str = "response"
-    """Column with the response to that prompt."""
+    """Column with the response to the prompt."""
     response_dict_keys: list[str] | None = None
-    """Keys, outermost first, that lead to the response inside that column."""
+    """Path of keys, outermost first, to the response inside response_key; null: the column itself."""
 
 
 @dataclass
 class PairsConfig(ExamplesConfig):
-    """Pairs of responses to the same prompt, of which one is preferred."""
+    """Preference pairs: two responses to the same prompt, one of them preferred."""
 
     chosen_key: str = "chosen"
-    """Column with the preferred response: a string, or chat messages; without a prompt, a conversation."""
+    """Column with the preferred response: a string or chat messages; a complete conversation if the row has
+    no prompt."""
     rejected_key: str = "rejected"
     """Column with the other response, in the same form."""
 
 
 @dataclass
 class GradedPairsConfig(PairsConfig):
-    """Pairs of responses with an optional margin."""
+    """Preference pairs with an optional margin."""
 
     margin_key: str | None = "margin"
     """Column with the margin by which the preferred score must be higher; used if a row has it."""

@@ -3,9 +3,9 @@
 In: files with a `messages` column, or with a prompt and a response column. Out: `DataProto` of ragged
 `prompts` (all tokens before the first trained one), ragged `responses` (the rest) and `response_mask` (1 =
 trained), the engine's columns. The chat template decides which tokens are the assistant's: by its `{%
-generation %}` markers where it has them, else by tokenising the conversation without and with each turn. If
-both are prefixes of the whole they delimit the turn, else `turns.py` searches for it. Left out on purpose:
-guessing where a template rewrites earlier turns.
+generation %}` markers if it has them, else by tokenising the conversation up to each turn, without and with
+it. If both are prefixes of the whole conversation they delimit the turn; if not, `turns.py` searches for it.
+Left out on purpose: guessing where a template rewrites earlier turns.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_REWRITES = """message {}: the chat template writes the conversation up to it differently when more follows, \
+_REWRITES = """message {}: the chat template renders the conversation up to it differently when more follows, \
 so its tokens cannot be identified"""
 _INSTEAD = "set a custom_chat_template with {% generation %} markers, or write one row per assistant turn"
 _MARKERS = re.compile(r"\{%-?\s*generation\s*-?%\}")
@@ -58,7 +58,7 @@ class TrainedRow:
 
     @classmethod
     def of(cls, conversation: Conversation) -> TrainedRow:
-        """The first response token is a trained one."""
+        """Splits a conversation before its first trained token."""
         ids, trained = conversation.ids, conversation.trained
         start = max(1, int(trained.nonzero()[0]))
         return cls(ids[:start], ids[start:], trained[start:])
@@ -109,9 +109,9 @@ def tokenised(
     records: Sequence[FileRecord],
     config: ExamplesConfig,
 ) -> list[Conversation]:
-    """Tokens and masks of `chats`, at any length; those with the same template variables are tokenised
-    together. `records[i]` is where `chats[i]` came from. Raises ConfigError for those that are longer than
-    `max_length` under truncation=error, and as the chat template does."""
+    """Tokens and masks of `chats`, not truncated yet; chats with the same template variables are tokenised
+    together. `records[i]` is the source of `chats[i]`. Raises ConfigError for conversations longer than
+    `max_length` under truncation=error, and for those that the chat template refuses."""
     variables = [_variables(record, config) for record in records]
     alike: dict[str, list[int]] = {}
     for row, named in enumerate(variables):
@@ -182,7 +182,7 @@ def _read_chat(record: FileRecord, config: SFTDataConfig) -> Messages:
 
 
 def _inside(record: FileRecord, column: str, names: Sequence[str] | None) -> Any:
-    """The value under these names inside a column; on the way, a list of one value is that value."""
+    """The value at this path of names inside a column; a list with a single entry counts as that entry."""
     value = record.values[column]
     for name in names or ():
         value = value[0] if isinstance(value, list) and len(value) == 1 else value
@@ -221,8 +221,7 @@ def _by_beginnings(
     whole = tokenise_chats(tokenizer, chats, records, add_generation_prompt=False, **options)
     openings = [chats[row][:turn] for row, turn in turns]
     before = tokenise_chats(tokenizer, openings, owners, add_generation_prompt=True, **options)
-    # The last turn of a conversation ends with the whole, which is the common case and needs no third
-    # tokenisation.
+    # a conversation's last turn ends where the conversation ends: the common case needs no third tokenisation
     inner = [(i, row, turn) for i, (row, turn) in enumerate(turns) if turn + 1 < len(chats[row])]
     upto, owned = [chats[row][: turn + 1] for _, row, turn in inner], [owners[i] for i, _, _ in inner]
     ends = tokenise_chats(tokenizer, upto, owned, add_generation_prompt=False, **options)
@@ -255,8 +254,8 @@ def special_ids(tokenizer: PreTrainedTokenizerBase) -> set[int]:
 def end_of_turn(
     tokenizer: PreTrainedTokenizerBase, ids: list[int], start: int, end: int, special: set[int]
 ) -> int:
-    """The end of what the model writes in the turn ids[start:end]: white space after its end token is the
-    template's."""
+    """Where the model's own tokens end in the turn ids[start:end]: white space after its end token belongs to
+    the template."""
     ends = [i for i in range(start, end) if ids[i] in special]
     if ends and not str(tokenizer.decode(ids[ends[-1] + 1 : end])).strip():
         return ends[-1] + 1
@@ -275,7 +274,7 @@ def _check_lengths(
 
 
 def truncated(conversation: Conversation, limit: int, side: str) -> Conversation:
-    """At most `limit` tokens of it; `side`: left or right, where it is cut."""
+    """At most `limit` tokens of a conversation; `side`: left or right, where it is cut."""
     if len(conversation.ids) <= limit:
         return conversation
     part = slice(len(conversation.ids) - limit, None) if side == "left" else slice(0, limit)
@@ -288,4 +287,4 @@ def _report_dropped(dropped: int, rows: int, key: str) -> None:
         raise ConfigError.one(key, None, rule, "raise data.max_length")
     if dropped:
         why = "truncation cut all of the assistant's tokens"
-        logger.warning("%s: left out %d of %d conversations: %s", key, dropped, rows, why)
+        logger.warning("%s: dropped %d of %d conversations: %s", key, dropped, rows, why)

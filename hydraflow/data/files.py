@@ -20,12 +20,12 @@ SHOWN_PROBLEMS = 5
 PARQUET_ROWS = 1024
 """Rows of a Parquet file read at a time."""
 DEEPEST = 100
-"""Nesting limit of a row: it will be written as JSON and shown in messages, which cannot go much deeper."""
+"""Nesting limit of a row: rows are written as JSON and printed in messages, and both fail much deeper."""
 
 
 @dataclass(frozen=True)
 class FileRecord:
-    """One row of a file and where it is from."""
+    """One row of a file, with its origin."""
 
     values: dict[str, Any]
     """Column name -> value, as plain Python objects."""
@@ -67,8 +67,8 @@ def as_paths(files: Any, key: str) -> list[Path]:
 
 
 def require_columns(records: Sequence[FileRecord], columns: Mapping[str, str]) -> None:
-    """Raises `ConfigError` naming file, row and column of the first rows that lack one of `columns`: name ->
-    the configuration key that names it; empty: the name is fixed."""
+    """Raises `ConfigError` naming file, row and column of the first rows that lack one of `columns`. These
+    map a column's name to the configuration key that sets it, or to "" if the name is fixed."""
     problems: list[Problem] = []
     for record in records:
         if missing := [c for c in columns if record.values.get(c) is None]:
@@ -82,7 +82,7 @@ def require_columns(records: Sequence[FileRecord], columns: Mapping[str, str]) -
 
 
 def _other_columns(missing: Sequence[str], columns: Mapping[str, str]) -> str:
-    """What to write for rows without these columns."""
+    """The remedy for rows without these columns."""
     named = " ".join(f"{columns[name]}=<one of its columns>" for name in missing if columns[name])
     fixed = ", ".join(name for name in missing if not columns[name])
     return " and ".join(filter(None, [named, fixed and f"write a column {fixed}"]))
@@ -104,7 +104,7 @@ def filled(record: FileRecord) -> list[str]:
 
 
 def write_rows(path: Path, rows: list[dict[str, Any]]) -> None:
-    """Writes rows of equal columns as Parquet, under a temporary name until they are complete."""
+    """Writes rows with the same columns as Parquet, under a temporary name until the file is complete."""
     import pyarrow
     import pyarrow.parquet
 
@@ -126,7 +126,7 @@ def _read_file(path: Path, key: str, limit: int | None) -> list[FileRecord]:
 
 
 def _parquet_rows(path: Path, key: str, limit: int | None) -> Iterator[dict[str, Any]]:
-    """Rows in small batches: as Python objects they may take ten thousand times their size in the file."""
+    """Reads in small batches: as Python objects, rows may take ten thousand times their size in the file."""
     import pyarrow
     import pyarrow.parquet
 
@@ -140,7 +140,7 @@ def _parquet_rows(path: Path, key: str, limit: int | None) -> Iterator[dict[str,
 
 
 def _json_rows(path: Path, key: str, limit: int | None) -> Iterator[dict[str, Any]]:
-    """One JSON object a line; blank lines are skipped."""
+    """One JSON object per line; blank lines are skipped."""
     try:
         with path.open(encoding="utf-8-sig") as lines:
             for number, line in enumerate(lines, 1):
@@ -151,23 +151,24 @@ def _json_rows(path: Path, key: str, limit: int | None) -> Iterator[dict[str, An
 
 
 def parse_line(path: Path, key: str, number: int, line: str) -> dict[str, Any]:
-    """The JSON object in a line of a file. Raises ConfigError naming a line that is not one, or that later
-    stages could not handle."""
+    """The JSON object on a line of a file. Raises ConfigError naming the line if it is not an object, or one
+    that later stages could not handle."""
     try:
         values = json.loads(line)
     except json.JSONDecodeError as error:
         rule = f"line {number} is not JSON: {error}"
-        raise ConfigError.one(key, path, rule, "write one JSON object a line") from error
+        raise ConfigError.one(key, path, rule, "write one JSON object per line") from error
     except ValueError as error:  # Python parses no integer of more than 4300 digits
         rule = f"line {number} cannot be read: {error}"
         raise ConfigError.one(key, path, rule, "store long numbers as text") from error
     except RecursionError:
         raise _too_deep(path, key, number) from None
+    # counting brackets is a cheap bound that spares nearly every row the walk
     if line.count("[") + line.count("{") > DEEPEST and _depth(values) > DEEPEST:
         raise _too_deep(path, key, number)
     if not isinstance(values, dict):
         rule = f"line {number} is a JSON {type(values).__name__}, not an object"
-        raise ConfigError.one(key, path, rule, "write one JSON object a line")
+        raise ConfigError.one(key, path, rule, "write one JSON object per line")
     return values
 
 

@@ -3,8 +3,8 @@
 In: anything with a length and `batch(rows)`, such as `PromptDataset` or `ConversationDataset`. Out: one batch
 after another. The order is a function of (seed, epoch) only, so the state is two numbers and a resumed run
 continues exactly. Left out on purpose: torchdata's StatefulDataLoader. The rows are in memory, so there is
-nothing to prefetch, and it draws from torch's global random state, which would tie the data order
-to every other use of it.
+nothing to prefetch; and it draws from torch's global random state, so every other use of that state would
+change the data order.
 """
 
 from __future__ import annotations
@@ -28,8 +28,7 @@ class RowSource(Protocol):
 
 
 class PromptLoader:
-    """Batches of `batch_size` rows; the rows that are left over at the end of an epoch are dropped
-    (`drop_last`).
+    """Batches of `batch_size` rows; with `drop_last`, rows left over at the end of an epoch are dropped.
 
     Iterating yields the rest of the current epoch; iterating again yields the next epoch. `next_batch` never
     ends. `key` is the configuration key of the batch size, for errors. Raises `ConfigError` when the
@@ -81,7 +80,7 @@ class PromptLoader:
 
     @property
     def place(self) -> str:
-        """How far it has come, for people."""
+        """Progress through the data, as a phrase for messages."""
         return f"{self.position} of {len(self)} batches of epoch {self.epoch + 1} are done"
 
     def order(self) -> np.ndarray:

@@ -1,8 +1,8 @@
-"""Pairs of responses to one prompt, of which one is preferred.
+"""Preference pairs: two responses to one prompt, one of them preferred.
 
-In: files with the columns `prompt`, `chosen` and `rejected`, or with two whole conversations. Out: a
-`DataProto` with two neighbouring rows for each pair, the preferred one first, in the engine's columns. Left
-out on purpose: how the assistant's tokens are found (`conversations.py`).
+In: files with the columns `prompt`, `chosen` and `rejected`, or with two complete conversations. Out: a
+`DataProto` with two adjacent rows per pair, the preferred one first, in the engine's columns. Left out on
+purpose: how the assistant's tokens are found (`conversations.py`).
 """
 
 from __future__ import annotations
@@ -36,15 +36,15 @@ if TYPE_CHECKING:
 
 _SAME = "chosen and rejected are the same"
 _LOST = {
-    "left": "cut on the left to data.max_length={}, a response would lose its beginning",
-    "right": f"{_SAME} when they are cut to data.max_length={{}}",
+    "left": "truncated on the left to data.max_length={}, a response would lose its beginning",
+    "right": f"{_SAME} once they are truncated to data.max_length={{}}",
 }
-"""Why a pair cannot be cut, by the side."""
+"""Why a pair cannot be truncated, by side."""
 
 
 class PairDataset:
-    """Tokenised pairs. Raises `ConfigError` for unusable files, rows without a needed column or whose two
-    responses are the same, overlong ones under truncation=error, and as `conversations.py` does."""
+    """Tokenised pairs. Raises `ConfigError` for unusable files, for rows that lack a required column, have
+    two equal responses or are overlong under truncation=error, and as `conversations.py` does."""
 
     def __init__(
         self,
@@ -72,9 +72,9 @@ class PairDataset:
         return len(self._pairs)
 
     def batch(self, rows: Sequence[int] | np.ndarray) -> DataProto:
-        """The pairs of `rows`: for each two rows, the preferred one first, with ragged int64 `prompts`
-        (2B, P), `responses` (2B, R) and `response_mask`, and `group` (2B,), the number of the pair; where the
-        rows have them, `margin` (2B,) float32."""
+        """The pairs of `rows`, two rows each, the preferred one first: ragged int64 `prompts` (2B, P),
+        `responses` (2B, R) and `response_mask`; `group` (2B,), the index of the pair; and, if the rows have
+        margins, `margin` (2B,) float32."""
         numbers = np.asarray(rows, dtype=np.int64).tolist()
         picked = [row for number in numbers for row in self._pairs[number]]
         columns = columns_of(picked) | {"group": torch.arange(len(numbers)).repeat_interleave(2)}
@@ -97,8 +97,8 @@ class ScoredPairDataset(PairDataset):
 
 
 def ending(response: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """A response (R,) with one extra token, whose value is the one after the response's last token, and the
-    mask (R + 1,) that selects it.
+    """A response (R,) with one extra token at its end, and the mask (R + 1,) that selects it. Values are
+    those before a token, so the extra token's is the value after the whole response.
 
     >>> ending(torch.tensor([7, 8]))
     (tensor([7, 8, 0]), tensor([0, 0, 1]))
@@ -142,16 +142,16 @@ def _chat(record: FileRecord, column: str, config: PairsConfig) -> Messages:
 
 
 def _ended(tokenizer: PreTrainedTokenizerBase, special: set[int], one: Conversation) -> Conversation:
-    """Without what a chat template writes after the last end token, which no model samples: the reward
-    model's score is that of the token before."""
+    """Drops what the chat template appends after the last end token: no model samples it, and the reward
+    model's score must be taken at the token before."""
     ids, trained = one.ids.tolist(), one.trained.nonzero()
     end = end_of_turn(tokenizer, ids, int(trained[-1]), len(ids), special)
     return Conversation(one.ids[:end], one.trained[:end])
 
 
 def _cut(pair: Sequence[Conversation], config: PairsConfig) -> list[Conversation] | None:
-    """Both with at most `max_length` tokens; cut on the left, they lose as many, so that both follow the same
-    prompt. None: nothing that differs would be left, or a response without its beginning."""
+    """Both with at most `max_length` tokens. On the left both lose equally many, so that they still share
+    their prompt. None: nothing that differs would be left, or a response would lose its beginning."""
     if config.truncation != "left":
         return _only_what_differs(*(truncated(one, config.max_length, config.truncation) for one in pair))
     start = max(0, *(len(one.ids) - config.max_length for one in pair))
@@ -161,7 +161,8 @@ def _cut(pair: Sequence[Conversation], config: PairsConfig) -> list[Conversation
 
 
 def _only_what_differs(chosen: Conversation, rejected: Conversation) -> list[Conversation] | None:
-    """Both without their shared leading turns: only what follows is compared. None: nothing follows."""
+    """Both with their shared leading turns masked out, so that only the rest is compared. None: there is no
+    rest."""
     shortest = min(len(chosen.ids), len(rejected.ids))
     same = (chosen.ids[:shortest] == rejected.ids[:shortest]).long().cumprod(0)
     common = int(same.sum())
@@ -170,7 +171,7 @@ def _only_what_differs(chosen: Conversation, rejected: Conversation) -> list[Con
 
 
 def _after(trained: torch.Tensor, common: int) -> torch.Tensor:
-    """The mask without the turns that end within the first `common` tokens.
+    """The mask with those turns cleared that end within the first `common` tokens.
 
     >>> _after(torch.tensor([0, 1, 1, 0, 1, 1]), 5)
     tensor([0, 0, 0, 0, 1, 1])

@@ -1,8 +1,8 @@
-"""Prompts for reinforcement learning, validation and generation, tokenised once, before training starts.
+"""Prompts for reinforcement learning, validation and generation, tokenised once before training starts.
 
 In: files with a column of chat messages (or strings) and the columns that scoring needs. Out: `DataProto` of
-ragged `prompts` and row objects. One file may mix several data sources. Left out on purpose: workers and
-prefetching; a batch is a gather from memory and takes microseconds.
+ragged `prompts` and row objects. One file may mix several data sources. Left out on purpose: loader processes
+and prefetching; a batch is a gather from memory and takes microseconds.
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ def _limit_lengths(
     """Truncates overlong prompts, or raises for them; filter_overlong_prompts leaves them unchanged."""
     limit = config.max_prompt_length
     sizes = [(len(tokens), record) for tokens, record in zip(ids, records, strict=True)]
-    raise_problems([r.problem("the chat template gives it no tokens") for size, r in sizes if not size])
+    raise_problems([r.problem("the chat template renders it to no tokens") for size, r in sizes if not size])
     if config.filter_overlong_prompts:
         return ids
     if config.truncation == "error":
@@ -142,7 +142,7 @@ def _report_filtered(dropped: int, rows: int, config: PromptConfig, key: str) ->
         raise ConfigError.one(key, None, rule, "raise data.max_prompt_length")
     if dropped:
         longer = f"with more than {config.max_prompt_length} tokens"
-        logger.warning("%s: left out %d of %d prompts %s", key, dropped, rows, longer)
+        logger.warning("%s: dropped %d of %d prompts %s", key, dropped, rows, longer)
 
 
 def _row_objects(

@@ -1,10 +1,10 @@
-"""Finds an assistant's turn in a tokenised conversation whose template does not write it as it would alone.
+"""Finds an assistant's turn in a tokenised conversation where prefixes of the conversation do not delimit it.
 
-In: the whole conversation's tokens, and those up to the turn. Out: where the turn's tokens begin and end. The
-plain templates of many models write the end of a conversation otherwise (Phi-3), leave the reasoning of
-earlier turns out (Qwen3), or open a turn with more than they keep of it (Qwen3.5); and an answer that begins
-with a newline may share a token with the newline before it. Left out on purpose: templates that rewrite
-earlier messages; a turn is only found after everything that was sampled before it.
+In: the whole conversation's tokens, and those up to the turn. Out: where the turn's tokens begin and end.
+Many models' templates end a conversation differently (Phi-3), drop the reasoning of earlier turns (Qwen3), or
+open a turn with more than they keep of it later (Qwen3.5); and an answer that begins with a newline may share
+a token with the newline before it. Left out on purpose: templates that rewrite earlier messages; a turn is
+only found after everything that was sampled before it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 END_OF_REASONING = "</think>"
 WITHIN_A_TURN = {"<think>", END_OF_REASONING, "<|channel|>", "<|message|>"}
-"""Control tokens, of some models, that do not end a turn; gpt-oss opens one with the last two."""
+"""Control tokens of some models that do not end a turn; gpt-oss opens one with the last two."""
 
 
 def find_turn(
@@ -32,7 +32,7 @@ def find_turn(
     special: set[int],
     template_kwargs: Mapping[str, Any],
 ) -> tuple[int, int] | None:
-    """First token of `chat[turn]` among the tokens `whole`, and the one after its end token; None: not sure.
+    """Index in `whole` of the first token of `chat[turn]`, and of the one after its end token; None: unclear.
 
     before: tokens of what precedes it, with the generation prompt. special: ids of control tokens.
     """
@@ -51,7 +51,8 @@ def find_turn(
     opened, plain = text_of(chat[:turn], True), text_of(chat[:turn], False)
     prompt = opened.removeprefix(plain) if opened.startswith(plain) else ""
     left = tokenizer.decode(list(before[start:]))
-    if start < len(before) and len(left) >= len(prompt):  # not even the prompt's first token is in it
+    # the conversations part before the generation prompt even begins: earlier messages were rewritten
+    if start < len(before) and len(left) >= len(prompt):
         return None
     offsets = encoded["offset_mapping"]
     content = str(chat[turn]["content"]).rpartition(END_OF_REASONING)[2].strip()
@@ -64,7 +65,7 @@ def find_turn(
         if text[offsets[start][0] : offsets[token][0]].rstrip().endswith(content):
             return start, token + 1
         if control not in content:
-            return None  # another turn
+            return None  # the end of another turn
     return None
 
 

@@ -1,1 +1,1 @@
-"""Worker groups on Ray: their processes, how a call's batch is divided among them, and how they fail."""
+"""Worker groups on Ray: their processes, how a call's batch is split among them, and failure handling."""

@@ -1,14 +1,18 @@
 """Stand-ins for Ray's two agents, without which Ray's node process does not run.
 
-In: an agent's command line. Out: the files in which Ray looks for the agents' ports. In place of the
-dashboard's agent: files that say that it has no ports. Without a dashboard Ray's own agent does no more, but
-takes a second of a core and 100 MiB for its imports. In place of the agent for runtime
-environments: a process that reserves and reports the agent's port, then executes the agent. Ray's node
-process waits for the port, and aborts if it is not reported within 15 seconds; on a busy machine the agent's
-imports take longer. The first worker with an environment of its own still waits for them
-(`agent_register_timeout_ms`). A script of the standard library alone. Both are killed when the node process
-ends, however it ends, and it ends when they do. Otherwise the agent for runtime environments would try for a
-minute to report a node process that was killed to a control service that may have ended, too.
+In: an agent's command line. Out: the files in which Ray looks for the agents' ports.
+
+In place of the dashboard's agent: files that say that it has no ports. Without a dashboard Ray's own agent
+does nothing more, yet its imports take a second of a core and 100 MiB.
+
+In place of the runtime-environment agent: a process that reserves and reports the agent's port, then executes
+the agent. Ray's node process waits for the port and aborts if it is not reported within 15 seconds; on a busy
+machine the agent's imports take longer. The first worker with a runtime environment still waits for them
+(`agent_register_timeout_ms`).
+
+Both are killed when the node process ends, however it ends, and it ends when they do. Otherwise the
+runtime-environment agent would spend a minute reporting a killed node process to a control service that may
+be gone as well. Standard library only.
 """
 
 from __future__ import annotations
@@ -41,15 +45,15 @@ def stand_in(arguments: Sequence[str]) -> None:
 
 
 def start_with_a_port(command: Sequence[str]) -> None:
-    """Binds a port, writes the file of the agent for runtime environments, and becomes that agent, which
-    binds the same port and listens."""
+    """Binds a port, reports it as the runtime-environment agent's, and becomes that agent, which binds the
+    same port and listens."""
     options, key, words = _options(command), "runtime-env-agent-port", list(command)
     with suppress(OSError, ValueError):  # the agent itself reports what is wrong
         place = socket.getaddrinfo(options["node-ip-address"], int(options[key]), type=socket.SOCK_STREAM)[0]
         held = socket.socket(*place[:2])
         held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as the agent: both may bind it
         held.bind(place[4])
-        held.set_inheritable(True)  # nobody else gets the port until the agent has it
+        held.set_inheritable(True)  # survives the exec, so no other process can take the port
         port = str(held.getsockname()[1])
         _report(options, RUNTIME_ENV_PORT, port)
         words = [f"--{key}={port}" if word.startswith(f"--{key}=") else word for word in command]
@@ -62,7 +66,7 @@ def _end_with_the_node() -> None:
     the package.)"""
     node = int(os.environ.get("RAY_RAYLET_PID") or os.getppid())
     ctypes.CDLL(None).prctl(_SIGNAL_AT_PARENTS_END, signal.SIGKILL, 0, 0, 0)
-    if os.getppid() != node:  # it had ended before that
+    if os.getppid() != node:  # it ended before the kernel was asked
         sys.exit()
 
 
@@ -76,7 +80,7 @@ def _report(options: Mapping[str, str], port: str, value: str) -> None:
     file = Path(options["session-dir"]) / f"{port}_{options['node-id']}"
     unfinished = file.with_suffix(".new")
     unfinished.write_text(value)
-    unfinished.replace(file)
+    unfinished.replace(file)  # Ray polls for the file and must not read it half written
 
 
 if __name__ == "__main__":

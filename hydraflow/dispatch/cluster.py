@@ -1,5 +1,5 @@
-"""Queries a running Ray cluster without joining it: does it accept our token, which nodes are in it, which
-were lost.
+"""Queries a running Ray cluster without joining it: whether it accepts our token, which nodes are in it and
+which were lost.
 
 In: the address of its control service, RAY_AUTH_MODE and the token that Ray's own loader finds. Out: names of
 nodes, or a reason. Ray's own client would retry a refused token silently for 20 s to a minute, and
@@ -109,7 +109,8 @@ def _missing(address: str, names: Sequence[str]) -> list[str]:
 
 
 def _nodes(address: str, token: Token | None = None) -> list[Any]:
-    """`token`: metadata of the request; None: those of our token."""
+    """All nodes that the cluster knows. `token`: metadata of the request; None: that of our token."""
+    # proxies of the environment are for the outside world; the cluster is reached directly
     with grpc.insecure_channel(address, options=[("grpc.enable_http_proxy", 0)]) as channel:
         service = gcs_service_pb2_grpc.NodeInfoGcsServiceStub(channel)
         request = MESSAGES.GetAllNodeInfoRequest()

@@ -1,4 +1,4 @@
-"""Configuration of Ray, and of how its processes are watched. Standard library only."""
+"""Configuration of Ray, and of logs and profiles of its processes. Standard library only."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ RAY_SETTINGS = {
     "agent_register_timeout_ms": 180_000,
 }
 """Settings of every Ray cluster that we start. An object's memory is freed as soon as its last reference is
-gone: by default Ray waits for a hundred objects or a second, and objects stored meanwhile take memory that no
-process has touched yet. Workers are started on demand: by default `ray.init` starts one per declared CPU and
-waits for them."""
+gone: by default Ray waits for a hundred objects or a second, and objects stored in the meantime take fresh
+memory. Workers are started on demand: by default `ray.init` starts one per declared CPU and waits for
+them."""
 
 
 def _are_variables(value: dict[Any, Any]) -> bool:
@@ -44,10 +44,10 @@ class RuntimeEnvConfig:
     """Environment of worker processes."""
 
     env_vars: dict[str, Any] = option(factory=dict, rule=VARIABLES)
-    """Environment variables of all worker processes, by name: text or numbers. Stored with the run."""
+    """Environment variables of all worker processes, name to text or number. Stored with the run."""
 
     def as_text(self) -> dict[str, str]:
-        """The variables as an environment holds them.
+        """The variables with their values as text.
 
         >>> RuntimeEnvConfig({"NCCL_DEBUG": "INFO", "NCCL_IB_DISABLE": 1}).as_text()
         {'NCCL_DEBUG': 'INFO', 'NCCL_IB_DISABLE': '1'}
@@ -60,9 +60,9 @@ class RayInitConfig:
     """Connection to Ray."""
 
     address: str = "local"
-    """local starts a private cluster for this run; else the address of a running cluster, or auto."""
+    """local: start a private cluster for this run; otherwise the address of a running cluster, or auto."""
     num_cpus: int | None = option(None, ge=1)
-    """Logical CPUs of a local cluster; null: the usable cores, and at least what the worker groups need."""
+    """Logical CPUs of a local cluster; null: the usable cores, but at least what the worker groups need."""
     runtime_env: RuntimeEnvConfig = field(default_factory=RuntimeEnvConfig)
     timeline_file: str | None = option(None, verl=("timeline_json_file",))
     """File for a Chrome trace of phases, calls and Ray's tasks, also written on failure (open it in
@@ -76,16 +76,16 @@ class LogConfig:
     level: str = option("info", choices=LOG_LEVELS)
     """Minimum log level of files and console; debug applies to hydraflow's own lines."""
     console: str | None = option(None, choices=LOG_LEVELS)
-    """Minimum level of workers' lines shown on the console, identical lines once; null: none."""
+    """Minimum level of worker log lines shown on the console, with duplicates dropped; null: none."""
     max_megabytes: float = option(50.0, ge=0.001, le=100_000)
-    """File size at which a log is rotated (.log.1, .log.2, ...)."""
+    """File size in megabytes at which a log is rotated (.log.1, .log.2, ...)."""
     keep: int = option(3, ge=0, le=1000)
     """Rotated files kept per role and rank."""
 
 
 @dataclass
 class ProfilerConfig:
-    """Profiles of single training steps."""
+    """Profiles of selected training steps."""
 
     tool: str | None = option(
         None, choices=("torch", "torch_memory", "nsys"), switch=Switch(off=None, remedy="{s}.tool=torch")
@@ -94,6 +94,6 @@ class ProfilerConfig:
     steps: list[int] | None = option(None, rule=STEPS)
     """Training steps to profile; null: none."""
     save_path: str | None = None
-    """Folder for the profiles, step_N/<roles>-<rank>.*; null: profile/ in the run folder."""
+    """Folder for the profiles (step_N/<roles>-<rank>.*); null: profile/ in the run folder."""
     ranks: list[int] | None = option(factory=lambda: [0], rule=RANKS)
     """Ranks of each worker group to profile; null: all."""

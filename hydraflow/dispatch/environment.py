@@ -1,9 +1,9 @@
 """Environment variables of a worker process, set before any library reads them.
 
-In: rank, whether the group spans nodes. Out: compiler caches per rank, a cache of models' own code per node,
-how threads wait, and the interface for collectives. Values from the user's environment are kept, with a
-folder per rank below them. Left out on purpose: `ray_init.runtime_env.env_vars` in a process that Ray starts
-(`host.py`).
+In: rank, whether the group spans nodes. Out: compiler caches per rank, a cache per node for code that ships
+with models, how threads wait, and the interface for collectives. Folders from the user's environment are
+kept, with a subfolder per rank. Left out on purpose: `ray_init.runtime_env.env_vars` in a process that Ray
+starts (`host.py`).
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ COMPILER_CACHES = {"TORCHINDUCTOR_CACHE_DIR": "inductor", "TRITON_CACHE_DIR": "t
 """Two ranks that compile the same kernel at the same time would write the same files, which breaks both on a
 network drive."""
 SPINS, FEW_SPINS = "GOMP_SPINCOUNT", "1000"
-"""How often a thread of OpenMP looks for work before it sleeps; by default it does for milliseconds. If other
-processes wait for the core, threads of one product then wait for each other. Ten training steps with two
+"""How often an OpenMP thread polls for work before it sleeps; by default it spins for milliseconds. On a busy
+machine a spinning thread keeps the core from the thread that it waits for. Ten training steps with two
 threads on two cores took 281 s beside ten busy processes, and 13 s with this."""
 LOOPBACK = "127.0.0.1"
 """Rendezvous address of a group on a single node."""
@@ -53,14 +53,14 @@ def shared_variables(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
 
 def settle_command() -> None:
     """Sets `shared_variables` in a command's process; call it before torch and transformers are imported.
-    EnvironmentFault as for `settle`."""
+    Raises EnvironmentFault as `settle` does."""
     make_node_folder()
     os.environ.update(shared_variables())
 
 
 def settle(rank: int, *, node_ip: str = LOOPBACK, given: Mapping[str, str] = MappingProxyType({})) -> None:
-    """Sets the variables in this process, after those of `given`. EnvironmentFault when the folder for caches
-    is another user's."""
+    """Sets `given`, then `variables`, in this process. EnvironmentFault when the folder for caches belongs to
+    another user."""
     make_node_folder()
     os.environ.update(given)
     os.environ.update(variables(rank, node_ip=node_ip))

@@ -1,10 +1,9 @@
 """The template of worker processes as a fork of the command itself.
 
-A command imports torch, tensordict and transformers anyway. Forked right after that, a template costs
-nothing and is ready before Ray is; one that is started later (`template.py`) imports them once more, which
-takes three seconds of a core. In: the sections for Ray and the trainer. Out: `READY`, which the first Ray
-of this process takes. Neither this module nor what it imports may import Ray, which reads its settings when
-it is imported.
+A command imports torch, tensordict and transformers anyway. Forked right after that, a template costs nothing
+and is ready before Ray is; one that is started later (`template.py`) repeats those imports, which takes three
+seconds of a core. In: the sections for Ray and the trainer. Out: `READY`, which the first Ray of this process
+takes. Neither this module nor its imports may import Ray, because Ray reads its settings on import.
 """
 
 from __future__ import annotations
@@ -35,9 +34,9 @@ READY: list[tuple[Path, int]] = []
 
 
 def fork_template(ray_init: RayInitConfig, trainer: RunConfig) -> None:
-    """Imports what a worker imports, and forks a template. Nothing happens where workers are not forked (a
-    cluster that is joined, GPUs, a run in this process), and where this process has a second thread or Ray,
-    which a fork must not copy. What makes it impossible is reported when Ray starts, with all other faults.
+    """Imports what a worker imports, and forks a template. Does nothing where workers are not forked (a
+    joined cluster, GPUs, a run in this process), or where this process has a second thread or Ray, which a
+    fork must not copy. Errors are ignored here: Ray's start reports them with all other faults.
     """
     if ray_init.address != "local" or planned_type(trainer.device) != "cpu" or trainer.debug.local:
         return
@@ -52,7 +51,7 @@ def fork_template(ray_init: RayInitConfig, trainer: RunConfig) -> None:
 def _fork() -> None:
     with listening() as listener, blocked(signal.SIGINT):
         for stream in (sys.stdout, sys.stderr):
-            stream.flush()  # else the workers would print it, too
+            stream.flush()  # otherwise every worker would print the buffered text again
         starter = os.getpid()
         pid = os.fork()
         if pid == 0:
@@ -62,7 +61,7 @@ def _fork() -> None:
 
 @contextmanager
 def listening() -> Iterator[socket.socket]:
-    """A new socket of a template, in Ray's folder; closed at the end of the block, in this process."""
+    """A new listening socket for a template, in Ray's folder; the block's end closes it in this process."""
     address = session_folder() / f"template.{os.getpid()}.{secrets.token_hex(4)}"
     address.parent.mkdir(parents=True, exist_ok=True)
     with socket.socket(socket.AF_UNIX) as listener:
@@ -73,7 +72,7 @@ def listening() -> Iterator[socket.socket]:
 
 @contextmanager
 def _without_threads() -> Iterator[None]:
-    """Libraries imported inside start no threads; workers take as many as they should have."""
+    """Keeps libraries imported in the block from starting threads; workers set their own number later."""
     before = {name: os.environ.get(name) for name in WITHOUT_THREADS}
     os.environ.update(WITHOUT_THREADS)
     try:
@@ -86,7 +85,7 @@ def _without_threads() -> Iterator[None]:
 
 
 def _become_template(listener: socket.socket, starter: int) -> NoReturn:
-    """In the fork: the command's listener and error stream stay open, and none of its code continues."""
+    """In the fork: keeps only the listener and the error stream open, and never returns to the command."""
     code = 1
     try:
         SHUTDOWN.commanded = False
@@ -98,20 +97,21 @@ def _become_template(listener: socket.socket, starter: int) -> NoReturn:
             os.dup2(nothing, stream)
         for descriptor in map(int, os.listdir("/proc/self/fd")):
             if descriptor not in (0, 1, 2, listener.fileno()):
-                with suppress(OSError):  # the one that listed them
+                with suppress(OSError):  # listdir's own descriptor is already closed
                     os.close(descriptor)
         live(listener, starter)
         code = 0
     except SystemExit as wanted:
         code = wanted.code if isinstance(wanted.code, int) else int(wanted.code is not None)
-    finally:  # whatever it was: the caller's frames are the command's
+    finally:  # in every case: the frames above belong to the command and must not run in the fork
         if isinstance(error := sys.exc_info()[1], BaseException):
             traceback.print_exception(error)
         _leave(code)
 
 
 def _leave(code: int) -> NoReturn:
-    """Ends a worker as an interpreter does."""
+    """Ends a worker as a normal interpreter exit would: threads joined, exit handlers run, streams
+    flushed."""
     with suppress(BaseException):
         threading._shutdown()  # type: ignore[attr-defined]
         atexit._run_exitfuncs()

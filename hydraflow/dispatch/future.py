@@ -1,8 +1,8 @@
 """Pending calls: waiting for them, finding the first cause when one fails, and the future of a call.
 
-In: references of the answers, with the rank of each. Out: results, or one error: a WorkerError, a worker's
-decision to stop, or a ConfigError from a start. Waiting for one call watches all calls: a group that fails
-ends the wait for another group that depends on it. A group whose processes hold no state that would be lost
+In: references to the answers, with the rank of each. Out: results, or one error: a WorkerError, a worker's
+decision to stop, or a ConfigError from a worker's start. Waiting for one call watches all calls, so that a
+failed group ends the wait for another group that depends on it. A group whose processes hold no state
 replaces one that has died; any other group is ended, and the run resumes from its checkpoint.
 """
 
@@ -29,14 +29,14 @@ SLICE = 0.25
 GRACE = 1.0
 """Seconds for the other ranks of a failed call to report as well, so that the first cause is found."""
 UNNOTICED = 40.0
-"""Seconds to wait for a death that broke a connection: Ray's health checks take half a minute to notice that
-a machine is gone, its peers' connections break at once."""
+"""Seconds to wait for news of the death behind a broken connection: the peers' connections break at once, but
+Ray's health checks take half a minute to notice that a machine is gone."""
 BROKEN = re.compile(
     r"connection (was |is )?(reset|closed|refused)|broken pipe|socket closed|remote error", re.I
 )
 """Messages of gloo, NCCL and sockets when the peer process has gone."""
 COLOURS = re.compile(r"\x1b\[\d+m")
-"""In Ray's messages."""
+"""ANSI colours in Ray's messages."""
 UNREAD = 5.0
 """Seconds for columns to arrive, after which all processes are asked whether they are there."""
 FETCH = 10.0
@@ -136,8 +136,8 @@ class PendingCalls:
             self._wait([ref for refs in owed for ref in refs], 1)
 
     def await_columns(self, columns: list[ObjectRef], seconds: float) -> None:
-        """Waits until they can be read, at most `seconds`. Raises when a call fails, or a worker process is
-        dead, which Ray does not always report to those who read what it held."""
+        """Waits until `columns` can be read, at most `seconds`. Raises when a call fails or a worker process
+        is dead: Ray does not always report its death to readers of the objects that it held."""
         start, asked = time.monotonic(), False
         while len(ray.wait(columns, num_returns=len(columns), timeout=SLICE)[0]) < len(columns):
             waited = time.monotonic() - start
@@ -162,15 +162,15 @@ class PendingCalls:
         self._take(ready)
 
     def _check(self) -> None:
-        """Raises when Ray's control service is gone, or a wait is to end."""
+        """Raises when Ray's control service is gone, or when `interrupt` ends the wait."""
         if self.head is not None:
             self.head.look()
         if self.interrupt is not None:
             self.interrupt()
 
     def _ready(self, wanted: list[ObjectRef], seconds: float, count: int) -> list[ObjectRef]:
-        """Waits until `count` of `wanted` have answered, at most `seconds`; returns those that have, of these
-        calls and of others."""
+        """Waits until `count` of `wanted` have answered, at most `seconds`; returns all ready answers, of
+        these calls and of others."""
         done = _answered(wanted, seconds, count)
         return done + _answered([ref for ref in self.pending if ref not in wanted], 0)
 
@@ -273,14 +273,14 @@ class PendingCalls:
         others = f" (nor from ranks {ranks[1:]})" if len(ranks) > 1 else ""
         cause = f"no answer in {first.seconds:g} seconds{others}"
         if self.stacks is not None:
-            self._keep(self._ready([], 0.0, 0))  # processes that have reported their location since
+            self._keep(self._ready([], 0.0, 0))  # learns the location of processes that reported meanwhile
             written = self.stacks(f"{first.role} rank {first.rank}, {first.method}: {cause}")
             cause += f"; stacks of all workers: {written}"
         self._end({first.group}, first.error(cause))
 
     def _end(self, groups: set[GroupHandle], error: HydraflowError) -> None:
-        """A group whose workers decided to stop keeps its processes: they may still be writing a
-        checkpoint."""
+        """Ends these groups and raises `error`. If the workers decided to stop, their processes are kept:
+        they may still be writing a checkpoint."""
         for group in groups:
             self.forget(group)
             if not isinstance(error, DECISIONS):
@@ -318,8 +318,8 @@ def _precedence(reported: tuple[PendingCall, Failure]) -> tuple[int, float]:
 
 
 def _how_it_died(error: ray.exceptions.RayActorError) -> str:
-    """Ray's line about the end of the process, without its actor ids and its guesses at causes; of an error
-    in its start, the end of Ray's report."""
+    """Ray's line about how the process ended, without actor ids and guesses at causes; if it failed to start,
+    the end of Ray's report."""
     if error.actor_init_failed:
         return "\n".join(COLOURS.sub("", str(error)).strip().splitlines()[-12:])
     lines = [line for line in str(error).splitlines() if line and not line.startswith("\t")]

@@ -79,8 +79,8 @@ class Channel:
 
 @dataclass(frozen=True)
 class Recovery:
-    """How a group replaces a process that dies: for roles that take part in no collective and hold no state
-    that would be lost."""
+    """How a group replaces a process that dies. Only for roles that take part in no collective and hold no
+    state that would be lost."""
 
     restore: Callable[[int], None]
     """Brings a rank's new process to the state of the others."""
@@ -103,11 +103,11 @@ class Group(ABC):
     recovery: Recovery | None = None
     """None: the death of a process ends the group."""
     error: HydraflowError | None = None
-    """Why it has ended; every later call raises it."""
+    """Why the group has ended; every later call raises it."""
     replaced: int = 0
     """Processes that have been replaced."""
     before_call: Callable[[str, str], None] | None = None
-    """Gets role and method of each call before it is sent, and may refuse it; None: nothing is done."""
+    """Called with role and method before each call is sent; may raise to refuse it."""
 
     @abstractmethod
     def await_ready(self) -> None:
@@ -192,9 +192,10 @@ class WorkerGroup(Group):
         nsight = nsight_options(observability, "+".join(self.roles), rank, self._device_type)
         environment = observability.environment()
         if has_template() and (self._env_vars or self._device_type != "cpu"):
-            environment = {**environment, NOT_FORKED: "1"}  # libraries may read variables when imported
+            # a fork has imported libraries already, and they may read the variables on import
+            environment = {**environment, NOT_FORKED: "1"}
         options = self._reservation.actor_options(rank, environment, nsight)
-        # otherwise Ray's control service keeps some kilobytes per step, up to 100,000 calls
+        # with task events Ray's control service grows by some kilobytes per step, up to 100,000 calls
         host: Any = ray.remote(WorkerHost).options(enable_task_events=observability.traced, **options)
         threads = self._reservation.pool.threads
         variables = {"OMP_NUM_THREADS": str(threads)} | self._env_vars
@@ -297,7 +298,7 @@ class WorkerGroup(Group):
             resend=plan.resend,
         )
         collect = partial(plan.mode.collect_fn, context)
-        # a call that may be resent has no answer yet that other calls could depend on
+        # another call must not depend on an answer that a resend would replace
         joins = plan.mode.joins and self.recovery is None
         return CallFuture(self.channel.calls, self, refs, answers, collectors, collect, joins)
 
@@ -341,7 +342,7 @@ class WorkerGroup(Group):
                 self._owe(replace(call, deadline=deadline, attempts=call.attempts + 1), call.again())
 
     def _start_again(self, rank: int, recovery: Recovery) -> None:
-        ray.kill(self._hosts[rank])  # Ray may only have lost contact with it
+        ray.kill(self._hosts[rank])  # it may still run: Ray may only have lost contact with it
         if rank in self.processes:
             self.former = [*self.former, *names_of({rank: self.processes[rank]}, list(self.roles))]
         self._hosts[rank] = self._host(rank)

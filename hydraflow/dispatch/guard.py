@@ -1,10 +1,10 @@
 """Watches the two Ray processes that a local cluster cannot do without: its control service and its node
 process.
 
-In: this process's children. Out: the name of one that has ended. Where Ray's client waits for it inside its
-own code (up to a minute, after which it exits the process with code 1), the command is ended from here. It is
-ended at once when the node process ends: Ray's client would exit this process with code 1 when it connects to
-it, or on its next access to the object store, even just to release a buffer.
+In: this process's children. Out: the name of one that has ended. While Ray's client waits for it inside its
+own code (up to a minute, after which it exits the process with code 1), this thread ends the command instead.
+If the node process ends, the command is ended at once: Ray's client would exit with code 1 when it connects
+to the node, or on its next access to the object store, even just to release a buffer.
 Left out on purpose: clusters that were joined (`head.py` asks their control service), and workers
 (`future.py`).
 """
@@ -29,10 +29,9 @@ VITAL = {"gcs_server": "control service", "raylet": "node process"}
 PERIOD = 0.25
 """Seconds between two scans for new processes; an exit is noticed at once."""
 START_PATIENCE = 3.0
-"""Seconds that Ray's own code gets to report the end of the control service during start-up."""
+"""Seconds for Ray's own code to report the end of the control service during start-up."""
 PATIENCE = 30.0
-"""Seconds that the run otherwise gets to start shutting down: workers that died with it are reported
-first."""
+"""Seconds for the run, once Ray is up, to start shutting down by itself: it reports dead workers first."""
 
 
 class RayGuard:
@@ -96,10 +95,10 @@ class RayGuard:
             return
 
     def _end_without_node(self) -> None:
-        """Exits before Ray's client does. Once Ray is up nothing is killed here, because that takes longer
-        than the client does, and the other processes of Ray and of the rewards end with the one that started
-        them. Processes that are still starting may not: before that, they are killed first."""
-        if self._may_end() and not SHUTDOWN.asked:  # a signal may be for the whole run
+        """Exits before Ray's client does. Once Ray is up nothing is killed here: that would take longer than
+        the client needs, and the other processes of Ray and of the rewards end with their parent. Processes
+        that are still starting may not, so before Ray is up they are killed first."""
+        if self._may_end() and not SHUTDOWN.asked:  # asked: a signal may have gone to the whole run
             os.write(2, self._last_words)
             if not self._up:
                 kill_family()

@@ -1,7 +1,8 @@
 """Ray's head process (its control service): whether it still answers, and shutting down without it.
 
 In: its address. Out: HeadLost soon after it has gone. Without this a run would continue until its next
-request to it, and Ray would exit the controller after a minute, with code 1 and all other processes left.
+request to the service, and a minute later Ray would exit the controller with code 1 and leave all other
+processes.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ RESUME = "Start the same command again to resume from the last checkpoint."
 
 
 class HeadLost(EnvironmentFault):
-    """Ray's control service is gone, and with it every worker soon."""
+    """Ray's control service is gone; its workers will follow."""
 
 
 class RayHead:
@@ -53,8 +54,8 @@ class RayHead:
 
 
 def end_without_head() -> None:
-    """Disconnects from Ray and ends the processes that this one started: workers would look for the head for
-    a minute before they exit."""
+    """Disconnects from Ray and ends the processes that this one started; by themselves workers would look for
+    the head for a minute."""
     stop_forking()
     end_processes(own_ray_processes(), grace=0.0)
     end_template()

@@ -4,8 +4,8 @@ forwards calls.
 In: `ray_init.runtime_env.env_vars` as an argument. Ray's own way of passing variables writes them to a log
 and onto a command line, where others could read them. Out: what `WorkerProcess` returns.
 Left out on purpose: torch and whatever imports it. Ray imports this module first, so variables that torch
-reads when it is imported count; a worker that is given some is not forked from a process that has imported
-torch (`template.py`). Those that the dynamic loader reads (LD_PRELOAD) belong in the environment of the
+reads on import take effect; a worker with variables of its own is not forked from a process that has imported
+torch (`template.py`). Variables that the dynamic loader reads (LD_PRELOAD) belong in the environment of the
 command that starts Ray.
 """
 

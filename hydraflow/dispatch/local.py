@@ -4,8 +4,8 @@ anywhere.
 In: what `Runtime` takes; every pool has one process. Out: the same results, bit for bit: arguments and
 answers are distributed and collected by the same modes and encoded as for the object store, and a method
 computes with as many threads as in its own process. A call runs immediately, in the caller's thread, and an
-exception reaches the caller unchanged, with its stack. Left out on purpose: several ranks. They wait for each
-other, so each needs a process of its own."""
+exception reaches the caller unchanged, with its stack. Left out on purpose: several ranks, which wait for
+each other and so need a process each."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ class LocalGroup(Group):
             0, 1, 0, platform.node(), *where, roles=self.workers, listen_fd=listener.detach()
         )
         for name, spec in self.roles.items():
-            spec = copy.deepcopy(spec)  # as if it were in a process of its own
+            spec = copy.deepcopy(spec)  # roles must not share arguments: between processes they could not
             with self._as(name), span("start"):
                 self.workers[name] = spec.cls(process, *spec.args, **spec.kwargs)
 
@@ -167,11 +167,11 @@ def _given(value: Any, plan: Registration) -> Any:
     shard = split(value, 1)[0] if is_batch(value) else value
     if not isinstance(shard, Shard):
         return shard
-    return materialise(shard.batch, _nothing_is_far, copy=not plan.read_only)
+    return materialise(shard.batch, _refuse_remote, copy=not plan.read_only)
 
 
-def _nothing_is_far(refs: Sequence[Any]) -> Sequence[wire.ColumnData]:
-    raise AssertionError("every column of a run in one process is here")
+def _refuse_remote(refs: Sequence[Any]) -> Sequence[wire.ColumnData]:
+    raise AssertionError("in a run in one process every column is local")
 
 
 def _kept(answer: Any) -> Any:

@@ -28,7 +28,7 @@ MEGATRON_MESH = "megatron"
 
 @dataclass(frozen=True)
 class CallContext:
-    """What a mode may know about the call."""
+    """What a mode knows about the call."""
 
     group: Group
     role: str
@@ -78,7 +78,7 @@ class Dispatch(StrEnum):
     ONE_TO_ALL = "one_to_all"
     """Every rank gets all arguments; a list of answers."""
     ALL_TO_ALL = "all_to_all"
-    """A list with one entry per rank is scattered, other arguments go to every rank; a list of answers."""
+    """A list with one entry per rank is scattered; other arguments go to every rank; a list of answers."""
     DP_COMPUTE = "dp_compute"
     """Every argument is a list with one entry per rank; a list of answers."""
     DP_COMPUTE_PROTO = "dp_compute_proto"
@@ -102,7 +102,7 @@ class Execute(StrEnum):
 
 
 def _per_argument(spread: Callable[[CallContext, Any], Sequence[Any]]) -> Callable[..., PerRank]:
-    """A dispatch function that treats every argument alike."""
+    """A dispatch function that applies `spread` to every argument."""
 
     def dispatch(context: CallContext, *args: Any, **kwargs: Any) -> PerRank:
         named = {name: spread(context, value) for name, value in kwargs.items()}
@@ -243,7 +243,7 @@ def register_dispatch_mode(
     order. ValueError when the name exists.
     """
     if name in _MODES:
-        raise ValueError(f"the dispatch mode {name!r} exists already")
+        raise ValueError(f"the dispatch mode {name!r} already exists")
     _MODES[name] = Mode(name, dispatch_fn, collect_fn)
 
 

@@ -42,7 +42,7 @@ class Observability:
         created."""
         if self.logs is None or (logs := made(self.logs, rank, role)) is None:
             return None
-        # Ray's debugger prints its address past sys.stderr, to the console
+        # Ray's debugger prints its address to file descriptor 2, which must still lead to the console
         logs.capture(below_python=not self.debug)
         logging.getLogger().handlers = [logs]
         apply_level(self.logs.log.level)
@@ -71,7 +71,7 @@ def log_settings(run: Path, log: LogConfig) -> LogSettings:
 
 
 def made(settings: LogSettings, rank: int, role: str) -> RoleLogs | None:
-    """A process's log files; only a warning if they cannot be created, because a run can do without."""
+    """A process's log files; None, with a warning, if they cannot be created: a run can do without."""
     try:
         return RoleLogs(settings, rank, role)
     except OSError as error:

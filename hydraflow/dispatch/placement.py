@@ -2,9 +2,9 @@
 process starts.
 
 In: `ResourcePool`s. Out: `Reservation`s with one `RankInfo` per process, nodes in the order of their
-addresses. A placement group of Ray's holds the devices that a pool has on one node, with a bundle for each
-device, so that all processes on a device get the same GPU and no other. Left out on purpose: which role runs
-in which pool (the caller's table), and Ray's start (`runtime`).
+addresses. One Ray placement group holds a pool's devices on one node, with a bundle per device, so that all
+processes on a device get the same GPU and no other. Left out on purpose: which role runs in which pool (the
+caller's table), and starting Ray (`runtime`).
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from hydraflow.errors import ConfigError, Problem
 
 log = logging.getLogger(__name__)
 FEWER_NODES = (
-    "trainer.nnodes=1 and no machines of a role's own, or ray_init.address=auto where a Ray cluster of"
+    "trainer.nnodes=1 and no separate machines for a role, or ray_init.address=auto where a Ray cluster of"
     " enough machines is running"
 )
 _REMEDY = (
@@ -48,7 +48,7 @@ class ResourcePool:
 
     name: str
     devices_on_nodes: Sequence[int]
-    """Number of devices on each node; the nodes are different ones."""
+    """Number of devices on each node; every entry is a different node."""
     gpus: float = 0
     """GPUs that Ray reserves for a device: 1, or 0 on a CPU."""
     cpus: float = 1
@@ -156,7 +156,7 @@ class Reservation:
                 node.group, placement_group_bundle_index=bundle
             ),
         )
-        # a runtime_env costs 0.4 s, so few things need it
+        # a runtime_env costs 0.4 s per process, so it is used only if there is something to pass
         wanted = {"env_vars": dict(environment), "nsight": dict(nsight or {})}
         runtime_env = {name: value for name, value in wanted.items() if value}
         return options | ({"runtime_env": runtime_env} if runtime_env else {})
@@ -185,7 +185,7 @@ def reserve(pools: Sequence[ResourcePool], *, timeout: float, growing: bool) -> 
                 remove_placement_group(reserved)
             raise ConfigError(shortfall(pools, _totals()) or [_busy(pools, timeout)])
         nodes[pool.name].append(_node_of(group))
-    return {pool.name: _seated(pool, nodes[pool.name]) for pool in pools}
+    return {pool.name: _ranked(pool, nodes[pool.name]) for pool in pools}
 
 
 def _place(pool: ResourcePool, count: int, taken: Sequence[_Node]) -> PlacementGroup:
@@ -221,9 +221,9 @@ def _busy(pools: Sequence[ResourcePool], timeout: float) -> Problem:
     return Problem("resource pools", None, rule, remedy)
 
 
-def _seated(pool: ResourcePool, nodes: Sequence[_Node]) -> Reservation:
-    """Ranks go node by node, in the order of the nodes' addresses where these have equally many devices, so
-    that two runs on the same nodes number them alike. `nodes`: the largest first."""
+def _ranked(pool: ResourcePool, nodes: Sequence[_Node]) -> Reservation:
+    """Numbers ranks node by node. Nodes with equally many devices are taken in the order of their addresses,
+    so that two runs on the same nodes number them alike. `nodes`: the largest first."""
 
     def address(node: _Node) -> list[int]:
         parts = node.address.split(".")

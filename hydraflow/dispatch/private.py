@@ -46,7 +46,7 @@ def close_to_others() -> Path:
 def _named_token() -> str:
     """The token file named by the environment, checked; empty if it names none."""
     named = os.environ.get(TOKEN_PATH, "")
-    remedy = f"unset {TOKEN_PATH}: the run makes a token of its own"
+    remedy = f"unset {TOKEN_PATH}: the run then creates its own token"
     try:
         if named and not Path(named).read_text().strip():
             raise ConfigError.one(TOKEN_PATH, named, "the file is empty", remedy)
@@ -57,14 +57,15 @@ def _named_token() -> str:
 
 
 def token_file() -> Path:
-    """The user's token on this machine, made when it is missing; all local runs of the user share it."""
+    """The file with the user's token on this machine, created if missing; all of the user's local runs share
+    it."""
     folder = make_node_folder()
     file = folder / "ray-token"
     if not file.exists():
         with tempfile.NamedTemporaryFile("w", dir=folder) as new:  # mode 0600
             new.write(secrets.token_hex(32))
             new.flush()
-            with suppress(FileExistsError):  # another run of this user was first
+            with suppress(FileExistsError):  # another run of this user was first; link never overwrites
                 os.link(new.name, file)
     os.utime(file)  # so that cleaners of temporary folders keep it
     return file

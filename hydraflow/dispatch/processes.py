@@ -16,14 +16,14 @@ from ray._private import worker as ray_worker
 from hydraflow.dispatch.template import forked_workers
 
 GRACE = 3.0
-"""Seconds for processes to exit by themselves once Ray has asked them to: its agents would look for it for a
+"""Seconds for processes to exit by themselves once Ray has asked them to; Ray's agents would take a
 minute."""
 KILL_SECONDS = 5.0
 """Seconds to wait for killed processes."""
 
 
 def own_ray_processes() -> list[psutil.Process]:
-    """The live ones. Call it while Ray runs: children of a process that has exited can no longer be found."""
+    """Ray's live processes. Call it while Ray runs: the children of an exited process cannot be found."""
     node = ray_worker._global_node
     if node is None:
         return []
@@ -50,7 +50,7 @@ def _wait(processes: Sequence[psutil.Process], seconds: float) -> None:
 
 
 def lives(process: psutil.Process) -> bool:
-    """Whether a process runs; a zombie does not: its parent may never reap it."""
+    """Whether a process runs. A zombie counts as ended, because its parent may never reap it."""
     with suppress(psutil.NoSuchProcess):
         return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
     return False

@@ -1,7 +1,8 @@
-"""Ray without services that a run does not use, and with more time to start. `python -m
+"""Starts Ray without services that a run does not use, and with more time to start. `python -m
 hydraflow.dispatch.services start ...` is such a `ray start`, for nodes of a cluster that has no dashboard.
 
-In: Ray's own start, in this process. Out: fewer processes. No option of Ray leaves them out.
+In: Ray's own start, in this process. Out: fewer processes. Ray has no option for this, so functions are
+replaced.
 """
 
 from __future__ import annotations
@@ -19,16 +20,16 @@ from ray._private.node import Node
 from hydraflow.dispatch import agent
 
 START_SECONDS = 180.0
-"""Limit on the registration of a new raylet. Ray's own, 30 seconds, is too short on a machine whose
-processors are busy."""
+"""Time limit for a new raylet to register. Ray's own 30 seconds are too short on a busy machine."""
 
 
 @contextmanager
 def without_services(*, log_monitor: bool) -> Iterator[None]:
-    """Inside, Ray starts without its autoscaler, its dashboard's server and agent, and its server for clients
-    (ray://), and waits for no import of an agent; without `log_monitor`, nothing reads its log files either.
+    """In this block Ray starts without its autoscaler, its dashboard's server and agent and its server for
+    clients (ray://), and without waiting for an agent's imports; without `log_monitor`, nothing reads its log
+    files either.
 
-    They take four seconds of a CPU, and `ray.init` waits for the first server and the agent."""
+    These take four seconds of a CPU, and `ray.init` waits for the dashboard's server and agent."""
     unwanted = ["start_monitor", "start_api_server", "start_ray_client_server"]
     if not log_monitor:
         unwanted.append("start_log_monitor")
@@ -45,7 +46,7 @@ def without_services(*, log_monitor: bool) -> Iterator[None]:
     replaced: list[tuple[Any, str, Callable]] = [
         *((Node, name, lambda *args, **kwargs: None) for name in unwanted),
         (services, interpreter.__name__, command),
-        # else Ray imports the dashboard's libraries here, to see whether they are installed
+        # otherwise Ray imports the dashboard's libraries here just to see whether they are installed
         (utils, "get_dashboard_dependency_error", lambda: ImportError("a run has no dashboard")),
         (services, "get_node", _patient(services.get_node, others=_raylets())),
     ]
@@ -60,8 +61,8 @@ def without_services(*, log_monitor: bool) -> Iterator[None]:
 
 
 def _patient(get_node: Callable[[str, str], Any], others: set[psutil.Process]) -> Callable[[str, str], Any]:
-    """Ray's `get_node`, which raises RuntimeError while the node's raylet is not registered: not before
-    `START_SECONDS` have passed, unless this process has no running raylet besides `others`."""
+    """Ray's `get_node`, which raises RuntimeError while the node's raylet is not registered. This one retries
+    for `START_SECONDS`, as long as this process has a running raylet besides `others`."""
 
     def registered(gcs_address: str, node_id: str) -> Any:
         deadline = time.monotonic() + START_SECONDS

@@ -1,5 +1,5 @@
-"""Which rows of a batch go to which rank: batches are sliced here, on the controller, or later, on the worker
-that needs a part.
+"""Which rows of a batch go to which rank. Batches are sliced here, on the controller, or later, on the worker
+that needs the part.
 
 In: a DataProto, a RemoteBatch, or a future of one, and the number of parts. Out: one `Shard` or `LateShard`
 per part. Rows that do not divide are padded by repeated rows, if that is allowed; a shard knows how many of
@@ -44,15 +44,15 @@ class LateShard:
 
 
 class Future(ABC):
-    """The result of a call that may still run. As an argument of another call it is passed on without being
-    awaited."""
+    """The result of a call that may still be running. It can be an argument of another call without being
+    awaited first."""
 
     joins: bool
     """Whether it can be passed on before it is ready: the mode concatenates batches."""
 
     @abstractmethod
     def get(self) -> Any:
-        """Waits for the result. WorkerError when its call, or another one under way, fails."""
+        """Waits for the result. WorkerError when this call, or any other pending one, fails."""
 
     @abstractmethod
     def shards(self, parts: int, padding: bool) -> list[LateShard] | list[Shard]:

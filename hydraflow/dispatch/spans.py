@@ -1,9 +1,8 @@
 """What a process did and when: named spans of time, kept for the timeline.
 
 In: `with span("optimizer_step"):` anywhere. Out: `Span`s, drained by the owner of the process's recorder;
-in a process without one nothing is kept, at almost no cost. Start times are Unix times that
-advance with a monotonic clock, so spans nest exactly. Left out on purpose: the file that people open
-(`dispatch/timeline.py`).
+in a process without one nothing is kept, at almost no cost. Start times are Unix times that advance with a
+monotonic clock, so spans nest exactly. Left out on purpose: the trace file (`dispatch/timeline.py`).
 """
 
 from __future__ import annotations

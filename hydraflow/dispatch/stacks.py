@@ -1,8 +1,8 @@
-"""Stacks of every worker process when a deadline has passed: of all its threads and child processes.
+"""Dumps the stacks of every worker process, with all threads and child processes, when a deadline has passed.
 
-In: the processes of a run. Out: a text file. py-spy reads a stack from outside, also that of a process that
-is stopped or stuck in C code; where it is not installed or not allowed, the process writes its own into its
-log when it gets a signal (faulthandler). Other machines are asked through Ray. Everything has a time limit,
+In: the processes of a run. Out: a text file. py-spy reads a stack from outside, even if the process is
+stopped or stuck in C code. Where py-spy is not installed or not permitted, a signal makes the process write
+its own stacks to its log (faulthandler). Other machines are asked through Ray. Everything has a time limit,
 because the run has already waited long enough.
 """
 
@@ -45,7 +45,7 @@ class ProcessInfo:
     worker_id: str
     """Ray's name of the process."""
     log: str
-    """The file that its standard error goes to; not a file where there is none."""
+    """Where its standard error goes; not necessarily a file."""
 
 
 @dataclass(frozen=True)

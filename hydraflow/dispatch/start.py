@@ -57,7 +57,7 @@ def start_ray(config: RayInitConfig, cpus: float, *, console: bool = False, fork
         else:
             _join(config.address, quiet)
     if threading.current_thread() is threading.main_thread():
-        # ray.init replaces the handler with which a run saves before it ends.
+        # ray.init replaces the handler that makes a run save before it ends
         signal.signal(signal.SIGTERM, handler)
     return True
 

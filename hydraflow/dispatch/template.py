@@ -1,10 +1,9 @@
-"""The template of a local cluster's worker processes, from the side of the process that starts Ray.
+"""The template of a local cluster's worker processes, as seen by the process that starts Ray.
 
 A worker process needs four seconds of a core to import torch, tensordict and transformers. Here one process
-has imported them (`forked_template.py`, else `template_server.py`), and forks for every worker that Ray
-starts (`template_client.py`), which then needs half a second; all share the libraries' memory. Left out on
-purpose: clusters that are joined, and GPUs, because a fork must not share what their libraries may have
-opened.
+imports them (`forked_template.py`, else `template_server.py`) and forks for every worker that Ray starts
+(`template_client.py`). A worker then needs half a second, and all share the libraries' memory. Left out on
+purpose: joined clusters, and GPUs, because a fork must not share what GPU libraries may have opened.
 """
 
 from __future__ import annotations
@@ -33,8 +32,8 @@ HERE = Path(__file__).parent
 
 
 def start_server(listener: socket.socket) -> psutil.Process:
-    """A process that forks; it ends with this one. A terminal's Ctrl-C is for this one alone, from the first
-    moment on."""
+    """Starts a template process, which ends with this one. SIGINT is blocked from its first moment on,
+    because a terminal's Ctrl-C is for this process alone."""
     words = [str(listener.fileno()), str(os.getpid()), json.dumps(sys.path), json.dumps(LIBRARIES)]
     with blocked(signal.SIGINT):
         return psutil.Popen(
@@ -47,7 +46,7 @@ def start_server(listener: socket.socket) -> psutil.Process:
 
 
 class Template:
-    """The process that forks, from the side of the one that started it."""
+    """The template process, as seen by the one that started it."""
 
     def __init__(self) -> None:
         if READY:
@@ -85,7 +84,7 @@ def has_template() -> bool:
 
 
 def stop_forking() -> None:
-    """No worker is forked from now on: `forked_workers` are all that there will be."""
+    """Stops the template, so that `forked_workers` is complete: no further worker can appear."""
     for template in STARTED:
         template.process.send_signal(signal.SIGSTOP)
 
@@ -98,7 +97,7 @@ def end_template() -> None:
 
 @contextmanager
 def workers_from_template() -> Iterator[None]:
-    """A Ray that is started inside forks its workers, until `end_template`."""
+    """A Ray started in this block forks its workers, until `end_template`."""
     end_template()
     STARTED.append(Template())
     start = Node.start_raylet

@@ -1,9 +1,9 @@
-"""What Ray starts as a worker process of a local cluster: it asks the template for a fork, and exits.
+"""Ray starts this script as a worker process of a local cluster: it asks the template for a fork and exits.
 
 In: Ray's command line, and the template's address in the environment. Out: a worker process with this one's
-arguments, environment, folder, streams and signal mask. Where no template answers, or Ray prepares an
+arguments, environment, folder, streams and signal mask. If no template answers, or if Ray prepares an
 environment for the process, this process becomes the worker, as Ray's own script does. Standard library only,
-so that it costs 20 milliseconds.
+so it costs only 20 milliseconds.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import sys
 from pathlib import Path
 
 ADDRESS = "HYDRAFLOW_WORKER_TEMPLATE"
-"""Variable: the socket of a template."""
+"""Environment variable with the path of the template's socket."""
 PATIENCE = 40.0
 """Seconds for a template that is still importing. Ray gives up on a process after 60."""
 LANGUAGE, ENVIRONMENT = "--language=", "--serialized-runtime-env-context="
@@ -42,7 +42,7 @@ def fork_worker(argv: list[str]) -> bool:
             template.connect(os.environ[ADDRESS])
             socket.send_fds(template, [len(message).to_bytes(8, "big")], [0, 1, 2])
             template.sendall(message)
-            return bool(template.recv(1))  # the worker's first word
+            return bool(template.recv(1))  # one byte from the worker; empty if the fork failed
     except (OSError, KeyError):
         return False
 

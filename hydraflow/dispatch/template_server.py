@@ -1,9 +1,9 @@
-"""The template of worker processes: imports the libraries once, and forks for each worker.
+"""The template of worker processes: imports the libraries once and forks for each worker.
 
 In: a listening socket, a search path and modules, as arguments; then requests (`template_client.py`). Out:
-worker processes, which import only what is left. The template ends with the process that started it, the
-workers as Ray ends them. It has one thread, because a fork copies no other. It does not import Ray, which
-reads its settings when it is imported: each worker has its own.
+worker processes, which import only the rest. The template ends with the process that started it; Ray ends the
+workers. It must have a single thread, because a fork copies no other. It does not import Ray, which reads its
+settings on import: each worker has its own.
 """
 
 from __future__ import annotations
@@ -53,16 +53,16 @@ LIBRARIES = (
     "requests",
     "wcwidth",
 )
-"""What a worker imports; none of them may start a thread or import Ray. A module that is missing here only
-costs time: each worker imports it, at its share of a second of a core."""
+"""What a worker imports; none of these may start a thread or import Ray. A module that is missing here only
+costs time, because each worker then imports it."""
 WITHOUT_THREADS = {"OMP_NUM_THREADS": "1", "JE_ARROW_MALLOC_CONF": "background_thread:false"}
-"""Variables with which torch and pyarrow start no thread while they are imported. pyarrow contains jemalloc,
-which starts one although mimalloc allocates."""
+"""Variables that keep torch and pyarrow from starting threads on import. pyarrow contains jemalloc, which
+starts one even though mimalloc is the allocator."""
 
 
 def serve(listener: socket.socket, starter: int) -> dict[str, Any] | None:
     """Forks for every request until the process behind the descriptor `starter` (pidfd_open) ends. Returns
-    the request in a worker, and None at the end."""
+    the request in a worker; in the template None, at its end."""
     awaited = select.poll()
     awaited.register(listener, select.POLLIN)
     awaited.register(starter, select.POLLIN)
@@ -74,8 +74,8 @@ def serve(listener: socket.socket, starter: int) -> dict[str, Any] | None:
 
 
 def _forked(listener: socket.socket) -> dict[str, Any] | None:
-    """Takes a request and forks; the request in the worker, None in the template. A client without an answer
-    becomes the worker itself."""
+    """Takes a request and forks. Returns the request in the worker, None in the template. On an error nothing
+    is sent: a client without an answer becomes the worker itself."""
     try:
         connection, _ = listener.accept()
     except OSError:
@@ -126,11 +126,11 @@ def become(
     """Runs Ray's worker script in this process."""
     for number in (signal.SIGCHLD, signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
-    with suppress(OSError):  # only ever higher than the template's, which everyone may set
+    with suppress(OSError):  # raising the score above the template's needs no privilege
         Path("/proc/self/oom_score_adj").write_text(oom_score)
     with suppress(OSError, ValueError):  # the hard limit can only be lowered
         resource.setrlimit(resource.RLIMIT_NOFILE, (files[0], files[1]))
-    random.seed()
+    random.seed()  # a fork copies the generators' state, and all workers would draw the same numbers
     if "numpy" in sys.modules:
         sys.modules["numpy"].random.seed()
     os.chdir(cwd)
@@ -150,18 +150,18 @@ def threads() -> int:
 def import_all(modules: Sequence[str]) -> None:
     """Imports the modules that can be imported here."""
     for name in modules:
-        with suppress(ImportError, OSError, RuntimeError, AttributeError):  # a worker that needs it says so
+        with suppress(ImportError, OSError, RuntimeError, AttributeError):  # a worker that needs it will fail
             importlib.import_module(name)
     assert "ray" not in sys.modules, "Ray would keep the template's settings"
 
 
 def live(listener: socket.socket, starter: int) -> None:
-    """The life of a template, once it has imported its libraries: it forks workers until `starter` (a process
-    id) ends. Returns in a worker at its end, and never in the template."""
+    """Runs a template whose libraries are imported: forks workers until `starter` (a process id) ends.
+    Returns only in a worker, at its end."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # workers that have ended are not waited for
     signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
-    gc.freeze()  # a worker that looked for garbage there would copy it
+    gc.freeze()  # a collection in a worker would touch, and so copy, the shared pages
     gc.enable()
     asked = None
     with suppress(ProcessLookupError):
@@ -173,7 +173,7 @@ def live(listener: socket.socket, starter: int) -> None:
         return
     with suppress(OSError):
         os.unlink(listener.getsockname())
-    os._exit(0)  # waits for no thread
+    os._exit(0)  # without waiting for threads
 
 
 if __name__ == "__main__":

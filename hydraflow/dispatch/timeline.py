@@ -2,9 +2,9 @@
 chrome://tracing.
 
 In: phases of the controller, spans of every role and rank, and Ray's own task events. Out: one JSON file with
-a process per role, a thread per rank, and Ray's workers below them. Inside a step the time between two phases
-is a span of its own (`dispatch`), so that the spans of a step add up to it. Left out on purpose: who spends
-the time (`spans.py`), and when the file is written (`runtime.py`).
+a process per role, a thread per rank, and Ray's workers below them. Within a step the time between two phases
+is a span of its own (`dispatch`), so that the spans of a step add up to its length. Left out on purpose:
+recording spans (`spans.py`), and when the file is written (`runtime.py`).
 """
 
 from __future__ import annotations
@@ -147,8 +147,8 @@ LANES = 1000
 
 
 def _rays_events(events: Sequence[Event], workers: Mapping[str, str]) -> Iterator[Event]:
-    """Ray names processes and threads by texts; viewers want numbers. Spans of one thread that overlap get a
-    thread each."""
+    """Ray's events with numbers in place of its names for processes and threads, because viewers need
+    numbers. Overlapping spans of one thread are spread over several."""
     for pid, (node, here) in enumerate(_grouped(events, "pid").items(), RAY_PIDS):
         yield from _named(pid, f"Ray on {node}", sort=pid)
         for tid, (worker, done) in enumerate(_grouped(here, "tid").items(), 1):
@@ -195,8 +195,8 @@ def ray_events() -> list[Event]:
     """Ray's events of all nodes; none, with a warning, when they do not arrive in time. Takes a second: Ray
     waits for late ones."""
     found: list[Event] = []
-    talk = logging.getLogger("ray._private.state")
-    level = talk.level
+    chatty = logging.getLogger("ray._private.state")
+    level = chatty.level
 
     def ask() -> None:
         try:
@@ -204,11 +204,11 @@ def ray_events() -> list[Event]:
         except (ray.exceptions.RayError, RuntimeError, OSError) as error:
             log.warning("Ray's own events are missing in the timeline: %s", str(error).splitlines()[0])
 
-    talk.setLevel(logging.ERROR)  # it logs where a later version will get the events
+    chatty.setLevel(logging.ERROR)  # silences a notice about how later versions will return the events
     asking = threading.Thread(target=ask, daemon=True)
     asking.start()
     asking.join(RAY_SECONDS)
-    talk.setLevel(level)
+    chatty.setLevel(level)
     if asking.is_alive():
         log.warning("Ray's own events are missing in the timeline: no answer in %g seconds", RAY_SECONDS)
         return []

@@ -2,8 +2,8 @@
 object store.
 
 In: any picklable value, or a worker's DataProto. Out: a `Payload` of known size, or a `Receipt` that
-names the columns. A payload carries object references beside its bytes, so Ray counts them and frees a column
-with its last reference. Left out on purpose: which rows a rank gets (`shards`), and the format of a
+names the columns. A payload carries object references next to its bytes, so that Ray counts them and frees a
+column with its last reference. Left out on purpose: which rows a rank gets (`shards`), and the format of a
 column (`protocol.wire`).
 """
 
@@ -75,7 +75,7 @@ class Traffic:
         return self.sent + self.received
 
     def worked_since(self, before: Traffic, role: str) -> float:
-        """Seconds since that snapshot in which the role's busiest rank ran a method."""
+        """Seconds that the role's busiest rank spent in methods since the snapshot `before`."""
         return max(
             (now - before.worked[key] for key, now in self.worked.items() if key[0] == role), default=0.0
         )
@@ -104,8 +104,8 @@ class _Unpickler(pickle.Unpickler):
 
 
 def _put(value: object) -> ObjectRef:
-    """Puts a value into this machine's object store. StoreFull where neither shared memory nor the disk that
-    Ray turns to then has room."""
+    """Puts a value into this machine's object store. StoreFull when neither shared memory nor the disk that
+    Ray spills to has room."""
     try:
         return ray.put(value)
     except (ray.exceptions.OutOfDiskError, ray.exceptions.ObjectStoreFullError) as error:
@@ -206,8 +206,8 @@ def put_batch(data: DataProto) -> Receipt:
     """Puts every column, tensors and objects alike, into this process's object store; small ones together, as
     one object.
 
-    A column with its own object is read only by those who need it, but putting and getting an object costs
-    about as much as moving a hundred kilobytes.
+    A column with its own object is read only by workers that need it, but each object costs about as much as
+    moving a hundred kilobytes.
     """
     if len(data) == 0:
         return Receipt(0, {}, dict(data.meta_info))
@@ -244,8 +244,8 @@ def read_columns(
 ) -> list[wire.ColumnData]:
     """The columns behind `RayColumn`s, in one request; tensors are read-only views of the object store.
 
-    wait: called first with what will be read; it may wait for it, and raise. EnvironmentFault when a column
-    is gone with the process that made it, or does not arrive in `timeout` seconds.
+    wait: called first with the objects to read; it may wait for them, and raise. EnvironmentFault when a
+    column is gone with the process that made it, or does not arrive within `timeout` seconds.
     """
     wanted = [ref for ref in refs if isinstance(ref, RayColumn)]
     assert len(wanted) == len(refs), "all columns must be in the object store"

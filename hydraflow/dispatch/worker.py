@@ -1,4 +1,4 @@
-"""A worker process: holds the workers of several roles and runs one method of one of them at a time.
+"""A worker process: holds the workers of several roles and runs one of their methods at a time.
 
 In: the roles' classes, then calls with their arguments. Out: answers; a DataProto stays here, column by
 column in the object store. An exception becomes a `Failure` that is returned like an answer, so that it
@@ -60,7 +60,7 @@ FRAMES = 4
 
 @dataclass
 class ProcessContext:
-    """What a worker may know about its process."""
+    """What a worker knows about its process."""
 
     rank: int
     world_size: int
@@ -71,11 +71,11 @@ class ProcessContext:
     """Address at which other machines reach this one."""
     master_addr: str
     master_port: int
-    """Where rank 0 of the group can listen; the same on all ranks."""
+    """Address and port at which rank 0 of the group listens; the same on all ranks."""
     device_type: str
     """cpu or cuda."""
     timeout_s: float
-    """Seconds that one call may take; also the longest sensible wait for other ranks."""
+    """Timeout of one call in seconds; also the longest sensible wait for other ranks."""
     roles: dict[str, Worker] = field(default_factory=dict)
     """Workers of this process by role, in the order in which they are built."""
     listen_fd: int | None = None
@@ -97,10 +97,10 @@ class Worker:
         return Coordinates(self.process.rank, self.process.world_size, True)
 
     def after_call(self) -> None:
-        """Runs when one of its methods has returned to the controller's call; not when it failed."""
+        """Runs after each method that the controller called, unless it raised."""
 
     def close(self) -> None:
-        """Releases what the worker started, in a process that outlives it."""
+        """Releases what the worker started; called only if its process outlives it."""
 
 
 @dataclass(frozen=True)
@@ -175,7 +175,7 @@ class WorkerProcess:
         self.profile: Profile | None = None
         self.recorder = SpanRecorder()
         record_into(self.recorder if observability.traced else None)
-        # Ray passes on only the controller's working folder and script folder.
+        # of the controller's import path, Ray passes on only the working folder and the script's folder
         sys.path += [folder for folder in import_path if folder not in sys.path]
         logging.basicConfig(
             level=logging.INFO, stream=sys.stderr, format="%(asctime)s %(levelname)s %(name)s: %(message)s"

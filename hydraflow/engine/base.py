@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 
 LossFn = Callable[[ModelOutput, Mapping[str, torch.Tensor]], tuple[torch.Tensor, dict[str, Metric]]]
-"""(output, columns) to (scalar sum, metrics); ragged columns of the micro-batch arrive right padded to (B,
+"""(output, columns) to (scalar sum, metrics); the micro-batch's ragged columns arrive right-padded to (B,
 R)."""
 
 
@@ -50,9 +50,8 @@ class Snapshot(Protocol):
     """One rank's copy of an engine's state in host memory."""
 
     def write(self, directory: Path) -> list[Path]:
-        """Writes this rank's part; returns the files. Every rank calls it, possibly in another thread than
-        the engine's while the engine keeps training. OSError or EnvironmentFault, on every rank, when a rank
-        fails."""
+        """Writes this rank's part; returns the files. Every rank calls it, possibly in a thread of its own
+        while the engine keeps training. OSError or EnvironmentFault, on every rank, when one rank fails."""
 
 
 @dataclass(frozen=True)
@@ -84,7 +83,7 @@ AS_CONFIGURED = StepOptions()
 
 @dataclass(frozen=True)
 class OomReport:
-    """A micro-batch for which a rank ran out of memory."""
+    """A micro-batch that made a rank run out of memory."""
 
     rank: int
     rows: int
@@ -108,9 +107,8 @@ class OutOfMemory(Exception):
 
 
 def columns_of(data: DataProto, width: int, device: torch.device) -> dict[str, torch.Tensor]:
-    """The columns that a loss reads of a micro-batch: one value per response token, right padded to (B,
-    width), or one per row. A column that is missing from `protocol/fields.py` is per token if it is
-    ragged."""
+    """A micro-batch's columns for the loss: one value per response token, right-padded to (B, width), or one
+    per row. A column that `protocol/fields.py` does not list is per token if it is ragged."""
     columns = {}
     for name, column in data.items():
         if not isinstance(column, torch.Tensor):
@@ -125,8 +123,8 @@ def columns_of(data: DataProto, width: int, device: torch.device) -> dict[str, t
 def model_output(
     batch: PackedBatch, main: torch.Tensor, more: torch.Tensor | None, *, head: str
 ) -> ModelOutput:
-    """What a loss gets of a model's numbers for the K asked tokens: values, or log-probabilities and, if not
-    None, entropies."""
+    """The loss's view of a model's output for the K requested tokens: values, or log-probabilities with
+    entropies unless these are None."""
     if head == "value":
         return ModelOutput(values=batch.dense(main))
     return ModelOutput(log_probs=batch.dense(main), entropy=None if more is None else batch.dense(more))
@@ -140,8 +138,8 @@ def answers_of(
 ) -> DataProto:
     """The result of `TrainEngine.forward`: ragged columns on the CPU.
 
-    results: of each micro-batch, or of all together, one or two columns of its response tokens: values, or
-    log-probabilities and what else was asked for.
+    results: for each micro-batch, or for all together, one or two columns over the response tokens: values,
+    or log-probabilities and whatever else was requested.
     """
     names = ["values"] if head == "value" else ["log_probs", *([ask.more] if ask.more else [])]
     lengths = torch.cat([ragged.lengths(data.get("responses")) for data in micro_batches])
@@ -159,12 +157,12 @@ class TrainEngine(Protocol):
     """
 
     def coordinates(self) -> Coordinates:
-        """Which share of a batch this rank gets, and whether its answers and metrics are collected: true for
-        one rank of each share."""
+        """Which share of a batch this rank gets, and whether its answers and metrics are collected; for each
+        share, one rank's are."""
 
     @property
     def has_routers(self) -> bool:
-        """Whether it records and replays the experts of this model (`routed_experts`)."""
+        """Whether this engine records and replays the model's experts (`routed_experts`)."""
 
     def forward(
         self, micro_batches: Sequence[DataProto], ask: Ask = LOG_PROBS, *, adapter: bool = True
@@ -173,15 +171,15 @@ class TrainEngine(Protocol):
         `adapter=False`: without LoRA.
 
         Rows with `routed_experts` are computed with these experts, here and in `forward_backward`. Rows with
-        `target_tokens` get log-probabilities of these tokens, one or K per response token, instead of the
-        response's own. With a prompt of a single token, every position of a text can be queried.
+        `target_tokens` get the log-probabilities of these tokens, one or K per response token, in place of
+        the response's own. A prompt of a single token makes every position of a text available.
         """
 
     def forward_backward(
         self, micro_batches: Sequence[DataProto], loss_fn: LossFn, ask: Ask = LOG_PROBS
     ) -> dict[str, Metric]:
         """Accumulates the gradient of the loss, summed over ranks, with one reduction at the last
-        micro-batch; earlier calls since the last optimizer step count too. Returns this rank's metrics."""
+        micro-batch; adds to earlier calls since the last optimizer step. Returns this rank's metrics."""
 
     def forward_rows(
         self, rows: DataProto, micro_batcher: MicroBatcher, ask: Ask = LOG_PROBS, *, adapter: bool = True
@@ -208,9 +206,9 @@ class TrainEngine(Protocol):
         """Full weights by Hugging Face name. Borrowed: copy what must outlive the next update. Until the
         iterator is exhausted the weights do not `rest`; then they do.
 
-        form: adapters merged or apart; B of one that is apart holds the scale.
-        to: the only rank that gets values; the others, which must exhaust the iterator too, get tensors on
-        the meta device.
+        form: adapters merged or separate; B of a separate adapter includes the scale.
+        to: the only rank that gets values; the others get tensors on the meta device, and must exhaust the
+        iterator too.
         """
 
     def reduce(self, values: torch.Tensor, how: str = "sum") -> torch.Tensor:
@@ -224,7 +222,7 @@ class TrainEngine(Protocol):
         """Copies the named `contents` (MODEL and so on) to host memory, to be written as one checkpoint."""
 
     def load(self, directory: str | Path, contents: Collection[str]) -> None:
-        """Loads a written snapshot, also one of another number of ranks. ConfigError when it is of another
+        """Loads a written snapshot, whatever number of ranks wrote it. ConfigError when it belongs to another
         model."""
 
     def stored_bytes(self, contents: Collection[str]) -> int:

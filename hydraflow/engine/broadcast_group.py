@@ -43,10 +43,10 @@ class PendingBroadcast:
 class BroadcastGroup:
     """Process 0 sends, the others receive. device: where the tensors are.
 
-    address: of the machine of process 0, which listens at `port`; listen_fd: there, a bound socket that has
-    held the port until now. own_address: of this machine, for the others to connect to. The constructor waits
-    until all have joined, at most `CONNECT_SECONDS`. Raises GroupBroken when they do not, and when a
-    broadcast takes longer than `timeout_s`.
+    address, port: where process 0 listens; listen_fd: in process 0, a bound socket that has held the port
+    until now. own_address: of this machine, for the others to connect to. The constructor waits until all
+    have joined, at most `CONNECT_SECONDS`. Raises GroupBroken when they do not join, and when a broadcast
+    takes longer than `timeout_s`.
     """
 
     def __init__(
@@ -74,7 +74,8 @@ class BroadcastGroup:
         except RuntimeError as error:
             raise GroupBroken(str(error)) from error
         self._timeout = joining
-        self.broadcast(torch.zeros(1, device=device)).wait()  # connects
+        # backends connect lazily, at the first broadcast
+        self.broadcast(torch.zeros(1, device=device)).wait()
         self._timeout = timedelta(seconds=timeout_s)
 
     def broadcast(self, tensor: torch.Tensor) -> PendingBroadcast:

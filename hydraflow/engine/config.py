@@ -27,7 +27,7 @@ DECAYS = Rule(
 
 BALANCING_TYPES = ("none", "seq_aux_loss")
 BALANCING = Rule(
-    f"must be {' or '.join(BALANCING_TYPES)}: the gradient of the others depends on how rows are cut into"
+    f"must be {' or '.join(BALANCING_TYPES)}: the gradient of the others depends on how rows are split into"
     " micro-batches",
     lambda kind: kind in BALANCING_TYPES,
     choices=BALANCING_TYPES,
@@ -87,14 +87,14 @@ class WrapPolicyConfig:
     """Which layers become FSDP units of their own."""
 
     min_num_params: int | None = option(None, ge=0)
-    """Minimum parameters of a layer that becomes an FSDP unit of its own; smaller layers are gathered with
-    the root: fewer collectives, higher peak memory. null: 3.5 million, so that models of a few dozen million
-    parameters are one unit; on a GPU that has a whole copy of the model 50 million, because a unit costs
-    processor time there, too. verl's default is 0."""
+    """Minimum number of parameters for a layer to be its own FSDP unit; smaller layers are gathered with the
+    root: fewer collectives, higher peak memory. null: 3.5 million, which makes models of a few dozen million
+    parameters one unit; 50 million on a GPU with a full copy of the model, because each unit costs CPU time.
+    verl's default is 0."""
 
     def least(self, shards: int, device_type: str, *, offloaded: bool) -> int:
-        """Parameters from which on a layer is a unit. shards: ranks that share a copy of the model;
-        offloaded: fully_shard's offload policy copies each unit from host memory.
+        """Minimum number of parameters of a unit. shards: ranks that share a copy of the model; offloaded:
+        whether fully_shard's offload policy copies each unit from host memory.
 
         >>> WrapPolicyConfig().least(2, "gpu", offloaded=False)
         3500000
@@ -111,26 +111,26 @@ class FSDPConfig:
     model_dtype: str = option("fp32", choices=DTYPES)
     """Dtype of the stored weights and optimizer state (fp64 is meant for proofs)."""
     dtype: str = option("auto", choices=("auto", *DTYPES), verl=("mixed_precision.param_dtype",))
-    """Dtype of the forward and backward pass; auto: bf16 where the device computes in it, else fp32,
-    and fp64 with weights in fp64."""
+    """Dtype of the forward and backward pass; auto: bf16 if the device supports it, else fp32; fp64 for fp64
+    weights."""
     reduce_dtype: str = option("fp32", choices=DTYPES, verl=("mixed_precision.reduce_dtype",))
     """Dtype of the gradient reduction across ranks."""
     reshard_after_forward: bool = free(True)
     """Reshard after forward: free gathered weights until the backward pass; less memory, one more
     all-gather."""
     param_offload: bool = free(False, no_effect=ON_THE_HOST)
-    """Keep sharded weights in host memory while the role is idle; they move to the device for each of its
-    calls."""
+    """Keep sharded weights in host memory while the role is idle; each of its calls moves them to the
+    device."""
     optimizer_offload: bool = free(False, no_effect=ON_THE_HOST)
     """Keep the optimizer state in host memory between updates."""
     offload_policy: bool = free(False)
-    """Keep sharded weights, gradients and optimizer state in host memory during training, too (fully_shard's
+    """Keep sharded weights, gradients and optimizer state in host memory even during training (fully_shard's
     CPU offload policy): each layer is copied to the device at every use, and AdamW runs on the CPU."""
     head_chunk_tokens: int = free(2048, ge=1)
-    """Chunk size, in tokens, in which logits are computed for log-probabilities. A chunk's logits never take
-    more than 512 MiB in float32, so with a vocabulary above 65 536 a chunk is smaller than 2048 tokens.
-    Tokens that fit into one chunk pass the output matrix once, others (and all tokens of a model that
-    post-processes its logits) a second time in the backward pass."""
+    """Chunk size, in tokens, in which logits are computed for log-probabilities. A chunk's float32 logits are
+    limited to 512 MiB, so with a vocabulary above 65 536 a chunk is smaller than 2048 tokens. If all tokens
+    fit into one chunk, logits are computed once; otherwise (and for models that post-process their logits)
+    they are recomputed in the backward pass."""
     wrap_policy: WrapPolicyConfig = free(factory=WrapPolicyConfig)
     fsdp_size: int = free(-1)
     """FSDP shard group size: neighbouring ranks that hold one copy of weights, gradients and optimizer
@@ -138,13 +138,13 @@ class FSDPConfig:
     machines, more memory. -1: all ranks."""
     ulysses_sequence_parallel_size: int = free(1, size=True)
     """Ulysses sequence-parallel size: neighbouring devices that share the tokens of each row, for rows whose
-    activations do not fit into one. It divides the model's attention heads, and needs packed rows
+    activations do not fit on one device. It must divide the number of attention heads, and needs packed rows
     (use_remove_padding)."""
 
     use_torch_compile: bool = free(False)
-    """Compute RMSNorm, rotary embeddings and SwiGLU with kernels of torch.compile instead of our own: faster
-    steps, a slower first start (later ones find them on disk). On a CPU it needs a C++ compiler. Results
-    differ in the last bits, also between two starts of a run."""
+    """Compute RMSNorm, rotary embeddings and SwiGLU with torch.compile's kernels instead of our own: faster
+    steps, a slower first start (later starts use the cache on disk). On a CPU it needs a C++ compiler.
+    Results differ in the last bits, even between two starts of the same run."""
 
     @property
     def compute_dtype(self) -> str:
@@ -177,7 +177,7 @@ class MegatronConfig:
     virtual_pipeline_model_parallel_size: int | None = free(None, size=True)
     """Virtual pipeline size: model chunks per stage in the interleaved schedule; null: 1."""
     context_parallel_size: int = free(1, size=True)
-    """Context-parallel size (CP): devices that share the tokens of packed rows. It divides the attention
+    """Context-parallel size (CP): devices that share the tokens of packed rows. It must divide the attention
     heads of each tensor-parallel rank, which are exchanged for tokens (Ulysses, Megatron's a2a)."""
     expert_model_parallel_size: int = free(1, size=True)
     """Expert-parallel size (EP): devices that share the experts of a layer. They are taken from the
@@ -193,8 +193,8 @@ class MegatronConfig:
     moe_router_load_balancing_type: str = option(
         "seq_aux_loss", rule=BALANCING, verl=("override_transformer_config.moe_router_load_balancing_type",)
     )
-    """Load-balancing loss of the routers: seq_aux_loss, per row (DeepSeek-V3), scaled by moe_aux_loss_coeff;
-    or none."""
+    """Load-balancing loss of the routers: seq_aux_loss, computed per row (DeepSeek-V3) and scaled by
+    moe_aux_loss_coeff; or none."""
     moe_aux_loss_coeff: float = option(
         0.0,
         ge=0,
@@ -215,8 +215,8 @@ class MegatronConfig:
     sequence_parallel: bool = free(True)
     """Sequence parallelism: also shard activations outside the tensor-parallel layers."""
     use_dist_checkpointing: bool = False
-    """Load the weights of dist_checkpointing_path instead of those of the model's directory, which then only
-    needs its configuration and tokenizer."""
+    """Load weights from dist_checkpointing_path instead of the model's directory, which then only needs the
+    configuration and tokenizer."""
     dist_checkpointing_path: str | None = option(
         None,
         beside=required(
@@ -225,21 +225,21 @@ class MegatronConfig:
         ),
         no_effect=unless("use_dist_checkpointing"),
     )
-    """A checkpoint that Megatron-Core wrote (torch_dist), with any parallel sizes: the folder of its files,
-    an iteration's, or a run's, of which the latest is taken."""
+    """A checkpoint that Megatron-Core wrote (torch_dist), with any parallel sizes: the folder with its files,
+    that of an iteration, or that of a run, whose latest iteration is used."""
     use_distributed_optimizer: bool = free(True)
     """Shard the optimizer state across data ranks."""
     param_offload: bool = free(False)
-    """Keep weights in host memory while the role is idle; they move to the device for each of its calls."""
+    """Keep weights in host memory while the role is idle; each of its calls moves them to the device."""
     grad_offload: bool = free(False)
-    """Free the gradient buffers between updates, when they hold nothing (verl's name; no gradient moves to
-    host memory)."""
+    """Free the gradient buffers between updates, while they are empty. (The name is verl's; no gradient moves
+    to host memory.)"""
     optimizer_offload: bool = free(False)
     """Keep the optimizer state, and the fp32 weights of a bf16 model, in host memory between optimizer steps;
-    they move to the device for each."""
+    each step moves them to the device."""
     dtype: str = option("auto", choices=("auto", "fp32", "bf16"))
-    """Dtype of the weights and of the forward and backward pass; auto: bf16 where the device computes in it,
-    else fp32. The optimizer keeps bf16 weights in fp32, too."""
+    """Dtype of the weights and of the forward and backward pass; auto: bf16 if the device supports it, else
+    fp32. For bf16 weights the optimizer also keeps fp32 copies."""
     head_chunk_tokens: int = free(2048, ge=1)
     """Chunk size, in tokens, in which logits are computed for log-probabilities; smaller with a large
     vocabulary, as in fsdp_config."""
@@ -265,7 +265,7 @@ class MegatronConfig:
 
     @property
     def recomputed_parts(self) -> tuple[str, ...]:
-        """Parts of a layer whose activations alone are computed again, as far as the overrides name any.
+        """Parts of a layer that the overrides select for recomputation.
 
         >>> MegatronConfig(override_transformer_config={"recompute_modules": ["moe"]}).recomputed_parts
         ('moe',)

@@ -3,7 +3,7 @@
 In: a role's checkpoint. Out: its tensors and the places of their pieces, as plain values, each of them
 validated. Every type that an index holds becomes an inert `Record`; any other name is refused. torch's own
 reader would unpickle the file: `dcp_reader.py` gives it an index built from these values instead.
-Left out on purpose: the pieces themselves; torch.distributed, which `model_merger` does without.
+Left out on purpose: the pieces themselves; torch.distributed, which `model_merger` must not need.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from hydraflow.errors import ConfigError, Problem
 SHARDS, INDEX = "dcp", ".metadata"
 """Folder of a role's checkpoint, and the file in it."""
 LARGEST = 2**31
-"""Bytes of an index; one of a million pieces has 150 MB."""
+"""Maximum size of an index in bytes; a million pieces take 150 MB."""
 
 _INERT = {
     "torch.distributed.checkpoint.metadata": {
@@ -60,7 +60,7 @@ class Index:
     """Folder of the index and of the files that it names."""
     tensors: dict[str, StoredTensor]
     objects: dict[str, int]
-    """Pickled objects other than tensors, which are never read -> their size in bytes."""
+    """Size in bytes of each pickled object other than a tensor; these are never read."""
     ends: dict[str, int]
     """File -> its minimum size in bytes."""
 
@@ -106,7 +106,7 @@ def read_tensors_alone(checkpoint: Path) -> Index:
     index = read_index(checkpoint)
     if index.objects:
         what = f"calls {min(index.objects)} a pickled object"
-        rule = f"{what}, where a run saves tensors alone; nothing was executed"
+        rule = f"{what}, but a run saves tensors only; nothing was executed"
         raise ConfigError.one(str(checkpoint / SHARDS / INDEX), None, rule)
     return index
 
@@ -130,7 +130,7 @@ def _require_small_memo(data: bytes) -> None:
     """
     for opcode, argument, _ in pickletools.genops(data):
         if opcode.name.endswith("PUT") and isinstance(argument, int) and argument > len(data):
-            raise pickle.UnpicklingError(f"it numbers a value {argument}, and has {len(data)} bytes")
+            raise pickle.UnpicklingError(f"it numbers a value {argument}, but has only {len(data)} bytes")
 
 
 class _InertUnpickler(pickle.Unpickler):
@@ -181,7 +181,7 @@ def _place(info: Any, folder: Path) -> ByteRange:
 def _tensor(name: str, entry: Any, places: Mapping[Shape, ByteRange]) -> StoredTensor:
     dtype, shape, pieces = entry.properties.state[0], _shape(entry.size), []
     if not isinstance(dtype, torch.dtype):
-        raise ValueError(f"{name} has a {type(dtype).__name__} for its type of numbers")
+        raise ValueError(f"{name} has a {type(dtype).__name__} for its dtype")
     for chunk in entry.chunks:
         start, size = _shape(chunk.offsets), _shape(chunk.sizes)
         if not len(start) == len(size) == len(shape):

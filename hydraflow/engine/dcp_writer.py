@@ -1,8 +1,8 @@
 """Writes torch's distributed checkpoint format from one process, without a process group.
 
-In: tensors or boxes of them, and the number of the rank whose file they are to be in. Out: the files and
-their index, as that many ranks would write them. Left out on purpose: a run's own checkpoints, which its
-ranks write together (`sharded_checkpoint.py`).
+In: tensors or boxes of them, each with the rank whose file it belongs in. Out: the files and their index, as
+that many ranks would write them. Left out on purpose: a run's own checkpoints, which its ranks write together
+(`sharded_checkpoint.py`).
 """
 
 from __future__ import annotations

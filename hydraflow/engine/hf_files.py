@@ -1,7 +1,8 @@
-"""A model in training as a Hugging Face directory: configuration, generation settings, tokenizer, weights.
+"""Writes a model in training as a Hugging Face directory: configuration, generation settings, tokenizer,
+weights.
 
-In: a model of transformers' shape, with or without values, and full weights by name. Out: files. Left out on
-purpose: putting weights together (`fsdp/export.py`, `megatron/export.py`).
+In: a transformers model, with or without values, and full weights by name. Out: files. Left out on purpose:
+gathering the weights (`fsdp/export.py`, `megatron/export.py`).
 """
 
 from __future__ import annotations
@@ -71,8 +72,8 @@ class HuggingFaceFiles:
 
 
 def hf_files_of(module: PolicyModel | ValueModel, model: ModelConfig, *, weights: bool) -> HuggingFaceFiles:
-    """Must not run in a thread during training: transformers changes torch's default dtype for the whole
-    process while it builds a model.
+    """Everything for the directory except weights. Must not run in a thread during training: transformers
+    changes torch's default dtype for the whole process while it builds a model.
 
     weights: whether weights will be written as well.
     """
@@ -121,9 +122,9 @@ def _policy_shape(config: Any, model: ModelConfig, generation: GenerationConfig 
 
 
 def _value_shape(config: Any, *, trust: bool) -> Any:
-    """A model whose head is `score.weight` alone, without values; None: no such class.
+    """A model without values whose head is just `score.weight`; None: transformers has no such class.
 
-    GPT-2's token classification, for one, calls its head `classifier` and gives it a bias: there it is
+    GPT-2's token classification, for one, calls its head `classifier` and gives it a bias, so there it is
     sequence classification.
     """
     from transformers import AutoModelForSequenceClassification, AutoModelForTokenClassification

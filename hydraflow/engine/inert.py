@@ -1,4 +1,4 @@
-"""Stand-ins for the types that pickled checkpoints name: they keep what the file says and do nothing.
+"""Stand-ins for the types that pickled checkpoints name: they keep the file's values and do nothing.
 
 In: names that a file may use. Out: records with the file's values. Nothing of torch.distributed is imported
 or run, so files of other versions can be read.
@@ -10,7 +10,7 @@ from typing import Any
 
 
 class InertRecord:
-    """An unpickled object of some type: its arguments and state, by name where they have names."""
+    """An unpickled object of any type: its arguments and state, as attributes where they have names."""
 
     def __new__(cls, *args: Any, **_: Any) -> InertRecord:
         """Accepts any arguments, as unpickling may pass them."""

@@ -1,5 +1,5 @@
-"""Passes over any number of rows in micro-batches: a fixed number of rows each, or as many as fit a token
-budget; split further after an out-of-memory error.
+"""Runs passes over any number of rows in micro-batches: a fixed number of rows each, or as many as fit a
+token budget; split further after an out-of-memory error.
 
 In: rows with ragged prompts and responses. Out: an engine's results for their micro-batches. The reduced size
 is kept for the rest of the run. It changes on all data ranks alike, because every pass is a collective: all
@@ -56,8 +56,8 @@ class MicroBatcher:
         self._splits = 0
 
     def cut(self, rows: DataProto, reduce: Reduce) -> MicroBatches:
-        """Micro-batches of the current size, the same number on every data rank, without superfluous dead
-        rows."""
+        """Micro-batches of the current size, the same number on every data rank, with dead rows dropped where
+        possible."""
         size = self._fitting(rows)
         if size.rows is not None:
             found = split_rows(rows, size.rows)
@@ -88,9 +88,9 @@ class MicroBatcher:
             least = "row" if self.plan.unit == 1 else "pair"
             raise DoesNotFit(
                 f"{self.what}: rank {alone.rank} has no memory for a single {least} of {alone.tokens} tokens."
-                " What makes room: fewer tokens (data.max_prompt_length, data.max_response_length),"
+                " To save memory: fewer tokens (data.max_prompt_length, data.max_response_length),"
                 " model.enable_gradient_checkpointing=true, fsdp_config.offload_policy=true, a smaller"
-                " head_chunk_tokens of the engine, more devices, also for each row"
+                " head_chunk_tokens of the engine, more devices, or more devices per row"
                 " (fsdp_config.ulysses_sequence_parallel_size, megatron.context_parallel_size)."
             )
         self.plan = self._half(rows, max(report.tokens for report in reports), reduce)
@@ -189,8 +189,8 @@ def split_tokens(
     """Micro-batches of at most `max_tokens` tokens each, prompts and responses together; each `unit`
     neighbouring rows stay together.
 
-    `reduce_max` gives the largest value over data ranks: all get the number of parts of the rank that needs
-    the most, because every forward pass is a collective. Raises ValueError for a row that is longer than the
+    `reduce_max` gives the largest value over data ranks: all ranks make as many parts as the one that needs
+    most, because every forward pass is a collective. Raises ValueError for a row that is longer than the
     budget."""
     lengths = unit_tokens(data, unit).numpy()
     needed = len(token_bins(lengths, max_tokens))

@@ -20,7 +20,7 @@ HOST = torch.device("cpu")
 class Offload:
     """The location of weights, gradients or optimizer state.
 
-    rests: whether they are offloaded at all; never on a CPU.
+    rests: whether `rest` offloads them; never on a CPU.
     """
 
     def __init__(

@@ -1,7 +1,7 @@
 """Exchanges reports of micro-batches that were too large for a rank.
 
-In: this rank's micro-batch, if it was too large. Out: the reports of all ranks. Left out on purpose: bringing
-the ranks to this collective together (`fsdp/oom_recovery.py`, `megatron/oom_recovery.py`).
+In: this rank's micro-batch, if it was too large. Out: the reports of all ranks. Left out on purpose: getting
+all ranks to this collective (`fsdp/oom_recovery.py`, `megatron/oom_recovery.py`).
 """
 
 from __future__ import annotations

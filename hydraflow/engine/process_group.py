@@ -60,9 +60,9 @@ def start(
 def _share_devices_of_gloo() -> None:
     """All groups of gloo that this process makes from now on have the devices of the first one.
 
-    A device is a thread that wakes a hundred times a second, and torch gives every group its own, without an
-    option. Megatron-Core makes some forty groups: on a CPU they took more of it than the training of a small
-    model. Bytes and their order are the same.
+    A device is a thread that wakes a hundred times a second; torch gives every group its own and has no
+    option to share one. Megatron-Core makes some forty groups, whose threads took more CPU time than training
+    a small model. Bytes and their order are the same.
     """
     gloo: Any = dist.ProcessGroupGloo
     make = gloo.__init__
@@ -92,7 +92,8 @@ def stop() -> None:
 
 @cache
 def host_group() -> dist.ProcessGroup | None:
-    """A gloo group of all ranks, for work in another thread during training. The first call is collective."""
+    """A gloo group of all ranks, for collectives in another thread during training. The first call is
+    collective."""
     return dist.new_group(backend="gloo")
 
 
@@ -177,14 +178,15 @@ def gather_parts(whole: torch.Tensor, mine: torch.Tensor, group: dist.ProcessGro
 
 
 def exchange(received: torch.Tensor, sent: torch.Tensor, group: dist.ProcessGroup) -> None:
-    """On a CPU: row i of `sent` to rank i of the group, and row i of `received` from it; this rank's own rows
-    stay as they are. gloo's collectives copy everything once more, and take up to four times as long."""
+    """On a CPU: sends row i of `sent` to rank i of the group, and receives row i of `received` from it; this
+    rank's own rows stay as they are. gloo's collectives make another copy and take up to four times as
+    long."""
     others = [rank for rank in range(group.size()) if rank != group.rank()]
     works = [dist.irecv(received[other], group=group, group_src=other) for other in others]
     works += [dist.isend(sent[other], group=group, group_dst=other) for other in others]
     for work in works:
         assert work is not None
-        work.wait(deadline_of(group))  # by default half an hour
+        work.wait(deadline_of(group))  # without it point-to-point work waits half an hour
 
 
 def deadline_of(group: dist.ProcessGroup) -> timedelta:

@@ -39,7 +39,7 @@ class Routes:
     """Records and replays experts on one rank."""
 
     layers: Sequence[int]
-    """Indices of all layers with experts, including those on other ranks."""
+    """Numbers of all layers with experts, including those on other ranks."""
     experts: int
     """Number of experts of a layer."""
     chosen: int
@@ -98,5 +98,6 @@ class Routes:
             if layer in line.chosen:
                 here[:, at] = line.chosen[layer][: len(here)].to(whole.dtype)
         for group in self.groups:
-            dist.all_reduce(whole.view(torch.uint8), group=group)  # NCCL has no int16
+            # as bytes, because NCCL has no int16; nothing carries, since all ranks but one have 0
+            dist.all_reduce(whole.view(torch.uint8), group=group)
         return whole.cpu()

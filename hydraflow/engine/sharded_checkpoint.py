@@ -68,11 +68,11 @@ class ShardedSnapshot:
 
 
 def open_checkpoint(directory: Path, wanted: Collection[str]) -> RoleCheckpointReader:
-    """A checkpoint that holds the tensors `wanted`. Raises ConfigError when it is of another model."""
+    """A checkpoint that holds the tensors `wanted`. Raises ConfigError when it belongs to another model."""
     reader = RoleCheckpointReader(directory)
     if missing := sorted(set(wanted) - reader.index.tensors.keys()):
         rule = (
-            f"holds no {missing[0]} ({len(missing)} tensors of this model are missing): it is of another"
+            f"holds no {missing[0]} ({len(missing)} tensors of this model are missing): it belongs to another"
             " model"
         )
         raise ConfigError.one("trainer.resume_from_path", directory, rule)

@@ -1,18 +1,17 @@
 """Ulysses sequence parallelism: neighbouring ranks share the tokens of their rows (Jacobs et al. 2023,
 arXiv:2309.14509).
 
-In: a packed batch, the same on all ranks of a group. Out: on each of them, what the model gives for all its
-asked tokens. Each rank's layers see a slice of the line. Before attention an all-to-all turns slices with all
-heads into the whole line with a share of the heads, and another one after it turns the result back. Targets
-are chosen before the line is cut, so a token at the end of a slice is scored on the slice of the token before
-it.
+In: a packed batch, the same on all ranks of a group. Out: on each of them, the model's output for all
+requested tokens. Each rank's layers see a slice of the line. Before attention an all-to-all turns slices with
+all heads into the whole line with a share of the heads; another one after attention reverses this. Targets
+are chosen before the line is cut, so a slice's first token is scored on the slice that ends before it.
 
 Every rank then computes the loss of whole rows, but its gradient flows through its own tokens only: the sum
 of gradients over ranks counts each token once.
 
 All-to-alls can be counted like FSDP's collectives, in both directions, so that a rank whose memory ran out
-keeps in step (`fsdp/oom_recovery.py`). torch's differentiable all-to-all has no place for that.
-Left out on purpose: the work of the head is not balanced over a group's ranks.
+keeps in step (`fsdp/oom_recovery.py`). torch's differentiable all-to-all has no hook for that.
+Left out on purpose: balancing the head's work over a group's ranks.
 
 Legend: U ranks of a group, N tokens of the line, S = ceil(N / U) tokens of a slice, K asked tokens.
 """
@@ -52,15 +51,15 @@ class Ulysses:
     def compute(
         self, batch: PackedBatch, model: Callable[[PackedBatch], Output], real: PackedBatch | None = None
     ) -> Output:
-        """What `model`, which is given this rank's slice, gives for all asked tokens of the batch."""
+        """Runs `model` on this rank's slice; returns the output for all requested tokens of the batch."""
         share = self.share(batch, real)
         return share.whole(model(share.part))
 
     def share(self, batch: PackedBatch, real: PackedBatch | None = None) -> Share:
         """This rank's slice of a batch.
 
-        real: what the other ranks compute, where this one only stands in with a smaller batch; the results
-        mean nothing then.
+        real: the batch that the other ranks compute, if this one only stands in with a smaller one; the
+        results are then meaningless.
         """
         assert batch.plan is not None, "padded rows are not shared"
         real = batch if real is None else real
@@ -99,7 +98,7 @@ class Share:
     """K of the batch that the other ranks compute."""
 
     def whole(self, output: Output) -> Output:
-        """What the model gives for all asked tokens, from its output for the slice."""
+        """The model's output for all requested tokens, from its output for the slice."""
         main, more = output
         return self._whole(main), None if more is None else self._whole(more)
 
@@ -142,8 +141,8 @@ class _Slices:
     def to_heads(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """See `TokenExchange`. Heads of keys are repeated until each rank gets as many; which a head of
-        queries needs stays the same, because the number of ranks divides those of queries."""
+        """See `TokenExchange`. Key-value heads are repeated until they divide evenly among ranks; each query
+        head still meets its own key head, because the number of ranks divides that of query heads."""
         if q.shape[1] % self._size:
             raise ValueError(f"{q.shape[1]} attention heads cannot be divided among {self._size} devices")
         repeats = self._size // gcd(self._size, k.shape[1])
@@ -175,7 +174,7 @@ class _Slices:
 
 
 class _Exchange(torch.autograd.Function):
-    """An exchange is its own way back."""
+    """An exchange is its own inverse, so its backward pass is another exchange."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, slices: _Slices) -> torch.Tensor:

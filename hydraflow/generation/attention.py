@@ -1,10 +1,10 @@
 """Grouped-query attention (GQA) for decoding: one new token per row against the KV cache.
 
 In: queries (B, h, 1, d), keys and values (B, k, L, d), an additive mask. Out: as transformers' `sdpa`, up to
-rounding. For every token, `sdpa` repeats the whole cache's keys and values for all query heads; here the
-g = h / k query heads that share a key head are g queries of one head. Left out on purpose: prompts, and
-values whose width differs from the keys' (a row's last bits would depend on its neighbours); these go to
-`sdpa` itself.
+rounding. For every token, `sdpa` repeats the whole cache's keys and values for all query heads. Here the
+g = h / k query heads that share a key head become g queries of one head. Left out on purpose: prompts, and
+values whose width differs from the keys' (a row's last bits would depend on its neighbours); `sdpa` itself
+handles both.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ def register_attention() -> None:
 
 @contextmanager
 def in_use(model: PreTrainedModel) -> Iterator[None]:
-    """For one forward pass of a model that otherwise has `sdpa`: its configuration may be another process's
-    or another model's, too."""
+    """Selects this attention for one forward pass of a model that otherwise uses `sdpa`. Not for longer,
+    because other models may share the configuration."""
     config = model.config.get_text_config()
     config._attn_implementation = NAME
     try:

@@ -1,9 +1,9 @@
 """The Protocol of a generation engine: turns prompts into sampled responses with the log-probability of every
 token.
 
-In: prompts as token ids, how many samples of each, and a key per prompt that fixes its random draws. Out:
-ragged responses and log-probabilities, prompt-major and sample-minor. Left out on purpose: tokenizers,
-rewards, batches that travel (`workers/rollout.py` converts), and how weights get here.
+In: prompts as token ids, the number of samples for each, and a key per prompt that fixes its random draws.
+Out: ragged responses and log-probabilities, prompt-major and sample-minor. Left out on purpose: tokenizers,
+rewards, the batches of worker calls (`workers/rollout.py` converts them), and how weights get here.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ if TYPE_CHECKING:
     from transformers import GenerationConfig, TokenizersBackend
 
 NO_WEIGHTS = "the engine has no weights yet: call update_weights first"
-MIXED_WEIGHTS = "the last update_weights failed half-way, so the weights are a mixture: update them again"
-ASLEEP = "the engine sleeps: update its weights first"
+MIXED_WEIGHTS = "the last update_weights failed half-way, so old and new weights are mixed: update them again"
+ASLEEP = "the engine is asleep: update its weights first"
 """Why an engine cannot sample."""
 
 STOP, LENGTH, ABORT = "stop", "length", "abort"
@@ -44,9 +44,9 @@ class SamplingParams:
     """
 
     max_tokens: int
-    """Longest response, in tokens, the end token included."""
+    """Maximum response length in tokens, including the end token."""
     temperature: float = 1.0
-    """Divides the logits; 0 takes the most probable token."""
+    """Sampling temperature, which divides the logits; 0 is greedy."""
     top_k: int = -1
     """Sample from the k most probable tokens (plus ties with the k-th); -1 or 0: all."""
     top_p: float = 1.0
@@ -95,8 +95,8 @@ class GenerationRequest:
     samples: Sequence[int]
     """Responses per prompt, at least 1."""
     keys: Sequence[Key]
-    """Identity of each prompt, as (seed, visit, uid). With the sample number (from 0) it fixes the random
-    draws, so two prompts with the same key and tokens give the same responses."""
+    """Identity of each prompt, such as (seed, visit, uid). Together with the sample number (from 0) it fixes
+    the random draws, so two prompts with the same key and tokens get the same responses."""
 
     def __post_init__(self) -> None:
         counts = len(self.prompts), len(self.samples), len(self.keys)
@@ -208,9 +208,9 @@ class EngineSpec:
     tokenizer: TokenizersBackend | None = None
     """Tokenizer for stop strings; None: stop strings are not used."""
     routes: bool = False
-    """Requests will ask for the experts of their tokens."""
+    """Whether requests may ask for the experts of their tokens."""
     start_seconds: float = math.inf
-    """Start timeout, in seconds, of an engine with a process of its own."""
+    """Start timeout in seconds, for engines that run in a process of their own."""
     adapters: AdapterLayers | None = None
     """Adapters to load besides the weights, if the engine can (`config.Engine.loads_adapters`); None: merged
     weights."""
@@ -224,8 +224,8 @@ class EngineSpec:
 class GenerationEngine(Protocol):
     """Samples responses from a copy of the trained model, in this process or in a child process.
 
-    Whole batches (`generate`), or single responses: they are submitted, and finish in calls of `advance`. All
-    work happens inside calls, so processes that get the same calls do the same.
+    Either whole batches (`generate`), or single responses, which are submitted and finish during calls of
+    `advance`. All work happens inside calls, so processes that get the same calls do the same work.
     """
 
     def generate(self, request: GenerationRequest, params: SamplingParams) -> GenerationOutput:
@@ -244,8 +244,8 @@ class GenerationEngine(Protocol):
     def update_weights(self, stream: Iterable[Weight], *, first: bool = True, last: bool = True) -> None:
         """Loads weights from (Hugging Face name, full tensor) pairs; a large tensor may come in consecutive
         parts. One update may take several calls, from the `first` to the `last`. With adapters an update may
-        contain the adapters only, once the base weights are loaded. ValueError names what does not fit, and
-        after the last call what is missing."""
+        contain the adapters only, once the base weights are loaded. Raises ValueError naming what does not
+        fit or, after the last call, what is missing."""
 
     def sleep(self) -> None:
         """Releases the memory of weights and caches, until the next update starts."""

@@ -2,7 +2,7 @@
 
 In: keys and values of new tokens, and selections of rows. Out: keys and values of all tokens so far. Left out
 on purpose: paging. Rows of a wave have equal lengths, so a plain tensor with spare capacity wastes little.
-Hugging Face's dynamic cache copies everything at every token; this one copies when its capacity is used up.
+Hugging Face's dynamic cache copies everything at every token; this one copies only when it is full.
 
 Legend: B rows, H key-value heads, L tokens so far, D head dimension.
 """
@@ -35,7 +35,7 @@ class GrowingLayer(DynamicLayer):
     ) -> tuple[Tensor, Tensor]:
         """Appends (B, H, new, D) and returns all tokens so far."""
         if self.length == 0:
-            # The prompt's own tensors are kept unchanged: the rows sampled from them get their own capacity.
+            # no spare capacity for prompts: the rows sampled from them are copied into tensors with capacity
             self.lazy_initialization(key_states, value_states)
             self.keys, self.values, self.length = key_states, value_states, key_states.shape[-2]
             return self.keys, self.values

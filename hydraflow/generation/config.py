@@ -35,12 +35,12 @@ SGLANG = Library(
 
 @dataclass(frozen=True)
 class Engine(Implementation):
-    """A generation engine; its class has what `generation.base.GenerationEngine` asks for."""
+    """A generation engine; its class implements `generation.base.GenerationEngine`."""
 
     divides_models: bool = False
     """A replica may span several devices (tensor_model_parallel_size and so on)."""
     own_process: bool = False
-    """It needs a process of its own: roles on the same devices take turns with it."""
+    """It needs its own process, so roles on the same devices take turns with it."""
     reads_back: bool = True
     """Its weights can be read back and compared with what was sent (`generation.base.ReadableEngine`)."""
     computes_fp64: bool = True
@@ -52,9 +52,9 @@ class Engine(Implementation):
     tells_experts: bool = False
     """It reports the experts of every token."""
     computes_as_trainer: bool = False
-    """With equal dtypes its log-probabilities are the trainer's."""
+    """With equal dtypes its log-probabilities equal the trainer's."""
     loads_adapters: bool = False
-    """It computes with LoRA adapters apart from the base weights."""
+    """It keeps LoRA adapters separate from the base weights."""
     set_elsewhere: Mapping[str, str] = field(default_factory=dict)
     """Arguments that cannot be set in its section of `engine_kwargs` -> what sets them."""
 
@@ -241,7 +241,7 @@ class SamplingConfig:
     n: int = option(1, size=True, in_plan=True)
     """Responses per prompt."""
     temperature: float = option(1.0, ge=0)
-    """Sampling temperature; log-probabilities in training use it, too."""
+    """Sampling temperature; training computes log-probabilities at the same temperature."""
     top_k: int = option(-1, rule=NO_LIMIT_OR_COUNT, no_effect=GREEDY)
     """Top-k: sample from the k most probable tokens; -1: all."""
     top_p: float = option(1.0, gt=0, le=1, no_effect=GREEDY)
@@ -251,18 +251,18 @@ class SamplingConfig:
     stop_token_ids: list[int] = field(default_factory=list)
     """Stop tokens besides the model's own end-of-sequence tokens."""
     stop: Any = option(None, rule=STOP_STRINGS)
-    """Stop strings: a string, or a list of them. A response ends with the token that completes one, and keeps
-    that token whole."""
+    """Stop strings: a string, or a list of them. A response ends with the token that completes one, which is
+    kept."""
     max_num_seqs: int = free(1024, size=True)
     """Maximum number of sequences decoded concurrently per rollout replica."""
     dtype: str = option("auto", choices=("auto", "fp32", "bf16", "fp16", "fp64"))
-    """Dtype of the engine; auto: as the actor's training engine."""
+    """Dtype of the engine; auto: that of the actor's training engine."""
     gpu_memory_utilization: float = free(0.5, gt=0, lt=1, no_effect=OTHER_ENGINE)
-    """Fraction of a device's memory for the engine: weights, activations and KV cache. On a CPU the maximum
-    share of the machine's memory for the KV caches of all its replicas."""
+    """Fraction of a device's memory for the engine: weights, activations and KV cache. On a CPU: maximum
+    fraction of the machine's memory for the KV caches of all its replicas."""
     max_num_batched_tokens: int | None = free(None, size=True, no_effect=OTHER_ENGINE)
-    """Maximum tokens one replica processes in one forward pass; without chunked prefill at least the longest
-    row. null: 8192, or more where max_num_seqs or the longest row need more."""
+    """Maximum number of tokens per forward pass of one replica; without chunked prefill, at least the longest
+    row. null: 8192, or more if max_num_seqs or the longest row needs it."""
     max_model_len: int | None = free(None, size=True, no_effect=OTHER_ENGINE)
     """Maximum sequence length of the engine; null: data.max_prompt_length + data.max_response_length."""
     enforce_eager: bool | None = free(None, no_effect=OTHER_ENGINE)
@@ -275,7 +275,7 @@ class SamplingConfig:
     engine_kwargs: EngineKwargs = free(factory=EngineKwargs, no_effect=OTHER_ENGINE)
     """Arguments for the engine that have no key here."""
     max_retries: int = free(3, ge=0)
-    """Maximum retries of a request or weight transfer after a dedicated generation process died and was
+    """How often a request or weight transfer is retried after a dedicated generation process died and was
     replaced; 0: its death ends the run."""
 
 
@@ -358,21 +358,21 @@ class RolloutConfig(SamplingConfig):
     tensor_model_parallel_size: int = free(1, size=True, planned=SERVED_WHOLE)
     """Tensor-parallel size of one engine replica."""
     data_parallel_size: int = free(1, size=True)
-    """Data-parallel size inside one replica: number of engines that count as one replica."""
+    """Data-parallel size within one replica: number of engines that form it."""
     pipeline_model_parallel_size: int = free(1, size=True, planned=SERVED_WHOLE)
-    """Pipeline-parallel size of one engine replica: stages that hold a part of the layers each, on
+    """Pipeline-parallel size of one engine replica: number of stages, each with a part of the layers on
     tensor_model_parallel_size devices."""
     update_weights_bucket_megabytes: int = free(
         2048, ge=1, verl=("checkpoint_engine.update_weights_bucket_megabytes",)
     )
-    """Maximum bucket size of weight transfers to an engine in another process, in megabytes. At most two
-    buckets exist at a time; a sharded actor also holds the full tensors that it gathers for the next one, of
-    64 MiB at least. The native engine takes 16 at most."""
+    """Maximum bucket size, in megabytes, of weight transfers to an engine in another process. At most two
+    buckets exist at a time; a sharded actor also holds the full tensors that it gathers for the next one, at
+    least 64 MiB. The native engine uses at most 16."""
     verify_weights_every: int = free(50, ge=1)
-    """Weight transfers between two checksum comparisons with the engine's own tensors; the first is always
+    """Compare checksums with the engine's own tensors at every n-th weight transfer; the first is always
     compared."""
     nnodes: int = free(0, ge=0)
-    """Number of machines dedicated to the rollout; 0: it shares the trainer's."""
+    """Number of machines dedicated to the rollout; 0: it shares the trainer's devices."""
     n_gpus_per_node: int = free(
         8,
         size=True,
@@ -385,6 +385,6 @@ class RolloutConfig(SamplingConfig):
     """Devices of the role; null: the actor's, or those of rollout.nnodes."""
     agent: AgentConfig = field(default_factory=AgentConfig)
     probs_diff_limit: float = free(0.05, gt=0)
-    """Maximum mean difference of sampled tokens' probabilities between engine and trainer; a larger one in
-    the first step after a start ends the run."""
+    """Maximum mean difference between engine and trainer in the sampled tokens' probabilities; a larger one
+    in the first step after a start ends the run."""
     val_kwargs: ValSamplingConfig = free(factory=ValSamplingConfig)

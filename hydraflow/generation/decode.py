@@ -4,10 +4,10 @@ samples, then rows are decoded token by token.
 In: a model, a wave's prompts, the source of random numbers. Out: tokens, log-probabilities and lengths of
 its rows. Left out on purpose: grouping (`layout.py`), the model's states (`native.py`).
 
-A row's numbers must not depend on its neighbours. Kernels for few rows sum in another order: on CPUs with
-AVX-512 a matrix product gives a row the same bits from 16 rows on, and other bits below. So no product here
-has fewer rows (`LEAST_ROWS`); rows are repeated to fill up. With several threads, or on a GPU, only the last
-bits may still differ.
+A row's numbers must not depend on its neighbours. Kernels for few rows sum in a different order: on CPUs with
+AVX-512, a row of a matrix product has the same bits in any batch of at least 16 rows, and other bits in
+smaller ones. So no product here has fewer rows (`LEAST_ROWS`); rows are repeated to fill up. With several
+threads, or on a GPU, the last bits may still differ.
 
 Legend: Q prompts, B rows in the batch now, W rows of the wave, P padded prompt, V vocabulary, L tokens so
 far.
@@ -87,7 +87,7 @@ class CachedForward:
         self._lean = self._lean or LeanForward(self.model)
         return self._lean(token, cache, mask, positions)
 
-    def let_go(self) -> None:
+    def drop_weights(self) -> None:
         """Drops all references to weights, which are about to be replaced."""
         self._lean = None
 
@@ -98,8 +98,8 @@ class CachedForward:
         positions as ids."""
         extra: dict[str, object] = {"attention_mask": mask, "position_ids": positions} if self.pads else {}
         if self._keeps_last:
-            # As an index, not as a number: a slice of the hidden states is not contiguous, and torch then
-            # runs the head row by row.
+            # an index, not a count: a slice of the hidden states is not contiguous, and torch would then run
+            # the head row by row
             extra["logits_to_keep"] = torch.arange(ids.shape[1] - last, ids.shape[1], device=ids.device)
         with attention.in_use(self.model) if self.pads else nullcontext():
             return self.model(input_ids=ids, past_key_values=cache, use_cache=True, **extra).logits[:, -last:]
@@ -206,8 +206,7 @@ class WaveDecoder:
         if self._forward.pads:
             padding = self._key_padding(pad)[:, None, None, :]
             mask = padding + padding.new_full((self._width, self._width), -torch.inf).triu_(1)
-            # A padding token attends to itself: a row of nothing but -inf would give NaN, and NaN spreads
-            # through the cache.
+            # padding attends to itself: a mask row of only -inf gives NaN, which would spread via the cache
             mask.diagonal(dim1=-2, dim2=-1).zero_()
             positions = (torch.arange(self._width, device=ids.device)[None, :] - pad[:, None]).clamp_(min=0)
         last = -(-LEAST_ROWS // len(ids))

@@ -63,7 +63,8 @@ def waves(lengths: Sequence[int], samples: Sequence[int], max_rows: int, *, pad:
                 wave = Wave(width[i])
             room = max_rows - len(wave.owner)
             whole = samples[i] - start
-            # A prompt moves to the next wave rather than being prefilled in two, unless no wave can hold it.
+            # a prompt split over two waves would be prefilled twice, so it moves to the next if that can hold
+            # it
             if room < whole <= max_rows:
                 yield wave
                 wave, room = Wave(width[i]), max_rows

@@ -1,10 +1,10 @@
 """The decoding step of Llama-like models: transformers' operations in the same order, but fewer of them.
 
-In: the sampled tokens, the cache, an additive mask. Out: the next logits; from a few dozen columns on, a
-matrix product has the same bits when it is part of a larger one, and so have the logits. Queries, keys and
-values are one product, and so are gate and up: the model's own weights are rows of the joined ones, so weight
-updates write into the joined ones directly. Left out on purpose: prompts, and models of any other class,
-which run their own forward (`decode.py`).
+In: the sampled tokens, the cache, an additive mask. Out: the next logits, bit for bit: a matrix product of a
+few dozen columns or more has the same bits as part of a larger one. Queries, keys and values are one product,
+and so are gate and up. The model's own weights become views of the joined ones, so weight updates write into
+these directly. Left out on purpose: prompts, and models of any other class, which run their own forward
+(`decode.py`).
 
 Legend: B rows, H hidden size, h heads of queries, k heads of keys and values, d head dimension, L tokens so
 far.
@@ -97,7 +97,7 @@ def _join(parts: Sequence[nn.Linear]) -> tuple[Tensor, Tensor | None]:
     views of these."""
 
     def join(tensors: Sequence[Tensor]) -> Tensor:
-        # inference-mode tensors could not be written to by the next weight update
+        # the next weight update could not write into inference-mode tensors
         with torch.inference_mode(False):
             joined = torch.cat([tensor.data for tensor in tensors])
             for tensor, part in zip(tensors, joined.split([len(tensor) for tensor in tensors]), strict=True):
@@ -113,7 +113,7 @@ def _norm_of(module: Any) -> tuple[Tensor, float]:
 
 
 def _norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
-    """RMSNorm over the last dimension, in float32 whatever the type, as all of these models have it."""
+    """RMSNorm over the last dimension, in float32 whatever the dtype, as in all of these models."""
     wide = x.to(torch.float32)
     return weight * (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + epsilon)).to(x.dtype)
 

@@ -1,8 +1,8 @@
 """The generation engine that runs in this process: any Hugging Face causal language model, on CPU and GPU.
 
 In: prompts, sampling settings, and a stream of weights. Out: responses with the log-probability of every
-token. Left out on purpose: paged caches, continuous batching and several devices per model; a serving engine
-does those. This one is exact (it computes the same numbers as the trainer's forward), and for a given seed
+token. Left out on purpose: paged caches, continuous batching and several devices per model, which serving
+engines have. This one is exact (its numbers are those of the trainer's forward pass), and for a given seed
 its samples do not depend on the rest of the batch.
 
 Legend: B rows, R response, N tokens of all rows together.
@@ -188,7 +188,7 @@ class NativeEngine:
     def sleep(self) -> None:
         """See `GenerationEngine`. It has caches only while it generates."""
         self._not_ready = ASLEEP
-        self._forward.let_go()
+        self._forward.drop_weights()
         for tensor in set(self.held().values()) - set(self._empty):  # tied weights are one tensor
             self._empty[tensor] = tensor.shape
             tensor.data = tensor.new_empty(0)
@@ -203,7 +203,7 @@ class NativeEngine:
         plan = list(waves(lengths, counts, self._max_rows, pad=self._forward.pads))
         return _output([self._run(wave, rows, params, sampled) for wave in plan], request_order(plan, counts))
 
-    # The engine returns only copies of these tensors: inference-mode tensors cannot be used in training.
+    # tensors made here cannot be used in training, so the engine returns copies only
     @torch.inference_mode()
     def _run(self, wave: Wave, rows: Sequence[_Rows], params: SamplingParams, sampled: int) -> WaveResult:
         device, prompts = self._forward.device, [rows[i] for i in wave.prompts]

@@ -2,8 +2,8 @@
 own forward pass without a cache.
 
 In: an engine and its model. Out: nothing, or a ConfigError. Models may keep more state between tokens than
-keys and values: recurrent states, index keys. If that state is stored in an unknown way, or inside the model,
-the reported log-probabilities are not those of the distribution that is sampled from.
+keys and values: recurrent states, index keys. If such state is stored in an unknown way, or in the model
+itself, the reported log-probabilities are not those of the distribution that is sampled from.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 TOKENS, SAMPLES = 6, 2
 """Tokens per response; samples per prompt."""
 OTHER_WITH_A_CACHE = ("moshi", "zamba2")
-"""Model types whose own code gives different numbers with a cache, but only in some rows, which this
-comparison could miss."""
+"""Model types whose own code gives different numbers with a cache, but in so few rows that this comparison
+could miss them."""
 
 
 def require_parity(engine: GenerationEngine, model: PreTrainedModel, field: str) -> None:
@@ -51,14 +51,14 @@ def require_parity(engine: GenerationEngine, model: PreTrainedModel, field: str)
 
 
 def not_sampled(model_type: str, field: str, why: str) -> ConfigError:
-    """The refusal of a type of model."""
+    """The error for a model type that the engine cannot sample from."""
     rule = f"the built-in engine cannot sample from models of type {model_type}: {why}"
     return ConfigError.one(field, "native", rule, f"{field}=vllm, or another model")
 
 
 @torch.inference_mode()
 def _difference(engine: GenerationEngine, model: PreTrainedModel) -> float:
-    """The larger difference of two calls: state inside the model shows in the second."""
+    """The larger difference of two calls: state that the model keeps shows only in the second."""
     embeddings: Any = model.get_input_embeddings()
     prompts = ragged.rows(probe_rows(embeddings.num_embeddings)[0])
     request = GenerationRequest(

@@ -1,8 +1,8 @@
 """Draws one token per row from logits, with random numbers that depend only on a key.
 
 In: logits of the last position, one uniform number per row. Out: the token and its log-probability. Left out
-on purpose: torch's own generators. Their draws depend on which rows share a batch, and differ between
-devices; a counter-based generator gives every (prompt, sample, token) its own number in any order.
+on purpose: torch's own generators, whose draws depend on the rows of the batch and on the device. A
+counter-based generator gives every (prompt, sample, token) its own number, in any order.
 
 Legend: B rows, V vocabulary.
 """
@@ -25,7 +25,7 @@ _CHUNK = 2**23
 _BLOCK = 32
 """Tokens for which uniform numbers are drawn at a time."""
 _TOP = 128
-"""Tokens among which top-p looks first for those that it keeps."""
+"""Number of most probable tokens that top-p looks at first."""
 _BLOCK_TOKENS = 64
 """Tokens of the vocabulary whose weights are summed before one of them is drawn."""
 _MULTIPLIERS = np.array([0xD2511F53, 0xCD9E8D57], dtype=np.uint64)
@@ -173,14 +173,15 @@ def _search(weights: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
     total = cumulative[:, -1:].contiguous()
     target = uniforms * total
     found = torch.searchsorted(cumulative, target, right=True)
-    # target may be rounded up to the sum; NaN is beyond it, which the caller detects in the log-probabilities
+    # rounding may lift the target to the total; NaN sorts beyond it, and the caller sees NaN
+    # log-probabilities
     found = torch.minimum(found, torch.searchsorted(cumulative, total)).clamp_(max=weights.shape[1] - 1)
     weight = weights.gather(1, found).double()
     return found, 1 - ((cumulative.gather(1, found) - target) / weight).clamp(0, 1)
 
 
 def keep(weights: Tensor, top_k: int, top_p: float) -> Tensor:
-    """Weights (B, V), in proportion to probabilities, with 0 for tokens that top-k or top-p leave out.
+    """Weights (B, V), proportional to probabilities, with 0 for tokens that top-k or top-p filter out.
 
     top-p counts within what top-k kept, as vLLM does; of equal weights the smaller token id goes first.
 
@@ -189,6 +190,7 @@ def keep(weights: Tensor, top_k: int, top_p: float) -> Tensor:
     """
     if 0 < top_k < weights.shape[1]:
         least = weights.topk(top_k, dim=-1).values[:, -1:]
+        # compared by value, so that ties with the k-th token all stay
         weights = torch.where(weights >= least, weights, 0.0)
     if top_p < 1:
         least, equal = _least_kept(weights, top_p * _total(weights), _TOP)
@@ -201,8 +203,8 @@ def keep(weights: Tensor, top_k: int, top_p: float) -> Tensor:
 
 def _least_kept(weights: Tensor, share: Tensor, count: int) -> tuple[Tensor, Tensor]:
     """The smallest weight (B, 1) that top-p keeps: that of the fewest largest weights of a row whose sum
-    reaches `share` (B, 1); and how many weights of that size it keeps. Sorts only the `count` largest,
-    and more where they do not suffice: sorting a whole vocabulary would take twenty times as long."""
+    reaches `share` (B, 1); and how many weights of that size it keeps. Sorts only the `count` largest, or
+    more if those do not suffice, because sorting a whole vocabulary takes twenty times as long."""
     count = min(count, weights.shape[1])
     ranked = weights.topk(count, dim=-1).values
     before = ranked.cumsum(dim=-1, dtype=torch.float64) - ranked

@@ -55,7 +55,7 @@ from hydraflow.models.loading import unfilled_model
 from hydraflow.weights.buckets import Weight
 
 SILENCE_SECONDS = 300.0
-"""A server has failed if it completes no response and is not healthy for this long."""
+"""A server that neither completes a response nor is healthy for this long has failed."""
 LOOK_SECONDS = 10.0
 """After this long without a response, the server's health is checked."""
 CALL_SECONDS = 600.0
@@ -74,7 +74,8 @@ class _Flight:
     """A request that has been sent to the server, or is about to be."""
 
     rid: str
-    """Its name on the server, never a prefix of another: an abort ends all whose names start with it."""
+    """Its id on the server. No id is a prefix of another, because an abort ends all ids that start with
+    it."""
     request: TokenRequest
     answer: Future[Any] = field(default_factory=Future)
     """The response of /generate."""
@@ -107,7 +108,7 @@ class SglangEngine:
         self._sleeps = False
         self._numbers, self._most_flights = count(), max_num_seqs
         self._queue: dict[str, TokenRequest] = {}
-        """In flight for the caller; the server will get them once others have ended."""
+        """Requests that the caller has submitted and the server does not have yet."""
         self._flights: dict[str, _Flight] = {}
 
     def generate(self, request: GenerationRequest, params: SamplingParams) -> GenerationOutput:
@@ -192,8 +193,8 @@ class SglangEngine:
         self._files.remove()
 
     def _become_idle(self) -> None:
-        """Makes the server drop its cache, once it has noticed that nothing is in flight: asked to release
-        memory before that, it would fail an assertion."""
+        """Makes the server drop its cache once it has noticed that nothing is in flight. If asked to release
+        memory earlier, it fails an assertion."""
         self._server.post(f"/flush_cache?timeout={IDLE_SECONDS}", {}, seconds=CALL_SECONDS)
 
     def _ended(self) -> list[str]:
@@ -213,7 +214,7 @@ class SglangEngine:
         ]
 
     def _ended_at_string(self, one: TokenRequest, sampled: Completion) -> Completion:
-        """Drops the tokens after a stop string: the server looks for it in a few tokens at a time."""
+        """Drops the tokens after a stop string: the server checks for one only every few tokens."""
         if not one.params.stop:
             return sampled
         response = watched(self._limits.tokenizer, one.params, one.prompt.tolist(), one.sampled)
@@ -250,7 +251,7 @@ class SglangEngine:
         except (RequestRefused, EnvironmentFault) as error:  # the caller that waits for the answer raises it
             flight.answer.set_exception(error)
         finally:
-            flight.answer.cancel()  # any other error ends the thread: whoever waits must not wait forever
+            flight.answer.cancel()  # on any other error, so that no caller waits forever
 
     def _sampling_params(self, one: TokenRequest) -> dict[str, Any]:
         params = one.left
@@ -259,7 +260,7 @@ class SglangEngine:
             "temperature": params.temperature,
             "top_k": params.top_k or -1,
             "top_p": params.top_p,
-            # The model's own are sent, too: the server does not know them. Its ignore_eos ignores all.
+            # the model's end tokens too, which the server does not know; its ignore_eos would ignore all
             "stop_token_ids": params.all_stop_tokens(self._eos),
             "stop": list(params.stop),
             "skip_special_tokens": False,

@@ -1,9 +1,9 @@
-"""An SGLang server of this process's own, and calls to its HTTP API.
+"""Runs an SGLang server for this process, and calls its HTTP API.
 
 In: arguments of `python -m sglang.launch_server`, and JSON for its endpoints. Out: JSON, or an error that
-says what the server was asked, what it answered, and with which lines it ended. It listens on 127.0.0.1 alone
-and ends with this process, however that ends. Some endpoints unpickle what they are sent, so it requires a
-key, which is in a private file: everyone can read command lines. Paths, fields and answers are those of
+contains the request, the answer, and the server's last lines. It listens on 127.0.0.1 only and ends with this
+process, however that ends. Some endpoints unpickle what they are sent, so the server requires a key, which is
+in a private file because anyone can read command lines. Paths, fields and answers are those of
 SGLang 0.5.23 (`http_server.py` of `sglang/srt/entrypoints/`, `io_struct.py` of `sglang/srt/managers/`,
 `auth.py` of `sglang/srt/utils/`).
 Left out on purpose: streams of tokens.
@@ -38,7 +38,7 @@ ENVIRONMENT = {
     "SGLANG_RETURN_ORIGINAL_LOGPROB": "false",
     # broken weights must show: otherwise logits that are not numbers are replaced
     "SGLANG_SANITIZE_NAN_LOGITS": "false",
-    # it needs room for two tokens more than the longest row has
+    # its context is two tokens longer than the longest row (SPARE_TOKENS), perhaps longer than the model's
     "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "true",
 }
 _DYING_SECONDS = 5.0
@@ -63,7 +63,7 @@ class SglangServer:
         """Whether it was ended."""
         with socket.create_server((ADDRESS, 0)) as listening:
             self._port: int = listening.getsockname()[1]
-        # by its descriptor: it is read when the folder is gone
+        # kept open, because it is read after the folder is removed
         self._log = os.open(folder / "server.log", os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
         self._key, with_key = secrets.token_hex(32), folder / "server.yaml"
         with_key.touch(mode=0o600)
@@ -82,9 +82,9 @@ class SglangServer:
             raise
 
     def post(self, path: str, body: Mapping[str, Any], *, seconds: float | None = None) -> Any:
-        """The answer to a request, None where it is not JSON. seconds: its limit; None: no limit.
+        """The answer to a request; None if it is not JSON. seconds: the time limit; None: no limit.
 
-        RequestRefused: with the server's words. EnvironmentFault: it gave no answer, or has ended.
+        RequestRefused: with the server's message. EnvironmentFault: it gave no answer, or has ended.
         """
         try:
             status, content, kind = self._exchange("POST", path, json.dumps(body), seconds)

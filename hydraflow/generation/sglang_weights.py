@@ -1,8 +1,8 @@
-"""Weights on their way to an SGLang server: files in a folder, from which it loads them.
+"""Passes weights to an SGLang server as files in a folder, from which it loads them.
 
-In: (Hugging Face name, full tensor) pairs, some at a time, or the parts of a tensor, which are assembled: a
-file holds whole ones. Out: safetensors files, which hold tensors and no code. Left out on purpose: SGLang's
-updates from tensors, which it unpickles, and from a process group, in which it would have to meet the
+In: (Hugging Face name, full tensor) pairs, some at a time, or parts of a tensor, which are assembled because
+files hold whole tensors. Out: safetensors files, which cannot contain code. Left out on purpose: SGLang's
+updates from tensors, which it unpickles, and from a process group, which it would have to share with the
 trainer.
 """
 
@@ -66,8 +66,8 @@ class WeightFiles:
         needed = sum(one.nbytes for one in self._pending.values())
         if (free := shutil.disk_usage(self._folder).free) < 1.01 * needed + 2**20:
             raise EnvironmentFault(
-                f"{self._folder} has {free / 2**30:.2f} GiB of room, and the next {needed / 2**30:.2f} GiB of"
-                " weights for SGLang do not fit; a larger /dev/shm helps, or TMPDIR=<a folder with room for"
+                f"{self._folder} has {free / 2**30:.2f} GiB of room, but the next {needed / 2**30:.2f} GiB of"
+                " weights for SGLang do not fit; enlarge /dev/shm, or set TMPDIR=<a folder with room for"
                 " all weights>"
             )
         file = self._folder / f"part-{len(set(self._file_of.values())):05d}.safetensors"

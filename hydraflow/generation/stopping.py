@@ -1,4 +1,4 @@
-"""Ends responses at stop strings: finds the token with which a response's text first contains one.
+"""Ends responses at stop strings: finds the token that completes the first one in a response's text.
 
 In: a tokenizer, and a response's tokens one at a time. Out: whether it ends with this one. The tokens of a
 response are kept up to and including that one, as vLLM does, although its text may continue after the string.
@@ -43,6 +43,7 @@ class StopStrings:
         self.stream = DecodeStream(ids=list(context[:whole]), skip_special_tokens=False)
         for token in context[whole:]:
             self._decoded(token)
+        # a string that starts before the last len - 1 characters would be complete already
         self._kept = max(map(len, strings)) - 1
         self.text = ""
         """The end of the response's text, in which a stop string may have started."""
@@ -93,8 +94,8 @@ def streaming_tokenizer(
 
 
 def _whole_characters(tokenizer: Tokenizer, tokens: Sequence[int]) -> int:
-    """How many leading tokens end on a character boundary. A stream that started inside a character would
-    report all of their text as new."""
+    """How many leading tokens end on a character boundary. A stream that started within a character would
+    report the whole context as new text."""
     count = len(tokens)
     while count and tokenizer.decode(tokens[:count][-_CHARACTER:], skip_special_tokens=False).endswith(_HALF):
         count -= 1

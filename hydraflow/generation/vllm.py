@@ -3,8 +3,8 @@
 In: prompts, sampling settings, and a stream of weights. Out: responses with the log-probability of every
 token, under the one convention of all engines: softmax(logits / temperature), before top-k and top-p. vLLM
 batches the requests, shares the prompts' cache and maps Hugging Face names to its own; `vllm_worker.py` runs
-beside the model. `LLMEngine` is driven here, by the calls themselves: `AsyncLLM` would start another process
-for each engine, which a killed worker leaves behind with its shared memory. Left out on purpose: vLLM's
+next to the model. `LLMEngine` is driven by the calls here. `AsyncLLM` would start another process for each
+engine, which would outlive a killed worker together with its shared memory. Left out on purpose: vLLM's
 tokenizer loading, its server, and its statistics.
 """
 
@@ -110,7 +110,7 @@ class VllmEngine:
         of_model = engine.model_config
         self._limits = Limits(engine_context(of_model.max_model_len), of_model.get_vocab_size(), tokenizer)
         config = engine.vllm_config
-        # vLLM rewinds the generator after each chunk of a prompt but the last; CPU generators cannot do that.
+        # vLLM rewinds the generator after each chunk of a prompt but the last, which CPU generators cannot do
         self._seeds = not (
             config.device_config.device_type == "cpu" and config.scheduler_config.enable_chunked_prefill
         )
@@ -336,7 +336,7 @@ def set_environment(*, compiles: bool) -> None:
     """Sets the variables that vLLM reads on import. compiles: it may compile single functions in eager
     mode."""
     os.environ.update(REQUIRED)
-    os.environ.pop("VLLM_PP_LAYER_PARTITION", None)  # the plan and its memory know vLLM's own division only
+    os.environ.pop("VLLM_PP_LAYER_PARTITION", None)  # memory estimates assume vLLM's default partition
     for name, value in (DEFAULTS if compiles else DEFAULTS | UNCOMPILED).items():
         os.environ.setdefault(name, value)
 
@@ -359,7 +359,7 @@ def _start(folder: str, spec: EngineSpec, model: nn.Module) -> Any:
         _keep_weights_plain(compiled=spec.rollout.enforce_eager is False)
     if spec.routes:
         record_routes()
-    _look_at_models_here()
+    _inspect_models_here()
     if not dist.is_initialized():
         # otherwise vLLM creates this group through a file in TMPDIR, which a killed process leaves, or a port
         dist.init_process_group(collective_backend(ours), store=dist.HashStore(), rank=0, world_size=1)
@@ -377,11 +377,11 @@ def _start(folder: str, spec: EngineSpec, model: nn.Module) -> Any:
     except ConfigError:
         raise
     except (ValueError, TypeError, NotImplementedError, AssertionError) as error:
-        rule = f"vLLM {found} refuses this model or these settings: {_reason(error)}"
+        rule = f"vLLM {found} rejects this model or these settings: {_reason(error)}"
         raise ConfigError.one(key, "vllm", rule, f"{key}=native, or other settings") from error
 
 
-def _look_at_models_here() -> None:
+def _inspect_models_here() -> None:
     """Makes vLLM inspect model classes in this process. By default it starts a subprocess for that, which
     imports vLLM again (seven seconds of a core), to keep CUDA out of a process that here is the engine."""
     from vllm.model_executor.models import registry
@@ -447,9 +447,9 @@ def arguments(folder: str, spec: EngineSpec) -> dict[str, Any]:
         "worker_extension_cls": f"{WeightReceiver.__module__}.{WeightReceiver.__qualname__}",
         "logprobs_mode": "raw_logprobs",
         "enable_sleep_mode": not on_cpu,
-        # it queries the driver about devices of other processes, which are not visible here
+        # custom all-reduce asks the driver about other processes' devices, which are not visible here
         "disable_custom_all_reduce": spec.model_parallel > 1,
-        "moe_backend": "auto" if on_cpu else "triton",  # it does not repack weights
+        "moe_backend": "auto" if on_cpu else "triton",  # the others repack weights
         **rollout.engine_kwargs.vllm,
     }
 

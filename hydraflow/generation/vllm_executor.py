@@ -1,4 +1,4 @@
-"""A vLLM engine whose model is divided among processes of a group that exists already.
+"""A vLLM engine whose model is divided among the processes of an existing group.
 
 In: the process's rank. Out: the executor class of its engine. vLLM would start a process per device; here
 each process has an engine of its own, with a part of every layer (tensor parallelism), some of the layers (a
@@ -36,7 +36,8 @@ def executor_in_group(rank: int) -> Any:
             self._sent = deque()
 
         def _distributed_args(self) -> tuple[str, int, int]:
-            # On a CPU, ranks that share this name would share memory. Each process sees one device.
+            # on a CPU, ranks with the same name would share memory; local rank 0, as each process sees one
+            # device
             return f"file://rank{rank}", rank, 0
 
         def get_kv_cache_specs(self) -> list[Any]:

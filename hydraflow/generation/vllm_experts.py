@@ -63,7 +63,7 @@ def _apply(
     **unused: Any,
 ) -> None:
     """output (N, H): the sum over a token's local experts. expert_map: local index of each expert, or -1."""
-    if apply_router_weight_on_input:  # applied to the input already
+    if apply_router_weight_on_input:  # vLLM has already multiplied the input
         topk_weights = torch.ones_like(topk_weights)
     total = torch.zeros_like(output)
     for expert in topk_ids.unique().tolist():

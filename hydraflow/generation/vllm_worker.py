@@ -26,10 +26,10 @@ def tempered_sampler(logprobs_mode: str) -> Any:
     """A sampler of vLLM's whose log-probabilities are those of softmax(logits / temperature) before top-k and
     top-p, as in training.
 
-    vLLM's own modes leave out the temperature (`raw_logprobs`) or count only what the filters keep
-    (`processed_logprobs`). Here vLLM takes `raw_logprobs` of logits that have been divided already, in place:
-    a divided copy made decoding 5 % slower. So processors of logits get them divided. Greedy rows have
-    temperature 1.
+    vLLM's own modes ignore the temperature (`raw_logprobs`) or renormalise over what the filters keep
+    (`processed_logprobs`). Here vLLM takes `raw_logprobs` of logits that were already divided. The division
+    is in place, because a copy made decoding 5 % slower; so logits processors see divided logits. Greedy rows
+    have temperature 1.
     """
     from vllm.v1.outputs import LogprobsTensors
     from vllm.v1.sample.sampler import Sampler

@@ -26,8 +26,8 @@ def load_state_dict(
 
     checkpoint: a model's directory, a step's or a run's. dtype: auto (as saved), fp32, bf16 or fp16.
     hf_model_path: the Hugging Face directory of the model that was trained, for a checkpoint without
-    `huggingface/`. Raises ConfigError when it is broken, or does not hold the model that its config.json
-    describes.
+    `huggingface/`. Raises ConfigError when the checkpoint is broken, or does not hold the model that its
+    config.json describes.
 
         model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(f"{checkpoint}/huggingface"))
         model.load_state_dict(hydraflow.model_merger.load_state_dict(checkpoint))

@@ -1,7 +1,7 @@
 """python -m hydraflow.model_merger merge|test|info|split: sharded checkpoints to Hugging Face directories and
 back.
 
-In: the command line. Out: the exit code: 0 done, 1 `test` found a difference or `info` a missing part, 2 a
+In: the command line. Out: the exit code: 0 success, 1 `test` found a difference or `info` a missing part, 2 a
 mistake found before anything was written, 3 a fault found later, 130 interrupted.
 """
 
@@ -44,7 +44,7 @@ def _merge(args: Namespace) -> int:
     from hydraflow.model_merger.merge import merge
 
     if args.private and args.hf_upload_path is None:
-        rule = "is about an upload, and there is none"
+        rule = "applies to an upload, but none was requested"
         raise ConfigError.one("--private", None, rule, "--hf_upload_path <repository>")
     files = dict(most_bytes=args.max_shard_size, overwrite=args.overwrite, **_source(args))
     hub, options = dict(upload_to=args.hf_upload_path, private=args.private), _merge_options(args)

@@ -2,9 +2,9 @@
 modules.
 
 In: the directory with config.json, names and shapes of a checkpoint. Out: an `Architecture` that they fill
-exactly, so that no tensor is missing or newly initialised when the result is loaded. The commonest decoders
-are built in (`families.py`); for everything else transformers builds the model on the meta device: no memory,
-no values. Left out on purpose: reading weights."""
+exactly, so that no tensor is missing or newly initialised when the result is loaded. The most common decoders
+are built in (`families.py`); for everything else transformers builds the model on the meta device, without
+memory or values. Left out on purpose: reading weights."""
 
 from __future__ import annotations
 
@@ -184,14 +184,14 @@ def describe(
     file = directory / "config.json"
     if not file.is_file():
         raise ConfigError.one(str(file), None, "the model's configuration is missing")
-    found = _by_heart(read_json(file), shapes, head, tie)
+    found = _built_in(read_json(file), shapes, head, tie)
     if found is None or found.differences(shapes):
         found = _ask_transformers(directory, shapes, head, tie, trust_remote_code)
     found.retied = True if tie else None
     return found
 
 
-def _by_heart(
+def _built_in(
     config: Mapping[str, Any], shapes: Mapping[str, Shape], head: str, tie: bool
 ) -> Architecture | None:
     name = families.class_name(config, head)
@@ -282,7 +282,7 @@ def _architecture(model: Any, head: str) -> Architecture:
 
 
 def _headless(lm: Any, config: Any) -> Architecture:
-    """A value model of an architecture that transformers has no value class for: its backbone and a score."""
+    """A value model that transformers has no class for: the causal model's backbone and a score."""
     prefix = f"{lm.base_model_prefix}."
     named = {name: shape for name, shape in _shapes(lm.state_dict()).items() if name.startswith(prefix)}
     named["score.weight"] = (1, config.get_text_config().hidden_size)

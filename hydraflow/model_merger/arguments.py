@@ -1,6 +1,6 @@
 """The command line: four commands, every flag in both spellings (`--local_dir`, `--local-dir`).
 
-In: arguments. Out: a namespace. Left out on purpose: whether they make sense together (the commands say).
+In: arguments. Out: a namespace. Left out on purpose: whether flags fit together (the commands check that).
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def parser() -> argparse.ArgumentParser:
 def _add_merge(commands: Any) -> None:
     merge = _command(commands, "merge", "convert a checkpoint to a Hugging Face directory")
     _checkpoint(merge)
-    _flag(merge, "target_dir", required=True, metavar="OUT", help="the directory to make")
+    _flag(merge, "target_dir", required=True, metavar="OUT", help="the directory to create")
     _merge_options(merge)
     adapters = "add adapters to the weights, or write OUT/lora_adapter for peft"
     _flag(merge, "lora", choices=("merged", "adapter"), default="merged", help=adapters)
@@ -61,9 +61,9 @@ def _add_info(commands: Any) -> None:
 def _add_split(commands: Any) -> None:
     split = _command(commands, "split", "convert a Hugging Face directory to a checkpoint")
     _flag(split, "hf_dir", required=True, metavar="DIR", help="the directory to split")
-    target = "the checkpoint to make: a model's directory, as .../actor"
+    target = "the checkpoint to create: a model's directory, such as .../actor"
     _flag(split, "target_dir", required=True, metavar="CKPT", help=target)
-    _flag(split, "world_size", type=int, required=True, help="ranks, each with a file")
+    _flag(split, "world_size", type=int, required=True, help="number of ranks, each with its own file")
     writer = "format: an FSDP engine's, or Megatron-Core's own"
     _flag(split, "backend", choices=BACKENDS[1:], default="fsdp", help=writer)
     _flag(split, "layout", choices=("hydraflow", "verl"), help="layout of an fsdp checkpoint (hydraflow)")
@@ -98,7 +98,7 @@ def _command(commands: Any, name: str, what: str) -> argparse.ArgumentParser:
 def _checkpoint(command: argparse.ArgumentParser) -> None:
     writer = "writer of the checkpoint; auto detects it"
     _flag(command, "backend", choices=BACKENDS, default="auto", help=writer)
-    where = "a model's directory (.../global_step_N/actor, iter_N); a step's or a run's gives its actor"
+    where = "a model's directory (.../global_step_N/actor, iter_N); for a step or run, its actor is used"
     _flag(command, "local_dir", required=True, metavar="CKPT", help=where)
     settings = "Hugging Face directory of the model that was trained, if CKPT has no huggingface/"
     _flag(command, "hf_model_path", metavar="DIR", help=settings)

@@ -1,8 +1,8 @@
-"""The tensors of the commonest decoders, derived from config.json alone: transformers takes longer to import
-than a model to copy.
+"""The tensors of the most common decoders, derived from config.json alone: importing transformers takes
+longer than copying a model.
 
 In: config.json's content. Out: names and shapes, or None for anything that is not exactly one of these
-families; transformers is asked then (`architecture.py`). A test holds the table to what transformers says.
+families; then transformers is used (`architecture.py`). A test compares the table with transformers.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""`info`: what a checkpoint holds, without reading a number of it unless checksums are asked for.
+"""`info`: what a checkpoint holds, without reading its weights unless checksums are to be verified.
 
 In: a model's directory, a step's or a run's. Out: facts as JSON, or as lines for a person.
 """
@@ -60,7 +60,7 @@ def _facts(found: Checkpoint) -> dict[str, Any]:
     problems = [str(problem) for problem in found.problems]
     problems += _missing_from_manifest(found.directory)
     if not (found.huggingface / "config.json").is_file():
-        remedy = "--hf_model_path <Hugging Face directory>, to merge it all the same"
+        remedy = "--hf_model_path <Hugging Face directory>, to merge it anyway"
         problems.append(f"{found.huggingface / 'config.json'}: is missing -> {remedy}")
     head = {"head": found.head} if found.head else {}
     return {

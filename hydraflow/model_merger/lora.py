@@ -1,7 +1,7 @@
 """Low-rank adapters: added to the weights that they change, block by block, or exported for peft.
 
-In: a weight and its adapter's matrices A (rank, in) and B (out, rank). Out: W + scale * B A, with the very
-operations of the training engine (`engine/fsdp/lora.py`), so that the bits agree; or peft's
+In: a weight and its adapter's matrices A (rank, in) and B (out, rank). Out: W + scale * B A, by the same
+operations as in the training engine (`engine/fsdp/lora.py`), so that the bits agree; or peft's
 adapter_config.json. Left out on purpose: adapters on embeddings, several adapters.
 """
 
@@ -121,7 +121,7 @@ def _target_modules(modules: Collection[str], names: Collection[str]) -> list[st
 
 
 def _layout(weight: StoredTensor, adapter: Adapter) -> str:
-    """The weight's orientation: "out, in", "in, out", or "" where a square leaves it open."""
+    """The weight's orientation: "out, in", "in, out", or "" if a square weight leaves it open."""
     into, out = adapter.a.shape[1], adapter.b.shape[0]
     if adapter.b.shape[1] != adapter.rank or weight.shape not in ((out, into), (into, out)):
         shapes = f"{list(weight.shape)}, {list(adapter.a.shape)} and {list(adapter.b.shape)}"

@@ -1,4 +1,4 @@
-"""From the trainer's names to those of transformers' modules: wrappers, prefixes and adapters taken off.
+"""Maps the trainer's names to those of transformers' modules: strips wrappers, prefixes and adapters.
 
 In: a `Checkpoint`. Out: `Weights`: the model's tensors without adapters, and the adapters by the weight that
 they change. Left out on purpose: names in files where those differ from the modules' (`architecture.py`),

@@ -106,7 +106,7 @@ def outputs_of(checkpoint: Checkpoint, merge_options: MergeOptions) -> Outputs:
     weights = names.weights_of(checkpoint, is_value_model=merge_options.is_value_model)
     plain, notes = dict(weights.plain), list(weights.notes)
     found = _architecture(checkpoint, weights.head, plain, merge_options, notes)
-    _drop_what_no_file_holds(plain, found, notes)
+    _drop_unsaved_buffers(plain, found, notes)
     sources = dict(plain)
     adapted: dict[str, lora.MergedTensor] = {}
     alpha = checkpoint.lora_alpha if merge_options.lora_alpha is None else merge_options.lora_alpha
@@ -133,7 +133,7 @@ def cast(block: torch.Tensor, dtype: torch.dtype, name: str) -> torch.Tensor:
     changed = block.to(dtype)
     if dtype == torch.float16 and not torch.equal(changed.isfinite(), block.isfinite()):
         largest = block.abs().nan_to_num(posinf=0.0).max().item()
-        rule = f"{name} holds {largest:.6g}, and float16 ends at 65504"
+        rule = f"{name} holds {largest:.6g}, but float16 ends at 65504"
         raise ConfigError.one("--dtype", "fp16", rule, "--dtype bf16 or --dtype fp32")
     return changed
 
@@ -145,7 +145,7 @@ def _architecture(
     merge_options: MergeOptions,
     notes: list[str],
 ) -> Architecture:
-    """The architecture; tied tensors that really are the same are taken out of `plain`."""
+    """The architecture; removes tied tensors from `plain` if they really are the same."""
     shapes = {name: tensor.shape for name, tensor in plain.items()}
     tie, trust = merge_options.tie_word_embedding, merge_options.trust_remote_code
     found = architecture.describe(checkpoint.huggingface, shapes, head=head, tie=tie, trust_remote_code=trust)
@@ -163,7 +163,7 @@ def _architecture(
     return found
 
 
-def _drop_what_no_file_holds(plain: dict[str, StoredTensor], found: Architecture, notes: list[str]) -> None:
+def _drop_unsaved_buffers(plain: dict[str, StoredTensor], found: Architecture, notes: list[str]) -> None:
     extra = sorted(found.buffers & plain.keys())
     for name in extra:
         del plain[name]

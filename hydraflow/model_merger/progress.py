@@ -1,4 +1,4 @@
-"""A progress bar on standard error, where a person looks; nothing elsewhere."""
+"""A progress bar on standard error if that is a terminal, else nothing."""
 
 from __future__ import annotations
 

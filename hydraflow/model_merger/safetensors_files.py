@@ -1,8 +1,8 @@
-"""Safetensors files: where the tensors of a Hugging Face directory are, and writing one in shards, a tensor
-at a time.
+"""Safetensors files: locates the tensors of a Hugging Face directory, and writes such a directory in shards,
+a tensor at a time.
 
-In and out: tensors by Hugging Face name. The header of a file is known before its numbers are, so tensors may
-be written in any order, and no more than a block of one is in memory. Left out on purpose: pytorch_model.bin.
+In and out: tensors by Hugging Face name. A file's header depends on dtypes and shapes only, so tensors may be
+written in any order, with no more than a block in memory. Left out on purpose: pytorch_model.bin.
 """
 
 from __future__ import annotations
@@ -161,7 +161,7 @@ class Writer:
             self._files[name], self._offsets[name] = file, at
             at += spec.nbytes
         text = json.dumps(header, separators=(",", ":")).encode()
-        text += b" " * (-len(text) % 8)
+        text += b" " * (-len(text) % 8)  # numbers start at a multiple of 8 bytes, so that they can be mapped
         for name in names:
             self._offsets[name] += 8 + len(text)
         with file.open("wb") as opened:

@@ -17,8 +17,8 @@ from hydraflow.model_merger import architecture, families
 
 
 def sizes_of(directory: Path) -> Architecture:
-    """Sizes of the model that config.json describes. Raises ConfigError for one of which the names are not
-    known here."""
+    """Sizes of the model that config.json describes. Raises ConfigError for a model whose names in Megatron
+    are not known."""
     file = directory / "config.json"
     if not file.is_file():
         rule, remedy = "the model's configuration is missing", "--hf_model_path <Hugging Face directory>"

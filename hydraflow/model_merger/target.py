@@ -1,5 +1,5 @@
-"""The directory that a command makes: written under another name, given its own when it is whole; and its
-configuration files.
+"""The directory that a command creates, written under a temporary name and renamed once it is complete; and
+its configuration files.
 
 In: a directory's name, the checkpoint's `huggingface/`. Out: that directory, or nothing.
 Left out on purpose: weights.
@@ -27,7 +27,7 @@ from hydraflow.system.whole_files import flush
 _INDICES = (".safetensors.index.json", ".bin.index.json")
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx", *_INDICES)
 _MARKS = ("config.json", "huggingface")
-"""One of these is in every directory that a command here makes; others are not replaced."""
+"""Every directory that these commands create has one of these; a directory without any is never replaced."""
 _DTYPE_KEYS = ("dtype", "torch_dtype")
 
 
@@ -38,15 +38,15 @@ def unfinished(target: Path, source: Path, *, nbytes: int, overwrite: bool) -> I
     disk has less than `nbytes` left, EnvironmentFault when something goes wrong on the disk later."""
     target = require_free(target, source, overwrite=overwrite)
     _require_space(target, nbytes)
-    own = f"{target.name}.{secrets.token_hex(4)}"  # a name that is there already is not ours to remove
+    own = f"{target.name}.{secrets.token_hex(4)}"  # a random name, so that nothing of the user's is removed
     folder, old = target.with_name(f"{own}{UNFINISHED}"), target.with_name(f"{own}.old")
     try:
         folder.mkdir(parents=True)
     except OSError as error:
-        raise ConfigError.one("--target_dir", str(target), f"cannot be made: {error.strerror}") from error
+        raise ConfigError.one("--target_dir", str(target), f"cannot be created: {error.strerror}") from error
     try:
         yield folder
-        for path in [*folder.rglob("*"), folder]:  # the new name never refers to incomplete files
+        for path in [*folder.rglob("*"), folder]:  # on disk before the rename, even if the machine crashes
             flush(path)
         _replace(folder, target, old)
     except OSError as error:
@@ -72,8 +72,8 @@ def copy_settings(files: Iterable[Path], folder: Path) -> None:
 
 
 def require_inside(files: Iterable[Path], directory: Path) -> None:
-    """Raises ConfigError for links out of the directory: what they lead to may be private, and a model is
-    not. In the hub's cache a repository's files are links to its own blobs."""
+    """Raises ConfigError for links out of the directory: their targets may be private, but a merged model may
+    be published. In the hub's cache a repository's files are links to its own blobs."""
     problems = []
     inside = [directory.resolve()]
     for above in directory.parents:
@@ -89,7 +89,7 @@ def require_inside(files: Iterable[Path], directory: Path) -> None:
 
 
 def write_config(source: Path, folder: Path, found: Architecture, dtype: torch.dtype) -> None:
-    """config.json with what the merged weights make true: class, type, ties, number of labels."""
+    """Writes config.json, adjusted to the merged weights: class, dtype, ties, number of labels."""
     config = read_json(source / "config.json")
     _set_dtype(config, str(dtype).removeprefix("torch."))
     if found.retied is not None:
@@ -127,10 +127,10 @@ def require_free(target: Path, source: Path, *, overwrite: bool) -> Path:
     if not target.is_dir() or not any(target.iterdir()):
         return target
     if not any((target / name).exists() for name in _MARKS):
-        rule = "is there already, and is no model's directory"
+        rule = "already exists, and is not a model's directory"
         raise ConfigError.one("--target_dir", str(target), rule, another)
     if not overwrite:
-        raise ConfigError.one("--target_dir", str(target), "is there already", f"--overwrite, or {another}")
+        raise ConfigError.one("--target_dir", str(target), "already exists", f"--overwrite, or {another}")
     return target
 
 
@@ -138,12 +138,12 @@ def _require_space(target: Path, nbytes: int) -> None:
     existing = next(folder for folder in target.parents if folder.is_dir())
     free = shutil.disk_usage(existing).free
     if free < nbytes:
-        rule = f"{nbytes / 1e9:.1f} GB are to be written, and {existing} has {free / 1e9:.1f} GB left"
+        rule = f"{nbytes / 1e9:.1f} GB are to be written, but {existing} has {free / 1e9:.1f} GB left"
         raise ConfigError.one("--target_dir", str(target), rule)
 
 
 def _replace(folder: Path, target: Path, old: Path) -> None:
-    """Gives the directory its name; what had that name is `old` until then, and is removed."""
+    """Renames the directory to `target`; a previous one is renamed to `old` first, and removed afterwards."""
     if not target.exists():
         folder.rename(target)
         return

@@ -116,7 +116,7 @@ def _world_size(directory: Path, config: Mapping[str, Any]) -> int:
     recorded = config.get("world_size")
     if recorded is None and len(named) > 1:
         sizes = " and ".join(map(str, sorted(named)))
-        rule = f"holds shards of {sizes} ranks, and no {CONFIG} says which count"
+        rule = f"holds shards of {sizes} ranks, but no {CONFIG} says which to use"
         raise ConfigError.one(str(directory), None, rule)
     if not named:
         rule = f"all shards are missing: there is no {file_of(recorded or 1, 0)}"
@@ -151,7 +151,7 @@ def _read_rank(file: Path) -> StateDict:
         with _inert_types():
             state = torch.load(file, map_location="meta", weights_only=True)
     except pickle.UnpicklingError as error:
-        refused = "holds what weights_only refuses, so it is no shard of a model; nothing was executed"
+        refused = "holds what weights_only refuses, so it is not a model's shard; nothing was executed"
         raise ConfigError.one(str(file), None, f"{refused}: {_reason(error)}") from error
     except UNREADABLE as error:
         rule = f"is truncated, or not a shard of a model: {_reason(error)}"
@@ -163,7 +163,7 @@ def _read_rank(file: Path) -> StateDict:
 
 @contextmanager
 def _inert_types() -> Iterator[None]:
-    """Lets weights_only create the stand-ins alone, not what imported libraries have allowed."""
+    """Lets weights_only create only the stand-ins, not types that imported libraries have allowed."""
     before = torch.serialization.get_safe_globals()
     torch.serialization.clear_safe_globals()
     torch.serialization.add_safe_globals(_TYPES)
@@ -208,7 +208,7 @@ def _require_same_names(directory: Path, states: Mapping[int, StateDict]) -> Non
 
 
 def _tensor(name: str, directory: Path, states: Mapping[int, StateDict], *, replicated: bool) -> StoredTensor:
-    """One tensor's pieces, in the order of ranks. replicated: after the last piece come copies."""
+    """One tensor's pieces, in the order of ranks. replicated: the pieces are followed by copies of them."""
     first = states[0][name]
     dim = _cut_along(first, name, directory)
     shape, at, pieces = tuple(first.shape), 0, []

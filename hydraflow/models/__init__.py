@@ -1,1 +1,1 @@
-"""Hugging Face models as the engines need them: loaded, packed, with exact log-probabilities."""
+"""Hugging Face models for the engines: loading, packing, exact log-probabilities, kernels."""

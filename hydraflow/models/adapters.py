@@ -25,7 +25,7 @@ class Form(Enum):
     """How the weights of a model with adapters are sent."""
 
     MERGED = "merged"
-    """With the adapters' product added."""
+    """Weights with the adapters' product added."""
     APART = "apart"
     """The base weights, then the adapters."""
     ADAPTERS = "adapters"
@@ -94,7 +94,7 @@ def target_names(targets: str | list[str], hf: nn.Module) -> list[str]:
 
 
 def adapted_layers(layers: AdapterLayers, hf: nn.Module) -> dict[str, nn.Module]:
-    """Full names of the linear layers that get an adapter; as in peft, a list may have suffixes of these."""
+    """Full names of the linear layers that get an adapter; as in peft, a list may name suffixes."""
     targets = layers.targets if isinstance(layers.targets, str) else list(layers.targets)
     ends = tuple(f".{name}" for name in target_names(targets, hf))
     named = hf.named_modules()

@@ -12,21 +12,21 @@ class Ask:
     temperature: float = 1.0
     """Divides the logits; above 0."""
     entropy: bool = False
-    """Also the entropy in nats of the token's distribution."""
+    """Also return the entropy in nats of the token's distribution."""
     entropy_is_trained: bool = True
-    """With `entropy`: whether it must be differentiable. If not, the backward pass may be shorter."""
+    """With `entropy`: whether the entropy must be differentiable; if not, the backward pass can do less."""
     greedy_match: bool = False
-    """Instead of the entropy: 1 if the token (or the first of several) is the most probable one, else 0."""
+    """In place of the entropy: 1 if the token (or the first of several) is the most probable one, else 0."""
     routes: bool = False
     """Also the experts of each token (`routing.py`)."""
 
     sum_pi_squared: bool = False
-    """Instead of the entropy: the sum of the squared probabilities of the whole vocabulary."""
+    """In place of the entropy: the sum of squared probabilities over the whole vocabulary."""
     likeliest: int = 0
     """Top-k: return log-probabilities of the k most probable tokens instead of the targets', and their ids
     instead of the entropy, in descending order. No gradients."""
     among: int = 0
-    """With `likeliest`: only token ids below this count."""
+    """With `likeliest`: consider only token ids below this number."""
 
     def __post_init__(self) -> None:
         more = self.entropy + self.greedy_match + self.sum_pi_squared + (self.likeliest > 0)

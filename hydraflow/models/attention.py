@@ -3,9 +3,9 @@
 In: query, key and value of shape (1, heads, N, d) and a `RowPlan` with the row boundaries. Out: (1, N, heads,
 d). `register_attention()` makes it known to transformers; models are then built with
 `attn_implementation=NAME`. On a CPU (or a GPU without variable-length kernels, or in float32) rows of similar
-length are one right-padded block: it needs no mask tensor, so each block is one fast call. Short rows in
-bfloat16 on a CPU are multiplied out (`products.py`). Left out on purpose: dropout, attention soft-capping and
-sinks (those models take the padded path).
+length form one right-padded block, which needs no mask tensor, so that each block is one fast call. Short
+bfloat16 rows on a CPU use plain matrix products (`products.py`). Left out on purpose: dropout, attention
+soft-capping and sinks (those models take the padded path).
 """
 
 from __future__ import annotations
@@ -42,9 +42,8 @@ class RowGroup:
 
 @dataclass(frozen=True)
 class SharedPrompts:
-    """A packed sequence that holds a shared prompt once for all rows that start with it, and the T tokens of
-    those rows, one row after another. Everything but attention runs on the line; attention sees whole
-    rows."""
+    """Maps a line, in which rows that share a prompt hold it only once, to the T tokens of the whole rows,
+    one row after another. Attention sees whole rows; everything else runs on the line."""
 
     to_rows: torch.Tensor
     """(T,) position in the line of every row's tokens."""
@@ -106,7 +105,7 @@ class RowPlan:
     shared: SharedPrompts | None = None
     """How the line expands into rows if several rows share a prompt; None: the line is the rows."""
     exchange: TokenExchange | None = None
-    """How this rank's slice of the line becomes all of it; None: this rank has the line."""
+    """Exchanges this rank's slice of the line for all of it; None: this rank has the whole line."""
     masks: dict[tuple[int, int, torch.dtype], torch.Tensor] = field(default_factory=dict)
     """By (width, window, dtype), built on first use."""
 
@@ -155,8 +154,8 @@ def plan_rows(lengths: np.ndarray, device: torch.device, shared: SharedPrompts |
 
 
 def register_attention() -> None:
-    """Makes `attn_implementation=NAME` known to transformers in this process. No mask function goes with it:
-    transformers then builds no mask and does no packing detection of its own."""
+    """Makes `attn_implementation=NAME` known to transformers in this process. No mask function is registered
+    with it, so transformers builds no mask and does not try to detect packing."""
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
     ALL_ATTENTION_FUNCTIONS.register(NAME, packed_attention)
@@ -177,7 +176,7 @@ def packed_attention(
     """transformers' attention function: (1, h, N, d) each (fewer heads of keys) to (1, N, h, d), with an
     exchange for the S tokens of this rank's slice."""
     assert others.get("softcap") is None and others.get("s_aux") is None, "such a model takes the padded path"
-    q, k, v = (x.squeeze(0).transpose(0, 1) for x in (query, key, value))  # of x[0] the gradient is a copy
+    q, k, v = (x.squeeze(0).transpose(0, 1) for x in (query, key, value))  # the gradient of x[0] would copy
     return attend_line(q, k, v, row_plan, scaling, sliding_window)[None], None
 
 
@@ -219,8 +218,8 @@ def flash_kernel() -> Callable[..., torch.Tensor] | None:
 def _varlen(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, plan: RowPlan, scale: float | None, window: int | None
 ) -> torch.Tensor:
-    """flash-attn's kernel, else torch's. Both sum gradients in a fixed order: by default two passes over the
-    same rows differ in their last bits, and a resumed run would differ from one that was not stopped."""
+    """flash-attn's kernel, or else torch's. Both sum gradients in a fixed order; by default two passes over
+    the same rows differ in the last bits, so a resumed run would differ from an uninterrupted one."""
     if (flash := flash_kernel()) is not None:
         span = (window - 1, 0) if window else (-1, -1)
         bounds = (plan.boundaries, plan.boundaries, plan.longest, plan.longest)
@@ -231,8 +230,8 @@ def _varlen(
 
 
 class _Varlen(torch.autograd.Function):
-    """torch's kernel for packed rows, as `torch.nn.attention.varlen` calls it. That has no option for a fixed
-    order, and goes through several operators written in Python."""
+    """torch's kernel for packed rows, called as `torch.nn.attention.varlen` does. That function has no option
+    for a fixed order, and goes through several Python operators."""
 
     @staticmethod
     def forward(
@@ -319,7 +318,8 @@ def _mask(plan: RowPlan, width: int, window: int, device: torch.device, dtype: t
 
 
 class _Spread(torch.autograd.Function):
-    """Packed to padded. Padding gets no gradient, so the way back is a gather too, not a slow scatter-add."""
+    """Packed to padded. Padding has no gradient, so the backward pass is a gather too, not a slow
+    scatter-add."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, to_padded: torch.Tensor, to_packed: torch.Tensor) -> torch.Tensor:

@@ -35,8 +35,8 @@ def cached_snapshot(name: str) -> Path | None:
 
 
 def from_hub(name: str, key: str) -> str:
-    """What to load a model from: its name, or its folder in the cache if the hub cannot be reached, which
-    transformers would try for half a minute. Raises ConfigError if it is not in the cache either."""
+    """Where to load a model from: its name, or its folder in the cache if the hub cannot be reached
+    (transformers itself would try for half a minute). Raises ConfigError if it is not in the cache either."""
     reason = hub_fault()
     if reason is None:
         return name

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 LOGITS_BYTES = 512 * 2**20
-"""Most bytes of one copy of a chunk's logits, as they are computed with: float32, or float64."""
+"""Maximum bytes of one copy of a chunk's logits in the dtype of the computation, float32 or float64."""
 
 POST_PROCESSING = {
     "logits_scaling": 1,

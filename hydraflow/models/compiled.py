@@ -1,10 +1,10 @@
 """RMSNorm, rotary embeddings and SwiGLU as kernels that torch.compile fuses.
 
-In: tensors with a row for each token. Out: what the plain operations give, but for the last bits: nothing is
-rounded in between. Each function is compiled at its first call, for any number of rows above one, and again
-for other dtypes and for calls without gradients; torch keeps what it compiled on disk, for later starts. Left
-out on purpose: products and attention, whose kernels are no worse, the choice
-(`fsdp_config.use_torch_compile`), and which modules call these functions (`norms.py`, `rotary.py`,
+In: tensors with a row for each token. Out: the results of the plain operations except for the last bits,
+because nothing is rounded in between. Each function is compiled at its first call, for any number of rows
+above one, and again for other dtypes and for calls without gradients; torch caches compiled code on disk for
+later starts. Left out on purpose: products and attention, whose kernels are as good; whether to compile
+(`fsdp_config.use_torch_compile`); and which modules call these functions (`norms.py`, `rotary.py`,
 `gated.py`).
 """
 
@@ -53,7 +53,7 @@ _as_written: list[bool] = []
 
 @contextmanager
 def as_written() -> Iterator[None]:
-    """In its body nothing is compiled: the functions are called as they are written."""
+    """Runs its body without compilation: kernels call the plain Python functions."""
     _as_written.append(True)
     try:
         yield

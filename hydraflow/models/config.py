@@ -15,8 +15,7 @@ class ModelSourceConfig:
     """A Hugging Face model and how it is loaded."""
 
     path: str | None = None
-    """Directory with config.json, weights and tokenizer, or a hub name; for the critic null is the
-    actor's."""
+    """Directory with config.json, weights and tokenizer, or a hub name; null, for the critic: the actor's."""
     tokenizer_path: str | None = None
     """Path of the tokenizer; null: the model's."""
     custom_chat_template: str | None = None
@@ -34,7 +33,7 @@ class ModelConfig(ModelSourceConfig):
     """A model that is trained, or the reference it is compared with."""
 
     use_remove_padding: bool = free(True)
-    """Pack rows without padding (sequence packing), where the model allows it."""
+    """Pack rows without padding (sequence packing), if the model supports it."""
     enable_gradient_checkpointing: bool = free(True)
     """Activation checkpointing: recompute activations in the backward pass; less memory, about a third more
     time."""

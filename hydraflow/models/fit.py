@@ -1,5 +1,5 @@
-"""Checks without loading that weight files fill the model of config.json: compares header shapes with module
-shapes.
+"""Checks, without loading them, that weight files fill the model of config.json: compares shapes in their
+headers with those of modules.
 
 In: a model's source and configuration. Out: the model on the meta device, or a ConfigError. transformers
 itself matches the names, with its renaming, merging and tying of tensors, so that what it loads is never
@@ -43,7 +43,9 @@ def require_model(
     try:
         return loading.empty_model(config, model, head=head, **sizes)
     except CONSTRUCTOR_FAULTS as error:
-        rule = f"no {config.model_type} model can be made from its configuration: {loading.first_line(error)}"
+        rule = (
+            f"no {config.model_type} model can be built from its configuration: {loading.first_line(error)}"
+        )
         remedy = f"correct its config.json or {field}.override_config"
         raise ConfigError.one(f"{field}.path", model.path, rule, remedy) from error
 

@@ -1,11 +1,11 @@
-"""Log-probabilities and entropies of asked tokens from hidden states and the weights of a linear head.
+"""Log-probabilities and entropies of the requested tokens, from hidden states and a linear head's weights.
 
-In: hidden states, the output matrix and its bias, the asked tokens. Out: two numbers for each token, and the
-gradients of hidden states, matrix and bias. Logits exist for a chunk of tokens at a time, in memory that the
-next chunk uses again. The backward pass recomputes them and turns them into their gradient in place; tokens
-that fit into one chunk pass the head only once, unless their logits are post-processed: their
-log-probabilities are kept, or their probabilities if these are all that the backward pass needs. The
-gradient of the matrix is summed over chunks in its own type, as it is over micro-batches.
+In: hidden states, the output matrix and its bias, the requested tokens. Out: two numbers for each token, and
+the gradients of hidden states, matrix and bias. Logits exist for one chunk of tokens at a time, in memory
+that the next chunk reuses. The backward pass recomputes them and turns them into their gradient in place. If
+all tokens fit into one chunk and logits are not post-processed, nothing is recomputed: log-probabilities are
+kept, or probabilities if the backward pass needs no more. The gradient of the matrix is summed over chunks in
+its own dtype, as it is over micro-batches.
 Left out on purpose: heads other than a plain linear layer (`heads.py`), kernels for a GPU (`kernel_head.py`).
 """
 
@@ -35,8 +35,8 @@ class HeadWork:
 
 
 class FusedHead(torch.autograd.Function):
-    """hidden (K, h), weight (V, h), bias (V,) or None and targets (K,) or (K, M) to the targets'
-    log-probabilities, in their shape, and, on request, entropies or another column (K,), see `Ask`. At least
+    """From hidden (K, h), weight (V, h), bias (V,) or None and targets (K,) or (K, M): the targets'
+    log-probabilities, in their shape, and on request entropies or another column (K,), see `Ask`. At least
     float32.
 
     The gradient of logit j, with p = softmax, t the target, H the entropy, l and e the gradients of the two
@@ -105,9 +105,9 @@ class FusedHead(torch.autograd.Function):
 def head_gradients(
     ctx: Any, gradient_of: Callable[[slice], torch.Tensor]
 ) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
-    """The gradients of hidden states, matrix and bias, where they are needed, from those of each chunk's
-    logits (k, V). `ctx`: of an autograd function with the arguments of `FusedHead`, which saved the first
-    three first."""
+    """The gradients of hidden states, matrix and bias, as far as needed, from those of each chunk's logits
+    (k, V). `ctx`: of an autograd function with the arguments of `FusedHead`, whose first saved tensors are
+    the hidden states and the matrix."""
     hidden, weight = ctx.saved_tensors[:2]
     needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
     of_hidden = torch.empty_like(hidden) if needs_hidden else None
@@ -135,8 +135,8 @@ def several(targets: torch.Tensor) -> torch.Tensor:
 
 
 class _Logits:
-    """Logits of a chunk and what is computed from them, in memory that is the next chunk's, too. `kept`: of
-    the only chunk, see `keeps_probs`."""
+    """Logits of a chunk and what is computed from them, in memory that chunks share. `kept`: what the forward
+    pass saved of a single chunk, see `keeps_probs`."""
 
     def __init__(
         self,

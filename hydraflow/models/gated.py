@@ -1,9 +1,9 @@
 """Gated feed-forward layers whose activation is one fused kernel.
 
-In: a model as transformers builds it. Out: the same model; layers of transformers' usual form, operation by
-operation (of about a hundred classes), compute `silu(gate) * up` in one call, by a kernel of torch.compile
-or one for GPUs. Left out on purpose: other activations, experts, and a kernel of our own for CPUs, where the
-plain operations are as fast.
+In: a model as transformers builds it. Out: the same model; layers whose operations are exactly transformers'
+usual ones (about a hundred classes) compute `silu(gate) * up` in one call, by torch.compile's kernel or a GPU
+kernel. Left out on purpose: other activations, experts, and a kernel of our own for CPUs, where the plain
+operations are as fast.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ _SILU = (nn.SiLU, SiLUActivation)
 
 
 def replace_gates(model: nn.Module, *, compile: bool = False) -> None:
-    """Has every usual layer with SwiGLU call `swiglu`; layers whose `forward` has been replaced stay as they
-    are. `compile`: `compiled.swiglu` instead."""
+    """Makes every usual SwiGLU layer call `swiglu`, or with `compile` `compiled.swiglu`. Layers whose
+    `forward` has been replaced are left alone."""
     function = compiled.swiglu if compile else swiglu
     for part in model.modules():
         usual = steps_of(type(part).forward) == steps_of(_as_in_transformers)

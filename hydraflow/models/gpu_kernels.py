@@ -1,7 +1,7 @@
-"""Where kernels for a GPU replace plain operations.
+"""Decides where GPU kernels replace plain operations.
 
-In: a tensor. Out: the module with the kernels (`triton_kernels.py`), or None where the plain operations stay:
-on a CPU, in float64, and where Triton is missing or fails. torch for GPUs brings it along; it needs a C
+In: a tensor. Out: the module with the kernels (`triton_kernels.py`), or None where plain operations are used:
+on a CPU, in float64, and where Triton is missing or fails. Triton comes with torch for GPUs; it needs a C
 compiler and Python's headers.
 """
 
@@ -17,7 +17,7 @@ import torch
 
 TYPES = (torch.float32, torch.bfloat16, torch.float16)
 _FAILURES = (ImportError, OSError, RuntimeError, AssertionError, SubprocessError)
-"""Of Triton, of the compiler that it calls, and of drivers."""
+"""Errors of Triton, of the compiler that it calls, and of drivers."""
 
 log = logging.getLogger(__name__)
 

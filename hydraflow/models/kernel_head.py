@@ -1,6 +1,7 @@
-"""`fused_head.FusedHead` with kernels for a GPU: the logits of a chunk exist once, in the model's type.
+"""`fused_head.FusedHead` with GPU kernels: a chunk's logits exist once, in the model's dtype.
 
-In and out as there. Left out on purpose: what the kernels do not compute (`suits`); `FusedHead` does.
+In and out as there. Left out on purpose: requests that the kernels do not support (`suits`), which
+`FusedHead` handles.
 """
 
 from __future__ import annotations
@@ -17,8 +18,8 @@ from hydraflow.models.linear import linear
 
 
 def suits(hidden: torch.Tensor, targets: torch.Tensor, work: HeadWork) -> bool:
-    """Whether `KernelHead` gives what is asked for: one target for each token, its log-probability and the
-    entropy, of logits that are not post-processed."""
+    """Whether `KernelHead` supports the request: one target per token, its log-probability and perhaps the
+    entropy, without post-processing of logits."""
     if kernels_for(hidden) is None or targets.ndim > 1:
         return False
     others, probe = work.ask.more not in (None, "entropys"), hidden.new_zeros(1, 1)

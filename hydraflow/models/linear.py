@@ -22,15 +22,15 @@ from hydraflow.device import onednn_is_faster, onednn_product
 from hydraflow.models.chunks import chunk_slices
 
 LEAST_INNER = 128
-"""Shortest sums that oneDNN computes. What is part of a larger product has as long ones, and the same bits
-(`generation/lean.py`)."""
+"""Minimum inner dimension for oneDNN. A part of a larger product has the same inner dimension, hence the same
+bits (`generation/lean.py`)."""
 MOST_WEIGHTS = 2**25
-"""Largest matrix: oneDNN makes a copy in an order of its own."""
+"""Maximum size of a matrix for oneDNN, which makes a reordered copy of it."""
 COPIED = 2**16
 """Numbers of a gradient that are copied at a time."""
 LEAST_ROWS = 16
-"""Fewest rows that oneDNN multiplies. From here on a row has the same bits beside any others, also with MKL
-(`generation/decode.py`)."""
+"""Minimum number of rows for oneDNN. From here on a row's bits do not depend on the other rows, with MKL
+either (`generation/decode.py`)."""
 
 
 class Linear(nn.Linear):

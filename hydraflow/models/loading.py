@@ -96,7 +96,7 @@ def load_tokenizer(
         path = from_hub(path, key)
     found = [file for pattern in _TOKENIZER_FILES for file in Path(path).glob(pattern)]
     if Path(path).is_dir() and not found:
-        # transformers would silently create an empty tokenizer of the model's type
+        # without this check transformers silently creates an empty tokenizer of the model's type
         raise ConfigError.one(key, path, "holds no tokenizer: there is no tokenizer.json in it", remedy)
     try:
         with resolving(path, model):
@@ -107,7 +107,7 @@ def load_tokenizer(
     if model.custom_chat_template is not None:
         tokenizer.chat_template = model.custom_chat_template
     if chat and not tokenizer.chat_template:
-        rule = "its tokenizer has no chat template, and prompts are lists of messages"
+        rule = "its tokenizer has no chat template, but prompts are lists of messages"
         remedy = f"{field}.custom_chat_template=<Jinja template>, or an instruct model"
         raise ConfigError.one(key, path, rule, remedy)
     if tokenizer.pad_token_id is None:
@@ -118,8 +118,8 @@ def load_tokenizer(
 def load_generation_config(
     model: ModelSourceConfig, *, field: str = "actor_rollout_ref.model"
 ) -> GenerationConfig | None:
-    """The directory's generation settings, where end tokens are named; None when it has none of its own.
-    Raises ConfigError when they cannot be read: without its end tokens a model would never stop."""
+    """The directory's generation settings, which name the end tokens; None if it has none. Raises ConfigError
+    when they cannot be read: without its end tokens a model would never stop."""
     from transformers import GenerationConfig
 
     path = require_path(model, field)

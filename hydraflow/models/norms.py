@@ -1,9 +1,9 @@
 """RMSNorm with a custom backward pass, replacing transformers'.
 
 In: a model as transformers builds it. Out: the same model; its norms give bit-identical results, save less
-for the backward pass, and take half the time there; on a GPU they are one kernel, and the last bits differ.
-Modules are replaced if their `forward` is transformers' usual one, operation by operation; about sixty
-classes have it. Left out on purpose: norms with other operations (Gemma's, OLMo's), and float64, where
+for the backward pass, and take half the time there. On a GPU they are one kernel, and the last bits differ.
+Modules are replaced if the operations of their `forward` are exactly transformers' usual ones, as in about
+sixty classes. Left out on purpose: norms with other operations (Gemma's, OLMo's), and float64, where
 transformers' own backward pass is the reference for tests.
 """
 
@@ -54,8 +54,8 @@ def replace_norms(model: nn.Module, *, compile: bool = False) -> None:
 
 
 class _Normed(torch.autograd.Function):
-    """Keeps the normalised input n and 1 / rms(x), and not x: with g = gradient * weight the gradient of x is
-    (g - n * mean(g * n)) / rms(x)."""
+    """Saves the normalised input n and 1 / rms(x) instead of x: with g = gradient * weight, the gradient of x
+    is (g - n * mean(g * n)) / rms(x)."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
@@ -97,5 +97,5 @@ def _as_in_transformers(self: Any, hidden_states: Tensor) -> Tensor:
 def steps_of(function: Any) -> tuple[Any, ...] | None:
     """A function's bytecode and names; None: not a plain function."""
     code = getattr(function, "__code__", None)
-    # the first constant may be a docstring
+    # without the first constant, which may be a docstring
     return None if code is None else (code.co_code, code.co_names, code.co_consts[1:])

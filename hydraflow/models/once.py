@@ -1,5 +1,5 @@
-"""One process of a node at a time: for downloads and for a model's own code, which transformers copies
-without a lock.
+"""Lets one process of a node at a time download a model or copy its code, which transformers does without a
+lock.
 
 In: what is being resolved. Out: a lock file on a local disk. Later processes find everything in place. Left
 out on purpose: other nodes, which have their own caches (`dispatch/environment.py`), and folders without

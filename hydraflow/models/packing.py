@@ -1,10 +1,10 @@
-"""Lays out rows of prompts and responses as model input: packed into one line, or right padded.
+"""Lays out rows of prompts and responses as model input: packed into one line, or right-padded.
 
 In: ragged prompts and responses. Out: a `PackedBatch` with everything a forward pass needs, on the model's
-device. Packed, a prompt that neighbouring rows share is included only once, and the last token of a response,
-which predicts nothing, is dropped: for samples of one long prompt that saves most of the work. There is no
-padding mask: padding is on the right, where causal attention never looks. Left out on purpose: splitting into
-micro-batches (`engine/micro_batcher.py`) and the attention itself (`attention.py`).
+device. A packed line contains a prompt that adjacent rows share only once, and drops the last token of each
+response, which predicts nothing; for many samples of a long prompt that saves most of the work. There is no
+padding mask, because padding is on the right, where causal attention never looks. Left out on purpose:
+splitting into micro-batches (`engine/micro_batcher.py`) and the attention itself (`attention.py`).
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ from hydraflow.protocol.batch import DataProto
 
 @dataclass(frozen=True)
 class PackedBatch:
-    """Input of one forward pass over B rows with N tokens, of which K response tokens are asked for."""
+    """Input of one forward pass over B rows with N tokens; the results for K response tokens are
+    requested."""
 
     input_ids: torch.Tensor
     """(1, N) packed, or (B, T) right padded."""

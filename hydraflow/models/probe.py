@@ -1,4 +1,4 @@
-"""Shared by the checks of a model at load time: test rows, a model's own results, and when two results count
+"""What the checks of a model at load time share: test rows, a model's own results, and when two results count
 as different.
 
 In: a vocabulary, a model of transformers, or numbers of the same tokens computed in two ways. Out: short rows
@@ -22,7 +22,7 @@ ROUNDED = 0.25
 """Tolerance for log-probabilities, or for hidden states relative to their size, by dtype; rounding stays
 below a tenth of it."""
 REFUSED = (ArithmeticError, AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
-"""Errors of model code for unsupported kinds of calls."""
+"""Errors that model code raises for unsupported kinds of calls."""
 
 
 def probe_rows(vocabulary: int) -> tuple[torch.Tensor, torch.Tensor]:

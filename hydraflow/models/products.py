@@ -1,9 +1,8 @@
 """Causal attention by matrix products, a few megabytes of scores at a time.
 
-torch's own kernel for CPUs needs up to five times as long for rows of some dozen tokens in bfloat16, most of
-it in the backward pass; for rows of a thousand it is the faster one. Scores are computed twice, in the
-forward and in the backward pass, so that none are kept. They and the probabilities are float32, as in torch's
-kernel.
+torch's own CPU kernel takes up to five times as long for bfloat16 rows of a few dozen tokens, most of it in
+the backward pass; for rows of a thousand it is faster. Scores are computed in the forward and again in the
+backward pass, so that none are kept. They and the probabilities are float32, as in torch's kernel.
 
 Legend: B rows, h heads of queries, k heads of keys and values, g = h / k, W tokens of a row, d head
 dimension.
@@ -21,7 +20,7 @@ from hydraflow.device import cpu_has_bf16
 LONGEST = 512
 """Tokens of the longest rows for which this is faster."""
 _SCORE_BYTES = 4 * 2**20
-"""Bytes of the scores that exist at a time: what the caches of one core hold."""
+"""Bytes of scores that exist at a time; they fit into the caches of one core."""
 
 
 def are_faster(query: Tensor, key: Tensor) -> bool:

@@ -1,11 +1,11 @@
 """Rotary embeddings of queries and keys with a custom backward pass, replacing transformers'.
 
 In: a model as transformers builds it. Out: the same model; its rotations are bit-identical and take half the
-time on a CPU, where a few rows at a time go through all operations while they are in the cache. So are their
-gradients, which are laid out as queries and keys are: one of transformers' own norms before them then adds up
-its weights' gradient in another order. On a GPU they are one kernel, and the last bits differ. Layers are
-changed if the function that they call is transformers' usual one, operation by operation. Left out on
-purpose: functions that rotate neighbours, or a part of each head, and cosines that are trained.
+time on a CPU, where a few rows at a time go through all operations while they are in the cache. Gradients are
+bit-identical too, but have the memory layout of queries and keys, so one of transformers' own norms before
+them sums its weight's gradient in another order. On a GPU they are one kernel, and the last bits differ.
+Layers are changed if the function that they call has exactly transformers' usual operations. Left out on
+purpose: functions that rotate adjacent columns or only a part of each head, and trained cosines.
 """
 
 from __future__ import annotations

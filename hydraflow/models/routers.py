@@ -65,7 +65,7 @@ def _routed(forward: Callable[..., Any], replay: RouterReplay, *args: Any, **kwa
 
 
 def _sizes(router: type[nn.Module], config: Any) -> tuple[int, int] | None:
-    """E and K of a router of this class, or None if it is of another form; without data."""
+    """E and K of a router of this class, or None if it is not supported; found on the meta device."""
     seen: list[tuple[int, int]] = []
 
     def note(scores: torch.Tensor, values: torch.Tensor, own: torch.Tensor) -> tuple[torch.Tensor, ...]:

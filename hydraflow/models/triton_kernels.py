@@ -1,10 +1,10 @@
-"""Kernels for a GPU, in Triton: RMSNorm, rotary embeddings, SwiGLU, and what the head makes of its logits.
+"""GPU kernels in Triton: RMSNorm, rotary embeddings, SwiGLU, and log-probabilities and entropies from logits.
 
-In: tensors with a row for each token, in float32 or 16 bits. Out: what the plain operations of `norms.py`,
-`rotary.py`, `gated.py` and `fused_head.py` give, but for the last bits; each is one pass over memory instead
-of five to ten. Sums have a fixed order, so the same rows give the same bits. Triton comes with torch where
-that is built for GPUs; `gpu_kernels.py` says when these are used. Left out on purpose: attention and matrix
-products, which torch's own kernels compute, and float64.
+In: tensors with a row for each token, in float32 or 16 bits. Out: the results of the plain operations of
+`norms.py`, `rotary.py`, `gated.py` and `fused_head.py`, except for the last bits; each takes one pass over
+memory instead of five to ten. Sums have a fixed order, so the same rows give the same bits. Triton comes with
+torch builds for GPUs; `gpu_kernels.py` decides when these kernels are used. Left out on purpose: attention
+and matrix products, which torch's own kernels compute, and float64.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 _TILE = 4096
-"""Numbers that a program of `rms_norm` and `swiglu` has in registers at a time."""
+"""Numbers that a program of `rms_norm` or `swiglu` holds in registers at a time."""
 _PARTS = 512
-"""Most programs among which the gradient of a norm's weight is summed; their number decides on its bits."""
+"""Maximum number of programs that sum the gradient of a norm's weight; the number determines its bits."""
 _VOCABULARY = 8192
 """Logits of a token that a program reads at a time."""
 
 
 def try_out(device: str | torch.device) -> None:
-    """Runs a kernel, which Triton compiles at its first call. Raises what Triton, its compiler or a driver
-    raises."""
+    """Runs one kernel, which Triton compiles at its first call. Errors of Triton, its compiler or a driver
+    propagate."""
     swiglu(*torch.ones(2, 1, device=device))
 
 
@@ -351,7 +351,7 @@ def _score(
     BLOCK: tl.constexpr,
 ) -> None:
     row = tl.program_id(0).to(tl.int64)
-    # weighted: shares times logits, these less the largest: beside it small entropies would be lost
+    # `weighted` sums share * (logit - largest): with plain logits, small entropies would cancel out
     largest, total, weighted = -1e38, 0.0, 0.0
     for first in range(0, width, BLOCK):
         column = first + tl.arange(0, BLOCK)

@@ -1,9 +1,9 @@
-"""The weight files of a Hugging Face directory, from their index and headers: which exist, what is wrong with
-them, what they hold.
+"""Inspects the weight files of a Hugging Face directory by their index and headers: which exist, what is
+wrong with them, what they contain.
 
 In: a directory. Out: faults in words, names and shapes. Only headers are read, so that a missing, truncated
-or never downloaded shard is found within milliseconds instead of after minutes of loading. Left out on
-purpose: whether the tensors fill a model (`fit.py`), and numbers."""
+or never downloaded shard is found in milliseconds instead of after minutes of loading. Left out on purpose:
+whether the tensors fill a model (`fit.py`), and reading the weights."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def read_weight_map(index: Path) -> dict[str, str]:
     for weight, file in files.items():
         parts = PurePosixPath(file).parts if isinstance(file, str) and "\0" not in file else ()
         if not parts or parts[0] == "/" or ".." in parts:
-            rule = f"says that {weight} is in {reprlib.repr(file)}, which is no file of this directory"
+            rule = f"says that {weight} is in {reprlib.repr(file)}, which is not a file of this directory"
             raise ConfigError.one(str(index), None, rule)
     return files
 
@@ -92,7 +92,7 @@ def file_fault(file: Path, names: Collection[str] = ()) -> str | None:
     described, start = header
     end = start + max((entry["data_offsets"][1] for entry in described.values()), default=0)
     if file.stat().st_size < end:
-        return f"{file.name} is truncated: it has {file.stat().st_size} bytes of {end}"
+        return f"{file.name} is truncated: it has {file.stat().st_size} of {end} bytes"
     lost = sorted(set(names) - set(described))
     if not lost:
         return None

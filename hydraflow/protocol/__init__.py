@@ -1,1 +1,1 @@
-"""What travels between the controller and the workers: batches, their columns, their bytes."""
+"""What the controller and the workers exchange: batches, their columns, their encoding."""

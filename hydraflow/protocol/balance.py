@@ -32,6 +32,7 @@ def equal_size_partitions(lengths: Lengths, k: int) -> list[list[int]]:
     if len(cost) == 0:
         return [[] for _ in range(k)]
     dealt = np.argsort(-cost, kind="stable").reshape(-1, k)
+    # every other round backwards, or part 0 would get the longest each time
     dealt[1::2] = dealt[1::2, ::-1].copy()
     parts = dealt.T.copy()  # (k, B / k) row numbers
     _swap_until_level(parts, cost)
@@ -41,8 +42,8 @@ def equal_size_partitions(lengths: Lengths, k: int) -> list[list[int]]:
 def token_bins(lengths: Lengths, max_tokens: int, min_bins: int = 1) -> list[list[int]]:
     """Rows in bins of at most `max_tokens` tokens each, loads nearly equal; row numbers ascend within a bin.
 
-    There are max(min_bins, as many as the rows need) bins, but never more than rows: ranks that agree on the
-    largest of their counts and call again with it as `min_bins` get the same number; no rows give no bins.
+    There are at least `min_bins` bins, and more if the rows need them, but never more than rows. Ranks that
+    agree on the largest of their counts and call again with it as `min_bins` get the same number of bins.
     ValueError when one row alone has more than `max_tokens`.
 
     >>> token_bins([6, 5, 4, 3], max_tokens=10), token_bins([6, 5, 4, 3], max_tokens=10, min_bins=3)
@@ -66,12 +67,13 @@ def token_bins(lengths: Lengths, max_tokens: int, min_bins: int = 1) -> list[lis
 
 
 def _swap_until_level(parts: np.ndarray, cost: np.ndarray) -> None:
-    """Swaps rows of the heaviest and the lightest part, in place, until none helps or turns are over."""
+    """Swaps rows of the heaviest and the lightest part, in place, until no swap helps; 4 k swaps at most."""
     totals = cost[parts].sum(axis=1)
     for _ in range(4 * len(parts)):
         heavy, light = int(totals.argmax()), int(totals.argmin())
         gap = totals[heavy] - totals[light]
         ranked = parts[light][np.argsort(cost[parts[light]], kind="stable")]
+        # a swap changes the gap by twice the difference of the two rows, so half the gap is the ideal
         at = np.searchsorted(cost[ranked], cost[parts[heavy]] - gap / 2)
         candidates = np.stack([np.clip(at, 0, len(ranked) - 1), np.clip(at - 1, 0, len(ranked) - 1)])
         # (2, rows of a part): the gap after each swap
@@ -87,7 +89,7 @@ def _swap_until_level(parts: np.ndarray, cost: np.ndarray) -> None:
 
 
 def _fewest_bins(order: list[int], sizes: list[int], max_tokens: int) -> list[list[int]]:
-    """The fewest bins that filling the emptiest first allows, levelled."""
+    """The fewest bins that filling the emptiest first can reach, with balanced loads."""
     least = max(1, -(-sum(sizes) // max_tokens))
     bins = _fill(order, sizes, max_tokens, least)
     if len(bins) > least:  # the ones opened late are nearly empty; starting with all of them levels the loads
@@ -112,8 +114,8 @@ def _fill(order: list[int], sizes: list[int], max_tokens: int, count: int) -> li
 
 
 def _split_to(bins: list[list[int]], sizes: list[int], count: int) -> list[list[int]]:
-    """Halves the heaviest bin that has more than one row until there are `count`. Filling afresh does not
-    always get there."""
+    """Halves the heaviest bin with more than one row until there are `count`. Filling that many bins again
+    may end with a different number."""
     bins = list(bins)
     while len(bins) < count:
         several = [number for number, rows in enumerate(bins) if len(rows) > 1]

@@ -1,7 +1,7 @@
-"""DataProto: a batch of rows that travels through the trainer, with verl's operations and semantics.
+"""DataProto: a batch of rows, with verl's operations and semantics.
 
 In: tensors (dense, or ragged where rows differ in length), objects per row, and facts about the whole batch.
-Out: new batches; what they share with `RemoteBatch` is in `rows`.
+Out: new batches; operations that `RemoteBatch` has as well are in `rows`.
 Left out on purpose: padding on the wire, verl's automatic padding, and saving to disk.
 Column names are in `fields`; what the controller holds instead of a DataProto is in `remote`.
 
@@ -46,7 +46,7 @@ class DataProto(Rows):
     batch: TensorDict | None = None
     """Tensor columns: dense (B, ...) or ragged (B, j, ...)."""
     non_tensor_batch: dict[str, np.ndarray] = field(default_factory=dict)
-    """Object columns: object arrays (B,) or (B, ...). They travel as JSON."""
+    """Object columns: object arrays (B,) or (B, ...). They are sent as JSON."""
     meta_info: dict[str, Any] = field(default_factory=dict)
     """Plain values about the batch; `concat` merges `metrics`, everything else must agree."""
 
@@ -117,7 +117,7 @@ class DataProto(Rows):
         return self._like(columns, dict(self.non_tensor_batch), dict(self.meta_info), len(self))
 
     def with_columns(self, tensors: Mapping[str, Tensor]) -> Self:
-        """A copy with these tensor columns, each in place of one of its name or besides the others.
+        """A copy with these tensor columns added; they replace columns of the same name.
 
         >>> data = DataProto.from_dict({"length": torch.tensor([3, 1])})
         >>> data.with_columns({"live": torch.tensor([True, False])}).get("live").tolist()
@@ -242,7 +242,7 @@ class DataProto(Rows):
             data = self.select_idxs(torch.randperm(len(self), generator=generator)) if shuffle else self
             yield from data.split(size)
 
-    # Pickling: numpy arrays out of band, no tensor goes through torch's own pickler.
+    # pickles numpy arrays, which protocol 5 keeps out of band; torch's own pickler would copy
 
     def __reduce__(self) -> tuple[Callable[..., DataProto], tuple[Any, ...]]:
         encoded = {key: wire.encode(column, key) for key, column in self.items()}

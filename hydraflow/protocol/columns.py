@@ -55,7 +55,7 @@ def take(column: ColumnData, index: ragged.RowIndex) -> ColumnData:
 
 
 def n_rows(column: Sized) -> int:
-    """Rows of a column; `len` of a ragged tensor takes 14 us."""
+    """Rows of a column, without `len` for ragged tensors, which takes 14 us."""
     return ragged.n_rows(column) if isinstance(column, Tensor) and ragged.is_ragged(column) else len(column)
 
 

@@ -1,8 +1,8 @@
 """The columns of a batch: name, type, shape and meaning of each. Most names are verl's.
 
-Code writes names as plain strings; tests hold it to this table: every column that a file names is here and
-used, and the workers' outputs have the type and shape given here. Left out on purpose: attention masks,
-position ids and padded tables: rows are ragged, so they would say nothing new.
+Code writes names as plain strings. Tests compare it with this table: every column that the code names is here
+and used, and the workers' outputs have the dtype and shape given here. Left out on purpose: attention masks,
+position ids and padded tables, which would be redundant because rows are ragged.
 
 Legend: B rows (trajectories), P prompt, R response. "ragged (B, R)" is a jagged tensor with as many values in
 a row as its response has tokens; all such columns of one batch have the same row lengths.
@@ -107,7 +107,7 @@ SCORING = {
     "failed": Field("bool", ROW, "the reward function raised or exceeded a limit; `score` is failure_score"),
     "reward_baselines": Field("float32", ROW, "the score of the greedy response to the row's prompt"),
     "reward_parts": Field(
-        "float32", ROW, "the reward function's numbers that algorithm.gdpo_reward_keys names", each="K"
+        "float32", ROW, "the reward function's outputs that algorithm.gdpo_reward_keys names", each="K"
     ),
     "text": Field("str", OBJECT, "the decoded response"),
     "prompt_text": Field("str", OBJECT, "the decoded prompt"),
@@ -166,8 +166,8 @@ UPDATES = {
 by the actor, for rollout correction and losses that select tokens."""
 
 ALGORITHMS = {
-    "advantages": Field("float32", RESPONSE, "how much better each token was than expected"),
-    "returns": Field("float32", RESPONSE, "what the critic is trained to predict"),
+    "advantages": Field("float32", RESPONSE, "advantage of each token over the baseline"),
+    "returns": Field("float32", RESPONSE, "target of the critic's value at each token"),
 }
 """Produced by algorithms/."""
 

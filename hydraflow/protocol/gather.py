@@ -1,9 +1,9 @@
 """Selects rows of several ragged pieces in one pass over their tokens.
 
 In: the pieces of a column and the wanted row numbers of their concatenation. Out: one ragged column. The
-columns of a batch mostly have rows of the same lengths (responses, masks, log-probabilities): where each
-token goes is then computed once for all of them. Left out on purpose: pieces of which few rows are wanted,
-and long rows, which are copied piece by piece (`remote`).
+columns of a batch mostly have the same row lengths (responses, masks, log-probabilities), so that token
+positions are computed once for all of them. Left out on purpose: pieces with few wanted rows, and long rows,
+which are copied piece by piece (`remote`).
 """
 
 from __future__ import annotations

@@ -2,9 +2,9 @@
 numbers.
 
 In: references and row indices. Out: which pieces a reader needs, which rows of each, and in what order;
-smaller references to send. A row index is shared by the columns that it holds for, as one array object: its
-arithmetic is then done once per operation, and it is pickled once. Left out on purpose: whole batches and
-reading (`remote`), and resolving references (`dispatch`).
+smaller references to send. Columns with the same row index share one array object, so that its arithmetic is
+done once per operation, and it is pickled once. Left out on purpose: whole batches and reading (`remote`),
+and resolving references (`dispatch`).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from hydraflow.protocol.wire import ColumnData
 
 
 class ColumnRef(Protocol):
-    """Some rows of one column, held somewhere. Hashable; equal references mean the same, constant data."""
+    """A reference to some rows of one column. Hashable; equal references mean the same, constant data."""
 
     @property
     def rows(self) -> int:
@@ -108,7 +108,7 @@ def piece_plan(column: Column) -> PiecePlan:
 
 
 class PiecePlanCache:
-    """`piece_plan`, once for columns with pieces of the same rows and the same index object."""
+    """`piece_plan`, computed once for columns with the same layout and the same index object."""
 
     def __init__(self) -> None:
         self._plans: dict[object, PiecePlan] = {}
@@ -180,8 +180,8 @@ Localised = tuple[list[np.ndarray | None], np.ndarray | None]
 
 
 def localise(column: Column, plans: PiecePlanCache, memo: dict[object, Localised]) -> Column:
-    """The same rows without unused pieces, local pieces cut: rows that follow each other by a view. `memo`
-    is kept over a batch's columns."""
+    """The same rows without unused pieces and unused rows of local pieces; consecutive rows are cut as a
+    view. `memo` is shared by a batch's columns."""
     plan = plans(column)
     refs = [column.refs[number] for number, _ in plan.picks]
     is_local = tuple(isinstance(ref, LocalColumn) for ref in refs)
@@ -199,8 +199,8 @@ def localise(column: Column, plans: PiecePlanCache, memo: dict[object, Localised
 
 
 def _shrink(plan: PiecePlan, is_local: Sequence[bool], layout: Sequence[int]) -> Localised:
-    """Local pieces keep each wanted row once; the index takes the smallest integer type: two bytes a row
-    where int64 takes eight."""
+    """Local pieces keep each wanted row once. The index gets the smallest integer dtype, often two bytes per
+    row instead of eight."""
     kept: list[np.ndarray | None] = []
     rows: list[np.ndarray] = []
     total = 0

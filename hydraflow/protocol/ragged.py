@@ -45,12 +45,12 @@ def from_parts(values: Tensor, lengths: Tensor) -> Tensor:
     if int(offsets[-1]) != values.shape[0]:
         held = f"a ragged column with {values.shape[0]} values"
         raise ValueError(f"{held} cannot have row lengths that add up to {int(offsets[-1])}")
-    # The class itself: nested_tensor_from_jagged takes five times as long for the checks made above.
+    # not nested_tensor_from_jagged, which repeats the checks above and takes five times as long
     return NestedTensor(values.detach(), offsets)
 
 
 def from_rows(row_list: Sequence[Tensor]) -> Tensor:
-    """A ragged column from its rows, each (L_i, ...). ValueError without any: of which dtype?"""
+    """A ragged column from its rows, each (L_i, ...). ValueError without rows, which leave the dtype open."""
     if len(row_list) == 0:
         instead = "for an empty column use from_parts with empty values of the right dtype"
         raise ValueError(f"from_rows needs at least one row; {instead}")
@@ -104,7 +104,7 @@ def as_index(index: RowIndex, n_rows: int) -> np.ndarray:
     [[0, 2], [2, 0], [1, 2]]
     """
     if isinstance(index, slice):
-        # a step of 2**63 makes numpy choose another type
+        # for a step of 2**63 numpy chooses another dtype
         return np.arange(*index.indices(n_rows)).astype(np.int64, copy=False)
     array = np.asarray(index.detach().cpu().numpy() if isinstance(index, Tensor) else index)
     if array.ndim != 1:

@@ -1,4 +1,4 @@
-"""RemoteBatch: what the controller holds instead of tensors: references to columns, and the selected rows.
+"""RemoteBatch: the controller's view of a batch, with references to columns in place of tensors.
 
 In: references to shards of columns, which stay where they were created, and small objects per row. Out: new
 RemoteBatches after row operations, none of which reads a tensor; in the worker, a `DataProto`. `dispatch`
@@ -168,7 +168,7 @@ class RemoteBatch(Rows):
             return "is a reference in one batch and objects in the other"
         if mine.refs == theirs.refs and np.array_equal(mine.index, theirs.index):
             return None
-        return "is in both batches and not by reference the same; pop or rename one of the two first"
+        return "is in both batches, but not as the same reference; pop or rename one of the two first"
 
     def __reduce__(self) -> tuple[Callable[..., RemoteBatch], tuple[Any, ...]]:
         objects = {key: wire.encode(value, key) for key, value in self.objects.items()}
@@ -241,7 +241,7 @@ def _wanted(
 def _checked(ref: ColumnRef, data: Mapping[ColumnRef, ColumnData], name: str) -> ColumnData:
     piece = data[ref]
     if (rows := n_rows(piece)) != ref.rows:
-        raise ValueError(f"column {name!r}: a piece with {ref.rows} announced rows has {rows}")
+        raise ValueError(f"column {name!r}: a piece should have {ref.rows} rows, but has {rows}")
     return piece
 
 

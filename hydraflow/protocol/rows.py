@@ -18,7 +18,7 @@ from hydraflow.protocol.ragged import RowIndex
 
 
 class Rows(ABC):
-    """A batch of rows. What fails on the user's data raises ValueError or KeyError that name the column."""
+    """A batch of rows. Failures caused by the user's data raise ValueError or KeyError naming the column."""
 
     meta_info: dict[str, Any]
 
@@ -121,7 +121,7 @@ class Rows(ABC):
         self._set({**other._columns(), **self._columns()}, {**other._objects(), **self._objects()}, rows)
         return self
 
-    # To be provided by each kind of batch
+    # for subclasses to implement
 
     @abstractmethod
     def _columns(self) -> dict[str, Any]:

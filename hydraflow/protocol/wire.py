@@ -90,8 +90,8 @@ _ATOMS = (str, int, float, bool, type(None))
 
 
 def _distinct(items: np.ndarray) -> tuple[list[int], np.ndarray]:
-    """The first position of each distinct object, and for every position the number of its object (int32):
-    the samples of a prompt share its objects."""
+    """The first position of each distinct object, and for every position the number of its object (int32).
+    By identity, because the samples of a prompt share its objects."""
     identities = np.fromiter(map(id, items), dtype=np.int64, count=len(items))
     _, first, which = np.unique(identities, return_index=True, return_inverse=True)
     by_place = np.argsort(first)
@@ -141,7 +141,7 @@ def _to_numpy(t: Tensor) -> np.ndarray:
 
 
 def _from_numpy(array: np.ndarray, dtype: str, copy: bool) -> Tensor:
-    # from_dlpack accepts read-only memory without from_numpy's warning, which would reach every user's log.
+    # from_numpy warns about read-only memory, in every user's log; from_dlpack does not
     t = torch.from_numpy(array.copy()) if copy else torch.from_dlpack(array)
     return t.view(getattr(torch, dtype))
 

@@ -1,4 +1,5 @@
-"""Loads the functions of `selection.py` and combines them into one call per row, or per batch of rows.
+"""Loads the functions that `selection.py` found, and combines them into one call per row, or per batch of
+rows.
 
 In: the section `reward`. Out: a `RewardCall`. Loading runs the user's code (`custom.py`).
 """
@@ -91,7 +92,7 @@ def _load(one: SelectedFunction, config: RewardConfig, place: int) -> Callable[.
             raise ConfigError.one(f"{key}.name", one.name, rule, remedy)
         return function
     if one.name == "judge" and config.judge.api_key_env is not None:
-        key_of(config.judge.api_key_env)  # before the first row
+        key_of(config.judge.api_key_env)  # a missing key is an error now, not at the first row
     built_in = FUNCTIONS[one.name].bound(config)
     takes = inspect.signature(built_in).parameters
     ours = (*ARGUMENTS, *FUNCTIONS[one.name].reads)

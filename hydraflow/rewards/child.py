@@ -1,8 +1,9 @@
 """The main loop of a reward process: rows in, scores out, with a time limit per row and a memory limit.
 
-In: chunks of rows over a socket. Out: their results, after at most `FLUSH_SECONDS` of work. Before each row
-the process notes the row and the time in shared memory, so that the pool knows at which row it died or hung.
-Imports are light on purpose: no torch, no Ray, so that a process is ready in a tenth of a second.
+In: chunks of rows over a socket. Out: their results, batched over at most `FLUSH_SECONDS` of work. Before
+each row the process records the row and the time in shared memory, so that the pool knows on which row it
+died or hung. Imports are light on purpose: no torch, no Ray, so that a process is ready in a tenth of a
+second.
 """
 
 from __future__ import annotations
@@ -59,7 +60,7 @@ class RowProgress:
         """Records that `row` (index in the chunk) started at `now` (time.monotonic, one clock for all
         processes), when the process had waited `waited` seconds for a CPU, and may take `limit` seconds.
         """
-        # times first: a concurrent reader sees an old row with a new time
+        # times first: a concurrent reader may pair the old row with the new time, never the reverse
         struct.pack_into("ddd", self._memory, 8, now, waited, limit)
         struct.pack_into("q", self._memory, 0, row)
 

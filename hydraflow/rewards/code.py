@@ -2,8 +2,8 @@
 
 In: a response with a Python program, and tests as APPS and verl's data have them: `{"inputs": [...],
 "outputs": [...]}`, perhaps with the name of a function, as JSON text or a mapping. Out: the share of tests
-passed. The right outputs never enter the sandbox. Left out on purpose: tests that are code themselves
-(`assert f(1) == 2`): they would run beside the program, which could change them.
+passed. The expected outputs never enter the sandbox. Left out on purpose: tests that are code themselves
+(`assert f(1) == 2`), which would run in the program's process, where it could change them.
 """
 
 from __future__ import annotations

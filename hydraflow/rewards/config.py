@@ -64,17 +64,17 @@ class RewardManagerConfig:
     """How reward functions are called."""
 
     name: str = option("naive", choices=MANAGERS)
-    """naive, prime and dapo: with one row. batch: reward.custom_reward_function gets many rows at once, as
-    lists named data_sources, solution_strs, ground_truths and extra_infos, and returns a list of scores."""
+    """naive, prime and dapo: call with one row. batch: call reward.custom_reward_function with many rows, as
+    lists named data_sources, solution_strs, ground_truths and extra_infos; it returns a list of scores."""
 
 
 @dataclass
 class SandboxConfig:
-    """Limits of the programs that the code function runs. A program runs in its own namespaces: no network,
-    no files except the interpreter's and a temporary folder."""
+    """Limits for the programs that the code function runs. Each runs in its own namespaces, without network
+    and with no files except the interpreter's and a temporary folder."""
 
     timeout: float = option(4.0, rule=SECONDS)
-    """Wall-clock limit of one test, in seconds. All tests of a row together have reward.timeout."""
+    """Wall-clock limit of one test, in seconds; reward.timeout limits all tests of a row together."""
     memory: float = option(1.0, rule=GIBIBYTES)
     """Memory limit of each process of a program, and size limit of its temporary folder, in GiB."""
     processes: int = option(16, ge=1)
@@ -103,11 +103,11 @@ class JudgeConfig:
     """The user message; {data_source}, {solution_str}, {ground_truth} and {extra_info[<key>]} are replaced by
     the row's."""
     pattern: str = r"Score:\s*(-?[0-9]+(?:\.[0-9]+)?)"
-    """Regular expression whose one group is the score; the last match in the answer counts."""
+    """Regular expression whose only group is the score; the last match in the answer counts."""
     parameters: dict[str, Any] = field(default_factory=lambda: {"temperature": 0.0})
     """Further fields of a request, such as max_tokens."""
     timeout: float = free(10.0, rule=SECONDS)
-    """Time limit of one request in seconds, at most reward.timeout, which limits all attempts together."""
+    """Time limit of one request in seconds; reward.timeout limits all attempts together."""
     max_retries: int = free(2, ge=0)
     """Retries if the endpoint cannot be reached, is overloaded (429) or fails (5xx), with exponential backoff
     from half a second, or as the endpoint's Retry-After says."""
@@ -132,7 +132,7 @@ class RewardModelConfig:
     enable_resource_pool: bool = free(False)
     """Dedicated devices for the reward model: nnodes machines with n_gpus_per_node each."""
     nnodes: int = free(1, size=True, no_effect=SHARED_DEVICES)
-    """Dedicated machines."""
+    """Number of dedicated machines."""
     n_gpus_per_node: int = free(8, size=True, no_effect=SHARED_DEVICES)
     """Devices on each dedicated machine."""
     device_mapping: Any = free(None)
@@ -162,8 +162,8 @@ class RewardConfig:
     sandbox: SandboxConfig = field(default_factory=SandboxConfig)
     judge: JudgeConfig = field(default_factory=JudgeConfig)
     num_workers: int = free(1, ge=0)
-    """Reward processes, each scoring one row at a time unless the function is asynchronous; 0: score in the
-    calling process, where breakpoint() works and rows have no limits."""
+    """Number of reward processes, each scoring one row at a time unless the function is asynchronous; 0:
+    score in the calling process, where breakpoint() works and rows have no limits."""
     timeout: float = free(10.0, rule=SECONDS, no_effect=NO_PROCESS)
     """Time limit per row in seconds, not counting time spent waiting for a CPU; at most four times as long in
     wall-clock time. A row over the limit fails."""
@@ -179,7 +179,7 @@ class RewardConfig:
 
 @dataclass
 class OverlongBufferConfig:
-    """Soft punishment of long responses (DAPO), in training."""
+    """Soft overlong punishment (DAPO), in training."""
 
     enable: bool = option(False, switch=Switch(off=False, remedy="{s}.enable=true"))
     """Penalize responses that nearly reach the maximum length."""
@@ -193,7 +193,7 @@ class OverlongBufferConfig:
 
 @dataclass
 class RewardKwargsConfig:
-    """Changes to the reward function's scores, under verl's names."""
+    """Adjustments of the reward function's scores, under verl's names."""
 
     overlong_buffer_cfg: OverlongBufferConfig = field(default_factory=OverlongBufferConfig)
     max_resp_len: int | None = option(

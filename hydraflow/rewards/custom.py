@@ -1,8 +1,8 @@
 """Finds, imports and checks the user's reward function.
 
 In: path and name of the function and its keyword arguments. Out: a callable, or a `ConfigError` that says
-what is wrong. Importing runs the user's code, which may hang or exit: before a run starts it
-is done in a process of a pool (`RewardPool.require_loaded`).
+what is wrong. Importing runs the user's code, which may hang or exit, so before a run starts it is done in a
+process of a pool (`RewardPool.require_loaded`).
 """
 
 from __future__ import annotations

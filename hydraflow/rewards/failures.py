@@ -1,4 +1,5 @@
-"""Stops the run when too many rows could not be scored: such scores must be neither trained on nor reported.
+"""Stops the run when too many rows could not be scored, so that their scores are neither trained on nor
+reported.
 
 In: how many rows failed, and why the first did. Out: nothing, or a GuardStop (exit code 5).
 """

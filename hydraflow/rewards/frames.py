@@ -46,8 +46,8 @@ class FrameSocket:
         return messages
 
     def receive(self) -> Any:
-        """Waits for one message; for the child's end, which has nothing else to do. Messages never overtake a
-        question, so one comes at a time."""
+        """Waits for one message. For the child's end, which has nothing else to do; the pool sends the next
+        message only after the answer, so there is never more than one."""
         messages: list[Any] = []
         while not messages:
             messages = self.arrived()

@@ -1,8 +1,8 @@
 """LLM as a judge: one chat request per row to any OpenAI-compatible endpoint.
 
-In: a row and the section `reward.judge`. Out: the number in the model's answer. If the endpoint gives none,
-the row fails with the reason. Answers with a score may be cached on disk, one file per distinct request; the
-API key is in no file and no message.
+In: a row and the section `reward.judge`. Out: the number in the model's answer. If there is none, the row
+fails with the reason. Answers with a score may be cached on disk, one file per distinct request; the API key
+appears in no file and no message.
 """
 
 from __future__ import annotations
@@ -75,6 +75,7 @@ async def _ask(judge: JudgeConfig, request: Mapping[str, Any]) -> str:
             reason, final = f"{type(error).__name__}: {error}", False
         if final or not left:
             raise JudgeError(_shown(judge, f"the judge at {judge.base_url} did not answer: {reason}"))
+        # random, so that rows that failed together do not retry together
         await asyncio.sleep(min(_seconds(asked_for, wait * random.uniform(1.0, 1.25)), MOST_WAIT))
         wait *= 2
     raise AssertionError("the last attempt returns or raises")

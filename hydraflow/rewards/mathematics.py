@@ -1,8 +1,8 @@
 """Mathematical answers, compared by value with math-verify.
 
-In: a response whose last boxed or otherwise marked expression is the answer, and the right answer. Out:
-whether it is right. Its own time limits are off: they need the alarm clock that the reward process uses for
-the whole row.
+In: a response whose last boxed or otherwise marked expression is the answer, and the correct answer. Out:
+whether they are equal. math-verify's own time limits are off: they need the alarm signal that the reward
+process uses for the whole row.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 
 import math_verify
 
-# It warns that its time limits are off; `rewards/pool.py` keeps the limit.
+# it warns that its time limits are off; `rewards/child.py` limits the row instead
 logging.getLogger("math_verify").setLevel(logging.ERROR)
 
 _ANSWER = re.compile(r"answer\s*:[\s*]*([^\n]*)", re.IGNORECASE)

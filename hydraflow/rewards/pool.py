@@ -2,8 +2,8 @@
 
 In: rows of (data source, response text, ground truth, extra info). Out: one result per row, in the order of
 the rows. A row that raises, takes too long, ends its process or returns no finite number scores
-`failure_score`, with the reason. The time limit is kept twice: by an alarm inside the process, and, where
-code never returns to Python, by the pool, which ends the process some grace after the limit and starts
+`failure_score`, with the reason. The time limit is enforced twice: by an alarm inside the process and, for
+code that never returns to Python, by the pool, which ends the process shortly after the limit and starts
 another. The processes themselves are in `worker.py`.
 """
 
@@ -68,7 +68,7 @@ class RewardPool:
         self._workers: list[RewardProcess] = []
         self._function: RewardCall | None = None
         """The function of a pool without processes, loaded on first use."""
-        self._tried_again: set[int] = set()
+        self._retried: set[int] = set()
         """Rows of this call whose process was killed."""
         self._alone: set[int] = set()
         """Rows of this call that are scored alone, because a process died while it scored them with
@@ -102,7 +102,7 @@ class RewardPool:
             scored = score_here(self._function, rows)
             return [self._result(*result) for result in scored]
         self.start()
-        self._tried_again, self._alone = set(), set()
+        self._retried, self._alone = set(), set()
         queue = deque(range(len(rows)))
         results: dict[int, RewardResult] = {}
         try:
@@ -119,7 +119,7 @@ class RewardPool:
     def close(self) -> None:
         """Ends the processes, with everything that the function started in them."""
         for worker in self._workers:
-            worker.let_go()  # signal all of them before waiting for any
+            worker.signal_end()  # signal all of them before waiting for any
         for worker in self._workers:
             worker.end()
         self._workers = []
@@ -134,8 +134,8 @@ class RewardPool:
         """Waits for answers, or for the first process to exceed its time limit."""
         busy = [worker for worker in self._workers if worker.pending]
         patience = min(worker.deadline() for worker in busy) - time.monotonic()
-        # A deadline moves closer when a process goes from loading to its first row, so never wait longer than
-        # a row may take.
+        # a deadline moves closer when a process goes from loading to its first row, so never wait longer than
+        # a row may take
         answered = _readable(busy, max(0.0, min(patience, self.config.timeout + GRACE_SECONDS)))
         for worker in answered:
             self._receive(worker, results, queue)
@@ -172,8 +172,8 @@ class RewardPool:
         if suspects:
             self._alone |= set(suspects)
             culprit = None
-        if killed and culprit is not None and culprit not in self._tried_again:
-            self._tried_again.add(culprit)
+        if killed and culprit is not None and culprit not in self._retried:
+            self._retried.add(culprit)
             culprit = None
         if culprit is not None:
             results[culprit] = self._result(None, {}, reason)

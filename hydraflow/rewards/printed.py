@@ -1,9 +1,9 @@
-"""Copies what a reward function prints to the log: as lines of text, without control characters, rate
+"""Copies the output of a reward function to the log: as lines of text, without control characters, and rate
 limited.
 
 In: a pipe that the function's process and its children write to. Out: tagged lines in the process's log
-file, which is rotated, or, in a process without log files, lines on standard error. The pipe is always read
-to its end, so that printing never blocks; output above the rate limit is dropped, and the log says how much.
+file, which is rotated, or, in a process without log files, lines on standard error. The pipe is always
+drained, so that printing never blocks; output above the rate limit is dropped, and the log says how much.
 """
 
 from __future__ import annotations

@@ -1,13 +1,12 @@
 """Runs untrusted programs, each in its own namespaces: user, mount, PID, network, IPC.
 
 In: a Python program, the inputs of its tests and limits. Out: how it ended on each and what it printed. Its
-root folder has the interpreter and the system's libraries, read-only, a few devices and an empty `/tmp`;
-there is no network and no /proc, and no other process to be seen. It runs without capabilities: where root
-runs it, under an unused user id, otherwise as the user in a user namespace. All of it is done by util-linux
-(`unshare`, `mount`, `pivot_root`, `setpriv`), except that some system calls are refused (`sandbox_calls.py`).
-Where the machine forbids that, nothing runs and `require_sandbox` says why. Left out on purpose: cgroups,
-which a user seldom may make, so that the limit of memory holds for each process of a program; other languages
-than Python.
+root folder has the interpreter and the system's libraries, read-only, a few devices and an empty `/tmp`.
+There is no network and no /proc, and other processes are invisible. It runs without capabilities: started by
+root, under an unused user id; otherwise as the user, in a user namespace. util-linux does all of this
+(`unshare`, `mount`, `pivot_root`, `setpriv`), except for a filter of system calls (`sandbox_calls.py`). Where
+the machine forbids it, nothing runs and `require_sandbox` says why. Left out on purpose: cgroups, which users
+can seldom create, so the memory limit applies to each process of a program; languages other than Python.
 """
 
 from __future__ import annotations
@@ -39,8 +38,8 @@ _NAMESPACES = ("--mount", "--pid", "--net", "--ipc", "--uts", "--fork", "--kill-
 _UNUSED_USERS = range(61184, 65520)
 """User ids that systemd assigns to services dynamically; no files belong to them."""
 _LIBRARIES = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32", "/etc/ld.so.cache")
-# The new root is assembled on /sys, which nothing here needs, and is read-only before it is entered.
-# umount reads /proc, so that goes last. What is mounted below a folder of libraries is made read-only, too.
+# The new root is assembled on /sys, which nothing here needs, and is made read-only before it is entered.
+# umount reads /proc, so /proc goes last. Mounts below a library folder are made read-only as well.
 _ENTER = """
 set -e
 umask 022

@@ -73,8 +73,8 @@ _X32 = 0x40000000
 
 
 def call_filter(machine: str | None = None) -> bytes:
-    """The filter, as `struct sock_filter` one after the other. `machine`: null: this one. ValueError: there
-    is none for it."""
+    """The filter, as consecutive `struct sock_filter`s. `machine`: None: this one. ValueError if there is no
+    filter for it."""
     machine = machine or platform.machine()
     if machine not in _ARCHITECTURES:
         raise ValueError(f"there is no filter of system calls for {machine}, only for x86_64 and aarch64")
@@ -84,7 +84,7 @@ def call_filter(machine: str | None = None) -> bytes:
     for numbers in _REFUSED.values():
         if (number := numbers[place]) is not None:
             steps += [_if(number), _fail(errno.EPERM)]
-    # its flags are in memory, out of a filter's sight; without it libc takes clone
+    # clone3 has its flags in memory, where a filter cannot see them; on ENOSYS libc falls back to clone
     steps += [_if(_CLONE3[place]), _fail(errno.ENOSYS)]
     spawned = [_load(_FIRST_ARGUMENT), (_ANY_BIT, 0, 1, _NEW_NAMESPACES), _fail(errno.EPERM), _return(_ALLOW)]
     steps += [_if(_CLONE[place], len(spawned)), *spawned]

@@ -1,6 +1,6 @@
-"""What a reward function returned, read as a score.
+"""Interprets what a reward function returned as a score.
 
-In: any value. Out: a score and the other numbers, or why it is none.
+In: any value. Out: a score and the other numbers, or why the value is not a score.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """One process of a pool: starting it, talking to it, ending it, and tracking its current row.
 
-In: the configuration, then chunks of rows. Out: their results as they come, the time at which it should have
-been done, and why it ended. Every wait has a limit. A supervisor (`child.supervised`) runs between here and
-the function's process and ends everything with it. Left out on purpose: `multiprocessing.Process`,
-which imports the main program again in every child.
+In: the configuration, then chunks of rows. Out: their results as they arrive, the process's deadline, and why
+it ended. Every wait has a limit. Between this process and the function's runs a supervisor
+(`child.supervised`), which ends everything that the function started. Left out on purpose:
+`multiprocessing.Process`, which imports the main program again in every child.
 """
 
 from __future__ import annotations
@@ -175,13 +175,13 @@ class RewardProcess:
         """Whether it ended by SIGKILL."""
         return self._process.returncode == -signal.SIGKILL
 
-    def let_go(self) -> None:
+    def signal_end(self) -> None:
         """Asks its supervisor to end it and everything that it has started."""
         self._leash.close()
 
     def end(self) -> None:
-        """Ends it and gives back what it held."""
-        self.let_go()
+        """Ends the process and releases its resources."""
+        self.signal_end()
         try:
             self._process.wait(END_SECONDS)
         except subprocess.TimeoutExpired:

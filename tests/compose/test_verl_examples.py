@@ -106,7 +106,7 @@ def test_options_of_mixtures_inside_megatron_core_are_keys_of_ours():
 
 def test_a_loss_whose_gradient_depends_on_micro_batches_is_refused():
     words = [*LINES["gspo_moe_megatron"], f"{OVERRIDE}.moe_router_load_balancing_type=aux_loss"]
-    with pytest.raises(ConfigError, match="depends on how rows are cut into micro-batches"):
+    with pytest.raises(ConfigError, match="depends on how rows are split into micro-batches"):
         load_command("ppo", PPOConfig, words, tolerant=True)
 
 

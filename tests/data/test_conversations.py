@@ -118,7 +118,7 @@ def test_a_template_that_rewrites_earlier_turns_is_refused(
     )
     path = write(tmp_path / "a.jsonl", [{"messages": TWO_TURNS[:2]}, {"messages": TWO_TURNS}])
     with pytest.raises(
-        ConfigError, match="row 0: message 1: the chat template writes the conversation up to it differently"
+        ConfigError, match="row 0: message 1: the chat template renders the conversation up to it differently"
     ):
         ConversationDataset(SFTDataConfig(), path, tokenizer)
 
@@ -175,7 +175,7 @@ def test_what_truncation_leaves_untrained_is_left_out(
 ) -> None:
     with caplog.at_level(logging.WARNING):
         assert len(ConversationDataset(SFTDataConfig(max_length=9, truncation="right"), long, tokenizer)) == 1
-    assert "left out 1 of 2 conversations" in caplog.text
+    assert "dropped 1 of 2 conversations" in caplog.text
     with pytest.raises(
         ConfigError, match="none of the 2 conversations has a trained token within data.max_length"
     ):

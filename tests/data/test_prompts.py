@@ -81,7 +81,7 @@ def test_filter_leaves_out_overlong_prompts_and_says_how_many(
             DataConfig(max_prompt_length=6, filter_overlong_prompts=True), file, tokenizer
         )
     assert dataset.batch(np.arange(2)).non_tensor_batch["uid"].tolist() == ["0", "1"] and len(dataset) == 2
-    assert "left out 1 of 3 prompts with more than 6 tokens" in caplog.text
+    assert "dropped 1 of 3 prompts with more than 6 tokens" in caplog.text
     with pytest.raises(ConfigError, match="all 3 prompts are longer than data.max_prompt_length=2"):
         PromptDataset(DataConfig(max_prompt_length=2, filter_overlong_prompts=True), file, tokenizer)
 
@@ -150,7 +150,7 @@ def test_prompts_for_generation_need_no_reward_columns(
             row([{"role": "user", "content": [{"type": "text", "text": "1"}]}]),
             "row 1: column prompt must be .* a text as content",
         ),
-        (row(""), "row 1: the chat template gives it no tokens"),
+        (row(""), "row 1: the chat template renders it to no tokens"),
     ],
 )
 def test_bad_rows_are_named(

@@ -122,5 +122,5 @@ def test_an_answer_that_the_template_replaces_is_refused(
     tokenizer: PreTrainedTokenizerFast, tmp_path: Path
 ) -> None:
     """Also where the next user's message is the answer's text."""
-    with pytest.raises(ConfigError, match="message 1: the chat template writes the conversation up to it"):
+    with pytest.raises(ConfigError, match="message 1: the chat template renders the conversation up to it"):
         trained(tokenizer, REPLACES, ["q1", "two"], tmp_path)

@@ -78,7 +78,7 @@ def test_a_mode_of_the_users(groups: dict[int, WorkerGroup], batch_of: BatchOf) 
     # Parts of 0..3 over two ranks: (0, 1) and (2, 3); rank 0 gets the last part, rank 1 weighs 10.
     assert groups[2].role("probe").call(Probe.user_mode, batch_of(4)) == 5 + 10 * 1
     assert groups[1].role("probe").call(Probe.user_mode, batch_of(4)) == 6
-    with pytest.raises(ValueError, match="exists already"):
+    with pytest.raises(ValueError, match="already exists"):
         register_dispatch_mode(probes.REVERSE_AND_SUM, probes._reverse, probes._sum)
 
 

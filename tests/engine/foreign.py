@@ -16,7 +16,7 @@ from hydraflow.workers.saving import file_facts
 
 INDEX = "dcp/.metadata"
 WEIGHT = "model.lm.model.norm.weight"
-OBJECT = f"calls {WEIGHT} a pickled object, where a run saves tensors alone; nothing was executed"
+OBJECT = f"calls {WEIGHT} a pickled object, but a run saves tensors only; nothing was executed"
 REFUSED = "it names posix.mkdir, which no index holds; nothing was executed"
 
 

@@ -192,7 +192,7 @@ def test_writing_leaves_torchs_default_type_alone(
 
 def test_another_models_checkpoint_is_refused(tiny: str, tmp_path: Path) -> None:
     jobs.write_checkpoint(tiny, OPTIONS, str(tmp_path))
-    with pytest.raises(ConfigError, match="it is of another model"):
+    with pytest.raises(ConfigError, match="it belongs to another model"):
         jobs.make_engine(tiny, {**OPTIONS, "head": "value"}).load(tmp_path, jobs.CONTENTS)
 
 

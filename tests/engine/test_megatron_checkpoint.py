@@ -304,4 +304,4 @@ def test_another_models_checkpoint_is_refused(pools: dict[int, Ranks], models: P
     for options in ({"head": "value"}, {}):
         path = str(models / ("qwen2" if options else "qwen3"))
         for reported in pools[2].run(jobs.load_refusal, path, options_of("tp 2", **options), str(tmp_path)):
-            assert reported.startswith("ConfigError") and "it is of another model" in reported
+            assert reported.startswith("ConfigError") and "it belongs to another model" in reported

@@ -126,7 +126,7 @@ def test_speed_and_losses_of_mixtures_are_refused_with_the_reason(
         (
             MIXTURE,
             {"moe_aux_loss_coeff": 0.1, "override_transformer_config": {"recompute_modules": ["moe"]}},
-            "recomputing only the experts would not know the rows of",
+            "when only the experts are recomputed, the rows of",
         ),
     ],
 )

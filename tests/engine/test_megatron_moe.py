@@ -414,7 +414,7 @@ REFUSED: dict[str, tuple[Any, dict[str, Any], str]] = {
     "groups": (
         DeepseekV3Config(**LATENT | dict(num_experts_per_tok=2), n_group=4, topk_group=2),
         sizes(),
-        "scores a group of experts by its best 1 (num_experts_per_tok / topk_group), and this model by its",
+        "scores a group of experts by its best 1 (num_experts_per_tok / topk_group), but this model by its",
     ),
     "a bias that is not there": (
         FAMILIES["mixtral"],

@@ -113,7 +113,7 @@ def test_an_archive_must_hold_what_is_announced(tmp_path: Path) -> None:
         (0,), (4,), ByteRange(tmp_path / "file", 0, (tmp_path / "file").stat().st_size), archived=True
     )
     with pytest.raises(
-        ConfigError, match=r"holds torch.float32 \[3\] at byte 0 where torch.float32 \[4\] is announced"
+        ConfigError, match=r"holds torch.float32 \[3\] at byte 0, but the index says torch.float32 \[4\]"
     ):
         whole(StoredTensor("w", torch.float32, (4,), (piece,)))
 

@@ -347,7 +347,7 @@ def test_what_wakes_up_samples_as_before(name: str) -> None:
     before = rows(engine.generate(request, params))
     for _ in range(2):
         engine.sleep()  # a second one changes nothing
-    with pytest.raises(RuntimeError, match="the engine sleeps"):
+    with pytest.raises(RuntimeError, match="the engine is asleep"):
         engine.generate(request, params)
     first, *others = stream.items()
     engine.update_weights([first], last=False)

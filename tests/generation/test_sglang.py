@@ -273,7 +273,7 @@ def test_it_sleeps(engine: SglangEngine, models: list[PreTrainedModel]) -> None:
     before = rows(engine.generate(request, GREEDY))
     engine.sleep()
     engine.sleep()  # a second one changes nothing
-    with pytest.raises(RuntimeError, match="the engine sleeps"):
+    with pytest.raises(RuntimeError, match="the engine is asleep"):
         engine.generate(request, GREEDY)
     load(engine, models[0], max_bytes=10_000)
     assert rows(engine.generate(request, GREEDY)) == before

@@ -434,7 +434,7 @@ def test_it_sleeps(engine: EngineProcess, models: list[PreTrainedModel]) -> None
     numbers = 2 * config.num_hidden_layers * config.num_key_value_heads * 32
     assert awake - asleep > 0.8 * 4 * numbers * 64 * 256, "64 rows of 256 tokens"
     engine.run(sleep)  # a second one changes nothing
-    with pytest.raises(RuntimeError, match="the engine sleeps"):
+    with pytest.raises(RuntimeError, match="the engine is asleep"):
         engine.run(generate, request, GREEDY)
     load(engine, models[0], max_bytes=10_000)
     assert rows(engine.run(generate, request, GREEDY)) == before

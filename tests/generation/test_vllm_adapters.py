@@ -124,7 +124,7 @@ def test_it_keeps_the_base_weights_while_it_sleeps(
 ) -> None:
     send(process, dict(weights(base)), adapters[0])
     process.run(sleep)
-    with pytest.raises(RuntimeError, match="the engine sleeps"):
+    with pytest.raises(RuntimeError, match="the engine is asleep"):
         process.run(generate, request_of([3]), GREEDY)
     send(process, adapters[1])
     assert_it_is(process, merged(base, adapters[1]), dict(weights(base)) | adapters[1])

@@ -270,7 +270,9 @@ def test_machines_of_its_own_for_the_rollout_need_a_cluster_with_as_many(
     tmp_path: Path, recipe_cache: Path
 ) -> None:
     own = ["actor_rollout_ref.rollout.nnodes=1", "actor_rollout_ref.rollout.n_gpus_per_node=2"]
-    with pytest.raises(ConfigError, match="needs 2 nodes, the cluster has 1\n.*no machines of a role's own"):
+    with pytest.raises(
+        ConfigError, match="needs 2 nodes, the cluster has 1\n.*no separate machines for a role"
+    ):
         train(tmp_path, recipe_cache, f"{GPUS}=2", *own)
 
 

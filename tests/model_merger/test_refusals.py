@@ -312,9 +312,9 @@ def test_a_target_that_is_there_is_not_touched(
     target.mkdir()
     (target / "mine.txt").write_text("keep")
     command = ("merge", "--local_dir", split("hydraflow"), "--target_dir", target)
-    assert "is there already, and is no model's directory" in refused(*command, "--overwrite")
+    assert "already exists, and is not a model's directory" in refused(*command, "--overwrite")
     (target / "config.json").write_text("{}")
-    assert "is there already\n      -> --overwrite" in refused(*command)
+    assert "already exists\n      -> --overwrite" in refused(*command)
     assert sorted(file.name for file in tmp_path.rglob("*")) == ["config.json", "mine.txt", "out"]
     assert main([*map(str, command), "--overwrite"]) == 0
     assert not (target / "mine.txt").exists() and (target / "model.safetensors").is_file()
@@ -454,7 +454,7 @@ def test_a_target_that_holds_what_is_read(
 
 def test_a_target_that_cannot_be_made(split: Callable[..., Path], refused: Refused, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    assert "cannot be made: Not a directory" in refused(
+    assert "cannot be created: Not a directory" in refused(
         "merge", "--local_dir", split("verl"), "--target_dir", tmp_path / "file" / "out"
     )
 
@@ -531,7 +531,7 @@ def test_numbers_too_large_for_the_type(
     state["model.norm.weight"].to_local().fill_(70000.0)
     torch.save(state, checkpoint / SHARD["verl"])
     command = ("merge", "--local_dir", checkpoint, "--target_dir", tmp_path / "out", "--dtype", "fp16")
-    assert "model.norm.weight holds 70000, and float16 ends at 65504" in refused(
+    assert "model.norm.weight holds 70000, but float16 ends at 65504" in refused(
         *command, target=tmp_path / "out"
     )
 
@@ -541,7 +541,7 @@ def test_wishes_that_do_not_fit(split: Callable[..., Path], refused: Refused, tm
     command = ("merge", "--local_dir", split("hydraflow"), "--target_dir", target)
     assert "has no value head" in refused(*command, "--is-value-model", target=target)
     assert "has no adapters" in refused(*command, "--lora", "adapter", target=target)
-    assert "is about an upload" in refused(*command, "--private", target=target)
+    assert "applies to an upload" in refused(*command, "--private", target=target)
     assert "invalid choice" in refused(*command, "--dtype", "int8", target=target)
     assert "not a size" in refused(*command, "--max_shard_size", "much", target=target)
     assert "unrecognized" in refused(*command, "--is_value", target=target)

@@ -1,1 +1,1 @@
-"""On-policy distillation: the pull of teachers on the policy."""
+"""On-policy distillation: teachers score the policy's own samples token by token."""

@@ -58,10 +58,10 @@ class DistillationLossConfig:
             "{s}.loss_mode=jsd",
         ),
     )
-    """jsd: the teacher's share of the mixture with which both are compared. Near 0 the divergence is
-    forward_kl times this, near 1 reverse_kl times the rest."""
+    """jsd: weight of the teacher in the mixture that both are compared with. Near 0 the divergence approaches
+    forward_kl times jsd_beta, near 1 reverse_kl times (1 - jsd_beta)."""
     log_prob_min_clamp: float | None = option(None, lt=0, no_effect=NO_DIVERGENCE)
-    """Lower clamp of both models' log-probabilities in divergences over the vocabulary; null: none."""
+    """Lower clamp on both models' log-probabilities in divergences over the vocabulary; null: none."""
     distillation_loss_coef: float = option(1.0, ge=0)
     """Coefficient of the estimate or divergence."""
     loss_max_clamp: float | None = option(None, gt=0)
@@ -84,12 +84,12 @@ class DistillationLossConfig:
 
 @dataclass
 class DistillationConfig:
-    """On-policy distillation: the policy's samples, judged token by token by larger models."""
+    """On-policy distillation: larger models score the policy's own samples token by token."""
 
     enabled: bool = option(False, switch=Switch(off=False, remedy="{s}.enabled=true"))
     """Enable distillation."""
     teachers: dict[str, Any] = field(default_factory=dict)
-    """Directories of the teachers by the data source that each is for; default is for all others:
-    {default: path}. They have the policy's vocabulary and share the actor's devices; memory estimates do not
-    count them."""
+    """Directory of the teacher for each data source; default covers all others: {default: path}. Teachers
+    must have the policy's vocabulary. They share the actor's devices, and memory estimates do not count
+    them."""
     distillation_loss: DistillationLossConfig = field(default_factory=DistillationLossConfig)

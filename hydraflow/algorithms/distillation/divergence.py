@@ -45,8 +45,8 @@ def jensen_shannon(policy: Tensor, teacher: Tensor, *, jsd_beta: float) -> Tenso
 
 
 def with_rest(log_probs: Tensor) -> Tensor:
-    """(..., K + 1): with the log-probability of all other tokens together, at least that of the smallest
-    difference that the type has at 1. No gradient where this bound holds.
+    """(..., K + 1): adds the log-probability of all other tokens together, of at least the dtype's epsilon.
+    No gradient where this bound holds.
 
     >>> with_rest(torch.tensor([0.5, 0.25]).log()).exp().tolist()
     [0.5, 0.25, 0.25]

@@ -101,7 +101,8 @@ def _checkpoint_activations(module: PolicyModel | ValueModel, model_type: str) -
         log.warning("a %s model does not support gradient checkpointing: it trains without it", model_type)
         return
     module.hf.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    # only reentrant checkpointing needs them; frozen embeddings would compute a useless gradient
+    # only reentrant checkpointing needs inputs with gradients; frozen embeddings would compute them for
+    # nothing
     module.hf.disable_input_require_grads()
 
 
@@ -176,7 +177,7 @@ def _fill_parameters(
 def _fill_buffers(
     module: PolicyModel | ValueModel, source: dict[str, torch.Tensor], device: torch.device
 ) -> None:
-    """Rotary tables and similar buffers: no file holds them, so rank 0 computes and broadcasts them. They
+    """Rotary tables and similar buffers: they are in no file, so rank 0 computes and broadcasts them. They
     stay on the device."""
     for name, buffer in list(module.named_buffers()):
         owner, _, leaf = name.rpartition(".")

@@ -84,7 +84,8 @@ def stored_bytes(
 ) -> int:
     """Bytes of this rank's part of a checkpoint, AdamW's two moments counted even before the first step.
 
-    copies: of the model; torch writes each shard once, and divides the shards among the ranks that have them.
+    copies: number of copies of the model; torch writes each shard once, and ranks with the same shards share
+    the work.
     """
     local = sum(_local_bytes(tensor) for tensor in _parts(module, optimizer, 0, [MODEL]).values())
     trained = sum(
@@ -125,7 +126,7 @@ def _empty_optimizer_state(
         slots = [slot for slot in ("step", "exp_avg", "exp_avg_sq") if f"optim.{name}.{slot}" in stored]
         if not slots or id(parameter) not in trained:
             continue
-        count = torch.zeros((), dtype=torch.float32, device=parameter.device)  # where fused AdamW requires it
+        count = torch.zeros((), dtype=torch.float32, device=parameter.device)  # fused AdamW wants it there
         optimizer.state[parameter] = {
             slot: count if slot == "step" else torch.zeros_like(parameter) for slot in slots
         }

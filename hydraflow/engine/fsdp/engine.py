@@ -1,5 +1,4 @@
-"""The FSDP2 training engine: one rank of a sharded model, its optimizer and its schedule. On CPUs and GPUs
-alike.
+"""The FSDP2 training engine: one rank of a sharded model, its optimizer and its schedule, on CPUs or GPUs.
 
 In: micro-batches and a loss function. Out: log-probabilities or values, metrics, weights (see
 `engine/base.py`). Left out on purpose: splitting batches (`engine/micro_batcher.py`), losses.
@@ -141,6 +140,7 @@ class FSDPEngine(InMicroBatches):
         runner: PassRunner[dict[str, Metric]] = PassRunner(self._collectives)
         tally = Tally()
         learn = partial(self._learn, loss_fn=loss_fn, ask=ask, tally=tally)
+        # set aside: an earlier call's gradient is already reduced, and must survive an out-of-memory error
         earlier = {p: p.grad for p in self.module.parameters() if p.grad is not None}
         self.module.zero_grad(set_to_none=True)
         for data in micro_batches:
@@ -241,7 +241,7 @@ class FSDPEngine(InMicroBatches):
         main, entropies = self._run(data, batch, ask, trained=True)
         output = model_output(batch, main, entropies, head=self._head)
         loss, reported = loss_fn(output, columns_of(data, batch.shape[1], self._device))
-        # unused entropies of a head with adapters would keep its logits alive: two copies per token
+        # if the loss ignores entropies, their graph would keep a head's logits alive: two copies per token
         del main, entropies, output
         loss.backward()
         return reported
@@ -266,8 +266,8 @@ class FSDPEngine(InMicroBatches):
     def _route(
         self, data: DataProto, batch: PackedBatch, tally: Tally | None = None, *, record: bool = False
     ) -> PackedRoutes | None:
-        """Tells the routers which line is computed next, with the experts that these rows must take, if
-        given; otherwise the choices may be recorded."""
+        """Prepares the routers for the next line: to replay the rows' experts, if they are given, or else to
+        record their choices if `record`."""
         given = data.get(ROUTES) if ROUTES in data.keys() else None
         if given is None and not record:
             return None
@@ -287,8 +287,8 @@ class FSDPEngine(InMicroBatches):
         return pack_rows(data, device=device, trained=trained, padded=self._padded)
 
     def _reduce_gradients(self, last: bool) -> None:
-        """Gradients stay on their rank until the last micro-batch; so do gathered weights, unless memory is
-        short."""
+        """Keeps gradients unreduced until the last micro-batch, and gathered weights too unless
+        reshard_after_forward saves their memory."""
         assert isinstance(self.module, FSDPModule)
         self.module.set_requires_gradient_sync(last)
         self.module.set_reshard_after_backward(last or self._fsdp.reshard_after_forward)
@@ -317,7 +317,7 @@ class FSDPEngine(InMicroBatches):
             group["lr"] = self._lr()
 
     def _move_optimizer_state(self, device: torch.device) -> None:
-        """Moves only the moments: AdamW decides where its step count is."""
+        """Moves the moments only, not AdamW's step count."""
         assert self._optimizer is not None
         if self._fsdp.offload_policy:
             return

@@ -1,8 +1,8 @@
 """Full weights of a sharded model, as a stream for the generation engine.
 
-In: a sharded model. Out: (Hugging Face name, full tensor) one at a time; adapters are merged on the fly, or
-apart; the weights in training are unchanged. A tied output matrix is sent once. Left out on purpose: the
-receiver of the stream (`generation/`), files (`engine/hf_files.py`).
+In: a sharded model. Out: (Hugging Face name, full tensor) one at a time; adapters are merged on the fly or
+sent separately; the weights in training are unchanged. A tied output matrix is sent once. Left out on
+purpose: the receiver of the stream (`generation/`), files (`engine/hf_files.py`).
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def stream(
 def _plain_weights(
     module: PolicyModel | ValueModel, *, to: int | None, merged: bool
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """All weights but the adapters', which are added if `merged`."""
+    """All weights except adapters; these are added to the weights if `merged`."""
     layers = lora.adapted(module) if merged else {}
     adapters = dict(gathered(_parameters(module, adapters=True))) if merged else {}
     for name, full in gathered(_parameters(module, adapters=False), to=to):

@@ -31,7 +31,7 @@ def gathered(parameters: Mapping[str, torch.Tensor], *, to: int | None = None) -
 
 
 def _buckets(parameters: Mapping[str, torch.Tensor]) -> Iterator[list[NamedTensor]]:
-    """Parameters of one type, in order, up to BUCKET_BYTES."""
+    """Groups consecutive parameters of one dtype, up to BUCKET_BYTES each."""
     bucket: list[NamedTensor] = []
     size = 0
     for name, parameter in parameters.items():

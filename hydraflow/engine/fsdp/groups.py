@@ -1,14 +1,14 @@
-"""Which ranks of a role do what together.
+"""The process groups of a role's ranks, and what each is for.
 
-- All ranks (torch.distributed's default group): the gradient's norm and reports of memory are reduced over
+- All ranks (torch.distributed's default group): the gradient norm and out-of-memory reports are reduced over
   them, and rank 0 broadcasts weights to them when a model is loaded.
 - A shard group, `fsdp_size` neighbouring ranks: holds one copy of weights, gradients and optimizer state.
   FSDP gathers weights and scatters summed gradients in it.
 - A replica group, the ranks of all shard groups with the same shard: sums the gradients of that shard.
-- A sequence group, `ulysses_sequence_parallel_size` neighbouring ranks: has the same rows, of which each rank
+- A sequence group, `ulysses_sequence_parallel_size` neighbouring ranks: they get the same rows, and each
   computes a slice of the tokens (`engine/token_exchange.py`).
-- A data group, the ranks of all sequence groups with the same place: has each row of a batch once, so rows
-  are counted over it.
+- A data group, the ranks at the same place in all sequence groups: together they have each row of a batch
+  exactly once, so rows are counted over it.
 """
 
 from __future__ import annotations

@@ -56,7 +56,7 @@ def add_adapters(hf: nn.Module, model: ModelConfig, dtype: torch.dtype, *, field
             lora_dropout=0.0,
             bias="none",
         )
-        # wrapped in a module that peft does not know: in a known mixture `up_proj` would mean all experts
+        # wrapped in a module that peft does not know: for a known mixture it takes `up_proj` as all experts
         inject_adapter_in_model(config, nn.ModuleDict({"model": hf}), adapter_name=ADAPTER)
     except (ValueError, re.error) as error:
         rule = (
@@ -110,9 +110,9 @@ def adapters_off(module: nn.Module) -> Iterator[None]:
 
 
 def adapted(module: nn.Module) -> dict[str, Any]:
-    """peft's layers by the name of their weight before adapters were put in."""
+    """peft's layers by the name that their weight had before adapters were added."""
     if "peft" not in sys.modules:
-        return {}  # without having imported it, which takes half a second
+        return {}  # no adapters without peft, and importing it takes half a second
     from peft.tuners.lora import LoraLayer
 
     return {f"{name}.weight": layer for name, layer in module.named_modules() if isinstance(layer, LoraLayer)}

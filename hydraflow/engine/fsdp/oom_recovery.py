@@ -1,9 +1,9 @@
 """Keeps a rank in step with the others when its memory runs out in the middle of a forward or backward pass.
 
-FSDP gathers weights and sums gradients in collectives that all ranks make in the same order. A rank whose
-pass was interrupted still owes the others the remaining ones. It makes them in a second pass over a few
-tokens that skips the collectives already made; the result of that pass is discarded. Then all ranks drop the
-call and retry with smaller micro-batches.
+FSDP gathers weights and sums gradients in collectives that all ranks run in the same order. A rank whose pass
+was interrupted still has to take part in the remaining ones. It does so in a second pass over a few tokens,
+which skips the collectives that were already run and whose result is discarded. Then all ranks drop the call
+and retry with smaller micro-batches.
 
 With Ulysses, ranks exchange tokens in collectives whose size is that of the micro-batch: there the rank sends
 zeros of that size (`engine/token_exchange.py`).
@@ -11,8 +11,8 @@ zeros of that size (`engine/token_exchange.py`).
 In: passes, as functions of a micro-batch. Out: their results, and whether any rank ran out of memory, the
 same on all ranks. Left out on purpose: which micro-batches are tried next (`engine/micro_batcher.py`).
 
-Between copies of the model (HSDP) gradients are summed by a hook of FSDP's on a mesh of one copy's ranks: an
-all-reduce of FSDP's own, on a mesh of all ranks, could not be skipped.
+Over copies of the model (HSDP) gradients are summed by FSDP's all-reduce hook, with a mesh of one copy's
+ranks. FSDP's own all-reduce, on a mesh of all ranks, could not be skipped.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ FEW_TOKENS = 2
 class CollectiveCounter:
     """The collectives that a sharded model makes, counted pass by pass.
 
-    replicas: the ranks with the same shard, over which gradients are summed, too; None: there is one copy of
+    replicas: the ranks with the same shard, over which gradients are also summed; None: there is one copy of
     the model.
     """
 
@@ -69,7 +69,7 @@ class CollectiveCounter:
         """Resets the count of collectives; call it before each pass."""
         self._made = 0
         for gather in self._gathers:
-            gather.note_what_is_there()
+            gather.note_gathered()
 
     def make_up(self, again: Callable[[], object]) -> None:
         """Repeats an interrupted pass for its remaining collectives; `again` runs it on a few tokens."""
@@ -145,7 +145,7 @@ class _Gather(DefaultAllGather):
         self.had_weights = False
         """Whether the unit's weights were already gathered when the pass started."""
 
-    def note_what_is_there(self) -> None:
+    def note_gathered(self) -> None:
         self.had_weights = not isinstance(getattr(self._owner, self._name), DTensor)
 
     def __call__(
@@ -165,8 +165,8 @@ class _Gather(DefaultAllGather):
 
 
 class _Reduce(DefaultReduceScatter):
-    """FSDP's reduce-scatter of one unit's gradients. gloo's sends every rank all sums: on a CPU ranks
-    exchange their parts instead, and each adds its own in the order of ranks."""
+    """FSDP's reduce-scatter of one unit's gradients. gloo's would send all sums to every rank; on a CPU ranks
+    exchange their parts instead, and each adds up its own in the order of ranks."""
 
     def __init__(self, collectives: CollectiveCounter):
         self._collectives = collectives

@@ -1,10 +1,10 @@
 """Compares, when a model is loaded, the log-probabilities of the training path with those of the model's own
 forward pass in transformers.
 
-In: a sharded model. Out: whether its rows are padded, or a ConfigError. A few short rows of random tokens go
-through the head and the packing that training uses, and each row alone through the unmodified model. Models
-differ in more than their configuration says: heads may scale logits, layers may mix tokens by other means
-than attention. Collective; all ranks reach the same decision.
+In: a sharded model. Out: whether its rows must be padded, or a ConfigError. A few short rows of random tokens
+go through the head and the packing that training uses, and each row alone through the unmodified model. A
+configuration does not show everything: heads may scale logits, and layers may mix tokens by other means than
+attention. Collective; all ranks reach the same decision.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Which models' rows can be shared by ranks (Ulysses sequence parallelism).
+"""Checks that ranks can share a model's rows (Ulysses sequence parallelism).
 
 In: a model's configuration. Out: an error that names the sizes that fit. Left out on purpose: how they are
 shared (`engine/token_exchange.py`).
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
 KEY = "fsdp_config.ulysses_sequence_parallel_size"
-"""Within the section of a role."""
+"""Key of the size, within a role's section."""
 
 
 def require_shareable(

@@ -4,6 +4,6 @@ import logging
 
 from hydraflow.engine.megatron import without_cuda
 
-# for each model it lists every parameter and the whole configuration
+# at INFO it lists every parameter and the whole configuration of each model
 logging.getLogger("megatron.core").setLevel(logging.WARNING)
 without_cuda.install()

@@ -59,12 +59,12 @@ class Latent:
     """Rank of the query latent; None: queries are not compressed."""
     kv_lora_rank: int
     qk_nope_head_dim: int
-    """Columns of a head of queries and keys that are not rotated."""
+    """Columns of a query or key head that are not rotated."""
     qk_rope_head_dim: int
-    """Columns that are rotated; all heads have the same of keys."""
+    """Columns that are rotated; all key heads share theirs."""
     v_head_dim: int
     rope_interleave: bool
-    """Interleaved rotary embedding: neighbouring columns form pairs; otherwise the two halves do."""
+    """Interleaved rotary embedding: adjacent columns form pairs; otherwise columns of the two halves do."""
     scale: float
     """Factor of the attention scores."""
 
@@ -297,10 +297,10 @@ def _differences(config: Any) -> Iterator[str]:
 
 
 def _differences_of_groups(mixture: Mixture) -> Iterator[str]:
-    """Megatron-Core derives from the sizes how many experts count in a group's score."""
+    """Megatron-Core derives from the sizes how many experts count for a group's score; models fix it."""
     counted, wanted = mixture.chosen // (mixture.chosen_groups or 1), 2 if mixture.by_sigmoid else 1
     if counted != wanted:
         yield (
             f"the Megatron engine scores a group of experts by its best {counted} (num_experts_per_tok"
-            f" / topk_group), and this model by its best {wanted}"
+            f" / topk_group), but this model by its best {wanted}"
         )

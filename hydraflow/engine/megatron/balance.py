@@ -6,7 +6,7 @@ arXiv:2412.19437, equations 17 to 20, Megatron-Core's `seq_aux_loss`), so its gr
 rows are split into micro-batches. Left out on purpose: losses over all tokens of a micro-batch (`aux_loss`,
 `global_aux_loss`, `z_loss`), whose gradient does.
 
-Legend: n tokens of this rank's share of a line, B rows, T tokens of a row, E experts, K of a token.
+Legend: n tokens of this rank's share of a line, B rows, T tokens of a row, E experts, K experts per token.
 """
 
 from __future__ import annotations
@@ -90,8 +90,8 @@ def balance_loss(scores: torch.Tensor, chosen: int, rows: BalancedRows) -> torch
 
 
 class AddLoss(torch.autograd.Function):
-    """Identity on the weights that adds a loss term: in the backward pass the term gets the gradient of a
-    summand of the total loss."""
+    """Identity on the weights that adds a loss term: in the backward pass the term gets a gradient of 1, as a
+    summand of the total loss would."""
 
     @staticmethod
     def forward(ctx: Any, weights: torch.Tensor, loss: torch.Tensor) -> torch.Tensor:

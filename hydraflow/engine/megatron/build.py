@@ -34,7 +34,7 @@ class Built:
     """A rank's part of a model."""
 
     chunks: tuple[Trunk, ...]
-    """One, or several with the interleaved schedule; the chunks of other stages are between them."""
+    """One; several with the interleaved schedule, where chunks of other stages lie between them."""
     names: Names
     config: Any
     """transformers' configuration."""
@@ -137,7 +137,7 @@ def _fill(
         return loading.read_weights(built.config, model, head=head, dtype=dtype, field=field)
 
     source = on_first_rank(read) or {}
-    # transformers keeps the biases of routers in float32
+    # each tensor with its own dtype, because transformers keeps router biases in float32
     listed: list[Any] = [[(name, tensor.shape, tensor.dtype) for name, tensor in source.items()]]
     dist.broadcast_object_list(listed, src=0)
     wanted: dict[str, list[str]] = {}

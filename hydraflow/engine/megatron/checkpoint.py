@@ -1,9 +1,10 @@
 """Checkpoints of a model that Megatron-Core divides.
 
 In: this rank's part and its optimizer. Out: a `ShardedSnapshot`, or the state loaded from one. Every
-parameter is cut into parts of Hugging Face tensors, and so are its moments: a checkpoint is the same as one
-of any other engine, is read back with any sizes, and merged like any other (Megatron-Core's own format fits
-its sizes and names, and needs its unpickling). Left out on purpose: files (`engine/sharded_checkpoint.py`).
+parameter is cut into parts of Hugging Face tensors, and so are its moments. A checkpoint thus looks like one
+of any other engine: it can be read with any parallel sizes, and merged like any other. (Megatron-Core's own
+format is bound to its sizes and names, and has to be unpickled.) Left out on purpose: files
+(`engine/sharded_checkpoint.py`).
 """
 
 from __future__ import annotations
@@ -190,8 +191,8 @@ def _sharded(part: Part, local: torch.Tensor) -> torch.Tensor:
 
 @lru_cache(maxsize=2)
 def _mesh(group: dist.ProcessGroup) -> DeviceMesh:
-    """The ranks that have parts of a tensor, of which there are two groups. To make it for each tensor would
-    take longer than to copy a small one."""
+    """Mesh of the ranks that have parts of a tensor. Cached, because making it takes longer than copying a
+    small tensor; there are two such groups."""
     return DeviceMesh.from_group(group, "cpu")
 
 

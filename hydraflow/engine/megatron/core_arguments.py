@@ -54,7 +54,7 @@ def _of_balance(mixture: Mixture | None, settings: MegatronConfig, engine: str) 
         yield Problem(loss, settings.moe_aux_loss_coeff, "the model has no experts", f"{loss}=0")
     if has_loss and "moe" in settings.recomputed_parts:
         name = f"{engine}.{OVERRIDES}.recompute_modules"
-        rule = f"recomputing only the experts would not know the rows of {loss}"
+        rule = f"when only the experts are recomputed, the rows of {loss} are not known"
         given = settings.override_transformer_config["recompute_modules"]
         yield Problem(name, shown(given), rule, f"leave out {name}, to recompute whole layers")
     if settings.moe_router_bias_update_rate > 0 and not (mixture and mixture.by_sigmoid):

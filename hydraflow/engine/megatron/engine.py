@@ -141,7 +141,7 @@ class MegatronEngine(InMicroBatches):
         chunks = list(self._built.chunks)
         for chunk in chunks:
             chunk.eval()
-        # by micro-batch: the chunks of a stage compute different layers of the same lines
+        # keyed by micro-batch: a stage's chunks record different layers of the same lines
         recorded: dict[int, PackedRoutes] = {}
 
         def step(
@@ -203,6 +203,7 @@ class MegatronEngine(InMicroBatches):
                 output = model_output(batch, main, more, head=self._head)
                 value, reported = loss_fn(output, columns_of(data, batch.shape[1], self._device))
                 one = torch.ones((), dtype=torch.int, device=self._device)
+                # a filler micro-batch needs a backward pass too, but with a gradient of 0
                 return (value, one, reported) if counts else (value * 0.0, one, {})
 
             return hidden, loss
@@ -337,8 +338,8 @@ class MegatronEngine(InMicroBatches):
         return self._recovery.run(passes)
 
     def _take_gradient(self) -> list[torch.Tensor]:
-        """Takes the accumulated gradient of earlier calls out of the buffers: it is already reduced over
-        ranks and must not be reduced twice."""
+        """Moves the gradient of earlier calls out of the buffers: it is already reduced over ranks, and must
+        not be reduced twice."""
         if not self._holds_gradient:
             return []
         earlier = [buffer.grad_data.clone() for buffer in self._gradient_buffers()]
@@ -503,7 +504,7 @@ def _zeros(tokens: torch.Tensor, ask: Ask) -> Output:
 
 
 def _finish(recovery: OomRecovery, model: list[Any], num_tokens: Any = None, **others: Any) -> None:
-    """Megatron-Core calls it after the last pass: sums gradients over ranks without averaging, because
-    denominators are in the loss."""
+    """Called by Megatron-Core after the last pass: sums gradients over ranks, without averaging because the
+    loss already includes its denominators."""
     recovery.agree()
     finalize_model_grads(model, None, **others)

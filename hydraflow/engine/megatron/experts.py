@@ -2,9 +2,9 @@
 
 In: hidden states. Out: for each token the weighted sum of the experts that its router chose. Routers compute
 in float32 by default, and sums over experts are taken in float32, so that a token's experts do not change
-from one pass to the next. Each rank holds some experts, all matrices of a kind in one tensor, as transformers
-does; shared experts are Megatron-Core's. Left out on purpose: auxiliary losses over all tokens of a
-micro-batch (their gradient depends on how rows are cut), and Transformer Engine's grouped matrices.
+from one pass to the next. Each rank holds some experts, with all matrices of a kind in one tensor, as in
+transformers; shared experts are Megatron-Core's. Left out on purpose: auxiliary losses over all tokens of a
+micro-batch (their gradient depends on how rows are split), and Transformer Engine's grouped matrices.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ ROUTER_DTYPES = {"fp32": torch.float32, "fp64": torch.float64}
 
 class CoreReplay(RouterReplay):
     """Megatron-Core's hook around a router's top-k (`router_replay`). Its own `RouterReplay` relies on the
-    order of calls; here each layer says which line it computes, so recomputed activations take the same
-    experts, whatever other lines of a pipeline came in between."""
+    order of calls. Here each layer says which line it computes, so that recomputed activations use the same
+    experts, whatever other lines the pipeline ran in between."""
 
     def get_replay_topk(
         self,
@@ -83,7 +83,7 @@ class Router(TopKRouter):
         weights, chosen = super().routing(logits, *args, **more)
         logits = logits.view(weights.shape)
         if self.score_function == "sigmoid" and self.config.moe_router_pre_softmax:
-            # Megatron-Core always normalises them to its scaling factor
+            # Megatron-Core would normalise them so that they add up to the scaling factor
             weights = torch.sigmoid(logits) * self.config.moe_router_topk_scaling_factor * chosen
         if self.line is not None and self.line.balanced is not None:
             loss = balance_loss(self._shares(logits), self.topk, self.line.balanced)
@@ -159,8 +159,8 @@ class RoutedLayer(TransformerLayer):
 
 @contextmanager
 def counting(model: nn.Module) -> Iterator[None]:
-    """Counts the tokens of forward passes inside. A backward pass, which may compute activations again, must
-    be outside."""
+    """Counts the tokens of forward passes in the block. Backward passes must be outside it, because they may
+    recompute activations and would count them again."""
     routers = _routers([model])
     for router in routers:
         router.is_counting = True
@@ -184,7 +184,7 @@ class Load:
 
 
 def take_load(chunks: Sequence[nn.Module]) -> Load:
-    """Since the last call. Collective."""
+    """The load since the last call. Collective."""
     routers = _routers(chunks)
     group = parallel_state.get_tensor_and_data_parallel_group(with_context_parallel=True)
     share, sums = torch.zeros(()), torch.zeros(3, dtype=torch.float64)

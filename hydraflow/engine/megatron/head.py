@@ -1,6 +1,6 @@
 """Vocabulary-parallel head: log-probabilities and entropies with a shard of the vocabulary on each rank.
 
-In: hidden states of asked tokens, this rank's rows of the output matrix, the asked tokens. Out: the results
+In: hidden states and ids of the requested tokens, and this rank's rows of the output matrix. Out: the results
 of `models/fused_head.py`, equal on all ranks, and gradients. Logits are never gathered: ranks exchange three
 or four numbers per token. Logits exist for one chunk of tokens at a time and are recomputed in the backward
 pass. Left out on purpose: post-processing of logits (no supported family has any).
@@ -35,9 +35,9 @@ class VocabularyShare:
 
 
 class VocabularyParallelHead(torch.autograd.Function):
-    """hidden (K, h), weight (V / TP, h) and targets (K,) or (K, M) to the targets' log-probabilities, in
-    their shape, and, on request, entropies or another column (K,), see `Ask`. At least float32. The gradient
-    of `hidden` is this rank's part of a sum over ranks."""
+    """From hidden (K, h), weight (V / TP, h) and targets (K,) or (K, M): the targets' log-probabilities, in
+    their shape, and on request entropies or another column (K,), see `Ask`. At least float32. The gradient of
+    `hidden` is this rank's part of a sum over ranks."""
 
     @staticmethod
     def forward(
@@ -52,6 +52,7 @@ class VocabularyParallelHead(torch.autograd.Function):
         for part in chunk_slices(len(hidden), share.chunk):
             logits = _logits(hidden[part], weight, ask, share)
             top = logits.amax(-1)
+            # all ranks must subtract the same maximum, or their sums of exponentials would not add up
             dist.all_reduce(top, dist.ReduceOp.MAX, share.group)
             powers = torch.exp(logits - top[:, None])
             if ask.likeliest:
@@ -110,7 +111,7 @@ class VocabularyParallelHead(torch.autograd.Function):
                 gradient.mul_(-wanted)
             else:
                 of_entropy = of_entropies[part, None]
-                every[:, share.real :] = 0.0
+                every[:, share.real :] = 0.0  # padding rows are -inf, and 0 * -inf is NaN
                 gradient.mul_(-wanted - of_entropy * (every + entropies[part, None]))
             gradient.scatter_add_(-1, column, of_targets.where(is_here, 0.0))
             narrow = gradient.div_(ask.temperature).to(hidden.dtype)

@@ -4,10 +4,10 @@ In: hidden states of this rank's tokens. Out: the same, attended to. Keys and va
 projected from a short vector, the latent, and queries may be too; a few rotary columns of each head bypass
 it. Matrices behind a latent are divided by heads, those before it are replicated.
 
-Megatron-Core's own `MLASelfAttention` cannot be built without Transformer Engine. Of matrices that it divides
-itself, the columns of keys that heads share get a gradient without the other ranks' heads, and norms of
-latents get the model's epsilon, where transformers has one of its own. Left out on purpose: absorbing
-matrices into each other, which only sampling needs.
+Megatron-Core's own `MLASelfAttention` cannot be built without Transformer Engine. It would also miss the
+other ranks' heads in the gradient of the shared key columns, and give the norms of latents the model's
+epsilon, where transformers has a fixed one. Left out on purpose: absorbing matrices into each other, which
+only sampling needs.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ class WholeMatrix(nn.Module):
 
 
 class LatentAttention(MegatronModule):
-    """Parameters have transformers' names. N: tokens of this rank's share of the line; n: those that it holds
-    outside attention, fewer with sequence parallelism; h: this rank's heads."""
+    """Parameters have transformers' names. N: tokens of this rank's share of the line; n: those outside
+    attention, fewer with sequence parallelism; h: this rank's heads."""
 
     def __init__(
         self,

@@ -42,7 +42,7 @@ from hydraflow.models.loading import persistent_buffers
 
 
 class RowAttention(MegatronModule):
-    """Causal attention within packed rows, over this rank's heads. N: the tokens of this rank's share of the
+    """Causal attention within packed rows, over this rank's heads. N: tokens of this rank's share of the
     line."""
 
     def __init__(self, config: TransformerConfig, *, softmax_scale: float | None = None, **others: Any):
@@ -74,7 +74,7 @@ class Rotary(nn.Module):
         self.register_buffer("frequencies", frequencies, persistent=False)
 
     def get_rotary_seq_len(self, *args: Any) -> torch.Tensor:
-        """Returns the positions instead of a length; Megatron-Core passes them to `forward`."""
+        """Returns positions in place of a length: Megatron-Core only passes the result on to `forward`."""
         return args[-1].positions
 
     def forward(self, positions: torch.Tensor, **others: Any) -> torch.Tensor:
@@ -84,7 +84,7 @@ class Rotary(nn.Module):
 
 
 class Trunk(GPTModel):
-    """Megatron-Core's GPT, of which the last stage returns hidden states.
+    """Megatron-Core's GPT, except that the last stage returns hidden states instead of logits.
 
     head: policy has an output matrix (`output_layer`), value a `score`. padding: the padding token, whose
     embedding gets no gradient, as in transformers; None: every token's does.
@@ -108,7 +108,7 @@ class Trunk(GPTModel):
             yield self._counted(name), parameter
 
     def counted_buffers(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """The same for buffers that are in files: router biases."""
+        """As `counted_parameters`, for buffers that are saved: router biases."""
         for name, buffer in persistent_buffers(self):
             yield self._counted(name), buffer
 

@@ -23,8 +23,8 @@ from hydraflow.models.norms import rms_norm
 
 
 class RMSNorm(nn.Module):
-    """With sequence parallelism each rank has a share of the tokens, so the weight is marked for a gradient
-    sum over ranks, which torch's class does not do. Megatron-Core has it from Transformer Engine."""
+    """RMSNorm for sequence parallelism: each rank has a share of the tokens, so the weight is marked for a
+    gradient sum over ranks. torch's class is not, and Megatron-Core's comes from Transformer Engine."""
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **others: Any):
         super().__init__()
@@ -56,8 +56,8 @@ LOCAL = Matrices(RMSNorm, ColumnParallelLinear, ColumnParallelLinear, RowParalle
 
 
 def matrices(config: TransformerConfig) -> Matrices:
-    """Transformer Engine's with CUDA and in bfloat16, unless `transformer_impl` is local: float32 it would
-    multiply in TF32."""
+    """Transformer Engine's with CUDA in bfloat16, unless `transformer_impl` is local. In float32 it would
+    multiply in TF32, so Megatron-Core's are used."""
     wanted = config.transformer_impl == "transformer_engine" and config.params_dtype == torch.bfloat16
     if not wanted or not gpu_count():
         return LOCAL

@@ -2,8 +2,8 @@
 
 Megatron-Core keeps queries, keys and values in one matrix, key-value group by group, and gate and up
 projection in another; each tensor-parallel rank has some of the groups, rows or columns. In: a parameter's
-name. Out: a `Holding`, which cuts the parameter into parts of Hugging Face tensors and puts it together from
-them; gradients and optimizer state are cut likewise. Left out on purpose: communication (`export.py`).
+name. Out: a `Holding`, which splits the parameter into parts of Hugging Face tensors and assembles it from
+them; gradients and optimizer state are split the same way. Left out on purpose: communication (`export.py`).
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Replaces `torch.cuda` for Megatron-Core on a machine without CUDA (`without_cuda.py`).
 
-Streams and events do nothing, because work on a CPU is done when the call returns. Tensors that
-differ in length are exchanged here, because gloo cannot. Everything else that this module lacks comes from
-`torch.cuda` itself.
+Streams and events do nothing, because on a CPU the work is done when the call returns. Tensors of different
+lengths are exchanged here, because gloo cannot do that. Whatever this module lacks comes from `torch.cuda`.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ def nothing(*args: Any, **kwargs: Any) -> None:
 
 
 class Event:
-    """An event that has always happened."""
+    """An event that has always been recorded."""
 
     def __init__(self, *args: Any, **kwargs: Any):
         pass

@@ -1,4 +1,4 @@
-"""Ends a call on all ranks alike when one of them runs out of memory in it.
+"""Ends a call on all ranks alike when one of them runs out of memory.
 
 This works for ranks that exchange nothing between the first pass of a call and the gradient reduction: those
 of an undivided model, whose optimizer state may be sharded. The rank that ran out reports it in a collective
@@ -49,7 +49,7 @@ class OomRecovery:
             note_out_of_memory(self.computes, error)
         gc.collect()  # the error's frames keep the pass's tensors alive
         self.agree(self.computes)
-        raise AssertionError("a reported error is raised")
+        raise AssertionError("agree raises: this rank has just reported")
 
     def agree(self, too_large: DataProto | None = None) -> None:
         """Raises OutOfMemory on every rank when one of them had no memory for a micro-batch."""

@@ -1,5 +1,5 @@
-"""Megatron-Core's optimizer: AdamW, sharded over data ranks or not, with float32 weights of its own where the
-model computes in a shorter type.
+"""Megatron-Core's optimizer: AdamW, sharded over data ranks or not, with float32 master weights if the
+model's are 16-bit.
 
 In: a model whose gradients Megatron-Core sums. Out: steps, and access to weights and moments by the model's
 parameter, for checkpoints. Left out on purpose: the schedule (`engine/optim.py`), float16's scaled losses.
@@ -55,7 +55,7 @@ class CoreOptimizer:
         self._has_experts = models[0].config.num_moe_experts is not None
         self._clip = optim.clip_grad
         for group in self._chain.param_groups:
-            # as in every engine: all parameters decay, norms among them
+            # Megatron-Core exempts norms and biases; in our engines all parameters decay
             group["weight_decay"], group["wd_mult"] = optim.weight_decay, 1.0
 
     def set_lr(self, lr: float) -> None:
@@ -77,8 +77,8 @@ class CoreOptimizer:
         return norm
 
     def _norm(self) -> float:
-        """Norm of the whole model's gradient. ChainedOptimizer's own would deadlock: a stage without experts
-        would not take part in the sum over experts."""
+        """Norm of the whole model's gradient. ChainedOptimizer's own deadlocks: a stage without experts takes
+        no part in the sum over experts."""
         norms = [float(self._dense.get_grad_norm())]
         if self._has_experts:
             group = (
@@ -184,8 +184,8 @@ class CoreOptimizer:
 
 
 def counts_by_parameter(adamw: Any) -> bool:
-    """Whether an AdamW counts each parameter's updates, as torch's does; those of Transformer Engine and Apex
-    have a count for each group of parameters."""
+    """Whether an AdamW counts updates per parameter, as torch's does; those of Transformer Engine and Apex
+    count per parameter group."""
     return type(adamw).__module__.startswith("torch.optim.")
 
 

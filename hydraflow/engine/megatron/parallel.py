@@ -97,7 +97,8 @@ def start(settings: MegatronConfig) -> Place:
             distributed_timeout_minutes=max(1, int(deadline.total_seconds() / 60)),
         )
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of a CPU's random state, which is the only one there
+            # it warns about sharing the CPU's random state, the only one here
+            warnings.simplefilter("ignore")
             tensor_parallel.model_parallel_cuda_manual_seed(0)
     found = (
         parallel_state.get_tensor_model_parallel_world_size(),

@@ -1,7 +1,7 @@
 """Checks, when a model with experts is loaded, that two passes over the same rows give the same numbers.
 
-In: an engine's forward pass. Out: nothing, or a ConfigError. A token whose experts change from one pass to
-the next has a different log-probability in the update, as if the policy had moved. Collective; all ranks
+In: an engine's forward pass. Out: nothing, or a ConfigError. If a token's experts changed from one pass to
+the next, its log-probability would differ in the update, as if the policy had moved. Collective; all ranks
 reach the same decision.
 """
 

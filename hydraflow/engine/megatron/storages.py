@@ -1,9 +1,9 @@
-"""Moves the storages of tensors to the host and back.
+"""Moves the storages of tensors to host memory and back.
 
 In: tensors. Out: the same tensors, whose storages are empty while their bytes are on the host. Views stay
-valid: parameters are views of Megatron-Core's flat buffers, AdamW's shards are views of parameters.
-Megatron-Core's own offloading skips weights outside of buffers (`offload_to_cpu` of buffers), and makes AdamW
-update copies of float32 weights (`offload_to_cpu` of optimizers). Left out on purpose: when to move
+valid: parameters are views of Megatron-Core's flat buffers, and AdamW's shards are views of parameters.
+Megatron-Core's own offloading does not do: `offload_to_cpu` of buffers skips weights outside of them, and
+that of optimizers makes AdamW update copies of float32 weights. Left out on purpose: when to move
 (`engine/offload.py`), pinned host memory.
 """
 
@@ -19,7 +19,7 @@ from hydraflow.engine.offload import HOST
 
 
 class Storages:
-    """The storages of a set of tensors, which is read when they are moved."""
+    """The storages of a set of tensors; `tensors` is called anew for each move."""
 
     def __init__(self, tensors: Callable[[], Iterable[torch.Tensor]]):
         self._tensors = tensors
@@ -51,7 +51,7 @@ class GradientBuffers:
     def to_host(self) -> None:
         """Frees them."""
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of torch: Megatron-Core resizes typed storages
+            warnings.simplefilter("ignore")  # Megatron-Core resizes typed storages, which torch deprecates
             for model in self._models:
                 model.offload_grad_buffers(empty_cache=False)
 

@@ -1,9 +1,9 @@
 """Fills a rank's part of a model from a checkpoint that Megatron-Core wrote, whatever its parallel sizes.
 
 In: a checkpoint's folder and the sizes of the model. Out: its tensors under Hugging Face's names, of which
-each rank reads the rows that it holds, parameter by parameter: no more than one of its parameters is in host
-memory. Of a tensor that is divided by columns it reads all rows, a block at a time, and keeps its columns:
-reading each row's share would take a system call for each row. Left out on purpose: optimizer states; the
+each rank reads the rows that it holds, one parameter at a time, so that host memory never holds more than
+one. Of a tensor that is divided by columns a rank reads all rows, a block at a time, and keeps its columns:
+reading only its columns would take a system call per row. Left out on purpose: optimizer states; the
 configuration and the tokenizer, which come from `model.path`.
 """
 
@@ -42,7 +42,7 @@ def open_weights(
 
 @contextmanager
 def _named(key: str, path: str, remedy: str) -> Iterator[None]:
-    """Raises what is wrong with files as problems of the key that names them."""
+    """Raises problems with files as problems of the key that names the path."""
     try:
         yield
     except ConfigError as error:
@@ -69,7 +69,7 @@ def _head_problem(
         rule = f"holds no output matrix ({HEAD} {wanted}): it is a value model's, or its embeddings are tied"
         return Problem(key, path, rule, f"a policy's checkpoint, or +{tie}=true")
     if shape.tied and output in found and not same(found[output], found[embedding]):
-        rule = f"its output matrix ({HEAD}) differs from its embedding, and config.json ties them"
+        rule = f"its output matrix ({HEAD}) differs from its embedding, but config.json ties them"
         return Problem(key, path, rule, f"+{tie}=false")
     return None
 

@@ -24,7 +24,7 @@ from hydraflow.device import gpu_count
 STAND_IN = "hydraflow.engine.megatron.no_cuda"
 """The module that replaces torch.cuda."""
 PRODUCTS = "hydraflow.models.linear"
-"""The module that multiplies what Megatron-Core's linear layers multiply."""
+"""The module that does the matrix products of Megatron-Core's linear layers."""
 
 _EXCHANGE = rf"__import__('sys').modules['{STAND_IN}'].\1(\2, group)"
 _LINEAR = f"__import__('sys').modules['{PRODUCTS}'].linear"
@@ -33,9 +33,9 @@ _RULES = [
     (re.compile(pattern), replacement)
     for pattern, replacement in (
         (r"\bdevice_ids=\[[^\]]*\]", "device_ids=None"),
-        # splits of an all-to-all must become numbers on a CPU, too
+        # an all-to-all's splits must become plain numbers on a CPU as well
         (r"torch\.is_tensor\(tensor\) and tensor\.is_cuda", "torch.is_tensor(tensor)"),
-        # gloo exchanges tensors of one length only
+        # gloo requires tensors of equal length
         (r"torch\.distributed\.(all_gather|reduce_scatter)\((output\w*, input\w*), group=group\)", _EXCHANGE),
         # linear layers, forward and both gradients
         (r"torch\.matmul\((\w*input), weight\.t\(\)\)", rf"{_LINEAR}(\1, weight)"),

@@ -19,14 +19,14 @@ from hydraflow.system.paths import core_checkpoint_problems
 
 CONFIG, COMMON, BACKEND = "metadata.json", "common.pt", "torch_dist"
 POINTER = "latest_checkpointed_iteration.txt"
-"""In a run's folder: its latest iteration, or step."""
+"""File in a run's folder that names its latest iteration or step."""
 UNFINISHED = ".unfinished"
 """Suffix of a save that was interrupted."""
 RELEASE = "release"
 """Folder of a converted model, used instead of an iteration's."""
 _ITERATION = re.compile(r"iter_(\d+)")
 _WITHIN = ("dist_ckpt", "model/dist_ckpt", "weights")
-"""Subfolders with the files, of verl, older versions of verl, and NeMo."""
+"""Subfolders in which verl, older versions of verl, and NeMo keep the files."""
 _OPTIMIZER = re.compile(r"(?:chained_\d+\.)?optimizer\.")
 EXTRA = "_extra_state"
 """Suffix of a module's extra state (for FP8)."""
@@ -50,8 +50,8 @@ def iterations(run: Path) -> list[Path]:
 
 
 def latest_directory(path: Path, *, field: str) -> Path:
-    """Of a run, the directory of its latest iteration or step; else `path` itself. `field`: the key or flag
-    that names the path. Raises ConfigError when it is missing or unfinished."""
+    """For a run's folder the directory of its latest iteration or step; otherwise `path` itself. `field`: the
+    key or flag that names the path. Raises ConfigError when it is missing or unfinished."""
     if not path.is_dir():
         raise ConfigError.one(field, str(path), "there is no such directory")
     if (path / POINTER).is_file():
@@ -95,7 +95,7 @@ def find(path: Path, *, field: str) -> Checkpoint:
         raise ConfigError(problems)
     directory = latest_directory(path.expanduser(), field=field)
     if folder_of(directory) is None:
-        rule = "is not a model's checkpoint, but a folder of several models', or one whose place is not known"
+        rule = "is not one model's checkpoint: it holds several models, or has an unknown layout"
         inside = [str(one) for one in sorted(directory.iterdir()) if one.is_dir() and folder_of(one)]
         remedy = " or ".join(f"{field}={one}" for one in inside)
         raise ConfigError.one(field, str(path), rule, remedy or f"{field}=<the folder with {COMMON}>")

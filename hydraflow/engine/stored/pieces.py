@@ -1,7 +1,7 @@
-"""Tensors in files: where their pieces are, and reading them a block of rows at a time.
+"""Tensors in files: where their pieces are, and how to read them a block of rows at a time.
 
-In: boxes of a tensor and the byte ranges that hold them. Out: blocks of rows in memory of their own. Nothing
-is mapped, so nothing but the block counts as memory of this process. Left out on purpose: what the tensors
+In: boxes of a tensor and the byte ranges that hold them. Out: blocks of rows, copied into memory. Nothing is
+memory-mapped, so only the block counts towards this process's memory. Left out on purpose: what the tensors
 are for; formats (`megatron.py`, and in `model_merger/` `dcp.py`, `verl.py`, `safetensors_files.py`).
 """
 
@@ -61,7 +61,7 @@ class Piece:
         found, wanted = _load_shape(self.byte_range), self.saved or self.shape
         if tuple(found.shape) != wanted or found.dtype != dtype:
             there = f"{found.dtype} {list(found.shape)} at byte {self.byte_range.offset}"
-            rule = f"holds {there} where {dtype} {list(wanted)} is announced"
+            rule = f"holds {there}, but the index says {dtype} {list(wanted)}"
             raise ConfigError.one(str(self.byte_range.file), None, rule)
         inner = numbers_of(found, self.byte_range.file)
         byte_range = replace(inner, offset=self.byte_range.offset + inner.offset)
@@ -195,10 +195,8 @@ def read_numbers(file: Path, offset: int, into: torch.Tensor) -> None:
 
 
 def numbers_of(tensor: torch.Tensor, file: Path) -> ByteRange:
-    """The file range of a tensor's numbers that `torch.load` gave without reading them
-    (`map_location="meta"`).
-
-    The byte range ends with the last number that the tensor uses.
+    """Where the numbers of a tensor loaded with `torch.load(..., map_location="meta")`, which reads none of
+    them, are in the file. The range ends with the last number that the tensor uses.
     """
     begin = getattr(tensor.untyped_storage(), "_checkpoint_offset", None)
     if begin is None:
