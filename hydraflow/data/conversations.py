@@ -34,8 +34,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_REWRITES = """message {}: the chat template renders the conversation up to it differently when more follows, \
-so its tokens cannot be identified"""
+_REWRITES = """message {}: the chat template renders the conversation up to it differently when more \
+follows, so its tokens cannot be identified"""
 _INSTEAD = "set a custom_chat_template with {% generation %} markers, or write one row per assistant turn"
 _MARKERS = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
