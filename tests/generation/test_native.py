@@ -420,7 +420,7 @@ def test_weights_that_do_not_fit_are_named_and_leave_the_engine_unusable_until_a
         engine.update_weights([("model.norm.weight", torch.zeros(31))])
     with pytest.raises(ValueError, match="1 of 21 weights of LlamaForCausalLM are missing: lm_head.weight"):
         engine.update_weights((name, t) for name, t in good.items() if name != "lm_head.weight")
-    with pytest.raises(RuntimeError, match="mixture"):
+    with pytest.raises(RuntimeError, match="old and new weights are mixed"):
         engine.generate(make_request([3]), SamplingParams(max_tokens=2))
     engine.update_weights(good.items())
     engine.generate(make_request([3]), SamplingParams(max_tokens=2))

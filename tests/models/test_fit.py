@@ -87,7 +87,7 @@ def test_a_value_head_of_two_classes(copy: Path) -> None:
 def test_sizes_that_make_no_model(copy: Path) -> None:
     rewrite(copy, hidden_size=-5)
     [rule] = rules(copy)
-    assert rule.startswith("no qwen3 model can be made from its configuration: ")
+    assert rule.startswith("no qwen3 model can be built from its configuration: ")
 
 
 def test_pickled_weights(copy: Path) -> None:
@@ -163,7 +163,7 @@ def test_files_of_other_names(copy: Path, name: str) -> None:
     ("text", "fault"),
     [
         *((text, "names no files: it has no weight_map") for text in ("[]", "{}", '{"weight_map": ["a"]}')),
-        ('{"weight_map": {"a": 3}}', "says that a is in 3, which is no file of this directory"),
+        ('{"weight_map": {"a": 3}}', "says that a is in 3, which is not a file of this directory"),
         *((text, "cannot be read: ") for text in ("[" * 100_000, "{")),
     ],
 )

@@ -52,7 +52,7 @@ def test_files_elsewhere_are_refused_by_every_reader(tmp_path: Path, named: obje
         ),
     ):
         with pytest.raises(
-            ConfigError, match="says that w is in .*, which is no file of this directory"
+            ConfigError, match="says that w is in .*, which is not a file of this directory"
         ) as caught:
             reader()
         assert str(folder / INDEX) in str(caught.value) and caught.value.exit_code == 2
@@ -61,7 +61,7 @@ def test_files_elsewhere_are_refused_by_every_reader(tmp_path: Path, named: obje
 def test_the_index_of_pickled_weights_is_looked_at_too(tmp_path: Path) -> None:
     folder = directory(tmp_path, "../pytorch_model.bin", PICKLED_INDEX)
     (folder / "model.safetensors").unlink()  # it would be taken instead
-    with pytest.raises(ConfigError, match="no file of this directory"):
+    with pytest.raises(ConfigError, match="not a file of this directory"):
         files_to_load(folder)
 
 

@@ -249,7 +249,7 @@ def test_union_adds_columns_and_accepts_the_same_references() -> None:
 
 def test_union_never_reads_to_compare() -> None:
     _, _, batch = held([1, 2, 3])
-    with pytest.raises(ValueError, match="column 'tokens' is in both batches and not by reference the same"):
+    with pytest.raises(ValueError, match="column 'tokens' is in both batches but not as the same reference"):
         batch.union(batch.select(["tokens"], [])[[2, 1, 0]])
     with pytest.raises(ValueError, match="column 'uid' differs between the two batches, first at row 1"):
         batch.union(RemoteBatch(objects={"uid": np.array(["u0", "x", "u2"], dtype=object)}))
@@ -266,5 +266,5 @@ def test_mistakes_are_named() -> None:
     with pytest.raises(ValueError, match="differ in their columns"):
         RemoteBatch.concat([batch, batch.select(["tokens"])])
     lying = RemoteBatch({"x": Column((FarRef("x", 3),))})
-    with pytest.raises(ValueError, match="a piece with 3 announced rows has 2"):
+    with pytest.raises(ValueError, match="a piece should have 3 rows, but has 2"):
         materialise(lying, lambda refs: [torch.zeros(2)])
