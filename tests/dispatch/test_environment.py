@@ -91,7 +91,7 @@ def test_the_folder_on_the_node_is_the_users_alone(tmp_path: Path, monkeypatch: 
     (tmp_path / "elsewhere").mkdir()
     node_folder().symlink_to(tmp_path / "elsewhere")
     with pytest.raises(
-        EnvironmentFault, match="is not a private folder of this user; TMPDIR=<a folder of your own>"
+        EnvironmentFault, match="is not a private folder of this user; set TMPDIR=<a folder of your own>"
     ):
         make_node_folder()
 

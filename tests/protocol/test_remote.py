@@ -249,7 +249,7 @@ def test_union_adds_columns_and_accepts_the_same_references() -> None:
 
 def test_union_never_reads_to_compare() -> None:
     _, _, batch = held([1, 2, 3])
-    with pytest.raises(ValueError, match="column 'tokens' is in both batches but not as the same reference"):
+    with pytest.raises(ValueError, match="column 'tokens' is in both batches, but not as the same reference"):
         batch.union(batch.select(["tokens"], [])[[2, 1, 0]])
     with pytest.raises(ValueError, match="column 'uid' differs between the two batches, first at row 1"):
         batch.union(RemoteBatch(objects={"uid": np.array(["u0", "x", "u2"], dtype=object)}))
