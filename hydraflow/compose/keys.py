@@ -21,7 +21,7 @@ from typing import Any
 
 import yaml
 
-from hydraflow.compose.nearest import nearest
+from hydraflow.compose.nearest import missing_words, nearest
 from hydraflow.errors import Problem, shown
 from hydraflow.options import Rule, option_of
 from hydraflow.redact import public
@@ -117,11 +117,11 @@ def keys_for(schema: type, path: str) -> list[str]:
     """
     known, names = known_keys(schema), path.split(".")
     open_keys = [key.path for key in known.values() if key.is_open]
-    inside = [
-        f"{key}.{'.'.join(names[cut:])}"
-        for cut in range(1, len(names))
-        for key in nearest(".".join(names[:cut]), open_keys)
-    ]
+    inside = []
+    for cut in range(1, len(names)):
+        above, below = ".".join(names[:cut]), ".".join(names[cut:])
+        near = [key for key in nearest(above, open_keys) if missing_words(above, key) is None]
+        inside += [f"{key}.{below}" for key in near]  # misspelt sections, not shortened ones
     return [*leaf_keys(schema), *inside]
 
 

@@ -20,7 +20,7 @@ from typing import Any
 from hydraflow.batch_plan.settings import COMMAND_LINE, DEFAULT, strength
 from hydraflow.compose import verl_trees
 from hydraflow.compose.keys import accepts, is_below_open, keys_for, known_above, known_keys, wrong_type
-from hydraflow.compose.nearest import nearest
+from hydraflow.compose.nearest import missing_words, nearest
 from hydraflow.compose.patterns import fits
 from hydraflow.compose.verl_table import (
     FOLLOWS,
@@ -364,6 +364,8 @@ def suggested(schema: type, problem: Problem, value: Any) -> Problem:
     near = nearest(problem.field, [*ours, *others], 1)
     if not near or near[0] in ours:
         return problem
+    if "=" in problem.remedy and missing_words(problem.field, near[0]) is not None:
+        return problem  # a shortened name is one of ours, if there is one
     first = f"{near[0]}={shown(public(public(value, problem.field), near[0]))}"
     rest = problem.remedy.split(" or ")[:2] if "=" in problem.remedy else []
     return replace(problem, remedy=" or ".join([first, *rest]))

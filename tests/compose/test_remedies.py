@@ -32,6 +32,26 @@ def test_the_nearest_name_comes_first_be_it_ours_or_verls(key, value, remedy):
 
 
 @pytest.mark.parametrize(
+    ("key", "value", "remedy"),
+    [
+        ("trainer.epochs", 3, "trainer.total_epochs=3"),
+        ("epochs", 3, "trainer.total_epochs=3"),
+        ("trainer.steps", 3, "trainer.total_training_steps=3"),
+        ("trainer.n_gpus", 8, "trainer.n_gpus_per_node=8"),
+        ("trainer.gpus", 8, "trainer.n_gpus_per_node=8"),
+        ("batch_size", 64, "data.train_batch_size=64"),
+        ("data.files", "/data", "data.train_files=/data"),
+        ("model", "Qwen/Qwen3-4B", "actor_rollout_ref.model.path=Qwen/Qwen3-4B"),
+        (f"{ROLLOUT}.n_samples", 4, "--help lists every key"),
+        (f"{ROLLOUT}.tp_size", 2, "--help lists every key"),
+    ],
+)
+def test_a_shortened_name_is_taken_for_a_longer_one_not_for_a_misspelling(key, value, remedy):
+    [problem] = value_problems(PPOConfig, key, value)
+    assert problem.remedy.split(" or ")[0] == remedy
+
+
+@pytest.mark.parametrize(
     ("key", "value", "expected"),
     [
         (
@@ -132,7 +152,7 @@ def test_a_word_that_hydra_cannot_take_has_a_remedy(word, expected):
         ("algorithm.adv_estimator=mine", "\n      -> leave out algorithm.adv_estimator"),
         ("trainer.logger=[console,wandbb]", "\n      -> trainer.logger=[console,wandb]"),
         ("cluster=h100x", "must be a100, cpu, h100, h200 or l40s\n      -> cluster=h100"),
-        ("actor_rollout_ref.rollout.nam=3", "unknown key\n      -> actor_rollout_ref.rollout.n=3 or"),
+        ("actor_rollout_ref.rollout.nam=3", "unknown key\n      -> actor_rollout_ref.rollout.n=3"),
     ],
 )
 def test_a_remedy_changes_no_algorithm_and_loses_nothing(word: str, expected: str) -> None:
