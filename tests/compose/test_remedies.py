@@ -7,12 +7,15 @@ import pytest
 from hydra.errors import ConfigCompositionException
 
 from hydraflow.compose.hydra_errors import translated
+from hydraflow.compose.keys import known_keys
 from hydraflow.compose.loading import load, load_command
 from hydraflow.compose.tree import value_problems
+from hydraflow.compose.verl_table import value_tables
 from hydraflow.errors import ConfigError
 from hydraflow.schema import GenerateConfig, PPOConfig, SFTConfig
 
 ROLLOUT = "actor_rollout_ref.rollout"
+ESTIMATOR, LOSS = "algorithm.adv_estimator", "actor_rollout_ref.actor.policy_loss.loss_mode"
 SAVED = "actor_rollout_ref.actor.checkpoint.save_contents"
 
 
@@ -159,6 +162,45 @@ def test_a_remedy_changes_no_algorithm_and_loses_nothing(word: str, expected: st
     with pytest.raises(ConfigError) as refused:
         load("ppo", PPOConfig, [word])
     assert expected in str(refused.value) and len(refused.value.problems) == 1
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "remedy"),
+    [
+        (ESTIMATOR, "ppo", f"{ESTIMATOR}=gae"),
+        (ESTIMATOR, "PPO", f"{ESTIMATOR}=gae"),
+        (ESTIMATOR, "reinforce++", f"{ESTIMATOR}=reinforce_plus_plus"),
+        (ESTIMATOR, "dapo", f"leave out {ESTIMATOR}"),
+        (ESTIMATOR, "foo", f"leave out {ESTIMATOR}"),
+        (ESTIMATOR, "[grpo]", f"{ESTIMATOR}=grpo"),
+        (ESTIMATOR, "[grpo,gae]", f"leave out {ESTIMATOR}"),
+        (ESTIMATOR, "null", f"leave out {ESTIMATOR}"),
+        (LOSS, "ppo", f"{LOSS}=vanilla"),
+        (LOSS, "dppo", f"{LOSS}=dppo_tv or dppo_kl"),
+        (LOSS, "gspoo", f"{LOSS}=gspo"),
+        ("trainer.device", "npu", "leave out trainer.device"),
+        ("trainer.device", "CUDA", "trainer.device=cuda"),
+        ("actor_rollout_ref.actor.strategy", "[megatron]", "actor_rollout_ref.actor.strategy=megatron"),
+        ("data.train_batch_size", "[64]", "data.train_batch_size=64"),
+    ],
+)
+def test_a_choice_is_suggested_only_if_it_was_meant(key: str, value: str, remedy: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        load("ppo", PPOConfig, [f"{key}={value}"])
+    assert [problem.remedy for problem in refused.value.problems] == [remedy]
+
+
+def test_verls_values_are_taken_in_any_case() -> None:
+    config = load("ppo", PPOConfig, ["trainer.device=GPU", "actor_rollout_ref.actor.strategy=FSDP"])
+    assert (config.trainer.device, config.actor_rollout_ref.actor.strategy) == ("cuda", "fsdp2")
+
+
+def test_what_a_name_is_taken_for_is_a_choice_of_its_key() -> None:
+    for key, names in value_tables().suggested.items():
+        rule = known_keys(PPOConfig)[key].rule
+        assert (
+            rule is not None and set(names.values()) <= set(rule.choices) and not {*names} & {*rule.choices}
+        )
 
 
 def test_optimizer_settings_of_the_reference_change_nothing() -> None:
