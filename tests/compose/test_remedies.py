@@ -16,6 +16,7 @@ from hydraflow.schema import GenerateConfig, PPOConfig, SFTConfig
 
 ROLLOUT = "actor_rollout_ref.rollout"
 ESTIMATOR, LOSS = "algorithm.adv_estimator", "actor_rollout_ref.actor.policy_loss.loss_mode"
+OLD, NEW = "actor_rollout_ref.actor.grad_clip", "actor_rollout_ref.actor.optim.clip_grad"
 SAVED = "actor_rollout_ref.actor.checkpoint.save_contents"
 
 
@@ -201,6 +202,30 @@ def test_what_a_name_is_taken_for_is_a_choice_of_its_key() -> None:
         assert (
             rule is not None and set(names.values()) <= set(rule.choices) and not {*names} & {*rule.choices}
         )
+
+
+@pytest.mark.parametrize(
+    ("wrong", "right"),
+    [
+        ("actor_rollout_ref.actor.grad_clip=0", "actor_rollout_ref.actor.grad_clip=1.0"),
+        ("actor_rollout_ref.actor.grad_clip=x", "actor_rollout_ref.actor.grad_clip=1.0"),
+        ("critic.ulysses_sequence_parallel_size=0", "critic.ulysses_sequence_parallel_size=1"),
+        ("actor_rollout_ref.ref.strategy=fsdp3", "actor_rollout_ref.ref.strategy=fsdp2"),
+    ],
+)
+def test_a_remedy_has_the_name_that_the_user_wrote(wrong: str, right: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        load("ppo", PPOConfig, [wrong])
+    [problem] = refused.value.problems
+    assert (problem.field, problem.remedy) == (wrong.partition("=")[0], right)
+    load("ppo", PPOConfig, [wrong, right])
+
+
+def test_two_names_of_one_key_keep_their_own() -> None:
+    with pytest.raises(ConfigError) as refused:
+        load("ppo", PPOConfig, [f"{OLD}=2", f"{NEW}=3"])
+    [problem] = refused.value.problems
+    assert (problem.field, problem.remedy) == (OLD, f"leave out {OLD} or {NEW}=2")
 
 
 def test_optimizer_settings_of_the_reference_change_nothing() -> None:
