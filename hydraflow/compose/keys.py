@@ -21,7 +21,7 @@ from typing import Any
 
 import yaml
 
-from hydraflow.compose.nearest import nearest
+from hydraflow.compose.nearest import missing_words, nearest
 from hydraflow.errors import Problem, shown
 from hydraflow.options import Rule, option_of
 from hydraflow.redact import public
@@ -117,11 +117,11 @@ def keys_for(schema: type, path: str) -> list[str]:
     """
     known, names = known_keys(schema), path.split(".")
     open_keys = [key.path for key in known.values() if key.is_open]
-    inside = [
-        f"{key}.{'.'.join(names[cut:])}"
-        for cut in range(1, len(names))
-        for key in nearest(".".join(names[:cut]), open_keys)
-    ]
+    inside = []
+    for cut in range(1, len(names)):
+        above, below = ".".join(names[:cut]), ".".join(names[cut:])
+        near = [key for key in nearest(above, open_keys) if missing_words(above, key) is None]
+        inside += [f"{key}.{below}" for key in near]  # misspelt sections, not shortened ones
     return [*leaf_keys(schema), *inside]
 
 
@@ -263,18 +263,22 @@ def wrong_type(schema: type, key: Key, value: Any) -> Problem:
     meant = _as_meant(key.hint, value)
     example = key.default if meant is None else meant
     remedy = "" if example is None else f"{key.path}={shown(example)}"
+    if meant is None and key.rule and key.rule.choices:
+        remedy = f"leave out {key.path}"  # any choice would be a guess
     kind = "a mapping" if isinstance(value, Mapping) else _WORDS.get(type(value), "text")
     kind = "" if value is None or isinstance(value, list | float) else f", not {kind}"
     return Problem(key.path, shown(value), f"must be {type_words(key.hint)}{kind}", remedy)
 
 
 def _as_meant(hint: Any, value: Any) -> Any:
-    """The value that was probably meant: 1000 for 1e3 in an int, true for yes and 1, [a] for a in a list;
-    None: no guess."""
+    """The value that was probably meant: 1000 for 1e3 in an int, true for yes and 1, [a] for a in a list,
+    a for [a]; None: no guess."""
     if isinstance(value, float) and value.is_integer() and abs(value) <= 2**53 and accepts(hint, int(value)):
         return int(value)
     if isinstance(value, str) and accepts(hint, True) and value.lower() in _SWITCHED:
         return _SWITCHED[value.lower()]
     if type(value) is int and value in (0, 1) and accepts(hint, True):
         return bool(value)
+    if isinstance(value, list) and len(value) == 1 and accepts(hint, value[0]):
+        return value[0]
     return [value] if value is not None and accepts(hint, [value]) else None

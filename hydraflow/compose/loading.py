@@ -168,7 +168,7 @@ def finish(
         suspects = [*foreign, *(ineffective if _is_strict(cast(Any, config)) else [])]
         problems += _value_problems(entry, config, command, checked, suspects, refused=bool(problems))
     if problems:
-        raise ConfigError(problems)
+        raise ConfigError([checked.translation.as_named(problem) for problem in problems])
     as_written = {key: checked.written.get(key, value) for key, value in checked.leaves.items()}
     return ComposedConfig(config, command, nested(as_written))
 

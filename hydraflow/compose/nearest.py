@@ -1,8 +1,8 @@
 """Finds the known keys that are nearest to a misspelt one.
 
 In: a key as the user wrote it, the known keys. Out: the nearest, best first. Keys are compared name by name:
-the last names must be similar; the sections before them may be missing, misspelt or wrong, each at a cost.
-Differences in case, dashes and underscores cost nothing.
+the last names must be similar, by their letters or because words were left out; the sections before them may
+be missing, misspelt or wrong, each at a cost. Differences in case, dashes and underscores cost nothing.
 """
 
 from __future__ import annotations
@@ -12,19 +12,28 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from functools import cache
 
-_FAR = 0.4
-"""Largest share of a name's letters that may differ."""
+_FAR = 0.3
+"""Largest share of a last name's letters that may differ."""
+_FAR_SECTION = 0.4
+"""The same for a section."""
+_SHORT = 6
+"""Last names of up to this many letters may differ by one edit: tp_size is not top_k."""
 _FAR_WHOLE = 0.2
 """The same for a whole key without separators, which tolerates misplaced dots."""
 _MISSING_SECTION, _EXTRA_SECTION, _WRONG_SECTION = 0.1, 0.4, 0.6
+_SHORTENED, _MISSING_WORD = 0.3, 0.05
 """Costs; 1 is that of an entirely different name."""
+_NAMING = ("path", "name")
+"""Names of the key that a group is given by: the `path` of a `model`."""
 
 
 def nearest(path: str, keys: Iterable[str], count: int = 3) -> list[str]:
     """The `count` keys most similar to `path`; only those of its last name if the most similar one has that.
 
-    >>> nearest("data.train_bach_size", ["data.train_batch_size", "data.val_batch_size", "trainer.seed"])
-    ['data.train_batch_size', 'data.val_batch_size']
+    >>> nearest("data.train_bach_size", ["data.train_batch_size", "data.train_max_samples", "trainer.seed"])
+    ['data.train_batch_size']
+    >>> nearest("trainer.epochs", ["actor.ppo_epochs", "trainer.total_epochs", "trainer.seed"])
+    ['trainer.total_epochs', 'actor.ppo_epochs']
     >>> nearest("actor.top_k", ["rollout.top_p", "rollout.top_k"])
     ['rollout.top_k']
     """
@@ -37,14 +46,51 @@ def nearest(path: str, keys: Iterable[str], count: int = 3) -> list[str]:
 
 def _price(path: str, key: str) -> float | None:
     """The cost of changing `path` to `key`; None: they are not similar."""
-    *sections, last = _names(path)
+    *sections, last = given = _names(path)
     *known_sections, known = _names(key)
-    whole = _share("".join(_names(path)), "".join(_names(key)), _FAR_WHOLE)
-    name = _share(last, known, _FAR)
-    if name is None:
-        return None if whole is None else 1.0 + whole
-    by_name = 2 * name + _section_price(sections, known_sections)
-    return by_name if whole is None else min(by_name, 2 * whole)
+    if known in _NAMING and tuple(known_sections[-len(given) :]) == given:  # a group given as a value
+        return _MISSING_WORD + _MISSING_SECTION * (len(known_sections) - len(given))
+    around, prices = _section_price(sections, known_sections), []
+    most, here, there = _most(last, known), "".join(given), "".join((*known_sections, known))
+    name, whole = _share(last, known, most), _share(here, there, _most(here, there, _FAR_WHOLE))
+    if name is not None:
+        prices.append(2 * name + around)
+    missing = missing_words(path, key)
+    if missing is not None and (missing == 1 or around < _EXTRA_SECTION):
+        prices.append(_SHORTENED + _MISSING_WORD * missing + 2 * around)
+    if whole is not None and name is not None:
+        prices.append(2 * whole)
+    elif whole is not None and whole * max(len(here), len(there)) <= max(2, most):
+        prices.append(1.0 + whole)  # a long section must not make other last names similar
+    return min(prices, default=None)
+
+
+def _most(a: str, b: str, share: float = _FAR) -> int:
+    """The largest number of edits between two similar names."""
+    length = max(len(a), len(b))
+    return 1 if length <= _SHORT else int(share * length)
+
+
+def missing_words(path: str, key: str) -> int | None:
+    """The number of words that the last name of `path` lacks of that of `key`; None: it is no shorter form.
+
+    >>> missing_words("trainer.n_gpus", "trainer.n_gpus_per_node"), missing_words("file", "data.train_files")
+    (2, 1)
+    >>> missing_words("trainer.gpus_n", "trainer.n_gpus_per_node")
+    """
+    given, known = _words(path), _words(key)
+    if sum(map(len, given)) < 3 or len(given) >= len(known):
+        return None
+    rest = iter(known)
+    in_order = all(word in rest for word in given)  # `in` takes from the iterator
+    return len(known) - len(given) if in_order else None
+
+
+@cache
+def _words(path: str) -> list[str]:
+    """The words of a key's last name, each in the singular."""
+    words = re.split(r"[^a-z0-9]+", path.lower().rpartition(".")[2])
+    return [word.removesuffix("s") for word in words if word]
 
 
 @cache
@@ -58,7 +104,7 @@ def _section_price(given: Sequence[str], known: Sequence[str]) -> float:
     for name in given:
         above, row = row, [row[0] + _EXTRA_SECTION]
         for column, other in enumerate(known):
-            share = _share(name, other, _FAR)
+            share = _share(name, other, int(_FAR_SECTION * max(len(name), len(other))))
             change = _WRONG_SECTION if share is None else share
             row.append(
                 min(
@@ -69,17 +115,15 @@ def _section_price(given: Sequence[str], known: Sequence[str]) -> float:
 
 
 @cache
-def _share(a: str, b: str, limit: float) -> float | None:
-    """Edits between two names as a share of the longer; None above `limit`."""
+def _share(a: str, b: str, most: int) -> float | None:
+    """Edits between two names as a share of the longer; None: more than `most`."""
     if a == b:
         return 0.0
-    length = max(len(a), len(b))
-    most = int(limit * length)
     left, right = Counter(a), Counter(b)
     if max((left - right).total(), (right - left).total()) > most:  # a cheap lower bound of the edits
         return None
     edits = _edits(a, b)
-    return edits / length if edits <= most else None
+    return edits / max(len(a), len(b)) if edits <= most else None
 
 
 def _edits(a: str, b: str) -> int:

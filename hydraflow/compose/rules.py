@@ -28,15 +28,18 @@ from hydraflow.batch_plan.roles import needs_critic
 from hydraflow.batch_plan.settings import value_at
 from hydraflow.compose.effects import without_effect
 from hydraflow.compose.keys import known_keys, without_quotes
+from hydraflow.compose.verl_values import meant_choice
 from hydraflow.engine.config import FSDPConfig, engine_config
 from hydraflow.errors import Problem, shown
 from hydraflow.generation.config import GENERATION_ENGINES, RolloutConfig, SamplingConfig, engine_dtype
 from hydraflow.models.config import ModelConfig
-from hydraflow.options import effective_value, walk
+from hydraflow.options import Rule, effective_value, walk
 from hydraflow.schema import EvalConfig, GenerateConfig, JobConfig, PPOConfig, SupervisedConfig, entry_for
 from hydraflow.workers.config import ActorConfig
 
 ROLLOUT = "actor_rollout_ref.rollout"
+_SHORTEST, _SIMILAR = 4, 0.8
+"""Letters of a name from which on it is compared with choices, and the least similarity of difflib's."""
 
 
 def problems(
@@ -71,15 +74,16 @@ def _value_problems(config: Any, usual: Mapping[str, Any]) -> Iterator[Problem]:
             quoted, text = shown(f"'{leaf.value}'", leaf.key), f"{rule.text}, and the quotes make it text"
             yield Problem(leaf.key, quoted, text, f"{leaf.key}={shown(meant)}")
             continue
-        choices = {choice.lower(): choice for choice in rule.choices}
         given = leaf.value if isinstance(leaf.value, list) else [leaf.value]
-        near = [difflib.get_close_matches(str(one).lower(), choices, n=1) for one in given]
-        if choices and any(near):
-            meant = list(dict.fromkeys(choices[close[0]] for close in near if close))
-            remedy = f"{leaf.key}={shown(meant if isinstance(leaf.value, list) else meant[0])}"
+        near = [_near_choices(leaf.key, rule, str(one)) for one in given]
+        if isinstance(leaf.value, list) and any(near):
+            meant = list(dict.fromkeys(close[0] for close in near if close))
+            remedy = f"{leaf.key}={shown(meant)}"
+        elif any(near):
+            remedy = f"{leaf.key}={' or '.join(near[0])}"
         elif rule.example:
             remedy = f"{leaf.key}={rule.example}"
-        elif choices or (leaf.option.size and default.value is not None and leaf.key not in usual):
+        elif rule.choices or (leaf.option.size and default.value is not None and leaf.key not in usual):
             # a choice would be a guess, and the default of a size may not fit the others
             remedy = f"leave out {leaf.key}"
         else:
@@ -88,6 +92,22 @@ def _value_problems(config: Any, usual: Mapping[str, Any]) -> Iterator[Problem]:
             remedy = f"{leaf.key}={shown(legal[0])}" if legal else ""
         only_finite = isinstance(leaf.value, float) and not (isfinite(leaf.value) or rule.holds(inf))
         yield Problem(leaf.key, leaf.value, "must be finite" if only_finite else rule.text, remedy)
+
+
+def _near_choices(key: str, rule: Rule, given: str) -> list[str]:
+    """The choices of a key that a name was probably meant for: the same in other case, our name of verl's
+    value, those that begin with it, or the most similar one. Short names differ too little to be compared."""
+    named = {choice.lower(): choice for choice in rule.choices}
+    name = given.lower()
+    if name in named:
+        return [named[name]]
+    meant = meant_choice(key, name)
+    if rule.choices and meant is not None and rule.holds(meant):
+        return [meant]
+    if len(name) < _SHORTEST:
+        return []
+    begin = [choice for choice in rule.choices if choice.lower().startswith(name)]
+    return begin or [named[close] for close in difflib.get_close_matches(name, named, 1, _SIMILAR)]
 
 
 def _problems_beside(config: object) -> Iterator[Problem]:

@@ -20,7 +20,7 @@ from typing import Any
 from hydraflow.batch_plan.settings import COMMAND_LINE, DEFAULT, strength
 from hydraflow.compose import verl_trees
 from hydraflow.compose.keys import accepts, is_below_open, keys_for, known_above, known_keys, wrong_type
-from hydraflow.compose.nearest import nearest
+from hydraflow.compose.nearest import missing_words, nearest
 from hydraflow.compose.patterns import fits
 from hydraflow.compose.verl_table import (
     FOLLOWS,
@@ -67,8 +67,25 @@ class Translation:
     """File -> its verl keys that are off or at verl's default; one note gives their number."""
     honoured: set[str] = field(default_factory=set)
     """Keys of ours that were set under another name."""
+    names: dict[str, str] = field(default_factory=dict)
+    """Key of ours -> the name under which the user set it. Without those whose values have another unit."""
     unknown: dict[str, Any] = field(default_factory=dict)
     """Keys that verl does not have either."""
+
+    def as_named(self, problem: Problem) -> Problem:
+        """A problem with the user's own names: a remedy by our name would be a second value beside theirs.
+
+        >>> problem = Problem("critic.optim.clip_grad", 0, "must be above 0", "critic.optim.clip_grad=1.0")
+        >>> print(Translation(names={"critic.optim.clip_grad": "critic.grad_clip"}).as_named(problem))
+        critic.grad_clip=0: must be above 0
+              -> critic.grad_clip=1.0
+        """
+        for ours, theirs in self.names.items():
+            key = re.compile(rf"(?<![\w.]){re.escape(ours)}(?![\w.])")
+            problem = replace(
+                problem, field=key.sub(theirs, problem.field), remedy=key.sub(theirs, problem.remedy)
+            )
+        return problem
 
 
 def classify(schema: type, key: str) -> Row | None:
@@ -215,10 +232,12 @@ class Translator:
     def _take(self, old: str, new: str, value: Any, origin: str, row: Alias) -> None:
         """Moves a renamed key's value to our key, unless that was set by a source of higher precedence."""
         known, leaves, result = known_keys(self.schema).get(new), self.leaves, self.result
+        here, repeats = self.origins.get(new, DEFAULT), in_file(origin) and leaves.get(new) == value
+        if new == row.new and not row.over_all_ranks and not repeats and strength(here) < strength(origin):
+            result.names[new] = old
         if known is not None and not accepts(known.hint, value):
             result.problems.append(wrong_type(self.schema, known, value))
             return
-        here = self.origins.get(new, DEFAULT)
         if strength(here) > strength(origin):
             ours = f"{new}={shown(leaves[new], new)}"
             result.notes.append(f"{old}={shown(value, old)}: {ours} takes precedence ({here})")
@@ -228,7 +247,7 @@ class Translator:
             remedy = f"leave out {old} or {new}={shown(value, old)}"
             result.problems.append(Problem(old, shown(value), rule, remedy))
             return
-        if in_file(origin) and leaves.get(new) == value:
+        if repeats:
             return  # a default that the file repeats
         self._set(new, value)
         self.origins[new] = origin
@@ -364,6 +383,8 @@ def suggested(schema: type, problem: Problem, value: Any) -> Problem:
     near = nearest(problem.field, [*ours, *others], 1)
     if not near or near[0] in ours:
         return problem
+    if "=" in problem.remedy and missing_words(problem.field, near[0]) is not None:
+        return problem  # a shortened name is one of ours, if there is one
     first = f"{near[0]}={shown(public(public(value, problem.field), near[0]))}"
     rest = problem.remedy.split(" or ")[:2] if "=" in problem.remedy else []
     return replace(problem, remedy=" or ".join([first, *rest]))

@@ -151,6 +151,8 @@ class ValueTables:
 
     renamed: dict[str, dict[str, str]]
     """Pattern of keys -> verl's value -> ours."""
+    suggested: dict[str, dict[str, str]]
+    """Key -> a name that neither verl nor we have -> what is probably meant by it."""
     rollout_engines: list[str]
     """verl's rollout engines that do not exist here."""
     training_engines: list[str]

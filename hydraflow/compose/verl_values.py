@@ -24,9 +24,9 @@ def our_value(key: str, value: Any) -> tuple[Any, str | None]:
     """
     name = key.rpartition(".")[2]
     new, why = value, ""
-    names = next((names for pattern, names in value_tables().renamed.items() if fits(pattern, key)), None)
-    if names is not None:
-        new = names.get(str(value), value)
+    names = _other_names(key)
+    if names:
+        new = names.get(str(value).lower(), value)
     elif name == "save_contents" and value == ["hf_model"]:
         new, why = ["model", "hf_model"], ", since a run resumes from model"
     elif (name, value) in (("lr_warmup_steps", None), ("test_freq", 0), ("save_freq", 0)):
@@ -36,6 +36,20 @@ def our_value(key: str, value: Any) -> tuple[Any, str | None]:
     if new is value or new == value:
         return new, None
     return new, f"{key}={shown(value)}: taken as {shown(new)}{why}"
+
+
+def _other_names(key: str) -> dict[str, str]:
+    """verl's values of a key, in lower case -> ours."""
+    return next((names for pattern, names in value_tables().renamed.items() if fits(pattern, key)), {})
+
+
+def meant_choice(key: str, name: str) -> str | None:
+    """Our choice that a name in lower case stands for.
+
+    >>> meant_choice("algorithm.adv_estimator", "ppo"), meant_choice("trainer.device", "gpu")
+    ('gae', 'cuda')
+    """
+    return (_other_names(key) | value_tables().suggested.get(key, {})).get(name)
 
 
 def _loggers(value: Any) -> tuple[Any, str | None]:

@@ -113,3 +113,13 @@ def test_the_order_is_by_resemblance_not_by_place():
     keys = ["critic.optim.lr", "actor_rollout_ref.actor.optim.lr", "actor_rollout_ref.actor.optim.eps"]
     assert nearest("actor.optim.lr", keys)[0] == "actor_rollout_ref.actor.optim.lr"
     assert nearest("critc.optim.lr", keys)[0] == "critic.optim.lr"
+
+
+def test_a_long_section_does_not_make_other_last_names_similar():
+    assert nearest("actor_rollout_ref.rollout.tp_size", ["actor_rollout_ref.rollout.top_k"]) == []
+    assert nearest("actor_rollout_ref.rollouttop_k", ["actor_rollout_ref.rollout.top_k"]) != []
+
+
+def test_a_name_in_another_section_is_nearer_than_one_that_only_contains_it():
+    keys = ["reward.reward_model.model_path", "reward.judge.model"]
+    assert nearest("actor.wrap_policy.model", keys) == ["reward.judge.model"]

@@ -7,12 +7,16 @@ import pytest
 from hydra.errors import ConfigCompositionException
 
 from hydraflow.compose.hydra_errors import translated
+from hydraflow.compose.keys import known_keys
 from hydraflow.compose.loading import load, load_command
 from hydraflow.compose.tree import value_problems
+from hydraflow.compose.verl_table import value_tables
 from hydraflow.errors import ConfigError
 from hydraflow.schema import GenerateConfig, PPOConfig, SFTConfig
 
 ROLLOUT = "actor_rollout_ref.rollout"
+ESTIMATOR, LOSS = "algorithm.adv_estimator", "actor_rollout_ref.actor.policy_loss.loss_mode"
+OLD, NEW = "actor_rollout_ref.actor.grad_clip", "actor_rollout_ref.actor.optim.clip_grad"
 SAVED = "actor_rollout_ref.actor.checkpoint.save_contents"
 
 
@@ -27,6 +31,26 @@ SAVED = "actor_rollout_ref.actor.checkpoint.save_contents"
     ],
 )
 def test_the_nearest_name_comes_first_be_it_ours_or_verls(key, value, remedy):
+    [problem] = value_problems(PPOConfig, key, value)
+    assert problem.remedy.split(" or ")[0] == remedy
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "remedy"),
+    [
+        ("trainer.epochs", 3, "trainer.total_epochs=3"),
+        ("epochs", 3, "trainer.total_epochs=3"),
+        ("trainer.steps", 3, "trainer.total_training_steps=3"),
+        ("trainer.n_gpus", 8, "trainer.n_gpus_per_node=8"),
+        ("trainer.gpus", 8, "trainer.n_gpus_per_node=8"),
+        ("batch_size", 64, "data.train_batch_size=64"),
+        ("data.files", "/data", "data.train_files=/data"),
+        ("model", "Qwen/Qwen3-4B", "actor_rollout_ref.model.path=Qwen/Qwen3-4B"),
+        (f"{ROLLOUT}.n_samples", 4, "--help lists every key"),
+        (f"{ROLLOUT}.tp_size", 2, "--help lists every key"),
+    ],
+)
+def test_a_shortened_name_is_taken_for_a_longer_one_not_for_a_misspelling(key, value, remedy):
     [problem] = value_problems(PPOConfig, key, value)
     assert problem.remedy.split(" or ")[0] == remedy
 
@@ -132,13 +156,76 @@ def test_a_word_that_hydra_cannot_take_has_a_remedy(word, expected):
         ("algorithm.adv_estimator=mine", "\n      -> leave out algorithm.adv_estimator"),
         ("trainer.logger=[console,wandbb]", "\n      -> trainer.logger=[console,wandb]"),
         ("cluster=h100x", "must be a100, cpu, h100, h200 or l40s\n      -> cluster=h100"),
-        ("actor_rollout_ref.rollout.nam=3", "unknown key\n      -> actor_rollout_ref.rollout.n=3 or"),
+        ("actor_rollout_ref.rollout.nam=3", "unknown key\n      -> actor_rollout_ref.rollout.n=3"),
     ],
 )
 def test_a_remedy_changes_no_algorithm_and_loses_nothing(word: str, expected: str) -> None:
     with pytest.raises(ConfigError) as refused:
         load("ppo", PPOConfig, [word])
     assert expected in str(refused.value) and len(refused.value.problems) == 1
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "remedy"),
+    [
+        (ESTIMATOR, "ppo", f"{ESTIMATOR}=gae"),
+        (ESTIMATOR, "PPO", f"{ESTIMATOR}=gae"),
+        (ESTIMATOR, "reinforce++", f"{ESTIMATOR}=reinforce_plus_plus"),
+        (ESTIMATOR, "dapo", f"leave out {ESTIMATOR}"),
+        (ESTIMATOR, "foo", f"leave out {ESTIMATOR}"),
+        (ESTIMATOR, "[grpo]", f"{ESTIMATOR}=grpo"),
+        (ESTIMATOR, "[grpo,gae]", f"leave out {ESTIMATOR}"),
+        (ESTIMATOR, "null", f"leave out {ESTIMATOR}"),
+        (LOSS, "ppo", f"{LOSS}=vanilla"),
+        (LOSS, "dppo", f"{LOSS}=dppo_tv or dppo_kl"),
+        (LOSS, "gspoo", f"{LOSS}=gspo"),
+        ("trainer.device", "npu", "leave out trainer.device"),
+        ("trainer.device", "CUDA", "trainer.device=cuda"),
+        ("actor_rollout_ref.actor.strategy", "[megatron]", "actor_rollout_ref.actor.strategy=megatron"),
+        ("data.train_batch_size", "[64]", "data.train_batch_size=64"),
+    ],
+)
+def test_a_choice_is_suggested_only_if_it_was_meant(key: str, value: str, remedy: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        load("ppo", PPOConfig, [f"{key}={value}"])
+    assert [problem.remedy for problem in refused.value.problems] == [remedy]
+
+
+def test_verls_values_are_taken_in_any_case() -> None:
+    config = load("ppo", PPOConfig, ["trainer.device=GPU", "actor_rollout_ref.actor.strategy=FSDP"])
+    assert (config.trainer.device, config.actor_rollout_ref.actor.strategy) == ("cuda", "fsdp2")
+
+
+def test_what_a_name_is_taken_for_is_a_choice_of_its_key() -> None:
+    for key, names in value_tables().suggested.items():
+        rule = known_keys(PPOConfig)[key].rule
+        assert (
+            rule is not None and set(names.values()) <= set(rule.choices) and not {*names} & {*rule.choices}
+        )
+
+
+@pytest.mark.parametrize(
+    ("wrong", "right"),
+    [
+        ("actor_rollout_ref.actor.grad_clip=0", "actor_rollout_ref.actor.grad_clip=1.0"),
+        ("actor_rollout_ref.actor.grad_clip=x", "actor_rollout_ref.actor.grad_clip=1.0"),
+        ("critic.ulysses_sequence_parallel_size=0", "critic.ulysses_sequence_parallel_size=1"),
+        ("actor_rollout_ref.ref.strategy=fsdp3", "actor_rollout_ref.ref.strategy=fsdp2"),
+    ],
+)
+def test_a_remedy_has_the_name_that_the_user_wrote(wrong: str, right: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        load("ppo", PPOConfig, [wrong])
+    [problem] = refused.value.problems
+    assert (problem.field, problem.remedy) == (wrong.partition("=")[0], right)
+    load("ppo", PPOConfig, [wrong, right])
+
+
+def test_two_names_of_one_key_keep_their_own() -> None:
+    with pytest.raises(ConfigError) as refused:
+        load("ppo", PPOConfig, [f"{OLD}=2", f"{NEW}=3"])
+    [problem] = refused.value.problems
+    assert (problem.field, problem.remedy) == (OLD, f"leave out {OLD} or {NEW}=2")
 
 
 def test_optimizer_settings_of_the_reference_change_nothing() -> None:
