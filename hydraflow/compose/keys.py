@@ -21,10 +21,11 @@ from typing import Any
 
 import yaml
 
+from hydraflow.compose import yaml_values
 from hydraflow.compose.nearest import missing_words, nearest
 from hydraflow.errors import Problem, shown
 from hydraflow.options import Rule, option_of
-from hydraflow.redact import public
+from hydraflow.redact import HIDDEN, public
 
 _SWITCHED = {"yes": True, "on": True, "y": True, "t": True, "no": False, "off": False, "n": False, "f": False}
 """Words that some YAML versions read as true or false."""
@@ -99,7 +100,7 @@ def unknown_key(schema: type, path: str, value: Any) -> Problem:
     for key in (path, *near):  # a value that is secret under one of these names is hidden everywhere
         value = public(value, key)
     known = known_keys(schema)
-    remedies = [f"{key}={shown(value)}" for key in fitting]
+    remedies = [f"{key}={shown(value)}" for key in fitting if value != HIDDEN]
     remedies = remedies or [f"{key}=<{type_words(known[key].hint)}>" for key in near[:1]]
     return Problem(path, shown(value), "unknown key", " or ".join(remedies) or "--help lists every key")
 
@@ -173,15 +174,18 @@ def without_quotes(value: Any) -> Any:
 
     >>> without_quotes("64"), without_quotes("[/a,/b]"), without_quotes("a, b"), without_quotes("[/a")
     (64, ['/a', '/b'], None, None)
-    >>> without_quotes("1:30"), without_quotes("2024-13-45")  # YAML's base-60 numbers and dates
-    (None, None)
+    >>> without_quotes("1e-6"), without_quotes("true"), without_quotes("yes")
+    (1e-06, True, None)
+    >>> without_quotes("1:30"), without_quotes("0x40"), without_quotes("2024-13-45")  # YAML's, not Hydra's
+    (None, None, None)
     """
     try:
-        meant = yaml.safe_load(value) if isinstance(value, str) else None
+        meant = yaml_values.load(value) if isinstance(value, str) else None
     except (yaml.YAMLError, ValueError):
         return None
-    is_number = isinstance(meant, int | float) and ":" not in value
-    return meant if is_number or isinstance(meant, list | dict) else None
+    if isinstance(meant, int | float) and (":" in value or "x" in value or value.lower() in _SWITCHED):
+        return None
+    return meant if isinstance(meant, int | float | list | dict) else None
 
 
 def fitted(hint: Any, value: Any) -> Any:
@@ -261,10 +265,11 @@ def wrong_type(schema: type, key: Key, value: Any) -> Problem:
         remedy = f"set a key of it, such as {first}=..."
         return Problem(key.path, shown(value), "is a group of keys, not a value", remedy)
     meant = _as_meant(key.hint, value)
+    if meant is not None and key.rule and not key.rule.holds(meant):
+        meant = None
     example = key.default if meant is None else meant
-    remedy = "" if example is None else f"{key.path}={shown(example)}"
-    if meant is None and key.rule and key.rule.choices:
-        remedy = f"leave out {key.path}"  # any choice would be a guess
+    is_guess = meant is None and key.rule is not None and bool(key.rule.choices)
+    remedy = f"leave out {key.path}" if example is None or is_guess else f"{key.path}={shown(example)}"
     kind = "a mapping" if isinstance(value, Mapping) else _WORDS.get(type(value), "text")
     kind = "" if value is None or isinstance(value, list | float) else f", not {kind}"
     return Problem(key.path, shown(value), f"must be {type_words(key.hint)}{kind}", remedy)

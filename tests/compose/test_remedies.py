@@ -358,3 +358,19 @@ def test_what_hydra_cannot_read_has_a_remedy_that_it_reads(word, remedy):
         load("ppo", PPOConfig, [word])
     [problem] = refused.value.problems
     assert problem.remedy == remedy
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "remedy"),
+    [
+        ("critic.enable", "maybe", "leave out critic.enable"),
+        ("actor_rollout_ref.actor.optim.betas", 0.9, "actor_rollout_ref.actor.optim.betas=[0.9,0.999]"),
+        ("actor_rollout_ref.actor.use_kl_loss", "yes", "actor_rollout_ref.actor.use_kl_loss=true"),
+        ("data.promt_key", "question", "data.prompt_key=<text>"),  # hidden: its name ends like a secret's
+        ("algorithm.adv_estimator", ["grpo"], "algorithm.adv_estimator=grpo"),
+    ],
+)
+def test_a_remedy_of_a_wrong_type_is_of_the_right_one(key, value, remedy):
+    [problem] = value_problems(PPOConfig, key, value)
+    assert problem.remedy == remedy
+    assert "quotes" not in problem.rule
