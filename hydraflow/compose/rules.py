@@ -96,7 +96,8 @@ def _value_problems(config: Any, usual: Mapping[str, Any]) -> Iterator[Problem]:
 
 def _near_choices(key: str, rule: Rule, given: str) -> list[str]:
     """The choices of a key that a name was probably meant for: the same in other case, our name of verl's
-    value, those that begin with it, or the most similar one. Short names differ too little to be compared."""
+    value, those that begin with it or have its letters in another order, or the most similar one. Short names
+    differ too little to be compared."""
     named = {choice.lower(): choice for choice in rule.choices}
     name = given.lower()
     if name in named:
@@ -106,8 +107,9 @@ def _near_choices(key: str, rule: Rule, given: str) -> list[str]:
         return [meant]
     if len(name) < _SHORTEST:
         return []
-    begin = [choice for choice in rule.choices if choice.lower().startswith(name)]
-    return begin or [named[close] for close in difflib.get_close_matches(name, named, 1, _SIMILAR)]
+    found = [choice for choice in rule.choices if choice.lower().startswith(name)]
+    found = found or [named[other] for other in named if sorted(other) == sorted(name)]  # letters swapped
+    return found or [named[close] for close in difflib.get_close_matches(name, named, 1, _SIMILAR)]
 
 
 def _problems_beside(config: object) -> Iterator[Problem]:

@@ -383,8 +383,10 @@ def suggested(schema: type, problem: Problem, value: Any) -> Problem:
     near = nearest(problem.field, [*ours, *others], 1)
     if not near or near[0] in ours:
         return problem
-    if "=" in problem.remedy and missing_words(problem.field, near[0]) is not None:
-        return problem  # a shortened name is one of ours, if there is one
+    section, best = near[0].rpartition(".")[0], nearest(problem.field, ours, 1)
+    is_beside = bool(best) and best[0].rpartition(".")[0] == section
+    if is_beside and missing_words(problem.field, near[0]) is not None:
+        return problem  # a shortened name is one of ours, if its section has one
     first = f"{near[0]}={shown(public(public(value, problem.field), near[0]))}"
     rest = problem.remedy.split(" or ")[:2] if "=" in problem.remedy else []
     return replace(problem, remedy=" or ".join([first, *rest]))

@@ -171,6 +171,7 @@ def test_a_remedy_changes_no_algorithm_and_loses_nothing(word: str, expected: st
         (ESTIMATOR, "ppo", f"{ESTIMATOR}=gae"),
         (ESTIMATOR, "PPO", f"{ESTIMATOR}=gae"),
         (ESTIMATOR, "reinforce++", f"{ESTIMATOR}=reinforce_plus_plus"),
+        (ESTIMATOR, "grop", f"{ESTIMATOR}=grpo"),
         (ESTIMATOR, "dapo", f"leave out {ESTIMATOR}"),
         (ESTIMATOR, "foo", f"leave out {ESTIMATOR}"),
         (ESTIMATOR, "[grpo]", f"{ESTIMATOR}=grpo"),
@@ -209,7 +210,7 @@ def test_what_a_name_is_taken_for_is_a_choice_of_its_key() -> None:
     [
         ("actor_rollout_ref.actor.grad_clip=0", "actor_rollout_ref.actor.grad_clip=1.0"),
         ("actor_rollout_ref.actor.grad_clip=x", "actor_rollout_ref.actor.grad_clip=1.0"),
-        ("critic.ulysses_sequence_parallel_size=0", "critic.ulysses_sequence_parallel_size=1"),
+        ("critic.ulysses_sequence_parallel_size=x", "critic.ulysses_sequence_parallel_size=1"),
         ("actor_rollout_ref.ref.strategy=fsdp3", "actor_rollout_ref.ref.strategy=fsdp2"),
     ],
 )
