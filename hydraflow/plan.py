@@ -74,7 +74,8 @@ class Planning:
 def _print_problems(error: HydraflowError) -> None:
     """The problems as one JSON object."""
     problems = error.problems if isinstance(error, ConfigError) else [Problem("", None, str(error))]
-    print(json.dumps({"problems": [problem.to_json() for problem in problems]}, indent=2, ensure_ascii=False))
+    with reader_may_leave():
+        print(json.dumps({"problems": [one.to_json() for one in problems]}, indent=2, ensure_ascii=False))
 
 
 def _draw(report: Report, path: Path) -> None:

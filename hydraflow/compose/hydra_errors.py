@@ -32,6 +32,8 @@ def translated(error: Exception, files: Sequence[str] = ()) -> ConfigError:
 def _of_a_key(key: str, message: str) -> Problem | None:
     """Values, deletions and interpolations."""
     if found := re.search(r"Could not delete from config\. (?:The value of )?'(.+?)'", message):
+        if "The value of" in message:
+            return Problem(f"~{found[1]}", None, "the key has another value than that", f"~{found[1]}")
         return Problem(f"~{found[1]}", None, "there is no such key to delete", f"leave out ~{found[1]}")
     if found := re.search(r"Error merging override \+*([\w.]+)=([{\[].*)", message):
         kinds = "a list such as [a,b], not a mapping", "a mapping such as {name: value}, not a list"
@@ -60,6 +62,12 @@ def _of_a_file(key: str, message: str) -> Problem | None:
     if found := re.search(r"Unsupported (?:type|item value) in defaults : (\w+)", message):
         rule = f"an entry of a defaults list must be text or a mapping, not {found[1]}"
         return Problem(key, None, rule, "write the name of a file, or group: name")
+    if found := re.search(r"Multiple values for (\S+)\. To override a value use '(override .+?)'", message):
+        rule = f"your defaults list names {found[1]}, which a file before it in the list has already"
+        return Problem(found[1], None, rule, f"write {found[2]} in the defaults list")
+    if found := re.search(r"Cannot find primary config '(.+?)'", message):
+        rule = f"the folder of --config-path has no {found[1]}.yaml"
+        return Problem("--config-path", None, rule, "--config-name NAME, for a file NAME.yaml in it")
     if "maximum recursion depth exceeded" in message:
         rule = "the defaults lists are circular"
         return Problem(key, None, rule, "leave out one of the names")

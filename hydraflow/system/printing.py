@@ -12,6 +12,8 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from hydraflow.errors import EnvironmentFault
+
 HANDLER = "hydraflow-ascii"
 ASCII = {"·": "*", "×": "x", "→": "->", "≤": "<=", "≥": ">=", "…": "...", "–": "-", "—": "-", "■": "#"}
 ASCII |= {"⌊": "floor(", "⌋": ")", "⌈": "ceil(", "⌉": ")", "─": "-", "━": "-"}
@@ -28,12 +30,25 @@ def make_printable() -> None:
 
 @contextmanager
 def reader_may_leave() -> Iterator[None]:
-    """If the reader of the block's output, such as `head`, leaves early, the rest is discarded."""
+    """If the reader of the block's output, such as `head`, leaves early, the rest is discarded. Exits with a
+    sentence on stderr if the output cannot be written for another reason, such as a full disk."""
     try:
         yield
-        sys.stdout.flush()
-    except BrokenPipeError:  # else Python reports it again at exit
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        if sys.stdout is not None:  # it was closed before Python started: `>&-`
+            sys.stdout.flush()
+    except BrokenPipeError:
+        _discard_output()
+    except OSError as error:
+        if error.filename is not None:  # of another file
+            raise
+        _discard_output()
+        print(f"standard output cannot be written: {error.strerror}", file=sys.stderr)
+        raise SystemExit(EnvironmentFault.exit_code) from error
+
+
+def _discard_output() -> None:
+    """Else Python reports the error again at exit."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _replaced(error: UnicodeError) -> tuple[str | bytes, int]:

@@ -250,6 +250,20 @@ def test_a_reader_may_stop_early(tmp_path):
     assert (result.stdout.count("\n"), result.stderr) == (1, "")
 
 
+@pytest.mark.parametrize("options", ["", "--help", "--cfg job", "--json data.train_batch_size=0"])
+def test_output_that_cannot_be_written_is_said_in_a_sentence(tmp_path, options):
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    for stream, expected in (
+        (">/dev/full", (3, "standard output cannot be written: No space left on device\n")),
+        (">&-", (2 if "=0" in options else 0, "")),
+    ):
+        command = f"{sys.executable} -m hydraflow.plan {options} {stream}"
+        result = subprocess.run(
+            ["bash", "-c", command], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=120
+        )
+        assert (result.returncode, result.stderr) == expected
+
+
 def test_verls_files_and_names_are_taken_from_the_command_line(tmp_path):
     own = ["actor_rollout_ref.model.path=m", "data.train_files=t", "actor_rollout_ref.actor.grad_clip=0.5"]
     result = here.call(

@@ -309,6 +309,18 @@ def test_a_key_that_follows_another_is_not_refused_beside_it(key, value):
             "In 'mine': Could not override 'recipe'. No match in the defaults list.",
             "-> write recipe without override",
         ),
+        (
+            "Multiple values for recipe. To override a value use 'override recipe: arithmetic'",
+            "-> write override recipe: arithmetic in the defaults list",
+        ),
+        (
+            "Cannot find primary config 'ppo'. Check that it's in your config search path.",
+            "-> --config-name NAME",
+        ),
+        (
+            "Could not delete from config. The value of 'trainer.logger' is ['file'] and not ['console'].",
+            "~trainer.logger: the key has another value than that\n      -> ~trainer.logger",
+        ),
         ("something new", "configuration: something new"),
     ],
 )
