@@ -32,7 +32,11 @@ REWARD_MODEL = "reward.reward_model.model_path"
 
 
 def judge(config: JobConfig, command: Command) -> list[Problem]:
-    """Broken rules of the batch plan, and features that can be planned but not run yet."""
+    """Broken rules of the batch plan, and features that can be planned but not run yet.
+
+    The plan is resolved only to be judged, before torch or Ray is imported. A job resolves its own for the
+    devices and prompts that it finds.
+    """
     config, faults = applied(config), Faults()
     devices = planned_devices(config.trainer.device)
     known: dict[str, Any] = {"devices_per_node": devices, "origins": command.origins}
