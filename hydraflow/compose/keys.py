@@ -219,10 +219,13 @@ def type_words(hint: Any) -> str:
     return "null" if hint is type(None) else _WORDS[hint]
 
 
-def describe(schema: type) -> str:
-    """Every key with its default, its legal values and what it does; sections as headings."""
+def describe(schema: type, name: str = "") -> str:
+    """Every key with its default, its legal values and what it does; sections as headings. `name`: only this
+    key, or the keys of this section."""
     lines: list[str] = []
     for key in known_keys(schema).values():
+        if name and not f"{key.path}.".startswith(f"{name}."):
+            continue
         if key.is_section:
             lines += ["", *wrapped(f"{key.path}: {key.doc}")]
         else:

@@ -28,7 +28,7 @@ from hydraflow.compose.arguments import Arguments, CommandLineOption, split
 from hydraflow.compose.command import Command
 from hydraflow.compose.command_words import public_words
 from hydraflow.compose.hydra_errors import translated
-from hydraflow.compose.keys import describe, wrapped
+from hydraflow.compose.keys import describe, known_keys, nearest_keys, wrapped
 from hydraflow.compose.loading import VERSION_BASE, ComposedConfig, EntryPoint, finish, register
 from hydraflow.compose.overrides import PreparedCommandLine, config_folder, groups_in, prepare
 from hydraflow.compose.own_files import take, unreadable
@@ -79,15 +79,7 @@ def launch(entry: EntryPoint[Config], run: Run[Config]) -> int:
     make_printable()
     arguments = split(sys.argv[1:], entry.options)
     if arguments.has("--help", "-h"):
-        if arguments.overrides == ["verl"]:
-            from hydraflow.compose.verl_page import page  # only this needs the tables
-
-            text = page(entry.schema)
-        else:
-            text = help_text(entry.config_name, entry.schema, entry.options)
-        with reader_may_leave():
-            print(text)
-        return 0
+        return run_guarded(partial(_print_help, entry, arguments.overrides))
     if arguments.has("--shell-completion", "-sc") and arguments.overrides == ["install=bash"]:
         print(_COMPLETION)
         return 0
@@ -123,6 +115,29 @@ def run_guarded(
         raise
 
 
+def _print_help(entry: EntryPoint[Any], words: Sequence[str]) -> int:
+    """`words`: keys or sections to describe; none: all of them. Raises ConfigError for an unknown one."""
+    if words == ["verl"]:
+        from hydraflow.compose.verl_page import page  # only this needs the tables
+
+        text = page(entry.schema)
+    elif words:
+        text = "\n".join(_help_on(entry.schema, word.lstrip("+~").partition("=")[0]) for word in words)
+    else:
+        text = help_text(entry.config_name, entry.schema, entry.options)
+    with reader_may_leave():
+        print(text)
+    return 0
+
+
+def _help_on(schema: type, name: str) -> str:
+    if name in known_keys(schema):
+        return describe(schema, name).lstrip("\n")
+    remedies = [f"--help {key}" for key in nearest_keys(schema, name)]
+    remedy = " or ".join(remedies) or "--help lists all keys"
+    raise ConfigError.one(f"--help {name}", None, "there is no such key", remedy)
+
+
 def help_text(config_name: str, schema: type, options: Sequence[CommandLineOption] = ()) -> str:
     """The text of `--help`: usage, groups and their choices, every key with its default and meaning."""
     spec = getattr(sys.modules["__main__"], "__spec__", None)
@@ -139,8 +154,9 @@ def help_text(config_name: str, schema: type, options: Sequence[CommandLineOptio
         *wrapped(
             "Options:  --cfg job prints the configuration; --multirun runs key=a,b once for each value;"
             " --config-dir DIR and --config-name NAME take your own YAML file (start it with `defaults:"
-            f" [{config_name}, _self_]`); --info shows where values come from; --help verl lists how each of"
-            " verl's keys is handled; --hydra-help lists the rest.",
+            f" [{config_name}, _self_]`); --info shows where values come from; --help KEY describes"
+            " a key or a section; --help verl lists how each of verl's keys is handled; --hydra-help lists"
+            " the rest.",
             rest=10,
         ),
         *(line for one in options for line in _help_of(one)),

@@ -196,6 +196,16 @@ def test_help_lists_groups_and_keys(tmp_path):
     assert "Groups:" not in here.call(tmp_path, "sft", "--help").stdout
 
 
+def test_help_on_a_key_or_a_section(tmp_path):
+    [title, *lines] = here.call(tmp_path, "ppo", "--help", "data").stdout.splitlines()
+    assert title.startswith("data: ") and len(lines) > 20
+    assert {line.split(".")[0] for line in lines if "=" in line.split(" ")[2]} == {"  data"}
+    one = here.call(tmp_path, "ppo", "--help", "data.train_batch_size=5").stdout
+    assert one.splitlines()[0].strip() == "data.train_batch_size=1024   (a whole number; at least 1)"
+    wrong = here.call(tmp_path, "ppo", "--help", "train_batch_size")
+    assert (wrong.returncode, "-> --help data.train_batch_size\n" in wrong.stderr) == (2, True)
+
+
 @pytest.mark.parametrize("width", [80, 100])
 def test_help_is_as_wide_as_the_terminal(width, monkeypatch):
     monkeypatch.setenv("COLUMNS", str(width))
