@@ -500,9 +500,9 @@ def test_what_vllm_does_not_run_is_refused() -> None:
     small.head_dim, short.max_position_embeddings = 8, 64
     wrong = EngineKwargs({"kv_cache_dtype": "int3"})
     for process, words in (
-        (EngineProcess(small), "refuses .* no attention for heads of size 8"),
-        (EngineProcess(short), "refuses .*max_model_len .256. is greater"),
-        (EngineProcess(MODELS["untied"], engine_kwargs=wrong), "refuses .*: cache_dtype: Input should be"),
+        (EngineProcess(small), "rejects .* no attention for heads of size 8"),
+        (EngineProcess(short), "rejects .*max_model_len .256. is greater"),
+        (EngineProcess(MODELS["untied"], engine_kwargs=wrong), "rejects .*: cache_dtype: Input should be"),
         (EngineProcess(MODELS["untied"], needed="99.1"), "needs vLLM 99.1 or newer; .* is installed"),
         (
             EngineProcess(MODELS["untied"], before=lack_a_call),
