@@ -148,7 +148,7 @@ def test_a_shard_that_is_cut_off(tmp_path: Path) -> None:
     file = shards(tmp_path) / "model-00001-of-00002.safetensors"
     size = file.stat().st_size
     file.write_bytes(file.read_bytes()[:-5])
-    assert weight_faults(tmp_path) == [f"{file.name} is truncated: it has {size - 5} bytes of {size}"]
+    assert weight_faults(tmp_path) == [f"{file.name} is truncated: it has {size - 5} of {size} bytes"]
 
 
 @settings(max_examples=50, deadline=None)

@@ -98,7 +98,7 @@ def test_both_responses_follow_the_same_prompt_however_they_are_cut(tokenizer: A
     ("side", "message"),
     [
         ("left", "a response would lose its beginning"),
-        ("right", "chosen and rejected are the same when they"),
+        ("right", "chosen and rejected are the same once they"),
     ],
 )
 def test_a_pair_that_a_cut_would_spoil_is_named(
