@@ -218,10 +218,17 @@ def _is_plain_reinforce(config: PPOConfig) -> bool:
     return correction.bypass_mode and correction.loss_type == "reinforce"
 
 
-_LOSS_KEYS = {name for loss in POLICY_LOSSES.values() for name in loss.all_reads}
-_OF_THE_ACTOR = [field for field in fields(ActorConfig) if field.name in _LOSS_KEYS]
-_OF_ANY_LOSS = {field.name for field in _OF_THE_ACTOR} | {option_of(field).follows for field in _OF_THE_ACTOR}
-"""The actor's keys that a policy loss may read."""
+_READ_BY_LOSSES = {name for loss in POLICY_LOSSES.values() for name in loss.all_reads}
+_LOSS_KEYS = sorted(
+    {
+        name
+        for field in fields(ActorConfig)
+        if field.name in _READ_BY_LOSSES
+        for name in (field.name, option_of(field).follows)
+        if name
+    }
+)
+"""The actor's keys that a policy loss may read, and those that they follow."""
 _CORRECTION = (
     NoEffectRule(
         "algorithm.rollout_correction.{rollout_is,rollout_is_*,rollout_rs,rollout_rs_threshold}",
@@ -230,7 +237,7 @@ _CORRECTION = (
         f"{ROLLOUT}.name=vllm",
     ),
     NoEffectRule(
-        f"{ACTOR}.{{{','.join(sorted(_OF_ANY_LOSS - {''}))},policy_loss.*}}",
+        f"{ACTOR}.{{{','.join(_LOSS_KEYS)},policy_loss.*}}",
         _is_plain_reinforce,
         "algorithm.rollout_correction.loss_type=reinforce is the policy loss",
         "algorithm.rollout_correction.loss_type=ppo_clip",

@@ -99,9 +99,9 @@ def unknown_key(schema: type, path: str, value: Any) -> Problem:
     fitting = [key for key in near if _takes(schema, key, value)]
     for key in (path, *near):  # a value that is secret under one of these names is hidden everywhere
         value = public(value, key)
-    known = known_keys(schema)
+    hints = {key.path: key.hint for key in known_keys(schema).values()}
     remedies = [f"{key}={shown(value)}" for key in fitting if value != HIDDEN]
-    remedies = remedies or [f"{key}=<{type_words(known[key].hint)}>" for key in near[:1]]
+    remedies = remedies or [f"{key}=<{type_words(hints.get(key, Any))}>" for key in near[:1]]
     return Problem(path, shown(value), "unknown key", " or ".join(remedies) or "--help lists every key")
 
 
@@ -268,7 +268,7 @@ def wrong_type(schema: type, key: Key, value: Any) -> Problem:
         remedy = f"set a key of it, such as {first}=..."
         return Problem(key.path, shown(value), "is a group of keys, not a value", remedy)
     meant = _as_meant(key.hint, value)
-    if meant is not None and key.rule and not key.rule.holds(meant):
+    if meant is not None and key.rule and not key.rule.holds(fitted(key.hint, meant)):
         meant = None
     example = key.default if meant is None else meant
     is_guess = meant is None and key.rule is not None and bool(key.rule.choices)

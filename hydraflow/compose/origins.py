@@ -46,9 +46,8 @@ def find(
     sources = GlobalHydra.instance().config_loader().get_sources()
     folders = [Path(source.path) for source in sources if source.scheme() == "file"]
     folders += [*own_folders, ours]
-    choosing = tuple(
-        word for word in words if not word.startswith("++")
-    )  # words with ++ set values; the others may choose files
+    # words with ++ set values; the others may choose files
+    choosing = tuple(word for word in words if not word.startswith("++"))
     memory = _FOUND if set(folders) == {ours} else {}
     chosen = (schema, ours, config_name, choosing)
     if chosen not in memory:

@@ -33,7 +33,7 @@ from hydraflow.engine.config import FSDPConfig, engine_config
 from hydraflow.errors import Problem, shown
 from hydraflow.generation.config import GENERATION_ENGINES, RolloutConfig, SamplingConfig, engine_dtype
 from hydraflow.models.config import ModelConfig
-from hydraflow.options import Rule, effective_value, walk
+from hydraflow.options import Leaf, Rule, effective_value, walk
 from hydraflow.schema import EvalConfig, GenerateConfig, JobConfig, PPOConfig, SupervisedConfig, entry_for
 from hydraflow.workers.config import ActorConfig
 
@@ -74,24 +74,26 @@ def _value_problems(config: Any, usual: Mapping[str, Any]) -> Iterator[Problem]:
             quoted, text = shown(f"'{leaf.value}'", leaf.key), f"{rule.text}, and the quotes make it text"
             yield Problem(leaf.key, quoted, text, f"{leaf.key}={shown(meant)}")
             continue
-        given = leaf.value if isinstance(leaf.value, list) else [leaf.value]
-        near = [_near_choices(leaf.key, rule, str(one)) for one in given]
-        if isinstance(leaf.value, list) and any(near):
-            meant = list(dict.fromkeys(close[0] for close in near if close))
-            remedy = f"{leaf.key}={shown(meant)}"
-        elif any(near):
-            remedy = f"{leaf.key}={' or '.join(near[0])}"
-        elif rule.example:
-            remedy = f"{leaf.key}={rule.example}"
-        elif rule.choices or (leaf.option.size and default.value is not None and leaf.key not in usual):
-            # a choice would be a guess, and the default of a size may not fit the others
-            remedy = f"leave out {leaf.key}"
-        else:
-            values = (usual.get(leaf.key, default.value), default.value)
-            legal = [value for value in values if value is None or rule.holds(value)]
-            remedy = f"{leaf.key}={shown(legal[0])}" if legal else ""
+        remedy = _remedy(leaf, rule, [usual[leaf.key]] if leaf.key in usual else [], default.value)
         only_finite = isinstance(leaf.value, float) and not (isfinite(leaf.value) or rule.holds(inf))
         yield Problem(leaf.key, leaf.value, "must be finite" if only_finite else rule.text, remedy)
+
+
+def _remedy(leaf: Leaf, rule: Rule, in_files: list[Any], default: Any) -> str:
+    """The override that was probably meant, else a legal one; `in_files`: the value of a file, if any."""
+    given = leaf.value if isinstance(leaf.value, list) else [leaf.value]
+    near = [_near_choices(leaf.key, rule, str(one)) for one in given]
+    if isinstance(leaf.value, list) and any(near):
+        return f"{leaf.key}={shown(list(dict.fromkeys(close[0] for close in near if close)))}"
+    if any(near):
+        return f"{leaf.key}={' or '.join(near[0])}"
+    if rule.example:
+        return f"{leaf.key}={rule.example}"
+    if rule.choices or (leaf.option.size and default is not None and not in_files):
+        # a choice would be a guess, and the default of a size may not fit the others
+        return f"leave out {leaf.key}"
+    legal = [value for value in (*in_files, default) if value is None or rule.holds(value)]
+    return f"{leaf.key}={shown(legal[0])}" if legal else ""
 
 
 def _near_choices(key: str, rule: Rule, given: str) -> list[str]:

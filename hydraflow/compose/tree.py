@@ -30,6 +30,7 @@ from hydraflow.compose.verl import Translation, Translator
 from hydraflow.compose.verl_table import aliases
 from hydraflow.compose.verl_values import our_value
 from hydraflow.errors import ConfigError, Problem, shown
+from hydraflow.redact import public
 
 _DECIDES_THE_PLAN = (
     "trainer.nnodes",
@@ -103,7 +104,7 @@ def check(
         known = keys.get(key)
         if known is None or known.is_section or _has_interpolation(value):
             continue
-        if accepts(known.hint, value):
+        if accepts(known.hint, value) and public(value, key) == value:  # a hidden value is no remedy
             checked.usual[key] = value
     for key, value in flatten(schema, tree):
         try:

@@ -5,9 +5,10 @@ import shlex
 
 import pytest
 from hydra.errors import ConfigCompositionException
+from jobs.command import python
 
 from hydraflow.compose.hydra_errors import translated
-from hydraflow.compose.keys import known_keys
+from hydraflow.compose.keys import known_keys, unknown_key
 from hydraflow.compose.loading import load, load_command
 from hydraflow.compose.tree import value_problems
 from hydraflow.compose.verl_table import value_tables
@@ -387,3 +388,44 @@ def test_a_remedy_of_a_wrong_type_is_of_the_right_one(key, value, remedy):
     [problem] = value_problems(PPOConfig, key, value)
     assert problem.remedy == remedy
     assert "quotes" not in problem.rule
+
+
+def test_a_secret_of_a_file_is_not_suggested(tmp_path):
+    (tmp_path / "mine.yaml").write_text(
+        "defaults: [ppo, _self_]\ntrainer: {wandb_proxy: 'http://me:hush@host:1'}\n"
+    )
+    own = [f"--config-dir={tmp_path}", "--config-name=mine"]
+    said = python("-m", "hydraflow.plan", *own, "trainer.wandb_proxy=[1]", cwd=tmp_path)
+    assert said.returncode == 2 and "-> leave out trainer.wandb_proxy\n" in said.stderr
+    assert "hush" not in said.stdout + said.stderr
+
+
+def test_a_secret_below_a_misspelt_mapping_is_not_repeated():
+    """No type is known of a mapping's entries."""
+    problem = unknown_key(PPOConfig, "ray_init.runtime_env.env_varz.JUDGE_TOKEN", "hush")
+    assert problem.remedy == "ray_init.runtime_env.env_vars.JUDGE_TOKEN=<any value>"
+
+
+@pytest.mark.parametrize("schema", [PPOConfig, SFTConfig, GenerateConfig])
+def test_no_key_fails_over_a_value_of_any_type(schema):
+    values = (
+        [1],
+        ["a"],
+        [None],
+        [[1]],
+        {"a": 1},
+        {},
+        [],
+        "yes",
+        "0x40",
+        "",
+        True,
+        0,
+        -1,
+        1.5,
+        float("nan"),
+        None,
+    )
+    for key in known_keys(schema):
+        for value in values:
+            assert all(problem.rule for problem in value_problems(schema, key, value)), (key, value)
