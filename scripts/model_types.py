@@ -7,8 +7,9 @@ from transformers' own.
 In: tiny models with random weights (`tiny_types.py`). The training engine loads each as a policy, with
 adapters, and as a value model; its log-probabilities and gradients are compared with those of transformers'
 own code, row by row; the built-in engine samples from it, and its log-probabilities are compared likewise.
-Each type runs in a process of its own. Out: a table; exit code 1 if anything is computed wrong, or fails with
-anything but a refusal. Left out on purpose: pretrained weights, and rows beyond a few dozen tokens.
+In bf16 only the decision is compared: what is wrong in float32 must not be accepted there. Each type runs in
+a process of its own. Out: a table; exit code 1 if anything is computed wrong, or fails with anything but a
+refusal. Left out on purpose: pretrained weights, and rows beyond a few dozen tokens.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ import traceback
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 
@@ -43,7 +45,7 @@ from hydraflow.engine.fsdp.engine import FSDPEngine
 from hydraflow.errors import ConfigError
 from hydraflow.generation.base import EngineSpec, GenerationRequest, SamplingParams
 from hydraflow.generation.config import RolloutConfig
-from hydraflow.generation.native import build
+from hydraflow.generation.native import NativeEngine, build
 from hydraflow.metrics import Metric
 from hydraflow.models.config import ModelConfig
 from hydraflow.models.loading import load_config
@@ -63,6 +65,8 @@ LOG_PROBS, GRADIENTS = 1e-3, 1e-2
 tensor."""
 PACKED, PADDED, RIGHT = "packed", "padded", "yes"
 REFUSED, UNMADE, WRONG, BROKEN = "refused", "not tried", "WRONG", "ERROR"
+BF16 = " in bf16"
+"""Ends the names of ways to use a model in bf16."""
 
 
 @dataclass(frozen=True)
@@ -113,11 +117,11 @@ def log_probs_of_all(lm: PreTrainedModel, prompts: Sequence[Tensor], responses: 
     return torch.cat([own_log_probs(lm, prompt, response, lm.device) for prompt, response in rows])
 
 
-def engine_of(folder: Path, *, head: str = "policy", lora_rank: int = 0) -> FSDPEngine:
-    """As a run makes it, but in float32; layers are FSDP units, as those of larger models are by default."""
+def engine_of(folder: Path, *, head: str = "policy", lora_rank: int = 0, dtype: str = "fp32") -> FSDPEngine:
+    """As a run makes it, but for the dtype; layers are FSDP units, as a larger model's are by default."""
     return FSDPEngine(
         ModelConfig(path=str(folder), lora_rank=lora_rank),
-        FSDPConfig(dtype="fp32", wrap_policy=WrapPolicyConfig(min_num_params=0)),
+        FSDPConfig(dtype=dtype, wrap_policy=WrapPolicyConfig(min_num_params=0)),
         OptimConfig(),
         head=head,
         device=torch.device("cpu"),
@@ -179,13 +183,19 @@ def with_adapters(folder: Path) -> Outcome:
     return trained_once(engine_of(folder, lora_rank=2))
 
 
+def sampler_of(folder: Path, lm: PreTrainedModel, dtype: torch.dtype) -> NativeEngine:
+    """The built-in engine with the model's weights."""
+    spec = EngineSpec(RolloutConfig(), torch.device("cpu"), dtype, None, longest_row=64)
+    engine = build(load_config(ModelConfig(path=str(folder))), spec)
+    engine.update_weights((name, one.detach()) for name, one in lm.state_dict(keep_vars=True).items())
+    return engine
+
+
 def sampled(folder: Path) -> Outcome:
     """Samples twice from prompts of different lengths; compares log-probabilities, and the tokens of both
     calls."""
     lm, prompts = own_model(folder), ragged.rows(rows_of().get("prompts"))
-    spec = EngineSpec(RolloutConfig(), torch.device("cpu"), torch.float32, None, longest_row=64)
-    engine = build(load_config(ModelConfig(path=str(folder))), spec)
-    engine.update_weights((name, one.detach()) for name, one in lm.state_dict(keep_vars=True).items())
+    engine = sampler_of(folder, lm, torch.float32)
     off, seen = 0.0, []
     for _ in range(2):
         request = GenerationRequest(prompts, [2] * len(prompts), [(0, i) for i in range(len(prompts))])
@@ -198,6 +208,19 @@ def sampled(folder: Path) -> Outcome:
     same = torch.equal(*seen)
     why = f"off by {off:.2g}" if same else "other tokens in the second call"
     return Outcome(RIGHT, log_probs=off) if off < LOG_PROBS and same else Outcome(WRONG, why, off)
+
+
+def in_bf16(found: Outcome, folder: Path) -> Outcome:
+    """The decision for a policy. found: in float32. To pad rows or to refuse the model is never wrong."""
+    word = PADDED if engine_of(folder, dtype="bf16")._padded else PACKED
+    lax = found.word == REFUSED or (found.word == PADDED and word == PACKED)
+    return Outcome(WRONG, f"{WRONG}: {word} in bf16") if lax else Outcome(word)
+
+
+def sampled_in_bf16(found: Outcome, folder: Path) -> Outcome:
+    """The decision of the built-in engine. found: in float32."""
+    sampler_of(folder, own_model(folder), torch.bfloat16)
+    return Outcome(WRONG, f"{WRONG}: sampled in bf16") if found.word == REFUSED else Outcome(RIGHT)
 
 
 def tried(way: Callable[[Path], Outcome], folder: Path) -> Outcome:
@@ -229,6 +252,8 @@ def examine(model_type: str) -> dict[str, Outcome]:
         found = {"policy": tried(as_policy, folder), "value": tried(as_value_model, folder)}
         if found["policy"].word != REFUSED:
             found |= {"lora": tried(with_adapters, folder), "native": tried(sampled, folder)}
+            found[f"native{BF16}"] = tried(partial(sampled_in_bf16, found["native"]), folder)
+        found[f"policy{BF16}"] = tried(partial(in_bf16, found["policy"]), folder)
         return found
 
 
@@ -270,7 +295,7 @@ that it has, what happens to a tiny model with random weights. Log-probabilities
 engine (FSDP2), and log-probabilities of the built-in generation engine, were compared with those of
 transformers' own code, row by row, in float32; some rows are longer than the windows of these models. Where a
 type is accepted, log-probabilities differ by less than {log_probs}, gradients by less than {gradients} of the
-largest of their tensor.
+largest of their tensor. In bf16 nothing is accepted that is wrong in float32.
 
 {counts}
 
@@ -302,7 +327,11 @@ def line(name: str, ways: Mapping[str, Outcome]) -> str:
     """One row of the table."""
     cells = [ways[way].word if way in ways else "" for way in ("policy", "value", "lora", "native")]
     reasons = dict.fromkeys(
-        one.why for one in ways.values() if one.word not in (PACKED, PADDED, RIGHT) and one.why
+        one.why if one.bad or BF16 not in way else f"in bf16: {one.why}"
+        for way, one in ways.items()
+        if one.word not in (PACKED, PADDED, RIGHT)
+        and one.why
+        and (one.bad or ways[way.removesuffix(BF16)].word != REFUSED or BF16 not in way)
     )
     why = "; ".join(reasons).replace("|", "/")
     return f"| {name} | {' | '.join(cells)} | {why} |"

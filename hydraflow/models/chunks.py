@@ -12,6 +12,7 @@ POST_PROCESSING = {
     "logit_scale": 1,
     "lm_head_multiplier": 1,
     "final_logit_softcapping": 2,
+    "logits_soft_cap": 2,
 }
 """Keys of config.json by which `heads.shape_logits` processes logits, in this order -> copies of them that it
 makes; the backward pass makes as many more."""

@@ -130,12 +130,12 @@ def backbone_of(lm: Any) -> tuple[str, Any]:
 
 def shape_logits(logits: torch.Tensor, config: Any) -> torch.Tensor:
     """Post-processing of logits: Granite divides, Cohere, Falcon-H1 and HyperCLOVA X multiply, Gemma
-    soft-caps."""
+    and RecurrentGemma soft-cap."""
     config = config.get_text_config()
     for key in POST_PROCESSING:
         if (value := getattr(config, key, None)) is None:
             continue
-        if key == "final_logit_softcapping":
+        if key in ("final_logit_softcapping", "logits_soft_cap"):
             logits = torch.tanh(logits / value) * value
         elif key == "logits_scaling" and config.model_type != "hyperclovax":
             logits = logits / value

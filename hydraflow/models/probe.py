@@ -2,13 +2,14 @@
 as different.
 
 In: a vocabulary, a model of transformers, or numbers of the same tokens computed in two ways. Out: short rows
-of random tokens, the same on every rank; log-probabilities by the model's own code; a difference, and the
-tolerance for rounding. Left out on purpose: the checks (`engine/fsdp/parity.py`,
-`engine/megatron/repeatable.py`, `generation/parity.py`).
+of random tokens, the same on every rank; log-probabilities by the model's own code; a difference, and whether
+it is rounding. Left out on purpose: the checks (`engine/fsdp/parity.py`, `engine/megatron/repeatable.py`,
+`generation/parity.py`).
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -18,9 +19,13 @@ from hydraflow.protocol import ragged
 ROWS = ((5, 6), (5, 11), (2, 3), (9, 7))
 """(prompt tokens, response tokens) of each row; the first two rows share their prompt."""
 LIMITS = {torch.float64: 1e-5, torch.float32: 1e-3}
-ROUNDED = 0.25
-"""Tolerance for log-probabilities, or for hidden states relative to their size, by dtype; rounding stays
-below a tenth of it."""
+"""Tolerance for log-probabilities, or for hidden states relative to their size; rounding stays below a tenth
+of it."""
+UNSUSPICIOUS, ROUNDED, BEYOND = 0.05, 0.25, 2.5
+"""For 16-bit dtypes. If no row's median is off by more than UNSUSPICIOUS, it is rounding. If one is, the
+median of all tokens must not be off by more than ROUNDED, nor by more than BEYOND times what another
+attention kernel changes in the model's own forward pass. The medians of single rows are not held to that:
+rounding may route tokens of a row to another expert."""
 REFUSED = (ArithmeticError, AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
 """Errors that model code raises for unsupported kinds of calls."""
 
@@ -44,27 +49,45 @@ def own_log_probs(
     return logits.log_softmax(-1).gather(1, ids[0, len(prompt) :, None])[:, 0]
 
 
-def limit(dtype: torch.dtype) -> float:
-    """The tolerance for rounding in this dtype."""
-    return LIMITS.get(dtype, ROUNDED)
-
-
-def difference(
-    ours: torch.Tensor, theirs: torch.Tensor, row_lengths: torch.Tensor, dtype: torch.dtype
-) -> float:
-    """Difference of numbers (K,), or of hidden states (K, h) relative to their mean size: the largest median
-    of a row, or in 16 bits the median over all tokens, because rounding may route some to another expert. inf
-    if some are NaN.
+def deviation(
+    ours: torch.Tensor,
+    theirs: torch.Tensor,
+    row_lengths: torch.Tensor,
+    dtype: torch.dtype,
+    rounded: Callable[[], torch.Tensor],
+) -> tuple[float, float]:
+    """How far numbers (K,), or hidden states (K, h) relative to their mean size, are off: the largest median
+    of a row; and the same as a multiple of what is allowed. inf if some are NaN. rounded: computes `theirs`
+    with another attention kernel.
 
     >>> mine, lengths = torch.tensor([0.0, 0.0, 0.0, 2.0]), torch.tensor([3, 1])
-    >>> difference(mine, torch.zeros(4), lengths, torch.float32)
-    2.0
-    >>> difference(mine, torch.zeros(4), lengths, torch.bfloat16)
-    0.0
+    >>> deviation(mine, torch.zeros(4), lengths, torch.float32, list)
+    (2.0, 2000.0)
+    >>> deviation(mine, torch.zeros(4), lengths, torch.bfloat16, lambda: torch.tensor([0.0, 0.0, 0.0, 1.6]))
+    (2.0, 0.5)
     """
-    off = (ours.double() - theirs.double()).abs().flatten(1) if ours.ndim > 1 else (ours - theirs).abs()
-    parts = off.split(row_lengths.tolist()) if dtype in LIMITS else [off]
-    found = torch.stack([part.double().quantile(0.5) for part in parts if part.numel()]).max()
-    if ours.ndim > 1:
-        found = found / theirs.double().abs().mean()
-    return float(torch.nan_to_num(found, nan=float("inf")))
+    size = theirs.double().abs().mean() if ours.ndim > 1 else 1.0
+    tokens = (ours.double() - theirs.double()).abs() / size
+    medians = [part.quantile(0.5) for part in tokens.split(row_lengths.tolist()) if part.numel()]
+    off = _finite(torch.stack(medians).max())
+    if dtype in LIMITS:
+        return off, off / LIMITS[dtype]
+    if off <= UNSUSPICIOUS:
+        return off, 0.0
+    if _finite(tokens.quantile(0.5)) > ROUNDED:
+        return off, float("inf")
+    return off, _times_rounding(ours, theirs, rounded()) / BEYOND
+
+
+def _times_rounding(ours: torch.Tensor, theirs: torch.Tensor, rounded: torch.Tensor) -> float:
+    """Distance of `ours` from `theirs`, as a multiple of the distance of `rounded` (the model's own numbers
+    with other rounding) from `theirs`: the ratio of medians or of means, whichever is larger. Equal medians
+    of 0 count as no distance."""
+    far, rounding = (ours - theirs).double().abs(), (rounded - theirs).double().abs()
+    pairs = [(far.median(), rounding.median()), (far.mean(), rounding.mean())]
+    return max(float(mine / its) if its > 0 else (0.0 if mine == 0 else float("inf")) for mine, its in pairs)
+
+
+def _finite(value: torch.Tensor) -> float:
+    """inf for NaN."""
+    return float(torch.nan_to_num(value, nan=float("inf")))

@@ -3,6 +3,7 @@ log-probabilities and gradients are those of transformers' own forward pass."""
 
 from __future__ import annotations
 
+import statistics
 from pathlib import Path
 
 import pytest
@@ -13,10 +14,9 @@ from engine.rank_jobs import make_engine, padding_of
 from torch.distributed.tensor import DTensor
 
 from hydraflow import metrics
-from hydraflow.engine.fsdp import parity
 from hydraflow.engine.fsdp.build import hf_name
 from hydraflow.errors import ConfigError
-from hydraflow.models.probe import probe_rows
+from hydraflow.models.probe import BEYOND, ROUNDED, deviation, probe_rows
 from hydraflow.protocol import ragged
 from hydraflow.protocol.batch import DataProto
 from scripts.tiny_types import save_tiny, tiny_config
@@ -38,12 +38,12 @@ PADDED = {
     "doge": transformers.DogeConfig(**GROUPED),  # its attention has a mask of its own
     "nemotron": transformers.NemotronConfig(**GROUPED),  # its layers pass nothing on to attention
     "gemma2": transformers.Gemma2Config(**GROUPED, attn_logit_softcapping=0.5),
+    "recurrent_gemma": transformers.RecurrentGemmaConfig(**RECURRENT, logits_soft_cap=0.5),
     "llama4_text": transformers.Llama4TextConfig(
         **GROUPED, num_local_experts=2, intermediate_size_mlp=48, attention_chunk_size=64
     ),  # what transformers calls its base model is all of it
 }
 REFUSED = {
-    "recurrent_gemma": transformers.RecurrentGemmaConfig(**RECURRENT, logits_soft_cap=0.5),
     "modernbert-decoder": transformers.ModernBertDecoderConfig(**SIZES, cls_token_id=0, sep_token_id=1),
     "xlnet": transformers.XLNetConfig(vocab_size=64, d_model=32, n_layer=2, n_head=4, d_inner=48),
     # fillers of shorter rows change them, and the longest is right: half of all tokens
@@ -103,11 +103,14 @@ def test_numbers_and_gradients_are_the_models_own(kind: str, one_rank: None, tmp
         torch.testing.assert_close(gradient.to_local(), wanted, atol=2e-3, rtol=2e-3, msg=name)
 
 
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 @pytest.mark.parametrize("kind", REFUSED)
-def test_what_would_be_computed_wrong_is_refused(kind: str, one_rank: None, tmp_path: Path) -> None:
+def test_what_would_be_computed_wrong_is_refused(
+    kind: str, dtype: str, one_rank: None, tmp_path: Path
+) -> None:
     saved(REFUSED[kind], tmp_path)
     with pytest.raises(ConfigError, match=f"models of type {kind} are not supported: ") as raised:
-        make_engine(str(tmp_path))
+        make_engine(str(tmp_path), {"fsdp": {"dtype": dtype}})
     assert raised.value.problems[0].field == "actor_rollout_ref.model.path"
 
 
@@ -116,8 +119,13 @@ def test_wrong_numbers_are_told_from_rounding_by_medians_and_means() -> None:
     theirs = torch.zeros(5)
     rounded = torch.tensor([0.1, 0.1, 0.1, 0.1, 0.1])
     for ours, times in ([0.2, 0.2, 0.2, 0.2, 0.2], 2.0), ([0.2, 0.2, 0.2, 1.0, 1.4], 6.0), ([0.5] * 5, 5.0):
-        assert parity._times_rounding(torch.tensor(ours), theirs, rounded) == pytest.approx(times, rel=1e-5)
-    assert parity._times_rounding(rounded, theirs, theirs) > parity.BEYOND, "there is no rounding"
+        found = deviation(torch.tensor(ours), theirs, torch.tensor([5]), torch.bfloat16, lambda: rounded)
+        wrong = times > BEYOND or statistics.median(ours) > ROUNDED
+        assert (found[1] > 1) == wrong and found[0] == pytest.approx(statistics.median(ours))
+    _, excess = deviation(rounded, theirs, torch.tensor([5]), torch.bfloat16, lambda: theirs)
+    assert excess == float("inf"), "there is no rounding"
+    _, excess = deviation(rounded / 3, theirs, torch.tensor([5]), torch.bfloat16, lambda: theirs)
+    assert excess == 0, "so little is not suspicious"
 
 
 @pytest.mark.parametrize("kind", ["qwen3", "mixtral", "phimoe", "doge", "recurrent_gemma"])

@@ -31,14 +31,10 @@ from hydraflow.models.attention import NAME
 from hydraflow.models.heads import PolicyModel, ValueModel, asked_hidden_states
 from hydraflow.models.loading import first_line
 from hydraflow.models.packing import PackedBatch, pack
-from hydraflow.models.probe import LIMITS, REFUSED, difference, limit, own_log_probs, probe_rows
+from hydraflow.models.probe import LIMITS, REFUSED, deviation, own_log_probs, probe_rows
 from hydraflow.protocol import ragged
 
 log = logging.getLogger(__name__)
-
-SUSPICIOUS, BEYOND = 0.2, 2.5
-"""For 16-bit dtypes. A difference of up to SUSPICIOUS of the tolerance counts as rounding. A larger one must
-not exceed BEYOND times the difference that another attention kernel makes to the model's own forward pass."""
 
 
 @torch.no_grad()
@@ -87,19 +83,20 @@ def _mismatch(
     dtype: torch.dtype,
 ) -> str:
     """What is wrong with padded or packed rows; empty: nothing. Collective."""
-    config, raised, off, times = module.hf.config, "", float("inf"), 0.0
+    config, raised, off, excess = module.hf.config, "", float("inf"), float("inf")
     rows = probe_rows(_vocabulary(module))
     prompts, responses = (ragged.rows(column) for column in rows)
+
+    def rounded() -> torch.Tensor:
+        config._attn_implementation = "sdpa" if own_attention == "eager" else "eager"
+        return _as_published(module, prompts, responses, device)
+
     try:
         config._attn_implementation = own_attention if pads else NAME
         ours = _as_trained(module, pack(*rows, device=device, padded=pads), ulysses)
         config._attn_implementation = own_attention
         theirs = _as_published(module, prompts, responses, device)
-        off = difference(ours, theirs, ragged.lengths(rows[1]), dtype)
-        if off > SUSPICIOUS * limit(dtype) and dtype not in LIMITS:
-            config._attn_implementation = "sdpa" if own_attention == "eager" else "eager"
-            rounded = _as_published(module, prompts, responses, device)
-            times = _times_rounding(ours, theirs, rounded)
+        off, excess = deviation(ours, theirs, ragged.lengths(rows[1]), dtype, rounded)
     except REFUSED as error:
         if ran_out_of_memory(error) or isinstance(error, ConfigError | DistError):
             raise
@@ -107,18 +104,10 @@ def _mismatch(
         raised = f"its code raises {type(error).__name__}: {said}"
     finally:
         forget_passes(module)
-    off, times = process_group.all_reduce(torch.tensor([off, times]), "max").tolist()
-    if off <= limit(dtype) and times <= BEYOND:
+    off, excess = process_group.all_reduce(torch.tensor([off, excess]), "max").tolist()
+    if excess <= 1:
         return ""
     return raised or f"the numbers are off by {off:.2g} from those of the model's own forward pass"
-
-
-def _times_rounding(ours: torch.Tensor, theirs: torch.Tensor, rounded: torch.Tensor) -> float:
-    """Distance of `ours` from `theirs`, as a multiple of the distance of `rounded` (the model's own numbers
-    with other rounding) from `theirs`: the ratio of medians or of means, whichever is larger."""
-    far, rounding = (ours - theirs).double().abs(), (rounded - theirs).double().abs()
-    ratios = torch.stack([far.median() / rounding.median(), far.mean() / rounding.mean()])
-    return float(torch.nan_to_num(ratios, nan=float("inf")).max())
 
 
 def _vocabulary(module: PolicyModel | ValueModel) -> int:
