@@ -97,6 +97,11 @@ class ConversationDataset:
     def __len__(self) -> int:
         return len(self._rows)
 
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest row."""
+        return max((len(row.prompt) + len(row.response) for row in self._rows), default=0)
+
     def batch(self, rows: Sequence[int] | np.ndarray) -> DataProto:
         """The conversations of `rows`, as `columns_of`."""
         picked = [self._rows[i] for i in np.asarray(rows, dtype=np.int64).tolist()]

@@ -71,6 +71,12 @@ class PairDataset:
     def __len__(self) -> int:
         return len(self._pairs)
 
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest row."""
+        rows = (row for pair in self._pairs for row in pair)
+        return max((len(row.prompt) + len(row.response) for row in rows), default=0)
+
     def batch(self, rows: Sequence[int] | np.ndarray) -> DataProto:
         """The pairs of `rows`, two rows each, the preferred one first: ragged int64 `prompts` (2B, P),
         `responses` (2B, R) and `response_mask`; `group` (2B,), the index of the pair; and, if the rows have
@@ -90,6 +96,10 @@ class PairDataset:
 class ScoredPairDataset(PairDataset):
     """Pairs for a reward model, whose score is its value after the last token: responses get one extra token
     that marks this position and is never fed to the model."""
+
+    @property
+    def longest(self) -> int:
+        return super().longest - 1
 
     def _row(self, conversation: Conversation) -> TrainedRow:
         row = super()._row(conversation)

@@ -89,7 +89,7 @@ def _checked(config: GenerateConfig) -> GenerateInputs:
     require_stops(tokenizer, config.rollout, faults, section="rollout")
     prompts = open_prompts(data, data.path, tokenizer, faults, key="data.path", max_samples=data.max_samples)
     if described is not None and prompts is not None:
-        faults.passes(lambda: require_context([prompts], data.max_response_length, described))
+        faults.passes(lambda: require_context([prompts], data.max_response_length, {"the model": described}))
     table = faults.result(lambda: input_table(prompts.records)) if prompts is not None else None
     plan = None
     if machine is not None:

@@ -7,7 +7,7 @@ purpose: reward functions and the machine (`ppo.py`, `session.py`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -19,7 +19,9 @@ from hydraflow.batch_plan.roles import needs_critic, reads_critic_files, reads_p
 from hydraflow.batch_plan.topology import SECTIONS
 from hydraflow.checkup.model_files import dist_checkpoint_problems
 from hydraflow.data.config import ExamplesConfig, PromptConfig
+from hydraflow.data.conversations import ConversationDataset
 from hydraflow.data.files import FileRecord
+from hydraflow.data.pairs import PairDataset
 from hydraflow.data.prompts import PromptDataset, read_prompts
 from hydraflow.engine.fsdp.lora import require_targets
 from hydraflow.engine.fsdp.ulysses import KEY, require_shareable
@@ -144,10 +146,12 @@ open_prompts = partial(open_rows, PromptDataset, read_prompts)
 
 
 def require_context(
-    datasets: Sequence[PromptDataset], max_response_length: int, config: PreTrainedConfig
+    datasets: Sequence[PromptDataset], max_response_length: int, models: Mapping[str, PreTrainedConfig]
 ) -> None:
-    """Raises ConfigError when the longest prompt leaves too little of the model's context."""
-    context = context_of(config)
+    """Raises ConfigError when the longest prompt leaves too little of a model's context. models: all that
+    read the rows, by what messages call them."""
+    contexts = [found for name, config in models.items() if (found := context_of(config, name))]
+    context = min(contexts, key=lambda one: one.tokens, default=None)
     prompts = [dataset.batch(range(len(dataset))).get("prompts") for dataset in datasets]
     longest = max(int(lengths(column).max()) for column in prompts)
     if context is None or longest + max_response_length <= context.tokens:
@@ -157,6 +161,20 @@ def require_context(
         remedy = f"data.max_prompt_length={context.tokens // 2} data.filter_overlong_prompts=true"
     rule = f"the longest prompt has {longest} tokens; together that is more than {context.limit}"
     raise ConfigError.one("data.max_response_length", max_response_length, rule, remedy)
+
+
+def require_rows_fit(
+    rows: ConversationDataset | PairDataset, data: ExamplesConfig, config: PreTrainedConfig, *, key: str
+) -> None:
+    """Raises ConfigError when the longest row exceeds the model's context. key: that of the rows' files."""
+    context = context_of(config)
+    if context is None or rows.longest <= context.tokens:
+        return
+    remedy = f"data.max_length={context.tokens}"
+    if data.truncation == "error":
+        remedy += " data.truncation=right"
+    rule = f"the longest row of {key} has {rows.longest} tokens, more than {context.limit}"
+    raise ConfigError.one("data.max_length", data.max_length, rule, remedy)
 
 
 def require_shareable_rows(config: PPOConfig, plan: BatchPlan, faults: Faults) -> None:
@@ -175,16 +193,17 @@ def open_inputs(config: PPOConfig, faults: Faults) -> RunPrompts | None:
     data, model = config.data, config.actor_rollout_ref.model
     from_files = reads_policy_files(config)
     described = open_trained_model(model, faults, head="policy", field=POLICY, weights=from_files)
+    opened = {"the model": described}
     if needs_critic(config):
-        _open_critic(config, faults)
+        opened["the critic"] = _open_critic(config, faults)
     if described is not None:
         _require_routers(config, described, faults)
         faults.add(dist_checkpoint_problems(config, described))
     tokenizer = open_tokenizer(model, described, faults, field=POLICY)
     if config.reward.reward_model.enable:
-        _open_reward_model(config, tokenizer, faults)
+        opened["the reward model"] = _open_reward_model(config, tokenizer, faults)
     if config.distillation.enabled:
-        _open_teachers(config, described, tokenizer, faults)
+        opened |= _open_teachers(config, described, tokenizer, faults)
     require_stops(tokenizer, config.actor_rollout_ref.rollout, faults, section=ROLLOUT)
     train = val = None
     if not config.trainer.val_only:
@@ -194,8 +213,9 @@ def open_inputs(config: PPOConfig, faults: Faults) -> RunPrompts | None:
         most, key = data.val_max_samples, "data.val_files"
         val = open_prompts(data, data.val_files, tokenizer, faults, key=key, max_samples=most)
     datasets = [dataset for dataset in (train, val) if dataset is not None]
-    if described is not None and datasets:
-        faults.passes(lambda: require_context(datasets, data.max_response_length, described))
+    models = {name: one for name, one in opened.items() if one is not None}
+    if datasets:
+        faults.passes(lambda: require_context(datasets, data.max_response_length, models))
     if tokenizer is None or len(datasets) < (not config.trainer.val_only) + bool(data.val_files):
         return None
     return RunPrompts(train, val, tokenizer)
@@ -216,16 +236,21 @@ def _require_routers(config: PPOConfig, described: PreTrainedConfig, faults: Fau
     faults.add(replay_problems(actor, has_routers=has_routers))
 
 
-def _open_critic(config: PPOConfig, faults: Faults) -> None:
+def _open_critic(config: PPOConfig, faults: Faults) -> PreTrainedConfig | None:
     """The critic's directory defaults to the policy's, whose errors are already reported."""
     known = {(str(problem.value), problem.rule) for problem in faults.problems}
     critics = Faults()
     from_files = reads_critic_files(config)
-    open_trained_model(critic_model(config), critics, head="value", field=CRITIC, weights=from_files)
+    described = open_trained_model(
+        critic_model(config), critics, head="value", field=CRITIC, weights=from_files
+    )
     faults.add([problem for problem in critics.problems if (str(problem.value), problem.rule) not in known])
+    return described
 
 
-def _open_reward_model(config: PPOConfig, tokenizer: PreTrainedTokenizerBase | None, faults: Faults) -> None:
+def _open_reward_model(
+    config: PPOConfig, tokenizer: PreTrainedTokenizerBase | None, faults: Faults
+) -> PreTrainedConfig | None:
     """Opens the reward model: it needs a trained value head and the policy's tokenizer."""
     model, key = reward_model(config), f"{REWARD_MODEL}_path"
     described, found = _open_companion(model, tokenizer, head="value", field=REWARD_MODEL)
@@ -233,6 +258,7 @@ def _open_reward_model(config: PPOConfig, tokenizer: PreTrainedTokenizerBase | N
         rule = f"has no {SCORE}: its scores would come from an untrained head"
         found.add([Problem(key, model.path, rule, "train one with python -m hydraflow.main_rm")])
     _rename(found, REWARD_MODEL, key, faults)
+    return described
 
 
 def _open_teachers(
@@ -240,9 +266,10 @@ def _open_teachers(
     policy: PreTrainedConfig | None,
     tokenizer: PreTrainedTokenizerBase | None,
     faults: Faults,
-) -> None:
+) -> dict[str, PreTrainedConfig | None]:
     """Opens the teachers. A teacher reads the policy's tokens, including those past the tokenizer's that pad
     a vocabulary."""
+    opened = {}
     for source in config.distillation.teachers:
         key = f"{TEACHERS}.{source}"
         model = teacher_model(config, source)
@@ -253,6 +280,8 @@ def _open_teachers(
                 rule = f"has {given} tokens, and the policy may sample one of {sampled}"
                 found.add([Problem(f"{key}.path", model.path, rule, "a teacher with at least as many")])
         _rename(found, key, key, faults)
+        opened[f"teacher {source}"] = described
+    return opened
 
 
 def require_teachers(config: PPOConfig, plan: BatchPlan, prompts: RunPrompts) -> None:

@@ -19,7 +19,7 @@ from hydraflow.compose.debugging import applied
 from hydraflow.data.conversations import ConversationDataset, read_chats
 from hydraflow.data.pairs import PairDataset, ScoredPairDataset, read_pairs
 from hydraflow.engine.fsdp.ulysses import require_shareable
-from hydraflow.jobs.inputs import open_rows, open_tokenizer, open_trained_model
+from hydraflow.jobs.inputs import open_rows, open_tokenizer, open_trained_model, require_rows_fit
 from hydraflow.jobs.restarts import Restarts, with_restarts
 from hydraflow.jobs.saving import RunCheckpointing, require_metric, sft_roles, training_loader
 from hydraflow.jobs.session import Session
@@ -117,6 +117,9 @@ def _checked(
         val = kind.open(
             data, data.val_files, tokenizer, faults, key="data.val_files", max_samples=data.val_max_samples
         )
+    for key, examples in (("data.train_files", train), ("data.val_files", val)):
+        if described is not None and examples is not None:
+            faults.passes(partial(require_rows_fit, examples, data, described, key=key))
     if machine is not None:
         rows, per_node = len(train) if train else None, machine.processes_per_node
         plan = faults.result(

@@ -156,15 +156,16 @@ class Context:
     """The limit in words, for messages: "the model's 2048 positions"."""
 
 
-def context_of(config: PreTrainedConfig) -> Context | None:
+def context_of(config: PreTrainedConfig, owner: str = "the model") -> Context | None:
     """The model's maximum row length; None: not known. With two rotary tables (longrope, as in Phi-3 128k) it
-    is that of the short one: a longer row would change all rows computed with it."""
+    is that of the short one: a longer row would change all rows computed with it. owner: the model's name in
+    messages."""
     text = config.get_text_config()
     rope = getattr(text, "rope_parameters", None) or {}
     most: int | None = getattr(text, "max_position_embeddings", None)
     if rope.get("rope_type") == "longrope" and (first := rope.get("original_max_position_embeddings")):
-        return Context(first, f"the {first} positions of the model's short rotary tables (longrope)")
-    return None if most is None else Context(most, f"the model's {most} positions")
+        return Context(first, f"the {first} positions of {owner}'s short rotary tables (longrope)")
+    return None if most is None else Context(most, f"{owner}'s {most} positions")
 
 
 def causal_class(

@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from hydraflow.errors import ConfigError
 from hydraflow.jobs.generate import run_generate
 from hydraflow.jobs.ppo import run_ppo
 from hydraflow.jobs.sft import run_sft
-from hydraflow.schema import GenerateConfig, SFTConfig
+from hydraflow.schema import DPOConfig, GenerateConfig, RMConfig, SFTConfig
 
 Mistake = tuple[dict[str, Any], str]
 """Keys with their wrong values, and what the report says."""
@@ -266,6 +267,26 @@ def test_main_generate_reports_all_at_once(tiny: str, tmp_path: Path) -> None:
         "no such device",
     ]
     assert_each_is_said(said, report)
+
+
+def test_rows_longer_than_the_models_positions(tiny: str, tmp_path: Path) -> None:
+    """Of examples, and of every model that reads a run's rows."""
+    short = copied(tiny, tmp_path / "short", max_position_embeddings=8)
+    chats = [{"prompt": "1+1=", "response": "2" * 9}]
+    pairs = [{"prompt": "1+1=", "chosen": "2", "rejected": "3" * 9}]
+    for config, rows in ((SFTConfig(), chats), (DPOConfig(), pairs), (RMConfig(), pairs)):
+        config.model.path, config.data.train_files = str(short), str(jsonl(tmp_path / "rows.jsonl", rows * 2))
+        config.data.train_batch_size = 2
+        config.trainer.default_local_dir = str(tmp_path / "run")
+        [problem] = report_of(partial(run_sft, config), tmp_path)
+        assert "data.max_length=1024: the longest row of data.train_files has" in problem
+        assert "more than the model's 8 positions" in problem
+        assert problem.endswith("-> data.max_length=8 data.truncation=right")
+    policy = ({"actor_rollout_ref__model__path": str(short)}, "the model's 8 positions")
+    critic = ({"critic__model__path": str(short), "algorithm__adv_estimator": "gae"}, "the critic's 8")
+    for mistake in (policy, critic):
+        [problem] = ppo(tiny, tmp_path, mistake)
+        assert problem.startswith("data.max_response_length=") and mistake[1] in problem
 
 
 def test_files_that_are_not_there_and_the_machine(tiny: str, tmp_path: Path) -> None:
