@@ -109,7 +109,7 @@ def run_guarded(
         return error.exit_code
     except KeyboardInterrupt:
         return say_interrupted()
-    except TypeError as error:
+    except Exception as error:
         if is_hidden_interrupt(error):
             return say_interrupted()
         raise

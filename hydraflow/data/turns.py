@@ -9,6 +9,7 @@ only found after everything that was sampled before it.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -49,7 +50,7 @@ def find_turn(
         return None
     start = _common(before, whole)
     opened, plain = text_of(chat[:turn], True), text_of(chat[:turn], False)
-    prompt = opened.removeprefix(plain) if opened.startswith(plain) else ""
+    prompt = opened[len(os.path.commonprefix([opened, plain])) :]  # `plain` may have an end that it lacks
     left = tokenizer.decode(list(before[start:]))
     # the conversations part before the generation prompt even begins: earlier messages were rewritten
     if start < len(before) and len(left) >= len(prompt):

@@ -73,9 +73,11 @@ class StepOptions:
         before = [{name: group[name] for name in given} for group in groups]
         for group in groups:
             group.update(given)
-        yield
-        for group, settings in zip(groups, before, strict=True):
-            group.update(settings)
+        try:
+            yield
+        finally:
+            for group, settings in zip(groups, before, strict=True):
+                group.update(settings)
 
 
 AS_CONFIGURED = StepOptions()

@@ -96,8 +96,11 @@ class WrapPolicyConfig:
         """Minimum number of parameters of a unit. shards: ranks that share a copy of the model; offloaded:
         whether fully_shard's offload policy copies each unit from host memory.
 
-        >>> WrapPolicyConfig().least(2, "gpu", offloaded=False)
-        3500000
+        >>> policy = WrapPolicyConfig()
+        >>> policy.least(2, "gpu", offloaded=False), policy.least(1, "gpu", offloaded=True)
+        (3500000, 3500000)
+        >>> policy.least(1, "gpu", offloaded=False), policy.least(1, "cpu", offloaded=False)
+        (50000000, 3500000)
         """
         if self.min_num_params is not None:
             return self.min_num_params

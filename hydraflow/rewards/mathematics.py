@@ -29,10 +29,10 @@ def equivalent(solution_str: str, ground_truth: Any) -> dict[str, float]:
     1.0
     """
     truth = str(ground_truth)
-    gold = _parse(truth if "$" in truth or "\\boxed" in truth else f"\\boxed{{{truth}}}")
-    if not gold:
+    marked = truth if "$" in truth or "\\boxed" in truth else f"\\boxed{{{truth}}}"
+    if not _parse(marked):
         raise ValueError(f"the ground truth {truth!r} cannot be read as mathematics")
-    right = float(_equal(gold, last_boxed(solution_str)))
+    right = float(_equal(marked, last_boxed(solution_str)))
     return {"score": right, "acc": right}
 
 
@@ -69,12 +69,17 @@ def last_boxed(text: str) -> str:
     return text
 
 
-def _equal(gold: list[Any], answer: str) -> bool:
-    """Also accepts the number as a percentage: `50\\%` for 50."""
-    if math_verify.verify(gold, _parse(answer), timeout_seconds=None):
-        return True
-    plain = _PERCENT.sub("", answer)
-    return plain != answer and bool(math_verify.verify(gold, _parse(plain), timeout_seconds=None))
+def _equal(gold: str, answer: str) -> bool:
+    r"""Either may leave out the sign of a percentage.
+
+    >>> [_equal(r"\boxed{50\%}", answer) for answer in (r"\boxed{50\%}", r"\boxed{50}", r"\boxed{5}")]
+    [True, True, False]
+    >>> _equal(r"\boxed{50}", r"\boxed{50\%}")
+    True
+    """
+    plain_gold, plain = _PERCENT.sub("", gold), _PERCENT.sub("", answer)
+    pairs = dict.fromkeys([(gold, answer), (gold, plain), (plain_gold, answer)])
+    return any(math_verify.verify(_parse(one), _parse(other), timeout_seconds=None) for one, other in pairs)
 
 
 def _parse(text: str) -> list[Any]:

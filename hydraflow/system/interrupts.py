@@ -130,9 +130,15 @@ def ending(error: BaseException | None) -> Iterator[None]:
 
 def is_hidden_interrupt(error: BaseException | None) -> bool:
     """Whether the error is a Ctrl-C that arrived while torch's argument parser was calling Python, for the
-    size of a jagged tensor: the parser raises a TypeError, which only quotes the KeyboardInterrupt."""
-    came = SHUTDOWN.raised_at is not None
-    return came and isinstance(error, TypeError) and "KeyboardInterrupt" in str(error)
+    size of a jagged tensor: the parser raises a TypeError, which only quotes the KeyboardInterrupt. Or an
+    error that was raised from such a one."""
+    if SHUTDOWN.raised_at is None:
+        return False
+    while error is not None:
+        if isinstance(error, TypeError) and "KeyboardInterrupt" in str(error):
+            return True
+        error = error.__cause__
+    return False
 
 
 def say_interrupted() -> int:

@@ -110,6 +110,7 @@ def trained(tokenizer: PreTrainedTokenizerFast, template: str, answers: list[str
             ["<|channel|>final<|message|>one<|end|>", "<|channel|>final<|message|>two<|end|>"],
         ),
         (PHI3, ["", "two"], ["<|end|>", "two" + LAST]),
+        (PHI3, ["one", "\ntwo"], ["one<|end|>", "\n\ntwo<|end|>"]),
     ],
 )
 def test_exactly_the_assistants_tokens_are_trained(

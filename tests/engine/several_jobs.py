@@ -4,7 +4,7 @@ them."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -29,14 +29,17 @@ TEACHER = 0.4
 
 
 def updated(
-    path: str, options: Mapping[str, Any], calls: int, step: StepOptions, disturbed: bool = False
+    path: str,
+    options: Mapping[str, Any],
+    calls: int,
+    steps: Sequence[StepOptions],
+    disturbed: bool = False,
 ) -> dict[str, Any]:
-    """Two optimizer steps, the rows of each in that many calls; disturbed: after each call there is another
-    one in which the last rank has no memory. The first step has its own settings, the second the
-    configuration's."""
+    """Optimizer steps with these settings, the rows of each in that many calls; disturbed: after each call
+    there is another one in which the last rank has no memory."""
     engine = megatron_jobs.make_engine(path, options)
     reported = []
-    for number, settings in enumerate((step, StepOptions())):
+    for number, settings in enumerate(steps):
         for part in rank_jobs.my_share(rank_jobs.make_batch(number), engine).chunk(calls):
             engine.forward_backward(part.split(1), rank_jobs.loss_of)
             if disturbed:

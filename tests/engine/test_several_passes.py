@@ -3,6 +3,7 @@ own settings, and log-probabilities of given tokens at every position."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -39,29 +40,44 @@ ALL_LAYOUTS = LAYOUTS | {
     "Megatron, stages": {"megatron": sizes(1, 2)},
 }
 OWN = StepOptions(lr=3e-2, betas=(0.5, 0.9), eps=1e-2, weight_decay=0.5, clip_grad=0.2)
+CONFIGURED = StepOptions()
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_calls_add_up_and_a_step_has_its_own_settings(ranks: Ranks, models: Path, layout: str) -> None:
-    """The same as one call with all rows, whatever ran out of memory in between; and the first step is that
-    of an engine which is configured like it."""
+    """The same as one call with all rows, whatever ran out of memory in between; and steps are those of an
+    engine which is configured like them. The second shows the betas: after the first, Adam's moments are the
+    gradient, whatever they are."""
     path, options = str(models / "qwen3"), LAYOUTS[layout]
     configured = dict(vars(OWN)) | {"betas": list(OWN.betas or ())}
-    whole = ranks.run(jobs.updated, path, options, 1, OWN)[0]
+    whole = ranks.run(jobs.updated, path, options, 1, [OWN, CONFIGURED])[0]
     disturbed = layout != "Megatron, tensor parallel"  # where it ends the run
-    several = ranks.run(jobs.updated, path, options, 2, OWN, disturbed)[0]
-    like_it = ranks.run(jobs.updated, path, {**options, "optim": configured}, 1, StepOptions())[0]
+    several = ranks.run(jobs.updated, path, options, 2, [OWN, CONFIGURED], disturbed)[0]
+    own = ranks.run(jobs.updated, path, options, 1, [OWN, OWN])[0]
+    like_it = ranks.run(jobs.updated, path, {**options, "optim": configured}, 1, [CONFIGURED] * 2)[0]
     assert several["reported"][0]["grad_norm"] > 0.2, "it is clipped"
     for mine, other in zip(several["reported"], whole["reported"], strict=True):
         assert mine == pytest.approx(other, rel=1e-5)
-    assert like_it["reported"][0] == pytest.approx(whole["reported"][0], rel=1e-5)
+    for mine, other in zip(own["reported"], like_it["reported"], strict=True):
+        assert mine == pytest.approx(other, rel=1e-5)
+    assert_close(own["weights"], like_it["weights"])
     assert [step["lr"] for step in whole["reported"]] == [OWN.lr, OPTIM["lr"]]
-    for name, weight in whole["weights"].items():
-        torch.testing.assert_close(several["weights"][name], weight, atol=2e-5, rtol=0)
-    other = ranks.run(jobs.updated, path, options, 1, StepOptions())[0]
-    assert not all(
-        torch.allclose(weight, other["weights"][name], atol=1e-3) for name, weight in whole["weights"].items()
+    assert_close(several["weights"], whole["weights"])
+
+
+def assert_close(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    for name, weight in expected.items():
+        torch.testing.assert_close(found[name], weight, atol=2e-5, rtol=0, msg=name)
+
+
+def test_each_setting_of_a_step_changes_the_weights(ranks: Ranks, models: Path) -> None:
+    """So that the comparison with an engine configured like it can fail."""
+    own, *others = (
+        ranks.run(jobs.updated, str(models / "qwen3"), {}, 1, [settings] * 2)[0]["weights"]
+        for settings in (OWN, *(replace(OWN, **{field: None}) for field in vars(OWN)))
     )
+    changed = [max(float((own[name] - other[name]).abs().max()) for name in own) for other in others]
+    assert min(changed) > 1e-3, dict(zip(vars(OWN), changed, strict=True))
 
 
 @pytest.mark.parametrize("several", [False, True])

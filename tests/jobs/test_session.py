@@ -93,13 +93,18 @@ def assert_left(folder: Path, runtime: Stopped) -> None:
     assert (folder / "summary.json").exists()
 
 
-def test_an_interrupt_that_torch_hides_is_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_an_interrupt_that_torch_hides_is_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, wrapped: bool
+) -> None:
     monkeypatch.setattr(SHUTDOWN, "raised_at", 1.0)
     hidden = TypeError('argument failed to unpack with error "KeyboardInterrupt: <EMPTY MESSAGE>"')
     config = SFTConfig(trainer=SupervisedTrainerConfig(default_local_dir=str(tmp_path), logger=["file"]))
     with pytest.raises(KeyboardInterrupt), Session(config, scoring=False) as session:
         assert session.begin(CheckpointRequirements(Identity({}), {}, 8))
         session.open_trackers(8).log({"train/loss": 1.0}, 1)
+        if wrapped:
+            raise RuntimeError("a library") from hidden
         raise hidden
     assert json.loads((tmp_path / "summary.json").read_text())["why_it_ended"] == "interrupted"
     RunLock(tmp_path).release()

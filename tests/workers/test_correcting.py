@@ -205,3 +205,15 @@ def test_a_training_step_is_the_plain_one_however_it_is_split(name: str, model: 
     for found in (weights, by_tokens[1], *(of_rank for _, of_rank in both)):
         for key, parameter in wanted.items():
             assert (found[key] - parameter.detach()).abs().max() < 1e-9, key
+
+
+def test_no_step_is_taken_on_mini_batches_of_which_nothing_is_left(model: Plain, ranks: Ranks) -> None:
+    """Weight decay alone would change the weights."""
+    nothing = Correction(None, (Rejection("token_k1", 1.0 + 1e-12, 1.0 - 1e-12),))
+    training = jobs.Training("policy", jobs.rows(1), correction=nothing)
+    assert training.weight_decay > 0
+    for _, weights in (
+        jobs.train(model.path, training, model.batch),
+        *ranks.run(jobs.train, model.path, training, model.batch),
+    ):
+        assert all(torch.equal(weights[name], initial) for name, initial in model.parameters.items())

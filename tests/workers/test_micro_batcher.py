@@ -133,6 +133,21 @@ def test_sizes() -> None:
     )
 
 
+def test_sizes_of_pairs() -> None:
+    """Of three pairs two, then one, never half of one; a budget ends at one pair, too."""
+    data: Any = lengths(10, 20, 30, 5, 5, 5)
+    by_rows, by_tokens = (
+        MicroPlan(rows=8, max_tokens=None, unit=2),
+        MicroPlan(rows=None, max_tokens=64, unit=2),
+    )
+    smaller = [MicroPlan(rows=number, max_tokens=None, unit=2) for number in (4, 2)]
+    assert after(by_rows, data, (6, 75), (4, 65)) == smaller
+    found = after(by_tokens, data, (4, 64), (4, 40))
+    assert found == [MicroPlan(rows=None, max_tokens=35, unit=2), smaller[1]], "the longest pair has 35"
+    with pytest.raises(DoesNotFit, match="a single pair of 35 tokens"):
+        after(smaller[1], data, (2, 35))
+
+
 def test_rows_in_order_and_back() -> None:
     data = make_batch()
     parts = split_rows(data, 3)
