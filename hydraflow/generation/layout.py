@@ -1,6 +1,7 @@
-"""Groups rows to run together: prompts of about the same length, up to a maximum number of rows.
+"""Groups rows to run together, up to a maximum number of rows.
 
-In: prompt lengths, samples per prompt, the limit. Out: waves, each a padded width and its rows. Left out on
+In: prompt lengths, samples per prompt, the limit. Out: waves: prompts, each with a padded width, and their
+rows. Left out on
 purpose: refilling a running wave with new prompts. It would make a row's padding, and with it the last bits
 of its numbers, depend on its neighbours.
 
@@ -20,20 +21,21 @@ import numpy as np
 class Wave:
     """Rows that are decoded in lockstep. Q prompts, B rows, sample-minor."""
 
-    width: int
-    """Tokens per prompt after left padding."""
     prompts: list[int] = field(default_factory=list)
     """Numbers of the request's prompts, (Q,)."""
+    widths: list[int] = field(default_factory=list)
+    """Tokens of each prompt after left padding, ascending, (Q,)."""
     owner: list[int] = field(default_factory=list)
     """For each row its place in `prompts`, (B,)."""
     samples: list[int] = field(default_factory=list)
     """For each row its sample number, (B,)."""
 
-    def add(self, prompt: int, samples: range) -> None:
+    def add(self, prompt: int, width: int, samples: range) -> None:
         """Appends rows of one prompt."""
         self.owner += [len(self.prompts)] * len(samples)
         self.samples += samples
         self.prompts.append(prompt)
+        self.widths.append(width)
 
 
 def padded_width(length: int) -> int:
@@ -49,27 +51,30 @@ def padded_width(length: int) -> int:
     return -(-length // step) * step
 
 
-def waves(lengths: Sequence[int], samples: Sequence[int], max_rows: int, *, pad: bool) -> Iterator[Wave]:
-    """Groups all samples of all prompts, shortest prompts first. Without `pad` only prompts of equal length
-    share a wave."""
+def waves(
+    lengths: Sequence[int], samples: Sequence[int], max_rows: int, *, pad: bool, mixed: bool
+) -> Iterator[Wave]:
+    """Groups all samples of all prompts, shortest prompts first. mixed: prompts of different widths may share
+    a wave. Without `pad` prompts keep their lengths."""
     width = [padded_width(n) if pad else n for n in lengths]
-    wave = Wave(0)
+    wave = Wave()
     for i in sorted(range(len(lengths)), key=width.__getitem__):
         start = 0
         while start < samples[i]:
-            if wave.width != width[i] or len(wave.owner) >= max_rows:
+            alone = not mixed and wave.widths[-1:] != [width[i]]
+            if alone or len(wave.owner) >= max_rows:
                 if wave.owner:
                     yield wave
-                wave = Wave(width[i])
+                wave = Wave()
             room = max_rows - len(wave.owner)
             whole = samples[i] - start
             # a prompt split over two waves would be prefilled twice, so it moves to the next if that can hold
             # it
             if room < whole <= max_rows:
                 yield wave
-                wave, room = Wave(width[i]), max_rows
+                wave, room = Wave(), max_rows
             stop = start + min(room, whole)
-            wave.add(i, range(start, stop))
+            wave.add(i, width[i], range(start, stop))
             start = stop
     if wave.owner:
         yield wave

@@ -1,7 +1,8 @@
 """The decoding step of Llama-like models: transformers' operations in the same order, but fewer of them.
 
-In: the sampled tokens, the cache, an additive mask. Out: the next logits, bit for bit: a matrix product of a
-few dozen columns or more has the same bits as part of a larger one. Queries, keys and values are one product,
+In: the sampled tokens, the caches of rows of one or more lengths, additive masks. Out: the next logits, bit
+for bit: a matrix product of a few dozen columns or more has the same bits as part of a larger one. Only
+attention is computed for each cache alone. Queries, keys and values are one product,
 and so are gate and up. The model's own weights become views of the joined ones, so weight updates write into
 these directly. Left out on purpose: prompts, and models of any other class, which run their own forward
 (`decode.py`).
@@ -47,13 +48,16 @@ class LeanForward:
         self._head = model.get_output_embeddings()
         self._layers = [_Layer(layer) for layer in backbone.layers]
 
-    def __call__(self, token: Tensor, cache: Cache, mask: Tensor, positions: Tensor) -> Tensor:
-        """Logits (B, V). token: (B,); mask: additive (B, 1, 1, L) with the new token; positions: (B, 1)."""
+    def __call__(
+        self, token: Tensor, caches: Sequence[Cache], masks: Sequence[Tensor], positions: Tensor
+    ) -> Tensor:
+        """Logits (B, V). token: (B,), first those of the first cache; masks: additive (b, 1, 1, L) with the
+        new token, one for each cache; positions: (B, 1)."""
         x = self._backbone.embed_tokens(token)  # (B, H)
         cos, sin = self._backbone.rotary_emb(x, positions)  # (B, 1, d)
         sin = torch.cat([sin[..., : sin.shape[-1] // 2].neg(), sin[..., sin.shape[-1] // 2 :]], -1)
-        for layer, cached in zip(self._layers, cache.layers, strict=True):
-            x = layer(x, cached, mask, cos, sin)
+        for layer, *cached in zip(self._layers, *(cache.layers for cache in caches), strict=True):
+            x = layer(x, cached, masks, cos, sin)
         return self._head(_norm(x, *_norm_of(self._backbone.norm)))  # type: ignore[no-any-return, misc]
 
 
@@ -70,25 +74,35 @@ class _Layer:
         has_norms = hasattr(attention, "q_norm")
         self._of_heads = (_norm_of(attention.q_norm), _norm_of(attention.k_norm)) if has_norms else None
 
-    def __call__(self, x: Tensor, cached: Any, mask: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        x = x + self._attend(_norm(x, *self._before), cached, mask, cos, sin)
+    def __call__(
+        self, x: Tensor, cached: Sequence[Any], masks: Sequence[Tensor], cos: Tensor, sin: Tensor
+    ) -> Tensor:
+        x = x + self._attend(_norm(x, *self._before), cached, masks, cos, sin)
         gate, up = linear(_norm(x, *self._between), *self._gate_up).chunk(2, -1)
         return x + self._down(self._act(gate).mul_(up))  # type: ignore[no-any-return]
 
-    def _attend(self, x: Tensor, cached: Any, mask: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        rows, keys, dim = len(x), self._keys, self._head_dim
+    def _attend(
+        self, x: Tensor, cached: Sequence[Any], masks: Sequence[Tensor], cos: Tensor, sin: Tensor
+    ) -> Tensor:
+        rows, keys, dim, sizes = len(x), self._keys, self._head_dim, [len(mask) for mask in masks]
         heads = linear(x, *self._qkv).view(rows, -1, dim)  # (B, h + 2k, d)
         turned, v = heads[:, :-keys], heads[:, -keys:]
         if self._of_heads is not None:
             of_q, of_k = self._of_heads
             turned = torch.cat([_norm(turned[:, :-keys], *of_q), _norm(turned[:, -keys:], *of_k)], 1)
         turned = _rotate(turned, cos, sin)
-        k, v = cached.update(turned[:, -keys:, None], v[:, :, None])  # (B, k, L, d)
         # queries of one key head are treated as rows of that head, as in attention.py
-        q = turned[:, :-keys].view(rows, keys, -1, dim)
+        q, k = turned[:, :-keys].view(rows, keys, -1, dim), turned[:, -keys:, None]
+        parts = zip(q.split(sizes), k.split(sizes), v[:, :, None].split(sizes), cached, masks, strict=True)
+        found = [self._attend_to(*part) for part in parts]
+        return self._out(torch.cat(found) if len(found) > 1 else found[0])  # type: ignore[no-any-return]
+
+    def _attend_to(self, q: Tensor, k: Tensor, v: Tensor, cached: Any, mask: Tensor) -> Tensor:
+        """(b, hd) of the rows of one cache."""
+        keys, values = cached.update(k, v)  # (b, k, L, d)
         mask = mask.expand(-1, -1, q.shape[2], -1)
-        found = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=self._scale)
-        return self._out(found.reshape(rows, -1))  # type: ignore[no-any-return]
+        found = F.scaled_dot_product_attention(q, keys, values, attn_mask=mask, scale=self._scale)
+        return found.reshape(len(q), -1)
 
 
 @torch.no_grad()

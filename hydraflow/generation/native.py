@@ -34,7 +34,8 @@ from hydraflow.generation.base import (
     SamplingParams,
     TokenRequest,
 )
-from hydraflow.generation.decode import CachedForward, NoCache, WaveDecoder, WaveResult
+from hydraflow.generation.decode import WaveDecoder, WaveResult
+from hydraflow.generation.forward import CachedForward, NoCache
 from hydraflow.generation.layout import Wave, request_order, waves
 from hydraflow.generation.parity import not_sampled, require_parity
 from hydraflow.generation.requests import Limits, aborted
@@ -200,7 +201,8 @@ class NativeEngine:
     def _sample(self, rows: Sequence[_Rows], params: SamplingParams, sampled: int = 0) -> GenerationOutput:
         """Samples all rows, in this order. sampled: trailing prompt tokens that belong to the responses."""
         lengths, counts = [len(some.prompt) for some in rows], [len(some.samples) for some in rows]
-        plan = list(waves(lengths, counts, self._max_rows, pad=self._forward.pads))
+        pad, mixed = self._forward.pads, self._forward.mixes
+        plan = list(waves(lengths, counts, self._max_rows, pad=pad, mixed=mixed))
         return _output([self._run(wave, rows, params, sampled) for wave in plan], request_order(plan, counts))
 
     # tensors made here cannot be used in training, so the engine returns copies only
@@ -215,8 +217,8 @@ class NativeEngine:
         decoder = WaveDecoder(
             self._forward,
             [some.prompt for some in prompts],
+            wave.widths,
             wave.owner,
-            wave.width,
             draws,
             self._routers() if params.routes else None,
         )

@@ -1,7 +1,7 @@
 """Memory of a generation engine on one device: weights, key-value cache, and one decoding step.
 
 In: a model's shape, sequences and their lengths, the engine's settings. Out: `MemoryParts` per phase. The
-native engine is modelled on the allocations of `generation/cache.py`, `decode.py` and `sampling.py`; vLLM and
+native engine is modelled on the allocations of `generation/cache.py`, `groups.py` and `sampling.py`; vLLM and
 SGLang take the configured share of the device.
 """
 
@@ -15,9 +15,9 @@ from hydraflow.memory.report import MemoryParts, fullest
 from hydraflow.memory.shape import ModelShape
 
 LEAST_ROWS = 16
-"""generation/decode.py: rows of the smallest matrix product."""
+"""models/linear.py: rows of the smallest matrix product."""
 PREFILL_TOKENS = 8192
-"""generation/decode.py: prompt tokens in one forward."""
+"""generation/groups.py: prompt tokens in one forward."""
 ROOM = 16
 """generation/cache.py: least number of tokens by which a cache grows."""
 FILTERED = 2**23

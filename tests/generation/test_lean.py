@@ -15,9 +15,9 @@ from transformers import (
     Qwen3Config,
 )
 
-from hydraflow.generation import decode
+from hydraflow.generation import forward
 from hydraflow.generation.base import SamplingParams
-from hydraflow.generation.decode import CachedForward
+from hydraflow.generation.forward import CachedForward
 from hydraflow.generation.lean import LeanForward, is_known
 from hydraflow.generation.native import NativeEngine
 from hydraflow.generation.weights import first_difference
@@ -58,7 +58,7 @@ def test_a_step_is_that_of_the_models_own_forward(
     params = SamplingParams(max_tokens=8, ignore_eos=True)
     found = NativeEngine(model).generate(request, params)
     assert is_known(model)
-    monkeypatch.setattr(decode, "is_known", lambda _: False)
+    monkeypatch.setattr(forward, "is_known", lambda _: False)
     wanted = NativeEngine(model).generate(request, params)
     assert rows(found) == rows(wanted)
     # norms are float32 in every type

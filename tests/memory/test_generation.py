@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hydraflow.engine.fsdp import gather
-from hydraflow.generation import cache, decode, layout, sampling
+from hydraflow.generation import cache, groups, layout, sampling
 from hydraflow.memory import generation, roles
 from hydraflow.memory.activations import RowSizes
 from hydraflow.memory.generation import (
@@ -30,7 +30,7 @@ SHAPE = ModelShape("llama", 1000, 64, 3, 8, 2, 8, 128, tied=True, dense_at=range
 
 def test_constants_are_those_of_the_engine() -> None:
     assert linear.LEAST_ROWS == generation.LEAST_ROWS
-    assert decode._PREFILL_TOKENS == generation.PREFILL_TOKENS
+    assert groups._PREFILL_TOKENS == generation.PREFILL_TOKENS
     assert cache._ROOM == generation.ROOM
     assert sampling._CHUNK == generation.FILTERED
     assert gather.BUCKET_BYTES == roles.BUCKET_BYTES
