@@ -1,11 +1,11 @@
 """Measures tokens per second of the rollout engines, beside vLLM by itself and transformers' `generate`.
 
     python scripts/bench/generation.py [--engines native,vllm,raw_vllm,transformers] [--models 1M,30M]
-                                       [--lengths equal,ragged] [--sequences 512]
+                                       [--lengths equal,ragged,mixed] [--sequences 512]
 
 Each case has a process of its own, with one thread, random fp32 weights, 8 samples of each prompt of 16
 tokens, and one smaller call first that is not counted. Responses have 64 tokens (equal), or end by chance,
-after 256 tokens at most (ragged). native and vllm are what a rollout process runs, with log-probabilities and
+after 256 tokens at most (ragged), or have 64 tokens after prompts of 16 to 512 (mixed). native and vllm are what a rollout process runs, with log-probabilities and
 seeds.
 raw_vllm is `vllm.LLM` with the same arguments and log-probabilities; transformers gives none. Prints one JSON
 object per case: tokens, seconds, tokens per second, and seconds of processor time for 1000 tokens.
@@ -21,14 +21,14 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
-PROMPT_TOKENS, SAMPLES = 16, 8
+PROMPT_TOKENS, LONGEST_PROMPT, SAMPLES = 16, 512, 8
 SIZES: Mapping[str, Mapping[str, int]] = {
     "1M": dict(vocab_size=1024, hidden_size=128, intermediate_size=384, num_hidden_layers=4)
     | dict(num_attention_heads=4, num_key_value_heads=2, head_dim=32),
     "30M": dict(vocab_size=8192, hidden_size=512, intermediate_size=1536, num_hidden_layers=8)
     | dict(num_attention_heads=8, num_key_value_heads=4, head_dim=64),
 }
-LONGEST = {"equal": 64, "ragged": 256}
+LONGEST = {"equal": 64, "ragged": 256, "mixed": 64}
 MEAN_LENGTH = 85
 """Of ragged responses, were there no longest one."""
 REPEAT_SECONDS = 10.0
@@ -51,11 +51,12 @@ def model_of(size: str) -> Any:
     return AutoModelForCausalLM.from_config(config_of(size), dtype=torch.float32).eval()
 
 
-def prompts_of(size: str, count: int) -> list[Any]:
+def prompts_of(size: str, lengths: str, count: int) -> list[Any]:
     import torch
 
-    draw = torch.Generator().manual_seed(1)
-    return list(torch.randint(2, SIZES[size]["vocab_size"], (count, PROMPT_TOKENS), generator=draw))
+    draw, last = torch.Generator().manual_seed(1), LONGEST_PROMPT if lengths == "mixed" else PROMPT_TOKENS
+    tokens = torch.linspace(PROMPT_TOKENS, last, count).long().tolist()
+    return [torch.randint(2, SIZES[size]["vocab_size"], (number,), generator=draw) for number in tokens]
 
 
 def stops_of(size: str, lengths: str) -> list[int]:
@@ -71,7 +72,7 @@ def ours(name: str, size: str, lengths: str, sequences: int) -> Sample:
     from hydraflow.generation.config import GENERATION_ENGINES, RolloutConfig
     from hydraflow.protocol import ragged
 
-    longest = PROMPT_TOKENS + LONGEST[lengths]
+    longest = LONGEST_PROMPT + LONGEST[lengths]
     rollout = RolloutConfig(name=name, max_num_seqs=sequences)
     spec = EngineSpec(rollout, torch.device("cpu"), torch.float32, None, longest_row=longest)
     engine = GENERATION_ENGINES[name].load()(config_of(size), spec)
@@ -80,7 +81,7 @@ def ours(name: str, size: str, lengths: str, sequences: int) -> Sample:
     params = SamplingParams(max_tokens=LONGEST[lengths], ignore_eos=True, stop_token_ids=stops)
 
     def sample(count: int) -> int:
-        prompts = prompts_of(size, count // SAMPLES)
+        prompts = prompts_of(size, lengths, count // SAMPLES)
         keys = [(0, 0, str(i)) for i in range(len(prompts))]
         output = engine.generate(GenerationRequest(prompts, [SAMPLES] * len(prompts), keys), params)
         return int(ragged.lengths(output.responses).sum())
@@ -99,7 +100,7 @@ def raw_vllm(size: str, lengths: str, sequences: int) -> Sample:
     set_environment(compiles=False)  # as our engine does on a CPU
     from vllm import LLM, SamplingParams
 
-    longest = PROMPT_TOKENS + LONGEST[lengths]
+    longest = LONGEST_PROMPT + LONGEST[lengths]
     rollout = RolloutConfig(name="vllm", max_num_seqs=sequences)
     spec = EngineSpec(rollout, torch.device("cpu"), torch.float32, None, longest_row=longest)
     folder = tempfile.mkdtemp()
@@ -116,7 +117,7 @@ def raw_vllm(size: str, lengths: str, sequences: int) -> Sample:
     )
 
     def sample(count: int) -> int:
-        prompts = [{"prompt_token_ids": prompt.tolist()} for prompt in prompts_of(size, count // SAMPLES)]
+        prompts = [{"prompt_token_ids": prompt.tolist()} for prompt in prompts_of(size, lengths, count // SAMPLES)]
         found = llm.generate(prompts, params, use_tqdm=False)
         return sum(len(one.token_ids) for output in found for one in output.outputs)
 
@@ -124,7 +125,7 @@ def raw_vllm(size: str, lengths: str, sequences: int) -> Sample:
 
 
 def transformers(size: str, lengths: str, sequences: int) -> Sample:
-    """`generate` on all sequences at once."""
+    """`generate` on all sequences at once, prompts padded on the left."""
     import torch
 
     model, stops = model_of(size), stops_of(size, lengths)
@@ -134,8 +135,13 @@ def transformers(size: str, lengths: str, sequences: int) -> Sample:
 
     @torch.inference_mode()
     def sample(count: int) -> int:
-        ids = torch.stack(prompts_of(size, count // SAMPLES)).repeat_interleave(SAMPLES, 0)
-        new = model.generate(ids, attention_mask=torch.ones_like(ids), **how)[:, PROMPT_TOKENS:]
+        prompts = prompts_of(size, lengths, count // SAMPLES)
+        longest = max(map(len, prompts))
+        pads = torch.tensor([longest - len(prompt) for prompt in prompts])
+        rows = [torch.nn.functional.pad(prompt, (longest - len(prompt), 0)) for prompt in prompts]
+        mask = (torch.arange(longest) >= pads[:, None]).long().repeat_interleave(SAMPLES, 0)
+        ids = torch.stack(rows).repeat_interleave(SAMPLES, 0)
+        new = model.generate(ids, attention_mask=mask, **how)[:, longest:]
         ends = torch.isin(new, torch.tensor(stops, dtype=new.dtype))
         return int(torch.where(ends.any(1), ends.int().argmax(1) + 1, new.shape[1]).sum())
 
@@ -183,7 +189,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--engines", default="native,vllm,raw_vllm,transformers")
     parser.add_argument("--models", default="1M,30M")
-    parser.add_argument("--lengths", default="equal,ragged")
+    parser.add_argument("--lengths", default="equal,ragged,mixed")
     parser.add_argument("--sequences", type=int, default=512)
     given = parser.parse_args()
     context = multiprocessing.get_context("fork")  # this process has imported nothing that a case uses
