@@ -16,6 +16,7 @@ from hydraflow.compose.debugging import applied
 from hydraflow.compose.launch import launch
 from hydraflow.compose.loading import EntryPoint
 from hydraflow.schema import PPOConfig
+from hydraflow.system.printing import reader_may_leave
 
 SWITCHES = (
     CommandLineOption("--json", doc="Print JSON for machines."),
@@ -39,11 +40,13 @@ def run(config: PPOConfig, command: Command) -> int:
         everything="--all" in command.switches,
     )
     results = run_checks(context)
-    if "--json" not in command.switches:
-        return print_report(results, Console())
-    kept = list(results)
-    print(as_json(kept))
-    return exit_code(kept)
+    with reader_may_leave():
+        if "--json" not in command.switches:
+            return print_report(results, Console())
+        kept = list(results)
+        print(as_json(kept))
+        return exit_code(kept)
+    return 0  # the reader left
 
 
 if __name__ == "__main__":

@@ -21,7 +21,14 @@ ASCII |= {"⌊": "floor(", "⌋": ")", "⌈": "ceil(", "⌉": ")", "─": "-", "
 
 
 def make_printable() -> None:
-    """Makes stdout and stderr replace characters that their encoding lacks."""
+    """Makes stdout and stderr replace characters that their encoding lacks. Standard streams that were closed
+    before Python started (`>&-`) are opened on /dev/null: another file would get their numbers, and a child
+    process would take it for its stdout."""
+    for number in range(3):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # gets the lowest free number
     codecs.register_error(HANDLER, _replaced)
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):

@@ -260,14 +260,17 @@ def test_a_reader_may_stop_early(tmp_path):
     assert (result.stdout.count("\n"), result.stderr) == (1, "")
 
 
-@pytest.mark.parametrize("options", ["", "--help", "--cfg job", "--json data.train_batch_size=0"])
-def test_output_that_cannot_be_written_is_said_in_a_sentence(tmp_path, options):
+@pytest.mark.parametrize(
+    "words",
+    ["plan", "plan --help", "plan --cfg job", "plan --json data.train_batch_size=0", "doctor", "doctor --json"],
+)
+def test_output_that_cannot_be_written_is_said_in_a_sentence(tmp_path, words):
     env = {**os.environ, "PYTHONPATH": str(ROOT)}
     for stream, expected in (
         (">/dev/full", (3, "standard output cannot be written: No space left on device\n")),
-        (">&-", (2 if "=0" in options else 0, "")),
+        (">&-", (2 if "=0" in words else 0, "")),
     ):
-        command = f"{sys.executable} -m hydraflow.plan {options} {stream}"
+        command = f"{sys.executable} -m hydraflow.{words} {stream}"
         result = subprocess.run(
             ["bash", "-c", command], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=120
         )
