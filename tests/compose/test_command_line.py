@@ -171,6 +171,8 @@ def test_a_sweep_runs_each_value(tmp_path):
     seen = printed(here.call(tmp_path, "ppo", "--multirun", "trainer.seed=1,2", "algorithm.gamma=0.5"))
     assert [one["config"]["trainer"]["seed"] for one in seen] == [1, 2]
     assert here.call(tmp_path, "ppo", "-m", "trainer.seed=1,x").returncode == 2
+    wrong = here.call(tmp_path, "ppo", "-m", "trainer.seed=1", "algorithm.gamma=0.5,7")
+    assert wrong.returncode == 2 and "run 1 of the sweep: algorithm.gamma=7\n1 problem" in wrong.stderr
     old = ["-m", "critic.ppo_micro_batch_size=4,8", "trainer.n_gpus_per_node=2", "critic.enable=true"]
     seen = printed(here.call(tmp_path, "ppo", *old))
     assert [one["config"]["critic"]["ppo_micro_batch_size_per_gpu"] for one in seen] == [2, 4]
@@ -178,7 +180,7 @@ def test_a_sweep_runs_each_value(tmp_path):
 
 def test_an_interrupt_ends_the_sweep(tmp_path):
     result = call(tmp_path, "ppo", "-m", "trainer.seed=1,2", HYDRAFLOW_TEST_ERROR="interrupt")
-    assert (result.returncode, result.stderr) == (130, "interrupted\n")
+    assert (result.returncode, result.stderr) == (130, "run 0 of the sweep: trainer.seed=1\ninterrupted\n")
 
 
 def test_the_configuration_can_be_shown(tmp_path):
