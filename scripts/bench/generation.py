@@ -5,8 +5,8 @@
 
 Each case has a process of its own, with one thread, random fp32 weights, 8 samples of each prompt of 16
 tokens, and one smaller call first that is not counted. Responses have 64 tokens (equal), or end by chance,
-after 256 tokens at most (ragged), or have 64 tokens after prompts of 16 to 512 (mixed). native and vllm are what a rollout process runs, with log-probabilities and
-seeds.
+after 256 tokens at most (ragged), or have 64 tokens after prompts of 16 to 512 (mixed). native and vllm are
+what a rollout process runs, with log-probabilities and seeds.
 raw_vllm is `vllm.LLM` with the same arguments and log-probabilities; transformers gives none. Prints one JSON
 object per case: tokens, seconds, tokens per second, and seconds of processor time for 1000 tokens.
 """
@@ -117,7 +117,8 @@ def raw_vllm(size: str, lengths: str, sequences: int) -> Sample:
     )
 
     def sample(count: int) -> int:
-        prompts = [{"prompt_token_ids": prompt.tolist()} for prompt in prompts_of(size, lengths, count // SAMPLES)]
+        rows = prompts_of(size, lengths, count // SAMPLES)
+        prompts = [{"prompt_token_ids": row.tolist()} for row in rows]
         found = llm.generate(prompts, params, use_tqdm=False)
         return sum(len(one.token_ids) for output in found for one in output.outputs)
 
