@@ -326,13 +326,15 @@ def page(lines: Sequence[str], version: str) -> str:
 def line(name: str, ways: Mapping[str, Outcome]) -> str:
     """One row of the table."""
     cells = [ways[way].word if way in ways else "" for way in ("policy", "value", "lora", "native")]
-    reasons = dict.fromkeys(
-        one.why if one.bad or BF16 not in way else f"in bf16: {one.why}"
-        for way, one in ways.items()
-        if one.word not in (PACKED, PADDED, RIGHT)
-        and one.why
-        and (one.bad or ways[way.removesuffix(BF16)].word != REFUSED or BF16 not in way)
-    )
+    reasons: dict[str, None] = {}
+    for way, one in ways.items():
+        if one.word in (PACKED, PADDED, RIGHT) or not one.why:
+            continue
+        if way.endswith(BF16) and not one.bad:
+            if ways[way.removesuffix(BF16)].word != REFUSED:  # else float32 says why
+                reasons[f"in bf16: {one.why}"] = None
+        else:
+            reasons[one.why] = None
     why = "; ".join(reasons).replace("|", "/")
     return f"| {name} | {' | '.join(cells)} | {why} |"
 

@@ -248,7 +248,7 @@ class _Launch(Generic[Config]):
             return _show(self._finished(composed, facts, only_keys=True), self._shown)
         if facts.mode == RunMode.MULTIRUN:
             swept = [str(word) for word in facts.overrides.task if word not in self._prepared.words]
-            own = " ".join(word.lstrip("+") for word in public_words(swept))
+            own = " ".join(word.lstrip("+") for word in public_words(swept)) or "nothing is swept"
             print(f"run {facts.job.num} of the sweep: {own}", file=sys.stderr)
         code = run_guarded(partial(self._run_one, composed, facts), self.entry.show_error)
         self.codes.append(code)

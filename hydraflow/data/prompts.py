@@ -72,6 +72,15 @@ class PromptDataset:
             non_tensors={k: column[index] for k, column in self._objects.items()},
         )
 
+    @property
+    def longest(self) -> dict[str | None, int]:
+        """Tokens of the longest prompt of each data source; of None where prompts have none."""
+        sources = self._objects.get("data_source", [None] * len(self))
+        found: dict[str | None, int] = {}
+        for source, prompt in zip(sources, self._prompts, strict=True):
+            found[source] = max(found.get(source, 0), len(prompt))
+        return found
+
     def data_sources(self) -> list[str]:
         """The distinct data sources, sorted."""
         return sorted(set(self._objects["data_source"].tolist()))

@@ -1,9 +1,8 @@
 """Groups rows to run together, up to a maximum number of rows.
 
 In: prompt lengths, samples per prompt, the limit. Out: waves: prompts, each with a padded width, and their
-rows. Left out on
-purpose: refilling a running wave with new prompts. It would make a row's padding, and with it the last bits
-of its numbers, depend on its neighbours.
+rows. Left out on purpose: refilling a running wave with new prompts. It would make a row's padding, and with
+it the last bits of its numbers, depend on its neighbours.
 
 Left padding is a function of a prompt's own length alone, so a row computes the same whatever else is in the
 batch.

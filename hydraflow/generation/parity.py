@@ -8,7 +8,6 @@ itself, the reported log-probabilities are not those of the distribution that is
 
 from __future__ import annotations
 
-from operator import itemgetter
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,7 +16,7 @@ from hydraflow.device import ran_out_of_memory
 from hydraflow.errors import ConfigError
 from hydraflow.generation.base import GenerationEngine, GenerationRequest, SamplingParams
 from hydraflow.models.loading import context_of, first_line
-from hydraflow.models.probe import REFUSED, ROWS, deviation, own_log_probs, probe_rows
+from hydraflow.models.probe import REFUSED, ROWS, deviation, is_rounding, own_log_probs, probe_rows, verdict
 from hydraflow.protocol import ragged
 
 if TYPE_CHECKING:
@@ -37,17 +36,17 @@ def require_parity(engine: GenerationEngine, model: PreTrainedModel, field: str)
     if context is not None and context.tokens < TOKENS + max(prompt for prompt, _ in ROWS):
         return
     try:
-        off, excess = _deviation(engine, model)
+        off, right = _compared(engine, model)
         why = f"its log-probabilities are off by {off:.2g} from those of the model's own forward pass"
     except FloatingPointError:
         return  # damaged weights; sampling itself reports them
     except REFUSED as error:
         if ran_out_of_memory(error):
             raise
-        excess, why = float("inf"), f"the model's code raises {type(error).__name__}: {first_line(error)}"
-    if excess <= 1 and model.config.model_type in OTHER_WITH_A_CACHE:
-        excess, why = float("inf"), "its code gives different numbers with a cache than without"
-    if excess > 1:
+        right, why = False, f"the model's code raises {type(error).__name__}: {first_line(error)}"
+    if right and model.config.model_type in OTHER_WITH_A_CACHE:
+        right, why = False, "its code gives different numbers with a cache than without"
+    if not right:
         raise not_sampled(model.config.model_type, field, why)
 
 
@@ -58,19 +57,19 @@ def not_sampled(model_type: str, field: str, why: str) -> ConfigError:
 
 
 @torch.inference_mode()
-def _deviation(engine: GenerationEngine, model: PreTrainedModel) -> tuple[float, float]:
-    """The larger `deviation` of two calls: state that the model keeps shows only in the second."""
+def _compared(engine: GenerationEngine, model: PreTrainedModel) -> tuple[float, bool]:
+    """How far log-probabilities are off, and whether that is rounding. Two calls, of which the first that is
+    wrong counts: state that the model keeps shows only in the second."""
     embeddings: Any = model.get_input_embeddings()
     prompts = ragged.rows(probe_rows(embeddings.num_embeddings)[0])
     request = GenerationRequest(
         prompts, [SAMPLES] * len(prompts), [("probe", i) for i in range(len(prompts))]
     )
-    return max((_call(engine, model, request) for _ in range(2)), key=itemgetter(1, 0))
+    off, right = _call(engine, model, request)
+    return _call(engine, model, request) if right else (off, right)
 
 
-def _call(
-    engine: GenerationEngine, model: PreTrainedModel, request: GenerationRequest
-) -> tuple[float, float]:
+def _call(engine: GenerationEngine, model: PreTrainedModel, request: GenerationRequest) -> tuple[float, bool]:
     output = engine.generate(request, SamplingParams(max_tokens=TOKENS, ignore_eos=True))
     responses = ragged.rows(output.responses)
 
@@ -79,13 +78,8 @@ def _call(
         pairs = zip(prompts, responses, strict=True)
         return torch.cat([own_log_probs(model, *pair, model.device) for pair in pairs]).cpu()
 
-    def rounded() -> torch.Tensor:
-        config, usual = model.config, model.config._attn_implementation
-        config._attn_implementation = "sdpa" if usual == "eager" else "eager"
-        try:
-            return published()
-        finally:
-            config._attn_implementation = usual
-
-    ours, lengths = ragged.parts(output.log_probs)[0], ragged.lengths(output.responses)
-    return deviation(ours, published(), lengths, model.dtype, rounded)
+    ours, theirs = ragged.parts(output.log_probs)[0], published()
+    worst, middle = deviation(ours, theirs, ragged.lengths(output.responses))
+    if (right := verdict(worst, middle, model.dtype)) is None:
+        right = is_rounding(ours, theirs, model.config, published)
+    return worst, right

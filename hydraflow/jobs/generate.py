@@ -20,7 +20,14 @@ from hydraflow.dispatch.observability import Observability
 from hydraflow.dispatch.timeline import TIMELINE
 from hydraflow.dispatch.worker import RoleSpec
 from hydraflow.errors import ConfigError, EnvironmentFault, Faults, after_the_start
-from hydraflow.jobs.inputs import open_model, open_prompts, open_tokenizer, require_context, require_stops
+from hydraflow.jobs.inputs import (
+    Reader,
+    open_model,
+    open_prompts,
+    open_tokenizer,
+    require_context,
+    require_stops,
+)
 from hydraflow.jobs.output import output_file, require_output
 from hydraflow.protocol.ragged import rows
 from hydraflow.schema import GenerateConfig
@@ -88,8 +95,8 @@ def _checked(config: GenerateConfig) -> GenerateInputs:
     tokenizer = open_tokenizer(config.model, described, faults, field="model")
     require_stops(tokenizer, config.rollout, faults, section="rollout")
     prompts = open_prompts(data, data.path, tokenizer, faults, key="data.path", max_samples=data.max_samples)
-    if described is not None and prompts is not None:
-        faults.passes(lambda: require_context([prompts], data.max_response_length, {"the model": described}))
+    reader = Reader("the model", described, [prompts])
+    faults.passes(lambda: require_context([reader], data.max_response_length))
     table = faults.result(lambda: input_table(prompts.records)) if prompts is not None else None
     plan = None
     if machine is not None:

@@ -7,9 +7,10 @@ purpose: reward functions and the machine (`ppo.py`, `session.py`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from operator import itemgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -42,7 +43,6 @@ from hydraflow.models.loading import (
     stored_tensor,
 )
 from hydraflow.models.routers import HFRouters
-from hydraflow.protocol.ragged import lengths
 from hydraflow.schema import PPOConfig
 from hydraflow.trainer.ppo import teacher_of
 from hydraflow.trainer.roles import TEACHERS, critic_model, reward_model, teacher_model
@@ -145,19 +145,37 @@ def open_rows(
 open_prompts = partial(open_rows, PromptDataset, read_prompts)
 
 
-def require_context(
-    datasets: Sequence[PromptDataset], max_response_length: int, models: Mapping[str, PreTrainedConfig]
-) -> None:
-    """Raises ConfigError when the longest prompt leaves too little of a model's context. models: all that
-    read the rows, by what messages call them."""
-    contexts = [found for name, config in models.items() if (found := context_of(config, name))]
-    context = min(contexts, key=lambda one: one.tokens, default=None)
-    prompts = [dataset.batch(range(len(dataset))).get("prompts") for dataset in datasets]
-    longest = max(int(lengths(column).max()) for column in prompts)
-    if context is None or longest + max_response_length <= context.tokens:
+@dataclass(frozen=True)
+class Reader:
+    """A model and the prompts that it reads."""
+
+    name: str
+    """As messages have it."""
+    config: PreTrainedConfig | None
+    """None: it could not be opened."""
+    datasets: Sequence[PromptDataset | None]
+    reads: Callable[[str | None], bool] = lambda source: True
+    """Whether it reads prompts of a data source."""
+
+    @property
+    def longest(self) -> int:
+        """Tokens of its longest prompt; 0 without any."""
+        found = (one.longest.items() for one in self.datasets if one is not None)
+        return max((tokens for one in found for source, tokens in one if self.reads(source)), default=0)
+
+
+def require_context(readers: Sequence[Reader], max_response_length: int) -> None:
+    """Raises ConfigError when the longest prompt leaves too little of a model's context."""
+    known = [
+        (context.tokens - one.longest, one.longest, context)
+        for one in readers
+        if one.config is not None and one.longest and (context := context_of(one.config, one.name))
+    ]
+    room, longest, context = min(known, key=itemgetter(0), default=(max_response_length, 0, None))
+    if context is None or max_response_length <= room:
         return
-    remedy = f"data.max_response_length={context.tokens - longest}"
-    if longest >= context.tokens:
+    remedy = f"data.max_response_length={room}"
+    if room <= 0:
         remedy = f"data.max_prompt_length={context.tokens // 2} data.filter_overlong_prompts=true"
     rule = f"the longest prompt has {longest} tokens; together that is more than {context.limit}"
     raise ConfigError.one("data.max_response_length", max_response_length, rule, remedy)
@@ -193,17 +211,13 @@ def open_inputs(config: PPOConfig, faults: Faults) -> RunPrompts | None:
     data, model = config.data, config.actor_rollout_ref.model
     from_files = reads_policy_files(config)
     described = open_trained_model(model, faults, head="policy", field=POLICY, weights=from_files)
-    opened = {"the model": described}
-    if needs_critic(config):
-        opened["the critic"] = _open_critic(config, faults)
+    critic = _open_critic(config, faults) if needs_critic(config) else None
     if described is not None:
         _require_routers(config, described, faults)
         faults.add(dist_checkpoint_problems(config, described))
     tokenizer = open_tokenizer(model, described, faults, field=POLICY)
-    if config.reward.reward_model.enable:
-        opened["the reward model"] = _open_reward_model(config, tokenizer, faults)
-    if config.distillation.enabled:
-        opened |= _open_teachers(config, described, tokenizer, faults)
+    scorer = _open_reward_model(config, tokenizer, faults) if config.reward.reward_model.enable else None
+    teachers = _open_teachers(config, described, tokenizer, faults) if config.distillation.enabled else {}
     require_stops(tokenizer, config.actor_rollout_ref.rollout, faults, section=ROLLOUT)
     train = val = None
     if not config.trainer.val_only:
@@ -212,10 +226,17 @@ def open_inputs(config: PPOConfig, faults: Faults) -> RunPrompts | None:
     if data.val_files:
         most, key = data.val_max_samples, "data.val_files"
         val = open_prompts(data, data.val_files, tokenizer, faults, key=key, max_samples=most)
+    readers = [
+        Reader("the model", described, [train, val]),
+        Reader("the critic", critic, [train]),
+        Reader("the reward model", scorer, [train, val]),
+        *(
+            Reader(f"teacher {name}", teacher, [train], partial(_is_teacher_of, name, teachers))
+            for name, teacher in teachers.items()
+        ),
+    ]
+    faults.passes(lambda: require_context(readers, data.max_response_length))
     datasets = [dataset for dataset in (train, val) if dataset is not None]
-    models = {name: one for name, one in opened.items() if one is not None}
-    if datasets:
-        faults.passes(lambda: require_context(datasets, data.max_response_length, models))
     if tokenizer is None or len(datasets) < (not config.trainer.val_only) + bool(data.val_files):
         return None
     return RunPrompts(train, val, tokenizer)
@@ -267,8 +288,8 @@ def _open_teachers(
     tokenizer: PreTrainedTokenizerBase | None,
     faults: Faults,
 ) -> dict[str, PreTrainedConfig | None]:
-    """Opens the teachers. A teacher reads the policy's tokens, including those past the tokenizer's that pad
-    a vocabulary."""
+    """Opens the teachers, by data source. A teacher reads the policy's tokens, including those past the
+    tokenizer's that pad a vocabulary."""
     opened = {}
     for source in config.distillation.teachers:
         key = f"{TEACHERS}.{source}"
@@ -280,8 +301,12 @@ def _open_teachers(
                 rule = f"has {given} tokens, and the policy may sample one of {sampled}"
                 found.add([Problem(f"{key}.path", model.path, rule, "a teacher with at least as many")])
         _rename(found, key, key, faults)
-        opened[f"teacher {source}"] = described
+        opened[source] = described
     return opened
+
+
+def _is_teacher_of(name: str, teachers: Collection[str], source: str | None) -> bool:
+    return source is not None and teacher_of(source, teachers) == name
 
 
 def require_teachers(config: PPOConfig, plan: BatchPlan, prompts: RunPrompts) -> None:

@@ -10,11 +10,15 @@ it is rounding. Left out on purpose: the checks (`engine/fsdp/parity.py`, `engin
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
+from hydraflow.device import ran_out_of_memory
 from hydraflow.protocol import ragged
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
 
 ROWS = ((5, 6), (5, 11), (2, 3), (9, 7))
 """(prompt tokens, response tokens) of each row; the first two rows share their prompt."""
@@ -49,45 +53,55 @@ def own_log_probs(
     return logits.log_softmax(-1).gather(1, ids[0, len(prompt) :, None])[:, 0]
 
 
-def deviation(
-    ours: torch.Tensor,
-    theirs: torch.Tensor,
-    row_lengths: torch.Tensor,
-    dtype: torch.dtype,
-    rounded: Callable[[], torch.Tensor],
-) -> tuple[float, float]:
+def deviation(ours: torch.Tensor, theirs: torch.Tensor, row_lengths: torch.Tensor) -> tuple[float, float]:
     """How far numbers (K,), or hidden states (K, h) relative to their mean size, are off: the largest median
-    of a row; and the same as a multiple of what is allowed. inf if some are NaN. rounded: computes `theirs`
-    with another attention kernel.
+    of a row, and the median of all tokens. inf if some are NaN.
 
     >>> mine, lengths = torch.tensor([0.0, 0.0, 0.0, 2.0]), torch.tensor([3, 1])
-    >>> deviation(mine, torch.zeros(4), lengths, torch.float32, list)
-    (2.0, 2000.0)
-    >>> deviation(mine, torch.zeros(4), lengths, torch.bfloat16, lambda: torch.tensor([0.0, 0.0, 0.0, 1.6]))
-    (2.0, 0.5)
+    >>> deviation(mine, torch.zeros(4), lengths)
+    (2.0, 0.0)
     """
     size = theirs.double().abs().mean() if ours.ndim > 1 else 1.0
     tokens = (ours.double() - theirs.double()).abs() / size
     medians = [part.quantile(0.5) for part in tokens.split(row_lengths.tolist()) if part.numel()]
-    off = _finite(torch.stack(medians).max())
+    found = torch.stack([torch.stack(medians).max(), tokens.quantile(0.5)])
+    worst, middle = torch.nan_to_num(found, nan=float("inf")).tolist()
+    return worst, middle
+
+
+def verdict(worst: float, middle: float, dtype: torch.dtype) -> bool | None:
+    """Whether such a deviation is rounding; None: `is_rounding` decides.
+
+    >>> [verdict(worst, 0.04, torch.bfloat16) for worst in (0.04, 0.3)], verdict(0.3, 0.3, torch.bfloat16)
+    ([True, None], False)
+    """
     if dtype in LIMITS:
-        return off, off / LIMITS[dtype]
-    if off <= UNSUSPICIOUS:
-        return off, 0.0
-    if _finite(tokens.quantile(0.5)) > ROUNDED:
-        return off, float("inf")
-    return off, _times_rounding(ours, theirs, rounded()) / BEYOND
+        return worst <= LIMITS[dtype]
+    if worst <= UNSUSPICIOUS:
+        return True
+    return None if middle <= ROUNDED else False
 
 
-def _times_rounding(ours: torch.Tensor, theirs: torch.Tensor, rounded: torch.Tensor) -> float:
-    """Distance of `ours` from `theirs`, as a multiple of the distance of `rounded` (the model's own numbers
-    with other rounding) from `theirs`: the ratio of medians or of means, whichever is larger. Equal medians
-    of 0 count as no distance."""
+def is_rounding(
+    ours: torch.Tensor, theirs: torch.Tensor, config: PreTrainedConfig, again: Callable[[], torch.Tensor]
+) -> bool:
+    """Whether `ours` is at most BEYOND times as far from `theirs` as what `again`, which computes `theirs`
+    once more, returns with another attention kernel. By medians and by means. False if that cannot compute
+    the model.
+
+    Where transformers' own kernel is `eager`, because of a cap on scores that `sdpa` ignores, the other one
+    changes more than the rounding: the check is then less strict.
+    """
+    usual = config._attn_implementation
+    config._attn_implementation = "sdpa" if usual == "eager" else "eager"
+    try:
+        rounded = again()
+    except REFUSED as error:
+        if ran_out_of_memory(error):
+            raise
+        return False
+    finally:
+        config._attn_implementation = usual
     far, rounding = (ours - theirs).double().abs(), (rounded - theirs).double().abs()
-    pairs = [(far.median(), rounding.median()), (far.mean(), rounding.mean())]
-    return max(float(mine / its) if its > 0 else (0.0 if mine == 0 else float("inf")) for mine, its in pairs)
-
-
-def _finite(value: torch.Tensor) -> float:
-    """inf for NaN."""
-    return float(torch.nan_to_num(value, nan=float("inf")))
+    pairs = ((far.median(), rounding.median()), (far.mean(), rounding.mean()))
+    return bool(torch.isfinite(rounding).all()) and all(mine <= BEYOND * its for mine, its in pairs)

@@ -74,11 +74,12 @@ def _equal(gold: str, answer: str) -> bool:
 
     >>> [_equal(r"\boxed{50\%}", answer) for answer in (r"\boxed{50\%}", r"\boxed{50}", r"\boxed{5}")]
     [True, True, False]
-    >>> _equal(r"\boxed{50}", r"\boxed{50\%}")
-    True
+    >>> _equal(r"\boxed{50}", r"\boxed{50\%}"), _equal(r"\boxed{50\%}", r"\boxed{5000\%}")
+    (True, False)
     """
-    plain_gold, plain = _PERCENT.sub("", gold), _PERCENT.sub("", answer)
-    pairs = dict.fromkeys([(gold, answer), (gold, plain), (plain_gold, answer)])
+    plain = _PERCENT.sub("", answer)
+    # of two percentages neither sign is left out
+    pairs = dict.fromkeys([(gold, answer), (_PERCENT.sub("", gold) if plain == answer else gold, plain)])
     return any(math_verify.verify(_parse(one), _parse(other), timeout_seconds=None) for one, other in pairs)
 
 

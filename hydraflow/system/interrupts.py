@@ -129,15 +129,15 @@ def ending(error: BaseException | None) -> Iterator[None]:
 
 
 def is_hidden_interrupt(error: BaseException | None) -> bool:
-    """Whether the error is a Ctrl-C that arrived while torch's argument parser was calling Python, for the
-    size of a jagged tensor: the parser raises a TypeError, which only quotes the KeyboardInterrupt. Or an
-    error that was raised from such a one."""
-    if SHUTDOWN.raised_at is None:
-        return False
-    while error is not None:
+    """Whether the error is, or came from, a Ctrl-C that arrived while torch's argument parser was calling
+    Python, for the size of a jagged tensor: the parser raises a TypeError, which only quotes the
+    KeyboardInterrupt."""
+    seen: list[BaseException] = []
+    while SHUTDOWN.raised_at is not None and error is not None and error not in seen:
         if isinstance(error, TypeError) and "KeyboardInterrupt" in str(error):
             return True
-        error = error.__cause__
+        seen.append(error)
+        error = error.__cause__ or error.__context__
     return False
 
 

@@ -3,7 +3,6 @@ log-probabilities and gradients are those of transformers' own forward pass."""
 
 from __future__ import annotations
 
-import statistics
 from pathlib import Path
 
 import pytest
@@ -16,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from hydraflow import metrics
 from hydraflow.engine.fsdp.build import hf_name
 from hydraflow.errors import ConfigError
-from hydraflow.models.probe import BEYOND, ROUNDED, deviation, probe_rows
+from hydraflow.models.probe import ROUNDED, deviation, is_rounding, probe_rows, verdict
 from hydraflow.protocol import ragged
 from hydraflow.protocol.batch import DataProto
 from scripts.tiny_types import save_tiny, tiny_config
@@ -116,16 +115,36 @@ def test_what_would_be_computed_wrong_is_refused(
 
 def test_wrong_numbers_are_told_from_rounding_by_medians_and_means() -> None:
     """phimoe's on a CPU without bfloat16: by the medians they could be rounding."""
-    theirs = torch.zeros(5)
-    rounded = torch.tensor([0.1, 0.1, 0.1, 0.1, 0.1])
-    for ours, times in ([0.2, 0.2, 0.2, 0.2, 0.2], 2.0), ([0.2, 0.2, 0.2, 1.0, 1.4], 6.0), ([0.5] * 5, 5.0):
-        found = deviation(torch.tensor(ours), theirs, torch.tensor([5]), torch.bfloat16, lambda: rounded)
-        wrong = times > BEYOND or statistics.median(ours) > ROUNDED
-        assert (found[1] > 1) == wrong and found[0] == pytest.approx(statistics.median(ours))
-    _, excess = deviation(rounded, theirs, torch.tensor([5]), torch.bfloat16, lambda: theirs)
-    assert excess == float("inf"), "there is no rounding"
-    _, excess = deviation(rounded / 3, theirs, torch.tensor([5]), torch.bfloat16, lambda: theirs)
-    assert excess == 0, "so little is not suspicious"
+    config, theirs, rounded = transformers.Qwen3Config(**GROUPED), torch.zeros(5), torch.full((5,), 0.1)
+    config._attn_implementation = "sdpa"
+
+    def again(numbers: torch.Tensor) -> torch.Tensor:
+        assert config._attn_implementation == "eager"
+        return numbers
+
+    def rounds(ours: list[float], numbers: torch.Tensor = rounded) -> bool:
+        found = is_rounding(torch.tensor(ours), theirs, config, lambda: again(numbers))
+        assert config._attn_implementation == "sdpa"
+        return found
+
+    assert rounds([0.24] * 5) and not rounds([0.26] * 5)
+    assert rounds([0.2, 0.2, 0.2, 0.2, 0.4]) and not rounds([0.2, 0.2, 0.2, 1.0, 1.4]), "by the means"
+    assert not rounds([0.1] * 5, theirs), "there is no rounding"
+    for broken in (float("nan"), float("inf")):
+        assert not rounds([0.1] * 5, torch.tensor([0.1, 0.1, 0.1, 0.1, broken]))
+
+
+def test_how_far_numbers_are_off_is_said_of_the_worst_row() -> None:
+    lengths = torch.tensor([3, 2])
+    ours = torch.tensor([0.1, 0.2, 0.9, 0.5, 0.7])
+    worst, middle = deviation(ours, torch.zeros(5), lengths)
+    assert (worst, middle) == (pytest.approx(0.6), pytest.approx(0.5))
+    states = torch.stack([ours, ours], 1)
+    assert deviation(states * 4, torch.full((5, 2), 2.0) + states * 2, lengths) != (worst, middle)
+    ours[4] = float("nan")
+    assert deviation(ours, torch.zeros(5), lengths) == (float("inf"), float("inf"))
+    assert verdict(float("inf"), float("inf"), torch.bfloat16) is False
+    assert verdict(0.3, ROUNDED + 0.01, torch.bfloat16) is False and verdict(0.3, 0.2, torch.bfloat16) is None
 
 
 @pytest.mark.parametrize("kind", ["qwen3", "mixtral", "phimoe", "doge", "recurrent_gemma"])

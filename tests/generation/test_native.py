@@ -3,6 +3,7 @@
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import psutil
@@ -25,6 +26,7 @@ from transformers import (
 from hydraflow.errors import ConfigError
 from hydraflow.generation.base import EngineSpec, GenerationOutput, GenerationRequest, SamplingParams
 from hydraflow.generation.config import RolloutConfig
+from hydraflow.generation.forward import CachedForward
 from hydraflow.generation.native import NativeEngine, build
 from hydraflow.generation.parity import require_parity
 from hydraflow.generation.weights import first_difference
@@ -203,22 +205,38 @@ def test_no_matrix_product_has_few_rows_and_finished_rows_leave(engine: NativeEn
 
 @pytest.mark.parametrize(("name", "together"), [("qwen3 tied", True), ("deepseek_v3, latents alone", False)])
 def test_prompts_of_several_widths_are_decoded_together(name: str, together: bool) -> None:
-    """Where the decoding step is our own. Rows of a width may all end before the others."""
+    """Where the decoding step is our own."""
     model = make(CONFIGS[name])
     seen: list[tuple[int, ...]] = []
     model.get_input_embeddings().register_forward_pre_hook(lambda _, ids: seen.append(tuple(ids[0].shape)))
     request = make_request([3, 30, 9, 10], samples=8)
-    output = NativeEngine(model).generate(request, SamplingParams(max_tokens=30))
+    NativeEngine(model).generate(request, SamplingParams(max_tokens=30))
     assert seen[:4] == [(4, 4), (2, 12), (1, 32), (32,)] if together else seen[0] == (4, 4)
-    alone = [generate_part(NativeEngine(model), request, np.array([i])) for i in range(4)]
-    lengths = ragged.lengths(output.responses)
-    assert int(lengths.max()) == 30 or not together, "the last rows leave their neighbours behind"
-    together_, found = generate_part(NativeEngine(model), request, np.arange(4)), {}
-    for one in alone:
-        found |= one
-    for key, (tokens, log_probs) in found.items():
-        assert tokens == together_[key][0]
-        assert all(torch.allclose(a, b, atol=1e-5) for a, b in zip(log_probs, together_[key][1]))
+    in_one_wave = generate_part(NativeEngine(model), request, np.arange(4))
+    for i in range(4):
+        for key, (tokens, log_probs) in generate_part(NativeEngine(model), request, np.array([i])).items():
+            assert tokens == in_one_wave[key][0]
+            assert all(torch.allclose(a, b, atol=1e-5) for a, b in zip(log_probs, in_one_wave[key][1]))
+
+
+def test_a_width_whose_rows_have_all_ended_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The end tokens are those that the longest prompt's rows sample first."""
+    model, request = make(CONFIGS["llama"]), make_request([3, 30, 9], samples=8)
+    free = SamplingParams(max_tokens=9, ignore_eos=True)
+    whole = rows(NativeEngine(model).generate(request, free))
+    ends = tuple({row[0] for row in whole[8:16]})
+    widths: list[list[int]] = []
+    step = CachedForward.step
+
+    def noted(self: CachedForward, token: Tensor, caches: Any, *others: Any) -> Tensor:
+        widths.append([cache.get_seq_length() for cache in caches])
+        return step(self, token, caches, *others)
+
+    monkeypatch.setattr(CachedForward, "step", noted)
+    params = SamplingParams(max_tokens=9, ignore_eos=True, stop_token_ids=ends)
+    found = rows(NativeEngine(model).generate(request, params))
+    assert found == [row[: next((i + 1 for i, t in enumerate(row) if t in ends), 9)] for row in whole]
+    assert len(widths[0]) == 2 and all(max(now) < 32 for now in widths), "the two shorter ones are left"
 
 
 def test_models_with_one_mask_are_padded_and_the_others_are_not() -> None:

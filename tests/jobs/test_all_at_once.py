@@ -9,14 +9,16 @@ from collections.abc import Callable
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 from checkup.given import configured, jsonl, parquet, row
 from jobs.command import assert_refused, hydraflow
+from transformers import AutoConfig
 
 from hydraflow.errors import ConfigError
 from hydraflow.jobs.generate import run_generate
+from hydraflow.jobs.inputs import Reader, require_context
 from hydraflow.jobs.ppo import run_ppo
 from hydraflow.jobs.sft import run_sft
 from hydraflow.schema import DPOConfig, GenerateConfig, RMConfig, SFTConfig
@@ -287,6 +289,21 @@ def test_rows_longer_than_the_models_positions(tiny: str, tmp_path: Path) -> Non
     for mistake in (policy, critic):
         [problem] = ppo(tiny, tmp_path, mistake)
         assert problem.startswith("data.max_response_length=") and mistake[1] in problem
+
+
+def test_a_model_needs_room_only_for_what_it_reads(tiny: str) -> None:
+    """A critic reads no prompts of the validation, a teacher only those of its data source."""
+
+    class Prompts:
+        longest: ClassVar[dict[str | None, int]] = {"math": 20, "code": 4}
+
+    short = AutoConfig.from_pretrained(tiny, max_position_embeddings=8)
+    prompts: Any = Prompts()
+    require_context([Reader("the critic", short, [None])], 4)
+    require_context([Reader("the critic", None, [prompts])], 4)
+    require_context([Reader("a teacher", short, [prompts], lambda source: source == "code")], 4)
+    with pytest.raises(ConfigError, match="together that is more than the critic's 8 positions"):
+        require_context([Reader("the critic", short, [prompts])], 4)
 
 
 def test_files_that_are_not_there_and_the_machine(tiny: str, tmp_path: Path) -> None:

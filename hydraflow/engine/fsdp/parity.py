@@ -31,7 +31,7 @@ from hydraflow.models.attention import NAME
 from hydraflow.models.heads import PolicyModel, ValueModel, asked_hidden_states
 from hydraflow.models.loading import first_line
 from hydraflow.models.packing import PackedBatch, pack
-from hydraflow.models.probe import LIMITS, REFUSED, deviation, own_log_probs, probe_rows
+from hydraflow.models.probe import LIMITS, REFUSED, deviation, is_rounding, own_log_probs, probe_rows, verdict
 from hydraflow.protocol import ragged
 
 log = logging.getLogger(__name__)
@@ -83,20 +83,16 @@ def _mismatch(
     dtype: torch.dtype,
 ) -> str:
     """What is wrong with padded or packed rows; empty: nothing. Collective."""
-    config, raised, off, excess = module.hf.config, "", float("inf"), float("inf")
+    config, raised, found = module.hf.config, "", (float("inf"), float("inf"))
     rows = probe_rows(_vocabulary(module))
     prompts, responses = (ragged.rows(column) for column in rows)
-
-    def rounded() -> torch.Tensor:
-        config._attn_implementation = "sdpa" if own_attention == "eager" else "eager"
-        return _as_published(module, prompts, responses, device)
-
+    published = partial(_as_published, module, prompts, responses, device)
     try:
         config._attn_implementation = own_attention if pads else NAME
         ours = _as_trained(module, pack(*rows, device=device, padded=pads), ulysses)
         config._attn_implementation = own_attention
-        theirs = _as_published(module, prompts, responses, device)
-        off, excess = deviation(ours, theirs, ragged.lengths(rows[1]), dtype, rounded)
+        theirs = published()
+        found = deviation(ours, theirs, ragged.lengths(rows[1]))
     except REFUSED as error:
         if ran_out_of_memory(error) or isinstance(error, ConfigError | DistError):
             raise
@@ -104,10 +100,15 @@ def _mismatch(
         raised = f"its code raises {type(error).__name__}: {said}"
     finally:
         forget_passes(module)
-    off, excess = process_group.all_reduce(torch.tensor([off, excess]), "max").tolist()
-    if excess <= 1:
+    worst, middle = process_group.all_reduce(torch.tensor(found), "max").tolist()
+    if (right := verdict(worst, middle, dtype)) is None:
+        # no rank's numbers are inf here, so every one has computed them
+        wrong = float(not is_rounding(ours, theirs, config, published))
+        forget_passes(module)
+        right = not process_group.all_reduce(torch.tensor([wrong]), "max").item()
+    if right:
         return ""
-    return raised or f"the numbers are off by {off:.2g} from those of the model's own forward pass"
+    return raised or f"the numbers are off by {worst:.2g} from those of the model's own forward pass"
 
 
 def _vocabulary(module: PolicyModel | ValueModel) -> int:
