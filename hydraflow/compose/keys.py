@@ -99,9 +99,10 @@ def unknown_key(schema: type, path: str, value: Any) -> Problem:
     fitting = [key for key in near if _takes(schema, key, value)]
     for key in (path, *near):  # a value that is secret under one of these names is hidden everywhere
         value = public(value, key)
-    hints = {key.path: key.hint for key in known_keys(schema).values()}
+    known = known_keys(schema)
     remedies = [f"{key}={shown(value)}" for key in fitting if value != HIDDEN]
-    remedies = remedies or [f"{key}=<{type_words(hints.get(key, Any))}>" for key in near[:1]]
+    if not remedies and near:  # a name inside an open mapping is no known key
+        remedies = [f"{near[0]}=<{type_words(known[near[0]].hint if near[0] in known else Any)}>"]
     return Problem(path, shown(value), "unknown key", " or ".join(remedies) or "--help lists every key")
 
 

@@ -56,6 +56,11 @@ class TrainedRow:
     response: torch.Tensor
     mask: torch.Tensor
 
+    @property
+    def tokens(self) -> int:
+        """Number of tokens."""
+        return len(self.prompt) + len(self.response)
+
     @classmethod
     def of(cls, conversation: Conversation) -> TrainedRow:
         """Splits a conversation before its first trained token."""
@@ -100,7 +105,7 @@ class ConversationDataset:
     @property
     def longest(self) -> int:
         """Tokens of the longest row."""
-        return max((len(row.prompt) + len(row.response) for row in self._rows), default=0)
+        return max((row.tokens for row in self._rows), default=0)
 
     def batch(self, rows: Sequence[int] | np.ndarray) -> DataProto:
         """The conversations of `rows`, as `columns_of`."""

@@ -74,8 +74,7 @@ class PairDataset:
     @property
     def longest(self) -> int:
         """Tokens of the longest row."""
-        rows = (row for pair in self._pairs for row in pair)
-        return max((len(row.prompt) + len(row.response) for row in rows), default=0)
+        return max((row.tokens for pair in self._pairs for row in pair), default=0)
 
     def batch(self, rows: Sequence[int] | np.ndarray) -> DataProto:
         """The pairs of `rows`, two rows each, the preferred one first: ragged int64 `prompts` (2B, P),

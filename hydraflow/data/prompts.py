@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Sequence
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -72,7 +73,7 @@ class PromptDataset:
             non_tensors={k: column[index] for k, column in self._objects.items()},
         )
 
-    @property
+    @cached_property
     def longest(self) -> dict[str | None, int]:
         """Tokens of the longest prompt of each data source; of None where prompts have none."""
         sources = self._objects.get("data_source", [None] * len(self))

@@ -27,12 +27,17 @@ def equivalent(solution_str: str, ground_truth: Any) -> dict[str, float]:
 
     >>> equivalent(r"So it is $\boxed{\frac{1}{2}}$.", "0.5")["score"]
     1.0
+    >>> [equivalent(answer, r"50\%")["score"] for answer in (r"\boxed{50}", r"\boxed{5}", r"\boxed{5000\%}")]
+    [1.0, 0.0, 0.0]
+    >>> equivalent(r"\boxed{50\%}", "50")["score"]
+    1.0
     """
     truth = str(ground_truth)
     marked = truth if "$" in truth or "\\boxed" in truth else f"\\boxed{{{truth}}}"
-    if not _parse(marked):
+    gold = _parse(marked)
+    if not gold:
         raise ValueError(f"the ground truth {truth!r} cannot be read as mathematics")
-    right = float(_equal(marked, last_boxed(solution_str)))
+    right = float(_equal(gold, marked, last_boxed(solution_str)))
     return {"score": right, "acc": right}
 
 
@@ -69,18 +74,18 @@ def last_boxed(text: str) -> str:
     return text
 
 
-def _equal(gold: str, answer: str) -> bool:
-    r"""Either may leave out the sign of a percentage.
+def _equal(gold: list[Any], text: str, answer: str) -> bool:
+    """Either may leave out the sign of a percentage. text: what `gold` was parsed from."""
+    if _verified(gold, answer):
+        return True
+    plain, plain_text = _PERCENT.sub("", answer), _PERCENT.sub("", text)
+    if plain != answer:
+        return _verified(gold, plain)
+    return plain_text != text and _verified(_parse(plain_text), answer)
 
-    >>> [_equal(r"\boxed{50\%}", answer) for answer in (r"\boxed{50\%}", r"\boxed{50}", r"\boxed{5}")]
-    [True, True, False]
-    >>> _equal(r"\boxed{50}", r"\boxed{50\%}"), _equal(r"\boxed{50\%}", r"\boxed{5000\%}")
-    (True, False)
-    """
-    plain = _PERCENT.sub("", answer)
-    # of two percentages neither sign is left out
-    pairs = dict.fromkeys([(gold, answer), (_PERCENT.sub("", gold) if plain == answer else gold, plain)])
-    return any(math_verify.verify(_parse(one), _parse(other), timeout_seconds=None) for one, other in pairs)
+
+def _verified(gold: list[Any], answer: str) -> bool:
+    return bool(math_verify.verify(gold, _parse(answer), timeout_seconds=None))
 
 
 def _parse(text: str) -> list[Any]:
