@@ -16,7 +16,15 @@ from hydraflow.device import ran_out_of_memory
 from hydraflow.errors import ConfigError
 from hydraflow.generation.base import GenerationEngine, GenerationRequest, SamplingParams
 from hydraflow.models.loading import context_of, first_line
-from hydraflow.models.probe import REFUSED, ROWS, deviation, is_rounding, own_log_probs, probe_rows, verdict
+from hydraflow.models.probe import (
+    REFUSED,
+    ROWS,
+    deviation,
+    is_rounding,
+    own_log_probs,
+    probe_rows,
+    within_tolerance,
+)
 from hydraflow.protocol import ragged
 
 if TYPE_CHECKING:
@@ -80,6 +88,6 @@ def _call(engine: GenerationEngine, model: PreTrainedModel, request: GenerationR
 
     ours, theirs = ragged.parts(output.log_probs)[0], published()
     worst, middle = deviation(ours, theirs, ragged.lengths(output.responses))
-    if (right := verdict(worst, middle, model.dtype)) is None:
+    if (right := within_tolerance(worst, middle, model.dtype)) is None:
         right = is_rounding(ours, theirs, model.config, published)
     return worst, right

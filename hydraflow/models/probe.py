@@ -69,11 +69,11 @@ def deviation(ours: torch.Tensor, theirs: torch.Tensor, row_lengths: torch.Tenso
     return worst, middle
 
 
-def verdict(worst: float, middle: float, dtype: torch.dtype) -> bool | None:
+def within_tolerance(worst: float, middle: float, dtype: torch.dtype) -> bool | None:
     """Whether such a deviation is rounding; None: `is_rounding` decides.
 
-    >>> [verdict(worst, 0.04, torch.bfloat16) for worst in (0.04, 0.3)], verdict(0.3, 0.3, torch.bfloat16)
-    ([True, None], False)
+    >>> [within_tolerance(*off, torch.bfloat16) for off in ((0.04, 0.04), (0.3, 0.04), (0.3, 0.3))]
+    [True, None, False]
     """
     if dtype in LIMITS:
         return worst <= LIMITS[dtype]

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from hydraflow import metrics
 from hydraflow.engine.fsdp.build import hf_name
 from hydraflow.errors import ConfigError
-from hydraflow.models.probe import ROUNDED, deviation, is_rounding, probe_rows, verdict
+from hydraflow.models.probe import ROUNDED, deviation, is_rounding, probe_rows, within_tolerance
 from hydraflow.protocol import ragged
 from hydraflow.protocol.batch import DataProto
 from scripts.tiny_types import save_tiny, tiny_config
@@ -143,8 +143,11 @@ def test_how_far_numbers_are_off_is_said_of_the_worst_row() -> None:
     assert deviation(states + 0.5, states, lengths) == (0.25, 0.25), "relative to their size"
     ours[4] = float("nan")
     assert deviation(ours, torch.zeros(5), lengths) == (float("inf"), float("inf"))
-    assert verdict(float("inf"), float("inf"), torch.bfloat16) is False
-    assert verdict(0.3, ROUNDED + 0.01, torch.bfloat16) is False and verdict(0.3, 0.2, torch.bfloat16) is None
+    assert within_tolerance(float("inf"), float("inf"), torch.bfloat16) is False
+    assert (
+        within_tolerance(0.3, ROUNDED + 0.01, torch.bfloat16) is False
+        and within_tolerance(0.3, 0.2, torch.bfloat16) is None
+    )
 
 
 @pytest.mark.parametrize("kind", ["qwen3", "mixtral", "phimoe", "doge", "recurrent_gemma"])

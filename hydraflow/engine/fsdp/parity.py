@@ -31,7 +31,15 @@ from hydraflow.models.attention import NAME
 from hydraflow.models.heads import PolicyModel, ValueModel, asked_hidden_states
 from hydraflow.models.loading import first_line
 from hydraflow.models.packing import PackedBatch, pack
-from hydraflow.models.probe import LIMITS, REFUSED, deviation, is_rounding, own_log_probs, probe_rows, verdict
+from hydraflow.models.probe import (
+    LIMITS,
+    REFUSED,
+    deviation,
+    is_rounding,
+    own_log_probs,
+    probe_rows,
+    within_tolerance,
+)
 from hydraflow.protocol import ragged
 
 log = logging.getLogger(__name__)
@@ -101,7 +109,7 @@ def _mismatch(
     finally:
         forget_passes(module)
     worst, middle = process_group.all_reduce(torch.tensor(found), "max").tolist()
-    if (right := verdict(worst, middle, dtype)) is None:
+    if (right := within_tolerance(worst, middle, dtype)) is None:
         # no rank's numbers are inf here, so every one has computed them
         wrong = float(not is_rounding(ours, theirs, config, published))
         forget_passes(module)
