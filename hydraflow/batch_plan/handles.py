@@ -1,10 +1,10 @@
 """Solves for a step's numbers from any consistent subset of them, including handles of other trainers.
 
-    S = Q·n   G = M·n   Q = M·t   S = G·t   K = E·t   G = a·m·dp   t = P·R
+    S = Q·n   G = M·n   Q = M·t   S = G·t   K = E·t   G = a·m·dp
 
 Q prompts and S trajectories per step, n trajectories per prompt, M prompts and G trajectories per optimizer
 step, t mini-batches per step, E passes, K optimizer steps per step, m rows per micro-batch, a micro-batches
-per optimizer step, dp data ranks; P rounds of R mini-batches are a step of asynchronous training.
+per optimizer step, dp data ranks.
 
 In: settings and layouts. Out: `StepNumbers`, and a broken rule if the given numbers contradict each other.
 Precedence: given numbers are binding; defaults yield to them, and numbers of a file yield to a handle on the
@@ -30,8 +30,6 @@ KEYS = {
     "Q": "data.train_batch_size",
     "M": f"{ACTOR}.ppo_mini_batch_size",
     "m": f"{ACTOR}.ppo_micro_batch_size_per_gpu",
-    "P": "async_training.trigger_parameter_sync_step",
-    "R": "async_training.require_batches",
 }
 """Number -> its key, in the order in which they are kept."""
 HANDLES = {
@@ -52,7 +50,6 @@ _PRODUCTS = (
     ("S", ("G", "t")),
     ("K", ("E", "t")),
     ("G", ("a", "m", "dp")),
-    ("t", ("P", "R")),
 )
 _WORDS = {
     "S": "trajectories per step",
@@ -64,8 +61,6 @@ _WORDS = {
     "K": "optimizer steps per step",
     "a": "micro-batches per optimizer step",
     "m": "rows per micro-batch",
-    "P": "rounds",
-    "R": "mini-batches per round",
 }
 _TEXTS = {
     "S": "trajectories per step = prompts per step x responses per prompt",
@@ -84,7 +79,6 @@ class StepNumbers:
     """Letter of a number that followed -> the key that it follows from."""
     handles: Mapping[str, int]
     """The handles that were given, by key."""
-    asynchronous: bool
     data_ranks: int | None
     """The actor's; None: not known because devices do not add up."""
     notes: tuple[str, ...] = ()
@@ -136,7 +130,6 @@ class StepConstraints:
     """Q, n, M: the preferred values if nothing rules them out."""
     static: bool
     """Whether micro-batches have a fixed number of rows."""
-    asynchronous: bool
 
     @property
     def ranks(self) -> int:
@@ -202,9 +195,9 @@ class StepConstraints:
         return mini_batch_unit([self._rows(values), *self.shares], values["n"])
 
     def solve(self, known: Mapping[str, int]) -> dict[str, int] | None:
-        """Integers Q, n, M (and m, P, R where they follow) that agree with `known` and that the data ranks
-        can share; None if there are none. n is derived or the preferred value; it is never changed to make
-        other numbers divide."""
+        """Integers Q, n, M (and m where it follows) that agree with `known` and that the data ranks can
+        share; None if there are none. n is derived or the preferred value; it is never changed to make other
+        numbers divide."""
         follows = self.follow(known)
         if follows.fault:
             return None
@@ -212,26 +205,20 @@ class StepConstraints:
         if "n" not in values:
             return self.solve({**known, "n": self.preferred["n"]})
         unit = self.unit(values)
-        rounds = math.lcm(values.get("P", 1), values.get("R", 1))
-        for mini in self._minis(values, unit, rounds):
-            whole = math.lcm(mini * rounds, self.whole)
+        for mini in self._minis(values, unit):
+            whole = math.lcm(mini, self.whole)
             q = values.get("Q") or mini * values.get("t", 0) or _nearest(self.preferred["Q"], whole)[0]
             if mini % unit == 0 and q % whole == 0:
-                found = self.follow({**values, "Q": q, "M": mini}).whole
-                if self.asynchronous and "R" not in found:
-                    found["P"] = values.get("P", 1)
-                    found["R"] = found["t"] // found["P"]
-                return found
+                return self.follow({**values, "Q": q, "M": mini}).whole
         return None
 
-    def _minis(self, values: Mapping[str, int], unit: int, rounds: int) -> Sequence[int]:
+    def _minis(self, values: Mapping[str, int], unit: int) -> Sequence[int]:
         """Candidates for M, the preferred first."""
         if "M" in values:
             return [values["M"]]
         if "Q" not in values:
             return _nearest(self.preferred["M"], unit)
-        step, rest = divmod(values["Q"], rounds)
-        fitting = [] if rest else [one for one in divisors(step) if one % unit == 0]
+        fitting = [one for one in divisors(values["Q"]) if one % unit == 0]
         return [one for one in fitting if one <= self.preferred["M"]][-1:] or fitting[:1]
 
 
@@ -246,16 +233,12 @@ def settle(
     """The numbers in force, and contradictions. `ranks`: the actor's data ranks, None if its devices do not
     add up; `group`: see `StepConstraints`; `shares`, `whole`: what a critic requires of G and Q."""
     config: PPOConfig = settings.config
-    batch, training, actor = config.batch, config.async_training, config.actor_rollout_ref.actor
-    rounds = max(training.trigger_parameter_sync_step, training.require_batches)
-    asynchronous = training.staleness_threshold > 0 or rounds > 1 or training.partial_rollout
+    batch, actor = config.batch, config.actor_rollout_ref.actor
     found = {
         "n": config.actor_rollout_ref.rollout.n,
         "Q": config.data.train_batch_size,
         "M": actor.ppo_mini_batch_size,
         "m": None if actor.use_dynamic_bsz else actor.ppo_micro_batch_size_per_gpu,
-        "P": training.trigger_parameter_sync_step if asynchronous else None,
-        "R": training.require_batches if asynchronous else None,
         "S": batch.trajectories_per_step,
         "G": batch.global_batch_trajectories,
         "K": batch.optimizer_steps_per_step,
@@ -270,7 +253,6 @@ def settle(
         whole=whole,
         preferred=given,
         static=not actor.use_dynamic_bsz,
-        asynchronous=asynchronous,
     )
     if step.static or "a" not in given:
         return _NumberResolver(settings, given, step).result()
@@ -303,7 +285,7 @@ class _NumberResolver:
         if core & set(self.handles):
             doubtful = frozenset([*guessed, *HANDLES.values()])
             return replace(numbers, doubtful=doubtful), [self._contradiction(core)]
-        violations = self._rounds_violation(core) or self._no_mini_batch_violation(core)
+        violations = self._no_mini_batch_violation(core)
         return replace(numbers, doubtful=frozenset(guessed if violations else ())), violations
 
     def _keeping(self, binding: Mapping[str, int]) -> dict[str, int] | None:
@@ -338,8 +320,8 @@ class _NumberResolver:
                 whose = "the default" if origin == DEFAULT else f"{origin}'s"
                 to = ", ".join([*self._named(self.binding), f"{self.step.ranks} data ranks"])
                 notes.append(f"{KEYS[name]}={value}: {whose} {self.given[name]} yields to {to}")
-        step, handles = self.step, {HANDLES[name]: value for name, value in self.handles.items()}
-        return StepNumbers(known, derived, handles, step.asynchronous, step.data_ranks, tuple(notes))
+        handles = {HANDLES[name]: value for name, value in self.handles.items()}
+        return StepNumbers(known, derived, handles, self.step.data_ranks, tuple(notes))
 
     def _source(self, name: str) -> str | None:
         """The handle without which a number would not follow."""
@@ -351,7 +333,7 @@ class _NumberResolver:
 
     def _rival(self, name: str) -> str:
         """A key that a number without a handle yields to."""
-        order = {"Q": "MnmPR", "M": "QnmPR", "n": "QMm", "R": "QMP", "P": "QMR"}.get(name, "")
+        order = {"Q": "Mnm", "M": "Qnm", "n": "QMm"}.get(name, "")
         return next((KEYS[other] for other in order if other in self.binding), "trainer.n_gpus_per_node")
 
     def _named(self, names: Iterable[str]) -> list[str]:
@@ -407,19 +389,6 @@ class _NumberResolver:
             return divisors(max(1, follows["Q"] * follows["n"] // (ranks * follows.get("m", 1))))
         unit = follows.get("n", 1) * (ranks if name == "G" else 1) if name in "SG" else 1
         return [max(1, value // unit) * unit, (value // unit + 1) * unit]
-
-    def _rounds_violation(self, core: set[str]) -> list[Violation]:
-        """Rounds of asynchronous training whose product is not the step: the one contradiction without a
-        handle that `rules.py` does not report."""
-        mini, q, rounds, batches = (self.given.get(name, 1) for name in "MQPR")
-        if not core & {"P", "R"} or rounds * batches * mini == q:
-            return []
-        product = f"x {KEYS['P']}={rounds} x {KEYS['M']}={mini}"
-        text = f"{product} is not {KEYS['Q']}={q}, the prompts of all rounds"
-        others = {"R": rounds * mini, "P": batches * mini, "M": rounds * batches}
-        fixes: list[Fix] = [{KEYS[name]: q // rest} for name, rest in others.items() if q % rest == 0]
-        fixes += [{KEYS["Q"]: rounds * batches * mini}, {KEYS["P"]: 1, KEYS["R"]: 1, KEYS["M"]: q}]
-        return [Violation("rounds", BATCH, KEYS["R"], batches, text, fixes)]
 
     def _no_mini_batch_violation(self, core: set[str]) -> list[Violation]:
         """If no mini-batch size was given, reports a step that no mini-batch size fits."""

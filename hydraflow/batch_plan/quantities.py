@@ -13,7 +13,7 @@ from hydraflow.batch_plan.handles import KEYS
 from hydraflow.batch_plan.layout import Layout
 from hydraflow.batch_plan.parts import DERIVED, MicroPlan, MicroRequest, Quantity, RolePlan, RoleRequest
 from hydraflow.batch_plan.plans import BatchPlan
-from hydraflow.batch_plan.request import CRITIC_MINI, Request
+from hydraflow.batch_plan.request import CRITIC_MINI, PER_ROUND, ROUNDS, Request
 from hydraflow.batch_plan.settings import DEFAULT
 from hydraflow.batch_plan.topology import ROLLOUT, Topology
 from hydraflow.generation.config import GENERATION_ENGINES
@@ -226,12 +226,16 @@ def _filter(request: Request, plan: BatchPlan) -> Iterator[Quantity]:
 
 
 def _asynchronous(request: Request, plan: BatchPlan) -> Iterator[Quantity]:
-    if plan.asynchronous is None or request.staleness is None:
+    if plan.asynchronous is None or request.asynchronous is None:
         return
-    one, share, mini = plan.asynchronous, request.staleness, request.actor.mini
+    one, share, mini = plan.asynchronous, request.asynchronous.staleness, request.actor.mini
     rounds, batches, flying = one.rounds_per_sync, one.mini_batches_per_round, one.prompts_in_flight
-    yield Quantity("async: rounds per weight update P", "rounds", rounds, *_origin(request, "P"))
-    yield Quantity("async: mini-batches per round R", "mini-batches", batches, *_origin(request, "R"))
+    origins = {key: ("", request.settings.origin(key)) for key in (ROUNDS, PER_ROUND)}
+    if request.asynchronous.derived:
+        other = batches if request.asynchronous.derived == ROUNDS else rounds
+        origins[request.asynchronous.derived] = f"{request.q}/({mini}·{other})", DERIVED
+    yield Quantity("async: rounds per weight update P", "rounds", rounds, *origins[ROUNDS])
+    yield Quantity("async: mini-batches per round R", "mini-batches", batches, *origins[PER_ROUND])
     yield Quantity("async: prompts per round", "prompts", one.prompts_per_round, f"R·M = {batches}·{mini}")
     origin = request.settings.origin("async_training.staleness_threshold")
     yield Quantity("async: staleness", "share", share, "", origin)

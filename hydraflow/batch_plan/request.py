@@ -25,6 +25,7 @@ from hydraflow.schema import PPOConfig
 
 TRAIN_BATCH, SAMPLES = KEYS["Q"], KEYS["n"]
 CRITIC_MINI = "critic.ppo_mini_batch_size"
+ROUNDS, PER_ROUND = "async_training.trigger_parameter_sync_step", "async_training.require_batches"
 
 
 @dataclass(frozen=True)
@@ -35,6 +36,17 @@ class FilterRequest:
     call_key: str
     most_calls: int
     """0: no limit."""
+
+
+@dataclass(frozen=True)
+class AsyncRequest:
+    """Asynchronous training as requested: a step is P rounds of R mini-batches."""
+
+    rounds: int
+    per_round: int
+    derived: str | None
+    """The key of the number that was not given and follows from the step's mini-batches."""
+    staleness: float
 
 
 @dataclass(frozen=True)
@@ -56,8 +68,8 @@ class Request:
     reward_model: MicroRequest | None
     rollout: RolloutConfig
     filter: FilterRequest | None
-    staleness: float | None
-    """Staleness of asynchronous training; None: sampling and training take turns."""
+    asynchronous: AsyncRequest | None
+    """None: sampling and training take turns."""
     workers: int
     """Agent workers."""
     val_prompts: int | None
@@ -119,7 +131,7 @@ def read(
 ) -> tuple[Request, list[Violation]]:
     """The requested sizes, and the violations found while reading them."""
     config: PPOConfig = settings.config
-    rollout, training = config.actor_rollout_ref.rollout, config.async_training
+    rollout, filtered = config.actor_rollout_ref.rollout, None
     groups, per_call = config.algorithm.filter_groups, config.data.gen_batch_size
     has_critic, mini = needs_critic(config), config.critic.ppo_mini_batch_size
     numbers, broken = settle(
@@ -129,7 +141,6 @@ def read(
         shares=_critic_shares(config, layouts) if has_critic and mini is None else [],
         whole=mini or 1 if has_critic else 1,
     )
-    filtered, staleness = None, training.staleness_threshold if numbers.asynchronous else None
     if groups.enable:
         key = numbers.key("Q") if per_call is None else "data.gen_batch_size"
         filtered = FilterRequest(per_call or numbers.values["Q"], key, groups.max_num_gen_batches)
@@ -150,7 +161,7 @@ def read(
         reward_model=_read_reward(config) if config.reward.reward_model.enable else None,
         rollout=rollout,
         filter=filtered,
-        staleness=staleness if staleness is None or math.isfinite(staleness) else 0.0,
+        asynchronous=_read_async(settings, numbers.values["Q"], actor.mini),
         workers=rollout.agent.num_workers,
         val_prompts=config.data.val_batch_size,
         val_n=rollout.val_kwargs.n,
@@ -158,6 +169,23 @@ def read(
         asked_steps=config.trainer.total_training_steps,
     )
     return request, broken
+
+
+def _read_async(settings: Settings[PPOConfig], q: int, mini: int) -> AsyncRequest | None:
+    """None if nothing asks for it. Of P and R, one that is a default follows from the other."""
+    training = settings.config.async_training
+    rounds, per_round = training.trigger_parameter_sync_step, training.require_batches
+    staleness = training.staleness_threshold
+    if staleness <= 0 and max(rounds, per_round) == 1 and not training.partial_rollout:
+        return None
+    staleness = staleness if math.isfinite(staleness) else 0.0  # another check refuses it
+    updates, derived = q // mini, None
+    if rounds * per_round * mini != q:
+        if not settings.strength(PER_ROUND) and updates % rounds == 0:
+            per_round, derived = updates // rounds, PER_ROUND
+        elif not settings.strength(ROUNDS) and updates % per_round == 0:
+            rounds, derived = updates // per_round, ROUNDS
+    return AsyncRequest(rounds, per_round, derived, staleness)
 
 
 def _group(layout: Layout | None) -> int:

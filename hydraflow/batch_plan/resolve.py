@@ -185,14 +185,14 @@ def _filter_plan(request: Request) -> FilterPlan | None:
 
 
 def _async_plan(request: Request) -> AsyncPlan | None:
-    if request.staleness is None:
+    one = request.asynchronous
+    if one is None:
         return None
-    rounds, batches = request.numbers.values["P"], request.numbers.values["R"]
-    flying = int(request.q * (1 + request.staleness))
+    flying = int(request.q * (1 + one.staleness))
     return AsyncPlan(
-        rounds_per_sync=rounds,
-        mini_batches_per_round=batches,
-        prompts_per_round=batches * request.actor.mini,
+        rounds_per_sync=one.rounds,
+        mini_batches_per_round=one.per_round,
+        prompts_per_round=one.per_round * request.actor.mini,
         prompts_in_flight=flying,
         trajectories_in_flight=flying * request.n,
         stale_trajectories=(flying - request.q) * request.n,

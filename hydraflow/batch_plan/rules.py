@@ -11,8 +11,8 @@ from functools import partial
 
 from hydraflow.batch_plan import targets
 from hydraflow.batch_plan.parts import RoleRequest, divisors
-from hydraflow.batch_plan.repair import BATCH, BUDGET, MICRO, Fix, Violation
-from hydraflow.batch_plan.request import SAMPLES, TRAIN_BATCH, Request
+from hydraflow.batch_plan.repair import BATCH, BUDGET, MICRO, SCHEDULE, Fix, Violation
+from hydraflow.batch_plan.request import PER_ROUND, ROUNDS, SAMPLES, TRAIN_BATCH, Request
 from hydraflow.batch_plan.topology import PER_NODE, ROLLOUT
 from hydraflow.generation.config import GENERATION_ENGINES, SamplingConfig, least_batched_tokens
 
@@ -183,6 +183,22 @@ def _filter_can_fill_a_step(request: Request) -> Iterator[Violation]:
         yield Violation("gen batch", BATCH, GEN_BATCH, size, text, fewer)
 
 
+def _rounds_fill_the_step(request: Request) -> Iterator[Violation]:
+    """P·R·M = Q: a step of asynchronous training is P rounds of R mini-batches."""
+    one, q, mini = request.asynchronous, request.q, request.actor.mini
+    if one is None or q % mini or one.rounds * one.per_round * mini == q:
+        return
+    updates, (rounds, per_round) = q // mini, (one.rounds, one.per_round)
+    text = f"times {ROUNDS}={rounds} is {rounds * per_round} mini-batches, not the {updates} of a step"
+    text += f" ({q} prompts / {mini})"
+    fixes: list[Fix] = [{PER_ROUND: updates // rounds}] if updates % rounds == 0 else []
+    fixes += [{ROUNDS: updates // per_round}] if updates % per_round == 0 else []
+    fixes += [{ROUNDS: 1, PER_ROUND: updates}]
+    if request.numbers.key("Q") == TRAIN_BATCH:
+        fixes += [{TRAIN_BATCH: rounds * per_round * mini}]
+    yield Violation("rounds", SCHEDULE, PER_ROUND, per_round, text, fixes)
+
+
 def _warmups_end(request: Request) -> Iterator[Violation]:
     """Warm-up and decay fit the run."""
     for role in request.roles:
@@ -199,5 +215,6 @@ RULES: list[Callable[[Request], Iterator[Violation]]] = [
     _token_budgets_hold_a_row,
     _engine_holds_a_row,
     _filter_can_fill_a_step,
+    _rounds_fill_the_step,
     _warmups_end,
 ]

@@ -84,10 +84,6 @@ def _overrides(request: Request, q: int, n: int, mini: int, critic: int) -> Valu
     for name, value in handles.items():
         if numbers.handles.get(HANDLES[name], value) != value:
             values[HANDLES[name]] = value
-    rounds = numbers.values["P"] if numbers.asynchronous else 0
-    if rounds and q % mini == 0 and rounds * numbers.values["R"] != q // mini:
-        batches = _whole(q // mini, rounds)
-        values |= {KEYS["R"]: batches} if batches else {KEYS["P"]: 1, KEYS["R"]: q // mini}
     return values
 
 
