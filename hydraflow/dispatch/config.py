@@ -11,11 +11,13 @@ RAY_SETTINGS = {
     "free_objects_batch_size": 1,
     "prestart_worker_first_driver": False,
     "agent_register_timeout_ms": 180_000,
+    "worker_register_timeout_seconds": 180,
 }
 """Settings of every Ray cluster that we start. An object's memory is freed as soon as its last reference is
 gone: by default Ray waits for a hundred objects or a second, and objects stored in the meantime take fresh
 memory. Workers are started on demand: by default `ray.init` starts one per declared CPU and waits for
-them."""
+them. Agents and workers may import for three minutes: a busy machine needs more than Ray's 30 seconds and
+minute, and a worker that Ray gives up only imports everything again."""
 
 
 def _are_variables(value: dict[Any, Any]) -> bool:

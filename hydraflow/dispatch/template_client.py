@@ -19,8 +19,8 @@ from pathlib import Path
 
 ADDRESS = "HYDRAFLOW_WORKER_TEMPLATE"
 """Environment variable with the path of the template's socket."""
-PATIENCE = 40.0
-"""Seconds for a template that is still importing. Ray gives up on a process after 60."""
+PATIENCE = 120.0
+"""Seconds for a template that is still importing. Ray gives up on a process after 180 (`RAY_SETTINGS`)."""
 LANGUAGE, ENVIRONMENT = "--language=", "--serialized-runtime-env-context="
 """Arguments for Ray's own script."""
 
