@@ -59,8 +59,8 @@ def core_limits(
 def cgroup_folders(
     controller: str, cgroups: Path = Path("/sys/fs/cgroup"), membership: Path = Path("/proc/self/cgroup")
 ) -> list[Path]:
-    """Folders whose limits hold for this process, from its own control group up to the root; version 2 and
-    version 1."""
+    """The control group folders (v1 and v2) whose limits apply to this process, from its own group up to the
+    root."""
     folders = [cgroups, cgroups / controller]
     lines = membership.read_text().splitlines() if membership.is_file() else []
     for _, controllers, path in (line.split(":", 2) for line in lines if line.count(":") >= 2):
@@ -85,7 +85,7 @@ def _quota(folder: Path) -> float | None:
 
 
 def gpu_count() -> int:
-    """CUDA devices that this process sees."""
+    """Number of CUDA devices that this process sees."""
     import torch
 
     return torch.cuda.device_count() if torch.cuda.is_available() else 0
@@ -99,7 +99,7 @@ def gpu_memory(index: int) -> tuple[int, int]:
 
 
 def gpu_name(index: int) -> str:
-    """Name of a CUDA device, as its driver gives it."""
+    """Name of a CUDA device, as its driver reports it."""
     import torch
 
     return torch.cuda.get_device_name(index)
@@ -108,8 +108,8 @@ def gpu_name(index: int) -> str:
 def listed_gpus(
     driver: Path = Path("/proc/driver/nvidia/gpus"), environ: Mapping[str, str] = os.environ
 ) -> int:
-    """GPUs that the driver lists and the environment leaves visible; for the planner, which runs without
-    torch."""
+    """Number of GPUs that the driver lists and the environment leaves visible; for the planner, which runs
+    without torch."""
     listed = len(list(driver.iterdir())) if driver.is_dir() else 0
     visible = environ.get("CUDA_VISIBLE_DEVICES")
     if visible is None:
@@ -151,7 +151,7 @@ def resolve_device(name: str) -> str:
 
 
 def current_device(device_type: str, local_rank: int) -> torch.device:
-    """The device of one worker process, made current for the libraries that need that."""
+    """The device of a worker process; on a GPU also makes it CUDA's current device."""
     import torch
 
     if device_type == "cpu":
@@ -167,7 +167,7 @@ is replaced by its `device_identity`."""
 
 
 def device_identity(device: torch.device) -> str:
-    """Identity of a GPU across the processes of a machine; empty for a CPU."""
+    """UUID of a GPU, the same in all processes, unlike its index; empty for a CPU."""
     import torch
 
     return "" if device.type == "cpu" else str(torch.cuda.get_device_properties(device).uuid)
@@ -218,17 +218,17 @@ def finish_work(device_type: str) -> None:
 
 @contextmanager
 def in_fixed_order() -> Iterator[None]:
-    """Kernels of torch that are called in the body sum in a fixed order. This affects the whole process, and
-    operations without such a kernel raise RuntimeError, so the body should be a single call."""
+    """torch's kernels sum in a fixed order in the body. This affects the whole process, and operations
+    without a deterministic kernel raise RuntimeError, so the body should be a single call."""
     import torch
 
     deterministic: Any = torch.utils.deterministic
     before = torch.are_deterministic_algorithms_enabled()
     warns = torch.is_deterministic_algorithms_warn_only_enabled()
     fills = deterministic.fill_uninitialized_memory
-    # not torch.use_deterministic_algorithms, which imports and changes torch.compile's settings, too
+    # torch.use_deterministic_algorithms would also import torch._inductor and change its settings
     torch._C._set_deterministic_algorithms(True, warn_only=False)
-    deterministic.fill_uninitialized_memory = False
+    deterministic.fill_uninitialized_memory = False  # filling new tensors costs time and orders no sum
     try:
         yield
     finally:
@@ -254,19 +254,19 @@ def ran_out_of_memory(error: BaseException) -> bool:
 
 
 def collective_backend(device_type: str) -> str:
-    """Backend of torch.distributed; host tensors can always be reduced as well."""
+    """Backend of torch.distributed; the one for GPUs reduces host tensors as well."""
     return "gloo" if device_type == "cpu" else "cpu:gloo,cuda:nccl"
 
 
 def broadcast_backend(device_type: str) -> str:
-    """Backend of torch.distributed that broadcasts tensors of such a device."""
+    """Backend of torch.distributed that broadcasts tensors of this device type."""
     return "gloo" if device_type == "cpu" else "nccl"
 
 
 @contextmanager
 def errors_reach_the_caller() -> Iterator[None]:
     """NCCL groups created inside the block raise errors in `wait`; by default NCCL ends the process when a
-    peer died or timed out."""
+    peer dies or times out."""
     name = "TORCH_NCCL_BLOCKING_WAIT"
     before = os.environ.get(name)
     os.environ[name] = "1"
@@ -290,7 +290,7 @@ def resolve_dtype(name: str, device_type: str) -> torch.dtype:
 
 @cache
 def cpu_has_bf16() -> bool:
-    """Whether this machine's CPU multiplies in bfloat16; it is slow in software elsewhere."""
+    """Whether the CPU multiplies bfloat16 in hardware; without that, bfloat16 is slow."""
     try:
         flags = Path("/proc/cpuinfo").read_text()
     except OSError:
@@ -357,8 +357,8 @@ def peak_flops(device: torch.device, dtype: torch.dtype) -> float | None:
 
 
 def measured_flops(dtype: torch.dtype) -> float:
-    """FLOP/s of the fastest of a few products on the CPU, by the library that linear layers use. Where other
-    programs run, two measurements may differ by a tenth."""
+    """FLOP/s of the fastest of a few products on the CPU, by the library that linear layers use. On a busy
+    machine, two measurements may differ by 10%."""
     import torch
 
     side = _SIDE_OF_ONE_THREAD if torch.get_num_threads() == 1 else _SIDE
@@ -392,7 +392,7 @@ def return_memory(device_type: str) -> None:
         return
     import torch
 
-    torch.cuda.ipc_collect()  # lent memory that the borrowers have released
+    torch.cuda.ipc_collect()  # memory that was lent and that the borrowers have released
     torch.cuda.empty_cache()
 
 

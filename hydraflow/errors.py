@@ -1,7 +1,7 @@
 """Errors that reach the user: what is wrong, which rule it breaks, and how to fix it.
 
-In: the facts of a fault. Out: one message without a stack trace, and the process's exit code. Left out on
-purpose: our own bugs; those are `assert`s and propagate with their stack traces.
+In: the facts of an error. Out: one message without a stack trace, and the process's exit code. Left out on
+purpose: our own bugs, which are `assert`s and propagate with their stack traces.
 
 Exit codes: 0 done, 2 a user error, nearly always found before anything starts, 3 an environment fault found
 later, 4 a worker failed, 5 training stopped by a guard, 130 interrupted, 143 ended by a repeated SIGTERM.
@@ -21,17 +21,14 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Problem:
-    """One mistake: the key, its value, the rule that it breaks, and a remedy.
-
-    Its text has no secrets.
-    """
+    """One mistake: the key, its value, the rule that it breaks, and a remedy. Printed without secrets."""
 
     field: str
     """Configuration key or file, as the user writes it."""
     value: object
     """Its current value; `None` leaves it out of the message."""
     rule: str
-    """The rule that is broken, with numbers."""
+    """The broken rule, with numbers."""
     remedy: str = ""
     """The remedy, if possible as an override to paste."""
 
@@ -61,7 +58,7 @@ class Problem:
 
 
 def shown(value: object, key: str = "") -> str:
-    """A value as an override writes it, without secrets; `key`: whose value it is.
+    """A value as in an override, without secrets; `key`: the key that has the value.
 
     >>> shown(None), shown(False), shown(["0-3", 8]), shown({"a": [1]})
     ('null', 'false', '[0-3,8]', '{a: [1]}')
@@ -105,8 +102,8 @@ class ConfigError(HydraflowError, ValueError):
         assert problems, "a ConfigError names at least one problem"
         self.problems = list(problems)
         self.started = started
-        """Whether the run had started processes. Set by a caller that knows; the place that finds the mistake
-        usually does not."""
+        """Whether the run had started processes. Set by a caller, because the code that finds the mistake
+        usually does not know."""
         super().__init__(self.problems)
 
     def __str__(self) -> str:
@@ -135,9 +132,9 @@ def after_the_start() -> Iterator[None]:
 
 
 class Faults:
-    """Collects problems while as much as possible is still checked.
+    """Collects the problems of several checks for one report.
 
-    Checks that need a missing result are skipped, because their problems would only follow from the first.
+    Callers skip checks that need a missing result: their problems would only follow from the first.
 
     >>> faults = Faults()
     >>> faults.result(lambda: 7), faults.passes(lambda: None), faults.problems
@@ -185,7 +182,7 @@ class DoesNotFit(EnvironmentFault):
 
 
 class StoreFull(EnvironmentFault):
-    """A machine's object store has no room for what its processes pass to each other."""
+    """A machine's object store has no room for the data that its processes exchange."""
 
 
 class WorkerError(HydraflowError):
@@ -209,6 +206,6 @@ def _worker_error(facts: dict[str, object]) -> WorkerError:
 
 
 class GuardStop(HydraflowError):
-    """Training stopped itself: weights that disagree at step 0, or a limit on bad steps."""
+    """A guard stopped training: weights that disagree at step 0, or too many bad steps."""
 
     exit_code = 5

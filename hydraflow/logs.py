@@ -3,7 +3,7 @@ follows growing files.
 
 In: `<run>/logs/`, which `system/role_logs.py` writes. Out: lines on standard output. Lines without a tag
 belong to the line before them, and are shown or left out with it. Imports only the standard library, so it
-starts at once. Left out on purpose: files of machines that do not share the run folder; each has its own.
+starts at once. Left out on purpose: files of machines that do not share the run folder.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ POLL_SECONDS = 0.2
 QUIET_POLLS = 5
 """`--follow` stops after this many polls without a new line once the run has ended."""
 ENDED = "summary.json"
-"""The line that a run writes when it ends."""
+"""The file that a run writes when it ends."""
 FILE = re.compile(r"(.+)-(\d+)\.log(?:\.(\d+))?")
 """Role, rank, and number of the rotated file (0: the newest)."""
 
@@ -99,20 +99,21 @@ def _is_chosen(key: tuple[str, int], roles: Sequence[str], ranks: Sequence[int])
 def _records(key: tuple[str, int], paths: Sequence[Path]) -> Iterator[LogRecord]:
     parser = LogParser(*key)
     for path in paths:
+        # a missing file has been rotated since the folder was listed
         with suppress(FileNotFoundError), path.open(encoding="utf-8", errors="replace", newline="\n") as file:
-            for line in file:  # a missing file has been rotated since the folder was listed
+            for line in file:
                 yield from parser.feed(line.removesuffix("\n"))
     yield from parser.rest()
 
 
 class LogFollower:
-    """Reads files as they grow. A rotated file is read to its end, and so is its successor."""
+    """Reads files as they grow. A rotated file is read to its end, then its successor."""
 
     def __init__(self, folder: Path, roles: Sequence[str], ranks: Sequence[int]):
         self._folder, self._roles, self._ranks = folder, roles, ranks
         self._parsers: dict[tuple[str, int], LogParser] = {}
         self._read: dict[int, tuple[int, bytes]] = {}
-        """Inode -> bytes that were read, and an unfinished line."""
+        """Inode -> number of bytes read, and an unfinished last line."""
 
     def new(self) -> list[LogRecord]:
         """The records since the last call, by time."""
@@ -120,18 +121,18 @@ class LogFollower:
             record
             for key, paths in log_files(self._folder).items()
             if _is_chosen(key, self._roles, self._ranks)
-            for record in self._of(key, paths)
+            for record in self._new_records(key, paths)
         ]
         return sorted(found, key=lambda record: record.time)
 
-    def _of(self, key: tuple[str, int], paths: Sequence[Path]) -> Iterator[LogRecord]:
+    def _new_records(self, key: tuple[str, int], paths: Sequence[Path]) -> Iterator[LogRecord]:
         parser = self._parsers.setdefault(key, LogParser(*key))
         for path in paths:
-            for line in self._lines(path):
+            for line in self._new_lines(path):
                 yield from parser.feed(line)
         yield from parser.rest()
 
-    def _lines(self, path: Path) -> list[str]:
+    def _new_lines(self, path: Path) -> list[str]:
         try:
             with path.open("rb") as file:
                 status = os.fstat(file.fileno())
@@ -142,14 +143,14 @@ class LogFollower:
                 file.seek(at)
                 fresh = file.read()
         except FileNotFoundError:
-            return []  # it has been rotated since the folder was listed
+            return []  # rotated since the folder was listed
         *lines, unfinished = (unfinished + fresh).split(b"\n")
         self._read[inode] = (at + len(fresh), unfinished)
         return [line.decode(errors="replace") for line in lines]
 
 
 def record_filter(pattern: str | None, level: str | None) -> RecordFilter:
-    """The filter that the options describe: whether a record is shown."""
+    """Shows records that match `--grep` and have at least the `--level`."""
     found = re.compile(pattern) if pattern is not None else None
     least = LEVELS[level.upper()] if level else 0
     return lambda record: (
@@ -160,8 +161,8 @@ def record_filter(pattern: str | None, level: str | None) -> RecordFilter:
 def show(folder: Path, options: argparse.Namespace, accepts: RecordFilter) -> None:
     """Prints the existing lines, and with `--follow` new ones until the run has ended."""
     follower = LogFollower(folder, options.role, options.rank)
-    there = follower.new() if options.follow else read(folder, options.role, options.rank)
-    records = filter(accepts, there)
+    existing = follower.new() if options.follow else read(folder, options.role, options.rank)
+    records = filter(accepts, existing)
     for record in deque(records, options.lines) if options.lines is not None else records:
         print(record, flush=options.follow)
     quiet = 0
@@ -174,10 +175,10 @@ def show(folder: Path, options: argparse.Namespace, accepts: RecordFilter) -> No
 
 
 def has_ended(run: Path) -> bool:
-    """Whether the run has ended: it wrote its last line, or its process is gone.
+    """Whether the run has ended: it finished or was asked to end, or its process is gone.
 
-    While the process lives, a failure may be followed by a restart (`trainer.max_restarts`). For a process on
-    another machine, only its last line is known.
+    While the process lives, a failure may be followed by a restart (`trainer.max_restarts`). If it is on
+    another machine, any summary.json means that the run has ended.
     """
     why = str((json_object(run / ENDED) or {}).get("why_it_ended", ""))
     if why == DONE or is_orderly(why):

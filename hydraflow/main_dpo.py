@@ -1,7 +1,6 @@
 """python -m hydraflow.main_dpo [overrides]: direct preference optimization on pairs of responses.
 
-In: the configuration. Out: a run folder with the trained model. Errors are found before
-Ray starts.
+In: the configuration. Out: a run folder with the trained model. Errors are found before Ray starts.
 """
 
 from __future__ import annotations

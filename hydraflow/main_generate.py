@@ -1,4 +1,4 @@
-"""python -m hydraflow.main_generate [overrides]: responses to a file of prompts.
+"""python -m hydraflow.main_generate [overrides]: samples responses to a file of prompts.
 
 In: a model directory and prompts. Out: the prompts' rows with a column `responses`, as Parquet.
 """

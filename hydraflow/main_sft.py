@@ -1,7 +1,6 @@
 """python -m hydraflow.main_sft [overrides]: supervised training on conversations.
 
-In: the configuration. Out: a run folder with the trained model. Errors are found before
-Ray starts.
+In: the configuration. Out: a run folder with the trained model. Errors are found before Ray starts.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ def run(config: SupervisedConfig, command: Command) -> None:
 
 
 def train(config_name: str, schema: type[SupervisedConfig]) -> int:
-    """Composes the configuration of a command for supervised training and runs; returns the exit code."""
+    """The main function of main_sft, main_dpo and main_rm; returns the exit code."""
     from hydraflow.compose.advice import advice
     from hydraflow.compose.judges import judge, missing
     from hydraflow.compose.launch import launch

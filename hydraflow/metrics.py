@@ -50,7 +50,7 @@ class Metric:
         return (mine * self.weight + its * other.weight) / weight if weight else 0.0
 
     def _spread_with(self, other: Metric) -> Metric:
-        """Chan, Golub, LeVeque 1979: from two parts' standard deviations and means."""
+        """Combines the standard deviations and means of two parts (Chan, Golub, LeVeque 1979)."""
         count = self.weight + other.weight
         if not (self.weight and other.weight):
             return self if self.weight else other
@@ -67,17 +67,14 @@ def mean(value: float, weight: float = 1.0) -> Metric:
 
 
 def summed(value: float) -> Metric:
-    """A metric that is summed."""
     return Metric("sum", float(value))
 
 
 def maximum(value: float) -> Metric:
-    """A metric that is reduced to its maximum."""
     return Metric("max", float(value))
 
 
 def minimum(value: float) -> Metric:
-    """A metric that is reduced to its minimum."""
     return Metric("min", float(value))
 
 
@@ -85,7 +82,7 @@ def from_moments(how: str, mean: float, square: float, weight: float) -> Metric:
     """A metric of `weight` values that have this mean and this mean of squares; `how`: a key of FROM_MOMENTS.
 
     >>> parts = [{"size": from_moments("eff_sample_size", x, x * x, weight=1)} for x in (1.0, 3.0)]
-    >>> merge(parts)["size"].value  # 2 squared, of (1 + 9) / 2
+    >>> merge(parts)["size"].value  # 2 squared, divided by (1 + 9) / 2
     0.8
     """
     return Metric(how, FROM_MOMENTS[how](mean, square), weight, moments=(mean, square))

@@ -42,21 +42,21 @@ class Rule:
 
 @dataclass(frozen=True)
 class Beside:
-    """A condition on a key's value and the other keys of its section, checked while the key has an effect. In
-    the texts `{s}` is the dotted path of the section, `{own}` the key's name, and `{name}` the value of the
-    section's key of that name."""
+    """A condition on a key's value and the other keys of its section, checked only if the key has an effect.
+    In the texts `{s}` is the dotted path of the section, `{own}` the key's name, and `{name}` the value of
+    the section's key of that name."""
 
     holds: Callable[[Any, Any], bool]
     """Takes the value and the section."""
     text: str
     remedy: str
-    """Overrides."""
+    """Overrides that satisfy it."""
 
 
 NoEffectCondition = Callable[[Any, str], tuple[str, str] | None]
-"""Takes the section that holds a key, and the key's name. Returns None if the key has an effect; else the
-reason why not, and overrides that would change that (empty: there are none). `{s}` in both is the dotted path
-of the section."""
+"""Takes the section that holds a key, and the key's name. Returns None if the key has an effect; else why it
+has none, and overrides that would give it one (empty: there are none). `{s}` in both is the dotted path of
+the section."""
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,7 @@ class Planned:
     what: str
     """Effect of the value, for messages; `{value}` and the section's other keys are filled in."""
     beside: Callable[[Any], bool] = lambda section: True
-    """Whether that holds with the section's other keys."""
+    """Whether it applies, given the section's other keys."""
 
 
 @dataclass(frozen=True)
@@ -89,13 +89,13 @@ class Library:
     package: str
     """Name to import."""
     name: str
-    """In messages."""
+    """Its name in messages."""
     install: str
-    """A command."""
+    """The command that installs it."""
 
     @property
     def is_installed(self) -> bool:
-        """Whether it can be found, without importing it."""
+        """Whether it can be imported; does not import it."""
         return importlib.util.find_spec(self.package) is not None
 
 
@@ -118,7 +118,7 @@ class Implementation:
         return self.reads
 
     def load(self) -> Any:
-        """The class or function itself."""
+        """Imports and returns the class or function."""
         assert self.where, f"not implemented yet: {self.planned}"
         if own := OwnFunction.named(self.where):
             return own.load()
@@ -157,7 +157,7 @@ class OwnChoices(dict[str, Choice]):
         return super().__contains__(name) or OwnFunction.named(name) is not None
 
     def get(self, name: str, default: Any = None) -> Any:
-        """As `dict.get`."""
+        """As `dict.get`, which would not call `__missing__`."""
         try:
             return self[name]
         except KeyError:
@@ -173,18 +173,17 @@ class Option:
     switch: Switch | None = None
     planned: tuple[Planned, ...] = ()
     shapes_training: bool | None = None
-    """Whether a run resumes only with the same value; None: inherited from the section, at the top level
-    yes."""
+    """Whether a run resumes only with the same value; None: as its section, and true at the top level."""
     in_plan: bool = False
-    """At resume, its effect is compared through the batch plan, because several keys can set the same
+    """On resume, its effect is compared through the batch plan, because several keys can set the same
     number."""
     size: bool = False
-    """A number of the batch plan that counts something: at least 1."""
+    """A count in the batch plan: at least 1."""
     follows: str = ""
     """The key of the same section whose value is used for null."""
     beside: Beside | None = None
     verl: tuple[str, ...] = ()
-    """verl's other names of the key, from the same section on."""
+    """verl's other names for the key, relative to the same section."""
     needs: Mapping[str, Library] = dataclasses.field(default_factory=dict)
     """Value -> an optional library that it needs."""
 
@@ -217,7 +216,7 @@ def option(
     is_limited = (ge, gt, le, lt) != (None, None, None, None)
     assert bool(choices) + size + (rule is not None) + is_limited <= 1, "a key has one rule"
     if choices:
-        rule = one_of(*choices) if not isinstance(choices, OwnChoices) else _one_of_or_own(choices)
+        rule = _one_of_or_own(choices) if isinstance(choices, OwnChoices) else one_of(*choices)
     elif size:
         rule = AT_LEAST_ONE
     elif is_limited:
@@ -247,7 +246,7 @@ def option(
 
 
 free = functools.partial(option, shapes_training=False)
-"""`option` of a key that does not shape training: a run resumes with another value of it."""
+"""`option` of a key that does not shape training: a run can resume with another value."""
 
 
 def option_of(field: dataclasses.Field[Any]) -> Option:
@@ -266,11 +265,11 @@ class Leaf:
     section: Any
     """The dataclass that holds it."""
     above: tuple[Leaf, ...] = ()
-    """The sections on the way to it, from the top."""
+    """The sections around it, outermost first."""
 
 
 def walk(section: Any, prefix: str = "", above: tuple[Leaf, ...] = ()) -> Iterator[Leaf]:
-    """Every leaf of a configuration, in the order of the source."""
+    """Every leaf of a configuration, in source order."""
     for field in fields(section):
         value = getattr(section, field.name)
         leaf = Leaf(prefix + field.name, option_of(field), value, section, above)
@@ -352,7 +351,8 @@ def ordered(comparison: str, key: str, why: str) -> Beside:
 
 
 def named_only(chooser: str, beside: Beside) -> Beside:
-    """The condition with named choices only: a user's own function that reads the key may have others."""
+    """Checks the condition only if `chooser` has a named choice: a user's own function may accept other
+    values of the key."""
 
     def holds(value: Any, section: Any) -> bool:
         is_named = OwnFunction.named(getattr(section, chooser)) is None and not _is_refused(section, chooser)
@@ -362,7 +362,7 @@ def named_only(chooser: str, beside: Beside) -> Beside:
 
 
 def _is_refused(section: Any, name: str) -> bool:
-    """Whether the value of a key breaks its own rule, which is reported anyway."""
+    """Whether the value of a key breaks its own rule, which is reported separately."""
     rule = next(option_of(field).rule for field in fields(section) if field.name == name)
     value = getattr(section, name)
     return value is not None and rule is not None and not rule.holds(value)
@@ -418,8 +418,8 @@ def replaced_by(key: str) -> NoEffectCondition:
 
 
 def unread(table: Mapping[str, Implementation], chooser: str) -> NoEffectCondition:
-    """No effect unless the choice that `chooser` makes from a table reads the key, or one that is null and
-    follows it.
+    """No effect unless the implementation that `chooser` selects reads the key, or reads a key that is null
+    and follows it.
 
     chooser: name of a key of the same section, or section.key below it.
     """
@@ -452,7 +452,7 @@ def unread(table: Mapping[str, Implementation], chooser: str) -> NoEffectConditi
 
 
 def _followers(choice: Implementation, section: Any, name: str) -> list[str]:
-    """The keys that the choice reads and that follow this one while they are null."""
+    """The keys that the choice reads and that take the value of this one if they are null."""
     return [
         field.name
         for field in fields(section)
@@ -461,7 +461,7 @@ def _followers(choice: Implementation, section: Any, name: str) -> list[str]:
 
 
 def effective_value(section: Any, name: str) -> Any:
-    """The value of a key, null replaced by that of the key it follows."""
+    """The value of a key; if that is null, the value of the key it follows."""
     value = getattr(section, name)
     follows = next(option_of(field).follows for field in fields(section) if field.name == name)
     return effective_value(section, follows) if value is None and follows else value

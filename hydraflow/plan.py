@@ -45,13 +45,13 @@ SWITCHES = (
 
 
 class Planning:
-    """The report of one command line: made while it is checked, shown if it has no errors."""
+    """Makes the report while the command line is checked, and shows it if there are no errors."""
 
     def __init__(self) -> None:
         self._report: Report | None = None
 
     def judge(self, config: JobConfig, command: Command) -> list[Problem]:
-        """Problems that the planner and the files on this machine find."""
+        """Makes the report; returns the problems that this finds."""
         try:
             self._report = make_report(applied(config), command)
         except ConfigError as error:
@@ -60,7 +60,8 @@ class Planning:
 
     def show(self, config: JobConfig, command: Command) -> int:
         """Prints the report, and draws it if --svg is given; returns the exit code."""
-        report = self._report or make_report(applied(config), command)
+        report = self._report
+        assert report is not None, "judge runs first"
         if path := command.switches.get("--svg"):
             _draw(report, Path(str(path)))
         with reader_may_leave():
@@ -72,7 +73,7 @@ class Planning:
 
 
 def _print_problems(error: HydraflowError) -> None:
-    """The problems as one JSON object."""
+    """Prints the problems as one JSON object."""
     problems = error.problems if isinstance(error, ConfigError) else [Problem("", None, str(error))]
     with reader_may_leave():
         print(json.dumps({"problems": [one.to_json() for one in problems]}, indent=2, ensure_ascii=False))

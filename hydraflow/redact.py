@@ -24,17 +24,21 @@ _ANYWHERE = {
     *("password", "passwords", "passwd", "passphrase"),
     *("secret", "secrets", "credential", "credentials"),
 }
+"""Words that make a name secret wherever they are in it."""
 _PAIRS = {("api", "key"), ("access", "key"), ("private", "key"), ("account", "key"), ("connection", "string")}
+"""The same for two words in a row."""
 _GLUED = (
     *("token", "secret", "password", "passwd", "passphrase"),
     *("apikey", "secretkey", "accesskey", "privatekey"),
 )
+"""The same for endings of the last word: mytoken."""
 _LAST = {
     *("key", "auth", "authorization", "bearer", "cookie", "cookies"),
     *("jwt", "passcode", "pat", "pem", "pw", "signature"),
 }
+"""The same for last words."""
 _LAST_UNLESS_A_NUMBER = {"keys", "tokens", "pass", "sig"}
-"""max_tokens=512 counts tokens."""
+"""Last words of secrets, unless the value is a number: max_tokens=512 counts tokens."""
 _POINTERS = {"file", "path", "dir", "folder", "env", "length", "len"}
 """Last words of names that point to a secret or give its length, but do not hold it."""
 _COLUMNS = {
@@ -91,11 +95,14 @@ _TIGHT = re.compile(
 _SPACED = re.compile(
     rf"{_HIDDEN}|[\[{{][^\]}}]*[\]}}]?|(?:{_REFERENCE}|{_QUOTED}|\\.|[^,\]}}\n])+", re.DOTALL
 )
+"""The value after a sign of `_ASSIGNED`: `_TIGHT` ends at a space or comma,
+`_SPACED` at a comma or the end of the line."""
 _WORD = re.compile(r"(?P<before>[+~]*(?P<key>[\w.@:/-]+)=)(?P<value>.+)", re.DOTALL)
 _NUMBERS = re.compile(r"[\d\s.,e+\[\]-]+")
 _OPEN = re.compile(r"\$\{oc\.env:\w+\}|\(hidden\)|\{?\.\.\.\}?|null|true|false", re.IGNORECASE)
 """Harmless values under secret names: a reference to the environment, a placeholder, a switch."""
 _FINGERPRINT = re.compile(r"(?P<public>.*\(hidden\).*) #[0-9a-f]{8}", re.DOTALL)
+"""A value that `fingerprinted` has already hidden."""
 
 
 def public(value: Any, key: str = "") -> Any:
@@ -226,8 +233,7 @@ def _without_assigned(text: str) -> str:
 
 def _assigns_a_secret(found: re.Match[str], value: str) -> bool:
     """`token: x` counts in a mapping, not in a sentence; HF_TOKEN: x and token=x count everywhere. key=x
-    counts only in the query of an address, because messages write it for any key.
-    """
+    counts only in the query of an address, because messages write it for any key."""
     *sections, name = found["name"].split(".")
     before = found.string[: found.start()].rstrip(" \t")[-1:]
     in_a_sentence = found["sign"] != "=" and not found["quote"] and before not in ("", "{", ",", "\n")

@@ -1,25 +1,29 @@
-"""What one device computes, and how fast: run by scripts/gpu_check.sh, within 8 minutes on one GPU.
+"""Checks what one GPU computes and measures its speed; run by scripts/gpu_check.sh, within 8 minutes.
 
     python scripts/gpu_check.py [--device cuda] [--size large]
 
-Needs torch, transformers, tensordict, hydra-core, ray and codetiming, and names what is missing. First
-numbers: attention over packed rows and the fused head, without and with kernels, against float64, the head
-with its seconds and bytes beside plain operations; log-probabilities, gradients and greedy samples of a tiny
-model against the CPU; whether a second backward pass gives the same bits; weights that another process reads
-(CUDA IPC) and that a group of one broadcasts (NCCL); Megatron-Core's log-probabilities and weights after a
-step against FSDP2's, of a dense model and of a mixture of experts, also where its state rests in host memory,
-if it is installed, and in bf16 those of Transformer Engine's matrices against Megatron-Core's own. Then
-figures of a model with random weights (large: 0.5 billion, bf16): a training step, packed rows against padded
-ones, generation, weights from the trainer to the generation engine. Prints one JSON object per check. Exit
-code 1: a number is wrong; 2: the check cannot run here; 124: 8 minutes were not enough. `--device cpu --size
-small` shows that the check itself works; its times say nothing. docs/gpu.md has what it gave.
+Needs torch, transformers, tensordict, hydra-core, ray and codetiming, and names the missing ones. Checks:
 
-Ranks that divide a model are the work of gpu_ranks.py. Neither shows the sends in both directions of the
-interleaved schedule; Transformer Engine's matrices on several ranks; sums over ranks for the load of experts
-(moe_aux_loss_coeff, moe_router_bias_update_rate); optimizers of Transformer Engine and Apex, which count
-updates by group; moe_permute_fusion and the fusions that override_transformer_config switches on; recovery
-from a lack of memory. All but the kernels and those optimizers are tested on CPUs with gloo
-(tests/engine/test_*.py; docs/megatron.md has a table).
+- attention over packed rows and the fused head, with and without kernels, against float64; the head's seconds
+  and bytes beside those of plain operations
+- log-probabilities, gradients and greedy samples of a tiny model against the CPU's
+- that a second backward pass gives the same bits
+- weights read by another process (CUDA IPC) and broadcast in a group of one (NCCL)
+- if Megatron-Core is installed, its log-probabilities and weights after a step against FSDP2's, for a dense
+  model and a mixture of experts, also with its state offloaded to host memory; in bf16, Transformer Engine's
+  linear layers against Megatron-Core's own
+
+Measurements of a model with random weights (large: 0.5 billion, bf16): a training step, packed rows against
+padded ones, generation, weight transfer to the generation engine. Prints one JSON object per check. Exit code
+1: a number is wrong; 2: the check cannot run here; 124: it took more than 8 minutes. `--device cpu --size
+small` tests the check itself; its times mean nothing. Results: docs/gpu.md.
+
+gpu_ranks.py checks ranks that divide a model. Neither covers: bidirectional sends of the interleaved
+schedule; Transformer Engine's layers on several ranks; sums of expert load over ranks (moe_aux_loss_coeff,
+moe_router_bias_update_rate); optimizers of Transformer Engine and Apex, which count updates per group;
+moe_permute_fusion and the fusions that override_transformer_config enables; recovery from out-of-memory
+errors. All but the kernels and those optimizers are tested on CPUs with gloo (tests/engine/test_*.py;
+docs/megatron.md has a table).
 """
 
 from __future__ import annotations
@@ -70,16 +74,16 @@ LARGE = {
 EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 MODELS: Mapping[str, Mapping[str, int]] = {"small": SMALL, "large": LARGE}
 WORK = {"small": (8, 8, 16, 3), "large": (64, 128, 512, 5)}
-"""Rows, tokens of a prompt, most tokens of a response, repetitions."""
+"""Rows, tokens per prompt, maximum tokens per response, repetitions."""
 
 
 def say(check: str, **facts: object) -> None:
-    """Prints one check's line."""
+    """Prints one check's JSON object."""
     print(json.dumps({"check": check, **facts}), flush=True)
 
 
 def installed() -> dict[str, str]:
-    """Versions of the libraries; "missing" where there is none."""
+    """Versions of the libraries, or "missing"."""
     found = {}
     for name in NEEDED + OPTIONAL:
         try:
@@ -90,7 +94,7 @@ def installed() -> dict[str, str]:
 
 
 def write_model(sizes: Mapping[str, int], folder: Path, dtype: torch.dtype, kind: str = "qwen3") -> str:
-    """A model with random weights."""
+    """Writes a model with random weights; returns its path."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -101,7 +105,7 @@ def write_model(sizes: Mapping[str, int], folder: Path, dtype: torch.dtype, kind
 
 
 def rows(vocabulary: int, count: int, prompt: int, longest: int) -> DataProto:
-    """Two rows of each prompt; responses of all lengths up to `longest`."""
+    """Two rows per prompt; responses of all lengths up to `longest`."""
     import torch
 
     from hydraflow.protocol import ragged
@@ -126,7 +130,7 @@ def rows(vocabulary: int, count: int, prompt: int, longest: int) -> DataProto:
 def engine_of(
     path: str, device: torch.device, dtype: str, *, packed: bool = True, optim: Any = None
 ) -> FSDPEngine:
-    """A training engine of one rank."""
+    """A single-rank training engine."""
     from hydraflow.engine.config import FSDPConfig, OptimConfig
     from hydraflow.engine.fsdp.engine import FSDPEngine
     from hydraflow.models.config import ModelConfig
@@ -143,7 +147,7 @@ def loss(output: Any, columns: Mapping[str, torch.Tensor]) -> tuple[torch.Tensor
 
 @contextmanager
 def one_rank(device: torch.device) -> Iterator[None]:
-    """A process group of this process alone."""
+    """A process group of one rank."""
     import torch.distributed as dist
 
     from hydraflow.device import collective_backend
@@ -154,7 +158,7 @@ def one_rank(device: torch.device) -> Iterator[None]:
 
 
 def numbers(device: torch.device) -> bool:
-    """Whether a tiny model's numbers are those of the CPU, in float32."""
+    """Whether a tiny model gives the same numbers as on the CPU, in float32."""
     import torch
 
     from hydraflow.generation.base import GenerationRequest, SamplingParams
@@ -183,7 +187,7 @@ def numbers(device: torch.device) -> bool:
 
 
 def repeated(device: torch.device, size: str) -> bool:
-    """Whether the gradient of the same rows has the same bits a second time, in bf16."""
+    """Whether two backward passes over the same rows give bit-identical gradients, in bf16."""
     import torch
 
     sizes, (count, prompt, longest, _) = MODELS[size], WORK[size]
@@ -202,16 +206,16 @@ def repeated(device: torch.device, size: str) -> bool:
 
 def megatron(device: torch.device, kind: str, sizes: Mapping[str, int]) -> bool:
     """Whether Megatron-Core's log-probabilities, and its weights after a step, are FSDP2's, in float32; also
-    where all that can rest in host memory does so after each call, and gives the device's memory back."""
+    with everything offloaded to host memory after each call, which must free the device's memory."""
     import torch
 
     from hydraflow.engine.config import TRAIN_ENGINES, MegatronConfig, OptimConfig
     from hydraflow.models.config import ModelConfig
 
     batch, found, freed = rows(SMALL["vocab_size"], 8, 8, 16), [], 0
-    # an epsilon at which Adam's first step follows the gradient's size, and not its sign
+    # with a large epsilon, Adam's first step depends on the gradient's size, not only on its sign
     optim, settings = OptimConfig(lr=1e-2, eps=1e-1), MegatronConfig(dtype="fp32")
-    rests = replace(settings, param_offload=True, grad_offload=True, optimizer_offload=True)
+    offloaded = replace(settings, param_offload=True, grad_offload=True, optimizer_offload=True)
     with tempfile.TemporaryDirectory() as folder:
         path = write_model(sizes, Path(folder), torch.float32, kind)
         core = TRAIN_ENGINES["megatron"].load()
@@ -219,7 +223,7 @@ def megatron(device: torch.device, kind: str, sizes: Mapping[str, int]) -> bool:
             engine_of(path, device, "fp32", optim=optim),
             *(
                 core(ModelConfig(path=path), one, optim, head="policy", device=device)
-                for one in (settings, rests)
+                for one in (settings, offloaded)
             ),
         ):
             log_probs = engine.forward([batch]).get("log_probs").values()
@@ -241,8 +245,7 @@ def megatron(device: torch.device, kind: str, sizes: Mapping[str, int]) -> bool:
 
 
 def matrices(device: torch.device) -> bool:
-    """Whether Megatron-Core's numbers in bf16 are the same with Transformer Engine's matrices and with its
-    own."""
+    """Whether Transformer Engine's linear layers give Megatron-Core the same numbers as its own, in bf16."""
     import torch
 
     from hydraflow.engine.config import TRAIN_ENGINES, MegatronConfig, OptimConfig
@@ -268,7 +271,7 @@ def matrices(device: torch.device) -> bool:
 
 
 def read_elsewhere(sent: Any) -> list[int]:
-    """Checksums of the weights in a bucket that another process has sent."""
+    """Checksums of the weights in a bucket of another process; runs in a child process."""
     from hydraflow.weights.buckets import checksum_of
     from hydraflow.weights.slots import OpenSlots
 
@@ -277,8 +280,8 @@ def read_elsewhere(sent: Any) -> list[int]:
 
 
 def links(device: torch.device) -> bool:
-    """Whether another process reads weights in the device's memory bit by bit (CUDA IPC), also those in a
-    slot that was used before; and whether a group, here of one process, broadcasts from it (NCCL)."""
+    """Whether another process reads weights from the device's memory bit by bit (CUDA IPC), also from a
+    reused slot; and whether a group, here of one process, broadcasts from it (NCCL)."""
     import torch
 
     from hydraflow.engine.broadcast_group import BroadcastGroup
@@ -293,8 +296,9 @@ def links(device: torch.device) -> bool:
             if header is not None:
                 found += other.apply(read_elsewhere, (slots.put(header, numbers),))
     same = found == [checksum_of(one) for one in weights.values()]
-    place: dict[str, Any] = dict(address="127.0.0.1", port=0, own_address="127.0.0.1")
-    group = BroadcastGroup(device, rank=0, world_size=1, timeout_s=60, **place)
+    group = BroadcastGroup(
+        device, rank=0, world_size=1, timeout_s=60, address="127.0.0.1", port=0, own_address="127.0.0.1"
+    )
     sent = group.broadcast(weights["w0"].clone()).wait()
     good = same and torch.equal(sent, weights["w0"])
     say("links", weights=len(found), right=good)
@@ -302,14 +306,14 @@ def links(device: torch.device) -> bool:
 
 
 def allocated(device: torch.device) -> int:
-    """Bytes of tensors on a GPU."""
+    """Bytes allocated on a GPU; 0 on a CPU."""
     import torch
 
     return 0 if device.type == "cpu" else torch.cuda.memory_allocated(device)
 
 
 def attention(device: torch.device) -> bool:
-    """Whether packed rows in bf16 are attended to as in float64, all tokens before and a window of them."""
+    """Whether attention over packed rows in bf16 is that in float64, with and without a sliding window."""
     import numpy as np
     import torch
 
@@ -329,13 +333,13 @@ def attention(device: torch.device) -> bool:
 
     wanted, found = results(torch.device("cpu"), torch.float64), results(device, torch.bfloat16)
     errors = [float((a - b).norm() / b.norm()) for a, b in zip(found, wanted, strict=True)]
-    good = all(error < 0.02 for error in errors)  # not max, which may overlook NaN
+    good = all(error < 0.02 for error in errors)  # not by max, which may miss a NaN
     say("attention", errors=errors, flash_attn=flash_kernel() is not None, right=good)
     return good
 
 
 def head_inputs(device: torch.device, sizes: Mapping[str, int], tokens: int) -> list[torch.Tensor]:
-    """Hidden states and a matrix that bf16 holds exactly, in float64, and the tokens that are asked for."""
+    """float64 hidden states and weight matrix, exact in bf16, and target tokens."""
     import torch
 
     draw = torch.Generator().manual_seed(0)
@@ -349,7 +353,7 @@ def head_inputs(device: torch.device, sizes: Mapping[str, int], tokens: int) -> 
 def by_fused_head(
     hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, *, kernels: bool = False
 ) -> list[torch.Tensor]:
-    """Log-probabilities and the gradients of their sum, in four chunks."""
+    """Log-probabilities of the targets and the gradients of their sum, in four chunks."""
     import torch
 
     from hydraflow.models.ask import LOG_PROBS
@@ -364,7 +368,7 @@ def by_fused_head(
 
 
 def by_all_logits(hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor) -> list[torch.Tensor]:
-    """The same by plain operations."""
+    """As `by_fused_head`, with plain operations."""
     import torch
 
     leaves = [hidden.requires_grad_(), weight.requires_grad_()]
@@ -375,7 +379,7 @@ def by_all_logits(hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Ten
 
 
 def fused_head(device: torch.device, size: str) -> bool:
-    """Whether the fused head's log-probabilities and gradients, also those of its kernels, are those of
+    """Whether the fused head's log-probabilities and gradients, with and without kernels, are those in
     float64; and their seconds and bytes beside those of plain operations, in bf16."""
     import torch
 
@@ -393,7 +397,7 @@ def fused_head(device: torch.device, size: str) -> bool:
             found = work(hidden.to(dtype), weight.to(dtype), targets)
             off = [float((a - b).norm() / b.norm()) for a, b in zip(found, wanted, strict=True)]
             errors[f"{way}, {dtype}"] = off
-            good = good and all(error < limit for error in off)  # not max, which may overlook NaN
+            good = good and all(error < limit for error in off)  # not by max, which may miss a NaN
     del wanted, found
     hidden, weight, targets = head_inputs(device, sizes, count * longest // 8)
     hidden, weight = hidden.bfloat16(), weight.bfloat16()
@@ -419,7 +423,7 @@ def sampler(engine: FSDPEngine, device: torch.device, dtype: torch.dtype) -> Any
 
 
 def seconds(device: torch.device, work: Callable[[], object], repetitions: int) -> float:
-    """The fastest of some, after one that is not counted."""
+    """Seconds of the fastest of `repetitions` calls, after a warm-up call."""
     import torch
 
     found = []
@@ -433,7 +437,7 @@ def seconds(device: torch.device, work: Callable[[], object], repetitions: int) 
 
 
 def figures(device: torch.device, size: str) -> None:
-    """Training step, packing, generation, weights."""
+    """Measures a training step, packing, weight transfer and generation."""
     import torch
 
     from hydraflow.device import peak_flops, return_memory
@@ -479,7 +483,7 @@ def figures(device: torch.device, size: str) -> None:
 
 
 def main() -> int:
-    """Runs all checks; the exit code."""
+    """Runs all checks; returns the exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--size", choices=tuple(MODELS), default="large")

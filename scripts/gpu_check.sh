@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# Numbers and figures of one GPU, within 8 minutes: see gpu_check.py. Needs no installation of hydraflow.
+# Checks one GPU's numbers and measures its speed, within 8 minutes: see gpu_check.py. hydraflow need not be
+# installed.
 #
 #   bash scripts/gpu_check.sh [--device cpu --size small]
 set -euo pipefail

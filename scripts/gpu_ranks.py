@@ -1,14 +1,13 @@
-"""What ranks that divide a model compute, against one rank: FSDP2's shards and copies, Ulysses, offloading,
-and Megatron-Core's tensor, sequence, pipeline, context, data and expert parallelism.
+"""Compares ranks that divide a model with a single rank: FSDP2's sharding and replication, Ulysses,
+offloading, and Megatron-Core's tensor, sequence, pipeline, context, data and expert parallelism.
 
     python scripts/gpu_ranks.py [--device cpu] [--at-once 4] [LAYOUT ...]
 
-Each rank has a GPU of its own, and NCCL, where there are as many as a layout has ranks. Otherwise all ranks
-share the first GPU, and collectives go through the host's memory (`through_host.py`): that shows everything
-but NCCL. Prints one JSON object for each layout, of a tiny model in float32: the largest differences of
-log-probabilities and of weights after a step, and the relative one of the gradient's norm. Exit code 1: a
-number is wrong. `--device cpu` shows that the check itself works, with
-copies as on one GPU.
+If there are as many GPUs as a layout has ranks, each rank uses its own, with NCCL. Otherwise all ranks share
+the first GPU, and collectives go through host memory (`through_host.py`), which tests everything but NCCL.
+Prints one JSON object per layout, of a tiny model in float32: the largest differences of log-probabilities
+and of weights after a step, and the relative difference of the gradient norm. Exit code 1: a number is wrong.
+`--device cpu` tests the check itself, with collectives as on one GPU.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ from gpu_check import EXPERTS, SMALL, loss, rows, say, write_model
 from hydraflow.protocol import ragged
 
 LIMIT_S = 240
-"""Seconds that the ranks of a layout may take, from their start."""
+"""Time limit for the ranks of a layout, from their start."""
 
 
 @dataclass(frozen=True)
@@ -42,19 +41,18 @@ class Layout:
 
     ranks: int
     settings: Mapping[str, Any] = field(default_factory=dict)
-    """Of `FSDPConfig` or `MegatronConfig`."""
+    """Fields of `FSDPConfig` or `MegatronConfig`."""
     engine: str = "fsdp2"
     kind: str = "qwen3"
-    """A type of models."""
+    """Model type, as in transformers' config.json."""
 
 
 def fsdp(ranks: int, **settings: Any) -> Layout:
-    """FSDP2."""
     return Layout(ranks, settings)
 
 
 def megatron(ranks: int, kind: str = "qwen3", **sizes: Any) -> Layout:
-    """Megatron-Core."""
+    """sizes: without their suffix _parallel_size."""
     return Layout(ranks, {f"{name}_parallel_size": size for name, size in sizes.items()}, "megatron", kind)
 
 
@@ -79,28 +77,28 @@ LAYOUTS = {
 
 @dataclass(frozen=True)
 class Place:
-    """Where ranks meet and compute."""
+    """Where the ranks of a layout meet and compute."""
 
     folder: Path
-    """Of their answers."""
+    """For their results."""
     model: str
     device: str
     port: int
     shared: bool
-    """Whether all are on the first device, and collectives go through the host's memory."""
+    """Whether all ranks are on the first device, with collectives through host memory."""
 
 
-def work(rank: int, layout: Layout, place: Place) -> None:
-    """One rank: writes what it computed, or the text of its error."""
+def run_rank(rank: int, layout: Layout, place: Place) -> None:
+    """Runs one rank; writes its result, or the text of its error, to the folder."""
     try:
-        torch.save(computed(rank, layout, place), place.folder / f"{rank}.pt")
-    except Exception:  # whatever it is: the caller prints it
+        torch.save(rank_result(rank, layout, place), place.folder / f"{rank}.pt")
+    except Exception:  # any: the parent process reports it
         (place.folder / f"{rank}.error").write_text(traceback.format_exc())
 
 
-def computed(rank: int, layout: Layout, place: Place) -> dict[str, Any]:
-    """Log-probabilities of the rank's rows, if it answers for them, the gradient's norm, and weights after a
-    step."""
+def rank_result(rank: int, layout: Layout, place: Place) -> dict[str, Any]:
+    """Log-probabilities of the rank's rows, if it is the one of its group that returns them, the gradient
+    norm, and weights after a step."""
     if place.shared:
         through_host.install(place.device)
     from hydraflow.engine import process_group
@@ -119,20 +117,24 @@ def computed(rank: int, layout: Layout, place: Place) -> dict[str, Any]:
     )
     if place.device != "cpu":
         torch.get_device_module(place.device).set_device(device)
-    if place.shared:
+    if place.shared:  # gloo for GPU tensors, too, which `through_host` copies
         process_group.collective_backend = lambda device_type: (
             "gloo" if device_type == "cpu" else f"cpu:gloo,{device_type}:gloo"
         )
-    meet: dict[str, Any] = dict(
-        address="127.0.0.1", port=place.port, device_type=place.device, timeout_s=LIMIT_S / 2
+    process_group.start(
+        rank=rank,
+        world_size=layout.ranks,
+        address="127.0.0.1",
+        port=place.port,
+        device_type=place.device,
+        timeout_s=LIMIT_S / 2,
     )
-    process_group.start(rank=rank, world_size=layout.ranks, **meet)
     config: Any = (
         MegatronConfig(dtype="fp32", **layout.settings)
         if layout.engine == "megatron"
         else FSDPConfig(dtype="fp32", wrap_policy=WrapPolicyConfig(min_num_params=0), **layout.settings)
     )
-    # an epsilon at which Adam's first step follows the gradient's size, and not its sign
+    # with a large epsilon, Adam's first step depends on the gradient's size, not only on its sign
     optim = OptimConfig(lr=1e-2, eps=1e-1, clip_grad=1e9)
     core = TRAIN_ENGINES[layout.engine].load()
     engine = core(ModelConfig(path=place.model), config, optim, head="policy", device=device)
@@ -144,18 +146,18 @@ def computed(rank: int, layout: Layout, place: Place) -> dict[str, Any]:
     engine.forward_backward(micro, loss)
     norm = engine.optimizer_step()["grad_norm"]
     weights = {name: one.float().cpu().clone() for name, one in engine.weights()}
-    answers = dict(zip(places, scored, strict=True)) if here.is_collect else {}
-    return dict(scored=answers, norm=norm, weights=weights)
+    by_row = dict(zip(places, scored, strict=True)) if here.is_collect else {}
+    return dict(scored=by_row, norm=norm, weights=weights)
 
 
 def answers(layout: Layout, model: str, device: str, *, shared: bool) -> list[dict[str, Any]]:
-    """What each rank computed. Raises RuntimeError with the ranks' errors, or if one does not end."""
+    """The result of each rank. RuntimeError with the ranks' errors, or if one exceeds LIMIT_S."""
     with tempfile.TemporaryDirectory() as folder, socket.create_server(("127.0.0.1", 0)) as listener:
         place = Place(Path(folder), model, device, listener.getsockname()[1], shared)
         listener.close()
         context = mp.get_context("spawn")
         processes = [
-            context.Process(target=work, args=(rank, layout, place), daemon=True)
+            context.Process(target=run_rank, args=(rank, layout, place), daemon=True)
             for rank in range(layout.ranks)
         ]
         for process in processes:
@@ -173,12 +175,12 @@ def answers(layout: Layout, model: str, device: str, *, shared: bool) -> list[di
 
 
 def largest(differences: Iterable[torch.Tensor]) -> float:
-    """The largest absolute number; NaN if there is one, which Python's max may overlook."""
+    """The largest absolute value; NaN if there is one, which Python's max may miss."""
     return float(torch.stack([one.abs().max() for one in differences]).max())
 
 
 def compare(name: str, wanted: Mapping[str, Any], model: str, device: str, *, shared: bool) -> bool:
-    """Whether a layout's ranks compute what one rank does."""
+    """Whether the ranks of a layout compute what a single rank does (`wanted`); prints the differences."""
     try:
         ranks = answers(LAYOUTS[name], model, device, shared=shared)
     except RuntimeError as error:
@@ -194,7 +196,7 @@ def compare(name: str, wanted: Mapping[str, Any], model: str, device: str, *, sh
 
 
 def main() -> int:
-    """Runs the layouts; the exit code."""
+    """Runs the layouts; returns the exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--at-once", type=int, default=1, help="layouts that run at the same time")

@@ -1,21 +1,19 @@
 #!/usr/bin/env python
-"""Kills runs with SIGKILL at random moments, starts them again, and compares them with runs that nothing
-stopped.
+"""Kills runs with SIGKILL at random moments, restarts them, and compares them with uninterrupted runs.
 
-In: nothing but a number of moments and a seed. Out: a table (or JSON) with one line per moment: whom the
-signal hit and when, how the command ended, where it resumed, and whether weights and metrics are those of the
-run without a stop, bit by bit. Exit code 1 when one is not, when a run ended without a word (a stack trace,
-another exit code than 0, 3 or 4), or when a process of it outlived it.
+In: a number of moments and a seed. Out: a table (or JSON) with one line per moment: which process was killed
+and when, how the command ended, where it resumed, and whether weights and metrics are bit-identical to those
+of an uninterrupted run. Exit code 1 if any are not, if a run ended badly (a stack trace, or an exit code
+other than 0, 3 and 4), or if one of its processes outlived it.
 
     python scripts/kill_matrix.py                       20 moments, about a quarter of an hour on two cores
     python scripts/kill_matrix.py --random 20           any process of the run, Ray's included, at any time
-    python scripts/kill_matrix.py --generation 6        a process of the generation engine: the run must go on
+    python scripts/kill_matrix.py --generation 6        a generation process: the run must continue
     python scripts/kill_matrix.py --moments 3 --json    the first three of the twenty
 
-tests/jobs/test_resume.py carries out the tenth of the twenty, and kills the controller after that.
+tests/jobs/test_resume.py runs the tenth of the twenty, then kills the controller, too.
 
-`timing_s/*`, `perf/*` and the wall time of a record are left out of the comparison: they are never the same
-twice.
+`timing_s/*`, `perf/*` and the wall time of a record are not compared: they differ between any two runs.
 """
 
 from __future__ import annotations
@@ -41,19 +39,19 @@ import psutil
 ROOT = Path(__file__).resolve().parents[1]
 STEPS = 8
 ENDS = 90.0
-"""Seconds that a run may take to end once a process of it was killed."""
+"""Seconds within which a run must end after one of its processes was killed."""
 STARTS = 240.0
-"""Seconds that a run may take until the moment has come, or until it is done."""
+"""Seconds within which a run must reach the moment, or its end."""
 LEFTOVERS = 10.0
-"""Seconds in which every process of an ended run must be gone."""
-TOLD = (0, 3, 4)
-"""Exit codes of a run that lost a process: it did not matter, something of Ray's, a worker."""
+"""Seconds within which all processes of an ended run must be gone."""
+EXPECTED_CODES = (0, 3, 4)
+"""Exit codes of a run that lost a process: one it does not need, one of Ray's, a worker."""
 MARK = "HYDRAFLOW_KILL_MATRIX"
 REWARD = """
 def compute_score(data_source, solution_str, ground_truth, extra_info):
     return sum(said == right for said, right in zip(solution_str, ground_truth)) / len(ground_truth)
 """
-"""Share of right digits: a model that has hardly been warmed up is never right as a whole."""
+"""Fraction of correct digits: after so short a warm start, no whole answer is correct."""
 COMMON = [
     "recipe.warm_start_steps=20",
     "recipe.warm_start_accuracy=1.0",
@@ -91,7 +89,7 @@ METHODS = {
         "actor_rollout_ref.actor.megatron.tensor_model_parallel_size=2",
     ],
 }
-"""What is trained, on two ranks: each training step makes two optimizer steps."""
+"""Overrides of each method; two ranks, two optimizer steps per training step."""
 TARGETS = ("controller", "actor rank", "rollout worker", "raylet", "middle of a save")
 GENERATION = "generation process"
 APART = [
@@ -102,76 +100,72 @@ APART = [
     "actor_rollout_ref.rollout.update_weights_bucket_megabytes=1",
     "actor_rollout_ref.rollout.verify_weights_every=1",
 ]
-"""The generation engine on two devices of its own, so that its processes hold nothing that cannot be made
-again. They are sampling, idle or receiving weights, whatever the moment hits."""
+"""The generation engine on its own two devices, so that its processes can be replaced. When they are killed
+they may be sampling, idle or receiving weights."""
 REPLACED = re.compile(r"rollout rank \d on node \S+ is started again: ")
 
 
 @dataclass(frozen=True)
 class Moment:
-    """Whom to kill, and when."""
+    """Which process to kill, and when."""
 
     number: int
     target: str
     method: str
     steps: int
-    """Lines of metrics.jsonl to wait for; step 0, the validation before training, is the first. In the middle
-    of a save: the save."""
+    """Lines of metrics.jsonl to wait for; the first is step 0, the validation before training. In the middle
+    of a save: the number of the save."""
     delay: float
     """Seconds to wait after that."""
     rank: int
-    """Which of the two training processes, where one is meant; -1: in the middle of a save, the
+    """Rank of the training or generation process, if the target is one; -1, in the middle of a save: the
     controller."""
 
     def words(self) -> str:
-        """The moment in words, for the table."""
-        whom = (
-            f"{self.target} {self.rank}"
-            if self.target in ("actor rank", "rollout worker", GENERATION)
-            else self.target
-        )
+        """Description for the table."""
+        delay = f"{1000 * self.delay:.0f} ms"
         if self.target == "middle of a save":
-            whom = (
-                f"{'controller' if self.rank < 0 else f'rank {self.rank}'} in the middle of save {self.steps}"
-            )
-            return f"{whom} + {1000 * self.delay:.0f} ms"
-        return f"{whom} after step {self.steps - 1} + {1000 * self.delay:.0f} ms"
+            process = "controller" if self.rank < 0 else f"rank {self.rank}"
+            return f"{process} in the middle of save {self.steps} + {delay}"
+        has_rank = self.target in ("actor rank", "rollout worker", GENERATION)
+        process = f"{self.target} {self.rank}" if has_rank else self.target
+        return f"{process} after step {self.steps - 1} + {delay}"
 
 
 @dataclass(frozen=True)
 class Chance:
-    """Any process, at any time."""
+    """A kill of any process at any time."""
 
     number: int
     method: str
     at: float
-    """Share of the time that the run without a stop took, from its launch."""
+    """Fraction of the duration of the uninterrupted run, from its launch."""
     kind: float
-    """Which kind of process, as a share of those that there are then in the order of their names."""
+    """Which kind of process: a fraction of the kinds that exist then, sorted by name."""
     which: float
     """Which process of that kind, likewise."""
 
 
 @dataclass
 class Outcome:
-    """What came of a moment."""
+    """The result of one kill."""
 
     number: int
     moment: str
     method: str
     exit_code: int
-    """Of the run that was hit; -9: the controller itself."""
+    """Of the killed run; -9: the controller itself was killed."""
     ended_after: float
     """Seconds from the signal to the end of the command."""
     went_on_from: int
-    """Step of the checkpoint; 0: there was none yet."""
+    """Step of the checkpoint that it resumed from; 0: there was none yet."""
     same: bool
-    """Whether metrics and weights are those of the run without a stop."""
+    """Whether metrics and weights are those of the uninterrupted run."""
     differences: str = ""
     fault: str = ""
-    """What is wrong with how the run ended; empty: nothing."""
+    """What is wrong with how the run ended, if anything."""
     said: str = ""
-    """The last line of its output."""
+    """Last line of its output."""
 
     @property
     def passed(self) -> bool:
@@ -180,13 +174,14 @@ class Outcome:
 
 
 def draw_moments(count: int, seed: int) -> list[Moment]:
-    """That many moments, the targets in turn."""
+    """`count` moments; targets and methods take turns."""
     chance = random.Random(seed)
     moments = []
     for number in range(count):
         target = TARGETS[number % len(TARGETS)]
         method = list(METHODS)[number // len(TARGETS) % len(METHODS)]
         steps, rank = chance.randint(1, STEPS - 1), chance.randint(0, 1)
+        # both roles are in the same processes: the delay decides whether these sample or train when killed
         delay = {"rollout worker": chance.uniform(0.0, 0.03), "actor rank": chance.uniform(0.08, 0.2)}.get(
             target, chance.uniform(0.0, 0.25)
         )
@@ -197,8 +192,8 @@ def draw_moments(count: int, seed: int) -> list[Moment]:
 
 
 def draw_chances(count: int, seed: int) -> list[Chance]:
-    """That many moments; the methods in turn. One in four hits the first half of the run's time, in which
-    most often the controller is alone."""
+    """`count` moments; the methods take turns. Only one in four is in the first half of the run, when usually
+    the controller is the only process."""
     chance = random.Random(seed)
     drawn = [(chance.random(), chance.random(), chance.random()) for _ in range(count)]
     return [
@@ -214,7 +209,7 @@ def draw_chances(count: int, seed: int) -> list[Chance]:
 
 
 def draw_generation(count: int, seed: int) -> list[Moment]:
-    """That many moments at which a generation process is killed."""
+    """`count` moments at which a generation process is killed."""
     chance = random.Random(seed)
     drawn = [
         (chance.randint(1, STEPS - 1), chance.uniform(0.0, 0.5), chance.randint(0, 1)) for _ in range(count)
@@ -223,13 +218,12 @@ def draw_generation(count: int, seed: int) -> list[Moment]:
 
 
 class Run:
-    """One command, in a session of its own."""
+    """One main_ppo command in its own session. The environment variable MARK identifies its processes."""
 
     def __init__(self, home: Path, method: str, cache: Path):
         self.home = home
         self.folder = home / "out"
         self.log = home / "log"
-        self.mark = f"{MARK}={home}"
         home.mkdir(parents=True, exist_ok=True)
         (home / "reward.py").write_text(REWARD)
         given = [*COMMON, *(APART if method == "apart" else METHODS[method]), f"recipe.cache_dir={cache}"]
@@ -237,7 +231,7 @@ class Run:
         self.process = self.launch([*given, f"reward.custom_reward_function.path={home}/reward.py"])
 
     def launch(self, given: list[str]) -> Any:
-        """Starts main_ppo, and returns its process."""
+        """Starts main_ppo; returns its process."""
         words = [sys.executable, "-m", "hydraflow.main_ppo", *given]
         env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), MARK: str(self.home)}
         with self.log.open("a") as log:
@@ -251,37 +245,35 @@ class Run:
         return len(path.read_text().splitlines()) if path.exists() else 0
 
     def family(self) -> list[psutil.Process]:
-        """All processes of the run that live, this command included."""
+        """All living processes of the run, including the command itself."""
         found = []
         for process in psutil.process_iter():
             try:
-                if (
-                    process.environ().get(MARK) == self.mark.partition("=")[2]
-                    and process.status() != psutil.STATUS_ZOMBIE
-                ):
+                ours = process.environ().get(MARK) == str(self.home)
+                if ours and process.status() != psutil.STATUS_ZOMBIE:
                     found.append(process)
             except (psutil.NoSuchProcess, psutil.AccessDenied):
                 continue
         return found
 
     def trainers(self) -> list[psutil.Process]:
-        """The training processes: workers of Ray without a child, that which scores having the reward
-        processes as children."""
+        """The training processes: Ray workers without children. (The worker that scores has the reward
+        processes as children.)"""
         workers = [process for process in self.family() if _title(process).startswith("ray::WorkerHost")]
         return sorted(
             (process for process in workers if not process.children()), key=lambda process: process.pid
         )
 
     def generator(self, rank: int) -> psutil.Process:
-        """The generation process of a rank: it has the role's log file open."""
+        """The generation process of a rank, recognized by the log file that it has open."""
         log = str(self.folder / "logs" / f"rollout-{rank}.log")
         workers = [process for process in self.family() if _title(process).startswith("ray::WorkerHost")]
         [found] = [one for one in workers if log in [file.path for file in one.open_files()]]
         return found
 
     def kinds(self) -> dict[str, list[psutil.Process]]:
-        """Its processes by what they are: controller, gcs_server, raylet, ray::WorkerHost and so on, reward
-        processes as python -c."""
+        """Its processes by kind: controller, gcs_server, raylet, ray::WorkerHost and so on; reward processes
+        are "python -c"."""
         found: dict[str, list[psutil.Process]] = {}
         for process in self.family():
             kind = "controller" if process.pid == self.process.pid else _kind(process)
@@ -290,13 +282,13 @@ class Run:
         return dict(sorted(found.items()))
 
     def finish(self, seconds: float) -> int:
-        """Exit code, once the command and all its processes have ended."""
+        """Waits until the command and all its processes have ended; returns the exit code."""
         code = self.process.wait(timeout=seconds)
-        wait_until(lambda: not self.family(), LEFTOVERS, f"the processes of {self.mark} to end")
+        wait_until(lambda: not self.family(), LEFTOVERS, f"the processes of {self.home} to end")
         return code
 
     def ending(self, seconds: float) -> tuple[int, str]:
-        """Exit code, and what is wrong with how it ended; what it left behind is killed."""
+        """Exit code, and what is wrong with how it ended; processes that it left behind are killed."""
         try:
             code = self.process.wait(timeout=seconds)
         except subprocess.TimeoutExpired:
@@ -313,7 +305,7 @@ class Run:
         return code, "a stack trace" if "Traceback (most recent call last)" in self.log.read_text() else ""
 
     def said(self) -> str:
-        """The end of what it printed."""
+        """The last 3000 characters of its output."""
         return self.log.read_text()[-3000:]
 
     def last_line(self) -> str:
@@ -329,7 +321,7 @@ def _title(process: psutil.Process) -> str:
 
 
 def _kind(process: psutil.Process) -> str:
-    """The program's name; for Python the script, the module or -c; empty: it is gone."""
+    """The program's name; for Python with the script, the module or -c. Empty if the process is gone."""
     title = _title(process)
     if title.startswith("ray::"):
         return title.split()[0].partition(".")[0].partition("(")[0]
@@ -341,7 +333,7 @@ def _kind(process: psutil.Process) -> str:
 
 
 def wait_until(condition: Callable[[], object], seconds: float, what: str) -> None:
-    """Polls a condition every 2 ms until a deadline."""
+    """Polls a condition every 2 ms; TimeoutError after `seconds`."""
     deadline = time.monotonic() + seconds
     while not condition():
         if time.monotonic() > deadline:
@@ -350,31 +342,24 @@ def wait_until(condition: Callable[[], object], seconds: float, what: str) -> No
 
 
 def strike(run: Run, moment: Moment) -> None:
-    """Waits for the moment and kills."""
-    trainers = []
+    """Waits for the moment, then kills the process."""
+
+    def await_or_end(condition: Callable[[], object], what: str) -> None:
+        wait_until(lambda: run.process.poll() is not None or condition(), STARTS, what)
+
+    # processes are looked up before the delay: finding them takes time
+    trainers, raylets = [], []
     if moment.target in ("actor rank", "rollout worker", "middle of a save", GENERATION):
-        wait_until(
-            lambda: run.process.poll() is not None or run.lines() >= 1,
-            STARTS,
-            "the validation before training",
-        )
+        await_or_end(lambda: run.lines() >= 1, "the validation before training")
         of_generation = moment.target == GENERATION
         trainers = [run.generator(rank) for rank in (0, 1)] if of_generation else run.trainers()
     if moment.target == "middle of a save":
-        step = 2 * moment.steps
-        saving = f"global_step_{step}.*.unfinished"
-        wait_until(lambda: run.process.poll() is not None or any(run.folder.glob(saving)), STARTS, "a save")
+        saving = f"global_step_{2 * moment.steps}.*.unfinished"
+        await_or_end(lambda: any(run.folder.glob(saving)), "a save")
     else:
-        wait_until(
-            lambda: run.process.poll() is not None or run.lines() >= moment.steps,
-            STARTS,
-            f"{moment.steps} lines",
-        )
-    raylets = (
-        [process for process in run.family() if process.name() == "raylet"]
-        if moment.target == "raylet"
-        else []
-    )
+        await_or_end(lambda: run.lines() >= moment.steps, f"{moment.steps} lines")
+    if moment.target == "raylet":
+        raylets = [process for process in run.family() if process.name() == "raylet"]
     time.sleep(moment.delay)
     if moment.target == "raylet":
         raylets[0].kill()
@@ -385,12 +370,12 @@ def strike(run: Run, moment: Moment) -> None:
 
 
 def strike_anywhere(run: Run, chance: Chance, whole: float) -> str:
-    """Waits for the moment and kills; returns whom and when. `whole`: seconds that the run without a stop
-    took."""
+    """Waits for the moment, then kills a process; returns which and when. `whole`: duration of the
+    uninterrupted run in seconds."""
     seconds = chance.at * whole
     try:
         run.process.wait(timeout=seconds)
-        return f"none after {seconds:.1f} s: it was over"
+        return f"none after {seconds:.1f} s: the run was over"
     except subprocess.TimeoutExpired:
         kinds = run.kinds()
     kind = list(kinds)[int(chance.kind * len(kinds))]
@@ -399,12 +384,12 @@ def strike_anywhere(run: Run, chance: Chance, whole: float) -> str:
     try:
         victim.kill()
     except psutil.NoSuchProcess:
-        return f"{kind} after {seconds:.1f} s: it was gone"
+        return f"{kind} after {seconds:.1f} s: already gone"
     return f"{kind} after {seconds:.1f} s, {f'step {steps - 1}' if steps else 'while starting'}"
 
 
 def carry_out(moment: Moment | Chance, home: Path, cache: Path, wanted: Result) -> Outcome:
-    """Kills a process of a run, and starts the run again where it did not come to its end."""
+    """Kills a process of a run, and restarts the run unless it survived."""
     run = Run(home, moment.method, cache)
     if isinstance(moment, Moment):
         words = moment.words()
@@ -412,16 +397,16 @@ def carry_out(moment: Moment | Chance, home: Path, cache: Path, wanted: Result) 
     else:
         words = strike_anywhere(run, moment, wanted.seconds)
     struck = time.monotonic()
-    ends = isinstance(moment, Moment) and moment.target != GENERATION
-    code, fault = run.ending(ENDS if ends else STARTS)
+    must_end = isinstance(moment, Moment) and moment.target != GENERATION
+    code, fault = run.ending(ENDS if must_end else STARTS)
     outcome = Outcome(
         moment.number,
         words,
         moment.method,
-        code,
-        time.monotonic() - struck,
-        0,
-        False,
+        exit_code=code,
+        ended_after=time.monotonic() - struck,
+        went_on_from=0,
+        same=False,
         fault=fault,
         said=run.last_line(),
     )
@@ -429,16 +414,16 @@ def carry_out(moment: Moment | Chance, home: Path, cache: Path, wanted: Result) 
     if isinstance(moment, Moment) and code == 0 and not survived:
         raise RuntimeError(f"moment {moment.number} came too late: {run.said()}")
     if isinstance(moment, Moment) and moment.target == GENERATION and code != 0:
-        outcome.fault = "it did not go on"
-    if code not in TOLD and not (code == -signal.SIGKILL and whom_is_controller(words)):
+        outcome.fault = "the run did not survive"
+    if code not in EXPECTED_CODES and not (code == -signal.SIGKILL and words.startswith("controller")):
         outcome.fault = outcome.fault or f"ended with {code}"
     if code != 0:
         again = Run(home, moment.method, cache)
         code, fault = again.ending(STARTS)
         if code != 0:
-            outcome.differences = f"the second start failed: {again.said()}"
+            outcome.differences = f"the restart failed: {again.said()}"
             return outcome
-        outcome.fault = outcome.fault or (fault and f"the second start: {fault}")
+        outcome.fault = outcome.fault or (fault and f"the restart: {fault}")
         resumed = re.findall(r"continues after step (\d+)|all (\d+) steps are done", again.log.read_text())
         outcome.went_on_from = int("".join(resumed[-1])) if resumed else 0
     outcome.differences = "; ".join(differences(read_result(run.folder), wanted))
@@ -446,24 +431,19 @@ def carry_out(moment: Moment | Chance, home: Path, cache: Path, wanted: Result) 
     return outcome
 
 
-def whom_is_controller(words: str) -> bool:
-    """Whether the signal hit the command itself."""
-    return words.startswith("controller")
-
-
 # --- results --------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Result:
-    """What a run leaves that must be the same."""
+    """The results of a run, which must not depend on kills."""
 
     metrics: list[tuple[int, dict[str, Any]]]
-    """Every line: step and values, in the order of the file."""
+    """(step, values) of each line, in the order of the file."""
     weights: dict[str, Any]
-    """Every trained tensor, actor's and critic's."""
+    """Tensors of the trained models, actor and critic."""
     seconds: float = 0.0
-    """From the launch to the end, where it was measured."""
+    """From launch to end; 0: not measured."""
 
 
 def read_result(folder: Path) -> Result:
@@ -530,17 +510,16 @@ def table(outcomes: list[Outcome]) -> str:
 
 
 def run_matrix(moments: Sequence[Moment | Chance], home: Path, cache: Path) -> list[Outcome]:
-    """Carries out the moments, one after the other, telling on stderr how it goes."""
+    """Carries out the moments one after the other; progress goes to stderr."""
     wanted = {}
     for method in sorted({moment.method for moment in moments}):
-        if not any(
-            cache.glob("*/model")
-        ):  # a run that makes the recipe's model takes longer than those that find it
+        # the run that makes the recipe's model takes longer than later ones, and would distort `seconds`
+        if not any(cache.glob("*/model")):
             Run(home / f"first-{method}", method, cache).finish(STARTS)
         start = time.monotonic()
         whole = Run(home / f"whole-{method}", method, cache)
         if whole.finish(STARTS) != 0:
-            raise RuntimeError(f"the run without a stop failed: {whole.said()}")
+            raise RuntimeError(f"the uninterrupted run failed: {whole.said()}")
         wanted[method] = replace(read_result(whole.folder), seconds=time.monotonic() - start)
         print(
             f"{method}: {len(wanted[method].metrics)} records, {len(wanted[method].weights)} tensors to"
@@ -555,18 +534,18 @@ def run_matrix(moments: Sequence[Moment | Chance], home: Path, cache: Path) -> l
 
 
 def main() -> int:
-    """Runs the matrix; 0 when all are bit-identical and ended as they should."""
+    """Runs the matrix; 0 if all results are bit-identical and all runs ended as they should."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--moments", type=int, default=20, help="how many")
+    parser.add_argument("--moments", type=int, default=20, help="number of moments")
     parser.add_argument(
-        "--random", type=int, metavar="COUNT", help="instead, COUNT moments at which any process may be hit"
+        "--random", type=int, metavar="COUNT", help="instead, kill COUNT random processes at random times"
     )
     parser.add_argument(
-        "--generation", type=int, metavar="COUNT", help="instead, COUNT kills of a generation process"
+        "--generation", type=int, metavar="COUNT", help="instead, kill a generation process COUNT times"
     )
-    parser.add_argument("--seed", type=int, default=1, help="of the moments")
-    parser.add_argument("--only", type=int, nargs="*", help="numbers of the moments to carry out")
-    parser.add_argument("--folder", type=Path, help="where the runs are kept; default: a temporary folder")
+    parser.add_argument("--seed", type=int, default=1, help="seed of the moments")
+    parser.add_argument("--only", type=int, nargs="*", help="run only the moments with these numbers")
+    parser.add_argument("--folder", type=Path, help="folder to keep the runs in; default: a temporary one")
     parser.add_argument("--cache", type=Path, help="the recipe's cache; default: in the folder")
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
     options = parser.parse_args()

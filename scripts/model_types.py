@@ -1,15 +1,15 @@
-"""How each type of causal language model is handled: packed, padded or refused, and how far its numbers are
-from transformers' own.
+"""Lists how each type of causal language model is handled (packed, padded or refused), and checks its numbers
+against transformers' own.
 
     python scripts/model_types.py                  # all types that transformers has; writes docs/models.md
-    python scripts/model_types.py qwen3 mamba2     # some, on the terminal only
+    python scripts/model_types.py qwen3 mamba2     # only these; prints to the terminal
 
 In: tiny models with random weights (`tiny_types.py`). The training engine loads each as a policy, with
 adapters, and as a value model; its log-probabilities and gradients are compared with those of transformers'
 own code, row by row; the built-in engine samples from it, and its log-probabilities are compared likewise.
-In bf16 only the decision is compared: what is wrong in float32 must not be accepted there. Each type runs in
-a process of its own. Out: a table; exit code 1 if anything is computed wrong, or fails with anything but a
-refusal. Left out on purpose: pretrained weights, and rows beyond a few dozen tokens.
+In bf16 only the decision is compared: a type that is refused in float32 must not be accepted there. Each type
+runs in its own process. Out: a table; exit code 1 if a type gives wrong numbers, or fails with anything but a
+refusal. Left out on purpose: pretrained weights, and rows longer than a few dozen tokens.
 """
 
 from __future__ import annotations
@@ -56,17 +56,17 @@ from scripts.tiny_types import TYPES, VOCABULARY, save_tiny, tiny_config
 
 PAGE = Path(__file__).parents[1] / "docs" / "models.md"
 SECONDS = 600
-"""Time limit per type; on a quiet machine one takes a second or two."""
+"""Time limit per type; on a quiet machine each takes a second or two."""
 ROWS = ((5, 6), (5, 21), (2, 3), (19, 17))
-"""Tokens of each row's prompt and response: some exceed the windows of the tiny models. The first two have
-the same prompt."""
+"""Tokens of each row's prompt and response; some exceed the sliding windows of the tiny models. The first two
+rows have the same prompt."""
 LOG_PROBS, GRADIENTS = 1e-3, 1e-2
-"""Largest difference of log-probabilities, in float32; and of a gradient, relative to the largest of its
+"""Tolerances in float32: absolute, of log-probabilities; and of gradients, relative to the largest of each
 tensor."""
 PACKED, PADDED, RIGHT = "packed", "padded", "yes"
 REFUSED, UNMADE, WRONG, BROKEN = "refused", "not tried", "WRONG", "ERROR"
 BF16 = " in bf16"
-"""Ends the names of ways to use a model in bf16."""
+"""Suffix of the ways to use a model that are in bf16."""
 
 
 @dataclass(frozen=True)
@@ -76,9 +76,9 @@ class Outcome:
     word: str
     """PACKED or PADDED, for sampling RIGHT; REFUSED, UNMADE, WRONG or BROKEN."""
     why: str = ""
-    """The message, or where it failed."""
+    """Reason, unless the numbers are right."""
     log_probs: float = 0.0
-    """Largest difference from those of transformers."""
+    """Largest difference from transformers' own."""
     gradients: float = 0.0
 
     @property
@@ -87,10 +87,10 @@ class Outcome:
         return self.word in (WRONG, BROKEN)
 
 
-def rows_of(vocabulary: int = VOCABULARY) -> DataProto:
-    """The test rows, of random tokens."""
+def rows_of() -> DataProto:
+    """The test rows, with random tokens."""
     draw = torch.Generator().manual_seed(1)
-    tokens = [[torch.randint(2, vocabulary, (n,), generator=draw) for n in lengths] for lengths in ROWS]
+    tokens = [[torch.randint(2, VOCABULARY, (n,), generator=draw) for n in lengths] for lengths in ROWS]
     tokens[1][0] = tokens[0][0]
     responses = ragged.from_rows([response for _, response in tokens])
     ones = torch.ones(len(ragged.parts(responses)[0]), dtype=torch.int64)
@@ -104,7 +104,7 @@ def rows_of(vocabulary: int = VOCABULARY) -> DataProto:
 
 
 def own_model(folder: Path) -> PreTrainedModel:
-    """The model as transformers loads it."""
+    """The model as transformers loads it, in float32."""
     lm = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     if getattr(lm.config.get_text_config(), "attn_logit_softcapping", None) is not None:
         lm.set_attn_implementation("eager")  # SDPA ignores the cap
@@ -112,13 +112,13 @@ def own_model(folder: Path) -> PreTrainedModel:
 
 
 def log_probs_of_all(lm: PreTrainedModel, prompts: Sequence[Tensor], responses: Sequence[Tensor]) -> Tensor:
-    """(K,) of all response tokens by transformers' own code, row by row."""
+    """Log-probabilities (K,) of all response tokens by transformers' own code, row by row."""
     rows = zip(prompts, responses, strict=True)
     return torch.cat([own_log_probs(lm, prompt, response, lm.device) for prompt, response in rows])
 
 
 def engine_of(folder: Path, *, head: str = "policy", lora_rank: int = 0, dtype: str = "fp32") -> FSDPEngine:
-    """As a run makes it, but for the dtype; layers are FSDP units, as a larger model's are by default."""
+    """As a run makes it, except for the dtype. Each layer is an FSDP unit, as in larger models by default."""
     return FSDPEngine(
         ModelConfig(path=str(folder), lora_rank=lora_rank),
         FSDPConfig(dtype=dtype, wrap_policy=WrapPolicyConfig(min_num_params=0)),
@@ -155,7 +155,7 @@ def as_policy(folder: Path) -> Outcome:
 
 
 def gradient_difference(mine: Tensor | None, wanted: Tensor | None) -> float:
-    """Largest difference relative to the largest number; a missing gradient counts as zeros."""
+    """Largest difference, relative to the largest wanted number; a missing gradient counts as zeros."""
     ours = mine.to_local() if isinstance(mine, DTensor) else mine
     found = ours if ours is not None else wanted
     if found is None:
@@ -165,7 +165,7 @@ def gradient_difference(mine: Tensor | None, wanted: Tensor | None) -> float:
 
 
 def trained_once(engine: FSDPEngine) -> Outcome:
-    """A pass without a gradient, one with it, and an optimizer step."""
+    """Runs a forward pass, a forward and backward pass, and an optimizer step."""
     rows = rows_of()
     engine.forward([rows])
     engine.forward_backward([rows], loss_of)
@@ -192,8 +192,8 @@ def sampler_of(folder: Path, lm: PreTrainedModel, dtype: torch.dtype) -> NativeE
 
 
 def sampled(folder: Path) -> Outcome:
-    """Samples twice from prompts of different lengths; compares log-probabilities, and the tokens of both
-    calls."""
+    """Samples twice from prompts of different lengths; compares log-probabilities with transformers' own, and
+    the tokens of the two calls with each other."""
     lm, prompts = own_model(folder), ragged.rows(rows_of().get("prompts"))
     engine = sampler_of(folder, lm, torch.float32)
     off, seen = 0.0, []
@@ -206,19 +206,19 @@ def sampled(folder: Path) -> Outcome:
         off = max(off, float((ragged.parts(output.log_probs)[0] - expected).abs().max()))
         seen.append(torch.cat(list(responses)))
     same = torch.equal(*seen)
-    why = f"off by {off:.2g}" if same else "other tokens in the second call"
+    why = f"off by {off:.2g}" if same else "different tokens in the second call"
     return Outcome(RIGHT, log_probs=off) if off < LOG_PROBS and same else Outcome(WRONG, why, off)
 
 
 def in_bf16(found: Outcome, folder: Path) -> Outcome:
-    """The decision for a policy. found: in float32. To pad rows or to refuse the model is never wrong."""
+    """The decision for a policy, given that in float32. Padding or refusing is never wrong."""
     word = PADDED if engine_of(folder, dtype="bf16")._padded else PACKED
     lax = found.word == REFUSED or (found.word == PADDED and word == PACKED)
     return Outcome(WRONG, f"{WRONG}: {word} in bf16") if lax else Outcome(word)
 
 
 def sampled_in_bf16(found: Outcome, folder: Path) -> Outcome:
-    """The decision of the built-in engine. found: in float32."""
+    """The decision of the built-in engine, given that in float32."""
     sampler_of(folder, own_model(folder), torch.bfloat16)
     return Outcome(WRONG, f"{WRONG}: sampled in bf16") if found.word == REFUSED else Outcome(RIGHT)
 
@@ -235,7 +235,7 @@ def tried(way: Callable[[Path], Outcome], folder: Path) -> Outcome:
 
 
 def first_words(error: BaseException) -> str:
-    """Class and message of an error, on one line."""
+    """Class and start of the message of an error, on one line."""
     said = " ".join(str(error).split())
     return f"{type(error).__name__}: {said[:160]}" if said else type(error).__name__
 
@@ -257,8 +257,8 @@ def examine(model_type: str) -> dict[str, Outcome]:
         return found
 
 
-def quiet(model_type: str, answer: Connection) -> None:
-    """`examine` without the output of libraries."""
+def child_main(model_type: str, answer: Connection) -> None:
+    """Sends the result of `examine` to the parent; silences the output of libraries."""
     torch.set_num_threads(1)
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
@@ -270,11 +270,11 @@ def quiet(model_type: str, answer: Connection) -> None:
     answer.send(examine(model_type))
 
 
-def apart(model_type: str) -> dict[str, Outcome]:
+def examine_in_child(model_type: str) -> dict[str, Outcome]:
     """`examine` in a child process, which may crash or hang."""
     context = multiprocessing.get_context("fork")
     mine, theirs = context.Pipe(duplex=False)
-    process = context.Process(target=quiet, args=(model_type, theirs))
+    process = context.Process(target=child_main, args=(model_type, theirs))
     process.start()
     theirs.close()
     found = {"policy": Outcome(BROKEN, "hangs")}
@@ -312,7 +312,7 @@ largest of their tensor. In bf16 nothing is accepted that is wrong in float32.
 
 
 def page(lines: Sequence[str], version: str) -> str:
-    """The Markdown page with these rows of the table. version: of transformers."""
+    """The Markdown page with these rows in its table. version: of transformers."""
     words = [one.split("|")[2].strip() for one in lines]
     head = HEAD.format(
         version=version,
@@ -324,7 +324,7 @@ def page(lines: Sequence[str], version: str) -> str:
 
 
 def line(name: str, ways: Mapping[str, Outcome]) -> str:
-    """One row of the table."""
+    """One row of the table. Reasons that float32 gives already are not repeated for bf16."""
     cells = [ways[way].word if way in ways else "" for way in ("policy", "value", "lora", "native")]
     reasons: dict[str, None] = {}
     for way, one in ways.items():
@@ -340,13 +340,13 @@ def line(name: str, ways: Mapping[str, Outcome]) -> str:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Exit code 1 if there is a defect."""
+    """Returns 1 if there is a defect, else 0."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("types", nargs="*", metavar="TYPE", help="by default all")
     wanted = parser.parse_args(arguments).types
     found = {}
     for name in wanted or TYPES:
-        found[name] = apart(name)
+        found[name] = examine_in_child(name)
         print(line(name, found[name]), flush=True)
     if not wanted:
         lines = [line(name, ways) for name, ways in found.items()]

@@ -1,11 +1,11 @@
-"""Makes GSM8K into files that hydraflow trains on.
+"""Converts GSM8K to files that hydraflow trains on.
 
     python scripts/prepare_gsm8k.py --output data/gsm8k                     # from the Hugging Face hub
     python scripts/prepare_gsm8k.py --train train.jsonl --test test.jsonl --output data/gsm8k  # from files
 
-In: rows with `question` and `answer` (worked out, ending in `#### 42`), from the hub or from local Parquet or
-JSONL files. Out: train.parquet and test.parquet with `prompt`, `data_source`, `ability`, `reward_model` and
-`extra_info`.
+In: rows with `question` and `answer` (a solution that ends in `#### 42`), from the hub or from local Parquet
+or JSONL files. Out: train.parquet and test.parquet with `prompt`, `data_source`, `ability`, `reward_model`
+and `extra_info`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ INSTRUCTION = 'Let\'s think step by step and output the final answer after "####
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the command; returns its exit code: 0, 2 for a mistake in the arguments or files, 3 when the hub
+    """Runs the command; returns its exit code: 0; 2 for a mistake in the arguments or files; 3 if the hub
     cannot be read."""
     options = _parser().parse_args(arguments)
     try:
@@ -44,7 +44,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def to_rows(
     records: Sequence[FileRecord], split: str, instruction: str = INSTRUCTION
 ) -> list[dict[str, Any]]:
-    """Rows in hydraflow's schema. Raises an error naming the rows whose answer has no `####`."""
+    """Rows in hydraflow's schema. ConfigError if an answer has no `####`, naming the rows."""
     raise_problems(
         [r.problem("its answer has no '#### number'") for r in records if "####" not in r.values["answer"]]
     )
@@ -79,7 +79,7 @@ def _from_hub() -> dict[str, list[FileRecord]]:
 
     try:
         loaded = datasets.load_dataset(HUB_NAME, "main")
-    except (OSError, ValueError) as error:  # no network, no such data set, a broken cache
+    except (OSError, ValueError) as error:  # no network, no such data set, a corrupt cache
         remedy = "Give local copies with --train and --test."
         raise EnvironmentFault(f"{HUB_NAME} cannot be read from the hub: {error}\n{remedy}") from error
     return {
@@ -89,14 +89,14 @@ def _from_hub() -> dict[str, list[FileRecord]]:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description="Makes GSM8K into files that hydraflow trains on.")
+    parser = argparse.ArgumentParser(description="Converts GSM8K to files that hydraflow trains on.")
     parser.add_argument("--output", required=True, help="folder for train.parquet and test.parquet")
     parser.add_argument(
         "--train",
-        help="local copy of the training split (Parquet or JSONL); without --train and --test: the hub",
+        help="local copy of the training split (Parquet or JSONL); without --train and --test, the hub's",
     )
     parser.add_argument("--test", help="local copy of the test split")
-    parser.add_argument("--instruction", default=INSTRUCTION, help="what is appended to each question")
+    parser.add_argument("--instruction", default=INSTRUCTION, help="text to append to each question")
     return parser
 
 

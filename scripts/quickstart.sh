@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# From a fresh clone to a trained model: makes the environment, then runs `python -m hydraflow.main_ppo` with your overrides.
+# From a fresh clone to a trained model: creates the environment, then runs `python -m hydraflow.main_ppo`
+# with your overrides.
 #
 #   scripts/quickstart.sh                                     the arithmetic recipe, minutes on a laptop CPU
 #   scripts/quickstart.sh trainer.total_training_steps=20     a short one
@@ -9,5 +10,5 @@ source "$(dirname "${BASH_SOURCE[0]}")/setup_env.sh"
 
 prepare_environment ""
 say "training: python -m hydraflow.main_ppo $*"
-say "the run folder goes below $PWD/runs unless trainer.default_local_dir says otherwise"
+say "the run folder is created in $PWD/runs unless trainer.default_local_dir is set"
 exec "$PYTHON" -m hydraflow.main_ppo "$@"

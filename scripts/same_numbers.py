@@ -1,12 +1,12 @@
 #!/usr/bin/env python
-"""Whether a change keeps the numbers: runs a commit before and the tree of now with the same overrides, and
-compares their metrics bit by bit.
+"""Whether a change keeps the numbers: runs an earlier commit and the working tree with the same overrides,
+and compares their metrics bit by bit.
 
     python scripts/same_numbers.py HEAD~1 trainer.total_training_steps=6
     python scripts/same_numbers.py v0.1 trainer.total_training_steps=50 algorithm.adv_estimator=gae
 
 Times and speeds (`timing_s/`, `perf/`, seconds) are not compared. Metrics that only one of the two has are
-listed. Exit code 1 when a value differs.
+listed. Exit code 1 if a value differs.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 LINKS = {"config": "config", "scripts/slurm": "scripts/slurm", "examples/slurm": "examples/slurm"}
-"""Folders of the tree that are parts of the installed package."""
+"""Path inside an installed package -> path in the tree; linked, so that both are found."""
 
 
 def main(commit: str, overrides: Sequence[str]) -> int:
-    """Compares and prints; returns the exit code."""
+    """Runs both and prints the comparison; returns the exit code."""
     with tempfile.TemporaryDirectory(prefix="same-numbers-") as name:
         folder = Path(name)
         before = folder / "before"
@@ -46,7 +46,7 @@ def git(*words: str) -> None:
 
 
 def run(tree: Path, folder: Path, overrides: Sequence[str]) -> list[dict[str, float]]:
-    """The metrics of a run of that tree's code; both runs share the recipe's model."""
+    """Metrics of a run with that tree's code. Both runs share the recipe's cached model."""
     out = folder / f"run-of-{tree.name}"
     print(f"running {tree}", flush=True)
     subprocess.run(
@@ -68,7 +68,7 @@ def run(tree: Path, folder: Path, overrides: Sequence[str]) -> list[dict[str, fl
 
 
 def compare(before: list[dict[str, float]], now: list[dict[str, float]]) -> int:
-    """Prints what differs; 1 if anything does.
+    """Prints the differences; returns 1 if a value differs.
 
     >>> compare([{"step": 1, "loss": 0.5}], [{"step": 1, "loss": 0.5, "more": 1.0}])
     1 steps, 2 values are the same, 0 differ; only now: more
@@ -95,7 +95,7 @@ def compare(before: list[dict[str, float]], now: list[dict[str, float]]) -> int:
 
 
 def is_compared(name: str) -> bool:
-    """Whether two runs of the same code agree on it."""
+    """Whether a metric is the same in two runs of the same code."""
     return not name.startswith(("timing_s/", "perf/")) and "seconds" not in name and name != "time"
 
 

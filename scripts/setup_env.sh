@@ -1,11 +1,11 @@
 # shellcheck shell=bash
-# Makes the Python environment that the other scripts use. Sourced by them, not run:
+# Creates the Python environment of the other scripts. Sourced by them, not run:
 #
-#   source scripts/setup_env.sh; prepare_environment ""      what a run needs
-#   source scripts/setup_env.sh; prepare_environment dev     besides that, what the tests need
+#   source scripts/setup_env.sh; prepare_environment ""      dependencies of a run
+#   source scripts/setup_env.sh; prepare_environment dev     also those of the tests
 #
-# It sets $PYTHON. The environment is .venv in the clone, or $HYDRAFLOW_VENV. What was installed before is used again as long as
-# setup.py, pyproject.toml and constraints.txt are the same.
+# Sets $PYTHON. The environment is .venv in the clone, or $HYDRAFLOW_VENV. It is reused as long as setup.py,
+# pyproject.toml and constraints.txt are unchanged.
 
 ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
 VENV="${HYDRAFLOW_VENV:-$ROOT/.venv}"
@@ -19,11 +19,12 @@ fail() {
     exit 2
 }
 
-# The first command that really is Python 3.11 or 3.12 (a version manager's stand-in may exist and not run).
+# Prints the first command that runs as Python 3.11 or 3.12 (a version manager's shim may exist but not run).
 find_python() {
+    local check='import ensurepip, sys, venv; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 12))'
     local candidate
     for candidate in python3.11 python3.12 python3; do
-        if "$candidate" -c 'import ensurepip, sys, venv; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 12))' 2>/dev/null; then
+        if "$candidate" -c "$check" 2>/dev/null; then
             command -v "$candidate"
             return
         fi
@@ -36,54 +37,60 @@ make_venv() {
         return
     fi
     if [[ -d "$VENV" && ! -e "$VENV/pyvenv.cfg" && -n "$(ls -A "$VENV")" ]]; then
-        fail "$VENV is a folder with other things in it, no Python environment. Set HYDRAFLOW_VENV to another folder."
+        fail "$VENV is not empty and not a Python environment. Set HYDRAFLOW_VENV to another folder."
     fi
     local base
-    base="$(find_python)" || fail "no Python 3.11 or 3.12 with venv was found (tried python3.11, python3.12, python3). \
-On Debian and Ubuntu: apt install python3.11 python3.11-venv"
-    say "making $VENV with $base ($("$base" -V)); a few seconds"
+    base="$(find_python)" ||
+        fail "found no Python 3.11 or 3.12 with venv (tried python3.11, python3.12, python3)." \
+            "On Debian and Ubuntu: apt install python3.11 python3.11-venv"
+    say "creating $VENV with $base ($("$base" -V)); a few seconds"
     "$base" -m venv "$VENV"
     rm -f "$VENV/hydraflow-installed"
 }
 
 has_gpu() { command -v nvidia-smi >/dev/null && nvidia-smi -L 2>/dev/null | grep -q GPU; }
 
-# torch goes first and by itself. Without a GPU the wheel is asked for by its full name, so that pip cannot choose the CUDA
-# build, which is 20 times larger. It is looked for where pip looks anyhow, then also at $HYDRAFLOW_TORCH_INDEX, by default
-# PyTorch's own index of CPU wheels. Where neither has it, the plain package does the same, only larger.
+# torch is installed first, by itself. Without a GPU, its full version (+cpu) keeps pip from choosing the CUDA
+# build, which is 20 times larger. pip's own index is tried first, then also $HYDRAFLOW_TORCH_INDEX, by
+# default PyTorch's index of CPU wheels. If neither has it, the plain package works as well, but is larger.
 install_torch() {
-    if "$PYTHON" -c "import importlib.metadata as m, sys; sys.exit(m.version('torch').split('+')[0] != '$TORCH_VERSION')" 2>/dev/null; then
+    local found="from importlib.metadata import version; found = version('torch').split('+')[0]"
+    if "$PYTHON" -c "$found; raise SystemExit(found != '$TORCH_VERSION')" 2>/dev/null; then
         return
     fi
     if has_gpu; then
-        say "installing torch $TORCH_VERSION with CUDA; about 3 GB, some minutes"
+        say "installing torch $TORCH_VERSION with CUDA; about 3 GB, a few minutes"
         "$PYTHON" -m pip install --quiet "torch==$TORCH_VERSION"
     else
         say "installing torch $TORCH_VERSION for CPUs; about 200 MB, a minute or two"
         install_cpu_torch || {
-            say "pip finds no CPU build of torch $TORCH_VERSION, neither in its own index nor at ${HYDRAFLOW_TORCH_INDEX:-$CPU_WHEELS}"
-            say "installing the plain torch $TORCH_VERSION instead; with CUDA libraries that is about 3 GB, some minutes"
+            say "pip finds no CPU build of torch $TORCH_VERSION, neither in its own index nor at" \
+                "${HYDRAFLOW_TORCH_INDEX:-$CPU_WHEELS}"
+            say "installing plain torch $TORCH_VERSION instead; with CUDA libraries about 3 GB, a few minutes"
             "$PYTHON" -m pip install --quiet "torch==$TORCH_VERSION" ||
-                fail "pip cannot install torch $TORCH_VERSION. Is the network reachable, and are there 6 GB of free disk? \
-Set HYDRAFLOW_TORCH_INDEX to an index or PIP_FIND_LINKS to a folder that has its wheel, and run this again."
+                fail "pip cannot install torch $TORCH_VERSION. Is the network reachable," \
+                    "and are 6 GB of disk free?" \
+                    "Set HYDRAFLOW_TORCH_INDEX to an index or PIP_FIND_LINKS to a folder with its wheel," \
+                    "and run this again."
         }
     fi
 }
 
 install_cpu_torch() {
-    if [[ -z "${HYDRAFLOW_TORCH_INDEX:-}" ]] && "$PYTHON" -m pip install --quiet "torch==$TORCH_VERSION+cpu" 2>/dev/null; then
+    if [[ -z "${HYDRAFLOW_TORCH_INDEX:-}" ]] &&
+        "$PYTHON" -m pip install --quiet "torch==$TORCH_VERSION+cpu" 2>/dev/null; then
         return
     fi
-    # a network without that index is given up after seconds, not after pip's five attempts
-    "$PYTHON" -m pip install --quiet --retries 1 --timeout 15 --extra-index-url "${HYDRAFLOW_TORCH_INDEX:-$CPU_WHEELS}" \
-        "torch==$TORCH_VERSION+cpu"
+    # fails within seconds where the index is unreachable; pip would try five times
+    "$PYTHON" -m pip install --quiet --retries 1 --timeout 15 \
+        --extra-index-url "${HYDRAFLOW_TORCH_INDEX:-$CPU_WHEELS}" "torch==$TORCH_VERSION+cpu"
 }
 
 fingerprint() {
     (cd "$ROOT" && { pwd && cat setup.py pyproject.toml constraints.txt; } | sha256sum | cut -d' ' -f1)
 }
 
-# $1: extras, "" or dev. The stamp holds a fingerprint and the extras that were installed with it.
+# $1: extras, "" or dev. The stamp file holds the fingerprint and the extras of the installation.
 prepare_environment() {
     local extras="$1" stamp="$VENV/hydraflow-installed" now started=$SECONDS
     now="$(fingerprint)"
@@ -93,10 +100,12 @@ prepare_environment() {
         say "using $VENV"
         return
     fi
-    rm -f "$stamp" # an installation that is interrupted leaves no stamp of an earlier one
+    rm -f "$stamp" # or an interrupted installation would look complete
     install_torch
-    say "installing hydraflow${extras:+ with [$extras]} and what it needs into $VENV; about 300 MB the first time (with [dev] 400), one to five minutes"
-    "$PYTHON" -m pip install --quiet --constraint "$ROOT/constraints.txt" --editable "$ROOT${extras:+[$extras]}"
+    say "installing hydraflow${extras:+ with [$extras]} and its dependencies into $VENV;" \
+        "about 300 MB the first time (with [dev] 400), one to five minutes"
+    "$PYTHON" -m pip install --quiet --constraint "$ROOT/constraints.txt" \
+        --editable "$ROOT${extras:+[$extras]}"
     printf '%s %s\n' "$now" "$extras" >"$stamp"
     say "the environment is ready after $((SECONDS - started)) s"
 }

@@ -1,17 +1,18 @@
 #!/usr/bin/env bash
-# Checks the project: ruff, formatting, mypy, pytest. All of them run, whatever the first ones say. Arguments go to pytest.
+# Checks the project: ruff, formatting, mypy, pytest; all of them, even if one fails. Arguments go to pytest.
 #
 #   scripts/test.sh                       everything
-#   scripts/test.sh --fast                without the tests that use Ray or several ranks, train, or wait for other programs: three minutes on two cores
-#   scripts/test.sh -n 0 --pdb FILE       in one process, at the debugger
+#   scripts/test.sh --fast                without tests that use Ray or several ranks, train, or wait for
+#                                         other programs: three minutes on two cores
+#   scripts/test.sh -n 0 --pdb FILE       in one process, with the debugger
 set -euo pipefail
 
 source "$(dirname "${BASH_SOURCE[0]}")/setup_env.sh"
 
 prepare_environment dev
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" # the tests' tensors are too small for threads to help
-export GOMP_SPINCOUNT="${GOMP_SPINCOUNT:-1000}" # threads that spin would take the processors from other tests
-unset PYTHONDONTWRITEBYTECODE                   # every process would compile the package and its tests again
+export GOMP_SPINCOUNT="${GOMP_SPINCOUNT:-1000}" # spinning threads would take the cores from other tests
+unset PYTHONDONTWRITEBYTECODE                   # else every process would recompile the package and its tests
 cd "$ROOT"
 failed=()
 
@@ -27,7 +28,7 @@ check() { # name, how long it takes, command
     fi
 }
 
-types() { # what mypy, which runs beside the tests, has found
+types() { # waits for mypy, which runs beside the tests, and prints its output
     wait "$mypy"
     local code=$?
     cat "$mypy_says"
@@ -40,7 +41,7 @@ mypy_says="$(mktemp)"
 "$PYTHON" -m mypy >"$mypy_says" 2>&1 &
 mypy=$!
 trap 'kill "$mypy" 2>/dev/null || true; rm -f "$mypy_says"' EXIT
-# Three test processes on two cores: most slow tests wait for processes of their own. Each takes a file at a time.
+# Three processes on two cores: most slow tests wait for processes of their own. Each takes a file at a time.
 check pytest "some minutes" "$PYTHON" -m pytest -q -n 3 --dist loadfile --no-loadscope-reorder "$@"
 check mypy "beside the tests" types
 

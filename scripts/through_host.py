@@ -1,8 +1,8 @@
-"""Collectives of several ranks on one GPU, which NCCL refuses: by way of host memory, over gloo.
+"""Collectives between several ranks on one GPU, which NCCL refuses: through host memory, with gloo.
 
-In: torch.distributed. Out: the same functions, which copy tensors of a GPU to the host, call gloo, and copy
-what they got back. They have ended when they return, also where the caller does not ask them to wait. Only
-for `gpu_ranks.py`, which shows with it that the code around the collectives is right on a GPU; it is slow.
+In: torch.distributed. Out: its functions, patched to copy GPU tensors to the host, call gloo, and copy the
+result back. They are synchronous even with async_op. Slow, and only for `gpu_ranks.py`, which checks with it
+that the code around the collectives is right on a GPU.
 """
 
 from __future__ import annotations
@@ -29,19 +29,19 @@ CALLS = {
     "reduce_scatter_single": ("output", "input"),
     "all_to_all_single": ("output", "input"),
 }
-"""Function -> its argument for what arrives, and for what is sent. A version of torch may lack some."""
+"""Function -> its arguments for the output and the input. Some versions of torch lack some of them."""
 
 
 class Done:
-    """The handle of a collective that has ended."""
+    """The handle of a finished collective."""
 
     def wait(self, *unused: object) -> bool:
         return True
 
 
 def install(device_type: str) -> None:
-    """Replaces torch.distributed's functions in this process, before others import them by name: for tensors
-    on devices of a type. Those of "cpu" are copied, too, so that a test needs no GPU."""
+    """Patches torch.distributed in this process for tensors on devices of this type; call it before other
+    modules import the functions by name. With "cpu", tensors are copied, too, so that tests need no GPU."""
     for name, (arrives, sent) in CALLS.items():
         if hasattr(dist, name):
             _replace(name, _through_host(getattr(dist, name), arrives, sent, device_type))
@@ -70,10 +70,9 @@ def _through_host(
         arguments.update({name: _copied(several) for name, several in tensors.items()})
         waits = not arguments.pop("async_op", False)
         function(*bound.args, **bound.kwargs)
-        for there, here in zip(
-            _listed(tensors.get(arrives, ())), _listed(arguments.get(arrives, ())), strict=True
-        ):
-            there.data.copy_(here)
+        outputs, copies = _listed(tensors.get(arrives, ())), _listed(arguments.get(arrives, ()))
+        for output, copy in zip(outputs, copies, strict=True):
+            output.data.copy_(copy)
         return None if waits else Done()
 
     return call
@@ -101,7 +100,7 @@ def _sends_through_host(function: Callable[..., Any], device_type: str) -> Calla
 
 @contextmanager
 def _one_by_one(*unused: object, **named: object) -> Iterator[Done]:
-    """Instead of a manager that collects collectives and starts them at its end."""
+    """In place of a manager that batches collectives and starts them on exit."""
     yield Done()
 
 

@@ -1,8 +1,8 @@
-"""docs/timeline.png from a timeline: python scripts/timeline_picture.py TIMELINE STEP PICTURE
+"""Draws docs/timeline.png from a timeline: python scripts/timeline_picture.py TIMELINE STEP PICTURE
 
-In: a file of `ray_init.timeline_file` and a training step in it. Out: a picture of that step, a line for each
-row of the trace, and a legend for spans too short for their names. Left out on purpose: everything that a
-trace viewer does better; this is for the documentation.
+In: a file of `ray_init.timeline_file` and the number of a training step in it. Out: a picture of that step,
+one line per row of the trace, with a legend for spans too short for a label. Left out on purpose: everything
+that a trace viewer does better; this is for the documentation.
 """
 
 from __future__ import annotations
@@ -20,12 +20,13 @@ from matplotlib.patches import Patch  # noqa: E402
 
 Event = dict[str, Any]
 RAY_PIDS = 10_000
+"""Process ids from here on are of Ray's own rows, as in `dispatch/timeline.py`."""
 LEAST_LABEL = 0.07
-"""Share of the step that a span must take for its name to fit."""
+"""Fraction of the step that a span must exceed to be labelled in place."""
 
 
 def rows_of(trace: dict[str, Any], step: int) -> tuple[Event, list[tuple[str, list[Event]]]]:
-    """The step's span, and (label, spans) of every row of ours that has something in it."""
+    """The step's span, and (label, spans) of every non-empty row except Ray's own."""
     events = trace["traceEvents"]
     names = {
         event["pid"]: event["args"]["name"]

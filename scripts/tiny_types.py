@@ -1,7 +1,7 @@
-"""A tiny model, with random weights, of each type of causal language model that transformers has.
+"""Tiny models with random weights, of each type of causal language model that transformers has.
 
-In: a type's name, as `config.json` has it. Out: a configuration, or a directory. Sizes are set by their
-names, which most types share; `MORE` has what single types need besides. Left out on purpose: tokenizers.
+In: a type's name, as in `config.json`. Out: a configuration, or a directory. Sizes are set by their names,
+which most types share; `MORE` has additional values for some types. Left out on purpose: tokenizers.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 TYPES = tuple(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
 VOCABULARY = 64
 MOST_WEIGHTS = 5_000_000
-"""A larger model is not tiny: one of its sizes has a name that is not listed here."""
+"""Limit of a tiny model; a larger one has a size whose name is missing in `_NAMES`."""
 
 _NAMES = {
     VOCABULARY: "vocab_size vocab_size_per_layer_input audio_vocab_size input_embedding_size"
@@ -52,7 +52,7 @@ _NAMES = {
 }
 _SMALL = {name: size for size, names in _NAMES.items() for name in names.split()}
 _SMALL |= {"index_n_heads": 64, "index_head_dim": 32}
-"""With fewer index heads, keys often get the same score, 0, and the selection among them is arbitrary."""
+"""With fewer index heads, many keys score exactly 0, and the choice among them is arbitrary."""
 _LINEAR = [*["linear_attention"] * 3, "full_attention"]
 MORE: dict[str, dict[str, Any]] = {
     "bamba": {"attn_layer_indices": [1, 3]},
@@ -112,18 +112,18 @@ MORE: dict[str, dict[str, Any]] = {
     },
     "zaya": {"num_experts_per_tok": 1},
 }
-"""Type -> further values of its configuration."""
+"""Type -> additional values of its configuration."""
 MORE["qwen4_exp"] = {"text_config": MORE["qwen4_exp_text"]}
 MORE["gemma3n"] = {"text_config": MORE["gemma3n_text"]}
 
 
 def tiny_config(model_type: str) -> PreTrainedConfig:
-    """A configuration with small sizes. Errors of transformers about sizes that do not fit propagate."""
+    """A configuration with small sizes. transformers' errors about incompatible sizes propagate."""
     return _shrunk(CONFIG_MAPPING[model_type], MORE.get(model_type, {}))
 
 
 def _shrunk(kind: type[PreTrainedConfig], more: Mapping[str, Any]) -> PreTrainedConfig:
-    """more: its own values; for nested configurations dicts of them."""
+    """more: additional values; for nested configurations, dicts of them."""
     within = {
         name: _shrunk(type(one), more.get(name, {}))
         for name, one in vars(kind()).items()
@@ -138,14 +138,14 @@ def _shrunk(kind: type[PreTrainedConfig], more: Mapping[str, Any]) -> PreTrained
     return kind(**{**own, **more, **within})
 
 
-def save_tiny(config: PreTrainedConfig, folder: Path, *, seed: int = 0) -> PreTrainedModel:
-    """Writes a model in which every weight matters, and returns it. ValueError when it is not tiny."""
+def save_tiny(config: PreTrainedConfig, folder: Path) -> PreTrainedModel:
+    """Writes a model in which every weight matters, and returns it. ValueError if it is not tiny."""
     with torch.device("meta"):
         size = sum(one.numel() for one in AutoModelForCausalLM.from_config(config).parameters())
     if size > MOST_WEIGHTS:
-        raise ValueError(f"{size} weights: a size has a name that is not known")
+        raise ValueError(f"{size} weights: one of its sizes has an unknown name")
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
+        torch.manual_seed(0)
         lm = AutoModelForCausalLM.from_config(config)
         for parameter in lm.parameters():
             wide = parameter.ndim > 1

@@ -1,10 +1,10 @@
-"""A reward function of one's own: the response should be the digit in the prompt, `times` times over."""
+"""A custom reward function: the response should be the prompt's digit, repeated `times` times."""
 
 
 def compute_score(
     data_source: str, solution_str: str, ground_truth: str, extra_info: dict, times: int
 ) -> dict[str, float]:
-    """Share of positions that are right; `acc` is 1 when all are. `times` comes from reward_kwargs.
+    """Fraction of correct digits; `acc` is 1 if all are. `times` comes from reward_kwargs.
 
     >>> compute_score("repeat", "774", "7", {}, times=4)
     {'score': 0.5, 'acc': 0.0}

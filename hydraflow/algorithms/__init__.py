@@ -1,1 +1,1 @@
-"""The maths of training on tensors alone: losses, advantage estimators, KL terms; a file for each."""
+"""The maths of training, on plain tensors: losses, advantage estimators, KL terms; one file each."""

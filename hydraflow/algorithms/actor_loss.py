@@ -101,7 +101,7 @@ class ActorLoss:
         mask = columns["response_mask"]
         if not distillation.config.over_vocabulary:
             return distillation.terms(logp, keep(columns["teacher_log_probs"], mask)), {}
-        assert output.target_log_probs is not None, "the top-k tokens are among the targets"
+        assert output.target_log_probs is not None, "this distillation loss needs target_log_probs"
         each = mask[..., None]
         policy, teacher = keep(output.target_log_probs, each), keep(columns["teacher_top_log_probs"], each)
         mass = {"policy": policy.detach(), "teacher": teacher}

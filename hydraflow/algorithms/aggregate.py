@@ -1,4 +1,4 @@
-"""From losses per token to one loss: a weight for every token, such that `loss = (per_token *
+"""Aggregates per-token losses to one loss: a weight for every token, such that `loss = (per_token *
 weights).sum()`.
 
 In: a micro-batch's mask and the counts of the whole mini-batch (all data ranks, all micro-batches), taken
@@ -42,7 +42,7 @@ class Denominators:
         return Denominators(self.tokens + other.tokens, self.sequences + other.sequences)
 
 
-def _per_row(trained: Tensor) -> Tensor:
+def _one_over_lengths(trained: Tensor) -> Tensor:
     return 1.0 / trained.sum(dim=1, keepdim=True, dtype=torch.float64).clamp(min=1.0)  # (B, 1)
 
 
@@ -51,7 +51,7 @@ LOSS_AGG_MODES: dict[str, Callable[[Tensor, Denominators, float], Tensor | float
     "token-mean": lambda trained, n, scale: 1.0 / max(n.tokens, 1.0),
     "token-sum": lambda trained, n, scale: 1.0,
     "seq-mean-token-sum": lambda trained, n, scale: 1.0 / max(n.sequences, 1.0),
-    "seq-mean-token-mean": lambda trained, n, scale: _per_row(trained) / max(n.sequences, 1.0),
+    "seq-mean-token-mean": lambda trained, n, scale: _one_over_lengths(trained) / max(n.sequences, 1.0),
     "seq-mean-token-sum-norm": lambda trained, n, scale: 1.0 / (max(n.sequences, 1.0) * scale),
 }
 

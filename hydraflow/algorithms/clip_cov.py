@@ -1,7 +1,7 @@
 """Clip-Cov (Cui et al. 2025, https://arxiv.org/abs/2505.22617, section 4.2): PPO's clipped objective, in
 which a few tokens of high covariance (`covariance.py`) have no gradient.
 
-    chosen = a random clip_cov_ratio of the trained tokens, among those with clip_cov_lb < cov < clip_cov_ub
+    chosen = clip_cov_ratio of all trained tokens, at random among those with clip_cov_lb < cov < clip_cov_ub
     loss   = max(-A ratio, -A clip(ratio, 1 - clip_ratio_low, 1 + clip_ratio_high)), constant where chosen
 """
 
@@ -30,7 +30,7 @@ def choose(
 def clip_cov(tokens: TokenInputs, *, clip_ratio_low: float, clip_ratio_high: float) -> TokenTerms:
     """Statistics: `actor/cov_chosen` the chosen tokens, `actor/pg_clipfrac` those and tokens whose ratio was
     clipped."""
-    assert tokens.chosen is not None, "clip_cov selects tokens over the mini-batch"
+    assert tokens.chosen is not None, "clip_cov needs tokens.chosen"
     ratio, advantages = bounded_log_ratio(tokens).exp(), tokens.advantages
     plain = -advantages * ratio
     clipped = -advantages * ratio.clamp(1.0 - clip_ratio_low, 1.0 + clip_ratio_high)

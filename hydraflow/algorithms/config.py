@@ -1,4 +1,4 @@
-"""Configuration of the mathematics. Standard library only."""
+"""Configuration of losses, advantages and rewards. Standard library only."""
 
 from __future__ import annotations
 
@@ -26,7 +26,8 @@ from hydraflow.options import (
 
 @dataclass(frozen=True)
 class Estimator(Implementation):
-    """An advantage estimator: a function whose other arguments are the keys that it reads, by name."""
+    """An advantage estimator. The keyword arguments of its function have the names of the keys that it reads
+    and of the columns that it asks for."""
 
     per_trajectory: bool = False
     """`f(scores) -> advantages`, (B,) each: one number per trajectory, shared by all its trained tokens.
@@ -50,11 +51,11 @@ class Estimator(Implementation):
 
 @dataclass(frozen=True)
 class Loss(Implementation):
-    """A policy loss: a function of `TokenInputs` whose other arguments are the keys that it reads, by
-    name."""
+    """A policy loss: a function of `TokenInputs`. Its keyword arguments have the names of the keys that it
+    reads."""
 
     chooses: Implementation | None = None
-    """Selects tokens of the whole mini-batch before the loss (`covariance.TokenChoice`)."""
+    """Selects tokens over the whole mini-batch before the loss (`covariance.TokenChoice`)."""
 
     @property
     def all_reads(self) -> tuple[str, ...]:
@@ -63,7 +64,7 @@ class Loss(Implementation):
 
 
 def _in_groups(where: str, *reads: str, **facts: Any) -> Estimator:
-    """An estimator that compares the scores of the responses to one prompt."""
+    """A per-trajectory estimator that compares the scores of the responses to one prompt."""
     return Estimator(where, reads=reads, per_trajectory=True, groups=True, **facts)
 
 
@@ -107,7 +108,7 @@ ESTIMATORS = OwnChoices(
         "opo": _in_groups("hydraflow.algorithms.opo:opo", counts=True),
         "gpg": _in_groups("hydraflow.algorithms.gpg:gpg"),
         "maxrl": _in_groups("hydraflow.algorithms.maxrl:maxrl"),
-        "opmd": _in_groups("hydraflow.algorithms.opmd:less_the_soft_best", "opmd_tau"),
+        "opmd": _in_groups("hydraflow.algorithms.opmd:opmd_advantages", "opmd_tau"),
         "asymre": _in_groups("hydraflow.algorithms.asymre:asymre", "asymre_baseline_shift"),
         "raft": _in_groups("hydraflow.algorithms.raft:raft"),
         "remax": Estimator("hydraflow.algorithms.remax:remax", greedy_baseline=True),
@@ -188,9 +189,9 @@ class OldFrom(StrEnum):
     """Source of a step's old log-probabilities, those of the policy that sampled."""
 
     ROLLOUT = "rollout"
-    """The generation engine, whose arithmetic is the trainer's."""
+    """The generation engine, where it computes exactly what the trainer does."""
     FIRST_PASS = "first pass"
-    """The forward pass of the step's only update: the weights have not changed until then."""
+    """The forward pass of the step's only update: the weights have not changed before it."""
     RECOMPUTE = "recompute"
     """A forward pass of the actor before the first optimizer step."""
 
@@ -358,7 +359,7 @@ REJECTION_RULES = (
     *("seq_max_k2", "seq_max_k3"),
 )
 BYPASS_LOSSES = {"ppo_clip": Loss(), "reinforce": Loss("hydraflow.algorithms.reinforce:reinforce")}
-"""Values of `rollout_correction.loss_type`; the one without code means the loss that
+"""Values of `rollout_correction.loss_type`. ppo_clip has no function of its own: it is the loss that
 `actor.policy_loss.loss_mode` names."""
 
 
@@ -371,7 +372,7 @@ class Bounds:
 
     @classmethod
     def read(cls, value: Any) -> Bounds | None:
-        """From a number or text; None where it is neither one positive number nor two in order.
+        """Parses a number or text; None unless it is one positive number or two in ascending order.
 
         >>> Bounds.read("0.5_2.0"), Bounds.read(2), Bounds.read("2_1")
         (Bounds(upper=2.0, lower=0.5), Bounds(upper=2.0, lower=None), None)

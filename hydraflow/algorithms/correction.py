@@ -1,5 +1,5 @@
 """Corrects for samples whose probabilities differ between the generation engine and the trainer: importance
-weights of the policy's loss, and rejection of tokens or whole sequences.
+weights of the policy loss, and rejection of tokens or whole sequences.
 
 In: log-probabilities of the sampled tokens from both, (B, R), and the mask. Out: weights, and a smaller mask.
 Everything works along a row, never across rows, except the mean that normalized weights are divided by: its
@@ -53,8 +53,8 @@ class Weighting:
         return torch.where((ratios >= self.lower) & (ratios <= self.upper), ratios, 0.0)
 
     def total(self, weights: Tensor, mask: Tensor) -> tuple[float, float]:
-        """Sum and count of the weights whose mean normalization makes 1: those of trained tokens or, at
-        sequence level, one per row that has any. Sums of several parts add up."""
+        """Sum and count of the weights that normalization divides by their mean: those of trained tokens, or
+        at sequence level one per row that has any. Sums and counts of parts add up."""
         if self.level == "token":
             return float(keep(weights, mask).sum()), float(mask.sum())
         has_any = mask.any(dim=1)
@@ -81,9 +81,9 @@ class Rejection:
     """A rule that drops tokens, or whole sequences, that are too far from the trainer's policy.
 
     `token_k2` looks at each token, `seq_sum_k2`, `seq_mean_k2` and `seq_max_k2` at the row's sum, mean and
-    largest value. k1 = -log r, k2 = (log r)^2 / 2, k3 = r - 1 - log r.
+    maximum. k1 = -log r, k2 = (log r)^2 / 2, k3 = r - 1 - log r.
 
-        k1:      kept if lower <= exp(-k1) <= upper: the ratio, the row's product, its geometric mean
+        k1:      kept if lower <= exp(-k1) <= upper: the token's ratio, the row's product or geometric mean
         others:  kept if at most upper
     """
 
@@ -94,7 +94,7 @@ class Rejection:
     """Lower bound; only k1 has one."""
 
     def measure(self, log_ratio: Tensor, mask: Tensor) -> Tensor:
-        """The compared value, (B, R); for a rule about rows, all tokens of a row have the same."""
+        """The compared value, (B, R); the same for all tokens of a row if the rule is about rows."""
         over, _, form = self.rule.rpartition("_")
         values = keep(_DIVERGENCES[form](log_ratio.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)), mask)
         return _OVER_ROWS[over](values, mask).expand_as(values)
@@ -114,7 +114,7 @@ class Correction:
     weighting: Weighting | None = None
     rejections: tuple[Rejection, ...] = ()
     of_current_policy: bool = False
-    """Whether r uses the policy being trained, as of each pass, or the policy before the step."""
+    """Whether r compares the policy as of each pass, instead of that before the step, with the engine."""
 
     @property
     def needs_mini_batch(self) -> bool:

@@ -29,7 +29,7 @@ class _Tokens:
     log_ratio: Tensor
     """(B, R), 0 where the mask is 0."""
 
-    def rows(self, values: Tensor) -> Tensor:
+    def row_means(self, values: Tensor) -> Tensor:
         """The mean over each row's trained tokens, (B,)."""
         return keep(values, self.mask).sum(1) / self.mask.sum(1)
 
@@ -38,8 +38,8 @@ class _Tokens:
 def correction_metrics(
     correction: Correction, trained: Tensor, sampled: Tensor, mask: Tensor
 ) -> dict[str, Metric]:
-    """`trained` and `sampled` are log-probabilities; where the mask is 0 they may be anything. {} if no token
-    is trained."""
+    """`trained` and `sampled` are log-probabilities, arbitrary where the mask is 0. {} if no token is
+    trained."""
     some = mask.bool().any(dim=1)
     mask = mask.bool()[some].cpu()
     trained, sampled = (keep(logp[some].double().cpu(), mask) for logp in (trained, sampled))
@@ -58,7 +58,7 @@ def correction_metrics(
 
 
 def _policy_gap(tokens: _Tokens, trained: Tensor, sampled: Tensor) -> dict[str, Metric]:
-    ours, theirs = -tokens.rows(trained), -tokens.rows(sampled)  # (B,) log-perplexities
+    ours, theirs = -tokens.row_means(trained), -tokens.row_means(sampled)  # (B,) log-perplexities
     bounded = tokens.log_ratio.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
     of_token = bounded[tokens.mask]
     of_row = tokens.log_ratio.sum(1).clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
@@ -86,7 +86,8 @@ def _of_weights(weighting: Weighting, tokens: _Tokens) -> dict[str, Metric]:
     threshold is applied."""
     ratios = weighting.ratios(tokens.log_ratio)
     weights = weighting.weights(ratios)
-    per_row, ratio_of_row = tokens.rows(weights), tokens.rows(ratios)
+    per_row, ratio_of_row = tokens.row_means(weights), tokens.row_means(ratios)
+    # verl's lower bound for this metric where the weights have none
     low = 1.0 / weighting.upper if weighting.lower is None else weighting.lower
     chosen, ratio = weights[tokens.mask], ratios[tokens.mask]
     name = "rollout_is_"
@@ -116,7 +117,7 @@ def _of_rejection(rejection: Rejection, tokens: _Tokens) -> dict[str, Metric]:
 
 
 def _lost(name: str, lost: Tensor, mask: Tensor) -> dict[str, Metric]:
-    """The shares of tokens that are rejected, and of rows that lose any."""
+    """Fractions of tokens that are rejected, and of rows that lose any."""
     return {
         f"{name}masked_fraction": _share(lost[mask]),
         f"{name}seq_masked_fraction": _share(lost.any(dim=1)),

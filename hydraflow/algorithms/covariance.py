@@ -3,8 +3,8 @@ https://arxiv.org/abs/2505.22617, equation 10): the tokens whose updates lower t
 
     cov_i = (logp_i - mean of logp) (A_i - mean of A)
 
-In: log-probabilities and advantages of the trained tokens of a mini-batch's part, and sums over all of it.
-Out: which of them are chosen. Means and choice are those of the whole mini-batch;
+In: log-probabilities and advantages of the trained tokens of a part of a mini-batch, and sums over all parts.
+Out: a score per token for the choice. Means and choice span the whole mini-batch;
 `workers/token_selection.py` adds the parts up. Left out on purpose: the treatment of chosen tokens
 (`clip_cov.py`, `kl_cov.py`).
 """
@@ -21,8 +21,8 @@ class TokenChoice(Protocol):
     """A token selection with its keyword arguments (named like their keys) already bound."""
 
     def __call__(self, covariances: Tensor, draws: Tensor) -> tuple[Tensor, float]:
-        """From (n,) each, the draws uniform in [0, 1): scores (n,), -inf for a token that must not be chosen,
-        and the share of all trained tokens to choose, those with the highest scores."""
+        """Scores (n,), -inf for a token that must not be chosen, and the fraction of all trained tokens to
+        choose, those with the highest scores. covariances, draws: (n,); the draws are uniform in [0, 1)."""
 
 
 def moments(logp: Tensor, advantages: Tensor) -> Tensor:
@@ -31,7 +31,7 @@ def moments(logp: Tensor, advantages: Tensor) -> Tensor:
 
 
 def covariances(logp: Tensor, advantages: Tensor, total: Tensor) -> Tensor:
-    """(n,) of a part; `total`: the moments of the whole mini-batch, which has a token.
+    """(n,) of a part; `total`: the moments of the whole mini-batch, which has at least one token.
 
     >>> logp, advantages = torch.tensor([-1.0, -3.0]).double(), torch.tensor([2.0, 0.0]).double()
     >>> covariances(logp, advantages, moments(logp, advantages)).tolist()

@@ -37,9 +37,9 @@ def gae(
 ) -> tuple[Tensor, Tensor]:
     """Advantages, before they are whitened, and returns, (N,) each, 0 where the mask is 0.
 
-    `rewards`, `mask`, `values`: (N,), the tokens of all rows; `lengths`: (B,). `gamma`, `lam`: of all tokens,
-    or (N,) of each. `critic_gamma`, `critic_lam`: of the returns; None: the same. `lam_length_alpha`: alpha;
-    None: `lam` for responses of any length.
+    `rewards`, `mask`, `values`: (N,), the tokens of all rows; `lengths`: (B,). `gamma`, `lam`: one number, or
+    (N,), per token. `critic_gamma`, `critic_lam`: those of the returns; None: `gamma`, `lam`.
+    `lam_length_alpha`: alpha; None: `lam` for responses of any length.
     """
     tokens = TrainedTokens(mask, lengths)
     rewards, values = tokens.of(rewards), tokens.of(values)  # (n,)

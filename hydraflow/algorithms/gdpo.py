@@ -22,8 +22,8 @@ def gdpo(
     scores: Tensor,
     *,
     group_ids: Tensor,
-    norm_adv_by_std_in_grpo: bool = True,
-    gdpo_reward_weights: Sequence[float] | None = None,
+    norm_adv_by_std_in_grpo: bool,
+    gdpo_reward_weights: Sequence[float] | None,
 ) -> Tensor:
     """Advantages (B,), before they are whitened, of trajectories with these scores (B, K).
 
@@ -35,7 +35,7 @@ def gdpo(
     [-3.0, 3.0]
     """
     weights = [1.0] * scores.shape[1] if gdpo_reward_weights is None else gdpo_reward_weights
-    assert len(weights) == scores.shape[1], "a weight for each reward"
+    assert len(weights) == scores.shape[1], "gdpo_reward_weights needs one weight per reward"
     advantages = torch.zeros_like(scores[:, 0])
     for weight, reward in zip(weights, scores.unbind(1), strict=True):
         of_reward = grpo(reward, group_ids=group_ids, norm_adv_by_std_in_grpo=norm_adv_by_std_in_grpo)

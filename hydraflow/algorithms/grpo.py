@@ -16,9 +16,7 @@ from hydraflow.algorithms.groups import group_scores
 
 
 @torch.no_grad()
-def grpo(
-    scores: Tensor, *, group_ids: Tensor, norm_adv_by_std_in_grpo: bool = True, eps: float = 1e-6
-) -> Tensor:
+def grpo(scores: Tensor, *, group_ids: Tensor, norm_adv_by_std_in_grpo: bool = True) -> Tensor:
     """Advantages (B,) of trajectories with these scores (B,).
 
     `group_ids`: (B,) integer, equal for the trajectories of one prompt.
@@ -31,5 +29,5 @@ def grpo(
     alone = group.size == 1
     advantages = torch.where(alone, scores, group.centred)
     if norm_adv_by_std_in_grpo:
-        advantages = advantages / (torch.where(alone, 1.0, group.std) + eps)
+        advantages = advantages / (torch.where(alone, 1.0, group.std) + 1e-6)
     return advantages

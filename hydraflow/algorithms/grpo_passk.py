@@ -17,9 +17,7 @@ from hydraflow.algorithms.groups import group_best, group_scores, group_sums
 
 
 @torch.no_grad()
-def grpo_passk(
-    scores: Tensor, *, group_ids: Tensor, norm_adv_by_std_in_grpo: bool = True, eps: float = 1e-6
-) -> Tensor:
+def grpo_passk(scores: Tensor, *, group_ids: Tensor, norm_adv_by_std_in_grpo: bool) -> Tensor:
     """Advantages (B,) of trajectories with these scores (B,).
 
     `group_ids`: (B,) integer, equal for the trajectories of one prompt.
@@ -34,4 +32,4 @@ def grpo_passk(
     second = group_best(scores.masked_fill(is_best, -torch.inf), group_ids)
     wins = is_best & (shares == 1) & (group.size > 1)
     advantages = torch.where(wins, scores - second, 0.0)
-    return advantages / (group.std + eps) if norm_adv_by_std_in_grpo else advantages
+    return advantages / (group.std + 1e-6) if norm_adv_by_std_in_grpo else advantages

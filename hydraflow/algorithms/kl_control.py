@@ -1,7 +1,6 @@
 """Controllers of the coefficient of the KL penalty in the reward.
 
-In: the KL of each step and its number of trajectories (padding not counted). Out: `value`, the coefficient to
-use.
+In: the KL of each step and its number of trajectories (without padding). Out: `value`, the coefficient.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ class KLController:
         self.value = kl_coef
 
     def update(self, kl: float, trajectories: int) -> None:
-        """Updates the coefficient from one step's KL."""
+        """Called after each step with its KL and number of trajectories; changes nothing here."""
 
     def state_dict(self) -> dict[str, float]:
         """The state that a resumed run needs."""

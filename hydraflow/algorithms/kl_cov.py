@@ -2,7 +2,7 @@
 clip, in which a few tokens of the highest covariance (`covariance.py`) have a KL penalty against the old
 policy.
 
-    chosen = the kl_cov_ratio of the trained tokens with the highest cov, if it is above 0
+    chosen = kl_cov_ratio of all trained tokens, those with the highest cov, if it is above 0
     loss   = -A ratio, plus ppo_kl_coef |logp - old_logp| where chosen
 
 In a step's first update the two log-probabilities differ only by rounding, and the penalty's gradient is the
@@ -29,7 +29,7 @@ def choose(covariances: Tensor, draws: Tensor, *, kl_cov_ratio: float) -> tuple[
 
 def kl_cov(tokens: TokenInputs, *, ppo_kl_coef: float) -> TokenTerms:
     """Statistics: `actor/cov_chosen` the chosen tokens."""
-    assert tokens.chosen is not None, "kl_cov chooses tokens over the mini-batch"
+    assert tokens.chosen is not None, "kl_cov needs tokens.chosen"
     log_ratio = bounded_log_ratio(tokens)
     penalty = torch.where(tokens.chosen, ppo_kl_coef * log_ratio.abs(), 0.0)
     stats = {"actor/cov_chosen": tokens.chosen.to(log_ratio.dtype)}

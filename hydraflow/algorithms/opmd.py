@@ -5,11 +5,11 @@ https://arxiv.org/abs/2509.24203).
     A    = score - tau log Z,    Z = mean over the group of exp(score / tau)
     loss = -A logp / (1 + tau)
 
-tau is the price of a nat of KL from the old policy, and tau log Z the best score less KL cost at that price:
-near the group's best score for a small tau, near its mean for a large one. (Trinity's default is the mean
-itself, which is `grpo` without the standard deviation.) The loss has neither ratio nor clip, so samples of an
-older policy count in full; in the loss, tau only scales the step down. A group of one has nothing to compare
-with: its advantage is its score, as in GRPO.
+tau is the weight of a KL penalty against the old policy, and tau log Z the highest expected score that any
+policy reaches under it: near the group's best score for a small tau, near its mean for a large one.
+(Trinity's default is the mean itself, which is `grpo` without the standard deviation.) The loss has neither
+ratio nor clip, so samples of an older policy count in full; in the loss, tau only scales the step down. A
+group of one has nothing to compare with: its advantage is its score, as in GRPO.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from hydraflow.algorithms.token_terms import TokenInputs, TokenTerms
 
 
 @torch.no_grad()
-def less_the_soft_best(scores: Tensor, *, group_ids: Tensor, opmd_tau: float) -> Tensor:
+def opmd_advantages(scores: Tensor, *, group_ids: Tensor, opmd_tau: float) -> Tensor:
     """Advantages (B,) of trajectories with these scores (B,).
 
     `group_ids`: (B,) integer, equal for the trajectories of one prompt.
 
     >>> scores, ids = torch.tensor([0.0, 3.0]).log1p(), torch.tensor([7, 7])
-    >>> less_the_soft_best(scores, group_ids=ids, opmd_tau=1.0)  # the baseline is log((1 + 4) / 2)
+    >>> opmd_advantages(scores, group_ids=ids, opmd_tau=1.0)  # the baseline is log((1 + 4) / 2)
     tensor([-0.9163,  0.4700])
     """
     best, size = group_best(scores, group_ids), group_scores(scores, group_ids).size

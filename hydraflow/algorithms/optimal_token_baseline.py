@@ -9,8 +9,8 @@ Long-Horizon LLM-RL", https://proceedings.mlr.press/v306/li26hy.html).
 G_t is the sum of the rewards from token t on, p_t the probability of token t; w_t is the squared norm of the
 gradient of log p_t with respect to the logits. A trajectory that is the only one of its group to train a
 token at t is its own baseline there, so its advantage is about 0; a group of one has a baseline of 0 instead.
-`tir_optimal_token_baseline`, for rows with tokens that are not trained (tools' answers), counts trained
-tokens only, and has a baseline of 0 wherever only one trajectory remains.
+`tir_optimal_token_baseline`, for rows with tokens that are not trained (tool outputs), counts trained tokens
+only, and has a baseline of 0 wherever only one trajectory remains.
 
 Where several rows make a sample, each counts as a trajectory. Importance weights of `rollout_correction` do
 not enter W. (In verl they do, squared.)
@@ -40,10 +40,10 @@ def optimal_token_baseline(
     `group_ids`: (B,) integer, equal for the trajectories of one prompt.
     """
     tokens = TrainedTokens(mask, lengths)
-    place = tokens.of(_places(lengths))
+    position = tokens.of(_positions(lengths))
     _, group, rows = torch.unique(group_ids, return_inverse=True, return_counts=True)
     has_others = (rows[group] > 1).repeat_interleave(tokens.lengths)
-    return _less_baseline(tokens, rewards, old_log_probs, sum_pi_squared, group, place, has_others)
+    return _less_baseline(tokens, rewards, old_log_probs, sum_pi_squared, group, position, has_others)
 
 
 @torch.no_grad()
@@ -61,7 +61,7 @@ def tir_optimal_token_baseline(
     tokens = TrainedTokens(mask, lengths)
     _, group = torch.unique(group_ids, return_inverse=True)
     return _less_baseline(
-        tokens, rewards, old_log_probs, sum_pi_squared, group, _places(tokens.lengths), None
+        tokens, rewards, old_log_probs, sum_pi_squared, group, _positions(tokens.lengths), None
     )
 
 
@@ -71,18 +71,20 @@ def _less_baseline(
     old_log_probs: Tensor,
     sum_pi_squared: Tensor,
     group: Tensor,
-    place: Tensor,
+    position: Tensor,
     has_baseline: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
-    """`group` (B,) of each row, from 0; `place` (n,) of each trained token in its row. `has_baseline` (n,);
-    None: where there is another trajectory at the same place."""
+    """`group` (B,) of each row, from 0; `position` (n,) of each trained token in its row. `has_baseline`
+    (n,); None: where another trajectory has the same position."""
     returns = tokens.discounted(tokens.of(rewards), 1.0)  # (n,)
     energy = 1.0 - 2.0 * tokens.of(old_log_probs).double().exp() + tokens.of(sum_pi_squared).double()
     summed = energy.cumsum(0)  # over all rows
     first = tokens.lengths.cumsum(0) - tokens.lengths
     before = torch.cat([summed.new_zeros(1), summed])[first].repeat_interleave(tokens.lengths)
     weights = summed - before  # (n,) W
-    cell = group.repeat_interleave(tokens.lengths) * (int(place.max()) + 1 if len(place) else 1) + place
+    # a number for each pair of group and position
+    width = int(position.max()) + 1 if len(position) else 1
+    cell = group.repeat_interleave(tokens.lengths) * width + position
     _, index, count = torch.unique(cell, return_inverse=True, return_counts=True)
     zeros = weights.new_zeros(len(count))
     total = zeros.index_add(0, index, weights)
@@ -92,10 +94,10 @@ def _less_baseline(
     return tokens.put_back(advantages), tokens.put_back(returns)
 
 
-def _places(lengths: Tensor) -> Tensor:
-    """The place of each token in its row, from 0.
+def _positions(lengths: Tensor) -> Tensor:
+    """The position of each token in its row, from 0.
 
-    >>> _places(torch.tensor([2, 0, 3])).tolist()
+    >>> _positions(torch.tensor([2, 0, 3])).tolist()
     [0, 1, 0, 1, 2]
     """
     return torch.arange(int(lengths.sum())) - (lengths.cumsum(0) - lengths).repeat_interleave(lengths)

@@ -2,9 +2,9 @@
 
 In: rows in pairs, the preferred one first (rows 2i and 2i + 1), right padded to (B, R). Out: the sum over
 the pairs of a micro-batch, divided by the pairs of the whole mini-batch, and metrics. A loss looks at both
-rows of a pair and at nothing else, so no gradient depends on how whole pairs were split. A loss of the gap of
-a pair is a function here and a line in `PREFERENCE_LOSSES` of `config.py`. Left out on purpose: losses of
-something else (KTO, ORPO, SimPO, CPO), and keeping pairs together (`engine/micro_batcher.py`).
+rows of a pair and at nothing else, so no gradient depends on how whole pairs were split. To add a loss
+of the score gap of a pair: a function here and a line in `PREFERENCE_LOSSES` of `config.py`. Left out on
+purpose: other losses (KTO, ORPO, SimPO, CPO), and keeping pairs together (`engine/micro_batcher.py`).
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ class Objective(Protocol):
     head: ClassVar[str]
     """The model's head: policy or value."""
 
-    def token_scores(self, answer: Tensor, columns: Mapping[str, Tensor]) -> Tensor:
-        """Each token's contribution to the score of its row, in the shape of `answer`: the model's
-        log-probabilities or values."""
+    def token_scores(self, outputs: Tensor, columns: Mapping[str, Tensor]) -> Tensor:
+        """Each token's contribution to the score of its row, in the shape of `outputs`: the model's
+        log-probabilities or values, padded or flat."""
 
     def losses(self, scores: Tensor, columns: Mapping[str, Tensor]) -> Tensor:
         """(P,) for scores (2P,) of pairs, the preferred row first."""
@@ -68,9 +68,9 @@ class DirectPreference:
     config: PreferenceConfig
     head: ClassVar[str] = "policy"
 
-    def token_scores(self, answer: Tensor, columns: Mapping[str, Tensor]) -> Tensor:
+    def token_scores(self, outputs: Tensor, columns: Mapping[str, Tensor]) -> Tensor:
         """`beta * (logp - ref)`; reads ref_log_prob."""
-        return self.config.beta * (answer - columns["ref_log_prob"])
+        return self.config.beta * (outputs - columns["ref_log_prob"])
 
     def losses(self, scores: Tensor, columns: Mapping[str, Tensor]) -> Tensor:
         """(P,) of scores (2P,).
@@ -100,9 +100,9 @@ class BradleyTerry:
     config: BradleyTerryConfig
     head: ClassVar[str] = "value"
 
-    def token_scores(self, answer: Tensor, columns: Mapping[str, Tensor]) -> Tensor:
-        """The value where the mask is 1: at the row's last token."""
-        return answer
+    def token_scores(self, outputs: Tensor, columns: Mapping[str, Tensor]) -> Tensor:
+        """The values. Only the row's last token has mask 1, so its value is the row's score."""
+        return outputs
 
     def losses(self, scores: Tensor, columns: Mapping[str, Tensor]) -> Tensor:
         """(P,) of scores (2P,); reads the margin of the preferred row, if there is one.
@@ -129,9 +129,9 @@ class PairLoss:
     def __call__(
         self, output: ModelOutput, columns: Mapping[str, Tensor]
     ) -> tuple[Tensor, dict[str, Metric]]:
-        answer = output.log_probs if self.objective.head == "policy" else output.values
-        assert answer is not None, f"the loss needs the outputs of a {self.objective.head} model"
-        scores = keep(self.objective.token_scores(answer, columns), columns["response_mask"]).sum(1)  # (B,)
+        outputs = output.log_probs if self.objective.head == "policy" else output.values
+        assert outputs is not None, f"the loss needs the outputs of a {self.objective.head} model"
+        scores = keep(self.objective.token_scores(outputs, columns), columns["response_mask"]).sum(1)  # (B,)
         losses = self.objective.losses(scores, columns)
         loss = losses.sum() / max(self.denominators.sequences / 2, 1.0)
         return loss, pair_metrics("train", losses, scores)
@@ -139,8 +139,8 @@ class PairLoss:
 
 @torch.no_grad()
 def pair_metrics(prefix: str, losses: Tensor, scores: Tensor) -> dict[str, Metric]:
-    """Means over pairs: loss, share of pairs in which the preferred row has the higher score, by how much,
-    and both scores. losses: (P,); scores: (2P,), of DPO its implicit rewards."""
+    """Means over pairs: loss, fraction of pairs in which the preferred row has the higher score, score gap,
+    and both scores. losses: (P,); scores: (2P,), in DPO the implicit rewards."""
     chosen, rejected = scores.double()[0::2], scores.double()[1::2]
     columns = {
         "loss": losses.double(),

@@ -66,7 +66,7 @@ def shape_scores(
     if overlong is not None:
         scores = scores + overlong.penalty(lengths).to(scores.dtype)
     if config.length_penalty:
-        is_right = joined.mean(right.to(scores.dtype)) > 0
+        is_right = joined.mean(right.to(scores.dtype)) > 0  # any row of the sample
         short = length_reward(joined.sum(lengths).to(scores.dtype), is_right, ids)
         scores = scores + config.length_penalty * joined.to_rows(short)
     if config.norm_mean_type or config.norm_std_type:

@@ -4,7 +4,7 @@ https://arxiv.org/abs/1802.01561, section 4.2).
     loss = -A stop_gradient(clip(ratio, tis_lower_bound, tis_upper_bound)) logp
 
 A token that has become less probable counts less, and with the paper's upper bound of 1 none counts more. It
-is CISPO's loss with bounds of the weight itself. The ratio is to the old policy; weights for samples of
+is CISPO's loss with bounds on the weight itself. The ratio is to the old policy; weights for samples of
 another engine are those of `correction.py`.
 """
 

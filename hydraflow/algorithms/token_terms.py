@@ -68,7 +68,7 @@ def token_metrics(mask: Tensor, stats: Mapping[str, Tensor], sums: Mapping[str, 
 
     Each of `sums` is a part of a loss whose parts add up.
     """
-    # one stack, so that the device is waited for once
+    # one stack, so that the host waits for the device only once
     scalars = [mask.bool().sum(), *(keep(stat, mask).sum() for stat in stats.values()), *sums.values()]
     count, *rest = torch.stack([scalar.detach().to(torch.float64) for scalar in scalars]).tolist()
     means = {name: metrics.mean(value / max(count, 1.0), count) for name, value in zip(stats, rest)}

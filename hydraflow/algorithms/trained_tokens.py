@@ -1,8 +1,8 @@
 """The trained tokens of ragged rows: selected, discounted along each row, whitened, and scattered back.
 
 In: flat columns (N,), the tokens of all rows one row after the other; their mask, and the lengths of the
-rows. Out: the same columns with the trained tokens alone (n,), and what follows from them. Left out on
-purpose: making flat columns (`protocol/ragged.py`).
+rows. Out: the same columns with the trained tokens alone (n,), and sums over them. Left out on purpose:
+making flat columns (`protocol/ragged.py`).
 """
 
 from __future__ import annotations
@@ -57,9 +57,8 @@ class TrainedTokens:
         return _following(values, self.lengths)
 
     def discounted(self, values: Tensor, factor: float | Tensor) -> Tensor:
-        """For each trained token its value and those of the later ones in its row, each discounted by
-        `factor` once more than the one before: (n,). A factor for all tokens, or (n,) one for the step from
-        each to the next in its row.
+        """Discounted sums along each row, (n,): `s_t = value_t + factor_t * s_next(t)`. `factor`: a number,
+        or (n,), that of the step from each token to the next.
 
         >>> tokens = TrainedTokens(torch.tensor([1, 1, 0, 1, 1, 1]), torch.tensor([2, 4]))
         >>> tokens.discounted(torch.tensor([1.0, 2.0, 3.0, 4.0, 8.0]), 0.5).tolist()
@@ -107,7 +106,7 @@ def _with_gaps(lengths: Tensor, gaps: Tensor) -> Tensor:
     >>> _with_gaps(torch.tensor([2, 0, 3]), torch.tensor([1, 0, 5])).tolist()
     [0, 1, 3, 4, 5]
     """
-    steps = torch.ones(int(lengths.sum()) + 1, dtype=torch.int64)  # to each place from the one before
+    steps = torch.ones(int(lengths.sum()) + 1, dtype=torch.int64)  # from the previous position to each
     steps[0] = 0
     return steps.index_add_(0, lengths.cumsum(0), gaps).cumsum(0)[:-1]
 

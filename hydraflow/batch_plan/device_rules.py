@@ -1,7 +1,7 @@
 """Checks machines, devices and the parallel sizes of roles.
 
-In: a `Topology`, and the models' shapes if known. Out: broken rules, and a `Layout` for each role without
-one.
+In: a `Topology`, and the models' shapes if known. Out: broken rules, and a `Layout` for each role that breaks
+none.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ def _placed_twice(topology: Topology) -> Iterator[Violation]:
         devices = f"{role.mapping_key}={_show(role.mapping)} gives it devices of the trainer"
         text = f"gives the {name} machines of its own, but {devices}; set only one of the two"
         either: list[Fix] = [own, {role.mapping_key: None}]
-        yield Violation(f"placed twice:{name}", MACHINES, next(iter(own)), "given", text, either)
+        yield Violation(f"placed twice:{name}", MACHINES, next(iter(own)), None, text, either)
 
 
 def device_fixes(topology: Topology, role: RoleDevices, unit: int) -> Iterator[Fix]:
@@ -124,8 +124,8 @@ def _show(mapping: object) -> str:
 
 
 def _mapping(role: RoleDevices, topology: Topology) -> list[Violation]:
-    """A mapping can be parsed and names each device once, and only existing devices. A role that follows the
-    actor's mapping breaks the same rules."""
+    """A mapping can be parsed, and names existing devices, each once. A role that follows the actor's mapping
+    breaks the same rules."""
     key, there, inside = role.mapping_key, topology.cluster.devices, role.devices & topology.cluster.devices
     beyond, all_there = role.devices - there, text_of(there)
 
@@ -269,15 +269,15 @@ def _shares(
         among_devices = [part for part in legal if count % part == 0]
         yield from ({key: part} for part in sorted(among_devices, key=lambda part: abs(part - size)))
 
-    text = f"divides {what}, and the model has none"
+    text = f"divides {what}, but the model has none"
     if number:
         text = f"must divide the {number} {what} of the {role.role}'s model"
     yield Violation(f"{what}:{name}:{role.role}", DIVISION, key, size, text, fixes)
 
 
 def _replica_stages(role: RoleDevices, shape: ShapeNumbers) -> Iterator[Violation]:
-    """Each stage of a replica has a layer, and one with experts where the model has any: vLLM does not start
-    without."""
+    """Each stage of a replica has a layer, and one with experts if the model has any: otherwise vLLM does not
+    start."""
     if role.degree("pipeline") == 1:
         return
     stages, sizes = role.degrees["pipeline"], divisors(len(role.devices))
@@ -295,14 +295,15 @@ def _replica_stages(role: RoleDevices, shape: ShapeNumbers) -> Iterator[Violatio
 
 
 def _dense_stages(shape: ShapeNumbers, stages: int) -> list[range]:
-    """Layers of the stages without an expert, of a mixture of experts."""
+    """Layer indices of each stage that has no layer with experts; [] for a dense model."""
     if not shape.experts:
         return []
     return [indices for indices in layers_of_stages(shape.layers, stages) if {*indices} <= {*shape.dense_at}]
 
 
 def _indices(layers: range) -> str:
-    """
+    """Layer indices in words.
+
     >>> _indices(range(2, 4)), _indices(range(3, 4))
     ('layers 2 to 3', 'layer 3')
     """

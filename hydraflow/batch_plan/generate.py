@@ -19,7 +19,7 @@ from hydraflow.errors import ConfigError
 from hydraflow.schema import GenerateConfig
 
 WAVES_PER_CALL = 4
-"""How often a call fills `rollout.max_num_seqs`. Bounded, so that long files show progress and no call meets
+"""How often a call fills `rollout.max_num_seqs`. Bounded, so that long files show progress and no call hits
 `trainer.rpc_timeout`; more than one, so that prompts of similar length can share a wave."""
 
 
@@ -54,8 +54,7 @@ def resolve_generate_plan(
     """The plan of sampling for `prompts` prompts (None: not known). `origins`: where each key's value comes
     from.
 
-    `devices_per_node` counts where `trainer.n_gpus_per_node` is null. Raises ConfigError with all broken
-    rules.
+    `devices_per_node` is used if `trainer.n_gpus_per_node` is null. Raises ConfigError with all broken rules.
 
     >>> config = GenerateConfig()
     >>> config.rollout.n, config.rollout.max_num_seqs = 4, 100

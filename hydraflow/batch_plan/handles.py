@@ -1,4 +1,5 @@
-"""Solves for a step's numbers from any consistent subset of them, including handles of other trainers.
+"""Solves for a step's numbers from any consistent subset of them, including the handles that other trainers
+use (section `batch`).
 
     S = Q·n   G = M·n   Q = M·t   S = G·t   K = E·t   G = a·m·dp
 
@@ -51,6 +52,7 @@ _PRODUCTS = (
     ("K", ("E", "t")),
     ("G", ("a", "m", "dp")),
 )
+"""The equations above, as (total, factors)."""
 _WORDS = {
     "S": "trajectories per step",
     "G": "trajectories per optimizer step",
@@ -68,6 +70,7 @@ _TEXTS = {
     "K": "optimizer steps per step = prompts per step / prompts per optimizer step x epochs",
     "a": "accumulation steps = trajectories per optimizer step / data ranks / rows per micro-batch",
 }
+"""The equation of each handle, reported if no derivation explains a contradiction."""
 
 
 @dataclass(frozen=True)
@@ -80,7 +83,7 @@ class StepNumbers:
     handles: Mapping[str, int]
     """The handles that were given, by key."""
     data_ranks: int | None
-    """The actor's; None: not known because devices do not add up."""
+    """The actor's; None: unknown because its devices do not add up."""
     notes: tuple[str, ...] = ()
     doubtful: frozenset[str] = frozenset()
     """Keys of mini-batches that were not given or that contradict each other: no other rule reports them."""
@@ -155,7 +158,7 @@ class StepConstraints:
             text = "·".join(map(str, there))
             way = list(dict.fromkeys(line for name in (total, *factors) for line in ways.get(name, ())))
             if not unknown:
-                line = f"{text} = {product} is not the {values[total]} {_WORDS[total]}"
+                line = f"{text} = {product} {_WORDS[total]}, not {values[total]}"
                 return Derivation(values, fault or [*way, line], ways, contradicts=True)
             name, value = unknown[0], Fraction(product)
             if name != total:
@@ -397,6 +400,6 @@ class _NumberResolver:
         known = {name: self.given[name] for name in core | {"n"}}
         unit = math.lcm(self.step.unit(known), self.step.whole)
         shared = f"{KEYS['n']}={known['n']} on {self.step.ranks} data ranks"
-        text = f"must be a multiple of {unit}, so that each rank has equally many trajectories: {shared}"
+        text = f"must be a multiple of {unit}, so that ranks get the same number of trajectories: {shared}"
         fixes = [{KEYS["Q"]: near} for near in nearest(known["Q"], multiples(known["Q"], unit))]
         return [Violation(NO_MINI_BATCH, BATCH, KEYS["Q"], known["Q"], text, fixes)]

@@ -15,7 +15,7 @@ from itertools import accumulate
 @dataclass(frozen=True)
 class Devices:
     """A set of device numbers, as disjoint ascending ranges. Device d of a cluster of equal machines is on
-    node d // devices_per_node; `Cluster.node_of` knows it for all."""
+    node d // devices_per_node; for other clusters see `Cluster.node_of`."""
 
     ranges: tuple[range, ...]
 
@@ -142,7 +142,7 @@ class ShapeNumbers:
 
 def layers_of_stages(layers: int, stages: int) -> list[range]:
     """Indices of each stage's layers, as vLLM divides them (`get_pp_indices` of vllm/distributed/utils.py):
-    layers that are left over go to the stages before the last.
+    the remaining layers go to the stages before the last.
 
     >>> layers_of_stages(5, 3)
     [range(0, 2), range(2, 4), range(4, 5)]

@@ -15,14 +15,13 @@ FORMS = "a list of numbers and ranges such as [0,1,2], 0-7 or [0-3,8-11]"
 _RANGE = re.compile(r"(?:list\()?range\((\d+)(?:,(\d+))?(?:,(\d+))?\)\)?")
 _ITEM = re.compile(r"(\d+)(?:-(\d+))?")
 _LAST = 10**9
-"""No device has a larger number."""
+"""Maximum device number."""
 _MOST_STEPS = 10**6
-"""No range with steps between its devices names more of them."""
+"""Maximum number of devices in a range whose step is not 1."""
 
 
 def parse(value: object) -> tuple[Devices, Devices]:
-    """The devices of a mapping, and those of them that it names twice. Raises ValueError for text that names
-    none.
+    """The devices of a mapping, and those that it names twice. Raises ValueError for text that names none.
 
     >>> str(parse("list(range(0,4)) + list(range(8,12))")[0]), str(parse([3, 0, 1])[0])
     ('0-3,8-11', '0-1,3')

@@ -78,7 +78,7 @@ class RolePlan:
         return max(0, training_steps - self.first_step + 1) * self.optimizer_steps_per_step
 
     def of_units(self, unit: int) -> RolePlan:
-        """The same plan where each of its rows is a unit of `unit` rows that stay together."""
+        """The same plan with each row replaced by `unit` rows that stay together."""
         micro = replace(self.micro, rows=self.micro.rows and self.micro.rows * unit, unit=unit)
         rows, each = self.mini_batch_trajectories * unit, self.rows_per_rank * unit
         return replace(self, mini_batch_trajectories=rows, rows_per_rank=each, micro=micro)
@@ -170,8 +170,8 @@ class MicroRequest:
         return divisors(rows_per_rank // self.group) if rows_per_rank % self.group == 0 else []
 
     def token_budget_violations(self, longest_row: int, formula: str) -> Iterator[Violation]:
-        """A budget of tokens must hold the longest row; it counts when rows are filled by tokens or their
-        number is not given."""
+        """A token budget must hold the longest row; it is used when rows are filled by tokens or their number
+        is not given."""
         if (not self.dynamic and self.rows is not None) or self.budget >= longest_row:
             return
         shared = f" x {self.sharers} devices that share a row" if self.sharers > 1 else ""

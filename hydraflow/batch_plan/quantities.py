@@ -1,8 +1,8 @@
 """The lines of the plan's table, top down: machines, run, step, each role's optimizer step, each pass's
 micro-batch, sampling.
 
-In: the request and the plan's parts. Out: `Quantity` lines with unit, formula and provenance. A new
-number is a line here.
+In: the request and the plan's parts. Out: `Quantity` lines with unit, formula and provenance. A new number
+gets a line here.
 """
 
 from __future__ import annotations
@@ -59,12 +59,12 @@ def _machines(request: Request, topology: Topology, plan: BatchPlan) -> Iterator
         yield from layout_quantities(layout)
 
 
-def _quotient(letter: str, count: int, sizes: Mapping[str, int]) -> str:
-    """A number of devices over sizes, in letters and in numbers, without those of 1."""
+def _quotient(count: int, sizes: Mapping[str, int]) -> str:
+    """W devices divided by these sizes, in letters and in numbers; sizes of 1 are left out."""
     used = {name: size for name, size in sizes.items() if size > 1}
     if not used:
-        return f"{letter} = {count}"
-    return f"{letter}/({'·'.join(used)}) = {count}/({'·'.join(map(str, used.values()))})"
+        return f"W = {count}"
+    return f"W/({'·'.join(used)}) = {count}/({'·'.join(map(str, used.values()))})"
 
 
 def layout_quantities(layout: Layout) -> Iterator[Quantity]:
@@ -73,7 +73,7 @@ def layout_quantities(layout: Layout) -> Iterator[Quantity]:
     yield Quantity(f"{role}: devices W", "devices", count, str(layout.devices))
     context = "cp" if layout.engine == "megatron" else "sp"
     sizes = {"tp": layout.tensor, "pp": layout.pipeline, context: layout.context}
-    yield Quantity(f"{role}: data ranks dp", "data ranks", layout.data_ranks, _quotient("W", count, sizes))
+    yield Quantity(f"{role}: data ranks dp", "data ranks", layout.data_ranks, _quotient(count, sizes))
     if layout.engine == "megatron" and layout.expert > 1:
         ranks = count // (layout.expert_tensor * layout.expert * layout.pipeline)
         formula = f"W/(etp·ep·pp) = {count}/({layout.expert_tensor}·{layout.expert}·{layout.pipeline})"
@@ -86,8 +86,8 @@ def layout_quantities(layout: Layout) -> Iterator[Quantity]:
 def run_quantities(
     per_epoch: int | None, formula: str, epochs: int, asked: int | None, origin: str
 ) -> Iterator[Quantity]:
-    """The lines that show how many steps a run takes; `formula`: that of the steps of an epoch, `origin`: of
-    the requested steps."""
+    """The lines that show how many steps a run takes; `formula`: of the steps per epoch, `origin`: of the
+    requested steps."""
     if per_epoch is not None:
         yield Quantity("steps per epoch", "steps", per_epoch, formula)
     if asked is not None:
@@ -160,7 +160,7 @@ def _micro(request: Request, micro: MicroRequest, plan: MicroPlan) -> Iterator[Q
 def micro_quantities(
     micro: MicroRequest, plan: MicroPlan, origin: str, row_tokens: int
 ) -> Iterator[Quantity]:
-    """The lines that show a micro-batch; `origin` is that of the key that decided."""
+    """The lines that show a micro-batch; `origin`: of its deciding key."""
     name = f"micro-batch of {micro.purpose}"
     if plan.max_tokens is not None and micro.sharers == 1:
         yield Quantity(name, "tokens per device", micro.max_tokens, "", origin)
@@ -185,7 +185,7 @@ def _rollout(request: Request, plan: BatchPlan) -> Iterator[Quantity]:
     rollout, layout, asked = plan.rollout, plan.layouts["rollout"], request.rollout
     count, origin = len(layout.devices), request.settings.origin
     sizes = {"tp": layout.tensor, "pp": layout.pipeline, "dp": layout.replica_data}
-    yield Quantity("rollout: replicas", "engines", rollout.replicas, _quotient("W", count, sizes))
+    yield Quantity("rollout: replicas", "engines", rollout.replicas, _quotient(count, sizes))
     given = origin(f"{ROLLOUT}.max_num_seqs")
     yield Quantity("rollout: sequences per engine", "sequences", asked.max_num_seqs, "", given)
     formula = f"{rollout.engines} engines · {asked.max_num_seqs}"

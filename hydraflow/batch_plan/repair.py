@@ -1,4 +1,4 @@
-"""From broken rules to remedies that work together.
+"""Finds remedies that together repair all broken rules.
 
 In: a judge: a function that takes overrides and returns the rules that are broken under them. Out: one
 `Problem` per broken rule, each with overrides to paste.
@@ -119,6 +119,7 @@ class _Search:
         for key, value in values.items():
             now, weight = self.present(key), _WEIGHTS.get(key.rpartition(".")[2], 2)
             numbers = [one for one in (now, value) if isinstance(one, int | float) and one > 0]
+            # unsetting a number costs as much as a factor of 8; setting one, or changing text, a factor of 2
             ratio = max(numbers) / min(numbers) if len(numbers) == 2 else 8 if numbers and now else 2
             cost += weight * (3 + min(ratio, 8)) / 4
         return cost

@@ -1,8 +1,8 @@
 """The batch sizes that a reinforcement-learning configuration requests, with their keys.
 
 In: settings, layouts, how many prompts there are. Out: one `Request`, in which nulls that follow another key
-are replaced. With `batch_plan/handles.py`, `batch_plan/topology.py` and `batch_plan/sft.py` the only reader
-of batch-size keys; a test proves it. Left out on purpose: whether the numbers fit each other
+are replaced. Only this file and `handles.py`, `roles.py`, `topology.py`, `sft.py` and `generate.py` read
+batch-size keys; a test proves it. Left out on purpose: whether the numbers fit each other
 (`batch_plan/rules.py`).
 """
 
@@ -172,8 +172,9 @@ def read(
 
 
 def _read_async(settings: Settings[PPOConfig], q: int, mini: int) -> AsyncRequest | None:
-    """None if nothing asks for it. Of P and R, one that is a default follows from the other."""
-    training = settings.config.async_training
+    """None if no key asks for it. If P or R is a default, it may follow from the other."""
+    config: PPOConfig = settings.config
+    training = config.async_training
     rounds, per_round = training.trigger_parameter_sync_step, training.require_batches
     staleness = training.staleness_threshold
     if staleness <= 0 and max(rounds, per_round) == 1 and not training.partial_rollout:
@@ -204,7 +205,8 @@ def _critic_shares(config: PPOConfig, layouts: Mapping[str, Layout]) -> list[int
 
 
 def _shared(micro: MicroRequest, layout: Layout | None) -> MicroRequest:
-    """Completed from the role's layout: devices that share a row, groups of an interleaved pipeline."""
+    """The request, completed with its role's layout: devices that share a row, groups of an interleaved
+    pipeline."""
     return replace(micro, sharers=layout.context, group=_group(layout)) if layout else micro
 
 
@@ -234,7 +236,7 @@ def _read_actor(config: PPOConfig, numbers: StepNumbers, layouts: Mapping[str, L
 
 
 def _read_critic(config: PPOConfig, actor: RoleRequest, layouts: Mapping[str, Layout]) -> RoleRequest:
-    """Nulls follow the actor; a key that does so is named as the actor's."""
+    """Nulls follow the actor; the key reported for such a number is the actor's."""
     critic, layout = config.critic, layouts.get("critic")
     micro = MicroRequest(
         purpose="the critic's update",

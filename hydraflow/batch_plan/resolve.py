@@ -49,7 +49,7 @@ def resolve_plan(
 ) -> BatchPlan:
     """The plan of a run over `prompts` training prompts (None: not known yet).
 
-    `devices_per_node`: devices of a machine where neither `cluster` nor `trainer` says it. `origins`: key ->
+    `devices_per_node`: devices of a machine if neither `cluster` nor `trainer` sets it. `origins`: key ->
     default, a file or command line; a default yields to what was given. `shape`, `critic_shape`: sizes of the
     policy's and the critic's model that parallel sizes must divide (None: not checked). Raises ConfigError
     with all broken rules and remedies.
@@ -86,7 +86,7 @@ def judge(
     devices_per_node: int,
     shapes: Mapping[str, ShapeNumbers | None],
 ) -> tuple[Topology, Request, list[Violation]]:
-    """The request, with every rule that it breaks; `shapes`: by role."""
+    """The topology, the request, and every rule that they break; `shapes`: by role."""
     small = no_sizes(settings)
     legal: dict[str, object] = {}
     for one in small:  # the other rules are judged with a legal size in its place
@@ -203,7 +203,7 @@ def _idle_actor(request: Request) -> Iterator[str]:
     """A critic's warm-up that takes the whole run."""
     warmup, total = request.actor.first_step, request.total_steps
     if total and warmup > 1 and warmup >= total:
-        learns = "never learns" if warmup > total else "learns in the last step alone"
+        learns = "never learns" if warmup > total else "learns only in the last step"
         why = f"the actor {learns}, because the run has {total} training steps"
-        smaller = f"has a smaller one, such as trainer.critic_warmup={total // 10}"
-        yield f"trainer.critic_warmup={warmup}: {why}; a run that trains the actor {smaller}"
+        smaller = f"a smaller one trains it, such as trainer.critic_warmup={total // 10}"
+        yield f"trainer.critic_warmup={warmup}: {why}; {smaller}"

@@ -42,7 +42,7 @@ def fills_by_tokens(config: PPOConfig, role: str) -> bool:
 
 
 def needs_reference(config: PPOConfig) -> bool:
-    """Whether any KL term measures from the reference policy."""
+    """Whether any KL term is relative to the reference policy."""
     return config.actor_rollout_ref.actor.use_kl_loss or config.algorithm.use_kl_in_reward
 
 
@@ -95,7 +95,7 @@ def reads_critic_files(config: PPOConfig) -> bool:
 
 def replay_problems(actor: ActorConfig, *, has_routers: bool) -> list[Problem]:
     """A problem if routing replay is on but the model has nothing to replay. Called by the plan if
-    config.json is on this machine, by a job before it starts, and by the worker for models with own code.
+    config.json is on this machine, by a job before it starts, and by the worker for models with remote code.
 
     >>> actor = ActorConfig()
     >>> actor.router_replay.mode = "R2"

@@ -29,7 +29,7 @@ def judge_batches(request: Request) -> list[Violation]:
     return [one for one in found.values() if one.field not in doubtful or one.stage not in (BATCH, MICRO)]
 
 
-def _step(request: Request, rule: str, field: str, value: object, text: str) -> Violation:
+def _step_violation(request: Request, rule: str, field: str, value: object, text: str) -> Violation:
     return Violation(rule, BATCH, field, value, text, partial(targets.fixes, request))
 
 
@@ -41,7 +41,8 @@ def _mini_batches_fill_the_step(request: Request) -> Iterator[Violation]:
             derived = request.numbers.key("Q") != TRAIN_BATCH
             step = f"{request.q} prompts per step" if derived else f"{TRAIN_BATCH}={request.q}"
             makes = f"makes {role.mini} prompts per optimizer step, which " if given else ""
-            yield _step(request, f"M | Q:{key}", key, given or role.mini, f"{makes}must divide {step}")
+            text = f"{makes}must divide {step}"
+            yield _step_violation(request, f"M | Q:{key}", key, given or role.mini, text)
 
 
 def _ranks_share_a_mini_batch(request: Request) -> Iterator[Violation]:
@@ -100,7 +101,7 @@ def _prompts_make_a_step(request: Request) -> Iterator[Violation]:
     if key == TRAIN_BATCH:
         text = f"is more than {there} available training prompts"
     text += ", so no step can be taken"
-    yield _step(request, "prompts >= Q", key, request.numbers.shown("Q"), text)
+    yield _step_violation(request, "prompts >= Q", key, request.numbers.shown("Q"), text)
 
 
 def _groups_can_differ(request: Request) -> Iterator[Violation]:
@@ -108,7 +109,7 @@ def _groups_can_differ(request: Request) -> Iterator[Violation]:
     if request.filter and request.n < 2:
         keeps = "algorithm.filter_groups.enable=true keeps prompts whose responses score differently"
         text = f"gives one response per prompt, and at least 2 are needed: {keeps}"
-        yield _step(request, "n >= 2", request.numbers.key("n"), request.numbers.shown("n"), text)
+        yield _step_violation(request, "n >= 2", request.numbers.key("n"), request.numbers.shown("n"), text)
 
 
 def _micro_batches_fill_a_rank(request: Request) -> Iterator[Violation]:
@@ -119,7 +120,7 @@ def _micro_batches_fill_a_rank(request: Request) -> Iterator[Violation]:
 
 
 def _token_budgets_hold_a_row(request: Request) -> Iterator[Violation]:
-    """L·sp is at least P + R."""
+    """L·sp is at least the longest row."""
     formula = f"{request.longest_prompt} + {request.longest_response}"
     for micro in request.passes:
         yield from micro.token_budget_violations(request.longest_row, formula)
@@ -128,8 +129,8 @@ def _token_budgets_hold_a_row(request: Request) -> Iterator[Violation]:
 def engine_violations(
     rollout: SamplingConfig, section: str, *, longest_prompt: int, longest_response: int, device_type: str
 ) -> Iterator[Violation]:
-    """Serving engines refuse rows above max_model_len, and vLLM budgets below its sequences or an unchunked
-    prompt. `section`: where the configuration has `rollout`."""
+    """Serving engines refuse rows above max_model_len. vLLM also refuses a max_num_batched_tokens below
+    max_num_seqs or, without chunked prefill, below a whole row. `section`: configuration key of `rollout`."""
     engine = GENERATION_ENGINES.get(rollout.name)
     if engine is None or "max_model_len" not in engine.reads:
         return

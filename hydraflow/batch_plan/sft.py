@@ -1,4 +1,4 @@
-"""The batch plan of supervised training; like `batch_plan/resolve.py`, a reader of batch-size keys.
+"""The batch plan of supervised training, and the reader of its batch-size keys.
 
 In: the configuration, how many devices and conversations there are. Out: one `SFTPlan`, or one `ConfigError`
 with every broken rule and remedies that work together.
@@ -82,8 +82,8 @@ def resolve_sft_plan(
 ) -> SFTPlan:
     """The plan of a run over `conversations`, or pairs of them, for training (None: not known yet).
 
-    `devices_per_node`: devices of a machine where `trainer.n_gpus_per_node` does not say it; `origins`: key
-    -> where its value is from; `shape`: what the model can be divided into. Raises ConfigError with all
+    `devices_per_node`: devices of a machine if `trainer.n_gpus_per_node` is null; `origins`: key -> where its
+    value is from; `shape`: sizes of the model that parallel sizes must divide. Raises ConfigError with all
     broken rules and remedies.
 
     >>> config = SupervisedConfig()
@@ -121,7 +121,7 @@ def _judge(
         conversations=conversations,
         role=_read_role(config, layout),
         unit=unit,
-        row_tokens=(config.data.max_length + _ending(config)) * unit,
+        row_tokens=(config.data.max_length + _extra_tokens(config)) * unit,
         steps_per_epoch=per_epoch,
         total_steps=config.trainer.total_training_steps or per_epoch * config.trainer.total_epochs,
     )
@@ -134,7 +134,7 @@ def rows_of_example(config: SupervisedConfig) -> int:
     return 2 if isinstance(config.data, PairsConfig) else 1
 
 
-def _ending(config: SupervisedConfig) -> int:
+def _extra_tokens(config: SupervisedConfig) -> int:
     """Extra tokens of a row beyond its conversation: for a reward model, the position of the score."""
     return int(isinstance(config, RMConfig))
 
@@ -185,7 +185,7 @@ def _read_role(config: SupervisedConfig, layout: Layout | None) -> RoleRequest:
 
 
 def _violations(request: _Request) -> Iterator[Violation]:
-    """Broken rules, once the devices add up."""
+    """Broken rules, apart from those of devices."""
     role, there, noun = request.role, request.conversations, noun_of(request.settings.config)
     batch, ranks, model = role.mini, role.ranks or 1, request.topology.roles["model"]
 
@@ -200,8 +200,8 @@ def _violations(request: _Request) -> Iterator[Violation]:
         text = f"{noun}s cannot be shared equally by {ranks} data ranks"
         yield Violation("dp | batch", BATCH, _BATCH, batch, text, shared)
     yield from role.micro_batch_violations(1, request.row_tokens, f"{batch}/{ranks}")
-    longest, ending = "data.max_length", _ending(request.settings.config)
-    longest = f"({longest} + {ending})" if ending else longest
+    longest, extra = "data.max_length", _extra_tokens(request.settings.config)
+    longest = f"({longest} + {extra})" if extra else longest
     longest = f"{request.unit}·{longest}" if request.unit > 1 else longest
     yield from role.micro.token_budget_violations(request.row_tokens, longest)
     if there is not None and there < batch:

@@ -1,9 +1,9 @@
 """The number of layers of each pipeline stage, as Megatron-Core divides them.
 
 In: a model's number of layers, and the overrides that divide it unevenly. Out: the layers of each part of
-each stage, or a ConfigError with numbers that would be legal, also before a run starts, so Megatron-Core is
-not imported. Left out on purpose: equal shares that do not divide (`device_rules.py`), and which layers a
-stage gets (Megatron-Core numbers them itself).
+each stage, or a ConfigError with legal numbers. Also used before a run starts, so Megatron-Core is not
+imported. Left out on purpose: equal shares that do not divide (`device_rules.py`), and which layers a stage
+gets (Megatron-Core numbers them itself).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _LETTERS = {"E": "embedding", "t": "decoder", "L": "loss"}
 _MOST_DIGITS = 4
 """Maximum digits of a number in a layout; a longer number means more layers than any model has."""
 Parts = list[list[int]]
-"""Layers by stage, and by part of its layers."""
+"""Number of layers of each part of each stage; several parts are virtual pipeline stages."""
 
 
 def layers_of_parts(layers: int, settings: MegatronConfig) -> Parts:
@@ -118,7 +118,7 @@ def _of_ends(layers: int, settings: MegatronConfig, given: Mapping[str, Any], ke
 def _of_counted_ends(
     layers: int, settings: MegatronConfig, given: Mapping[str, Any], engine: str
 ) -> Iterator[Problem]:
-    """Problems of an embedding or a loss that counts as a layer."""
+    """Problems when the embedding or the loss counts as a layer."""
     stages, chunks = settings.pipeline_model_parallel_size, settings.chunks
     parts, counted = stages * chunks, layers + len(given)
     if counted % parts == 0 and min(map(min, layers_of_parts(layers, settings))) > 0:
@@ -151,7 +151,7 @@ def _of_layout(layers: int, settings: MegatronConfig, layout: Any, engine: str) 
         rules.append("must begin with its one embedding and end with its one loss")
     if flat.count("decoder") != layers or not all("decoder" in part for part in parts):
         counts = ", ".join(str(part.count("decoder")) for part in parts)
-        rules.append(f"gives its parts {counts} of the model's {layers} layers, and each needs one at least")
+        rules.append(f"gives its parts {counts} of the model's {layers} layers, and each needs at least one")
     is_possible = layers >= stages * chunks
     remedy = f"{key}='{even_layout(layers, stages * chunks)}'" if is_possible else f"leave out {key}"
     for rule in rules:
@@ -176,7 +176,7 @@ def _given(settings: MegatronConfig) -> dict[str, Any]:
 
 
 def _uneven(layers: int, stages: int, ends: Mapping[str, Any]) -> list[int]:
-    """Layers of each stage, those between the ends as equal as Megatron-Core makes them: rounded down."""
+    """Layers of each stage; those between the ends get equal shares, rounded down as in Megatron-Core."""
     first, last = ends.get(FIRST), ends.get(LAST)
     between = stages - (first is not None) - (last is not None)
     rest = (layers - (first or 0) - (last or 0)) // max(between, 1)

@@ -6,7 +6,6 @@ plan has them.
 
 from __future__ import annotations
 
-import re
 import sys
 from collections.abc import Sequence
 
@@ -49,11 +48,11 @@ def plan_lines(quantities: Sequence[Quantity], width: int) -> list[str]:
 def _one(unit: str) -> str:
     """A unit in the singular.
 
-    >>> [_one(unit) for unit in ("data ranks", "micro-batches", "fillings of an engine", "trajectories")]
-    ['data rank', 'micro-batch', 'filling of an engine', 'trajectory']
+    >>> [_one(unit) for unit in ("data ranks", "micro-batches", "waves per engine", "trajectories")]
+    ['data rank', 'micro-batch', 'wave per engine', 'trajectory']
     """
-    noun, *rest = re.split("(?= of | per )", unit, maxsplit=1)
+    noun, per, whole = unit.partition(" per ")
     for plural, singular in (("ies", "y"), ("ches", "ch"), ("sses", "ss"), ("s", "")):
         if noun.endswith(plural):
-            return noun.removesuffix(plural) + singular + "".join(rest)
+            return noun.removesuffix(plural) + singular + per + whole
     return unit

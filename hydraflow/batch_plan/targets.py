@@ -39,7 +39,7 @@ def _near(request: Request, shares: Mapping[str, int]) -> Iterator[tuple[int, in
     ranks = [share for role, share in shares.items() if role == "actor" or not own]
     critic_ranks = [shares.get("critic", 1)] if own else []
     most = max([1, *(layout.data_ranks for layout in request.layouts.values())])
-    limit = request.prompts or max(q, most) * 1024
+    limit = request.prompts or max(q, most) * 1024  # if unknown, more than any fix needs
 
     unit, critic_unit = mini_batch_unit(ranks, n), mini_batch_unit(critic_ranks, n)
     critics = [critic, *nearest(critic, _fitting(q, critic_unit))] if own else [0]

@@ -1,7 +1,7 @@
 """Machines and devices in the configuration: pools, the devices of each role, its parallel sizes.
 
-In: settings, and how many devices a machine has where none of them says so. Out: one `Topology`. The only
-reader of these keys. Left out on purpose: whether it adds up (`batch_plan/device_rules.py`).
+In: settings, and the devices of a machine if no key sets them. Out: one `Topology`. Left out on purpose:
+whether it adds up (`batch_plan/device_rules.py`).
 """
 
 from __future__ import annotations
@@ -101,8 +101,8 @@ class Topology:
 
 
 def read_topology(settings: Settings[PPOConfig], devices_per_node: int) -> Topology:
-    """The requested topology; `devices_per_node` is used where neither `cluster` nor `trainer` says how many
-    devices a machine has."""
+    """The requested topology; `devices_per_node` is used if neither `cluster` nor `trainer` sets the devices
+    of a machine."""
     cluster, reader = settings.config.cluster, _TopologyReader(settings)
     nodes_key, per_node_key, pools = reader.pools(devices_per_node)
     return Topology(
@@ -162,7 +162,8 @@ class _TopologyReader:
         return self.settings.strength(key) < self.settings.strength(to)
 
     def role(self, role: str, pools: Mapping[str, Pool]) -> RoleDevices:
-        """Where a role is: by its mapping, on machines of its own, with the actor, or on all devices."""
+        """A role on the devices of its mapping, on its own machines, with the actor, or on all devices of the
+        trainer."""
         mapping = self._mapping(role)
         follows_actor = role in ("ref", "rollout") and mapping is None and role not in pools
         if follows_actor:
@@ -222,15 +223,15 @@ class _TopologyReader:
         if role == "reward_model":
             key = f"{REWARD}.tensor_model_parallel_size"
             return {"tensor": Degree(reward.tensor_model_parallel_size, key)}
-        own, leader = self.trained_degrees(role), self.trained_degrees("actor")
+        own, leader = self._trained_degrees(role), self._trained_degrees("actor")
         if role != "ref":
             return own
         # the reference divides its model as the actor does, unless its own keys are set
         free = [name for name, one in own.items() if not self.settings.strength(one.key)]
         return own | {name: leader[name] for name in free if name != "shard"}
 
-    def trained_degrees(self, role: str) -> dict[str, Degree]:
-        """The sizes of a role with a training engine, as its own section says."""
+    def _trained_degrees(self, role: str) -> dict[str, Degree]:
+        """The sizes of a role with a training engine, from its own section."""
         section = self._section(role)
         if self._engine(role) == "megatron":
             return megatron_degrees(section.megatron, f"{SECTIONS[role]}.megatron")
@@ -252,7 +253,7 @@ def fsdp_degrees(fsdp: FSDPConfig, prefix: str) -> dict[str, Degree]:
 
 
 def megatron_degrees(megatron: MegatronConfig, prefix: str) -> dict[str, Degree]:
-    """The sizes that Megatron-Core knows; experts are divided like the layer unless said otherwise."""
+    """The sizes that Megatron-Core knows; experts are divided like the layer by default."""
     sizes = {
         "tensor": ("tensor_model", megatron.tensor_model_parallel_size),
         "pipeline": ("pipeline_model", megatron.pipeline_model_parallel_size),

@@ -41,7 +41,7 @@ RECIPE_MAKES = "recipe={} makes its own when it first runs"
 
 
 class CheckContext:
-    """One configuration on this machine. `everything`: also look at what the configuration does not need
+    """One configuration on this machine. `everything`: also check what the configuration does not need
     (`--all`).
 
     `asked` is the configuration as it was given; `config` names the files that a recipe has made so far, and
@@ -90,7 +90,7 @@ class CheckContext:
 
     @property
     def critic_shape(self) -> ModelShape | None:
-        """Sizes of a critic that starts from a model of its own; None: the policy's."""
+        """The shape of a critic that starts from its own model; None: the policy's."""
         if not self.config.critic.model.path:
             return None
         return self._once("critic_shape", lambda: _shape(self.config.critic.model, CRITIC))
@@ -104,7 +104,7 @@ class CheckContext:
     def tokenizer(self) -> PreTrainedTokenizerBase:
         """The policy's tokenizer, with or without a chat template."""
         if not self.config.actor_rollout_ref.model.tokenizer_path:
-            assert self.model_config is not None, "a folder whose config.json is broken is reported once"
+            _ = self.model_config  # reports a broken config.json, which would break the tokenizer, too
         return self._once("tokenizer", lambda: load_tokenizer(self.own_model(), field=MODEL, chat=False))
 
     @property
@@ -115,7 +115,7 @@ class CheckContext:
 
     @property
     def main_key(self) -> str | None:
-        """The key of the files that the run reads first; None: a recipe that has not made its files yet."""
+        """The key of the files that the run reads first; None: there are none, or a recipe will make them."""
         data = self.config.data
         if self.config.trainer.val_only and data.val_files:
             return FILE_KEYS[1]
@@ -158,7 +158,7 @@ class CheckContext:
         return resolve_plan(self.config, prompts=prompts, devices_per_node=devices, origins=self.origins)
 
     def _prompts(self) -> int | None:
-        """Training prompts; None: not known. Another check reports what is wrong with their files."""
+        """Number of training prompts; None: not known. Another check reports what is wrong with the files."""
         files = self.config.data.train_files
         if not files:
             return None
@@ -182,7 +182,7 @@ class CheckContext:
 
 
 def _shape(model: ModelConfig, field: str) -> ModelShape:
-    """CheckSkipped if the sizes are unknown: estimates need them, training does not."""
+    """The model's shape. CheckSkipped if it is unknown: estimates need it, training does not."""
     try:
         shape = read_shape(model, field=field)
     except ConfigError as error:

@@ -19,7 +19,7 @@ from hydraflow.errors import ConfigError
 from hydraflow.models.loading import Context, context_of
 
 SAMPLE, TOKENISED = 64, 512
-"""Rows of a file that are looked at, and of all files under a key whose prompts are tokenised."""
+"""Rows sampled from each file, and prompts tokenised for each key (all its files together)."""
 SHOWN = 3
 REWARD_COLUMN = "reward_model"
 
@@ -56,13 +56,13 @@ def _check_table(table: sampling.DataFileInfo, key: str, context: CheckContext) 
 
 
 def require_prompts(records: Sequence[FileRecord], column: str) -> None:
-    """CheckSkipped if rows have no prompts: `check_data` reports that."""
+    """Raises CheckSkipped if rows have no prompts, which `check_data` reports."""
     if any(column not in record.values for record in records):
         raise CheckSkipped(f"rows have no column {column}: see data files")
 
 
 def row_problems(records: Sequence[FileRecord], data: DataConfig) -> list[str]:
-    """What is wrong with rows whose file has the columns that are needed."""
+    """What is wrong with rows of a file that has all needed columns."""
     found, needed = [], (data.prompt_key, data.reward_fn_key, REWARD_COLUMN)
     for record in records:
         if empty := [name for name in needed if record.values.get(name) is None]:
@@ -80,7 +80,7 @@ def row_problems(records: Sequence[FileRecord], data: DataConfig) -> list[str]:
 
 
 def _other_column(name: str, key: str, table: sampling.DataFileInfo) -> str:
-    """The override with the column that was probably meant."""
+    """The override with the column that was probably meant; empty if no key names the column."""
     close = difflib.get_close_matches(name, table.columns, n=1)
     return f"{key}={close[0]}" if key and close else f"{key}=<one of its columns>" if key else ""
 

@@ -1,8 +1,8 @@
-"""Free disk for what the run will write, computed from the plan and the models' shapes: checkpoints and the
-trained models; and the folder of a recipe.
+"""Free disk space for what the run will write, computed from the plan and the models' shapes: checkpoints
+and trained models; and the folder of a recipe.
 
-In: how often and how long checkpoints are kept, sizes of the models, the type in which they are kept. Out:
-findings. Left out on purpose: adapters and their optimizer state, which are small.
+In: how often checkpoints are saved and how many are kept, sizes and dtypes of the models. Out: findings. Left
+out on purpose: adapters and their optimizer state, which are small.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def check_recipe(context: CheckContext) -> Iterator[Finding]:
 def what_is_written(
     config: PPOConfig, plan: BatchPlan, shape: ModelShape, critic_shape: ModelShape | None
 ) -> list[PlannedFiles]:
-    """Trained models and checkpoints of the roles that are trained."""
+    """Checkpoints and final models of the trained roles."""
     trainer, policy, critic = config.trainer, config.actor_rollout_ref, config.critic
     roles: list[tuple[str, int, ActorConfig | CriticConfig, ModelConfig, int | None]] = [
         ("actor", shape.parameters, policy.actor, policy.model, trainer.max_actor_ckpt_to_keep)
@@ -114,7 +114,7 @@ def checkpoints(total_steps: int, save_freq: int, keep: int | None) -> int:
 
 
 def judge(folder: Path, written: Sequence[PlannedFiles], *, free: int) -> Finding:
-    """`free`: bytes on the disk of `folder`. Not even one of each fits: a problem; not all: a warning."""
+    """`free`: bytes on the disk of `folder`. A problem if not one of each fits, a warning if not all do."""
     least, most = sum(each.size for each in written), sum(each.size * each.count for each in written)
     parts = " + ".join(map(str, written))
     writes = f"the run writes {size_text(most)} ({parts})" if written else "no model will be saved"

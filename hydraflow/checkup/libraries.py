@@ -1,4 +1,4 @@
-"""Libraries that must fit each other, checked by the versions that they require and by using them.
+"""Libraries that must fit each other: compares the versions that they require, and tries them.
 
 In: the configuration. Out: findings about our own requirements, tensordict with torch, vLLM and SGLang with
 torch, Megatron-Core, flash-attn, and Triton. What may crash the interpreter (compiled code that was built for
@@ -49,8 +49,8 @@ def check_versions(context: CheckContext) -> Iterator[Finding]:
 
 
 def broken_requirements(distribution: str, extra: str = "") -> list[str]:
-    """Unmet requirements of an installed distribution, or of an extra of it; empty if it was not installed by
-    pip (a clone).
+    """Unmet requirements of an installed distribution and of one extra; empty if pip did not install it (a
+    clone).
 
     >>> broken_requirements("no-such-distribution")
     []
@@ -144,7 +144,7 @@ def check_sglang(context: CheckContext) -> Iterator[Finding]:
         yield missing
         return
     if broken := [text for text in broken_requirements("sglang") if " needs torch=" in text]:
-        yield problem(broken[0], f"an environment of its own, with {SGLANG.install}")
+        yield problem(broken[0], f"use a separate environment: {SGLANG.install}")
         return
     seen = f"SGLang {installed('sglang') or 'without a version'}, torch {installed('torch')}"
     ended = run_python("import sglang.srt.entrypoints.http_server", seconds=PROBE_SECONDS)
@@ -200,7 +200,7 @@ def trains_with_megatron(context: CheckContext) -> bool:
 
 def check_flash_attention(context: CheckContext) -> Iterator[Finding]:
     """flash-attn is optional; a build for another torch is not used, and attention falls back."""
-    instead = "attention takes torch's own kernels: variable-length ones on a GPU in 16 bits, else SDPA"
+    instead = "attention uses torch's own kernels: variable-length ones on a GPU in 16 bits, else SDPA"
     if importlib.util.find_spec("flash_attn") is None:
         yield ok(f"not installed: {instead}")
         return

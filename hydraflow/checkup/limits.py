@@ -1,5 +1,5 @@
-"""Limits of the system: CPUs that this process may really use, and those that Ray runs into: shared memory,
-open files, room for its temporary files.
+"""Limits of the system: CPUs that this process may really use, and what Ray can run out of: shared memory,
+open files, space for its temporary files.
 
 In: this machine, and the processes and threads that the run starts on it. Out: findings. In most
 cases Ray starts anyway, and is then slow or fails much later.
@@ -36,7 +36,8 @@ DISK_FULL = 0.95
 
 
 def check_processors(context: CheckContext) -> Iterator[Finding]:
-    """Worker processes times threads must not exceed the cores, nor Ray count more than there are."""
+    """Worker processes times threads must not exceed the cores, and Ray must not count more cores than there
+    are."""
     yield judge_processors(core_limits(), context.machine, ray_cpus=context.config.ray_init.num_cpus)
 
 

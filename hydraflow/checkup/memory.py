@@ -53,14 +53,14 @@ def judge_unused(device: str, present: int) -> Finding:
 
 
 def check_host_memory(context: CheckContext) -> Iterator[Finding]:
-    """What the plan is estimated to need in this machine's own memory, against what is free now."""
+    """Host memory that the plan is estimated to need, against what is free now."""
     host = host_memory()
     yield judge_host(_report(context, host_bytes=host.available), host)
 
 
 def check_gpus(context: CheckContext) -> Iterator[Finding]:
-    """Computes on every GPU, in a separate process, so that this one keeps no GPU memory, and compares the
-    free memory with the estimate."""
+    """Computes on every GPU and compares its free memory with the estimate. In a separate process, so that
+    this one holds no GPU memory."""
     if context.machine.device_type == "cpu":
         raise CheckSkipped("no GPU is used")
     ended = run_python(_EACH_GPU, context.device_type, seconds=GPU_SECONDS)
@@ -86,7 +86,7 @@ def _report(context: CheckContext, **measured: int) -> MemoryReport:
 
 
 def judge_device(report: MemoryReport, free: int, where: str) -> Finding:
-    """The fullest device of the plan; `free` are the bytes that it could have."""
+    """The fullest device of the plan, against `free` bytes."""
     fullest = max(report.groups, key=lambda group: group.peak)
     when = f"{fullest.peak_phase}: {', '.join(fullest.roles)}"
     evidence = f"the plan needs about {size_text(fullest.peak)} per device ({when}); {where}"
@@ -94,15 +94,15 @@ def judge_device(report: MemoryReport, free: int, where: str) -> Finding:
 
 
 def judge_host(report: MemoryReport, host: MachineMemory) -> Finding:
-    """Host memory of the machine that reads the weights."""
-    there_is = f"{size_text(host.available)} of {size_text(host.total)} available"
-    evidence = f"the plan needs about {size_text(report.host.total)} of host memory; {there_is}"
+    """Host memory of the fullest machine of the plan, against what `host` has available."""
+    available = f"{size_text(host.available)} of {size_text(host.total)} available"
+    evidence = f"the plan needs about {size_text(report.host.total)} of host memory; {available}"
     return _compared(evidence, report.host.total, host.available, report, "host")
 
 
-def _compared(evidence: str, needed: int, there_is: int, report: MemoryReport, where: str) -> Finding:
-    if needed <= there_is:
+def _compared(evidence: str, needed: int, available: int, report: MemoryReport, where: str) -> Finding:
+    if needed <= available:
         return ok(evidence)
     first = [advice.override for advice in report.advice if advice.where == where][:3]
-    found = problem if needed > MARGIN * there_is else warning
+    found = problem if needed > MARGIN * available else warning
     return found(evidence, " or ".join(first) or "stop other programs that use it")

@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 
 
 def check_model(context: CheckContext) -> Iterator[Finding]:
-    """The policy's directory, and the critic's where it has one of its own."""
+    """The policy's directory, and the critic's if it has its own."""
     policy = context.config.actor_rollout_ref.model
     if not policy.path:
         raise CheckSkipped(context.nothing_yet())
@@ -112,8 +112,8 @@ def check_weights(context: CheckContext) -> Iterator[Finding]:
 
 
 def dist_checkpoint_problems(config: PPOConfig, policy: PreTrainedConfig) -> list[Problem]:
-    """Whether checkpoints of Megatron-Core hold the models of the roles that start from them. Indices are
-    read, and weights only where an output matrix must be the same as the embeddings. Models that the engine
+    """Problems of Megatron-Core checkpoints that do not hold the models of the roles that start from them.
+    Reads indices, and weights only where an output matrix must equal the embeddings. Models that the engine
     does not build are reported elsewhere."""
     faults, own = Faults(), critic_model(config)
     for section, path in dist_checkpoints(config).items():
@@ -147,7 +147,7 @@ def check_model_fits(context: CheckContext) -> Iterator[Finding]:
 
 def check_megatron_model(context: CheckContext) -> Iterator[Finding]:
     """Models that Megatron-Core trains are supported and divide by the parallel sizes; overrides do not touch
-    what the model or the engine determines, and give every stage layers. All mistakes of all roles at
+    what the model or the engine determines, and give every stage layers. Reports the mistakes of all roles at
     once."""
     config, policy = context.config, context.config.actor_rollout_ref
     if not (sections := list(megatron_sections(config))):
@@ -174,7 +174,8 @@ def check_megatron_model(context: CheckContext) -> Iterator[Finding]:
 
 
 def _problems_of_teacher(config: PPOConfig, key: str, path: str) -> Iterator[Problem]:
-    """A teacher has the actor's parallel sizes. `jobs/inputs.py` reports a directory that cannot be read."""
+    """Problems of a teacher, which has the actor's parallel sizes. `jobs/inputs.py` reports a directory that
+    cannot be read."""
     described = Faults().result(partial(load_config, ModelConfig(path=path), field=key))
     if described is None:
         return

@@ -1,7 +1,7 @@
-"""Ports that can be opened and reached, and Ray clusters: running ones, and named ones that are gone.
+"""Whether ports can be opened and reached, and whether the Ray clusters that are named answer.
 
 In: this machine's sockets, RAY_ADDRESS, the file in which `ray start` leaves its address. Out: findings. A
-run takes free ports as it needs them; none is fixed. The usual fault is an address of the machine that does
+run takes free ports as it needs them; none is fixed. The usual fault is that the machine's own address does
 not lead back to it.
 """
 
@@ -58,11 +58,11 @@ def unreachable(address: str) -> str | None:
     return None
 
 
-def free_ports(network: Path = Path("/proc")) -> int:
-    """Number of ephemeral ports that no TCP socket holds; `network`: where proc is mounted."""
+def free_ports(proc: Path = Path("/proc")) -> int:
+    """Number of ephemeral ports that no TCP socket holds. `proc`: where procfs is mounted."""
     try:
-        low, high = (int(port) for port in (network / "sys/net/ipv4/ip_local_port_range").read_text().split())
-        files = [file for name in ("tcp", "tcp6") if (file := network / "net" / name).is_file()]
+        low, high = (int(port) for port in (proc / "sys/net/ipv4/ip_local_port_range").read_text().split())
+        files = [file for name in ("tcp", "tcp6") if (file := proc / "net" / name).is_file()]
         tables = [file.read_text().splitlines()[1:] for file in files]
     except (OSError, ValueError):
         return 65536 - 1024
@@ -93,7 +93,7 @@ def judge_ray(address: str, *, environ: Mapping[str, str], folder: Path) -> Find
 
 
 def named_clusters(environ: Mapping[str, str], folder: Path) -> dict[str, str]:
-    """Where an address was found -> the address, in the order in which Ray takes them."""
+    """Where an address was found -> the address, in the order in which Ray tries them."""
     found = {}
     if address := environ.get("RAY_ADDRESS"):
         found["RAY_ADDRESS"] = address
@@ -106,7 +106,7 @@ def named_clusters(environ: Mapping[str, str], folder: Path) -> dict[str, str]:
 
 
 def _beside(named: Mapping[str, str]) -> Finding:
-    """The run starts its own Ray; others are only worth a note."""
+    """The finding if the run starts its own Ray: other clusters are only worth a note."""
     for source, address in named.items():
         if address in ("auto", "local"):
             continue

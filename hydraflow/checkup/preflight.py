@@ -1,8 +1,8 @@
-"""The fast checks, which main_ppo makes before it starts anything.
+"""The fast checks, which main_ppo runs before it starts anything.
 
 In: `CheckContext` with what the run has opened already. Out: warnings in the log, or one ConfigError with
-every problem. Left out on purpose: whatever takes longer than milliseconds; `python -m hydraflow.doctor`
-looks at that.
+every problem. Left out on purpose: checks that take longer than milliseconds; `python -m hydraflow.doctor`
+runs all.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ def require_healthy(
     """Raises ConfigError with every problem of the fast checks; logs their warnings. Keys and
     files with a `known` problem are not reported again: two checks may open the same file."""
     fast = [replace(check, seconds=lambda context: SECONDS) for check in checks if check.fast]
-    _judge(list(run_checks(context, fast)), known)
+    _warn_or_raise(list(run_checks(context, fast)), known)
 
 
-def _judge(results: Sequence[Result], known: Sequence[Problem]) -> None:
+def _warn_or_raise(results: Sequence[Result], known: Sequence[Problem]) -> None:
     for result in results:
         for finding in result.findings:
             if finding.state is State.WARNING:
@@ -45,10 +45,10 @@ def _judge(results: Sequence[Result], known: Sequence[Problem]) -> None:
 
 
 def require_trackers(trainer: LoopConfig, *, known: Sequence[Problem] = ()) -> None:
-    """The same for the trackers only, for commands that the other checks do not support."""
+    """As `require_healthy`, for the trackers only: the other checks need a PPO configuration."""
     looked = Check("trackers", lambda context: look_at(trainer))
     findings = within(SECONDS, looked, None)
-    _judge([Result(looked.name, tuple(findings), 0.0)], known)
+    _warn_or_raise([Result(looked.name, tuple(findings), 0.0)], known)
 
 
 def _problems(result: Result, already_reported: tuple[str, ...]) -> list[Problem]:

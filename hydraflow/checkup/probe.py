@@ -1,6 +1,6 @@
-"""Runs Python code that may crash, hang or leave something behind in a separate process.
+"""Runs Python code in a separate process, because it may crash, hang or leave something behind.
 
-In: source and a time limit. Out: how it ended and what it printed last. The process and its children are gone
+In: source and a time limit. Out: how it ended and what it printed. The process and its children are gone
 afterwards.
 """
 

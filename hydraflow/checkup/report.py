@@ -1,6 +1,6 @@
-"""The report of a check-up: a table that grows while checks run, or JSON.
+"""The report of a check-up: a table, with progress while checks run, or JSON.
 
-In: results as they come. Out: text, and the exit code. Left out on purpose: judging.
+In: results as they arrive. Out: text, and the exit code. Left out on purpose: judging.
 """
 
 from __future__ import annotations

@@ -19,14 +19,14 @@ if TYPE_CHECKING:
     from pyarrow.parquet import ParquetFile
 
 PIECES = 8
-"""Largest number of row groups from which a Parquet file is sampled."""
+"""Largest number of row groups sampled from a Parquet file."""
 TYPED_LINES = 20
-"""Number of lines of a JSONL file from which its columns are read."""
+"""Number of lines from which the columns of a JSONL file are inferred."""
 
 
 @dataclass(frozen=True)
 class DataFileInfo:
-    """A data file from the outside."""
+    """Size and columns of a data file."""
 
     path: Path
     rows: int
@@ -46,7 +46,7 @@ def look_at(path: Path, key: str) -> DataFileInfo:
 
 
 def sample(path: Path, key: str, count: int) -> list[FileRecord]:
-    """About `count` rows from all over the file, or all of them where there are fewer."""
+    """About `count` rows from all over the file, or all rows if there are fewer."""
     if not _is_parquet(path, key):
         return _of_lines(path, key, count)[1]
     file = _open(path, key)

@@ -47,7 +47,7 @@ def check_reward(context: CheckContext) -> Iterator[Finding]:
 
 
 def reward_rows(records: Sequence[FileRecord], data: DataConfig) -> list[RewardRow]:
-    """Each record twice: answered with its ground truth, and not answered."""
+    """Each record twice: with its ground truth as the response, and with an empty one."""
     rows = []
     for record in records:
         values: dict[str, Any] = record.values
@@ -58,7 +58,7 @@ def reward_rows(records: Sequence[FileRecord], data: DataConfig) -> list[RewardR
 
 
 def judge(rows: Sequence[RewardRow], results: Sequence[RewardResult], reward: RewardConfig) -> Finding:
-    """`rows` and `results` in pairs, as `reward_rows` makes them."""
+    """`rows` and `results` are in pairs, as `reward_rows` makes them."""
     failed = [result.failed for result in results if result.failed is not None]
     if failed:
         some = f"{len(failed)} of {len(results)} responses to {len(rows) // 2} rows"

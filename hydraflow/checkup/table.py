@@ -2,8 +2,8 @@
 program.
 
 In: `CheckContext`. Out: `Result`s in the order of the table. A new check is a function from that to
-findings, and a line in `CHECKS`. Those of the configuration itself are here: keys without effect, what cannot
-run yet, and the batch plan's rules, whose numbers `python -m hydraflow.plan` explains.
+findings, and a line in `CHECKS`. The checks of the configuration itself are here: keys without effect, what
+cannot run yet, and the batch plan's rules, whose numbers `python -m hydraflow.plan` explains.
 """
 
 from __future__ import annotations
@@ -45,9 +45,9 @@ class Check:
     look: Callable[[Any], Iterable[Finding]]
     """From `CheckContext` to findings."""
     fast: bool = False
-    """Takes milliseconds, so main_ppo runs it at every start."""
+    """Whether it takes milliseconds, so that main_ppo runs it at every start."""
     seconds: Callable[[CheckContext], float] = lambda context: SECONDS
-    """Time limit, after which it is abandoned."""
+    """Time limit, after which the check is abandoned."""
 
 
 @dataclass(frozen=True)
@@ -57,14 +57,14 @@ class Result:
     name: str
     findings: tuple[Finding, ...]
     seconds: float
-    """Duration."""
+    """How long the check took."""
 
 
 CLUSTER = "cluster.*: describes machines for python -m hydraflow.plan; the doctor checks this one"
 
 
 def check_settings(context: CheckContext) -> Iterator[Finding]:
-    """Keys that main_ppo would refuse or lacks, and keys without effect."""
+    """Keys that main_ppo would reject or does not support, and keys without effect."""
     refused = [*context.unsupported, *wrong_values(context.asked), *not_runnable(context.config)]
     notes = [*context.notes, *([CLUSTER] if context.asked.cluster != context.config.cluster else [])]
     yield from map(of_problem, refused)
@@ -118,7 +118,7 @@ CHECKS = (
 
 
 def run_checks(context: CheckContext, checks: Iterable[Check] = CHECKS) -> Iterator[Result]:
-    """Yields results as they arrive."""
+    """Runs the checks one after another; yields each result as it arrives."""
     for check in checks:
         started = time.monotonic()
         findings = within(check.seconds(context), check, context)

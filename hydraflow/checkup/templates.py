@@ -1,8 +1,8 @@
 """The chat template on three prompts, and the tokens that end a response.
 
-In: tokenizer, the model's configurations, three rows. Out: findings. A template that is missing, or rendered
-into the prompts already, and an end token that the generator does not know are the usual reasons why a run
-learns nothing.
+In: tokenizer, the model's configurations, three rows. Out: findings. The usual
+reasons why a run learns nothing: a missing template, one that is already rendered into the prompts, or an end
+token that the generator does not know.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ MARKERS = (
     *("<|im_start|>", "<|start_header_id|>", "<start_of_turn>"),
     *("<|user|>", "<|assistant|>", "<｜User｜>", "[INST]"),
 )
-"""How well-known templates open a turn. The tokenizer's own special tokens count, too."""
+"""How well-known templates open a turn. The tokenizer's own special tokens are markers, too."""
 SENTINEL = "ANSWER"
 ROLLOUT = "actor_rollout_ref.rollout"
 
@@ -110,7 +110,7 @@ def check_end_tokens(context: CheckContext) -> Iterator[Finding]:
 def judge_ends(
     tokenizer: PreTrainedTokenizerBase, ends: Sequence[int], *, vocabulary: int
 ) -> Iterator[Finding]:
-    """`ends`: tokens at which generation stops. `vocabulary`: tokens that the model knows."""
+    """`ends`: tokens at which generation stops. `vocabulary`: size of the model's vocabulary."""
     named = ", ".join(f"{token} {_token_text(tokenizer, token)}" for token in ends) or "none"
     if beyond := [token for token in ends if not 0 <= token < vocabulary]:
         evidence = f"end tokens {beyond} are not among the model's {vocabulary} tokens"

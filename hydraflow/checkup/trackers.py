@@ -33,10 +33,11 @@ CONNECT_SECONDS = 2.0
 
 
 def check_trackers(context: CheckContext) -> Iterator[Finding]:
-    """Checks each tracker of the run, always including the file; then the folders for responses."""
+    """Checks each tracker of the run, always including the file; then the folders that responses are saved
+    to."""
     trainer = context.config.trainer
     yield from look_at(trainer)
-    yield from _dumps(trainer)
+    yield from _check_response_folders(trainer)
 
 
 def look_at(trainer: LoopConfig) -> Iterator[Finding]:
@@ -59,7 +60,7 @@ def check_writing(context: CheckContext) -> Iterator[Finding]:
         yield ok(f"{took} {size} bytes") if size else problem(f"{took} nothing")
 
 
-def _dumps(trainer: TrainerConfig) -> Iterator[Finding]:
+def _check_response_folders(trainer: TrainerConfig) -> Iterator[Finding]:
     for key in ("trainer.rollout_data_dir", "trainer.validation_data_dir", "trainer.debug.save_rollouts"):
         folder: Any = value_at(trainer, key.removeprefix("trainer."))
         if folder is not None:
@@ -139,7 +140,7 @@ def _silent(uri: str) -> str | None:
 
 
 def _missing(name: str, trainer: LoopConfig, install: str) -> Finding | None:
-    """A problem where the tracker's package is not installed."""
+    """A problem if the tracker's package is not installed; None if it is."""
     if importlib.util.find_spec(name) is not None:
         return None
     remedy = f"{install}, or {_without(name, trainer)}"
@@ -160,4 +161,4 @@ TRACKER_CHECKS: dict[str, Callable[[LoopConfig], Finding]] = {
     "swanlab": partial(_check_login, "swanlab"),
     "console": lambda trainer: ok("the console needs nothing"),
 }
-"""Name in trainer.logger -> what it needs. For one that needs a login, this says what happens without."""
+"""Name in trainer.logger -> the check of what it needs."""

@@ -1,6 +1,6 @@
 """Warns about values that are legal but almost certainly unintended.
 
-In: a composed configuration. Out: sentences that name the key, the value, its effect and the usual values.
+In: a composed configuration. Out: notes that name the key, the value, its effect and typical values.
 Left out on purpose: illegal values (`rules.py`), keys without effect (`effects.py`). Standard library only.
 """
 
@@ -12,7 +12,7 @@ from pathlib import Path
 
 from hydraflow.algorithms.config import ESTIMATORS
 from hydraflow.batch_plan.roles import needs_critic
-from hydraflow.device import CPU_PROCESSES, listed_gpus, usable_cores
+from hydraflow.device import listed_gpus, usable_cores
 from hydraflow.engine.config import OptimConfig
 from hydraflow.models.config import ModelConfig
 from hydraflow.schema import PPOConfig, SupervisedConfig
@@ -85,18 +85,18 @@ def _policy_loss(actor: ActorConfig) -> Iterator[str]:
 
 
 def _teachers(config: PPOConfig) -> Iterator[str]:
-    asked, key = config.distillation.distillation_loss, "distillation.distillation_loss.loss_mode"
-    if not config.distillation.enabled or asked.over_vocabulary:
+    loss, key = config.distillation.distillation_loss, "distillation.distillation_loss.loss_mode"
+    if not config.distillation.enabled or loss.over_vocabulary:
         return
-    is_k1 = asked.loss_mode.removesuffix("+") in ("kl", "k1")
-    if asked.use_policy_gradient and not is_k1:
+    is_k1 = loss.loss_mode.removesuffix("+") in ("kl", "k1")
+    if loss.use_policy_gradient and not is_k1:
         yield (
-            f"{key}={asked.loss_mode}: as an advantage, its policy gradient is not that of the KL and"
+            f"{key}={loss.loss_mode}: as an advantage, its policy gradient is not that of the KL and"
             f" vanishes close to the teacher; a typical value is {key}=k1"
         )
-    elif is_k1 and not asked.use_policy_gradient and not asked.loss_mode.endswith("+"):
+    elif is_k1 and not loss.use_policy_gradient and not loss.loss_mode.endswith("+"):
         yield (
-            f"{key}={asked.loss_mode}: as a loss term its expected gradient is 0, so nothing is learned from"
+            f"{key}={loss.loss_mode}: as a loss term its expected gradient is 0, so nothing is learned from"
             f" the teachers; a typical value is {key}=k1+"
         )
 
@@ -123,16 +123,16 @@ def _profiles(config: PPOConfig) -> Iterator[str]:
     trainer, profiler = config.trainer, config.global_profiler
     if profiler.tool is None:
         return
-    total, each = trainer.total_training_steps, trainer.n_gpus_per_node
+    total, per_node = trainer.total_training_steps, trainer.n_gpus_per_node
     late = [step for step in profiler.steps or () if total is not None and step > total]
     if late:
         yield (
             f"global_profiler.steps=[{','.join(map(str, late))}]: the run has {total} training steps, so"
             f" these are never profiled; steps count from 1 to {total}"
         )
-    if each is None:
+    if per_node is None:
         return
-    devices = trainer.nnodes * each
+    devices = trainer.nnodes * per_node
     if absent := [rank for rank in profiler.ranks or () if rank >= devices]:
         yield (
             f"global_profiler.ranks=[{','.join(map(str, absent))}]: the trainer has {count(devices, 'rank')},"
@@ -143,9 +143,9 @@ def _profiles(config: PPOConfig) -> Iterator[str]:
 def _processes(config: PPOConfig | SupervisedConfig, *, planning: bool) -> Iterator[str]:
     trainer = config.trainer
     on_cpu = trainer.device == "cpu" or (trainer.device == "auto" and not planning and not listed_gpus())
-    each, cores = trainer.n_gpus_per_node or CPU_PROCESSES, usable_cores()
-    if on_cpu and trainer.n_gpus_per_node is not None and each > cores:
+    processes, cores = trainer.n_gpus_per_node, usable_cores()
+    if on_cpu and processes is not None and processes > cores:
         yield (
-            f"trainer.n_gpus_per_node={each}: on a CPU these are processes, and this machine has"
+            f"trainer.n_gpus_per_node={processes}: on a CPU these are processes, and this machine has"
             f" {count(cores, 'core')}, so they take turns; trainer.n_gpus_per_node={cores}"
         )

@@ -1,8 +1,8 @@
-"""Fills unset keys from the batch system's allocation, and checks set keys against it.
+"""Fills in unset keys from the batch system's allocation, and checks set keys against it.
 
 In: the leaves of a composition, an `Allocation`. Out: more leaves, with the variable as their origin; or
-problems that name both sides. A key that the user set wins: using less than the allocation is fine, more is
-an error. Left out on purpose: reading the variables (`system/allocation.py`), memory (`memory/limits.py`).
+problems that name both sides. Keys that the user set win: using less than the allocation is fine, using more
+is an error. Left out on purpose: reading the variables (`system/allocation.py`), memory (`memory/limits.py`).
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ BESIDE = 1
 """CPUs per machine that Ray counts besides one for each training process: one for the reward process."""
 
 
-def take(schema: type, leaves: dict[str, Any], origins: dict[str, str], given: Allocation | None) -> None:
-    """Fills in unset keys: the nodes of a running cluster, minus those reserved for the rollout; GPUs; the
-    CPUs of this run's own cluster."""
+def fill_in(schema: type, leaves: dict[str, Any], origins: dict[str, str], given: Allocation | None) -> None:
+    """Fills in unset keys: the nodes of a running cluster, minus those of the rollout; GPUs; the CPUs of
+    this run's own cluster."""
     if given is None or not issubclass(schema, RayCommandConfig):
         return
     local = leaves.get("ray_init.address", "local") == "local"
@@ -78,9 +78,9 @@ def contradictions(config: Any, given: Allocation | None) -> Iterator[Problem]:
         yield from _cores(trainer.n_gpus_per_node or given.gpus or 0, given)
 
 
-def started_often(config: Any, started: tuple[int, int] | None) -> Iterator[Problem]:
-    """A problem if torchrun started a command that starts its own processes; `started`: (nodes, processes per
-    node)."""
+def started_by_torchrun(config: Any, started: tuple[int, int] | None) -> Iterator[Problem]:
+    """A problem if torchrun started a command that starts its own processes; `started`: torchrun's (nodes,
+    processes per node)."""
     if started is None or not isinstance(config, RayCommandConfig):
         return
     nodes, processes = started

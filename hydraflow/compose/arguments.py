@@ -1,4 +1,4 @@
-"""Separates the options on a command line, Hydra's and the entry point's own, from its overrides.
+"""Separates the options on a command line, Hydra's and the entry point's, from the overrides.
 
 In: the arguments after the program's name. Out: `Arguments`, or one problem for each unknown option. Left out
 on purpose: what overrides mean (`overrides.py`).

@@ -1,4 +1,4 @@
-"""What `launch` hands to every `run` besides the configuration: origins of values, notes to print, the entry
+"""What `launch` passes to every `run` besides the configuration: origins of values, notes to print, the entry
 point's options.
 """
 
@@ -32,12 +32,12 @@ class KeyCounts:
 
 @dataclass(frozen=True)
 class Command:
-    """Facts about one command line, passed to `run` beside the configuration."""
+    """Facts about one command line."""
 
     config_name: str
     """The entry point's configuration: ppo, sft, generate or eval."""
     origins: Mapping[str, str] = field(default_factory=dict)
-    """Every leaf of the schema -> default, a YAML file, command line, or the key that it follows."""
+    """Leaf of the schema -> default, a YAML file, command line, or the key that it follows."""
     notes: tuple[str, ...] = ()
     """Lines for the user: renamed keys, keys without effect, keys that were not checked."""
     counts: KeyCounts = KeyCounts()

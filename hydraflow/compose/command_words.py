@@ -1,9 +1,8 @@
-"""The words of a command line: without its secrets, and those of each job of a sweep.
+"""The words of a command line: without secrets, or expanded into the jobs of a sweep.
 
-In: its words. Out: the same words, where an override that holds a secret is rewritten without it; or one list
-of words for each combination, as `--multirun` would run them. Values are parsed by Hydra's own parser, so
-that it does not matter how they were quoted. Left out on purpose: sweepers other than Hydra's basic one,
-which run their jobs themselves.
+In: its words. Out: the same words without secrets; or one list of words for each combination, as `--multirun`
+would run them. Hydra's own parser reads the values, so that it does not matter how they were quoted. Left out
+on purpose: sweepers other than Hydra's basic one, which run their jobs themselves.
 """
 
 from __future__ import annotations
@@ -23,11 +22,11 @@ from hydraflow.redact import ENVIRONMENTS, HIDDEN, public, public_word
 
 _NAMES = re.compile(r"\w+")
 MOST = 1000
-"""Largest number of combinations; more are probably a mistake."""
+"""Largest number of jobs of a sweep; more are probably a mistake."""
 
 
 def public_words(words: Sequence[str]) -> list[str]:
-    """The words, those of Python and options among them.
+    """The words, Python's and options included, without secrets.
 
     >>> public_words(["-m", "hydraflow.main_ppo", "judge={url: 'https://host/?sig=abc', pass: two words}"])
     ['-m', 'hydraflow.main_ppo', 'judge={url: https://host/?sig=(hidden), pass: (hidden)}']
@@ -36,7 +35,7 @@ def public_words(words: Sequence[str]) -> list[str]:
 
 
 def unparsed(word: str) -> str:
-    """A word that is not an override or that Hydra cannot parse, without its value if that may be secret."""
+    """A word that Hydra cannot parse as an override, without its value if that may be secret."""
     public, (key, equals, value) = public_word(word), word.partition("=")
     if not equals or word.startswith("-") or public_word(key) != key:
         return public
@@ -45,7 +44,7 @@ def unparsed(word: str) -> str:
 
 
 def values(override: Override) -> list[Any]:
-    """The values that an override sets: one, or those of a sweep; none of a deletion or a range."""
+    """The values that an override sets: one, or those of a sweep; none for a deletion or a range."""
     if override.is_delete():
         return []
     if not override.is_sweep_override():
@@ -86,8 +85,8 @@ def _public(word: str) -> str:
 
 
 def combinations(words: Sequence[str]) -> list[list[str]]:
-    """Every combination, the last word varying fastest. Options (`--config-name ...`) go to each. Raises
-    ConfigError.
+    """The words of each job of a sweep, the last word varying fastest; each job gets all options
+    (`--config-name ...`). Raises ConfigError if there are more than MOST.
 
     >>> combinations(["trainer.seed=1,2", "data.shuffle=false"])
     [['trainer.seed=1', 'data.shuffle=false'], ['trainer.seed=2', 'data.shuffle=false']]
@@ -105,6 +104,6 @@ def _swept(word: str) -> list[str]:
         return [word]
     override = parsed(word)
     if override is None or not override.is_sweep_override():
-        return [word]  # what cannot be parsed is reported by the job
+        return [word]  # the job reports a word that cannot be parsed
     key = word.partition("=")[0]
     return [f"{key}={value}" for value in override.sweep_string_iterator()]

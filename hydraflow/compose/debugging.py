@@ -1,7 +1,7 @@
 """Applies `+debug=true` and `trainer.debug.local=true` to a configuration: one process per role, and no
 timeout that a breakpoint could trip.
 
-In: a configuration as the user gave it. Out: the one that runs. Left out on purpose: rejecting contradictions
+In: the user's configuration. Out: the configuration that runs. Left out on purpose: rejecting contradictions
 (`rules.py`), and the debugging itself (`dispatch/`, `trainer/`).
 """
 

@@ -202,7 +202,7 @@ _PLACES = (
 
 
 def _computes_like_the_engine(config: PPOConfig) -> bool:
-    """Whether engine and trainer compute the same probabilities. False for `auto`, which depends on the
+    """Whether engine and trainer compute the same probabilities. False for dtype `auto`, which depends on the
     device."""
     rollout, actor = config.actor_rollout_ref.rollout, config.actor_rollout_ref.actor
     trainer = engine_config(actor.strategy, actor)
@@ -211,11 +211,6 @@ def _computes_like_the_engine(config: PPOConfig) -> bool:
     engine = GENERATION_ENGINES.get(rollout.name)
     same = engine is not None and engine.computes_as_trainer
     return same and dtypes in ({"fp32"}, {"fp64"}) and not replays
-
-
-def _is_plain_reinforce(config: PPOConfig) -> bool:
-    correction = config.algorithm.rollout_correction
-    return correction.bypass_mode and correction.loss_type == "reinforce"
 
 
 _READ_BY_LOSSES = {name for loss in POLICY_LOSSES.values() for name in loss.all_reads}
@@ -238,7 +233,10 @@ _CORRECTION = (
     ),
     NoEffectRule(
         f"{ACTOR}.{{{','.join(_LOSS_KEYS)},policy_loss.*}}",
-        _is_plain_reinforce,
+        lambda c: (
+            c.algorithm.rollout_correction.bypass_mode
+            and c.algorithm.rollout_correction.loss_type == "reinforce"
+        ),
         "algorithm.rollout_correction.loss_type=reinforce is the policy loss",
         "algorithm.rollout_correction.loss_type=ppo_clip",
     ),
@@ -324,7 +322,7 @@ _RUN = (
         lambda c: c.trainer.debug.local,
         "trainer.debug.local=true runs without Ray",
     ),
-    _while("trainer.debug.local", "log.console", "has one process, whose lines are on the console"),
+    _while("trainer.debug.local", "log.console", "has one process, which logs to the console"),
     NoEffectRule(
         "trainer.{rpc_timeout,start_timeout}",
         lambda c: c.debug or c.trainer.debug.local,
@@ -381,13 +379,13 @@ PLANNED_ONLY = {
 }
 """Keys that only the planner reads -> why a run does not."""
 _NEVER_IDLE = {"critic.enable", "critic.strategy"}
-"""Keys that are never reported as part of a section without effect: its own switch, and the one that
-`model_engine` sets along with the actor's."""
+"""Keys of the critic that RULES never report: its switch, and the strategy, which `model_engine` sets along
+with the actor's."""
 
 
 def without_effect(config: object, key: str) -> tuple[str, str] | None:
-    """Why a key has no effect, and the remedy, by the rules across sections and those beside its field; None:
-    it has one."""
+    """Why a key has no effect, and the remedy, by the rules across sections and those beside its field; None
+    if it has an effect."""
     for rule in entry_for(RULES, type(config)) or ():
         if key not in _NEVER_IDLE and fits(rule.pattern, key) and rule.when(config):
             return rule.why, rule.remedy

@@ -1,8 +1,8 @@
 """Checks keys of open mappings that name another library's arguments, without importing that library.
 
 In: values of open mappings. Out: a problem for each name that the library does not have, with the nearest; or
-a note that the names were not checked. They are read from the library's source, because importing vLLM takes
-seconds and needs a GPU driver.
+a note that the names were not checked. The known names are parsed from the library's source, because
+importing vLLM takes seconds and needs a GPU driver.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ class ArgumentLibrary:
     name: str
     package: str
     files: tuple[str, ...]
-    """Path of the source file, relative to the package."""
+    """Source files, relative to the package."""
     classes: tuple[str, ...]
-    """Name of the class whose annotated fields are the arguments."""
+    """Classes in them whose annotated fields are the arguments."""
 
 
 VLLM = ArgumentLibrary("vLLM", "vllm", ("engine/arg_utils.py",), ("EngineArgs", "AsyncEngineArgs"))
@@ -99,27 +99,23 @@ def _unknown_names(
     for name, value in content.items():
         if name not in known:
             near = nearest(str(name), sorted(known))
-            remedy = (
-                " or ".join(f"{key}.{one}={shown(value, f'{key}.{name}')}" for one in near)
-                or f"leave out {key}.{name}"
-            )
+            suggested = [f"{key}.{one}={shown(value, f'{key}.{name}')}" for one in near]
+            remedy = " or ".join(suggested) or f"leave out {key}.{name}"
             yield Problem(f"{key}.{name}", shown(value), f"{library.name} has no such argument", remedy)
 
 
 @cache
 def argument_names(library: ArgumentLibrary) -> frozenset[str] | None:
-    """The names of a library's arguments; None: it is not installed, or its source looks different."""
+    """The names of a library's arguments; None: it is not installed, or the classes are not found."""
     spec = importlib.util.find_spec(library.package)
     folders = [Path(folder) for folder in (spec.submodule_search_locations or ())] if spec else []
     files = [folder / file for folder in folders for file in library.files if (folder / file).is_file()]
-    return (
-        frozenset(
-            field.target.id
-            for file in files
-            for node in ast.parse(file.read_text(encoding="utf-8")).body
-            if isinstance(node, ast.ClassDef) and node.name in library.classes
-            for field in node.body
-            if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name)
-        )
-        or None
+    names = frozenset(
+        field.target.id
+        for file in files
+        for node in ast.parse(file.read_text(encoding="utf-8")).body
+        if isinstance(node, ast.ClassDef) and node.name in library.classes
+        for field in node.body
+        if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name)
     )
+    return names or None

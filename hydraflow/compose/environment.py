@@ -1,6 +1,4 @@
-"""Resolves `${oc.env:NAME}` to its own text, so that values of environment variables are not written to
-files.
-"""
+"""Resolves `${oc.env:NAME}` to its own text, so that values of environment variables reach no file."""
 
 from __future__ import annotations
 
@@ -18,7 +16,7 @@ _NO_DEFAULT: Any = object()
 
 
 class ResolvedReferences:
-    """The references that were resolved, each under a unique marker that no value contains by chance."""
+    """The resolved references, each under a unique marker that no value contains by chance."""
 
     def __init__(self) -> None:
         self._mark = f"environment_{secrets.token_hex(8)}_"
@@ -29,7 +27,7 @@ class ResolvedReferences:
         return self._named(f"{RESOLVER}:{name}" + ("" if default is _NO_DEFAULT else f",{_quoted(default)}"))
 
     def decode(self, text: str | None, _parent_: Container, _node_: Node) -> Any:
-        """Replaces `oc.decode`, whose input is a marker here."""
+        """Replaces `oc.decode`: text that contains a marker is not decoded."""
         if text is None or self._mark not in text:
             return oc.decode(text, _parent_, _node_)
         return self._named(f"{DECODER}:{_quoted(text)}")
@@ -51,7 +49,7 @@ class ResolvedReferences:
 
 @contextmanager
 def unread_environment() -> Iterator[ResolvedReferences]:
-    """Within the context, OmegaConf resolves references to the environment to markers."""
+    """Within the context, OmegaConf resolves references to the environment as markers."""
     named = ResolvedReferences()
     OmegaConf.register_new_resolver(RESOLVER, named.resolve, replace=True)
     OmegaConf.register_new_resolver(DECODER, named.decode, replace=True)

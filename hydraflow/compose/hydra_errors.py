@@ -1,5 +1,5 @@
-"""Translates errors of Hydra and OmegaConf to this program's form: field, value, rule, remedy. An
-unknown message is passed on verbatim.
+"""Translates errors of Hydra and OmegaConf to this program's form: field, value, rule, remedy. An unknown
+message is passed on verbatim.
 """
 
 from __future__ import annotations
@@ -13,8 +13,7 @@ from hydraflow.options import one_of
 
 
 def translated(error: Exception, files: Sequence[str] = ()) -> ConfigError:
-    """An error of Hydra or OmegaConf as a problem of the configuration; `files`: names that a defaults list
-    may use.
+    """An error of Hydra or OmegaConf as a ConfigError; `files`: names that a defaults list may use.
 
     >>> from hydra.errors import ConfigCompositionException
     >>> print(translated(ConfigCompositionException("In 'mine': Could not load 'pqo'."), ["ppo"]).problems[0])
@@ -30,14 +29,16 @@ def translated(error: Exception, files: Sequence[str] = ()) -> ConfigError:
 
 
 def _of_a_key(key: str, message: str) -> Problem | None:
-    """Values, deletions and interpolations."""
+    """Errors in values, deletions and interpolations."""
     if found := re.search(r"Could not delete from config\. (?:The value of )?'(.+?)'", message):
         if "The value of" in message:
-            return Problem(f"~{found[1]}", None, "the key has another value than that", f"~{found[1]}")
+            return Problem(f"~{found[1]}", None, "the key has a different value", f"~{found[1]}")
         return Problem(f"~{found[1]}", None, "there is no such key to delete", f"leave out ~{found[1]}")
     if found := re.search(r"Error merging override \+*([\w.]+)=([{\[].*)", message):
-        kinds = "a list such as [a,b], not a mapping", "a mapping such as {name: value}, not a list"
-        return Problem(found[1], found[2], f"must be {kinds[found[2].startswith('[')]}")
+        kind = "a list such as [a,b], not a mapping"
+        if found[2].startswith("["):
+            kind = "a mapping such as {name: value}, not a list"
+        return Problem(found[1], found[2], f"must be {kind}")
     if found := re.search(r"Interpolation key '(.+?)' not found", message):
         remedy = "write the whole path of a key that --help lists, such as ${trainer.seed}"
         return Problem(key, f"${{{found[1]}}}", f"Interpolation key '{found[1]}' not found", remedy)
@@ -54,7 +55,7 @@ def _of_a_key(key: str, message: str) -> Problem | None:
 
 
 def _of_a_file(key: str, message: str) -> Problem | None:
-    """Files that are not mappings, and defaults lists that cannot be read."""
+    """Errors in files: not a mapping, or a defaults list that cannot be read."""
     no_list = r"Invalid defaults list in '(.+?)', defaults must be a list \(got (.+?)\)"
     if found := re.search(no_list, message):
         rule = f"defaults must be a list, not {found[2]}"
@@ -63,7 +64,7 @@ def _of_a_file(key: str, message: str) -> Problem | None:
         rule = f"an entry of a defaults list must be text or a mapping, not {found[1]}"
         return Problem(key, None, rule, "write the name of a file, or group: name")
     if found := re.search(r"Multiple values for (\S+)\. To override a value use '(override .+?)'", message):
-        rule = f"your defaults list names {found[1]}, which a file before it in the list has already"
+        rule = f"your defaults list names {found[1]}, which an earlier file in the list already has"
         return Problem(found[1], None, rule, f"write {found[2]} in the defaults list")
     if found := re.search(r"Cannot find primary config '(.+?)'", message):
         rule = f"the folder of --config-path has no {found[1]}.yaml"
@@ -78,7 +79,7 @@ def _of_a_file(key: str, message: str) -> Problem | None:
 
 
 def _of_a_name(message: str, files: Sequence[str]) -> Problem | None:
-    """Entries of a defaults list, and choices of groups, that name nothing."""
+    """Entries of a defaults list, groups and choices that do not exist."""
     in_a_list = r"In '(.+?)': Could not (?:load|find) '(.+?)'"
     if found := re.search(rf"{in_a_list}\.?\s*Available options in '.+?':\s*(.+)", message):
         group, _, name = found[2].rpartition("/")
@@ -94,7 +95,7 @@ def _of_a_name(message: str, files: Sequence[str]) -> Problem | None:
         rule = f"its defaults list names '{found[2]}', and there is no such file"
         return Problem(f"{found[1]}.yaml", None, rule, remedy)
     if found := re.search(r"In '(.+?)': Could not override '(.+?)'\. No match in the defaults list", message):
-        rule = f"overrides '{found[2]}', which no file before it in the defaults list has"
+        rule = f"overrides '{found[2]}', which no earlier file in the defaults list has"
         remedy = f"write {found[2]} without override, or put the file that has it first"
         return Problem(f"{found[1]}.yaml", None, rule, remedy)
     rule = "there is no such key or group to override"

@@ -1,4 +1,4 @@
-"""Each command's checks of its configuration, for the report that lists every mistake at once.
+"""Each command's checks of its configuration, for the one report of all mistakes.
 
 In: a composed configuration and the origins of its values. Out: broken rules of the batch plan and features
 that cannot run yet (`runnable.py`); separately, files and folders that are missing on this machine. Standard
@@ -34,7 +34,7 @@ REWARD_MODEL = "reward.reward_model.model_path"
 def judge(config: JobConfig, command: Command) -> list[Problem]:
     """Broken rules of the batch plan, and features that can be planned but not run yet.
 
-    The plan is resolved only to be judged, before torch or Ray is imported. A job resolves its own for the
+    The plan is resolved only to check it, before torch or Ray is imported. A job resolves its own for the
     devices and prompts that it finds.
     """
     config, faults = applied(config), Faults()
@@ -56,7 +56,7 @@ def missing(config: JobConfig | EvalConfig, command: Command) -> Iterator[Proble
     if isinstance(config, PPOConfig):
         yield from own_problems(config)
         yield from missing_checkpoints(config)
-    for key in _read_from_disk(config):
+    for key in _input_keys(config):
         named = value_at(config, key)
         if key.endswith(("model.path", "model_path")):
             yield from model_problems(str(named), key) if named else ()
@@ -64,7 +64,8 @@ def missing(config: JobConfig | EvalConfig, command: Command) -> Iterator[Proble
             yield from file_problems(named, key)
 
 
-def _read_from_disk(config: JobConfig | EvalConfig) -> list[str]:
+def _input_keys(config: JobConfig | EvalConfig) -> list[str]:
+    """Keys that name the models and files that the command reads."""
     if isinstance(config, EvalConfig):
         return ["data.path", REWARD]
     if isinstance(config, GenerateConfig):

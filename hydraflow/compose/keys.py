@@ -1,4 +1,4 @@
-"""The keys of a configuration schema: type, description, and the nearest key to a misspelt one.
+"""The keys of a configuration schema: their types and descriptions, and the nearest key to a misspelt one.
 
 In: a dataclass of `schema.py`, keys and values as the user wrote them. Out: problems, or text for `--help`.
 Left out on purpose: ranges and choices (`rules.py`), and whole trees (`tree.py`).
@@ -28,7 +28,7 @@ from hydraflow.options import Rule, option_of
 from hydraflow.redact import HIDDEN, public
 
 _SWITCHED = {"yes": True, "on": True, "y": True, "t": True, "no": False, "off": False, "n": False, "f": False}
-"""Words that some YAML versions read as true or false."""
+"""Other words for true and false, most of them from YAML 1.1."""
 _WORDS = {int: "a whole number", float: "a number", bool: "true or false", str: "text", Any: "any value"}
 
 
@@ -62,7 +62,7 @@ class Key:
 
 @functools.cache
 def known_keys(schema: Any) -> dict[str, Key]:
-    """Every section and leaf of a schema by its dotted path, in the order of the source."""
+    """Every section and leaf of a schema by its dotted path, in source order."""
     return {key.path: key for key in _walk(schema(), "")}
 
 
@@ -97,11 +97,11 @@ def unknown_key(schema: type, path: str, value: Any) -> Problem:
     """The problem of an unknown key, with the nearest known ones that take such a value."""
     near = nearest_keys(schema, path)
     fitting = [key for key in near if _takes(schema, key, value)]
-    for key in (path, *near):  # a value that is secret under one of these names is hidden everywhere
+    for key in (path, *near):  # hide a value that is secret under any of these names
         value = public(value, key)
     known = known_keys(schema)
     remedies = [f"{key}={shown(value)}" for key in fitting if value != HIDDEN]
-    if not remedies and near:  # a name inside an open mapping is no known key
+    if not remedies and near:  # a name inside an open mapping is not a known key
         remedies = [f"{near[0]}=<{type_words(known[near[0]].hint if near[0] in known else Any)}>"]
     return Problem(path, shown(value), "unknown key", " or ".join(remedies) or "--help lists every key")
 
@@ -111,7 +111,8 @@ def leaf_keys(schema: type) -> list[str]:
 
 
 def keys_for(schema: type, path: str) -> list[str]:
-    """The schema's leaves, and the name in `path` inside each open mapping that its sections resemble.
+    """The keys that `path` may be a misspelling of: the schema's leaves, and the same name inside each open
+    mapping that the sections of `path` resemble.
 
     >>> from hydraflow.schema import PPOConfig
     >>> keys_for(PPOConfig, "teachers.math")[-1]
@@ -122,22 +123,25 @@ def keys_for(schema: type, path: str) -> list[str]:
     inside = []
     for cut in range(1, len(names)):
         above, below = ".".join(names[:cut]), ".".join(names[cut:])
+        # misspelt sections, not shortened ones
         near = [key for key in nearest(above, open_keys) if missing_words(above, key) is None]
-        inside += [f"{key}.{below}" for key in near]  # misspelt sections, not shortened ones
+        inside += [f"{key}.{below}" for key in near]
     return [*leaf_keys(schema), *inside]
 
 
 def nearest_keys(schema: type, path: str, count: int = 3) -> list[str]:
-    """Known keys that resemble `path`, the nearest first; leaves and names in open mappings only. The actor's
-    come before the critic's unless the path names the critic.
+    """Known leaves and names in open mappings that resemble `path`, the nearest first. The critic's keys come
+    last unless the path names the critic.
 
     >>> from hydraflow.schema import PPOConfig
     >>> nearest_keys(PPOConfig, "train_batch_size")[0]
     'data.train_batch_size'
     """
     found = nearest(path, keys_for(schema, path), max(count, 3))
-    names_it = difflib.get_close_matches("critic", path.lower().split("."), 1)
-    return found[:count] if names_it else sorted(found, key=lambda key: key.startswith("critic."))[:count]
+    names_critic = difflib.get_close_matches("critic", path.lower().split("."), 1)
+    if not names_critic:
+        found = sorted(found, key=lambda key: key.startswith("critic."))
+    return found[:count]
 
 
 def _takes(schema: type, path: str, value: Any) -> bool:
@@ -171,7 +175,7 @@ def accepts(hint: Any, value: Any) -> bool:
 
 
 def without_quotes(value: Any) -> Any:
-    """The number, list or mapping that a text would be without its quotes; None: it would still be text.
+    """The number, list or mapping that quoted text would be without its quotes; None: still text.
 
     >>> without_quotes("64"), without_quotes("[/a,/b]"), without_quotes("a, b"), without_quotes("[/a")
     (64, ['/a', '/b'], None, None)
@@ -249,7 +253,7 @@ def wrapped(text: str, *, first: int = 0, rest: int = 0) -> list[str]:
 
 
 def known_above(keys: Mapping[str, Key], path: str) -> Key | None:
-    """The nearest known key that a key is inside of."""
+    """The nearest known key above a key."""
     while path := path.rpartition(".")[0]:
         if path in keys:
             return keys[path]

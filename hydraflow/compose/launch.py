@@ -64,14 +64,14 @@ _COMPLETION = r"""_hydraflow_completion()
 }
 COMP_WORDBREAKS=${COMP_WORDBREAKS//=}
 complete -o nospace -o default -F _hydraflow_completion python python3"""
-"""Prepares bash for completion, by `eval "$(python -m hydraflow.main_ppo -sc install=bash)"`: Hydra completes
-`python file.py` and installed programs; this adds `python -m hydraflow.<name>`, and asks Hydra for the
+"""Bash code for `eval "$(python -m hydraflow.main_ppo -sc install=bash)"`. Hydra's own code completes
+`python file.py` and installed programs; this completes `python -m hydraflow.<name>`, with Hydra's
 candidates."""
 
 
 def launch(entry: EntryPoint[Config], run: Run[Config]) -> int:
     """Calls `run(config, command)` for the command line, or for each configuration of a sweep; returns the
-    exit code.
+    first exit code that is not 0, else 0.
 
     Use: `command(lambda: launch(EntryPoint("ppo", PPOConfig), run))` with `command` of
     `system/interrupts.py`; plain `sys.exit` for a command that starts no processes.
@@ -181,12 +181,12 @@ def _help_of(option: CommandLineOption) -> list[str]:
 
 
 class _Launch(Generic[Config]):
-    """A command line on its way through Hydra, which calls `_composed` with each configuration."""
+    """Runs a command line through Hydra, which calls `_composed` with each configuration."""
 
     def __init__(self, entry: EntryPoint[Config], arguments: Arguments, run: Run[Config]):
         self.entry, self.arguments, self._run_job = entry, arguments, run
         self.codes: list[int] = []
-        """Exit code of each configuration that was run."""
+        """The exit code of each job."""
         self._prepared = PreparedCommandLine()
         self._shown: tuple[str, bool] | None = None
         """For `--cfg job`: see `_take_what_to_show`."""
@@ -207,7 +207,7 @@ class _Launch(Generic[Config]):
         folder = str(config_folder(entry.config_name))
         main = hydra.main(version_base=VERSION_BASE, config_path=folder, config_name=entry.config_name)
         sys.argv[1:] = self._words_for_hydra()
-        # without it Hydra prints errors itself and exits with 1
+        # otherwise Hydra prints errors itself and exits with 1
         os.environ["HYDRA_FULL_ERROR"] = "1"
         try:
             main(self._composed)()
@@ -215,7 +215,7 @@ class _Launch(Generic[Config]):
             raise
         except (yaml.YAMLError, UnicodeDecodeError) as error:
             if self._has_composed:
-                raise  # not an error of reading a configuration
+                raise  # from the job, not from reading the configuration
             raise ConfigError([*problems, unreadable(error)]) from error
         except (HydraException, OmegaConfBaseException, ValueError, RecursionError) as error:
             if self._has_composed and not isinstance(error, HydraException | OmegaConfBaseException):
@@ -265,7 +265,7 @@ class _Launch(Generic[Config]):
     def _finished(
         self, composed: DictConfig, facts: HydraConf, *, only_keys: bool = False
     ) -> ComposedConfig[Config]:
-        # `${...}` in an override can be resolved in the configuration only, not in this list
+        # `${...}` in an override can be resolved only in the configuration, not in this list
         words = cast("list[str]", OmegaConf.to_container(cast(Any, facts.overrides.task), resolve=False))
         name = str(facts.job.config_name)
         return finish(self.entry, composed, self._prepared, name, words, only_keys=only_keys)

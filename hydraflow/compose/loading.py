@@ -1,11 +1,11 @@
 """From overrides and YAML files to a checked configuration, with notes for the user.
 
 In: what Hydra composed, or overrides to compose. Out: an instance of the schema's dataclass and a `Command`;
-or one ConfigError with every mistake: in options, overrides, keys, types, values, and those that the entry
-point's own checks find.
+or one ConfigError with every mistake in options, overrides, keys, types and values, and in the entry point's
+own checks.
 
-The base of a composition is the schema's defaults as plain values, so that we find the unknown keys and wrong
-types of all files and overrides together; Hydra would report one at a time. Left out on purpose: legal values
+The base of a composition is the schema's defaults as plain values, so that we find all unknown keys and wrong
+types together; Hydra would report one at a time. Left out on purpose: legal values
 (`rules.py`), the meaning of keys (`tree.py`, `verl.py`, `effects.py`), processes (`launch.py`).
 """
 
@@ -25,9 +25,8 @@ from omegaconf.errors import OmegaConfBaseException
 
 from hydraflow.batch_plan.roles import needs_critic
 from hydraflow.batch_plan.settings import COMMAND_LINE, DEFAULT
-from hydraflow.compose import allocated, verl_trees
+from hydraflow.compose import allocated, rules, verl_trees
 from hydraflow.compose import origins as provenance
-from hydraflow.compose import rules as checks
 from hydraflow.compose.arguments import Arguments, CommandLineOption
 from hydraflow.compose.command import Command, KeyCounts
 from hydraflow.compose.effects import keys_without_effect
@@ -48,21 +47,21 @@ Judge = Callable[[Any, Command], Iterable[Problem]]
 """An entry point's own check of a configuration, whose problems join the report."""
 VERSION_BASE = "1.3"
 _stored: list[tuple[str, type]] = []
-"""Name and schema of the configuration that was composed last: the one whose defaults Hydra's store has."""
+"""At most one (name, schema): the configuration whose defaults are in Hydra's store."""
 
 
 @dataclass(frozen=True)
 class EntryPoint(Generic[Config]):
-    """The entry point that a configuration is loaded for."""
+    """An entry point: its schema, options and checks."""
 
     config_name: str
-    """A file of the config folder without its suffix."""
+    """Name of its file in the config folder, without the suffix."""
     schema: type[Config]
     options: Sequence[CommandLineOption] = ()
     """Options besides Hydra's."""
     judges: Sequence[Judge] = ()
     missing: Judge | None = None
-    """Reports missing files, but only along with other mistakes. If there are none, the job reports them
+    """Reports missing files, but only along with other mistakes. Without any, the job reports missing files
     together with everything else that is wrong with this machine."""
     tolerant: bool = False
     """Nothing will run: unsupported keys are reported, not rejected, and the entry point prints the notes."""
@@ -83,7 +82,7 @@ class ComposedConfig(Generic[Config]):
     config: Config
     command: Command
     tree: dict[str, Any]
-    """The same with unresolved interpolations, for `--cfg job`."""
+    """The configuration with unresolved interpolations, for `--cfg job`."""
 
 
 def load(config_name: str, schema: type[Config], overrides: Sequence[str] = ()) -> Config:
@@ -118,7 +117,7 @@ def register(entry: EntryPoint[Any], folders: Sequence[Path] = ()) -> None:
     `folders` contain the user's files, which may name verl's.
     """
     if _stored != [(entry.config_name, entry.schema)]:
-        for name, _ in _stored:  # Hydra copies its whole store for each composition, so it is kept small
+        for name, _ in _stored:  # keep the store small: Hydra copies all of it for each composition
             ConfigStore.instance().repo.pop(f"schema_{name}.yaml", None)
         ConfigStore.instance().store(f"schema_{entry.config_name}", asdict(entry.schema()))
         _stored[:] = [(entry.config_name, entry.schema)]
@@ -139,6 +138,7 @@ def finish(
     `config_name` and `words`: the file and the overrides that were composed. `only_keys`: values are not
     checked, because the configuration is only shown.
     """
+    # Hydra does not list it among the overrides of the task
     searched = [word for word in prepared.words if word.startswith("hydra.searchpath=")]
     ours = config_folder(entry.config_name)
     found = provenance.find(entry.schema, config_name, [*words, *searched], prepared.folders, ours)
@@ -149,7 +149,7 @@ def finish(
         tree = over(asdict(cast(Any, entry.schema())), tree)
         composed = OmegaConf.create(tree)
     checked = check(entry.schema, tree, found.of, lambda key: _resolved(composed, key), found.in_files)
-    allocated.take(entry.schema, checked.leaves, checked.origins, allocation())
+    allocated.fill_in(entry.schema, checked.leaves, checked.origins, allocation())
     checked.translation.notes += shard_over_all(checked.leaves)
     checked.unknown.keys |= prepared.unknown.keys
     checked.unknown.everything |= prepared.unknown.everything
@@ -176,7 +176,8 @@ def finish(
 def from_environment(
     schema: type, composed: DictConfig, tree: Mapping[str, Any], origins: Mapping[str, str]
 ) -> dict[str, Any]:
-    """The leaves that get values from the environment, also by way of other keys, as in `Command.written`.
+    """The leaves that get values from the environment, directly or through other keys, as in
+    `Command.written`.
 
     They are found by resolving once more with markers in place of the environment's values.
     """
@@ -199,7 +200,7 @@ def _resolved(composed: DictConfig, key: str) -> Any:
 
 
 def _build(schema: type[Config], leaves: Mapping[str, Any]) -> Config:
-    """The dataclass instance with these leaves, whose types are checked already, and defaults elsewhere."""
+    """The dataclass instance with these leaves, whose types have been checked, and defaults elsewhere."""
     owner: type = schema
     config, keys = schema(), known_keys(owner)
     for key, value in leaves.items():
@@ -246,14 +247,14 @@ def _describe(
 
 
 def _default_devices(config: Any, checked: CheckedTree) -> Iterator[str]:
-    """Notes our default in place of verl's, if a verl command line does not set the number of GPUs."""
+    """Notes the default number of GPUs, which differs from verl's, if a verl command line does not set it."""
     key, translation = "trainer.n_gpus_per_node", checked.translation
     if not isinstance(config, PPOConfig | SupervisedConfig) or key in checked.origins:
         return
     if isinstance(config, PPOConfig) and config.cluster.devices_per_node:
         return
     if translation.honoured or translation.ignored or translation.unsupported or translation.untouched:
-        verls = "verl takes 8" if isinstance(config, PPOConfig) else "verl has it from torchrun"
+        verls = "verl takes 8" if isinstance(config, PPOConfig) else "verl gets it from torchrun"
         count = planned_devices(config.trainer.device)
         yield f"{key}: not set; {verls}, here it is the number on this machine ({count})"
 
@@ -297,21 +298,20 @@ def _value_problems(
     `others`: problems already found, to filter in the same way. `refused`: whether there are further
     problems.
     """
-    problems = [*checks.problems(config, planning=entry.tolerant, usual=checked.usual), *others]
+    problems = [*rules.problems(config, planning=entry.tolerant, usual=checked.usual), *others]
     # the key that these follow is reported instead
     followed = {f"follows {problem.field}" for problem in problems}
     problems = [problem for problem in problems if checked.origins.get(problem.field) not in followed]
     if not entry.tolerant:
         problems += allocated.contradictions(config, allocation())
-        problems += allocated.started_often(config, torchrun_processes())
+        problems += allocated.started_by_torchrun(config, torchrun_processes())
     problems = checked.unknown.unrelated(problems)
     keys = checked.unknown.keys | {problem.field for problem in problems}
     unknown = UnknownValues(keys, checked.unknown.everything)
     if unknown.hide_the_plan:
         return problems
-    wrong = checks.unknown_choices(
-        config
-    )  # judges look choices up in tables; unknown ones are replaced by their defaults
+    # judges look choices up in tables, so unknown ones are replaced by their defaults
+    wrong = rules.unknown_choices(config)
     config = _build(entry.schema, {key: checked.leaves[key] for key in checked.leaves if key not in wrong})
     problems += unknown.unrelated(problem for judge in entry.judges for problem in judge(config, command))
     if entry.missing is not None and (problems or refused):

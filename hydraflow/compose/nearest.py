@@ -1,7 +1,7 @@
 """Finds the known keys that are nearest to a misspelt one.
 
 In: a key as the user wrote it, the known keys. Out: the nearest, best first. Keys are compared name by name:
-the last names must be similar, by their letters or because words were left out; the sections before them may
+the last names must be similar in their letters, or the same with words left out; the sections before them may
 be missing, misspelt or wrong, each at a cost. Differences in case, dashes and underscores cost nothing.
 """
 
@@ -17,18 +17,18 @@ _FAR = 0.3
 _FAR_SECTION = 0.4
 """The same for a section."""
 _SHORT = 6
-"""Last names of up to this many letters may differ by one edit: tp_size is not top_k."""
+"""Last names of at most this many letters may differ by one edit: top_k is not tp_size."""
 _FAR_WHOLE = 0.2
 """The same for a whole key without separators, which tolerates misplaced dots."""
 _MISSING_SECTION, _EXTRA_SECTION, _WRONG_SECTION = 0.1, 0.4, 0.6
 _SHORTENED, _MISSING_WORD = 0.3, 0.05
-"""Costs; 1 is that of an entirely different name."""
+"""Costs; an entirely different name would cost 1."""
 _NAMING = ("path", "name")
-"""Names of the key that a group is given by: the `path` of a `model`."""
+"""Last names of keys that users set through their section: model=... for model.path."""
 
 
 def nearest(path: str, keys: Iterable[str], count: int = 3) -> list[str]:
-    """The `count` keys most similar to `path`; only those of its last name if the most similar one has that.
+    """The `count` keys most similar to `path`. If the best has the same last name, so must the others.
 
     >>> nearest("data.train_bach_size", ["data.train_batch_size", "data.train_max_samples", "trainer.seed"])
     ['data.train_batch_size']
@@ -48,7 +48,7 @@ def _price(path: str, key: str) -> float | None:
     """The cost of changing `path` to `key`; None: they are not similar."""
     *sections, last = given = _names(path)
     *known_sections, known = _names(key)
-    if known in _NAMING and tuple(known_sections[-len(given) :]) == given:  # a group given as a value
+    if known in _NAMING and tuple(known_sections[-len(given) :]) == given:  # a section given a value
         return _MISSING_WORD + _MISSING_SECTION * (len(known_sections) - len(given))
     around, prices = _section_price(sections, known_sections), []
     most, here, there = _most(last, known), "".join(given), "".join((*known_sections, known))
@@ -72,7 +72,7 @@ def _most(a: str, b: str, share: float = _FAR) -> int:
 
 
 def missing_words(path: str, key: str) -> int | None:
-    """The number of words that the last name of `path` lacks of that of `key`; None: it is no shorter form.
+    """The number of words of the last name of `key` that `path` leaves out; None: it is not a shorter form.
 
     >>> missing_words("trainer.n_gpus", "trainer.n_gpus_per_node"), missing_words("file", "data.train_files")
     (2, 1)
@@ -82,7 +82,7 @@ def missing_words(path: str, key: str) -> int | None:
     if sum(map(len, given)) < 3 or len(given) >= len(known):
         return None
     rest = iter(known)
-    in_order = all(word in rest for word in given)  # `in` takes from the iterator
+    in_order = all(word in rest for word in given)  # `in` advances the iterator
     return len(known) - len(given) if in_order else None
 
 
@@ -120,7 +120,7 @@ def _share(a: str, b: str, most: int) -> float | None:
     if a == b:
         return 0.0
     left, right = Counter(a), Counter(b)
-    if max((left - right).total(), (right - left).total()) > most:  # a cheap lower bound of the edits
+    if max((left - right).total(), (right - left).total()) > most:  # a cheap lower bound on the edits
         return None
     edits = _edits(a, b)
     return edits / max(len(a), len(b)) if edits <= most else None

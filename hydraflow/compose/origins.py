@@ -1,6 +1,6 @@
 """The origin of each value of a composition: a YAML file, or the command line.
 
-In: what Hydra composed, file by file, and the overrides. Out: key -> origin, for every key that is set, under
+In: what Hydra composed, file by file, and the overrides. Out: key -> origin for every key that is set, under
 the name by which it was set. The `config.yaml` of a run folder has `config_origins.json` beside it: its
 unedited values keep their original origins.
 """
@@ -72,7 +72,7 @@ def _of_files(
     primary = yaml_in(folders, config_name)
     for default in loader.compute_defaults_list(config_name, list(words), RunMode.RUN).defaults:
         name = default.config_path or ""
-        file = None if name.startswith("hydra/") else yaml_in(folders, name)  # Hydra's own files have none
+        file = None if name.startswith("hydra/") else yaml_in(folders, name)  # hydra/* sets none of our keys
         if file:
             _add(found, schema, file, default.package or "", _label(file, ours))
         elif primary and primary.parent != ours and default.config_path:

@@ -1,4 +1,4 @@
-"""Checks overrides before Hydra sees them, and rewrites them to a form that Hydra accepts for every key.
+"""Checks overrides before Hydra sees them, and rewrites them to a form that Hydra accepts.
 
 In: the words of a command line, the groups of YAML files, a schema. Out: `PreparedCommandLine`: words for
 Hydra, and one problem for each word that it would reject. `key=v`, `+key=v` and `++key=v` mean the same for
@@ -47,7 +47,7 @@ Groups = Mapping[str, Sequence[str]]
 
 _KEY = re.compile(r"[A-Za-z_][\w@:/-]*(\.[\w@:/-]+)*")
 _IS_OVERRIDE = re.compile(r"[+~]+|[A-Za-z_][\w@:/.-]*=")
-"""Matches the start of a word that is a separate override."""
+"""Matches the start of a word that is an override of its own, not part of the value before it."""
 _DEFAULT_RECIPE = "recipe=arithmetic"
 _OWN_MODEL_OR_DATA = {"recipe", "actor_rollout_ref.model.path", "data.train_files", "data.val_files"}
 """The default recipe is not used if one of these keys is given."""
@@ -60,7 +60,7 @@ class PreparedCommandLine:
     words: list[str] = field(default_factory=list)
     problems: list[Problem] = field(default_factory=list)
     folders: Sequence[Path] = ()
-    """Folders that may hold YAML files of the user."""
+    """Folders that may hold the user's YAML files."""
     files: Sequence[str] = ()
     """File names that a defaults list may use."""
     unknown: UnknownValues = field(default_factory=UnknownValues)
@@ -84,8 +84,8 @@ def config_folder(config_name: str) -> Path:
 
 
 def groups_in(folders: Sequence[Path], schema: type) -> dict[str, list[str]]:
-    """Folders of YAML files and the choices in each; a folder of ours, the first, only counts if the schema
-    has a section of that name."""
+    """Folders of YAML files and the choices in each. In our own folder, the first, a group counts only if the
+    schema has a section of that name."""
     groups: dict[str, list[str]] = {}
     for number, folder in enumerate(folders):
         for file in sorted(folder.rglob("*.yaml")):
@@ -200,10 +200,9 @@ def _missing_value(word: str, schema: type) -> Problem:
     name, _, value = word.lstrip("+").partition(":")
     if value.strip() and name in known_keys(schema):
         return _as_in_yaml(name, value.strip())
-    known = known_keys(schema).get(word.lstrip("+"))
-    remedy = (
-        "--help lists every key" if known is None or known.is_section else f"{word}={shown(known.default)}"
-    )
+    known, remedy = known_keys(schema).get(word.lstrip("+")), "--help lists every key"
+    if known is not None and not known.is_section:
+        remedy = f"{word}={shown(known.default)}"
     return Problem(word or "''", None, "is not key=value", remedy)
 
 
@@ -232,7 +231,7 @@ def _unreadable(word: str, key: str, value: str, reason: str, schema: type) -> P
     if hidden == word and (trimmed := _trimmed(schema, key, value)):
         return Problem(word, None, f"cannot be read: {reason}", f"{key}={trimmed}")
     rule, inner = f"cannot be read: {reason}", value.replace('"', r"\"")
-    if value.count("'") % 2 or value.count('"') % 2:  # an unpaired quote of the user's
+    if value.count("'") % 2 or value.count('"') % 2:  # the user's own quote is unpaired
         inner = value.replace("'", "").replace('"', "")
     if hidden != word:  # Hydra's message would quote the secret
         rule, inner = "cannot be read", "..."
@@ -241,7 +240,7 @@ def _unreadable(word: str, key: str, value: str, reason: str, schema: type) -> P
 
 
 def _trimmed(schema: type, key: str, value: str) -> str:
-    """The value without signs around it, if the key takes that and no text; else nothing."""
+    """The value without punctuation around it, if the key accepts that but not text; else empty."""
     known, trimmed = known_keys(schema).get(key), value.strip(" ;:,()[]{}'\"")
     if known is None or accepts(known.hint, "text") or not trimmed.isascii():
         return ""
@@ -269,21 +268,23 @@ def _problems(override: Override, schema: type, groups: Groups, *, multirun: boo
         )
         remedy = f"{one}, or --multirun for several runs"
         return [Problem(key, several, "several values need --multirun", remedy)]
-    verls = {} if key in known_keys(schema) else choices(schema)
     if group_override(schema, key, None, override.value()) is not None:
         return []
-    if _is_choice(override, named := {**verls, **groups}):
-        rule = one_of(*named[key]).text
-        unknown = [value for value in values(override) if value not in named[key]]
+    named = groups if key in known_keys(schema) else {**choices(schema), **groups}
+    if _is_choice(override, named):
         return [
-            Problem(key, shown(value), rule, " or ".join(f"{key}={choice}" for choice in close or named[key]))
-            for value in unknown
-            for close in [difflib.get_close_matches(str(value), named[key], n=1)]
+            _unknown_choice(key, value, named[key]) for value in values(override) if value not in named[key]
         ]
     if problem := _breaks_the_tree(override, schema):
         return [problem]
     given = values(override) if multirun else []
     return [problem for value in given for problem in value_problems(schema, key, value)]
+
+
+def _unknown_choice(group: str, value: Any, known: Sequence[str]) -> Problem:
+    close = difflib.get_close_matches(str(value), known, n=1)
+    remedy = " or ".join(f"{group}={choice}" for choice in close or known)
+    return Problem(group, shown(value), one_of(*known).text, remedy)
 
 
 def _deletion_problems(key: str, schema: type) -> list[Problem]:
@@ -303,7 +304,7 @@ def _is_choice(override: Override, groups: Groups) -> bool:
 
 
 def _breaks_the_tree(override: Override, schema: type) -> Problem | None:
-    """Problem of a value for a group of keys, or of a key below one that holds a value."""
+    """The problem of a value for a section, or of a key below a leaf."""
     key, keys, value = override.key_or_group, known_keys(schema), values(override)[:1]
     known = keys.get(key)
     if known and known.is_section and value and not isinstance(value[0], Mapping):
@@ -317,13 +318,12 @@ def _breaks_the_tree(override: Override, schema: type) -> Problem | None:
 def _normalised(
     override: Override, schema: type, groups: Groups, chosen: set[str], *, own_file: bool
 ) -> list[str]:
-    """The words for Hydra, which requires a + for exactly those groups that are not in the defaults list yet:
-    `chosen` are those of our file; for the user's `own_file`, the user must write the +."""
+    """The words for Hydra, which requires a + for exactly those groups that are not in the defaults list yet.
+    `chosen`: the groups in our file's list; with an `own_file`, the user must write the +."""
     word = override.input_line
     assert word is not None
-    if (
-        ours := group_override(schema, override.key_or_group, override.package, override.value())
-    ) is not None:
+    ours = group_override(schema, override.key_or_group, override.package, override.value())
+    if ours is not None:
         return ours
     if is_hydras(override):
         return [word]

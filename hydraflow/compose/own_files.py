@@ -29,7 +29,7 @@ class OwnFiles:
     """The user's configuration files on a command line."""
 
     folders: list[Path] = field(default_factory=list)
-    """Folders that may hold YAML files of the user."""
+    """Folders that may hold the user's YAML files."""
     words: list[str] = field(default_factory=list)
     """Overrides that make Hydra look there."""
     problems: list[Problem] = field(default_factory=list)
@@ -38,8 +38,8 @@ class OwnFiles:
 def take(arguments: Arguments, ours: Path, schema: type) -> OwnFiles:
     """Finds the user's files, and rewrites the options that name them so that Hydra finds them, too.
 
-    `ours`: the folder of our own files. One of verl's primary configurations for this schema may be named; if
-    there is no such file, overrides replace it.
+    `ours`: the folder of our own files. If the name is that of one of verl's primary configurations and there
+    is no such file, overrides replace it.
     """
     _split_name(arguments)
     path, extra, name = (arguments.value(*names) for names in (CONFIG_PATH, CONFIG_DIR, CONFIG_NAME))
@@ -114,7 +114,7 @@ def _missing_folder(option: str, folder: str | None) -> list[Problem]:
 
 
 def _missing_file(name: str, folders: list[Path], schema: type | None) -> list[Problem]:
-    """`schema`: given with --config-path, to say that without it the name means one of verl's files."""
+    """`schema`: given with --config-path, to say whether the name alone would mean one of verl's files."""
     if yaml_in(folders, name):
         return []
     if Path(name).suffix == ".yml" and any((each / name).is_file() for each in folders):

@@ -1,4 +1,4 @@
-"""User-defined losses and estimators: whether their files, names and parameters fit the configuration.
+"""Checks that the files, names and parameters of user-defined losses and estimators fit the configuration.
 
 In: a configuration. Out: problems; and for functions that fit, their location and the values of the keys that
 they read. The files are parsed, not run. Left out on purpose: importing them (`jobs/own_code.py`).
@@ -20,8 +20,8 @@ from hydraflow.system.paths import no_file
 
 LOSS, ESTIMATOR = "actor_rollout_ref.actor.policy_loss.loss_mode", "algorithm.adv_estimator"
 REWARD = "reward.custom_reward_function.path"
-SHAPES = (("scores",), ("rewards", "mask", "lengths"))
-"""The legal leading parameters of an estimator."""
+_FIRST_PARAMETERS = (("scores",), ("rewards", "mask", "lengths"))
+"""What an estimator may take first, per trajectory or per token."""
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ def own_files(config: PPOConfig) -> dict[str, Path]:
 
 
 def own_problems(config: PPOConfig) -> Iterator[Problem]:
-    """Files, functions and parameters that do not fit."""
+    """Problems of files, functions and parameters that do not fit."""
     for choice in own_choices(config):
         try:
             parameters = choice.function.parameters()
@@ -93,7 +93,8 @@ def _misfit(choice: OwnChoice, parameters: Parameters) -> str:
         data, section, begins = 1, "actor or actor.policy_loss", bool(parameters.names)
         how = "must take the tokens first, then keys of actor by name"
     else:
-        data = next((len(shape) for shape in SHAPES if parameters.names[: len(shape)] == shape), 0)
+        first = (names for names in _FIRST_PARAMETERS if parameters.names[: len(names)] == names)
+        data = len(next(first, ()))
         section, begins = "algorithm", data > 0
         columns = ", ".join(OF_ESTIMATORS)
         how = f"must take scores, or rewards, mask and lengths, then {columns} or keys of algorithm"

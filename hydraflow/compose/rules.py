@@ -39,7 +39,7 @@ from hydraflow.workers.config import ActorConfig
 
 ROLLOUT = "actor_rollout_ref.rollout"
 _SHORTEST, _SIMILAR = 4, 0.8
-"""Letters of a name from which on it is compared with choices, and the least similarity of difflib's."""
+"""The shortest name that is compared with choices, and the least difflib similarity for a suggestion."""
 
 
 def problems(
@@ -97,9 +97,9 @@ def _remedy(leaf: Leaf, rule: Rule, in_files: list[Any], default: Any) -> str:
 
 
 def _near_choices(key: str, rule: Rule, given: str) -> list[str]:
-    """The choices of a key that a name was probably meant for: the same in other case, our name of verl's
+    """The choices of a key that a name probably stands for: the same in another case, our name for verl's
     value, those that begin with it or have its letters in another order, or the most similar one. Short names
-    differ too little to be compared."""
+    are too alike to be compared."""
     named = {choice.lower(): choice for choice in rule.choices}
     name = given.lower()
     if name in named:
@@ -129,7 +129,7 @@ def _problems_beside(config: object) -> Iterator[Problem]:
 
 
 def unknown_choices(config: object) -> set[str]:
-    """The keys whose value is none of their choices: no table has an entry for it."""
+    """The keys whose value is not one of their choices, so that tables have no entry for it."""
     rules = ((leaf, leaf.option.rule) for leaf in walk(config) if leaf.value is not None)
     return {leaf.key for leaf, rule in rules if rule and rule.choices and not rule.holds(leaf.value)}
 
@@ -208,7 +208,7 @@ def _long_responses_have_a_penalty(config: PPOConfig) -> Iterator[Problem]:
     buffer, limit = given.overlong_buffer_cfg, given.max_resp_len or config.data.max_response_length
     if buffer.enable and buffer.len > limit:
         source = f"{key}.max_resp_len" if given.max_resp_len else "data.max_response_length"
-        rule = f"must be at most {source}={limit}, the length that the penalty grows up to"
+        rule = f"must be at most {source}={limit}: the penalty starts this many tokens before that length"
         key += ".overlong_buffer_cfg.len"
         yield Problem(key, buffer.len, rule, f"{key}={limit}")
 
@@ -240,11 +240,11 @@ def _the_actor_computes_what_a_baseline_needs(config: PPOConfig) -> Iterator[Pro
 
 
 def _weights_keep_equal_probabilities(config: PPOConfig) -> Iterator[Problem]:
-    asked, key = config.algorithm.rollout_correction, "algorithm.rollout_correction.rollout_is_threshold"
-    bounds = Bounds.read(asked.rollout_is_threshold)
+    correction, key = config.algorithm.rollout_correction, "algorithm.rollout_correction.rollout_is_threshold"
+    bounds = Bounds.read(correction.rollout_is_threshold)
     if bounds is not None and not (bounds.lower or 0) <= 1 <= bounds.upper:
-        rule = "must leave the weight of equal probabilities at 1; two bounds need decimal points, as 0.5_5.0"
-        yield Problem(key, shown(asked.rollout_is_threshold), rule, f"{key}=2.0")
+        rule = "must leave the weight of equal probabilities at 1; two bounds need decimal points: 0.5_5.0"
+        yield Problem(key, shown(correction.rollout_is_threshold), rule, f"{key}=2.0")
 
 
 def _rejection_has_thresholds(config: PPOConfig) -> Iterator[Problem]:
@@ -266,7 +266,7 @@ def _rejection_has_thresholds(config: PPOConfig) -> Iterator[Problem]:
 
 
 def _misfit(rule: str, bounds: Bounds) -> str | None:
-    """Why a threshold is not one of this rejection rule."""
+    """Why a threshold does not suit this rejection rule; None if it does."""
     if not rule.endswith("_k1"):
         return None if bounds.lower is None else f"{rule} takes no lower bound: its divergence is at least 0"
     if bounds.lower is None:
@@ -293,7 +293,7 @@ def _engines_that_hold_whole_models(config: PPOConfig) -> Iterator[Problem]:
             yield Problem(f"{ROLLOUT}.{name}", size, rule, f"{ROLLOUT}.{name}=1 or {ROLLOUT}.name={other}")
 
 
-def _engine_arguments_are_free(config: PPOConfig | GenerateConfig) -> Iterator[Problem]:
+def _engine_arguments_are_not_set_elsewhere(config: PPOConfig | GenerateConfig) -> Iterator[Problem]:
     key, rollout = _rollout_of(config)
     known = {leaf.key for leaf in walk(config)}
     for engine in fields(rollout.engine_kwargs):
@@ -309,7 +309,7 @@ def _engine_arguments_are_free(config: PPOConfig | GenerateConfig) -> Iterator[P
             yield Problem(what, shown(value), f"is set by {section}", remedy)
 
 
-def _engine_samples_like_this(config: PPOConfig | GenerateConfig) -> Iterator[Problem]:
+def _engine_supports_the_sampling(config: PPOConfig | GenerateConfig) -> Iterator[Problem]:
     key, rollout = _rollout_of(config)
     engine = GENERATION_ENGINES.get(rollout.name)
     if engine is None or engine.needs is None:
@@ -528,6 +528,10 @@ def _parts_of_a_run(config: PPOConfig) -> Iterator[Problem]:
     if debug.rollout_only and debug.load_rollouts is not None:
         rule = f"{key}.rollout_only=true only samples, so it does not read trajectories"
         yield Problem(f"{key}.load_rollouts", debug.load_rollouts, rule, f"{key}.load_rollouts=null")
+    if debug.rollout_only and trainer.resume_mode == "resume_path":
+        rule = f"{key}.rollout_only=true samples with actor_rollout_ref.model.path, not with a checkpoint"
+        remedy = "trainer.resume_mode=auto, and the checkpoint merged (python -m hydraflow.model_merger)"
+        yield Problem("trainer.resume_mode", "resume_path", rule, f"{remedy} as actor_rollout_ref.model.path")
     given = debug.rollout_only or debug.train_only or debug.load_rollouts or debug.save_rollouts
     if trainer.val_only and given:
         rule = f"runs no steps, so it cannot be combined with {key}.*"
@@ -555,8 +559,8 @@ CROSS_RULES: dict[type, tuple[Callable[[Any], Iterator[Problem]], ...]] = {
         _rejection_has_thresholds,
         _warmup_has_a_critic,
         _engines_that_hold_whole_models,
-        _engine_arguments_are_free,
-        _engine_samples_like_this,
+        _engine_arguments_are_not_set_elsewhere,
+        _engine_supports_the_sampling,
         _engine_has_a_process,
         _ulysses_packs,
         _megatron_trains_all_weights,
@@ -577,9 +581,13 @@ CROSS_RULES: dict[type, tuple[Callable[[Any], Iterator[Problem]], ...]] = {
         _one_process_is_debugged,
         _profiled_steps_are_named,
     ),
-    GenerateConfig: (_one_process_is_debugged, _engine_arguments_are_free, _engine_samples_like_this),
+    GenerateConfig: (
+        _one_process_is_debugged,
+        _engine_arguments_are_not_set_elsewhere,
+        _engine_supports_the_sampling,
+    ),
 }
-"""Rules across fields."""
+"""Schema -> its rules across keys."""
 NEEDED: dict[type, tuple[str, ...]] = {
     SupervisedConfig: ("model.path", "data.train_files"),
     GenerateConfig: ("model.path", "data.path", "output.path"),

@@ -1,5 +1,4 @@
-"""What the planner accepts but cannot run here: features that are not implemented yet, and libraries that are
-not installed.
+"""What the planner accepts but a run cannot use: unimplemented features, libraries that are not installed.
 
 In: a configuration. Out: one problem per key, which says what the key would do or needs. This is declared
 beside the key's field (`options.py`), and removed when the feature is implemented. Left out on purpose:
@@ -44,6 +43,7 @@ whose responses all have the same acc
 
 
 def _asked(leaf: Leaf) -> Iterator[str]:
+    """What each unimplemented feature would do that the key's value asks for."""
     if leaf.value is None:
         return
     for planned in leaf.option.planned:

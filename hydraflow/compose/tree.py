@@ -2,7 +2,7 @@
 
 In: a nested mapping of everything that files and overrides set, a schema. Out: `CheckedTree`: the known
 leaves with values of the right type, and every problem. A leaf with a problem keeps its default and is
-recorded in `UnknownValues`, so that the rules for values can still run. Left out on purpose: ranges and
+recorded in `UnknownValues`, so that values can still be checked. Left out on purpose: ranges and
 choices (`rules.py`), Hydra, and where the tree comes from (`loading.py`).
 """
 
@@ -83,7 +83,7 @@ class CheckedTree:
     translation: Translation = field(default_factory=Translation)
     """How verl's keys were handled."""
     usual: dict[str, Any] = field(default_factory=dict)
-    """Known key -> a file's value of the right type: better to suggest than the default."""
+    """Known key -> a file's value of the right type, which remedies suggest rather than the default."""
 
 
 def check(
@@ -113,7 +113,7 @@ def check(
                 value, known = resolve(key), keys.get(key)
                 fits = known is None or known.is_section or accepts(known.hint, value)
                 if isinstance(value, str) and not fits:
-                    # a variable of the environment is text, and may mean a number
+                    # an environment variable is text, but may mean a number
                     value = yaml_values.load(value)
             _sort(schema, key, value, checked, foreign)
         except ConfigError as error:
@@ -138,6 +138,7 @@ def _sort(schema: type, key: str, value: Any, checked: CheckedTree, foreign: dic
         return
     value, note = our_value(key, value)
     checked.translation.notes += [note] if note else []
+    # ??? is OmegaConf's missing value; files for other versions of verl leave some keys unset with null or 0
     in_file = verl.in_file(checked.origins.get(key, COMMAND_LINE))
     says_nothing = (value is None and not accepts(known.hint, None)) or (type(value) is int and value == 0)
     is_unset = says_nothing and verl.is_other_default(schema, key, value)
@@ -178,6 +179,7 @@ def value_problems(schema: type, key: str, value: Any) -> list[Problem]:
           -> trainer.seed=2
     """
     checked = check(schema, nested({key: value}), {}, lambda key: None)
+    # these depend on other keys, so they are reported once everything is composed
     later = [
         *checked.translation.unsupported,
         *(one for one in checked.problems if verl.counts_all_ranks(verl.classify(schema, one.field))),
@@ -187,7 +189,7 @@ def value_problems(schema: type, key: str, value: Any) -> list[Problem]:
 
 def flatten(schema: type, tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
     """(key, value) of every leaf. An open mapping, even an empty one, is one leaf, except for entries
-    that are other names of known keys: those are leaves of their own."""
+    that are other names of known keys: those are separate leaves."""
     keys = known_keys(schema)
     for name, value in tree.items():
         key = f"{prefix}{name}"

@@ -1,8 +1,8 @@
 """Translates verl's keys: renamed ones, ones that verl ignores, ones that are not supported yet.
 
 In: keys that are not ours with their values, and the known ones. Out: `Translation`; values of renamed keys
-are moved to the known keys. The tables are in `verl_table.py` and `verl_data/`, for each configuration that
-corresponds to a command of verl's. Left out on purpose: the names of verl's files (`verl_trees.py`).
+move to the known keys. Each command that corresponds to one of verl's has tables (`verl_table.py`,
+`verl_data/`). Left out on purpose: the names of verl's files (`verl_trees.py`).
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ from hydraflow.compose.verl_table import (
     tables,
 )
 from hydraflow.compose.verl_values import (
-    beside_others,
+    adjust_dependent,
     frozen_routers,
     model_overrides,
     our_value,
     teachers,
-    unbuilt,
     unbuilt_algorithms,
+    unbuilt_engines,
 )
 from hydraflow.errors import Problem, shown
 from hydraflow.redact import public
@@ -59,21 +59,21 @@ class Translation:
 
     notes: list[str] = field(default_factory=list)
     problems: list[Problem] = field(default_factory=list)
-    """The problems in `unsupported`, and all others."""
+    """All problems, those in `unsupported` included."""
     unsupported: list[Problem] = field(default_factory=list)
     ignored: list[Problem] = field(default_factory=list)
     """Accepted without effect."""
     untouched: Counter[str] = field(default_factory=Counter)
-    """File -> its verl keys that are off or at verl's default; one note gives their number."""
+    """File -> how many of its verl keys are off or at verl's default; one note reports the number."""
     honoured: set[str] = field(default_factory=set)
-    """Keys of ours that were set under another name."""
+    """Our keys that were set under another name."""
     names: dict[str, str] = field(default_factory=dict)
-    """Key of ours -> the name under which the user set it. Without those whose values have another unit."""
+    """Our key -> the name under which the user set it; only if the value has the same unit."""
     unknown: dict[str, Any] = field(default_factory=dict)
-    """Keys that verl does not have either."""
+    """Keys that verl does not have either, and their values."""
 
     def as_named(self, problem: Problem) -> Problem:
-        """A problem with the user's own names: a remedy by our name would be a second value beside theirs.
+        """A problem with the user's names: a remedy under our name would set the key twice.
 
         >>> problem = Problem("critic.optim.clip_grad", 0, "must be above 0", "critic.optim.clip_grad=1.0")
         >>> print(Translation(names={"critic.optim.clip_grad": "critic.grad_clip"}).as_named(problem))
@@ -89,7 +89,7 @@ class Translation:
 
 
 def classify(schema: type, key: str) -> Row | None:
-    """The row of a key that is not one of the schema's; None: no table has it.
+    """The table row for a key that is not in the schema; None: no table has it.
 
     >>> classify(PPOConfig, "actor_rollout_ref.actor.ulysses_sequence_parallel_size").new
     'actor_rollout_ref.actor.fsdp_config.ulysses_sequence_parallel_size'
@@ -115,7 +115,7 @@ def classify(schema: type, key: str) -> Row | None:
 
 
 def _same_of_ppo(schema: type, key: str) -> str | None:
-    """The corresponding key of main_ppo, whose row applies to this one as well."""
+    """The corresponding key of main_ppo, whose row also applies to this key."""
     sections = tables(schema).like.items()
     return next((there + key.removeprefix(here) for here, there in sections if key.startswith(here)), None)
 
@@ -130,7 +130,7 @@ def renamed(schema: type, key: str) -> str:
 
 @dataclass(frozen=True)
 class Translator:
-    """Sorts foreign keys into `result`; values of renamed ones go to `leaves`, their origin to `origins`."""
+    """Sorts foreign keys into `result`; values of renamed keys go to `leaves`, their origins to `origins`."""
 
     schema: type
     leaves: dict[str, Any]
@@ -146,7 +146,7 @@ class Translator:
         leaves, origins, result, foreign = self.leaves, self.origins, self.result, dict(given)
         result.problems += [*model_overrides(leaves, result.notes), *unbuilt_algorithms(self.schema, leaves)]
         result.unsupported += [
-            *unbuilt(leaves, origins, foreign),
+            *unbuilt_engines(leaves, origins, foreign),
             *frozen_routers(leaves),
             *_other_engine(self.schema, foreign),
         ]
@@ -164,12 +164,12 @@ class Translator:
             result.notes.append(f"{origin}: {keys} off or at verl's default, without effect here")
         result.problems += result.unsupported
         self._follow()
-        result.notes += beside_others(leaves, origins, frozenset(given))
+        result.notes += adjust_dependent(leaves, origins, frozenset(given))
 
     def _sort(self, key: str, value: Any) -> None:
         origin, row = self.found_origins.get(key, COMMAND_LINE), classify(self.schema, key)
         if value == {} and key not in self.found_origins and self.found_origins:
-            return  # a group of verl's that a defaults list names; it sets nothing
+            return  # a verl group from a defaults list, which sets nothing
         follows = key in self.interpolated and defaults(self.schema).get(key) is ...
         idle = not isinstance(row, Alias) and (follows or _asks_for_nothing(self.schema, key, value, row))
         if in_file(origin) and idle:
@@ -198,8 +198,7 @@ class Translator:
             self.result.unsupported.append(Problem(key, shown(value), rule, remedy))
 
     def _renamed_values(self, old: str, value: Any, row: Alias) -> Iterator[tuple[str, Any]]:
-        """(our key, value) of a renamed key; nothing if it is unset, as null means in keys of older
-        versions."""
+        """(our key, value) for a renamed key; nothing for null, which leaves keys of older versions unset."""
         known = known_keys(self.schema).get(row.new)
         if value is None and known is not None and not accepts(known.hint, None):
             return
@@ -214,7 +213,7 @@ class Translator:
             self.result.problems.append(Problem(old, value, "there is no such engine here", remedy))
 
     def _per_rank(self, old: str, new: str, value: Any) -> Iterator[tuple[str, Any]]:
-        """A size that counts rows over all data ranks, divided by them."""
+        """Divides a size that counts rows over all data ranks by the number of ranks."""
         if value is None:
             return
         ranks = _data_ranks(new, self.leaves)
@@ -222,7 +221,7 @@ class Translator:
             rule = "counts rows over all data ranks, whose number is not known here"
             remedy = f"{new}=... or trainer.n_gpus_per_node=..."
         elif not isinstance(value, int) or isinstance(value, bool) or value % ranks:
-            rule = f"counts rows over all data ranks, and {ranks} of them cannot share it"
+            rule = f"counts rows over all data ranks, so it must be divisible by their number, {ranks}"
             remedy = f"{new}={max(1, value // ranks) if isinstance(value, int) else 1}"
         else:
             yield new, value // ranks
@@ -278,8 +277,8 @@ class Translator:
 
 
 def _other_engine(schema: type, foreign: dict[str, Any]) -> Iterator[Problem]:
-    """The problem of a training engine that supervised training does not have, with every key that only this
-    engine reads in one remedy. Removes the keys from `foreign`."""
+    """The problem of a training engine that main_sft does not have; its remedy names every key that only this
+    engine reads. Removes the keys from `foreign`."""
     key, engine = "engine.strategy", foreign.get("engine.strategy", "fsdp")
     row = classify(schema, key)
     if not isinstance(row, Unsupported) or _is_harmless(schema, key, engine, row):
@@ -300,7 +299,7 @@ def _other_engine(schema: type, foreign: dict[str, Any]) -> Iterator[Problem]:
 
 
 def _asks_for_nothing(schema: type, key: str, value: Any, row: Row | None) -> bool:
-    """Whether a key of a file only repeats a default of verl, of this version or another."""
+    """Whether a file's key is off or only repeats a default of verl, of this version or another."""
     if row is None:
         return is_of_another_version(schema, key, value)
     if isinstance(row, Unsupported) and _is_harmless(schema, key, value, row):
@@ -336,7 +335,7 @@ def _moved_defaults(schema: type) -> dict[str, Any]:
 
 
 def is_other_default(schema: type, key: str, value: Any) -> bool:
-    """Whether a value is the default of another version of verl's.
+    """Whether a value is the default in another version of verl.
 
     >>> is_other_default(PPOConfig, "algorithm.filter_groups.metric", None)
     True
@@ -361,8 +360,8 @@ def is_off(value: Any) -> bool:
 
 
 def is_of_another_version(schema: type, key: str, value: Any) -> bool:
-    """Whether an unknown key of a file may be from another version of verl, and has no effect: it is in a
-    section of verl's, off, and not a misspelling of a key of that section."""
+    """Whether an unknown key of a file may be from another version of verl and has no effect: it is off, in a
+    section that verl has, and not a misspelling of a key of that section."""
     section, _, name = key.rpartition(".")
     known = [*known_keys(schema), *defaults(schema)]
     beside = [one.removeprefix(f"{section}.") for one in known if one.startswith(f"{section}.")]
@@ -372,21 +371,21 @@ def is_of_another_version(schema: type, key: str, value: Any) -> bool:
 
 
 def suggested(schema: type, problem: Problem, value: Any) -> Problem:
-    """The problem of an unknown key, with verl's nearest key first if none of ours is as near.
+    """The problem of an unknown key, suggesting verl's nearest key first if none of ours is as near.
 
     >>> unknown = Problem("actor_rollout_ref.rollout.free_cache_engin", 1, "unknown key")
     >>> print(suggested(PPOConfig, unknown, True).remedy)
     actor_rollout_ref.rollout.free_cache_engine=true
     """
     ours = keys_for(schema, problem.field)
-    others = [key for key in [*defaults(schema), *aliases(schema), *accepted(schema)] if key not in ours]
-    near = nearest(problem.field, [*ours, *others], 1)
+    verls = [key for key in [*defaults(schema), *aliases(schema), *accepted(schema)] if key not in ours]
+    near = nearest(problem.field, [*ours, *verls], 1)
     if not near or near[0] in ours:
         return problem
     section, best = near[0].rpartition(".")[0], nearest(problem.field, ours, 1)
     is_beside = bool(best) and best[0].rpartition(".")[0] == section
     if is_beside and missing_words(problem.field, near[0]) is not None:
-        return problem  # a shortened name is one of ours, if its section has one
+        return problem  # a shortened name means one of our keys, if its section has one
     first = f"{near[0]}={shown(public(public(value, problem.field), near[0]))}"
     rest = problem.remedy.split(" or ")[:2] if "=" in problem.remedy else []
     return replace(problem, remedy=" or ".join([first, *rest]))
@@ -404,7 +403,7 @@ def counts_all_ranks(row: Row | None) -> bool:
 
 
 def _data_ranks(key: str, leaves: Mapping[str, Any]) -> int | None:
-    """Number of data ranks of the role of `key`; None: not known, or a size is not a count."""
+    """Number of data-parallel ranks of the role of `key`; None: not known, or a size is not a count."""
     found = _ROLES.match(key)
     role = found[0].replace(".rollout.", ".actor.") if found else ""
     engine = "critic.strategy" if role == "critic." else "actor_rollout_ref.actor.strategy"

@@ -34,7 +34,7 @@ MEANING = {
 
 
 def kind(schema: type, key: str) -> str:
-    """The class of one of verl's keys."""
+    """How one of verl's keys is handled: a key of MEANING."""
     keys = known_keys(schema)
     if key in keys or is_below_open(keys, key):
         return KNOWN
@@ -48,7 +48,7 @@ def kind(schema: type, key: str) -> str:
 
 
 def page(schema: type) -> str:
-    """The whole page of the command that has this configuration, as Markdown."""
+    """The page for the command with this configuration, as Markdown."""
     rows = tables(schema)
     parts = [
         _introduction(schema),
@@ -79,7 +79,7 @@ def page(schema: type) -> str:
         ),
         _section(
             "Sections like those of main_ppo",
-            "Rows of `python -m hydraflow.main_ppo --help verl` for the second hold for the first, too.",
+            "Rows of `python -m hydraflow.main_ppo --help verl` for the second also apply to the first.",
             ("section", "like"),
             rows.like.items(),
         ),
@@ -123,10 +123,9 @@ def _counts(schema: type) -> str:
     if not plain:
         return ""
     rows = ((name, counts[name], MEANING[name]) for name in (KNOWN, ALIAS, NEVER, NOT_MISSED, REFUSED))
-    more = len(defaults(schema)) - plain
-    text = f"{plain} keys of verl's default configuration" + (
-        f" and {more} more with `model_engine=megatron`" if more else ""
-    )
+    text = f"{plain} keys of verl's default configuration"
+    if more := len(defaults(schema)) - plain:
+        text += f" and {more} more with `model_engine=megatron`"
     return _section("Counts", f"{text}, without `_target_`.", ("class", "keys", "meaning"), rows)
 
 
@@ -136,7 +135,7 @@ def _accepted(title: str, table: Mapping[str, Ignored]) -> str:
 
 
 def _section(title: str, text: str, heads: tuple[str, ...], rows: Iterable[tuple[object, ...]]) -> str:
-    """A table below a heading; nothing if it has no rows."""
+    """A heading with a table; empty if there are no rows."""
     lines = [f"## {title}", "", *([text, ""] if text else []), f"| {' | '.join(heads)} |"]
     lines.append(f"|{'---|' * len(heads)}")
     empty = len(lines)
@@ -190,8 +189,9 @@ def _value_rows(schema: type) -> Iterator[tuple[str, str, str]]:
 
 def _files(schema: type) -> str:
     names = ", ".join(f"`{name}`" for name in primary_names(schema))
-    return (
-        f"""## Configuration files and groups
+    if not names:
+        return ""
+    return f"""## Configuration files and groups
 
 - A file that the command line names is read, whatever its name. If there is no such file, `--config-name` of
   verl's own files ({names}) is taken as {_OWN_FILES[schema]}
@@ -200,9 +200,6 @@ def _files(schema: type) -> str:
 - Micro-batch sizes without `_per_gpu` count rows over all data ranks: they are divided by the number of
   ranks, which needs `trainer.n_gpus_per_node`, and rejected if that leaves a remainder.
 """
-        if names
-        else ""
-    )
 
 
 _OWN_FILES = {

@@ -1,13 +1,11 @@
 """verl's keys with their defaults, and how those without the same name here are handled: renamed, accepted
 without effect, or not supported yet.
 
-In: `verl_data/keys_*.yaml`, one for each of our configurations, read when a key of verl's is first looked up,
-`values.yaml`, the other names that our fields declare (`option(verl=...)`), and `defaults_*.yaml` from verl's
-public files.
-Out: tables from keys or patterns to rows, and `defaults()`. In a pattern `{a,b}` matches either, `*` one
-name, `**` any names. Rows for names of other versions are those that `defaults` does not have. A key of ours
-needs no row. Left out on purpose: how rows are applied (`verl.py`), the defaults of main_generation and
-main_eval.
+In: `verl_data/`: `keys_*.yaml`, one for each of our configurations, `values.yaml`, and `defaults_*.yaml` from
+verl's public files; and the other names that our fields declare (`option(verl=...)`). Out: tables from keys
+or patterns to rows, and `defaults()`. In a pattern `{a,b}` matches either, `*` one name, `**` any names. Rows
+for keys that `defaults` does not have are for other versions. Our keys need no row. Left out on purpose: how
+rows are applied (`verl.py`), the defaults of main_generation and main_eval.
 """
 
 from __future__ import annotations
@@ -26,19 +24,19 @@ from hydraflow.options import walk
 from hydraflow.schema import PPOConfig, SFTConfig
 
 VERSION = "0.9.1"
-"""The version of verl that is followed."""
+"""The version of verl that the tables describe."""
 
 
 @dataclass(frozen=True)
 class Alias:
-    """Another name of a key of ours."""
+    """Another name for one of our keys."""
 
     new: str
     """Our name."""
     why: str = ""
     """A remark for the user; empty: none."""
     over_all_ranks: bool = False
-    """Whether the value counts rows over all data ranks, and ours on one of them."""
+    """Whether the value counts rows over all data ranks, where ours counts those of one rank."""
 
 
 @dataclass(frozen=True)
@@ -57,19 +55,19 @@ class Unsupported:
     harmless: tuple[object, ...] = ()
     """Values besides verl's default that have no effect."""
     instead: str = ""
-    """Overrides of ours that do something similar."""
+    """Our overrides that do something similar."""
     decided_by: str = ""
-    """A key of ours that controls the same thing: with the same value there, nothing is lost here."""
+    """Our key for the same thing: the value is harmless if our key has the same one."""
 
 
 @dataclass(frozen=True)
 class KeyTables:
-    """Rows for keys of a command of verl's that have no counterpart here, by pattern."""
+    """Rows for the keys of one of verl's commands that have no counterpart here, by pattern."""
 
     command: str
     """Name of the command in verl; empty: verl has no such command."""
     sections: dict[str, str]
-    """Section of verl's -> the section whose keys it holds."""
+    """verl's section -> the section where its keys are now."""
     ignored: dict[str, Ignored]
     """Keys that verl itself ignores."""
     not_needed: dict[str, Ignored]
@@ -77,11 +75,11 @@ class KeyTables:
     unsupported: dict[str, Unsupported]
     """Keys that are not supported yet."""
     other_defaults: dict[str, object]
-    """Defaults of other versions of verl's."""
+    """Defaults in other versions of verl."""
     like: dict[str, str]
-    """Section here -> the section of main_ppo whose rows hold for it, too."""
+    """Section here -> the section of main_ppo whose rows apply to it, too."""
     unbuilt: dict[str, dict[str, str]]
-    """Key -> estimators or losses that do not exist here -> the one that they are variants of."""
+    """Key -> an estimator or loss that does not exist here -> the one it is a variant of."""
 
 
 MEGATRON_FOLLOWS = (
@@ -111,7 +109,7 @@ FOLLOWS: dict[str, str] = {
     "critic.loss_agg_mode": "actor_rollout_ref.actor.loss_agg_mode",
     "actor_rollout_ref.rollout.n_gpus_per_node": "trainer.n_gpus_per_node",
 }
-"""Keys of ours that, if unset, have the value of another, as in verl."""
+"""Our keys that, if unset, take the value of another, as in verl."""
 
 _FILES = Path(__file__).with_name("verl_data")
 _DEFAULTS: dict[type, tuple[str, ...]] = {
@@ -122,7 +120,7 @@ _DEFAULTS: dict[type, tuple[str, ...]] = {
 
 @cache
 def aliases(schema: type) -> dict[str, Alias]:
-    """The keys of verl's that have another name in a schema: what our fields declare, and those that are in
+    """verl's keys that have another name in a schema: those that our fields declare, and those that are in
     another section here.
 
     >>> aliases(PPOConfig)["critic.ppo_micro_batch_size"]
@@ -140,7 +138,7 @@ def aliases(schema: type) -> dict[str, Alias]:
 
 
 def _alias(old: str, new: str, why: str = "") -> Alias:
-    """A row; sizes of micro-batches without `_per_gpu` are those over all ranks."""
+    """A row; micro-batch sizes without `_per_gpu` count rows over all ranks."""
     over_all_ranks = old.endswith("micro_batch_size") and new.endswith("micro_batch_size_per_gpu")
     return Alias(new, why, over_all_ranks)
 
@@ -152,7 +150,7 @@ class ValueTables:
     renamed: dict[str, dict[str, str]]
     """Pattern of keys -> verl's value -> ours."""
     suggested: dict[str, dict[str, str]]
-    """Key -> a name that neither verl nor we have -> what is probably meant by it."""
+    """Key -> a value that neither verl nor we have -> what is probably meant."""
     rollout_engines: list[str]
     """verl's rollout engines that do not exist here."""
     training_engines: list[str]
@@ -213,7 +211,7 @@ def accepted(schema: type) -> list[str]:
 
 
 def _rows(schema: type) -> dict[str, Any]:
-    """The content of a configuration's `keys_*.yaml`; verl has no counterpart of some commands."""
+    """The content of a configuration's `keys_*.yaml`; a command that verl does not have needs no file."""
     name = schema.__name__.removesuffix("Config").lower()
     has_rows = (_FILES / f"keys_{name}.yaml").is_file()
     return read(f"keys_{name}") if has_rows else {"command": ""}
@@ -221,13 +219,13 @@ def _rows(schema: type) -> dict[str, Any]:
 
 @cache
 def read(file: str) -> Any:
-    """The content of a file of `verl_data`, which is named without its ending."""
+    """The content of a file in `verl_data`; `file`: its name without the suffix."""
     text = (_FILES / f"{file}.yaml").read_text(encoding="utf-8")
     return yaml.load(text, getattr(yaml, "CSafeLoader", yaml.SafeLoader))
 
 
 def _pattern(text: str, names: dict[str, str]) -> str:
-    """A pattern of the file with its `<name>`s replaced and the spaces of its line breaks removed."""
+    """A pattern with its `<name>`s replaced and the spaces of line breaks removed."""
     whole = re.sub(r"<(\w+)>", lambda name: names[name[1]], text)
     return re.sub(r"\s", "", whole)
 

@@ -1,7 +1,7 @@
-"""Replacements for verl's configuration files that a command line or a defaults list names.
+"""Replacements for verl's configuration files, which a command line or a defaults list may name.
 
 In: `verl_data/trees.yaml`, options and groups as the user wrote them. Out: configurations for Hydra's store
-that replace verl's files, or overrides of ours. A file of the user takes precedence over its replacement.
+that replace verl's files, or overrides of our keys. A user's file takes precedence over its replacement.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from hydraflow.compose.verl_table import read
 from hydraflow.schema import PPOConfig
 
 STRATEGIES = ("actor_rollout_ref.actor.strategy", "critic.strategy")
-"""Our keys for the model_engine."""
+"""Our keys for verl's `model_engine`."""
 _registered: set[str] = set()
-"""Groups and files at the top of Hydra's store that replace verl's."""
+"""Top-level groups and files in Hydra's store that replace verl's."""
 
 
 def primary_names(schema: type) -> list[str]:
@@ -31,10 +31,10 @@ def _trees(schema: type) -> dict[str, Any]:
 
 
 def register(schema: type, config_name: str, folders: Sequence[Path]) -> None:
-    """Adds a replacement for each of verl's files that is not in `folders` to Hydra's store, and removes
+    """Adds a replacement to Hydra's store for each of verl's files that is not in `folders`, and removes
     those of an earlier command of this process. No folders: no replacements.
 
-    Hydra would use one beside a file of the same name as that file's schema.
+    Files in `folders` get none, because Hydra would take a stored configuration of the same name as a schema.
     """
     store = ConfigStore.instance()
     for group in _registered:
@@ -57,7 +57,7 @@ def register(schema: type, config_name: str, folders: Sequence[Path]) -> None:
 
 
 def keys_of(schema: type, path: str, package: str) -> list[str]:
-    """The keys that one of verl's files sets in a package, if its replacement was used.
+    """The keys that the replacement of one of verl's files sets in a package.
 
     >>> keys_of(PPOConfig, "critic/megatron_critic", "critic"), keys_of(PPOConfig, "mine", "")
     (['critic.strategy'], [])
@@ -67,7 +67,7 @@ def keys_of(schema: type, path: str, package: str) -> list[str]:
 
 
 def config_file(schema: type, name: str) -> list[str] | None:
-    """The overrides that replace one of verl's primary configurations; None: the name is none of theirs.
+    """The overrides that replace one of verl's primary configurations; None: the name is not one of them.
 
     >>> config_file(PPOConfig, "ppo_megatron_trainer.yaml"), config_file(PPOConfig, "mine")
     (['++model_engine=megatron'], None)
@@ -112,8 +112,8 @@ def choices(schema: type) -> dict[str, list[str]]:
 
 
 def engine_override(engine: Any) -> list[str] | None:
-    """The overrides that replace `model_engine=...`, which Hydra reads as a choice of verl's files if the
-    user's file names them; None: there is no such engine.
+    """The overrides that replace `model_engine=...`; None: there is no such engine. Hydra would read the word
+    as a choice of verl's group if the user's file names that group.
 
     >>> engine_override("megatron")
     ['++actor_rollout_ref.actor.strategy=megatron', '++critic.strategy=megatron']

@@ -1,5 +1,6 @@
-"""Translates verl's values that have another name here or depend on other keys, with a note on each. Left out
-on purpose: names of keys (`verl.py`).
+"""Translates verl's values that have another name here or depend on other keys, with a note on each.
+
+Left out on purpose: names of keys (`verl.py`).
 """
 
 from __future__ import annotations
@@ -62,13 +63,12 @@ def _loggers(value: Any) -> tuple[Any, str | None]:
     if not absent:
         return kept, None
     kept += [name for name in ("file", "tensorboard") if name not in kept]
-    return (
-        kept,
-        f"trainer.logger: no {' and no '.join(absent)} here yet; metrics go to {', '.join(kept)}",
-    )
+    return kept, f"trainer.logger: no {' and no '.join(absent)} here yet; metrics go to {', '.join(kept)}"
 
 
-def beside_others(leaves: dict[str, Any], origins: dict[str, str], foreign: Collection[str]) -> Iterator[str]:
+def adjust_dependent(
+    leaves: dict[str, Any], origins: dict[str, str], foreign: Collection[str]
+) -> Iterator[str]:
     """Changes values whose meaning in verl depends on other keys, foreign ones included; yields a note on
     each."""
     yield from _divided_by_vllm(leaves, origins, foreign)
@@ -91,7 +91,7 @@ def _divided_by_vllm(
     leaves: dict[str, Any], origins: dict[str, str], foreign: Collection[str]
 ) -> Iterator[str]:
     """A verl command line or file that shards a replica but names no engine (`name: ???`) means vLLM, the
-    default of earlier versions; our native engine holds whole models."""
+    default in earlier versions; our native engine holds whole models."""
     name = f"{ROLLOUT}.name"
     unnamed = name not in origins or name not in leaves
     for size in (f"{ROLLOUT}.tensor_model_parallel_size", f"{ROLLOUT}.pipeline_model_parallel_size"):
@@ -101,8 +101,8 @@ def _divided_by_vllm(
 
 
 def shard_over_all(leaves: dict[str, Any]) -> Iterator[str]:
-    """A shard size above the number of devices means full sharding; yields a note. The devices are the most
-    that the configuration or an allocation gives, else this machine's."""
+    """A shard size above the number of devices means full sharding; yields a note. The devices are those of
+    the configuration or the allocation, whichever has more, else this machine's."""
     per_node = max(leaves.get(key) or 0 for key in ("trainer.n_gpus_per_node", "cluster.devices_per_node"))
     nodes = max(leaves.get(key) or 1 for key in ("trainer.nnodes", "cluster.nodes"))
     devices = nodes * (per_node or planned_devices(leaves.get("trainer.device", "auto")))
@@ -115,7 +115,7 @@ def shard_over_all(leaves: dict[str, Any]) -> Iterator[str]:
 def _counted_by_rows(
     leaves: dict[str, Any], origins: dict[str, str], foreign: Container[str]
 ) -> Iterator[str]:
-    """verl's fsdp_sft_trainer fills micro-batches by rows only; use_dynamic_bsz is of its successor."""
+    """verl's fsdp_sft_trainer fills micro-batches by rows only; its successor has use_dynamic_bsz."""
     rows, by_tokens = "data.micro_batch_size_per_gpu", "data.use_dynamic_bsz"
     if "model.partial_pretrain" in foreign and rows in origins and by_tokens not in origins:
         leaves[by_tokens], origins[by_tokens] = False, f"follows {rows}"
@@ -123,8 +123,8 @@ def _counted_by_rows(
 
 
 def _bypassed(leaves: dict[str, Any], origins: dict[str, str]) -> Iterator[str]:
-    """verl's loss `bypass_mode` is PPO's, or with loss_type=reinforce the policy gradient, whose ratio is to
-    the generation engine's probabilities."""
+    """verl's loss `bypass_mode` is PPO's, or with loss_type=reinforce the policy gradient, with the
+    generation engine's probabilities as the old ones."""
     loss, bypass = f"{ACTOR}.policy_loss.loss_mode", "algorithm.rollout_correction.bypass_mode"
     if leaves.get(loss) == "bypass_mode" and (leaves.get(bypass) or origins.get(bypass, DEFAULT) == DEFAULT):
         leaves[loss], leaves[bypass] = "vanilla", True
@@ -140,8 +140,10 @@ def unbuilt_algorithms(schema: type, leaves: dict[str, Any]) -> Iterator[Problem
             leaves[key] = names[leaves[key]]
 
 
-def unbuilt(leaves: dict[str, Any], origins: Mapping[str, str], foreign: dict[str, Any]) -> Iterator[Problem]:
-    """Problems of verl's engines that do not exist here, with every key that names them in one remedy.
+def unbuilt_engines(
+    leaves: dict[str, Any], origins: Mapping[str, str], foreign: dict[str, Any]
+) -> Iterator[Problem]:
+    """Problems of verl's engines that do not exist here; one remedy covers every key that names them.
     Replaces them by our nearest engine in `leaves`, and removes the keys from `foreign`."""
     name = f"{ROLLOUT}.name"
     if leaves.get(name) in value_tables().rollout_engines and origins.get(name, DEFAULT) != DEFAULT:
@@ -172,7 +174,7 @@ def unbuilt(leaves: dict[str, Any], origins: Mapping[str, str], foreign: dict[st
 
 
 def _parts_of_overrides(leaves: Mapping[str, Any], name: str) -> Iterator[tuple[str, Any, dict[str, Any]]]:
-    """Key, mapping `name` in it, and all else in it, of each `override_config` that has one."""
+    """For each `override_config` with a mapping `name`: its key, that mapping, and the rest."""
     for key, given in list(leaves.items()):
         part = given.get(name) if isinstance(given, Mapping) else None
         if key.endswith("model.override_config") and isinstance(part, Mapping):
@@ -180,8 +182,8 @@ def _parts_of_overrides(leaves: Mapping[str, Any], name: str) -> Iterator[tuple[
 
 
 def model_overrides(leaves: dict[str, Any], notes: list[str]) -> Iterator[Problem]:
-    """verl's Megatron engine reads overrides of config.json from `override_config.model_config`, which its
-    other engines have in `override_config`. Adds a note for each; problems of those that both give."""
+    """Moves `override_config.model_config`, where verl's Megatron engine has overrides of config.json, to
+    `override_config`, where its other engines have them. Adds notes; yields problems of names in both."""
     for key, moved, rest in _parts_of_overrides(leaves, "model_config"):
         for name in moved:
             if name in rest and rest[name] != moved[name]:
@@ -193,7 +195,7 @@ def model_overrides(leaves: dict[str, Any], notes: list[str]) -> Iterator[Proble
 
 
 def frozen_routers(leaves: dict[str, Any]) -> Iterator[Problem]:
-    """Problems of `override_config.moe_config`, which verl's Megatron engine reads. Removes the rest."""
+    """Problems of `override_config.moe_config`, which verl's Megatron engine reads; removes that section."""
     for key, frozen, rest in _parts_of_overrides(leaves, "moe_config"):
         leaves[key] = rest
         for name, value in frozen.items():
@@ -206,8 +208,8 @@ def frozen_routers(leaves: dict[str, Any]) -> Iterator[Problem]:
 def teachers(
     leaves: dict[str, Any], origins: dict[str, str], foreign: dict[str, Any], found: Mapping[str, str]
 ) -> Iterator[str]:
-    """verl's teachers as `distillation.teachers`, with a note; removes their keys from `foreign`. `found`:
-    where those were set. A teacher without a `key` is for all data sources."""
+    """Sets `distillation.teachers` from verl's teachers, with a note; removes their keys from `foreign`.
+    `found`: the origins of those keys. A teacher without a `key` is for all data sources."""
     ours, section = "distillation.teachers", "distillation.teacher_models."
     paths = {key: path for key, path in foreign.items() if fits(f"{section}*.model_path", key)}
     named = {key: path for key, path in paths.items() if path is not None}

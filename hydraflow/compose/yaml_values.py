@@ -1,4 +1,4 @@
-"""YAML with the numbers that Hydra reads."""
+"""Loads YAML with numbers as Hydra reads them: 1e-6 is a float."""
 
 from __future__ import annotations
 

@@ -95,7 +95,7 @@ class ConversationDataset:
         records, chats = read_chats(config, files, key=key, max_samples=max_samples)
         conversations = tokenised(tokenizer, chats, records, config)
         cut = [truncated(c, config.max_length, config.truncation) for c in conversations]
-        kept = [c for c in cut if bool(c.trained[1:].any())]
+        kept = [c for c in cut if bool(c.trained[1:].any())]  # nothing predicts the first token
         _report_dropped(len(cut) - len(kept), len(cut), key)
         self._rows = list(map(TrainedRow.of, kept))
 
@@ -153,7 +153,7 @@ def _tokenise_alike(
     if _MARKERS.search(str(tokenizer.chat_template)):
         conversations = [_by_markers(tokenizer, chat, template_kwargs) for chat in chats]
     else:
-        conversations = _by_beginnings(tokenizer, chats, records, template_kwargs)
+        conversations = _by_prefixes(tokenizer, chats, records, template_kwargs)
     untrained = [r for c, r in zip(conversations, records, strict=True) if not c.trained.any()]
     raise_problems([record.problem("it has no assistant tokens") for record in untrained])
     return conversations
@@ -219,7 +219,7 @@ def _by_markers(
     return Conversation(torch.tensor(encoded["input_ids"]), torch.tensor(encoded["assistant_masks"]))
 
 
-def _by_beginnings(
+def _by_prefixes(
     tokenizer: PreTrainedTokenizerBase,
     chats: Sequence[Messages],
     records: Sequence[FileRecord],

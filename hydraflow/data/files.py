@@ -13,14 +13,15 @@ from pathlib import Path
 from typing import Any
 
 from hydraflow.errors import ConfigError, Problem
-from hydraflow.system.paths import file_problems, listed
+from hydraflow.system.paths import JSON_ENDINGS, PARQUET_ENDING, file_problems, listed
 from hydraflow.system.whole_files import replacing
 
 SHOWN_PROBLEMS = 5
 PARQUET_ROWS = 1024
 """Rows of a Parquet file read at a time."""
 DEEPEST = 100
-"""Nesting limit of a row: rows are written as JSON and printed in messages, and both fail much deeper."""
+"""Nesting limit of a row: rows are written as JSON and printed in messages, which fails for values nested
+much deeper."""
 
 
 @dataclass(frozen=True)
@@ -76,7 +77,7 @@ def require_columns(records: Sequence[FileRecord], columns: Mapping[str, str]) -
             rule = f"has no value in column {', '.join(missing)}; it has {there}"
             problems.append(record.problem(rule, _other_columns(missing, columns)))
     if len(problems) == len(records) > 1 and len({problem.rule for problem in problems}) == 1:
-        rule = f"{problems[0].rule}, as all {len(records)} rows"
+        rule = f"{problems[0].rule}, like all {len(records)} rows"
         raise ConfigError([replace(problems[0], rule=rule)])
     raise_problems(problems)
 
@@ -94,7 +95,7 @@ def raise_problems(problems: Sequence[Problem]) -> None:
         return
     shown = list(problems[:SHOWN_PROBLEMS])
     if len(problems) > SHOWN_PROBLEMS:
-        shown.append(Problem("data", None, f"{len(problems) - SHOWN_PROBLEMS} more rows have such a problem"))
+        shown.append(Problem("data", None, f"{len(problems) - SHOWN_PROBLEMS} more rows have this problem"))
     raise ConfigError(shown)
 
 
@@ -114,9 +115,9 @@ def write_rows(path: Path, rows: list[dict[str, Any]]) -> None:
 
 def _read_file(path: Path, key: str, limit: int | None) -> list[FileRecord]:
     """The first `limit` rows; None: all."""
-    readers = {".parquet": _parquet_rows, ".jsonl": _json_rows, ".json": _json_rows}
+    readers = {PARQUET_ENDING: _parquet_rows, **dict.fromkeys(JSON_ENDINGS, _json_rows)}
     if path.suffix not in readers:
-        rule = f"ends in {path.suffix or 'nothing'}; known are {', '.join(readers)}"
+        rule = f"ends in {path.suffix or 'nothing'}; supported are {', '.join(readers)}"
         raise ConfigError.one(key, path, rule)
     rows = islice(readers[path.suffix](path, key, limit), limit)
     records = [FileRecord(values, path, row) for row, values in enumerate(rows)]
@@ -174,7 +175,7 @@ def parse_line(path: Path, key: str, number: int, line: str) -> dict[str, Any]:
 
 def _too_deep(path: Path, key: str, number: int) -> ConfigError:
     rule = f"line {number} is nested more than {DEEPEST} levels deep"
-    return ConfigError.one(key, path, rule, "store such a value as text")
+    return ConfigError.one(key, path, rule, "store deeply nested values as text")
 
 
 def _depth(values: Any) -> int:

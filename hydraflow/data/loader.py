@@ -31,8 +31,7 @@ class PromptLoader:
     """Batches of `batch_size` rows; with `drop_last`, rows left over at the end of an epoch are dropped.
 
     Iterating yields the rest of the current epoch; iterating again yields the next epoch. `next_batch` never
-    ends. `key` is the configuration key of the batch size, for errors. Raises `ConfigError` when the
-    dataset cannot fill one batch.
+    ends. Raises `ConfigError` when the dataset cannot fill one batch.
     """
 
     def __init__(
@@ -43,10 +42,9 @@ class PromptLoader:
         shuffle: bool,
         seed: int,
         drop_last: bool = True,
-        key: str = "data.train_batch_size",
     ):
         if batch_size < 1 or (drop_last and len(dataset) < batch_size):
-            rule = f"must be between 1 and the number of rows, {len(dataset)}"
+            key, rule = "data.train_batch_size", f"must be between 1 and the number of rows, {len(dataset)}"
             raise ConfigError.one(key, batch_size, rule, f"{key}={max(1, len(dataset))}")
         self.dataset, self.batch_size = dataset, batch_size
         self.shuffle, self.seed, self.drop_last = shuffle, seed, drop_last

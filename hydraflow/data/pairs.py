@@ -159,8 +159,9 @@ def _ended(tokenizer: PreTrainedTokenizerBase, special: set[int], one: Conversat
 
 
 def _cut(pair: Sequence[Conversation], config: PairsConfig) -> list[Conversation] | None:
-    """Both with at most `max_length` tokens. On the left both lose equally many, so that they still share
-    their prompt. None: nothing that differs would be left, or a response would lose its beginning."""
+    """Both with at most `max_length` tokens. Truncation on the left removes the same number from both, so
+    that they still share their prompt. None: nothing that differs would be left, or a response would lose its
+    beginning."""
     if config.truncation != "left":
         return _only_what_differs(*(truncated(one, config.max_length, config.truncation) for one in pair))
     start = max(0, *(len(one.ids) - config.max_length for one in pair))

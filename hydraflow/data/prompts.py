@@ -179,6 +179,6 @@ def _require_json(records: Sequence[FileRecord], objects: dict[str, list[Any]]) 
             try:
                 json.dumps(value)
             except (TypeError, ValueError, RecursionError) as error:
-                evidence = f"{name} cannot be written as JSON: {error}"
-                problems.append(record.problem(evidence, "store it as text or numbers"))
+                rule = f"{name} cannot be written as JSON: {error}"
+                problems.append(record.problem(rule, "store it as text or numbers"))
     raise_problems(problems)

@@ -1,10 +1,10 @@
 """Finds an assistant's turn in a tokenised conversation where prefixes of the conversation do not delimit it.
 
 In: the whole conversation's tokens, and those up to the turn. Out: where the turn's tokens begin and end.
-Many models' templates end a conversation differently (Phi-3), drop the reasoning of earlier turns (Qwen3), or
-open a turn with more than they keep of it later (Qwen3.5); and an answer that begins with a newline may share
-a token with the newline before it. Left out on purpose: templates that rewrite earlier messages; a turn is
-only found after everything that was sampled before it.
+Many models' templates add something at the end of a conversation (Phi-3), drop the reasoning of earlier turns
+(Qwen3), or open a turn with more than they keep of it later (Qwen3.5); and an answer that begins with a
+newline may share a token with the newline before it. Left out on purpose: templates that rewrite earlier
+messages; a turn is only found after everything that was sampled before it.
 """
 
 from __future__ import annotations
@@ -48,11 +48,12 @@ def find_turn(
     encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
     if list(encoded["input_ids"]) != list(whole):
         return None
-    start = _common(before, whole)
+    start = _common_prefix(before, whole)
     opened, plain = text_of(chat[:turn], True), text_of(chat[:turn], False)
-    prompt = opened[len(os.path.commonprefix([opened, plain])) :]  # `plain` may have an end that it lacks
+    # not opened.removeprefix(plain): `plain` may have an end token that `opened` lacks
+    prompt = opened[len(os.path.commonprefix([opened, plain])) :]
     left = tokenizer.decode(list(before[start:]))
-    # the conversations part before the generation prompt even begins: earlier messages were rewritten
+    # they differ before the generation prompt begins: earlier messages were rewritten
     if start < len(before) and len(left) >= len(prompt):
         return None
     offsets = encoded["offset_mapping"]
@@ -70,10 +71,10 @@ def find_turn(
     return None
 
 
-def _common(one: Sequence[int], other: Sequence[int]) -> int:
-    """How many tokens both begin with.
+def _common_prefix(one: Sequence[int], other: Sequence[int]) -> int:
+    """Length of the common prefix.
 
-    >>> _common([1, 2, 3], [1, 2, 4, 5])
+    >>> _common_prefix([1, 2, 3], [1, 2, 4, 5])
     2
     """
     pairs = zip(one, other)

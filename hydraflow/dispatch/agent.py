@@ -1,14 +1,14 @@
-"""Stand-ins for Ray's two agents, without which Ray's node process does not run.
+"""Stand-ins for Ray's two agents; Ray's node process does not run without them.
 
 In: an agent's command line. Out: the files in which Ray looks for the agents' ports.
 
-In place of the dashboard's agent: files that say that it has no ports. Without a dashboard Ray's own agent
-does nothing more, yet its imports take a second of a core and 100 MiB.
+The dashboard's agent is replaced by files that say that it has no ports. Without a dashboard Ray's own agent
+does nothing more, yet its imports take a second of CPU time and 100 MiB.
 
-In place of the runtime-environment agent: a process that reserves and reports the agent's port, then executes
-the agent. Ray's node process waits for the port and aborts if it is not reported within 15 seconds; on a busy
-machine the agent's imports take longer. The first worker with a runtime environment still waits for them
-(`agent_register_timeout_ms`).
+The runtime-environment agent is replaced by a process that reserves and reports the agent's port, then
+executes the agent. Ray's node process waits for the port and aborts if it is not reported within 15 seconds;
+on a busy machine the agent's imports take longer. The first worker with a runtime environment still waits for
+them (`agent_register_timeout_ms`).
 
 Both are killed when the node process ends, however it ends, and it ends when they do. Otherwise the
 runtime-environment agent would spend a minute reporting a killed node process to a control service that may
@@ -36,7 +36,7 @@ _SIGNAL_AT_PARENTS_END = 1
 
 
 def stand_in(arguments: Sequence[str]) -> None:
-    """Writes the files of the dashboard's agent, then waits to be ended."""
+    """Writes the files of the dashboard's agent, then waits to be killed."""
     options = _options(arguments)
     for port in PORTS:
         _report(options, port, NOT_IN_USE)
@@ -51,7 +51,7 @@ def start_with_a_port(command: Sequence[str]) -> None:
     with suppress(OSError, ValueError):  # the agent itself reports what is wrong
         place = socket.getaddrinfo(options["node-ip-address"], int(options[key]), type=socket.SOCK_STREAM)[0]
         held = socket.socket(*place[:2])
-        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as the agent: both may bind it
+        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as the agent does: both can bind it
         held.bind(place[4])
         held.set_inheritable(True)  # survives the exec, so no other process can take the port
         port = str(held.getsockname()[1])
@@ -71,7 +71,7 @@ def _end_with_the_node() -> None:
 
 
 def _options(words: Sequence[str]) -> dict[str, str]:
-    """The values of --name=value."""
+    """Name -> value of the arguments of the form --name=value."""
     pairs = (word.removeprefix("--").partition("=") for word in words if word.startswith("--"))
     return {name: value for name, _, value in pairs}
 

@@ -2,14 +2,14 @@
 which were lost.
 
 In: the address of its control service, RAY_AUTH_MODE and the token that Ray's own loader finds. Out: names of
-nodes, or a reason. Ray's own client would retry a refused token silently for 20 s to a minute, and
-then blame the network. Left out on purpose: joining (`runtime.py`), starting nodes (`slurm/`).
+nodes, or a reason. Ray's own client would retry a refused token silently for 20 to 60 s, and then blame the
+network. Left out on purpose: joining (`runtime.py`), starting nodes (`slurm/`).
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -29,7 +29,7 @@ Token = tuple[tuple[str, str], ...]
 CALL_SECONDS = 5.0
 POLL_SECONDS = 0.5
 AT_ONCE = 64
-"""Nodes that are asked at a time."""
+"""Maximum number of nodes contacted at the same time."""
 
 
 def refusal(address: str) -> str | None:
@@ -45,7 +45,7 @@ def refusal(address: str) -> str | None:
 
 
 def silence(address: str) -> str | None:
-    """Why no Ray answers at host:port; None: one does, though it may want a token."""
+    """Why no Ray answers at host:port; None if one does, even if it requires a token."""
     try:
         _nodes(address, token=())
     except grpc.RpcError as error:
@@ -56,12 +56,12 @@ def silence(address: str) -> str | None:
 
 def alive(address: str) -> set[str]:
     """Names of the nodes that are in the cluster; raises grpc.RpcError when it does not answer."""
-    return _alive(_nodes(address))
+    return {node.node_name for node in _nodes(address) if _is_alive(node)}
 
 
 def lost(address: str) -> set[str]:
-    """Names of nodes that have left the cluster and have not joined it again, or that no longer answer: Ray
-    notices that a machine is gone long after the connections to its processes broke."""
+    """Names of nodes that have left the cluster and have not rejoined, or that no longer answer: Ray notices
+    that a machine is gone long after the connections to its processes broke."""
     nodes = _nodes(address)
     there = [node for node in nodes if _is_alive(node)]
     raylets = [f"{node.node_manager_address}:{node.node_manager_port}" for node in there]
@@ -71,10 +71,6 @@ def lost(address: str) -> set[str]:
     return {node.node_name for node in nodes} - answer
 
 
-def _alive(nodes: Iterable[Any]) -> set[str]:
-    return {node.node_name for node in nodes if _is_alive(node)}
-
-
 def _is_alive(node: Any) -> bool:
     return bool(node.state == NODES.GcsNodeInfo.ALIVE)
 
@@ -82,8 +78,8 @@ def _is_alive(node: Any) -> bool:
 def await_nodes(
     address: str, names: Sequence[str], seconds: float, *, ended: Callable[[], str | None] = lambda: None
 ) -> None:
-    """Waits until all named nodes are in the cluster. EnvironmentFault naming those still missing at the
-    timeout.
+    """Waits until all named nodes are in the cluster. Raises EnvironmentFault naming those still missing at
+    the timeout.
 
     `ended` returns a reason to stop waiting early, or None.
     """
@@ -109,7 +105,7 @@ def _missing(address: str, names: Sequence[str]) -> list[str]:
 
 
 def _nodes(address: str, token: Token | None = None) -> list[Any]:
-    """All nodes that the cluster knows. `token`: metadata of the request; None: that of our token."""
+    """All nodes that the cluster knows. `token`: metadata of the request; None: our own token."""
     # proxies of the environment are for the outside world; the cluster is reached directly
     with grpc.insecure_channel(address, options=[("grpc.enable_http_proxy", 0)]) as channel:
         service = gcs_service_pb2_grpc.NodeInfoGcsServiceStub(channel)

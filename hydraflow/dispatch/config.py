@@ -15,9 +15,9 @@ RAY_SETTINGS = {
 }
 """Settings of every Ray cluster that we start. An object's memory is freed as soon as its last reference is
 gone: by default Ray waits for a hundred objects or a second, and objects stored in the meantime take fresh
-memory. Workers are started on demand: by default `ray.init` starts one per declared CPU and waits for
-them. Agents and workers may import for three minutes: a busy machine needs more than Ray's 30 seconds and
-minute, and a worker that Ray gives up only imports everything again."""
+memory. Workers are started on demand: by default `ray.init` starts one per declared CPU and waits for them.
+Agents and workers get three minutes to import: Ray's 30 and 60 seconds are too short on a busy machine, and a
+worker that Ray gives up on is replaced by one that imports everything again."""
 
 
 def _are_variables(value: dict[Any, Any]) -> bool:
@@ -28,15 +28,13 @@ def _are_variables(value: dict[Any, Any]) -> bool:
 
 
 VARIABLES = Rule(
-    "must be names with text or numbers, true and false in quotes",
+    "must map names to text or numbers; put true and false in quotes",
     _are_variables,
     example="{A: INFO, B: 1, C: 'true'}",
 )
-STEPS = Rule(
-    "must list training steps, the first of which is 1", lambda value: all(step >= 1 for step in value)
-)
+STEPS = Rule("must list training steps, counted from 1", lambda value: all(step >= 1 for step in value))
 RANKS = Rule(
-    "must list ranks, the first of which is 0", lambda value: bool(value) and all(rank >= 0 for rank in value)
+    "must list ranks, counted from 0", lambda value: bool(value) and all(rank >= 0 for rank in value)
 )
 LOG_LEVELS = ("debug", "info", "warning", "error")
 

@@ -1,9 +1,9 @@
 """Environment variables of a worker process, set before any library reads them.
 
-In: rank, whether the group spans nodes. Out: compiler caches per rank, a cache per node for code that ships
-with models, how threads wait, and the interface for collectives. Folders from the user's environment are
-kept, with a subfolder per rank. Left out on purpose: `ray_init.runtime_env.env_vars` in a process that Ray
-starts (`host.py`).
+In: the rank, and its address. Out: compiler caches per rank, a cache per node for code that ships with
+models, OpenMP's spin count, and the network interface for collectives. Folders from the user's environment
+are kept, with a subfolder per rank. Left out on purpose: `ray_init.runtime_env.env_vars` in a process that
+Ray starts (`host.py`).
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def variables(rank: int, *, node_ip: str, environ: Mapping[str, str] = os.enviro
     """The variables to set in a rank's process. `node_ip`: the address at which the group's other processes
     reach this one.
 
-    ConfigError when HYDRAFLOW_NETWORK_INTERFACE names an interface that does not exist.
+    Raises ConfigError when HYDRAFLOW_NETWORK_INTERFACE names an interface that does not exist.
     """
     found = {}
     for name, folder in COMPILER_CACHES.items():
@@ -59,8 +59,8 @@ def settle_command() -> None:
 
 
 def settle(rank: int, *, node_ip: str = LOOPBACK, given: Mapping[str, str] = MappingProxyType({})) -> None:
-    """Sets `given`, then `variables`, in this process. EnvironmentFault when the folder for caches belongs to
-    another user."""
+    """Sets `given`, then `variables`, in this process. Raises EnvironmentFault when the folder for caches
+    belongs to another user."""
     make_node_folder()
     os.environ.update(given)
     os.environ.update(variables(rank, node_ip=node_ip))

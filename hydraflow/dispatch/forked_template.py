@@ -2,8 +2,8 @@
 
 A command imports torch, tensordict and transformers anyway. Forked right after that, a template costs nothing
 and is ready before Ray is; one that is started later (`template.py`) repeats those imports, which takes three
-seconds of a core. In: the sections for Ray and the trainer. Out: `READY`, which the first Ray of this process
-takes. Neither this module nor its imports may import Ray, because Ray reads its settings on import.
+seconds of CPU time. In: the sections for Ray and the trainer. Out: `READY`, which the first Ray of this
+process takes. Neither this module nor its imports may import Ray, because Ray reads its settings on import.
 """
 
 from __future__ import annotations

@@ -38,7 +38,7 @@ BROKEN = re.compile(
 COLOURS = re.compile(r"\x1b\[\d+m")
 """ANSI colours in Ray's messages."""
 UNREAD = 5.0
-"""Seconds for columns to arrive, after which all processes are asked whether they are there."""
+"""Seconds to wait for columns before every process is sent a call, to find out which one is dead."""
 FETCH = 10.0
 """Seconds for one ready answer to arrive, after fetching the answers of all ranks together has failed."""
 
@@ -58,8 +58,8 @@ class GroupHandle(Protocol):
         """Whether the process that died with this call may be replaced."""
 
     def replace(self, lost: Sequence[PendingCall], cause: str) -> None:
-        """Starts a replacement for a process that has died and resends its calls. WorkerError when that
-        fails, too."""
+        """Starts a replacement for a process that has died and resends its calls. Raises WorkerError when
+        that fails, too."""
 
 
 @dataclass(frozen=True)
@@ -175,6 +175,7 @@ class PendingCalls:
         return done + _answered([ref for ref in self.pending if ref not in wanted], 0)
 
     def _take(self, refs: Sequence[ObjectRef]) -> None:
+        """Stores these answers, replaces processes that have died, and raises on other failures."""
         failures, again = [], None
         for call, failure in self._keep(refs):
             if failure.died and (call.group, call.rank) == self._replaced:
@@ -218,7 +219,7 @@ class PendingCalls:
         calls = [self.pending.pop(ref) for ref in refs]
         try:
             payloads = ray.get(list(refs), timeout=max(call.seconds for call in calls)) if refs else []
-        except ray.exceptions.RayError:
+        except ray.exceptions.RayError:  # of any one of them
             return [(call, self._read_one(ref, call)) for ref, call in zip(refs, calls, strict=True)]
         return [(call, self._opened(call, payload)) for call, payload in zip(calls, payloads, strict=True)]
 
@@ -266,6 +267,7 @@ class PendingCalls:
         return found[len(failures) :]
 
     def _late(self) -> None:
+        """Ends the group of the first call that is late, and raises its error."""
         now = time.monotonic()
         late = [call for call in self.pending.values() if call.deadline <= now]
         first = min(late, key=lambda call: (call.deadline, call.rank))
@@ -354,7 +356,7 @@ class CallFuture(Future):
 
 
 def await_any(futures: Sequence[Future]) -> int:
-    """Waits until one of them has its result; returns its index. WorkerError when a call fails."""
+    """Waits until one of them has its result; returns its index. Raises WorkerError when a call fails."""
     late = [future for future in futures if isinstance(future, CallFuture)]
     ready = next((number for number, one in enumerate(futures) if not isinstance(one, CallFuture)), None)
     return late[0].calls.settle_one([one.refs for one in late]) if ready is None else ready

@@ -111,12 +111,12 @@ class Group(ABC):
 
     @abstractmethod
     def await_ready(self) -> None:
-        """Waits until all workers are built. ConfigError when one finds a user error, WorkerError when
+        """Waits until all workers are built. Raises ConfigError when one finds a user error, WorkerError when
         it fails otherwise."""
 
     @abstractmethod
     def mesh(self, role: str, name: str) -> list[Coordinates]:
-        """Coordinates of all ranks in a mesh. ValueError when they are inconsistent."""
+        """Coordinates of all ranks in a mesh. Raises ValueError when they are inconsistent."""
 
     @abstractmethod
     def send(self, plan: Registration, context: CallContext, arguments: PerRank) -> Future:
@@ -125,8 +125,8 @@ class Group(ABC):
     def perform(
         self, role: str, method: str, plan: Registration, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> Any:
-        """Makes a call as declared by `@register`; returns its result or a future. ValueError when rows do
-        not divide and the method takes no padding."""
+        """Makes a call as declared by `@register`; returns its result or a future. Raises ValueError when
+        rows do not divide and the method takes no padding."""
         self.await_ready()
         context = CallContext(self, role, method, plan.padding)
         settled = {name: _settled(value) for name, value in kwargs.items()}
@@ -141,7 +141,7 @@ class Group(ABC):
 
     @abstractmethod
     def start_profile(self, tool: str, folder: str, ranks: Sequence[int] | None) -> None:
-        """Starts a profile in the processes of those ranks; None: all. WorkerError when one fails."""
+        """Starts a profile in the processes of those ranks; None: all. Raises WorkerError when one fails."""
 
     @abstractmethod
     def stop_profile(self, ranks: Sequence[int] | None) -> None:
@@ -199,9 +199,8 @@ class WorkerGroup(Group):
         host: Any = ray.remote(WorkerHost).options(enable_task_events=observability.traced, **options)
         threads = self._reservation.pool.threads
         variables = {"OMP_NUM_THREADS": str(threads)} | self._env_vars
-        limits = (threads, self.channel.timeouts.call)
-        settings = (variables, self._device_type, *limits, sys.path, observability)
-        return host.remote(self.rank_infos[rank], *settings, next(iter(self.roles)))
+        settings = (self._device_type, threads, self.channel.timeouts.call, sys.path, observability)
+        return host.remote(self.rank_infos[rank], variables, *settings, next(iter(self.roles)))
 
     def _build(self, ranks: Sequence[int]) -> list[dict[int, ObjectRef]]:
         """Builds the roles in the processes of those ranks; returns the answers to wait for."""
@@ -275,14 +274,13 @@ class WorkerGroup(Group):
         for rank in ranks:
             args = [packer.pack(values[rank]) for values in positional]
             kwargs = {name: packer.pack(values[rank]) for name, values in named.items()}
-            used = rank in collectors
             calls[rank] = Call(
                 context.role,
                 context.method,
                 args,
                 kwargs,
                 plan.read_only,
-                used,
+                rank in collectors,
                 seconds,
                 returns_columns=self.recovery is not None,
             )
@@ -309,16 +307,16 @@ class WorkerGroup(Group):
         return host.invoke_with_columns.options(num_returns=2).remote(call)
 
     def may_replace(self, call: PendingCall) -> bool:
-        """Whether the process that died with this call can be replaced. Not if its machine is lost: its
-        devices were there. Ray itself may not have noticed yet."""
+        """Whether the process that died with this call can be replaced. Not if its machine is lost, because
+        the rank's devices were on it. Ray itself may not have noticed that yet."""
         if self.recovery is None or call.attempts >= self.recovery.max_retries:
             return False
         return _is_there(self.processes[call.rank].node_id)
 
     def replace(self, lost: Sequence[PendingCall], cause: str) -> None:
-        """Starts another process for the rank of these calls, restores it and resends them. WorkerError when
-        it dies more often than a call may be resent."""
-        assert self.recovery is not None, "the group was asked"
+        """Starts another process for the rank of these calls, restores it and resends them. Raises
+        WorkerError when it dies more often than a call may be resent."""
+        assert self.recovery is not None, "called although may_replace was False"
         rank, attempts = lost[0].rank, 0
         machine = self.processes[rank].node_id
         while True:
@@ -396,6 +394,7 @@ class WorkerGroup(Group):
         self._on(ranks, "stop_profile", lambda host: host.stop_profile.remote())
 
     def _on(self, ranks: Sequence[int] | None, method: str, ask: Callable[[Any], ObjectRef]) -> None:
+        """Sends `ask` to the processes of those ranks (None: all) and waits for them."""
         refs = self._ask(
             lambda rank: [ask(self._hosts[rank])],
             [rank for rank in range(self.world_size) if ranks is None or rank in ranks],
@@ -420,7 +419,7 @@ def _checked(places: list[Coordinates], mesh: str) -> list[Coordinates]:
     collecting = sorted(place.data_rank for place in places if place.is_collect)
     if len(sizes) > 1 or collecting != list(range(places[0].data_size)):
         found = f"data sizes {sorted(sizes)}, ranks that collect {collecting}"
-        raise ValueError(f"mesh {mesh!r}: {found}; one for each data rank is needed")
+        raise ValueError(f"mesh {mesh!r}: {found}; there must be one for each data rank")
     return places
 
 
@@ -441,19 +440,20 @@ class RoleGroup:
         a Future.
 
         DataProto, RemoteBatch and Future arguments are divided by the method's mode; others go to every rank.
-        WorkerError when a rank fails; ValueError when rows do not divide and the method takes no padding.
+        Raises WorkerError when a rank fails, ValueError when rows do not divide and the method takes no
+        padding.
         """
         return self.group.perform(self.name, method.__name__, self._plan(method), args, kwargs)
 
     def failed(self, rank: int, method: str, cause: str) -> WorkerError:
-        """The error of a call that the processes of this rank did not survive."""
+        """The error of a call for which the processes of this rank died too often."""
         node = self.group.rank_infos[rank].node if isinstance(self.group, WorkerGroup) else platform.node()
         return WorkerError(role=self.name, rank=rank, node=node, method=method, cause=cause)
 
     def _plan(self, method: Callable[..., Any]) -> Registration:
         cls = self.group.roles[self.name].cls
         if not any(vars(base).get(method.__name__) is method for base in cls.__mro__):
-            text = f"{method.__qualname__} is no method of {cls.__qualname__}"
+            text = f"{method.__qualname__} is not a method of {cls.__qualname__}"
             raise TypeError(f"{text}, the class of role {self.name!r}")
         return registration(method)
 
@@ -474,8 +474,8 @@ def _settled(value: Any) -> Any:
 
 
 def fetch(batch: RemoteBatch, keys: Sequence[str] | None, channel: Channel) -> DataProto:
-    """Reads columns into the controller, all in one request. EnvironmentFault when they are gone or late,
-    WorkerError when the process that holds them is found to be dead."""
+    """Reads columns into the controller, all in one request. Raises EnvironmentFault when they are gone or
+    late, WorkerError when the process that holds them is found to be dead."""
     wait = partial(channel.calls.await_columns, seconds=channel.timeouts.call)
     read = partial(read_columns, traffic=channel.traffic, timeout=FETCH, wait=wait)
     return materialise(batch, read, keys=keys)

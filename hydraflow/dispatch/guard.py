@@ -63,7 +63,7 @@ class RayGuard:
 
     def fault(self) -> EnvironmentFault | None:
         """The error for the process that has ended; None if both live."""
-        for name, process in self._seen.items():
+        for name, process in list(self._seen.items()):  # the thread may add one meanwhile
             if not lives(process):
                 return _fault(name)
         return None
@@ -83,7 +83,7 @@ class RayGuard:
                 self._ends.unregister(descriptor)  # an ended process stays readable
                 if self._names[descriptor] == "raylet":
                     self._end_without_node()
-            self._look_for()
+            self._find_vital()
             fault = self.fault()
             since = None if fault is None else since or time.monotonic()
             patience = PATIENCE if self._up else START_PATIENCE
@@ -107,7 +107,7 @@ class RayGuard:
     def _may_end(self) -> bool:
         return SHUTDOWN.commanded and SHUTDOWN.since is None and not self._stopped.is_set()
 
-    def _look_for(self) -> None:
+    def _find_vital(self) -> None:
         if len(self._seen) < len(VITAL):
             for process in _children() - self._before:
                 with suppress(psutil.NoSuchProcess, ProcessLookupError):  # pidfd_open raises the second

@@ -54,7 +54,7 @@ class RayHead:
 
 
 def end_without_head() -> None:
-    """Disconnects from Ray and ends the processes that this one started; by themselves workers would look for
+    """Disconnects from Ray and ends the processes that this one started; left alone, workers would look for
     the head for a minute."""
     stop_forking()
     end_processes(own_ray_processes(), grace=0.0)

@@ -5,7 +5,7 @@ In: what `Runtime` takes; every pool has one process. Out: the same results, bit
 answers are distributed and collected by the same modes and encoded as for the object store, and a method
 computes with as many threads as in its own process. A call runs immediately, in the caller's thread, and an
 exception reaches the caller unchanged, with its stack. Left out on purpose: several ranks, which wait for
-each other and so need a process each."""
+each other and therefore each need a process."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class LocalRuntime(Runtime):
         return {}
 
     def start(self, pools: Sequence[ResourcePool]) -> None:
-        """Registers the pools and sets the workers' environment variables. ConfigError when a pool has
+        """Registers the pools and sets the workers' environment variables. Raises ConfigError when a pool has
         several processes."""
         for pool in pools:
             if pool.size > 1:
@@ -65,8 +65,9 @@ class LocalRuntime(Runtime):
 
     def group(self, pool: str, roles: Mapping[str, RoleSpec], devices: Sequence[int] | None = None) -> Group:
         """Builds the workers immediately; there is one device."""
-        device, first = self.device_type, not self.groups
-        group = LocalGroup(self._pools[pool], roles, self.channel, device_type=device, first=first)
+        group = LocalGroup(
+            self._pools[pool], roles, self.channel, device_type=self.device_type, first=not self.groups
+        )
         self.groups.append(group)
         return group
 

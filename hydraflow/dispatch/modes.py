@@ -162,6 +162,7 @@ def _require_all(
 
 def _joined(context: CallContext, answers: list[Any]) -> RemoteBatch:
     _require_all(context, answers, lambda answer: isinstance(answer, RemoteBatch), "a DataProto")
+    # a rank whose rows were all padding answers with a batch without columns
     return RemoteBatch.concat([answer for answer in answers if len(answer)] or answers)
 
 
@@ -240,7 +241,7 @@ def register_dispatch_mode(
 
     `dispatch_fn(context, *args, **kwargs)` returns, for every argument, a list with one entry per rank;
     `shards.split` divides batches. `collect_fn(context, answers)` gets the answers of all ranks in rank
-    order. ValueError when the name exists.
+    order. Raises ValueError when the name exists.
     """
     if name in _MODES:
         raise ValueError(f"the dispatch mode {name!r} already exists")
@@ -248,7 +249,7 @@ def register_dispatch_mode(
 
 
 def mode_named(mode: str | Mode) -> Mode:
-    """The mode of that name; ValueError listing the known ones."""
+    """The mode of that name. Raises ValueError listing the known ones."""
     if isinstance(mode, Mode):
         return mode
     if mode not in _MODES:
@@ -279,9 +280,9 @@ def register(
     """Declares a worker's method as callable from the controller.
 
     blocking: the call waits and returns the result, else a future. read_only: the method never writes to its
-    input tensors, so they need no copy. padding: rows may be repeated so that they divide by the ranks;
-    training methods say False. resend: the call is sent again to the replacement of a process that died;
-    otherwise its answer is None.
+    input tensors, so they need no copy. padding: rows may be repeated so that they divide evenly among the
+    ranks; training methods say False. resend: the call is sent again to the replacement of a process that
+    died; otherwise its answer is None.
     """
     mode = mode_named(dispatch_mode)
     if Execute(execute_mode) is Execute.RANK_ZERO:
@@ -301,7 +302,7 @@ _MARK = "hydraflow_registration"
 
 
 def registration(method: Callable[..., Any]) -> Registration:
-    """A method's declaration; TypeError when there is none."""
+    """A method's declaration. Raises TypeError when there is none."""
     found = getattr(method, _MARK, None)
     if found is None:
         text = f"{method.__qualname__} is not declared with @register"

@@ -40,7 +40,7 @@ class Observability:
     def open_logs(self, rank: int, role: str) -> RoleLogs | None:
         """Redirects everything that this process writes to its log files. Logs a warning if they cannot be
         created."""
-        if self.logs is None or (logs := made(self.logs, rank, role)) is None:
+        if self.logs is None or (logs := open_role_logs(self.logs, rank, role)) is None:
             return None
         # Ray's debugger prints its address to file descriptor 2, which must still lead to the console
         logs.capture(below_python=not self.debug)
@@ -70,7 +70,7 @@ def log_settings(run: Path, log: LogConfig) -> LogSettings:
     return LogSettings(str(run / "logs"), log)
 
 
-def made(settings: LogSettings, rank: int, role: str) -> RoleLogs | None:
+def open_role_logs(settings: LogSettings, rank: int, role: str) -> RoleLogs | None:
     """A process's log files; None, with a warning, if they cannot be created: a run can do without."""
     try:
         return RoleLogs(settings, rank, role)
@@ -82,7 +82,7 @@ def made(settings: LogSettings, rank: int, role: str) -> RoleLogs | None:
 @contextmanager
 def controller_log(run: Path, log: LogConfig) -> Iterator[RoleLogs | None]:
     """Within the block the controller also logs to its file in the run folder; None: there is none."""
-    logs = made(log_settings(run, log), 0, CONTROLLER)
+    logs = open_role_logs(log_settings(run, log), 0, CONTROLLER)
     if logs is None:
         yield None
         return
@@ -100,5 +100,6 @@ def of_role(logs: RoleLogs | None, role: str) -> AbstractContextManager[None]:
 
 
 def debugger() -> str:
-    """Ray's name of the available debugger: the one for editors if debugpy is installed, else `ray debug`."""
+    """The value of RAY_DEBUG for the available debugger: the one for editors if debugpy is installed, else
+    `ray debug`."""
     return os.environ.get("RAY_DEBUG") or ("1" if find_spec("debugpy") else "legacy")

@@ -29,7 +29,7 @@ from hydraflow.errors import ConfigError, Problem
 
 log = logging.getLogger(__name__)
 FEWER_NODES = (
-    "trainer.nnodes=1 and no separate machines for a role, or ray_init.address=auto where a Ray cluster of"
+    "trainer.nnodes=1 and no separate machines for a role, or ray_init.address=auto where a Ray cluster with"
     " enough machines is running"
 )
 _REMEDY = (
@@ -128,7 +128,7 @@ class Reservation:
 
     pool: ResourcePool
     places: list[tuple[_Node, int]]
-    """By rank: its node, and the device's bundle there."""
+    """By rank: its node, and the index of the device's bundle there."""
 
     @property
     def rank_infos(self) -> list[RankInfo]:
@@ -165,8 +165,8 @@ class Reservation:
 def reserve(pools: Sequence[ResourcePool], *, timeout: float, growing: bool) -> dict[str, Reservation]:
     """Reserves all pools before any process starts.
 
-    growing: nodes may still join, so missing resources may appear. ConfigError that names what is missing: at
-    once if the cluster can never satisfy the pools, else after `timeout` seconds.
+    growing: nodes may still join, so missing resources may appear. Raises ConfigError that names what is
+    missing: at once if the cluster can never satisfy the pools, else after `timeout` seconds.
     """
     problems = shortfall(pools, _totals())
     if problems and not growing:
@@ -189,13 +189,14 @@ def reserve(pools: Sequence[ResourcePool], *, timeout: float, growing: bool) -> 
 
 
 def _place(pool: ResourcePool, count: int, taken: Sequence[_Node]) -> PlacementGroup:
-    """Asks Ray for that many devices on a node outside `taken`."""
+    """Asks Ray for `count` devices on one node outside `taken`."""
     others = [{"ray.io/node-id": f"!in({','.join(node.id for node in taken)})"}] * count if taken else None
     return placement_group([pool.bundle()] * count, strategy="STRICT_PACK", bundle_label_selector=others)
 
 
 def _is_placed(group: PlacementGroup, deadline: float) -> bool:
-    """Waits; in short parts, because Ray's own wait cannot be interrupted."""
+    """Whether the group is placed by the deadline. Waits in short intervals, because Ray's own wait cannot be
+    interrupted."""
     while not group.wait(0.5):
         if time.monotonic() > deadline:
             return False
@@ -215,7 +216,7 @@ def _totals() -> list[dict[str, float]]:
 def _busy(pools: Sequence[ResourcePool], timeout: float) -> Problem:
     free = ray.available_resources()
     needs = "; ".join(f"{pool.name} {pool.demand()}" for pool in pools)
-    there = f"free in all {free.get('CPU', 0):g} CPUs, {free.get('GPU', 0):g} GPUs"
+    there = f"free in total {free.get('CPU', 0):g} CPUs, {free.get('GPU', 0):g} GPUs"
     rule = f"not free within {timeout:g} s: needed per node {needs}; {there}"
     remedy = "stop other users of the cluster, or raise trainer.start_timeout"
     return Problem("resource pools", None, rule, remedy)

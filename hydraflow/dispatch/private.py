@@ -1,10 +1,10 @@
 """A local Ray cluster that no other user of this machine can read or reach.
 
-In: the user's own folder on this machine (`system/node_folder.py`). Out: a token that every process of
-the cluster requires, a session folder inside one that only this user can enter, and addresses of the loopback
+In: the user's own folder on this machine (`system/node_folder.py`). Out: a token that every process of the
+cluster requires, a session folder inside one that only this user can enter, and addresses of the loopback
 interface only. By default Ray would write its token to ~/.ray/auth_token with mode 0644, keep sockets and
-logs in /tmp/ray with mode 0777, and listen on every interface. Left out on purpose: clusters that are joined,
-whose owner chooses (docs/cluster.md).
+logs in /tmp/ray with mode 0777, and listen on every interface. Left out on purpose: clusters that are joined:
+their owner decides (docs/cluster.md).
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ log = logging.getLogger(__name__)
 def close_to_others() -> Path:
     """Prepares this process to start such a cluster; returns the folder for its sessions.
 
-    A token named by the user's environment is kept, and so is RAY_AUTH_MODE=disabled, with a warning.
-    ConfigError when the named file holds no token, or RAY_TMPDIR is too long for sockets;
-    EnvironmentFault when the user's folder is owned by another user.
+    A token named by the user's environment is kept, and so is RAY_AUTH_MODE=disabled, with a warning. Raises
+    ConfigError when the named file holds no token, or RAY_TMPDIR is too long for sockets, EnvironmentFault
+    when the user's folder is owned by another user.
     """
     if os.environ.get(MODE, "token").lower() != "token":
         text = "%s=%s: every user of this machine can run code in this run's Ray"

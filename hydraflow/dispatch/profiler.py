@@ -25,7 +25,7 @@ from hydraflow.system.whole_files import prove_writable
 
 KEY = "global_profiler"
 MEMORY, NSYS = "torch_memory", "nsys"
-"""Values of global_profiler.tool besides torch."""
+"""Values of global_profiler.tool other than torch."""
 ROWS = 40
 """Number of operators in the table."""
 ALLOCATIONS = 100_000
@@ -72,7 +72,7 @@ def nsight_options(
     ends = {
         "capture-range": "cudaProfilerApi",
         "capture-range-end": f"repeat-shutdown:{len(set(asked.steps))}",
-        "kill": "none",
+        "kill": "none",  # the process runs on after its last report
     }
     return options | {"t": "cuda,nvtx,cublas,ucx"} | ends
 

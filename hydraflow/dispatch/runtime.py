@@ -73,8 +73,9 @@ class Runtime:
         """Processes of groups that have ended."""
 
     def start(self, pools: Sequence[ResourcePool]) -> None:
-        """Starts or joins Ray and reserves the pools. ConfigError naming what the cluster lacks, before any
-        process starts; EnvironmentFault when Ray does not come up. It leaves nothing behind then.
+        """Starts or joins Ray and reserves the pools. Raises ConfigError naming what the cluster lacks,
+        before any process starts, and EnvironmentFault when Ray does not come up. A Ray that it started is
+        shut down then.
 
         May be called again for more pools; a local cluster counts its CPUs at the first call.
         """
@@ -127,8 +128,8 @@ class Runtime:
             end_template()
 
     def group(self, pool: str, roles: Mapping[str, RoleSpec], devices: Sequence[int] | None = None) -> Group:
-        """A group in a reserved pool, on all of its devices or on some, with a process on each; they start in
-        the background (`await_ready`)."""
+        """A group with a process on each device of a reserved pool, or on each of `devices`; they start in
+        the background (`await_ready` waits for them)."""
         place = self._reservations[pool]
         group = WorkerGroup(
             place if devices is None else place.part(devices),
@@ -146,8 +147,8 @@ class Runtime:
                 group.ask_all()
 
     def await_ready(self) -> None:
-        """Waits until the workers of all groups are built. ConfigError or WorkerError when one fails, as in
-        `WorkerGroup`."""
+        """Waits until the workers of all groups are built. Raises ConfigError or WorkerError when one fails,
+        as in `WorkerGroup`."""
         start = now()
         for group in self.groups:
             group.await_ready()

@@ -1,8 +1,9 @@
 """Starts Ray without services that a run does not use, and with more time to start. `python -m
-hydraflow.dispatch.services start ...` is such a `ray start`, for nodes of a cluster that has no dashboard.
+hydraflow.dispatch.services start ...` is `ray start` with the same changes, for nodes of a cluster without a
+dashboard.
 
-In: Ray's own start, in this process. Out: fewer processes. Ray has no option for this, so functions are
-replaced.
+In: Ray's own start, in this process. Out: fewer processes. Ray has no option for this, so its functions are
+patched.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ def without_services(*, log_monitor: bool) -> Iterator[None]:
     clients (ray://), and without waiting for an agent's imports; without `log_monitor`, nothing reads its log
     files either.
 
-    These take four seconds of a CPU, and `ray.init` waits for the dashboard's server and agent."""
+    These take four seconds of CPU time, and `ray.init` waits for the dashboard's server and agent."""
     unwanted = ["start_monitor", "start_api_server", "start_ray_client_server"]
     if not log_monitor:
         unwanted.append("start_log_monitor")
@@ -78,7 +79,7 @@ def _patient(get_node: Callable[[str, str], Any], others: set[psutil.Process]) -
 
 
 def _raylets() -> set[psutil.Process]:
-    """The raylets that this process has started and that run."""
+    """The running raylets that this process has started."""
     found = set()
     for child in psutil.Process().children():
         with suppress(psutil.NoSuchProcess):

@@ -52,7 +52,7 @@ class Future(ABC):
 
     @abstractmethod
     def get(self) -> Any:
-        """Waits for the result. WorkerError when this call, or any other pending one, fails."""
+        """Waits for the result. Raises WorkerError when this call, or any other pending one, fails."""
 
     @abstractmethod
     def shards(self, parts: int, padding: bool) -> list[LateShard] | list[Shard]:
@@ -108,8 +108,8 @@ def is_batch(value: object) -> bool:
 def split(value: object, parts: int, *, padding: bool = True) -> list[Shard] | list[LateShard]:
     """`parts` equal shards of a batch, in row order.
 
-    ValueError, with the numbers, when rows do not divide and `padding` is False, or when columns have no
-    rows. A batch without columns, of meta_info only, goes to every part.
+    Raises ValueError, with the numbers, when rows do not divide and `padding` is False, or when columns have
+    no rows. A batch without columns, of meta_info only, goes to every part.
     """
     if isinstance(value, DataProto):
         value = RemoteBatch.from_local(value)
@@ -147,7 +147,7 @@ def _split_rows(batch: RemoteBatch, parts: int, padding: bool) -> list[Shard]:
 
 
 def real_rows(shards: Sequence[Shard], made: int) -> int:
-    """How many of `made` rows that a method returned are real, given the shards it got.
+    """How many of the `made` rows that a method returned are real, given the shards it got.
 
     A method may return several rows per input row (samples per prompt), contiguously; ValueError when
     it returns another number.
@@ -158,5 +158,5 @@ def real_rows(shards: Sequence[Shard], made: int) -> int:
     given = len(padded.batch)
     if made % given:
         padding = f"of which {given - padded.rows} are padding"
-        raise ValueError(f"returned {made} rows for {given}, {padding}: {made} is no multiple of {given}")
+        raise ValueError(f"returned {made} rows for {given}, {padding}: {made} is not a multiple of {given}")
     return padded.rows * (made // given)

@@ -14,7 +14,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import NamedTuple
 
 MOST_SPANS = 300_000
-"""A recorder keeps the newest; a trace viewer can barely open more."""
+"""Spans that a recorder keeps, the newest; trace viewers can barely open more."""
 _UNIX_MINUS_MONOTONIC = time.time() - time.perf_counter()
 
 

@@ -29,10 +29,13 @@ from hydraflow.system.role_logs import STACKS
 log = logging.getLogger(__name__)
 
 SPY_SECONDS = 10.0
+"""Seconds for py-spy to read one process and its children."""
 SIGNAL_SECONDS = 2.0
+"""Seconds for a process to write its own stacks."""
 NODE_SECONDS = 30.0
 """Seconds for all machines together."""
 AT_ONCE = 8
+"""Processes of a machine that are read at the same time."""
 
 
 @dataclass(frozen=True)

@@ -40,10 +40,10 @@ def start_ray(config: RayInitConfig, cpus: float, *, console: bool = False, fork
     used unchanged.
 
     cpus: logical CPUs that the pools need; a local cluster declares at least that many, whatever the machine
-    has. console: show here what processes write to Ray's files, deduplicated (RAY_DEDUP_LOGS=0 in the
-    environment shows all). forks: a local cluster forks its workers from a template (`template.py`).
-    ConfigError when there is no cluster at the address. The processes of a local cluster ignore SIGUSR1, with
-    which Slurm warns every process of a step: only this one handles it."""
+    has. console: show on this console what processes write to Ray's files, deduplicated (RAY_DEDUP_LOGS=0 in
+    the environment shows all). forks: a local cluster forks its workers from a template (`template.py`).
+    Raises ConfigError when there is no cluster at the address. The processes of a local cluster ignore
+    SIGUSR1, with which Slurm warns every process of a step: only this one handles it."""
     if ray.is_initialized():
         return False
     handler = signal.getsignal(signal.SIGTERM)

@@ -1,6 +1,6 @@
 """The template of a local cluster's worker processes, as seen by the process that starts Ray.
 
-A worker process needs four seconds of a core to import torch, tensordict and transformers. Here one process
+A worker process needs four seconds of CPU time to import torch, tensordict and transformers. Here one process
 imports them (`forked_template.py`, else `template_server.py`) and forks for every worker that Ray starts
 (`template_client.py`). A worker then needs half a second, and all share the libraries' memory. Left out on
 purpose: joined clusters, and GPUs, because a fork must not share what GPU libraries may have opened.
@@ -41,7 +41,7 @@ def start_server(listener: socket.socket) -> psutil.Process:
             env=os.environ | shared_variables() | WITHOUT_THREADS,
             pass_fds=[listener.fileno()],
             stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,  # a command's report
+            stdout=subprocess.DEVNULL,  # reserved for a command's report
         )
 
 
@@ -58,7 +58,7 @@ class Template:
                 self.process = start_server(listener)
 
     def stop(self) -> None:
-        """Ends it, but no worker."""
+        """Ends the template; its workers keep running."""
         self.address.unlink(missing_ok=True)
         with suppress(psutil.NoSuchProcess):
             self.process.kill()

@@ -166,7 +166,7 @@ def live(listener: socket.socket, starter: int) -> None:
     asked = None
     with suppress(ProcessLookupError):
         starting = os.pidfd_open(starter)
-        if os.getppid() == starter and threads() == 1:  # with more, Ray starts workers as it always does
+        if os.getppid() == starter and threads() == 1:  # with more threads, Ray starts workers as usual
             asked = serve(listener, starting)
     if asked is not None:
         become(**asked)

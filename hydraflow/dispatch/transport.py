@@ -244,8 +244,9 @@ def read_columns(
 ) -> list[wire.ColumnData]:
     """The columns behind `RayColumn`s, in one request; tensors are read-only views of the object store.
 
-    wait: called first with the objects to read; it may wait for them, and raise. EnvironmentFault when a
-    column is gone with the process that made it, or does not arrive within `timeout` seconds.
+    wait: called first with the objects to read; it may wait for them, and raise errors of its own. Raises
+    EnvironmentFault when a column is gone with the process that made it, or does not arrive within `timeout`
+    seconds.
     """
     wanted = [ref for ref in refs if isinstance(ref, RayColumn)]
     assert len(wanted) == len(refs), "all columns must be in the object store"

@@ -134,7 +134,7 @@ class Failure:
     """The answer of a call that failed."""
 
     error: HydraflowError
-    """One of AS_THEY_ARE; during the build also a ConfigError."""
+    """One of UNCHANGED; during the build also a ConfigError."""
     at: float
     """Unix time, for finding the first cause among several ranks."""
     died: bool = False
@@ -207,7 +207,7 @@ class WorkerProcess:
     def build(self, roles: Payload | ObjectRef, rendezvous: tuple[str, int]) -> Payload:
         """Builds the workers, in order."""
         where = self.rank_info
-        with _Guard(where, "worker process", "__init__", as_it_is=(*AS_THEY_ARE, ConfigError)) as guard:
+        with _Guard(where, "worker process", "__init__", unchanged=(*UNCHANGED, ConfigError)) as guard:
             if self._unfit is not None:
                 raise self._unfit
             process = ProcessContext(
@@ -224,7 +224,7 @@ class WorkerProcess:
             )
             with importing():  # unpickling imports the roles' classes
                 specs = unpack_all([roles])[0]
-            for guard.role, spec in specs.items():
+            for guard.role, spec in specs.items():  # an error names the role that is being built
                 with of_role(self.logs, guard.role), span("start", guard.role):
                     self.workers[guard.role] = spec.cls(process, *spec.args, **spec.kwargs)
         return self._with_spans(guard.answer)
@@ -299,6 +299,7 @@ class DependencyFailed(Exception):
 
 
 def _cut(value: Any) -> Any:
+    """The rows of a late shard, once they exist; any other value unchanged."""
     if not isinstance(value, LateShard):
         return value
     receipts = [unpack(payload) for payload in ray.get(list(value.receipts))]
@@ -313,22 +314,22 @@ def _cut(value: Any) -> Any:
 
 DECISIONS = (GuardStop, DoesNotFit, StoreFull)
 """Errors shown to the user verbatim: the worker is intact, but the run cannot continue."""
-AS_THEY_ARE = (WorkerError, *DECISIONS)
+UNCHANGED = (WorkerError, *DECISIONS)
 """Errors that reach the controller unchanged."""
 
 
 class _Guard:
-    """Turns an exception in its body into the answer, a packed `Failure`: those of `as_it_is` unchanged,
-    others as WorkerErrors."""
+    """Turns an exception in its body into the answer, a packed `Failure`: one of the types `unchanged` as it
+    is, any other as a WorkerError."""
 
     def __init__(
         self,
         rank_info: RankInfo,
         role: str,
         method: str,
-        as_it_is: tuple[type[HydraflowError], ...] = AS_THEY_ARE,
+        unchanged: tuple[type[HydraflowError], ...] = UNCHANGED,
     ):
-        self.rank_info, self.role, self.method, self.as_it_is = rank_info, role, method, as_it_is
+        self.rank_info, self.role, self.method, self.unchanged = rank_info, role, method, unchanged
         self.answer = NOTHING
 
     def __enter__(self) -> _Guard:
@@ -341,7 +342,7 @@ class _Guard:
         return True
 
     def _failure(self, error: Exception) -> Failure:
-        if isinstance(error, self.as_it_is):
+        if isinstance(error, self.unchanged):
             return Failure(error, time.time())
         frames = traceback.format_list(traceback.extract_tb(error.__traceback__)[-FRAMES:])
         cause = f"{type(error).__name__}: {error}\n{''.join(frames)}".rstrip()

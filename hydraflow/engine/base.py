@@ -4,9 +4,9 @@ In: rows (`DataProto` with ragged `prompts`, `responses`, `response_mask` and wh
 ragged columns, metrics, weights. Left out on purpose: which rows go where (`batch_plan`), losses
 (`algorithms/`), Ray (`dispatch/`).
 
-The law of gradients: a loss function returns a sum whose weights already hold the global denominators; the
-engine adds gradients up over micro-batches and data ranks and never divides. So no split of the same rows
-changes a gradient.
+The law of gradients: a loss function returns a sum whose weights already include the global denominators; the
+engine sums gradients over micro-batches and data ranks and never divides. So the gradient does not depend on
+how rows are split.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ if TYPE_CHECKING:
 
 
 LossFn = Callable[[ModelOutput, Mapping[str, torch.Tensor]], tuple[torch.Tensor, dict[str, Metric]]]
-"""(output, columns) to (scalar sum, metrics); the micro-batch's ragged columns arrive right-padded to (B,
-R)."""
+"""Maps (output, columns) to (scalar sum, metrics). The micro-batch's ragged columns are right-padded to
+(B, R)."""
 
 
 MODEL, OPTIMIZER, EXTRA, HF_MODEL = ("model", "optimizer", "extra", "hf_model")
@@ -50,8 +50,8 @@ class Snapshot(Protocol):
     """One rank's copy of an engine's state in host memory."""
 
     def write(self, directory: Path) -> list[Path]:
-        """Writes this rank's part; returns the files. Every rank calls it, possibly in a thread of its own
-        while the engine keeps training. OSError or EnvironmentFault, on every rank, when one rank fails."""
+        """Writes this rank's part and returns the files. Every rank calls it, possibly in another thread
+        while training continues. When one rank fails, every rank raises OSError or EnvironmentFault."""
 
 
 @dataclass(frozen=True)
@@ -94,7 +94,7 @@ class OomReport:
 
     def __str__(self) -> str:
         return (
-            f"rank {self.rank} had no memory for {self.rows} {'row' if self.rows == 1 else 'rows'},"
+            f"rank {self.rank} ran out of memory on {self.rows} {'row' if self.rows == 1 else 'rows'},"
             f" {self.tokens} tokens"
         )
 
@@ -153,14 +153,14 @@ class TrainEngine(Protocol):
     """One rank of a model in training. Every rank calls every method in the same order, with the same
     number of micro-batches.
 
-    `forward` and `forward_backward` take micro-batches, and raise OutOfMemory on every rank when one is too
-    large for any rank. `forward_rows` and `forward_backward_rows` take any number of rows and split further
-    on that error; an engine that cannot resynchronise its ranks after it lets it propagate.
+    `forward` and `forward_backward` take micro-batches, and raise OutOfMemory on every rank when any rank
+    runs out of memory. `forward_rows` and `forward_backward_rows` take any number of rows and split them
+    further on that error; an engine that cannot resynchronise its ranks afterwards lets it propagate.
     """
 
     def coordinates(self) -> Coordinates:
-        """Which share of a batch this rank gets, and whether its answers and metrics are collected; for each
-        share, one rank's are."""
+        """Which share of a batch this rank gets, and whether its answers and metrics are collected: exactly
+        one rank's are for each share."""
 
     @property
     def has_routers(self) -> bool:
@@ -173,8 +173,8 @@ class TrainEngine(Protocol):
         `adapter=False`: without LoRA.
 
         Rows with `routed_experts` are computed with these experts, here and in `forward_backward`. Rows with
-        `target_tokens` get the log-probabilities of these tokens, one or K per response token, in place of
-        the response's own. A prompt of a single token makes every position of a text available.
+        `target_tokens` get the log-probabilities of these tokens, one or K per response token, instead of
+        the response's own. To score a whole text, pass its first token as the prompt.
         """
 
     def forward_backward(
@@ -187,17 +187,17 @@ class TrainEngine(Protocol):
         self, rows: DataProto, micro_batcher: MicroBatcher, ask: Ask = LOG_PROBS, *, adapter: bool = True
     ) -> DataProto:
         """`forward` over micro-batches of these rows, and smaller ones if memory runs out; columns come back
-        in the order of `rows`. DoesNotFit, on every rank, when a single row does not fit."""
+        in the order of `rows`. Raises DoesNotFit, on every rank, when a single row does not fit."""
 
     def forward_backward_rows(
         self, rows: DataProto, micro_batcher: MicroBatcher, loss_fn: LossFn, ask: Ask = LOG_PROBS
     ) -> dict[str, Metric]:
-        """`forward_backward` over micro-batches of these rows, and smaller ones if memory runs out.
-        DoesNotFit as in `forward_rows`."""
+        """`forward_backward` over micro-batches of these rows, and smaller ones if memory runs out. Raises
+        DoesNotFit as `forward_rows` does."""
 
     def optimizer_step(self, options: StepOptions = AS_CONFIGURED) -> dict[str, float]:
-        """Clips, updates and clears the gradient. `grad_norm` (before clipping), `lr`, and `skipped`, 1 when
-        the norm was not finite."""
+        """Clips the gradient, updates the weights and clears the gradient. Returns `grad_norm` (before
+        clipping), `lr`, and `skipped`: 1 when the norm was not finite, so that nothing was updated."""
 
     def lr_step(self) -> None:
         """Advances the schedule by one training step."""
@@ -205,8 +205,8 @@ class TrainEngine(Protocol):
     def weights(
         self, *, to: int | None = None, form: Form = Form.MERGED
     ) -> Iterator[tuple[str, torch.Tensor]]:
-        """Full weights by Hugging Face name. Borrowed: copy what must outlive the next update. Until the
-        iterator is exhausted the weights do not `rest`; then they do.
+        """Full weights by Hugging Face name. The tensors are borrowed: copy what must outlive the next
+        update. `rest` does not offload the weights until the iterator is exhausted; then they are offloaded.
 
         form: adapters merged or separate; B of a separate adapter includes the scale.
         to: the only rank that gets values; the others get tensors on the meta device, and must exhaust the
@@ -224,7 +224,7 @@ class TrainEngine(Protocol):
         """Copies the named `contents` (MODEL and so on) to host memory, to be written as one checkpoint."""
 
     def load(self, directory: str | Path, contents: Collection[str]) -> None:
-        """Loads a written snapshot, whatever number of ranks wrote it. ConfigError when it belongs to another
+        """Loads a snapshot written by any number of ranks. Raises ConfigError when it belongs to another
         model."""
 
     def stored_bytes(self, contents: Collection[str]) -> int:

@@ -1,8 +1,8 @@
-"""A process group for broadcasts from one process, besides the processes' other groups.
+"""A process group for broadcasts from one process, separate from the processes' other groups.
 
-In: addresses. Out: broadcasts of tensors: in host memory by gloo, on GPUs by NCCL (`device.py` says which).
-When a process dies or times out the others get an error, and their own state is intact. Left out on purpose:
-what is sent (`workers/weights_broadcast.py`).
+In: addresses. Out: broadcasts of tensors, by gloo in host memory or NCCL on GPUs (`device.py` decides). When
+a process dies or times out, the others get an error and their own state is intact. Left out on purpose: what
+is sent (`workers/weights_broadcast.py`).
 """
 
 from __future__ import annotations
@@ -43,10 +43,10 @@ class PendingBroadcast:
 class BroadcastGroup:
     """Process 0 sends, the others receive. device: where the tensors are.
 
-    address, port: where process 0 listens; listen_fd: in process 0, a bound socket that has held the port
-    until now. own_address: of this machine, for the others to connect to. The constructor waits until all
-    have joined, at most `CONNECT_SECONDS`. Raises GroupBroken when they do not join, and when a broadcast
-    takes longer than `timeout_s`.
+    address, port: where process 0 listens; listen_fd: in process 0, the bound socket that reserved the port.
+    own_address: this machine's address, to which the others connect. The constructor waits until all have
+    joined, at most `CONNECT_SECONDS`. Raises GroupBroken when they do not join, and when a broadcast takes
+    longer than `timeout_s`.
     """
 
     def __init__(

@@ -88,9 +88,9 @@ class WrapPolicyConfig:
 
     min_num_params: int | None = option(None, ge=0)
     """Minimum number of parameters for a layer to be its own FSDP unit; smaller layers are gathered with the
-    root: fewer collectives, higher peak memory. null: 3.5 million, which makes models of a few dozen million
-    parameters one unit; 50 million on a GPU with a full copy of the model, because each unit costs CPU time.
-    verl's default is 0."""
+    root: fewer collectives, higher peak memory. null: 3.5 million, so that a model of a few dozen million
+    parameters is one unit; 50 million on a GPU with a full copy of the model, because each unit costs CPU
+    time. verl's default is 0."""
 
     def least(self, shards: int, device_type: str, *, offloaded: bool) -> int:
         """Minimum number of parameters of a unit. shards: ranks that share a copy of the model; offloaded:
@@ -112,7 +112,7 @@ class FSDPConfig:
     """FSDP2 (fully_shard) settings."""
 
     model_dtype: str = option("fp32", choices=DTYPES)
-    """Dtype of the stored weights and optimizer state (fp64 is meant for proofs)."""
+    """Dtype of the stored weights and optimizer state (fp64 is for exact comparisons)."""
     dtype: str = option("auto", choices=("auto", *DTYPES), verl=("mixed_precision.param_dtype",))
     """Dtype of the forward and backward pass; auto: bf16 if the device supports it, else fp32; fp64 for fp64
     weights."""
@@ -229,7 +229,7 @@ class MegatronConfig:
         no_effect=unless("use_dist_checkpointing"),
     )
     """A checkpoint that Megatron-Core wrote (torch_dist), with any parallel sizes: the folder with its files,
-    that of an iteration, or that of a run, whose latest iteration is used."""
+    an iteration's folder, or a run's folder, whose latest iteration is used."""
     use_distributed_optimizer: bool = free(True)
     """Shard the optimizer state across data ranks."""
     param_offload: bool = free(False)
@@ -310,7 +310,7 @@ EngineConfig = FSDPConfig | MegatronConfig
 def engine_config(strategy: str, section: Any) -> EngineConfig:
     """The section of a role that its training engine reads.
 
-    section: the role's configuration, with a field for each engine. A name that no engine has, which
+    section: the role's configuration, with a field for each engine. An unknown strategy, which
     `compose/rules.py` refuses, counts as fsdp2.
     """
     engine = TRAIN_ENGINES.get(strategy, TRAIN_ENGINES["fsdp2"])

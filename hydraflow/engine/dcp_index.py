@@ -1,8 +1,8 @@
 """The index of a distributed checkpoint, `dcp/.metadata`: a pickle, read without running what it names.
 
-In: a role's checkpoint. Out: its tensors and the places of their pieces, as plain values, each of them
-validated. Every type that an index holds becomes an inert `Record`; any other name is refused. torch's own
-reader would unpickle the file: `dcp_reader.py` gives it an index built from these values instead.
+In: a role's checkpoint. Out: its tensors and the places of their pieces, as plain, validated values. Every
+type that an index contains becomes an `InertRecord`; any other name is refused. torch's own reader would
+unpickle the file: `dcp_reader.py` gives it an index built from these values instead.
 Left out on purpose: the pieces themselves; torch.distributed, which `model_merger` must not need.
 """
 
@@ -71,7 +71,7 @@ class Index:
         return max((int(found[1]) for found in named if found), default=0)
 
     def missing_parts(self, tensors: Iterable[StoredTensor]) -> Iterator[Problem]:
-        """Missing or truncated files, and which of these tensors their pieces do not cover."""
+        """Missing or truncated files, and those of these tensors that their pieces do not cover."""
         for name, end in sorted(self.ends.items()):
             file = self.folder / name
             if not file.is_file():
@@ -86,7 +86,7 @@ class Index:
 def read_index(checkpoint: Path, shards: str = SHARDS) -> Index:
     """The index of a role's checkpoint. shards: the folder in it that holds the index.
 
-    Raises ConfigError when it is missing, damaged, or names what no index holds.
+    Raises ConfigError when it is missing, damaged, or names a type that no index contains.
     """
     file = checkpoint / shards / INDEX
     if not file.is_file():
@@ -97,7 +97,7 @@ def read_index(checkpoint: Path, shards: str = SHARDS) -> Index:
         raise ConfigError.one(str(file), None, rule)
     try:
         return _checked(found, file.parent)
-    except _BROKEN as error:  # a record without what an index says of every tensor
+    except _BROKEN as error:  # a record lacks a field, or a field has the wrong type
         raise ConfigError.one(str(file), None, f"is damaged: {error or type(error).__name__}") from error
 
 
@@ -130,7 +130,7 @@ def _require_small_memo(data: bytes) -> None:
     """
     for opcode, argument, _ in pickletools.genops(data):
         if opcode.name.endswith("PUT") and isinstance(argument, int) and argument > len(data):
-            raise pickle.UnpicklingError(f"it numbers a value {argument}, but has only {len(data)} bytes")
+            raise pickle.UnpicklingError(f"its memo index {argument} is too large for {len(data)} bytes")
 
 
 class _InertUnpickler(pickle.Unpickler):
@@ -148,6 +148,7 @@ class _InertUnpickler(pickle.Unpickler):
 
 
 def _checked(found: Any, folder: Path) -> Index:
+    """The index in plain values. Raises one of `_BROKEN` for a damaged one."""
     places: dict[str, dict[Shape, ByteRange]] = {}
     ends: dict[str, int] = {}
     for key, info in found.storage_data.items():
@@ -159,7 +160,7 @@ def _checked(found: Any, folder: Path) -> Index:
     for name, entry in found.state_dict_metadata.items():
         held = places.get(name, {})
         if not isinstance(name, str):
-            raise ValueError(f"a tensor's name is a {type(name).__name__}")
+            raise ValueError(f"the name of a tensor is a {type(name).__name__}")
         if hasattr(entry, "chunks"):
             tensors[name] = _tensor(name, entry, held)
         else:
@@ -170,7 +171,7 @@ def _checked(found: Any, folder: Path) -> Index:
 def _place(info: Any, folder: Path) -> ByteRange:
     name = info.relative_path
     if not isinstance(name, str):
-        raise ValueError(f"it names a file by a {type(name).__name__}")
+        raise ValueError(f"the name of a file is a {type(name).__name__}")
     if name in ("", ".", "..") or "/" in name or "\0" in name:
         raise ValueError(f"it names the file {name[:80]!r}, which is not beside it")
     if getattr(info, "transform_descriptors", None):
@@ -181,7 +182,7 @@ def _place(info: Any, folder: Path) -> ByteRange:
 def _tensor(name: str, entry: Any, places: Mapping[Shape, ByteRange]) -> StoredTensor:
     dtype, shape, pieces = entry.properties.state[0], _shape(entry.size), []
     if not isinstance(dtype, torch.dtype):
-        raise ValueError(f"{name} has a {type(dtype).__name__} for its dtype")
+        raise ValueError(f"the dtype of {name} is a {type(dtype).__name__}")
     for chunk in entry.chunks:
         start, size = _shape(chunk.offsets), _shape(chunk.sizes)
         if not len(start) == len(size) == len(shape):
@@ -195,13 +196,13 @@ def _tensor(name: str, entry: Any, places: Mapping[Shape, ByteRange]) -> StoredT
 
 def _shape(value: Any) -> Shape:
     if not isinstance(value, tuple):
-        raise ValueError(f"a {type(value).__name__} is in place of a shape")
+        raise ValueError(f"expected a shape, found a {type(value).__name__}")
     return tuple(map(_count, value))
 
 
 def _count(value: Any) -> int:
-    """A size. Invalid values are not printed: nested tuples could give endless text."""
+    """Validates a size. Invalid values are not printed: nested tuples could give endless text."""
     if type(value) is not int or value < 0:
         what = "negative number" if type(value) is int else type(value).__name__
-        raise ValueError(f"a {what} is in place of a size")
+        raise ValueError(f"expected a size, found a {what}")
     return value

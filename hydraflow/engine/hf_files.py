@@ -35,8 +35,8 @@ def save_whole(
     *,
     field: str,
 ) -> None:
-    """Writes on rank 0, which alone has `weights` and calls `module`, under a temporary name first. All ranks
-    return together, or raise its ConfigError."""
+    """Rank 0 writes, under a temporary name first; only rank 0 has `weights` and calls `module`. All ranks
+    return together, or raise rank 0's ConfigError."""
 
     def write() -> None:
         assert weights is not None, "rank 0 has all weights"
@@ -63,8 +63,8 @@ class HuggingFaceFiles:
     config: Any
     model: ModelConfig
     shape: Any
-    """The transformers model for the weights, on the meta device; None: there is no such class, or its name
-    is enough."""
+    """The transformers model for the weights, on the meta device; None: there is no such class, or no weights
+    are written."""
     class_name: str | None
     """Its name in config.json."""
     generation: GenerationConfig | None = None
@@ -92,8 +92,8 @@ def hf_files_of(module: PolicyModel | ValueModel, model: ModelConfig, *, weights
 def write_hugging_face(
     hf_files: HuggingFaceFiles, weights: dict[str, torch.Tensor] | None, directory: Path, *, field: str
 ) -> None:
-    """Configuration, generation settings of a policy, tokenizer and, unless they are None, weights. In any
-    thread."""
+    """Writes configuration, a policy's generation settings, tokenizer, and weights unless they are None. May
+    run in any thread."""
     from huggingface_hub import save_torch_state_dict
 
     directory.mkdir(parents=True)
@@ -122,10 +122,10 @@ def _policy_shape(config: Any, model: ModelConfig, generation: GenerationConfig 
 
 
 def _value_shape(config: Any, *, trust: bool) -> Any:
-    """A model without values whose head is just `score.weight`; None: transformers has no such class.
+    """A model on the meta device whose head is just `score.weight`; None: transformers has no such class.
 
-    GPT-2's token classification, for one, calls its head `classifier` and gives it a bias, so there it is
-    sequence classification.
+    GPT-2's token classification head, for example, is named `classifier` and has a bias, so its sequence
+    classification class is used.
     """
     from transformers import AutoModelForSequenceClassification, AutoModelForTokenClassification
 

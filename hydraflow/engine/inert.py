@@ -1,7 +1,7 @@
 """Stand-ins for the types that pickled checkpoints name: they keep the file's values and do nothing.
 
-In: names that a file may use. Out: records with the file's values. Nothing of torch.distributed is imported
-or run, so files of other versions can be read.
+In: names that a file may use. Out: records with the file's values. torch.distributed is not imported, so
+files of other versions can be read.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ class InertRecord:
 
     def __new__(cls, *args: Any, **_: Any) -> InertRecord:
         """Accepts any arguments, as unpickling may pass them."""
-        made = super().__new__(cls)
-        made.args = args
-        return made
+        record = super().__new__(cls)
+        record.args = args
+        return record
 
     args: tuple[Any, ...]
     """Constructor arguments."""
     state: Any = None
-    """State without names."""
+    """State that is not a dictionary of attributes."""
 
     def __setstate__(self, state: Any) -> None:
         """Called by pickle to restore the state."""
@@ -31,7 +31,7 @@ class InertRecord:
             self.state = state
 
     def __getattr__(self, name: str) -> Any:
-        """Called only for attributes that the file does not set."""
+        """For the type checker: attributes are those that the file sets. Called only for missing ones."""
         raise AttributeError(name)
 
 

@@ -4,8 +4,8 @@ token budget; split further after an out-of-memory error.
 In: rows with ragged prompts and responses. Out: an engine's results for their micro-batches. The reduced size
 is kept for the rest of the run. It changes on all data ranks alike, because every pass is a collective: all
 ranks need the same number of passes, whichever rank ran out of memory. An engine that cannot resynchronise
-its ranks after such an error lets it propagate. Left out on purpose: growing again, the sizes themselves
-(`batch_plan`), a micro-batch as the model reads it (`models/packing.py`).
+its ranks after such an error lets it propagate. Left out on purpose: increasing the size again, choosing it
+(`batch_plan`), packing a micro-batch for the model (`models/packing.py`).
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ Reduce = Callable[[torch.Tensor, str], torch.Tensor]
 
 @dataclass(frozen=True)
 class MicroBatches:
-    """Parts of a batch, and where their rows came from."""
+    """Parts of a batch, and which of its rows they hold."""
 
     parts: list[DataProto]
     """At least one row each."""
@@ -74,7 +74,7 @@ class MicroBatcher:
         return splits
 
     def _fitting(self, rows: DataProto) -> MicroPlan:
-        """The current size; a row longer than the token budget is a micro-batch of its own."""
+        """The current size; a row longer than the reduced token budget gets its own micro-batch."""
         if self.plan is self._planned or self.plan.max_tokens is None:
             return self.plan
         longest = int(unit_tokens(rows, self.plan.unit).max())
@@ -95,18 +95,16 @@ class MicroBatcher:
             )
         self.plan = self._half(rows, max(report.tokens for report in reports), reduce)
         self._splits += 1
-        found = "; ".join(map(str, reports))
-        unit = "row" if self.plan.max_tokens is None else "token"
         logger.warning(
-            "%s: %s; micro-batches of up to %d %ss from now on",
+            "%s: %s; micro-batches of up to %d %s from now on",
             self.what,
-            found,
+            "; ".join(map(str, reports)),
             self.plan.rows or self.plan.max_tokens,
-            unit,
+            "rows" if self.plan.max_tokens is None else "tokens",
         )
 
     def _half(self, rows: DataProto, tokens: int, reduce: Reduce) -> MicroPlan:
-        """`tokens`: size of the largest micro-batch that did not fit."""
+        """Half the size that was too large. tokens: of the largest micro-batch that did not fit."""
         unit = self.plan.unit
         if self.plan.rows is not None:
             units = min(self.plan.rows, len(rows)) // unit
@@ -121,7 +119,7 @@ class MicroBatcher:
 
 
 class InMicroBatches:
-    """The passes of an engine over any number of rows."""
+    """Mixin of engines: passes over any number of rows, see `TrainEngine`."""
 
     def forward_rows(
         self: TrainEngine,
@@ -189,9 +187,8 @@ def split_tokens(
     """Micro-batches of at most `max_tokens` tokens each, prompts and responses together; each `unit`
     neighbouring rows stay together.
 
-    `reduce_max` gives the largest value over data ranks: all ranks make as many parts as the one that needs
-    most, because every forward pass is a collective. Raises ValueError for a row that is longer than the
-    budget."""
+    `reduce_max` gives the largest value over data ranks: all ranks make as many parts as the rank that needs
+    most, because every forward pass is a collective. Raises ValueError for a row that exceeds the budget."""
     lengths = unit_tokens(data, unit).numpy()
     needed = len(token_bins(lengths, max_tokens))
     agreed = int(reduce_max(torch.tensor([float(needed)])))

@@ -1,6 +1,6 @@
 """Tracks where a part of an engine's memory is: on the device while in use, in host memory while idle.
 
-In: two functions that move it. Out: calls of them when needed. Left out on purpose: what moves, and how
+In: two functions that move it. Out: calls to them when needed. Left out on purpose: what moves, and how
 (`fsdp/engine.py`, `megatron/storages.py`), pinned host memory, and FSDP2's CPU offload policy, which keeps
 shards on the host even during a pass (`fsdp/build.py`).
 """
@@ -20,7 +20,7 @@ HOST = torch.device("cpu")
 class Offload:
     """The location of weights, gradients or optimizer state.
 
-    rests: whether `rest` offloads them; never on a CPU.
+    rests: whether `rest` offloads them; must be False on a CPU.
     """
 
     def __init__(

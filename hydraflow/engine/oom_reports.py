@@ -26,8 +26,8 @@ def note_out_of_memory(data: DataProto, error: BaseException) -> None:
 
 
 def reports_of(too_large: DataProto | None) -> list[OomReport]:
-    """The reports of all ranks, the same on each. Collective. too_large: the rows for which this rank ran out
-    of memory; None: it had enough."""
+    """The reports of all ranks, the same on each. Collective. too_large: the rows on which this rank ran out
+    of memory; None: it did not."""
     facts = torch.zeros(dist.get_world_size(), 2)
     if too_large is not None:
         facts[dist.get_rank()] = torch.tensor([len(too_large), int(row_tokens(too_large).sum())])

@@ -1,7 +1,7 @@
 """AdamW and the learning rate at each training step.
 
 In: parameters and an `OptimConfig`. Out: torch's optimizer, and a pure function of the step. Left out on
-purpose: clipping (it needs the ranks: `fsdp/engine.py`), and any state of the schedule but the step's number.
+purpose: clipping, which needs all ranks (`fsdp/engine.py`); schedule state other than the step number.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ done."""
 
 
 def make_optimizer(parameters: Iterable[torch.nn.Parameter], config: OptimConfig) -> torch.optim.AdamW:
-    """AdamW over those parameters that are trained, in one fused kernel per step."""
+    """AdamW over the trained parameters, in one fused kernel per step."""
     trained = [parameter for parameter in parameters if parameter.requires_grad]
     first, second = config.betas
     return torch.optim.AdamW(
@@ -38,7 +38,8 @@ def make_optimizer(parameters: Iterable[torch.nn.Parameter], config: OptimConfig
 
 
 def lr_at(config: OptimConfig, step: int, total_steps: int) -> float:
-    """Learning rate of training step `step` = 0, 1, ...: from 0 up to `lr`, then as lr_scheduler_type says.
+    """Learning rate of training step `step` = 0, 1, ...: linear warm-up from 0 to `lr`, then
+    `lr_scheduler_type`.
 
     Linear and cosine reach lr * min_lr_ratio when `total_steps` are done and stay there.
 

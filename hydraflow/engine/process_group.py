@@ -34,14 +34,14 @@ def start(
     """Waits until all ranks have joined, at most `timeout_s` seconds; a second call in the same process does
     nothing.
 
-    group_size: that many neighbouring ranks are a group without the others; None: all are one. listen_fd: on
-    rank 0, a bound socket that has held the port until now; it is taken over. Raises torch's DistStoreError
-    or DistNetworkError when the others do not join, and any collective raises after `timeout_s`.
+    group_size: number of neighbouring ranks that form a separate group; None: all ranks form one. listen_fd:
+    on rank 0, the bound socket that reserved the port; it is taken over. Raises torch's DistStoreError or
+    DistNetworkError when the others do not join; any collective raises after `timeout_s`.
     """
     size = group_size or world_size
     if dist.is_initialized():
         assert (dist.get_rank(), dist.get_world_size()) == (rank % size, size), (
-            "a process has one place among its ranks"
+            "this process has already joined with another rank or size"
         )
         return
     timeout = timedelta(seconds=timeout_s)
@@ -58,11 +58,11 @@ def start(
 
 @cache
 def _share_devices_of_gloo() -> None:
-    """All groups of gloo that this process makes from now on have the devices of the first one.
+    """From now on, all gloo groups of this process share the devices of the first one.
 
     A device is a thread that wakes a hundred times a second; torch gives every group its own and has no
     option to share one. Megatron-Core makes some forty groups, whose threads took more CPU time than training
-    a small model. Bytes and their order are the same.
+    a small model. What is sent, and in which order, does not change.
     """
     gloo: Any = dist.ProcessGroupGloo
     make = gloo.__init__
@@ -99,9 +99,9 @@ def host_group() -> dist.ProcessGroup | None:
 
 @cache
 def groups_of(size: int, purpose: str) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
-    """This rank's group of `size` neighbouring ranks, and the group of the ranks with the same place in
-    theirs. Deadlines are those of all ranks' group; the first call for a size and a purpose is collective:
-    collectives of one group run one after the other, so each purpose has groups of its own.
+    """This rank's group of `size` neighbouring ranks, and the group of the ranks at the same position in
+    theirs. The first call for a size and a purpose is collective. Each purpose has separate groups, because
+    collectives of one group run one after the other. Deadlines are the default group's.
 
     `size` must divide the number of ranks: of 4 ranks in groups of 2, rank 1 gets (0, 1) and (1, 3).
     """
@@ -117,7 +117,7 @@ def groups_of(size: int, purpose: str) -> tuple[dist.ProcessGroup, dist.ProcessG
 def all_reduce(
     values: torch.Tensor, how: str = "sum", group: dist.ProcessGroup | None = None
 ) -> torch.Tensor:
-    """Sum or max over the ranks of a group, by default over all, as a new float64 tensor on the CPU."""
+    """Sum or max over the ranks of a group (None: all ranks), as a new float64 tensor on the CPU."""
     reduced = values.detach().to(device="cpu", dtype=torch.float64, copy=True)
     if dist.get_world_size(group) > 1:
         dist.all_reduce(reduced, {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}[how], group)
@@ -125,8 +125,8 @@ def all_reduce(
 
 
 def on_first_rank(work: Callable[[], Result]) -> Result | None:
-    """The result of `work` on rank 0, None elsewhere. When rank 0 raises a ConfigError, every rank does: none
-    waits for a broadcast that never arrives. Collective."""
+    """The result of `work` on rank 0, None elsewhere. When rank 0 raises a ConfigError, every rank does, so
+    none waits for a broadcast that never arrives. Collective."""
     found: Result | None = None
     problem: list[ConfigError | None] = [None]
     if dist.get_rank() == 0:
@@ -141,7 +141,7 @@ def on_first_rank(work: Callable[[], Result]) -> Result | None:
 
 
 def on_every_rank(work: Callable[[], None]) -> None:
-    """Does `work`. When a rank raises a ConfigError, every rank raises that of the lowest. Collective."""
+    """Runs `work`. When ranks raise a ConfigError, every rank raises that of the lowest. Collective."""
     problem: ConfigError | None = None
     try:
         work()
@@ -166,8 +166,8 @@ def from_first_rank(
 
 
 def gather_parts(whole: torch.Tensor, mine: torch.Tensor, group: dist.ProcessGroup) -> None:
-    """Fills a flat tensor with equal parts, in the order of the group's ranks; this rank's may be there
-    already."""
+    """Fills the flat tensor `whole` with equal parts, in the order of the group's ranks. `mine` may be a view
+    of its place in `whole`."""
     if whole.device.type != "cpu":
         dist.all_gather_single(whole, mine, group=group)
         return
@@ -178,8 +178,8 @@ def gather_parts(whole: torch.Tensor, mine: torch.Tensor, group: dist.ProcessGro
 
 
 def exchange(received: torch.Tensor, sent: torch.Tensor, group: dist.ProcessGroup) -> None:
-    """On a CPU: sends row i of `sent` to rank i of the group, and receives row i of `received` from it; this
-    rank's own rows stay as they are. gloo's collectives make another copy and take up to four times as
+    """On a CPU: sends row i of `sent` to rank i of the group and receives row i of `received` from it; this
+    rank's own rows are not touched. gloo's collectives make another copy and take up to four times as
     long."""
     others = [rank for rank in range(group.size()) if rank != group.rank()]
     works = [dist.irecv(received[other], group=group, group_src=other) for other in others]

@@ -1,4 +1,4 @@
-"""Routing replay on the ranks of a training engine, each of which has a part of a line's experts.
+"""Routing replay on the ranks of a training engine, each of which computes some tokens or layers of a line.
 
 In: packed lines, optionally with the experts that their tokens must take. Out: the column `routed_experts`,
 gathered from ranks that have a share of a line's tokens, or some of its layers. Left out on purpose: routers
@@ -46,7 +46,7 @@ class Routes:
     """K."""
     device: torch.device
     part: int = 0
-    """Which share of each line this rank has."""
+    """Index of this rank's share of each line."""
     parts: int = 1
     """Number of equal shares of a line; the last ones may be shorter."""
     groups: Sequence[dist.ProcessGroup] = ()
@@ -82,7 +82,7 @@ class Routes:
 
     def changed_share(self, tally: Tally) -> Metric:
         """Share of tokens whose replayed experts differ from the router's choice: a mean over layers and over
-        the data rank's asked tokens. Collective."""
+        the data rank's requested tokens. Collective."""
         counts = torch.tensor([float(tally.changed), float(tally.replayed)], dtype=torch.float64)
         for group in self.groups:
             counts = process_group.all_reduce(counts, "sum", group)
@@ -90,7 +90,8 @@ class Routes:
         return mean(changed / replayed if replayed else 0.0, weight=replayed)
 
     def _gathered(self, line: PackedRoutes) -> torch.Tensor:
-        """(N, L, K) on the CPU. Each number is written by one rank and is 0 on all others."""
+        """(N, L, K) on the CPU. Each number is written by one rank and is 0 on all others, so they are
+        summed."""
         shape = line.batch.input_ids.numel(), len(self.layers), self.chosen
         whole = torch.zeros(shape, dtype=routing.stored_as(self.experts), device=self.device)
         here = whole[line.own]

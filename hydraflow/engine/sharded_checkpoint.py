@@ -1,12 +1,12 @@
-"""The state of a model in training in torch's distributed checkpoint format: any number of ranks can read it
-back, and any engine, because tensors have Hugging Face's names and shapes.
+"""The state of a model in training in torch's distributed checkpoint format. Any engine can read it,
+with any number of ranks, because tensors have Hugging Face's names and shapes.
 
 In: each rank's parts of tensors (DTensors). Out: a `ShardedSnapshot` in host memory, which another thread may
-write while training continues; and loading it. The file holds only tensors, under flat names:
-`model.<parameter>`, `optim.<parameter>.<slot>` and `extra.schedule_step`. No random state is in it: an engine
-draws no random numbers, and a step's are keyed by its number. Left out on purpose: where the parts come from
-(`fsdp/checkpoint.py`, `megatron/checkpoint.py`); directories, checksums and everything else that makes up a
-run (`trainer/checkpoint_store.py`).
+write while training continues; and loading it. The files hold only tensors, under flat names:
+`model.<parameter>`, `optim.<parameter>.<slot>` and `extra.schedule_step`. There is no random state: an engine
+draws no random numbers, and a step's random numbers are keyed by its number. Left out on purpose: where the
+parts come from (`fsdp/checkpoint.py`, `megatron/checkpoint.py`); directories, checksums and everything else
+that makes up a run (`trainer/checkpoint_store.py`).
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from hydraflow.models.config import ModelConfig
 from hydraflow.models.loading import refused_content
 
 HUGGING_FACE = "huggingface"
-"""Folder of a role's checkpoint."""
+"""Folder in a role's checkpoint."""
 SCHEDULE_STEP = "extra.schedule_step"
 
 State = dict[str, torch.Tensor]
@@ -40,7 +40,7 @@ State = dict[str, torch.Tensor]
 
 @dataclass
 class ShardedSnapshot:
-    """One rank's copy of the state, in host memory. A `engine.base.Snapshot`."""
+    """One rank's copy of the state, in host memory. An `engine.base.Snapshot`."""
 
     state: State
     weights: dict[str, torch.Tensor] | None
@@ -97,8 +97,8 @@ def facts(
     dtype: torch.dtype,
     prefix: str,
 ) -> dict[str, Any]:
-    """What a reader must know about the model to interpret the tensors. prefix: of their names, before
-    Hugging Face's."""
+    """What a reader must know about the model to interpret the tensors. prefix: what precedes Hugging Face's
+    names."""
     return {
         "engine": engine,
         "world_size": dist.get_world_size(),

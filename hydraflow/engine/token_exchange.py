@@ -4,16 +4,16 @@ arXiv:2309.14509).
 In: a packed batch, the same on all ranks of a group. Out: on each of them, the model's output for all
 requested tokens. Each rank's layers see a slice of the line. Before attention an all-to-all turns slices with
 all heads into the whole line with a share of the heads; another one after attention reverses this. Targets
-are chosen before the line is cut, so a slice's first token is scored on the slice that ends before it.
+are selected before the line is cut, so a slice's first token is scored by the rank of the preceding slice.
 
 Every rank then computes the loss of whole rows, but its gradient flows through its own tokens only: the sum
 of gradients over ranks counts each token once.
 
-All-to-alls can be counted like FSDP's collectives, in both directions, so that a rank whose memory ran out
-keeps in step (`fsdp/oom_recovery.py`). torch's differentiable all-to-all has no hook for that.
+All-to-alls can be counted like FSDP's collectives, in both directions, so that a rank that ran out of memory
+stays in step (`fsdp/oom_recovery.py`). torch's differentiable all-to-all has no hook for that.
 Left out on purpose: balancing the head's work over a group's ranks.
 
-Legend: U ranks of a group, N tokens of the line, S = ceil(N / U) tokens of a slice, K asked tokens.
+Legend: U ranks of a group, N tokens of the line, S = ceil(N / U) tokens of a slice, K requested tokens.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ import torch.nn.functional as F
 from hydraflow.models.packing import PackedBatch
 
 Output = tuple[torch.Tensor, torch.Tensor | None]
-"""One or two columns for the asked tokens of a batch, (K, ...) each."""
+"""One or two columns for the requested tokens of a batch, (K, ...) each."""
 
 
 class Collectives(Protocol):
-    """Keeps a rank in step whose memory ran out."""
+    """Keeps a rank that ran out of memory in step with the others."""
 
     def is_due(self) -> bool:
         """Whether to make the next collective."""
@@ -42,7 +42,7 @@ class Collectives(Protocol):
 
 @dataclass(frozen=True)
 class Ulysses:
-    """This rank among those that share the tokens of their rows."""
+    """This rank in a group that shares the tokens of rows."""
 
     group: dist.ProcessGroup
     collectives: Collectives | None = None
@@ -58,7 +58,7 @@ class Ulysses:
     def share(self, batch: PackedBatch, real: PackedBatch | None = None) -> Share:
         """This rank's slice of a batch.
 
-        real: the batch that the other ranks compute, if this one only stands in with a smaller one; the
+        real: the batch that the other ranks compute, if this rank only takes part with a smaller one; its
         results are then meaningless.
         """
         assert batch.plan is not None, "padded rows are not shared"
@@ -91,7 +91,7 @@ class Share:
     part: PackedBatch
     """What the model computes here."""
     mine: torch.Tensor
-    """Which of the asked tokens are in it."""
+    """Indices of the requested tokens that it predicts."""
     asked: int
     """K."""
     real: int
@@ -103,9 +103,11 @@ class Share:
         return self._whole(main), None if more is None else self._whole(more)
 
     def _whole(self, own: torch.Tensor) -> torch.Tensor:
-        """(K, ...) from the numbers of all ranks, of which those at `mine` are this rank's. Only they carry a
+        """(K, ...) from the numbers of all ranks; this rank's are those at `mine`, and only they carry a
         gradient."""
         found = own.new_zeros(self.asked, *own.shape[1:]).index_copy(0, self.mine, own.detach())
+        # a rank with a smaller batch sends zeros in the size that the others expect; allocated before the
+        # collective is counted, because it may run out of memory
         summed = found if self.real == self.asked else own.new_zeros(self.real, *own.shape[1:])
         if self.ranks.is_due():
             dist.all_reduce(summed, group=self.ranks.group)
@@ -124,8 +126,8 @@ class Alone:
 
 
 class _Slices:
-    """A line in slices: the `TokenExchange` of one pass. real: tokens of the line that the other ranks
-    have."""
+    """A line in slices: the `TokenExchange` of one pass. real: length of the line that the other ranks
+    compute."""
 
     def __init__(self, ranks: Ulysses, line: int, real: int):
         self._ranks, self._size, self._line = ranks, ranks.group.size(), line
@@ -159,7 +161,8 @@ class _Slices:
         return heads.transpose(0, 1).flatten(1, 2)
 
     def exchanged(self, x: torch.Tensor) -> torch.Tensor:
-        """x (U, S, f): part u is for rank u, and comes from rank u."""
+        """x (U, S, f) to the same shape: part u goes to rank u, and is replaced by rank u's."""
+        # as in `Share._whole`: zeros of the expected size, allocated before the collective is counted
         sent = x.contiguous() if self._real == self.tokens else x.new_zeros(len(x), self._real, x.shape[2])
         received = torch.empty_like(sent)
         if not self._ranks.is_due():

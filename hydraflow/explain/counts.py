@@ -1,9 +1,8 @@
-"""How many rows the data files hold, without reading them: from the footers of Parquet files, or the lines of
-JSONL.
+"""Counts the rows of data files without parsing them: by the footers of Parquet files, or the lines of JSONL.
 
-In: what `data.*_files` says. Out: `RowCount`. Files that are not on this machine are noted, not refused: the
-plan may be for another machine. Left out on purpose: what is in the rows. Prompts that a tokenizer would find
-too long are still counted, and the count says so.
+In: the value of `data.*_files`. Out: `RowCount`. Files that are not on this machine are noted, not refused:
+the plan may be for another machine. Left out on purpose: what is in the rows. Prompts that are too long are
+counted, because only a tokenizer can tell; the count says that it is an upper bound.
 """
 
 from __future__ import annotations
@@ -46,8 +45,8 @@ class RowCount:
 def count_rows(files: Any, *, key: str, limit: int = -1, filtered: bool = False) -> RowCount:
     """Rows of `files`, a path or a list of paths, of which the first `limit` are used (-1: all).
 
-    `key` is named in problems. `filtered`: rows that are too long will be left out later, so that the count
-    is an upper bound.
+    `key` is named in problems. `filtered`: rows that are too long will be left out later, so the count is an
+    upper bound.
     """
     if files is None:
         return RowCount(None)
@@ -65,8 +64,8 @@ def count_rows(files: Any, *, key: str, limit: int = -1, filtered: bool = False)
 
 
 def notes_on(key: str, count: RowCount, longest: int) -> Iterator[str]:
-    """Notes about files that are not on this machine, and counts that are upper bounds; longest: tokens of a
-    prompt."""
+    """Notes about files that are not on this machine, and counts that are upper bounds. `longest`: the limit
+    on a prompt's tokens."""
     for name in count.missing:
         uncounted = "so its rows are not counted; a run would refuse to start"
         yield f"{key}: {name} is not on this machine, {uncounted}"
@@ -91,6 +90,7 @@ def _count_file(path: Path, key: str) -> int | Problem:
 
 
 def _lines(path: Path) -> int | str:
+    """Rows of a JSONL file, or why it cannot be used."""
     try:
         with open(path, "rb") as file:
             filled = (line for line in file if line.strip())
@@ -104,7 +104,7 @@ def _lines(path: Path) -> int | str:
 
 
 def _footer_rows(path: Path) -> int | str:
-    """Rows of a Parquet file, as its last few kilobytes say; else why they cannot be read."""
+    """Rows of a Parquet file according to its footer, or why that cannot be read."""
     import pyarrow  # here, because it takes a tenth of a second that most plans do not need
     import pyarrow.parquet
 

@@ -1,5 +1,4 @@
-"""The shapes of a run's models, as far as this machine knows them: from a folder, from the hub's cache, or
-from overrides.
+"""The shapes of a run's models, as far as they are known here: from a folder, the hub's cache, or overrides.
 
 In: the configuration. Out: `Models`. A model that is not here is noted, not refused; a config.json that
 cannot be used is a problem. Left out on purpose: downloads, and weights.
@@ -25,12 +24,12 @@ SIZES = "hidden_size, num_hidden_layers, num_attention_heads, intermediate_size 
 
 @dataclass(frozen=True)
 class Models:
-    """What is known of the models of a reinforcement-learning run."""
+    """What is known about the models of a reinforcement-learning run."""
 
     policy: ModelShape | None
     """None: not known."""
     critic: ModelShape | None = None
-    """None: there is none, it is the policy's, or it is not known."""
+    """None: there is no critic, it starts from the policy's model, or its shape is not known."""
     notes: tuple[str, ...] = ()
     """What could not be read."""
 
@@ -56,7 +55,7 @@ def find_shape(model: ModelSourceConfig, *, field: str) -> ModelShape | None:
 
 
 def numbers(shape: ModelShape | None) -> ShapeNumbers | None:
-    """The sizes of a shape that the plan's rules check."""
+    """The sizes that the plan's rules check; None: the shape is not known."""
     if shape is None:
         return None
     return ShapeNumbers(shape.layers, shape.heads, shape.kv_heads, shape.experts, shape.dense_at)

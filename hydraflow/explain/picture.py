@@ -1,7 +1,8 @@
 """The devices × roles picture: which role runs where, and which devices together hold one copy of its model.
 
-In: the plan's layouts and cluster. Out: lines of plain text; every device of a few machines, ranges of equal
-devices of many. Left out on purpose: which placement it is; the plan names it (`BatchPlan.placement`).
+In: the plan's layouts and cluster. Out: lines of plain text: every device if there are few, else ranges of
+devices with the same roles. Left out on purpose: which placement it is; the plan names it
+(`BatchPlan.placement`).
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from hydraflow.batch_plan.layout import Cluster, Devices, Layout
 from hydraflow.system.printing import count
 
 MOST_DRAWN = 16
-"""With more devices, equal ones are drawn as one row."""
+"""With more devices, those with the same roles are drawn as one row."""
 USED, UNUSED = "■", "·"
 
 MODES = {
@@ -60,7 +61,7 @@ def segments(layouts: Mapping[str, Layout], devices: int) -> list[tuple[range, s
 
 
 def copy_of(layout: Layout, rank: int) -> int:
-    """Which copy of the model a process works on: its data rank, or in a rollout its replica.
+    """Which copy of the model a rank belongs to: its data rank, or in a rollout its replica.
 
     Tensor-parallel ranks are neighbours, then context-parallel ones, then data ranks; pipeline stages are
     furthest apart, as Megatron-Core orders them. The stages of a generation engine are neighbours.
@@ -119,7 +120,7 @@ def _every_device(layouts: Mapping[str, Layout], cluster: Cluster) -> Iterator[s
 
 
 def _cells(marks: Mapping[int, str], nodes: Sequence[range], cell: int) -> str:
-    """The marks of each machine's devices, as wide as its name at least."""
+    """The marks of each machine's devices, at least as wide as its label."""
     blocks = ["".join(marks[device].ljust(cell) for device in node) for node in nodes]
     return " ".join(block.ljust(len(f"node {number}")) for number, block in enumerate(blocks))
 

@@ -1,4 +1,4 @@
-"""Everything that `python -m hydraflow.plan` knows about a command line, gathered once.
+"""Everything that `python -m hydraflow.plan` reports about a command line.
 
 In: a configuration and where its values come from. Out: one `Report`, or one `ConfigError` with every broken
 rule. Missing files and models are notes, because a plan may be for another machine; unusable ones are
@@ -50,7 +50,7 @@ class Report:
     phases: tuple[Phase, ...]
     """What one step does."""
     memory: MemoryReport | None
-    """None: the shape of the model is not known, or nothing is trained by reinforcement learning."""
+    """None: the shape of the model is not known, or the job is not ppo."""
     notes: tuple[str, ...]
     """Notes to print: keys without effect, renamed or ignored ones, missing files."""
     not_yet: tuple[Problem, ...]
@@ -129,7 +129,7 @@ def _ppo_report(config: PPOConfig, command: Command) -> Report:
 
 
 def _replay_problems(config: PPOConfig, policy: ModelShape | None) -> list[Problem]:
-    """Problems of routing replay. None for unknown model types: their config.json may name experts
+    """Problems of routing replay. Unknown model types are not checked: their config.json may name experts
     differently."""
     if policy is None or policy.model_type not in FAMILIES:
         return []
@@ -137,14 +137,14 @@ def _replay_problems(config: PPOConfig, policy: ModelShape | None) -> list[Probl
 
 
 def _turn_notes(config: PPOConfig, plan: BatchPlan) -> Iterator[str]:
-    """Notes on a generation engine that has its own processes but shares devices."""
+    """A note on a generation engine that has its own processes but shares devices with training roles."""
     name, own = config.actor_rollout_ref.rollout.name, plan.layouts["rollout"].devices
     others = {role: layout.devices for role, layout in plan.layouts.items() if role != "rollout"}
     beside = [role for role, devices in others.items() if devices & own]
     if GENERATION_ENGINES[name].own_process and beside:
         yield (
-            f"{name} has processes of its own; on the devices that it shares with {' and '.join(beside)} they"
-            " take turns, and it releases its memory while they run"
+            f"{name} runs in its own processes; on the devices that it shares with {' and '.join(beside)}"
+            " they take turns, and it releases its memory while they run"
         )
 
 

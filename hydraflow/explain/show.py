@@ -1,7 +1,7 @@
 """A report for people: table, picture, words, memory and notes, in the terminal.
 
-In: a `Report`. Out: printed text, whose lines fit the output unless a single word does not. Left out on
-purpose: computing numbers; the report has them.
+In: a `Report`. Out: printed text, whose lines fit the output's width unless a single word does not. Left out
+on purpose: computing numbers; the report has them.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ BRIEF = re.compile(
     r"|.*: (data ranks dp|prompts per optimizer step M|rows per data rank g|optimizer steps)"
     r"|micro-batch of the \S+ update|conversations per step.*|prompts per call.*|rollout: waves"
 )
-"""Quantities that are shown without --all; those that the command line gave are, too."""
+"""Quantities that are shown without --all, besides those that the command line gives."""
 
 
 def show(report: Report, *, everything: bool = False, width: int | None = None) -> None:
@@ -63,7 +63,7 @@ def _paragraphs(texts: Iterable[str], width: int) -> Iterator[str]:
 
 
 def _drawn(line: str, width: int) -> Iterator[str]:
-    """A line of the picture; if it is too wide, its words go below its drawing."""
+    """A line of the picture; if it is too wide, its text goes below its drawing."""
     drawing, _, words = re.sub(r" {2,}(?=\w+[,:] )", "\0", line).partition("\0")
     if len(line) <= width or not words:
         yield line
@@ -107,7 +107,7 @@ def _role_rows(memory: MemoryReport) -> Iterator[list[str]]:
 
 
 def _fit_lines(memory: MemoryReport) -> Iterator[str]:
-    """Whether each kind of device and the hosts have room, and what to change if not."""
+    """Whether the run fits each group of devices and the machines, and what to change if not."""
     for group in memory.groups:
         phases = (f"{phase.replace('_', ' ')} {size_text(size)}" for phase, size in group.phases.items())
         verdict = "" if memory.limits.device_type == "cpu" else f": {_verdict(group.fits)}"

@@ -1,5 +1,4 @@
-"""The picture of a step from prompts to optimizer steps, as an SVG file that needs no library to make or to
-show.
+"""The picture of a step from prompts to optimizer steps, as an SVG file that needs no library.
 
 In: a plan. Out: a `StepPicture` with the plan's own numbers, and its SVG text, readable on light and on dark
 pages. Each bar is a whole (prompts, trajectories, one optimizer step, one data rank); its first part is drawn
@@ -55,13 +54,13 @@ class PictureBar:
     part: str
     """What one part is, such as 256 trajectories."""
     becomes: str = ""
-    """What the whole bar becomes in the next one, in words beside the band between them; empty: the next bar
-    is only the first part."""
+    """What the whole bar becomes in the next one, as text in the band between them; empty: the next bar is
+    only the first part."""
 
 
 @dataclass(frozen=True)
 class StepPicture:
-    """Content of the picture: title, bars and closing lines."""
+    """Content of the picture: title, bars and the lines below them."""
 
     title: str
     bars: tuple[PictureBar, ...]
@@ -70,7 +69,7 @@ class StepPicture:
 
 
 def ppo_step(plan: BatchPlan) -> StepPicture:
-    """A step of reinforcement learning: the actor's."""
+    """A step of reinforcement learning, with the actor's update."""
     q, n, actor = plan.prompts_per_step, plan.samples_per_prompt, plan.actor
     minis, mini, policy = q // actor.mini_batch_prompts, actor.mini_batch_prompts, "actor_rollout_ref"
     answers, each = count(n, "response"), count(actor.mini_batch_trajectories, "trajectory")
@@ -90,7 +89,7 @@ def ppo_step(plan: BatchPlan) -> StepPicture:
 
 
 def sft_step(plan: SFTPlan, noun: str) -> StepPicture:
-    """A step of supervised training, which is one optimizer step. noun: the word for one of its examples."""
+    """A step of supervised training, which is one optimizer step. `noun`: the word for one example."""
     role, batch = plan.role, count(plan.conversations_per_step, noun)
     ranks, rows = f"on {count(role.data_ranks, 'data rank')}", count(role.rows_per_rank, "row")
     first = PictureBar(batch, ranks, "data.train_batch_size", role.data_ranks, rows)

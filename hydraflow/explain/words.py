@@ -49,7 +49,7 @@ def sft_phases(plan: SFTPlan, config: SupervisedConfig) -> Iterator[Phase]:
 
 
 def generate_phases(plan: GeneratePlan, config: GenerateConfig) -> Iterator[Phase]:
-    """What generation does, call by call."""
+    """What one call and the whole run of `generate` do."""
     n, length = plan.samples_per_prompt, config.data.max_response_length
     answers = f"{count(n, 'response')} of at most {count(length, 'token')} to each prompt"
     yield Phase("call", f"{count(plan.prompts_per_call, 'prompt')} together: {answers}")

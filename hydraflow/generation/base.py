@@ -168,7 +168,7 @@ class TokenRequest:
 
 @dataclass(frozen=True)
 class Completion:
-    """What was sampled for a `TokenRequest`, without the tokens that it came with."""
+    """What was sampled for a `TokenRequest`, without the tokens that had been sampled before."""
 
     name: str
     tokens: Tensor
@@ -178,7 +178,7 @@ class Completion:
     finish_reason: str
     """STOP, LENGTH or ABORT."""
     routed_experts: Tensor | None = None
-    """(tokens, L, K) as in `GenerationOutput`, also of the prompt and of tokens that it came with."""
+    """(tokens, L, K) as in `GenerationOutput`, those of the prompt and of earlier tokens included."""
 
 
 @dataclass(frozen=True)
@@ -210,7 +210,7 @@ class EngineSpec:
     routes: bool = False
     """Whether requests may ask for the experts of their tokens."""
     start_seconds: float = math.inf
-    """Start timeout in seconds, for engines that run in a process of their own."""
+    """Start timeout in seconds, for engines that run in their own process."""
     adapters: AdapterLayers | None = None
     """Adapters to load besides the weights, if the engine can (`config.Engine.loads_adapters`); None: merged
     weights."""
@@ -224,7 +224,7 @@ class EngineSpec:
 class GenerationEngine(Protocol):
     """Samples responses from a copy of the trained model, in this process or in a child process.
 
-    Either whole batches (`generate`), or single responses, which are submitted and finish during calls of
+    Samples whole batches (`generate`) or single responses, which are submitted and finish during calls of
     `advance`. All work happens inside calls, so processes that get the same calls do the same work.
     """
 

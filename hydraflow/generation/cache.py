@@ -75,8 +75,8 @@ def new_cache(config: PreTrainedConfig, *, growing: bool) -> Cache:
 
 
 def join_rows(caches: Sequence[Cache]) -> Cache:
-    """The rows of several growing caches, equally long, in one; they are used up. One cache of any kind is
-    returned as it is."""
+    """Joins the rows of several growing caches of equal length in the first one. A single cache, of any kind,
+    is returned as it is."""
     first = caches[0]
     if len(caches) == 1:
         return first

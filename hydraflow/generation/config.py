@@ -300,7 +300,7 @@ def engine_dtype(asked: str, trainer: str) -> str:
 
 
 def stop_strings(stop: Any) -> tuple[str, ...]:
-    """stop: `rollout.stop` or that of val_kwargs.
+    """Stop strings as a tuple. stop: `rollout.stop` or `rollout.val_kwargs.stop`.
 
     >>> stop_strings("</answer>"), stop_strings(["a", "b"]), stop_strings(None)
     (('</answer>',), ('a', 'b'), ())
@@ -315,7 +315,7 @@ def every_stop_string(rollout: SamplingConfig) -> tuple[str, ...]:
 
 
 def splits_prompts(rollout: SamplingConfig, device_type: str) -> bool:
-    """Whether vLLM may take a part of a prompt (chunked prefill)."""
+    """Whether vLLM may split a prompt over several forward passes (chunked prefill)."""
     return device_type != "cpu" if rollout.enable_chunked_prefill is None else rollout.enable_chunked_prefill
 
 
@@ -327,7 +327,7 @@ def least_batched_tokens(rollout: SamplingConfig, longest_row: int, device_type:
 
 
 def batched_tokens(rollout: SamplingConfig, longest_row: int, device_type: str) -> int:
-    """`max_num_batched_tokens` in force.
+    """`max_num_batched_tokens`, or its default.
 
     >>> batched_tokens(SamplingConfig(), 10240, "cpu"), batched_tokens(SamplingConfig(), 10240, "cuda")
     (10240, 8192)

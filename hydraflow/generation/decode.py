@@ -37,7 +37,7 @@ _LEAVE_SHARE = 4
 
 @dataclass(frozen=True)
 class WaveResult:
-    """Rows of a wave in its own order. Past its length a row holds arbitrary values."""
+    """Rows of a wave, in the wave's order. Past its length a row holds arbitrary values."""
 
     tokens: Tensor
     """int64 (W, L)."""
@@ -114,8 +114,8 @@ class WaveDecoder:
         return torch.cat(of_prompts)[prompt]
 
     def _select(self, rows: Tensor, sizes: Sequence[int]) -> None:
-        """Selects rows (B,), ascending, out of the groups' `sizes` present ones; groups without any are
-        dropped."""
+        """Keeps these rows (B,), ascending, of the groups' rows, numbered across groups of these `sizes`.
+        Groups left without rows are dropped."""
         before = 0
         for group, size in zip(self._groups, sizes, strict=True):
             group.select(rows[(rows >= before) & (rows < before + size)] - before)
@@ -139,7 +139,7 @@ class WaveDecoder:
         stay = alive.nonzero()[:, 0]
         if count:
             stay = _enough(stay)
-        if count and len(stay) == len(alive):
+        if count and len(stay) == len(alive):  # repeats would take their place
             return None
         self._slot = self._slot[stay]
         self._select(stay, [group.rows for group in self._groups])

@@ -21,14 +21,14 @@ from hydraflow.generation.lean import LeanForward, is_known
 
 
 class NoCache(ValueError):
-    """A model without a KV cache."""
+    """The model does not support a KV cache."""
 
 
 class CachedForward:
     """Calls any Hugging Face causal model with a cache, and a padding mask if it accepts one."""
 
     def __init__(self, model: PreTrainedModel):
-        """NoCache when the model takes no key-value cache in its forward."""
+        """Raises NoCache when the model's forward takes no KV cache."""
         accepted = inspect.signature(model.forward).parameters
         if "past_key_values" not in accepted:
             raise NoCache(f"{type(model).__name__} takes no past_key_values")

@@ -46,8 +46,8 @@ class PromptGroup:
         """B."""
 
     def prefill(self, note: Callable[[int, int], None] | None = None) -> Tensor:
-        """Runs every prompt once: logits after it, (Q, V). note: called after each forward pass with its
-        number of prompts and their width."""
+        """Runs every prompt once; returns the logits after it, (Q, V). note: called after each forward pass
+        with its number of prompts and their width."""
         pads = self._width - self._length  # (Q,)
         per_forward = max(1, _PREFILL_TOKENS // self._width) if self._forward.pads else len(self._ids)
         logits, caches = [], []
@@ -62,6 +62,7 @@ class PromptGroup:
 
     def _prefill_part(self, ids: Tensor, pad: Tensor) -> tuple[Tensor, Cache]:
         prompts = len(ids)
+        # repeats prompts, and computes more logits than needed, so that every product has LEAST_ROWS rows
         enough = at_least(torch.arange(prompts, device=ids.device), -(-LEAST_ROWS // self._width))
         ids, pad = ids[enough], pad[enough]
         cache = new_cache(self._forward.model.config, growing=self._forward.pads)
@@ -82,13 +83,13 @@ class PromptGroup:
         return mask.masked_fill_(columns[None, :] < pad[:, None], -torch.inf)
 
     def select(self, rows: Tensor) -> None:
-        """The next forward pass has these rows (B,): first numbers of prompts, later of the current rows."""
+        """Sets the rows (B,) of the next forward pass: at first indices of prompts, later of current rows."""
         self._moved = rows if self._moved is None else self._moved[rows]
         self.rows = len(rows)
 
     def grow(self, step: int) -> tuple[Tensor | None, Tensor | None]:
-        """Makes room for one more token of each row, the sampled token number `step`: the additive mask
-        (B, 1, 1, L) and the positions (B, 1), if the model takes them."""
+        """Makes room for one more token of each row, the sampled token number `step`. Returns the additive
+        mask (B, 1, 1, L) and the positions (B, 1), if the model takes them."""
         if self._moved is not None:
             self.cache.reorder_cache(self._moved)  # type: ignore[arg-type]
             if self._padding is not None:

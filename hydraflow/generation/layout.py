@@ -1,4 +1,4 @@
-"""Groups rows to run together, up to a maximum number of rows.
+"""Groups rows into waves, which run together, up to a maximum number of rows.
 
 In: prompt lengths, samples per prompt, the limit. Out: waves: prompts, each with a padded width, and their
 rows. Left out on purpose: refilling a running wave with new prompts. It would make a row's padding, and with
@@ -67,8 +67,7 @@ def waves(
                 wave = Wave()
             room = max_rows - len(wave.owner)
             whole = samples[i] - start
-            # a prompt split over two waves would be prefilled twice, so it moves to the next if that can hold
-            # it
+            # a prompt split over two waves would be prefilled twice, so it moves to the next if it fits there
             if room < whole <= max_rows:
                 yield wave
                 wave, room = Wave(), max_rows

@@ -55,7 +55,7 @@ class _Rows(NamedTuple):
     prompt: Tensor
     key: Key
     samples: Sequence[int]
-    """Their numbers."""
+    """Sample number of each."""
 
 
 class NativeEngine:
@@ -89,7 +89,7 @@ class NativeEngine:
         self._found_routers: HFRouters | None = None
         """The model's routers, once experts have been requested."""
         self._queue: dict[str, TokenRequest] = {}
-        """In flight."""
+        """Requests in flight, by name."""
         self._empty: dict[Tensor, torch.Size] = {}
         """While it sleeps: its weights and their shapes."""
 
@@ -226,7 +226,7 @@ class NativeEngine:
         return decoder.run(params, stop_tokens, self._stop_strings(prompts, wave.owner, params, sampled))
 
     def _routers(self) -> HFRouters:
-        """ValueError: the model has no experts, or of an unknown form."""
+        """ValueError: the model has no experts, or unsupported routers."""
         self._found_routers = self._found_routers or HFRouters(self._model)
         if not self._found_routers.replays:
             raise ValueError(f"{type(self._model).__name__} has no experts that can be recorded")

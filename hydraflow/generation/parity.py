@@ -66,18 +66,20 @@ def not_sampled(model_type: str, field: str, why: str) -> ConfigError:
 
 @torch.inference_mode()
 def _compared(engine: GenerationEngine, model: PreTrainedModel) -> tuple[float, bool]:
-    """How far log-probabilities are off, and whether that is rounding. Two calls, of which the first that is
-    wrong counts: state that the model keeps shows only in the second."""
+    """How far log-probabilities are off, and whether that is rounding. Generates twice, unless the first
+    call is already wrong: state that the model keeps shows only in the second."""
     embeddings: Any = model.get_input_embeddings()
     prompts = ragged.rows(probe_rows(embeddings.num_embeddings)[0])
     request = GenerationRequest(
         prompts, [SAMPLES] * len(prompts), [("probe", i) for i in range(len(prompts))]
     )
-    off, right = _call(engine, model, request)
-    return _call(engine, model, request) if right else (off, right)
+    off, right = _compared_once(engine, model, request)
+    return _compared_once(engine, model, request) if right else (off, right)
 
 
-def _call(engine: GenerationEngine, model: PreTrainedModel, request: GenerationRequest) -> tuple[float, bool]:
+def _compared_once(
+    engine: GenerationEngine, model: PreTrainedModel, request: GenerationRequest
+) -> tuple[float, bool]:
     output = engine.generate(request, SamplingParams(max_tokens=TOKENS, ignore_eos=True))
     responses = ragged.rows(output.responses)
 

@@ -105,7 +105,7 @@ class Limits:
 
 
 def engine_context(tokens: int) -> Context:
-    """The context of an engine with a limit of its own."""
+    """The context of an engine that has its own limit."""
     return Context(tokens, f"rollout.max_model_len={tokens}")
 
 

@@ -81,7 +81,7 @@ class UniformDraws:
         self._uniforms = torch.empty(0)
 
     def at(self, token: int) -> Tensor:
-        """float64 (B,) in [0, 1) for the token at that position after those that were sampled before."""
+        """float64 (B,) in [0, 1) for that token, counted from 0 after those that were sampled before."""
         block, offset = divmod(self._sampled + token, _BLOCK)
         if block != self._block:
             self._block = block
@@ -99,9 +99,8 @@ class UniformDraws:
         )
         words = philox(counters, self._key)
         high, low = words[0::2] >> np.uint64(5), words[1::2] >> np.uint64(6)
-        uniforms = (high * np.uint64(2**26) + low).astype(
-            np.float64
-        ) / 2**53  # (2, B, half): even tokens, odd tokens
+        # (2, B, half): even tokens, odd tokens
+        uniforms = (high * np.uint64(2**26) + low).astype(np.float64) / 2**53
         return np.ascontiguousarray(uniforms.transpose(2, 0, 1).reshape(_BLOCK, rows))
 
 
@@ -158,7 +157,7 @@ def _total(weights: Tensor) -> Tensor:
 
 
 def _block_sums(weights: Tensor) -> Tensor:
-    """Sums (B, blocks) of each _BLOCK_TOKENS weights of a row (B, V), and of those that are left."""
+    """Sums (B, blocks) of each _BLOCK_TOKENS weights of a row (B, V); the last block may be shorter."""
     whole = weights.shape[1] // _BLOCK_TOKENS * _BLOCK_TOKENS
     sums = weights[:, :whole].unflatten(1, (-1, _BLOCK_TOKENS)).sum(-1)
     if whole == weights.shape[1]:
@@ -173,8 +172,7 @@ def _search(weights: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
     total = cumulative[:, -1:].contiguous()
     target = uniforms * total
     found = torch.searchsorted(cumulative, target, right=True)
-    # rounding may lift the target to the total; NaN sorts beyond it, and the caller sees NaN
-    # log-probabilities
+    # rounding may lift the target to the total; NaN sorts beyond it, and log-probabilities are then NaN
     found = torch.minimum(found, torch.searchsorted(cumulative, total)).clamp_(max=weights.shape[1] - 1)
     weight = weights.gather(1, found).double()
     return found, 1 - ((cumulative.gather(1, found) - target) / weight).clamp(0, 1)
@@ -183,7 +181,7 @@ def _search(weights: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
 def keep(weights: Tensor, top_k: int, top_p: float) -> Tensor:
     """Weights (B, V), proportional to probabilities, with 0 for tokens that top-k or top-p filter out.
 
-    top-p counts within what top-k kept, as vLLM does; of equal weights the smaller token id goes first.
+    top-p counts within what top-k kept, as vLLM does; ties go to the smaller token id.
 
     >>> keep(torch.tensor([[0.5, 0.3, 0.2]]), -1, 0.6).tolist()
     [[0.5, 0.30000001192092896, 0.0]]

@@ -1,10 +1,10 @@
-"""The generation engine that samples with an SGLang server of its own (`rollout.name=sglang`).
+"""The generation engine that samples with its own SGLang server (`rollout.name=sglang`).
 
 In: prompts, sampling settings, and a stream of weights. Out: responses with the log-probability of every
 token, under the one convention of all engines: softmax(logits / temperature), before top-k and top-p. That is
 what SGLang 0.5.23 returns unless SGLANG_RETURN_ORIGINAL_LOGPROB is set (`sglang/srt/layers/sampler.py`:
 `log(probs)` of the scaled logits, before they are filtered; at temperature 0, log_softmax of the logits).
-Each response is a request of its own to /generate, in a thread that waits for it. Weights go through
+Each response is one request to /generate, in a thread that waits for it. Weights go through
 /update_weights_from_disk, whose files hold no code.
 Left out on purpose: the text of responses, and reading weights back: /get_weights_by_name gives those of some
 models only, as decimal text.
@@ -141,7 +141,7 @@ class SglangEngine:
         return self._land(ended)
 
     def abort(self, names: Collection[str]) -> list[Completion]:
-        """See `GenerationEngine`. What has just been completed is returned as it is."""
+        """See `GenerationEngine`. Responses that complete before the abort are returned as complete."""
         waiting = [aborted(name) for name in names if self._queue.pop(name, None) is not None]
         started = [name for name in names if name in self._flights]
         if self._server.over:
@@ -156,7 +156,7 @@ class SglangEngine:
         return waiting + self._land(started)
 
     def update_weights(self, stream: Iterable[Weight], *, first: bool = True, last: bool = True) -> None:
-        """See `GenerationEngine`. The server loads all of them at once, in the end."""
+        """See `GenerationEngine`. The server loads all weights at once, after the last call."""
         if self._flights:
             raise RuntimeError(f"{len(self._flights)} requests are in flight: abort them before new weights")
         self._not_ready = MIXED_WEIGHTS
@@ -258,14 +258,14 @@ class SglangEngine:
         return {
             "max_new_tokens": params.max_tokens,
             "temperature": params.temperature,
-            "top_k": params.top_k or -1,
+            "top_k": params.top_k or -1,  # SGLang refuses 0
             "top_p": params.top_p,
             # the model's end tokens too, which the server does not know; its ignore_eos would ignore all
             "stop_token_ids": params.all_stop_tokens(self._eos),
             "stop": list(params.stop),
             "skip_special_tokens": False,
-            # Read with --enable-deterministic-inference only; then each position has a draw of its own, and
-            # a continued response is the unbroken one.
+            # read with --enable-deterministic-inference only; then each position has its own draw, and a
+            # continued response equals an uninterrupted one
             "sampling_seed": seed_of(one.key, one.sample),
         }
 
@@ -350,7 +350,7 @@ def _save(
 
 def _completion(one: TokenRequest, answer: Mapping[str, Any]) -> Completion:
     """From an answer of /generate: `meta_info.output_token_logprobs` has (log-probability, token, text) of
-    each token, and null for a number that is none."""
+    each token, and null for a log-probability that is not a number."""
     facts = answer["meta_info"]
     reason = facts["finish_reason"]["type"]
     pairs = facts.get("output_token_logprobs") or []
@@ -362,7 +362,7 @@ def _completion(one: TokenRequest, answer: Mapping[str, Any]) -> Completion:
         raise RuntimeError(f"SGLang returned {lengths} that do not match")
     if reason == LENGTH and len(tokens) != one.left.max_tokens:
         why = "its KV cache has no room for the longest row; raise rollout.gpu_memory_utilization"
-        raise RuntimeError(f"SGLang cut a response at {len(tokens)} of {one.left.max_tokens} tokens: {why}")
+        raise RuntimeError(f"SGLang ended a response at {len(tokens)} of {one.left.max_tokens} tokens: {why}")
     log_probs = torch.tensor(
         [float("nan") if value is None else value for value, *_ in pairs], dtype=torch.float32
     )

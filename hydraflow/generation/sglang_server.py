@@ -1,9 +1,9 @@
 """Runs an SGLang server for this process, and calls its HTTP API.
 
 In: arguments of `python -m sglang.launch_server`, and JSON for its endpoints. Out: JSON, or an error that
-contains the request, the answer, and the server's last lines. It listens on 127.0.0.1 only and ends with this
-process, however that ends. Some endpoints unpickle what they are sent, so the server requires a key, which is
-in a private file because anyone can read command lines. Paths, fields and answers are those of
+contains the request, the answer, and the server's last lines. The server listens on 127.0.0.1 only and ends
+with this process, however that ends. Some endpoints unpickle what they are sent, so the server requires a
+key, which is in a private file because anyone can read command lines. Paths, fields and answers are those of
 SGLang 0.5.23 (`http_server.py` of `sglang/srt/entrypoints/`, `io_struct.py` of `sglang/srt/managers/`,
 `auth.py` of `sglang/srt/utils/`).
 Left out on purpose: streams of tokens.
@@ -28,8 +28,8 @@ from hydraflow.system.tether import Tethered
 
 ADDRESS = "127.0.0.1"
 HEALTH = "/health"
-"""Answers 200 once the server has warmed up, and while its scheduler answers: it generates a token, or
-reads that others are generated."""
+"""Answers 200 once the server has warmed up, and while its scheduler responds: it generates a token, or sees
+that others are generated."""
 HEALTH_SECONDS = 30.0
 """Timeout of one health check, in seconds; the server itself gives up after 20."""
 POLL_SECONDS = 0.2
@@ -102,7 +102,7 @@ class SglangServer:
         """Whether it answers. EnvironmentFault: it has ended."""
         if how := self._process.ended():
             self.give_up(f"ended ({how})")
-        return self._look(HEALTH_SECONDS) == "200"
+        return self._health_answer(HEALTH_SECONDS) == "200"
 
     def give_up(self, why: str) -> NoReturn:
         """Ends the server, and raises EnvironmentFault with what it printed last."""
@@ -121,16 +121,16 @@ class SglangServer:
         while (left := deadline - time.monotonic()) > 0:
             if how := self._process.ended():
                 self.give_up(f"ended ({how}) before it was healthy")
-            if (answer := self._look(min(left, HEALTH_SECONDS))) == "200":
+            if (answer := self._health_answer(min(left, HEALTH_SECONDS))) == "200":
                 return
             time.sleep(POLL_SECONDS)
         url = f"http://{ADDRESS}:{self._port}{HEALTH}"
         self.give_up(
-            f"was not healthy within {seconds:g} seconds, and a larger trainer.start_timeout allows more: the"
-            f" last answer of {url} was {answer or 'none'}"
+            f"was not healthy within {seconds:g} seconds, the limit from trainer.start_timeout; the last"
+            f" answer of {url} was {answer or 'none'}"
         )
 
-    def _look(self, seconds: float) -> str:
+    def _health_answer(self, seconds: float) -> str:
         """What its health endpoint says: a status, or why it does not answer."""
         try:
             return str(self._exchange("GET", HEALTH, None, seconds)[0])

@@ -66,7 +66,7 @@ class WeightFiles:
         needed = sum(one.nbytes for one in self._pending.values())
         if (free := shutil.disk_usage(self._folder).free) < 1.01 * needed + 2**20:
             raise EnvironmentFault(
-                f"{self._folder} has {free / 2**30:.2f} GiB of room, but the next {needed / 2**30:.2f} GiB of"
+                f"{self._folder} has {free / 2**30:.2f} GiB free, but the next {needed / 2**30:.2f} GiB of"
                 " weights for SGLang do not fit; enlarge /dev/shm, or set TMPDIR=<a folder with room for"
                 " all weights>"
             )

@@ -57,11 +57,11 @@ class StopStrings:
         return any(string in text for string in self._strings)
 
     def length(self, tokens: Sequence[int]) -> int | None:
-        """How many of the response's next tokens are needed for a stop string; None: they have none."""
+        """Number of the response's next tokens up to the first stop string; None: they complete none."""
         return next((place for place, token in enumerate(tokens, start=1) if self.ends_with(token)), None)
 
     def _decoded(self, token: int) -> str:
-        """What the text has gained; nothing while bytes of a character are missing."""
+        """The text that a token adds; empty while bytes of a character are missing."""
         try:
             return self.stream.step(self._tokenizer, token) or ""
         except Exception as error:  # the library raises plain Exception
@@ -74,15 +74,15 @@ class StopStrings:
 def watched(
     tokenizer: TokenizersBackend | None, params: SamplingParams, prompt: Sequence[int], sampled: Sequence[int]
 ) -> StopStrings:
-    """Watches a response for the stop strings of `params`, for which an engine has a tokenizer."""
-    assert tokenizer is not None, "checked with the request"
+    """The matcher of a response for the stop strings of `params`."""
+    assert tokenizer is not None, "`Limits.require` has checked it"
     return StopStrings(tokenizer.backend_tokenizer, params.stop, prompt, sampled)
 
 
 def streaming_tokenizer(
     tokenizer: PreTrainedTokenizerBase, rollout: SamplingConfig, *, section: str
 ) -> TokenizersBackend:
-    """The tokenizer for a rollout's stop strings. section: where the configuration has `rollout`.
+    """The tokenizer for a rollout's stop strings. section: the configuration key of `rollout`.
     ConfigError: a tokenizer that does not decode token by token."""
     if isinstance(tokenizer, TokenizersBackend):
         return tokenizer

@@ -114,7 +114,7 @@ class VllmEngine:
         self._seeds = not (
             config.device_config.device_type == "cpu" and config.scheduler_config.enable_chunked_prefill
         )
-        engine.input_processor.assign_request_id = partial(_number, itertools.count())
+        engine.input_processor.assign_request_id = partial(_assign_id, itertools.count())
         self._rpc(WeightReceiver.hydraflow_prepare)
 
     def generate(self, request: GenerationRequest, params: SamplingParams) -> GenerationOutput:
@@ -247,8 +247,8 @@ class VllmEngine:
                 self._arrivals.refuse_other(name, earlier)
 
     def _watch(self, one: TokenRequest) -> None:
-        """Makes vLLM detect stop strings as the other engines do: also one that began before the request was
-        interrupted, and after a prompt that ends within a character."""
+        """Makes vLLM detect stop strings as the other engines do: also if one began before the request was
+        interrupted, or if the prompt ends within a character."""
         response = watched(self._limits.tokenizer, one.params, one.prompt.tolist(), one.sampled)
         known = self._engine.output_processor
         for inner in known.external_req_ids[one.name]:
@@ -297,7 +297,7 @@ class VllmEngine:
         self._limits.require(prompts, params)
 
 
-def _number(numbers: Iterator[int], request: Any) -> None:
+def _assign_id(numbers: Iterator[int], request: Any) -> None:
     """Gives a request vLLM's own id. vLLM would make it unique by random characters, but all processes of a
     divided engine must give it the same."""
     name = request.request_id
@@ -353,7 +353,7 @@ def _start(folder: str, spec: EngineSpec, model: nn.Module) -> Any:
         rule = f"needs vLLM {MINIMUM_VLLM} or newer; {found} is installed"
         raise ConfigError.one(key, "vllm", rule, VLLM.install)
     if (theirs := current_platform.device_type) != ours:
-        rule = f"the installed vLLM {found} is built for {theirs or 'no device here'}, the run is on {ours}"
+        rule = f"the installed vLLM {found} is built for {theirs or 'no device here'}, not for {ours}"
         raise ConfigError.one(key, "vllm", rule, f"{VLLM.install}, or {key}=native")
     if ours == "cpu":
         _keep_weights_plain(compiled=spec.rollout.enforce_eager is False)
@@ -383,7 +383,7 @@ def _start(folder: str, spec: EngineSpec, model: nn.Module) -> Any:
 
 def _inspect_models_here() -> None:
     """Makes vLLM inspect model classes in this process. By default it starts a subprocess for that, which
-    imports vLLM again (seven seconds of a core), to keep CUDA out of a process that here is the engine."""
+    imports vLLM again (seven CPU seconds), to keep CUDA out of the parent; here the parent is the engine."""
     from vllm.model_executor.models import registry
 
     registry._run_in_subprocess = operator.call

@@ -1,7 +1,7 @@
 """A vLLM engine whose model is divided among the processes of an existing group.
 
 In: the process's rank. Out: the executor class of its engine. vLLM would start a process per device; here
-each process has an engine of its own, with a part of every layer (tensor parallelism), some of the layers (a
+each process has its own engine, with a part of every layer (tensor parallelism), some of the layers (a
 pipeline stage), or both. All get the same calls and schedule alike; only the last stage samples, and sends
 what it sampled to the others. While it computes one batch, earlier stages compute the next, if there are
 requests for it. Left out on purpose: shared memory between processes, which killed ones would leave behind.
@@ -36,8 +36,8 @@ def executor_in_group(rank: int) -> Any:
             self._sent = deque()
 
         def _distributed_args(self) -> tuple[str, int, int]:
-            # on a CPU, ranks with the same name would share memory; local rank 0, as each process sees one
-            # device
+            # on a CPU, ranks with the same name would share memory; local rank 0 because each process sees
+            # one device
             return f"file://rank{rank}", rank, 0
 
         def get_kv_cache_specs(self) -> list[Any]:

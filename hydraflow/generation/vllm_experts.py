@@ -115,12 +115,12 @@ def whole_experts(module: Any, kind: str, part: Tensor) -> Tensor:
     backend = getattr(getattr(module.quant_method, "unquantized_backend", None), "name", "a quantized kernel")
     if backend not in PLAIN_BACKENDS:
         raise ValueError(
-            f"the kernel of its experts, {backend}, repacks them: engine_kwargs.vllm.moe_backend"
+            f"the kernel of its experts, {backend}, repacks them; engine_kwargs.vllm.moe_backend sets another"
         )
     layout = module.moe_config.moe_parallel_config
     if layout.use_ep and layout.ep_size > 1:
-        if module.moe_config.num_experts % layout.ep_size:
-            raise ValueError(f"{module.moe_config.num_experts} experts do not divide by {layout.ep_size}")
+        if (experts := module.moe_config.num_experts) % layout.ep_size:
+            raise ValueError(f"{experts} experts do not divide among {layout.ep_size} ranks")
         return get_tp_group().all_gather(part.contiguous(), dim=0)
     if layout.tp_size == 1:
         return part

@@ -106,7 +106,9 @@ class HeldWeights(Mapping[str, Tensor]):
             return adapter
         if (place := self._place(name)) is None:
             raise KeyError(name)
-        tensor = self._gathered(place.parameter)
+        path, _, kind = place.parameter.rpartition(".")
+        module = without_wrapper(self._model.get_submodule(path))
+        tensor = self._whole(module, kind, self._held[place.parameter])
         if place.rows is not None:
             tensor = tensor[place.rows]
         if weight.transposed:
@@ -133,10 +135,6 @@ class HeldWeights(Mapping[str, Tensor]):
             return fused
         tied_to = self._wanted[name].tied_to
         return None if tied_to is None else self._place(tied_to)
-
-    def _gathered(self, name: str) -> Tensor:
-        path, _, kind = name.rpartition(".")
-        return self._whole(without_wrapper(self._model.get_submodule(path)), kind, self._held[name])
 
     def _adapter(self, name: str) -> Tensor | None:
         if not is_adapter(name):

@@ -2,7 +2,7 @@
 log-probabilities that training needs.
 
 In: calls from `vllm.py`, by name. vLLM mixes `WeightReceiver` into its worker class (`worker_extension_cls`),
-so `self` is that worker. A model on several devices has a process on each, with an engine of its own
+so `self` is that worker. A model on several devices has a process on each, with its own engine
 (`vllm_executor.py`). Left out on purpose: weights that vLLM transforms (quantised, or experts that its
 kernels repack). vLLM is imported lazily: this module is also imported where vLLM is not installed.
 """
@@ -125,8 +125,8 @@ class WeightReceiver:
             model.load_weights((vllm_name(model, name), tensor) for name, tensor in stream)
 
     def hydraflow_pack_weights(self, changed: bool) -> None:
-        """On a CPU: packs all linear weights as its matrix products want them, also a tied head's, if they
-        have `changed` or are not packed."""
+        """On a CPU: packs all linear weights for its matrix products, also a tied head's, if they have
+        `changed` or are not packed."""
         from vllm.model_executor.layers import utils
 
         if changed or not self._packed:

@@ -72,8 +72,8 @@ def score(config: EvalConfig) -> Scored:
 
 
 def averages(scored: Scored, reward: RewardConfig) -> dict[str, dict[str, Any]]:
-    """`{data_source: {score/mean@n, acc/mean@n, score/best@n, prompts, responses, failed}}`; n is the
-    responses per prompt."""
+    """`{data_source: {score/mean@n, acc/mean@n, score/best@n, prompts, responses, failed}}`, and
+    `reward/<name>` for each of `reward.functions`; n: responses per prompt."""
     return {source: _averages(source, prompts, reward) for source, prompts in scored.items()}
 
 

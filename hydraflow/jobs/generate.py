@@ -59,20 +59,20 @@ def run_generate(config: GenerateConfig) -> None:
     """Writes the input's rows with a column `responses`, a list of `rollout.n` texts."""
     set_up_logging()
     config = applied(config)
-    asked = _checked(config)
+    inputs = _checked(config)
     assert config.output.path is not None, "`compose/rules.py` requires it"
     with output_file(config.output.path, ending=ENDING) as unfinished:
-        _write(asked.table, unfinished)  # fail before the sampling, not after it
-        n, decode = asked.plan.samples_per_prompt, asked.tokenizer.batch_decode
-        responses = [decode(of_prompt, skip_special_tokens=True) for of_prompt in _sample_all(config, asked)]
+        _write(inputs.table, unfinished)  # fail before the sampling, not after it
+        n, decode = inputs.plan.samples_per_prompt, inputs.tokenizer.batch_decode
+        responses = [decode(of_prompt, skip_special_tokens=True) for of_prompt in _sample_all(config, inputs)]
         column = pyarrow.array(responses, pyarrow.list_(pyarrow.string()))
-        _write(asked.table.append_column(RESPONSES, column), unfinished)
+        _write(inputs.table.append_column(RESPONSES, column), unfinished)
     print(f"{len(responses)} prompts, {n} {'response' if n == 1 else 'responses'} each: {config.output.path}")
 
 
 @dataclass(frozen=True)
 class GenerateInputs:
-    """Inputs of the sampling: model, tokenizer, prompts and plan."""
+    """What sampling needs, opened and checked."""
 
     machine: Machine
     tokenizer: PreTrainedTokenizerBase
@@ -110,9 +110,9 @@ def _checked(config: GenerateConfig) -> GenerateInputs:
 
 
 def input_table(records: Sequence[FileRecord]) -> pyarrow.Table:
-    """The rows' columns except `responses`. Raises ConfigError for a column that Parquet cannot hold.
+    """The columns of the rows, except `responses`. Raises ConfigError for one that Parquet cannot hold.
 
-    Rows of JSONL files may differ in their columns; what a row lacks is null.
+    Rows of JSONL files may have different columns; missing values are null.
     """
     names = dict.fromkeys(name for record in records for name in record.values if name != RESPONSES)
     columns = {name: [record.values.get(name) for record in records] for name in names}
@@ -138,27 +138,25 @@ def _write(table: pyarrow.Table, path: Path) -> None:
         raise EnvironmentFault(f"the responses cannot be written: {error}") from error
 
 
-def _sample_all(config: GenerateConfig, asked: GenerateInputs) -> list[list[list[int]]]:
+def _sample_all(config: GenerateConfig, inputs: GenerateInputs) -> list[list[list[int]]]:
     """For each prompt the token ids of its responses."""
-    most, seed, pool = config.data.max_response_length, config.trainer.seed, training_pool(asked.machine)
-    longest = config.data.max_prompt_length
     spec = RolloutSpec(
         config.model,
         config.rollout,
-        max_prompt=longest,
-        max_tokens=most,
-        seed=seed,
+        max_prompt=config.data.max_prompt_length,
+        max_tokens=config.data.max_response_length,
+        seed=config.trainer.seed,
         section="rollout",
         start_seconds=config.trainer.start_timeout,
     )
-    observability = Observability(debug=config.debug)
-    runtime = open_runtime(config.trainer, config.ray_init, asked.machine, [pool], observability)
+    pool, observability = training_pool(inputs.machine), Observability(debug=config.debug)
+    runtime = open_runtime(config.trainer, config.ray_init, inputs.machine, [pool], observability)
     try:
         with after_the_start():
             role = runtime.group(TRAIN, {"rollout": RoleSpec(RolloutWorker, (spec,))}).role("rollout")
             runtime.await_ready()
         load_model_directory(role, config.rollout.max_retries)
-        plan, prompts = asked.plan, asked.prompts
+        plan, prompts = inputs.plan, inputs.prompts
         how = SamplingSpec.of_training(config.rollout, plan.samples_per_prompt)
         loader = PromptLoader(prompts, plan.prompts_per_call, shuffle=False, seed=0, drop_last=False)
         source = Lockstep(loader, Sampler(role, None, how), visit=0)

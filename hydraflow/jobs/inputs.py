@@ -1,8 +1,8 @@
 """Opens a job's inputs before anything starts: models, tokenizers, prompts.
 
-In: a configuration, and `Faults` that collects the errors. Out: what could be opened; None for a part that is
-broken. A broken part does not hide the errors of the others, except where they depend on it. Left out on
-purpose: reward functions and the machine (`ppo.py`, `session.py`).
+In: a configuration, and `Faults` that collects the errors. Out: what could be opened; None for a broken part,
+which hides errors of other parts only where they depend on it. Left out on purpose: reward functions and the
+machine (`ppo.py`, `session.py`).
 """
 
 from __future__ import annotations
@@ -55,9 +55,9 @@ if TYPE_CHECKING:
 Rows = TypeVar("Rows")
 LOSS = "distillation.distillation_loss"
 BYTES_PER_TARGET = 12
-"""Bytes of a token's id and log-probability in a step's columns."""
+"""Bytes of one teacher log-probability and its token id in a step's columns."""
 WHOLE_VOCABULARY_BYTES = 2 * 2**30
-"""Limit of such columns per process if they cover the whole vocabulary. Computing the divergence briefly
+"""Limit of these columns per process if they cover the whole vocabulary. Computing the divergence briefly
 takes several times as much."""
 POLICY, CRITIC, ROLLOUT = "actor_rollout_ref.model", "critic.model", "actor_rollout_ref.rollout"
 
@@ -85,7 +85,7 @@ def open_model(
     model: ModelSourceConfig, faults: Faults, *, head: str, field: str, weights: bool = True
 ) -> PreTrainedConfig | None:
     """The model's configuration, checked against the weight files as far as possible without loading them.
-    weights: whether they are read."""
+    `weights`: whether the run reads them."""
     if not faults.passes(lambda: check_modules(model, field)):
         return None
     config = faults.result(lambda: load_config(model, field=field))
@@ -100,7 +100,7 @@ def open_model(
 def open_trained_model(
     model: ModelConfig, faults: Faults, *, head: str, field: str, weights: bool = True
 ) -> PreTrainedConfig | None:
-    """The same for a model that may get adapters."""
+    """Like `open_model`, for a model that may get LoRA adapters."""
     config = open_model(model, faults, head=head, field=field, weights=weights)
     if config is not None and model.lora_rank > 0:
         faults.passes(lambda: require_targets(model, config, head=head, field=field))
@@ -119,7 +119,7 @@ def open_tokenizer(
 def require_stops(
     tokenizer: PreTrainedTokenizerBase | None, rollout: SamplingConfig, faults: Faults, *, section: str
 ) -> None:
-    """Checks that stop strings have a usable tokenizer. section: configuration path of `rollout`."""
+    """Checks that the tokenizer supports the stop strings. `section`: configuration path of `rollout`."""
     if tokenizer is not None and every_stop_string(rollout):
         faults.passes(lambda: streaming_tokenizer(tokenizer, rollout, section=section))
 
@@ -135,7 +135,7 @@ def open_rows(
     key: str,
     max_samples: int,
 ) -> Rows | None:
-    """Opens a data set; without a tokenizer `read` only checks the files."""
+    """Opens a data set as a `kind`; without a tokenizer, `read` only checks the files."""
     if tokenizer is None:
         faults.passes(lambda: read(data, files, key=key, max_samples=max_samples))
         return None
@@ -150,7 +150,7 @@ class Reader:
     """A model and the prompts that it reads."""
 
     name: str
-    """As messages have it."""
+    """In error messages."""
     config: PreTrainedConfig | None
     """None: it could not be opened."""
     datasets: Sequence[PromptDataset | None]
@@ -160,17 +160,18 @@ class Reader:
     @property
     def longest(self) -> int:
         """Tokens of its longest prompt; 0 without any."""
-        found = (one.longest.items() for one in self.datasets if one is not None)
-        return max((tokens for one in found for source, tokens in one if self.reads(source)), default=0)
+        by_source = [item for data in self.datasets if data is not None for item in data.longest.items()]
+        return max((tokens for source, tokens in by_source if self.reads(source)), default=0)
 
 
 def require_context(readers: Sequence[Reader], max_response_length: int) -> None:
     """Raises ConfigError when the longest prompt leaves too little of a model's context."""
-    known = [
-        (context.tokens - one.longest, one.longest, context)
-        for one in readers
-        if one.config is not None and one.longest and (context := context_of(one.config, one.name))
-    ]
+    known = []
+    for reader in readers:
+        if reader.config is None or not reader.longest:
+            continue
+        if context := context_of(reader.config, reader.name):
+            known.append((context.tokens - reader.longest, reader.longest, context))
     room, longest, context = min(known, key=itemgetter(0), default=(max_response_length, 0, None))
     if context is None or max_response_length <= room:
         return
@@ -184,7 +185,7 @@ def require_context(readers: Sequence[Reader], max_response_length: int) -> None
 def require_rows_fit(
     rows: ConversationDataset | PairDataset, data: ExamplesConfig, config: PreTrainedConfig, *, key: str
 ) -> None:
-    """Raises ConfigError when the longest row exceeds the model's context. key: that of the rows' files."""
+    """Raises ConfigError when the longest row exceeds the model's context. `key`: of the rows' files."""
     context = context_of(config)
     if context is None or rows.longest <= context.tokens:
         return
@@ -207,7 +208,7 @@ def require_shareable_rows(config: PPOConfig, plan: BatchPlan, faults: Faults) -
 
 
 def open_inputs(config: PPOConfig, faults: Faults) -> RunPrompts | None:
-    """Models, tokenizer and prompts of a run of reinforcement learning; None: not all could be opened."""
+    """Opens models, tokenizer and prompts of main_ppo. None: the prompts or the tokenizer cannot be used."""
     data, model = config.data, config.actor_rollout_ref.model
     from_files = reads_policy_files(config)
     described = open_trained_model(model, faults, head="policy", field=POLICY, weights=from_files)
@@ -243,8 +244,8 @@ def open_inputs(config: PPOConfig, faults: Faults) -> RunPrompts | None:
 
 
 def _require_routers(config: PPOConfig, described: PreTrainedConfig, faults: Faults) -> None:
-    """Checks that routing replay has routers that the actor's engine can replay. The worker checks models
-    with their own code; models that Megatron-Core cannot train are reported elsewhere."""
+    """Checks that router replay has routers that the actor's engine can replay. The worker checks models with
+    their own code; models that Megatron-Core cannot train are reported elsewhere."""
     actor, model = config.actor_rollout_ref.actor, config.actor_rollout_ref.model
     if actor.router_replay.mode == "disabled":
         return
@@ -258,7 +259,7 @@ def _require_routers(config: PPOConfig, described: PreTrainedConfig, faults: Fau
 
 
 def _open_critic(config: PPOConfig, faults: Faults) -> PreTrainedConfig | None:
-    """The critic's directory defaults to the policy's, whose errors are already reported."""
+    """Opens the critic. Its directory defaults to the policy's, whose errors are not reported twice."""
     known = {(str(problem.value), problem.rule) for problem in faults.problems}
     critics = Faults()
     from_files = reads_critic_files(config)
@@ -288,8 +289,8 @@ def _open_teachers(
     tokenizer: PreTrainedTokenizerBase | None,
     faults: Faults,
 ) -> dict[str, PreTrainedConfig | None]:
-    """Opens the teachers, by data source. A teacher reads the policy's tokens, including those past the
-    tokenizer's that pad a vocabulary."""
+    """Opens the teachers, by data source. A teacher reads the policy's tokens, including those that pad the
+    policy's vocabulary beyond the tokenizer's."""
     opened = {}
     for source in config.distillation.teachers:
         key = f"{TEACHERS}.{source}"
@@ -346,7 +347,7 @@ def _open_companion(
 
 
 def _rename(found: Faults, field: str, key: str, faults: Faults) -> None:
-    """Adds the faults under the key that names the model's directory."""
+    """Adds the faults in `found`, under `key` instead of the path of the model section `field`."""
     for one in found.problems:
         named, remedy = (text.replace(f"{field}.path", key) for text in (one.field, one.remedy))
         faults.add([replace(one, field=named, remedy=remedy)])

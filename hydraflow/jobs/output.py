@@ -1,5 +1,5 @@
-"""The one file that main_generate and main_eval write: tested for writability before the work, present only
-after it.
+"""The output file of main_generate and main_eval: checked to be writable before the work, written only after
+it.
 
 In: `output.path`. Out: a temporary file beside it, which is renamed to it at the end. An existing file stays
 until then.
@@ -20,7 +20,7 @@ KEY = "output.path"
 
 @contextmanager
 def output_file(path: str, *, ending: str = "") -> Iterator[Path]:
-    """A file to write to. It is renamed to `path` if the block succeeds, else removed. ConfigError as in
+    """A file to write to, which is renamed to `path` if the block succeeds, else removed. ConfigError as in
     `require_output`."""
     require_output(path, ending=ending)
     target = Path(path).expanduser()

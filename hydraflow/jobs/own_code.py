@@ -1,9 +1,9 @@
-"""Imports and tries user code in a separate process before a run starts: importing may hang, or end the
-process.
+"""Imports and tries user code in a separate process before a run starts, because an import may hang or end
+its process.
 
 In: functions with the values of their keys, or modules. Out: a `ConfigError` that says what is wrong. The
 process is killed after `SECONDS`, with all its children. Left out on purpose: reward functions, which always
-have processes of their own (`rewards/`).
+run in processes of their own (`rewards/`).
 """
 
 from __future__ import annotations
@@ -40,23 +40,24 @@ def check_functions(config: PPOConfig) -> None:
     known = {problem.field for problem in faults.problems}
     for choice in own_choices(config):
         if choice.key not in known:
-            asked = {"key": choice.key, "given": choice.given, "keys": choice.keys}
-            faults.passes(partial(_in_process, choice.key, choice.given, asked))
+            request = {"key": choice.key, "given": choice.given, "keys": choice.keys}
+            faults.passes(partial(_in_process, choice.key, choice.given, request))
     faults.require_none()
 
 
 def check_modules(model: ModelSourceConfig, field: str) -> None:
-    """The same for `external_lib` of a model, whose section is `field`."""
+    """Raises ConfigError if a module of `external_lib` cannot be imported. `field`: the model's section."""
     if model.external_lib:
         key = f"{field}.external_lib"
         _in_process(key, model.external_lib, {"key": key, "modules": model.external_lib})
 
 
-def _in_process(key: str, given: Any, asked: dict[str, Any]) -> None:
+def _in_process(key: str, given: Any, request: dict[str, Any]) -> None:
+    """Runs `main(request)` in a new process, and raises the problems that it reports."""
     answers, answer = os.pipe()
     with open(answers, encoding="utf-8") as answered:
         process = subprocess.Popen(
-            [sys.executable, "-c", _BOOT, json.dumps(sys.path), str(answer), json.dumps(asked)],
+            [sys.executable, "-c", _BOOT, json.dumps(sys.path), str(answer), json.dumps(request)],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             pass_fds=[answer],
@@ -80,19 +81,20 @@ def _in_process(key: str, given: Any, asked: dict[str, Any]) -> None:
         raise ConfigError(problems)
 
 
-def main(answer: int, asked: dict[str, Any]) -> None:
-    """Runs in the process: tries the requested code, and writes a list of (key, value, rule, remedy)."""
+def main(answer: int, request: dict[str, Any]) -> None:
+    """Runs in the new process: tries the requested code, and writes a JSON list of [key, value, rule, remedy]
+    to the file descriptor `answer`."""
     problems: list[Problem] = []
     try:
-        if "modules" in asked:
-            import_modules(asked["modules"], asked["key"])
+        if "modules" in request:
+            import_modules(request["modules"], request["key"])
         else:
-            _try(asked["key"], asked["given"], asked["keys"])
+            _try(request["key"], request["given"], request["keys"])
     except ConfigError as error:
         problems = error.problems
-    given = asked.get("given", asked.get("modules"))
+    given = request.get("given", request.get("modules"))
     with open(answer, "w", encoding="utf-8") as stream:
-        json.dump([[asked["key"], given, problem.rule, problem.remedy] for problem in problems], stream)
+        json.dump([[request["key"], given, problem.rule, problem.remedy] for problem in problems], stream)
     os._exit(0)  # threads that the import started must not keep it alive
 
 
@@ -101,7 +103,7 @@ def _try(key: str, given: str, keys: dict[str, Any]) -> None:
     function = OwnFunction.named(given)
     assert function is not None, "the key names a function"
     loaded = function.load()
-    # imports torch: only for a file that loads
+    # imports torch, so only once the file has loaded
     from hydraflow.algorithms.trial import try_estimator, try_loss
 
     try:

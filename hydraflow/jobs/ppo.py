@@ -1,8 +1,8 @@
 """Reinforcement learning from configuration to run folder: check, prepare, plan, start workers, train, save.
 
 Errors in configuration, data, paths and resources are found before a worker starts; with a recipe, before its
-model is trained, on an untrained one of the same kind. Then the recipe's files and model replace those of the
-configuration, and the rest is the same for all runs.
+warm start, by checking an untrained model of the same kind. Then the recipe's files and model replace those
+of the configuration, and the rest is the same for all runs.
 """
 
 from __future__ import annotations
@@ -26,7 +26,13 @@ from hydraflow.dispatch.runtime import Runtime
 from hydraflow.jobs.inputs import RunPrompts, open_inputs, require_shareable_rows, require_teachers
 from hydraflow.jobs.own_code import check_functions
 from hydraflow.jobs.restarts import Restarts, with_restarts
-from hydraflow.jobs.saving import RunCheckpointing, ppo_roles, require_metric, training_loader, weights_only
+from hydraflow.jobs.saving import (
+    RunCheckpointing,
+    ppo_roles,
+    require_metric,
+    training_loader,
+    validated_roles,
+)
 from hydraflow.jobs.session import Session
 from hydraflow.recipes import arithmetic
 from hydraflow.rewards.functions import unknown_sources
@@ -58,7 +64,7 @@ from hydraflow.workers.reward_model import RewardModelWorker
 from hydraflow.workers.rollout import SamplingSpec
 
 VALIDATION = -1
-"""Takes the place of the epoch in the random keys of a validation."""
+"""Replaces the epoch in the random keys of a validation."""
 
 
 def run_ppo(config: PPOConfig, *, command: Command | None = None) -> None:
@@ -67,12 +73,12 @@ def run_ppo(config: PPOConfig, *, command: Command | None = None) -> None:
 
 
 class PPOJob:
-    """One `main_ppo` run; `command` says where each value is from, for the plan and for the run folder."""
+    """One `main_ppo` run. `command`: origins of the values, for the plan and the run folder."""
 
     def __init__(
         self, config: PPOConfig, *, command: Command | None = None, restarts: Restarts | None = None
     ):
-        self.config, self.asked, self.restarts = with_whole_paths(applied(config)), config, restarts
+        self.config, self.requested, self.restarts = with_whole_paths(applied(config)), config, restarts
         self.command = command or Command("ppo")
 
     def run(self) -> None:
@@ -89,12 +95,12 @@ class PPOJob:
                 return
             if not final:
                 plan, prompts = self._checked(session, self.config, True)
-            session.keep(self.asked, plan, self.command, own_files(self.asked))
+            session.keep(self.requested, plan, self.command, own_files(self.requested))
             self._train(session, plan, prompts)
 
     def _checked(self, session: Session, config: PPOConfig, final: bool) -> tuple[BatchPlan, RunPrompts]:
         """Opens every file that the run will use, and makes the plan. Raises one ConfigError that lists
-        everything missing or inconsistent. Unless `final`, a recipe's files are a small sample."""
+        everything missing or inconsistent. Unless `final`, the files are a small sample of the recipe's."""
         faults = session.faults
         prompts = open_inputs(config, faults)
         sources = set(prompts.data_sources()) if prompts else set()
@@ -123,18 +129,18 @@ class PPOJob:
         return plan, prompts
 
     def _required(self, plan: BatchPlan) -> CheckpointRequirements:
-        """The run's requirements on a checkpoint; a run that only validates accepts any model's weights."""
+        """What the run requires of a checkpoint; one that only validates accepts any configuration."""
         if self.config.trainer.val_only:
-            weights = {"actor": weights_only("actor_rollout_ref.actor.checkpoint")}
-            return CheckpointRequirements(Identity({}), weights, 0, looks_only=True)
+            return CheckpointRequirements(Identity({}), validated_roles(), 0, looks_only="trainer.val_only")
         if self.config.trainer.debug.rollout_only:
-            return CheckpointRequirements(Identity({}), {}, plan.total_steps, looks_only=True)
+            key = "trainer.debug.rollout_only"
+            return CheckpointRequirements(Identity({}), {}, plan.total_steps, looks_only=key)
         roles = ppo_roles(self.config, critic=plan.critic is not None)
-        return CheckpointRequirements(identity_of(self.asked, plan), roles, plan.total_steps)
+        return CheckpointRequirements(identity_of(self.requested, plan), roles, plan.total_steps)
 
     def _make_recipe(self, session: Session) -> bool:
-        """Points the configuration at the recipe's files and model, which are made if they do not exist;
-        False: there is no time left to train."""
+        """Points the configuration at the recipe's files and model, which are made if they do not exist.
+        False: a signal asked the run to end meanwhile."""
         trainer = self.config.trainer
         debugged = self.config.debug or trainer.debug.local  # a debugger uses the terminal
         assets = arithmetic.prepare(
@@ -156,6 +162,7 @@ class PPOJob:
         machine = session.found_machine
         if machine is None:
             return None
+        # `cluster` is for planning other machines than this run's
         per_node, here = machine.processes_per_node, replace(self.config, cluster=ClusterConfig())
         return session.faults.result(
             lambda: resolve_plan(
@@ -164,7 +171,7 @@ class PPOJob:
         )
 
     def _check_up(self, session: Session, plan: BatchPlan | None, prompts: RunPrompts | None) -> None:
-        """Checks this machine for what the run needs, apart from the inputs that are already open."""
+        """Checks this machine for what the run needs, except inputs that are already open."""
         opened: dict[str, Any] = {"machine": session.found_machine, "plan": plan}
         if self.config.recipe.name == "none":
             opened["tokenizer"] = prompts and prompts.tokenizer
@@ -203,7 +210,7 @@ class PPOJob:
         trainer = PPOTrainer(self.config, plan, roles, session.runtime, source, self._dump())
         if session.start.found is not None:
             trainer.restore(session.start.found.state.entropy)
-        loop = self._around(session, plan, roles, trainer, prompts, trackers)
+        loop = self._loop(session, plan, roles, trainer, prompts, trackers)
         with saving.checkpointer(trackers, trainer.controllers) as checkpoints:
             session.why = loop.fit(
                 checkpoints,
@@ -221,7 +228,7 @@ class PPOJob:
         source = self.source(plan, session.runtime, roles, loader)
         most = self.config.reward.max_failed_share
         trainer = RolloutTrainer(plan, session.runtime, source, self._dump(), most)
-        loop = self._around(session, plan, roles, trainer, prompts, session.open_trackers(plan.total_steps))
+        loop = self._loop(session, plan, roles, trainer, prompts, session.open_trackers(plan.total_steps))
         session.why = loop.fit(None, plan.total_steps, validate_first=self.config.trainer.val_before_train)
 
     def source(
@@ -251,24 +258,24 @@ class PPOJob:
         return RecordedSource(source, Path(debug.save_rollouts).expanduser(), runtime)
 
     def _dump(self) -> GenerationDump | None:
-        """The writer of readable training responses; trajectories from a dump are not written again."""
+        """Writes training responses as text. None: not asked for, or replayed from files."""
         trainer = self.config.trainer
         if trainer.debug.load_rollouts:
             return None
         return GenerationDump.to(trainer.rollout_data_dir, "trainer.rollout_data_dir")
 
     def _validate_only(self, session: Session, plan: BatchPlan, roles: Roles, prompts: RunPrompts) -> None:
-        """Validates once, the model or the checkpoint that the user named."""
+        """Validates the configured model or checkpoint once."""
         start = session.start
         if start.found is not None:
             load_roles(start.found, {"actor": roles.actor}, self._required(plan).roles)
         assert prompts.val is not None, "a run without training prompts validates"
         held_out, _ = self._held_out(plan, roles, prompts.val)
         trainer = PPOTrainer(self.config, plan, roles, session.runtime, held_out, None)
-        loop = self._around(session, plan, roles, trainer, prompts, session.open_trackers(plan.total_steps))
+        loop = self._loop(session, plan, roles, trainer, prompts, session.open_trackers(plan.total_steps))
         session.why = loop.validate_only(start.step)
 
-    def _around(
+    def _loop(
         self,
         session: Session,
         plan: BatchPlan,
@@ -277,6 +284,7 @@ class PPOJob:
         prompts: RunPrompts,
         trackers: Trackers,
     ) -> Loop:
+        """The loop around a trainer, with a validator if there are held-out prompts."""
         validator = None
         if prompts.val is not None and not self.config.trainer.debug.train_only:
             source, calls = self._held_out(plan, roles, prompts.val)

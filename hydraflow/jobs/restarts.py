@@ -2,9 +2,9 @@
 checkpoint.
 
 In: a job, and the WorkerError that ended it. Out: the job again, in the same run folder, after a pause that
-doubles each time. Only worker failures are retried, because errors in configuration or data, rows that are
-too large, and guards would fail in the same way again. Left out on purpose: how a run resumes
-(`run_start.py`); restarts after the controller itself died (a batch system starts the same command again).
+doubles each time. Only worker failures are retried: configuration and data errors, rows that are too large,
+and guards would fail in the same way again. Left out on purpose: how a run resumes (`run_start.py`); restarts
+after the controller itself died (a batch system starts the same command again).
 """
 
 from __future__ import annotations
@@ -39,6 +39,7 @@ class Restarts:
     trainer: LoopConfig
     """The section as the user gave it."""
     done: int = 0
+    """Number of restarts so far."""
     folder: RunFolder | None = None
     """The run folder; None: the run has not started."""
     stop_requested: bool = False
@@ -47,12 +48,12 @@ class Restarts:
     started: float = field(default_factory=time.monotonic)
 
     def pause(self) -> float:
-        """Seconds before the next one."""
+        """Seconds before the next restart."""
         return min(LONGEST_PAUSE, self.trainer.restart_backoff * 2**self.done)
 
     def is_possible(self) -> bool:
-        """Whether the run may start once more: there is a run to resume, restarts and time are left, and no
-        signal asked it to stop."""
+        """Whether the run may restart: there is a run to resume, restarts and time are left, and no signal
+        asked it to stop."""
         if self.folder is None or not self.trainer.max_restarts or self.stop_requested:
             return False
         if self.done >= self.trainer.max_restarts:
@@ -85,7 +86,7 @@ def with_restarts(config: Config, start: Callable[[Config, Restarts], None]) -> 
                 raise
             reason = str(error).splitlines()[0]
         assert restarts.folder is not None, "only a run with a folder is restarted"
-        with controller_log(restarts.folder.path, config.log):  # between two starts, too
+        with controller_log(restarts.folder.path, config.log):  # the session has closed its own
             if not _wait(restarts, restarts.folder, reason):
                 return
         restarts.done += 1
@@ -93,7 +94,8 @@ def with_restarts(config: Config, start: Callable[[Config, Restarts], None]) -> 
 
 
 def _wait(restarts: Restarts, folder: RunFolder, reason: str) -> bool:
-    """Pauses; False if a signal asks the run to stop meanwhile; its batch system then reads `requeue`."""
+    """Pauses before a restart. False: a signal asked the run to stop meanwhile; the requeue file is written
+    for the batch system."""
     number, pause = restarts.done + 1, restarts.pause()
     text = "%s -- RESTART %d of %d in %g seconds, from the last complete checkpoint in %s"
     logger.warning(text, reason, number, restarts.trainer.max_restarts, pause, folder.path)

@@ -1,7 +1,7 @@
 """Chooses and locks the run folder, and finds the checkpoint to resume from.
 
-In: resume_mode, default_local_dir, the run's identity. Out: a `RunStart`. Records that an earlier start of
-the same run wrote after the checkpoint are dropped, because those steps run again; files of another run in
+In: resume_mode, default_local_dir, the run's identity. Out: a `RunStart`. Metrics that an earlier start of
+the same run logged after the checkpoint are dropped, because those steps run again; files of another run in
 the folder are moved away.
 
 Without default_local_dir, `auto` takes the newest folder runs/<experiment_name>-* in which a run of the same
@@ -35,7 +35,7 @@ class RunStart:
     run_id: str
     """The run's id in trackers."""
     notes: tuple[str, ...] = ()
-    """Lines for the user: what was changed in the folder."""
+    """What was changed in the folder, as lines for the user."""
 
     @property
     def step(self) -> int:
@@ -43,14 +43,15 @@ class RunStart:
         return self.found.step if self.found else 0
 
     def is_done(self, total_steps: int) -> bool:
-        """Whether all steps are done and the run recorded its end."""
+        """Whether all steps are done and the run wrote its summary: until then its final model may be
+        missing."""
         why, steps = self.folder.ended_with()
         return self.found is not None and self.step >= total_steps and why == DONE and steps >= total_steps
 
 
 def begin(trainer: LoopConfig, required: CheckpointRequirements) -> RunStart:
-    """Chooses folder and checkpoint. ConfigError if the folder is in use, or as `resume.find` says; nothing
-    is changed in that case."""
+    """Chooses folder and checkpoint. ConfigError if the folder is in use, or as in `resume.find`; then
+    nothing has been changed."""
     searches = trainer.default_local_dir is None and trainer.resume_mode == "auto"
     if searches and not required.looks_only and (interrupted := _interrupted_run(trainer, required)):
         return interrupted
@@ -69,11 +70,11 @@ def take_back(start: RunStart) -> RunStart:
     assert start.found is not None
     store, found = CheckpointStore(start.folder.path), start.found
     store.clear_leftovers()
-    notes = [f"global_step_{step} is skipped: {why}" for step, why in found.passed_over.items()]
+    notes = [f"global_step_{step} is skipped: {why}" for step, why in found.skipped.items()]
     if not _is_inside(found.checkpoint, start.folder.path):
         start.folder.move_earlier_run()
         return replace(start, notes=tuple(notes))
-    notes += [f"moved to {path}" for path in store.set_aside(found.step, found.passed_over)]
+    notes += [f"moved to {path}" for path in store.set_aside(found.step, found.skipped)]
     store.point_to(found.step if found.checkpoint == store.path(found.step) else None)
     dropped = start.folder.go_back_to(found.step)
     if dropped:
@@ -112,7 +113,7 @@ def _interrupted_run(trainer: LoopConfig, required: CheckpointRequirements) -> R
 
 
 def _may_resume(folder: RunFolder, required: CheckpointRequirements) -> bool:
-    """Whether the run can be resumed, by the record in its newest checkpoint: verifying the whole checkpoint
+    """Whether the run can be resumed, by the state in its newest checkpoint: verifying whole checkpoints
     would be too slow for a search through old runs."""
     store = CheckpointStore(folder.path)
     if not store.steps():

@@ -1,4 +1,4 @@
-"""Saves and restores a job's state besides its models: data order, KL controller, skipped steps, identity.
+"""Saves and restores a job's state besides its models: data order, controllers, skipped steps, identity.
 
 In: a job's parts. Out: its `Checkpointer`, and a report of what was restored. Serves `ppo.py` and `sft.py`.
 """
@@ -30,7 +30,7 @@ from hydraflow.workers.training import TrainedWorker
 
 
 def ppo_roles(config: PPOConfig, *, critic: bool) -> dict[str, RoleCheckpoints]:
-    """The trained roles of a PPO run, by the name of their folder."""
+    """The trained roles of a PPO run, by the name of their folder in a checkpoint."""
     trainer, actor = config.trainer, config.actor_rollout_ref.actor
     kept = (trainer.max_actor_ckpt_to_keep, "trainer.max_actor_ckpt_to_keep")
     roles = {"actor": RoleCheckpoints("actor_rollout_ref.actor.checkpoint", actor.checkpoint, *kept)}
@@ -41,32 +41,34 @@ def ppo_roles(config: PPOConfig, *, critic: bool) -> dict[str, RoleCheckpoints]:
 
 
 def sft_roles(config: SupervisedConfig) -> dict[str, RoleCheckpoints]:
-    """The one role of a supervised run."""
+    """The only role of a supervised run, by the name of its folder in a checkpoint."""
     kept = (config.trainer.max_ckpt_to_keep, "trainer.max_ckpt_to_keep")
     return {"model": RoleCheckpoints("checkpoint", config.checkpoint, *kept)}
 
 
-def weights_only(key: str) -> RoleCheckpoints:
-    """Roles of a run that only evaluates a model: nothing is saved."""
-    return RoleCheckpoints(key, CheckpointConfig(load_contents=["model"]), None, "")
+def validated_roles() -> dict[str, RoleCheckpoints]:
+    """What a run that only validates loads: the actor's weights. It saves nothing."""
+    loaded = CheckpointConfig(load_contents=["model"])
+    return {"actor": RoleCheckpoints("actor_rollout_ref.actor.checkpoint", loaded, None, "")}
 
 
 def require_metric(keep_best: str | None, measured: Collection[str]) -> None:
-    """Raises ConfigError if no validation measures the metric that selects the best checkpoint."""
+    """Raises ConfigError if no validation measures `keep_best`, the metric that selects the best
+    checkpoint."""
     if keep_best is None or keep_best in measured:
         return
     names = sorted(measured)
-    there = f"there are {', '.join(names)}" if names else "it has no held-out rows (data.val_files)"
-    rule = f"no validation of this run measures it; {there}"
-    remedy = " or ".join(f"trainer.keep_best={name}" for name in names)
+    known = f"there are {', '.join(names)}" if names else "it has no held-out rows (data.val_files)"
+    rule = f"no validation of this run measures it; {known}"
+    remedies = [f"trainer.keep_best={name}" for name in names] or ["data.val_files=<file>"]
+    remedy = " or ".join([*remedies, "trainer.keep_best=null"])
     raise ConfigError.one("trainer.keep_best", keep_best, rule, remedy)
 
 
 def training_loader(
     config: PPOConfig | SupervisedConfig, rows: RowSource, per_step: int, start: RunStart
 ) -> PromptLoader:
-    """The loader of the training rows. Raises ConfigError, before a worker starts, if the data are not those
-    of the checkpoint."""
+    """The loader of the training rows. Raises ConfigError if the data differ from those of the checkpoint."""
     loader = PromptLoader(rows, per_step, shuffle=config.data.shuffle, seed=config.trainer.seed)
     if start.found is not None:
         loader.require_same(start.found.state.data)
@@ -75,16 +77,16 @@ def training_loader(
 
 @dataclass(frozen=True)
 class RunCheckpointing:
-    """The stateful parts of a run."""
+    """The parts of a run whose state checkpoints hold."""
 
     trainer: LoopConfig
     required: CheckpointRequirements
     start: RunStart
     groups: Mapping[str, RoleGroup]
-    """Trained roles by the name of their folder."""
+    """Trained roles by the name of their folder in a checkpoint."""
     source: Source
     loader: PromptLoader
-    """The training rows, from which the source takes its own."""
+    """The training rows, from which the source takes."""
     advantage: RoleGroup | None = None
     """Holds the KL controller; None: the run has none."""
     undisturbed: Callable[[], AbstractContextManager[None]] = nullcontext
@@ -96,18 +98,18 @@ class RunCheckpointing:
         """The run's checkpointer. ConfigError when the disk has too little room.
 
         `trackers` are flushed before each save: a checkpoint is never ahead of the metrics. `controllers`:
-        the states of the controllers, by their field of `RunState`.
+        returns their states, by field of `RunState`.
         """
         store = CheckpointStore(self.start.folder.path)
         describe = partial(self._describe, trackers, controllers)
         roles = self.required.roles
-        made = Checkpointer(self.trainer, store, self.groups, roles, describe, self.undisturbed)
-        made.require_space(self.required.total_steps, self.start.step)
-        return made
+        checkpointer = Checkpointer(self.trainer, store, self.groups, roles, describe, self.undisturbed)
+        checkpointer.require_space(self.required.total_steps, self.start.step)
+        return checkpointer
 
     def restore(self) -> None:
-        """Restores everything from the checkpoint that the run resumes from, if there is one, and prints what
-        was restored."""
+        """Restores everything from the run's checkpoint, if it resumes from one, and prints what was
+        restored."""
         found = self.start.found
         if found is None:
             return
@@ -131,6 +133,7 @@ class RunCheckpointing:
     def _describe(
         self, trackers: Trackers, controllers: Callable[[], dict[str, dict[str, float]]], step: int
     ) -> dict[str, Any]:
+        """The content of the checkpoint's trainer.json."""
         trackers.flush()
         skipped = {name: group.call(TrainedWorker.skipped_in_a_row) for name, group in self.groups.items()}
         state = RunState(
@@ -148,6 +151,7 @@ class RunCheckpointing:
         return asdict(state)
 
     def _origin(self) -> str | None:
+        """See `RunState.origin`."""
         if self.trainer.resume_mode == "resume_path" and self.trainer.resume_from_path:
             return str(Path(self.trainer.resume_from_path).expanduser().resolve())
         return self.start.found.state.origin if self.start.found else None

@@ -70,7 +70,7 @@ class Session:
         self.log, self.profiler, self.debug = config.log, config.global_profiler, config.debug
         set_up_logging(config.log.level)
         self.faults = Faults()
-        """Errors of the machine; the job adds its own, and raises all of them before it starts."""
+        """Errors found here and by the job, all raised together before anything starts."""
         self.faults.passes(lambda: require_writable(config.ray_init.timeline_file, TIMELINE))
         self.faults.passes(lambda: require_profiler(config.global_profiler))
         self.faults.passes(lambda: RunFolder.prove_writable(trainer.default_local_dir))
@@ -92,10 +92,10 @@ class Session:
         self._log_files: RoleLogs | None = None
 
     def begin(self, required: CheckpointRequirements) -> bool:
-        """Chooses and locks the run folder, and finds the checkpoint to resume from; False: the run is
+        """Chooses and locks the run folder, and finds the checkpoint to resume from. False: the run is
         already complete.
 
-        ConfigError with everything in `faults`, and as in `run_start.begin`.
+        ConfigError with everything in `faults`, or as in `run_start.begin`.
         """
         self.faults.require_none()
         self._start = run_start.begin(self.trainer, required)
@@ -123,7 +123,7 @@ class Session:
     @property
     def start(self) -> RunStart:
         """Run folder and checkpoint; only after `begin`."""
-        assert self._start is not None, "begin() comes before any use of the session"
+        assert self._start is not None, "begin() has not been called"
         return self._start
 
     @property
@@ -155,7 +155,7 @@ class Session:
         return [self._training, *([scoring_pool()] if self.scoring else [])]
 
     def _numbered(self, ray_init: RayInitConfig) -> RayInitConfig:
-        """The timeline's file; a restart gets a new name, so that the timeline of the failure is kept."""
+        """Renames a restart's timeline file, so that the timeline of the failure is kept."""
         if ray_init.timeline_file is None or not self.restarts.done:
             return ray_init
         path = Path(ray_init.timeline_file)
@@ -170,10 +170,10 @@ class Session:
         files: Mapping[str, Path] | None = None,
     ) -> None:
         """Writes the requested configuration, the origins of its values, the plan, this start's facts
-        (command line, commit, versions) and the user's files of code to the run folder, and all but those
-        files to the trackers."""
+        (command line, commit, versions) and the user's code files to the run folder, and all but the code to
+        the trackers."""
         folder, kept = self.folder, asdict(config) | {"trainer": asdict(self.restarts.trainer)}
-        for key, value in command.written.items():
+        for key, value in command.written.items():  # names of environment variables instead of their values
             *sections, name = key.split(".")
             reduce(getitem, sections, kept)[name] = value
         facts = facts_of_start(self.start.step, command.words) | {"code": folder.keep_code(files or {})}
@@ -209,8 +209,8 @@ class Session:
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        """Closes everything the session opened. If an error ended the run, that error is reported, and
-        failures of closing only cause warnings."""
+        """Closes everything that the session opened. If an error ended the run, that error is raised, and
+        failures to close are only warnings."""
         if isinstance(error, ConfigError) and self._runtime is not None:
             error.started = True
         cause: BaseException | None = None
@@ -230,6 +230,7 @@ class Session:
             raise decisive[0]
 
     def _note_why(self, error: BaseException | None) -> None:
+        """Records in `why`, and in the log file, the error that ended the run, if any."""
         if isinstance(error, HydraflowError):
             self.why = str(error).splitlines()[0]
         elif isinstance(error, Exception):
@@ -253,9 +254,10 @@ class Session:
         return steps
 
     def _leave(self, error: BaseException | None) -> None:
+        """Writes the requeue file if the run was preempted and can resume, and unlocks the folder."""
         if self._start is None:
             return
-        # a signal to the process group also ends workers, and a repeated one ends a step
+        # no failures: a signal to the process group also ends workers, and a repeated one ends a step
         failed = error is not None and not isinstance(error, WorkerError) and not self.signals.insisted
         try:
             if self.clock.preempted and self.why != DONE and not failed:
@@ -275,8 +277,8 @@ class Session:
 
 
 def _fault_of(what: str, step: Callable[[], None]) -> BaseException | None:
-    """The error of a closing step, if any. Libraries raise whatever they like, and an error must not prevent
-    the steps that follow."""
+    """The error of a closing step, if any. Catches all errors, because libraries raise any, and the steps
+    that follow must run."""
     try:
         step()
     except (Exception, KeyboardInterrupt) as fault:

@@ -43,7 +43,7 @@ class Kind:
     """Opens a data set."""
     trainer: type[SFTTrainer]
     head: str
-    """The model's: policy or value."""
+    """Head of the model: policy or value."""
     measured: tuple[str, ...]
     """Metrics of held-out examples that can select the best checkpoint."""
 
@@ -62,10 +62,8 @@ KINDS: dict[type[SupervisedConfig], Kind] = {
 
 
 def run_sft(config: SupervisedConfig, *, command: Command | None = None) -> None:
-    """Trains; raises ConfigError before anything starts, other errors of `errors.py` later.
-
-    `command` says where each value is from.
-    """
+    """Trains, or resumes training. Raises ConfigError before anything starts, other errors of `errors.py`
+    later. `command`: origins of the values, for the plan and the run folder."""
     with_restarts(config, partial(_run, command or Command("sft")))
 
 
@@ -95,7 +93,7 @@ def _run(command: Command, config: SupervisedConfig, restarts: Restarts) -> None
 
 
 def _in_steps(trainer: SupervisedTrainerConfig, plan: SFTPlan) -> SupervisedTrainerConfig:
-    """The settings with after_each_epoch replaced by the number of steps."""
+    """The settings with after_each_epoch replaced by an epoch's number of steps."""
     steps = {AFTER_EACH_EPOCH: plan.steps_per_epoch}
     test_freq, save_freq = (steps.get(every, every) for every in (trainer.test_freq, trainer.save_freq))
     return replace(trainer, test_freq=test_freq, save_freq=save_freq)

@@ -1,1 +1,1 @@
-"""The memory estimate: what a planned run holds on each device and machine, before anything starts."""
+"""The memory estimate: what a planned run needs on each device and machine, before anything starts."""

@@ -29,14 +29,14 @@ class MicroBatchTokens:
     attended: int
     """T: attention sees whole rows."""
     asked: int
-    """K."""
+    """K: response tokens."""
     ulysses: int = 1
     """U, which divides the other numbers; attention sees U times as many tokens, with fewer heads."""
 
 
 @dataclass(frozen=True)
 class RowSizes:
-    """The longest rows of a run."""
+    """Tokens of a run's longest rows, and how rows are laid out."""
 
     prompt: int
     response: int
@@ -91,8 +91,8 @@ class LayerCosts:
 def layer_costs(
     shape: ModelShape, tokens: MicroBatchTokens, number: int, *, tensor: int = 1, outside: int = 1
 ) -> LayerCosts:
-    """The fullest kind of layer. `number`: bytes per number. `tensor` devices share each matrix; `outside`
-    devices share what is between matrices (norms and residuals)."""
+    """The costs of the most expensive kind of layer. `number`: bytes per number. `tensor` devices share each
+    matrix; `outside` devices share what is between matrices (norms and residuals)."""
     mlp_wide = shape.intermediate * number if shape.dense_layers else 0
     mlp_saved = 4 * mlp_wide  # gate, its activation, up, their product
     if shape.experts:
@@ -156,8 +156,8 @@ def _experts(shape: ModelShape, number: int) -> tuple[int, int]:
 
 
 def head_forward(vocabulary: int, asked: int, chunk: int, number: int, *, post: int = 0) -> int:
-    """Logits of one chunk and their log-probabilities, (K, V) each, in float32 or wider; of narrower numbers
-    also the logits as the head computes them, and `post` copies of those in their post-processing."""
+    """Bytes of one chunk's logits and log-probabilities, (K, V) each, in float32 or wider. A narrower type
+    adds the logits as computed; post-processing adds `post` copies of those."""
     wide = max(4, number)
     copies = 2 * wide + (number if number < wide else 0) + post * number
     return copies * min(asked, head_chunk(chunk, vocabulary, number)) * vocabulary
@@ -166,10 +166,9 @@ def head_forward(vocabulary: int, asked: int, chunk: int, number: int, *, post: 
 def head_backward(
     vocabulary: int, asked: int, chunk: int, number: int, *, trained_entropy: bool, post: int = 0
 ) -> int:
-    """The backward pass turns logits into their gradient in place, but for that of the post-processing. The
-    forward pass keeps the (log-)probabilities of a single chunk, nothing of several, nor of post-processed
-    logits; with them a trained entropy takes one copy more.
-    """
+    """Bytes of the head's backward pass. It turns logits into their gradient in place; only the copies that
+    post-processing makes need separate gradients. If all tokens fit into one chunk, without post-processing,
+    the forward pass keeps the (log-)probabilities, and a trained entropy needs one more copy."""
     single = asked <= head_chunk(chunk, vocabulary, number)
     forward = head_forward(vocabulary, asked, chunk, number, post=2 * post)
     if not trained_entropy or not single or post:

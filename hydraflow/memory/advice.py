@@ -22,6 +22,7 @@ from hydraflow.memory.roles import ALONE, EstimateInputs
 LEAST_SHARE = 0.005
 """Changes that save a smaller share of the excess are not listed."""
 _MOST = 8
+"""Largest number of changes that are suggested."""
 POLICY = "actor_rollout_ref"
 MICRO_KEYS = {
     name: (f"{prefix}micro_batch_size_per_gpu", f"{prefix}max_token_len_per_gpu")
@@ -89,6 +90,7 @@ def _advise(
         saving = [one for one in saving if one[3] >= LEAST_SHARE * excess]
         if not saving:
             return
+        # each further degree of harm must save four times as much; savings beyond the excess do not count
         change, inputs, report, saved = max(saving, key=lambda one: min(one[3], excess) / 4 ** one[0].harm)
         yield Advice(change.override, saved, change.effect, where)
 
@@ -161,7 +163,7 @@ def _batch_changes(inputs: EstimateInputs) -> Iterator[Change]:
 
 
 def halves(number: int, *, least: int) -> Iterator[int]:
-    """A half of it, a quarter and so on, down to `least`.
+    """Half of it, a quarter and so on, down to `least`.
 
     >>> list(halves(1000, least=200))
     [500, 250]
@@ -171,10 +173,10 @@ def halves(number: int, *, least: int) -> Iterator[int]:
 
 
 def _model_changes(inputs: EstimateInputs) -> Iterator[Change]:
-    again = "activations are recomputed: about a third more time"
+    recomputed = "activations are recomputed: about a third more time"
     for prefix in (f"{POLICY}.model", "critic.model"):
         yield Change(f"{prefix}.use_remove_padding", True, 1, "rows are packed")
-        yield Change(f"{prefix}.enable_gradient_checkpointing", True, 2, again)
+        yield Change(f"{prefix}.enable_gradient_checkpointing", True, 2, recomputed)
     if inputs.config.actor_rollout_ref.model.lora_rank == 0:
         yield Change(f"{POLICY}.model.lora_rank", 32, 5, "trains adapters instead of all weights")
 
@@ -193,7 +195,7 @@ def _rollout_changes(inputs: EstimateInputs) -> Iterator[Change]:
 
 
 def _apply(inputs: EstimateInputs, change: Change) -> EstimateInputs | None:
-    """The inputs with the change applied; None: nothing changes."""
+    """The inputs with the change applied; None: the key has that value already."""
     if value_at(inputs.config, change.key) == change.value:
         return None
     config = with_value(inputs.config, change.key, change.value)
@@ -201,8 +203,8 @@ def _apply(inputs: EstimateInputs, change: Change) -> EstimateInputs | None:
 
 
 def _replan(plan: BatchPlan, change: Change) -> BatchPlan:
-    """The plan with the change's micro-batch, or with one copy of a role's model over all of its devices. A
-    smaller micro-batch breaks no rule that a larger one kept."""
+    """The plan with the change's micro-batch, or with a role's model sharded over all of its devices. A
+    smaller micro-batch breaks no rule that the larger one kept."""
     for name, (rows_key, tokens_key) in MICRO_KEYS.items():
         if change.key in (rows_key, tokens_key):
             rows, tokens = (change.value, None) if change.key == rows_key else (None, change.value)

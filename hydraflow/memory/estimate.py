@@ -3,7 +3,7 @@ package's entry point.
 
 In: the plan, the configuration, the model's shape, limits. Out: a `MemoryReport`. The estimate is the peak
 with every row at maximum length; the fixed costs of a process (CUDA context, libraries) are not in a device's
-numbers. Roles of one process work one after another; idle ones count with their memory at rest. Left out on
+numbers. Roles of one process work one after another; idle roles count with their memory at rest. Left out on
 purpose: memory that allocators cache beyond what is in use.
 """
 
@@ -81,20 +81,20 @@ def device_groups(
 
 
 def _phase(roles: list[RoleMemory], phase: str) -> int | None:
-    """Bytes with the active role at its peak and the others at rest; None: none of them works in this phase.
-    While weights are sent, both the sending and the receiving role are active."""
-    at_work = [role for role in roles if phase in role.phases]
-    if not at_work:
+    """Bytes with the active role at its peak and the others at rest; None: no role works in this phase. While
+    weights are sent, both the sending and the receiving role are active."""
+    active = [role for role in roles if phase in role.phases]
+    if not active:
         return None
     resting = sum(role.resting.total for role in roles)
-    added = [role.phases[phase].total - role.resting.total for role in at_work]
+    added = [role.phases[phase].total - role.resting.total for role in active]
     return resting + (sum(added) if phase == "sync" else max(added))
 
 
 def _host(
     inputs: EstimateInputs, roles: tuple[RoleMemory, ...], groups: tuple[DeviceGroup, ...]
 ) -> HostMemoryEstimate:
-    """The fullest machine, assuming one on which every role has devices."""
+    """The fullest machine, assuming that there is one on which every role has devices."""
     layouts, limits = inputs.plan.layouts, inputs.limits
     offload, per_node = 0, 0
     for role in roles:
@@ -112,11 +112,12 @@ def _host(
 
 
 def _row_bytes(inputs: EstimateInputs) -> int:
-    """The first machine's share of a step's columns (`protocol/fields.py`), which stay in the object store:
-    token ids and mask of 8 bytes, and numbers of 4 for each token of the response. Rewards, advantages and
-    returns of all rows are made by rank 0, the other columns by the rank that has the rows."""
+    """Bytes of a step's columns (`protocol/fields.py`) in the first machine's object store: 8 per token id
+    and mask value, 4 per other number of a response token. Rank 0 makes rewards, advantages and returns of
+    all rows; every other column is made by the rank that has the rows."""
     plan, data = inputs.plan, inputs.config.data
-    numbers = 2 + 2 * bool(plan.ref) + 2 * bool(plan.values)  # log-probabilities twice, ...
+    # rollout and old log-probs; the columns of a reference and a critic count twice
+    numbers = 2 + 2 * bool(plan.ref) + 2 * bool(plan.values)
     shared = 8 * data.max_prompt_length + (16 + 4 * numbers) * data.max_response_length
     on_the_first = 3 * 4 * data.max_response_length
     layout = plan.layouts["actor"]
@@ -135,10 +136,10 @@ def _load(inputs: EstimateInputs) -> tuple[int, str]:
         first = layout.devices.ranges[0].start
         readers[first] = max(readers.get(first, 0), _read_bytes(inputs, name, layout))
     load = sum(readers.values())
-    who = "rank 0 of each role reads its whole model, the others read nothing"
+    text = "rank 0 of each role reads its whole model, the others read nothing"
     if dist_checkpoints(inputs.config):
-        who += "; from a checkpoint of Megatron-Core, each rank a tensor at a time"
-    return load, f"{size_text(load)} on machine 0 while models load: {who}"
+        text += "; from a checkpoint of Megatron-Core, each rank a tensor at a time"
+    return load, f"{size_text(load)} on machine 0 while models load: {text}"
 
 
 def _read_bytes(inputs: EstimateInputs, role: str, layout: Layout) -> int:

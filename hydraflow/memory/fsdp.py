@@ -2,7 +2,7 @@
 
 In: a model's shape, how it is sharded, a micro-batch. Out: `MemoryParts` per phase. Follows `engine/fsdp/`
 and torch's fully_shard: units are the layers (those below `min_num_params` belong to the root) and the root
-(embedding, output matrix, last norm), which stays gathered from its first use on. A rank that accumulates
+(embedding, output matrix, last norm), which stays gathered after its first use. A rank that accumulates
 gradients holds them unsharded until the last micro-batch. Left out on purpose: index tensors and columns of
 the batch, which are small beside the model.
 """
@@ -56,7 +56,7 @@ class FSDPModelMemory:
     reshard: bool
     """fsdp_config.reshard_after_forward"""
     offload_policy: bool
-    """Shards are on the host all the time."""
+    """Shards are always on the host."""
     param_offload: bool
     """Weights are on the host while the role is idle."""
     optimizer_offload: bool
@@ -65,7 +65,7 @@ class FSDPModelMemory:
     chunk: int
     """fsdp_config.head_chunk_tokens"""
     policy: bool
-    """Has a vocabulary as output; a critic has one number."""
+    """Whether the output is the vocabulary; a critic has one value."""
 
     @property
     def held(self) -> MemoryParts:
@@ -111,7 +111,7 @@ class FSDPModelMemory:
     def _head_moments(
         self, tokens: MicroBatchTokens, accumulates: bool, *, trained_entropy: bool
     ) -> list[MemoryParts]:
-        """Activations of all layers plus logits."""
+        """The head's forward and backward pass, with the activations of all layers."""
         gradients = self.types.reduced * self.units.trained if accumulates else 0
         full = MemoryParts(activations=self._stored(tokens) + self._around(tokens), gradients=gradients)
         arriving = self._arriving() + MemoryParts(gradients=gradients)
@@ -131,8 +131,8 @@ class FSDPModelMemory:
 
     def _layer_moments(self, tokens: MicroBatchTokens, accumulates: bool) -> list[MemoryParts]:
         """The backward pass at its first layer, where most activations are left, and at its last, where most
-        gradients are summed. The layer, the next one on its way, and the buffers in which the previous
-        layer's gradients arrive and are summed exist together."""
+        gradients are summed. The layer, the next one being gathered, and the buffers in which the previous
+        layer's gradients arrive and are summed exist at the same time."""
         units, costs, waiting = self.units, self._costs(tokens), self._output_gradient
         working = self._around(tokens) + (costs.saved if self.checkpointing else 0) + costs.backward
         summing = self.types.reduced * units.trained_layer
@@ -153,7 +153,7 @@ class FSDPModelMemory:
         return [first, last]
 
     def _last_moments(self, tokens: MicroBatchTokens, accumulates: bool) -> list[MemoryParts]:
-        """The gradient of the embedding is made, then the root's gradients are summed over ranks."""
+        """The end of the backward pass: the embedding's gradient is made, then the root's are summed."""
         units, types = self.units, self.types
         if not units.trained_root:
             return []
@@ -168,8 +168,7 @@ class FSDPModelMemory:
         )
         number = types.reduced if accumulates else types.compute
         copied = MemoryParts(gradients=summed + number * units.trained_root, gathered=buffer)
-        # torch's loop variable still holds the last gradient while they are summed: that of an untied output
-        # matrix
+        # a loop variable in torch still holds the last gradient (an untied output matrix's) during the sum
         output = number * units.head + types.reduced * -(-units.trained_root // self.ranks)
         copies = 2 if self.host_copies and self.ranks > 1 else 1
         return [making, copied, MemoryParts(gradients=summed + output, gathered=buffer * copies)]

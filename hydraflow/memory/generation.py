@@ -43,11 +43,11 @@ class NativeEngineMemory:
 
     @property
     def resting(self) -> MemoryParts:
-        """Its weights; caches live only while it samples."""
+        """Its weights; caches exist only while it samples."""
         return MemoryParts(weights=self.shape.parameters * self.number)
 
     def sample(self, rows: RowSizes, sequences: int) -> MemoryParts:
-        """`sequences` rows of the longest kind in one wave."""
+        """The peak with `sequences` rows of maximum length in one wave."""
         return self.resting + fullest(self._prefill(rows, sequences), self._decode(rows, sequences))
 
     def _prefill(self, rows: RowSizes, sequences: int) -> MemoryParts:
@@ -125,7 +125,7 @@ class ServingEngineMemory:
         return MemoryParts(weights=self.weights, kv_cache=cache)
 
     def sample(self, sequences: int, length: int) -> MemoryParts:
-        """`sequences` rows of `length` tokens at a time."""
+        """With `sequences` rows of `length` tokens at a time."""
         return self.reserved(sequences * self.row_bytes(length))
 
     def sample_on_cpu(self, max_num_seqs: int, length: int, most: int | None) -> MemoryParts:

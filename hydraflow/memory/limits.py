@@ -1,8 +1,8 @@
 """Memory and compute dtypes of the machines that `cluster.*` describes, or of this one.
 
-In: the configuration, and /proc of this machine where the configuration is silent. Out: `MemoryLimits`. No
-torch: the memory of a GPU of this machine is not looked up, so without `cluster.device_memory_gib` it is not
-known.
+In: the configuration, and /proc of this machine for what it leaves open. Out: `MemoryLimits`. Left out on
+purpose: torch, and with it the memory of this machine's GPUs, so that it is not known without
+`cluster.device_memory_gib`.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class BytesPerNumber:
 
 
 def limits_of(config: PPOConfig) -> MemoryLimits:
-    """The limits in `cluster.*`, and for unset keys those of this machine.
+    """The limits in `cluster.*`; those of this machine for unset keys.
 
     >>> config = PPOConfig()
     >>> config.cluster.device, config.cluster.device_memory_gib = "H100", 80
@@ -81,9 +81,9 @@ def limits_of(config: PPOConfig) -> MemoryLimits:
     asked = (cluster.devices_per_node, trainer.n_gpus_per_node, listed_gpus())
     notes = []
     if device is None and device_type != "cpu":
-        notes.append("cluster.device_memory_gib is not given: whether a device holds its part is not known")
+        notes.append("cluster.device_memory_gib is not set: whether a device has enough memory is not known")
     if host is None:
-        notes.append("cluster.host_memory_gib is not given: whether a machine holds its part is not known")
+        notes.append("cluster.host_memory_gib is not set: whether a machine has enough memory is not known")
     return MemoryLimits(
         device_type=device_type,
         device_name=cluster.device or device_type,
@@ -106,7 +106,7 @@ class MachineMemory:
 def host_memory(
     cgroups: Path = Path("/sys/fs/cgroup"), membership: Path = Path("/proc/self/cgroup")
 ) -> MachineMemory:
-    """What the machine has, or a control group or Slurm allows, where that is less."""
+    """The machine's memory, or what a control group or Slurm allows, if that is less."""
     machine = psutil.virtual_memory()
     total, available = machine.total, machine.available
     if (given := allocation()) and given.memory_bytes:

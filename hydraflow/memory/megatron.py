@@ -1,4 +1,4 @@
-"""Memory of one device with Megatron-Core: a share of the layers, of each matrix, of the experts.
+"""Memory of one device with Megatron-Core, which holds a share of the layers, of each matrix, of the experts.
 
 In: a model's shape, a `Layout`, a micro-batch. Out: `MemoryParts` per phase, for the fullest pipeline stage.
 Weights in the compute type, gradients in float32, and 12 bytes of optimizer state per 16-bit weight (a
@@ -36,7 +36,7 @@ class MegatronModelMemory:
     policy: bool
     """Whether the output is the vocabulary; a critic has one value."""
     host_copies: bool
-    """Collectives of host tensors copy once more inside (gloo)."""
+    """Whether collectives make one more copy (gloo, for tensors in host memory)."""
 
     @property
     def held(self) -> MemoryParts:
@@ -66,11 +66,11 @@ class MegatronModelMemory:
     def update(
         self, tokens: MicroBatchTokens, micro_batches: int, *, trained_entropy: bool = False
     ) -> MemoryParts:
-        """An upper bound of the first stage, which has the most micro-batches in flight, and the last, which
-        has the logits. The memory of a trained entropy is left out."""
+        """An upper bound: the first stage's activations, as it has the most micro-batches in flight, and the
+        last stage's logits. The memory of a trained entropy is left out."""
         costs = layer_costs(self.shape, tokens, self.number, tensor=self.layout.tensor, outside=self._outside)
-        layers, on_their_way = self._stage_layers, min(self.layout.pipeline, micro_batches)
-        stored = layers * (costs.entry if self.checkpointing else costs.saved) * on_their_way
+        layers, in_flight = self._stage_layers, min(self.layout.pipeline, micro_batches)
+        stored = layers * (costs.entry if self.checkpointing else costs.saved) * in_flight
         if self.layout.virtual_pipeline > 1:
             # an interleaved schedule starts more forward passes before the first backward pass
             stages, parts = self.layout.pipeline, self.layout.virtual_pipeline
@@ -103,6 +103,7 @@ class MegatronModelMemory:
 
     @property
     def _outside(self) -> int:
+        """Devices that share what is between matrices (norms and residuals)."""
         return self.layout.tensor if self.settings.sequence_parallel else 1
 
     @property

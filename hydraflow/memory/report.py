@@ -116,7 +116,7 @@ class HostMemoryEstimate:
     """Memory of the fullest machine."""
 
     load: int
-    """Bytes of model files that the processes reading them hold at one time."""
+    """Bytes that the processes that read model files hold at the same time."""
     load_text: str
     """How models are loaded, in a sentence."""
     offload: int
@@ -147,9 +147,9 @@ class Advice:
     """A change that makes room."""
 
     override: str
-    """To paste."""
+    """As `key=value`, to paste."""
     saves: int
-    """Bytes at the peak, on top of the advice before it."""
+    """Bytes at the peak, in addition to the advice before it."""
     effect: str
     """What it costs."""
     where: str
@@ -170,7 +170,7 @@ class MemoryReport:
 
     @property
     def fits(self) -> bool | None:
-        """Whether the run fits devices and machines; None: no known limit is exceeded, but one is not
+        """Whether the run fits devices and machines; None: no known limit is exceeded, but not all are
         known."""
         fits = [self.host.fits, *(group.fits for group in self.groups if self.limits.device_type != "cpu")]
         if any(one is False for one in fits):
@@ -179,10 +179,11 @@ class MemoryReport:
 
     @property
     def missing(self) -> tuple[str, int]:
-        """Where the shortage is largest, device or host, and its bytes; not above 0 if everything with a
-        known limit fits."""
+        """Where the shortage is largest, device or host, and its bytes; 0 or less if everything with a known
+        limit fits."""
         found = [("device", group.peak - group.limit) for group in self.groups if group.limit is not None]
-        found += [("host", self.host.total - self.host.limit)] if self.host.limit is not None else []
+        if self.host.limit is not None:
+            found.append(("host", self.host.total - self.host.limit))
         return max(found, key=lambda one: one[1], default=("device", 0))
 
     @property

@@ -32,7 +32,7 @@ BUCKET_BYTES = 64 * 2**20
 
 @dataclass(frozen=True)
 class EstimateInputs:
-    """Inputs of the estimate of a role."""
+    """Inputs of the estimate."""
 
     plan: BatchPlan
     config: PPOConfig
@@ -187,7 +187,7 @@ def _engine(
 def _tokens(
     inputs: EstimateInputs, layout: Layout, micro: MicroPlan, model: ModelConfig, rows: int | None = None
 ) -> MicroBatchTokens:
-    """`rows`: that a data rank gets at most; None: its share of a step's trajectories."""
+    """`rows`: largest number of rows of a data rank; None: its share of a step's trajectories."""
     if rows is None:
         rows = -(-inputs.plan.trajectories_per_step // layout.data_ranks)
     sharers = {"devices" if layout.engine == "megatron" else "ulysses": layout.context}
@@ -195,7 +195,7 @@ def _tokens(
 
 
 def micro_batches(plan: RolePlan, longest_row: int) -> int:
-    """Micro-batches of one optimizer step; filled by tokens, when every row is at its longest."""
+    """Micro-batches of one optimizer step; with a token budget, when every row is at its longest."""
     if plan.micro.rows is not None:
         return -(-plan.rows_per_rank // plan.micro.rows)
     return -(-plan.rows_per_rank // max(1, (plan.micro.max_tokens or 0) // longest_row))
@@ -215,8 +215,8 @@ def _sent(inputs: EstimateInputs, layout: Layout) -> MemoryParts:
 
 
 def slot_bytes(inputs: EstimateInputs) -> int:
-    """Bytes of the actor rank 0's weight buckets for a rollout in another process, at most two; 0 if it is in
-    the same process."""
+    """Bytes of the weight buckets, at most two, in which the actor's rank 0 sends weights to a rollout in
+    another process; 0 if it is in the same process."""
     layouts, rollout = inputs.plan.layouts, inputs.config.actor_rollout_ref.rollout
     apart = rollout.name in ALONE or not inputs.config.trainer.fuse_roles
     if "rollout" not in layouts or not (apart or layouts["rollout"].devices != layouts["actor"].devices):
@@ -225,8 +225,8 @@ def slot_bytes(inputs: EstimateInputs) -> int:
 
 
 def slots_are_on_device(inputs: EstimateInputs) -> bool:
-    """Whether these buckets are on the GPU of the actor's rank 0, which is so if no other GPU samples;
-    otherwise they are in host memory."""
+    """Whether the buckets of `slot_bytes` are on the GPU of the actor's rank 0: only if no other GPU samples.
+    Otherwise they are in host memory."""
     layouts = inputs.plan.layouts
     if inputs.limits.device_type == "cpu" or "rollout" not in layouts:
         return False

@@ -262,7 +262,7 @@ def shape_of(config: Mapping[str, Any], *, field: str = "actor_rollout_ref.model
 
 
 def _text_part(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The language model of a multimodal file; the file itself otherwise."""
+    """The language model's part of a multimodal config.json; otherwise all of it."""
     text = config.get("text_config")
     return {**text, "multimodal": config.get("model_type")} if isinstance(text, Mapping) else config
 
@@ -283,8 +283,8 @@ def _gated(hidden: int, width: int) -> int:
 
 
 def _is_sparse(config: Mapping[str, Any], layer: int) -> bool:
-    """Whether the layer has experts: Qwen's files name every n-th layer and exceptions, DeepSeek's the first
-    that are dense."""
+    """Whether the layer has experts. Qwen's files give every n-th layer and exceptions, DeepSeek's the number
+    of dense layers at the start."""
     first_dense = int(config.get("first_k_dense_replace") or 0)
     if layer in (config.get("mlp_only_layers") or ()) or layer < first_dense:
         return False

@@ -24,8 +24,8 @@ def load_state_dict(
     """Weights on the CPU by the names of transformers' modules, adapters merged, tied tensors under each of
     their names. Nothing is written.
 
-    checkpoint: a model's directory, a step's or a run's. dtype: auto (as saved), fp32, bf16 or fp16.
-    hf_model_path: the Hugging Face directory of the model that was trained, for a checkpoint without
+    `checkpoint`: a model's directory, a step's or a run's. `dtype`: auto (as saved), fp32, bf16 or fp16.
+    `hf_model_path`: the Hugging Face directory of the model that was trained, for a checkpoint without
     `huggingface/`. Raises ConfigError when the checkpoint is broken, or does not hold the model that its
     config.json describes.
 

@@ -4,7 +4,8 @@ modules.
 In: the directory with config.json, names and shapes of a checkpoint. Out: an `Architecture` that they fill
 exactly, so that no tensor is missing or newly initialised when the result is loaded. The most common decoders
 are built in (`families.py`); for everything else transformers builds the model on the meta device, without
-memory or values. Left out on purpose: reading weights."""
+memory or values. Left out on purpose: reading weights.
+"""
 
 from __future__ import annotations
 
@@ -37,8 +38,8 @@ class Conversion:
     renamed: bool = False
     """One tensor that is not changed."""
     number_at: int | None = None
-    """Rows of the single input are converted independently: this part of an output's name, between dots, is
-    the row's index."""
+    """The rows of the single input are converted independently, and this part of an output's name, counted
+    between dots, is the row's index. None: it is converted as a whole."""
 
     def output_of(self, name: str, row: int) -> str:
         """The name of an output whose rows are numbered from `row`, not from 0."""
@@ -51,7 +52,7 @@ class Conversion:
 
 @dataclass
 class Architecture:
-    """A model's class and what it is made of."""
+    """A model's class and its tensors."""
 
     class_name: str | None
     """Its name in config.json; None for a value model without a transformers class."""
@@ -95,7 +96,7 @@ class Architecture:
         if self.model is None:
             return [Conversion((name,), {name: shape}, renamed=True) for name, shape in shapes.items()]
         metas = _metas(shapes)
-        full = self.revert(metas)
+        full = self.revert(metas)  # tensors that come back as the same object are only renamed
         names = {id(tensor): name for name, tensor in metas.items()}
         plain = {names[id(tensor)]: written for written, tensor in full.items() if id(tensor) in names}
         kept = [name for name in metas if name in plain]
@@ -105,13 +106,15 @@ class Architecture:
         return found + self._groups(changed, metas, written)
 
     def _by_rows(self, conversion: Conversion, metas: Mapping[str, torch.Tensor]) -> Conversion:
-        """The same conversion of one row (one expert) at a time, where that gives the same tensors."""
+        """The same conversion one row (one expert) at a time, if that gives the same tensors."""
         if len(conversion.inputs) > 1:
             return conversion
         (name,) = conversion.inputs
         firsts = _shapes(self.revert({name: metas[name][:1]}))
         depth = min(first.count(".") for first in firsts) + 1
-        for at in (at for at in range(depth) if all(first.split(".")[at] == "0" for first in firsts)):
+        for at in range(depth):
+            if any(first.split(".")[at] != "0" for first in firsts):
+                continue
             found = replace(conversion, number_at=at)
             outputs = {
                 found.output_of(first, row): shape
@@ -166,8 +169,9 @@ class Differences:
             ("not part of the model", self.unknown),
             ("of another shape", self.shapes),
         ):
-            shown = ", ".join(names[:_SHOWN]) + (", ..." if len(names) > _SHOWN else "")
-            parts += [f"{len(names)} tensors {what}: {shown}"] if names else []
+            if names:
+                shown = ", ".join(names[:_SHOWN]) + (", ..." if len(names) > _SHOWN else "")
+                parts.append(f"{len(names)} tensors {what}: {shown}")
         return "; ".join(parts)
 
 
@@ -179,7 +183,7 @@ def describe(
     tie: bool = False,
     trust_remote_code: bool = False,
 ) -> Architecture:
-    """The architecture that config.json describes and these tensors fill. tie: tie the embeddings whatever
+    """The architecture that config.json describes and these tensors fill. `tie`: tie the embeddings whatever
     config.json says. Raises ConfigError when tensors are missing, unknown or misshapen."""
     file = directory / "config.json"
     if not file.is_file():
@@ -229,7 +233,7 @@ def _ask_transformers(
 
 
 def read_config(directory: Path, trust_remote_code: bool) -> Any:
-    """config.json as transformers reads it. Raises ConfigError when it does not."""
+    """config.json as transformers reads it. Raises ConfigError if it cannot be read."""
     from transformers import AutoConfig
 
     try:
@@ -282,7 +286,7 @@ def _architecture(model: Any, head: str) -> Architecture:
 
 
 def _headless(lm: Any, config: Any) -> Architecture:
-    """A value model that transformers has no class for: the causal model's backbone and a score."""
+    """A value model that transformers has no class for: the causal model's backbone and a score head."""
     prefix = f"{lm.base_model_prefix}."
     named = {name: shape for name, shape in _shapes(lm.state_dict()).items() if name.startswith(prefix)}
     named["score.weight"] = (1, config.get_text_config().hidden_size)

@@ -55,8 +55,8 @@ def compare(
     merge_options: MergeOptions | None = None,
     hf_model_path: str | None = None,
 ) -> Comparison:
-    """Compares what `merge` would write with the directory; where dtypes differ, in the directory's dtype.
-    Raises ConfigError when either cannot be read."""
+    """Compares what `merge` would write with the directory; tensors whose dtypes differ are compared in the
+    directory's. Raises ConfigError when either cannot be read."""
     merge_options = merge_options or MergeOptions()
     directory = Path(test_hf_dir)
     if not directory.is_dir():
@@ -67,7 +67,7 @@ def compare(
     specs = outputs.specs
     for target, source in outputs.architecture.tied.items():
         if target in reference and source in reference:
-            copy, original = reference.pop(target), reference[source]  # both must be the same
+            copy, original = reference.pop(target), reference[source]  # must hold the same numbers
             if _difference(target, copy.shape, copy.blocks(), original, keep_type=True):
                 tied = f"the checkpoint ties it to {source}"
                 found.different[target] = f"{tied}, but the directory holds other numbers"
@@ -82,8 +82,10 @@ def compare(
         for name, blocks in outputs.tensors():
             if name in reference:
                 what = _difference(name, specs[name].shape, blocks, reference[name], keep_type=keep)
-                found.equal += what is None
-                found.different |= {name: what} if what is not None else {}
+                if what is None:
+                    found.equal += 1
+                else:
+                    found.different[name] = what
             advance(specs[name].nbytes)
     return found
 

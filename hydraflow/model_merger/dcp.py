@@ -21,12 +21,12 @@ MODEL = "model."
 
 
 def is_dcp(directory: Path) -> bool:
-    """Whether a directory is one model's checkpoint of this format (its index may be missing)."""
+    """Whether a directory is one model's checkpoint in this format (its index may be missing)."""
     return (directory / SHARDS).is_dir() or (directory / FACTS).is_file()
 
 
 def read(directory: Path) -> Checkpoint:
-    """See the module. Raises ConfigError when the index cannot be read."""
+    """The checkpoint in `directory`. Raises ConfigError when its index cannot be read."""
     index, facts = read_index(directory), read_json(directory / FACTS)
     tensors: dict[str, StoredTensor] = {}
     entries = []
@@ -42,7 +42,7 @@ def read(directory: Path) -> Checkpoint:
         raise ConfigError.one(str(index.folder), None, rule)
     world_size = facts.get("world_size", index.last_writer + 1)
     if type(world_size) is not int:
-        raise ConfigError.one(f"{directory / FACTS}: world_size", world_size, "is no number of ranks")
+        raise ConfigError.one(f"{directory / FACTS}: world_size", world_size, "must be a whole number")
     shown_apart = ("world_size", "head", "module_prefix")
     found = Checkpoint(
         directory,

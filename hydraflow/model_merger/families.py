@@ -14,21 +14,23 @@ from hydraflow.engine.stored.pieces import Shape
 from hydraflow.memory.shape import FAMILIES, flag
 
 CLASSES = {"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3"}
-"""By config.json's model_type: the prefix of its class names."""
+"""model_type in config.json -> prefix of its class names."""
 _HEADS = ("num_attention_heads", "num_key_value_heads")
 EMBEDDING, OUTPUT, SCORE = "model.embed_tokens.weight", "lm_head.weight", "score.weight"
 _SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", *_HEADS)
 _STRANGE = ("auto_map", "quantization_config", "pruned_heads")
+"""Keys that may change the tensors; with one of them, transformers is asked."""
 
 
 def class_name(config: Mapping[str, Any], head: str) -> str | None:
-    """What transformers calls the model; None where transformers must be asked. head: policy or value."""
+    """The name of the model's class in transformers; None: transformers must be asked. `head`: policy or
+    value."""
     kind = str(config.get("model_type"))
     known = kind in CLASSES and all(type(config.get(key)) is int for key in _SIZES)
     if not known or any(config.get(key) for key in _STRANGE):
         return None
-    odd = FAMILIES[kind].head_dim or config["hidden_size"] % config["num_attention_heads"]
-    if odd and type(config.get("head_dim")) is not int:
+    needs_head_dim = FAMILIES[kind].head_dim or config["hidden_size"] % config["num_attention_heads"]
+    if needs_head_dim and type(config.get("head_dim")) is not int:
         return None
     if type(config.get("tie_word_embeddings")) is not bool:
         return None

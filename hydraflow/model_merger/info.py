@@ -26,8 +26,8 @@ _bytes = partial(decimal, precision=2)
 def facts_of(
     local_dir: str, backend: str = "auto", *, verify: bool = False, hf_model_path: str | None = None
 ) -> list[dict[str, Any]]:
-    """One object for each model. verify: read every file of the step and compare its checksum with the
-    manifest's. Raises ConfigError when there is no checkpoint, or no manifest to verify it with."""
+    """One object for each model. `verify`: read every file of the step and compare its checksum with the
+    manifest's. Raises ConfigError when there is no checkpoint, or no manifest to verify it against."""
     directories = model_directories(Path(local_dir))
     found = [_facts(open_checkpoint(directory, backend, hf_model_path)) for directory in directories]
     if verify and (damage := _damage(directories)):
@@ -100,7 +100,7 @@ def _damage(directories: list[Path]) -> str:
 
 
 def _missing_from_manifest(directory: Path) -> list[str]:
-    """Files of this model that the step's manifest names and that are gone or of another size."""
+    """Files of this model that the step's manifest names, but that are missing or of another size."""
     step = directory.parent
     problems = []
     files = read_json(step / MANIFEST).get("files")
@@ -116,7 +116,7 @@ def _missing_from_manifest(directory: Path) -> list[str]:
 
 
 def _tensor_lines(tensors: dict[str, dict[str, Any]]) -> list[str]:
-    """Tensors whose names differ in numbers only, and that look alike, are one line."""
+    """Tensors of equal dtype and shape whose names differ only in numbers share a line."""
     alike: dict[tuple[str, str, str], list[str]] = {}
     for name, entry in tensors.items():
         key = (re.sub(r"(?<=\.)\d+(?=\.)", "*", name), str(entry["shape"]), entry["dtype"])
@@ -124,8 +124,8 @@ def _tensor_lines(tensors: dict[str, dict[str, Any]]) -> list[str]:
     rows = []
     for (pattern, shape, dtype), names in alike.items():
         size = _bytes(sum(tensors[name]["bytes"] for name in names))
-        several = (pattern, f"x {len(names)}") if len(names) > 1 else (names[0], "")
-        rows.append((several[0], shape, dtype, several[1], size))
+        label, count = (pattern, f"x {len(names)}") if len(names) > 1 else (names[0], "")
+        rows.append((label, shape, dtype, count, size))
     widths = [max(map(len, column)) for column in zip(*rows)]
     cells = ((f"{cell:<{width}}" for cell, width in zip(row, widths)) for row in rows)
     return [f"    {'  '.join(row)}".rstrip() for row in cells]

@@ -62,8 +62,9 @@ class MergedTensor(StoredTensor):
 def merged(
     plain: Mapping[str, StoredTensor], adapters: Mapping[str, Adapter], alpha: float
 ) -> dict[str, MergedTensor]:
-    """The weights that have adapters, with them added."""
+    """The weights that have adapters, with the adapters added."""
     layouts = {name: _layout(plain[name], adapter) for name, adapter in adapters.items()}
+    # a square weight is oriented as the others of its model
     transposed = ("in, out", "") if "in, out" in layouts.values() else ()
     found = {}
     for name, adapter in adapters.items():
@@ -93,7 +94,7 @@ def peft_names(adapters: Iterable[Adapter]) -> dict[str, StoredTensor]:
 def peft_config(
     adapted: Collection[MergedTensor], names: Collection[str], *, alpha: float, head: str
 ) -> dict[str, Any]:
-    """adapter_config.json. names: of all tensors of the model, to find the shortest list of target modules.
+    """adapter_config.json. `names`: all tensors of the model, to find the shortest list of target modules.
     Raises ConfigError when ranks differ."""
     ranks = sorted({weight.adapter.rank for weight in adapted})
     if len(ranks) > 1:
@@ -113,7 +114,7 @@ def peft_config(
 
 
 def _target_modules(modules: Collection[str], names: Collection[str]) -> list[str]:
-    """Last parts of the modules' names where they mean these modules and no other, else whole names."""
+    """The last parts of the modules' names if they match these modules alone, else the whole names."""
     short = {module.rpartition(".")[2] for module in modules}
     weights = [name.removesuffix(".weight") for name in names if name.endswith(".weight")]
     meant = {name for name in weights if name.rpartition(".")[2] in short}
@@ -121,7 +122,7 @@ def _target_modules(modules: Collection[str], names: Collection[str]) -> list[st
 
 
 def _layout(weight: StoredTensor, adapter: Adapter) -> str:
-    """The weight's orientation: "out, in", "in, out", or "" if a square weight leaves it open."""
+    """The weight's orientation: "out, in", "in, out", or "" for a square weight, which leaves it open."""
     into, out = adapter.a.shape[1], adapter.b.shape[0]
     if adapter.b.shape[1] != adapter.rank or weight.shape not in ((out, into), (into, out)):
         shapes = f"{list(weight.shape)}, {list(adapter.a.shape)} and {list(adapter.b.shape)}"

@@ -1,5 +1,5 @@
 """`split --backend megatron`: a Hugging Face directory becomes a checkpoint that Megatron-Core's
-`dist_checkpointing.load` reads with any sizes, laid out as Megatron-LM does.
+`dist_checkpointing.load` reads with any parallel sizes, laid out as Megatron-LM does.
 
 In: a directory with safetensors files. Out: `release/` with the weights, the pointer to it, and
 `huggingface/`; whole or not at all. No more than one block of one tensor is in memory. Left out on purpose:
@@ -49,13 +49,13 @@ _LATENT_MODULES = tuple(
 )
 _SHARED_MODULES = ("mlp.shared_experts.linear_fc1", "mlp.shared_experts.linear_fc2")
 _EXPERT_MODULES = ("mlp.experts.experts.linear_fc1", "mlp.experts.experts.linear_fc2")
-"""Modules that have an extra state in some version: Megatron-Core refuses checkpoints without it."""
+"""All of these modules have an extra state in some version: Megatron-Core refuses checkpoints without it."""
 
 
 def split(
     source: Path, target_dir: str, *, files: int, dtype: str, separate_layers: bool, overwrite: bool
 ) -> list[str]:
-    """Splits into `files` files, and returns lines for the user. separate_layers: one tensor per layer, as
+    """Splits into `files` files, and returns lines for the user. `separate_layers`: one tensor per layer, as
     Megatron-Core does for heterogeneous layers; otherwise layers are stacked. Raises ConfigError before
     anything is written."""
     shape = sizes_of(source)
@@ -95,14 +95,14 @@ class _Layout:
     dtype: torch.dtype | None
     """Dtype of the weights; None: unchanged."""
     separate: bool
-    """Each layer has tensors of its own."""
+    """Whether each layer has its own tensors."""
 
     def dtype_of(self, name: str, tensor: StoredTensor) -> torch.dtype:
-        """A parameter's final type."""
+        """A parameter's dtype in the checkpoint."""
         return tensor.dtype if self.dtype is None or name.endswith(BIAS) else self.dtype
 
     def nbytes(self, name: str, tensor: StoredTensor) -> int:
-        """Size of a parameter in its final type."""
+        """Bytes of a parameter in its final dtype."""
         return tensor.nbytes // tensor.dtype.itemsize * self.dtype_of(name, tensor).itemsize
 
     def keys(self, name: str) -> list[str]:
@@ -117,17 +117,17 @@ class _Layout:
 
     def whole(self, name: str, tensor: StoredTensor) -> Shape:
         """Shape of the tensor that contains a parameter."""
-        return (*[self.shape.layers] * self._is_stacked(name), *tensor.shape)
+        return (self.shape.layers, *tensor.shape) if self._is_stacked(name) else tensor.shape
 
     def boxes(self, name: str, tensor: StoredTensor) -> Iterator[tuple[Shape, torch.Tensor]]:
         """A parameter's blocks of rows in their final dtype, with their offsets in that tensor."""
-        front = (_layer(name) or 0,) * self._is_stacked(name)
+        front = (_layer(name) or 0,) if self._is_stacked(name) else ()
         for first, last in block_rows(tensor.shape, tensor.dtype):
             block = cast(tensor.rows(first, last), self.dtype_of(name, tensor), name)
             yield (*front, first, *[0] * (len(tensor.shape) - 1)), block.view(*[1] * len(front), *block.shape)
 
     def extra_states(self) -> Iterator[str]:
-        """Names as Megatron-Core makes them: key, place and number of places."""
+        """Keys of extra states, as Megatron-Core names them: <module>/shard_<place>_<number of places>."""
         yield f"decoder.final_layernorm.{EXTRA}/shard_0_1"
         for layer in range(self.shape.layers):
             front = f"{LAYERS}{layer}." if self.separate else LAYERS
@@ -207,6 +207,7 @@ def _modules(
             continue
         assert conversion.number_at is not None, "experts are converted one at a time"
         shape = wanted[name]
+        # rows that hold their own index: reverted, they show which rows each written tensor is made of
         numbers = torch.arange(shape[1]).view(1, shape[1], 1).expand(1, *shape[1:])
         regions = [
             Region((expert, run.of_parameter, 0), (1, run.count, shape[2]), files[written], (run.of_part, 0))

@@ -35,9 +35,9 @@ def merge(
     private: bool = False,
     hf_model_path: str | None = None,
 ) -> list[str]:
-    """Merges, and returns what was done in lines for the user. most_bytes: of one safetensors file.
-    upload_to: a repository of the hub, made `private` if it is new. hf_model_path: a directory with
-    configuration and tokenizer, where the checkpoint has none. Raises ConfigError before anything is written,
+    """Merges, and returns lines for the user. `most_bytes`: largest size of one safetensors file.
+    `upload_to`: a repository of the hub, made `private` if it is new. `hf_model_path`: a directory with
+    configuration and tokenizer, if the checkpoint has none. Raises ConfigError before anything is written,
     EnvironmentFault when the disk fills up or the hub refuses."""
     merge_options = merge_options or MergeOptions()
     outputs = outputs_of(open_checkpoint(local_dir, backend, hf_model_path), merge_options)
@@ -65,7 +65,7 @@ def merge(
 
 
 def _export_adapter(outputs: Outputs, folder: Path, base: str) -> None:
-    """Writes adapters in peft's format; base: the future path of their base weights."""
+    """Writes adapters in peft's format. `base`: where their base weights will be."""
     folder.mkdir()
     found = lora.peft_names(weight.adapter for weight in outputs.adapted.values())
     specs = {name: TensorSpec(outputs.final_dtype(m.dtype), m.shape) for name, m in found.items()}
@@ -111,8 +111,8 @@ def _send(repo: str, folder: Path) -> str:
 
 
 def _hub_errors() -> tuple[type[Exception], ...]:
-    """What the hub's client raises. Its base classes are OSError and that of the HTTP library beneath it,
-    which versions differ in."""
+    """Errors of the hub's client: ValueError, and the bases of its HTTP error, which are OSError and that of
+    the HTTP library; versions use different libraries."""
     from huggingface_hub.errors import HfHubHTTPError
 
     return *HfHubHTTPError.__bases__, ValueError

@@ -16,9 +16,9 @@ from hydraflow.model_merger import dcp, verl
 
 
 def open_checkpoint(path: str | Path, backend: str = "auto", settings: str | None = None) -> Checkpoint:
-    """The checkpoint at or below `path`. settings: the Hugging Face directory with its configuration and
-    tokenizer; None: they are beside it. Raises ConfigError when there is none that can be understood. Parts
-    that are missing or broken are in its `problems`."""
+    """The checkpoint at or below `path`. `settings`: the Hugging Face directory with its configuration and
+    tokenizer; None: the checkpoint has them. Raises ConfigError if no checkpoint can be read. Missing or
+    broken parts are in its `problems`."""
     found = _read(model_directory(Path(path).expanduser()), backend)
     if settings is None:
         return found
@@ -30,7 +30,7 @@ def open_checkpoint(path: str | Path, backend: str = "auto", settings: str | Non
 
 
 def _read(directory: Path, backend: str) -> Checkpoint:
-    if dcp.is_dcp(directory):  # of either engine
+    if dcp.is_dcp(directory):  # both engines write it
         return dcp.read(directory)
     if backend != "fsdp" and megatron.folder_of(directory) is not None:
         return megatron.read(directory)
@@ -51,7 +51,7 @@ def model_directory(path: Path) -> Path:
 
 
 def model_directories(path: Path) -> list[Path]:
-    """All models of a step or of a run's newest step; a model's directory gives itself."""
+    """All models of a step, or of a run's newest step; for a model's directory, that model alone."""
     first = model_directory(path)
     is_alone = first.absolute() == path.absolute() or first in megatron.iterations(first.parent)
     return [first] if is_alone else _roles(first.parent)
@@ -63,5 +63,5 @@ def _roles(step: Path) -> list[Path]:
 
 
 def is_model_directory(path: Path) -> bool:
-    """Whether a checkpoint of one model is in it."""
+    """Whether it is the checkpoint of one model."""
     return dcp.is_dcp(path) or verl.is_verl(path) or megatron.folder_of(path) is not None

@@ -46,7 +46,7 @@ class Outputs:
     checkpoint: Checkpoint
     architecture: Architecture
     sources: dict[str, StoredTensor]
-    """By names of modules; tied tensors once."""
+    """By module names; tied tensors once."""
     conversions: list[Conversion]
     dtype: torch.dtype | None
     """Dtype of floating-point tensors; None: unchanged."""
@@ -57,7 +57,7 @@ class Outputs:
 
     @property
     def specs(self) -> dict[str, TensorSpec]:
-        """Type and shape of each tensor, by name in files."""
+        """Dtype and shape of each tensor, by name in files."""
         return {
             name: TensorSpec(self.dtype_of(c.inputs[0]), shape)
             for c in self.conversions
@@ -73,7 +73,8 @@ class Outputs:
         return counts.most_common(1)[0][0]
 
     def tensors(self) -> Iterator[tuple[str, Iterator[torch.Tensor]]]:
-        """(name in files, blocks of rows in the final type) of every tensor; use a block before the next."""
+        """(name in files, blocks of rows in the final dtype) of every tensor. Use a block before reading
+        the next."""
         for conversion in self.conversions:
             target = self.dtype_of(conversion.inputs[0])
             for name, blocks in self._converted(conversion):
@@ -96,13 +97,14 @@ class Outputs:
         return self.dtype if self.dtype is not None and own.is_floating_point else own
 
     def dtype_of(self, name: str) -> torch.dtype:
-        """Final type of a source."""
+        """Final dtype of a source."""
         own = self.sources[name].dtype
         return own if name in self.architecture.unrounded else self.final_dtype(own)
 
 
 def outputs_of(checkpoint: Checkpoint, merge_options: MergeOptions) -> Outputs:
-    """See the module. Raises ConfigError for a broken checkpoint and for options that do not fit it."""
+    """The checkpoint's tensors as merging with these options writes them. Raises ConfigError for a broken
+    checkpoint and for options that do not fit it."""
     weights = names.weights_of(checkpoint, is_value_model=merge_options.is_value_model)
     plain, notes = dict(weights.plain), list(weights.notes)
     found = _architecture(checkpoint, weights.head, plain, merge_options, notes)
@@ -127,7 +129,7 @@ def outputs_of(checkpoint: Checkpoint, merge_options: MergeOptions) -> Outputs:
 
 
 def cast(block: torch.Tensor, dtype: torch.dtype, name: str) -> torch.Tensor:
-    """A block in another type. Raises ConfigError for numbers that are too large for it."""
+    """A block in another dtype. Raises ConfigError for numbers that are too large for it."""
     if block.dtype == dtype:
         return block
     changed = block.to(dtype)

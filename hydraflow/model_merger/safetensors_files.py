@@ -53,7 +53,8 @@ class TensorSpec:
 
 
 def read_directory(directory: Path, *, field: str) -> dict[str, StoredTensor]:
-    """All tensors of a directory. ConfigError, named `field`, when there are none or a file is broken."""
+    """All tensors of a directory. Raises ConfigError when there are none (for the key `field`) or a file is
+    broken."""
     if (directory / INDEX).is_file():
         files = sorted(set(read_weight_map(directory / INDEX).values()))
     else:
@@ -102,7 +103,7 @@ def _spec(file: Path, name: str, entry: Mapping[str, Any]) -> tuple[TensorSpec, 
 
 
 class Writer:
-    """A directory's safetensors files in the making. Every announced tensor is written once, in any order."""
+    """Writes a directory's safetensors files. Every announced tensor must be written once, in any order."""
 
     def __init__(
         self, directory: Path, tensors: Mapping[str, TensorSpec], *, most_bytes: int, single: str = SINGLE
@@ -121,7 +122,7 @@ class Writer:
             self._begin(directory / name, names)
 
     def write(self, name: str, blocks: Iterator[torch.Tensor]) -> None:
-        """Writes one tensor, given as blocks of its rows in its final type."""
+        """Writes one tensor, given as blocks of its rows in its final dtype."""
         spec = self._specs[name]
         self._left.remove(name)
         at, end = self._offsets[name], self._offsets[name] + spec.nbytes
@@ -151,7 +152,7 @@ class Writer:
             file.write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
 
     def _begin(self, file: Path, names: list[str]) -> None:
-        """Writes a file's header. Wider types come first, so that every tensor is aligned."""
+        """Writes a file's header. Tensors of wider dtypes come first, so that every tensor is aligned."""
         header: dict[str, object] = {"__metadata__": {"format": "pt"}}
         at = 0
         for name in sorted(names, key=lambda name: -self._specs[name].dtype.itemsize):
@@ -170,7 +171,7 @@ class Writer:
 
 
 def _write_all(descriptor: int, block: torch.Tensor, at: int) -> int:
-    """Writes numbers at a place of a file; returns where they end."""
+    """Writes a block at offset `at` of a file; returns the offset of its end."""
     if not block.numel():
         return at
     view = block.contiguous().reshape(-1).view(torch.uint8).numpy().data

@@ -44,7 +44,7 @@ def split(
     trust_remote_code: bool = False,
     overwrite: bool = False,
 ) -> list[str]:
-    """Splits, and returns lines for the user. layout: hydraflow (None) or verl. Raises ConfigError before
+    """Splits, and returns lines for the user. `layout`: hydraflow (None) or verl. Raises ConfigError before
     anything is written."""
     if world_size < 1:
         raise ConfigError.one("--world_size", world_size, "must be at least 1", "--world_size 1")
@@ -85,7 +85,7 @@ def _refuse(backend: str, flags: Mapping[str, object]) -> None:
     for flag, value in flags.items():
         if value:
             shown = None if value is True else value
-            raise ConfigError.one(flag, shown, f"has no meaning with {backend}", f"leave out {flag}")
+            raise ConfigError.one(flag, shown, f"cannot be used with {backend}", f"leave out {flag}")
 
 
 def _read(source: Path, dtype: str, head: str, trust: bool) -> dict[str, torch.Tensor]:
@@ -98,7 +98,10 @@ def _read(source: Path, dtype: str, head: str, trust: bool) -> dict[str, torch.T
         weights = loading.read_weights(config, model, head=head, dtype=kept, field=_FIELD)
     except ConfigError as error:
         raise ConfigError([_in_flags(problem) for problem in error.problems]) from error
-    return {name: weights[name] for name in (name.removeprefix(shape.prefix) for name in shape.state_dict())}
+    names = (
+        name.removeprefix(shape.prefix) for name in shape.state_dict()
+    )  # in the order in which training saves
+    return {name: weights[name] for name in names}
 
 
 def _in_flags(problem: Problem) -> Problem:
@@ -119,7 +122,7 @@ def _shards(tensor: torch.Tensor, world_size: int) -> Iterator[tuple[int, torch.
 def _write_dcp(
     folder: Path, weights: Mapping[str, torch.Tensor], world_size: int, head: str, advance: Advance
 ) -> None:
-    """torch's distributed checkpoint, as that many ranks write it. A tied tensor is in it once."""
+    """torch's distributed checkpoint, as `world_size` ranks would write it. A tied tensor is in it once."""
     (folder / SHARDS).mkdir()
     writer, planned = CheckpointWriter(folder / SHARDS), {}
     firsts = {tensor.data_ptr(): name for name, tensor in reversed(list(weights.items()))}
@@ -141,8 +144,7 @@ def _write_dcp(
 
 
 def _write_verl(folder: Path, weights: Mapping[str, torch.Tensor], world_size: int, advance: Advance) -> None:
-    """One file for each rank, DTensors in it; no process group is needed to write them. Tied tensors share
-    their numbers."""
+    """One file of DTensors for each rank; writing them needs no process group. Tied tensors share storage."""
     for rank in range(world_size):
         ranks = torch.arange(world_size)
         mesh = DeviceMesh("cpu", ranks, mesh_dim_names=("fsdp",), _init_backend=False, _rank=rank)

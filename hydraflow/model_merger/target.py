@@ -1,4 +1,4 @@
-"""The directory that a command creates, written under a temporary name and renamed once it is complete; and
+"""The directory that a command creates: written under a temporary name, and renamed once it is complete. And
 its configuration files.
 
 In: a directory's name, the checkpoint's `huggingface/`. Out: that directory, or nothing.
@@ -33,8 +33,8 @@ _DTYPE_KEYS = ("dtype", "torch_dtype")
 
 @contextmanager
 def unfinished(target: Path, source: Path, *, nbytes: int, overwrite: bool) -> Iterator[Path]:
-    """A directory to write into, which gets the name `target` at the end; on any failure it is removed.
-    source: the directory that is read. Raises ConfigError when `target` cannot be made or replaced or the
+    """A directory to write into, which is renamed to `target` at the end, or removed on any failure.
+    `source`: the directory that is read. Raises ConfigError when `target` cannot be made or replaced or the
     disk has less than `nbytes` left, EnvironmentFault when something goes wrong on the disk later."""
     target = require_free(target, source, overwrite=overwrite)
     _require_space(target, nbytes)
@@ -118,12 +118,14 @@ def _set_dtype(config: dict[str, Any], name: str) -> None:
 
 
 def require_free(target: Path, source: Path, *, overwrite: bool) -> Path:
-    """The target's whole path. Raises ConfigError for one that must not be written, or replaced."""
+    """The target's absolute path. Raises ConfigError if it must not be written or replaced."""
     target, source, another = target.expanduser().resolve(), source.resolve(), "another --target_dir"
     if target.exists() and not target.is_dir():
         raise ConfigError.one("--target_dir", str(target), "is a file")
     if target == source or target in source.parents:
-        raise ConfigError.one("--target_dir", str(target), f"holds what is read: {source}", another)
+        raise ConfigError.one(
+            "--target_dir", str(target), f"contains the directory to read: {source}", another
+        )
     if not target.is_dir() or not any(target.iterdir()):
         return target
     if not any((target / name).exists() for name in _MARKS):

@@ -80,7 +80,8 @@ def is_verl(directory: Path) -> bool:
 
 
 def read(directory: Path) -> Checkpoint:
-    """See the module. Raises ConfigError when no shard can be read or they do not belong together."""
+    """The checkpoint in `directory`. Raises ConfigError when no shard can be read, or shards do not belong
+    together."""
     config = read_json(directory / CONFIG)
     world_size = _world_size(directory, config)
     states, problems = _read_ranks(directory, world_size)
@@ -111,7 +112,7 @@ def read(directory: Path) -> Checkpoint:
 
 
 def _world_size(directory: Path, config: Mapping[str, Any]) -> int:
-    """Ranks by the files' names; fsdp_config.json must agree."""
+    """Number of ranks according to the file names; fsdp_config.json must agree."""
     named = {int(found[1]) for entry in directory.iterdir() if (found := _FILE.fullmatch(entry.name))}
     recorded = config.get("world_size")
     if recorded is None and len(named) > 1:
@@ -175,7 +176,8 @@ def _inert_types() -> Iterator[None]:
 
 
 def _mesh(directory: Path, states: Mapping[int, StateDict], world_size: int) -> tuple[str, ...]:
-    """Names of the mesh's dimensions. ConfigError for another mesh than verl's, or another world size."""
+    """Names of the mesh's dimensions. Raises ConfigError for a mesh that verl does not use, or another world
+    size."""
     meshes: dict[tuple[str, ...], Path] = {}
     for rank, state in states.items():
         file = directory / file_of(world_size, rank)
@@ -184,7 +186,7 @@ def _mesh(directory: Path, states: Mapping[int, StateDict], world_size: int) -> 
                 continue
             mesh = vars(tensor._spec.mesh)
             names = tuple(mesh.get("_mesh_dim_names") or mesh.get("mesh_dim_names") or ())
-            # `mesh`: as torch 2.10 and older have it
+            # torch 2.10 and older have `mesh` instead of `_rank_map`
             ranks = mesh["_rank_map"] if "_rank_map" in mesh else mesh["mesh"]
             if names not in _MESHES:
                 rule = f"{name} is on a mesh {names}; only fsdp and ddp x fsdp can be merged"
@@ -208,7 +210,7 @@ def _require_same_names(directory: Path, states: Mapping[int, StateDict]) -> Non
 
 
 def _tensor(name: str, directory: Path, states: Mapping[int, StateDict], *, replicated: bool) -> StoredTensor:
-    """One tensor's pieces, in the order of ranks. replicated: the pieces are followed by copies of them."""
+    """One tensor's pieces, in the order of ranks. `replicated`: the pieces are followed by copies of them."""
     first = states[0][name]
     dim = _cut_along(first, name, directory)
     shape, at, pieces = tuple(first.shape), 0, []
@@ -265,9 +267,10 @@ def _others(directory: Path, world_size: int) -> dict[str, tuple[int, int]]:
 
 
 def _reason(error: BaseException) -> str:
-    """The first line of an error, without the advice to trust the file."""
-    line = str(error).strip().splitlines()[-1 if "Unsupported" in str(error) else 0]
-    return " ".join(line.split())[:200]
+    """The line of an error that says what is wrong, without torch's advice to trust the file."""
+    lines = str(error).strip().splitlines() or [type(error).__name__]  # EOFError has no text
+    line = next((line for line in lines if "nsupported" in line), lines[0])
+    return " ".join(line.partition(" Please use")[0].split())[:200]
 
 
 def _kind(state: object) -> str:

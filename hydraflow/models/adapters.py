@@ -70,7 +70,7 @@ def layer_and_side(name: str) -> tuple[str, str]:
 
 
 def linear_layers(hf: nn.Module) -> list[str]:
-    """Last name components of the linear layers, without repetition.
+    """Last name components of the linear layers, without duplicates.
 
     >>> blocks = {name: nn.ModuleDict({"up": nn.Linear(1, 1)}) for name in ("a", "b")}
     >>> linear_layers(nn.ModuleDict(blocks))
@@ -81,8 +81,8 @@ def linear_layers(hf: nn.Module) -> list[str]:
 
 
 def target_names(targets: str | list[str], hf: nn.Module) -> list[str]:
-    """Resolves `targets` to names: a list as it is, a pattern to its matches, all-linear to all linear layers
-    except the output matrix. ValueError when a pattern matches none."""
+    """Resolves `targets` to names: a list is returned as is, a pattern gives its matches, all-linear gives
+    all linear layers except the output matrix. ValueError when a pattern matches none."""
     if not isinstance(targets, str):
         return targets
     if targets.lower() == ALL_LINEAR:

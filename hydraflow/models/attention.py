@@ -33,7 +33,7 @@ _SHORT, _FREE_PADDING = 64, 512
 
 @dataclass(frozen=True)
 class RowGroup:
-    """Rows computed together: `rows` of them, padded to `width`, from `start` of the padded line on."""
+    """Rows computed together: `rows` rows padded to `width`, starting at `start` in the padded line."""
 
     start: int
     rows: int
@@ -73,7 +73,7 @@ class SharedPrompts:
 
 
 class TokenExchange(Protocol):
-    """Sequence parallelism: U ranks hold a slice of S tokens of the line each, and attention needs whole
+    """Sequence parallelism: each of U ranks holds a slice of S tokens of the line, and attention needs whole
     rows."""
 
     def to_heads(
@@ -111,8 +111,8 @@ class RowPlan:
 
 
 def group_rows(lengths: np.ndarray) -> list[tuple[int, int]]:
-    """Cuts descending lengths into runs (first, end): padding is at most a quarter, and 512
-    tokens more for short rows.
+    """Splits descending lengths into runs (first, end): padding is at most a quarter of the real tokens, and
+    512 tokens more for short rows.
 
     >>> group_rows(np.array([2000, 1900, 700, 9, 8, 2]))
     [(0, 2), (2, 3), (3, 6)]
@@ -130,7 +130,7 @@ def group_rows(lengths: np.ndarray) -> list[tuple[int, int]]:
 
 
 def plan_rows(lengths: np.ndarray, device: torch.device, shared: SharedPrompts | None = None) -> RowPlan:
-    """The plan of rows of these lengths, (B,) integers of at least 1, in this order."""
+    """The plan for rows of these lengths, in order: (B,) integers, at least 1."""
     starts = np.concatenate(([0], np.cumsum(lengths)))
     boundaries = torch.from_numpy(starts.astype(np.int32)).to(device)
     longest, total = int(lengths.max()), int(starts[-1])
@@ -175,7 +175,7 @@ def packed_attention(
 ) -> tuple[torch.Tensor, None]:
     """transformers' attention function: (1, h, N, d) each (fewer heads of keys) to (1, N, h, d), with an
     exchange for the S tokens of this rank's slice."""
-    assert others.get("softcap") is None and others.get("s_aux") is None, "such a model takes the padded path"
+    assert others.get("softcap") is None and others.get("s_aux") is None, "this model takes the padded path"
     q, k, v = (x.squeeze(0).transpose(0, 1) for x in (query, key, value))  # the gradient of x[0] would copy
     return attend_line(q, k, v, row_plan, scaling, sliding_window)[None], None
 
@@ -193,8 +193,8 @@ def attend_line(
 def attend_rows(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, plan: RowPlan, scale: float | None, window: int | None
 ) -> torch.Tensor:
-    """Attention over (N, h, d) tensors, N the tokens of the line. Returns (N, h, d). Device and type of the
-    tensors decide on the kernel."""
+    """Attention over (N, h, d) tensors, N the tokens of the line. Returns (N, h, d). The tensors' device and
+    dtype determine the kernel."""
     if plan.shared is not None:
         q, k, v = (_Expand.apply(x, plan.shared) for x in (q, k, v))
     varlen = q.is_cuda and q.dtype in (torch.float16, torch.bfloat16) and q.shape[-1] == v.shape[-1]
@@ -307,8 +307,8 @@ def _attend_group(
 
 
 def _mask(plan: RowPlan, width: int, window: int, device: torch.device, dtype: torch.dtype) -> torch.Tensor:
-    """(width, width): a token sees itself and the window - 1 before it. True there, or of another type 0, and
-    -inf elsewhere."""
+    """(width, width): a token sees itself and the window - 1 before it. Boolean: True where it sees. Other
+    dtypes: 0 there, -inf elsewhere."""
     if (key := (width, window, dtype)) not in plan.masks:
         causal = torch.ones(width, width, dtype=torch.bool, device=device).tril()
         seen = causal.triu(1 - window)

@@ -43,7 +43,7 @@ def from_hub(name: str, key: str) -> str:
     snapshot = cached_snapshot(name)
     if snapshot is None:
         remedy = f"{key}=<folder with the model>, or hf download {name} where the hub can be reached"
-        rule = f"is not a folder and not in the cache of Hugging Face, and {reason}"
+        rule = f"is neither a folder nor in the Hugging Face cache, and {reason}"
         raise ConfigError.one(key, name, rule, remedy)
     return str(snapshot)
 

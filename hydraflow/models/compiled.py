@@ -49,6 +49,7 @@ class Kernel:
 
 
 _as_written: list[bool] = []
+"""One entry for each active `as_written`, which may be nested."""
 
 
 @contextmanager

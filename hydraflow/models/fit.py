@@ -12,7 +12,7 @@ from __future__ import annotations
 import os
 import pickle
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -39,13 +39,13 @@ def require_model(
     if not _is_plain(config, model):
         return None
     loading.causal_class(config, model, field=field)
-    sizes: dict[str, Any] = {"dtype": torch.float32, "attention": "eager", "chunk_tokens": 1}
     try:
-        return loading.empty_model(config, model, head=head, **sizes)
-    except CONSTRUCTOR_FAULTS as error:
-        rule = (
-            f"no {config.model_type} model can be built from its configuration: {loading.first_line(error)}"
+        return loading.empty_model(
+            config, model, head=head, dtype=torch.float32, attention="eager", chunk_tokens=1
         )
+    except CONSTRUCTOR_FAULTS as error:
+        why = loading.first_line(error)
+        rule = f"no {config.model_type} model can be built from its configuration: {why}"
         remedy = f"correct its config.json or {field}.override_config"
         raise ConfigError.one(f"{field}.path", model.path, rule, remedy) from error
 
@@ -86,8 +86,8 @@ def _require_fit(
         rule = f"its weights cannot be read: {loading.first_line(error)}"
         raise ConfigError.one(f"{field}.path", model.path, rule) from error
     if not files:
-        known = "model.safetensors, or pytorch_model.bin, or those of an index of shards"
-        rule = f"none of its weight files has a name that is loaded: {known}"
+        known = "model.safetensors, pytorch_model.bin, or the shards of an index"
+        rule = f"none of its weight files has a name that transformers loads: {known}"
         raise ConfigError.one(f"{field}.path", model.path, rule, DOWNLOAD_AGAIN)
     if stored is None:
         return

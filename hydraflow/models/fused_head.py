@@ -154,7 +154,7 @@ class _Logits:
         """Whether logits have been post-processed."""
         wide = torch.promote_types(hidden.dtype, torch.float32)
         self._by_onednn = kept is None and gains(hidden, weight)
-        """Whether each chunk's logits come in memory of their own."""
+        """Whether each chunk's logits are a new tensor."""
         rows = 0 if self._by_onednn else min(len(hidden), work.chunk)
         self.scaled = hidden.new_empty((rows, len(weight)), dtype=wide)
         """(chunk, V) logits divided by the temperature."""

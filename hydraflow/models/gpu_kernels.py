@@ -23,7 +23,7 @@ log = logging.getLogger(__name__)
 
 
 def kernels_for(x: torch.Tensor) -> ModuleType | None:
-    """The kernels that take such a tensor; None: there are none."""
+    """The kernels for this tensor's device and dtype; None: there are none."""
     return _kernels(x.device) if x.is_cuda and x.dtype in TYPES else None
 
 

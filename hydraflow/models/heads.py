@@ -61,7 +61,7 @@ class PolicyModel(nn.Module):
     def _by_module(
         self, hidden: torch.Tensor, targets: torch.Tensor, ask: Ask, chunk: int
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """The same through the head's own forward, for heads with adapters or other than linear layers."""
+        """The same through the head's own forward, for heads that are not plain linear layers."""
         if len(hidden) <= chunk:
             return self._score(hidden, targets, ask)
         chunks = zip(hidden.split(chunk), targets.split(chunk), strict=True)

@@ -6,7 +6,7 @@ the last bits.
 In: a model as transformers builds it. Out: the same model, whose plain linear layers multiply with the faster
 of the two, as those of Megatron-Core do (`engine/megatron/without_cuda.py`). Small products stay as they are:
 a call of oneDNN takes longer. Left out on purpose: types other than float32, which torch gives to oneDNN
-itself, and products that are no linear layer (attention, experts).
+itself, and products that are not linear layers (attention, experts).
 """
 
 from __future__ import annotations

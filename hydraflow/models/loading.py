@@ -43,8 +43,8 @@ _PACKABLE_LAYERS = {"full_attention", "sliding_attention"}
 
 def load_config(model: ModelSourceConfig, *, field: str = "actor_rollout_ref.model") -> PreTrainedConfig:
     """The model's configuration with the user's overrides, and without dropout: the same row must have the
-    same log-probability in every pass. Raises ConfigError for a path
-    without a model and for an override that the model does not know."""
+    same log-probability in every pass. Raises ConfigError for a path without a model and for an override that
+    the model does not have."""
     from transformers import AutoConfig
 
     path = require_path(model, field)
@@ -57,7 +57,7 @@ def load_config(model: ModelSourceConfig, *, field: str = "actor_rollout_ref.mod
         raise ConfigError.one(f"{field}.path", path, rule, _hint(error, field, path)) from error
     key, given = f"{field}.override_config", dict(model.override_config)
     if unknown := [name for name in given if not hasattr(config, name)]:
-        raise ConfigError.one(key, given, f"config.json of {path} knows no {', '.join(unknown)}", "remove it")
+        raise ConfigError.one(key, given, f"config.json of {path} has no {', '.join(unknown)}", "remove it")
     try:
         for name, value in given.items():
             setattr(config, name, value)
@@ -157,7 +157,7 @@ class Context:
 
 
 def context_of(config: PreTrainedConfig, owner: str = "the model") -> Context | None:
-    """The model's maximum row length; None: not known. With two rotary tables (longrope, as in Phi-3 128k) it
+    """The model's maximum row length; None: unknown. With two rotary tables (longrope, as in Phi-3 128k) it
     is that of the short one: a longer row would change all rows computed with it. owner: the model's name in
     messages."""
     text = config.get_text_config()
@@ -171,7 +171,7 @@ def context_of(config: PreTrainedConfig, owner: str = "the model") -> Context | 
 def causal_class(
     config: PreTrainedConfig, model: ModelSourceConfig, *, field: str = "actor_rollout_ref.model"
 ) -> Any:
-    """The class that transformers would build. Raises ConfigError when it is no causal LM."""
+    """The class that transformers would build. Raises ConfigError when it is not a causal LM."""
     from transformers import AutoModelForCausalLM
 
     auto_map = getattr(config, "auto_map", None) or {}
@@ -377,7 +377,8 @@ def stored_tensor(directory: Path, name: str) -> torch.Tensor | None:
 
 
 def require_path(model: ModelSourceConfig, field: str) -> str:
-    """The model's folder, with `~` expanded, or what `from_hub` says."""
+    """The model's folder with `~` expanded, or for a hub name what `from_hub` returns. ConfigError when there
+    is no such model."""
     if not model.path:
         remedy = f"{field}.path=<Hugging Face directory or hub name>"
         raise ConfigError.one(f"{field}.path", None, "no model is named", remedy)

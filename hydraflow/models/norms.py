@@ -44,8 +44,8 @@ def rms_norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
 
 
 def replace_norms(model: nn.Module, *, compile: bool = False) -> None:
-    """Replaces every equivalent norm of the model by `RMSNorm`; parameters are kept. `compile`: by one that
-    torch.compile has fused."""
+    """Replaces every equivalent norm of the model with `RMSNorm`; parameters are kept. `compile`: use the
+    kernel that torch.compile fuses."""
     for part in list(model.modules()):
         for name, child in part.named_children():
             if steps_of(type(child).forward) == steps_of(_as_in_transformers):

@@ -37,7 +37,7 @@ def resolving(path: str, model: ModelSourceConfig) -> Iterator[None]:
         with FileLock(lock, timeout=SECONDS):
             yield
     except Timeout:
-        text = f"waited {SECONDS:g} s for another process of this node that resolves {path} (it holds {lock})"
+        text = f"waited {SECONDS:g} s for another process on this node that fetches {path} (it holds {lock})"
         raise EnvironmentFault(text) from None
 
 

@@ -118,7 +118,7 @@ def pack(
     bool, selects the response tokens to score; default all. `multiple_of`: a packed line is padded with a row
     of zeros to a multiple of this length. `routes`: the rows' `routed_experts`, if given; only prompts whose
     tokens go to the same experts are shared. `targets`: the rows' `target_tokens`, if given. Raises
-    ValueError when a row with a response has no prompt token (nothing would predict its first token)."""
+    ValueError when a row has an empty prompt (nothing would predict its first response token)."""
     prompt_ids, prompt_len = ragged.parts(prompts)
     response_ids, response_len = ragged.parts(responses)
     if bool((prompt_len == 0).any()):

@@ -1,4 +1,4 @@
-"""What the checks of a model at load time share: test rows, a model's own results, and when two results count
+"""Shared by the checks of a model at load time: test rows, a model's own results, and when two results count
 as different.
 
 In: a vocabulary, a model of transformers, or numbers of the same tokens computed in two ways. Out: short rows
@@ -85,9 +85,9 @@ def within_tolerance(worst: float, middle: float, dtype: torch.dtype) -> bool | 
 def is_rounding(
     ours: torch.Tensor, theirs: torch.Tensor, config: PreTrainedConfig, again: Callable[[], torch.Tensor]
 ) -> bool:
-    """Whether `ours` is at most BEYOND times as far from `theirs` as what `again`, which computes `theirs`
-    once more, returns with another attention kernel. By medians and by means. False if that cannot compute
-    the model.
+    """Whether `ours` is at most BEYOND times as far from `theirs` as `again()`, which recomputes `theirs`,
+    here with another attention kernel. By medians and by means. False if that kernel cannot compute the
+    model.
 
     Where transformers' own kernel is `eager`, because of a cap on scores that `sdpa` ignores, the other one
     changes more than the rounding: the check is then less strict.

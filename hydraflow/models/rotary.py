@@ -31,7 +31,7 @@ CACHED = 2**16
 
 def replace_rotations(model: nn.Module, *, compile: bool = False) -> None:
     """Makes every layer that rotates queries and keys as usual call `rotate_both`; layers whose `forward` has
-    been replaced stay as they are. `compile`: with a rotation that torch.compile has fused."""
+    been replaced stay as they are. `compile`: use the rotation that torch.compile fuses."""
     function = partial(rotate_both, rotated=compiled.rotated) if compile else rotate_both
     for part in model.modules():
         forward = type(part).forward
@@ -109,7 +109,7 @@ def _is_usual(function: Any) -> bool:
 
 
 def rotate_half(x: Tensor) -> Tensor:
-    """A verbatim copy of transformers' function of this name, as is the next."""
+    """A verbatim copy of transformers' function of this name, for comparing bytecode."""
     x1 = x[..., : x.shape[-1] // 2]
     x2 = x[..., x.shape[-1] // 2 :]
     return torch.cat((-x2, x1), dim=-1)

@@ -6,7 +6,8 @@ With R2 (Zheng et al. 2025, arXiv:2507.18071) the experts are those of the pass 
 et al. 2025, arXiv:2510.11370) those of the generation engine; their weights are always the trained router's,
 with a gradient. Left out on purpose: the routers themselves (`routers.py`, and Megatron-Core's).
 
-Legend: B rows, N tokens of the line, n of them on this rank, E experts, K of a token, L layers with experts.
+Legend: B rows, N tokens of the line, n of them on this rank, E experts, K experts of a token, L layers with
+experts.
 """
 
 from __future__ import annotations

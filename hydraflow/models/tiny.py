@@ -1,4 +1,4 @@
-"""Creates a small Qwen3-style model and a character tokenizer, for machines without a hub and for tests.
+"""Creates a small Qwen3-style model and a character tokenizer, for tests and for machines without the hub.
 
 In: a few sizes and a seed. Out: a Hugging Face directory that any Hugging Face program loads.
 Left out on purpose: training it; `recipes/` does that with the supervised trainer.
@@ -62,8 +62,8 @@ def config_values(
 
 
 def make_model(directory: str | Path, *, seed: int = 0, alphabet: str = ALPHABET, **sizes: int) -> Path:
-    """Writes model, tokenizer and generation settings to `directory`; weights are random, by `seed`. `sizes`:
-    as `config_values` takes them."""
+    """Writes model, tokenizer and generation settings to `directory`, with random weights from `seed`.
+    `sizes`: see `config_values`."""
     import torch
     from transformers import Qwen3Config, Qwen3ForCausalLM
 

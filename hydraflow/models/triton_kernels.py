@@ -179,7 +179,7 @@ def _tile(width: int) -> tuple[int, int]:
 
 
 def _warps(numbers: int) -> int:
-    """Warps of a program that has so many numbers, and at least a tile of them, in registers."""
+    """Warps of a program with this many numbers, at least a tile, in registers."""
     return 8 if numbers <= 2 * _TILE else 16
 
 

@@ -27,6 +27,7 @@ LARGEST_HEADER = 100 * 2**20
 LARGEST_SIZE = 2**63
 """torch counts in signed 64-bit integers."""
 SHOWN = 3
+"""Maximum number of files or faults in a message."""
 
 
 def read_weight_map(index: Path) -> dict[str, str]:
@@ -137,7 +138,7 @@ def _are_sizes(values: Any) -> TypeGuard[list[int]]:
 
 
 def stored_types(files: list[Path]) -> list[str]:
-    """Types of the tensors in safetensors files, as their first file names them."""
+    """Dtypes in the first of these files, by safetensors' names; ["pickled"] if it is not safetensors."""
     header = read_header(files[0]) if files[0].suffix == ".safetensors" else None
     return sorted({entry["dtype"] for entry in header[0].values()}) if header else ["pickled"]
 
@@ -171,7 +172,8 @@ def empty_tensors(files: list[Path]) -> dict[str, torch.Tensor] | None:
 
 
 def _from_pickle(file: Path) -> dict[str, torch.Tensor] | None:
-    """Only from zip archives, which can be memory-mapped, and with torch's weights_only unpickler."""
+    """The tensors of a zip archive, memory-mapped and read by torch's weights_only unpickler; None: not a zip
+    archive, so its shapes cannot be read without loading it."""
     if not zipfile.is_zipfile(file):
         return None
     loaded = torch.load(file, map_location="cpu", weights_only=True, mmap=True)

@@ -1,7 +1,7 @@
 """Balanced partitions of rows: equal shares for ranks, and micro-batches under a token budget.
 
-In: a length (tokens, or any cost) per row. Out: row numbers, so that both batches and references can be split
-by them. Both functions are deterministic and take about a tenth of a second for 100,000 rows. Left out on
+In: a length (tokens, or any cost) per row. Out: row numbers, by which both batches and references can be
+split. Both functions are deterministic and take about a tenth of a second for 100,000 rows. Left out on
 purpose: reading the lengths and moving the rows.
 """
 
@@ -21,7 +21,7 @@ def equal_size_partitions(lengths: Lengths, k: int) -> list[list[int]]:
     part.
 
     Rows are dealt out longest first, back and forth over the parts; then the heaviest and the lightest part
-    swap rows as long as that brings them closer. ValueError when the rows do not divide by `k`.
+    swap rows as long as that brings them closer. ValueError when `k` does not divide the number of rows.
 
     >>> equal_size_partitions([9, 1, 5, 5], 2)
     [[0, 1], [2, 3]]
@@ -42,9 +42,9 @@ def equal_size_partitions(lengths: Lengths, k: int) -> list[list[int]]:
 def token_bins(lengths: Lengths, max_tokens: int, min_bins: int = 1) -> list[list[int]]:
     """Rows in bins of at most `max_tokens` tokens each, loads nearly equal; row numbers ascend within a bin.
 
-    There are at least `min_bins` bins, and more if the rows need them, but never more than rows. Ranks that
-    agree on the largest of their counts and call again with it as `min_bins` get the same number of bins.
-    ValueError when one row alone has more than `max_tokens`.
+    There are at least `min_bins` bins, and more if the rows need them, but never more than rows. For the same
+    number of bins on every rank, call again with the maximum of the ranks' counts as `min_bins`. ValueError
+    when one row alone has more than `max_tokens`.
 
     >>> token_bins([6, 5, 4, 3], max_tokens=10), token_bins([6, 5, 4, 3], max_tokens=10, min_bins=3)
     ([[0, 3], [1, 2]], [[0], [1], [2, 3]])
@@ -54,8 +54,10 @@ def token_bins(lengths: Lengths, max_tokens: int, min_bins: int = 1) -> list[lis
         return []
     longest = int(tokens.argmax())
     if tokens[longest] > max_tokens:
-        has = f"row {longest} has {int(tokens[longest])} tokens"
-        raise ValueError(f"{has}, more than the {max_tokens} that a micro-batch may hold")
+        raise ValueError(
+            f"row {longest} has {int(tokens[longest])} tokens, more than the {max_tokens} that a micro-batch"
+            " may hold"
+        )
     order = np.argsort(-tokens, kind="stable").tolist()
     sizes = tokens.tolist()
     bins = _fewest_bins(order, sizes, max_tokens)
@@ -76,7 +78,7 @@ def _swap_until_level(parts: np.ndarray, cost: np.ndarray) -> None:
         # a swap changes the gap by twice the difference of the two rows, so half the gap is the ideal
         at = np.searchsorted(cost[ranked], cost[parts[heavy]] - gap / 2)
         candidates = np.stack([np.clip(at, 0, len(ranked) - 1), np.clip(at - 1, 0, len(ranked) - 1)])
-        # (2, rows of a part): the gap after each swap
+        # (2, rows of a part): the gap after swapping with either neighbour of the ideal
         left = np.abs(gap - 2 * (cost[parts[heavy]] - cost[ranked[candidates]]))
         which, give = np.unravel_index(int(left.argmin()), left.shape)
         if left[which, give] >= gap:
@@ -89,10 +91,10 @@ def _swap_until_level(parts: np.ndarray, cost: np.ndarray) -> None:
 
 
 def _fewest_bins(order: list[int], sizes: list[int], max_tokens: int) -> list[list[int]]:
-    """The fewest bins that filling the emptiest first can reach, with balanced loads."""
+    """As few bins as filling the emptiest first needs, with balanced loads."""
     least = max(1, -(-sum(sizes) // max_tokens))
     bins = _fill(order, sizes, max_tokens, least)
-    if len(bins) > least:  # the ones opened late are nearly empty; starting with all of them levels the loads
+    if len(bins) > least:  # bins opened late are nearly empty; starting with all of them levels the loads
         level = _fill(order, sizes, max_tokens, len(bins))
         return level if len(level) == len(bins) else bins
     return bins
@@ -114,8 +116,8 @@ def _fill(order: list[int], sizes: list[int], max_tokens: int, count: int) -> li
 
 
 def _split_to(bins: list[list[int]], sizes: list[int], count: int) -> list[list[int]]:
-    """Halves the heaviest bin with more than one row until there are `count`. Filling that many bins again
-    may end with a different number."""
+    """Halves the heaviest bin with more than one row until there are `count`, because `_fill` with `count`
+    bins may end with a different number."""
     bins = list(bins)
     while len(bins) < count:
         several = [number for number, rows in enumerate(bins) if len(rows) > 1]

@@ -1,7 +1,7 @@
 """DataProto: a batch of rows, with verl's operations and semantics.
 
 In: tensors (dense, or ragged where rows differ in length), objects per row, and facts about the whole batch.
-Out: new batches; operations that `RemoteBatch` has as well are in `rows`.
+Out: new batches; operations shared with `RemoteBatch` are in `rows`.
 Left out on purpose: padding on the wire, verl's automatic padding, and saving to disk.
 Column names are in `fields`; what the controller holds instead of a DataProto is in `remote`.
 
@@ -64,7 +64,7 @@ class DataProto(Rows):
         if twice:
             raise ValueError(f"columns {sorted(twice)} are both tensors and objects")
 
-    # Making batches
+    # Construction
 
     @classmethod
     def from_dict(
@@ -73,14 +73,14 @@ class DataProto(Rows):
         non_tensors: Mapping[str, Any] | None = None,
         meta_info: dict[str, Any] | None = None,
     ) -> Self:
-        """A batch from tensors (B, ...) and objects (B items). ValueError when the rows do not agree."""
+        """A batch from tensors (B, ...) and objects (B items). ValueError when the numbers of rows differ."""
         given = {key: columns.tensor_column(value, key) for key, value in (tensors or {}).items()}
         objects = {key: columns.object_column(value, key) for key, value in (non_tensors or {}).items()}
         check_rows({**given, **objects})
         batch = TensorDict(given, batch_size=[columns.n_rows(next(iter(given.values())))]) if given else None
         return cls(batch, objects, dict(meta_info or {}))
 
-    # Looking
+    # Access
 
     def __len__(self) -> int:
         if self.batch is not None:
@@ -92,7 +92,7 @@ class DataProto(Rows):
         return [*self._columns().items(), *self.non_tensor_batch.items()]
 
     def get(self, key: str) -> Any:
-        """The tensor or object array named `key`. KeyError listing what there is."""
+        """The tensor or object array named `key`. KeyError lists the columns."""
         found = dict(self.items())
         if key not in found:
             raise KeyError(f"the batch has no column {key!r}; it has {self.keys()}")
@@ -132,7 +132,7 @@ class DataProto(Rows):
     # Rows
 
     def select_idxs(self, index: RowIndex) -> Self:
-        """The named rows, in the named order, copied."""
+        """The selected rows, in the order of `index`, copied."""
         numbers = ragged.as_index(index, len(self))
         return self._map(lambda _, column: columns.take(column, numbers), len(numbers))
 
@@ -145,7 +145,7 @@ class DataProto(Rows):
     @staticmethod
     def concat(data: Sequence[DataProto]) -> DataProto:
         """Rows of all batches, one batch after the other. `meta_info["metrics"]` of the parts becomes a dict
-        of lists, other facts must agree. ValueError when columns or facts do not."""
+        of lists, other facts must agree. ValueError when columns or facts do not agree."""
         if len(data) == 0:
             raise ValueError("concat needs at least one batch")
         parts = [dict(part.items()) for part in data]
@@ -195,7 +195,8 @@ class DataProto(Rows):
         return out
 
     def sample_level_repeat(self, repeat_times: int | Sequence[int] | np.ndarray | Tensor) -> Self:
-        """Row i `repeat_times[i]` times, side by side. ValueError when there is not one count per row."""
+        """Row i `repeat_times[i]` times, side by side. ValueError unless there is one count per row, or a
+        single one."""
         times = np.asarray(repeat_times)
         if times.ndim and len(times) != len(self):
             raise ValueError(f"{len(times)} repeat counts were given for {len(self)} rows")
@@ -203,7 +204,7 @@ class DataProto(Rows):
 
     def unfold_column_chunks(self, n_split: int, split_keys: Iterable[str] | None = None) -> Self:
         """Cuts each row into `n_split` rows along dimension 1; columns not in `split_keys` are repeated.
-        None: cuts all tensors. ValueError when a width or a row length does not divide by `n_split`."""
+        None: cuts all tensors. ValueError when `n_split` does not divide a width or a row length."""
         keys = set(self._columns() if split_keys is None else split_keys)
         missing = keys - set(self.keys())
         if missing:
@@ -223,7 +224,7 @@ class DataProto(Rows):
         dataloader_kwargs: Mapping[str, Any] | None = None,
     ) -> Iterator[Self]:
         """Mini-batches, `epochs` times over all rows; `dataloader_kwargs={"shuffle": True}` draws a new order
-        per epoch from `seed`. ValueError at once when the rows do not divide by `mini_batch_size`."""
+        per epoch from `seed`. ValueError unless `mini_batch_size` divides the number of rows."""
         if mini_batch_size < 1 or len(self) % mini_batch_size:
             raise ValueError(f"{len(self)} rows do not divide into mini-batches of {mini_batch_size}")
         unknown = set(dataloader_kwargs or {}) - {"shuffle"}
@@ -233,6 +234,7 @@ class DataProto(Rows):
         return self._mini_batches(mini_batch_size, epochs, seed, shuffle)
 
     def _mini_batches(self, size: int, epochs: int, seed: int | None, shuffle: bool) -> Iterator[Self]:
+        """A generator of its own, so that `make_iterator` raises when called, not at the first batch."""
         generator = torch.Generator()
         if seed is not None:
             generator.manual_seed(seed)
@@ -248,7 +250,7 @@ class DataProto(Rows):
         encoded = {key: wire.encode(column, key) for key, column in self.items()}
         return _unpickle, (encoded, self.meta_info, None if self.batch is None else len(self))
 
-    # Inner parts
+    # Internals
 
     def _columns(self) -> dict[str, Tensor]:
         if self.batch is None:
@@ -270,7 +272,7 @@ class DataProto(Rows):
             self.batch = TensorDict(columns, batch_size=[rows])
         self.non_tensor_batch = objects
 
-    def _forget(self, keys: Iterable[str]) -> None:
+    def _drop(self, keys: Iterable[str]) -> None:
         for key in keys:
             if key in self.non_tensor_batch:
                 del self.non_tensor_batch[key]
@@ -292,7 +294,7 @@ class DataProto(Rows):
 
 
 def of_columns(columns: Mapping[str, ColumnData], facts: dict[str, Any], rows: int | None) -> DataProto:
-    """A batch of columns of both kinds; `rows` None: without a TensorDict."""
+    """A batch of tensor and object columns; `rows` None: without a TensorDict."""
     tensors = {key: column for key, column in columns.items() if isinstance(column, Tensor)}
     objects = {key: column for key, column in columns.items() if isinstance(column, np.ndarray)}
     return DataProto(None if rows is None else TensorDict(tensors, batch_size=[rows]), objects, facts)

@@ -1,4 +1,4 @@
-"""Row operations that hold for every kind of column: dense tensor, ragged tensor, object array.
+"""Row operations on every kind of column: dense tensor, ragged tensor, object array.
 
 In: columns. Out: columns, or the first row in which two of them differ. `batch` and `remote` are built on
 this. Left out on purpose: names of columns and whole batches.
@@ -17,15 +17,15 @@ from hydraflow.protocol.wire import ColumnData, as_objects
 
 
 def object_column(values: object, name: str) -> np.ndarray:
-    """`values` as an object array with one item per row. ValueError when there are no rows."""
+    """`values` as an object array with one item per row. ValueError unless an array, list or tuple."""
     if isinstance(values, np.ndarray):
         if values.ndim == 0:
             raise ValueError(f"column {name!r} is a single value, not one per row")
         return values if values.dtype == object else values.astype(object)
     if isinstance(values, list | tuple):
         return as_objects(list(values))
-    given = "rows of objects are given as a list or a numpy array"
-    raise ValueError(f"column {name!r} is a {type(values).__name__}; {given}")
+    kind = type(values).__name__
+    raise ValueError(f"column {name!r} is a {kind}; rows of objects are given as a list or a numpy array")
 
 
 def tensor_column(value: object, name: str) -> Tensor:
@@ -35,9 +35,9 @@ def tensor_column(value: object, name: str) -> Tensor:
         raise ValueError(f"column {name!r} is a {kind}, not a tensor; objects go into non_tensors")
     if ragged.is_ragged(value):
         if (dimension := ragged.ragged_dimension(value)) != 1:
-            of = f"is ragged in dimension {dimension}"
             raise ValueError(
-                f"column {name!r} {of}; rows may differ in their first dimension only: transpose them"
+                f"column {name!r} is ragged in dimension {dimension}; rows may differ in their first"
+                " dimension only: transpose them"
             )
         return value
     if value.is_nested:
@@ -48,14 +48,14 @@ def tensor_column(value: object, name: str) -> Tensor:
 
 
 def take(column: ColumnData, index: ragged.RowIndex) -> ColumnData:
-    """The named rows in the named order; a slice with step 1 gives a view, anything else a copy."""
+    """The selected rows in the order of `index`; a slice with step 1 gives a view, anything else a copy."""
     if isinstance(column, Tensor):
         return ragged.take(column, index)
     return column[index] if isinstance(index, slice) else column[ragged.as_index(index, len(column))]
 
 
 def n_rows(column: Sized) -> int:
-    """Rows of a column, without `len` for ragged tensors, which takes 14 us."""
+    """Number of rows; avoids `len` of ragged tensors, which takes 14 us."""
     return ragged.n_rows(column) if isinstance(column, Tensor) and ragged.is_ragged(column) else len(column)
 
 
@@ -73,17 +73,20 @@ def concat(parts: Sequence[ColumnData], name: str) -> ColumnData:
 
 
 def cut_rows(column: ColumnData, pieces: int, name: str) -> ColumnData:
-    """Each row cut along dimension 1 into `pieces` equal rows. ValueError when one does not divide."""
+    """Each row cut along dimension 1 into `pieces` equal rows. ValueError for a row that does not divide."""
     if isinstance(column, Tensor) and ragged.is_ragged(column):
         values, lengths = ragged.parts(column)
         if bool((lengths % pieces).any()):
             row = int((lengths % pieces).nonzero()[0])
-            where = f"column {name!r}, row {row}"
-            raise ValueError(f"{where}: {int(lengths[row])} tokens do not divide into {pieces} pieces")
+            raise ValueError(
+                f"column {name!r}, row {row}: {int(lengths[row])} tokens do not divide into {pieces} pieces"
+            )
         return ragged.from_parts(values, (lengths // pieces).repeat_interleave(pieces))
     if column.ndim < 2 or column.shape[1] % pieces:
-        where = f"column {name!r} of shape {tuple(column.shape)}"
-        raise ValueError(f"{where} does not divide into {pieces} pieces along dimension 1")
+        shape = tuple(column.shape)
+        raise ValueError(
+            f"column {name!r} of shape {shape} does not divide into {pieces} pieces along dimension 1"
+        )
     return column.reshape(len(column) * pieces, column.shape[1] // pieces, *column.shape[2:])
 
 
@@ -109,6 +112,7 @@ def _tensor_difference(a: Tensor, b: Tensor) -> str | None:
         return None if row is None else f"row {row}"
     (values, lengths), (other, other_lengths) = ragged.parts(a), ragged.parts(b)
     row = _first_unequal(lengths, other_lengths.to(lengths.device))
+    # only the tokens of the rows before that one can be compared
     common = int(lengths[: len(a) if row is None else row].sum())
     token = _first_unequal(values[:common], other.to(values.device)[:common])
     if token is not None:

@@ -1,8 +1,8 @@
 """The columns of a batch: name, type, shape and meaning of each. Most names are verl's.
 
-Code writes names as plain strings. Tests compare it with this table: every column that the code names is here
-and used, and the workers' outputs have the dtype and shape given here. Left out on purpose: attention masks,
-position ids and padded tables, which would be redundant because rows are ragged.
+Code writes names as plain strings, which tests compare with this table: every column that the code names is
+here and used, and the workers' outputs have the dtype and shape given here. Left out on purpose: attention
+masks, position ids and padded tables, which would be redundant because rows are ragged.
 
 Legend: B rows (trajectories), P prompt, R response. "ragged (B, R)" is a jagged tensor with as many values in
 a row as its response has tokens; all such columns of one batch have the same row lengths.
@@ -15,7 +15,7 @@ from enum import StrEnum
 
 
 class Axis(StrEnum):
-    """The unit that a column has one value for, and its shape."""
+    """What a column has a value for, and the shape that this gives it."""
 
     ROW = "(B,)"
     """Each row: a number, or several."""

@@ -1,8 +1,8 @@
 """Selects rows of several ragged pieces in one pass over their tokens.
 
 In: the pieces of a column and the wanted row numbers of their concatenation. Out: one ragged column. The
-columns of a batch mostly have the same row lengths (responses, masks, log-probabilities), so that token
-positions are computed once for all of them. Left out on purpose: pieces with few wanted rows, and long rows,
+columns of a batch mostly have the same row lengths (responses, masks, log-probabilities), so their token
+positions are computed once. Left out on purpose: pieces with few wanted rows, and long rows,
 which are copied piece by piece (`remote`).
 """
 
@@ -36,6 +36,7 @@ class Gather:
         """Row numbers int64 (B,) into the concatenated pieces."""
         self._lengths: Tensor | None = None
         self._positions = self._offsets = wanted
+        """Of the tokens of the wanted rows, for pieces with `_lengths`; meaningless before the first call."""
 
     def suits(self, pieces: Sequence[object]) -> bool:
         """Whether these are ragged pieces of one dtype with short rows, of which enough are wanted."""

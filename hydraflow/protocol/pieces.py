@@ -2,8 +2,8 @@
 numbers.
 
 In: references and row indices. Out: which pieces a reader needs, which rows of each, and in what order;
-smaller references to send. Columns with the same row index share one array object, so that its arithmetic is
-done once per operation, and it is pickled once. Left out on purpose: whole batches and reading (`remote`),
+smaller references to send. Columns with the same row index share one array object, so its arithmetic is done
+once per operation, and it is pickled once. Left out on purpose: whole batches and reading (`remote`),
 and resolving references (`dispatch`).
 """
 
@@ -101,6 +101,7 @@ def piece_plan(column: Column) -> PiecePlan:
     starts = ends - np.asarray(column.layout)
     grouped = zip(used, groups, strict=True)
     picks = tuple((int(n), _unless_whole(rows - starts[n], column.layout[n])) for n, rows in grouped)
+    # for each piece, the rows of unused pieces before it
     skipped = starts - (np.cumsum(np.where(counts, column.layout, 0)) - np.where(counts, column.layout, 0))
     wanted = index - skipped[piece]
     order = None if is_range(by_piece) else np.argsort(by_piece)
@@ -141,13 +142,13 @@ def as_slice(rows: np.ndarray) -> np.ndarray | slice:
 
 
 def _unless_whole(rows: np.ndarray, available: int) -> np.ndarray | None:
+    """The row numbers; None if they are all the available rows in order."""
     return None if len(rows) == available and is_range(rows) else rows
 
 
 def concat_columns(parts: Sequence[Column], memo: dict[object, np.ndarray | None]) -> Column:
     """The rows of all parts. Pieces that parts share are kept once, so joining the chunks of a batch gives
-    its own pieces back. memo: kept by the caller over the columns of one batch, so that columns keep sharing
-    an index."""
+    its own pieces back. `memo` is shared by a batch's columns, so that they keep sharing an index."""
     places: dict[ColumnRef, int] = {}
     for part in parts:
         for ref in part.refs:
@@ -165,6 +166,8 @@ def concat_columns(parts: Sequence[Column], memo: dict[object, np.ndarray | None
 def _joined_index(
     parts: Sequence[Column], numbers: Sequence[tuple[int, ...]], starts: np.ndarray, total: int
 ) -> np.ndarray | None:
+    """Index of all rows into the joined pieces. `numbers`: for each part, where its pieces are among the
+    joined ones; `starts`: the first row of each joined piece; `total`: their rows."""
     moved = []
     for part, places in zip(parts, numbers, strict=True):
         index = np.arange(len(part)) if part.index is None else part.index.astype(np.int64, copy=False)

@@ -43,17 +43,21 @@ def from_parts(values: Tensor, lengths: Tensor) -> Tensor:
     lengths = lengths.to(device=values.device, dtype=torch.int64)
     offsets = _offsets(lengths)
     if int(offsets[-1]) != values.shape[0]:
-        held = f"a ragged column with {values.shape[0]} values"
-        raise ValueError(f"{held} cannot have row lengths that add up to {int(offsets[-1])}")
+        raise ValueError(
+            f"a ragged column with {values.shape[0]} values cannot have row lengths that add up to"
+            f" {int(offsets[-1])}"
+        )
     # not nested_tensor_from_jagged, which repeats the checks above and takes five times as long
     return NestedTensor(values.detach(), offsets)
 
 
 def from_rows(row_list: Sequence[Tensor]) -> Tensor:
-    """A ragged column from its rows, each (L_i, ...). ValueError without rows, which leave the dtype open."""
+    """A ragged column from its rows, each (L_i, ...). ValueError for no rows: their dtype is unknown."""
     if len(row_list) == 0:
-        instead = "for an empty column use from_parts with empty values of the right dtype"
-        raise ValueError(f"from_rows needs at least one row; {instead}")
+        raise ValueError(
+            "from_rows needs at least one row; for an empty column use from_parts with empty values of the"
+            " right dtype"
+        )
     sizes = torch.tensor([len(row) for row in row_list], dtype=torch.int64)
     return from_parts(torch.cat(list(row_list)), sizes)
 
@@ -125,8 +129,8 @@ def as_index(index: RowIndex, n_rows: int) -> np.ndarray:
 
 
 def take(t: Tensor, index: RowIndex) -> Tensor:
-    """The named rows of a dense or ragged column, in the named order. A slice with step 1 gives a view,
-    anything else a copy."""
+    """The selected rows of a dense or ragged column, in the order of `index`. A slice with step 1 gives a
+    view, anything else a copy."""
     if isinstance(index, slice) and index.step in (None, 1):
         return _take_range(t, *index.indices(len(t))[:2])
     numbers = torch.from_numpy(as_index(index, len(t))).to(t.device)
@@ -182,8 +186,8 @@ def to_padded(t: Tensor, length: int | None = None, value: float = 0) -> Tensor:
     longest = int(row_lengths.max()) if len(row_lengths) else 0
     length = longest if length is None else length
     if longest > length:
-        has = f"row {int(row_lengths.argmax())} has {longest} tokens"
-        raise ValueError(f"{has} and does not fit a padded length of {length}")
+        row = int(row_lengths.argmax())
+        raise ValueError(f"row {row} has {longest} tokens and does not fit a padded length of {length}")
     padded = values.new_full((len(row_lengths), length, *values.shape[1:]), value)
     in_row = torch.arange(length, device=row_lengths.device)[None, :] < row_lengths[:, None]  # (B, length)
     padded[in_row] = values
@@ -213,7 +217,7 @@ def _offsets(row_lengths: Tensor) -> Tensor:
 
 
 def _positions(starts: Tensor, row_lengths: Tensor) -> Tensor:
-    """Where the tokens of rows that start at `starts` are in the values, (sum of row_lengths,)."""
+    """Positions in the values of the tokens of rows that start at `starts`, (sum of row_lengths,)."""
     shift = starts - (torch.cumsum(row_lengths, 0) - row_lengths)
     positions = torch.repeat_interleave(shift, row_lengths)
     return positions.add_(torch.arange(len(positions), device=positions.device))

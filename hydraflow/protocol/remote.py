@@ -70,7 +70,7 @@ class RemoteBatch(Rows):
         local = {key: Column((LocalColumn(value),)) for key, value in data._columns().items()}
         return cls(local, dict(data.non_tensor_batch), dict(data.meta_info))
 
-    # Looking
+    # Access
 
     def __len__(self) -> int:
         for column in self.columns.values():
@@ -85,11 +85,11 @@ class RemoteBatch(Rows):
     # Rows
 
     def __getitem__(self, index: RowIndex) -> RemoteBatch:
-        """The named rows: slice, row numbers, or one bool per row."""
+        """The selected rows: slice, row numbers, or one bool per row."""
         return self.select_idxs(index)
 
     def select_idxs(self, index: RowIndex) -> Self:
-        """The named rows, in the named order."""
+        """The selected rows, in the order of `index`."""
         chosen = ragged.as_index(index, len(self))
         indices = {id(column.index): column.index for column in self.columns.values()}
         moved = {key: chosen if index is None else index[chosen] for key, index in indices.items()}
@@ -111,8 +111,10 @@ class RemoteBatch(Rows):
         keys = set(data[0].keys())
         for part in data:
             if set(part.keys()) != keys or part.columns.keys() != data[0].columns.keys():
-                both = f"{sorted(keys)} and {sorted(part.keys())}"
-                raise ValueError(f"batches to concatenate differ in their columns: {both}")
+                raise ValueError(
+                    f"batches to concatenate differ in their columns: {sorted(keys)} and"
+                    f" {sorted(part.keys())}"
+                )
         memo: dict[object, np.ndarray | None] = {}
         joined = {key: concat_columns([part.columns[key] for part in data], memo) for key in data[0].columns}
         objects = {key: np.concatenate([part.objects[key] for part in data]) for key in data[0].objects}
@@ -141,7 +143,7 @@ class RemoteBatch(Rows):
         smaller = {key: localise(column, plans, memo) for key, column in self.columns.items()}
         return RemoteBatch(smaller, self.objects, self.meta_info)
 
-    # Inner parts
+    # Internals
 
     def _columns(self) -> dict[str, Column]:
         return self.columns
@@ -157,7 +159,7 @@ class RemoteBatch(Rows):
     def _set(self, columns: dict[str, Any], objects: dict[str, np.ndarray], rows: int) -> None:
         self.columns, self.objects = columns, objects
 
-    def _forget(self, keys: Iterable[str]) -> None:
+    def _drop(self, keys: Iterable[str]) -> None:
         for key in keys:
             del (self.objects if key in self.objects else self.columns)[key]
 
@@ -194,9 +196,9 @@ def materialise(
         column.refs[number]: None for column in wanted.columns.values() for number, _ in plans(column).picks
     }
     data: dict[ColumnRef, ColumnData] = {ref: ref.data for ref in needed if isinstance(ref, LocalColumn)}
-    far = [ref for ref in needed if ref not in data]
-    if far:
-        data.update(zip(far, fetch(far), strict=True))
+    to_fetch = [ref for ref in needed if ref not in data]
+    if to_fetch:
+        data.update(zip(to_fetch, fetch(to_fetch), strict=True))
     gathers: dict[int, Gather] = {}
     read = {
         key: _read(column, plans(column), data, key, copy, gathers) for key, column in wanted.columns.items()
@@ -213,7 +215,8 @@ def _read(
     copy: bool,
     gathers: dict[int, Gather],
 ) -> ColumnData:
-    """`gathers`: by the plan's identity, for all columns that share it."""
+    """One column as data. `gathers`: by the plan's identity, for all columns that share it."""
+    # rows scattered over the pieces: gathered token by token if that is faster than row by row
     if plan.wanted is not None and not isinstance(as_slice(plan.wanted), slice):
         gather = gathers.setdefault(id(plan), Gather(torch.from_numpy(plan.wanted)))
         pieces = [_checked(column.refs[number], data, name) for number, _ in plan.picks]

@@ -1,8 +1,8 @@
-"""Row operations of every batch, wherever its columns are; shared by `DataProto` and `RemoteBatch`.
+"""Row and column operations shared by `DataProto` and `RemoteBatch`, wherever their columns are.
 
 In: columns (tensors, or references to them), objects per row, facts about the whole batch. Out: new batches;
-only `union`, `pop`, `rename` and `reorder` change the batch itself, as in verl. Left out on purpose: whatever
-reads a tensor (`batch`) or resolves references (`remote`).
+only `union`, `pop`, `rename` and `reorder` change the batch itself, as in verl. Left out on purpose: anything
+that reads a tensor (`batch`) or resolves references (`remote`).
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ class Rows(ABC):
 
     @abstractmethod
     def select_idxs(self, index: RowIndex) -> Self:
-        """The named rows, in the named order."""
+        """The selected rows, in the order of `index`."""
 
     def slice(self, start: int | None = None, end: int | None = None, step: int | None = None) -> Self:
         """Rows `start:end:step`."""
         return self.select_idxs(slice(start, end, step))
 
     def reorder(self, indices: RowIndex) -> None:
-        """Puts row `indices[i]` at place i, in the batch itself."""
+        """Moves row `indices[i]` to position i, in place."""
         ordered = self.select_idxs(indices)
         self._set(ordered._columns(), ordered._objects(), len(ordered))
 
@@ -50,14 +50,14 @@ class Rows(ABC):
         return self.select_idxs(np.repeat(rows, repeat_times) if interleave else np.tile(rows, repeat_times))
 
     def chunk(self, chunks: int) -> list[Self]:
-        """`chunks` equal parts; of tensors they are views. ValueError when the rows do not divide."""
+        """`chunks` equal parts, tensors as views. ValueError when `chunks` does not divide the rows."""
         if chunks < 1 or len(self) % chunks:
             raise ValueError(f"{len(self)} rows do not divide into {chunks} equal chunks")
         size = len(self) // chunks
         return [self.slice(i * size, (i + 1) * size) for i in range(chunks)]
 
     def split(self, split_size: int) -> list[Self]:
-        """Parts of `split_size` rows, of tensors as views; the last may be shorter. No rows: no part."""
+        """Parts of `split_size` rows, tensors as views; the last may be shorter. An empty batch has none."""
         if split_size < 1:
             raise ValueError(f"split_size is {split_size}; it must be at least 1")
         return [self.slice(start, start + split_size) for start in range(0, len(self), split_size)]
@@ -84,14 +84,14 @@ class Rows(ABC):
     ) -> Self:
         """Removes the named columns, objects and facts and returns them; None takes none of a kind."""
         popped = self.select(batch_keys or (), non_tensor_batch_keys or (), meta_info_keys or ())
-        self._forget(popped.keys())
+        self._drop(popped.keys())
         for key in popped.meta_info:
             del self.meta_info[key]
         return popped
 
     def rename(self, old_keys: str | Sequence[str], new_keys: str | Sequence[str]) -> Self:
-        """Renames columns or objects in this batch and returns it. ValueError unless every old name has one
-        new name of its own."""
+        """Renames columns or objects in this batch and returns it. ValueError unless each old name gets one
+        distinct new name."""
         old = [old_keys] if isinstance(old_keys, str) else list(old_keys)
         new = [new_keys] if isinstance(new_keys, str) else list(new_keys)
         if missing := [key for key in old if key not in self.keys()]:
@@ -109,6 +109,7 @@ class Rows(ABC):
     def union(self, other: Self) -> Self:
         """Adds the columns and facts of `other` to this batch and returns it. ValueError, and no change, when
         the row counts differ or a shared column or fact is not equal; it names the first differing row."""
+        # a batch without columns, only facts, unites with any
         if len(self) != len(other) and all(len(part) or part.keys() for part in (self, other)):
             raise ValueError(f"batches of {len(self)} and {len(other)} rows cannot be united")
         mine = {**self._columns(), **self._objects()}
@@ -121,11 +122,11 @@ class Rows(ABC):
         self._set({**other._columns(), **self._columns()}, {**other._objects(), **self._objects()}, rows)
         return self
 
-    # for subclasses to implement
+    # For subclasses to implement
 
     @abstractmethod
     def _columns(self) -> dict[str, Any]:
-        """Everything but the objects, by name."""
+        """All columns but the objects, by name."""
 
     @abstractmethod
     def _objects(self) -> dict[str, np.ndarray]:
@@ -142,11 +143,11 @@ class Rows(ABC):
         """Replaces the columns of this batch."""
 
     @abstractmethod
-    def _forget(self, keys: Iterable[str]) -> None:
+    def _drop(self, keys: Iterable[str]) -> None:
         """Removes columns and objects from this batch."""
 
     def _difference(self, mine: Any, theirs: Any) -> str | None:
-        """How two columns of one name differ, in words; None: they are equal."""
+        """How two columns of the same name differ, in words; None: they are equal."""
         where = first_difference(mine, theirs)
         return f"differs between the two batches, first at {where}" if where else None
 

@@ -1,7 +1,7 @@
 """Batches on disk: every column bit for bit, row objects as JSON, in one safetensors file. Reading it never
 runs code.
 
-In: a DataProto and facts. Out: a file, and both again. Left out on purpose: `meta_info`; its relevant
+In: a DataProto and facts. Out: a file, and both back from it. Left out on purpose: `meta_info`; its relevant
 parts belong in the facts.
 """
 
@@ -21,7 +21,7 @@ from hydraflow.system.whole_files import replacing
 
 
 def write_batch(path: Path, batch: DataProto, facts: Mapping[str, Any]) -> None:
-    """Writes columns and `facts`. OSError when it cannot, ValueError for what JSON cannot hold."""
+    """Writes columns and `facts`. OSError when that fails, ValueError for what JSON cannot hold."""
     arrays: dict[str, np.ndarray] = {}
     columns: dict[str, dict[str, Any]] = {}
     for name, column in batch.items():
@@ -36,7 +36,7 @@ def write_batch(path: Path, batch: DataProto, facts: Mapping[str, Any]) -> None:
 
 
 def read_batch(path: Path) -> tuple[DataProto, dict[str, Any]]:
-    """A file's columns and facts. OSError or safetensors.SafetensorError when it is no such file."""
+    """A file's columns and facts. OSError or safetensors.SafetensorError when it cannot be read."""
     with safetensors.safe_open(path, "numpy") as file:
         columns, facts = (json.loads(file.metadata()[name]) for name in ("columns", "facts"))
         read = {}

@@ -37,8 +37,8 @@ class EncodedColumn:
     shape: tuple[int, ...]
     """Shape of an object column; empty otherwise."""
     arrays: tuple[np.ndarray, ...]
-    """dense: (values,); ragged: (values, lengths); objects: (UTF-8 bytes of a JSON list,) and, where
-    rows share objects, (which of its items each row is,)."""
+    """dense: (values,); ragged: (values, lengths); objects: (UTF-8 bytes of a JSON list,), or where rows
+    share objects (those bytes, the list item of each row)."""
 
     @property
     def nbytes(self) -> int:
@@ -76,7 +76,7 @@ def decode(encoded: EncodedColumn, *, copy: bool = True) -> ColumnData:
 
 
 def as_objects(items: list[object]) -> np.ndarray:
-    """A one-dimensional object array with one item per row, also when the items are lists of equal length."""
+    """A one-dimensional object array with one item per row, even when the items are lists of equal length."""
     column = np.empty(len(items), dtype=object)
     if all(type(item) in _ATOMS for item in items):
         column[:] = items
@@ -99,6 +99,7 @@ def _distinct(items: np.ndarray) -> tuple[list[int], np.ndarray]:
 
 
 def _plain_items(column: np.ndarray, places: list[int], name: str) -> list[object]:
+    """The objects at `places` of the flattened column, as JSON values. ValueError naming the row."""
     plain: list[object] = []
     width = int(np.prod(column.shape[1:], dtype=np.int64))
     items = column.reshape(-1)
@@ -107,10 +108,9 @@ def _plain_items(column: np.ndarray, places: list[int], name: str) -> list[objec
             plain.append(_plain(items[place]))
         except TypeError as error:
             row = place // max(width, 1)
-            text = (
+            raise ValueError(
                 f"column {name!r}, row {row}: {error} cannot travel between processes; allowed are {_ALLOWED}"
-            )
-            raise ValueError(text) from None
+            ) from None
     return plain
 
 

@@ -42,15 +42,15 @@ from hydraflow.trainer.machine import Machine
 from hydraflow.trainer.sft import HeldOut, SFTTrainer
 
 FORMAT = 2
-"""Raised when the problems or the model's shape change, so that kept folders of older versions are not
+"""Incremented when the problems or the model's shape change, so that folders of older versions are not
 used."""
 LOCK_SECONDS = 900.0
-"""Seconds that a run waits for another run that makes the same assets."""
+"""Seconds that a run waits for another one that makes the same assets."""
 KEY = "recipe.cache_dir"
 REHEARSED = 64
-"""Number of problems in a rehearsal: a few represent all, because they differ only in their digits."""
+"""Number of problems in a rehearsal. A few represent all, because they differ only in their digits."""
 LEAST_ACCURACY = 0.3
-"""Accuracy below which most groups have no reward at all; triggers a warning."""
+"""Accuracy below which a warning is logged: most groups would have no reward at all."""
 
 log = logging.getLogger(__name__)
 
@@ -98,8 +98,7 @@ def pointed_at(config: PPOConfig, assets: ArithmeticAssets) -> PPOConfig:
 
 
 def with_made_assets(config: PPOConfig) -> PPOConfig:
-    """`pointed_at` the recipe's existing assets; the configuration unchanged if there is no recipe, or there
-    are none."""
+    """The configuration with the recipe's assets in it if they exist, else unchanged."""
     if config.recipe.name == "none" or config.actor_rollout_ref.model.path:
         return config
     folder = cache_folder(config.recipe, config.trainer.seed)
@@ -112,7 +111,7 @@ def rehearsed(config: PPOConfig) -> Iterator[tuple[PPOConfig, bool]]:
     untrained model that are deleted after the block; and whether it is the one to train with. Without a
     recipe, the configuration itself.
 
-    So everything that depends on a model and data can be checked before minutes go into making the real ones.
+    So everything that depends on model and data is checked before minutes are spent on the real ones.
     """
     recipe, seed = config.recipe, config.trainer.seed
     if recipe.name == "none":
@@ -139,10 +138,10 @@ def prepare(
     scratch: Path,
     logger: Sequence[str],
 ) -> ArithmeticAssets:
-    """Makes what is missing; `runtime` is only called when there is something to train.
+    """Makes the assets if they do not exist; `runtime` is only called when there is something to train.
 
-    `scratch` is a folder for the warm start's metrics, and for its model if time ran out: that model is not
-    kept for other runs. Raises EnvironmentFault when another run takes too long to make the same assets.
+    `scratch`: a folder for the warm start's metrics and model; the model is not kept for other runs if the
+    warm start was cut short. Raises EnvironmentFault when another run takes too long to make the same assets.
     """
     folder = cache_folder(recipe, seed)
     if is_made(folder):  # perhaps by another user: reading needs no lock
@@ -154,7 +153,7 @@ def prepare(
                 return _assets(folder, folder / "model")
             train, val, held_out = recipe.train_problems, recipe.val_problems, folder / "sft_val.parquet"
             files = write_arithmetic(folder, train_problems=train, val_problems=val, seed=seed)
-            # with their answers, for the warm start's validation
+            # the same problems with answers, for the warm start's validation
             write_rows(held_out, conversation_rows(split_problems(train, val, seed)[1]))
             start = make_model(folder / "start", seed=seed)
             config = _sft_config(recipe, seed, start, files.sft, held_out)

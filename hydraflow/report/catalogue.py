@@ -1,5 +1,5 @@
-"""Titles, units and groups of metrics on the page. A name that is not listed is shown as it is, in the group
-of its prefix.
+"""Titles, units and groups of metrics on the page. A metric that is not listed is shown by its name, in
+the group of its prefix.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ class MetricDisplay:
 _ROWS = (
     ("Reward", "critic/score/mean", "Score, mean", "score"),
     ("Reward", "critic/rewards/mean", "Reward with penalties, mean", "reward"),
-    ("Reward", "critic/score/max", "Score, greatest", "score"),
-    ("Reward", "critic/score/min", "Score, least", "score"),
+    ("Reward", "critic/score/max", "Score, maximum", "score"),
+    ("Reward", "critic/score/min", "Score, minimum", "score"),
     ("Reward", "critic/advantages/mean", "Advantage, mean", "advantage"),
-    ("Reward", "critic/advantages/max", "Advantage, greatest", "advantage"),
-    ("Reward", "critic/advantages/min", "Advantage, least", "advantage"),
+    ("Reward", "critic/advantages/max", "Advantage, maximum", "advantage"),
+    ("Reward", "critic/advantages/min", "Advantage, minimum", "advantage"),
     ("Reward", "critic/returns/mean", "Return, mean", "return"),
     ("Reward", "critic/groups/no_signal_ratio", "Groups whose responses all score alike", "share of groups"),
     ("Policy", "actor/pg_loss", "Policy loss", "loss"),
@@ -118,7 +118,7 @@ _PREFIXES = {
 }
 """Group -> prefixes of its metrics; the first match counts."""
 HIDDEN = ("training/global_step", "perf/time_per_step", "perf/seconds_since_launch")
-"""Metrics without a curve: the step itself, and what another metric or the page's other axis shows."""
+"""Metrics without a curve: the step itself, and what another metric or the time axis shows."""
 _VALIDATION = re.compile(r"val-core/(?P<source>.+)/(?P<what>acc|reward)/mean@(?P<n>\d+)")
 
 
@@ -141,5 +141,5 @@ def metric(name: str) -> MetricDisplay:
 
 
 def is_shown(name: str) -> bool:
-    """Whether a metric has a curve of its own; phase times have a picture together."""
+    """Whether a metric has its own curve; phase times share one picture."""
     return name not in HIDDEN and (not name.startswith("timing_s/") or name == "timing_s/step")

@@ -32,8 +32,8 @@ class RunFinding:
 
 
 def ending(run: Run) -> RunFinding:
-    """How the run ended, in one or two words and in detail. From summary.json, which is written at every
-    end except a kill."""
+    """How the run ended, in a word or two and in detail. From summary.json, which is missing only after a
+    kill."""
     why = run.summary.get("why_it_ended")
     if isinstance(why, str) and why:
         weight = FINE if why == DONE else NOTABLE if is_orderly(why) else SERIOUS
@@ -98,9 +98,9 @@ _COUNTED = (
 
 
 def _counts(run: Run) -> Iterator[RunFinding]:
-    for ending_, weight, what in _COUNTED:
+    for counter, weight, what in _COUNTED:
         for name, column in sorted(run.columns.items()):
-            if name != ending_ and not name.endswith(f"/{ending_}"):
+            if name != counter and not name.endswith(f"/{counter}"):
                 continue
             values = np.where(np.isfinite(column.values), column.values, 0.0)
             if (total := float(values.sum())) > 0:
@@ -143,7 +143,7 @@ def _largest(column: MetricColumn) -> float:
 
 
 def _in_steps(steps: np.ndarray) -> str:
-    """The steps in words; of many, the first ones."""
+    """The steps in words; if there are many, the first ones."""
     shown = ", ".join(str(step) for step in steps[:SHOWN_STEPS].tolist())
     more = len(steps) - SHOWN_STEPS
     return f"{'step' if len(steps) == 1 else 'steps'} {shown}" + (f" and {more} more" if more > 0 else "")

@@ -1,4 +1,4 @@
-// Draws the curves and the phase times of the page from the data in it. Text only ever goes in as text.
+// Draws the curves and phase times from the data in the page. Text is inserted as text only, never as HTML.
 "use strict";
 (() => {
   const data = JSON.parse(document.getElementById("data").textContent);
@@ -116,7 +116,7 @@
     return t[i] === null ? steps : `${steps}, ${shown(t[i])} min`;
   };
 
-  // A cross-hair that follows the pointer, or the arrow keys, and says the values there.
+  // A cross-hair that follows the pointer or the arrow keys and shows the values there.
   const pointing = (plot, svg, box, width, describe, stops) => {
     const cross = make("line", { y1: TOP, y2: HEIGHT - BOTTOM, class: "cross", visibility: "hidden" }, svg);
     const tip = html("div", "tip", plot);

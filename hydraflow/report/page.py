@@ -1,8 +1,8 @@
 """The page itself: one self-contained file with its styles, script and data.
 
-In: runs. Out: HTML. Whatever comes from a run (samples above all) is text: the template escapes it, the data
-are escaped for their context, and the page's own policy forbids any other script and any
-request. Left out on purpose: numbers and words, which the other files of this folder make.
+In: runs. Out: HTML. Everything that comes from a run (samples above all) is text: the template escapes it,
+the data are escaped for their context, and the page's content security policy forbids any other script and
+any request. Left out on purpose: numbers and words, which the other files of this folder make.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ PHASE_POINTS = 240
 
 
 def render(runs: Sequence[Run]) -> str:
-    """The page about these runs, of which there is at least one."""
+    """The page about one or more runs."""
     name_apart(runs)
     axes = Axes()
     charts, most = chart_data(runs, axes)
@@ -71,8 +71,8 @@ def render(runs: Sequence[Run]) -> str:
 
 
 def name_apart(runs: Sequence[Run]) -> None:
-    """Gives runs of the same name their parents' names too; what is still the same, such as one folder twice,
-    gets numbers."""
+    """Makes names unique: runs of the same name are prefixed with their parent folder, and numbered if that
+    does not help (the same folder twice)."""
     for run in _namesakes(runs):
         run.name = f"{run.folder.parent.name}/{run.name}"
     for run in _namesakes(runs):

@@ -1,4 +1,4 @@
-"""Reads a run folder as far as possible: of runs that are in progress, were interrupted, or are damaged.
+"""Reads as much of a run folder as possible, also of runs in progress, interrupted or damaged.
 
 In: a folder. Out: a `Run`: columns of metrics, summary, configuration, plan, starts, samples, and what could
 not be read. Left out on purpose: judging (`faults.py`) and drawing (`page.py`). ConfigError only for a folder
@@ -65,7 +65,7 @@ class Run:
 
     @property
     def last_step(self) -> int:
-        """The last step that metrics.jsonl knows; 0 without any."""
+        """The last step in metrics.jsonl; 0 if there is none."""
         return max((int(column.steps[-1]) for column in self.columns.values()), default=0)
 
     @property
@@ -102,7 +102,7 @@ def read_run(folder: Path) -> Run:
 
 
 def samples_of(run: Run, step: int) -> list[dict[str, Any]]:
-    """A validation's samples; what cannot be read is noted in `run.unread`."""
+    """A validation's samples; lines that cannot be read are noted in `run.unread`."""
     file = run.samples[step]
     found = []
     for line in filter(str.strip, _lines(run, file)):
@@ -222,7 +222,7 @@ def _mapping(run: Run, name: str) -> dict[str, Any]:
 
 
 def _is_deep(value: Any) -> bool:
-    """Whether it is nested deeper than `DEEPEST`: no run writes that, and Python's stack may overflow."""
+    """Whether it is nested deeper than `DEEPEST`: no run writes that, and Python's stack could overflow."""
     level = [value]
     for _ in range(DEEPEST):
         nested = [one for one in level if isinstance(one, dict | list)]

@@ -19,7 +19,7 @@ from hydraflow.report.reading import MetricColumn, Numbers
 POINTS = 12_000
 """Largest number of points on a page; each takes about 25 bytes."""
 MOST, LEAST = 400, 40
-"""Largest number of points of a curve."""
+"""Range of the limit on a curve's points, whatever the number of curves."""
 
 
 def points_per_curve(curves: int) -> int:
@@ -40,7 +40,7 @@ class Axes:
     """`s`: steps, `t`: minutes, `w`: steps that a point represents."""
 
     def place(self, steps: Numbers, seconds: Numbers, width: int) -> int:
-        """The number of these positions."""
+        """The index of these positions in `listed`, to which they are added if they are new."""
         key = (steps.tobytes(), seconds.tobytes(), width)
         if key not in self.known:
             self.known[key] = len(self.listed)
@@ -49,8 +49,8 @@ class Axes:
 
 
 def spans_of(steps: Numbers, most: int) -> tuple[Numbers, int]:
-    """At most `most` spans of equally many steps: index of each one's first point, and how many steps; 1:
-    every point is a single step.
+    """At most `most` spans of equal width: the index of each one's first point, and the width in steps (1:
+    every point is a single step).
 
     >>> spans_of(np.arange(10, 20), 3)
     (array([0, 4, 8]), 4)
@@ -64,8 +64,8 @@ def spans_of(steps: Numbers, most: int) -> tuple[Numbers, int]:
 
 
 def curve(column: MetricColumn, axes: Axes, most: int) -> dict[str, Any]:
-    """`x`: number of its axis, `y`: values, with `lo` and `hi` where a point represents several; null where
-    none is finite."""
+    """`x`: index of its axis, `y`: values, with `lo` and `hi` where a point represents several; None where no
+    value is finite."""
     starts, width = spans_of(column.steps, most)
     finite = np.isfinite(column.values)
     if width == 1:
@@ -74,10 +74,10 @@ def curve(column: MetricColumn, axes: Axes, most: int) -> dict[str, Any]:
     counts = np.add.reduceat(finite, starts)
     with np.errstate(invalid="ignore", divide="ignore", over="ignore"):
         means = np.add.reduceat(np.where(finite, column.values, 0.0), starts) / counts
-    least = np.minimum.reduceat(np.where(finite, column.values, np.inf), starts)
-    most_ = np.maximum.reduceat(np.where(finite, column.values, -np.inf), starts)
+    lowest = np.minimum.reduceat(np.where(finite, column.values, np.inf), starts)
+    highest = np.maximum.reduceat(np.where(finite, column.values, -np.inf), starts)
     x = axes.place(column.steps[starts], column.seconds[starts], width)
-    return {"x": x, "y": rounded(means), "lo": rounded(least), "hi": rounded(most_)}
+    return {"x": x, "y": rounded(means), "lo": rounded(lowest), "hi": rounded(highest)}
 
 
 def mean_at(column: MetricColumn, steps: Numbers, starts: Numbers) -> Numbers:
@@ -99,7 +99,7 @@ def rounded(values: Numbers | Sequence[float]) -> list[float | None]:
     """
     found: list[float | None] = []
     for value in np.asarray(values, dtype=np.float64).tolist():
-        if value - value != 0.0:  # NaN and infinities alone
+        if value - value != 0.0:  # true for NaN and infinities only
             found.append(None)
             continue
         short = float(f"{value:.4g}")

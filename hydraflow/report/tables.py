@@ -86,8 +86,11 @@ def key_numbers(runs: Sequence[Run]) -> list[tuple[str, list[str]]]:
 
 
 def phases(run: Run, axes: Axes, most: int) -> tuple[dict[str, Any], list[dict[str, str]]]:
-    """The picture's data, and the table's rows, the longest phase first. Empty where the run has no times."""
-    timings = {name[9:]: column for name, column in run.columns.items() if name.startswith("timing_s/")}
+    """The picture's data, and the table's rows, the longest phase first. Empty if no phase was timed."""
+    prefix = "timing_s/"
+    timings = {
+        name.removeprefix(prefix): column for name, column in run.columns.items() if name.startswith(prefix)
+    }
     columns = {name: column for name, column in timings.items() if name != "step"}
     step = timings.get("step")
     base = step or max(columns.values(), key=lambda column: len(column.steps), default=None)
@@ -121,7 +124,7 @@ def phases(run: Run, axes: Axes, most: int) -> tuple[dict[str, Any], list[dict[s
 
 
 def configuration(run: Run) -> list[dict[str, Any]]:
-    """Every key with value and origin; `set`: it is not a default."""
+    """Every key with value and origin; `set`: not left at its default."""
     rows = sorted(run.settings.items())
     return [
         {"key": key, "value": value, "origin": origin, "set": origin not in ("default", "")}

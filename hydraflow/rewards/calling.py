@@ -24,7 +24,7 @@ ALL_ROWS = 2**31
 
 @dataclass(frozen=True)
 class RewardCall:
-    """A reward function, with how it must be called."""
+    """A reward function and how to call it."""
 
     function: Callable[..., Any]
     """Called with the values of ARGUMENTS by name; with BATCH_ARGUMENTS if `is_batched`."""
@@ -41,7 +41,7 @@ class RewardCall:
         return self.function(**dict(zip(ARGUMENTS, row, strict=True)))
 
     def at_once(self, max_concurrent: int) -> int:
-        """Maximum rows that a process scores concurrently."""
+        """Maximum number of rows that a process scores concurrently."""
         return ALL_ROWS if self.is_batched else max_concurrent if self.is_async else 1
 
 
@@ -52,7 +52,7 @@ class _Part:
 
 
 def load(config: RewardConfig) -> RewardCall:
-    """Raises `ConfigError` for what cannot be loaded or called."""
+    """Loads the functions of a run. `ConfigError` for one that cannot be loaded or called."""
     parts = [_Part(one, _load(one, config, place)) for place, one in enumerate(selected(config))]
     waits = any(is_async(part.function) for part in parts)
     weighted: Callable[..., Any] = _weighted_async if waits else _weighted
@@ -66,13 +66,13 @@ def load(config: RewardConfig) -> RewardCall:
 
 
 def settings_of(config: RewardConfig) -> dict[str, Any]:
-    """The section as plain values, for a process of a pool."""
+    """The section as plain values, for a process of a pool; without the fields of a subclass."""
     plain = asdict(config)
     return {field.name: plain[field.name] for field in fields(RewardConfig)}
 
 
 def config_of(settings: Mapping[str, Any]) -> RewardConfig:
-    """The section that `settings_of` made plain."""
+    """The inverse of `settings_of`."""
     sections: dict[str, Any] = {name: type(value) for name, value in vars(RewardConfig()).items()}
     given: dict[str, Any] = {
         name: sections[name](**value) if is_dataclass(sections[name]) else value
@@ -92,37 +92,37 @@ def _load(one: SelectedFunction, config: RewardConfig, place: int) -> Callable[.
             raise ConfigError.one(f"{key}.name", one.name, rule, remedy)
         return function
     if one.name == "judge" and config.judge.api_key_env is not None:
-        key_of(config.judge.api_key_env)  # a missing key is an error now, not at the first row
+        key_of(config.judge.api_key_env)  # reports a missing key now, not at the first row
     built_in = FUNCTIONS[one.name].bound(config)
     takes = inspect.signature(built_in).parameters
     ours = (*ARGUMENTS, *FUNCTIONS[one.name].reads)
     own = [name for name, taken in takes.items() if taken.kind is taken.KEYWORD_ONLY and name not in ours]
-    if strange := [name for name in one.kwargs if name not in own]:
-        rule = f"{one.name} has no argument {strange[0]}; it takes {', '.join(own) or 'none'}"
+    if unknown := [name for name in one.kwargs if name not in own]:
+        rule = f"{one.name} has no argument {unknown[0]}; it takes {', '.join(own) or 'none'}"
         raise ConfigError.one(f"{KEY}[{place}].kwargs", dict(one.kwargs), rule)
     names = [name for name in ARGUMENTS if name in takes]
     return partial(by_names, built_in, names, one.kwargs)
 
 
 def _weighted(parts: list[_Part], **row: Any) -> dict[str, float]:
-    return _added(parts, (part.function(**row) for part in parts))
+    return _weighted_sum(parts, (part.function(**row) for part in parts))
 
 
 def _weighted_async(parts: list[_Part], **row: Any) -> Awaitable[dict[str, float]]:
-    """Synchronous parts have run when this returns; the coroutine awaits the others."""
+    """Runs the synchronous parts at once, and returns a coroutine that awaits the others."""
     computed = [None if is_async(part.function) else part.function(**row) for part in parts]
-    return _waiting(parts, computed, row)
+    return _await_all(parts, computed, row)
 
 
-async def _waiting(parts: list[_Part], computed: list[Any], row: dict[str, Any]) -> dict[str, float]:
+async def _await_all(parts: list[_Part], computed: list[Any], row: dict[str, Any]) -> dict[str, float]:
     values = []
     for part, value in zip(parts, computed, strict=True):  # rows are already concurrent, so parts need not be
         found = part.function(**row) if is_async(part.function) else value
         values.append(await found if inspect.isawaitable(found) else found)
-    return _added(parts, iter(values))
+    return _weighted_sum(parts, iter(values))
 
 
-def _added(parts: list[_Part], values: Iterator[Any]) -> dict[str, float]:
+def _weighted_sum(parts: list[_Part], values: Iterator[Any]) -> dict[str, float]:
     """`score`: the weighted sum. <label>: a function's score; <label>/<name>: its other numbers. `acc`: that
     of the first function that returns one, else the first function's score."""
     numbers: dict[str, float] = {"score": 0.0}

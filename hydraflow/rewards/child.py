@@ -2,8 +2,7 @@
 
 In: chunks of rows over a socket. Out: their results, batched over at most `FLUSH_SECONDS` of work. Before
 each row the process records the row and the time in shared memory, so that the pool knows on which row it
-died or hung. Imports are light on purpose: no torch, no Ray, so that a process is ready in a tenth of a
-second.
+died or hung. Imports are light on purpose (no torch, no Ray): a process is ready in a tenth of a second.
 """
 
 from __future__ import annotations
@@ -86,8 +85,8 @@ class RowAlarm:
         self.began, self.waited = time.monotonic(), self._queue_time.seconds()
 
     def arm(self, rows: int = 1) -> None:
-        """Sets the alarm for a batch of `rows` rows; repeated for each batch, because a reward function may
-        have used it itself."""
+        """Sets the alarm for `rows` rows; repeated for each batch, because a reward function may have used
+        SIGALRM itself."""
         self._allowed = rows * self.limit
         signal.signal(signal.SIGALRM, self._ring)
         signal.setitimer(signal.ITIMER_REAL, self._allowed)
@@ -115,7 +114,7 @@ class RewardCaller:
     def scored(self, rows: Sequence[Any]) -> Iterator[tuple[int, Result]]:
         """Yields index and result of each row of a chunk."""
         for number, row in enumerate(rows):
-            yield number, self._within_limits(number, 1, partial(self._one, row))
+            yield number, self._within_limits(number, 1, partial(self._score_row, row))
 
     def scored_together(self, rows: Sequence[Any]) -> Iterator[tuple[int, Result]]:
         """The same for a function that takes batches. The rows of a failed batch are retried one by one, so
@@ -137,7 +136,7 @@ class RewardCaller:
         limit = f"; {_memory_limit(self._max_memory)}" if isinstance(error, MemoryError) else ""
         return None, {}, cause_of(error, self.call.paths) + limit
 
-    def _one(self, row: Sequence[Any]) -> Result:
+    def _score_row(self, row: Sequence[Any]) -> Result:
         return read_value(self.call.of_row(row))
 
     def _within_limits(self, number: int, rows: int, call: Callable[[], R]) -> R | Result:
@@ -157,7 +156,7 @@ def main(socket_number: int, shared: int) -> None:
     """Serves chunks from the socket until the pool closes it."""
     os.set_inheritable(socket_number, False)  # the function's child processes must not keep it open
     os.set_inheritable(shared, False)
-    if isinstance(sys.stdout, io.TextIOWrapper):  # its output must be flushed before it hangs or dies
+    if isinstance(sys.stdout, io.TextIOWrapper):  # prints must arrive before the function hangs or dies
         sys.stdout.reconfigure(line_buffering=True, errors="backslashreplace")
     pool, progress = FrameSocket(socket.socket(fileno=socket_number)), RowProgress(shared)
     try:
@@ -167,7 +166,11 @@ def main(socket_number: int, shared: int) -> None:
             caller = RewardCaller(config, RowAlarm(config.timeout), progress)
         except ConfigError as error:
             pool.send(
-                {"refused": [_in_words(problem, error, config.max_memory) for problem in error.problems]}
+                {
+                    "refused": [
+                        _problem_fields(problem, error, config.max_memory) for problem in error.problems
+                    ]
+                }
             )
             return
         pool.send({"pid": os.getpid(), "at_once": caller.at_once})
@@ -219,19 +222,19 @@ def _memory_limit(gib: float) -> str:
     return f"the limit is reward.max_memory={gib:g} GiB"
 
 
-def _in_words(problem: Problem, error: ConfigError, max_memory: float) -> list[str]:
+def _problem_fields(problem: Problem, error: ConfigError, max_memory: float) -> list[str]:
     """(field, value, rule, remedy) of a problem."""
     limit = f"; {_memory_limit(max_memory)}" if isinstance(error.__cause__, MemoryError) else ""
     return [problem.field, shown(problem.value), problem.rule + limit, problem.remedy]
 
 
 def cause_of(error: BaseException, paths: Sequence[str]) -> str:
-    """An exception, and where in one of the user's files it was raised."""
+    """An exception, and the line in one of the user's files where it was raised."""
     if isinstance(error, ConfigError):
         return str(error.problems[0])
     try:
         cause = f"{type(error).__name__}: {error}"
-    except Exception:  # str() of it is the user's code, too
+    except Exception:  # its __str__ is the user's code, too
         cause = type(error).__name__
     places = ((path, line_of(error, absolute(path))) for path in paths)
     where = next((f" ({os.path.basename(path)}, {line})" for path, line in places if line), "")

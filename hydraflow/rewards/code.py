@@ -1,7 +1,7 @@
 """Scores programs by tests: they run in a sandbox, and their output is compared outside of it.
 
 In: a response with a Python program, and tests as APPS and verl's data have them: `{"inputs": [...],
-"outputs": [...]}`, perhaps with the name of a function, as JSON text or a mapping. Out: the share of tests
+"outputs": [...]}`, optionally with the name of a function, as JSON text or a mapping. Out: the share of tests
 passed. The expected outputs never enter the sandbox. Left out on purpose: tests that are code themselves
 (`assert f(1) == 2`), which would run in the program's process, where it could change them.
 """
@@ -41,7 +41,7 @@ def passed_tests(
 ) -> dict[str, float]:
     """`score`: the share of tests that the last fenced block of the response passes, 0 or 1 without
     `partial`; `acc`: 1 if it passes all. Tests after one that exceeds a limit count as failed, as do tests
-    for which the row's time, `timeout` seconds, does not suffice.
+    that do not finish within the row's time, `timeout` seconds.
 
     Raises ValueError for a ground truth without tests, SandboxError if nothing can be run.
     """
@@ -62,7 +62,7 @@ def passed_tests(
 
 
 def read_tests(ground_truth: Any) -> Tests:
-    """The tests of a ground truth. ValueError when it has none, or numbers of inputs and outputs that differ.
+    """The tests of a ground truth. ValueError when it has none, or not one output for each input.
 
     >>> read_tests('{"inputs": ["1 2\\\\n"], "outputs": ["3\\\\n"]}')
     Tests(inputs=['1 2\\n'], outputs=['3\\n'], function=None)

@@ -1,7 +1,7 @@
 """Runs an asynchronous reward function on several rows concurrently, in one process.
 
 In: the rows of a chunk. Out: their results, each as soon as it is ready. Synchronous parts run one row at a
-time, and between two rows the event loop serves those that wait. A row that waits too long is cancelled; one
+time, and between two rows the event loop resumes those that wait. A row that waits too long is cancelled; one
 that blocks the event loop is interrupted by the alarm of `child.py`; if that does not help, the pool ends the
 process.
 """
@@ -78,10 +78,10 @@ class ConcurrentRows:
             return self.caller.failed(RowTimeout() if is_late else error)
 
     def _note(self) -> None:
-        """The pool watches the oldest row."""
-        for number, (began, waited) in self._started.items():
+        """Records the oldest row, which the pool watches."""
+        if self._started:
+            number, (began, waited) = next(iter(self._started.items()))
             self.caller.progress.note(number, began, waited, self.caller.alarm.limit)
-            return
 
     async def _beat(self) -> None:
         while True:

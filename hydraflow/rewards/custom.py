@@ -1,8 +1,8 @@
 """Finds, imports and checks the user's reward function.
 
 In: path and name of the function and its keyword arguments. Out: a callable, or a `ConfigError` that says
-what is wrong. Importing runs the user's code, which may hang or exit, so before a run starts it is done in a
-process of a pool (`RewardPool.require_loaded`).
+what is wrong. Importing runs the user's code, which may hang or exit, so before a run starts this happens in
+a process of a pool (`RewardPool.require_loaded`).
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def load_function(
 
 
 def by_names(function: RewardFunction, names: Sequence[str], kwargs: Mapping[str, Any], **values: Any) -> Any:
-    """Calls a function that takes some of the values."""
+    """Calls a function with those of the values that it takes."""
     return function(**{name: values[name] for name in names}, **kwargs)
 
 
@@ -105,5 +105,5 @@ def _takes_names(
 
 
 def absolute(path: str | Path) -> Path:
-    """The path of the user's file as it is imported."""
+    """The path of the user's file, as used for the import."""
     return Path(path).expanduser().absolute()

@@ -14,11 +14,11 @@ from typing import Any
 
 _LENGTH = struct.Struct(">Q")
 MOST_BYTES = 2**30
-"""A longer message is not ours: something else has written to the socket."""
+"""A longer message is not ours: something else wrote to the socket."""
 
 
 class FrameSocket:
-    """One end of the socket. The socket's own timeout limits how long a message may take to send."""
+    """One end of the socket, whose own timeout limits how long a message may take to send."""
 
     def __init__(self, end: socket.socket):
         self.socket = end

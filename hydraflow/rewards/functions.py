@@ -1,4 +1,4 @@
-"""The built-in reward functions: which one scores a row, by its data source; and the short ones themselves.
+"""The built-in reward functions: the choice by a row's data source, and the short ones themselves.
 
 In: data source, the response's text, the ground truth. Out: a float, or a dict with `score` and more numbers.
 The answer patterns for GSM8K are the usual ones: `#### 42` (strict), else the last number
@@ -27,8 +27,8 @@ _NUMBER = re.compile(r"-?\$?[0-9](?:[0-9,]*[0-9])?(?:\.[0-9]+)?")
 
 
 def by_source(data_source: str, solution_str: str, ground_truth: Any, **keys: Any) -> Score:
-    """Scores one response with the function of its data source. `keys`: those of `reward` that one of these
-    functions reads. Raises `ConfigError` for an unknown source.
+    """Scores one response with the function of its data source. `keys`: the fields of `reward` that these
+    functions read. Raises `ConfigError` for an unknown source.
 
     >>> by_source("arithmetic", "042", "042")
     1.0
@@ -58,7 +58,7 @@ def _loaded(name: str) -> Callable[..., Score]:
 def load_scorers(data_sources: Iterable[str]) -> None:
     """Imports the functions of these data sources, so that it does not count against a row's time."""
     for source in set(data_sources):
-        with suppress(ConfigError):  # the row itself says so
+        with suppress(ConfigError):  # reported when the row is scored
             _loaded(find_scorer(source))
 
 
@@ -79,8 +79,8 @@ def exact(solution_str: str, ground_truth: Any) -> float:
 
 
 def gsm8k(solution_str: str, ground_truth: Any) -> dict[str, float]:
-    """`score` and `acc`: the number after the last `####` is right; `acc_flexible`: so is that number or,
-    without one, the last number.
+    """`score` and `acc`: 1 when the number after the last `####` is right. `acc_flexible`: the same, but
+    without any `####` the last number counts.
 
     >>> gsm8k("6 * 7 = 42\\n#### 42", "42")["score"], gsm8k("It is $42.", "42")
     (1.0, {'score': 0.0, 'acc': 0.0, 'acc_flexible': 1.0})

@@ -49,18 +49,19 @@ async def judged(
     except (LookupError, AttributeError) as error:
         raise JudgeError(f"reward.judge.prompt: the row has no {error}") from error
     request = {"model": judge.model, "messages": [{"role": "user", "content": prompt}], **judge.parameters}
-    kept = _place(judge, request)
-    known = _read(kept)
-    answer = await _ask(judge, request) if known is None else known
+    cache_file = _cache_file(judge, request)
+    cached = _cached_answer(cache_file)
+    answer = await _ask(judge, request) if cached is None else cached
     if not (found := re.findall(judge.pattern, answer)):
         raise JudgeError(f"the judge's answer has no {judge.pattern}: {answer[-MOST_SHOWN:]!r}")
-    if known is None:
-        _keep(kept, request, answer)
-    return float(found[-1])
+    score = float(found[-1])
+    if cached is None:
+        _write_cache(cache_file, request, answer)
+    return score
 
 
 async def _ask(judge: JudgeConfig, request: Mapping[str, Any]) -> str:
-    """The model's answer, after as many attempts as are allowed."""
+    """The model's answer, after at most `judge.max_retries` retries."""
     client, wait = _client(judge.base_url or "", judge.api_key_env, judge.timeout), FIRST_WAIT
     for left in range(judge.max_retries, -1, -1):
         asked_for = None
@@ -93,7 +94,7 @@ def _content(judge: JudgeConfig, response: httpx2.Response) -> str:
 
 
 def _shown(judge: JudgeConfig, text: str) -> str:
-    """Without secrets: some endpoints repeat a key that they do not know."""
+    """The text without secrets: some endpoints repeat an unknown key."""
     if judge.api_key_env is not None:
         text = text.replace(key_of(judge.api_key_env), HIDDEN)
     return public_text(text)
@@ -116,7 +117,7 @@ def _client(base_url: str, key_env: str | None, timeout: float) -> httpx2.AsyncC
     )
 
 
-def _place(judge: JudgeConfig, request: Mapping[str, Any]) -> Path | None:
+def _cache_file(judge: JudgeConfig, request: Mapping[str, Any]) -> Path | None:
     if judge.cache_dir is None:
         return None
     text = json.dumps([judge.base_url, request], sort_keys=True)
@@ -124,20 +125,20 @@ def _place(judge: JudgeConfig, request: Mapping[str, Any]) -> Path | None:
     return Path(judge.cache_dir).expanduser() / name[:2] / f"{name}.json"
 
 
-def _read(kept: Path | None) -> str | None:
+def _cached_answer(path: Path | None) -> str | None:
     try:
-        content = json.loads(kept.read_text())["answer"] if kept else None
+        content = json.loads(path.read_text())["answer"] if path else None
     except (OSError, ValueError, LookupError, TypeError):  # missing or incomplete: ask again
         return None
     return content if isinstance(content, str) else None
 
 
-def _keep(kept: Path | None, request: Mapping[str, Any], answer: str) -> None:
-    if kept is None:
+def _write_cache(path: Path | None, request: Mapping[str, Any], answer: str) -> None:
+    if path is None:
         return
     try:
-        kept.parent.mkdir(parents=True, exist_ok=True)
-        with replacing(kept) as unfinished:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with replacing(path) as unfinished:
             unfinished.write_text(json.dumps({"request": request, "answer": answer}))
     except OSError as error:
-        raise JudgeError(f"reward.judge.cache_dir: {kept} cannot be written: {error.strerror}") from error
+        raise JudgeError(f"reward.judge.cache_dir: {path} cannot be written: {error.strerror}") from error

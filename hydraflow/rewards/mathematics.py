@@ -1,6 +1,6 @@
 """Mathematical answers, compared by value with math-verify.
 
-In: a response whose last boxed or otherwise marked expression is the answer, and the correct answer. Out:
+In: a response whose last boxed or otherwise marked expression is its answer, and the correct answer. Out:
 whether they are equal. math-verify's own time limits are off: they need the alarm signal that the reward
 process uses for the whole row.
 """
@@ -23,7 +23,7 @@ _PERCENT = re.compile(r"\\?%")
 def equivalent(solution_str: str, ground_truth: Any) -> dict[str, float]:
     r"""`score` and `acc`: 1 when the response's answer equals the ground truth mathematically.
 
-    Raises `ValueError` for a ground truth that is no expression: no response could equal it.
+    Raises `ValueError` for a ground truth that is not an expression: no response could equal it.
 
     >>> equivalent(r"So it is $\boxed{\frac{1}{2}}$.", "0.5")["score"]
     1.0
@@ -42,8 +42,8 @@ def equivalent(solution_str: str, ground_truth: Any) -> dict[str, float]:
 
 
 def after_answer(solution_str: str, ground_truth: Any) -> dict[str, float]:
-    r"""The answer is what follows the last `Answer:` in its line, for which DAPO's prompts ask; without one,
-    the last boxed expression. `score`: 1 when it equals the ground truth, else -1, as in verl; `acc`: 1 or 0.
+    r"""Compares what follows the last `Answer:` on its line, as DAPO's prompts ask, or without one the last
+    boxed expression. `score`: 1 when it equals the ground truth, else -1, as in verl; `acc`: 1 or 0.
 
     >>> after_answer("First \\boxed{7}, no. Answer: $34$", "34")
     {'score': 1.0, 'acc': 1.0}
@@ -75,7 +75,7 @@ def last_boxed(text: str) -> str:
 
 
 def _equal(gold: list[Any], text: str, answer: str) -> bool:
-    """Either may leave out the sign of a percentage. text: what `gold` was parsed from."""
+    """Either side may omit the percent sign. text: what `gold` was parsed from."""
     if _verified(gold, answer):
         return True
     plain, plain_text = _PERCENT.sub("", answer), _PERCENT.sub("", text)

@@ -1,4 +1,4 @@
-"""Scores rows in processes of their own, so that no reward function can hang or end a run.
+"""Scores rows in separate processes, so that no reward function can hang or end a run.
 
 In: rows of (data source, response text, ground truth, extra info). Out: one result per row, in the order of
 the rows. A row that raises, takes too long, ends its process or returns no finite number scores
@@ -54,8 +54,8 @@ class RewardPool:
     """`config.num_workers` processes that score rows, each one at a time unless its function is asynchronous
     or takes batches.
 
-    `start()` starts them, or else the first `score`. Call `start()` early, so that starting overlaps with
-    other work. One thread may use a pool at a time.
+    They start with `start()`, or else with the first `score`; call `start()` early to overlap it with other
+    work. Only one thread may use a pool at a time.
 
     >>> rows = [RewardRow("arithmetic", answer, "042", {}) for answer in ("042", "24")]
     >>> with RewardPool(RewardConfig()) as pool:
@@ -69,7 +69,7 @@ class RewardPool:
         self._function: RewardCall | None = None
         """The function of a pool without processes, loaded on first use."""
         self._retried: set[int] = set()
-        """Rows of this call whose process was killed."""
+        """Rows of this call that are scored once more: their process was killed, perhaps from outside."""
         self._alone: set[int] = set()
         """Rows of this call that are scored alone, because a process died while it scored them with
         others."""
@@ -81,8 +81,8 @@ class RewardPool:
 
     def require_loaded(self) -> None:
         """Raises ConfigError when the functions cannot be loaded, including when a custom one's file hangs or
-        exits the importing process. A pool without processes tries it in a temporary one; any other keeps the
-        process that has loaded it."""
+        exits the importing process. A pool without processes loads them in a temporary one; any other keeps
+        the process that has loaded them."""
         if found := list(problems(self.config)):
             raise ConfigError(found)
         if self.config.custom_reward_function.path is None and not self.config.functions:
@@ -131,7 +131,7 @@ class RewardPool:
         self.close()
 
     def _collect(self, results: dict[int, RewardResult], queue: deque[int]) -> None:
-        """Waits for answers, or for the first process to exceed its time limit."""
+        """Waits for answers and receives them; replaces processes that have exceeded their time limit."""
         busy = [worker for worker in self._workers if worker.pending]
         patience = min(worker.deadline() for worker in busy) - time.monotonic()
         # a deadline moves closer when a process goes from loading to its first row, so never wait longer than
@@ -162,13 +162,14 @@ class RewardPool:
         self, worker: RewardProcess, reason: str, results: dict[int, RewardResult], queue: deque[int]
     ) -> None:
         """Ends `worker` and starts another process in its place. Its current row fails, unless it is to be
-        retried; the others go back into the queue.
+        retried; the others return to the queue.
         """
         culprit, suspects, killed = worker.current_row(), worker.suspects(), worker.was_killed()
         worker.end()
         if culprit is None and not worker.proven:
-            early = "before it scored a row, while starting or loading its function"
-            raise EnvironmentFault(f"a reward process {reason} {early}")
+            raise EnvironmentFault(
+                f"a reward process {reason} before it scored a row, while starting or loading its function"
+            )
         if suspects:
             self._alone |= set(suspects)
             culprit = None
@@ -183,7 +184,7 @@ class RewardPool:
 
     def _take_chunk(self, queue: deque[int]) -> list[int]:
         """The next rows for a process: all if it is the only one, else half of a fair share, to even out slow
-        rows."""
+        rows. A row of `_alone` is a chunk by itself."""
         workers = len(self._workers)
         size = len(queue) if workers == 1 else math.ceil(len(queue) / (2 * workers))
         chunk = [queue.popleft()]
@@ -203,7 +204,7 @@ def function_means(config: RewardConfig, results: Sequence[RewardResult]) -> dic
 
 
 def check_function(config: RewardConfig) -> None:
-    """`RewardPool.require_loaded` of a temporary pool."""
+    """`RewardPool.require_loaded` in a temporary pool of one process."""
     with RewardPool(replace(config, num_workers=1)) as pool:
         pool.require_loaded()
 

@@ -1,5 +1,5 @@
-"""Copies the output of a reward function to the log: as lines of text, without control characters, and rate
-limited.
+"""Copies the output of a reward function to the log, as lines of text without control characters, and
+rate-limited.
 
 In: a pipe that the function's process and its children write to. Out: tagged lines in the process's log
 file, which is rotated, or, in a process without log files, lines on standard error. The pipe is always
@@ -26,7 +26,7 @@ LINE_BYTES = 16_384
 TAG_BYTES = 64
 """Cost of a line besides its text."""
 _ESCAPES = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)?|[@-Z\\^_])")
-"""Sequences that terminals act on: colours, moves of the cursor, window titles."""
+"""Sequences that terminals act on: colours, cursor movements, window titles."""
 _CONTROLS = re.compile("[\x00-\x08\x0a-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069]")
 """Other characters that are not shown, or change what is shown; not the tab."""
 
@@ -34,8 +34,8 @@ Write = Callable[[str], None]
 
 
 def readable(line: bytes) -> str:
-    r"""A line as text without terminal control sequences; for one that is overwritten (progress bars), its
-    last state.
+    r"""A line as text without terminal control sequences; of a line that overwrites itself (a progress bar),
+    the last state.
 
     >>> readable(b"10 %\r\x1b[31m20 %\x1b[0m\x00\r")
     '20 %'
@@ -125,7 +125,7 @@ class PrintedReader(threading.Thread):
 
 
 def _destination() -> Write:
-    """The log file of the role that is running now: the thread may write while another role runs."""
+    """The log file of the current role, kept because another may be current when the thread writes."""
     logs = log_of_this_process()
     if logs is None:
         return _to_standard_error

@@ -1,5 +1,5 @@
-"""How long a row has taken, without the time its process waited for a CPU: a loaded machine must not fail a
-row.
+"""How long a row has taken, without the time that its process waited for a CPU: a busy machine must not fail
+rows.
 
 In: a pid. Out: when a row's time is up. Linux counts per thread how long it was runnable but not running (the
 second number of /proc/<pid>/schedstat); only the main thread's is read, where the reward function runs. Left

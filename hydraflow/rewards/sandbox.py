@@ -98,8 +98,8 @@ class Outcome(NamedTuple):
 def run(
     source: str, inputs: Sequence[Any], *, sandbox: SandboxConfig, seconds: float, function: str | None = None
 ) -> list[Outcome]:
-    """The outcomes of the tests up to the first that exceeded a limit, or until `seconds`, the time for all
-    of them, is up. `inputs`: what each writes to standard input, or the arguments of `function`. Raises
+    """The outcomes of the tests, up to the first that exceeded a limit or until `seconds`, the time for all
+    of them, have passed. `inputs`: what each writes to standard input, or the arguments of `function`. Raises
     SandboxError.
 
     >>> run("print(int(input()) ** 2)", ["7", "x"], sandbox=SandboxConfig(), seconds=5.0)
@@ -120,7 +120,7 @@ def run(
     most = len(inputs) * (6 * sandbox.output + 100)  # JSON writes some bytes as six
     stdout = os.memfd_create("sandbox-output")
     try:
-        errors = _started(_command(sandbox, memory), json.dumps(request).encode(), stdout, seconds)
+        errors = _run_to_end(_command(sandbox, memory), json.dumps(request).encode(), stdout, seconds)
         if os.fstat(stdout).st_size > most:
             raise SandboxError("the program took over the process that runs its tests")
         with open(stdout, "rb", closefd=False) as file:
@@ -136,8 +136,8 @@ def run(
     return outcomes
 
 
-def _started(command: Sequence[str], request: bytes, stdout: int, seconds: float) -> str:
-    """Runs a sandbox to its end; returns errors outside of the program."""
+def _run_to_end(command: Sequence[str], request: bytes, stdout: int, seconds: float) -> str:
+    """Runs a sandbox until it ends or its time is up; returns errors other than the program's."""
     try:
         process = subprocess.Popen(
             command,
@@ -155,7 +155,7 @@ def _started(command: Sequence[str], request: bytes, stdout: int, seconds: float
             _, errors = process.communicate(request, timeout=seconds + START_SECONDS / 2)
         except subprocess.TimeoutExpired:
             return ""
-        finally:  # the row's own time may be up as well
+        finally:  # also when the row's alarm interrupts
             with suppress(ProcessLookupError, PermissionError):
                 os.killpg(process.pid, signal.SIGKILL)
     if process.returncode == 0:

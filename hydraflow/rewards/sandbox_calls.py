@@ -14,7 +14,7 @@ import platform
 import struct
 
 _ARCHITECTURES = {"x86_64": (0xC000003E, 0), "aarch64": (0xC00000B7, 1)}
-"""Machine -> its AUDIT_ARCH, and the place of its number in the pairs below."""
+"""Machine -> its AUDIT_ARCH, and the index of its number in the pairs below."""
 _REFUSED = {
     # another process: its memory, its registers, its files
     "ptrace": (101, 117),
@@ -66,14 +66,14 @@ _SOCKETS = ((41, 198), (53, 199))
 _FAMILIES = (1, 2, 10)
 """AF_UNIX, AF_INET and AF_INET6: a network namespace holds these; not AF_VSOCK, which reaches a host."""
 _LOAD, _EQUAL, _AT_LEAST, _ANY_BIT, _RETURN = 0x20, 0x15, 0x35, 0x45, 0x06  # operations of BPF
-_NUMBER, _ARCHITECTURE, _FIRST_ARGUMENT = 0, 4, 16  # places in seccomp_data, of little-endian machines
+_NUMBER, _ARCHITECTURE, _FIRST_ARGUMENT = 0, 4, 16  # offsets in seccomp_data on little-endian machines
 _KILL, _FAIL, _ALLOW = 0x80000000, 0x00050000, 0x7FFF0000
 _X32 = 0x40000000
 """From here on numbers are those of x86's 32-bit calls in a 64-bit process."""
 
 
 def call_filter(machine: str | None = None) -> bytes:
-    """The filter, as consecutive `struct sock_filter`s. `machine`: None: this one. ValueError if there is no
+    """The filter, as consecutive `struct sock_filter`s. `machine` None: this one. ValueError if there is no
     filter for it."""
     machine = machine or platform.machine()
     if machine not in _ARCHITECTURES:
@@ -99,7 +99,7 @@ def call_filter(machine: str | None = None) -> bytes:
 
 
 Step = tuple[int, int, int, int]
-"""Operation, how many steps to skip if it holds and if not, its number."""
+"""Operation, steps to skip if it holds, steps to skip if not, operand."""
 
 
 def _load(place: int) -> Step:
@@ -112,7 +112,7 @@ def _if(value: int, steps: int = 1) -> Step:
 
 
 def _unless(value: int) -> Step:
-    """Skips one instruction if it equals the value."""
+    """Skips one instruction if the loaded value equals `value`."""
     return _EQUAL, 1, 0, value
 
 

@@ -3,8 +3,8 @@
 In (standard input, JSON): `source`, `inputs` (what each test writes to standard input, or the arguments of
 `function`), and the limits of `reward.sandbox`. Out (standard output, JSON lines): for each test how it ended
 and what it printed or returned. It never has the right answers, so a program that takes it over has nothing
-to gain. After a test that exceeds a limit no others are run. A script that uses only the standard library,
-passed to the interpreter as text: the sandbox has none of our files.
+to gain. After a test that exceeds a limit no others are run. This script uses only the standard library
+and is passed to the interpreter as text, because the sandbox has none of our files.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def _filter_calls(program: bytes) -> None:
 
 
 def _run(source: str, function: str | None, given: Any, writer: int) -> None:
-    """Runs the program as the main module. With `function`, calls it and writes what it returns as JSON."""
+    """Runs the program as the main module. With `function`, also calls it and writes its result as JSON."""
     os.setsid()
     signal.signal(signal.SIGINT, signal.default_int_handler)
     stdin = os.open("/tmp", os.O_TMPFILE | os.O_RDWR)
@@ -90,7 +90,7 @@ def _run(source: str, function: str | None, given: Any, writer: int) -> None:
     module = sys.modules["__main__"] = types.ModuleType("__main__")
     exec(compile(source, "solution.py", "exec"), module.__dict__)  # its own exceptions end this process
     if function is None:
-        os.close(writer)  # its output has another descriptor
+        os.close(writer)  # standard output is a copy of it
         return
     owner = module.__dict__.get("Solution")
     called = getattr(owner(), function) if owner else module.__dict__[function]

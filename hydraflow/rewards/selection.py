@@ -79,7 +79,9 @@ def uses(config: RewardConfig, name: str) -> bool:
 
 def problems(config: RewardConfig) -> Iterator[Problem]:
     """Problems of the section that can be found without loading anything."""
-    found = [problem for place, entry in enumerate(config.functions) for problem in _faults(place, entry)]
+    found = [
+        problem for place, entry in enumerate(config.functions) for problem in _entry_problems(place, entry)
+    ]
     yield from found
     custom = config.custom_reward_function.path
     if config.functions and custom is not None:
@@ -103,7 +105,7 @@ def problems(config: RewardConfig) -> Iterator[Problem]:
 
 
 def key_of(variable: str) -> str:
-    """The judge's API key, in an environment variable. ConfigError: there is none."""
+    """The judge's API key, from an environment variable. ConfigError when it is unset or empty."""
     if key := os.environ.get(variable, "").strip():
         return key
     rule = "the environment has no such variable, or it is empty"
@@ -118,14 +120,15 @@ def _written(entry: Mapping[str, Any]) -> SelectedFunction:
     return SelectedFunction(label, name, path, float(given["weight"]), given["kwargs"] or {})
 
 
-def _faults(place: int, entry: Any) -> Iterator[Problem]:
+def _entry_problems(place: int, entry: Any) -> Iterator[Problem]:
     key = f"{KEY}[{place}]"
     if not isinstance(entry, Mapping):
         yield Problem(key, shown(entry), "must be a mapping", f"{KEY}=[{{name: {entry}, weight: 1.0}}]")
         return
-    if strange := [name for name in entry if name not in _FIELDS]:
-        yield Problem(f"{key}.{strange[0]}", shown(entry[strange[0]]), f"only {listed(_FIELDS)} are known")
-    name, path, weight, kwargs = (given[field] for given in [_FIELDS | dict(entry)] for field in _FIELDS)
+    if unknown := [name for name in entry if name not in _FIELDS]:
+        yield Problem(f"{key}.{unknown[0]}", shown(entry[unknown[0]]), f"only {listed(_FIELDS)} are known")
+    given = _FIELDS | dict(entry)
+    name, path, weight, kwargs = (given[field] for field in _FIELDS)
     if name is not None and not isinstance(name, str):
         yield Problem(f"{key}.name", shown(name), "must be the name of a function")
     elif path is None and name not in FUNCTIONS:
@@ -162,6 +165,6 @@ def _judge_problems(config: RewardConfig) -> Iterator[Problem]:
     except ValueError as error:
         yield Problem(f"{key}.prompt", None, f"{error}", "write {{ and }} for braces")
         return
-    if strange := [name for name in places if name.partition("[")[0] not in ARGUMENTS]:
-        rule = f"{{{strange[0]}}} is unknown; known are {listed([f'{{{name}}}' for name in ARGUMENTS])}"
+    if unknown := [name for name in places if name.partition("[")[0] not in ARGUMENTS]:
+        rule = f"{{{unknown[0]}}} is unknown; known are {listed([f'{{{name}}}' for name in ARGUMENTS])}"
         yield Problem(f"{key}.prompt", None, rule, "write {{ and }} for braces")

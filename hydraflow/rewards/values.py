@@ -33,7 +33,7 @@ def read_value(value: Any) -> Result:
 
 
 def _number(value: Any) -> float | None:
-    """`value` as a float: Python and numpy numbers, tensors of no dimension. Text is not a number."""
+    """`value` as a float: Python and numpy numbers, tensors without dimensions. Text is not a number."""
     if not hasattr(value, "__float__"):
         return None
     try:

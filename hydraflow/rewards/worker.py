@@ -1,9 +1,9 @@
 """One process of a pool: starting it, talking to it, ending it, and tracking its current row.
 
 In: the configuration, then chunks of rows. Out: their results as they arrive, the process's deadline, and why
-it ended. Every wait has a limit. Between this process and the function's runs a supervisor
-(`child.supervised`), which ends everything that the function started. Left out on purpose:
-`multiprocessing.Process`, which imports the main program again in every child.
+it ended. Every wait has a limit. The process is a supervisor (`child.supervised`), whose child runs the
+function; it ends everything that the function started. Left out on purpose: `multiprocessing.Process`, which
+imports the main program again in every child.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ class RewardProcess:
         os.close(printer)
         self._printed = PrintedReader(printed, 1 / max(1, config.num_workers))
         self._printed.start()
-        with suppress(OSError):  # it has already died: waiting for its greeting reports why
+        with suppress(OSError):  # it has already died; waiting for its greeting will report why
             self.frames.send(settings_of(config))
 
     def problems(self) -> list[Problem]:
@@ -135,26 +135,26 @@ class RewardProcess:
         try:
             self.frames.send([rows[i] for i in chunk])
         except OSError:
-            return  # died: reading reports it; or does not read: its deadline passes
+            return  # it died, which reading reports, or does not read and will miss its deadline
 
     def receive(self) -> list[tuple[int, Any]]:
         """The (row, result) pairs that have arrived. EOFError or ConnectionError when the process is gone,
         ValueError when the data is not its answers.
         """
-        answers = [answer for message in self.frames.arrived() for answer in _results_in(message)]
-        if strange := [place for place, _ in answers if place not in self._pending]:
-            raise ValueError(f"an answer to row {strange[0]}, which was not sent")
+        answers = [answer for message in self.frames.arrived() for answer in _checked_results(message)]
+        if unknown := [place for place, _ in answers if place not in self._pending]:
+            raise ValueError(f"an answer to row {unknown[0]}, which was not sent")
         self.proven = self.proven or bool(answers)
         return [(self._pending.pop(place), result) for place, result in answers]
 
     def current_row(self) -> int | None:
         """Number of its current row, the oldest of several; None before the first row of a chunk."""
-        return self._pending.get(self._progress.read()[0])  # answered, and not yet started the next: None
+        return self._pending.get(self._progress.read()[0])  # None also between an answer and the next row
 
     def suspects(self) -> list[int]:
         """Its active rows if there are several: any of them may have ended it."""
-        under_way = self.pending[: self.at_once] if self.current_row() is not None else []
-        return under_way if len(under_way) > 1 else []
+        active = self.pending[: self.at_once] if self.current_row() is not None else []
+        return active if len(active) > 1 else []
 
     def deadline(self) -> float:
         """Time (time.monotonic) by which it must have moved on to another row."""
@@ -185,8 +185,10 @@ class RewardProcess:
         try:
             self._process.wait(END_SECONDS)
         except subprocess.TimeoutExpired:
-            what = "the supervisor of a reward process did not end it in %g seconds; it is killed"
-            logger.warning(what, END_SECONDS)
+            logger.warning(
+                "the supervisor of a reward process did not end it within %g seconds and is killed",
+                END_SECONDS,
+            )
             self._process.kill()
             with suppress(subprocess.TimeoutExpired):
                 self._process.wait(END_SECONDS)
@@ -215,7 +217,7 @@ def _kill_marked(mark: str) -> None:
                 os.kill(int(entry.name), signal.SIGKILL)
 
 
-def _results_in(message: Any) -> list[Any]:
+def _checked_results(message: Any) -> list[Any]:
     """The numbered results in a message of the function's process, which is untrusted."""
     if not isinstance(message, list) or not all(_is_answer(answer) for answer in message):
         raise ValueError("not a list of results")

@@ -1,4 +1,4 @@
-"""python -m hydraflow.slurm submit [options] -- [key=value ...]: a run as a job of a Slurm cluster.
+"""python -m hydraflow.slurm submit [options] -- [key=value ...]: submits a run as a job to a Slurm cluster.
 
 Also the commands that a job's scripts (scripts/slurm/) call on its nodes: `check`, `start`, `await`, `lost`.
 Imports neither torch nor Ray, except for the last two, which talk to a running cluster.

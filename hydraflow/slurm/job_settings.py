@@ -25,18 +25,15 @@ from hydraflow.system.allocation import Allocation, allocation
 from hydraflow.tracking.provenance import SLURM_JOB
 from hydraflow.tracking.run_folder import RUNS, RunFolder, slug
 
-AFTERWARDS = ["ray_init.address=auto"]
-"""The job starts a cluster before the command runs."""
-
 
 @dataclass(frozen=True)
 class JobSettings:
     """The settings that the job's scripts read."""
 
     cpus: int
-    """CPUs that Ray counts on each: at least one for each process, whatever cores there are."""
+    """CPUs that Ray counts on each node: at least one for each process, even with fewer cores."""
     gpus: int
-    """GPUs that Ray counts on each; -1: as many as it finds."""
+    """GPUs that Ray counts on each node; -1: as many as it finds."""
     run_folder: str
     """Run folder; empty: the command creates none."""
     start_timeout: int
@@ -64,8 +61,8 @@ class JobSettings:
 
 
 def check(job: str, arguments: Sequence[str], *, write_to: Path | None = None) -> int:
-    """Composes, plans and checks against the allocation; returns the exit code, writes the settings. Missing
-    files are checked as well, before the job waits in a queue."""
+    """Composes and plans the run and checks it against the allocation; writes the settings and returns the
+    exit code. Missing files are reported as well, before the job waits in a queue."""
 
     def write(config: JobConfig, command: Command) -> None:
         if write_to is not None:
@@ -73,7 +70,8 @@ def check(job: str, arguments: Sequence[str], *, write_to: Path | None = None) -
 
     given = sys.argv[1:]
     try:
-        sys.argv[1:] = [*arguments, *AFTERWARDS]
+        # as in the job, which starts a cluster before the command runs
+        sys.argv[1:] = [*arguments, "ray_init.address=auto"]
         return launch(EntryPoint(job, JOBS[job], judges=(judge, missing)), write)
     finally:
         sys.argv[1:] = given

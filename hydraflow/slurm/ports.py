@@ -5,8 +5,8 @@ In: how many. Out: `ReservedPorts`. Two jobs on a node never get the same port: 
 port's name in the abstract namespace of Unix sockets (unix(7)) is bound as a lock. It belongs to the network
 namespace, as ports do, so it works across users and containers, and the system releases it when its last
 holder ends. Programs that do not know the lock are kept away by a bound TCP socket until shortly before the
-use, and by taking ports that the system does not hand out by itself. Left out on purpose: ports that Ray lets
-the system choose, and torch's (`dispatch/worker.py`).
+port is used, and by a choice of ports that the system does not hand out by itself. Left out on purpose: ports
+that Ray lets the system choose, and torch's (`dispatch/worker.py`).
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ class ReservedPorts:
 
 
 def hold(count: int, candidates: Sequence[int] | None = None) -> ReservedPorts:
-    """Reserves `count` ports that are free on every address of this machine. EnvironmentFault if there are
-    fewer.
+    """Reserves `count` ports that are free on every address of this machine. Raises EnvironmentFault if there
+    are fewer.
 
     >>> held = hold(2)
     >>> len(set(held.ports)), held.ports[0] in hold(1, candidates=[*held.ports, held.ports[0] + 1]).ports
@@ -74,6 +74,7 @@ def hold(count: int, candidates: Sequence[int] | None = None) -> ReservedPorts:
 
 
 def _lock(port: int) -> socket.socket | None:
+    """The lock of a port; None if another process has it."""
     lock = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
     try:
         lock.bind(f"\0hydraflow-port-{port}")
@@ -85,6 +86,7 @@ def _lock(port: int) -> socket.socket | None:
 
 
 def _bound(port: int) -> socket.socket | None:
+    """A socket bound to the port on every address; None if the port is in use."""
     for family in (socket.AF_INET6, socket.AF_INET):
         try:
             held = socket.socket(family, socket.SOCK_STREAM)

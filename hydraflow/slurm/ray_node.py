@@ -2,9 +2,9 @@
 this Ray.
 
 In: the job's folder, Slurm's variables, the settings of the job. Out: a file `address` in the folder (first
-node), and Ray. The other nodes wait for that file and for the port behind it, with a limit that says what it
-waited for. Left out on purpose: ending (`scripts/slurm/node.sh`), and whether all nodes have joined
-(`dispatch/cluster.py`).
+node), and Ray. The other nodes wait for that file and for the port behind it; the error after the time limit
+says what they waited for. Left out on purpose: ending (`scripts/slurm/node.sh`), and whether all nodes have
+joined (`dispatch/cluster.py`).
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def job_nodes(environ: Mapping[str, str] = os.environ) -> list[str]:
 
 
 def start(folder: Path, temporary: Path, *, dashboard: bool) -> None:
-    """Becomes Ray. EnvironmentFault if the head does not start, ConfigError for a wrong interface."""
+    """Becomes Ray. Raises EnvironmentFault if the head does not start, ConfigError for a wrong interface."""
     nodes = job_nodes()
     head = own_name() == nodes[0]
     address = "" if head else await_head(folder / ADDRESS, nodes[0])
@@ -74,7 +74,6 @@ def start(folder: Path, temporary: Path, *, dashboard: bool) -> None:
 
 
 def _common(own: str, temporary: Path, settings: JobSettings, held: ReservedPorts) -> list[str]:
-    given = allocation()
     words = [
         f"--node-ip-address={own}",
         f"--node-name={own_name()}",
@@ -88,7 +87,7 @@ def _common(own: str, temporary: Path, settings: JobSettings, held: ReservedPort
     ]
     if settings.gpus >= 0:
         words.append(f"--num-gpus={settings.gpus}")
-    if store := object_store(given, shutil.disk_usage("/dev/shm").free):
+    if store := object_store(allocation(), shutil.disk_usage("/dev/shm").free):
         words.append(f"--object-store-memory={store}")
     return words
 
@@ -97,7 +96,7 @@ def _head(held: ReservedPorts, dashboard: bool) -> list[str]:
     ray_port, client_port, dashboard_port, _ = held.ports
     return [
         "--head",
-        "--no-monitor",  # of the autoscaler, which the cluster does not have
+        "--no-monitor",  # the monitor is the autoscaler, which the cluster does not need
         f"--port={ray_port}",
         f"--ray-client-server-port={client_port}",  # used with a dashboard only (`dispatch/services.py`)
         f"--include-dashboard={str(dashboard).lower()}",
@@ -119,7 +118,7 @@ def object_store(given: Allocation | None, shared_memory: int) -> int | None:
 
 
 def await_head(file: Path, head: str, seconds: float = 300.0) -> str:
-    """The address in `file`, once something listens there. EnvironmentFault after `seconds`."""
+    """The address in `file`, once something listens there. Raises EnvironmentFault after `seconds`."""
     deadline = time.monotonic() + seconds
     address, reason = "", "it wrote no address"
     while time.monotonic() < deadline:

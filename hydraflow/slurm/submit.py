@@ -50,7 +50,8 @@ def submit(given: Submission) -> int:
 
 
 def _require_folders(sweep: Sequence[Sequence[str]]) -> None:
-    """ConfigError if jobs of a sweep share a run folder: the first to start would lock the others out."""
+    """Raises ConfigError if jobs of a sweep share a run folder: the first to start would lock the others
+    out."""
     named: Counter[str] = Counter()
     for words in sweep:
         folders = [word.partition("=")[2] for word in words if word.lstrip("+").startswith(f"{FOLDER}=")]
@@ -127,12 +128,12 @@ def _outside_of_jobs() -> dict[str, str]:
     that it is submitted from, and srun would take variables that Slurm does not set again from the outer job:
     memory for each CPU, cores for each task."""
     kept = ("SLURM_CONF", "SLURM_CLUSTERS", "SLURM_JWT")
-    all_of_it = os.environ.items()
-    return {name: text for name, text in all_of_it if not name.startswith("SLURM_") or name in kept}
+    return {name: text for name, text in os.environ.items() if not name.startswith("SLURM_") or name in kept}
 
 
 def _require_room(given: Submission) -> None:
-    """ConfigError if the partition can never satisfy the request; whether it is free now is up to Slurm."""
+    """Raises ConfigError if the partition can never satisfy the request; whether it is free now is up to
+    Slurm."""
     for program in ("sbatch", "sinfo"):
         if shutil.which(program) is None:
             rule = "is not on PATH: this is not a machine of a Slurm cluster"
@@ -198,7 +199,7 @@ def _hand_over(given: Submission, sweep: Sequence[Sequence[str]]) -> int:
 
 
 def _log(directives: Mapping[str, str | None], number: str) -> Path:
-    """Where Slurm writes what the script says; `*` for the task of an array."""
+    """Path of the job's log; `*` stands for the task of an array."""
     text = (directives["--output"] or "").replace("%x", directives["--job-name"] or "").replace("%a", "*")
     return Path(text.replace("%A", number).replace("%j", number))
 
@@ -206,7 +207,8 @@ def _log(directives: Mapping[str, str | None], number: str) -> Path:
 def _run(
     words: Sequence[str], seconds: float | None, script: str | None = None
 ) -> subprocess.CompletedProcess[str]:
-    """Runs one of Slurm's commands, `script` as its input. EnvironmentFault if it does not answer in time."""
+    """Runs one of Slurm's commands, `script` as its input. Raises EnvironmentFault if it does not answer in
+    time."""
     options: dict[str, Any] = {"capture_output": True, "text": True, "env": _outside_of_jobs()}
     try:
         return subprocess.run(words, input=script, timeout=seconds, check=False, **options)

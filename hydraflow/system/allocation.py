@@ -1,5 +1,5 @@
-"""What a batch system gave this job: nodes, GPUs, cores and memory, as Slurm's environment variables say; and
-the processes that torchrun has started.
+"""The resources of this job, from Slurm's environment variables: nodes, GPUs, cores and memory; and the
+processes that torchrun has started.
 
 In: the environment. Out: an `Allocation`, or None outside of a job. The only reader of these variables.
 Standard library only. Left out on purpose: what a run needs (`batch_plan`), and how the two are compared
@@ -19,8 +19,8 @@ MEBIBYTE = 2**20
 
 @dataclass(frozen=True)
 class Allocation:
-    """A job's share of a cluster; None if Slurm does not say. Numbers are per node, as this process sees
-    it."""
+    """A job's share of a cluster; None if Slurm does not set a variable. GPUs, CPUs and memory are those of
+    this process's node."""
 
     job: str
     nodes: int | None = None
@@ -97,7 +97,7 @@ def _memory(environ: Mapping[str, str]) -> tuple[str, int | None]:
 
 
 def node_names(nodelist: str) -> list[str]:
-    """The hosts of a Slurm node list, in its order. ValueError if the list cannot be parsed.
+    """The hosts of a Slurm node list, in its order. Raises ValueError if the list cannot be parsed.
 
     >>> node_names("gpu[01-03,7],login")
     ['gpu01', 'gpu02', 'gpu03', 'gpu7', 'login']

@@ -1,7 +1,7 @@
 """Imports without garbage collection.
 
-torch, transformers and Ray make a million objects while they are imported, and nearly all of them stay.
-Garbage collection among them takes a sixth of the startup time. Standard library only.
+torch, transformers and Ray create a million objects on import, and nearly all of them stay. Garbage
+collection meanwhile takes a sixth of the startup time. Standard library only.
 """
 
 from __future__ import annotations

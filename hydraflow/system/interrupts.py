@@ -46,7 +46,7 @@ _ADOPT_ORPHANS = 36
 
 @contextmanager
 def blocked(number: signal.Signals) -> Iterator[None]:
-    """The signal waits inside; processes that are started inside are born with it blocked."""
+    """Blocks the signal within the block; processes that are started there inherit the mask."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {number})
     try:
         yield
@@ -110,7 +110,7 @@ def command(main: Callable[[], int]) -> NoReturn:
 
 @contextmanager
 def ending(error: BaseException | None) -> Iterator[None]:
-    """Protects the block, which shuts a run down, from one more Ctrl-C. `error`: what ended the run; None: it
+    """Protects the block, which shuts a run down, from another Ctrl-C. `error`: what ended the run; None: it
     finished. May be nested."""
     if SHUTDOWN.since is not None:
         yield
@@ -170,7 +170,7 @@ def kill_family() -> None:
 
 
 def _leave(code: int) -> NoReturn:
-    """Exits; one more Ctrl-C does it at once. After an interrupt the libraries' exit handlers, which wait and
+    """Exits; another Ctrl-C exits at once. After an interrupt the libraries' exit handlers, which wait and
     print, are skipped."""
     SHUTDOWN.result, SHUTDOWN.message, SHUTDOWN.since = code, "", time.monotonic()
     if code in (INTERRUPTED, TERMINATED):
@@ -191,6 +191,7 @@ def _timer(seconds: float, code: int, why: str) -> threading.Timer:
 
 
 def _code_of(error: BaseException | None) -> int:
+    """The exit code if the shutdown does not finish. After a finished run that is the environment's fault."""
     if isinstance(error, HydraflowError):
         return error.exit_code
     if isinstance(error, KeyboardInterrupt):

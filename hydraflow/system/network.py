@@ -42,9 +42,9 @@ def interface_of(address: str) -> str | None:
 
 
 def interface_variables(address: str, environ: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """Variables that select the interface with `address` for collectives, unless `environ` has them. gloo's,
-    because gloo looks up this host's name, which may give an address that other nodes cannot reach; NCCL's if
-    HYDRAFLOW_NETWORK_INTERFACE names an interface."""
+    """Variables that select the interface with `address` for collectives, unless `environ` has them. Always
+    gloo's, because gloo looks up this host's name, which may give an address that other nodes cannot reach;
+    NCCL's only if HYDRAFLOW_NETWORK_INTERFACE names an interface."""
     if (name := interface_of(address)) is None:
         return {}
     found = {"GLOO_SOCKET_IFNAME": name}
@@ -58,7 +58,7 @@ def node_address(peer: str = "", environ: Mapping[str, str] = os.environ) -> str
     that leads to `peer` (a host name or address), else of the default route, else of the first interface that
     is not the loopback.
 
-    ConfigError when the variable names an interface that is not here.
+    Raises ConfigError when the variable names an interface that this machine does not have.
     """
     if wanted := environ.get(VARIABLE, ""):
         found = interfaces()
@@ -69,11 +69,11 @@ def node_address(peer: str = "", environ: Mapping[str, str] = os.environ) -> str
             raise ConfigError.one(VARIABLE, wanted, rule, remedy)
         return found[wanted]
     others = [address for address in interfaces().values() if not address.startswith("127.")]
-    return _way_to(peer) or _way_to(ANYWHERE) or next(iter(others), "127.0.0.1")
+    return _source_address(peer) or _source_address(ANYWHERE) or next(iter(others), "127.0.0.1")
 
 
 def unreachable(address: str, seconds: float) -> str:
-    """Why host:port accepts no connection within `seconds`; empty: it does."""
+    """Why host:port accepts no connection within `seconds`; empty if it does."""
     host, _, port = address.rpartition(":")
     try:
         socket.create_connection((host.strip("[]"), int(port)), timeout=seconds).close()
@@ -82,7 +82,7 @@ def unreachable(address: str, seconds: float) -> str:
     return ""
 
 
-def _way_to(host: str) -> str | None:
+def _source_address(host: str) -> str | None:
     """This machine's source address on the route to a host; None if there is no route, or only loopback."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:

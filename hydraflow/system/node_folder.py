@@ -34,13 +34,13 @@ def node_folder() -> Path:
 
 
 def make_node_folder() -> Path:
-    """Makes the folder, accessible to this user only. EnvironmentFault if it belongs to another user, or
-    cannot be made."""
+    """Makes the folder, accessible to this user only. Raises EnvironmentFault if it belongs to another user,
+    or cannot be made."""
     return own_folder_below(Path(tempfile.gettempdir()))
 
 
 def own_folder_below(base: Path) -> Path:
-    """Makes the user's folder below a given folder for temporary files. EnvironmentFault as above."""
+    """Makes the user's folder below a given folder for temporary files. Raises as `make_node_folder` does."""
     folder = _below(base)
     try:
         folder.mkdir(mode=0o700, exist_ok=True)
@@ -58,14 +58,14 @@ def own_folder_below(base: Path) -> Path:
 def session_folder() -> Path:
     """Where a local Ray keeps sockets, logs and spilled objects: in the user's folder below RAY_TMPDIR, else
     TMPDIR, else /tmp. If that path is too long for sockets and RAY_TMPDIR is private to the user, RAY_TMPDIR
-    itself. ConfigError if the path is too long.
+    itself. Raises ConfigError if the path is too long.
     """
     named = os.environ.get(RAY_BASE)
     for base in [named] if named else [tempfile.gettempdir(), "/tmp"]:
         if _has_room(_below(Path(base)) / SESSIONS):
             return own_folder_below(Path(base)) / SESSIONS
     folder = Path(str(named))
-    if _has_room(folder / SESSIONS) and _is_closed(folder):
+    if _has_room(folder / SESSIONS) and _is_private(folder):
         return folder / SESSIONS
     most = LONGEST_SOCKET - len(SOCKET) - len(f"/{SESSIONS}")
     private = most - len(f"/{_below(folder).name}")
@@ -78,7 +78,7 @@ def _has_room(folder: Path) -> bool:
     return len(os.fsencode(folder)) + len(SOCKET) <= LONGEST_SOCKET
 
 
-def _is_closed(folder: Path) -> bool:
+def _is_private(folder: Path) -> bool:
     """Whether the folder belongs to the user, and no other user can enter it."""
     found = folder.stat() if folder.is_dir() else None
     return found is not None and found.st_uid == os.getuid() and not stat.S_IMODE(found.st_mode) & 0o077

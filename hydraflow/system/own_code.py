@@ -81,7 +81,7 @@ class OwnFunction:
 
 
 def parameters_of(text: str) -> Parameters:
-    """The parameters of a function; none if it cannot be read."""
+    """The parameters of the function `path.py:name`; empty if it cannot be read."""
     function = OwnFunction.named(text)
     try:
         return function.parameters() if function else Parameters()

@@ -53,8 +53,8 @@ def file_problems(files: Any, key: str) -> list[Problem]:
 
 
 def no_file(path: Path, key: str, *, endings: Sequence[str] = DATA_ENDINGS, after: str = "") -> Problem:
-    """The problem of a path in `key` that is not a file, with what is there instead. endings: those of files
-    that may be meant; after: what follows the path in the value."""
+    """The problem of a path in `key` that is not a file, with what is there instead. endings: of files to
+    suggest; after: what follows the path in the value."""
     if path.is_dir():
         rule, files = "is a folder, not a file", sorted(_files_in(path, endings))
         meant = [f"{key}={path}/<file>{after}"]

@@ -22,8 +22,8 @@ ASCII |= {"⌊": "floor(", "⌋": ")", "⌈": "ceil(", "⌉": ")", "─": "-", "
 
 def make_printable() -> None:
     """Makes stdout and stderr replace characters that their encoding lacks. Standard streams that were closed
-    before Python started (`>&-`) are opened on /dev/null: another file would get their numbers, and a child
-    process would take it for its stdout."""
+    before Python started (`>&-`) are opened on /dev/null: otherwise the next files to be opened would get
+    their descriptors, and a child process would write its output into one of them."""
     for number in range(3):
         try:
             os.fstat(number)
@@ -38,7 +38,7 @@ def make_printable() -> None:
 @contextmanager
 def reader_may_leave() -> Iterator[None]:
     """If the reader of the block's output, such as `head`, leaves early, the rest is discarded. Exits with a
-    sentence on stderr if the output cannot be written for another reason, such as a full disk."""
+    message on stderr if the output cannot be written for another reason, such as a full disk."""
     try:
         yield
         if sys.stdout is not None:  # it was closed before Python started: `>&-`
@@ -54,7 +54,7 @@ def reader_may_leave() -> Iterator[None]:
 
 
 def _discard_output() -> None:
-    """Else Python reports the error again at exit."""
+    """Points stdout at /dev/null; otherwise Python reports the error again at exit."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 

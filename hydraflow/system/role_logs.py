@@ -38,7 +38,7 @@ LEVELS = {"DEBUG": 10, "INFO": 20, PRINTED: 20, "WARNING": 30, "ERROR": 40, "CRI
 LINE = re.compile(r"(\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z) ([A-Z]+) (\S+)-(\d+) (.*)")
 """Time, level, role, rank, text."""
 STANDARD_OUTPUT, STANDARD_ERROR = 1, 2
-"""File numbers."""
+"""File descriptors."""
 STACKS = signal.SIGUSR2
 """On this signal a process writes the stacks of its threads to standard error; batch systems use SIGUSR1."""
 OURS = "hydraflow"
@@ -85,13 +85,13 @@ class RoleFile:
 
     def write(self, line: str) -> bool:
         """Appends a line; True if the file was rotated first, which changes `number`."""
-        turned = False
+        rotated = False
         if os.fstat(self.number).st_size >= self._max_bytes:
             with suppress(OSError):  # no room for another file: this one grows
                 self._rotate()
-                turned = True
+                rotated = True
         os.write(self.number, f"{line}\n".encode(errors="replace"))
-        return turned
+        return rotated
 
     def close(self) -> None:
         os.close(self.number)
@@ -121,7 +121,7 @@ class RoleLogs(logging.Handler):
     """A process's log files, one per role, created when the role first writes.
 
     A handler for Python's logging; with `capture`, everything else that the process writes to its standard
-    output and error is logged, too. OSError if the folder cannot be created or written.
+    output and error is logged, too. Raises OSError if the folder cannot be created or written.
     """
 
     def __init__(self, settings: LogSettings, rank: int, role: str):
@@ -207,6 +207,7 @@ class RoleLogs(logging.Handler):
             self._point(self._file())
 
     def _point(self, file: RoleFile) -> None:
+        """Makes the process's descriptors 1 and 2 lead to the file, if they are captured."""
         if not self._captures:
             return
         for number in (STANDARD_OUTPUT, STANDARD_ERROR):

@@ -1,10 +1,10 @@
 """Processes that do not outlive the one that asked for them, however it ends.
 
 In: a leash, which is a socket whose other end only that process holds, and what to run. Out: how it ended.
-Between both is a supervisor. It adopts all processes that are left behind (PR_SET_CHILD_SUBREAPER) and kills
-them when the program ends, or when the leash closes: it was closed, or the process that held it is gone. If
-the supervisor is killed, the program goes with it. Left out on purpose: a parent-death signal, because it is
-sent when the thread that asked ends, which may be before its process.
+Between the two is a supervisor. It adopts all processes that are left behind (PR_SET_CHILD_SUBREAPER) and
+kills them when the program ends, or when the leash closes: it was closed, or the process that held it is
+gone. If the supervisor is killed, the program goes with it. Left out on purpose: a parent-death signal,
+because it is sent when the thread that asked ends, which may be before its process.
 
 `Tethered` runs this file as a script for a program with a folder of its own. Standard library only.
 """
@@ -88,10 +88,10 @@ def main(leash: int, folder: str, command: Sequence[str]) -> None:
 
 
 def supervise(run: Callable[[], None], leash: int, *, own: Sequence[int] = ()) -> int | None:
-    """The wait status of a process that calls `run`; None if the leash closed first. No process of it is
-    left.
+    """The wait status of a process that calls `run`; None if the leash closed first. Leaves none of its
+    processes behind.
 
-    own: descriptors for that process alone.
+    own: descriptors that only that process keeps.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # on Ctrl-C the process that asked closes the leash
     _prctl(_CHILD_SUBREAPER, 1)

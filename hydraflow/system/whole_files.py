@@ -22,7 +22,7 @@ def replacing(path: Path) -> Iterator[Path]:
     """A temporary name in the folder of `path`, unique to this process, which is renamed to `path` if the
     block succeeds, else removed.
 
-    OSError if it cannot be renamed.
+    Raises OSError if it cannot be renamed.
     """
     unfinished = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:

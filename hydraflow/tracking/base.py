@@ -1,4 +1,4 @@
-"""The interface of a tracker: receives numbers and samples of a step, and is closed at the end.
+"""The tracker interface: receives the metrics and samples of each step, and is closed at the end.
 
 In: plain floats, already reduced over micro-batches and ranks; validation samples as rows of
 `SAMPLE_COLUMNS`. Out: a file, an event log, a line on a terminal, a run on a server. Left out on purpose:
@@ -26,33 +26,32 @@ class Tracker:
     """A destination of metrics. Trackers override only the methods that they need."""
 
     def log(self, metrics: dict[str, float], step: int) -> None:
-        """Logs the numbers of one training step. Steps never decrease; a step may take several calls."""
+        """Logs metrics of one training step. Steps never decrease; a step may be logged in several calls."""
 
     def log_samples(self, samples: Sequence[Sample], step: int) -> None:
-        """Logs some of a validation's responses, for people to read."""
+        """Logs sample responses of a validation, for people to read."""
 
     def flush(self) -> None:
-        """Makes everything logged survive a kill of this process. Called before a checkpoint is saved;
-        OSError postpones that."""
+        """Flushes everything logged, so that it survives a kill of this process. Called before a checkpoint
+        is saved; an OSError postpones the checkpoint."""
 
     def close(self, *, failed: bool = False) -> None:
-        """Writes what is still pending. Called once, also after a failure or Ctrl-C (`failed`); nothing is
-        logged afterwards."""
+        """Writes what is still pending. Called once, also after a failure or Ctrl-C (`failed`), and last."""
 
 
 class Forwarder(Tracker):
-    """Forwards every call through `_pass`."""
+    """Forwards every call through `_pass`, with copies of its arguments: the call may be made later."""
 
     def _pass(self, call: Callable[[Tracker], None]) -> None:
         raise NotImplementedError
 
     def log(self, metrics: dict[str, float], step: int) -> None:
-        kept = dict(metrics)
-        self._pass(lambda tracker: tracker.log(kept, step))
+        copy = dict(metrics)
+        self._pass(lambda tracker: tracker.log(copy, step))
 
     def log_samples(self, samples: Sequence[Sample], step: int) -> None:
-        kept = list(samples)
-        self._pass(lambda tracker: tracker.log_samples(kept, step))
+        copy = list(samples)
+        self._pass(lambda tracker: tracker.log_samples(copy, step))
 
     def flush(self) -> None:
         self._pass(lambda tracker: tracker.flush())
@@ -72,7 +71,7 @@ class PublishedInfo:
     facts: Mapping[str, Any] = field(default_factory=dict)
     """Facts of this start: command line, git commit, versions (`provenance.facts_of_start`)."""
     files: tuple[Path, ...] = ()
-    """Files of the run folder that are kept with the run: configuration, plan, run.json."""
+    """Files of the run folder to upload: configuration, plan, run.json."""
     wandb_proxy: str | None = None
     """Proxy for Weights & Biases only."""
 
@@ -90,9 +89,9 @@ class RunInfo:
     run_id: str = ""
     """Identity of the run: kept when it resumes."""
     done_steps: int = 0
-    """Training steps of the run before this start; anything logged after them is void."""
+    """Training steps completed before this start; anything logged for later steps is void."""
     seconds_before: float = 0.0
-    """Wall time of the run before this start."""
+    """Wall time of the run before this start, in seconds."""
     about: PublishedInfo = field(default_factory=PublishedInfo)
     redraws: bool = True
     """Whether the console may draw its display in place; false: a debugger uses the terminal."""

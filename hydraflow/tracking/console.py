@@ -1,7 +1,7 @@
 """The terminal: a display that stays in place, or plain lines where stdout is a file or a pipe.
 
-In: numbers of a step. Out: step of how many, reward, accuracy of the last validation, speed, time left.
-Left out on purpose: every other number; metrics.jsonl has them all.
+In: metrics of a step. Out: step and total steps, reward, accuracy of the last validation, speed, time left.
+Left out on purpose: all other metrics; metrics.jsonl has them.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ SHOWN = (
     ("tokens/s per device", "perf/throughput", "{:.0f}"),
     ("s/step", "timing_s/step", "{:.2f}"),
 )
-"""Label, metric, format. A number that the run does not have is not shown."""
+"""Label, metric, format. A metric that the run does not log is not shown."""
 
 ORDER = ("accuracy", *(label for label, _, _ in SHOWN))
 RECENT_STEPS = 6
@@ -37,7 +37,7 @@ PACE_STEPS = 20
 
 @dataclass
 class RunProgress:
-    """Progress of the run, updated from the logged numbers."""
+    """Progress of the run, updated from the logged metrics."""
 
     total_steps: int | None
     step: int = 0
@@ -46,10 +46,10 @@ class RunProgress:
     recent: deque[tuple[int, dict[str, str]]] = field(default_factory=lambda: deque(maxlen=RECENT_STEPS))
     """The last steps' values."""
     times: deque[tuple[int, float]] = field(default_factory=lambda: deque(maxlen=PACE_STEPS))
-    """(step, seconds) of the last steps, from which the pace is taken."""
+    """(step, seconds) of the last steps, from which the pace is estimated."""
 
     def note(self, metrics: dict[str, float], step: int, now: float) -> None:
-        """Updates from the numbers of one call; `now`: seconds of any clock."""
+        """Updates from the metrics of one call of `log`; `now`: seconds of any monotonic clock."""
         new = {label: text.format(metrics[name]) for label, name, text in SHOWN if name in metrics}
         if (accuracy := validation_accuracy(metrics)) is not None:
             new["accuracy"] = f"{accuracy:.3f}"
@@ -63,8 +63,8 @@ class RunProgress:
         self.step = step
 
     def seconds_left(self) -> float | None:
-        """Seconds left at the pace of the last steps; None while there is no pace, or without a planned
-        end."""
+        """Seconds left at the pace of the last steps; None before the second step, or if `total_steps` is not
+        known."""
         if self.total_steps is None or len(self.times) < 2:
             return None
         (first, start), (last, end) = self.times[0], self.times[-1]

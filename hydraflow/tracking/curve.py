@@ -1,7 +1,7 @@
-"""curve.png: what was learned, against training steps and against wall time.
+"""curve.png: learning curves against training steps and wall time.
 
-In: metrics.jsonl of the run folder. Out: a PNG with one row per kind of number that the run has: validation
-accuracy and training reward, or the losses of supervised training. Left out on purpose: every other metric;
+In: metrics.jsonl of the run folder. Out: a PNG with one row per curve that the run has: validation accuracy
+and training reward, or the losses of supervised training. Left out on purpose: every other metric;
 TensorBoard shows those.
 """
 

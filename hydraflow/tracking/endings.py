@@ -1,7 +1,4 @@
-"""Reasons why runs end cleanly, as summary.json states them.
-
-In: nothing. Out: strings written when a run ends, and compared by readers.
-"""
+"""Reasons for a run's clean end, as written to summary.json and compared by its readers."""
 
 from __future__ import annotations
 

@@ -1,10 +1,10 @@
 """metrics.jsonl: one JSON object per call, flushed at once, so that nothing is lost when a run dies.
 
-While the disk is full, lines are held and a warning says so; they are written as soon as there is room.
+While the disk is full, lines are held in memory, with a warning; they are written as soon as there is room.
 
-In: numbers of a step. Out: `{"step": 3, "seconds": 12.5, "critic/score/mean": 0.5, ...}`; `seconds` is the
-run's wall time since its trackers were opened. JSON has no NaN and no infinity: they are written as the
-strings "nan", "inf" and "-inf", which `float()` reads back.
+In: metrics of a step. Out: `{"step": 3, "seconds": 12.5, "critic/score/mean": 0.5, ...}`; `seconds` is the
+run's wall time, earlier starts included. JSON has no NaN and no infinity: they are written as the strings
+"nan", "inf" and "-inf", which `float()` reads back.
 """
 
 from __future__ import annotations
@@ -31,9 +31,8 @@ class FileTracker(Tracker):
 
     def __init__(self, run: RunInfo):
         self._path = run.folder / METRICS_FILE
-        self._file = self._path.open(
-            "ab", buffering=0
-        )  # unbuffered: lines that a full disk rejected stay in _held
+        # unbuffered: lines that a full disk rejected stay in _held
+        self._file = self._path.open("ab", buffering=0)
         self._held = b""
         self._start = time.monotonic() - run.seconds_before
 
@@ -53,8 +52,8 @@ class FileTracker(Tracker):
                 logger.warning(text, self._path, error.strerror)
 
     def flush(self) -> None:
-        """Writes the held lines and flushes them to disk. OSError if that fails: a checkpoint must not be
-        ahead of its metrics."""
+        """Writes the held lines and flushes them to disk. Raises OSError if that fails: a checkpoint must not
+        be ahead of its metrics."""
         self._write()
         os.fsync(self._file.fileno())
 

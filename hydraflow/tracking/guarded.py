@@ -26,7 +26,7 @@ PAUSES = (1.0, 10.0)
 HELD_CALLS = 2000
 """Calls queued for a slow tracker; more are dropped."""
 FLUSH_SECONDS = 5.0
-"""Seconds that a checkpoint waits for a tracker; not again until the tracker has caught up."""
+"""Seconds that a checkpoint waits for a tracker. One that is still behind is not waited for again."""
 CLOSE_SECONDS = 30.0
 """Seconds that the end of a run waits for all trackers together: batch systems give a run a minute or two
 to stop."""
@@ -36,14 +36,14 @@ Call = Callable[[Tracker], None]
 
 
 class BackgroundTracker(Forwarder):
-    """A tracker in its own thread, for trackers that talk to a server or write elaborate files. `name`: for
-    the warning."""
+    """A tracker in its own thread, for trackers that talk to a server or write elaborate files. `name` is
+    for the log."""
 
     def __init__(self, name: str, factory: TrackerFactory, run: RunInfo):
         self.name, self._factory, self._run = name, factory, run
         self._calls: SimpleQueue[Call | None] = SimpleQueue()
         self._ending = threading.Event()
-        self._last_moment = 0.0
+        self._deadline = 0.0
         self._flushed = threading.Event()
         self._flushed.set()
         self._failing = False
@@ -69,15 +69,15 @@ class BackgroundTracker(Forwarder):
         self._calls.put(lambda tracker: tracker.close(failed=failed))
         self._calls.put(None)
         self._ending.set()
-        self._last_moment = time.monotonic() + CLOSE_SECONDS
+        self._deadline = time.monotonic() + CLOSE_SECONDS
 
     def close(self, *, failed: bool = False) -> None:
         """Waits for pending calls, at most CLOSE_SECONDS, and logs what was lost."""
         if not self._ending.is_set():
             self.begin_closing(failed=failed)
-        self._thread.join(max(0.0, self._last_moment - time.monotonic()))
+        self._thread.join(max(0.0, self._deadline - time.monotonic()))
         if self._thread.is_alive():
-            text = "%s: waited %g seconds for it to take what was logged, and gave up"
+            text = "%s: gave up after waiting %g seconds for pending calls"
             logger.warning(f"{text}; metrics.jsonl has everything", self.name, CLOSE_SECONDS)
         elif self._lost:
             text = "%s: %d %s were lost in total; metrics.jsonl has everything"
@@ -85,7 +85,7 @@ class BackgroundTracker(Forwarder):
 
     def _pass(self, call: Call) -> None:
         if self._calls.qsize() >= HELD_CALLS:
-            self._lose(f"it is too slow: {HELD_CALLS} calls wait")
+            self._lose(f"too slow: {HELD_CALLS} calls are waiting")
         else:
             self._calls.put(call)
 
@@ -101,7 +101,7 @@ class BackgroundTracker(Forwarder):
         self._tracker = self._factory(self._run)
 
     def _tried(self, call: Callable[..., None]) -> bool:
-        """Whether the call worked, at once or after a retry. Libraries may raise anything, and nothing may
+        """Whether the call worked, at once or after a retry. Libraries may raise anything, and no error may
         end the run."""
         for pause in () if self._failing else PAUSES:
             if self._attempt(call) is None:
@@ -125,7 +125,7 @@ class BackgroundTracker(Forwarder):
         self._lost += 1
         if not self._warned:
             self._warned = True
-            did = "could not be opened" if self._tracker is None else "does not take what is logged"
+            did = "could not be opened" if self._tracker is None else "lost a call"
             text = "tracker %s %s (%s); training continues; metrics.jsonl has everything"
             logger.warning(text, self.name, did, why)
 

@@ -1,4 +1,4 @@
-"""Reads metrics.jsonl back, and defines which of its numbers are the run's accuracy.
+"""Reads metrics.jsonl back, and defines which of its metrics are the run's accuracy.
 
 In: the run folder. Out: one record per step and curves of (step, seconds, value).
 """
@@ -22,7 +22,7 @@ class Point:
 
     step: int
     seconds: float
-    """Seconds since the trackers were opened."""
+    """Wall time of the run, earlier starts included."""
     value: float
 
 
@@ -42,7 +42,7 @@ def read_metrics(folder: Path) -> list[dict[str, float]]:
 
 
 def record_of(line: str) -> dict[str, float] | None:
-    """The numbers of a line of metrics.jsonl; None: torn or not such a line.
+    """The metrics of a line of metrics.jsonl; None if the line is torn or no such record.
 
     >>> record_of('{"step": 1, "seconds": 2.5, "critic/score/mean": "nan"}' + chr(10))
     {'step': 1.0, 'seconds': 2.5, 'critic/score/mean': nan}

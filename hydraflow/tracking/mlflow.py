@@ -1,7 +1,7 @@
 """MLflow: metrics, validation tables, configuration, plan and run.json, on the server of MLFLOW_TRACKING_URI.
 
-In: numbers of a step. Out: a run of the experiment `trainer.project_name`. A resumed run is found by its
-tag. Without MLFLOW_TRACKING_URI all goes to the run folder: `mlflow ui --backend-store-uri
+In: metrics of a step. Out: a run of the experiment `trainer.project_name`. A resumed run is found by its
+tag. Without MLFLOW_TRACKING_URI everything goes to the run folder: `mlflow ui --backend-store-uri
 sqlite:///<run folder>/mlflow/mlflow.db`. Left out on purpose: models, which are in the run folder.
 """
 
@@ -27,12 +27,12 @@ name."""
 
 
 def tracking_uri(environ: Mapping[str, str], folder: Path) -> str:
-    """The tracking URI. ValueError for a run folder that a URI cannot express: the store would end up
+    """The tracking URI. Raises ValueError for a run folder that a URI cannot express: the store would end up
     elsewhere."""
     if given := environ.get(URI):
         return given
     if set(str(folder)) & set("%?#"):
-        rule = f"the address of one has no %, ? or #; set {URI}"
+        rule = f"its URI cannot contain %, ? or #; set {URI}"
         raise ValueError(f"its database cannot be in {folder}: {rule}")
     return f"sqlite:///{folder / 'mlflow' / 'mlflow.db'}"
 
@@ -88,8 +88,7 @@ class MlflowTracker(Tracker):
             self._client.log_batch(self._id, metrics=points[start : start + MOST_METRICS])
 
     def log_samples(self, samples: Sequence[Sample], step: int) -> None:
-        """Keeps the table of this validation as validation/step_<step>.json, which MLflow shows as a
-        table."""
+        """Logs the samples as validation/step_<step>.json, which MLflow shows as a table."""
         columns = dict(zip(SAMPLE_COLUMNS, map(list, zip(*rows_of(samples)))))
         self._client.log_table(self._id, columns, f"validation/step_{step:06d}.json")
 

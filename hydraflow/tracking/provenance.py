@@ -55,7 +55,7 @@ GIT_SECONDS = 5.0
 
 
 def facts_of_start(step: int, words: Sequence[str]) -> dict[str, Any]:
-    """This start of a run that has done `step` steps. `words`: the command line without its secrets."""
+    """Provenance of this start, after `step` training steps. `words`: the command line without secrets."""
     here, given = Path(__file__).resolve(), allocation()
     source = here.parents[2]
     # an installed hydraflow may be in an environment inside a user's repository
@@ -76,7 +76,7 @@ def facts_of_start(step: int, words: Sequence[str]) -> dict[str, Any]:
 
 
 def versions() -> dict[str, str]:
-    """Python and the libraries that matter, by name."""
+    """Versions of Python and of the libraries that matter, by name."""
     found = {"python": platform.python_version()}
     for name in (OURS, *LIBRARIES, *EXTRAS):
         try:

@@ -81,8 +81,7 @@ class RunFolder:
 
     @classmethod
     def make(cls, directory: str | None, experiment_name: str) -> RunFolder:
-        """Makes `directory`, or runs/<experiment_name>-<date>-<time> when it is None; existing files
-        are kept.
+        """Creates `directory`, or runs/<experiment_name>-<date>-<time> if it is None; existing files stay.
 
         Raises ConfigError when it cannot be written.
         """
@@ -100,7 +99,7 @@ class RunFolder:
 
     @classmethod
     def of_experiment(cls, experiment_name: str) -> list[RunFolder]:
-        """The folders that `make` made for this experiment, the newest first."""
+        """The folders that `make` created for this experiment, the newest first."""
         pattern = re.compile(re.escape(slug(experiment_name)) + r"-\d{8}-\d{6}(-\d+)?")
         found = [path for path in RUNS.glob("*") if pattern.fullmatch(path.name) and path.is_dir()]
         return [cls(path.resolve()) for path in sorted(found, key=lambda path: path.name, reverse=True)]
@@ -118,14 +117,14 @@ class RunFolder:
             raise _unwritable(self.path, error) from error
 
     def go_back_to(self, step: int) -> int:
-        """Deletes the records after `step`, which will be repeated, and the record of how the run ended;
-        returns the number of deleted lines."""
+        """Deletes the records of steps after `step`, which will be repeated, and of how the run ended;
+        returns the number of lines deleted from metrics.jsonl."""
         self.summary.unlink(missing_ok=True)
         self.requeue.unlink(missing_ok=True)
-        for noted in [*self.samples.glob("step_*.jsonl"), *self.skipped.glob("step_*.safetensors")]:
-            number = re.match(r"step_(\d+)(?:_|$)", noted.stem)  # files of other names are the user's
+        for file in [*self.samples.glob("step_*.jsonl"), *self.skipped.glob("step_*.safetensors")]:
+            number = re.match(r"step_(\d+)(?:_|$)", file.stem)  # files of other names are the user's
             if number and int(number[1]) > step:
-                noted.unlink()
+                file.unlink()
         if not self.metrics.exists():
             return 0
         lines = self.metrics.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True)
@@ -161,13 +160,12 @@ class RunFolder:
         self._write(self.run, text + "\n", private=True)
 
     def keep_code(self, files: Mapping[str, Path]) -> dict[str, dict[str, str]]:
-        """Copies the user's files, by the keys that name them, to code/, each under its name and the start of
-        its SHA-256; returns their entries for run.json. Versions of earlier starts are kept, and a warning
-        reports changes."""
+        """Copies the user's files to code/, each under its name and the start of its SHA-256; returns their
+        entries for run.json. Copies of earlier starts are kept, and a changed file is logged as a warning.
+        `files`: the configuration key of each."""
         found: dict[str, dict[str, str]] = {}
-        before: dict[str, dict[str, str]] = next(
-            (start.get("code", {}) for start in reversed(self.starts())), {}
-        )
+        starts = self.starts()
+        before: dict[str, dict[str, str]] = starts[-1].get("code", {}) if starts else {}
         for key, path in files.items():
             content = path.read_bytes()
             sha256 = hashlib.sha256(content).hexdigest()
@@ -187,9 +185,8 @@ class RunFolder:
 
     def write_config(self, config: Mapping[str, Any], origins: Mapping[str, str]) -> None:
         """Writes the whole configuration, as plain dicts, lists and scalars, to config.yaml: `--config-dir
-        <this folder> --config-name config` runs it again, so it has the secrets that the user typed. Beside
-        it config_origins.json: each key of `origins` with its value, as far as it is public, and its origin.
-        """
+        <this folder> --config-name config` runs it again, so it includes the user's secrets. Also writes
+        config_origins.json: each key of `origins` with its origin and its value, without secrets."""
         text = yaml.safe_dump(dict(config), sort_keys=False, allow_unicode=True)
         self._write(self.config, text, private=True)
         facts = {}
@@ -208,7 +205,7 @@ class RunFolder:
         self._write(self.summary, json.dumps(fields, indent=2, allow_nan=False) + "\n")
 
     def write_requeue(self, step: int, why: str) -> None:
-        """Writes `requeue`: the run was asked to stop, and the same command will resume it."""
+        """Writes `requeue`, the note that the run was asked to stop and that the same command resumes it."""
         self._write(self.requeue, json.dumps({"step": step, "why": why}) + "\n")
 
     def write_samples(self, step: int, samples: Iterable[Mapping[str, object]]) -> None:
@@ -222,9 +219,8 @@ class RunFolder:
             logger.warning("the samples of step %d are lost: %s", step, error)
 
     def _write(self, path: Path, text: str, *, private: bool = False) -> None:
-        """Writes under a temporary name and renames. `private`: only this user can read it, because it
-        holds or may hold secrets: no rule recognises every secret.
-        """
+        """Writes under a temporary name and renames. `private`: only this user can read it, because it may
+        hold secrets: no rule recognises every secret."""
         try:
             with replacing(path) as unfinished:
                 if private:

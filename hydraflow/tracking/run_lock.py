@@ -38,7 +38,7 @@ class RunLock:
         self._file = -1
         try:
             self._file = os.open(self._path, os.O_RDWR | os.O_CREAT, 0o644)
-            self._is_kernels = self._take()
+            self._is_kernel_lock = self._take()
             os.truncate(self._file, 0)
             os.pwrite(self._file, json.dumps(_me()).encode(), 0)
         except ConfigError:
@@ -52,14 +52,14 @@ class RunLock:
 
     def release(self) -> None:
         """Releases the folder. A second call does nothing."""
-        # with a kernel lock the file stays: a run that has opened it would lock a file that others cannot see
-        if self._file >= 0 and not self._is_kernels:
+        # with a kernel lock the file stays: a run that has just opened it would lock a deleted file
+        if self._file >= 0 and not self._is_kernel_lock:
             self._path.unlink(missing_ok=True)
         self._close()
 
     def _take(self) -> bool:
-        """Whether the kernel lock is held; False: this file system has no locks, and no other process is
-        known to use the folder."""
+        """Takes the kernel lock and returns True; False: this file system has no locks, and no other process
+        is known to use the folder."""
         folder = self._path.parent
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -1,4 +1,4 @@
-"""The result of a run in six numbers: summary.json for programs, a table for people.
+"""The result of a run: summary.json for programs, a table for people.
 
 In: metrics.jsonl of the run folder and why the run ended. Out: a Summary, and text on the terminal.
 """
@@ -33,7 +33,7 @@ class Summary:
     why_it_ended: str
     """For people: all steps done, the time limit, an interrupt, an error's first line."""
     symptoms: list[str] = field(default_factory=list)
-    """Signs that the run did not learn (`symptoms.py`), in sentences."""
+    """Signs that the run did not learn (`symptoms.py`), one sentence each."""
 
 
 def summarise(folder: Path, *, seconds: float, why_it_ended: str) -> Summary:
@@ -53,7 +53,7 @@ def summarise(folder: Path, *, seconds: float, why_it_ended: str) -> Summary:
 
 
 def print_summary(summary: Summary, folder: Path, console: Console | None = None) -> None:
-    """Prints the table and the path of the run folder."""
+    """Prints the table, the symptoms and the path of the run folder."""
     console = console or Console()
     if summary.first_val_accuracy is not None:
         table = Table("validation accuracy", "first", "last", "best")

@@ -1,8 +1,8 @@
 """SwanLab: metrics, validation tables, configuration, on its server or in the run folder's swanlab/.
 
-In: numbers of a step. Out: an experiment of the project `trainer.project_name`. A resumed run continues
-the same experiment. Without a login, or if the server rejects it, everything stays in the run
-folder, until `swanlab sync <run folder>/swanlab/run-*`. Left out on purpose: what SwanLab captures by itself;
+In: metrics of a step. Out: an experiment of the project `trainer.project_name`. A resumed run continues the
+same experiment. Without a login, or if the server rejects it, everything stays in the run folder;
+`swanlab sync <run folder>/swanlab/run-*` uploads it. Left out on purpose: what SwanLab captures by itself;
 the run folder has it.
 """
 

@@ -125,12 +125,12 @@ NEEDED = frozenset(name for symptom in SYMPTOMS for name in symptom.reads)
 
 @dataclass
 class SymptomWatch:
-    """Receives step after step and reports each symptom once."""
+    """Watches one step after another and reports each symptom once."""
 
     seen: SymptomHistory = field(default_factory=SymptomHistory)
     _rows: dict[int, list[int]] = field(default_factory=dict)
     """Symptom -> the steps in a row that show it."""
-    _said: set[int] = field(default_factory=set)
+    _reported: set[int] = field(default_factory=set)
 
     def after(self, step: int, row: Row) -> list[str]:
         """The messages about symptoms that this step completes for the first time."""
@@ -138,7 +138,7 @@ class SymptomWatch:
         found = []
         for number, symptom in enumerate(SYMPTOMS):
             holds = symptom.holds(row, self.seen)
-            if holds is None or number in self._said:
+            if holds is None or number in self._reported:
                 continue
             steps = self._rows.setdefault(number, [])
             if not holds:
@@ -146,7 +146,7 @@ class SymptomWatch:
                 continue
             steps.append(step)
             if len(steps) == IN_A_ROW:
-                self._said.add(number)
+                self._reported.add(number)
                 found.append(f"steps {steps[0]} to {steps[-1]}: {symptom.sentence}")
         return found
 

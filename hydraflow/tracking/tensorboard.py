@@ -1,7 +1,8 @@
 """TensorBoard: every metric as a scalar and validation samples as text, in the run folder's tensorboard/.
 
-In: numbers of a step. Out: an event file; look at it with `tensorboard --logdir <run folder>`.
-A full disk costs points of these curves and a warning, never the run: metrics.jsonl is the record.
+In: metrics of a step. Out: an event file; view it with `tensorboard --logdir <run folder>`.
+A full disk costs points of these curves and logs a warning, but never ends the run: metrics.jsonl is the
+record.
 """
 
 from __future__ import annotations

@@ -32,8 +32,8 @@ TRACKERS: dict[str, TrackerFactory] = {
     "swanlab": SwanlabTracker,
     "console": open_console,
 }
-"""Name in trainer.logger -> its constructor. They are called in this order: the file first, because
-it must not miss a step."""
+"""Name in trainer.logger -> its constructor. They are called in this order: the file first, because it must
+not miss a step."""
 LOCAL = ("file", "tensorboard", "console")
 """Trackers without a server: they also show what precedes a run, such as a recipe's warm start."""
 
@@ -46,8 +46,7 @@ class Trackers(Forwarder):
         self._symptoms = symptoms
 
     def log(self, metrics: dict[str, float], step: int) -> None:
-        """Passes the numbers of one step to every tracker; warns once of each sign that nothing is
-        learned."""
+        """Passes the metrics of one step to every tracker; warns once of each symptom."""
         super().log(metrics, step)
         for sentence in self._symptoms.after(step, metrics):
             logger.warning("%s", sentence)
@@ -57,7 +56,7 @@ class Trackers(Forwarder):
             call(tracker)
 
     def close(self, *, failed: bool = False) -> None:
-        """Closes every tracker, the last one first, whatever one of them raises; a second call does nothing.
+        """Closes every tracker, the last one first, even if some of them raise; a second call does nothing.
         `failed`: the run ended with an error."""
         for tracker in self._trackers:
             if isinstance(tracker, BackgroundTracker):
@@ -77,8 +76,7 @@ def open_trackers(names: Sequence[str], run: RunInfo) -> Trackers:
     """Opens the trackers of `trainer.logger`; the file is always among them. Creates the run folder if
     missing, and takes the seconds before this start from it.
 
-    `compose/rules.py` has checked the names. Except for the file, a tracker that fails costs a warning,
-    never the run.
+    `compose/rules.py` has checked the names. Only the file can fail the run; the others log a warning.
     """
     assert set(names) <= set(TRACKERS), names
     run.folder.mkdir(parents=True, exist_ok=True)
@@ -101,7 +99,8 @@ def _close(tracker: Tracker, *, failed: bool) -> None:
 
 
 def _open(name: str, run: RunInfo) -> Tracker:
-    """The file must not miss a step; the terminal is drawn here; all others work beside training."""
+    """The file must not miss a step, and the console draws in the calling thread; all others run in the
+    background."""
     factory = TRACKERS[name]
     if name not in ("file", "console"):
         return BackgroundTracker(name, factory, run)

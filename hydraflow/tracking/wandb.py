@@ -1,16 +1,17 @@
 """Weights & Biases: metrics, validation tables, configuration and run.json, on its server or in the run
 folder's wandb/.
 
-In: numbers of a step. Out: a run of the project `trainer.project_name`, whose id is the run's own, so that
-a resumed run continues there. Without a login everything stays in the run folder, until `wandb sync
-<run folder>/wandb/offline-run-*`. Left out on purpose: what W&B captures by itself (console output, code,
-command line): the run folder has it.
+In: metrics of a step. Out: a run of the project `trainer.project_name`, whose id is the run's own, so that a
+resumed run continues there. Without a login everything stays in the run folder; `wandb sync
+<run folder>/wandb/offline-run-*` uploads it. Left out on purpose: what W&B captures by itself (console
+output, code, command line); the run folder has it.
 """
 
 from __future__ import annotations
 
 import logging
 import netrc
+import os
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -60,8 +61,6 @@ class WandbTracker(Tracker):
     raises; `guarded.py` wraps it."""
 
     def __init__(self, run: RunInfo):
-        import os
-
         import wandb
 
         self._wandb: Any = wandb

@@ -1,9 +1,9 @@
-"""When and what a run saves: asked after every step, writes in the background of the next ones.
+"""Decides after each step what to save, and writes it in the background while the next steps run.
 
-In: a step that is done and logged. Out: a complete checkpoint in the store, with the pointer moved to it, a
-little later. The roles copy their state to host memory before `after` returns; a thread here waits for their
-files, seals the checkpoint and moves the pointer. Left out on purpose: files and names
-(`checkpoint_store.py`), restoring (`resume.py`).
+In: a step that is done and logged. Out: a complete checkpoint in the store, and the pointer moved to it. The
+roles copy their state to host memory before `after` returns; a thread here waits for their files, seals the
+checkpoint and moves the pointer. Left out on purpose: files and names (`checkpoint_store.py`), restoring
+(`resume.py`).
 """
 
 from __future__ import annotations
@@ -53,10 +53,10 @@ class RoleCheckpoints:
 
 
 class Checkpointer:
-    """Saves one checkpoint at a time. A context manager: leaving it finishes the one being written,
-    unless the workers are gone.
+    """Saves one checkpoint at a time. A context manager: leaving it finishes the one being written, unless
+    the workers are gone.
 
-    `describe` gives the run's state after a step, as plain values.
+    `describe` returns the run's state after a step, as plain values.
     """
 
     def __init__(
@@ -68,7 +68,7 @@ class Checkpointer:
         describe: Callable[[int], Mapping[str, Any]],
         undisturbed: Callable[[], AbstractContextManager[None]] = nullcontext,
     ):
-        """`undisturbed`: context of a save after a preemption, which must not wait for other roles' work."""
+        """`undisturbed`: context of a save after a preemption, which must not wait for other roles."""
         self.trainer, self.store, self.groups = trainer, store, groups
         self.undisturbed = undisturbed
         self.roles, self.describe = roles, describe
@@ -83,7 +83,7 @@ class Checkpointer:
         if self._pending is not None and self._pending.done():
             self.settle()
         regular = preempted or (self.trainer.save_freq > 0 and (last or step % self.trainer.save_freq == 0))
-        score = self._record(metrics)
+        score = self._new_best(metrics)
         if regular or score is not None:
             with self.undisturbed() if preempted else nullcontext():
                 self._save(step, regular, score)
@@ -108,8 +108,8 @@ class Checkpointer:
         return self.store.pointer() == step
 
     def _result(self, saving: Future[str]) -> str:
-        """The error of a save, empty if none. Waits for the parts as long as for any call, and as long again
-        for the disk."""
+        """The error of a save, empty if none. The parts have the time limit of any call, and the disk has as
+        long again."""
         limit = 2 * self.trainer.rpc_timeout
         try:
             return saving.result(limit)
@@ -129,10 +129,11 @@ class Checkpointer:
         }
         size = max(1, sum(sizes.values()))
         free = shutil.disk_usage(self.store.folder).free
-        wanted = sum(
-            min(planned, planned if (keep := self.roles[name].keep) is None else keep + 1) * sizes[name]
-            for name in sizes
-        )
+        wanted = 0
+        for name, bytes_each in sizes.items():
+            keep = self.roles[name].keep
+            # + 1: the oldest is removed after the newest is complete
+            wanted += bytes_each * (planned if keep is None else min(planned, keep + 1))
         room = (
             f"a checkpoint takes {size / 2**30:.3g} GiB, {planned} are planned, and {self.store.folder} has"
             f" room for {free // size}"
@@ -161,8 +162,9 @@ class Checkpointer:
         finally:
             self._thread.shutdown(wait=False)
 
-    def _record(self, metrics: Mapping[str, float]) -> float | None:
-        """The validation score if it is the best so far; for a loss, smaller is better."""
+    def _new_best(self, metrics: Mapping[str, float]) -> float | None:
+        """Records and returns the validation score if it is the best so far, else returns None; for a loss,
+        smaller is better."""
         name, best = self.trainer.keep_best, self._best
         if name is None or (value := metrics.get(name)) is None or math.isnan(value):
             return None
@@ -178,7 +180,7 @@ class Checkpointer:
         try:
             unfinished = self.store.begin(step, ranks, self.describe(step))
         except OSError as error:
-            self._pending = Future()
+            self._pending = Future()  # `settle` reports it as any other failure
             self._pending.set_result(f"the checkpoint of step {step} could not be started: {error}")
             return
         for name, group in self.groups.items():
@@ -206,7 +208,7 @@ class Checkpointer:
             wrong = str(error)
         if not wrong:
             return ""
-        shutil.rmtree(unfinished, ignore_errors=True)  # it takes the room that the next one needs
+        shutil.rmtree(unfinished, ignore_errors=True)  # the next one needs the space
         return f"the checkpoint of step {step} could not be saved: {wrong}"
 
     def _wait(self, unfinished: Path, ranks: Mapping[str, int]) -> tuple[str, dict[str, FileInfo]]:
@@ -234,8 +236,8 @@ class Checkpointer:
     def _part(
         self, unfinished: Path, role: str, rank: int, first_errors: dict[tuple[str, int], float]
     ) -> RankFiles | None:
-        """A rank's part; None while it is being written, and while a read error may still be transient.
-        `first_errors`: time of each rank's first read error."""
+        """A rank's part; None: it is still being written, or a read error may be transient. `first_errors`:
+        time of each rank's first read error."""
         try:
             return read_part(unfinished, role, rank)
         except (OSError, ValueError) as error:
@@ -245,7 +247,7 @@ class Checkpointer:
             return RankFiles({}, f"{role} rank {rank}: {error}")
 
     def _publish(self, sealed: Path, step: int, regular: bool, score: float | None) -> None:
-        """The pointer moves last, so that a run interrupted before that repeats all of it."""
+        """Moves the pointer last, so that a run interrupted before that does all of this again."""
         whole = self.store.name(sealed, step) if regular else sealed
         if score is not None:
             self.store.publish_best(whole, step, str(self.trainer.keep_best), score, linked=regular)

@@ -5,7 +5,7 @@ In: parts that workers have written, and the controller's state. Out:
 
     latest_checkpointed_iteration.txt   the step to resume from; replaced last, atomically
     global_step_12/                     manifest.json (sizes, checksums), trainer.json, a folder for each role
-    global_step_14.5f1c09be.unfinished/ being written, or left by an interrupted run; each attempt's own
+    global_step_14.5f1c09be.unfinished/ being written, or left by an interrupted run; one for each attempt
     best/global_step_6/                 the best by a metric, and best/best.json with its value
 
 A reader finds a complete checkpoint or none: files and folders are flushed before the rename, the rename
@@ -45,10 +45,10 @@ class CheckpointStore:
     def __init__(self, folder: Path):
         self.folder = folder
 
-    # --- looking --------------------------------------------------
+    # --- reading --------------------------------------------------
 
     def steps(self) -> list[int]:
-        """Steps whose checkpoint has its name, ascending."""
+        """Steps of the checkpoints that have their final name, ascending."""
         names = (path.name for path in self.folder.glob("global_step_*"))
         return sorted(int(found[1]) for name in names if (found := re.fullmatch(r"global_step_(\d+)", name)))
 
@@ -70,13 +70,13 @@ class CheckpointStore:
         complete.
         """
         pointer = self.pointer()
-        line = sorted(self.steps(), reverse=True)
-        if pointer is not None and pointer in line:
-            line = [pointer, *(step for step in line if step != pointer)]
+        candidates = sorted(self.steps(), reverse=True)
+        if pointer is not None and pointer in candidates:
+            candidates = [pointer, *(step for step in candidates if step != pointer)]
         wrong: dict[int, str] = {}
-        if pointer is not None and pointer not in line:
-            wrong[pointer] = f"{POINTER} names it, but it is not there"
-        for step in line:
+        if pointer is not None and pointer not in candidates:
+            wrong[pointer] = f"{POINTER} names it, but it does not exist"
+        for step in candidates:
             if not (found := damage(self.path(step), roles)):
                 return step, wrong
             wrong[step] = found
@@ -91,8 +91,7 @@ class CheckpointStore:
     def begin(self, step: int, ranks: Mapping[str, int], state: Mapping[str, Any]) -> Path:
         """A folder for the parts of `ranks` ranks of each role, with the run's state in it. OSError when it
         cannot be made."""
-        # a unique name: a rank of an earlier start, on a machine believed lost, may still be writing this
-        # step
+        # unique: a rank of an earlier start, on a machine believed lost, may still be writing this step
         unfinished = self.path(step).with_name(f"{self.path(step).name}.{secrets.token_hex(4)}{UNFINISHED}")
         unfinished.mkdir(parents=True)
         for role, size in ranks.items():
@@ -102,8 +101,8 @@ class CheckpointStore:
         return unfinished
 
     def seal(self, unfinished: Path, step: int, files: Mapping[str, FileInfo]) -> None:
-        """Completes the folder: writes the manifest, removes the parts, flushes everything. Only the final
-        name is missing then."""
+        """Completes the folder: writes the manifest, removes the parts, flushes everything. Only its final
+        name is still missing."""
         files = {**files, RUN_STATE: file_facts(unfinished / RUN_STATE, flush=True)}
         shutil.rmtree(unfinished / PARTS)
         _write_manifest(unfinished, step, files)
@@ -111,7 +110,7 @@ class CheckpointStore:
             flush(folder)
 
     def name(self, sealed: Path, step: int) -> Path:
-        """Gives a sealed checkpoint its name. Runs do not resume from it before the pointer names it."""
+        """Gives a sealed checkpoint its final name. Runs do not resume from it until the pointer names it."""
         _replace_folder(sealed, self.path(step))
         return self.path(step)
 
@@ -123,8 +122,8 @@ class CheckpointStore:
             write_whole(self.folder / POINTER, f"{step}\n")
 
     def publish_best(self, whole: Path, step: int, metric: str, value: float, *, linked: bool) -> None:
-        """Keeps a complete checkpoint in best/, in place of the earlier best. `linked`: hard-links it, so
-        that the regular checkpoint stays."""
+        """Keeps a complete checkpoint in best/, in place of the earlier best. `linked`: hard-link it, so that
+        the regular checkpoint stays; otherwise move it."""
         target = self.folder / BEST / f"global_step_{step}"
         target.parent.mkdir(exist_ok=True)
         source = _linked_copy(whole, target.with_name(target.name + UNFINISHED)) if linked else whole
@@ -148,6 +147,7 @@ class CheckpointStore:
     def _drop(self, step: int, role: str, roles: Iterable[str]) -> None:
         path = self.path(step)
         if not any((path / other).is_dir() for other in roles if other != role):
+            # renamed first: no reader may find half of it
             shutil.rmtree(path.rename(path.with_name(f"{path.name}.old{UNFINISHED}")))
             return
         if (files := _manifest_of(path)) is not None:
@@ -161,7 +161,7 @@ class CheckpointStore:
         """Removes unfinished checkpoints of an interrupted run."""
         for pattern in (f"global_step_*{UNFINISHED}", f"{BEST}/*{UNFINISHED}"):
             for leftover in self.folder.glob(pattern):
-                shutil.rmtree(leftover, ignore_errors=True)  # only a rank believed lost may still write to it
+                shutil.rmtree(leftover, ignore_errors=True)  # a rank believed lost may still write to it
 
     def set_aside(self, step: int, damaged: Collection[int]) -> list[Path]:
         """Renames the checkpoints that do not lead to `step`: damaged ones and newer ones. Returns the new
@@ -179,8 +179,8 @@ class CheckpointStore:
 
 
 def damage(path: Path, roles: Collection[str]) -> str:
-    """What is wrong with a checkpoint for a run with these roles; empty when every file has its size
-    and checksum."""
+    """What is wrong with a checkpoint for a run with these roles; empty when every file has its size and
+    checksum."""
     files = _manifest_of(path)
     if files is None:
         return f"{MANIFEST} is missing or cannot be read"
@@ -201,7 +201,7 @@ def _change(path: Path, name: str, facts: FileInfo) -> str:
         found = file_facts(path / name)
     except OSError as error:
         return f"{name} cannot be read: {error.strerror}"
-    return "" if found == facts else f"{name} has changed: its checksum is another one"
+    return "" if found == facts else f"{name} has changed: its checksum differs"
 
 
 def _manifest_of(path: Path) -> dict[str, FileInfo] | None:
@@ -237,8 +237,8 @@ def _replace_folder(source: Path, target: Path) -> None:
 
 
 def _linked_copy(source: Path, target: Path) -> Path:
-    """The same files under another folder; a file system without hard links gets copies. No file of a
-    checkpoint is ever changed."""
+    """The same files in another folder, or copies where the file system has no hard links. Linking is safe
+    because no file of a checkpoint is changed in place."""
     shutil.rmtree(target, ignore_errors=True)
     try:
         shutil.copytree(source, target, copy_function=os.link)

@@ -1,6 +1,7 @@
-"""How long a run may take: `trainer.max_wall_time` in seconds or as 90s, 8m, 1h30m, and signals that end it.
+"""When a run must stop: `trainer.max_wall_time` (seconds, or 90s, 8m, 1h30m) is over, or a signal arrived.
 
-In: the configured limit, and the signals that batch systems send. Out: whether to stop, asked between steps.
+In: the configured limit, and the signals that batch systems send. Out: the reason to stop, checked between
+steps, and whether a step must be abandoned.
 """
 
 from __future__ import annotations
@@ -30,8 +31,8 @@ def parse_duration(value: object) -> float | None:
 
 
 GRACE_PERIOD = 3.0
-"""Seconds after a SIGTERM that a step has to reach its updates, from where it is always finished; otherwise
-it is abandoned. Batch systems kill after ten seconds or more."""
+"""Seconds after a SIGTERM within which a step must reach its updates, else it is abandoned. Updates that have
+begun are always finished. Batch systems send SIGKILL after ten seconds or more."""
 
 
 class GracePeriodOver(Exception):
@@ -39,7 +40,8 @@ class GracePeriodOver(Exception):
 
 
 class Clock:
-    """Counts from its creation; `limit` in seconds, None for no limit. `signals` can end the run as well."""
+    """Measures time from its creation. `limit`: in seconds, None for no limit. `signals` may also end the
+    run."""
 
     def __init__(self, limit: float | None = None, signals: StopSignals | None = None):
         self.started = time.monotonic()
@@ -60,9 +62,9 @@ class Clock:
         return bool(self.signals.received)
 
     def check_grace_period(self) -> None:
-        """Raises GracePeriodOver from GRACE_PERIOD seconds after a SIGTERM on."""
-        asked = self.signals.terminated_at
-        if asked is not None and time.monotonic() - asked > GRACE_PERIOD:
+        """Raises GracePeriodOver once GRACE_PERIOD seconds have passed since a SIGTERM."""
+        terminated = self.signals.terminated_at
+        if terminated is not None and time.monotonic() - terminated > GRACE_PERIOD:
             raise GracePeriodOver
 
     def why_to_stop(self) -> str:

@@ -206,7 +206,7 @@ class AsyncTrainingConfig:
         1,
         size=True,
         planned=Planned(
-            lambda value: value > 1, "start a round of training when {value} mini-batches are there"
+            lambda value: value > 1, "start a round of training once {value} mini-batches are there"
         ),
     )
     """Mini-batches collected before a round starts."""
@@ -237,8 +237,7 @@ class ClusterConfig:
 
 @dataclass
 class BatchConfig:
-    """Alternative ways to give a number of the batch plan; each must agree with the other keys that are
-    given."""
+    """Other ways to set the sizes of the batch plan; each must agree with all other keys that are set."""
 
     gradient_accumulation_steps: int | None = option(None, size=True)
     """Gradient accumulation: micro-batches of the actor per optimizer step and data rank (a)."""

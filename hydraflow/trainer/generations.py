@@ -20,8 +20,6 @@ from hydraflow.dispatch.runtime import Runtime
 from hydraflow.system.whole_files import replacing
 from hydraflow.trainer.source import Trajectories
 
-TEXT_COLUMNS = ("score", "acc", "failed", "text", "prompt_text")
-
 logger = logging.getLogger(__name__)
 
 
@@ -32,7 +30,7 @@ class ScoredResponses:
     sources: np.ndarray
     scores: np.ndarray
     accuracies: np.ndarray
-    """acc, or the score for rows without a reward function."""
+    """`acc`, or the score for rows without a reward function."""
     failed: np.ndarray
     """The reward function failed on the row."""
     prompts: list[str]
@@ -57,7 +55,8 @@ class ScoredResponses:
 
 def read_scored(runtime: Runtime, taken: Trajectories) -> ScoredResponses:
     """Fetches scores and texts to the controller; the trajectories must have been scored with their texts."""
-    read = runtime.fetch(taken.scoring.get().select(list(TEXT_COLUMNS), [], []))
+    names = ["score", "acc", "failed", "text", "prompt_text"]
+    read = runtime.fetch(taken.scoring.get().select(names, [], []))
     objects, scores = taken.rows.objects, read.get("score").double().numpy()
     accuracies = read.get("acc").double().numpy()
     return ScoredResponses(
@@ -73,7 +72,10 @@ def read_scored(runtime: Runtime, taken: Trajectories) -> ScoredResponses:
 
 
 class GenerationDump:
-    """Writes one file per step. A full disk costs a warning, not the run: training does not depend on it."""
+    """Writes one file per step. A write error is a warning, because training does not depend on the files.
+
+    `key`: the configuration key of `folder`, for the warning.
+    """
 
     def __init__(self, folder: Path, key: str):
         self.folder, self.key = folder, key
@@ -81,11 +83,11 @@ class GenerationDump:
 
     @classmethod
     def to(cls, folder: str | None, key: str) -> GenerationDump | None:
-        """The dump for the folder that the configuration `key` names, if it is set."""
+        """A dump in the folder that configuration key `key` is set to, if any."""
         return cls(Path(folder).expanduser(), key) if folder else None
 
     def write(self, step: int, rows: Sequence[dict[str, Any]]) -> None:
-        """Writes <step>.jsonl atomically. A step that is repeated after a stop replaces its file."""
+        """Writes <step>.jsonl atomically. A step that runs again after a resume replaces its file."""
         target = self.folder / f"{step}.jsonl"
         try:
             self.folder.mkdir(parents=True, exist_ok=True)

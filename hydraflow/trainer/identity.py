@@ -1,9 +1,9 @@
 """Which keys shape training: a run resumes only with the same values for them.
 
-In: a configuration and its plan. Out: values by key, their hash, and the differences from those that a
-checkpoint carries. Every key shapes training unless its field says otherwise (`free`,
-`in_plan=True` of `options.py`), so a new key is safe. Left out on purpose: what the files behind the paths
-hold; the data loader knows how many rows there were.
+In: a configuration and its plan. Out: values by key, their hash, and the differences from those in a
+checkpoint. Every key shapes training unless its field says otherwise (`free`, `in_plan=True` of
+`options.py`), so a new key is safe. Left out on purpose: the contents of the files that keys name; the data
+loader compares only the number of rows.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Identity:
     values: dict[str, Any]
     """Plain values by key; secrets as fingerprints (`redact.fingerprinted`)."""
     mappings: tuple[str, ...] = ()
-    """Mapping keys whose entries are in `values` one by one; includes empty mappings."""
+    """Keys whose value is a mapping, empty or not; its entries are in `values` one by one."""
 
     @property
     def hash(self) -> str:
@@ -54,14 +54,15 @@ class Identity:
             key for key in mine if key in stored and mine[key] != fingerprinted(stored[key], key)
         ]
         for mapping in self.mappings:
-            below = f"{mapping}."
-            ours, theirs = ({key for key in of if f"{key}.".startswith(below)} for of in (mine, stored))
+            prefix = f"{mapping}."
+            ours = {key for key in mine if f"{key}.".startswith(prefix)}
+            theirs = {key for key in stored if f"{key}.".startswith(prefix)}
             differing += sorted((ours ^ theirs) - {mapping}) if theirs else []
         return [_difference(key, mine, stored, where) for key in differing]
 
 
 def identity_of(config: PPOConfig | SupervisedConfig, plan: BatchPlan | SFTPlan) -> Identity:
-    """The identity of a run. `config` is as the user gave it: a recipe's assets are identified by its
+    """The identity of a run. `config` is as the user gave it, because a recipe's assets are identified by its
     parameters."""
     absent = []
     if isinstance(plan, BatchPlan):
@@ -86,14 +87,14 @@ def identity_of(config: PPOConfig | SupervisedConfig, plan: BatchPlan | SFTPlan)
 
 
 def _difference(key: str, mine: Mapping[str, Any], stored: Mapping[str, Any], where: str) -> Problem:
-    """An entry of a mapping may be in only one of the two."""
+    """The problem of one key. An entry of a mapping may be in only one of the two."""
     value = _shown(public(mine[key], key)) if key in mine else None
     if key not in stored:
         return Problem(key, value, f"{where} was trained without it", f"leave out {key}")
     known, remedy = public(stored[key], key), key if key in mine else f"+{key}"
     if known != stored[key]:
         rule = f"{where} was trained with another value, which is hidden"
-        return Problem(key, value, rule, f"{remedy}=<its value then>")
+        return Problem(key, value, rule, f"{remedy}=<the earlier value>")
     return Problem(key, value, f"{where} was trained with {_shown(known)}", f"{remedy}={_shown(known)}")
 
 
@@ -112,18 +113,18 @@ def _ppo_sizes(plan: BatchPlan) -> dict[str, Any]:
 
 
 def _follows_the_total(optim: OptimConfig) -> bool:
-    """Whether the learning rate of a step depends on how many steps there will be."""
+    """Whether the learning rate of a step depends on the total number of steps."""
     return optim.lr_scheduler_type != "constant" or (
         optim.lr_warmup_steps < 0 and optim.lr_warmup_steps_ratio > 0
     )
 
 
 def _shapes(leaf: Leaf) -> bool:
-    """Whether a key shapes training: as its field says, else as the nearest section above that says so."""
-    on_the_way = [leaf.option, *(section.option for section in reversed(leaf.above))]
-    if any(option.in_plan for option in on_the_way):
+    """Whether a key shapes training: as its field says, else as the nearest section above that says it."""
+    nearest_first = [leaf.option, *(section.option for section in reversed(leaf.above))]
+    if any(option.in_plan for option in nearest_first):
         return False
-    given = [option.shapes_training for option in on_the_way if option.shapes_training is not None]
+    given = [option.shapes_training for option in nearest_first if option.shapes_training is not None]
     return given[0] if given else True
 
 

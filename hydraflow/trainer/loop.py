@@ -1,4 +1,4 @@
-"""What happens around the steps, in training of every kind: validate, log, save, stop.
+"""What happens between the steps of every kind of training: validate, log, save, stop.
 
 In: a trainer, a validator, trackers. Out: why the training ended. The steps themselves are in `ppo.py`,
 `rollout_only.py` and `sft.py`.
@@ -29,17 +29,17 @@ class Source(Protocol):
     """Where a trainer's rows come from: a `TrajectorySource`, or a loader of conversations."""
 
     def give_back(self) -> None:
-        """The step that took the last rows was abandoned."""
+        """Undoes the last take, whose step was abandoned."""
 
     def state(self) -> dict[str, Any]:
-        """What a checkpoint needs to continue with the next rows: plain values."""
+        """State for checkpoints, as plain values: enough to continue with the next rows."""
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         """Continues where `state` was taken."""
 
 
 class Trainer(Protocol):
-    """What the loop asks of a trainer."""
+    """A trainer, as the loop sees it."""
 
     runtime: Runtime
     timer: PhaseTimer
@@ -58,7 +58,7 @@ class Trainer(Protocol):
 
 
 class Validator(Protocol):
-    """What the loop asks of a validation."""
+    """A validation, as the loop sees it."""
 
     def run(self, step: int, version: int) -> dict[str, float]:
         """Metrics over all held-out rows after a step, with the weights of that version."""
@@ -103,7 +103,7 @@ class Loop:
         self.trainer.begin(done)
         if validate_first and not done:
             metrics = self._validate(0)
-            if metrics or not self.clock.preempted:  # a validation that was given up has nothing to log
+            if metrics or not self.clock.preempted:  # an abandoned validation has nothing to log
                 self.trackers.log(metrics, step=0)
         if self.clock.preempted:
             return self.clock.why_to_stop()
@@ -116,6 +116,7 @@ class Loop:
                 self._give_up(step, checkpoints, done=done)
                 return self.clock.why_to_stop()
             why = DONE if step == total_steps else self.clock.why_to_stop()
+            # a preempted run has no time for an extra validation
             if why == DONE or (why and not self.clock.preempted) or self.config.validates_after(step):
                 found = self._validate(step)
                 metrics |= found
@@ -154,6 +155,7 @@ class Loop:
         }
 
     def _validate(self, step: int) -> dict[str, float]:
+        """The metrics of a validation; none if nothing is held out, or if it was abandoned."""
         if self.validator is None:
             return {}
         try:

@@ -1,6 +1,6 @@
-"""What the run uses: device, processes and threads, resolved once from the configuration and this machine.
+"""Device, processes and threads of a run, resolved once from the configuration and this machine.
 
-In: `trainer.*`. Out: `Machine`, or a ConfigError that names what the machine has.
+In: `trainer.*`. Out: `Machine`, or a ConfigError that says what the machine has.
 """
 
 from __future__ import annotations
@@ -57,8 +57,8 @@ def resolve_machine(trainer: RunConfig) -> Machine:
 
 
 def training_pool(machine: Machine, *, devices: Sequence[int] | None = None, groups: int = 1) -> ResourcePool:
-    """One process per device, on each of its nodes, and per worker group that shares the device; by default
-    the devices are the machine's."""
+    """The pool of training processes. `devices`: number on each node; None: the machine's. `groups`: largest
+    number of worker groups on a device."""
     return ResourcePool(
         TRAIN,
         devices or [machine.processes_per_node] * machine.nodes,
@@ -69,12 +69,12 @@ def training_pool(machine: Machine, *, devices: Sequence[int] | None = None, gro
 
 
 def scoring_pool() -> ResourcePool:
-    """One process next to the training processes, for the reward function."""
+    """The pool of the reward function: one process besides the training processes."""
     return ResourcePool(SCORE, [1])
 
 
 def require_room(trainer: RunConfig, ray_init: RayInitConfig, pools: Sequence[ResourcePool]) -> None:
-    """Raises ConfigError when the pools cannot fit, as far as that is known before the start."""
+    """Raises ConfigError when it is known before the start that the pools do not fit."""
     if not trainer.debug.local:
         start.require_room(ray_init, pools)
 
@@ -86,7 +86,8 @@ def open_runtime(
     pools: Sequence[ResourcePool],
     observability: Observability | None = None,
 ) -> Runtime:
-    """Ray, or this process alone, with those pools reserved. ConfigError when there is no room for them."""
+    """Starts Ray, or with `debug.local` uses this process alone, and reserves the pools. ConfigError when
+    there is no room for them."""
     timeouts = Timeouts(start=trainer.start_timeout, call=trainer.rpc_timeout)
     kind = LocalRuntime if trainer.debug.local else Runtime
     opened = kind(ray_init, timeouts, device_type=machine.device_type, observability=observability)

@@ -38,8 +38,8 @@ Batch = TypeVar("Batch", DataProto, RemoteBatch)
 
 
 def dispatched(batch: Batch, cut: MiniBatches, plan: RolePlan) -> Batch:
-    """The batch as the role's update takes it: rows in the order of dispatch; with `live` where some are
-    dead, and with the sizes of the mini-batches where they are not as planned."""
+    """A batch for the role's update: rows in the order of dispatch; a column `live` if some rows are dead; in
+    meta_info the sizes of the mini-batches, if they are not as planned."""
     ordered = batch.select_idxs(cut.order)
     if any(rows != plan.rows_per_rank for rows in cut.rows_per_rank):
         ordered.meta_info[ROWS_PER_RANK] = cut.rows_per_rank
@@ -59,7 +59,7 @@ def cut_mini_batches(
     """Mini-batches of `plan.mini_batch_prompts` whole groups; the last may have fewer.
 
     `lengths` (S,) tokens of each row, `groups` (S,) its group, any integers in any order. `shuffle_key` seeds
-    the draw of groups; None keeps the order in which they first appear.
+    the shuffle of the groups; None keeps the order in which they first appear.
 
     >>> plan = RolePlan.simple(data_ranks=2, mini_batch_trajectories=1)
     >>> cut = cut_mini_batches(np.array([5, 1, 9]), np.array([7, 4, 7]), plan, balance=True, shuffle_key=None)
@@ -85,7 +85,7 @@ def _whole_groups(groups: np.ndarray, each: int, shuffle_key: tuple[int, ...] | 
         drawn = np.random.default_rng(shuffle_key).permutation(len(first))
         place = np.argsort(drawn)[place]
     rows = np.argsort(place[group], kind="stable")
-    ends = np.cumsum(np.bincount(place[group]))[each - 1 : -1 : each]
+    ends = np.cumsum(np.bincount(place[group]))[each - 1 : -1 : each]  # of all mini-batches but the last
     return np.split(rows, ends)
 
 
@@ -93,7 +93,7 @@ def _split_over_ranks(
     rows: np.ndarray, lengths: np.ndarray, groups: np.ndarray, ranks: int, balance: bool
 ) -> list[np.ndarray]:
     """Equally many rows for each rank, padded with -1. Groups stay whole if they have equal sizes and their
-    number is divisible by `ranks`: a rank computes a prompt only once for all of its samples there."""
+    number is divisible by `ranks`, because a rank computes a prompt only once for its samples there."""
     filled = np.concatenate([rows, np.full(-len(rows) % ranks, -1)])
     if not balance or ranks == 1:
         return np.split(filled, ranks)

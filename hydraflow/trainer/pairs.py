@@ -1,6 +1,6 @@
-"""Learning from pairs of responses: one optimizer step per batch of pairs.
+"""Training on pairs of responses, for DPO and reward models: one optimizer step per batch of pairs.
 
-In: pairs, configuration, plan. Out: as `sft.py`. It differs from supervised training in the objective, the
+In: pairs, configuration, plan. Out: as in `sft.py`. It differs from supervised training in the objective, the
 reference's log-probabilities, and the metrics on held-out pairs.
 """
 
@@ -21,7 +21,7 @@ from hydraflow.workers.skipping import SkipLimits
 
 
 class PairTrainer(SFTTrainer):
-    """A worker group that learns from the pairs of a loader."""
+    """Trains a worker group on the pairs of a loader."""
 
     def roles(self, skip_limits: SkipLimits) -> dict[str, RoleSpec]:
         """The trained model and, for a policy without adapters, its frozen reference."""
@@ -37,7 +37,7 @@ class PairTrainer(SFTTrainer):
     def objective(self) -> Objective:
         if isinstance(self.config, DPOConfig):
             return DirectPreference(self.config.dpo)
-        assert isinstance(self.config, RMConfig), "of the jobs that learn from pairs"
+        assert isinstance(self.config, RMConfig), "only DPO and reward models train on pairs"
         return BradleyTerry(self.config.rm)
 
     @property
@@ -46,7 +46,7 @@ class PairTrainer(SFTTrainer):
         return isinstance(self.config, DPOConfig)
 
     def prepared(self, batch: DataProto, step: int | None = None) -> DataProto:
-        """With `ref_log_prob`, if the objective reads it."""
+        """The batch with `ref_log_prob`, if the objective reads it."""
         if not self.has_reference:
             return batch
         with self.timer.phase("ref", step):

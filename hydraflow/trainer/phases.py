@@ -46,8 +46,8 @@ SCORES = ("score", "acc", "failed")
 
 
 def _more_columns(config: PPOConfig) -> tuple[Iterable[str], Sequence[str], Sequence[str]]:
-    """Columns that only some runs have: those that the phase `advantages` reads, those that the actor's loss
-    reads, and those that the phase `log-probs` adds."""
+    """Columns that only some runs have, in three groups: the phase `advantages` reads them, the actor's loss
+    reads them, the phase `log-probs` adds them."""
     actor, in_reward, in_loss, measured = config.actor_rollout_ref.actor, [], [], []
     if config.algorithm.use_kl_in_reward:
         in_reward += ["old_log_probs", "ref_log_prob"]
@@ -143,7 +143,8 @@ def teacher_columns(config: PPOConfig) -> tuple[str, ...]:
 
 def old_from(config: PPOConfig, plan: BatchPlan, *, exact: bool, mini_batches: int = 1) -> OldFrom:
     """The source of the old log-probabilities for one batch. `exact`: the generation engine's are
-    bit-identical to the trainer's, and sampled with the newest weights. `mini_batches`: of the batch."""
+    bit-identical to the trainer's, and sampled with the newest weights. `mini_batches`: number in the
+    batch."""
     correction = config.algorithm.rollout_correction
     measures = config.actor_rollout_ref.actor.adaptive_entropy.enabled
     records = config.actor_rollout_ref.actor.router_replay.by_actor
@@ -151,7 +152,7 @@ def old_from(config: PPOConfig, plan: BatchPlan, *, exact: bool, mini_batches: i
         return OldFrom.RECOMPUTE  # the pass that measures them
     if correction.bypass_mode or (exact and not measures):
         return OldFrom.ROLLOUT
-    before = (
+    needed_before_update = (
         measures
         or config.algorithm.use_kl_in_reward
         or (config.distillation.enabled and config.distillation.distillation_loss.use_policy_gradient)
@@ -159,7 +160,7 @@ def old_from(config: PPOConfig, plan: BatchPlan, *, exact: bool, mini_batches: i
         or (correction.rollout_is is not None and correction.rollout_is_batch_normalize)
     )
     once = plan.actor.optimizer_steps_per_step == mini_batches == 1
-    return OldFrom.FIRST_PASS if once and not before else OldFrom.RECOMPUTE
+    return OldFrom.FIRST_PASS if once and not needed_before_update else OldFrom.RECOMPUTE
 
 
 def rollout_is_exact(config: PPOConfig, bytes_of: Callable[[str], int]) -> bool:

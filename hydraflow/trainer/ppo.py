@@ -1,13 +1,13 @@
 """One training step, phase by phase. What happens between steps (validate, log, stop) is in `loop.py`.
 
 In: trajectories from a source. Out: new weights and the step's metrics. The batch holds references to columns
-that stay in the workers' object stores; the controller reads lengths and versions, and scores and texts only
-where responses are written for people to read. The phases are listed in `phases.py`, with the columns that
-each reads and adds.
+that stay in the workers' object stores; the controller reads lengths, groups and versions, and scores and
+texts only if responses are dumped as text. The phases are listed in `phases.py`, with the columns that each
+reads and adds.
 
-Some calls return futures. A group's processes carry out its calls in the order in which they were made, and a
-future passed to another group is waited for there, not here. So the reward function runs alongside the
-models' passes, and the transfer of the new weights is queued behind the last update.
+Some calls return futures. A group's processes run its calls in order, and a future passed to another group is
+awaited there, not here. So the reward function runs alongside the models' passes, and the transfer of the new
+weights is queued behind the last update.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from hydraflow.trainer.generations import GenerationDump, read_scored
 from hydraflow.trainer.mini_batches import cut_mini_batches, dispatched
 from hydraflow.trainer.phases import old_from, rollout_is_exact, sampled_too, score_columns, step_phases
 from hydraflow.trainer.roles import Roles
-from hydraflow.trainer.source import Trajectories, TrajectorySource, checked, judge_failures, scores_of
+from hydraflow.trainer.source import Trajectories, TrajectorySource, check_failures, checked, scores_of
 from hydraflow.trainer.timing import PhaseTimer
 from hydraflow.workers.actor import ENTROPY_COEFF, OLD_FROM, ActorWorker
 from hydraflow.workers.advantage import AdvantageWorker, RolloutComparison
@@ -130,13 +130,13 @@ class PPOTrainer:
         self.metrics |= scored.meta_info.get(FUNCTION_MEANS) or {}
         failed, why = int(self.metrics["reward/failed_rows"]), scored.meta_info.get(WHY_FAILED)
         most, so = self.config.reward.max_failed_share, "nothing was trained on them"
-        judge_failures(failed, len(batch), why, most, where=f"step {step}", so=so)
+        check_failures(failed, len(batch), why, most, where=f"step {step}", so=so)
         if left_out := estimated.meta_info["left_out"]:
             batch = batch.select_idxs(np.delete(np.arange(len(batch)), left_out))
         return batch.union(estimated)
 
     def begin(self, step: int) -> None:
-        """Sends the actor's weights, those after `step` steps, to the generation engine."""
+        """Sends the actor's weights to the generation engine; `step`: training steps that are done."""
         self.published(step, self.roles.link.publish(step))
 
     def published(self, version: int, wait: Callable[[], None]) -> None:
@@ -146,7 +146,7 @@ class PPOTrainer:
         self.source.published(version)
 
     def old_log_probs(self, taken: Trajectories, step: int) -> RemoteBatch:
-        """The rows, with `old_log_probs` if the actor computes them; `self.old` is where they come from.
+        """The rows, with `old_log_probs` if they are known before the update. Sets `self.old`, their source.
 
         The first fresh batch after a start always computes them, and stops the run if they disagree with the
         generation engine's. Every replayed batch computes them too, and uses the recorded ones only if they
@@ -176,7 +176,7 @@ class PPOTrainer:
                 self.old = OldFrom.RECOMPUTE
         elif compared.by_replica and newest:
             self._compared = True
-        # a resumed run logs the same metrics as an uninterrupted one
+        # not at each start: a resumed run logs the same metrics as an uninterrupted one
         if step == 1 or self.old == OldFrom.RECOMPUTE:
             self.metrics |= compared.metrics
             # otherwise the update's own pass measures them, without a breakdown by replica
@@ -185,7 +185,7 @@ class PPOTrainer:
         return self.with_old(batch)
 
     def with_old(self, batch: RemoteBatch) -> RemoteBatch:
-        """The batch with the generation engine's log-probabilities as the old ones, if those are used."""
+        """The batch, with the generation engine's log-probabilities as the old ones if those are used."""
         if self.old == OldFrom.ROLLOUT:
             batch.columns["old_log_probs"] = batch.columns["rollout_log_probs"]
         return batch
@@ -200,7 +200,7 @@ class PPOTrainer:
         return batch.union(self.roles.ref.call(ReferenceWorker.compute_ref_log_prob, inputs))
 
     def teacher_log_probs(self, batch: RemoteBatch) -> RemoteBatch:
-        """Adds the columns of each row's teacher."""
+        """Adds the columns that each row's teacher computes."""
         inputs, teachers = columns(batch, self.reads["teachers"]), self.roles.teachers
         taught = np.array([teacher_of(source, teachers) for source in batch.objects["data_source"]])
         parts, order = [], []
@@ -219,8 +219,8 @@ class PPOTrainer:
         return batch.union(self.roles.critic.call(CriticWorker.compute_values, inputs))
 
     def advantages(self, batch: RemoteBatch, scored: RemoteBatch) -> RemoteBatch:
-        """Rewards, advantages and returns. Waits for the scores here, because the process that computes
-        advantages also saves checkpoints and must not block."""
+        """Rewards, advantages and returns. The scores are awaited before the call, because the process that
+        computes advantages also saves checkpoints and must not block."""
         inputs = columns(batch, self.reads["advantages"])
         estimated: RemoteBatch = self.roles.advantage.call(
             AdvantageWorker.compute, inputs, columns(scored, score_columns(self.config))
@@ -240,8 +240,8 @@ class PPOTrainer:
         self.note_update(self.roles.critic.call(CriticWorker.update, inputs, step))
 
     def update_actor(self, batch: RemoteBatch, step: int) -> Future | None:
-        """Takes the actor's optimizer steps, from step `trainer.critic_warmup` on. None: there are none; also
-        if all rows failed and `reward.max_failed_share` allows it."""
+        """Starts the actor's optimizer steps. None: there are none, because of `trainer.critic_warmup` or
+        because all rows failed and `reward.max_failed_share` allows it."""
         if step < self.plan.actor.first_step:
             return None
         if not len(batch):
@@ -282,7 +282,7 @@ class PPOTrainer:
             self.entropy.load_state_dict(entropy)
 
     def controllers(self) -> dict[str, dict[str, float]]:
-        """What a checkpoint keeps of the controllers, by field of `RunState`."""
+        """State of the controllers for checkpoints, by field of `RunState`."""
         entropy = {} if self.entropy is None else self.entropy.state_dict()
         return {**self.of_advantages, "entropy": entropy}
 
@@ -320,11 +320,11 @@ class PPOTrainer:
         """`perf/throughput` is tokens per second and device of the rollout, as in verl.
         `perf/idle_share/<role>`: share of the step in which the role's busiest process ran no method.
 
-        `perf/dispatch_share`: share of the step in which no worker's method ran: the controller's and Ray's
+        `perf/dispatch_share`: share of the step in which no worker ran a method: the controller's and Ray's
         own time; 0 where concurrent methods add up to more than the step.
         """
         per_step, now = seconds["timing_s/step"], self.runtime.traffic()
-        roles = [role for group in self.runtime.groups for role in group.roles]  # a recipe's have ended
+        roles = [role for group in self.runtime.groups for role in group.roles]  # not those of a warm start
         busy = {role: now.worked_since(before, role) / per_step for role in roles}
         perf = {
             "perf/total_num_tokens": float(tokens),
@@ -338,7 +338,7 @@ class PPOTrainer:
 
 
 def teacher_of(source: str, teachers: Collection[str]) -> str | None:
-    """The teacher of a data source: the one of its name, else `default`.
+    """The teacher of a data source: the one of its name, else `default`; None: neither exists.
 
     >>> teacher_of("gsm8k", ["default", "gsm8k"]), teacher_of("gsm8k", ["math"])
     ('gsm8k', None)

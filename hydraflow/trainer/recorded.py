@@ -31,7 +31,7 @@ from hydraflow.trainer.source import FollowsLoader, Trajectories, TrajectorySour
 from hydraflow.workers.reward import FUNCTION_MEANS, WHY_FAILED
 
 TEXTS = ("text", "prompt_text")
-"""Score columns with text for people; not stored in trajectory files."""
+"""Score columns with readable text; not stored in trajectory files."""
 COLUMNS = (*TRAJECTORY, "score", "failed")
 FACTS = ("scores", WHY_FAILED)
 """Columns and facts that every file of trajectories has."""
@@ -39,8 +39,8 @@ LOAD = "trainer.debug.load_rollouts"
 
 
 class RecordedSource:
-    """A `TrajectorySource` around another, whose trajectories it writes to a folder; the controller fetches
-    all of them for that."""
+    """A `TrajectorySource` around another, whose trajectories it writes to a folder. The controller fetches
+    all their columns for that."""
 
     def __init__(self, source: TrajectorySource, folder: Path, runtime: Runtime):
         self.source, self.folder, self.runtime = source, folder, runtime
@@ -101,8 +101,8 @@ def dump_file(folder: Path, step: int) -> Path:
 
 
 def read_dump(file: Path) -> tuple[DataProto, Mapping[str, Any]]:
-    """Trajectories with their scores, and facts. EnvironmentFault when the file is damaged or of another
-    kind."""
+    """Trajectories with their scores, and facts. EnvironmentFault when the file is damaged or holds something
+    else."""
     text = f"{file} cannot be read as trajectories"
     try:
         rows, facts = read_batch(file)
@@ -117,7 +117,7 @@ def read_dump(file: Path) -> tuple[DataProto, Mapping[str, Any]]:
 
 def require_dumps(debug: DebugConfig, plan: BatchPlan, *, first: int) -> None:
     """Raises ConfigError when a step from `first` to the last has no dump, or the first file is not a dump.
-    Groups may have any size."""
+    Group sizes need not be those of the configuration."""
     if debug.load_rollouts is None:
         return
     folder = Path(debug.load_rollouts).expanduser()

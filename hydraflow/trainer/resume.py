@@ -2,8 +2,8 @@
 
 In: resume_mode, the run folder, the run's identity. Out: a `ResumePoint`, or None for a run that starts from
 scratch; ConfigError, before anything starts, for a checkpoint of another configuration, a path without a
-checkpoint, and a folder without a complete one. A checkpoint may come from anyone: nothing in it is executed
-(`engine/dcp_index.py`). Left out on purpose: choosing the folder (`jobs/run_start.py`).
+checkpoint, and a folder whose checkpoints are all damaged. A checkpoint may come from anyone, so nothing in
+it is executed (`engine/dcp_index.py`). Left out on purpose: choosing the folder (`jobs/run_start.py`).
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ class ResumePoint:
 
     checkpoint: Path
     state: RunState
-    passed_over: Mapping[int, str]
-    """Steps whose checkpoints are incomplete or damaged, and why."""
+    skipped: Mapping[int, str]
+    """Steps whose checkpoints are incomplete or damaged -> why."""
 
     @property
     def step(self) -> int:
@@ -53,8 +53,8 @@ class CheckpointRequirements:
     roles: Mapping[str, RoleCheckpoints]
     """What each role loads from it."""
     total_steps: int
-    looks_only: bool = False
-    """Validation only: the run that wrote the checkpoint stays untouched."""
+    looks_only: str | None = None
+    """The key that makes this a run that trains nothing and leaves other runs' folders untouched."""
 
 
 def find(folder: Path, trainer: LoopConfig, required: CheckpointRequirements) -> ResumePoint | None:
@@ -76,7 +76,7 @@ def find(folder: Path, trainer: LoopConfig, required: CheckpointRequirements) ->
 
 
 def newest(folder: Path, required: CheckpointRequirements) -> ResumePoint | None:
-    """The newest complete checkpoint of a folder; None if it has no checkpoints. ConfigError when all are
+    """The newest complete checkpoint of a folder; None: it has no checkpoints. ConfigError when all are
     damaged."""
     store = CheckpointStore(folder)
     step, wrong = store.newest_whole(required.roles)
@@ -89,13 +89,15 @@ def newest(folder: Path, required: CheckpointRequirements) -> ResumePoint | None
 
 
 def _looked_at(folder: Path, path: Path | None, required: CheckpointRequirements) -> ResumePoint | None:
-    """The checkpoint to validate; None: the model as it is. Refuses the folder of a run: its files would be
-    moved away."""
+    """The checkpoint to validate; None: the model as configured. Refuses the folder of a run, whose files
+    would be moved away."""
     store = CheckpointStore(folder)
     steps = store.steps()
     if steps or (path is not None and folder in path.parents):
-        rule = "belongs to a run with checkpoints; trainer.val_only=true needs a run folder of its own"
-        remedy = f"{FOLDER}=<another folder> {MODE}=resume_path {PATH}={path or store.path(steps[-1])}"
+        rule = f"belongs to a run with checkpoints; {required.looks_only}=true needs a run folder of its own"
+        remedy = f"{FOLDER}=<another folder>"
+        if required.roles:
+            remedy += f" {MODE}=resume_path {PATH}={path or store.path(steps[-1])}"
         raise ConfigError.one(FOLDER, folder, rule, remedy)
     return None if path is None else _checked(_at(path, required), required)
 
@@ -126,7 +128,7 @@ def _checked(found: ResumePoint | None, required: CheckpointRequirements) -> Res
 
 
 def _missing_contents(checkpoint: Path, role: str, required: RoleCheckpoints) -> Problem | None:
-    """Parts of the state that the run needs and the checkpoint was saved without, such as the optimizer."""
+    """A problem if the checkpoint was saved without parts that the run loads, such as the optimizer."""
     config, key = required.config, f"{required.key}.load_contents"
     held = _facts(checkpoint, role)["contents"]
     absent = [name for name in config.load_contents if name not in held]
@@ -162,7 +164,7 @@ def _facts(checkpoint: Path, role: str) -> dict[str, Any]:
         found = json.loads(file.read_text())
     except (OSError, ValueError, RecursionError) as error:
         raise ConfigError.one(str(file), None, f"cannot be read: {error}", OTHER) from error
-    says = isinstance(found, dict) and {"contents", "world_size"} <= found.keys()
-    if not says or not isinstance(found["contents"], list):
+    is_complete = isinstance(found, dict) and {"contents", "world_size"} <= found.keys()
+    if not is_complete or not isinstance(found["contents"], list):
         raise ConfigError.one(str(file), None, "lacks the checkpoint's contents or world_size", OTHER)
     return found

@@ -2,7 +2,7 @@
 
 In: configuration, plan, runtime. Out: `Roles`, one handle per role. Actor, rollout, critic and reference
 share processes, or with `trainer.fuse_roles=false` each has its own; rank 0 of the actor's computes the
-advantages between the models' passes. The reward function has a process of its own.
+advantages between the models' passes. The reward function has its own process.
 """
 
 from __future__ import annotations
@@ -70,11 +70,10 @@ class Roles:
     ref: RoleGroup | None
     reward_model: RoleGroup | None
     teachers: dict[str, RoleGroup]
-    """By data source; default: all others."""
+    """By data source; the key `default` stands for all others."""
     link: WeightLink
-    """From the actor to the rollout."""
+    """Sends weights from the actor to the rollout."""
     turns: Turns
-    """Which of them are awake."""
 
 
 @dataclass
@@ -94,7 +93,7 @@ def build_roles(config: PPOConfig, plan: BatchPlan, runtime: Runtime, *, skipped
     specs = _training_roles(config, plan, skip_limits)
     train: dict[str, RoleGroup] = {}
     devices: dict[str, Devices] = {}
-    # engines with their own processes first
+    # a generation engine alone comes first: it reserves a share of the memory that is free at its start
     for place in sorted(_places(config, plan), key=lambda place: set(place.roles) != {"rollout"}):
         if roles := {name: spec for name, spec in specs.items() if name in place.roles}:
             group = runtime.group(TRAIN, roles, place.devices.listed())
@@ -127,15 +126,15 @@ def build_roles(config: PPOConfig, plan: BatchPlan, runtime: Runtime, *, skipped
 
 
 def _sleep_from_the_start(config: PPOConfig, rollout: RoleGroup) -> None:
-    """Puts a generation engine with its own process to sleep once it is ready: it reserves a share of the
-    free memory at its start, and other roles on its devices start later."""
+    """Puts a generation engine with its own process to sleep once it is ready, so that other roles on its
+    devices can start."""
     if GENERATION_ENGINES[config.actor_rollout_ref.rollout.name].own_process:
         rollout.group.await_ready()
         rollout.call(RolloutWorker.sleep)
 
 
 def pool_of(config: PPOConfig, plan: BatchPlan, machine: Machine) -> ResourcePool:
-    """The devices of the plan's cluster, for all worker groups."""
+    """The pool with the devices of the plan's cluster, for all worker groups."""
     places = _places(config, plan)
     on_nodes = [pool.devices_per_node for pool in plan.cluster.pools for _ in range(pool.nodes)]
     users = Counter(device for place in places for device in place.devices.listed())
@@ -184,7 +183,7 @@ def _link(
     kind = SharedMemory if _on_one_node(actor, rollout) else Broadcast
     apart = _adapters(config) is not None
     link = kind(actor, rollout, _rollout(config), processes, apart, turns)
-    # a trained model cannot be recreated, nor can one process of an engine on several devices
+    # neither a process with a trained model nor one of an engine's several processes can be replaced
     if len(rollout.group.roles) == 1 and processes == 1:
         rollout.group.recovery = Recovery(link.restore, link.config.max_retries)
     return link
@@ -212,7 +211,7 @@ def build_sampling_roles(config: PPOConfig, plan: BatchPlan, runtime: Runtime) -
         turns.add(model, theirs, EngineRole(model))
     score = runtime.group(SCORE, {"reward": _reward_role(config)})
     runtime.await_ready()
-    # one process of an engine on several devices cannot be recreated
+    # one of an engine's several processes cannot be replaced
     alone = plan.layouts["rollout"].model_parallel == 1
     retries = config.actor_rollout_ref.rollout.max_retries if alone else 0
     turns.add(rollout, devices, load_model_directory(rollout, retries, turns))
@@ -283,8 +282,8 @@ def _critic_role(config: PPOConfig, plan: BatchPlan, skip_limits: SkipLimits) ->
 
 
 def _teachers(config: PPOConfig, plan: BatchPlan) -> dict[str, RoleSpec]:
-    """Frozen models on the actor's devices, with the actor's parallel sizes."""
-    policy, asked, roles = config.actor_rollout_ref, config.distillation.distillation_loss, {}
+    """The teachers: frozen models on the actor's devices, with the actor's parallel sizes."""
+    policy, loss, roles = config.actor_rollout_ref, config.distillation.distillation_loss, {}
     engine = reference_engine(policy, plan.layouts["actor"])
     if not isinstance(engine, FSDPConfig):  # weights come from the teacher's own directory
         engine = replace(engine, use_dist_checkpointing=False)
@@ -297,7 +296,7 @@ def _teachers(config: PPOConfig, plan: BatchPlan) -> dict[str, RoleSpec]:
             policy.rollout.temperature,
             field=f"{TEACHERS}.{source}",
         )
-        spec = TeacherSpec(frozen, policy.model, asked.over_vocabulary, asked.most_tokens)
+        spec = TeacherSpec(frozen, policy.model, loss.over_vocabulary, loss.most_tokens)
         roles[name] = RoleSpec(TeacherWorker, (spec,))
     return roles
 
@@ -318,30 +317,30 @@ TEACHERS = "distillation.teachers"
 def distillation_of(config: PPOConfig) -> tuple[Distillation | None, bool]:
     """The distillation loss, if enabled; and whether it is a term of the loss rather than of the
     advantages."""
-    asked = config.distillation
-    found = Distillation(asked.distillation_loss) if asked.enabled else None
-    return found, not asked.distillation_loss.use_policy_gradient
+    loss = config.distillation.distillation_loss
+    return Distillation(loss) if config.distillation.enabled else None, not loss.use_policy_gradient
 
 
 def rollout_correction(config: PPOConfig) -> Correction | None:
     """The correction of the policy loss, if there is one."""
-    asked, weighting = config.algorithm.rollout_correction, None
-    if not is_corrected(asked):
+    correction, weighting = config.algorithm.rollout_correction, None
+    if not is_corrected(correction):
         return None
-    if asked.rollout_is and not (asked.bypass_mode and asked.loss_type == "ppo_clip"):
-        limits = Bounds.read(asked.rollout_is_threshold)
-        assert limits is not None, "its rule holds"
-        normalized = asked.rollout_is_batch_normalize
-        weighting = Weighting(asked.rollout_is, limits.upper, limits.lower, normalized)
+    # with ppo_clip in bypass mode, the ratio in the loss already corrects
+    if correction.rollout_is and not (correction.bypass_mode and correction.loss_type == "ppo_clip"):
+        limits = Bounds.read(correction.rollout_is_threshold)
+        assert limits is not None, "`compose/rules.py` checks it"
+        normalized = correction.rollout_is_batch_normalize
+        weighting = Weighting(correction.rollout_is, limits.upper, limits.lower, normalized)
     return Correction(
         weighting,
-        tuple(rejection(rule, bounds) for rule, bounds in bounded_rules(asked)),
-        of_current_policy=asked.bypass_mode,
+        tuple(_rejection(rule, bounds) for rule, bounds in bounded_rules(correction)),
+        of_current_policy=correction.bypass_mode,
     )
 
 
-def rejection(rule: str, bounds: Bounds) -> Rejection:
-    """A rejection rule with its threshold; the lower bound of a ratio is by default the reciprocal."""
+def _rejection(rule: str, bounds: Bounds) -> Rejection:
+    """A rejection rule with its bounds; a ratio's lower bound defaults to the reciprocal of its upper one."""
     lower = bounds.lower
     if lower is None:
         lower = 1 / bounds.upper if rule.endswith("_k1") else 0.0
@@ -349,10 +348,10 @@ def rejection(rule: str, bounds: Bounds) -> Rejection:
 
 
 def _bypass_loss(config: PPOConfig) -> Loss | None:
-    """The policy loss of bypass mode that replaces `actor.policy_loss.loss_mode`, if any."""
-    asked = config.algorithm.rollout_correction
-    loss = BYPASS_LOSSES[asked.loss_type]
-    return loss if asked.bypass_mode and loss.where else None
+    """The policy loss that replaces `actor.policy_loss.loss_mode` in bypass mode, if any."""
+    correction = config.algorithm.rollout_correction
+    loss = BYPASS_LOSSES[correction.loss_type]
+    return loss if correction.bypass_mode and loss.where else None
 
 
 def critic_model(config: PPOConfig) -> ModelConfig:
@@ -411,8 +410,8 @@ def reference_engine(policy: ActorRolloutRefConfig, layout: Layout) -> EngineCon
 
 
 def rewards_are_optional(config: PPOConfig) -> bool:
-    """Whether rows may be of a data source without a reward function: a reward model scores them, or they are
-    learned from teachers alone."""
+    """Whether rows may be of a data source without a reward function: a reward model scores them, or training
+    uses teachers alone."""
     teachers = config.distillation
     alone = teachers.enabled and not teachers.distillation_loss.use_task_rewards
     return config.reward.reward_model.enable or alone

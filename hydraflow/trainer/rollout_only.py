@@ -1,4 +1,4 @@
-"""Steps that sample and score, and train nothing: `trainer.debug.rollout_only`.
+"""Training steps reduced to sampling and scoring: `trainer.debug.rollout_only`.
 
 In: trajectories from a source. Out: their metrics. Each step samples what the first step of a training run
 would sample for the same prompts, because the weights stay those of model.path.
@@ -15,7 +15,7 @@ from hydraflow.protocol.ragged import lengths
 from hydraflow.protocol.remote import RemoteBatch
 from hydraflow.trainer.generations import GenerationDump, read_scored
 from hydraflow.trainer.ppo import columns
-from hydraflow.trainer.source import Trajectories, TrajectorySource, checked, judge_failures, scores_of
+from hydraflow.trainer.source import Trajectories, TrajectorySource, check_failures, checked, scores_of
 from hydraflow.trainer.timing import PhaseTimer
 from hydraflow.workers.advantage import count_ends, is_faulted, spread
 from hydraflow.workers.reward import FUNCTION_MEANS, WHY_FAILED
@@ -55,7 +55,7 @@ class RolloutTrainer:
         metrics |= self.timer.drain()
         failed, why = int(metrics["reward/failed_rows"]), scored.meta_info.get(WHY_FAILED)
         most, so = self.max_failed_share, "no more are sampled"
-        judge_failures(failed, len(taken.rows), why, most, where=f"step {step}", so=so)
+        check_failures(failed, len(taken.rows), why, most, where=f"step {step}", so=so)
         tokens, seconds = metrics["perf/total_num_tokens"], metrics["timing_s/step"]
         return metrics | {
             "perf/time_per_step": seconds,
@@ -63,7 +63,7 @@ class RolloutTrainer:
         }
 
     def _measured(self, taken: Trajectories, scored: RemoteBatch) -> dict[str, float]:
-        """Scores are averaged over the rows that have one: no failed and no faulted row."""
+        """Scores are averaged over the rows that have one: neither failed nor faulted."""
         scores = self.runtime.fetch(columns(scored, ["score", "failed"]))
         read = self.runtime.fetch(columns(taken.rows, ["lengths", "response_mask", "finish_reason"]))
         responses, failed = lengths(read.get("response_mask")), scores.get("failed")

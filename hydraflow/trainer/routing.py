@@ -1,10 +1,10 @@
-"""Load balancing: assigns prompts to the replicas of a generation engine that have their own processes.
+"""Load balancing: assigns prompts to generation replicas that run in their own processes.
 
 In: prompts, and their sampling parameters. Out: all trajectories, in the prompts' order. All samples of a
 prompt go to the replica with the fewest tokens in flight, which prefills the prompt once. A replica gets no
 more than its engine decodes at a time; finished prompts return while it continues, and make room for the
 next, so no replica is idle while prompts wait. The replacement of a process that died gets its prompts again.
-Left out on purpose: the samples themselves, which do not depend on the replica (random keys).
+Samples do not depend on the replica that draws them (random keys).
 """
 
 from __future__ import annotations
@@ -62,8 +62,8 @@ class PromptBalancer:
         """Prompts for each of the `free` replicas: each prompt goes to the replica with room and the fewest
         tokens in flight."""
         assigned: dict[int, list[int]] = {}
-        while self.waiting and (open_ones := [one for one in free if self._has_room(one)]):
-            least = min(open_ones, key=lambda one: (self._tokens(one), one))
+        while self.waiting and (with_room := [replica for replica in free if self._has_room(replica)]):
+            least = min(with_room, key=lambda replica: (self._tokens(replica), replica))
             prompt = self.waiting.pop(0)
             self.in_flight[least].add(prompt)
             assigned.setdefault(least, []).append(prompt)
@@ -81,16 +81,15 @@ class PromptBalancer:
 
 
 class Router:
-    """Samples with several replicas."""
+    """Samples with several replicas. The group of `rollout` holds no other role."""
 
     def __init__(self, rollout: RoleGroup, spec: RolloutSpec):
-        """rollout: a group that holds no other role."""
         self.rollout, self.spec = rollout, spec
         self.replicas = rollout.world_size // spec.model_parallel
 
     @classmethod
     def of(cls, rollout: RoleGroup) -> Router | None:
-        """None if a single call for all replicas is as good: there is one, or other roles share its
+        """A router; None if one call to all replicas is as good: there is only one, or other roles share its
         processes, so that all wait for the slowest anyway."""
         (spec,) = rollout.group.roles[rollout.name].args
         alone = len(rollout.group.roles) == 1
@@ -112,9 +111,9 @@ class Router:
                 replicas = list(busy)
                 replica = replicas[await_any([busy[one][0] for one in replicas])]
                 [answer] = busy.pop(replica)[0].get()
-                if answer is None:
+                if answer is None:  # its process died and was replaced
                     deaths[replica] += 1
-                    self._require_few(deaths[replica], replica)
+                    self._require_retries_left(deaths[replica], replica)
                     again = sorted(balancer.in_flight[replica])
                     busy[replica] = self._advance(replica, numbered, again, balancer.all_assigned)
                     continue
@@ -147,7 +146,7 @@ class Router:
         size = self.spec.model_parallel
         return [self.rollout.call_rank(replica * size + one, method, *args) for one in range(size)]
 
-    def _require_few(self, deaths: int, replica: int) -> None:
+    def _require_retries_left(self, deaths: int, replica: int) -> None:
         recovery = self.rollout.group.recovery
         assert recovery is not None, "any other death ends the wait"
         if deaths > recovery.max_retries:
@@ -155,7 +154,7 @@ class Router:
             raise self.rollout.failed(replica, "advance", cause)
 
     def _abandon(self, replicas: Sequence[int]) -> None:
-        """Aborts all requests in flight; the group stays usable."""
+        """Aborts all requests in flight, so that the group stays usable."""
         if self.rollout.group.error is None:
             for replica in replicas:
                 self._call(replica, RolloutWorker.abandon)

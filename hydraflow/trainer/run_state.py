@@ -1,9 +1,9 @@
 """The state of a run besides its models: trainer.json of a checkpoint.
 
-In: the controller's state after a step. Out: JSON, and the state again. There is no random state in it, nor
-in any worker: data order, sampling and mini-batches are drawn from (seed, epoch), (seed, epoch, prompt,
-sample) and (seed, step). Reward functions are called afresh for every row, so their processes have no
-state either. Trajectories under way between two steps, if any, are in their source's state.
+In: the controller's state after a step. Out: JSON, and the state read from it. It holds no random state,
+because no worker has any: data order, sampling and mini-batches are drawn from (seed, epoch), (seed, epoch,
+prompt, sample) and (seed, step). Reward functions are called row by row, so their processes have no state to
+save either. Trajectories in flight between two steps, if any, are in their source's state.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ REMEDY = "the version of hydraflow that wrote it (run.json of its run folder), o
 
 @dataclass(frozen=True)
 class RunState:
-    """State after `step` training steps."""
+    """The controller's state after `step` training steps."""
 
     step: int
     total_steps: int
-    """Steps that the run was planned for when it was saved."""
+    """Planned steps of the run when it was saved."""
     run_id: str
     """Identity in trackers: a resumed run continues the same curve."""
     source: dict[str, Any]
@@ -45,11 +45,11 @@ class RunState:
     """Optimizer steps of each trained role that were skipped since the last successful one
     (`workers/skipping.py`)."""
     origin: str | None = None
-    """trainer.resume_from_path of the start that led here, if it had one."""
+    """trainer.resume_from_path of the start that wrote this, or of the one that it resumed, if any."""
 
     @classmethod
     def read(cls, checkpoint: Path) -> RunState:
-        """The state in a checkpoint. Raises ConfigError when it cannot be read, or is of another version."""
+        """The state in a checkpoint. ConfigError when it cannot be read, or another version wrote it."""
         file = checkpoint / RUN_STATE
         try:
             found = json.loads(file.read_text())
@@ -57,7 +57,7 @@ class RunState:
             raise ConfigError.one(str(file), None, f"cannot be read: {error}", REMEDY) from error
         if not isinstance(found, dict):
             raise ConfigError.one(str(file), None, "holds no JSON object", REMEDY)
-        if unknown := sorted(found.keys() - {field.name for field in fields(cls)}):
+        if unknown := sorted(found.keys() - {one.name for one in fields(cls)}):
             rule = f"has {', '.join(unknown)}, which this version of hydraflow does not know"
             raise ConfigError.one(str(file), None, rule, REMEDY)
         try:

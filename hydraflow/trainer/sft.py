@@ -34,13 +34,13 @@ from hydraflow.workers.skipping import SkipLimits
 
 
 class SFTTrainer:
-    """A worker group that learns from the conversations of a loader.
+    """Trains a worker group on the conversations of a loader.
 
     `skipped`: the folder for rows of skipped steps. `row`: the timeline row of its phases.
     """
 
     version = 0
-    """Nothing is sampled: validation uses the model in training itself."""
+    """Unused: validation reads the trained model itself."""
 
     def __init__(
         self,
@@ -61,7 +61,7 @@ class SFTTrainer:
         self.timer = PhaseTimer(runtime.timeline, row)
 
     def roles(self, skip_limits: SkipLimits) -> dict[str, RoleSpec]:
-        """The roles of its processes; `sft` is the trained one."""
+        """The roles of each process; `sft` is the trained one."""
         return {"sft": RoleSpec(SFTWorker, (SFTSpec(**self.spec(skip_limits)),))}
 
     def spec(self, skip_limits: SkipLimits) -> dict[str, Any]:
@@ -79,14 +79,14 @@ class SFTTrainer:
         }
 
     def prepared(self, batch: DataProto, step: int) -> DataProto:
-        """A batch with all columns that the update reads."""
+        """The batch with all columns that the update reads."""
         return batch
 
     def begin(self, step: int) -> None:
         """Does nothing: there is no generation engine."""
 
     def step(self, step: int, interrupt: Callable[[], None]) -> dict[str, float]:
-        """One optimizer step on the next conversations; it never takes long enough to be interrupted."""
+        """One optimizer step on the next conversations. Never calls `interrupt`: a step is short."""
         batch = self.source.next_batch()
         lengths = row_tokens(batch).numpy()
         groups = batch.get("group").numpy() if "group" in batch.keys() else np.arange(len(batch))

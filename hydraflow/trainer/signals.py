@@ -1,10 +1,10 @@
 """Signals that ask a run to save and end: SIGTERM, and SIGUSR1, which Slurm sends ahead of a time limit if
 asked to.
 
-In: a signal to this process. Out: its name, which the loop looks at between steps. A SIGTERM that is repeated
-no longer waits for a step, which may hang: it ends the run as Ctrl-C does (`system/interrupts.py`), with an
-exit code of its own. Left out on purpose: signals to worker processes. A signal to a whole job kills its
-workers; the run then resumes from the checkpoint before it.
+In: a signal to this process. Out: its name, which the loop checks between steps. A repeated SIGTERM does not
+wait for the step, which may hang: it ends the run as Ctrl-C does (`system/interrupts.py`), with another exit
+code. Left out on purpose: signals to worker processes. A signal to a whole job kills its workers; the run
+then resumes from its last checkpoint.
 """
 
 from __future__ import annotations
@@ -28,11 +28,12 @@ SIGTERM after it counts as the first: a save may be running."""
 
 
 class StopSignals:
-    """Remembers the first signal that arrives inside its block. Outside the main thread it catches none."""
+    """Remembers the first signal that arrives inside its block. Catches none outside the main thread, where
+    Python allows no handlers."""
 
     def __init__(self) -> None:
         self.received = ""
-        """Name of the signal; empty while none has come."""
+        """Name of the signal; empty until one arrives."""
         self.insisted = False
         """Whether SIGTERM was repeated."""
         self.terminated_at: float | None = None

@@ -1,8 +1,8 @@
 """Sources of trajectories: each step takes whole groups, sampled and scored.
 
 In: a loader of prompts, the generation engine, the reward function. Out: `Trajectories`. `Lockstep` samples
-when it is asked, with the newest weights; files of trajectories are another source (`recorded.py`), and so is
-any object of your own with the methods of `TrajectorySource`. Left out on purpose: what is done with the
+on request, with the newest weights; files of trajectories are another source (`recorded.py`). You can write
+your own: any object with the methods of `TrajectorySource`. Left out on purpose: what is done with the
 trajectories (`ppo.py`).
 """
 
@@ -39,11 +39,11 @@ class Trajectories:
     """Whole groups: all samples of some prompts, one row each, in any order."""
 
     rows: RemoteBatch
-    """The columns of sampling (`protocol/fields.py`) with the workers; `group`, `sample` and the row objects
-    of each row's prompt with the controller."""
+    """Held by the workers: the columns of sampling (`protocol/fields.py`). Held by the controller: `group`,
+    `sample` and the row objects of each row's prompt."""
     scoring: Future
     """`score`, `acc` and `failed` of the same rows; `text` and `prompt_text` if responses are dumped;
-    optionally the fact `why_failed`. May be a future: the trainer's passes do not wait for it."""
+    optionally `why_failed` in meta_info. The trainer's passes do not wait for it."""
     replayed: bool = False
     """Whether another run sampled them, so that their versions do not refer to this run's weights."""
 
@@ -69,8 +69,8 @@ class TrajectorySource(Protocol):
 
 
 def checked(taken: Trajectories, also: Sequence[str] = ()) -> Trajectories:
-    """Validates a source's trajectories; the copy has its own list of columns. `also`: required columns
-    besides `phases.TRAJECTORY`. GuardStop when columns or all rows are missing."""
+    """Validates a source's trajectories. Returns a copy whose columns the trainer may change. `also`:
+    required columns besides `phases.TRAJECTORY`. GuardStop when columns or all rows are missing."""
     needed = (*TRAJECTORY, *also)
     if lacking := [name for name in needed if name not in taken.rows.columns]:
         what = f"the trajectories have no column {lacking[0]} ({described(lacking[0])})"
@@ -81,18 +81,18 @@ def checked(taken: Trajectories, also: Sequence[str] = ()) -> Trajectories:
 
 
 def scores_of(taken: Trajectories, names: Sequence[str] = SCORES) -> RemoteBatch:
-    """Waits for the scores. GuardStop when one of their columns is missing."""
+    """Waits for the scores. `names`: required columns. GuardStop when one is missing."""
     scored: RemoteBatch = taken.scoring.get()
     if lacking := [name for name in names if name not in scored.columns]:
         raise GuardStop(f"the scores have no column {lacking[0]} ({described(lacking[0])})")
     return scored
 
 
-def judge_failures(
+def check_failures(
     failed: int, rows: int, first_cause: str | None, max_share: float, *, where: str, so: str
 ) -> None:
-    """Logs how many rows the reward function failed on, and the first error; GuardStop when they are more
-    than the share `max_share`. `so`: the consequence, for the message."""
+    """Logs how many rows the reward function failed on, and the first error. GuardStop when they are more
+    than the share `max_share` of the rows. `so`: the consequence, for the message."""
     require_scored(failed, rows, first_cause, max_share, where=where, so=so)
     if failed:
         text = "%s: the reward function failed on %d of %d rows: %s"
@@ -102,11 +102,11 @@ def judge_failures(
 class Sampler:
     """Samples prompts with the generation engine and scores the responses with the reward function.
 
-    `how` is the same for all prompts. Without `reward` there are no scores. `model`: the reward model, whose
-    `score` replaces the function's; it starts once the rows are there, or if it shares devices with the
-    generation engine, once its scores are needed. `with_texts`: scores include prompts and responses as text.
-    `with_greedy`: scores include that of an extra greedy response to each prompt. `parts`: scores include the
-    function's numbers of these names.
+    `how`: sampling parameters of all prompts. Without `reward` there are no scores. `model`: calls the reward
+    model, whose `score` replaces the function's; it is called once the rows are there or, if it shares
+    devices with the generation engine, once its scores are needed. `with_texts`: scores include prompts and
+    responses as text. `with_greedy`: scores include that of an extra greedy response to each prompt.
+    `parts`: scores include the function's numbers of these names.
     """
 
     def __init__(
@@ -136,12 +136,12 @@ class Sampler:
             greedy = self._generate(prompts, self.how.greedy(), visit) if self.with_greedy else None
             scoring = self._score(table, sampling, greedy)  # queued behind the samples
             if greedy is not None:
-                greedy.get()
+                greedy.get()  # the turn ends after the last response
             rows = table.union(sampling.get())
         if self.model is not None:
             late = "reward_model" in self.turns.beside("rollout")
-            judged = partial(self.model, rows.select(["prompts", "responses"], [], []))
-            scoring = ModelScores(scoring, judged, late=late)
+            call_model = partial(self.model, rows.select(["prompts", "responses"], [], []))
+            scoring = ModelScores(scoring, call_model, late=late)
         return Trajectories(rows, scoring)
 
     def _generate(self, prompts: DataProto, how: SamplingSpec, visit: int) -> Future:
@@ -163,8 +163,8 @@ class Sampler:
 
 
 class ModelScores(Future):
-    """The reward function's answer with its scores replaced by the reward model's. `late`: the model is
-    called when the scores are needed, not at once."""
+    """The reward function's answer with its scores replaced by the reward model's. `late`: call the model
+    when the scores are needed, not at once."""
 
     joins = False
 
@@ -204,7 +204,7 @@ def row_table(prompts: DataProto, samples: Sequence[int]) -> RemoteBatch:
 
 
 class FollowsLoader:
-    """The part of a `TrajectorySource` whose state is its place in the data."""
+    """The methods of a `TrajectorySource` whose only state is its position in the data."""
 
     loader: PromptLoader
 

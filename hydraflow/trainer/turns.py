@@ -1,11 +1,11 @@
 """Turns: roles that share devices, but no process, work one after the other.
 
-In: the roles with their devices. Out: before a call of a role, every other one on its devices that is awake
-goes to sleep. A model ends its calls and offloads, as `param_offload` says, until its next call. The
-generation engine releases weights and caches until weights arrive again. `with turns("rollout"):` wakes a
-role and keeps the others asleep: calls of them are refused, as is a call of a generation engine that sleeps.
-Nothing happens where no devices are shared. Left out on purpose: roles in the same process, which runs one
-method at a time.
+In: the roles with their devices. Out: before a call of a role, every other role on its devices is put to
+sleep. A model finishes its calls and offloads, as `param_offload` says, until its next call. The generation
+engine releases weights and caches until it is sent weights again. `with turns("rollout"):` wakes a role and
+keeps the others asleep: calls of them are refused, as are calls of a sleeping generation engine. Nothing
+happens where no devices are shared. Left out on purpose: roles in the same process, which runs one method at
+a time.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Sleeper(Protocol):
 
 @dataclass(frozen=True)
 class EngineRole:
-    """A `Sleeper`: a role with a training engine, which loads what it has offloaded whenever it is called."""
+    """The `Sleeper` of a role with a training engine. It accepts all calls: each loads what is offloaded."""
 
     role: RoleGroup
     sleeps = False
@@ -46,7 +46,7 @@ class EngineRole:
         self.role.call(EngineWorker.rest)
 
     def wake(self) -> None:
-        """Does nothing: its next call loads."""
+        """Does nothing: its next call loads what was offloaded."""
 
 
 @dataclass
@@ -66,12 +66,12 @@ class Turns:
         self._members: dict[str, _Member] = {}
         self._awake: set[str] = set()
         self._kept: frozenset[str] = frozenset()
-        """Awake until the end of a `with` block."""
-        self._going: str | None = None
-        """The role that is being sent to sleep."""
+        """Roles kept awake until the end of a `with` block."""
+        self._going_to_sleep: str | None = None
+        """The role that is being put to sleep, which may be called for that."""
 
     def add(self, role: RoleGroup, devices: Devices, sleeper: Sleeper) -> None:
-        """Adds a role, whose calls are turns from now on."""
+        """Adds a role: from now on its calls put the other roles on its devices to sleep."""
         member = _Member(role.group, devices, sleeper)
         for name, other in self._members.items():
             if other.group is not member.group and other.devices & devices:
@@ -95,8 +95,8 @@ class Turns:
 
     @contextmanager
     def together(self, *roles: str) -> Iterator[None]:
-        """Keeps roles awake at the same time, for weights that travel between them; sleeping roles are woken
-        by the block. GuardStop inside another turn of their devices."""
+        """Keeps roles awake at the same time, for weights that travel between them. The block itself wakes
+        roles that sleep. GuardStop inside another turn of their devices."""
         self._require_free(roles, "turns.together")
         self._sleep_beside(roles)
         self._awake.update(roles)
@@ -108,13 +108,13 @@ class Turns:
 
     @contextmanager
     def undisturbed(self) -> Iterator[None]:
-        """Puts no role to sleep, for calls that cannot wait until other roles are done."""
+        """Puts no role to sleep: for calls that cannot wait for other roles to finish."""
         with self.together(*self._members):
             yield
 
     def _begin(self, role: str, method: str) -> None:
         """Before a call of a role. GuardStop when it sleeps."""
-        if role not in self._members or role in self._kept or role == self._going:
+        if role not in self._members or role in self._kept or role == self._going_to_sleep:
             return
         self._require_free([role], method)
         if self._members[role].sleeper.sleeps:
@@ -130,11 +130,11 @@ class Turns:
     def _sleep_beside(self, roles: Collection[str]) -> None:
         beside = {other for role in roles for other in self.beside(role)}
         for other in sorted(beside & self._awake - set(roles)):
-            self._going = other
+            self._going_to_sleep = other
             try:
                 self._members[other].sleeper.sleep()
             finally:
-                self._going = None
+                self._going_to_sleep = None
             self._awake.discard(other)
 
 
@@ -142,6 +142,6 @@ def _refused(role: str, method: str, working: Collection[str]) -> GuardStop:
     names = " and ".join(working)
     verb = "works" if len(working) == 1 else "work"
     return GuardStop(
-        f"{role} was called ({method}) while it sleeps: {names} {verb} on the same devices; call it in a turn"
-        f" of its own, with turns({role!r}), when theirs is over"
+        f"{role} was called ({method}) while it sleeps: {names} {verb} on the same devices; call it in its"
+        f" own turn, with turns({role!r}), after theirs"
     )

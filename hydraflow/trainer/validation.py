@@ -1,7 +1,7 @@
-"""Held-out problems: sampled, scored and averaged per data source.
+"""Validation on held-out prompts: sampled, scored and averaged per data source.
 
 In: a source that takes the held-out prompts call by call. Out: `val-core/<data_source>/acc/mean@n`,
-`val-core/<data_source>/reward/mean@n`, and samples to read.
+`val-core/<data_source>/reward/mean@n`, and samples as text.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from hydraflow.schema import PPOConfig
 from hydraflow.tracking.run_folder import RunFolder
 from hydraflow.tracking.trackers import Trackers
 from hydraflow.trainer.generations import GenerationDump, ScoredResponses, read_scored
-from hydraflow.trainer.source import TrajectorySource, judge_failures
+from hydraflow.trainer.source import TrajectorySource, check_failures
 from hydraflow.workers.reward import WHY_FAILED
 
 
@@ -56,8 +56,8 @@ class Validator:
         failed = np.concatenate([part.failed for part in parts])
         causes = (part.scoring.get().meta_info.get(WHY_FAILED) for part in taken)
         why, most = next(filter(None, causes), None), self.config.reward.max_failed_share
-        where, so = f"validation after step {step}", "its averages would say nothing"
-        judge_failures(int(failed.sum()), len(failed), why, most, where=where, so=so)
+        where, so = f"validation after step {step}", "its averages would mean nothing"
+        check_failures(int(failed.sum()), len(failed), why, most, where=where, so=so)
         if samples := self._samples(parts):
             self.folder.write_samples(step, samples)
             self.trackers.log_samples(samples, step)

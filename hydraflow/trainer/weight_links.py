@@ -2,10 +2,10 @@
 processes of a node, or by a broadcast to other nodes.
 
 In: the groups of both. Out: the generation engine holds the weights of a version, or an error; the actor's
-are unchanged either way. On a node the bytes are in two slots of shared memory, which the processes hand over
-among themselves (`workers/weights_shared.py`). To other nodes the actor broadcasts them in a dedicated
-process group (`workers/weights_broadcast.py`). At most two buckets exist at a time: one is loaded while the
-next is filled (`scripts/bench/weight_sync.py` measures it). A sharded actor gathers the tensors of the next.
+are unchanged either way. On a node the bytes are in two slots of shared memory, which the processes hand to
+one another (`workers/weights_shared.py`). To other nodes the actor broadcasts them in a dedicated process
+group (`workers/weights_broadcast.py`). At most two buckets exist at a time: while one is loaded, the actor
+fills the next, gathering its tensors if they are sharded (`scripts/bench/weight_sync.py` measures it).
 """
 
 from __future__ import annotations
@@ -38,19 +38,19 @@ class WeightLink(Protocol):
         until the generation engine holds them."""
 
     def first_difference(self, replica: int) -> str | None:
-        """The first weight of a generation process that differs from the actor's. None: there is none, or it
-        cannot be read: the process sleeps (the first publish compared checksums), or its engine does not
-        support it."""
+        """The first weight of a generation process that differs from the actor's. None: none differs, or they
+        cannot be read, because the process sleeps (the first publish compared checksums) or its engine does
+        not support it."""
 
 
 class _Sleeps:
-    """The part of a `Sleeper` for a generation engine, which sleeps until weights arrive."""
+    """The `sleep` method of a `Sleeper` for a generation engine, which sleeps until weights arrive."""
 
     rollout: RoleGroup
     sleeps: bool
 
     def sleep(self) -> None:
-        self.sleeps = True  # before a process that dies in the call is replaced
+        self.sleeps = True  # first: the replacement of a process that dies in the call gets no weights
         self.rollout.call(RolloutWorker.sleep)
 
 
@@ -135,28 +135,29 @@ class SeparateProcesses(_Sleeps, ABC):
     _sending: bool = field(default=False, init=False)
     """Whether a transfer to all generation processes is in progress."""
     _has_woken: bool = field(default=False, init=False)
+    """Whether a sleeping engine has been woken before."""
     _reached: bool = field(default=False, init=False)
     """Whether the last transfer has reached all its receivers."""
-    _held_by: int | None = field(default=None, init=False)
+    _based_at: int | None = field(default=None, init=False)
     """With adapters: number of replaced generation processes when all of them last got the base weights;
     None: not yet. Engines keep base weights while they sleep."""
 
     @abstractmethod
     def _begin(self, checked: bool, compare: bool, ranks: Sequence[int]) -> Transfer | None:
         """Starts sending the weights to these generation processes, to be loaded or compared. Returns the
-        future of their answers, and a function that waits for the actor and says whether it has reached all
-        of them. None: some cannot be reached."""
+        future of their answers, and a function that waits for the actor and returns whether it reached all of
+        them. None: some cannot be reached."""
 
     def publish(self, version: int) -> Callable[[], None]:
-        """The transfer starts when the caller waits: a process that waits for its peers is blocked, so all
-        must be free first."""
+        """The transfer starts when the caller waits: processes block until their peers join, so all must be
+        free first."""
         after_first_sleep = self.sleeps and not self._has_woken
         due = self.published % self.config.verify_weights_every == 0 or after_first_sleep
         checked = due and self._reads_back
         self.published += 1
         self._has_woken |= self.sleeps
         self._version, self._sending, self.sleeps = version, True, False
-        return partial(self._arrive, checked)
+        return partial(self._deliver_to_all, checked)
 
     def first_difference(self, replica: int) -> str | None:
         if self.sleeps or not self._reads_back:
@@ -173,7 +174,7 @@ class SeparateProcesses(_Sleeps, ABC):
 
     def restore(self, rank: int) -> None:
         """Sends the current weights to a replacement process of the generation engine. Does nothing during a
-        transfer to all: that is repeated."""
+        transfer to all, which will be repeated."""
         if not self._sending and not self.sleeps and self._version != NO_VERSION:
             self._deliver(self._reads_back, [rank])
 
@@ -192,12 +193,12 @@ class SeparateProcesses(_Sleeps, ABC):
         identity = self.actor.call(ActorWorker.sending_device)
         return self.rollout.call(RolloutWorker.sees_device, identity) if identity else []
 
-    def _arrive(self, checked: bool) -> None:
+    def _deliver_to_all(self, checked: bool) -> None:
         try:
             self._deliver(checked, self._all_ranks)
         finally:
             self._sending = False
-        self._held_by = self.rollout.group.replaced
+        self._based_at = self.rollout.group.replaced
 
     def _deliver(self, checked: bool, ranks: Sequence[int], *, compare: bool = False) -> list[str | None]:
         """Sends the weights to these generation processes, to be loaded or compared; retries when a process
@@ -237,25 +238,22 @@ class SeparateProcesses(_Sleeps, ABC):
         return self.rollout.call_rank(rank, method, *values)
 
     def _options(self, checked: bool, compare: bool) -> SendOptions:
-        form = self._form(whole=checked or compare)
+        """Adapters are sent alone once all generation processes hold the base weights, unless all weights are
+        to be checked or compared."""
+        form = Form.MERGED
+        if self.adapters:
+            held = self._based_at == self.rollout.group.replaced
+            form = Form.ADAPTERS if held and not (checked or compare) else Form.APART
         return SendOptions(self._version, bucket_bytes(self.config), self.config.dtype, checked, form)
-
-    def _form(self, *, whole: bool) -> Form:
-        """Adapters only, once all generation processes hold the base weights, unless all weights are checked
-        or compared."""
-        if not self.adapters:
-            return Form.MERGED
-        held = self._held_by == self.rollout.group.replaced
-        return Form.ADAPTERS if held and not whole else Form.APART
 
 
 @dataclass
 class SharedMemory(SeparateProcesses):
-    """All generation processes are on the node of the actor's rank 0. Buckets are in host memory, or on its
-    GPU if all of them see it."""
+    """The link if all generation processes are on the node of the actor's rank 0. Buckets are in host memory,
+    or on its GPU if all of them see it."""
 
     _place: str = field(default="", init=False)
-    """Address at which the actor waits for the next receivers; empty: not known."""
+    """Address at which the actor listens for the next receivers; empty: unknown."""
 
     def _begin(self, checked: bool, compare: bool, ranks: Sequence[int]) -> Transfer:
         seen = self._see_the_senders_device
@@ -275,8 +273,8 @@ class SharedMemory(SeparateProcesses):
 
 @dataclass
 class Broadcast(SeparateProcesses):
-    """Some generation processes are on other nodes than the actor's rank 0. Buckets are in host memory, or on
-    the GPUs if no receiver sees the sender's."""
+    """The link if some generation processes are on other nodes than the actor's rank 0. Buckets are in host
+    memory, or on the GPUs if no receiver sees the sender's."""
 
     _joined: tuple[int, Sequence[int]] | None = field(default=None, init=False)
     """Number of replaced generation processes when the group was joined, and its members; None: there is no

@@ -1,10 +1,9 @@
 """Buckets: a model's weights in chunks of bounded size, with optional checksums.
 
-In: a stream of (Hugging Face name, full tensor) pairs. Out: `FlatBucket`s, and from a bucket the pairs again.
-A weight that is larger than a bucket is sent as several `Part`s, in order, and none of them is larger. A
-checksum is taken from the sender's bytes; the receiver takes its own from the tensors that it holds after
-loading. Left out on purpose: transport (`slots.py`, `engine/broadcast_group.py`), gathering (`engine/`), and
-loading (`generation/`).
+In: a stream of (Hugging Face name, full tensor) pairs. Out: `FlatBucket`s, and a bucket's pairs. A weight
+larger than a bucket is sent as several `Part`s, in order, each of which fits. A checksum is taken from the
+sender's bytes; the receiver takes its own from the tensors that it holds after loading. Left out on purpose:
+transport (`slots.py`, `engine/broadcast_group.py`), gathering (`engine/`), and loading (`generation/`).
 """
 
 from __future__ import annotations
@@ -44,7 +43,7 @@ class Part:
         return self.end == self.shape.numel()
 
     def place_in(self, weight: torch.Tensor) -> torch.Tensor:
-        """Its range of a contiguous weight, as a view (n,)."""
+        """The part's range of a contiguous weight, as a view (n,)."""
         return weight.view(-1)[self.start : self.end]
 
 
@@ -92,13 +91,13 @@ class Header:
     """Weight -> `checksum_of` it, for weights that end in this bucket; empty: no checksums."""
 
     def to_json(self) -> bytes:
-        """For `from_json`."""
+        """The inverse of `from_json`."""
         entries = [[one.name, str(one.dtype), list(one.shape), one.start, one.end] for one in self.entries]
         return json.dumps([self.version, self.number, self.last, entries, self.checksums]).encode()
 
     @classmethod
     def from_json(cls, text: bytes) -> Header:
-        """The header again.
+        """The inverse of `to_json`.
 
         >>> header = Header(3, 0, True, (Entry("a", torch.bfloat16, (2, 4), 0, 8),), {"a": 7})
         >>> Header.from_json(header.to_json()) == header
@@ -124,13 +123,13 @@ class FlatBucket:
 
     header: Header
     flat: torch.Tensor
-    """uint8 (`flat_size` of the header,), or more; it may be read-only."""
+    """uint8 (`flat_size` of the header,), or longer; may be read-only."""
 
     @classmethod
     def of(cls, header: Header, numbers: Sequence[torch.Tensor], memory: Memory) -> FlatBucket:
         flat = memory.take(flat_size(header))
-        for entry, start, some in zip(header.entries, _starts(header), numbers, strict=False):
-            flat[start : start + entry.nbytes].view(entry.dtype).copy_(some)
+        for entry, start, values in zip(header.entries, _starts(header), numbers, strict=False):
+            flat[start : start + entry.nbytes].view(entry.dtype).copy_(values)
         return cls(header, flat)
 
     def weights(self) -> Iterator[Weight]:
@@ -177,7 +176,7 @@ class BucketOptions:
     """Whether to compute checksums, which takes about as long as copying the weights several times."""
 
     def entries(self, name: str, tensor: torch.Tensor) -> Iterator[Entry]:
-        """One entry for a weight that fits into a bucket, else as few as possible."""
+        """One entry for a weight that fits into a bucket, otherwise as few as possible."""
         dtype = self.dtype if tensor.is_floating_point() else tensor.dtype
         most, count = max(1, self.max_bytes // dtype.itemsize), tensor.numel()
         for start in range(0, max(1, count), most):
@@ -190,7 +189,7 @@ def into_buckets(
     """Header of each bucket, and the numbers of its entries, (n,) each: up to `options.max_bytes`. The caller
     owns the list, and should clear it when done.
 
-    If the stream's tensors are on the meta device, another rank sends them: no header.
+    The header is None if the stream's tensors are on the meta device: another rank sends them.
     """
     bucket = _OpenBucket(options.version, 0)
     for name, tensor in stream:
@@ -227,10 +226,9 @@ class _OpenBucket:
     def close(self, *, last: bool) -> tuple[Header | None, list[torch.Tensor]]:
         """The bucket as `into_buckets` yields it; drops its own reference to the numbers."""
         numbers, self.numbers = self.numbers, []
-        if any(some.is_meta for some in numbers):
+        if any(values.is_meta for values in numbers):
             return None, numbers
-        header = Header(self.version, self.number, last, tuple(self.entries), self.checksums)
-        return header, numbers
+        return Header(self.version, self.number, last, tuple(self.entries), self.checksums), numbers
 
 
 def _starts(header: Header) -> list[int]:
@@ -249,7 +247,7 @@ def checksum_of(tensor: torch.Tensor, dtype: torch.dtype | None = None) -> int:
     >>> checksum_of(one) == checksum_of(one.bfloat16(), torch.float32) != checksum_of(one.flip(0))
     True
     """
-    found = 0
-    for some in tensor.detach().reshape(-1).split(CHUNK):
-        found = zlib.crc32(some.to(dtype or some.dtype).cpu().view(torch.uint8).numpy().data, found)
-    return found
+    checksum = 0
+    for chunk in tensor.detach().reshape(-1).split(CHUNK):
+        checksum = zlib.crc32(chunk.to(dtype or chunk.dtype).cpu().view(torch.uint8).numpy().data, checksum)
+    return checksum

@@ -1,7 +1,7 @@
 """Unix-socket connections between the sender of weights and the receivers on its node, to hand slots over.
 
-In: messages of bytes. Out: the same at the peer, or `ConnectionLost`, which names it: it has died, which
-closes its connections immediately, or it has timed out. The socket's name is abstract, not a file, so it
+In: messages of bytes. Out: the same at the peer, or `ConnectionLost`, which names a peer that died (which
+closes its connections immediately) or timed out. The socket's name is abstract, not a file, so it
 disappears with the listening process. Only processes of the same user are accepted. Left out on purpose: the
 bytes of the weights (`slots.py`), and the protocol (`workers/weights_shared.py`).
 """
@@ -42,7 +42,7 @@ class Connection:
             raise self._broken(error) from error
 
     def receive(self) -> bytes:
-        """Waits for a message. ConnectionLost: see the class."""
+        """Waits for a message. Raises ConnectionLost."""
         return self._exactly(_LENGTH.unpack(self._exactly(_LENGTH.size))[0])
 
     def close(self) -> None:
@@ -87,14 +87,15 @@ class Listener:
                 except TimeoutError:
                     for connection in connections.values():
                         connection.close()
-                    who = f"generation rank {', '.join(map(str, missing))}"
+                    ranks_missing = ", ".join(map(str, missing))
                     raise ConnectionLost(
-                        f"{who} has not connected for the weights within {within:g} seconds"
+                        f"generation rank {ranks_missing} has not connected for the weights within {within:g}"
+                        " seconds"
                     ) from None
         return [connections[rank] for rank in ranks]
 
     def close(self) -> None:
-        """Receivers that still wait notice immediately."""
+        """Stops listening; receivers that are still waiting notice immediately."""
         self._socket.close()
 
     def _admit(
@@ -117,7 +118,7 @@ class Listener:
 
 
 def connect(name: str, rank: int, seconds: float) -> Connection:
-    """Connects a generation process to the sender that listens there. ConnectionLost when none does."""
+    """Connects a generation process to the sender that listens as `name`. ConnectionLost when none does."""
     end = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     connection = Connection(end, SENDER, seconds)
     try:

@@ -1,9 +1,9 @@
-"""Two buckets in memory that a sender shares with other processes of its node, used in turn.
+"""Two buckets in memory that a sender shares with other processes on its node, used in turn.
 
 In: buckets. Out: a `SentBucket`, a small handle with which another process finds the bytes. Host memory is a
-file without a name (memfd): no file system limits its size, and it is freed with the last process that holds
-it, however that ends. Device memory is lent by `device.py`. A slot must not be refilled while it is read: a
-receiver owns it until it answers. Left out on purpose: that protocol (`workers/weights_shared.py`).
+file without a name (memfd): no file system limits its size, and it is freed when the last process that holds
+it ends, however it ends. Device memory is lent by `device.py`. A slot must not be refilled while it is read:
+a receiver owns it until it answers. Left out on purpose: that protocol (`workers/weights_shared.py`).
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ _serials = count()
 
 @dataclass(frozen=True)
 class HostPlace:
-    """Handle of host memory for other processes of the node."""
+    """Handle of host memory for other processes on the node."""
 
     pid: int
     descriptor: int
     nbytes: int
     serial: int
-    """Unique in the process that owns the memory, where descriptors may be reused."""
+    """Unique in the owning process: descriptors may be reused."""
 
     def open(self) -> torch.Tensor:
-        """uint8 (nbytes,), read-only. EnvironmentFault when the process that made it is gone, or is another
+        """uint8 (nbytes,), read-only. EnvironmentFault when the owning process is gone, or is another
         user's."""
         path = f"/proc/{self.pid}/fd/{self.descriptor}"
         try:
@@ -57,7 +57,7 @@ class HostPlace:
 
 @dataclass(frozen=True)
 class DevicePlace:
-    """Handle of device memory for other processes of the node."""
+    """Handle of device memory for other processes on the node."""
 
     lent: LentTensor
 
@@ -78,7 +78,7 @@ class SentBucket:
 
 
 class _HostSlot:
-    """A `Memory` of the host."""
+    """A `Memory` on the host."""
 
     place: Place
     """Handle of the memory that was taken last."""
@@ -107,7 +107,7 @@ class _HostSlot:
 
 
 class _DeviceSlot:
-    """A `Memory` of a device."""
+    """A `Memory` on a device."""
 
     place: Place
     """Handle of the memory that was taken last."""
@@ -130,7 +130,7 @@ class Slots:
         self._slots: list[_HostSlot | _DeviceSlot] = []
 
     def put(self, header: Header, numbers: Sequence[torch.Tensor]) -> SentBucket:
-        """Copies the numbers of each entry into the bucket's slot, which must not be in use."""
+        """Copies the entries' numbers into the bucket's slot, which must not be in use."""
         while len(self._slots) <= header.number % SLOTS:
             host = self._device.type == "cpu"
             self._slots.append(_HostSlot() if host else _DeviceSlot(self._device))
@@ -150,7 +150,7 @@ class OpenSlots:
         """The bucket, in the sender's memory."""
         slot = sent.header.number % SLOTS
         if slot not in self._open or self._open[slot][0] != sent.place:
-            self._open.pop(slot, None)  # not both at a time
+            self._open.pop(slot, None)  # releases the old memory before opening the new
             self._open[slot] = sent.place, sent.place.open()
         return FlatBucket(sent.header, self._open[slot][1])
 

@@ -1,4 +1,4 @@
-"""The policy that learns: log-probabilities of what was sampled, and updates.
+"""The policy being trained: log-probabilities of the samples, and updates.
 
 In: trajectories (`prompts`, `responses`, `response_mask` and the loss's columns). Out: `old_log_probs`,
 `ref_log_prob`, metrics.
@@ -62,9 +62,9 @@ class SendOptions:
     dtype: str
     """Dtype of the receiver, as in `rollout.dtype`."""
     checked: bool
-    """With checksums."""
+    """Whether to send checksums."""
     form: Form
-    """Whether adapters are merged into the weights, apart, or sent alone."""
+    """Whether adapters are merged into the weights, sent after them, or sent alone."""
 
 
 @dataclass(frozen=True)
@@ -85,13 +85,13 @@ class ActorSpec:
     total_steps: int
     """Training steps of the run, for the schedule."""
     seed: int
-    """Seeds the initialisation of new weights (adapters), and what the loss draws."""
+    """Seeds the initialisation of new weights (adapters), and the loss's random draws."""
     skip_limits: SkipLimits = SkipLimits()
     """Limits on optimizer steps skipped for a non-finite gradient."""
     correction: Correction | None = None
     """Rollout correction of the policy loss."""
     distillation: Distillation | None = None
-    """Distillation term of the loss; None: there is none."""
+    """Distillation term of the loss; None: no term."""
     sum_pi_squared: bool = False
     """Whether the log-prob pass returns `sum_pi_squared` instead of the entropies."""
     loss: Loss | None = None
@@ -124,7 +124,7 @@ class ActorWorker(TrainedWorker):
             spec.plan, spec.skip_limits, what="update of the actor", role="actor", prefix="actor"
         )
         self.correct: Corrector | None = None
-        """The correction of whole mini-batches; None: there is none."""
+        """The correction of whole mini-batches; None: not needed."""
         if spec.correction is not None and spec.correction.needs_mini_batch:
             self.correct = Corrector(spec.correction, self.engine, self._current_log_probs)
         self.policy_loss = spec.loss or POLICY_LOSSES[spec.actor.policy_loss.loss_mode]
@@ -152,8 +152,8 @@ class ActorWorker(TrainedWorker):
     def update_loss(self, facts: Mapping[str, Any], step: int) -> UpdateLoss:
         """See `TrainedWorker`. `facts[ENTROPY_COEFF]` is the step's coefficient of the entropy bonus, by
         default that of the configuration. `facts[OLD_FROM]` says where the old log-probabilities come from,
-        by default a pass of the actor. Where there was none, the first optimizer step compares its own with
-        the generation engine's.
+        by default a pass of the actor. Without that pass, the first optimizer step compares its own
+        log-probabilities with the generation engine's.
         """
         coefficient = facts.get(ENTROPY_COEFF, self.spec.actor.entropy_coeff)
         make = partial(self._loss, facts.get(OLD_FROM, OldFrom.RECOMPUTE), coefficient)
@@ -168,7 +168,7 @@ class ActorWorker(TrainedWorker):
     @register(dispatch_mode=Dispatch.RANK_ZERO)
     def sending_device(self) -> str:
         """The identity of the device that sends the weights; empty for a CPU."""
-        return device_identity(self._memory(True))
+        return device_identity(self.process.device())
 
     @register(dispatch_mode=Dispatch.RANK_ZERO)
     def open_weights_listener(self) -> str:
@@ -188,11 +188,11 @@ class ActorWorker(TrainedWorker):
         outgoing = self._buckets(options)
         if self._listener is None:
             return send_all(outgoing, None), ""
-        self._slots = self._slots or Slots(self._memory(on_device))
+        self._slots = self._slots or Slots(self._bucket_device(on_device))
         seconds = WAIT_SHARE * self.process.timeout_s
         with closing(SlotOutlet(self._slots, self._listener, receivers, seconds)) as outlet:
             whole = send_all(outgoing, outlet)
-        if on_device:  # the device has other uses for the memory
+        if on_device:  # other roles need the device memory
             del outlet
             self._slots = None
             return_memory(self.process.device_type)
@@ -202,12 +202,12 @@ class ActorWorker(TrainedWorker):
     def open_weights_group(self, on_device: bool) -> tuple[str, int]:
         """Opens the rendezvous of the broadcast group, on devices or hosts; returns an address and port that
         other machines can reach."""
-        self._sender = WeightsSender(self.process, self._memory(on_device))
+        self._sender = WeightsSender(self.process, self._bucket_device(on_device))
         return self._sender.place
 
     @register(dispatch_mode=Dispatch.RANK_ZERO, blocking=False)
     def join_weights_group(self, world_size: int) -> bool:
-        """Waits until all receivers have joined; returns whether they have."""
+        """Waits for the receivers to join; returns whether all have."""
         assert self._sender is not None, "open_weights_group comes first"
         return self._sender.join(world_size)
 
@@ -224,8 +224,8 @@ class ActorWorker(TrainedWorker):
             BucketOptions(options.version, options.max_bytes, dtype, options.checked),
         )
 
-    def _memory(self, on_device: bool) -> torch.device:
-        """The device, or the host, where weights are gathered into buckets."""
+    def _bucket_device(self, on_device: bool) -> torch.device:
+        """Where buckets are filled: this process's device, or the host."""
         return self.process.device() if on_device else torch.device("cpu")
 
     def _current_log_probs(self, rows: DataProto) -> Tensor:

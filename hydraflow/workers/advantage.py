@@ -42,15 +42,15 @@ class AdvantageSpec:
     drop_failed: bool = True
     """Leave out rows that the reward function failed on."""
     overlong: OverlongBuffer | None = None
-    """Penalty for long responses; None: there is none."""
+    """Penalty for long responses; None: no penalty."""
     distillation: Distillation | None = None
     """Distillation as a part of the advantages; None: none, or it is a term of the loss."""
 
 
 @dataclass(frozen=True)
 class RolloutComparison:
-    """The generation engine's probabilities of the trained tokens beside the trainer's; empty if no token is
-    trained."""
+    """Compares the generation engine's probabilities of the trained tokens with the trainer's; empty if no
+    token is trained."""
 
     metrics: dict[str, float]
     of_replicas: dict[str, float]
@@ -172,7 +172,7 @@ class AdvantageWorker(Worker):
 
     @register(dispatch_mode=Dispatch.RANK_ZERO)
     def load_state_dict(self, state: dict[str, dict[str, float]]) -> None:
-        """Restores the KL controller and the moments of scores; an empty state is that of a new one."""
+        """Restores the KL controller and the moments of scores; an empty state changes nothing."""
         if state["kl"]:
             self.kl.load_state_dict(state["kl"])
         if state["scores"]:
@@ -206,8 +206,8 @@ class AdvantageWorker(Worker):
 
 
 def on_last_trained_token(scores: torch.Tensor, mask: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
-    """Scores (B,) as rewards (N,), each on the row's last token that the mask (N,) selects; in a row without
-    one on the last token.
+    """Scores (B,) as rewards (N,), each on the row's last token that the mask (N,) selects; if it selects
+    none, on the row's last token.
 
     >>> mask = torch.tensor([1, 1, 0, 0, 0])
     >>> on_last_trained_token(torch.tensor([0.5, 2.0, 3.0]), mask, torch.tensor([3, 2, 0]))
@@ -215,14 +215,15 @@ def on_last_trained_token(scores: torch.Tensor, mask: torch.Tensor, lengths: tor
     """
     ends = lengths.cumsum(0)
     trained = torch.cat([torch.tensor([-1]), mask.nonzero().squeeze(1)])  # (1 + trained tokens,)
-    last = trained[torch.searchsorted(trained, ends) - 1]  # before the row's end, perhaps in an earlier row
+    # the last trained token before the row's end, which may be in an earlier row
+    last = trained[torch.searchsorted(trained, ends) - 1]
     last = torch.where(last >= ends - lengths, last, ends - 1)
     filled = lengths > 0
     return scores.new_zeros(len(mask)).index_put_((last[filled],), scores[filled])
 
 
 def _are_numbers(scored: DataProto) -> torch.Tensor:
-    """Which rows (B,) have finite scores, in all columns of them."""
+    """Which rows (B,) have only finite numbers in the score columns."""
     finite = torch.isfinite(scored.get("score"))
     if "reward_baselines" in scored.keys():
         finite = finite & torch.isfinite(scored.get("reward_baselines"))
@@ -254,7 +255,7 @@ def is_without_peers(group: torch.Tensor, sample: torch.Tensor, unusable: torch.
 
 
 def count_ends(reasons: torch.Tensor) -> dict[str, float]:
-    """Number of rows truncated at the token limit, and of those that ended by a fault."""
+    """Numbers of rows that ended at the token limit and by a fault."""
     truncated = (reasons == FINISH_REASONS.index("length")).sum()
     return {
         "rollout/truncated_rows": float(truncated),
@@ -270,8 +271,8 @@ def _data_metrics(
     values: torch.Tensor | None,
     mask: torch.Tensor,
 ) -> dict[str, float]:
-    """Means, largest and smallest values under verl's names. `scores` and `totals` are per row (B,), the
-    others per token (N,); only those that the mask selects count."""
+    """Mean, max and min of each under verl's names. `scores` and `totals` are per row (B,), the others per
+    token (N,), of which only those that the mask selects count."""
     returns = returns[mask]
     columns = {
         "critic/score": scores,
@@ -291,8 +292,8 @@ def _data_metrics(
 
 
 def _group_metrics(scores: torch.Tensor, ids: torch.Tensor) -> dict[str, float]:
-    """The share of groups (the responses to one prompt) whose scores are all equal, which
-    therefore give no learning signal. Single rows are no groups; {} if there are no others."""
+    """The share of groups (the responses to one prompt) whose scores are all equal, so that they give no
+    learning signal. Single rows do not count as groups; {} if there are no others."""
     group = group_scores(scores, ids)
     of_row = (group.size > 1) / group.size  # a group's rows count as one
     if not of_row.any():
@@ -301,7 +302,7 @@ def _group_metrics(scores: torch.Tensor, ids: torch.Tensor) -> dict[str, float]:
 
 
 def spread(name: str, column: torch.Tensor) -> dict[str, float]:
-    """Mean, largest and smallest value under that name; {} of no values."""
+    """Mean, max and min, named `<name>/mean` and so on; {} for an empty column."""
     column = column.float()
     if not column.numel():
         return {}

@@ -28,7 +28,7 @@ CLIPS_NOTHING = (OTHER_LOSS, REC_CLIPS_NOTHING)
 
 
 def saved_of(*more: str) -> Rule:
-    """The rule for checkpoint contents: model, and optionally these."""
+    """The rule for checkpoint contents: model is required; optimizer, extra and `more` are optional."""
     parts = ("model", "optimizer", "extra", *more)
     return Rule(
         f"must list model, and may list {', '.join(parts[1:])}",
@@ -69,7 +69,7 @@ class RouterReplayConfig:
 
     @property
     def by_rollout(self) -> bool:
-        """R3: the generation engine does."""
+        """R3: the generation engine records them."""
         return self.mode == "R3"
 
 

@@ -2,11 +2,11 @@
 
 In: one data rank's rows of a mini-batch. Out: the rows with a smaller `response_mask`, from which the
 denominators are counted, and with `rollout_is_weights`. The sums behind a mean weight run over all data
-ranks, so nothing depends on how rows were split. Left out on purpose: weights that need no more than their
+ranks, so nothing depends on how rows were split. Left out on purpose: weights that depend only on their
 row, which the loss computes (`algorithms/actor_loss.py`).
 
-Where the ratio is that of the policy being trained, its log-probabilities come from a forward pass over the
-mini-batch: what is rejected must be known before the gradient's first micro-batch.
+If the ratio is that of the policy being trained, its log-probabilities come from a forward pass over the
+mini-batch, because rejections must be known before the gradient's first micro-batch.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class Corrector:
         return rows.with_columns(changed), metrics
 
     def _weights(self, log_ratio: Tensor, kept: Tensor) -> tuple[Tensor, dict[str, Metric]]:
-        """Weights (B, R); with the mean that they were divided by, if they were."""
+        """Weights (B, R), and as a metric the mean that they were divided by, if they are normalized."""
         weighting = self.correction.weighting
         assert weighting is not None, "there are weights"
         weights = weighting.weights(weighting.ratios(log_ratio))
@@ -68,11 +68,12 @@ class Corrector:
 
 
 def _padded(column: Tensor) -> Tensor:
+    # at least one token wide: the maximum over an empty dimension is an error
     return to_padded(column, max(1, int(ragged.lengths(column).max())))
 
 
 def _ragged(values: Tensor, like: Tensor) -> Tensor:
-    """The tokens of padded `values` (B, R) as a column of the shape and type of another."""
+    """Padded `values` (B, R) as a ragged column with the row lengths and dtype of `like`."""
     given, lengths = parts(like)
     inside = torch.arange(values.shape[1]) < lengths[:, None]
     return from_parts(values[inside].to(given.dtype), lengths)

@@ -28,7 +28,7 @@ DATA_RANKS = mesh_mode("data")
 class EngineWorker(Worker):
     """One process of a training engine, in `engine`; without `optim` the weights are frozen.
 
-    `strategy` names the engine, `head` is policy or value, `field` the configuration key of `model`, for
+    `strategy` names the engine; `head` is policy or value; `field` is the configuration key of `model`, for
     messages; `seed` seeds the initialisation of new weights (adapters).
     """
 

@@ -1,4 +1,4 @@
-"""How a worker's process joins the group of torch.distributed that its role needs."""
+"""Joins a worker's process to the torch.distributed group that its role needs."""
 
 from __future__ import annotations
 

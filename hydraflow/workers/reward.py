@@ -1,4 +1,4 @@
-"""Scores responses with a reward function, in a pool of processes beside the training processes.
+"""Scores responses with a reward function, in a pool of processes apart from the training processes.
 
 In: trajectories with their row objects. Out: `score`, `acc`, `failed`, and on request `reward_baselines`,
 `reward_parts` and the decoded `text` and `prompt_text`. Left out on purpose: assigning scores to tokens
@@ -30,7 +30,7 @@ SCORED_WITH = ("data_source", "reward_model", "extra_info")
 WHY_FAILED = "why_failed"
 """Key of the scores' meta_info: why the first failed row failed, or None."""
 PARTS = "parts"
-"""Key of a batch's meta_info: names of the function's numbers that are needed besides the score."""
+"""Key of a batch's meta_info: names of the function's outputs to return besides the score."""
 FUNCTION_MEANS = "function_means"
 """Key of the scores' meta_info: the mean of each function of `reward.functions`, over rows that did not fail,
 by the name of its metric."""
@@ -69,8 +69,8 @@ class RewardWorker(Worker):
         cause, `meta_info[FUNCTION_MEANS]` the means of the functions. `greedy` has one response to the prompt
         of each `group` of `batch`, in the order of the group numbers: their scores are returned as
         `reward_baselines`, and a group whose greedy response failed has failed. With `meta_info[PARTS]` in
-        `batch` the numbers of these names are returned as `reward_parts`; a row without one of them has
-        failed. With `meta_info[WITH_TEXTS]` in `batch` the decoded responses and prompts of `sampled` are
+        `batch`, the outputs of these names are returned as `reward_parts`; a row without one of them has
+        failed. With `meta_info[WITH_TEXTS]` in `batch`, the decoded responses and prompts of `sampled` are
         returned as the object columns `text` and `prompt_text`.
         """
         texts = self._decoded(sampled)
@@ -80,16 +80,16 @@ class RewardWorker(Worker):
         ]
         tensors = {
             "score": _column(result.score for result in results),
-            # what the function calls acc, else its score
+            # the function's acc, else its score
             "acc": _column(result.extra.get("acc", result.score) for result in results),
             "failed": torch.tensor([result.failed is not None for result in results], dtype=torch.bool),
         }
         causes = [result.failed for result in results]
         if greedy is not None:
-            best, row = self._greedy(batch, greedy)
-            tensors["reward_baselines"] = _column(result.score for result in best)[row]
-            tensors["failed"] |= torch.tensor([result.failed is not None for result in best])[row]
-            causes += [result.failed for result in best]
+            baselines, row = self._greedy(batch, greedy)
+            tensors["reward_baselines"] = _column(result.score for result in baselines)[row]
+            tensors["failed"] |= torch.tensor([result.failed is not None for result in baselines])[row]
+            causes += [result.failed for result in baselines]
         if names := batch.meta_info.get(PARTS):
             parts = [[_numbers(result).get(name, result.score) for name in names] for result in results]
             tensors["reward_parts"] = torch.tensor(parts, dtype=torch.float32)
@@ -107,6 +107,7 @@ class RewardWorker(Worker):
         self.pool.close()
 
     def _results(self, rows: Sequence[RewardRow]) -> list[RewardResult]:
+        """The pool's results, and NO_FUNCTION for rows that may go without a score."""
         unknown: set[str] = set()
         if self.spec.optional and uses(self.spec.reward, BY_SOURCE):
             unknown = {str(problem.value) for problem in unknown_sources(row.data_source for row in rows)}
@@ -114,13 +115,13 @@ class RewardWorker(Worker):
         return [NO_FUNCTION if row.data_source in unknown else next(scored) for row in rows]
 
     def _greedy(self, batch: DataProto, greedy: DataProto) -> tuple[list[RewardResult], torch.Tensor]:
-        """Results of the greedy responses, and for each row of `batch` (B,) the index of its prompt's."""
+        """Results of the greedy responses, and (B,) the index among them of each row's prompt."""
         _, first, of_row = np.unique(batch.get("group").numpy(), return_index=True, return_inverse=True)
         asked = self._rows(batch.select_idxs(first), self._decoded(greedy))
         return self.pool.score(asked), torch.from_numpy(of_row)
 
     def _with_parts(self, result: RewardResult, names: Sequence[str]) -> RewardResult:
-        """The result, or a failed one if the function did not return all of these numbers."""
+        """The result, or a failed one if the function did not return all of these outputs."""
         missing = [name for name in names if name not in _numbers(result)]
         if not missing or result.failed is not None:
             return result

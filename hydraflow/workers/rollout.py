@@ -111,7 +111,7 @@ class SamplingSpec:
     stop: tuple[str, ...] = ()
     """Strings that end a response."""
     stop_token_ids: tuple[int, ...] = ()
-    """Tokens that end it, besides the model's own."""
+    """Tokens that end a response, besides the model's own."""
     routes: bool = False
     """Also return the experts of every token."""
 
@@ -122,7 +122,7 @@ class SamplingSpec:
         return cls(n, rollout.temperature, rollout.top_k, rollout.top_p, *stops, routes)
 
     def greedy(self) -> SamplingSpec:
-        """The same with one greedy response."""
+        """The same, but for one greedy response per prompt."""
         return replace(self, n=1, temperature=0.0, top_k=-1, top_p=1.0)
 
     @classmethod
@@ -142,7 +142,7 @@ class _OpenGroup:
     prompt: torch.Tensor
     samples: int
     found: dict[int, Completion] = field(default_factory=dict)
-    """By the sample's number."""
+    """Completed samples, by number."""
 
     def ordered(self) -> list[Completion]:
         return [self.found[sample] for sample in range(self.samples)]
@@ -196,7 +196,7 @@ class RolloutWorker(Worker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
     def sync_from_actor(self, version: int) -> None:
-        """Loads the weights of the actor in this process, as `version`."""
+        """Loads the weights of the actor in this process, which become `version`."""
         actor = self.process.roles["actor"]
         self.version = None  # until all of them have arrived
         self.engine.update_weights(actor.engine.weights())  # type: ignore[attr-defined]
@@ -214,7 +214,7 @@ class RolloutWorker(Worker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, read_only=True)
     def first_difference_from_actor(self) -> str | None:
-        """The first tensor that differs from the actor's in this process; None: there is none."""
+        """The first tensor that differs from that of the actor in this process; None: they agree."""
         actor = self.process.roles["actor"]
         return first_difference(self._held(), actor.engine.weights())  # type: ignore[attr-defined]
 
@@ -225,13 +225,14 @@ class RolloutWorker(Worker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False, read_only=True)
     def read_weights(self, place: str, compare: bool) -> Received | None:
-        """Loads the weights that the actor's rank 0 shares at an address of this node; the version is set
-        after the last bucket. Or compares them with the held ones. None: not all have arrived.
+        """Loads the weights that the actor's rank 0 shares at `place` on this node; the version is set after
+        the last bucket. With `compare`, compares them with the held ones instead. None: not all have arrived.
 
         GuardStop when a checksum of the loaded weights differs from the bucket's.
         """
-        me, seconds = (self.process.rank, self.process.device_type), WAIT_SHARE * self.process.timeout_s
-        with closing(sent_buckets(place, *me, seconds, self.slots)) as buckets:
+        rank, device_type = self.process.rank, self.process.device_type
+        seconds = WAIT_SHARE * self.process.timeout_s
+        with closing(sent_buckets(place, rank, device_type, seconds, self.slots)) as buckets:
             return receive_all(buckets, partial(self._take, compare))
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False, resend=False)
@@ -252,6 +253,7 @@ class RolloutWorker(Worker):
         return receive_all(received_buckets(self._weights_group), partial(self._take, compare))
 
     def _take(self, compare: bool, bucket: FlatBucket) -> str | None:
+        """Loads a bucket, or returns the first difference from it."""
         found = None
         if compare:
             found = first_difference(self._held(), bucket.weights())
@@ -276,13 +278,12 @@ class RolloutWorker(Worker):
             self.version, self._has_base = header.version, True
 
     def _held(self) -> Mapping[str, torch.Tensor]:
-        """The weights of a readable engine; others are never asked (`config.Engine`)."""
+        """The weights of a readable engine; only those are compared (`config.Engine`)."""
         assert isinstance(self.engine, ReadableEngine)
         return self.engine.held()
 
     def _differing(self, header: Header) -> str:
-        """The first weight that differs from what was sent, on any process of the engine; "" if there is
-        none."""
+        """The first weight that differs from what was sent, on any process of the engine; "" if none."""
         found = next(iter(header.differing(self._held())), "")
         if self.spec.model_parallel > 1:
             somewhere = process_group.all_reduce(torch.tensor([bool(found)]), "max").any()
@@ -302,7 +303,7 @@ class RolloutWorker(Worker):
         """Samples with `meta_info["sampling"]`. `meta_info["visit"]` is the second part of every random key:
         the epoch, negative for validation. GuardStop when the weights are not of `meta_info["version"]`.
         """
-        promised = self._require_version(batch)
+        version = self._require_version(batch)
         sampling_spec: SamplingSpec = batch.meta_info["sampling"]
         prompts, visit = rows(batch.get("prompts")), batch.meta_info["visit"]
         request = GenerationRequest(
@@ -311,14 +312,14 @@ class RolloutWorker(Worker):
             keys=[(self.spec.seed, visit, str(uid)) for uid in batch.non_tensor_batch["uid"]],
         )
         output = self.engine.generate(request, self._params(sampling_spec))
-        return _trajectories(batch.get("prompts"), request.samples, output, promised, self.replica)
+        return _trajectories(batch.get("prompts"), request.samples, output, version, self.replica)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False, read_only=True, resend=False)
     def advance(self, batch: DataProto | None, to_the_end: bool) -> DataProto | None:
-        """Adds prompts, if any, and continues sampling until some prompt is complete, or with `to_the_end`
-        until all are. Returns the trajectories of the complete prompts, as `generate` does;
-        `meta_info["groups"]` lists their numbers from the column `group`. None from processes that do not
-        answer for their engine. GuardStop as in `generate`.
+        """Adds prompts, if any, and continues sampling until at least one prompt is complete, or with
+        `to_the_end` until all are. Returns the trajectories of the complete prompts, as `generate` does;
+        `meta_info["groups"]` lists their numbers from the column `group`. None on all but the first process
+        of an engine. GuardStop as in `generate`.
         """
         if batch is not None:
             self._submit(batch)
@@ -361,14 +362,14 @@ class RolloutWorker(Worker):
 
     def _require_version(self, batch: DataProto) -> int:
         """The version that the batch requires; GuardStop when the weights have another."""
-        promised: int = batch.meta_info["version"]
-        if self.version != promised:
+        required: int = batch.meta_info["version"]
+        if self.version != required:
             held = "no complete weights" if self.version is None else f"version {self.version}"
             raise GuardStop(
-                f"generation rank {self.process.rank} was asked to sample with weights of version {promised},"
+                f"generation rank {self.process.rank} was asked to sample with weights of version {required},"
                 f" but holds {held}"
             )
-        return promised
+        return required
 
     def _params(self, sampling_spec: SamplingSpec) -> SamplingParams:
         return SamplingParams(
@@ -384,7 +385,7 @@ class RolloutWorker(Worker):
 
 
 def _stop_tokenizer(spec: RolloutSpec) -> TokenizersBackend | None:
-    """The tokenizer for stop strings; None: there are none."""
+    """The tokenizer for stop strings; None: the run has none."""
     if not every_stop_string(spec.rollout):
         return None
     tokenizer = load_tokenizer(spec.model, field=spec.model_field, chat=False)

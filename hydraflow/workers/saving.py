@@ -1,10 +1,10 @@
 """Writes one rank's part of a checkpoint, in the background if asked, and reports the outcome in small files.
 
 In: a snapshot. Out: files under `<checkpoint>/<role>/`, and in `<checkpoint>/parts/` what was written:
-`<role>-<rank>.json` with sizes and checksums, or with what went wrong. A `.pending` file is created
-at the start and removed at the end, whatever happened: on a full disk a file can still be removed when none
-can be written. Files rather than calls, because a worker runs one method at a time and is busy with the next
-step by then. Left out on purpose: manifest, names, pointer (`trainer/checkpoint_store.py`).
+`<role>-<rank>.json` with sizes and checksums, or with the error. A `.pending` file is created at the start
+and removed at the end, whatever happens: on a full disk files can be removed when none can be written. Files
+rather than calls, because a worker runs one method at a time and is busy with the next step by then. Left out
+on purpose: manifest, names, pointer (`trainer/checkpoint_store.py`).
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def read_part(checkpoint: Path, role: str, rank: int) -> RankFiles | None:
     OSError or ValueError when its report cannot be read, or is missing though the rank has ended: on a
     network file system either may be transient.
     """
-    pending = _pending(checkpoint, role, rank).exists()  # before the report: it is removed after it
+    pending = _pending(checkpoint, role, rank).exists()  # first: it is removed after the report is written
     report = _report(checkpoint, role, rank)
     if report.exists():
         return _parsed(json.loads(report.read_text()))
@@ -115,10 +115,10 @@ def _save(snapshot: Snapshot, checkpoint: Path, role: str, rank: int) -> None:
         part = RankFiles({}, f"{role} rank {rank}: {error}")
         logger.exception("this part of %s could not be written", checkpoint)
     finally:
-        _tell(part, checkpoint, role, rank)
+        _write_report(part, checkpoint, role, rank)
 
 
-def _tell(part: RankFiles, checkpoint: Path, role: str, rank: int) -> None:
+def _write_report(part: RankFiles, checkpoint: Path, role: str, rank: int) -> None:
     report = _report(checkpoint, role, rank)
     try:
         with replacing(report) as unfinished:

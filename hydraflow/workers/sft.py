@@ -1,4 +1,4 @@
-"""A model that is trained on conversations, with the same engine as the policy.
+"""A model trained on conversations, with the same engine as the policy.
 
 In: conversations as `prompts`, `responses` and a `response_mask` that selects the trained tokens. Out:
 metrics.
@@ -57,8 +57,8 @@ class SFTWorker(TrainedWorker):
             field="model",
             seed=spec.seed,
         )
-        alone = replace(spec.plan.micro, unit=1)
-        self.evaluation_batcher = self.micro_batcher(alone, "evaluation")
+        # evaluation may separate the rows of a pair, which training keeps together
+        self.evaluation_batcher = self.micro_batcher(replace(spec.plan.micro, unit=1), "evaluation")
         self.learner = self.make_learner(
             spec.plan, spec.skip_limits, what="update", role="model", prefix="train"
         )

@@ -7,7 +7,7 @@ row is saved with a checkpoint.
 
     skipped/step_12_actor_1_rank_0.safetensors   training step 12, the actor's optimizer step 1, rank 0's rows
 
-Left out on purpose: what is skipped, and that weights and optimizer stay as they were (`engine/`).
+Left out on purpose: the skipping itself, which leaves weights and optimizer as they were (`engine/`).
 """
 
 from __future__ import annotations
@@ -52,14 +52,18 @@ class SkipGuard:
     def note(
         self, rows: DataProto, *, skipped: bool, step: int, number: int, facts: Mapping[str, float]
     ) -> None:
-        """After optimizer step `number` of training step `step`. `facts` go into the file. Raises GuardStop
-        at the limit."""
+        """Counts optimizer step `number` of training step `step`. If it was skipped, writes its rows and
+        `facts`, and raises GuardStop at the limit."""
         if not skipped:
             self.in_a_row = 0
             return
         self.in_a_row += 1
-        text = "step %d: optimizer step %d of the %s is skipped: its gradient is not finite"
-        logger.warning(text, step, number, self._role)
+        logger.warning(
+            "step %d: optimizer step %d of the %s is skipped: its gradient is not finite",
+            step,
+            number,
+            self._role,
+        )
         self._keep(rows, step, number, facts)
         if self.in_a_row >= self._limits.in_a_row:
             raise GuardStop(

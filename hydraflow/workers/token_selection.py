@@ -37,7 +37,7 @@ class TokenSelector:
     """Number of optimizer steps so far."""
 
     def __call__(self, rows: DataProto) -> tuple[DataProto, dict[str, Metric]]:
-        """The rows with the column, and no metrics. Every data rank calls it at the same time."""
+        """The rows with `chosen_tokens`, and no metrics. Every data rank calls it at the same time."""
         mask, lengths = parts(rows.get("response_mask"))
         trained = mask.bool()
         logp, advantages = (
@@ -65,6 +65,7 @@ class TokenSelector:
     def _last(self, scores: Tensor, draws: Tensor, wanted: int) -> tuple[float, float]:
         """Score and draw of the last selected token: tokens of all ranks are ordered by score, ties (of equal
         responses) by draw, and the first `wanted` are selected, or fewer if there are no more."""
+        # only this rank's `wanted` largest, with ties, can be among those of all ranks
         possible = scores[scores > -torch.inf]
         least = possible.topk(min(wanted, len(possible))).values[-1:]  # empty: this rank has none
         is_candidate = scores >= (least if len(least) else torch.inf)

@@ -1,4 +1,4 @@
-"""Shared by actor, critic and supervised model: the update of a training step.
+"""The update of a training step, shared by actor, critic and supervised model.
 
 In: one data rank's rows, ordered by mini-batch (the controller chose which rows, see
 `trainer/mini_batches.py`). Out: metrics. Which rows share an optimizer step never depends on the number of
@@ -72,8 +72,8 @@ class TrainedWorker(EngineWorker):
 
     @register(dispatch_mode=DATA_RANKS, blocking=False, read_only=True, padding=False)
     def update(self, batch: DataProto, step: int) -> dict[str, Metric]:
-        """Every optimizer step of training step `step`; rows come ordered by mini-batch. `perf/mfu/<role>`:
-        see `Utilization`."""
+        """Takes all optimizer steps of training step `step`; rows are ordered by mini-batch. For
+        `perf/mfu/<role>` see `Utilization`."""
         learner, start = self.learner, time.perf_counter()
         metrics = learner.learn(batch, self.update_loss(batch.meta_info, step), step)
         return metrics | self.utilization.of_updates(
@@ -122,10 +122,10 @@ class Learner:
     """Micro-batches of all passes of the model, whose splits are counted."""
 
     def learn(self, batch: DataProto, loss: UpdateLoss, step: int) -> dict[str, Metric]:
-        """Takes every optimizer step of training step `step`, the first of which is 1.
+        """Takes all optimizer steps of training step `step` (from 1).
 
         `batch` holds one mini-batch after the other, of `plan.rows_per_rank` rows or of as many as
-        `meta_info[ROWS_PER_RANK]` lists. The column `live`, if there is one, says which rows are not dead.
+        `meta_info[ROWS_PER_RANK]` lists. The column `live`, if present, is false for padding rows.
         Metrics are averaged over the optimizer steps. `oom_splits`: how often micro-batches of any pass were
         split since the last call, the same on every rank. GuardStop when too many optimizer steps in a row
         are skipped.
@@ -183,8 +183,10 @@ class Learner:
 
 def global_denominators(engine: TrainEngine, mini_batches: Sequence[DataProto]) -> list[Denominators]:
     """Trained tokens and sequences of each mini-batch, over all data ranks: one reduction for all of them."""
-    counts = torch.tensor(list(map(_mask_counts, mini_batches)), dtype=torch.float64)  # (K, 2)
-    return [Denominators(tokens=tokens, sequences=rows) for tokens, rows in engine.reduce(counts).tolist()]
+    trained = [row_sums(*parts(one.get("response_mask"))) for one in mini_batches]  # tokens (B,)
+    counts = [(float(tokens.sum()), float((tokens > 0).sum())) for tokens in trained]
+    sums = engine.reduce(torch.tensor(counts, dtype=torch.float64))  # (mini-batches, 2)
+    return [Denominators(tokens=tokens, sequences=rows) for tokens, rows in sums.tolist()]
 
 
 def _mini_batches(batch: DataProto, planned: int) -> list[DataProto]:
@@ -195,14 +197,9 @@ def _mini_batches(batch: DataProto, planned: int) -> list[DataProto]:
 
 
 def _dead_rows_untrained(batch: DataProto) -> DataProto:
-    """The batch with a zero mask in its dead rows, which only pad the ranks' shares."""
+    """The batch with a zero mask in the rows that are not `live`: they only pad the ranks' shares."""
     if "live" not in batch.keys():
         return batch
     mask, lengths = parts(batch.get("response_mask"))
     live = torch.repeat_interleave(batch.get("live"), lengths)
     return batch.with_columns({"response_mask": from_parts(mask * live, lengths)})
-
-
-def _mask_counts(mini_batch: DataProto) -> tuple[float, float]:
-    per_row = row_sums(*parts(mini_batch.get("response_mask")))
-    return float(per_row.sum()), float((per_row > 0).sum())

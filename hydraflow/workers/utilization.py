@@ -76,10 +76,10 @@ class Utilization:
     def __init__(self, work: ModelWork | None, device: torch.device, dtype: torch.dtype):
         self._work, self._device, self._dtype = work, device, dtype
         self._pass: tuple[float, float] | None = None
-        """FLOPs and seconds of the newest pass without gradients since the last update."""
+        """FLOPs and seconds of the latest pass without gradients since the last update."""
 
     def note_pass(self, rows: DataProto, seconds: float) -> None:
-        """A pass without gradients over these rows."""
+        """Notes a pass without gradients over these rows, for the next `of_updates`."""
         if self._work is not None:
             self._pass = self._work.forward(*_lengths(rows)), seconds
 
@@ -87,7 +87,7 @@ class Utilization:
         self, role: str, rows: DataProto, seconds: float, *, epochs: int, devices: int
     ) -> dict[str, Metric]:
         """`perf/mfu/<role>` of `epochs` updates on these rows, which `devices` share, and
-        `perf/mfu/<role>_infer` of the newest pass since the last ones, if there was one."""
+        `perf/mfu/<role>_infer` of the latest pass since the last call, if any."""
         inferred, self._pass = self._pass, None
         peak = None if self._work is None else peak_flops(self._device, self._dtype)
         if self._work is None or peak is None:

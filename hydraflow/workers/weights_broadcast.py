@@ -1,7 +1,7 @@
 """Sender and receiver of a weight broadcast, from the actor's rank 0 to all generation processes.
 
 In: buckets. Out: buckets to load. A bucket's header precedes its bytes. The next one is gathered while a
-bucket is sent, so that each side holds two at most. Left out on purpose: the group's membership
+bucket is sent, so each side holds at most two. Left out on purpose: the group's membership
 (`trainer/weight_links.py`).
 """
 
@@ -33,7 +33,7 @@ class WeightsSender:
         self._group: BroadcastGroup | None = None
 
     def join(self, world_size: int) -> bool:
-        """Waits for the receivers to join. Returns False when some do not."""
+        """Waits for the receivers to join; returns whether all have."""
         listening = self._listener.detach()
         self._group = joined(
             self.process, self._device, *self.place, rank=0, world_size=world_size, listen_fd=listening
@@ -87,8 +87,8 @@ def joined(
     world_size: int,
     listen_fd: int | None = None,
 ) -> BroadcastGroup | None:
-    """The group of the actor's rank 0, which listens there, and all receivers, as its member `rank`. None:
-    some processes did not join."""
+    """Joins, as member `rank`, the group of the actor's rank 0, which listens at that address, and all
+    receivers. None: some processes did not join."""
     try:
         return BroadcastGroup(
             device,

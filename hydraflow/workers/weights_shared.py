@@ -44,7 +44,7 @@ class SlotOutlet:
         self._await(0)
 
     def close(self) -> None:
-        """Disconnects all receivers, also those that still wait."""
+        """Disconnects all receivers, including those that are still waiting."""
         self._listener.close()
         for connection in self._connections:
             connection.close()
@@ -75,6 +75,6 @@ def sent_buckets(
         whole = True
     finally:
         connection.close()
-        if not whole and device_type != "cpu":
+        if not whole and device_type != "cpu":  # the slots may be device memory
             slots.close()
             return_memory(device_type)

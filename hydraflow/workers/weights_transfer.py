@@ -1,7 +1,7 @@
 """Sends and receives all buckets of a version, over any transport from the actor to the generation processes.
 
-In: buckets. Out: whether all have arrived. If a peer has died or timed out, both sides report it and their
-own state is intact; the controller finds out which process it was. Left out on purpose: the transports
+In: buckets. Out: whether all have arrived. If a peer dies or times out, both sides report it and their own
+state is intact; the controller finds out which process it was. Left out on purpose: the transports
 (`weights_shared.py` on a node, `weights_broadcast.py` between nodes), and their choice
 (`trainer/weight_links.py`).
 """
@@ -48,7 +48,7 @@ class Received:
 
 
 def send_all(outgoing: Outgoing, outlet: Outlet | None) -> bool:
-    """Returns False when some could not be sent, or there is no outlet. All buckets are produced in any case,
+    """Returns False when some could not be sent, or there is no outlet. All buckets are produced even then,
     because gathering them is a collective."""
     whole = outlet is not None
     for header, numbers in outgoing:

@@ -1,9 +1,10 @@
-"""How long GAE takes for 1,024 responses of 2,048 tokens, beside the loop over time of its definition.
+"""Times GAE for 1,024 responses of 2,048 tokens, against the loop over time of its definition.
 
     python scripts/bench/advantages.py [--rows 1024] [--tokens 2048] [--repeats 5]
 
-One thread. Prints one JSON object each for responses all of whose tokens are trained, and for those with one
-token in ten that is not (observations): milliseconds of both, and their largest difference.
+Uses one thread. Prints one JSON object for responses with all tokens trained, and one for responses with a
+tenth of the tokens untrained (observations): milliseconds of both, and the largest difference of their
+results.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ GAMMA, LAM = 0.99, 0.95
 
 
 def by_loop(rewards: Tensor, mask: Tensor, values: Tensor) -> Tensor:
-    """Advantages (B, T) of padded rows, token by token from the last; untrained ones pass on what follows."""
+    """Advantages (B, T) of padded rows, token by token from the last, skipping untrained ones."""
     found, after, ahead = torch.zeros_like(rewards), torch.zeros(len(rewards)), torch.zeros(len(rewards))
     for t in reversed(range(rewards.shape[1])):
         trained = mask[:, t]
@@ -36,7 +37,7 @@ def by_loop(rewards: Tensor, mask: Tensor, values: Tensor) -> Tensor:
 
 
 def milliseconds(function: Callable[[], Any], repeats: int) -> tuple[float, Any]:
-    """The fastest of some calls, and the result."""
+    """Milliseconds of the fastest of `repeats` calls, and the result."""
     taken = []
     for _ in range(repeats):
         start = time.perf_counter()
@@ -46,7 +47,6 @@ def milliseconds(function: Callable[[], Any], repeats: int) -> tuple[float, Any]
 
 
 def main() -> None:
-    """Runs and prints."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

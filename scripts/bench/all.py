@@ -1,14 +1,13 @@
 #!/usr/bin/env python
-"""Runs the benches one after the other and writes docs/performance.md.
+"""Runs the benchmarks one after the other and writes docs/performance.md.
 
-    python scripts/bench/all.py                    # those that have no figures yet; then the page
-    python scripts/bench/all.py --again head plan  # some, once more
+    python scripts/bench/all.py                    # those without figures; then writes the page
+    python scripts/bench/all.py --again head plan  # reruns these
     python scripts/bench/all.py --list
 
-In: nothing; figures are stored in .bench/results, one file per bench, so an interrupted run can be resumed.
-Out: the page, and exit code 1 if a bench failed. Each bench takes at most a quarter of an hour on two cores
-that do nothing else; the page says how busy the machine was. Left out on purpose: whether choices learn
-(learn.py).
+In: nothing. Figures are stored in .bench/results, one file per benchmark, so an interrupted run can be
+resumed. Out: the page, and exit code 1 if a benchmark failed. Each takes at most a quarter of an hour on two
+idle cores; the page says how busy the machine was. Left out on purpose: whether choices learn (learn.py).
 """
 
 from __future__ import annotations
@@ -32,14 +31,14 @@ HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 RESULTS, PAGE = ROOT / ".bench" / "results", ROOT / "docs" / "performance.md"
 LIMIT_SECONDS = 900
-"""Time limit of one bench."""
+"""Time limit of one benchmark."""
 QUIET = 0.5
-"""A machine is quiet if no more cores than this are busy before a bench."""
+"""The machine counts as quiet if at most this many cores are busy before a benchmark."""
 LOOK_SECONDS = 3.0
-"""How long busy cores are counted before a bench."""
+"""Seconds over which busy cores are counted before a benchmark."""
 
 Found = Sequence[Mapping[str, Any]]
-"""The JSON objects that a bench prints."""
+"""The JSON objects that a benchmark prints."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +49,7 @@ class Row:
     ours: str
     peer: str = ""
     ratio: float | None = None
-    """How many times ours is as good as the peer."""
+    """Factor by which ours beats the peer."""
     limit: str = ""
     """The best that the machine allows."""
 
@@ -202,7 +201,7 @@ def of_plan(found: Found) -> Iterator[Row]:
 
 @dataclass(frozen=True)
 class Bench:
-    """A script with arguments, and how its output is read."""
+    """A script, its arguments, and the function that turns its output into rows."""
 
     script: str
     arguments: tuple[str, ...]
@@ -263,8 +262,8 @@ BENCHES: dict[str, Bench] = {
 
 
 def measure(name: str, bench: Bench, results: Path) -> str | None:
-    """Runs a bench and stores its figures. Returns the reason if there are none, else None."""
-    # not the load average, which still counts the previous bench
+    """Runs a benchmark and stores its figures; returns the error message if it failed, else None."""
+    # not the load average, which still includes the previous benchmark
     load = psutil.cpu_percent(LOOK_SECONDS) / 100 * psutil.cpu_count()
     since = time.perf_counter()
     command = [sys.executable, str(HERE / bench.script), *bench.arguments]
@@ -281,7 +280,7 @@ def measure(name: str, bench: Bench, results: Path) -> str | None:
     except subprocess.TimeoutExpired:
         return f"took more than {LIMIT_SECONDS} s"
     if done.returncode:
-        return (done.stderr.strip().splitlines() or ["it said nothing"])[-1]
+        return (done.stderr.strip().splitlines() or ["no error message"])[-1]
     facts = {"load": load, "seconds": time.perf_counter() - since, "commit": commit()}
     results.mkdir(parents=True, exist_ok=True)
     kept = results / f"{name}.json"
@@ -290,7 +289,7 @@ def measure(name: str, bench: Bench, results: Path) -> str | None:
 
 
 def objects(text: str) -> Iterator[dict[str, Any]]:
-    """The JSON objects of a text that contains nothing else.
+    """The JSON objects of a text that consists of them.
 
     >>> list(objects('{"a": 1}\\n{"b": 2}\\n'))
     [{'a': 1}, {'b': 2}]
@@ -361,16 +360,16 @@ def machine() -> str:
 
 
 def main(arguments: Sequence[str], results: Path = RESULTS, target: Path = PAGE) -> int:
-    """Exit code 1 if a bench failed."""
+    """Returns 1 if a benchmark failed, else 0."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("names", nargs="*", metavar="NAME", help="by default all")
-    parser.add_argument("--again", action="store_true", help="also those that have figures")
-    parser.add_argument("--list", action="store_true", help="print the names and end")
+    parser.add_argument("--again", action="store_true", help="rerun benchmarks that have figures")
+    parser.add_argument("--list", action="store_true", help="print the names and exit")
     args = parser.parse_args(arguments)
     if unknown := [name for name in args.names if name not in BENCHES]:
-        parser.error(f"there is no {', '.join(unknown)}; there are {', '.join(BENCHES)}")
+        parser.error(f"unknown: {', '.join(unknown)}; must be among {', '.join(BENCHES)}")
     if args.list:
         print("\n".join(BENCHES))
         return 0
@@ -382,7 +381,7 @@ def main(arguments: Sequence[str], results: Path = RESULTS, target: Path = PAGE)
         print(f"{name}: running", flush=True)
         if why := measure(name, BENCHES[name], results):
             failed = 1
-            print(f"{name}: no figures: {why}", flush=True)
+            print(f"{name}: failed: {why}", flush=True)
     target.write_text(page(results))
     print(f"written: {target}")
     return failed

@@ -1,8 +1,8 @@
-"""Seconds of an update with `fsdp_config.use_torch_compile` and without, in turn, for a held model.
+"""Times updates with and without `fsdp_config.use_torch_compile`, in turn, for a model of `held.py`.
 
     python scripts/bench/compiled.py [--model 31.7M] [--dtype bf16] [--steps 3] [--rounds 3]
 
-Prints one JSON object: the fastest round of each. Compiling, in the first steps, does not count.
+Prints one JSON object: the fastest round of each. The first steps, which compile, are not counted.
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ from hydraflow.models.compiled import KEY
 
 
 def main() -> None:
-    """Runs and prints."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

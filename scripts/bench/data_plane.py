@@ -1,13 +1,13 @@
-"""How long rows take from the controller to the ranks of a group, and their log-probabilities back.
+"""Times the round trip of rows from the controller to the ranks of a group, and of log-probabilities back.
 
     python scripts/bench/data_plane.py [--ranks 8] [--rows 8192] [--tokens 1024] [--repeats 7]
 
-A batch travels as a step sends it: prompts, responses and their masks as ragged columns, responses of
-`--tokens` tokens at most and half as many on average; and as verl lays it out, in six dense int64 columns.
-The ranks are processes on this machine that compute nothing: they answer with float32 numbers of the shape of
-log-probabilities, which the controller reads. Prints one JSON object per form: megabytes sent, and the
-milliseconds of the median and of the fastest round trip, beside those of copying as many bytes once; and the
-seconds in which Ray and the group start.
+The batch has two forms: as a step sends it, with prompts, responses and masks as ragged columns, responses of
+up to `--tokens` tokens and half as many on average; and verl's layout of six dense int64 columns. The ranks
+are processes on this machine that compute nothing: they return float32 numbers in the shape of
+log-probabilities, which the controller reads. Prints one JSON object per form: megabytes sent, milliseconds
+of the median and the fastest round trip, those of copying as many bytes once, and the seconds that Ray and
+the group take to start.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ from hydraflow.protocol.batch import DataProto
 
 
 class Scorer(Worker):
-    """Answers at once."""
+    """Returns without computing anything."""
 
     @register(Dispatch.DP_COMPUTE_PROTO, read_only=True)
     def log_probs(self, batch: DataProto) -> DataProto:
-        """(B, R) or ragged float32, as the mask."""
+        """float32, dense (B, R) or ragged, in the shape of the mask."""
         mask = batch.get("response_mask")
         if not ragged.is_ragged(mask):
             return DataProto.from_dict({"log_probs": mask.float()})
@@ -44,7 +44,7 @@ class Scorer(Worker):
 
 
 def as_sent(rows: int, tokens: int) -> DataProto:
-    """What a step sends: no padding."""
+    """A batch as a step sends it, without padding."""
     lengths = torch.randint(1, tokens + 1, (rows,))
     columns = {
         name: ragged.from_parts(torch.ones(int(sizes.sum()), dtype=torch.int64), sizes)
@@ -58,7 +58,7 @@ def as_sent(rows: int, tokens: int) -> DataProto:
 
 
 def as_in_verl(rows: int, tokens: int) -> DataProto:
-    """Padded prompts and responses, together and apart."""
+    """verl's dense columns: padded prompts and responses, concatenated and separate."""
     whole = ("input_ids", "attention_mask", "position_ids")
     widths = dict.fromkeys(whole, 2 * tokens) | dict.fromkeys(
         ("prompts", "responses", "response_mask"), tokens
@@ -69,7 +69,7 @@ def as_in_verl(rows: int, tokens: int) -> DataProto:
 
 
 def milliseconds(work: Callable[[], object], repeats: int) -> list[float]:
-    """Of each repetition but the first, ascending."""
+    """Milliseconds of each call, ascending; a warm-up call is not counted."""
     taken = []
     for _ in range(repeats + 1):
         since = time.perf_counter()
@@ -79,7 +79,7 @@ def milliseconds(work: Callable[[], object], repeats: int) -> list[float]:
 
 
 def copies_of(size: int, repeats: int) -> list[float]:
-    """Milliseconds that one copy of that many bytes takes."""
+    """Milliseconds of copies of `size` bytes, ascending."""
     source, target = torch.ones(size, dtype=torch.uint8), torch.ones(size, dtype=torch.uint8)
     return milliseconds(lambda: target.copy_(source), repeats)
 

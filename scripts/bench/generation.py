@@ -1,14 +1,14 @@
-"""Measures tokens per second of the rollout engines, beside vLLM by itself and transformers' `generate`.
+"""Measures tokens per second of the rollout engines, plain vLLM and transformers' `generate`.
 
     python scripts/bench/generation.py [--engines native,vllm,raw_vllm,transformers] [--models 1M,30M]
                                        [--lengths equal,ragged,mixed] [--sequences 512]
 
-Each case has a process of its own, with one thread, random fp32 weights, 8 samples of each prompt of 16
-tokens, and one smaller call first that is not counted. Responses have 64 tokens (equal), or end by chance,
-after 256 tokens at most (ragged), or have 64 tokens after prompts of 16 to 512 (mixed). native and vllm are
-what a rollout process runs, with log-probabilities and seeds.
-raw_vllm is `vllm.LLM` with the same arguments and log-probabilities; transformers gives none. Prints one JSON
-object per case: tokens, seconds, tokens per second, and seconds of processor time for 1000 tokens.
+Each case runs in its own process, with one thread, random fp32 weights, 8 samples per prompt of 16 tokens,
+and a smaller warm-up call. Responses have 64 tokens (equal), or end at random, after 256 tokens at most
+(ragged), or have 64 tokens after prompts of 16 to 512 (mixed). native and vllm are the engines of a rollout
+process, with log-probabilities and seeds. raw_vllm is `vllm.LLM` with the same arguments and
+log-probabilities; transformers returns none. Prints one JSON object per case: tokens, seconds, tokens per
+second, and CPU seconds per 1000 tokens.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ SIZES: Mapping[str, Mapping[str, int]] = {
 }
 LONGEST = {"equal": 64, "ragged": 256, "mixed": 64}
 MEAN_LENGTH = 85
-"""Of ragged responses, were there no longest one."""
+"""Mean length of ragged responses, had they no limit."""
 REPEAT_SECONDS = 10.0
-"""Calls that have taken less than this together are repeated, up to three of them: the fastest counts."""
+"""A case is called up to three times, until its calls together took this long; the fastest counts."""
 Sample = Callable[[int], int]
-"""Samples that many sequences; returns the number of tokens."""
+"""Samples the given number of sequences; returns the number of tokens."""
 
 
 def config_of(size: str) -> Any:
@@ -60,12 +60,13 @@ def prompts_of(size: str, lengths: str, count: int) -> list[Any]:
 
 
 def stops_of(size: str, lengths: str) -> list[int]:
-    """Tokens that end a ragged response: of nearly equal probabilities, that many of them."""
+    """Stop tokens of ragged responses: as many as give MEAN_LENGTH, all tokens being about equally
+    probable."""
     return list(range(SIZES[size]["vocab_size"] // MEAN_LENGTH)) if lengths == "ragged" else []
 
 
 def ours(name: str, size: str, lengths: str, sequences: int) -> Sample:
-    """A rollout engine as its process builds it."""
+    """A rollout engine, built as in a rollout process."""
     import torch
 
     from hydraflow.generation.base import EngineSpec, GenerationRequest, SamplingParams
@@ -90,7 +91,7 @@ def ours(name: str, size: str, lengths: str, sequences: int) -> Sample:
 
 
 def raw_vllm(size: str, lengths: str, sequences: int) -> Sample:
-    """vLLM's own class, with the arguments that ours would give it."""
+    """vLLM's own class, with the arguments that our engine passes."""
     import torch
 
     from hydraflow.generation.base import EngineSpec
@@ -126,7 +127,7 @@ def raw_vllm(size: str, lengths: str, sequences: int) -> Sample:
 
 
 def transformers(size: str, lengths: str, sequences: int) -> Sample:
-    """`generate` on all sequences at once, prompts padded on the left."""
+    """`generate` on all sequences at once, with left-padded prompts."""
     import torch
 
     model, stops = model_of(size), stops_of(size, lengths)
@@ -150,7 +151,7 @@ def transformers(size: str, lengths: str, sequences: int) -> Sample:
 
 
 def measure(engine: str, size: str, lengths: str, sequences: int, results: Any) -> None:
-    """One case, in this process."""
+    """Measures one case, in this process."""
     import torch
 
     torch.set_num_threads(1)
@@ -180,7 +181,7 @@ def measure(engine: str, size: str, lengths: str, sequences: int, results: Any) 
 
 
 def timed(sample: Sample, sequences: int) -> tuple[float, float, int]:
-    """Seconds and processor seconds of one call, and its tokens."""
+    """Seconds, CPU seconds and tokens of one call."""
     since, spent = time.perf_counter(), time.process_time()
     tokens = sample(sequences)
     return time.perf_counter() - since, time.process_time() - spent, tokens
@@ -193,7 +194,7 @@ def main() -> None:
     parser.add_argument("--lengths", default="equal,ragged,mixed")
     parser.add_argument("--sequences", type=int, default=512)
     given = parser.parse_args()
-    context = multiprocessing.get_context("fork")  # this process has imported nothing that a case uses
+    context = multiprocessing.get_context("fork")  # safe: none of the cases' libraries are imported yet
     results = context.Queue()
     for size in given.models.split(","):
         for lengths in given.lengths.split(","):

@@ -1,10 +1,10 @@
-"""By how much the processes of a run grow in 200 training steps of the default recipe.
+"""Measures by how much a run's processes grow in 200 training steps of the default recipe.
 
     python scripts/bench/growth.py [--steps 200] [overrides ...]
 
-Prints one JSON object: for the controller, the workers and Ray's control service (gcs_server) MiB of resident
-memory after 400 steps and after that many more, and the growth as a share. Until then caches of memory fill:
-workers grow by 3 % from step 60 to 260.
+Prints one JSON object: for the controller, the workers and Ray's control service (gcs_server), MiB of
+resident memory after 400 steps and after `--steps` more, and the relative growth. Before step 400, allocator
+caches fill: workers grow by 3 % from step 60 to 260.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ import psutil
 from steady import default_assets
 
 WARM_UP, BEYOND = 400, 20
-"""Steps before the first look, and after the last one: the run must not have ended."""
+"""Steps before the first measurement; and after the last, so that the run is still alive then."""
 LIMIT_SECONDS = 800
 
 
 def resident(pid: int) -> dict[str, float]:
-    """MiB by kind of process."""
+    """Resident MiB by kind of process."""
     found = {"controller": psutil.Process(pid).memory_info().rss / 2**20}
     for process in psutil.Process(pid).children(recursive=True):
         name = " ".join(process.cmdline())
@@ -39,16 +39,15 @@ def resident(pid: int) -> dict[str, float]:
 
 
 def await_step(metrics: Path, step: int, process: subprocess.Popen[bytes]) -> None:
-    """Until the run has logged it."""
+    """Waits until the run has logged the step."""
     deadline = time.monotonic() + LIMIT_SECONDS
     while not metrics.exists() or f'"step": {step},' not in metrics.read_text():
         if process.poll() is not None or time.monotonic() > deadline:
-            raise SystemExit(f"the run did not come to step {step}")
+            raise SystemExit(f"the run did not reach step {step}")
         time.sleep(0.2)
 
 
 def main() -> None:
-    """Runs and prints."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

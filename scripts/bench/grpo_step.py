@@ -3,7 +3,7 @@ first step.
 
     python scripts/bench/grpo_step.py [--steps 40] [overrides ...]
 
-Prints one JSON object. `ray_share` is the part of a step in which no worker of the phase was running:
+Prints one JSON object. `ray_share` is the fraction of a step in which no worker of the phase was running:
 dispatch, transport, waiting for the slower rank.
 """
 
@@ -17,7 +17,6 @@ from steady import default_assets, hydraflow_steps
 
 
 def main() -> None:
-    """Runs and prints."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

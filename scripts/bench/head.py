@@ -1,12 +1,12 @@
 #!/usr/bin/env python
-"""Time and memory of a policy's head, forward and backward: the fused one, and the same numbers by calling
-the head as a module under gradient checkpointing.
+"""Measures time and memory of a policy's head, forward and backward: the fused head, and the same computation
+by calling the head as a module under gradient checkpointing.
 
     python scripts/bench/head.py --tokens 2048 --vocabulary 32768 --hidden 512 --dtype fp32 --entropy
     python scripts/bench/head.py --tokens 32768 --vocabulary 150000 --hidden 64 --repeats 1 --fused-only
 
-Prints one JSON object per way: CPU seconds of the fastest repetition (the two ways take turns), and MiB that
-the process held at its peak more than before. Linux only.
+Prints one JSON object per way: CPU seconds of the fastest repetition (the two ways take turns), and the
+largest growth of the process's memory, in MiB. Linux only.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def main() -> None:
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--dtype", default="fp32")
     parser.add_argument("--temperature", type=float, default=1.0)
-    parser.add_argument("--entropy", action="store_true", help="compute entropies and train them")
+    parser.add_argument("--entropy", action="store_true", help="compute entropies, with their gradient")
     parser.add_argument("--fused-only", action="store_true")
     args = parser.parse_args()
     ways = passes(args)
@@ -76,13 +76,14 @@ def main() -> None:
 
 
 def passes(args: argparse.Namespace) -> dict[str, Pass]:
-    """Forward passes of the same head over the same tokens."""
+    """Way -> forward pass; both with the same head and tokens."""
     torch.manual_seed(0)
     dtype = resolve_dtype(args.dtype, "cpu")
     hidden = torch.randn(args.tokens, args.hidden, dtype=dtype, requires_grad=True)
     targets = torch.randint(args.vocabulary, (args.tokens,))
     model = heads.PolicyModel(OnlyHead(args.hidden, args.vocabulary, dtype), chunk_tokens=args.chunk)
     ask = Ask(args.temperature, entropy=args.entropy)
+    # there is no backbone to compute them
     heads.asked_hidden_states = lambda backbone, batch: hidden
     batch: Any = SimpleNamespace(targets=targets)
     ways: dict[str, Pass] = {"fused": partial(model, batch, ask)}
@@ -93,7 +94,7 @@ def passes(args: argparse.Namespace) -> dict[str, Pass]:
 
 def measure(way: Pass) -> tuple[float, float]:
     """CPU seconds and MiB of one forward and backward pass."""
-    Path("/proc/self/clear_refs").write_text("5")  # the peak starts at what is held now
+    Path("/proc/self/clear_refs").write_text("5")  # resets VmHWM to the current VmRSS
     before, start = status_mib("VmRSS"), time.process_time()
     loss = sum(column.sum() for column in way() if column is not None)
     loss.backward()  # type: ignore[union-attr]
@@ -101,7 +102,7 @@ def measure(way: Pass) -> tuple[float, float]:
 
 
 def status_mib(key: str) -> float:
-    """A figure of this process's memory."""
+    """MiB of a line of /proc/self/status."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) / 1024 for line in lines if line.startswith(f"{key}:"))
 

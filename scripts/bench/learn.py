@@ -1,14 +1,13 @@
 #!/usr/bin/env python
-"""Whether choices learn: trains the arithmetic recipe with each of them, and prints held-out accuracy before
-and after.
+"""Checks that choices learn: trains the arithmetic recipe with each, and prints held-out accuracy before and
+after.
 
     python scripts/bench/learn.py algorithm.adv_estimator=grpo,opo,remax
     python scripts/bench/learn.py --steps 30 actor_rollout_ref.actor.policy_loss.loss_mode=vanilla,gspo
 
-A key with several values, separated by commas, is tried with each of them; several such keys with all
-combinations. Other overrides hold for every run. Each run is one process without Ray, one after the other,
-from the same warm-started model. One line is printed as soon as its run has ended. Exit code 1 if a run
-failed or did not raise the accuracy.
+A key with several comma-separated values is tried with each; several such keys, with all combinations. Other
+overrides apply to every run. Runs are sequential, one process each without Ray, from the same warm-started
+model. Prints a line after each run. Exit code 1 if a run failed or did not raise the accuracy.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ ONE_PROCESS = (
 
 
 def variants(overrides: Sequence[str]) -> Iterator[tuple[str, ...]]:
-    """The overrides of each run. Commas inside brackets separate nothing.
+    """The overrides of each run. Commas in values with brackets or quotes do not separate.
 
     >>> list(variants(["a=1,2", "b=3", "c=[4,5]"]))
     [('a=1', 'b=3', 'c=[4,5]'), ('a=2', 'b=3', 'c=[4,5]')]
@@ -49,7 +48,7 @@ def variants(overrides: Sequence[str]) -> Iterator[tuple[str, ...]]:
 
 
 def learn(steps: int, overrides: Sequence[str]) -> dict[str, float]:
-    """Trains, and returns the content of `summary.json`. RuntimeError with the end of its log when the run
+    """Trains, and returns the content of `summary.json`. RuntimeError with the end of stderr if the run
     fails."""
     with tempfile.TemporaryDirectory(prefix="learn-") as folder:
         command = [sys.executable, "-m", "hydraflow.main_ppo", f"trainer.total_training_steps={steps}"]
@@ -62,7 +61,7 @@ def learn(steps: int, overrides: Sequence[str]) -> dict[str, float]:
 
 
 def main() -> int:
-    """Runs everything and prints a line per run; returns the exit code."""
+    """Runs all variants and prints a line per run; returns the exit code."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -1,16 +1,15 @@
-"""Measures what the memory estimate promises: peaks of real worker processes on this CPU, phase by phase,
-beside the estimates.
+"""Measures the peak memory of real worker processes on this CPU, phase by phase, beside the estimates.
 
     python scripts/bench/memory.py [--cases tied,untied,stored] [--keep-freed]
 
-For each case a model with random weights is written, and two processes with the run's own actor and rollout
-workers go through the phases of a step, every row at its longest. A phase's measurement is the highest
-resident set in it (VmHWM, set back before it) less what the process held after its imports and a pass with a
-tiny model. Prints one JSON object per case.
+For each case a model with random weights is written, and two processes with a run's actor and rollout workers
+go through the phases of a step, with all rows at maximum length. A phase's measurement is its peak resident
+set (VmHWM, reset before it) minus what the process held after its imports and a pass with a tiny model.
+Prints one JSON object per case.
 
-glibc keeps freed memory, up to as much again as is in use. The processes therefore give every block of 256
-KiB or more back at once, so that the resident set is what is in use; `--keep-freed` measures them as they
-are.
+glibc keeps freed memory, up to as much again as is in use. The processes therefore return blocks of 256 KiB
+and more to the system at once, so that the resident set is the memory in use; `--keep-freed` measures them
+with glibc's default.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ from hydraflow.schema import PPOConfig
 
 RANKS = 2
 TOLERANCE = 0.2
-"""Estimates are within this share of the measurement; checked by tests/memory/test_measured.py."""
+"""Maximum relative error of an estimate; checked by tests/memory/test_measured.py."""
 TINY = dict(
     vocab_size=64,
     hidden_size=32,
@@ -52,11 +51,12 @@ PRELOADED = [
     "transformers.models.qwen3.modeling_qwen3",
 ]
 _M_MMAP_THRESHOLD = -3
+"""A parameter of glibc's mallopt: blocks of this size and more go back to the system when freed."""
 
 
 @dataclass(frozen=True)
 class Case:
-    """A model and a run of it."""
+    """A model and the sizes of a run with it."""
 
     architecture: str
     sizes: Mapping[str, Any]
@@ -66,10 +66,10 @@ class Case:
     """Trajectories of one rank in a step; two of them share a prompt."""
     micro: int
     settings: Mapping[str, Any] = field(default_factory=dict)
-    """Further fields, by the dotted key of the configuration."""
+    """Other settings, by dotted key."""
 
 
-# 28 M parameters; activations are kept, and the head works in chunks: memory is mostly activations and logits
+# 28 M parameters; no activation checkpointing, head in chunks: memory is mostly activations and logits
 STORED = Case(
     "qwen2",
     dict(vocab_size=20000, hidden_size=384, intermediate_size=1152, num_hidden_layers=8)
@@ -80,7 +80,7 @@ STORED = Case(
         "actor_rollout_ref.actor.fsdp_config.head_chunk_tokens": 128,
     },
 )  # fmt: skip
-# 29 M parameters, tied, each layer a unit of its own; three micro-batches, so gradients are accumulated
+# 29 M parameters, tied embeddings, each layer an FSDP unit; three micro-batches, so gradients are accumulated
 # unsharded
 TIED = Case(
     "qwen3",
@@ -103,7 +103,7 @@ CASES = {
         prompt=32, response=8, rows=4, micro=4,
     ),
     "stored": STORED,
-    # the same, but the two processes share the tokens of each row (Ulysses)
+    # STORED with Ulysses: the two processes share the tokens of each row
     "shared": replace(
         STORED,
         micro=8,
@@ -112,7 +112,7 @@ CASES = {
             "actor_rollout_ref.actor.fsdp_config.ulysses_sequence_parallel_size": RANKS,
         },
     ),
-    # Megatron-Core: the two processes divide each matrix, the layers, or the optimizer's state
+    # Megatron-Core: tensor parallel, pipeline parallel, or a distributed optimizer over the two processes
     "matrices": replace(
         STORED,
         settings={
@@ -138,12 +138,8 @@ def configure(case: Case, model: str) -> PPOConfig:
     config.trainer.nnodes, config.trainer.n_gpus_per_node, config.trainer.device = 1, RANKS, "cpu"
     data.max_prompt_length, data.max_response_length = case.prompt, case.response
     data.train_batch_size = policy.actor.ppo_mini_batch_size = case.rows * RANKS // 2
-    policy.model.path, policy.rollout.n, policy.rollout.ignore_eos, policy.rollout.dtype = (
-        model,
-        2,
-        True,
-        "fp32",
-    )
+    policy.model.path, policy.rollout.n = model, 2
+    policy.rollout.ignore_eos, policy.rollout.dtype = True, "fp32"
     policy.actor.ppo_micro_batch_size_per_gpu = policy.rollout.log_prob_micro_batch_size_per_gpu = case.micro
     policy.actor.fsdp_config.dtype = "fp32"
     for key, value in case.settings.items():
@@ -156,7 +152,7 @@ def configure(case: Case, model: str) -> PPOConfig:
 
 
 def estimated(config: PPOConfig, plan: BatchPlan) -> dict[str, int]:
-    """Bytes of each phase on each process."""
+    """Estimated bytes of each phase, per process."""
     shape = read_shape(config.actor_rollout_ref.model)
     assert shape is not None, "the model was just written"
     (group,) = estimate(plan, config, shape, limits=limits_of(config)).groups
@@ -175,21 +171,21 @@ def status(name: str) -> int:
 
 
 def settle() -> None:
-    """Gives back what was freed, and forgets the highest resident set."""
+    """Returns freed memory to the system, and resets VmHWM."""
     gc.collect()
     ctypes.CDLL("libc.so.6").malloc_trim(0)
     Path("/proc/self/clear_refs").write_text("5")
 
 
 def peak_of(work: Callable[[], Any]) -> int:
-    """The highest resident set while `work` runs, in bytes."""
+    """The peak resident set while `work` runs, in bytes."""
     settle()
     work()
     return status("VmHWM")
 
 
 class Rank:
-    """The actor and the rollout of one process, and the rows that they get."""
+    """The actor and rollout workers of one process, and their inputs."""
 
     def __init__(self, rank: int, port: int, config: PPOConfig, plan: BatchPlan):
         from hydraflow.dispatch.worker import ProcessContext
@@ -226,7 +222,7 @@ class Rank:
         self.rollout.sync_from_actor(1)
 
     def sample(self) -> Any:
-        """Trajectories of longest rows, as the step's batch."""
+        """Samples a step's trajectories, from prompts of maximum length."""
         import numpy as np
         import torch
 
@@ -243,11 +239,11 @@ class Rank:
         return self.rollout.generate(batch)
 
     def make_optimizer_state(self) -> None:
-        """An update on the shortest rows there are."""
+        """Runs an update on minimal rows."""
         self.actor.update(self.rows(1, 1), step=1)
 
     def rows(self, prompt: int, response: int) -> Any:
-        """The actor's rows of a step, all of these lengths; the same on ranks that share them."""
+        """The rank's rows of a step, all of these lengths; the same on ranks that share rows."""
         import torch
 
         from hydraflow.protocol import ragged
@@ -270,7 +266,7 @@ class Rank:
         )
 
     def step(self) -> dict[str, int]:
-        """The peak of every phase, in the order of a step."""
+        """The peak of each phase, in the order of a step."""
         peaks = {"sync": peak_of(self.sync), "sample": peak_of(self.sample)}
         rows = self.rows(self.config.data.max_prompt_length, self.config.data.max_response_length)
         inputs = rows.select(["prompts", "responses", "response_mask"])
@@ -282,7 +278,7 @@ class Rank:
 def rank_main(
     rank: int, port: int, jobs: list[tuple[PPOConfig, BatchPlan]], keep_freed: bool, pipe: Connection
 ) -> None:
-    """A tiny run, which loads everything that is loaded late, and then the run that is measured."""
+    """Runs a tiny model, which triggers all lazy imports, and then the model to measure."""
     import torch
 
     from hydraflow.engine import process_group
@@ -296,16 +292,16 @@ def rank_main(
     baseline = status("VmRSS")
     run = Rank(rank, port, *real)
     run.make_optimizer_state()
-    run.sync()  # fresh weights of the rollout take up memory when they are first written
+    run.sync()  # the rollout's weights take up memory only once they are written
     pipe.send({"baseline": baseline, **{phase: peak - baseline for phase, peak in run.step().items()}})
     process_group.stop()
 
 
-# --- in the program --------------------------------------------------
+# --- in the parent process --------------------------------------------------
 
 
 def write_model(architecture: str, sizes: Mapping[str, Any], folder: Path) -> None:
-    """A model with random weights, in a process of its own."""
+    """Writes a model with random weights; runs in a process of its own."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -315,7 +311,7 @@ def write_model(architecture: str, sizes: Mapping[str, Any], folder: Path) -> No
 
 
 def measure(case: Case, folder: Path, *, keep_freed: bool = False) -> dict[str, Any]:
-    """Estimates, measurements (of the process that held most) and their ratios."""
+    """Estimates, measurements (maxima over the processes) and their ratios."""
     context = get_context("forkserver")
     context.set_forkserver_preload(PRELOADED)
     tiny = Case("qwen3", TINY, prompt=8, response=8, rows=4, micro=2, settings=case.settings)
@@ -338,7 +334,7 @@ def measure(case: Case, folder: Path, *, keep_freed: bool = False) -> dict[str, 
 
 
 def run_ranks(jobs: list[tuple[PPOConfig, BatchPlan]], keep_freed: bool) -> list[dict[str, int]]:
-    """What each rank measured. RuntimeError when one ends without an answer."""
+    """The measurements of each rank. RuntimeError if one ends without a result."""
     import socket
 
     context = get_context("forkserver")
@@ -356,18 +352,17 @@ def run_ranks(jobs: list[tuple[PPOConfig, BatchPlan]], keep_freed: bool) -> list
     try:
         return [mine.recv() for mine, _ in pipes]
     except EOFError as error:
-        raise RuntimeError("a rank ended without an answer; its messages are above") from error
+        raise RuntimeError("a rank ended without a result; its messages are above") from error
     finally:
         for process in processes:
             process.join()
 
 
 def main() -> None:
-    """Measures and prints."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--cases", default=",".join(CASES), help="names, separated by commas")
+    parser.add_argument("--cases", default=",".join(CASES), help="comma-separated names")
     parser.add_argument("--keep-freed", action="store_true", help="leave glibc's allocator as it is")
     args = parser.parse_args()
     os.environ.setdefault("OMP_NUM_THREADS", "1")

@@ -1,16 +1,14 @@
-"""Time and peak memory of `model_merger merge`, and how they compare with verl's merger on the same
-checkpoint.
+"""Measures time and peak memory of `model_merger merge`, against verl's merger on the same checkpoint.
 
     python scripts/bench/merger.py [--sizes 0.5b 1.5b] [--layouts verl hydraflow megatron] [--repeats 3]
         [--verl VENV/bin/python] [--folder DIR]
 
-Makes models of random bf16 weights in Qwen2's shapes, splits them over 4 ranks with `split`, merges, and
+Creates models with random bf16 weights in Qwen2's shapes, splits them over 4 ranks with `split`, merges, and
 compares the result with the model bit by bit. Prints one JSON object. `ratio_*` are verl's figures divided by
-ours; where other programs run, the CPU time says more than the clock. Without --verl its figures are those
-taken of verl 0.9.1 on a machine with 2 cores; with it, it merges the same checkpoint here. Megatron-Core's
-checkpoints are compared with Megatron-Core's own `dist_checkpointing.load` in one process and transformers'
-`save_pretrained` instead. `above_torch_mb` is the peak above that of a process that has imported torch and
-done nothing.
+ours; on a busy machine, CPU time says more than the clock. With --verl, verl merges the same checkpoint here;
+without it, its figures are those of verl 0.9.1 on another machine with 2 cores. Megatron-Core checkpoints are
+compared with Megatron-Core's own `dist_checkpointing.load` in one process and transformers' `save_pretrained`
+instead. `above_torch_mb` is the peak above that of a process that only imports torch.
 """
 
 from __future__ import annotations
@@ -49,7 +47,7 @@ SHAPES: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True)
 class Figures:
-    """What one merge took; of several runs the fastest."""
+    """Cost of one merge; over several runs, the least time and the highest peak."""
 
     seconds: float
     cpu_seconds: float
@@ -57,11 +55,11 @@ class Figures:
 
 
 VERL = {"0.5b": Figures(12.7, 11.1, 2150), "1.5b": Figures(44.4, 23.6, 5070)}
-"""verl 0.9.1, 4 shards of bf16."""
+"""Measured with verl 0.9.1 on 4 bf16 shards."""
 
 
 def make_model(size: str, directory: str) -> None:
-    """A model of random weights with a small tokenizer."""
+    """Writes a model with random weights and a small tokenizer."""
     import torch
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
@@ -80,12 +78,12 @@ def make_model(size: str, directory: str) -> None:
 
 
 def run(command: list[str]) -> Figures:
-    """Runs a command, which must succeed."""
+    """Runs a command and measures it; SystemExit with its stderr if it fails."""
     begin = time.perf_counter()
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
     assert process.stderr is not None
     errors = process.stderr.read()
-    _, status, used = os.wait4(process.pid, 0)
+    _, status, used = os.wait4(process.pid, 0)  # unlike Popen.wait, reports the resources used
     process.returncode = os.waitstatus_to_exitcode(status)
     if process.returncode:
         raise SystemExit(f"{' '.join(command)} failed:\n{errors.decode()}")
@@ -93,7 +91,7 @@ def run(command: list[str]) -> Figures:
 
 
 def fastest(command: list[str], target: Path, repeats: int) -> Figures:
-    """The best of several runs, each with a fresh target."""
+    """Figures over several runs, each with a fresh target."""
     found = []
     for _ in range(repeats):
         shutil.rmtree(target, ignore_errors=True)
@@ -162,7 +160,7 @@ def read(folder):
     files = [safe_open(f, "pt") for f in glob.glob(folder + "/*.safetensors")]
     return {k: f.get_tensor(k) for f in files for k in f.keys()}
 a, b = read(sys.argv[1]), read(sys.argv[2])
-assert a.keys() == b.keys() and all(torch.equal(a[k], b[k]) for k in a), "the merged model is another one"
+assert a.keys() == b.keys() and all(torch.equal(a[k], b[k]) for k in a), "the merged model differs"
 """
 
 
@@ -197,7 +195,6 @@ model.save_pretrained(target)
 
 
 def main() -> None:
-    """Runs and prints."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -207,7 +204,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--verl", help="a Python that has verl")
     parser.add_argument(
-        "--folder", type=Path, help="where models and checkpoints are put meanwhile (a temporary folder)"
+        "--folder", type=Path, help="parent of the temporary folder for models and checkpoints"
     )
     args = parser.parse_args()
     with tempfile.TemporaryDirectory(dir=args.folder) as folder:

@@ -1,8 +1,8 @@
 """Runs the default recipe for some steps and reads its steady state from metrics.jsonl. Shared by the
-benches.
+benchmarks.
 
-In: number of steps and overrides. Out: median seconds per step and per phase, and the time from launch to the
-first step's end.
+In: number of steps and overrides. Out: median seconds per step and per phase, and those from launch to the
+end of the first step.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from hydraflow.recipes.arithmetic import ArithmeticAssets, cache_folder, is_made
 from hydraflow.schema import PPOConfig
 
 WARM_UP = 5
-"""Steps at the start that do not count, by default."""
+"""Default number of warm-up steps, which are not counted."""
 
 
 @dataclass(frozen=True)
 class Steady:
-    """Seconds in steady state."""
+    """Timings in steady state, in seconds."""
 
     median: float
     fastest: float
@@ -34,13 +34,13 @@ class Steady:
     phases: dict[str, float]
     """Median seconds of each phase."""
     ray_share: float
-    """Share of a step that the controller spent outside of what the workers measured as their own time."""
+    """Fraction of a step outside of the time that the workers measured themselves."""
     response_tokens: float
-    """Mean length of the responses."""
+    """Mean response length."""
 
 
 def default_assets(*overrides: str) -> ArithmeticAssets:
-    """The default recipe's files, with `overrides`; made by a run of one step if they are missing."""
+    """The default recipe's files, with `overrides`; a one-step run creates them if they are missing."""
     config = load("ppo", PPOConfig, overrides)
     folder = cache_folder(config.recipe, config.trainer.seed)
     if not is_made(folder):
@@ -49,7 +49,7 @@ def default_assets(*overrides: str) -> ArithmeticAssets:
 
 
 def hydraflow_steps(steps: int, *overrides: str, warm_up: int = WARM_UP) -> Steady:
-    """Trains `warm_up` + `steps` steps without validation, in a process of its own."""
+    """Trains `warm_up` + `steps` steps without validation, in a separate process."""
     with tempfile.TemporaryDirectory() as folder:
         command = [
             sys.executable,

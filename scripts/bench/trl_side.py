@@ -1,6 +1,6 @@
-"""The same GRPO job in TRL's GRPOTrainer; runs in TRL's own virtual environment, called by vs_trl.py.
+"""The GRPO job of vs_trl.py in TRL's GRPOTrainer; runs in TRL's own virtual environment, called by vs_trl.py.
 
-In: model directory, prompts as Parquet, sizes. Out: one JSON line with seconds per step.
+In: model directory, Parquet file of prompts, sizes. Out: one JSON line with seconds per step.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from trl import GRPOConfig, GRPOTrainer
 
 
 class StepClock(TrainerCallback):
-    """Notes when each optimizer step of a new batch ended, and the rewards and lengths that were logged."""
+    """Records the end of each optimizer step, and the rewards and lengths that were logged."""
 
     def __init__(self) -> None:
         self.ends: list[float] = []
@@ -37,13 +37,13 @@ class StepClock(TrainerCallback):
 
 
 def exact_match(completions: list[Any], ground_truth: list[str], **kwargs: Any) -> list[float]:
-    """1 where the text is the answer."""
+    """1 if the text is the answer, else 0."""
     texts = [c[0]["content"] if isinstance(c, list) else c for c in completions]
     return [float(text.strip() == truth) for text, truth in zip(texts, ground_truth, strict=True)]
 
 
 def main() -> None:
-    """Trains for a few steps and prints what they took."""
+    """Trains for a few steps and prints the seconds per step; the first two do not count."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--model", required=True)
     parser.add_argument("--prompts", required=True)

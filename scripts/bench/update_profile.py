@@ -1,13 +1,13 @@
 #!/usr/bin/env python
-"""Where an update's time goes: the shares of matrix products, attention, the head and the rest.
+"""Profiles an update: fractions of time in matrix products, attention, the head and the rest.
 
     python scripts/bench/update_profile.py [--model 0.85M|31.7M] [--dtype fp32|bf16] [--rows 128]
                                            [--tokens 32] [--operators 20]
 
-One rank with one thread: a forward and a backward pass, and an optimizer step, over rows of 6 tokens and
-`--tokens` more that are trained. Prints one JSON object: processor seconds of the fastest of three updates,
-and each kind's share of the time of another one, by torch's profiler; with `--operators` also the operators
-that take longest, each with its kind and share.
+One rank with one thread: a forward and a backward pass and an optimizer step, over rows with 6 prompt tokens
+and `--tokens` trained tokens. Prints one JSON object: CPU seconds of the fastest of three updates, and each
+kind's fraction of another one, from torch's profiler; with `--operators`, also that many of the slowest
+operators, each with its kind and fraction.
 """
 
 from __future__ import annotations
@@ -42,17 +42,17 @@ KINDS: Mapping[str, str] = {
     "optimizer": r"_fused_adamw_|linalg_vector_norm",
     "copies": r"copy_|cat|index\w*|fill_|zero_|clone|embedding\w*",
 }
-"""Kinds of work, and the names of their operators."""
+"""Kind of work -> pattern of its operators' names."""
 
 
 def kind_of(operator: str) -> str:
-    """The kind of an operator; norms, rotations, activations and sums are others."""
+    """The kind of an operator; "other" for norms, rotary embeddings, activations and sums."""
     name = operator.rpartition("::")[2]
     return next((kind for kind, pattern in KINDS.items() if re.fullmatch(pattern, name)), "other")
 
 
 def make_rows(count: int, tokens: int) -> DataProto:
-    """Rows of random characters, each with a prompt of its own."""
+    """Rows of random tokens, no two with the same prompt."""
     draw = torch.Generator().manual_seed(0)
 
     def ids(length: int) -> torch.Tensor:
@@ -65,7 +65,7 @@ def make_rows(count: int, tokens: int) -> DataProto:
 
 
 def make_engine(model: str, dtype: str) -> FSDPEngine:
-    """A training engine of one rank."""
+    """A single-rank training engine."""
     with tempfile.TemporaryDirectory() as folder:
         path = write_model(model, Path(folder) / model)
         return FSDPEngine(
@@ -78,13 +78,13 @@ def make_engine(model: str, dtype: str) -> FSDPEngine:
 
 
 def loss(output: Any, columns: Mapping[str, torch.Tensor]) -> tuple[torch.Tensor, dict[str, Any]]:
-    """The mean log-probability."""
+    """The negative mean log-probability."""
     mask = columns["response_mask"]
     return -(output.log_probs * mask).sum() / mask.sum(), {}
 
 
 def update(engine: FSDPEngine, rows: DataProto) -> float:
-    """Takes an optimizer step; returns its processor seconds."""
+    """Runs one update; returns its CPU seconds."""
     start = time.process_time()
     engine.forward_backward([rows], loss, Ask(entropy=True, entropy_is_trained=False))
     engine.optimizer_step()
@@ -92,7 +92,6 @@ def update(engine: FSDPEngine, rows: DataProto) -> float:
 
 
 def main() -> None:
-    """Measures and prints."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -1,16 +1,16 @@
-"""Trajectories per second of hydraflow and of TRL's GRPOTrainer: same model, prompts, samples and response
-length, same cores.
+"""Compares trajectories per second of hydraflow and TRL's GRPOTrainer, with the same model, prompts, samples,
+response length and cores.
 
     python scripts/bench/vs_trl.py [--model recipe|0.85M|31.7M] [--dtype fp32|bf16] [--steps 40]
                                    [--tokens 32] [--prompts 16] [--ragged] [--venv .bench/trl]
 
-The two run one after the other. TRL gets a virtual environment of its own (made here the first time, some
-minutes) and is measured with one process of two threads and of one thread; its better figure counts.
-hydraflow runs its default: two processes of one thread. Models other than the recipe's have random weights,
-and their responses have `--tokens` tokens each; with `--ragged` they end at random, after about 512 tokens
-without a limit: four to five in ten before 256. bf16 is the type of the passes; weights stay in fp32 in both.
-Prints one JSON object with both figures, their ratio, and the seconds that the matrix products of sampling
-and learning alone would take at the machine's peak, which is measured before and after our steps.
+The two run one after the other. TRL has its own virtual environment (created on first use, a few minutes) and
+is measured as one process with two threads and with one; its better figure counts. hydraflow runs its
+default, two processes with one thread each. Models other than the recipe's have random weights, and their
+responses have `--tokens` tokens each; with `--ragged` they end at random, after about 512 tokens if there
+were no limit, so 40 to 50 % before 256. bf16 is the compute type; weights stay in fp32 in both. Prints one
+JSON object with both figures, their ratio, and the seconds that the matrix products of sampling and training
+would take at the machine's peak, which is measured before and after our steps.
 """
 
 from __future__ import annotations
@@ -38,22 +38,22 @@ HERE = Path(__file__).parent
 SETUP = HERE.parent / "setup_env.sh"
 LR = 1e-4
 PROMPT_TOKENS = 6
-"""Tokens of one problem of the recipe."""
+"""Tokens of one of the recipe's problems."""
 
 
 @dataclass(frozen=True)
 class Job:
-    """What both sides do in a step."""
+    """The work of one step, the same on both sides."""
 
     prompts: int
     samples: int
     updates: int
     tokens: int
-    """Longest response; without `ends` the length of every response."""
+    """Maximum response length; without `ends`, the length of every response."""
     ends: bool
     """Whether a response may end earlier."""
     warm_up: int
-    """Steps that do not count."""
+    """Steps that are not counted."""
 
     @property
     def trajectories(self) -> int:
@@ -69,12 +69,12 @@ JOBS = {
 
 
 def trl_python(venv: Path) -> Path:
-    """The interpreter of TRL's environment, which is created if it is missing; torch is installed first, in
-    the build that scripts/setup_env.sh chooses."""
+    """The interpreter of TRL's environment, which is created if it is missing, with the build of torch that
+    scripts/setup_env.sh chooses."""
     python = venv / "bin" / "python"
     if not python.exists():
         subprocess.run([sys.executable, "-m", "venv", str(venv)], check=True)
-        # Standard output is for the figures alone.
+        # stdout is for the figures only
         subprocess.run(
             ["bash", "-c", 'source "$0"; PYTHON="$1" install_torch', SETUP, python],
             check=True,
@@ -89,7 +89,7 @@ def trl_python(venv: Path) -> Path:
 def trl_steps(
     python: Path, job: Job, model: Path, problems: Path, dtype: str, steps: int, threads: int
 ) -> dict[str, float]:
-    """Seconds per step of TRL; its first two steps do not count."""
+    """Seconds per step of TRL, whose first two steps are not counted."""
     options = {
         "model": model,
         "prompts": problems,
@@ -118,7 +118,7 @@ def trl_steps(
 
 
 def our_steps(job: Job, model: Path | None, problems: Path, dtype: str, steps: int, *more: str) -> Steady:
-    """Seconds per step of hydraflow; `model`: None is the recipe's. `more`: overrides."""
+    """Seconds per step of hydraflow. `model`: None for the recipe's. `more`: overrides."""
     overrides = {
         "data.train_batch_size": job.prompts,
         "actor_rollout_ref.rollout.n": job.samples,
@@ -135,7 +135,7 @@ def our_steps(job: Job, model: Path | None, problems: Path, dtype: str, steps: i
             "actor_rollout_ref.model.enable_gradient_checkpointing": False,
             "data.train_files": problems,
             "data.val_files": problems,
-            "data.val_max_samples": 8,  # it is validated after the last step
+            "data.val_max_samples": 8,  # a run always validates after its last step
             "data.max_prompt_length": 16,
             "algorithm.adv_estimator": "grpo",
         }
@@ -145,14 +145,14 @@ def our_steps(job: Job, model: Path | None, problems: Path, dtype: str, steps: i
 
 
 def peaks(dtype: str) -> list[float]:
-    """Some measurements of the peak FLOP/s of all cores."""
+    """Fifteen measurements of the peak FLOP/s of all cores."""
     torch.set_num_threads(usable_cores())
     return [measured_flops(resolve_dtype(dtype, "cpu")) for _ in range(15)]
 
 
 def least_seconds(job: Job, tokens: float, model: Path, peak: float) -> tuple[float, float] | None:
     """Seconds of sampling and of the update at the peak rate of all cores: a forward pass per response of
-    `tokens` tokens, each with its prompt, and one update. None: the formula does not know the model."""
+    `tokens` tokens, each with its prompt, and one update. None if the model's FLOPs are unknown."""
     work = ModelWork.of(ModelConfig(path=str(model)), "policy", "model")
     if work is None:
         return None
@@ -162,7 +162,7 @@ def least_seconds(job: Job, tokens: float, model: Path, peak: float) -> tuple[fl
 
 
 def compare(name: str, job: Job, dtype: str, steps: int, venv: Path) -> dict[str, object]:
-    """The figures of both sides."""
+    """Measures both sides; the JSON object to print."""
     assets = default_assets()
     with tempfile.TemporaryDirectory() as folder:
         held = None if name == "recipe" else write_model(name, Path(folder) / name, ends=job.ends)
@@ -194,14 +194,13 @@ def compare(name: str, job: Job, dtype: str, steps: int, venv: Path) -> dict[str
 
 
 def main() -> None:
-    """Runs both sides and prints the ratio."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--model", choices=["recipe", *MODELS], default="recipe")
     parser.add_argument("--dtype", choices=["fp32", "bf16"], default="fp32")
-    parser.add_argument("--tokens", type=int, help="of a response")
-    parser.add_argument("--prompts", type=int, help="of a step")
+    parser.add_argument("--tokens", type=int, help="maximum tokens per response")
+    parser.add_argument("--prompts", type=int, help="prompts per step")
     parser.add_argument("--ragged", action="store_true", help="responses end at random")
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--venv", type=Path, default=Path(".bench/trl"))

@@ -1,15 +1,14 @@
-"""Measures how fast the generation engine gets the actor's weights, against this machine's memory-copy rate.
+"""Measures how fast the generation engine gets the actor's weights, against the machine's memory-copy rate.
 
     python scripts/bench/weight_sync.py [--models small,wide,large] [--publishes 5] [--bucket-megabytes 64]
 
-For each model (random fp32 weights, written on the spot) the run's own workers are started, one actor rank
-and one rollout process: both roles in the same process, then in two of a node, then on two Ray nodes (both on
-this machine). A publish hands over all weights. The first one is not counted, and it alone compares
-checksums. The copy rate is that of one thread that copies one array onto another, after each publish, so
-that whatever else the machine does slows both. Prints one JSON object per model: for each link the bytes per
-second of the median and of the fastest publish, and their shares of the median and of the fastest copy; what
-the slots of shared memory take; and by how much the memory of the actor's and of the rollout's process has
-grown at most, shared memory included.
+For each model (random fp32 weights, written on the spot) a run's workers are started, one actor rank and one
+rollout process: both roles in the same process, then in two processes on a node, then on two Ray nodes (both
+on this machine). A publish transfers all weights. The first one is not counted, and only it compares
+checksums. The copy rate is that of one thread copying one array to another, after each publish, so that other
+load on the machine slows both. Prints one JSON object per model: for each link, the bytes per second of the
+median and the fastest publish, and their ratios to the median and the fastest copy; the size of the slots of
+shared memory; and the largest growth of the actor's and the rollout's process, including shared memory.
 """
 
 from __future__ import annotations
@@ -52,7 +51,7 @@ MODELS: Mapping[str, Mapping[str, int]] = {
     # 29 M parameters
     "small": dict(vocab_size=8192, hidden_size=512, intermediate_size=1536, num_hidden_layers=8)
     | dict(num_attention_heads=8, num_key_value_heads=4, head_dim=64),
-    # 71 M parameters, of which an embedding of 256 MiB has all but 4 M
+    # 71 M parameters, all but 4 M of them in an embedding of 256 MiB
     "wide": dict(vocab_size=131072, hidden_size=512, intermediate_size=512, num_hidden_layers=2)
     | dict(num_attention_heads=8, num_key_value_heads=4, head_dim=64),
     # 494 M parameters, the sizes of Qwen2.5-0.5B
@@ -64,7 +63,7 @@ NEVER = 10**9
 
 
 def write_model(sizes: Mapping[str, int], folder: Path) -> int:
-    """Writes a model with random weights; returns their bytes."""
+    """Writes a model with random weights; returns their size in bytes."""
     config = AutoConfig.for_model("qwen3", **sizes, tie_word_embeddings=True, dtype="float32")
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
@@ -110,7 +109,7 @@ def two_processes(model: str, bucket_megabytes: int) -> Iterator[SharedMemory]:
         groups = {name: runtime.group(name, {name: spec}) for name, spec in roles(model).items()}
         runtime.await_ready()
         actor, rollout = groups["actor"].role("actor"), groups["rollout"].role("rollout")
-        yield SharedMemory(actor, rollout, how(bucket_megabytes))
+        yield SharedMemory(actor, rollout, rollout_settings(bucket_megabytes))
 
 
 @contextmanager
@@ -124,12 +123,12 @@ def two_nodes(model: str, bucket_megabytes: int) -> Iterator[Broadcast]:
         ]
         runtime.await_ready()
         actor, rollout = groups[0].role("actor"), groups[1].role("rollout")
-        yield Broadcast(actor, rollout, how(bucket_megabytes))
+        yield Broadcast(actor, rollout, rollout_settings(bucket_megabytes))
 
 
 @contextmanager
 def _cluster(folder: str) -> Iterator[str]:
-    """Two Ray nodes on this machine, whose files are in `folder`; the address of the first."""
+    """Two Ray nodes on this machine, with their files in `folder`; yields the address of the first."""
     node: dict[str, Any] = dict(num_cpus=2, object_store_memory=3 * 10**9)
     with patch.dict(os.environ, RAY_TMPDIR=folder):
         with workers_from_template(), without_services(log_monitor=False):
@@ -142,33 +141,34 @@ def _cluster(folder: str) -> Iterator[str]:
             end_template()
 
 
-def how(bucket_megabytes: int) -> RolloutConfig:
-    """Without checksums."""
+def rollout_settings(bucket_megabytes: int) -> RolloutConfig:
+    """Rollout settings without checksums."""
     return RolloutConfig(
         dtype="fp32", update_weights_bucket_megabytes=bucket_megabytes, verify_weights_every=NEVER
     )
 
 
 def slot_bytes(link: SharedMemory) -> int:
-    """Memory of the slots that the actor shares."""
+    """Bytes of the shared-memory slots of the actor's process."""
     files = [one for one in Path(f"/proc/{pids(link)['actor']}/fd").iterdir() if "memfd" in os.readlink(one)]
+    # by inode: several descriptors may be of one slot
     return sum({found.st_ino: found.st_blocks * 512 for found in map(os.stat, files)}.values())
 
 
 def pids(link: SeparateProcesses) -> dict[str, int]:
-    """The process of each role."""
+    """Process id of each role."""
     return {"actor": link.actor.group.processes[0].pid, "rollout": link.rollout.group.processes[0].pid}
 
 
 @contextmanager
 def watched(link: SeparateProcesses) -> Iterator[dict[str, int]]:
-    """By how many bytes the memory of each role's process has grown at most, once the context has ended. The
-    weights are published once before: only then does the rollout have the memory of its own."""
+    """Fills, on exit, the bytes by which each role's process grew at most. Weights are published once before,
+    because the rollout allocates its own only then."""
     link.publish(1)()
     grown: dict[str, int] = {}
     before = {role: psutil.Process(pid).memory_info().rss for role, pid in pids(link).items()}
     for pid in pids(link).values():
-        Path(f"/proc/{pid}/clear_refs").write_text("5")  # the peak is counted from now on
+        Path(f"/proc/{pid}/clear_refs").write_text("5")  # resets VmHWM
     yield grown
     for role, pid in pids(link).items():
         lines = Path(f"/proc/{pid}/status").read_text().splitlines()
@@ -177,30 +177,30 @@ def watched(link: SeparateProcesses) -> Iterator[dict[str, int]]:
 
 
 def rates(link: WeightLink, size: int, times: int) -> dict[str, float]:
-    """Bytes per second of `times` publishes of `size` bytes, and what share of the copy rate that is; a
-    publish and a copy before them are not counted."""
+    """Bytes per second of `times` publishes of `size` bytes, and their ratio to the copy rate, after a
+    warm-up publish and copy."""
     source, target = np.ones(COPIED_BYTES, dtype=np.uint8), np.zeros(COPIED_BYTES, dtype=np.uint8)
     published, copied = list[float](), list[float]()
     for _ in range(times + 1):
         published.append(seconds(lambda: link.publish(1)()))
         copied.append(seconds(lambda: np.copyto(target, source)))
     found: dict[str, float] = {}
-    middles: dict[str, Callable[[list[float]], float]] = {"median": statistics.median, "fastest": min}
-    for name, of in middles.items():
+    summaries: dict[str, Callable[[list[float]], float]] = {"median": statistics.median, "fastest": min}
+    for name, of in summaries.items():
         sent, copy = size / of(published[1:]), COPIED_BYTES / of(copied[1:])
         found |= {name: sent, f"{name}_copy": copy, f"{name}_share": round(sent / copy, 3)}
     return found
 
 
 def seconds(work: Callable[[], Any]) -> float:
-    """How long it takes."""
+    """Seconds that a call takes."""
     since = time.perf_counter()
     work()
     return time.perf_counter() - since
 
 
 def measure(model: str, publishes: int, bucket_megabytes: int) -> dict[str, Any]:
-    """One model's figures."""
+    """Measures all links with one model."""
     found: dict[str, Any] = {"model": model}
     with tempfile.TemporaryDirectory() as folder:
         found["bytes"] = size = write_model(MODELS[model], Path(folder))
@@ -219,7 +219,7 @@ def measure(model: str, publishes: int, bucket_megabytes: int) -> dict[str, Any]
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--models", default=",".join(MODELS), help="which of them, separated by commas")
+    parser.add_argument("--models", default=",".join(MODELS), help="comma-separated names")
     parser.add_argument("--publishes", type=int, default=5, help="timed publishes of each link")
     parser.add_argument("--bucket-megabytes", type=int, default=64)
     arguments = parser.parse_args()

@@ -1,12 +1,13 @@
 #!/usr/bin/env bash
-# One node's part in a job; srun starts it once on every node. It starts Ray there and ends exactly that Ray. On the first node it also
-# checks the run against what Slurm gave, waits until all nodes have joined, and trains. Arguments: those of the run.
+# One node's part of a job; srun starts it once on every node. Starts Ray, and stops exactly that Ray. On the
+# first node it also checks the run against the allocation, waits until all nodes have joined, and trains.
+# Arguments: those of the run.
 set -euo pipefail
 
 folder="$HYDRAFLOW_JOB_FOLDER"
 here="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)"
 name="${SLURMD_NODENAME:-$(hostname)}"
-# Short, and on a disk of the node: Ray's sockets are in it.
+# Holds Ray's sockets, so the path must be short and on a local disk.
 temporary="${HYDRAFLOW_NODE_TMP:-/tmp}/hydraflow-$UID/$SLURM_JOB_ID"
 ray="" training=""
 
@@ -18,7 +19,8 @@ keep_logs() {
     [[ -z "$logs" ]] || cp -r "$logs" "$folder/ray-logs-$name" 2>/dev/null || true
 }
 
-# Ends a process that this script started, with everything below it: it ends its own, and Ray has a reaper for when it cannot.
+# Stops a process that this script started. Its children go with it: it stops them itself, and if it cannot,
+# Ray's reaper does.
 end() { # pid, seconds
     local left=$(($2 * 2))
     kill -TERM "$1" 2>/dev/null || return 0
@@ -35,24 +37,29 @@ leave() {
     [[ -z "$training" ]] || end "$training" 7
     [[ -z "$ray" ]] || end "$ray" 10
     ((code == 0)) || keep_logs
-    # its last processes may write until their end
+    # processes that are just ending may still write to it
     rm -rf "$temporary" 2>/dev/null || { sleep 2 && rm -rf "$temporary"; } || true
 }
 
 start_ray() {
-    # not by the function above: its number would be that of a shell that waits for Ray, not Ray's
+    # not by hydraflow_slurm: $! would be the pid of a subshell, not Ray's
     "$HYDRAFLOW_PYTHON" -m hydraflow.slurm start "$folder" "$temporary" >"$temporary/ray.log" 2>&1 &
     ray=$!
 }
 
-# On the first node.
+# The first node's part.
 lead() {
     local code=0
     hydraflow_slurm check "$folder" "${HYDRAFLOW_MODULE#hydraflow.main_}" "$@" || return
     start_ray
     watch_ray &
-    hydraflow_slurm await "$folder" || { code=$?; sed 's/^/    /' "$temporary/ray.log" | tail -n 20; return "$code"; }
-    bash "$here/train.sh" "$@" & # in the background: else this shell would hear a signal only after the training
+    hydraflow_slurm await "$folder" || {
+        code=$?
+        sed 's/^/    /' "$temporary/ray.log" | tail -n 20
+        return "$code"
+    }
+    # in the background: in the foreground, this shell would handle signals only after the training
+    bash "$here/train.sh" "$@" &
     training=$!
     wait "$training" || code=$?
     training=""
@@ -62,7 +69,7 @@ lead() {
     return "$code"
 }
 
-# Says so where Ray ends before the job does: the first node would wait for a node that never comes.
+# Reports a Ray that ends before the job does; else the first node would wait for a node that never joins.
 watch_ray() {
     local pid=$ray
     while kill -0 "$pid" 2>/dev/null; do sleep 1 || true; done
@@ -71,7 +78,7 @@ watch_ray() {
     tail -n 5 "$temporary/ray.log" >"$folder/failed/$name" 2>/dev/null || true
 }
 
-# On the others: until the training has ended, or Ray here.
+# The other nodes' part: waits until the training has ended, or this node's Ray.
 follow() {
     start_ray
     watch_ray &
@@ -85,11 +92,12 @@ follow() {
     return 1
 }
 
-# The name of the folder around it can be guessed: a folder created by another user is not trusted with Ray's sockets.
+# The path can be guessed: if another user has created the folder, Ray's sockets must not go there.
 require_own() { # folder
     mkdir -p "${1%/*}"
     mkdir -m 700 "$1" 2>/dev/null || [[ -d "$1" && ! -L "$1" && -O "$1" ]] && return
-    local why="$1 is not a folder of user $UID: another user owns it; HYDRAFLOW_NODE_TMP names another place for Ray's files"
+    local why="$1 is not a folder of user $UID: another user owns it"
+    why+="; set HYDRAFLOW_NODE_TMP to another folder for Ray's files"
     printf '%s: %s\n' "$name" "$why" >&2
     mkdir -p "$folder/failed"
     echo "$why" >"$folder/failed/$name"

@@ -1,28 +1,29 @@
 #!/usr/bin/env bash
-# The training itself, on the first node, once Ray runs on all of them. Arguments: those of the run. Hands on the job's request to save,
-# ends with the training's exit code, and copies its request to be requeued.
+# Runs the training on the first node, once Ray is up on all of them. Arguments: those of the run. Forwards
+# the job's request to save, exits with the training's exit code, and copies its request to be requeued.
 set -euo pipefail
 
 folder="$HYDRAFLOW_JOB_FOLDER"
 # shellcheck source=/dev/null
 source "$folder/facts"
 export PYTHONUNBUFFERED=1
-export HYDRAFLOW_ALL_NODES_JOINED=1 # a node that is gone now does not come back: the run ends at once, and the job is put back
+# a node lost from now on does not come back: the run fails at once, and the job is requeued
+export HYDRAFLOW_ALL_NODES_JOINED=1
 
 words=("$@" "ray_init.address=$(<"$folder/address")")
-# quoted for Hydra: a folder may have a comma or brackets in its name
+# quoted for Hydra: the path may contain commas or brackets
 [[ -z "$HF_RUN_FOLDER" ]] || words+=("trainer.default_local_dir='${HF_RUN_FOLDER//\'/\\\'}'")
-# the job goes back into the queue with the same arguments, and must not start from scratch each time
+# a requeued job has the same arguments, and must not start from scratch even with resume_mode=disable
 [[ "${HF_GOES_ON:-0}" == 0 ]] || words+=("trainer.resume_mode=auto")
 
-# Ignored until the training listens: Python does nothing about a signal that was ignored when it started.
+# SIGUSR1 is ignored until the training installs its handler: by default it would kill the process.
 (
     trap '' USR1
     exec "$HYDRAFLOW_PYTHON" -m "$HYDRAFLOW_MODULE" "${words[@]}"
 ) &
 training=$!
 
-# Whatever ends this script ends the training. It has a few seconds: when Slurm ends a job its workers are gone already.
+# The training ends with this script. A few seconds are enough: when Slurm ends a job, its workers are gone.
 # shellcheck disable=SC2317 # called by a trap
 leave() {
     trap '' TERM INT
@@ -38,7 +39,7 @@ trap 'exit 143' TERM
 trap 'exit 130' INT
 
 while kill -0 "$training" 2>/dev/null; do
-    # again and again: the first may come before the training listens, and only the first that it hears counts
+    # repeated: early ones are ignored (see above), and after the first that it handles more change nothing
     [[ ! -e "$folder/signal" ]] || kill -USR1 "$training" 2>/dev/null || true
     sleep 1 || true
 done

@@ -51,7 +51,8 @@ def test_a_file_yields_to_a_handle_on_the_command_line_and_to_nothing_else():
     config = given(batch__global_batch_trajectories=128, **values)
     command_line = {"batch.global_batch_trajectories": "command line"}
     assert resolve(config, origins=command_line).actor.mini_batch_prompts == 16
-    assert "32·8 = 256 is not the 128" in broken(config)["batch.global_batch_trajectories"].rule
+    rule = broken(config)["batch.global_batch_trajectories"].rule
+    assert "32·8 = 256 trajectories per optimizer step, not 128" in rule
     config = given(**(values | dict(data__train_batch_size=80)))
     assert f"{ACTOR}.ppo_mini_batch_size" in broken(config, origins={"data.train_batch_size": "command line"})
 
@@ -67,7 +68,7 @@ def test_responses_per_prompt_are_no_matter_of_divisibility():
         (
             dict(batch__trajectories_per_step=500, data__train_batch_size=64, rollout__n=8),
             "batch.trajectories_per_step",
-            f"{ROLLOUT}.n=8, data.train_batch_size=64: 64·8 = 512 is not the 500 trajectories per step",
+            f"{ROLLOUT}.n=8, data.train_batch_size=64: 64·8 = 512 trajectories per step, not 500",
             "batch.trajectories_per_step=512",
         ),
         (
@@ -77,7 +78,7 @@ def test_responses_per_prompt_are_no_matter_of_divisibility():
                 batch__optimizer_steps_per_step=3,
             ),
             "batch.trajectories_per_step",
-            "512/128 = 4 mini-batches per step; 1·4 = 4 is not the 3 optimizer steps per step",
+            "512/128 = 4 mini-batches per step; 1·4 = 4 optimizer steps per step, not 3",
             "batch.optimizer_steps_per_step=4",
         ),
         (

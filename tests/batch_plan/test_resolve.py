@@ -53,7 +53,7 @@ def test_a_warm_up_of_the_critic_takes_steps_from_the_actor():
     ("warmup", "steps", "words"),
     [
         (11, 2 * 2, None),
-        (12, 2, "learns in the last step alone"),
+        (12, 2, "learns only in the last step"),
         (13, 0, "never learns"),
         (1000, 0, "never learns"),
     ],

@@ -96,9 +96,9 @@ def test_counted_ends() -> None:
 @pytest.mark.parametrize(
     ("layout", "rules"),
     [
-        ("Et|tL", ["gives its parts 1, 1 of the model's 4 layers, and each needs one at least"]),
+        ("Et|tL", ["gives its parts 1, 1 of the model's 4 layers, and each needs at least one"]),
         ("Et*2|t*2|L", ["has 3 parts for 2 stages",
-                        "gives its parts 2, 2, 0 of the model's 4 layers, and each needs one at least"]),
+                        "gives its parts 2, 2, 0 of the model's 4 layers, and each needs at least one"]),
         ("t*2|t*2L", ["must begin with its one embedding and end with its one loss"]),
         ("Et*2|t*2mL", ["has m; only E, t and L (embedding, decoder, loss) are implemented here"]),
     ],

@@ -320,7 +320,7 @@ def test_a_key_that_follows_another_is_not_refused_beside_it(key, value):
         ),
         (
             "Could not delete from config. The value of 'trainer.logger' is ['file'] and not ['console'].",
-            "~trainer.logger: the key has another value than that\n      -> ~trainer.logger",
+            "~trainer.logger: the key has a different value\n      -> ~trainer.logger",
         ),
         ("something new", "configuration: something new"),
     ],

@@ -246,6 +246,14 @@ def test_fields_that_depend_on_each_other(key, value, field):
             ["trainer.keep_best"],
         ),
         (
+            {
+                f"{DEBUG}.rollout_only": True,
+                "trainer.resume_mode": "resume_path",
+                "trainer.resume_from_path": "run/global_step_2",
+            },
+            ["trainer.resume_mode"],
+        ),
+        (
             {f"{DEBUG}.save_rollouts": "dump", "trainer.val_only": True, "data.val_files": "val.parquet"},
             ["trainer.val_only"],
         ),

@@ -202,7 +202,8 @@ def test_a_size_over_all_ranks_that_cannot_be_divided_is_refused():
     _, said = translated({"critic.ppo_micro_batch_size": 12, "trainer.n_gpus_per_node": 8})
     assert (
         str(said.problems[0])
-        == "critic.ppo_micro_batch_size=12: counts rows over all data ranks, and 8 of them cannot share it\n"
+        == "critic.ppo_micro_batch_size=12: counts rows over all data ranks, so it must be divisible by"
+        " their number, 8\n"
         "      -> critic.ppo_micro_batch_size_per_gpu=1"
     )
     _, said = translated({"critic.ppo_micro_batch_size": 16})

@@ -198,7 +198,7 @@ def test_a_line_of_the_earlier_trainer_means_the_same():
     assert config.fsdp_config.ulysses_sequence_parallel_size == 8
     plan = resolve_sft_plan(config, conversations=2000, devices_per_node=8)
     assert (plan.role.data_ranks, plan.role.rows_per_rank, plan.role.accumulation_steps) == (1, 128, 32)
-    assert any("verl has it from torchrun" in note for note in command.notes)
+    assert any("verl gets it from torchrun" in note for note in command.notes)
 
 
 def test_a_line_of_the_later_trainer_means_the_same():

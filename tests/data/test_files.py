@@ -57,7 +57,7 @@ def test_a_column_that_no_row_has_is_one_problem(tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as caught:
         read_records(path, key="k", columns={"x": "data.prompt_key"})
     [problem] = caught.value.problems
-    expected = f"{path} row 0: has no value in column x; it has y, as all 36 rows"
+    expected = f"{path} row 0: has no value in column x; it has y, like all 36 rows"
     assert str(problem) == f"{expected}\n      -> data.prompt_key=<one of its columns>"
 
 
@@ -86,7 +86,7 @@ def test_a_byte_order_mark_is_no_part_of_the_first_row(tmp_path: Path) -> None:
         ),
         ("a.jsonl", '{"x": ' + "[" * 100 + "]" * 100 + "}", "line 1 is nested more than 100 levels deep"),
         ("a.jsonl", '{"x": ' + "7" * 5000 + "}", "line 1 cannot be read: Exceeds the limit"),
-        ("a.csv", "x\n1\n", "ends in .csv; known are .parquet, .jsonl, .json"),
+        ("a.csv", "x\n1\n", "ends in .csv; supported are .parquet, .jsonl, .json"),
     ],
 )
 def test_bad_files(tmp_path: Path, name: str, text: str, message: str) -> None:
@@ -107,7 +107,7 @@ def test_a_row_without_a_needed_column_is_named(tmp_path: Path) -> None:
 def test_only_the_first_problems_are_shown(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     path.write_text('{"x": 1}\n' + '{"y": 2}\n' * 9)
-    with pytest.raises(ConfigError, match="4 more rows have such a problem") as caught:
+    with pytest.raises(ConfigError, match="4 more rows have this problem") as caught:
         read_records(path, key="k", columns={"x": "data.prompt_key"})
     assert len(caught.value.problems) == 6
 

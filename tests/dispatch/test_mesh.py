@@ -59,5 +59,5 @@ def test_a_future_of_a_mesh_feeds_a_mesh(mesh: RoleGroup, batch_of: BatchOf) -> 
 
 
 def test_places_that_contradict_each_other_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"ranks that collect \[0, 0\]; one for each data rank"):
+    with pytest.raises(ValueError, match=r"ranks that collect \[0, 0\]; there must be one for each"):
         _checked([Coordinates(0, 2, True), Coordinates(0, 2, True)], "train")

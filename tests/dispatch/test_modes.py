@@ -128,7 +128,7 @@ def test_reordered_columns_come_back_in_the_new_order(pair: RoleGroup, batch_of:
 def test_wrong_calls_are_refused_at_the_door(pair: RoleGroup, batch_of: BatchOf) -> None:
     with pytest.raises(TypeError, match="not declared with @register"):
         pair.call(Probe.undeclared)
-    with pytest.raises(TypeError, match="is no method of Probe"):
+    with pytest.raises(TypeError, match="is not a method of Probe"):
         pair.call(probes.Troubled.pids)
     with pytest.raises(ValueError, match="one entry for each of 2 ranks, got 3 entries"):
         pair.call(Probe.dp_compute, [1, 2, 3])

@@ -88,7 +88,7 @@ def test_a_busy_cluster_is_named_after_a_bounded_wait(ray_session: None) -> None
     held = reserve([ResourcePool("first", [free])], timeout=30, growing=False)
     with pytest.raises(
         ConfigError,
-        match=rf"not free within 1 s: needed per node second \[{{'CPU': {float(free)}}}\]; free in all",
+        match=rf"not free within 1 s: needed per node second \[{{'CPU': {float(free)}}}\]; free in total",
     ):
         reserve([ResourcePool("second", [free])], timeout=1, growing=False)
     release(list(held.values()))

@@ -7,6 +7,7 @@ import gc
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -95,6 +96,22 @@ def disturbed_inference(path: str, options: Mapping[str, Any], cases: Sequence[C
         if not torch.equal(said(), wanted):
             wrong.append(f"{case}: other log-probabilities")
     return wrong
+
+
+def interrupted_reduction(path: str, options: Mapping[str, Any]) -> str:
+    """What ranks raise when memory runs out on rank 1 while gradients are reduced."""
+    engine = make_engine(path, options)
+
+    def reduce(*_: Any, **__: Any) -> None:
+        if dist.get_rank() == 1:
+            raise torch.OutOfMemoryError("no memory")
+
+    with patch("hydraflow.engine.megatron.engine.finalize_model_grads", reduce):
+        try:
+            engine.forward_backward([rank_jobs.make_batch()], rank_jobs.loss_of)
+        except RuntimeError as error:
+            return type(error).__name__
+    return ""
 
 
 def divided(path: str, options: Mapping[str, Any]) -> str:

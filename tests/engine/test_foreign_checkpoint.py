@@ -136,7 +136,7 @@ def test_allowed_names_do_nothing_when_they_are_called(tmp_path: Path) -> None:
 @pytest.mark.parametrize("opcode", [b"r\xff\xff\xff\x7f", b"p2147483647\n"])
 def test_a_short_file_takes_little_memory(tmp_path: Path, opcode: bytes) -> None:
     """Pickle would fill its table of values up to that number: 32 GB."""
-    with pytest.raises(ConfigError, match="it numbers a value 2147483647, but has"):
+    with pytest.raises(ConfigError, match="its memo index 2147483647 is too large for"):
         read_index(write_index(tmp_path, b"\x80\x02N" + opcode + b"."))
 
 
@@ -174,11 +174,11 @@ def _no_type(index: Metadata) -> None:
 
 WRONG = {
     _name_another_file: "names the file '../secret', which is not beside it",
-    _start_before_the_file: "a negative number is in place of a size",
+    _start_before_the_file: "expected a size, found a negative number",
     _compress: "is compressed or otherwise transformed",
     _lose_a_piece: "that is in no file",
-    _size_in_words: "a str is in place of a shape",
-    _no_type: "has a str for its dtype",
+    _size_in_words: "expected a shape, found a str",
+    _no_type: f"the dtype of {WEIGHT} is a str",
 }
 
 

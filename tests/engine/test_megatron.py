@@ -250,18 +250,30 @@ def test_an_infinite_loss_of_one_rank_skips_the_step_on_all(
 REFUSED: dict[str, tuple[Any, dict[str, Any], str]] = {
     "heads": (FAMILIES["qwen2"], sizes(4), "the 4 attention heads and the 2 key-value heads"),
     "layers": (LlamaConfig(**GROUPED), sizes(1, 4), "must divide the 2 layers of the model"),
-    "windows": (MistralConfig(**GROUPED, sliding_window=4), sizes(), "no attention with a sliding window"),
+    "windows": (
+        MistralConfig(**GROUPED, sliding_window=4),
+        sizes(),
+        "does not support sliding-window attention",
+    ),
     "some windows": (
         Qwen2Config(**GROUPED, use_sliding_window=True, sliding_window=4, max_window_layers=1),
         sizes(),
-        "no attention with a sliding window",
+        "does not support sliding-window attention",
     ),
-    "biases": (LlamaConfig(**GROUPED, attention_bias=True), sizes(), "no biases in a llama model"),
-    "activation": (LlamaConfig(**GROUPED, hidden_act="gelu"), sizes(), "no activation gelu"),
+    "biases": (
+        LlamaConfig(**GROUPED, attention_bias=True),
+        sizes(),
+        "does not support biases in a llama model",
+    ),
+    "activation": (
+        LlamaConfig(**GROUPED, hidden_act="gelu"),
+        sizes(),
+        "does not support the activation gelu",
+    ),
     "frequencies": (
         LlamaConfig(**GROUPED, rope_parameters=dict(rope_type="yarn", rope_theta=1e4, factor=4.0)),
         sizes(),
-        "no rotary embeddings of type yarn",
+        "does not support rotary embeddings of type yarn",
     ),
 }
 

@@ -398,7 +398,7 @@ REFUSED: dict[str, tuple[Any, dict[str, Any], str]] = {
     "one expert": (
         MixtralConfig(**GROUPED, num_local_experts=4, num_experts_per_tok=1),
         sizes(),
-        "no top-1 router with a constant",
+        "does not support a top-1 router",
     ),
     "noise": (
         MixtralConfig(**GROUPED, num_local_experts=4, router_jitter_noise=0.1),

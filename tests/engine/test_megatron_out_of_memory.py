@@ -57,6 +57,12 @@ def test_in_a_forward_pass(ranks: Ranks, models: Path) -> None:
         assert wrong == []
 
 
+def test_in_the_reduction_of_gradients(ranks: Ranks, models: Path) -> None:
+    """The others are in the reduction by then: the rank reports nothing, and the run ends."""
+    said = ranks.run(jobs.interrupted_reduction, str(models / "qwen2"), {"megatron": sizes()})
+    assert said == ["", "OutOfMemoryError"]
+
+
 def test_ranks_that_divide_a_model_raise_what_they_met(ranks: Ranks, models: Path) -> None:
     """Nothing that the others wait for could be sent in its place: the run ends."""
     said = ranks.run(jobs.divided, str(models / "qwen2"), {"megatron": sizes(2)})

@@ -293,7 +293,7 @@ def test_what_does_not_fit_is_refused(server: Installed, engine: SglangEngine) -
         engine.generate(request, GREEDY)
     engine._limits = known
     server.goes_wrong(cuts=2)
-    with pytest.raises(RuntimeError, match="SGLang cut a response at 2 of 16 tokens: its KV cache"):
+    with pytest.raises(RuntimeError, match="SGLang ended a response at 2 of 16 tokens: its KV cache"):
         engine.generate(request_of([3]), SamplingParams(max_tokens=16, ignore_eos=True))
 
 
@@ -302,7 +302,7 @@ def test_a_full_memory_is_named(
 ) -> None:
     usage = sglang_weights.shutil.disk_usage("/")._replace(free=2**20)
     monkeypatch.setattr("shutil.disk_usage", lambda folder: usage)
-    with pytest.raises(EnvironmentFault, match="has 0.00 GiB of room, .* TMPDIR="):
+    with pytest.raises(EnvironmentFault, match="has 0.00 GiB free, .* TMPDIR="):
         load(engine, models[0])
 
 

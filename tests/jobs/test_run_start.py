@@ -33,6 +33,7 @@ from hydraflow.workers.saving import file_facts, read_part, save_part
 
 IDENTITY = {"actor.lr": 0.5, "data.train_batch_size": 8}
 CONTENTS = ["model", "optimizer", "extra"]
+VALIDATES = "trainer.val_only"
 
 
 class Snapshot:
@@ -215,7 +216,7 @@ def test_a_foreign_index_is_refused_before_anything_starts(out: Path, tmp_path: 
     if way != "auto":
         given |= {"resume_mode": "resume_path", "resume_from_path": str(out / "global_step_4")}
     with pytest.raises(ConfigError, match=REFUSED) as caught:
-        begin(required({}, looks_only=way == "validated"), **given)
+        begin(required({}, looks_only=VALIDATES if way == "validated" else None), **given)
     assert caught.value.exit_code == 2 and not (tmp_path / "hacked").exists()
 
 
@@ -274,13 +275,13 @@ def test_a_path_without_a_checkpoint_is_refused(tmp_path: Path, path: str, why: 
 
 
 def test_looking_at_a_checkpoint_leaves_its_run_alone(out: Path, tmp_path: Path) -> None:
-    look = required({}, 0, looks_only=True, contents={"load_contents": ["model"]})
+    look = required({}, 0, looks_only=VALIDATES, contents={"load_contents": ["model"]})
     path = {"resume_mode": "resume_path", "resume_from_path": str(out / "global_step_2")}
     assert begin(look, default_local_dir=str(tmp_path / "new"), **path).step == 2
     for options in (path, {}):
         with pytest.raises(
             ConfigError,
-            match=f"belongs to a run with checkpoints(.|\n)*=<another folder> .*{out}/global_step_",
+            match=f"belongs to a run with checkpoints; {VALIDATES}(.|\n)*=<another folder> .*{out}/global_step_",
         ):
             begin(look, default_local_dir=str(out), **options)
     assert records(out) == 6 and (out / "global_step_4").is_dir(), "nothing was moved away"

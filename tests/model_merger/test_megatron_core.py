@@ -303,7 +303,7 @@ def test_formats_that_cannot_be_read(models: Path, tmp_path: Path, refused: Call
     assert "sharded_backend=zarr: only torch_dist can be read" in reported
     (tmp_path / "old" / "iter_0000010" / "mp_rank_00").mkdir(parents=True)
     reported = refused("merge", "--local_dir", tmp_path / "old", "--target_dir", out, target=out)
-    assert "one file for each rank (mp_rank_*)" in reported and "--ckpt-format torch_dist" in reported
+    assert "one file per rank (mp_rank_*)" in reported and "--ckpt-format torch_dist" in reported
 
 
 class Opens:
@@ -329,9 +329,9 @@ def test_nothing_is_unpickled(models: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("flags", "reported"),
     [
-        (["--layout", "verl"], "--layout=verl: has no meaning with --backend megatron"),
-        (["--is-value-model"], "--is-value-model: has no meaning with --backend megatron"),
-        (["--backend", "fsdp", "--separate-layers"], "--separate-layers: has no meaning with"),
+        (["--layout", "verl"], "--layout=verl: cannot be used with --backend megatron"),
+        (["--is-value-model"], "--is-value-model: cannot be used with --backend megatron"),
+        (["--backend", "fsdp", "--separate-layers"], "--separate-layers: cannot be used with"),
     ],
 )
 def test_flags_that_do_not_fit(

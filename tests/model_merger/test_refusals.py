@@ -438,8 +438,8 @@ def test_a_target_that_holds_what_is_read(
     checkpoint = broken("hydraflow")
     before = sorted(tmp_path.rglob("*"))
     reported = refused("merge", "--local_dir", checkpoint, "--target_dir", tmp_path / target, "--overwrite")
-    assert f"holds what is read: {checkpoint}/huggingface" in reported
-    assert "holds what is read" in refused(
+    assert f"contains the directory to read: {checkpoint}/huggingface" in reported
+    assert "contains the directory to read" in refused(
         "split",
         "--hf_dir",
         checkpoint / "huggingface",

@@ -74,7 +74,7 @@ def test_waiting_has_a_limit_that_names_the_lock(tmp_path: Path, monkeypatch: py
     monkeypatch.setattr(once, "SECONDS", 0.2)
     name = f"nobody/held-{os.getpid()}"
     lock_file(name).parent.mkdir(parents=True, exist_ok=True)
-    refused = pytest.raises(EnvironmentFault, match=f"waited 0.2 s for .* that resolves {name}")
+    refused = pytest.raises(EnvironmentFault, match=f"waited 0.2 s for .* that fetches {name}")
     with FileLock(lock_file(name)), refused, resolving(name, ModelSourceConfig(path=name)):
         pass
     lock_file(name).unlink()

@@ -80,7 +80,7 @@ def test_the_exit_code_is_the_trainings(tmp_path: Path, code: int) -> None:
 
 def test_without_a_training_it_is_sruns(tmp_path: Path) -> None:
     code, said = ended(batch(tmp_path, "exit 9"))
-    assert code == 9 and "the nodes ended without an exit code of the training; srun: 9" in said
+    assert code == 9 and "the nodes exited before the training left an exit code; srun: 9" in said
 
 
 def test_nodes_are_started_once_with_the_runs_arguments_as_they_are(tmp_path: Path) -> None:
@@ -124,7 +124,7 @@ def test_each_job_has_a_token_of_its_own_that_only_the_user_reads_and_that_goes_
 def test_a_job_folder_that_somebody_else_made_in_between_is_not_used(tmp_path: Path) -> None:
     program(tmp_path, "rm", '#!/usr/bin/env bash\n/bin/rm "$@" && mkdir -p -m 777 "${@: -1}"\n')
     code, said = ended(batch(tmp_path, ENDS_WITH.format(0)))
-    assert code == 3 and f"HYDRAFLOW_JOB_DIR={tmp_path}/runs/slurm: others write to it" in said
+    assert code == 3 and f"HYDRAFLOW_JOB_DIR={tmp_path}/runs/slurm: other users can write to it" in said
     assert not list((tmp_path / "runs" / "slurm" / "job-77").iterdir()), "no token"
     assert not (tmp_path / "srun.words").exists(), "nothing was started"
 
@@ -196,7 +196,7 @@ def test_a_lost_node_is_named_at_once_and_nobody_waits_for_it(tmp_path: Path) ->
     ("variables", "said", "code"),
     [
         ({"HYDRAFLOW_REQUEUE": "0"}, "HYDRAFLOW_REQUEUE=0: the same command resumes", 4),
-        ({"HYDRAFLOW_MAX_REQUEUES": "3", "SLURM_RESTART_COUNT": "3"}, "it was put back 3 times already", 4),
+        ({"HYDRAFLOW_MAX_REQUEUES": "3", "SLURM_RESTART_COUNT": "3"}, "already requeued 3 times", 4),
     ],
 )
 def test_it_is_put_back_only_so_often_and_only_if_wanted(
@@ -209,9 +209,8 @@ def test_it_is_put_back_only_so_often_and_only_if_wanted(
 def test_where_slurm_does_not_put_it_back_the_user_is_told_how_to_go_on(tmp_path: Path) -> None:
     program(tmp_path, "scontrol", "#!/usr/bin/env bash\nexit 1\n")
     code, said = ended(batch(tmp_path, REQUEUE_NOTE))
-    assert (
-        code == 0 and "Slurm does not put it back: the same command resumes from the last checkpoint" in said
-    )
+    refused = "Slurm refused to requeue the job: the same command resumes from the last checkpoint"
+    assert code == 0 and refused in said
 
 
 def test_slurms_warning_reaches_the_training_and_not_the_step(tmp_path: Path) -> None:
@@ -224,7 +223,7 @@ def test_slurms_warning_reaches_the_training_and_not_the_step(tmp_path: Path) ->
             break
     process.send_signal(signal.SIGUSR1)
     code, said = ended(process)
-    assert code == 0 and "SIGUSR1: the training is asked to save and end" in said
+    assert code == 0 and "SIGUSR1: asking the training to save and stop" in said
 
 
 def test_cancelling_ends_what_was_started_and_nothing_else(tmp_path: Path) -> None:
@@ -329,5 +328,5 @@ def test_a_folder_on_the_node_that_somebody_else_made_is_not_used(tmp_path: Path
     (tmp_path / f"hydraflow-{os.getuid()}").symlink_to(tmp_path / "elsewhere")
     folder = first_node(tmp_path, code=3)
     assert (folder / "exit_code").read_text() == "3\n" and not list((tmp_path / "elsewhere").iterdir())
-    assert "another user owns it; HYDRAFLOW_NODE_TMP names another place" in (folder / "said").read_text()
+    assert "another user owns it; set HYDRAFLOW_NODE_TMP to another folder" in (folder / "said").read_text()
     assert len(list((folder / "failed").iterdir())) == 1

@@ -115,7 +115,7 @@ def jobs(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> dict[str
     cluster.ask("scancel", "--signal=USR1", "--batch", job.number)
     job.await_state("PENDING", seconds=180)
     cluster.ask("scontrol", "hold", job.number)
-    assert "it was asked to stop, and saved; back into the queue, for the 2. time" in job.said()
+    assert "it was asked to stop, and saved; requeuing, restart 2" in job.said()
     assert max(job.steps()) < STEPS - 8, "it was too fast for this test"
     return {"killed": job, "other": other}
 
@@ -219,7 +219,7 @@ def without_node2(cluster: Cluster, job: Job, since: int) -> None:
             r"^\w+ rank [01] on node node2 failed in \w+: the process died", job.said(), re.MULTILINE
         ), job.said()[-4000:]
         cluster.wait_for(
-            lambda: "a node was lost; back into the queue" in job.said(),
+            lambda: "a node was lost; requeuing" in job.said(),
             120,
             "the job to be put back",
             job.account,

@@ -91,7 +91,7 @@ def flip_a_bit(path: Path) -> None:
         (lambda path: cut(path / "actor" / "actor1.bin"), "actor/actor1.bin has 5999 bytes instead of 6000"),
         (
             lambda path: flip_a_bit(path / "critic" / "critic0.bin"),
-            "critic/critic0.bin has changed: its checksum is another one",
+            "critic/critic0.bin has changed: its checksum differs",
         ),
         (lambda path: (path / "actor" / "actor0.bin").unlink(), "actor/actor0.bin is missing"),
         (lambda path: (path / MANIFEST).write_text("{"), f"{MANIFEST} is missing or cannot be read"),
@@ -127,7 +127,7 @@ def test_the_pointer_goes_first_in_line(tmp_path: Path) -> None:
     (tmp_path / POINTER).unlink()
     assert store.newest_whole(["actor"]) == (6, {})
     (tmp_path / POINTER).write_text("8\n")
-    assert store.newest_whole(["actor"]) == (6, {8: f"{POINTER} names it, but it is not there"})
+    assert store.newest_whole(["actor"]) == (6, {8: f"{POINTER} names it, but it does not exist"})
 
 
 def test_one_that_lacks_a_role_is_not_enough(tmp_path: Path) -> None:

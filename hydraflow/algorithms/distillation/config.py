@@ -78,7 +78,7 @@ class DistillationLossConfig:
 
     @property
     def most_tokens(self) -> int | None:
-        """Number of teacher tokens that such a loss compares; None: the whole vocabulary."""
+        """Number of teacher tokens that a loss over the vocabulary compares; None: all."""
         return self.topk if self.loss_mode.endswith(TOPK) else None
 
 

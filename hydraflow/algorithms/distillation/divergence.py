@@ -1,15 +1,15 @@
 """Divergences of a policy from a teacher over the vocabulary, or over the teacher's top-k tokens plus one
 bucket for all others (Agarwal et al. 2024, https://arxiv.org/abs/2306.13649).
 
-    forward   KL(teacher || policy) = sum_j q_j (log q_j - log p_j)     covers all that the teacher does
-    reverse   KL(policy || teacher) = sum_j p_j (log p_j - log q_j)     keeps to what the teacher does
-    jsd       b KL(teacher || m) + (1 - b) KL(policy || m), m = b q + (1 - b) p     in between, never above
+    forward   KL(teacher || policy) = sum_j q_j (log q_j - log p_j)     mode-covering
+    reverse   KL(policy || teacher) = sum_j p_j (log p_j - log q_j)     mode-seeking
+    jsd       b KL(teacher || m) + (1 - b) KL(policy || m), m = b q + (1 - b) p     in between; at most
               -b log b - (1 - b) log(1 - b)
 
-p and q are the probabilities of the K tokens, and of the bucket: 1 - their sum. With the bucket both are
-divergences of distributions: never negative, at most that over the whole vocabulary, and without a gradient
-where the two agree. A sum over the K tokens alone, as verl has it, may be negative and pushes the policy to
-give them all probability. Renormalised probabilities would not see what the policy gives to other tokens.
+p and q are the probabilities of the K tokens, and of the bucket: 1 - their sum. With the bucket, all are
+divergences between distributions: never negative, at most that over the whole vocabulary, and without a
+gradient where the two agree. A sum over the K tokens alone, as in verl, may be negative and pushes the policy
+to give them all probability. Renormalized probabilities would ignore what the policy gives to other tokens.
 
 In: log-probabilities of both for the same K tokens. Out: a divergence per response token. Left out on
 purpose: which tokens (`workers/teacher.py`).
@@ -45,8 +45,8 @@ def jensen_shannon(policy: Tensor, teacher: Tensor, *, jsd_beta: float) -> Tenso
 
 
 def with_rest(log_probs: Tensor) -> Tensor:
-    """(..., K + 1): adds the log-probability of all other tokens together, of at least the dtype's epsilon.
-    No gradient where this bound holds.
+    """(..., K + 1): appends the log-probability of all other tokens together; their probability is at least
+    the dtype's epsilon, and has no gradient where this bound holds.
 
     >>> with_rest(torch.tensor([0.5, 0.25]).log()).exp().tolist()
     [0.5, 0.25, 0.25]

@@ -4,9 +4,9 @@ https://arxiv.org/abs/2306.08543): pulls the policy towards a teacher at every t
     term = coefficient * estimate of KL(policy || teacher)    of `kl.py`, on the sampled tokens
     term = coefficient * divergence of the two                of `divergence.py`, over the vocabulary
 
-In: log-probabilities of both. Out: the term per token, for the loss; or, of estimates, with the opposite sign
-for the advantages, whose policy gradient is then that of the KL if the estimate is k1. (For another one k the
-mean of k grad log p lacks the mean of grad k: that of k3 is of second order where the two are close.)
+In: log-probabilities of both. Out: the term per token, for the loss; or the negative estimate, for the
+advantages. With k1 the policy gradient of those is that of the KL. (With another estimate k, the mean of
+k grad log p lacks the mean of grad k; with k3 it is only of second order where the two are close.)
 """
 
 from __future__ import annotations
@@ -55,8 +55,7 @@ class Distillation:
         return self._limited(self._divergence(*both))
 
     def advantages(self, task: Tensor, logp: Tensor, teacher: Tensor) -> Tensor:
-        """The advantages plus the negative estimates; the task's own are dropped if task rewards do not
-        count."""
+        """The task's advantages, or 0 without `use_task_rewards`, less the estimates."""
         return (task if self.config.use_task_rewards else 0.0 * task) - self.terms(logp, teacher)
 
     @cached_property

@@ -67,6 +67,7 @@ def build_model(
     )
     replace_norms(module, compile=fsdp.use_torch_compile)
     replace_rotations(module, compile=fsdp.use_torch_compile)
+    # on a CPU without torch.compile, transformers' own SwiGLU is as fast
     if fsdp.use_torch_compile or device.type != "cpu":
         replace_gates(module, compile=fsdp.use_torch_compile)
     if not trained:
@@ -107,8 +108,8 @@ def _checkpoint_activations(module: PolicyModel | ValueModel, model_type: str) -
 
 
 def shard(module: PolicyModel | ValueModel, fsdp: FSDPConfig, mesh: DeviceMesh, device: torch.device) -> None:
-    """fully_shard on every layer that is large enough and on the root; gradients are then summed over ranks,
-    not averaged."""
+    """Applies fully_shard to every layer that is large enough and to the root. Gradients are summed over
+    ranks, not averaged."""
     policy: dict[str, Any] = dict(
         mesh=mesh,
         mp_policy=_precision(fsdp, device),
@@ -148,7 +149,7 @@ def _precision(fsdp: FSDPConfig, device: torch.device) -> MixedPrecisionPolicy:
         resolve_dtype(name, device.type) for name in (fsdp.model_dtype, fsdp.compute_dtype, fsdp.reduce_dtype)
     )
     if compute == torch.float64:
-        reduce = compute
+        reduce = compute  # a reduction in less would lose the precision that fp64 is chosen for
     return MixedPrecisionPolicy(
         param_dtype=None if compute == kept else compute, reduce_dtype=None if reduce == compute else reduce
     )

@@ -1,4 +1,4 @@
-"""What a checkpoint holds of a sharded model and its optimizer.
+"""Takes and loads checkpoints of a sharded model and its optimizer.
 
 In: module and optimizer. Out: a `ShardedSnapshot`, or the state loaded from one. Left out on purpose: files
 (`engine/sharded_checkpoint.py`).
@@ -44,7 +44,7 @@ def snapshot(
     head: str,
     field: str,
 ) -> ShardedSnapshot:
-    """Copies what `contents` names into host memory. Every rank takes part."""
+    """Copies the named `contents` to host memory. Collective."""
     host_group()  # created here, in step on all ranks; `write` runs in the background
     state = {
         name: tensor.detach().to("cpu", copy=True)

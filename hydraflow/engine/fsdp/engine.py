@@ -47,9 +47,9 @@ from hydraflow.protocol.coordinates import Coordinates
 class FSDPEngine(InMicroBatches):
     """A `TrainEngine`. torch.distributed must be ready (`process_group.start`).
 
-    `head` is policy or value; without `optim` the model is frozen and only `forward` and `weights` may be
+    `head` is policy or value. Without `optim` the model is frozen and only `forward` and `weights` may be
     called. `field` is the configuration key of `model`, for error messages; `total_steps` is the length of
-    the learning rate schedule.
+    the learning-rate schedule.
     """
 
     def __init__(
@@ -125,7 +125,7 @@ class FSDPEngine(InMicroBatches):
             self._routers.begin(None)
         forget_passes(self.module)
         (oom_ranks,) = process_group.all_reduce(torch.tensor([runner.ran_out()])).tolist()
-        answers = answers_of(micro_batches, runner.results_of_all(oom_ranks), self._head, ask)
+        answers = answers_of(micro_batches, runner.results(oom_ranks), self._head, ask)
         if not recorded:
             return answers
         return answers.union(DataProto.from_dict({ROUTES: self._routes.column(micro_batches, recorded)}))
@@ -140,11 +140,11 @@ class FSDPEngine(InMicroBatches):
         runner: PassRunner[dict[str, Metric]] = PassRunner(self._collectives)
         tally = Tally()
         learn = partial(self._learn, loss_fn=loss_fn, ask=ask, tally=tally)
-        # set aside: an earlier call's gradient is already reduced, and must survive an out-of-memory error
+        # an earlier call's gradient is already reduced, and must survive an out-of-memory error
         earlier = {p: p.grad for p in self.module.parameters() if p.grad is not None}
         self.module.zero_grad(set_to_none=True)
         for data in micro_batches:
-            self._reduce_gradients(data is micro_batches[-1])
+            self._set_gradient_sync(last=data is micro_batches[-1])
             runner.run(data, learn)
         for parameter, gradient in earlier.items():
             parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
@@ -154,7 +154,7 @@ class FSDPEngine(InMicroBatches):
         if oom_ranks:
             for parameter in self.module.parameters():
                 parameter.grad = earlier.get(parameter)
-        reported = runner.results_of_all(oom_ranks)
+        reported = runner.results(oom_ranks)  # raises before the norm of earlier calls is replaced
         self._norm = math.sqrt(square / self._groups.copies)  # every copy has the whole gradient
         found = metrics.merge(reported)
         if ROUTES in micro_batches[0].keys():
@@ -170,10 +170,11 @@ class FSDPEngine(InMicroBatches):
         self._param_offload.wake()
         norm, self._norm = self._norm, None
         finite = norm < float("inf")  # false for NaN, too
-        most = self._optim.clip_grad if options.clip_grad is None else options.clip_grad
+        max_norm = self._optim.clip_grad if options.clip_grad is None else options.clip_grad
         if finite:
-            if norm > most:
-                torch._foreach_mul_(self._gradients(), most / (norm + 1e-6))
+            if norm > max_norm:
+                # epsilon as in torch's clip_grad_norm_
+                torch._foreach_mul_(self._gradients(), max_norm / (norm + 1e-6))
             self._move_optimizer_state(self._device)
             with options.applied(self._optimizer.param_groups):
                 self._optimizer.step()
@@ -203,7 +204,7 @@ class FSDPEngine(InMicroBatches):
         save_whole(lambda: self.module, self._model, weights, Path(directory), field=self._field)
 
     def snapshot(self, contents: Collection[str]) -> ShardedSnapshot:
-        assert self._optimizer is not None, "a frozen model has no state of its own"
+        assert self._optimizer is not None, "a frozen model has no state to save"
         self._param_offload.wake()
         forget_passes(self.module)
         return checkpoint.snapshot(
@@ -217,7 +218,7 @@ class FSDPEngine(InMicroBatches):
         )
 
     def load(self, directory: str | Path, contents: Collection[str]) -> None:
-        assert self._optimizer is not None, "a frozen model has no state of its own"
+        assert self._optimizer is not None, "a frozen model has no state to save"
         self._param_offload.wake()
         forget_passes(self.module)
         step = checkpoint.load(self.module, self._optimizer, Path(directory), contents)
@@ -228,7 +229,7 @@ class FSDPEngine(InMicroBatches):
             self._set_lr()
 
     def stored_bytes(self, contents: Collection[str]) -> int:
-        assert self._optimizer is not None, "a frozen model has no state of its own"
+        assert self._optimizer is not None, "a frozen model has no state to save"
         return checkpoint.stored_bytes(self.module, self._optimizer, contents, copies=self._groups.copies)
 
     def rest(self) -> None:
@@ -266,8 +267,8 @@ class FSDPEngine(InMicroBatches):
     def _route(
         self, data: DataProto, batch: PackedBatch, tally: Tally | None = None, *, record: bool = False
     ) -> PackedRoutes | None:
-        """Prepares the routers for the next line: to replay the rows' experts, if they are given, or else to
-        record their choices if `record`."""
+        """Prepares the routers for the next line: to replay the rows' experts if they are given, or else to
+        record their choices if `record`. Returns None if neither."""
         given = data.get(ROUTES) if ROUTES in data.keys() else None
         if given is None and not record:
             return None
@@ -286,9 +287,9 @@ class FSDPEngine(InMicroBatches):
     def _pack(self, data: DataProto, device: torch.device, *, trained: bool) -> PackedBatch:
         return pack_rows(data, device=device, trained=trained, padded=self._padded)
 
-    def _reduce_gradients(self, last: bool) -> None:
-        """Keeps gradients unreduced until the last micro-batch, and gathered weights too unless
-        reshard_after_forward saves their memory."""
+    def _set_gradient_sync(self, *, last: bool) -> None:
+        """Reduces gradients in the last micro-batch only. Until then weights stay gathered, too, unless
+        reshard_after_forward is set."""
         assert isinstance(self.module, FSDPModule)
         self.module.set_requires_gradient_sync(last)
         self.module.set_reshard_after_backward(last or self._fsdp.reshard_after_forward)
@@ -317,7 +318,7 @@ class FSDPEngine(InMicroBatches):
             group["lr"] = self._lr()
 
     def _move_optimizer_state(self, device: torch.device) -> None:
-        """Moves the moments only, not AdamW's step count."""
+        """Moves the moments only, not AdamW's step count. With offload_policy they stay on the host."""
         assert self._optimizer is not None
         if self._fsdp.offload_policy:
             return

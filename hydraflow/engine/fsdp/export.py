@@ -54,8 +54,7 @@ def _plain_weights(
 
 
 def _parameters(module: PolicyModel | ValueModel, *, adapters: bool) -> dict[str, torch.Tensor]:
-    named = module.named_parameters()
-    return {name: parameter for name, parameter in named if is_adapter(name) == adapters}
+    return {name: weight for name, weight in module.named_parameters() if is_adapter(name) == adapters}
 
 
 def full_weights(module: PolicyModel | ValueModel) -> dict[str, torch.Tensor] | None:

@@ -1,4 +1,5 @@
-"""Full tensors of sharded parameters, many per collective: one gather per tensor would be mostly latency.
+"""Gathers full tensors of sharded parameters, many per collective: one gather per tensor would be mostly
+latency.
 
 In: parameters by name, the same on every rank. Out: (name, full tensor), in order, on every rank or on one;
 at most a bucket of them exists at a time. Ranks gather among those that share a copy of the model.
@@ -16,7 +17,7 @@ from hydraflow.engine.process_group import gather_parts
 from hydraflow.weights.buckets import NamedTensor
 
 BUCKET_BYTES = 64 * 2**20
-"""Bytes of full tensors that are gathered together; a larger tensor is a bucket of its own."""
+"""Maximum bytes of full tensors that are gathered together; a larger tensor is gathered alone."""
 
 
 @torch.no_grad()
@@ -58,8 +59,8 @@ def _gather(bucket: list[NamedTensor], to: int | None) -> list[NamedTensor]:
 
 
 def _rows_of_all(sharded: list[torch.Tensor], to: int | None) -> Sequence[torch.Tensor]:
-    """For each parameter the padded shards of all ranks of a copy, (ranks, numbers of one shard); nothing on
-    a rank that gets none."""
+    """For each parameter the padded shards of all ranks of a copy, (ranks, numbers of one shard); empty on
+    ranks that receive nothing."""
     if not sharded:
         return []
     assert isinstance(sharded[0], DTensor)
@@ -87,7 +88,7 @@ def _is_split_by_rows(parameter: torch.Tensor) -> bool:
 
 
 def _padded_shard(parameter: torch.Tensor, ranks: int) -> torch.Tensor:
-    """This rank's rows, padded to those of the first rank, which has the most."""
+    """This rank's rows, padded to the number of the first rank, which has the most."""
     assert isinstance(parameter, DTensor)
     local = parameter.to_local()
     missing = -(-parameter.shape[0] // ranks) - local.shape[0]

@@ -7,8 +7,8 @@
 - A replica group, the ranks of all shard groups with the same shard: sums the gradients of that shard.
 - A sequence group, `ulysses_sequence_parallel_size` neighbouring ranks: they get the same rows, and each
   computes a slice of the tokens (`engine/token_exchange.py`).
-- A data group, the ranks at the same place in all sequence groups: together they have each row of a batch
-  exactly once, so rows are counted over it.
+- A data group, the ranks at the same position in all sequence groups: together they have each row of a batch
+  exactly once, so counts of rows and tokens are reduced over it.
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ from hydraflow.engine.config import FSDPConfig
 
 @dataclass(frozen=True)
 class RankGroups:
-    """The groups that this rank is in besides that of all ranks."""
+    """This rank's groups, besides the default group."""
 
     shards: DeviceMesh
     """One dimension: the ranks that share a copy of the model."""
     replicas: dist.ProcessGroup | None
     """The ranks with the same shard as this one; None: there is only one copy."""
     sequence: dist.ProcessGroup | None
-    """The ranks with the same rows as this one; None: each has rows of its own."""
+    """The ranks with the same rows as this one; None: each rank has different rows."""
     data: dist.ProcessGroup | None
     """The ranks that have each row once; None: all."""
 
     @classmethod
     def make(cls, fsdp: FSDPConfig, device_type: str) -> RankGroups:
-        """Collective. Both sizes divide the number of ranks."""
+        """Collective. Both configured sizes must divide the number of ranks."""
         ranks, copy, sharers = dist.get_world_size(), fsdp.fsdp_size, fsdp.ulysses_sequence_parallel_size
         sequence, data = process_group.groups_of(sharers, "tokens") if sharers > 1 else (None, None)
         if copy in (-1, ranks):

@@ -1,8 +1,8 @@
 """Training low-rank adapters: W + scale * B A, of which only A and B are trained.
 
 In: an unsharded Hugging Face model and a `ModelConfig`. Out: the same model with adapters in it (peft's
-layers), merged weights for sampling, and the model with its adapters disabled. Left out on
-purpose: adapters on embeddings, several adapters at a time, peft's other methods.
+layers), merged weights for sampling, and the model with its adapters disabled. Left out on purpose: adapters
+on embeddings, several adapters at a time, peft's other methods.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ def add_adapters(hf: nn.Module, model: ModelConfig, dtype: torch.dtype, *, field
     """Adds adapters of type `dtype` to `hf` and freezes everything else. Experts that are one tensor per
     layer are not linear layers and get none.
 
-    Raises ConfigError when target_modules names no linear layer; a list in which only some
-    names match gives a warning. `hf` may be on the meta device, for checking.
+    Raises ConfigError when target_modules names no linear layer; a list in which only some names match gives
+    a warning. `hf` may be on the meta device, for checking.
     """
     from peft import LoraConfig, inject_adapter_in_model
 
@@ -56,7 +56,8 @@ def add_adapters(hf: nn.Module, model: ModelConfig, dtype: torch.dtype, *, field
             lora_dropout=0.0,
             bias="none",
         )
-        # wrapped in a module that peft does not know: for a known mixture it takes `up_proj` as all experts
+        # wrapped, so that peft does not recognise the model: in a known mixture of experts it would take
+        # `up_proj` to mean all experts
         inject_adapter_in_model(config, nn.ModuleDict({"model": hf}), adapter_name=ADAPTER)
     except (ValueError, re.error) as error:
         rule = (
@@ -110,7 +111,7 @@ def adapters_off(module: nn.Module) -> Iterator[None]:
 
 
 def adapted(module: nn.Module) -> dict[str, Any]:
-    """peft's layers by the name that their weight had before adapters were added."""
+    """peft's layers, by the names that their weights had before adapters were added."""
     if "peft" not in sys.modules:
         return {}  # no adapters without peft, and importing it takes half a second
     from peft.tuners.lora import LoraLayer
@@ -131,7 +132,7 @@ def sent_name(name: str) -> str:
 def scaled(name: str, weight: torch.Tensor, layers: Mapping[str, Any]) -> torch.Tensor:
     """An adapter's weight as it is sent: B includes the scale, so that W + B A is the merged weight.
 
-    layers: as of `adapted`.
+    layers: from `adapted`.
     """
     layer, side, _, _ = name.rsplit(".", 3)
     return weight * layers[f"{layer}.weight"].scaling[ADAPTER] if side == SIDES[1] else weight

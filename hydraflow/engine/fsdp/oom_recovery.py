@@ -2,17 +2,17 @@
 
 FSDP gathers weights and sums gradients in collectives that all ranks run in the same order. A rank whose pass
 was interrupted still has to take part in the remaining ones. It does so in a second pass over a few tokens,
-which skips the collectives that were already run and whose result is discarded. Then all ranks drop the call
-and retry with smaller micro-batches.
+which skips the collectives that were already run; its result is discarded. Then all ranks drop the call and
+retry with smaller micro-batches.
 
-With Ulysses, ranks exchange tokens in collectives whose size is that of the micro-batch: there the rank sends
-zeros of that size (`engine/token_exchange.py`).
+With Ulysses, the size of a collective depends on the micro-batch: there the rank sends zeros of the size that
+the others expect (`engine/token_exchange.py`).
 
 In: passes, as functions of a micro-batch. Out: their results, and whether any rank ran out of memory, the
 same on all ranks. Left out on purpose: which micro-batches are tried next (`engine/micro_batcher.py`).
 
-Over copies of the model (HSDP) gradients are summed by FSDP's all-reduce hook, with a mesh of one copy's
-ranks. FSDP's own all-reduce, on a mesh of all ranks, could not be skipped.
+With several copies of the model (HSDP), each copy is sharded on a mesh of its own ranks, and a hook of FSDP
+sums gradients over copies. FSDP's built-in all-reduce, on a mesh of all ranks, could not be skipped.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from hydraflow.protocol.batch import DataProto
 Result = TypeVar("Result")
 
 FEW_TOKENS = 2
-"""Prompt and response tokens of the dummy row that replaces a micro-batch in the repeated pass."""
+"""Tokens of the prompt, and of the response, of the dummy row in the repeated pass."""
 
 
 class CollectiveCounter:
@@ -53,8 +53,8 @@ class CollectiveCounter:
     def __init__(self, module: nn.Module, device: torch.device, replicas: dist.ProcessGroup | None):
         assert isinstance(module, FSDPModule)
         self._module, self._device = module, device
-        self._made = self._left_out = 0
-        self._makes_up = False
+        self._made = self._to_skip = 0
+        self._repeats = False
         self._gathers: list[_Gather] = []
         self.stands_in_for: DataProto | None = None
         """The micro-batch that the other ranks expect this rank to compute."""
@@ -71,31 +71,31 @@ class CollectiveCounter:
         for gather in self._gathers:
             gather.note_gathered()
 
-    def make_up(self, again: Callable[[], object]) -> None:
+    def catch_up(self, again: Callable[[], object]) -> None:
         """Repeats an interrupted pass for its remaining collectives; `again` runs it on a few tokens."""
         self._module.reset_iter_state()
         gc.collect()  # the error's frames keep the pass's tensors alive
         if self._device.type != "cpu":
             torch.get_device_module(self._device).empty_cache()
-        self._left_out, self._makes_up = self._made, True
+        self._to_skip, self._repeats = self._made, True
         again()
-        self._makes_up = False
-        assert self._left_out == 0, "a pass over fewer tokens runs the same collectives"
+        self._repeats = False
+        assert self._to_skip == 0, "a pass over fewer tokens runs the same collectives"
 
     def is_due(self, gather: _Gather | None = None) -> bool:
         """Whether to make a collective: in a repeated pass, only if the first one had not made it."""
-        if self._makes_up and gather is not None and gather.had_weights:
+        if self._repeats and gather is not None and gather.had_weights:
             gather.had_weights = False  # the other ranks still hold these weights gathered, as this rank did
             return False
-        if self._left_out:
-            self._left_out -= 1
+        if self._to_skip:
+            self._to_skip -= 1
             return False
         self._made += 1
         return True
 
 
 class PassRunner(Generic[Result]):
-    """The passes of one call: after one runs out of memory, this rank only takes part in the remaining
+    """Runs the passes of one call. Once memory has run out in one, this rank only takes part in the remaining
     collectives."""
 
     def __init__(self, collectives: CollectiveCounter):
@@ -118,7 +118,7 @@ class PassRunner(Generic[Result]):
             note_out_of_memory(data, error)
         self._too_large = data
         self._results.clear()
-        self._collectives.make_up(lambda: self._stand_in(data, work))
+        self._collectives.catch_up(lambda: self._stand_in(data, work))
 
     def _stand_in(self, data: DataProto, work: Callable[[DataProto], Result]) -> None:
         self._collectives.stands_in_for = data
@@ -129,7 +129,7 @@ class PassRunner(Generic[Result]):
         """1 when memory has run out on this rank, else 0."""
         return float(self._too_large is not None)
 
-    def results_of_all(self, oom_ranks: float) -> list[Result]:
+    def results(self, oom_ranks: float) -> list[Result]:
         """The results of the passes. Raises OutOfMemory when `oom_ranks`, the sum of `ran_out` over ranks,
         is not 0."""
         if oom_ranks:
@@ -209,8 +209,7 @@ class _ReplicaSum:
 
 
 def _units(module: nn.Module) -> Iterator[tuple[FSDPModule, nn.Module, str]]:
-    """The units that are gathered together: the sharded module, and one of its parameters as (owner module,
-    name)."""
+    """FSDP units: the sharded module, and one of its parameters as (owner module, name)."""
     for part in module.modules():
         if isinstance(part, FSDPModule) and (found := next(_own_parameters(part), None)):
             yield part, *found
@@ -226,7 +225,7 @@ def _own_parameters(part: nn.Module) -> Iterator[tuple[nn.Module, str]]:
 
 
 def _few_tokens(data: DataProto) -> DataProto:
-    """The start of the first row."""
+    """A dummy row: the start of the first row."""
     columns = {name: column for name, column in data.items() if isinstance(column, torch.Tensor)}
     routes = columns.pop(ROUTES, None)
     few = DataProto.from_dict({name: _first_cells(column) for name, column in columns.items()})

@@ -3,8 +3,8 @@ forward pass in transformers.
 
 In: a sharded model. Out: whether its rows must be padded, or a ConfigError. A few short rows of random tokens
 go through the head and the packing that training uses, and each row alone through the unmodified model. A
-configuration does not show everything: heads may scale logits, and layers may mix tokens by other means than
-attention. Collective; all ranks reach the same decision.
+configuration does not reveal everything: heads may scale logits, and layers may mix tokens by other means
+than attention. Collective; all ranks reach the same decision.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def must_pad_rows(
     """Whether rows must be padded: if `padded`, or if packed rows differ from the model's own forward pass.
 
     ulysses: the ranks that share the tokens of packed rows, which padded rows do not allow. own_attention:
-    transformers' implementation for this model. dtype: of the computation. Raises ConfigError where padded
+    transformers' implementation for this model. dtype: of the computation. Raises ConfigError when padded
     rows differ too, or the model's code rejects them.
     """
     module.eval()
@@ -90,7 +90,7 @@ def _mismatch(
     device: torch.device,
     dtype: torch.dtype,
 ) -> str:
-    """What is wrong with padded or packed rows; empty: nothing. Collective."""
+    """Why padded or packed rows cannot be used; empty if they can. Collective."""
     config, raised, found = module.hf.config, "", (float("inf"), float("inf"))
     rows = probe_rows(_vocabulary(module))
     prompts, responses = (ragged.rows(column) for column in rows)
@@ -104,8 +104,8 @@ def _mismatch(
     except REFUSED as error:
         if ran_out_of_memory(error) or isinstance(error, ConfigError | DistError):
             raise
-        said = first_line(error).partition(". For ")[0]  # what follows is advice to the model's author
-        raised = f"its code raises {type(error).__name__}: {said}"
+        message = first_line(error).partition(". For ")[0]  # what follows is advice to the model's author
+        raised = f"its code raises {type(error).__name__}: {message}"
     finally:
         forget_passes(module)
     worst, middle = process_group.all_reduce(torch.tensor(found), "max").tolist()
@@ -132,12 +132,12 @@ def _vocabulary(module: PolicyModel | ValueModel) -> int:
 def _as_trained(
     module: PolicyModel | ValueModel, batch: PackedBatch, ulysses: Ulysses | None
 ) -> torch.Tensor:
-    """Log-probabilities (K,) as in training, or of a value model the hidden states (K, hidden)."""
+    """Log-probabilities (K,) as in training; of a value model, hidden states (K, hidden)."""
 
     def numbers(part: PackedBatch) -> Output:
         if isinstance(module, PolicyModel):
             return module(part, LOG_PROBS)[0], None
-        module(part)  # makes it the root of its sharded parts
+        module(part)  # the first call makes it FSDP's root
         with _gathered(module):
             return asked_hidden_states(module.hf, part), None
 
@@ -150,7 +150,7 @@ def _as_published(
     responses: Sequence[torch.Tensor],
     device: torch.device,
 ) -> torch.Tensor:
-    """The same with the model's own forward pass, row by row."""
+    """As `_as_trained`, but with the model's own forward pass, row by row."""
     found = []
     with _gathered(module), compiled.as_written():
         for prompt, response in zip(prompts, responses, strict=True):
@@ -165,7 +165,7 @@ def _as_published(
 
 @contextmanager
 def _gathered(module: PolicyModel | ValueModel) -> Iterator[None]:
-    """Keeps the root's own weights gathered while parts of a model are called without their root."""
+    """Keeps the root's own weights gathered while parts of the model are called directly."""
     assert isinstance(module, FSDPModule)
     module.unshard()
     try:

@@ -1,6 +1,6 @@
 """Checks that ranks can share a model's rows (Ulysses sequence parallelism).
 
-In: a model's configuration. Out: an error that names the sizes that fit. Left out on purpose: how they are
+In: a model's configuration. Out: an error that names the sizes that fit. Left out on purpose: how rows are
 shared (`engine/token_exchange.py`).
 """
 

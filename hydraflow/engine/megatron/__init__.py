@@ -1,4 +1,4 @@
-"""Megatron-Core as a training engine. Nothing above this folder knows of it."""
+"""Megatron-Core as a training engine. No other folder imports Megatron-Core."""
 
 import logging
 

@@ -1,4 +1,4 @@
-"""Which Hugging Face models the Megatron engine supports, and the sizes that their weights are divided by.
+"""Which Hugging Face models the Megatron engine supports, and the sizes that parallelism must divide.
 
 In: `config.json` as transformers reads it. Out: an `Architecture`; a model that would be computed differently
 is refused, and the message names the difference. Megatron-Core is not imported, because the planner calls
@@ -20,7 +20,7 @@ LATENT = ("deepseek_v2", "deepseek_v3", "glm4_moe_lite")
 FAMILIES = (*LATENT, "glm4_moe", "llama", "mistral", "mixtral", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe")
 """Supported model types."""
 ROTARY = ("default", "linear", "llama3")
-"""Types of rotary embeddings that are determined by their frequencies alone."""
+"""Types of rotary embeddings that only change the frequencies."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class Mixture:
     scaling: float | None = None
     """Scaling factor of the weights; None: 1."""
     groups: int | None = None
-    """Groups of experts, of which a token chooses `chosen_groups` first; None: there are none."""
+    """Groups of experts: a token first chooses `chosen_groups` of them; None: no groups."""
     chosen_groups: int | None = None
     shared: int | None = None
     """Total columns of the shared experts; None: there are none."""
@@ -75,7 +75,7 @@ class Latent:
 
     @classmethod
     def of(cls, config: Any) -> Latent | None:
-        """None: other attention."""
+        """None for models with another kind of attention."""
         if config.model_type not in LATENT:
             return None
         rope, mscale = config.rope_parameters, 1.0
@@ -145,8 +145,9 @@ class Architecture:
         )
 
     def require_divisible(self, settings: MegatronConfig, *, section: str) -> None:
-        """ConfigError for parallel sizes that do not divide the model. `section`: the role's. With context
-        parallelism each rank attends with a share of its heads; key-value heads are repeated as needed."""
+        """Raises ConfigError for parallel sizes that do not divide the model. `section`: the role's. With
+        context parallelism each rank attends with a share of its heads; key-value heads are repeated as
+        needed."""
         engine = f"{section}.megatron"
         found = [
             _indivisible(f"{engine}.{key}_parallel_size", size, count, what)
@@ -269,35 +270,35 @@ def _mixture_of_deepseek(config: Any) -> Mixture:
 def _differences(config: Any) -> Iterator[str]:
     """Features of the model that this engine would compute differently from transformers."""
     if config.model_type not in FAMILIES:
-        yield f"the Megatron engine builds {', '.join(FAMILIES)} models, not {config.model_type}"
+        yield f"the Megatron engine supports {', '.join(FAMILIES)} models, not {config.model_type}"
         return
     kinds = set(getattr(config, "layer_types", None) or ())
     if "sliding_attention" in kinds or (not kinds and getattr(config, "sliding_window", None)):
-        yield "the Megatron engine has no attention with a sliding window"
+        yield "the Megatron engine does not support sliding-window attention"
     has_bias = getattr(config, "attention_bias", False) and config.model_type != "glm4_moe"
     if has_bias or getattr(config, "mlp_bias", False):
-        yield f"the Megatron engine has no biases in a {config.model_type} model"
+        yield f"the Megatron engine does not support biases in a {config.model_type} model"
     if getattr(config, "router_jitter_noise", 0.0):
-        yield "the Megatron engine has no noise in routers (router_jitter_noise)"
+        yield "the Megatron engine does not support noise in routers (router_jitter_noise)"
     mixture = _mixture(config)
     if mixture and mixture.normalised and mixture.chosen == 1:
-        yield "the Megatron engine has no top-1 router with a constant weight of 1"
+        yield "the Megatron engine does not support a top-1 router, whose normalised weight is always 1"
     if mixture and not any(mixture.layers):
-        yield "the Megatron engine builds no mixture of experts in which no layer has experts"
+        yield "the Megatron engine does not support a mixture of experts in which no layer has experts"
     if mixture and mixture.groups is not None:
         yield from _differences_of_groups(mixture)
     if config.hidden_act != "silu":
-        yield f"the Megatron engine has no activation {config.hidden_act}"
+        yield f"the Megatron engine does not support the activation {config.hidden_act}"
     rotary = (*ROTARY, "yarn") if config.model_type in LATENT else ROTARY
     if (kind := config.rope_parameters["rope_type"]) not in rotary:
-        yield f"the Megatron engine has no rotary embeddings of type {kind}"
+        yield f"the Megatron engine does not support rotary embeddings of type {kind}"
     rotated = ({"partial_rotary_factor": 1.0} | config.rope_parameters)["partial_rotary_factor"]
     if rotated != 1.0 and config.model_type != "glm4_moe":
-        yield "the Megatron engine has no partial rotary embeddings"
+        yield "the Megatron engine does not support partial rotary embeddings"
 
 
 def _differences_of_groups(mixture: Mixture) -> Iterator[str]:
-    """Megatron-Core derives from the sizes how many experts count for a group's score; models fix it."""
+    """Megatron-Core derives from other sizes how many experts score a group; in the models it is fixed."""
     counted, wanted = mixture.chosen // (mixture.chosen_groups or 1), 2 if mixture.by_sigmoid else 1
     if counted != wanted:
         yield (

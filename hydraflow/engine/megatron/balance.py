@@ -26,8 +26,8 @@ from hydraflow.protocol.batch import DataProto
 
 @dataclass(frozen=True)
 class BalancedRows:
-    """Rows of the balancing loss, as seen by this rank's share of their line. A token of a shared prompt
-    belongs to all rows that share it."""
+    """Rows of the balancing loss, seen from this rank's share of their line. A token of a shared prompt
+    belongs to every row that shares it."""
 
     at: torch.Tensor
     """(M,) tokens of the share, row by row."""
@@ -70,10 +70,10 @@ def trained(data: DataProto) -> torch.Tensor:
 
 
 def balance_loss(scores: torch.Tensor, chosen: int, rows: BalancedRows) -> torch.Tensor:
-    """() this rank's part of the loss, with a gradient; a row with perfectly even routing has loss 1, before
-    its weight.
+    """() this rank's part of the loss, with a gradient; a row with perfectly even routing has a loss of 1
+    before its weight is applied.
 
-    scores: (n, E), which add up to 1 for each token. chosen: K. Collective.
+    scores: (n, E), adding up to 1 for each token. chosen: K. Collective.
 
         L = E / (K T^2) * sum over e of (tokens of the row that choose e) * (sum over tokens of scores[e])
     """

@@ -1,8 +1,8 @@
 """Builds this rank's part of a model on Megatron-Core, and fills it.
 
-In: a `ModelConfig` and a `MegatronConfig`. Out: `Built`, with weights. Of a Hugging Face directory only rank
-0 reads files; it broadcasts tensor by tensor, and every rank keeps its parts. Of a checkpoint of
-Megatron-Core every rank reads its own. Left out on purpose: optimizer (`optimizer.py`).
+In: a `ModelConfig` and a `MegatronConfig`. Out: `Built`, with weights. Only rank 0 reads a Hugging Face
+directory; it broadcasts tensor by tensor, and every rank keeps its parts. From a checkpoint of Megatron-Core
+every rank reads its own parts. Left out on purpose: optimizer (`optimizer.py`).
 """
 
 from __future__ import annotations
@@ -34,19 +34,19 @@ class Built:
     """A rank's part of a model."""
 
     chunks: tuple[Trunk, ...]
-    """One; several with the interleaved schedule, where chunks of other stages lie between them."""
+    """One, or several with the interleaved schedule, whose layers are not adjacent."""
     names: Names
     config: Any
     """transformers' configuration."""
 
     @property
     def trunk(self) -> Trunk:
-        """The last chunk; on the last stage it ends the model."""
+        """The last chunk; on the last stage it has the model's last layers and head."""
         return self.chunks[-1]
 
     def holdings(self, *, copies: bool = False) -> dict[str, tuple[torch.nn.Parameter, Holding]]:
-        """By name (see `Names.holding`): each parameter and what it holds. `copies`: also the last stage's
-        copy of a tied embedding."""
+        """Parameters by name (see `Names.holding`), each with what this rank holds of it. `copies`: also the
+        last stage's copy of a tied embedding."""
         return {
             name: (parameter, self.names.holding(name))
             for chunk in self.chunks
@@ -70,7 +70,7 @@ class Built:
 def build_model(
     model: ModelConfig, settings: MegatronConfig, place: Place, *, head: str, device: torch.device, field: str
 ) -> Built:
-    """Raises ConfigError on every rank alike."""
+    """This rank's part, with its weights. Raises ConfigError on every rank alike."""
     config = loading.load_config(model, field=field)
     shape = Architecture.of(config, field=field, path=model.path)
     section = section_of(field)
@@ -121,7 +121,7 @@ def build_model(
 
 
 def _mark_divided(built: Built) -> None:
-    """Marks divided weights: the gradient norm counts them on every rank, all others once. Megatron-Core
+    """Marks divided weights: the gradient norm counts these on every rank, all others once. Megatron-Core
     marks them during initialisation, which is skipped here."""
     for parameter, holding in built.holdings(copies=True).values():
         dim = holding.parts[0].dim
@@ -146,8 +146,8 @@ def _fill(
         for part in holding.parts:
             wanted.setdefault(part.name, []).append(name)
     pieces: dict[str, dict[str, torch.Tensor]] = {}
-    for hf_name, shape, kind in listed[0]:
-        full = from_first_rank(partial(source.__getitem__, hf_name), shape, kind, device)
+    for hf_name, shape, own_dtype in listed[0]:
+        full = from_first_rank(partial(source.__getitem__, hf_name), shape, own_dtype, device)
         for name in wanted.pop(hf_name, []):
             parameter, holding = holdings[name]
             found = pieces.setdefault(name, {})

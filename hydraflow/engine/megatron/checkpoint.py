@@ -1,8 +1,8 @@
-"""Checkpoints of a model that Megatron-Core divides.
+"""Takes and loads checkpoints of a model that Megatron-Core divides.
 
 In: this rank's part and its optimizer. Out: a `ShardedSnapshot`, or the state loaded from one. Every
-parameter is cut into parts of Hugging Face tensors, and so are its moments. A checkpoint thus looks like one
-of any other engine: it can be read with any parallel sizes, and merged like any other. (Megatron-Core's own
+parameter is cut into parts of Hugging Face tensors, and so are its moments. So a checkpoint looks like any
+other engine's: it can be read with any parallel sizes, and merged in the same way. (Megatron-Core's own
 format is bound to its sizes and names, and has to be unpickled.) Left out on purpose: files
 (`engine/sharded_checkpoint.py`).
 """
@@ -51,7 +51,7 @@ def snapshot(
     head: str,
     field: str,
 ) -> ShardedSnapshot:
-    """Copies what `contents` names into host memory. Every rank takes part."""
+    """Copies the named `contents` to host memory. Collective."""
     host_group()  # created here, in step on all ranks; `write` runs in the background
     state, prefix = State(), _prefix(head)
     slots = [WEIGHT] * (MODEL in contents)
@@ -147,8 +147,8 @@ def _prefix(head: str) -> str:
 
 
 def _writer(experts: bool) -> tuple[int, int]:
-    """This rank's index among the ranks that hold the same tensors, and their number. All slices of an expert
-    are written together."""
+    """This rank's index among the ranks that hold the same tensors, and their number. `_pieces` puts the
+    slices of an expert together, so the ranks that share an expert count as holding the same."""
     if not experts:
         group = parallel_state.get_data_parallel_group(with_context_parallel=True)
         return group.rank(), group.size()
@@ -159,8 +159,8 @@ def _writer(experts: bool) -> tuple[int, int]:
 
 
 def _pieces(built: Built, name: str, local: torch.Tensor) -> Sequence[torch.Tensor]:
-    """This rank's parts of a parameter; for experts all slices, which are exchanged between the ranks that
-    hold them."""
+    """This rank's parts of a parameter; for experts all slices, which the ranks that share the experts
+    exchange."""
     holding = built.names.holding(name)
     if holding.parts[0].slice is None:
         return holding.cut(local)
@@ -175,8 +175,8 @@ def _pieces(built: Built, name: str, local: torch.Tensor) -> Sequence[torch.Tens
 
 
 def _sharded(part: Part, local: torch.Tensor) -> torch.Tensor:
-    """A Hugging Face tensor of which this rank has a part. Ranks share matrices, or experts; tensors are in
-    host memory."""
+    """A Hugging Face tensor, in host memory, of which this rank has a part: of a matrix shared by
+    tensor-parallel ranks, or of the experts shared by expert-parallel ranks."""
     group = (
         parallel_state.get_tensor_model_parallel_group()
         if part.slice is None
@@ -191,7 +191,7 @@ def _sharded(part: Part, local: torch.Tensor) -> torch.Tensor:
 
 @lru_cache(maxsize=2)
 def _mesh(group: dist.ProcessGroup) -> DeviceMesh:
-    """Mesh of the ranks that have parts of a tensor. Cached, because making it takes longer than copying a
+    """Mesh of the ranks that have parts of a tensor. Cached, because creating one takes longer than copying a
     small tensor; there are two such groups."""
     return DeviceMesh.from_group(group, "cpu")
 

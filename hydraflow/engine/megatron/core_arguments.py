@@ -2,7 +2,7 @@
 
 In: an `Architecture`, and the sizes of the engine. Out: arguments, or a ConfigError, with the reason, for
 overrides that contradict them. It also runs before a run starts, so Megatron-Core is not imported. Left out
-on purpose: its configuration itself (`core_config.py`), its gradient buffers (`ddp_config.py`).
+on purpose: the configuration itself (`core_config.py`), gradient buffers (`ddp_config.py`).
 """
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ OVERRIDES = "override_transformer_config"
 
 def fixed_arguments(shape: Architecture, settings: MegatronConfig, dtype: torch.dtype) -> dict[str, Any]:
     """Arguments of Megatron-Core's configuration that follow from the model and our keys, by name."""
-    found = OF_OTHER_MODELS | _of_model(shape) | _of_engine(settings, dtype)
-    return found if shape.mixture is None else found | _of_mixture(shape.mixture, settings)
+    found = OF_OTHER_MODELS | _model_arguments(shape) | _engine_arguments(settings, dtype)
+    return found if shape.mixture is None else found | _mixture_arguments(shape.mixture, settings)
 
 
 def require_free(shape: Architecture, settings: MegatronConfig, dtype: torch.dtype, *, section: str) -> None:
-    """ConfigError for overrides of fixed arguments, and for kernels that are not installed; `section`: the
-    role's."""
+    """Raises ConfigError for overrides of fixed arguments, for settings that cannot work with this model, and
+    for kernels that are not installed; `section`: the role's."""
     engine, fixed = f"{section}.megatron", fixed_arguments(shape, settings, dtype)
     problems = []
     if shape.mixture and settings.moe_permute_fusion and find_spec("transformer_engine") is None:
         key = f"{engine}.moe_permute_fusion"
         problems.append(Problem(key, True, "Transformer Engine is not installed", f"{key}=false"))
-    problems += _of_balance(shape.mixture, settings, engine)
-    problems += _of_recomputation(shape, settings, engine)
+    problems += _balance_problems(shape.mixture, settings, engine)
+    problems += _recomputation_problems(shape, settings, engine)
     for name, value in sorted(settings.override_transformer_config.items()):
         if name in fixed and value != fixed[name]:
             key = f"{engine}.{OVERRIDES}.{name}"
@@ -46,7 +46,7 @@ def require_free(shape: Architecture, settings: MegatronConfig, dtype: torch.dty
         raise ConfigError(problems)
 
 
-def _of_balance(mixture: Mixture | None, settings: MegatronConfig, engine: str) -> Iterator[Problem]:
+def _balance_problems(mixture: Mixture | None, settings: MegatronConfig, engine: str) -> Iterator[Problem]:
     """Load-balancing settings that cannot work."""
     loss, rate = f"{engine}.moe_aux_loss_coeff", f"{engine}.moe_router_bias_update_rate"
     has_loss = settings.moe_aux_loss_coeff > 0 and settings.moe_router_load_balancing_type != "none"
@@ -62,7 +62,7 @@ def _of_balance(mixture: Mixture | None, settings: MegatronConfig, engine: str) 
         yield Problem(rate, settings.moe_router_bias_update_rate, rule, f"{rate}=0")
 
 
-def _of_recomputation(shape: Architecture, settings: MegatronConfig, engine: str) -> Iterator[Problem]:
+def _recomputation_problems(shape: Architecture, settings: MegatronConfig, engine: str) -> Iterator[Problem]:
     """Parts of a layer that cannot be recomputed on their own."""
     overrides, name = settings.override_transformer_config, f"{engine}.{OVERRIDES}.recompute_modules"
     parts = settings.recomputed_parts
@@ -92,7 +92,7 @@ _WHY = {
         ("moe_router_load_balancing_type", "moe_z_loss_coeff", "moe_input_jitter_eps"), _BY_MICRO_BATCH
     ),
 }
-"""Reasons other than the model or another key."""
+"""Reasons other than `_FOLLOWS`."""
 OF_OTHER_MODELS: dict[str, Any] = {
     "num_moe_experts": None,
     "moe_layer_freq": 1,
@@ -116,7 +116,7 @@ OF_OTHER_MODELS: dict[str, Any] = {
 ignore."""
 
 
-def _of_model(shape: Architecture) -> dict[str, Any]:
+def _model_arguments(shape: Architecture) -> dict[str, Any]:
     return dict(
         num_layers=shape.layers,
         hidden_size=shape.hidden,
@@ -136,7 +136,7 @@ def _of_model(shape: Architecture) -> dict[str, Any]:
     )
 
 
-def _of_mixture(mixture: Mixture, settings: MegatronConfig) -> dict[str, Any]:
+def _mixture_arguments(mixture: Mixture, settings: MegatronConfig) -> dict[str, Any]:
     return dict(
         num_moe_experts=mixture.count,
         moe_router_topk=mixture.chosen,
@@ -171,7 +171,7 @@ def _of_mixture(mixture: Mixture, settings: MegatronConfig) -> dict[str, Any]:
     )
 
 
-def _of_engine(settings: MegatronConfig, dtype: torch.dtype) -> dict[str, Any]:
+def _engine_arguments(settings: MegatronConfig, dtype: torch.dtype) -> dict[str, Any]:
     return dict(
         tensor_model_parallel_size=settings.tensor_model_parallel_size,
         pipeline_model_parallel_size=settings.pipeline_model_parallel_size,

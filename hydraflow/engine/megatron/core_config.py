@@ -2,7 +2,7 @@
 
 In: an `Architecture`, and the sizes of the engine. Out: a TransformerConfig, and rotary frequencies. Left out
 on purpose: supported models (`architecture.py`), which arguments cannot be overridden (`core_arguments.py`),
-layers per stage (`stages.py`), layers (`layers.py`).
+layers per stage (`batch_plan/stages.py`), layers (`layers.py`).
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from hydraflow.models.config import ModelConfig
 def transformer_config(
     shape: Architecture, model: ModelConfig, settings: MegatronConfig, dtype: torch.dtype, *, section: str
 ) -> TransformerConfig:
-    """Megatron-Core's configuration of this model on this engine. Raises ConfigError for overrides of fixed
-    arguments, or that Megatron-Core rejects; `section`: the role's."""
+    """Megatron-Core's configuration of this model in this engine. Raises ConfigError for overrides of fixed
+    arguments and for those that Megatron-Core rejects; `section`: the role's."""
     require_free(shape, settings, dtype, section=section)
     require_layers(shape.layers, settings, section=section)
     fixed, overrides = fixed_arguments(shape, settings, dtype), settings.override_transformer_config

@@ -1,9 +1,9 @@
 """Configuration of Megatron-Core's gradient buffers and their reduction over data ranks.
 
 In: the sizes of an engine, and overrides. Out: a DistributedDataParallelConfig. Overrides that the engine
-does not allow, or that only another engine reads, are refused with the reason, also before a run starts:
-Megatron-Core is imported only to build the configuration. Left out on purpose: reductions that overlap with
-the backward pass.
+does not allow, or that only another engine reads, are refused with the reason. That check also runs before a
+run starts, so Megatron-Core is imported only to build the configuration. Left out on purpose: reductions that
+overlap with the backward pass.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ def ddp_config(settings: MegatronConfig, *, section: str) -> DistributedDataPara
 
 
 def require_free(settings: MegatronConfig, *, section: str) -> None:
-    """ConfigError for overrides of fixed arguments, or of unknown ones."""
+    """Raises ConfigError for overrides of fixed or unknown arguments."""
     engine = f"{section}.megatron"
-    fixed = FIXED | {OWN: (getattr(settings, OWN), "follows from a key of its own")}
+    fixed = FIXED | {OWN: (getattr(settings, OWN), "has its own key")}
     problems = []
     for key, value in settings.override_ddp_config.items():
         field = f"{engine}.override_ddp_config.{key}"
@@ -82,4 +82,4 @@ FIXED: dict[str, tuple[Any, str]] = {
     "fsdp_double_buffer": (False, _FSDP),
     "fsdp_manual_registration": (False, _FSDP),
 }
-"""Arguments that cannot be overridden -> why."""
+"""Arguments that cannot be overridden -> (their value, why)."""

@@ -1,5 +1,5 @@
-"""The Megatron-Core training engine: one rank of a model that is divided by tensor-parallel ranks, pipeline
-stages and data ranks; context-parallel ranks share the tokens of their lines.
+"""The Megatron-Core training engine: one rank of a model that is divided among tensor-parallel ranks and
+pipeline stages; data ranks have different rows, and context-parallel ranks share the tokens of their lines.
 
 In: micro-batches and a loss function. Out: log-probabilities or values, metrics, weights (see
 `engine/base.py`). Losses exist on the last stage; Megatron-Core's schedule moves activations and gradients
@@ -72,7 +72,7 @@ from hydraflow.protocol.coordinates import Coordinates
 
 
 class MegatronEngine(InMicroBatches):
-    """A `TrainEngine`. Arguments as of `FSDPEngine`."""
+    """A `TrainEngine`. Its arguments are those of `FSDPEngine`."""
 
     def __init__(
         self,
@@ -135,7 +135,7 @@ class MegatronEngine(InMicroBatches):
     def forward(
         self, micro_batches: Sequence[DataProto], ask: Ask = LOG_PROBS, *, adapter: bool = True
     ) -> DataProto:
-        """See `TrainEngine`. Ranks other than those of the last stage give zeros."""
+        """See `TrainEngine`. Ranks other than the last stage's return zeros."""
         assert adapter, "there are no adapters"
         self._weights.wake()
         chunks = list(self._built.chunks)
@@ -157,11 +157,12 @@ class MegatronEngine(InMicroBatches):
             share = self._share_of(batch)
             hidden = self._run(share.part, model, routes)
 
-            def found(hidden: torch.Tensor, non_loss_data: bool = True) -> Output:
+            def outputs(hidden: torch.Tensor, non_loss_data: bool = True) -> Output:
                 return share.whole(self._read(hidden, share.part, ask))
 
-            return hidden, found
+            return hidden, outputs
 
+        # the schedule may have filled its last group with more micro-batches
         results = self._schedule(step, micro_batches, chunks, forward_only=True)[: len(micro_batches)]
         if not self._place.is_last:
             name = "target_tokens" if "target_tokens" in micro_batches[0].keys() else "responses"
@@ -176,7 +177,7 @@ class MegatronEngine(InMicroBatches):
     def forward_backward(
         self, micro_batches: Sequence[DataProto], loss_fn: LossFn, ask: Ask = LOG_PROBS
     ) -> dict[str, Metric]:
-        """See `TrainEngine`. Metrics on the last stage."""
+        """See `TrainEngine`. Only ranks of the last stage have the loss's metrics."""
         assert self._ddp is not None, "a frozen model is not trained"
         self._weights.wake()
         self._gradients.wake()
@@ -256,7 +257,7 @@ class MegatronEngine(InMicroBatches):
         save_whole(shape, self._model, self._full_weights(), Path(directory), field=self._field)
 
     def snapshot(self, contents: Collection[str]) -> ShardedSnapshot:
-        assert self._optimizer is not None, "a frozen model has no state of its own"
+        assert self._optimizer is not None, "a frozen model has no state to save"
         with self._weights.borrowed():
             self._optimizer_state.wake()
             found = checkpoint.snapshot(
@@ -273,7 +274,7 @@ class MegatronEngine(InMicroBatches):
         return found
 
     def load(self, directory: str | Path, contents: Collection[str]) -> None:
-        assert self._optimizer is not None, "a frozen model has no state of its own"
+        assert self._optimizer is not None, "a frozen model has no state to save"
         self._weights.wake()
         self._optimizer_state.wake()
         step = checkpoint.load(self._built, self._optimizer, Path(directory), contents, head=self._head)
@@ -286,7 +287,7 @@ class MegatronEngine(InMicroBatches):
         return checkpoint.stored_bytes(self._built, contents)
 
     def rest(self) -> None:
-        """See `TrainEngine`. A gradient that waits for its optimizer step stays."""
+        """See `TrainEngine`. A gradient that has not been applied yet stays on the device."""
         self._weights.rest()
         if not self._holds_gradient:
             self._gradients.rest()
@@ -311,17 +312,17 @@ class MegatronEngine(InMicroBatches):
     def _schedule(
         self, step: Any, micro_batches: Sequence[DataProto], chunks: Sequence[Any], *, forward_only: bool
     ) -> Any:
-        """Runs Megatron-Core's schedule over the micro-batches; returns the last stage's results. The
-        interleaved schedule needs a multiple of the number of stages: `step` gets (micro-batch, is real),
-        with False for those that fill the last group."""
-        work = get_forward_backward_func()
+        """Runs Megatron-Core's schedule over the micro-batches; returns the last stage's results. `step` gets
+        (micro-batch, whether it counts): the interleaved schedule needs a multiple of the number of stages,
+        so the last group is filled up with micro-batches that do not count."""
+        run_schedule = get_forward_backward_func()
         each = [(data, True) for data in micro_batches]
         if len(chunks) > 1:
             each += [(micro_batches[0], False)] * (-len(each) % self._place.stages)
         iterators = [iter(each) for _ in chunks]
 
         def passes() -> Any:
-            found = work(
+            found = run_schedule(
                 forward_step_func=step,
                 data_iterator=iterators if len(chunks) > 1 else iterators[0],
                 model=list(chunks),
@@ -365,7 +366,7 @@ class MegatronEngine(InMicroBatches):
         self._holds_gradient = False
 
     def _pack(self, data: DataProto, *, trained: bool) -> PackedBatch:
-        self._recovery.computes = data
+        self._recovery.current = data
         tensor = self._place.tensor_size if self._trunk.config.sequence_parallel else 1
         multiple_of = tensor * self._place.context_size
         padded = not self._model.use_remove_padding
@@ -392,7 +393,7 @@ class MegatronEngine(InMicroBatches):
     def _routes_of(
         self, data: DataProto, batch: PackedBatch, tally: Tally | None = None
     ) -> PackedRoutes | None:
-        """The experts that these rows must take, if they are given."""
+        """The experts that these rows must take; None: they are not given."""
         if ROUTES not in data.keys():
             return None
         assert self._routes is not None, "a dense model has no routers"
@@ -408,8 +409,8 @@ class MegatronEngine(InMicroBatches):
         return settings.moe_aux_loss_coeff / max(float(self.reduce(rows)), 1.0)
 
     def _router_inputs(self, data: DataProto, batch: PackedBatch, balance: float) -> dict[str, Any]:
-        """Fields of `PackedLine` for the routers: how many trained rows contain each of this rank's tokens;
-        the rows of the balancing loss, if `balance` is above 0."""
+        """Fields of `PackedLine` for the routers: how many trained rows contain each of this rank's tokens,
+        and the rows of the balancing loss if `balance` is above 0."""
         if self._routes is None:
             return {}
         own = self._routes.share_of(batch.input_ids.numel())
@@ -457,8 +458,8 @@ class MegatronEngine(InMicroBatches):
         )
 
     def _read(self, hidden: torch.Tensor, batch: PackedBatch, ask: Ask) -> Output:
-        """The requested outputs for this rank's share, from the last stage's hidden states (N, 1, h), or (N /
-        TP, 1, h) with sequence parallelism."""
+        """The requested outputs for this rank's share, from the last stage's hidden states: (N, 1, h), or
+        (N / TP, 1, h) with sequence parallelism."""
         policy = self._head == "policy"
         if self._trunk.config.sequence_parallel:
             hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=policy)
@@ -504,7 +505,7 @@ def _zeros(tokens: torch.Tensor, ask: Ask) -> Output:
 
 
 def _finish(recovery: OomRecovery, model: list[Any], num_tokens: Any = None, **others: Any) -> None:
-    """Called by Megatron-Core after the last pass: sums gradients over ranks, without averaging because the
-    loss already includes its denominators."""
+    """Called by Megatron-Core after the last pass: sums gradients over ranks. They are not averaged, because
+    the loss already includes its denominators."""
     recovery.agree()
     finalize_model_grads(model, None, **others)

@@ -1,10 +1,11 @@
-"""Layers of experts: Megatron-Core's exchange of tokens between ranks, and the experts themselves.
+"""Mixture-of-experts layers: Megatron-Core's exchange of tokens between ranks, and the experts themselves.
 
-In: hidden states. Out: for each token the weighted sum of the experts that its router chose. Routers compute
-in float32 by default, and sums over experts are taken in float32, so that a token's experts do not change
-from one pass to the next. Each rank holds some experts, with all matrices of a kind in one tensor, as in
-transformers; shared experts are Megatron-Core's. Left out on purpose: auxiliary losses over all tokens of a
-micro-batch (their gradient depends on how rows are split), and Transformer Engine's grouped matrices.
+In: hidden states. Out: for each token the weighted sum of the outputs of the experts that its router chose.
+Routers compute in float32 by default, and sums over experts are taken in float32, so that a token's experts
+do not change from one pass to the next. Each rank holds some experts, with all matrices of a kind in one
+tensor, as in transformers; shared experts are Megatron-Core's. Left out on purpose: auxiliary losses over all
+tokens of a micro-batch (their gradient depends on how rows are split), and Transformer Engine's grouped
+matrices.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ ROUTER_DTYPES = {"fp32": torch.float32, "fp64": torch.float64}
 class CoreReplay(RouterReplay):
     """Megatron-Core's hook around a router's top-k (`router_replay`). Its own `RouterReplay` relies on the
     order of calls. Here each layer says which line it computes, so that recomputed activations use the same
-    experts, whatever other lines the pipeline ran in between."""
+    experts even if the pipeline ran other lines in between."""
 
     def get_replay_topk(
         self,
@@ -61,7 +62,7 @@ class Router(TopKRouter):
 
     is_counting = False
     line: PackedLine | None = None
-    """The line that it computes."""
+    """The line being computed."""
 
     def __init__(self, config: TransformerConfig, pg_collection: Any = None):
         super().__init__(config=config, pg_collection=pg_collection)
@@ -103,7 +104,7 @@ class Router(TopKRouter):
 
 
 class Experts(MegatronModule):
-    """The experts of one rank, or with expert-tensor parallelism its rows and columns of them."""
+    """This rank's experts, or with expert-tensor parallelism its rows and columns of them."""
 
     def __init__(self, count: int, config: TransformerConfig, *, pg_collection: Any):
         super().__init__(config=config)
@@ -118,8 +119,8 @@ class Experts(MegatronModule):
     def forward(
         self, tokens: torch.Tensor, counts: torch.Tensor, weights: torch.Tensor
     ) -> tuple[torch.Tensor, None]:
-        """tokens (N, hidden), expert by expert, `counts` of them each, and their weights (N,), to
-        (N, hidden)."""
+        """(N, hidden) outputs. tokens: (N, hidden), sorted by expert; counts: tokens of each expert; weights:
+        (N,)."""
         sizes, found = counts.tolist(), []
         parts = zip(tokens.split(sizes), weights.split(sizes), self.gate_up.unbind(), self.down.unbind())
         for rows, weight, gate_up, down in parts:
@@ -141,7 +142,7 @@ class ExpertLayer(MoELayer):
         )
 
     def postprocess(self, output: torch.Tensor, shared_expert_output: torch.Tensor | None) -> torch.Tensor:
-        """Tokens in their order, their experts' outputs summed in float32 at least."""
+        """Restores the order of the tokens; sums their experts' outputs in at least float32."""
         wide = output.to(torch.promote_types(output.dtype, torch.float32))
         return super().postprocess(wide, shared_expert_output).to(output.dtype)
 
@@ -159,8 +160,8 @@ class RoutedLayer(TransformerLayer):
 
 @contextmanager
 def counting(model: nn.Module) -> Iterator[None]:
-    """Counts the tokens of forward passes in the block. Backward passes must be outside it, because they may
-    recompute activations and would count them again."""
+    """Counts the tokens of forward passes in the block. Backward passes must be outside it: they may
+    recompute activations, which would be counted again."""
     routers = _routers([model])
     for router in routers:
         router.is_counting = True
@@ -199,9 +200,9 @@ def take_load(chunks: Sequence[nn.Module]) -> Load:
         share = (total.amax(-1) / total.sum(-1).clamp(min=1)).amax()
         sums = torch.tensor([float((total == 0).sum()), total.numel(), float(balance)])
     pipeline = parallel_state.get_pipeline_model_parallel_group()
-    without, all_experts, balance_of_all = process_group.all_reduce(sums, "sum", pipeline).tolist()
+    idle, all_experts, balance_of_all = process_group.all_reduce(sums, "sum", pipeline).tolist()
     busiest = float(process_group.all_reduce(share, "max", pipeline))
-    return Load(busiest, without / all_experts, balance_of_all)
+    return Load(busiest, idle / all_experts, balance_of_all)
 
 
 def reset_counts(chunks: Iterable[nn.Module]) -> None:
@@ -211,8 +212,8 @@ def reset_counts(chunks: Iterable[nn.Module]) -> None:
 
 
 def update_biases(chunks: Iterable[nn.Module], rate: float) -> None:
-    """Moves router biases towards an even load, by the counts of `take_load` since the last call; a rate of 0
-    changes nothing."""
+    """Moves router biases towards an even load, by the token counts that `take_load` has added up since the
+    last call, and resets the counts; a rate of 0 moves nothing."""
     for router in _routers(chunks):
         if rate > 0 and router.expert_bias is not None:
             router.expert_bias.copy_(updated_biases(router.expert_bias, router.counts_of_step, rate))

@@ -1,4 +1,4 @@
-"""Full weights of a divided model under Hugging Face's names, one tensor at a time.
+"""Exports full weights of a divided model under Hugging Face's names, one tensor at a time.
 
 In: this rank's part. Out: a stream for the generation engine and for files. A tensor is assembled only on the
 ranks that need it: its stage's tensor-parallel ranks send their parts, and a rank of another stage gets the
@@ -24,17 +24,18 @@ from hydraflow.models.heads import PolicyModel, ValueModel
 
 @dataclass(frozen=True)
 class Outlined:
-    """A Hugging Face tensor of some stage."""
+    """A Hugging Face tensor, and where its parts are."""
 
     stage: int
     parameter: str
     """Megatron-Core's name within the stage."""
     part: int
-    """Its place among the parameter's parts."""
+    """Its index among the parameter's parts."""
     name: str
     shape: tuple[int, ...]
     dtype: torch.dtype
     experts: bool
+    """Whether expert-parallel ranks divide it."""
 
 
 def outline(built: Built, place: Place) -> list[Outlined]:
@@ -66,10 +67,11 @@ def stream(
         if takes_part and is_here:
             parameter, _ = holdings[tensor.parameter]
             full = _joined(built, parameter, tensor, None if wanted is None else wanted.within, full)
-        if wanted is None and place.stages > 1:
+        if wanted is None and place.stages > 1:  # all stages get it
             full = full if is_here else torch.empty(tensor.shape, dtype=dtype, device=device)
             dist.broadcast(full, place.rank(stage=tensor.stage), group=pipeline)
         elif wanted is not None and wanted.within == place.within:
+            # only the wanted rank gets it, from the rank at its position in the tensor's stage
             if is_here and place.stage != wanted.stage:
                 dist.send(full, place.rank(stage=wanted.stage), group=pipeline)
                 full = torch.empty(tensor.shape, dtype=dtype, device="meta")
@@ -86,7 +88,11 @@ def _joined(
     others."""
     holding = built.names.holding(tensor.parameter)
     sharers = built.names.of_sharers(holding.parts[tensor.part])
-    group = sharing_group(experts=tensor.experts)
+    group = (
+        parallel_state.get_expert_tensor_and_model_parallel_group()
+        if tensor.experts
+        else parallel_state.get_tensor_model_parallel_group()
+    )
     at = None if within is None else within % len(sharers)
     is_wanted = at in (None, dist.get_rank(group))
     if holding.parts[tensor.part].dim is None or len(sharers) == 1:
@@ -107,16 +113,7 @@ def _joined(
     return whole
 
 
-def sharing_group(*, experts: bool) -> dist.ProcessGroup:
-    """The ranks of this stage that together hold one copy of its tensors, or of its experts."""
-    return (
-        parallel_state.get_expert_tensor_and_model_parallel_group()
-        if experts
-        else parallel_state.get_tensor_model_parallel_group()
-    )
-
-
 def empty_model(built: Built, model: ModelConfig, head: str) -> PolicyModel | ValueModel:
-    """transformers' model of the same shape, without values."""
+    """transformers' model of the same shape, on the meta device."""
     dtype = built.trunk.config.params_dtype
     return loading.empty_model(built.config, model, head=head, dtype=dtype, attention="eager", chunk_tokens=1)

@@ -29,7 +29,7 @@ class VocabularyShare:
     first: int
     """First token id of the shard."""
     real: int
-    """Rows of the matrix that are tokens; the rest is padding."""
+    """Rows of the shard that are tokens; the rest is padding."""
     chunk: int
     """Chunk size: tokens whose logits exist at one time."""
 
@@ -121,7 +121,7 @@ class VocabularyParallelHead(torch.autograd.Function):
 
 
 def _logits(hidden: torch.Tensor, weight: torch.Tensor, ask: Ask, share: VocabularyShare) -> torch.Tensor:
-    """(k, V / TP) divided by the temperature; -inf for rows that are no tokens."""
+    """(k, V / TP) logits divided by the temperature; -inf for padding rows."""
     logits = linear(hidden, weight)
     wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
     if ask.temperature != 1.0:

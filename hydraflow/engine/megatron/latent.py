@@ -118,8 +118,8 @@ class LatentAttention(MegatronModule):
         return x[:, 0].unflatten(-1, (self.heads, -1))
 
     def _rotate(self, x: torch.Tensor, angles: torch.Tensor) -> torch.Tensor:
-        """x (N, heads, d) by angles (N, 1, d), whose halves are equal. Neighbours end up in different halves,
-        in queries and keys alike."""
+        """Rotates x (N, heads, d) by angles (N, 1, d), whose halves are equal. Interleaved pairs end up in
+        different halves, in queries and keys alike, so scores are the same."""
         angles = angles[..., : angles.shape[-1] // 2]
         cos, sin = ((wave * self.rotary_scale).to(x.dtype) for wave in (angles.cos(), angles.sin()))
         first, second = (x[..., 0::2], x[..., 1::2]) if self.latent.rope_interleave else x.chunk(2, -1)

@@ -1,9 +1,9 @@
 """Replacements for the layers that Megatron-Core takes from Transformer Engine, and its model without logits.
 
 In: tensor-parallel matrices (`matrices.py`). Out: a `Trunk`, whose rows are packed into one line as
-everywhere else (`models/packing.py`): attention sees a `RowPlan`, and rotary embeddings are looked up by
-position, so neighbouring rows share a prompt here, too. Left out on purpose: what follows the last layer
-(`head.py`), Transformer Engine's attention and norms.
+everywhere else (`models/packing.py`): attention gets a `RowPlan` and rotary embeddings get positions, so
+neighbouring rows can share a prompt here, too. Left out on purpose: what follows the last layer (`head.py`),
+Transformer Engine's attention and norms.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class RowAttention(MegatronModule):
 
 
 class Rotary(nn.Module):
-    """Angles by position, from the frequencies that transformers computes for the model."""
+    """Rotary angles of positions, from the frequencies that transformers computes for the model."""
 
     def __init__(self, frequencies: torch.Tensor):
         super().__init__()
@@ -86,8 +86,8 @@ class Rotary(nn.Module):
 class Trunk(GPTModel):
     """Megatron-Core's GPT, except that the last stage returns hidden states instead of logits.
 
-    head: policy has an output matrix (`output_layer`), value a `score`. padding: the padding token, whose
-    embedding gets no gradient, as in transformers; None: every token's does.
+    head: policy has an output matrix (`output_layer`), value a `score`. padding: id of the padding token,
+    whose embedding gets no gradient, as in transformers; None: no such token.
     """
 
     def __init__(self, *, head: str, frequencies: torch.Tensor, padding: int | None, **arguments: Any):
@@ -130,18 +130,18 @@ def _without_gradient(
 ) -> torch.Tensor:
     """Detaches the embeddings of one token. given: (1, N) tokens; found: (1, N, h), or with sequence
     parallelism this rank's (N / TP, 1, h)."""
-    is_it = (given[0] == token)[..., None]
+    is_token = (given[0] == token)[..., None]
     if table.reduce_scatter_embeddings:
-        is_it = is_it.transpose(0, 1).chunk(table.tp_group.size())[table.tp_group.rank()]
-    return torch.where(is_it, found.detach(), found)
+        is_token = is_token.transpose(0, 1).chunk(table.tp_group.size())[table.tp_group.rank()]
+    return torch.where(is_token, found.detach(), found)
 
 
 def layer_spec(
     config: TransformerConfig, shape: Architecture, *, rotary_scale: float, first: int, chunk: int | None
 ) -> TransformerBlockSubmodules:
     """The layers of this stage, or of a chunk of it, from layer `first` on: matrices of Megatron-Core or
-    Transformer Engine, and norms, attention and experts from here. rotary_scale: factor of what latent
-    attention rotates."""
+    Transformer Engine, and norms, attention and experts from this folder. rotary_scale: factor of the columns
+    that latent attention rotates."""
     kinds = matrices(config)
     attention = _attention(config, shape, rotary_scale, kinds)
     mlp = ModuleSpec(MLP, submodules=MLPSubmodules(linear_fc1=kinds.after_norm, linear_fc2=kinds.row))

@@ -1,10 +1,10 @@
-"""Classes of the matrices that tensor-parallel ranks divide, Transformer Engine's or Megatron-Core's, and of
-the norms between them.
+"""Chooses the classes of tensor-parallel matrices, Transformer Engine's or Megatron-Core's, and of the norms
+between them.
 
-In: Megatron-Core's configuration. Out: `Matrices`, of which `layers.py` and `experts.py` build layers.
-Transformer Engine's normalise their inputs in the same kernel, so these norms have other names (`names.py`).
-Left out on purpose: its attention, which has no prompts that rows share; its norms and grouped matrices;
-latent attention (`latent.py`).
+In: Megatron-Core's configuration. Out: `Matrices`, from which `layers.py` and `experts.py` build layers.
+Transformer Engine fuses a norm into the matrix after it, so these norms have other names (`names.py`). Left
+out on purpose: its attention, in which rows cannot share a prompt; its norms and grouped matrices; latent
+attention (`latent.py`).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from hydraflow.models.norms import rms_norm
 
 class RMSNorm(nn.Module):
     """RMSNorm for sequence parallelism: each rank has a share of the tokens, so the weight is marked for a
-    gradient sum over ranks. torch's class is not, and Megatron-Core's comes from Transformer Engine."""
+    gradient sum over ranks. torch's class does not mark it, and Megatron-Core's needs Transformer Engine."""
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **others: Any):
         super().__init__()
@@ -45,7 +45,7 @@ class Matrices:
     norm: type[nn.Module]
     """Applied before `after_norm`."""
     after_norm: type[nn.Module]
-    """Column-parallel, the first matrix behind a norm."""
+    """Column-parallel, for the first matrix after a norm."""
     column: type[nn.Module]
     """Column-parallel."""
     row: type[nn.Module]
@@ -56,8 +56,8 @@ LOCAL = Matrices(RMSNorm, ColumnParallelLinear, ColumnParallelLinear, RowParalle
 
 
 def matrices(config: TransformerConfig) -> Matrices:
-    """Transformer Engine's with CUDA in bfloat16, unless `transformer_impl` is local. In float32 it would
-    multiply in TF32, so Megatron-Core's are used."""
+    """Transformer Engine's classes for bfloat16 on CUDA, unless `transformer_impl` is local; otherwise
+    Megatron-Core's, because Transformer Engine multiplies float32 matrices in TF32."""
     wanted = config.transformer_impl == "transformer_engine" and config.params_dtype == torch.bfloat16
     if not wanted or not gpu_count():
         return LOCAL

@@ -1,9 +1,9 @@
-"""Which parts of which Hugging Face tensors a parameter of Megatron-Core holds.
+"""Maps parameters of Megatron-Core to parts of Hugging Face tensors.
 
 Megatron-Core keeps queries, keys and values in one matrix, key-value group by group, and gate and up
 projection in another; each tensor-parallel rank has some of the groups, rows or columns. In: a parameter's
 name. Out: a `Holding`, which splits the parameter into parts of Hugging Face tensors and assembles it from
-them; gradients and optimizer state are split the same way. Left out on purpose: communication (`export.py`).
+them; optimizer state is split the same way. Left out on purpose: communication (`export.py`).
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ IN_MATRIX = {
     "input_layernorm.weight": "self_attention.linear_qkv.layer_norm_weight",
     "pre_mlp_layernorm.weight": "mlp.linear_fc1.layer_norm_weight",
 }
-"""Norms that Transformer Engine fuses into the next matrix: their names as layers of their own, and fused."""
+"""Norms that Transformer Engine fuses into the next matrix: name as a separate layer -> name when fused."""
 _NORMS = {fused: name for name, fused in IN_MATRIX.items()}
 
 
 @dataclass(frozen=True)
 class Slice:
-    """How expert-tensor-parallel ranks divide their experts' matrices: a dimension consists of blocks (gate
-    and up projection), and each rank has the same range of every block."""
+    """How expert-tensor-parallel ranks divide their experts' matrices: dimension `dim` consists of blocks
+    (gate and up projection), and each rank has the same range of every block."""
 
     dim: int
     blocks: int
@@ -55,7 +55,7 @@ class Part:
     size: int
     """Range of that dimension."""
     slice: Slice | None = None
-    """For experts, which are divided among expert-parallel ranks instead; None: not an expert."""
+    """For experts, where `dim` is divided among expert-parallel ranks instead; None: not an expert."""
 
     def of(self, whole: torch.Tensor) -> torch.Tensor:
         """The part of a whole tensor, as a view."""
@@ -69,9 +69,9 @@ class Holding:
 
     parts: tuple[Part, ...]
     cut: Callable[[torch.Tensor], Sequence[torch.Tensor]]
-    """From the parameter to its parts."""
+    """Splits the parameter into its parts."""
     join: Callable[[Sequence[torch.Tensor]], torch.Tensor]
-    """From its parts to the parameter."""
+    """Assembles the parameter from its parts."""
 
 
 @dataclass(frozen=True)
@@ -82,10 +82,10 @@ class Names:
     rank: int
     ranks: int
     experts: int = 0
-    """This rank's share of the experts."""
+    """Index of this rank's share of the experts."""
     expert_shares: int = 1
     slice: int = 0
-    """This rank's rows and columns of each."""
+    """Index of its share of the rows and columns of each."""
     slices: int = 1
 
     def of_sharers(self, part: Part) -> list[Names]:
@@ -101,7 +101,8 @@ class Names:
         return [replace(self, slice=slice) for slice in range(self.slices)]
 
     def holding(self, name: str) -> Holding:
-        """name: Megatron-Core's name of the parameter, with the layer numbered over the whole model."""
+        """What this rank holds of a parameter. name: Megatron-Core's, with layers numbered over the whole
+        model."""
         shape = self.shape
         if name in (EMBEDDING, HEAD):
             is_embedding = name == EMBEDDING or shape.tied

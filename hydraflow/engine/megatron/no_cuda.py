@@ -1,7 +1,7 @@
 """Replaces `torch.cuda` for Megatron-Core on a machine without CUDA (`without_cuda.py`).
 
-Streams and events do nothing, because on a CPU the work is done when the call returns. Tensors of different
-lengths are exchanged here, because gloo cannot do that. Whatever this module lacks comes from `torch.cuda`.
+Streams and events do nothing, because on a CPU the work is done when the call returns. Collectives on tensors
+of different lengths are here because gloo has none. Whatever this module lacks comes from `torch.cuda`.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
 This works for ranks that exchange nothing between the first pass of a call and the gradient reduction: those
 of an undivided model, whose optimizer state may be sharded. The rank that ran out reports it in a collective
-before the reduction. Ranks that divide a model exchange activations in every layer, which cannot be replaced:
-there the error ends the run.
+before the reduction. Ranks that divide a model exchange activations in every layer, and a rank that ran out
+has none to send: there the error ends the run.
 
 In: the passes of a call. Out: their results, or OutOfMemory on every rank. Left out on purpose: which
 micro-batches are tried next (`engine/micro_batcher.py`).
@@ -35,23 +35,25 @@ class OomRecovery:
             place.expert_size,
             place.expert_tensor_size,
         )
-        self._is_whole = max(sizes) == 1
-        self.computes: DataProto | None = None
-        """The micro-batch that this rank is computing."""
+        self._is_undivided = max(sizes) == 1
+        self.current: DataProto | None = None
+        """The micro-batch that this rank is computing; None after `agree`."""
 
     def run(self, passes: Callable[[], Result]) -> Result:
-        """The passes of a call, in which `agree` is called once."""
+        """Runs the passes of a call, which must call `agree` once."""
         try:
             return passes()
         except (RuntimeError, MemoryError) as error:
-            if not (self._is_whole and self.computes is not None and ran_out_of_memory(error)):
+            if not (self._is_undivided and self.current is not None and ran_out_of_memory(error)):
                 raise
-            note_out_of_memory(self.computes, error)
+            note_out_of_memory(self.current, error)
         gc.collect()  # the error's frames keep the pass's tensors alive
-        self.agree(self.computes)
+        self.agree(self.current)
         raise AssertionError("agree raises: this rank has just reported")
 
     def agree(self, too_large: DataProto | None = None) -> None:
-        """Raises OutOfMemory on every rank when one of them had no memory for a micro-batch."""
-        if self._is_whole and (reports := reports_of(too_large)):
+        """Raises OutOfMemory on every rank when any of them ran out of memory. Collective. too_large: the
+        micro-batch on which this rank did."""
+        if self._is_undivided and (reports := reports_of(too_large)):
             raise OutOfMemory(reports)
+        self.current = None  # the others reduce gradients now, and would not hear a second report

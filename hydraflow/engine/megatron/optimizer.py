@@ -1,8 +1,8 @@
 """Megatron-Core's optimizer: AdamW, sharded over data ranks or not, with float32 master weights if the
 model's are 16-bit.
 
-In: a model whose gradients Megatron-Core sums. Out: steps, and access to weights and moments by the model's
-parameter, for checkpoints. Left out on purpose: the schedule (`engine/optim.py`), float16's scaled losses.
+In: a model whose gradients Megatron-Core sums. Out: steps, and access to weights and moments by model
+parameter, for checkpoints. Left out on purpose: the schedule (`engine/optim.py`), loss scaling for float16.
 """
 
 from __future__ import annotations
@@ -65,20 +65,21 @@ class CoreOptimizer:
 
     @torch.no_grad()
     def step(self, options: StepOptions = AS_CONFIGURED) -> float:
-        """Clips and updates; returns the gradient norm before clipping. Does nothing if it is not finite."""
+        """Clips the gradient and updates the weights, unless the gradient norm is not finite. Returns the
+        norm before clipping."""
         self._chain.prepare_grads()
         norm = self._norm()
         if math.isfinite(norm):
-            most = self._clip if options.clip_grad is None else options.clip_grad
+            max_norm = self._clip if options.clip_grad is None else options.clip_grad
             for one in self._chain.chained_optimizers:
-                clip_grad_by_total_norm_fp32(one.get_parameters(), most, norm)
+                clip_grad_by_total_norm_fp32(one.get_parameters(), max_norm, norm)
             with options.applied(self._chain.param_groups):
                 self._chain.step_with_ready_grads()
         return norm
 
     def _norm(self) -> float:
-        """Norm of the whole model's gradient. ChainedOptimizer's own deadlocks: a stage without experts takes
-        no part in the sum over experts."""
+        """Norm of the whole model's gradient. ChainedOptimizer's own method deadlocks: a stage without
+        experts takes no part in the sum over experts."""
         norms = [float(self._dense.get_grad_norm())]
         if self._has_experts:
             group = (
@@ -101,38 +102,40 @@ class CoreOptimizer:
                     yield main
                 yield from (adamw.state[main][slot] for slot in SLOTS if main in adamw.state)
 
-    # --- state by the model's parameter
+    # --- state by model parameter
 
     def has_moments(self) -> bool:
         """Whether there has been a step."""
         return any(self._dense.optimizer.state.values())
 
     def make_moments(self, *, empty: bool) -> None:
-        """Drops the moments; creates new ones of 0 for a checkpoint to be loaded into, or none."""
+        """Replaces the moments by zeros, to load a checkpoint into; `empty`: only drops them."""
         for adamw in (one.optimizer for one in self._chain.chained_optimizers):
             adamw.state.clear()
-            for main in () if empty else (main for group in adamw.param_groups for main in group["params"]):
-                adamw.state[main] = {slot: torch.zeros_like(main) for slot in SLOTS}
-                if counts_by_parameter(adamw):
-                    adamw.state[main][STEP] = torch.zeros(())
-            for group in () if counts_by_parameter(adamw) else adamw.param_groups:
-                group[STEP] = 0
+            by_parameter = counts_by_parameter(adamw)
+            for group in adamw.param_groups:
+                if not by_parameter:
+                    group[STEP] = 0
+                for main in () if empty else group["params"]:
+                    adamw.state[main] = {slot: torch.zeros_like(main) for slot in SLOTS}
+                    if by_parameter:
+                        adamw.state[main][STEP] = torch.zeros(())
 
     def steps(self, parameter: torch.nn.Parameter) -> torch.Tensor:
-        """() updates of a parameter; collective, as `whole`."""
+        """() number of updates of a parameter. Collective, as `whole`."""
         main, _ = self._main(parameter)
-        mine = torch.zeros(()) if main is None else count_of(self._one(parameter).optimizer, main)
+        mine = torch.zeros(()) if main is None else count_of(self._optimizer_of(parameter).optimizer, main)
         return process_group.all_reduce(mine, "max", sharers(parameter)).float()
 
     def set_steps(self, parameter: torch.nn.Parameter, steps: torch.Tensor) -> None:
         """The inverse of `steps`."""
         main, _ = self._main(parameter)
         if main is not None:
-            set_count(self._one(parameter).optimizer, main, steps)
+            set_count(self._optimizer_of(parameter).optimizer, main, steps)
 
     def whole(self, parameter: torch.nn.Parameter, slot: str) -> torch.Tensor:
-        """The parameter's weights (WEIGHT) or one of its moments, in its shape; collective over the data
-        ranks that share them."""
+        """The parameter's weights (WEIGHT) or one of its moments, in its shape. Collective over the data
+        ranks that hold the parameter."""
         main, start = self._main(parameter)
         mine = None if main is None else main if slot == WEIGHT else self._state(parameter, main)[slot]
         group = sharers(parameter)
@@ -157,25 +160,27 @@ class CoreOptimizer:
 
     @property
     def _dense(self) -> Any:
-        """Megatron-Core's optimizer of all non-expert parameters; a second one has the experts, if this stage
-        has any."""
+        """Megatron-Core's optimizer of the parameters other than experts'; a second one has those, if this
+        stage has experts."""
         return self._chain.chained_optimizers[0]
 
     @property
     def _is_shared(self) -> bool:
+        """Whether data ranks shard the optimizer state."""
         return isinstance(self._dense, DistributedOptimizer)
 
-    def _one(self, parameter: torch.nn.Parameter) -> Any:
+    def _optimizer_of(self, parameter: torch.nn.Parameter) -> Any:
         return self._chain.chained_optimizers[int(is_expert(parameter))]
 
     def _state(self, parameter: torch.nn.Parameter, main: torch.Tensor) -> dict[str, torch.Tensor]:
-        return self._one(parameter).optimizer.state[main]
+        return self._optimizer_of(parameter).optimizer.state[main]
 
     def _main(self, parameter: torch.nn.Parameter) -> tuple[torch.Tensor | None, int]:
-        """The shard of a parameter that AdamW updates here, and its offset in the flattened parameter."""
+        """The shard of a parameter that AdamW updates on this rank (None: no shard), and its offset in the
+        flattened parameter."""
         if not self._is_shared:
             return getattr(parameter, "main_param", parameter), 0
-        one = self._one(parameter)
+        one = self._optimizer_of(parameter)
         if parameter not in one.model_param_group_index_map:
             return None, 0
         group, at = one.model_param_group_index_map[parameter]
@@ -190,14 +195,14 @@ def counts_by_parameter(adamw: Any) -> bool:
 
 
 def count_of(adamw: Any, main: torch.Tensor) -> torch.Tensor:
-    """() updates of a parameter."""
+    """() number of updates of a parameter."""
     if counts_by_parameter(adamw):
         return adamw.state[main][STEP].detach().cpu()
     return torch.tensor(float(_group_of(adamw, main).get(STEP, 0)))
 
 
 def set_count(adamw: Any, main: torch.Tensor, steps: torch.Tensor) -> None:
-    """The inverse of `count_of`; sets the whole group where it has one count."""
+    """The inverse of `count_of`; where a group has one count, sets it for the whole group."""
     if counts_by_parameter(adamw):
         adamw.state[main][STEP].copy_(steps)
     else:

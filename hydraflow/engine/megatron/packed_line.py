@@ -17,13 +17,13 @@ from hydraflow.models.routing import LineRoutes
 
 @dataclass
 class PackedLine(PackedSeqParams):
-    """Megatron-Core's own fields stay empty."""
+    """One packed line. The fields of Megatron-Core's class stay empty."""
 
     plan: RowPlan | None = None
     positions: torch.Tensor | None = None
     """(N,) position of each token in its row."""
     routes: LineRoutes | None = None
-    """The line's experts, if they are recorded or given."""
+    """The line's experts, if they are recorded or replayed."""
     rows_with: torch.Tensor | None = None
     """(n,) number of trained rows that contain each of this rank's tokens: 0 for padding, several for a
     shared prompt."""

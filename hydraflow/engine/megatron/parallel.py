@@ -1,9 +1,8 @@
 """Megatron-Core's groups of ranks, which are global to a process.
 
-In: the sizes of an engine. Out: this rank's place. Tensor-parallel ranks are neighbours, then those that
-share the tokens of a line (context parallelism), then data ranks; pipeline stages are furthest apart, as in
-the plan's picture (`explain/picture.py`). Left out on purpose: torch.distributed itself
-(`engine/process_group.py`).
+In: the sizes of an engine. Out: this rank's place. Order of ranks, fastest-varying first: tensor-parallel,
+context-parallel (ranks that share the tokens of a line), data, pipeline stages, as in the plan's picture
+(`explain/picture.py`). Left out on purpose: torch.distributed itself (`engine/process_group.py`).
 """
 
 from __future__ import annotations
@@ -30,10 +29,10 @@ class Place:
     stage: int
     stages: int
     expert: int = 0
-    """Share of the experts; the ranks of a stage are regrouped for them."""
+    """Index of its share of the experts, among which the ranks of a stage are regrouped."""
     expert_size: int = 1
     expert_tensor: int = 0
-    """Which rows and columns of each of them."""
+    """Index of its share of the rows and columns of each expert."""
     expert_tensor_size: int = 1
 
     @classmethod
@@ -56,17 +55,17 @@ class Place:
         return cls(at, tensor, part, context, row, data, stage, stages, *of_experts)
 
     def rank(self, *, stage: int) -> int:
-        """The rank at the same place of a stage."""
+        """The rank at the same position of another stage."""
         return self.within + self.tensor_size * self.context_size * self.data_size * stage
 
     @property
     def within(self) -> int:
-        """The place within the stage."""
+        """Its position within the stage."""
         return self.tensor + self.tensor_size * (self.context + self.context_size * self.data)
 
     def shares_with(self, other: Place, *, experts: bool) -> bool:
-        """Whether both are among the ranks that together have a stage's tensors, or its experts; of several
-        stages those that exchange them."""
+        """Whether both are among the ranks that together hold one copy of a stage's tensors, or of its
+        experts. Ranks of different stages are compared by their positions."""
         if experts:
             together = self.expert_size * self.expert_tensor_size
             return self.within // together == other.within // together
@@ -74,12 +73,12 @@ class Place:
 
     @property
     def is_last(self) -> bool:
-        """Whether the last stage is here, where losses are."""
+        """Whether it is in the last stage, which computes the loss."""
         return self.stage == self.stages - 1
 
 
 def start(settings: MegatronConfig) -> Place:
-    """Makes the groups; collective. A second engine of the process must have the same sizes."""
+    """Creates the groups. Collective. A second engine in the process must have the same sizes."""
     from megatron.core import parallel_state, tensor_parallel
 
     place = Place.of(dist.get_rank(), dist.get_world_size(), settings)

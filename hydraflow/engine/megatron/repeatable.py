@@ -20,8 +20,8 @@ from hydraflow.protocol.batch import DataProto
 
 LIMITS = {torch.float32: 1e-5}
 ROUNDED = 0.02
-"""Tolerance of the mean difference of log-probabilities or values, by dtype. The mean, because another
-summation order may move a single token."""
+"""Tolerance of the mean difference of log-probabilities or values, for dtypes that are not in LIMITS. The
+mean, because another summation order may move a single token."""
 
 
 def require_repeatable(
@@ -32,7 +32,7 @@ def require_repeatable(
     section: str,
     settings: MegatronConfig,
 ) -> None:
-    """ConfigError on every rank where two passes over a few rows differ. section: the role's."""
+    """Raises ConfigError on every rank when two passes over a few rows differ. section: the role's."""
     prompts, responses = probe_rows(vocabulary)
     rows = DataProto.from_dict({"prompts": prompts, "responses": responses})
     first, second = (_numbers(forward([rows])) for _ in range(2))

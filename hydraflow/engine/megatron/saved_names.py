@@ -1,8 +1,8 @@
 """Maps rows of the tensors that Megatron-Core saves to rows of Hugging Face's, and back.
 
 In: tensors of one side. Out: those of the other, as pieces of the same files; nothing is read. The mapping is
-that of `names.py` for a rank that holds everything: it is applied to row indices instead of
-parameters. Left out on purpose: files (`engine/stored/megatron.py`, `model_merger/megatron_split.py`).
+that of `names.py` for a rank that holds everything, applied to row indices instead of parameters. Left out on
+purpose: files (`engine/stored/megatron.py`, `model_merger/megatron_split.py`).
 """
 
 from __future__ import annotations
@@ -79,17 +79,17 @@ class _Saved:
 
     @property
     def front(self) -> Shape:
-        """Its place in the stack."""
+        """Leading indices that select its layer in the stack."""
         return () if self.layer is None else (self.layer,)
 
     def rows_in(self, shape: Shape) -> Shape:
-        """The shape that it must have, without that of the stack, in a parameter of `shape`."""
+        """The shape that it must have, without the stack's dimension, in a parameter of `shape`."""
         rows = shape if self.expert is None else shape[1:]
         return rows if self.half is None else (rows[0] // 2, *rows[1:])
 
 
 def parameters(shape: Architecture) -> list[str]:
-    """Every parameter of a policy, by the names of `names.py`."""
+    """Names of every parameter of a policy, as in `names.py`."""
     found = [EMBEDDING]
     for layer in range(shape.layers):
         places = ["input_layernorm.weight"]
@@ -124,7 +124,7 @@ def _experts(mixture: Mixture) -> list[str]:
 
 def keys_of(place: str, *, latent: bool, experts: bool) -> tuple[str, ...]:
     """Names of a layer's parameter in files: with Transformer Engine's layers and, where they differ, with
-    local ones. latent: kind of attention; experts: whether the layer has any."""
+    local ones. latent: whether attention is latent; experts: whether the layer has experts."""
     if place in _MATRICES:
         return (_MATRICES[place],)
     if latent and place in _WITH_LATENT:
@@ -141,6 +141,7 @@ def shape_of(holding: Holding) -> Shape:
 
 def rows_of(names: Names, name: str, count: int) -> Iterator[list[Rows]]:
     """For each part of a parameter of `count` rows: the indices of its rows."""
+    # with a hidden size of 1, a column of row indices has the shape of the parameter, and `cut` splits it
     narrow = replace(names, shape=replace(names.shape, hidden=1)).holding(name)
     if narrow.parts[0].slice is not None:  # experts are in the order of transformers
         yield [Rows(0, 0, count)]
@@ -163,8 +164,8 @@ def runs(numbers: torch.Tensor) -> list[Rows]:
 
 
 def hugging_face(checkpoint: Checkpoint, shape: Architecture) -> dict[str, StoredTensor]:
-    """The tensors of a Megatron-Core checkpoint by the names of transformers' modules. `shape`: of the model
-    that its config.json describes. Raises ConfigError when they are not that model's."""
+    """The tensors of a Megatron-Core checkpoint, by transformers' names. `shape`: of the model in its
+    config.json. Raises ConfigError when the tensors are not that model's."""
     names, found = Names(replace(shape, tied=False), 0, 1), {}
     for name, tensor in _parameters_of(checkpoint, names).items():
         holding = names.holding(name)
@@ -181,11 +182,11 @@ def hugging_face(checkpoint: Checkpoint, shape: Architecture) -> dict[str, Store
 def _parameters_of(checkpoint: Checkpoint, names: Names) -> dict[str, StoredTensor]:
     """One tensor per parameter, assembled from the tensors that contain it."""
     wanted = set(parameters(names.shape))
-    sources, unknown = _sorted(checkpoint, names.shape, wanted | {SCORE})
+    sources, unknown = _by_parameter(checkpoint, names.shape, wanted | {SCORE})
     whole, misshapen = {}, []
     for name, parts in sources.items():
         shape = shape_of(names.holding(name))
-        if name in (EMBEDDING, HEAD):  # padding rows, so that all ranks have the same number
+        if name in (EMBEDDING, HEAD):  # may have padding rows, so that all ranks have the same number
             shape = (max(shape[0], *parts[0].tensor.shape[:1]), *shape[1:])
         regions = [_region(saved, shape) for saved in parts]
         misshapen += [
@@ -195,13 +196,13 @@ def _parameters_of(checkpoint: Checkpoint, names: Names) -> dict[str, StoredTens
         ]
         if fitting := [region for region in regions if region is not None]:
             whole[name] = assembled(name, shape, fitting)
-    missing = sorted(wanted - sources.keys() - {HEAD})
+    missing = sorted(wanted - sources.keys() - {HEAD})  # a value model has none; callers check it
     missing += [name for name, tensor in whole.items() if tensor.holes()]
     _require_none(checkpoint, missing, unknown, list(dict.fromkeys(misshapen)))
     return whole
 
 
-def _sorted(
+def _by_parameter(
     checkpoint: Checkpoint, shape: Architecture, known: Collection[str]
 ) -> tuple[dict[str, list[_Saved]], list[str]]:
     """The tensors by parameter, and those that belong to none."""

@@ -2,7 +2,7 @@
 
 In: tensors. Out: the same tensors, whose storages are empty while their bytes are on the host. Views stay
 valid: parameters are views of Megatron-Core's flat buffers, and AdamW's shards are views of parameters.
-Megatron-Core's own offloading does not do: `offload_to_cpu` of buffers skips weights outside of them, and
+Megatron-Core's own offloading is not used: `offload_to_cpu` of buffers skips weights outside of them, and
 that of optimizers makes AdamW update copies of float32 weights. Left out on purpose: when to move
 (`engine/offload.py`), pinned host memory.
 """
@@ -19,7 +19,7 @@ from hydraflow.engine.offload import HOST
 
 
 class Storages:
-    """The storages of a set of tensors; `tensors` is called anew for each move."""
+    """The storages of a set of tensors; `tensors` is called again for each move to the host."""
 
     def __init__(self, tensors: Callable[[], Iterable[torch.Tensor]]):
         self._tensors = tensors
@@ -43,7 +43,7 @@ class Storages:
 
 
 class GradientBuffers:
-    """The gradients' storages, which are freed without a copy: between updates they hold zeros."""
+    """The storages of gradients. They are freed without a copy, because they hold zeros between updates."""
 
     def __init__(self, models: Sequence[DistributedDataParallel]):
         self._models = models
@@ -56,7 +56,7 @@ class GradientBuffers:
                 model.offload_grad_buffers(empty_cache=False)
 
     def to_device(self) -> None:
-        """Allocates them again."""
+        """Reallocates them, filled with zeros."""
         for model in self._models:
             model.restore_grad_buffers()
 

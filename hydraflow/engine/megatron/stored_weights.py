@@ -1,10 +1,10 @@
-"""Fills a rank's part of a model from a checkpoint that Megatron-Core wrote, whatever its parallel sizes.
+"""Fills a rank's part of a model from a checkpoint that Megatron-Core wrote, with any parallel sizes.
 
-In: a checkpoint's folder and the sizes of the model. Out: its tensors under Hugging Face's names, of which
-each rank reads the rows that it holds, one parameter at a time, so that host memory never holds more than
-one. Of a tensor that is divided by columns a rank reads all rows, a block at a time, and keeps its columns:
-reading only its columns would take a system call per row. Left out on purpose: optimizer states; the
-configuration and the tokenizer, which come from `model.path`.
+In: a checkpoint's folder and the sizes of the model. Out: its tensors under Hugging Face's names. Each rank
+reads the rows that it holds, one parameter at a time, so host memory never holds more than one. Of a tensor
+that is divided by columns, a rank reads all rows, a block at a time, and keeps its columns: reading only
+those would take a system call per row. Left out on purpose: optimizer states; the configuration and the
+tokenizer, which come from `model.path`.
 """
 
 from __future__ import annotations
@@ -27,9 +27,10 @@ from hydraflow.errors import ConfigError, Problem, shown
 def open_weights(
     path: str, shape: Architecture, *, head: str, key: str, model: str, model_path: str
 ) -> dict[str, StoredTensor]:
-    """The weights in a checkpoint of Megatron-Core by Hugging Face name, not yet read. key: of the path;
-    model: of the role's model, whose directory is `model_path`. Raises ConfigError when there is no such
-    checkpoint, parts of it are missing, or it is of another model; a value head may be missing."""
+    """The weights in a checkpoint of Megatron-Core by Hugging Face name, not yet read. key: the configuration
+    key of the path; model: that of the role's model, whose directory is `model_path`. Raises ConfigError when
+    there is no such checkpoint, parts of it are missing, or it is another model's; a value head may be
+    missing."""
     with _named(key, path, "copy or save the checkpoint again"):
         checkpoint = replace(megatron.find(Path(path), field=key), settings=Path(model_path))
         checkpoint.require_whole()
@@ -42,7 +43,7 @@ def open_weights(
 
 @contextmanager
 def _named(key: str, path: str, remedy: str) -> Iterator[None]:
-    """Raises problems with files as problems of the key that names the path."""
+    """Reports problems with files as problems of the key that names the path."""
     try:
         yield
     except ConfigError as error:
@@ -60,7 +61,7 @@ def _renamed(problem: Problem, key: str, path: str, remedy: str) -> Problem:
 def _head_problem(
     found: Mapping[str, StoredTensor], shape: Architecture, key: str, path: str, model: str
 ) -> Problem | None:
-    """Why the checkpoint's output matrix is not that of the policy; None: it is."""
+    """Why the policy cannot use the checkpoint's output matrix; None if it can."""
     tie = f"{model}.override_config.tie_word_embeddings"
     names = Names(replace(shape, tied=False), 0, 1)
     embedding, output = (names.holding(name).parts[0].name for name in (EMBEDDING, HEAD))

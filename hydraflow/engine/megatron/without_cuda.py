@@ -2,7 +2,7 @@
 
 Megatron-Core names torch.cuda and the device "cuda" in some 500 lines, and has no option for another device.
 Only modules below `megatron.core` are changed, never torch; with CUDA nothing is. The rules are for
-Megatron-Core 0.16, which `setup.py` asks for. In: an import. Out: the module, on a CPU. Left out on purpose:
+Megatron-Core 0.16, which `setup.py` requires. In: an import. Out: the module, on a CPU. Left out on purpose:
 what Megatron-Core takes from Transformer Engine (`layers.py`).
 """
 
@@ -24,7 +24,7 @@ from hydraflow.device import gpu_count
 STAND_IN = "hydraflow.engine.megatron.no_cuda"
 """The module that replaces torch.cuda."""
 PRODUCTS = "hydraflow.models.linear"
-"""The module that does the matrix products of Megatron-Core's linear layers."""
+"""The module that computes the matrix products of Megatron-Core's linear layers."""
 
 _EXCHANGE = rf"__import__('sys').modules['{STAND_IN}'].\1(\2, group)"
 _LINEAR = f"__import__('sys').modules['{PRODUCTS}'].linear"
@@ -68,7 +68,7 @@ def rewritten(source: str) -> str:
 
 
 def install() -> None:
-    """Call it before Megatron-Core is imported; no-op with CUDA."""
+    """Must be called before Megatron-Core is imported; does nothing with CUDA."""
     if gpu_count() or any(isinstance(finder, _Finder) for finder in sys.meta_path):
         return
     assert "megatron.core" not in sys.modules, "Megatron-Core has already been imported"

@@ -36,9 +36,9 @@ class Checkpoint:
     lora_alpha: float | None = None
     """lora_alpha of its adapters; None: not recorded."""
     details: dict[str, Any] = field(default_factory=dict)
-    """More facts, for `info`."""
+    """More facts, for the merger's `info` command."""
     others: dict[str, tuple[int, int]] = field(default_factory=dict)
-    """What else it holds: optimizer and the like -> (entries, bytes)."""
+    """Other contents (optimizer and the like): part -> (entries, bytes)."""
     problems: list[Problem] = field(default_factory=list)
     """Parts that are missing or broken."""
     settings: Path | None = None
@@ -73,7 +73,7 @@ def counted(entries: Iterable[tuple[str, int]]) -> dict[str, tuple[int, int]]:
 
 
 def read_json(file: Path) -> dict[str, Any]:
-    """A file with one JSON object; an absent file is an empty one. ConfigError for anything else."""
+    """The JSON object in a file; empty if the file is absent. Raises ConfigError for anything else."""
     if not file.is_file():
         return {}
     try:

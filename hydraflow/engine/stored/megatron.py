@@ -1,5 +1,5 @@
-"""Reads checkpoints that Megatron-Core itself wrote (`dist_checkpointing`, format torch_dist), as Megatron-LM
-and slime, verl and NeMo save them: `.metadata`, `metadata.json`, `common.pt`, `__0_0.distcp` in one folder.
+"""Reads checkpoints that Megatron-Core itself wrote (`dist_checkpointing`, format torch_dist), as saved by
+Megatron-LM, slime, verl and NeMo: `.metadata`, `metadata.json`, `common.pt`, `__0_0.distcp` in one folder.
 
 In: that folder, or a parent. Out: a `Checkpoint` with Megatron-Core's own tensors. Nothing is unpickled: the
 index is read into inert records (`engine/dcp_index.py`), and `common.pt` is not opened. Left out on purpose:
@@ -42,7 +42,7 @@ def iteration(content: str) -> str:
 
 
 def iterations(run: Path) -> list[Path]:
-    """The iterations of a run, the oldest first; before them a converted model."""
+    """The folders of a run's iterations, oldest first; a converted model's folder comes before them."""
     found = [(int(one[1]), path) for path in run.iterdir() if (one := _ITERATION.fullmatch(path.name))]
     release = run / RELEASE
     converted = [release] if release.is_dir() and folder_of(release) else []
@@ -50,8 +50,8 @@ def iterations(run: Path) -> list[Path]:
 
 
 def latest_directory(path: Path, *, field: str) -> Path:
-    """For a run's folder the directory of its latest iteration or step; otherwise `path` itself. `field`: the
-    key or flag that names the path. Raises ConfigError when it is missing or unfinished."""
+    """The directory of a run's latest iteration or step if `path` is a run's folder; otherwise `path` itself.
+    `field`: the key or flag that names the path. Raises ConfigError when it is missing or unfinished."""
     if not path.is_dir():
         raise ConfigError.one(field, str(path), "there is no such directory")
     if (path / POINTER).is_file():
@@ -76,21 +76,21 @@ def _latest(run: Path, field: str) -> Path:
 
 
 def folder_of(directory: Path) -> Path | None:
-    """The folder with the files below a model's directory (the index may be missing); None: not such a
-    directory. Raises ConfigError for Megatron's older format."""
+    """The folder with the files in a model's directory (the index may be missing); None: it has none. Raises
+    ConfigError for Megatron's older format."""
     for folder in (directory, *(directory / within for within in _WITHIN)):
         known = folder.name == "dist_ckpt" or "sharded_backend" in read_json(folder / CONFIG)
         if folder.is_dir() and (known or (folder / COMMON).is_file()):
             return folder
     if any(directory.glob("mp_rank_*")):
-        rule = "holds one file for each rank (mp_rank_*), Megatron's older format, which cannot be read"
+        rule = "holds one file per rank (mp_rank_*), Megatron's older format, which cannot be read"
         raise ConfigError.one(str(directory), None, rule, "save it with Megatron's --ckpt-format torch_dist")
     return None
 
 
 def find(path: Path, *, field: str) -> Checkpoint:
-    """The checkpoint in a directory, or in the latest of a run. Raises ConfigError, named `field`, when there
-    is none."""
+    """The checkpoint in a directory, or a run's latest. Raises ConfigError that names `field` when there is
+    none."""
     if problems := core_checkpoint_problems(str(path), field):
         raise ConfigError(problems)
     directory = latest_directory(path.expanduser(), field=field)
@@ -103,9 +103,9 @@ def find(path: Path, *, field: str) -> Checkpoint:
 
 
 def read(directory: Path) -> Checkpoint:
-    """See the module. Raises ConfigError when the index cannot be read."""
+    """The checkpoint in a model's directory. Raises ConfigError when the index cannot be read."""
     folder = folder_of(directory)
-    assert folder is not None, "the caller has asked"
+    assert folder is not None, "callers check it with folder_of"
     about = read_json(folder / CONFIG)
     if (backend := about.get("sharded_backend", BACKEND)) != BACKEND:
         file = f"{folder / CONFIG}: sharded_backend"

@@ -1,8 +1,8 @@
 """Tensors in files: where their pieces are, and how to read them a block of rows at a time.
 
 In: boxes of a tensor and the byte ranges that hold them. Out: blocks of rows, copied into memory. Nothing is
-memory-mapped, so only the block counts towards this process's memory. Left out on purpose: what the tensors
-are for; formats (`megatron.py`, and in `model_merger/` `dcp.py`, `verl.py`, `safetensors_files.py`).
+memory-mapped, so only the block counts towards this process's memory. Left out on purpose: formats
+(`megatron.py`, and in `model_merger/` `dcp.py`, `verl.py`, `safetensors_files.py`).
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ import torch
 from hydraflow.errors import ConfigError
 
 UNREADABLE = (RuntimeError, EOFError, OSError, ValueError, AttributeError, TypeError, LookupError)
-"""What torch.load raises for a broken file."""
+"""What torch.load may raise for a broken file."""
 BLOCK_BYTES = 8 * 2**20
-"""Bytes of one block; a row that is larger is a block of its own."""
+"""Maximum bytes of a block, except that a block has at least one row."""
 
 Shape = tuple[int, ...]
 
@@ -39,12 +39,12 @@ class ByteRange:
 
 @dataclass(frozen=True)
 class Piece:
-    """A box of a tensor: `shape` numbers from `start` on."""
+    """A box of a tensor, from index `start`."""
 
     start: Shape
     shape: Shape
     byte_range: ByteRange
-    """Its numbers, or the output of torch.save that holds them."""
+    """The raw numbers, or the output of torch.save that contains them."""
     archived: bool = False
     """The byte range is the output of torch.save."""
     strides: Shape | None = None
@@ -52,10 +52,11 @@ class Piece:
     skip: int = 0
     """Numbers of the byte range that come before the piece."""
     saved: Shape | None = None
-    """Shape of all that the byte range holds; None: the piece's."""
+    """Shape of the tensor in the byte range; None: the piece's shape."""
 
     def opened(self, dtype: torch.dtype) -> Piece:
-        """The same piece with its numbers found. Raises ConfigError when the file holds something else."""
+        """The same piece, with the byte range of its raw numbers. Raises ConfigError when the file holds
+        something else."""
         if not self.archived:
             return self
         found, wanted = _load_shape(self.byte_range), self.saved or self.shape
@@ -68,12 +69,12 @@ class Piece:
         return replace(self, byte_range=byte_range, archived=False, strides=odd_strides(found))
 
     def has_rows(self, first: int, last: int) -> bool:
-        """Whether any of the tensor's rows first..last are in it."""
+        """Whether it has any of the tensor's rows first..last (exclusive)."""
         start, size = (self.start or (0,))[0], (self.shape or (1,))[0]
         return max(first, start) < min(last, start + size)
 
     def rows(self, first: int, last: int, into: torch.Tensor) -> None:
-        """Fills `into` with rows first..last of the piece (counted within the piece)."""
+        """Fills `into` with the piece's own rows first..last (exclusive)."""
         if self.strides is not None:
             numbers = torch.empty(self.byte_range.length // into.element_size(), dtype=into.dtype)
             read_numbers(self.byte_range.file, self.byte_range.offset, numbers)
@@ -89,7 +90,7 @@ class Piece:
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """A tensor whose pieces are in files, read when asked for."""
+    """A tensor whose pieces are in files, read on demand."""
 
     name: str
     dtype: torch.dtype
@@ -106,11 +107,11 @@ class StoredTensor:
         return sum(piece.byte_range.length for piece in self.pieces)
 
     def blocks(self) -> Iterator[torch.Tensor]:
-        """Its rows (first dimension) in order, some at a time; without dimensions it is one row."""
+        """Its rows (first dimension) in order, a block at a time; a scalar is one row."""
         return self.blocks_between(0, (self.shape or (1,))[0])
 
     def blocks_between(self, first: int, last: int) -> Iterator[torch.Tensor]:
-        """Rows first..last (exclusive) in order, some at a time."""
+        """Rows first..last (exclusive) in order, a block at a time."""
         here = [piece for piece in self.pieces if piece.has_rows(first, last)]
         located = replace(self, pieces=tuple(piece.opened(self.dtype) for piece in here))
         for start, end in block_rows((last - first, *self.shape[1:]), self.dtype):
@@ -177,7 +178,7 @@ def same(first: StoredTensor, second: StoredTensor) -> bool:
 
 
 def read_numbers(file: Path, offset: int, into: torch.Tensor) -> None:
-    """Fills a contiguous tensor from a range of a file. Raises ConfigError when the file ends before."""
+    """Fills a contiguous tensor from a range of a file. Raises ConfigError when the file is too short."""
     if not into.numel():
         return
     view = into.reshape(-1).view(torch.uint8).numpy().data
@@ -195,9 +196,8 @@ def read_numbers(file: Path, offset: int, into: torch.Tensor) -> None:
 
 
 def numbers_of(tensor: torch.Tensor, file: Path) -> ByteRange:
-    """Where the numbers of a tensor loaded with `torch.load(..., map_location="meta")`, which reads none of
-    them, are in the file. The range ends with the last number that the tensor uses.
-    """
+    """The bytes of a tensor in its file, up to the last number that the tensor uses. tensor: from
+    `torch.load(..., map_location="meta")`, which reads no numbers."""
     begin = getattr(tensor.untyped_storage(), "_checkpoint_offset", None)
     if begin is None:
         rule = "was not written by torch.save of version 1.6 or newer"
@@ -231,7 +231,7 @@ def _load_shape(byte_range: ByteRange) -> torch.Tensor:
 
 
 class _Window(io.RawIOBase):
-    """A range of an open file as a file of its own."""
+    """A range of an open file, readable like a whole file."""
 
     def __init__(self, descriptor: int, byte_range: ByteRange):
         self._descriptor, self._extent, self._at = descriptor, byte_range, 0

@@ -26,8 +26,8 @@ class Region:
 
 
 def assembled(name: str, shape: Shape, regions: Sequence[Region]) -> StoredTensor:
-    """The tensor that the regions make up. Raises ConfigError when they hold different types, or their files
-    hold them other than row by row."""
+    """The tensor that the regions make up. Raises ConfigError when their dtypes differ, or when a region is
+    not contiguous in its file."""
     dtypes = dict.fromkeys(region.source.dtype for region in regions)
     if len(dtypes) > 1:
         raise ConfigError.one(name, None, f"its parts are of different types: {', '.join(map(str, dtypes))}")
@@ -36,6 +36,7 @@ def assembled(name: str, shape: Shape, regions: Sequence[Region]) -> StoredTenso
 
 
 def _pieces(region: Region) -> Iterator[Piece]:
+    """A piece of the new tensor for each of the source's pieces that the region overlaps."""
     front = len(region.source.shape) - len(region.shape)
     box = (1,) * front + region.shape[max(0, -front) :]
     ends = tuple(start + size for start, size in zip(region.source_start, box, strict=True))
@@ -45,7 +46,7 @@ def _pieces(region: Region) -> Iterator[Piece]:
         if any(a >= b for a, b in zip(low, high)):
             continue
         size = tuple(b - a for a, b in zip(low, high))
-        if not _is_range(size, piece.shape):
+        if not _is_contiguous(size, piece.shape):
             cut = f"{list(size)} of a piece {list(piece.shape)} of {region.source.name}"
             raise ConfigError.one(str(piece.byte_range.file), None, f"{cut} is not contiguous")
         moved = tuple(a - b for a, b in zip(low, region.source_start))
@@ -56,7 +57,7 @@ def _pieces(region: Region) -> Iterator[Piece]:
             piece.byte_range,
             archived=piece.archived,
             strides=piece.strides,
-            skip=piece.skip + _flat(tuple(a - b for a, b in zip(low, piece.start)), piece.shape),
+            skip=piece.skip + _flat_index(tuple(a - b for a, b in zip(low, piece.start)), piece.shape),
             saved=piece.saved or piece.shape,
         )
 
@@ -66,15 +67,15 @@ def _aligned(box: Shape, front: int, *, fill: int) -> Shape:
     return box[front:] if front >= 0 else (fill,) * -front + box
 
 
-def _is_range(size: Shape, whole: Shape) -> bool:
+def _is_contiguous(size: Shape, whole: Shape) -> bool:
     """Whether a box of that size is contiguous in the whole tensor.
 
-    >>> _is_range((1, 2, 5), (3, 4, 5)), _is_range((2, 2, 5), (3, 4, 5))
+    >>> _is_contiguous((1, 2, 5), (3, 4, 5)), _is_contiguous((2, 2, 5), (3, 4, 5))
     (True, False)
     """
     cut = [dim for dim, (a, b) in enumerate(zip(size, whole)) if a != b]
     return all(one == 1 for one in size[: cut[-1]]) if cut else True
 
 
-def _flat(at: Shape, shape: Shape) -> int:
+def _flat_index(at: Shape, shape: Shape) -> int:
     return sum(a * math.prod(shape[dim + 1 :]) for dim, a in enumerate(at))
