@@ -1,4 +1,4 @@
-"""Grouped-query attention (GQA) for decoding: one new token per row against the KV cache.
+"""Attention for decoding: one new token per row against the KV cache, grouped by key heads (GQA).
 
 In: queries (B, h, 1, d), keys and values (B, k, L, d), an additive mask. Out: as transformers' `sdpa`, up to
 rounding. For every token, `sdpa` repeats the whole cache's keys and values for all query heads. Here the
@@ -13,9 +13,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel
+
+from hydraflow.generation.widths import Keys
 
 NAME = "hydraflow_cached"
 
@@ -44,14 +47,20 @@ def in_use(model: PreTrainedModel) -> Iterator[None]:
 def cached_attention(
     module: nn.Module,
     query: Tensor,
-    key: Tensor,
-    value: Tensor,
+    key: Tensor | Keys,
+    value: Tensor | list[Tensor],
     attention_mask: Tensor | None,
     *,
     scaling: float | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
-    """transformers' attention function: (B, h, new, d) to (B, new, h, v)."""
+    """transformers' attention function: (B, h, new, d) to (B, new, h, v). Of several groups of rows
+    (`widths.py`), each is computed alone."""
+    if isinstance(key, Keys):
+        parts = zip(query.split([len(part) for part in value]), key.parts, value, key.masks, strict=True)
+        each = [cached_attention(module, *part, scaling=scaling, **others)[0] for part in parts]
+        return torch.cat(each), None
+    assert isinstance(value, Tensor)
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
     rows, heads, new, dim = query.shape

@@ -18,6 +18,7 @@ from transformers import Cache, PreTrainedModel
 
 from hydraflow.generation import attention
 from hydraflow.generation.lean import LeanForward, is_known
+from hydraflow.generation.widths import joint_cache, takes_joint_cache
 
 
 class NoCache(ValueError):
@@ -36,13 +37,18 @@ class CachedForward:
         self.device = next(model.parameters()).device
         self.dtype = model.dtype
         self._keeps_last = "logits_to_keep" in accepted
-        self.pads = "position_ids" in accepted and _attends_to_all(model)
-        """Whether prompts are padded to a common width. If not, only prompts of equal length run together,
-        without a mask."""
-        if self.pads:
-            attention.register_attention()
-        self.mixes = self.pads and is_known(model)
+        kinds = _layer_types(model) if "position_ids" in accepted else set()
+        self.pads = kinds == {"full_attention"}
+        """Whether prompts are padded to a common width: one additive mask fits all layers. If not, only
+        prompts of equal length have the same width, and there is no mask."""
+        self._is_lean = self.pads and is_known(model)
+        joint = kinds <= {"full_attention", "sliding_attention"} and takes_joint_cache(model)
+        self.mixes = self._is_lean or (bool(kinds) and joint)
         """Whether rows of several widths are decoded together."""
+        self._has_attention = self.pads or self.mixes
+        """Whether attention is ours (`attention.py`)."""
+        if self._has_attention:
+            attention.register_attention()
         self._lean: LeanForward | None = None
         """The fused decoding step, created at the first decoded token of a supported model."""
 
@@ -54,11 +60,16 @@ class CachedForward:
         positions: Sequence[Tensor | None],
     ) -> Tensor:
         """Logits (B, V) after one more token of each row, (B,), first those of the first cache. masks:
-        additive (b, 1, 1, L), with their positions (b, 1). Only one cache unless `mixes`."""
-        if not self.mixes:
+        additive (b, 1, 1, L) if it `pads`. positions: (b, 1) if it `mixes`; else there is one cache."""
+        if self._is_lean:
+            self._lean = self._lean or LeanForward(self.model)
+            return self._lean(token, caches, masks, torch.cat(positions))  # type: ignore[arg-type]
+        if len(caches) == 1:
             return self(token[:, None], caches[0], masks[0], positions[0], 1)[:, 0]
-        self._lean = self._lean or LeanForward(self.model)
-        return self._lean(token, caches, masks, torch.cat(positions))  # type: ignore[arg-type]
+        cache = joint_cache(caches, masks, [len(some) for some in positions])  # type: ignore[arg-type]
+        # transformers passes a mask of four dimensions on as it is, and each group has its own
+        unused = torch.zeros(1, 1, 1, 1, dtype=self.dtype, device=self.device)
+        return self(token[:, None], cache, unused, torch.cat(positions), 1)[:, 0]  # type: ignore[arg-type]
 
     def drop_weights(self) -> None:
         """Drops all references to weights, which are about to be replaced."""
@@ -68,28 +79,29 @@ class CachedForward:
         self, ids: Tensor, cache: Cache, mask: Tensor | None, positions: Tensor | None, last: int
     ) -> Tensor:
         """Logits of the last positions, (B, last, V). ids: (B, L new); mask: additive (B, 1, L new, L);
-        positions as ids."""
-        extra: dict[str, object] = {"attention_mask": mask, "position_ids": positions} if self.pads else {}
+        positions as ids. Both None: the model's own, for rows without padding."""
+        named = {"attention_mask": mask, "position_ids": positions}
+        extra: dict[str, object] = {name: given for name, given in named.items() if given is not None}
         if self._keeps_last:
             # an index, not a count: a slice of the hidden states is not contiguous, and torch would then run
             # the head row by row
             extra["logits_to_keep"] = torch.arange(ids.shape[1] - last, ids.shape[1], device=ids.device)
-        with attention.in_use(self.model) if self.pads else nullcontext():
+        with attention.in_use(self.model) if self._has_attention else nullcontext():
             return self.model(input_ids=ids, past_key_values=cache, use_cache=True, **extra).logits[:, -last:]
 
 
-def _attends_to_all(model: PreTrainedModel) -> bool:
-    """Whether one additive mask fits all layers: no sliding window, no recurrent state, and positions are an
-    input."""
+def _layer_types(model: PreTrainedModel) -> set[str]:
+    """The layers' types of a model without recurrent state whose positions are an input, and whose attention
+    is transformers' `sdpa`; none of another."""
     config = model.config.get_text_config()
-    layer_types = set(getattr(config, "layer_types", None) or ["full_attention"])
-    window = getattr(config, "sliding_window", None) if not getattr(config, "layer_types", None) else None
-    rotary = getattr(config, "rope_parameters", None) is not None
-    return (
-        rotary
-        and window is None
-        and layer_types == {"full_attention"}
-        and model._supports_attention_backend
-        and not getattr(model, "_is_stateful", False)
-        and config._attn_implementation == "sdpa"
-    )
+    if (
+        getattr(config, "rope_parameters", None) is None
+        or not model._supports_attention_backend
+        or getattr(model, "_is_stateful", False)
+        or config._attn_implementation != "sdpa"
+    ):
+        return set()
+    if found := getattr(config, "layer_types", None):
+        return set(found)
+    window = getattr(config, "sliding_window", None)
+    return {"full_attention" if window is None else "sliding_attention"}

@@ -89,17 +89,18 @@ class PromptGroup:
 
     def grow(self, step: int) -> tuple[Tensor | None, Tensor | None]:
         """Makes room for one more token of each row, the sampled token number `step`. Returns the additive
-        mask (B, 1, 1, L) and the positions (B, 1), if the model takes them."""
+        mask (B, 1, 1, L), if prompts are padded, and the positions (B, 1), if the model takes them."""
         if self._moved is not None:
             self.cache.reorder_cache(self._moved)  # type: ignore[arg-type]
+            self._length = self._length[self._moved]
             if self._padding is not None:
                 self._padding = self._padding[self._moved]
-                self._length = self._length[self._moved]
             self._moved = None
+        positions = (self._length + step)[:, None]
         if self._padding is None:
-            return None, None
+            return None, positions if self._forward.mixes else None
         self._padding = torch.nn.functional.pad(self._padding, (0, 1))  # (B, L)
-        return self._padding[:, None, None, :], (self._length + step)[:, None]
+        return self._padding[:, None, None, :], positions
 
 
 def at_least(rows: Tensor, least: int) -> Tensor:

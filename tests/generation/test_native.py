@@ -14,6 +14,7 @@ from transformers import (
     AutoModelForCausalLM,
     DeepseekV3Config,
     Gemma2Config,
+    GemmaConfig,
     GenerationConfig,
     GPT2Config,
     LlamaConfig,
@@ -50,6 +51,7 @@ SMALL |= dict(
 CONFIGS: dict[str, PreTrainedConfig] = {
     "llama": LlamaConfig(**SMALL),
     "qwen3 tied": Qwen3Config(**SMALL, tie_word_embeddings=True),
+    "gemma": GemmaConfig(**SMALL),
     "mistral, window 6": MistralConfig(**SMALL, sliding_window=6),
     "gemma2, window in every other layer": Gemma2Config(**SMALL, sliding_window=6, query_pre_attn_scalar=8),
     "deepseek_v3, latents alone": DeepseekV3Config(
@@ -203,15 +205,23 @@ def test_no_matrix_product_has_few_rows_and_finished_rows_leave(engine: NativeEn
         assert max(alive, 16) <= rows_now <= max(alive * 4 / 3, 16)
 
 
-@pytest.mark.parametrize(("name", "together"), [("qwen3 tied", True), ("deepseek_v3, latents alone", False)])
-def test_prompts_of_several_widths_are_decoded_together(name: str, together: bool) -> None:
-    """Where the decoding step is our own."""
+@pytest.mark.parametrize(
+    ("name", "first_passes"),
+    [
+        ("qwen3 tied", [(4, 4), (2, 12), (1, 32), (32,)]),  # our own decoding step
+        ("gemma", [(4, 4), (2, 12), (1, 32), (32, 1)]),
+        ("mistral, window 6", [(6, 3), (2, 9), (2, 10), (1, 30), (32, 1)]),  # unpadded
+        ("deepseek_v3, latents alone", [(4, 4), (16, 1)]),
+    ],
+)
+def test_prompts_of_several_widths_are_decoded_together(name: str, first_passes: list[Any]) -> None:
+    """Where nothing but attention depends on the cache's length."""
     model = make(CONFIGS[name])
     seen: list[tuple[int, ...]] = []
     model.get_input_embeddings().register_forward_pre_hook(lambda _, ids: seen.append(tuple(ids[0].shape)))
     request = make_request([3, 30, 9, 10], samples=8)
     NativeEngine(model).generate(request, SamplingParams(max_tokens=30))
-    assert seen[:4] == [(4, 4), (2, 12), (1, 32), (32,)] if together else seen[0] == (4, 4)
+    assert seen[: len(first_passes)] == first_passes
     in_one_wave = generate_part(NativeEngine(model), request, np.arange(4))
     for i in range(4):
         for key, (tokens, log_probs) in generate_part(NativeEngine(model), request, np.array([i])).items():
@@ -243,6 +253,7 @@ def test_models_with_one_mask_are_padded_and_the_others_are_not() -> None:
     assert {name: NativeEngine(make(config))._forward.pads for name, config in CONFIGS.items()} == {
         "llama": True,
         "qwen3 tied": True,
+        "gemma": True,
         "mistral, window 6": False,
         "gemma2, window in every other layer": False,
         "deepseek_v3, latents alone": True,

@@ -1,0 +1,66 @@
+"""One decoding step of rows whose caches differ in length, through transformers' own layers.
+
+In: the caches of several groups of rows, each with its mask. Out: one cache for transformers, whose keys and
+values are lists: `attention.py` computes each group alone, everything else of a layer has all rows. Left out
+on purpose: layers that compute with what the cache returns (latent attention), which need one tensor.
+
+Legend: B rows of all groups, b rows of one, k key-value heads, L tokens of a group so far, d head dimension.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from torch import Tensor
+from transformers import Cache, PreTrainedModel
+
+_DIRECT = re.compile(
+    r"key_states, value_states = past_key_values\.update\(key_states, value_states, self\.layer_idx\)\n\n"
+    r" +attention_interface: Callable = "
+)
+"""transformers' usual attention: what the cache returns goes to the attention function as it is."""
+
+
+class Keys(NamedTuple):
+    """Keys of all groups."""
+
+    parts: Sequence[Tensor]
+    """(b, k, L, d) each."""
+    masks: Sequence[Tensor | None]
+    """Additive, (b, 1, 1, L) each; None: every row attends to all of its keys."""
+
+
+class _LayerOfGroups:
+    """One layer of a `joint_cache`."""
+
+    def __init__(
+        self, cached: Sequence[Cache], layer: int, masks: Sequence[Tensor | None], sizes: Sequence[int]
+    ):
+        self._layers = [cache.layers[layer] for cache in cached]
+        self._masks, self._sizes = masks, list(sizes)
+
+    def update(self, keys: Tensor, values: Tensor) -> tuple[Keys, list[Tensor]]:
+        """Appends (B, k, 1, d); returns all tokens so far, by group."""
+        parts = zip(self._layers, keys.split(self._sizes), values.split(self._sizes), strict=True)
+        found = [layer.update(k, v) for layer, k, v in parts]  # type: ignore[union-attr]
+        return Keys([k for k, _ in found], self._masks), [v for _, v in found]
+
+
+def joint_cache(caches: Sequence[Cache], masks: Sequence[Tensor | None], sizes: Sequence[int]) -> Cache:
+    """A cache for the rows of all groups together, for one step; only for a model that `takes_joint_cache`.
+    sizes: rows of each group."""
+    layers = [_LayerOfGroups(caches, layer, masks, sizes) for layer in range(len(caches[0].layers))]
+    return Cache(layers=layers)  # type: ignore[arg-type]
+
+
+def takes_joint_cache(model: PreTrainedModel) -> bool:
+    """Whether all layers pass what the cache returns to the attention function. Not for keys and values of
+    different widths: the last bits of a row would depend on the number of rows (`attention.py`)."""
+    if getattr(model.config.get_text_config(), "v_head_dim", None) is not None:
+        return False
+    readers = {type(module).forward for module in model.modules() if hasattr(module, "layer_idx")}
+    sources = [code for reader in readers if "past_key_values.update(" in (code := inspect.getsource(reader))]
+    return bool(sources) and all(_DIRECT.search(code) for code in sources)
