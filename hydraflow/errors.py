@@ -57,6 +57,17 @@ class Problem:
         return f"{self.field}={shown(self.value, self.field)}"
 
 
+def first_line(error: BaseException) -> str:
+    """An error in short: its first line, and the second if the first is only a heading; its class if it has
+    no text.
+
+    >>> first_line(ValueError("cannot be read:\\n  no header")), first_line(EOFError())
+    ('cannot be read: no header', 'EOFError')
+    """
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
+    return " ".join(lines[:2]) if lines[0].endswith(":") else lines[0]
+
+
 def shown(value: object, key: str = "") -> str:
     """A value as in an override, without secrets; `key`: the key that has the value.
 

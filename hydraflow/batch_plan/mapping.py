@@ -78,7 +78,7 @@ def _text_parts(text: str) -> Iterator[range]:
 def _stepped(start: int, stop: int, step: int) -> Iterator[range]:
     if step == 0:
         raise ValueError("has a range with steps of 0")
-    if step == 1:
+    if step == 1 or stop <= start:
         yield _checked(start, stop - 1)
     elif (stop - start) // step > _MOST_STEPS:
         raise ValueError(f"has a range with more than {_MOST_STEPS} steps")

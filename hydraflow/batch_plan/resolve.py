@@ -16,8 +16,10 @@ and the steps of `targets.py`; `quantities.py` explains. None of it takes longer
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from fractions import Fraction
 from functools import partial
 
 from hydraflow.batch_plan import repair, targets
@@ -188,7 +190,7 @@ def _async_plan(request: Request) -> AsyncPlan | None:
     one = request.asynchronous
     if one is None:
         return None
-    flying = int(request.q * (1 + one.staleness))
+    flying = math.floor(request.q * (1 + Fraction(str(one.staleness))))  # of the decimal as written
     return AsyncPlan(
         rounds_per_sync=one.rounds,
         mini_batches_per_round=one.per_round,

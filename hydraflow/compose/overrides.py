@@ -38,7 +38,7 @@ from hydraflow.compose.own_files import OwnFiles
 from hydraflow.compose.tree import UnknownValues, value_problems
 from hydraflow.compose.verl import classify
 from hydraflow.compose.verl_trees import choices, engine_override, group_override, primary_names
-from hydraflow.errors import ConfigError, Problem, shown
+from hydraflow.errors import ConfigError, Problem, first_line, shown
 from hydraflow.options import one_of
 from hydraflow.redact import public_word
 
@@ -153,7 +153,7 @@ def _parse(word: str, schema: type, prepared: PreparedCommandLine) -> Override |
         try:
             return OverridesParser.create().parse_override(word)
         except HydraException as error:
-            reason = str(error).splitlines()[0]
+            reason = first_line(error)
             prepared.problems.append(_unreadable(word, key, value, reason, schema))
     else:
         prepared.problems.append(_missing_value(word, schema))

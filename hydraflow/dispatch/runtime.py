@@ -30,7 +30,7 @@ from hydraflow.dispatch.template import end_template, forked_workers, stop_forki
 from hydraflow.dispatch.timeline import Timeline, ray_events
 from hydraflow.dispatch.transport import Traffic
 from hydraflow.dispatch.worker import RoleSpec
-from hydraflow.errors import EnvironmentFault, HydraflowError, after_the_start
+from hydraflow.errors import EnvironmentFault, HydraflowError, after_the_start, first_line
 from hydraflow.protocol.batch import DataProto
 from hydraflow.protocol.remote import RemoteBatch
 from hydraflow.system.interrupts import ending
@@ -93,7 +93,7 @@ class Runtime:
                 raise
             # Ray raises RuntimeError, OSError, its own errors and plain Exception when one of its
             # processes fails to start
-            first = str(error).strip().splitlines()[0]
+            first = first_line(error)
             raise EnvironmentFault(f"Ray could not be started: {first}") from error
         if self._guard is not None:
             self._guard.started()

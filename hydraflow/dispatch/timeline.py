@@ -21,6 +21,7 @@ from typing import Any
 import ray
 
 from hydraflow.dispatch.spans import MOST_SPANS, Span
+from hydraflow.errors import first_line
 from hydraflow.system.role_logs import CONTROLLER
 from hydraflow.system.whole_files import replacing
 
@@ -202,7 +203,7 @@ def ray_events() -> list[Event]:
         try:
             found.extend(ray.timeline())
         except (ray.exceptions.RayError, RuntimeError, OSError) as error:
-            log.warning("Ray's own events are missing in the timeline: %s", str(error).splitlines()[0])
+            log.warning("Ray's own events are missing in the timeline: %s", first_line(error))
 
     chatty.setLevel(logging.ERROR)  # silences a notice about how later versions will return the events
     asking = threading.Thread(target=ask, daemon=True)

@@ -23,7 +23,7 @@ from ray import ObjectRef, cloudpickle
 
 from hydraflow.dispatch.shards import is_batch, split
 from hydraflow.dispatch.spans import Span
-from hydraflow.errors import EnvironmentFault, StoreFull
+from hydraflow.errors import EnvironmentFault, StoreFull, first_line
 from hydraflow.protocol import wire
 from hydraflow.protocol.batch import DataProto
 from hydraflow.protocol.remote import Column, ColumnRef, RemoteBatch
@@ -256,7 +256,7 @@ def read_columns(
     try:
         found = dict(zip(objects, ray.get(objects, timeout=timeout), strict=True))
     except (ray.exceptions.ObjectLostError, ray.exceptions.GetTimeoutError) as error:
-        first = str(error).strip().splitlines()[0]
+        first = first_line(error)
         why = f"the process that made them is gone or busy ({first})"
         raise EnvironmentFault(f"{len(wanted)} columns cannot be read: {why}") from None
     encoded = [found[one.ref] if one.name is None else found[one.ref][one.name] for one in wanted]

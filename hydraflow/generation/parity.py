@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from hydraflow.device import ran_out_of_memory
-from hydraflow.errors import ConfigError
+from hydraflow.errors import ConfigError, first_line
 from hydraflow.generation.base import GenerationEngine, GenerationRequest, SamplingParams
-from hydraflow.models.loading import context_of, first_line
+from hydraflow.models.loading import context_of
 from hydraflow.models.probe import (
     REFUSED,
     ROWS,

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig, TokenizersBackend
 
 from hydraflow.device import collective_backend
-from hydraflow.errors import ConfigError
+from hydraflow.errors import ConfigError, first_line
 from hydraflow.generation import vllm_adapters
 from hydraflow.generation.base import (
     ABORT,
@@ -54,7 +54,7 @@ from hydraflow.generation.vllm_weights import pattern, wanted_weights
 from hydraflow.generation.vllm_worker import WeightReceiver
 from hydraflow.generation.weights import Arrivals, Assembly
 from hydraflow.models.adapters import AdapterLayers, add_shapes, is_adapter
-from hydraflow.models.loading import first_line, unfilled_model
+from hydraflow.models.loading import unfilled_model
 from hydraflow.system.importing import importing
 from hydraflow.weights.buckets import Weight
 

@@ -195,6 +195,8 @@ _OPTIONAL = (
     "first_k_dense_replace",
 )
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
+_EXCEPTIONS = "mlp_only_layers"
+"""Qwen's key for layers without experts."""
 
 
 def read_shape(model: ModelSourceConfig, *, field: str = "actor_rollout_ref.model") -> ModelShape | None:
@@ -229,6 +231,9 @@ def shape_of(config: Mapping[str, Any], *, field: str = "actor_rollout_ref.model
     wrong += [key for key in _OPTIONAL if config.get(key) and not _is_size(config[key])]
     if wrong:
         raise ConfigError([_problem(config, key, field) for key in wrong])
+    if not isinstance(exceptions := config.get(_EXCEPTIONS) or [], list):
+        rule = f"its config.json has {_EXCEPTIONS}={exceptions}, which must be a list of layers"
+        raise ConfigError.one(f"{field}.path", None, rule)
     kind = str(config.get("model_type", "llama"))
     family = FAMILIES.get(kind, _LLAMA)
     heads, layers, hidden = config["num_attention_heads"], config["num_hidden_layers"], config["hidden_size"]
@@ -286,7 +291,7 @@ def _is_sparse(config: Mapping[str, Any], layer: int) -> bool:
     """Whether the layer has experts. Qwen's files give every n-th layer and exceptions, DeepSeek's the number
     of dense layers at the start."""
     first_dense = int(config.get("first_k_dense_replace") or 0)
-    if layer in (config.get("mlp_only_layers") or ()) or layer < first_dense:
+    if layer in (config.get(_EXCEPTIONS) or ()) or layer < first_dense:
         return False
     return (layer + 1) % int(config.get("decoder_sparse_step") or 1) == 0
 

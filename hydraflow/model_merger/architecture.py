@@ -20,7 +20,7 @@ import torch
 
 from hydraflow.engine.stored.checkpoint import read_json
 from hydraflow.engine.stored.pieces import Shape
-from hydraflow.errors import ConfigError
+from hydraflow.errors import ConfigError, first_line
 from hydraflow.model_merger import families
 
 _SHOWN = 5
@@ -239,7 +239,7 @@ def read_config(directory: Path, trust_remote_code: bool) -> Any:
     try:
         return AutoConfig.from_pretrained(directory, trust_remote_code=trust_remote_code)
     except (OSError, ValueError, KeyError) as error:
-        own_code, rule = "trust_remote_code" in str(error), f"cannot be read: {str(error).splitlines()[0]}"
+        own_code, rule = "trust_remote_code" in str(error), f"cannot be read: {first_line(error)}"
         remedy = "--trust-remote-code, if you trust its Python code" if own_code else ""
         raise ConfigError.one(str(directory / "config.json"), None, rule, remedy) from error
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from hydraflow.errors import EnvironmentFault
+from hydraflow.errors import EnvironmentFault, first_line
 from hydraflow.model_merger import lora, target
 from hydraflow.model_merger.opening import open_checkpoint
 from hydraflow.model_merger.outputs import MergeOptions, Outputs, cast, outputs_of
@@ -95,7 +95,7 @@ def _make_repo(repo: str, private: bool) -> None:
     try:
         HfApi().create_repo(repo_id=repo, private=private, exist_ok=True)
     except _hub_errors() as error:
-        text = f"--hf_upload_path={repo}: the hub refuses it: {_first_line(error)}"
+        text = f"--hf_upload_path={repo}: the hub refuses it: {first_line(error)}"
         raise EnvironmentFault(text) from error
 
 
@@ -105,7 +105,7 @@ def _send(repo: str, folder: Path) -> str:
     try:
         HfApi().upload_folder(folder_path=str(folder), repo_id=repo, repo_type="model")
     except _hub_errors() as error:
-        text = f"{folder} is merged, but the upload failed: {_first_line(error)}"
+        text = f"{folder} is merged, but the upload failed: {first_line(error)}"
         raise EnvironmentFault(f"{text}\n      -> hf upload {repo} {folder}") from error
     return f"uploaded to {repo}"
 
@@ -116,7 +116,3 @@ def _hub_errors() -> tuple[type[Exception], ...]:
     from huggingface_hub.errors import HfHubHTTPError
 
     return *HfHubHTTPError.__bases__, ValueError
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0]

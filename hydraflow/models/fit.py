@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from hydraflow.errors import ConfigError, Problem
+from hydraflow.errors import ConfigError, Problem, first_line
 from hydraflow.models import loading
 from hydraflow.models.config import ModelSourceConfig
 from hydraflow.models.heads import PolicyModel, ValueModel, backbone_of
@@ -44,7 +44,7 @@ def require_model(
             config, model, head=head, dtype=torch.float32, attention="eager", chunk_tokens=1
         )
     except CONSTRUCTOR_FAULTS as error:
-        why = loading.first_line(error)
+        why = first_line(error)
         rule = f"no {config.model_type} model can be built from its configuration: {why}"
         remedy = f"correct its config.json or {field}.override_config"
         raise ConfigError.one(f"{field}.path", model.path, rule, remedy) from error
@@ -83,7 +83,7 @@ def _require_fit(
         rule = f"its weights hold more than tensors, which was not executed: {loading.refused_content(error)}"
         raise ConfigError.one(f"{field}.path", model.path, rule) from error
     except (OSError, ValueError, RuntimeError) as error:
-        rule = f"its weights cannot be read: {loading.first_line(error)}"
+        rule = f"its weights cannot be read: {first_line(error)}"
         raise ConfigError.one(f"{field}.path", model.path, rule) from error
     if not files:
         known = "model.safetensors, pytorch_model.bin, or the shards of an index"

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from hydraflow.errors import ConfigError, Problem
+from hydraflow.errors import ConfigError, Problem, first_line
 from hydraflow.models.attention import NAME, register_attention
 from hydraflow.models.cache import from_hub
 from hydraflow.models.config import ModelConfig, ModelSourceConfig
@@ -389,12 +389,6 @@ def require_path(model: ModelSourceConfig, field: str) -> str:
     return os.path.expanduser(model.path)
 
 
-def first_line(error: BaseException) -> str:
-    """An error in short: its first line, and the second if the first is only a heading."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
-    return " ".join(lines[:2]) if lines[0].endswith(":") else lines[0]
-
-
 def refused_content(error: pickle.UnpicklingError) -> str:
     """What torch's unpickler refused, without its advice to trust the file.
 
@@ -410,7 +404,8 @@ def _unreadable() -> tuple[type[Exception], ...]:
     """Errors of transformers for JSON that is not a configuration or has invalid values."""
     from huggingface_hub.errors import StrictDataclassError
 
-    return AttributeError, LookupError, OSError, RuntimeError, StrictDataclassError, TypeError, ValueError
+    known = AttributeError, LookupError, OSError, RuntimeError, TypeError, ValueError
+    return (*known, ArithmeticError, StrictDataclassError)
 
 
 def _reason(error: BaseException) -> str:

@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from hydraflow.errors import ConfigError
+from hydraflow.errors import ConfigError, first_line
 from hydraflow.redact import public, public_command
 from hydraflow.tracking.base import flat
 
@@ -198,7 +198,7 @@ def _yaml(run: Run) -> dict[str, Any]:
         if _is_deep(found):
             raise ValueError(f"is nested deeper than {DEEPEST} levels")
     except (OSError, yaml.YAMLError, ValueError, RecursionError) as error:
-        run.unread.append(f"config.yaml: {str(error).splitlines()[0]}")
+        run.unread.append(f"config.yaml: {first_line(error)}")
         return {}
     return found if isinstance(found, dict) else {}
 

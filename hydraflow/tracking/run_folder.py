@@ -138,11 +138,9 @@ class RunFolder:
 
     def ended_with(self) -> tuple[str, int]:
         """Why the last run there ended, and after how many steps; empty and 0 if unknown."""
-        try:
-            summary = json.loads(self.summary.read_text(encoding="utf-8"))
-            return str(summary["why_it_ended"]), int(summary["steps"])
-        except (OSError, ValueError, KeyError):
-            return "", 0
+        summary = json_object(self.summary) or {}
+        why, steps = summary.get("why_it_ended"), summary.get("steps")
+        return (why, steps) if isinstance(why, str) and isinstance(steps, int) else ("", 0)
 
     @staticmethod
     def prove_writable(directory: str | None, field: str = FIELD) -> None:

@@ -16,6 +16,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from hydraflow.errors import first_line
 from hydraflow.tracking.base import SAMPLE_COLUMNS, SAMPLE_TABLE, RunInfo, Sample, Tracker, rows_of
 
 ID_LENGTH = 21
@@ -54,7 +55,7 @@ class SwanlabTracker(Tracker):
         except (ApiError, AuthenticationError, RequestException) as error:
             if mode != "online":
                 raise
-            why = str(error).splitlines()[0]
+            why = first_line(error)
             text = "swanlab: %s The run is kept in %s; swanlab sync uploads it later"
             logger.warning(text, why, run.folder / "swanlab")
             self._run = self._open(run, "offline")

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+from hydraflow.errors import first_line
 from hydraflow.tracking.base import SAMPLE_COLUMNS, SAMPLE_TABLE, RunInfo, Sample, Tracker, rows_of
 
 STEP = "training/global_step"
@@ -71,7 +72,7 @@ class WandbTracker(Tracker):
         except wandb.errors.Error as error:
             if offline is not None:
                 raise
-            why = str(error).splitlines()[0]
+            why = first_line(error)
             text = "wandb: %s; the run is kept in %s; wandb sync uploads it later"
             logger.warning(text, why, run.folder / "wandb")
             wandb.teardown()  # W&B's own process still holds the id of the failed attempt

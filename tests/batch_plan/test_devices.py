@@ -48,7 +48,20 @@ def test_forms_of_a_mapping(written, devices):
 
 
 @pytest.mark.parametrize(
-    "written", ["", "all", "7-0", [], [-1], "0-", True, {"a": 1}, "list(range(0,8,0))", "__import__('os')"]
+    "written",
+    [
+        "",
+        "all",
+        "7-0",
+        [],
+        [-1],
+        "0-",
+        True,
+        {"a": 1},
+        "list(range(0,8,0))",
+        "0-3+range(8,4,2)",
+        "__import__('os')",
+    ],
 )
 def test_what_is_no_mapping(written):
     with pytest.raises(ValueError, match=r"must|names no device|steps of 0"):

@@ -187,6 +187,9 @@ def test_asynchronous_numbers():
     one = resolve(config).asynchronous
     assert (one.rounds_per_sync, one.mini_batches_per_round, one.prompts_per_round) == (2, 1, 32)
     assert (one.prompts_in_flight, one.trajectories_in_flight, one.stale_trajectories) == (96, 768, 256)
+    config = small(data__train_batch_size=100, actor__ppo_mini_batch_size=100)
+    config.async_training.staleness_threshold = 0.15
+    assert resolve(config).asynchronous.prompts_in_flight == 115, "1.15 in binary is less"
 
 
 def test_reward_model_numbers():

@@ -239,6 +239,9 @@ def test_done_is_done(out: Path) -> None:
     assert begin(default_local_dir=str(out)).is_done(8)
     assert begin(required(total=12), default_local_dir=str(out)).step == 8, "a longer run goes on"
     assert RunFolder(out).ended_with() == ("", 0)
+    for text in ("[]", '{"why_it_ended": "done", "steps": null}'):
+        RunFolder(out).summary.write_text(text)
+        assert RunFolder(out).ended_with() == ("", 0)
 
 
 def test_a_path_in_another_folder_begins_a_run_of_its_own(out: Path, tmp_path: Path) -> None:

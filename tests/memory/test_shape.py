@@ -135,6 +135,8 @@ def test_missing_and_impossible_sizes_are_named_together() -> None:
     ]
     with pytest.raises(ConfigError, match="num_hidden_layers"):
         shape_of({key: value for key, value in SIZES.items() if key != "num_hidden_layers"})
+    with pytest.raises(ConfigError, match="mlp_only_layers=2, which must be a list"):
+        shape_of({**SIZES, "num_experts": 4, "mlp_only_layers": 2})
 
 
 def test_an_unknown_model_is_counted_as_a_llama_and_says_so() -> None:

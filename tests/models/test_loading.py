@@ -156,7 +156,13 @@ JSON_OF_ANOTHER_FORM = ["", "[]", "3", "null", "{", "[" * 100_000]
 
 
 @pytest.mark.parametrize(
-    "text", [*JSON_OF_ANOTHER_FORM, '{"model_type": ["a"]}', '{"model_type": "qwen3", "hidden_size": "x"}']
+    "text",
+    [
+        *JSON_OF_ANOTHER_FORM,
+        '{"model_type": ["a"]}',
+        '{"model_type": "qwen3", "hidden_size": "x"}',
+        '{"model_type": "llama", "num_attention_heads": 0}',
+    ],
 )
 def test_a_config_of_another_form(tiny: Path, text: str) -> None:
     (tiny / "config.json").write_text(text)

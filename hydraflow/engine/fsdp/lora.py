@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from hydraflow.errors import ConfigError
+from hydraflow.errors import ConfigError, first_line
 from hydraflow.models.adapters import ALL_LINEAR, SIDES, adapter_name, is_adapter, linear_layers, target_names
 from hydraflow.models.config import ModelConfig
 from hydraflow.models.fit import require_model
@@ -60,10 +60,7 @@ def add_adapters(hf: nn.Module, model: ModelConfig, dtype: torch.dtype, *, field
         # `up_proj` to mean all experts
         inject_adapter_in_model(config, nn.ModuleDict({"model": hf}), adapter_name=ADAPTER)
     except (ValueError, re.error) as error:
-        rule = (
-            f"names no linear layer of this model ({str(error).splitlines()[0]}); they are"
-            f" {', '.join(linear)}"
-        )
+        rule = f"names no linear layer of this model ({first_line(error)}); they are {', '.join(linear)}"
         raise ConfigError.one(key, targets, rule, all_linear) from error
     if any(".lora_embedding_" in name for name, _ in hf.named_parameters()):
         raise ConfigError.one(key, targets, "embeddings cannot have adapters", all_linear)

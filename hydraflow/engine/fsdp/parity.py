@@ -24,12 +24,11 @@ from hydraflow.engine import process_group
 from hydraflow.engine.fsdp.passes import forget_passes
 from hydraflow.engine.fsdp.ulysses import not_shareable
 from hydraflow.engine.token_exchange import Output, Ulysses
-from hydraflow.errors import ConfigError
+from hydraflow.errors import ConfigError, first_line
 from hydraflow.models import compiled
 from hydraflow.models.ask import LOG_PROBS
 from hydraflow.models.attention import NAME
 from hydraflow.models.heads import PolicyModel, ValueModel, asked_hidden_states
-from hydraflow.models.loading import first_line
 from hydraflow.models.packing import PackedBatch, pack
 from hydraflow.models.probe import (
     LIMITS,

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from hydraflow.errors import ConfigError
+from hydraflow.errors import ConfigError, first_line
 
 UNREADABLE = (RuntimeError, EOFError, OSError, ValueError, AttributeError, TypeError, LookupError)
 """What torch.load may raise for a broken file."""
@@ -222,7 +222,7 @@ def _load_shape(byte_range: ByteRange) -> torch.Tensor:
                 weights_only=True,
             )
     except (*UNREADABLE, pickle.UnpicklingError) as error:
-        rule = f"cannot be read at byte {byte_range.offset}: {str(error).splitlines()[0]}"
+        rule = f"cannot be read at byte {byte_range.offset}: {first_line(error)}"
         raise ConfigError.one(str(byte_range.file), None, rule) from error
     if not isinstance(found, torch.Tensor):
         rule = f"holds a {type(found).__name__} at byte {byte_range.offset}, not a tensor"
