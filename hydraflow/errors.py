@@ -58,8 +58,8 @@ class Problem:
 
 
 def first_line(error: BaseException) -> str:
-    """An error in short: its first line, and the second if the first is only a heading; its class if it has
-    no text.
+    """A one-line summary: the first line, with the second if the first is only a heading; the error's class
+    if it has no text.
 
     >>> first_line(ValueError("cannot be read:\\n  no header")), first_line(EOFError())
     ('cannot be read: no header', 'EOFError')

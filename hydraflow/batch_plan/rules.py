@@ -190,14 +190,17 @@ def _rounds_fill_the_step(request: Request) -> Iterator[Violation]:
     if one is None or q % mini or one.rounds * one.per_round * mini == q:
         return
     updates, (rounds, per_round) = q // mini, (one.rounds, one.per_round)
-    text = f"times {ROUNDS}={rounds} is {rounds * per_round} mini-batches, not the {updates} of a step"
+    first, other = (PER_ROUND, per_round), (ROUNDS, rounds)
+    if not request.settings.strength(PER_ROUND):
+        first, other = other, first  # the user wrote only that one
+    text = f"times {other[0]}={other[1]} is {rounds * per_round} mini-batches, not the {updates} of a step"
     text += f" ({q} prompts / {mini})"
     fixes: list[Fix] = [{PER_ROUND: updates // rounds}] if updates % rounds == 0 else []
     fixes += [{ROUNDS: updates // per_round}] if updates % per_round == 0 else []
     fixes += [{ROUNDS: 1, PER_ROUND: updates}]
     if request.numbers.key("Q") == TRAIN_BATCH:
         fixes += [{TRAIN_BATCH: rounds * per_round * mini}]
-    yield Violation("rounds", SCHEDULE, PER_ROUND, per_round, text, fixes)
+    yield Violation("rounds", SCHEDULE, *first, text, fixes)
 
 
 def _warmups_end(request: Request) -> Iterator[Violation]:

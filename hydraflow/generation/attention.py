@@ -1,10 +1,10 @@
 """Attention for decoding: one new token per row against the KV cache, grouped by key heads (GQA).
 
-In: queries (B, h, 1, d), keys and values (B, k, L, d), an additive mask. Out: as transformers' `sdpa`, up to
-rounding. For every token, `sdpa` repeats the whole cache's keys and values for all query heads. Here the
-g = h / k query heads that share a key head become g queries of one head. Left out on purpose: prompts, and
-values whose width differs from the keys' (a row's last bits would depend on its neighbours); `sdpa` itself
-handles both.
+In: queries (B, h, 1, d), keys and values (B, k, L, d) or those of groups of rows (`widths.py`), an additive
+mask. Out: as transformers' `sdpa`, up to rounding. For every token, `sdpa` repeats the whole cache's keys and
+values for all query heads. Here the g = h / k query heads that share a key head become g queries of one head.
+Left out on purpose: prompts, and values whose width differs from the keys' (a row's last bits would depend on
+its neighbours); `sdpa` itself handles both.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from hydraflow.generation.widths import Keys
+from hydraflow.generation.widths import KeysOfGroups
 
 NAME = "hydraflow_cached"
 
@@ -47,7 +47,7 @@ def in_use(model: PreTrainedModel) -> Iterator[None]:
 def cached_attention(
     module: nn.Module,
     query: Tensor,
-    key: Tensor | Keys,
+    key: Tensor | KeysOfGroups,
     value: Tensor | list[Tensor],
     attention_mask: Tensor | None,
     *,
@@ -56,7 +56,7 @@ def cached_attention(
 ) -> tuple[Tensor, None]:
     """transformers' attention function: (B, h, new, d) to (B, new, h, v). Of several groups of rows
     (`widths.py`), each is computed alone."""
-    if isinstance(key, Keys):
+    if isinstance(key, KeysOfGroups):
         parts = zip(query.split([len(part) for part in value]), key.parts, value, key.masks, strict=True)
         each = [cached_attention(module, *part, scaling=scaling, **others)[0] for part in parts]
         return torch.cat(each), None

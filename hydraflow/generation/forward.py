@@ -37,13 +37,15 @@ class CachedForward:
         self.device = next(model.parameters()).device
         self.dtype = model.dtype
         self._keeps_last = "logits_to_keep" in accepted
+        self._balances = "output_router_logits" in accepted
+        """Whether the model may compute a balancing loss, which needs another mask than ours."""
         kinds = _layer_types(model) if "position_ids" in accepted else set()
         self.pads = kinds == {"full_attention"}
         """Whether prompts are padded to a common width: one additive mask fits all layers. If not, only
         prompts of equal length have the same width, and there is no mask."""
         self._is_lean = self.pads and is_known(model)
-        joint = kinds <= {"full_attention", "sliding_attention"} and takes_joint_cache(model)
-        self.mixes = self._is_lean or (bool(kinds) and joint)
+        known = bool(kinds) and kinds <= {"full_attention", "sliding_attention"}
+        self.mixes = self._is_lean or (known and takes_joint_cache(model))
         """Whether rows of several widths are decoded together."""
         self._has_attention = self.pads or self.mixes
         """Whether attention is ours (`attention.py`)."""
@@ -79,9 +81,11 @@ class CachedForward:
         self, ids: Tensor, cache: Cache, mask: Tensor | None, positions: Tensor | None, last: int
     ) -> Tensor:
         """Logits of the last positions, (B, last, V). ids: (B, L new); mask: additive (B, 1, L new, L);
-        positions as ids. Both None: the model's own, for rows without padding."""
+        positions as ids. Both None: the model computes its own, for rows without padding."""
         named = {"attention_mask": mask, "position_ids": positions}
         extra: dict[str, object] = {name: given for name, given in named.items() if given is not None}
+        if self._balances:
+            extra["output_router_logits"] = False
         if self._keeps_last:
             # an index, not a count: a slice of the hidden states is not contiguous, and torch would then run
             # the head row by row

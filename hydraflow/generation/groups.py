@@ -89,7 +89,7 @@ class PromptGroup:
 
     def grow(self, step: int) -> tuple[Tensor | None, Tensor | None]:
         """Makes room for one more token of each row, the sampled token number `step`. Returns the additive
-        mask (B, 1, 1, L), if prompts are padded, and the positions (B, 1), if the model takes them."""
+        mask (B, 1, 1, L), if the forward pass `pads`, and the positions (B, 1), if it `mixes`."""
         if self._moved is not None:
             self.cache.reorder_cache(self._moved)  # type: ignore[arg-type]
             self._length = self._length[self._moved]

@@ -3,7 +3,7 @@
 In: a model's routers, and a call after each forward pass. Out: for each row, the experts of its prompt and
 its response without the last token, which the model never reads. Left out on purpose: rows (`decode.py`).
 
-Legend: Q prompts, P padded prompt, B rows in the batch now, L layers with experts, K experts of a token.
+Legend: P padded prompt, B rows in the batch now, L layers with experts, K experts of a token.
 """
 
 from __future__ import annotations
@@ -23,13 +23,14 @@ class WaveRoutes:
     def __init__(self, routers: HFRouters):
         self._routers, self._line = routers, LineRoutes()
         self._prompts: list[Tensor] = []
+        """(P, L, K) of each prompt; P differs."""
         self._steps: list[tuple[Tensor, Tensor]] = []
         """For each step: the rows' indices in the wave, and their experts (B, L, K)."""
         routers.begin(self._line)
 
     def note_prompts(self, prompts: int, width: int) -> None:
         """Records a forward pass over prompts padded to that width; only the first `prompts` are kept."""
-        self._prompts.append(self._taken().unflatten(0, (-1, width))[:prompts])
+        self._prompts += self._taken().unflatten(0, (-1, width))[:prompts]
 
     def note_step(self, slot: Tensor) -> None:
         """Records a forward pass over one token per row. slot: (B,) the rows' indices in the wave."""
@@ -41,11 +42,11 @@ class WaveRoutes:
         """The experts of all rows, on the host. owner: the prompt of each row; lengths: tokens of each
         response."""
         self._routers.begin(None)
-        prompts = torch.cat(self._prompts).cpu()  # (Q, P, L, K)
-        steps = prompts.new_empty(len(self._steps), len(owner), *prompts.shape[2:])
+        prompts = zip(self._prompts, prompt_lengths, strict=True)
+        own = [experts[-length:].cpu() for experts, length in prompts]  # without padding
+        steps = own[0].new_empty(len(self._steps), len(owner), *own[0].shape[1:])
         for step, (slot, experts) in enumerate(self._steps):
             steps[step, slot.cpu()] = experts.cpu()
-        own = [prompt[-length:] for prompt, length in zip(prompts, prompt_lengths, strict=True)]
         return [
             torch.cat([own[prompt], steps[: length - 1, row]])
             for row, (prompt, length) in enumerate(zip(owner, lengths, strict=True))

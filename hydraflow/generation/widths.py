@@ -18,14 +18,16 @@ from torch import Tensor
 from transformers import Cache, PreTrainedModel
 
 _DIRECT = re.compile(
-    r"key_states, value_states = past_key_values\.update\(key_states, value_states, self\.layer_idx\)\n\n"
-    r" +attention_interface: Callable = "
+    r"key_states, value_states = past_key_values\.update\(key_states, value_states, self\.layer_idx\)\s+"
+    r"attention_interface: Callable = ALL_ATTENTION_FUNCTIONS\.get_interface\([^)]*\)\s+"
+    r"attn_output, attn_weights = attention_interface\("
+    r"\s+self,\s+query_states,\s+key_states,\s+value_states,\s+attention_mask,"
 )
 """transformers' usual attention: what the cache returns goes to the attention function as it is."""
 
 
-class Keys(NamedTuple):
-    """Keys of all groups."""
+class KeysOfGroups(NamedTuple):
+    """Keys of all groups, and which of them their rows attend to."""
 
     parts: Sequence[Tensor]
     """(b, k, L, d) each."""
@@ -42,11 +44,11 @@ class _LayerOfGroups:
         self._layers = [cache.layers[layer] for cache in cached]
         self._masks, self._sizes = masks, list(sizes)
 
-    def update(self, keys: Tensor, values: Tensor) -> tuple[Keys, list[Tensor]]:
+    def update(self, keys: Tensor, values: Tensor) -> tuple[KeysOfGroups, list[Tensor]]:
         """Appends (B, k, 1, d); returns all tokens so far, by group."""
         parts = zip(self._layers, keys.split(self._sizes), values.split(self._sizes), strict=True)
         found = [layer.update(k, v) for layer, k, v in parts]  # type: ignore[union-attr]
-        return Keys([k for k, _ in found], self._masks), [v for _, v in found]
+        return KeysOfGroups([k for k, _ in found], self._masks), [v for _, v in found]
 
 
 def joint_cache(caches: Sequence[Cache], masks: Sequence[Tensor | None], sizes: Sequence[int]) -> Cache:
@@ -62,5 +64,9 @@ def takes_joint_cache(model: PreTrainedModel) -> bool:
     if getattr(model.config.get_text_config(), "v_head_dim", None) is not None:
         return False
     readers = {type(module).forward for module in model.modules() if hasattr(module, "layer_idx")}
-    sources = [code for reader in readers if "past_key_values.update(" in (code := inspect.getsource(reader))]
-    return bool(sources) and all(_DIRECT.search(code) for code in sources)
+    try:
+        codes = [inspect.getsource(reader) for reader in readers]
+    except (OSError, TypeError):  # code without a file
+        return False
+    attentions = [code for code in codes if "past_key_values.update(" in code]
+    return bool(attentions) and all(map(_DIRECT.search, attentions))

@@ -17,8 +17,10 @@ from transformers import (
     GemmaConfig,
     GenerationConfig,
     GPT2Config,
+    JetMoeConfig,
     LlamaConfig,
     MistralConfig,
+    MixtralConfig,
     PreTrainedConfig,
     PreTrainedModel,
     Qwen3Config,
@@ -68,6 +70,24 @@ CONFIGS: dict[str, PreTrainedConfig] = {
         n_layer=2,
         n_head=4,
         n_positions=64,
+        eos_token_id=END,
+        bos_token_id=0,
+    ),
+}
+MIXTURES: dict[str, PreTrainedConfig] = {
+    "mixtral that balances": MixtralConfig(
+        **SMALL, num_local_experts=2, sliding_window=None, output_router_logits=True
+    ),
+    "jetmoe, repeats what it reads": JetMoeConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=32,
+        num_hidden_layers=2,
+        num_key_value_heads=2,
+        kv_channels=8,
+        intermediate_size=48,
+        num_local_experts=2,
+        num_experts_per_tok=2,
+        max_position_embeddings=64,
         eos_token_id=END,
         bos_token_id=0,
     ),
@@ -211,12 +231,14 @@ def test_no_matrix_product_has_few_rows_and_finished_rows_leave(engine: NativeEn
         ("qwen3 tied", [(4, 4), (2, 12), (1, 32), (32,)]),  # our own decoding step
         ("gemma", [(4, 4), (2, 12), (1, 32), (32, 1)]),
         ("mistral, window 6", [(6, 3), (2, 9), (2, 10), (1, 30), (32, 1)]),  # unpadded
+        ("mixtral that balances", [(4, 4), (2, 12), (1, 32), (32, 1)]),
         ("deepseek_v3, latents alone", [(4, 4), (16, 1)]),
+        ("jetmoe, repeats what it reads", [(4, 4), (16, 1)]),
     ],
 )
 def test_prompts_of_several_widths_are_decoded_together(name: str, first_passes: list[Any]) -> None:
-    """Where nothing but attention depends on the cache's length."""
-    model = make(CONFIGS[name])
+    """If the cache's length matters to attention only."""
+    model = make((CONFIGS | MIXTURES)[name])
     seen: list[tuple[int, ...]] = []
     model.get_input_embeddings().register_forward_pre_hook(lambda _, ids: seen.append(tuple(ids[0].shape)))
     request = make_request([3, 30, 9, 10], samples=8)

@@ -27,13 +27,13 @@ MODELS = {
 PROMPTS = [torch.arange(2, 2 + n) for n in (1, 9, 4, 4)]
 
 
-def make(config: object) -> NativeEngine:
+def make(config: object, most: int = 5) -> NativeEngine:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(3)
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float64, experts_implementation="eager")
         for parameter in model.parameters():
             parameter.data += 0.3 * torch.randn_like(parameter)
-    return NativeEngine(model, max_num_seqs=5)
+    return NativeEngine(model, max_num_seqs=most)
 
 
 def chosen_by(model: PreTrainedModel, ids: torch.Tensor) -> torch.Tensor:
@@ -51,10 +51,11 @@ def chosen_by(model: PreTrainedModel, ids: torch.Tensor) -> torch.Tensor:
     return torch.stack(seen, 1)
 
 
+@pytest.mark.parametrize("most", [5, 64])
 @pytest.mark.parametrize("name", MODELS)
-def test_of_whole_batches(name: str) -> None:
-    """Rows of different lengths, which leave their waves one after the other."""
-    engine = make(MODELS[name])
+def test_of_whole_batches(name: str, most: int) -> None:
+    """Rows of different lengths, which leave their waves one after the other; all in one wave."""
+    engine = make(MODELS[name], most)
     request = GenerationRequest(PROMPTS, [4, 3, 1, 6], [(i,) for i in range(len(PROMPTS))])
     params = SamplingParams(max_tokens=12, stop_token_ids=(5, 7, 11))
     output = engine.generate(request, SamplingParams(max_tokens=12, stop_token_ids=(5, 7, 11), routes=True))

@@ -54,6 +54,6 @@ class OomRecovery:
     def agree(self, too_large: DataProto | None = None) -> None:
         """Raises OutOfMemory on every rank when any of them ran out of memory. Collective. too_large: the
         micro-batch on which this rank did."""
+        self.current = None  # from now on the others reduce gradients, and would not hear a second report
         if self._is_undivided and (reports := reports_of(too_large)):
             raise OutOfMemory(reports)
-        self.current = None  # the others reduce gradients now, and would not hear a second report
