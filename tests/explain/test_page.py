@@ -54,13 +54,13 @@ def test_the_picture_is_what_the_program_draws(tmp_path: Path) -> None:
 
 
 def rule_names(tree: ast.Module) -> Iterator[str]:
-    """What each `Violation(...)` and `_step(...)` of the source calls its rule, up to the colon before the
-    role."""
+    """What each `Violation(...)` and `_step_violation(...)` of the source calls its rule, up to the colon
+    before the role."""
     for node in ast.walk(tree):
-        if not isinstance(node, ast.Call) or ast.unparse(node.func) not in ("Violation", "_step"):
+        if not isinstance(node, ast.Call) or ast.unparse(node.func) not in ("Violation", "_step_violation"):
             continue
         given = [keyword.value for keyword in node.keywords if keyword.arg == "rule"]
-        names = given or node.args[1 if ast.unparse(node.func) == "_step" else 0 :][:1]
+        names = given or node.args[1 if ast.unparse(node.func) == "_step_violation" else 0 :][:1]
         first = (
             names[0].values[0] if names and isinstance(names[0], ast.JoinedStr) else next(iter(names), None)
         )
