@@ -212,7 +212,7 @@ def _require_same_names(directory: Path, states: Mapping[int, StateDict]) -> Non
 def _tensor(name: str, directory: Path, states: Mapping[int, StateDict], *, replicated: bool) -> StoredTensor:
     """One tensor's pieces, in the order of ranks. `replicated`: the pieces are followed by copies of them."""
     first = states[0][name]
-    dim = _cut_along(first, name, directory)
+    dim = _cut_along(first, name, directory / file_of(len(states), 0))
     shape, at, pieces = tuple(first.shape), 0, []
     for rank, state in states.items():
         file, tensor = directory / file_of(len(states), rank), state[name]
