@@ -19,6 +19,7 @@ from transformers import Cache, PreTrainedModel
 from hydraflow.generation import attention
 from hydraflow.generation.lean import LeanForward, is_known
 from hydraflow.generation.widths import joint_cache, takes_joint_cache
+from hydraflow.models.loading import PLAIN_ATTENTION
 
 
 class NoCache(ValueError):
@@ -44,12 +45,12 @@ class CachedForward:
         """Whether prompts are padded to a common width: one additive mask fits all layers. If not, only
         prompts of equal length have the same width, and there is no mask."""
         self._is_lean = self.pads and is_known(model)
-        known = bool(kinds) and kinds <= {"full_attention", "sliding_attention"}
-        self.mixes = self._is_lean or (known and takes_joint_cache(model))
+        is_plain = bool(kinds) and kinds <= PLAIN_ATTENTION
+        self.mixes = self._is_lean or (is_plain and takes_joint_cache(model))
         """Whether rows of several widths are decoded together."""
-        self._has_attention = self.pads or self.mixes
+        self._own_attention = self.pads or self.mixes
         """Whether attention is ours (`attention.py`)."""
-        if self._has_attention:
+        if self._own_attention:
             attention.register_attention()
         self._lean: LeanForward | None = None
         """The fused decoding step, created at the first decoded token of a supported model."""
@@ -90,13 +91,13 @@ class CachedForward:
             # an index, not a count: a slice of the hidden states is not contiguous, and torch would then run
             # the head row by row
             extra["logits_to_keep"] = torch.arange(ids.shape[1] - last, ids.shape[1], device=ids.device)
-        with attention.in_use(self.model) if self._has_attention else nullcontext():
+        with attention.in_use(self.model) if self._own_attention else nullcontext():
             return self.model(input_ids=ids, past_key_values=cache, use_cache=True, **extra).logits[:, -last:]
 
 
 def _layer_types(model: PreTrainedModel) -> set[str]:
-    """The layers' types of a model without recurrent state whose positions are an input, and whose attention
-    is transformers' `sdpa`; none of another."""
+    """The types of a model's layers, if it has rotary positions, no recurrent state and transformers' `sdpa`;
+    else none."""
     config = model.config.get_text_config()
     if (
         getattr(config, "rope_parameters", None) is None

@@ -38,7 +38,8 @@ GENERATION_CONFIG = "generation_config.json"
 _TOKENIZER_FILES = ("tokenizer.json", "*.model", "vocab.*", "*.tiktoken", "tekken.json", "tokenization_*.py")
 SCORE = "score.weight"
 """The value head's name in files."""
-_PACKABLE_LAYERS = {"full_attention", "sliding_attention"}
+PLAIN_ATTENTION = {"full_attention", "sliding_attention"}
+"""Types of layers in which nothing but plain attention mixes tokens."""
 
 
 def load_config(model: ModelSourceConfig, *, field: str = "actor_rollout_ref.model") -> PreTrainedConfig:
@@ -137,7 +138,7 @@ def packable(config: PreTrainedConfig, model_class: Any) -> bool:
     """Whether rows of this model may be packed: it uses transformers' attention interface, and only plain
     attention mixes tokens."""
     text = config.get_text_config()
-    plain = set(getattr(text, "layer_types", None) or ()) <= _PACKABLE_LAYERS
+    plain = set(getattr(text, "layer_types", None) or ()) <= PLAIN_ATTENTION
     sinks = text.model_type == "gpt_oss"
     return bool(model_class._supports_attention_backend) and plain and not soft_capped(config) and not sinks
 
