@@ -20,6 +20,7 @@ from hydraflow.errors import ConfigError
 from hydraflow.jobs.generate import run_generate
 from hydraflow.jobs.inputs import Reader, require_context
 from hydraflow.jobs.ppo import run_ppo
+from hydraflow.jobs.saving import require_metric
 from hydraflow.jobs.sft import run_sft
 from hydraflow.schema import DPOConfig, GenerateConfig, RMConfig, SFTConfig
 
@@ -322,3 +323,8 @@ def test_files_that_are_not_there_and_the_machine(tiny: str, tmp_path: Path) -> 
         "/proc/run",
         "needs 2 nodes",
     )
+
+
+def test_a_best_checkpoint_without_held_out_rows_has_a_remedy() -> None:
+    with pytest.raises(ConfigError, match=r"-> data.val_files=<file> or trainer.keep_best=null"):
+        require_metric("val/score", [])

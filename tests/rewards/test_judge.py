@@ -137,6 +137,9 @@ def test_answers_are_kept_by_request(
     assert len(endpoint.asked) == 3
     for asked in (4, 5):  # an answer without a score is asked for again
         assert scored(config(endpoint, **kept), "What?")[0].failed and len(endpoint.asked) == asked
+    words = {"pattern": r"Score: (\w+)", **kept}
+    for asked in (6, 7):  # so is one whose score is no number
+        assert scored(config(endpoint, **words), "high")[0].failed and len(endpoint.asked) == asked
     files = [path.read_text() for path in tmp_path.rglob("*.json")]
     assert len(files) == 3 and KEY not in "".join(files)
     for path in tmp_path.rglob("*.json"):
