@@ -16,7 +16,7 @@ from math import gcd
 
 from hydraflow.batch_plan.parts import MicroPlan
 from hydraflow.memory.shape import ModelShape
-from hydraflow.models.chunks import head_chunk
+from hydraflow.models.chunks import block_tokens, head_chunk
 
 
 @dataclass(frozen=True)
@@ -155,22 +155,32 @@ def _experts(shape: ModelShape, number: int) -> tuple[int, int]:
     return saved, (chosen * (shape.expert_intermediate + shape.hidden) + shape.shared_intermediate) * number
 
 
-def head_forward(vocabulary: int, asked: int, chunk: int, number: int, *, post: int = 0) -> int:
-    """Bytes of one chunk's logits and log-probabilities, (K, V) each, in float32 or wider. A narrower type
-    adds the logits as computed; post-processing adds `post` copies of those."""
-    wide = max(4, number)
-    copies = 2 * wide + (number if number < wide else 0) + post * number
-    return copies * min(asked, head_chunk(chunk, vocabulary, number)) * vocabulary
+def head_forward(
+    vocabulary: int, asked: int, chunk: int, number: int, *, device_type: str, post: int = 0
+) -> int:
+    """Bytes of a chunk's logits, and of a block's log-probabilities in float32 or wider. A narrower type adds
+    a block of wider logits, and post-processing that and `post` copies."""
+    wide, tokens = max(4, number), min(asked, head_chunk(chunk, vocabulary, number))
+    block = min(tokens, block_tokens(vocabulary, wide, device_type))
+    computed = wide * (2 if number < wide or post else 1) + post * number
+    return (number * tokens + computed * block) * vocabulary
 
 
 def head_backward(
-    vocabulary: int, asked: int, chunk: int, number: int, *, trained_entropy: bool, post: int = 0
+    vocabulary: int,
+    asked: int,
+    chunk: int,
+    number: int,
+    *,
+    device_type: str,
+    trained_entropy: bool,
+    post: int = 0,
 ) -> int:
     """Bytes of the head's backward pass. It turns logits into their gradient in place; only the copies that
     post-processing makes need separate gradients. If all tokens fit into one chunk, without post-processing,
-    the forward pass keeps the (log-)probabilities, and a trained entropy needs one more copy."""
-    single = asked <= head_chunk(chunk, vocabulary, number)
-    forward = head_forward(vocabulary, asked, chunk, number, post=2 * post)
-    if not trained_entropy or not single or post:
-        return forward
-    return forward + max(4, number) * asked * vocabulary
+    the forward pass keeps the (log-)probabilities; then a trained entropy needs one more block."""
+    if post or asked > head_chunk(chunk, vocabulary, number):
+        return head_forward(vocabulary, asked, chunk, number, device_type=device_type, post=2 * post)
+    wide = max(4, number)
+    block = min(asked, block_tokens(vocabulary, wide, device_type))
+    return ((number + wide) * asked + wide * block * ((number < wide) + trained_entropy)) * vocabulary

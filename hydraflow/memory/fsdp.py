@@ -51,8 +51,9 @@ class FSDPModelMemory:
     types: BytesPerNumber
     ranks: int
     """Ranks among which a copy of the model is divided."""
-    host_copies: bool
-    """On a CPU, the other ranks' parts of gradients arrive in a buffer before they are summed."""
+    device_type: str
+    """On a CPU, the other ranks' parts of gradients arrive in a buffer before they are summed, and the head
+    computes a few tokens at a time."""
     reshard: bool
     """fsdp_config.reshard_after_forward"""
     offload_policy: bool
@@ -125,6 +126,7 @@ class FSDPModelMemory:
             self.types.compute,
             trained_entropy=trained_entropy,
             post=self.shape.logit_copies,
+            device_type=self.device_type,
         )
         backward = MemoryParts(gradients=self._output_gradient, gathered=self._gathered(2), logits=logits)
         return [arriving, forward, full + backward]
@@ -136,7 +138,7 @@ class FSDPModelMemory:
         units, costs, waiting = self.units, self._costs(tokens), self._output_gradient
         working = self._around(tokens) + (costs.saved if self.checkpointing else 0) + costs.backward
         summing = self.types.reduced * units.trained_layer
-        gathered = self._gathered(3 if self.host_copies else 2) + summing
+        gathered = self._gathered(3 if self.device_type == "cpu" else 2) + summing
         activations = self._stored(tokens) + working
         if accumulates:
             # a layer's unsharded gradients are freed once they have been summed over ranks
@@ -170,7 +172,7 @@ class FSDPModelMemory:
         copied = MemoryParts(gradients=summed + number * units.trained_root, gathered=buffer)
         # a loop variable in torch still holds the last gradient (an untied output matrix's) during the sum
         output = number * units.head + types.reduced * -(-units.trained_root // self.ranks)
-        copies = 2 if self.host_copies and self.ranks > 1 else 1
+        copies = 2 if self.device_type == "cpu" and self.ranks > 1 else 1
         return [making, copied, MemoryParts(gradients=summed + output, gathered=buffer * copies)]
 
     def _arriving(self) -> MemoryParts:
@@ -193,8 +195,14 @@ class FSDPModelMemory:
     def _head(self, tokens: MicroBatchTokens) -> int:
         if not self.policy:
             return 4 * tokens.asked
-        vocabulary, number = self.shape.vocabulary, self.types.compute
-        return head_forward(vocabulary, tokens.asked, self.chunk, number, post=self.shape.logit_copies)
+        return head_forward(
+            self.shape.vocabulary,
+            tokens.asked,
+            self.chunk,
+            self.types.compute,
+            post=self.shape.logit_copies,
+            device_type=self.device_type,
+        )
 
     def _costs(self, tokens: MicroBatchTokens) -> LayerCosts:
         return layer_costs(self.shape, tokens, self.types.compute)

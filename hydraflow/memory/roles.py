@@ -173,7 +173,7 @@ def _engine(
         units=units_of(shape, policy=policy, least=least, trained=trained, adapters=adapters),
         types=BytesPerNumber.of(fsdp, inputs.limits),
         ranks=max(1, layout.shard),
-        host_copies=on_host,
+        device_type=inputs.limits.device_type,
         reshard=fsdp.reshard_after_forward,
         offload_policy=fsdp.offload_policy and not on_host,
         param_offload=fsdp.param_offload and not on_host,

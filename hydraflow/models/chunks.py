@@ -7,6 +7,12 @@ from collections.abc import Iterator
 LOGITS_BYTES = 512 * 2**20
 """Maximum bytes of one copy of a chunk's logits in the dtype of the computation, float32 or float64."""
 
+BLOCK_BYTES = 2**20
+"""Bytes of a block's log-probabilities on a CPU: a few such tensors fit into the cache of one core."""
+LEAST_BLOCK = 8
+"""Tokens of a block. With fewer, several threads share the sum over a large vocabulary, and its last bits
+depend on their number."""
+
 POST_PROCESSING = {
     "logits_scaling": 1,
     "logit_scale": 1,
@@ -26,6 +32,18 @@ def head_chunk(chunk_tokens: int, vocabulary: int, number: int) -> int:
     (2048, 883, 441)
     """
     return max(1, min(chunk_tokens, LOGITS_BYTES // (vocabulary * max(4, number))))
+
+
+def block_tokens(vocabulary: int, number: int, device_type: str) -> int:
+    """Tokens whose log-probabilities are computed at one time: on a CPU as many as stay in the cache, on a
+    GPU all tokens of a chunk. `number`: bytes of a number.
+
+    >>> block_tokens(512, 4, "cpu"), block_tokens(151_936, 4, "cpu")
+    (512, 8)
+    """
+    if device_type != "cpu":
+        return 2**31
+    return max(LEAST_BLOCK, BLOCK_BYTES // (vocabulary * number))
 
 
 def chunk_slices(count: int, size: int) -> Iterator[slice]:

@@ -2,24 +2,26 @@
 
 In: hidden states, the output matrix and its bias, the requested tokens. Out: two numbers for each token, and
 the gradients of hidden states, matrix and bias. Logits exist for one chunk of tokens at a time, in memory
-that the next chunk reuses. The backward pass recomputes them and turns them into their gradient in place. If
-all tokens fit into one chunk and logits are not post-processed, nothing is recomputed: log-probabilities are
-kept, or probabilities if the backward pass needs no more. The gradient of the matrix is summed over chunks in
-its own dtype, as it is over micro-batches.
+that the next chunk reuses. What is computed from them, in float32 or wider, exists for a few tokens at a time
+on a CPU, so that it stays in the cache. The backward pass recomputes logits and turns them into their
+gradient in place. If all tokens fit into one chunk and logits are not post-processed, nothing is recomputed:
+log-probabilities are kept, or probabilities if the backward pass needs no more. The gradient of the matrix is
+summed over chunks in its own dtype, as it is over micro-batches.
 Left out on purpose: heads other than a plain linear layer (`heads.py`), kernels for a GPU (`kernel_head.py`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
 from torch.autograd.function import once_differentiable
 
 from hydraflow.models.ask import Ask
-from hydraflow.models.chunks import chunk_slices
+from hydraflow.models.chunks import block_tokens, chunk_slices
 from hydraflow.models.linear import add_product, gains, linear, multiply
 
 
@@ -32,6 +34,13 @@ class HeadWork:
     """Differentiable post-processing of logits; the tensor itself where there is none."""
     chunk: int
     """Tokens whose logits exist at one time."""
+    trains: bool = True
+    """Whether a backward pass follows."""
+
+    def is_plain(self, hidden: torch.Tensor) -> bool:
+        """Whether logits are not post-processed."""
+        probe = hidden.new_zeros(1, 1)
+        return self.process(probe) is probe
 
 
 class FusedHead(torch.autograd.Function):
@@ -54,29 +63,28 @@ class FusedHead(torch.autograd.Function):
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         logits = _Logits(hidden, weight, bias, work)
         log_probs, more = [], []
-        for part in chunk_slices(len(hidden), work.chunk):
-            every = logits.log_probs(part)
+        for block in (
+            block for part in chunk_slices(len(hidden), work.chunk) for block in logits.blocks(part)
+        ):
+            every, of_block = logits.log_probs(block), targets[block.tokens]
             if work.ask.likeliest:
                 top = every[:, : work.ask.among].topk(work.ask.likeliest)
                 log_probs.append(top.values)
                 more.append(top.indices)
                 continue
-            wanted = several(targets[part])
-            log_probs.append(every.gather(-1, wanted).view(targets[part].shape))
+            wanted = several(of_block)
+            log_probs.append(every.gather(-1, wanted).view(of_block.shape))
             if work.ask.greedy_match:
-                best = logits.scaled[: len(every)].argmax(-1, keepdim=True)
+                best = block.scaled.argmax(-1, keepdim=True)
                 more.append((best == wanted[:, :1])[:, 0].to(every.dtype))
             elif work.ask.entropy:
-                probs = logits.probs(every)
+                probs = logits.probs(block)
                 product = probs.mul_(every) if work.ask.entropy_is_trained else every.mul_(probs)
                 more.append(-product.sum(-1))
             elif work.ask.sum_pi_squared:
-                more.append(logits.probs(every).square_().sum(-1))
+                more.append(logits.probs(block).square_().sum(-1))
         second = torch.cat(more) if more else None
-        kept = None
-        if len(log_probs) == 1 and not logits.processed:
-            kept = probs if keeps_probs(work.ask) else every
-        ctx.save_for_backward(hidden, weight, bias, targets, second, kept)
+        ctx.save_for_backward(hidden, weight, bias, targets, second, logits.kept)
         ctx.work = work
         ctx.set_materialize_grads(False)
         found = torch.cat(log_probs)
@@ -95,9 +103,12 @@ class FusedHead(torch.autograd.Function):
             of_log_probs = entropies.new_zeros(targets.shape)
 
         def gradient_of(part: slice) -> torch.Tensor:
-            every = logits.log_probs(part)
-            trained = None if of_entropies is None else (of_entropies[part], entropies[part])
-            return logits.gradient(every, targets[part], of_log_probs[part], trained)
+            for block in logits.blocks(part):
+                logits.log_probs(block)
+                at = block.tokens
+                trained = None if of_entropies is None else (of_entropies[at], entropies[at])
+                logits.gradient(block, targets[at], of_log_probs[at], trained)
+            return logits.raw[: len(hidden[part])]
 
         return (*head_gradients(ctx, gradient_of), None, None)
 
@@ -134,9 +145,25 @@ def several(targets: torch.Tensor) -> torch.Tensor:
     return targets[:, None] if targets.ndim == 1 else targets
 
 
+@dataclass
+class _Block:
+    """A few tokens of a chunk, k of them; all tensors are (k, V)."""
+
+    tokens: slice
+    """Among all K."""
+    raw: torch.Tensor
+    """The head's output, and at last its gradient."""
+    scaled: torch.Tensor
+    """Logits divided by the temperature, then probabilities; at least float32."""
+    every: torch.Tensor
+    """Log-probabilities of the whole vocabulary; at least float32."""
+    graph: tuple[torch.Tensor, torch.Tensor] | None = None
+    """Logits after and before their post-processing."""
+
+
 class _Logits:
-    """Logits of a chunk and what is computed from them, in memory that chunks share. `kept`: what the forward
-    pass saved of a single chunk, see `keeps_probs`."""
+    """Logits of a chunk, in memory that chunks share, and what is computed from them, in memory that blocks
+    share. `kept`: what the forward pass kept, in the backward pass."""
 
     def __init__(
         self,
@@ -149,74 +176,109 @@ class _Logits:
         backward: bool = False,
     ):
         self._hidden, self._weight, self._bias = hidden, weight, bias
-        self._work, self._kept, self._backward = work, kept, backward
-        self.processed = False
-        """Whether logits have been post-processed."""
-        wide = torch.promote_types(hidden.dtype, torch.float32)
-        self._by_onednn = kept is None and gains(hidden, weight)
+        self._work, self._backward = work, backward
+        self._wide = torch.promote_types(hidden.dtype, torch.float32)
+        chunk, vocabulary = min(len(hidden), work.chunk), len(weight)
+        self._block = min(chunk, block_tokens(vocabulary, self._wide.itemsize, hidden.device.type))
+        self._is_kept = backward and kept is not None
+        self._by_onednn = not self._is_kept and gains(hidden, weight)
         """Whether each chunk's logits are a new tensor."""
-        rows = 0 if self._by_onednn else min(len(hidden), work.chunk)
-        self.scaled = hidden.new_empty((rows, len(weight)), dtype=wide)
-        """(chunk, V) logits divided by the temperature."""
-        self._raw = self.scaled if hidden.dtype == wide else torch.empty_like(self.scaled, dtype=hidden.dtype)
-        shape = min(len(hidden), work.chunk), len(weight)
-        self._every = self.scaled.new_empty(shape) if kept is None else kept
-        self._graph: tuple[torch.Tensor, torch.Tensor] | None = None
-        """Logits after and before their post-processing."""
+        self.raw = hidden.new_empty((0 if self._by_onednn else chunk, vocabulary))
+        """(chunk, V) output of the head; in the backward pass its gradient."""
+        self._is_plain = work.is_plain(hidden)
+        self._keeps = not backward and work.trains and self._is_plain and len(hidden) <= work.chunk
+        self.kept = kept
+        """(K, V) log-probabilities of a single chunk for the backward pass, or see `keeps_probs`."""
 
-    def log_probs(self, part: slice) -> torch.Tensor:
-        """(k, V) log-probabilities of the whole vocabulary for each token of the chunk, or what was kept."""
-        if self._kept is not None:
-            return self._kept
+    def blocks(self, part: slice) -> Iterator[_Block]:
+        """The blocks of a chunk, whose logits are computed first."""
         rows = self._hidden[part]
-        self._graph = None  # freed first: the previous chunk's takes as much memory again
-        if self._by_onednn:
-            self.scaled = self._raw = self.scaled.new_empty(0)
-            self.scaled = self._raw = linear(rows, self._weight, self._bias)
-        raw, scaled, every = (whole[: len(rows)] for whole in (self._raw, self.scaled, self._every))
-        if not self._by_onednn:
-            multiply(rows, self._weight, self._bias, out=raw)
-        with torch.set_grad_enabled(self._backward):
-            before = raw.detach().requires_grad_(self._backward)
-            after = self._work.process(before)
-        self.processed = after is not before
-        if self.processed and self._backward:
-            self._graph = after, before
-        if after.data_ptr() != scaled.data_ptr():
-            scaled.copy_(after.detach())
-        if self._work.ask.temperature != 1.0:
-            scaled.div_(self._work.ask.temperature)
-        return torch.log_softmax(scaled, -1, out=every)
+        if not self._is_kept:
+            self._multiply(rows)
+        if self._keeps:
+            in_place = keeps_probs(self._work.ask) and self.raw.dtype == self._wide
+            self.kept = self.raw if in_place else torch.empty_like(self.raw, dtype=self._wide)
+        for some in chunk_slices(len(rows), max(1, self._block)):
+            raw = self.raw[: len(rows)][some]
+            tokens = slice(part.start + some.start, part.start + some.start + len(raw))
+            scaled, every = self._room(raw, tokens)
+            yield _Block(tokens, raw, scaled, every)
 
-    def probs(self, every: torch.Tensor) -> torch.Tensor:
-        """(k, V) probabilities, kept or in the memory of the logits; `every` is what `log_probs` returned."""
-        if self._kept is not None and keeps_probs(self._work.ask):
-            return every
-        return torch.exp(every, out=self.scaled[: len(every)])
+    def _multiply(self, rows: torch.Tensor) -> None:
+        if self._by_onednn:
+            self.raw = self.raw.new_empty(0)  # freed first
+            self.raw = linear(rows, self._weight, self._bias)
+        else:
+            multiply(rows, self._weight, self._bias, out=self.raw[: len(rows)])
+
+    def _room(self, raw: torch.Tensor, tokens: slice) -> tuple[torch.Tensor, torch.Tensor]:
+        """Memory for a block's logits and log-probabilities; what is kept is computed in its final place."""
+        in_place = raw.dtype == self._wide and self._is_plain
+        if self.kept is None:
+            scaled = raw if in_place else self._some_scaled[: len(raw)]
+            return scaled, self._some_every[: len(raw)]
+        kept = self.kept[tokens]
+        if not keeps_probs(self._work.ask):
+            return raw if in_place else self._some_scaled[: len(raw)], kept
+        # the backward pass needs no log-probabilities
+        return kept, kept if self._is_kept else self._some_every[: len(raw)]
+
+    @cached_property
+    def _some_scaled(self) -> torch.Tensor:
+        return self.raw.new_empty((self._block, len(self._weight)), dtype=self._wide)
+
+    @cached_property
+    def _some_every(self) -> torch.Tensor:
+        return self.raw.new_empty((self._block, len(self._weight)), dtype=self._wide)
+
+    def log_probs(self, block: _Block) -> torch.Tensor:
+        """(k, V) log-probabilities of the whole vocabulary for each token, or the probabilities kept."""
+        if self._is_kept:
+            return block.every
+        with torch.set_grad_enabled(self._backward):
+            before = block.raw.detach().requires_grad_(self._backward)
+            after = self._work.process(before)
+        if self._backward and not self._is_plain:
+            block.graph = after, before
+        if block.scaled.data_ptr() != block.raw.data_ptr():
+            block.scaled.copy_(after.detach())
+        if self._work.ask.temperature != 1.0:
+            block.scaled.div_(self._work.ask.temperature)
+        return torch.log_softmax(block.scaled, -1, out=block.every)
+
+    def probs(self, block: _Block) -> torch.Tensor:
+        """(k, V) probabilities, kept or in the memory of the logits, after `log_probs`."""
+        if self._is_kept and keeps_probs(self._work.ask):
+            return block.scaled
+        return torch.exp(block.every, out=block.scaled)
 
     def gradient(
         self,
-        every: torch.Tensor,
+        block: _Block,
         targets: torch.Tensor,
         of_log_probs: torch.Tensor,
         trained: tuple[torch.Tensor, torch.Tensor] | None,
-    ) -> torch.Tensor:
-        """(k, V) gradient of the head's raw output. `trained`: the gradient of the entropies, and the
-        entropies; None: no entropy term."""
+    ) -> None:
+        """Makes `block.raw` the gradient of the head's output. `trained`: the gradient of the entropies, and
+        the entropies; None: no entropy term."""
         temperature = self._work.ask.temperature
-        of_targets, probs = several(of_log_probs / temperature), self.probs(every)
+        of_targets, probs = several(of_log_probs / temperature), self.probs(block)
         of_target = of_targets.sum(1, keepdim=True)
         if trained is None:
-            gradient = torch.mul(probs, -of_target, out=self.scaled[: len(every)])
+            gradient = torch.mul(probs, -of_target, out=self._unkept(block))
         else:
             of_entropy, entropies = (trained[0] / temperature)[:, None], trained[1][:, None]
-            out = every if self._kept is None else torch.empty_like(every)
-            offset = -of_target - of_entropy * entropies
-            gradient = torch.addcmul(offset, every, of_entropy, value=-1, out=out).mul_(probs)
+            offset, out = -of_target - of_entropy * entropies, self._some_every[: len(probs)]
+            gradient = torch.addcmul(offset, block.every, of_entropy, value=-1, out=out).mul_(probs)
         gradient.scatter_add_(-1, several(targets), of_targets)
-        if self._raw is not self.scaled:
-            gradient = self._raw[: len(every)].copy_(gradient)
-        if self._graph is not None:
-            (gradient,) = torch.autograd.grad(*self._graph, gradient)
-            self._graph = None
-        return gradient
+        if block.graph is not None:
+            (gradient,) = torch.autograd.grad(*block.graph, gradient.to(block.raw.dtype))
+            block.graph = None
+        if gradient is not block.raw:
+            block.raw.copy_(gradient)
+
+    def _unkept(self, block: _Block) -> torch.Tensor:
+        """(k, V) memory for the gradient: that of the probabilities, unless they are kept."""
+        if not self._is_kept or not keeps_probs(self._work.ask):
+            return block.scaled
+        return block.raw if block.raw.dtype == self._wide else self._some_every[: len(block.raw)]

@@ -51,7 +51,8 @@ class PolicyModel(nn.Module):
         chunk = head_chunk(self.chunk_tokens, len(head.weight), hidden.element_size())
         if type(head) not in PLAIN_LINEAR:
             return self._by_module(hidden, batch.targets, ask, chunk)
-        work = HeadWork(ask, partial(shape_logits, config=self.lm.config), chunk)
+        process = partial(shape_logits, config=self.lm.config)
+        work = HeadWork(ask, process, chunk, trains=torch.is_grad_enabled())
         function = KernelHead if suits(hidden, batch.targets, work) else FusedHead
         found: tuple[torch.Tensor, torch.Tensor | None] = function.apply(
             hidden, head.weight, head.bias, batch.targets, work

@@ -30,7 +30,7 @@ def sharded(
         units=units,
         types=BytesPerNumber(4, 4, 4),
         ranks=2,
-        host_copies=False,
+        device_type="cuda",
         reshard=True,
         offload_policy=False,
         param_offload=False,
@@ -78,7 +78,7 @@ def test_one_micro_batch_peaks_when_the_embeddings_gradient_is_made() -> None:
 def test_on_the_host_the_parts_of_others_are_held_while_they_are_summed() -> None:
     """The buffer and theirs, the half that comes out, and the output matrix's gradient, whose name torch
     still holds."""
-    parts = update(replace(sharded(), host_copies=True), accumulates=False)
+    parts = update(replace(sharded(), device_type="cpu"), accumulates=False)
     assert parts.gathered == 2 * 4 * 16008
     assert parts.gradients == 4 * (LAYER + 16008 // 2 + 8000)
 

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from peft import LoraConfig, inject_adapter_in_model
 from torch import nn
 
-from hydraflow.models import heads
+from hydraflow.models import fused_head, heads
 from hydraflow.models.ask import Ask
 from hydraflow.models.chunks import head_chunk
 from hydraflow.models.fused_head import FusedHead, HeadWork
@@ -252,3 +252,46 @@ def test_the_likeliest_tokens(monkeypatch: pytest.MonkeyPatch, chunk: int, among
     module = PolicyModel(lm, chunk_tokens=chunk)._by_module(weights[0], targets, ask, chunk)
     assert not module[0].requires_grad
     torch.testing.assert_close(fused, module, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("chunk", [5, 100])
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize(
+    "ask",
+    [
+        Ask(0.7),
+        Ask(entropy=True),
+        Ask(0.7, entropy=True, entropy_is_trained=False),
+        Ask(greedy_match=True),
+        Ask(sum_pi_squared=True),
+    ],
+)
+def test_blocks_change_no_bit(
+    monkeypatch: pytest.MonkeyPatch, ask: Ask, shape: str, chunk: int, dtype: torch.dtype
+) -> None:
+    *weights, targets = inputs()
+    weights = [weight.detach().to(dtype).requires_grad_() for weight in weights]
+    results = []
+    for block in (2, 100):
+        monkeypatch.setattr(fused_head, "block_tokens", lambda *sizes, block=block: block)
+        log_probs, more = FusedHead.apply(*weights, targets, HeadWork(ask, shape_of(shape), chunk))
+        trained = [column for column in (log_probs, more) if column is not None and column.requires_grad]
+        results.append([log_probs, *([] if more is None else [more]), *gradients(trained, weights)])
+    assert all(map(torch.equal, *results))
+
+
+def test_nothing_is_kept_without_a_backward_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    used: list[fused_head._Logits] = []
+
+    class Watched(fused_head._Logits):
+        def __init__(self, *given: Any, **more: Any):
+            super().__init__(*given, **more)
+            used.append(self)
+
+    monkeypatch.setattr(fused_head, "_Logits", Watched)
+    hidden, _, _, targets = inputs(torch.bfloat16)
+    for grad in (True, False):
+        with torch.set_grad_enabled(grad):
+            answers(monkeypatch, Lm(torch.bfloat16), hidden, targets, 100, Ask())
+    assert [logits.kept is not None for logits in used] == [True, False]
