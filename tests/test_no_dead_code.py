@@ -31,11 +31,11 @@ STANDS_IN = "hydraflow/engine/megatron/no_cuda.py"
 """Megatron-Core calls all of it; `tests/engine/test_without_cuda.py` looks."""
 FOR_USERS = {
     "hydraflow/dispatch/modes.py: register_dispatch_mode": "verl's: a dispatch mode of the user's own",
-    "hydraflow/protocol/batch.py: DataProto.from_tensordict": "verl's",
-    "hydraflow/protocol/batch.py: DataProto.make_iterator": "verl's",
-    "hydraflow/protocol/batch.py: DataProto.sample_level_repeat": "verl's",
-    "hydraflow/protocol/batch.py: DataProto.to_tensordict": "verl's",
-    "hydraflow/protocol/batch.py: DataProto.unfold_column_chunks": "verl's",
+    "hydraflow/protocol/verl_methods.py: VerlMethods.from_tensordict": "verl's",
+    "hydraflow/protocol/verl_methods.py: VerlMethods.make_iterator": "verl's",
+    "hydraflow/protocol/verl_methods.py: VerlMethods.sample_level_repeat": "verl's",
+    "hydraflow/protocol/verl_methods.py: VerlMethods.to_tensordict": "verl's",
+    "hydraflow/protocol/verl_methods.py: VerlMethods.unfold_column_chunks": "verl's",
     "hydraflow/workers/skipping.py: read_skipped": "opens the rows that a skipped step leaves behind",
 }
 """Wanted without a caller in the package, and why."""

@@ -1,7 +1,8 @@
 """DataProto: a batch of rows, with verl's operations and semantics.
 
 In: tensors (dense, or ragged where rows differ in length), objects per row, and facts about the whole batch.
-Out: new batches; operations shared with `RemoteBatch` are in `rows`.
+Out: new batches; operations shared with `RemoteBatch` are in `rows`, those that only verl's users call in
+`verl_methods`.
 Left out on purpose: padding on the wire, verl's automatic padding, and saving to disk.
 Column names are in `fields`; what the controller holds instead of a DataProto is in `remote`.
 
@@ -10,18 +11,19 @@ Legend: B rows. Methods that fail on the user's data raise ValueError or KeyErro
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Self
 
 import numpy as np
 import torch
-from tensordict import NonTensorData, NonTensorStack, TensorDict
+from tensordict import TensorDict
 from torch import Tensor
 
 from hydraflow.protocol import columns, ragged, wire
 from hydraflow.protocol.ragged import RowIndex
-from hydraflow.protocol.rows import Rows, check_rows, concat_facts
+from hydraflow.protocol.rows import check_rows, concat_facts
+from hydraflow.protocol.verl_methods import VerlMethods
 from hydraflow.protocol.wire import ColumnData
 
 
@@ -35,7 +37,7 @@ class DataProtoItem:
 
 
 @dataclass(eq=False)
-class DataProto(Rows):
+class DataProto(VerlMethods):
     """Columns of B rows each, and facts about the whole batch.
 
     >>> data = DataProto.from_dict({"length": torch.tensor([3, 1])}, {"uid": ["a", "b"]}, {"step": 7})
@@ -79,6 +81,13 @@ class DataProto(Rows):
         check_rows({**given, **objects})
         batch = TensorDict(given, batch_size=[columns.n_rows(next(iter(given.values())))]) if given else None
         return cls(batch, objects, dict(meta_info or {}))
+
+    @classmethod
+    def from_single_dict(cls, data: Mapping[str, Any], meta_info: dict[str, Any] | None = None) -> Self:
+        """A batch from one dict: tensors become tensor columns, arrays and lists object columns."""
+        tensors = {key: value for key, value in data.items() if isinstance(value, Tensor)}
+        objects = {key: value for key, value in data.items() if key not in tensors}
+        return cls.from_dict(tensors, objects, meta_info)
 
     # Access
 
@@ -155,94 +164,6 @@ class DataProto(Rows):
         joined = {key: columns.concat([part[key] for part in parts], key) for key in parts[0]}
         rows = None if data[0].batch is None else sum(map(len, data))
         return of_columns(joined, concat_facts([part.meta_info for part in data]), rows)
-
-    # verl's methods that hydraflow itself does not call
-
-    @classmethod
-    def from_single_dict(cls, data: Mapping[str, Any], meta_info: dict[str, Any] | None = None) -> Self:
-        """A batch from one dict: tensors become tensor columns, arrays and lists object columns."""
-        tensors = {key: value for key, value in data.items() if isinstance(value, Tensor)}
-        objects = {key: value for key, value in data.items() if key not in tensors}
-        return cls.from_dict(tensors, objects, meta_info)
-
-    @classmethod
-    def from_tensordict(cls, data: TensorDict, meta_info: dict[str, Any] | None = None) -> Self:
-        """A batch from a TensorDict: stacks of non-tensors become objects, single ones `meta_info`."""
-        tensors: dict[str, Tensor] = {}
-        objects: dict[str, Any] = {}
-        facts = dict(meta_info or {})
-        for name in list(data.keys()):
-            key, leaf = str(name), data.get(name)
-            if isinstance(leaf, NonTensorStack):
-                objects[key] = leaf.tolist()
-            elif isinstance(leaf, NonTensorData):
-                facts[key] = leaf.data
-            else:
-                tensors[key] = leaf
-        return cls.from_dict(tensors, objects, facts)
-
-    def to_tensordict(self) -> TensorDict:
-        """One TensorDict: objects as NonTensorStack, `meta_info` as NonTensorData. ValueError when a fact has
-        a column's name."""
-        clash = self.meta_info.keys() & set(self.keys())
-        if clash:
-            raise ValueError(f"meta_info and columns share the names {sorted(clash)}")
-        out = TensorDict(self._columns(), batch_size=[len(self)])
-        for key, column in self._objects().items():
-            out[key] = NonTensorStack(*[NonTensorData(item) for item in column.tolist()])
-        for key, fact in self.meta_info.items():
-            out.set_non_tensor(key, fact)
-        return out
-
-    def sample_level_repeat(self, repeat_times: int | Sequence[int] | np.ndarray | Tensor) -> Self:
-        """Row i `repeat_times[i]` times, side by side. ValueError unless there is one count per row, or a
-        single one."""
-        times = np.asarray(repeat_times)
-        if times.ndim and len(times) != len(self):
-            raise ValueError(f"{len(times)} repeat counts were given for {len(self)} rows")
-        return self.select_idxs(np.repeat(np.arange(len(self)), times))
-
-    def unfold_column_chunks(self, n_split: int, split_keys: Iterable[str] | None = None) -> Self:
-        """Cuts each row into `n_split` rows along dimension 1; columns not in `split_keys` are repeated.
-        None: cuts all tensors. ValueError when `n_split` does not divide a width or a row length."""
-        keys = set(self._columns() if split_keys is None else split_keys)
-        missing = keys - set(self.keys())
-        if missing:
-            raise KeyError(f"the batch has no columns {sorted(missing)}; it has {self.keys()}")
-        rows = np.repeat(np.arange(len(self)), n_split)
-
-        def cut(key: str, column: ColumnData) -> ColumnData:
-            return columns.cut_rows(column, n_split, key) if key in keys else columns.take(column, rows)
-
-        return self._map(cut, len(rows))
-
-    def make_iterator(
-        self,
-        mini_batch_size: int,
-        epochs: int,
-        seed: int | None = None,
-        dataloader_kwargs: Mapping[str, Any] | None = None,
-    ) -> Iterator[Self]:
-        """Mini-batches, `epochs` times over all rows; `dataloader_kwargs={"shuffle": True}` draws a new order
-        per epoch from `seed`. ValueError unless `mini_batch_size` divides the number of rows."""
-        if mini_batch_size < 1 or len(self) % mini_batch_size:
-            raise ValueError(f"{len(self)} rows do not divide into mini-batches of {mini_batch_size}")
-        unknown = set(dataloader_kwargs or {}) - {"shuffle"}
-        if unknown:
-            raise ValueError(f"dataloader_kwargs may hold shuffle; got {sorted(unknown)}")
-        shuffle = bool((dataloader_kwargs or {}).get("shuffle", False))
-        return self._mini_batches(mini_batch_size, epochs, seed, shuffle)
-
-    def _mini_batches(self, size: int, epochs: int, seed: int | None, shuffle: bool) -> Iterator[Self]:
-        """A generator of its own, so that `make_iterator` raises when called, not at the first batch."""
-        generator = torch.Generator()
-        if seed is not None:
-            generator.manual_seed(seed)
-        elif shuffle:
-            generator.seed()
-        for _ in range(epochs):
-            data = self.select_idxs(torch.randperm(len(self), generator=generator)) if shuffle else self
-            yield from data.split(size)
 
     # pickles numpy arrays, which protocol 5 keeps out of band; torch's own pickler would copy
 
