@@ -262,8 +262,13 @@ def _default_devices(config: Any, checked: CheckedTree) -> Iterator[str]:
 def _default_estimator(config: Any, checked: CheckedTree) -> Iterator[str]:
     """Notes that the default estimator trains a critic, which the recipe's does not."""
     key = "algorithm.adv_estimator"
-    is_meant = any(given == key or given.startswith("critic.") for given in checked.origins)
-    if isinstance(config, PPOConfig) and not is_meant and needs_critic(config):
+    if not isinstance(config, PPOConfig) or key in checked.origins or not needs_critic(config):
+        return
+    # model_engine sets critic.strategy along with the actor's
+    if not any(
+        name.startswith("critic.") and name != "critic.strategy" and provenance.is_users(origin)
+        for name, origin in checked.origins.items()
+    ):
         name = config.algorithm.adv_estimator
         yield f"{key}: not set, so {name} as in verl, which trains a critic; {key}=grpo needs none"
 
