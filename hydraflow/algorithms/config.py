@@ -56,6 +56,8 @@ class Loss(Implementation):
 
     chooses: Implementation | None = None
     """Selects tokens over the whole mini-batch before the loss (`covariance.TokenChoice`)."""
+    stops_below: bool = False
+    """A token with a negative advantage and a ratio below 1 - clip_ratio_low has no gradient."""
 
     @property
     def all_reads(self) -> tuple[str, ...]:
@@ -144,8 +146,8 @@ _CLIP = ("clip_ratio_low", "clip_ratio_high")
 _DUAL_CLIP = (*_CLIP, "clip_ratio_c")
 POLICY_LOSSES = OwnChoices(
     {
-        "vanilla": Loss("hydraflow.algorithms.policy_loss:vanilla", reads=_DUAL_CLIP),
-        "gspo": Loss("hydraflow.algorithms.gspo:gspo", reads=_CLIP),
+        "vanilla": Loss("hydraflow.algorithms.policy_loss:vanilla", reads=_DUAL_CLIP, stops_below=True),
+        "gspo": Loss("hydraflow.algorithms.gspo:gspo", reads=_CLIP, stops_below=True),
         "sapo": Loss("hydraflow.algorithms.sapo:sapo", reads=("tau_pos", "tau_neg")),
         "cispo": Loss("hydraflow.algorithms.cispo:cispo", reads=_CLIP),
         "geo_mean": Loss("hydraflow.algorithms.geo_mean:geo_mean", reads=_CLIP),
@@ -166,10 +168,12 @@ POLICY_LOSSES = OwnChoices(
                 *(*_CLIP, "rec_clip_mode", "rec_weight", "rec_temp"),
                 *("rec_epsilon_low_prime", "rec_epsilon_high_prime"),
             ),
+            stops_below=True,
         ),
         "clip_cov": Loss(
             "hydraflow.algorithms.clip_cov:clip_cov",
             reads=_CLIP,
+            stops_below=True,
             chooses=Implementation(
                 "hydraflow.algorithms.clip_cov:choose", reads=("clip_cov_ratio", "clip_cov_lb", "clip_cov_ub")
             ),

@@ -10,8 +10,9 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-from hydraflow.algorithms.config import ESTIMATORS
+from hydraflow.algorithms.config import ESTIMATORS, POLICY_LOSSES, Loss
 from hydraflow.batch_plan.roles import needs_critic
+from hydraflow.compose.effects import without_effect
 from hydraflow.device import listed_gpus, usable_cores
 from hydraflow.engine.config import OptimConfig
 from hydraflow.models.config import ModelConfig
@@ -35,7 +36,8 @@ def advice(config: object, *, planning: bool) -> Iterator[str]:
         yield from _single_responses(config)
         for key, optim in optimizers.items():
             yield from _learning_rate(optim, key)
-        yield from _policy_loss(config.actor_rollout_ref.actor)
+        yield from _clip_range(config)
+        yield from _entropy(config.actor_rollout_ref.actor)
         yield from _teachers(config)
         for key, model in roles.items():
             yield from _rank(model, f"{key}.model")
@@ -67,15 +69,19 @@ def _learning_rate(optim: OptimConfig, key: str) -> Iterator[str]:
         )
 
 
-def _policy_loss(actor: ActorConfig) -> Iterator[str]:
-    key, low = "clip_ratio", actor.clip_ratio
-    if actor.clip_ratio_low is not None:
-        key, low = "clip_ratio_low", actor.clip_ratio_low
-    if low >= 1:
+def _clip_range(config: PPOConfig) -> Iterator[str]:
+    actor = config.actor_rollout_ref.actor
+    name = "clip_ratio" if actor.clip_ratio_low is None else "clip_ratio_low"
+    key, low = f"{POLICY}.actor.{name}", getattr(actor, name)
+    loss = POLICY_LOSSES.get(actor.policy_loss.loss_mode, Loss())  # an unknown name is reported elsewhere
+    if low >= 1 and loss.stops_below and without_effect(config, key) is None:
         yield (
-            f"{POLICY}.actor.{key}={low:g}: the ratio of two probabilities is never below 1 - {low:g}, so"
-            f" nothing is clipped from below; a typical value is {POLICY}.actor.{key}=0.2"
+            f"{key}={low:g}: the ratio of two probabilities is never below 1 - {low:g}, so nothing is clipped"
+            f" from below; a typical value is {key}=0.2"
         )
+
+
+def _entropy(actor: ActorConfig) -> Iterator[str]:
     if actor.entropy_coeff < 0:
         yield (
             f"{POLICY}.actor.entropy_coeff={actor.entropy_coeff:g}: a negative coefficient rewards low"

@@ -56,6 +56,9 @@ def test_what_is_usual_elsewhere_is_not_noted() -> None:
     assert notes(**{"algorithm__adv_estimator": "gae", "actor_rollout_ref__rollout__n": 1}) == []
     assert notes(actor_rollout_ref__actor__optim__lr=1.0) == []
     assert notes(actor_rollout_ref__actor__clip_ratio=1.5, actor_rollout_ref__actor__clip_ratio_low=0.2) == []
+    for loss in ("cispo", "dppo_tv", "geo_mean", "sapo"):  # none has the bound 1 - clip_ratio_low of PPO
+        low = {f"{ACTOR}.policy_loss.loss_mode": loss, f"{ACTOR}.clip_ratio_low": 10.0}
+        assert notes(**low) == [], loss
     assert notes(critic__optim__lr=0.0) == [], "there is no critic"
     assert len(notes(algorithm__adv_estimator="gae", critic__optim__lr=0.0)) == 1
     assert notes(actor_rollout_ref__rollout__n=1, batch__trajectories_per_step=64) == []
