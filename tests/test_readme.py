@@ -497,4 +497,5 @@ def test_the_bench_of_heads() -> None:
     found = {one["way"]: one for one in map(json.loads, done.stdout.splitlines())}
     assert set(found) == {"fused", "module"} and all(one["cpu_s"] > 0 for one in found.values())
     chunk_mib = 64 * 65536 * 4 / 2**20
+    assert found["fused"]["gradients_mib"] == (65536 + 256) * 8 * 4 / 2**20
     assert 2 * chunk_mib < found["fused"]["peak_mib"] < 4 * chunk_mib < found["module"]["peak_mib"]

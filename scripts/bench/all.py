@@ -105,8 +105,10 @@ def of_head(found: Found) -> Iterator[Row]:
     """Log-probabilities and entropies."""
     ways = {one["way"]: one for one in found}
     ours, theirs = ways["fused"], ways.get("module")
-    what = f"head, {ours['tokens']:,} tokens x {ours['vocabulary']:,}, forward and backward"
-    seconds, memory = f"{ours['cpu_s']:.3g} CPU s", f"{ours['peak_mib']:,.0f} MiB"
+    sizes = f"{ours['tokens']:,} tokens x {ours['vocabulary']:,}, hidden size {ours['hidden']:,}"
+    what = f"head, {sizes}, forward and backward"
+    seconds = f"{ours['cpu_s']:.3g} CPU s"
+    memory = f"{ours['peak_mib']:,.0f} MiB, {ours['gradients_mib']:,.0f} of them gradients"
     if theirs is None:
         logits = f"{4 * ours['tokens'] * ours['vocabulary'] / 2**20:,.0f} MiB"
         yield from (Row(what, seconds), Row(f"{what}: memory", memory, f"all logits once {logits}"))
@@ -220,7 +222,8 @@ LONG_HEAD = (
     "--vocabulary",
     "151936",
     "--hidden",
-    "64",
+    "896",
+    "--entropy",
     "--fused-only",
     "--repeats",
     "1",

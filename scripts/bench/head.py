@@ -3,10 +3,11 @@
 by calling the head as a module under gradient checkpointing.
 
     python scripts/bench/head.py --tokens 2048 --vocabulary 32768 --hidden 512 --dtype fp32 --entropy
-    python scripts/bench/head.py --tokens 32768 --vocabulary 150000 --hidden 64 --repeats 1 --fused-only
+    python scripts/bench/head.py --tokens 32768 --vocabulary 151936 --hidden 896 --repeats 1 --fused-only
 
-Prints one JSON object per way: CPU seconds of the fastest repetition (the two ways take turns), and the
-largest growth of the process's memory, in MiB. Linux only.
+Prints one JSON object per way: CPU seconds of the fastest repetition (the two ways take turns), the largest
+growth of the process's memory, and the gradients of matrix and hidden states, which are part of it, in MiB.
+Linux only.
 """
 
 from __future__ import annotations
@@ -70,9 +71,11 @@ def main() -> None:
             took, held = measure(way)
             seconds[name].append(took)
             peaks[name].append(held)
+    numbers = args.hidden * (args.vocabulary + args.tokens)
+    gradients = numbers * resolve_dtype(args.dtype, "cpu").itemsize / 2**20
     for name in ways:
         result = {"way": name, **vars(args), "cpu_s": min(seconds[name]), "peak_mib": max(peaks[name])}
-        print(json.dumps(result), flush=True)
+        print(json.dumps(result | {"gradients_mib": gradients}), flush=True)
 
 
 def passes(args: argparse.Namespace) -> dict[str, Pass]:

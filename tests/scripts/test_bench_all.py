@@ -86,5 +86,12 @@ def test_a_bench_that_fails_says_why(tmp_path: Path) -> None:
     assert not (tmp_path / "one.json").exists()
 
 
+def test_memory_of_a_head_says_how_much_is_gradients() -> None:
+    sizes = {"way": "fused", "tokens": 32768, "vocabulary": 151936, "hidden": 896}
+    _, row = benches.of_head([{**sizes, "cpu_s": 400.0, "peak_mib": 1800.0, "gradients_mib": 631.31}])
+    assert row.what.startswith("head, 32,768 tokens x 151,936, hidden size 896,")
+    assert row.ours == "1,800 MiB, 631 of them gradients" and row.peer == "all logits once 18,992 MiB"
+
+
 def test_scripts_exist() -> None:
     assert all((benches.HERE / bench.script).is_file() for bench in BENCHES.values())
