@@ -1,10 +1,10 @@
-"""Measures by how much a run's processes grow in 200 training steps of the default recipe.
+"""Measures by how much a run's processes grow in 200 training steps of the default recipe, early and late.
 
     python scripts/bench/growth.py [--steps 200] [overrides ...]
 
-Prints one JSON object: for the controller, the workers and Ray's control service (gcs_server), MiB of
-resident memory after 400 steps and after `--steps` more, and the relative growth. Before step 400, allocator
-caches fill: workers grow by 3 % from step 60 to 260.
+Prints one JSON object for each step of `STARTS`: for the controller, the workers and Ray's control service
+(gcs_server), MiB of resident memory after that step and after `--steps` more, and the relative growth. The
+early figure includes allocator caches that fill; the late one should be zero.
 """
 
 from __future__ import annotations
@@ -20,8 +20,9 @@ from pathlib import Path
 import psutil
 from steady import default_assets
 
-WARM_UP, BEYOND = 400, 20
-"""Steps before the first measurement; and after the last, so that the run is still alive then."""
+STARTS, BEYOND = (60, 400), 20
+"""Steps from which growth is measured; and steps after the last measurement, so that the run is still alive
+then."""
 LIMIT_SECONDS = 800
 
 
@@ -54,19 +55,23 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=200)
     args, overrides = parser.parse_known_args()
     default_assets(*overrides)
+    marks = sorted({start + more for start in STARTS for more in (0, args.steps)})
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, "-m", "hydraflow.main_ppo", *overrides]
-        command += [f"trainer.total_training_steps={WARM_UP + args.steps + BEYOND}", "trainer.test_freq=-1"]
+        command += [f"trainer.total_training_steps={marks[-1] + BEYOND}", "trainer.test_freq=-1"]
         command += [f"trainer.default_local_dir={folder}/run", "trainer.val_before_train=false"]
         process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
         metrics = Path(folder) / "run" / "metrics.jsonl"
-        await_step(metrics, WARM_UP, process)
-        before = resident(process.pid)
-        await_step(metrics, WARM_UP + args.steps, process)
-        after = resident(process.pid)
+        found = {}
+        for mark in marks:
+            await_step(metrics, mark, process)
+            found[mark] = resident(process.pid)
         process.wait(timeout=LIMIT_SECONDS)
-    growth = {kind: after[kind] / before[kind] - 1 for kind in before}
-    print(json.dumps({"steps": args.steps, "before_mib": before, "after_mib": after, "growth": growth}))
+    for start in STARTS:
+        before, after = found[start], found[start + args.steps]
+        growth = {kind: after[kind] / before[kind] - 1 for kind in before}
+        facts = {"start": start, "steps": args.steps, "before_mib": before, "after_mib": after}
+        print(json.dumps(facts | {"growth": growth}))
 
 
 if __name__ == "__main__":

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import runpy
+import sys
 from pathlib import Path
 
 import pytest
@@ -91,6 +93,26 @@ def test_memory_of_a_head_says_how_much_is_gradients() -> None:
     _, row = benches.of_head([{**sizes, "cpu_s": 400.0, "peak_mib": 1800.0, "gradients_mib": 631.31}])
     assert row.what.startswith("head, 32,768 tokens x 151,936, hidden size 896,")
     assert row.ours == "1,800 MiB, 631 of them gradients" and row.peer == "all logits once 18,992 MiB"
+
+
+def test_memory_of_a_run_has_a_row_for_each_part_of_it() -> None:
+    sizes = {"steps": 200, "before_mib": {"workers": 1000.0}, "after_mib": {"workers": 1030.0}}
+    found = [{"start": start, **sizes, "growth": {"workers": 0.03}} for start in (60, 400)]
+    early, late = benches.of_growth(found)
+    assert early.what == "default recipe, memory over 200 steps after 60, workers"
+    assert late.what == "default recipe, memory over 200 steps after 400, workers"
+    assert early.ours == "1,000 -> 1,030 MiB, +3.0%"
+
+
+def test_wrong_advantages_fail_their_bench(monkeypatch: pytest.MonkeyPatch) -> None:
+    bench = runpy.run_path(str(benches.HERE / "advantages.py"))
+    names = bench["main"].__globals__
+    monkeypatch.setattr(sys, "argv", ["advantages.py", "--rows", "2", "--tokens", "8", "--repeats", "1"])
+    bench["main"]()
+    right = bench["gae"]
+    monkeypatch.setitem(names, "gae", lambda *given, **knobs: (right(*given, **knobs)[0] * 1.00001, None))
+    with pytest.raises(SystemExit, match="GAE differs from the loop by 1e-05 of the largest advantage"):
+        bench["main"]()
 
 
 def test_scripts_exist() -> None:
