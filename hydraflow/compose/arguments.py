@@ -98,7 +98,7 @@ def split(argv: Sequence[str], switches: Sequence[CommandLineOption] = ()) -> Ar
         elif name in _SWITCHES or (equals and name in _WITH_VALUE | _INFO):
             arguments.options.append(word)
         elif name in _INFO:
-            arguments.options += [word, rest.pop(0) if rest and rest[0] in _INFO_KINDS else "all"]
+            arguments.options += [word, rest.pop(0) if rest and rest[0] in _INFO_KINDS else "config"]
         elif name in _WITH_VALUE and rest:
             arguments.options += [word, rest.pop(0)]
         else:

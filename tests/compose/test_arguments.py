@@ -49,6 +49,12 @@ def test_the_help_lists_own_options():
     assert "--svg FILE  Draw." in text and "--json  Print JSON." in text
 
 
+@pytest.mark.parametrize("word", ["--info", "-i"])
+def test_info_shows_where_values_come_from_unless_another_kind_is_named(word):
+    assert split([word, "data.shuffle=false"]).options == [word, "config"]
+    assert split([word, "plugins"]).options == [word, "plugins"]
+
+
 def test_taking_an_option_leaves_the_others():
     found = split(["--cfg", "job", "--package=data", "--resolve"])
     assert (
