@@ -147,13 +147,7 @@ def unbuilt_engines(
     Replaces them by our nearest engine in `leaves`, and removes the keys from `foreign`."""
     name = f"{ROLLOUT}.name"
     if leaves.get(name) in value_tables().rollout_engines and origins.get(name, DEFAULT) != DEFAULT:
-        sizes = [
-            f"{ROLLOUT}.{size}=1"
-            for size in ("tensor_model_parallel_size", "data_parallel_size", "pipeline_model_parallel_size")
-            if leaves.get(f"{ROLLOUT}.{size}", 1) != 1
-        ]
-        remedy = " ".join([f"{name}=native", *sizes])
-        yield Problem(name, leaves[name], "there is no such engine here yet", remedy)
+        yield Problem(name, leaves[name], "there is no such engine here yet", f"{name}=vllm")
         leaves[name] = "vllm"
     for roles in ((f"{ACTOR}.", "actor_rollout_ref.ref."), ("critic.",)):
         found = {

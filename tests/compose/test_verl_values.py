@@ -143,6 +143,13 @@ def test_pasting_the_remedies_of_unbuilt_engines_ends_in_a_run(words):
     load_command("ppo", PPOConfig, [*OWN, *words], tolerant=True)
 
 
+def test_the_remedy_of_an_unbuilt_rollout_engine_keeps_the_sizes():
+    size = f"{ROLLOUT}.tensor_model_parallel_size=8"
+    with pytest.raises(ConfigError) as refused:
+        load_command("ppo", PPOConfig, [*OWN, f"{ROLLOUT}.name=trtllm", size])
+    assert [problem.remedy for problem in refused.value.problems] == [f"{ROLLOUT}.name=vllm"]
+
+
 def test_an_engine_that_a_file_leaves_to_the_user_is_vllm_where_a_replica_is_divided():
     """verl's own files have `name: ???` and a tensor-parallel size of 2."""
     name, size = f"{ROLLOUT}.name", f"{ROLLOUT}.tensor_model_parallel_size"
