@@ -417,11 +417,14 @@ def replaced_by(key: str) -> NoEffectCondition:
     )
 
 
-def unread(table: Mapping[str, Implementation], chooser: str) -> NoEffectCondition:
+def unread(
+    table: Mapping[str, Implementation], chooser: str, *, is_algorithm: bool = False
+) -> NoEffectCondition:
     """No effect unless the implementation that `chooser` selects reads the key, or reads a key that is null
     and follows it.
 
-    chooser: name of a key of the same section, or section.key below it.
+    chooser: name of a key of the same section, or section.key below it. is_algorithm: no other choice is
+    suggested, since it would train with another algorithm.
     """
 
     def no_effect(section: Any, name: str) -> tuple[str, str] | None:
@@ -445,7 +448,7 @@ def unread(table: Mapping[str, Implementation], chooser: str) -> NoEffectConditi
         ]
         assert readers, f"no choice of {chooser} reads {name}"
         sentence = f"only {{s}}.{chooser}={listed(readers, 'and')} read{'s' if len(readers) == 1 else ''} it"
-        runs = [choice for choice in readers if table[choice].where]
+        runs = [choice for choice in readers if table[choice].where and not is_algorithm]
         return sentence, f"{{s}}.{chooser}={runs[0]}" if runs else ""
 
     return no_effect

@@ -14,6 +14,7 @@ from hydraflow.options import (
     Planned,
     Rule,
     Switch,
+    listed,
     named_only,
     no_effect_when,
     option,
@@ -210,8 +211,8 @@ LOSS_AGG_MODES = (
 KL_ESTIMATORS = ("kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3")
 REC_CLIP_MODES = ("none", "one-side", "two-side", "ring")
 REC_WEIGHTS = ("none", "importance_sampling", "advantage")
-OTHER_LOSS = unread(POLICY_LOSSES, "loss_mode")
-OTHER_ESTIMATOR = unread(ESTIMATORS, "adv_estimator")
+OTHER_LOSS = unread(POLICY_LOSSES, "loss_mode", is_algorithm=True)
+OTHER_ESTIMATOR = unread(ESTIMATORS, "adv_estimator", is_algorithm=True)
 FIXED = unless("type", "adaptive", why="{s}.type=fixed keeps the coefficient")
 
 
@@ -329,7 +330,9 @@ class PreferenceConfig:
     from 1 / (2 beta)."""
     beta: float = option(0.1, gt=0)
     """DPO's beta: coefficient of the implicit KL penalty against the reference."""
-    label_smoothing: float = option(0.0, ge=0, lt=0.5, no_effect=unread(PREFERENCE_LOSSES, "loss_type"))
+    label_smoothing: float = option(
+        0.0, ge=0, lt=0.5, no_effect=unread(PREFERENCE_LOSSES, "loss_type", is_algorithm=True)
+    )
     """Label smoothing (cDPO): assumed fraction of pairs with swapped labels."""
 
 
@@ -479,12 +482,12 @@ NORM_TYPES = ("batch", "group", "running")
 SEVERAL_REWARDS = no_effect_when(
     lambda s: estimator_of(s.adv_estimator).several_rewards,
     "{s}.adv_estimator compares several rewards in place of the score",
-    "{s}.adv_estimator=grpo",
 )
 ONE_REWARD = no_effect_when(
     lambda s: not estimator_of(s.adv_estimator).several_rewards,
-    "{s}.adv_estimator compares a single reward, the score",
-    "{s}.adv_estimator=" + next(name for name, one in ESTIMATORS.items() if one.several_rewards),
+    "{s}.adv_estimator compares a single reward, the score; only "
+    + listed([name for name, one in ESTIMATORS.items() if one.several_rewards])
+    + " compares several",
 )
 
 
@@ -538,7 +541,6 @@ class AlgorithmConfig:
         no_effect=no_effect_when(
             lambda s: estimator_of(s.adv_estimator).whitened,
             "{s}.adv_estimator whitens its advantages anyway",
-            "{s}.adv_estimator=grpo",
         ),
     )
     """Whiten advantages over all trained tokens of the step: mean 0, variance 1."""

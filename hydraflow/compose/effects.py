@@ -82,7 +82,6 @@ _ROLES = (
         "reward.reward_kwargs.**",
         lambda c: estimator_of(c.algorithm.adv_estimator).several_rewards,
         "algorithm.adv_estimator compares several rewards in place of the score",
-        "algorithm.adv_estimator=grpo",
     ),
     NoEffectRule("critic.**", lambda c: not needs_critic(c), "no critic runs", "critic.enable=true"),
     NoEffectRule(

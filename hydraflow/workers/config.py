@@ -17,7 +17,7 @@ from hydraflow.generation.config import RolloutConfig
 from hydraflow.models.config import ModelConfig, PolicyModelConfig
 from hydraflow.options import FINITE, Rule, free, no_effect_when, option, unless, unread
 
-OTHER_LOSS = unread(POLICY_LOSSES, "policy_loss.loss_mode")
+OTHER_LOSS = unread(POLICY_LOSSES, "policy_loss.loss_mode", is_algorithm=True)
 OTHER_ENGINE = unread(TRAIN_ENGINES, "strategy")
 REC_CLIPS_NOTHING = no_effect_when(
     lambda s: (s.policy_loss.loss_mode, s.policy_loss.rec_clip_mode) == ("rec", "none"),

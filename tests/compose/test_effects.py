@@ -266,6 +266,19 @@ def test_the_suggested_option_is_one_that_helps(key, with_these, cure):
         )
 
 
+@pytest.mark.parametrize(("key", "with_these", "cure"), CASES, ids=[case[0] for case in CASES])
+def test_another_algorithm_is_not_a_remedy(key, with_these, cure):
+    [remedy] = no_effect(key, *with_these)
+    assert "adv_estimator=" not in remedy and "loss_mode=" not in remedy
+
+
+def test_the_algorithms_that_read_a_key_are_named():
+    [note] = notes("algorithm.lam=0.5", "algorithm.adv_estimator=grpo").splitlines()
+    assert note.endswith("only algorithm.adv_estimator=gae reads it")
+    [note] = notes("algorithm.gdpo_reward_keys=[a]", "algorithm.adv_estimator=grpo").splitlines()
+    assert note.endswith("only gdpo compares several")
+
+
 TABLES = {
     "adv_estimator": (AlgorithmConfig(), "", ESTIMATORS),
     "loss_mode": (ActorConfig(), "policy_loss", POLICY_LOSSES),
@@ -313,7 +326,7 @@ def test_strict_refuses_what_is_otherwise_said():
         )
     found = {problem.field: problem for problem in caught.value.problems}
     assert set(found) == {"algorithm.lam", "critic.grad_clip"}
-    assert found["algorithm.lam"].remedy == "leave out algorithm.lam or algorithm.adv_estimator=gae"
+    assert found["algorithm.lam"].remedy == "leave out algorithm.lam"
     with pytest.raises(ConfigError, match=f"{ACTOR}.use_torch_compile=false: has no effect in verl either"):
         load_command("ppo", PPOConfig, [*OWN, "strict=true", f"{ACTOR}.use_torch_compile=false"])
 

@@ -21,7 +21,6 @@ keys of `distillation_loss`."""
 NO_DIVERGENCE = no_effect_when(
     lambda s: s.loss_mode not in DIVERGENCES,
     f"only {{s}}.loss_mode={listed(DIVERGENCES, 'and')} read it",
-    "{s}.loss_mode=forward_kl",
 )
 
 
@@ -43,7 +42,6 @@ class DistillationLossConfig:
             lambda s: not s.loss_mode.endswith(TOPK),
             f"only {{s}}.loss_mode={listed([name for name in DIVERGENCES if name.endswith(TOPK)], 'and')}"
             " read it",
-            f"{{s}}.loss_mode=forward_kl{TOPK}",
         ),
     )
     """Top-k: number of the teacher's most probable tokens compared at each position; all others count as one
@@ -55,7 +53,6 @@ class DistillationLossConfig:
         no_effect=no_effect_when(
             lambda section: not section.loss_mode.startswith("jsd"),
             f"only {{s}}.loss_mode=jsd and jsd{TOPK} read it",
-            "{s}.loss_mode=jsd",
         ),
     )
     """jsd: weight of the teacher in the mixture that both are compared with. Near 0 the divergence approaches
