@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from hydraflow.errors import ConfigError, EnvironmentFault, HydraflowError
 from hydraflow.model_merger import arguments
-from hydraflow.system.printing import reader_may_leave
+from hydraflow.system.printing import make_printable, reader_may_leave
 
 if TYPE_CHECKING:
     from hydraflow.model_merger.outputs import MergeOptions
@@ -26,6 +26,7 @@ INTERRUPTED = 130
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs a command and returns the exit code."""
+    make_printable()
     args = arguments.parser().parse_args(argv)
     try:
         return _COMMANDS[args.command](args)
