@@ -80,6 +80,18 @@ def linear_layers(hf: nn.Module) -> list[str]:
     return list(dict.fromkeys(name.rpartition(".")[2] for name, part in named if is_linear(part)))
 
 
+def subclassed_linear_layers(hf: nn.Module) -> list[str]:
+    """The same for layers whose class is derived from nn.Linear, without the output matrix: all-linear leaves
+    them out, but a list may name them."""
+    head = hf.get_output_embeddings()  # type: ignore[operator]
+    parts = [(name, part) for name, part in hf.named_modules() if isinstance(part, nn.Linear)]
+    return list(
+        dict.fromkeys(
+            name.rpartition(".")[2] for name, part in parts if not is_linear(part) and part is not head
+        )
+    )
+
+
 def target_names(targets: str | list[str], hf: nn.Module) -> list[str]:
     """Resolves `targets` to names: a list is returned as is, a pattern gives its matches, all-linear gives
     all linear layers except the output matrix. ValueError when a pattern matches none."""

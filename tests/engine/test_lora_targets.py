@@ -5,8 +5,10 @@ from __future__ import annotations
 import re
 
 import pytest
+import torch
+from transformers import AutoModelForCausalLM, FalconConfig
 
-from hydraflow.engine.fsdp.lora import require_targets
+from hydraflow.engine.fsdp.lora import add_adapters, require_targets
 from hydraflow.errors import ConfigError
 from hydraflow.models.config import ModelConfig
 from hydraflow.models.loading import load_config
@@ -47,6 +49,25 @@ def test_modules_that_are_not_there(tiny: str, targets: object, rule: str) -> No
         "critic.model.target_modules",
         "critic.model.target_modules=all-linear",
     )
+
+
+@pytest.mark.parametrize("targets", ["all-linear", "query", ["query"]])
+def test_a_model_with_a_linear_layer_of_its_own_has_a_remedy_that_works(targets: object) -> None:
+    config = FalconConfig(vocab_size=17, hidden_size=32, num_hidden_layers=1, num_attention_heads=2)
+    with torch.device("meta"):
+        falcon = AutoModelForCausalLM.from_config(config)
+    names = ["query_key_value", "dense", "dense_h_to_4h", "dense_4h_to_h"]
+    with pytest.raises(ConfigError) as caught:
+        add(falcon, targets)
+    [problem] = caught.value.problems
+    assert problem.remedy == f"model.target_modules=[{','.join(names)}]"
+    add(falcon, names)
+    assert len([name for name, _ in falcon.named_parameters() if ".lora_A." in name]) == len(names)
+
+
+def add(hf: torch.nn.Module, targets: object) -> None:
+    model = ModelConfig(path="falcon", lora_rank=4, target_modules=targets)
+    add_adapters(hf, model, torch.float32, field="model")
 
 
 def test_a_list_that_fits_several_models_is_taken_with_a_word(

@@ -19,7 +19,15 @@ import torch
 from torch import nn
 
 from hydraflow.errors import ConfigError, first_line
-from hydraflow.models.adapters import ALL_LINEAR, SIDES, adapter_name, is_adapter, linear_layers, target_names
+from hydraflow.models.adapters import (
+    ALL_LINEAR,
+    SIDES,
+    adapter_name,
+    is_adapter,
+    linear_layers,
+    subclassed_linear_layers,
+    target_names,
+)
 from hydraflow.models.config import ModelConfig
 from hydraflow.models.fit import require_model
 
@@ -41,12 +49,17 @@ def add_adapters(hf: nn.Module, model: ModelConfig, dtype: torch.dtype, *, field
     from peft import LoraConfig, inject_adapter_in_model
 
     targets = model.target_modules if isinstance(model.target_modules, str) else list(model.target_modules)
-    key, all_linear = f"{field}.target_modules", f"{field}.target_modules={ALL_LINEAR}"
-    linear = linear_layers(hf)
+    key, linear, remedy = f"{field}.target_modules", linear_layers(hf), ALL_LINEAR
+    if not target_names(ALL_LINEAR, hf):
+        linear = subclassed_linear_layers(hf)
+        remedy = f"[{','.join(linear)}]"
+        if isinstance(targets, str) and targets.lower() == ALL_LINEAR:
+            rule = "means layers of class nn.Linear itself, but this model's are of subclasses of it"
+            raise ConfigError.one(key, targets, rule, f"{key}={remedy}")
     if lost := _unmatched(targets, hf):  # peft ignores such names if others match
         rule = f"the model has no module {' and no '.join(lost)}; its linear layers are {', '.join(linear)}"
         if len(lost) == len(targets):
-            raise ConfigError.one(key, targets, rule, all_linear)
+            raise ConfigError.one(key, targets, rule, f"{key}={remedy}")
         log.warning("%s: %s", key, rule)
     try:
         config = LoraConfig(
@@ -61,9 +74,9 @@ def add_adapters(hf: nn.Module, model: ModelConfig, dtype: torch.dtype, *, field
         inject_adapter_in_model(config, nn.ModuleDict({"model": hf}), adapter_name=ADAPTER)
     except (ValueError, re.error) as error:
         rule = f"names no linear layer of this model ({first_line(error)}); they are {', '.join(linear)}"
-        raise ConfigError.one(key, targets, rule, all_linear) from error
+        raise ConfigError.one(key, targets, rule, f"{key}={remedy}") from error
     if any(".lora_embedding_" in name for name, _ in hf.named_parameters()):
-        raise ConfigError.one(key, targets, "embeddings cannot have adapters", all_linear)
+        raise ConfigError.one(key, targets, "embeddings cannot have adapters", f"{key}={remedy}")
     for name, parameter in hf.named_parameters():
         parameter.requires_grad_(is_adapter(name))
         parameter.data = parameter.data.to(dtype)
