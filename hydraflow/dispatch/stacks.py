@@ -75,7 +75,7 @@ def write_stacks(folder: Path, why: str, processes: Sequence[NamedProcess]) -> s
     for process in sorted(processes, key=lambda process: process.name):
         stack = found.get(process.facts.worker_id, "its machine did not answer")
         parts.append(f"=== {process.name}, pid {process.facts.pid}\n{stack}\n")
-    path = folder / f"{datetime.now().strftime('%Y%m%d-%H%M%S')}.txt"
+    path = folder / f"{datetime.now().strftime('%Y%m%d-%H%M%S-%f')}.txt"
     try:
         path.write_text("\n".join(parts))
     except OSError as error:

@@ -90,6 +90,13 @@ def test_without_py_spy_a_process_writes_its_own(
     assert "the process wrote nothing in 2 seconds: it is stopped" in found["troubled+idle rank 0"]
 
 
+def test_stacks_of_the_same_second_are_two_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stacks, "_of_all_nodes", lambda processes: {})
+    process = stacks.NamedProcess("actor rank 0", stacks.ProcessInfo(1, "node", "worker", ""))
+    files = [Path(stacks.write_stacks(tmp_path, why, [process])) for why in ("first", "second", "third")]
+    assert [file.read_text().split()[0] for file in files] == ["first", "second", "third"]
+
+
 class Slow(Worker):
     """Is never built."""
 
