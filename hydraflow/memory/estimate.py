@@ -116,8 +116,7 @@ def _row_bytes(inputs: EstimateInputs) -> int:
     and mask value, 4 per other number of a response token. Rank 0 makes rewards, advantages and returns of
     all rows; every other column is made by the rank that has the rows."""
     plan, data = inputs.plan, inputs.config.data
-    # rollout and old log-probs; the columns of a reference and a critic count twice
-    numbers = 2 + 2 * bool(plan.ref) + 2 * bool(plan.values)
+    numbers = 2 + bool(plan.ref) + bool(plan.values)  # rollout, old and reference log-probs, values
     shared = 8 * data.max_prompt_length + (16 + 4 * numbers) * data.max_response_length
     on_the_first = 3 * 4 * data.max_response_length
     layout = plan.layouts["actor"]

@@ -158,6 +158,15 @@ def test_rewards_advantages_and_returns_of_all_rows_are_on_the_first_machine() -
     assert two.rows == 16 * (8 * 100 + (16 + 2 * 4) * 512) + 32 * 3 * 4 * 512
 
 
+def test_a_reference_and_a_critic_add_a_number_of_four_bytes_each() -> None:
+    sizes = {"data__train_batch_size": 4, "data__max_prompt_length": 100, "data__max_response_length": 512}
+    plain = report_of(configured(**sizes)).host.rows
+    reference = {f"{POLICY}__actor__use_kl_loss": True}
+    assert report_of(configured(**sizes, **reference)).host.rows == plain + 32 * 4 * 512
+    both = configured(**sizes, **reference, algorithm__adv_estimator="gae")
+    assert report_of(both).host.rows == plain + 32 * 2 * 4 * 512
+
+
 def test_two_buckets_of_weights_stay_on_the_first_machine_where_the_rollout_is_another_process() -> None:
     """Of 100 MiB; or all weights, in 2 bytes, where buckets are larger; of 16 MiB for an engine that takes
     parts of weights. A single GPU has them itself."""
