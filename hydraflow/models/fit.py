@@ -11,6 +11,8 @@ from __future__ import annotations
 
 import os
 import pickle
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -39,10 +41,17 @@ def require_model(
     if not _is_plain(config, model):
         return None
     loading.causal_class(config, model, field=field)
-    try:
+    with _building(model, config, field=field):
         return loading.empty_model(
             config, model, head=head, dtype=torch.float32, attention="eager", chunk_tokens=1
         )
+
+
+@contextmanager
+def _building(model: ModelSourceConfig, config: PreTrainedConfig, *, field: str) -> Iterator[None]:
+    """Raises ConfigError in place of an error of a model's constructor."""
+    try:
+        yield
     except CONSTRUCTOR_FAULTS as error:
         why = first_line(error)
         rule = f"no {config.model_type} model can be built from its configuration: {why}"
@@ -94,7 +103,8 @@ def _require_fit(
     shape = require_model(model, config, head="policy", field=field)
     assert shape is not None, "the model is plain"
     lm = shape.hf
-    with loading.quiet_transformers():
+    # it computes what is not stored, such as the rotary table, from the configuration again
+    with loading.quiet_transformers(), _building(model, config, field=field):
         _, report = type(lm).from_pretrained(
             None,
             config=lm.config,

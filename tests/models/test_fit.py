@@ -90,6 +90,14 @@ def test_sizes_that_make_no_model(copy: Path) -> None:
     assert rule.startswith("no qwen3 model can be built from its configuration: ")
 
 
+def test_a_rotary_factor_that_is_no_number(copy: Path) -> None:
+    rope = {"rope_type": "llama3", "rope_theta": 10000.0, "factor": 2.0, "high_freq_factor": 4.0}
+    rope |= {"original_max_position_embeddings": 16, "low_freq_factor": True}
+    rewrite(copy, rope_parameters=rope)
+    [rule] = rules(copy)
+    assert rule.startswith("no qwen3 model can be built from its configuration: Subtraction")
+
+
 def test_pickled_weights(copy: Path) -> None:
     weights = load_file(copy / SINGLE)
     (copy / SINGLE).unlink()
