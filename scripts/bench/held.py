@@ -10,34 +10,45 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
-from hydraflow.models.tiny import ALPHABET, make_model
+from hydraflow.models.tiny import ALPHABET, make_model, make_tokenizer
 
-MODELS = {
+MODELS: dict[str, tuple[int, dict[str, Any]]] = {
     "0.85M": (512, dict(hidden=128, layers=4)),
     "31.7M": (12_743, dict(hidden=512, layers=8, heads=8, kv_heads=4)),
+    "gpt2": (512, dict(model_type="gpt2", n_embd=128, n_layer=4, n_head=4)),
 }
-"""Number of parameters -> characters of the tokenizer, and sizes of a Qwen3."""
-END_EVERY = 512
-"""Mean response length when the end token is as probable as any other in the smaller vocabulary."""
+"""Name -> characters of the tokenizer, and sizes of a Qwen3 (named by its number of parameters), or values of
+the config of another type. gpt2 has 0.99 million parameters."""
 CONSTANT = 4.0
 """200 times the standard deviation of the embeddings' other entries."""
 
 
-def write_model(name: str, folder: Path, *, ends: bool = False) -> Path:
-    """Writes the model; tokenizer characters beyond the recipe's are Chinese. `ends`: responses end after
-    about `END_EVERY` tokens, whatever the size of the vocabulary."""
+def write_model(name: str, folder: Path, *, end_every: int | None = None) -> Path:
+    """Writes the model; tokenizer characters beyond the recipe's are Chinese. `end_every`: mean response
+    length, had responses no limit; None, or more than the vocabulary: any token is as probable as the end."""
     characters, sizes = MODELS[name]
     others = "".join(chr(0x4E00 + number) for number in range(characters - len(ALPHABET)))
-    make_model(folder, alphabet=ALPHABET + others, **sizes)
-    if ends and characters > END_EVERY:
-        _make_end(folder)
+    write = _make_other if "model_type" in sizes else make_model
+    write(folder, alphabet=ALPHABET + others, **sizes)
+    if end_every is not None and characters > end_every:
+        _make_end(folder, end_every)
     return folder
 
 
-def _make_end(folder: Path) -> None:
-    """Raises the end token's probability to 1 / `END_EVERY` after any prefix. One dimension of the tied
+def _make_other(folder: Path, *, alphabet: str, model_type: str, **values: Any) -> None:
+    """As `make_model`, of another type."""
+    tokenizer = make_tokenizer(alphabet)
+    tokens = dict(bos_token_id=None, eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id)
+    config = AutoConfig.for_model(model_type, vocab_size=len(tokenizer), **tokens, **values)
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+
+
+def _make_end(folder: Path, every: int) -> None:
+    """Raises the end token's probability to 1 / `every` after any prefix. One dimension of the tied
     embeddings is set to a large constant, so it is nearly constant in the last hidden states, too; in that
     dimension a token's output embedding acts as a bias of its logit."""
     model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
@@ -45,7 +56,7 @@ def _make_end(folder: Path) -> None:
     tokens = torch.randint(2, len(embeddings), (16, 64), generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
         embeddings[:, 0] = CONSTANT
-        hidden = model.model(tokens).last_hidden_state
-        missing = -math.log(END_EVERY) - model.lm_head(hidden).log_softmax(-1)[..., end].mean()
+        hidden = model.base_model(tokens).last_hidden_state
+        missing = -math.log(every) - model.lm_head(hidden).log_softmax(-1)[..., end].mean()
         embeddings[end, 0] += missing / hidden[..., 0].mean()
     model.save_pretrained(folder)

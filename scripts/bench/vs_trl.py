@@ -1,14 +1,14 @@
 """Compares trajectories per second of hydraflow and TRL's GRPOTrainer, with the same model, prompts, samples,
 response length and cores.
 
-    python scripts/bench/vs_trl.py [--model recipe|0.85M|31.7M] [--dtype fp32|bf16] [--steps 40]
+    python scripts/bench/vs_trl.py [--model recipe|0.85M|31.7M|gpt2] [--dtype fp32|bf16] [--steps 40]
                                    [--tokens 32] [--prompts 16] [--ragged] [--venv .bench/trl]
 
 The two run one after the other. TRL has its own virtual environment (created on first use, a few minutes) and
 is measured as one process with two threads and with one; its better figure counts. hydraflow runs its
 default, two processes with one thread each. Models other than the recipe's have random weights, and their
-responses have `--tokens` tokens each; with `--ragged` they end at random, after about 512 tokens if there
-were no limit, so 40 to 50 % before 256. bf16 is the compute type; weights stay in fp32 in both. Prints one
+responses have `--tokens` tokens each; with `--ragged` they end at random, after about twice as many if there
+were no limit, so about 40 % end before it. bf16 is the compute type; weights stay in fp32 in both. Prints one
 JSON object with both figures, their ratio, and the seconds that the matrix products of sampling and training
 would take at the machine's peak, which is measured before and after our steps.
 """
@@ -65,6 +65,7 @@ JOBS = {
     "recipe": Job(64, 8, updates=2, tokens=8, ends=True, warm_up=5),
     "0.85M": Job(16, 8, updates=1, tokens=32, ends=False, warm_up=3),
     "31.7M": Job(16, 8, updates=1, tokens=32, ends=False, warm_up=1),
+    "gpt2": Job(16, 8, updates=1, tokens=32, ends=False, warm_up=3),
 }
 
 
@@ -165,7 +166,8 @@ def compare(name: str, job: Job, dtype: str, steps: int, venv: Path) -> dict[str
     """Measures both sides; the JSON object to print."""
     assets = default_assets()
     with tempfile.TemporaryDirectory() as folder:
-        held = None if name == "recipe" else write_model(name, Path(folder) / name, ends=job.ends)
+        end_every = 2 * job.tokens if job.ends else None
+        held = None if name == "recipe" else write_model(name, Path(folder) / name, end_every=end_every)
         before = peaks(dtype)
         ours = our_steps(job, held, assets.train, dtype, steps)
         peak = statistics.median([*before, *peaks(dtype)])

@@ -8,6 +8,8 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+from transformers import AutoModelForCausalLM
 
 import scripts.bench.all as benches
 from scripts.bench.all import BENCHES, Bench, Row, main, measure, page
@@ -54,7 +56,7 @@ def test_the_page_has_the_figures_that_there_are(tmp_path: Path) -> None:
     assert "| GRPO step, 0.85M, bf16, 128 x 32 tokens | 0.5 s | TRL 1 s | 2.00 | 0.02 s |" in found
     assert "| the update of that step | 0.3 s |  |  | 0.015 s, 5% of it |" in found
     assert "Commit abc1234. The machine was quiet." in found
-    assert "Not measured: step, trl-recipe, trl-0.85M-fp32, trl-0.85M-fp32-long," in found
+    assert "Not measured: step, trl-recipe, trl-0.85M-fp32, trl-0.85M-fp32-short-ragged," in found
     (row, _) = benches.of_trl([{**FIGURES["trl-0.85M-bf16"], "ragged": True}])
     assert row.what == "GRPO step, 0.85M, bf16, 128 x up to 32 tokens"
     keep(tmp_path, "plan", load=3.0)
@@ -113,6 +115,16 @@ def test_wrong_advantages_fail_their_bench(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setitem(names, "gae", lambda *given, **knobs: (right(*given, **knobs)[0] * 1.00001, None))
     with pytest.raises(SystemExit, match="GAE differs from the loop by 1e-05 of the largest advantage"):
         bench["main"]()
+
+
+@pytest.mark.parametrize("name", ["0.85M", "gpt2"])
+def test_models_end_responses_at_a_given_rate(tmp_path: Path, name: str) -> None:
+    held = runpy.run_path(str(benches.HERE / "held.py"))
+    model = AutoModelForCausalLM.from_pretrained(held["write_model"](name, tmp_path, end_every=64))
+    tokens = torch.randint(2, model.config.vocab_size, (4, 16), generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        ends = model(tokens).logits.softmax(-1)[..., model.config.eos_token_id]
+    assert torch.allclose(64 * ends, torch.ones_like(ends), atol=0.1)
 
 
 def test_scripts_exist() -> None:
