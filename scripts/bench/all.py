@@ -83,13 +83,16 @@ def of_compiled(found: Found) -> Iterator[Row]:
 def of_generation(found: Found) -> Iterator[Row]:
     """Sampling."""
     speeds = {
-        (one["sequences"], one["model"], one["lengths"], one["engine"]): one["tokens_per_second"]
+        (one["sequences"], one["model"], one["dtype"], one["lengths"], one["engine"]): one[
+            "tokens_per_second"
+        ]
         for one in found
     }
-    for (sequences, model, lengths, engine), ours in speeds.items():
+    for (*case, engine), ours in speeds.items():
         if engine == "native":
-            theirs = speeds[sequences, model, lengths, "transformers"]
-            what = f"sampling {sequences} at once, {model}, fp32, {lengths} lengths, one thread"
+            theirs = speeds[*case, "transformers"]
+            sequences, model, dtype, lengths = case
+            what = f"sampling {sequences} at once, {model}, {dtype}, {lengths} lengths, one thread"
             yield Row(what, f"{ours:,} tokens/s", f"`generate` {theirs:,}", ours / theirs)
 
 
@@ -214,8 +217,11 @@ def against_trl(model: str, dtype: str, steps: int, *more: str) -> Bench:
     return Bench("vs_trl.py", ("--model", model, "--dtype", dtype, "--steps", str(steps), *more), of_trl)
 
 
-SAMPLING = ("--engines", "native,transformers", "--sequences", "128")
-SAMPLING_MORE = ("--engines", "native,transformers", "--sequences", "512", "--lengths", "equal")
+def sampling(sequences: int, *more: str) -> Bench:
+    how = ("--engines", "native,transformers", "--sequences", str(sequences), *more)
+    return Bench("generation.py", how, of_generation)
+
+
 LONG_HEAD = (
     "--tokens",
     "32768",
@@ -256,8 +262,10 @@ BENCHES: dict[str, Bench] = {
     "profile-0.85M-bf16": Bench("update_profile.py", ("--model", "0.85M", "--dtype", "bf16"), of_profile),
     "profile-31.7M-fp32": Bench("update_profile.py", (), of_profile),
     "profile-31.7M-bf16": Bench("update_profile.py", ("--dtype", "bf16"), of_profile),
-    "generation": Bench("generation.py", SAMPLING, of_generation),
-    "generation-512": Bench("generation.py", SAMPLING_MORE, of_generation),
+    "generation": sampling(128),
+    "generation-bf16": sampling(128, "--dtype", "bf16", "--lengths", "equal,ragged"),
+    "generation-512": sampling(512, "--lengths", "equal"),
+    "generation-512-ragged": sampling(512, "--lengths", "ragged", "--models", "1M"),
     "head": Bench("head.py", ("--entropy",), of_head),
     "head-long": Bench("head.py", LONG_HEAD, of_head),
     "advantages": Bench("advantages.py", (), of_advantages),

@@ -90,6 +90,19 @@ def test_a_bench_that_fails_says_why(tmp_path: Path) -> None:
     assert not (tmp_path / "one.json").exists()
 
 
+def test_sampling_is_compared_in_the_same_dtype() -> None:
+    speeds = {("fp32", "native"): 20, ("fp32", "transformers"): 10}
+    speeds |= {("bf16", "native"): 90, ("bf16", "transformers"): 30}
+    case = {"sequences": 128, "model": "1M", "lengths": "ragged"}
+    of_case = [
+        {**case, "dtype": dtype, "engine": engine, "tokens_per_second": speed}
+        for (dtype, engine), speed in speeds.items()
+    ]
+    full, half = benches.of_generation(of_case)
+    assert (full.ratio, half.ratio) == (2.0, 3.0)
+    assert half.what == "sampling 128 at once, 1M, bf16, ragged lengths, one thread"
+
+
 def test_memory_of_a_head_says_how_much_is_gradients() -> None:
     sizes = {"way": "fused", "tokens": 32768, "vocabulary": 151936, "hidden": 896}
     _, row = benches.of_head([{**sizes, "cpu_s": 400.0, "peak_mib": 1800.0, "gradients_mib": 631.31}])
