@@ -121,6 +121,13 @@ def test_machines_that_do_not_add_up(values, key, remedy):
     assert remedy in problems[key].remedy
 
 
+def test_a_role_placed_twice_is_told_of_both_places():
+    config = small(rollout__name="vllm", rollout__nnodes=1, rollout__device_mapping="0-1")
+    problem = broken(config)[f"{ROLLOUT}.nnodes"]
+    assert str(problem).startswith(f"{ROLLOUT}.nnodes: gives the rollout machines of its own, but ")
+    assert f"{ROLLOUT}.device_mapping=0-1 gives it devices of the trainer" in problem.rule
+
+
 # --- mappings --------------------------------------------------
 
 

@@ -16,7 +16,8 @@ import pytest
 from dispatch import programs
 from jobs.command import processes_with
 
-pytestmark = pytest.mark.slow
+from hydraflow.dispatch.guard import RayGuard
+
 PROGRAM = """
 import sys, time
 from hydraflow.compose.launch import run_guarded
@@ -56,6 +57,24 @@ def named(folder: Path, name: str) -> list[psutil.Process]:
     return found
 
 
+class Found(psutil.Process):
+    """A living process; while somebody looks at it, the guard's thread finds the other one."""
+
+    guard: RayGuard
+
+    def is_running(self) -> bool:
+        self.guard._seen.setdefault("raylet", psutil.Process())
+        return super().is_running()
+
+
+def test_the_guard_is_asked_while_its_thread_finds_a_process() -> None:
+    guard, process = RayGuard(), Found()
+    process.guard = guard
+    guard._seen["gcs_server"] = process
+    assert guard.fault() is None and len(guard._seen) == 2
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("name, words", [("gcs_server", "control service"), ("raylet", "node process")])
 def test_a_process_that_ray_needs_is_killed_while_it_starts(tmp_path: Path, name: str, words: str) -> None:
     environ = {**os.environ, **programs.FINDABLE, MARK: str(tmp_path)}
@@ -78,6 +97,7 @@ def test_a_process_that_ray_needs_is_killed_while_it_starts(tmp_path: Path, name
         time.sleep(0.1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["", "raylet"])
 def test_rays_agents_end_with_a_command_or_a_node_process_that_is_killed(tmp_path: Path, name: str) -> None:
     """Both end without a word to them; the control service that they would report it to ends as well."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 from model_merger.directories import assert_same_bits, merge, read
 from model_merger.rank_jobs import SAVED_AS_VERL
 from peft import PeftModel
+from torch.distributed.tensor import Partial
 from transformers import AutoModelForCausalLM, AutoModelForTokenClassification
 
 from hydraflow import model_merger
@@ -84,3 +86,29 @@ def test_what_a_checkpoint_holds(made: Path, capsys: pytest.CaptureFixture[str])
 def test_weights_as_a_library_gives_them(made: Path, models: dict[str, str]) -> None:
     wanted = AutoModelForCausalLM.from_pretrained(models["tied"]).state_dict()
     assert_same_bits(model_merger.load_state_dict(made / "verl-fsdp1"), wanted)
+
+
+def test_an_error_without_a_text_is_named_by_its_class(
+    refused: Callable[..., str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def ends(*_: object, **__: object) -> None:
+        raise EOFError
+
+    shard = tmp_path / "model_world_size_1_rank_0.pt"
+    torch.save({"w": torch.ones(1)}, shard)
+    monkeypatch.setattr(torch, "load", ends)
+    reported = refused("merge", "--local_dir", tmp_path, "--target_dir", tmp_path / "out")
+    assert f"{shard}: is truncated, or not a shard of a model: EOFError" in reported
+
+
+def test_a_tensor_that_cannot_be_merged_is_named_with_its_file(
+    models: dict[str, str], refused: Callable[..., str], tmp_path: Path
+) -> None:
+    source = ["split", "--hf_dir", models["tied"], "--world_size", "2", "--layout", "verl"]
+    assert main([*source, "--target_dir", str(tmp_path / "split")]) == 0
+    first = tmp_path / "split" / "model_world_size_2_rank_0.pt"
+    state = torch.load(first, weights_only=True)
+    state["model.norm.weight"]._spec.placements = (Partial(),)
+    torch.save(state, first)
+    reported = refused("merge", "--local_dir", first.parent, "--target_dir", tmp_path / "out")
+    assert f"{first}: model.norm.weight is placed as Partial, which cannot be merged" in reported
