@@ -41,7 +41,6 @@ def advice(config: object, *, planning: bool) -> Iterator[str]:
         yield from _teachers(config)
         for key, model in roles.items():
             yield from _rank(model, f"{key}.model")
-        yield from _profiles(config)
         yield from _processes(config, planning=planning)
     elif isinstance(config, SupervisedConfig):
         yield from _processes(config, planning=planning)
@@ -123,27 +122,6 @@ def _hidden_size(model: ModelConfig) -> int | None:
     if found is None and model.path:
         found = (json_object(Path(os.path.expanduser(model.path)) / "config.json") or {}).get("hidden_size")
     return found if isinstance(found, int) else None
-
-
-def _profiles(config: PPOConfig) -> Iterator[str]:
-    trainer, profiler = config.trainer, config.global_profiler
-    if profiler.tool is None:
-        return
-    total, per_node = trainer.total_training_steps, trainer.n_gpus_per_node
-    late = [step for step in profiler.steps or () if total is not None and step > total]
-    if late:
-        yield (
-            f"global_profiler.steps=[{','.join(map(str, late))}]: the run has {total} training steps, so"
-            f" these are never profiled; steps count from 1 to {total}"
-        )
-    if per_node is None:
-        return
-    devices = trainer.nnodes * per_node
-    if absent := [rank for rank in profiler.ranks or () if rank >= devices]:
-        yield (
-            f"global_profiler.ranks=[{','.join(map(str, absent))}]: the trainer has {count(devices, 'rank')},"
-            " so there is nothing else to profile; ranks count from 0"
-        )
 
 
 def _processes(config: PPOConfig | SupervisedConfig, *, planning: bool) -> Iterator[str]:

@@ -37,6 +37,38 @@ def test_numbers_by_hand():
     assert (plan.placement, list(plan.layouts)) == ("colocated", ["actor", "rollout"])
 
 
+@pytest.mark.parametrize(
+    ("steps", "asked", "epochs", "expected"),
+    [
+        ([2, 100], 10, 1, "global_profiler.steps=[100]: the run has 10 training steps"),
+        (
+            [141],
+            None,
+            1,
+            "global_profiler.steps=[141]: the run has 140 training steps",
+        ),  # 9000 // 64
+        ([141], None, 2, None),
+        ([10], 10, 1, None),
+    ],
+)
+def test_steps_that_are_never_profiled(steps, asked, epochs, expected):
+    given = {"global_profiler__tool": "torch", "global_profiler__steps": steps}
+    plan = resolve(small(**given, trainer__total_training_steps=asked, trainer__total_epochs=epochs))
+    found = [note for note in plan.notes if note.startswith("global_profiler")]
+    assert [note.partition(",")[0] for note in found] == ([expected] if expected else [])
+    unknown = resolve_plan(small(**given), prompts=None)
+    assert not [note for note in unknown.notes if note.startswith("global_profiler")]
+
+
+def test_ranks_that_are_never_profiled():
+    """The default has no number of devices, so it is the machine's: 2."""
+    given = {"global_profiler__tool": "torch", "global_profiler__ranks": [0, 3]}
+    [note] = [one for one in resolve(small(**given)).notes if one.startswith("global_profiler")]
+    assert note.startswith("global_profiler.ranks=[3]: no role has more than 2 ranks")
+    four = resolve(small(**given, trainer__n_gpus_per_node=4))
+    assert not [one for one in four.notes if one.startswith("global_profiler")]
+
+
 def test_a_warm_up_of_the_critic_takes_steps_from_the_actor():
     """verl's meaning: the actor learns from step critic_warmup on, so 10 leaves the first 9 to the critic."""
     gae = {"algorithm__adv_estimator": "gae", "trainer__total_training_steps": 12}

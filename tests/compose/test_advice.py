@@ -101,21 +101,6 @@ def test_a_rank_is_compared_with_the_hidden_size_where_that_is_known(tmp_path: P
     assert "is more than the hidden size of any model" in note
 
 
-def test_steps_that_are_never_profiled() -> None:
-    given = {"global_profiler__tool": "torch", "global_profiler__steps": [2, 100]}
-    [note] = notes(**given, trainer__total_training_steps=10)
-    assert note.startswith("global_profiler.steps=[100]: the run has 10 training steps")
-    assert notes(**given) == [], "the total is not known"
-    assert notes(**given, trainer__total_training_steps=100) == []
-
-
-def test_ranks_that_are_never_profiled() -> None:
-    given = {"global_profiler__tool": "torch", "global_profiler__ranks": [0, 3], "trainer__nnodes": 2}
-    [note] = notes(**given, trainer__n_gpus_per_node=1)
-    assert note.startswith("global_profiler.ranks=[3]: the trainer has 2 ranks")
-    assert notes(**given, trainer__n_gpus_per_node=2) == notes(**given) == []
-
-
 def test_more_processes_than_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "usable_cores", lambda: 2)
     monkeypatch.setattr(module, "listed_gpus", lambda: 0)
