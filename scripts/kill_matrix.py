@@ -493,8 +493,8 @@ def table(outcomes: list[Outcome]) -> str:
     ]
     for one in outcomes:
         end = "SIGKILL" if one.exit_code == -signal.SIGKILL else str(one.exit_code)
-        verdict = "yes" if one.same else f"NO: {one.differences}"
-        verdict += f"; FAULT: {one.fault}; {one.said}" if one.fault else ""
+        result = "yes" if one.same else f"NO: {one.differences}"
+        result += f"; FAULT: {one.fault}; {one.said}" if one.fault else ""
         start = (
             "it did not stop"
             if one.exit_code == 0
@@ -504,7 +504,7 @@ def table(outcomes: list[Outcome]) -> str:
         )
         lines.append(
             f"| {one.number} | {one.method} | {one.moment} | {end} | {one.ended_after:.1f} s | {start} |"
-            f" {verdict} |"
+            f" {result} |"
         )
     return "\n".join(lines)
 

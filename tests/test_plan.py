@@ -209,7 +209,7 @@ def test_prompts_are_counted_in_the_files(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_all_mistakes_of_a_command_line_are_told_together(
+def test_all_mistakes_of_a_command_line_are_reported_together(
     overrides: list[str], words: list[str], tmp_path: Path
 ) -> None:
     done = hydraflow("plan", *overrides, cwd=tmp_path)
@@ -217,7 +217,7 @@ def test_all_mistakes_of_a_command_line_are_told_together(
     assert not done.stdout and "  2. " in done.stderr
 
 
-def test_a_file_that_is_here_and_broken_is_told_with_the_rest(tmp_path: Path) -> None:
+def test_a_file_that_is_here_and_broken_is_reported_with_the_rest(tmp_path: Path) -> None:
     (tmp_path / "train.parquet").write_bytes(b"no")
     done = hydraflow(
         "plan",

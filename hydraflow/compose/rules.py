@@ -400,8 +400,8 @@ def _experts_are_replayed(config: PPOConfig) -> Iterator[Problem]:
         yield Problem(key, mode, rule, f"{bypass}=false or {key}=disabled")
     rollout = config.actor_rollout_ref.rollout
     engine = GENERATION_ENGINES.get(rollout.name)
-    if mode == "R3" and engine is not None and not engine.tells_experts:
-        names = [name for name, one in GENERATION_ENGINES.items() if one.tells_experts]
+    if mode == "R3" and engine is not None and not engine.reports_experts:
+        names = [name for name, one in GENERATION_ENGINES.items() if one.reports_experts]
         rule = f"replays the experts of the generation engine, which {rollout.name} does not report"
         yield Problem(key, mode, rule, f"{key}=R2 or {ROLLOUT}.name={' or '.join(names)}")
     if actor.strategy != "megatron":

@@ -110,13 +110,13 @@ def _fit_lines(memory: MemoryReport) -> Iterator[str]:
     """Whether the run fits each group of devices and the machines, and what to change if not."""
     for group in memory.groups:
         phases = (f"{phase.replace('_', ' ')} {size_text(size)}" for phase, size in group.phases.items())
-        verdict = "" if memory.limits.device_type == "cpu" else f": {_verdict(group.fits)}"
+        fit = "" if memory.limits.device_type == "cpu" else f": {_fit_text(group.fits)}"
         needed = f"{size_text(group.peak)} ({', '.join(phases)})"
-        yield f"devices {group.devices}, {' + '.join(group.roles)}: {needed}{verdict}"
+        yield f"devices {group.devices}, {' + '.join(group.roles)}: {needed}{fit}"
     host = memory.host
     of = f" of {size_text(host.limit)}" if host.limit else ""
     rows = f"; {size_text(host.rows)} of it are a step's trajectories" if 10 * host.rows > host.total else ""
-    yield f"each machine: {size_text(host.total)}{of}: {_verdict(host.fits)}{rows}; {host.load_text}"
+    yield f"each machine: {size_text(host.total)}{of}: {_fit_text(host.fits)}{rows}; {host.load_text}"
     if memory.fits is False:
         yield from _advice_lines(memory)
 
@@ -138,7 +138,7 @@ def _advice_lines(memory: MemoryReport) -> Iterator[str]:
         )
 
 
-def _verdict(fits: bool | None) -> str:
+def _fit_text(fits: bool | None) -> str:
     return "fits" if fits else "the limit is not known" if fits is None else "DOES NOT FIT"
 
 

@@ -60,7 +60,7 @@ class SamplingParams:
     a tokenizer."""
     routes: bool = False
     """Also return the experts of every token; needs an engine that reports them
-    (`config.Engine.tells_experts`)."""
+    (`config.Engine.reports_experts`)."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))

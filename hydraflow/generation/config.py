@@ -49,7 +49,7 @@ class Engine(Implementation):
     """Lowest temperature above 0 that it supports."""
     takes_parts: bool = False
     """It loads parts of a weight directly, without assembling the weight first."""
-    tells_experts: bool = False
+    reports_experts: bool = False
     """It reports the experts of every token."""
     computes_as_trainer: bool = False
     """With equal dtypes its log-probabilities equal the trainer's."""
@@ -139,7 +139,7 @@ SGLANG_ARGUMENTS = {
 
 GENERATION_ENGINES = {
     "native": Engine(
-        "hydraflow.generation.native:build", takes_parts=True, tells_experts=True, computes_as_trainer=True
+        "hydraflow.generation.native:build", takes_parts=True, reports_experts=True, computes_as_trainer=True
     ),
     "vllm": Engine(
         "hydraflow.generation.vllm:build",
@@ -157,7 +157,7 @@ GENERATION_ENGINES = {
         own_process=True,
         computes_fp64=False,
         least_temperature=0.01,
-        tells_experts=True,
+        reports_experts=True,
         loads_adapters=True,
         set_elsewhere=VLLM_ARGUMENTS,
     ),

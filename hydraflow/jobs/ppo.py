@@ -111,7 +111,7 @@ class PPOJob:
         if not final:
             count = config.recipe.train_problems
         plan = self._plan(session, count)
-        if plan and not session.has_begun:
+        if plan and not session.has_started:
             pool = faults.result(lambda: pool_of(config, plan, session.machine))
             if pool is not None:
                 session.place(pool)
@@ -120,7 +120,7 @@ class PPOJob:
             faults.passes(lambda: require_metric(config.trainer.keep_best, measured))
             require_shareable_rows(config, plan, faults)
             faults.passes(lambda: require_teachers(config, plan, prompts))
-        if not session.has_begun:
+        if not session.has_started:
             faults.passes(lambda: check_function(config.reward))
             faults.passes(lambda: check_functions(config))
             self._check_up(session, plan, prompts)

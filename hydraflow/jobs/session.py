@@ -116,7 +116,7 @@ class Session:
         return True
 
     @property
-    def has_begun(self) -> bool:
+    def has_started(self) -> bool:
         """Whether there is a run folder."""
         return self._start is not None
 

@@ -38,7 +38,7 @@ class JobSettings:
     """Run folder; empty: the command creates none."""
     start_timeout: int
     """Seconds that nodes may take to join."""
-    goes_on: int = 0
+    resumes: int = 0
     """1: an earlier start of this job began the run, so trainer.resume_mode=disable must not discard it."""
 
     def to_shell(self) -> str:
@@ -88,8 +88,8 @@ def job_settings_of(config: JobConfig, given: Allocation | None) -> JobSettings:
     cpus = config.ray_init.num_cpus or max((given.cpus if given else None) or 0, processes + BESIDE)
     folder = "" if isinstance(config, GenerateConfig) else _run_folder(config, given)
     counted = 0 if on_cpus else -1 if gpus is None else gpus
-    wait, goes_on = round(trainer.start_timeout), int(_resumes_own_run(config, folder, given))
-    return JobSettings(cpus, counted, folder, wait, goes_on)
+    wait, resumes = round(trainer.start_timeout), int(_resumes_own_run(config, folder, given))
+    return JobSettings(cpus, counted, folder, wait, resumes)
 
 
 def _resumes_own_run(config: JobConfig, folder: str, given: Allocation | None) -> bool:

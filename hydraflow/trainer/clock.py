@@ -32,7 +32,7 @@ def parse_duration(value: object) -> float | None:
 
 GRACE_PERIOD = 3.0
 """Seconds after a SIGTERM within which a step must reach its updates, else it is abandoned. Updates that have
-begun are always finished. Batch systems send SIGKILL after ten seconds or more."""
+started are always finished. Batch systems send SIGKILL after ten seconds or more."""
 
 
 class GracePeriodOver(Exception):

@@ -14,7 +14,7 @@ words=("$@" "ray_init.address=$(<"$folder/address")")
 # quoted for Hydra: the path may contain commas or brackets
 [[ -z "$HF_RUN_FOLDER" ]] || words+=("trainer.default_local_dir='${HF_RUN_FOLDER//\'/\\\'}'")
 # a requeued job has the same arguments, and must not start from scratch even with resume_mode=disable
-[[ "${HF_GOES_ON:-0}" == 0 ]] || words+=("trainer.resume_mode=auto")
+[[ "${HF_RESUMES:-0}" == 0 ]] || words+=("trainer.resume_mode=auto")
 
 # SIGUSR1 is ignored until the training installs its handler: by default it would kill the process.
 (

@@ -67,7 +67,7 @@ def test_names_are_unique() -> None:
     assert len({check.name for check in CHECKS}) == len(CHECKS)
 
 
-def test_what_a_run_would_miss_and_machines_that_are_not_here_are_told() -> None:
+def test_what_a_run_would_miss_and_machines_that_are_not_here_are_reported() -> None:
     config = PPOConfig()
     config.cluster.nodes, config.cluster.devices_per_node = 64, 8
     [result] = run_checks(CheckContext(config), [check for check in CHECKS if check.name == "configuration"])

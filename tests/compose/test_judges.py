@@ -89,7 +89,7 @@ CHOICES = [leaf.key for leaf in walk(PPOConfig()) if leaf.option.rule and leaf.o
 
 
 @pytest.mark.parametrize("key", CHOICES)
-def test_a_choice_that_does_not_exist_is_told_and_no_judge_looks_it_up(key):
+def test_a_choice_that_does_not_exist_is_reported_and_no_judge_looks_it_up(key):
     given = [f"{key}={['nope'] if key == 'trainer.logger' else 'nope'}", "global_profiler.steps=[2]"]
     with pytest.raises(ConfigError) as caught:
         load_command("ppo", PPOConfig, given, judges=(judge, Planning().judge))

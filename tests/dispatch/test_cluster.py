@@ -127,7 +127,7 @@ def test_nothing_listens_for_clients_of_ray(head: Head) -> None:
         socket.create_connection(("127.0.0.1", head.client_port), timeout=5)
 
 
-def test_a_wrong_token_is_told_at_once(head: Head, tmp_path: Path) -> None:
+def test_a_wrong_token_is_reported_at_once(head: Head, tmp_path: Path) -> None:
     wrong = tmp_path / "token"
     wrong.write_text("f" * 64)
     said, seconds = head.tell("join", token=wrong)
@@ -138,7 +138,7 @@ def test_a_wrong_token_is_told_at_once(head: Head, tmp_path: Path) -> None:
     assert f"Ray at {head.address} refuses our token" in said and seconds < 2
 
 
-def test_no_token_is_told_at_once(head: Head, tmp_path: Path) -> None:
+def test_no_token_is_reported_at_once(head: Head, tmp_path: Path) -> None:
     said, seconds = head.tell("join", mode="disabled")
     assert "it requires a token, and we have none (RAY_AUTH_MODE is not token)" in said and seconds < 5
     said, seconds = head.tell("join", token=tmp_path / "nowhere")

@@ -66,7 +66,7 @@ def test_variables_reach_every_process_and_the_port_of_rank_0_is_held(
     assert "HYDRAFLOW_TEST_COLOUR" not in os.environ
 
 
-def test_an_interface_that_is_not_there_is_told_in_the_users_words(ray_session: None) -> None:
+def test_an_interface_that_is_not_there_is_reported_in_the_users_words(ray_session: None) -> None:
     env = RuntimeEnvConfig({"HYDRAFLOW_NETWORK_INTERFACE": "ib77"})
     with Runtime(RayInitConfig(runtime_env=env), Timeouts(start=120, call=60)) as runtime:
         runtime.start([ResourcePool("pool", [1])])

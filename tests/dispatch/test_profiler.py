@@ -77,7 +77,7 @@ def test_allocations_on_a_cpu(tmp_path: Path) -> None:
     assert "CPU Mem" in trace.with_suffix(".txt").read_text()
 
 
-def test_a_rank_that_no_group_has_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_rank_that_no_group_has_is_reported(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     runtime = LocalRuntime(RayInitConfig(), Timeouts(), observability=watched(tmp_path, "torch", ranks=[7]))
     runtime.start([ResourcePool("pool", [1])])
     runtime.group("pool", {"probe": RoleSpec(Probe)})

@@ -294,7 +294,7 @@ def read_checkpoint(
     steps: int,
     contents: Sequence[str],
     trained: int = 0,
-    goes_on: bool = True,
+    continues: bool = True,
 ) -> dict[str, Any]:
     """What an engine holds after reading, and after two more steps if it goes on. trained: steps before it
     reads."""
@@ -302,7 +302,7 @@ def read_checkpoint(
     for step in range(trained):
         rank_jobs.step_once(engine, 50 + step)
     engine.load(directory, contents)
-    return everything(engine) | ({"next": go_on(engine, steps)} if goes_on else {})
+    return everything(engine) | ({"next": go_on(engine, steps)} if continues else {})
 
 
 def pass_on(path: str, options: Mapping[str, Any], source: str, target: str) -> dict[str, Any]:

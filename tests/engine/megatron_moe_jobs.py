@@ -73,7 +73,7 @@ def numbers(path: str, options: Mapping[str, Any], micro_batches: int) -> dict[s
     return found
 
 
-def told_of_load(
+def reported_load(
     path: str, options: Mapping[str, Any], kind: str, rows: int
 ) -> tuple[dict[str, float], Load]:
     """What is reported to a rank about its experts, and the load when every token of every rank goes to the

@@ -355,13 +355,13 @@ def write_checkpoint(path: str, options: Mapping[str, Any], directory: str, step
 
 
 def read_checkpoint(
-    path: str, options: Mapping[str, Any], directory: str, contents: list[str], goes_on: bool = False
+    path: str, options: Mapping[str, Any], directory: str, contents: list[str], continues: bool = False
 ) -> dict[str, Any]:
     """What an engine holds after reading, and after one more step if it goes on."""
     engine = make_engine(path, options)
     engine.load(directory, contents)
     held = everything(engine)
-    if not goes_on:
+    if not continues:
         return held
     step_once(engine, 2)
     return held | {"next": full_weights(engine)}

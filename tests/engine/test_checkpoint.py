@@ -196,7 +196,7 @@ def test_another_models_checkpoint_is_refused(tiny: str, tmp_path: Path) -> None
         jobs.make_engine(tiny, {**OPTIONS, "head": "value"}).load(tmp_path, jobs.CONTENTS)
 
 
-def test_a_disk_that_is_full_for_one_rank_is_told_to_all_and_stops_nobody(
+def test_a_disk_that_is_full_for_one_rank_is_reported_to_all_and_stops_nobody(
     pools: dict[int, Ranks], tiny: str, tmp_path: Path
 ) -> None:
     reported = pools[2].run(jobs.write_on_a_full_disk, tiny, str(tmp_path))

@@ -177,7 +177,7 @@ def test_biases_move_towards_an_even_load(pools: dict[int, Ranks], models: Path,
         torch.testing.assert_close(after[name], stored[name] + RATE * (counts.mean() - counts).sign())
 
 
-def test_biases_are_frozen_unless_told_otherwise(pools: dict[int, Ranks], models: Path) -> None:
+def test_biases_are_frozen_by_default(pools: dict[int, Ranks], models: Path) -> None:
     path = models / "deepseek_v3"
     stored = load_file(path / "model.safetensors")
     for _, after in pools[2].run(jobs.moved_biases, str(path), {"megatron": sizes(2)}, KIND, 4):

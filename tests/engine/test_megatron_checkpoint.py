@@ -70,12 +70,14 @@ def load(
     steps: int = 2,
     contents: Sequence[str] = CONTENTS,
     trained: int = 0,
-    goes_on: bool = True,
+    continues: bool = True,
     **others: Any,
 ) -> list[dict[str, Any]]:
     ranks = pools[LAYOUTS[layout][0]]
     options = options_of(layout, **others)
-    return ranks.run(jobs.read_checkpoint, str(path), options, str(folder), steps, contents, trained, goes_on)
+    return ranks.run(
+        jobs.read_checkpoint, str(path), options, str(folder), steps, contents, trained, continues
+    )
 
 
 def state_of(found: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
@@ -181,7 +183,7 @@ def test_bf16_is_read_in_float32(pools: dict[int, Ranks], models: Path, tmp_path
     written = write(pools, models / "qwen2", "tp 2", tmp_path, **core)
     weights = jobs.assembled([rank["state"]["weight"] for rank in written])
     for layout in ("fsdp 2", "pp 2"):
-        found = load(pools, models / "qwen2", layout, tmp_path, goes_on=False)
+        found = load(pools, models / "qwen2", layout, tmp_path, continues=False)
         assert_equal(found[0]["weights"], weights)
 
 
@@ -196,10 +198,10 @@ def test_parts_can_be_read_by_themselves(
     path = models / "qwen2"
     written = write(pools, path, layout, tmp_path)
     fresh = write(pools, path, layout, tmp_path / "fresh", steps=0)
-    weights = load(pools, path, layout, tmp_path, contents=["model"], goes_on=False)
+    weights = load(pools, path, layout, tmp_path, contents=["model"], continues=False)
     assert_equal(weights[0]["weights"], written[0]["weights"])
     assert state_of(weights) == {} and weights[0]["lr"] == 0.0
-    moments = load(pools, path, layout, tmp_path, contents=["optimizer"], goes_on=False)
+    moments = load(pools, path, layout, tmp_path, contents=["optimizer"], continues=False)
     assert_equal(state_of(moments), state_of(written))
     assert_equal(moments[0]["weights"], fresh[0]["weights"])
     assert steps_of(moments[0]) == {2.0} and moments[0]["lr"] == 0.0
@@ -211,10 +213,10 @@ def test_parts_can_be_written_by_themselves(
 ) -> None:
     path = models / "qwen2"
     written = write(pools, path, layout, tmp_path / "model", contents=["model"])
-    found = load(pools, path, "pp 2", tmp_path / "model", contents=["model"], goes_on=False)
+    found = load(pools, path, "pp 2", tmp_path / "model", contents=["model"], continues=False)
     assert_equal(found[0]["weights"], written[0]["weights"])
     write(pools, path, layout, tmp_path / "optimizer", contents=["optimizer"])
-    found = load(pools, path, "pp 2", tmp_path / "optimizer", contents=["optimizer"], goes_on=False)
+    found = load(pools, path, "pp 2", tmp_path / "optimizer", contents=["optimizer"], continues=False)
     assert_equal(state_of(found), state_of(written))
 
 

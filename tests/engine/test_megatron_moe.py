@@ -256,7 +256,7 @@ def test_share_of_the_busiest_expert(pools: dict[int, Ranks], models: Path, agai
         wanted = busiest_share(path, jobs.make_rows("far apart"))
         assert wanted < 0.5, "no expert that every token chose"
         options = {"megatron": settings, "model": {"enable_gradient_checkpointing": again}}
-        for reported, load in pools[ranks].run(jobs.told_of_load, path, options, "far apart", 3):
+        for reported, load in pools[ranks].run(jobs.reported_load, path, options, "far apart", 3):
             assert reported == {"busiest": pytest.approx(wanted), "idle": 0}
             assert (load.busiest, load.idle) == (1, 3 / 4)
 

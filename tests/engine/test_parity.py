@@ -113,7 +113,7 @@ def test_what_would_be_computed_wrong_is_refused(
     assert raised.value.problems[0].field == "actor_rollout_ref.model.path"
 
 
-def test_wrong_numbers_are_told_from_rounding_by_medians_and_means() -> None:
+def test_wrong_numbers_are_distinguished_from_rounding_by_medians_and_means() -> None:
     """phimoe's on a CPU without bfloat16: by the medians they could be rounding."""
     config, theirs, rounded = transformers.Qwen3Config(**GROUPED), torch.zeros(5), torch.full((5,), 0.1)
     config._attn_implementation = "sdpa"

@@ -75,7 +75,7 @@ def test_the_pause_doubles_up_to_five_minutes() -> None:
     assert pauses == [10.0, 20.0, 40.0, 80.0, 160.0, 300.0, 300.0]
 
 
-def test_a_worker_that_fails_after_the_run_was_told_to_stop(tmp_path: Path) -> None:
+def test_a_worker_that_fails_after_the_run_was_asked_to_stop(tmp_path: Path) -> None:
     """A batch system sends SIGTERM to all processes: the workers end of it, and the run leaves a note instead
     of starting again."""
     trainer = SupervisedTrainerConfig(

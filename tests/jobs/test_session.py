@@ -28,7 +28,7 @@ def start(folder: Path, **sections: object) -> None:
 
 
 @pytest.mark.parametrize(("steps", "reported"), [([3, 8], ""), ([3, 9, 12], "[9, 12]")])
-def test_profiled_steps_that_never_come_are_told(
+def test_profiled_steps_that_never_come_are_reported(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, steps: list[int], reported: str
 ) -> None:
     start(tmp_path, global_profiler=ProfilerConfig(tool="torch", steps=steps))
@@ -126,7 +126,7 @@ def test_every_step_of_the_end_is_taken_and_what_ended_the_run_is_reported(
     assert json.loads((tmp_path / "summary.json").read_text())["why_it_ended"] == "too many"
 
 
-def test_an_error_of_rays_is_told_by_the_process_that_ended(tmp_path: Path) -> None:
+def test_an_error_of_rays_is_reported_by_the_process_that_ended(tmp_path: Path) -> None:
     runtime = Stopped(lost=EnvironmentFault("Ray's node process (raylet) has ended"))
     with pytest.raises(EnvironmentFault, match="node process") as caught:
         ended(tmp_path, RuntimeError("Broken pipe"), runtime=runtime)

@@ -474,7 +474,7 @@ def test_advice_keeps_its_word(
         excess = left
 
 
-def test_unknown_limits_give_no_verdict() -> None:
+def test_whether_a_model_fits_unknown_limits_is_unknown() -> None:
     report = report_of(configured(cluster__device_memory_gib=None, cluster__host_memory_gib=None))
     assert report.fits is None and report.groups[0].fits is None and report.advice == ()
     assert any("cluster.device_memory_gib" in note for note in report.notes)

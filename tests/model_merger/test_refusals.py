@@ -471,7 +471,7 @@ def test_ctrl_c_leaves_nothing(
     assert not list(tmp_path.iterdir())
 
 
-def test_a_fault_of_the_disk_is_told(
+def test_a_fault_of_the_disk_is_reported(
     split: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
     def broken_disk(*_: object) -> int:

@@ -287,7 +287,7 @@ def test_chunks_change_nothing() -> None:
     torch.testing.assert_close(results[0], results[1], rtol=0, atol=1e-12)
 
 
-def test_value_is_told_from_the_token_before() -> None:
+def test_value_is_predicted_from_the_token_before() -> None:
     from transformers import AutoModel
 
     torch.manual_seed(0)

@@ -69,7 +69,7 @@ def test_views_send_only_their_own_bytes() -> None:
     assert [row[0].item() for row in ragged.rows(wire.decode(wire.encode(column)))] == [50, 60]
 
 
-def test_decode_copies_unless_told_not_to() -> None:
+def test_decode_copies_by_default() -> None:
     source = torch.zeros(3)
     copied, shared = wire.decode(wire.encode(source)), wire.decode(wire.encode(source), copy=False)
     source[0] = 5

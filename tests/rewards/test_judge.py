@@ -152,6 +152,6 @@ def test_a_row_without_what_the_prompt_names(endpoint: Endpoint) -> None:
     assert "reward.judge.prompt: the row has no 'level'" in str(result.failed) and endpoint.asked == []
 
 
-def test_a_key_that_is_nowhere_is_told_before_the_start(endpoint: Endpoint) -> None:
+def test_a_key_that_is_nowhere_is_reported_before_the_start(endpoint: Endpoint) -> None:
     with pytest.raises(ConfigError, match="reward.judge.api_key_env=NOT_THERE: the environment has no such"):
         check_function(config(endpoint, api_key_env="NOT_THERE"))

@@ -94,7 +94,7 @@ def test_the_data_sources_own_function_can_be_one_of_several() -> None:
         ([{"name": "judge"}], "reward.judge.base_url=null: must be given for the judge"),
     ],
 )
-def test_what_is_wrong_is_told_before_the_start(functions: list[Any], expected: str) -> None:
+def test_what_is_wrong_is_reported_before_the_start(functions: list[Any], expected: str) -> None:
     with pytest.raises(ConfigError) as caught:
         check_function(RewardConfig(functions=functions))
     assert expected in str(caught.value)

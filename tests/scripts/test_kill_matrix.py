@@ -1,4 +1,4 @@
-"""What scripts/kill_matrix.py decides without a run: the moments that it draws, and its verdict."""
+"""What scripts/kill_matrix.py decides without a run: the moments that it draws, and its results."""
 
 from __future__ import annotations
 

@@ -177,7 +177,7 @@ REQUEUE_NOTE = 'echo note >"$HYDRAFLOW_JOB_FOLDER/requeue"; ' + ENDS_WITH.format
 LOST = 'echo node2 >"$HYDRAFLOW_JOB_FOLDER/lost"; echo 4 >"$HYDRAFLOW_JOB_FOLDER/exit_code"; exec sleep 60'
 
 
-def test_a_run_that_saved_because_it_was_told_to_goes_back_into_the_queue(tmp_path: Path) -> None:
+def test_a_run_that_saved_because_it_was_asked_to_goes_back_into_the_queue(tmp_path: Path) -> None:
     code, said = ended(batch(tmp_path, REQUEUE_NOTE))
     assert (tmp_path / "scontrol.words").read_text() == "requeue 77\n"
     assert "it was asked to stop, and saved" in said
@@ -206,7 +206,7 @@ def test_it_is_put_back_only_so_often_and_only_if_wanted(
     assert ended_with == code and said in log and not (tmp_path / "scontrol.words").exists()
 
 
-def test_where_slurm_does_not_put_it_back_the_user_is_told_how_to_go_on(tmp_path: Path) -> None:
+def test_where_slurm_does_not_put_it_back_the_command_that_resumes_it_is_printed(tmp_path: Path) -> None:
     program(tmp_path, "scontrol", "#!/usr/bin/env bash\nexit 1\n")
     code, said = ended(batch(tmp_path, REQUEUE_NOTE))
     refused = "Slurm refused to requeue the job: the same command resumes from the last checkpoint"
@@ -304,9 +304,9 @@ def test_a_run_folder_with_any_name_reaches_the_training(tmp_path: Path) -> None
     assert load("ppo", PPOConfig, words).trainer.default_local_dir == str(run)
 
 
-@pytest.mark.parametrize(("job", "goes_on"), [("77", True), ("76", False)])
-def test_a_job_that_was_put_back_goes_on_even_where_it_was_told_to_begin_anew(
-    tmp_path: Path, job: str, goes_on: bool
+@pytest.mark.parametrize(("job", "resumes"), [("77", True), ("76", False)])
+def test_a_job_that_was_put_back_resumes_even_with_resume_mode_disable(
+    tmp_path: Path, job: str, resumes: bool
 ) -> None:
     """But an earlier job's run in the same folder is not gone on with."""
     run = tmp_path / "run"
@@ -318,9 +318,9 @@ def test_a_job_that_was_put_back_goes_on_even_where_it_was_told_to_begin_anew(
         ["trainer.resume_mode=disable", f"trainer.default_local_dir={run}", "trainer.device=cpu"],
     )
     facts = job_settings_of(config, Allocation("77"))
-    assert facts.goes_on == goes_on
+    assert facts.resumes == resumes
     words = (first_node(tmp_path, facts=facts.to_shell()) / "training").read_text().splitlines()
-    assert ("trainer.resume_mode=auto" in words) == goes_on
+    assert ("trainer.resume_mode=auto" in words) == resumes
 
 
 def test_a_folder_on_the_node_that_somebody_else_made_is_not_used(tmp_path: Path) -> None:

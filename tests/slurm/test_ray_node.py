@@ -101,7 +101,7 @@ def test_the_head_is_there_when_something_listens(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("folder", ["/my runs/1", "/a\nb", '/it\'s "quoted"', "", "/a=b", "/$HOME;x\ty"])
 def test_facts_come_through_a_shell_as_they_were(folder: str) -> None:
-    facts = JobSettings(cpus=9, gpus=-1, run_folder=folder, start_timeout=300, goes_on=1)
+    facts = JobSettings(cpus=9, gpus=-1, run_folder=folder, start_timeout=300, resumes=1)
     assert JobSettings.from_shell(facts.to_shell()) == facts
     script = facts.to_shell() + 'printf "%s." "$HF_RUN_FOLDER"'
     assert (

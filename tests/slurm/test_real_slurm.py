@@ -154,7 +154,7 @@ def completed(cluster: Cluster, jobs: dict[str, Job], failed: Job, whole: Path) 
     return killed
 
 
-def test_a_job_that_was_killed_then_told_to_stop_then_lost_a_node_ends_with_the_numbers_of_one_machine(
+def test_a_job_that_was_killed_then_asked_to_stop_then_lost_a_node_ends_with_the_numbers_of_one_machine(
     completed: Job, whole: Path
 ) -> None:
     assert completed.fact("Restarts") == "3"

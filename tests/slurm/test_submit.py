@@ -329,7 +329,7 @@ def slurm(
     monkeypatch.setenv("PATH", f"{programs}:{os.environ['PATH']}")
 
 
-def test_what_is_submitted_is_told_with_its_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_submitted_is_reported_with_its_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     slurm(tmp_path, monkeypatch)
     assert "job 41 submitted; its log: runs/slurm/hydraflow-ppo-41.log" in submit(*CPU, home=tmp_path).stdout
     said = submit("--multirun", *CPU, "trainer.seed=1,2", home=tmp_path).stdout
@@ -370,7 +370,9 @@ def test_several_partitions_may_be_named_if_one_has_room(
     )
 
 
-def test_a_controller_that_does_not_answer_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_controller_that_does_not_answer_is_reported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     slurm(tmp_path, monkeypatch, sbatch="sleep 5")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("hydraflow.slurm.submit.SECONDS", 0.5)

@@ -60,7 +60,7 @@ def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
 
 
-def test_calls_come_in_their_order_and_a_passing_fault_is_not_told(
+def test_calls_come_in_their_order_and_a_passing_fault_is_not_reported(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     memory = Memory({2: 2})
@@ -149,7 +149,7 @@ def test_a_terminal_that_is_gone_costs_one_warning(caplog: pytest.LogCaptureFixt
 
 
 @pytest.mark.parametrize("leaves", [SystemExit, KeyboardInterrupt])
-def test_a_library_that_leaves_is_told_like_any_other_fault(
+def test_a_library_that_leaves_is_reported_like_any_other_fault(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, leaves: type[BaseException]
 ) -> None:
     class Leaving(Memory):

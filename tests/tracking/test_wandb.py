@@ -100,7 +100,7 @@ def test_references_of_several_types_make_a_table(tmp_path: Path, caplog: pytest
     assert "does not take" not in caplog.text
 
 
-def test_a_run_that_goes_on_has_the_same_identity_and_a_failure_is_told(tmp_path: Path) -> None:
+def test_a_run_that_goes_on_has_the_same_identity_and_a_failure_is_reported(tmp_path: Path) -> None:
     for steps, failed in (((1, 2, 3), False), ((3, 4), True)):
         trackers = open_trackers(["wandb"], RunInfo(tmp_path, run_id="ppo-1", about=about(tmp_path)))
         for step in steps:

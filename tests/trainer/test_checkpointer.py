@@ -284,7 +284,7 @@ def test_a_disk_that_does_not_answer_is_not_waited_for_without_end(
 
 
 @pytest.mark.parametrize(
-    ("free", "keep", "verdict"),
+    ("free", "keep", "expected"),
     [(100, None, "refused"), (250, None, "warned"), (250, 1, ""), (2000, None, "")],
 )
 def test_room_is_looked_for_before_the_first_step(
@@ -294,16 +294,16 @@ def test_room_is_looked_for_before_the_first_step(
     caplog: pytest.LogCaptureFixture,
     free: int,
     keep: int | None,
-    verdict: str,
+    expected: str,
 ) -> None:
     """Two ranks write 50 bytes each, ten times."""
     group.bytes = 50
     monkeypatch.setattr(shutil, "disk_usage", lambda folder: SimpleNamespace(free=free))
     saver = checkpointer(tmp_path, group, keep=keep, save_freq=2)
     with caplog.at_level(logging.WARNING):
-        if verdict == "refused":
+        if expected == "refused":
             with pytest.raises(ConfigError, match="10 are planned, and .* has room for 1"):
                 saver.require_space(20, 0)
         else:
             saver.require_space(20, 0)
-    assert ("keep fewer (trainer.max_actor_ckpt_to_keep=1)" in caplog.text) == (verdict == "warned")
+    assert ("keep fewer (trainer.max_actor_ckpt_to_keep=1)" in caplog.text) == (expected == "warned")

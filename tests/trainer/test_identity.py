@@ -100,7 +100,7 @@ def judged_with(key: str) -> Change:
     return change
 
 
-def test_secrets_are_neither_kept_nor_told_but_a_change_is_noticed() -> None:
+def test_secrets_are_neither_kept_nor_shown_but_a_change_is_noticed() -> None:
     old, new = ppo(judged_with("s3cr3t")), ppo(judged_with("t00s3cr3t"))
     section = "reward.custom_reward_function.reward_kwargs"
     assert "s3cr3t" not in json.dumps(old.values) and old.values[f"{section}.n"] == 1
