@@ -303,13 +303,13 @@ class AdaptiveEntropyConfig:
     target_entropy: float = option(0.2, ge=0)
     """Target entropy per token, in nats; above it the bonus is off."""
     max_ent_coef: float = option(0.005, ge=0)
-    """Maximum coefficient."""
+    """Upper bound of the adapted coefficient."""
     min_ent_coef: float = option(
         0.0,
         ge=0,
         beside=ordered("at most", "max_ent_coef", "the smallest coefficient would exceed the largest"),
     )
-    """Minimum coefficient."""
+    """Lower bound of the adapted coefficient."""
     delta_ent_coef: float = option(0.0001, gt=0)
     """Change of the coefficient per step."""
 
@@ -493,7 +493,7 @@ ONE_REWARD = no_effect_when(
 
 @dataclass
 class AlgorithmConfig:
-    """Advantages and rewards."""
+    """How advantages and returns are estimated from rewards."""
 
     adv_estimator: str = option("gae", choices=ESTIMATORS)
     """Advantage estimator. grpo_vectorized is grpo; rloo_vectorized is rloo, except that a prompt with a

@@ -39,7 +39,7 @@ SECONDS = 20.0
 
 @dataclass(frozen=True)
 class Check:
-    """One check."""
+    """What the doctor runs under one name."""
 
     name: str
     look: Callable[[Any], Iterable[Finding]]

@@ -32,7 +32,7 @@ class Alias:
     """Another name for one of our keys."""
 
     new: str
-    """Our name."""
+    """The hydraflow key that gets the value."""
     why: str = ""
     """A remark for the user; empty: none."""
     over_all_ranks: bool = False

@@ -58,7 +58,7 @@ class TrainedRow:
 
     @property
     def tokens(self) -> int:
-        """Number of tokens."""
+        """Length of the row: prompt and response."""
         return len(self.prompt) + len(self.response)
 
     @classmethod

@@ -32,7 +32,7 @@ BUCKET_BYTES = 64 * 2**20
 
 @dataclass(frozen=True)
 class EstimateInputs:
-    """Inputs of the estimate."""
+    """A planned run, the shapes of its models, and the memory of its machines."""
 
     plan: BatchPlan
     config: PPOConfig

@@ -48,7 +48,7 @@ SHARED_DEVICES = unless(
 
 @dataclass
 class CustomRewardConfig:
-    """A custom reward function."""
+    """A reward function from a file of the user's."""
 
     path: str | None = None
     """Python file with the function; null: the built-in functions, selected by data.reward_fn_key."""

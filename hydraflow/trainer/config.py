@@ -69,7 +69,7 @@ class RunConfig:
     """Worker processes per machine, one per GPU (or plain processes on CPU). null: all GPUs, or 2 processes
     on CPU."""
     device: str = free("auto", choices=DEVICES)
-    """Device type."""
+    """Device type of the worker processes; auto: GPUs if there are any, else CPUs."""
     threads_per_process: int | None = free(None, ge=1)
     """Threads per worker process on CPU; null: usable cores / processes, at least 1."""
     seed: int = option(1, ge=0, le=2**63 - 1)

@@ -26,7 +26,7 @@ NO_DIVERGENCE = no_effect_when(
 
 @dataclass
 class DistillationLossConfig:
-    """The distillation loss."""
+    """How the policy is compared with its teachers, and how it learns from that."""
 
     loss_mode: str = option(
         "k3", choices=(*KL_ESTIMATORS, *(f"{name}+" for name in KL_ESTIMATORS), *DIVERGENCES)
@@ -84,7 +84,7 @@ class DistillationConfig:
     """On-policy distillation: larger models score the policy's own samples token by token."""
 
     enabled: bool = option(False, switch=Switch(off=False, remedy="{s}.enabled=true"))
-    """Enable distillation."""
+    """Score every sample with the teacher of its data source, and learn from that (`distillation_loss`)."""
     teachers: dict[str, Any] = field(default_factory=dict)
     """Directory of the teacher for each data source; default covers all others: {default: path}. Teachers
     must have the policy's vocabulary. They share the actor's devices, and memory estimates do not count
