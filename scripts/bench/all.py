@@ -82,12 +82,8 @@ def of_compiled(found: Found) -> Iterator[Row]:
 
 def of_generation(found: Found) -> Iterator[Row]:
     """Sampling."""
-    speeds = {
-        (one["sequences"], one["model"], one["dtype"], one["lengths"], one["engine"]): one[
-            "tokens_per_second"
-        ]
-        for one in found
-    }
+    names = ("sequences", "model", "dtype", "lengths", "engine")
+    speeds = {tuple(one[name] for name in names): one["tokens_per_second"] for one in found}
     for (*case, engine), ours in speeds.items():
         if engine == "native":
             theirs = speeds[*case, "transformers"]
