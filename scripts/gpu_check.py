@@ -8,7 +8,7 @@ Needs torch, transformers, tensordict, hydra-core, ray and codetiming, and names
   and bytes beside those of plain operations
 - log-probabilities, gradients and greedy samples of a tiny model against the CPU's
 - that a second backward pass gives the same bits
-- weights read by another process (CUDA IPC) and broadcast in a group of one (NCCL)
+- weights read by another process (CUDA IPC), with bytes per second, and broadcast in a group of one (NCCL)
 - if Megatron-Core is installed, its log-probabilities and weights after a step against FSDP2's, for a dense
   model and a mixture of experts, also with its state offloaded to host memory; in bf16, Transformer Engine's
   linear layers against Megatron-Core's own
@@ -73,6 +73,8 @@ LARGE = {
 """The sizes of Qwen2.5-0.5B."""
 EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 MODELS: Mapping[str, Mapping[str, int]] = {"small": SMALL, "large": LARGE}
+SENT = {"small": 2**20, "large": 2**30}
+"""Bytes that are sent to measure the link between processes."""
 WORK = {"small": (8, 8, 16, 3), "large": (64, 128, 512, 5)}
 """Rows, tokens per prompt, maximum tokens per response, repetitions."""
 
@@ -279,9 +281,18 @@ def read_elsewhere(sent: Any) -> list[int]:
     return [checksum_of(one) for _, one in weights]
 
 
-def links(device: torch.device) -> bool:
+def copied_elsewhere(sent: Any) -> float:
+    """Seconds in which another process copies a bucket of this one; runs in a child process."""
+    from hydraflow.weights.slots import OpenSlots
+
+    weights: list[Any] = [one for _, one in OpenSlots().read(sent).weights()]
+    return seconds(weights[0].device, lambda: [one.clone() for one in weights], 3)
+
+
+def links(device: torch.device, size: str) -> bool:
     """Whether another process reads weights from the device's memory bit by bit (CUDA IPC), also from a
-    reused slot; and whether a group, here of one process, broadcasts from it (NCCL)."""
+    reused slot; and whether a group, here of one process, broadcasts from it (NCCL). Bytes per second of
+    filling a slot and copying it elsewhere; a broadcast to nobody sends none."""
     import torch
 
     from hydraflow.engine.broadcast_group import BroadcastGroup
@@ -295,13 +306,18 @@ def links(device: torch.device) -> bool:
         for header, numbers in into_buckets(weights.items(), how):
             if header is not None:
                 found += other.apply(read_elsewhere, (slots.put(header, numbers),))
+        large = torch.randn(SENT[size] // 4, device=device)
+        ((header, numbers),) = into_buckets([("w", large)], replace(how, max_bytes=SENT[size]))
+        assert header is not None
+        took = seconds(device, lambda: slots.put(header, numbers), 3)
+        took += other.apply(copied_elsewhere, (slots.put(header, numbers),))
     same = found == [checksum_of(one) for one in weights.values()]
     group = BroadcastGroup(
         device, rank=0, world_size=1, timeout_s=60, address="127.0.0.1", port=0, own_address="127.0.0.1"
     )
     sent = group.broadcast(weights["w0"].clone()).wait()
     good = same and torch.equal(sent, weights["w0"])
-    say("links", weights=len(found), right=good)
+    say("links", weights=len(found), bytes_per_second=SENT[size] / took, right=good)
     return good
 
 
@@ -503,7 +519,7 @@ def main() -> int:
     say("device", name=name)
     with one_rank(device):
         right = [attention(device), fused_head(device, given.size), numbers(device)]
-        right += [repeated(device, given.size), links(device)]
+        right += [repeated(device, given.size), links(device, given.size)]
         if libraries["megatron-core"] != "missing":
             right.append(megatron(device, "qwen3", SMALL))
             right.append(megatron(device, "qwen3_moe", SMALL | EXPERTS))

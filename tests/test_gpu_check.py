@@ -42,6 +42,7 @@ def test_it_runs_and_says_what_is_right() -> None:
     ]
     assert all(line["right"] for line in said if "right" in line)
     assert [line["model"] for line in said if line["check"] == "megatron"] == ["qwen3", "qwen3_moe"]
+    assert lines["links"]["bytes_per_second"] > 0
     assert lines["generation"]["tokens_per_second"] > 0
 
 
