@@ -46,8 +46,8 @@ class PolicyModel(nn.Module):
         (K,), see `Ask`. At least float32, whatever the model's dtype."""
         if ask.temperature <= 0:
             raise ValueError(f"temperature={ask.temperature}: log-probabilities need a temperature above 0")
-        hidden = asked_hidden_states(backbone_of(self.lm)[1], batch)
         head = self.lm.get_output_embeddings()
+        hidden = asked_hidden_states(backbone_of(self.lm)[1], batch, head.weight.dtype)
         chunk = head_chunk(self.chunk_tokens, len(head.weight), hidden.element_size())
         if type(head) not in PLAIN_LINEAR:
             return self._by_module(hidden, batch.targets, ask, chunk)
@@ -116,7 +116,8 @@ class ValueModel(nn.Module):
 
     def forward(self, batch: PackedBatch, ask: Ask = LOG_PROBS) -> tuple[torch.Tensor, None]:
         """(K,) values of the asked tokens, at least float32. `ask` is ignored."""
-        values = torch.mv(asked_hidden_states(self.hf, batch), self.score.weight[0])
+        weight = self.score.weight[0]
+        values = torch.mv(asked_hidden_states(self.hf, batch, weight.dtype), weight)
         return values if values.dtype == torch.float64 else values.float(), None
 
 
@@ -145,10 +146,11 @@ def shape_logits(logits: torch.Tensor, config: Any) -> torch.Tensor:
     return logits
 
 
-def asked_hidden_states(backbone: Any, batch: PackedBatch) -> torch.Tensor:
-    """(K, hidden) last hidden states at the positions that predict the asked tokens."""
+def asked_hidden_states(backbone: Any, batch: PackedBatch, dtype: torch.dtype) -> torch.Tensor:
+    """(K, hidden) last hidden states at the positions that predict the asked tokens. dtype: of the head;
+    Mamba's residual stream is float32 in bf16 models too."""
     extra = {} if batch.plan is None else {"row_plan": batch.plan}
     out = backbone(input_ids=batch.input_ids, position_ids=batch.position_ids, use_cache=False, **extra)
     hidden = out.last_hidden_state  # (1, N, hidden) or (B, T, hidden)
     distinct = batch.plan is None or batch.plan.shared is None
-    return pick(hidden.reshape(-1, hidden.shape[-1]), batch.predicts_at, distinct=distinct)
+    return pick(hidden.reshape(-1, hidden.shape[-1]), batch.predicts_at, distinct=distinct).to(dtype)

@@ -87,7 +87,7 @@ def passes(args: argparse.Namespace) -> dict[str, Pass]:
     model = heads.PolicyModel(OnlyHead(args.hidden, args.vocabulary, dtype), chunk_tokens=args.chunk)
     ask = Ask(args.temperature, entropy=args.entropy)
     # there is no backbone to compute them
-    heads.asked_hidden_states = lambda backbone, batch: hidden
+    heads.asked_hidden_states = lambda backbone, batch, dtype: hidden
     batch: Any = SimpleNamespace(targets=targets)
     ways: dict[str, Pass] = {"fused": partial(model, batch, ask)}
     if not args.fused_only:

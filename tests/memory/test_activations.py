@@ -200,7 +200,7 @@ def test_the_head_allocates_what_the_formula_says(
     copies = POST_PROCESSING.get(post or "", 0)
     lm.head.weight.grad = torch.zeros_like(lm.head.weight)
     hidden = torch.randn(K, HIDDEN, dtype=dtype, requires_grad=True)
-    monkeypatch.setattr(hydraflow.models.heads, "asked_hidden_states", lambda backbone, batch: hidden)
+    monkeypatch.setattr(hydraflow.models.heads, "asked_hidden_states", lambda backbone, batch, dtype: hidden)
     model, batch = PolicyModel(lm, chunk_tokens=chunk), SimpleNamespace(targets=torch.randint(0, V, (K,)))
     number = torch.finfo(dtype).bits // 8
 

@@ -176,7 +176,7 @@ class Lm(nn.Module):
 def answers(
     monkeypatch: pytest.MonkeyPatch, lm: Lm, hidden: torch.Tensor, targets: torch.Tensor, chunk: int, ask: Ask
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    monkeypatch.setattr(heads, "asked_hidden_states", lambda backbone, batch: hidden)
+    monkeypatch.setattr(heads, "asked_hidden_states", lambda backbone, batch, dtype: hidden)
     return PolicyModel(lm, chunk_tokens=chunk)(SimpleNamespace(targets=targets), ask)  # type: ignore[arg-type]
 
 

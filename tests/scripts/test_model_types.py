@@ -7,7 +7,18 @@ from pathlib import Path
 
 import pytest
 
-from scripts.model_types import BROKEN, PADDED, PAGE, WRONG, as_policy, line, page, with_adapters
+from scripts.model_types import (
+    BROKEN,
+    PADDED,
+    PAGE,
+    WRONG,
+    as_policy,
+    engine_of,
+    line,
+    page,
+    trained_once,
+    with_adapters,
+)
 from scripts.tiny_types import TYPES, save_tiny, tiny_config
 
 LINES = PAGE.read_text().partition("|---|---|---|---|---|---|\n")[2].splitlines()
@@ -34,3 +45,12 @@ def test_as_the_page_says(model_type: str, one_rank: None, tmp_path: Path) -> No
 def test_adapters_of_a_model_that_writes_into_its_embeddings(one_rank: None, tmp_path: Path) -> None:
     save_tiny(tiny_config("git"), tmp_path)
     assert with_adapters(tmp_path).word == PADDED
+
+
+@pytest.mark.parametrize("head", ["policy", "value"])
+@pytest.mark.parametrize("model_type", ["mamba", "mamba2", "falcon_mamba"])
+def test_a_residual_stream_in_float32_with_a_head_in_bf16(
+    model_type: str, head: str, one_rank: None, tmp_path: Path
+) -> None:
+    save_tiny(tiny_config(model_type), tmp_path)
+    assert trained_once(engine_of(tmp_path, head=head, dtype="bf16")).word == PADDED

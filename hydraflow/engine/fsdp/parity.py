@@ -138,7 +138,7 @@ def _as_trained(
             return module(part, LOG_PROBS)[0], None
         module(part)  # the first call makes it FSDP's root
         with _gathered(module):
-            return asked_hidden_states(module.hf, part), None
+            return asked_hidden_states(module.hf, part, module.score.weight.dtype), None
 
     return (numbers(batch) if ulysses is None else ulysses.compute(batch, numbers))[0]
 
