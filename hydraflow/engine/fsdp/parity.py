@@ -2,9 +2,12 @@
 forward pass in transformers.
 
 In: a sharded model. Out: whether its rows must be padded, or a ConfigError. A few short rows of random tokens
-go through the head and the packing that training uses, and each row alone through the unmodified model. A
-configuration does not reveal everything: heads may scale logits, and layers may mix tokens by other means
-than attention. Collective; all ranks reach the same decision.
+go through the head and the packing that training uses, and each row alone through transformers' forward and
+transformers' attention. A configuration does not reveal everything: heads may scale logits, and layers may
+mix tokens by other means than attention. Both run the model that `build.py` has made: its norms, rotations,
+gates and linear layers, its adapters, and the dtypes of FSDP. A fault there is in both and is not seen;
+`scripts/model_types.py` and `tests/engine/test_parity.py` compare with a model that transformers has loaded.
+Collective; all ranks reach the same decision.
 """
 
 from __future__ import annotations
