@@ -3,26 +3,40 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+from transformers import Cache
 
+from hydraflow.generation import forward
+from hydraflow.generation.widths import joint_cache
 from scripts.model_types import (
     BROKEN,
     PADDED,
     PAGE,
+    RIGHT,
     WRONG,
     as_policy,
+    as_value_model,
     engine_of,
     line,
+    loss_of,
     page,
+    rows_of,
+    sampled,
     trained_once,
+    tried,
     with_adapters,
 )
 from scripts.tiny_types import TYPES, save_tiny, tiny_config
 
 LINES = PAGE.read_text().partition("|---|---|---|---|---|---|\n")[2].splitlines()
 ROWS = {one.split("|")[1].strip(): one for one in LINES}
+SOME = ["bart", "biogpt", "ctrl", "ernie4_5_moe", "exaone4", "gpt_neox_japanese", "granite_swa"]
+SOME += ["granitemoe_swa", "inkling_text", "jetmoe", "lfm2", "mimo_v2_flash", "openai-gpt", "vaultgemma"]
 
 
 def test_the_page_is_what_the_script_writes_of_its_rows() -> None:
@@ -35,11 +49,41 @@ def test_every_type_is_listed() -> None:
     assert [name for name in TYPES if WRONG in ROWS[name] or BROKEN in ROWS[name]] == []
 
 
-@pytest.mark.parametrize("model_type", ["exaone4", "ernie4_5_moe", "lfm2", "bart"])
+@pytest.mark.parametrize("model_type", SOME)
 def test_as_the_page_says(model_type: str, one_rank: None, tmp_path: Path) -> None:
     save_tiny(tiny_config(model_type), tmp_path)
-    found = as_policy(tmp_path)
-    assert line(model_type, {"policy": found}).split("|")[2] == ROWS[model_type].split("|")[2]
+    found = {"policy": tried(as_policy, tmp_path), "value": tried(as_value_model, tmp_path)}
+    assert line(model_type, found).split("|")[2:4] == ROWS[model_type].split("|")[2:4]
+
+
+@pytest.mark.parametrize("model_type", ["cohere2", "gemma3_text", "granite", "olmo3"])
+def test_rows_of_several_widths_are_sampled_together(
+    model_type: str, one_rank: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their log-probabilities are transformers' own."""
+    joined: list[int] = []
+
+    def counted(caches: Sequence[Cache], *others: Any) -> Cache:
+        joined.append(len(caches))
+        return joint_cache(caches, *others)
+
+    monkeypatch.setattr(forward, "joint_cache", counted)
+    save_tiny(tiny_config(model_type), tmp_path)
+    assert sampled(tmp_path).word == RIGHT
+    assert joined and min(joined) > 1
+
+
+def test_no_layer_is_dropped(one_rank: None, tmp_path: Path) -> None:
+    """Else the same rows would not give the same gradients twice."""
+    config = tiny_config("biogpt")
+    config.layerdrop = 0.5
+    save_tiny(config, tmp_path)
+    engine, found = engine_of(tmp_path), []
+    for _ in range(2):
+        engine.forward_backward([rows_of()], loss_of)
+        found.append([p.grad.to_local().clone() for p in engine.module.parameters() if p.grad is not None])
+        engine.module.zero_grad()
+    torch.testing.assert_close(*found, rtol=0, atol=0)
 
 
 def test_adapters_of_a_model_that_writes_into_its_embeddings(one_rank: None, tmp_path: Path) -> None:
