@@ -93,7 +93,7 @@ def update(engine: FSDPEngine, rows: DataProto) -> float:
     return time.process_time() - start
 
 
-def operators_of(engine: FSDPEngine, rows: DataProto) -> dict[str, float]:
+def operators_of(engine: FSDPEngine, rows: DataProto) -> dict[str, Any]:
     """Operator -> microseconds of one update, without those of the operators that it calls."""
     with profile(activities=[ProfilerActivity.CPU]) as profiled:
         update(engine, rows)
