@@ -3,6 +3,7 @@
 
     python scripts/bench/all.py                    # those without figures; then writes the page
     python scripts/bench/all.py --again head plan  # reruns these
+    python scripts/bench/all.py --page docs/performance_amx.md   # of another kind of machine
     python scripts/bench/all.py --list
 
 In: nothing. Figures are stored in .bench/results, one file per benchmark, so an interrupted run can be
@@ -30,6 +31,8 @@ import psutil
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 RESULTS, PAGE = ROOT / ".bench" / "results", ROOT / "docs" / "performance.md"
+UNITS = {"AMX": "amx_bf16", "AVX-512 for bf16": "avx512_bf16", "AVX-512": "avx512f"}
+"""The best unit that multiplies matrices -> its flag in /proc/cpuinfo, best first."""
 LIMIT_SECONDS = 900
 """Time limit of one benchmark."""
 QUIET = 0.5
@@ -380,8 +383,11 @@ def line(row: Row) -> str:
 def machine() -> str:
     """Number of cores, processor and Python version."""
     lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
-    name = next((one.partition(":")[2].strip() for one in lines if one.startswith("model name")), "a CPU")
-    return f"{len(os.sched_getaffinity(0))} cores of {name}, Python {platform.python_version()}"
+    facts = {key.strip(): value.strip() for key, _, value in (one.partition(":") for one in lines)}
+    flags = facts.get("flags", "").split()
+    units = next((unit for unit, flag in UNITS.items() if flag in flags), "neither AMX nor AVX-512")
+    cores = f"{len(os.sched_getaffinity(0))} cores of {facts.get('model name', 'a CPU')}"
+    return f"{cores} with {units}, Python {platform.python_version()}"
 
 
 def main(arguments: Sequence[str], results: Path = RESULTS, target: Path = PAGE) -> int:
@@ -392,6 +398,7 @@ def main(arguments: Sequence[str], results: Path = RESULTS, target: Path = PAGE)
     parser.add_argument("names", nargs="*", metavar="NAME", help="by default all")
     parser.add_argument("--again", action="store_true", help="rerun benchmarks that have figures")
     parser.add_argument("--list", action="store_true", help="print the names and exit")
+    parser.add_argument("--page", type=Path, default=target, help="file to write, by default %(default)s")
     args = parser.parse_args(arguments)
     if unknown := [name for name in args.names if name not in BENCHES]:
         parser.error(f"unknown: {', '.join(unknown)}; must be among {', '.join(BENCHES)}")
@@ -407,8 +414,8 @@ def main(arguments: Sequence[str], results: Path = RESULTS, target: Path = PAGE)
         if why := measure(name, BENCHES[name], results):
             failed = 1
             print(f"{name}: failed: {why}", flush=True)
-    target.write_text(page(results))
-    print(f"written: {target}")
+    args.page.write_text(page(results))
+    print(f"written: {args.page}")
     return failed
 
 

@@ -81,6 +81,8 @@ def test_what_was_measured_is_not_measured_again(tmp_path: Path, monkeypatch: py
     assert main(["one"], results, target) == 0 and (results / "one.json").read_text() == first
     assert main(["one", "--again"], results, target) == 0
     assert "| fake | 3 |" in target.read_text()
+    assert main(["one", "--page", str(tmp_path / "other.md")], results, target) == 0
+    assert "| fake | 3 |" in (tmp_path / "other.md").read_text()
 
 
 def test_a_bench_that_fails_says_why(tmp_path: Path) -> None:
