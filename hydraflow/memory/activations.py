@@ -94,7 +94,7 @@ def layer_costs(
     """The costs of the most expensive kind of layer. `number`: bytes per number. `tensor` devices share each
     matrix; `outside` devices share what is between matrices (norms and residuals)."""
     mlp_wide = shape.intermediate * number if shape.dense_layers else 0
-    mlp_saved = _gated_tensors(shape) * mlp_wide
+    mlp_saved = 4 * mlp_wide  # gate, its activation, up, their product
     if shape.experts:
         mlp_saved, mlp_wide = max((mlp_saved, mlp_wide), _experts(shape, number))
     h = shape.hidden * number
@@ -146,18 +146,12 @@ def _repeats(shape: ModelShape, tokens: MicroBatchTokens) -> int:
     return tokens.ulysses // gcd(tokens.ulysses, shape.kv_heads)
 
 
-def _gated_tensors(shape: ModelShape) -> int:
-    """Tensors that an MLP saves: gate, up and product; without `models/gated.py` the activation, too."""
-    return 3 if shape.usual_gates else 4
-
-
 def _experts(shape: ModelShape, number: int) -> tuple[int, int]:
     """Bytes per token of experts: saved, and one intermediate. Each token is copied to its experts' inputs
     and outputs; 24 bytes are indices."""
     chosen = shape.experts_per_token
     per_expert = (4 * shape.expert_intermediate + 2 * shape.hidden + 1) * number + 24
-    shared = _gated_tensors(shape) * shape.shared_intermediate * number
-    saved = chosen * per_expert + 4 * shape.experts + shared
+    saved = chosen * per_expert + 4 * shape.experts + 4 * shape.shared_intermediate * number
     return saved, (chosen * (shape.expert_intermediate + shape.hidden) + shape.shared_intermediate) * number
 
 

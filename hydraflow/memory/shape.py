@@ -68,11 +68,6 @@ class ModelShape:
         return self.kv_heads * self.head_dim
 
     @property
-    def usual_gates(self) -> bool:
-        """Whether `models/gated.py` computes the activation of the MLP."""
-        return self.usual_norms and not self.fused
-
-    @property
     def embedding(self) -> int:
         """Numbers in the embedding matrix, and in the output matrix."""
         return self.vocabulary * self.hidden

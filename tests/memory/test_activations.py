@@ -27,7 +27,6 @@ from hydraflow.models import products
 from hydraflow.models.ask import Ask
 from hydraflow.models.attention import NAME, register_attention
 from hydraflow.models.chunks import POST_PROCESSING
-from hydraflow.models.gated import replace_gates
 from hydraflow.models.heads import PolicyModel
 from hydraflow.models.norms import replace_norms
 from hydraflow.models.packing import PackedBatch, pack
@@ -96,7 +95,6 @@ def test_a_layer_keeps_what_the_formula_says(
         model = getattr(transformers, f"{name}ForCausalLM")._from_config(
             config, dtype=dtype, attn_implementation=NAME
         )
-        replace_gates(model)
         replace_norms(model)
         replace_rotations(model)
         totals.append(saved_bytes(model.train().base_model, batch))
@@ -109,7 +107,7 @@ def test_a_layer_keeps_what_the_formula_says(
     expected = layer_costs(shape, tokens, torch.finfo(dtype).bits // 8).saved
     found = (totals[1] - totals[0]) / 2
     if dtype == torch.bfloat16 and by_products:  # no logsumexp, and no result twice
-        assert 0.87 * expected < found < 1.01 * expected
+        assert 0.88 * expected < found < 1.01 * expected
         return
     # index tensors of shared prompts and of experts are not all counted
     assert found == pytest.approx(expected, rel=1e-9 if samples == 1 and name != "Qwen3Moe" else 0.01)
