@@ -138,5 +138,5 @@ def _overlong(evidence: str, all_of_them: bool, longest: int, data: PromptConfig
         return found(f"{evidence}; they are left out", remedy)
     if data.truncation == "error":
         return problem(evidence, f"{remedy} or data.filter_overlong_prompts=true or data.truncation=left")
-    lost = f"{evidence}; their {data.truncation} part is truncated"
+    lost = f"{evidence}; data.truncation={data.truncation} shortens them"
     return warning(lost, f"{remedy} or data.filter_overlong_prompts=true")

@@ -158,8 +158,8 @@ def _experts(shape: ModelShape, number: int) -> tuple[int, int]:
 def head_forward(
     vocabulary: int, asked: int, chunk: int, number: int, *, device_type: str, post: int = 0
 ) -> int:
-    """Bytes of a chunk's logits, and of a block's log-probabilities in float32 or wider. A narrower type adds
-    a block of wider logits, and post-processing that and `post` copies."""
+    """Bytes of a chunk's logits, and of a block's log-probabilities in float32 or wider, computed by one
+    thread. A narrower type adds a block of wider logits, and post-processing that and `post` copies."""
     wide, tokens = max(4, number), min(asked, head_chunk(chunk, vocabulary, number))
     block = min(tokens, block_tokens(vocabulary, wide, device_type))
     computed = wide * (2 if number < wide or post else 1) + post * number

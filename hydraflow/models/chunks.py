@@ -9,9 +9,9 @@ LOGITS_BYTES = 512 * 2**20
 
 BLOCK_BYTES = 2**20
 """Bytes of a block's log-probabilities on a CPU: a few such tensors fit into the cache of one core."""
-LEAST_BLOCK = 8
-"""Tokens of a block. With fewer, several threads share the sum over a large vocabulary, and its last bits
-depend on their number."""
+LEAST_BLOCK = 16
+"""Minimum number of tokens of a full block. With very few, several threads share the sum over a large
+vocabulary, and its last bits depend on their number."""
 
 POST_PROCESSING = {
     "logits_scaling": 1,
@@ -35,11 +35,11 @@ def head_chunk(chunk_tokens: int, vocabulary: int, number: int) -> int:
 
 
 def block_tokens(vocabulary: int, number: int, device_type: str) -> int:
-    """Tokens whose log-probabilities are computed at one time: on a CPU as many as stay in the cache, on a
-    GPU all tokens of a chunk. `number`: bytes of a number.
+    """Tokens whose log-probabilities one thread computes at one time: on a CPU as many as stay in the cache,
+    on a GPU all tokens of a chunk. `number`: bytes of a number.
 
     >>> block_tokens(512, 4, "cpu"), block_tokens(151_936, 4, "cpu")
-    (512, 8)
+    (512, 16)
     """
     if device_type != "cpu":
         return 2**31
@@ -55,3 +55,15 @@ def chunk_slices(count: int, size: int) -> Iterator[slice]:
     """
     for start in range(0, max(1, count), size):
         yield slice(start, start + size)
+
+
+def equal_slices(count: int, most: int) -> Iterator[slice]:
+    """As few slices of at most `most` as cover `count`, whose sizes differ by at most one; a single empty one
+    if there are none.
+
+    >>> list(equal_slices(9, 4)), list(equal_slices(0, 4))
+    ([slice(0, 3, None), slice(3, 6, None), slice(6, 9, None)], [slice(0, 0, None)])
+    """
+    number = max(1, -(-count // most))
+    for index in range(number):
+        yield slice(index * count // number, (index + 1) * count // number)

@@ -49,7 +49,7 @@ def require_model(
 
 @contextmanager
 def _building(model: ModelSourceConfig, config: PreTrainedConfig, *, field: str) -> Iterator[None]:
-    """Raises ConfigError in place of an error of a model's constructor."""
+    """Raises ConfigError in place of an error while transformers builds a model."""
     try:
         yield
     except CONSTRUCTOR_FAULTS as error:

@@ -21,7 +21,7 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from hydraflow.models.ask import Ask
-from hydraflow.models.chunks import block_tokens, chunk_slices
+from hydraflow.models.chunks import block_tokens, chunk_slices, equal_slices
 from hydraflow.models.linear import add_product, gains, linear, multiply
 
 
@@ -63,27 +63,13 @@ class FusedHead(torch.autograd.Function):
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         logits = _Logits(hidden, weight, bias, work)
         log_probs, more = [], []
-        for block in (
-            block for part in chunk_slices(len(hidden), work.chunk) for block in logits.blocks(part)
-        ):
-            every, of_block = logits.log_probs(block), targets[block.tokens]
-            if work.ask.likeliest:
-                top = every[:, : work.ask.among].topk(work.ask.likeliest)
-                log_probs.append(top.values)
-                more.append(top.indices)
-                continue
-            wanted = several(of_block)
-            log_probs.append(every.gather(-1, wanted).view(of_block.shape))
-            if work.ask.greedy_match:
-                best = block.scaled.argmax(-1, keepdim=True)
-                more.append((best == wanted[:, :1])[:, 0].to(every.dtype))
-            elif work.ask.entropy:
-                probs = logits.probs(block)
-                product = probs.mul_(every) if work.ask.entropy_is_trained else every.mul_(probs)
-                more.append(-product.sum(-1))
-            elif work.ask.sum_pi_squared:
-                more.append(logits.probs(block).square_().sum(-1))
-        second = torch.cat(more) if more else None
+        for part in chunk_slices(len(hidden), work.chunk):
+            for block in logits.blocks(part):
+                found, column = _columns(logits, block, targets[block.tokens], work.ask)
+                log_probs.append(found)
+                more.append(column)
+            del block  # its logits would live while the next chunk's are computed
+        second = torch.cat([column for column in more if column is not None]) if work.ask.more else None
         ctx.save_for_backward(hidden, weight, bias, targets, second, logits.kept)
         ctx.work = work
         ctx.set_materialize_grads(False)
@@ -111,6 +97,26 @@ class FusedHead(torch.autograd.Function):
             return logits.raw[: len(hidden[part])]
 
         return (*head_gradients(ctx, gradient_of), None, None)
+
+
+def _columns(
+    logits: _Logits, block: _Block, targets: torch.Tensor, ask: Ask
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """What is asked of a block: log-probabilities, and the other column. `targets`: (k,) or (k, M)."""
+    every = logits.log_probs(block)
+    if ask.likeliest:
+        top = every[:, : ask.among].topk(ask.likeliest)
+        return top.values, top.indices
+    wanted = several(targets)
+    found = every.gather(-1, wanted).view(targets.shape)
+    if ask.greedy_match:
+        best = block.scaled.argmax(-1, keepdim=True)
+        return found, (best == wanted[:, :1])[:, 0].to(every.dtype)
+    if ask.entropy:
+        probs = logits.probs(block)
+        product = probs.mul_(every) if ask.entropy_is_trained else every.mul_(probs)
+        return found, -product.sum(-1)
+    return found, logits.probs(block).square_().sum(-1) if ask.sum_pi_squared else None
 
 
 def head_gradients(
@@ -156,7 +162,7 @@ class _Block:
     scaled: torch.Tensor
     """Logits divided by the temperature, then probabilities; at least float32."""
     every: torch.Tensor
-    """Log-probabilities of the whole vocabulary; at least float32."""
+    """Log-probabilities of the whole vocabulary, or the probabilities kept; at least float32."""
     graph: tuple[torch.Tensor, torch.Tensor] | None = None
     """Logits after and before their post-processing."""
 
@@ -179,7 +185,8 @@ class _Logits:
         self._work, self._backward = work, backward
         self._wide = torch.promote_types(hidden.dtype, torch.float32)
         chunk, vocabulary = min(len(hidden), work.chunk), len(weight)
-        self._block = min(chunk, block_tokens(vocabulary, self._wide.itemsize, hidden.device.type))
+        block = block_tokens(vocabulary, self._wide.itemsize, hidden.device.type)
+        self._block = min(chunk, block * torch.get_num_threads())  # each thread has a cache of its own
         self._is_kept = backward and kept is not None
         self._by_onednn = not self._is_kept and gains(hidden, weight)
         """Whether each chunk's logits are a new tensor."""
@@ -198,7 +205,7 @@ class _Logits:
         if self._keeps:
             in_place = keeps_probs(self._work.ask) and self.raw.dtype == self._wide
             self.kept = self.raw if in_place else torch.empty_like(self.raw, dtype=self._wide)
-        for some in chunk_slices(len(rows), max(1, self._block)):
+        for some in equal_slices(len(rows), max(1, self._block)):
             raw = self.raw[: len(rows)][some]
             tokens = slice(part.start + some.start, part.start + some.start + len(raw))
             scaled, every = self._room(raw, tokens)

@@ -27,7 +27,7 @@ CONSTANT = 4.0
 
 def write_model(name: str, folder: Path, *, end_every: int | None = None) -> Path:
     """Writes the model; tokenizer characters beyond the recipe's are Chinese. `end_every`: mean response
-    length, had responses no limit; None, or more than the vocabulary: any token is as probable as the end."""
+    length, had responses no limit; None, or at least the vocabulary: any token is as probable as the end."""
     characters, sizes = MODELS[name]
     others = "".join(chr(0x4E00 + number) for number in range(characters - len(ALPHABET)))
     write = _make_other if "model_type" in sizes else make_model

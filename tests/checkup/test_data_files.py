@@ -162,7 +162,7 @@ def test_overlong_prompts_under_each_rule(model: Path, tmp_path: Path) -> None:
     )
     assert states(lengths(model, data, data__filter_overlong_prompts=True)) == [State.NOTE]
     [cut] = lengths(model, data, data__truncation="left")
-    assert cut.state is State.WARNING and "their left part is truncated" in cut.evidence
+    assert cut.state is State.WARNING and "data.truncation=left shortens them" in cut.evidence
     assert states(lengths(model, data, data__max_prompt_length=20)) == [State.OK]
 
 

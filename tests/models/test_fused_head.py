@@ -265,6 +265,7 @@ def test_the_likeliest_tokens(monkeypatch: pytest.MonkeyPatch, chunk: int, among
         Ask(0.7, entropy=True, entropy_is_trained=False),
         Ask(greedy_match=True),
         Ask(sum_pi_squared=True),
+        Ask(likeliest=2, among=V),
     ],
 )
 def test_blocks_change_no_bit(
@@ -275,10 +276,17 @@ def test_blocks_change_no_bit(
     results = []
     for block in (2, 100):
         monkeypatch.setattr(fused_head, "block_tokens", lambda *sizes, block=block: block)
-        log_probs, more = FusedHead.apply(*weights, targets, HeadWork(ask, shape_of(shape), chunk))
-        trained = [column for column in (log_probs, more) if column is not None and column.requires_grad]
-        results.append([log_probs, *([] if more is None else [more]), *gradients(trained, weights)])
-    assert all(map(torch.equal, *results))
+        for of_targets in (targets, torch.stack([targets, targets.flip(0), targets], 1)):
+            columns = FusedHead.apply(*weights, of_targets, HeadWork(ask, shape_of(shape), chunk))
+            trained = [column for column in columns if column is not None and column.requires_grad]
+            found = [column for column in columns if column is not None]
+            if trained:
+                loss = sum((column * column).sum() for column in trained)
+                first = torch.autograd.grad(loss, weights, retain_graph=True)
+                assert all(map(torch.equal, first, torch.autograd.grad(loss, weights)))
+                found += first
+            results.append(found)
+    assert all(map(torch.equal, results[0] + results[1], results[2] + results[3]))
 
 
 def test_nothing_is_kept_without_a_backward_pass(monkeypatch: pytest.MonkeyPatch) -> None:

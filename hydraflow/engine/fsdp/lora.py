@@ -52,6 +52,9 @@ def add_adapters(hf: nn.Module, model: ModelConfig, dtype: torch.dtype, *, field
     key, linear, remedy = f"{field}.target_modules", linear_layers(hf), ALL_LINEAR
     if not target_names(ALL_LINEAR, hf):
         linear = subclassed_linear_layers(hf)
+        if not linear:
+            rule = "the model has no linear layer for adapters besides its output matrix"
+            raise ConfigError.one(key, targets, rule, f"{field}.lora_rank=0")
         remedy = f"[{','.join(linear)}]"
         if isinstance(targets, str) and targets.lower() == ALL_LINEAR:
             rule = "means layers of class nn.Linear itself, but this model's are of subclasses of it"
