@@ -381,7 +381,7 @@ def keep_freed_memory(device_type: str, environ: Mapping[str, str] = os.environ)
             mallopt = ctypes.CDLL(None).mallopt
             # glibc before 2.35 accepts at most 32 MiB; both are set, as setting one ends glibc's own tuning
             if mallopt(_MMAP_THRESHOLD, 2**31 - 1) or mallopt(_MMAP_THRESHOLD, 2**25):
-                mallopt(_TRIM_THRESHOLD, -1)
+                mallopt(_TRIM_THRESHOLD, -1)  # never; a number would be at most 2 GiB
 
 
 def return_memory(device_type: str) -> None:
