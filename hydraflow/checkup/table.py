@@ -8,6 +8,7 @@ cannot run yet, and the batch plan's rules, whose numbers `python -m hydraflow.p
 
 from __future__ import annotations
 
+import functools
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -32,6 +33,7 @@ from hydraflow.checkup.finding import CheckSkipped, Finding, State, note, of_pro
 from hydraflow.compose.rules import problems as wrong_values
 from hydraflow.compose.runnable import problems as not_runnable
 from hydraflow.errors import ConfigError
+from hydraflow.generation.config import GENERATION_ENGINES
 
 SECONDS = 20.0
 """Default time limit of a check."""
@@ -84,8 +86,15 @@ def check_plan(context: CheckContext) -> Iterator[Finding]:
 CHECKS = (
     Check("library versions", libraries.check_versions, fast=True),
     Check("tensordict and torch", libraries.check_tensordict, fast=True),
-    Check("vLLM and torch", libraries.check_vllm, seconds=lambda _: libraries.PROBE_SECONDS + SECONDS),
-    Check("SGLang and torch", libraries.check_sglang, seconds=lambda _: libraries.PROBE_SECONDS + SECONDS),
+    *(
+        Check(
+            f"{engine.needs.name} and torch",
+            functools.partial(libraries.check_generation, name),
+            seconds=lambda _: libraries.PROBE_SECONDS + SECONDS,
+        )
+        for name, engine in GENERATION_ENGINES.items()
+        if engine.needs is not None
+    ),
     Check("Megatron-Core", libraries.check_megatron, seconds=lambda _: libraries.PROBE_SECONDS + SECONDS),
     Check("flash-attn", libraries.check_flash_attention, seconds=lambda _: libraries.PROBE_SECONDS + SECONDS),
     Check("Triton", libraries.check_triton, seconds=lambda _: libraries.PROBE_SECONDS + SECONDS),

@@ -161,7 +161,7 @@ def finish(
     config = _build(entry.schema, checked.leaves)
     # wrong names in copied values are reported under the key that they were copied from
     copied = {key for key, origin in checked.origins.items() if origin.startswith("follows ")}
-    foreign, notes = check_names({key: checked.leaves[key] for key in checked.leaves if key not in copied})
+    foreign, notes = check_names(config, copied)
     written = from_environment(entry.schema, composed, tree, found.of)
     command, ineffective = _describe(entry, config, checked, written, notes)
     if not only_keys:

@@ -2,17 +2,34 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
-from hydraflow.options import Implementation, Library, Rule, free, no_effect_when, option, required, unless
+from hydraflow.options import (
+    ArgumentSource,
+    Implementation,
+    Library,
+    Rule,
+    free,
+    no_effect_when,
+    option,
+    required,
+    unless,
+)
 
+MEGATRON = Library(
+    "megatron",
+    "Megatron-Core",
+    "pip install 'hydraflow-trainer[megatron]'",
+    distributions=("megatron-core",),
+    probe="import hydraflow.engine.megatron.engine",
+)
 TRAIN_ENGINES = {
     "fsdp2": Implementation("hydraflow.engine.fsdp.engine:FSDPEngine", reads=("fsdp_config",)),
     "megatron": Implementation(
         "hydraflow.engine.megatron.engine:MegatronEngine",
         reads=("megatron",),
-        needs=Library("megatron", "Megatron-Core", "pip install 'hydraflow-trainer[megatron]'"),
+        needs=MEGATRON,
     ),
 }
 """Values of `actor.strategy` and `critic.strategy`; `reads` are their sections."""
@@ -246,9 +263,23 @@ class MegatronConfig:
     head_chunk_tokens: int = free(2048, ge=1)
     """Chunk size, in tokens, in which logits are computed for log-probabilities; smaller with a large
     vocabulary, as in fsdp_config."""
-    override_transformer_config: dict[str, Any] = field(default_factory=dict)
+    override_transformer_config: dict[str, Any] = option(
+        factory=dict,
+        passes_to=ArgumentSource(
+            MEGATRON,
+            ("core/model_parallel_config.py", "core/transformer/transformer_config.py"),
+            ("ModelParallelConfig", "TransformerConfig", "MLATransformerConfig"),
+        ),
+    )
     """Overrides of Megatron-Core's TransformerConfig."""
-    override_ddp_config: dict[str, Any] = free(factory=dict)
+    override_ddp_config: dict[str, Any] = free(
+        factory=dict,
+        passes_to=ArgumentSource(
+            MEGATRON,
+            ("core/distributed/distributed_data_parallel_config.py",),
+            ("DistributedDataParallelConfig",),
+        ),
+    )
     """Overrides of Megatron-Core's DistributedDataParallelConfig: pad_buckets_for_high_nccl_busbw and
     reduce_scatter_with_fp32_accumulation. Arguments that the engine depends on are refused."""
 

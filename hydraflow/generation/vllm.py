@@ -43,7 +43,7 @@ from hydraflow.generation.base import (
     SamplingParams,
     TokenRequest,
 )
-from hydraflow.generation.config import MINIMUM_VLLM, VLLM, batched_tokens, splits_prompts
+from hydraflow.generation.config import VLLM, batched_tokens, splits_prompts
 from hydraflow.generation.native import end_tokens
 from hydraflow.generation.requests import Limits, engine_context, sample_batch, seed_of
 from hydraflow.generation.stopping import watched
@@ -349,8 +349,8 @@ def _start(folder: str, spec: EngineSpec, model: nn.Module) -> Any:
         from vllm.platforms import current_platform
         from vllm.v1.engine.llm_engine import LLMEngine
     key, found, ours = f"{spec.section}.name", str(vllm.__version__), spec.device.type
-    if Version(found) < Version(MINIMUM_VLLM):
-        rule = f"needs vLLM {MINIMUM_VLLM} or newer; {found} is installed"
+    if Version(found) < Version(VLLM.minimum):
+        rule = f"needs vLLM {VLLM.minimum} or newer; {found} is installed"
         raise ConfigError.one(key, "vllm", rule, VLLM.install)
     if (theirs := current_platform.device_type) != ours:
         rule = f"the installed vLLM {found} is built for {theirs or 'no device here'}, not for {ours}"

@@ -18,6 +18,8 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+from hydraflow.engine.config import TRAIN_ENGINES
+from hydraflow.generation.config import GENERATION_ENGINES
 from hydraflow.system.allocation import allocation
 
 LIBRARIES = (
@@ -32,11 +34,10 @@ LIBRARIES = (
     "safetensors",
     "peft",
 )
+_OF_ENGINES = [engine.needs for engine in (*GENERATION_ENGINES.values(), *TRAIN_ENGINES.values())]
 EXTRAS = (
-    "vllm",
-    "sglang",
+    *(name for library in _OF_ENGINES if library for name in library.distributions),
     "flash-attn",
-    "megatron-core",
     "triton",
     "wandb",
     "mlflow",

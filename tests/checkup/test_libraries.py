@@ -70,6 +70,23 @@ def test_vllm_for_another_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert found.remedy.startswith("pip install 'torch==1.0'")
 
 
+def test_vllm_for_another_kind_of_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    package = tmp_path / "vllm"
+    package.mkdir()
+    (package / "__init__.py").write_text("LLM, SamplingParams = object, dict\n")
+    platform = package / "platforms.py"
+    distribution(tmp_path, "vllm", "9.9")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    asking = CheckContext(configured(actor_rollout_ref__rollout__name="vllm"))
+    for device, state in (("cpu", State.OK), ("tpu", State.PROBLEM)):
+        source = f"class current_platform: device_type = '{device}'\nprint('a warning')\n"
+        platform.write_text(source)
+        [found] = findings(asking, "vLLM and torch")
+        assert found.state is state and found.evidence.startswith("vLLM 9.9, torch ")
+    assert "built for tpu: this run is on cpu" in found.evidence
+
+
 def test_sglang_that_is_missing_too_old_or_cannot_be_imported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -84,7 +101,11 @@ def test_sglang_that_is_missing_too_old_or_cannot_be_imported(
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     [found] = findings(asking, "SGLang and torch")
-    assert "its server cannot be imported" in found.evidence and "no kernels" in found.evidence
+    assert (
+        "SGLang 0.5.9" in found.evidence
+        and "cannot be imported" in found.evidence
+        and "no kernels" in found.evidence
+    )
     server.write_text("")
     [found] = findings(asking, "SGLang and torch")
     assert found.state is State.PROBLEM and "SGLang 0.5.9" in found.evidence

@@ -6,11 +6,30 @@ import sys
 import pytest
 
 from hydraflow.compose import engine_arguments
-from hydraflow.compose.engine_arguments import MEGATRON, VLLM, argument_names, check_names
+from hydraflow.compose.engine_arguments import argument_names, check_names
+from hydraflow.options import walk
+from hydraflow.schema import PPOConfig
 
 VLLM_KEY = "actor_rollout_ref.rollout.engine_kwargs.vllm"
 MEGATRON_KEY = "critic.megatron.override_transformer_config"
 DDP_KEY = "actor_rollout_ref.actor.megatron.override_ddp_config"
+
+
+def configured(values):
+    """A configuration with these open mappings."""
+    config = PPOConfig()
+    for key, value in values.items():
+        section = config
+        *path, name = key.split(".")
+        for part in path:
+            section = getattr(section, part)
+        setattr(section, name, value)
+    return config
+
+
+def names_of(key):
+    [source] = [leaf.option.passes_to for leaf in walk(PPOConfig()) if leaf.key == key]
+    return argument_names(source)
 
 
 @pytest.fixture
@@ -45,30 +64,28 @@ def libraries(tmp_path, monkeypatch):
 
 
 def test_names_are_read_without_importing(libraries):
-    assert argument_names(VLLM) == {"model", "swap_space", "enable_log_requests"}
-    assert argument_names(MEGATRON) == {"sequence_parallel", "recompute_granularity"}
+    assert names_of(VLLM_KEY) == {"model", "swap_space", "enable_log_requests"}
+    assert names_of(MEGATRON_KEY) == {"sequence_parallel", "recompute_granularity"}
     assert "vllm" not in sys.modules and "megatron" not in sys.modules
 
 
 def test_a_name_that_the_library_does_not_have_is_refused_with_the_nearest(libraries):
-    problems, notes = check_names(
-        {VLLM_KEY: {"swap_spaces": 8, "model": "x"}, MEGATRON_KEY: {"recompute_granularty": "full"}}
-        | {DDP_KEY: {"bucketsize": 8}}
-    )
+    mistaken = {VLLM_KEY: {"swap_spaces": 8, "model": "x"}, MEGATRON_KEY: {"recompute_granularty": "full"}}
+    problems, notes = check_names(configured(mistaken | {DDP_KEY: {"bucketsize": 8}}))
     assert notes == []
     assert [str(problem) for problem in problems] == [
+        f"{DDP_KEY}.bucketsize=8: Megatron-Core has no such argument\n      -> {DDP_KEY}.bucket_size=8",
         f"{VLLM_KEY}.swap_spaces=8: vLLM has no such argument\n      -> {VLLM_KEY}.swap_space=8",
         (
             f"{MEGATRON_KEY}.recompute_granularty=full: Megatron-Core has no such argument\n      ->"
             f" {MEGATRON_KEY}.recompute_granularity=full"
         ),
-        f"{DDP_KEY}.bucketsize=8: Megatron-Core has no such argument\n      -> {DDP_KEY}.bucket_size=8",
     ]
 
 
 def test_without_the_library_a_note_says_so(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "path", [str(tmp_path)])
     engine_arguments.argument_names.cache_clear()
-    problems, notes = check_names({VLLM_KEY: {"anything": 1}, MEGATRON_KEY: {}})
+    problems, notes = check_names(configured({VLLM_KEY: {"anything": 1}, MEGATRON_KEY: {}}))
     engine_arguments.argument_names.cache_clear()
     assert (problems, notes) == ([], [f"{VLLM_KEY}: anything not checked, vLLM is not installed here"])

@@ -3,12 +3,12 @@
 import re
 from pathlib import Path
 
-from hydraflow.generation.config import MINIMUM_SGLANG
+from hydraflow.generation.config import SGLANG
 
 ROOT = Path(__file__).parents[2]
 
 
 def test_the_page_gives_the_same_version() -> None:
     page = (ROOT / "docs" / "sglang.md").read_text()
-    assert re.findall(r"SGLang (\S+) or newer", page) == [MINIMUM_SGLANG]
-    assert re.findall(r"'sglang>=(.*)'", page) == [MINIMUM_SGLANG]
+    assert re.findall(r"SGLang (\S+) or newer", page) == [SGLANG.minimum]
+    assert re.findall(r"'sglang>=(.*)'", page) == [SGLANG.minimum]

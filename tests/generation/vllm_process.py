@@ -3,6 +3,7 @@ costs. Imports are two thirds of that: one process makes them, and forks for eac
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 import importlib
 import importlib.util
@@ -120,7 +121,7 @@ def serve(
     torch.set_num_threads(1)
     if before is not None:
         before()
-    vllm.MINIMUM_VLLM = needed or vllm.MINIMUM_VLLM
+    vllm.VLLM = dataclasses.replace(vllm.VLLM, minimum=needed or vllm.VLLM.minimum)
     engine: Any = None
     rank, (tensor, stages), port, listener = place
     size = tensor * stages
