@@ -38,7 +38,6 @@ from hydraflow.batch_plan.topology import PER_NODE, Topology, read_topology
 from hydraflow.errors import ConfigError
 from hydraflow.generation.config import batched_tokens
 from hydraflow.schema import PPOConfig
-from hydraflow.system.printing import count
 
 
 def resolve_plan(
@@ -135,7 +134,8 @@ def _plan(request: Request, topology: Topology) -> BatchPlan:
 
     old_log_prob = forward(request.old_log_prob, "actor")
     assert old_log_prob is not None
-    notes = list(request.numbers.notes)
+    profiler, notes = request.settings.config.global_profiler, list(request.numbers.notes)
+    most_ranks = max(len(layout.devices) for layout in layouts.values())
     if request.prompts is not None and (left := request.prompts % request.q):
         text = f"{left} of {request.prompts} training prompts do not fill a step of {request.q}"
         notes.append(f"{text}: each epoch leaves that many out")
@@ -161,7 +161,7 @@ def _plan(request: Request, topology: Topology) -> BatchPlan:
         steps_per_epoch=request.steps_per_epoch,
         total_steps=request.total_steps,
         quantities=(),
-        notes=(*notes, *_idle_actor(request), *_never_profiled(request)),
+        notes=(*notes, *_idle_actor(request), *profiler.never_profiled(request.total_steps, most_ranks)),
     )
 
 
@@ -210,21 +210,3 @@ def _idle_actor(request: Request) -> Iterator[str]:
         why = f"the actor {learns}, because the run has {total} training steps"
         smaller = f"a smaller one trains it, such as trainer.critic_warmup={total // 10}"
         yield f"trainer.critic_warmup={warmup}: {why}; {smaller}"
-
-
-def _never_profiled(request: Request) -> Iterator[str]:
-    """Profiled steps after the end of the run, and ranks that no role has."""
-    profiler, total = request.settings.config.global_profiler, request.total_steps
-    if profiler.tool is None:
-        return
-    if late := [step for step in profiler.steps or () if total and step > total]:
-        yield (
-            f"global_profiler.steps=[{','.join(map(str, late))}]: the run has {total} training steps, so"
-            f" these are never profiled; steps count from 1 to {total}"
-        )
-    ranks = max(len(layout.devices) for layout in request.layouts.values())
-    if absent := [rank for rank in profiler.ranks or () if rank >= ranks]:
-        yield (
-            f"global_profiler.ranks=[{','.join(map(str, absent))}]: no role has more than"
-            f" {count(ranks, 'rank')}, so there is nothing else to profile; ranks count from 0"
-        )

@@ -217,7 +217,7 @@ def _plan(request: _Request) -> SFTPlan:
     batch, total, tokens = request.role.mini, request.total_steps, request.row_tokens
     role = request.role.plan(q=batch, n=1, row_tokens=tokens, total_steps=total)
     left = (request.conversations or 0) % batch
-    noun = noun_of(request.settings.config)
+    noun, profiler = noun_of(request.settings.config), request.settings.config.global_profiler
     text = f"{left} of {request.conversations} training {noun}s do not fill a step of {batch}"
     return SFTPlan(
         conversations_per_step=batch,
@@ -227,7 +227,10 @@ def _plan(request: _Request) -> SFTPlan:
         steps_per_epoch=request.steps_per_epoch,
         total_steps=total,
         quantities=tuple(_quantities(request, role, request.layout)),
-        notes=(f"{text}: each epoch leaves that many out",) if left else (),
+        notes=(
+            *((f"{text}: each epoch leaves that many out",) if left else ()),
+            *profiler.never_profiled(total, len(request.layout.devices)),
+        ),
     )
 
 

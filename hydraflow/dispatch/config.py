@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -97,3 +98,23 @@ class ProfilerConfig:
     """Folder for the profiles (step_N/<roles>-<rank>.*); null: profile/ in the run folder."""
     ranks: list[int] | None = option(factory=lambda: [0], rule=RANKS)
     """Ranks of each worker group to profile; null: all."""
+
+    def never_profiled(self, total_steps: int, most_ranks: int) -> Iterator[str]:
+        """Notes on steps after the end of the run (0: not known yet), and on ranks that no role has.
+
+        >>> [note] = ProfilerConfig("torch", steps=[2, 9], ranks=[0]).never_profiled(8, 2)
+        >>> note.partition(", ")[0]
+        'global_profiler.steps=[9]: the run has 8 training steps'
+        """
+        if self.tool is None:
+            return
+        if late := [step for step in self.steps or () if total_steps and step > total_steps]:
+            yield (
+                f"global_profiler.steps=[{','.join(map(str, late))}]: the run has {total_steps} training"
+                f" steps, so these are never profiled; steps count from 1 to {total_steps}"
+            )
+        if absent := [rank for rank in self.ranks or () if rank >= most_ranks]:
+            yield (
+                f"global_profiler.ranks=[{','.join(map(str, absent))}]: no role has more than {most_ranks}"
+                f" rank{'s' * (most_ranks > 1)}, so there is nothing else to profile; ranks count from 0"
+            )

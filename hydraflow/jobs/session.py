@@ -109,10 +109,6 @@ class Session:
         if self._start.found is not None:
             self._start = run_start.take_back(self._start)
         self._log_files = self._log_stack.enter_context(controller_log(self.folder.path, self.log))
-        profiled = self.profiler.steps if self.profiler.tool else None
-        if beyond := [step for step in profiled or () if step > required.total_steps]:
-            text = "global_profiler.steps: the run has %d steps, so these are never reached: %s"
-            logger.warning(text, required.total_steps, beyond)
         return True
 
     @property

@@ -36,6 +36,18 @@ def test_numbers_by_hand():
     assert json.loads(plan.to_json())["conversations_per_step"] == 24
 
 
+def test_steps_and_ranks_that_are_never_profiled():
+    profiled = dict(
+        global_profiler__tool="torch", global_profiler__steps=[2, 4], global_profiler__ranks=[0, 2]
+    )
+    plan = resolve_sft_plan(sft(**profiled), conversations=72)
+    assert [note.partition(",")[0] for note in plan.notes] == [
+        "global_profiler.steps=[4]: the run has 3 training steps",
+        "global_profiler.ranks=[2]: no role has more than 2 ranks",
+    ]
+    assert resolve_sft_plan(sft(**profiled), conversations=96, devices_per_node=3).notes == ()
+
+
 def test_ulysses_and_copies():
     config = sft(fsdp_config__ulysses_sequence_parallel_size=2, fsdp_config__fsdp_size=4)
     plan = resolve_sft_plan(config, conversations=100, devices_per_node=8)

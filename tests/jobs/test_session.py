@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from hydraflow.dispatch.config import ProfilerConfig
 from hydraflow.errors import EnvironmentFault, GuardStop
 from hydraflow.jobs.session import Session
 from hydraflow.schema import SFTConfig
@@ -25,17 +24,6 @@ def start(folder: Path, **sections: object) -> None:
     config = SFTConfig(trainer=SupervisedTrainerConfig(default_local_dir=str(folder)), **sections)  # type: ignore[arg-type]
     with Session(config, scoring=False) as session:
         assert session.begin(CheckpointRequirements(Identity({}), {}, 8))
-
-
-@pytest.mark.parametrize(("steps", "reported"), [([3, 8], ""), ([3, 9, 12], "[9, 12]")])
-def test_profiled_steps_that_never_come_are_reported(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, steps: list[int], reported: str
-) -> None:
-    start(tmp_path, global_profiler=ProfilerConfig(tool="torch", steps=steps))
-    expected = f"global_profiler.steps: the run has 8 steps, so these are never reached: {reported}"
-    assert [record.getMessage() for record in caplog.records if "profiler" in record.getMessage()] == (
-        [expected] if reported else []
-    )
 
 
 def test_a_run_can_do_without_log_files(
