@@ -89,14 +89,23 @@ class LayerCosts:
 
 
 def layer_costs(
-    shape: ModelShape, tokens: MicroBatchTokens, number: int, *, tensor: int = 1, outside: int = 1
+    shape: ModelShape,
+    tokens: MicroBatchTokens,
+    number: int,
+    *,
+    tensor: int = 1,
+    outside: int = 1,
+    mlp_widths: tuple[int, int] = (4, 3),
 ) -> LayerCosts:
     """The costs of the most expensive kind of layer. `number`: bytes per number. `tensor` devices share each
-    matrix; `outside` devices share what is between matrices (norms and residuals)."""
+    matrix; `outside` devices share what is between matrices (norms and residuals). `mlp_widths`:
+    intermediates that a gated MLP saves (gate, its activation, up, their product), and those at the peak of a
+    pass that saves none."""
+    widths_saved, widths_forward = mlp_widths
     mlp_wide = shape.intermediate * number if shape.dense_layers else 0
-    mlp_saved = 4 * mlp_wide  # gate, its activation, up, their product
+    mlp_saved = widths_saved * mlp_wide
     if shape.experts:
-        mlp_saved, mlp_wide = max((mlp_saved, mlp_wide), _experts(shape, number))
+        mlp_saved, mlp_wide = max((mlp_saved, mlp_wide), _experts(shape, number, widths_saved))
     h = shape.hidden * number
     entry = tokens.line * h // outside
     saved = 2 * tokens.line * _norm(shape, number) // outside + tokens.line * mlp_saved // tensor
@@ -105,7 +114,7 @@ def layer_costs(
     if tokens.ulysses > 1:
         # queries, keys and values exist three times: before the exchange, as sent, and as received
         heads = 3 * (shape.q_width + 2 * shape.kv_width * _repeats(shape, tokens))
-    forward = tokens.line * (2 * h // outside + max(3 * mlp_wide, heads * number) // tensor)
+    forward = tokens.line * (2 * h // outside + max(widths_forward * mlp_wide, heads * number) // tensor)
     return LayerCosts(entry, saved, forward, tokens.line * (2 * h // outside + 2 * mlp_wide // tensor))
 
 
@@ -146,12 +155,12 @@ def _repeats(shape: ModelShape, tokens: MicroBatchTokens) -> int:
     return tokens.ulysses // gcd(tokens.ulysses, shape.kv_heads)
 
 
-def _experts(shape: ModelShape, number: int) -> tuple[int, int]:
+def _experts(shape: ModelShape, number: int, widths: int) -> tuple[int, int]:
     """Bytes per token of experts: saved, and one intermediate. Each token is copied to its experts' inputs
     and outputs; 24 bytes are indices."""
     chosen = shape.experts_per_token
-    per_expert = (4 * shape.expert_intermediate + 2 * shape.hidden + 1) * number + 24
-    saved = chosen * per_expert + 4 * shape.experts + 4 * shape.shared_intermediate * number
+    per_expert = (widths * shape.expert_intermediate + 2 * shape.hidden + 1) * number + 24
+    saved = chosen * per_expert + 4 * shape.experts + widths * shape.shared_intermediate * number
     return saved, (chosen * (shape.expert_intermediate + shape.hidden) + shape.shared_intermediate) * number
 
 

@@ -16,10 +16,14 @@ from dataclasses import dataclass, replace
 from hydraflow.batch_plan.layout import Layout
 from hydraflow.batch_plan.stages import layers_of_parts
 from hydraflow.engine.config import MegatronConfig
-from hydraflow.memory.activations import MicroBatchTokens, around_layers, layer_costs
+from hydraflow.memory.activations import LayerCosts, MicroBatchTokens, around_layers, layer_costs
 from hydraflow.memory.report import MemoryParts, fullest
 from hydraflow.memory.shape import ModelShape
 from hydraflow.models.chunks import head_chunk
+
+_MLP_WIDTHS = 5, 5
+"""Gate and up are one product; Megatron-Core's unfused gated MLP also keeps a copy of up, to which it adds
+glu_linear_offset=0."""
 
 
 @dataclass(frozen=True)
@@ -58,7 +62,7 @@ class MegatronModelMemory:
 
     def forward(self, tokens: MicroBatchTokens) -> MemoryParts:
         """A forward-only pass; gradient buffers of a trained role count unless they are freed."""
-        costs = layer_costs(self.shape, tokens, self.number, tensor=self.layout.tensor, outside=self._outside)
+        costs = self._layer_costs(tokens)
         activations = around_layers(self.shape, tokens, self.number) // self._outside + costs.forward
         passing = MemoryParts(activations=activations, logits=self._logits(tokens, copies=1))
         return self._without_gradients + passing
@@ -68,7 +72,7 @@ class MegatronModelMemory:
     ) -> MemoryParts:
         """An upper bound: the first stage's activations, as it has the most micro-batches in flight, and the
         last stage's logits. The memory of a trained entropy is left out."""
-        costs = layer_costs(self.shape, tokens, self.number, tensor=self.layout.tensor, outside=self._outside)
+        costs = self._layer_costs(tokens)
         layers, in_flight = self._stage_layers, min(self.layout.pipeline, micro_batches)
         stored = layers * (costs.entry if self.checkpointing else costs.saved) * in_flight
         if self.layout.virtual_pipeline > 1:
@@ -83,6 +87,10 @@ class MegatronModelMemory:
         is_copied = self.host_copies and self._data_ranks()[0] > 1
         reducing = MemoryParts(gathered=4 * (self._dense + self._experts) * is_copied)
         return self.held + fullest(passes, reducing, step)
+
+    def _layer_costs(self, tokens: MicroBatchTokens) -> LayerCosts:
+        shared = {"tensor": self.layout.tensor, "outside": self._outside}
+        return layer_costs(self.shape, tokens, self.number, **shared, mlp_widths=_MLP_WIDTHS)
 
     @property
     def _without_gradients(self) -> MemoryParts:
