@@ -3,13 +3,15 @@
 In: queries (B, h, 1, d), keys and values (B, k, L, d) or those of groups of rows (`widths.py`), an additive
 mask. Out: as transformers' `sdpa`, up to rounding. For every token, `sdpa` repeats the whole cache's keys and
 values for all query heads. Here the g = h / k query heads that share a key head become g queries of one head.
-Left out on purpose: prompts, and values whose width differs from the keys' (a row's last bits would depend on
-its neighbours); `sdpa` itself handles both.
+Models that need more than `sdpa` offers (soft-capped scores, sinks) keep their own eager attention; only
+groups of rows are divided. Left out on purpose: prompts, and values whose width differs from the keys' (a
+row's last bits would depend on its neighbours); `sdpa` itself handles both.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import sys
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -18,30 +20,33 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from hydraflow.generation.widths import KeysOfGroups
+from hydraflow.generation.widths import EAGER, KeysOfGroups
 
-NAME = "hydraflow_cached"
+NAMES = {"sdpa": "hydraflow_cached", "eager": "hydraflow_cached_eager"}
+"""A model's own attention implementation -> ours in its place, with the same masks."""
 
 
 def register_attention() -> None:
-    """Makes `attn_implementation=NAME` known to transformers in this process, with the masks of `sdpa`."""
+    """Makes the values of NAMES known to transformers in this process."""
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-    ALL_ATTENTION_FUNCTIONS.register(NAME, cached_attention)
-    ALL_MASK_ATTENTION_FUNCTIONS.register(NAME, ALL_MASK_ATTENTION_FUNCTIONS["sdpa"])
+    for own, function in (("sdpa", cached_attention), ("eager", cached_eager_attention)):
+        ALL_ATTENTION_FUNCTIONS.register(NAMES[own], function)
+        ALL_MASK_ATTENTION_FUNCTIONS.register(NAMES[own], ALL_MASK_ATTENTION_FUNCTIONS[own])
 
 
 @contextmanager
 def in_use(model: PreTrainedModel) -> Iterator[None]:
-    """Selects this attention for one forward pass of a model that otherwise uses `sdpa`. Not for longer,
-    because other models may share the configuration."""
+    """Selects this attention for one forward pass of a model. Not for longer, because other models may share
+    the configuration."""
     config = model.config.get_text_config()
-    config._attn_implementation = NAME
+    own = config._attn_implementation
+    config._attn_implementation = NAMES[own]
     try:
         yield
     finally:
-        config._attn_implementation = "sdpa"
+        config._attn_implementation = own
 
 
 def cached_attention(
@@ -57,9 +62,7 @@ def cached_attention(
     """transformers' attention function: (B, h, new, d) to (B, new, h, v). Of several groups of rows
     (`widths.py`), each is computed alone."""
     if isinstance(key, KeysOfGroups):
-        parts = zip(query.split([len(part) for part in value]), key.parts, value, key.masks, strict=True)
-        each = [cached_attention(module, *part, scaling=scaling, **others)[0] for part in parts]
-        return torch.cat(each), None
+        return _of_groups(cached_attention, module, query, key, value, scaling=scaling, **others)
     assert isinstance(value, Tensor)
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
@@ -74,3 +77,30 @@ def cached_attention(
     mask = None if attention_mask is None else attention_mask.expand(-1, -1, grouped.shape[2], -1)
     found = F.scaled_dot_product_attention(grouped, key, value, attn_mask=mask, scale=scaling)
     return found.reshape(rows, 1, heads, -1), None
+
+
+def cached_eager_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor | KeysOfGroups,
+    value: Tensor | list[Tensor],
+    attention_mask: Tensor | None,
+    **others: Any,
+) -> tuple[Tensor, Tensor | None]:
+    """The eager attention of the file that `module` is from; of several groups of rows, each alone."""
+    if isinstance(key, KeysOfGroups):
+        return _of_groups(cached_eager_attention, module, query, key, value, **others)
+    eager = vars(sys.modules[type(module).__module__])[EAGER]
+    return eager(module, query, key, value, attention_mask, **others)  # type: ignore[no-any-return]
+
+
+def _of_groups(
+    attend: Callable[..., tuple[Tensor, Any]],
+    module: nn.Module,
+    query: Tensor,
+    key: KeysOfGroups,
+    value: Tensor | list[Tensor],
+    **others: Any,
+) -> tuple[Tensor, None]:
+    parts = zip(query.split([len(part) for part in value]), key.parts, value, key.masks, strict=True)
+    return torch.cat([attend(module, *part, **others)[0] for part in parts]), None

@@ -41,7 +41,7 @@ class CachedForward:
         self._balances = "output_router_logits" in accepted
         """Whether the model may compute a balancing loss, which needs another mask than ours."""
         kinds = _layer_types(model) if "position_ids" in accepted else set()
-        self.pads = kinds == {"full_attention"}
+        self.pads = kinds == {"full_attention"} and _implementation(model) == "sdpa"
         """Whether prompts are padded to a common width: one additive mask fits all layers. If not, only
         prompts of equal length have the same width, and there is no mask."""
         self._is_lean = self.pads and is_known(model)
@@ -95,15 +95,20 @@ class CachedForward:
             return self.model(input_ids=ids, past_key_values=cache, use_cache=True, **extra).logits[:, -last:]
 
 
+def _implementation(model: PreTrainedModel) -> str | None:
+    """Name of its attention."""
+    return model.config.get_text_config()._attn_implementation
+
+
 def _layer_types(model: PreTrainedModel) -> set[str]:
-    """The types of a model's layers, if it has rotary positions, no recurrent state and transformers' `sdpa`;
-    else none."""
+    """The types of a model's layers, if it has rotary positions, no recurrent state and transformers' `sdpa`
+    or its own eager attention; else none."""
     config = model.config.get_text_config()
     if (
         getattr(config, "rope_parameters", None) is None
         or not model._supports_attention_backend
         or getattr(model, "_is_stateful", False)
-        or config._attn_implementation != "sdpa"
+        or _implementation(model) not in attention.NAMES
     ):
         return set()
     if found := getattr(config, "layer_types", None):

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import inspect
 import re
+import sys
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -24,6 +25,10 @@ _DIRECT = re.compile(
     r"\s+self,\s+query_states,\s+key_states,\s+value_states,\s+attention_mask,"
 )
 """transformers' usual attention: what the cache returns goes to the attention function as it is."""
+
+
+EAGER = "eager_attention_forward"
+"""The function of a modeling file that transformers calls for `attn_implementation=eager`."""
 
 
 class KeysOfGroups(NamedTuple):
@@ -63,10 +68,11 @@ def takes_joint_cache(model: PreTrainedModel) -> bool:
     different widths: the last bits of a row would depend on the number of rows (`attention.py`)."""
     if getattr(model.config.get_text_config(), "v_head_dim", None) is not None:
         return False
-    readers = {type(module).forward for module in model.modules() if hasattr(module, "layer_idx")}
+    readers = {type(module) for module in model.modules() if hasattr(module, "layer_idx")}
     try:
-        codes = [inspect.getsource(reader) for reader in readers]
+        codes = {reader: inspect.getsource(reader.forward) for reader in readers}
     except (OSError, TypeError):  # code without a file
         return False
-    attentions = [code for code in codes if "past_key_values.update(" in code]
-    return bool(attentions) and all(map(_DIRECT.search, attentions))
+    attentions = {reader: code for reader, code in codes.items() if "past_key_values.update(" in code}
+    has_eager = all(hasattr(sys.modules[reader.__module__], EAGER) for reader in attentions)
+    return bool(attentions) and has_eager and all(map(_DIRECT.search, attentions.values()))

@@ -56,7 +56,9 @@ def test_as_the_page_says(model_type: str, one_rank: None, tmp_path: Path) -> No
     assert line(model_type, found).split("|")[2:4] == ROWS[model_type].split("|")[2:4]
 
 
-@pytest.mark.parametrize("model_type", ["cohere2", "gemma3_text", "granite", "olmo3"])
+@pytest.mark.parametrize(
+    "model_type", ["cohere2", "gemma2", "gemma3_text", "gpt_oss", "granite", "olmo3", "vaultgemma"]
+)
 def test_rows_of_several_widths_are_sampled_together(
     model_type: str, one_rank: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
