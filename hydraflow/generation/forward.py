@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from contextlib import nullcontext
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import Cache, PreTrainedModel
 
 from hydraflow.generation import attention
@@ -100,12 +100,18 @@ def _implementation(model: PreTrainedModel) -> str | None:
     return model.config.get_text_config()._attn_implementation
 
 
+def _takes_positions(model: PreTrainedModel) -> bool:
+    """Whether positions are rotary, or learned as in GPT-2. Others (ALiBi, OPT) follow from the mask."""
+    is_rotary = getattr(model.config.get_text_config(), "rope_parameters", None) is not None
+    return is_rotary or isinstance(getattr(model.base_model, "wpe", None), nn.Embedding)
+
+
 def _layer_types(model: PreTrainedModel) -> set[str]:
-    """The types of a model's layers, if it has rotary positions, no recurrent state and transformers' `sdpa`
-    or its own eager attention; else none."""
+    """The types of a model's layers, if it uses the positions that it is given, has no recurrent state, and
+    has transformers' `sdpa` or its own eager attention; else none."""
     config = model.config.get_text_config()
     if (
-        getattr(config, "rope_parameters", None) is None
+        not _takes_positions(model)
         or not model._supports_attention_backend
         or getattr(model, "_is_stateful", False)
         or _implementation(model) not in attention.NAMES

@@ -18,14 +18,20 @@ from typing import NamedTuple
 from torch import Tensor
 from transformers import Cache, PreTrainedModel
 
+_UPDATE = re.compile(r"\b\w*(?:past|cache)\w*\.update\(")
+"""What appends to a cache."""
 _DIRECT = re.compile(
-    r"key_states, value_states = past_key_values\.update\(key_states, value_states, self\.layer_idx\)\s+"
+    r"(?P<key>key(?:_states)?), (?P<value>value(?:_states)?) = \w+"
+    r"\.update\((?P=key), (?P=value), self\.layer_idx\)\s+"
+    # in layers that could be cross-attention, which those of a causal model are not
+    r"(?:# [^\n]+\s+if (?:self\.)?is_cross_attention:\s+\w+\.is_updated\[self\.layer_idx\] = True\s+)?"
+    r"(?:using_eager = [^\n]+\s+)?"
     r"attention_interface: Callable = ALL_ATTENTION_FUNCTIONS\.get_interface\([^)]*\)\s+"
-    r"attn_output, attn_weights = attention_interface\("
-    r"\s+self,\s+query_states,\s+key_states,\s+value_states,\s+attention_mask,"
+    r"(?:if using_eager and [^:]+:\s+[^()]+\([^)]*\)\s+else:\s+)?(?:# [^\n]+\s+)?"
+    r"\w+, \w+ = attention_interface\("
+    r"\s+self,\s+query(?:_states)?,\s+(?P=key),\s+(?P=value),\s+(?:attention_mask=)?attention_mask,"
 )
 """transformers' usual attention: what the cache returns goes to the attention function as it is."""
-
 
 EAGER = "eager_attention_forward"
 """The function of a modeling file that transformers calls for `attn_implementation=eager`."""
@@ -73,6 +79,6 @@ def takes_joint_cache(model: PreTrainedModel) -> bool:
         codes = {reader: inspect.getsource(reader.forward) for reader in readers}
     except (OSError, TypeError):  # code without a file
         return False
-    attentions = {reader: code for reader, code in codes.items() if "past_key_values.update(" in code}
+    attentions = {reader: code for reader, code in codes.items() if _UPDATE.search(code)}
     has_eager = all(hasattr(sys.modules[reader.__module__], EAGER) for reader in attentions)
     return bool(attentions) and has_eager and all(map(_DIRECT.search, attentions.values()))

@@ -38,6 +38,19 @@ ROWS = {one.split("|")[1].strip(): one for one in LINES}
 SOME = ["bart", "biogpt", "ctrl", "ernie4_5_moe", "exaone4", "gpt_neox_japanese", "granite_swa"]
 SOME += ["granitemoe_swa", "inkling_text", "jetmoe", "lfm2", "mimo_v2_flash", "openai-gpt", "vaultgemma"]
 
+WIDTHS = [
+    "afmoe",
+    "cohere2",
+    "gemma2",
+    "gemma3_text",
+    "gpt2",
+    "gpt_bigcode",
+    "gpt_neox",
+    "gpt_oss",
+    "granite",
+]
+WIDTHS += ["olmo3", "vaultgemma"]
+
 
 def test_the_page_is_what_the_script_writes_of_its_rows() -> None:
     (version,) = re.findall(r"with transformers (\S+):", PAGE.read_text())
@@ -56,9 +69,7 @@ def test_as_the_page_says(model_type: str, one_rank: None, tmp_path: Path) -> No
     assert line(model_type, found).split("|")[2:4] == ROWS[model_type].split("|")[2:4]
 
 
-@pytest.mark.parametrize(
-    "model_type", ["cohere2", "gemma2", "gemma3_text", "gpt_oss", "granite", "olmo3", "vaultgemma"]
-)
+@pytest.mark.parametrize("model_type", WIDTHS)
 def test_rows_of_several_widths_are_sampled_together(
     model_type: str, one_rank: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
