@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from hydraflow.generation.widths import EAGER, KeysOfGroups
+from hydraflow.generation.widths import EAGER, KeysOfGroups, ValuesOfGroups
 
 NAMES = {"sdpa": "hydraflow_cached", "eager": "hydraflow_cached_eager"}
 """A model's own attention implementation -> ours in its place, with the same masks."""
@@ -53,7 +53,7 @@ def cached_attention(
     module: nn.Module,
     query: Tensor,
     key: Tensor | KeysOfGroups,
-    value: Tensor | list[Tensor],
+    value: Tensor | ValuesOfGroups,
     attention_mask: Tensor | None,
     *,
     scaling: float | None = None,
@@ -83,7 +83,7 @@ def cached_eager_attention(
     module: nn.Module,
     query: Tensor,
     key: Tensor | KeysOfGroups,
-    value: Tensor | list[Tensor],
+    value: Tensor | ValuesOfGroups,
     attention_mask: Tensor | None,
     **others: Any,
 ) -> tuple[Tensor, Tensor | None]:
@@ -99,7 +99,7 @@ def _of_groups(
     module: nn.Module,
     query: Tensor,
     key: KeysOfGroups,
-    value: Tensor | list[Tensor],
+    value: Tensor | ValuesOfGroups,
     **others: Any,
 ) -> tuple[Tensor, None]:
     parts = zip(query.split([len(part) for part in value]), key.parts, value, key.masks, strict=True)

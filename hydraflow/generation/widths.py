@@ -25,6 +25,8 @@ _DIRECT = re.compile(
     r"\.update\((?P=key), (?P=value), self\.layer_idx\)\s+"
     # in layers that could be cross-attention, which those of a causal model are not
     r"(?:# [^\n]+\s+if (?:self\.)?is_cross_attention:\s+\w+\.is_updated\[self\.layer_idx\] = True\s+)?"
+    # later layers may share these keys and values, which they only move to their own device
+    r"(?:if self\.store_full_length_kv:\s+shared_kv_states\[[^\]]+\] = (?P=key), (?P=value)\s+)?"
     r"(?:using_eager = [^\n]+\s+)?"
     r"attention_interface: Callable = ALL_ATTENTION_FUNCTIONS\.get_interface\([^)]*\)\s+"
     r"(?:if using_eager and [^:]+:\s+[^()]+\([^)]*\)\s+else:\s+)?(?:# [^\n]+\s+)?"
@@ -45,6 +47,18 @@ class KeysOfGroups(NamedTuple):
     masks: Sequence[Tensor | None]
     """Additive, (b, 1, 1, L) each; None: every row attends to all of its keys."""
 
+    def to(self, device: object) -> KeysOfGroups:
+        """Itself: an engine has one device."""
+        return self
+
+
+class ValuesOfGroups(list[Tensor]):
+    """Values of all groups, (b, k, L, d) each."""
+
+    def to(self, device: object) -> ValuesOfGroups:
+        """Itself: an engine has one device."""
+        return self
+
 
 class _LayerOfGroups:
     """One layer of a `joint_cache`."""
@@ -55,11 +69,11 @@ class _LayerOfGroups:
         self._layers = [cache.layers[layer] for cache in cached]
         self._masks, self._sizes = masks, list(sizes)
 
-    def update(self, keys: Tensor, values: Tensor) -> tuple[KeysOfGroups, list[Tensor]]:
+    def update(self, keys: Tensor, values: Tensor) -> tuple[KeysOfGroups, ValuesOfGroups]:
         """Appends (B, k, 1, d); returns all tokens so far, by group."""
         parts = zip(self._layers, keys.split(self._sizes), values.split(self._sizes), strict=True)
         found = [layer.update(k, v) for layer, k, v in parts]  # type: ignore[union-attr]
-        return KeysOfGroups([k for k, _ in found], self._masks), [v for _, v in found]
+        return KeysOfGroups([k for k, _ in found], self._masks), ValuesOfGroups(v for _, v in found)
 
 
 def joint_cache(caches: Sequence[Cache], masks: Sequence[Tensor | None], sizes: Sequence[int]) -> Cache:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import Cache
+from transformers import AutoConfig, Cache
 
 from hydraflow.generation import forward
 from hydraflow.generation.widths import joint_cache
@@ -38,18 +38,8 @@ ROWS = {one.split("|")[1].strip(): one for one in LINES}
 SOME = ["bart", "biogpt", "ctrl", "ernie4_5_moe", "exaone4", "gpt_neox_japanese", "granite_swa"]
 SOME += ["granitemoe_swa", "inkling_text", "jetmoe", "lfm2", "mimo_v2_flash", "openai-gpt", "vaultgemma"]
 
-WIDTHS = [
-    "afmoe",
-    "cohere2",
-    "gemma2",
-    "gemma3_text",
-    "gpt2",
-    "gpt_bigcode",
-    "gpt_neox",
-    "gpt_oss",
-    "granite",
-]
-WIDTHS += ["olmo3", "vaultgemma"]
+WIDTHS = ["afmoe", "cohere2", "gemma2", "gemma3_text", "gemma3n_text", "gemma4", "gemma4_text", "gpt2"]
+WIDTHS += ["gpt_bigcode", "gpt_neox", "gpt_oss", "granite", "olmo3", "vaultgemma"]
 
 
 def test_the_page_is_what_the_script_writes_of_its_rows() -> None:
@@ -69,19 +59,39 @@ def test_as_the_page_says(model_type: str, one_rank: None, tmp_path: Path) -> No
     assert line(model_type, found).split("|")[2:4] == ROWS[model_type].split("|")[2:4]
 
 
-@pytest.mark.parametrize("model_type", WIDTHS)
-def test_rows_of_several_widths_are_sampled_together(
-    model_type: str, one_rank: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Their log-probabilities are transformers' own."""
-    joined: list[int] = []
+@pytest.fixture
+def joined(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Numbers of caches of the steps in which rows of several widths are decoded together."""
+    found: list[int] = []
 
     def counted(caches: Sequence[Cache], *others: Any) -> Cache:
-        joined.append(len(caches))
+        found.append(len(caches))
         return joint_cache(caches, *others)
 
     monkeypatch.setattr(forward, "joint_cache", counted)
+    return found
+
+
+@pytest.mark.parametrize("model_type", WIDTHS)
+def test_rows_of_several_widths_are_sampled_together(
+    model_type: str, one_rank: None, tmp_path: Path, joined: list[int]
+) -> None:
+    """Their log-probabilities are transformers' own."""
     save_tiny(tiny_config(model_type), tmp_path)
+    assert sampled(tmp_path).word == RIGHT
+    assert joined and min(joined) > 1
+
+
+@pytest.mark.parametrize("model_type", ["gemma3n_text", "gemma4_text"])
+def test_rows_of_several_widths_whose_last_layers_share_keys(
+    model_type: str, one_rank: None, tmp_path: Path, joined: list[int]
+) -> None:
+    sizes = tiny_config(model_type).to_diff_dict()
+    sizes |= dict(num_hidden_layers=4, num_kv_shared_layers=2, intermediate_size=48)
+    sizes |= dict(layer_types=["sliding_attention", "full_attention"] * 2)
+    for of_each_layer in ("activation_sparsity_pattern", "per_layer_config"):
+        sizes.pop(of_each_layer, None)
+    save_tiny(AutoConfig.for_model(**sizes), tmp_path)
     assert sampled(tmp_path).word == RIGHT
     assert joined and min(joined) > 1
 
