@@ -97,8 +97,9 @@ class Library:
     distributions: tuple[str, ...]
     """Distributions that contain it, by pip's names."""
     probe: str
-    """Python that imports what we use of it, and may print device=TYPE, the type of device that it is built
-    for; the doctor runs it in a process of its own."""
+    """Python that imports what we use of it; the doctor runs it in a process of its own. It may print lines
+    version=VERSION, which counts before that of the distribution, and device=TYPE, the device type that the
+    library was built for."""
     minimum: str = ""
     """The oldest version that is accepted; empty: any."""
 
@@ -114,6 +115,11 @@ class Library:
             with contextlib.suppress(importlib.metadata.PackageNotFoundError):
                 found[name] = importlib.metadata.version(name)
         return found
+
+    @property
+    def version(self) -> str:
+        """The version of its distribution; empty: none is installed."""
+        return next(iter(self.installed().values()), "")
 
 
 @dataclass(frozen=True)
@@ -215,7 +221,7 @@ class Option:
     needs: Mapping[str, Library] = dataclasses.field(default_factory=dict)
     """Value -> an optional library that it needs."""
     passes_to: ArgumentSource | None = None
-    """The names that an open mapping may have; None: it is no open mapping, or user code reads it."""
+    """The names that an open mapping may have; None: not an open mapping, or one that user code reads."""
 
 
 def option(

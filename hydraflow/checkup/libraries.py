@@ -124,19 +124,24 @@ def check_generation(name: str, context: CheckContext) -> Iterator[Finding]:
     for distribution in library.installed():
         for text in broken_requirements(distribution):
             if re.search(" needs torch[=<]", text):
-                other = f"a {library.name} that was built for torch {installed('torch')}"
-                yield problem(text, f"pip install {_quoted(text)}, or {other}: {library.install}")
+                other = f"a build of {library.name} for torch {installed('torch')}"
+                yield problem(text, f"pip install {_quoted(text)}, {other}, or a separate environment")
                 return
-    version = next(iter(library.installed().values()), "")
     ended = run_python(library.probe, seconds=PROBE_SECONDS)
-    seen = f"{library.name} {version or 'without a version'}, torch {installed('torch')}"
+    printed = dict(re.findall(r"^(version|device)=(.*)$", ended.output, re.MULTILINE))
+    version, device = printed.get("version") or library.version, printed.get("device")
+    named = f"{library.name} {version or 'without a version'}"
+    seen = f"{named}{f' for {device}' if device else ''}, torch {installed('torch')}"
     if ended.code != 0:
-        yield problem(f"{seen}: cannot be imported: {ended.reason}", library.install)
-    elif library.minimum and Version(version or "0") < Version(library.minimum):
+        rule = f"{named} cannot be imported with torch {installed('torch')}"
+        yield problem(f"{rule}: {ended.reason}", library.install)
+    elif not version:
+        yield warning(f"{seen}: {library.minimum} or newer is needed", library.install)
+    elif Version(version) < Version(library.minimum):
         yield problem(f"{seen}: older than {library.minimum}", library.install)
-    elif (device := re.search(r"device=(\w*)", ended.last)) and device[1] != context.device_type:
-        built = f"{seen}, built for {device[1] or 'no device here'}"
-        yield problem(f"{built}: this run is on {context.device_type}", library.install)
+    elif device is not None and device != context.device_type:
+        built = "" if device else ", built for no device here"
+        yield problem(f"{seen}{built}: this run is on {context.device_type}", library.install)
     else:
         yield ok(seen)
 
@@ -146,8 +151,8 @@ def check_megatron(context: CheckContext) -> Iterator[Finding]:
     library, asked = MEGATRON, trains_with_megatron(context)
     if not asked and not context.everything:
         raise CheckSkipped("no role trains with it")
-    version = installed("megatron-core")
-    if version is None:
+    version = library.version
+    if not version:
         if not asked:
             raise CheckSkipped(f"{library.name} is not installed, and this configuration does not need it")
         yield problem(f"strategy=megatron, but {library.name} is not installed", library.install)

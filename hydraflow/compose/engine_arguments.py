@@ -1,8 +1,9 @@
 """Checks keys of open mappings that name another library's arguments, without importing that library.
 
 In: a configuration, whose open mappings say which library reads them (`Option.passes_to`). Out: a problem for
-each name that the library does not have, with the nearest; or a note that the names were not checked. The
-known names are parsed from the library's source, because importing vLLM takes seconds and needs a GPU driver.
+each name that the library does not have, with the nearest, or, where it is not installed, a note that the
+names were not checked. The known names are parsed from the library's source, because importing vLLM takes
+seconds and needs a GPU driver.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from hydraflow.compose.effects import without_effect
 from hydraflow.compose.nearest import nearest
 from hydraflow.errors import Problem, shown
 from hydraflow.options import ArgumentSource, walk
@@ -27,12 +29,12 @@ def check_names(config: object, skipped: Collection[str] = ()) -> tuple[list[Pro
         key, source, content = leaf.key, leaf.option.passes_to, leaf.value
         if source is None or key in skipped or not isinstance(content, Mapping) or not content:
             continue
+        if without_effect(config, key) is not None:  # a note says so
+            continue
         known = argument_names(source)
         if known is None:
-            notes.append(
-                f"{key}: {', '.join(map(str, content))} not checked, {source.library.name} is not installed"
-                " here"
-            )
+            names, library = ", ".join(map(str, content)), source.library.name
+            notes.append(f"{key}: {names} not checked, {library} is not installed here")
         else:
             problems += _unknown_names(key, content, source, known)
     return problems, notes

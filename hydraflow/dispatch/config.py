@@ -115,6 +115,6 @@ class ProfilerConfig:
             )
         if absent := [rank for rank in self.ranks or () if rank >= most_ranks]:
             yield (
-                f"global_profiler.ranks=[{','.join(map(str, absent))}]: no role has more than {most_ranks}"
-                f" rank{'s' * (most_ranks > 1)}, so there is nothing else to profile; ranks count from 0"
+                f"global_profiler.ranks=[{','.join(map(str, absent))}]: ranks count from 0, and no role has"
+                f" more than {most_ranks} of them, so these are never profiled"
             )

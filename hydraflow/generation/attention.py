@@ -1,16 +1,16 @@
 """Attention for decoding: one new token per row against the KV cache, grouped by key heads (GQA).
 
 In: queries (B, h, 1, d), keys and values (B, k, L, d) or those of groups of rows (`widths.py`), an additive
-mask. Out: as transformers' `sdpa`, up to rounding. For every token, `sdpa` repeats the whole cache's keys and
-values for all query heads. Here the g = h / k query heads that share a key head become g queries of one head.
-Models that need more than `sdpa` offers (soft-capped scores, sinks) keep their own eager attention; only
-groups of rows are divided. Left out on purpose: prompts, and values whose width differs from the keys' (a
-row's last bits would depend on its neighbours); `sdpa` itself handles both.
+mask. Out: as transformers' `sdpa`, up to rounding, or as its eager attention. For every token, `sdpa` repeats
+the whole cache's keys and values for all query heads. Here the g = h / k query heads that share a key head
+become g queries of one head. Models that need more than `sdpa` offers (soft-capped scores, sinks) keep their
+own eager attention; only the split into groups is ours. Left out on purpose: prompts, and values whose width
+differs from the keys' (a row's last bits would depend on its neighbours); `sdpa` itself handles both.
 """
 
 from __future__ import annotations
 
-import sys
+import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -20,20 +20,20 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from hydraflow.generation.widths import EAGER, KeysOfGroups, ValuesOfGroups
+from hydraflow.generation.widths import KeysOfGroups, ValuesOfGroups
 
-NAMES = {"sdpa": "hydraflow_cached", "eager": "hydraflow_cached_eager"}
+OURS = {"sdpa": "hydraflow_cached", "eager": "hydraflow_cached_eager"}
 """A model's own attention implementation -> ours in its place, with the same masks."""
 
 
 def register_attention() -> None:
-    """Makes the values of NAMES known to transformers in this process."""
+    """Makes the values of OURS known to transformers in this process."""
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
     for own, function in (("sdpa", cached_attention), ("eager", cached_eager_attention)):
-        ALL_ATTENTION_FUNCTIONS.register(NAMES[own], function)
-        ALL_MASK_ATTENTION_FUNCTIONS.register(NAMES[own], ALL_MASK_ATTENTION_FUNCTIONS[own])
+        ALL_ATTENTION_FUNCTIONS.register(OURS[own], function)
+        ALL_MASK_ATTENTION_FUNCTIONS.register(OURS[own], ALL_MASK_ATTENTION_FUNCTIONS[own])
 
 
 @contextmanager
@@ -42,7 +42,7 @@ def in_use(model: PreTrainedModel) -> Iterator[None]:
     the configuration."""
     config = model.config.get_text_config()
     own = config._attn_implementation
-    config._attn_implementation = NAMES[own]
+    config._attn_implementation = OURS[own]
     try:
         yield
     finally:
@@ -87,10 +87,11 @@ def cached_eager_attention(
     attention_mask: Tensor | None,
     **others: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    """The eager attention of the file that `module` is from; of several groups of rows, each alone."""
+    """The model's own eager attention; of several groups of rows, each alone."""
     if isinstance(key, KeysOfGroups):
         return _of_groups(cached_eager_attention, module, query, key, value, **others)
-    eager = vars(sys.modules[type(module).__module__])[EAGER]
+    # what transformers calls for `eager`: a global of the file that defines the layer's forward
+    eager = inspect.unwrap(type(module).forward).__globals__["eager_attention_forward"]
     return eager(module, query, key, value, attention_mask, **others)  # type: ignore[no-any-return]
 
 

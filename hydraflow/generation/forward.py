@@ -96,12 +96,13 @@ class CachedForward:
 
 
 def _implementation(model: PreTrainedModel) -> str | None:
-    """Name of its attention."""
+    """Name of the model's attention implementation."""
     return model.config.get_text_config()._attn_implementation
 
 
 def _takes_positions(model: PreTrainedModel) -> bool:
-    """Whether positions are rotary, or learned as in GPT-2. Others (ALiBi, OPT) follow from the mask."""
+    """Whether positions are rotary, or learned as in GPT-2. Other models (ALiBi, OPT) derive them from the
+    mask."""
     is_rotary = getattr(model.config.get_text_config(), "rope_parameters", None) is not None
     return is_rotary or isinstance(getattr(model.base_model, "wpe", None), nn.Embedding)
 
@@ -114,7 +115,8 @@ def _layer_types(model: PreTrainedModel) -> set[str]:
         not _takes_positions(model)
         or not model._supports_attention_backend
         or getattr(model, "_is_stateful", False)
-        or _implementation(model) not in attention.NAMES
+        or _implementation(model) not in attention.OURS
+        or getattr(config, "reorder_and_upcast_attn", False)  # only under the name `eager`
     ):
         return set()
     if found := getattr(config, "layer_types", None):

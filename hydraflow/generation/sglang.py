@@ -321,8 +321,8 @@ def arguments(folder: Path, spec: EngineSpec) -> Mapping[str, Any]:
 
 
 def _require_version(section: str) -> None:
-    found = SGLANG.installed().get(SGLANG.package)
-    if found is None or Version(found) < Version(SGLANG.minimum):
+    found = SGLANG.version
+    if not found or Version(found) < Version(SGLANG.minimum):
         rule = f"needs SGLang {SGLANG.minimum} or newer; {found or 'none'} is installed"
         raise ConfigError.one(
             f"{section}.name", "sglang", rule, f"{SGLANG.install}; or {section}.name=native"

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import inspect
 import re
-import sys
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -23,20 +22,19 @@ _UPDATE = re.compile(r"\b\w*(?:past|cache)\w*\.update\(")
 _DIRECT = re.compile(
     r"(?P<key>key(?:_states)?), (?P<value>value(?:_states)?) = \w+"
     r"\.update\((?P=key), (?P=value), self\.layer_idx\)\s+"
-    # in layers that could be cross-attention, which those of a causal model are not
+    # bookkeeping of cross-attention, which does not run without encoder states
     r"(?:# [^\n]+\s+if (?:self\.)?is_cross_attention:\s+\w+\.is_updated\[self\.layer_idx\] = True\s+)?"
-    # later layers may share these keys and values, which they only move to their own device
+    # later layers attend to these keys and values unchanged, after `.to(device)`
     r"(?:if self\.store_full_length_kv:\s+shared_kv_states\[[^\]]+\] = (?P=key), (?P=value)\s+)?"
     r"(?:using_eager = [^\n]+\s+)?"
-    r"attention_interface: Callable = ALL_ATTENTION_FUNCTIONS\.get_interface\([^)]*\)\s+"
+    r"attention_interface: Callable = ALL_ATTENTION_FUNCTIONS\.get_interface\("
+    r"\s+self\.config\._attn_implementation, eager_attention_forward\s+\)\s+"
     r"(?:if using_eager and [^:]+:\s+[^()]+\([^)]*\)\s+else:\s+)?(?:# [^\n]+\s+)?"
     r"\w+, \w+ = attention_interface\("
     r"\s+self,\s+query(?:_states)?,\s+(?P=key),\s+(?P=value),\s+(?:attention_mask=)?attention_mask,"
 )
-"""transformers' usual attention: what the cache returns goes to the attention function as it is."""
-
-EAGER = "eager_attention_forward"
-"""The function of a modeling file that transformers calls for `attn_implementation=eager`."""
+"""transformers' usual attention: what the cache returns goes to the attention function as it is, here and in
+the layers that share it."""
 
 
 class KeysOfGroups(NamedTuple):
@@ -48,7 +46,7 @@ class KeysOfGroups(NamedTuple):
     """Additive, (b, 1, 1, L) each; None: every row attends to all of its keys."""
 
     def to(self, device: object) -> KeysOfGroups:
-        """Itself: an engine has one device."""
+        """Itself, for layers that attend to another layer's keys: an engine has one device."""
         return self
 
 
@@ -56,7 +54,7 @@ class ValuesOfGroups(list[Tensor]):
     """Values of all groups, (b, k, L, d) each."""
 
     def to(self, device: object) -> ValuesOfGroups:
-        """Itself: an engine has one device."""
+        """Itself, for layers that attend to another layer's keys: an engine has one device."""
         return self
 
 
@@ -88,11 +86,10 @@ def takes_joint_cache(model: PreTrainedModel) -> bool:
     different widths: the last bits of a row would depend on the number of rows (`attention.py`)."""
     if getattr(model.config.get_text_config(), "v_head_dim", None) is not None:
         return False
-    readers = {type(module) for module in model.modules() if hasattr(module, "layer_idx")}
+    readers = {type(module).forward for module in model.modules() if hasattr(module, "layer_idx")}
     try:
-        codes = {reader: inspect.getsource(reader.forward) for reader in readers}
+        codes = [inspect.getsource(reader) for reader in readers]
     except (OSError, TypeError):  # code without a file
         return False
-    attentions = {reader: code for reader, code in codes.items() if _UPDATE.search(code)}
-    has_eager = all(hasattr(sys.modules[reader.__module__], EAGER) for reader in attentions)
-    return bool(attentions) and has_eager and all(map(_DIRECT.search, attentions.values()))
+    attentions = [code for code in codes if _UPDATE.search(code)]
+    return bool(attentions) and all(map(_DIRECT.search, attentions))

@@ -95,26 +95,26 @@ def layer_costs(
     *,
     tensor: int = 1,
     outside: int = 1,
-    mlp_widths: tuple[int, int] = (4, 3),
+    mlp_saved: int = 4,
+    mlp_peak: int = 3,
 ) -> LayerCosts:
     """The costs of the most expensive kind of layer. `number`: bytes per number. `tensor` devices share each
-    matrix; `outside` devices share what is between matrices (norms and residuals). `mlp_widths`:
-    intermediates that a gated MLP saves (gate, its activation, up, their product), and those at the peak of a
-    pass that saves none."""
-    widths_saved, widths_forward = mlp_widths
+    matrix; `outside` devices share what is between matrices (norms and residuals). `mlp_saved`: intermediates
+    that a gated MLP saves (gate, its activation, up, their product); `mlp_peak`: those at the peak of a pass
+    that saves none."""
     mlp_wide = shape.intermediate * number if shape.dense_layers else 0
-    mlp_saved = widths_saved * mlp_wide
+    saved_in_mlp = mlp_saved * mlp_wide
     if shape.experts:
-        mlp_saved, mlp_wide = max((mlp_saved, mlp_wide), _experts(shape, number, widths_saved))
+        saved_in_mlp, mlp_wide = max((saved_in_mlp, mlp_wide), _experts(shape, number, mlp_saved))
     h = shape.hidden * number
     entry = tokens.line * h // outside
-    saved = 2 * tokens.line * _norm(shape, number) // outside + tokens.line * mlp_saved // tensor
+    saved = 2 * tokens.line * _norm(shape, number) // outside + tokens.line * saved_in_mlp // tensor
     saved += _attention(shape, tokens, number) // tensor
     heads = 4 * shape.q_width
     if tokens.ulysses > 1:
         # queries, keys and values exist three times: before the exchange, as sent, and as received
         heads = 3 * (shape.q_width + 2 * shape.kv_width * _repeats(shape, tokens))
-    forward = tokens.line * (2 * h // outside + max(widths_forward * mlp_wide, heads * number) // tensor)
+    forward = tokens.line * (2 * h // outside + max(mlp_peak * mlp_wide, heads * number) // tensor)
     return LayerCosts(entry, saved, forward, tokens.line * (2 * h // outside + 2 * mlp_wide // tensor))
 
 

@@ -21,9 +21,9 @@ from hydraflow.memory.report import MemoryParts, fullest
 from hydraflow.memory.shape import ModelShape
 from hydraflow.models.chunks import head_chunk
 
-_MLP_WIDTHS = 5, 5
-"""Gate and up are one product; Megatron-Core's unfused gated MLP also keeps a copy of up, to which it adds
-glu_linear_offset=0."""
+_MLP = 5
+"""Intermediates of Megatron-Core's unfused gated MLP, saved or not: gate and up, which are one tensor, the
+activation, a copy of up, to which it adds glu_linear_offset=0, and their product."""
 
 
 @dataclass(frozen=True)
@@ -90,7 +90,7 @@ class MegatronModelMemory:
 
     def _layer_costs(self, tokens: MicroBatchTokens) -> LayerCosts:
         shared = {"tensor": self.layout.tensor, "outside": self._outside}
-        return layer_costs(self.shape, tokens, self.number, **shared, mlp_widths=_MLP_WIDTHS)
+        return layer_costs(self.shape, tokens, self.number, **shared, mlp_saved=_MLP, mlp_peak=_MLP)
 
     @property
     def _without_gradients(self) -> MemoryParts:

@@ -64,7 +64,7 @@ def test_ranks_that_are_never_profiled():
     """The default has no number of devices, so it is the machine's: 2."""
     given = {"global_profiler__tool": "torch", "global_profiler__ranks": [0, 3]}
     [note] = [one for one in resolve(small(**given)).notes if one.startswith("global_profiler")]
-    assert note.startswith("global_profiler.ranks=[3]: no role has more than 2 ranks")
+    assert note.startswith("global_profiler.ranks=[3]: ranks count from 0, and no role has more than 2 of")
     four = resolve(small(**given, trainer__n_gpus_per_node=4))
     assert not [one for one in four.notes if one.startswith("global_profiler")]
 

@@ -43,7 +43,7 @@ def test_steps_and_ranks_that_are_never_profiled():
     plan = resolve_sft_plan(sft(**profiled), conversations=72)
     assert [note.partition(",")[0] for note in plan.notes] == [
         "global_profiler.steps=[4]: the run has 3 training steps",
-        "global_profiler.ranks=[2]: no role has more than 2 ranks",
+        "global_profiler.ranks=[2]: ranks count from 0",
     ]
     assert resolve_sft_plan(sft(**profiled), conversations=96, devices_per_node=3).notes == ()
 

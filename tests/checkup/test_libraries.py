@@ -13,6 +13,7 @@ from hydraflow.checkup.finding import State
 from hydraflow.checkup.libraries import broken_requirements
 from hydraflow.checkup.probe import ProcessResult
 from hydraflow.models import attention
+from hydraflow.options import Library
 
 
 def distribution(folder: Path, name: str, version: str, *asks: str) -> None:
@@ -73,18 +74,17 @@ def test_vllm_for_another_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 def test_vllm_for_another_kind_of_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     package = tmp_path / "vllm"
     package.mkdir()
-    (package / "__init__.py").write_text("LLM, SamplingParams = object, dict\n")
+    (package / "__init__.py").write_text("LLM, SamplingParams, __version__ = object, dict, '9.9'\n")
     platform = package / "platforms.py"
-    distribution(tmp_path, "vllm", "9.9")
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     asking = CheckContext(configured(actor_rollout_ref__rollout__name="vllm"))
     for device, state in (("cpu", State.OK), ("tpu", State.PROBLEM)):
-        source = f"class current_platform: device_type = '{device}'\nprint('a warning')\n"
+        source = f"class current_platform: device_type = '{device}'\nprint('a warning: device=cuda')\n"
         platform.write_text(source)
         [found] = findings(asking, "vLLM and torch")
-        assert found.state is state and found.evidence.startswith("vLLM 9.9, torch ")
-    assert "built for tpu: this run is on cpu" in found.evidence
+        assert found.state is state and found.evidence.startswith(f"vLLM 9.9 for {device}, torch ")
+    assert "this run is on cpu" in found.evidence
 
 
 def test_sglang_that_is_missing_too_old_or_cannot_be_imported(
@@ -127,7 +127,7 @@ def test_megatron_that_fits_is_missing_or_of_another_version(
     assert "but 0.15.3 is installed" in found.evidence
     assert found.remedy.startswith("pip install 'megatron-core")
     assert states(findings(other, "library versions")) == [State.OK]
-    monkeypatch.setattr("hydraflow.checkup.libraries.installed", lambda name: None)
+    monkeypatch.setattr(Library, "version", "")
     [found] = findings(asking, "Megatron-Core")
     assert found.state is State.PROBLEM and "hydraflow-trainer[megatron]" in found.remedy
 

@@ -18,6 +18,8 @@ DDP_KEY = "actor_rollout_ref.actor.megatron.override_ddp_config"
 def configured(values):
     """A configuration with these open mappings."""
     config = PPOConfig()
+    config.algorithm.adv_estimator, config.actor_rollout_ref.rollout.name = "gae", "vllm"
+    config.actor_rollout_ref.actor.strategy = config.critic.strategy = "megatron"
     for key, value in values.items():
         section = config
         *path, name = key.split(".")
@@ -81,6 +83,14 @@ def test_a_name_that_the_library_does_not_have_is_refused_with_the_nearest(libra
             f" {MEGATRON_KEY}.recompute_granularity=full"
         ),
     ]
+
+
+def test_names_without_an_effect_are_left_to_their_note(libraries):
+    config = configured(
+        {VLLM_KEY: {"swap_spaces": 8}, DDP_KEY.replace("actor.m", "ref.m"): {"bucketsize": 8}}
+    )
+    config.actor_rollout_ref.rollout.name = "native"
+    assert check_names(config) == ([], [])
 
 
 def test_without_the_library_a_note_says_so(tmp_path, monkeypatch):
