@@ -40,6 +40,7 @@ from hydraflow.generation.layout import Wave, request_order, waves
 from hydraflow.generation.parity import not_sampled, require_parity
 from hydraflow.generation.requests import Limits, aborted
 from hydraflow.generation.sampling import UniformDraws
+from hydraflow.generation.steady import steady_products
 from hydraflow.generation.stopping import StopStrings, watched
 from hydraflow.generation.weights import Arrivals, held_weights, load_weights
 from hydraflow.models.linear import speed_up_linears
@@ -77,6 +78,7 @@ class NativeEngine:
             raise ValueError(f"max_num_seqs={max_num_seqs} must be at least 1")
         self._model = model.eval().requires_grad_(False)
         speed_up_linears(model)
+        steady_products(model)
         self._forward = CachedForward(model)
         self._max_rows = max_num_seqs
         self._eos = end_tokens(generation_config or model.generation_config, model.config)
