@@ -71,20 +71,22 @@ def test_vllm_for_another_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert found.remedy.startswith("pip install 'torch==1.0'")
 
 
-def test_vllm_for_another_kind_of_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("device", "state"), [("cpu", State.OK), ("tpu", State.PROBLEM)])
+def test_vllm_for_another_kind_of_device(
+    device: str, state: State, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     package = tmp_path / "vllm"
     package.mkdir()
     (package / "__init__.py").write_text("LLM, SamplingParams, __version__ = object, dict, '9.9'\n")
-    platform = package / "platforms.py"
+    (package / "platforms.py").write_text(
+        f"class current_platform: device_type = '{device}'\nprint('a warning: device=cuda')\n"
+    )
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     asking = CheckContext(configured(actor_rollout_ref__rollout__name="vllm"))
-    for device, state in (("cpu", State.OK), ("tpu", State.PROBLEM)):
-        source = f"class current_platform: device_type = '{device}'\nprint('a warning: device=cuda')\n"
-        platform.write_text(source)
-        [found] = findings(asking, "vLLM and torch")
-        assert found.state is state and found.evidence.startswith(f"vLLM 9.9 for {device}, torch ")
-    assert "this run is on cpu" in found.evidence
+    [found] = findings(asking, "vLLM and torch")
+    assert found.state is state and found.evidence.startswith(f"vLLM 9.9 for {device}, torch ")
+    assert found.evidence.endswith("this run is on cpu") == (state is State.PROBLEM)
 
 
 def test_sglang_that_is_missing_too_old_or_cannot_be_imported(
