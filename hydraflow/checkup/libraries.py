@@ -133,8 +133,8 @@ def check_generation(name: str, context: CheckContext) -> Iterator[Finding]:
     named = f"{library.name} {version or 'without a version'}"
     seen = f"{named}{f' for {device}' if device else ''}, torch {installed('torch')}"
     if ended.code != 0:
-        rule = f"{named} cannot be imported with torch {installed('torch')}"
-        yield problem(f"{rule}: {ended.reason}", library.install)
+        failed = f"{named} cannot be imported with torch {installed('torch')}"
+        yield problem(f"{failed}: {ended.reason}", library.install)
     elif not version:
         yield warning(f"{seen}: {library.minimum} or newer is needed", library.install)
     elif Version(version) < Version(library.minimum):
@@ -148,10 +148,9 @@ def check_generation(name: str, context: CheckContext) -> Iterator[Finding]:
 
 def check_megatron(context: CheckContext) -> Iterator[Finding]:
     """The training engine imports Megatron-Core, and rewrites it where there is no CUDA."""
-    library, asked = MEGATRON, trains_with_megatron(context)
+    library, version, asked = MEGATRON, MEGATRON.version, trains_with_megatron(context)
     if not asked and not context.everything:
         raise CheckSkipped("no role trains with it")
-    version = library.version
     if not version:
         if not asked:
             raise CheckSkipped(f"{library.name} is not installed, and this configuration does not need it")

@@ -1,13 +1,14 @@
 """Ray's head process (its control service): whether it still answers, and shutting down without it.
 
-In: its address. Out: HeadLost soon after it has gone. Without this a run would continue until its next
-request to the service, and a minute later Ray would exit the controller with code 1 and leave all other
-processes.
+In: its address, and whether the process of a local one has ended. Out: HeadLost soon after it has gone.
+Without this a run would continue until its next request to the service, and a minute later Ray would exit the
+controller with code 1 and leave all other processes.
 """
 
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 
 import ray
 
@@ -31,19 +32,23 @@ class HeadLost(EnvironmentFault):
 class RayHead:
     """The control service of the cluster that this process has joined."""
 
-    def __init__(self, address: str):
-        self.address = address
+    def __init__(self, address: str, fault: Callable[[], EnvironmentFault | None] | None = None):
+        """fault: of a local cluster, the error for a process of it that has ended, if one has."""
+        self.address, self._fault = address, fault
         self.is_gone = False
         self._next = time.monotonic() + PERIOD
         self._heard = time.monotonic()
 
     def look(self) -> None:
-        """Raises HeadLost when the service has been silent for PATIENCE seconds; does nothing most of the
-        time."""
+        """Raises HeadLost when the service's process has ended, or has been silent for PATIENCE seconds; does
+        nothing most of the time."""
         now = time.monotonic()
         if now < self._next:
             return
         self._next = now + PERIOD
+        if self._fault is not None and (ended := self._fault()):
+            self.is_gone = True
+            raise HeadLost(str(ended))
         if not unreachable(self.address, 1.0):
             self._heard = now
         elif now - self._heard > PATIENCE:

@@ -105,7 +105,9 @@ class Runtime:
         started = start_ray(self.ray_init, cpus_needed(pools), console=console, forks=forks)
         self._owns_ray = started or self._owns_ray
         self.channel.calls.stacks = self._write_stacks
-        self.channel.calls.head = self.channel.calls.head or RayHead(ray.get_runtime_context().gcs_address)
+        if self.channel.calls.head is None:
+            fault = None if self._guard is None else self._guard.fault
+            self.channel.calls.head = RayHead(ray.get_runtime_context().gcs_address, fault)
         growing = self.ray_init.address != "local" and ALL_JOINED not in os.environ
         with after_the_start():
             self._reservations |= reserve(pools, timeout=self.channel.timeouts.start, growing=growing)

@@ -113,9 +113,10 @@ def test_rays_control_service_dies(tmp_path: Path, recipe_cache: Path) -> None:
     started = begin(tmp_path, recipe_cache, *ONE_RANK)
     since = time.monotonic()
     family(started, "gcs_server")[0].kill()
-    assert started.ended(60) == 3, started.said()[-3000:]  # 15 seconds on a quiet machine
-    print(f"ended after {time.monotonic() - since:.0f} s")
-    assert "Ray's control service (gcs_server) at " in started.said() and "Traceback" not in started.said()
+    assert started.ended(30) == 3, started.said()[-3000:]
+    assert time.monotonic() - since < 30
+    said = started.said()
+    assert "Ray's control service (gcs_server) has ended: it was killed" in said and "Traceback" not in said
 
 
 def test_a_process_hangs(tmp_path: Path, recipe_cache: Path) -> None:

@@ -39,8 +39,7 @@ SOME = ["bart", "biogpt", "ctrl", "ernie4_5_moe", "exaone4", "gpt_neox_japanese"
 SOME += ["granitemoe_swa", "inkling_text", "jetmoe", "lfm2", "mimo_v2_flash", "openai-gpt", "vaultgemma"]
 
 WIDTHS = ["afmoe", "cohere2", "gemma2", "gemma3_text", "gemma3n_text", "gemma4", "gemma4_text", "gpt2"]
-WIDTHS += ["gpt_bigcode", "gpt_neox", "gpt_oss", "granite", "granite_swa", "olmo3"]
-WIDTHS += ["vaultgemma"]
+WIDTHS += ["gpt_bigcode", "gpt_neox", "gpt_oss", "granite", "granite_swa", "olmo3", "vaultgemma"]
 
 
 def test_the_page_is_what_the_script_writes_of_its_rows() -> None:
