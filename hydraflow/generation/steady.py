@@ -11,6 +11,7 @@ Legend: N tokens, H hidden size, E experts, K experts of each token.
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import torch
@@ -24,7 +25,8 @@ NAME, _REPLACED = "hydraflow_steady", "grouped_mm"
 
 
 def steady_products(model: PreTrainedModel) -> None:
-    """Replaces the products of experts and those of layers with one output; parameters are kept."""
+    """Replaces the products of experts and those of layers with one output; parameters are kept, and so is the
+    configuration, which other models may share."""
     from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
     if model.device.type != "cpu":
@@ -35,6 +37,7 @@ def steady_products(model: PreTrainedModel) -> None:
         if type(part) in PLAIN_LINEAR and part.out_features == 1:
             part.__class__ = _OneOutput
         elif hasattr(part, "_is_expert_parallel") and part.config._experts_implementation == _REPLACED:
+            part.config = copy.deepcopy(part.config)
             part.config._experts_implementation = NAME
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from transformers.integrations import moe
 
 from hydraflow.generation.base import GenerationRequest, SamplingParams
 from hydraflow.generation.native import NativeEngine
-from hydraflow.generation.steady import steady_products
+from hydraflow.generation.steady import NAME, steady_products
 from hydraflow.models.linear import LEAST_ROWS
 from hydraflow.protocol import ragged
 
@@ -54,6 +55,16 @@ def test_every_expert_gets_enough_rows_and_the_values_are_the_same(
     steady_products(model)
     torch.testing.assert_close(model(tokens).logits, expected, atol=1e-5, rtol=1e-5)
     assert len(fewest) == SMALL["num_hidden_layers"] and min(fewest) >= LEAST_ROWS
+
+
+def test_models_made_of_the_same_configuration_keep_theirs() -> None:
+    model = made("mixtral")
+    before = copy.deepcopy(model.config)
+    steady_products(model)
+    layer: Any = model.model.layers[0]
+    assert layer.mlp.experts.config._experts_implementation == NAME
+    assert model.config._experts_implementation == before._experts_implementation
+    assert model.config.to_dict() == before.to_dict()
 
 
 @pytest.mark.skipif(
