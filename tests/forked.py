@@ -232,6 +232,7 @@ def preload() -> None:
         importlib.import_module(f"hydraflow.jobs.{name}")
     import matplotlib.backends.backend_agg
     import matplotlib.figure  # noqa: F401
+    import ray._common.pydantic_compat  # noqa: F401
     import transformers.models.qwen3.modeling_qwen3  # noqa: F401
     from transformers import AutoModelForCausalLM, AutoTokenizer  # noqa: F401
 

@@ -28,6 +28,22 @@ def translated(error: Exception, files: Sequence[str] = ()) -> ConfigError:
     return ConfigError([problem or Problem(key, None, message)])
 
 
+def no_folder(error: OSError, *, sweeps: bool) -> Problem:
+    """The problem of a folder that Hydra cannot create; `sweeps`: for a sweep.
+
+    >>> print(no_folder(NotADirectoryError(20, "Not a directory", "data.txt/out"), sweeps=False))
+    hydra.run.dir=data.txt/out: the folder cannot be created: Not a directory
+          -> hydra.run.dir=. and trainer.default_local_dir=<folder>, where all results go
+    """
+    key, remedy = (
+        "hydra.run.dir",
+        "hydra.run.dir=. and trainer.default_local_dir=<folder>, where all results go",
+    )
+    if sweeps:
+        key, remedy = "hydra.sweep.dir", "hydra.sweep.dir=<a folder that can be created>"
+    return Problem(key, error.filename, f"the folder cannot be created: {error.strerror}", remedy)
+
+
 def _of_a_key(key: str, message: str) -> Problem | None:
     """Errors in values, deletions and interpolations."""
     if found := re.search(r"Could not delete from config\. (?:The value of )?'(.+?)'", message):

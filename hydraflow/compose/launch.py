@@ -27,7 +27,7 @@ from omegaconf.errors import OmegaConfBaseException
 from hydraflow.compose.arguments import Arguments, CommandLineOption, split
 from hydraflow.compose.command import Command
 from hydraflow.compose.command_words import public_words
-from hydraflow.compose.hydra_errors import translated
+from hydraflow.compose.hydra_errors import no_folder, translated
 from hydraflow.compose.keys import describe, known_keys, nearest_keys, wrapped
 from hydraflow.compose.loading import VERSION_BASE, ComposedConfig, EntryPoint, finish, register
 from hydraflow.compose.overrides import PreparedCommandLine, config_folder, groups_in, prepare
@@ -217,6 +217,10 @@ class _Launch(Generic[Config]):
             if self._has_composed:
                 raise  # from the job, not from reading the configuration
             raise ConfigError([*problems, unreadable(error)]) from error
+        except OSError as error:
+            if self._has_composed or error.filename is None:
+                raise  # from the job
+            raise ConfigError([*problems, no_folder(error, sweeps=arguments.multirun)]) from error
         except (HydraException, OmegaConfBaseException, ValueError, RecursionError) as error:
             if self._has_composed and not isinstance(error, HydraException | OmegaConfBaseException):
                 raise

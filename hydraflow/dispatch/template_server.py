@@ -38,6 +38,7 @@ LIBRARIES = (
     "hydraflow.generation.native",
     "hydraflow.algorithms.actor_loss",
     "hydraflow.algorithms.advantages",
+    "hydraflow.schema",
     # what Ray imports
     "google.protobuf.json_format",
     "google.protobuf.text_format",

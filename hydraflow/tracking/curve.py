@@ -36,9 +36,12 @@ def draw_curve(folder: Path, target: Path, *, title: str = "") -> bool:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(10, 0.6 + 2.7 * len(curves)), layout="constrained")
+    height = 0.6 + 2.7 * len(curves)
+    figure = Figure(figsize=(10, height))
     FigureCanvasAgg(figure)
     grid = figure.subplots(len(curves), 2, sharex="col", sharey="row", squeeze=False)
+    # margins in inches: matplotlib's own layouts take as long as the drawing
+    figure.subplots_adjust(0.08, 0.5 / height, 0.985, 1 - 0.45 / height, wspace=0.06, hspace=0.1)
     for (by_step, by_time), (name, points) in zip(grid, curves.items()):
         values = [point.value for point in points]
         _draw(by_step, [point.step for point in points], values)
@@ -46,7 +49,7 @@ def draw_curve(folder: Path, target: Path, *, title: str = "") -> bool:
         by_step.set_ylabel(name)
     grid[-1][0].set_xlabel("training step")
     grid[-1][1].set_xlabel("minutes")
-    figure.suptitle(title)
+    figure.suptitle(title, y=1 - 0.12 / height, va="top")
     try:
         figure.savefig(target, dpi=120)
     except OSError as error:

@@ -178,6 +178,17 @@ def test_a_sweep_runs_each_value(tmp_path):
     assert [one["config"]["critic"]["ppo_micro_batch_size_per_gpu"] for one in seen] == [2, 4]
 
 
+@pytest.mark.parametrize(
+    ("key", "options"),
+    [("hydra.run.dir", []), ("hydra.sweep.dir", ["--multirun", "trainer.seed=1,2"])],
+)
+def test_a_folder_that_hydra_cannot_create(tmp_path, key, options):
+    (tmp_path / "file").write_text("")
+    result = here.call(tmp_path, "ppo", *options, f"{key}=file/folder")
+    assert result.returncode == 2 and "Traceback" not in result.stderr
+    assert f"{key}=file/folder: the folder cannot be created: Not a directory" in result.stderr
+
+
 def test_an_interrupt_ends_the_sweep(tmp_path):
     result = call(tmp_path, "ppo", "-m", "trainer.seed=1,2", HYDRAFLOW_TEST_ERROR="interrupt")
     assert (result.returncode, result.stderr) == (130, "run 0 of the sweep: trainer.seed=1\ninterrupted\n")
