@@ -304,7 +304,7 @@ largest of their tensor. In bf16 nothing is accepted that is wrong in float32.
 | policy | how rows are computed: `packed` into one line, or right `padded`; or `refused`, with a sentence |
 | critic | the same for a value model |
 | LoRA | the same with `target_modules=all-linear`. Experts that are one tensor for a layer get no adapter |
-| sampled | whether the built-in engine samples from it; otherwise another engine is named |
+| sampled | whether the built-in engine samples from it; `refused`: the last column says why |
 
 | type | policy | critic | LoRA | sampled | why not |
 |---|---|---|---|---|---|

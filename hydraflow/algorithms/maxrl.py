@@ -3,8 +3,8 @@
     A = (score - mean of the group) / mean of the group
 
 For scores of 0 and 1: prompts are weighted by the inverse of their success rate, as in the gradient of the
-log of the success probability. A group whose mean is not above 0 gets advantages of 0. A group of one has no
-baseline; with a score of 0 or 1 the formula gives 0.
+log of the success probability. A group whose mean is not above 0 gets advantages of 0. A group of one gets 0,
+because its score is its mean.
 """
 
 from __future__ import annotations

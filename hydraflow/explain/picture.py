@@ -19,7 +19,7 @@ USED, UNUSED = "■", "·"
 
 MODES = {
     "colocated": "all roles use the same devices, one after the other",
-    "disaggregated": "each role has its own devices, so none waits for a device",
+    "disaggregated": "any two roles share all of their devices or none",
     "partial": "some roles use a part of the devices that others use",
     "overlapping": "some roles share some of their devices, and each also has devices of its own",
 }

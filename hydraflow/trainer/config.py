@@ -97,7 +97,8 @@ class LoopConfig(RunConfig):
     total_training_steps: int | None = free(None, size=True)
     """Number of training steps; null: from total_epochs."""
     max_wall_time: Any = free(None, rule=TIME)
-    """Wall-clock limit, in seconds or as 90s, 8m, 1h30m: the run saves and stops cleanly. null: no limit."""
+    """Wall-clock limit, in seconds or as 90s, 8m, 1h30m: the run stops cleanly after the step in which it is
+    reached, with a checkpoint if save_freq is set. null: no limit."""
     test_freq: int = free(-1, rule=NEVER_OR_COUNT)
     """Steps between validations; -1: only at the end (and before the first step with val_before_train)."""
     logger: list[str] = free(factory=lambda: ["console", "file", "tensorboard"], rule=KNOWN_LOGGERS)
