@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from hydraflow.algorithms.policy_loss import LOG_RATIO_BOUND
+from hydraflow.algorithms.policy_loss import bounded
 from hydraflow.algorithms.token_terms import keep
 
 
@@ -44,7 +44,7 @@ class Weighting:
         """(B, R) from log r, which is 0 where nothing is trained."""
         if self.level == "sequence":
             log_ratio = log_ratio.sum(dim=-1, keepdim=True).expand_as(log_ratio)
-        return log_ratio.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND).exp()
+        return bounded(log_ratio).exp()
 
     def weights(self, ratios: Tensor) -> Tensor:
         """(B, R), not normalized."""
@@ -96,7 +96,7 @@ class Rejection:
     def measure(self, log_ratio: Tensor, mask: Tensor) -> Tensor:
         """The compared value, (B, R); the same for all tokens of a row if the rule is about rows."""
         over, _, form = self.rule.rpartition("_")
-        values = keep(_DIVERGENCES[form](log_ratio.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)), mask)
+        values = keep(_DIVERGENCES[form](bounded(log_ratio)), mask)
         return _OVER_ROWS[over](values, mask).expand_as(values)
 
     def keeps(self, measure: Tensor) -> Tensor:

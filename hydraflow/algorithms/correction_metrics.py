@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from hydraflow.algorithms.correction import Correction, Rejection, Weighting
-from hydraflow.algorithms.policy_loss import LOG_RATIO_BOUND
+from hydraflow.algorithms.policy_loss import bounded
 from hydraflow.algorithms.token_terms import keep
 from hydraflow.metrics import Metric, from_moments, maximum, mean, minimum, spread
 
@@ -59,9 +59,8 @@ def correction_metrics(
 
 def _policy_gap(tokens: _Tokens, trained: Tensor, sampled: Tensor) -> dict[str, Metric]:
     ours, theirs = -tokens.row_means(trained), -tokens.row_means(sampled)  # (B,) log-perplexities
-    bounded = tokens.log_ratio.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
-    of_token = bounded[tokens.mask]
-    of_row = tokens.log_ratio.sum(1).clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
+    of_token = bounded(tokens.log_ratio)[tokens.mask]
+    of_row = bounded(tokens.log_ratio.sum(1))
     means = {
         "kl": -tokens.log_ratio[tokens.mask],
         "k3_kl": torch.expm1(of_token) - of_token,
@@ -71,7 +70,7 @@ def _policy_gap(tokens: _Tokens, trained: Tensor, sampled: Tensor) -> dict[str, 
         "rollout_log_ppl": theirs,
         "log_ppl_diff": ours - theirs,
         "log_ppl_abs_diff": (ours - theirs).abs(),
-        "ppl_ratio": (ours - theirs).clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND).exp(),
+        "ppl_ratio": bounded(ours - theirs).exp(),
         "chi2_token": torch.expm1(2 * of_token),
         "chi2_seq": torch.expm1(2 * of_row),
     }
@@ -98,14 +97,15 @@ def _of_weights(weighting: Weighting, tokens: _Tokens) -> dict[str, Metric]:
         "eff_sample_size", float(chosen.mean()), square, len(chosen)
     )
     found[f"{name}seq_max_deviation"] = maximum(float((per_row - 1.0).abs().max()))
+    each = ratio if weighting.level == "token" else ratio_of_row
     shares = {
-        "ratio_fraction_high": ratio > weighting.upper,
-        "ratio_fraction_low": ratio < low,
+        "ratio_fraction_high": each > weighting.upper,
+        "ratio_fraction_low": each < low,
         "seq_fraction_high": ratio_of_row > weighting.upper,
         "seq_fraction_low": ratio_of_row < low,
     }
     if weighting.lower is not None:
-        shares["oob_ratio"] = shares["ratio_fraction_high"] | shares["ratio_fraction_low"]
+        shares["oob_ratio"] = (ratio > weighting.upper) | (ratio < low)
     return found | {f"{name}{what}": _share(of) for what, of in shares.items()}
 
 

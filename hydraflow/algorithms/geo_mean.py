@@ -5,15 +5,14 @@
 
 The ratio is the geometric mean of the row's clipped ratios, one number for all of its tokens. The bounds
 apply to the logarithm; the paper uses 0.4. The paper averages over each sequence first, as
-`actor.loss_agg_mode=seq-mean-token-mean` does. For negative advantages verl swaps the two bounds, which
-matters only where they differ; here each keeps its side.
+`actor.loss_agg_mode=seq-mean-token-mean` does.
 """
 
 from __future__ import annotations
 
 import torch
 
-from hydraflow.algorithms.policy_loss import bounded_row_means
+from hydraflow.algorithms.policy_loss import bounded, row_means
 from hydraflow.algorithms.token_terms import TokenInputs, TokenTerms, keep
 
 
@@ -29,5 +28,5 @@ def geo_mean(tokens: TokenInputs, *, clip_ratio_low: float, clip_ratio_high: flo
     clipped = torch.where(
         tokens.advantages > 0, gap.clamp(max=clip_ratio_high), gap.clamp(min=-clip_ratio_low)
     )
-    ratio = bounded_row_means(clipped, tokens.mask).exp()  # (B, 1)
+    ratio = bounded(row_means(clipped, tokens.mask)).exp()  # (B, 1)
     return TokenTerms(-tokens.advantages * ratio, {"actor/pg_clipfrac": (clipped != gap).to(gap.dtype)})

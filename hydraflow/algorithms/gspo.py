@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import torch
 
-from hydraflow.algorithms.policy_loss import bounded_row_means
+from hydraflow.algorithms.policy_loss import bounded, row_means
 from hydraflow.algorithms.token_terms import TokenInputs, TokenTerms, keep
 
 
@@ -28,8 +28,8 @@ def gspo(tokens: TokenInputs, *, clip_ratio_low: float, clip_ratio_high: float) 
     tensor([[-1.1052, -1.1052]])
     """
     logp, advantages = tokens.log_probs, tokens.advantages
-    of_row = bounded_row_means(keep(logp - tokens.old_log_probs, tokens.mask), tokens.mask)  # (B, 1)
-    ratio = (of_row.detach() + logp - logp.detach()).exp()
+    of_row = row_means(keep(logp - tokens.old_log_probs, tokens.mask), tokens.mask)  # (B, 1)
+    ratio = bounded(of_row.detach() + logp - logp.detach()).exp()
     plain = -advantages * ratio
     clipped = -advantages * ratio.clamp(1.0 - clip_ratio_low, 1.0 + clip_ratio_high)
     return TokenTerms(torch.maximum(plain, clipped), {"actor/pg_clipfrac": (clipped > plain).to(logp.dtype)})

@@ -26,15 +26,19 @@ class PolicyLoss(Protocol):
 
 
 def bounded_log_ratio(tokens: TokenInputs) -> Tensor:
-    """`log_probs - old_log_probs` (B, R), from -20 to 20; no gradient where a bound holds."""
-    return (tokens.log_probs - tokens.old_log_probs).clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
+    """`log_probs - old_log_probs` (B, R), `bounded`."""
+    return bounded(tokens.log_probs - tokens.old_log_probs)
 
 
-def bounded_row_means(log_ratios: Tensor, mask: Tensor) -> Tensor:
-    """Means (B, 1) over the trained tokens of each row of `log_ratios` (B, R), which are 0 where `mask` is 0;
-    from -20 to 20, without a gradient where a bound holds."""
-    count = mask.sum(dim=1, keepdim=True).clamp(min=1.0)  # (B, 1)
-    return (log_ratios.sum(dim=1, keepdim=True) / count).clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
+def row_means(log_ratios: Tensor, mask: Tensor) -> Tensor:
+    """Means (B, 1) over the trained tokens of each row of `log_ratios` (B, R), which are 0 where `mask` is
+    0."""
+    return log_ratios.sum(dim=1, keepdim=True) / mask.sum(dim=1, keepdim=True).clamp(min=1.0)
+
+
+def bounded(log_ratio: Tensor) -> Tensor:
+    """From -20 to 20, without a gradient where a bound holds."""
+    return log_ratio.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
 
 
 def vanilla(

@@ -25,8 +25,8 @@ NAME, _REPLACED = "hydraflow_steady", "grouped_mm"
 
 
 def steady_products(model: PreTrainedModel) -> None:
-    """Replaces the products of experts and those of layers with one output. The parameters are kept, and so is
-    the configuration, which other models may share."""
+    """Replaces the products of experts and those of layers with one output. Keeps the parameters, and the
+    configuration, which other models may share."""
     from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
     if model.device.type != "cpu":

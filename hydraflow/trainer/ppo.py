@@ -258,9 +258,13 @@ class PPOTrainer:
         return self.roles.actor.call(ActorWorker.update, inputs, step)
 
     def note_update(self, updating: Future | None) -> None:
-        """Waits for an update and keeps its metrics."""
+        """Waits for an update and keeps its metrics; `actor/entropy` remains the one that sets the
+        coefficient, if one does."""
         if updating is not None:
-            self.metrics |= reductions.values(updating.get())
+            found = reductions.values(updating.get())
+            if self.entropy is not None:
+                found.pop("actor/entropy", None)
+            self.metrics |= found
 
     def mini_batched(
         self, batch: RemoteBatch, names: Sequence[str], plan: RolePlan, step: int
@@ -289,8 +293,9 @@ class PPOTrainer:
     def _control_entropy(self, measured: Mapping[str, float]) -> None:
         """Sets the step's entropy coefficient from its entropy; unchanged if no token is trained."""
         if self.entropy is not None and "actor/entropy" in measured:
-            self.entropy_coeff = self.entropy.take(measured["actor/entropy"])
-            self.metrics["actor/entropy_coeff"] = self.entropy_coeff
+            entropy = measured["actor/entropy"]
+            self.entropy_coeff = self.entropy.take(entropy)
+            self.metrics |= {"actor/entropy": entropy, "actor/entropy_coeff": self.entropy_coeff}
 
     def _compare_with_rollout(self, batch: RemoteBatch) -> RolloutComparison:
         names = ["response_mask", "rollout_log_probs", "old_log_probs", "replica"]

@@ -141,8 +141,8 @@ class Learner:
                 of_rows.append(changed)
             if loss.changes:
                 [counts] = global_denominators(self.engine, [rows])
-                if not counts.tokens:
-                    continue  # a step without a gradient would still apply momentum and weight decay
+            if not counts.tokens:
+                continue  # a step without a gradient would still apply momentum and weight decay
             loss_fn = loss.make(counts, number == 0)
             with span("gradient"):
                 of_rows.append(self.engine.forward_backward_rows(rows, self.micro_batcher, loss_fn, loss.ask))

@@ -217,6 +217,14 @@ def test_metrics_by_hand() -> None:
     assert {name: metrics[name] for name in metrics.keys() - of_the_loss} == pytest.approx(expected)
 
 
+def test_a_response_has_one_ratio_at_sequence_level() -> None:
+    """However long it is: 5/2 of two tokens, and 3/2 of one."""
+    _, metrics = gradient(Correction(Weighting("sequence", 2.0)))
+    for name in ("ratio_fraction_high", "seq_fraction_high"):
+        assert metrics[f"rollout_corr/rollout_is_{name}"] == 0.5
+    assert metrics["rollout_corr/rollout_is_ratio_fraction_low"] == 0.0
+
+
 def test_icepop_reports_the_share_of_weights_that_are_0() -> None:
     _, metrics = gradient(Correction(Weighting("token", 2.0, 0.6)))
     assert metrics["rollout_corr/rollout_is_oob_ratio"] == pytest.approx(2 / 3)

@@ -186,6 +186,17 @@ def test_gspo_has_the_gradient_of_its_sequence_form():
     assert torch.allclose(tokens.log_probs.grad, now.grad, rtol=0, atol=1e-15)
 
 
+@pytest.mark.parametrize("gap", [19.0, 21.0])
+def test_gspo_has_no_gradient_beyond_its_bound(gap):
+    """Its value is constant there."""
+    logp = torch.full((1, 3), gap, dtype=torch.float64, requires_grad=True)
+    like = torch.zeros(1, 3, dtype=torch.float64)
+    terms = policy_loss("gspo")(TokenInputs(logp, like, like - 1, like + 1))
+    terms.loss.sum().backward()
+    assert terms.loss.tolist() == [[pytest.approx(math.exp(min(gap, 20.0)))] * 3]
+    assert bool((logp.grad != 0).all()) == (gap < 20)
+
+
 @pytest.mark.parametrize("threshold", [2.0, 1e9])
 def test_decoupled_ppo_is_vanilla_with_token_weights(threshold):
     """Fu et al. 2025 (AReaL, https://arxiv.org/abs/2505.24298), equation 5: behaviour, proximal and current

@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hydraflow.algorithms.groups import group_scores
+from hydraflow.algorithms.samples import Samples
 from hydraflow.algorithms.token_terms import keep
 from hydraflow.algorithms.trained_tokens import TrainedTokens, row_sums, whiten
 
@@ -84,6 +85,13 @@ def test_whitening_by_hand():
     assert white.tolist() == pytest.approx([x / math.sqrt(variance) for x in (-3, -1, 4)], abs=1e-12)
     assert whiten(torch.tensor([5.0])).tolist() == [0.0]
     assert whiten(torch.tensor([])).tolist() == []
+
+
+@pytest.mark.parametrize("score", [0.05, 0.1, 0.7])
+def test_samples_whose_rows_all_have_the_same_score_tie(score):
+    rows = torch.tensor([0, 1, 1, 1, 1, 1, 1, 1])
+    means = Samples.of(torch.zeros(8, dtype=torch.int64), rows).mean(torch.full((8,), score))
+    assert means.tolist() == torch.full((2,), score).tolist()
 
 
 def test_group_scores_by_hand():

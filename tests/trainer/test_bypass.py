@@ -12,6 +12,7 @@ import torch
 from hydraflow.algorithms.config import OldFrom
 from hydraflow.batch_plan.resolve import resolve_plan
 from hydraflow.errors import GuardStop
+from hydraflow.metrics import mean
 from hydraflow.protocol.batch import DataProto
 from hydraflow.protocol.remote import RemoteBatch
 from hydraflow.schema import PPOConfig
@@ -73,11 +74,15 @@ def test_an_adaptive_entropy_bonus_has_a_pass_in_every_step(bypass: bool) -> Non
     adaptive = config.actor_rollout_ref.actor.adaptive_entropy
     adaptive.enabled, adaptive.delta_ent_coef, adaptive.max_ent_coef = True, 0.25, 10.0
     trainer, passes = make_trainer(config, RolloutComparison(measured, {}, {0: 0.0}))
-    used = []
+    used, updated = [], {"actor/entropy": mean(0.7), "actor/grad_norm": mean(1.0)}
+    updating: Any = SimpleNamespace(get=lambda: updated)
     for step in (1, 2, 3):
         trainer.old_log_probs(take(), step)
         used.append(trainer.metrics["actor/entropy_coeff"])
         assert trainer.entropy_coeff == used[-1]
+        trainer.note_update(updating)
+        found = trainer.metrics["actor/entropy"], trainer.metrics["actor/grad_norm"]
+        assert found == (0.1, 1.0), "the entropy that the controller has seen"
     assert used == [0.0, 0.25, 0.5] and len(passes) == 3
     resumed, _ = make_trainer(config, RolloutComparison(measured, {}, {0: 0.0}))
     resumed.restore(trainer.controllers()["entropy"])

@@ -22,22 +22,26 @@ import math
 import torch
 from torch import Tensor
 
+LEAST = -1e4
+"""Smallest log-probability: exp of it is 0, but 0 times it is 0, not NaN, for models that exclude tokens."""
+
 
 def forward(policy: Tensor, teacher: Tensor) -> Tensor:
     """KL(teacher || policy) over the last dimension."""
+    policy, teacher = policy.clamp(min=LEAST), teacher.clamp(min=LEAST)
     return (teacher.exp() * (teacher - policy)).sum(-1)
 
 
 def reverse(policy: Tensor, teacher: Tensor) -> Tensor:
     """KL(policy || teacher) over the last dimension."""
-    return (policy.exp() * (policy - teacher)).sum(-1)
+    return forward(teacher, policy)
 
 
 def jensen_shannon(policy: Tensor, teacher: Tensor, *, jsd_beta: float) -> Tensor:
     """The generalized Jensen-Shannon divergence over the last dimension.
 
     >>> policy, teacher = torch.tensor([0.5, 0.5]).log(), torch.tensor([1.0, 0.0]).log()
-    >>> jensen_shannon(policy, teacher.clamp(min=-100), jsd_beta=0.5)  # m = 3/4, 1/4
+    >>> jensen_shannon(policy, teacher, jsd_beta=0.5)  # m = 3/4, 1/4
     tensor(0.2158)
     """
     mixture = torch.logaddexp(teacher + math.log(jsd_beta), policy + math.log1p(-jsd_beta))
