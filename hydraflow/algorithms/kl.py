@@ -44,7 +44,7 @@ def k2(logp: Tensor, ref: Tensor) -> Tensor:
 def k3(logp: Tensor, ref: Tensor) -> Tensor:
     """`exp(ref - logp) - (ref - logp) - 1`, at most 10; no gradient where a clamp holds."""
     gap = (ref - logp).clamp(-20.0, 20.0)
-    return (gap.exp() - gap - 1.0).clamp(max=10.0)
+    return (gap.expm1() - gap).clamp(max=10.0)
 
 
 def with_k2_gradient(estimator: KLEstimator) -> KLEstimator:

@@ -132,8 +132,9 @@ def _ahead(values: Tensor, reach: int) -> Tensor:
 def whiten(values: Tensor, *, eps: float = 1e-8) -> Tensor:
     """Values (n,) shifted to mean 0 and scaled to unbiased variance 1: `(x - mean) / sqrt(var + eps)`.
 
-    A single value becomes 0, although its variance is undefined.
+    A single value becomes 0, although its variance is undefined, and so do equal values.
     """
-    centred = values - values.mean()
+    centred = values - values[:1]  # the mean of equal values would be off by rounding
+    centred = centred - centred.mean()
     variance = (centred**2).sum() / max(len(values) - 1, 1)
     return centred * (variance + eps).rsqrt()

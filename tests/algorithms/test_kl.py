@@ -49,6 +49,15 @@ def test_plus_keeps_the_value_and_takes_the_gradient_of_k2(name):
     assert value_and_gradient(name + "+", LOGP, REF) == pytest.approx((VALUES[name], D), abs=1e-12)
 
 
+def test_k3_of_close_log_probabilities_is_not_negative():
+    """In float32: 1 would swallow most digits of the gap."""
+    gap = 1e-3 * torch.randn(1000, generator=torch.Generator().manual_seed(0))
+    ref = torch.zeros(1000)
+    found, wanted = KL_ESTIMATORS["k3"](gap, ref), KL_ESTIMATORS["k3"](gap.double(), ref.double())
+    assert float(found.min()) >= 0
+    torch.testing.assert_close(found.double(), wanted, rtol=1e-3, atol=1e-10)
+
+
 def of_softmax(name: str, over: str) -> torch.Tensor:
     """The gradient of the logits, in the mean over sampled tokens; over "reverse" or "forward", that of the
     divergence itself."""

@@ -85,6 +85,7 @@ def test_whitening_by_hand():
     assert white.tolist() == pytest.approx([x / math.sqrt(variance) for x in (-3, -1, 4)], abs=1e-12)
     assert whiten(torch.tensor([5.0])).tolist() == [0.0]
     assert whiten(torch.tensor([])).tolist() == []
+    assert whiten(torch.full((1001,), 0.7)).tolist() == [0.0] * 1001
 
 
 @pytest.mark.parametrize("score", [0.05, 0.1, 0.7])
