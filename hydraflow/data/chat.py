@@ -6,7 +6,8 @@ that name the row. Left out on purpose: images and audio; a message's content is
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, cast
 
 from hydraflow.data.files import FileRecord
@@ -60,8 +61,17 @@ def tokenise_chats(
     except (TemplateError, *TEMPLATE_FAULTS):
         # the error does not say which chat of the batch failed: try them one by one
         for chat, record in zip(chats, records, strict=True):
-            try:
+            with template_faults(record):
                 tokenizer.apply_chat_template(chat, **options)
-            except (TemplateError, *TEMPLATE_FAULTS) as error:
-                raise ConfigError([record.problem(f"the chat template refuses it: {error}")]) from error
         raise
+
+
+@contextmanager
+def template_faults(record: FileRecord) -> Iterator[None]:
+    """Raises `ConfigError` naming the row where the block's chat template refuses it."""
+    from jinja2 import TemplateError
+
+    try:
+        yield
+    except (TemplateError, *TEMPLATE_FAULTS) as error:
+        raise ConfigError([record.problem(f"the chat template refuses it: {error}")]) from error

@@ -22,7 +22,7 @@ import numpy as np
 import torch
 
 from hydraflow.data import turns as turns_of
-from hydraflow.data.chat import Messages, as_messages, tokenise_chats
+from hydraflow.data.chat import Messages, as_messages, template_faults, tokenise_chats
 from hydraflow.data.config import ExamplesConfig, SFTDataConfig
 from hydraflow.data.files import FileRecord, raise_problems, read_records, require_columns
 from hydraflow.errors import ConfigError
@@ -151,7 +151,8 @@ def _tokenise_alike(
     template_kwargs: dict[str, Any],
 ) -> list[Conversation]:
     if _MARKERS.search(str(tokenizer.chat_template)):
-        conversations = [_by_markers(tokenizer, chat, template_kwargs) for chat in chats]
+        pairs = zip(chats, records, strict=True)
+        conversations = [_by_markers(tokenizer, chat, record, template_kwargs) for chat, record in pairs]
     else:
         conversations = _by_prefixes(tokenizer, chats, records, template_kwargs)
     untrained = [r for c, r in zip(conversations, records, strict=True) if not c.trained.any()]
@@ -188,6 +189,10 @@ def _read_chat(record: FileRecord, config: SFTDataConfig) -> Messages:
     response = _inside(record, config.response_key, config.response_dict_keys)
     prompt = {config.prompt_key: _inside(record, config.prompt_key, config.prompt_dict_keys)}
     asked = as_messages(replace(record, values=prompt), config.prompt_key)
+    if not isinstance(response, str | int | float):
+        column = ".".join([config.response_key, *(config.response_dict_keys or ())])
+        remedy = "data.response_dict_keys=[<name>] for a text inside it"
+        raise ConfigError([record.problem(f"{column} must be text, not {str(response)[:80]}", remedy)])
     return [*asked, {"role": "assistant", "content": str(response)}]
 
 
@@ -211,10 +216,11 @@ def _assistant_turns(chat: Messages) -> list[int]:
 
 
 def _by_markers(
-    tokenizer: PreTrainedTokenizerBase, chat: Messages, template_kwargs: dict[str, Any]
+    tokenizer: PreTrainedTokenizerBase, chat: Messages, record: FileRecord, template_kwargs: dict[str, Any]
 ) -> Conversation:
     options = {**template_kwargs, "return_dict": True, "return_assistant_tokens_mask": True}
-    whole = tokenizer.apply_chat_template(chat, **options, add_generation_prompt=False)
+    with template_faults(record):
+        whole = tokenizer.apply_chat_template(chat, **options, add_generation_prompt=False)
     encoded = cast("dict[str, list[int]]", whole)
     return Conversation(torch.tensor(encoded["input_ids"]), torch.tensor(encoded["assistant_masks"]))
 

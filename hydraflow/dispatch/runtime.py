@@ -198,9 +198,11 @@ class Runtime:
             log.warning(text, step, ranks)
         for group in groups:
             group.start_profile(profiler.tool, folder, ranks)
-        yield
-        for group in groups:
-            group.stop_profile(ranks)
+        try:
+            yield
+        finally:
+            for group in groups:
+                group.stop_profile(ranks)
         if groups:
             log.info("profile of step %d: %s", step, folder)
 

@@ -83,6 +83,15 @@ class Architecture:
             shapes=[f"{name} {list(got[name])}, not {list(wanted[name])}" for name in other],
         )
 
+    def transposed(self) -> frozenset[str]:
+        """Weights that are (in, out): those of transformers' Conv1D."""
+        if self.model is None:
+            return frozenset()
+        from transformers.pytorch_utils import Conv1D
+
+        named = self.model.named_modules()
+        return frozenset(f"{name}.weight" for name, module in named if isinstance(module, Conv1D))
+
     def revert(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Tensors as stored in files: transformers' own conversions reversed."""
         if self.model is None:

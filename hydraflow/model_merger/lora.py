@@ -7,7 +7,7 @@ adapter_config.json. Left out on purpose: adapters on embeddings, several adapte
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -60,12 +60,14 @@ class MergedTensor(StoredTensor):
 
 
 def merged(
-    plain: Mapping[str, StoredTensor], adapters: Mapping[str, Adapter], alpha: float
+    plain: Mapping[str, StoredTensor], adapters: Mapping[str, Adapter], alpha: float, known: Set[str]
 ) -> dict[str, MergedTensor]:
-    """The weights that have adapters, with the adapters added."""
+    """The weights that have adapters, with the adapters added. `known`: weights that are (in, out), as far as
+    the model's class tells."""
     layouts = {name: _layout(plain[name], adapter) for name, adapter in adapters.items()}
-    # a square weight is oriented as the others of its model
-    transposed = ("in, out", "") if "in, out" in layouts.values() else ()
+    # without a class, a square weight is oriented as the others of its model
+    flips = bool(known & adapters.keys()) or "in, out" in layouts.values()
+    transposed = ("in, out", "") if flips else ()
     found = {}
     for name, adapter in adapters.items():
         scale, flipped = alpha / adapter.rank, layouts[name] in transposed

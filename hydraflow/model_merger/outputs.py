@@ -114,7 +114,7 @@ def outputs_of(checkpoint: Checkpoint, merge_options: MergeOptions) -> Outputs:
     alpha = checkpoint.lora_alpha if merge_options.lora_alpha is None else merge_options.lora_alpha
     if weights.adapters:
         scale = lora.require_alpha(alpha, str(checkpoint.directory))
-        adapted = lora.merged(weights.plain, weights.adapters, scale)
+        adapted = lora.merged(weights.plain, weights.adapters, scale, found.transposed())
     if merge_options.lora == "merged":
         if both := sorted(found.tied.keys() & adapted.keys()):
             tied = f"{both[0]} has an adapter and is tied to {found.tied[both[0]]}"

@@ -54,7 +54,7 @@ class Trainer(Protocol):
 
     def step(self, step: int, interrupt: Callable[[], None]) -> dict[str, float]:
         """Training step `step`, which counts from 1; returns its metrics. An exception from `interrupt` ends
-        it before any weight has changed."""
+        it before any weight, or any state that is saved, has changed."""
 
 
 class Validator(Protocol):

@@ -89,14 +89,18 @@ class PPOTrainer:
         """
         phase = partial(self.timer.phase, step=step)
         self.metrics = {}
-        before = self.runtime.traffic()
+        before, entropy = self.runtime.traffic(), self.controllers()["entropy"]
         with phase("step"):
-            with self.runtime.interruptible(interrupt):  # reward functions may sleep or hang
-                with phase("gen"):
-                    taken = checked(self.source.take(step), self.sampled_too)
-                known = self.runtime.fetch(columns(taken.rows, ["lengths", "group", "versions"]))
-                taken.rows.columns |= RemoteBatch.from_local(known).columns  # held here from now on
-                batch = self.experience(taken, step)
+            try:
+                with self.runtime.interruptible(interrupt):  # reward functions may sleep or hang
+                    with phase("gen"):
+                        taken = checked(self.source.take(step), self.sampled_too)
+                    known = self.runtime.fetch(columns(taken.rows, ["lengths", "group", "versions"]))
+                    taken.rows.columns |= RemoteBatch.from_local(known).columns  # held here from now on
+                    batch = self.experience(taken, step)
+            except BaseException:
+                self.restore(entropy)  # a checkpoint of the step before may follow
+                raise
             with phase("update_critic"):
                 self.update_critic(batch, step)
             updating = self.update_actor(batch, step)

@@ -118,7 +118,7 @@ class RewardWorker(Worker):
         """Results of the greedy responses, and (B,) the index among them of each row's prompt."""
         _, first, of_row = np.unique(batch.get("group").numpy(), return_index=True, return_inverse=True)
         asked = self._rows(batch.select_idxs(first), self._decoded(greedy))
-        return self.pool.score(asked), torch.from_numpy(of_row)
+        return self._results(asked), torch.from_numpy(of_row)
 
     def _with_parts(self, result: RewardResult, names: Sequence[str]) -> RewardResult:
         """The result, or a failed one if the function did not return all of these outputs."""

@@ -132,7 +132,8 @@ class Learner:
         """
         mini_batches = _mini_batches(_dead_rows_untrained(batch), self.plan.rows_per_rank)
         denominators = global_denominators(self.engine, mini_batches)
-        of_rows, of_steps = [], []
+        of_rows: list[dict[str, Metric]] = []
+        of_steps: list[dict[str, float]] = []
         for number in range(len(mini_batches) * self.plan.epochs):
             rows, counts = mini_batches[number % len(mini_batches)], denominators[number % len(mini_batches)]
             for change in loss.changes:
@@ -143,7 +144,7 @@ class Learner:
                 [counts] = global_denominators(self.engine, [rows])
             if not counts.tokens:
                 continue  # a step without a gradient would still apply momentum and weight decay
-            loss_fn = loss.make(counts, number == 0)
+            loss_fn = loss.make(counts, not of_steps)
             with span("gradient"):
                 of_rows.append(self.engine.forward_backward_rows(rows, self.micro_batcher, loss_fn, loss.ask))
             with span("optimizer_step"):

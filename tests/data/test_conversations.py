@@ -50,6 +50,26 @@ def texts(batch: DataProto, tokenizer: PreTrainedTokenizerFast) -> list[tuple[st
     ]
 
 
+@pytest.mark.parametrize("template", [MARKED, WITH_PROMPT])
+def test_a_conversation_that_the_template_refuses(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerFast, template: str
+) -> None:
+    refuses = "{% if messages[0]['role'] == 'system' %}{{ raise_exception('no system role') }}{% endif %}"
+    tokenizer.chat_template = refuses + template
+    rows = [{"messages": TWO_TURNS}, {"messages": [{"role": "system", "content": "1"}, *TWO_TURNS]}]
+    with pytest.raises(ConfigError, match="row 1: the chat template refuses it: no system role"):
+        ConversationDataset(SFTDataConfig(), write(tmp_path / "a.jsonl", rows), tokenizer)
+
+
+@pytest.mark.parametrize("response", [["3"], {"text": "3"}])
+def test_a_response_that_is_no_text(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerFast, response: object
+) -> None:
+    path = write(tmp_path / "a.jsonl", [{"prompt": "1+2=", "response": response}])
+    with pytest.raises(ConfigError, match="response must be text, not"):
+        ConversationDataset(SFTDataConfig(), path, tokenizer)
+
+
 def test_one_turn(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
     path = write(
         tmp_path / "a.jsonl", [{"prompt": "1+2=", "response": "3"}, {"prompt": "17+25=", "response": "042"}]

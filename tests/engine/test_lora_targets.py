@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, FalconConfig
+from transformers import AutoModelForCausalLM, FalconConfig, LlamaConfig
 
 from hydraflow.engine.fsdp.lora import add_adapters, require_targets
 from hydraflow.errors import ConfigError
@@ -49,6 +50,24 @@ def test_modules_that_are_not_there(tiny: str, targets: object, rule: str) -> No
         "critic.model.target_modules",
         "critic.model.target_modules=all-linear",
     )
+
+
+@pytest.mark.parametrize("targets", [["q_proj", "lm_head"], ["lm_head"], "lm_head|.*q_proj"])
+@pytest.mark.parametrize("tied", [True, False])
+def test_an_output_matrix_that_is_the_embedding(tmp_path: Path, tied: bool, targets: object) -> None:
+    """Its adapter would be trained and lost: the generation engine and the trained model tie the two."""
+    sizes = dict(
+        vocab_size=17, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1
+    )
+    LlamaConfig(**sizes, tie_word_embeddings=tied).save_pretrained(tmp_path)
+    if not tied:
+        return look(str(tmp_path), targets, "policy")
+    with pytest.raises(ConfigError) as caught:
+        look(str(tmp_path), targets, "policy")
+    [problem] = caught.value.problems
+    assert "an adapter of lm_head, whose weight is that of the embeddings" in problem.rule
+    kept = "[q_proj]" if targets == ["q_proj", "lm_head"] else "all-linear"
+    assert problem.remedy == f"critic.model.target_modules={kept}"
 
 
 @pytest.mark.parametrize("targets", ["all-linear", "query", ["query"]])

@@ -17,7 +17,7 @@ from model_merger.directories import assert_same_bits, merge, read
 
 from hydraflow.engine.stored.checkpoint import Checkpoint
 from hydraflow.engine.stored.pieces import ByteRange, Piece, StoredTensor
-from hydraflow.model_merger import architecture, families, names
+from hydraflow.model_merger import architecture, families, lora, names
 from hydraflow.model_merger.__main__ import main
 
 SIZES: dict[str, Any] = dict(
@@ -219,6 +219,28 @@ def test_wrappers_and_prefixes_come_off(weights: Callable[..., names.Weights]) -
         "model.layers.0.self_attn.q_proj.bias",
     ]
     assert found.adapters["model.layers.0.self_attn.q_proj.weight"].b.name == f"{stem}.lora_B.default.weight"
+
+
+@pytest.mark.parametrize("transposed", [True, False])
+def test_square_weights_alone_are_oriented_as_their_class_says(
+    weights: Callable[..., names.Weights], transposed: bool
+) -> None:
+    stem = "transformer.h.0.attn.c_proj"
+    found = weights(f"{stem}.weight", f"{stem}.lora_A.default.weight", f"{stem}.lora_B.default.weight")
+    known = frozenset({f"{stem}.weight"}) if transposed else frozenset()
+    [weight] = lora.merged(found.plain, found.adapters, 4.0, known).values()
+    assert weight.transposed == transposed
+
+
+def test_the_layers_of_gpt2_are_transposed(tmp_path: Path) -> None:
+    config = config_of("gpt2", OTHERS["gpt2"])
+    model = transformers.AutoModelForCausalLM.from_config(config)
+    config.architectures = [type(model).__name__]
+    config.save_pretrained(tmp_path)
+    shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+    found = architecture.describe(tmp_path, shapes, head="policy").transposed()
+    layers = ("attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj")
+    assert found == {f"transformer.h.{i}.{layer}.weight" for i in range(2) for layer in layers}
 
 
 def test_names_that_cannot_be_understood(weights: Callable[..., names.Weights]) -> None:

@@ -3,6 +3,7 @@ always for an adaptive entropy bonus."""
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,6 +17,7 @@ from hydraflow.metrics import mean
 from hydraflow.protocol.batch import DataProto
 from hydraflow.protocol.remote import RemoteBatch
 from hydraflow.schema import PPOConfig
+from hydraflow.trainer.clock import GracePeriodOver
 from hydraflow.trainer.ppo import PPOTrainer
 from hydraflow.trainer.source import Trajectories
 from hydraflow.workers.actor import ActorWorker
@@ -92,6 +94,27 @@ def test_an_adaptive_entropy_bonus_has_a_pass_in_every_step(bypass: bool) -> Non
     measured.clear()  # nothing is trained on
     resumed.old_log_probs(take(), 5)
     assert resumed.controllers()["entropy"] == {"value": 1.0}
+
+
+def test_an_abandoned_step_leaves_the_entropy_controller_alone() -> None:
+    """A checkpoint of the step before follows, and the resumed run repeats the step."""
+    config, measured = PPOConfig(), {"actor/entropy": 0.1}
+    adaptive = config.actor_rollout_ref.actor.adaptive_entropy
+    adaptive.enabled, adaptive.delta_ent_coef, adaptive.max_ent_coef = True, 0.25, 10.0
+    trainer, _ = make_trainer(config, RolloutComparison(measured, {}, {0: 0.0}))
+    trainer.old_log_probs(take(), 1)
+    runtime: Any = trainer.runtime
+    runtime.traffic, runtime.interruptible = lambda: None, lambda interrupt: nullcontext()
+    trainer.timer = SimpleNamespace(phase=lambda *_, **__: nullcontext())  # type: ignore[assignment]
+
+    def abandoned(*_: Any) -> None:
+        trainer.old_log_probs(take(), 2)
+        raise GracePeriodOver
+
+    trainer.source.take = abandoned  # type: ignore[assignment]
+    with pytest.raises(GracePeriodOver):
+        trainer.step(2, lambda: None)
+    assert trainer.controllers()["entropy"] == {"value": 0.25}
 
 
 def test_the_worst_of_several_processes_is_named_and_the_first_weight_in_which_it_differs() -> None:

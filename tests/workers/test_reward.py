@@ -97,6 +97,19 @@ def test_rows_that_a_reward_model_scores(tiny: str) -> None:
     assert scored.meta_info[FUNCTION_MEANS] == {"reward/data_source": 0.5}
 
 
+def test_greedy_responses_of_rows_that_may_go_without_a_score(tiny: str) -> None:
+    """As their samples."""
+    batch, sampled = make_batch(["42.", "7"], ["42", "7"])
+    batch.non_tensor_batch["data_source"][:] = "essays"
+    batch = batch.union(DataProto.from_dict({"group": torch.tensor([0, 0])}))
+    reward = RewardWorker(process(), RewardSpec(ModelConfig(path=tiny), RewardConfig(), optional=True))
+    try:
+        scored = reward.score(batch, sampled, make_batch(["1"], [""])[1])
+    finally:
+        reward.close()
+    assert not scored.get("failed").any() and scored.get("reward_baselines").tolist() == [0, 0]
+
+
 def test_a_missing_tokenizer_is_named(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=str(tmp_path)):
         RewardWorker(process(), RewardSpec(ModelConfig(path=str(tmp_path)), RewardConfig()))

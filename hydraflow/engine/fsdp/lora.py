@@ -80,6 +80,11 @@ def add_adapters(hf: nn.Module, model: ModelConfig, dtype: torch.dtype, *, field
         raise ConfigError.one(key, targets, rule, f"{key}={remedy}") from error
     if any(".lora_embedding_" in name for name, _ in hf.named_parameters()):
         raise ConfigError.one(key, targets, "embeddings cannot have adapters", f"{key}={remedy}")
+    if (head := _tied_head(hf)) is not None:
+        rule = f"an adapter of {head}, whose weight is that of the embeddings, would change these as well"
+        kept = [target for target in targets if f".{head}".endswith(f".{target}") is False]
+        left = f"{key}=[{','.join(kept)}]" if kept and not isinstance(targets, str) else f"{key}={remedy}"
+        raise ConfigError.one(key, targets, rule, left)
     for name, parameter in hf.named_parameters():
         parameter.requires_grad_(is_adapter(name))
         parameter.data = parameter.data.to(dtype)
@@ -90,6 +95,16 @@ def require_targets(model: ModelConfig, config: PreTrainedConfig, *, head: str, 
     module = require_model(model, config, head=head, field=field)
     if module is not None:
         add_adapters(module.hf, model, torch.float32, field=field)
+
+
+def _tied_head(hf: Any) -> str | None:
+    """The name of the output matrix, if it has an adapter and shares its weight with the embeddings."""
+    from peft.tuners.lora import LoraLayer
+
+    head = hf.get_output_embeddings() if hasattr(hf, "get_output_embeddings") else None
+    if not isinstance(head, LoraLayer) or not hf.config.get_text_config().tie_word_embeddings:
+        return None
+    return next(name for name, module in hf.named_modules() if module is head)
 
 
 def _unmatched(targets: str | list[str], hf: nn.Module) -> list[str]:
