@@ -55,8 +55,9 @@ _OF_A_VOCABULARY = {
 }
 """Words before `token` or `tokens` in names for tokens of a vocabulary, not credentials."""
 
+# lengths are limited so that long words take time in proportion to their length
 _ADDRESS = re.compile(
-    r"(?P<before>[a-z][a-z0-9+.-]*://)(?:[^/\s:]*:(?!\d+(?:/|\s|$))[^\s'\"]*|[^/\s]+)@", re.IGNORECASE
+    r"(?P<before>[a-z][a-z0-9+.-]{0,63}://)(?:[^/\s:]*:(?!\d+(?:/|\s|$))[^\s'\"]*|[^/\s]+)@", re.IGNORECASE
 )
 _WHOLE_ADDRESS = re.compile(
     r"\A(?P<before>[a-z][a-z0-9+.-]*://)[^/:]*:(?!\d+(?:/|\Z)).*@", re.IGNORECASE | re.DOTALL
@@ -83,7 +84,7 @@ _LOOKS_SECRET = re.compile(
 """Credentials of well-known services, under any key; PEM blocks; the two usual Authorization headers."""
 
 _ASSIGNED = re.compile(
-    r"(?<!\w)(?P<quote>['\"]?)(?P<name>[A-Za-z_][\w.-]*)(?P=quote)"
+    r"(?<!\w)(?P<quote>['\"]?)(?P<name>[A-Za-z_][\w.-]{0,199})(?P=quote)"
     r"(?P<sign>=(?!=)|[ \t]*:[ \t]*|[ \t]+=[ \t]+)"
 )
 _QUOTED = r"""'(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*\""""

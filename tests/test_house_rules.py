@@ -62,13 +62,15 @@ def is_for_types_only(node: ast.stmt) -> bool:
 CALLS_THE_USERS_CODE = {
     *(
         "hydraflow/rewards/child.py",
+        "hydraflow/system/own_code.py",
         "hydraflow/rewards/concurrent.py",
         "hydraflow/checkup/table.py",
         "hydraflow/tracking/guarded.py",
         "hydraflow/jobs/session.py",
     )
 }
-"""Where a broad except is right: a reward function may raise anything, and costs its row, not the run; a
+"""Where a broad except is right: a reward function may raise anything, and costs its row, not the run, and so
+may the text of a user's exception; a
 check of the doctor opens any file and runs the model's own code, and costs its line of the report; a
 tracker's library raises what it likes, and costs a warning; so does what the end of a run does, of which each
 step must be taken whatever became of the one before."""

@@ -26,7 +26,7 @@ from hydraflow.batch_plan import repair, targets
 from hydraflow.batch_plan.device_rules import judge_devices
 from hydraflow.batch_plan.handles import NO_MINI_BATCH
 from hydraflow.batch_plan.layout import ShapeNumbers, placement_of
-from hydraflow.batch_plan.parts import MicroPlan, MicroRequest, RolePlan, RoleRequest, no_sizes
+from hydraflow.batch_plan.parts import MOST, MicroPlan, MicroRequest, RolePlan, RoleRequest, no_sizes
 from hydraflow.batch_plan.plans import AgentPlan, AsyncPlan, FilterPlan, RolloutPlan, ValidationPlan
 from hydraflow.batch_plan.plans import BatchPlan as BatchPlan
 from hydraflow.batch_plan.quantities import quantities
@@ -95,7 +95,7 @@ def judge(
         default = value_at(settings.defaults, one.field)
         legal[one.field] = 1 if isinstance(default, int) and default < 1 else default
     settings = settings.changed(legal)
-    topology = read_topology(settings, devices_per_node)
+    topology = read_topology(settings, min(devices_per_node, MOST))  # it may be what `small` refuses
     found, layouts = judge_devices(topology, shapes)
     request, relations = read(settings, layouts, prompts)
     broken = judge_batches(request)

@@ -6,7 +6,6 @@ plan has them.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 
 from hydraflow.batch_plan.generate import GeneratePlan
@@ -14,6 +13,7 @@ from hydraflow.batch_plan.parts import DERIVED, Quantity
 from hydraflow.batch_plan.plans import BatchPlan
 from hydraflow.batch_plan.sft import SFTPlan
 from hydraflow.system.columns import fits, output_width, paragraph, table
+from hydraflow.system.printing import reader_may_leave
 
 HEAD = ("quantity", "value", "unit", "formula", "from")
 
@@ -22,10 +22,10 @@ def print_plan(plan: BatchPlan | SFTPlan | GeneratePlan) -> None:
     """Prints one line per quantity, then the notes, on standard output, and flushes it: minutes may pass
     until the next line."""
     width = output_width()
-    print("batch plan", *plan_lines(plan.quantities, width), "", sep="\n")
-    for note in plan.notes:
-        print(*paragraph(f"note: {note}", width, first="", rest="  "), sep="\n")
-    sys.stdout.flush()
+    with reader_may_leave():
+        print("batch plan", *plan_lines(plan.quantities, width), "", sep="\n")
+        for note in plan.notes:
+            print(*paragraph(f"note: {note}", width, first="", rest="  "), sep="\n")
 
 
 def plan_lines(quantities: Sequence[Quantity], width: int) -> list[str]:

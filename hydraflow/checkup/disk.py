@@ -52,8 +52,12 @@ def check_disk(context: CheckContext) -> Iterator[Finding]:
     if saves:
         written = what_is_written(context.config, context.plan, context.shape, context.critic_shape)
     folder = Path(trainer.default_local_dir or "runs").expanduser().absolute()
-    existing = next(path for path in (folder, *folder.parents) if path.exists())
-    yield judge(folder, written, free=shutil.disk_usage(existing).free)
+    try:
+        existing = next(path for path in (folder, *folder.parents) if path.exists())
+        free = shutil.disk_usage(existing).free
+    except OSError as error:
+        raise CheckSkipped(f"{folder} cannot be looked at: {error.strerror}") from None
+    yield judge(folder, written, free=free)
 
 
 def check_recipe(context: CheckContext) -> Iterator[Finding]:

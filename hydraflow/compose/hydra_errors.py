@@ -8,7 +8,7 @@ import difflib
 import re
 from collections.abc import Sequence
 
-from hydraflow.errors import ConfigError, Problem
+from hydraflow.errors import ConfigError, Problem, first_line
 from hydraflow.options import one_of
 
 
@@ -25,7 +25,8 @@ def translated(error: Exception, files: Sequence[str] = ()) -> ConfigError:
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     message = " ".join(line for line in lines if not line.startswith(("full_key:", "object_type=")))
     problem = _of_a_key(key, message) or _of_a_file(key, message) or _of_a_name(message, files)
-    return ConfigError([problem or Problem(key, None, message)])
+    why = message or first_line(error.__cause__ or error)
+    return ConfigError([problem or Problem(key, None, why)])
 
 
 def no_folder(error: OSError, *, sweeps: bool) -> Problem:
@@ -55,6 +56,8 @@ def _of_a_key(key: str, message: str) -> Problem | None:
         if found[2].startswith("["):
             kind = "a mapping such as {name: value}, not a list"
         return Problem(found[1], found[2], f"must be {kind}")
+    if found := re.search(r"Error merging override \+*(hydra[\w./]*)=(.*)", message):
+        return Problem(found[1], found[2], "is not a value that Hydra takes", f"leave out {found[1]}")
     if found := re.search(r"Interpolation key '(.+?)' not found", message):
         remedy = "write the whole path of a key that --help lists, such as ${trainer.seed}"
         return Problem(key, f"${{{found[1]}}}", f"Interpolation key '{found[1]}' not found", remedy)

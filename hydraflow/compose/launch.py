@@ -6,10 +6,12 @@ on stderr, with exit code 2. Left out on purpose: composing and checking a confi
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 import traceback
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
@@ -17,6 +19,7 @@ from typing import Any, Generic, TypeVar, cast
 
 import hydra
 import yaml
+from hydra._internal.core_plugins.basic_launcher import BasicLauncher
 from hydra.conf import HydraConf
 from hydra.core.hydra_config import HydraConfig
 from hydra.errors import HydraException
@@ -195,6 +198,7 @@ class _Launch(Generic[Config]):
     def run(self) -> None:
         """Runs each configuration, or handles Hydra's own options."""
         entry, arguments = self.entry, self.arguments
+        _require_working_folder()
         own = take(arguments, config_folder(entry.config_name), entry.schema)
         self._shown = _take_what_to_show(arguments)
         if own.problems:
@@ -209,23 +213,28 @@ class _Launch(Generic[Config]):
         sys.argv[1:] = self._words_for_hydra()
         # otherwise Hydra prints errors itself and exits with 1
         os.environ["HYDRA_FULL_ERROR"] = "1"
+        # it logs each run of a sweep with all of its settings, and these may hold secrets
+        logging.getLogger(BasicLauncher.__module__).setLevel(logging.WARNING)
+        prints = arguments.has("--info", "-i")
+        logging.raiseExceptions = not prints  # Hydra prints with a logger, and the reader may leave
         try:
-            main(self._composed)()
+            with reader_may_leave() if prints else nullcontext():
+                main(self._composed)()
         except HydraflowError:
             raise
         except (yaml.YAMLError, UnicodeDecodeError) as error:
             if self._has_composed:
                 raise  # from the job, not from reading the configuration
             raise ConfigError([*problems, unreadable(error)]) from error
-        except OSError as error:
-            if self._has_composed or error.filename is None:
-                raise  # from the job
-            raise ConfigError([*problems, no_folder(error, sweeps=arguments.multirun)]) from error
         except (HydraException, OmegaConfBaseException, ValueError, RecursionError) as error:
             if self._has_composed and not isinstance(error, HydraException | OmegaConfBaseException):
                 raise
             # before composition, ValueError and RecursionError also come from Hydra, about a defaults list
             raise ConfigError([*problems, *translated(error, self._prepared.files).problems]) from error
+        except OSError as error:
+            if self._has_composed or error.filename is None:
+                raise  # from the job
+            raise ConfigError([*problems, no_folder(error, sweeps=arguments.multirun)]) from error
 
     def _words_for_hydra(self) -> list[str]:
         words = self._prepared.words
@@ -273,6 +282,14 @@ class _Launch(Generic[Config]):
         words = cast("list[str]", OmegaConf.to_container(cast(Any, facts.overrides.task), resolve=False))
         name = str(facts.job.config_name)
         return finish(self.entry, composed, self._prepared, name, words, only_keys=only_keys)
+
+
+def _require_working_folder() -> None:
+    try:
+        Path.cwd()
+    except OSError as error:
+        rule = f"this shell is in a folder that no longer exists ({error.strerror})"
+        raise ConfigError.one("current folder", None, rule, "cd to a folder that exists") from None
 
 
 def _take_what_to_show(arguments: Arguments) -> tuple[str, bool] | None:

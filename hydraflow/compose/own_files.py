@@ -120,7 +120,7 @@ def _missing_file(name: str, folders: list[Path], schema: type | None) -> list[P
     if Path(name).suffix == ".yml" and any((each / name).is_file() for each in folders):
         rule = "Hydra reads only files that end in .yaml"
         return [Problem(f"--config-name {name}", None, rule, f"rename it to {Path(name).stem}.yaml")]
-    choices = sorted({file.stem for each in folders for file in each.glob("*.yaml")})
+    choices = sorted({file.stem for each in folders for file in each.glob("*.yaml") if file.is_file()})
     close = difflib.get_close_matches(Path(name).stem, choices, n=1)
     remedy = f"--config-name {close[0]}" if close else "--config-dir DIR names the folder of your own files"
     if schema is not None and verl_trees.config_file(schema, name) is not None:

@@ -25,7 +25,7 @@ from hydraflow.device import planned_type
 from hydraflow.dispatch.config import RayInitConfig
 from hydraflow.dispatch.template_server import LIBRARIES, WITHOUT_THREADS, import_all, live, threads
 from hydraflow.errors import HydraflowError
-from hydraflow.system.interrupts import SHUTDOWN, blocked
+from hydraflow.system.interrupts import FOR_THE_COMMAND, SHUTDOWN, blocked
 from hydraflow.system.node_folder import session_folder
 from hydraflow.trainer.config import RunConfig
 
@@ -89,7 +89,7 @@ def _become_template(listener: socket.socket, starter: int) -> NoReturn:
     code = 1
     try:
         SHUTDOWN.commanded = False
-        signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR1])  # as for all processes of a local Ray
+        signal.pthread_sigmask(signal.SIG_BLOCK, FOR_THE_COMMAND)  # as for all processes of a local Ray
         for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):
             signal.signal(number, signal.SIG_DFL)
         nothing = os.open(os.devnull, os.O_RDWR)

@@ -29,7 +29,7 @@ from hydraflow.dispatch.processes import end_processes, own_ray_processes
 from hydraflow.dispatch.services import without_services
 from hydraflow.dispatch.template import end_template, stop_forking, workers_from_template
 from hydraflow.errors import ConfigError
-from hydraflow.system.interrupts import blocked
+from hydraflow.system.interrupts import FOR_THE_COMMAND, blocked
 
 PROBE_SECONDS = 5.0
 """Seconds for a cluster's address to accept a connection."""
@@ -43,12 +43,13 @@ def start_ray(config: RayInitConfig, cpus: float, *, console: bool = False, fork
     has. console: show on this console what processes write to Ray's files, deduplicated (RAY_DEDUP_LOGS=0 in
     the environment shows all). forks: a local cluster forks its workers from a template (`template.py`).
     Raises ConfigError when there is no cluster at the address. The processes of a local cluster ignore
-    SIGUSR1, with which Slurm warns every process of a step: only this one handles it."""
+    SIGUSR1, with which Slurm warns every process of a step, and SIGHUP, which a closed terminal sends to all:
+    only this one handles them."""
     if ray.is_initialized():
         return False
     handler = signal.getsignal(signal.SIGTERM)
     quiet: dict[str, Any] = dict(include_dashboard=False, log_to_driver=console, logging_level=logging.ERROR)
-    with blocked(signal.SIGUSR1):
+    with blocked(*FOR_THE_COMMAND):
         if config.address == "local":
             cores = _local_cpus(config, math.ceil(cpus))
             private: dict[str, Any] = dict(_temp_dir=str(close_to_others()), _system_config=RAY_SETTINGS)

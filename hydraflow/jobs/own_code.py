@@ -10,11 +10,14 @@ from __future__ import annotations
 
 import json
 import os
+import select
 import signal
 import subprocess
 import sys
+import time
 from contextlib import suppress
 from functools import partial
+from io import FileIO
 from typing import Any
 
 from hydraflow.algorithms.config import AlgorithmConfig
@@ -55,7 +58,7 @@ def check_modules(model: ModelSourceConfig, field: str) -> None:
 def _in_process(key: str, given: Any, request: dict[str, Any]) -> None:
     """Runs `main(request)` in a new process, and raises the problems that it reports."""
     answers, answer = os.pipe()
-    with open(answers, encoding="utf-8") as answered:
+    with open(answers, "rb", buffering=0) as answered:
         process = subprocess.Popen(
             [sys.executable, "-c", _BOOT, json.dumps(sys.path), str(answer), json.dumps(request)],
             stdin=subprocess.DEVNULL,
@@ -66,8 +69,8 @@ def _in_process(key: str, given: Any, request: dict[str, Any]) -> None:
         )
         os.close(answer)
         try:
-            code = process.wait(SECONDS)
-            text = answered.read() if code == 0 else ""
+            found, code = _answer_of(process, answered)
+            text = found if code == 0 else ""
             rule = f"while it was imported, it ended its process (exit code {code})"
         except subprocess.TimeoutExpired:
             text, rule = "", f"its import did not finish within {SECONDS:g} seconds"
@@ -79,6 +82,20 @@ def _in_process(key: str, given: Any, request: dict[str, Any]) -> None:
         raise ConfigError.one(key, given, rule, "correct the code that runs at import")
     if problems := [Problem(*problem) for problem in json.loads(text)]:
         raise ConfigError(problems)
+
+
+def _answer_of(process: subprocess.Popen[bytes], answered: FileIO) -> tuple[str, int]:
+    """What the process has written when it ends, and its exit code. Processes that it has started may hold
+    the other end for longer. Raises TimeoutExpired."""
+    found, deadline = bytearray(), time.monotonic() + SECONDS
+    while (left := deadline - time.monotonic()) > 0:
+        if select.select([answered], [], [], min(left, 0.05))[0]:
+            if not (part := answered.read(1 << 16)):
+                break
+            found += part
+        elif process.poll() is not None:
+            break
+    return found.decode(), process.wait(max(0.0, deadline - time.monotonic()))
 
 
 def main(answer: int, request: dict[str, Any]) -> None:

@@ -56,9 +56,13 @@ def begin(trainer: LoopConfig, required: CheckpointRequirements) -> RunStart:
     if searches and not required.looks_only and (interrupted := _interrupted_run(trainer, required)):
         return interrupted
     folder = RunFolder.make(trainer.default_local_dir, trainer.experiment_name)
+    folder.require_own()
     lock = RunLock(folder.path)
     try:
-        return _start(folder, lock, find(folder.path, trainer, required))
+        found = find(folder.path, trainer, required)
+        if found is None or not _is_inside(found.checkpoint, folder.path):
+            folder.require_unread(required.identity.values)
+        return _start(folder, lock, found)
     except ConfigError:
         lock.release()
         raise

@@ -30,7 +30,7 @@ from hydraflow.rewards.frames import FrameSocket
 from hydraflow.rewards.functions import load_scorers
 from hydraflow.rewards.row_time import QueueTime, over_at
 from hydraflow.rewards.values import Result, read_value
-from hydraflow.system.own_code import line_of
+from hydraflow.system.own_code import in_short, line_of
 from hydraflow.system.tether import end_like, supervise
 
 R = TypeVar("R")
@@ -41,8 +41,6 @@ NO_ROW = -1
 
 _PROGRESS = struct.Struct("qddd")
 PROGRESS_BYTES = _PROGRESS.size
-MOST_CAUSE = 500
-"""Maximum length of a reported error, in characters."""
 
 
 class RowTimeout(BaseException):
@@ -232,13 +230,9 @@ def cause_of(error: BaseException, paths: Sequence[str]) -> str:
     """An exception, and the line in one of the user's files where it was raised."""
     if isinstance(error, ConfigError):
         return str(error.problems[0])
-    try:
-        cause = f"{type(error).__name__}: {error}"
-    except Exception:  # its __str__ is the user's code, too
-        cause = type(error).__name__
     places = ((path, line_of(error, absolute(path))) for path in paths)
     where = next((f" ({os.path.basename(path)}, {line})" for path, line in places if line), "")
-    return cause[:MOST_CAUSE] + where
+    return in_short(error) + where
 
 
 def _of_batch(function: Callable[..., Any], rows: Sequence[Any]) -> list[Result]:

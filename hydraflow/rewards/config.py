@@ -161,7 +161,7 @@ class RewardConfig:
     judge."""
     sandbox: SandboxConfig = field(default_factory=SandboxConfig)
     judge: JudgeConfig = field(default_factory=JudgeConfig)
-    num_workers: int = free(1, ge=0)
+    num_workers: int = free(1, ge=0, le=1024)
     """Number of reward processes, each scoring one row at a time unless the function is asynchronous; 0:
     score in the calling process, where breakpoint() works and rows have no limits."""
     timeout: float = free(10.0, rule=SECONDS, no_effect=NO_PROCESS)

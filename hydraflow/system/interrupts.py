@@ -40,14 +40,17 @@ EXIT_LIMIT = 60.0
 processes."""
 KILL_SECONDS = 3.0
 """Seconds that `end_at_once` waits for killed processes to be gone."""
+FOR_THE_COMMAND = (signal.SIGUSR1, signal.SIGHUP)
+"""Signals that a batch system or a closed terminal sends to all processes of a command, and that only the
+command itself handles."""
 _ADOPT_ORPHANS = 36
 """PR_SET_CHILD_SUBREAPER of prctl(2)."""
 
 
 @contextmanager
-def blocked(number: signal.Signals) -> Iterator[None]:
-    """Blocks the signal within the block; processes that are started there inherit the mask."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {number})
+def blocked(*numbers: signal.Signals) -> Iterator[None]:
+    """Blocks the signals within the block; processes that are started there inherit the mask."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, numbers)
     try:
         yield
     finally:

@@ -24,6 +24,9 @@ from typing import Any
 
 from hydraflow.errors import ConfigError
 
+MOST_CAUSE = 500
+"""Maximum length of a reported error, in characters."""
+
 
 @dataclass(frozen=True)
 class Parameters:
@@ -96,7 +99,7 @@ def import_modules(names: str | Sequence[str] | None, field: str) -> None:
             with redirect_stdout(sys.stderr):  # a command's stdout is reserved for its report
                 importlib.import_module(name)
         except (Exception, SystemExit) as error:  # the user's module may raise anything
-            rule = f"cannot be imported: {type(error).__name__}: {error}"
+            rule = f"cannot be imported: {in_short(error)}"
             remedy = "install it, or add its folder to PYTHONPATH"
             raise ConfigError.one(field, name, rule, remedy) from error
 
@@ -117,7 +120,19 @@ def with_line(error: BaseException, path: Path) -> str:
     "KeyError: 'x'"
     """
     where = f" ({line})" if (line := line_of(error, path)) else ""
-    return f"{type(error).__name__}: {error}{where}"
+    return f"{in_short(error)}{where}"
+
+
+def in_short(error: BaseException) -> str:
+    """Class and message of an error of the user's code, at most MOST_CAUSE characters.
+
+    >>> in_short(ValueError("x" * 1000))[:20], len(in_short(ValueError("x" * 1000)))
+    ('ValueError: xxxxxxxx', 500)
+    """
+    try:
+        return f"{type(error).__name__}: {error}"[:MOST_CAUSE]
+    except Exception:  # its __str__ is the user's code, too
+        return type(error).__name__
 
 
 def import_file(path: Path, *, module: str, field: str, value: object = None) -> ModuleType:

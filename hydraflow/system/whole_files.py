@@ -53,6 +53,8 @@ def make_earlier(folder: Path) -> Path:
 
 def prove_writable(folder: Path) -> None:
     """Raises OSError if the folder cannot be created or written to; leaves nothing behind."""
+    if folder.is_symlink():
+        folder = folder.resolve(strict=True)
     existing = next(one for one in (folder, *folder.absolute().parents) if one.exists())
     with tempfile.TemporaryFile(dir=existing):
         pass

@@ -25,7 +25,7 @@ from hydraflow.redact import fingerprinted
 from hydraflow.system.whole_files import json_object, make_earlier, prove_writable, replacing
 from hydraflow.tracking.file import METRICS_FILE, json_number
 from hydraflow.tracking.history import record_of
-from hydraflow.tracking.run_lock import FIELD
+from hydraflow.tracking.run_lock import FIELD, LOCK_FILE
 from hydraflow.tracking.summary import Summary
 
 logger = logging.getLogger(__name__)
@@ -53,12 +53,15 @@ RUN_FILES = (
     "stacks",
     "profile",
     "report.html",
+    "final_model",
     "latest_checkpointed_iteration.txt",
     "global_step_*",
     "best",
 )
 """Patterns of files that belong to a single run and must not be mixed with those of an earlier run in the
 same folder."""
+_MARKS = (LOCK_FILE, "run.json", METRICS_FILE, "summary.json")
+"""One of these is in every folder that a run has used."""
 
 
 class RunFolder:
@@ -104,9 +107,31 @@ class RunFolder:
         found = [path for path in RUNS.glob("*") if pattern.fullmatch(path.name) and path.is_dir()]
         return [cls(path.resolve()) for path in sorted(found, key=lambda path: path.name, reverse=True)]
 
+    def require_own(self) -> None:
+        """Raises ConfigError for a folder that no run has used and that has files named like a run's: they
+        would be moved. To be called before the folder is locked."""
+        if (found := self._leftovers()) and not any((self.path / mark).exists() for mark in _MARKS):
+            names = ", ".join(path.name for path in found)
+            rule = f"holds {names}, not of a run of hydraflow, which a run would move away"
+            raise ConfigError.one(FIELD, self.path, rule, f"{FIELD}=<a folder for this run>")
+
+    def require_unread(self, values: Mapping[str, Any]) -> None:
+        """Raises ConfigError if `move_earlier_run` would move a file that the run reads. `values`: those of
+        the configuration, by key."""
+        moved = self._leftovers()
+        for key, value in values.items():
+            for text in value if isinstance(value, list) else [value]:
+                path = Path(text) if isinstance(text, str) else Path()
+                if path.is_absolute() and any(path.is_relative_to(each) for each in moved):
+                    rule = f"is in the run folder, whose earlier run would be moved ({FIELD}={self.path})"
+                    raise ConfigError.one(key, text, rule, f"{FIELD}=<another folder>")
+
+    def _leftovers(self) -> list[Path]:
+        return sorted(path for name in RUN_FILES for path in self.path.glob(name))
+
     def move_earlier_run(self) -> None:
         """Moves files of an earlier run to earlier-1/, earlier-2/, ... Raises ConfigError when that fails."""
-        leftovers = sorted(path for name in RUN_FILES for path in self.path.glob(name))
+        leftovers = self._leftovers()
         if not leftovers:
             return
         try:
@@ -146,6 +171,11 @@ class RunFolder:
     def prove_writable(directory: str | None, field: str = FIELD) -> None:
         """Raises ConfigError if `make` could not create that folder; leaves nothing behind. `field`: the key
         that names it."""
+        if directory and "://" in directory:
+            rule = "is an address; only folders of a file system can be written"
+            raise ConfigError.one(
+                field, directory, rule, f"{field}=<a folder, or where the address is mounted>"
+            )
         path = Path(directory).expanduser() if directory else RUNS
         try:
             prove_writable(path)

@@ -1,5 +1,5 @@
-"""Signals that ask a run to save and end: SIGTERM, and SIGUSR1, which Slurm sends ahead of a time limit if
-asked to.
+"""Signals that ask a run to save and end: SIGTERM; SIGHUP, when its terminal is closed; and SIGUSR1, which
+Slurm sends ahead of a time limit if asked to.
 
 In: a signal to this process. Out: its name, which the loop checks between steps. A repeated SIGTERM does not
 wait for the step, which may hang: it ends the run as Ctrl-C does (`system/interrupts.py`), with another exit
@@ -20,7 +20,7 @@ from hydraflow.system.interrupts import SHUTDOWN, TERMINATED
 
 logger = logging.getLogger(__name__)
 
-WATCHED = (signal.SIGTERM, signal.SIGUSR1)
+WATCHED = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 REPEATED = 5.0
 """Seconds after which another SIGTERM counts as repeated. One request often arrives twice: timeout(1) signals
 its child and then the group, and a batch script forwards what its step received. SIGUSR1 only warns, so a
@@ -42,7 +42,9 @@ class StopSignals:
 
     def __enter__(self) -> StopSignals:
         if threading.current_thread() is threading.main_thread():
-            self._before = {number: signal.signal(number, self._note) for number in WATCHED}
+            # nohup has SIGHUP ignored
+            watched = [number for number in WATCHED if signal.getsignal(number) != signal.SIG_IGN]
+            self._before = {number: signal.signal(number, self._note) for number in watched}
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:

@@ -1,6 +1,7 @@
 """The command line as a user meets it, in a process of its own or, where only words matter, in this one."""
 
 import json
+import logging
 import os
 import subprocess
 import sys
@@ -176,6 +177,23 @@ def test_a_sweep_runs_each_value(tmp_path):
     old = ["-m", "critic.ppo_micro_batch_size=4,8", "trainer.n_gpus_per_node=2", "critic.enable=true"]
     seen = printed(here.call(tmp_path, "ppo", *old))
     assert [one["config"]["critic"]["ppo_micro_batch_size_per_gpu"] for one in seen] == [2, 4]
+
+
+def test_hydra_does_not_log_the_settings_of_a_sweep(tmp_path, caplog):
+    """They may hold secrets; the first run of a sweep sets up logging for the others."""
+    caplog.set_level(logging.INFO)
+    printed(here.call(tmp_path, "ppo", "--multirun", "trainer.seed=1,2", "trainer.experiment_name=S3CRET"))
+    assert "S3CRET" not in caplog.text
+
+
+def test_a_folder_that_is_gone(tmp_path):
+    code = (
+        "import os, sys; os.mkdir('x'); os.chdir('x'); os.rmdir('../x'); import runpy; sys.argv[1:] = ['ppo']"
+    )
+    result = python(
+        "-c", f"{code}; runpy.run_path({str(ENTRY)!r}, run_name='__main__')", cwd=tmp_path, fresh=True
+    )
+    assert result.returncode == 2 and "this shell is in a folder that no longer exists" in result.stderr
 
 
 @pytest.mark.parametrize(

@@ -121,6 +121,21 @@ def test_a_file_whose_import_hangs(choose: Choose, monkeypatch: pytest.MonkeyPat
     assert time.monotonic() - started < 30
 
 
+def test_a_module_that_starts_a_process_or_fails_at_length(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A process that it leaves behind holds the pipe open; a long message does not fit into it."""
+    monkeypatch.setattr(own_code, "SECONDS", 60.0)
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "that_forks.py").write_text("import os, time\nif os.fork() == 0:\n    time.sleep(300)\n")
+    (tmp_path / "at_length.py").write_text("raise RuntimeError('x' * 300_000)\n")
+    began = time.monotonic()
+    own_code.check_modules(ModelConfig(external_lib="that_forks"), "model")
+    with pytest.raises(ConfigError, match="RuntimeError: xxx"):
+        own_code.check_modules(ModelConfig(external_lib="at_length"), "model")
+    assert time.monotonic() - began < 50
+
+
 def test_modules_are_imported_in_a_process_of_their_own(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -53,6 +53,48 @@ def test_an_earlier_run_is_set_aside_not_mixed_in(tmp_path: Path) -> None:
     assert folder.metrics.read_text() == "three\n"
 
 
+def test_a_trained_model_is_set_aside_with_its_run(tmp_path: Path) -> None:
+    folder = start(str(tmp_path / "run"), "ppo")
+    folder.metrics.write_text("")
+    folder.final_model.mkdir()
+    (folder.final_model / "config.json").write_text("{}")
+    start(str(tmp_path / "run"), "ppo")
+    assert not folder.final_model.exists()
+    assert (folder.path / "earlier-1" / "final_model" / "config.json").exists()
+
+
+def test_files_of_the_users_own_are_not_moved(tmp_path: Path) -> None:
+    (tmp_path / "code").mkdir()
+    (tmp_path / "notes.txt").touch()
+    folder = RunFolder.make(str(tmp_path), "ppo")
+    with pytest.raises(ConfigError, match="holds code, not of a run of hydraflow"):
+        folder.require_own()
+    (tmp_path / ".lock").touch()  # a run has used it
+    folder.require_own()
+
+
+def test_files_that_the_run_reads_are_not_moved(tmp_path: Path) -> None:
+    folder = RunFolder.make(str(tmp_path), "ppo")
+    folder.final_model.mkdir()
+    folder.require_unread({"data.train_files": [str(tmp_path / "train.jsonl")], "trainer.seed": 1})
+    for value in (str(folder.final_model / "actor"), [str(folder.final_model / "actor")]):
+        with pytest.raises(
+            ConfigError, match=r"^(?s:.*)model.path=.*final_model/actor: is in the run folder"
+        ):
+            folder.require_unread({"actor_rollout_ref.model.path": value})
+
+
+def test_an_address_is_no_folder() -> None:
+    with pytest.raises(ConfigError, match="s3://bucket/x: is an address"):
+        RunFolder.prove_writable("s3://bucket/x")
+
+
+def test_a_link_to_nothing_cannot_be_written(tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to(tmp_path / "nothing")
+    with pytest.raises(ConfigError, match="cannot be written"):
+        RunFolder.prove_writable(str(tmp_path / "link"))
+
+
 def test_config_reads_back_as_it_was(tmp_path: Path) -> None:
     config = {
         "trainer": {"logger": ["console"], "seed": 1, "max_wall_time": None},

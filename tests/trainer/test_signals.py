@@ -12,7 +12,7 @@ from hydraflow.trainer.clock import Clock
 from hydraflow.trainer.signals import StopSignals
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+@pytest.mark.parametrize("number", signals.WATCHED)
 def test_the_first_one_counts(number: signal.Signals) -> None:
     before = signal.getsignal(number)
     with StopSignals() as stop:
@@ -23,6 +23,18 @@ def test_the_first_one_counts(number: signal.Signals) -> None:
         assert clock.preempted
         assert clock.why_to_stop() == f"{number.name} received"
     assert signal.getsignal(number) == before
+
+
+def test_a_signal_that_is_ignored_stays_ignored() -> None:
+    """As nohup has it."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with StopSignals() as stop:
+            signal.raise_signal(signal.SIGHUP)
+            assert not stop.received
+        assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)
 
 
 def test_a_sigterm_that_is_repeated_later_interrupts(monkeypatch: pytest.MonkeyPatch) -> None:
