@@ -84,7 +84,7 @@ _LOOKS_SECRET = re.compile(
 """Credentials of well-known services, under any key; PEM blocks; the two usual Authorization headers."""
 
 _ASSIGNED = re.compile(
-    r"(?<!\w)(?P<quote>['\"]?)(?P<name>[A-Za-z_][\w.-]{0,199})(?P=quote)"
+    r"(?:(?<!\w)|(?<=\w{199}))(?P<quote>['\"]?)(?P<name>[A-Za-z_][\w.-]{0,199})(?P=quote)"
     r"(?P<sign>=(?!=)|[ \t]*:[ \t]*|[ \t]+=[ \t]+)"
 )
 _QUOTED = r"""'(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*\""""
@@ -225,8 +225,10 @@ def _without_assigned(text: str) -> str:
     """The text without the values of secret names in it: name=value anywhere, "name": value, name: value."""
     kept, at = [], 0
     for found in _ASSIGNED.finditer(text):
+        if found.start() < at or not _assigns_a_secret(found, "x"):  # for no value: it may be long
+            continue
         value = (_TIGHT if found["sign"] == "=" else _SPACED).match(text, found.end())
-        if found.start() >= at and value is not None and _assigns_a_secret(found, value[0]):
+        if value is not None and _assigns_a_secret(found, value[0]):
             kept += [text[at : found.end()], HIDDEN]
             at = value.end()
     return "".join([*kept, text[at:]])

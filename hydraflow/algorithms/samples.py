@@ -46,7 +46,8 @@ class Samples:
         if self.index is None:
             return column
         rows = torch.bincount(self.index)
-        return (self.sum(column.double()) / (rows if column.dim() == 1 else rows[:, None])).to(column.dtype)
+        means = self.sum(column.double()) / (rows if column.dim() == 1 else rows[:, None])
+        return means.to(column.dtype if column.is_floating_point() else torch.float32)
 
     def first(self, column: Tensor) -> Tensor:
         """(S,) values of a column (B,) that is constant within a sample."""

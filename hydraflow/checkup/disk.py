@@ -56,7 +56,7 @@ def check_disk(context: CheckContext) -> Iterator[Finding]:
         existing = next(path for path in (folder, *folder.parents) if path.exists())
         free = shutil.disk_usage(existing).free
     except OSError as error:
-        raise CheckSkipped(f"{folder} cannot be looked at: {error.strerror}") from None
+        raise CheckSkipped(f"{folder} cannot be read: {error.strerror}") from None
     yield judge(folder, written, free=free)
 
 

@@ -30,18 +30,19 @@ def translated(error: Exception, files: Sequence[str] = ()) -> ConfigError:
 
 
 def no_folder(error: OSError, *, sweeps: bool) -> Problem:
-    """The problem of a folder that Hydra cannot create; `sweeps`: for a sweep.
+    """The problem of a folder that Hydra cannot create, or of a file that it cannot read; `sweeps`: for a
+    sweep.
 
     >>> print(no_folder(NotADirectoryError(20, "Not a directory", "data.txt/out"), sweeps=False))
     hydra.run.dir=data.txt/out: the folder cannot be created: Not a directory
           -> hydra.run.dir=. and trainer.default_local_dir=<folder>, where all results go
     """
-    key, remedy = (
-        "hydra.run.dir",
-        "hydra.run.dir=. and trainer.default_local_dir=<folder>, where all results go",
-    )
-    if sweeps:
-        key, remedy = "hydra.sweep.dir", "hydra.sweep.dir=<a folder that can be created>"
+    if str(error.filename).endswith(".yaml"):
+        return Problem(str(error.filename), None, f"the file cannot be read: {error.strerror}")
+    key = "hydra.sweep.dir" if sweeps else "hydra.run.dir"
+    remedy = f"{key}=<a folder that can be created>"
+    if not sweeps:
+        remedy = f"{key}=. and trainer.default_local_dir=<folder>, where all results go"
     return Problem(key, error.filename, f"the folder cannot be created: {error.strerror}", remedy)
 
 

@@ -258,7 +258,9 @@ class _Launch(Generic[Config]):
         if facts.mode == RunMode.MULTIRUN and sweep.is_file():
             sweep.chmod(0o600)  # Hydra wrote the overrides to it, and they may hold secrets
         if self._shown is not None:
-            return _show(self._finished(composed, facts, only_keys=True), self._shown)
+            show = partial(_show, self._shown, lambda: self._finished(composed, facts, only_keys=True))
+            self.codes.append(run_guarded(show, self.entry.show_error))
+            return self.codes[-1]
         if facts.mode == RunMode.MULTIRUN:
             swept = [str(word) for word in facts.overrides.task if word not in self._prepared.words]
             own = " ".join(word.lstrip("+") for word in public_words(swept)) or "nothing is swept"
@@ -302,8 +304,8 @@ def _take_what_to_show(arguments: Arguments) -> tuple[str, bool] | None:
     return arguments.take("--package", "-p") or "", resolve
 
 
-def _show(composed: ComposedConfig[Any], shown: tuple[str, bool]) -> int:
-    package, resolve = shown
+def _show(shown: tuple[str, bool], finished: Callable[[], ComposedConfig[Any]]) -> int:
+    (package, resolve), composed = shown, finished()
     whole = OmegaConf.create(asdict(composed.config) if resolve else composed.tree)
     section = OmegaConf.select(whole, package) if package not in ("", "_global_") else whole
     if section is None:

@@ -2,10 +2,26 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
-from hydraflow.options import FILES, NO_LIMIT_OR_COUNT, free, no_effect_when, option, unless
+from hydraflow.options import FILES, NO_LIMIT_OR_COUNT, Rule, free, listed, no_effect_when, option, unless
+
+_OF_THE_TOKENIZER = (
+    *(
+        "add_generation_prompt",
+        "continue_final_message",
+        "max_length",
+        "padding",
+        "return_assistant_tokens_mask",
+    ),
+    *("return_dict", "return_tensors", "tokenize", "tokenizer_kwargs", "truncation"),
+)
+TEMPLATE_VARIABLES = Rule(
+    f"must hold variables of the template, not {listed(_OF_THE_TOKENIZER)}, which the trainer sets",
+    lambda value: value.keys().isdisjoint(_OF_THE_TOKENIZER),
+    example="{enable_thinking: false}",
+)
 
 
 @dataclass
@@ -28,7 +44,7 @@ class PromptConfig:
         ),
     )
     """What to do with longer prompts: error, or truncate on the left, right or in the middle."""
-    apply_chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
+    apply_chat_template_kwargs: dict[str, Any] = option(factory=dict, rule=TEMPLATE_VARIABLES)
     """Extra variables for the tokenizer's chat template."""
 
 
@@ -114,7 +130,7 @@ class ExamplesConfig:
     """Maximum number of training examples, from the start of the files; -1: all."""
     val_max_samples: int = free(-1, rule=NO_LIMIT_OR_COUNT)
     """Maximum number of held-out examples, from the start of the files; -1: all."""
-    apply_chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
+    apply_chat_template_kwargs: dict[str, Any] = option(factory=dict, rule=TEMPLATE_VARIABLES)
     """Extra variables for the tokenizer's chat template."""
 
 

@@ -189,9 +189,10 @@ def _read_chat(record: FileRecord, config: SFTDataConfig) -> Messages:
     response = _inside(record, config.response_key, config.response_dict_keys)
     prompt = {config.prompt_key: _inside(record, config.prompt_key, config.prompt_dict_keys)}
     asked = as_messages(replace(record, values=prompt), config.prompt_key)
-    if not isinstance(response, str | int | float):
+    if isinstance(response, Mapping | list | bytes):
         column = ".".join([config.response_key, *(config.response_dict_keys or ())])
-        remedy = "data.response_dict_keys=[<name>] for a text inside it"
+        inside = "data.response_dict_keys=[<name>] for a text inside it"
+        remedy = inside if isinstance(response, Mapping) else "data.response_key=<a column of texts>"
         raise ConfigError([record.problem(f"{column} must be text, not {str(response)[:80]}", remedy)])
     return [*asked, {"role": "assistant", "content": str(response)}]
 

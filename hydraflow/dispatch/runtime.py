@@ -198,11 +198,9 @@ class Runtime:
             log.warning(text, step, ranks)
         for group in groups:
             group.start_profile(profiler.tool, folder, ranks)
-        try:
-            yield
-        finally:
-            for group in groups:
-                group.stop_profile(ranks)
+        yield
+        for group in groups:
+            group.stop_profile(ranks)
         if groups:
             log.info("profile of step %d: %s", step, folder)
 

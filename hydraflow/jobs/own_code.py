@@ -88,13 +88,16 @@ def _answer_of(process: subprocess.Popen[bytes], answered: FileIO) -> tuple[str,
     """What the process has written when it ends, and its exit code. Processes that it has started may hold
     the other end for longer. Raises TimeoutExpired."""
     found, deadline = bytearray(), time.monotonic() + SECONDS
+    ended = False
     while (left := deadline - time.monotonic()) > 0:
-        if select.select([answered], [], [], min(left, 0.05))[0]:
+        if select.select([answered], [], [], 0.0 if ended else min(left, 0.05))[0]:
             if not (part := answered.read(1 << 16)):
                 break
             found += part
-        elif process.poll() is not None:
+        elif ended:
             break
+        else:  # what it wrote before it ended can be read once more
+            ended = process.poll() is not None
     return found.decode(), process.wait(max(0.0, deadline - time.monotonic()))
 
 

@@ -11,13 +11,15 @@ configuration was interrupted, no process is running and a complete checkpoint e
 from __future__ import annotations
 
 import secrets
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from hydraflow.errors import ConfigError
 from hydraflow.tracking.endings import DONE
 from hydraflow.tracking.run_folder import RunFolder
-from hydraflow.tracking.run_lock import RunLock
+from hydraflow.tracking.run_lock import LOCK_FILE, RunLock
 from hydraflow.trainer.checkpoint_store import BEST, CheckpointStore
 from hydraflow.trainer.config import LoopConfig
 from hydraflow.trainer.resume import CheckpointRequirements, ResumePoint, find, newest
@@ -49,22 +51,28 @@ class RunStart:
         return self.found is not None and self.step >= total_steps and why == DONE and steps >= total_steps
 
 
-def begin(trainer: LoopConfig, required: CheckpointRequirements) -> RunStart:
-    """Chooses folder and checkpoint. ConfigError if the folder is in use, or as in `resume.find`; then
+def begin(
+    trainer: LoopConfig, required: CheckpointRequirements, values: Mapping[str, Any] | None = None
+) -> RunStart:
+    """Chooses folder and checkpoint. `values`: those of the configuration, by key. ConfigError if the folder
+    is in use, as in `resume.find`, or if an earlier run cannot be moved (`RunFolder.require_movable`); then
     nothing has been changed."""
     searches = trainer.default_local_dir is None and trainer.resume_mode == "auto"
     if searches and not required.looks_only and (interrupted := _interrupted_run(trainer, required)):
         return interrupted
     folder = RunFolder.make(trainer.default_local_dir, trainer.experiment_name)
-    folder.require_own()
+    used = folder.was_used()
     lock = RunLock(folder.path)
     try:
         found = find(folder.path, trainer, required)
         if found is None or not _is_inside(found.checkpoint, folder.path):
-            folder.require_unread(required.identity.values)
+            read = {key: value for key, value in (values or {}).items() if key != "trainer.resume_from_path"}
+            folder.require_movable(read, used=used)
         return _start(folder, lock, found)
     except ConfigError:
         lock.release()
+        if not used:
+            (folder.path / LOCK_FILE).unlink(missing_ok=True)
         raise
 
 

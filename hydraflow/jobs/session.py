@@ -28,6 +28,7 @@ from hydraflow.errors import ConfigError, EnvironmentFault, Faults, HydraflowErr
 from hydraflow.jobs import run_start
 from hydraflow.jobs.restarts import Restarts
 from hydraflow.jobs.run_start import RunStart
+from hydraflow.options import walk
 from hydraflow.redact import public
 from hydraflow.schema import PPOConfig, SupervisedConfig
 from hydraflow.system.interrupts import ending, is_hidden_interrupt
@@ -67,6 +68,7 @@ class Session:
     ):
         trainer, self.ray_init, self.scoring = config.trainer, config.ray_init, scoring
         self.trainer: LoopConfig = trainer
+        self._values = {leaf.key: leaf.value for leaf in walk(config)}
         self.log, self.profiler, self.debug = config.log, config.global_profiler, config.debug
         set_up_logging(config.log.level)
         self.faults = Faults()
@@ -98,7 +100,7 @@ class Session:
         ConfigError with everything in `faults`, or as in `run_start.begin`.
         """
         self.faults.require_none()
-        self._start = run_start.begin(self.trainer, required)
+        self._start = run_start.begin(self.trainer, required, self._values)
         self.restarts.folder = self._start.folder
         if self._start.is_done(required.total_steps):
             print(f"{self.folder.path}: all {required.total_steps} steps are done; nothing was started")

@@ -83,10 +83,10 @@ class Architecture:
             shapes=[f"{name} {list(got[name])}, not {list(wanted[name])}" for name in other],
         )
 
-    def transposed(self) -> frozenset[str]:
-        """Weights that are (in, out): those of transformers' Conv1D."""
-        if self.model is None:
-            return frozenset()
+    def transposed(self) -> frozenset[str] | None:
+        """Weights that are (in, out): those of transformers' Conv1D. None: there is no class that tells."""
+        if self.model is None:  # the built-in families have nn.Linear
+            return None if self.class_name is None else frozenset()
         from transformers.pytorch_utils import Conv1D
 
         named = self.model.named_modules()

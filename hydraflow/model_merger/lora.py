@@ -60,17 +60,17 @@ class MergedTensor(StoredTensor):
 
 
 def merged(
-    plain: Mapping[str, StoredTensor], adapters: Mapping[str, Adapter], alpha: float, known: Set[str]
+    plain: Mapping[str, StoredTensor], adapters: Mapping[str, Adapter], alpha: float, known: Set[str] | None
 ) -> dict[str, MergedTensor]:
-    """The weights that have adapters, with the adapters added. `known`: weights that are (in, out), as far as
-    the model's class tells."""
+    """The weights that have adapters, with the adapters added. `known`: weights that are (in, out); None: the
+    model has no class that tells."""
     layouts = {name: _layout(plain[name], adapter) for name, adapter in adapters.items()}
-    # without a class, a square weight is oriented as the others of its model
-    flips = bool(known & adapters.keys()) or "in, out" in layouts.values()
-    transposed = ("in, out", "") if flips else ()
+    if known is None:  # a square weight is oriented as the others of its model
+        transposed = ("in, out", "") if "in, out" in layouts.values() else ()
+        known = {name for name, layout in layouts.items() if layout in transposed}
     found = {}
     for name, adapter in adapters.items():
-        scale, flipped = alpha / adapter.rank, layouts[name] in transposed
+        scale, flipped = alpha / adapter.rank, name in known
         found[name] = MergedTensor(**vars(plain[name]), adapter=adapter, scale=scale, transposed=flipped)
     return found
 

@@ -6,6 +6,7 @@ messages to the user.
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
@@ -53,8 +54,8 @@ def make_earlier(folder: Path) -> Path:
 
 def prove_writable(folder: Path) -> None:
     """Raises OSError if the folder cannot be created or written to; leaves nothing behind."""
-    if folder.is_symlink():
-        folder = folder.resolve(strict=True)
+    if folder.is_symlink() and not folder.exists():
+        raise FileNotFoundError(errno.ENOENT, f"it is a link to {folder.readlink()}, which does not exist")
     existing = next(one for one in (folder, *folder.absolute().parents) if one.exists())
     with tempfile.TemporaryFile(dir=existing):
         pass

@@ -11,7 +11,8 @@ import hashlib
 import json
 import logging
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import asdict
 from datetime import datetime
 from functools import reduce
@@ -60,7 +61,7 @@ RUN_FILES = (
 )
 """Patterns of files that belong to a single run and must not be mixed with those of an earlier run in the
 same folder."""
-_MARKS = (LOCK_FILE, "run.json", METRICS_FILE, "summary.json")
+_MARKS = (LOCK_FILE, "run.json", METRICS_FILE, "summary.json", "logs/controller-0.log")
 """One of these is in every folder that a run has used."""
 
 
@@ -107,24 +108,23 @@ class RunFolder:
         found = [path for path in RUNS.glob("*") if pattern.fullmatch(path.name) and path.is_dir()]
         return [cls(path.resolve()) for path in sorted(found, key=lambda path: path.name, reverse=True)]
 
-    def require_own(self) -> None:
-        """Raises ConfigError for a folder that no run has used and that has files named like a run's: they
-        would be moved. To be called before the folder is locked."""
-        if (found := self._leftovers()) and not any((self.path / mark).exists() for mark in _MARKS):
-            names = ", ".join(path.name for path in found)
-            rule = f"holds {names}, not of a run of hydraflow, which a run would move away"
-            raise ConfigError.one(FIELD, self.path, rule, f"{FIELD}=<a folder for this run>")
+    def was_used(self) -> bool:
+        """Whether a run has used it; to be asked before it is locked."""
+        return any((self.path / mark).exists() for mark in _MARKS)
 
-    def require_unread(self, values: Mapping[str, Any]) -> None:
-        """Raises ConfigError if `move_earlier_run` would move a file that the run reads. `values`: those of
-        the configuration, by key."""
+    def require_movable(self, values: Mapping[str, Any], *, used: bool) -> None:
+        """Raises ConfigError if `move_earlier_run` would move files that are not of a run, or that this run
+        reads. `values`: those of the configuration, by key; `used`: see `was_used`."""
         moved = self._leftovers()
+        if moved and not used:
+            names = ", ".join(path.name for path in moved)
+            rule = f"holds {names}, which no run of hydraflow wrote and this run would move away"
+            raise ConfigError.one(FIELD, self.path, rule, f"{FIELD}=<a folder for this run>")
         for key, value in values.items():
-            for text in value if isinstance(value, list) else [value]:
-                path = Path(text) if isinstance(text, str) else Path()
-                if path.is_absolute() and any(path.is_relative_to(each) for each in moved):
+            for path in _paths_in(value):
+                if any(path.resolve().is_relative_to(each) for each in moved):
                     rule = f"is in the run folder, whose earlier run would be moved ({FIELD}={self.path})"
-                    raise ConfigError.one(key, text, rule, f"{FIELD}=<another folder>")
+                    raise ConfigError.one(key, path, rule, f"{FIELD}=<another folder>")
 
     def _leftovers(self) -> list[Path]:
         return sorted(path for name in RUN_FILES for path in self.path.glob(name))
@@ -257,6 +257,18 @@ class RunFolder:
                 unfinished.write_text(text, encoding="utf-8", errors="replace")
         except OSError as error:
             raise EnvironmentFault(f"cannot write {path}: {error.strerror}") from error
+
+
+def _paths_in(value: Any) -> Iterator[Path]:
+    """The existing files and folders that a value names."""
+    if isinstance(value, Mapping | list):
+        for each in value.values() if isinstance(value, Mapping) else value:
+            yield from _paths_in(each)
+    elif isinstance(value, str) and value:
+        path = Path(value.rpartition(":")[0] if ".py:" in value else value).expanduser()
+        with suppress(OSError, ValueError):  # too long, or with a null character
+            if path.exists():
+                yield path
 
 
 def _unwritable(path: Path, error: OSError, field: str = FIELD) -> ConfigError:

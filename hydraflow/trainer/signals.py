@@ -42,9 +42,11 @@ class StopSignals:
 
     def __enter__(self) -> StopSignals:
         if threading.current_thread() is threading.main_thread():
-            # nohup has SIGHUP ignored
-            watched = [number for number in WATCHED if signal.getsignal(number) != signal.SIG_IGN]
-            self._before = {number: signal.signal(number, self._note) for number in watched}
+            self._before = {number: signal.signal(number, self._note) for number in WATCHED}
+            if (
+                self._before[signal.SIGHUP] == signal.SIG_IGN
+            ):  # by nohup; a batch script ignores SIGUSR1 for us
+                signal.signal(signal.SIGHUP, signal.SIG_IGN)
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:

@@ -65,7 +65,7 @@ def test_an_output_matrix_that_is_the_embedding(tmp_path: Path, tied: bool, targ
     with pytest.raises(ConfigError) as caught:
         look(str(tmp_path), targets, "policy")
     [problem] = caught.value.problems
-    assert "an adapter of lm_head, whose weight is that of the embeddings" in problem.rule
+    assert "an adapter of lm_head cannot be kept apart from the embeddings" in problem.rule
     kept = "[q_proj]" if targets == ["q_proj", "lm_head"] else "all-linear"
     assert problem.remedy == f"critic.model.target_modules={kept}"
 

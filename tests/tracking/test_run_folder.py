@@ -67,21 +67,27 @@ def test_files_of_the_users_own_are_not_moved(tmp_path: Path) -> None:
     (tmp_path / "code").mkdir()
     (tmp_path / "notes.txt").touch()
     folder = RunFolder.make(str(tmp_path), "ppo")
-    with pytest.raises(ConfigError, match="holds code, not of a run of hydraflow"):
-        folder.require_own()
-    (tmp_path / ".lock").touch()  # a run has used it
-    folder.require_own()
+    assert not folder.was_used()
+    with pytest.raises(ConfigError, match="holds code, which no run of hydraflow wrote"):
+        folder.require_movable({}, used=False)
+    (tmp_path / ".lock").touch()
+    assert folder.was_used()
+    folder.require_movable({}, used=True)
 
 
-def test_files_that_the_run_reads_are_not_moved(tmp_path: Path) -> None:
-    folder = RunFolder.make(str(tmp_path), "ppo")
-    folder.final_model.mkdir()
-    folder.require_unread({"data.train_files": [str(tmp_path / "train.jsonl")], "trainer.seed": 1})
-    for value in (str(folder.final_model / "actor"), [str(folder.final_model / "actor")]):
-        with pytest.raises(
-            ConfigError, match=r"^(?s:.*)model.path=.*final_model/actor: is in the run folder"
-        ):
-            folder.require_unread({"actor_rollout_ref.model.path": value})
+def test_files_that_the_run_reads_are_not_moved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = RunFolder.make(str(tmp_path / "run"), "ppo")
+    model = folder.final_model / "actor"
+    model.mkdir(parents=True)
+    (tmp_path / "link").symlink_to(folder.path)
+    (folder.path / "train.jsonl").touch()
+    values = {"data.train_files": [str(folder.path / "train.jsonl")], "trainer.seed": 1, "x": "y" * 9999}
+    folder.require_movable(values | {"model.path": "none/final_model"}, used=True)
+    monkeypatch.chdir(tmp_path)
+    relative = "run/final_model"
+    for value in (str(model), [str(model)], f"{relative}/actor", "link/final_model", {"a": relative}):
+        with pytest.raises(ConfigError, match="model.path=.*final_model.*: is in the run folder"):
+            folder.require_movable(values | {"actor_rollout_ref.model.path": value}, used=True)
 
 
 def test_an_address_is_no_folder() -> None:

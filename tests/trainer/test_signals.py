@@ -25,7 +25,18 @@ def test_the_first_one_counts(number: signal.Signals) -> None:
     assert signal.getsignal(number) == before
 
 
-def test_a_signal_that_is_ignored_stays_ignored() -> None:
+def test_sigusr1_is_noted_though_it_was_ignored() -> None:
+    """A batch script ignores it until the training has its handler (scripts/slurm/train.sh)."""
+    before = signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+    try:
+        with StopSignals() as stop:
+            signal.raise_signal(signal.SIGUSR1)
+        assert stop.received == "SIGUSR1" and signal.getsignal(signal.SIGUSR1) == signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+
+
+def test_sighup_stays_ignored() -> None:
     """As nohup has it."""
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:

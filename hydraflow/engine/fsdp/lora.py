@@ -81,8 +81,8 @@ def add_adapters(hf: nn.Module, model: ModelConfig, dtype: torch.dtype, *, field
     if any(".lora_embedding_" in name for name, _ in hf.named_parameters()):
         raise ConfigError.one(key, targets, "embeddings cannot have adapters", f"{key}={remedy}")
     if (head := _tied_head(hf)) is not None:
-        rule = f"an adapter of {head}, whose weight is that of the embeddings, would change these as well"
-        kept = [target for target in targets if f".{head}".endswith(f".{target}") is False]
+        rule = f"an adapter of {head} cannot be kept apart from the embeddings, which share its weight"
+        kept = [target for target in targets if not f".{head}".endswith(f".{target}")]
         left = f"{key}=[{','.join(kept)}]" if kept and not isinstance(targets, str) else f"{key}={remedy}"
         raise ConfigError.one(key, targets, rule, left)
     for name, parameter in hf.named_parameters():
