@@ -56,6 +56,10 @@ ALLOWED = {
         "pickle.loads",
     ): "what the actor sends, on a socket that only this user's processes reach; no file",
     (
+        "hydraflow/dispatch/agent.py",
+        "runpy.run_path",
+    ): "Ray's own agent, which Ray's node process has on its command line",
+    (
         "hydraflow/dispatch/template_server.py",
         "runpy.run_path",
     ): "Ray's own worker script, asked for through a socket that only this user reaches",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+from collections.abc import Iterator
 
 import pytest
 
@@ -10,6 +11,14 @@ from hydraflow.tracking.endings import OUT_OF_TIME
 from hydraflow.trainer import signals
 from hydraflow.trainer.clock import Clock
 from hydraflow.trainer.signals import StopSignals
+
+
+@pytest.fixture(autouse=True)
+def sighup_is_not_ignored() -> Iterator[None]:
+    """These tests may run under nohup."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGHUP, before)
 
 
 @pytest.mark.parametrize("number", signals.WATCHED)
