@@ -291,6 +291,7 @@ def test_a_reader_may_stop_early(tmp_path):
     assert (result.stdout.count("\n"), result.stderr) == (1, "")
 
 
+@pytest.mark.slow(short=True)
 @pytest.mark.parametrize(
     "words",
     ["plan", "plan --help", "plan --cfg job", "plan --json data.train_batch_size=0", "doctor"],

@@ -156,6 +156,7 @@ def test_it_gives_up(runtime: Runtime, tmp_path: Path, method: str, deaths: int)
     runtime.end(role.group)
 
 
+@pytest.mark.slow(short=True)
 @pytest.mark.parametrize("workers_first", [True, False])
 def test_a_process_whose_machine_is_lost_is_not_started_again(workers_first: bool) -> None:
     text = f"{programs.FORKS_WORKERS}\nfrom dispatch.lost_node import main; main({workers_first})"

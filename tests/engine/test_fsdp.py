@@ -132,6 +132,7 @@ def test_forward_sees_the_newest_weights(tiny: str, ranks: Ranks) -> None:
             )
 
 
+@pytest.mark.slow(short=True)
 @pytest.mark.parametrize("model", [{}, {"lora_rank": 2, "target_modules": "all-linear"}], ids=["", "lora"])
 def test_compiled_kernels_give_the_same_gradient(tiny: str, model: dict[str, Any]) -> None:
     options = {"model": {"enable_gradient_checkpointing": True, **model}}

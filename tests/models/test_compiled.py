@@ -49,6 +49,7 @@ def with_gradients(function: Callable[..., Tensor], arguments: list[Tensor]) -> 
     return [out, *torch.autograd.grad(out.pow(3).sum(), trained)]
 
 
+@pytest.mark.slow(short=True)
 @pytest.mark.parametrize(
     ("dtype", "relative"), [(torch.float32, 1e-5), (torch.bfloat16, 0.02)], ids=["fp32", "bf16"]
 )
