@@ -225,7 +225,8 @@ def _without_assigned(text: str) -> str:
     """The text without the values of secret names in it: name=value anywhere, "name": value, name: value."""
     kept, at = [], 0
     for found in _ASSIGNED.finditer(text):
-        if found.start() < at or not _assigns_a_secret(found, "x"):  # for no value: it may be long
+        # a value may be long, so it is looked for only after a name that hides some values
+        if found.start() < at or not _assigns_a_secret(found, "x"):
             continue
         value = (_TIGHT if found["sign"] == "=" else _SPACED).match(text, found.end())
         if value is not None and _assigns_a_secret(found, value[0]):

@@ -108,6 +108,11 @@ def test_nothing_of_a_default_configuration_is_hidden(schema: type) -> None:
     assert public(defaults) == defaults == fingerprinted(defaults)
 
 
+def test_long_words_hide_as_short_ones_do() -> None:
+    text = public_text(f"{'x' * 300}_password=hunter2 {'a' * 300}b-api_key=hunter3 {'a:' * 20_000}")
+    assert "hunter" not in text
+
+
 def test_ordinary_keys_with_ordinary_values_stay() -> None:
     config = PPOConfig()
     config.actor_rollout_ref.model.path, config.data.train_files = (

@@ -41,13 +41,12 @@ class Samples:
         return column.new_zeros((self._count(), *column.shape[1:])).index_add(0, self.index, column)
 
     def mean(self, column: Tensor) -> Tensor:
-        """Means over the rows of each sample, as `sum`; of equal values exactly these, so that samples whose
-        rows all have the same score tie."""
+        """Means over the rows of each sample, as `sum`, of a floating column; of equal values exactly these,
+        so that samples whose rows all have the same score tie."""
         if self.index is None:
             return column
         rows = torch.bincount(self.index)
-        means = self.sum(column.double()) / (rows if column.dim() == 1 else rows[:, None])
-        return means.to(column.dtype if column.is_floating_point() else torch.float32)
+        return (self.sum(column.double()) / (rows if column.dim() == 1 else rows[:, None])).to(column.dtype)
 
     def first(self, column: Tensor) -> Tensor:
         """(S,) values of a column (B,) that is constant within a sample."""

@@ -29,16 +29,17 @@ def translated(error: Exception, files: Sequence[str] = ()) -> ConfigError:
     return ConfigError([problem or Problem(key, None, why)])
 
 
-def no_folder(error: OSError, *, sweeps: bool) -> Problem:
+def unusable_path(error: OSError, *, sweeps: bool) -> Problem:
     """The problem of a folder that Hydra cannot create, or of a file that it cannot read; `sweeps`: for a
     sweep.
 
-    >>> print(no_folder(NotADirectoryError(20, "Not a directory", "data.txt/out"), sweeps=False))
+    >>> print(unusable_path(NotADirectoryError(20, "Not a directory", "data.txt/out"), sweeps=False))
     hydra.run.dir=data.txt/out: the folder cannot be created: Not a directory
           -> hydra.run.dir=. and trainer.default_local_dir=<folder>, where all results go
     """
     if str(error.filename).endswith(".yaml"):
-        return Problem(str(error.filename), None, f"the file cannot be read: {error.strerror}")
+        rule = f"the file cannot be read: {error.strerror}"
+        return Problem(str(error.filename), None, rule, "a file that you may read, or another name for it")
     key = "hydra.sweep.dir" if sweeps else "hydra.run.dir"
     remedy = f"{key}=<a folder that can be created>"
     if not sweeps:

@@ -30,7 +30,7 @@ from omegaconf.errors import OmegaConfBaseException
 from hydraflow.compose.arguments import Arguments, CommandLineOption, split
 from hydraflow.compose.command import Command
 from hydraflow.compose.command_words import public_words
-from hydraflow.compose.hydra_errors import no_folder, translated
+from hydraflow.compose.hydra_errors import translated, unusable_path
 from hydraflow.compose.keys import describe, known_keys, nearest_keys, wrapped
 from hydraflow.compose.loading import VERSION_BASE, ComposedConfig, EntryPoint, finish, register
 from hydraflow.compose.overrides import PreparedCommandLine, config_folder, groups_in, prepare
@@ -215,8 +215,8 @@ class _Launch(Generic[Config]):
         os.environ["HYDRA_FULL_ERROR"] = "1"
         # it logs each run of a sweep with all of its settings, and these may hold secrets
         logging.getLogger(BasicLauncher.__module__).setLevel(logging.WARNING)
-        prints = arguments.has("--info", "-i")
-        logging.raiseExceptions = not prints  # Hydra prints with a logger, and the reader may leave
+        if prints := arguments.has("--info", "-i"):
+            logging.raiseExceptions = False  # Hydra prints with a logger, and the reader may leave
         try:
             with reader_may_leave() if prints else nullcontext():
                 main(self._composed)()
@@ -234,7 +234,7 @@ class _Launch(Generic[Config]):
         except OSError as error:
             if self._has_composed or error.filename is None:
                 raise  # from the job
-            raise ConfigError([*problems, no_folder(error, sweeps=arguments.multirun)]) from error
+            raise ConfigError([*problems, unusable_path(error, sweeps=arguments.multirun)]) from error
 
     def _words_for_hydra(self) -> list[str]:
         words = self._prepared.words

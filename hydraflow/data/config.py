@@ -8,15 +8,10 @@ from typing import Any
 from hydraflow.options import FILES, NO_LIMIT_OR_COUNT, Rule, free, listed, no_effect_when, option, unless
 
 _OF_THE_TOKENIZER = (
-    *(
-        "add_generation_prompt",
-        "continue_final_message",
-        "max_length",
-        "padding",
-        "return_assistant_tokens_mask",
-    ),
-    *("return_dict", "return_tensors", "tokenize", "tokenizer_kwargs", "truncation"),
+    *("add_generation_prompt", "continue_final_message", "max_length", "padding", "return_dict"),
+    *("return_assistant_tokens_mask", "return_tensors", "tokenize", "tokenizer_kwargs", "truncation"),
 )
+"""Arguments of transformers' apply_chat_template that are no variables of the template."""
 TEMPLATE_VARIABLES = Rule(
     f"must hold variables of the template, not {listed(_OF_THE_TOKENIZER)}, which the trainer sets",
     lambda value: value.keys().isdisjoint(_OF_THE_TOKENIZER),

@@ -51,9 +51,7 @@ class RunStart:
         return self.found is not None and self.step >= total_steps and why == DONE and steps >= total_steps
 
 
-def begin(
-    trainer: LoopConfig, required: CheckpointRequirements, values: Mapping[str, Any] | None = None
-) -> RunStart:
+def begin(trainer: LoopConfig, required: CheckpointRequirements, values: Mapping[str, Any]) -> RunStart:
     """Chooses folder and checkpoint. `values`: those of the configuration, by key. ConfigError if the folder
     is in use, as in `resume.find`, or if an earlier run cannot be moved (`RunFolder.require_movable`); then
     nothing has been changed."""
@@ -66,12 +64,13 @@ def begin(
     try:
         found = find(folder.path, trainer, required)
         if found is None or not _is_inside(found.checkpoint, folder.path):
-            read = {key: value for key, value in (values or {}).items() if key != "trainer.resume_from_path"}
+            # a checkpoint to resume from is not inside, or it is not read
+            read = {key: value for key, value in values.items() if key != "trainer.resume_from_path"}
             folder.require_movable(read, used=used)
         return _start(folder, lock, found)
     except ConfigError:
         lock.release()
-        if not used:
+        if not used:  # the next start must not take it for a run's
             (folder.path / LOCK_FILE).unlink(missing_ok=True)
         raise
 

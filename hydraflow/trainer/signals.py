@@ -43,9 +43,8 @@ class StopSignals:
     def __enter__(self) -> StopSignals:
         if threading.current_thread() is threading.main_thread():
             self._before = {number: signal.signal(number, self._note) for number in WATCHED}
-            if (
-                self._before[signal.SIGHUP] == signal.SIG_IGN
-            ):  # by nohup; a batch script ignores SIGUSR1 for us
+            # ignored by nohup; an ignored SIGUSR1 is handled: a batch script ignores it until now
+            if self._before[signal.SIGHUP] == signal.SIG_IGN:
                 signal.signal(signal.SIGHUP, signal.SIG_IGN)
         return self
 

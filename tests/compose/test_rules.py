@@ -81,6 +81,8 @@ def test_the_defaults_are_legal():
         ("reward", "timeout", 0.0),
         ("reward", "timeout", math.inf),
         ("reward", "num_workers", -1),
+        ("reward", "num_workers", 10**20),
+        ("data", "apply_chat_template_kwargs", {"padding": True}),
         ("reward", "failure_score", math.nan),
         ("reward", "max_memory", 0.0),
         ("reward", "max_failed_share", 1.5),

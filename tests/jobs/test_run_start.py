@@ -77,10 +77,12 @@ def required(values: dict[str, Any] = IDENTITY, total: int = 8, **options: Any) 
     )
 
 
-def begin(want: CheckpointRequirements | None = None, **trainer: Any) -> RunStart:
+def begin(
+    want: CheckpointRequirements | None = None, values: dict[str, Any] | None = None, **trainer: Any
+) -> RunStart:
     """As a session does it."""
     want = want or required()
-    start = run_start.begin(TrainerConfig(**trainer), want)
+    start = run_start.begin(TrainerConfig(**trainer), want, values or {})
     start.lock.release()
     return run_start.take_back(start) if start.found and not start.is_done(want.total_steps) else start
 
@@ -98,6 +100,21 @@ def out(tmp_path: Path) -> Path:
 
 def records(folder: Path) -> int:
     return len((folder / "metrics.jsonl").read_text().splitlines())
+
+
+def test_nothing_is_moved_that_the_run_reads_or_that_is_not_of_a_run(out: Path) -> None:
+    """Nor is anything that a resumed run reads: it moves nothing."""
+    (out / "final_model").mkdir()
+    values = {"actor_rollout_ref.model.path": str(out / "final_model")}
+    with pytest.raises(ConfigError, match="final_model: is in the run folder"):
+        begin(values=values, default_local_dir=str(out), resume_mode="disable")
+    assert begin(values=values, default_local_dir=str(out)).step == 4
+    for mark in (".lock", "metrics.jsonl"):
+        (out / mark).unlink()
+    for _ in range(2):  # a refusal leaves no lock behind, by which it would pass for a run's folder
+        with pytest.raises(ConfigError, match="which no run of hydraflow wrote"):
+            begin(default_local_dir=str(out), resume_mode="disable")
+    assert begin(default_local_dir=str(out)).step == 4, "copied checkpoints can be resumed from"
 
 
 def test_the_same_command_goes_on(out: Path) -> None:
@@ -336,14 +353,14 @@ class TestWithoutAFolder:
 
     def test_nor_one_that_is_at_work(self) -> None:
         self.cut_off("101010")
-        at_work = run_start.begin(TrainerConfig(experiment_name="ppo"), required())
+        at_work = run_start.begin(TrainerConfig(experiment_name="ppo"), required(), {})
         assert at_work.step == 4
         assert begin(experiment_name="ppo").found is None
         at_work.lock.release()
 
 
 def test_two_runs_in_one_folder_are_refused(out: Path) -> None:
-    first = run_start.begin(TrainerConfig(default_local_dir=str(out)), required())
+    first = run_start.begin(TrainerConfig(default_local_dir=str(out)), required(), {})
     with pytest.raises(ConfigError, match="another run is using it: process"):
         begin(default_local_dir=str(out))
     first.lock.release()
