@@ -18,6 +18,7 @@ from __future__ import annotations
 import atexit
 import gc
 import importlib.util
+import io
 import json
 import os
 import runpy
@@ -35,8 +36,11 @@ from typing import Any, NoReturn
 
 import psutil
 
-PRELOADED = ("ppo", "sft", "generate", "evaluate")
-"""Modules of `hydraflow.jobs` that import what the others import, too."""
+PRELOADED = (
+    *("jobs.ppo", "jobs.sft", "jobs.generate", "jobs.evaluate"),
+    *("engine.fsdp.engine", "generation.native", "workers.actor", "workers.rollout"),
+)
+"""Modules of `hydraflow` that import what the others import, too, and what runs in one process import later."""
 
 READ_LATER = (
     *("PYTEST_", "RAY_", "PYTHONBREAKPOINT"),
@@ -229,14 +233,23 @@ def preload() -> None:
     import importlib
 
     for name in PRELOADED:
-        importlib.import_module(f"hydraflow.jobs.{name}")
-    import matplotlib.backends.backend_agg
-    import matplotlib.figure  # noqa: F401
+        importlib.import_module(f"hydraflow.{name}")
     import ray._common.pydantic_compat  # noqa: F401
     import transformers.models.qwen3.modeling_qwen3  # noqa: F401
     from transformers import AutoModelForCausalLM, AutoTokenizer  # noqa: F401
 
     compose()
+    draw()
+
+
+def draw() -> None:
+    """Draws a figure, which finds the fonts."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure()
+    figure.subplots().set_title("a title")
+    FigureCanvasAgg(figure).print_png(io.BytesIO())
 
 
 def compose() -> None:

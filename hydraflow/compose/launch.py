@@ -10,8 +10,8 @@ import logging
 import os
 import sys
 import traceback
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
@@ -20,6 +20,7 @@ from typing import Any, Generic, TypeVar, cast
 import hydra
 import yaml
 from hydra._internal.core_plugins.basic_launcher import BasicLauncher
+from hydra._internal.hydra import Hydra
 from hydra.conf import HydraConf
 from hydra.core.hydra_config import HydraConfig
 from hydra.errors import HydraException
@@ -27,14 +28,14 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from hydraflow.compose.arguments import Arguments, CommandLineOption, split
+from hydraflow.compose.arguments import CONFIG_PATH, Arguments, CommandLineOption, split
 from hydraflow.compose.command import Command
 from hydraflow.compose.command_words import public_words
 from hydraflow.compose.hydra_errors import translated, unusable_path
 from hydraflow.compose.keys import describe, known_keys, nearest_keys, wrapped
 from hydraflow.compose.loading import VERSION_BASE, ComposedConfig, EntryPoint, finish, register
 from hydraflow.compose.overrides import PreparedCommandLine, config_folder, groups_in, prepare
-from hydraflow.compose.own_files import take, unreadable
+from hydraflow.compose.own_files import OwnFiles, take, unreadable
 from hydraflow.errors import ConfigError, HydraflowError
 from hydraflow.redact import public_text
 from hydraflow.system.interrupts import INTERRUPTED, TERMINATED, is_hidden_interrupt, say_interrupted
@@ -218,14 +219,14 @@ class _Launch(Generic[Config]):
         if prints := arguments.has("--info", "-i"):
             logging.raiseExceptions = False  # Hydra prints with a logger, and the reader may leave
         try:
-            with reader_may_leave() if prints else nullcontext():
+            with reader_may_leave() if prints else nullcontext(), self._composed_once(own):
                 main(self._composed)()
         except HydraflowError:
             raise
         except (yaml.YAMLError, UnicodeDecodeError) as error:
             if self._has_composed:
                 raise  # from the job, not from reading the configuration
-            raise ConfigError([*problems, unreadable(error)]) from error
+            raise ConfigError([*problems, unreadable(error, own.folders)]) from error
         except (HydraException, OmegaConfBaseException, ValueError, RecursionError) as error:
             if self._has_composed and not isinstance(error, HydraException | OmegaConfBaseException):
                 raise
@@ -235,6 +236,20 @@ class _Launch(Generic[Config]):
             if self._has_composed or error.filename is None:
                 raise  # from the job
             raise ConfigError([*problems, unusable_path(error, sweeps=arguments.multirun)]) from error
+
+    @contextmanager
+    def _composed_once(self, own: OwnFiles) -> Iterator[None]:
+        """Hydra composes every configuration once more, only to read `hydra.mode`, which takes 0.2 s: not
+        where nothing can set it."""
+        words = [*self.arguments.overrides, *self._prepared.words]
+        sets_hydra = any(word.lstrip("+~").startswith("hydra") for word in words)
+        read = Hydra.get_mode
+        if not (own.folders or self.arguments.has(*CONFIG_PATH) or sets_hydra):
+            Hydra.get_mode = lambda *_, **__: None  # type: ignore[method-assign]
+        try:
+            yield
+        finally:
+            Hydra.get_mode = read  # type: ignore[method-assign]
 
     def _words_for_hydra(self) -> list[str]:
         words = self._prepared.words

@@ -7,7 +7,7 @@ problems. Left out on purpose: the contents of the files (`tree.py`).
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -66,8 +66,8 @@ def take(arguments: Arguments, ours: Path, schema: type) -> OwnFiles:
     return found
 
 
-def unreadable(error: yaml.YAMLError | UnicodeDecodeError) -> Problem:
-    """The problem of a file that cannot be parsed.
+def unreadable(error: yaml.YAMLError | UnicodeDecodeError, folders: Sequence[Path] = ()) -> Problem:
+    """The problem of a file that cannot be parsed; `folders`: where it may be, if the error does not name it.
 
     >>> try:
     ...     yaml.safe_load("a: [1")
@@ -78,7 +78,8 @@ def unreadable(error: yaml.YAMLError | UnicodeDecodeError) -> Problem:
     """
     mark = getattr(error, "problem_mark", None)
     if isinstance(error, UnicodeDecodeError) or mark is None:
-        return Problem("configuration", None, f"a YAML file cannot be read: {error}", "write it in UTF-8")
+        file = next(filter(_is_not_utf8, _yaml_files(folders)), "configuration")
+        return Problem(str(file), None, f"a YAML file cannot be read: {error}", "write it in UTF-8")
     file = "configuration" if mark.name.startswith("<") else mark.name
     why = str(getattr(error, "problem", error))
     remedy = "write lines `key: value`, those of one section indented by the same number of spaces"
@@ -87,6 +88,22 @@ def unreadable(error: yaml.YAMLError | UnicodeDecodeError) -> Problem:
     elif why.startswith("found duplicate key"):
         remedy = "leave out one of the two lines"
     return Problem(file, None, f"is not YAML: {why} (line {mark.line + 1})", remedy)
+
+
+def _yaml_files(folders: Sequence[Path]) -> Iterator[Path]:
+    """Files of these folders, and of the groups in them."""
+    for folder in folders:
+        yield from sorted([*folder.glob("*.yaml"), *folder.glob("*/*.yaml")])
+
+
+def _is_not_utf8(file: Path) -> bool:
+    try:
+        file.read_text(encoding="utf-8")
+    except UnicodeDecodeError:
+        return True
+    except OSError:
+        return False
+    return False
 
 
 def _split_name(arguments: Arguments) -> None:

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
+from typing import Any
 
 import torch
+from torch.distributed.tensor import DTensor
 
 from hydraflow.batch_plan.parts import warmup_steps
 from hydraflow.engine.config import OptimConfig
@@ -23,11 +25,23 @@ SCHEDULES: dict[str, Callable[[float], float]] = {
 done."""
 
 
+class ShardAdamW(torch.optim.AdamW):
+    """AdamW that updates each rank's shards directly. Through DTensor the first step would work out the
+    placement of every result, a quarter of a second for 30 parameters."""
+
+    def _init_group(self, group: dict[str, Any], *lists: list[torch.Tensor]) -> bool:
+        """Fills the lists of what `step` updates."""
+        has_complex: bool = super()._init_group(group, *lists)
+        for one in lists:
+            one[:] = [tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in one]
+        return has_complex
+
+
 def make_optimizer(parameters: Iterable[torch.nn.Parameter], config: OptimConfig) -> torch.optim.AdamW:
     """AdamW over the trained parameters, in one fused kernel per step."""
     trained = [parameter for parameter in parameters if parameter.requires_grad]
     first, second = config.betas
-    return torch.optim.AdamW(
+    return ShardAdamW(
         trained,
         lr=config.lr,
         betas=(first, second),

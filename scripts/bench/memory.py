@@ -69,10 +69,10 @@ class Case:
     """Other settings, by dotted key."""
 
 
-# 28 M parameters; no activation checkpointing, head in chunks: memory is mostly activations and logits
+# 14 M parameters; no activation checkpointing, head in chunks: memory is mostly activations and logits
 STORED = Case(
     "qwen2",
-    dict(vocab_size=20000, hidden_size=384, intermediate_size=1152, num_hidden_layers=8)
+    dict(vocab_size=10000, hidden_size=384, intermediate_size=1152, num_hidden_layers=4)
     | dict(num_attention_heads=6, num_key_value_heads=2, tie_word_embeddings=False),
     prompt=184, response=8, rows=4, micro=4,
     settings={
@@ -80,11 +80,11 @@ STORED = Case(
         "actor_rollout_ref.actor.fsdp_config.head_chunk_tokens": 128,
     },
 )  # fmt: skip
-# 29 M parameters, tied embeddings, each layer an FSDP unit; three micro-batches, so gradients are accumulated
+# 15 M parameters, tied embeddings, each layer an FSDP unit; three micro-batches, so gradients are accumulated
 # unsharded
 TIED = Case(
     "qwen3",
-    dict(vocab_size=8192, hidden_size=512, intermediate_size=1536, num_hidden_layers=8)
+    dict(vocab_size=4096, hidden_size=512, intermediate_size=1536, num_hidden_layers=4)
     | dict(num_attention_heads=8, num_key_value_heads=4, head_dim=64, tie_word_embeddings=True),
     prompt=88, response=8, rows=6, micro=2,
     settings={"actor_rollout_ref.actor.fsdp_config.wrap_policy.min_num_params": 0},
@@ -95,10 +95,10 @@ MEGATRON = {
 }
 CASES = {
     "tied": TIED,
-    # 45 M parameters, three quarters of them in the embedding and the output matrix; one micro-batch
+    # 22 M parameters, three quarters of them in the embedding and the output matrix; one micro-batch
     "untied": Case(
         "llama",
-        dict(vocab_size=32000, hidden_size=512, intermediate_size=1408, num_hidden_layers=4)
+        dict(vocab_size=16000, hidden_size=512, intermediate_size=1408, num_hidden_layers=2)
         | dict(num_attention_heads=8, num_key_value_heads=4, tie_word_embeddings=False),
         prompt=32, response=8, rows=4, micro=4,
     ),

@@ -104,6 +104,7 @@ def test_a_mistake_is_named_without_a_stack_trace(tmp_path, arguments, expected)
         (b"defaults: [3]\n", "must be text or a mapping, not int\n      -> write the name of a file"),
         (b"defaults: [mine]\n", "the defaults lists are circular\n      -> leave out one"),
         (b"\xff\xfe", "-> write it in UTF-8"),
+        (b"trainer: {experiment_name: caf\xe9}\n", "mine.yaml: a YAML file cannot be read: 'utf-8' codec"),
         (b"- a\n- b\n", "mine.yaml: holds a list where keys belong"),
         (
             b"defaults: [ppo, nowhere, _self_]\n",
