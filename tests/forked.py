@@ -40,7 +40,8 @@ PRELOADED = (
     *("jobs.ppo", "jobs.sft", "jobs.generate", "jobs.evaluate"),
     *("engine.fsdp.engine", "generation.native", "workers.actor", "workers.rollout"),
 )
-"""Modules of `hydraflow` that import what the others import, too, and what runs in one process import later."""
+"""Modules of `hydraflow` that import what the others import, too, and what a run in one process imports
+later."""
 
 READ_LATER = (
     *("PYTEST_", "RAY_", "PYTHONBREAKPOINT"),

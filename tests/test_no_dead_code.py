@@ -21,6 +21,7 @@ CALLED_BY_LIBRARIES = {
     "hydraflow/engine/megatron/layers.py: Rotary.get_rotary_seq_len": "Megatron-Core",
     "hydraflow/engine/megatron/layers.py: Trunk._postprocess": "Megatron-Core",
     "hydraflow/engine/megatron/without_cuda.py: _Loader.get_code": "import",
+    "hydraflow/engine/optim.py: ShardAdamW._init_group": "torch",
     "hydraflow/generation/cache.py: GrowingLayer.get_seq_length": "transformers",
     "hydraflow/engine/stored/pieces.py: _Window.readinto": "io",
     "hydraflow/engine/stored/pieces.py: _Window.seekable": "io",

@@ -441,8 +441,8 @@ def test_the_list_of_benches() -> None:
 def test_the_bench_of_learning(recipe_cache: Path) -> None:
     """A line for each value; so short a run need not have learned anything."""
     small = [*SMALL_RECIPE, *SMALL_STEPS, f"recipe.cache_dir={recipe_cache}"]
-    run = [sys.executable, "scripts/bench/learn.py", "--steps", "1", "algorithm.adv_estimator=opo,nonsense"]
-    done = subprocess.run([*run, *small], cwd=ROOT, capture_output=True, text=True, timeout=240, check=False)
+    run = ["scripts/bench/learn.py", "--steps", "1", "algorithm.adv_estimator=opo,nonsense"]
+    done = python(*run, *small, cwd=ROOT)
     assert done.returncode == 1, done.stderr[-3000:]
     header, learned, failed = done.stdout.splitlines()[:3]
     assert header.split() == ["before", "after", "seconds", "choice"]

@@ -14,8 +14,8 @@ from hydraflow.tracking.file import FileTracker
 ACTOR = "actor_rollout_ref.actor"
 METRIC = "val-core/arithmetic/acc/mean@1"
 ENOUGH = 0.08
-"""By which held-out accuracy must rise; of 500 problems, so that chance moves it by 0.03. With rewards that say
-nothing it falls by 0.01 to 0.09 within three steps."""
+"""By which held-out accuracy must rise; of 500 problems, so that chance moves it by 0.03. With rewards that
+say nothing it falls by 0.01 to 0.09 within three steps."""
 
 
 def fifty_steps(folder: Path, cache: Path) -> list[str]:

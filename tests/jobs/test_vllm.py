@@ -15,9 +15,12 @@ from jobs.command import ONE_RANK, assert_refused, hydraflow, wait_for
 from jobs.dying import dying_worker, hanging_worker, left_in_memory, noting_worker
 from jobs.test_placement import ACTOR, CRITIC, GPUS, ROLLOUT, SMALL_BUCKETS, as_planned, train
 
+from hydraflow.compose.loading import load
 from hydraflow.dispatch import template
 from hydraflow.errors import WorkerError
+from hydraflow.jobs.generate import run_generate
 from hydraflow.models.tiny import make_model
+from hydraflow.schema import GenerateConfig
 from hydraflow.trainer import roles
 
 pytestmark = [
@@ -184,11 +187,10 @@ def test_main_generate_writes_what_native_writes(prompts: Path, tmp_path: Path) 
     given += ["rollout.temperature=0", *ONE_RANK, "model.override_config={}"]
     found = {}
     for name in ("native", "vllm"):
-        done = hydraflow(
-            "main_generate", *given, f"rollout.name={name}", f"output.path={name}.parquet", cwd=tmp_path
-        )
-        assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-        found[name] = parquet.read_table(tmp_path / f"{name}.parquet")["responses"].to_pylist()
+        file = tmp_path / f"{name}.parquet"
+        chosen = [f"rollout.name={name}", f"output.path={file}"]
+        run_generate(load("generate", GenerateConfig, [*given, *chosen]))
+        found[name] = parquet.read_table(file)["responses"].to_pylist()
     assert found["vllm"] == found["native"]
 
 
