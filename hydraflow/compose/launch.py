@@ -35,7 +35,7 @@ from hydraflow.compose.hydra_errors import translated, unusable_path
 from hydraflow.compose.keys import describe, known_keys, nearest_keys, wrapped
 from hydraflow.compose.loading import VERSION_BASE, ComposedConfig, EntryPoint, finish, register
 from hydraflow.compose.overrides import PreparedCommandLine, config_folder, groups_in, prepare
-from hydraflow.compose.own_files import OwnFiles, take, unreadable
+from hydraflow.compose.own_files import take, unreadable
 from hydraflow.errors import ConfigError, HydraflowError
 from hydraflow.redact import public_text
 from hydraflow.system.interrupts import INTERRUPTED, TERMINATED, is_hidden_interrupt, say_interrupted
@@ -219,14 +219,14 @@ class _Launch(Generic[Config]):
         if prints := arguments.has("--info", "-i"):
             logging.raiseExceptions = False  # Hydra prints with a logger, and the reader may leave
         try:
-            with reader_may_leave() if prints else nullcontext(), self._composed_once(own):
+            with reader_may_leave() if prints else nullcontext(), self._composed_once():
                 main(self._composed)()
         except HydraflowError:
             raise
         except (yaml.YAMLError, UnicodeDecodeError) as error:
             if self._has_composed:
                 raise  # from the job, not from reading the configuration
-            raise ConfigError([*problems, unreadable(error, own.folders)]) from error
+            raise ConfigError([*problems, unreadable(error, self._prepared.folders)]) from error
         except (HydraException, OmegaConfBaseException, ValueError, RecursionError) as error:
             if self._has_composed and not isinstance(error, HydraException | OmegaConfBaseException):
                 raise
@@ -238,13 +238,12 @@ class _Launch(Generic[Config]):
             raise ConfigError([*problems, unusable_path(error, sweeps=arguments.multirun)]) from error
 
     @contextmanager
-    def _composed_once(self, own: OwnFiles) -> Iterator[None]:
-        """Hydra composes every configuration once more, only to read `hydra.mode`, which takes 0.2 s: not
-        where nothing can set it."""
-        words = [*self.arguments.overrides, *self._prepared.words]
-        sets_hydra = any(word.lstrip("+~").startswith("hydra") for word in words)
+    def _composed_once(self) -> Iterator[None]:
+        """Skips the composition, 0.2 s, that Hydra does only to read `hydra.mode`, unless the command line or
+        a file of the user's could set it."""
+        own = self._prepared.folders or self.arguments.has(*CONFIG_PATH)  # pkg://... is no folder
         read = Hydra.get_mode
-        if not (own.folders or self.arguments.has(*CONFIG_PATH) or sets_hydra):
+        if not own and not any(word.lstrip("+~").startswith("hydra") for word in self._prepared.words):
             Hydra.get_mode = lambda *_, **__: None  # type: ignore[method-assign]
         try:
             yield

@@ -7,7 +7,8 @@ problems. Left out on purpose: the contents of the files (`tree.py`).
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ import yaml
 from hydraflow.compose import verl_trees
 from hydraflow.compose.arguments import CONFIG_DIR, CONFIG_NAME, CONFIG_PATH, Arguments
 from hydraflow.compose.command_words import parsed, plain
-from hydraflow.errors import Problem
+from hydraflow.errors import Problem, first_line
 
 _FILE, _SEARCH = "file://", "hydra.searchpath"
 _VERLS_FOLDER = "config"
@@ -67,7 +68,8 @@ def take(arguments: Arguments, ours: Path, schema: type) -> OwnFiles:
 
 
 def unreadable(error: yaml.YAMLError | UnicodeDecodeError, folders: Sequence[Path] = ()) -> Problem:
-    """The problem of a file that cannot be parsed; `folders`: where it may be, if the error does not name it.
+    """The problem of a file that cannot be parsed; `folders`: those of the user, because an error of decoding
+    does not name the file.
 
     >>> try:
     ...     yaml.safe_load("a: [1")
@@ -76,10 +78,14 @@ def unreadable(error: yaml.YAMLError | UnicodeDecodeError, folders: Sequence[Pat
     configuration: is not YAML: expected ',' or ']', but got '<stream end>' (line 1)
           -> write lines `key: value`, those of one section indented by the same number of spaces
     """
+    if isinstance(error, UnicodeDecodeError):
+        files = [file for folder in folders for file in sorted(folder.rglob("*.yaml")) if _is_not_utf8(file)]
+        named = ", ".join(map(str, files)) or "configuration"
+        return Problem(named, None, f"is not UTF-8: {error}", "write it in UTF-8")
     mark = getattr(error, "problem_mark", None)
-    if isinstance(error, UnicodeDecodeError) or mark is None:
-        file = next(filter(_is_not_utf8, _yaml_files(folders)), "configuration")
-        return Problem(str(file), None, f"a YAML file cannot be read: {error}", "write it in UTF-8")
+    if mark is None:  # a character that YAML does not allow
+        file = getattr(error, "name", "configuration")
+        return Problem(file, None, f"is not YAML: {first_line(error)}", "remove that character")
     file = "configuration" if mark.name.startswith("<") else mark.name
     why = str(getattr(error, "problem", error))
     remedy = "write lines `key: value`, those of one section indented by the same number of spaces"
@@ -90,19 +96,12 @@ def unreadable(error: yaml.YAMLError | UnicodeDecodeError, folders: Sequence[Pat
     return Problem(file, None, f"is not YAML: {why} (line {mark.line + 1})", remedy)
 
 
-def _yaml_files(folders: Sequence[Path]) -> Iterator[Path]:
-    """Files of these folders, and of the groups in them."""
-    for folder in folders:
-        yield from sorted([*folder.glob("*.yaml"), *folder.glob("*/*.yaml")])
-
-
 def _is_not_utf8(file: Path) -> bool:
     try:
-        file.read_text(encoding="utf-8")
+        with suppress(OSError):
+            file.read_text(encoding="utf-8")
     except UnicodeDecodeError:
         return True
-    except OSError:
-        return False
     return False
 
 

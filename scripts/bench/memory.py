@@ -69,7 +69,7 @@ class Case:
     """Other settings, by dotted key."""
 
 
-# 14 M parameters; no activation checkpointing, head in chunks: memory is mostly activations and logits
+# 15 M parameters; no activation checkpointing, head in chunks: memory is mostly activations and logits
 STORED = Case(
     "qwen2",
     dict(vocab_size=10000, hidden_size=384, intermediate_size=1152, num_hidden_layers=4)

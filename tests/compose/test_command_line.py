@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from compose import here
+from hydra._internal.hydra import Hydra
 from jobs.command import hydraflow, python
 
 from hydraflow.compose.arguments import CommandLineOption
@@ -104,7 +105,12 @@ def test_a_mistake_is_named_without_a_stack_trace(tmp_path, arguments, expected)
         (b"defaults: [3]\n", "must be text or a mapping, not int\n      -> write the name of a file"),
         (b"defaults: [mine]\n", "the defaults lists are circular\n      -> leave out one"),
         (b"\xff\xfe", "-> write it in UTF-8"),
-        (b"trainer: {experiment_name: caf\xe9}\n", "mine.yaml: a YAML file cannot be read: 'utf-8' codec"),
+        (b"trainer: {experiment_name: caf\xe9}\n", "mine.yaml: is not UTF-8: 'utf-8' codec can't decode"),
+        (
+            b"trainer: {experiment_name: 'a\x1bb'}\n",
+            "mine.yaml: is not YAML: unacceptable character #x001b: special characters are not allowed\n"
+            "      -> remove that character",
+        ),
         (b"- a\n- b\n", "mine.yaml: holds a list where keys belong"),
         (
             b"defaults: [ppo, nowhere, _self_]\n",
@@ -118,6 +124,24 @@ def test_a_file_that_cannot_be_read_is_named_without_a_stack_trace(tmp_path, con
     result = here.call(tmp_path, "ppo", "--config-dir", ".", "--config-name", "mine")
     assert (result.returncode, result.stdout) == (2, "")
     assert expected in result.stderr and "Traceback" not in result.stderr
+
+
+def test_a_mode_that_is_set_is_hydras(tmp_path):
+    """A sweep without --multirun, of one run or of those that a file names."""
+    one = here.call(tmp_path, "ppo", "hydra.mode=MULTIRUN")
+    assert len(printed(one)) == 1 and "run 0 of the sweep" in one.stderr
+    swept = "hydra: {mode: MULTIRUN, sweeper: {params: {trainer.seed: '1,2'}}}"
+    (tmp_path / "mine.yaml").write_text(f"defaults: [ppo, _self_]\n{swept}\n")
+    two = here.call(tmp_path, "ppo", "--config-dir", ".", "--config-name", "mine", "recipe=arithmetic")
+    assert [seen["config"]["trainer"]["seed"] for seen in printed(two)] == [1, 2]
+
+
+def test_where_nothing_sets_the_mode_hydra_composes_once(tmp_path, monkeypatch):
+    composed = []
+    whole = Hydra.compose_config
+    monkeypatch.setattr(Hydra, "compose_config", lambda *a, **k: composed.append(1) or whole(*a, **k))
+    printed(here.call(tmp_path, "ppo", "trainer.seed=3"))
+    assert len(composed) == 1
 
 
 def test_several_mistakes_are_reported_at_once(tmp_path):

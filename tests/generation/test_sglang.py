@@ -354,10 +354,10 @@ def test_one_that_does_not_become_healthy_is_ended(hollow: Installed) -> None:
     before = folders()
     hollow.goes_wrong(hollow=True, slow=1000)
     healthy = (
-        r"was not healthy within 1.8 seconds, .*trainer.start_timeout.* http://127.0.0.1:\d+/health was 503"
+        r"was not healthy within 4.5 seconds, .*trainer.start_timeout.* http://127.0.0.1:\d+/health was 503"
     )
     with pytest.raises(EnvironmentFault, match=rf"(?s){healthy}; it printed last:\n  Load weight begin"):
-        build(start_seconds=2)
+        build(start_seconds=5)
     assert hollow.processes() == [] and folders() == before
 
 

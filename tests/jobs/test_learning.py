@@ -1,5 +1,5 @@
 """Every estimator and every loss really learns the default recipe: held-out accuracy rises by eight points
-within fifty steps. All but `reinforce` need three.
+within fifty steps. All but `reinforce` need three: these runs show the first rise only.
 
 In one process; with the recipe's own choices, grpo and vanilla, on two tensor-parallel ranks of
 Megatron-Core, and with a critic on two of its pipeline stages. At an eighth of the recipe's learning rate,

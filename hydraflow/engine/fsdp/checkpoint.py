@@ -12,11 +12,11 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from hydraflow.engine.base import EXTRA, HF_MODEL, MODEL, OPTIMIZER
 from hydraflow.engine.fsdp import export
 from hydraflow.engine.hf_files import hf_files_of
+from hydraflow.engine.optim import shard_of
 from hydraflow.engine.process_group import host_group
 from hydraflow.engine.sharded_checkpoint import (
     SCHEDULE_STEP,
@@ -87,9 +87,9 @@ def stored_bytes(
     copies: number of copies of the model; torch writes each shard once, and ranks with the same shards share
     the work.
     """
-    local = sum(_local_bytes(tensor) for tensor in _parts(module, optimizer, 0, [MODEL]).values())
+    local = sum(shard_of(tensor).nbytes for tensor in _parts(module, optimizer, 0, [MODEL]).values())
     trained = sum(
-        _local_bytes(parameter) for group in optimizer.param_groups for parameter in group["params"]
+        shard_of(parameter).nbytes for group in optimizer.param_groups for parameter in group["params"]
     )
     held = (
         local * (MODEL in contents) + local * (HF_MODEL in contents) + 2 * trained * (OPTIMIZER in contents)
@@ -131,7 +131,3 @@ def _empty_optimizer_state(
             slot: count if slot == "step" else torch.zeros_like(parameter) for slot in slots
         }
     return dict(_slots(module, optimizer))
-
-
-def _local_bytes(tensor: torch.Tensor) -> int:
-    return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).nbytes

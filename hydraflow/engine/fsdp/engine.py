@@ -15,7 +15,6 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
 
 from hydraflow import metrics
 from hydraflow.engine import optim as optimizers
@@ -297,7 +296,7 @@ class FSDPEngine(InMicroBatches):
     def _gradients(self) -> list[torch.Tensor]:
         """This rank's shards of the gradient."""
         gradients = [p.grad for p in self.module.parameters() if p.grad is not None]
-        return [grad.to_local() if isinstance(grad, DTensor) else grad for grad in gradients]
+        return [optimizers.shard_of(gradient) for gradient in gradients]
 
     @torch.no_grad()
     def _local_square(self) -> float:
