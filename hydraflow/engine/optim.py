@@ -33,7 +33,7 @@ def shard_of(tensor: torch.Tensor) -> torch.Tensor:
 class ShardAdamW(torch.optim.AdamW):
     """AdamW that updates each rank's shards directly: the update is elementwise, and a parameter, its
     gradient and its moments are divided alike. Through DTensor the first step would work out the placement of
-    every result, a quarter of a second for 30 parameters."""
+    every result: 0.2 s for the recipe's model."""
 
     def _init_group(self, group: dict[str, Any], *lists: list[torch.Tensor]) -> bool:
         """As torch's, with this rank's shard in place of each DTensor."""

@@ -1,5 +1,5 @@
 """Every estimator and every loss really learns the default recipe: held-out accuracy rises by eight points
-within fifty steps. All but `reinforce` need three: these runs show the first rise only.
+within twelve steps. All but `reinforce` need three: these runs show the first rise only.
 
 In one process; with the recipe's own choices, grpo and vanilla, on two tensor-parallel ranks of
 Megatron-Core, and with a critic on two of its pipeline stages. At an eighth of the recipe's learning rate,
@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 from jobs.command import LOCAL
-from jobs.learning import ACTOR, ENOUGH, fifty_steps, gain, stop_once_learnt
+from jobs.learning import ACTOR, ENOUGH, few_steps, gain, stop_once_learnt
 
 from hydraflow.algorithms.config import ESTIMATORS, POLICY_LOSSES
 from hydraflow.compose.loading import load
@@ -72,7 +72,7 @@ def test_it_learns(
     given: list[str], tmp_path: Path, recipe_cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stop_once_learnt(monkeypatch)
-    PPOJob(load("ppo", PPOConfig, [*given, *fifty_steps(tmp_path, recipe_cache)])).run()
+    PPOJob(load("ppo", PPOConfig, [*given, *few_steps(tmp_path, recipe_cache)])).run()
     assert gain(tmp_path) > ENOUGH
 
 
@@ -82,5 +82,5 @@ def test_ranks_of_megatron_learn(
     given: list[str], tmp_path: Path, recipe_cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stop_once_learnt(monkeypatch)
-    PPOJob(load("ppo", PPOConfig, [*given, *fifty_steps(tmp_path, recipe_cache)])).run()
+    PPOJob(load("ppo", PPOConfig, [*given, *few_steps(tmp_path, recipe_cache)])).run()
     assert gain(tmp_path) > ENOUGH

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 from jobs.command import LOCAL, read_steps
-from jobs.learning import ACTOR, ENOUGH, fifty_steps, gain, stop_once_learnt
+from jobs.learning import ACTOR, ENOUGH, few_steps, gain, stop_once_learnt
 
 from hydraflow.compose.loading import load
 from hydraflow.dispatch.shards import CompletedFuture
@@ -77,8 +77,9 @@ def test_groups_of_any_size_in_any_order_train(
         "data.train_batch_size=128",
         f"{ACTOR}.ppo_mini_batch_size=64",
         "trainer.test_freq=8",
+        "trainer.total_training_steps=50",
     ]
-    overrides = [*fifty_steps(tmp_path, recipe_cache), *overrides, *LOCAL]
+    overrides = [*few_steps(tmp_path, recipe_cache), *overrides, *LOCAL]
     RandomJob(load("ppo", PPOConfig, overrides)).run()
     assert gain(tmp_path) > ENOUGH
     assert len(set(ROWS)) > 5 and max(FAULTED) > 0
