@@ -7,13 +7,13 @@ import os
 import signal
 import time
 from collections.abc import Sequence
-from threading import Timer
+from threading import Thread
 
 from jobs.command import processes_with
 from ray.cluster_utils import Cluster
 
 from hydraflow.dispatch.config import RayInitConfig
-from hydraflow.dispatch.group import Recovery, Timeouts
+from hydraflow.dispatch.group import Group, Recovery, Timeouts
 from hydraflow.dispatch.modes import Dispatch, register
 from hydraflow.dispatch.placement import ResourcePool
 from hydraflow.dispatch.runtime import Runtime
@@ -46,13 +46,23 @@ def main(workers_first: bool) -> None:
         at = time.monotonic()
         raylets = processes_with(["/raylet/raylet", f"--node-name={name}"])
         workers = [process.pid for process in group.processes.values() if process.node_id == second.node_id]
-        kill(workers if workers_first else raylets)
-        Timer(0.5 if workers_first else 0, kill, [raylets if workers_first else workers]).start()
+        if workers_first:
+            Thread(target=kill_raylets, args=[group, raylets]).start()
+            kill(workers)
+        else:
+            kill([*raylets, *workers])
         try:
             pending.get()
         except WorkerError as error:
             print(f"after {time.monotonic() - at:.1f} s: {error}".splitlines()[0], flush=True)
     end_template()
+
+
+def kill_raylets(group: Group, raylets: Sequence[int]) -> None:
+    """Once a process is started again, which takes at least a tenth of a second."""
+    while not group.replaced:
+        time.sleep(0.005)
+    kill(raylets)
 
 
 def kill(pids: Sequence[int]) -> None:

@@ -14,6 +14,7 @@ from torch.profiler import ProfilerActivity, profile
 
 import hydraflow.models.heads
 from hydraflow.batch_plan.parts import MicroPlan
+from hydraflow.device import onednn_is_faster
 from hydraflow.memory.activations import (
     MicroBatchTokens,
     RowSizes,
@@ -180,8 +181,8 @@ def allocated(work: Callable[[], Any]) -> int:
 
 
 SCRATCH = 2**20
-"""Bytes that a product in bf16 takes for itself at most, on processors with units for it: a quarter of the
-logits of these tests."""
+"""Bytes that a product by oneDNN takes for itself at most, in bf16 on processors with units for it: a quarter
+of the logits of these tests."""
 
 
 @pytest.mark.parametrize("post", [None, *POST_PROCESSING])
@@ -214,7 +215,7 @@ def test_the_head_allocates_what_the_formula_says(
     with torch.no_grad():
         computing = allocated(forward)
     training = allocated(lambda: forward().backward())
-    scratch = 0 if number == 4 else SCRATCH
+    scratch = SCRATCH if number == 2 or onednn_is_faster() else 0
     estimate = head_forward(V, K, chunk, number, device_type="cpu", post=copies)
     assert 0.97 * estimate < computing < 1.03 * estimate + scratch
     kinds: Any = dict(device_type="cpu", trained_entropy=trained, post=copies)
