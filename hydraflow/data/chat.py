@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, cast
 
-from hydraflow.data.files import FileRecord
+from hydraflow.data.files import PARQUET_ENDING, FileRecord
 from hydraflow.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -23,16 +23,34 @@ TEMPLATE_FAULTS = (TypeError, ValueError, KeyError, AttributeError)
 
 
 def as_messages(record: FileRecord, column: str) -> Messages:
-    """The messages in `column`; a plain string is one user message. Raises `ConfigError` naming the row. Null
-    fields are dropped: Parquet fills every message with the fields of all the others."""
-    value = record.values[column]
+    """The messages in `column`; a plain string is one user message. A message that only calls tools may lack
+    its content: it is empty. Raises `ConfigError` naming the row."""
+    value = filled_structs(record, record.values[column])
     if isinstance(value, str):
         return [{"role": "user", "content": value}]
+    if isinstance(value, list):
+        value = [_with_content(message) for message in value]
     if not isinstance(value, list) or not value or not all(_is_message(m) for m in value):
         form = "a string or a list of messages with a role and a text as content"
         rule = f"column {column} must be {form}, not {str(value)[:80]}"
         raise ConfigError([record.problem(rule)])
     return [{name: part for name, part in message.items() if part is not None} for message in value]
+
+
+def filled_structs(record: FileRecord, value: Any) -> Any:
+    """A nested value of the row as it was written. Parquet gives every struct the fields of all others in its
+    column, as nulls, such as the arguments of other tools' calls: these are dropped."""
+    if record.file.suffix != PARQUET_ENDING:
+        return value
+    if isinstance(value, Mapping):
+        return {name: filled_structs(record, part) for name, part in value.items() if part is not None}
+    return [filled_structs(record, part) for part in value] if isinstance(value, list) else value
+
+
+def _with_content(message: Any) -> Any:
+    if isinstance(message, Mapping) and message.get("tool_calls") and message.get("content") is None:
+        return {**message, "content": ""}
+    return message
 
 
 def _is_message(value: Any) -> bool:

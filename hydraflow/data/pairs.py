@@ -22,13 +22,14 @@ from hydraflow.data.conversations import (
     Conversation,
     TrainedRow,
     columns_of,
-    end_of_turn,
     require_turns,
     special_ids,
     tokenised,
     truncated,
 )
 from hydraflow.data.files import FileRecord, raise_problems, read_records, require_columns
+from hydraflow.data.turns import WITHIN_A_TURN
+from hydraflow.errors import ConfigError
 from hydraflow.protocol.batch import DataProto
 
 if TYPE_CHECKING:
@@ -146,15 +147,33 @@ def _chat(record: FileRecord, column: str, config: PairsConfig) -> Messages:
     if record.values.get(config.prompt_key) is None:
         return response
     prompt = as_messages(record, config.prompt_key)
-    repeats_prompt = response[: len(prompt)] == prompt  # some files repeat the prompt in both conversations
-    return response if repeats_prompt else [*prompt, *response]
+    said = _said(prompt)
+    if said and _said(response)[: len(said)] == said:  # some files repeat the prompt in both conversations
+        system = prompt[:1] if prompt[0]["role"] == "system" != response[0]["role"] else []
+        return [*system, *response]
+    if response[0]["role"] == "system" or response[0]["role"] == prompt[-1]["role"] == "user":
+        rule = f"column {column} is a whole conversation, but not one that begins with {config.prompt_key}"
+        remedy = f"{column} without the prompt, or the row without {config.prompt_key}"
+        raise ConfigError([record.problem(rule, remedy)])
+    return [*prompt, *response]
+
+
+def _said(chat: Messages) -> list[tuple[str, str]]:
+    """Who said what, without system messages and the white space around a text."""
+    return [(one["role"], one["content"].strip()) for one in chat if one["role"] != "system"]
 
 
 def _ended(tokenizer: PreTrainedTokenizerBase, special: set[int], one: Conversation) -> Conversation:
-    """Drops what the chat template appends after the last end token: no model samples it, and the reward
-    model's score must be taken at the token before."""
-    ids, trained = one.ids.tolist(), one.trained.nonzero()
-    end = end_of_turn(tokenizer, ids, int(trained[-1]), len(ids), special)
+    """Drops what the chat template appends after the end of the last turn, such as white space or a second
+    control token: no model samples it, and the reward model's score must be taken at the token before."""
+    ids, trained = one.ids.tolist(), one.trained.tolist()
+    start = len(ids)
+    while start > 0 and (trained[start - 1] or 1 not in trained[start:]):
+        text = tokenizer.decode(ids[start - 1])
+        if text in WITHIN_A_TURN or (ids[start - 1] not in special and str(text).strip()):
+            break
+        start -= 1
+    end = next((i + 1 for i in range(start, len(ids)) if ids[i] in special), len(ids))
     return Conversation(one.ids[:end], one.trained[:end])
 
 

@@ -216,7 +216,9 @@ class PPOJob:
                 checkpoints,
                 plan.total_steps,
                 done=session.start.step,
-                validate_first=self.config.trainer.val_before_train,
+                validate_first=session.validates_first(
+                    plan.total_steps, before_training=self.config.trainer.val_before_train
+                ),
             )
         if self.config.trainer.save_final_model and (session.why == DONE or not session.clock.preempted):
             for name, group in groups.items():

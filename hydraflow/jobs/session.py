@@ -187,6 +187,16 @@ class Session:
             wandb_proxy=self.trainer.wandb_proxy,
         )
 
+    def validates_first(self, total_steps: int, *, before_training: bool = False) -> bool:
+        """Whether the run validates before it does a step: at its start, if asked to, and where an earlier
+        start did all steps and had no time for the last validation."""
+        if not self.start.step:
+            return before_training
+        last = read_metrics(self.folder.path)[-1:]
+        return self.start.step >= total_steps and not any(
+            name.startswith(("val-", "val/")) for row in last for name in row
+        )
+
     def open_trackers(self, total_steps: int) -> Trackers:
         """The trackers of the run, closed with the session."""
         self._seconds_before = seconds_of(read_metrics(self.folder.path))

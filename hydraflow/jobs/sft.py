@@ -87,7 +87,12 @@ def _run(command: Command, config: SupervisedConfig, restarts: Restarts) -> None
         held_out = HeldOut(trainer, val, plan.conversations_per_step) if val else None
         loop = Loop(schedule, trainer, held_out, trackers, session.clock, restarts=session.restarts.done)
         with saving.checkpointer(trackers) as checkpoints:
-            session.why = loop.fit(checkpoints, plan.total_steps, done=session.start.step)
+            session.why = loop.fit(
+                checkpoints,
+                plan.total_steps,
+                done=session.start.step,
+                validate_first=session.validates_first(plan.total_steps),
+            )
         if config.trainer.save_final_model and (session.why == DONE or not session.clock.preempted):
             trainer.save(session.folder.final_model)
 

@@ -244,22 +244,31 @@ def _of_batch(function: Callable[..., Any], rows: Sequence[Any]) -> list[Result]
 
 
 def score_here(call: RewardCall, rows: Sequence[Any]) -> list[Result]:
-    """Scores rows in this process, one by one and without limits. A row whose function raises, even
-    SystemExit, fails; quitting a debugger ends the run.
+    """Scores rows in this process without limits: one by one, or together by a function that takes batches. A
+    row whose function raises, even SystemExit, fails; the rows of a failed batch are retried one by one.
+    Quitting a debugger ends the run.
     """
-    results: list[Result] = []
-    for row in rows:
-        try:
-            if call.is_batched:
-                results += _of_batch(call.function, [row])
-                continue
-            value = call.of_row(row)
-            results.append(read_value(_runner().run(value) if call.is_async else value))
-        except BdbQuit:
-            raise
-        except (Exception, SystemExit) as error:  # as in a process of its own: the row fails, never the run
-            results.append((None, {}, cause_of(error, call.paths)))
-    return results
+    if call.is_batched and len(rows) > 1:
+        together = _guarded(call, partial(_of_batch, call.function, rows))
+        if isinstance(together, list):
+            return together
+    return [_guarded(call, partial(_of_one, call, row)) for row in rows]
+
+
+def _of_one(call: RewardCall, row: Any) -> Result:
+    if call.is_batched:
+        return _of_batch(call.function, [row])[0]
+    value = call.of_row(row)
+    return read_value(_runner().run(value) if call.is_async else value)
+
+
+def _guarded(call: RewardCall, work: Callable[[], R]) -> R | Result:
+    try:
+        return work()
+    except BdbQuit:
+        raise
+    except (Exception, SystemExit) as error:  # as in a process of its own: the row fails, never the run
+        return None, {}, cause_of(error, call.paths)
 
 
 @cache

@@ -12,6 +12,7 @@ import json
 import math
 import re
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any
@@ -20,7 +21,9 @@ from hydraflow.rewards.config import SandboxConfig
 from hydraflow.rewards.sandbox import START_SECONDS, run
 from hydraflow.rewards.sandbox_program import DONE
 
-_FENCED = re.compile(r"```(?:python|py|python3)?[ \t]*\n(.*?)(?:```|\Z)", re.DOTALL | re.IGNORECASE)
+_FENCED = re.compile(r"```([^\n`]*)\n(.*?)(?:```|\Z)", re.DOTALL)
+_PYTHON = re.compile(r"\s*(?:(?:python|py)3?\b.*)?", re.IGNORECASE | re.DOTALL)
+"""What follows the opening of a block of Python: nothing, or the language and what a renderer should do."""
 FUNCTION = "fn_name"
 _CLOSE = 1e-6
 """Relative and absolute tolerance for a number with a decimal point."""
@@ -39,16 +42,15 @@ class Tests:
 def passed_tests(
     solution_str: str, ground_truth: Any, *, sandbox: SandboxConfig, timeout: float, partial: bool = True
 ) -> dict[str, float]:
-    """`score`: the share of tests that the last fenced block of the response passes, 0 or 1 without
-    `partial`; `acc`: 1 if it passes all. Tests after one that exceeds a limit count as failed, as do tests
+    """`score`: the share of tests that the response's `program` passes, 0 or 1 without `partial`; `acc`: 1 if
+    it passes all. Tests after one that exceeds a limit count as failed, as do tests
     that do not finish within the row's time, `timeout` seconds.
 
     Raises ValueError for a ground truth without tests, SandboxError if nothing can be run.
     """
     tests = read_tests(ground_truth)
-    blocks = _FENCED.findall(solution_str)
     outcomes = run(
-        blocks[-1] if blocks else solution_str,
+        program(solution_str),
         tests.inputs,
         sandbox=sandbox,
         seconds=timeout - START_SECONDS,
@@ -59,6 +61,18 @@ def passed_tests(
     share = sum(one.how == DONE and same(one.output, wanted) for one, wanted in pairs) / len(tests.outputs)
     passed = float(share == 1.0)
     return {"score": share if partial else passed, "acc": passed}
+
+
+def program(response: str) -> str:
+    """The last fenced block of Python or of no named language; without one the last block; without any the
+    whole response.
+
+    >>> program("```python\\nprint(6)\\n```\\nIt prints\\n```text\\n6\\n```\\nas wanted.")
+    'print(6)\\n'
+    """
+    blocks = _FENCED.findall(response)
+    ours = [text for language, text in blocks if _PYTHON.fullmatch(language)]
+    return (ours or [text for _, text in blocks] or [response])[-1]
 
 
 def read_tests(ground_truth: Any) -> Tests:
@@ -75,7 +89,7 @@ def read_tests(ground_truth: Any) -> Tests:
         raise ValueError(f"the ground truth has {len(inputs)} inputs and {len(outputs)} outputs")
     if given.get(FUNCTION) is None:
         return Tests([_text(one) for one in inputs], [_text(one) for one in outputs], None)
-    return Tests([_arguments(one) for one in inputs], [_value(one) for one in outputs], str(given[FUNCTION]))
+    return Tests([_arguments(one) for one in inputs], outputs, str(given[FUNCTION]))
 
 
 def _text(given: Any) -> str:
@@ -90,32 +104,43 @@ def _arguments(given: Any) -> list[Any]:
     return list(given)
 
 
-def _value(given: Any) -> Any:
-    """Expected return value of a function, as JSON text or as the value itself."""
-    if not isinstance(given, str):
-        return given
-    try:
-        return json.loads(given)
-    except ValueError:
-        return given
-
-
 def _same_value(got: str, wanted: Any) -> bool:
-    """APPS wraps the expected return value in a list."""
+    """Whether a function returned `wanted`: the value itself, its JSON text, or the value in a list, as APPS
+    has it.
+
+    >>> _same_value("[1, 0.30000000000000004]", "[1, 0.3]"), _same_value('"21"', ["21"]), _same_value("1", 2)
+    (True, True, False)
+    """
     try:
         value = json.loads(got)
     except (ValueError, RecursionError):  # the program may write anything
         return False
-    return value == wanted or (isinstance(wanted, list) and len(wanted) == 1 and value == wanted[0])
+    wanted_ones = [wanted]
+    if isinstance(wanted, str):
+        with suppress(ValueError):
+            wanted_ones.append(json.loads(wanted))
+    wanted_ones += [one[0] for one in wanted_ones if isinstance(one, list) and len(one) == 1]
+    return any(_equal(value, one) for one in wanted_ones)
+
+
+def _equal(got: Any, wanted: Any) -> bool:
+    """Equality of JSON values in which floats may differ by rounding."""
+    if isinstance(wanted, float) and isinstance(got, float):
+        return math.isclose(got, wanted, rel_tol=_CLOSE, abs_tol=_CLOSE)
+    if isinstance(wanted, list) and isinstance(got, list):
+        return len(got) == len(wanted) and all(map(_equal, got, wanted))
+    if isinstance(wanted, Mapping) and isinstance(got, dict):
+        return got.keys() == wanted.keys() and all(_equal(got[name], wanted[name]) for name in got)
+    return got == wanted
 
 
 def _same_text(got: str, wanted: str) -> bool:
-    """Compares line by line and word by word, ignoring white space.
+    """Compares line by line and word by word, ignoring other white space and empty lines.
 
     >>> _same_text("1 2 \\n0.3333333\\n", "1 2\\n0.33333333"), _same_text("1\\n2", "1 2")
     (True, False)
     """
-    ours, theirs = ([line.split() for line in text.strip().splitlines()] for text in (got, wanted))
+    ours, theirs = ([line.split() for line in text.splitlines() if line.strip()] for text in (got, wanted))
     if list(map(len, ours)) != list(map(len, theirs)):
         return False
     return all(map(_same_word, chain(*ours), chain(*theirs)))

@@ -162,8 +162,9 @@ class RewardConfig:
     sandbox: SandboxConfig = field(default_factory=SandboxConfig)
     judge: JudgeConfig = field(default_factory=JudgeConfig)
     num_workers: int = free(1, ge=0, le=1024)
-    """Number of reward processes, each scoring one row at a time unless the function is asynchronous; 0:
-    score in the calling process, where breakpoint() works and rows have no limits."""
+    """Number of reward processes, each scoring one row at a time unless the function is asynchronous; a
+    function of batches gets all rows in one process. 0: score in the calling process, where breakpoint()
+    works and rows have no limits."""
     timeout: float = free(10.0, rule=SECONDS, no_effect=NO_PROCESS)
     """Time limit per row in seconds, not counting time spent waiting for a CPU; at most four times as long in
     wall-clock time. A row over the limit fails."""

@@ -13,15 +13,14 @@ import struct
 from typing import Any
 
 _LENGTH = struct.Struct(">Q")
-MOST_BYTES = 2**30
-"""A longer message is not ours: something else wrote to the socket."""
 
 
 class FrameSocket:
-    """One end of the socket, whose own timeout limits how long a message may take to send."""
+    """One end of the socket, whose own timeout limits how long a message may take to send. `most`: bytes of
+    the longest message that can be received, None for no limit."""
 
-    def __init__(self, end: socket.socket):
-        self.socket = end
+    def __init__(self, end: socket.socket, *, most: int | None = None):
+        self.socket, self._most = end, most
         self._held = bytearray()
 
     def fileno(self) -> int:
@@ -61,7 +60,7 @@ class FrameSocket:
         if len(self._held) < _LENGTH.size:
             return None
         (length,) = _LENGTH.unpack_from(self._held)
-        if length > MOST_BYTES:
+        if self._most is not None and length > self._most:
             raise ValueError(f"a message of {length} bytes")
         end = _LENGTH.size + length
         if len(self._held) < end:

@@ -18,6 +18,8 @@ logging.getLogger("math_verify").setLevel(logging.ERROR)
 
 _ANSWER = re.compile(r"answer\s*:[\s*]*([^\n]*)", re.IGNORECASE)
 _PERCENT = re.compile(r"\\?%")
+_DOLLAR = re.compile(r"(?<!\\)\$")
+"""Opens mathematics, unlike `\\$`, the sign of a currency."""
 
 
 def equivalent(solution_str: str, ground_truth: Any) -> dict[str, float]:
@@ -33,7 +35,7 @@ def equivalent(solution_str: str, ground_truth: Any) -> dict[str, float]:
     1.0
     """
     truth = str(ground_truth)
-    marked = truth if "$" in truth or "\\boxed" in truth else f"\\boxed{{{truth}}}"
+    marked = truth if _DOLLAR.search(truth) or "\\boxed" in truth else f"\\boxed{{{truth}}}"
     gold = _parse(marked)
     if not gold:
         raise ValueError(f"the ground truth {truth!r} cannot be read as mathematics")

@@ -183,9 +183,9 @@ class RewardPool:
         self._workers[self._workers.index(worker)] = RewardProcess(self.config)
 
     def _take_chunk(self, queue: deque[int]) -> list[int]:
-        """The next rows for a process: all if it is the only one, else half of a fair share, to even out slow
-        rows. A row of `_alone` is a chunk by itself."""
-        workers = len(self._workers)
+        """The next rows for a process: all if it is the only one or the function takes batches, else half of
+        a fair share, to even out slow rows. A row of `_alone` is a chunk by itself."""
+        workers = 1 if self.config.reward_manager.name == "batch" else len(self._workers)
         size = len(queue) if workers == 1 else math.ceil(len(queue) / (2 * workers))
         chunk = [queue.popleft()]
         while len(chunk) < size and self._alone.isdisjoint((chunk[0], queue[0])):

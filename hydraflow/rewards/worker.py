@@ -47,6 +47,8 @@ END_SECONDS = 10.0
 """Seconds for its supervisor to end it; longer than the supervisor itself waits."""
 PRINTED_SECONDS = 1.0
 """Seconds for its last output to reach the log."""
+LONGEST_ANSWER = 2**30
+"""Bytes; a longer one is not ours: the reward function wrote to the socket."""
 MARK = "HYDRAFLOW_REWARD_PROCESS"
 """Environment variable that all descendants of a process inherit."""
 _BOOT = (
@@ -76,7 +78,7 @@ class RewardProcess:
         self._progress.note(NO_ROW, self._started)
         ours, theirs = socket.socketpair()
         ours.settimeout(SEND_SECONDS)
-        self.frames = FrameSocket(ours)
+        self.frames = FrameSocket(ours, most=LONGEST_ANSWER)
         self._leash, held = socket.socketpair()
         self._mark = secrets.token_hex(16)
         printed, printer = os.pipe()

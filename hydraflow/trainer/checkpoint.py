@@ -119,7 +119,8 @@ class Checkpointer:
             raise EnvironmentFault(f"{text}: {why}") from None
 
     def require_space(self, total_steps: int, done: int) -> None:
-        """Raises ConfigError when the disk has no room for two checkpoints (or for the only one planned)."""
+        """Raises ConfigError when the disk has no room for two checkpoints (or for the only one planned); one
+        of an earlier start that will be removed counts."""
         if self.trainer.save_freq <= 0 or total_steps <= done:
             return
         planned = math.ceil((total_steps - done) / self.trainer.save_freq)
@@ -129,17 +130,20 @@ class Checkpointer:
         }
         size = max(1, sum(sizes.values()))
         free = shutil.disk_usage(self.store.folder).free
-        wanted = 0
+        there = len(self.store.steps())
+        needed = wanted = 0
         for name, bytes_each in sizes.items():
             keep = self.roles[name].keep
             # + 1: the oldest is removed after the newest is complete
-            wanted += bytes_each * (planned if keep is None else min(planned, keep + 1))
+            most = planned if keep is None else min(planned, keep + 1 - min(there, keep))
+            needed += bytes_each * min(2, most)
+            wanted += bytes_each * most
         room = (
             f"a checkpoint takes {size / 2**30:.3g} GiB, {planned} are planned, and {self.store.folder} has"
             f" room for {free // size}"
         )
         limits = " ".join(f"{role.keep_key}=1" for role in self.roles.values())
-        if free // size < min(2, planned):
+        if free < needed:
             remedy = "trainer.default_local_dir=<a folder on a larger disk>"
             raise ConfigError.one("trainer.save_freq", self.trainer.save_freq, room, remedy)
         if free < wanted:

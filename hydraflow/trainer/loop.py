@@ -96,15 +96,16 @@ class Loop:
         stop_when: StopRule | None = None,
     ) -> str:
         """Trains until the steps or the time are used up or `stop_when` holds; returns why it ended. `done`:
-        steps of earlier starts of the run. `checkpoints` None: nothing is saved.
+        steps of earlier starts of the run. `checkpoints` None: nothing is saved. `validate_first`: also
+        before the first step of this start, if it has any.
 
         A step is logged before it is saved: a checkpoint is never ahead of the metrics.
         """
         self.trainer.begin(done)
-        if validate_first and not done:
-            metrics = self._validate(0)
-            if metrics or not self.clock.preempted:  # an abandoned validation has nothing to log
-                self.trackers.log(metrics, step=0)
+        if validate_first:
+            metrics = self._validate(done)
+            if metrics or not (done or self.clock.preempted):  # an abandoned validation has nothing to log
+                self.trackers.log(metrics, step=done)
         if self.clock.preempted:
             return self.clock.why_to_stop()
         for step in range(done + 1, total_steps + 1):
@@ -122,6 +123,8 @@ class Loop:
                 metrics |= found
                 if found and stop_when is not None and stop_when(found):
                     why = "accuracy reached"
+                elif why == DONE and self.clock.preempted and not found and self.validator is not None:
+                    why = self.clock.why_to_stop()  # the next start validates
             self.trackers.log(metrics | self._position(step), step=step)
             preempted = self.clock.preempted
             if checkpoints is not None:

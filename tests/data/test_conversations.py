@@ -12,6 +12,7 @@ from transformers import PreTrainedTokenizerFast
 
 from hydraflow.data.config import SFTDataConfig
 from hydraflow.data.conversations import ConversationDataset
+from hydraflow.data.files import write_rows
 from hydraflow.errors import ConfigError
 from hydraflow.protocol import ragged
 from hydraflow.protocol.batch import DataProto
@@ -108,6 +109,38 @@ def test_prompt_and_response_may_be_inside_a_column(
     config.response_dict_keys = ["reply", "txt"]
     with pytest.raises(ConfigError, match="row 0: column extra has nothing under txt; it has text"):
         ConversationDataset(config, path, tokenizer)
+
+
+CALLS = (
+    "{% for m in messages %}{% if m['role'] == 'assistant' %}={{ m['content'] }}"
+    "{% for call in m['tool_calls'] or [] %}{{ call['arguments'] | length }}{% endfor %}<|end|>"
+    "{% else %}{{ m['content'] }}{% endif %}{% endfor %}{% if add_generation_prompt %}={% endif %}"
+)
+"""Writes how many arguments each call has."""
+
+
+@pytest.mark.parametrize("ending", ["parquet", "jsonl"])
+def test_calls_of_tools_have_their_own_arguments(
+    tokenizer: PreTrainedTokenizerFast, tmp_path: Path, ending: str
+) -> None:
+    """Parquet gives each call the arguments of all others; and a call needs no text."""
+    tokenizer.chat_template = CALLS
+    calls: list[dict[str, Any]] = [{"a": 1}, {"b": 1, "c": {"d": 2}}, {}]
+    rows = [
+        {
+            "messages": [
+                TWO_TURNS[0],
+                {"role": "assistant", "tool_calls": [{"arguments": one}]},
+                *TWO_TURNS[2:],
+            ]
+        }
+        for one in calls
+    ]
+    file = tmp_path / f"a.{ending}"
+    write_rows(file, rows) if ending == "parquet" else write(file, rows)
+    data = ConversationDataset(SFTDataConfig(), file, tokenizer)
+    said = [[token for token, mask in row if mask][0] for _, row in texts(data.batch([0, 1, 2]), tokenizer)]
+    assert said == ["1", "2", "0"]
 
 
 @pytest.mark.parametrize("columns", [("tools", "enable_thinking"), ("apis", "thinks")])

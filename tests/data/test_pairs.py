@@ -37,9 +37,10 @@ def texts(batch: DataProto, tokenizer: Any) -> list[tuple[str, str, str]]:
     return found
 
 
-def said(*turns: str) -> list[dict]:
+def said(*turns: str, system: str = "") -> list[dict]:
     roles = ("user", "assistant")
-    return [{"role": roles[i % 2], "content": text} for i, text in enumerate(turns)]
+    first = [{"role": "system", "content": system}] if system else []
+    return [*first, *({"role": roles[i % 2], "content": text} for i, text in enumerate(turns))]
 
 
 PLAIN = {"prompt": "1+1=", "chosen": "2", "rejected": "11"}
@@ -121,9 +122,43 @@ def test_a_score_is_that_of_the_last_token_that_a_model_samples(tokenizer: Any, 
     assert [row.tolist() for row in batch.get("responses").unbind()] == [[two, end, 0], [one, one, end, 0]]
 
 
+def test_nothing_after_the_end_token_is_scored(tokenizer: Any, tmp_path: Path) -> None:
+    """Phi-3's template closes a conversation with a second control token."""
+    closed = copy.deepcopy(tokenizer)
+    closed.add_special_tokens({"additional_special_tokens": ["<|endoftext|>"]})
+    closed.chat_template += "{% if not add_generation_prompt %} <|endoftext|>{% endif %}"
+    batch = ScoredPairDataset(GradedPairsConfig(), write(tmp_path / "a.jsonl", PLAIN), closed).batch([0])
+    two, one = (closed.convert_tokens_to_ids(text) for text in "21")
+    end = closed.eos_token_id
+    assert [row.tolist() for row in batch.get("responses").unbind()] == [[two, end, 0], [one, one, end, 0]]
+
+
+@pytest.mark.parametrize(
+    ("prompt", "system", "prompts"),
+    [
+        (said("1+1="), "-", "-1+1="),
+        (said("1+1= ", system="-"), "", "-1+1="),
+        (said("1+1=", system="-"), "+", "+1+1="),
+        (said(system="-"), "", "-1+1="),
+    ],
+)
+def test_a_prompt_that_both_conversations_repeat_stands_once(
+    prompt: list[dict], system: str, prompts: str, tokenizer: Any, tmp_path: Path
+) -> None:
+    row = {"prompt": prompt, "chosen": said("1+1=", "2", system=system)}
+    row["rejected"] = said("1+1=", "11", system=system)
+    batch = PairDataset(PairsConfig(), write(tmp_path / "a.jsonl", row), tokenizer).batch([0])
+    assert texts(batch, tokenizer) == [(prompts, "2", "2"), (prompts, "11", "11")]
+
+
+WHOLE = "column chosen is a whole conversation, but not one that begins with prompt"
+
+
 @pytest.mark.parametrize(
     ("row", "message"),
     [
+        (PLAIN | {"chosen": said("2+2=", "4"), "rejected": said("2+2=", "22")}, WHOLE),
+        (PLAIN | {"chosen": said("2+2=", "4", system="-")}, WHOLE),
         (PLAIN | {"rejected": "2"}, "chosen and rejected are the same"),
         ({"prompt": "1+1=", "chosen": "2"}, "no value in column rejected"),
         ({"chosen": "2", "rejected": "3"}, "no value in column prompt"),

@@ -24,6 +24,7 @@ from jobs.command import (
     Started,
     has_lines,
     hydraflow,
+    python,
     read_steps,
     start,
     wait_for,
@@ -228,6 +229,39 @@ def test_sigterm_does_not_wait_for_rewards_that_sleep(tmp_path: Path, recipe_cac
         done = hydraflow("main_ppo", *given, *LOCAL, f"trainer.default_local_dir={folder}", cwd=tmp_path)
         assert done.returncode == 0, done.stderr[-3000:]
     assert _values(tmp_path / "out") == _values(tmp_path / "whole")
+
+
+NO_TIME = """
+import os, runpy, signal
+from hydraflow.trainer.clock import GracePeriodOver
+from hydraflow.trainer.validation import Validator
+
+def abandoned(self, step, version):
+    os.kill(os.getpid(), signal.SIGTERM)
+    raise GracePeriodOver
+
+Validator.run = abandoned
+runpy.run_module("hydraflow.main_ppo", run_name="__main__")
+"""
+"""The command, whose validation is interrupted and has no time left."""
+
+
+def test_the_last_validation_is_made_up_for(tmp_path: Path, recipe_cache: Path) -> None:
+    """Its run is not complete before it."""
+    (tmp_path / "no_time.py").write_text(NO_TIME)
+    given = [*SMALL_RECIPE, *SMALL_STEPS, *LOCAL, "trainer.total_training_steps=2", "trainer.test_freq=-1"]
+    given += [f"recipe.cache_dir={recipe_cache}", "trainer.val_before_train=false"]
+    given.append("trainer.default_local_dir=out")
+    ended = python("no_time.py", *given, cwd=tmp_path)
+    assert ended.returncode == 0 and "validation after step 2 is abandoned" in ended.stderr, ended.stderr
+    assert why_it_ended(tmp_path) == "SIGTERM received" and (tmp_path / "out" / "requeue").exists()
+    assert json.loads((tmp_path / "out" / "summary.json").read_text())["last_val_accuracy"] is None
+    for _ in range(2):
+        ended = hydraflow("main_ppo", *given, cwd=tmp_path)
+        assert ended.returncode == 0 and why_it_ended(tmp_path) == "all steps done", ended.stderr
+        found = [line["step"] for line in read_steps(tmp_path / "out") if "val-aux/failed_rows" in line]
+        assert found == [2] and (tmp_path / "out" / "final_model").exists()
+    assert "all 2 steps are done; nothing was started" in ended.stdout
 
 
 def _values(folder: Path) -> list[dict[str, float]]:

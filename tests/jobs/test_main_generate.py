@@ -149,6 +149,14 @@ def test_rows_that_no_parquet_file_can_hold_are_found_before_sampling(tiny: str,
     assert [file.name for file in tmp_path.iterdir()] == ["mixed.jsonl"]
 
 
+def test_text_that_is_no_unicode_is_named() -> None:
+    """Half of an emoji, from text that was cut off."""
+    with pytest.raises(
+        ConfigError, match="column note cannot be written as Parquet: .*surrogates not allowed"
+    ):
+        input_table([FileRecord({"prompt": "a", "note": "cut \ud83d"}, Path("rows.jsonl"), 0)])
+
+
 def test_rows_with_different_columns_keep_them_all() -> None:
     rows = [{"prompt": "a", "extra_info": {}, "responses": ["old"]}, {"prompt": "b", "level": 2}]
     table = input_table([FileRecord(row, Path("rows.jsonl"), i) for i, row in enumerate(rows)])

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from hydraflow.rewards.code import passed_tests
+from hydraflow.rewards.code import passed_tests, program
 from hydraflow.rewards.config import RewardConfig, SandboxConfig
 from hydraflow.rewards.pool import RewardPool, RewardRow
 from hydraflow.rewards.selection import check_sources
@@ -31,6 +31,23 @@ def test_the_last_block_is_run_on_all_tests() -> None:
     assert judged("I cannot.", SUMS) == (0.0, 0.0)
 
 
+@pytest.mark.parametrize(
+    ("response", "found"),
+    [
+        ("```text\n6\n```\nBy\n```python\nprint(6)\n```\nit is 6.\n", "print(6)\n"),
+        ("```Python3\nprint(6)\n```\nRun it:\n```bash\npython a.py\n```\nIt prints 6.", "print(6)\n"),
+        ('```cpp\nint x;\n```\n```python title="a.py"\nprint(6)\n```', "print(6)\n"),
+        ("```python\r\nprint(6)\r\n```\r\n", "print(6)\r\n"),
+        ("```\nprint(5)\n```\n``` py\nprint(6)", "print(6)"),
+        ("```pytb\nError\n```\n```\nprint(6)\n```\n```pycon\n>>> 6\n```", "print(6)\n"),
+        ("```cpp\nint x;\n```", "int x;\n"),
+        ("print(6)", "print(6)"),
+    ],
+)
+def test_blocks_of_other_languages_are_not_the_program(response: str, found: str) -> None:
+    assert program(response) == found
+
+
 def test_no_test_is_run_after_one_that_exceeded_a_limit() -> None:
     assert judged(ADDS.replace("print", "while a == 3: pass\nprint"), SUMS) == (0.25, 0.0)
 
@@ -43,7 +60,28 @@ def test_no_test_is_run_after_one_that_exceeded_a_limit() -> None:
 def test_functions(inputs: list[Any], outputs: list[Any]) -> None:
     truth = {"inputs": inputs, "outputs": outputs, "fn_name": "add"}
     assert judged("class Solution:\n    def add(self, a, b):\n        return a + b", truth) == (1.0, 1.0)
-    assert judged("def add(a, b):\n    return str(a + b)", truth) == (0.0, 0.0)
+    assert judged("def add(a, b):\n    return [a, b]", truth) == (0.0, 0.0)
+
+
+@pytest.mark.parametrize(
+    ("returned", "wanted", "right"),
+    [
+        ("'21'", "21", True),
+        ("'21'", '"21"', True),
+        ("'21'", ["21"], True),
+        ("'21'", 21, False),
+        ("'ab'", "ab", True),
+        ("{'x': [0.1 + 0.2]}", {"x": [0.3]}, True),
+        ("0.1 + 0.2", "[0.3]", True),
+        ("0.31", 0.3, False),
+        ("3.0", 3, True),
+        ("10 ** 400", 0.3, False),
+        ("[1, 2]", [1], False),
+    ],
+)
+def test_what_a_function_returns(returned: str, wanted: Any, right: bool) -> None:
+    truth = {"inputs": [[]], "outputs": [wanted], "fn_name": "f"}
+    assert judged(f"def f():\n    return {returned}", truth) == (right, right)
 
 
 def test_an_answer_that_cannot_be_read_is_wrong() -> None:
@@ -60,6 +98,7 @@ def test_an_answer_that_cannot_be_read_is_wrong() -> None:
     ("printed", "wanted", "right"),
     [
         ("1  2 \n\n", "1 2", True),
+        ("1\n\n2\n", "1\n2\n", True),
         ("1\n2", "1 2", False),
         ("0.333333331", "0.3333333", True),
         ("0.334", "0.3333333", False),

@@ -107,22 +107,26 @@ def test_a_row_that_ends_its_process_fails_alone(tmp_path: Path, bad: str, reaso
     assert time.monotonic() - began < 30
 
 
-def test_a_batch_is_one_call(tmp_path: Path) -> None:
-    results = score(tmp_path, BATCH, {}, manager="batch", reward_kwargs={"scale": 2.0})
+@pytest.mark.parametrize("workers", [0, 1, 2])
+def test_a_batch_is_one_call(tmp_path: Path, workers: int) -> None:
+    given = {"manager": "batch", "num_workers": workers}
+    results = score(tmp_path, BATCH, {}, **given, reward_kwargs={"scale": 2.0})
     assert [result.score for result in results] == [2.0 * i for i in range(8)]
     assert {result.extra["rows"] for result in results} == {8.0}
 
 
 @pytest.mark.parametrize(
-    ("bad", "reason"),
+    ("bad", "reason", "workers"),
     [
-        ("raise", "KeyError: 'no such thing'"),
-        ("short", "returned 0 scores for 1 rows"),
-        ("exit", "ended its process (exit code 7)"),
+        ("raise", "KeyError: 'no such thing'", 1),
+        ("raise", "KeyError: 'no such thing'", 0),
+        ("short", "returned 0 scores for 1 rows", 0),
+        ("short", "returned 0 scores for 1 rows", 2),
+        ("exit", "ended its process (exit code 7)", 1),
     ],
 )
-def test_rows_of_a_failed_batch_are_tried_alone(tmp_path: Path, bad: str, reason: str) -> None:
-    results = score(tmp_path, BATCH, {5: bad}, manager="batch")
+def test_rows_of_a_failed_batch_are_tried_alone(tmp_path: Path, bad: str, reason: str, workers: int) -> None:
+    results = score(tmp_path, BATCH, {5: bad}, manager="batch", num_workers=workers)
     assert [result.score for result in results] == [0, 1, 2, 3, 4, -5, 6, 7]
     assert reason in str(results[5].failed)
     assert {result.extra["rows"] for result in results if result.failed is None} == {1.0}

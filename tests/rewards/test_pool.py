@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from hydraflow.errors import EnvironmentFault
+from hydraflow.rewards import worker
 from hydraflow.rewards.config import CustomRewardConfig, RewardConfig
 from hydraflow.rewards.pool import RewardPool, RewardRow
 from hydraflow.rewards.worker import RewardProcess
@@ -65,6 +66,14 @@ def config(tmp_path: Path) -> RewardConfig:
 def pool(config: RewardConfig) -> Iterator[RewardPool]:
     with RewardPool(config) as made:
         yield made
+
+
+def test_only_answers_have_a_largest_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows bring their tests along, a whole file of them at once."""
+    monkeypatch.setattr(worker, "LONGEST_ANSWER", 2**10)
+    with RewardPool(RewardConfig()) as pool:
+        (result,) = pool.score([RewardRow("arithmetic", "042", "042", {"tests": "x" * 2**21})])
+    assert result.score == 1.0
 
 
 def test_built_in_functions_and_empty_batches() -> None:

@@ -11,7 +11,7 @@ import shutil
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -307,3 +307,26 @@ def test_room_is_looked_for_before_the_first_step(
         else:
             saver.require_space(20, 0)
     assert ("keep fewer (trainer.max_actor_ckpt_to_keep=1)" in caplog.text) == (expected == "warned")
+
+
+@pytest.mark.parametrize(
+    ("keep", "there", "free", "has_room"),
+    [(1, 1, 100, True), (1, 1, 99, False), (1, 3, 100, True), (2, 1, 199, False), (None, 1, 199, False)],
+)
+def test_a_checkpoint_that_will_be_removed_makes_room(
+    tmp_path: Path,
+    group: Group,
+    monkeypatch: pytest.MonkeyPatch,
+    keep: int | None,
+    there: int,
+    free: int,
+    has_room: bool,
+) -> None:
+    """A resumed run: one of its checkpoints takes 100 bytes."""
+    group.bytes = 50
+    monkeypatch.setattr(shutil, "disk_usage", lambda folder: SimpleNamespace(free=free))
+    for step in range(there):
+        (tmp_path / f"global_step_{step + 1}").mkdir()
+    saver = checkpointer(tmp_path, group, keep=keep, save_freq=2)
+    with nullcontext() if has_room else pytest.raises(ConfigError, match="has room for"):
+        saver.require_space(20, 2)
