@@ -40,7 +40,8 @@ class PhaseTimer:
         finally:
             key, seconds = f"timing_s/{name}", timer.stop()
             self._seconds[key] = self._seconds.get(key, 0.0) + seconds
-            self._timeline.note(self._row, 0, [Span(name, start, seconds, step)])
+            # by one clock, so that a span ends within the one around it
+            self._timeline.note(self._row, 0, [Span(name, start, now() - start, step)])
 
     def drain(self) -> dict[str, float]:
         """Returns the seconds so far and resets."""

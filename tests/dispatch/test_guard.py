@@ -79,7 +79,7 @@ def test_the_guard_is_asked_while_its_thread_finds_a_process() -> None:
 def test_a_process_that_ray_needs_is_killed_while_it_starts(tmp_path: Path, name: str, words: str) -> None:
     environ = {**os.environ, **programs.FINDABLE, MARK: str(tmp_path)}
     with open(tmp_path / "log", "w") as log:
-        process = subprocess.Popen([sys.executable, "-c", PROGRAM, "0"], env=environ, stdout=log, stderr=log)
+        process = subprocess.Popen([sys.executable, "-c", PROGRAM, "60"], env=environ, stdout=log, stderr=log)
     deadline = time.monotonic() + 120
     while not (found := named(tmp_path, name)):
         assert process.poll() is None and time.monotonic() < deadline, (tmp_path / "log").read_text()
