@@ -37,6 +37,9 @@ TRAIN_ENGINES = {
 SUPERVISED = "fsdp2"
 """The engine of supervised models and reward models, whose configurations have its section only."""
 DTYPES = ("fp32", "bf16", "fp16", "fp64")
+GATHERED_BYTES = 64 * 2**20
+"""Maximum bytes of full tensors that FSDP2 gathers together for a generation engine; a larger tensor is
+gathered alone."""
 DECAYS = Rule(
     "must be two numbers from 0 to below 1",
     lambda value: len(value) == 2 and all(0 <= beta < 1 for beta in value),
@@ -132,7 +135,7 @@ class FSDPConfig:
     """Dtype of the stored weights and optimizer state (fp64 is for exact comparisons)."""
     dtype: str = option("auto", choices=("auto", *DTYPES), verl=("mixed_precision.param_dtype",))
     """Dtype of the forward and backward pass; auto: bf16 if the device supports it, else fp32; fp64 for fp64
-    weights."""
+    weights. fp16 is for frozen models, because losses are not scaled."""
     reduce_dtype: str = option("fp32", choices=DTYPES, verl=("mixed_precision.reduce_dtype",))
     """Dtype of the gradient reduction across ranks."""
     reshard_after_forward: bool = free(True)

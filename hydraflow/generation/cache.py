@@ -16,8 +16,7 @@ from torch import Tensor
 from transformers import Cache, DynamicCache, PreTrainedConfig
 from transformers.cache_utils import DynamicLayer
 
-_ROOM = 16
-"""Minimum spare capacity in tokens when a layer's tensors are reallocated."""
+from hydraflow.models.decoding_sizes import with_room
 
 
 class GrowingLayer(DynamicLayer):
@@ -63,7 +62,7 @@ class GrowingLayer(DynamicLayer):
     @staticmethod
     def _with_room(states: Tensor, needed: int) -> Tensor:
         rows, heads, length, dim = states.shape
-        grown = states.new_empty(rows, heads, needed + max(_ROOM, needed // 4), dim)
+        grown = states.new_empty(rows, heads, with_room(needed), dim)
         grown[:, :, :length] = states
         return grown
 

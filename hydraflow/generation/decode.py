@@ -30,7 +30,7 @@ from hydraflow.generation.groups import PromptGroup, at_least
 from hydraflow.generation.routes import WaveRoutes
 from hydraflow.generation.sampling import UniformDraws, choose
 from hydraflow.generation.stopping import StopStrings
-from hydraflow.models.linear import LEAST_ROWS
+from hydraflow.models.decoding_sizes import LEAST_ROWS
 from hydraflow.models.routers import HFRouters
 
 _LEAVE_SHARE = 4

@@ -19,10 +19,7 @@ from transformers import Cache
 
 from hydraflow.generation.cache import join_rows, new_cache
 from hydraflow.generation.forward import CachedForward
-from hydraflow.models.linear import LEAST_ROWS
-
-_PREFILL_TOKENS = 8192
-"""Prompt tokens per forward pass; more would need memory without being faster."""
+from hydraflow.models.decoding_sizes import LEAST_ROWS, PREFILL_TOKENS
 
 
 class PromptGroup:
@@ -49,7 +46,7 @@ class PromptGroup:
         """Runs every prompt once; returns the logits after it, (Q, V). note: called after each forward pass
         with its number of prompts and their width."""
         pads = self._width - self._length  # (Q,)
-        per_forward = max(1, _PREFILL_TOKENS // self._width) if self._forward.pads else len(self._ids)
+        per_forward = max(1, PREFILL_TOKENS // self._width) if self._forward.pads else len(self._ids)
         logits, caches = [], []
         for ids, pad in zip(self._ids.split(per_forward), pads.split(per_forward)):
             part_logits, cache = self._prefill_part(ids, pad)

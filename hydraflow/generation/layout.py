@@ -15,6 +15,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from hydraflow.models.decoding_sizes import padded_width
+
 
 @dataclass
 class Wave:
@@ -35,19 +37,6 @@ class Wave:
         self.samples += samples
         self.prompts.append(prompt)
         self.widths.append(width)
-
-
-def padded_width(length: int) -> int:
-    """Width to which a prompt of that length is padded: multiples of 4 up to 32, then of an eighth of the
-    next power of two.
-
-    At most 3 tokens, or a fifth of the width above 16, are padding.
-
-    >>> [padded_width(n) for n in (1, 4, 5, 30, 33, 65, 1000)]
-    [4, 4, 8, 32, 40, 80, 1024]
-    """
-    step = max(4, 2 ** (length - 1).bit_length() // 8)
-    return -(-length // step) * step
 
 
 def waves(

@@ -19,9 +19,8 @@ import torch
 from torch import Tensor
 
 from hydraflow.generation.base import Key, SamplingParams
+from hydraflow.models.decoding_sizes import FILTERED_LOGITS
 
-_CHUNK = 2**23
-"""Number of logits filtered at once: copies of a large vocabulary for all rows would need gigabytes."""
 _BLOCK = 32
 """Tokens for which uniform numbers are drawn at a time."""
 _TOP = 128
@@ -109,7 +108,7 @@ def choose(logits: Tensor, params: SamplingParams, uniforms: Tensor | None) -> t
 
     logits: (B, V); uniforms: float64 (B,), or None when greedy. Returns int64 (B,) and float32 (B,).
     """
-    rows = max(1, _CHUNK // logits.shape[1])
+    rows = max(1, FILTERED_LOGITS // logits.shape[1])
     if len(logits) <= rows:
         return _choose(logits, params, uniforms)
     numbers = [None] * -(-len(logits) // rows) if uniforms is None else uniforms.split(rows)

@@ -19,7 +19,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from hydraflow.models.linear import LEAST_ROWS, PLAIN_LINEAR
+from hydraflow.models.decoding_sizes import LEAST_ROWS
+from hydraflow.models.linear import PLAIN_LINEAR
 
 NAME, _REPLACED = "hydraflow_steady", "grouped_mm"
 

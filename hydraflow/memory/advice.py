@@ -15,9 +15,9 @@ from hydraflow.batch_plan.parts import MicroPlan, RolePlan
 from hydraflow.batch_plan.plans import BatchPlan
 from hydraflow.batch_plan.settings import value_at, with_value
 from hydraflow.errors import shown
-from hydraflow.memory.generation import LEAST_ROWS
 from hydraflow.memory.report import Advice, MemoryReport
 from hydraflow.memory.roles import ALONE, EstimateInputs
+from hydraflow.models.decoding_sizes import LEAST_ROWS
 
 LEAST_SHARE = 0.005
 """Changes that save a smaller share of the excess are not listed."""

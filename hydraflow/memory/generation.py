@@ -13,15 +13,14 @@ from hydraflow.batch_plan.layout import layers_of_stages
 from hydraflow.memory.activations import RowSizes
 from hydraflow.memory.report import MemoryParts, fullest
 from hydraflow.memory.shape import ModelShape
+from hydraflow.models.decoding_sizes import (
+    FILTERED_LOGITS,
+    LEAST_ROWS,
+    PREFILL_TOKENS,
+    padded_width,
+    with_room,
+)
 
-LEAST_ROWS = 16
-"""models/linear.py: rows of the smallest matrix product."""
-PREFILL_TOKENS = 8192
-"""generation/groups.py: prompt tokens in one forward."""
-ROOM = 16
-"""generation/cache.py: least number of tokens by which a cache grows."""
-FILTERED = 2**23
-"""generation/sampling.py: logits that are turned into probabilities at one time."""
 CPU_BLOCK = 128
 """Tokens in a block of vLLM's cache on a CPU."""
 _SAMPLING_BYTES = 15
@@ -70,7 +69,7 @@ class NativeEngineMemory:
         width = padded_width(rows.prompt)
         last = width + rows.response - 1
         repeated = 2 * batch * last * shape.q_width * (shape.heads > shape.kv_heads)
-        filtered = min(batch, max(1, FILTERED // shape.vocabulary)) * shape.vocabulary
+        filtered = min(batch, max(1, FILTERED_LOGITS // shape.vocabulary)) * shape.vocabulary
         return MemoryParts(
             kv_cache=batch * cache_room(width, last) * kv_numbers(shape) * self.number,
             activations=repeated * self.number,
@@ -147,22 +146,14 @@ def kv_numbers(shape: ModelShape) -> int:
     return 2 * shape.layers * shape.kv_width
 
 
-def padded_width(length: int) -> int:
-    """generation/layout.py: width to which a prompt is padded."""
-    step = max(4, 2 ** (length - 1).bit_length() // 8)
-    return -(-length // step) * step
-
-
 def cache_room(width: int, last: int) -> int:
-    """generation/cache.py: tokens for which a row's cache has room when `last` are in it, `width` of them the
-    prompt's.
-
-    Room for a quarter more is made with the first token, and again when it is used up:
+    """Tokens for which a row's cache has room when `last` are in it, `width` of them the prompt's
+    (`generation/cache.py`): room is made with the first token, and again when it is used up.
 
     >>> cache_room(100, 120), cache_room(100, 130)
     (126, 158)
     """
-    room = width + 1 + max(ROOM, (width + 1) // 4)
+    room = with_room(width + 1)
     while room < last:
-        room += 1 + max(ROOM, (room + 1) // 4)
+        room = with_room(room + 1)
     return room

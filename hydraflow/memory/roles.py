@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from hydraflow.batch_plan.layout import Layout
 from hydraflow.batch_plan.parts import MicroPlan, RolePlan
 from hydraflow.batch_plan.resolve import BatchPlan
-from hydraflow.engine.config import engine_config
+from hydraflow.engine.config import GATHERED_BYTES, engine_config
 from hydraflow.generation.config import GENERATION_ENGINES, bucket_bytes, engine_dtype
 from hydraflow.memory.activations import MicroBatchTokens, RowSizes, tokens_of
 from hydraflow.memory.fsdp import FSDPModelMemory, adapter_numbers, units_of
@@ -26,8 +26,6 @@ from hydraflow.workers.config import ActorConfig, CriticConfig, RefConfig
 
 ALONE = frozenset(name for name, engine in GENERATION_ENGINES.items() if engine.own_process)
 """Generation engines that start without weights, and get them from another process."""
-BUCKET_BYTES = 64 * 2**20
-"""Bytes of full tensors that engine/fsdp/gather.py gathers together for the generation engine."""
 
 
 @dataclass(frozen=True)
@@ -205,7 +203,7 @@ def _sent(inputs: EstimateInputs, layout: Layout) -> MemoryParts:
     """Memory of sending from FSDP: a bucket of full tensors, its shards, and the tensors split from it."""
     policy, shape = inputs.config.actor_rollout_ref, inputs.shape
     kept = BytesPerNumber.of(policy.actor.fsdp_config, inputs.limits).kept
-    bucket = max(min(BUCKET_BYTES, shape.parameters * kept), shape.largest_tensor * kept)
+    bucket = max(min(GATHERED_BYTES, shape.parameters * kept), shape.largest_tensor * kept)
     sent = 2 * bucket + bucket // max(1, layout.shard)
     if policy.model.lora_rank:
         # all adapters are gathered first, and each merged matrix needs a product and a sum

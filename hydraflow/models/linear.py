@@ -20,6 +20,7 @@ from torch.autograd.function import once_differentiable
 
 from hydraflow.device import onednn_is_faster, onednn_product
 from hydraflow.models.chunks import chunk_slices
+from hydraflow.models.decoding_sizes import LEAST_ROWS
 
 LEAST_INNER = 128
 """Minimum inner dimension for oneDNN. A part of a larger product has the same inner dimension, hence the same
@@ -28,9 +29,6 @@ MOST_WEIGHTS = 2**25
 """Maximum size of a matrix for oneDNN, which makes a reordered copy of it."""
 COPIED = 2**16
 """Numbers of a gradient that are copied at a time."""
-LEAST_ROWS = 16
-"""Minimum number of rows for oneDNN. From here on a row's bits do not depend on the other rows, with MKL
-either (`generation/decode.py`)."""
 
 
 class Linear(nn.Linear):

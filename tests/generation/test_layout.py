@@ -3,7 +3,8 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hydraflow.generation.layout import padded_width, request_order, waves
+from hydraflow.generation.layout import request_order, waves
+from hydraflow.models.decoding_sizes import padded_width
 
 
 def test_padding_is_small_and_never_shrinks_a_prompt() -> None:

@@ -330,7 +330,7 @@ def test_long_prompts_are_prefilled_in_parts_with_the_same_outcome(
 ) -> None:
     request = make_request([9, 12, 10, 11, 12], samples=2)
     whole = rows(engine.generate(request, SamplingParams(max_tokens=6)))
-    monkeypatch.setattr("hydraflow.generation.groups._PREFILL_TOKENS", 24)
+    monkeypatch.setattr("hydraflow.generation.groups.PREFILL_TOKENS", 24)
     assert rows(engine.generate(request, SamplingParams(max_tokens=6))) == whole
 
 

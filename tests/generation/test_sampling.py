@@ -160,7 +160,7 @@ def test_large_vocabularies_are_chosen_in_parts_with_the_same_outcome(
         choose(logits, params, u),
         choose(logits, SamplingParams(max_tokens=1, temperature=0), None),
     )
-    monkeypatch.setattr("hydraflow.generation.sampling._CHUNK", 100)
+    monkeypatch.setattr("hydraflow.generation.sampling.FILTERED_LOGITS", 100)
     assert all(torch.equal(a, b) for a, b in zip(whole, choose(logits, params, u)))
     assert all(
         torch.equal(a, b)

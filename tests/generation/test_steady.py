@@ -15,7 +15,7 @@ from transformers.integrations import moe
 from hydraflow.generation.base import GenerationRequest, SamplingParams
 from hydraflow.generation.native import NativeEngine
 from hydraflow.generation.steady import NAME, steady_products
-from hydraflow.models.linear import LEAST_ROWS
+from hydraflow.models.decoding_sizes import LEAST_ROWS
 from hydraflow.protocol import ragged
 
 WIDE = SMALL | dict(intermediate_size=256, num_experts_per_tok=2, sliding_window=None)

@@ -1,5 +1,4 @@
-"""Key-value caches: the formulas against the native engine's own classes and constants, and vLLM's share by
-hand."""
+"""Key-value caches: the formulas against the native engine's own classes, and vLLM's share by hand."""
 
 from __future__ import annotations
 
@@ -10,9 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hydraflow.engine.fsdp import gather
-from hydraflow.generation import cache, groups, layout, sampling
-from hydraflow.memory import generation, roles
+from hydraflow.generation import cache
 from hydraflow.memory.activations import RowSizes
 from hydraflow.memory.generation import (
     CPU_BLOCK,
@@ -20,25 +17,10 @@ from hydraflow.memory.generation import (
     ServingEngineMemory,
     cache_room,
     kv_numbers,
-    padded_width,
 )
 from hydraflow.memory.shape import ModelShape
-from hydraflow.models import linear
 
 SHAPE = ModelShape("llama", 1000, 64, 3, 8, 2, 8, 128, tied=True, dense_at=range(3))
-
-
-def test_constants_are_those_of_the_engine() -> None:
-    assert linear.LEAST_ROWS == generation.LEAST_ROWS
-    assert groups._PREFILL_TOKENS == generation.PREFILL_TOKENS
-    assert cache._ROOM == generation.ROOM
-    assert sampling._CHUNK == generation.FILTERED
-    assert gather.BUCKET_BYTES == roles.BUCKET_BYTES
-
-
-@given(st.integers(1, 20_000))
-def test_padding_is_the_engines(length: int) -> None:
-    assert padded_width(length) == layout.padded_width(length)
 
 
 @given(st.integers(1, 70), st.integers(1, 90))

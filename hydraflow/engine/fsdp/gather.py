@@ -13,11 +13,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Shard
 
+from hydraflow.engine.config import GATHERED_BYTES
 from hydraflow.engine.process_group import gather_parts
 from hydraflow.weights.buckets import NamedTensor
-
-BUCKET_BYTES = 64 * 2**20
-"""Maximum bytes of full tensors that are gathered together; a larger tensor is gathered alone."""
 
 
 @torch.no_grad()
@@ -32,12 +30,12 @@ def gathered(parameters: Mapping[str, torch.Tensor], *, to: int | None = None) -
 
 
 def _buckets(parameters: Mapping[str, torch.Tensor]) -> Iterator[list[NamedTensor]]:
-    """Groups consecutive parameters of one dtype, up to BUCKET_BYTES each."""
+    """Groups consecutive parameters of one dtype, up to GATHERED_BYTES each."""
     bucket: list[NamedTensor] = []
     size = 0
     for name, parameter in parameters.items():
         nbytes = parameter.numel() * parameter.element_size()
-        if bucket and (size + nbytes > BUCKET_BYTES or bucket[0][1].dtype != parameter.dtype):
+        if bucket and (size + nbytes > GATHERED_BYTES or bucket[0][1].dtype != parameter.dtype):
             yield bucket
             bucket, size = [], 0
         bucket.append((name, parameter))

@@ -1,0 +1,36 @@
+"""Sizes that the native generation engine works with. They are here, without torch, because the estimate of
+its memory needs them too (`memory/generation.py`)."""
+
+from __future__ import annotations
+
+LEAST_ROWS = 16
+"""Minimum number of rows for oneDNN. From here on a row's bits do not depend on the other rows, with MKL
+either (`generation/decode.py`)."""
+PREFILL_TOKENS = 8192
+"""Prompt tokens per forward pass; more would need memory without being faster."""
+FILTERED_LOGITS = 2**23
+"""Number of logits filtered at once: copies of a large vocabulary for all rows would need gigabytes."""
+_LEAST_ROOM = 16
+"""Minimum spare capacity in tokens when a layer's keys and values are reallocated."""
+
+
+def padded_width(length: int) -> int:
+    """Width to which a prompt of that length is padded: multiples of 4 up to 32, then of an eighth of the
+    next power of two.
+
+    At most 3 tokens, or a fifth of the width above 16, are padding.
+
+    >>> [padded_width(n) for n in (1, 4, 5, 30, 33, 65, 1000)]
+    [4, 4, 8, 32, 40, 80, 1024]
+    """
+    step = max(4, 2 ** (length - 1).bit_length() // 8)
+    return -(-length // step) * step
+
+
+def with_room(needed: int) -> int:
+    """Tokens for which keys and values are allocated when `needed` must fit: a quarter more.
+
+    >>> with_room(8), with_room(101)
+    (24, 126)
+    """
+    return needed + max(_LEAST_ROOM, needed // 4)
