@@ -83,32 +83,6 @@ class RolePlan:
         rows, each = self.mini_batch_trajectories * unit, self.rows_per_rank * unit
         return replace(self, mini_batch_trajectories=rows, rows_per_rank=each, micro=micro)
 
-    @classmethod
-    def simple(
-        cls,
-        *,
-        data_ranks: int = 1,
-        mini_batch_trajectories: int,
-        epochs: int = 1,
-        micro: MicroPlan | None = None,
-    ) -> RolePlan:
-        """One response per prompt and one mini-batch per step, for examples and tests.
-
-        >>> RolePlan.simple(data_ranks=2, mini_batch_trajectories=6).rows_per_rank
-        3
-        """
-        rows = mini_batch_trajectories // data_ranks
-        return cls(
-            data_ranks=data_ranks,
-            mini_batch_prompts=mini_batch_trajectories,
-            mini_batch_trajectories=mini_batch_trajectories,
-            rows_per_rank=rows,
-            epochs=epochs,
-            shuffle=False,
-            micro=micro or MicroPlan(rows=rows, max_tokens=None),
-            optimizer_steps_per_step=epochs,
-        )
-
 
 @dataclass(frozen=True)
 class Quantity:

@@ -61,7 +61,8 @@ def cut_mini_batches(
     `lengths` (S,) tokens of each row, `groups` (S,) its group, any integers in any order. `shuffle_key` seeds
     the shuffle of the groups; None keeps the order in which they first appear.
 
-    >>> plan = RolePlan.simple(data_ranks=2, mini_batch_trajectories=1)
+    >>> from hydraflow.batch_plan.parts import MicroPlan
+    >>> plan = RolePlan(2, 1, 2, 1, 1, False, MicroPlan(1, None), optimizer_steps_per_step=2)
     >>> cut = cut_mini_batches(np.array([5, 1, 9]), np.array([7, 4, 7]), plan, balance=True, shuffle_key=None)
     >>> cut.order.tolist(), cut.rows_per_rank, cut.live.tolist()
     ([0, 1, 2, 1], [1, 1], [True, True, True, False])

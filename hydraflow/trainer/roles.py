@@ -22,7 +22,7 @@ from hydraflow.dispatch.group import Recovery, RoleGroup
 from hydraflow.dispatch.placement import ResourcePool
 from hydraflow.dispatch.runtime import Runtime
 from hydraflow.dispatch.worker import RoleSpec
-from hydraflow.engine.config import SUPERVISED, EngineConfig, FSDPConfig, engine_config
+from hydraflow.engine.config import EngineConfig, FSDPConfig, engine_config
 from hydraflow.generation.config import GENERATION_ENGINES, RolloutConfig, engine_dtype
 from hydraflow.models.adapters import AdapterLayers
 from hydraflow.models.config import ModelConfig
@@ -423,7 +423,7 @@ def reward_model(config: PPOConfig) -> ModelConfig:
 
 def _reward_model_role(config: PPOConfig, plan: BatchPlan) -> RoleSpec:
     assert plan.reward_model is not None, "a reward model has a pass that computes scores"
-    spec = RewardModelSpec(SUPERVISED, reward_model(config), FSDPConfig(), plan.reward_model)
+    spec = RewardModelSpec(reward_model(config), plan.reward_model)
     return RoleSpec(RewardModelWorker, (spec,))
 
 

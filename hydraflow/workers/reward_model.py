@@ -13,7 +13,7 @@ from hydraflow.batch_plan.parts import MicroPlan
 from hydraflow.data.pairs import ending
 from hydraflow.dispatch.modes import register
 from hydraflow.dispatch.worker import ProcessContext
-from hydraflow.engine.config import EngineConfig
+from hydraflow.engine.config import SUPERVISED, FSDPConfig
 from hydraflow.models.config import ModelConfig
 from hydraflow.protocol.batch import DataProto
 from hydraflow.protocol.ragged import from_rows, parts, rows
@@ -24,9 +24,7 @@ from hydraflow.workers.engine_worker import DATA_RANKS, EngineWorker
 class RewardModelSpec:
     """Constructor arguments of a RewardModelWorker."""
 
-    strategy: str
     model: ModelConfig
-    engine: EngineConfig
     micro: MicroPlan
 
 
@@ -34,7 +32,7 @@ class RewardModelWorker(EngineWorker):
     """One process of the reward model."""
 
     def __init__(self, process: ProcessContext, spec: RewardModelSpec):
-        super().__init__(process, spec.strategy, spec.model, spec.engine, head="value", field=REWARD_MODEL)
+        super().__init__(process, SUPERVISED, spec.model, FSDPConfig(), head="value", field=REWARD_MODEL)
         self.batcher = self.micro_batcher(spec.micro, "scores of the reward model")
 
     @register(dispatch_mode=DATA_RANKS, blocking=False, read_only=True)

@@ -77,7 +77,7 @@ def roles(model: str) -> dict[str, RoleSpec]:
     actor = ActorSpec(
         ModelConfig(path=model),
         ActorConfig(fsdp_config=FSDPConfig(dtype="fp32")),
-        RolePlan.simple(mini_batch_trajectories=1),
+        RolePlan(1, 1, 1, 1, epochs=1, shuffle=False, micro=batches, optimizer_steps_per_step=1),
         log_prob=batches,
         ref=None,
         temperature=1.0,

@@ -5,9 +5,10 @@ from xml.etree import ElementTree
 
 from hypothesis import given
 from hypothesis import strategies as st
+from role_plans import simple_plan
 
 from hydraflow.batch_plan.layout import Cluster
-from hydraflow.batch_plan.parts import MicroPlan, RolePlan
+from hydraflow.batch_plan.parts import MicroPlan
 from hydraflow.batch_plan.sft import SFTPlan
 from hydraflow.explain.svg import BAR, LEFT, WIDTH, PictureBar, StepPicture, draw, sft_step
 
@@ -27,7 +28,7 @@ def parts(picture: str) -> list[ElementTree.Element]:
 
 
 def test_supervised_step_says_its_numbers() -> None:
-    role = RolePlan.simple(data_ranks=4, mini_batch_trajectories=64, micro=MicroPlan(rows=8, max_tokens=None))
+    role = simple_plan(data_ranks=4, mini_batch_trajectories=64, micro=MicroPlan(rows=8, max_tokens=None))
     plan = SFTPlan(64, role, Cluster(()), {}, steps_per_epoch=10, total_steps=20, quantities=(), notes=())
     picture = draw(sft_step(plan, "conversation"))
     found = words(picture)

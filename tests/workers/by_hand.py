@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import torch
+from role_plans import simple_plan
 
-from hydraflow.batch_plan.parts import MicroPlan, RolePlan
+from hydraflow.batch_plan.parts import MicroPlan
 from hydraflow.dispatch.modes import Dispatch, register
 from hydraflow.dispatch.worker import ProcessContext, Worker
 from hydraflow.engine.config import FSDPConfig, OptimConfig
@@ -34,7 +35,7 @@ def actor_spec(path: str, fsdp: FSDPConfig | None = None) -> ActorSpec:
     return ActorSpec(
         ModelConfig(path=path),
         actor,
-        RolePlan.simple(mini_batch_trajectories=len(PROMPTS) * SAMPLES),
+        simple_plan(mini_batch_trajectories=len(PROMPTS) * SAMPLES),
         log_prob=rows,
         ref=None,
         temperature=TEMPERATURE,

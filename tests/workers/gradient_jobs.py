@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from algorithms.losses_by_name import policy_loss
 from engine import rank_jobs
+from role_plans import simple_plan
 from workers.by_hand import process
 
 from hydraflow.algorithms.actor_loss import ActorLoss
@@ -212,7 +213,7 @@ class Training:
     loss: Loss | None = None
 
     def plan(self, data_ranks: int) -> RolePlan:
-        return RolePlan.simple(data_ranks=data_ranks, mini_batch_trajectories=4, epochs=2, micro=self.micro)
+        return simple_plan(data_ranks=data_ranks, mini_batch_trajectories=4, epochs=2, micro=self.micro)
 
 
 def train(
