@@ -22,7 +22,7 @@ from source_tree import MODULES, tree_of
 Function = ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda
 SAME_TYPE = {"replace", "deepcopy", "copy"}
 """Calls that give what they are given."""
-LOOKERS = ("hydraflow.compose.rules.", "hydraflow.compose.effects.")
+LOOKERS = ("hydraflow.compose.rules.", "hydraflow.compose.algorithm_rules.", "hydraflow.compose.effects.")
 """What only looks whether a value is legal, or has an effect: such a read makes nothing of the option."""
 ESTIMATES = ("hydraflow.memory.",)
 """What foretells how much memory a run takes: the use of an option to a command that plans, not to a run."""

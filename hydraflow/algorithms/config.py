@@ -44,6 +44,8 @@ class Estimator(Implementation):
     """Its advantages are whitened over all trained tokens of the step."""
     greedy_baseline: bool = False
     """Takes `reward_baselines` (B,): the score of a greedy response to each prompt."""
+    divides_by_mean: bool = False
+    """Divides by the mean of a group's scores."""
     sum_pi_squared: bool = False
     """Takes the actor's `old_log_probs` and `sum_pi_squared`, (N,) each."""
     several_rewards: bool = False
@@ -110,7 +112,7 @@ ESTIMATORS = OwnChoices(
         ),
         "opo": _in_groups("hydraflow.algorithms.opo:opo", counts=True),
         "gpg": _in_groups("hydraflow.algorithms.gpg:gpg"),
-        "maxrl": _in_groups("hydraflow.algorithms.maxrl:maxrl"),
+        "maxrl": _in_groups("hydraflow.algorithms.maxrl:maxrl", divides_by_mean=True),
         "opmd": _in_groups("hydraflow.algorithms.opmd:opmd_advantages", "opmd_tau"),
         "asymre": _in_groups("hydraflow.algorithms.asymre:asymre", "asymre_baseline_shift"),
         "raft": _in_groups("hydraflow.algorithms.raft:raft"),
@@ -214,6 +216,10 @@ REC_WEIGHTS = ("none", "importance_sampling", "advantage")
 OTHER_LOSS = unread(POLICY_LOSSES, "loss_mode", is_algorithm=True)
 OTHER_ESTIMATOR = unread(ESTIMATORS, "adv_estimator", is_algorithm=True)
 FIXED = unless("type", "adaptive", why="{s}.type=fixed keeps the coefficient")
+
+
+MOST_KL_ERROR = 0.2
+"""Largest relative deviation from the target KL that the adaptive controller counts in a step."""
 
 
 @dataclass

@@ -5,7 +5,7 @@ In: the KL of each step and its number of trajectories (without padding). Out: `
 
 from __future__ import annotations
 
-from hydraflow.algorithms.config import KLControlConfig
+from hydraflow.algorithms.config import MOST_KL_ERROR, KLControlConfig
 
 
 class KLController:
@@ -43,7 +43,7 @@ class AdaptiveKLController(KLController):
 
     def update(self, kl: float, trajectories: int) -> None:
         """Adjusts the coefficient for one step's KL and number of trajectories."""
-        error = min(max(kl / self.target_kl - 1.0, -0.2), 0.2)
+        error = min(max(kl / self.target_kl - 1.0, -MOST_KL_ERROR), MOST_KL_ERROR)
         self.value *= 1.0 + error * trajectories / self.horizon
 
     def state_dict(self) -> dict[str, float]:

@@ -12,7 +12,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from hydraflow.algorithms.groups import group_scores
+from hydraflow.algorithms.groups import group_best, group_scores, group_sums
+
+_ROUNDING = 1e-6
+"""A mean that is smaller than this share of the largest score counts as 0."""
 
 
 @torch.no_grad()
@@ -24,6 +27,7 @@ def maxrl(scores: Tensor, *, group_ids: Tensor) -> Tensor:
     >>> maxrl(torch.tensor([1.0, 0.0, 0.0, 0.0]), group_ids=torch.zeros(4, dtype=torch.int64)).tolist()
     [3.0, -1.0, -1.0, -1.0]
     """
-    centred = group_scores(scores, group_ids).centred
-    mean = scores - centred  # (B,) of its group
-    return torch.where(mean > 0, centred / mean.where(mean > 0, torch.ones_like(mean)), 0.0)
+    found = group_scores(scores, group_ids)
+    mean = group_sums(scores, group_ids) / found.size  # (B,) of its group
+    is_above = mean > _ROUNDING * group_best(scores.abs(), group_ids)
+    return torch.where(is_above, found.centred / mean.where(is_above, torch.ones_like(mean)), 0.0)

@@ -77,7 +77,9 @@ def _less_baseline(
     """`group` (B,) of each row, from 0; `position` (n,) of each trained token in its row. `has_baseline`
     (n,); None: where another trajectory has the same position."""
     returns = tokens.discounted(tokens.of(rewards), 1.0)  # (n,)
+    # at least 0, but for rounding: without the bound, near-certain tokens would divide by noise around 0
     energy = 1.0 - 2.0 * tokens.of(old_log_probs).double().exp() + tokens.of(sum_pi_squared).double()
+    energy = energy.clamp(min=0.0)
     summed = energy.cumsum(0)  # over all rows
     first = tokens.lengths.cumsum(0) - tokens.lengths
     before = torch.cat([summed.new_zeros(1), summed])[first].repeat_interleave(tokens.lengths)

@@ -101,7 +101,7 @@ def _normalized(
     config: AlgorithmConfig, scores: Tensor, joined: Samples, ids: Tensor, seen: RunningMoments
 ) -> Tensor:
     """Scores (B,) minus a mean, divided by a standard deviation + 1e-6. A sample alone in its group keeps its
-    score."""
+    score; where all samples score alike, the differences between rows of one sample stay as they are."""
     of_samples = joined.mean(scores)
     if "running" in (config.norm_mean_type, config.norm_std_type):
         seen.take(of_samples)
@@ -118,6 +118,6 @@ def _normalized(
         centred = torch.where(found.size == 1, of_samples, found.centred)
     if config.norm_std_type:
         found = relative(config.norm_std_type)
-        std = torch.where(found.size == 1, 1.0, found.std + 1e-6)
+        std = torch.where((found.size == 1) | (found.std == 0), 1.0, found.std + 1e-6)
     apart = scores - joined.to_rows(of_samples)  # differences between rows of one sample are kept
     return (joined.to_rows(centred) + apart) / joined.to_rows(std)

@@ -15,17 +15,9 @@ from math import inf, isfinite
 from types import MappingProxyType
 from typing import Any
 
-from hydraflow.algorithms.config import (
-    ESTIMATORS,
-    REJECTIONS,
-    THRESHOLDS,
-    Bounds,
-    bounded_rules,
-    estimator_of,
-    listed_in,
-)
 from hydraflow.batch_plan.roles import needs_critic
 from hydraflow.batch_plan.settings import value_at
+from hydraflow.compose.algorithm_rules import ALGORITHM_RULES, ROLLOUT
 from hydraflow.compose.effects import without_effect
 from hydraflow.compose.keys import known_keys, without_quotes
 from hydraflow.compose.verl_values import meant_choice
@@ -33,11 +25,10 @@ from hydraflow.engine.config import FSDPConfig, engine_config
 from hydraflow.errors import Problem, shown
 from hydraflow.generation.config import GENERATION_ENGINES, RolloutConfig, SamplingConfig, engine_dtype
 from hydraflow.models.config import ModelConfig
-from hydraflow.options import Leaf, Rule, effective_value, walk
+from hydraflow.options import Leaf, Rule, walk
 from hydraflow.schema import EvalConfig, GenerateConfig, JobConfig, PPOConfig, SupervisedConfig, entry_for
 from hydraflow.workers.config import ActorConfig
 
-ROLLOUT = "actor_rollout_ref.rollout"
 _SHORTEST, _SIMILAR = 4, 0.8
 """The shortest name that is compared with choices, and the least difflib similarity for a suggestion."""
 
@@ -152,129 +143,6 @@ def _recipe_makes_model_and_data(config: PPOConfig) -> Iterator[Problem]:
             yield Problem(key, given, rule, f"recipe=none, or leave out {key}")
 
 
-def _samples_are_drawn(config: PPOConfig) -> Iterator[Problem]:
-    rollout, held_out = config.actor_rollout_ref.rollout, config.actor_rollout_ref.rollout.val_kwargs
-    if rollout.temperature == 0 and not config.trainer.val_only:
-        rule = "must be above 0 for training: greedy responses carry no policy gradient"
-        yield Problem(f"{ROLLOUT}.temperature", rollout.temperature, rule, f"{ROLLOUT}.temperature=1.0")
-    if held_out.do_sample and held_out.temperature == 0:
-        key, rule = f"{ROLLOUT}.val_kwargs", "must be above 0 when do_sample=true"
-        remedy = f"{key}.temperature=1.0 or {key}.do_sample=false"
-        yield Problem(f"{key}.temperature", held_out.temperature, rule, remedy)
-
-
-def _values_come_from_a_critic(config: PPOConfig) -> Iterator[Problem]:
-    chosen = ESTIMATORS.get(config.algorithm.adv_estimator)
-    if chosen and chosen.critic and config.critic.enable is False:
-        rule = f"algorithm.adv_estimator={config.algorithm.adv_estimator} needs values"
-        other = next(name for name, estimator in ESTIMATORS.items() if not estimator.critic)
-        remedy = f"critic.enable=null or algorithm.adv_estimator={other}"
-        yield Problem("critic.enable", "false", rule, remedy)
-
-
-def _a_ring_contains_the_clip_range(config: PPOConfig) -> Iterator[Problem]:
-    actor, key = config.actor_rollout_ref.actor, "actor_rollout_ref.actor.policy_loss"
-    chosen = actor.policy_loss
-    is_ring = chosen.loss_mode == "rec" and chosen.rec_clip_mode == "ring"
-    for side in ("low", "high") if is_ring else ():
-        name, clip = f"rec_epsilon_{side}_prime", f"actor_rollout_ref.actor.clip_ratio_{side}"
-        inner, outer = effective_value(actor, f"clip_ratio_{side}"), getattr(chosen, name)
-        if outer <= inner:
-            rule = f"must be above {clip}={inner:g}: tokens beyond this bound get a gradient again"
-            yield Problem(f"{key}.{name}", outer, rule, f"{clip}={outer / 2:g}")
-
-
-def _several_rewards_are_named(config: PPOConfig) -> Iterator[Problem]:
-    algorithm, key = config.algorithm, "algorithm.gdpo_reward_keys"
-    if not estimator_of(algorithm.adv_estimator).several_rewards:
-        return
-    names, weights = algorithm.gdpo_reward_keys, algorithm.gdpo_reward_weights
-    what = f"algorithm.adv_estimator={algorithm.adv_estimator}"
-    if not names or len(set(names)) < len(names):
-        rule = f"must name the rewards, each once: {what} compares numbers that the reward function returns"
-        yield Problem(key, shown(names), rule, f"'{key}=[score,format]'")
-    elif weights is not None and len(weights) != len(names):
-        rule = f"must have a weight for each of the {len(names)} rewards of {key}"
-        remedy = f"'algorithm.gdpo_reward_weights=[{','.join(['1.0'] * len(names))}]'"
-        yield Problem("algorithm.gdpo_reward_weights", shown(weights), rule, remedy)
-    if algorithm.use_kl_in_reward:
-        rule = f"{what} takes its rewards from the reward function, without a KL penalty"
-        remedy = "algorithm.use_kl_in_reward=false, or actor_rollout_ref.actor.use_kl_loss=true in its place"
-        yield Problem("algorithm.use_kl_in_reward", "true", rule, remedy)
-
-
-def _long_responses_have_a_penalty(config: PPOConfig) -> Iterator[Problem]:
-    given, key = config.reward.reward_kwargs, "reward.reward_kwargs"
-    buffer, limit = given.overlong_buffer_cfg, given.max_resp_len or config.data.max_response_length
-    if buffer.enable and buffer.len > limit:
-        source = f"{key}.max_resp_len" if given.max_resp_len else "data.max_response_length"
-        rule = f"must be at most {source}={limit}: the penalty starts this many tokens before that length"
-        key += ".overlong_buffer_cfg.len"
-        yield Problem(key, buffer.len, rule, f"{key}={limit}")
-
-
-def _a_greedy_baseline_has_the_scale_of_scores(config: PPOConfig) -> Iterator[Problem]:
-    algorithm, what = config.algorithm, f"algorithm.adv_estimator={config.algorithm.adv_estimator}"
-    if not estimator_of(algorithm.adv_estimator).greedy_baseline:
-        return
-    if config.reward.reward_model.enable:
-        rule = f"{what} has its greedy responses scored by the reward function alone"
-        yield Problem("reward.reward_model.enable", "true", rule, "reward.reward_model.enable=false")
-    for name in ("norm_mean_type", "norm_std_type"):
-        if (kind := getattr(algorithm, name)) is not None:
-            rule = f"{what} subtracts a greedy response's raw score"
-            yield Problem(f"algorithm.{name}", kind, rule, f"algorithm.{name}=null")
-
-
-def _the_actor_computes_what_a_baseline_needs(config: PPOConfig) -> Iterator[Problem]:
-    key, name = "algorithm.rollout_correction.bypass_mode", config.algorithm.adv_estimator
-    if not estimator_of(name).sum_pi_squared:
-        return
-    if config.algorithm.rollout_correction.bypass_mode:
-        rule = f"algorithm.adv_estimator={name} needs the actor's own probabilities"
-        yield Problem(key, "true", rule, f"{key}=false")
-    if config.actor_rollout_ref.actor.adaptive_entropy.enabled:
-        key = "actor_rollout_ref.actor.adaptive_entropy.enabled"
-        rule = f"with algorithm.adv_estimator={name} the pass before the update measures no entropy"
-        yield Problem(key, "true", rule, f"{key}=false")
-
-
-def _weights_keep_equal_probabilities(config: PPOConfig) -> Iterator[Problem]:
-    correction, key = config.algorithm.rollout_correction, "algorithm.rollout_correction.rollout_is_threshold"
-    bounds = Bounds.read(correction.rollout_is_threshold)
-    if bounds is not None and not (bounds.lower or 0) <= 1 <= bounds.upper:
-        rule = "must leave the weight of equal probabilities at 1; two bounds need decimal points: 0.5_5.0"
-        yield Problem(key, shown(correction.rollout_is_threshold), rule, f"{key}=2.0")
-
-
-def _rejection_has_thresholds(config: PPOConfig) -> Iterator[Problem]:
-    asked, key = config.algorithm.rollout_correction, "algorithm.rollout_correction.rollout_rs_threshold"
-    given = asked.rollout_rs_threshold
-    if asked.rollout_rs is None or not REJECTIONS.holds(asked.rollout_rs):
-        return
-    rules = listed_in(asked.rollout_rs)
-    usual = {rule: "0.5_2.0" if rule.endswith("_k1") else "0.01" for rule in rules}
-    remedy = f"'{key}=[{','.join(usual.values())}]'"
-    if given is None:
-        yield Problem(key, "null", f"must be given: rollout_rs={','.join(rules)} rejects by it", remedy)
-    elif THRESHOLDS.holds(given):
-        if (count := len(listed_in(given))) not in (1, len(rules)):
-            rule = f"has {count} thresholds; rollout_rs has {len(rules)} rules"
-            yield Problem(key, shown(given), rule, remedy)
-        elif why := next((why for one in bounded_rules(asked) if (why := _misfit(*one))), None):
-            yield Problem(key, shown(given), why, remedy)
-
-
-def _misfit(rule: str, bounds: Bounds) -> str | None:
-    """Why a threshold does not suit this rejection rule; None if it does."""
-    if not rule.endswith("_k1"):
-        return None if bounds.lower is None else f"{rule} takes no lower bound: its divergence is at least 0"
-    if bounds.lower is None:
-        return None if bounds.upper > 1 else f"{rule} takes two bounds such as 0.5_2.0, or one number above 1"
-    contains = bounds.lower <= 1 <= bounds.upper
-    return None if contains else f"the bounds of {rule} must contain 1, the ratio of equal probabilities"
-
-
 def _warmup_has_a_critic(config: PPOConfig) -> Iterator[Problem]:
     if config.trainer.critic_warmup > 1 and not needs_critic(config):
         rule = "there is no critic to warm up, so these steps would train no model"
@@ -343,6 +211,21 @@ def _engine_has_a_process(config: PPOConfig) -> Iterator[Problem]:
         name = config.actor_rollout_ref.rollout.name
         rule = "trainer.debug.local=true runs all roles in one process, and this engine needs its own"
         yield Problem(f"{ROLLOUT}.name", name, rule, f"{ROLLOUT}.name=native or trainer.debug.local=false")
+
+
+def _fp16_does_not_train(config: PPOConfig | SupervisedConfig) -> Iterator[Problem]:
+    """Without a scaled loss small gradients become 0."""
+    if isinstance(config, SupervisedConfig):
+        roles = {"fsdp_config": config.fsdp_config}
+    else:
+        actor, critic = config.actor_rollout_ref.actor.fsdp_config, config.critic.fsdp_config
+        roles = {"actor_rollout_ref.actor.fsdp_config": actor, "critic.fsdp_config": critic}
+    for section, fsdp in roles.items():
+        for name in ("model_dtype", "dtype", "reduce_dtype"):
+            key = f"{section}.{name}"
+            if getattr(fsdp, name) == "fp16" and without_effect(config, key) is None:
+                rule = "is for frozen models: small gradients are 0 in it, and losses are not scaled up"
+                yield Problem(key, "fp16", rule, f"{key}={'bf16' if name == 'dtype' else 'fp32'}")
 
 
 def _ulysses_packs(config: PPOConfig | SupervisedConfig) -> Iterator[Problem]:
@@ -548,20 +431,13 @@ def _parts_of_a_run(config: PPOConfig) -> Iterator[Problem]:
 CROSS_RULES: dict[type, tuple[Callable[[Any], Iterator[Problem]], ...]] = {
     PPOConfig: (
         _recipe_makes_model_and_data,
-        _samples_are_drawn,
-        _values_come_from_a_critic,
-        _a_ring_contains_the_clip_range,
-        _several_rewards_are_named,
-        _the_actor_computes_what_a_baseline_needs,
-        _a_greedy_baseline_has_the_scale_of_scores,
-        _long_responses_have_a_penalty,
-        _weights_keep_equal_probabilities,
-        _rejection_has_thresholds,
+        *ALGORITHM_RULES,
         _warmup_has_a_critic,
         _engines_that_hold_whole_models,
         _engine_arguments_are_not_set_elsewhere,
         _engine_supports_the_sampling,
         _engine_has_a_process,
+        _fp16_does_not_train,
         _ulysses_packs,
         _megatron_trains_all_weights,
         _adapters_are_loaded,
@@ -576,6 +452,7 @@ CROSS_RULES: dict[type, tuple[Callable[[Any], Iterator[Problem]], ...]] = {
         _parts_of_a_run,
     ),
     SupervisedConfig: (
+        _fp16_does_not_train,
         _ulysses_packs,
         _loads_what_was_saved,
         _one_process_is_debugged,

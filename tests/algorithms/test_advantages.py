@@ -367,5 +367,42 @@ def test_optimal_token_baselines_by_hand():
         assert found == [pytest.approx([1.0], abs=1e-6), pytest.approx([-1.0, alone], abs=1e-6)]
 
 
+def test_near_certain_tokens_do_not_divide_by_noise():
+    """In float32, 1 - 2p + sum of squares of tokens of probability 1 is noise around 0: an advantage stays
+    the difference of two returns of at most 1."""
+    draw = torch.Generator().manual_seed(0)
+    for _ in range(50):
+        rare = 1e-7 * torch.rand(8, 4, generator=draw)
+        right = torch.randint(0, 2, (8,), generator=draw).float()
+        rewards = torch.zeros(8, 4)
+        rewards[:, -1] = right
+        found, _ = estimate_advantages(
+            AlgorithmConfig(adv_estimator="optimal_token_baseline"),
+            right,
+            rewards.flatten(),
+            torch.ones(32, dtype=torch.int64),
+            torch.full((8,), 4),
+            group_ids=torch.zeros(8, dtype=torch.int64),
+            old_log_probs=torch.log1p(-rare).flatten(),
+            sum_pi_squared=((1 - rare) ** 2 + rare**2).flatten(),
+        )
+        assert found.abs().max() <= 1.0 + 1e-5
+
+
+@pytest.mark.parametrize("scores", [[-0.7, 0.1, 0.6], [-1.0, -1.0, 1.1, 0.9], [0.6, 0.6, -0.4, -0.4, -0.4]])
+def test_a_mean_that_is_0_but_for_rounding_is_0(scores):
+    step = Step.of(scores, [0] * len(scores))
+    tokens = torch.ones(len(scores), dtype=torch.int64)
+    found, _ = estimate_advantages(
+        AlgorithmConfig(adv_estimator="maxrl"),
+        torch.tensor(scores),
+        torch.tensor(scores),
+        tokens,
+        tokens,
+        group_ids=torch.tensor(step.groups),
+    )
+    assert found.tolist() == [0.0] * len(scores)
+
+
 def test_only_gae_needs_a_critic():
     assert [name for name, estimator in ESTIMATORS.items() if estimator.critic] == ["gae"]

@@ -42,6 +42,16 @@ def test_a_token_that_the_teacher_excludes() -> None:
         assert torch.isfinite(found).all() and torch.isfinite(gradient).all()
 
 
+@pytest.mark.parametrize("mode", ["forward_kl", "jsd", "reverse_kl"])
+def test_a_token_that_both_models_exclude(mode: str) -> None:
+    policy = torch.tensor([[0.0, 1.0, 2.0, -math.inf]], dtype=torch.float64, requires_grad=True)
+    teacher = torch.tensor([[0.5, 0.25, 0.25, 0.0]], dtype=torch.float64).log()
+    found = divergence(mode, policy, teacher, 4)
+    (gradient,) = torch.autograd.grad(found.sum(), policy)
+    (without,) = torch.autograd.grad(divergence(mode, policy[:, :3], teacher[:, :3], 3).sum(), policy)
+    assert torch.allclose(gradient[:, :3], without[:, :3]) and torch.isfinite(gradient).all()
+
+
 def by_hand(mode: str, policy: torch.Tensor, teacher: torch.Tensor, most: int) -> list[torch.Tensor]:
     """The formula with loops over the tokens, and all others as one."""
     found = []

@@ -80,6 +80,12 @@ def test_equal_scores_become_zero(kind):
     assert compares_groups(config) == (kind == "group")
 
 
+def test_samples_that_score_alike_keep_the_differences_of_their_rows():
+    """Two samples of two rows, 0 and 1 each: their standard deviation is 0."""
+    config = AlgorithmConfig(norm_mean_type="group", norm_std_type="group")
+    assert shaped(config, [0, 1, 0, 1], [0] * 4, [1] * 4, samples=[0, 0, 1, 1]) == [-0.5, 0.5, -0.5, 0.5]
+
+
 def test_a_response_alone_keeps_its_score():
     config = AlgorithmConfig(norm_mean_type="group", norm_std_type="group")
     assert shaped(config, [3.0, 0.0, 2.0], [5, 6, 6], [1] * 3) == pytest.approx(
@@ -151,7 +157,7 @@ def test_all_of_it_against_loops(config, rows):
         if config.norm_mean_type and len(other := compared(config.norm_mean_type, group)) > 1:
             score = score - np.mean(other)
         if config.norm_std_type and len(other := compared(config.norm_std_type, group)) > 1:
-            score = score / (np.std(other, ddof=1) + 1e-6)
+            score = score / (np.std(other, ddof=1) + 1e-6 if max(other) > min(other) else 1.0)
         wanted.append(
             np.clip(score, -config.reward_clip, config.reward_clip) if config.reward_clip else score
         )

@@ -304,9 +304,12 @@ READERS = {
     f"hydraflow/batch_plan/{name}.py"
     for name in ("request", "handles", "roles", "topology", "sft", "generate")
 }
-JUDGES = {"hydraflow/compose/runnable.py", "hydraflow/compose/rules.py", "hydraflow/compose/effects.py"} | {
-    "hydraflow/compose/advice.py"
-}
+JUDGES = {
+    "hydraflow/compose/runnable.py",
+    "hydraflow/compose/rules.py",
+    "hydraflow/compose/algorithm_rules.py",
+    "hydraflow/compose/effects.py",
+} | {"hydraflow/compose/advice.py"}
 """They only look whether a value is legal, can be run yet, or has an effect."""
 MEGATRON_SIZES = {f"{part}_model_parallel_size" for part in ("tensor", "pipeline", "expert")}
 MEGATRON_SIZES |= {"context_parallel_size"}

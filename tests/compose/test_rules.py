@@ -1,20 +1,16 @@
 """Values that a type cannot judge."""
 
-import functools
 import math
 import re
 from dataclasses import fields
 
 import pytest
-import yaml
+from compose.legal import put, valid
 
 from hydraflow.algorithms.config import (
     ESTIMATORS,
     POLICY_LOSSES,
     PREFERENCE_LOSSES,
-    REJECTION_RULES,
-    bounded_rules,
-    listed_in,
 )
 from hydraflow.algorithms.distillation.config import DIVERGENCES, DistillationLossConfig
 from hydraflow.compose.keys import known_keys
@@ -27,17 +23,6 @@ from hydraflow.trainer.config import LOGGERS
 from hydraflow.workers.config import ActorConfig
 
 DEBUG, ROLLOUT = "trainer.debug", "actor_rollout_ref.rollout"
-
-
-def valid() -> PPOConfig:
-    config = PPOConfig()
-    config.actor_rollout_ref.model.path, config.data.train_files = "model", ["train.parquet"]
-    return config
-
-
-def put(config, key, value):
-    *sections, name = key.split(".")
-    setattr(functools.reduce(getattr, sections, config), name, value)
 
 
 def test_the_defaults_are_legal():
@@ -278,94 +263,6 @@ def test_debugging_keys_fit_each_other(given, found):
     assert all(problem.remedy for problem in reported)
 
 
-CORRECTION = "algorithm.rollout_correction"
-
-
-@pytest.mark.parametrize(
-    "given",
-    [
-        {"rollout_is_threshold": "0.5_5.0"},
-        {"rollout_is_threshold": "2"},
-        {"rollout_rs": "token_k1", "rollout_rs_threshold": "0.5_2.0"},
-        {"rollout_rs": "token_k1", "rollout_rs_threshold": 2},
-        {"rollout_rs": "token_k1, seq_max_k2", "rollout_rs_threshold": "0.6_1.6, 2.5"},
-        {"rollout_rs": ["seq_sum_k1", "seq_mean_k3"], "rollout_rs_threshold": ["0_1.6", 0.01]},
-        {"rollout_rs": ["token_k1", "seq_mean_k3"], "rollout_rs_threshold": 1.5},
-        {"rollout_rs": list(REJECTION_RULES), "rollout_rs_threshold": 2.0},
-    ],
-)
-def test_rollout_corrections_as_in_verl_are_legal(given):
-    config = valid()
-    for key, value in given.items():
-        put(config, f"{CORRECTION}.{key}", value)
-    assert problems(config) == []
-    rules = bounded_rules(config.algorithm.rollout_correction)
-    assert [rule for rule, _ in rules] == listed_in(given.get("rollout_rs", []))
-
-
-@pytest.mark.parametrize(
-    ("given", "field", "said"),
-    [
-        ({"rollout_is": "geometric"}, "rollout_is", "must be token or sequence"),
-        (
-            {"rollout_is_threshold": "5_0.5"},
-            "rollout_is_threshold",
-            "must be a number above 0, or two bounds",
-        ),
-        ({"rollout_is_threshold": 0}, "rollout_is_threshold", "must be a number above 0"),
-        ({"rollout_is_threshold": True}, "rollout_is_threshold", "must be a number above 0"),
-        ({"rollout_is_threshold": "1_2_3"}, "rollout_is_threshold", "must be a number above 0"),
-        ({"rollout_is_threshold": "nan"}, "rollout_is_threshold", "must be a number above 0"),
-        ({"rollout_is_threshold": 0.55}, "rollout_is_threshold", "two bounds need decimal points"),
-        ({"rollout_is_threshold": "1.5_2.0"}, "rollout_is_threshold", "weight of equal probabilities at 1"),
-        ({"rollout_rs": "seq_max_k1"}, "rollout_rs", "must list rules, each once: token_k1"),
-        ({"rollout_rs": "token_k1,token_k1"}, "rollout_rs", "must list rules, each once: token_k1"),
-        ({"rollout_rs": []}, "rollout_rs", "must list rules, each once: token_k1"),
-        (
-            {"rollout_rs": "token_k1"},
-            "rollout_rs_threshold",
-            "must be given: rollout_rs=token_k1 rejects by it",
-        ),
-        (
-            {"rollout_rs": "token_k1,token_k2", "rollout_rs_threshold": "2,2,2"},
-            "rollout_rs_threshold",
-            "has 3 thresholds; rollout_rs has 2 rules",
-        ),
-        (
-            {"rollout_rs": "token_k1", "rollout_rs_threshold": 0.5},
-            "rollout_rs_threshold",
-            "token_k1 takes two bounds such as 0.5_2.0, or one number above 1",
-        ),
-        (
-            {"rollout_rs": "token_k1", "rollout_rs_threshold": "0.2_0.5"},
-            "rollout_rs_threshold",
-            "the bounds of token_k1 must contain 1",
-        ),
-        (
-            {"rollout_rs": "seq_max_k2", "rollout_rs_threshold": "0.5_2.0"},
-            "rollout_rs_threshold",
-            "seq_max_k2 takes no lower bound",
-        ),
-        (
-            {"rollout_rs": "token_k1", "rollout_rs_threshold": "2;3"},
-            "rollout_rs_threshold",
-            "must list numbers above 0, or pairs of bounds such as 0.5_2.0",
-        ),
-        ({"loss_type": "reinforced"}, "loss_type", "must be ppo_clip or reinforce"),
-    ],
-)
-def test_rollout_corrections_that_make_no_sense(given, field, said):
-    config = valid()
-    for key, value in given.items():
-        put(config, f"{CORRECTION}.{key}", value)
-    [problem] = problems(config)
-    assert problem.field == f"{CORRECTION}.{field}" and said in problem.rule
-    key, _, value = problem.remedy.removeprefix("leave out ").strip("'").partition("=")
-    assert key == problem.field
-    put(config, key, yaml.safe_load(value))  # null is the default of those that are left out
-    assert [other.field for other in problems(config)] in ([], [f"{CORRECTION}.rollout_rs_threshold"])
-
-
 def test_a_critic_warm_up_needs_a_critic():
     config = valid()
     config.trainer.critic_warmup = 2
@@ -529,60 +426,21 @@ def test_what_sglang_does_not_do_is_refused(key, value):
     assert problem.field in (key, f"{ROLLOUT}.name")
 
 
-@pytest.mark.parametrize(
-    ("estimator", "given", "field", "remedy"),
-    [
-        ("gdpo", {}, "algorithm.gdpo_reward_keys", "[score,format]"),
-        ("gdpo", {"gdpo_reward_keys": ["a", "a"]}, "algorithm.gdpo_reward_keys", "[score,format]"),
-        (
-            "gdpo",
-            {"gdpo_reward_keys": ["a", "b"], "gdpo_reward_weights": [1.0]},
-            "algorithm.gdpo_reward_weights",
-            "[1.0,1.0]",
-        ),
-        (
-            "gdpo",
-            {"gdpo_reward_keys": ["a"], "use_kl_in_reward": True},
-            "algorithm.use_kl_in_reward",
-            "use_kl_loss=true",
-        ),
-    ],
-)
-def test_what_an_estimator_needs_is_given(
-    estimator: str, given: dict[str, object], field: str, remedy: str
-) -> None:
+def test_fp16_is_for_frozen_models() -> None:
     config = PPOConfig()
-    config.recipe.name, config.algorithm.adv_estimator = "arithmetic", estimator
-    for name, value in given.items():
-        setattr(config.algorithm, name, value)
-    [problem] = problems(config)
-    assert problem.field == field and remedy in problem.remedy
-
-
-def test_a_penalty_starts_within_the_longest_response() -> None:
-    config = PPOConfig()
-    config.recipe.name, config.data.max_response_length = "arithmetic", 100
-    buffer = config.reward.reward_kwargs.overlong_buffer_cfg
-    buffer.len = 101
+    config.recipe.name = "arithmetic"
+    config.actor_rollout_ref.ref.fsdp_config.dtype = "fp16"
     assert list(problems(config)) == []
-    buffer.enable = True
-    [problem] = problems(config)
-    assert problem.remedy.endswith("len=100") and "data.max_response_length=100" in problem.rule
-    config.reward.reward_kwargs.max_resp_len = 80
-    assert "max_resp_len=80" in problems(config)[0].rule
-
-
-def test_a_greedy_baseline_is_compared_with_scores_as_they_are() -> None:
-    config = PPOConfig()
-    config.recipe.name, config.algorithm.adv_estimator = "arithmetic", "remax"
-    config.algorithm.norm_std_type = "batch"
-    [problem] = problems(config)
-    assert problem.remedy == "algorithm.norm_std_type=null"
-
-
-def test_a_baseline_of_the_actors_probabilities_takes_no_bypass() -> None:
-    config = PPOConfig()
-    config.recipe.name, config.algorithm.adv_estimator = "arithmetic", "optimal_token_baseline"
-    config.algorithm.rollout_correction.bypass_mode = True
-    [problem] = problems(config)
-    assert problem.field == "algorithm.rollout_correction.bypass_mode" and "own probabilities" in problem.rule
+    for name in ("dtype", "reduce_dtype"):
+        setattr(config.actor_rollout_ref.actor.fsdp_config, name, "fp16")
+    config.critic.fsdp_config.dtype = "fp16"  # there is no critic
+    config.algorithm.adv_estimator = "grpo"
+    key = "actor_rollout_ref.actor.fsdp_config"
+    assert [problem.remedy for problem in problems(config)] == [
+        f"{key}.dtype=bf16",
+        f"{key}.reduce_dtype=fp32",
+    ]
+    supervised = SFTConfig()
+    supervised.model.path, supervised.data.train_files = "m", "d"
+    supervised.fsdp_config.model_dtype = "fp16"
+    assert [problem.remedy for problem in problems(supervised)] == ["fsdp_config.model_dtype=fp32"]

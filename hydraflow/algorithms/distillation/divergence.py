@@ -44,6 +44,7 @@ def jensen_shannon(policy: Tensor, teacher: Tensor, *, jsd_beta: float) -> Tenso
     >>> jensen_shannon(policy, teacher, jsd_beta=0.5)  # m = 3/4, 1/4
     tensor(0.2158)
     """
+    policy, teacher = policy.clamp(min=LEAST), teacher.clamp(min=LEAST)
     mixture = torch.logaddexp(teacher + math.log(jsd_beta), policy + math.log1p(-jsd_beta))
     return jsd_beta * forward(mixture, teacher) + (1 - jsd_beta) * reverse(policy, mixture)
 
