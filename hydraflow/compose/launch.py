@@ -223,6 +223,10 @@ class _Launch(Generic[Config]):
                 main(self._composed)()
         except HydraflowError:
             raise
+        except SystemExit as error:
+            if self._has_composed or error.code != 1:
+                raise
+            self.codes.append(ConfigError.exit_code)  # Hydra has printed what it cannot show
         except (yaml.YAMLError, UnicodeDecodeError) as error:
             if self._has_composed:
                 raise  # from the job, not from reading the configuration

@@ -7,7 +7,6 @@ unedited values keep their original origins.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,6 +22,7 @@ from hydraflow.compose.own_files import yaml_in
 from hydraflow.compose.tree import flatten, leaf_of, nested
 from hydraflow.compose.verl_trees import keys_of
 from hydraflow.redact import fingerprinted
+from hydraflow.system.whole_files import json_object
 
 OURS = "config/"
 """Prefix of our own YAML files in messages, independent of where they are installed."""
@@ -98,13 +98,14 @@ def _add(found: Origins, schema: type, file: Path, package: str, label: str) -> 
     if not isinstance(tree, Mapping):
         return
     beside = file.with_name(f"{file.stem}_origins.json")  # written by a run beside its config.yaml
-    kept = json.loads(beside.read_text(encoding="utf-8")) if beside.is_file() else {}
+    kept = json_object(beside) or {}
     inside = {str(name): value for name, value in tree.items() if name not in ("defaults", "hydra")}
     section = "" if package in ("", "_global_") else package
     for key, value in flatten(schema, nested({section: inside}) if section else inside):
         fact, leaf = kept.get(key), leaf_of(schema, key)
-        same = fact is not None and fingerprinted(fact["value"], key) == fingerprinted(value, key)
-        origin = fact["from"] if fact and same else label
+        origin = label
+        if isinstance(fact, dict) and fingerprinted(fact.get("value"), key) == fingerprinted(value, key):
+            origin = str(fact.get("from", label))
         if origin != DEFAULT:
             found.of[leaf] = origin
             found.in_files |= {key: value} if key == leaf else {}

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import re
+from os.path import expanduser
 from typing import Any
 
 BACKENDS = ("auto", "fsdp", "megatron")
@@ -30,7 +31,7 @@ def parser() -> argparse.ArgumentParser:
 def _add_merge(commands: Any) -> None:
     merge = _command(commands, "merge", "convert a checkpoint to a Hugging Face directory")
     _checkpoint(merge)
-    _flag(merge, "target_dir", required=True, metavar="OUT", help="the directory to create")
+    _flag(merge, "target_dir", type=expanduser, required=True, metavar="OUT", help="the directory to create")
     _merge_options(merge)
     adapters = "add adapters to the weights, or write OUT/lora_adapter for peft"
     _flag(merge, "lora", choices=("merged", "adapter"), default="merged", help=adapters)
@@ -47,7 +48,14 @@ def _add_test(commands: Any) -> None:
     what = "compare a checkpoint with a Hugging Face directory, bit by bit; exit code 1 when they differ"
     test = _command(commands, "test", what)
     _checkpoint(test)
-    _flag(test, "test_hf_dir", required=True, metavar="DIR", help="the directory to compare with")
+    _flag(
+        test,
+        "test_hf_dir",
+        type=expanduser,
+        required=True,
+        metavar="DIR",
+        help="the directory to compare with",
+    )
     _merge_options(test)
 
 
@@ -60,9 +68,9 @@ def _add_info(commands: Any) -> None:
 
 def _add_split(commands: Any) -> None:
     split = _command(commands, "split", "convert a Hugging Face directory to a checkpoint")
-    _flag(split, "hf_dir", required=True, metavar="DIR", help="the directory to split")
+    _flag(split, "hf_dir", type=expanduser, required=True, metavar="DIR", help="the directory to split")
     target = "the checkpoint to create: a model's directory, such as .../actor"
-    _flag(split, "target_dir", required=True, metavar="CKPT", help=target)
+    _flag(split, "target_dir", type=expanduser, required=True, metavar="CKPT", help=target)
     _flag(split, "world_size", type=int, required=True, help="number of ranks, each with its own file")
     writer = "format: an FSDP engine's, or Megatron-Core's own"
     _flag(split, "backend", choices=BACKENDS[1:], default="fsdp", help=writer)
@@ -99,9 +107,9 @@ def _checkpoint(command: argparse.ArgumentParser) -> None:
     writer = "writer of the checkpoint; auto detects it"
     _flag(command, "backend", choices=BACKENDS, default="auto", help=writer)
     where = "a model's directory (.../global_step_N/actor, iter_N); for a step or run, its actor is used"
-    _flag(command, "local_dir", required=True, metavar="CKPT", help=where)
+    _flag(command, "local_dir", type=expanduser, required=True, metavar="CKPT", help=where)
     settings = "Hugging Face directory of the model that was trained, if CKPT has no huggingface/"
-    _flag(command, "hf_model_path", metavar="DIR", help=settings)
+    _flag(command, "hf_model_path", type=expanduser, metavar="DIR", help=settings)
 
 
 def _merge_options(command: argparse.ArgumentParser) -> None:

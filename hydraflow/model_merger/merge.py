@@ -44,7 +44,7 @@ def merge(
     specs = outputs.specs
     nbytes = sum(spec.nbytes for spec in specs.values())
     settings = target.settings(outputs.checkpoint.huggingface)
-    target.require_inside(settings, outputs.checkpoint.huggingface.parent)
+    target.require_inside(settings, outputs.checkpoint.huggingface.absolute().parent)
     if upload_to is not None:
         _make_repo(upload_to, private)
     source, where = outputs.checkpoint.huggingface, Path(target_dir)

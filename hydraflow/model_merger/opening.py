@@ -19,10 +19,10 @@ def open_checkpoint(path: str | Path, backend: str = "auto", settings: str | Non
     """The checkpoint at or below `path`. `settings`: the Hugging Face directory with its configuration and
     tokenizer; None: the checkpoint has them. Raises ConfigError if no checkpoint can be read. Missing or
     broken parts are in its `problems`."""
-    found = _read(model_directory(Path(path).expanduser()), backend)
+    found = _read(model_directory(Path(path)), backend)
     if settings is None:
         return found
-    folder = Path(settings).expanduser()
+    folder = Path(settings)
     if not (folder / "config.json").is_file():
         rule = "is not a Hugging Face directory: there is no config.json in it"
         raise ConfigError.one("--hf_model_path", settings, rule)

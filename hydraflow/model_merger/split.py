@@ -48,7 +48,7 @@ def split(
     anything is written."""
     if world_size < 1:
         raise ConfigError.one("--world_size", world_size, "must be at least 1", "--world_size 1")
-    source = Path(hf_dir).expanduser()
+    source = Path(hf_dir)
     if not (source / "config.json").is_file():
         rule = "is not a Hugging Face directory: there is no config.json in it"
         raise ConfigError.one(_FIELD, hf_dir, rule)

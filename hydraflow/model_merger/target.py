@@ -28,18 +28,22 @@ _INDICES = (".safetensors.index.json", ".bin.index.json")
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx", *_INDICES)
 _MARKS = ("config.json", "huggingface")
 """Every directory that these commands create has one of these; a directory without any is never replaced."""
+_TEMPLATES = "additional_chat_templates"
+"""Where transformers keeps a tokenizer's templates besides the default one."""
 _DTYPE_KEYS = ("dtype", "torch_dtype")
 
 
 @contextmanager
 def unfinished(target: Path, source: Path, *, nbytes: int, overwrite: bool) -> Iterator[Path]:
-    """A directory to write into, which is renamed to `target` at the end, or removed on any failure.
+    """A directory to write into, whose content is `target`'s at the end, or which is removed on any failure.
     `source`: the directory that is read. Raises ConfigError when `target` cannot be made or replaced or the
     disk has less than `nbytes` left, EnvironmentFault when something goes wrong on the disk later."""
     target = require_free(target, source, overwrite=overwrite)
     _require_space(target, nbytes)
     own = f"{target.name}.{secrets.token_hex(4)}"  # a random name, so that nothing of the user's is removed
-    folder, old = target.with_name(f"{own}{UNFINISHED}"), target.with_name(f"{own}.old")
+    # an empty directory is filled where it is: it may be a mount point, or in a folder that is not the user's
+    is_empty = target.is_dir() and not any(target.iterdir())
+    folder = (target if is_empty else target.parent) / f"{own}{UNFINISHED}"
     try:
         folder.mkdir(parents=True)
     except OSError as error:
@@ -48,7 +52,10 @@ def unfinished(target: Path, source: Path, *, nbytes: int, overwrite: bool) -> I
         yield folder
         for path in [*folder.rglob("*"), folder]:  # on disk before the rename, even if the machine crashes
             flush(path)
-        _replace(folder, target, old)
+        if is_empty:
+            _move_up(folder)
+        else:
+            _replace(folder, target, target.with_name(f"{own}.old"))
     except OSError as error:
         shutil.rmtree(folder, ignore_errors=True)
         full = error.errno in (errno.ENOSPC, errno.EDQUOT)
@@ -60,15 +67,17 @@ def unfinished(target: Path, source: Path, *, nbytes: int, overwrite: bool) -> I
 
 
 def settings(source: Path) -> list[Path]:
-    """Configuration, tokenizer, chat template and code: every file but weights."""
-    return [file for file in sorted(source.iterdir()) if file.is_file() and not file.name.endswith(_WEIGHTS)]
+    """Configuration, tokenizer, chat templates and code: every file but weights."""
+    files = [*sorted(source.iterdir()), *sorted(source.glob(f"{_TEMPLATES}/*.jinja"))]
+    return [file for file in files if file.is_file() and not file.name.endswith(_WEIGHTS)]
 
 
 def copy_settings(files: Iterable[Path], folder: Path) -> None:
     """Copies files, and the targets of links among them."""
-    folder.mkdir(exist_ok=True)
     for file in files:
-        shutil.copyfile(file, folder / file.name)
+        place = folder / _TEMPLATES if file.parent.name == _TEMPLATES else folder
+        place.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(file, place / file.name)
 
 
 def require_inside(files: Iterable[Path], directory: Path) -> None:
@@ -76,7 +85,7 @@ def require_inside(files: Iterable[Path], directory: Path) -> None:
     be published. In the hub's cache a repository's files are links to its own blobs."""
     problems = []
     inside = [directory.resolve()]
-    for above in directory.parents:
+    for above in directory.absolute().parents:
         if (above / "blobs").is_dir() and (above / "snapshots").is_dir():
             inside.append(above.resolve() / "blobs")
             break
@@ -119,7 +128,7 @@ def _set_dtype(config: dict[str, Any], name: str) -> None:
 
 def require_free(target: Path, source: Path, *, overwrite: bool) -> Path:
     """The target's absolute path. Raises ConfigError if it must not be written or replaced."""
-    target, source, another = target.expanduser().resolve(), source.resolve(), "another --target_dir"
+    target, source, another = target.resolve(), source.resolve(), "another --target_dir"
     if target.exists() and not target.is_dir():
         raise ConfigError.one("--target_dir", str(target), "is a file")
     if target == source or target in source.parents:
@@ -133,15 +142,25 @@ def require_free(target: Path, source: Path, *, overwrite: bool) -> Path:
         raise ConfigError.one("--target_dir", str(target), rule, another)
     if not overwrite:
         raise ConfigError.one("--target_dir", str(target), "already exists", f"--overwrite, or {another}")
+    if target.is_mount():
+        rule = "is a mount point, which cannot be replaced"
+        raise ConfigError.one("--target_dir", str(target), rule, f"a directory in it, or {another}")
     return target
 
 
 def _require_space(target: Path, nbytes: int) -> None:
-    existing = next(folder for folder in target.parents if folder.is_dir())
+    existing = next(folder for folder in (target, *target.parents) if folder.is_dir())
     free = shutil.disk_usage(existing).free
     if free < nbytes:
         rule = f"{nbytes / 1e9:.1f} GB are to be written, but {existing} has {free / 1e9:.1f} GB left"
         raise ConfigError.one("--target_dir", str(target), rule)
+
+
+def _move_up(folder: Path) -> None:
+    """Moves everything in a directory to the one above, what marks a model's directory last."""
+    for path in sorted(folder.iterdir(), key=lambda path: path.name in _MARKS):
+        path.rename(folder.parent / path.name)
+    folder.rmdir()
 
 
 def _replace(folder: Path, target: Path, old: Path) -> None:

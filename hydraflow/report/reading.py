@@ -78,9 +78,14 @@ def read_run(folder: Path) -> Run:
     """Reads the files of a run. Raises ConfigError when it is not a run folder."""
     path = folder.expanduser().resolve()
     another = "name a run folder, such as runs/ppo-20250131-120000"
-    if not path.is_dir():
+    try:
+        is_folder = path.is_dir()
+        there = {file.name for file in path.iterdir()} if is_folder else set()
+    except OSError as error:
+        raise ConfigError.one("RUN", folder, f"cannot be read: {error.strerror}", another) from error
+    if not is_folder:
         raise ConfigError.one("RUN", folder, "is not a folder", another)
-    if not any((path / name).exists() for name in MARKS):
+    if there.isdisjoint(MARKS):
         inside = sorted(mark.parent.name for mark in path.glob("*/metrics.jsonl"))
         rule = f"holds no run: it has neither {' nor '.join(MARKS[:3])}"
         raise ConfigError.one("RUN", folder, rule, f"{folder / inside[-1]}" if inside else another)

@@ -9,12 +9,13 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 from hydraflow.compose.launch import run_guarded
 from hydraflow.errors import ConfigError
 from hydraflow.slurm import options
-from hydraflow.slurm.job_settings import JobSettings, check
+from hydraflow.slurm.job_settings import JobSettings, check, write_settings
 from hydraflow.slurm.ray_node import ADDRESS, FACTS, job_nodes, start
 from hydraflow.slurm.submit import submit
 
@@ -25,7 +26,7 @@ FAILED = "failed"
 def _check(words: Sequence[str]) -> int:
     """check FOLDER JOB [arguments]: writes the settings of a job, or reports what is wrong with it."""
     folder, job, *arguments = words
-    return check(job, arguments, write_to=Path(folder) / FACTS)
+    return check(job, arguments, partial(write_settings, Path(folder) / FACTS))
 
 
 def _start(words: Sequence[str]) -> int:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -22,6 +22,7 @@ from hydraflow.compose.loading import EntryPoint
 from hydraflow.device import CPU_PROCESSES
 from hydraflow.schema import JOBS, GenerateConfig, JobConfig, PPOConfig, SupervisedConfig
 from hydraflow.system.allocation import Allocation, allocation
+from hydraflow.system.whole_files import replacing
 from hydraflow.tracking.provenance import SLURM_JOB
 from hydraflow.tracking.run_folder import RUNS, RunFolder, slug
 
@@ -60,21 +61,26 @@ class JobSettings:
         return cls(run_folder=found["run_folder"], **numbers)
 
 
-def check(job: str, arguments: Sequence[str], *, write_to: Path | None = None) -> int:
-    """Composes and plans the run and checks it against the allocation; writes the settings and returns the
-    exit code. Missing files are reported as well, before the job waits in a queue."""
+def check(job: str, arguments: Sequence[str], use: Callable[[JobConfig], None]) -> int:
+    """Composes and plans the run and checks it against the allocation; passes its configuration to `use` and
+    returns the exit code. Missing files are reported as well, before the job waits in a queue."""
 
-    def write(config: JobConfig, command: Command) -> None:
-        if write_to is not None:
-            write_to.write_text(job_settings_of(config, allocation()).to_shell())
+    def used(config: JobConfig, command: Command) -> None:
+        use(config)
 
     given = sys.argv[1:]
     try:
         # as in the job, which starts a cluster before the command runs
         sys.argv[1:] = [*arguments, "ray_init.address=auto"]
-        return launch(EntryPoint(job, JOBS[job], judges=(judge, missing)), write)
+        return launch(EntryPoint(job, JOBS[job], judges=(judge, missing)), used)
     finally:
         sys.argv[1:] = given
+
+
+def write_settings(file: Path, config: JobConfig) -> None:
+    """Writes the settings, for which all nodes wait."""
+    with replacing(file) as unfinished:
+        unfinished.write_text(job_settings_of(config, allocation()).to_shell())
 
 
 def job_settings_of(config: JobConfig, given: Allocation | None) -> JobSettings:

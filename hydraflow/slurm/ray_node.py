@@ -26,6 +26,9 @@ from hydraflow.system.network import interface_variables, node_address, unreacha
 from hydraflow.system.whole_files import replacing
 
 ADDRESS, FACTS = "address", "facts"
+HEAD_SECONDS = 3600.0
+"""Seconds for the first node to write the settings: it may pull a container's image. If it fails, the job
+ends."""
 STORE_SHARE, SHM_SHARE, STORE_LEAST = 0.3, 0.9, 80 * 2**20
 """Object store: share of the job's memory, share of /dev/shm, and the smallest that Ray accepts."""
 DEFAULTS = {
@@ -56,7 +59,7 @@ def start(folder: Path, temporary: Path, *, dashboard: bool) -> None:
     """Becomes Ray. Raises EnvironmentFault if the head does not start, ConfigError for a wrong interface."""
     nodes = job_nodes()
     head = own_name() == nodes[0]
-    address = "" if head else await_head(folder / ADDRESS, nodes[0])
+    address = "" if head else await_head(folder, nodes[0])
     settings = JobSettings.from_shell((folder / FACTS).read_text())
     # srun was called on the first node, so this is the address by which Slurm reaches that node
     own = node_address(os.environ.get("SLURM_LAUNCH_NODE_IPADDR", "") if head else address.rpartition(":")[0])
@@ -117,16 +120,19 @@ def object_store(given: Allocation | None, shared_memory: int) -> int | None:
     return max(STORE_LEAST, int(min(given.memory_bytes * STORE_SHARE, shared_memory * SHM_SHARE)))
 
 
-def await_head(file: Path, head: str, seconds: float = 300.0) -> str:
-    """The address in `file`, once something listens there. Raises EnvironmentFault after `seconds`."""
-    deadline = time.monotonic() + seconds
+def await_head(folder: Path, head: str, seconds: float = HEAD_SECONDS) -> str:
+    """The address in the job's folder, once something listens there. Raises EnvironmentFault after
+    `seconds`, or after trainer.start_timeout once the head has written the settings."""
+    started, limit = time.monotonic(), seconds
     address, reason = "", "it wrote no address"
-    while time.monotonic() < deadline:
-        address = file.read_text().strip() if file.is_file() else ""
+    while time.monotonic() - started < limit:
+        if limit == seconds and (folder / FACTS).is_file():
+            limit = JobSettings.from_shell((folder / FACTS).read_text()).start_timeout
+        address = (folder / ADDRESS).read_text().strip() if (folder / ADDRESS).is_file() else ""
         if address:
             reason = unreachable(address, 5.0)
             if not reason:
                 return address
         time.sleep(0.5)
     where = f"{head} at {address}" if address else head
-    raise EnvironmentFault(f"{own_name()}: waited {seconds:g} s for Ray's head on {where}: {reason}")
+    raise EnvironmentFault(f"{own_name()}: waited {limit:g} s for Ray's head on {where}: {reason}")

@@ -18,6 +18,7 @@ from typing import Any
 
 from hydraflow.compose.command_words import combinations
 from hydraflow.errors import ConfigError, EnvironmentFault, Problem
+from hydraflow.schema import GenerateConfig, JobConfig
 from hydraflow.slurm.job_settings import check
 from hydraflow.slurm.options import Submission
 from hydraflow.slurm.script import fill, shipped, unquoted
@@ -35,11 +36,12 @@ LAST_LINES = 20
 def submit(given: Submission) -> int:
     """Submits, or prints the script; returns the exit code. Raises ConfigError and EnvironmentFault."""
     sweep = combinations(given.arguments) if given.multirun else [given.arguments]
+    configs: list[JobConfig] = []
     with _as_in_the_job(given):
         for arguments in sweep:
-            if code := check(given.job, arguments):
+            if code := check(given.job, arguments, configs.append):
                 return code
-    _require_folders(sweep)
+    _require_folders(configs)
     if given.dry_run:
         with reader_may_leave():
             print(script_of(given, sweep), end="")
@@ -49,14 +51,12 @@ def submit(given: Submission) -> int:
     return _hand_over(given, sweep)
 
 
-def _require_folders(sweep: Sequence[Sequence[str]]) -> None:
+def _require_folders(sweep: Sequence[JobConfig]) -> None:
     """Raises ConfigError if jobs of a sweep share a run folder: the first to start would lock the others
     out."""
-    named: Counter[str] = Counter()
-    for words in sweep:
-        folders = [word.partition("=")[2] for word in words if word.lstrip("+").startswith(f"{FOLDER}=")]
-        named.update(folders[-1:])
-    shared = next((folder for folder, jobs in named.items() if jobs > 1), None)
+    with_folder = [config for config in sweep if not isinstance(config, GenerateConfig)]
+    named = Counter(config.trainer.default_local_dir for config in with_folder)
+    shared = next((folder for folder, jobs in named.items() if folder and jobs > 1), None)
     if shared is not None:
         several = f"{named[shared]} of the {len(sweep)} jobs"
         rule = f"is the folder of {several}, and a folder holds one run at a time"
@@ -142,12 +142,13 @@ def _require_room(given: Submission) -> None:
     if listed.returncode:
         raise EnvironmentFault(f"sinfo fails: {listed.stderr.strip()}")
     partitions, default = _partitions(listed.stdout)
-    # Slurm takes the first free partition of a list
-    names = given.partition.split(",") if given.partition else [default] if default else []
+    # sbatch prefers its variable to the script
+    named = os.environ.get("SBATCH_PARTITION") or directives_of(given, jobs=1)["--partition"] or default
+    names = named.split(",") if named else []  # Slurm takes the first free one
     if set(names) - set(partitions):
         rule = f"the partitions here are {', '.join(partitions)}"
         remedy = " or ".join(f"--partition {one}" for one in partitions)
-        raise ConfigError.one(f"--partition {given.partition}", None, rule, remedy)
+        raise ConfigError.one(f"--partition {named}", None, rule, remedy)
     problems = [list(_lacks(given, name, *partitions[name])) for name in names]
     if names and all(problems):
         raise ConfigError(problems[0])

@@ -15,6 +15,7 @@ from rich.console import Console, Group
 from rich.live import Live
 from rich.progress_bar import ProgressBar
 from rich.table import Table
+from rich.text import Text
 
 from hydraflow.tracking.base import RunInfo, Tracker
 from hydraflow.tracking.history import validation_accuracy
@@ -112,7 +113,7 @@ class LiveConsole(Tracker):
         progress = self._progress
         head = Table.grid(padding=(0, 1))
         bar = ProgressBar(total=progress.total_steps or 1, completed=progress.step, width=30)
-        head.add_row(self._title, bar, progress.position())
+        head.add_row(Text(self._title), bar, progress.position())
         labels = list(progress.shown)
         table = Table("step", *labels, box=None, padding=(0, 2, 0, 0))
         for step, values in progress.recent:

@@ -49,7 +49,7 @@ def draw_curve(folder: Path, target: Path, *, title: str = "") -> bool:
         by_step.set_ylabel(name)
     grid[-1][0].set_xlabel("training step")
     grid[-1][1].set_xlabel("minutes")
-    figure.suptitle(title, y=1 - 0.12 / height, va="top")
+    figure.suptitle(title, parse_math=False, y=1 - 0.12 / height, va="top")
     try:
         figure.savefig(target, dpi=120)
     except OSError as error:

@@ -80,7 +80,8 @@ class Checkpointer:
     def after(self, step: int, metrics: Mapping[str, float], *, last: bool, preempted: bool) -> None:
         """Saves what is due after a step; `last`: the last step of this start. Raises EnvironmentFault as
         `settle` does."""
-        if self._pending is not None and self._pending.done():
+        # the best so far is not known while a save may still fail
+        if self._pending is not None and (self._pending.done() or self.trainer.keep_best in metrics):
             self.settle()
         regular = preempted or (self.trainer.save_freq > 0 and (last or step % self.trainer.save_freq == 0))
         score = self._new_best(metrics)

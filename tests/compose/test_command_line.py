@@ -302,6 +302,8 @@ def test_what_is_shown_is_what_keys_came_to(tmp_path):
         "there is no such section"
         in here.call(tmp_path, "ppo", "--cfg", "job", "--package", "nothing").stderr
     )
+    wrong = here.call(tmp_path, "ppo", "--cfg", "hydra", "--package", "nothing")
+    assert (wrong.returncode, wrong.stderr) == (2, "package 'nothing' not found in config\n")
     wrong = here.call(tmp_path, "ppo", "--cfg", "job", "data.train_bach_size=96", "trainer.nnodes=0")
     # Keys are judged, values are shown as they are.
     assert (wrong.returncode, "1 problem" in wrong.stderr) == (2, True)

@@ -104,6 +104,17 @@ def test_what_a_run_saved_can_be_run_again(tmp_path, monkeypatch):
     assert (changed.trainer.seed, changed.data.train_batch_size) == (8, 96)
 
 
+@pytest.mark.parametrize(
+    "kept", ['{"trainer.seed": {"value"', '{"trainer.seed": 3}', "[]", '{"trainer.seed": {}}']
+)
+def test_a_damaged_file_of_origins_counts_for_nothing(tmp_path, monkeypatch, kept):
+    monkeypatch.chdir(tmp_path)
+    Path("mine.yaml").write_text("defaults: [ppo, _self_]\ntrainer: {seed: 7}\n")
+    Path("mine_origins.json").write_text(kept)
+    config, after = launched(monkeypatch, "--config-dir", ".", "--config-name", "mine", "recipe=arithmetic")
+    assert config.trainer.seed == 7 and after.origins["trainer.seed"] == "mine.yaml"
+
+
 def test_what_was_changed_in_a_saved_configuration_is_the_files(tmp_path, monkeypatch):
     config, command = load_command("ppo", PPOConfig, ["data.train_batch_size=96"])
     folder = RunFolder.make(str(tmp_path), "ppo")

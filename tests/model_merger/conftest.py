@@ -105,3 +105,34 @@ def refused(capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
         return capsys.readouterr().err
 
     return run
+
+
+@pytest.fixture(scope="session")
+def split(models: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """Checkpoints of two ranks made by `split`; each is made once."""
+    folder = tmp_path_factory.mktemp("split")
+
+    def make(layout: str, model: str = "tied") -> Path:
+        target = folder / f"{layout}-{model}"
+        if not target.exists():
+            command = [
+                "split",
+                "--hf_dir",
+                models[model],
+                "--target_dir",
+                str(target),
+                "--world_size",
+                "2",
+                "--layout",
+                layout,
+            ]
+            assert main([*command, *(["--is-value-model"] if model == "value" else [])]) == 0
+        return target
+
+    return make
+
+
+@pytest.fixture
+def broken(split: Callable[..., Path], tmp_path: Path) -> Callable[[str], Path]:
+    """A copy of a checkpoint, to be spoilt."""
+    return lambda layout: Path(shutil.copytree(split(layout), tmp_path / "checkpoint"))

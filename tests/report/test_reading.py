@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 import math
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -102,6 +105,18 @@ def test_folders_that_hold_no_run(tmp_path: Path) -> None:
     write_run(tmp_path / "runs" / "ppo-1", [record(1)])
     with pytest.raises(ConfigError, match=r"holds no run.*\n.*runs/ppo-1"):
         read_run(tmp_path / "runs")
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="root reads every folder, and becomes another user here")
+def test_a_folder_that_may_not_be_read(tmp_path: Path) -> None:
+    run = tmp_path / "private" / "run"
+    run.mkdir(parents=True)
+    run.parent.chmod(0o700)
+    code = "import os; from pathlib import Path; from hydraflow.errors import ConfigError\n"
+    code += "from hydraflow.report.reading import read_run\nos.setuid(65534)\n"
+    code += f"try: read_run(Path({str(run)!r}))\nexcept ConfigError as error: print(error)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert "cannot be read: Permission denied" in done.stdout, done.stderr
 
 
 def test_what_runs_of_earlier_versions_wrote_down_is_hidden_too(tmp_path: Path) -> None:

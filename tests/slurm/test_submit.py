@@ -241,6 +241,15 @@ def test_jobs_of_a_sweep_do_not_share_a_run_folder(tmp_path: Path) -> None:
     )
 
 
+def test_a_run_folder_of_a_file_is_shared_too(tmp_path: Path) -> None:
+    (tmp_path / "mine.yaml").write_text(
+        "defaults: [ppo, _self_]\ntrainer: {device: cpu, default_local_dir: runs/mine}\n"
+    )
+    words = ["--multirun", "--dry-run", "--", "--config-dir", ".", "--config-name", "mine"]
+    done = submit(*words, "recipe=arithmetic", "trainer.seed=1,2", home=tmp_path)
+    assert done.returncode == 2 and "runs/mine: is the folder of 2 of the 2 jobs" in done.stderr
+
+
 def as_slurm_reads_it(script: str, home: Path) -> list[str]:
     """The options that sbatch itself finds in a script. It then ends, since the last one does not exist."""
     (home / "slurm.conf").write_text("ClusterName=x\nSlurmctldHost=localhost\n")
@@ -368,6 +377,17 @@ def test_several_partitions_may_be_named_if_one_has_room(
         "--partition small,larg: the partitions here are small, large"
         in submit("--partition", "small,larg", *asked, home=tmp_path).stderr
     )
+
+
+def test_the_partition_that_sbatch_will_take_is_looked_at(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slurm(tmp_path, monkeypatch, sinfo="small*|1|8\nlarge|9|8")
+    asked = ["--nodes", "4", *CPU]
+    assert "partition small has 1 node" in submit(*asked, home=tmp_path).stderr
+    assert submit("--sbatch=--partition=large", *asked, home=tmp_path).returncode == 0
+    monkeypatch.setenv("SBATCH_PARTITION", "large")
+    assert submit("--partition", "small", *asked, home=tmp_path).returncode == 0
 
 
 def test_a_controller_that_does_not_answer_is_reported(

@@ -5,9 +5,11 @@ import math
 from pathlib import Path
 
 import matplotlib.image
+import pytest
 from rich.console import Console
 
 from hydraflow.tracking.base import RunInfo
+from hydraflow.tracking.console import LiveConsole
 from hydraflow.tracking.curve import draw_curve
 from hydraflow.tracking.summary import print_summary, summarise
 from hydraflow.tracking.trackers import open_trackers
@@ -56,6 +58,18 @@ def test_curve_is_a_picture_with_a_row_for_each_kind_of_number(tmp_path: Path) -
     image = matplotlib.image.imread(tmp_path / "curve.png")
     assert image.shape[:2] == (720, 1200)  # two rows: (0.6 + 2 * 2.7) inches at 120 dots
     assert image[..., :3].std() > 0.01  # not one flat colour
+
+
+@pytest.mark.parametrize("title", [r"a$\\alpa$b", "lr_$1e-3$", "run[/x]"])
+def test_a_title_is_plain_text(tmp_path: Path, title: str) -> None:
+    """Nothing in an experiment's name is mathematics or a style."""
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "seconds": 1.0, "critic/score/mean": 0.5}\n')
+    assert draw_curve(tmp_path, tmp_path / "curve.png", title=title)
+    with io.StringIO() as out:
+        console = LiveConsole(RunInfo(tmp_path, title=title, total_steps=2))
+        console.close()
+        Console(file=out, width=80).print(console._render())
+        assert title in out.getvalue()
 
 
 def test_nothing_to_draw_makes_no_file(tmp_path: Path) -> None:

@@ -330,3 +330,24 @@ def test_a_checkpoint_that_will_be_removed_makes_room(
     saver = checkpointer(tmp_path, group, keep=keep, save_freq=2)
     with nullcontext() if has_room else pytest.raises(ConfigError, match="has room for"):
         saver.require_space(20, 2)
+
+
+def test_a_worse_model_does_not_replace_the_best_after_a_failed_save(tmp_path: Path, group: Group) -> None:
+    """The save of step 1 fails while step 2, the best, is being compared."""
+    saver = checkpointer(tmp_path, group, keep_best=METRIC)
+    hangs, finish = threading.Event(), saver._finish
+
+    def failing(unfinished: Path, step: int, *rest: Any) -> str:
+        if step == 1:
+            hangs.wait(30)
+            return "no space left"
+        return finish(unfinished, step, *rest)
+
+    saver._finish = failing  # type: ignore[method-assign]
+    with saver as checkpoints:
+        checkpoints.after(1, {METRIC: 0.6}, last=False, preempted=False)
+        threading.Timer(0.3, hangs.set).start()
+        checkpoints.after(2, {METRIC: 0.7}, last=False, preempted=False)
+        checkpoints.after(3, {METRIC: 0.65}, last=True, preempted=False)
+    best = saver.store.best()
+    assert best is not None and best["value"] == 0.7
