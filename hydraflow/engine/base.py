@@ -216,6 +216,10 @@ class TrainEngine(Protocol):
     def reduce(self, values: torch.Tensor, how: str = "sum") -> torch.Tensor:
         """Sum or max of `values` over data ranks, each share counted once, float64 on the CPU."""
 
+    def on_all_stages(self, values: torch.Tensor) -> torch.Tensor:
+        """What `forward` returned, a flat tensor, on every rank that shares the rows: the ranks of earlier
+        pipeline stages have zeros."""
+
     def save_hf(self, directory: str | Path) -> None:
         """Writes a Hugging Face directory with weights, configuration and tokenizer; it appears complete or
         not at all."""

@@ -274,7 +274,8 @@ def build(config: PreTrainedConfig, spec: EngineSpec) -> SglangEngine:
     its server does not start."""
     _require_version(spec.section)
     model = unfilled_model(config, device="meta", dtype=spec.dtype)
-    folder = private_folder(sum(parameter.nbytes for parameter in model.parameters()))
+    nbytes = sum(parameter.nbytes for parameter in model.parameters())
+    folder = private_folder(nbytes, max(1, spec.processes // spec.model_parallel))
     try:
         _save(config, type(model).__name__, spec.tokenizer, folder)
         start = 0.9 * spec.start_seconds  # its error comes before the trainer's

@@ -8,6 +8,7 @@ trainer.
 
 from __future__ import annotations
 
+import os
 import shutil
 import tempfile
 from collections.abc import Iterable
@@ -82,8 +83,12 @@ class WeightFiles:
             return file.get_tensor(name)
 
 
-def private_folder(needed: int) -> Path:
-    """A new folder for weights of that many bytes: in memory if they fit there, else where temporary files
-    are."""
-    in_memory = SHARED_MEMORY.is_dir() and shutil.disk_usage(SHARED_MEMORY).free > 1.1 * needed
+def private_folder(needed: int, replicas: int) -> Path:
+    """A new folder for weights of that many bytes: in memory if those of all replicas of a machine fit there,
+    else, or if TMPDIR is set, where temporary files are."""
+    in_memory = (
+        "TMPDIR" not in os.environ
+        and SHARED_MEMORY.is_dir()
+        and shutil.disk_usage(SHARED_MEMORY).free > 1.1 * needed * replicas
+    )
     return Path(tempfile.mkdtemp(prefix="hydraflow-sglang-", dir=SHARED_MEMORY if in_memory else None))

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import zlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -110,11 +110,14 @@ class Header:
         ]
         return cls(version, number, last, tuple(entries), checksums)
 
-    def differing(self, held: Mapping[str, torch.Tensor]) -> list[str]:
-        """Names of weights whose checksum differs from the receiver's, after conversion to the sent dtype.
-        All are read, because reading may be a collective."""
+    def differing(
+        self, held: Mapping[str, torch.Tensor], compares: Callable[[str], bool] = lambda name: True
+    ) -> list[str]:
+        """Names of weights whose checksum differs from the receiver's, after conversion to the sent dtype;
+        of those that `compares` selects. All are read, because reading may be a collective."""
         types = {entry.name: entry.dtype for entry in self.entries}
-        return [name for name, sent in self.checksums.items() if checksum_of(held[name], types[name]) != sent]
+        sums = {name: sent for name, sent in self.checksums.items() if compares(name)}
+        return [name for name, sent in sums.items() if checksum_of(held[name], types[name]) != sent]
 
 
 @dataclass(frozen=True)

@@ -34,6 +34,7 @@ from hydraflow.models.adapters import Form
 from hydraflow.models.ask import Ask
 from hydraflow.models.config import ModelConfig
 from hydraflow.protocol.batch import DataProto
+from hydraflow.protocol.ragged import from_parts, parts
 from hydraflow.weights.buckets import BucketOptions, into_buckets
 from hydraflow.weights.connection import Listener
 from hydraflow.weights.slots import Slots
@@ -233,7 +234,8 @@ class ActorWorker(TrainedWorker):
         names = ["prompts", "responses", "response_mask", "routed_experts"]
         inputs = rows.select([name for name in names if name in rows.keys()])
         ask = Ask(self.spec.temperature)
-        return self.engine.forward_rows(inputs, self.log_prob_batcher, ask).get("log_probs")
+        found, lengths = parts(self.engine.forward_rows(inputs, self.log_prob_batcher, ask).get("log_probs"))
+        return from_parts(self.engine.on_all_stages(found), lengths)
 
     def _loss(self, old: OldFrom, entropy_coeff: float, denominators: Denominators, first: bool) -> LossFn:
         actor = self.spec.actor

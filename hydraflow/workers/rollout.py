@@ -184,6 +184,8 @@ class RolloutWorker(Worker):
         """Version of the weights: number of training steps."""
         self._has_base = False
         """Whether the engine has ever received base weights, not only adapters."""
+        self._headers: list[Header] = []
+        """Of the buckets of the current transfer."""
         self._weights_group: BroadcastGroup | None = None
         self.slots = OpenSlots()
         self._open: dict[int, _OpenGroup] = {}
@@ -268,6 +270,7 @@ class RolloutWorker(Worker):
         if adapters_alone and not self._has_base:
             raise ConnectionLost("a replacement process has no base weights for adapters")
         self.version = None
+        self._headers = [header] if header.number == 0 else [*self._headers, header]
         self.engine.update_weights(bucket.weights(), first=header.number == 0, last=header.last)
         if header.checksums and (differing := self._differing(header)):
             raise GuardStop(
@@ -283,8 +286,12 @@ class RolloutWorker(Worker):
         return self.engine.held()
 
     def _differing(self, header: Header) -> str:
-        """The first weight that differs from what was sent, on any process of the engine; "" if none."""
-        found = next(iter(header.differing(self._held())), "")
+        """The first weight that differs from what was sent, on any process of the engine; "" if none. The
+        engine has an adapter only after the last bucket."""
+        differing = header.differing(self._held(), lambda name: not is_adapter(name))
+        for earlier in self._headers if header.last else ():
+            differing += earlier.differing(self._held(), is_adapter)
+        found = next(iter(differing), "")
         if self.spec.model_parallel > 1:
             somewhere = process_group.all_reduce(torch.tensor([bool(found)]), "max").any()
             return found or ("one of another process" if somewhere else "")

@@ -172,6 +172,8 @@ def numbers(path: str, options: Mapping[str, Any], kind: str, micro_batches: int
             "greedy_match"
         )
     found: dict[str, Any] = {"said": {name: ragged.parts(column)[0] for name, column in columns.items()}}
+    main = "log_probs" if ask.entropy else "values"
+    found["on_all_stages"] = engine.on_all_stages(found["said"][main])
     found["reported"] = engine.forward_backward(parts, rank_jobs.loss_of, ask)
     is_core = isinstance(engine, MegatronEngine)
     found["gradient"] = gradients(engine) if is_core else rank_jobs.gradients(engine)

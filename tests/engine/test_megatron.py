@@ -48,6 +48,10 @@ def assert_is_right(
         torch.testing.assert_close(
             said.double(), oracle["fsdp"]["said"][name].double(), rtol=0, atol=TOLERANCE
         )
+    for rank in found:
+        [whole] = [one for one in collected if one["place"][0] == rank["place"][0]]
+        main = "log_probs" if "log_probs" in whole["said"] else "values"
+        assert torch.equal(rank["on_all_stages"], whole["said"][main])
     reported = values(merge(rank["reported"] for rank in collected))
     assert reported == pytest.approx(values(oracle["fsdp"]["reported"]), rel=TOLERANCE)
     assert reported["loss"] == pytest.approx(oracle["loss"], rel=TOLERANCE)

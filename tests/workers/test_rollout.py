@@ -29,7 +29,7 @@ from hydraflow.models.config import ModelConfig
 from hydraflow.models.loading import load_tokenizer
 from hydraflow.protocol import ragged
 from hydraflow.protocol.batch import DataProto
-from hydraflow.weights.buckets import BucketOptions, FlatBucket, into_buckets
+from hydraflow.weights.buckets import BucketMemory, BucketOptions, FlatBucket, into_buckets
 from hydraflow.weights.slots import OpenSlots, Slots
 from hydraflow.workers.actor import ActorWorker
 from hydraflow.workers.rollout import RolloutWorker, SamplingSpec
@@ -132,6 +132,35 @@ def test_weights_that_do_not_arrive_as_they_were_sent_are_named(
     for bucket in sent(actor, version=1, max_bytes=10**9):
         with pytest.raises(GuardStop, match=f"did not arrive as they were sent .*{name}"):
             rollout._take(False, bucket)
+
+
+def test_adapters_are_compared_when_the_engine_has_them(tiny: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM gets an adapter as a whole, with the last bucket: until then it holds the one before."""
+    rollout, layers = make_rollout(tiny), [f"layers.{number}.q_proj" for number in range(3)]
+    sent = {f"{layer}.lora_{side}.weight": torch.randn(4, 8) for layer in layers for side in "AB"}
+    arrived, held = dict[str, torch.Tensor](), {name: torch.zeros(4, 8) for name in sent}
+
+    def late(stream: Iterable[tuple[str, torch.Tensor]], *, first: bool, last: bool) -> None:
+        arrived.update((name, weight.clone()) for name, weight in stream)
+        if last:
+            held.update(arrived)
+
+    monkeypatch.setattr(rollout, "_held", lambda: held)
+    monkeypatch.setattr(rollout, "_has_base", True)
+    monkeypatch.setattr(rollout.engine, "update_weights", late)
+    how = BucketOptions(version=1, max_bytes=300, dtype=torch.float32, checked=True)
+    memory = BucketMemory(torch.device("cpu"))
+    for spoilt in (False, True):
+        buckets = list(into_buckets(sent.items(), how))
+        assert len(buckets) > 2
+        for header, numbers in buckets:
+            bucket = FlatBucket.of(header, numbers, memory)
+            if spoilt and header.last:
+                arrived[next(iter(sent))] += 1
+                with pytest.raises(GuardStop, match=f"did not arrive as they were sent .*{next(iter(sent))}"):
+                    rollout._take(False, bucket)
+            else:
+                rollout._take(False, bucket)
 
 
 def test_weights_come_from_the_directory_or_from_the_actor(tiny: str) -> None:

@@ -197,6 +197,9 @@ class FSDPEngine(InMicroBatches):
     def reduce(self, values: torch.Tensor, how: str = "sum") -> torch.Tensor:
         return process_group.all_reduce(values, how, self._groups.data)
 
+    def on_all_stages(self, values: torch.Tensor) -> torch.Tensor:
+        return values
+
     def save_hf(self, directory: str | Path) -> None:
         self._param_offload.wake()
         weights = export.full_weights(self.module)

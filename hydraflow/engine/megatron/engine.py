@@ -242,6 +242,10 @@ class MegatronEngine(InMicroBatches):
     def reduce(self, values: torch.Tensor, how: str = "sum") -> torch.Tensor:
         return process_group.all_reduce(values, how, parallel_state.get_data_parallel_group())
 
+    def on_all_stages(self, values: torch.Tensor) -> torch.Tensor:
+        stages = parallel_state.get_pipeline_model_parallel_group()
+        return process_group.all_reduce(values, "sum", stages).to(values)
+
     # --- weights and checkpoints
 
     def weights(
