@@ -159,13 +159,14 @@ class CheckContext:
 
     def _prompts(self) -> int | None:
         """Number of training prompts; None: not known. Another check reports what is wrong with the files."""
-        files = self.config.data.train_files
+        files, limit = self.config.data.train_files, self.config.data.train_max_samples
         if not files:
             return None
         try:
-            return sum(sampling.look_at(path, FILE_KEYS[0]).rows for path in as_paths(files, FILE_KEYS[0]))
+            rows = sum(sampling.look_at(path, FILE_KEYS[0]).rows for path in as_paths(files, FILE_KEYS[0]))
         except ConfigError:
             return None
+        return rows if limit < 0 else min(rows, limit)
 
     def _once(self, name: str, make: Callable[[], T]) -> T:
         """The result of `make`, called once. If it failed, later requests raise CheckSkipped, because the

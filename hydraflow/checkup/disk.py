@@ -97,8 +97,9 @@ def what_is_written(
         parts = {"model": full, "optimizer": 0 if model.lora_rank > 0 else MOMENTS * full, "hf_model": full}
         size = sum(parts.get(part, 0) for part in role.checkpoint.save_contents)
         if count := checkpoints(plan.total_steps, trainer.save_freq, keep):
-            count += trainer.keep_best is not None
             found.append(PlannedFiles(f"checkpoint of the {name}", size, count))
+            if trainer.keep_best is not None:
+                found.append(PlannedFiles(f"best checkpoint of the {name}", size))
     return found
 
 
@@ -127,9 +128,23 @@ def judge(folder: Path, written: Sequence[PlannedFiles], *, free: int) -> Findin
     if free < least:
         return problem(seen, f"{elsewhere} or trainer.save_final_model=false" if most == least else elsewhere)
     if free < most:
-        fewer = max(1, (free - least) // max(each.size for each in written if each.count > 1))
-        remedy = f"trainer.max_actor_ckpt_to_keep={fewer} or {elsewhere}"
-        return warning(f"{seen}: later checkpoints will fail", remedy)
+        fewer = _kept(written, free)
+        return warning(
+            f"{seen}: later checkpoints will fail", f"{fewer} or {elsewhere}" if fewer else elsewhere
+        )
     if free < most + SPARE:
         return warning(f"{seen}; little is left for metrics and logs", elsewhere)
     return ok(seen)
+
+
+def _kept(written: Sequence[PlannedFiles], free: int) -> str:
+    """Overrides that keep as many checkpoints as fit beside the newest one; empty: none do."""
+    roles = [
+        role
+        for role in ("actor", "critic")
+        if any(each.name.endswith(role) and each.count > 1 for each in written)
+    ]
+    for keep in range(max(each.count for each in written), 0, -1):
+        if sum(each.size * min(each.count, keep + 1) for each in written) <= free:
+            return " ".join(f"trainer.max_{role}_ckpt_to_keep={keep}" for role in roles)
+    return ""

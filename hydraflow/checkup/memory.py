@@ -74,7 +74,8 @@ def check_gpus(context: CheckContext) -> Iterator[Finding]:
     free, total = min((gpu["free"], gpu["total"]) for gpu in gpus)
     kinds = ", ".join(dict.fromkeys(gpu["name"] for gpu in gpus))
     where = f"of {len(gpus)} GPUs ({kinds}) the fullest has {size_text(free)} of {size_text(total)} free"
-    yield judge_device(_report(context, device_bytes=free), free, where)
+    # gpu_memory_utilization is a share of the whole device
+    yield judge_device(_report(context, device_bytes=total), free, where)
 
 
 def _report(context: CheckContext, **measured: int) -> MemoryReport:
@@ -103,6 +104,8 @@ def judge_host(report: MemoryReport, host: MachineMemory) -> Finding:
 def _compared(evidence: str, needed: int, available: int, report: MemoryReport, where: str) -> Finding:
     if needed <= available:
         return ok(evidence)
-    first = [advice.override for advice in report.advice if advice.where == where][:3]
+    # each change is meant on top of those before it
+    last = max((i for i, one in enumerate(report.advice) if one.where == where), default=-1)
+    changes = " ".join(one.override for one in report.advice[: last + 1])
     found = problem if needed > MARGIN * available else warning
-    return found(evidence, " or ".join(first) or "stop other programs that use it")
+    return found(evidence, changes or "stop other programs that use it")

@@ -63,7 +63,7 @@ def tokens_of(
     if not rows.packed:
         line = attended = count * longest
     else:
-        prompts = count if micro.rows is None else -(-count // rows.samples)
+        prompts = count if micro.rows is None else _prompts(count, rows.samples)
         line, attended = prompts * rows.prompt + count * (rows.response - 1), count * (longest - 1)
     asked = count * rows.response
     if ulysses == 1:
@@ -72,6 +72,18 @@ def tokens_of(
     # the last token of a shared prompt predicts the first token of several responses
     several = count if rows.packed else 0
     return MicroBatchTokens(line, attended, min(asked, line + several), ulysses)
+
+
+def _prompts(rows: int, samples: int) -> int:
+    """The largest number of prompts of `rows` neighbouring rows, whose groups have `samples` rows each; a
+    micro-batch begins within a group if the sizes do not divide.
+
+    >>> _prompts(4, 2), _prompts(2, 8), _prompts(4, 5), _prompts(1, 5)
+    (2, 1, 2, 1)
+    """
+    if rows % samples == 0 or samples % rows == 0:
+        return -(-rows // samples)
+    return min(rows, -(-(rows - 1) // samples) + 1)
 
 
 @dataclass(frozen=True)

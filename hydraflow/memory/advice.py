@@ -154,12 +154,21 @@ def _batch_changes(inputs: EstimateInputs) -> Iterator[Change]:
         if micro is None:
             continue
         if micro.rows is None:
-            for size in halves(micro.max_tokens or 0, least=inputs.longest_row):
+            sharers = _sharers(inputs.plan, name)  # the key counts tokens per device
+            for size in halves((micro.max_tokens or 0) // sharers, least=-(-inputs.longest_row // sharers)):
                 yield Change(tokens_key, size, 1, effect)
             continue
+        if isinstance(one, RolePlan) and inputs.config.batch.gradient_accumulation_steps is not None:
+            continue  # the optimizer step would shrink with the micro-batch
         for size in range(micro.rows // 2, 0, -1):
             if micro.rows % size == 0:
                 yield Change(rows_key, size, 1, effect)
+
+
+def _sharers(plan: BatchPlan, name: str) -> int:
+    """Devices that share the tokens of a row in a pass of `MICRO_KEYS`."""
+    role = {"old_log_prob": "actor", "values": "critic"}.get(name, name)
+    return plan.layouts[role].context if role in plan.layouts else 1
 
 
 def halves(number: int, *, least: int) -> Iterator[int]:
@@ -188,10 +197,12 @@ def _rollout_changes(inputs: EstimateInputs) -> Iterator[Change]:
         for size in halves(running, least=LEAST_ROWS):
             yield Change(f"{prefix}.max_num_seqs", size, 2, "fewer sequences at a time: slower sampling")
         yield Change(f"{prefix}.dtype", "bf16", 3, "sampled with less precision than trained")
-    elif rollout.gpu_memory_utilization > 0.3:
-        share = round(rollout.gpu_memory_utilization - 0.1, 2)
-        effect = "less key-value cache: fewer sequences at a time"
-        yield Change(f"{prefix}.gpu_memory_utilization", share, 2, effect)
+        return
+    key, share = f"{prefix}.gpu_memory_utilization", rollout.gpu_memory_utilization
+    if share > 0.3:
+        yield Change(key, round(share - 0.1, 2), 2, "less key-value cache: fewer sequences at a time")
+    if share < 0.8:
+        yield Change(key, round(share + 0.1, 2), 1, "room for a key-value cache beside the weights")
 
 
 def _apply(inputs: EstimateInputs, change: Change) -> EstimateInputs | None:
@@ -207,8 +218,9 @@ def _replan(plan: BatchPlan, change: Change) -> BatchPlan:
     smaller micro-batch breaks no rule that the larger one kept."""
     for name, (rows_key, tokens_key) in MICRO_KEYS.items():
         if change.key in (rows_key, tokens_key):
-            rows, tokens = (change.value, None) if change.key == rows_key else (None, change.value)
-            one, micro = getattr(plan, name), MicroPlan(rows, tokens)
+            one = getattr(plan, name)
+            per_rank = change.value if change.key == rows_key else change.value * _sharers(plan, name)
+            micro = MicroPlan(per_rank, None) if change.key == rows_key else MicroPlan(None, per_rank)
             field: dict[str, Any] = {name: replace(one, micro=micro) if isinstance(one, RolePlan) else micro}
             return replace(plan, **field)
     if not change.key.endswith(".fsdp_config.fsdp_size"):

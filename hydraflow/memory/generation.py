@@ -116,16 +116,19 @@ class ServingEngineMemory:
         """Nothing if it sleeps; what it reserved if it has its own devices."""
         return MemoryParts() if self.shared else self.reserved(0)
 
-    def reserved(self, demand: int) -> MemoryParts:
-        """Weights and cache: the device's share, or `demand` bytes of cache if its size is not known."""
+    def reserved(self, demand: int, *, least: int = 0) -> MemoryParts:
+        """Weights and cache: the device's share, or `demand` bytes of cache if its size is not known. The
+        engine starts only on a device whose share has room for `least` bytes of cache."""
         if self.device_bytes is None:
             return MemoryParts(weights=self.weights, kv_cache=demand)
-        cache = max(0, int(self.share * self.device_bytes) - self.weights)
-        return MemoryParts(weights=self.weights, kv_cache=cache)
+        room = int(self.share * self.device_bytes)
+        if room < self.weights + least:
+            room = int((self.weights + least) / self.share)
+        return MemoryParts(weights=self.weights, kv_cache=max(0, room - self.weights))
 
     def sample(self, sequences: int, length: int) -> MemoryParts:
         """With `sequences` rows of `length` tokens at a time."""
-        return self.reserved(sequences * self.row_bytes(length))
+        return self.reserved(sequences * self.row_bytes(length), least=self.row_bytes(length))
 
     def sample_on_cpu(self, max_num_seqs: int, length: int, most: int | None) -> MemoryParts:
         """On a CPU: cache for `max_num_seqs` rows in whole blocks, and one unused block, at most `most`

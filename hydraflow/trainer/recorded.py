@@ -118,7 +118,7 @@ def read_dump(file: Path) -> tuple[DataProto, Mapping[str, Any]]:
 def require_dumps(debug: DebugConfig, plan: BatchPlan, *, first: int) -> None:
     """Raises ConfigError when a step from `first` to the last has no dump, or the first file is not a dump.
     Group sizes need not be those of the configuration."""
-    if debug.load_rollouts is None:
+    if debug.load_rollouts is None or first > plan.total_steps:
         return
     folder = Path(debug.load_rollouts).expanduser()
     other = f"{LOAD}=<a folder that trainer.debug.save_rollouts wrote>"

@@ -96,9 +96,7 @@ class SFTTrainer:
             updating: Future = self.role.call(SFTWorker.update, dispatched(batch, cut, self.plan.role), step)
             metrics = updating.get()
         seconds = self.timer.drain()
-        perf = {
-            "perf/throughput": float(lengths.sum()) / seconds["timing_s/step"] / self.plan.role.data_ranks
-        }
+        perf = {"perf/throughput": float(lengths.sum()) / seconds["timing_s/step"] / self.group.world_size}
         return reductions.values(metrics) | seconds | perf
 
     def save(self, directory: Path) -> None:

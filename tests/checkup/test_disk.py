@@ -41,6 +41,18 @@ def test_checkpoints_that_will_not_all_fit(tmp_path: Path) -> None:
     )
 
 
+def test_checkpoints_of_several_roles_are_kept_together(tmp_path: Path) -> None:
+    """Two roles with five saves, their final models, and the best of the actor's."""
+    files = [PlannedFiles(f"checkpoint of the {role}", 30 * GIB, 5) for role in ("actor", "critic")]
+    files += [PlannedFiles(f"final_model/{role}", 10 * GIB) for role in ("actor", "critic")]
+    files.append(PlannedFiles("best checkpoint of the actor", 30 * GIB))
+    found = judge(tmp_path, files, free=250 * GIB)  # 50 + 2 * 30 * 3 = 230
+    both = "trainer.max_actor_ckpt_to_keep=2 trainer.max_critic_ckpt_to_keep=2"
+    assert found.state is State.WARNING and found.remedy.startswith(f"{both} or ")
+    found = judge(tmp_path, files, free=160 * GIB)  # not even two of each
+    assert found.remedy == "trainer.default_local_dir=<a folder on a larger disk>"
+
+
 def written(**keys: object) -> dict[str, tuple[int, int]]:
     context = CheckContext(configured(**keys))  # type: ignore[arg-type]
     found = what_is_written(context.config, context.plan, context.shape, context.critic_shape)

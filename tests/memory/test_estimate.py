@@ -448,9 +448,16 @@ def test_advice_that_is_not_enough_says_so() -> None:
     st.booleans(),
     st.booleans(),
     st.sampled_from(["native", "vllm"]),
+    st.sampled_from([1, 2]),
 )
 def test_advice_keeps_its_word(
-    memory: int, response: int, micro: int | None, checkpointing: bool, reference: bool, engine: str
+    memory: int,
+    response: int,
+    micro: int | None,
+    checkpointing: bool,
+    reference: bool,
+    engine: str,
+    ways: int,
 ) -> None:
     """Each change saves what it says, on top of the ones before, in a plan that is resolved again."""
     config = configured(
@@ -461,6 +468,7 @@ def test_advice_keeps_its_word(
             f"{POLICY}__model__enable_gradient_checkpointing": checkpointing,
             f"{POLICY}__actor__use_kl_loss": reference,
             f"{POLICY}__rollout__name": engine,
+            f"{POLICY}__actor__fsdp_config__ulysses_sequence_parallel_size": ways,
         }
     )
     report = report_of(config)
@@ -472,6 +480,39 @@ def test_advice_keeps_its_word(
         left = report_of(config).groups[0].peak - memory * GIB
         assert left <= excess - advice.saves + 1
         excess = left
+
+
+def test_a_token_budget_that_is_advised_counts_tokens_of_a_device() -> None:
+    """Two devices share each row: half of 16,384 is 8,192, though a data rank has twice as many."""
+    actor = f"{POLICY}__actor"
+    config = configured(
+        cluster__device_memory_gib=24,
+        **{
+            f"{actor}__use_dynamic_bsz": True,
+            f"{actor}__ppo_max_token_len_per_gpu": 16_384,
+            f"{actor}__fsdp_config__ulysses_sequence_parallel_size": 2,
+        },
+    )
+    key = f"{POLICY}.actor.ppo_max_token_len_per_gpu="
+    advised = [one.override for one in report_of(config).advice if one.override.startswith(key)]
+    assert all(int(one.removeprefix(key)) < 16_384 for one in advised) and advised
+
+
+def test_micro_batches_that_set_the_optimizer_step_are_not_advised() -> None:
+    tight = {"cluster__device_memory_gib": 16, f"{POLICY}__actor__ppo_micro_batch_size_per_gpu": 8}
+    key = f"{POLICY}.actor.ppo_micro_batch_size_per_gpu"
+    assert any(one.override.startswith(key) for one in report_of(configured(**tight)).advice)
+    found = report_of(configured(**tight, batch__gradient_accumulation_steps=4)).advice
+    assert not any(one.override.startswith(key) for one in found)
+
+
+def test_a_share_without_room_for_a_row_does_not_fit() -> None:
+    """The engine refuses to start without a key-value cache."""
+    share = f"{POLICY}__rollout__gpu_memory_utilization"
+    vllm = {f"{POLICY}__rollout__name": "vllm", "cluster__device_memory_gib": 80}
+    assert report_of(configured(**vllm, **{share: 0.5})).fits
+    report = report_of(configured(**vllm, **{share: 0.1}))
+    assert not report.fits and report.groups[0].peak_phase == "sample"
 
 
 def test_whether_a_model_fits_unknown_limits_is_unknown() -> None:
