@@ -1,4 +1,4 @@
-"""Plans of a role that only their sizes matter of."""
+"""Role plans of which only the sizes matter."""
 
 from __future__ import annotations
 

@@ -97,13 +97,9 @@ def _long_responses_have_a_penalty(config: PPOConfig) -> Iterator[Problem]:
         yield Problem(key, buffer.len, rule, f"{key}={limit}")
 
 
-def _a_baseline_has_the_scale_of_scores(config: PPOConfig) -> Iterator[Problem]:
+def _a_greedy_baseline_has_the_scale_of_scores(config: PPOConfig) -> Iterator[Problem]:
     algorithm, what = config.algorithm, f"algorithm.adv_estimator={config.algorithm.adv_estimator}"
-    estimator = estimator_of(algorithm.adv_estimator)
-    if estimator.divides_by_mean and (kind := algorithm.norm_mean_type) is not None:
-        rule = f"{what} divides by the mean of a group's scores, which this makes 0"
-        yield Problem("algorithm.norm_mean_type", kind, rule, "algorithm.norm_mean_type=null")
-    if not estimator.greedy_baseline:
+    if not estimator_of(algorithm.adv_estimator).greedy_baseline:
         return
     if config.reward.reward_model.enable:
         rule = f"{what} has its greedy responses scored by the reward function alone"
@@ -112,6 +108,15 @@ def _a_baseline_has_the_scale_of_scores(config: PPOConfig) -> Iterator[Problem]:
         if (kind := getattr(algorithm, name)) is not None:
             rule = f"{what} subtracts a greedy response's raw score"
             yield Problem(f"algorithm.{name}", kind, rule, f"algorithm.{name}=null")
+
+
+def _a_mean_that_divides_is_of_raw_scores(config: PPOConfig) -> Iterator[Problem]:
+    algorithm, key = config.algorithm, "algorithm.norm_mean_type"
+    if estimator_of(algorithm.adv_estimator).divides_by_mean and algorithm.norm_mean_type is not None:
+        rule = (
+            f"algorithm.adv_estimator={algorithm.adv_estimator} divides by the mean of a group's scores, from"
+        )
+        yield Problem(key, algorithm.norm_mean_type, f"{rule} which this subtracts another", f"{key}=null")
 
 
 def _the_actor_computes_what_a_baseline_needs(config: PPOConfig) -> Iterator[Problem]:
@@ -170,7 +175,8 @@ ALGORITHM_RULES = (
     _a_step_moves_the_kl_coefficient_a_little,
     _several_rewards_are_named,
     _the_actor_computes_what_a_baseline_needs,
-    _a_baseline_has_the_scale_of_scores,
+    _a_greedy_baseline_has_the_scale_of_scores,
+    _a_mean_that_divides_is_of_raw_scores,
     _long_responses_have_a_penalty,
     _weights_keep_equal_probabilities,
     _rejection_has_thresholds,

@@ -214,7 +214,8 @@ def _engine_has_a_process(config: PPOConfig) -> Iterator[Problem]:
 
 
 def _fp16_does_not_train(config: PPOConfig | SupervisedConfig) -> Iterator[Problem]:
-    """Without a scaled loss small gradients become 0."""
+    if isinstance(config, PPOConfig) and config.trainer.val_only:
+        return
     if isinstance(config, SupervisedConfig):
         roles = {"fsdp_config": config.fsdp_config}
     else:
@@ -224,7 +225,7 @@ def _fp16_does_not_train(config: PPOConfig | SupervisedConfig) -> Iterator[Probl
         for name in ("model_dtype", "dtype", "reduce_dtype"):
             key = f"{section}.{name}"
             if getattr(fsdp, name) == "fp16" and without_effect(config, key) is None:
-                rule = "is for frozen models: small gradients are 0 in it, and losses are not scaled up"
+                rule = "cannot train: gradients below 6e-8 become 0, and losses are not scaled up"
                 yield Problem(key, "fp16", rule, f"{key}={'bf16' if name == 'dtype' else 'fp32'}")
 
 

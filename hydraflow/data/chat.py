@@ -25,7 +25,7 @@ TEMPLATE_FAULTS = (TypeError, ValueError, KeyError, AttributeError)
 def as_messages(record: FileRecord, column: str) -> Messages:
     """The messages in `column`; a plain string is one user message. A message that only calls tools may lack
     its content: it is empty. Raises `ConfigError` naming the row."""
-    value = filled_structs(record, record.values[column])
+    value = without_null_fields(record, record.values[column])
     if isinstance(value, str):
         return [{"role": "user", "content": value}]
     if isinstance(value, list):
@@ -37,14 +37,14 @@ def as_messages(record: FileRecord, column: str) -> Messages:
     return [{name: part for name, part in message.items() if part is not None} for message in value]
 
 
-def filled_structs(record: FileRecord, value: Any) -> Any:
-    """A nested value of the row as it was written. Parquet gives every struct the fields of all others in its
-    column, as nulls, such as the arguments of other tools' calls: these are dropped."""
+def without_null_fields(record: FileRecord, value: Any) -> Any:
+    """A nested value of the row without the nulls that Parquet adds: it gives every struct the fields of all
+    others in its column, such as the arguments of other tools' calls."""
     if record.file.suffix != PARQUET_ENDING:
         return value
     if isinstance(value, Mapping):
-        return {name: filled_structs(record, part) for name, part in value.items() if part is not None}
-    return [filled_structs(record, part) for part in value] if isinstance(value, list) else value
+        return {name: without_null_fields(record, part) for name, part in value.items() if part is not None}
+    return [without_null_fields(record, part) for part in value] if isinstance(value, list) else value
 
 
 def _with_content(message: Any) -> Any:

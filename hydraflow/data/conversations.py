@@ -22,7 +22,7 @@ import numpy as np
 import torch
 
 from hydraflow.data import turns as turns_of
-from hydraflow.data.chat import Messages, as_messages, filled_structs, template_faults, tokenise_chats
+from hydraflow.data.chat import Messages, as_messages, template_faults, tokenise_chats, without_null_fields
 from hydraflow.data.config import ExamplesConfig, SFTDataConfig
 from hydraflow.data.files import FileRecord, raise_problems, read_records, require_columns
 from hydraflow.errors import ConfigError
@@ -140,7 +140,7 @@ def _variables(record: FileRecord, config: ExamplesConfig) -> dict[str, Any]:
     """Variables of the chat template besides the messages."""
     named = {"tools": config.tools_key, "enable_thinking": config.enable_thinking_key}
     values = {name: record.values.get(column) for name, column in named.items() if column is not None}
-    given = {name: filled_structs(record, value) for name, value in values.items() if value is not None}
+    given = {name: without_null_fields(record, value) for name, value in values.items() if value is not None}
     return {**config.apply_chat_template_kwargs, **given}
 
 

@@ -61,7 +61,10 @@ class PairDataset:
             tokenised(tokenizer, [pair[side] for pair in pairs], records, config) for side in (0, 1)
         )
         ended = partial(_ended, tokenizer, special_ids(tokenizer))
-        both = [_only_what_differs(*map(ended, pair)) for pair in zip(chosen, rejected, strict=True)]
+        both = [
+            _only_what_differs(*map(ended, pair, chats))
+            for pair, chats in zip(zip(chosen, rejected, strict=True), pairs, strict=True)
+        ]
         raise_problems([r.problem(_SAME) for r, pair in zip(records, both, strict=True) if pair is None])
         cut = [_cut(pair, config) for pair in both if pair is not None]
         lost = _LOST.get(config.truncation, _SAME).format(config.max_length), "a larger data.max_length"
@@ -148,7 +151,9 @@ def _chat(record: FileRecord, column: str, config: PairsConfig) -> Messages:
         return response
     prompt = as_messages(record, config.prompt_key)
     said = _said(prompt)
-    if said and _said(response)[: len(said)] == said:  # some files repeat the prompt in both conversations
+    if response[: len(prompt)] == prompt:  # some files repeat the prompt in both conversations
+        return response
+    if said and _said(response)[: len(said)] == said:
         system = prompt[:1] if prompt[0]["role"] == "system" != response[0]["role"] else []
         return [*system, *response]
     if response[0]["role"] == "system" or response[0]["role"] == prompt[-1]["role"] == "user":
@@ -163,14 +168,17 @@ def _said(chat: Messages) -> list[tuple[str, str]]:
     return [(one["role"], one["content"].strip()) for one in chat if one["role"] != "system"]
 
 
-def _ended(tokenizer: PreTrainedTokenizerBase, special: set[int], one: Conversation) -> Conversation:
+def _ended(
+    tokenizer: PreTrainedTokenizerBase, special: set[int], one: Conversation, chat: Messages
+) -> Conversation:
     """Drops what the chat template appends after the end of the last turn, such as white space or a second
     control token: no model samples it, and the reward model's score must be taken at the token before."""
-    ids, trained = one.ids.tolist(), one.trained.tolist()
+    ids, trained, content = one.ids.tolist(), one.trained.tolist(), chat[-1]["content"].rstrip()
     start = len(ids)
     while start > 0 and (trained[start - 1] or 1 not in trained[start:]):
-        text = tokenizer.decode(ids[start - 1])
-        if text in WITHIN_A_TURN or (ids[start - 1] not in special and str(text).strip()):
+        text = str(tokenizer.decode(ids[start - 1])).strip()
+        is_control = ids[start - 1] in special and text not in WITHIN_A_TURN
+        if text and (not is_control or content.endswith(text)):
             break
         start -= 1
     end = next((i + 1 for i in range(start, len(ids)) if ids[i] in special), len(ids))

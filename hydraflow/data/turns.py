@@ -42,8 +42,9 @@ def find_turn(
         options = {**template_kwargs, "tokenize": False, "add_generation_prompt": prompt}
         return str(tokenizer.apply_chat_template(part, **options))
 
-    if not tokenizer.is_fast:
-        return None
+    content = str(chat[turn]["content"]).rpartition(END_OF_REASONING)[2].strip()
+    if not tokenizer.is_fast or (not content and chat[turn].get("tool_calls")):
+        return None  # where a turn of calls alone ends is the template's to say
     text = text_of(chat, False)
     encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
     if list(encoded["input_ids"]) != list(whole):
@@ -57,7 +58,6 @@ def find_turn(
     if start < len(before) and len(left) >= len(prompt):
         return None
     offsets = encoded["offset_mapping"]
-    content = str(chat[turn]["content"]).rpartition(END_OF_REASONING)[2].strip()
     for token in range(start, len(whole)):
         if whole[token] not in special:
             continue

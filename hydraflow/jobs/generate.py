@@ -124,7 +124,11 @@ def _column(name: str, values: list) -> pyarrow.Array:
         return pyarrow.nulls(len(values))  # Parquet has no structures without fields
     try:
         return pyarrow.array(values)
-    except (pyarrow.ArrowException, OverflowError, UnicodeEncodeError) as error:
+    except UnicodeEncodeError as error:
+        rule = f"column {name} has text that is not Unicode: {error}"
+        remedy = "text.encode('utf-8', 'replace').decode() before it is written"
+        raise ConfigError.one("data.path", None, rule, remedy) from error
+    except (pyarrow.ArrowException, OverflowError) as error:
         rule = f"column {name} cannot be written as Parquet: {error}"
         raise ConfigError.one("data.path", None, rule, "give its values one type in all rows") from error
 

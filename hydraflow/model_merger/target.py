@@ -1,5 +1,5 @@
-"""The directory that a command creates: written under a temporary name, and renamed once it is complete. And
-its configuration files.
+"""The directory that a command creates: written under a temporary name, and renamed once it is complete, or
+moved up into a directory that was there and empty. And its configuration files.
 
 In: a directory's name, the checkpoint's `huggingface/`. Out: that directory, or nothing.
 Left out on purpose: weights.
@@ -42,7 +42,7 @@ def unfinished(target: Path, source: Path, *, nbytes: int, overwrite: bool) -> I
     _require_space(target, nbytes)
     own = f"{target.name}.{secrets.token_hex(4)}"  # a random name, so that nothing of the user's is removed
     # an empty directory is filled where it is: it may be a mount point, or in a folder that is not the user's
-    is_empty = target.is_dir() and not any(target.iterdir())
+    is_empty = target.is_dir() and _is_empty(target)
     folder = (target if is_empty else target.parent) / f"{own}{UNFINISHED}"
     try:
         folder.mkdir(parents=True)
@@ -135,17 +135,25 @@ def require_free(target: Path, source: Path, *, overwrite: bool) -> Path:
         raise ConfigError.one(
             "--target_dir", str(target), f"contains the directory to read: {source}", another
         )
-    if not target.is_dir() or not any(target.iterdir()):
+    if not target.is_dir() or _is_empty(target):
         return target
+    if left := [path for path in target.glob(f"{target.name}.*{UNFINISHED}")]:
+        rule = "holds what an interrupted command left"
+        raise ConfigError.one("--target_dir", str(target), rule, f"rm -r {left[0]}")
+    if target.is_mount():
+        rule = "is a mount point, which cannot be replaced"
+        raise ConfigError.one("--target_dir", str(target), rule, "a directory in it")
     if not any((target / name).exists() for name in _MARKS):
         rule = "already exists, and is not a model's directory"
         raise ConfigError.one("--target_dir", str(target), rule, another)
     if not overwrite:
         raise ConfigError.one("--target_dir", str(target), "already exists", f"--overwrite, or {another}")
-    if target.is_mount():
-        rule = "is a mount point, which cannot be replaced"
-        raise ConfigError.one("--target_dir", str(target), rule, f"a directory in it, or {another}")
     return target
+
+
+def _is_empty(target: Path) -> bool:
+    """Whether nothing is there but what a new file system has."""
+    return all(path.name == "lost+found" for path in target.iterdir())
 
 
 def _require_space(target: Path, nbytes: int) -> None:
@@ -157,9 +165,16 @@ def _require_space(target: Path, nbytes: int) -> None:
 
 
 def _move_up(folder: Path) -> None:
-    """Moves everything in a directory to the one above, what marks a model's directory last."""
-    for path in sorted(folder.iterdir(), key=lambda path: path.name in _MARKS):
-        path.rename(folder.parent / path.name)
+    """Moves everything in a directory to the one above, what marks a model's directory last; nothing on any
+    failure."""
+    moved: list[Path] = []
+    try:
+        for path in sorted(folder.iterdir(), key=lambda path: path.name in _MARKS):
+            moved.append(path.rename(folder.parent / path.name))
+    except BaseException:
+        for path in moved:
+            path.rename(folder / path.name)
+        raise
     folder.rmdir()
 
 

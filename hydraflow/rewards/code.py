@@ -21,9 +21,9 @@ from hydraflow.rewards.config import SandboxConfig
 from hydraflow.rewards.sandbox import START_SECONDS, run
 from hydraflow.rewards.sandbox_program import DONE
 
-_FENCED = re.compile(r"```([^\n`]*)\n(.*?)(?:```|\Z)", re.DOTALL)
-_PYTHON = re.compile(r"\s*(?:(?:python|py)3?\b.*)?", re.IGNORECASE | re.DOTALL)
-"""What follows the opening of a block of Python: nothing, or the language and what a renderer should do."""
+_FENCED = re.compile(r"```[^\n`]+```|```(?P<language>[^\n`]*)\n(?P<text>.*?)(?:```|\Z)", re.DOTALL)
+"""Code in a line, which is skipped, or a block."""
+_PYTHON = re.compile(r"(?:python|py)3?(?![\w-])", re.IGNORECASE)
 FUNCTION = "fn_name"
 _CLOSE = 1e-6
 """Relative and absolute tolerance for a number with a decimal point."""
@@ -43,8 +43,8 @@ def passed_tests(
     solution_str: str, ground_truth: Any, *, sandbox: SandboxConfig, timeout: float, partial: bool = True
 ) -> dict[str, float]:
     """`score`: the share of tests that the response's `program` passes, 0 or 1 without `partial`; `acc`: 1 if
-    it passes all. Tests after one that exceeds a limit count as failed, as do tests
-    that do not finish within the row's time, `timeout` seconds.
+    it passes all. Tests after one that exceeds a limit count as failed, as do tests that do not finish within
+    the row's time, `timeout` seconds.
 
     Raises ValueError for a ground truth without tests, SandboxError if nothing can be run.
     """
@@ -64,15 +64,17 @@ def passed_tests(
 
 
 def program(response: str) -> str:
-    """The last fenced block of Python or of no named language; without one the last block; without any the
-    whole response.
+    """The last fenced block of Python; without one the last that names no language; without one the last
+    block; without any the whole response.
 
     >>> program("```python\\nprint(6)\\n```\\nIt prints\\n```text\\n6\\n```\\nas wanted.")
     'print(6)\\n'
     """
-    blocks = _FENCED.findall(response)
-    ours = [text for language, text in blocks if _PYTHON.fullmatch(language)]
-    return (ours or [text for _, text in blocks] or [response])[-1]
+    found = [one for one in _FENCED.finditer(response) if one["text"] is not None]
+    blocks = [(one["language"].strip(), one["text"]) for one in found]
+    python = [text for language, text in blocks if _PYTHON.match(language)]
+    unnamed = [text for language, text in blocks if not language]
+    return (python or unnamed or [text for _, text in blocks] or [response])[-1]
 
 
 def read_tests(ground_truth: Any) -> Tests:

@@ -122,17 +122,19 @@ def object_store(given: Allocation | None, shared_memory: int) -> int | None:
 
 def await_head(folder: Path, head: str, seconds: float = HEAD_SECONDS) -> str:
     """The address in the job's folder, once something listens there. Raises EnvironmentFault after
-    `seconds`, or after trainer.start_timeout once the head has written the settings."""
-    started, limit = time.monotonic(), seconds
-    address, reason = "", "it wrote no address"
-    while time.monotonic() - started < limit:
-        if limit == seconds and (folder / FACTS).is_file():
-            limit = JobSettings.from_shell((folder / FACTS).read_text()).start_timeout
+    `seconds`, or, once the head has written the settings, trainer.start_timeout later."""
+    started, has_settings = time.monotonic(), False
+    deadline, address, reason = started + seconds, "", "it wrote no address"
+    while time.monotonic() < deadline:
+        if not has_settings and (has_settings := (folder / FACTS).is_file()):
+            settings = JobSettings.from_shell((folder / FACTS).read_text())
+            deadline = time.monotonic() + settings.start_timeout
         address = (folder / ADDRESS).read_text().strip() if (folder / ADDRESS).is_file() else ""
         if address:
             reason = unreachable(address, 5.0)
             if not reason:
                 return address
         time.sleep(0.5)
+    waited = time.monotonic() - started
     where = f"{head} at {address}" if address else head
-    raise EnvironmentFault(f"{own_name()}: waited {limit:g} s for Ray's head on {where}: {reason}")
+    raise EnvironmentFault(f"{own_name()}: waited {waited:.0f} s for Ray's head on {where}: {reason}")

@@ -27,6 +27,8 @@ from hydraflow.system.printing import count, reader_may_leave
 
 LOGS = Path("runs/slurm")
 FOLDER = "trainer.default_local_dir"
+PARTITION = "SBATCH_PARTITION"
+"""A variable of sbatch's, which it prefers to what the script says."""
 SECONDS = 60.0
 """Seconds that Slurm's commands may take to answer."""
 LAST_LINES = 20
@@ -142,12 +144,13 @@ def _require_room(given: Submission) -> None:
     if listed.returncode:
         raise EnvironmentFault(f"sinfo fails: {listed.stderr.strip()}")
     partitions, default = _partitions(listed.stdout)
-    # sbatch prefers its variable to the script
-    named = os.environ.get("SBATCH_PARTITION") or directives_of(given, jobs=1)["--partition"] or default
+    named = os.environ.get(PARTITION) or directives_of(given, jobs=1)["--partition"] or default
     names = named.split(",") if named else []  # Slurm takes the first free one
     if set(names) - set(partitions):
         rule = f"the partitions here are {', '.join(partitions)}"
         remedy = " or ".join(f"--partition {one}" for one in partitions)
+        if variable := os.environ.get(PARTITION):
+            raise ConfigError.one(PARTITION, variable, rule, f"unset {PARTITION}, and {remedy}")
         raise ConfigError.one(f"--partition {named}", None, rule, remedy)
     problems = [list(_lacks(given, name, *partitions[name])) for name in names]
     if names and all(problems):

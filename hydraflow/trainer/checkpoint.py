@@ -89,6 +89,15 @@ class Checkpointer:
             with self.undisturbed() if preempted else nullcontext():
                 self._save(step, regular, score)
 
+    def compare(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Keeps the checkpoint of an earlier start as the best if a validation made up for says so."""
+        if self.has(step) and (score := self._new_best(metrics)) is not None:
+            whole, name = self.store.path(step), str(self.trainer.keep_best)
+            try:
+                self.store.publish_best(whole, step, name, score, linked=True)
+            except OSError as error:
+                logger.warning("the checkpoint of step %d could not be kept as the best: %s", step, error)
+
     def settle(self) -> None:
         """Waits for the checkpoint being written. A failure is logged as a warning, or raised as
         EnvironmentFault with trainer.stop_on_failed_save."""
@@ -120,8 +129,8 @@ class Checkpointer:
             raise EnvironmentFault(f"{text}: {why}") from None
 
     def require_space(self, total_steps: int, done: int) -> None:
-        """Raises ConfigError when the disk has no room for two checkpoints (or for the only one planned); one
-        of an earlier start that will be removed counts."""
+        """Raises ConfigError when the disk has no room for two checkpoints (or for the only one planned); the
+        space of an earlier start's checkpoint that will be removed counts as free."""
         if self.trainer.save_freq <= 0 or total_steps <= done:
             return
         planned = math.ceil((total_steps - done) / self.trainer.save_freq)

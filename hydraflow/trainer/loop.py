@@ -96,8 +96,8 @@ class Loop:
         stop_when: StopRule | None = None,
     ) -> str:
         """Trains until the steps or the time are used up or `stop_when` holds; returns why it ended. `done`:
-        steps of earlier starts of the run. `checkpoints` None: nothing is saved. `validate_first`: also
-        before the first step of this start, if it has any.
+        steps of earlier starts of the run. `checkpoints` None: nothing is saved. `validate_first`: validates
+        before the first step, too; a start with no steps left only validates.
 
         A step is logged before it is saved: a checkpoint is never ahead of the metrics.
         """
@@ -106,6 +106,8 @@ class Loop:
             metrics = self._validate(done)
             if metrics or not (done or self.clock.preempted):  # an abandoned validation has nothing to log
                 self.trackers.log(metrics, step=done)
+            if done and checkpoints is not None:
+                checkpoints.compare(done, metrics)
         if self.clock.preempted:
             return self.clock.why_to_stop()
         for step in range(done + 1, total_steps + 1):

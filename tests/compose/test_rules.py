@@ -440,6 +440,8 @@ def test_fp16_is_for_frozen_models() -> None:
         f"{key}.dtype=bf16",
         f"{key}.reduce_dtype=fp32",
     ]
+    config.trainer.val_only = True
+    assert list(problems(config)) == []
     supervised = SFTConfig()
     supervised.model.path, supervised.data.train_files = "m", "d"
     supervised.fsdp_config.model_dtype = "fp16"

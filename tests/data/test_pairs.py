@@ -133,6 +133,15 @@ def test_nothing_after_the_end_token_is_scored(tokenizer: Any, tmp_path: Path) -
     assert [row.tolist() for row in batch.get("responses").unbind()] == [[two, end, 0], [one, one, end, 0]]
 
 
+def test_a_response_that_ends_in_a_control_token_keeps_its_end_token(tokenizer: Any, tmp_path: Path) -> None:
+    calling = copy.deepcopy(tokenizer)
+    calling.add_special_tokens({"additional_special_tokens": ["<|call|>"]})
+    row = PLAIN | {"chosen": "2<|call|>"}
+    batch = ScoredPairDataset(GradedPairsConfig(), write(tmp_path / "a.jsonl", row), calling).batch([0])
+    ids = [calling.convert_tokens_to_ids(text) for text in ("2", "<|call|>")]
+    assert batch.get("responses").unbind()[0].tolist() == [*ids, calling.eos_token_id, 0]
+
+
 @pytest.mark.parametrize(
     ("prompt", "system", "prompts"),
     [
@@ -140,6 +149,7 @@ def test_nothing_after_the_end_token_is_scored(tokenizer: Any, tmp_path: Path) -
         (said("1+1= ", system="-"), "", "-1+1="),
         (said("1+1=", system="-"), "+", "+1+1="),
         (said(system="-"), "", "-1+1="),
+        (said(system="-"), "-", "-1+1="),
     ],
 )
 def test_a_prompt_that_both_conversations_repeat_stands_once(

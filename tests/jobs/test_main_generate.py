@@ -151,9 +151,7 @@ def test_rows_that_no_parquet_file_can_hold_are_found_before_sampling(tiny: str,
 
 def test_text_that_is_no_unicode_is_named() -> None:
     """Half of an emoji, from text that was cut off."""
-    with pytest.raises(
-        ConfigError, match="column note cannot be written as Parquet: .*surrogates not allowed"
-    ):
+    with pytest.raises(ConfigError, match="column note has text that is not Unicode: .*surrogates not"):
         input_table([FileRecord({"prompt": "a", "note": "cut \ud83d"}, Path("rows.jsonl"), 0)])
 
 

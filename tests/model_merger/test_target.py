@@ -46,6 +46,29 @@ def test_an_empty_target_is_filled_where_it_is(
     assert "is a mount point, which cannot be replaced" in refused(*command, "--overwrite")
 
 
+def test_an_empty_target_is_empty_again_after_a_failure(
+    split: Callable[..., Path], refused: Refused, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target = tmp_path / "out"
+    (target / "lost+found").mkdir(parents=True)  # a new file system
+    command = ["merge", "--local_dir", str(split("hydraflow")), "--target_dir", str(target)]
+    whole = Path.rename
+
+    def rename(self: Path, to: Path) -> Path:
+        if to == target / "config.json":
+            raise OSError(5, "Input/output error")
+        return whole(self, to)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "rename", rename)
+        assert main(command) == EnvironmentFault.exit_code
+    assert [path.name for path in target.iterdir()] == ["lost+found"]
+    (target / "out.1234.unfinished").mkdir()  # of a process that was killed
+    assert f"rm -r {target / 'out.1234.unfinished'}" in refused(*command)
+    (target / "out.1234.unfinished").rmdir()
+    assert main(command) == 0
+
+
 def test_further_chat_templates_are_copied(split: Callable[..., Path], tmp_path: Path) -> None:
     source = shutil.copytree(split("hydraflow"), tmp_path / "source")
     templates = source / "huggingface" / "additional_chat_templates"

@@ -41,6 +41,9 @@ def test_the_last_block_is_run_on_all_tests() -> None:
         ("```\nprint(5)\n```\n``` py\nprint(6)", "print(6)"),
         ("```pytb\nError\n```\n```\nprint(6)\n```\n```pycon\n>>> 6\n```", "print(6)\n"),
         ("```cpp\nint x;\n```", "int x;\n"),
+        ("```python\nprint(6)\n```\nOutput:\n```\n6\n```", "print(6)\n"),
+        ("```py\nprint(6)\n```\n```python-traceback\nE\n```", "print(6)\n"),
+        ("Use ```sort()``` to sort.\n```python\nprint(6)\n```\nIt is ```O(n)```.\n", "print(6)\n"),
         ("print(6)", "print(6)"),
     ],
 )

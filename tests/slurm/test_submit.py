@@ -388,6 +388,8 @@ def test_the_partition_that_sbatch_will_take_is_looked_at(
     assert submit("--sbatch=--partition=large", *asked, home=tmp_path).returncode == 0
     monkeypatch.setenv("SBATCH_PARTITION", "large")
     assert submit("--partition", "small", *asked, home=tmp_path).returncode == 0
+    monkeypatch.setenv("SBATCH_PARTITION", "larg")
+    assert "-> unset SBATCH_PARTITION, and --partition" in submit(*asked, home=tmp_path).stderr
 
 
 def test_a_controller_that_does_not_answer_is_reported(

@@ -6,6 +6,7 @@ from __future__ import annotations
 import errno
 import json
 import logging
+import math
 import re
 import shutil
 import threading
@@ -351,3 +352,14 @@ def test_a_worse_model_does_not_replace_the_best_after_a_failed_save(tmp_path: P
         checkpoints.after(3, {METRIC: 0.65}, last=True, preempted=False)
     best = saver.store.best()
     assert best is not None and best["value"] == 0.7
+
+
+def test_a_validation_that_is_made_up_for_is_compared(tmp_path: Path, group: Group) -> None:
+    """The checkpoint of an earlier start is linked as the best, and stays where it is."""
+    run(checkpointer(tmp_path, group, keep_best=METRIC, save_freq=2), [0.5, math.nan])
+    saver = checkpointer(tmp_path, group, keep_best=METRIC, save_freq=2)
+    saver.compare(2, {METRIC: 0.4})
+    assert saver.store.best() == {"metric": METRIC, "value": 0.5, "step": 1}
+    saver.compare(2, {METRIC: 0.6})
+    assert saver.store.best() == {"metric": METRIC, "value": 0.6, "step": 2}
+    assert (tmp_path / "best" / "global_step_2").is_dir() and saver.store.steps() == [2]
