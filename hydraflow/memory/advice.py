@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
+from hydraflow.batch_plan.handles import HANDLES
 from hydraflow.batch_plan.parts import MicroPlan, RolePlan
 from hydraflow.batch_plan.plans import BatchPlan
 from hydraflow.batch_plan.settings import value_at, with_value
@@ -158,7 +159,7 @@ def _batch_changes(inputs: EstimateInputs) -> Iterator[Change]:
             for size in halves((micro.max_tokens or 0) // sharers, least=-(-inputs.longest_row // sharers)):
                 yield Change(tokens_key, size, 1, effect)
             continue
-        if isinstance(one, RolePlan) and inputs.config.batch.gradient_accumulation_steps is not None:
+        if isinstance(one, RolePlan) and value_at(inputs.config, HANDLES["a"]) is not None:
             continue  # the optimizer step would shrink with the micro-batch
         for size in range(micro.rows // 2, 0, -1):
             if micro.rows % size == 0:

@@ -84,9 +84,12 @@ def drawn_step(seed: int, rows: int = 24, longest: int = 40) -> Step:
     groups = draw.integers(0, rows // 4, rows).tolist()
     given = per_row(), groups, like_mask(-5, 5), like_mask(-5, 5), mask, per_row(), per_row(2)
     log_probs, squared = like_mask(-8, -0.125), like_mask(0.125, 1)
-    # the sum of the squares of all probabilities is at least that of the token's own
-    at_least = [[max(x, math.exp(2 * p)) for x, p in zip(*row)] for row in zip(squared, log_probs)]
-    return Step(*given, log_probs, at_least)
+    return Step(*given, log_probs, possible(log_probs, squared))
+
+
+def possible(log_probs: list[list[float]], squared: list[list[float]]) -> list[list[float]]:
+    """Sums of squared probabilities, each at least the square of its token's own."""
+    return [[max(x, math.exp(2 * p)) for x, p in zip(*row)] for row in zip(squared, log_probs)]
 
 
 def oracle_difference(name: str) -> float:

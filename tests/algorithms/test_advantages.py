@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from algorithms.advantage_oracle import Step, f64, reference, suited
+from algorithms.advantage_oracle import Step, f64, possible, reference, suited
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -166,7 +166,7 @@ def steps(draw) -> Step:
     def per_row(cell):
         return draw(st.lists(cell, min_size=len(mask), max_size=len(mask)))
 
-    return Step(
+    given_before = (
         per_row(number),
         per_row(st.integers(-1, 3)),
         like_mask(),
@@ -174,9 +174,9 @@ def steps(draw) -> Step:
         mask,
         per_row(number),
         per_row(st.tuples(number, number).map(list)),
-        like_mask(st.floats(-8, -0.125)),
-        like_mask(st.floats(0.125, 1)),
     )
+    log_probs = like_mask(st.floats(-8, -0.125))
+    return Step(*given_before, log_probs, possible(log_probs, like_mask(st.floats(0.125, 1))))
 
 
 CONFIGS = st.builds(
