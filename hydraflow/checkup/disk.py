@@ -38,6 +38,8 @@ class PlannedFiles:
     name: str
     size: int
     count: int = 1
+    keep_key: str = ""
+    """Configuration key that limits `count`."""
 
     def __str__(self) -> str:
         times = "" if self.count == 1 else f"{self.count} times "
@@ -97,7 +99,8 @@ def what_is_written(
         parts = {"model": full, "optimizer": 0 if model.lora_rank > 0 else MOMENTS * full, "hf_model": full}
         size = sum(parts.get(part, 0) for part in role.checkpoint.save_contents)
         if count := checkpoints(plan.total_steps, trainer.save_freq, keep):
-            found.append(PlannedFiles(f"checkpoint of the {name}", size, count))
+            key = f"trainer.max_{name}_ckpt_to_keep"
+            found.append(PlannedFiles(f"checkpoint of the {name}", size, count, key))
             if trainer.keep_best is not None:
                 found.append(PlannedFiles(f"best checkpoint of the {name}", size))
     return found
@@ -139,12 +142,8 @@ def judge(folder: Path, written: Sequence[PlannedFiles], *, free: int) -> Findin
 
 def _kept(written: Sequence[PlannedFiles], free: int) -> str:
     """Overrides that keep as many checkpoints as fit beside the newest one; empty: none do."""
-    roles = [
-        role
-        for role in ("actor", "critic")
-        if any(each.name.endswith(role) and each.count > 1 for each in written)
-    ]
+    keys = [each.keep_key for each in written if each.keep_key]
     for keep in range(max(each.count for each in written), 0, -1):
         if sum(each.size * min(each.count, keep + 1) for each in written) <= free:
-            return " ".join(f"trainer.max_{role}_ckpt_to_keep={keep}" for role in roles)
+            return " ".join(f"{key}={keep}" for key in keys)
     return ""

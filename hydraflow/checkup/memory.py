@@ -79,8 +79,8 @@ def check_gpus(context: CheckContext) -> Iterator[Finding]:
 
 
 def _report(context: CheckContext, **measured: int) -> MemoryReport:
-    """The estimate with this machine's measured free memory instead of the configured limits, so that its
-    advice is for this machine."""
+    """The estimate with this machine's measured memory instead of the configured limits, so that its advice
+    is for this machine."""
     limits = replace(limits_of(context.config), **measured)  # type: ignore[arg-type]
     shapes = context.shape, context.critic_shape
     return estimate(context.plan, context.config, shapes[0], limits=limits, critic_shape=shapes[1])

@@ -159,8 +159,8 @@ def _batch_changes(inputs: EstimateInputs) -> Iterator[Change]:
             for size in halves((micro.max_tokens or 0) // sharers, least=-(-inputs.longest_row // sharers)):
                 yield Change(tokens_key, size, 1, effect)
             continue
-        if isinstance(one, RolePlan) and value_at(inputs.config, HANDLES["a"]) is not None:
-            continue  # the optimizer step would shrink with the micro-batch
+        if name == "actor" and value_at(inputs.config, HANDLES["a"]) is not None:
+            continue  # with a given number of micro-batches, a smaller one makes a smaller optimizer step
         for size in range(micro.rows // 2, 0, -1):
             if micro.rows % size == 0:
                 yield Change(rows_key, size, 1, effect)

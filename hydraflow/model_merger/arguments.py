@@ -31,7 +31,7 @@ def parser() -> argparse.ArgumentParser:
 def _add_merge(commands: Any) -> None:
     merge = _command(commands, "merge", "convert a checkpoint to a Hugging Face directory")
     _checkpoint(merge)
-    _flag(merge, "target_dir", type=expanduser, required=True, metavar="OUT", help="the directory to create")
+    _path(merge, "target_dir", required=True, metavar="OUT", help="the directory to create")
     _merge_options(merge)
     adapters = "add adapters to the weights, or write OUT/lora_adapter for peft"
     _flag(merge, "lora", choices=("merged", "adapter"), default="merged", help=adapters)
@@ -48,10 +48,9 @@ def _add_test(commands: Any) -> None:
     what = "compare a checkpoint with a Hugging Face directory, bit by bit; exit code 1 when they differ"
     test = _command(commands, "test", what)
     _checkpoint(test)
-    _flag(
+    _path(
         test,
         "test_hf_dir",
-        type=expanduser,
         required=True,
         metavar="DIR",
         help="the directory to compare with",
@@ -68,9 +67,9 @@ def _add_info(commands: Any) -> None:
 
 def _add_split(commands: Any) -> None:
     split = _command(commands, "split", "convert a Hugging Face directory to a checkpoint")
-    _flag(split, "hf_dir", type=expanduser, required=True, metavar="DIR", help="the directory to split")
+    _path(split, "hf_dir", required=True, metavar="DIR", help="the directory to split")
     target = "the checkpoint to create: a model's directory, such as .../actor"
-    _flag(split, "target_dir", type=expanduser, required=True, metavar="CKPT", help=target)
+    _path(split, "target_dir", required=True, metavar="CKPT", help=target)
     _flag(split, "world_size", type=int, required=True, help="number of ranks, each with its own file")
     writer = "format: an FSDP engine's, or Megatron-Core's own"
     _flag(split, "backend", choices=BACKENDS[1:], default="fsdp", help=writer)
@@ -107,9 +106,9 @@ def _checkpoint(command: argparse.ArgumentParser) -> None:
     writer = "writer of the checkpoint; auto detects it"
     _flag(command, "backend", choices=BACKENDS, default="auto", help=writer)
     where = "a model's directory (.../global_step_N/actor, iter_N); for a step or run, its actor is used"
-    _flag(command, "local_dir", type=expanduser, required=True, metavar="CKPT", help=where)
+    _path(command, "local_dir", required=True, metavar="CKPT", help=where)
     settings = "Hugging Face directory of the model that was trained, if CKPT has no huggingface/"
-    _flag(command, "hf_model_path", type=expanduser, metavar="DIR", help=settings)
+    _path(command, "hf_model_path", metavar="DIR", help=settings)
 
 
 def _merge_options(command: argparse.ArgumentParser) -> None:
@@ -124,6 +123,11 @@ def _merge_options(command: argparse.ArgumentParser) -> None:
 def _dtype(command: argparse.ArgumentParser, auto: str) -> None:
     types = ("auto", "fp32", "bf16", "fp16")
     _flag(command, "dtype", choices=types, default="auto", help=f"of the weights; auto: {auto}")
+
+
+def _path(command: argparse.ArgumentParser, name: str, **options: Any) -> None:
+    # a shell does not expand the ~ of --flag=~/x
+    _flag(command, name, type=expanduser, **options)
 
 
 def _switch(command: argparse.ArgumentParser, name: str, what: str) -> None:

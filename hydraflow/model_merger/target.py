@@ -137,7 +137,7 @@ def require_free(target: Path, source: Path, *, overwrite: bool) -> Path:
         )
     if not target.is_dir() or _is_empty(target):
         return target
-    if left := [path for path in target.glob(f"{target.name}.*{UNFINISHED}")]:
+    if left := [path for path in target.iterdir() if _is_left(path, target)]:
         rule = "holds what an interrupted command left"
         raise ConfigError.one("--target_dir", str(target), rule, f"rm -r {left[0]}")
     if target.is_mount():
@@ -149,6 +149,11 @@ def require_free(target: Path, source: Path, *, overwrite: bool) -> Path:
     if not overwrite:
         raise ConfigError.one("--target_dir", str(target), "already exists", f"--overwrite, or {another}")
     return target
+
+
+def _is_left(path: Path, target: Path) -> bool:
+    """Whether `unfinished` made this path in the target."""
+    return path.name.startswith(f"{target.name}.") and path.name.endswith(UNFINISHED)
 
 
 def _is_empty(target: Path) -> bool:

@@ -49,7 +49,7 @@ def _await(words: Sequence[str]) -> int:
         reasons = (f"{file.name}: {file.read_text().strip() or 'its Ray ended'}" for file in failed)
         return "; ".join(reasons) or None
 
-    await_nodes(await_head(folder, nodes[0], seconds), nodes, seconds, ended=ended)
+    await_nodes(await_head(folder, nodes[0]), nodes, seconds, ended=ended)
     print(f"all {len(nodes)} nodes have joined Ray: {', '.join(nodes)}", flush=True)
     return 0
 

@@ -15,7 +15,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from hydraflow.compose.allocated import BESIDE
-from hydraflow.compose.command import Command
 from hydraflow.compose.judges import judge, missing
 from hydraflow.compose.launch import launch
 from hydraflow.compose.loading import EntryPoint
@@ -64,15 +63,13 @@ class JobSettings:
 def check(job: str, arguments: Sequence[str], use: Callable[[JobConfig], None]) -> int:
     """Composes and plans the run and checks it against the allocation; passes its configuration to `use` and
     returns the exit code. Missing files are reported as well, before the job waits in a queue."""
-
-    def used(config: JobConfig, command: Command) -> None:
-        use(config)
-
     given = sys.argv[1:]
     try:
         # as in the job, which starts a cluster before the command runs
         sys.argv[1:] = [*arguments, "ray_init.address=auto"]
-        return launch(EntryPoint(job, JOBS[job], judges=(judge, missing)), used)
+        return launch(
+            EntryPoint(job, JOBS[job], judges=(judge, missing)), lambda config, command: use(config)
+        )
     finally:
         sys.argv[1:] = given
 

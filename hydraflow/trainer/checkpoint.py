@@ -96,6 +96,7 @@ class Checkpointer:
             try:
                 self.store.publish_best(whole, step, name, score, linked=True)
             except OSError as error:
+                self._best = self.store.best()
                 logger.warning("the checkpoint of step %d could not be kept as the best: %s", step, error)
 
     def settle(self) -> None:

@@ -30,20 +30,21 @@ def test_enough_tight_and_too_little(tmp_path: Path) -> None:
     )
 
 
+def checkpoints_of(role: str, size: int, count: int) -> PlannedFiles:
+    return PlannedFiles(f"checkpoint of the {role}", size, count, f"trainer.max_{role}_ckpt_to_keep")
+
+
 def test_checkpoints_that_will_not_all_fit(tmp_path: Path) -> None:
-    found = judge(tmp_path, [PlannedFiles("checkpoint of the actor", 10 * GIB, 7)], free=45 * GIB)
+    found = judge(tmp_path, [checkpoints_of("actor", 10 * GIB, 7)], free=45 * GIB)
     assert found.state is State.WARNING and "later checkpoints will fail" in found.evidence
     # 45 GiB hold 4 at a time: 3 that stay, and the one that is being written
     assert found.remedy.startswith("trainer.max_actor_ckpt_to_keep=3 or ")
-    assert (
-        judge(tmp_path, [PlannedFiles("checkpoint of the actor", 10 * GIB, 7)], free=9 * GIB).state
-        is State.PROBLEM
-    )
+    assert judge(tmp_path, [checkpoints_of("actor", 10 * GIB, 7)], free=9 * GIB).state is State.PROBLEM
 
 
 def test_checkpoints_of_several_roles_are_kept_together(tmp_path: Path) -> None:
     """Two roles with five saves, their final models, and the best of the actor's."""
-    files = [PlannedFiles(f"checkpoint of the {role}", 30 * GIB, 5) for role in ("actor", "critic")]
+    files = [checkpoints_of(role, 30 * GIB, 5) for role in ("actor", "critic")]
     files += [PlannedFiles(f"final_model/{role}", 10 * GIB) for role in ("actor", "critic")]
     files.append(PlannedFiles("best checkpoint of the actor", 30 * GIB))
     found = judge(tmp_path, files, free=250 * GIB)  # 50 + 2 * 30 * 3 = 230

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 from checkup.given import configured, findings, states
@@ -12,7 +13,7 @@ from hydraflow.checkup.finding import State
 from hydraflow.checkup.memory import judge_device, judge_host, judge_unused
 from hydraflow.memory.estimate import estimate
 from hydraflow.memory.limits import MachineMemory, host_memory, limits_of
-from hydraflow.memory.report import MemoryReport
+from hydraflow.memory.report import Advice, MemoryReport
 
 
 def report(model: Path, data: Path) -> MemoryReport:
@@ -45,6 +46,21 @@ def test_device_memory_below_the_estimate(model: Path, data: Path) -> None:
     # Within what an estimate may be off.
     assert judge_device(found, int(peak / 1.1), "GPU 0").state is State.WARNING
     assert judge_device(found, peak // 2, "GPU 0").state is State.PROBLEM
+
+
+def test_changes_that_build_on_each_other_are_given_together(model: Path, data: Path) -> None:
+    advice = tuple(
+        Advice(override, 1, "", where)
+        for override, where in (("a=1", "host"), ("b=2", "device"), ("c=3", "host"))
+    )
+    found = judge_device(replace(report(model, data), advice=advice), 1, "GPU 0")
+    assert found.remedy == "a=1 b=2", "the last is for the host alone"
+
+
+def test_the_plan_counts_the_prompts_that_a_run_takes(model: Path, data: Path) -> None:
+    whole = CheckContext(configured(model, data)).plan.total_steps
+    given = configured(model, data, data__train_max_samples=4)
+    assert whole > CheckContext(given).plan.total_steps == given.trainer.total_epochs
 
 
 def test_host_memory_below_the_estimate(model: Path, data: Path) -> None:

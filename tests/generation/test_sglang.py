@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
@@ -70,6 +71,7 @@ def memory() -> Iterator[None]:
     shared = sglang_weights.SHARED_MEMORY
     with tempfile.TemporaryDirectory(dir=shared) as folder, pytest.MonkeyPatch.context() as patch:
         patch.setattr(sglang_weights, "SHARED_MEMORY", Path(folder))
+        patch.delenv("TMPDIR", raising=False)
         yield
 
 
@@ -447,3 +449,17 @@ def test_a_killed_worker_leaves_no_server_and_no_files(hollow: Installed, tmp_pa
     os.waitpid(worker, 0)
     eventually(lambda: not any(map(psutil.pid_exists, started)), "the server's end")
     eventually(lambda: folders() == before, "the removal of its folder")
+
+
+def test_weights_are_in_memory_if_those_of_all_replicas_fit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sglang_weights, "SHARED_MEMORY", tmp_path)
+    monkeypatch.setattr(sglang_weights.shutil, "disk_usage", lambda folder: SimpleNamespace(free=100))
+    monkeypatch.delenv("TMPDIR", raising=False)
+    found = [sglang_weights.private_folder(40, replicas) for replicas in (1, 2, 3)]
+    monkeypatch.setenv("TMPDIR", str(tmp_path / "other"))
+    found.append(sglang_weights.private_folder(40, 1))
+    for folder in found:
+        folder.rmdir()
+    assert [folder.parent == tmp_path for folder in found] == [True, True, False, False]

@@ -15,6 +15,10 @@ from hydraflow.model_merger.__main__ import main
 Refused = Callable[..., str]
 
 
+def merging(split: Callable[..., Path], target: Path) -> list[str]:
+    return ["merge", "--local_dir", str(split("hydraflow")), "--target_dir", str(target)]
+
+
 def test_a_target_that_is_there_is_not_touched(
     split: Callable[..., Path], refused: Refused, tmp_path: Path
 ) -> None:
@@ -38,7 +42,7 @@ def test_an_empty_target_is_filled_where_it_is(
     target = tmp_path / "out"
     target.mkdir()
     node = target.stat().st_ino
-    command = ["merge", "--local_dir", str(split("hydraflow")), "--target_dir", str(target)]
+    command = merging(split, target)
     assert main(command) == 0
     assert target.stat().st_ino == node and not list(tmp_path.glob("out.*"))
     assert (target / "config.json").is_file() and not list(target.glob("*unfinished"))
@@ -51,7 +55,7 @@ def test_an_empty_target_is_empty_again_after_a_failure(
 ) -> None:
     target = tmp_path / "out"
     (target / "lost+found").mkdir(parents=True)  # a new file system
-    command = ["merge", "--local_dir", str(split("hydraflow")), "--target_dir", str(target)]
+    command = merging(split, target)
     whole = Path.rename
 
     def rename(self: Path, to: Path) -> Path:
@@ -96,19 +100,7 @@ def test_only_what_it_made_is_removed(split: Callable[..., Path], tmp_path: Path
         file.parent.mkdir()
         file.write_text("keep")
     for _ in range(2):
-        assert (
-            main(
-                [
-                    "merge",
-                    "--local_dir",
-                    str(split("hydraflow")),
-                    "--target_dir",
-                    str(tmp_path / "out"),
-                    "--overwrite",
-                ]
-            )
-            == 0
-        )
+        assert main([*merging(split, tmp_path / "out"), "--overwrite"]) == 0
     assert [file.read_text() for file in mine] == ["keep", "keep"]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "out.old", "out.unfinished"]
 
@@ -116,14 +108,7 @@ def test_only_what_it_made_is_removed(split: Callable[..., Path], tmp_path: Path
 def test_an_earlier_model_stays_when_the_new_one_cannot_take_its_place(
     split: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    command = [
-        "merge",
-        "--local_dir",
-        str(split("hydraflow")),
-        "--target_dir",
-        str(tmp_path / "out"),
-        "--overwrite",
-    ]
+    command = [*merging(split, tmp_path / "out"), "--overwrite"]
     assert main(command) == 0
     before = read(tmp_path / "out")
     whole = Path.rename

@@ -58,6 +58,8 @@ def require(folder: Path) -> None:
     words += ["actor_rollout_ref.actor.ppo_mini_batch_size=2", "trainer.total_training_steps=1"]
     plan = resolve_plan(load("ppo", PPOConfig, words), prompts=600, devices_per_node=1)
     require_dumps(DebugConfig(load_rollouts=str(folder)), plan, first=1)
+    # all steps are done, but not the end of the run
+    require_dumps(DebugConfig(load_rollouts=str(folder)), plan, first=plan.total_steps + 1)
 
 
 class Numbers:
