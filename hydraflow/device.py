@@ -9,10 +9,12 @@ from __future__ import annotations
 import ctypes
 import inspect
 import os
+import re
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from functools import cache
+from itertools import takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -48,7 +50,7 @@ def core_limits(
     """
     limits = {"affinity mask": float(len(os.sched_getaffinity(0)))}
     slurm = environ.get("SLURM_CPUS_PER_TASK", "")
-    if slurm.isdigit() and int(slurm) > 0:
+    if slurm.isdecimal() and int(slurm) > 0:
         limits["SLURM_CPUS_PER_TASK"] = float(slurm)
     quotas = map(_quota, cgroup_folders("cpu", cgroups, membership))
     if allowed := [quota for quota in quotas if quota is not None]:
@@ -114,7 +116,8 @@ def listed_gpus(
     visible = environ.get("CUDA_VISIBLE_DEVICES")
     if visible is None:
         return listed
-    return min(listed, sum(1 for name in visible.split(",") if name.strip()))
+    names = map(str.strip, visible.split(","))  # CUDA ignores everything from the first that is no GPU on
+    return min(listed, sum(1 for _ in takewhile(re.compile(r"\d+|(GPU|MIG)-.*").fullmatch, names)))
 
 
 def planned_devices(device: str) -> int:

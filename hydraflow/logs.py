@@ -20,6 +20,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from hydraflow.system.paths import expanded
 from hydraflow.system.printing import make_printable, reader_may_leave
 from hydraflow.system.role_logs import LEVELS, LINE
 from hydraflow.system.whole_files import json_object
@@ -44,6 +45,8 @@ class LogRecord:
     role: str
     rank: int
     text: str
+    continues: bool = False
+    """Whether it is more of the record before it: untagged lines that were written later."""
 
     def __str__(self) -> str:
         return f"{self.time} {self.level} {self.role}-{self.rank} {self.text}"
@@ -60,21 +63,22 @@ class LogParser:
         self._role, self._rank = role, rank
         self._held: list[str] = []
         self._head = ("", "OUT")
+        self._continues = False
 
     def feed(self, line: str) -> Iterator[LogRecord]:
         """Adds a line; returns the previous record if this line starts a new one."""
         found = LINE.fullmatch(line)
         if found and found[2] in LEVELS:
             yield from self.rest()
-            self._head, self._held = (found[1], found[2]), [found[5]]
+            self._head, self._held, self._continues = (found[1], found[2]), [found[5]], False
         else:
             self._held.append(line)
 
     def rest(self) -> Iterator[LogRecord]:
         """The pending lines as a record."""
         if self._held:
-            yield LogRecord(*self._head, self._role, self._rank, "\n".join(self._held))
-        self._held = []
+            yield LogRecord(*self._head, self._role, self._rank, "\n".join(self._held), self._continues)
+        self._held, self._continues = [], True
 
 
 def log_files(folder: Path) -> dict[tuple[str, int], list[Path]]:
@@ -115,24 +119,25 @@ class LogFollower:
         self._read: dict[int, tuple[int, bytes]] = {}
         """Inode -> number of bytes read, and an unfinished last line."""
 
-    def new(self) -> list[LogRecord]:
-        """The records since the last call, by time."""
+    def new(self, *, at_end: bool = False) -> list[LogRecord]:
+        """The records since the last call, by time. at_end: nothing more will be written, so an unfinished
+        line counts as one."""
         found = [
             record
             for key, paths in log_files(self._folder).items()
             if _is_chosen(key, self._roles, self._ranks)
-            for record in self._new_records(key, paths)
+            for record in self._new_records(key, paths, at_end)
         ]
         return sorted(found, key=lambda record: record.time)
 
-    def _new_records(self, key: tuple[str, int], paths: Sequence[Path]) -> Iterator[LogRecord]:
+    def _new_records(self, key: tuple[str, int], paths: Sequence[Path], at_end: bool) -> Iterator[LogRecord]:
         parser = self._parsers.setdefault(key, LogParser(*key))
         for path in paths:
-            for line in self._new_lines(path):
+            for line in self._new_lines(path, at_end):
                 yield from parser.feed(line)
         yield from parser.rest()
 
-    def _new_lines(self, path: Path) -> list[str]:
+    def _new_lines(self, path: Path, at_end: bool) -> list[str]:
         try:
             with path.open("rb") as file:
                 status = os.fstat(file.fileno())
@@ -145,17 +150,26 @@ class LogFollower:
         except FileNotFoundError:
             return []  # rotated since the folder was listed
         *lines, unfinished = (unfinished + fresh).split(b"\n")
+        if at_end and unfinished:
+            lines, unfinished = [*lines, unfinished], b""
         self._read[inode] = (at + len(fresh), unfinished)
         return [line.decode(errors="replace") for line in lines]
 
 
 def record_filter(pattern: str | None, level: str | None) -> RecordFilter:
-    """Shows records that match `--grep` and have at least the `--level`."""
+    """Shows records that match `--grep` and have at least the `--level`, and what continues them."""
     found = re.compile(pattern) if pattern is not None else None
     least = LEVELS[level.upper()] if level else 0
-    return lambda record: (
-        LEVELS[record.level] >= least and (found is None or found.search(str(record)) is not None)
-    )
+    shown: dict[tuple[str, int], bool] = {}
+
+    def accepts(record: LogRecord) -> bool:
+        source = record.role, record.rank
+        if not record.continues or source not in shown:
+            matches = found is None or found.search(str(record)) is not None
+            shown[source] = LEVELS[record.level] >= least and matches
+        return shown[source]
+
+    return accepts
 
 
 def show(folder: Path, options: argparse.Namespace, accepts: RecordFilter) -> None:
@@ -163,7 +177,7 @@ def show(folder: Path, options: argparse.Namespace, accepts: RecordFilter) -> No
     follower = LogFollower(folder, options.role, options.rank)
     existing = follower.new() if options.follow else read(folder, options.role, options.rank)
     records = filter(accepts, existing)
-    for record in deque(records, options.lines) if options.lines is not None else records:
+    for record in deque(records, min(options.lines, sys.maxsize)) if options.lines is not None else records:
         print(record, flush=options.follow)
     quiet = 0
     while options.follow and (quiet < QUIET_POLLS or not has_ended(folder.parent)):
@@ -172,6 +186,8 @@ def show(folder: Path, options: argparse.Namespace, accepts: RecordFilter) -> No
         quiet = 0 if fresh else quiet + 1
         for record in filter(accepts, fresh):
             print(record, flush=True)
+    for record in filter(accepts, follower.new(at_end=True) if options.follow else ()):
+        print(record, flush=True)
 
 
 def has_ended(run: Path) -> bool:
@@ -209,7 +225,7 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
 def _problem(options: argparse.Namespace, folder: Path) -> str:
     """The error in the options, with a remedy; empty if there is none. With `--follow`, a missing role is not
     an error, since it may still start."""
-    if not folder.is_dir():
+    if not os.path.isdir(folder):
         remedy = "the folder of a run, such as runs/ppo-20260101-120000"
         return f"{options.run}: no logs/ in it\n      -> {remedy}"
     if options.lines is not None and options.lines < 0:
@@ -227,7 +243,7 @@ def _problem(options: argparse.Namespace, folder: Path) -> str:
         print(f"{absent[0]} yet; waiting for it", file=sys.stderr)
     try:
         re.compile(options.grep or "")
-    except re.error as error:
+    except (re.error, OverflowError, RecursionError) as error:
         remedy = f"--grep '{re.escape(options.grep)}'"
         return f"--grep={options.grep}: not a regular expression: {error}\n      -> {remedy}"
     return ""
@@ -237,7 +253,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Prints the log of a run; returns the exit code."""
     make_printable()
     options = _arguments(argv)
-    folder = options.run.expanduser() / "logs"
+    folder = expanded(options.run) / "logs"
     if problem := _problem(options, folder):
         print(problem, file=sys.stderr)
         return 2

@@ -43,11 +43,14 @@ class Metric:
             return self._spread_with(other)
         if self.how == "sum":
             return Metric("sum", self.value + other.value)
+        if math.isnan(other.value):  # max and min would return whichever comes first
+            return other
         return Metric(self.how, (max if self.how == "max" else min)(self.value, other.value))
 
     def _mean_with(self, other: Metric, mine: float, its: float) -> float:
-        weight = self.weight + other.weight
-        return (mine * self.weight + its * other.weight) / weight if weight else 0.0
+        """The weighted mean; a part without weight does not count, whatever its value."""
+        parts = [(value, part.weight) for value, part in ((mine, self), (its, other)) if part.weight]
+        return sum(value * weight for value, weight in parts) / sum(w for _, w in parts) if parts else 0.0
 
     def _spread_with(self, other: Metric) -> Metric:
         """Combines the standard deviations and means of two parts (Chan, Golub, LeVeque 1979)."""

@@ -364,7 +364,7 @@ def limits(
         text = f"from {ge} to {le}"
 
     def holds(value: Any) -> bool:
-        return math.isfinite(value) and all(
+        return (isinstance(value, int) or math.isfinite(value)) and all(
             COMPARISONS[words](value, bound) for words, bound in given.items()
         )
 

@@ -22,6 +22,7 @@ from hydraflow.errors import ConfigError, HydraflowError, Problem
 from hydraflow.explain.report import Report, make_report
 from hydraflow.explain.show import show
 from hydraflow.schema import JOBS, JobConfig, PPOConfig
+from hydraflow.system.paths import expanded
 from hydraflow.system.printing import reader_may_leave
 
 NO_ROOM = 1
@@ -87,7 +88,7 @@ def _draw(report: Report, path: Path) -> None:
         rule = f"{report.job} makes no optimizer steps that could be drawn"
         raise ConfigError.one("--svg", path, rule, "leave out --svg")
     try:
-        path.write_text(draw(report.step), encoding="utf-8")
+        expanded(path).write_text(draw(report.step), encoding="utf-8")
     except OSError as error:
         rule = f"the picture cannot be written: {error.strerror}"
         raise ConfigError.one("--svg", path, rule, "--svg step.svg") from error

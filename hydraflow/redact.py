@@ -57,7 +57,9 @@ _OF_A_VOCABULARY = {
 
 # lengths are limited so that long words take time in proportion to their length
 _ADDRESS = re.compile(
-    r"(?P<before>[a-z][a-z0-9+.-]{0,63}://)(?:[^/\s:]*:(?!\d+(?:/|\s|$))[^\s'\"]*|[^/\s]+)@", re.IGNORECASE
+    r"(?P<before>[a-z][a-z0-9+.-]{0,63}://)"
+    r"(?:[^/\s:]{0,255}:(?!\d+(?:/|\s|$))[^\s'\"]{0,1023}|[^/\s]{1,1023})@",
+    re.IGNORECASE,
 )
 _WHOLE_ADDRESS = re.compile(
     r"\A(?P<before>[a-z][a-z0-9+.-]*://)[^/:]*:(?!\d+(?:/|\Z)).*@", re.IGNORECASE | re.DOTALL

@@ -22,7 +22,7 @@ import sys
 import tempfile
 import traceback
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from multiprocessing.connection import Connection
@@ -145,13 +145,18 @@ def as_policy(folder: Path) -> Outcome:
     engine.forward_backward([rows], loss_of)
     expected.sum().backward()
     own = dict(lm.named_parameters(remove_duplicate=False))
-    worst = max(
+    worst = largest(
         gradient_difference(parameter.grad, own[hf_name(engine.module, name)].grad)
         for name, parameter in engine.module.named_parameters()
     )
     word = PADDED if engine._padded else PACKED
     right = off < LOG_PROBS and worst < GRADIENTS
     return Outcome(word if right else WRONG, "" if right else f"{word}: {off:.2g}, {worst:.2g}", off, worst)
+
+
+def largest(differences: Iterable[float]) -> float:
+    """The largest; NaN if one is NaN, which `max` may pass over."""
+    return float(torch.tensor(list(differences)).max())
 
 
 def gradient_difference(mine: Tensor | None, wanted: Tensor | None) -> float:
@@ -203,7 +208,7 @@ def sampled(folder: Path) -> Outcome:
         responses = ragged.rows(output.responses)
         with torch.no_grad():
             expected = log_probs_of_all(lm, [one for one in prompts for _ in range(2)], responses)
-        off = max(off, float((ragged.parts(output.log_probs)[0] - expected).abs().max()))
+        off = largest([off, *(ragged.parts(output.log_probs)[0] - expected).abs().tolist()])
         seen.append(torch.cat(list(responses)))
     same = torch.equal(*seen)
     why = f"off by {off:.2g}" if same else "different tokens in the second call"

@@ -18,6 +18,7 @@ from typing import Any
 
 from hydraflow.data.files import FileRecord, raise_problems, read_records, write_rows
 from hydraflow.errors import EnvironmentFault, HydraflowError
+from hydraflow.system.paths import unwritable
 
 HUB_NAME = "openai/gsm8k"
 INSTRUCTION = 'Let\'s think step by step and output the final answer after "####".'
@@ -30,11 +31,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         local = {"train": options.train, "test": options.test}
         splits = _from_files(local) if any(local.values()) else _from_hub()
-        for split, records in splits.items():
+        rows = {split: to_rows(records, split, options.instruction) for split, records in splits.items()}
+        for split in rows:
             path = Path(options.output) / f"{split}.parquet"
             path.parent.mkdir(parents=True, exist_ok=True)
-            write_rows(path, to_rows(records, split, options.instruction))
-            print(f"{path}: {len(records)} problems")
+            write_rows(path, rows[split])
+            print(f"{path}: {len(rows[split])} problems")
+    except OSError as error:
+        print(unwritable(options.output, "--output", error), file=sys.stderr)
+        return 2
     except HydraflowError as error:
         print(error, file=sys.stderr)
         return error.exit_code
@@ -44,14 +49,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def to_rows(
     records: Sequence[FileRecord], split: str, instruction: str = INSTRUCTION
 ) -> list[dict[str, Any]]:
-    """Rows in hydraflow's schema. ConfigError if an answer has no `####`, naming the rows."""
+    """Rows in hydraflow's schema. ConfigError if an answer has no `####` and result, naming the rows."""
     raise_problems(
-        [r.problem("its answer has no '#### number'") for r in records if "####" not in r.values["answer"]]
+        [r.problem("its answer has no '#### number'") for r in records if not _result(r.values["answer"])]
     )
     return [
         _to_row(record.values["question"], record.values["answer"], index, split, instruction)
         for index, record in enumerate(records)
     ]
+
+
+def _result(answer: object) -> str:
+    """What follows the last `####`; empty without one."""
+    _, mark, result = str(answer).rpartition("####")
+    return result.strip().replace(",", "") if mark else ""
 
 
 def _to_row(question: str, answer: str, index: int, split: str, instruction: str) -> dict[str, Any]:
@@ -61,7 +72,7 @@ def _to_row(question: str, answer: str, index: int, split: str, instruction: str
         "ability": "math",
         "reward_model": {
             "style": "rule",
-            "ground_truth": answer.rpartition("####")[2].strip().replace(",", ""),
+            "ground_truth": _result(answer),
         },
         "extra_info": {"index": index, "split": split, "question": question, "answer": answer},
     }

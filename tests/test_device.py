@@ -110,7 +110,19 @@ def test_this_process_may_use_a_core() -> None:
     assert 1 <= usable_cores() <= ALLOWED
 
 
-@pytest.mark.parametrize(("visible", "count"), [(None, 2), ("0", 1), ("", 0), ("0,1,2,3", 2)])
+@pytest.mark.parametrize(
+    ("visible", "count"),
+    [
+        (None, 2),
+        ("0", 1),
+        ("", 0),
+        ("0,1,2,3", 2),
+        ("-1", 0),
+        ("NoDevFiles", 0),
+        ("1,-1,0", 1),
+        ("GPU-5f, MIG-1/2", 2),
+    ],
+)
 def test_gpus_are_counted_without_torch(tmp_path: Path, visible: str | None, count: int) -> None:
     for name in ("0000:01:00.0", "0000:02:00.0"):
         (tmp_path / name).mkdir()

@@ -67,13 +67,17 @@ CALLS_THE_USERS_CODE = {
         "hydraflow/checkup/table.py",
         "hydraflow/tracking/guarded.py",
         "hydraflow/jobs/session.py",
+        "hydraflow/system/role_logs.py",
+        "hydraflow/workers/saving.py",
+        "hydraflow/generation/sglang.py",
     )
 }
-"""Where a broad except is right: a reward function may raise anything, and costs its row, not the run, and so
-may the text of a user's exception; a
-check of the doctor opens any file and runs the model's own code, and costs its line of the report; a
-tracker's library raises what it likes, and costs a warning; so does what the end of a run does, of which each
-step must be taken whatever became of the one before."""
+"""Where a broad except is right: a reward function may raise anything, and costs its row, not the run, and
+so may the text of a user's exception; a check of the doctor opens any file and runs the model's own code,
+and costs its line of the report; a tracker's library raises what it likes, and costs a warning; so does
+what the end of a run does, of which each step must be taken whatever became of the one before; a wrong call
+of `logging` costs its line. Whatever a library raises while it writes a part of a checkpoint is reported to
+the controller, and what happens in a thread that waits for SGLang is raised by its caller."""
 
 
 def catches_everything(node: ast.AST) -> bool:

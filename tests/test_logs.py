@@ -93,6 +93,7 @@ def test_what_is_chosen(
         (["--rank", "7"], "-> --rank 0 to --rank 1"),
         (["--grep", "("], "not a regular expression"),
         (["--lines", "-1"], "must be at least 0"),
+        (["--grep", "a{99999999999}"], "not a regular expression"),
     ],
 )
 def test_what_is_not_there_is_refused(
@@ -240,3 +241,35 @@ def test_a_file_that_got_the_inode_of_one_that_is_gone_is_read_from_its_beginnin
     assert len(follower.new()) == 1
     file.write_text(line(2, "INFO", "actor-0", "new"))  # the same inode
     assert [record.text for record in follower.new()] == ["new"]
+
+
+def test_an_unfinished_last_line_is_shown_once_the_run_has_ended(
+    run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with (run / "logs" / "actor-0.log").open("a") as file:
+        file.write(line(7, "ERROR", "actor-0", "last words").rstrip("\n"))
+    summary(run, "all steps done")
+    assert texts(said(capsys, str(run), "-f"))[-1] == "last words"
+
+
+def test_what_continues_a_record_is_shown_with_it(tmp_path: Path) -> None:
+    file, follower = tmp_path / "actor-0.log", logs.LogFollower(tmp_path, [], [])
+    accepts = logs.record_filter("failed", None)
+
+    def shown() -> list[str]:
+        return [record.text for record in filter(accepts, follower.new())]
+
+    file.write_text(line(1, "ERROR", "actor-0", "failed badly"))
+    assert shown() == ["failed badly"]
+    with file.open("a") as more:
+        more.write("Traceback\n")
+    assert shown() == ["Traceback"]
+    with file.open("a") as more:
+        more.write(line(2, "INFO", "actor-0", "goes on") + "calmly\n")
+    assert shown() == []
+
+
+def test_arguments_without_an_end(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert len(said(capsys, str(run), "-n", "9" * 30)) == len(said(capsys, str(run)))
+    assert "no logs/ in it" in said(capsys, "x" * 300, code=2)[0]
+    assert "no logs/ in it" in said(capsys, "~nobody-of-this-name/run", code=2)[0]

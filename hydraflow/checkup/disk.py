@@ -22,6 +22,7 @@ from hydraflow.memory.shape import ModelShape
 from hydraflow.models.config import ModelConfig
 from hydraflow.recipes import arithmetic
 from hydraflow.schema import PPOConfig
+from hydraflow.system.paths import expanded
 from hydraflow.system.whole_files import prove_writable
 from hydraflow.workers.config import ActorConfig, CriticConfig
 
@@ -53,7 +54,7 @@ def check_disk(context: CheckContext) -> Iterator[Finding]:
     written: list[PlannedFiles] = []
     if saves:
         written = what_is_written(context.config, context.plan, context.shape, context.critic_shape)
-    folder = Path(trainer.default_local_dir or "runs").expanduser().absolute()
+    folder = expanded(trainer.default_local_dir or "runs").absolute()
     try:
         existing = next(path for path in (folder, *folder.parents) if path.exists())
         free = shutil.disk_usage(existing).free

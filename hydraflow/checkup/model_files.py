@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hydraflow.batch_plan.roles import (
@@ -37,7 +36,7 @@ from hydraflow.models.fit import DOWNLOAD_AGAIN, require_weights
 from hydraflow.models.loading import Context, context_of, load_config
 from hydraflow.models.weight_files import SHOWN, stored_types, weight_faults, weight_files
 from hydraflow.schema import PPOConfig
-from hydraflow.system.paths import is_hub_name, model_problems
+from hydraflow.system.paths import expanded, is_hub_name, model_problems
 from hydraflow.trainer.roles import critic_model
 
 if TYPE_CHECKING:
@@ -62,7 +61,7 @@ def _check_directory(model: ModelConfig, field: str, *, weights: bool) -> Iterat
         yield from map(of_problem, wrong)
         return
     hub = is_hub_name(model.path)
-    directory = cached_snapshot(model.path) if hub else Path(model.path).expanduser()
+    directory = cached_snapshot(model.path) if hub else expanded(model.path)
     if directory is None:
         yield to_download(f"{field}.path={model.path} is not on this machine", model.path, fault=hub_fault())
         return

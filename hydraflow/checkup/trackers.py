@@ -21,6 +21,7 @@ from hydraflow.checkup.context import CheckContext
 from hydraflow.checkup.finding import Finding, of_problem, ok, problem, warning
 from hydraflow.errors import ConfigError
 from hydraflow.redact import public_text
+from hydraflow.system.paths import expanded
 from hydraflow.tracking import mlflow, swanlab, wandb
 from hydraflow.tracking.base import RunInfo
 from hydraflow.tracking.run_folder import RunFolder
@@ -64,11 +65,11 @@ def _check_response_folders(trainer: TrainerConfig) -> Iterator[Finding]:
     for key in ("trainer.rollout_data_dir", "trainer.validation_data_dir", "trainer.debug.save_rollouts"):
         folder: Any = value_at(trainer, key.removeprefix("trainer."))
         if folder is not None:
-            yield _writable(folder, f"{key}: {Path(folder).expanduser()} can be written", key)
+            yield _writable(folder, f"{key}: {expanded(folder)} can be written", key)
 
 
 def _check_file(trainer: LoopConfig) -> Finding:
-    folder = Path(trainer.default_local_dir or "runs").expanduser()
+    folder = expanded(trainer.default_local_dir or "runs")
     return _writable(trainer.default_local_dir, f"metrics.jsonl goes to {folder}, which can be written")
 
 

@@ -304,9 +304,12 @@ def _is_choice(override: Override, groups: Groups) -> bool:
 
 
 def _breaks_the_tree(override: Override, schema: type) -> Problem | None:
-    """The problem of a value for a section, or of a key below a leaf."""
+    """The problem of a value for a section, of a key below a leaf, or of another command's YAML files."""
     key, keys, value = override.key_or_group, known_keys(schema), values(override)[:1]
     known = keys.get(key)
+    if known is None and (config_folder("ppo") / key).is_dir():
+        rule = "this command has no such section"
+        return Problem(key, shown(value[0]) if value else None, rule, f"leave out {key}")
     if known and known.is_section and value and not isinstance(value[0], Mapping):
         return wrong_type(schema, known, value[0])
     above = known_above(keys, key)

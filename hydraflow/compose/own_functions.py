@@ -16,7 +16,7 @@ from hydraflow.batch_plan.settings import with_value
 from hydraflow.errors import Problem
 from hydraflow.schema import PPOConfig
 from hydraflow.system.own_code import OwnFunction, Parameters
-from hydraflow.system.paths import no_file
+from hydraflow.system.paths import expanded, no_file
 
 LOSS, ESTIMATOR = "actor_rollout_ref.actor.policy_loss.loss_mode", "algorithm.adv_estimator"
 REWARD = "reward.custom_reward_function.path"
@@ -62,7 +62,7 @@ def own_files(config: PPOConfig) -> dict[str, Path]:
     rewards = {REWARD: config.reward.custom_reward_function.path}
     for place, entry in enumerate(config.reward.functions):
         rewards[f"reward.functions[{place}].path"] = entry.get("path")
-    return found | {key: Path(path).expanduser().absolute() for key, path in rewards.items() if path}
+    return found | {key: expanded(path).absolute() for key, path in rewards.items() if path}
 
 
 def own_problems(config: PPOConfig) -> Iterator[Problem]:

@@ -180,9 +180,10 @@ def _engine_arguments_are_not_set_elsewhere(config: PPOConfig | GenerateConfig) 
 def _engine_supports_the_sampling(config: PPOConfig | GenerateConfig) -> Iterator[Problem]:
     key, rollout = _rollout_of(config)
     engine = GENERATION_ENGINES.get(rollout.name)
-    if engine is None or engine.needs is None:
+    if engine is None:
         return
-    library, least = engine.needs.name, engine.least_temperature
+    library = f"the {rollout.name} engine" if engine.needs is None else engine.needs.name
+    least = engine.least_temperature
     sampled = {f"{key}.temperature": rollout.temperature}
     if isinstance(rollout, RolloutConfig) and rollout.val_kwargs.do_sample:
         sampled[f"{key}.val_kwargs.temperature"] = rollout.val_kwargs.temperature

@@ -17,6 +17,15 @@ import numpy as np
 from hydraflow.errors import ConfigError, Problem
 from hydraflow.protocol.batch import DataProto
 
+KEYS = {
+    "rows": "rows of data.train_files",
+    "batch_size": "data.train_batch_size",
+    "seed": "trainer.seed",
+    "shuffle": "data.shuffle",
+    "drop_last": "whether the last rows of an epoch are dropped",
+}
+"""What the order of the rows depends on, and what sets it."""
+
 
 class RowSource(Protocol):
     """What the loader requires of a dataset."""
@@ -102,17 +111,15 @@ class PromptLoader:
     def require_same(self, data: Mapping[str, Any]) -> None:
         """`ConfigError` when rows, batch size, seed or order are not those of a `state` or an `identity`."""
         now = self.identity()
-        differing = [name for name in now if now[name] != data.get(name)]
-        if differing:
-            rule = "the checkpoint was written with"
+        if differing := [name for name in now if now[name] != data.get(name)]:
+            rule, remedy = "the checkpoint was written with", "the same data, or trainer.resume_mode=disable"
             raise ConfigError(
-                [Problem(f"data loader's {n}", now[n], f"{rule} {data.get(n)}") for n in differing]
+                [Problem(KEYS[name], now[name], f"{rule} {data.get(name)}", remedy) for name in differing]
             )
 
     def identity(self) -> dict[str, Any]:
         """What the order of the rows depends on."""
-        names = ("batch_size", "seed", "shuffle", "drop_last")
-        return {"rows": len(self.dataset), **{name: getattr(self, name) for name in names}}
+        return {name: len(self.dataset) if name == "rows" else getattr(self, name) for name in KEYS}
 
     def _roll_over(self) -> None:
         if self.position >= len(self):

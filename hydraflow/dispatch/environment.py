@@ -36,7 +36,8 @@ def variables(rank: int, *, node_ip: str, environ: Mapping[str, str] = os.enviro
     found = {}
     for name, folder in COMPILER_CACHES.items():
         base = Path(environ[name]) if environ.get(name) else node_folder() / folder
-        found[name] = str(base / f"rank_{rank}")
+        own = f"rank_{rank}"  # a second start in this process finds what the first one set
+        found[name] = str(base if base.name == own else base / own)
     found |= shared_variables(environ)
     address = node_address(environ=environ) if environ.get(VARIABLE) else node_ip
     return found | interface_variables(address, environ)

@@ -11,14 +11,14 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import ray
 from ray import ObjectRef
 
 from hydraflow.dispatch.head import RayHead
-from hydraflow.dispatch.shards import Future, LateShard
+from hydraflow.dispatch.shards import CompletedFuture, Future, LateShard
 from hydraflow.dispatch.timeline import Timeline
 from hydraflow.dispatch.transport import Payload, Receipt, Traffic, unpack
 from hydraflow.dispatch.worker import DECISIONS, Failure, log_tail
@@ -73,13 +73,16 @@ class PendingCall:
     method: str
     seconds: float
     deadline: float
-    """time.monotonic() at which `seconds` have passed."""
+    """time.monotonic() at which `seconds` have passed since it was sent, or since an earlier call of its
+    process, or one that it waits for, was answered."""
     answers: dict[int, Any]
     """The call's answers by rank; this one is added."""
     refs: dict[int, ObjectRef]
     """The call's pending answers, by rank; this one changes when the call is resent."""
     again: Callable[[], list[ObjectRef]] | None
     """Resends the call; None: its answer is not needed after a replacement."""
+    awaits: frozenset[ObjectRef] = frozenset()
+    """Answers of other calls that its process waits for before it runs the method."""
     columns: ObjectRef | None = None
     """The columns of the answer, if the call returns any."""
     attempts: int = 0
@@ -208,12 +211,27 @@ class PendingCalls:
     def _keep(self, refs: Sequence[ObjectRef]) -> list[tuple[PendingCall, Failure]]:
         """Stores the answers that have arrived; returns those that are failures."""
         failures = []
-        for call, answer in self._read(refs):
+        for ref, (call, answer) in zip(refs, self._read(refs), strict=True):
             if isinstance(answer, Failure):
                 failures.append((call, answer))
             else:
                 call.answers[call.rank] = answer
+                self._renew(ref, call)
         return failures
+
+    def _renew(self, ref: ObjectRef, done: PendingCall) -> None:
+        """Gives the whole time limit to the calls that are queued behind an answered one in its process, to
+        those that wait for its answer, and to those that wait for any of these."""
+        now = time.monotonic()
+        found = [
+            other for other, call in self.pending.items() if _same_process(call, done) or ref in call.awaits
+        ]
+        while found:
+            other = found.pop()
+            call = self.pending[other]
+            if call.deadline < now + call.seconds:
+                self.pending[other] = replace(call, deadline=now + call.seconds)
+                found += [behind for behind, call in self.pending.items() if other in call.awaits]
 
     def _read(self, refs: Sequence[ObjectRef]) -> list[tuple[PendingCall, Any]]:
         calls = [self.pending.pop(ref) for ref in refs]
@@ -276,7 +294,10 @@ class PendingCalls:
         cause = f"no answer in {first.seconds:g} seconds{others}"
         if self.stacks is not None:
             self._keep(self._ready([], 0.0, 0))  # learns the location of processes that reported meanwhile
-            written = self.stacks(f"{first.role} rank {first.rank}, {first.method}: {cause}")
+            try:
+                written = self.stacks(f"{first.role} rank {first.rank}, {first.method}: {cause}")
+            except (OSError, ray.exceptions.RayError) as error:
+                written = f"they cannot be written: {error}"
             cause += f"; stacks of all workers: {written}"
         self._end({first.group}, first.error(cause))
 
@@ -356,7 +377,11 @@ class CallFuture(Future):
 
 
 def await_any(futures: Sequence[Future]) -> int:
-    """Waits until one of them has its result; returns its index. Raises WorkerError when a call fails."""
+    """Waits until one of them, results of calls or values, is there; returns its index. Raises WorkerError
+    when a call fails."""
     late = [future for future in futures if isinstance(future, CallFuture)]
-    ready = next((number for number, one in enumerate(futures) if not isinstance(one, CallFuture)), None)
-    return late[0].calls.settle_one([one.refs for one in late]) if ready is None else ready
+    ready = next((number for number, one in enumerate(futures) if isinstance(one, CompletedFuture)), None)
+    if ready is not None:
+        return ready
+    assert len(late) == len(futures), "it waits for whole calls only"
+    return late[0].calls.settle_one([one.refs for one in late])

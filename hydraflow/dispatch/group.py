@@ -29,7 +29,7 @@ from hydraflow.dispatch.modes import CallContext, PerRank, Registration, registr
 from hydraflow.dispatch.observability import Observability
 from hydraflow.dispatch.placement import Reservation
 from hydraflow.dispatch.profiler import Profile, nsight_options
-from hydraflow.dispatch.shards import Future
+from hydraflow.dispatch.shards import Future, LateShard
 from hydraflow.dispatch.stacks import NamedProcess, ProcessInfo, names_of
 from hydraflow.dispatch.template import has_template
 from hydraflow.dispatch.timeline import Timeline
@@ -225,14 +225,17 @@ class WorkerGroup(Group):
         answers: dict[int, Any],
         seconds: float,
         resend: bool = True,
+        awaits: frozenset[ObjectRef] = frozenset(),
     ) -> dict[int, ObjectRef]:
-        """Sends a call to those ranks. Returns the answers to wait for, by rank."""
+        """Sends a call to those ranks. Returns the answers to wait for, by rank. `awaits`: see
+        `PendingCall`."""
         refs: dict[int, ObjectRef] = {}
         deadline = time.monotonic() + seconds
         for rank in ranks:
             what = (role, rank, self.rank_infos[rank].node, method)
             again = partial(ask, rank) if resend else None
-            self._owe(PendingCall(self, *what, seconds, deadline, answers, refs, again), ask(rank))
+            call = PendingCall(self, *what, seconds, deadline, answers, refs, again, awaits)
+            self._owe(call, ask(rank))
         return refs
 
     def _owe(self, call: PendingCall, results: list[ObjectRef]) -> None:
@@ -294,6 +297,13 @@ class WorkerGroup(Group):
             answers=answers,
             seconds=self.channel.timeouts.call,
             resend=plan.resend,
+            awaits=frozenset(
+                receipt
+                for values in (*positional, *named.values())
+                for value in values
+                if isinstance(value, LateShard)
+                for receipt in value.receipts
+            ),
         )
         collect = partial(plan.mode.collect_fn, context)
         # another call must not depend on an answer that a resend would replace
@@ -417,8 +427,10 @@ def _is_there(machine: str) -> bool:
 def _checked(places: list[Coordinates], mesh: str) -> list[Coordinates]:
     sizes = {place.data_size for place in places}
     collecting = sorted(place.data_rank for place in places if place.is_collect)
-    if len(sizes) > 1 or collecting != list(range(places[0].data_size)):
+    known = all(0 <= place.data_rank < place.data_size for place in places)
+    if not known or len(sizes) > 1 or collecting != list(range(places[0].data_size)):
         found = f"data sizes {sorted(sizes)}, ranks that collect {collecting}"
+        found += "" if known else f", data ranks {sorted({place.data_rank for place in places})}"
         raise ValueError(f"mesh {mesh!r}: {found}; there must be one for each data rank")
     return places
 

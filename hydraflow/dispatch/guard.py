@@ -77,6 +77,13 @@ class RayGuard:
         return found
 
     def _run(self) -> None:
+        try:
+            self._watch()
+        finally:
+            for descriptor in self._names:
+                os.close(descriptor)
+
+    def _watch(self) -> None:
         since: float | None = None
         while not self._stopped.is_set():
             for descriptor, _ in self._ends.poll(1000 * PERIOD):

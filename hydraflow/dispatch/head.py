@@ -45,6 +45,8 @@ class RayHead:
         now = time.monotonic()
         if now < self._next:
             return
+        if now > self._next + PERIOD:
+            self._heard = now  # nobody asked meanwhile
         self._next = now + PERIOD
         if self._fault is not None and (ended := self._fault()):
             self.is_gone = True

@@ -15,7 +15,7 @@ import platform
 import socket
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import cached_property
 from typing import Any
 
@@ -143,8 +143,9 @@ class LocalGroup(Group):
             self._profile = None
 
     def stop(self) -> None:
-        for worker in self.workers.values():
-            worker.close()
+        with ExitStack() as closing:
+            for worker in reversed(self.workers.values()):
+                closing.callback(worker.close)
         self.workers.clear()
 
     def mesh(self, role: str, name: str) -> list[Coordinates]:
@@ -167,8 +168,10 @@ def _given(value: Any, plan: Registration) -> Any:
     """An argument as the method gets it."""
     shard = split(value, 1)[0] if is_batch(value) else value
     if not isinstance(shard, Shard):
-        return shard
-    return materialise(shard.batch, _refuse_remote, copy=not plan.read_only)
+        return copy.deepcopy(shard)
+    batch = materialise(shard.batch, _refuse_remote, copy=not plan.read_only)
+    batch.meta_info = copy.deepcopy(batch.meta_info)
+    return batch
 
 
 def _refuse_remote(refs: Sequence[Any]) -> Sequence[wire.ColumnData]:
@@ -176,10 +179,11 @@ def _refuse_remote(refs: Sequence[Any]) -> Sequence[wire.ColumnData]:
 
 
 def _kept(answer: Any) -> Any:
-    """An answer as the controller gets it: a batch's columns are copies, as if they had been in the object
-    store."""
+    """An answer as the controller gets it: a copy, as if it had been in the object store."""
     if not isinstance(answer, DataProto):
-        return answer
-    copies = {name: LocalColumn(wire.decode(wire.encode(column, name))) for name, column in answer.items()}
-    columns = {name: Column((copied,)) for name, copied in copies.items()}
-    return RemoteBatch(columns, {}, dict(answer.meta_info))
+        return copy.deepcopy(answer)
+    columns = {
+        name: Column((LocalColumn(wire.decode(wire.encode(column, name))),))
+        for name, column in answer.items()
+    }
+    return RemoteBatch(columns, {}, copy.deepcopy(answer.meta_info))

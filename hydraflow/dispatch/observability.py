@@ -18,6 +18,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from hydraflow.dispatch.config import LogConfig, ProfilerConfig
+from hydraflow.system.paths import expanded
 from hydraflow.system.role_logs import CONTROLLER, LogSettings, RoleLogs, apply_level
 
 
@@ -61,7 +62,7 @@ class Observability:
 
 def observability_of(run: Path, log: LogConfig, profiler: ProfilerConfig, *, debug: bool) -> Observability:
     """The observability settings of a run with that folder."""
-    profiles = Path(profiler.save_path).expanduser().resolve() if profiler.save_path else run / "profile"
+    profiles = expanded(profiler.save_path).resolve() if profiler.save_path else run / "profile"
     return Observability(log_settings(run, log), str(run / "stacks"), profiler, str(profiles), debug=debug)
 
 

@@ -9,6 +9,7 @@ caller's table), and starting Ray (`runtime`).
 
 from __future__ import annotations
 
+import ipaddress
 import logging
 import time
 from collections.abc import Mapping, Sequence
@@ -226,9 +227,9 @@ def _ranked(pool: ResourcePool, nodes: Sequence[_Node]) -> Reservation:
     """Numbers ranks node by node. Nodes with equally many devices are taken in the order of their addresses,
     so that two runs on the same nodes number them alike. `nodes`: the largest first."""
 
-    def address(node: _Node) -> list[int]:
-        parts = node.address.split(".")
-        return [int(part) if part.isdigit() else 0 for part in parts]
+    def address(node: _Node) -> tuple[int, bytes]:
+        found = ipaddress.ip_address(node.address)
+        return found.version, found.packed
 
     alike = {
         count: iter(sorted((node for node in nodes if node.group.bundle_count == count), key=address))

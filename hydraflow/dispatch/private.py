@@ -46,6 +46,8 @@ def close_to_others() -> Path:
 def _named_token() -> str:
     """The token file named by the environment, checked; empty if it names none."""
     named = os.environ.get(TOKEN_PATH, "")
+    if named == str(_own_token()):  # this process set it for an earlier cluster
+        return ""
     remedy = f"unset {TOKEN_PATH}: the run then creates its own token"
     try:
         if named and not Path(named).read_text().strip():
@@ -56,13 +58,16 @@ def _named_token() -> str:
     return named
 
 
+def _own_token() -> Path:
+    return make_node_folder() / "ray-token"
+
+
 def token_file() -> Path:
     """The file with the user's token on this machine, created if missing; all of the user's local runs share
     it."""
-    folder = make_node_folder()
-    file = folder / "ray-token"
+    file = _own_token()
     if not file.exists():
-        with tempfile.NamedTemporaryFile("w", dir=folder) as new:  # mode 0600
+        with tempfile.NamedTemporaryFile("w", dir=file.parent) as new:  # mode 0600
             new.write(secrets.token_hex(32))
             new.flush()
             with suppress(FileExistsError):  # another run of this user was first; link never overwrites

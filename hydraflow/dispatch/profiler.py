@@ -21,6 +21,7 @@ from hydraflow.device import begin_range, end_range, keep_allocations, write_all
 from hydraflow.dispatch.config import ProfilerConfig
 from hydraflow.dispatch.observability import Observability
 from hydraflow.errors import ConfigError
+from hydraflow.system.paths import expanded
 from hydraflow.system.whole_files import prove_writable
 
 KEY = "global_profiler"
@@ -47,7 +48,7 @@ def require_profiler(config: ProfilerConfig) -> None:
     if config.save_path is None:
         return
     try:
-        prove_writable(Path(config.save_path).expanduser())
+        prove_writable(expanded(config.save_path))
     except OSError as error:
         key, rule = f"{KEY}.save_path", f"the folder cannot be written ({error.strerror})"
         raise ConfigError.one(key, config.save_path, rule, f"{key}=<a folder you may write to>") from error

@@ -156,6 +156,9 @@ def real_rows(shards: Sequence[Shard], made: int) -> int:
     if padded is None:
         return made
     given = len(padded.batch)
+    for shard in shards:
+        if len(shard.batch) and (shard.rows, len(shard.batch)) != (padded.rows, given):
+            raise ValueError("got batches with different numbers of rows, of which one is padded")
     if made % given:
         padding = f"of which {given - padded.rows} are padding"
         raise ValueError(f"returned {made} rows for {given}, {padding}: {made} is not a multiple of {given}")

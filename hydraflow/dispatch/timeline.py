@@ -15,13 +15,13 @@ import threading
 from bisect import bisect_left, bisect_right
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import ray
 
 from hydraflow.dispatch.spans import MOST_SPANS, Span
 from hydraflow.errors import first_line
+from hydraflow.system.paths import expanded
 from hydraflow.system.role_logs import CONTROLLER
 from hydraflow.system.whole_files import replacing
 
@@ -42,7 +42,7 @@ class Timeline:
     """Collects spans and writes them. Keeps the newest `MOST_SPANS`; without a file it keeps none."""
 
     def __init__(self, path: str | None = None):
-        self.path = Path(path).expanduser() if path else None
+        self.path = expanded(path) if path else None
         self._rows: deque[tuple[str, int, Span]] = deque(maxlen=MOST_SPANS)
         self._dropped = 0
 

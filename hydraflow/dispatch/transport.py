@@ -209,7 +209,7 @@ def put_batch(data: DataProto) -> Receipt:
     A column with its own object is read only by workers that need it, but each object costs about as much as
     moving a hundred kilobytes.
     """
-    if len(data) == 0:
+    if not data.keys():
         return Receipt(0, {}, dict(data.meta_info))
     encoded = _encoded(data)
     if sum(column.nbytes for column in encoded.values()) <= BUNDLE_LIMIT:
@@ -222,7 +222,7 @@ def put_batch(data: DataProto) -> Receipt:
 def with_columns(data: DataProto) -> tuple[Receipt, Columns]:
     """The receipt, and all columns as the call's second result: the caller owns it, so it outlives the
     process that made it."""
-    columns = _encoded(data) if len(data) else {}
+    columns = _encoded(data)
     return Receipt(len(data), dict.fromkeys(columns), dict(data.meta_info), bundled=True), columns
 
 

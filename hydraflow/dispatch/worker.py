@@ -253,7 +253,12 @@ class WorkerProcess:
     def stop_profile(self) -> Payload:
         with _Guard(self.rank_info, self.first_role, "stop_profile") as guard:
             if self.profile is not None:  # otherwise this process replaced the one that started it
-                self.profile.stop(self.rank_info.rank)
+                try:
+                    self.profile.stop(self.rank_info.rank)
+                except OSError as error:  # the run can do without
+                    logging.getLogger(__name__).warning(
+                        "the profile in %s cannot be written: %s", self.profile.folder, error
+                    )
             self.profile = None
         return guard.answer
 
@@ -280,6 +285,9 @@ class WorkerProcess:
 def _reply(answer: Any, shards: Sequence[Shard], returns_columns: bool) -> tuple[Payload, Columns]:
     """The packed answer. A batch is packed without its columns and without rows computed from padding."""
     if not isinstance(answer, DataProto):
+        if answer is not None and any(shard.rows < len(shard.batch) for shard in shards):
+            rule = "rows were padded, and its answer is no batch, from which they could be removed"
+            raise ValueError(f"{rule}: register the method with padding=False")
         return pack(answer), {}
     real = real_rows(shards, len(answer))
     rows = answer if real == len(answer) else answer[:real]

@@ -85,7 +85,7 @@ def hf_files_of(module: PolicyModel | ValueModel, model: ModelConfig, *, weights
     config, generation = copy.deepcopy(module.hf.config), loading.load_generation_config(model)
     name = loading.causal_class(config, model).__name__
     return HuggingFaceFiles(
-        config, model, _policy_shape(config, model, generation) if weights else None, name, generation
+        config, model, _policy_shape(config, model) if weights else None, name, generation
     )
 
 
@@ -102,22 +102,32 @@ def write_hugging_face(
     else:
         hf_files.config.architectures = None if hf_files.class_name is None else [hf_files.class_name]
         hf_files.config.save_pretrained(directory)
-        if hf_files.generation is not None:
-            hf_files.generation.save_pretrained(directory)
         if weights is not None:
             save_torch_state_dict(weights, directory)
+        if hf_files.model.trust_remote_code:
+            _copy_code(hf_files.model, directory)
+    if hf_files.generation is not None:
+        # save_pretrained refuses settings that from_pretrained accepts, such as a top_p without do_sample
+        hf_files.generation.to_json_file(directory / loading.GENERATION_CONFIG)
     loading.load_tokenizer(hf_files.model, field=field, chat=False).save_pretrained(directory)
 
 
-def _policy_shape(config: Any, model: ModelConfig, generation: GenerationConfig | None) -> Any:
-    from transformers import AutoModelForCausalLM
+def _copy_code(model: ModelConfig, directory: Path) -> None:
+    """Copies the model's own code, which its configuration names; transformers writes it with weights of a
+    class of its own only."""
+    folder = loading.local_folder(str(model.path))
+    for file in folder.glob("*.py") if folder is not None else ():
+        shutil.copyfile(file, directory / file.name)
+
+
+def _policy_shape(config: Any, model: ModelConfig) -> Any:
+    from transformers import AutoModelForCausalLM, GenerationConfig
 
     with torch.device("meta"):
         shape: Any = AutoModelForCausalLM.from_config(
             config, dtype=config.dtype, trust_remote_code=model.trust_remote_code
         )
-    if generation is not None:
-        shape.generation_config = generation
+    shape.generation_config = GenerationConfig()  # the model's own are written apart
     return shape
 
 

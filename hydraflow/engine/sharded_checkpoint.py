@@ -67,15 +67,17 @@ class ShardedSnapshot:
         return [*mine, *sorted(others)]
 
 
-def open_checkpoint(directory: Path, wanted: Collection[str]) -> RoleCheckpointReader:
-    """A checkpoint that holds the tensors `wanted`. Raises ConfigError when it belongs to another model."""
+def open_checkpoint(directory: Path, wanted: State) -> RoleCheckpointReader:
+    """A checkpoint that holds tensors of the names and shapes of `wanted`. Raises ConfigError when it belongs
+    to another model."""
     reader = RoleCheckpointReader(directory)
-    if missing := sorted(set(wanted) - reader.index.tensors.keys()):
-        rule = (
-            f"holds no {missing[0]} ({len(missing)} tensors of this model are missing): it belongs to another"
-            " model"
-        )
-        raise ConfigError.one("trainer.resume_from_path", directory, rule)
+    stored, rule = reader.index.tensors, ""
+    if missing := sorted(wanted.keys() - stored.keys()):
+        rule = f"holds no {missing[0]} ({len(missing)} tensors of this model are missing)"
+    elif other := [name for name in wanted if tuple(wanted[name].shape) != stored[name].shape]:
+        rule = f"holds {other[0]} as {list(stored[other[0]].shape)}, not {list(wanted[other[0]].shape)}"
+    if rule:
+        raise ConfigError.one("trainer.resume_from_path", directory, f"{rule}: it belongs to another model")
     return reader
 
 

@@ -9,10 +9,10 @@ made within a second, anywhere.
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from hydraflow.batch_plan.generate import GeneratePlan, resolve_generate_plan
@@ -36,7 +36,7 @@ from hydraflow.memory.report import MemoryReport
 from hydraflow.memory.shape import FAMILIES, ModelShape
 from hydraflow.rewards.selection import problems as reward_problems
 from hydraflow.schema import GenerateConfig, JobConfig, PPOConfig, SupervisedConfig
-from hydraflow.system.paths import is_hub_name
+from hydraflow.system.paths import expanded, is_hub_name
 from hydraflow.trainer.phases import rollout_is_exact
 
 
@@ -106,7 +106,7 @@ def _ppo_report(config: PPOConfig, command: Command) -> Report:
     of_critic = layers if models.critic is None else models.critic.layers
     faults.add(stage_problems(config, policy=layers, critic=of_critic))
     faults.add([*_replay_problems(config, models.policy), *reward_problems(config.reward)])
-    faults.add([one for one in missing_checkpoints(config) if Path(str(one.value)).expanduser().exists()])
+    faults.add([one for one in missing_checkpoints(config) if os.path.exists(expanded(str(one.value)))])
     limits = limits_of(config)
     plan = faults.result(
         lambda: resolve_plan(
@@ -235,7 +235,7 @@ def _file_notes(config: PPOConfig, prompts: RowCount, held_out: RowCount) -> Ite
     if tokenizer and not is_hub_name(tokenizer):
         own["actor_rollout_ref.model.tokenizer_path"] = tokenizer
     for key, path in own.items():
-        if path and not Path(path).expanduser().exists():
+        if path and not os.path.exists(expanded(path)):
             yield f"{key}: {path} is not on this machine; a run would refuse to start"
     if config.recipe.name == "none" and config.data.train_files is None and not config.trainer.val_only:
         yield "data.train_files is not given: prompts are not counted; a run would refuse to start"

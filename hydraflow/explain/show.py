@@ -146,4 +146,4 @@ def _notes(report: Report) -> Iterator[str]:
     yield f"keys of the command line: {report.counts}"
     yield from report.notes
     for problem in report.not_yet:
-        yield f"{problem.field}={problem.value}: {problem.rule}"
+        yield problem.fault

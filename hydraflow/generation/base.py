@@ -149,6 +149,9 @@ class TokenRequest:
     """Tokens already sampled, by an aborted request."""
 
     def __post_init__(self) -> None:
+        if self.prompt.ndim != 1 or len(self.prompt) == 0:
+            shape = tuple(self.prompt.shape)
+            raise ValueError(f"the prompt has shape {shape}; it must be a row of at least one token")
         if len(self.sampled) >= self.params.max_tokens:
             most = f"max_tokens={self.params.max_tokens}"
             raise ValueError(f"a response of {len(self.sampled)} tokens is complete: {most}")
@@ -193,7 +196,7 @@ class EngineSpec:
     longest_row: int
     """Maximum tokens of prompt and response together."""
     processes: int = 1
-    """Number of engines in this run."""
+    """Processes of the run's engines on this machine."""
     tensor_parallel: int = 1
     """Tensor-parallel size: processes that share each of the engine's layers."""
     pipeline_parallel: int = 1
@@ -214,6 +217,8 @@ class EngineSpec:
     adapters: AdapterLayers | None = None
     """Adapters to load besides the weights, if the engine can (`config.Engine.loads_adapters`); None: merged
     weights."""
+    trust_remote_code: bool = False
+    """Whether the model's own code may be run."""
 
     @property
     def model_parallel(self) -> int:

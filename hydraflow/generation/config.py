@@ -150,7 +150,11 @@ SGLANG_ARGUMENTS = {
 
 GENERATION_ENGINES = {
     "native": Engine(
-        "hydraflow.generation.native:build", takes_parts=True, reports_experts=True, computes_as_trainer=True
+        "hydraflow.generation.native:build",
+        takes_parts=True,
+        reports_experts=True,
+        computes_as_trainer=True,
+        least_temperature=1e-6,
     ),
     "vllm": Engine(
         "hydraflow.generation.vllm:build",
@@ -210,6 +214,11 @@ def _are_stop_strings(value: Any) -> bool:
     return isinstance(strings, list) and all(isinstance(one, str) and one for one in strings)
 
 
+TOKEN_IDS = Rule(
+    "must be a list of token ids, which are at least 0",
+    lambda value: all(type(one) is int and 0 <= one < 2**31 for one in value),
+    example="[2]",
+)
 STOP_STRINGS = Rule("must be a string or a list of strings, none of them empty", _are_stop_strings)
 
 
@@ -229,7 +238,7 @@ class ValSamplingConfig:
     """Top-p (nucleus): sample from the most probable tokens that together reach this probability."""
     stop: Any = option(None, rule=STOP_STRINGS)
     """Stop strings; null: rollout.stop."""
-    stop_token_ids: list[int] | None = None
+    stop_token_ids: list[int] | None = option(None, rule=TOKEN_IDS)
     """Stop tokens besides the model's own end-of-sequence tokens; null: rollout.stop_token_ids."""
 
 
@@ -280,7 +289,7 @@ class SamplingConfig:
     """Top-p (nucleus): sample from the most probable tokens that together reach this probability."""
     ignore_eos: bool = False
     """Continue to max_response_length after an end-of-sequence token."""
-    stop_token_ids: list[int] = field(default_factory=list)
+    stop_token_ids: list[int] = option(factory=list, rule=TOKEN_IDS)
     """Stop tokens besides the model's own end-of-sequence tokens."""
     stop: Any = option(None, rule=STOP_STRINGS)
     """Stop strings: a string, or a list of them. A response ends with the token that completes one, which is

@@ -106,17 +106,18 @@ class NativeEngine:
         generation_config: GenerationConfig | None = None,
         tokenizer: TokenizersBackend | None = None,
         field: str | None = None,
+        trust: bool = False,
     ) -> NativeEngine:
         """An engine without weights: call `update_weights` before `generate`. Reads no files and draws no
         random numbers.
 
         field: the engine's configuration key, for the message of the log-probability check at the first
-        weights; None: no check.
+        weights; None: no check. trust: run the model's own code.
         """
         config = copy.deepcopy(config)
         # the trainer may have set its own attention, which supports packed rows but no cache
         config._attn_implementation = "eager" if soft_capped(config) else None
-        model = unfilled_model(config, device=device, dtype=dtype)
+        model = unfilled_model(config, device=device, dtype=dtype, trust=trust)
         widen_buffers(model)
         engine = cls(
             model, max_num_seqs=max_num_seqs, generation_config=generation_config, tokenizer=tokenizer
@@ -139,8 +140,9 @@ class NativeEngine:
     def submit(self, requests: Sequence[TokenRequest]) -> None:
         if self._not_ready:
             raise RuntimeError(self._not_ready)
-        for one in requests:
-            self._limits.require([one.prompt], one.params)
+        self._limits.require_all(requests)
+        if any(one.params.routes for one in requests):
+            self._routers()
         self._queue |= {one.name: one for one in requests}
 
     def advance(self) -> list[Completion]:
@@ -257,6 +259,7 @@ def build(config: PreTrainedConfig, spec: EngineSpec) -> NativeEngine:
             generation_config=spec.generation_config,
             tokenizer=spec.tokenizer,
             field=field,
+            trust=spec.trust_remote_code,
         )
     except NoCache as error:
         raise not_sampled(config.model_type, field, str(error)) from error

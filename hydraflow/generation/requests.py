@@ -84,6 +84,14 @@ class Limits:
     tokenizer: TokenizersBackend | None
     """For stop strings."""
 
+    def require_all(self, requests: Sequence[TokenRequest]) -> None:
+        """ValueError as of `require`, with the name of the first request that it is about."""
+        for one in requests:
+            try:
+                self.require([one.prompt], one.params)
+            except ValueError as error:
+                raise ValueError(f"request {one.name}: {error}") from None
+
     def require(self, prompts: Sequence[Tensor], params: SamplingParams) -> None:
         """ValueError: a prompt that is too long for the engine, or with a token that the model does not know;
         or stop strings without a tokenizer."""

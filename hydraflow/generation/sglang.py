@@ -28,7 +28,7 @@ from packaging.version import Version
 from torch import nn
 from transformers import PreTrainedConfig, TokenizersBackend
 
-from hydraflow.errors import ConfigError, EnvironmentFault
+from hydraflow.errors import ConfigError
 from hydraflow.generation.base import (
     ABORT,
     ASLEEP,
@@ -46,7 +46,7 @@ from hydraflow.generation.base import (
 from hydraflow.generation.config import SGLANG
 from hydraflow.generation.native import end_tokens
 from hydraflow.generation.requests import Limits, aborted, engine_context, sample_batch, seed_of
-from hydraflow.generation.sglang_server import RequestRefused, SglangServer, flags
+from hydraflow.generation.sglang_server import SglangServer, flags
 from hydraflow.generation.sglang_weights import WeightFiles, private_folder
 from hydraflow.generation.stopping import watched
 from hydraflow.generation.weights import Arrivals
@@ -122,8 +122,7 @@ class SglangEngine:
     def submit(self, requests: Sequence[TokenRequest]) -> None:
         if self._not_ready:
             raise RuntimeError(self._not_ready)
-        for one in requests:
-            self._limits.require([one.prompt], one.params)
+        self._limits.require_all(requests)
         self._queue |= {one.name: one for one in requests}
         self._launch()
 
@@ -247,10 +246,8 @@ class SglangEngine:
         }
         try:
             flight.answer.set_result(self._server.post("/generate", asked))
-        except (RequestRefused, EnvironmentFault) as error:  # the caller that waits for the answer raises it
+        except BaseException as error:  # the caller that waits for the answer raises it
             flight.answer.set_exception(error)
-        finally:
-            flight.answer.cancel()  # on any other error, so that no caller waits forever
 
     def _sampling_params(self, one: TokenRequest) -> dict[str, Any]:
         params = one.left
@@ -273,7 +270,7 @@ def build(config: PreTrainedConfig, spec: EngineSpec) -> SglangEngine:
     """The engine of a rollout process. ConfigError: another version of SGLang than needed. EnvironmentFault:
     its server does not start."""
     _require_version(spec.section)
-    model = unfilled_model(config, device="meta", dtype=spec.dtype)
+    model = unfilled_model(config, device="meta", dtype=spec.dtype, trust=spec.trust_remote_code)
     nbytes = sum(parameter.nbytes for parameter in model.parameters())
     folder = private_folder(nbytes, max(1, spec.processes // spec.model_parallel))
     try:

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from hydraflow.errors import EnvironmentFault
 from hydraflow.generation.weights import Arrivals, Assembly
-from hydraflow.weights.buckets import Weight
+from hydraflow.weights.buckets import Weight, sent_dtype
 
 SHARED_MEMORY = Path("/dev/shm")
 FILE_BYTES = 2**30
@@ -45,7 +45,7 @@ class WeightFiles:
             earlier = self._arrivals.note(name, sent)
             if (tensor := self._assembly.add(sent)) is None:
                 continue
-            kept = tensor.to("cpu", self._dtype if tensor.is_floating_point() else tensor.dtype)
+            kept = tensor.to("cpu", sent_dtype(name, tensor, self._dtype))
             if earlier != name:
                 if not torch.equal(self._read(self._arrivals.first_name(earlier)), kept):
                     self._arrivals.refuse_other(name, earlier)

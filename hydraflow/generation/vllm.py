@@ -308,7 +308,7 @@ def build(config: PreTrainedConfig, spec: EngineSpec) -> VllmEngine:
     """The engine of a rollout process. ConfigError when vLLM does not support the model, or has the wrong
     version."""
     set_environment(compiles=spec.device.type != "cpu" or spec.rollout.enforce_eager is False)
-    model = unfilled_model(config, device="meta", dtype=spec.dtype)
+    model = unfilled_model(config, device="meta", dtype=spec.dtype, trust=spec.trust_remote_code)
     if spec.adapters is not None:
         add_shapes(spec.adapters, model)
     eos = end_tokens(spec.generation_config or model.generation_config, config)

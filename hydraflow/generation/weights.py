@@ -141,7 +141,13 @@ def _differs(held: Tensor, sent: Tensor | Part) -> bool:
     if held.shape != sent.shape:
         return True
     mine, theirs = _pair(held.contiguous(), sent)
-    return not torch.equal(mine, theirs.to(mine))
+    theirs = theirs.to(mine)
+    return not (torch.equal(mine, theirs) or torch.equal(_bits(mine), _bits(theirs)))
+
+
+def _bits(tensor: Tensor) -> Tensor:
+    """Its bytes, which are equal for the same NaN, too."""
+    return tensor.contiguous().view(-1).view(torch.uint8)
 
 
 def _pair(held: Tensor, sent: Tensor | Part) -> tuple[Tensor, Tensor]:

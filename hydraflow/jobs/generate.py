@@ -120,9 +120,10 @@ def input_table(records: Sequence[FileRecord]) -> pyarrow.Table:
 
 
 def _column(name: str, values: list) -> pyarrow.Array:
-    if all(value is None or value == {} for value in values):
-        return pyarrow.nulls(len(values))  # Parquet has no structures without fields
     try:
+        name.encode()
+        if all(value is None or value == {} for value in values):
+            return pyarrow.nulls(len(values))  # Parquet has no structures without fields
         return pyarrow.array(values)
     except UnicodeEncodeError as error:
         rule = f"column {name} has text that is not Unicode: {error}"

@@ -11,7 +11,6 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from operator import itemgetter
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from hydraflow.algorithms.distillation.config import TOPK
@@ -36,11 +35,11 @@ from hydraflow.models.fit import require_model, require_weights
 from hydraflow.models.loading import (
     SCORE,
     context_of,
+    lacks_tensor,
     load_config,
     load_generation_config,
     load_tokenizer,
     require_path,
-    stored_tensor,
 )
 from hydraflow.models.routers import HFRouters
 from hydraflow.schema import PPOConfig
@@ -203,7 +202,9 @@ def require_shareable_rows(config: PPOConfig, plan: BatchPlan, faults: Faults) -
         size = plan.layouts[role].context if role in plan.layouts else 1
         if size == 1 or (role == "ref" and size == plan.layouts["actor"].context):
             continue
-        described, key = load_config(model, field=field), f"{SECTIONS[role]}.{KEY}"
+        described, key = faults.result(partial(load_config, model, field=field)), f"{SECTIONS[role]}.{KEY}"
+        if described is None:
+            continue
         faults.passes(partial(require_shareable, described, model, size, field=field, key=key))
 
 
@@ -276,7 +277,7 @@ def _open_reward_model(
     """Opens the reward model: it needs a trained value head and the policy's tokenizer."""
     model, key = reward_model(config), f"{REWARD_MODEL}_path"
     described, found = _open_companion(model, tokenizer, head="value", field=REWARD_MODEL)
-    if described is not None and stored_tensor(Path(require_path(model, REWARD_MODEL)), SCORE) is None:
+    if described is not None and lacks_tensor(require_path(model, REWARD_MODEL), SCORE):
         rule = f"has no {SCORE}: its scores would come from an untrained head"
         found.add([Problem(key, model.path, rule, "train one with python -m hydraflow.main_rm")])
     _rename(found, REWARD_MODEL, key, faults)

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from hydraflow.errors import ConfigError
-from hydraflow.system.paths import require_writable, unwritable
+from hydraflow.system.paths import expanded, require_writable, unwritable
 from hydraflow.system.whole_files import replacing
 
 KEY = "output.path"
@@ -23,7 +23,7 @@ def output_file(path: str, *, ending: str = "") -> Iterator[Path]:
     """A file to write to, which is renamed to `path` if the block succeeds, else removed. ConfigError as in
     `require_output`."""
     require_output(path, ending=ending)
-    target = Path(path).expanduser()
+    target = expanded(path)
     with replacing(target) as unfinished:
         try:
             target.parent.mkdir(parents=True, exist_ok=True)
@@ -35,7 +35,7 @@ def output_file(path: str, *, ending: str = "") -> Iterator[Path]:
 
 def require_output(path: str, *, ending: str = "") -> None:
     """Raises ConfigError when `path` has another `ending` or cannot be written; leaves nothing behind."""
-    target = Path(path).expanduser()
+    target = expanded(path)
     if ending and target.suffix != ending and not target.is_dir():
         raise ConfigError.one(KEY, path, f"must end in {ending}", f"{KEY}={target.with_suffix(ending)}")
     require_writable(path, KEY)

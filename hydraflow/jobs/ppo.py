@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from hydraflow.algorithms.config import estimator_of
@@ -39,6 +38,7 @@ from hydraflow.rewards.functions import unknown_sources
 from hydraflow.rewards.pool import check_function
 from hydraflow.rewards.selection import check_sources
 from hydraflow.schema import PPOConfig
+from hydraflow.system.paths import expanded
 from hydraflow.tracking.endings import DONE
 from hydraflow.tracking.trackers import Trackers
 from hydraflow.trainer.config import ClusterConfig
@@ -88,7 +88,11 @@ class PPOJob:
             with arithmetic.rehearsed(self.config) as (config, final):
                 plan, prompts = self._checked(session, config, final)
             print_plan(plan)
-            if not session.begin(self._required(plan)):
+            required = self._required(plan)
+            if final and prompts.train and required.looks_only is None:
+                loader = training_loader(self.config, prompts.train, plan.prompts_per_step)
+                required = replace(required, loader=loader)
+            if not session.begin(required):
                 return
             require_dumps(self.config.trainer.debug, plan, first=session.start.step + 1)
             if self.config.recipe.name != "none" and not self._make_recipe(session):
@@ -183,7 +187,7 @@ class PPOJob:
     def _train(self, session: Session, plan: BatchPlan, prompts: RunPrompts) -> None:
         loader = None
         if prompts.train:
-            loader = training_loader(self.config, prompts.train, plan.prompts_per_step, session.start)
+            loader = training_loader(self.config, prompts.train, plan.prompts_per_step)
         if self.config.trainer.debug.rollout_only and loader is not None:
             self._sample(session, plan, prompts, loader)
             return
@@ -217,7 +221,9 @@ class PPOJob:
                 plan.total_steps,
                 done=session.start.step,
                 validate_first=session.validates_first(
-                    plan.total_steps, before_training=self.config.trainer.val_before_train
+                    plan.total_steps,
+                    self.config.trainer,
+                    before_training=self.config.trainer.val_before_train,
                 ),
             )
         if self.config.trainer.save_final_model and (session.why == DONE or not session.clock.preempted):
@@ -241,7 +247,7 @@ class PPOJob:
         debug, rollout = self.config.trainer.debug, self.config.actor_rollout_ref.rollout
         source: TrajectorySource
         if debug.load_rollouts is not None:
-            source = ReplayedSource(Path(debug.load_rollouts).expanduser(), loader)
+            source = ReplayedSource(expanded(debug.load_rollouts), loader)
         else:
             routes = self.config.actor_rollout_ref.actor.router_replay.by_rollout
             how = SamplingSpec.of_training(rollout, plan.samples_per_prompt, routes=routes)
@@ -257,7 +263,7 @@ class PPOJob:
             source = Lockstep(loader, sampler)
         if debug.save_rollouts is None:
             return source
-        return RecordedSource(source, Path(debug.save_rollouts).expanduser(), runtime)
+        return RecordedSource(source, expanded(debug.save_rollouts), runtime)
 
     def _dump(self) -> GenerationDump | None:
         """Writes training responses as text. None: not asked for, or replayed from files."""

@@ -18,6 +18,7 @@ from typing import TypeVar
 from hydraflow.dispatch.observability import controller_log
 from hydraflow.errors import WorkerError
 from hydraflow.schema import PPOConfig, SupervisedConfig
+from hydraflow.tracking.endings import RECEIVED
 from hydraflow.tracking.run_folder import RunFolder
 from hydraflow.trainer.checkpoint_store import CheckpointStore
 from hydraflow.trainer.clock import parse_duration
@@ -49,7 +50,7 @@ class Restarts:
 
     def pause(self) -> float:
         """Seconds before the next restart."""
-        return min(LONGEST_PAUSE, self.trainer.restart_backoff * 2**self.done)
+        return min(LONGEST_PAUSE, self.trainer.restart_backoff * 2 ** min(self.done, 30))
 
     def is_possible(self) -> bool:
         """Whether the run may restart: there is a run to resume, restarts and time are left, and no signal
@@ -104,5 +105,5 @@ def _wait(restarts: Restarts, folder: RunFolder, reason: str) -> bool:
         while time.monotonic() < until and not signals.received:
             time.sleep(POLL_SECONDS)
     if signals.received:
-        folder.write_requeue(CheckpointStore(folder.path).pointer() or 0, f"{signals.received} received")
+        folder.write_requeue(CheckpointStore(folder.path).pointer() or 0, f"{signals.received}{RECEIVED}")
     return not signals.received

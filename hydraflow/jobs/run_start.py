@@ -10,19 +10,22 @@ configuration was interrupted, no process is running and a complete checkpoint e
 
 from __future__ import annotations
 
+import os
 import secrets
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from hydraflow.errors import ConfigError
+from hydraflow.system.paths import expanded
 from hydraflow.tracking.endings import DONE
 from hydraflow.tracking.run_folder import RunFolder
 from hydraflow.tracking.run_lock import LOCK_FILE, RunLock
 from hydraflow.trainer.checkpoint_store import BEST, CheckpointStore
 from hydraflow.trainer.config import LoopConfig
-from hydraflow.trainer.resume import CheckpointRequirements, ResumePoint, find, newest
+from hydraflow.trainer.resume import CheckpointRequirements, ResumePoint, checked, find, newest
 from hydraflow.trainer.run_state import RunState
 
 
@@ -48,7 +51,12 @@ class RunStart:
         """Whether all steps are done and the run wrote its summary: until then its final model may be
         missing."""
         why, steps = self.folder.ended_with()
-        return self.found is not None and self.step >= total_steps and why == DONE and steps >= total_steps
+        return self.continues and self.step >= total_steps and why == DONE and steps >= total_steps
+
+    @property
+    def continues(self) -> bool:
+        """Whether the checkpoint is of the run in this folder."""
+        return self.found is not None and _is_inside(self.found.checkpoint, self.folder.path)
 
 
 def begin(trainer: LoopConfig, required: CheckpointRequirements, values: Mapping[str, Any]) -> RunStart:
@@ -57,7 +65,13 @@ def begin(trainer: LoopConfig, required: CheckpointRequirements, values: Mapping
     nothing has been changed."""
     searches = trainer.default_local_dir is None and trainer.resume_mode == "auto"
     if searches and not required.looks_only and (interrupted := _interrupted_run(trainer, required)):
+        try:
+            checked(interrupted.found, required)
+        except ConfigError:
+            interrupted.lock.release()
+            raise
         return interrupted
+    existed = trainer.default_local_dir is not None and os.path.isdir(expanded(trainer.default_local_dir))
     folder = RunFolder.make(trainer.default_local_dir, trainer.experiment_name)
     used = folder.was_used()
     lock = RunLock(folder.path)
@@ -72,6 +86,9 @@ def begin(trainer: LoopConfig, required: CheckpointRequirements, values: Mapping
         lock.release()
         if not used:  # the next start must not take it for a run's
             (folder.path / LOCK_FILE).unlink(missing_ok=True)
+        if not existed:
+            with suppress(OSError):  # something is in it
+                folder.path.rmdir()
         raise
 
 
@@ -82,7 +99,7 @@ def take_back(start: RunStart) -> RunStart:
     store, found = CheckpointStore(start.folder.path), start.found
     store.clear_leftovers()
     notes = [f"global_step_{step} is skipped: {why}" for step, why in found.skipped.items()]
-    if not _is_inside(found.checkpoint, start.folder.path):
+    if not start.continues:
         start.folder.move_earlier_run()
         return replace(start, notes=tuple(notes))
     notes += [f"moved to {path}" for path in store.set_aside(found.step, found.skipped)]

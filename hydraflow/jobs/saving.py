@@ -9,7 +9,6 @@ from collections.abc import Callable, Collection, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from hydraflow.data.loader import PromptLoader, RowSource
@@ -17,6 +16,7 @@ from hydraflow.dispatch.group import RoleGroup
 from hydraflow.errors import ConfigError
 from hydraflow.jobs.run_start import RunStart
 from hydraflow.schema import PPOConfig, SupervisedConfig
+from hydraflow.system.paths import expanded
 from hydraflow.tracking.trackers import Trackers
 from hydraflow.trainer.checkpoint import Checkpointer, RoleCheckpoints
 from hydraflow.trainer.checkpoint_store import CheckpointStore
@@ -65,14 +65,9 @@ def require_metric(keep_best: str | None, measured: Collection[str]) -> None:
     raise ConfigError.one("trainer.keep_best", keep_best, rule, remedy)
 
 
-def training_loader(
-    config: PPOConfig | SupervisedConfig, rows: RowSource, per_step: int, start: RunStart
-) -> PromptLoader:
-    """The loader of the training rows. Raises ConfigError if the data differ from those of the checkpoint."""
-    loader = PromptLoader(rows, per_step, shuffle=config.data.shuffle, seed=config.trainer.seed)
-    if start.found is not None:
-        loader.require_same(start.found.state.data)
-    return loader
+def training_loader(config: PPOConfig | SupervisedConfig, rows: RowSource, per_step: int) -> PromptLoader:
+    """The loader of the training rows."""
+    return PromptLoader(rows, per_step, shuffle=config.data.shuffle, seed=config.trainer.seed)
 
 
 @dataclass(frozen=True)
@@ -153,5 +148,5 @@ class RunCheckpointing:
     def _origin(self) -> str | None:
         """See `RunState.origin`."""
         if self.trainer.resume_mode == "resume_path" and self.trainer.resume_from_path:
-            return str(Path(self.trainer.resume_from_path).expanduser().resolve())
+            return str(expanded(self.trainer.resume_from_path).resolve())
         return self.start.found.state.origin if self.start.found else None

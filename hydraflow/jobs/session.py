@@ -24,7 +24,7 @@ from hydraflow.dispatch.placement import ResourcePool
 from hydraflow.dispatch.profiler import require_profiler
 from hydraflow.dispatch.runtime import Runtime
 from hydraflow.dispatch.timeline import TIMELINE
-from hydraflow.errors import ConfigError, EnvironmentFault, Faults, HydraflowError, WorkerError
+from hydraflow.errors import ConfigError, EnvironmentFault, Faults, HydraflowError, WorkerError, first_line
 from hydraflow.jobs import run_start
 from hydraflow.jobs.restarts import Restarts
 from hydraflow.jobs.run_start import RunStart
@@ -187,15 +187,18 @@ class Session:
             wandb_proxy=self.trainer.wandb_proxy,
         )
 
-    def validates_first(self, total_steps: int, *, before_training: bool = False) -> bool:
+    def validates_first(
+        self, total_steps: int, schedule: LoopConfig, *, before_training: bool = False
+    ) -> bool:
         """Whether the run validates before it does a step: at its start, if asked to, and where an earlier
-        start did all steps and had no time for the last validation."""
-        if not self.start.step:
+        start had no time for the validation after its last step."""
+        step = self.start.step
+        if not step:
             return before_training
         last = read_metrics(self.folder.path)[-1:]
-        return self.start.step >= total_steps and not any(
-            name.startswith(("val-", "val/")) for row in last for name in row
-        )
+        if any(name.startswith(("val-", "val/")) for row in last for name in row):
+            return False
+        return step >= total_steps or (bool(last) and schedule.validates_after(step))
 
     def open_trackers(self, total_steps: int) -> Trackers:
         """The trackers of the run, closed with the session."""
@@ -240,11 +243,11 @@ class Session:
     def _note_why(self, error: BaseException | None) -> None:
         """Records in `why`, and in the log file, the error that ended the run, if any."""
         if isinstance(error, HydraflowError):
-            self.why = str(error).splitlines()[0]
+            self.why = first_line(error)
         elif isinstance(error, Exception):
             self.why = f"{type(error).__name__}: {error}".splitlines()[0]
-        elif error is not None and self.signals.insisted:
-            self.why = self.clock.why_to_stop()
+        elif error is not None:  # perhaps while the final model was written
+            self.why = self.clock.why_to_stop() if self.signals.insisted else "interrupted"
         if self._log_files is not None and error is not None:  # the caller prints the error itself
             text = error if isinstance(error, HydraflowError) else self.why
             self._log_files.line("ERROR", f"{__name__}: {text}")

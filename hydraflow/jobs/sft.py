@@ -72,12 +72,13 @@ def _run(command: Command, config: SupervisedConfig, restarts: Restarts) -> None
     with Session(config, scoring=False, restarts=restarts) as session:
         plan, train, val = _checked(config, session, origins)
         print_plan(plan)
-        required = CheckpointRequirements(identity_of(config, plan), sft_roles(config), plan.total_steps)
+        loader = training_loader(config, train, plan.conversations_per_step)
+        identity = identity_of(config, plan)
+        required = CheckpointRequirements(identity, sft_roles(config), plan.total_steps, loader)
         if not session.begin(required):
             return
         session.keep(config, plan, command)
         schedule = _in_steps(config.trainer, plan)
-        loader = training_loader(config, train, plan.conversations_per_step, session.start)
         trainer = KINDS[type(config)].trainer(
             config, plan, session.runtime, loader, skipped=session.folder.skipped
         )
@@ -91,7 +92,7 @@ def _run(command: Command, config: SupervisedConfig, restarts: Restarts) -> None
                 checkpoints,
                 plan.total_steps,
                 done=session.start.step,
-                validate_first=session.validates_first(plan.total_steps),
+                validate_first=session.validates_first(plan.total_steps, schedule),
             )
         if config.trainer.save_final_model and (session.why == DONE or not session.clock.preempted):
             trainer.save(session.folder.final_model)

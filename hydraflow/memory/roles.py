@@ -114,7 +114,7 @@ def _rollout(inputs: EstimateInputs, layout: Layout) -> Estimate:
     received = MemoryParts(weights=serving.weights, weight_sync=_weight_bucket(inputs))
     if inputs.limits.device_type == "cpu":
         longest, host = rollout.max_model_len or rows.prompt + rows.response, inputs.limits.host_bytes
-        most = None if host is None else int(share * host / len(layout.devices))
+        most = None if host is None else int(share * host / min(len(layout.devices), layout.devices_per_node))
         awake = serving.sample_on_cpu(rollout.max_num_seqs, longest, most)
         # the cache is reallocated with the first bucket and cleared after the last
         received = replace(awake, weight_sync=received.weight_sync)

@@ -12,12 +12,12 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from hydraflow.errors import ConfigError, Problem
 from hydraflow.models.chunks import POST_PROCESSING
 from hydraflow.models.config import ModelSourceConfig
+from hydraflow.system.paths import expanded
 
 
 @dataclass(frozen=True)
@@ -202,7 +202,7 @@ _EXCEPTIONS = "mlp_only_layers"
 def read_shape(model: ModelSourceConfig, *, field: str = "actor_rollout_ref.model") -> ModelShape | None:
     """The shape of a model whose directory is on this machine, or whose sizes are in `override_config`; None:
     neither. Raises ConfigError for a config.json that cannot be read or lacks sizes."""
-    file = Path(model.path or "").expanduser() / "config.json"
+    file = expanded(model.path or "") / "config.json"
     if model.path and file.is_file():
         try:
             found = json.loads(file.read_text(encoding="utf-8"))

@@ -59,8 +59,13 @@ def hub_fault() -> str | None:
         return "HF_HUB_OFFLINE is set"
     if any(os.environ.get(name) for name in PROXIES):
         return None
-    address = urlsplit(os.environ.get("HF_ENDPOINT") or "https://huggingface.co")
-    return _unreachable(str(address.hostname), address.port or (80 if address.scheme == "http" else 443))
+    named = os.environ.get("HF_ENDPOINT") or "https://huggingface.co"
+    try:
+        address = urlsplit(named)
+        host, port = address.hostname, address.port or (80 if address.scheme == "http" else 443)
+    except ValueError:
+        host, port = None, 0
+    return _unreachable(host, port) if host else f"HF_ENDPOINT={named} is not an address"
 
 
 @cache

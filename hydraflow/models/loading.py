@@ -22,13 +22,13 @@ from torch import nn
 
 from hydraflow.errors import ConfigError, Problem, first_line
 from hydraflow.models.attention import NAME, register_attention
-from hydraflow.models.cache import from_hub
+from hydraflow.models.cache import cached_snapshot, from_hub
 from hydraflow.models.config import ModelConfig, ModelSourceConfig
 from hydraflow.models.heads import PolicyModel, ValueModel, backbone_of
 from hydraflow.models.once import resolving
-from hydraflow.models.weight_files import INDEX, SINGLE, read_weight_map
+from hydraflow.models.weight_files import files_to_load, stored_tensor
 from hydraflow.system.own_code import import_modules
-from hydraflow.system.paths import is_hub_name, model_problems
+from hydraflow.system.paths import expanded, is_hub_name, model_problems
 
 if TYPE_CHECKING:
     from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
@@ -127,11 +127,27 @@ def load_generation_config(
     try:
         return GenerationConfig.from_pretrained(path)
     except _unreadable() as error:
-        if isinstance(error, OSError) and not (Path(path) / GENERATION_CONFIG).exists():
+        if isinstance(error, OSError) and not _may_have(path, GENERATION_CONFIG):
             return None
         rule = f"its {GENERATION_CONFIG} cannot be read: {first_line(error)}"
         remedy = f"correct or remove {GENERATION_CONFIG}"
         raise ConfigError.one(f"{field}.path", path, rule, remedy) from error
+
+
+def _may_have(path: str, name: str) -> bool:
+    """Whether a model has that file, or the hub does not say that it has none."""
+    from huggingface_hub import hf_hub_download
+    from huggingface_hub.errors import EntryNotFoundError
+
+    if not is_hub_name(path):
+        return (Path(path) / name).exists()
+    try:
+        hf_hub_download(path, name)
+    except EntryNotFoundError:
+        return False
+    except OSError:
+        return True
+    return True
 
 
 def packable(config: PreTrainedConfig, model_class: Any) -> bool:
@@ -179,9 +195,13 @@ def causal_class(
     if "AutoModelForCausalLM" in auto_map and model.trust_remote_code:
         from transformers.dynamic_module_utils import get_class_from_dynamic_module
 
-        path = os.path.expanduser(str(model.path))
-        with resolving(str(model.path), model):
-            return get_class_from_dynamic_module(auto_map["AutoModelForCausalLM"], path)
+        path = require_path(model, field)
+        try:
+            with resolving(str(model.path), model):
+                return get_class_from_dynamic_module(auto_map["AutoModelForCausalLM"], path)
+        except (OSError, ImportError, SyntaxError, AttributeError) as error:
+            rule = f"its own code cannot be loaded: {first_line(error)}"
+            raise ConfigError.one(f"{field}.path", model.path, rule) from error
     known = AutoModelForCausalLM._model_mapping
     if type(config) not in known:
         rule = f"a {config.model_type} model is not a causal language model"
@@ -233,15 +253,18 @@ def empty_model(
 
 
 def unfilled_model(
-    config: PreTrainedConfig, *, device: torch.device | str, dtype: torch.dtype
+    config: PreTrainedConfig, *, device: torch.device | str, dtype: torch.dtype, trust: bool = False
 ) -> PreTrainedModel:
     """A causal language model whose weights hold arbitrary numbers; tied weights are one tensor. Reads no
-    files, draws no random numbers, and leaves `config` as it is."""
+    files except, with `trust`, the model's own code; draws no random numbers, and leaves `config` as it
+    is."""
     from transformers import AutoModelForCausalLM
     from transformers.initialization import no_init_weights
 
     with no_init_weights(), torch.device(device):
-        model: PreTrainedModel = AutoModelForCausalLM.from_config(copy.deepcopy(config), dtype=dtype)
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(
+            copy.deepcopy(config), dtype=dtype, trust_remote_code=trust
+        )
     model.tie_weights()
     return model
 
@@ -266,7 +289,8 @@ def read_weights(
     named = {**dict(lm.named_parameters(remove_duplicate=False)), **dict(buffers)}
     weights = {name: tensor.detach() for name, tensor in named.items()}
     if head == "value":
-        score = stored_tensor(Path(path), SCORE)
+        folder = local_folder(path)  # a name on the hub has been downloaded
+        score = stored_tensor(folder, SCORE) if folder is not None else None
         if score is not None:
             require_one_value(score, config, path=path, field=field)
         hidden = config.get_text_config().hidden_size
@@ -362,21 +386,6 @@ def widen_buffers(lm: Any) -> None:
             lm.get_submodule(owner).register_buffer(leaf, buffer.float())
 
 
-def stored_tensor(directory: Path, name: str) -> torch.Tensor | None:
-    """One tensor of a directory's safetensors files; None if there is no such name."""
-    from safetensors import safe_open
-
-    index, file = directory / INDEX, directory / SINGLE
-    if index.is_file():
-        if (shard := read_weight_map(index).get(name)) is None:
-            return None
-        file = directory / shard
-    if not file.is_file():
-        return None
-    with safe_open(file, framework="pt") as opened:
-        return opened.get_tensor(name) if name in set(opened.keys()) else None
-
-
 def require_path(model: ModelSourceConfig, field: str) -> str:
     """The model's folder with `~` expanded, or for a hub name what `from_hub` returns. ConfigError when there
     is no such model."""
@@ -388,6 +397,28 @@ def require_path(model: ModelSourceConfig, field: str) -> str:
     if is_hub_name(model.path):
         return from_hub(model.path, f"{field}.path")
     return os.path.expanduser(model.path)
+
+
+def local_folder(path: str) -> Path | None:
+    """The folder of a model's path, or of the hub's cache for a name; None: it was not downloaded."""
+    folder = expanded(path)
+    return folder if os.path.isdir(folder) else cached_snapshot(path)
+
+
+def lacks_tensor(path: str, name: str) -> bool:
+    """Whether the weights of a model, here or on the hub, certainly have no tensor of that name."""
+    from huggingface_hub import get_safetensors_metadata
+    from huggingface_hub.errors import NotASafetensorsRepoError
+
+    folder = local_folder(path)
+    if folder is not None and files_to_load(folder):
+        return stored_tensor(folder, name) is None
+    if folder is not None and not is_hub_name(path):
+        return True
+    try:
+        return name not in get_safetensors_metadata(path).weight_map
+    except (NotASafetensorsRepoError, OSError):  # what a pickle holds is known once it is downloaded
+        return False
 
 
 def refused_content(error: pickle.UnpicklingError) -> str:

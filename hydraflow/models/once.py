@@ -33,12 +33,16 @@ def resolving(path: str, model: ModelSourceConfig) -> Iterator[None]:
     make_node_folder()
     lock = lock_file(path)
     lock.parent.mkdir(exist_ok=True)
+    held = FileLock(lock, timeout=SECONDS)
     try:
-        with FileLock(lock, timeout=SECONDS):
-            yield
+        held.acquire()
     except Timeout:
         text = f"waited {SECONDS:g} s for another process on this node that fetches {path} (it holds {lock})"
         raise EnvironmentFault(text) from None
+    try:
+        yield
+    finally:
+        held.release()
 
 
 def lock_file(path: str) -> Path:

@@ -56,10 +56,10 @@ def weight_files(directory: Path) -> list[Path]:
 def weight_faults(directory: Path) -> list[str]:
     """Known reasons why the weights cannot be loaded; empty if there are none."""
     files = weight_files(directory)
-    index = directory / INDEX
     if not files:
         return ["this directory has no weights (*.safetensors or *.bin)"]
-    if not index.is_file():
+    index = _index_to_load(directory)
+    if index is None:
         return [fault for file in files if (fault := file_fault(file))]
     try:
         places = read_weight_map(index)
@@ -146,12 +146,36 @@ def stored_types(files: list[Path]) -> list[str]:
 def files_to_load(directory: Path) -> list[Path]:
     """The files that transformers chooses to load; empty if it finds none under the names it knows.
     ConfigError for an index that names files elsewhere."""
+    if (index := _index_to_load(directory)) is not None:
+        return [directory / name for name in sorted(set(read_weight_map(index).values()))]
+    return [directory / single for single in (SINGLE, PICKLE) if (directory / single).is_file()][:1]
+
+
+def _index_to_load(directory: Path) -> Path | None:
+    """The index that transformers follows; None: it loads a single file, or finds nothing. A single file goes
+    before the index of shards."""
     for single, index in ((SINGLE, INDEX), (PICKLE, PICKLED_INDEX)):
         if (directory / single).is_file():
-            return [directory / single]
+            return None
         if (directory / index).is_file():
-            return [directory / name for name in sorted(set(read_weight_map(directory / index).values()))]
-    return []
+            return directory / index
+    return None
+
+
+def stored_tensor(directory: Path, name: str) -> torch.Tensor | None:
+    """One tensor of a directory's weights; None if there is no such name."""
+    from safetensors import safe_open
+
+    for file in files_to_load(directory):
+        if file.suffix != ".safetensors":
+            found = torch.load(file, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(file))
+            if name in found:
+                return found[name].clone()
+            continue
+        with safe_open(file, framework="pt") as opened:
+            if name in set(opened.keys()):
+                return opened.get_tensor(name)
+    return None
 
 
 def empty_tensors(files: list[Path]) -> dict[str, torch.Tensor] | None:

@@ -62,6 +62,8 @@ def n_rows(column: Sized) -> int:
 def concat(parts: Sequence[ColumnData], name: str) -> ColumnData:
     """Rows of several parts of one column. ValueError when the parts are of different kinds."""
     if all(isinstance(part, np.ndarray) for part in parts):
+        if len(shapes := {part.shape[1:] for part in parts}) > 1:
+            raise ValueError(f"column {name!r} has rows of different shapes: {sorted(shapes)}")
         return np.concatenate([part for part in parts if isinstance(part, np.ndarray)])
     tensors = [part for part in parts if isinstance(part, Tensor)]
     if len(tensors) != len(parts):
@@ -74,6 +76,8 @@ def concat(parts: Sequence[ColumnData], name: str) -> ColumnData:
 
 def cut_rows(column: ColumnData, pieces: int, name: str) -> ColumnData:
     """Each row cut along dimension 1 into `pieces` equal rows. ValueError for a row that does not divide."""
+    if pieces < 1:
+        raise ValueError(f"rows cannot be cut into {pieces} pieces")
     if isinstance(column, Tensor) and ragged.is_ragged(column):
         values, lengths = ragged.parts(column)
         if bool((lengths % pieces).any()):
@@ -139,6 +143,8 @@ def same(a: object, b: object) -> bool:
     if isinstance(a, list | tuple) and isinstance(b, list | tuple):
         return len(a) == len(b) and all(map(same, a, b))
     if isinstance(a, Tensor) and isinstance(b, Tensor):
+        if a.dim() == 0 or b.dim() == 0:
+            return a.shape == b.shape and _first_unequal(a[None], b[None].to(a.device)) is None
         return first_difference(a, b) is None
     if any(isinstance(value, Mapping | list | tuple | Tensor) for value in (a, b)):
         return False

@@ -100,12 +100,12 @@ def piece_plan(column: Column) -> PiecePlan:
     groups = np.split(index[by_piece], np.cumsum(counts[used])[:-1])
     starts = ends - np.asarray(column.layout)
     grouped = zip(used, groups, strict=True)
-    picks = tuple((int(n), _unless_whole(rows - starts[n], column.layout[n])) for n, rows in grouped)
+    picks = tuple((int(n), unless_whole(rows - starts[n], column.layout[n])) for n, rows in grouped)
     # for each piece, the rows of unused pieces before it
     skipped = starts - (np.cumsum(np.where(counts, column.layout, 0)) - np.where(counts, column.layout, 0))
     wanted = index - skipped[piece]
     order = None if is_range(by_piece) else np.argsort(by_piece)
-    return PiecePlan(picks, order, _unless_whole(wanted, int((ends - starts)[used].sum())))
+    return PiecePlan(picks, order, unless_whole(wanted, int((ends - starts)[used].sum())))
 
 
 class PiecePlanCache:
@@ -141,7 +141,7 @@ def as_slice(rows: np.ndarray) -> np.ndarray | slice:
     return slice(first, first + len(rows)) if is_range(rows - first) else rows
 
 
-def _unless_whole(rows: np.ndarray, available: int) -> np.ndarray | None:
+def unless_whole(rows: np.ndarray, available: int) -> np.ndarray | None:
     """The row numbers; None if they are all the available rows in order."""
     return None if len(rows) == available and is_range(rows) else rows
 
@@ -175,7 +175,7 @@ def _joined_index(
         piece = np.searchsorted(ends, index, side="right")
         shift = starts[list(places)] - (ends - np.asarray(part.layout))
         moved.append(index + shift[piece])
-    return _unless_whole(np.concatenate(moved), total)
+    return unless_whole(np.concatenate(moved), total)
 
 
 Localised = tuple[list[np.ndarray | None], np.ndarray | None]
@@ -213,7 +213,7 @@ def _shrink(plan: PiecePlan, is_local: Sequence[bool], layout: Sequence[int]) ->
         rows.append(total + (np.arange(size) if wanted is None else wanted))
         total += size if keep is None else len(keep)
     joined = np.concatenate(rows)
-    index = _unless_whole(joined if plan.order is None else joined[plan.order], total)
+    index = unless_whole(joined if plan.order is None else joined[plan.order], total)
     return kept, (None if index is None else index.astype(np.min_scalar_type(total)))
 
 

@@ -34,6 +34,7 @@ from hydraflow.protocol.pieces import (
     concat_columns,
     localise,
     piece_plan,
+    unless_whole,
 )
 from hydraflow.protocol.ragged import RowIndex
 from hydraflow.protocol.rows import Rows, check_rows, concat_facts
@@ -92,7 +93,8 @@ class RemoteBatch(Rows):
         """The selected rows, in the order of `index`."""
         chosen = ragged.as_index(index, len(self))
         indices = {id(column.index): column.index for column in self.columns.values()}
-        moved = {key: chosen if index is None else index[chosen] for key, index in indices.items()}
+        whole = unless_whole(chosen, len(self))
+        moved = {key: whole if index is None else index[chosen] for key, index in indices.items()}
         picked = {key: Column(column.refs, moved[id(column.index)]) for key, column in self.columns.items()}
         objects = {key: value[chosen] for key, value in self.objects.items()}
         return self._like(picked, objects, dict(self.meta_info), len(chosen))
@@ -110,7 +112,11 @@ class RemoteBatch(Rows):
             raise ValueError("concat needs at least one batch")
         keys = set(data[0].keys())
         for part in data:
-            if set(part.keys()) != keys or part.columns.keys() != data[0].columns.keys():
+            if set(part.keys()) == keys and (mixed := part.columns.keys() ^ data[0].columns.keys()):
+                raise ValueError(
+                    f"columns {sorted(mixed)} are references in one batch and objects in another"
+                )
+            if set(part.keys()) != keys:
                 raise ValueError(
                     f"batches to concatenate differ in their columns: {sorted(keys)} and"
                     f" {sorted(part.keys())}"

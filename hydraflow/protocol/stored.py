@@ -21,7 +21,8 @@ from hydraflow.system.whole_files import replacing
 
 
 def write_batch(path: Path, batch: DataProto, facts: Mapping[str, Any]) -> None:
-    """Writes columns and `facts`. OSError when that fails, ValueError for what JSON cannot hold."""
+    """Writes columns and `facts`. OSError when that fails, ValueError or TypeError for facts that JSON
+    cannot hold, SafetensorError for a dtype that its files cannot."""
     arrays: dict[str, np.ndarray] = {}
     columns: dict[str, dict[str, Any]] = {}
     for name, column in batch.items():

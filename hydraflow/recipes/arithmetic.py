@@ -147,25 +147,43 @@ def prepare(
     if is_made(folder):  # perhaps by another user: reading needs no lock
         return _assets(folder, folder / "model")
     folder.mkdir(parents=True, exist_ok=True)
-    try:
-        with FileLock(folder / "lock", timeout=LOCK_SECONDS):
-            if is_made(folder):
-                return _assets(folder, folder / "model")
-            train, val, held_out = recipe.train_problems, recipe.val_problems, folder / "sft_val.parquet"
-            files = write_arithmetic(folder, train_problems=train, val_problems=val, seed=seed)
-            # the same problems with answers, for the warm start's validation
-            write_rows(held_out, conversation_rows(split_problems(train, val, seed)[1]))
-            start = make_model(folder / "start", seed=seed)
-            config = _sft_config(recipe, seed, start, files.sft, held_out)
-            model = _warm_up(recipe, config, machine, clock, runtime(), scratch, logger)
-            if clock.why_to_stop():
-                return _assets(folder, model)
-            shutil.copytree(model, folder / "unfinished", dirs_exist_ok=True)
-            (folder / "unfinished").rename(folder / "model")
+    with _locked(folder):
+        if is_made(folder):
             return _assets(folder, folder / "model")
+        train, val, held_out = recipe.train_problems, recipe.val_problems, folder / "sft_val.parquet"
+        files = write_arithmetic(folder, train_problems=train, val_problems=val, seed=seed)
+        # the same problems with answers, for the warm start's validation
+        write_rows(held_out, conversation_rows(split_problems(train, val, seed)[1]))
+        start = make_model(folder / "start", seed=seed)
+        config = _sft_config(recipe, seed, start, files.sft, held_out)
+        model = _warm_up(recipe, config, machine, clock, runtime(), scratch, logger)
+        if clock.why_to_stop():
+            return _assets(folder, model)
+        shutil.copytree(model, folder / "unfinished", dirs_exist_ok=True)
+        (folder / "unfinished").rename(folder / "model")
+        return _assets(folder, folder / "model")
+
+
+@contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """Only one run at a time makes the assets in a folder."""
+    lock = FileLock(folder / "lock")
+    try:
+        try:
+            lock.acquire(timeout=0)
+        except Timeout:
+            log.warning("waiting for another run that makes %s", folder)
+            lock.acquire(timeout=LOCK_SECONDS)
     except Timeout as error:
         text = f"another run has been making {folder} for more than {LOCK_SECONDS:g} seconds"
         raise EnvironmentFault(text) from error
+    except (OSError, NotImplementedError) as error:  # NFS without a lock daemon
+        rule = f"files cannot be locked there: {error}"
+        raise ConfigError.one(KEY, folder, rule, f"{KEY}=<folder on a local disk>") from error
+    try:
+        yield
+    finally:
+        lock.release()
 
 
 def _assets(folder: Path, model: Path) -> ArithmeticAssets:

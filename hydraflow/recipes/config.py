@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from hydraflow.options import Switch, free, option
+from hydraflow.options import Beside, Switch, free, option
 
 
 @dataclass
@@ -23,7 +23,15 @@ class RecipeConfig:
     """Maximum supervised steps before reinforcement learning."""
     warm_start_accuracy: float = option(0.42, ge=0, le=1)
     """Held-out accuracy at which the supervised steps stop."""
-    train_problems: int = option(9000, ge=1)
+    train_problems: int = option(
+        9000,
+        ge=1,
+        beside=Beside(
+            lambda value, section: value + section.val_problems <= 10_000,
+            "and {s}.val_problems={val_problems} must be at most 10000 together",
+            "{s}.train_problems=9000 {s}.val_problems=500",
+        ),
+    )
     """Number of training problems."""
     val_problems: int = option(500, ge=1)
     """Number of held-out problems; none of them is a training problem."""

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from hydraflow.errors import ConfigError, HydraflowError
+from hydraflow.system.paths import expanded
 from hydraflow.system.printing import make_printable
 from hydraflow.system.whole_files import replacing
 
@@ -47,10 +48,10 @@ def _report(folders: Sequence[str], output: str | None) -> int:
     if len(folders) > MOST_RUNS:
         rule = f"a page shows at most {MOST_RUNS} runs"
         raise ConfigError.one("RUN", f"{len(folders)} folders", rule, "name fewer folders")
-    if output and Path(output).expanduser().is_dir():
+    if output and expanded(output).is_dir():
         raise ConfigError.one("--output", output, "is a folder", f"--output {Path(output) / NAME}")
     runs = [read_run(Path(folder)) for folder in folders]
-    target = Path(output).expanduser() if output else (runs[0].folder if len(runs) == 1 else Path()) / NAME
+    target = expanded(output) if output else (runs[0].folder if len(runs) == 1 else Path()) / NAME
     page = render(runs)
     try:
         with replacing(target) as unfinished:

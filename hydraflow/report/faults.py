@@ -13,7 +13,7 @@ from datetime import datetime
 import numpy as np
 
 from hydraflow.redact import public_text
-from hydraflow.report.reading import MetricColumn, Run
+from hydraflow.report.reading import Run, finite, rows_of
 from hydraflow.tracking.endings import DONE, is_orderly
 from hydraflow.tracking.symptoms import NEEDED, symptoms_of
 
@@ -73,19 +73,14 @@ def _starts(run: Run) -> Iterator[RunFinding]:
         what = f"Start {number}: resumed after step {start.get('after_step', '?')}"
         yield RunFinding(NOTABLE, what, detail)
     restarts = run.columns.get("training/restarts")
-    if restarts is not None and _largest(restarts) > 0:
-        often = f"{_times(int(_largest(restarts)))} in one start"
-        what = f"Restarted automatically after a worker failed, {often}"
+    most = max(finite(restarts.values), default=0) if restarts is not None else 0
+    if most > 0:
+        what = f"Restarted automatically after a worker failed, {_times(int(most))} in one start"
         yield RunFinding(SERIOUS, what, "metric training/restarts")
 
 
 def _symptoms(run: Run) -> Iterator[RunFinding]:
-    rows: dict[int, dict[str, float]] = {}
-    for name in NEEDED & run.columns.keys():
-        column = run.columns[name]
-        for step, value in zip(column.steps.tolist(), column.values.tolist(), strict=True):
-            rows.setdefault(step, {})[name] = value
-    for sentence in symptoms_of(sorted(rows.items())):
+    for sentence in symptoms_of(rows_of(run, NEEDED & run.columns.keys())):
         steps, _, what = sentence.partition(": ")
         yield RunFinding(SERIOUS, what[:1].upper() + what[1:], steps)
 
@@ -135,11 +130,6 @@ def _files(run: Run) -> Iterator[RunFinding]:
         yield RunFinding(NOTABLE, f"metrics.jsonl has no line for {missing}")
     for text in run.unread:
         yield RunFinding(NOTABLE, "Could not be read", text)
-
-
-def _largest(column: MetricColumn) -> float:
-    finite = column.values[np.isfinite(column.values)]
-    return float(finite.max()) if len(finite) else 0.0
 
 
 def _in_steps(steps: np.ndarray) -> str:

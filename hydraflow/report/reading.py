@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import math
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ import numpy as np
 
 from hydraflow.errors import ConfigError, first_line
 from hydraflow.redact import public, public_command
+from hydraflow.system.paths import expanded
 from hydraflow.tracking.base import flat
 
 Numbers = np.ndarray
@@ -76,7 +77,7 @@ class Run:
 
 def read_run(folder: Path) -> Run:
     """Reads the files of a run. Raises ConfigError when it is not a run folder."""
-    path = folder.expanduser().resolve()
+    path = expanded(folder).resolve()
     another = "name a run folder, such as runs/ppo-20250131-120000"
     try:
         is_folder = path.is_dir()
@@ -101,9 +102,24 @@ def read_run(folder: Path) -> Run:
             run.starts.append(public(start) | shown)
     run.settings = _settings(run)
     for file in path.glob("samples/step_*.jsonl"):
-        if file.stem[5:].isdigit():
+        if file.stem[5:].isdecimal():
             run.samples[int(file.stem[5:])] = file
     return run
+
+
+def finite(values: np.ndarray) -> np.ndarray:
+    """Those that are neither infinite nor NaN."""
+    return values[np.isfinite(values)]
+
+
+def rows_of(run: Run, names: Iterable[str]) -> list[tuple[int, dict[str, float]]]:
+    """Each step with its values of these metrics, by step."""
+    rows: dict[int, dict[str, float]] = {}
+    for name in names:
+        column = run.columns[name]
+        for step, value in zip(column.steps.tolist(), column.values.tolist(), strict=True):
+            rows.setdefault(step, {})[name] = value
+    return sorted(rows.items())
 
 
 def samples_of(run: Run, step: int) -> list[dict[str, Any]]:

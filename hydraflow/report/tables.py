@@ -10,9 +10,10 @@ from typing import Any
 
 import numpy as np
 
-from hydraflow.report.reading import MetricColumn, Run, as_text, samples_of
+from hydraflow.report.reading import Run, as_text, finite, rows_of, samples_of
 from hydraflow.report.series import Axes, mean_at, rounded, spans_of
 from hydraflow.tracking.base import SAMPLE_COLUMNS
+from hydraflow.tracking.history import validation_accuracy
 from hydraflow.tracking.summary import duration
 
 SHOWN_VALIDATIONS, SHOWN_SAMPLES, LONGEST_TEXT = 5, 20, 2000
@@ -25,29 +26,25 @@ there are eight colours."""
 NO_VALUE = "–"
 
 
-def _accuracy(run: Run) -> MetricColumn | None:
-    """Held-out accuracy over all sources; where a reward function reports none, its reward."""
-    core = {name: column for name, column in run.columns.items() if name.startswith("val-core/")}
-    for what in ("/acc/mean@", "/reward/mean@"):
-        if columns := [column for name, column in core.items() if what in name]:
-            first = columns[0]
-            same = [column for column in columns if len(column.steps) == len(first.steps)]
-            mean = np.mean([column.values for column in same], axis=0)
-            return MetricColumn(first.steps, first.seconds, mean)
-    return run.columns.get("val/accuracy")
+def _accuracies(run: Run) -> np.ndarray:
+    """Held-out accuracy of each validation, over all sources."""
+    names = [name for name in run.columns if name.startswith("val-core/") or name == "val/accuracy"]
+    found = [validation_accuracy(row) for _, row in rows_of(run, names)]
+    return np.array([one for one in found if one is not None])
 
 
-def _finite(column: MetricColumn | None) -> np.ndarray:
-    return column.values[np.isfinite(column.values)] if column is not None else np.array([])
+def _values(run: Run, name: str) -> np.ndarray:
+    """Values of a metric; none if the run has no such metric."""
+    return run.columns[name].values if name in run.columns else np.array([])
 
 
-def first_and_last(column: MetricColumn | None) -> str:
-    """The first, last and best of a curve's values.
+def first_and_last(values: np.ndarray) -> str:
+    """The first, last and best of a curve's finite values.
 
-    >>> first_and_last(MetricColumn(np.array([0, 5, 9]), np.zeros(3), np.array([0.25, 1.0, 0.5])))
+    >>> first_and_last(np.array([0.25, np.nan, 1.0, 0.5]))
     '0.25 → 0.5 (best 1)'
     """
-    values = _finite(column)
+    values = finite(values)
     if not len(values):
         return NO_VALUE
     return f"{values[0]:.4g} → {values[-1]:.4g} (best {values.max():.4g})"
@@ -55,7 +52,7 @@ def first_and_last(column: MetricColumn | None) -> str:
 
 def _median(name: str, unit: str) -> Callable[[Run], str]:
     def text(run: Run) -> str:
-        values = _finite(run.columns.get(name))
+        values = finite(_values(run, name))
         return f"{np.median(values):.4g} {unit}" if len(values) else NO_VALUE
 
     return text
@@ -67,10 +64,10 @@ def _steps(run: Run) -> str:
 
 
 KEY_NUMBERS: dict[str, Callable[[Run], str]] = {
-    "Validation accuracy": lambda run: first_and_last(_accuracy(run)),
-    "Held-out loss": lambda run: first_and_last(run.columns.get("val/loss")).partition(" (")[0],
-    "Training reward": lambda run: first_and_last(run.columns.get("critic/score/mean")),
-    "Training loss": lambda run: first_and_last(run.columns.get("train/loss")).partition(" (")[0],
+    "Validation accuracy": lambda run: first_and_last(_accuracies(run)),
+    "Held-out loss": lambda run: first_and_last(_values(run, "val/loss")).partition(" (")[0],
+    "Training reward": lambda run: first_and_last(_values(run, "critic/score/mean")),
+    "Training loss": lambda run: first_and_last(_values(run, "train/loss")).partition(" (")[0],
     "Training steps": _steps,
     "Wall time": lambda run: duration(run.seconds) if run.columns else NO_VALUE,
     "Time of a step, median": _median("timing_s/step", "s"),
@@ -98,13 +95,13 @@ def phases(run: Run, axes: Axes, most: int) -> tuple[dict[str, Any], list[dict[s
         return {}, []
     begins, width = spans_of(base.steps, most)
     means = {name: mean_at(column, base.steps, begins) for name, column in columns.items()}
-    totals = {name: float(_finite(column).sum()) for name, column in columns.items()}
+    totals = {name: float(finite(column.values).sum()) for name, column in columns.items()}
     none = np.zeros(len(begins))
     if step is not None:
         inside = [name for name in means if name not in OUTSIDE]
         within = sum((means[name] for name in inside), none)
         means["rest of the step"] = np.maximum(0.0, mean_at(step, base.steps, begins) - within)
-        rest = float(_finite(step).sum()) - sum(totals[name] for name in inside)
+        rest = float(finite(step.values).sum()) - sum(totals[name] for name in inside)
         totals["rest of the step"] = max(0.0, rest)
     whole = sum(totals.values()) or 1.0
     order = sorted(means, key=lambda name: -totals[name])

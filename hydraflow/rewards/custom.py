@@ -16,7 +16,7 @@ from typing import Any
 
 from hydraflow.errors import ConfigError
 from hydraflow.system.own_code import import_file
-from hydraflow.system.paths import no_file
+from hydraflow.system.paths import expanded, no_file
 
 SECTION = "reward.custom_reward_function"
 ARGUMENTS = ("data_source", "solution_str", "ground_truth", "extra_info")
@@ -106,4 +106,4 @@ def _takes_names(
 
 def absolute(path: str | Path) -> Path:
     """The path of the user's file, as used for the import."""
-    return Path(path).expanduser().absolute()
+    return expanded(path).absolute()

@@ -22,6 +22,7 @@ import httpx2
 from hydraflow.redact import HIDDEN, public_text
 from hydraflow.rewards.config import JudgeConfig
 from hydraflow.rewards.selection import key_of
+from hydraflow.system.paths import expanded
 from hydraflow.system.whole_files import replacing
 
 FIRST_WAIT, MOST_WAIT = 0.5, 30.0
@@ -122,7 +123,7 @@ def _cache_file(judge: JudgeConfig, request: Mapping[str, Any]) -> Path | None:
         return None
     text = json.dumps([judge.base_url, request], sort_keys=True)
     name = hashlib.sha256(text.encode(errors="surrogatepass")).hexdigest()
-    return Path(judge.cache_dir).expanduser() / name[:2] / f"{name}.json"
+    return expanded(judge.cache_dir) / name[:2] / f"{name}.json"
 
 
 def _cached_answer(path: Path | None) -> str | None:

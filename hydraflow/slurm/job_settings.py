@@ -21,6 +21,7 @@ from hydraflow.compose.loading import EntryPoint
 from hydraflow.device import CPU_PROCESSES
 from hydraflow.schema import JOBS, GenerateConfig, JobConfig, PPOConfig, SupervisedConfig
 from hydraflow.system.allocation import Allocation, allocation
+from hydraflow.system.paths import expanded
 from hydraflow.system.whole_files import replacing
 from hydraflow.tracking.provenance import SLURM_JOB
 from hydraflow.tracking.run_folder import RUNS, RunFolder, slug
@@ -106,4 +107,4 @@ def _run_folder(config: PPOConfig | SupervisedConfig, given: Allocation | None) 
     """A requeued job must find its own folder again, not that of another job."""
     named = config.trainer.default_local_dir
     own = RUNS / f"{slug(config.trainer.experiment_name)}-job{given.job if given else '0'}"
-    return str(Path(named or own).expanduser().absolute())
+    return str(expanded(named or own).absolute())

@@ -68,7 +68,7 @@ def _first(environ: Mapping[str, str], names: tuple[str, ...]) -> tuple[str, int
     """The first variable that holds a number above 0."""
     for name in names:
         text = environ.get(name, "")
-        if text.isdigit() and int(text) > 0:
+        if text.isdecimal() and int(text) > 0:
             return name, int(text)
     return "", None
 

@@ -5,7 +5,6 @@ In: what the user wrote. Out: seconds. Left out on purpose: days and dates.
 
 from __future__ import annotations
 
-import math
 import re
 
 _UNITS = {"h": 3600.0, "m": 60.0, "s": 1.0}
@@ -18,7 +17,7 @@ def seconds_of(value: object) -> float | None:
     (5400.0, 90.0, None, None)
     """
     if isinstance(value, int | float) and not isinstance(value, bool):
-        return float(value) if 0 < value < math.inf else None
+        return float(value) if 0 < value < 1e18 else None  # a larger integer may not fit into a float
     text = str(value).strip().lower()
     parts = re.findall(r"(\d+(?:\.\d+)?)([hms])", text)
     if parts and "".join(number + unit for number, unit in parts) == text:

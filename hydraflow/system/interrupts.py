@@ -26,6 +26,7 @@ from contextlib import contextmanager, suppress
 from typing import NoReturn
 
 from hydraflow.errors import EnvironmentFault, HydraflowError
+from hydraflow.system.processes import stat_fields
 
 INTERRUPTED, TERMINATED = 130, 143
 """Exit codes after Ctrl-C and after a repeated SIGTERM; both end a sweep, too."""
@@ -208,10 +209,9 @@ def _family() -> list[int]:
     for entry in os.scandir("/proc"):
         if not entry.name.isdigit():
             continue
-        with suppress(OSError), open(f"/proc/{entry.name}/stat") as stat:
-            # the name of the program, in parentheses, may itself hold spaces and parentheses
-            state, parent = stat.read().rpartition(")")[2].split()[:2]
-            if state not in "ZX":
+        with suppress(OSError):
+            state, parent = stat_fields(int(entry.name))[:2]
+            if state not in (b"Z", b"X"):
                 parents[int(entry.name)] = int(parent)
     family: set[int] = set()
     found = {os.getpid()}

@@ -34,13 +34,13 @@ class CurrentStderr(logging.StreamHandler):
 
 
 class Pipe(io.FileIO):
-    """A pipe whose reader may leave; later output is discarded."""
+    """A pipe or socket whose reader may leave; later output is discarded."""
 
     def write(self, data: ReadableBuffer) -> int:
         """Writes the data; once the reader has left, only pretends to."""
         try:
             return super().write(data)
-        except BrokenPipeError:
+        except ConnectionError:
             nowhere = os.open(os.devnull, os.O_WRONLY)
             os.dup2(nowhere, self.fileno())
             os.close(nowhere)
@@ -62,8 +62,10 @@ def outlive_readers() -> None:
 
 
 def _is_pipe(stream: io.TextIOWrapper) -> bool:
+    """Whether it has a reader that may leave; ssh without a terminal uses a pair of sockets."""
     try:
-        return stat.S_ISFIFO(os.fstat(stream.fileno()).st_mode)
+        mode = os.fstat(stream.fileno()).st_mode
+        return stat.S_ISFIFO(mode) or stat.S_ISSOCK(mode)
     except io.UnsupportedOperation:  # an in-memory stream, as in a notebook
         return False
 

@@ -73,12 +73,12 @@ def node_address(peer: str = "", environ: Mapping[str, str] = os.environ) -> str
 
 
 def unreachable(address: str, seconds: float) -> str:
-    """Why host:port accepts no connection within `seconds`; empty if it does."""
+    """Why host:port accepts no connection within `seconds`, or is no such address; empty if it does."""
     host, _, port = address.rpartition(":")
     try:
         socket.create_connection((host.strip("[]"), int(port)), timeout=seconds).close()
-    except OSError as error:
-        return error.strerror or str(error) or type(error).__name__
+    except (OSError, ValueError) as error:
+        return getattr(error, "strerror", None) or str(error) or type(error).__name__
     return ""
 
 

@@ -39,8 +39,9 @@ def make_node_folder() -> Path:
     return own_folder_below(Path(tempfile.gettempdir()))
 
 
-def own_folder_below(base: Path) -> Path:
-    """Makes the user's folder below a given folder for temporary files. Raises as `make_node_folder` does."""
+def own_folder_below(base: Path, variable: str = "TMPDIR") -> Path:
+    """Makes the user's folder below a given folder for temporary files, which `variable` names. Raises as
+    `make_node_folder` does."""
     folder = _below(base)
     try:
         folder.mkdir(mode=0o700, exist_ok=True)
@@ -49,9 +50,9 @@ def own_folder_below(base: Path) -> Path:
             folder.chmod(0o700)
             return folder
     except OSError as error:
-        remedy = "set TMPDIR=<a folder that you may write>"
+        remedy = f"set {variable}=<a folder that you may write>"
         raise EnvironmentFault(f"{folder} cannot be made: {error.strerror}; {remedy}") from error
-    remedy = "set TMPDIR=<a folder of your own>"
+    remedy = f"set {variable}=<a folder of your own>"
     raise EnvironmentFault(f"{folder} is not a private folder of this user; {remedy}")
 
 
@@ -63,7 +64,7 @@ def session_folder() -> Path:
     named = os.environ.get(RAY_BASE)
     for base in [named] if named else [tempfile.gettempdir(), "/tmp"]:
         if _has_room(_below(Path(base)) / SESSIONS):
-            return own_folder_below(Path(base)) / SESSIONS
+            return own_folder_below(Path(base), RAY_BASE if named else "TMPDIR") / SESSIONS
     folder = Path(str(named))
     if _has_room(folder / SESSIONS) and _is_private(folder):
         return folder / SESSIONS

@@ -1,6 +1,7 @@
 """Checks the paths of a configuration: that data files and model folders exist, that outputs can be written.
 
-In: paths as the user wrote them. Out: problems, worded the same for every command. Standard library only, so
+In: paths as the user wrote them. Out: problems, worded the same for every command. `os.path` asks, because
+`Path` raises for a folder that may not be entered and for a name that is too long. Standard library only, so
 that missing files are reported together with all other mistakes, before any large import. Left out on
 purpose: the files' contents, which their readers check.
 """
@@ -24,6 +25,12 @@ _SUGGESTED = 3
 """Largest number of a folder's files that a message names."""
 
 
+def expanded(path: str | Path) -> Path:
+    """The path with `~` replaced. Where there is no such home folder it stays, and `Path.expanduser` would
+    raise."""
+    return Path(os.path.expanduser(path))
+
+
 def listed(files: Any) -> list[Path] | None:
     """A path or a list of them as a list, `~` replaced; None if it is neither.
 
@@ -35,8 +42,7 @@ def listed(files: Any) -> list[Path] | None:
         return None
     if not all(isinstance(name, str | Path) for name in names):
         return None
-    # Path.expanduser raises if there is no home folder.
-    return [Path(os.path.expanduser(name)) for name in names]
+    return [expanded(name) for name in names]
 
 
 def file_problems(files: Any, key: str) -> list[Problem]:
@@ -55,15 +61,17 @@ def file_problems(files: Any, key: str) -> list[Problem]:
 def no_file(path: Path, key: str, *, endings: Sequence[str] = DATA_ENDINGS, after: str = "") -> Problem:
     """The problem of a path in `key` that is not a file, with what is there instead. endings: of files to
     suggest; after: what follows the path in the value."""
-    if path.is_dir():
+    if os.path.isdir(path):
         rule, files = "is a folder, not a file", sorted(_files_in(path, endings))
         meant = [f"{key}={path}/<file>{after}"]
     else:
         folder, meant = path.absolute().parent, [f"{key}=<a file>{after}"]
-        if folder.is_dir():
+        if os.path.isdir(folder):
             rule = f"no such file in {folder}"
         else:
-            rule = f"no such file: {folder} " + ("is not a folder" if folder.exists() else "does not exist")
+            rule = f"no such file: {folder} " + (
+                "is not a folder" if os.path.exists(folder) else "does not exist"
+            )
         names = [file.name for file in _files_in(folder, endings)]
         files = [path.with_name(name) for name in difflib.get_close_matches(path.name, names, _SUGGESTED)]
     meant = [shlex.quote(f"{key}={file}{after}") for file in files[:_SUGGESTED]] or meant
@@ -72,7 +80,7 @@ def no_file(path: Path, key: str, *, endings: Sequence[str] = DATA_ENDINGS, afte
 
 def _files_in(folder: Path, endings: Sequence[str]) -> list[Path]:
     try:
-        return [file for file in folder.iterdir() if file.suffix in endings and file.is_file()]
+        return [file for file in folder.iterdir() if file.suffix in endings and os.path.isfile(file)]
     except OSError:  # it is not a folder, or cannot be read
         return []
 
@@ -81,9 +89,9 @@ def require_writable(path: str | None, key: str) -> None:
     """Raises ConfigError when the file in `key`, if any, cannot be written; leaves nothing behind."""
     if path is None:
         return
-    target = Path(os.path.expanduser(path))
+    target = expanded(path)
     try:
-        if target.is_dir():
+        if os.path.isdir(target):
             raise IsADirectoryError(None, "it is a folder")
         prove_writable(target.absolute().parent)
     except OSError as error:
@@ -102,19 +110,19 @@ def is_hub_name(path: str) -> bool:
     >>> is_hub_name("Qwen/Qwen3-8B"), is_hub_name("/models/qwen"), is_hub_name("models/qwen/8b")
     (True, False, False)
     """
-    return path.count("/") <= 1 and not path.startswith(("/", ".", "~")) and not Path(path).exists()
+    return path.count("/") <= 1 and not path.startswith(("/", ".", "~")) and not os.path.exists(path)
 
 
 def model_problems(path: str, key: str) -> list[Problem]:
     """Problems of the model path in `key`: no such folder, or no model in it."""
     if is_hub_name(path):
         return []
-    folder = Path(os.path.expanduser(path))
-    if not folder.exists():
+    folder = expanded(path)
+    if not os.path.exists(folder):
         return [Problem(key, path, "there is no such directory", f"{key}=<Hugging Face directory>")]
-    if not folder.is_dir():
+    if not os.path.isdir(folder):
         return [Problem(key, path, "is a file, not a directory", f"{key}={folder.parent}")]
-    if not (folder / "config.json").is_file():
+    if not os.path.isfile(folder / "config.json"):
         if writer := _sharded_by(folder):
             rule = f"holds a checkpoint of {writer}, which must be merged first"
             merge = f"python -m hydraflow.model_merger merge --local_dir {path} --target_dir MERGED"
@@ -129,15 +137,15 @@ def model_problems(path: str, key: str) -> list[Problem]:
 
 def core_checkpoint_problems(path: str, key: str) -> list[Problem]:
     """Problems of the path of a Megatron-Core checkpoint in `key`: no such folder, or no checkpoint in it."""
-    folder = Path(os.path.expanduser(path))
-    if not folder.is_dir():
-        rule = "is a file, not a directory" if folder.exists() else "there is no such directory"
+    folder = expanded(path)
+    if not os.path.isdir(folder):
+        rule = "is a file, not a directory" if os.path.exists(folder) else "there is no such directory"
         return [Problem(key, path, rule, f"{key}=<checkpoint of Megatron-Core>")]
     if _sharded_by(folder) == CORE:
         return []
     rule = "holds no checkpoint that Megatron-Core wrote: there is no common.pt in it"
     remedy = f"{key}=<folder with .metadata, common.pt and *.distcp>"
-    if (folder / "config.json").is_file():
+    if os.path.isfile(folder / "config.json"):
         remedy = f"use_dist_checkpointing=false in that section, and {path} as the path of the model"
     return [Problem(key, path, rule, remedy)]
 

@@ -159,7 +159,11 @@ class RoleLogs(logging.Handler):
             self._switch(before)
 
     def emit(self, record: logging.LogRecord) -> None:
-        text = f"{record.name}: {record.getMessage()}"
+        try:
+            text = f"{record.name}: {record.getMessage()}"
+        except Exception:  # as logging's own handlers do: a wrong log call does not fail the caller
+            self.handleError(record)
+            return
         if record.exc_info:
             text += "\n" + logging.Formatter().formatException(record.exc_info)
         self.line(record.levelname if record.levelname in LEVELS else "INFO", text, record.created)

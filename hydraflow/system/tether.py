@@ -58,7 +58,7 @@ class Tethered:
     def ended(self, seconds: float = 0.0) -> str:
         """How it ended, in a few words, waiting up to `seconds`; empty: it is still running."""
         with self._lock:
-            if not self._how and select.select([self._leash], [], [], seconds)[0]:
+            if not self._how and _readable([self._leash.fileno()], seconds):
                 # closed without a word: the supervisor was killed
                 self._how = self._leash.recv(64).decode() or "with its supervisor"
             return self._how
@@ -133,10 +133,17 @@ def _watch(child: int, leash: int) -> int | None:
         for pid, status in _ended():
             if pid == child:
                 return status
-        ready, _, _ = select.select([leash, woken], [], [])
-        if leash in ready:
+        if leash in _readable([leash, woken]):
             return None
         os.read(woken, 4096)
+
+
+def _readable(descriptors: Sequence[int], seconds: float | None = None) -> list[int]:
+    """Waits for one of them, with no limit for None. `select` would refuse numbers above 1,023."""
+    poll = select.poll()
+    for descriptor in descriptors:
+        poll.register(descriptor, select.POLLIN)
+    return [descriptor for descriptor, _ in poll.poll(None if seconds is None else 1000 * seconds)]
 
 
 def _ended() -> Iterator[tuple[int, int]]:

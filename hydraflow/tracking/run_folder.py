@@ -23,6 +23,7 @@ import yaml
 
 from hydraflow.errors import ConfigError, EnvironmentFault
 from hydraflow.redact import fingerprinted
+from hydraflow.system.paths import expanded
 from hydraflow.system.whole_files import json_object, make_earlier, prove_writable, replacing
 from hydraflow.tracking.file import METRICS_FILE, json_number
 from hydraflow.tracking.history import record_of
@@ -90,7 +91,7 @@ class RunFolder:
         Raises ConfigError when it cannot be written.
         """
         stamped = f"{slug(experiment_name)}-{datetime.now():%Y%m%d-%H%M%S}"
-        path = Path(directory).expanduser() if directory else RUNS / stamped
+        path = expanded(directory) if directory else RUNS / stamped
         try:
             if directory:
                 path.mkdir(parents=True, exist_ok=True)
@@ -176,7 +177,7 @@ class RunFolder:
             raise ConfigError.one(
                 field, directory, rule, f"{field}=<a folder, or where the address is mounted>"
             )
-        path = Path(directory).expanduser() if directory else RUNS
+        path = expanded(directory) if directory else RUNS
         try:
             prove_writable(path)
         except OSError as error:
@@ -265,7 +266,7 @@ def _paths_in(value: Any) -> Iterator[Path]:
         for each in value.values() if isinstance(value, Mapping) else value:
             yield from _paths_in(each)
     elif isinstance(value, str) and value:
-        path = Path(value.rpartition(":")[0] if ".py:" in value else value).expanduser()
+        path = expanded(value.rpartition(":")[0] if ".py:" in value else value)
         with suppress(OSError, ValueError):  # too long, or with a null character
             if path.exists():
                 yield path

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from hydraflow.errors import ConfigError
+from hydraflow.system.processes import stat_fields
 from hydraflow.system.whole_files import json_object
 
 LOCK_FILE = ".lock"
@@ -124,8 +125,7 @@ def _me() -> dict[str, Any]:
 def _start_ticks(pid: int) -> int | None:
     """Start time of a local process, in clock ticks since boot; None: there is no such pid."""
     try:
-        # the name of the program, in parentheses, may itself hold spaces and parentheses
-        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
+        return int(stat_fields(pid)[19])
     except (OSError, IndexError):
         return None
 

@@ -19,6 +19,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from hydraflow.errors import first_line
+from hydraflow.system.paths import expanded
 from hydraflow.tracking.base import SAMPLE_COLUMNS, SAMPLE_TABLE, RunInfo, Sample, Tracker, rows_of
 
 STEP = "training/global_step"
@@ -48,7 +49,7 @@ def offline_because(environ: Mapping[str, str]) -> str | None:
 def _in_netrc(environ: Mapping[str, str]) -> bool:
     """Whether `wandb login` has left a key for the server."""
     home = Path(environ.get("HOME") or Path.home())
-    file = Path(environ.get("NETRC") or home / ".netrc").expanduser()
+    file = expanded(environ.get("NETRC") or home / ".netrc")
     host = urlsplit(environ.get("WANDB_BASE_URL") or SERVER).hostname or ""
     try:
         found = netrc.netrc(file).authenticators(host)

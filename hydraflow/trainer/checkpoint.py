@@ -104,7 +104,8 @@ class Checkpointer:
         EnvironmentFault with trainer.stop_on_failed_save."""
         if self._pending is None:
             return
-        wrong, self._pending = self._result(self._pending), None
+        saving, self._pending = self._pending, None
+        wrong = self._result(saving)
         if not wrong:
             return
         self._best, pointer = self.store.best(), self.store.pointer()
@@ -174,6 +175,8 @@ class Checkpointer:
                 self.settle()
             elif self._pending is not None:
                 wait([self._pending], 2 * self.trainer.rpc_timeout if workers_live else LEAVE_SECONDS)
+                if self._pending.done() and (wrong := self._pending.exception() or self._pending.result()):
+                    logger.warning("%s", wrong)
         finally:
             self._thread.shutdown(wait=False)
 

@@ -166,12 +166,12 @@ class CheckpointStore:
     def set_aside(self, step: int, damaged: Collection[int]) -> list[Path]:
         """Renames the checkpoints that do not lead to `step`: damaged ones and newer ones. Returns the new
         paths."""
-        moved = []
-        for other in self.steps():
+        moved, steps = [], self.steps()
+        for other in steps:
             if other in damaged:
                 moved.append(self.path(other).with_name(self.path(other).name + DAMAGED))
                 _replace_folder(self.path(other), moved[-1])
-        newer = [other for other in self.steps() if other > step]
+        newer = [other for other in steps if other > step and other not in damaged]
         if newer:
             aside = make_earlier(self.folder)
             moved += [self.path(other).rename(aside / self.path(other).name) for other in newer]
@@ -187,9 +187,13 @@ def damage(path: Path, roles: Collection[str]) -> str:
     if absent := [role for role in roles if not any(name.startswith(f"{role}/") for name in files)]:
         return f"holds no {', '.join(absent)}"
     for name, facts in files.items():
-        if not (path / name).is_file():
+        try:
+            size = (path / name).stat().st_size
+        except (FileNotFoundError, NotADirectoryError):
             return f"{name} is missing"
-        if (size := (path / name).stat().st_size) != facts.bytes:
+        except OSError as error:
+            return f"{name} cannot be read: {error.strerror}"
+        if size != facts.bytes:
             return f"{name} has {size} bytes instead of {facts.bytes}"
     with ThreadPoolExecutor(READERS) as readers:
         return next(filter(None, readers.map(lambda name: _change(path, name, files[name]), files)), "")

@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from hydraflow.dispatch.runtime import Runtime
+from hydraflow.system.paths import expanded
 from hydraflow.system.whole_files import replacing
 from hydraflow.trainer.source import Trajectories
 
@@ -63,7 +64,7 @@ def read_scored(runtime: Runtime, taken: Trajectories) -> ScoredResponses:
         sources=objects["data_source"].astype(str),
         scores=scores,
         accuracies=np.where(np.isnan(accuracies), scores, accuracies),
-        failed=read.get("failed").numpy(),
+        failed=read.get("failed").numpy() | ~np.isfinite(scores),
         prompts=list(read.non_tensor_batch["prompt_text"]),
         texts=list(read.non_tensor_batch["text"]),
         truths=[row.get("ground_truth") for row in objects["reward_model"]],
@@ -84,7 +85,7 @@ class GenerationDump:
     @classmethod
     def to(cls, folder: str | None, key: str) -> GenerationDump | None:
         """A dump in the folder that configuration key `key` is set to, if any."""
-        return cls(Path(folder).expanduser(), key) if folder else None
+        return cls(expanded(folder), key) if folder else None
 
     def write(self, step: int, rows: Sequence[dict[str, Any]]) -> None:
         """Writes <step>.jsonl atomically. A step that runs again after a resume replaces its file."""

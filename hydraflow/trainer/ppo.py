@@ -178,7 +178,7 @@ class PPOTrainer:
                 raise GuardStop(self._disagreement(compared.by_replica, limit))
             if not self.config.algorithm.rollout_correction.bypass_mode:
                 self.old = OldFrom.RECOMPUTE
-        elif compared.by_replica and newest:
+        elif compared.by_replica and newest and not taken.replayed:
             self._compared = True
         # not at each start: a resumed run logs the same metrics as an uninterrupted one
         if step == 1 or self.old == OldFrom.RECOMPUTE:
@@ -206,7 +206,10 @@ class PPOTrainer:
     def teacher_log_probs(self, batch: RemoteBatch) -> RemoteBatch:
         """Adds the columns that each row's teacher computes."""
         inputs, teachers = columns(batch, self.reads["teachers"]), self.roles.teachers
-        taught = np.array([teacher_of(source, teachers) for source in batch.objects["data_source"]])
+        sources = batch.objects["data_source"]
+        taught = np.array([teacher_of(source, teachers) for source in sources])
+        if None in taught:  # rows of a trajectory file may have sources that data.train_files does not
+            raise GuardStop(f"no teacher is for the data source {sources[list(taught).index(None)]!r}")
         parts, order = [], []
         for name, group in teachers.items():
             rows = np.flatnonzero(taught == name)

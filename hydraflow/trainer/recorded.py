@@ -25,6 +25,7 @@ from hydraflow.errors import ConfigError, EnvironmentFault
 from hydraflow.protocol.batch import DataProto
 from hydraflow.protocol.remote import RemoteBatch
 from hydraflow.protocol.stored import read_batch, write_batch
+from hydraflow.system.paths import expanded
 from hydraflow.trainer.config import DebugConfig
 from hydraflow.trainer.phases import TRAJECTORY
 from hydraflow.trainer.source import FollowsLoader, Trajectories, TrajectorySource
@@ -120,7 +121,7 @@ def require_dumps(debug: DebugConfig, plan: BatchPlan, *, first: int) -> None:
     Group sizes need not be those of the configuration."""
     if debug.load_rollouts is None or first > plan.total_steps:
         return
-    folder = Path(debug.load_rollouts).expanduser()
+    folder = expanded(debug.load_rollouts)
     other = f"{LOAD}=<a folder that trainer.debug.save_rollouts wrote>"
     missing = [step for step in range(first, plan.total_steps + 1) if not dump_file(folder, step).is_file()]
     if missing:

@@ -9,15 +9,18 @@ it is executed (`engine/dcp_index.py`). Left out on purpose: choosing the folder
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from hydraflow.data.loader import PromptLoader
 from hydraflow.dispatch.group import RoleGroup
 from hydraflow.engine.base import CHECKPOINT_FACTS
 from hydraflow.engine.dcp_index import read_tensors_alone
 from hydraflow.errors import ConfigError, Problem
+from hydraflow.system.paths import expanded
 from hydraflow.trainer.checkpoint import RoleCheckpoints
 from hydraflow.trainer.checkpoint_store import CheckpointStore, damage
 from hydraflow.trainer.config import LoopConfig
@@ -53,6 +56,8 @@ class CheckpointRequirements:
     roles: Mapping[str, RoleCheckpoints]
     """What each role loads from it."""
     total_steps: int
+    loader: PromptLoader | None = None
+    """The training rows; None: not known before the run starts."""
     looks_only: str | None = None
     """The key that makes this a run that trains nothing and leaves other runs' folders untouched."""
 
@@ -64,15 +69,15 @@ def find(folder: Path, trainer: LoopConfig, required: CheckpointRequirements) ->
     """
     if trainer.resume_mode == "disable":
         return None
-    path = Path(trainer.resume_from_path or "").expanduser().resolve()
+    path = expanded(trainer.resume_from_path or "").resolve()
     if required.looks_only:
         return _looked_at(folder, path if trainer.resume_mode == "resume_path" else None, required)
     if trainer.resume_mode == "auto":
-        return _checked(newest(folder, required), required)
+        return checked(newest(folder, required), required)
     own = newest(folder, required) if CheckpointStore(folder).steps() else None
     if own is not None and own.state.origin == str(path):
-        return _checked(own, required)
-    return _checked(_at(path, required), required)
+        return checked(own, required)
+    return checked(_at(path, required), required)
 
 
 def newest(folder: Path, required: CheckpointRequirements) -> ResumePoint | None:
@@ -99,19 +104,21 @@ def _looked_at(folder: Path, path: Path | None, required: CheckpointRequirements
         if required.roles:
             remedy += f" {MODE}=resume_path {PATH}={path or store.path(steps[-1])}"
         raise ConfigError.one(FOLDER, folder, rule, remedy)
-    return None if path is None else _checked(_at(path, required), required)
+    return None if path is None else checked(_at(path, required), required)
 
 
 def _at(path: Path, required: CheckpointRequirements) -> ResumePoint:
     remedy = f"{PATH}=<run folder>/global_step_N"
-    if not path.is_dir():
-        raise ConfigError.one(PATH, path, "is not a folder", remedy)
+    if not os.path.isdir(path):
+        raise ConfigError.one(PATH, path, "is not a folder, or cannot be read", remedy)
     if found := damage(path, required.roles):
         raise ConfigError.one(PATH, path, f"is not a complete checkpoint: {found}", remedy)
     return ResumePoint(path, RunState.read(path), {})
 
 
-def _checked(found: ResumePoint | None, required: CheckpointRequirements) -> ResumePoint | None:
+def checked(found: ResumePoint | None, required: CheckpointRequirements) -> ResumePoint | None:
+    """The checkpoint, if any. ConfigError when the run cannot resume from it: another configuration or other
+    rows, parts that it does not hold, or files that are not tensors alone."""
     if found is None:
         return None
     problems = required.identity.differences(found.state.configuration, where=str(found.checkpoint))
@@ -119,6 +126,8 @@ def _checked(found: ResumePoint | None, required: CheckpointRequirements) -> Res
         last = problems[-1]
         problems[-1] = Problem(last.field, last.value, last.rule, f"{last.remedy}; or start over: {FRESH}")
         raise ConfigError(problems)
+    if required.loader is not None:
+        required.loader.require_same(found.state.data)
     lacking = [_missing_contents(found.checkpoint, role, wanted) for role, wanted in required.roles.items()]
     if problems := [problem for problem in lacking if problem is not None]:
         raise ConfigError(problems)
@@ -132,8 +141,9 @@ def _missing_contents(checkpoint: Path, role: str, required: RoleCheckpoints) ->
     config, key = required.config, f"{required.key}.load_contents"
     held = _facts(checkpoint, role)["contents"]
     absent = [name for name in config.load_contents if name not in held]
+    there = [name for name in config.load_contents if name in held]
     rule = f"{checkpoint / role} was saved without {', '.join(absent)}"
-    return Problem(key, config.load_contents, rule, f"{key}=[{','.join(held)}]") if absent else None
+    return Problem(key, config.load_contents, rule, f"{key}=[{','.join(there)}]") if absent else None
 
 
 def load_roles(

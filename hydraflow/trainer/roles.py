@@ -386,6 +386,7 @@ def _rollout_role(config: PPOConfig, plan: BatchPlan, adapters: AdapterLayers | 
         seed=config.trainer.seed,
         tensor_parallel=plan.layouts["rollout"].tensor,
         pipeline_parallel=plan.layouts["rollout"].pipeline,
+        per_machine=plan.layouts["rollout"].devices_per_node,
         routes=config.actor_rollout_ref.actor.router_replay.by_rollout,
         start_seconds=config.trainer.start_timeout,
         adapters=adapters,

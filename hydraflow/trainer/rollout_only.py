@@ -66,7 +66,8 @@ class RolloutTrainer:
         """Scores are averaged over the rows that have one: neither failed nor faulted."""
         scores = self.runtime.fetch(columns(scored, ["score", "failed"]))
         read = self.runtime.fetch(columns(taken.rows, ["lengths", "response_mask", "finish_reason"]))
-        responses, failed = lengths(read.get("response_mask")), scores.get("failed")
+        responses = lengths(read.get("response_mask"))
+        failed = scores.get("failed") | ~scores.get("score").isfinite()
         found = {
             "reward/failed_rows": float(failed.sum()),
             "perf/total_num_tokens": float(read.get("lengths").sum()),

@@ -61,6 +61,12 @@ class RunState:
             rule = f"has {', '.join(unknown)}, which this version of hydraflow does not know"
             raise ConfigError.one(str(file), None, rule, REMEDY)
         try:
-            return cls(**found)
+            state = cls(**found)
         except TypeError as error:
             raise ConfigError.one(str(file), None, f"is of another version: {error}", REMEDY) from error
+        if type(state.step) is not int or state.step < 0:
+            raise ConfigError.one(str(file), None, f"has step={state.step!r}, which is no number", REMEDY)
+        for name in ("source", "data", "configuration", "kl", "scores", "entropy", "skipped_in_a_row"):
+            if not isinstance(getattr(state, name), dict):
+                raise ConfigError.one(str(file), None, f"has no mapping in {name}", REMEDY)
+        return state

@@ -92,7 +92,9 @@ def check_failures(
     failed: int, rows: int, first_cause: str | None, max_share: float, *, where: str, so: str
 ) -> None:
     """Logs how many rows the reward function failed on, and the first error. GuardStop when they are more
-    than the share `max_share` of the rows. `so`: the consequence, for the message."""
+    than the share `max_share` of the rows. `so`: the consequence, for the message. `first_cause` None: the
+    function failed on none, so the reward model did."""
+    first_cause = first_cause or "the reward model's score is not a finite number"
     require_scored(failed, rows, first_cause, max_share, where=where, so=so)
     if failed:
         text = "%s: the reward function failed on %d of %d rows: %s"

@@ -167,6 +167,17 @@ def flat_size(header: Header) -> int:
     return _starts(header)[-1]
 
 
+NEVER_ROUNDED = "e_score_correction_bias"
+"""Last part of the names of router biases. Every engine keeps them in float32, because rounded ones would
+choose other experts."""
+
+
+def sent_dtype(name: str, tensor: torch.Tensor, dtype: torch.dtype) -> torch.dtype:
+    """The dtype in which a weight is sent to an engine that computes in `dtype`."""
+    keeps = not tensor.is_floating_point() or name.endswith(NEVER_ROUNDED)
+    return tensor.dtype if keeps else dtype
+
+
 @dataclass(frozen=True)
 class BucketOptions:
     """How weights are split into buckets."""
@@ -174,13 +185,13 @@ class BucketOptions:
     version: int
     max_bytes: int
     dtype: torch.dtype
-    """Floating-point weights are converted to it."""
+    """Floating-point weights are converted to it (`sent_dtype`)."""
     checked: bool
     """Whether to compute checksums, which takes about as long as copying the weights several times."""
 
     def entries(self, name: str, tensor: torch.Tensor) -> Iterator[Entry]:
         """One entry for a weight that fits into a bucket, otherwise as few as possible."""
-        dtype = self.dtype if tensor.is_floating_point() else tensor.dtype
+        dtype = sent_dtype(name, tensor, self.dtype)
         most, count = max(1, self.max_bytes // dtype.itemsize), tensor.numel()
         for start in range(0, max(1, count), most):
             yield Entry(name, dtype, tuple(tensor.shape), start, min(start + most, count))
@@ -223,7 +234,10 @@ class _OpenBucket:
     def add(self, entry: Entry, weight: torch.Tensor) -> None:
         """Adds an entry. weight: the flattened full tensor."""
         self.entries.append(entry)
-        self.numbers.append(weight[entry.start : entry.end].to(entry.dtype))
+        piece = weight[entry.start : entry.end].to(entry.dtype)
+        if entry.start > 0 and piece.data_ptr() == weight[entry.start :].data_ptr():
+            piece = piece.clone()  # a view would keep the whole weight until the bucket is closed
+        self.numbers.append(piece)
         self.nbytes += entry.nbytes
 
     def close(self, *, last: bool) -> tuple[Header | None, list[torch.Tensor]]:

@@ -21,7 +21,7 @@ import torch
 
 from hydraflow.device import LentTensor, borrow, finish_work, lend
 from hydraflow.errors import EnvironmentFault, StoreFull
-from hydraflow.weights.buckets import FlatBucket, Header
+from hydraflow.weights.buckets import BucketMemory, FlatBucket, Header
 
 SLOTS = 2
 """One bucket is loaded while the next is filled."""
@@ -106,18 +106,15 @@ class _HostSlot:
         return self._flat[:nbytes]
 
 
-class _DeviceSlot:
+class _DeviceSlot(BucketMemory):
     """A `Memory` on a device."""
 
     place: Place
     """Handle of the memory that was taken last."""
 
-    def __init__(self, device: torch.device) -> None:
-        self._flat = torch.empty(0, dtype=torch.uint8, device=device)
-
     def take(self, nbytes: int) -> torch.Tensor:
         if len(self._flat) < nbytes:
-            self._flat = self._flat.new_empty(nbytes)
+            super().take(nbytes)
             self.place = DevicePlace(lend(self._flat))
         return self._flat[:nbytes]
 

@@ -76,6 +76,8 @@ class RolloutSpec:
     """Tensor-parallel size of an engine."""
     pipeline_parallel: int = 1
     """Pipeline-parallel size of an engine."""
+    per_machine: int | None = None
+    """Most processes on one machine; None: all are on one."""
     section: str = "actor_rollout_ref.rollout"
     """Configuration path of `rollout`, next to `model`; for messages."""
     routes: bool = False
@@ -167,7 +169,7 @@ class RolloutWorker(Worker):
             resolve_dtype(spec.rollout.dtype, process.device_type),
             load_generation_config(spec.model, field=spec.model_field),
             longest_row=spec.max_prompt + spec.max_tokens,
-            processes=process.world_size,
+            processes=min(process.world_size, spec.per_machine or process.world_size),
             tensor_parallel=spec.tensor_parallel,
             pipeline_parallel=spec.pipeline_parallel,
             rank=process.rank % spec.model_parallel,
@@ -177,6 +179,7 @@ class RolloutWorker(Worker):
             routes=spec.routes,
             start_seconds=spec.start_seconds,
             adapters=spec.adapters,
+            trust_remote_code=spec.model.trust_remote_code,
         )
         build = GENERATION_ENGINES[spec.rollout.name].load()
         self.engine: GenerationEngine = build(load_config(spec.model, field=spec.model_field), engine_spec)

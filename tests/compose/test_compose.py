@@ -155,3 +155,19 @@ def test_the_config_folder_is_found_beside_the_package_or_in_it():
 @pytest.mark.parametrize(("code", "work"), [(0, lambda: None), (7, lambda: 7)])
 def test_run_guarded_returns_the_code(code, work):
     assert run_guarded(work) == code
+
+
+def test_the_recipes_problems_are_counted_with_all_other_mistakes():
+    with pytest.raises(ConfigError) as caught:
+        load("ppo", PPOConfig, ["recipe.train_problems=20000", "trainer.nnodes=0"])
+    assert {one.field for one in caught.value.problems} == {"recipe.train_problems", "trainer.nnodes"}
+    rule = "and recipe.val_problems=500 must be at most 10000 together"
+    assert any(one.rule == rule for one in caught.value.problems)
+
+
+@pytest.mark.parametrize("word", ["recipe=arithmetic", "cluster=h100", "++recipe=none"])
+def test_a_section_of_another_command_is_named(word):
+    with pytest.raises(ConfigError) as caught:
+        load("sft", SFTConfig, ["model.path=m", "data.train_files=a", word])
+    key = word.lstrip("+").partition("=")[0]
+    assert [(one.field, one.remedy) for one in caught.value.problems] == [(key, f"leave out {key}")]

@@ -90,8 +90,8 @@ def test_a_state_of_other_data_is_refused() -> None:
     with pytest.raises(ConfigError) as caught:
         loader(rows=10, seed=1).load_state(loader(rows=11, seed=2).state())
     assert [(p.field, p.value) for p in caught.value.problems] == [
-        ("data loader's rows", 10),
-        ("data loader's seed", 1),
+        ("rows of data.train_files", 10),
+        ("trainer.seed", 1),
     ]
     assert "written with 11" in str(caught.value)
 

@@ -56,6 +56,14 @@ class Probe(Worker):
     def after_call(self) -> None:
         self.calls_over += 1
 
+    @register(Dispatch.DP_COMPUTE_PROTO)
+    def none_of(self, data: DataProto) -> DataProto:
+        return data[:0]
+
+    @register(Dispatch.ONE_TO_ALL, blocking=False)
+    def nap(self, seconds: float) -> None:
+        time.sleep(seconds)
+
     @register(Dispatch.ONE_TO_ALL)
     def count_calls_over(self) -> int:
         return self.calls_over

@@ -103,3 +103,10 @@ def test_a_folder_that_somebody_else_made_is_refused(tmp_path: Path, monkeypatch
     os.chown(node_folder(), 65534, -1)
     with pytest.raises(EnvironmentFault, match="is not a private folder of this user"):
         make_node_folder()
+
+
+def test_a_second_start_in_a_process_finds_its_own_folders() -> None:
+    first = variables(1, node_ip="127.0.0.1", environ={"TORCHINDUCTOR_CACHE_DIR": "/mine"})
+    assert first["TORCHINDUCTOR_CACHE_DIR"] == "/mine/rank_1"
+    again = variables(1, node_ip="127.0.0.1", environ={**first})
+    assert again["TORCHINDUCTOR_CACHE_DIR"] == "/mine/rank_1"

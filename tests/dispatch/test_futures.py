@@ -6,6 +6,7 @@ import gc
 import re
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from statistics import median
 
 import numpy as np
@@ -195,3 +196,87 @@ def test_an_answer_that_does_not_arrive_has_a_limit(monkeypatch: pytest.MonkeyPa
     ):
         calls.settle({1: ref})  # type: ignore[dict-item]
     assert asked == [7.0, FETCH] and group.error is not None
+
+
+def test_a_limit_counts_the_call_and_not_what_it_waits_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Queued behind a call of its process, or waiting for rows of another, or for a call that waits for
+    them."""
+    calls, now = PendingCalls(Traffic(), Timeline(None)), 100.0
+    monkeypatch.setattr(time, "monotonic", lambda: now)
+    sampler, scorer = object(), object()
+
+    def pending(name: str, group: object, rank: int, *awaits: str) -> None:
+        calls.pending[name] = PendingCall(  # type: ignore[index]
+            group,
+            "role",
+            rank,
+            "here",
+            name,
+            60.0,
+            now + 60.0,
+            {},
+            {},
+            None,
+            frozenset(awaits),  # type: ignore[arg-type]
+        )
+
+    pending("samples", sampler, 0)
+    pending("more samples", sampler, 0)
+    pending("of another rank", sampler, 1)
+    pending("scores", scorer, 0, "samples")
+    pending("of the scores", scorer, 1, "scores")
+    pending("alone", scorer, 2)
+    now = 150.0
+    calls._renew("samples", calls.pending.pop("samples"))  # type: ignore[arg-type, call-overload]
+    assert {call.method: call.deadline for call in calls.pending.values()} == {
+        "more samples": 210.0,
+        "of another rank": 160.0,
+        "scores": 210.0,
+        "of the scores": 210.0,
+        "alone": 160.0,
+    }
+
+
+def test_a_call_may_wait_for_another_longer_than_its_limit(runtime: Runtime, pair: RoleGroup) -> None:
+    limits = pair.group.channel.timeouts  # type: ignore[attr-defined]
+    pair.group.channel.timeouts = replace(limits, call=2.0)  # type: ignore[attr-defined]
+    try:
+        naps = [pair.call(Probe.nap, 1.4) for _ in range(3)]
+        assert [one.get() for one in naps] == [[None, None]] * 3
+    finally:
+        pair.group.channel.timeouts = limits  # type: ignore[attr-defined]
+
+
+def test_a_late_call_is_reported_where_stacks_cannot_be_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    class GroupHandle:
+        error: HydraflowError | None = None
+
+        def end(self, error: HydraflowError) -> None:
+            self.error = error
+
+        def log_of(self, rank: int, role: str) -> str:
+            return ""
+
+    def stacks(why: str) -> str:
+        raise FileNotFoundError(2, "No such file or directory", "/run/stacks")
+
+    monkeypatch.setattr(ray, "wait", lambda refs, **options: ([], refs))
+    calls, group, ref = PendingCalls(Traffic(), Timeline(None)), GroupHandle(), object()
+    calls.stacks = stacks
+    calls.pending[ref] = PendingCall(  # type: ignore[index]
+        group,
+        "actor",
+        0,
+        "there",
+        "update",
+        0.1,
+        time.monotonic(),
+        {},
+        {},
+        None,  # type: ignore[arg-type]
+    )
+    with pytest.raises(
+        WorkerError, match=r"no answer in 0.1 seconds; stacks .* they cannot be written: .*/run/stacks"
+    ):
+        calls.settle({0: ref})  # type: ignore[dict-item]
+    assert isinstance(group.error, WorkerError) and not calls.pending

@@ -160,3 +160,51 @@ def test_what_is_counted(batch_of: BatchOf) -> None:
         after.calls - before.calls == 1 and after.total == 0 and after.worked_since(before, "probe") >= 0.05
     )
     assert role.call(Probe.size_of, np.zeros(3)) == [24]
+
+
+class Careless(Worker):
+    """Keeps and changes what it gets, and gives away what it keeps."""
+
+    def __init__(self, process: ProcessContext, fails: bool = False):
+        super().__init__(process)
+        self.kept, self.fails = {"n": 1}, fails
+
+    @register(Dispatch.RANK_ZERO)
+    def count(self, into: list[int]) -> dict[str, int]:
+        into.append(1)
+        self.kept["n"] += len(into)
+        return self.kept
+
+    @register(Dispatch.RANK_ZERO)
+    def facts(self, data: DataProto) -> DataProto:
+        data.meta_info["list"].append(1)
+        return data
+
+    def close(self) -> None:
+        if self.fails:
+            raise OSError("it does not close")
+        CLOSED.append(self)
+
+
+CLOSED: list[Worker] = []
+
+
+def test_arguments_and_answers_are_copies() -> None:
+    runtime = unpack_all()
+    role = runtime.group("pool", {"careless": RoleSpec(Careless)}).role("careless")
+    given: list[int] = []
+    first, second = role.call(Careless.count, given), role.call(Careless.count, given)
+    assert given == [] and (first, second) == ({"n": 2}, {"n": 3})
+    data = DataProto.from_dict({"x": torch.zeros(1)}, meta_info={"list": []})
+    assert role.call(Careless.facts, data).meta_info == {"list": [1]} and data.meta_info == {"list": []}
+    runtime.stop()
+
+
+def test_a_worker_that_does_not_close_keeps_no_other_open() -> None:
+    runtime = unpack_all()
+    roles = {"one": RoleSpec(Careless), "bad": RoleSpec(Careless, (True,)), "other": RoleSpec(Careless)}
+    group = runtime.group("pool", roles)
+    CLOSED.clear()
+    with pytest.raises(OSError, match="it does not close"):
+        group.stop()
+    assert len(CLOSED) == 2

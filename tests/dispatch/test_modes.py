@@ -14,7 +14,8 @@ from hydraflow import metrics
 from hydraflow.dispatch.group import RoleGroup, WorkerGroup
 from hydraflow.dispatch.modes import Dispatch, Execute, mode_named, register, register_dispatch_mode
 from hydraflow.dispatch.runtime import Runtime
-from hydraflow.dispatch.shards import LateShard, part_of, split
+from hydraflow.dispatch.shards import LateShard, Shard, part_of, real_rows, split
+from hydraflow.dispatch.worker import _reply
 from hydraflow.protocol import ragged
 from hydraflow.protocol.batch import DataProto
 from hydraflow.protocol.remote import RemoteBatch
@@ -170,3 +171,25 @@ def test_processes_know_their_place(runtime: Runtime, groups: dict[int, WorkerGr
         == groups[1].role("other").call(Probe.where)[0]["pid"]
     )
     assert groups[2].role("probe").call(Probe.peer_offset, "other") == [7, 7]
+
+
+def test_answers_from_which_padding_cannot_be_removed_are_refused(batch_of: BatchOf) -> None:
+    whole, padded = split(batch_of(3), 2)
+    assert isinstance(whole, Shard) and isinstance(padded, Shard)
+    for nothing in ((None, [padded]), (7, [whole])):
+        _reply(*nothing, True)
+    with pytest.raises(ValueError, match="rows were padded, and its answer is no batch.*padding=False"):
+        _reply({"sum": 7.0}, [padded], True)
+
+
+def test_padded_batches_of_different_numbers_of_rows_are_refused(batch_of: BatchOf) -> None:
+    four, three, two = (split(batch_of(rows), 2)[1] for rows in (4, 3, 2))
+    assert isinstance(four, Shard) and isinstance(three, Shard) and isinstance(two, Shard)
+    with pytest.raises(ValueError, match="batches with different numbers of rows, of which one is padded"):
+        real_rows([four, three], 2)
+    assert real_rows([four, two], 2) == 2 and real_rows([three, three], 2) == 1
+
+
+def test_a_batch_that_lost_all_its_rows_keeps_its_columns(pair: RoleGroup, batch_of: BatchOf) -> None:
+    nothing = pair.call(Probe.none_of, batch_of(4))
+    assert len(nothing) == 0 and "x" in nothing.keys()

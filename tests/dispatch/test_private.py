@@ -113,3 +113,16 @@ def test_a_named_file_without_a_token(
     monkeypatch.setenv("RAY_AUTH_TOKEN_PATH", str(tmp_path / name))
     with pytest.raises(ConfigError, match=f"RAY_AUTH_TOKEN_PATH={tmp_path / name}: .*{rule}"):
         private.close_to_others()
+
+
+def test_a_token_that_a_cleaner_removed_is_made_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.delenv("RAY_AUTH_TOKEN", raising=False)
+    monkeypatch.delenv("RAY_AUTH_TOKEN_PATH", raising=False)
+    monkeypatch.setenv("RAY_AUTH_MODE", "token")
+    private.close_to_others()
+    private.token_file().unlink()
+    private.close_to_others()  # as a run that restarts in its process
+    assert private.token_file().exists()

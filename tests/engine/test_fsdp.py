@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
@@ -294,11 +295,17 @@ def test_directory_is_bit_equal_and_a_resumed_run_is_too(
         "optim": {"lr_warmup_steps": 1, "lr_scheduler_type": "linear"},
         "total_steps": 9,
     }
+    # which transformers reads, and does not save
+    shutil.copytree(tiny, tmp_path / "tiny")
+    settings = tmp_path / "tiny" / "generation_config.json"
+    settings.write_text(json.dumps(json.loads(settings.read_text()) | {"do_sample": False, "top_p": 0.6}))
+    tiny = str(tmp_path / "tiny")
     first = ranks.run(jobs.save_both, tiny, options, str(tmp_path))[0]
     read = AutoModelForCausalLM.from_pretrained(tmp_path / "hf")
     assert read.lm_head.weight is read.model.embed_tokens.weight
     assert_same(dict(read.named_parameters()), first["saved"], 0.0)
     assert AutoTokenizer.from_pretrained(tmp_path / "hf").chat_template
+    assert read.generation_config.top_p == 0.6
     assert read.generation_config.eos_token_id == AutoTokenizer.from_pretrained(tiny).eos_token_id
     assert not list(tmp_path.glob("*.unfinished"))
 

@@ -4,6 +4,7 @@ as in a whole batch."""
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import pytest
 import torch
@@ -94,4 +95,19 @@ def test_what_cannot_be_sampled_is_refused_at_once(engine: NativeEngine) -> None
         engine.submit(
             [TokenRequest("a", prompt, params, (1,), 0), TokenRequest("b", prompt + 20, params, (1,), 0)]
         )
+    assert engine.advance() == []
+
+
+def test_the_request_that_cannot_be_sampled_is_named(engine: NativeEngine) -> None:
+    params = SamplingParams(max_tokens=2)
+    good = TokenRequest("good", torch.tensor([3]), params, (1,), 0)
+    bad = TokenRequest("bad", torch.tensor([10**6]), params, (1,), 0)
+    with pytest.raises(ValueError, match="request bad: prompt 0 holds token 1000000"):
+        engine.submit([good, bad])
+    with pytest.raises(
+        ValueError, match=r"the prompt has shape \(0,\); it must be a row of at least one token"
+    ):
+        TokenRequest("empty", torch.empty(0, dtype=torch.int64), params, (1,), 0)
+    with pytest.raises(ValueError, match="experts"):
+        engine.submit([TokenRequest("routes", torch.tensor([3]), replace(params, routes=True), (1,), 0)])
     assert engine.advance() == []

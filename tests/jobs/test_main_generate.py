@@ -153,6 +153,8 @@ def test_text_that_is_no_unicode_is_named() -> None:
     """Half of an emoji, from text that was cut off."""
     with pytest.raises(ConfigError, match="column note has text that is not Unicode: .*surrogates not"):
         input_table([FileRecord({"prompt": "a", "note": "cut \ud83d"}, Path("rows.jsonl"), 0)])
+    with pytest.raises(ConfigError, match="has text that is not Unicode"):
+        input_table([FileRecord({"prompt": "a", "\ud800": 1}, Path("rows.jsonl"), 0)])
 
 
 def test_rows_with_different_columns_keep_them_all() -> None:

@@ -73,6 +73,8 @@ def test_the_pause_doubles_up_to_five_minutes() -> None:
     for restarts.done in range(7):
         pauses.append(restarts.pause())
     assert pauses == [10.0, 20.0, 40.0, 80.0, 160.0, 300.0, 300.0]
+    restarts.done = 5000
+    assert restarts.pause() == 300.0
 
 
 def test_a_worker_that_fails_after_the_run_was_asked_to_stop(tmp_path: Path) -> None:

@@ -9,15 +9,18 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from engine.foreign import REFUSED, Payload, seal
 from torch.distributed.checkpoint.metadata import Metadata
 
+from hydraflow.data.loader import PromptLoader
 from hydraflow.engine.base import CHECKPOINT_FACTS
 from hydraflow.engine.dcp_index import INDEX, SHARDS
 from hydraflow.errors import ConfigError
 from hydraflow.jobs import run_start
 from hydraflow.jobs.run_start import RunStart
+from hydraflow.protocol.batch import DataProto
 from hydraflow.tracking.endings import DONE
 from hydraflow.tracking.run_folder import RunFolder
 from hydraflow.tracking.summary import Summary
@@ -49,7 +52,7 @@ class Snapshot:
 
 def save(folder: Path, step: int, *, contents: list[str] = CONTENTS, **state: Any) -> Path:
     store = CheckpointStore(folder)
-    facts = RunState(step, 8, "run-1", {}, {}, IDENTITY, "", **state)
+    facts = RunState(step, 8, "run-1", {}, state.pop("data", {}), IDENTITY, "", **state)
     unfinished = store.begin(step, {"actor": 1}, asdict(facts))
     save_part(Snapshot(contents), unfinished, "actor", 0, background=False)
     part = read_part(unfinished, "actor", 0)
@@ -196,8 +199,10 @@ DEEP = "[" * 100_000
         ({"run_id": None}, "is of another version: .*'run_id'"),
         ("[]", "holds no JSON object"),
         (DEEP, "cannot be read"),
+        ({"step": "4"}, "has step='4', which is no number"),
+        ({"configuration": []}, "has no mapping in configuration"),
     ],
-    ids=["newer", "lacks", "list", "deep"],
+    ids=["newer", "lacks", "list", "deep", "text", "no-mapping"],
 )
 def test_a_state_of_another_version_is_refused(out: Path, change: Any, message: str) -> None:
     state = out / "global_step_4" / "trainer.json"
@@ -365,3 +370,65 @@ def test_two_runs_in_one_folder_are_refused(out: Path) -> None:
         begin(default_local_dir=str(out))
     first.lock.release()
     assert file_facts(out / "global_step_4" / "trainer.json").bytes > 0
+
+
+def test_a_run_that_is_found_by_search_is_looked_at_as_closely(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    folder = tmp_path / "runs" / "ppo-20260101-120000"
+    folder.mkdir(parents=True)
+    save(folder, 4, contents=["model"])
+    log(folder, 4)
+    for _ in range(2):  # and is left unlocked
+        with pytest.raises(ConfigError, match="was saved without optimizer, extra"):
+            begin()
+    assert begin(required(contents={"load_contents": ["model"]})).folder.path.samefile(folder)
+
+
+def test_contents_that_a_checkpoint_has_and_no_run_loads_are_not_advised(out: Path) -> None:
+    save(out, 6, contents=["extra", "hf_model", "model"])
+    with pytest.raises(ConfigError, match=r"load_contents=\[model,extra\]"):
+        begin(default_local_dir=str(out))
+
+
+def test_the_end_of_another_run_in_the_folder_says_nothing_of_a_path(out: Path, tmp_path: Path) -> None:
+    other = save(tmp_path / "other", 8)
+    RunFolder(out).write_summary(Summary(None, None, None, 8, 1.0, DONE))
+    path = {"resume_mode": "resume_path", "resume_from_path": str(other), "default_local_dir": str(out)}
+    start = run_start.begin(TrainerConfig(**path), required(), {})
+    start.lock.release()
+    assert start.step == 8 and not start.is_done(8)
+
+
+def test_other_rows_are_refused_before_anything_changes(out: Path) -> None:
+    save(out, 6, data=PromptLoader(Rows(9), 4, shuffle=True, seed=1).identity())
+    RunFolder(out).write_summary(Summary(None, None, None, 6, 1.0, "interrupted"))
+    with pytest.raises(ConfigError, match="rows of data.train_files=8: the checkpoint was written with 9"):
+        begin(required(loader=PromptLoader(Rows(8), 4, shuffle=True, seed=1)), default_local_dir=str(out))
+    assert RunFolder(out).summary.exists()
+    assert begin(required(loader=PromptLoader(Rows(9), 4, shuffle=True, seed=1)), default_local_dir=str(out))
+
+
+class Rows:
+    """So many rows that nobody reads."""
+
+    def __init__(self, count: int):
+        self.count = count
+
+    def __len__(self) -> int:
+        return self.count
+
+    def batch(self, rows: np.ndarray) -> DataProto:
+        raise AssertionError
+
+
+def test_a_refused_start_leaves_no_folder(tmp_path: Path) -> None:
+    path = {"resume_mode": "resume_path", "resume_from_path": str(tmp_path / "nowhere")}
+    with pytest.raises(ConfigError):
+        begin(default_local_dir=str(tmp_path / "new"), **path)
+    assert list(tmp_path.iterdir()) == []
+    (tmp_path / "mine").mkdir()
+    with pytest.raises(ConfigError):
+        begin(default_local_dir=str(tmp_path / "mine"), **path)
+    assert (tmp_path / "mine").is_dir(), "the user's own stays"

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from hydraflow.errors import EnvironmentFault, GuardStop
+from hydraflow.errors import ConfigError, EnvironmentFault, GuardStop
 from hydraflow.jobs.session import Session
 from hydraflow.schema import SFTConfig
 from hydraflow.system.interrupts import SHUTDOWN
@@ -16,7 +17,8 @@ from hydraflow.system.role_logs import LogSettings
 from hydraflow.tracking.run_lock import RunLock
 from hydraflow.trainer.config import SupervisedTrainerConfig
 from hydraflow.trainer.identity import Identity
-from hydraflow.trainer.resume import CheckpointRequirements
+from hydraflow.trainer.resume import CheckpointRequirements, ResumePoint
+from hydraflow.trainer.run_state import RunState
 
 
 def start(folder: Path, **sections: object) -> None:
@@ -151,3 +153,51 @@ def test_a_summary_that_cannot_be_written_fails_a_run_that_is_done_and_frees_its
     RunLock(tmp_path).release()
     with pytest.raises(GuardStop):
         ended(tmp_path, GuardStop("too many"), runtime=Stopped())
+
+
+def why(folder: Path) -> str:
+    return str(json.loads((folder / "summary.json").read_text())["why_it_ended"])
+
+
+def test_a_ctrl_c_while_the_last_files_are_written_leaves_a_run_that_is_not_done(tmp_path: Path) -> None:
+    with pytest.raises(KeyboardInterrupt):
+        ended(tmp_path, KeyboardInterrupt(), runtime=Stopped())
+    assert why(tmp_path) == "interrupted"
+
+
+def test_the_reason_of_a_configuration_error_is_its_first_problem(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError):
+        ended(tmp_path, ConfigError.one("trainer.save_freq", 1, "no room"), runtime=Stopped())
+    assert "trainer.save_freq=1: no room" in why(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("step", "logged", "validates"),
+    [
+        (0, {}, True),  # as val_before_train says
+        (2, {"critic/score/mean": 0.5}, True),
+        (2, {"val-core/x/acc/mean@1": 0.5}, False),
+        (3, {"critic/score/mean": 0.5}, False),  # not due
+        (8, {"critic/score/mean": 0.5}, True),
+        (8, {"val/loss": 0.5}, False),
+    ],
+)
+def test_a_validation_for_which_there_was_no_time_is_made_up_for(
+    tmp_path: Path, step: int, logged: dict[str, float], validates: bool
+) -> None:
+    trainer = SupervisedTrainerConfig(default_local_dir=str(tmp_path), logger=["file"], test_freq=2)
+    with Session(SFTConfig(trainer=trainer), scoring=False) as session:
+        assert session.begin(CheckpointRequirements(Identity({}), {}, 8))
+        session.open_trackers(8).log(logged, step)
+        found = ResumePoint(tmp_path, RunState(step, 8, "", {}, {}, {}, ""), {}) if step else None
+        session._start = replace(session.start, found=found)
+        assert session.validates_first(8, trainer, before_training=True) == validates
+
+
+def test_a_step_that_another_folder_logged_was_validated_there(tmp_path: Path) -> None:
+    trainer = SupervisedTrainerConfig(default_local_dir=str(tmp_path), logger=["file"], test_freq=2)
+    with Session(SFTConfig(trainer=trainer), scoring=False) as session:
+        assert session.begin(CheckpointRequirements(Identity({}), {}, 8))
+        found = ResumePoint(tmp_path, RunState(2, 8, "", {}, {}, {}, ""), {})
+        session._start = replace(session.start, found=found)
+        assert not session.validates_first(8, trainer)

@@ -76,3 +76,9 @@ def test_a_cached_model_is_loaded_at_once_where_the_hub_cannot_be_reached(
     began = time.monotonic()
     assert load_config(ModelConfig(path=NAME)).hidden_size == 64
     assert time.monotonic() - began < 10
+
+
+@pytest.mark.parametrize("address", ["mirror.example.com", "https://mirror:abc", "http://[::1"])
+def test_an_endpoint_that_is_no_address_is_named(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_ENDPOINT", address)
+    assert cache.hub_fault() == f"HF_ENDPOINT={address} is not an address"

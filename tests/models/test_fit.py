@@ -176,6 +176,7 @@ def test_files_of_other_names(copy: Path, name: str) -> None:
     ],
 )
 def test_an_index_of_another_form(copy: Path, text: str, fault: str) -> None:
+    (copy / SINGLE).rename(copy / "model-00001-of-00001.safetensors")  # a single file goes before an index
     (copy / INDEX).write_text(text)
     assert rules(copy)[0].startswith(f"{copy / INDEX} {fault}")
 

@@ -262,3 +262,26 @@ def test_a_batch_moves_to_a_device_with_its_objects() -> None:
     moved = make_batch([2, 1]).to("cpu")
     assert rows_of(moved) == rows_of(make_batch([2, 1]))
     assert repr(moved).startswith("DataProto(2 rows; tokens: ragged int64 (), ")
+
+
+def test_facts_may_be_tensors_of_one_number() -> None:
+    def batch(fact: torch.Tensor) -> DataProto:
+        return DataProto.from_dict({"x": torch.zeros(1)}, meta_info={"fact": fact})
+
+    joined = DataProto.concat([batch(torch.tensor(1.0)), batch(torch.tensor(1.0))])
+    assert joined.meta_info["fact"] == 1.0
+    for other in (torch.tensor(2.0), torch.ones(1)):
+        with pytest.raises(ValueError, match="fact"):
+            DataProto.concat([batch(torch.tensor(1.0)), batch(other)])
+
+
+def test_what_does_not_join_or_divide_is_named() -> None:
+    def objects(value: object) -> DataProto:
+        column = np.empty((1, 2) if isinstance(value, list) else 1, dtype=object)
+        column[:] = value
+        return DataProto.from_dict({"x": torch.zeros(1)}, {"which": column})
+
+    with pytest.raises(ValueError, match="column 'which' has rows of different shapes"):
+        DataProto.concat([objects("a"), objects(["a", "b"])])
+    with pytest.raises(ValueError, match="rows cannot be cut into 0 pieces"):
+        DataProto.from_dict({"x": torch.zeros(2, 4)}).unfold_column_chunks(0)

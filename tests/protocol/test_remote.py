@@ -242,6 +242,7 @@ def test_union_adds_columns_and_accepts_the_same_references() -> None:
         {"values": torch.tensor([1.0, 2.0, 3.0])}, {"uid": ["u0", "u1", "u2"]}, {"epoch": 1}
     )
     assert batch.union(batch.select(["tokens"])).union(extra) is batch
+    assert batch.union(batch[:3].select(["tokens"])) is batch, "all rows, in order"
     read = materialise(batch.select_idxs([2, 0]), store.fetch, ["values", "uid", "score"])
     assert read.get("values").tolist() == [3, 1] and read.get("uid").tolist() == ["u2", "u0"]
     assert batch.meta_info == {"step": 3, "epoch": 1}
@@ -265,6 +266,11 @@ def test_mistakes_are_named() -> None:
         RemoteBatch({"x": Column((LocalColumn(torch.zeros(2)),))}, {"uid": np.array(["a"], dtype=object)})
     with pytest.raises(ValueError, match="differ in their columns"):
         RemoteBatch.concat([batch, batch.select(["tokens"])])
+    text = RemoteBatch({"u": Column((LocalColumn(np.array(["a"], dtype=object)),))})
+    with pytest.raises(
+        ValueError, match=r"columns \['u'\] are references in one batch and objects in another"
+    ):
+        RemoteBatch.concat([text, RemoteBatch(objects={"u": np.array(["a"], dtype=object)})])
     lying = RemoteBatch({"x": Column((FarRef("x", 3),))})
     with pytest.raises(ValueError, match="a piece should have 3 rows, but has 2"):
         materialise(lying, lambda refs: [torch.zeros(2)])

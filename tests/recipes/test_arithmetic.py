@@ -3,6 +3,9 @@ that nobody trains on."""
 
 from __future__ import annotations
 
+import errno
+import fcntl
+import os
 import shutil
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, fields, replace
@@ -187,3 +190,16 @@ def test_every_seed_has_its_own_folder_and_the_place_of_the_cache_does_not_matte
         cache_folder(replace(recipe, cache_dir=str(tmp_path / "b")), SEED).name
         == cache_folder(recipe, SEED).name
     )
+
+
+def test_a_cache_on_a_disk_without_locks_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_locks(descriptor: int, how: int) -> NoReturn:
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr(fcntl, "flock", no_locks)
+    with pytest.raises(
+        ConfigError, match="(?s)files cannot be locked there: .*No locks available.*local disk"
+    ):
+        arithmetic.prepare(
+            small(tmp_path), SEED, MACHINE, Clock(None), runtime=no_runtime, scratch=tmp_path, logger=[]
+        )

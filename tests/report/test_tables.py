@@ -88,3 +88,10 @@ def test_five_validations_spread_over_the_run(tmp_path: Path) -> None:
     assert (
         shown[0]["names"] == ["output", "score"] and len(shown[0]["rows"]) == 20 and shown[0]["count"] == 30
     )
+
+
+def test_accuracy_is_over_the_sources_that_a_validation_measured(tmp_path: Path) -> None:
+    a, b = "val-core/a/acc/mean@1", "val-core/b/acc/mean@1"
+    rows = [record(0, **{a: 0.1, b: 0.5}), record(10, **{a: 0.3, b: 0.5}), record(20, **{b: 0.75})]
+    found = dict(tables.key_numbers([read_run(write_run(tmp_path / "run", rows))]))
+    assert found["Validation accuracy"] == ["0.3 → 0.75 (best 0.75)"]

@@ -69,3 +69,15 @@ def test_mistakes_are_messages_and_exit_code_2(
     raw.write_text('{"question": "q"}\n')
     assert script.main(["--train", str(raw), "--output", str(tmp_path)]) == 2
     assert "row 0: has no value in column answer" in capsys.readouterr().err
+
+
+def test_what_cannot_be_written_or_has_no_result_is_named(
+    script: ModuleType, raw: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert script.main(["--train", str(raw), "--output", f"{raw}/x"]) == 2
+    assert f"--output={raw}/x: cannot be written (Not a directory)" in capsys.readouterr().err
+    rows = [*RAW, {"question": "Nothing?", "answer": "x ####"}, {"question": "A number?", "answer": 7}]
+    raw.write_text("\n".join(map(json.dumps, rows)))
+    assert script.main(["--train", str(raw), "--test", str(raw), "--output", str(tmp_path / "out")]) == 2
+    err = capsys.readouterr().err
+    assert err.count("its answer has no '#### number'") == 2 and not (tmp_path / "out").exists()

@@ -26,7 +26,23 @@ def test_durations(text: object, seconds: float) -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["", "soon", "-5", "8 minutes", "5m3", 0, "0s", -1.0, float("inf"), float("nan"), True, None, [8]]
+    "text",
+    [
+        "",
+        "soon",
+        "-5",
+        "8 minutes",
+        "5m3",
+        0,
+        "0s",
+        -1.0,
+        float("inf"),
+        float("nan"),
+        True,
+        None,
+        [8],
+        10**400,
+    ],
 )
 def test_what_is_no_duration(text: object) -> None:
     assert seconds_of(text) is None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -43,3 +44,16 @@ def test_a_reader_that_stays_gets_everything(tmp_path: Path) -> None:
     )
     assert (done.returncode, done.stderr) == (0, "four\n")
     assert done.stdout == "one ü\ntwo\n" + "three" * 100_000 + "\n"
+
+
+def test_a_socket_whose_other_end_is_closed_ends_nothing(tmp_path: Path) -> None:
+    """As of ssh without a terminal."""
+    mine, theirs = socket.socketpair()
+    words = [sys.executable, "-c", PROGRAM]
+    with subprocess.Popen(words, cwd=tmp_path, stdout=theirs, stderr=theirs) as running:
+        theirs.close()
+        assert mine.recv(100).decode() == "one ü\n"
+        mine.close()
+        (tmp_path / "left").touch()
+        assert running.wait(30) == 0
+    assert (tmp_path / "done").exists()

@@ -5,7 +5,7 @@ import socket
 import pytest
 
 from hydraflow.errors import ConfigError
-from hydraflow.system.network import interface_of, interfaces, node_address
+from hydraflow.system.network import interface_of, interfaces, node_address, unreachable
 
 LOOPBACK = "127.0.0.1"
 
@@ -36,3 +36,8 @@ def test_without_a_name_it_is_the_way_to_the_other_node_and_never_the_loopback_w
     assert found in others or (not others and found == LOOPBACK)
     for own in others[:1]:
         assert node_address(own, environ={}) == own
+
+
+@pytest.mark.parametrize("address", ["a..b:80", "no-port"])
+def test_what_is_no_address_is_said(address: str) -> None:
+    assert unreachable(address, 0.1)

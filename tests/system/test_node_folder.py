@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from hydraflow.errors import ConfigError
+from hydraflow.errors import ConfigError, EnvironmentFault
 from hydraflow.system.node_folder import LONGEST_SOCKET, SESSIONS, SOCKET, session_folder
 
 
@@ -51,4 +51,10 @@ def test_a_path_that_no_socket_can_have(short: Path, monkeypatch: pytest.MonkeyP
     scratch.mkdir(mode=0o700)
     monkeypatch.setenv("RAY_TMPDIR", str(scratch))
     with pytest.raises(ConfigError, match="is too long for the sockets below it"):
+        session_folder()
+
+
+def test_the_variable_that_counts_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RAY_TMPDIR", "/nothing-here")
+    with pytest.raises(EnvironmentFault, match="cannot be made: No such file or directory; set RAY_TMPDIR="):
         session_folder()

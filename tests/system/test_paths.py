@@ -9,7 +9,9 @@ import pytest
 from hydraflow.errors import ConfigError
 from hydraflow.system.paths import (
     core_checkpoint_problems,
+    expanded,
     file_problems,
+    is_hub_name,
     listed,
     model_problems,
     no_file,
@@ -146,3 +148,12 @@ def test_a_file_that_cannot_be_written_is_refused_before_the_start(tmp_path: Pat
     for path in (str(tmp_path), "/proc/t.json"):
         with pytest.raises(ConfigError, match="ray_init.timeline_file=.*cannot be written"):
             require_writable(path, "ray_init.timeline_file")
+
+
+@pytest.mark.parametrize("name", ["x" * 300, "~nobody-of-this-name/x"])
+def test_names_that_no_file_can_have(name: str) -> None:
+    assert expanded(name) == Path(name)
+    assert len(file_problems(name, "data.train_files")) == 1
+    assert len(model_problems(f"./{name}", "model.path")) == 1
+    assert len(core_checkpoint_problems(name, "path")) == 1
+    assert is_hub_name("x" * 300)

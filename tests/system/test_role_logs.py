@@ -206,3 +206,14 @@ def test_a_file_that_cannot_be_set_aside_grows(tmp_path: Path, monkeypatch: pyte
     assert held[-5:] == ["3", "4", "5", "6", "7"]
     logs.line("INFO", "8")
     assert lines(tmp_path / "actor-0.log")[0].endswith(" 8"), "moved as soon as it can be"
+
+
+def test_a_wrong_log_call_does_not_fail_its_caller(
+    tmp_path: Path, root: logging.Logger, capsys: pytest.CaptureFixture[str]
+) -> None:
+    logs = RoleLogs(LogSettings(str(tmp_path)), 0, "actor")
+    apply_level("info")
+    for text in ("%d items", "after %s"):
+        logs.emit(logging.LogRecord("hydraflow", logging.WARNING, __file__, 1, text, ("it",), None))
+    assert [line.partition("hydraflow: ")[2] for line in lines(tmp_path / "actor-0.log")] == ["after it"]
+    assert "TypeError: %d format" in capsys.readouterr().err  # as logging's own handlers say it

@@ -18,9 +18,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from safetensors import SafetensorError
 
 from hydraflow.dispatch.head import HeadLost
-from hydraflow.errors import ConfigError, EnvironmentFault, WorkerError
+from hydraflow.errors import ConfigError, EnvironmentFault, GuardStop, WorkerError
 from hydraflow.trainer import checkpoint
 from hydraflow.trainer.checkpoint import Checkpointer, RoleCheckpoints
 from hydraflow.trainer.checkpoint_store import CheckpointStore
@@ -280,7 +281,8 @@ def test_a_disk_that_does_not_answer_is_not_waited_for_without_end(
     with pytest.raises(
         EnvironmentFault, match="is not on the disk after 1 seconds: the disk does not answer"
     ):
-        run(checkpointer(tmp_path, group, save_freq=1, rpc_timeout=0.5), [0.0])
+        run(checkpoints := checkpointer(tmp_path, group, save_freq=1, rpc_timeout=0.5), [0.0])
+    assert checkpoints._pending is None, "it is waited for once"
     answers.set()
 
 
@@ -363,3 +365,28 @@ def test_a_validation_that_is_made_up_for_is_compared(tmp_path: Path, group: Gro
     saver.compare(2, {METRIC: 0.6})
     assert saver.store.best() == {"metric": METRIC, "value": 0.6, "step": 2}
     assert (tmp_path / "best" / "global_step_2").is_dir() and saver.store.steps() == [2]
+
+
+def test_a_save_that_failed_is_said_when_another_error_ends_the_run(
+    tmp_path: Path, group: Group, caplog: pytest.LogCaptureFixture
+) -> None:
+    group.snapshot = FullDisk()
+    with pytest.raises(GuardStop), checkpointer(tmp_path, group, save_freq=1) as checkpoints:
+        checkpoints.after(1, {}, last=False, preempted=False)
+        raise GuardStop("enough")
+    assert "step 1 could not be saved: actor rank 0: [Errno 28] No space left on device" in caplog.text
+
+
+class Odd:
+    """Raises an error of a library's own, as safetensors does for a full disk."""
+
+    def write(self, directory: Path) -> list[Path]:
+        raise SafetensorError("I/O error: No space left on device (os error 28)")
+
+
+def test_whatever_a_library_raises_is_reported(
+    tmp_path: Path, group: Group, caplog: pytest.LogCaptureFixture
+) -> None:
+    group.snapshot = Odd()
+    run(checkpointer(tmp_path, group, save_freq=1), [0.0])
+    assert "actor rank 0: I/O error: No space left on device (os error 28)" in caplog.text

@@ -57,17 +57,17 @@ def test_a_row_for_each_response(tmp_path: Path) -> None:
 
 def test_the_accuracy_of_a_row_without_a_function_is_its_score() -> None:
     objects = {
-        "data_source": np.array(["sums", "essays"], dtype=object),
-        "reward_model": np.array([{"ground_truth": "7"}, {}], dtype=object),
-        "uid": np.array(["a", "b"], dtype=object),
+        "data_source": np.array(["sums", "essays", "essays"], dtype=object),
+        "reward_model": np.array([{"ground_truth": "7"}, {}, {}], dtype=object),
+        "uid": np.array(["a", "b", "c"], dtype=object),
     }
     columns = {
-        "score": torch.tensor([0.5, 2.5]),
-        "acc": torch.tensor([1.0, torch.nan]),
-        "failed": torch.zeros(2, dtype=torch.bool),
+        "score": torch.tensor([0.5, 2.5, torch.nan]),
+        "acc": torch.tensor([1.0, torch.nan, 1.0]),
+        "failed": torch.zeros(3, dtype=torch.bool),
     }
     scored = RemoteBatch.from_local(DataProto.from_dict(columns))
-    texts = Column((LocalColumn(np.array(["x", "y"], dtype=object)),))
+    texts = Column((LocalColumn(np.array(["x", "y", "z"], dtype=object)),))
     scored.columns |= {"text": texts, "prompt_text": texts}
 
     class Here:
@@ -76,7 +76,8 @@ def test_the_accuracy_of_a_row_without_a_function_is_its_score() -> None:
 
     taken = Trajectories(RemoteBatch({}, objects), CompletedFuture(scored))
     read = read_scored(Here(), taken)  # type: ignore[arg-type]
-    assert read.scores.tolist() == [0.5, 2.5] and read.accuracies.tolist() == [1.0, 2.5]
+    assert read.scores.tolist()[:2] == [0.5, 2.5] and read.accuracies.tolist() == [1.0, 2.5, 1.0]
+    assert read.failed.tolist() == [False, False, True], "a reward model's score may be no number"
 
 
 def test_nothing_is_dumped_unasked() -> None:

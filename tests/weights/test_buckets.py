@@ -144,3 +144,19 @@ def test_ranks_that_send_nothing_make_as_many_buckets() -> None:
         header for header, _ in into_buckets(elsewhere, BucketOptions(7, 600, torch.float32, checked=True))
     ]
     assert headers == [None] * len(made())
+
+
+def test_biases_of_routers_are_never_rounded() -> None:
+    weights = {"layer.weight": torch.tensor([7.0051]), "gate.e_score_correction_bias": torch.tensor([7.0051])}
+    found = back(made(dtype=torch.bfloat16, weights=weights))
+    assert found["layer.weight"].dtype == torch.bfloat16
+    assert found["gate.e_score_correction_bias"].equal(weights["gate.e_score_correction_bias"])
+
+
+def test_the_rest_of_a_divided_weight_does_not_keep_all_of_it() -> None:
+    weights = {"large": torch.zeros(250), "next": torch.zeros(10)}
+    options = BucketOptions(1, 600, torch.float32, checked=False)
+    for _, numbers in into_buckets(weights.items(), options):
+        for one in numbers:
+            assert one.untyped_storage().nbytes() <= 600 or one.storage_offset() == 0
+    assert [one.untyped_storage().nbytes() for one in numbers] == [400, 40]

@@ -15,7 +15,7 @@ from pathlib import Path
 from hydraflow.engine.dcp_index import read_index
 from hydraflow.engine.stored.checkpoint import Checkpoint, counted, read_json
 from hydraflow.errors import ConfigError
-from hydraflow.system.paths import core_checkpoint_problems
+from hydraflow.system.paths import core_checkpoint_problems, expanded
 
 CONFIG, COMMON, BACKEND = "metadata.json", "common.pt", "torch_dist"
 POINTER = "latest_checkpointed_iteration.txt"
@@ -93,7 +93,7 @@ def find(path: Path, *, field: str) -> Checkpoint:
     none."""
     if problems := core_checkpoint_problems(str(path), field):
         raise ConfigError(problems)
-    directory = latest_directory(path.expanduser(), field=field)
+    directory = latest_directory(expanded(path), field=field)
     if folder_of(directory) is None:
         rule = "is not one model's checkpoint: it holds several models, or has an unknown layout"
         inside = [str(one) for one in sorted(directory.iterdir()) if one.is_dir() and folder_of(one)]
