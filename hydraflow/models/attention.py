@@ -3,9 +3,9 @@
 In: query, key and value of shape (1, heads, N, d) and a `RowPlan` with the row boundaries. Out: (1, N, heads,
 d). `register_attention()` makes it known to transformers; models are then built with
 `attn_implementation=NAME`. On a CPU (or a GPU without variable-length kernels, or in float32) rows of similar
-length form one right-padded block, which needs no mask tensor, so that each block is one fast call. Short
-bfloat16 rows on a CPU use plain matrix products (`products.py`). Left out on purpose: dropout, attention
-soft-capping and sinks (those models take the padded path).
+length form one right-padded block, which needs no mask tensor, so that each block is one fast call. bfloat16
+on a CPU uses plain matrix products (`products.py`). Left out on purpose: dropout, attention soft-capping and
+sinks (those models take the padded path).
 """
 
 from __future__ import annotations
@@ -290,7 +290,7 @@ def _attend_group(
 
     span = window if window is not None and group.width > window else None
     queries, keys, values = (block(x) for x in (q, k, v))
-    if products.are_faster(queries, keys):
+    if products.are_faster(queries):
         mask = _mask(plan, group.width, span or group.width, q.device, torch.float32)
         out = products.AttendByProducts.apply(queries, keys, values, scale or q.shape[-1] ** -0.5, mask)
     else:

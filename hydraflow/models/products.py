@@ -1,8 +1,9 @@
-"""Causal attention by matrix products, a few megabytes of scores at a time.
+"""Causal attention by matrix products, a block of queries and a few megabytes of scores at a time.
 
 torch's own CPU kernel takes up to five times as long for bfloat16 rows of a few dozen tokens, most of it in
-the backward pass; for rows of a thousand it is faster. Scores are computed in the forward and again in the
-backward pass, so that none are kept. They and the probabilities are float32, as in torch's kernel.
+the backward pass, and half as long again for rows of a thousand. Scores are computed in the forward and again
+in the backward pass, so that none are kept; keys after a block's last query are left out. Scores and
+probabilities are float32, as in torch's kernel.
 
 Legend: B rows, h heads of queries, k heads of keys and values, g = h / k, W tokens of a row, d head
 dimension.
@@ -10,6 +11,7 @@ dimension.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -17,69 +19,82 @@ from torch import Tensor
 
 from hydraflow.device import cpu_has_bf16
 
-LONGEST = 512
+LONGEST = 2048
 """Tokens of the longest rows for which this is faster."""
-_SCORE_BYTES = 4 * 2**20
+_BLOCK = 64
+"""Queries of a row that are computed together."""
+_SCORE_BYTES = 2 * 2**20
 """Bytes of scores that exist at a time; they fit into the caches of one core."""
 
 
-def are_faster(query: Tensor, key: Tensor) -> bool:
-    """Whether to attend by products: query (B, h, W, d), key (B, k, W, d)."""
-    width, shared = query.shape[2], query.shape[1] // key.shape[1]
-    return (
-        query.device.type == "cpu"
-        and query.dtype == torch.bfloat16
-        and cpu_has_bf16()
-        and width <= LONGEST
-        and 4 * shared * width**2 <= _SCORE_BYTES
-    )
+def are_faster(query: Tensor) -> bool:
+    """Whether to attend by products: query (B, h, W, d)."""
+    is_bf16 = query.device.type == "cpu" and query.dtype == torch.bfloat16
+    return is_bf16 and cpu_has_bf16() and query.shape[2] <= LONGEST
 
 
 class AttendByProducts(torch.autograd.Function):
-    """Queries (B, h, W, d), keys (B, k, W, d), values (B, k, W, v), scale, and an additive mask (W, W)
+    """Queries (B, h, W, d), keys (B, k, W, d), values (B, k, W, v), scale, and an additive causal mask (W, W)
     of float32 or float64 to (B, h, W, v).
 
-    Queries that share keys are one matrix of g * W lines.
+    Queries that share keys are lines of one matrix, g for each token.
     """
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, scale: float, mask: Tensor) -> Tensor:
         ctx.shapes, ctx.scale, ctx.mask = (q.shape, k.shape, v.shape), scale, mask
-        (rows, heads, width, dim), shared = q.shape, q.shape[1] // k.shape[1]
-        q = q.reshape(-1, shared * width, dim)
+        rows, heads, width, dim = q.shape
+        q = q.reshape(rows * k.shape[1], -1, width, dim)
         k, v = (x.reshape(-1, width, x.shape[-1]) for x in (k, v))
-        mask = mask.repeat(shared, 1)
-        out = q.new_empty(*q.shape[:2], v.shape[-1])
-        for part in _parts(q, width):
-            p = _probabilities(q[part], k[part], mask, scale)
-            torch.bmm(p.to(q.dtype), v[part], out=out[part])
+        out = q.new_empty(*q.shape[:3], v.shape[-1])
+        for some, block, end in _blocks(q):
+            p = _probabilities(q[some, :, block].flatten(1, 2), k[some, :end], mask[block, :end], scale)
+            out[some, :, block] = torch.bmm(p.to(q.dtype), v[some, :end]).unflatten(1, (q.shape[1], -1))
         ctx.save_for_backward(q, k, v)
         return out.view(rows, heads, width, -1)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:
         q, k, v = ctx.saved_tensors
-        mask = ctx.mask.repeat(q.shape[1] // k.shape[1], 1)
-        grad = grads[0].reshape(*q.shape[:2], -1)
-        to_q, to_k, to_v = (torch.empty_like(x) for x in (q, k, v))
-        for part in _parts(q, k.shape[1]):
-            p = _probabilities(q[part], k[part], mask, ctx.scale)
-            torch.bmm(p.to(q.dtype).transpose(1, 2), grad[part], out=to_v[part])
-            to_p = torch.bmm(grad[part], v[part].transpose(1, 2)).to(p.dtype)
+        mask, (shared, width) = ctx.mask, q.shape[1:3]
+        grad = grads[0].reshape(*q.shape[:3], -1)
+        summed = mask.dtype if width > _BLOCK else q.dtype
+        to_q, to_k, to_v = (
+            torch.empty_like(q),
+            torch.empty_like(k, dtype=summed),
+            torch.empty_like(v, dtype=summed),
+        )
+        for some, block, end in _blocks(q):
+            queries, of_out = q[some, :, block].flatten(1, 2), grad[some, :, block].flatten(1, 2)
+            p = _probabilities(queries, k[some, :end], mask[block, :end], ctx.scale)
+            of_v = torch.bmm(p.to(q.dtype).transpose(1, 2), of_out)
+            to_p = torch.bmm(of_out, v[some, :end].transpose(1, 2)).to(p.dtype)
             to_scores = torch._softmax_backward_data(to_p, p, -1, p.dtype).mul_(ctx.scale).to(q.dtype)
-            torch.bmm(to_scores, k[part], out=to_q[part])
-            torch.bmm(to_scores.transpose(1, 2), q[part], out=to_k[part])
+            to_q[some, :, block] = torch.bmm(to_scores, k[some, :end]).unflatten(1, (shared, -1))
+            of_k = torch.bmm(to_scores.transpose(1, 2), queries)
+            if end == width:  # the first block
+                to_k[some], to_v[some] = of_k, of_v
+            else:
+                to_k[some, :end] += of_k
+                to_v[some, :end] += of_v
         of_q, of_k, of_v = ctx.shapes
-        return to_q.view(of_q), to_k.view(of_k), to_v.view(of_v), None, None
+        return to_q.view(of_q), to_k.to(k.dtype).view(of_k), to_v.to(v.dtype).view(of_v), None, None
 
 
 def _probabilities(q: Tensor, k: Tensor, mask: Tensor, scale: float) -> Tensor:
-    """(n, g * W, W) of n heads of keys, in the mask's type."""
+    """(n, g * w, e) of w queries and e keys of n heads of keys, in the type of the mask (w, e)."""
     q, k = q.to(mask.dtype), k.to(mask.dtype)
+    mask = mask.repeat(q.shape[1] // len(mask), 1)
     return torch.baddbmm(mask.expand(len(q), -1, -1), q, k.transpose(1, 2), alpha=scale).softmax(-1)
 
 
-def _parts(q: Tensor, width: int) -> list[slice]:
-    """Heads of keys that are computed at a time."""
-    heads = max(1, _SCORE_BYTES // (4 * q.shape[1] * width))
-    return [slice(first, first + heads) for first in range(0, len(q), heads)]
+def _blocks(q: Tensor) -> Iterator[tuple[slice, slice, int]]:
+    """Heads of keys and queries that are computed at a time, and the number of keys that these queries see;
+    each head's last queries first. q: (n, g, W, d)."""
+    count, shared, width, _ = q.shape
+    heads = max(1, _SCORE_BYTES // (4 * shared * min(width, _BLOCK) * width))
+    starts = range(0, width, _BLOCK)[::-1]
+    for first in range(0, count, heads):
+        for start in starts:
+            end = min(width, start + _BLOCK)
+            yield slice(first, first + heads), slice(start, end), end

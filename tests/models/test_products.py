@@ -24,12 +24,14 @@ def leaves(rows: int, width: int, kv: int, dtype: torch.dtype = torch.float64) -
     return [one.transpose(1, 2).requires_grad_() for one in made]
 
 
+@pytest.mark.parametrize("block", [64, 9, 4, 1])
 @pytest.mark.parametrize("at_a_time", [1, 2**22])
 @pytest.mark.parametrize(("kv", "window"), [(4, 9), (2, 9), (1, 9), (2, 3)])
 def test_results_and_gradients_are_those_of_torch(
-    kv: int, window: int, at_a_time: int, monkeypatch: pytest.MonkeyPatch
+    kv: int, window: int, at_a_time: int, block: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(products, "_SCORE_BYTES", at_a_time)
+    monkeypatch.setattr(products, "_BLOCK", block)
     q, k, v = leaves(3, 9, kv)
     found = products.AttendByProducts.apply(q, k, v, 0.3, causal(9, window))
     wanted = F.scaled_dot_product_attention(
@@ -43,13 +45,15 @@ def test_results_and_gradients_are_those_of_torch(
         torch.testing.assert_close(mine, other, rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.parametrize("block", [64, 16])
 @pytest.mark.parametrize(("window", "size"), [(None, 1.0), (5, 1.0), (None, 3.0)])
 def test_rows_in_bfloat16_are_as_exact_as_in_torchs_kernel(
-    window: int | None, size: float, monkeypatch: pytest.MonkeyPatch
+    window: int | None, size: float, block: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Errors of outputs and gradients against float64, packed rows of different lengths; also with large
     scores."""
     monkeypatch.setattr(products, "cpu_has_bf16", lambda: True)
+    monkeypatch.setattr(products, "_BLOCK", block)
     plan = plan_rows(torch.tensor([40, 7, 33, 1]).numpy(), torch.device("cpu"))
     draw = torch.Generator().manual_seed(1)
     exact = [torch.randn(81, heads, 32, generator=draw, dtype=torch.float64) for heads in (4, 2, 2)]
@@ -72,15 +76,13 @@ def test_rows_in_bfloat16_are_as_exact_as_in_torchs_kernel(
     assert ours != theirs, "both were computed in the same way"
 
 
-def test_only_short_rows_in_bfloat16_on_a_cpu_that_multiplies_in_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    def on(dtype: torch.dtype, width: int, device: str = "cpu", heads: int = 1) -> bool:
-        query, key = (torch.empty(1, n, width, 1, dtype=dtype, device=device) for n in (heads, 1))
-        return products.are_faster(query, key)
+def test_only_rows_in_bfloat16_on_a_cpu_that_multiplies_in_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    def on(dtype: torch.dtype, width: int, device: str = "cpu") -> bool:
+        return products.are_faster(torch.empty(1, 2, width, 1, dtype=dtype, device=device))
 
     monkeypatch.setattr(products, "cpu_has_bf16", lambda: True)
     assert on(torch.bfloat16, products.LONGEST)
     assert not on(torch.bfloat16, products.LONGEST + 1)
-    assert on(torch.bfloat16, products.LONGEST, heads=4) and not on(torch.bfloat16, products.LONGEST, heads=8)
     assert not on(torch.float32, 8) and not on(torch.bfloat16, 8, "meta")
     monkeypatch.setattr(products, "cpu_has_bf16", lambda: False)
     assert not on(torch.bfloat16, 8)
