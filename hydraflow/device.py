@@ -9,7 +9,6 @@ from __future__ import annotations
 import ctypes
 import inspect
 import os
-import re
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -116,8 +115,12 @@ def listed_gpus(
     visible = environ.get("CUDA_VISIBLE_DEVICES")
     if visible is None:
         return listed
-    names = map(str.strip, visible.split(","))  # CUDA ignores everything from the first that is no GPU on
-    return min(listed, sum(1 for _ in takewhile(re.compile(r"\d+|(GPU|MIG)-.*").fullmatch, names)))
+
+    def is_there(name: str) -> bool:
+        return int(name) < listed if name.isdecimal() else name.startswith(("GPU-", "MIG-"))
+
+    # CUDA ignores everything from the first that is no GPU on
+    return min(listed, sum(1 for _ in takewhile(is_there, map(str.strip, visible.split(",")))))
 
 
 def planned_devices(device: str) -> int:

@@ -164,9 +164,8 @@ def record_filter(pattern: str | None, level: str | None) -> RecordFilter:
 
     def accepts(record: LogRecord) -> bool:
         source = record.role, record.rank
-        if not record.continues or source not in shown:
-            matches = found is None or found.search(str(record)) is not None
-            shown[source] = LEVELS[record.level] >= least and matches
+        matches = LEVELS[record.level] >= least and (found is None or found.search(str(record)) is not None)
+        shown[source] = matches or (record.continues and shown.get(source, False))
         return shown[source]
 
     return accepts

@@ -58,7 +58,7 @@ _OF_A_VOCABULARY = {
 # lengths are limited so that long words take time in proportion to their length
 _ADDRESS = re.compile(
     r"(?P<before>[a-z][a-z0-9+.-]{0,63}://)"
-    r"(?:[^/\s:]{0,255}:(?!\d+(?:/|\s|$))[^\s'\"]{0,1023}|[^/\s]{1,1023})@",
+    r"(?:[^/\s:]{0,255}:(?!\d+(?:/|\s|$))[^\s'\"]{0,16383}|[^/\s]{1,16383})@",
     re.IGNORECASE,
 )
 _WHOLE_ADDRESS = re.compile(

@@ -33,6 +33,9 @@ from hydraflow.protocol import ragged
 
 LIMIT_S = 240
 """Time limit for the ranks of a layout, from their start."""
+PRELOADED = ["hydraflow.protocol.ragged", "through_host"]
+"""Modules that are imported once for all ranks, torch with them. Nothing more: what uses collectives is
+imported after `through_host.install`."""
 
 
 @dataclass(frozen=True)
@@ -155,7 +158,8 @@ def answers(layout: Layout, model: str, device: str, *, shared: bool) -> list[di
     with tempfile.TemporaryDirectory() as folder, socket.create_server(("127.0.0.1", 0)) as listener:
         place = Place(Path(folder), model, device, listener.getsockname()[1], shared)
         listener.close()
-        context = mp.get_context("spawn")
+        context = mp.get_context("forkserver")
+        context.set_forkserver_preload(PRELOADED)
         processes = [
             context.Process(target=run_rank, args=(rank, layout, place), daemon=True)
             for rank in range(layout.ranks)

@@ -120,6 +120,8 @@ def test_this_process_may_use_a_core() -> None:
         ("-1", 0),
         ("NoDevFiles", 0),
         ("1,-1,0", 1),
+        ("5", 0),
+        ("0,5,1", 1),
         ("GPU-5f, MIG-1/2", 2),
     ],
 )

@@ -267,6 +267,9 @@ def test_what_continues_a_record_is_shown_with_it(tmp_path: Path) -> None:
     with file.open("a") as more:
         more.write(line(2, "INFO", "actor-0", "goes on") + "calmly\n")
     assert shown() == []
+    with file.open("a") as more:
+        more.write("and failed after all\n")
+    assert shown() == ["and failed after all"], "it matches by itself"
 
 
 def test_arguments_without_an_end(run: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -259,3 +259,9 @@ def test_fingerprints_tell_secrets_apart_and_give_none_away() -> None:
 @pytest.mark.parametrize("text", ["a.api_key=(hidden)", "api_key=(hidden), b=1", "{api_key: (hidden)}"])
 def test_what_is_hidden_stays_as_it_is(text: str) -> None:
     assert public_text(text) == text
+
+
+def test_long_secrets_of_addresses_are_hidden_and_long_texts_take_no_quadratic_time() -> None:
+    secret = "s" * 5000
+    assert secret not in public_text(f"see https://user:{secret}@host/x and https://{secret}@host/y")
+    public_text("x://a:" * 20_000)

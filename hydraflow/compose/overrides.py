@@ -9,6 +9,7 @@ tree (`tree.py`).
 from __future__ import annotations
 
 import difflib
+import os
 import re
 import shlex
 from collections.abc import Mapping, Sequence
@@ -307,7 +308,9 @@ def _breaks_the_tree(override: Override, schema: type) -> Problem | None:
     """The problem of a value for a section, of a key below a leaf, or of another command's YAML files."""
     key, keys, value = override.key_or_group, known_keys(schema), values(override)[:1]
     known = keys.get(key)
-    if known is None and (config_folder("ppo") / key).is_dir():
+    if len(key) > 255:  # Hydra looks for files of that name
+        return unknown_key(schema, key, value[0] if value else None)
+    if known is None and os.path.isdir(config_folder("ppo") / key):
         rule = "this command has no such section"
         return Problem(key, shown(value[0]) if value else None, rule, f"leave out {key}")
     if known and known.is_section and value and not isinstance(value[0], Mapping):

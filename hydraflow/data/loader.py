@@ -22,7 +22,7 @@ KEYS = {
     "batch_size": "data.train_batch_size",
     "seed": "trainer.seed",
     "shuffle": "data.shuffle",
-    "drop_last": "whether the last rows of an epoch are dropped",
+    "drop_last": "drop_last of the data loader",
 }
 """What the order of the rows depends on, and what sets it."""
 

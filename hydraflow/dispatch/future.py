@@ -11,7 +11,8 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from itertools import count
 from typing import Any, Protocol
 
 import ray
@@ -73,8 +74,8 @@ class PendingCall:
     method: str
     seconds: float
     deadline: float
-    """time.monotonic() at which `seconds` have passed since it was sent, or since an earlier call of its
-    process, or one that it waits for, was answered."""
+    """time.monotonic() at which `seconds` have passed since it was sent or, if later, since an earlier call
+    of its process or one that it waits for was answered."""
     answers: dict[int, Any]
     """The call's answers by rank; this one is added."""
     refs: dict[int, ObjectRef]
@@ -83,6 +84,10 @@ class PendingCall:
     """Resends the call; None: its answer is not needed after a replacement."""
     awaits: frozenset[ObjectRef] = frozenset()
     """Answers of other calls that its process waits for before it runs the method."""
+    renews: bool = True
+    """Whether the limit starts again as in `deadline`; that of a process's start covers all of it."""
+    number: int = field(default_factory=count().__next__)
+    """In the order in which calls are sent."""
     columns: ObjectRef | None = None
     """The columns of the answer, if the call returns any."""
     attempts: int = 0
@@ -201,7 +206,7 @@ class PendingCalls:
         self.forget(first.group, first.rank)
         self._replaced = first.group, first.rank
         try:
-            first.group.replace(sorted(lost, key=lambda call: call.deadline), failure.cause)
+            first.group.replace(sorted(lost, key=lambda call: call.number), failure.cause)
         except BaseException:
             self.forget(first.group, first.rank)
             raise
@@ -220,18 +225,17 @@ class PendingCalls:
         return failures
 
     def _renew(self, ref: ObjectRef, done: PendingCall) -> None:
-        """Gives the whole time limit to the calls that are queued behind an answered one in its process, to
-        those that wait for its answer, and to those that wait for any of these."""
+        """Gives the whole time limit to the calls that are queued behind an answered one in its process or
+        wait for its answer, and to those behind these."""
         now = time.monotonic()
-        found = [
-            other for other, call in self.pending.items() if _same_process(call, done) or ref in call.awaits
-        ]
-        while found:
-            other = found.pop()
-            call = self.pending[other]
-            if call.deadline < now + call.seconds:
-                self.pending[other] = replace(call, deadline=now + call.seconds)
-                found += [behind for behind, call in self.pending.items() if other in call.awaits]
+        before = [(ref, done)]
+        while before:
+            ref, done = before.pop()
+            for other, call in self.pending.items():
+                is_behind = ref in call.awaits or (_same_process(call, done) and call.number > done.number)
+                if is_behind and call.renews and call.deadline < now + call.seconds:
+                    self.pending[other] = replace(call, deadline=now + call.seconds)
+                    before.append((other, call))
 
     def _read(self, refs: Sequence[ObjectRef]) -> list[tuple[PendingCall, Any]]:
         calls = [self.pending.pop(ref) for ref in refs]
@@ -288,7 +292,7 @@ class PendingCalls:
         """Ends the group of the first call that is late, and raises its error."""
         now = time.monotonic()
         late = [call for call in self.pending.values() if call.deadline <= now]
-        first = min(late, key=lambda call: (call.deadline, call.rank))
+        first = min(late, key=lambda call: (call.deadline, call.number))
         ranks = sorted({call.rank for call in late if call.group is first.group})
         others = f" (nor from ranks {ranks[1:]})" if len(ranks) > 1 else ""
         cause = f"no answer in {first.seconds:g} seconds{others}"
@@ -377,8 +381,7 @@ class CallFuture(Future):
 
 
 def await_any(futures: Sequence[Future]) -> int:
-    """Waits until one of them, results of calls or values, is there; returns its index. Raises WorkerError
-    when a call fails."""
+    """Waits until one of them is ready; returns its index. Raises WorkerError when a call fails."""
     late = [future for future in futures if isinstance(future, CallFuture)]
     ready = next((number for number, one in enumerate(futures) if isinstance(one, CompletedFuture)), None)
     if ready is not None:

@@ -210,8 +210,9 @@ class WorkerGroup(Group):
             (self.processes, lambda rank: [self._hosts[rank].identify.remote()]),
             ({}, lambda rank: [self._hosts[rank].build.remote(roles, self._rendezvous)]),
         ]
+        how: dict[str, Any] = dict(seconds=seconds, resend=False, renews=False)
         return [
-            self._ask(ask, ranks, WORKER_PROCESS, "__init__", answers=answers, seconds=seconds, resend=False)
+            self._ask(ask, ranks, WORKER_PROCESS, "__init__", answers=answers, **how)
             for answers, ask in starting
         ]
 
@@ -226,15 +227,16 @@ class WorkerGroup(Group):
         seconds: float,
         resend: bool = True,
         awaits: frozenset[ObjectRef] = frozenset(),
+        renews: bool = True,
     ) -> dict[int, ObjectRef]:
-        """Sends a call to those ranks. Returns the answers to wait for, by rank. `awaits`: see
+        """Sends a call to those ranks. Returns the answers to wait for, by rank. `awaits` and `renews`: see
         `PendingCall`."""
         refs: dict[int, ObjectRef] = {}
         deadline = time.monotonic() + seconds
         for rank in ranks:
             what = (role, rank, self.rank_infos[rank].node, method)
             again = partial(ask, rank) if resend else None
-            call = PendingCall(self, *what, seconds, deadline, answers, refs, again, awaits)
+            call = PendingCall(self, *what, seconds, deadline, answers, refs, again, awaits, renews)
             self._owe(call, ask(rank))
         return refs
 

@@ -37,7 +37,7 @@ class RayHead:
         self.address, self._fault = address, fault
         self.is_gone = False
         self._next = time.monotonic() + PERIOD
-        self._heard = time.monotonic()
+        self._silent_since: float | None = None
 
     def look(self) -> None:
         """Raises HeadLost when the service's process has ended, or has been silent for PATIENCE seconds; does
@@ -45,17 +45,17 @@ class RayHead:
         now = time.monotonic()
         if now < self._next:
             return
-        if now > self._next + PERIOD:
-            self._heard = now  # nobody asked meanwhile
         self._next = now + PERIOD
         if self._fault is not None and (ended := self._fault()):
             self.is_gone = True
             raise HeadLost(str(ended))
         if not unreachable(self.address, 1.0):
-            self._heard = now
-        elif now - self._heard > PATIENCE:
+            self._silent_since = None
+            return
+        self._silent_since = now if self._silent_since is None else self._silent_since
+        if now - self._silent_since > PATIENCE:
             self.is_gone = True
-            silence = f"has not answered for {now - self._heard:.0f} seconds"
+            silence = f"has not answered for {now - self._silent_since:.0f} seconds"
             why = f"it was killed, or its machine is gone. {RESUME}"
             raise HeadLost(f"Ray's control service (gcs_server) at {self.address} {silence}: {why}")
 

@@ -74,9 +74,10 @@ class LocalRuntime(Runtime):
     def stop(self) -> None:
         """Writes the timeline and closes the workers."""
         self._write_timeline(with_ray=False)
-        for group in self.groups:
-            group.stop()
-        self.groups = []
+        groups, self.groups = self.groups, []
+        with ExitStack() as closing:
+            for group in reversed(groups):
+                closing.callback(group.stop)
 
 
 class LocalGroup(Group):
@@ -143,10 +144,10 @@ class LocalGroup(Group):
             self._profile = None
 
     def stop(self) -> None:
-        with ExitStack() as closing:
+        with ExitStack() as closing:  # all, even if one fails
+            closing.callback(self.workers.clear)
             for worker in reversed(self.workers.values()):
                 closing.callback(worker.close)
-        self.workers.clear()
 
     def mesh(self, role: str, name: str) -> list[Coordinates]:
         return [Coordinates(*self.workers[role].mesh_coordinates(name))]

@@ -228,7 +228,10 @@ def _ranked(pool: ResourcePool, nodes: Sequence[_Node]) -> Reservation:
     so that two runs on the same nodes number them alike. `nodes`: the largest first."""
 
     def address(node: _Node) -> tuple[int, bytes]:
-        found = ipaddress.ip_address(node.address)
+        try:
+            found = ipaddress.ip_address(node.address)
+        except ValueError:  # a host name
+            return 0, node.address.encode()
         return found.version, found.packed
 
     alike = {

@@ -19,7 +19,7 @@ from pathlib import Path
 from ray._private import ray_constants
 
 from hydraflow.errors import ConfigError
-from hydraflow.system.node_folder import make_node_folder, session_folder
+from hydraflow.system.node_folder import make_node_folder, node_folder, session_folder
 
 MODE, TOKEN, TOKEN_PATH = "RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"
 log = logging.getLogger(__name__)
@@ -59,12 +59,13 @@ def _named_token() -> str:
 
 
 def _own_token() -> Path:
-    return make_node_folder() / "ray-token"
+    return node_folder() / "ray-token"
 
 
 def token_file() -> Path:
     """The file with the user's token on this machine, created if missing; all of the user's local runs share
     it."""
+    make_node_folder()
     file = _own_token()
     if not file.exists():
         with tempfile.NamedTemporaryFile("w", dir=file.parent) as new:  # mode 0600

@@ -238,7 +238,6 @@ class WorkerProcess:
         """Runs one method of one worker; with the columns that the call returns."""
         columns: Columns = {}
         with of_role(self.logs, call.role):
-            faulthandler.dump_traceback_later(call.seconds, file=STANDARD_ERROR)
             with _Guard(self.rank_info, call.role, call.method) as guard:
                 guard.answer, columns = self._run(call)
             faulthandler.cancel_dump_traceback_later()
@@ -272,6 +271,7 @@ class WorkerProcess:
             read = partial(materialise, fetch=read_columns, copy=not call.read_only)
             ready = [read(value.batch) if isinstance(value, Shard) else value for value in values]
         named = dict(zip(call.kwargs, ready[len(call.args) :], strict=True))
+        faulthandler.dump_traceback_later(call.seconds, file=STANDARD_ERROR)
         started = time.perf_counter()
         with span(call.method), record_function(f"{call.role}.{call.method}"):
             answer = getattr(self.workers[call.role], call.method)(*ready[: len(call.args)], **named)

@@ -84,9 +84,8 @@ def hf_files_of(module: PolicyModel | ValueModel, model: ModelConfig, *, weights
         return HuggingFaceFiles(config, model, shape, None if shape is None else type(shape).__name__)
     config, generation = copy.deepcopy(module.hf.config), loading.load_generation_config(model)
     name = loading.causal_class(config, model).__name__
-    return HuggingFaceFiles(
-        config, model, _policy_shape(config, model) if weights else None, name, generation
-    )
+    shape = _policy_shape(config, model, generation) if weights else None
+    return HuggingFaceFiles(config, model, shape, name, generation)
 
 
 def write_hugging_face(
@@ -113,21 +112,22 @@ def write_hugging_face(
 
 
 def _copy_code(model: ModelConfig, directory: Path) -> None:
-    """Copies the model's own code, which its configuration names; transformers writes it with weights of a
-    class of its own only."""
+    """Copies the model's own code, which its configuration names. transformers copies it only with the
+    weights of a class from that code."""
     folder = loading.local_folder(str(model.path))
     for file in folder.glob("*.py") if folder is not None else ():
         shutil.copyfile(file, directory / file.name)
 
 
-def _policy_shape(config: Any, model: ModelConfig) -> Any:
+def _policy_shape(config: Any, model: ModelConfig, generation: GenerationConfig | None) -> Any:
     from transformers import AutoModelForCausalLM, GenerationConfig
 
     with torch.device("meta"):
         shape: Any = AutoModelForCausalLM.from_config(
             config, dtype=config.dtype, trust_remote_code=model.trust_remote_code
         )
-    shape.generation_config = GenerationConfig()  # the model's own are written apart
+    if generation is not None:
+        shape.generation_config = GenerationConfig()  # it is written apart
     return shape
 
 

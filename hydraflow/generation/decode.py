@@ -94,7 +94,7 @@ class WaveDecoder:
             uniforms = None if self._draws is None else self._draws.at(step)[self._slot]
             token, logp = choose(logits, params, uniforms)
             tokens[self._slot, step], log_probs[self._slot, step] = token, logp
-            token = tokens[self._slot, step]  # one for all copies of a row
+            token = tokens[self._slot, step]  # copies of a row share a slot
             alive = ~ends.note(step, self._slot, token)
             left = self._leave(alive)
             if left is not None:

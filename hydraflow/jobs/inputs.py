@@ -277,7 +277,8 @@ def _open_reward_model(
     """Opens the reward model: it needs a trained value head and the policy's tokenizer."""
     model, key = reward_model(config), f"{REWARD_MODEL}_path"
     described, found = _open_companion(model, tokenizer, head="value", field=REWARD_MODEL)
-    if described is not None and lacks_tensor(require_path(model, REWARD_MODEL), SCORE):
+    is_fine = described is not None and not found.problems
+    if is_fine and lacks_tensor(require_path(model, REWARD_MODEL), SCORE):
         rule = f"has no {SCORE}: its scores would come from an untrained head"
         found.add([Problem(key, model.path, rule, "train one with python -m hydraflow.main_rm")])
     _rename(found, REWARD_MODEL, key, faults)

@@ -7,6 +7,7 @@ until then.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -36,6 +37,6 @@ def output_file(path: str, *, ending: str = "") -> Iterator[Path]:
 def require_output(path: str, *, ending: str = "") -> None:
     """Raises ConfigError when `path` has another `ending` or cannot be written; leaves nothing behind."""
     target = expanded(path)
-    if ending and target.suffix != ending and not target.is_dir():
+    if ending and target.suffix != ending and not os.path.isdir(target):
         raise ConfigError.one(KEY, path, f"must end in {ending}", f"{KEY}={target.with_suffix(ending)}")
     require_writable(path, KEY)

@@ -188,6 +188,8 @@ class PPOJob:
         loader = None
         if prompts.train:
             loader = training_loader(self.config, prompts.train, plan.prompts_per_step)
+            if session.start.found is not None:  # `begin` cannot ask while the recipe has no files
+                loader.require_same(session.start.found.state.data)
         if self.config.trainer.debug.rollout_only and loader is not None:
             self._sample(session, plan, prompts, loader)
             return

@@ -191,7 +191,7 @@ class Session:
         self, total_steps: int, schedule: LoopConfig, *, before_training: bool = False
     ) -> bool:
         """Whether the run validates before it does a step: at its start, if asked to, and where an earlier
-        start had no time for the validation after its last step."""
+        start had no time for the validation after its last step. `schedule`: its frequencies are in steps."""
         step = self.start.step
         if not step:
             return before_training

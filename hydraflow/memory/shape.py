@@ -10,6 +10,7 @@ layers.
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -203,7 +204,7 @@ def read_shape(model: ModelSourceConfig, *, field: str = "actor_rollout_ref.mode
     """The shape of a model whose directory is on this machine, or whose sizes are in `override_config`; None:
     neither. Raises ConfigError for a config.json that cannot be read or lacks sizes."""
     file = expanded(model.path or "") / "config.json"
-    if model.path and file.is_file():
+    if model.path and os.path.isfile(file):
         try:
             found = json.loads(file.read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:

@@ -21,7 +21,7 @@ from huggingface_hub.serialization import split_state_dict_into_shards_factory
 
 from hydraflow.engine.stored.pieces import ByteRange, Piece, Shape, StoredTensor
 from hydraflow.errors import ConfigError
-from hydraflow.models.weight_files import INDEX, SINGLE, raw_header, read_weight_map
+from hydraflow.models.weight_files import SINGLE, files_to_load, raw_header
 
 DTYPES = {
     "F64": torch.float64,
@@ -55,16 +55,14 @@ class TensorSpec:
 def read_directory(directory: Path, *, field: str) -> dict[str, StoredTensor]:
     """All tensors of a directory. Raises ConfigError when there are none (for the key `field`) or a file is
     broken."""
-    if (directory / INDEX).is_file():
-        files = sorted(set(read_weight_map(directory / INDEX).values()))
-    else:
-        files = sorted(file.name for file in directory.glob("*.safetensors"))
-        files = [SINGLE] if SINGLE in files else files
+    there = sorted(directory.glob("*.safetensors"))
+    to_load = [file for file in files_to_load(directory) if file.suffix == ".safetensors"]
+    files = to_load or there
     if not files:
         raise ConfigError.one(field, str(directory), "there are no safetensors files in it")
     tensors: dict[str, StoredTensor] = {}
     for file in files:
-        tensors.update({tensor.name: tensor for tensor in read_file(directory / file)})
+        tensors.update({tensor.name: tensor for tensor in read_file(file)})
     return tensors
 
 

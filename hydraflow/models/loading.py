@@ -89,14 +89,14 @@ def load_tokenizer(
     key = f"{field}.{'tokenizer_path' if model.tokenizer_path else 'path'}"
     path = os.path.expanduser(model.tokenizer_path) if model.tokenizer_path else require_path(model, field)
     remedy = f"{field}.tokenizer_path=<directory with the tokenizer>"
-    if not is_hub_name(path) and not Path(path).is_dir():
-        rule = "is a file, not a directory" if Path(path).exists() else "there is no such directory"
+    if not is_hub_name(path) and not os.path.isdir(path):
+        rule = "is a file, not a directory" if os.path.exists(path) else "there is no such directory"
         raise ConfigError.one(key, path, rule, remedy)
     import_modules(model.external_lib, f"{field}.external_lib")
     if is_hub_name(path):
         path = from_hub(path, key)
     found = [file for pattern in _TOKENIZER_FILES for file in Path(path).glob(pattern)]
-    if Path(path).is_dir() and not found:
+    if os.path.isdir(path) and not found:
         # without this check transformers silently creates an empty tokenizer of the model's type
         raise ConfigError.one(key, path, "holds no tokenizer: there is no tokenizer.json in it", remedy)
     try:
@@ -137,13 +137,13 @@ def load_generation_config(
 def _may_have(path: str, name: str) -> bool:
     """Whether a model has that file, or the hub does not say that it has none."""
     from huggingface_hub import hf_hub_download
-    from huggingface_hub.errors import EntryNotFoundError
+    from huggingface_hub.errors import RemoteEntryNotFoundError
 
     if not is_hub_name(path):
         return (Path(path) / name).exists()
     try:
         hf_hub_download(path, name)
-    except EntryNotFoundError:
+    except RemoteEntryNotFoundError:
         return False
     except OSError:
         return True
@@ -407,18 +407,17 @@ def local_folder(path: str) -> Path | None:
 
 def lacks_tensor(path: str, name: str) -> bool:
     """Whether the weights of a model, here or on the hub, certainly have no tensor of that name."""
+    from httpx2 import HTTPError  # huggingface_hub lets its errors through
     from huggingface_hub import get_safetensors_metadata
-    from huggingface_hub.errors import NotASafetensorsRepoError
+    from huggingface_hub.errors import NotASafetensorsRepoError, SafetensorsParsingError
 
     folder = local_folder(path)
-    if folder is not None and files_to_load(folder):
-        return stored_tensor(folder, name) is None
-    if folder is not None and not is_hub_name(path):
-        return True
     try:
+        if folder is not None and (files_to_load(folder) or not is_hub_name(path)):
+            return stored_tensor(folder, name) is None
         return name not in get_safetensors_metadata(path).weight_map
-    except (NotASafetensorsRepoError, OSError):  # what a pickle holds is known once it is downloaded
-        return False
+    except (NotASafetensorsRepoError, SafetensorsParsingError, OSError, HTTPError, pickle.UnpicklingError):
+        return False  # loading it says what is wrong
 
 
 def refused_content(error: pickle.UnpicklingError) -> str:

@@ -9,6 +9,7 @@ code, which are never written.
 from __future__ import annotations
 
 import hashlib
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -27,7 +28,7 @@ SECONDS = 3600.0
 def resolving(path: str, model: ModelSourceConfig) -> Iterator[None]:
     """Holds the lock while something is read that may have to be fetched first. EnvironmentFault when another
     process holds it for an hour."""
-    if Path(path).is_dir() and not model.trust_remote_code:
+    if os.path.isdir(path) and not model.trust_remote_code:
         yield
         return
     make_node_folder()

@@ -55,11 +55,11 @@ def weight_files(directory: Path) -> list[Path]:
 
 def weight_faults(directory: Path) -> list[str]:
     """Known reasons why the weights cannot be loaded; empty if there are none."""
-    files = weight_files(directory)
-    if not files:
+    if not weight_files(directory):
         return ["this directory has no weights (*.safetensors or *.bin)"]
-    index = _index_to_load(directory)
+    index = index_to_load(directory)
     if index is None:
+        files = files_to_load(directory) or weight_files(directory)
         return [fault for file in files if (fault := file_fault(file))]
     try:
         places = read_weight_map(index)
@@ -146,12 +146,12 @@ def stored_types(files: list[Path]) -> list[str]:
 def files_to_load(directory: Path) -> list[Path]:
     """The files that transformers chooses to load; empty if it finds none under the names it knows.
     ConfigError for an index that names files elsewhere."""
-    if (index := _index_to_load(directory)) is not None:
+    if (index := index_to_load(directory)) is not None:
         return [directory / name for name in sorted(set(read_weight_map(index).values()))]
     return [directory / single for single in (SINGLE, PICKLE) if (directory / single).is_file()][:1]
 
 
-def _index_to_load(directory: Path) -> Path | None:
+def index_to_load(directory: Path) -> Path | None:
     """The index that transformers follows; None: it loads a single file, or finds nothing. A single file goes
     before the index of shards."""
     for single, index in ((SINGLE, INDEX), (PICKLE, PICKLED_INDEX)):
@@ -166,16 +166,18 @@ def stored_tensor(directory: Path, name: str) -> torch.Tensor | None:
     """One tensor of a directory's weights; None if there is no such name."""
     from safetensors import safe_open
 
-    for file in files_to_load(directory):
-        if file.suffix != ".safetensors":
-            found = torch.load(file, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(file))
-            if name in found:
-                return found[name].clone()
-            continue
+    if (index := index_to_load(directory)) is not None:
+        shard = read_weight_map(index).get(name)
+        file = None if shard is None else directory / shard
+    else:
+        file = next(iter(files_to_load(directory)), None)
+    if file is None or not file.is_file():
+        return None
+    if file.suffix == ".safetensors":
         with safe_open(file, framework="pt") as opened:
-            if name in set(opened.keys()):
-                return opened.get_tensor(name)
-    return None
+            return opened.get_tensor(name) if name in set(opened.keys()) else None
+    found = torch.load(file, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(file)).get(name)
+    return None if found is None else found.clone()
 
 
 def empty_tensors(files: list[Path]) -> dict[str, torch.Tensor] | None:

@@ -6,6 +6,9 @@ from dataclasses import dataclass
 
 from hydraflow.options import Beside, Switch, free, option
 
+PROBLEMS = 100 * 100
+"""Number of sums of two numbers of two digits."""
+
 
 @dataclass
 class RecipeConfig:
@@ -27,8 +30,8 @@ class RecipeConfig:
         9000,
         ge=1,
         beside=Beside(
-            lambda value, section: value + section.val_problems <= 10_000,
-            "and {s}.val_problems={val_problems} must be at most 10000 together",
+            lambda value, section: value + section.val_problems <= PROBLEMS,
+            f"and {{s}}.val_problems={{val_problems}} must be at most {PROBLEMS} together",
             "{s}.train_problems=9000 {s}.val_problems=500",
         ),
     )

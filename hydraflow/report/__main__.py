@@ -8,6 +8,7 @@ between them. Exit code 2 for a folder that holds no run.
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 import time
 from collections.abc import Sequence
@@ -48,7 +49,7 @@ def _report(folders: Sequence[str], output: str | None) -> int:
     if len(folders) > MOST_RUNS:
         rule = f"a page shows at most {MOST_RUNS} runs"
         raise ConfigError.one("RUN", f"{len(folders)} folders", rule, "name fewer folders")
-    if output and expanded(output).is_dir():
+    if output and os.path.isdir(expanded(output)):
         raise ConfigError.one("--output", output, "is a folder", f"--output {Path(output) / NAME}")
     runs = [read_run(Path(folder)) for folder in folders]
     target = expanded(output) if output else (runs[0].folder if len(runs) == 1 else Path()) / NAME

@@ -17,7 +17,7 @@ def seconds_of(value: object) -> float | None:
     (5400.0, 90.0, None, None)
     """
     if isinstance(value, int | float) and not isinstance(value, bool):
-        return float(value) if 0 < value < 1e18 else None  # a larger integer may not fit into a float
+        return float(value) if 0 < value < 1e18 else None  # an integer may be too large for a float
     text = str(value).strip().lower()
     parts = re.findall(r"(\d+(?:\.\d+)?)([hms])", text)
     if parts and "".join(number + unit for number, unit in parts) == text:

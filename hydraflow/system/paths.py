@@ -31,6 +31,12 @@ def expanded(path: str | Path) -> Path:
     return Path(os.path.expanduser(path))
 
 
+def require_home(path: str, key: str) -> None:
+    """Raises ConfigError for the `~` of an unknown user: a folder of that name would be made here."""
+    if str(expanded(path)).startswith("~"):
+        raise ConfigError.one(key, path, "that home folder is not known", f"{key}=<a path without ~>")
+
+
 def listed(files: Any) -> list[Path] | None:
     """A path or a list of them as a list, `~` replaced; None if it is neither.
 
@@ -89,6 +95,7 @@ def require_writable(path: str | None, key: str) -> None:
     """Raises ConfigError when the file in `key`, if any, cannot be written; leaves nothing behind."""
     if path is None:
         return
+    require_home(path, key)
     target = expanded(path)
     try:
         if os.path.isdir(target):
@@ -110,7 +117,12 @@ def is_hub_name(path: str) -> bool:
     >>> is_hub_name("Qwen/Qwen3-8B"), is_hub_name("/models/qwen"), is_hub_name("models/qwen/8b")
     (True, False, False)
     """
-    return path.count("/") <= 1 and not path.startswith(("/", ".", "~")) and not os.path.exists(path)
+    return (
+        bool(path)
+        and path.count("/") <= 1
+        and not path.startswith(("/", ".", "~"))
+        and not os.path.exists(path)
+    )
 
 
 def model_problems(path: str, key: str) -> list[Problem]:

@@ -23,7 +23,7 @@ import yaml
 
 from hydraflow.errors import ConfigError, EnvironmentFault
 from hydraflow.redact import fingerprinted
-from hydraflow.system.paths import expanded
+from hydraflow.system.paths import expanded, require_home
 from hydraflow.system.whole_files import json_object, make_earlier, prove_writable, replacing
 from hydraflow.tracking.file import METRICS_FILE, json_number
 from hydraflow.tracking.history import record_of
@@ -177,6 +177,8 @@ class RunFolder:
             raise ConfigError.one(
                 field, directory, rule, f"{field}=<a folder, or where the address is mounted>"
             )
+        if directory:
+            require_home(directory, field)
         path = expanded(directory) if directory else RUNS
         try:
             prove_writable(path)

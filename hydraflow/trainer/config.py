@@ -75,7 +75,7 @@ class RunConfig:
     seed: int = option(1, ge=0, le=2**63 - 1)
     """Seed of all randomness: data order, sampling, initial heads, mini-batches."""
     rpc_timeout: float = free(3600.0, gt=0)
-    """Timeout, in seconds, of any one call to a worker."""
+    """Timeout, in seconds, of any one call to a worker, without the calls that it waits for."""
     start_timeout: float = free(300.0, gt=0)
     """Timeout, in seconds, for resources and worker processes to become ready."""
     debug: LocalConfig = free(factory=LocalConfig)

@@ -93,11 +93,11 @@ def check_failures(
 ) -> None:
     """Logs how many rows the reward function failed on, and the first error. GuardStop when they are more
     than the share `max_share` of the rows. `so`: the consequence, for the message. `first_cause` None: the
-    function failed on none, so the reward model did."""
-    first_cause = first_cause or "the reward model's score is not a finite number"
+    scores are a reward model's, and some are not finite."""
+    first_cause = first_cause or "a score of the reward model is not a finite number"
     require_scored(failed, rows, first_cause, max_share, where=where, so=so)
     if failed:
-        text = "%s: the reward function failed on %d of %d rows: %s"
+        text = "%s: %d of %d rows have no score: %s"
         logger.warning(text, where, failed, rows, first_cause)
 
 

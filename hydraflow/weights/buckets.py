@@ -167,8 +167,8 @@ def flat_size(header: Header) -> int:
     return _starts(header)[-1]
 
 
-NEVER_ROUNDED = "e_score_correction_bias"
-"""Last part of the names of router biases. Every engine keeps them in float32, because rounded ones would
+NEVER_ROUNDED = ("e_score_correction_bias", "expert_bias")
+"""Ends of the names of router biases. Every engine keeps them in float32, because rounded ones would
 choose other experts."""
 
 

@@ -171,3 +171,8 @@ def test_a_section_of_another_command_is_named(word):
         load("sft", SFTConfig, ["model.path=m", "data.train_files=a", word])
     key = word.lstrip("+").partition("=")[0]
     assert [(one.field, one.remedy) for one in caught.value.problems] == [(key, f"leave out {key}")]
+
+
+def test_a_key_that_no_file_could_be_named_after():
+    with pytest.raises(ConfigError, match="unknown key"):
+        load("ppo", PPOConfig, ["x" * 300 + "=1"])

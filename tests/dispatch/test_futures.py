@@ -22,6 +22,7 @@ from hydraflow.dispatch.group import RoleGroup, WorkerGroup
 from hydraflow.dispatch.runtime import Runtime
 from hydraflow.dispatch.timeline import Timeline
 from hydraflow.dispatch.transport import INLINE_LIMIT, Traffic
+from hydraflow.dispatch.worker import Failure
 from hydraflow.errors import HydraflowError, WorkerError
 from hydraflow.protocol.batch import DataProto
 
@@ -226,6 +227,9 @@ def test_a_limit_counts_the_call_and_not_what_it_waits_for(monkeypatch: pytest.M
     pending("scores", scorer, 0, "samples")
     pending("of the scores", scorer, 1, "scores")
     pending("alone", scorer, 2)
+    pending("behind the scores", scorer, 0)
+    pending("start", sampler, 0)
+    calls.pending["start"] = replace(calls.pending["start"], renews=False)  # type: ignore[index]
     now = 150.0
     calls._renew("samples", calls.pending.pop("samples"))  # type: ignore[arg-type, call-overload]
     assert {call.method: call.deadline for call in calls.pending.values()} == {
@@ -233,16 +237,18 @@ def test_a_limit_counts_the_call_and_not_what_it_waits_for(monkeypatch: pytest.M
         "of another rank": 160.0,
         "scores": 210.0,
         "of the scores": 210.0,
+        "behind the scores": 210.0,
         "alone": 160.0,
+        "start": 160.0,
     }
 
 
 def test_a_call_may_wait_for_another_longer_than_its_limit(runtime: Runtime, pair: RoleGroup) -> None:
     limits = pair.group.channel.timeouts  # type: ignore[attr-defined]
-    pair.group.channel.timeouts = replace(limits, call=2.0)  # type: ignore[attr-defined]
+    pair.group.channel.timeouts = replace(limits, call=4.0)  # type: ignore[attr-defined]
     try:
-        naps = [pair.call(Probe.nap, 1.4) for _ in range(3)]
-        assert [one.get() for one in naps] == [[None, None]] * 3
+        naps = [pair.call(Probe.nap, 1.0) for _ in range(5)]
+        assert [one.get() for one in naps] == [[None, None]] * 5
     finally:
         pair.group.channel.timeouts = limits  # type: ignore[attr-defined]
 
@@ -280,3 +286,50 @@ def test_a_late_call_is_reported_where_stacks_cannot_be_written(monkeypatch: pyt
     ):
         calls.settle({0: ref})  # type: ignore[dict-item]
     assert isinstance(group.error, WorkerError) and not calls.pending
+
+
+def test_the_call_that_others_wait_for_is_blamed_and_calls_are_sent_again_in_order(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Also where a renewal has given them one deadline."""
+
+    class GroupHandle:
+        error: HydraflowError | None = None
+        resent: Sequence[PendingCall] = ()
+
+        def end(self, error: HydraflowError) -> None:
+            self.error = error
+
+        def log_of(self, rank: int, role: str) -> str:
+            return ""
+
+        def replace(self, lost: Sequence[PendingCall], cause: str) -> None:
+            self.resent = lost
+
+    calls, rollout, reward = PendingCalls(Traffic(), Timeline(None)), GroupHandle(), GroupHandle()
+    how = ("here", "call", 0.1, time.monotonic() + 0.1, {}, {}, None)
+
+    def pending(name: str, group: GroupHandle, rank: int, *awaits: str) -> PendingCall:
+        call = PendingCall(group, name, rank, *how, frozenset(awaits))  # type: ignore[arg-type]
+        calls.pending[name] = call  # type: ignore[index]
+        return call
+
+    pending("first", rollout, 3)
+    pending("weights", rollout, 3)
+    pending("scores", reward, 0, "weights")
+    samples = pending("samples", rollout, 3)
+    calls._renew("first", calls.pending.pop("first"))  # type: ignore[arg-type, call-overload]
+    assert len({call.deadline for call in calls.pending.values()}) == 1
+    del calls.pending["samples"]  # type: ignore[arg-type]
+    failure = Failure(samples.error("died"), 0.0, died=True)
+    calls._died.append((samples, failure))
+    calls._replace(samples, failure)
+    assert [call.role for call in rollout.resent] == ["weights", "samples"]
+
+    pending("weights", rollout, 3)
+    pending("scores", reward, 0, "weights")
+    monkeypatch.setattr(ray, "wait", lambda refs, **options: ([], refs))
+    time.sleep(0.11)
+    with pytest.raises(WorkerError, match="weights rank 3 on node here failed in call: no answer"):
+        calls.settle({3: "weights"})  # type: ignore[dict-item]
+    assert rollout.error is not None and reward.error is None

@@ -486,3 +486,14 @@ def test_supervised_rows_need_nothing_special(tiny: str) -> None:
         wanted = plain.get_parameter(name.removeprefix("lm.")).grad
         # transformers takes its loss in float32.
         torch.testing.assert_close(gradient, wanted, rtol=0, atol=1e-6)
+
+
+def test_a_model_without_generation_settings_is_written_with_its_end_token(
+    tiny: str, tmp_path: Path, one_rank: None
+) -> None:
+    folder = shutil.copytree(tiny, tmp_path / "tiny")
+    (folder / "generation_config.json").unlink()
+    engine = jobs.make_engine(str(folder), {})
+    engine.save_hf(str(tmp_path / "hf"))
+    read = AutoModelForCausalLM.from_pretrained(tmp_path / "hf")
+    assert read.generation_config.eos_token_id == read.config.eos_token_id is not None

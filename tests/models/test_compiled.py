@@ -69,6 +69,7 @@ def test_values_and_gradients_are_those_of_float64_from_one_kernel(
         assert rows == 1 or counters["stats"]["unique_graphs"] == 1
 
 
+@pytest.mark.slow(short=True)
 def test_what_was_rotated_may_be_changed_in_place() -> None:
     (x, cos, sin), rotated = given("rotated", 3, torch.float32)
     q, k = x.requires_grad_(), x[:, :, :2]
@@ -79,6 +80,7 @@ def test_what_was_rotated_may_be_changed_in_place() -> None:
     assert torch.equal(twice, 2 * once) and torch.equal(torch.autograd.grad(twice.sum(), q)[0], 2 * grad)
 
 
+@pytest.mark.slow(short=True)
 @pytest.mark.parametrize(
     ("model_type", "gates", "functions"),
     [

@@ -118,3 +118,11 @@ def test_a_missing_shard_of_pickled_weights_is_found(tmp_path: Path) -> None:
     assert weight_faults(tmp_path) == [
         "1 of 2 weight files are missing (pytorch_model-00002-of-00002.bin), with 1 of 2 weights"
     ]
+
+
+def test_a_stale_file_beside_the_one_that_is_loaded_is_no_fault(tmp_path: Path) -> None:
+    saved(tmp_path, "model.safetensors", 2.0)
+    (tmp_path / "model-00001-of-00002.safetensors").write_bytes(b"cut")
+    (tmp_path / INDEX).write_text(json.dumps({"weight_map": {"w": "model-00001-of-00002.safetensors"}}))
+    assert weight_faults(tmp_path) == []
+    assert read_directory(tmp_path, field="x").keys() == {"w", "score.weight"}

@@ -89,6 +89,7 @@ def test_names_are_slurms() -> None:
     assert job_nodes({}) == [socket.gethostname()]
 
 
+@pytest.mark.slow(short=True)
 def test_the_head_is_there_when_something_listens(tmp_path: Path) -> None:
     file = tmp_path / "address"
     with pytest.raises(EnvironmentFault, match=r"waited 1 s for Ray's head on node1: it wrote no address"):

@@ -17,6 +17,7 @@ from hydraflow.system.paths import (
     no_file,
     require_writable,
 )
+from hydraflow.tracking.run_folder import RunFolder
 
 
 def rules(problems: list) -> list[str]:
@@ -156,4 +157,17 @@ def test_names_that_no_file_can_have(name: str) -> None:
     assert len(file_problems(name, "data.train_files")) == 1
     assert len(model_problems(f"./{name}", "model.path")) == 1
     assert len(core_checkpoint_problems(name, "path")) == 1
-    assert is_hub_name("x" * 300)
+    assert is_hub_name("x" * 300) and not is_hub_name("")
+
+
+def test_the_home_of_an_unknown_user_is_not_made_here(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for look in (
+        lambda: require_writable("~nobody-of-this-name/x.json", "output.path"),
+        lambda: RunFolder.prove_writable("~nobody-of-this-name/run"),
+    ):
+        with pytest.raises(ConfigError, match="that home folder is not known"):
+            look()
+    assert list(tmp_path.iterdir()) == []

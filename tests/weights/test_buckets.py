@@ -147,10 +147,11 @@ def test_ranks_that_send_nothing_make_as_many_buckets() -> None:
 
 
 def test_biases_of_routers_are_never_rounded() -> None:
-    weights = {"layer.weight": torch.tensor([7.0051]), "gate.e_score_correction_bias": torch.tensor([7.0051])}
+    biases = ("gate.e_score_correction_bias", "feed_forward.expert_bias")
+    weights = dict.fromkeys(("layer.weight", *biases), torch.tensor([7.0051]))
     found = back(made(dtype=torch.bfloat16, weights=weights))
     assert found["layer.weight"].dtype == torch.bfloat16
-    assert found["gate.e_score_correction_bias"].equal(weights["gate.e_score_correction_bias"])
+    assert all(found[name].equal(weights[name]) for name in biases)
 
 
 def test_the_rest_of_a_divided_weight_does_not_keep_all_of_it() -> None:
