@@ -209,8 +209,12 @@ def test_a_file_that_cannot_be_set_aside_grows(tmp_path: Path, monkeypatch: pyte
 
 
 def test_a_wrong_log_call_does_not_fail_its_caller(
-    tmp_path: Path, root: logging.Logger, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path,
+    root: logging.Logger,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr(logging, "raiseExceptions", True)  # some libraries set it to False
     logs = RoleLogs(LogSettings(str(tmp_path)), 0, "actor")
     apply_level("info")
     for text in ("%d items", "after %s"):
