@@ -29,6 +29,26 @@ from hydraflow.protocol.batch import DataProto
 BatchOf = Callable[[int], DataProto]
 
 
+class GroupHandle:
+    """A group without processes: what waiting does to it."""
+
+    def __init__(self) -> None:
+        self.error: HydraflowError | None = None
+        self.resent: Sequence[PendingCall] = ()
+
+    def end(self, error: HydraflowError) -> None:
+        self.error = error
+
+    def log_of(self, rank: int, role: str) -> str:
+        return ""
+
+    def may_replace(self, call: PendingCall) -> bool:
+        return False
+
+    def replace(self, lost: Sequence[PendingCall], cause: str) -> None:
+        self.resent = lost
+
+
 def test_a_call_that_does_not_wait(pair: RoleGroup, batch_of: BatchOf) -> None:
     since = time.monotonic()
     future = pair.call(Probe.double_later, batch_of(3), seconds=0.5)
@@ -169,21 +189,6 @@ def test_an_answer_that_does_not_arrive_has_a_limit(monkeypatch: pytest.MonkeyPa
         asked.append(timeout)
         raise ray.exceptions.GetTimeoutError("late")
 
-    class GroupHandle:
-        error: HydraflowError | None = None
-
-        def end(self, error: HydraflowError) -> None:
-            self.error = error
-
-        def log_of(self, rank: int, role: str) -> str:
-            return ""
-
-        def may_replace(self, call: PendingCall) -> bool:
-            return False
-
-        def replace(self, lost: Sequence[PendingCall], cause: str) -> None:
-            raise AssertionError("it may not be replaced")
-
     monkeypatch.setattr(ray, "get", get)
     monkeypatch.setattr(ray, "wait", lambda refs, **options: (refs, []))
     calls, group, ref = PendingCalls(Traffic(), Timeline(None)), GroupHandle(), object()
@@ -254,15 +259,6 @@ def test_a_call_may_wait_for_another_longer_than_its_limit(runtime: Runtime, pai
 
 
 def test_a_late_call_is_reported_where_stacks_cannot_be_written(monkeypatch: pytest.MonkeyPatch) -> None:
-    class GroupHandle:
-        error: HydraflowError | None = None
-
-        def end(self, error: HydraflowError) -> None:
-            self.error = error
-
-        def log_of(self, rank: int, role: str) -> str:
-            return ""
-
     def stacks(why: str) -> str:
         raise FileNotFoundError(2, "No such file or directory", "/run/stacks")
 
@@ -292,19 +288,6 @@ def test_the_call_that_others_wait_for_is_blamed_and_calls_are_sent_again_in_ord
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Also where a renewal has given them one deadline."""
-
-    class GroupHandle:
-        error: HydraflowError | None = None
-        resent: Sequence[PendingCall] = ()
-
-        def end(self, error: HydraflowError) -> None:
-            self.error = error
-
-        def log_of(self, rank: int, role: str) -> str:
-            return ""
-
-        def replace(self, lost: Sequence[PendingCall], cause: str) -> None:
-            self.resent = lost
 
     calls, rollout, reward = PendingCalls(Traffic(), Timeline(None)), GroupHandle(), GroupHandle()
     how = ("here", "call", 0.1, time.monotonic() + 0.1, {}, {}, None)
