@@ -322,6 +322,14 @@ class MegatronConfig:
         usual = "full" if checkpointing else None
         return self.override_transformer_config.get("recompute_granularity", usual) == "full"
 
+    def recomputes_each_layer(self, *, checkpointing: bool) -> bool:
+        """Whether every layer is recomputed by itself; if several are together, or some are not, memory is
+        estimated as without recomputation."""
+        overrides = self.override_transformer_config
+        by_layer = overrides.get("recompute_num_layers", 1) == 1
+        is_uniform = overrides.get("recompute_method", "uniform") == "uniform"
+        return by_layer and is_uniform and self.recomputes_layers(checkpointing=checkpointing)
+
     @property
     def chunks(self) -> int:
         """Model chunks per stage."""

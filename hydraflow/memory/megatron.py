@@ -73,11 +73,12 @@ class MegatronModelMemory:
         """An upper bound: the first stage's activations, as it has the most micro-batches in flight, and the
         last stage's logits. The memory of a trained entropy is left out."""
         costs = self._layer_costs(tokens)
-        layers, in_flight = self._stage_layers, min(self.layout.pipeline, micro_batches)
+        stages, parts = self.layout.pipeline, self.layout.virtual_pipeline
+        # an interleaved schedule fills up to as many micro-batches as stages
+        layers, in_flight = self._stage_layers, stages if parts > 1 else min(stages, micro_batches)
         stored = layers * (costs.entry if self.checkpointing else costs.saved) * in_flight
-        if self.layout.virtual_pipeline > 1:
-            # an interleaved schedule starts more forward passes before the first backward pass
-            stages, parts = self.layout.pipeline, self.layout.virtual_pipeline
+        if parts > 1:
+            # it starts more forward passes before the first backward pass
             stored += stored * (stages - 1) // (stages * parts)
         working = (costs.saved if self.checkpointing else 0) + costs.backward
         around = around_layers(self.shape, tokens, self.number) // self._outside

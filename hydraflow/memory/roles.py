@@ -154,8 +154,7 @@ def _engine(
     on_host = inputs.limits.device_type == "cpu"  # where offloading has no effect
     if layout.engine == "megatron":
         settings, number = role.megatron, inputs.limits.bytes_of(role.megatron.dtype)
-        # partly recomputed layers count as not recomputed
-        whole = settings.recomputes_layers(checkpointing=model.enable_gradient_checkpointing)
+        whole = settings.recomputes_each_layer(checkpointing=model.enable_gradient_checkpointing)
         if on_host:
             settings = replace(settings, param_offload=False, grad_offload=False, optimizer_offload=False)
         return MegatronModelMemory(

@@ -301,9 +301,13 @@ def test_a_damaged_checkpoint_is_refused_in_the_same_words(
     assert not (tmp_path / "hacked").exists()
 
 
-def test_another_models_checkpoint_is_refused(pools: dict[int, Ranks], models: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("layout", ["tp 2", "pp 2"])
+def test_another_models_checkpoint_is_refused(
+    pools: dict[int, Ranks], models: Path, tmp_path: Path, layout: str
+) -> None:
+    """On every rank, also where only one of them lacks a tensor."""
     write(pools, models / "qwen2", "tp 2", tmp_path)
     for options in ({"head": "value"}, {}):
         path = str(models / ("qwen2" if options else "qwen3"))
-        for reported in pools[2].run(jobs.load_refusal, path, options_of("tp 2", **options), str(tmp_path)):
+        for reported in pools[2].run(jobs.load_refusal, path, options_of(layout, **options), str(tmp_path)):
             assert reported.startswith("ConfigError") and "it belongs to another model" in reported

@@ -61,6 +61,10 @@ def divided(overrides: dict[str, Any], stages: int, chunks: int | None) -> Megat
         {"softmax_scale": 0.5},
         {"rotary_interleaved": True},
         {"fp16": True},
+        {"glu_linear_offset": 1.0},
+        {"enable_autocast": True},
+        {"microbatch_group_size_per_vp_stage": 3},
+        {"softmax_type": "learnable"},
         {"moe_router_topk_scaling_factor": 2.0},
     ],
     ids=lambda overrides: next(iter(overrides)),
@@ -78,6 +82,10 @@ def test_what_is_fixed_is_what_megatron_core_has() -> None:
     usual = {one.name: one.default for one in fields(TransformerConfig)}
     assert fixed_arguments(MIXTURE, MegatronConfig(), torch.float32).keys() <= usual.keys()
     assert {name: usual[name] for name in OF_OTHER_MODELS} == OF_OTHER_MODELS
+    fusions = ("masked_softmax", "bias_activation", "bias_dropout", "apply_rope", "gradient_accumulation")
+    assert not any(usual[f"{name}_fusion"] for name in fusions) and not usual["persist_layer_norm"], (
+        "their kernels may not be installed"
+    )
 
 
 def test_safe_defaults_of_mixtures() -> None:

@@ -88,7 +88,7 @@ def test_a_layer_keeps_what_the_formula_says(
     samples: int,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(products, "are_faster", lambda query, key: by_products)
+    monkeypatch.setattr(products, "are_faster", lambda query: by_products)
     register_attention()
     batch, totals = packed_rows(samples), []
     for layers in (1, 3):

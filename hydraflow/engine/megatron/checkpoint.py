@@ -21,12 +21,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from hydraflow.engine.base import EXTRA, HF_MODEL, MODEL, OPTIMIZER
+from hydraflow.engine.dcp_reader import RoleCheckpointReader
 from hydraflow.engine.hf_files import hf_files_of
 from hydraflow.engine.megatron import export
 from hydraflow.engine.megatron.build import Built
 from hydraflow.engine.megatron.names import Part
 from hydraflow.engine.megatron.optimizer import SLOTS, STEP, WEIGHT, CoreOptimizer, is_expert, sharers
-from hydraflow.engine.process_group import host_group
+from hydraflow.engine.process_group import host_group, on_every_rank
 from hydraflow.engine.sharded_checkpoint import (
     SCHEDULE_STEP,
     ShardedSnapshot,
@@ -105,7 +106,9 @@ def load(
 
     wanted = State({SCHEDULE_STEP: torch.tensor(0)} if EXTRA in contents else {})
     wanted |= empty(WEIGHT, [*parts, *buffers]) if MODEL in contents else {}
-    reader = open_checkpoint(directory, wanted)
+    opened: list[RoleCheckpointReader] = []
+    on_every_rank(lambda: opened.append(open_checkpoint(directory, wanted)))
+    (reader,) = opened
     has_moments = OPTIMIZER in contents and _key(prefix, parts[0], SLOTS[0]) in reader.index.tensors
     if has_moments:
         wanted |= {_key(prefix, part, STEP): torch.zeros(()) for part in parts}

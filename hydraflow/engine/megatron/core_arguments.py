@@ -31,10 +31,7 @@ def require_free(shape: Architecture, settings: MegatronConfig, dtype: torch.dty
     """Raises ConfigError for overrides of fixed arguments, for settings that cannot work with this model, and
     for kernels that are not installed; `section`: the role's."""
     engine, fixed = f"{section}.megatron", fixed_arguments(shape, settings, dtype)
-    problems = []
-    if shape.mixture and settings.moe_permute_fusion and find_spec("transformer_engine") is None:
-        key = f"{engine}.moe_permute_fusion"
-        problems.append(Problem(key, True, "Transformer Engine is not installed", f"{key}=false"))
+    problems = list(_missing_kernels(shape, settings, engine))
     problems += _balance_problems(shape.mixture, settings, engine)
     problems += _recomputation_problems(shape, settings, engine)
     for name, value in sorted(settings.override_transformer_config.items()):
@@ -44,6 +41,20 @@ def require_free(shape: Architecture, settings: MegatronConfig, dtype: torch.dty
             problems.append(Problem(key, shown(value), _WHY.get(name, _FOLLOWS), remedy))
     if problems:
         raise ConfigError(problems)
+
+
+def _missing_kernels(shape: Architecture, settings: MegatronConfig, engine: str) -> Iterator[Problem]:
+    """Kernels that are asked for and not installed."""
+    overrides = settings.override_transformer_config
+    if shape.mixture and find_spec("transformer_engine") is None:
+        asked = {"moe_permute_fusion": settings.moe_permute_fusion}
+        asked[f"{OVERRIDES}.moe_router_fusion"] = bool(overrides.get("moe_router_fusion"))
+        for name in (name for name, wanted in asked.items() if wanted):
+            key = f"{engine}.{name}"
+            yield Problem(key, True, "Transformer Engine is not installed", f"{key}=false")
+    if overrides.get("gradient_accumulation_fusion") and find_spec("fused_weight_gradient_mlp_cuda") is None:
+        key = f"{engine}.{OVERRIDES}.gradient_accumulation_fusion"
+        yield Problem(key, True, "Apex and its kernel for it are not installed", f"{key}=false")
 
 
 def _balance_problems(mixture: Mixture | None, settings: MegatronConfig, engine: str) -> Iterator[Problem]:
@@ -111,9 +122,40 @@ OF_OTHER_MODELS: dict[str, Any] = {
     "fp16": False,
     "fp8": None,
     "fp4": None,
+    "glu_linear_offset": 0.0,
+    "activation_func_clamp_value": None,
+    "moe_router_topk_limited_devices": None,
+    "enable_autocast": False,
+    # not supported by the engine's layers or its schedule
+    "num_microbatches_with_partial_activation_checkpoints": None,
+    "microbatch_group_size_per_vp_stage": None,
+    "fp32_residual_connection": False,
+    "attention_output_gate": False,
+    "heterogeneous_block_specs": False,
+    "use_te_activation_func": False,
+    "fused_single_qkv_rope": False,
+    "hybrid_context_parallel": False,
+    "fine_grained_activation_offloading": False,
+    "timers": None,
+    # ignored by them
+    "softmax_type": "vanilla",
+    "qk_l2_norm": False,
+    "qk_clip": False,
+    "window_attn_skip_freq": None,
+    "apply_query_key_layer_scaling": False,
+    "apply_residual_connection_post_layernorm": False,
+    "experimental_attention_variant": None,
+    "linear_attention_freq": None,
+    "mrope_section": None,
+    "cp_comm_type": None,
+    "hierarchical_context_parallel_sizes": None,
+    "flash_decode": False,
+    "use_kitchen": False,
+    "quant_recipe": None,
+    "moe_token_dropping": False,
 }
-"""Megatron-Core's defaults for arguments that would change a supported model, or that the engine's layers
-ignore."""
+"""Megatron-Core's defaults for arguments that would change a supported model, or that the engine's layers do
+not support or ignore."""
 
 
 def _model_arguments(shape: Architecture) -> dict[str, Any]:

@@ -29,7 +29,7 @@ def transformer_config(
     require_layers(shape.layers, settings, section=section)
     fixed, overrides = fixed_arguments(shape, settings, dtype), settings.override_transformer_config
     name = f"{section}.megatron.{OVERRIDES}"
-    free: dict[str, Any] = dict.fromkeys(_FUSIONS, False)
+    free: dict[str, Any] = {}
     if settings.recomputes_layers(checkpointing=model.enable_gradient_checkpointing):
         free |= {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
     try:
@@ -37,17 +37,6 @@ def transformer_config(
     except (ValueError, AssertionError, TypeError) as error:
         rule = f"Megatron-Core rejects it: {error}"
         raise ConfigError.one(name, shown(overrides), rule, f"{name}={{}}") from error
-
-
-_FUSIONS = (
-    "masked_softmax_fusion",
-    "bias_activation_fusion",
-    "bias_dropout_fusion",
-    "apply_rope_fusion",
-    "gradient_accumulation_fusion",
-    "persist_layer_norm",
-)
-"""Kernels of Apex and Transformer Engine, which may not be installed."""
 
 
 def frequencies(config: Any) -> tuple[torch.Tensor, float]:
