@@ -38,7 +38,7 @@ def check_template(context: CheckContext) -> Iterator[Finding]:
     if not tokenizer.chat_template:
         remedy = f"{MODEL}.custom_chat_template=<Jinja template>, or an instruct model"
         evidence = f"the tokenizer of {tokenizer.name_or_path} has no chat template"
-        yield problem(f"{evidence}, and prompts are lists of messages", remedy)
+        yield problem(f"{evidence}, which prompts need: text is one message of the user", remedy)
         return
     data = context.config.data
     require_prompts(context.first_rows, data.prompt_key)

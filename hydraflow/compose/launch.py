@@ -34,7 +34,7 @@ from hydraflow.compose.command_words import public_words
 from hydraflow.compose.hydra_errors import translated, unusable_path
 from hydraflow.compose.keys import describe, known_keys, nearest_keys, wrapped
 from hydraflow.compose.loading import VERSION_BASE, ComposedConfig, EntryPoint, finish, register
-from hydraflow.compose.overrides import PreparedCommandLine, config_folder, groups_in, prepare
+from hydraflow.compose.overrides import PreparedCommandLine, config_folder, groups_in, prepare, swept_keys
 from hydraflow.compose.own_files import take, unreadable
 from hydraflow.errors import ConfigError, HydraflowError
 from hydraflow.redact import public_text
@@ -280,7 +280,8 @@ class _Launch(Generic[Config]):
             self.codes.append(run_guarded(show, self.entry.show_error))
             return self.codes[-1]
         if facts.mode == RunMode.MULTIRUN:
-            swept = [str(word) for word in facts.overrides.task if word not in self._prepared.words]
+            keys = swept_keys(self._prepared.words)
+            swept = [str(word) for word in facts.overrides.task if word.lstrip("+").partition("=")[0] in keys]
             own = " ".join(word.lstrip("+") for word in public_words(swept)) or "nothing is swept"
             print(f"run {facts.job.num} of the sweep: {own}", file=sys.stderr)
         code = run_guarded(partial(self._run_one, composed, facts), self.entry.show_error)

@@ -142,6 +142,12 @@ def overridden(words: Sequence[str], groups: Groups) -> dict[str, Any]:
     return found
 
 
+def swept_keys(words: Sequence[str]) -> set[str]:
+    """The keys that are given several values, one for each run."""
+    parsed = map(OverridesParser.create().parse_override, words)
+    return {override.key_or_group for override in parsed if override.is_sweep_override()}
+
+
 def is_hydras(override: Override) -> bool:
     """Deletions, packages and Hydra's own settings, which Hydra checks itself."""
     key = override.key_or_group

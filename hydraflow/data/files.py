@@ -76,6 +76,8 @@ def require_columns(records: Sequence[FileRecord], columns: Mapping[str, str]) -
             there = ", ".join(filled(record)) or "none"
             rule = f"has no value in column {', '.join(missing)}; it has {there}"
             problems.append(record.problem(rule, _other_columns(missing, columns)))
+    if len(problems) < len(records):  # the column is right
+        problems = [replace(one, remedy="fill it in, or remove the row") for one in problems]
     if len(problems) == len(records) > 1 and len({problem.rule for problem in problems}) == 1:
         rule = f"{problems[0].rule}, like all {len(records)} rows"
         raise ConfigError([replace(problems[0], rule=rule)])

@@ -103,7 +103,9 @@ class Session:
         self._start = run_start.begin(self.trainer, required, self._values)
         self.restarts.folder = self._start.folder
         if self._start.is_done(required.total_steps):
-            print(f"{self.folder.path}: all {required.total_steps} steps are done; nothing was started")
+            done, asked = self._start.step, required.total_steps
+            all_of = f"all {asked}" if done == asked else f"{done} of {asked}"
+            print(f"{self.folder.path}: {all_of} steps are done; nothing was started")
             longer = "a larger trainer.total_training_steps continues it, "
             remedy = "trainer.resume_mode=disable starts from scratch"
             print(remedy if required.identity.knows_its_end else f"{longer}{remedy}")

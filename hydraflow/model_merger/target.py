@@ -21,6 +21,7 @@ import torch
 from hydraflow.engine.stored.checkpoint import read_json
 from hydraflow.engine.stored.megatron import UNFINISHED
 from hydraflow.errors import ConfigError, EnvironmentFault, Problem
+from hydraflow.memory.report import size_text
 from hydraflow.model_merger.architecture import Architecture
 from hydraflow.system.whole_files import flush
 
@@ -165,8 +166,8 @@ def _require_space(target: Path, nbytes: int) -> None:
     existing = next(folder for folder in (target, *target.parents) if folder.is_dir())
     free = shutil.disk_usage(existing).free
     if free < nbytes:
-        rule = f"{nbytes / 1e9:.1f} GB are to be written, but {existing} has {free / 1e9:.1f} GB left"
-        raise ConfigError.one("--target_dir", str(target), rule)
+        rule = f"{size_text(nbytes)} are to be written, but {existing} has {size_text(free)} left"
+        raise ConfigError.one("--target_dir", str(target), rule, "--target_dir <folder on a larger disk>")
 
 
 def _move_up(folder: Path) -> None:

@@ -108,7 +108,7 @@ def load_tokenizer(
     if model.custom_chat_template is not None:
         tokenizer.chat_template = model.custom_chat_template
     if chat and not tokenizer.chat_template:
-        rule = "its tokenizer has no chat template, but prompts are lists of messages"
+        rule = "its tokenizer has no chat template, which prompts need: text is one message of the user"
         remedy = f"{field}.custom_chat_template=<Jinja template>, or an instruct model"
         raise ConfigError.one(key, path, rule, remedy)
     if tokenizer.pad_token_id is None:

@@ -73,6 +73,8 @@ class RewardPool:
         self._alone: set[int] = set()
         """Rows of this call that are scored alone, because a process died while it scored them with
         others."""
+        self._has_failed = False
+        """Whether a row of this call has failed, which is logged once."""
 
     def start(self) -> None:
         """Starts the processes without waiting for them."""
@@ -96,13 +98,14 @@ class RewardPool:
             raise ConfigError(found)
 
     def score(self, rows: Sequence[RewardRow]) -> list[RewardResult]:
-        """Results in the order of `rows`. Raises `EnvironmentFault` when a process cannot start."""
+        """Results in the order of `rows`; the first that fails is logged at once. Raises `EnvironmentFault`
+        when a process cannot start."""
+        self._retried, self._alone, self._has_failed = set(), set(), False
         if self.config.num_workers == 0:
             self._function = self._function or load(self.config)
             scored = score_here(self._function, rows)
             return [self._result(*result) for result in scored]
         self.start()
-        self._retried, self._alone = set(), set()
         queue = deque(range(len(rows)))
         results: dict[int, RewardResult] = {}
         try:
@@ -156,6 +159,9 @@ class RewardPool:
     def _result(self, score: float | None, extra: dict[str, float], failed: str | None) -> RewardResult:
         if score is not None:
             return RewardResult(score, extra)
+        if not self._has_failed:
+            logger.warning("the reward function failed on a row: %s", in_one_line(failed or ""))
+        self._has_failed = True
         return RewardResult(self.config.failure_score, {}, in_one_line(failed or ""))
 
     def _replace(

@@ -23,11 +23,15 @@ def read_value(value: Any) -> Result:
         there = ", ".join(map(str, fields)) or "nothing"
         return None, {}, f"returned a dict without 'score' (it has {there})"
     score = _number(fields["score"])
+    if score is None and type(fields["score"]) is int:
+        return None, {}, "returned an integer that is too large for a float"
     if score is None:
         return None, {}, f"returned a {type(fields['score']).__name__}, not a number"
     if not math.isfinite(score):
         return None, {}, f"returned {score}, not a finite number"
     numbers = {str(name): _number(field) for name, field in fields.items() if name != "score"}
+    if "acc" in numbers and numbers["acc"] is None:
+        return None, {}, f"returned acc={fields['acc']!r:.100}, not a number"
     extra = {name: number for name, number in numbers.items() if number is not None and math.isfinite(number)}
     return score, extra, None
 

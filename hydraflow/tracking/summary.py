@@ -5,6 +5,7 @@ In: metrics.jsonl of the run folder and why the run ended. Out: a Summary, and t
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -21,7 +22,7 @@ class Summary:
     """The fields of summary.json."""
 
     first_val_accuracy: float | None
-    """At the first validation, in [0, 1] if the reward function returns `acc`; None: no validation."""
+    """At the first validation; the reward where its function returns no `acc`. None: no validation."""
     last_val_accuracy: float | None
     """At the last validation."""
     best_val_accuracy: float | None
@@ -32,6 +33,8 @@ class Summary:
     """Wall time of the whole run."""
     why_it_ended: str
     """For people: all steps done, the time limit, an interrupt, an error's first line."""
+    first_val_step: int | None = None
+    """Training steps done at the first validation."""
     symptoms: list[str] = field(default_factory=list)
     """Signs that the run did not learn (`symptoms.py`), one sentence each."""
 
@@ -39,7 +42,8 @@ class Summary:
 def summarise(folder: Path, *, seconds: float, why_it_ended: str) -> Summary:
     """The summary of metrics.jsonl."""
     records = read_metrics(folder)
-    accuracies = [point.value for point in curve(records, validation_accuracy)]
+    validations = curve(records, validation_accuracy)
+    accuracies = [point.value for point in validations]
     numbers = [value for value in accuracies if value == value]  # without NaN, which breaks max()
     return Summary(
         first_val_accuracy=accuracies[0] if accuracies else None,
@@ -48,6 +52,7 @@ def summarise(folder: Path, *, seconds: float, why_it_ended: str) -> Summary:
         steps=int(records[-1]["step"]) if records else 0,
         seconds=round(seconds, 1),
         why_it_ended=public_text(why_it_ended),
+        first_val_step=validations[0].step if validations else None,
         symptoms=symptoms_of((int(record["step"]), record) for record in records),
     )
 
@@ -56,9 +61,12 @@ def print_summary(summary: Summary, folder: Path, console: Console | None = None
     """Prints the table, the symptoms and the path of the run folder."""
     console = console or Console()
     if summary.first_val_accuracy is not None:
-        table = Table("validation accuracy", "first", "last", "best")
+        first = f"first (step {summary.first_val_step})" if summary.first_val_step else "first"
         values = (summary.first_val_accuracy, summary.last_val_accuracy, summary.best_val_accuracy)
-        table.add_row("", *("" if value is None else f"{100 * value:.1f}%" for value in values))
+        shares = all(value is None or math.isnan(value) or 0 <= value <= 1 for value in values)
+        table = Table(f"validation {'accuracy' if shares else 'reward'}", first, "last", "best")
+        shown = (f"{100 * value:.1f}%" if shares else f"{value:.4g}" for value in values if value is not None)
+        table.add_row("", *shown)
         console.print(table)
     for symptom in summary.symptoms:
         console.print(symptom, soft_wrap=True, markup=False, highlight=False)

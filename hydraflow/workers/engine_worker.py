@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from safetensors import SafetensorError
+
 from hydraflow.batch_plan.parts import MicroPlan
 from hydraflow.device import resolve_dtype
 from hydraflow.dispatch.modes import Dispatch, mesh_mode, register
@@ -15,6 +17,7 @@ from hydraflow.dispatch.worker import ProcessContext, Worker
 from hydraflow.engine.base import TrainEngine
 from hydraflow.engine.config import TRAIN_ENGINES, EngineConfig, OptimConfig
 from hydraflow.engine.micro_batcher import MicroBatcher
+from hydraflow.errors import EnvironmentFault, first_line
 from hydraflow.models.config import ModelConfig
 from hydraflow.protocol.coordinates import Coordinates
 from hydraflow.workers.joining import join_group
@@ -79,7 +82,12 @@ class EngineWorker(Worker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def save_hf(self, directory: str) -> None:
-        self.engine.save_hf(directory)
+        try:
+            self.engine.save_hf(directory)
+        except (OSError, SafetensorError) as error:
+            text = f"the model cannot be written to {directory}: {first_line(error)}"
+            remedy = "make room, then start the same command again"
+            raise EnvironmentFault(f"{text}\n      -> {remedy}") from error
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def save_checkpoint(self, checkpoint: str, role: str, contents: list[str], background: bool) -> None:

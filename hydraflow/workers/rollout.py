@@ -9,8 +9,8 @@ process that drew them.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from contextlib import closing
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 
@@ -311,7 +311,8 @@ class RolloutWorker(Worker):
     @register(dispatch_mode=mesh_mode("rollout"), blocking=False, read_only=True)
     def generate(self, batch: DataProto) -> DataProto:
         """Samples with `meta_info["sampling"]`. `meta_info["visit"]` is the second part of every random key:
-        the epoch, negative for validation. GuardStop when the weights are not of `meta_info["version"]`.
+        the epoch, negative for validation. GuardStop when the weights are not of `meta_info["version"]`, or
+        give log-probabilities that are not numbers.
         """
         version = self._require_version(batch)
         sampling_spec: SamplingSpec = batch.meta_info["sampling"]
@@ -321,8 +322,18 @@ class RolloutWorker(Worker):
             samples=[sampling_spec.n] * len(prompts),
             keys=[(self.spec.seed, visit, str(uid)) for uid in batch.non_tensor_batch["uid"]],
         )
-        output = self.engine.generate(request, self._params(sampling_spec))
+        with self._finite():
+            output = self.engine.generate(request, self._params(sampling_spec))
         return _trajectories(batch.get("prompts"), request.samples, output, version, self.replica)
+
+    @contextmanager
+    def _finite(self) -> Iterator[None]:
+        """Raises GuardStop in place of the engine's FloatingPointError."""
+        try:
+            yield
+        except FloatingPointError as error:
+            remedy = "a smaller actor_rollout_ref.actor.optim.lr, if it was trained"
+            raise GuardStop(f"{error}\n      -> {remedy}") from error
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False, read_only=True, resend=False)
     def advance(self, batch: DataProto | None, to_the_end: bool) -> DataProto | None:
@@ -335,7 +346,9 @@ class RolloutWorker(Worker):
             self._submit(batch)
         ended: list[int] = []
         while len(ended) < len(self._open) and (to_the_end or not ended):
-            for one in self.engine.advance():
+            with self._finite():
+                completed = self.engine.advance()
+            for one in completed:
                 group, sample = map(int, one.name.split("-"))
                 self._open[group].found[sample] = one
                 if not self._open[group].left():

@@ -194,8 +194,10 @@ def test_a_users_files_are_used(tmp_path):
 
 
 def test_a_sweep_runs_each_value(tmp_path):
-    seen = printed(here.call(tmp_path, "ppo", "--multirun", "trainer.seed=1,2", "algorithm.gamma=0.5"))
-    assert [one["config"]["trainer"]["seed"] for one in seen] == [1, 2]
+    constant = ["algorithm.gamma=0.5", "trainer.val_before_train=false"]  # which Hydra writes as False
+    done = here.call(tmp_path, "ppo", "--multirun", "trainer.seed=1,2", *constant)
+    assert [one["config"]["trainer"]["seed"] for one in printed(done)] == [1, 2]
+    assert "run 0 of the sweep: trainer.seed=1\n" in done.stderr
     assert here.call(tmp_path, "ppo", "-m", "trainer.seed=1,x").returncode == 2
     wrong = here.call(tmp_path, "ppo", "-m", "trainer.seed=1", "algorithm.gamma=0.5,7")
     assert wrong.returncode == 2 and "run 1 of the sweep: algorithm.gamma=7\n1 problem" in wrong.stderr

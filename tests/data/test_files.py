@@ -147,3 +147,11 @@ def test_files_behind_the_limit_are_not_read(tmp_path: Path) -> None:
     (tmp_path / "b.jsonl").write_text("no JSON")
     records = read_records([tmp_path / "a.parquet", tmp_path / "b.jsonl"], key="k", limit=2500)
     assert [record.values["x"] for record in records] == list(range(2500))
+
+
+def test_a_row_without_a_value_that_others_have_is_filled_in(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"x": 1}\n{"x": null, "y": 2}\n{"x": 3}\n')
+    with pytest.raises(ConfigError) as caught:
+        read_records(path, key="k", columns={"x": "data.prompt_key"})
+    assert [one.remedy for one in caught.value.problems] == ["fill it in, or remove the row"]

@@ -26,7 +26,8 @@ from hydraflow.rewards.values import read_value
         (np.array([1.0, 2.0]), (None, {}, "returned a ndarray, not a number")),
         (float("nan"), (None, {}, "returned nan, not a finite number")),
         (float("-inf"), (None, {}, "returned -inf, not a finite number")),
-        (10**400, (None, {}, "returned a int, not a number")),
+        (10**400, (None, {}, "returned an integer that is too large for a float")),
+        ({"score": 1, "acc": "yes"}, (None, {}, "returned acc='yes', not a number")),
     ],
 )
 def test_read_value(value: Any, result: Any) -> None:

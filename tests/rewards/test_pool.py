@@ -240,3 +240,12 @@ def test_without_processes_the_scores_are_the_same_and_the_function_is_loaded_on
         results[0][1].failed == "ValueError: no (here.py, line 6: raise ValueError('no'))"
         and results[0][1].score == -1.0
     )
+
+
+def test_the_first_failure_is_logged_at_once(config: RewardConfig, caplog: pytest.LogCaptureFixture) -> None:
+    with RewardPool(config) as pool:
+        for _ in range(2):  # in each call
+            caplog.clear()
+            pool.score([row(1), row(2, "raise"), row(3, "raise")])
+            lines = [line for line in caplog.messages if "the reward function failed on a row" in line]
+            assert len(lines) == 1 and "KeyError: 'no such thing'" in lines[0]

@@ -126,6 +126,7 @@ def test_summary_replaces_the_old_one_whole_and_holds_no_nan(tmp_path: Path) -> 
         "steps": 10,
         "seconds": 61.5,
         "why_it_ended": "all steps done",
+        "first_val_step": None,
         "symptoms": [],
     }
     assert [path.name for path in folder.path.iterdir()] == ["summary.json"]

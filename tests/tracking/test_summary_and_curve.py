@@ -75,3 +75,23 @@ def test_a_title_is_plain_text(tmp_path: Path, title: str) -> None:
 def test_nothing_to_draw_makes_no_file(tmp_path: Path) -> None:
     assert not draw_curve(tmp_path, tmp_path / "curve.png")
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("first", "values", "words"),
+    [
+        (0, [0.25, 0.5], ["validation accuracy", "first ", "25.0%"]),
+        (3, [0.25], ["validation accuracy", "first (step 3)", "25.0%"]),
+        (0, [-302.5, 1.25], ["validation reward", "-302.5", "1.25"]),
+    ],
+)
+def test_what_is_no_share_is_no_percentage(
+    tmp_path: Path, first: int, values: list[float], words: list[str]
+) -> None:
+    with open_trackers([], RunInfo(tmp_path)) as trackers:
+        for step, value in enumerate(values, first):
+            trackers.log({ACCURACY: value}, step)
+    text = io.StringIO()
+    found = summarise(tmp_path, seconds=1, why_it_ended="all steps done")
+    print_summary(found, tmp_path, Console(file=text, width=100))
+    assert all(word in text.getvalue() for word in words), text.getvalue()

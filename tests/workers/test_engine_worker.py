@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from safetensors import SafetensorError
 from workers.by_hand import process
 
 from hydraflow.engine import process_group
 from hydraflow.engine.config import FSDPConfig
+from hydraflow.errors import EnvironmentFault
 from hydraflow.models.config import ModelConfig
 from hydraflow.options import Implementation
 from hydraflow.workers import engine_worker
@@ -37,3 +40,13 @@ def test_a_collective_waits_as_long_as_a_call_may_take(monkeypatch: pytest.Monke
     assert worker.engine.rests == 1, "other roles start beside it"  # type: ignore[attr-defined]
     where = dict(rank=1, world_size=2, address="127.0.0.1", port=0, listen_fd=None, group_size=None)
     assert given == where | dict(device_type="cpu", timeout_s=7200.0)
+
+
+@pytest.mark.parametrize("full", [OSError(28, "No space left on device"), SafetensorError("No space left")])
+def test_a_model_that_cannot_be_written_is_the_environments_fault(full: Exception) -> None:
+    def save_hf(directory: str) -> None:
+        raise full
+
+    worker: Any = SimpleNamespace(engine=SimpleNamespace(save_hf=save_hf))
+    with pytest.raises(EnvironmentFault, match=r"(?s)be written to /run: .*No space left.*-> make room"):
+        EngineWorker.save_hf(worker, "/run")

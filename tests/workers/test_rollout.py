@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -236,3 +237,10 @@ def test_stop_strings_need_a_tokenizer_that_decodes_token_by_token(tiny: str, tm
 def test_greedy_samples_of_a_prompt_are_equal(tiny: str) -> None:
     responses = listed(make_rollout(tiny).generate(make_prompts(temperature=0)), "responses")
     assert [responses[i] for i in range(0, 12, 3)] == [responses[i] for i in range(2, 12, 3)]
+
+
+def test_weights_that_have_diverged_stop_the_run() -> None:
+    worker: Any = object.__new__(RolloutWorker)
+    remedy = "(?s)not finite.*-> a smaller actor_rollout_ref.actor.optim.lr"
+    with pytest.raises(GuardStop, match=remedy), worker._finite():
+        raise FloatingPointError("the model's logits are not finite numbers")
