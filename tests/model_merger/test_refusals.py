@@ -335,7 +335,7 @@ def test_no_space_is_known_before(
     reported = refused(
         "merge", "--local_dir", split("verl"), "--target_dir", tmp_path / "out", target=tmp_path / "out"
     )
-    assert "0.0 GB left" in reported
+    assert "has 1 B left" in reported
 
 
 def test_numbers_too_large_for_the_type(
