@@ -34,7 +34,7 @@ from hydraflow.models.cache import cached_snapshot, hub_fault, is_offline
 from hydraflow.models.config import ModelConfig
 from hydraflow.models.fit import DOWNLOAD_AGAIN, require_weights
 from hydraflow.models.loading import Context, context_of, load_config
-from hydraflow.models.weight_files import SHOWN, files_to_load, stored_types, weight_faults, weight_files
+from hydraflow.models.weight_files import SHOWN, stored_types, weight_faults, weight_files
 from hydraflow.schema import PPOConfig
 from hydraflow.system.paths import expanded, is_hub_name, model_problems
 from hydraflow.trainer.roles import critic_model
@@ -74,7 +74,7 @@ def _check_directory(model: ModelConfig, field: str, *, weights: bool) -> Iterat
         missing = to_download(evidence, model.path, fault=hub_fault()) if hub else None
         yield missing or problem(evidence, DOWNLOAD_AGAIN)
     if not faults:
-        files = files_to_load(directory) or weight_files(directory)
+        files = weight_files(directory)
         size = size_text(sum(file.stat().st_size for file in files))
         yield ok(f"{directory}: {len(files)} weight files, {size}, {', '.join(stored_types(files))}")
 

@@ -351,8 +351,9 @@ def _how_it_died(error: ray.exceptions.RayActorError) -> str:
         return "\n".join(COLOURS.sub("", str(error)).strip().splitlines()[-12:])
     lines = [line for line in str(error).splitlines() if line and not line.startswith("\t")]
     how = lines[:2][-1].partition(" Some common causes include")[0]
-    hint = " It crashed or was killed, perhaps because the machine ran out of memory."
-    return how + hint * ("SYSTEM_ERROR" in how)
+    if "SYSTEM_ERROR" not in how:
+        return how
+    return f"{how} It crashed or was killed, perhaps because the machine ran out of memory."
 
 
 @dataclass(frozen=True, eq=False)

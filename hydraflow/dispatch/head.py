@@ -52,7 +52,8 @@ class RayHead:
         if not unreachable(self.address, 1.0):
             self._silent_since = None
             return
-        self._silent_since = now if self._silent_since is None else self._silent_since
+        if self._silent_since is None:
+            self._silent_since = now
         if now - self._silent_since > PATIENCE:
             self.is_gone = True
             silence = f"has not answered for {now - self._silent_since:.0f} seconds"

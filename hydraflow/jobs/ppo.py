@@ -88,19 +88,19 @@ class PPOJob:
             with arithmetic.rehearsed(self.config) as (config, final):
                 plan, prompts = self._checked(session, config, final)
             print_plan(plan)
-            required = self._required(plan)
-            if final and prompts.train and required.looks_only is None:
-                loader = training_loader(self.config, prompts.train, plan.prompts_per_step)
-                required = replace(required, loader=loader)
-            if not session.begin(required):
+            loader = self._loader(plan, prompts) if final else None
+            if not session.begin(self._required(plan, loader)):
                 return
             require_dumps(self.config.trainer.debug, plan, first=session.start.step + 1)
             if self.config.recipe.name != "none" and not self._make_recipe(session):
                 return
             if not final:
                 plan, prompts = self._checked(session, self.config, True)
+                loader = self._loader(plan, prompts)
+                if loader is not None and session.start.found is not None:
+                    loader.require_same(session.start.found.state.data)
             session.keep(self.requested, plan, self.command, own_files(self.requested))
-            self._train(session, plan, prompts)
+            self._train(session, plan, prompts, loader)
 
     def _checked(self, session: Session, config: PPOConfig, final: bool) -> tuple[BatchPlan, RunPrompts]:
         """Opens every file that the run will use, and makes the plan. Raises one ConfigError that lists
@@ -132,15 +132,22 @@ class PPOJob:
         assert plan is not None and prompts is not None, "whatever could not be opened is a fault"
         return plan, prompts
 
-    def _required(self, plan: BatchPlan) -> CheckpointRequirements:
-        """What the run requires of a checkpoint; one that only validates accepts any configuration."""
+    def _loader(self, plan: BatchPlan, prompts: RunPrompts) -> PromptLoader | None:
+        """The loader of the training prompts; None: the run only validates."""
+        if not prompts.train:
+            return None
+        return training_loader(self.config, prompts.train, plan.prompts_per_step)
+
+    def _required(self, plan: BatchPlan, loader: PromptLoader | None) -> CheckpointRequirements:
+        """What the run requires of a checkpoint; one that only validates accepts any configuration. loader:
+        None when it does not train, or the recipe has no files yet."""
         if self.config.trainer.val_only:
             return CheckpointRequirements(Identity({}), validated_roles(), 0, looks_only="trainer.val_only")
         if self.config.trainer.debug.rollout_only:
             key = "trainer.debug.rollout_only"
             return CheckpointRequirements(Identity({}), {}, plan.total_steps, looks_only=key)
         roles = ppo_roles(self.config, critic=plan.critic is not None)
-        return CheckpointRequirements(identity_of(self.requested, plan), roles, plan.total_steps)
+        return CheckpointRequirements(identity_of(self.requested, plan), roles, plan.total_steps, loader)
 
     def _make_recipe(self, session: Session) -> bool:
         """Points the configuration at the recipe's files and model, which are made if they do not exist.
@@ -184,12 +191,9 @@ class PPOJob:
             lambda: require_healthy(CheckContext(self.config, opened=opened), known=session.faults.problems)
         )
 
-    def _train(self, session: Session, plan: BatchPlan, prompts: RunPrompts) -> None:
-        loader = None
-        if prompts.train:
-            loader = training_loader(self.config, prompts.train, plan.prompts_per_step)
-            if session.start.found is not None:  # `begin` cannot ask while the recipe has no files
-                loader.require_same(session.start.found.state.data)
+    def _train(
+        self, session: Session, plan: BatchPlan, prompts: RunPrompts, loader: PromptLoader | None
+    ) -> None:
         if self.config.trainer.debug.rollout_only and loader is not None:
             self._sample(session, plan, prompts, loader)
             return
@@ -203,7 +207,7 @@ class PPOJob:
             groups["critic"] = roles.critic
         saving = RunCheckpointing(
             self.config.trainer,
-            self._required(plan),
+            self._required(plan, loader),
             session.start,
             groups,
             source,
@@ -278,7 +282,7 @@ class PPOJob:
         """Validates the configured model or checkpoint once."""
         start = session.start
         if start.found is not None:
-            load_roles(start.found, {"actor": roles.actor}, self._required(plan).roles)
+            load_roles(start.found, {"actor": roles.actor}, self._required(plan, None).roles)
         assert prompts.val is not None, "a run without training prompts validates"
         held_out, _ = self._held_out(plan, roles, prompts.val)
         trainer = PPOTrainer(self.config, plan, roles, session.runtime, held_out, None)

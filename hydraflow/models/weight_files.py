@@ -49,17 +49,18 @@ def read_weight_map(index: Path) -> dict[str, str]:
 
 
 def weight_files(directory: Path) -> list[Path]:
-    """The files with weights, safetensors before pickles."""
-    return sorted(directory.glob("*.safetensors")) or sorted(directory.glob("*.bin"))
+    """The files that transformers loads; if it knows none of their names, all with weights, safetensors
+    before pickles. ConfigError as in `files_to_load`."""
+    unknown = (sorted(directory.glob(pattern)) for pattern in ("*.safetensors", "*.bin"))
+    return files_to_load(directory) or next(filter(None, unknown), [])
 
 
 def weight_faults(directory: Path) -> list[str]:
     """Known reasons why the weights cannot be loaded; empty if there are none."""
-    if not weight_files(directory):
-        return ["this directory has no weights (*.safetensors or *.bin)"]
     index = index_to_load(directory)
     if index is None:
-        files = files_to_load(directory) or weight_files(directory)
+        if not (files := weight_files(directory)):
+            return ["this directory has no weights (*.safetensors or *.bin)"]
         return [fault for file in files if (fault := file_fault(file))]
     try:
         places = read_weight_map(index)

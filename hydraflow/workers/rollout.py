@@ -322,18 +322,9 @@ class RolloutWorker(Worker):
             samples=[sampling_spec.n] * len(prompts),
             keys=[(self.spec.seed, visit, str(uid)) for uid in batch.non_tensor_batch["uid"]],
         )
-        with self._finite():
+        with _finite():
             output = self.engine.generate(request, self._params(sampling_spec))
         return _trajectories(batch.get("prompts"), request.samples, output, version, self.replica)
-
-    @contextmanager
-    def _finite(self) -> Iterator[None]:
-        """Raises GuardStop in place of the engine's FloatingPointError."""
-        try:
-            yield
-        except FloatingPointError as error:
-            remedy = "a smaller actor_rollout_ref.actor.optim.lr, if it was trained"
-            raise GuardStop(f"{error}\n      -> {remedy}") from error
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False, read_only=True, resend=False)
     def advance(self, batch: DataProto | None, to_the_end: bool) -> DataProto | None:
@@ -346,7 +337,7 @@ class RolloutWorker(Worker):
             self._submit(batch)
         ended: list[int] = []
         while len(ended) < len(self._open) and (to_the_end or not ended):
-            with self._finite():
+            with _finite():
                 completed = self.engine.advance()
             for one in completed:
                 group, sample = map(int, one.name.split("-"))
@@ -405,6 +396,16 @@ class RolloutWorker(Worker):
             stop=sampling_spec.stop,
             routes=sampling_spec.routes,
         )
+
+
+@contextmanager
+def _finite() -> Iterator[None]:
+    """Raises GuardStop in place of the engine's FloatingPointError."""
+    try:
+        yield
+    except FloatingPointError as error:
+        remedy = "a smaller actor_rollout_ref.actor.optim.lr, if it was trained"
+        raise GuardStop(f"{error}\n      -> {remedy}") from error
 
 
 def _stop_tokenizer(spec: RolloutSpec) -> TokenizersBackend | None:

@@ -112,6 +112,8 @@ def test_safe_defaults_of_mixtures() -> None:
         ({"moe_aux_loss_coeff": 0.01}, f"-> {SECTION}.megatron.moe_aux_loss_coeff=0.01"),
         ({"moe_router_bias_update_rate": 0.1}, f"-> {SECTION}.megatron.moe_router_bias_update_rate=0.1"),
         ({"moe_permute_fusion": True}, f"-> {SECTION}.megatron.moe_permute_fusion=true"),
+        ({"moe_router_fusion": True}, "moe_router_fusion=true: Transformer Engine is not installed"),
+        ({"gradient_accumulation_fusion": True}, "fusion=true: Apex and its kernel for it are not installed"),
     ],
 )
 def test_speed_and_losses_of_mixtures_are_refused_with_the_reason(

@@ -12,9 +12,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from hydraflow.batch_plan.layout import Layout
 from hydraflow.batch_plan.resolve import resolve_plan
+from hydraflow.engine.config import MegatronConfig
+from hydraflow.memory.activations import MicroBatchTokens
 from hydraflow.memory.estimate import PROCESS_BYTES, estimate
 from hydraflow.memory.limits import limits_of
+from hydraflow.memory.megatron import MegatronModelMemory
 from hydraflow.memory.report import MemoryReport, size_text
 from hydraflow.memory.shape import ModelShape, shape_of
 from hydraflow.schema import PPOConfig
@@ -358,6 +362,24 @@ def test_layers_that_are_recomputed_in_part_are_counted_as_kept() -> None:
     kept, recomputed = (activations({}, checkpointing=on) for on in (False, True))
     assert activations({"recompute_granularity": "selective"}, checkpointing=True) == kept
     assert activations({"recompute_granularity": "full"}, checkpointing=False) == recomputed < kept
+    for in_part in ({"recompute_method": "block"}, {"recompute_num_layers": 2}):
+        assert activations(in_part, checkpointing=True) == kept
+
+
+def test_interleaved_stages_have_more_micro_batches_in_flight() -> None:
+    """1 + (p - 1) / (p v) times as many: a quarter more with two stages of two chunks (Korthikanti et al.
+    2022, https://arxiv.org/abs/2205.05198)."""
+
+    def activations(micro_batches: int, chunks: int) -> int:
+        layout = Layout("actor", "megatron", tuple(range(2)), 2, pipeline=2, virtual_pipeline=chunks)
+        memory = MegatronModelMemory(
+            QWEN_7B, layout, MegatronConfig(), 2, True, checkpointing=False, policy=True, host_copies=False
+        )
+        return memory.update(MicroBatchTokens(1024, 1024, 512), micro_batches).activations
+
+    one, two, interleaved = activations(1, 1), activations(2, 1), activations(2, 2)
+    assert activations(4, 1) == two and activations(4, 2) == interleaved
+    assert interleaved - two == (two - one) // 2
 
 
 def test_megatron_offload() -> None:

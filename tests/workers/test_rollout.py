@@ -6,12 +6,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from known_columns import assert_as_documented
-from transformers import CanineTokenizer
+from transformers import CanineTokenizer, PreTrainedConfig
 from workers.by_hand import (
     END,
     MAX_TOKENS,
@@ -25,6 +24,8 @@ from workers.by_hand import (
 )
 
 from hydraflow.errors import ConfigError, GuardStop
+from hydraflow.generation import native
+from hydraflow.generation.base import EngineSpec
 from hydraflow.generation.config import RolloutConfig, SamplingConfig, ValSamplingConfig
 from hydraflow.models.config import ModelConfig
 from hydraflow.models.loading import load_tokenizer
@@ -33,7 +34,7 @@ from hydraflow.protocol.batch import DataProto
 from hydraflow.weights.buckets import BucketMemory, BucketOptions, FlatBucket, into_buckets
 from hydraflow.weights.slots import OpenSlots, Slots
 from hydraflow.workers.actor import ActorWorker
-from hydraflow.workers.rollout import RolloutWorker, SamplingSpec
+from hydraflow.workers.rollout import RolloutWorker, SamplingSpec, _finite
 
 
 def listed(batch: DataProto, name: str) -> list[list[int]]:
@@ -239,8 +240,23 @@ def test_greedy_samples_of_a_prompt_are_equal(tiny: str) -> None:
     assert [responses[i] for i in range(0, 12, 3)] == [responses[i] for i in range(2, 12, 3)]
 
 
+@pytest.mark.parametrize(("per_machine", "beside"), [(None, 4), (2, 2), (8, 4)])
+def test_an_engine_knows_how_many_processes_share_its_machine(
+    tiny: str, monkeypatch: pytest.MonkeyPatch, per_machine: int | None, beside: int
+) -> None:
+    built: list[EngineSpec] = []
+    build = native.build
+
+    def recorded(config: PreTrainedConfig, spec: EngineSpec) -> native.NativeEngine:
+        built.append(spec)
+        return build(config, spec)
+
+    monkeypatch.setattr(native, "build", recorded)
+    RolloutWorker(process(0, 4), replace(rollout_spec(tiny), per_machine=per_machine))
+    assert [spec.processes for spec in built] == [beside]
+
+
 def test_weights_that_have_diverged_stop_the_run() -> None:
-    worker: Any = object.__new__(RolloutWorker)
     remedy = "(?s)not finite.*-> a smaller actor_rollout_ref.actor.optim.lr"
-    with pytest.raises(GuardStop, match=remedy), worker._finite():
+    with pytest.raises(GuardStop, match=remedy), _finite():
         raise FloatingPointError("the model's logits are not finite numbers")

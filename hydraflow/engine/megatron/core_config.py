@@ -29,9 +29,9 @@ def transformer_config(
     require_layers(shape.layers, settings, section=section)
     fixed, overrides = fixed_arguments(shape, settings, dtype), settings.override_transformer_config
     name = f"{section}.megatron.{OVERRIDES}"
-    free: dict[str, Any] = {}
-    if settings.recomputes_layers(checkpointing=model.enable_gradient_checkpointing):
-        free |= {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+    recomputes = settings.recomputes_layers(checkpointing=model.enable_gradient_checkpointing)
+    by_layer = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+    free: dict[str, Any] = by_layer if recomputes else {}
     try:
         return TransformerConfig(**fixed | free | overrides)
     except (ValueError, AssertionError, TypeError) as error:
