@@ -15,7 +15,7 @@ import numpy as np
 from hydraflow.redact import public_text
 from hydraflow.report.reading import Run, finite, rows_of
 from hydraflow.tracking.endings import DONE, is_orderly
-from hydraflow.tracking.symptoms import NEEDED, symptoms_of
+from hydraflow.tracking.symptoms import is_needed, symptoms_of
 
 SHOWN_STEPS = 12
 SERIOUS, NOTABLE, FINE = "serious", "notable", "fine"
@@ -80,7 +80,7 @@ def _starts(run: Run) -> Iterator[RunFinding]:
 
 
 def _symptoms(run: Run) -> Iterator[RunFinding]:
-    for sentence in symptoms_of(rows_of(run, NEEDED & run.columns.keys())):
+    for sentence in symptoms_of(rows_of(run, filter(is_needed, run.columns))):
         steps, _, what = sentence.partition(": ")
         yield RunFinding(SERIOUS, what[:1].upper() + what[1:], steps)
 

@@ -13,7 +13,7 @@ import numpy as np
 from hydraflow.report.reading import Run, as_text, finite, rows_of, samples_of
 from hydraflow.report.series import Axes, mean_at, rounded, spans_of
 from hydraflow.tracking.base import SAMPLE_COLUMNS
-from hydraflow.tracking.history import validation_accuracy
+from hydraflow.tracking.history import is_validation, validation_accuracy
 from hydraflow.tracking.summary import duration
 
 SHOWN_VALIDATIONS, SHOWN_SAMPLES, LONGEST_TEXT = 5, 20, 2000
@@ -28,7 +28,7 @@ NO_VALUE = "–"
 
 def _accuracies(run: Run) -> np.ndarray:
     """Held-out accuracy of each validation, over all sources."""
-    names = [name for name in run.columns if name.startswith("val-core/") or name == "val/accuracy"]
+    names = [name for name in run.columns if is_validation(name)]
     found = [validation_accuracy(row) for _, row in rows_of(run, names)]
     return np.array([one for one in found if one is not None])
 

@@ -13,7 +13,6 @@ import os
 import resource
 import signal
 import socket
-import struct
 import sys
 import time
 from bdb import BdbQuit
@@ -39,8 +38,7 @@ FLUSH_SECONDS = 0.02
 NO_ROW = -1
 """Row number before the first row of a chunk: the function is being loaded."""
 
-_PROGRESS = struct.Struct("qddd")
-PROGRESS_BYTES = _PROGRESS.size
+PROGRESS_BYTES = 4 * 8
 
 
 class RowTimeout(BaseException):
@@ -52,20 +50,28 @@ class RowProgress:
 
     def __init__(self, descriptor: int):
         self._memory = mmap.mmap(descriptor, PROGRESS_BYTES)
+        self._values = memoryview(self._memory).cast("d")
 
     def note(self, row: int, now: float, waited: float = 0.0, limit: float = 0.0) -> None:
         """Records that `row` (index in the chunk) started at `now` (time.monotonic, one clock for all
         processes), when the process had waited `waited` seconds for a CPU, and may take `limit` seconds.
         """
-        # times first: a concurrent reader may pair the old row with the new time, never the reverse
-        struct.pack_into("ddd", self._memory, 8, now, waited, limit)
-        struct.pack_into("q", self._memory, 0, row)
+        # One store per value: struct.pack_into writes zeros first, and the pool would read a row that started
+        # at 0. Times first: the pool may pair the old row with the new time, never the reverse.
+        values = self._values
+        values[1], values[2], values[3] = now, waited, limit
+        values[0] = row
 
     def read(self) -> tuple[int, float, float, float]:
         """(row, start time, seconds waited before it, its time limit)."""
-        return _PROGRESS.unpack_from(self._memory, 0)  # type: ignore[return-value]
+        values, before = self._values.tolist(), None
+        while values != before:  # until they stay the same: they belong together
+            before, values = values, self._values.tolist()
+        row, now, waited, limit = values
+        return int(row), now, waited, limit
 
     def close(self) -> None:
+        self._values.release()
         self._memory.close()
 
 

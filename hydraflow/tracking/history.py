@@ -14,6 +14,7 @@ from pathlib import Path
 from hydraflow.tracking.file import METRICS_FILE
 
 Record = Mapping[str, float]
+CORE, SUPERVISED_ACCURACY = "val-core/", "val/accuracy"
 
 
 @dataclass(frozen=True)
@@ -80,7 +81,12 @@ def validation_accuracy(metrics: Record) -> float | None:
     0.375
     """
     for variable in ("acc", "reward"):
-        names = [name for name in metrics if name.startswith("val-core/") and f"/{variable}/mean@" in name]
+        names = [name for name in metrics if name.startswith(CORE) and f"/{variable}/mean@" in name]
         if names:
             return sum(metrics[name] for name in names) / len(names)
-    return metrics.get("val/accuracy")
+    return metrics.get(SUPERVISED_ACCURACY)
+
+
+def is_validation(metric: str) -> bool:
+    """Whether `validation_accuracy` may read it."""
+    return metric.startswith(CORE) or metric == SUPERVISED_ACCURACY

@@ -12,6 +12,8 @@ Each rule has to hold for `IN_A_ROW` steps in a row.
 - All truncated: `response_length/clip_ratio` is 1.
 - Learning rate 0: `actor/lr` or `train/lr` has been 0 in every step of the run. (A warm-up starts at 0, and a
   decay may end there.)
+- Lost accuracy: held-out accuracy (at most 1) is below three quarters of the best so far, in `IN_A_ROW`
+  validations in a row.
 """
 
 from __future__ import annotations
@@ -19,9 +21,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
+from hydraflow.tracking.history import is_validation, validation_accuracy
+
 IN_A_ROW = 3
 """Consecutive steps that must show a symptom before it is reported: a small batch may show one by chance."""
 COLLAPSED_NATS, COLLAPSED_SHARE, LEARNED = 0.05, 0.1, 0.9
+KEPT_ACCURACY = 0.75
+"""Share of the best held-out accuracy below which the run has lost what it knew."""
 
 Row = Mapping[str, float]
 
@@ -35,12 +41,17 @@ class SymptomHistory:
     highest_score: float = float("-inf")
     learned: bool = False
     """Whether an optimizer step had a learning rate above 0."""
+    best_accuracy: float = 0.0
+    """On held-out rows."""
 
     def add(self, row: Row) -> None:
         if self.first_entropy is None:
             self.first_entropy = row.get("actor/entropy")
         self.lowest_score = min(self.lowest_score, row.get("critic/score/min", self.lowest_score))
         self.highest_score = max(self.highest_score, row.get("critic/score/max", self.highest_score))
+        accuracy = validation_accuracy(row)
+        if accuracy is not None:
+            self.best_accuracy = max(self.best_accuracy, accuracy)
         self.learned |= any(row.get(name, 0.0) > 0 for name in ("actor/lr", "train/lr"))
 
 
@@ -49,7 +60,7 @@ class Symptom:
     """A rule, and the message once it has held for `IN_A_ROW` steps."""
 
     reads: tuple[str, ...]
-    """Metrics that the rule reads."""
+    """Metrics that the rule reads, besides those of validation."""
     holds: Callable[[Row, SymptomHistory], bool | None]
     """Whether the step shows it; None: the step lacks the metrics, and neither ends nor extends the
     streak."""
@@ -85,6 +96,13 @@ def _zero_learning_rate(row: Row, seen: SymptomHistory) -> bool | None:
     return not seen.learned
 
 
+def _lost_accuracy(row: Row, seen: SymptomHistory) -> bool | None:
+    accuracy = validation_accuracy(row)
+    if accuracy is None:
+        return None
+    return accuracy < KEPT_ACCURACY * seen.best_accuracy and seen.best_accuracy <= 1
+
+
 SYMPTOMS = (
     Symptom(
         ("critic/advantages/max", "critic/advantages/min", "actor/distillation_loss", "actor/pg_loss"),
@@ -116,11 +134,23 @@ SYMPTOMS = (
         "the learning rate has been 0 in every step, so no weight has changed. Look at actor/lr (train/lr in"
         " supervised training) and the keys lr, lr_warmup_steps and min_lr_ratio of the optimizer.",
     ),
+    Symptom(
+        (),
+        _lost_accuracy,
+        "held-out accuracy is below three quarters of the best so far: the run loses what the model could do."
+        " Usual causes: a learning rate that is too high, too many optimizer steps on one batch, a reward"
+        " that favours other answers than validation counts as right. Look at actor/ppo_kl, actor/grad_norm"
+        " and the responses in samples/; trainer.keep_best keeps the checkpoint of the best validation.",
+    ),
 )
 
 
-NEEDED = frozenset(name for symptom in SYMPTOMS for name in symptom.reads)
-"""The metrics that the rules read."""
+_NEEDED = frozenset(name for symptom in SYMPTOMS for name in symptom.reads)
+
+
+def is_needed(metric: str) -> bool:
+    """Whether a rule reads it."""
+    return metric in _NEEDED or is_validation(metric)
 
 
 @dataclass

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Iterable
+from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
@@ -72,9 +73,11 @@ def test_few_calls_lie_between_the_step_and_the_loss(
     to_optimizer: list[set[str]] = []
     compute, take_step = ActorLoss.__call__, FSDPEngine.optimizer_step
 
+    package = f"{files('hydraflow')}/"
+
     def callers() -> list[str]:
-        frames = [frame for frame in inspect.stack()[2:] if "/hydraflow/" in frame.filename]
-        return [f"{frame.filename.partition('/hydraflow/')[2]}:{frame.function}" for frame in frames]
+        frames = [frame for frame in inspect.stack()[2:] if frame.filename.startswith(package)]
+        return [f"{frame.filename.removeprefix(package)}:{frame.function}" for frame in frames]
 
     def counted(loss: ActorLoss, *given: Any) -> Any:
         names = callers()
@@ -82,7 +85,7 @@ def test_few_calls_lie_between_the_step_and_the_loss(
         return compute(loss, *given)
 
     def stepped(engine: FSDPEngine) -> dict[str, float]:
-        of_engine = inspect.getfile(take_step).partition("/hydraflow/")[2]
+        of_engine = inspect.getfile(take_step).removeprefix(package)
         to_optimizer.append({of_engine, *(name.partition(":")[0] for name in callers())})
         return take_step(engine)
 

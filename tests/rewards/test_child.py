@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from hydraflow.rewards.child import PROGRESS_BYTES, RowProgress
 from hydraflow.rewards.values import read_value
 
 
@@ -41,3 +43,33 @@ def test_a_child_imports_nothing_heavy() -> None:
     )
     shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert shown.stdout.strip() == ""
+
+
+def test_progress_that_is_read_while_it_is_written_never_shows_other_numbers() -> None:
+    """A row that seems to have started at 0 would have exceeded its limit long ago."""
+    shared = os.memfd_create("progress")
+    os.truncate(shared, PROGRESS_BYTES)
+    progress = RowProgress(shared)
+    progress.note(7, 100.0, 2.0, 30.0)
+    code = (
+        "import sys; from hydraflow.rewards.child import RowProgress\n"
+        "progress = RowProgress(int(sys.argv[1]))\n"
+        "while True: progress.note(8, 200.0, 3.0, 30.0); progress.note(7, 100.0, 2.0, 30.0)"
+    )
+    writer = subprocess.Popen([sys.executable, "-c", code, str(shared)], pass_fds=[shared])
+    try:
+        while progress.read()[0] == 7:
+            assert writer.poll() is None
+        seen = {progress.read() for _ in range(100_000)}
+    finally:
+        writer.kill()
+        writer.wait()
+        progress.close()
+        os.close(shared)
+    assert {row for row, *_ in seen} == {7, 8}
+    assert {(began, waited, limit) for _, began, waited, limit in seen} <= {
+        (100.0, 2.0, 30.0),
+        (200.0, 3.0, 30.0),
+        (200.0, 2.0, 30.0),
+        (100.0, 3.0, 30.0),
+    }

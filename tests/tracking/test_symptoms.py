@@ -50,6 +50,21 @@ def test_three_steps_in_a_row_are_said_once(change: dict[str, float], words: str
     assert sentence.startswith(f"steps 4 to 6: {words}") and "\n" not in sentence
 
 
+def test_held_out_accuracy_that_falls_is_said_once() -> None:
+    """Validations count, not the steps between them."""
+    name = "val-core/sums/acc/mean@1"
+
+    def rows(*accuracies: float) -> list[dict[str, float]]:
+        return [row for accuracy in accuracies for row in ({name: accuracy}, {}, {})]
+
+    assert said(*rows(0.4, 0.8, 0.59, 0.59, 0.61)) == [], "two in a row may be chance"
+    [sentence] = said(*rows(0.4, 0.8, 0.59, 0.3, 0.59, 0.8, 0.1, 0.1, 0.1))
+    assert sentence.startswith("steps 7 to 13: held-out accuracy is below three quarters of the best so far")
+    assert said(*rows(4.0, 1.0, 1.0, 1.0)) == [], "a score without a scale"
+    [sentence] = said(*[{"val/accuracy": accuracy} for accuracy in (0.5, 0.1, 0.1, 0.1)])
+    assert sentence.startswith("steps 2 to 4: ")
+
+
 def test_a_step_without_the_numbers_neither_ends_nor_extends_the_row() -> None:
     watch = SymptomWatch()
     validation = {"val-core/sums/acc/mean@1": 0.0}
