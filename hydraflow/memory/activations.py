@@ -4,9 +4,9 @@ In: a `ModelShape`, the tokens of one micro-batch, bytes per number. Out: bytes.
 transformers' decoder layers as `models/attention.py` calls them and of `models/fused_head.py`; tests compare
 them with what autograd really saves.
 
-Legend: U devices that share the tokens of a row (Ulysses), N tokens that layers compute, T tokens that
-attention sees, K response tokens that the head sees, V vocabulary, h hidden, q and kv widths of all query and
-key heads, I width of the MLP.
+Legend: U devices that share the tokens of a row (Ulysses, or Megatron's context-parallel ranks), N tokens
+that layers compute, T tokens that attention sees, K response tokens that the head sees, V vocabulary, h
+hidden, q and kv widths of all query and key heads, I width of the MLP.
 """
 
 from __future__ import annotations
@@ -45,14 +45,11 @@ class RowSizes:
     packed: bool
 
 
-def tokens_of(
-    micro: MicroPlan, rows: RowSizes, *, most_rows: int, devices: int = 1, ulysses: int = 1
-) -> MicroBatchTokens:
+def tokens_of(micro: MicroPlan, rows: RowSizes, *, most_rows: int, ulysses: int = 1) -> MicroBatchTokens:
     """Tokens of one micro-batch when every row is at its longest.
 
     `most_rows`: rows of a data rank. A token budget is filled with rows of maximum length and of different
-    prompts. `devices` share each row's tokens equally; with `ulysses` devices, all tokens of one device's
-    slice may be asked tokens.
+    prompts. `ulysses` devices share each row's tokens; all tokens of one device's slice may be asked tokens.
 
     >>> tokens_of(MicroPlan(rows=4, max_tokens=None), RowSizes(10, 6, samples=2, packed=True), most_rows=8)
     MicroBatchTokens(line=40, attended=60, asked=24, ulysses=1)
@@ -67,7 +64,7 @@ def tokens_of(
         line, attended = prompts * rows.prompt + count * (rows.response - 1), count * (longest - 1)
     asked = count * rows.response
     if ulysses == 1:
-        return MicroBatchTokens(*(-(-number // devices) for number in (line, attended, asked)))
+        return MicroBatchTokens(line, attended, asked)
     line, attended = -(-line // ulysses), -(-attended // ulysses)
     # the last token of a shared prompt predicts the first token of several responses
     several = count if rows.packed else 0

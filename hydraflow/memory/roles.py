@@ -187,8 +187,7 @@ def _tokens(
     """`rows`: largest number of rows of a data rank; None: its share of a step's trajectories."""
     if rows is None:
         rows = -(-inputs.plan.trajectories_per_step // layout.data_ranks)
-    sharers = {"devices" if layout.engine == "megatron" else "ulysses": layout.context}
-    return tokens_of(micro, inputs.rows(model), most_rows=max(1, rows), **sharers)
+    return tokens_of(micro, inputs.rows(model), most_rows=max(1, rows), ulysses=layout.context)
 
 
 def micro_batches(plan: RolePlan, longest_row: int) -> int:

@@ -39,6 +39,7 @@ from hydraflow.trainer.timing import PhaseTimer
 from hydraflow.workers.actor import ENTROPY_COEFF, OLD_FROM, ActorWorker
 from hydraflow.workers.advantage import AdvantageWorker, RolloutComparison
 from hydraflow.workers.critic import CriticWorker
+from hydraflow.workers.engine_worker import EngineWorker
 from hydraflow.workers.reference import ReferenceWorker
 from hydraflow.workers.reward import FUNCTION_MEANS, WHY_FAILED
 from hydraflow.workers.teacher import TeacherWorker
@@ -107,8 +108,10 @@ class PPOTrainer:
             wait = self.roles.link.publish(step)  # queued behind the update
             with phase("update_actor"):
                 self.note_update(updating)
+            frozen = [group.call(EngineWorker.utilization_metrics) for group in self.roles.frozen]
             with phase("update_weights"):
                 self.published(step, wait)
+                self.metrics |= reductions.values(reductions.merge([passed.get() for passed in frozen]))
         tokens = int(known.get("lengths").sum())
         return self.metrics | self._throughput(tokens, len(known), self.timer.drain(), before)
 

@@ -75,6 +75,13 @@ class Roles:
     """Sends weights from the actor to the rollout."""
     turns: Turns
 
+    @property
+    def frozen(self) -> list[RoleGroup]:
+        """Models that are not trained."""
+        return [
+            group for group in (self.ref, self.reward_model, *self.teachers.values()) if group is not None
+        ]
+
 
 @dataclass
 class SamplingRoles:

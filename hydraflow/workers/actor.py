@@ -139,7 +139,7 @@ class ActorWorker(TrainedWorker):
         with routing replay R2 also `routed_experts`."""
         asked, routes = self.spec.sum_pi_squared, self.spec.actor.router_replay.by_actor
         ask = Ask(self.spec.temperature, entropy=not asked, sum_pi_squared=asked, routes=routes)
-        output = self.infer(batch, self.log_prob_batcher, ask)
+        output = self.infer(batch, self.log_prob_batcher, ask, name="actor")
         return output.rename("log_probs", "old_log_probs")
 
     @register(dispatch_mode=DATA_RANKS, read_only=True)
@@ -147,7 +147,7 @@ class ActorWorker(TrainedWorker):
         """`ref_log_prob`: the policy without its adapters."""
         assert self.ref_batcher is not None, "the plan has a reference pass where one is asked for"
         ask = Ask(self.spec.temperature)
-        output = self.engine.forward_rows(batch, self.ref_batcher, ask, adapter=False)
+        output = self.infer(batch, self.ref_batcher, ask, name="ref", adapter=False)
         return output.rename("log_probs", "ref_log_prob")
 
     def update_loss(self, facts: Mapping[str, Any], step: int) -> UpdateLoss:

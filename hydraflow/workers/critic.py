@@ -64,7 +64,7 @@ class CriticWorker(TrainedWorker):
     @register(dispatch_mode=DATA_RANKS, read_only=True)
     def compute_values(self, batch: DataProto) -> DataProto:
         """`values` of every response token."""
-        return self.infer(batch, self.values_batcher)
+        return self.infer(batch, self.values_batcher, name="critic")
 
     def update_loss(self, facts: Mapping[str, Any], step: int) -> UpdateLoss:
         critic = self.spec.critic

@@ -6,6 +6,7 @@ it; updates (`training.py`).
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 
 from safetensors import SafetensorError
@@ -18,7 +19,10 @@ from hydraflow.engine.base import TrainEngine
 from hydraflow.engine.config import TRAIN_ENGINES, EngineConfig, OptimConfig
 from hydraflow.engine.micro_batcher import MicroBatcher
 from hydraflow.errors import EnvironmentFault, first_line
+from hydraflow.metrics import Metric
+from hydraflow.models.ask import LOG_PROBS, Ask
 from hydraflow.models.config import ModelConfig
+from hydraflow.protocol.batch import DataProto
 from hydraflow.protocol.coordinates import Coordinates
 from hydraflow.workers.joining import join_group
 from hydraflow.workers.saving import save_part
@@ -58,15 +62,30 @@ class EngineWorker(Worker):
         )
         self.engine.rest()
         self.utilization = Utilization(
-            None if optim is None else ModelWork.of(model, head, field),
+            ModelWork.of(model, head, field),
             device,
             resolve_dtype(settings.compute_dtype, device.type),
+            process.world_size // self.engine.coordinates().data_size,
         )
 
     def micro_batcher(self, plan: MicroPlan, what: str) -> MicroBatcher:
         """Creates the micro-batcher of one kind of pass; `what` names the pass in messages."""
         self.micro_batchers.append(MicroBatcher(plan, what))
         return self.micro_batchers[-1]
+
+    def infer(
+        self, rows: DataProto, batcher: MicroBatcher, ask: Ask = LOG_PROBS, *, name: str, adapter: bool = True
+    ) -> DataProto:
+        """The engine's `forward_rows`, whose MFU is reported as `perf/mfu/<name>_infer`."""
+        start = time.perf_counter()
+        output = self.engine.forward_rows(rows, batcher, ask, adapter=adapter)
+        self.utilization.note_pass(f"{name}_infer", rows, time.perf_counter() - start)
+        return output
+
+    @register(dispatch_mode=DATA_RANKS, blocking=False)
+    def utilization_metrics(self) -> dict[str, Metric]:
+        """`perf/mfu/<name>` of what a model that is not trained has done since the last call."""
+        return self.utilization.metrics()
 
     def mesh_coordinates(self, mesh: str) -> Coordinates:
         """Which share of a batch this process gets; results come from one process of each share."""

@@ -37,7 +37,7 @@ class PairWorker(SFTWorker):
     @register(dispatch_mode=DATA_RANKS, read_only=True)
     def compute_ref_log_prob(self, batch: DataProto) -> DataProto:
         """`ref_log_prob` of the responses: without the adapters, the model is its own reference."""
-        output = self.engine.forward_rows(batch, self.evaluation_batcher, adapter=False)
+        output = self.infer(batch, self.evaluation_batcher, name="ref", adapter=False)
         return output.rename("log_probs", "ref_log_prob")
 
     @register(dispatch_mode=DATA_RANKS, read_only=True)

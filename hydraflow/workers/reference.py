@@ -43,5 +43,5 @@ class ReferenceWorker(EngineWorker):
     @register(dispatch_mode=DATA_RANKS, read_only=True)
     def compute_ref_log_prob(self, batch: DataProto) -> DataProto:
         """`ref_log_prob` of the responses."""
-        output = self.engine.forward_rows(batch, self.log_prob_batcher, Ask(self.spec.temperature))
+        output = self.infer(batch, self.log_prob_batcher, Ask(self.spec.temperature), name="ref")
         return output.rename("log_probs", "ref_log_prob")

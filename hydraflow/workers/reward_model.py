@@ -44,7 +44,7 @@ class RewardModelWorker(EngineWorker):
             "responses": from_rows([response for response, _ in ended]),
             "response_mask": from_rows([mask for _, mask in ended]),
         }
-        output = self.engine.forward_rows(DataProto.from_dict(columns), self.batcher)
+        output = self.infer(DataProto.from_dict(columns), self.batcher, name="reward_model")
         values, lengths = parts(output.get("values"))
         mask = parts(columns["response_mask"])[0]
         return DataProto.from_dict(tensors={"score": row_sums(values * mask, lengths).float()})

@@ -55,7 +55,7 @@ class TeacherWorker(ReferenceWorker):
     @register(dispatch_mode=DATA_RANKS, read_only=True)
     def judge(self, batch: DataProto) -> DataProto:
         """The teacher's columns for these rows; see the module."""
-        found = self.engine.forward_rows(batch, self.log_prob_batcher, self.ask)
+        found = self.infer(batch, self.log_prob_batcher, self.ask, name="teacher")
         if not self.ask.likeliest:
             return found.rename("log_probs", "teacher_log_probs")
         sampled, lengths = parts(batch.get("responses"))

@@ -76,20 +76,10 @@ class TrainedWorker(EngineWorker):
         `perf/mfu/<role>` see `Utilization`."""
         learner, start = self.learner, time.perf_counter()
         metrics = learner.learn(batch, self.update_loss(batch.meta_info, step), step)
-        return metrics | self.utilization.of_updates(
-            learner.prefix,
-            batch,
-            time.perf_counter() - start,
-            epochs=learner.plan.epochs,
-            devices=self.process.world_size // self.engine.coordinates().data_size,
+        self.utilization.note_updates(
+            learner.prefix, batch, time.perf_counter() - start, epochs=learner.plan.epochs
         )
-
-    def infer(self, rows: DataProto, batcher: MicroBatcher, ask: Ask = LOG_PROBS) -> DataProto:
-        """The engine's `forward_rows`; the next update reports its MFU as `perf/mfu/<role>_infer`."""
-        start = time.perf_counter()
-        output = self.engine.forward_rows(rows, batcher, ask)
-        self.utilization.note_pass(rows, time.perf_counter() - start)
-        return output
+        return metrics | self.utilization.metrics()
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def skip_step(self) -> None:

@@ -3,8 +3,8 @@
 In: the rows and the seconds. Out: a share of the peak. Only what the model needs is counted (Chowdhery et al.
 2022, https://arxiv.org/abs/2204.02311, appendix B): recomputed activations and padded tokens do not count, a
 prompt that neighbouring rows share counts for each of them. Left out on purpose: types of models whose
-matrices are not known exactly (`memory/shape.py`), sliding windows, frozen models, and generation, which
-memory bandwidth limits (`perf/throughput` describes it).
+matrices are not known exactly (`memory/shape.py`), sliding windows, and
+generation, which memory bandwidth limits (`perf/throughput` describes it).
 """
 
 from __future__ import annotations
@@ -70,33 +70,33 @@ class ModelWork:
 
 
 class Utilization:
-    """MFU of one process. `dtype` is the compute dtype. Nothing is reported if `work` or the device's peak is
-    not known."""
+    """MFU of one process. `dtype` is the compute dtype; `devices` share the work on a row. Nothing is
+    reported if `work` or the device's peak is not known."""
 
-    def __init__(self, work: ModelWork | None, device: torch.device, dtype: torch.dtype):
-        self._work, self._device, self._dtype = work, device, dtype
-        self._pass: tuple[float, float] | None = None
-        """FLOPs and seconds of the latest pass without gradients since the last update."""
+    def __init__(self, work: ModelWork | None, device: torch.device, dtype: torch.dtype, devices: int = 1):
+        self._work, self._device, self._dtype, self._devices = work, device, dtype, devices
+        self._done: dict[str, tuple[float, float]] = {}
+        """FLOPs and seconds of what has not been reported yet, by name."""
 
-    def note_pass(self, rows: DataProto, seconds: float) -> None:
-        """Notes a pass without gradients over these rows, for the next `of_updates`."""
+    def note_pass(self, name: str, rows: DataProto, seconds: float) -> None:
+        """Notes a pass without gradients over these rows; it replaces an earlier one of this name."""
         if self._work is not None:
-            self._pass = self._work.forward(*_lengths(rows)), seconds
+            self._done[name] = self._work.forward(*_lengths(rows)), seconds
 
-    def of_updates(
-        self, role: str, rows: DataProto, seconds: float, *, epochs: int, devices: int
-    ) -> dict[str, Metric]:
-        """`perf/mfu/<role>` of `epochs` updates on these rows, which `devices` share, and
-        `perf/mfu/<role>_infer` of the latest pass since the last call, if any."""
-        inferred, self._pass = self._pass, None
-        peak = None if self._work is None else peak_flops(self._device, self._dtype)
-        if self._work is None or peak is None:
+    def note_updates(self, name: str, rows: DataProto, seconds: float, *, epochs: int) -> None:
+        """Notes `epochs` updates on these rows."""
+        if self._work is not None:
+            self._done[name] = epochs * self._work.update(*_lengths(rows)), seconds
+
+    def metrics(self) -> dict[str, Metric]:
+        """`perf/mfu/<name>` of all that was noted since the last call."""
+        done, self._done = self._done, {}
+        peak = peak_flops(self._device, self._dtype) if done else None
+        if peak is None:
             return {}
-        taken = {role: (epochs * self._work.update(*_lengths(rows)), seconds)}
-        taken |= {} if inferred is None else {f"{role}_infer": inferred}
         return {
-            f"perf/mfu/{name}": mean(flops / (lasted * peak * devices))
-            for name, (flops, lasted) in taken.items()
+            f"perf/mfu/{name}": mean(flops / (lasted * peak * self._devices))
+            for name, (flops, lasted) in done.items()
         }
 
 

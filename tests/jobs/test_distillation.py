@@ -80,6 +80,7 @@ def test_the_term_is_that_of_both_models_and_falls(
         gap = log_probs(policy, prompt, response) - log_probs(other, prompt, response)
         gaps.append(gap if source == "arithmetic" else torch.zeros_like(gap))
     expected = float(torch.cat(gaps).mean())
+    assert all(row["perf/mfu/teacher_infer"] > 0 for row in steps)
     if in_advantages:
         assert steps[0]["critic/advantages/mean"] == pytest.approx(-expected, rel=1e-4)
         return

@@ -207,6 +207,7 @@ def test_a_reward_model_has_a_device_and_a_process_of_its_own(judged: list[str],
     with torch.no_grad():
         wanted = torch.tensor([float(model(torch.cat(one)[None]).logits[0, 0]) for one in whole])
     assert float((rows.get("score") - wanted).abs().max()) < 0.05 * float(wanted.std())  # it computes in bf16
+    assert read_steps(folder / "run")[-1]["perf/mfu/reward_model_infer"] > 0
     assert steps[-1]["critic/score/mean"] == pytest.approx(float(rows.get("score").mean()), rel=1e-5)
 
 

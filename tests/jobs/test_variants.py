@@ -91,6 +91,7 @@ def test_rloo_with_a_kl_loss_and_an_entropy_bonus(tmp_path: Path, recipe_cache: 
         f"{ACTOR}.loss_agg_mode=seq-mean-token-sum",
     )
     assert rows[0]["actor/kl_coef"] == pytest.approx(0.001)
+    assert all(row["perf/mfu/ref_infer"] > 0 for row in rows)
     assert abs(rows[1]["actor/kl_loss"]) > abs(rows[0]["actor/kl_loss"]), (
         "the policy moves away from the reference"
     )

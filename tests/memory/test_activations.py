@@ -125,7 +125,6 @@ def test_tokens_of_rows_and_of_budgets() -> None:
     assert tokens_of(MicroPlan(None, 50), sizes, most_rows=8) == MicroBatchTokens(
         line=3 * 15, attended=3 * 15, asked=18
     )
-    assert tokens_of(MicroPlan(4, None), sizes, most_rows=8, devices=2) == MicroBatchTokens(15, 30, 12)
     assert tokens_of(MicroPlan(4, None), sizes, most_rows=8, ulysses=2) == MicroBatchTokens(15, 30, 19, 2)
     padded = RowSizes(10, 6, samples=4, packed=False)
     assert tokens_of(MicroPlan(4, None), padded, most_rows=8) == MicroBatchTokens(

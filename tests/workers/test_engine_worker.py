@@ -15,6 +15,7 @@ from hydraflow.engine.config import FSDPConfig
 from hydraflow.errors import EnvironmentFault
 from hydraflow.models.config import ModelConfig
 from hydraflow.options import Implementation
+from hydraflow.protocol.coordinates import Coordinates
 from hydraflow.workers import engine_worker
 from hydraflow.workers.engine_worker import EngineWorker
 
@@ -28,10 +29,14 @@ class NoEngine:
     def rest(self) -> None:
         self.rests += 1
 
+    def coordinates(self) -> Coordinates:
+        return Coordinates(data_rank=1, data_size=2, is_collect=True)
+
 
 def test_a_collective_waits_as_long_as_a_call_may_take(monkeypatch: pytest.MonkeyPatch) -> None:
     given: dict[str, Any] = {}
     monkeypatch.setattr(process_group, "start", given.update)
+    monkeypatch.setattr(engine_worker.ModelWork, "of", lambda *given: None)
     monkeypatch.setitem(engine_worker.TRAIN_ENGINES, "none", Implementation(f"{__name__}:NoEngine"))
     here = replace(process(rank=1, world_size=2), timeout_s=7200.0)
     worker = EngineWorker(

@@ -73,15 +73,14 @@ def test_the_share_is_of_the_peak_of_all_devices_that_have_the_rows(monkeypatch:
         }
     )
     lengths = torch.tensor([3, 2]), torch.tensor([4, 1])
-    of = Utilization(work, torch.device("cpu"), torch.float32)
-    of.note_pass(batch, 1.0)
-    of.note_pass(batch, 5.0)
-    found = of.of_updates("actor", batch, 2.0, epochs=3, devices=4)
+    of = Utilization(work, torch.device("cpu"), torch.float32, devices=4)
+    of.note_pass("actor_infer", batch, 1.0)
+    of.note_pass("actor_infer", batch, 5.0)
+    of.note_updates("actor", batch, 2.0, epochs=3)
+    found = of.metrics()
     assert found["perf/mfu/actor"].value == pytest.approx(3 * work.update(*lengths) / (2.0 * 1e6 * 4))
     assert found["perf/mfu/actor_infer"].value == pytest.approx(work.forward(*lengths) / (5.0 * 1e6 * 4))
-    assert of.of_updates("actor", batch, 2.0, epochs=3, devices=4).keys() == {"perf/mfu/actor"}, (
-        "reported once"
-    )
+    assert of.metrics() == {}, "reported once"
 
 
 def test_what_is_not_known_has_no_share(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -90,8 +89,9 @@ def test_what_is_not_known_has_no_share(tmp_path: Path, monkeypatch: pytest.Monk
     assert ModelWork.of(ModelConfig(path=str(tmp_path)), "policy", "model") is None
     of_none = Utilization(None, torch.device("cpu"), torch.float32)
     batch = DataProto.from_dict({"prompts": ragged.from_rows([torch.ones(2, dtype=torch.int64)])})
-    of_none.note_pass(batch, 1.0)
-    assert of_none.of_updates("actor", batch, 1.0, epochs=1, devices=1) == {}
+    of_none.note_pass("actor_infer", batch, 1.0)
+    of_none.note_updates("actor", batch, 1.0, epochs=1)
+    assert of_none.metrics() == {}
 
 
 def test_a_critic_has_one_output(tmp_path: Path) -> None:
