@@ -70,19 +70,50 @@ def test_rows_in_bfloat16_are_as_exact_as_in_torchs_kernel(
 
     wanted = errors(torch.float64)
     ours = relative(errors(torch.bfloat16))
-    monkeypatch.setattr(products, "LONGEST", 0)
+    monkeypatch.setattr(products, "FASTER", {})
     theirs = relative(errors(torch.bfloat16))
     assert max(theirs) < 0.02 and all(a < 1.3 * b for a, b in zip(ours, theirs, strict=True))
     assert ours != theirs, "both were computed in the same way"
 
 
-def test_only_rows_in_bfloat16_on_a_cpu_that_multiplies_in_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_long_rows_in_float32_are_as_exact_as_in_torchs_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And a row has the same bits in any company."""
+    long = products.FASTER[torch.float32][0]
+    lengths = [long, 5, long, long + 70, 40]
+    draw = torch.Generator().manual_seed(1)
+    exact = [torch.randn(sum(lengths), heads, 32, generator=draw, dtype=torch.float64) for heads in (4, 2, 2)]
+    grad = torch.randn(sum(lengths), 4, 32, generator=draw, dtype=torch.float64)
+
+    def found(dtype: torch.dtype, first: int = 0, last: int = len(lengths)) -> list[torch.Tensor]:
+        here = slice(sum(lengths[:first]), sum(lengths[:last]))
+        tensors = [one[here].to(dtype).requires_grad_() for one in exact]
+        plan = plan_rows(torch.tensor(lengths[first:last]).numpy(), torch.device("cpu"))
+        out = attend_rows(*tensors, plan, None, None)
+        return [out.detach(), *torch.autograd.grad(out, tensors, grad[here].to(dtype))]
+
+    def errors(dtype: torch.dtype) -> list[float]:
+        pairs = zip(found(dtype), found(torch.float64), strict=True)
+        return [float((a.double() - b).norm() / b.norm()) for a, b in pairs]
+
+    whole, alone = found(torch.float32), found(torch.float32, 3, 4)
+    assert all(torch.equal(a[-long - 110 : -40], b) for a, b in zip(whole, alone, strict=True))
+    ours = errors(torch.float32)
+    monkeypatch.setattr(products, "FASTER", {})
+    theirs = errors(torch.float32)
+    assert max(ours) < 1e-6 and all(a < 1.3 * b for a, b in zip(ours, theirs, strict=True)), (ours, theirs)
+    assert ours != theirs, "both were computed in the same way"
+
+
+def test_only_rows_in_bfloat16_on_a_cpu_that_multiplies_in_it_and_long_ones_in_float32(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     def on(dtype: torch.dtype, width: int, device: str = "cpu") -> bool:
         return products.are_faster(torch.empty(1, 2, width, 1, dtype=dtype, device=device))
 
     monkeypatch.setattr(products, "cpu_has_bf16", lambda: True)
-    assert on(torch.bfloat16, products.LONGEST)
-    assert not on(torch.bfloat16, products.LONGEST + 1)
-    assert not on(torch.float32, 8) and not on(torch.bfloat16, 8, "meta")
+    assert on(torch.bfloat16, 1) and on(torch.bfloat16, 2048) and not on(torch.bfloat16, 2049)
+    assert on(torch.float32, 192) and on(torch.float32, 1024)
+    assert not on(torch.float32, 191) and not on(torch.float32, 1025)
+    assert not on(torch.bfloat16, 8, "meta") and not on(torch.float64, 256)
     monkeypatch.setattr(products, "cpu_has_bf16", lambda: False)
-    assert not on(torch.bfloat16, 8)
+    assert not on(torch.bfloat16, 8) and on(torch.float32, 256)
