@@ -45,7 +45,7 @@ SLOW = {"ray_session", "cluster", "head", "ranks", "pools", "made", "recipe_cach
 """Fixtures with Ray or Slurm, ranks in processes of their own, checkpoints of such ranks, or a trained model.
 A test that uses one, directly or not, is slow."""
 
-ALL_SLOW = re.compile(r"^pytestmark = .*pytest\.mark\.slow\b", re.MULTILINE)
+ALL_SLOW = re.compile(r"^pytestmark = (\[[^\]]*)?pytest\.mark\.slow\b", re.MULTILINE)
 """What a file has all of whose tests are slow."""
 
 
@@ -58,7 +58,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """Whether a file has no test for this run, so that no test process imports it, and Megatron with it."""
+    """Whether a file below tests/ has no test for this run, so that no test process imports it, and Megatron
+    with it."""
     if collection_path.suffix != ".py":
         return None
     source = collection_path.read_text(encoding="utf-8")

@@ -118,11 +118,11 @@ def layer_costs(
     h = shape.hidden * number
     entry = tokens.line * h // outside
     saved = 2 * tokens.line * _norm(shape, number) // outside + tokens.line * saved_in_mlp // tensor
-    saved += _attention(shape, tokens, number) // tensor
+    saved += _attention(shape, tokens, number, tensor) // tensor
     heads = 4 * shape.q_width
     if tokens.ulysses > 1:
         # queries, keys and values exist three times: before the exchange, as sent, and as received
-        heads = 3 * (shape.q_width + 2 * shape.kv_width * _repeats(shape, tokens))
+        heads = 3 * (shape.q_width + 2 * shape.kv_width * _repeats(shape, tokens, tensor))
     forward = tokens.line * (2 * h // outside + max(mlp_peak * mlp_wide, heads * number) // tensor)
     return LayerCosts(entry, saved, forward, tokens.line * (2 * h // outside + 2 * mlp_wide // tensor))
 
@@ -144,11 +144,11 @@ def _norms_input(shape: ModelShape, number: int) -> int:
     return 0 if shape.usual_norms and number < 8 else max(4, number)
 
 
-def _attention(shape: ModelShape, tokens: MicroBatchTokens, number: int) -> int:
+def _attention(shape: ModelShape, tokens: MicroBatchTokens, number: int, tensor: int) -> int:
     """Saved bytes: rotated queries and keys, values, the result, of whole rows; and what query and key norms
     save. With Ulysses only this device's heads count; key-value heads may be repeated."""
     wide = max(4, number)
-    kv_width = shape.kv_width * _repeats(shape, tokens)
+    kv_width = shape.kv_width * _repeats(shape, tokens, tensor)
     rows = (2 * shape.q_width + 2 * kv_width) * number + shape.heads * wide
     line = 0
     if shape.qk_norm:
@@ -159,9 +159,10 @@ def _attention(shape: ModelShape, tokens: MicroBatchTokens, number: int) -> int:
     return tokens.attended * rows + tokens.line * line
 
 
-def _repeats(shape: ModelShape, tokens: MicroBatchTokens) -> int:
-    """Copies of a key-value head on the devices that share a row (`engine/token_exchange.py`)."""
-    return tokens.ulysses // gcd(tokens.ulysses, shape.kv_heads)
+def _repeats(shape: ModelShape, tokens: MicroBatchTokens, tensor: int) -> int:
+    """Copies of a key-value head on the devices that share a row (`engine/token_exchange.py`) and divide the
+    heads of one tensor-parallel rank."""
+    return tokens.ulysses // gcd(tokens.ulysses, max(1, shape.kv_heads // tensor))
 
 
 def _experts(shape: ModelShape, number: int, widths: int) -> tuple[int, int]:

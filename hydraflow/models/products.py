@@ -21,7 +21,7 @@ from torch import Tensor
 from hydraflow.device import cpu_has_bf16
 
 FASTER = {torch.bfloat16: range(1, 2049), torch.float32: range(192, 1025)}
-"""Tokens of the rows for which this is faster."""
+"""Tokens of the rows for which this is faster, measured with one thread."""
 _BLOCK = 64
 """Queries of a row that are computed together."""
 _SCORE_BYTES = 2 * 2**20

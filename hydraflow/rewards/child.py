@@ -64,9 +64,11 @@ class RowProgress:
 
     def read(self) -> tuple[int, float, float, float]:
         """(row, start time, seconds waited before it, its time limit)."""
-        values, before = self._values.tolist(), None
-        while values != before:  # until they stay the same: they belong together
+        values = self._values.tolist()
+        for _ in range(10):  # until two reads agree: then they are usually of one `note`
             before, values = values, self._values.tolist()
+            if values == before:
+                break
         row, now, waited, limit = values
         return int(row), now, waited, limit
 

@@ -108,6 +108,7 @@ class PPOTrainer:
             wait = self.roles.link.publish(step)  # queued behind the update
             with phase("update_actor"):
                 self.note_update(updating)
+            # queued behind their passes; awaited where nothing else is left to do
             frozen = [group.call(EngineWorker.utilization_metrics) for group in self.roles.frozen]
             with phase("update_weights"):
                 self.published(step, wait)

@@ -3,8 +3,8 @@
 In: the rows and the seconds. Out: a share of the peak. Only what the model needs is counted (Chowdhery et al.
 2022, https://arxiv.org/abs/2204.02311, appendix B): recomputed activations and padded tokens do not count, a
 prompt that neighbouring rows share counts for each of them. Left out on purpose: types of models whose
-matrices are not known exactly (`memory/shape.py`), sliding windows, and
-generation, which memory bandwidth limits (`perf/throughput` describes it).
+matrices are not known exactly (`memory/shape.py`), sliding windows, and generation, which memory bandwidth
+limits (`perf/throughput` describes it).
 """
 
 from __future__ import annotations

@@ -114,6 +114,20 @@ def test_a_layer_keeps_what_the_formula_says(
     assert found == pytest.approx(expected, rel=1e-9 if samples == 1 and name != "Qwen3Moe" else 0.01)
 
 
+def test_key_value_heads_are_repeated_for_the_devices_that_share_those_of_a_tensor_parallel_rank() -> None:
+    sizes = dict(hidden_size=64, intermediate_size=128, num_attention_heads=16, num_key_value_heads=4)
+    shape = shape_of({**sizes, "model_type": "llama", "num_hidden_layers": 1, "vocab_size": 9})
+
+    def saved(devices: int) -> int:
+        """By the four tensor-parallel ranks more than by one that has all."""
+        tokens = MicroBatchTokens(line=100, attended=200, asked=40, ulysses=devices)
+        one, four = (layer_costs(shape, tokens, 2, tensor=ranks).saved for ranks in (1, 4))
+        return 4 * four - one
+
+    # by 2 devices: the four heads of one rank once; by four ranks: the head of each twice; sending copies
+    assert saved(2) - saved(1) == 200 * 2 * shape.kv_width * 2
+
+
 def test_tokens_of_rows_and_of_budgets() -> None:
     sizes = RowSizes(10, 6, samples=4, packed=True)
     assert tokens_of(MicroPlan(4, None), sizes, most_rows=8) == MicroBatchTokens(

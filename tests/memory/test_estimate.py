@@ -339,6 +339,18 @@ def test_megatron_by_hand() -> None:
     assert actor.resting.optimizer == 12 * (-(-dense // 64) + -(-experts // 32))
 
 
+def test_a_slice_of_a_context_parallel_line_may_hold_asked_tokens_only() -> None:
+    """Four ranks share lines of 1,279 tokens, of which 256 are asked for: all of them may be one rank's."""
+    rows = {"data__max_prompt_length": 1024, "data__max_response_length": 256}
+    rows[f"{POLICY}__actor__ppo_micro_batch_size_per_gpu"] = 1
+    size = f"{POLICY}__actor__megatron__context_parallel_size"
+    whole, shared = (
+        report_of(configured(**MEGATRON, **rows, **{size: ways})).roles[0].phases["update"] for ways in (1, 4)
+    )
+    assert shared.logits == whole.logits > 0
+    assert shared.activations < whole.activations
+
+
 def test_a_checkpoint_of_megatron_core_is_read_tensor_by_tensor() -> None:
     host = report_of(megatron(use_dist_checkpointing=True, dist_checkpointing_path="/core")).host
     whole = report_of(megatron()).host

@@ -77,7 +77,7 @@ def test_rows_in_bfloat16_are_as_exact_as_in_torchs_kernel(
 
 
 def test_long_rows_in_float32_are_as_exact_as_in_torchs_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
-    """And a row has the same bits in any company."""
+    """And the longest row of a group has the same bits alone."""
     long = products.FASTER[torch.float32][0]
     lengths = [long, 5, long, long + 70, 40]
     draw = torch.Generator().manual_seed(1)

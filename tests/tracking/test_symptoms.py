@@ -57,12 +57,14 @@ def test_held_out_accuracy_that_falls_is_said_once() -> None:
     def rows(*accuracies: float) -> list[dict[str, float]]:
         return [row for accuracy in accuracies for row in ({name: accuracy}, {}, {})]
 
-    assert said(*rows(0.4, 0.8, 0.59, 0.59, 0.61)) == [], "two in a row may be chance"
-    [sentence] = said(*rows(0.4, 0.8, 0.59, 0.3, 0.59, 0.8, 0.1, 0.1, 0.1))
-    assert sentence.startswith("steps 7 to 13: held-out accuracy is below three quarters of the best so far")
-    assert said(*rows(4.0, 1.0, 1.0, 1.0)) == [], "a score without a scale"
-    [sentence] = said(*[{"val/accuracy": accuracy} for accuracy in (0.5, 0.1, 0.1, 0.1)])
-    assert sentence.startswith("steps 2 to 4: ")
+    assert said(*rows(0.7, 0.8, 0.9, 0.5, 0.4, 0.52, 0.4)) == [], "two in a row may be chance"
+    [sentence] = said(*rows(0.7, 0.8, 0.9, 0.4, 0.8, 0.49, 0.2, 0.4, 0.1))
+    assert sentence.startswith("steps 16 to 22: held-out accuracy is at least 0.3 below the best so far")
+    assert said(*rows(0.0, 0.0, 0.8, 0.0, 0.0, 0.0)) == [], "a best validation may be chance, too"
+    for scores in ([4.0, 4.0, 4.0, 1.0, 1.0, 1.0], [-0.9, -0.6, -0.3, -0.9, -0.9, -0.9]):
+        assert said(*rows(*scores)) == [], "no accuracy"
+    [sentence] = said(*[{"val/accuracy": accuracy} for accuracy in (0.5, 0.5, 0.5, 0.1, 0.1, 0.1)])
+    assert sentence.startswith("steps 4 to 6: ")
 
 
 def test_a_step_without_the_numbers_neither_ends_nor_extends_the_row() -> None:

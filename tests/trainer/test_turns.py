@@ -10,6 +10,7 @@ import pytest
 from hydraflow.batch_plan.layout import Devices
 from hydraflow.errors import GuardStop
 from hydraflow.trainer.turns import Turns
+from hydraflow.workers.engine_worker import EngineWorker
 
 
 class Recorder:
@@ -38,8 +39,8 @@ class Recorder:
         self.turns.add(role, Devices.of([devices]), sleeper)
         return role
 
-    def call(self, role: Any) -> None:
-        role.group.before_call(role.name, "compute")
+    def call(self, role: Any, method: str = "compute") -> None:
+        role.group.before_call(role.name, method)
 
     def since(self) -> list[str]:
         seen, self.seen = self.seen, []
@@ -84,6 +85,15 @@ def test_a_save_that_cannot_wait_sends_nobody_to_sleep() -> None:
     assert run.since() == []
     run.call(actor)
     assert run.since() == ["rollout sleeps"]
+
+
+def test_a_call_for_metrics_sends_nobody_to_sleep() -> None:
+    """The rollout may just have got its weights."""
+    run = Recorder()
+    ref, rollout = run.add("ref", range(2)), run.add("rollout", range(2))
+    run.call(rollout)
+    run.call(ref, EngineWorker.utilization_metrics.__name__)
+    assert run.since() == []
 
 
 def test_a_role_that_could_not_be_sent_to_sleep_is_sent_again() -> None:
