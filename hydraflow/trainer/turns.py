@@ -20,6 +20,9 @@ from hydraflow.dispatch.group import Group, RoleGroup
 from hydraflow.errors import GuardStop
 from hydraflow.workers.engine_worker import EngineWorker
 
+WITHOUT_DEVICE = ("utilization_metrics",)
+"""Methods of `EngineWorker` that use no device, and so put no role to sleep."""
+
 
 class Sleeper(Protocol):
     """How a role sleeps and wakes."""
@@ -116,8 +119,8 @@ class Turns:
         """Before a call of a role. GuardStop when it sleeps."""
         if role not in self._members or role in self._kept or role == self._going_to_sleep:
             return
-        if method == EngineWorker.utilization_metrics.__name__:
-            return  # it uses no device
+        if method in WITHOUT_DEVICE:
+            return
         self._require_free([role], method)
         if self._members[role].sleeper.sleeps:
             raise _refused(role, method, self.beside(role))
