@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import os
-import re
 import signal
 import sys
 from collections import Counter
@@ -45,9 +44,6 @@ SLOW = {"ray_session", "cluster", "head", "ranks", "pools", "made", "recipe_cach
 """Fixtures with Ray or Slurm, ranks in processes of their own, checkpoints of such ranks, or a trained model.
 A test that uses one, directly or not, is slow."""
 
-ALL_SLOW = re.compile(r"^pytestmark = (\[[^\]]*)?pytest\.mark\.slow\b", re.MULTILINE)
-"""What a file has all of whose tests are slow."""
-
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
@@ -57,15 +53,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
 
 
-def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """Whether a file below tests/ has no test for this run, so that no test process imports it, and Megatron
-    with it."""
-    if collection_path.suffix != ".py":
+def pytest_ignore_collect(collection_path: Path) -> bool | None:
+    """Whether a file below tests/ has neither tests nor doctests: then only tests that need it import it, and
+    Megatron with it."""
+    if collection_path.suffix != ".py" or collection_path.name.startswith("test_"):
         return None
-    source = collection_path.read_text(encoding="utf-8")
-    if not collection_path.name.startswith("test_"):
-        return True if ">>>" not in source else None
-    return True if config.getoption("--fast") and ALL_SLOW.search(source) else None
+    return True if ">>>" not in collection_path.read_text(encoding="utf-8") else None
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -28,7 +28,7 @@ IN_A_ROW = 3
 """Consecutive steps that must show a symptom before it is reported: a small batch may show one by chance."""
 COLLAPSED_NATS, COLLAPSED_SHARE, LEARNED = 0.05, 0.1, 0.9
 LOST_ACCURACY = 0.3
-"""Fall of the held-out accuracy."""
+"""Fall of the held-out accuracy, as a share of the rows."""
 
 Row = Mapping[str, float]
 

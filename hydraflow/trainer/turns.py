@@ -117,9 +117,8 @@ class Turns:
 
     def _begin(self, role: str, method: str) -> None:
         """Before a call of a role. GuardStop when it sleeps."""
-        if role not in self._members or role in self._kept or role == self._going_to_sleep:
-            return
-        if method in WITHOUT_DEVICE:
+        is_free = role not in self._members or method in WITHOUT_DEVICE
+        if is_free or role in self._kept or role == self._going_to_sleep:
             return
         self._require_free([role], method)
         if self._members[role].sleeper.sleeps:

@@ -73,7 +73,7 @@ class Utilization:
     """MFU of one process. `dtype` is the compute dtype; `devices` share the work on a row. Nothing is
     reported if `work` or the device's peak is not known."""
 
-    def __init__(self, work: ModelWork | None, device: torch.device, dtype: torch.dtype, devices: int = 1):
+    def __init__(self, work: ModelWork | None, device: torch.device, dtype: torch.dtype, devices: int):
         self._work, self._device, self._dtype, self._devices = work, device, dtype, devices
         self._done: dict[str, tuple[float, float]] = {}
         """FLOPs and seconds of what has not been reported yet, by name."""

@@ -72,7 +72,6 @@ def test_few_calls_lie_between_the_step_and_the_loss(
     to_loss: list[list[str]] = []
     to_optimizer: list[set[str]] = []
     compute, take_step = ActorLoss.__call__, FSDPEngine.optimizer_step
-
     package = f"{files('hydraflow')}/"
 
     def callers() -> list[str]:

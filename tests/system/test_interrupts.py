@@ -57,8 +57,6 @@ import torch
 from torch.nested._internal.nested_int import NestedIntNode
 from hydraflow.protocol import ragged
 
-pytestmark = pytest.mark.slow(short=True)  # they wait for processes that take too long
-
 calls, is_int = 0, NestedIntNode.is_int
 
 def interrupted(node):

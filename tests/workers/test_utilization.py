@@ -87,7 +87,7 @@ def test_what_is_not_known_has_no_share(tmp_path: Path, monkeypatch: pytest.Monk
     config = transformers.AutoConfig.for_model("gpt2", n_layer=1, n_embd=8, n_head=1, vocab_size=9)
     config.save_pretrained(tmp_path)
     assert ModelWork.of(ModelConfig(path=str(tmp_path)), "policy", "model") is None
-    of_none = Utilization(None, torch.device("cpu"), torch.float32)
+    of_none = Utilization(None, torch.device("cpu"), torch.float32, devices=1)
     batch = DataProto.from_dict({"prompts": ragged.from_rows([torch.ones(2, dtype=torch.int64)])})
     of_none.note_pass("actor_infer", batch, 1.0)
     of_none.note_updates("actor", batch, 1.0, epochs=1)
