@@ -111,10 +111,13 @@ def own_threads() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def ray_session() -> Iterator[None]:
-    """A local Ray that counts 8 CPUs. `Runtime.start` finds it running, uses it and leaves it running."""
+    """A local Ray that counts 8 CPUs. `Runtime.start` finds it running, uses it and leaves it running. Its
+    template has imported Megatron-Core, too: each worker would."""
+    from hydraflow.dispatch import template
     from hydraflow.dispatch.config import RayInitConfig
     from hydraflow.dispatch.start import start_ray, stop_ray
 
+    template.LIBRARIES += ("hydraflow.engine.megatron.engine",)
     start_ray(RayInitConfig(num_cpus=8), cpus=8)
     yield
     stop_ray()
