@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import count
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import ray
 from ray import ObjectRef
@@ -24,6 +24,9 @@ from hydraflow.dispatch.timeline import Timeline
 from hydraflow.dispatch.transport import Payload, Receipt, Traffic, unpack
 from hydraflow.dispatch.worker import DECISIONS, Failure, log_tail
 from hydraflow.errors import ConfigError, HydraflowError, WorkerError
+
+if TYPE_CHECKING:
+    from hydraflow.dispatch.group import WorkerGroup
 
 SLICE = 0.25
 """Seconds to wait for all ranks of a call before checking the answers so far: one may be a failure."""
@@ -44,30 +47,11 @@ FETCH = 10.0
 """Seconds for one ready answer to arrive, after fetching the answers of all ranks together has failed."""
 
 
-class GroupHandle(Protocol):
-    """What waiting needs from a group of processes."""
-
-    error: HydraflowError | None
-
-    def end(self, error: HydraflowError) -> None:
-        """Kills the processes and refuses further calls with `error`."""
-
-    def log_of(self, rank: int, role: str) -> str:
-        """Path of a rank's log; empty while unknown."""
-
-    def may_replace(self, call: PendingCall) -> bool:
-        """Whether the process that died with this call may be replaced."""
-
-    def replace(self, lost: Sequence[PendingCall], cause: str) -> None:
-        """Starts a replacement for a process that has died and resends its calls. Raises WorkerError when
-        that fails, too."""
-
-
 @dataclass(frozen=True)
 class PendingCall:
     """A pending answer: its rank, its deadline, and where to store it."""
 
-    group: GroupHandle
+    group: WorkerGroup
     role: str
     rank: int
     node: str
@@ -102,7 +86,7 @@ class PendingCall:
 
 
 class ReplacementDied(Exception):
-    """A replacement process died while it was being set up; caught by `GroupHandle.replace`."""
+    """A replacement process died while it was being set up; caught by `WorkerGroup.replace`."""
 
     def __init__(self, failure: Failure):
         super().__init__(failure.cause)
@@ -126,7 +110,7 @@ class PendingCalls:
         self.pending: dict[ObjectRef, PendingCall] = {}
         self._died: list[tuple[PendingCall, Failure]] = []
         """Calls whose process is to be replaced."""
-        self._replaced: tuple[GroupHandle, int] | None = None
+        self._replaced: tuple[WorkerGroup, int] | None = None
         """Group and rank of the process that is being replaced."""
 
     def settle(self, refs: Mapping[int, ObjectRef]) -> None:
@@ -164,7 +148,8 @@ class PendingCalls:
         """Waits for up to `count` of those answers, and stores all that have arrived."""
         self._check()
         left = min(call.deadline for call in self.pending.values()) - time.monotonic()
-        ready = self._ready(owed, max(0.0, min(left, SLICE)), count)
+        ready = _answered(owed, max(0.0, min(left, SLICE)), count)
+        ready += _answered([ref for ref in self.pending if ref not in owed], 0)
         if not ready and left <= 0:
             self._late()
         self._take(ready)
@@ -175,12 +160,6 @@ class PendingCalls:
             self.head.look()
         if self.interrupt is not None:
             self.interrupt()
-
-    def _ready(self, wanted: list[ObjectRef], seconds: float, count: int) -> list[ObjectRef]:
-        """Waits until `count` of `wanted` have answered, at most `seconds`; returns all ready answers, of
-        these calls and of others."""
-        done = _answered(wanted, seconds, count)
-        return done + _answered([ref for ref in self.pending if ref not in wanted], 0)
 
     def _take(self, refs: Sequence[ObjectRef]) -> None:
         """Stores these answers, replaces processes that have died, and raises on other failures."""
@@ -297,7 +276,9 @@ class PendingCalls:
         others = f" (nor from ranks {ranks[1:]})" if len(ranks) > 1 else ""
         cause = f"no answer in {first.seconds:g} seconds{others}"
         if self.stacks is not None:
-            self._keep(self._ready([], 0.0, 0))  # learns the location of processes that reported meanwhile
+            self._keep(
+                _answered(list(self.pending), 0)
+            )  # learns the location of processes that reported meanwhile
             try:
                 written = self.stacks(f"{first.role} rank {first.rank}, {first.method}: {cause}")
             except (OSError, ray.exceptions.RayError) as error:
@@ -305,7 +286,7 @@ class PendingCalls:
             cause += f"; stacks of all workers: {written}"
         self._end({first.group}, first.error(cause))
 
-    def _end(self, groups: set[GroupHandle], error: HydraflowError) -> None:
+    def _end(self, groups: set[WorkerGroup], error: HydraflowError) -> None:
         """Ends these groups and raises `error`. If the workers decided to stop, their processes are kept:
         they may still be writing a checkpoint."""
         for group in groups:
@@ -314,7 +295,7 @@ class PendingCalls:
                 group.end(error)
         raise error
 
-    def forget(self, group: GroupHandle, rank: int | None = None) -> None:
+    def forget(self, group: WorkerGroup, rank: int | None = None) -> None:
         """Drops the pending calls of a group that has ended, or of one of its processes."""
 
         def dropped(call: PendingCall) -> bool:
@@ -361,7 +342,7 @@ class CallFuture(Future):
     """The result of a call to worker processes."""
 
     calls: PendingCalls
-    group: GroupHandle
+    group: WorkerGroup
     refs: dict[int, ObjectRef]
     """Pending answers by rank."""
     answers: dict[int, Any]

@@ -122,23 +122,6 @@ class Group(ABC):
     def send(self, plan: Registration, context: CallContext, arguments: PerRank) -> Future:
         """Sends a call whose arguments are already divided by rank."""
 
-    def perform(
-        self, role: str, method: str, plan: Registration, args: Sequence[Any], kwargs: Mapping[str, Any]
-    ) -> Any:
-        """Makes a call as declared by `@register`; returns its result or a future. Raises ValueError when
-        rows do not divide and the method takes no padding."""
-        self.await_ready()
-        context = CallContext(self, role, method, plan.padding)
-        settled = {name: _settled(value) for name, value in kwargs.items()}
-        values = [_settled(value) for value in args]
-        self.announce(role, method)
-        future = self.send(plan, context, plan.mode.dispatch_fn(context, *values, **settled))
-        return future.get() if plan.blocking else future
-
-    def announce(self, role: str, method: str) -> None:
-        if self.before_call is not None:
-            self.before_call(role, method)
-
     @abstractmethod
     def start_profile(self, tool: str, folder: str, ranks: Sequence[int] | None) -> None:
         """Starts a profile in the processes of those ranks; None: all. Raises WorkerError when one fails."""
@@ -204,17 +187,16 @@ class WorkerGroup(Group):
 
     def _build(self, ranks: Sequence[int]) -> list[dict[int, ObjectRef]]:
         """Builds the roles in the processes of those ranks; returns the answers to wait for."""
-        seconds = self.channel.timeouts.start
         roles = ArgumentPacker(self.channel.traffic).pack(self.roles)
-        starting: list[tuple[dict[int, Any], Ask]] = [
-            (self.processes, lambda rank: [self._hosts[rank].identify.remote()]),
-            ({}, lambda rank: [self._hosts[rank].build.remote(roles, self._rendezvous)]),
-        ]
-        how: dict[str, Any] = dict(seconds=seconds, resend=False, renews=False)
+        start = ranks, WORKER_PROCESS, "__init__"
+        how: dict[str, Any] = dict(seconds=self.channel.timeouts.start, resend=False, renews=False)
         return [
-            self._ask(ask, ranks, WORKER_PROCESS, "__init__", answers=answers, **how)
-            for answers, ask in starting
+            self._ask(self._identify, *start, answers=self.processes, **how),
+            self._ask(lambda rank: [self._hosts[rank].build.remote(roles, self._rendezvous)], *start, **how),
         ]
+
+    def _identify(self, rank: int) -> list[ObjectRef]:
+        return [self._hosts[rank].identify.remote()]
 
     def _ask(
         self,
@@ -223,20 +205,22 @@ class WorkerGroup(Group):
         role: str,
         method: str,
         *,
-        answers: dict[int, Any],
-        seconds: float,
+        answers: dict[int, Any] | None = None,
+        seconds: float | None = None,
         resend: bool = True,
         awaits: frozenset[ObjectRef] = frozenset(),
         renews: bool = True,
     ) -> dict[int, ObjectRef]:
-        """Sends a call to those ranks. Returns the answers to wait for, by rank. `awaits` and `renews`: see
-        `PendingCall`."""
+        """Sends a call to those ranks. Returns the answers to wait for, by rank; they are added to `answers`.
+        `seconds` None: the limit of any call. `awaits` and `renews`: see `PendingCall`."""
         refs: dict[int, ObjectRef] = {}
-        deadline = time.monotonic() + seconds
+        given = {} if answers is None else answers
+        limit = self.channel.timeouts.call if seconds is None else seconds
+        deadline = time.monotonic() + limit
         for rank in ranks:
             what = (role, rank, self.rank_infos[rank].node, method)
             again = partial(ask, rank) if resend else None
-            call = PendingCall(self, *what, seconds, deadline, answers, refs, again, awaits, renews)
+            call = PendingCall(self, *what, limit, deadline, given, refs, again, awaits, renews)
             self._owe(call, ask(rank))
         return refs
 
@@ -248,16 +232,8 @@ class WorkerGroup(Group):
 
     def ask_all(self) -> None:
         """Sends each process a call; its answer is not used, and its failure is reported by any wait."""
-        role, seconds = next(iter(self.roles)), self.channel.timeouts.call
-        self._ask(
-            lambda rank: [self._hosts[rank].identify.remote()],
-            range(self.world_size),
-            role,
-            "identify",
-            answers={},
-            seconds=seconds,
-            resend=False,
-        )
+        role = next(iter(self.roles))
+        self._ask(self._identify, range(self.world_size), role, "identify", resend=False)
 
     def await_ready(self) -> None:
         if self.error is not None:
@@ -289,7 +265,6 @@ class WorkerGroup(Group):
                 seconds,
                 returns_columns=self.recovery is not None,
             )
-        self.channel.traffic.calls += 1
         answers: dict[int, Any] = {}
         refs = self._ask(
             lambda rank: self._invoke(rank, calls[rank]),
@@ -297,7 +272,6 @@ class WorkerGroup(Group):
             context.role,
             context.method,
             answers=answers,
-            seconds=self.channel.timeouts.call,
             resend=plan.resend,
             awaits=frozenset(
                 receipt
@@ -392,7 +366,6 @@ class WorkerGroup(Group):
                 role,
                 f"mesh_coordinates({name!r})",
                 answers=answers,
-                seconds=self.channel.timeouts.call,
             )
             self.channel.calls.settle(refs)
             self._meshes[role, name] = _checked([answers[rank] for rank in range(self.world_size)], name)
@@ -412,8 +385,6 @@ class WorkerGroup(Group):
             [rank for rank in range(self.world_size) if ranks is None or rank in ranks],
             next(iter(self.roles)),
             method,
-            answers={},
-            seconds=self.channel.timeouts.call,
             resend=False,
         )
         self.channel.calls.settle(refs)
@@ -457,7 +428,13 @@ class RoleGroup:
         Raises WorkerError when a rank fails, ValueError when rows do not divide and the method takes no
         padding.
         """
-        return self.group.perform(self.name, method.__name__, self._plan(method), args, kwargs)
+        plan = self._plan(method)
+        self.group.await_ready()
+        settled = {name: _settled(value) for name, value in kwargs.items()}
+        values = [_settled(value) for value in args]
+        context = self._announced(method, plan)
+        future = self.group.send(plan, context, plan.mode.dispatch_fn(context, *values, **settled))
+        return future.get() if plan.blocking else future
 
     def failed(self, rank: int, method: str, cause: str) -> WorkerError:
         """The error of a call for which the processes of this rank died too often."""
@@ -474,9 +451,16 @@ class RoleGroup:
     def call_rank(self, rank: int, method: Callable[..., Any], *args: Any) -> Future:
         """Calls `method` on one rank with these values; returns a future of a list with its answer."""
         plan = self._plan(method)
-        context = CallContext(self.group, self.name, method.__name__, plan.padding, only=rank)
-        self.group.announce(self.name, method.__name__)
+        context = self._announced(method, plan, only=rank)
         return self.group.send(plan, context, ([[value] * self.world_size for value in args], {}))
+
+    def _announced(
+        self, method: Callable[..., Any], plan: Registration, only: int | None = None
+    ) -> CallContext:
+        """The context of a call, once `before_call` has agreed to it."""
+        if self.group.before_call is not None:
+            self.group.before_call(self.name, method.__name__)
+        return CallContext(self.group, self.name, method.__name__, plan.padding, only)
 
     def fetch(self, batch: RemoteBatch, keys: Sequence[str] | None = None) -> DataProto:
         """Reads columns into the controller; None: all."""

@@ -129,7 +129,6 @@ class LocalGroup(Group):
                 answer = getattr(self.workers[role], method)(*given, **given_by_name)
                 self.workers[role].after_call()
             self.channel.traffic.worked[role, 0] += time.perf_counter() - started
-        self.channel.traffic.calls += 1
         return CompletedFuture(plan.mode.collect_fn(context, [_kept(answer)]))
 
     def start_profile(self, tool: str, folder: str, ranks: Sequence[int] | None) -> None:

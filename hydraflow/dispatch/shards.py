@@ -60,7 +60,7 @@ class Future(ABC):
 
     def columns(self, *keys: str) -> Future | RemoteBatch:
         """Only these columns of the batch; waits first where the mode does not concatenate batches."""
-        return ColumnsFuture(self, keys) if self.joins else self.get().select(list(keys), [], [])
+        return ColumnsFuture(self, keys) if self.joins else self.get().select(keys, [], [])
 
 
 class CompletedFuture(Future):
@@ -92,7 +92,7 @@ class ColumnsFuture(Future):
 
     def get(self) -> RemoteBatch:
         batch: RemoteBatch = self.whole.get()
-        return batch.select(list(self.keys), [], [])
+        return batch.select(self.keys, [], [])
 
     def shards(self, parts: int, padding: bool) -> list[LateShard]:
         late = [shard for shard in self.whole.shards(parts, padding) if isinstance(shard, LateShard)]
@@ -123,7 +123,7 @@ def split(value: object, parts: int, *, padding: bool = True) -> list[Shard] | l
 def part_of(batch: RemoteBatch, late: LateShard) -> Shard:
     """The part of a late shard, once its batch exists."""
     if late.keys is not None:
-        batch = batch.select(list(late.keys), [], [])
+        batch = batch.select(late.keys, [], [])
     return _split_rows(batch, late.parts, late.padding)[late.part]
 
 

@@ -60,8 +60,6 @@ class Traffic:
     """Bytes that passed through the controller's memory since the start; columns passed by reference do not
     count."""
 
-    calls: int = 0
-    """Number of calls; a call to several ranks counts once."""
     sent: int = 0
     """Bytes of arguments, each value counted once for every rank it is sent to, or once if it went to the
     object store."""
@@ -147,17 +145,16 @@ class ArgumentPacker:
         """What to send for `value`: the payload itself, or a reference to it."""
         if id(value) not in self.packed:
             self.kept.append(value)
-            self.packed[id(value)] = self._stored(pack(split(value, 1)[0] if is_batch(value) else value))
+            payload = pack(split(value, 1)[0] if is_batch(value) else value)
+            if payload.nbytes <= INLINE_LIMIT:
+                self.packed[id(value)] = payload
+            else:
+                self.traffic.sent += payload.nbytes
+                self.packed[id(value)] = _put(payload)
         argument = self.packed[id(value)]
         if isinstance(argument, Payload):
             self.traffic.sent += argument.nbytes
         return argument
-
-    def _stored(self, payload: Payload) -> Payload | ObjectRef:
-        if payload.nbytes <= INLINE_LIMIT:
-            return payload
-        self.traffic.sent += payload.nbytes
-        return _put(payload)
 
 
 def unpack_all(packed: Sequence[Payload | ObjectRef]) -> list[Any]:

@@ -109,7 +109,7 @@ def test_a_chain_never_passes_data_through_the_controller(
     total = groups[4].role("probe").call(Probe.sum_of, later, key="big")
     after = runtime.traffic()
     assert metrics.values(total) == {"sum": 100 * 50_000.0}
-    assert after.total - before.total < 64 * 100 and after.calls - before.calls == 2
+    assert after.total - before.total < 64 * 100
     columns = {column.ref for column in wide.columns["big"].refs}
     assert not [refs for refs in seen if columns & set(refs)]
 

