@@ -33,7 +33,6 @@ from hydraflow.protocol.pieces import (
     as_slice,
     concat_columns,
     localise,
-    piece_plan,
     unless_whole,
 )
 from hydraflow.protocol.ragged import RowIndex
@@ -132,14 +131,6 @@ class RemoteBatch(Rows):
         return super().union(self.from_local(other) if isinstance(other, DataProto) else other)
 
     # Reading
-
-    def pieces(self, name: str) -> tuple[list[tuple[ColumnRef, np.ndarray | None]], np.ndarray | None]:
-        """The references that column `name` needs, each with the rows wanted of it (None: all in order), and
-        the order. Row i of the batch is row `order[i]` of those rows joined; order None: they are in order
-        already."""
-        column = self.columns[name]
-        plan = piece_plan(column)
-        return [(column.refs[number], local) for number, local in plan.picks], plan.order
 
     def localised(self) -> RemoteBatch:
         """The same rows with only what is needed to read them: unused pieces dropped, local columns cut to

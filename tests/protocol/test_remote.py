@@ -16,6 +16,7 @@ from protocol.samples import laws, make_batch, rows_of, some_lengths
 
 from hydraflow.protocol import ragged
 from hydraflow.protocol.batch import DataProto
+from hydraflow.protocol.pieces import piece_plan
 from hydraflow.protocol.remote import Column, ColumnRef, LocalColumn, RemoteBatch, materialise
 
 TENSORS = ["tokens", "logp", "pairs", "score", "flag"]
@@ -141,14 +142,14 @@ def test_only_needed_pieces_and_columns_are_fetched_in_one_call() -> None:
 
 def test_pieces_and_their_order() -> None:
     _, _, batch = held([1, 2, 3, 1, 2, 3])
-    pieces, order = batch.select_idxs([5, 2, 3, 4]).pieces("tokens")
-    assert [(ref.name, None if rows is None else rows.tolist()) for ref, rows in pieces] == [
-        ("tokens1", None),
-        ("tokens2", [1, 0]),
+    plan = piece_plan(batch.select_idxs([5, 2, 3, 4]).columns["tokens"])
+    assert [(number, None if rows is None else rows.tolist()) for number, rows in plan.picks] == [
+        (1, None),
+        (2, [1, 0]),
     ]
-    assert order.tolist() == [2, 0, 1, 3]
-    pieces, order = batch.pieces("tokens")
-    assert [rows for _, rows in pieces] == [None, None, None] and order is None
+    assert plan.order.tolist() == [2, 0, 1, 3]
+    plan = piece_plan(batch.columns["tokens"])
+    assert [rows for _, rows in plan.picks] == [None, None, None] and plan.order is None
 
 
 def test_columns_share_one_index() -> None:
