@@ -79,7 +79,7 @@ class EngineWorker(Worker):
         """The engine's `forward_rows`, whose MFU is reported as `perf/mfu/<name>_infer`."""
         start = time.perf_counter()
         output = self.engine.forward_rows(rows, batcher, ask, adapter=adapter)
-        self.utilization.note_pass(f"{name}_infer", rows, time.perf_counter() - start)
+        self.utilization.note(f"{name}_infer", rows, time.perf_counter() - start)
         return output
 
     @register(dispatch_mode=DATA_RANKS, blocking=False)

@@ -76,9 +76,8 @@ class TrainedWorker(EngineWorker):
         `perf/mfu/<role>` see `Utilization`."""
         learner, start = self.learner, time.perf_counter()
         metrics = learner.learn(batch, self.update_loss(batch.meta_info, step), step)
-        self.utilization.note_updates(
-            learner.prefix, batch, time.perf_counter() - start, epochs=learner.plan.epochs
-        )
+        seconds = time.perf_counter() - start
+        self.utilization.note(learner.prefix, batch, seconds, updates=learner.plan.epochs)
         return metrics | self.utilization.metrics()
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)

@@ -78,15 +78,13 @@ class Utilization:
         self._done: dict[str, tuple[float, float]] = {}
         """FLOPs and seconds of what has not been reported yet, by name."""
 
-    def note_pass(self, name: str, rows: DataProto, seconds: float) -> None:
-        """Notes a pass without gradients over these rows; it replaces an earlier one of this name."""
+    def note(self, name: str, rows: DataProto, seconds: float, *, updates: int = 0) -> None:
+        """Notes that many updates on these rows, or else a pass without gradients over them; it replaces what
+        has this name."""
         if self._work is not None:
-            self._done[name] = self._work.forward(*_lengths(rows)), seconds
-
-    def note_updates(self, name: str, rows: DataProto, seconds: float, *, epochs: int) -> None:
-        """Notes `epochs` updates on these rows."""
-        if self._work is not None:
-            self._done[name] = epochs * self._work.update(*_lengths(rows)), seconds
+            lengths = ragged.lengths(rows.get("prompts")), ragged.lengths(rows.get("responses"))
+            flops = updates * self._work.update(*lengths) if updates else self._work.forward(*lengths)
+            self._done[name] = flops, seconds
 
     def metrics(self) -> dict[str, Metric]:
         """`perf/mfu/<name>` of all that was noted since the last call."""
@@ -98,8 +96,3 @@ class Utilization:
             f"perf/mfu/{name}": mean(flops / (lasted * peak * self._devices))
             for name, (flops, lasted) in done.items()
         }
-
-
-def _lengths(rows: DataProto) -> tuple[Tensor, Tensor]:
-    """Tokens of the prompts and responses, (B,) each."""
-    return ragged.lengths(rows.get("prompts")), ragged.lengths(rows.get("responses"))

@@ -74,9 +74,9 @@ def test_the_share_is_of_the_peak_of_all_devices_that_have_the_rows(monkeypatch:
     )
     lengths = torch.tensor([3, 2]), torch.tensor([4, 1])
     of = Utilization(work, torch.device("cpu"), torch.float32, devices=4)
-    of.note_pass("actor_infer", batch, 1.0)
-    of.note_pass("actor_infer", batch, 5.0)
-    of.note_updates("actor", batch, 2.0, epochs=3)
+    of.note("actor_infer", batch, 1.0)
+    of.note("actor_infer", batch, 5.0)
+    of.note("actor", batch, 2.0, updates=3)
     found = of.metrics()
     assert found["perf/mfu/actor"].value == pytest.approx(3 * work.update(*lengths) / (2.0 * 1e6 * 4))
     assert found["perf/mfu/actor_infer"].value == pytest.approx(work.forward(*lengths) / (5.0 * 1e6 * 4))
@@ -89,8 +89,8 @@ def test_what_is_not_known_has_no_share(tmp_path: Path, monkeypatch: pytest.Monk
     assert ModelWork.of(ModelConfig(path=str(tmp_path)), "policy", "model") is None
     of_none = Utilization(None, torch.device("cpu"), torch.float32, devices=1)
     batch = DataProto.from_dict({"prompts": ragged.from_rows([torch.ones(2, dtype=torch.int64)])})
-    of_none.note_pass("actor_infer", batch, 1.0)
-    of_none.note_updates("actor", batch, 1.0, epochs=1)
+    of_none.note("actor_infer", batch, 1.0)
+    of_none.note("actor", batch, 1.0, updates=1)
     assert of_none.metrics() == {}
 
 
