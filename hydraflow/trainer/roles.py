@@ -185,11 +185,11 @@ def _link(
     if rollout is None:
         return NoRollout()
     if rollout.group is actor.group:
-        return SameProcess(rollout, turns)
+        return SameProcess(rollout, turns=turns)
     processes = plan.layouts["rollout"].model_parallel
     kind = SharedMemory if _on_one_node(actor, rollout) else Broadcast
     apart = _adapters(config) is not None
-    link = kind(actor, rollout, _rollout(config), processes, apart, turns)
+    link = kind(rollout, actor, _rollout(config), processes, apart, turns=turns)
     # neither a process with a trained model nor one of an engine's several processes can be replaced
     if len(rollout.group.roles) == 1 and processes == 1:
         rollout.group.recovery = Recovery(link.restore, link.config.max_retries)

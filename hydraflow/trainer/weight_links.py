@@ -43,24 +43,21 @@ class WeightLink(Protocol):
         not support it."""
 
 
+@dataclass
 class _Sleeps:
-    """The `sleep` method of a `Sleeper` for a generation engine, which sleeps until weights arrive."""
+    """Half a `Sleeper` for a generation engine, which sleeps until weights arrive."""
 
     rollout: RoleGroup
-    sleeps: bool
+    turns: Turns = field(default_factory=Turns, kw_only=True)
+    sleeps: bool = field(default=False, init=False)
 
     def sleep(self) -> None:
         self.sleeps = True  # first: the replacement of a process that dies in the call gets no weights
         self.rollout.call(RolloutWorker.sleep)
 
 
-@dataclass
 class ModelDirectory(_Sleeps):
     """The weights of the model directory, for a run that trains nothing."""
-
-    rollout: RoleGroup
-    turns: Turns = field(default_factory=Turns)
-    sleeps: bool = field(default=False, init=False)
 
     def wake(self) -> None:
         self.sleeps = False
@@ -77,7 +74,7 @@ class ModelDirectory(_Sleeps):
 def load_model_directory(rollout: RoleGroup, max_retries: int, turns: Turns | None = None) -> ModelDirectory:
     """Loads the weights of the model directory into the generation engine; later also into replacement
     processes."""
-    weights = ModelDirectory(rollout, turns or Turns())
+    weights = ModelDirectory(rollout, turns=turns or Turns())
     weights.wake()
     rollout.group.recovery = Recovery(weights.restore, max_retries)
     return weights
@@ -97,9 +94,6 @@ class NoRollout:
 class SameProcess(_Sleeps):
     """A `WeightLink` where every process of the generation engine also holds the actor."""
 
-    rollout: RoleGroup
-    turns: Turns = field(default_factory=Turns)
-    sleeps: bool = field(default=False, init=False)
     _version: int = field(default=NO_VERSION, init=False)
 
     def publish(self, version: int) -> Callable[[], None]:
@@ -122,15 +116,12 @@ class SeparateProcesses(_Sleeps, ABC):
     """A `WeightLink` between different processes."""
 
     actor: RoleGroup
-    rollout: RoleGroup
     config: RolloutConfig
     processes_per_replica: int = 1
     adapters: bool = False
     """Whether adapters are sent apart from the base weights, not merged into them."""
-    turns: Turns = field(default_factory=Turns)
     published: int = field(default=0, init=False)
     """Number of publishes, including those that wake the generation engine."""
-    sleeps: bool = field(default=False, init=False)
     _version: int = field(default=NO_VERSION, init=False)
     _sending: bool = field(default=False, init=False)
     """Whether a transfer to all generation processes is in progress."""

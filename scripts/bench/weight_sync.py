@@ -109,7 +109,7 @@ def two_processes(model: str, bucket_megabytes: int) -> Iterator[SharedMemory]:
         groups = {name: runtime.group(name, {name: spec}) for name, spec in roles(model).items()}
         runtime.await_ready()
         actor, rollout = groups["actor"].role("actor"), groups["rollout"].role("rollout")
-        yield SharedMemory(actor, rollout, rollout_settings(bucket_megabytes))
+        yield SharedMemory(rollout, actor, rollout_settings(bucket_megabytes))
 
 
 @contextmanager
@@ -123,7 +123,7 @@ def two_nodes(model: str, bucket_megabytes: int) -> Iterator[Broadcast]:
         ]
         runtime.await_ready()
         actor, rollout = groups[0].role("actor"), groups[1].role("rollout")
-        yield Broadcast(actor, rollout, rollout_settings(bucket_megabytes))
+        yield Broadcast(rollout, actor, rollout_settings(bucket_megabytes))
 
 
 @contextmanager

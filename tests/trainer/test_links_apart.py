@@ -51,7 +51,7 @@ def linked(
         rollout = runtime.group("rollout", {"rollout": RoleSpec(RolloutWorker, (rollout_spec(model),))})
         runtime.await_ready()
         how = RolloutConfig(dtype="fp32", update_weights_bucket_megabytes=1, verify_weights_every=1)
-        link = kind(actor.role("actor"), rollout.role("rollout"), how)
+        link = kind(rollout.role("rollout"), actor.role("actor"), how)
         if recovery:
             rollout.recovery = Recovery(link.restore, how.max_retries)
         yield link
