@@ -108,7 +108,16 @@ class SFTTrainer:
     def measure(self, batch: DataProto) -> dict[str, reductions.Metric]:
         """`val/loss` per token; `val/accuracy`: share of conversations in which greedy decoding gets every
         trained token."""
-        return _held_out_metrics(batch, self.runtime.fetch(self.role.call(SFTWorker.evaluate, batch)))
+        output = self.runtime.fetch(self.role.call(SFTWorker.evaluate, batch))
+        mask, lengths = parts(batch.get("response_mask"))
+        log_probs, match = parts(output.get("log_probs"))[0], parts(output.get("greedy_match"))[0]
+        trained, missed = mask.bool(), row_sums((1.0 - match) * mask, lengths)
+        tokens = int(trained.sum())
+        loss = float(-log_probs[trained].double().mean()) if tokens else 0.0
+        return {
+            "val/loss": reductions.mean(loss, weight=tokens),
+            "val/accuracy": reductions.mean(float((missed == 0).float().mean()), weight=len(lengths)),
+        }
 
 
 class HeldOut:
@@ -121,16 +130,3 @@ class HeldOut:
     def run(self, step: int, version: int = 0) -> dict[str, float]:
         """The trainer's measurements over all held-out examples."""
         return reductions.values(reductions.merge(list(map(self.trainer.measure, self.loader))))
-
-
-def _held_out_metrics(batch: DataProto, output: DataProto) -> dict[str, reductions.Metric]:
-    mask, lengths = parts(batch.get("response_mask"))
-    log_probs, match = parts(output.get("log_probs"))[0], parts(output.get("greedy_match"))[0]
-    trained, missed = mask.bool(), row_sums((1.0 - match) * mask, lengths)
-    tokens = int(trained.sum())
-    return {
-        "val/loss": reductions.mean(
-            float(-log_probs[trained].double().mean()) if tokens else 0.0, weight=tokens
-        ),
-        "val/accuracy": reductions.mean(float((missed == 0).float().mean()), weight=len(lengths)),
-    }
