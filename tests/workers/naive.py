@@ -52,15 +52,25 @@ def clipped(ratio: Tensor) -> Tensor:
     return ratio if 0.8 <= ratio <= 1.2 else torch.tensor(0.8 if ratio < 0.8 else 1.2, dtype=ratio.dtype)
 
 
-def vanilla(now: list[Tensor], old: list[float], advantages: list[float], chosen: list[bool]) -> list[Tensor]:
-    losses = []
-    for logp, before, advantage in zip(now, old, advantages):
-        ratio = (logp - before).exp()
-        loss = max(-advantage * ratio, -advantage * clipped(ratio))
-        if advantage < 0 and loss > -advantage * 3.0:
-            loss = torch.tensor(-advantage * 3.0, dtype=ratio.dtype)
-        losses.append(loss)
-    return losses
+def each_token(loss: Callable[..., Tensor]) -> Callable[..., list[Tensor]]:
+    """The losses of a row's tokens, from the loss of one: by its log-probability now and before, its
+    advantage, and whether it was chosen."""
+
+    def of_row(
+        now: list[Tensor], old: list[float], advantages: list[float], chosen: list[bool], **keys: Any
+    ) -> list[Tensor]:
+        return [loss(*token, **keys) for token in zip(now, old, advantages, chosen, strict=True)]
+
+    return of_row
+
+
+@each_token
+def vanilla(logp: Tensor, before: float, advantage: float, chosen: bool) -> Tensor:
+    ratio = (logp - before).exp()
+    loss = max(-advantage * ratio, -advantage * clipped(ratio))
+    if advantage < 0 and loss > -advantage * 3.0:
+        return torch.tensor(-advantage * 3.0, dtype=ratio.dtype)
+    return loss
 
 
 def gspo(now: list[Tensor], old: list[float], advantages: list[float], chosen: list[bool]) -> list[Tensor]:
@@ -71,19 +81,15 @@ def gspo(now: list[Tensor], old: list[float], advantages: list[float], chosen: l
     return [max(-a * ratio, -a * clipped(ratio)) for a, ratio in zip(advantages, ratios)]
 
 
-def sapo(now: list[Tensor], old: list[float], advantages: list[float], chosen: list[bool]) -> list[Tensor]:
-    losses = []
-    for logp, before, advantage in zip(now, old, advantages):
-        tau = 1.0 if advantage > 0 else 1.05
-        losses.append(-advantage * 4 / tau / (1 + (-tau * ((logp - before).exp() - 1)).exp()))
-    return losses
+@each_token
+def sapo(logp: Tensor, before: float, advantage: float, chosen: bool) -> Tensor:
+    tau = 1.0 if advantage > 0 else 1.05
+    return -advantage * 4 / tau / (1 + (-tau * ((logp - before).exp() - 1)).exp())
 
 
-def cispo(now: list[Tensor], old: list[float], advantages: list[float], chosen: list[bool]) -> list[Tensor]:
-    losses = []
-    for logp, before, advantage in zip(now, old, advantages):
-        losses.append(-advantage * clipped((logp - before).exp()).item() * logp)
-    return losses
+@each_token
+def cispo(logp: Tensor, before: float, advantage: float, chosen: bool) -> Tensor:
+    return -advantage * clipped((logp - before).exp()).item() * logp
 
 
 def geo_mean(
@@ -98,26 +104,26 @@ def geo_mean(
     return [-advantage * product ** (1 / len(now)) for advantage in advantages]
 
 
-def gpg(now: list[Tensor], old: list[float], advantages: list[float], chosen: list[bool]) -> list[Tensor]:
-    return [-advantage * logp for logp, advantage in zip(now, advantages)]
+@each_token
+def gpg(logp: Tensor, before: float, advantage: float, chosen: bool) -> Tensor:
+    return -advantage * logp
 
 
+@each_token
 def dppo(
+    logp: Tensor,
+    before: float,
+    advantage: float,
+    chosen: bool,
+    *,
     divergence: Callable[[float, float], float],
-    now: list[Tensor],
-    old: list[float],
-    advantages: list[float],
-    chosen: list[bool],
-) -> list[Tensor]:
+) -> Tensor:
     """The paper's objective, a mask times ratio times advantage; ratios above 3 weigh 3."""
-    losses = []
-    for logp, before, advantage in zip(now, old, advantages):
-        ratio = (logp - before).exp()
-        beyond = divergence(math.exp(before), math.exp(logp.item())) > 0.2
-        masked = beyond and (ratio > 1 if advantage > 0 else ratio < 1)
-        objective = 3 * advantage * logp if ratio > 3 else advantage * ratio
-        losses.append(0 * logp if masked else -objective)
-    return losses
+    ratio = (logp - before).exp()
+    beyond = divergence(math.exp(before), math.exp(logp.item())) > 0.2
+    masked = beyond and (ratio > 1 if advantage > 0 else ratio < 1)
+    objective = 3 * advantage * logp if ratio > 3 else advantage * ratio
+    return 0 * logp if masked else -objective
 
 
 def total_variation(before: float, now: float) -> float:
@@ -129,9 +135,10 @@ def binary_kl(before: float, now: float) -> float:
     return before * math.log(before / now) + (1 - before) * math.log((1 - before) / (1 - now))
 
 
-def dro(now: list[Tensor], old: list[float], advantages: list[float], chosen: list[bool]) -> list[Tensor]:
+@each_token
+def dro(logp: Tensor, before: float, advantage: float, chosen: bool) -> Tensor:
     """The squared residual that the paper derives; the policy's part of it, over beta = 0.1."""
-    return [(a - 0.1 * (logp - before)) ** 2 / 0.2 for logp, before, a in zip(now, old, advantages)]
+    return (advantage - 0.1 * (logp - before)) ** 2 / 0.2
 
 
 def topr(now: list[Tensor], old: list[float], advantages: list[float], chosen: list[bool]) -> list[Tensor]:
@@ -139,19 +146,11 @@ def topr(now: list[Tensor], old: list[float], advantages: list[float], chosen: l
     return [-a * (1.0 if a > 0 else min(whole, 1.0)) * logp for logp, a in zip(now, advantages)]
 
 
+@each_token
 def tis(
-    now: list[Tensor],
-    old: list[float],
-    advantages: list[float],
-    chosen: list[bool],
-    *,
-    least: float = 0.0,
-    most: float = 1.0,
-) -> list[Tensor]:
-    losses = []
-    for logp, before, advantage in zip(now, old, advantages):
-        losses.append(-advantage * max(least, min(math.exp(logp.item() - before), most)) * logp)
-    return losses
+    logp: Tensor, before: float, advantage: float, chosen: bool, *, least: float = 0.0, most: float = 1.0
+) -> Tensor:
+    return -advantage * max(least, min(math.exp(logp.item() - before), most)) * logp
 
 
 def kimi15(now: list[Tensor], old: list[float], advantages: list[float], chosen: list[bool]) -> list[Tensor]:
@@ -160,67 +159,54 @@ def kimi15(now: list[Tensor], old: list[float], advantages: list[float], chosen:
     return [0.1 / 2 * whole**2 / len(now) - a * logp for logp, a in zip(now, advantages)]
 
 
-def opmd(
-    now: list[Tensor], old: list[float], advantages: list[float], chosen: list[bool], *, tau: float = 1.0
-) -> list[Tensor]:
-    return [-advantage * logp / (1 + tau) for logp, advantage in zip(now, advantages)]
+@each_token
+def opmd(logp: Tensor, before: float, advantage: float, chosen: bool, *, tau: float = 1.0) -> Tensor:
+    return -advantage * logp / (1 + tau)
 
 
-def sppo(
-    now: list[Tensor], old: list[float], advantages: list[float], chosen: list[bool], *, most: float = 1.3
-) -> list[Tensor]:
-    losses = []
-    for logp, before, advantage in zip(now, old, advantages):
-        ratio = (logp - before).exp()
-        near = ratio if 1 / most <= ratio <= most else ratio.detach().clamp(1 / most, most)
-        losses.append(-advantage * near.log() + 0 * logp)
-    return losses
+@each_token
+def sppo(logp: Tensor, before: float, advantage: float, chosen: bool, *, most: float = 1.3) -> Tensor:
+    ratio = (logp - before).exp()
+    near = ratio if 1 / most <= ratio <= most else ratio.detach().clamp(1 / most, most)
+    return -advantage * near.log() + 0 * logp
 
 
+@each_token
 def rec(
-    now: list[Tensor],
-    old: list[float],
-    advantages: list[float],
-    chosen: list[bool],
+    logp: Tensor,
+    before: float,
+    advantage: float,
+    chosen: bool,
     *,
     clip_mode: str = "one-side",
     weight: str = "none",
     outer: tuple[float, float] = (0.4, 3.0),
     temperature: float = 1.0,
-) -> list[Tensor]:
-    losses = []
-    for logp, before, advantage in zip(now, old, advantages):
-        ratio = math.exp(logp.item() - before)
-        within, rewarded = 0.8 <= ratio <= 1.2, advantage > 0
-        keep = {
-            "none": True,
-            "one-side": ratio <= 1.2 if rewarded else ratio >= 0.8,
-            "two-side": within,
-            "ring": within or (ratio <= outer[0] if rewarded else ratio >= outer[1]),
-        }[clip_mode]
-        of_advantage = math.exp(advantage / temperature)
-        factor = {"none": 1.0, "importance_sampling": ratio, "advantage": of_advantage}[weight]
-        losses.append(-advantage * factor * keep * logp)
-    return losses
+) -> Tensor:
+    ratio = math.exp(logp.item() - before)
+    within, rewarded = 0.8 <= ratio <= 1.2, advantage > 0
+    keep = {
+        "none": True,
+        "one-side": ratio <= 1.2 if rewarded else ratio >= 0.8,
+        "two-side": within,
+        "ring": within or (ratio <= outer[0] if rewarded else ratio >= outer[1]),
+    }[clip_mode]
+    of_advantage = math.exp(advantage / temperature)
+    factor = {"none": 1.0, "importance_sampling": ratio, "advantage": of_advantage}[weight]
+    return -advantage * factor * keep * logp
 
 
-def clip_cov(
-    now: list[Tensor], old: list[float], advantages: list[float], chosen: list[bool]
-) -> list[Tensor]:
-    losses = []
-    for logp, before, advantage, fixed in zip(now, old, advantages, chosen):
-        ratio = (logp - before).exp()
-        loss = max(-advantage * ratio, -advantage * clipped(ratio))
-        losses.append(loss.detach() if fixed else loss)
-    return losses
+@each_token
+def clip_cov(logp: Tensor, before: float, advantage: float, chosen: bool) -> Tensor:
+    ratio = (logp - before).exp()
+    loss = max(-advantage * ratio, -advantage * clipped(ratio))
+    return loss.detach() if chosen else loss
 
 
-def kl_cov(now: list[Tensor], old: list[float], advantages: list[float], chosen: list[bool]) -> list[Tensor]:
-    losses = []
-    for logp, before, advantage, held in zip(now, old, advantages, chosen):
-        loss = -advantage * (logp - before).exp()
-        losses.append(loss + 0.1 * (logp - before).abs() if held else loss)
-    return losses
+@each_token
+def kl_cov(logp: Tensor, before: float, advantage: float, chosen: bool) -> Tensor:
+    loss = -advantage * (logp - before).exp()
+    return loss + 0.1 * (logp - before).abs() if chosen else loss
 
 
 def low_var_kl(gap: Tensor) -> Tensor:
@@ -229,15 +215,15 @@ def low_var_kl(gap: Tensor) -> Tensor:
     return estimate if estimate < 10 else estimate.detach()
 
 
-POLICY: dict[str, Callable[[list[Tensor], list[float], list[float], list[bool]], list[Tensor]]] = {
+POLICY: dict[str, Callable[..., list[Tensor]]] = {
     "vanilla": vanilla,
     "gspo": gspo,
     "sapo": sapo,
     "cispo": cispo,
     "geo_mean": geo_mean,
     "gpg": gpg,
-    "dppo_tv": partial(dppo, total_variation),
-    "dppo_kl": partial(dppo, binary_kl),
+    "dppo_tv": partial(dppo, divergence=total_variation),
+    "dppo_kl": partial(dppo, divergence=binary_kl),
     "dro": dro,
     "topr": topr,
     "tis": tis,
@@ -275,9 +261,8 @@ def actor_loss(rows: Sequence[Row], options: Mapping[str, Any], scale: float) ->
         old, advantages = (
             [row.columns[name][t] for t in row.trained] for name in ("old_log_probs", "advantages")
         )
-        chosen = [
-            bool(row.columns["chosen_tokens"][t]) for t in row.trained if "chosen_tokens" in row.columns
-        ]
+        of_choice = row.columns.get("chosen_tokens")
+        chosen = [of_choice is not None and bool(of_choice[t]) for t in row.trained]
         policy_loss, now = POLICY[options.get("loss_mode", "vanilla")], [row.said[t] for t in row.trained]
         for t, loss in zip(row.trained, policy_loss(now, old, advantages, chosen)):
             ref = row.columns["ref_log_prob"][t]
