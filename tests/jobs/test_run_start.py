@@ -90,6 +90,10 @@ def begin(
     return run_start.take_back(start) if start.found and not start.is_done(want.total_steps) else start
 
 
+def resume(path: Path) -> dict[str, Any]:
+    return {"resume_mode": "resume_path", "resume_from_path": str(path)}
+
+
 @pytest.fixture
 def out(tmp_path: Path) -> Path:
     """The folder of a run that was interrupted after step 5, with checkpoints of steps 2 and 4."""
@@ -236,7 +240,7 @@ def test_a_foreign_index_is_refused_before_anything_starts(out: Path, tmp_path: 
     rewrite(index, pickle.dumps(Payload(tmp_path / "hacked")))
     given: dict[str, Any] = {"default_local_dir": str(out if way == "auto" else tmp_path / "other")}
     if way != "auto":
-        given |= {"resume_mode": "resume_path", "resume_from_path": str(out / "global_step_4")}
+        given |= resume(out / "global_step_4")
     with pytest.raises(ConfigError, match=REFUSED) as caught:
         begin(required({}, looks_only=VALIDATES if way == "validated" else None), **given)
     assert caught.value.exit_code == 2 and not (tmp_path / "hacked").exists()
@@ -267,11 +271,7 @@ def test_done_is_done(out: Path) -> None:
 
 
 def test_a_path_in_another_folder_begins_a_run_of_its_own(out: Path, tmp_path: Path) -> None:
-    path = {
-        "resume_mode": "resume_path",
-        "resume_from_path": str(out / "global_step_2"),
-        "default_local_dir": str(tmp_path / "new"),
-    }
+    path = resume(out / "global_step_2") | {"default_local_dir": str(tmp_path / "new")}
     start = begin(**path)
     assert start.step == 2 and start.run_id != "run-1" and start.folder.path == tmp_path / "new"
     assert records(out) == 6 and CheckpointStore(out).pointer() == 4, "the other run stays as it is"
@@ -280,9 +280,7 @@ def test_a_path_in_another_folder_begins_a_run_of_its_own(out: Path, tmp_path: P
 
 
 def test_a_path_in_the_same_folder_goes_back(out: Path) -> None:
-    start = begin(
-        default_local_dir=str(out), resume_mode="resume_path", resume_from_path=str(out / "global_step_2")
-    )
+    start = begin(default_local_dir=str(out), **resume(out / "global_step_2"))
     assert start.step == 2 and start.run_id == "run-1" and records(out) == 3
     assert (out / "earlier-1" / "global_step_4").is_dir()
 
@@ -292,16 +290,12 @@ def test_a_path_in_the_same_folder_goes_back(out: Path) -> None:
 )
 def test_a_path_without_a_checkpoint_is_refused(tmp_path: Path, path: str, why: str) -> None:
     with pytest.raises(ConfigError, match=why):
-        begin(
-            default_local_dir=str(tmp_path / "run"),
-            resume_mode="resume_path",
-            resume_from_path=str(tmp_path / path),
-        )
+        begin(default_local_dir=str(tmp_path / "run"), **resume(tmp_path / path))
 
 
 def test_looking_at_a_checkpoint_leaves_its_run_alone(out: Path, tmp_path: Path) -> None:
     look = required({}, 0, looks_only=VALIDATES, contents={"load_contents": ["model"]})
-    path = {"resume_mode": "resume_path", "resume_from_path": str(out / "global_step_2")}
+    path = resume(out / "global_step_2")
     assert begin(look, default_local_dir=str(tmp_path / "new"), **path).step == 2
     for options in (path, {}):
         with pytest.raises(
@@ -395,8 +389,7 @@ def test_contents_that_a_checkpoint_has_and_no_run_loads_are_not_advised(out: Pa
 def test_the_end_of_another_run_in_the_folder_says_nothing_of_a_path(out: Path, tmp_path: Path) -> None:
     other = save(tmp_path / "other", 8)
     RunFolder(out).write_summary(Summary(None, None, None, 8, 1.0, DONE))
-    path = {"resume_mode": "resume_path", "resume_from_path": str(other), "default_local_dir": str(out)}
-    start = run_start.begin(TrainerConfig(**path), required(), {})
+    start = run_start.begin(TrainerConfig(default_local_dir=str(out), **resume(other)), required(), {})
     start.lock.release()
     assert start.step == 8 and not start.is_done(8)
 
@@ -424,7 +417,7 @@ class Rows:
 
 
 def test_a_refused_start_leaves_no_folder(tmp_path: Path) -> None:
-    path = {"resume_mode": "resume_path", "resume_from_path": str(tmp_path / "nowhere")}
+    path = resume(tmp_path / "nowhere")
     with pytest.raises(ConfigError):
         begin(default_local_dir=str(tmp_path / "new"), **path)
     assert list(tmp_path.iterdir()) == []
