@@ -16,7 +16,7 @@ from types import ModuleType
 from typing import Any
 
 import pytest
-from jobs.command import LOCAL, SMALL_RECIPE, SMALL_STEPS, hydraflow, python, read_steps
+from jobs.command import LOCAL, SMALL_RECIPE, hydraflow, python, read_steps
 from jobs.conftest import write_lines
 from source_tree import FILES, imports, tree_of
 from transformers import AutoModelForCausalLM
@@ -289,7 +289,6 @@ def test_seeing_what_happens(tmp_path: Path, recipe_cache: Path) -> None:
     """The commands of that section in their order, on runs of three steps: with Ray, then without."""
     small = [
         *SMALL_RECIPE,
-        *SMALL_STEPS,
         f"recipe.cache_dir={recipe_cache}",
         "trainer.total_training_steps=3",
     ]
@@ -326,7 +325,6 @@ def test_a_reward_of_ones_own(tmp_path: Path, recipe_cache: Path) -> None:
     ]
     small = [
         *SMALL_RECIPE,
-        *SMALL_STEPS,
         *LOCAL,
         f"recipe.cache_dir={recipe_cache}",
         "trainer.total_training_steps=1",
@@ -345,7 +343,7 @@ def code_with(text: str) -> str:
 def test_a_loss_and_an_estimator_of_ones_own(tmp_path: Path, recipe_cache: Path) -> None:
     (tmp_path / "my_code.py").write_text(code_with("def my_loss"))
     [arguments] = [words for words in of("main_ppo") if any("my_code.py" in word for word in words)]
-    small = [*SMALL_RECIPE, *SMALL_STEPS, *LOCAL, f"recipe.cache_dir={recipe_cache}"]
+    small = [*SMALL_RECIPE, *LOCAL, f"recipe.cache_dir={recipe_cache}"]
     small += ["trainer.total_training_steps=1", "trainer.default_local_dir=OWN"]
     done = hydraflow("main_ppo", *arguments, *small, cwd=tmp_path)
     assert done.returncode == 0, done.stderr[-3000:]
@@ -368,7 +366,6 @@ def test_a_loss_and_an_estimator_added_to_the_tables(monkeypatch: pytest.MonkeyP
 def test_a_checkpoint_becomes_a_model(tmp_path: Path, recipe_cache: Path) -> None:
     small = [
         *SMALL_RECIPE,
-        *SMALL_STEPS,
         *LOCAL,
         f"recipe.cache_dir={recipe_cache}",
         "trainer.default_local_dir=RUN",
@@ -423,7 +420,7 @@ def test_training_on_examples_then_answers_then_their_score(tmp_path: Path) -> N
 
 @pytest.mark.slow
 def test_the_bench_of_a_step(recipe_cache: Path) -> None:
-    small = [*SMALL_RECIPE, *SMALL_STEPS, *LOCAL, f"recipe.cache_dir={recipe_cache}"]
+    small = [*SMALL_RECIPE, *LOCAL, f"recipe.cache_dir={recipe_cache}"]
     done = python("scripts/bench/grpo_step.py", "--steps", "2", *small, cwd=ROOT)
     assert done.returncode == 0, done.stderr[-3000:]
     assert '"timing_s/step"' in done.stdout
@@ -440,7 +437,7 @@ def test_the_list_of_benches() -> None:
 @pytest.mark.slow
 def test_the_bench_of_learning(recipe_cache: Path) -> None:
     """A line for each value; so short a run need not have learned anything."""
-    small = [*SMALL_RECIPE, *SMALL_STEPS, f"recipe.cache_dir={recipe_cache}"]
+    small = [*SMALL_RECIPE, f"recipe.cache_dir={recipe_cache}"]
     run = ["scripts/bench/learn.py", "--steps", "1", "algorithm.adv_estimator=opo,nonsense"]
     done = python(*run, *small, cwd=ROOT)
     assert done.returncode == 1, done.stderr[-3000:]

@@ -21,13 +21,11 @@ SMALL_RECIPE = [
     "recipe.warm_start_accuracy=1.0",
     "recipe.train_problems=600",
     "recipe.val_problems=32",
-]
-"""Few problems and a short warm start: it learns next to nothing, but everything runs."""
-SMALL_STEPS = [
     "data.train_batch_size=8",
     "actor_rollout_ref.actor.ppo_mini_batch_size=4",
     "actor_rollout_ref.rollout.n=4",
 ]
+"""Few problems, a short warm start and small steps: it learns next to nothing, but everything runs."""
 
 ONE_RANK = ["trainer.n_gpus_per_node=1", "trainer.threads_per_process=1"]
 """One process with one thread: several tests run at a time."""
@@ -53,6 +51,15 @@ def hydraflow(
 ) -> subprocess.CompletedProcess[str]:
     """`python -m hydraflow.<command> overrides`, with what it printed; `fresh` as in `python`."""
     return python("-m", f"hydraflow.{command}", *overrides, cwd=cwd, timeout=timeout, fresh=fresh)
+
+
+def completed(
+    command: str, *overrides: str, cwd: Path, timeout: float = 240.0, fresh: bool = False
+) -> subprocess.CompletedProcess[str]:
+    """The same, of a command that must succeed."""
+    done = hydraflow(command, *overrides, cwd=cwd, timeout=timeout, fresh=fresh)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    return done
 
 
 def python(
@@ -150,6 +157,15 @@ def has_lines(path: Path, count: int) -> bool:
 def read_steps(folder: Path) -> list[dict[str, Any]]:
     """The lines of metrics.jsonl."""
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def read_numbers(folder: Path) -> list[dict[str, Any]]:
+    """The same without times: what two runs can have alike."""
+    timed = ("timing_s/", "perf/", "seconds")
+    return [
+        {name: value for name, value in line.items() if not name.startswith(timed)}
+        for line in read_steps(folder)
+    ]
 
 
 def assert_refused(done: subprocess.CompletedProcess[str], *words: str) -> None:

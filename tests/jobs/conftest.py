@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from jobs.command import SMALL_RECIPE, SMALL_STEPS, end_leftovers, hydraflow
+from jobs.command import SMALL_RECIPE, completed, end_leftovers
 from once import made_once
 
 LEARNT = {"1+1=": "002", "17+25=": "042", "60+60=": "120", "9+9=": "018"}
@@ -31,14 +31,13 @@ def no_leftovers() -> Iterator[None]:
 def run(tmp_path_factory: pytest.TempPathFactory, recipe_cache: Path) -> Path:
     """The folder of a run of three steps on two ranks, with validation and a timeline, the second step
     profiled; started in a folder that has nothing to do with the project."""
-    given = [*SMALL_RECIPE, *SMALL_STEPS, f"recipe.cache_dir={recipe_cache}", "log.level=debug"]
+    given = [*SMALL_RECIPE, f"recipe.cache_dir={recipe_cache}", "log.level=debug"]
     given += ["+trainer.total_training_steps=3", "++trainer.test_freq=2", "trainer.log_val_generations=4"]
     given += ["trainer.default_local_dir=out", "ray_init.timeline_file=out/timeline.json"]
     given += ["global_profiler.tool=torch", "global_profiler.steps=[2]"]
 
     def train(home: Path) -> None:
-        done = hydraflow("main_ppo", *given, cwd=home, fresh=True)
-        assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+        done = completed("main_ppo", *given, cwd=home, fresh=True)
         assert "\x1b[" not in done.stdout, "piped to a file it prints plain lines"
         assert str(home / "out") in done.stdout, "the last line says where the run folder is"
 
@@ -96,8 +95,7 @@ def sft_run(tmp_path_factory: pytest.TempPathFactory, sft_keys: list[str]) -> Pa
     given = [*sft_keys, "trainer.total_training_steps=60", "trainer.default_local_dir=out"]
 
     def train(home: Path) -> None:
-        done = hydraflow("main_sft", *given, cwd=home)
-        assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+        done = completed("main_sft", *given, cwd=home)
         assert "command line" in done.stdout, "the plan says where a number comes from"
 
     return made_once(tmp_path_factory, "sft", train) / "out"
@@ -110,8 +108,7 @@ def answers(tmp_path_factory: pytest.TempPathFactory, sft_run: Path, prompts: Pa
     given += ["data.max_response_length=8", "rollout.temperature=0", "ray_init.timeline_file=t.json"]
 
     def generate(home: Path) -> None:
-        done = hydraflow("main_generate", *given, cwd=home)
-        assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+        done = completed("main_generate", *given, cwd=home)
         assert done.stdout == "4 prompts, 1 response each: deep/answers.parquet\n"
 
     return made_once(tmp_path_factory, "answers", generate) / "deep" / "answers.parquet"

@@ -8,21 +8,27 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pyarrow.parquet
 import pytest
 from dispatch import trace_format
-from jobs.command import ONE_RANK, SMALL_RECIPE, SMALL_STEPS, assert_refused, hydraflow, python, read_steps
+from jobs.command import (
+    ONE_RANK,
+    SMALL_RECIPE,
+    assert_refused,
+    completed,
+    hydraflow,
+    python,
+    read_numbers,
+    read_steps,
+)
 
 from hydraflow.protocol.columns import first_difference
 from hydraflow.protocol.stored import read_batch
 
 pytestmark = pytest.mark.slow
 
-UNLIKE = ("timing_s/", "perf/", "seconds")
-"""Numbers that no two runs have alike."""
 REWARD = """
 def compute_score(data_source, solution_str, ground_truth, extra_info):
     # more different digits, more reward: there is something to learn from the first step
@@ -41,7 +47,6 @@ def train(home: Path, cache: Path, name: str, *overrides: str, code: int = 0) ->
     """A run of three steps in a folder of `home`, with one process for each role."""
     given = [
         *SMALL_RECIPE,
-        *SMALL_STEPS,
         f"recipe.cache_dir={cache}",
         *ONE_RANK,
         f"trainer.default_local_dir={name}",
@@ -61,13 +66,6 @@ def with_ray(home: Path, recipe_cache: Path) -> Path:
     return train(home, recipe_cache, "with_ray", "trainer.debug.save_rollouts=dump", "trainer.test_freq=2")
 
 
-def numbers(run: Path) -> list[dict[str, Any]]:
-    return [
-        {name: value for name, value in line.items() if not name.startswith(UNLIKE)}
-        for line in read_steps(run)
-    ]
-
-
 def weights(run: Path) -> bytes:
     return (run / "final_model" / "actor" / "model.safetensors").read_bytes()
 
@@ -84,7 +82,7 @@ def assert_same_rows(one: Path, other: Path) -> None:
 
 def test_the_reference_run_learns(with_ray: Path) -> None:
     """Else equal weights would say nothing."""
-    lines = numbers(with_ray)
+    lines = read_numbers(with_ray)
     assert all(line["actor/grad_norm"] > 0 for line in lines if line["step"])
     assert lines[1]["critic/score/max"] > lines[1]["critic/score/min"]
 
@@ -92,7 +90,7 @@ def test_the_reference_run_learns(with_ray: Path) -> None:
 def test_without_ray_the_numbers_are_the_same(with_ray: Path, home: Path, recipe_cache: Path) -> None:
     local = ["trainer.debug.local=true", "trainer.debug.save_rollouts=dump_local", "trainer.test_freq=2"]
     run = train(home, recipe_cache, "local", *local)
-    assert numbers(run) == numbers(with_ray)
+    assert read_numbers(run) == read_numbers(with_ray)
     assert weights(run) == weights(with_ray)
     assert (run / "samples" / "step_000003.jsonl").read_text() == (
         with_ray / "samples" / "step_000003.jsonl"
@@ -114,9 +112,9 @@ def test_training_on_a_dump_gives_the_same_weights(
     assert weights(run) == weights(with_ray)
     trained = [
         {key: value for key, value in line.items() if not key.startswith("val-")}
-        for line in numbers(with_ray)[1:]
+        for line in read_numbers(with_ray)[1:]
     ]
-    assert numbers(run)[1:] == trained, "no validation, and the same steps"
+    assert read_numbers(run)[1:] == trained, "no validation, and the same steps"
 
 
 def test_replayed_rollouts_beside_validation(with_ray: Path, home: Path, recipe_cache: Path) -> None:
@@ -128,7 +126,7 @@ def test_replayed_rollouts_beside_validation(with_ray: Path, home: Path, recipe_
         "trainer.debug.load_rollouts=dump",
         "trainer.test_freq=2",
     )
-    assert numbers(run) == numbers(with_ray) and weights(run) == weights(with_ray)
+    assert read_numbers(run) == read_numbers(with_ray) and weights(run) == weights(with_ray)
 
 
 def test_sampling_alone(with_ray: Path, home: Path, recipe_cache: Path) -> None:
@@ -141,7 +139,7 @@ def test_sampling_alone(with_ray: Path, home: Path, recipe_cache: Path) -> None:
     run = train(home, recipe_cache, "rollout_only", *only)
     assert_same_rows(home / "dump_only" / "step_1.safetensors", home / "dump" / "step_1.safetensors")
     assert not (run / "final_model").exists()
-    first, reference = numbers(run)[1], numbers(with_ray)[1]
+    first, reference = read_numbers(run)[1], read_numbers(with_ray)[1]
     assert first["critic/score/mean"] == pytest.approx(reference["critic/score/mean"])
     assert first["response_length/max"] == reference["response_length/max"]
     assert "actor/grad_norm" not in first
@@ -157,7 +155,7 @@ def test_sampling_alone(with_ray: Path, home: Path, recipe_cache: Path) -> None:
 def test_dumps_that_do_not_suffice_are_refused_before_anything_starts(
     with_ray: Path, home: Path, recipe_cache: Path
 ) -> None:
-    given = [*SMALL_RECIPE, *SMALL_STEPS, f"recipe.cache_dir={recipe_cache}", "trainer.debug.local=true"]
+    given = [*SMALL_RECIPE, f"recipe.cache_dir={recipe_cache}", "trainer.debug.local=true"]
     given += ["trainer.debug.load_rollouts=dump", "trainer.debug.train_only=true"]
     done = hydraflow(
         "main_ppo", *given, "trainer.total_training_steps=5", "trainer.default_local_dir=longer", cwd=home
@@ -167,7 +165,7 @@ def test_dumps_that_do_not_suffice_are_refused_before_anything_starts(
 
 def debugged(home: Path, typed: str, *overrides: str) -> subprocess.CompletedProcess[str]:
     """A run at whose debugger a user types."""
-    command = [sys.executable, "-m", "hydraflow.main_ppo", *SMALL_RECIPE, *SMALL_STEPS, *overrides]
+    command = [sys.executable, "-m", "hydraflow.main_ppo", *SMALL_RECIPE, *overrides]
     environ = {**os.environ, "OMP_NUM_THREADS": "1"}
     environ.pop("PYTHONBREAKPOINT", None)  # Ray in the process of the tests has set it
     return subprocess.run(
@@ -205,7 +203,7 @@ def test_an_exception_of_a_worker_comes_with_its_stack(home: Path, recipe_cache:
         "actor.maximum = None\nrunpy.run_module('hydraflow.main_ppo', run_name='__main__')\n"
     )
     folder = "trainer.default_local_dir=raises"
-    done = python("broken.py", *SMALL_RECIPE, *SMALL_STEPS, *given, folder, cwd=home)
+    done = python("broken.py", *SMALL_RECIPE, *given, folder, cwd=home)
     assert done.returncode == 1, done.stdout[-3000:] + done.stderr[-3000:]
     assert "TypeError: 'NoneType' object is not callable" in done.stderr and "in update" in done.stderr
 
@@ -220,8 +218,7 @@ def test_supervised_training_and_generation_in_one_process(
         "trainer.default_local_dir=out",
         "ray_init.timeline_file=t.json",
     ]
-    done = hydraflow("main_sft", *sft_keys, "trainer.total_training_steps=60", *here, cwd=tmp_path)
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    completed("main_sft", *sft_keys, "trainer.total_training_steps=60", *here, cwd=tmp_path)
     lines, reference = read_steps(tmp_path / "out"), read_steps(sft_run)
     assert lines[0]["train/loss"] == pytest.approx(reference[0]["train/loss"], rel=1e-5)
     assert lines[-1]["val/accuracy"] == reference[-1]["val/accuracy"] == 1.0
@@ -235,8 +232,7 @@ def test_supervised_training_and_generation_in_one_process(
         "rollout.temperature=0",
     ]
     written = ["output.path=local.parquet", "ray_init.timeline_file=local.json"]
-    done = hydraflow("main_generate", *given, *written, "trainer.debug.local=true", cwd=tmp_path)
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    completed("main_generate", *given, *written, "trainer.debug.local=true", cwd=tmp_path)
     for timeline in (tmp_path / "local.json", answers.parent.parent / "t.json"):
         trace_format.check(json.loads(timeline.read_text()))
     local, ray = (pyarrow.parquet.read_table(file) for file in (tmp_path / "local.parquet", answers))

@@ -3,13 +3,12 @@ that the merger makes of it, and refusals before anything starts."""
 
 from __future__ import annotations
 
-import json
 import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
-from jobs.command import assert_refused, hydraflow, write_sums
+from jobs.command import assert_refused, hydraflow, read_steps, write_sums
 
 from hydraflow.compose.loading import load
 from hydraflow.jobs.ppo import PPOJob
@@ -72,7 +71,7 @@ def trained(folder: Path, model: str, run: str, *overrides: str) -> list[dict[st
     """What the steps compute, in this process's Ray."""
     PPOJob(load("ppo", PPOConfig, [*given(folder, model, run), *overrides])).run()
     kinds = ("actor/", "critic/", "response_length/", "step")
-    lines = map(json.loads, (folder / run / "metrics.jsonl").read_text().splitlines())
+    lines = read_steps(folder / run)
     return [{name: value for name, value in line.items() if name.startswith(kinds)} for line in lines]
 
 

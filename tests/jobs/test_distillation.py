@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from jobs.command import LOCAL, assert_refused, hydraflow, read_steps
+from jobs.command import LOCAL, assert_refused, completed, hydraflow, read_steps
 from jobs.conftest import write_lines
 from transformers import AutoModelForCausalLM
 
@@ -69,8 +69,7 @@ def test_the_term_is_that_of_both_models_and_falls(
     given = [f"+distillation.teachers={{openai/gsm8k:{tiny},default:{teacher}}}"]
     given += ["trainer.debug.save_rollouts=dump", "trainer.total_training_steps=8"]
     given += [f"distillation.distillation_loss.use_policy_gradient={in_advantages}".lower()]
-    done = hydraflow("main_ppo", *keys, *given, *LOCAL, cwd=tmp_path)
-    assert done.returncode == 0, done.stderr[-3000:]
+    completed("main_ppo", *keys, *given, *LOCAL, cwd=tmp_path)
     steps = [row for row in read_steps(tmp_path / "out") if row["step"]]
     rows = read_dump(tmp_path / "dump" / "step_1.safetensors")[0]
     policy, other = (AutoModelForCausalLM.from_pretrained(path) for path in (tiny, teacher))
@@ -94,8 +93,7 @@ def test_teachers_alone_need_no_reward_function(keys: list[str], teacher: Path, 
     rows = [{"prompt": text, "data_source": "mine", "reward_model": {"ground_truth": ""}} for text in SUMS]
     given = [f"data.train_files={write_lines(tmp_path / 'mine.jsonl', rows)}"]
     given += [f"+distillation.teachers.default={teacher}", "trainer.total_training_steps=1"]
-    done = hydraflow("main_ppo", *keys, *given, *LOCAL, cwd=tmp_path)
-    assert done.returncode == 0, done.stderr[-3000:]
+    completed("main_ppo", *keys, *given, *LOCAL, cwd=tmp_path)
     (step,) = [row for row in read_steps(tmp_path / "out") if row["step"]]
     assert step["critic/score/mean"] == 0 and step["actor/grad_norm"] > 0
     rewarded = hydraflow("main_ppo", *keys, *given, f"{LOSS}.use_task_rewards=true", *LOCAL, cwd=tmp_path)
@@ -121,8 +119,7 @@ def test_a_divergence_and_its_gradient_are_those_of_both_models(
     given += ["trainer.debug.save_rollouts=dump", "trainer.total_training_steps=6"]
     given += ["actor_rollout_ref.actor.optim.lr=0.001"]
     given += [f"{LOSS}.topk={most}"] if most else []
-    done = hydraflow("main_ppo", *keys, *given, *LOCAL, cwd=tmp_path)
-    assert done.returncode == 0, done.stderr[-3000:]
+    done = completed("main_ppo", *keys, *given, *LOCAL, cwd=tmp_path)
     assert "every advantage is the same" not in done.stdout + done.stderr
     steps = [row for row in read_steps(tmp_path / "out") if row["step"]]
     rows = read_dump(tmp_path / "dump" / "step_1.safetensors")[0]
@@ -160,8 +157,7 @@ def test_a_teacher_may_have_more_tokens_than_the_policy_but_not_fewer(
     other.save_pretrained(wide)
     whole = [f"{LOSS}.loss_mode=reverse_kl", "trainer.debug.save_rollouts=dump"]
     given = [*whole, f"+distillation.teachers.default={wide}", "trainer.total_training_steps=1"]
-    done = hydraflow("main_ppo", *keys, *given, *LOCAL, cwd=tmp_path)
-    assert done.returncode == 0, done.stderr[-3000:]
+    completed("main_ppo", *keys, *given, *LOCAL, cwd=tmp_path)
     rows = read_dump(tmp_path / "dump" / "step_1.safetensors")[0]
     policy, found = AutoModelForCausalLM.from_pretrained(tiny).double(), []
     for prompt, response in zip(rows.get("prompts").unbind(), rows.get("responses").unbind(), strict=True):
@@ -184,8 +180,7 @@ def test_a_teacher_makes_an_untrained_student_right(
     given = [f"+distillation.teachers.default={sft_run / 'final_model'}", f"{LOSS}.loss_mode=forward_kl"]
     given += [f"data.train_files={prompts}", f"data.val_files={prompts}", "trainer.test_freq=-1"]
     given += ["actor_rollout_ref.rollout.n=8", "trainer.total_training_steps=60", "trainer.logger=[file]"]
-    done = hydraflow("main_ppo", *keys, *given, *LOCAL, cwd=tmp_path)
-    assert done.returncode == 0, done.stderr[-3000:]
+    completed("main_ppo", *keys, *given, *LOCAL, cwd=tmp_path)
     summary = json.loads((tmp_path / "out" / "summary.json").read_text())
     assert summary["first_val_accuracy"] <= 0.25 and summary["last_val_accuracy"] >= 0.75
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from jobs.command import assert_refused, hydraflow
+from jobs.command import assert_refused, completed, hydraflow
 from jobs.conftest import write_lines
 
 from hydraflow.compose.loading import load
@@ -58,8 +58,7 @@ def test_averages_by_data_source(tmp_path: Path) -> None:
 
 def test_the_command_prints_and_writes_the_same(tmp_path: Path) -> None:
     write_rows(tmp_path / "rows.parquet", SUMS)
-    done = hydraflow("main_eval", "data.path=rows.parquet", "output.path=out/report.json", cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
+    done = completed("main_eval", "data.path=rows.parquet", "output.path=out/report.json", cwd=tmp_path)
     report = json.loads(done.stdout)
     assert report == json.loads((tmp_path / "out" / "report.json").read_text())
     assert report["arithmetic"]["acc/mean@2"] == 0.5
@@ -72,10 +71,9 @@ def test_what_a_reward_function_prints_is_not_in_the_report(tmp_path: Path) -> N
         "    print('scored', flush=True)\n    os.write(1, b'written')\n    return 1.0\n"
     )
     write_lines(tmp_path / "rows.jsonl", [row("ab", source="mine")])
-    done = hydraflow(
+    done = completed(
         "main_eval", "data.path=rows.jsonl", "reward.custom_reward_function.path=reward.py", cwd=tmp_path
     )
-    assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["mine"]["score/mean@1"] == 1.0
     assert all(word in done.stderr for word in ("imported", "scored", "written"))
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pyarrow.parquet
 import pytest
-from jobs.command import LOCAL, ONE_RANK, assert_refused, hydraflow, start, wait_for
+from jobs.command import LOCAL, ONE_RANK, assert_refused, completed, hydraflow, start, wait_for
 from jobs.conftest import LEARNT, write_lines
 
 from hydraflow.compose.loading import load
@@ -38,8 +38,7 @@ def generated(model: str, prompts: Path, home: Path, *more: str) -> tuple[list[l
     """The same in a process of its own, without Ray, and what it said on the way."""
     given = [f"model.path={model}", f"data.path={prompts}", "output.path=local.parquet"]
     given += ["data.max_response_length=6", "rollout.dtype=fp32", *LOCAL]
-    done = hydraflow("main_generate", *given, *more, cwd=home)
-    assert done.returncode == 0, done.stderr[-3000:]
+    done = completed("main_generate", *given, *more, cwd=home)
     return pyarrow.parquet.read_table(home / "local.parquet").column("responses").to_pylist(), done.stderr
 
 

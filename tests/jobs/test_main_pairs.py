@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from jobs.command import LOCAL, assert_refused, hydraflow, read_steps
+from jobs.command import LOCAL, assert_refused, completed, hydraflow, read_steps
 from jobs.conftest import write_lines
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
@@ -86,8 +86,7 @@ def log_prob(network, prompt: list[int], response: list[int]) -> float:
 @pytest.mark.parametrize("kind", ["sigmoid", "ipo"])
 def test_dpo_is_that_of_both_models_row_by_row(kind: str, keys: list[str], tiny: str, tmp_path: Path) -> None:
     chosen = [f"dpo.loss_type={kind}", f"dpo.beta={BETA}"]
-    done = hydraflow("main_dpo", *keys, *chosen, *LOCAL, cwd=tmp_path)
-    assert done.returncode == 0, done.stderr[-3000:]
+    completed("main_dpo", *keys, *chosen, *LOCAL, cwd=tmp_path)
     steps = read_steps(tmp_path / "out")
     at_start = math.log(2) if kind == "sigmoid" else (1 / (2 * BETA)) ** 2
     assert steps[0]["train/loss"] == pytest.approx(at_start, rel=1e-6)
@@ -120,8 +119,7 @@ def test_no_number_depends_on_how_pairs_are_split(keys: list[str], tmp_path: Pat
     found = {}
     for name, more in splits.items():
         given = [*keys, *more, f"trainer.default_local_dir={name}", "trainer.save_final_model=false"]
-        done = hydraflow("main_dpo", *given, cwd=tmp_path)
-        assert done.returncode == 0, done.stderr[-3000:]
+        completed("main_dpo", *given, cwd=tmp_path)
         found[name] = read_steps(tmp_path / name)
     for name in ("train/loss", "train/grad_norm", "train/margin"):
         whole = [row[name] for row in found["whole"]]
@@ -136,8 +134,7 @@ def reward_model(keys: list[str], tmp_path: Path) -> Path:
     write_lines(tmp_path / "train.jsonl", rows)
     write_lines(tmp_path / "val.jsonl", rows)
     given = [*keys, *LOCAL, "optim.lr=0.01", "trainer.total_training_steps=80"]
-    done = hydraflow("main_rm", *given, cwd=tmp_path)
-    assert done.returncode == 0, done.stderr[-3000:]
+    completed("main_rm", *given, cwd=tmp_path)
     return tmp_path / "out"
 
 
@@ -181,8 +178,7 @@ def test_a_reward_model_scores_as_transformers_does(reward_model: Path, tiny: st
         "trainer.debug.save_rollouts=dump",
         "trainer.save_final_model=false",
     ]
-    done = hydraflow("main_ppo", *given, *LOCAL, cwd=tmp_path)
-    assert done.returncode == 0, done.stderr[-3000:]
+    completed("main_ppo", *given, *LOCAL, cwd=tmp_path)
     said = read_dump(tmp_path / "dump" / "step_1.safetensors")[0]
     whole = zip(said.get("prompts").unbind(), said.get("responses").unbind(), strict=True)
     expected = torch.tensor(
@@ -212,8 +208,7 @@ def test_a_reward_model_must_have_a_head_and_the_policys_tokens(tiny: str, tmp_p
 
 @pytest.mark.slow
 def test_with_adapters_the_model_is_its_own_reference(keys: list[str], tmp_path: Path) -> None:
-    done = hydraflow("main_dpo", *keys, "model.lora_rank=4", *LOCAL, cwd=tmp_path)
-    assert done.returncode == 0, done.stderr[-3000:]
+    completed("main_dpo", *keys, "model.lora_rank=4", *LOCAL, cwd=tmp_path)
     steps = read_steps(tmp_path / "out")
     assert steps[0]["train/loss"] == pytest.approx(math.log(2), rel=1e-6)
     assert steps[-1]["train/loss"] < math.log(2)
@@ -264,8 +259,7 @@ def test_preferences_are_learned_from_the_recipes_model(
     recipe = ["recipe=arithmetic", f"recipe.cache_dir={recipe_cache}", *LOCAL]
     if not (model := made_model(recipe)):
         only = ["trainer.total_training_steps=1", "trainer.test_freq=-1", "trainer.save_final_model=false"]
-        done = hydraflow("main_ppo", *recipe, *only, cwd=tmp_path, timeout=800)
-        assert done.returncode == 0, done.stderr[-3000:]
+        completed("main_ppo", *recipe, *only, cwd=tmp_path, timeout=800)
         model = made_model(recipe)
     rows = far_apart(2656)
     train = write_lines(tmp_path / "train.jsonl", rows[256:])
@@ -274,7 +268,6 @@ def test_preferences_are_learned_from_the_recipes_model(
     keys += ["data.train_batch_size=32", "data.max_length=32", "fsdp_config.dtype=fp32"]
     keys += [f"trainer.total_training_steps={steps}", "trainer.test_freq=-1", "trainer.logger=[file]"]
     keys += ["trainer.save_final_model=false", "trainer.default_local_dir=out"]
-    done = hydraflow(command, *keys, *LOCAL, cwd=tmp_path, timeout=800)
-    assert done.returncode == 0, done.stderr[-3000:]
+    completed(command, *keys, *LOCAL, cwd=tmp_path, timeout=800)
     accuracy = [row["val/accuracy"] for row in read_steps(tmp_path / "out") if "val/accuracy" in row]
     assert accuracy[-1] >= 0.75

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from jobs.command import LOCAL, assert_refused, hydraflow, read_steps
+from jobs.command import LOCAL, assert_refused, completed, hydraflow, read_steps
 from jobs.conftest import LEARNT, write_lines
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -83,8 +83,7 @@ def test_padding_and_the_number_of_processes_change_nothing(
         f"trainer.default_local_dir={tmp_path}",
     ]
     keys += ["trainer.save_final_model=false", "trainer.logger=[file]"]
-    done = hydraflow("main_sft", *keys, cwd=tmp_path)
-    assert done.returncode == 0, done.stderr[-3000:]
+    completed("main_sft", *keys, cwd=tmp_path)
     packed, padded = read_steps(sft_run)[:3], read_steps(tmp_path)
     assert len(padded) == 3 and not (tmp_path / "final_model").exists()
     for name in ("train/loss", "train/grad_norm"):
@@ -122,8 +121,7 @@ def test_a_command_line_of_verl_trains(tiny: str, tmp_path: Path) -> None:
         "trainer.logger=['console']",
     ]
     ours = ["fsdp_config.dtype=fp32", "data.val_max_samples=3", *LOCAL]
-    done = hydraflow("main_sft", *words, *ours, cwd=tmp_path)
-    assert done.returncode == 0, done.stderr[-3000:]
+    done = completed("main_sft", *words, *ours, cwd=tmp_path)
     assert "note: model.partial_pretrain: taken as model.path=" in done.stderr
     steps, turns = read_steps(tmp_path / "out"), [[pair] for pair in LEARNT.items()]
     assert [sorted(row.keys() & {"val/loss"}) for row in steps] == [["val/loss"], ["val/loss"]]

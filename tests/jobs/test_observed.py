@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from dispatch import trace_format
-from jobs.command import ONE_RANK, SMALL_RECIPE, SMALL_STEPS, hydraflow, read_steps, start, wait_for
+from jobs.command import ONE_RANK, SMALL_RECIPE, hydraflow, read_steps, start, wait_for
 
 pytestmark = pytest.mark.slow
 
@@ -34,16 +34,17 @@ def trace_of(run: Path) -> dict[str, Any]:
     return trace
 
 
+def during(step: dict[str, Any], events: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Those that begin in a step."""
+    return [event for event in events if step["ts"] <= event["ts"] < step["ts"] + step["dur"]]
+
+
 def test_a_step_is_the_sum_of_its_spans_and_as_long_as_the_metrics_say(run: Path) -> None:
     events = trace_format.spans(trace_of(run), "controller")
     measured = {line["step"]: line for line in read_steps(run) if line["step"]}
     for number in (1, 2, 3):
         (step,) = [event for event in events if event["name"] == f"step {number}"]
-        inside = [
-            event
-            for event in events
-            if event is not step and step["ts"] <= event["ts"] < step["ts"] + step["dur"]
-        ]
+        inside = [event for event in during(step, events) if event is not step]
         assert [event["name"] for event in inside if event["name"] != "dispatch"] == PHASES, (
             "in the order of the step"
         )
@@ -66,23 +67,15 @@ def test_roles_and_ranks_of_the_timeline(run: Path) -> None:
     (step,) = [event for event in trace_format.spans(trace, "controller") if event["name"] == "step 2"]
     for rank in (0, 1):
         work = trace_format.spans(trace, "actor", rank)
-        (update,) = [
-            event
-            for event in work
-            if event["name"] == "update" and step["ts"] <= event["ts"] < step["ts"] + step["dur"]
-        ]
+        (update,) = [event for event in during(step, work) if event["name"] == "update"]
         inner = [
             event["name"]
             for event in work
             if update["ts"] <= event["ts"] and event["ts"] + event["dur"] <= update["ts"] + update["dur"]
         ]
         assert inner == ["update", *["gradient", "optimizer_step"] * 2], "two optimizer steps"
-        generated = [
-            event for event in trace_format.spans(trace, "rollout", rank) if event["name"] == "generate"
-        ]
-        assert (
-            len([event for event in generated if step["ts"] <= event["ts"] < step["ts"] + step["dur"]]) == 1
-        )
+        sampled = during(step, trace_format.spans(trace, "rollout", rank))
+        assert [event["name"] for event in sampled].count("generate") == 1
 
 
 def test_log_files_of_every_role_and_rank(run: Path) -> None:
@@ -119,7 +112,6 @@ def test_a_call_that_takes_too_long_leaves_the_stacks_of_all(tmp_path: Path, rec
     )
     given = [
         *SMALL_RECIPE,
-        *SMALL_STEPS,
         "trainer.default_local_dir=out",
         f"recipe.cache_dir={recipe_cache}",
         "trainer.val_before_train=false",
@@ -150,7 +142,6 @@ def test_a_debugger_in_a_worker_of_ray(tmp_path: Path, recipe_cache: Path) -> No
     )
     given = [
         *SMALL_RECIPE,
-        *SMALL_STEPS,
         f"recipe.cache_dir={recipe_cache}",
         "trainer.total_training_steps=1",
         "trainer.default_local_dir=out",

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from jobs.command import LOCAL, SMALL_RECIPE, SMALL_STEPS, assert_refused, hydraflow, read_steps
+from jobs.command import LOCAL, SMALL_RECIPE, assert_refused, completed, hydraflow, read_steps
 
 from hydraflow.algorithms.config import ESTIMATORS, POLICY_LOSSES
 from hydraflow.compose.own_functions import ESTIMATOR, LOSS, own_files
@@ -182,12 +182,11 @@ def test_a_run_with_functions_and_modules_of_ones_own(
 ) -> None:
     choose()
     (tmp_path / "library_of_mine.py").write_text("open('imported', 'a').write('x')\n")
-    given = [*SMALL_RECIPE, *SMALL_STEPS, *LOCAL, f"recipe.cache_dir={recipe_cache}"]
+    given = [*SMALL_RECIPE, *LOCAL, f"recipe.cache_dir={recipe_cache}"]
     given += ["trainer.total_training_steps=1", "trainer.default_local_dir=run"]
     given += [f"{ESTIMATOR}=mine.py:per_token", f"{LOSS}=mine.py:loss"]
     given += ["actor_rollout_ref.model.external_lib=library_of_mine"]
-    done = hydraflow("main_ppo", *given, cwd=tmp_path, fresh=True)
-    assert done.returncode == 0, done.stderr[-3000:]
+    completed("main_ppo", *given, cwd=tmp_path, fresh=True)
     [step] = [row for row in read_steps(tmp_path / "run") if row["step"] == 1]
     assert step["actor/mine"] == pytest.approx(1.0, abs=0.5) and "critic/vf_loss" in step
     [start] = json.loads((tmp_path / "run" / "run.json").read_text())["starts"]

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from jobs.command import LOCAL, SMALL_RECIPE, SMALL_STEPS, read_steps
+from jobs.command import LOCAL, SMALL_RECIPE, read_steps
 
 from hydraflow.algorithms.actor_loss import ActorLoss
 from hydraflow.compose.loading import load
@@ -28,7 +28,6 @@ SPOILT = "model.layers.1.mlp.down_proj.weight"
 def config(folder: Path, cache: Path, *more: str) -> PPOConfig:
     given = [
         *SMALL_RECIPE,
-        *SMALL_STEPS,
         *LOCAL,
         f"recipe.cache_dir={cache}",
         f"trainer.default_local_dir={folder}",

@@ -13,7 +13,7 @@ from typing import Any
 
 import psutil
 import pytest
-from jobs.command import LOCAL, ONE_RANK, has_lines, hydraflow, start, wait_for
+from jobs.command import LOCAL, ONE_RANK, completed, has_lines, hydraflow, read_steps, start, wait_for
 
 from hydraflow.compose.loading import load
 from hydraflow.jobs.ppo import PPOJob
@@ -48,8 +48,7 @@ def train(folder: Path, cache: Path, method: str, *overrides: str) -> None:
 
 def train_locally(folder: Path, cache: Path, method: str, *overrides: str) -> str:
     """Trains in a process without Ray, on one rank; returns what was printed."""
-    done = hydraflow("main_ppo", *given(folder, cache, method), *overrides, *LOCAL, cwd=folder)
-    assert done.returncode == 0, done.stderr[-3000:]
+    done = completed("main_ppo", *given(folder, cache, method), *overrides, *LOCAL, cwd=folder)
     return done.stdout
 
 
@@ -239,8 +238,7 @@ def test_a_supervised_run_goes_on_after_a_warning_signal(tmp_path: Path, sft_key
         "trainer.test_freq=30",
         "trainer.max_ckpt_to_keep=1",
     ]
-    whole = hydraflow("main_sft", *keys, *LOCAL, "trainer.default_local_dir=whole", cwd=tmp_path)
-    assert whole.returncode == 0, whole.stderr[-3000:]
+    completed("main_sft", *keys, *LOCAL, "trainer.default_local_dir=whole", cwd=tmp_path)
     keys += [*ONE_RANK, "trainer.default_local_dir=out"]
     started = start("main_sft", *keys, cwd=tmp_path)
     wait_for(lambda: has_lines(tmp_path / "out" / "metrics.jsonl", 20), 180, "the first steps")
@@ -253,16 +251,12 @@ def test_a_supervised_run_goes_on_after_a_warning_signal(tmp_path: Path, sft_key
     step = json.loads((tmp_path / "out" / "requeue").read_text())["step"]
     assert 0 < step < 80
 
-    again = hydraflow("main_sft", *keys, *LOCAL, cwd=tmp_path)
-    assert again.returncode == 0, again.stderr[-3000:]
+    again = completed("main_sft", *keys, *LOCAL, cwd=tmp_path)
     assert (
         f"continues after step {step} of 80" in again.stdout
         and "model: weights, optimizer, place in the schedule" in again.stdout
     )
-    rows = {
-        name: [json.loads(line) for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()]
-        for name in ("whole", "out")
-    }
+    rows = {name: read_steps(tmp_path / name) for name in ("whole", "out")}
     for mine, theirs in zip(rows["out"], rows["whole"], strict=True):
         for name in ("step", "train/loss", "train/grad_norm", "train/lr", "val/loss", "val/accuracy"):
             assert mine.get(name) == theirs.get(name), (mine["step"], name)

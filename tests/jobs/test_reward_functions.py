@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 
 import pytest
-from jobs.command import LOCAL, ONE_RANK, SMALL_RECIPE, SMALL_STEPS, assert_refused, hydraflow, read_steps
+from jobs.command import LOCAL, ONE_RANK, SMALL_RECIPE, assert_refused, completed, hydraflow, read_steps
 from jobs.conftest import write_lines
 
 PATH = "reward.custom_reward_function.path"
@@ -46,11 +46,10 @@ def test_functions_that_are_not_there_are_refused(tmp_path: Path, command: str) 
 @pytest.mark.slow
 def test_each_of_several_functions_is_logged(tmp_path: Path, recipe_cache: Path) -> None:
     (tmp_path / "mine.py").write_text(f"async {SIGNATURE}\n    return {{'score': len(solution_str)}}\n")
-    given = [*SMALL_RECIPE, *SMALL_STEPS, f"recipe.cache_dir={recipe_cache}", "trainer.default_local_dir=out"]
+    given = [*SMALL_RECIPE, f"recipe.cache_dir={recipe_cache}", "trainer.default_local_dir=out"]
     given += ["trainer.total_training_steps=1"]
     given += ["reward.functions=[{name: exact}, {path: mine.py, weight: 0.5}]"]
-    done = hydraflow("main_ppo", *given, *LOCAL, cwd=tmp_path)
-    assert done.returncode == 0, done.stderr[-3000:]
+    completed("main_ppo", *given, *LOCAL, cwd=tmp_path)
     step = read_steps(tmp_path / "out")[-1]
     assert step["reward/mine"] > 0
     assert step["critic/score/mean"] == pytest.approx(step["reward/exact"] + 0.5 * step["reward/mine"])
@@ -79,7 +78,7 @@ def test_a_run_whose_function_fails_on_every_row_ends_before_it_trains(
     tmp_path: Path, recipe_cache: Path, validates: bool
 ) -> None:
     (tmp_path / "reward.py").write_text(f"{SIGNATURE}\n    return {{}}[solution_str]\n")
-    given = [*SMALL_RECIPE, *SMALL_STEPS, f"recipe.cache_dir={recipe_cache}", "trainer.default_local_dir=out"]
+    given = [*SMALL_RECIPE, f"recipe.cache_dir={recipe_cache}", "trainer.default_local_dir=out"]
     given += [
         "trainer.total_training_steps=2",
         "trainer.save_freq=1",
@@ -103,10 +102,9 @@ def test_a_run_whose_function_fails_on_every_row_ends_before_it_trains(
 @pytest.mark.slow
 def test_a_run_whose_responses_all_score_alike_says_so_once(tmp_path: Path, recipe_cache: Path) -> None:
     (tmp_path / "reward.py").write_text(f"{SIGNATURE}\n    return 0.0\n")
-    given = [*SMALL_RECIPE, *SMALL_STEPS, f"recipe.cache_dir={recipe_cache}", "trainer.default_local_dir=out"]
+    given = [*SMALL_RECIPE, f"recipe.cache_dir={recipe_cache}", "trainer.default_local_dir=out"]
     given += ["trainer.total_training_steps=4", "trainer.val_before_train=false", *LOCAL]
-    done = hydraflow("main_ppo", *given, f"{PATH}=reward.py", cwd=tmp_path)
-    assert done.returncode == 0, done.stderr[-3000:]
+    done = completed("main_ppo", *given, f"{PATH}=reward.py", cwd=tmp_path)
     words = "steps 1 to 3: every advantage is the same"
     assert done.stderr.count(words) == 1, done.stderr[-3000:]
     [symptom] = json.loads((tmp_path / "out" / "summary.json").read_text())["symptoms"]
@@ -119,15 +117,14 @@ def test_a_failed_row_is_left_out_or_scored_as_the_run_says(tmp_path: Path, reci
     """The function fails on about a third of the responses."""
     lines = ["rest = sum(map(ord, solution_str)) % 3", "assert rest", "return rest - 1.0"]
     (tmp_path / "reward.py").write_text("\n    ".join([SIGNATURE, *lines]))
-    given = [*SMALL_RECIPE, *SMALL_STEPS, f"recipe.cache_dir={recipe_cache}", f"{PATH}=reward.py", *LOCAL]
+    given = [*SMALL_RECIPE, f"recipe.cache_dir={recipe_cache}", f"{PATH}=reward.py", *LOCAL]
     given += ["trainer.total_training_steps=1", "trainer.val_before_train=false", "data.val_max_samples=4"]
     given += ["reward.failure_score=-7", "reward.max_failed_share=1.0"]
     step = {}
     for how in ("mask", "score"):
-        done = hydraflow(
+        completed(
             "main_ppo", *given, f"reward.on_failure={how}", f"trainer.default_local_dir={how}", cwd=tmp_path
         )
-        assert done.returncode == 0, done.stderr[-3000:]
         step[how] = read_steps(tmp_path / how)[-1]
     assert 0 < step["mask"]["reward/failed_rows"] == step["score"]["reward/failed_rows"] < 32
     assert (step["mask"]["critic/score/min"], step["score"]["critic/score/min"]) == (0, -7)

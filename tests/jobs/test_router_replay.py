@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
-from jobs.command import LOCAL, assert_refused, hydraflow, write_sums
+from jobs.command import LOCAL, assert_refused, completed, hydraflow, read_steps, write_sums
 
 from hydraflow.models.tiny import make_model, make_tokenizer
 
@@ -60,10 +59,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def train(folder: Path, run: str, *overrides: str, model: str = "experts") -> dict[int, dict[str, float]]:
     """The metrics of a run, by step."""
-    done = hydraflow("main_ppo", *given(folder, run, model), *overrides, cwd=folder)
-    assert done.returncode == 0, done.stderr[-3000:]
-    lines = (folder / run / "metrics.jsonl").read_text().splitlines()
-    return {line["step"]: line for line in map(json.loads, lines)}
+    completed("main_ppo", *given(folder, run, model), *overrides, cwd=folder)
+    return {line["step"]: line for line in read_steps(folder / run)}
 
 
 def given(folder: Path, run: str, model: str) -> list[str]:

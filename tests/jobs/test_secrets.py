@@ -8,7 +8,7 @@ import stat
 from pathlib import Path
 
 import pytest
-from jobs.command import assert_refused, hydraflow
+from jobs.command import assert_refused, completed, hydraflow
 
 TYPED, IN_ADDRESS, EXPORTED = "S3CRETTYPED", "S3CRETADDRESS", "S3CRETEXPORTED"
 
@@ -53,8 +53,7 @@ def given(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, sft_keys: list[str]) 
 @pytest.mark.slow
 def test_secrets_of_a_run_are_in_its_configuration_alone(tmp_path: Path, given: list[str]) -> None:
     pytest.importorskip("wandb", reason="wandb is not installed")
-    done = hydraflow("main_sft", *given, "trainer.default_local_dir=run", cwd=tmp_path)
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    done = completed("main_sft", *given, "trainer.default_local_dir=run", cwd=tmp_path)
     run = tmp_path / "run"
     assert not [word for word in (TYPED, IN_ADDRESS, EXPORTED) if word in done.stdout + done.stderr]
     assert files_with(TYPED, tmp_path) == files_with(IN_ADDRESS, tmp_path) == {"run/config.yaml"}
@@ -67,8 +66,7 @@ def test_secrets_of_a_run_are_in_its_configuration_alone(tmp_path: Path, given: 
     }
     assert "wandb_proxy=http://(hidden)@host:3128" in (run / "run.json").read_text()
     again = ["--config-dir", "run", "--config-name", "config", "trainer.default_local_dir=again"]
-    done = hydraflow("main_sft", *again, cwd=tmp_path)
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    completed("main_sft", *again, cwd=tmp_path)
     assert (
         files_with(TYPED, tmp_path) == {"run/config.yaml", "again/config.yaml"}
         and files_with(EXPORTED, tmp_path) == set()

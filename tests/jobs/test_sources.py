@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from jobs.command import LOCAL, SMALL_RECIPE, SMALL_STEPS, read_steps
+from jobs.command import LOCAL, SMALL_RECIPE, read_steps
 
 from hydraflow.compose.loading import load
 from hydraflow.errors import GuardStop
@@ -64,7 +64,6 @@ def train(folder: Path, cache: Path, change: Change, *more: str) -> tuple[list[d
 
     overrides = [
         *SMALL_RECIPE,
-        *SMALL_STEPS,
         *LOCAL,
         f"recipe.cache_dir={cache}",
         f"trainer.default_local_dir={folder}",

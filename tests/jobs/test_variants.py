@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from jobs.command import LOCAL, SMALL_RECIPE, SMALL_STEPS, hydraflow, read_steps
+from jobs.command import LOCAL, SMALL_RECIPE, completed, read_steps
 
 from hydraflow.compose.loading import load
 from hydraflow.jobs.ppo import PPOJob
@@ -31,7 +31,6 @@ def train(folder: Path, cache: Path, *overrides: str) -> list[dict[str, Any]]:
     """Trains in this process's Ray, or in a process without one, and returns the metrics of the steps."""
     given = [
         *SMALL_RECIPE,
-        *SMALL_STEPS,
         f"recipe.cache_dir={cache}",
         f"trainer.default_local_dir={folder}",
         "trainer.logger=[file]",
@@ -46,8 +45,7 @@ def train(folder: Path, cache: Path, *overrides: str) -> list[dict[str, Any]]:
     (folder / "reward.py").write_text(DENSE_REWARD)
     given += ["data.val_max_samples=4", f"reward.custom_reward_function.path={folder}/reward.py"]
     if LOCAL[0] in overrides:
-        done = hydraflow("main_ppo", *given, *overrides, cwd=folder)
-        assert done.returncode == 0, done.stderr[-3000:]
+        completed("main_ppo", *given, *overrides, cwd=folder)
     else:
         PPOJob(load("ppo", PPOConfig, [*given, "trainer.n_gpus_per_node=2", *overrides])).run()
     rows = [row for row in read_steps(folder) if row["step"] > 0]

@@ -11,7 +11,7 @@ import psutil
 import pyarrow.parquet as parquet
 import pytest
 from generation.vllm_process import needs_vllm
-from jobs.command import ONE_RANK, assert_refused, hydraflow, wait_for
+from jobs.command import ONE_RANK, assert_refused, completed, hydraflow, wait_for
 from jobs.dying import dying_worker, hanging_worker, left_in_memory, noting_worker
 from jobs.test_placement import ACTOR, CRITIC, GPUS, ROLLOUT, SMALL_BUCKETS, as_planned, train
 
@@ -187,8 +187,7 @@ def test_main_generate_writes_what_native_writes(prompts: Path, tmp_path: Path) 
     given += ["rollout.temperature=0", *ONE_RANK, "model.override_config={}"]
     native, ours = tmp_path / "native.parquet", tmp_path / "vllm.parquet"
     run_generate(load("generate", GenerateConfig, [*given, "rollout.name=native", f"output.path={native}"]))
-    done = hydraflow("main_generate", *given, "rollout.name=vllm", f"output.path={ours}", cwd=tmp_path)
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    completed("main_generate", *given, "rollout.name=vllm", f"output.path={ours}", cwd=tmp_path)
     first, second = (parquet.read_table(file)["responses"].to_pylist() for file in (native, ours))
     assert first == second
 

@@ -19,7 +19,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from jobs.command import SMALL_RECIPE, SMALL_STEPS, processes_with, read_steps
+from jobs.command import SMALL_RECIPE, processes_with, read_steps
 from safetensors.torch import load_file
 from slurm.cluster import Cluster, Job
 
@@ -61,7 +61,7 @@ def overrides(cache: Path) -> list[str]:
         "trainer.threads_per_process=1",  # sums of several threads are rounded differently on some processors
         "actor_rollout_ref.actor.optim.lr_warmup_steps=0",
     ]
-    return [*SMALL_RECIPE, *SMALL_STEPS, *fixed]
+    return [*SMALL_RECIPE, *fixed]
 
 
 def with_reward(home: Path, name: str, calls: int = 10**6, seconds: float = 0.0) -> str:
@@ -284,9 +284,7 @@ def test_a_sweep_is_an_array_with_a_job_for_each_combination(cluster: Cluster, h
         "--sbatch=--hold",
         "--",
     ]
-    done = cluster.hydraflow(
-        "slurm", "submit", *words, *SMALL_RECIPE, *SMALL_STEPS, "trainer.seed=1,2,3", home=home
-    )
+    done = cluster.hydraflow("slurm", "submit", *words, *SMALL_RECIPE, "trainer.seed=1,2,3", home=home)
     assert done.returncode == 0, done.stderr
     number = re.findall(r"array (\d+) submitted", done.stdout)[0]
     try:
@@ -316,7 +314,6 @@ def test_hydras_launcher_submits_the_sweep(cluster: Cluster, home: Path) -> None
         "--multirun",
         *launcher,
         *SMALL_RECIPE,
-        *SMALL_STEPS,
         "trainer.seed=1,2",
     ]
     with open(home / "log", "w") as log:
