@@ -276,9 +276,8 @@ class PendingCalls:
         others = f" (nor from ranks {ranks[1:]})" if len(ranks) > 1 else ""
         cause = f"no answer in {first.seconds:g} seconds{others}"
         if self.stacks is not None:
-            self._keep(
-                _answered(list(self.pending), 0)
-            )  # learns the location of processes that reported meanwhile
+            # learns the location of processes that reported meanwhile
+            self._keep(_answered(list(self.pending), 0))
             try:
                 written = self.stacks(f"{first.role} rank {first.rank}, {first.method}: {cause}")
             except (OSError, ray.exceptions.RayError) as error:

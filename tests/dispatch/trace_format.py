@@ -8,8 +8,6 @@ from typing import Any
 
 PHASES = {"X": {"name", "cat", "ts", "dur", "pid", "tid"}, "M": {"name", "pid", "tid", "args"}}
 """Kind of event -> fields that it must have."""
-ROUNDING = 0.01
-"""Microseconds; times are floating point numbers of about 1.8e15."""
 
 
 def check(trace: dict[str, Any]) -> None:
