@@ -27,6 +27,8 @@ SMALL_RECIPE = [
 ]
 """Few problems, a short warm start and small steps: it learns next to nothing, but everything runs."""
 
+STEPS_ALONE = ["trainer.val_before_train=false", "trainer.save_final_model=false", "trainer.logger=[file]"]
+"""Nothing before the first step, nothing after the last, and no console."""
 ONE_RANK = ["trainer.n_gpus_per_node=1", "trainer.threads_per_process=1"]
 """One process with one thread: several tests run at a time."""
 LOCAL = ["trainer.debug.local=true", *ONE_RANK]

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from jobs.command import assert_refused, hydraflow, read_steps, write_sums
+from jobs.command import STEPS_ALONE, assert_refused, hydraflow, read_steps, write_sums
 
 from hydraflow.compose.loading import load
 from hydraflow.jobs.ppo import PPOJob
@@ -29,10 +29,8 @@ STEPS = [
     "algorithm.adv_estimator=gae",
     "trainer.total_training_steps=2",
     "trainer.save_freq=-1",
-    "trainer.save_final_model=false",
     "trainer.test_freq=-1",
-    "trainer.val_before_train=false",
-    "trainer.logger=[file]",
+    *STEPS_ALONE,
     "trainer.n_gpus_per_node=2",
     "reward.num_workers=1",
     f"{ACTOR}.strategy=megatron",

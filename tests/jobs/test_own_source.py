@@ -3,25 +3,21 @@ default recipe learns from it."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from jobs.command import LOCAL, read_steps
+from jobs.command import LOCAL, STEPS_ALONE, read_steps
 from jobs.learning import ACTOR, ENOUGH, few_steps, gain, stop_once_learnt
+from jobs.test_sources import changing_job, with_column
 
 from hydraflow.compose.loading import load
 from hydraflow.dispatch.shards import CompletedFuture
-from hydraflow.jobs.ppo import PPOJob
-from hydraflow.protocol.batch import DataProto
 from hydraflow.protocol.fields import FINISH_REASONS
-from hydraflow.protocol.remote import RemoteBatch
 from hydraflow.schema import PPOConfig
-from hydraflow.trainer.source import Trajectories, TrajectorySource
+from hydraflow.trainer.source import Trajectories
 
 pytestmark = pytest.mark.slow
 
@@ -30,41 +26,21 @@ FAULTED: list[int] = []
 """Of each step, in order."""
 
 
-class RandomGroups:
+def random_groups(taken: Trajectories, number: int) -> Trajectories:
     """What another source has sampled, less a random part of each group, in random order."""
-
-    def __init__(self, inner: TrajectorySource):
-        self.inner = inner
-
-    def take(self, step: int) -> Trajectories:
-        taken, draw = self.inner.take(step), np.random.default_rng(step)
-        group = taken.rows.columns["group"].refs[0].data.numpy()  # type: ignore[attr-defined]
-        share = draw.random(group.max() + 1)  # of each group's rows; of some none
-        kept = draw.permutation(np.flatnonzero(draw.random(len(group)) < share[group]))
-        faulted = draw.random(len(kept)) < 0.1
-        ROWS.append(len(kept))
-        FAULTED.append(int(faulted.sum()))
-        rows, scored = taken.rows.select_idxs(kept), taken.scoring.get().select_idxs(kept)
-        ends = torch.from_numpy(np.where(faulted, FINISH_REASONS.index("fault"), 0).astype(np.int8))
-        rows.columns |= RemoteBatch.from_local(DataProto.from_dict({"finish_reason": ends})).columns
-        return replace(taken, rows=rows, scoring=CompletedFuture(scored))
-
-    def give_back(self) -> None:
-        self.inner.give_back()
-
-    def published(self, version: int) -> None:
-        self.inner.published(version)
-
-    def state(self) -> dict[str, Any]:
-        return self.inner.state()
-
-    def load_state(self, state: Mapping[str, Any]) -> None:
-        self.inner.load_state(state)
+    draw = np.random.default_rng(number)
+    group = taken.rows.columns["group"].refs[0].data.numpy()  # type: ignore[attr-defined]
+    share = draw.random(group.max() + 1)  # of each group's rows; of some none
+    kept = draw.permutation(np.flatnonzero(draw.random(len(group)) < share[group]))
+    faulted = draw.random(len(kept)) < 0.1
+    ROWS.append(len(kept))
+    FAULTED.append(int(faulted.sum()))
+    rows, scored = taken.rows.select_idxs(kept), taken.scoring.get().select_idxs(kept)
+    ends = torch.from_numpy(np.where(faulted, FINISH_REASONS.index("fault"), 0).astype(np.int8))
+    return with_column(replace(taken, rows=rows, scoring=CompletedFuture(scored)), "finish_reason", ends)
 
 
-class RandomJob(PPOJob):
-    def source(self, *given: Any) -> TrajectorySource:
-        return RandomGroups(super().source(*given))
+RandomJob = changing_job(random_groups)
 
 
 @pytest.mark.timeout(800)
@@ -101,9 +77,7 @@ def test_the_ranks_share_rows_that_do_not_divide(
         "algorithm.use_kl_in_reward=true",
         "trainer.n_gpus_per_node=2",
         "trainer.total_training_steps=2",
-        "trainer.val_before_train=false",
-        "trainer.logger=[file]",
-        "trainer.save_final_model=false",
+        *STEPS_ALONE,
         "data.train_batch_size=8",
         "actor_rollout_ref.actor.ppo_mini_batch_size=4",
         "data.val_max_samples=4",

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import ray
 import torch
-from jobs.command import SMALL_RECIPE, read_numbers, read_steps
+from jobs.command import SMALL_RECIPE, STEPS_ALONE, read_numbers, read_steps
 from jobs.dying import dying_worker
 from jobs.frank import FrankHost
 from jobs.turning import noting_workers
@@ -78,10 +78,8 @@ def train(
         "actor_rollout_ref.rollout.verify_weights_every=1",
         "trainer.total_training_steps=2",
         "trainer.threads_per_process=1",
-        "trainer.val_before_train=false",
+        *STEPS_ALONE,
         "trainer.test_freq=2",
-        "trainer.save_final_model=false",
-        "trainer.logger=[file]",
         "data.val_max_samples=4",
     ]
     job = WatchedJob(load("ppo", PPOConfig, [*given, *overrides]))

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from jobs.command import LOCAL, SMALL_RECIPE, read_steps
+from jobs.command import LOCAL, SMALL_RECIPE, STEPS_ALONE, read_steps
 
 from hydraflow.algorithms.actor_loss import ActorLoss
 from hydraflow.compose.loading import load
@@ -32,9 +32,7 @@ def config(folder: Path, cache: Path, *more: str) -> PPOConfig:
         f"recipe.cache_dir={cache}",
         f"trainer.default_local_dir={folder}",
         "trainer.total_training_steps=2",
-        "trainer.val_before_train=false",
-        "trainer.save_final_model=false",
-        "trainer.logger=[file]",
+        *STEPS_ALONE,
     ]
     return load("ppo", PPOConfig, [*given, *more])
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from jobs.command import LOCAL, assert_refused, completed, hydraflow, read_steps, write_sums
+from jobs.command import LOCAL, STEPS_ALONE, assert_refused, completed, hydraflow, read_steps, write_sums
 
 from hydraflow.models.tiny import make_model, make_tokenizer
 
@@ -25,10 +25,8 @@ STEPS = [
     "algorithm.adv_estimator=grpo",
     "trainer.total_training_steps=3",
     "trainer.save_freq=1",
-    "trainer.save_final_model=false",
     "trainer.test_freq=-1",
-    "trainer.val_before_train=false",
-    "trainer.logger=[file]",
+    *STEPS_ALONE,
     "reward.custom_reward_function.path=reward.py",
 ]
 """Two optimizer steps in each step."""

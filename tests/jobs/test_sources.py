@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from jobs.command import LOCAL, SMALL_RECIPE, read_steps
+from jobs.command import LOCAL, SMALL_RECIPE, STEPS_ALONE, read_steps
 
 from hydraflow.compose.loading import load
 from hydraflow.errors import GuardStop
@@ -50,6 +50,14 @@ class Changing:
         self.takes = state["takes"]
 
 
+def changing_job(change: Change) -> type[PPOJob]:
+    class Job(PPOJob):
+        def source(self, *given: Any) -> TrajectorySource:
+            return Changing(super().source(*given), change)
+
+    return Job
+
+
 def train(folder: Path, cache: Path, change: Change, *more: str) -> tuple[list[dict[str, float]], list[int]]:
     """The metrics of the steps, and the numbers of what was taken."""
     taken: list[int] = []
@@ -58,24 +66,18 @@ def train(folder: Path, cache: Path, change: Change, *more: str) -> tuple[list[d
         taken.append(number)
         return change(given, number)
 
-    class Job(PPOJob):
-        def source(self, *given: Any) -> TrajectorySource:
-            return Changing(super().source(*given), noted)
-
     overrides = [
         *SMALL_RECIPE,
         *LOCAL,
         f"recipe.cache_dir={cache}",
         f"trainer.default_local_dir={folder}",
         "trainer.total_training_steps=3",
-        "trainer.val_before_train=false",
+        *STEPS_ALONE,
         "trainer.test_freq=-1",
-        "trainer.save_final_model=false",
-        "trainer.logger=[file]",
         "data.val_max_samples=4",
         "actor_rollout_ref.actor.optim.lr_scheduler_type=linear",
     ]
-    Job(load("ppo", PPOConfig, [*overrides, *more])).run()
+    changing_job(noted)(load("ppo", PPOConfig, [*overrides, *more])).run()
     return read_steps(folder), taken
 
 

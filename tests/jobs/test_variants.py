@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from jobs.command import LOCAL, SMALL_RECIPE, completed, read_steps
+from jobs.command import LOCAL, SMALL_RECIPE, STEPS_ALONE, completed, read_steps
 
 from hydraflow.compose.loading import load
 from hydraflow.jobs.ppo import PPOJob
@@ -29,18 +29,8 @@ def compute_score(data_source, solution_str, ground_truth, extra_info):
 
 def train(folder: Path, cache: Path, *overrides: str) -> list[dict[str, Any]]:
     """Trains in this process's Ray, or in a process without one, and returns the metrics of the steps."""
-    given = [
-        *SMALL_RECIPE,
-        f"recipe.cache_dir={cache}",
-        f"trainer.default_local_dir={folder}",
-        "trainer.logger=[file]",
-    ]
-    given += [
-        "trainer.total_training_steps=2",
-        "trainer.val_before_train=false",
-        "trainer.save_final_model=false",
-        "trainer.test_freq=-1",
-    ]
+    given = [*SMALL_RECIPE, *STEPS_ALONE, "trainer.total_training_steps=2", "trainer.test_freq=-1"]
+    given += [f"recipe.cache_dir={cache}", f"trainer.default_local_dir={folder}"]
     folder.mkdir(exist_ok=True)
     (folder / "reward.py").write_text(DENSE_REWARD)
     given += ["data.val_max_samples=4", f"reward.custom_reward_function.path={folder}/reward.py"]
