@@ -45,12 +45,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def train(home: Path, cache: Path, name: str, *overrides: str, code: int = 0) -> Path:
     """A run of three steps in a folder of `home`, with one process for each role."""
-    given = [
-        *SMALL_RECIPE,
-        f"recipe.cache_dir={cache}",
-        *ONE_RANK,
-        f"trainer.default_local_dir={name}",
-    ]
+    given = [*SMALL_RECIPE, f"recipe.cache_dir={cache}", *ONE_RANK, f"trainer.default_local_dir={name}"]
     given += [
         "trainer.total_training_steps=3",
         "reward.custom_reward_function.path=reward.py",

@@ -39,11 +39,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 def begin(home: Path, cache: Path, *overrides: str) -> Started:
     """A long run with four steps done."""
-    given = [
-        *SMALL_RECIPE,
-        "trainer.total_training_steps=100000",
-        "trainer.default_local_dir=out",
-    ]
+    given = [*SMALL_RECIPE, "trainer.total_training_steps=100000", "trainer.default_local_dir=out"]
     started = start("main_ppo", *given, f"recipe.cache_dir={cache}", *overrides, cwd=home)
     wait_for(
         lambda: started.process.poll() is not None or has_lines(home / "out" / "metrics.jsonl", 5),

@@ -37,11 +37,7 @@ from hydraflow.trainer.signals import REPEATED
 
 pytestmark = pytest.mark.slow
 
-ENDLESS = [
-    *SMALL_RECIPE,
-    "trainer.total_training_steps=100000",
-    "trainer.default_local_dir=out",
-]
+ENDLESS = [*SMALL_RECIPE, "trainer.total_training_steps=100000", "trainer.default_local_dir=out"]
 
 
 def why_it_ended(home: Path) -> str:
