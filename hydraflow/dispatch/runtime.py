@@ -167,7 +167,7 @@ class Runtime:
         return fetch(batch, keys, self.channel)
 
     def traffic(self) -> Traffic:
-        """Calls and bytes through the controller so far; subtract two snapshots for an interval."""
+        """What `Traffic` counts, so far; subtract two snapshots for an interval."""
         traffic = self.channel.traffic
         return replace(traffic, worked=traffic.worked.copy())
 
